@@ -1,0 +1,95 @@
+"""What a result depends on: commit, sources, device, versions."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+import platform
+import subprocess
+from typing import Any
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def commit() -> dict[str, Any]:
+    """The commit and whether the tree differs from it; MHC_COMMIT and MHC_DIRTY say it where git cannot."""
+    named = os.environ.get("MHC_COMMIT")
+    if named:
+        return {"commit": named, "dirty": os.environ.get("MHC_DIRTY", "0") not in ("", "0")}
+    head = _output("git", "rev-parse", "HEAD")
+    if head is None:
+        return {"commit": None, "dirty": None}
+    # A run writes its own results: those do not make the tree dirty.
+    status = _output("git", "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+    return {"commit": head, "dirty": bool(status)}
+
+
+def sources_hash() -> str | None:
+    try:
+        from .source_hash import source_hash
+    except ImportError:
+        return None
+    return source_hash()
+
+
+def versions() -> dict[str, str | None]:
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    driver = None
+    if torch.cuda.is_available():
+        driver = (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").split(
+            "\n"
+        )[0] or None
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "cuda": torch.version.cuda,
+        "driver": driver,
+    }
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {
+            "type": device.type,
+            "name": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+        }
+    p = torch.cuda.get_device_properties(device)
+    return {
+        "type": "cuda",
+        "name": p.name,
+        "multiprocessors": p.multi_processor_count,
+        "memory_gib": round(p.total_memory / 2**30, 1),
+        "l2_bytes": getattr(p, "L2_cache_size", None),
+        "capability": f"{p.major}.{p.minor}",
+    }
+
+
+def header(device: torch.device) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "operator": "mhc",
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **commit(),
+        "kernel_sources_sha256": sources_hash(),
+        "device": device_facts(device),
+        "versions": versions(),
+    }

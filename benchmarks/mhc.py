@@ -1,0 +1,480 @@
+"""The mHC benchmark: which rows there are, and how one run of them is made.
+
+A run is a list of groups. The variants of a group are timed round-robin, so that a drift of the clock meets
+all of them. One variant's failure is recorded in its row. After a failure that leaves the device unusable
+the rest of the run goes on in a fresh process without that variant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import pathlib
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import accuracy, environment, ours, peers, targets, timing
+from .peers import Inputs, make_inputs
+
+DIMS = (2560, 4096, 7168)
+CPU_TOKENS, CPU_DIM = 64, 256
+DECODE_TOKENS, DECODE_DIM, DECODE_CHAIN = (1, 8, 64), 4096, 20
+GROUPS = (*map(str, DIMS), "npu", "decode", "memory", "accuracy", "determinism")
+QUICK_GROUPS = ("4096", "npu", "accuracy")
+CPU_NOTICE = "CPU run, wall clock, a small shape: it says nothing of a GPU."
+PARTS = ("rows", "decode", "memory", "accuracy", "determinism")
+
+
+@dataclasses.dataclass
+class Settings:
+    """One run. ``groups``: out of GROUPS; ``exclude``: variants (``group/row/variant``) left out, and why."""
+
+    device: str = "auto"
+    groups: tuple[str, ...] = GROUPS
+    rounds: int = 40
+    measure_peers: bool = False
+    compiled: bool = True
+    seed: int | None = None
+    tokens: int | None = None
+    dim: int | None = None
+    exclude: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def resolve(self) -> torch.device:
+        name = self.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device
+
+
+@dataclasses.dataclass
+class Variant:
+    """One row to be: ``build`` prepares inputs and returns the call to time; ``check`` judges its outputs."""
+
+    what: str
+    variant: str
+    tokens: int
+    dim: int
+    build: Callable[[], Callable[[], Any]]
+    check: Callable[[Any], dict[str, Any]] | None = None
+    calls: int = 1
+
+    def key(self, group: str) -> str:
+        return f"{group}/{self.what}/{self.variant}"
+
+
+class DeviceLost(RuntimeError):
+    """The device context is unusable after a failure of the variant named by ``args[0]``."""
+
+
+def _message(e: BaseException) -> str:
+    return f"{type(e).__name__}: {e}"[:2000]
+
+
+def _device_alive(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    try:
+        torch.zeros(8, device=device).add_(1).cpu()
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+class Run:
+    """State of one run: the result so far and where it is kept."""
+
+    def __init__(
+        self, settings: Settings, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]
+    ) -> None:
+        self.s, self.save, self.report = settings, save, report
+        self.device = settings.resolve()
+        self.gpu = self.device.type == "cuda"
+        self.seed = secrets.randbits(32) if settings.seed is None else settings.seed
+        torch.manual_seed(self.seed)
+        torch.set_float32_matmul_precision("highest")
+        self.result: dict[str, Any] = {
+            **environment.header(self.device),
+            "complete": False,
+            "notice": None if self.gpu else CPU_NOTICE,
+            "settings": {
+                "rounds": settings.rounds,
+                "groups": list(settings.groups),
+                "seed": self.seed,
+                "float32_matmul_precision": torch.get_float32_matmul_precision(),
+                "timing": "CUDA-graph replay, L2 flushed before each" if self.gpu else "wall clock",
+            },
+            "rows": [],
+            "decode": [],
+            "memory": [],
+            "accuracy": [],
+            "determinism": [],
+            "skipped": {},
+        }
+        self.flush = timing.Flusher(self.device)
+        self._started = time.monotonic()
+        self._fp64: list[tuple[Inputs, dict[str, torch.Tensor]]] = []
+
+    @property
+    def judged(self) -> bool:
+        """Whether absolute bars count on this device."""
+        return self.gpu and targets.BARS_DEVICE in self.result["device"]["name"]
+
+    # ---- inputs and references
+
+    def tokens_and_dim(self, tokens: int, dim: int) -> tuple[int, int]:
+        if self.gpu:
+            return self.s.tokens or tokens, self.s.dim or dim
+        return self.s.tokens or min(tokens, CPU_TOKENS), self.s.dim or CPU_DIM
+
+    def inputs(self, tokens: int, dim: int, **kwargs: Any) -> Inputs:
+        return make_inputs((tokens,), targets.N, dim, self.device, **kwargs)
+
+    def exact(self, i: Inputs) -> dict[str, torch.Tensor]:
+        """fp64 values of a case, computed once."""
+        for known, values in self._fp64:
+            if known is i:
+                return values
+        self._fp64.append((i, accuracy.reference(i)))
+        return self._fp64[-1][1]
+
+    # ---- variants
+
+    def case_variants(self, i: Inputs, prefix: str = "", compiled_peer: bool = True) -> Iterator[Variant]:
+        """pre, post and fb of one case, by the ops, by a compiled step, and by the peers."""
+        tokens, _, dim = i.x.shape
+        with torch.no_grad():
+            c = peers.plain_coefficients(i.x, i.phi, i.alpha, i.bias, i.gamma, i.iters)
+        h_post, h_res = c["h_post"].detach(), c["h_res"].detach()
+        exact = self.exact(i)
+
+        def check(got: dict[str, torch.Tensor]) -> dict[str, Any]:
+            return accuracy.compare(got, exact, i.with_post)
+
+        def check_post(got: dict[str, torch.Tensor]) -> dict[str, Any]:
+            want = peers.plain_post(*(t.double() for t in (i.x, i.f_out, h_post, h_res)), i.transpose_res)
+            return accuracy.compare(got, {"x_out": want}, True)
+
+        def with_leaves(call: Callable[[Inputs], Any]) -> Callable[[], Callable[[], Any]]:
+            def build() -> Callable[[], Any]:
+                j = i.detached()
+                for t in j.leaves():
+                    t.requires_grad_()
+                return lambda: call(j)
+
+            return build
+
+        def row(
+            what: str, variant: str, build: Callable[[], Callable[[], Any]], checked: Any = None
+        ) -> Variant:
+            return Variant(prefix + what, variant, tokens, dim, build, checked)
+
+        yield row("pre", "ops", lambda: lambda: ours.ops_pre(i), check)
+        if i.with_post:
+            yield row("post", "ops", lambda: lambda: ours.ops_post(i, h_post, h_res), check_post)
+        yield row("fb", "ops", lambda: lambda: ours.ops_fb(i), check)
+        if self.s.compiled:
+            yield row("fb", "compiled", lambda: with_leaves(ours.autograd_fb(True))(), check)
+        for name, peer in self.peers(i, compiled_peer):
+            yield row("pre", name, lambda peer=peer: _no_grad(lambda: peer().pre(i)))
+            if i.with_post:
+                yield row("post", name, lambda peer=peer: _no_grad(lambda: peer().post(i, h_post, h_res)))
+            yield row("fb", name, lambda peer=peer: with_leaves(peer().fb)())
+
+    def peers(self, i: Inputs, compiled: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+        if not self.s.measure_peers:
+            return
+        cache: dict[str, Any] = {}
+
+        def once(name: str, make: Callable[[], Any]) -> Callable[[], Any]:
+            def get() -> Any:
+                if name not in cache:
+                    cache[name] = make()
+                return cache[name]
+
+            return get
+
+        yield targets.EAGER, once(targets.EAGER, lambda: peers.Plain(compiled=False))
+        # Compiling the plain formula takes longer than all else: at one width only.
+        if compiled and self.s.compiled and i.x.shape[-1] == self.tokens_and_dim(1, 4096)[1]:
+            yield targets.COMPILE, once(targets.COMPILE, lambda: peers.Plain(compiled=True))
+        if i.gamma is not None:
+            self.result["skipped"]["Liger, npu rows"] = "Liger has no gamma"
+        elif missing := (peers.liger_missing() if self.gpu else "Liger's kernels need a GPU"):
+            self.result["skipped"][targets.LIGER] = missing
+        else:
+            yield targets.LIGER, once(targets.LIGER, peers.Liger)
+
+    # ---- running
+
+    def time(self, group: str, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
+        """Build, time and check the variants of one group; append their rows."""
+        ready: dict[str, timing.Runnable] = {}
+        done: dict[str, dict[str, Any]] = {}
+        for v in variants:
+            key = v.key(group) + (f"@{v.tokens}" if group == "decode" else "")
+            done[key] = self.row_header(v)
+            if key in self.s.exclude:
+                done[key]["error"] = self.s.exclude[key]
+                continue
+            self.report(f"{group}: preparing {v.what} {v.variant} at {v.tokens} tokens, D = {v.dim}")
+            try:
+                ready[key] = timing.Runnable(v.build(), self.device)
+            except Exception as e:
+                done[key]["error"] = _message(e)
+                if not _device_alive(self.device):
+                    raise DeviceLost(key, _message(e)) from e
+        self.report(f"{group}: timing {len(ready)} variants, {self.s.rounds} rounds")
+        times = timing.interleaved(ready, self.device, self.flush, self.s.rounds)
+        for v, (key, row) in zip(variants, done.items(), strict=True):
+            if key not in ready:
+                continue
+            row.update(_judge(row, times[key], v.calls, self.judged))
+            try:
+                if v.check is not None:
+                    row["errors"] = v.check(ready[key].run_poisoned())
+                    row["correct"] = all(e["met"] for e in row["errors"].values())
+            except Exception as e:
+                row["error"] = _message(e)
+                if not _device_alive(self.device):
+                    raise DeviceLost(key, _message(e)) from e
+            ready[key].close()
+        rows.extend(done.values())
+
+    def row_header(self, v: Variant) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "what": v.what,
+            "variant": v.variant,
+            "tokens": v.tokens,
+            "n": targets.N,
+            "dim": v.dim,
+        }
+        row["floor_us"] = targets.floor_us(v.what, v.tokens, v.dim, phi=v.tokens < 1024)
+        target = targets.TARGETS.get((v.what, v.dim)) if v.tokens == targets.TOKENS else None
+        if target is not None:
+            best = target.best_peer
+            row.update(bar_us=target.bar, goal_us=target.goal, published_us=target.peers)
+            row.update(best_peer=best[0] if best else None, best_peer_us=best[1] if best else None)
+        return row
+
+    def group(self, name: str) -> None:
+        torch.compiler.reset()
+        if name == "npu":
+            i = self.inputs(*self.tokens_and_dim(targets.TOKENS, 4096), npu=True)
+            self.time(name, list(self.case_variants(i, "npu_")), self.result["rows"])
+        elif name == "decode":
+            self.decode()
+        elif name == "memory":
+            self.memory()
+        elif name == "accuracy":
+            self.accuracy()
+        elif name == "determinism":
+            tokens, dim = self.tokens_and_dim(2048, 4096)
+            self.result["determinism"] = accuracy.determinism(self.device, dim, tokens)
+        else:
+            i = self.inputs(*self.tokens_and_dim(targets.TOKENS, int(name)))
+            self.time(name, list(self.case_variants(i)), self.result["rows"])
+        self._fp64.clear()
+        gc.collect()
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def decode(self) -> None:
+        for wanted in DECODE_TOKENS:
+            tokens, dim = self.tokens_and_dim(wanted, DECODE_DIM)
+            i = self.inputs(tokens, dim)
+            cold = [v for v in self.case_variants(i, compiled_peer=False) if v.what != "fb"]
+            chained = [
+                dataclasses.replace(
+                    v,
+                    variant=f"{v.variant}, chain of {DECODE_CHAIN}",
+                    build=lambda v=v: timing.chain(v.build(), DECODE_CHAIN),
+                    check=None,
+                    calls=DECODE_CHAIN,
+                )
+                for v in cold
+                if self.gpu
+            ]
+            self.time("decode", cold + chained, self.result["decode"])
+
+    def memory(self) -> None:
+        """Peak of forward + backward above inputs and outputs, in MB of 10^6 bytes."""
+        if not self.gpu:
+            self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
+            return
+        tokens, dim = self.tokens_and_dim(targets.TOKENS, 4096)
+        calls: dict[str, Callable[[Inputs], Any]] = {"ops": ours.ops_fb, "eager": ours.autograd_fb(False)}
+        if self.s.compiled:
+            calls["compiled"] = ours.autograd_fb(True)
+        for name, call in calls.items():
+            row: dict[str, Any] = {
+                "variant": name,
+                "tokens": tokens,
+                "dim": dim,
+                "bar_mb": targets.PEAK_BAR_MB,
+            }
+            self.result["memory"].append(row)
+            self.report(f"memory: {name}")
+            i = self.inputs(tokens, dim)
+            try:
+                if name != "ops":
+                    for t in i.leaves():
+                        t.requires_grad_()
+                call(i)
+                row.update(_peak(lambda call=call, i=i: call(i), self.device))
+            except Exception as e:
+                row["error"] = _message(e)
+
+    def accuracy(self) -> None:
+        tokens, dim = (512, 4096) if self.gpu else self.tokens_and_dim(64, CPU_DIM)
+        cases = {
+            "training, sinkhorn 20, R": {},
+            "training, sinkhorn 20, R transposed": {"transpose_res": True},
+            "npu_mhc_pre: gamma, raw h_res": {"npu": True},
+        }
+        for name, kwargs in cases.items():
+            self.report(f"accuracy: {name}")
+            i = self.inputs(tokens, dim, **kwargs)
+            compiled = self.s.compiled and not kwargs
+            self.result["accuracy"].append(accuracy.case(name, i, compiled))
+        self.result["accuracy"].append(accuracy.record_case(self.device))
+
+    def run(self) -> dict[str, Any]:
+        try:
+            self.report("copy bandwidth")
+            self.result["copy"] = timing.copy_bandwidth(self.device, self.flush, max(self.s.rounds // 2, 5))
+            self.save(self.result)
+            for at, name in enumerate(self.s.groups):
+                self.one_group(name, self.s.groups[at:])
+                self.save(self.result)
+        except _Relaunched:
+            pass
+        self.result["complete"] = True
+        self.result["seconds"] = round(time.monotonic() - self._started, 1)
+        self.save(self.result)
+        return self.result
+
+    def one_group(self, name: str, remaining: tuple[str, ...]) -> None:
+        lengths = {part: len(self.result[part]) for part in PARTS}
+        try:
+            self.group(name)
+        except DeviceLost as lost:
+            for (
+                part,
+                length,
+            ) in lengths.items():  # a group that was cut short is measured whole by the new process
+                del self.result[part][length:]
+            key, text = lost.args
+            self.report(f"{key} left the device unusable: going on in a new process")
+            self.relaunch(remaining, {**self.s.exclude, key: text})
+            raise _Relaunched from lost
+        except Exception as e:
+            self.result["skipped"][name] = _message(e)
+            if not _device_alive(self.device):
+                self.relaunch(remaining[1:], self.s.exclude)
+                raise _Relaunched from e
+
+    def relaunch(self, groups: tuple[str, ...], exclude: dict[str, str]) -> None:
+        """Run the remaining groups in a new process and merge what it measured."""
+        if not groups:
+            return
+        settings = dataclasses.asdict(
+            dataclasses.replace(self.s, groups=groups, exclude=exclude, seed=self.seed + 1)
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "rest.json"
+            command = [sys.executable, "-m", "benchmarks.mhc", json.dumps(settings), str(path)]
+            status = subprocess.run(command, cwd=environment.ROOT, check=False).returncode
+            if not path.exists():
+                self.result["skipped"].update(
+                    {g: f"a second process ended with status {status}" for g in groups}
+                )
+                return
+            rest = json.loads(path.read_text())
+        for part in PARTS:
+            self.result[part] = self.result[part] + rest[part]
+        self.result["skipped"].update(rest["skipped"])
+
+
+class _Relaunched(Exception):
+    """A new process has measured the rest."""
+
+
+def _no_grad(call: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> Any:
+        with torch.no_grad():
+            return call()
+
+    return run
+
+
+def _judge(row: dict[str, Any], t: timing.Timing, calls: int, judged: bool) -> dict[str, Any]:
+    """Figures of one row: a chain's times are divided by its calls."""
+    if calls > 1:
+        t = timing.Timing([s / calls for s in t.samples_us])
+    out = {**t.as_json(), "ratio_to_floor": round(t.median / row["floor_us"], 4)}
+    if judged and row.get("bar_us") is not None and row["variant"] in ("ops", "compiled"):
+        out["met_bar"] = t.median <= row["bar_us"]
+        out["met_goal"] = t.median <= row["goal_us"]
+        out["not_slower_than_best_peer"] = t.median <= row["best_peer_us"]
+    return out
+
+
+def _peak(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    outputs = call()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    kept = sum(t.untyped_storage().nbytes() for t in timing.tensors(outputs))
+    above = (peak - before - kept) / 1e6
+    return {
+        "peak_above_mb": round(above, 2),
+        "outputs_mb": round(kept / 1e6, 2),
+        "met_bar": above <= targets.PEAK_BAR_MB,
+    }
+
+
+def cleaned(value: Any) -> Any:
+    """The same with NaN and infinities as words: JSON has none."""
+    if isinstance(value, dict):
+        return {k: cleaned(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [cleaned(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def saver(path: pathlib.Path) -> Callable[[dict[str, Any]], None]:
+    """Writes the result after each group, so that a crash loses one group at most."""
+
+    def save(result: dict[str, Any]) -> None:
+        path.write_text(json.dumps(cleaned(result), indent=1) + "\n")
+
+    return save
+
+
+def _child(settings: str, path: str) -> None:
+    fields = json.loads(settings)
+    fields["groups"] = tuple(fields["groups"])
+    Run(Settings(**fields), saver(pathlib.Path(path)), lambda text: print(text, flush=True)).run()
+
+
+if __name__ == "__main__":
+    _child(*sys.argv[1:])

@@ -1,0 +1,83 @@
+"""This package behind the calls that rows are made of: ops called directly, and a compiled training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import mhc_inductor
+
+from .peers import HC_EPS, NORM_EPS, POST_EPS, POST_MULT, SINKHORN_EPS, Inputs
+
+FORM = "softmax"
+Named = dict[str, torch.Tensor]
+_ops = torch.ops.mhc_inductor
+
+
+def ops_pre(i: Inputs) -> Named:
+    tail = (NORM_EPS, HC_EPS, POST_MULT, POST_EPS, i.iters, SINKHORN_EPS, FORM)
+    outs = _ops.mhc_pre(i.x, i.phi, i.alpha, i.bias, i.gamma, *tail)
+    return dict(zip(("h_in", "h_post", "h_res", "h_pre", "h_mix", "inv_rms"), outs, strict=True))
+
+
+def ops_post(i: Inputs, h_post: torch.Tensor, h_res: torch.Tensor) -> Named:
+    return {"x_out": _ops.mhc_post(i.x, i.f_out, h_post, h_res, i.transpose_res)}
+
+
+def ops_fb(i: Inputs) -> Named:
+    """Forward and all gradients as a compiled graph calls them: dx of post is added in pre's backward."""
+    out = ops_pre(i)
+    dx_acc, dh_post, dh_res = None, i.dh_post, i.dh_res
+    if i.dx_out is not None:
+        out.update(ops_post(i, out["h_post"], out["h_res"]))
+        dx_acc, out["df"], dh_post, dh_res = _ops.mhc_post_backward(
+            i.dx_out, i.x, i.f_out, out["h_post"], out["h_res"], i.transpose_res
+        )
+    grads = _ops.mhc_pre_backward(
+        i.dh_in,
+        dh_post,
+        dh_res,
+        i.x,
+        i.phi,
+        i.alpha,
+        i.bias,
+        i.gamma,
+        *(out[k] for k in ("h_pre", "h_post", "h_mix", "inv_rms")),
+        dx_acc,
+        *(NORM_EPS, HC_EPS, POST_MULT, POST_EPS, i.iters, SINKHORN_EPS, FORM),
+    )
+    out.update(zip(("dx", "dphi", "dalpha", "dbias", "dgamma"), grads, strict=True))
+    if i.gamma is None:
+        del out["dgamma"]
+    return out
+
+
+def _forward(x, phi, alpha, bias, gamma, f_out, iters, transpose_res, with_post):  # type: ignore[no-untyped-def]
+    h_in, h_post, h_res = mhc_inductor.mhc_pre(
+        x, phi, alpha, bias, gamma, sinkhorn_iters=iters, sinkhorn_form=FORM, norm_eps=NORM_EPS, hc_eps=HC_EPS
+    )
+    if not with_post:
+        return h_in, h_post, h_res
+    return h_in, mhc_inductor.mhc_post(x, f_out, h_post, h_res, transpose_res=transpose_res)
+
+
+def autograd_fb(compiled: bool) -> Callable[[Inputs], Named]:
+    """Forward and backward through the public functions, compiled by the package's backend or eager."""
+    forward = (
+        torch.compile(_forward, backend="mhc_inductor", dynamic=False, fullgraph=True)
+        if compiled
+        else _forward
+    )
+
+    def fb(i: Inputs) -> Named:
+        outs = forward(i.x, i.phi, i.alpha, i.bias, i.gamma, i.f_out, i.iters, i.transpose_res, i.with_post)
+        losses = (i.dh_in, i.dx_out) if i.with_post else (i.dh_in, i.dh_post, i.dh_res)
+        grads = torch.autograd.grad(outs, i.leaves(), losses)
+        names = ("h_in", "x_out") if i.with_post else ("h_in", "h_post", "h_res")
+        named = dict(zip(names, (t.detach() for t in outs), strict=True))
+        last = "df" if i.with_post else "dgamma"
+        named.update(zip(("dx", "dphi", "dalpha", "dbias", last), grads, strict=True))
+        return named
+
+    return fb

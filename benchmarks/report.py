@@ -1,0 +1,338 @@
+"""Tables and the picture of a run, drawn from its JSON alone."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from . import targets
+
+Result = dict[str, Any]
+OURS = "mhc_inductor"
+_ROW_NAMES = {
+    "pre": "pre",
+    "post": "post",
+    "fb": "forward + backward",
+    "npu_pre": "npu_mhc_pre: pre",
+    "npu_fb": "npu_mhc_pre: forward + backward",
+}
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _yes(value: bool | None) -> str:
+    return "" if value is None else "met" if value else "**not met**"
+
+
+def _error(row: Result) -> str:
+    return "failed: " + row["error"].splitlines()[0].replace("|", "/")[:80]
+
+
+def markdown(headings: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(headings) + " |", "| " + " | ".join("---" for _ in headings) + " |"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def is_ours(row: Result) -> bool:
+    return row["variant"].split(",")[0] in ("ops", "compiled")
+
+
+def _title(row: Result) -> str:
+    return f"{OURS}, {row['variant']}" if is_ours(row) else row["variant"]
+
+
+Section = tuple[str, list[str], list[list[str]]]
+
+
+def speed_section(result: Result) -> Section:
+    headings = [
+        "D",
+        "",
+        "implementation",
+        "time, µs",
+        "quartiles",
+        "floor, µs",
+        "x floor",
+        "bar",
+        "goal",
+        "best peer",
+    ]
+    rows = []
+    for r in result["rows"]:
+        line = [str(r["dim"]), _ROW_NAMES[r["what"]], _title(r)]
+        if "error" in r and "median_us" not in r:
+            rows.append([*line, _error(r), "", _us(r["floor_us"]), "", "", "", ""])
+            continue
+        line += [_us(r["median_us"]), f"{_us(r['q1_us'])} to {_us(r['q3_us'])}", _us(r["floor_us"])]
+        line.append(f"{r['ratio_to_floor']:.2f}")
+        if is_ours(r) and r.get("bar_us") is not None:
+            verdicts = [("bar", "met_bar"), ("goal", "met_goal"), ("best_peer", "not_slower_than_best_peer")]
+            line += [f"{_us(r[k + '_us'])} {_yes(r.get(met))}".rstrip() for k, met in verdicts]
+            line[-1] = f"{r['best_peer']} {line[-1]}"
+        else:
+            line += ["", "", ""]
+        rows.append(line)
+    tokens = sorted({r["tokens"] for r in result["rows"]})
+    return f"Speed: {', '.join(map(str, tokens))} tokens, n = 4, bf16 x, fp32 phi", headings, rows
+
+
+def decode_section(result: Result) -> Section:
+    rows = [
+        [str(r["tokens"]), r["what"], _title(r), _us(r.get("median_us")) or _error(r), _us(r["floor_us"])]
+        for r in result["decode"]
+    ]
+    dims = sorted({r["dim"] for r in result["decode"]})
+    title = f"Decoding, D = {', '.join(map(str, dims))} (a chain: mean of calls in one graph, caches warm)"
+    if result["device"]["type"] == "cuda":
+        title += f"; published: {targets.DECODE_PEERS}"
+    return title, ["tokens", "", "implementation", "time, µs", "floor, µs"], rows
+
+
+def memory_section(result: Result) -> Section:
+    rows = [
+        [r["variant"], str(r["dim"]), _error(r), "", ""]
+        if "error" in r
+        else [
+            r["variant"],
+            str(r["dim"]),
+            f"{r['peak_above_mb']:.1f}",
+            f"{r['bar_mb']:.0f}",
+            _yes(r["met_bar"]),
+        ]
+        for r in result["memory"]
+    ]
+    title = "Peak memory of forward + backward above inputs and outputs"
+    return title, ["variant", "D", "MB", "bar", ""], rows
+
+
+def _number(value: Any) -> float:
+    return float(value)  # "nan" and "inf" are stored as words
+
+
+def accuracy_section(result: Result) -> Section:
+    rows = []
+    for c in result["accuracy"]:
+        plain = c["errors"].get("plain formula", {})
+        for kind, errors in c["errors"].items():
+            if kind == "plain formula":
+                continue
+            if isinstance(errors.get("error"), str):
+                rows.append([c["case"], kind, _error(errors), "", "", "", ""])
+                continue
+            for name, e in errors.items():
+                key = "absolute" if "absolute" in e else "relative"
+                beside = plain.get(name, {}).get(key)
+                shown = "" if beside is None else f"{_number(beside):.2g}"
+                bar = _number(e["bar_absolute" if key == "absolute" else "bar"])
+                rows.append(
+                    [
+                        c["case"],
+                        kind,
+                        name,
+                        f"{_number(e[key]):.2g} {key}",
+                        shown,
+                        f"{bar:.2g}",
+                        _yes(e["met"]),
+                    ]
+                )
+    title = "Errors against fp64 (bf16 outputs are held to one rounding, dx of pre and post to two)"
+    return title, ["case", "", "tensor", "error", "plain formula's", "bar", ""], rows
+
+
+def determinism_section(result: Result) -> Section:
+    rows = [
+        [d["check"], "x".join(map(str, d["shape"])), ", ".join(d["differ"]) or "none", _yes(d["met"])]
+        for d in result["determinism"]
+    ]
+    return "Equal bits", ["check", "shape", "tensors that differ", ""], rows
+
+
+def sections(result: Result) -> Iterator[Section]:
+    makers = {
+        "rows": speed_section,
+        "decode": decode_section,
+        "memory": memory_section,
+        "accuracy": accuracy_section,
+        "determinism": determinism_section,
+    }
+    for part, make in makers.items():
+        if result.get(part):
+            yield make(result)
+
+
+def facts(result: Result) -> list[str]:
+    """The lines above the tables: device, versions, commit, bandwidth, notices."""
+    v, d = result["versions"], result["device"]
+    commit = (result["commit"] or "unknown")[:12] + (" with local changes" if result["dirty"] else "")
+    lines = [
+        f"{d['name']}, torch {v['torch']}, triton {v['triton']}, Python {v['python']}, driver {v['driver']}",
+        f"commit {commit}, sources {(result['kernel_sources_sha256'] or '?')[:12]}, {result['date']}",
+    ]
+    if "copy" in result:
+        c = result["copy"]
+        lines.append(
+            f"a copy of {c['bytes'] / 2e9:.2f} GB moves {c['tb_per_s']:.2f} TB/s here; floors are bytes over "
+            f"4.3 TB/s; the smallest graph takes {_us(c['smallest_graph_us'])} µs"
+        )
+    if result.get("notice"):
+        lines.insert(0, result["notice"])
+    lines += [f"skipped: {name}: {why}" for name, why in result.get("skipped", {}).items()]
+    if not result.get("complete"):
+        lines.append("this run did not come to its end")
+    return lines
+
+
+def wrong_outputs(result: Result) -> list[str]:
+    """Timed rows whose outputs miss a bar against fp64."""
+    bad = []
+    for r in [*result["rows"], *result["decode"]]:
+        names = [k for k, e in r.get("errors", {}).items() if not e["met"]]
+        if names:
+            bad.append(
+                f"{r['what']} {r['variant']} at {r['tokens']} tokens, D = {r['dim']}: {', '.join(names)}"
+            )
+    return bad
+
+
+def table(result: Result) -> str:
+    """The whole run as Markdown."""
+    parts = [f"# {result['operator']} benchmark", "\n".join(f"- {line}" for line in facts(result))]
+    for title, headings, rows in sections(result):
+        parts.append(f"## {title}\n\n{markdown(headings, rows)}")
+    if any(is_ours(r) and "errors" in r for r in result["rows"]):
+        bad = wrong_outputs(result)
+        text = (
+            "\n".join(f"- {b}" for b in bad)
+            if bad
+            else "Outputs of every timed row of ours meet their bars against fp64."
+        )
+        parts.append(f"## Outputs of the timed calls\n\n{text}")
+    return "\n\n".join(parts) + "\n"
+
+
+# ---- the picture
+
+_COLOURS = {
+    f"{OURS}, ops": "#1b7837",
+    f"{OURS}, compiled": "#7fbf7b",
+    "TransformerEngine": "#4575b4",
+    "TileKernels": "#91bfdb",
+    "Liger": "#fc8d59",
+    "torch.compile": "#b2abd2",
+    "eager": "#bdbdbd",
+}
+PUBLISHED, MEASURED = "published", "this run"
+
+
+def bars(result: Result, what: str, dim: int) -> list[tuple[str, str, float, float]]:
+    """``(implementation, source, µs, floor µs)`` of one row: ours first, then peers by time."""
+    of = [r for r in result["rows"] if r["what"] == what and r["dim"] == dim]
+    own = [
+        (_title(r), MEASURED, r["median_us"], r["floor_us"]) for r in of if is_ours(r) and "median_us" in r
+    ]
+    peers: dict[str, tuple[str, str, float, float]] = {}
+    for r in of:
+        for name, us in r.get("published_us", {}).items():
+            peers[name] = (name, PUBLISHED, us, r["floor_us"])
+    for r in of:  # what was measured beside ours counts before a published figure
+        if not is_ours(r) and "median_us" in r:
+            peers[r["variant"]] = (r["variant"], MEASURED, r["median_us"], r["floor_us"])
+    return own + sorted(peers.values(), key=lambda b: b[2])
+
+
+def plot(result: Result, path: pathlib.Path) -> None:
+    """Bars of the share of memory speed that is reached; raises ImportError without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    gpu = result["device"]["type"] == "cuda"
+    kinds = [k for k in _ROW_NAMES if any(r["what"] == k and "median_us" in r for r in result["rows"])]
+    if not kinds:
+        return
+    groups = [(k, d) for k in kinds for d in sorted({r["dim"] for r in result["rows"] if r["what"] == k})]
+    drawn = {g: bars(result, *g) for g in groups}
+    top = max(us for g in groups for _, _, us, _ in drawn[g])
+    lines = sum(len(drawn[g]) + 1.6 for g in groups)
+    columns = 2 if lines > 24 else 1
+    halves = _balanced(groups, drawn, columns)
+    height = max(sum(len(drawn[g]) + 1.6 for g in half) for half in halves)
+    figure, axes = pyplot.subplots(
+        1, columns, figsize=(10.5 if columns == 2 else 8, 1.9 + 0.2 * height), squeeze=False
+    )
+    seen: dict[str, None] = {}
+    for axis, half in zip(axes[0], halves, strict=True):
+        y, ticks, labels = 0.0, [], []
+        for what, dim in half:
+            axis.text(0, y, f"{_ROW_NAMES[what]}, D = {dim}", fontsize=9, fontweight="bold", va="center")
+            y += 1
+            for name, source, us, floor in drawn[what, dim]:
+                share = 100 * floor / us if gpu else 100 * us / top
+                hatch = "" if source == MEASURED else "////"
+                axis.barh(
+                    y,
+                    share,
+                    0.82,
+                    color=_COLOURS.get(name, "#dddddd"),
+                    hatch=hatch,
+                    edgecolor="white",
+                    linewidth=0,
+                )
+                times = f"{_us(us)} µs" + (f", {share:.0f} %" if gpu else "")
+                axis.text(
+                    share + 1,
+                    y,
+                    times,
+                    fontsize=8,
+                    va="center",
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+                    fontweight="bold" if OURS in name else "normal",
+                )
+                ticks.append(y)
+                labels.append(name)
+                seen[source] = None
+                y += 1
+            y += 0.6
+        axis.set_yticks(ticks, labels, fontsize=8.5)
+        axis.set_ylim(height - 0.4, -0.8)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlim(0, 135)
+        if gpu:
+            axis.axvline(100, color="black", linewidth=1, linestyle="--", zorder=0)
+            axis.set_xlabel("percent of the speed of memory", fontsize=9)
+            axis.set_xticks(range(0, 101, 20))
+        else:
+            axis.set_xticks([])
+    device = result["device"]["name"]
+    tokens = max(r["tokens"] for r in result["rows"])
+    title = f"mHC on {device}, {tokens} tokens, n = 4, bf16 x, fp32 phi" + (
+        " (longer is faster)\ndashed: every byte moved once at 4.3 TB/s"
+        if gpu
+        else f" (longer is slower)\n{result['notice']}"
+    )
+    figure.suptitle(title, fontsize=11)
+    legend = {
+        MEASURED: Patch(facecolor="#888888", label="measured in this run"),
+        PUBLISHED: Patch(
+            facecolor="#888888", hatch="////", edgecolor="white", label="published figure, NVIDIA H200"
+        ),
+    }
+    figure.legend(handles=[legend[s] for s in seen], loc="lower center", ncols=2, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _balanced(groups: list[Any], drawn: dict[Any, Any], columns: int) -> list[list[Any]]:
+    if columns == 1:
+        return [groups]
+    sizes = [len(drawn[g]) + 1.6 for g in groups]
+    cut = min(range(1, len(groups)), key=lambda c: max(sum(sizes[:c]), sum(sizes[c:])))
+    return [groups[:cut], groups[cut:]]

@@ -1,0 +1,94 @@
+"""What a row is judged by: floors, bars, goals, and the published times of other implementations.
+
+Source: the project's survey of other implementations on one NVIDIA H200 (torch 2.11, triton 3.6):
+CUDA-graph replay with the L2 cache flushed, medians, random data, 8192 tokens, n = 4, bf16 x, fp32 phi.
+TransformerEngine and TileKernels multiply in tf32, Liger keeps phi in bf16, torch.compile and eager
+multiply in fp32. An absolute time counts only on such a GPU; elsewhere compare ratios within one run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+TOKENS = 8192
+N = 4
+FLOOR_BYTES_PER_US = 4.3e6
+"""The rate that floors are stated at: 4.3 TB/s, what a large copy reaches on an H200."""
+BARS_DEVICE = "H200"
+PEAK_BAR_MB = 500.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Microseconds. ``peers``: published time of each other implementation, in the order of the source."""
+
+    bar: float
+    goal: float
+    peers: dict[str, float]
+
+    @property
+    def best_peer(self) -> tuple[str, float] | None:
+        if not self.peers:
+            return None
+        name = min(self.peers, key=self.peers.__getitem__)
+        return name, self.peers[name]
+
+
+TE, TK, LIGER, COMPILE, EAGER = "TransformerEngine", "TileKernels", "Liger", "torch.compile", "eager"
+
+
+def _row(bar: float, goal: float, te: float, tk: float, *rest: float | None) -> Target:
+    names = (LIGER, COMPILE, EAGER)
+    peers = {TE: te, TK: tk}
+    peers.update({name: us for name, us in zip(names, rest, strict=False) if us is not None})
+    return Target(bar, goal, peers)
+
+
+TARGETS: dict[tuple[str, int], Target] = {
+    ("pre", 2560): _row(112, 75, 138, 140, 291, 421),
+    ("post", 2560): _row(95, 93, 97, 96, 512, 830),
+    ("fb", 2560): _row(850, 560, 1207, 1422, 5161, 3867),
+    ("pre", 4096): _row(160, 105, 190, 215, 435, 622, 2333),
+    ("post", 4096): _row(149, 146, 149, 150, 600, 1322, 2340),
+    ("fb", 4096): _row(1250, 900, 1855, 1747, 7403, 5910, 13261),
+    ("pre", 7168): _row(270, 180, 308, 365, 768, 1023),
+    ("post", 7168): _row(256, 252, 254, 258, 1044, 2306),
+    ("fb", 7168): _row(2000, 1500, 3172, 2477, 12873, 9967),
+    ("npu_pre", 4096): _row(140, 100, 200, 223, None, 563, 2088),
+    ("npu_fb", 4096): _row(600, 400, 882, 1677, None, 1584, 6908),
+}
+"""``pre``: coefficients, 20 sinkhorn iterations, collapse. ``post``: expand and mix. ``fb``: forward and all
+gradients of both. ``npu_*``: with gamma and raw h_res, as the operator ``npu_mhc_pre``."""
+
+DECODE_PEERS = "serving engines at D = 4096: about 20 us fused, 28 us apart"
+
+# Of ||a - b|| / ||b|| against fp64 (bf16 x, fp32 phi, "highest"): gradients and fp32 intermediates.
+RELATIVE_BAR = 2e-5
+# One rounding of the output type, and what the norm of a correctly rounded result may be exceeded by.
+ROUNDING_MARGIN = 1.05
+# Largest absolute error at the shape of record (2, 64, 4, 128).
+RECORD_SHAPE = (2, 64, 4, 128)
+RECORD_BARS = {"dphi": 8e-6, "dalpha": 1.2e-4, "dbias": 4e-6, "dgamma": 6.9e-5}
+
+# Passes over one stream's elements (tokens * D * element size): forward pre reads n and writes 1, and so on.
+_UNITS = {
+    "pre": lambda n: n + 1,
+    "post": lambda n: 2 * n + 1,
+    # backward of post: read g, x, f, write dx, df; backward of pre: read x, dh_in, dx of post, write dx.
+    "fb": lambda n: (n + 1) + (2 * n + 1) + (3 * n + 2) + (3 * n + 1),
+    "npu_pre": lambda n: n + 1,
+    "npu_fb": lambda n: (n + 1) + (2 * n + 1),
+}
+
+
+def floor_bytes(what: str, tokens: int, dim: int, *, n: int = N, itemsize: int = 2, phi: bool = False) -> int:
+    """The fewest bytes through device memory. ``phi=True`` counts fp32 phi, which rules at a few tokens."""
+    total = _UNITS[what](n) * tokens * dim * itemsize
+    if phi and what != "post":
+        total += (n * n + 2 * n) * n * dim * 4
+    return total
+
+
+def floor_us(what: str, tokens: int, dim: int, *, n: int = N, itemsize: int = 2, phi: bool = False) -> float:
+    """``floor_bytes`` at 4.3 TB/s, in microseconds."""
+    return floor_bytes(what, tokens, dim, n=n, itemsize=itemsize, phi=phi) / FLOOR_BYTES_PER_US

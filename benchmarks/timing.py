@@ -1,0 +1,179 @@
+"""Timing: CUDA-graph replays between events, the L2 cache flushed before each, variants in turn.
+
+On a CPU the same interface reads the wall clock. Times are microseconds throughout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+MIN_ROUNDS = 20
+_WARM_CALLS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Samples of one variant, in the order they were taken."""
+
+    samples_us: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples_us)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        q = statistics.quantiles(self.samples_us, n=4) if len(self.samples_us) > 1 else self.samples_us * 3
+        return q[0], q[2]
+
+    def as_json(self) -> dict[str, Any]:
+        q1, q3 = self.quartiles
+        return {
+            "median_us": round(self.median, 3),
+            "q1_us": round(q1, 3),
+            "q3_us": round(q3, 3),
+            "rounds": len(self.samples_us),
+            "samples_us": [round(s, 3) for s in self.samples_us],
+        }
+
+
+def tensors(result: Any) -> list[torch.Tensor]:
+    """The tensors of a nested result, in order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, Mapping):
+        result = list(result.values())
+    if isinstance(result, (tuple, list)):
+        return [t for r in result for t in tensors(r)]
+    return []
+
+
+class Runnable:
+    """A variant made ready: ``run()`` repeats it, ``outputs`` are the tensors that it writes."""
+
+    def __init__(self, fn: Callable[[], Any], device: torch.device) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._fn = fn
+        if device.type != "cuda":
+            self.outputs = fn()
+            return
+        # Compiling and tuning happen here, on a side stream as graph capture wants it.
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_CALLS):
+                fn()
+        torch.cuda.current_stream(device).wait_stream(side)
+        torch.cuda.synchronize(device)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outputs = fn()
+        self.run()
+        torch.cuda.synchronize(device)
+
+    def run(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.outputs = self._fn()
+
+    def run_poisoned(self) -> Any:
+        """Fill every output with NaN, run once, return the outputs: what was not written shows."""
+        if self.graph is None:
+            self.run()  # a call allocates its own outputs: there is nothing to poison
+            return self.outputs
+        for t in tensors(self.outputs):
+            t.detach().fill_(float("nan"))
+        self.run()
+        torch.cuda.synchronize()
+        return self.outputs
+
+    def close(self) -> None:
+        self.outputs = None
+        if self.graph is not None:
+            self.graph.reset()
+
+
+class Flusher:
+    """Writes a buffer larger than the L2 cache, so that every replay starts from device memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.bytes = 0
+        self._buffer: torch.Tensor | None = None
+        if device.type == "cuda":
+            cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20)
+            self.bytes = max(4 * cache, 256 << 20)
+            self._buffer = torch.empty(self.bytes // 4, dtype=torch.int32, device=device)
+
+    def __call__(self) -> None:
+        if self._buffer is not None:
+            self._buffer.zero_()
+
+
+def interleaved(
+    runnables: Mapping[str, Runnable],
+    device: torch.device,
+    flush: Callable[[], None],
+    rounds: int,
+    warm_rounds: int = 3,
+) -> dict[str, Timing]:
+    """Time every variant once a round, in turn, ``rounds`` times after ``warm_rounds`` that do not count."""
+    if device.type != "cuda":
+        wall: dict[str, list[float]] = {name: [] for name in runnables}
+        for i in range(warm_rounds + rounds):
+            for name, r in runnables.items():
+                start = time.perf_counter()
+                r.run()
+                if i >= warm_rounds:
+                    wall[name].append((time.perf_counter() - start) * 1e6)
+        return {name: Timing(s) for name, s in wall.items()}
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runnables}
+    for i in range(warm_rounds + rounds):
+        for name, r in runnables.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush()
+            start.record()
+            r.run()
+            end.record()
+            if i >= warm_rounds:
+                events[name].append((start, end))
+        torch.cuda.synchronize(device)  # bounds the queue; the next round's flush covers the launch
+    return {name: Timing([a.elapsed_time(b) * 1e3 for a, b in pairs]) for name, pairs in events.items()}
+
+
+def chain(fn: Callable[[], Any], length: int) -> Callable[[], Any]:
+    """``length`` calls of ``fn`` as one variant: latency with warm caches, as in a decoding loop."""
+
+    def run() -> Any:
+        out = None
+        for _ in range(length):
+            out = fn()
+        return out
+
+    return run
+
+
+def copy_bandwidth(device: torch.device, flush: Callable[[], None], rounds: int) -> dict[str, Any]:
+    """A large device copy, in TB/s (bytes read plus bytes written), and what an almost empty graph costs."""
+    count = (1 << 29) if device.type == "cuda" else (1 << 22)
+    src = torch.empty(count, dtype=torch.uint8, device=device).random_()
+    dst, tiny = torch.empty_like(src), torch.zeros(1, device=device)
+    runs = {
+        "copy": Runnable(lambda: dst.copy_(src), device),
+        "empty": Runnable(lambda: tiny.add_(1.0), device),
+    }
+    times = interleaved(runs, device, flush, rounds)
+    for r in runs.values():
+        r.close()
+    return {
+        "bytes": 2 * count,
+        "tb_per_s": round(2 * count / times["copy"].median / 1e6, 4),
+        "smallest_graph_us": round(times["empty"].median, 3),
+        **times["copy"].as_json(),
+    }

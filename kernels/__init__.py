@@ -1,0 +1,1 @@
+"""Triton kernels and their launch plans, one folder an operator."""

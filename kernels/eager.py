@@ -1,0 +1,61 @@
+"""The CUDA implementations of the ops: each op's launch plan, run eagerly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mhc_inductor.log import warn_once
+
+from .launch import EagerBuilder
+
+OPS = (
+    "mhc_pre",
+    "mhc_pre_backward",
+    "mhc_sinkhorn",
+    "mhc_sinkhorn_backward",
+    "mhc_post",
+    "mhc_post_backward",
+    "mhc_head",
+    "mhc_head_backward",
+)
+
+
+def _is_tensor(a: Any) -> bool:
+    return isinstance(a, torch.Tensor)
+
+
+def why_not(
+    name: str, args: tuple[Any, ...], builder: Any, is_tensor: Callable[[Any], bool] = _is_tensor
+) -> str | None:
+    """Why op ``name`` with these arguments runs the reference on a CUDA device; None when the kernels run."""
+    try:
+        from .mhc import plan
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    return plan.unsupported(builder, *(a for a in args if is_tensor(a)))
+
+
+def run(name: str, reference: Callable[..., Any], *args: Any) -> Any:
+    """Run op ``name`` by its launch plan, or by ``reference`` with one line in the log."""
+    device = next(a for a in args if isinstance(a, torch.Tensor)).device
+    with torch.cuda.device(device):
+        builder = EagerBuilder(device)
+        reason = why_not(name, args, builder)
+        if reason is not None:
+            warn_once(f"{name}: {reason}", f"{name} runs the reference formula on {device}: {reason}")
+            return reference(*args)
+        from .mhc import plan
+
+        return getattr(plan, f"plan_{name}")(builder, *args)
+
+
+def register() -> None:
+    """Register every op's CUDA implementation. Called once, by ``import mhc_inductor``."""
+    from mhc_inductor.ops import mhc as ops
+
+    for name in OPS:
+        ops.implement(name, functools.partial(run, name, ops.REFERENCE[name]), "CUDA")

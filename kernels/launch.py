@@ -1,0 +1,95 @@
+"""Launch plans run eagerly: the builder that executes a plan on torch tensors.
+
+A plan (``kernels/<operator>/plan.py``) is written once against a builder. This one allocates tensors and launches
+kernels at once; ``lowerings/builder.py`` turns the same calls into Inductor IR.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProps:
+    """What a plan may ask about a device: multiprocessors, ``cuda`` or ``hip``, and the architecture (90 = sm_90)."""
+
+    sm_count: int
+    backend: str
+    arch: int
+
+
+@functools.cache
+def device_props(index: int) -> DeviceProps:
+    props = torch.cuda.get_device_properties(index)
+    backend = "hip" if torch.version.hip else "cuda"
+    return DeviceProps(props.multi_processor_count, backend, props.major * 10 + props.minor)
+
+
+class EagerBuilder:
+    """Executes a launch plan on torch tensors of one device."""
+
+    f32 = torch.float32
+    bf16 = torch.bfloat16
+    i32 = torch.int32
+
+    def __init__(self, device: torch.device, props: DeviceProps | None = None) -> None:
+        self.device = device
+        self._props = props
+
+    @property
+    def precision(self) -> str:
+        return torch.get_float32_matmul_precision()
+
+    def device_props(self) -> DeviceProps:
+        if self._props is not None:
+            return self._props
+        index = self.device.index
+        return device_props(torch.cuda.current_device() if index is None else index)
+
+    def shape(self, t: torch.Tensor) -> tuple[int, ...]:
+        return tuple(t.shape)
+
+    def static(self, size: int) -> int:
+        return size
+
+    def dtype(self, t: torch.Tensor) -> torch.dtype:
+        return t.dtype
+
+    def contiguous(self, t: torch.Tensor) -> torch.Tensor:
+        return t.contiguous()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+
+    def is_static(self, expr: Any) -> bool:
+        return isinstance(expr, int)
+
+    def cdiv(self, a: int, b: int) -> int:
+        return -(-a // b)
+
+    def min(self, a: int, b: int) -> int:
+        return min(a, b)
+
+    def max(self, a: int, b: int) -> int:
+        return max(a, b)
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: Mapping[str, Any],
+        constexprs: Mapping[str, Any],
+        num_warps: int,
+        num_stages: int,
+    ) -> None:
+        if any(g == 0 for g in grid):
+            return
+        kernel[grid](**args, **constexprs, num_warps=num_warps, num_stages=num_stages)

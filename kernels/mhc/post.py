@@ -1,0 +1,98 @@
+"""mHC post: expand and mix, and its gradient. One token a program; every x-sized tensor is read or written once."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mhc_post(
+    x_ptr, f_ptr, h_post_ptr, h_res_ptr, out_ptr,
+    D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, HAS_RES: tl.constexpr, TRANSPOSE: tl.constexpr,
+):  # fmt: skip
+    """out[o] = h_post[o] * f + sum_i R[o, i] * x[i]"""
+    DT: tl.constexpr = (D + BD - 1) // BD
+    t = (tl.program_id(0) // DT).to(tl.int64)
+    d = (tl.program_id(0) % DT) * BD + tl.arange(0, BD)
+    dm = d < D
+    f = tl.load(f_ptr + t * D + d, mask=dm, other=0.0)  # [BD]
+    xs = ()
+    for i in tl.static_range(N):
+        xs = xs + (tl.load(x_ptr + (t * N + i) * D + d, mask=dm, other=0.0),)
+    f = f.to(tl.float32)
+    for o in tl.static_range(N):
+        y = tl.load(h_post_ptr + t * N + o).to(tl.float32) * f
+        if HAS_RES:
+            for i in tl.static_range(N):
+                at = i * N + o if TRANSPOSE else o * N + i
+                y += tl.load(h_res_ptr + t * (N * N) + at).to(tl.float32) * xs[i].to(tl.float32)
+        else:
+            y += xs[o].to(tl.float32)
+        tl.store(out_ptr + (t * N + o) * D + d, y.to(out_ptr.dtype.element_ty), mask=dm)
+
+
+@triton.jit
+def _thread_sum(v, B: tl.constexpr, E: tl.constexpr):
+    """[B] -> [B // E]: neighbours summed inside a thread."""
+    return tl.sum(tl.reshape(v, (B // E, E)), axis=1)
+
+
+@triton.jit
+def mhc_post_backward(
+    g_ptr, x_ptr, f_ptr, h_post_ptr, h_res_ptr, dx_ptr, df_ptr, dh_post_ptr, dh_res_ptr,
+    D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, HAS_RES: tl.constexpr, TRANSPOSE: tl.constexpr,
+):  # fmt: skip
+    """df, dx by the transposed mix; dh_post[o] = <g[o], f>, dR[o, i] = <g[o], x[i]>, summed over D in a fixed order."""
+    E: tl.constexpr = 8
+    t = tl.program_id(0).to(tl.int64)
+    hp = ()
+    dp = ()
+    dr = ()
+    r = ()
+    for o in tl.static_range(N):
+        hp = hp + (tl.load(h_post_ptr + t * N + o).to(tl.float32),)
+        dp = dp + (tl.zeros((BD // E,), tl.float32),)
+        if HAS_RES:
+            for i in tl.static_range(N):
+                at = i * N + o if TRANSPOSE else o * N + i
+                r = r + (tl.load(h_res_ptr + t * (N * N) + at).to(tl.float32),)
+                dr = dr + (tl.zeros((BD // E,), tl.float32),)
+    for d0 in range(0, D, BD):
+        d = d0 + tl.arange(0, BD)
+        dm = d < D
+        gs = ()
+        xs = ()
+        f = tl.load(f_ptr + t * D + d, mask=dm, other=0.0)
+        for o in tl.static_range(N):
+            gs = gs + (tl.load(g_ptr + (t * N + o) * D + d, mask=dm, other=0.0),)
+        if HAS_RES:
+            for i in tl.static_range(N):
+                xs = xs + (tl.load(x_ptr + (t * N + i) * D + d, mask=dm, other=0.0),)
+        f = f.to(tl.float32)
+        df = tl.zeros((BD,), tl.float32)
+        new_p = ()
+        new_r = ()
+        for o in tl.static_range(N):
+            g = gs[o].to(tl.float32)
+            df += hp[o] * g
+            new_p = new_p + (dp[o] + _thread_sum(g * f, BD, E),)
+            if HAS_RES:
+                for i in tl.static_range(N):
+                    new_r = new_r + (dr[o * N + i] + _thread_sum(g * xs[i].to(tl.float32), BD, E),)
+        dp = new_p
+        dr = new_r
+        tl.store(df_ptr + t * D + d, df.to(df_ptr.dtype.element_ty), mask=dm)
+        for i in tl.static_range(N):
+            if HAS_RES:
+                dx = tl.zeros((BD,), tl.float32)
+                for o in tl.static_range(N):
+                    dx += r[o * N + i] * gs[o].to(tl.float32)
+            else:
+                dx = gs[i].to(tl.float32)
+            tl.store(dx_ptr + (t * N + i) * D + d, dx.to(dx_ptr.dtype.element_ty), mask=dm)
+    for o in tl.static_range(N):
+        tl.store(dh_post_ptr + t * N + o, tl.sum(dp[o], axis=0).to(dh_post_ptr.dtype.element_ty))
+        if HAS_RES:
+            for i in tl.static_range(N):
+                at = i * N + o if TRANSPOSE else o * N + i
+                v = tl.sum(dr[o * N + i], axis=0).to(dh_res_ptr.dtype.element_ty)
+                tl.store(dh_res_ptr + t * (N * N) + at, v)

@@ -1,0 +1,178 @@
+"""mHC pre, forward: a split-K projection, then collapse and coefficients in one launch (arXiv 2512.24880)."""
+
+import triton
+import triton.language as tl
+
+from .common import sinkhorn
+
+
+@triton.jit
+def mhc_pre_weights(
+    phi_ptr, gamma_ptr, w_ptr,
+    K: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, BK: tl.constexpr, HAS_GAMMA: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """w[term, :M] = phi * gamma as TERMS bf16 terms, largest first (TERMS = 0: fp32), rows M .. MP zero."""
+    m = tl.program_id(0)
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    mask = k < K
+    w = tl.load(phi_ptr + m * K + k, mask=mask & (m < M), other=0.0).to(tl.float32)
+    if HAS_GAMMA:
+        w = w * tl.load(gamma_ptr + k, mask=mask, other=0.0).to(tl.float32)
+    if TERMS == 0:
+        tl.store(w_ptr + m * K + k, w, mask=mask)
+    for term in tl.static_range(TERMS):
+        v = w.to(tl.bfloat16)
+        tl.store(w_ptr + (term * MP + m) * K + k, v, mask=mask)
+        w = w - v.to(tl.float32)
+
+
+@triton.jit
+def mhc_pre_project(
+    x_ptr, w_ptr, part_ptr, T, RUN,
+    K: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, KS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """part[p, t, :M] = x @ w.T and part[p, t, M] = sum(x * x), over RUN sections of KS columns from p * RUN * KS on.
+
+    Sections are summed one by one, whether here or by the reader of part: the bits do not depend on RUN.
+    """
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    part = tl.program_id(1)
+    m = tl.arange(0, MP)
+    tm = t < T
+    rows = t.to(tl.int64) * K
+    acc = tl.zeros((BT, MP), tl.float32)
+    total = tl.zeros((BT, MP), tl.float32)
+    ss = tl.zeros((BT,), tl.float32)
+    ss_total = tl.zeros((BT,), tl.float32)
+    for k0 in range(0, RUN * KS, BK):
+        k = part * RUN * KS + k0 + tl.arange(0, BK)
+        km = k < K
+        if EVEN:
+            x = tl.load(x_ptr + rows[:, None] + k[None, :], mask=tm[:, None], other=0.0)  # [BT, BK]
+        else:
+            x = tl.load(x_ptr + rows[:, None] + k[None, :], mask=tm[:, None] & km[None, :], other=0.0)
+        if TERMS == 0:
+            w = tl.load(w_ptr + m[None, :] * K + k[:, None], mask=km[:, None], other=0.0)
+            acc += tl.dot(x.to(tl.float32), w, input_precision=PREC)
+        else:
+            # Tensor cores round their running sum towards zero: smallest terms first, a short chain, then one fp32 add.
+            d = tl.zeros((BT, MP), tl.float32)
+            for back in tl.static_range(TERMS):
+                at = (TERMS - 1 - back) * MP * K + m[None, :] * K + k[:, None]
+                wm = (m < M)[None, :] if EVEN else (m < M)[None, :] & km[:, None]
+                w = tl.load(w_ptr + at, mask=wm, other=0.0)  # [BK, MP]
+                d = tl.dot(x, w, d)
+            acc += d
+        xf = x.to(tl.float32)
+        ss += tl.sum(xf * xf, axis=1)
+        last = (k0 + BK) % KS == 0
+        total = tl.where(last, total + acc, total)
+        acc = tl.where(last, 0.0, acc)
+        ss_total = tl.where(last, ss_total + ss, ss_total)
+        ss = tl.where(last, 0.0, ss)
+    out = part_ptr + (tl.cast(part, tl.int64) * T + t)[:, None] * MP + m[None, :]
+    tl.store(out, tl.where((m == M)[None, :], ss_total[:, None], total), mask=tm[:, None] & (m <= M)[None, :])
+
+
+@triton.jit
+def _sum_sections(part_ptr, off, mask, stride, RUN, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """Sum of a projection's parts in one order for RUN = GROUP (a part a group) and RUN = 1 (a part a section)."""
+    acc = tl.load(part_ptr + off, mask=mask, other=0.0)
+    if RUN == 1:
+        for s in tl.static_range(1, GROUP):
+            acc += tl.load(part_ptr + s * stride + off, mask=mask, other=0.0)
+        for g in tl.static_range(1, GROUPS):
+            group = tl.load(part_ptr + g * GROUP * stride + off, mask=mask, other=0.0)
+            for s in tl.static_range(1, GROUP):
+                group += tl.load(part_ptr + (g * GROUP + s) * stride + off, mask=mask, other=0.0)
+            acc += group
+    else:
+        for g in tl.static_range(1, GROUPS):
+            acc += tl.load(part_ptr + g * stride + off, mask=mask, other=0.0)
+    return acc
+
+
+@triton.jit
+def _coefficients(
+    pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,
+    norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
+    K: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    t = pid * BC + tl.arange(0, BC)
+    tm = t < T
+    i = tl.arange(0, NP)
+    ok = (i < N)[None, :]
+    row = t.to(tl.int64)
+    stride = tl.cast(T, tl.int64) * MP
+    ss = _sum_sections(part_ptr, row * MP + M, tm, stride, RUN, GROUPS, GROUP)  # [BC]
+    inv = tl.rsqrt(ss / K + norm_eps)
+    tl.store(inv_ptr + row, inv, mask=tm)
+    nm = tm[:, None] & ok
+    h = _sum_sections(part_ptr, row[:, None] * MP + i[None, :], nm, stride, RUN, GROUPS, GROUP)  # [BC, NP]
+    tl.store(h_mix_ptr + row[:, None] * M + i[None, :], h, mask=nm)
+    bias = tl.load(bias_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    pre = tl.sigmoid(tl.load(alpha_ptr).to(tl.float32) * (h * inv[:, None]) + bias[None, :]) + hc_eps
+    tl.store(h_pre_ptr + row[:, None] * N + i[None, :], pre, mask=nm)
+    if HAS_POST:
+        h = _sum_sections(part_ptr, row[:, None] * MP + N + i[None, :], nm, stride, RUN, GROUPS, GROUP)
+        tl.store(h_mix_ptr + row[:, None] * M + N + i[None, :], h, mask=nm)
+        bias = tl.load(bias_ptr + N + i, mask=i < N, other=0.0).to(tl.float32)
+        z = tl.load(alpha_ptr + 1).to(tl.float32) * (h * inv[:, None]) + bias[None, :]
+        tl.store(h_post_ptr + row[:, None] * N + i[None, :], post_mult * tl.sigmoid(z) + post_eps, mask=nm)
+    if HAS_RES:
+        ij = i[:, None] * N + i[None, :]  # [NP, NP]
+        valid = (i < N)[:, None] & (i < N)[None, :]
+        rm = tm[:, None, None] & valid[None, :, :]
+        off = row[:, None, None] * MP + 2 * N + ij[None, :, :]
+        h3 = _sum_sections(part_ptr, off, rm, stride, RUN, GROUPS, GROUP)  # [BC, NP, NP]
+        tl.store(h_mix_ptr + row[:, None, None] * M + 2 * N + ij[None, :, :], h3, mask=rm)
+        bias3 = tl.load(bias_ptr + 2 * N + ij, mask=valid, other=0.0).to(tl.float32)
+        r = tl.load(alpha_ptr + 2).to(tl.float32) * (h3 * inv[:, None, None]) + bias3[None, :, :]
+        if ITERS > 0:
+            r = sinkhorn(r, valid[None, :, :], ok, sinkhorn_eps, ITERS, FORM)
+        tl.store(h_res_ptr + row[:, None, None] * (N * N) + ij[None, :, :], r, mask=rm)
+
+
+@triton.jit
+def mhc_pre_collapse(
+    x_ptr, part_ptr, alpha_ptr, bias_ptr, h_in_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN, CP,
+    norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
+    D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Programs below CP write the coefficients of BC tokens each; the others collapse one token's BD columns each."""
+    pid = tl.program_id(0)
+    K: tl.constexpr = N * D
+    if pid < CP:
+        _coefficients(
+            pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,
+            norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
+            K, N, NP, M, MP, GROUPS, GROUP, BC, HAS_POST, HAS_RES, ITERS, FORM,
+        )  # fmt: skip
+    else:
+        DT: tl.constexpr = (D + BD - 1) // BD
+        # Last tokens first: they are what the projection left in L2.
+        t = (T - 1 - (pid - CP) // DT).to(tl.int64)
+        d = ((pid - CP) % DT) * BD + tl.arange(0, BD)
+        dm = d < D
+        xs = ()
+        for i in tl.static_range(N):
+            if D % BD == 0:
+                xs = xs + (tl.load(x_ptr + t * K + i * D + d),)  # [BD]
+            else:
+                xs = xs + (tl.load(x_ptr + t * K + i * D + d, mask=dm, other=0.0),)
+        i = tl.arange(0, NP)
+        stride = tl.cast(T, tl.int64) * MP
+        at = tl.where(i < N, i, 0)
+        ss = _sum_sections(part_ptr, t * MP + M + 0 * at, i < N, stride, RUN, GROUPS, GROUP)  # [NP], all equal
+        inv = tl.rsqrt(ss / K + norm_eps)
+        h = _sum_sections(part_ptr, t * MP + at, i < N, stride, RUN, GROUPS, GROUP)  # [NP]
+        bias = tl.load(bias_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+        pre = tl.sigmoid(tl.load(alpha_ptr).to(tl.float32) * (h * inv) + bias) + hc_eps
+        o = tl.zeros((BD,), tl.float32)
+        for s in tl.static_range(N):
+            o += tl.sum(tl.where(i == s, pre, 0.0), axis=0) * xs[s].to(tl.float32)
+        tl.store(h_in_ptr + t * D + d, o.to(h_in_ptr.dtype.element_ty), mask=dm)

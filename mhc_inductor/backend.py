@@ -1,0 +1,105 @@
+"""``torch.compile(model, backend="mhc_inductor")``, and ``enable()`` for the ordinary Inductor backend."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from mhc_inductor import compat
+
+_PASS = "post_grad_custom_pre_pass"
+_lock = threading.RLock()
+_plain_compile_fx: Any = None
+_enabled = False
+_prepared = False
+
+
+def counters() -> dict[str, int]:
+    """What the graph passes did since the process started, or since ``torch._dynamo.reset()``."""
+    return dict(compat.counters())
+
+
+def prepare() -> None:
+    """Register the lowerings and stamp every later Inductor compile with this package's fingerprint.
+
+    Called by the ops' fake functions when a graph that holds one is traced, so that the ordinary backend launches the
+    kernels too, and never replays code that another version of this package generated.
+    """
+    global _prepared
+    if _prepared:
+        return
+    with _lock:
+        if not _prepared:
+            from mhc_inductor.lowerings import mhc
+
+            mhc.register()
+            _wrap_compile_fx()
+            _prepared = True
+
+
+def _patches(config_patches: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``config_patches`` with our pass chained behind the user's. Patches reach backward graphs on other threads."""
+    from mhc_inductor.passes import make_pass
+
+    patches = dict(config_patches or {})
+    theirs = patches.get(_PASS, getattr(compat.inductor_config(), _PASS))
+    if not getattr(theirs, "mhc_inductor", False):
+        patches[_PASS] = make_pass(theirs)
+    return patches
+
+
+def _wrap_compile_fx() -> None:
+    global _plain_compile_fx
+    module = compat.compile_fx_module()
+    plain = _plain_compile_fx = module.compile_fx
+
+    @functools.wraps(plain)
+    def compile_fx(model_: Any, example_inputs_: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
+        # compile_fx calls itself again by its global name, with the patches in force.
+        return plain(model_, example_inputs_, *args, config_patches=_patches(config_patches), **kwargs)
+
+    module.compile_fx = compile_fx
+
+
+def enable() -> None:
+    """Make the ordinary ``torch.compile(model)`` do what ``backend="mhc_inductor"`` does. Idempotent, any thread."""
+    global _enabled
+    with _lock:
+        prepare()
+        _enabled = True
+
+
+def disable() -> None:
+    """Undo :func:`enable`. Models already compiled, and graphs that hold this package's ops, keep their kernels."""
+    global _enabled
+    with _lock:
+        _enabled = False
+
+
+def is_enabled() -> bool:
+    """Whether :func:`enable` is in force."""
+    return _enabled
+
+
+def mhc_inductor(
+    gm: Any, example_inputs: Any, *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Any:
+    """The backend ``"mhc_inductor"``: Inductor with this package's lowerings and passes.
+
+    ``mode`` and ``options`` are those of ``torch.compile`` for Inductor. Raises RuntimeError for an unknown option.
+    """
+    prepare()
+    patches = {**compat.mode_options(mode), **compat.check_options(options or {})}
+    return compat.compile_fx_module().compile_fx(gm, example_inputs, config_patches=patches)
+
+
+def _installed() -> bool:
+    found = importlib.metadata.entry_points(group="torch_dynamo_backends")
+    return any(e.name == "mhc_inductor" for e in found)
+
+
+if not _installed():
+    compat.register_backend("mhc_inductor", mhc_inductor)

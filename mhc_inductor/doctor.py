@@ -1,0 +1,263 @@
+"""The report of ``python -m mhc_inductor doctor``: versions, devices, where kernels run, and why not.
+
+``collect()`` gathers facts and prints nothing; ``show()`` draws them with rich, or as plain lines without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import platform
+import re
+import subprocess
+from typing import Any
+
+import torch
+
+TORCH_FROM, TORCH_BELOW = (2, 11), (2, 16)
+ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES",
+    "TORCH_LOGS",
+    "TORCH_COMPILE_DEBUG",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
+    "TRITON_CACHE_DIR",
+    "TRITON_INTERPRET",
+)
+"""Variables of torch and triton that change what runs here; the package reads none of its own."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclasses.dataclass
+class Report:
+    """Facts by name; ``ops[device][op]`` says what runs; ``problems`` make the installation unusable."""
+
+    versions: dict[str, str]
+    devices: dict[str, str]
+    ops: dict[str, dict[str, str]]
+    state: dict[str, str]
+    environment: dict[str, str]
+    problems: list[str]
+    notes: list[str]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if this installation can be used, else 1."""
+        return 1 if self.problems else 0
+
+
+def torch_problem(version: str) -> str | None:
+    """Why this torch version cannot be used, or None."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        return f"torch {version}: not a version that can be read"
+    if TORCH_FROM <= (int(found[1]), int(found[2])) < TORCH_BELOW:
+        return None
+    low, high = (".".join(map(str, v)) for v in (TORCH_FROM, TORCH_BELOW))
+    return f"torch {version} is out of range: at least {low} and below {high} is needed"
+
+
+def _triton() -> tuple[str | None, str]:
+    """triton's version, or None and the reason."""
+    try:
+        return importlib.import_module("triton").__version__, ""
+    except ImportError as error:
+        return None, str(error)
+
+
+def _driver() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return lines[0] if lines else "unknown"
+
+
+def _package_version() -> str:
+    package = importlib.import_module("mhc_inductor")
+    where = os.path.dirname(os.path.abspath(str(package.__file__)))
+    return f"{getattr(package, '__version__', 'unknown')} in {where}"
+
+
+def _versions() -> dict[str, str]:
+    triton_version, why = _triton()
+    return {
+        "mhc_inductor": _package_version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version or f"missing: {why}",
+        "CUDA": torch.version.cuda or "this torch is built without it",
+        "HIP": torch.version.hip or "this torch is built without it",
+        "driver": _driver(),
+    }
+
+
+def _devices() -> dict[str, str]:
+    found = {"cpu": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"}
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        p = torch.cuda.get_device_properties(index)
+        size = f"{p.multi_processor_count} multiprocessors, {p.total_memory / 2**30:.0f} GiB"
+        found[f"cuda:{index}"] = f"{p.name}, sm_{p.major}{p.minor}, {size}"
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def kernels_on(device: torch.device, op: str) -> str:
+    """What op ``op`` runs on a GPU: asked of the same function that the op asks."""
+    eager = importlib.import_module("mhc_inductor.kernels.eager")
+    launch = importlib.import_module("mhc_inductor.kernels.launch")
+    kernels: list[str] = []
+    otherwise: dict[str, list[str]] = {}
+    for dtype in _DTYPES:
+        sample = torch.empty(0, dtype=dtype, device=device)
+        reason = eager.why_not(op, (sample,), launch.EagerBuilder(device))
+        if reason is None:
+            kernels.append(_name(dtype))
+        else:
+            otherwise.setdefault(reason, []).append(_name(dtype))
+    words = [f"kernels for {', '.join(kernels)}"] if kernels else []
+    words += [f"reference formula for {', '.join(of)}: {reason}" for reason, of in otherwise.items()]
+    return "; ".join(words)
+
+
+def _ops(devices: dict[str, str]) -> dict[str, dict[str, str]]:
+    ops = importlib.import_module("mhc_inductor.kernels.eager").OPS
+    cpu = "reference formula; compiled: fused by Inductor"
+    result = {}
+    for name in devices:
+        device = torch.device(name)
+        result[name] = {op: cpu if device.type == "cpu" else kernels_on(device, op) for op in ops}
+    return result
+
+
+def _backend_registered() -> str:
+    try:
+        from torch._dynamo.backends.registry import list_backends
+
+        there = "mhc_inductor" in list_backends(exclude_tags=())
+    except Exception as error:  # a private function: its absence must not end the report
+        return f"unknown: {error}"
+    return "yes" if there else "no: torch.compile will not find it"
+
+
+def _state() -> dict[str, str]:
+    state = {'backend "mhc_inductor" registered': _backend_registered()}
+    backend = importlib.import_module("mhc_inductor.backend")
+    enabled = getattr(backend, "is_enabled", None)
+    state["enable() active in this process"] = "unknown" if enabled is None else "yes" if enabled() else "no"
+    state["cache fingerprint"] = _fingerprint()
+    state["float32 matmul precision"] = torch.get_float32_matmul_precision()
+    return state
+
+
+def _fingerprint() -> str:
+    try:
+        value = importlib.import_module("mhc_inductor.fingerprint").fingerprint()
+    except Exception as error:  # reported, since without it nothing can be compiled
+        return f"cannot be computed: {error}"
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _notes(devices: dict[str, str]) -> list[str]:
+    notes = []
+    if not any(name.startswith("cuda") for name in devices):
+        why = (
+            "this torch is built without CUDA"
+            if not (torch.version.cuda or torch.version.hip)
+            else "none is visible"
+        )
+        notes.append(f"no GPU ({why}): the CPU formulas run, and Inductor fuses them under torch.compile")
+    if _triton()[0] is None:
+        notes.append("triton is missing: no kernel can run on a GPU")
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        notes.append(
+            "TRITON_INTERPRET is set: kernels run in Triton's interpreter, slowly, and compile to nothing"
+        )
+    return notes
+
+
+def collect() -> Report:
+    """Every fact of the report, of this process on this machine."""
+    environment = {
+        name: os.environ.get(name, "not set") for name in ENVIRONMENT
+    }  # before torch sets some itself
+    devices = _devices()
+    problem = torch_problem(torch.__version__)
+    return Report(
+        versions=_versions(),
+        devices=devices,
+        ops=_ops(devices),
+        state=_state(),
+        environment=environment,
+        problems=[problem] if problem else [],
+        notes=_notes(devices),
+    )
+
+
+def _summary(of: dict[str, str]) -> dict[str, str]:
+    """Ops that run the same way on one line."""
+    grouped: dict[str, list[str]] = {}
+    for op, how in of.items():
+        grouped.setdefault(how, []).append(op)
+    return {", ".join(names): how for how, names in grouped.items()}
+
+
+def tables(report: Report) -> list[tuple[str, dict[str, str]]]:
+    """Title and lines of each part, in the order they are shown."""
+    parts = [("versions", report.versions), ("devices", report.devices)]
+    parts += [(f"ops on {device}", _summary(of)) for device, of in report.ops.items()]
+    return [*parts, ("state", report.state), ("environment variables honoured", report.environment)]
+
+
+def plain(report: Report) -> str:
+    """The report as plain text."""
+    lines = []
+    for title, rows in tables(report):
+        lines += [f"{title}:", *(f"  {name}: {value}" for name, value in rows.items()), ""]
+    lines += [
+        *(f"note: {n}" for n in report.notes),
+        *(f"problem: {p}" for p in report.problems),
+        verdict(report),
+    ]
+    return "\n".join(lines)
+
+
+def verdict(report: Report) -> str:
+    """The last line."""
+    return "not usable" if report.problems else "usable"
+
+
+def show(report: Report) -> None:
+    """Print the report, with rich where it is installed."""
+    try:
+        console: Any = importlib.import_module("rich.console").Console()
+        table_type: Any = importlib.import_module("rich.table").Table
+        text: Any = importlib.import_module("rich.text").Text
+    except ImportError:
+        print(plain(report))
+        return
+    for title, rows in tables(report):
+        table = table_type(title=title, title_justify="left", show_header=False, min_width=60)
+        table.add_column(ratio=2, overflow="fold")
+        table.add_column(ratio=3, overflow="fold")
+        for name, value in rows.items():
+            table.add_row(text(name), text(value))
+        console.print(table)
+    for kind, lines, style in (("note", report.notes, "yellow"), ("problem", report.problems, "bold red")):
+        for line in lines:
+            console.print(text(f"{kind}: {line}", style=style))
+    console.print(text(verdict(report), style="bold red" if report.problems else "bold green"))
+
+
+def main() -> int:
+    """Print the report; 0 if this installation can be used, 1 if torch is out of range."""
+    report = collect()
+    show(report)
+    return report.exit_code

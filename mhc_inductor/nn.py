@@ -1,0 +1,309 @@
+"""Modules with mHC residuals (arXiv 2512.24880): :class:`HyperConnection` around any sublayer,
+:class:`HyperHead`.
+
+::
+
+    x = expand(embedding(tokens), n)                     # [..., D] -> [..., n, D]
+    for block in blocks:                                 # HyperConnection(dim, n, sublayer)
+        x = block(x)
+    logits = lm_head(HyperHead(dim, n)(x))               # [..., n, D] -> [..., D]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mhc_inductor.api.mhc import mhc_head, mhc_post, mhc_pre
+
+# What other projects fix about the formula: HyperConnection(dim, n, sublayer, **CONVENTIONS["liger"]).
+CONVENTIONS: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {"transpose_res": True, "sinkhorn_form": "softmax", "post_mult": 2.0, "post_eps": 0.0},
+    "liger": {"transpose_res": False, "sinkhorn_form": "softmax", "post_eps": 0.0},
+    "transformer_engine": {
+        "transpose_res": True,
+        "sinkhorn_form": "exp",
+        "sinkhorn_iters": 20,
+        "norm_eps": 2.0**-23,
+        "hc_eps": 0.0,
+        "post_mult": 2.0,
+        "post_eps": 0.0,
+    },
+}
+
+_ALPHA = 0.01  # the paper's initial gate
+_DIAGONAL = 8.0  # logit on R's diagonal: exp(-8) = 3e-4 of a stream goes to each other one
+
+
+def expand(x: Tensor, n: int = 4) -> Tensor:
+    """Start the residual streams: ``[..., D]`` to ``[..., n, D]``, n equal copies (contiguous)."""
+    return x.unsqueeze(-2).expand(*x.shape[:-1], n, x.shape[-1]).contiguous()
+
+
+def _logit(p: float) -> float:
+    p = min(max(p, 0.01), 0.99)
+    return math.log(p / (1 - p))
+
+
+class _Coefficients(nn.Module):
+    """The parameters that turn streams into coefficients, all fp32; gamma only with ``gamma=True``."""
+
+    phi: nn.Parameter
+    alpha: nn.Parameter
+    bias: nn.Parameter
+    gamma: nn.Parameter | None
+
+    def __init__(self, dim: int, n: int, rows: int, kinds: int, gamma: bool, device: Any) -> None:
+        super().__init__()
+        self.dim, self.n = dim, n
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))
+
+        self.phi, self.alpha, self.bias = empty(rows, n * dim), empty(kinds), empty(rows)
+        self.gamma = empty(n, dim) if gamma else None
+
+    def reset_parameters(self) -> None:
+        """Initialise near the identity."""
+        # z = normalised v @ phi.T has unit variance, so every logit starts within a few hundredths of its
+        # bias.
+        nn.init.normal_(self.phi, std=(self.n * self.dim) ** -0.5)
+        nn.init.constant_(self.alpha, _ALPHA)
+        if self.gamma is not None:
+            nn.init.ones_(self.gamma)
+
+    @torch.no_grad()
+    def _load(self, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> None:
+        if gamma is not None and self.gamma is None:
+            raise ValueError(
+                "the state has a norm weight, this module has none: construct it with gamma=True"
+            )
+        new = {"phi": phi, "alpha": alpha, "bias": bias}
+        if self.gamma is not None:
+            new["gamma"] = torch.ones_like(self.gamma) if gamma is None else gamma
+        for name, value in new.items():  # all are checked before any is written
+            if value.shape != getattr(self, name).shape:
+                raise ValueError(
+                    f"{name} must have shape {list(getattr(self, name).shape)}, got {list(value.shape)}"
+                )
+        for name, value in new.items():
+            getattr(self, name).copy_(value)
+
+
+def _take(state: Mapping[str, Tensor], prefix: str, *names: str) -> list[Tensor]:
+    missing = [prefix + name for name in names if prefix + name not in state]
+    if missing:
+        raise KeyError(
+            f"the state has no {', '.join(missing)}; it has {', '.join(sorted(state)) or 'nothing'}"
+        )
+    return [state[prefix + name] for name in names]
+
+
+class HyperConnection(_Coefficients):
+    """A sublayer ``f: [..., D] -> [..., D]`` between n residual streams: ``[..., n, D] -> [..., n, D]``.
+
+    ::
+
+        h_in, h_post, h_res = mhc_pre(x, phi, alpha, bias, gamma, ...)
+        x_out = mhc_post(x, f(h_in), h_post, h_res, transpose_res=transpose_res)
+
+    It starts near an ordinary residual: h_in is close to the mean of the streams, h_post to 1, the mixing
+    matrix to the identity, and alpha is 0.01 as in the paper. The parameters are fp32: ``phi[n*n+2n, n*D]``,
+    ``alpha[3]``, ``bias[n*n+2n]`` and, with ``gamma=True``, ``gamma[n, D]``; after ``.bfloat16()`` they are
+    upcast inside.
+
+    Args:
+        dim: width D of a stream, at least 16.
+        n: number of streams, 2 to 8.
+        sublayer: any module; further arguments of :meth:`forward` go to it.
+        transpose_res: the residual mixing is ``R @ x`` with R = h_res (False: the paper, Liger) or R =
+            h_res.T (True: DeepSeek-V4, TransformerEngine). A trained model works with its own only.
+        residual: False for a layer without residual coefficients: phi has 2n rows, R is the identity.
+        gamma: whether the RMS norm has a weight.
+        sinkhorn_iters, sinkhorn_eps, sinkhorn_form: see :func:`mhc_inductor.mhc_sinkhorn`; ignored without
+            residual.
+        norm_eps, hc_eps, post_mult, post_eps: see :func:`mhc_inductor.mhc_pre`.
+        device: where the parameters are made.
+
+    Raises:
+        TypeError: sublayer is no module.
+        ValueError: n or dim out of range.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n: int = 4,
+        sublayer: nn.Module | None = None,
+        *,
+        transpose_res: bool = False,
+        residual: bool = True,
+        gamma: bool = False,
+        sinkhorn_iters: int = 20,
+        sinkhorn_eps: float = 1e-6,
+        sinkhorn_form: str = "softmax",
+        norm_eps: float = 1e-6,
+        hc_eps: float = 1e-6,
+        post_mult: float = 2.0,
+        post_eps: float = 0.0,
+        device: Any = None,
+    ) -> None:
+        if not isinstance(sublayer, nn.Module):
+            raise TypeError(
+                f"HyperConnection: sublayer must be a torch.nn.Module, got {type(sublayer).__name__}"
+            )
+        _check_sizes("HyperConnection", dim, n)
+        rows = n * n + 2 * n if residual else 2 * n
+        super().__init__(dim, n, rows, 3 if residual else 2, gamma, device)
+        self.sublayer = sublayer
+        self.transpose_res, self.residual = transpose_res, residual
+        self.sinkhorn_iters = sinkhorn_iters if residual else 0
+        self.sinkhorn_eps, self.sinkhorn_form = sinkhorn_eps, sinkhorn_form
+        self.norm_eps, self.hc_eps, self.post_mult, self.post_eps = norm_eps, hc_eps, post_mult, post_eps
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise near the identity: h_in the streams' mean, h_post 1, the mixing matrix the identity."""
+        super().reset_parameters()
+        n = self.n
+        self.bias.zero_()
+        self.bias[:n] = _logit(1 / n)
+        self.bias[n : 2 * n] = _logit((1 - self.post_eps) / self.post_mult)
+        if self.residual:  # without sinkhorn iterations the logits are the matrix
+            self.bias[2 * n :].view(n, n).fill_diagonal_(_DIAGONAL if self.sinkhorn_iters else 1.0)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``x[..., n, D]`` to the same shape and dtype; further arguments go to the sublayer."""
+        h_in, h_post, h_res = mhc_pre(
+            x,
+            self.phi,
+            self.alpha,
+            self.bias,
+            self.gamma,
+            norm_eps=self.norm_eps,
+            hc_eps=self.hc_eps,
+            post_mult=self.post_mult,
+            post_eps=self.post_eps,
+            sinkhorn_iters=self.sinkhorn_iters,
+            sinkhorn_eps=self.sinkhorn_eps,
+            sinkhorn_form=self.sinkhorn_form,
+        )
+        return mhc_post(
+            x, self.sublayer(h_in, *args, **kwargs), h_post, h_res, transpose_res=self.transpose_res
+        )
+
+    def load_deepseek_v4(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
+        """Load ``fn[m, n*D]``, ``base[m]``, ``scale[3]`` of DeepSeek-V4 in transformers (its ``attn_hc``,
+        ``ffn_hc``).
+
+        Raises KeyError for a missing name, ValueError for a shape, or where this module was constructed with
+        another convention than ``CONVENTIONS["deepseek_v4"]``. So do the other loaders.
+        """
+        self._require("deepseek_v4")
+        fn, base, scale = _take(state, prefix, "fn", "base", "scale")
+        self._load(fn, scale, base, None)
+
+    def load_liger(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
+        """Load ``phi[n*D, m]``, ``b[m]`` and the scalars ``alpha_pre|post|res`` of Liger's ``LigerMHC``."""
+        self._require("liger")
+        phi, b, *alphas = _take(state, prefix, "phi", "b", "alpha_pre", "alpha_post", "alpha_res")
+        self._load(phi.t(), torch.stack([a.reshape(()) for a in alphas]), b, None)
+
+    def load_transformer_engine(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
+        """Load ``phi[m or 32, D*n]``, ``alpha[3]``, ``beta[1, m]``, ``norm_weight[D*n]`` (optional) of
+        TransformerEngine.
+
+        Its streams are the last dimension, ``x[..., D, n]``: give this module ``x.transpose(-1, -2)``. phi
+        may be padded to 32 rows.
+        """
+        self._require("transformer_engine")
+        phi, alpha, beta = _take(state, prefix, "phi", "alpha", "beta")
+        weight = state.get(prefix + "norm_weight")
+        m, n, d = self.phi.shape[0], self.n, self.dim
+        if phi.dim() != 2 or phi.shape[1] != n * d or phi.shape[0] not in (m, 32):
+            raise ValueError(f"phi must have shape [{m}, {n * d}] or [32, {n * d}], got {list(phi.shape)}")
+        phi = phi[:m].unflatten(1, (d, n)).transpose(1, 2).flatten(1)
+        gamma = None if weight is None else weight.reshape(d, n).t()
+        self._load(phi, alpha, beta.reshape(-1), gamma)
+
+    def _require(self, project: str) -> None:
+        for name, value in CONVENTIONS[project].items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{project} has {name}={value!r}, this module {getattr(self, name)!r}: construct it with "
+                    f"HyperConnection(..., **CONVENTIONS[{project!r}])"
+                )
+
+    def extra_repr(self) -> str:
+        """Sizes and conventions, for ``repr``."""
+        text = f"dim={self.dim}, n={self.n}, transpose_res={self.transpose_res}"
+        if not self.residual:
+            return text + ", residual=False"
+        return text + f", sinkhorn_iters={self.sinkhorn_iters}, sinkhorn_form={self.sinkhorn_form!r}"
+
+
+class HyperHead(_Coefficients):
+    """The end of the streams, before the LM head: ``[..., n, D] -> [..., D]`` by
+    :func:`mhc_inductor.mhc_head`.
+
+    It starts close to the mean of the streams. Parameters, fp32: ``phi[n, n*D]``, ``alpha[1]``, ``bias[n]``
+    and, with ``gamma=True``, ``gamma[n, D]``.
+
+    Args:
+        dim: width D of a stream, at least 16.
+        n: number of streams, 2 to 8.
+        gamma: whether the RMS norm has a weight.
+        norm_eps, hc_eps: see :func:`mhc_inductor.mhc_head`.
+        device: where the parameters are made.
+
+    Raises:
+        ValueError: n or dim out of range.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n: int = 4,
+        *,
+        gamma: bool = False,
+        norm_eps: float = 1e-6,
+        hc_eps: float = 1e-6,
+        device: Any = None,
+    ) -> None:
+        _check_sizes("HyperHead", dim, n)
+        super().__init__(dim, n, n, 1, gamma, device)
+        self.norm_eps, self.hc_eps = norm_eps, hc_eps
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise close to the mean of the streams."""
+        super().reset_parameters()
+        self.bias.fill_(_logit(1 / self.n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x[..., n, D]`` to ``[..., D]`` in x's dtype."""
+        return mhc_head(
+            x, self.phi, self.alpha, self.bias, self.gamma, norm_eps=self.norm_eps, hc_eps=self.hc_eps
+        )
+
+    def load_deepseek_v4(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
+        """Load ``hc_fn[n, n*D]``, ``hc_base[n]``, ``hc_scale[1]`` of transformers' DeepSeek-V4."""
+        fn, base, scale = _take(state, prefix, "hc_fn", "hc_base", "hc_scale")
+        self._load(fn, scale, base, None)
+
+    def extra_repr(self) -> str:
+        """Sizes, for ``repr``."""
+        return f"dim={self.dim}, n={self.n}"
+
+
+def _check_sizes(name: str, dim: int, n: int) -> None:
+    if not 2 <= n <= 8:
+        raise ValueError(f"{name}: n must be from 2 to 8 streams, got {n}")
+    if dim < 16:
+        raise ValueError(f"{name}: dim must be at least 16, got {dim}")

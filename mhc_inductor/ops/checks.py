@@ -1,0 +1,289 @@
+"""Validation of arguments, shared by the public functions, the ops and their fakes, so that errors appear at
+trace time.
+
+Every message names the op, the argument, what was expected and what came. Sizes are compared with
+``torch._check_value``: with symbolic sizes it records what must hold, and nothing more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMS = ("softmax", "exp")
+MIN_STREAMS, MAX_STREAMS, MIN_WIDTH = 2, 8, 16
+_OPTIONAL = frozenset({"gamma", "h_res", "dh_in", "dh_post", "dh_res", "dx_acc"})
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _text(sizes: Sequence[Any]) -> str:
+    return "[" + ", ".join(str(s) for s in sizes) + "]"
+
+
+def _floating(op: str, **tensors: Tensor | None) -> None:
+    """Each is a floating-point tensor on the first one's device; fp64 only where the first is fp64."""
+    first_name, first = next(iter(tensors.items()))
+    for name, t in tensors.items():
+        if t is None and name in _OPTIONAL:
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if t.dtype not in _FLOATS:
+            raise TypeError(f"{op}: {name} must be bfloat16, float16, float32 or float64, got {t.dtype}")
+        assert isinstance(first, Tensor)
+        if t.dtype is torch.float64 and first.dtype is not torch.float64:
+            raise TypeError(
+                f"{op}: {name} may be float64 only where {first_name} is; {first_name} is {first.dtype}"
+            )
+        if t.device != first.device:
+            raise ValueError(f"{op}: {name} must be on {first_name}'s device {first.device}, got {t.device}")
+
+
+def _shape(op: str, name: str, t: Tensor, expected: Sequence[Any], meaning: str) -> None:
+    def message() -> str:
+        return f"{op}: {name} must have shape {meaning} = {_text(expected)}, got {_text(t.shape)}"
+
+    if t.dim() != len(expected):
+        raise ValueError(message())
+    for got, want in zip(t.shape, expected, strict=True):
+        torch._check_value(got == want, message)
+
+
+def _eps(op: str, below: float = math.inf, **values: float) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+        number = float(value)
+        if not (math.isfinite(number) and 0 <= number < below):
+            bound = "" if below == math.inf else f" and below {below}"
+            raise ValueError(f"{op}: {name} must be finite, not negative{bound}, got {number}")
+
+
+def _sinkhorn(op: str, iters: int, eps: float, form: str, prefix: str = "") -> None:
+    if isinstance(iters, bool) or not isinstance(iters, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {prefix}iters must be an int, got {type(iters).__name__}")
+    if iters < 0:
+        raise ValueError(f"{op}: {prefix}iters must be 0 (raw logits) or more, got {iters}")
+    _eps(op, below=1.0, **{f"{prefix}eps": eps})
+    if form not in FORMS:
+        raise ValueError(f"{op}: {prefix}form must be one of {FORMS}, got {form!r}")
+
+
+def _streams(op: str, name: str, n: int) -> None:
+    if not MIN_STREAMS <= n <= MAX_STREAMS:
+        raise ValueError(f"{op}: {name} must hold {MIN_STREAMS} to {MAX_STREAMS} streams (n), got {n}")
+
+
+def _x(op: str, x: Tensor) -> tuple[int, int]:
+    """x[..., n, D]: returns (n, D)."""
+    if x.dim() < 2:
+        raise ValueError(f"{op}: x must have shape [..., n, D], got {_text(x.shape)}")
+    n, d = x.shape[-2:]
+    _streams(op, "x[..., n, D]", n)
+    if d < MIN_WIDTH:
+        raise ValueError(f"{op}: x must have a width D of at least {MIN_WIDTH}, got shape {_text(x.shape)}")
+    return n, d
+
+
+def _coefficients(
+    op: str, x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, kinds: dict[str, int]
+) -> None:
+    """``kinds``: for each allowed number of rows of phi (its meaning -> number) see :func:`_pre_kinds`."""
+    n, d = x.shape[-2:]
+    allowed = " or ".join(f"[{text}, n*D] = [{rows}, {n * d}]" for text, rows in kinds.items())
+    if phi.dim() != 2 or phi.shape[0] not in kinds.values() or phi.shape[1] != n * d:
+        raise ValueError(f"{op}: phi must have shape {allowed}, got {_text(phi.shape)} (n = {n}, D = {d})")
+    m = phi.shape[0]
+    count = m // n if m <= 2 * n else 3
+    _shape(op, "alpha", alpha, [count], "[one per kind of coefficient]")
+    _shape(op, "bias", bias, [m], "[rows of phi]")
+    if gamma is not None:
+        _shape(op, "gamma", gamma, [n, d], "[n, D]")
+
+
+def mhc_pre(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    post_mult: float,
+    post_eps: float,
+    sinkhorn_iters: int,
+    sinkhorn_eps: float,
+    sinkhorn_form: str,
+    *,
+    op: str = "mhc_pre",
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_pre`` fit together."""
+    _floating(op, x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
+    n, _ = _x(op, x)
+    _coefficients(op, x, phi, alpha, bias, gamma, {"n*n+2n": n * n + 2 * n, "2n": 2 * n})
+    _eps(op, norm_eps=norm_eps, hc_eps=hc_eps, post_mult=post_mult, post_eps=post_eps)
+    if post_mult == 0:
+        raise ValueError(f"{op}: post_mult must be above 0, got {post_mult}")
+    _sinkhorn(op, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, "sinkhorn_")
+    if sinkhorn_iters > 0 and phi.shape[0] == 2 * n:
+        raise ValueError(
+            f"{op}: sinkhorn_iters must be 0 when phi has 2n = {2 * n} rows (no residual matrix), "
+            f"got {sinkhorn_iters}"
+        )
+
+
+def mhc_pre_backward(
+    dh_in: Tensor | None,
+    dh_post: Tensor | None,
+    dh_res: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    h_pre: Tensor,
+    h_post: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    dx_acc: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    post_mult: float,
+    post_eps: float,
+    sinkhorn_iters: int,
+    sinkhorn_eps: float,
+    sinkhorn_form: str,
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_pre_backward`` fit together."""
+    op = "mhc_pre_backward"
+    mhc_pre(
+        x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps,
+        sinkhorn_iters, sinkhorn_eps, sinkhorn_form, op=op,
+    )  # fmt: skip
+    lead, n = x.shape[:-2], x.shape[-2]
+    full = phi.shape[0] != 2 * n
+    _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, dx_acc, phi.shape[0])
+    _floating(op, x=x, h_post=h_post, dh_post=dh_post, dh_res=dh_res)
+    _shape(op, "h_post", h_post, [*lead, n], "[..., n]")
+    if dh_post is not None:
+        _shape(op, "dh_post", dh_post, [*lead, n], "[..., n]")
+    if dh_res is not None:
+        _shape(op, "dh_res", dh_res, [*lead, n, n] if full else [*lead, 0, 0], "h_res's")
+
+
+def _tokens(
+    op: str,
+    x: Tensor,
+    h_pre: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    dh_in: Tensor | None,
+    dx_acc: Tensor | None,
+    m: int,
+) -> None:
+    """The per-token tensors that both backward ops of the collapse take."""
+    lead, (n, d) = x.shape[:-2], x.shape[-2:]
+    _floating(op, x=x, h_pre=h_pre, h_mix=h_mix, inv_rms=inv_rms, dh_in=dh_in, dx_acc=dx_acc)
+    _shape(op, "h_pre", h_pre, [*lead, n], "[..., n]")
+    _shape(op, "h_mix", h_mix, [*lead, m], "[..., m]")
+    _shape(op, "inv_rms", inv_rms, [*lead], "[...]")
+    if dh_in is not None:
+        _shape(op, "dh_in", dh_in, [*lead, d], "[..., D]")
+    if dx_acc is not None:
+        _shape(op, "dx_acc", dx_acc, x.shape, "x's")
+
+
+def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str, *, op: str = "mhc_sinkhorn") -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_sinkhorn`` fit together."""
+    if not isinstance(h_res, Tensor):  # optional elsewhere
+        raise TypeError(f"{op}: h_res must be a tensor, got {type(h_res).__name__}")
+    _floating(op, h_res=h_res)
+    if h_res.dim() < 2:
+        raise ValueError(f"{op}: h_res must have shape [..., n, n], got {_text(h_res.shape)}")
+    n = h_res.shape[-1]
+    torch._check_value(
+        h_res.shape[-2] == n, lambda: f"{op}: h_res must have shape [..., n, n], got {_text(h_res.shape)}"
+    )
+    _streams(op, "h_res[..., n, n]", n)
+    _sinkhorn(op, iters, eps, form)
+
+
+def mhc_sinkhorn_backward(grad: Tensor, h_res: Tensor, iters: int, eps: float, form: str) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_sinkhorn_backward`` fit together."""
+    op = "mhc_sinkhorn_backward"
+    mhc_sinkhorn(h_res, iters, eps, form, op=op)
+    _floating(op, h_res=h_res, grad=grad)
+    _shape(op, "grad", grad, h_res.shape, "h_res's")
+
+
+def mhc_post(
+    x: Tensor,
+    f_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    transpose_res: bool,
+    *,
+    op: str = "mhc_post",
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_post`` fit together."""
+    _floating(op, x=x, f_out=f_out, h_post=h_post, h_res=h_res)
+    n, d = _x(op, x)
+    lead = x.shape[:-2]
+    _shape(op, "f_out", f_out, [*lead, d], "[..., D]")
+    _shape(op, "h_post", h_post, [*lead, n], "[..., n]")
+    if h_res is not None:
+        _shape(op, "h_res", h_res, [*lead, n, n], "[..., n, n]")
+    if not isinstance(transpose_res, bool):
+        raise TypeError(f"{op}: transpose_res must be a bool, got {type(transpose_res).__name__}")
+
+
+def mhc_post_backward(
+    g: Tensor, x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_post_backward`` fit together."""
+    op = "mhc_post_backward"
+    mhc_post(x, f_out, h_post, h_res, transpose_res, op=op)
+    _floating(op, x=x, g=g)
+    _shape(op, "g", g, x.shape, "x's")
+
+
+def mhc_head(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    *,
+    op: str = "mhc_head",
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_head`` fit together."""
+    _floating(op, x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
+    n, _ = _x(op, x)
+    _coefficients(op, x, phi, alpha, bias, gamma, {"n": n})
+    _eps(op, norm_eps=norm_eps, hc_eps=hc_eps)
+
+
+def mhc_head_backward(
+    dh_in: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    h_pre: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    dx_acc: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_head_backward`` fit together."""
+    op = "mhc_head_backward"
+    mhc_head(x, phi, alpha, bias, gamma, norm_eps, hc_eps, op=op)
+    _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, dx_acc, phi.shape[0])

@@ -1,0 +1,71 @@
+"""Graph passes over the ops. Each carries the package's fingerprint, which is how it enters torch's cache keys."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from mhc_inductor import compat
+from mhc_inductor.fingerprint import fingerprint
+
+_BACKWARDS = ("mhc_pre_backward", "mhc_head_backward")
+
+
+def fold_dx_acc(graph: torch.fx.Graph) -> int:
+    """Fold ``add(pre_backward.dx, g)`` into pre_backward's ``dx_acc``: one read of g instead of a pass over both.
+
+    Returns how many were folded. The sum is then taken in fp32 and rounded once.
+    """
+    folded = 0
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    targets = {getattr(torch.ops.mhc_inductor, name).default for name in _BACKWARDS}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in targets:
+            continue
+        names = [a.name for a in node.target._schema.arguments]
+        position = names.index("dx_acc")
+        if node.args[position] is not None:
+            continue
+        dx = next((u for u in node.users if u.target is operator.getitem and u.args[1] == 0), None)
+        if dx is None or len(dx.users) != 1:
+            continue
+        total = next(iter(dx.users))
+        if total.target is not torch.ops.aten.add.Tensor or total.kwargs or len(total.args) != 2:
+            continue
+        other = total.args[0] if total.args[1] is dx else total.args[1]
+        # The other gradient must exist before this op runs, and be of its kind.
+        if not isinstance(other, torch.fx.Node) or other is dx or order[other] > order[node]:
+            continue
+        a, b = other.meta.get("val"), dx.meta.get("val")
+        if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape or a.device.type != "cuda":
+            continue
+        args = list(node.args)
+        args[position] = other
+        node.args = tuple(args)
+        total.replace_all_uses_with(dx)
+        graph.erase_node(total)
+        folded += 1
+    return folded
+
+
+def make_pass(user_pass: Any) -> Any:
+    """Our post-grad pass, after the user's own pass where there is one."""
+
+    class PostGrad(compat.graph_pass_base()):  # type: ignore[misc]
+        mhc_inductor = True
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            if user_pass is not None:
+                user_pass(graph)
+            compat.counters()["dx_acc folded"] += fold_dx_acc(graph)
+
+        def uuid(self) -> Any:
+            if user_pass is None:
+                return f"mhc_inductor-{fingerprint()}"
+            # A pass without a uuid forbids caching; so does the chain.
+            theirs = user_pass.uuid() if hasattr(user_pass, "uuid") else None
+            return None if theirs is None else f"mhc_inductor-{fingerprint()}-{theirs!r}"
+
+    return PostGrad()

@@ -1,0 +1,376 @@
+"""mHC (manifold-constrained hyper-connections, arXiv 2512.24880) in plain PyTorch: the specification.
+
+Every function here has the name, the arguments and the outputs of the op ``torch.ops.mhc_inductor.<name>``.
+Tensors: ``x[..., n, D]`` residual streams with free leading dimensions, ``m`` rows of ``phi``. The arithmetic
+is fp32 (fp64 when x is fp64); only results that live in x's dtype are rounded, once. Nothing here uses
+autograd: the backward functions are closed forms, so the whole file can be traced and fused by Inductor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype the arithmetic runs in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _as_given(fn: Callable[P, R]) -> Callable[P, R]:
+    """Run ``fn`` with autocast off: the formulas choose their own dtypes."""
+
+    @functools.wraps(fn)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return fn(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return fn(*args, **kwargs)
+
+    return wrapped
+
+
+def _norms(x: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
+    """``v = vec(x)`` [..., n*D] in the arithmetic's dtype, and its ``inv_rms`` [...]."""
+    v = x.flatten(-2).to(acc_dtype(x.dtype))
+    return v, torch.rsqrt((v * v).mean(-1) + norm_eps)
+
+
+def _project(v: Tensor, phi: Tensor, gamma: Tensor | None) -> Tensor:
+    """``h_mix = (v * vec(gamma)) @ phi.T`` [..., m]."""
+    weighted = v if gamma is None else v * gamma.flatten().to(v.dtype)
+    return torch.matmul(weighted, phi.to(v.dtype).t())
+
+
+def _collapse(x: Tensor, h_pre: Tensor) -> Tensor:
+    """``h_in = sum_i h_pre[i] * x[i]`` [..., D] in x's dtype."""
+    return _output((h_pre.unsqueeze(-1) * x.to(h_pre.dtype)).sum(-2), x.dtype)
+
+
+def _output(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """A computed ``t`` in an output's dtype, contiguous: elementwise operations would keep x's strides."""
+    return t.to(dtype).contiguous()
+
+
+@_as_given
+def mhc_pre(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    post_mult: float,
+    post_eps: float,
+    sinkhorn_iters: int,
+    sinkhorn_eps: float,
+    sinkhorn_form: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Coefficients and collapse.
+
+    ::
+
+        v       = vec(x)                                  # [..., n*D]
+        h_mix   = (v * vec(gamma)) @ phi.T                # [..., m]; gamma = 1 when absent
+        inv_rms = rsqrt(mean(v*v) + norm_eps)             # [...]
+        z       = h_mix * inv_rms                         # split n | n | n*n
+        h_pre   = sigmoid(alpha[0]*z_pre + b_pre) + hc_eps
+        h_post  = post_mult * sigmoid(alpha[1]*z_post + b_post) + post_eps
+        h_res   = sinkhorn(alpha[2]*z_res + b_res)        # raw logits for 0 iterations
+        h_in    = sum_i h_pre[i] * x[i]
+
+    With 2n rows in phi there is no residual part and h_res has shape [..., 0, 0].
+    Returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms).
+    """
+    n = x.shape[-2]
+    v, inv_rms = _norms(x, norm_eps)
+    h_mix = _project(v, phi, gamma)
+    z = h_mix * inv_rms.unsqueeze(-1)
+    a, b = alpha.to(v.dtype), bias.to(v.dtype)
+    h_pre = torch.sigmoid(a[0] * z[..., :n] + b[:n]) + hc_eps
+    h_post = post_mult * torch.sigmoid(a[1] * z[..., n : 2 * n] + b[n : 2 * n]) + post_eps
+    if phi.shape[0] == 2 * n:
+        h_res = z.new_empty((*x.shape[:-2], 0, 0))
+    else:
+        logits = (a[2] * z[..., 2 * n :] + b[2 * n :]).unflatten(-1, (n, n))
+        h_res = _sinkhorn(logits, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
+    return _collapse(x, h_pre), h_post, h_res, h_pre, h_mix, inv_rms
+
+
+@_as_given
+def mhc_pre_backward(
+    dh_in: Tensor | None,
+    dh_post: Tensor | None,
+    dh_res: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    h_pre: Tensor,
+    h_post: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    dx_acc: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    post_mult: float,
+    post_eps: float,
+    sinkhorn_iters: int,
+    sinkhorn_eps: float,
+    sinkhorn_form: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of :func:`mhc_pre`; a gradient of None counts as zero.
+
+    ::
+
+        dh_pre[i] = <dh_in, x[i]>                          # over D
+        s = h_pre - hc_eps ; d_pre = dh_pre*s*(1-s)
+        h = h_post - post_eps ; d_post = dh_post*h*(1 - h/post_mult)
+        d_res = dh_res through the sinkhorn iterations, back to the logits
+        dbias = sum_t d ; dalpha[k] = sum_t <d_k, z_k> ; dz = alpha (x) d ; dh_mix = dz * inv_rms
+        dinv  = <dz, h_mix>
+        dv    = vec(gamma) * (dh_mix @ phi) + vec(h_pre (x) dh_in) - dinv * inv_rms**3 / (n*D) * v
+        G     = sum_t dh_mix_t (x) v_t                     # [m, n*D]: one reduction over tokens
+        dphi  = G * vec(gamma) ;  dgamma = sum_j phi[j] * G[j]
+
+    ``dx_acc`` (x's shape) is added to dx before its one rounding. Returns (dx, dphi, dalpha, dbias, dgamma),
+    each in its input's shape and dtype; dgamma has shape [0] without gamma.
+    """
+    n, acc = x.shape[-2], acc_dtype(x.dtype)
+    h = h_post - post_eps
+    d = [
+        _d_pre(dh_in, x, h_pre, hc_eps),
+        torch.zeros_like(h_post) if dh_post is None else dh_post.to(acc) * h * (1 - h / post_mult),
+    ]
+    if phi.shape[0] != 2 * n:
+        z_res = (h_mix[..., 2 * n :] * inv_rms.unsqueeze(-1)).unflatten(-1, (n, n))
+        if dh_res is None:
+            d_res = torch.zeros_like(z_res)
+        else:
+            logits = alpha[2].to(acc) * z_res + bias[2 * n :].to(acc).unflatten(-1, (n, n))
+            d_res = _sinkhorn_backward(dh_res.to(acc), logits, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
+        d.append(d_res.flatten(-2))
+    return _coefficients_backward(d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)
+
+
+def _d_pre(dh_in: Tensor | None, x: Tensor, h_pre: Tensor, hc_eps: float) -> Tensor:
+    """Gradient at the input of h_pre's sigmoid, [..., n]."""
+    if dh_in is None:
+        return torch.zeros_like(h_pre)
+    s = h_pre - hc_eps
+    return (dh_in.to(h_pre.dtype).unsqueeze(-2) * x.to(h_pre.dtype)).sum(-1) * s * (1 - s)
+
+
+def _coefficients_backward(
+    d: list[Tensor],
+    dh_in: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    h_pre: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    dx_acc: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From the gradients ``d`` at the logits, one tensor an alpha, to those of all inputs."""
+    acc, m, width = h_pre.dtype, phi.shape[0], phi.shape[1]
+    phi_, scale = phi.to(acc), alpha.to(acc)
+    flat = torch.cat(d, -1)
+    z = h_mix * inv_rms.unsqueeze(-1)
+    dbias = flat.reshape(-1, m).sum(0)
+    dalpha = torch.stack([part.sum() for part in (flat * z).split([p.shape[-1] for p in d], -1)])
+    dz = torch.cat([scale[k] * part for k, part in enumerate(d)], -1)
+    dh_mix = dz * inv_rms.unsqueeze(-1)
+    dinv = (dz * h_mix).sum(-1)
+
+    v = x.flatten(-2).to(acc)
+    dv = torch.matmul(dh_mix, phi_)
+    if gamma is not None:
+        dv = gamma.flatten().to(acc) * dv
+    dv = dv - (dinv * inv_rms**3 / width).unsqueeze(-1) * v
+    dx = dv.unflatten(-1, x.shape[-2:])
+    if dh_in is not None:
+        dx = dx + h_pre.unsqueeze(-1) * dh_in.to(acc).unsqueeze(-2)
+    if dx_acc is not None:
+        dx = dx + dx_acc.to(acc)
+
+    g = torch.matmul(dh_mix.reshape(-1, m).t(), v.reshape(-1, width))
+    if gamma is None:
+        dphi, dgamma = g, x.new_empty((0,))
+    else:
+        dphi = g * gamma.flatten().to(acc)
+        dgamma = (phi_ * g).sum(0).reshape(gamma.shape).to(gamma.dtype)
+    dparams = dphi.to(phi.dtype), dalpha.to(alpha.dtype), dbias.to(bias.dtype), dgamma
+    return _output(dx, x.dtype), *dparams
+
+
+def _scale(c: Tensor, dim: int, eps: float, form: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide ``c`` by its sums over ``dim``: (result, divisor, raw sums)."""
+    sums = c.sum(dim, keepdim=True)
+    divisor = sums + eps if form == "softmax" else sums.clamp(min=eps)
+    return c / divisor, divisor, sums
+
+
+def _first(logits: Tensor, eps: float, form: str) -> tuple[Tensor, Tensor, list[int]]:
+    """The positive matrix before any scaling (without and with eps), and the axes of the first round."""
+    if form == "softmax":
+        p = torch.softmax(logits, -1)
+        return p, p + eps, [-2]
+    c = torch.exp(logits - logits.amax(-1, keepdim=True))
+    return c, c, [-1, -2]
+
+
+def _sinkhorn(logits: Tensor, iters: int, eps: float, form: str) -> Tensor:
+    if iters == 0:
+        return logits
+    _, c, axes = _first(logits, eps, form)
+    for dim in axes + [-1, -2] * (iters - 1):
+        c = _scale(c, dim, eps, form)[0]
+    return c
+
+
+def _sinkhorn_backward(grad: Tensor, logits: Tensor, iters: int, eps: float, form: str) -> Tensor:
+    if iters == 0:
+        return grad
+    p, c, axes = _first(logits, eps, form)
+    axes = axes + [-1, -2] * (iters - 1)
+    steps = []
+    for dim in axes:
+        c, divisor, sums = _scale(c, dim, eps, form)
+        steps.append((c, divisor, sums))
+    g = grad
+    for dim, (c, divisor, sums) in zip(reversed(axes), reversed(steps), strict=True):
+        through_sum = (g * c).sum(dim, keepdim=True)
+        if form == "exp":  # a clamped sum is a constant
+            through_sum = torch.where(sums >= eps, through_sum, 0.0)
+        g = (g - through_sum) / divisor
+    if form == "exp":  # the row maximum cancels in the first division, so its gradient is zero
+        return g * p
+    return p * (g - (g * p).sum(-1, keepdim=True))
+
+
+@_as_given
+def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str) -> Tensor:
+    """Logits ``[..., n, n]`` to a nearly doubly stochastic matrix.
+
+    ::
+
+        form "softmax" (DeepSeek-V4):
+            c = softmax(h_res, -1) + eps ;  c = c / (c.sum(-2) + eps)
+            repeat iters-1 times:  c = c / (c.sum(-1) + eps) ;  c = c / (c.sum(-2) + eps)
+        form "exp" (Megatron):
+            c = exp(h_res - rowmax)
+            repeat iters times:  c = c / max(c.sum(-1), eps) ;  c = c / max(c.sum(-2), eps)
+
+    ``iters = 0`` returns a copy of the input.
+    """
+    if iters == 0:
+        return h_res.clone(memory_format=torch.contiguous_format)
+    return _output(_sinkhorn(h_res.to(acc_dtype(h_res.dtype)), iters, eps, form), h_res.dtype)
+
+
+@_as_given
+def mhc_sinkhorn_backward(grad: Tensor, h_res: Tensor, iters: int, eps: float, form: str) -> Tensor:
+    """Gradient of :func:`mhc_sinkhorn` through every iteration; of ``c / s(c) = y``: ``(g - <g, y>) / s``."""
+    if iters == 0:
+        return grad.to(h_res.dtype).clone(memory_format=torch.contiguous_format)
+    acc = acc_dtype(h_res.dtype)
+    return _output(_sinkhorn_backward(grad.to(acc), h_res.to(acc), iters, eps, form), h_res.dtype)
+
+
+@_as_given
+def mhc_post(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool) -> Tensor:
+    """Expand and mix: ``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]`` in x's dtype.
+
+    ``R = h_res``, or ``h_res.T`` with ``transpose_res``, or the identity when h_res is None.
+    """
+    acc = acc_dtype(x.dtype)
+    mixed = x.to(acc)
+    if h_res is not None:
+        r = h_res.to(acc)
+        r = r.transpose(-1, -2) if transpose_res else r
+        mixed = _mix(r, mixed)
+    return _output(h_post.to(acc).unsqueeze(-1) * f_out.to(acc).unsqueeze(-2) + mixed, x.dtype)
+
+
+def _mix(r: Tensor, x: Tensor) -> Tensor:
+    """``out[o] = sum_i r[o, i] * x[i]``, as n multiply-adds a stream: an n x n matmul a token is slower."""
+    n = x.shape[-2]
+    out = r[..., :, 0:1] * x[..., 0:1, :]
+    for i in range(1, n):
+        out = out + r[..., :, i : i + 1] * x[..., i : i + 1, :]
+    return out
+
+
+@_as_given
+def mhc_post_backward(
+    g: Tensor, x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of :func:`mhc_post`.
+
+    ::
+
+        df = sum_o h_post[o] g[o] ; dh_post[o] = <g[o], f_out> ; dR[o, i] = <g[o], x[i]> ; dx[i] = sum_o R[o,
+        i] g[o]
+
+    dh_res is dR, transposed where R is; it has shape [0] when h_res is None. Each in its input's dtype.
+    """
+    acc = acc_dtype(x.dtype)
+    g_ = g.to(acc)
+    df = _output((h_post.to(acc).unsqueeze(-1) * g_).sum(-2), f_out.dtype)
+    dh_post = _output((g_ * f_out.to(acc).unsqueeze(-2)).sum(-1), h_post.dtype)
+    if h_res is None:
+        return g.to(x.dtype).clone(memory_format=torch.contiguous_format), df, dh_post, x.new_empty((0,))
+    r = h_res.to(acc)
+    dx = _output(_mix(r if transpose_res else r.transpose(-1, -2), g_), x.dtype)
+    left, right = (x.to(acc), g_) if transpose_res else (g_, x.to(acc))
+    dh_res = _output(torch.matmul(left, right.transpose(-1, -2)), h_res.dtype)
+    return dx, df, dh_post, dh_res
+
+
+@_as_given
+def mhc_head(
+    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, norm_eps: float, hc_eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The collapse with n coefficients only, before the LM head: phi[n, n*D], alpha[1], bias[n].
+
+    ``h_pre = sigmoid(alpha[0]*z + bias) + hc_eps`` with z as in :func:`mhc_pre`. Returns (h_in, h_pre, h_mix,
+    inv_rms).
+    """
+    v, inv_rms = _norms(x, norm_eps)
+    h_mix = _project(v, phi, gamma)
+    z = h_mix * inv_rms.unsqueeze(-1)
+    h_pre = torch.sigmoid(alpha.to(v.dtype)[0] * z + bias.to(v.dtype)) + hc_eps
+    return _collapse(x, h_pre), h_pre, h_mix, inv_rms
+
+
+@_as_given
+def mhc_head_backward(
+    dh_in: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    h_pre: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    dx_acc: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of :func:`mhc_head`, by the formulas of :func:`mhc_pre_backward`."""
+    d = [_d_pre(dh_in, x, h_pre, hc_eps)]
+    return _coefficients_backward(d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)

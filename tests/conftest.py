@@ -1,0 +1,33 @@
+"""Kernels run on a GPU where there is one; elsewhere under Triton's interpreter, in one process of their own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+# Without a GPU and outside the interpreter tests/test_interpreter.py runs this file in a process with the interpreter on.
+collect_ignore = [] if GPU or INTERPRETED else ["test_kernels_mhc.py"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if GPU:
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]
+
+
+def pytest_report_header() -> str:
+    where = torch.cuda.get_device_name() if GPU else "Triton's interpreter, on the CPU; tests marked gpu are deselected"
+    return f"mhc_inductor: kernels run on {where}"
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if GPU else "cpu"

@@ -1,0 +1,128 @@
+"""The CUDA code that Inductor generates, seen on a machine without a GPU.
+
+A mocked device and Triton driver let Inductor compile fake CUDA tensors; the generated source is captured before it is
+loaded, and stubs that return fake outputs take its place, so that the backward graph gets compiled as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+H200 = types.SimpleNamespace(
+    name="NVIDIA H200 (fake)", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30,
+    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
+    shared_memory_per_block_optin=232448, shared_memory_per_block=49152, shared_memory_per_multiprocessor=233472,
+    L2_cache_size=60 << 20, gcnArchName="", is_integrated=False,
+)  # fmt: skip
+
+
+def _driver() -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class Driver(DriverBase):
+        def __init__(self): ...
+        @classmethod
+        def is_active(cls): return True
+        def map_python_to_cpp_type(self, ty): return ty
+        def get_current_target(self): return GPUTarget("cuda", 90, 32)
+        def get_active_torch_device(self): return torch.device("cuda", 0)
+        def get_current_device(self): return 0
+        def get_current_stream(self, device=None): return 0
+        def get_device_capability(self, device=0): return (9, 0)
+        def get_benchmarker(self): return lambda *a, **k: 0.0
+        def get_empty_cache_for_benchmark(self): raise RuntimeError("no device")
+        def clear_cache(self, cache): ...
+
+    return Driver()  # fmt: skip
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[None]:
+    """Inside, torch and Inductor believe in one H200."""
+    import triton
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    with contextlib.ExitStack() as stack:
+
+        def patch(*args: Any) -> None:
+            stack.enter_context(mock.patch.object(*args))
+
+        driver = triton.runtime.driver
+        before = getattr(driver, "_active", None)
+        driver.set_active(_driver())
+        stack.callback(lambda: setattr(driver, "_active", before))
+        # Inductor's own pattern tables trace tensors on the real device.
+        patch(fuse_attention, "_sfdp_init", lambda *a: None)
+        patch(misc_patterns, "_misc_patterns_init", lambda *a: None)
+        patch(pad_mm, "_pad_mm_init", lambda *a: None)
+        answers = {
+            "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": H200,
+            "get_device_capability": (9, 0), "synchronize": None, "_lazy_init": None, "set_rng_state": None,
+            "_exchange_device": 0, "_maybe_exchange_device": 0, "set_device": None,
+        }  # fmt: skip
+        for name, answer in answers.items():
+            patch(torch.cuda, name, lambda *a, answer=answer, **k: answer)
+        patch(torch.cuda, "get_rng_state", lambda *a, **k: torch.empty(0, dtype=torch.uint8))
+        interface = {
+            "is_available": True, "get_device_properties": H200, "get_compute_capability": 90, "current_device": 0,
+            "raise_if_triton_unavailable": None,
+        }  # fmt: skip
+        for name, answer in interface.items():
+            if hasattr(CudaInterface, name):
+                patch(CudaInterface, name, staticmethod(lambda *a, answer=answer, **k: answer))
+        import torch.utils._triton as triton_utils
+
+        def clear() -> None:
+            for fn in [DeviceProperties.create, *vars(triton_utils).values()]:
+                if hasattr(fn, "cache_clear"):
+                    fn.cache_clear()
+
+        clear()
+        stack.callback(clear)
+        yield
+
+
+def generated_code(run: Callable[[], Any]) -> list[str]:
+    """The wrapper sources that ``run``, which calls compiled functions on fake CUDA tensors, generates."""
+    from torch._inductor import ir
+    from torch._inductor.graph import GraphLowering
+
+    codes: list[str] = []
+
+    def compile_to_module(self: Any) -> Any:
+        code, _ = self.codegen()
+        codes.append(code.value)
+        sizevars = self.sizevars
+        hint = getattr(sizevars, "optimization_hint", None) or sizevars.size_hint
+
+        def describe(out: Any) -> Any:
+            if isinstance(out, ir.NoneAsConstantBuffer):
+                return None
+            if isinstance(out, ir.ShapeAsConstantBuffer):
+                return int(hint(out.expr))
+            sizes, strides = ([int(hint(s)) for s in v] for v in (out.get_size(), out.get_stride()))
+            return sizes, strides, out.get_dtype(), out.get_device()
+
+        outs = [describe(o) for o in self.graph_outputs]
+
+        def call(args: list[Any]) -> list[Any]:
+            args.clear()
+            return [
+                torch.empty_strided(o[0], o[1], dtype=o[2], device=o[3]) if isinstance(o, tuple) else o for o in outs
+            ]
+
+        return types.SimpleNamespace(call=call)
+
+    with mock.patch.object(GraphLowering, "compile_to_module", compile_to_module):
+        torch._dynamo.reset()
+        run()
+    return codes

@@ -1,0 +1,328 @@
+"""Inputs, fp64 oracles and comparisons for the tests of mHC, on any device.
+
+The oracles are written apart from ``mhc_inductor.reference`` and get their gradients from autograd, so that a
+mistake in the reference's closed forms shows. Kernel tests reuse them: ``compare(run_pre(inputs, up, o),
+oracle_pre(inputs, up, o), tol)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OPS = torch.ops.mhc_inductor
+PRE_OPTIONS: dict[str, Any] = {
+    "norm_eps": 1e-6,
+    "hc_eps": 1e-6,
+    "post_mult": 2.0,
+    "post_eps": 0.0,
+    "sinkhorn_iters": 0,
+    "sinkhorn_eps": 1e-6,
+    "sinkhorn_form": "softmax",
+}
+HEAD_OPTIONS: dict[str, Any] = {"norm_eps": 1e-6, "hc_eps": 1e-6}
+RECORD = {"lead": (2, 64), "n": 4, "width": 128}  # the shape of record
+
+# Mistakes that shipped in this operator before; each case fails with its mistake put back.
+MISTAKES: dict[str, dict[str, Any]] = {
+    "block_wider_than_needed_D128": {"lead": (2, 3), "n": 4, "width": 128},
+    "width_1280": {"lead": (3,), "n": 4, "width": 1280},
+    "width_3000_no_multiple_of_a_block": {"lead": (3,), "n": 4, "width": 3000},
+    "alpha_not_1_and_dbias_once": {"lead": (5,), "n": 4, "width": 48, "alpha": (0.3, 2.5, -1.7)},
+    "all_streams_of_dx_n8": {"lead": (2,), "n": 8, "width": 40},
+    "inv_rms_in_the_residual_third": {"lead": (4,), "n": 4, "width": 32, "x_scale": 7.0},
+    "many_tokens_fp32_sums": {"lead": (512,), "n": 4, "width": 16},
+}
+
+
+def make_inputs(
+    lead: tuple[int, ...],
+    n: int,
+    width: int,
+    dtype: torch.dtype = torch.float64,
+    *,
+    full: bool = True,
+    gamma: bool = True,
+    head: bool = False,
+    param_dtype: torch.dtype | None = None,
+    alpha: tuple[float, ...] = (1.1, 0.9, 1.05),
+    x_scale: float = 1.0,
+    phi_std: float | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> dict[str, Tensor | None]:
+    """x, phi, alpha, bias, gamma as in the record: standard normal x and gamma, bias 0.1 normal.
+
+    phi has standard deviation ``(n*width)**-0.5`` so that no sigmoid saturates; pass 1.0 for the record's
+    own.
+    """
+    g = torch.Generator().manual_seed(seed)
+    m = n if head else n * n + 2 * n if full else 2 * n
+    kinds = 1 if head else 3 if full else 2
+    param = param_dtype or (dtype if dtype is torch.float64 else torch.float32)
+    std = (n * width) ** -0.5 if phi_std is None else phi_std
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64) * scale
+
+    made = {
+        "x": normal(*lead, n, width, scale=x_scale).to(dtype),
+        "phi": normal(m, n * width, scale=std).to(param),
+        "alpha": torch.tensor(alpha[:kinds], dtype=torch.float64).to(param),
+        "bias": normal(m, scale=0.1).to(param),
+        "gamma": normal(n, width).to(param) if gamma else None,
+    }
+    return {k: None if t is None else t.to(device) for k, t in made.items()}
+
+
+def make_post_inputs(
+    lead: tuple[int, ...],
+    n: int,
+    width: int,
+    dtype: torch.dtype = torch.float64,
+    *,
+    residual: bool = True,
+    f_dtype: torch.dtype | None = None,
+    h_dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> dict[str, Tensor | None]:
+    """x, f_out, h_post, h_res of mhc_post; h_res is far from symmetric."""
+    g = torch.Generator().manual_seed(seed)
+    h = h_dtype or (dtype if dtype is torch.float64 else torch.float32)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    made = {
+        "x": normal(*lead, n, width).to(dtype),
+        "f_out": normal(*lead, width).to(f_dtype or dtype),
+        "h_post": normal(*lead, n).to(h),
+        "h_res": normal(*lead, n, n).to(h) if residual else None,
+    }
+    return {k: None if t is None else t.to(device) for k, t in made.items()}
+
+
+def upstream(outputs: Mapping[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
+    """A standard normal gradient for each output, in its dtype."""
+    g = torch.Generator().manual_seed(seed)
+    return {
+        k: torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype).to(t.device)
+        for k, t in outputs.items()
+    }
+
+
+def leaves(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """fp64 copies on the CPU that require gradients."""
+    return {k: None if t is None else t.detach().cpu().double().requires_grad_() for k, t in inputs.items()}
+
+
+def sinkhorn(logits: Tensor, iters: int, eps: float, form: str) -> Tensor:
+    """The iteration as the specification writes it, for autograd."""
+    if iters == 0:
+        return logits
+    if form == "softmax":
+        c = torch.softmax(logits, -1) + eps
+        c = c / (c.sum(-2, keepdim=True) + eps)
+        for _ in range(iters - 1):
+            c = c / (c.sum(-1, keepdim=True) + eps)
+            c = c / (c.sum(-2, keepdim=True) + eps)
+        return c
+    assert form == "exp"
+    c = torch.exp(logits - logits.max(-1, keepdim=True).values)
+    for _ in range(iters):
+        c = c / torch.clamp(c.sum(-1, keepdim=True), min=eps)
+        c = c / torch.clamp(c.sum(-2, keepdim=True), min=eps)
+    return c
+
+
+def _grads(outputs: list[Tensor], up: list[Tensor], inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    wanted = {k: t for k, t in inputs.items() if t is not None}
+    ups = [u.detach().cpu().double() for u in up]
+    got = torch.autograd.grad(outputs, list(wanted.values()), ups, allow_unused=True)
+    return {
+        f"d{k}": torch.zeros_like(t) if g is None else g
+        for (k, t), g in zip(wanted.items(), got, strict=True)
+    }
+
+
+def _coefficients(t: dict[str, Tensor | None], norm_eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    x, phi, gamma = t["x"], t["phi"], t["gamma"]
+    assert x is not None and phi is not None
+    v = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+    inv_rms = 1 / torch.sqrt((v**2).mean(-1) + norm_eps)
+    weighted = v if gamma is None else v * gamma.reshape(-1)
+    return v, torch.einsum("...k,jk->...j", weighted, phi), inv_rms
+
+
+def oracle_pre(
+    inputs: Mapping[str, Tensor | None],
+    up: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """Outputs of mhc_pre in fp64; with ``up`` also the gradients and dh_mix, dinv, G."""
+    o, t = {**PRE_OPTIONS, **(options or {})}, leaves(inputs)
+    x, alpha, bias = t["x"], t["alpha"], t["bias"]
+    assert x is not None and alpha is not None and bias is not None
+    n = x.shape[-2]
+    v, h_mix, inv_rms = _coefficients(t, o["norm_eps"])
+    z = h_mix * inv_rms[..., None]
+    h_pre = torch.sigmoid(alpha[0] * z[..., :n] + bias[:n]) + o["hc_eps"]
+    h_post = o["post_mult"] * torch.sigmoid(alpha[1] * z[..., n : 2 * n] + bias[n : 2 * n]) + o["post_eps"]
+    out = {"h_in": torch.einsum("...i,...id->...d", h_pre, x), "h_post": h_post}
+    if bias.shape[0] > 2 * n:
+        logits = (alpha[2] * z[..., 2 * n :] + bias[2 * n :]).reshape(*x.shape[:-2], n, n)
+        out["h_res"] = sinkhorn(logits, o["sinkhorn_iters"], o["sinkhorn_eps"], o["sinkhorn_form"])
+    else:
+        out["h_res"] = x.new_empty((*x.shape[:-2], 0, 0))
+    result = {**out, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": inv_rms}
+    if up:
+        result |= _with_intermediates(out, up, t, v, h_mix, inv_rms)
+    return {k: a.detach() for k, a in result.items()}
+
+
+def _with_intermediates(
+    out: dict[str, Tensor],
+    up: Mapping[str, Tensor],
+    t: dict[str, Tensor | None],
+    v: Tensor,
+    h_mix: Tensor,
+    inv: Tensor,
+) -> dict[str, Tensor]:
+    keys = [k for k in up if out[k].requires_grad]
+    grads = _grads([out[k] for k in keys], [up[k] for k in keys], {**t, "h_mix": h_mix, "inv_rms": inv})
+    flat = grads["dh_mix"].reshape(-1, h_mix.shape[-1])
+    grads["dinv"] = grads.pop("dinv_rms")
+    return {**grads, "G": flat.T @ v.reshape(-1, v.shape[-1])}
+
+
+def oracle_head(
+    inputs: Mapping[str, Tensor | None],
+    up: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """Outputs of mhc_head in fp64, and with ``up`` (h_in) every gradient."""
+    o, t = {**HEAD_OPTIONS, **(options or {})}, leaves(inputs)
+    x, alpha, bias = t["x"], t["alpha"], t["bias"]
+    assert x is not None and alpha is not None and bias is not None
+    v, h_mix, inv_rms = _coefficients(t, o["norm_eps"])
+    h_pre = torch.sigmoid(alpha[0] * h_mix * inv_rms[..., None] + bias) + o["hc_eps"]
+    out = {"h_in": torch.einsum("...i,...id->...d", h_pre, x)}
+    result = {**out, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": inv_rms}
+    if up:
+        result |= _with_intermediates(out, up, t, v, h_mix, inv_rms)
+    return {k: a.detach() for k, a in result.items()}
+
+
+def oracle_sinkhorn(
+    h_res: Tensor, iters: int, eps: float, form: str, grad: Tensor | None = None
+) -> dict[str, Tensor]:
+    """mhc_sinkhorn in fp64: h_res and, with ``grad``, dh_res."""
+    logits = h_res.detach().cpu().double().requires_grad_()
+    out = sinkhorn(logits, iters, eps, form)
+    result = {"h_res": out.detach()}
+    if grad is not None:
+        result["dh_res"] = torch.autograd.grad(out, logits, grad.detach().cpu().double())[0]
+    return result
+
+
+def oracle_post(
+    inputs: Mapping[str, Tensor | None], transpose_res: bool, up: Tensor | None = None
+) -> dict[str, Tensor]:
+    """mhc_post in fp64: x_out and, with ``up``, dx, df_out, dh_post, dh_res."""
+    t = leaves(inputs)
+    x, f_out, h_post, h_res = t["x"], t["f_out"], t["h_post"], t["h_res"]
+    assert x is not None and f_out is not None and h_post is not None
+    if h_res is None:
+        mixed = x
+    else:
+        mixed = torch.einsum("...io,...id->...od" if transpose_res else "...oi,...id->...od", h_res, x)
+    x_out = h_post[..., None] * f_out[..., None, :] + mixed
+    result = {"x_out": x_out.detach()}
+    return result | _grads([x_out], [up], t) if up is not None else result
+
+
+# --- the ops under test, with the oracles' names ------------------------------------------------------------
+
+_PARAMS = ("phi", "alpha", "bias", "gamma")
+_PARAM_GRADS = ("dx", "dphi", "dalpha", "dbias", "dgamma")
+
+
+def _named_grads(inputs: Mapping[str, Tensor | None], grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return {k: g for k, g in zip(_PARAM_GRADS, grads, strict=True) if inputs[k[1:]] is not None}
+
+
+def run_pre(
+    inputs: Mapping[str, Tensor | None],
+    up: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """mhc_pre, and with ``up`` mhc_pre_backward, under the names of :func:`oracle_pre`."""
+    o = list({**PRE_OPTIONS, **(options or {})}.values())
+    out = OPS.mhc_pre(*inputs.values(), *o)
+    named = dict(zip(("h_in", "h_post", "h_res", "h_pre", "h_mix", "inv_rms"), out, strict=True))
+    if not up:
+        return named
+    ups = [up.get(k) for k in ("h_in", "h_post", "h_res")]
+    saved = [named[k] for k in ("h_pre", "h_post", "h_mix", "inv_rms")]
+    return named | _named_grads(inputs, OPS.mhc_pre_backward(*ups, *inputs.values(), *saved, None, *o))
+
+
+def run_head(
+    inputs: Mapping[str, Tensor | None],
+    up: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """mhc_head, and with ``up`` mhc_head_backward, under the names of :func:`oracle_head`."""
+    o = list({**HEAD_OPTIONS, **(options or {})}.values())
+    out = OPS.mhc_head(*inputs.values(), *o)
+    named = dict(zip(("h_in", "h_pre", "h_mix", "inv_rms"), out, strict=True))
+    if not up:
+        return named
+    saved = [named[k] for k in ("h_pre", "h_mix", "inv_rms")]
+    return named | _named_grads(inputs, OPS.mhc_head_backward(up["h_in"], *inputs.values(), *saved, None, *o))
+
+
+def run_post(
+    inputs: Mapping[str, Tensor | None], transpose_res: bool, up: Tensor | None = None
+) -> dict[str, Tensor]:
+    """mhc_post, and with ``up`` mhc_post_backward, under the names of :func:`oracle_post`."""
+    named = {"x_out": OPS.mhc_post(*inputs.values(), transpose_res)}
+    if up is None:
+        return named
+    grads = OPS.mhc_post_backward(up, *inputs.values(), transpose_res)
+    pairs = zip(("x", "f_out", "h_post", "h_res"), grads, strict=True)
+    return named | {f"d{k}": g for k, g in pairs if inputs[k] is not None}
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """``||got - want|| / ||want||`` in fp64; 0 for two empty tensors, infinite for NaN."""
+    a, b = got.detach().cpu().double(), want.detach().cpu().double()
+    assert a.shape == b.shape, f"{tuple(a.shape)} instead of {tuple(b.shape)}"
+    if a.numel() == 0:
+        return 0.0
+    error, size = float((a - b).norm()), float(b.norm())
+    if error != error:
+        return float("inf")
+    return error / size if size else error
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Half a unit in the last place, relative."""
+    return torch.finfo(dtype).eps / 2
+
+
+def compare(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, roundings: float = 1.01
+) -> dict[str, float]:
+    """Assert that every result is within ``tolerance``, plus so many roundings where its dtype is low."""
+    errors = {k: relative(got[k], want[k]) for k in got if k in want}
+    assert errors, "nothing to compare"
+    for key, error in errors.items():
+        dtype = got[key].dtype
+        low = roundings * rounding(dtype) if dtype in (torch.bfloat16, torch.float16) else 0.0
+        assert error <= tolerance + low, f"{key}: relative error {error:.3g} above {tolerance + low:.3g}"
+    return errors

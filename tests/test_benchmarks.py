@@ -1,0 +1,449 @@
+"""The benchmark: its arithmetic, its outputs on a CPU, what a crash costs, and its tables and picture."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from benchmarks import __main__ as cli
+from benchmarks import accuracy, environment, mhc, ours, peers, report, targets, timing
+
+CPU = torch.device("cpu")
+TOKENS, DIM = 12, 48
+# The floors that the targets were published with, in whole microseconds.
+FLOORS = {
+    2560: {"pre": 49, "post": 88, "fb": 400},
+    4096: {"pre": 78, "post": 140, "fb": 640, "npu_pre": 78, "npu_fb": 218},
+    7168: {"pre": 137, "post": 246, "fb": 1120},
+}
+
+
+def settings(**changes: Any) -> mhc.Settings:
+    base = {
+        "device": "cpu",
+        "groups": ("4096",),
+        "rounds": 3,
+        "compiled": False,
+        "tokens": TOKENS,
+        "dim": DIM,
+        "seed": 5,
+    }
+    return mhc.Settings(**{**base, **changes})
+
+
+def run(**changes: Any) -> report.Result:
+    saved: list[str] = []
+    result = mhc.Run(
+        settings(**changes), lambda r: saved.append(json.dumps(mhc.cleaned(r))), lambda _: None
+    ).run()
+    assert json.loads(saved[-1]) == json.loads(json.dumps(mhc.cleaned(result)))
+    return json.loads(saved[-1])
+
+
+@pytest.fixture(scope="module")
+def result() -> report.Result:
+    return run(groups=("4096", "npu", "decode", "memory", "accuracy", "determinism"), measure_peers=True)
+
+
+@pytest.fixture
+def on_h200(result: report.Result) -> report.Result:
+    """The same run as it would stand for an H200 at the published shapes: made by the run's own row code."""
+    made = copy.deepcopy(result)
+    made["device"] = {"type": "cuda", "name": "NVIDIA H200"}
+    made["notice"] = None
+    runner = object.__new__(mhc.Run)
+    made["rows"] = []
+    for (what, dim), target in targets.TARGETS.items():
+        for variant, us in [
+            ("ops", 0.9 * target.bar),
+            ("compiled", 1.5 * target.bar),
+            ("Liger", 5 * target.bar),
+        ]:
+            if variant == "compiled" and not what.endswith("fb"):
+                continue
+            row = runner.row_header(mhc.Variant(what, variant, targets.TOKENS, dim, lambda: lambda: None))
+            row.update(mhc._judge(row, timing.Timing([us - 1, us, us + 1]), 1, True))
+            made["rows"].append(row)
+    made["memory"] = [
+        {"variant": "ops", "dim": 4096, "bar_mb": 500.0, "peak_above_mb": 300.0, "met_bar": True},
+        {"variant": "eager", "dim": 4096, "bar_mb": 500.0, "error": "OutOfMemoryError: no\nmore"},
+    ]
+    return made
+
+
+# ---- targets
+
+
+@pytest.mark.parametrize(("dim", "what"), [(d, w) for d, of in FLOORS.items() for w in of])
+def test_floors_are_the_published_ones(dim: int, what: str) -> None:
+    assert round(targets.floor_us(what, targets.TOKENS, dim)) == FLOORS[dim][what]
+
+
+def test_every_target_is_above_its_floor_and_in_order() -> None:
+    assert {(w, d) for d, of in FLOORS.items() for w in of} == set(targets.TARGETS)
+    for (what, dim), t in targets.TARGETS.items():
+        assert targets.floor_us(what, targets.TOKENS, dim) < t.goal < t.bar
+        assert t.best_peer is not None
+        assert t.best_peer[1] == min(t.peers.values())
+
+
+def test_best_peers() -> None:
+    assert targets.TARGETS["fb", 4096].best_peer == ("TileKernels", 1747)
+    assert targets.TARGETS["pre", 2560].best_peer == ("TransformerEngine", 138)
+    assert "Liger" not in targets.TARGETS["npu_pre", 4096].peers
+    assert targets.TARGETS["npu_fb", 4096].peers["eager"] == 6908
+
+
+def test_phi_counts_at_a_few_tokens() -> None:
+    with_phi = targets.floor_bytes("pre", 1, 4096, phi=True)
+    assert with_phi == 5 * 4096 * 2 + 24 * 4 * 4096 * 4
+    assert targets.floor_bytes("post", 1, 4096, phi=True) == 9 * 4096 * 2
+
+
+# ---- timing
+
+
+def test_variants_run_in_turn_and_every_sample_is_kept() -> None:
+    calls: list[str] = []
+    ready = {name: timing.Runnable(lambda name=name: calls.append(name), CPU) for name in "ab"}
+    calls.clear()
+    times = timing.interleaved(ready, CPU, timing.Flusher(CPU), rounds=4, warm_rounds=2)
+    assert calls == ["a", "b"] * 6
+    assert all(len(t.samples_us) == 4 for t in times.values())
+
+
+def test_median_and_quartiles() -> None:
+    t = timing.Timing([5.0, 1.0, 2.0, 3.0, 4.0])
+    assert (t.median, t.quartiles) == (3.0, (1.5, 4.5))
+    assert t.as_json()["samples_us"] == [5.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_chain_is_divided_by_its_calls() -> None:
+    row = {"floor_us": 1.0, "variant": "ops"}
+    assert mhc._judge(row, timing.Timing([40.0, 60.0]), 20, True)["median_us"] == 2.5
+    calls: list[int] = []
+    timing.chain(lambda: calls.append(1), 20)()
+    assert len(calls) == 20
+
+
+class FakeCuda:
+    """Stands in for torch.cuda: notes the order of calls; replaying a graph writes into ``out``, if any."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.out: torch.Tensor | None = None
+        fake = self
+
+        class Graph:
+            def replay(self) -> None:
+                fake.log.append("replay")
+                if fake.out is not None:
+                    fake.out.fill_(7.0)
+
+            def reset(self) -> None:
+                fake.log.append("reset")
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at = 0
+
+            def record(self) -> None:
+                fake.log.append("event")
+                self.at = len(fake.log)
+
+            def elapsed_time(self, end: Event) -> float:
+                return float(end.at - self.at)
+
+        class Stream:
+            def wait_stream(self, other: Any) -> None:
+                fake.log.append("wait")
+
+        context = {"graph": "capture", "stream": "side"}
+        for name, word in context.items():
+            monkeypatch.setattr(
+                torch.cuda, name, lambda *_, word=word: contextlib.nullcontext(self.log.append(word))
+            )
+        for name, new in {"CUDAGraph": Graph, "Event": Event}.items():
+            monkeypatch.setattr(torch.cuda, name, new)
+        for name in ("Stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: Stream())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.log.append("sync"))
+
+
+def test_graphs_are_captured_after_warm_up_and_outputs_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+
+    def fn() -> tuple[torch.Tensor, torch.Tensor]:
+        cuda.log.append("call")
+        return torch.ones(2), torch.ones(2)
+
+    r = timing.Runnable(fn, torch.device("cuda", 0))
+    assert cuda.log == [
+        "wait",
+        "side",
+        "call",
+        "call",
+        "call",
+        "wait",
+        "sync",
+        "capture",
+        "call",
+        "replay",
+        "sync",
+    ]
+    cuda.out = r.outputs[0]
+    written, forgotten = r.run_poisoned()
+    assert written.tolist() == [7.0, 7.0]
+    assert forgotten.isnan().all()
+
+
+def test_the_flush_is_outside_the_timed_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    device = torch.device("cuda", 0)
+    ready = {name: timing.Runnable(lambda: torch.ones(1), device) for name in "ab"}
+    cuda.log.clear()
+    times = timing.interleaved(ready, device, lambda: cuda.log.append("flush"), rounds=3, warm_rounds=1)
+    assert cuda.log == (["flush", "event", "replay", "event"] * 2 + ["sync"]) * 4
+    assert times["a"].samples_us == [2000.0] * 3  # events count milliseconds
+
+
+# ---- correctness of what is compared
+
+
+def test_reference_in_chunks_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    i = peers.make_inputs((7,), 4, DIM, CPU)
+    whole = accuracy.reference(i)
+    monkeypatch.setattr(accuracy, "CHUNK", 3)
+    for name, value in accuracy.reference(i).items():
+        assert accuracy.relative(value, whole[name]) < 1e-13, name
+
+
+@pytest.mark.parametrize("npu", [False, True])
+def test_ops_and_public_functions_match_fp64(npu: bool) -> None:
+    i = peers.make_inputs((TOKENS,), 4, DIM, CPU, npu=npu, transpose_res=True)
+    exact = accuracy.reference(i)
+    leaves = i.detached()
+    for t in leaves.leaves():
+        t.requires_grad_()
+    for got in (ours.ops_fb(i), ours.autograd_fb(False)(leaves)):
+        errors = accuracy.compare(got, exact, i.with_post)
+        assert {"dx", "dphi", "dalpha", "dbias", "dgamma" if npu else "df"} <= set(errors)
+        assert [k for k, e in errors.items() if not e["met"]] == []
+
+
+def test_a_wrong_or_unwritten_output_is_seen() -> None:
+    i = peers.make_inputs((TOKENS,), 4, DIM, CPU)
+    exact, got = accuracy.reference(i), ours.ops_fb(i)
+    got["dphi"] = got["dphi"] * (1 + 1e-4)
+    got["dx"] = got["dx"].clone()
+    got["dx"][-1, -1, -1] = math.nan
+    got["h_in"] = got["h_in"] * 1.01
+    errors = accuracy.compare(got, exact, True)
+    assert {k for k, e in errors.items() if not e["met"]} == {"dphi", "dx", "h_in"}
+
+
+def test_the_written_out_backward_is_autograds() -> None:
+    i = peers.make_inputs((3, 5), 4, DIM, CPU, npu=True, record=True)
+    exact = accuracy.reference(i)
+    for name, value in accuracy._parameter_gradients(i, exact, torch.float64).items():
+        assert accuracy.relative(value, exact[name]) < 1e-12, name
+
+
+def test_equal_bits_see_the_last_bit_and_nan() -> None:
+    a = torch.tensor([1.0, math.nan])
+    assert accuracy.same_bits(a, a.clone())
+    assert not accuracy.same_bits(a, torch.tensor([1.0 + 2**-23, math.nan]))
+    assert not accuracy.same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+# ---- a run
+
+
+def test_a_run_has_every_part(result: report.Result) -> None:
+    assert result["complete"]
+    assert result["notice"] == mhc.CPU_NOTICE
+    named = {(r["what"], r["variant"]) for r in result["rows"]}
+    both = {(w, v) for w in ("pre", "post", "fb", "npu_pre", "npu_fb") for v in ("ops", "eager")}
+    assert named == both
+    for r in result["rows"]:
+        assert "error" not in r
+        assert len(r["samples_us"]) == r["rounds"] == 3
+        assert r["q1_us"] <= r["median_us"] <= r["q3_us"]
+        assert "met_bar" not in r  # absolute bars count on an H200 only
+    assert all(r["correct"] for r in result["rows"] if r["variant"] == "ops")
+    assert len(result["accuracy"]) == 4
+    assert result["determinism"][0]["met"]
+    assert result["copy"]["tb_per_s"] > 0
+    assert "Liger" in result["skipped"]
+    assert "memory" in result["skipped"]
+
+
+def test_a_run_says_what_it_measured(result: report.Result) -> None:
+    assert result["kernel_sources_sha256"] == environment.sources_hash()
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["settings"]["seed"] == 5
+    assert result["settings"]["float32_matmul_precision"] == "highest"
+
+
+def test_commit_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MHC_COMMIT", "abc")
+    monkeypatch.setenv("MHC_DIRTY", "1")
+    assert environment.commit() == {"commit": "abc", "dirty": True}
+
+
+def test_bars_are_judged_on_an_h200_only() -> None:
+    row = {"floor_us": 78.0, "variant": "ops", "bar_us": 160.0, "goal_us": 105.0, "best_peer_us": 190.0}
+    good = mhc._judge(row, timing.Timing([150.0]), 1, True)
+    assert (good["met_bar"], good["met_goal"], good["not_slower_than_best_peer"]) == (True, False, True)
+    assert mhc._judge(row, timing.Timing([math.nan]), 1, True)["met_bar"] is False
+    assert "met_bar" not in mhc._judge(row, timing.Timing([150.0]), 1, False)
+    assert "met_bar" not in mhc._judge({**row, "variant": "eager"}, timing.Timing([150.0]), 1, True)
+
+
+def test_one_failing_variant_keeps_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(ours, "ops_post", fail)
+    rows = {(r["what"], r["variant"]): r for r in run(measure_peers=True)["rows"]}
+    for what in ("post", "fb"):
+        assert rows[what, "ops"]["error"] == "RuntimeError: no such kernel"
+        assert "median_us" not in rows[what, "ops"]
+        assert rows[what, "eager"]["median_us"] > 0
+    assert rows["pre", "ops"]["correct"]
+
+
+def test_a_failing_group_keeps_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(accuracy, "determinism", fail)
+    made = run(groups=("determinism", "npu"))
+    assert made["skipped"]["determinism"] == "ValueError: broken"
+    assert len(made["rows"]) == 2
+
+
+def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("illegal address")
+
+    real = subprocess.run
+
+    def second_process(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        if command[0] != sys.executable:  # the header asks git
+            return real(command, **kwargs)
+        assert command[:3] == [sys.executable, "-m", "benchmarks.mhc"]
+        seen.update(json.loads(command[3]))
+        monkeypatch.undo()
+        mhc._child(command[3], command[4])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(ours, "ops_post", fail)
+    monkeypatch.setattr(mhc, "_device_alive", lambda _: False)
+    monkeypatch.setattr(mhc.subprocess, "run", second_process)
+    rows = {(r["what"], r["variant"]): r for r in run(groups=("4096", "npu"))["rows"]}
+    assert seen["exclude"] == {"4096/post/ops": "RuntimeError: illegal address"}
+    assert seen["groups"] == ["4096", "npu"]
+    assert rows["post", "ops"]["error"] == "RuntimeError: illegal address"
+    assert {k for k, r in rows.items() if "median_us" in r} == {
+        (w, "ops") for w in ("pre", "fb", "npu_pre", "npu_fb")
+    }
+
+
+def test_json_has_words_for_nan() -> None:
+    assert mhc.cleaned({"a": [math.nan, 1.0, (math.inf,)]}) == {"a": ["nan", 1.0, ["inf"]]}
+
+
+# ---- tables and the picture
+
+
+def test_table_of_a_cpu_run(result: report.Result) -> None:
+    text = report.table(result)
+    assert mhc.CPU_NOTICE in text
+    assert "skipped: Liger: " in text
+    assert "shape of record" in text
+    # Every table is whole: as many cells in each line as in its heading.
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.count("|") for line in block.splitlines()}) == 1
+
+
+def test_table_of_an_h200_run_marks_every_bar(on_h200: report.Result) -> None:
+    lines = {tuple(c.strip() for c in x.split("|")[1:4]): x for x in report.table(on_h200).splitlines()}
+    ops = lines["4096", "forward + backward", "mhc_inductor, ops"]
+    assert "| 1125 |" in ops
+    assert "| 1250 met | 900 **not met** | TileKernels 1747 met |" in ops
+    compiled = lines["4096", "forward + backward", "mhc_inductor, compiled"]
+    assert "1250 **not met**" in compiled
+    assert lines["eager", "4096", "failed: OutOfMemoryError: no"]
+    assert lines["ops", "4096", "300.0"]
+
+
+def test_wrong_outputs_are_listed(result: report.Result) -> None:
+    bad = copy.deepcopy(result)
+    row = next(r for r in bad["rows"] if r["what"] == "fb" and r["variant"] == "ops")
+    row["errors"]["dphi"]["met"] = False
+    assert report.wrong_outputs(result) == []
+    assert report.wrong_outputs(bad) == [f"fb ops at {TOKENS} tokens, D = {DIM}: dphi"]
+    assert f"- fb ops at {TOKENS} tokens" in report.table(bad)
+
+
+def test_measured_peers_replace_published_figures(on_h200: report.Result) -> None:
+    found = {name: (source, us) for name, source, us, _ in report.bars(on_h200, "fb", 4096)}
+    assert found["Liger"] == (report.MEASURED, 5 * 1250)
+    assert found["TileKernels"] == (report.PUBLISHED, 1747)
+    assert next(iter(found)) == "mhc_inductor, ops"
+
+
+def test_pictures(result: report.Result, on_h200: report.Result, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, made in {"cpu": result, "h200": on_h200}.items():
+        path = tmp_path / f"{name}.png"
+        report.plot(made, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size > 10_000
+
+
+# ---- the command line
+
+
+def test_command_line(tmp_path: pathlib.Path) -> None:
+    options = {
+        "--rows": "2560,determinism",
+        "--rounds": "2",
+        "--tokens": "4",
+        "--dim": "32",
+        "--device": "cpu",
+    }
+    arguments = ["mhc", "--no-compiled", *(word for pair in options.items() for word in pair)]
+    done = CliRunner().invoke(cli.app, [*arguments, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "nothing of a GPU" in " ".join(done.output.split())
+    path = tmp_path / "mhc-cpu-partial.json"  # never the name of a whole run on a GPU
+    stored = json.loads(path.read_text())
+    assert {r["dim"] for r in stored["rows"]} == {32}
+    assert path.with_suffix(".md").read_text() == report.table(stored)
+    shown = CliRunner().invoke(cli.app, ["table", str(path)])
+    assert shown.output == report.table(stored)
+
+
+def test_unknown_rows_are_refused(tmp_path: pathlib.Path) -> None:
+    done = CliRunner().invoke(cli.app, ["mhc", "--rows", "5000", "--out", str(tmp_path)])
+    assert done.exit_code == 2
+    assert list(tmp_path.iterdir()) == []

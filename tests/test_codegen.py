@@ -1,0 +1,123 @@
+"""The CUDA code of compiled graphs, seen without a GPU: which kernels are launched, and nothing else touches x."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from fakecuda import fake_cuda, generated_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mhc_inductor
+from mhc_inductor import backend
+
+OPS = torch.ops.mhc_inductor
+N, D = 4, 256
+PRE = ("mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse")
+PRE_BACKWARD = tuple(f"mhc_pre_backward_{k}" for k in ("dots", "coefficients", "dx", "dphi", "finish"))
+FLOATS = (1e-6, 1e-6, 2.0, 0.0, 20, 1e-6, "softmax")
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU runs tests/test_gpu.py")
+
+
+@pytest.fixture(autouse=True)
+def no_caches(monkeypatch):
+    import torch._functorch.config
+    import torch._inductor.config
+
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
+
+
+def _layer(x, phi, alpha, bias, w):
+    h_in, h_post, h_res = mhc_inductor.mhc_pre(x, phi, alpha, bias, sinkhorn_iters=20)
+    return mhc_inductor.mhc_post(x, torch.tanh(h_in @ w), h_post, h_res, transpose_res=False)
+
+
+def _layer_and_gradients(x, phi, alpha, bias, w, g):
+    """What a training step's graphs hold, in one: autograd itself needs a real device."""
+    h_in, h_post, h_res, h_pre, h_mix, inv = OPS.mhc_pre(x, phi, alpha, bias, None, *FLOATS)
+    f_out = torch.tanh(h_in @ w)
+    out = OPS.mhc_post(x, f_out, h_post, h_res, False)
+    dx, df, dp, dr = OPS.mhc_post_backward(g, x, f_out, h_post, h_res, False)
+    dx2, *rest = OPS.mhc_pre_backward(df, dp, dr, x, phi, alpha, bias, None, h_pre, h_post, h_mix, inv, None, *FLOATS)
+    return out, dx + dx2, rest[:3]
+
+
+def _compile(fn, extra=(), batch=2, **options):
+    """The generated source, from ``call`` on."""
+    with fake_cuda(), FakeTensorMode():
+
+        def empty(*shape, dtype=torch.float32):
+            return torch.empty(*shape, dtype=dtype, device="cuda")
+
+        x = empty(batch, 128, N, D, dtype=torch.bfloat16)
+        args = [x, empty(24, N * D), empty(3), empty(24), empty(D, D, dtype=torch.bfloat16)]
+        args += [empty(batch, 128, N, D, dtype=torch.bfloat16) for _ in extra]
+        codes = generated_code(lambda: torch.compile(fn, fullgraph=True, **options)(*args))
+    assert len(codes) == 1
+    return codes[0][codes[0].index("def call(") :]
+
+
+def _launches(code: str) -> list[str]:
+    return re.findall(r"^\s+(\w+?)(?:_\d+)?\.run\(", code, re.MULTILINE)
+
+
+def test_inference_launches_the_kernels_and_no_op():
+    code = _compile(_layer, backend="mhc_inductor")
+    ours = [k for k in _launches(code) if k.startswith("mhc_")]
+    assert ours == [*PRE, "mhc_post"]
+    assert "torch.ops" not in code and "copy" not in code
+
+
+def test_training_graphs_launch_the_kernels_and_fold_the_sum():
+    before = mhc_inductor.counters().get("dx_acc folded", 0)
+    code = _compile(_layer_and_gradients, extra="g", backend="mhc_inductor")
+    launches = _launches(code)
+    assert sorted(k for k in launches if k.startswith("mhc_")) == sorted(
+        [*PRE, "mhc_post", "mhc_post_backward", *PRE_BACKWARD]
+    )
+    assert "torch.ops" not in code and "copy" not in code
+    # One pointwise kernel is left: tanh. dx + dx2 is not a pass of its own.
+    assert len([k for k in launches if not k.startswith("mhc_")]) == 1
+    assert mhc_inductor.counters()["dx_acc folded"] == before + 1
+
+
+def test_no_fp32_copy_of_x():
+    code = _compile(_layer_and_gradients, extra="g", backend="mhc_inductor")
+    for shape, dtype in re.findall(r"empty_strided_cuda\(\(([\d, ]+)\), .*?, (torch\.\w+)\)", code):
+        numel = 1
+        for size in shape.split(","):
+            numel *= int(size) if size.strip() else 1
+        assert dtype != "torch.float32" or numel < 2 * 128 * N * D or numel == 16 * 32 * N * D, (shape, dtype)
+
+
+def test_dynamic_batch_keeps_one_symbolic_launch():
+    code = _compile(_layer_and_gradients, extra="g", backend="mhc_inductor", dynamic=True)
+    grids = re.findall(r"mhc_\w+\.run\((.*)\)", code)
+    assert len(grids) == 10
+    assert sum(bool(re.search(r"\bs\d+", g)) for g in grids) == 9, "all but the weights' depend on the batch"
+    project = next(line for line in code.splitlines() if "mhc_pre_project" in line)
+    assert "min(" in project, "few tokens and many are told apart at run time"
+
+
+def test_ordinary_backend_launches_the_kernels_too():
+    code = _compile(_layer, backend="inductor")
+    assert [k for k in _launches(code) if k.startswith("mhc_")] == [*PRE, "mhc_post"]
+
+
+def test_unsupported_dtype_calls_the_op_and_says_so(caplog):
+    from mhc_inductor import log
+
+    log._said.clear()
+    backend.prepare()
+
+    def sinkhorn(c):
+        return OPS.mhc_sinkhorn(c, 3, 1e-6, "softmax") + 1
+
+    with fake_cuda(), FakeTensorMode(), caplog.at_level("WARNING", logger="mhc_inductor"):
+        c = torch.empty(7, 4, 4, dtype=torch.float64, device="cuda")
+        codes = generated_code(lambda: torch.compile(sinkhorn, backend="mhc_inductor")(c))
+    assert "torch.ops.mhc_inductor.mhc_sinkhorn.default(" in codes[0]
+    assert "float64 has no kernel" in caplog.text

@@ -1,0 +1,151 @@
+"""The doctor: its facts, its exit status, and its plain form where rich and typer are absent."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mhc_inductor
+from mhc_inductor import doctor
+from mhc_inductor.kernels import eager
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def report() -> doctor.Report:
+    return doctor.collect()
+
+
+def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160", **environment}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "usable"),
+    [
+        ("2.10.1", False),
+        ("2.11.0", True),
+        ("2.13.0+cpu", True),
+        ("2.15.1a0+git123", True),
+        ("2.16.0", False),
+        ("3.0", False),
+        ("1.99", False),
+        ("main", False),
+    ],
+)
+def test_torch_range(version: str, usable: bool) -> None:
+    problem = doctor.torch_problem(version)
+    assert (problem is None) == usable
+    if not usable:
+        assert version in str(problem)
+
+
+def test_every_op_is_reported_on_every_device(report: doctor.Report) -> None:
+    assert set(report.ops) == set(report.devices)
+    for of in report.ops.values():
+        assert tuple(of) == eager.OPS
+        assert all(of.values())
+
+
+def test_kernels_and_the_reason_for_none_come_from_the_ops_own_rule() -> None:
+    how = doctor.kernels_on(torch.device("cpu"), "mhc_pre")  # the rule reads dtypes, not the device
+    assert "kernels for bfloat16, float16, float32" in how
+    assert "reference formula for float64: " in how
+
+
+def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "why_not", lambda *_: "triton cannot be imported (No module named 'triton')")
+    monkeypatch.setattr(doctor, "_triton", lambda: (None, "No module named 'triton'"))
+    how = doctor.kernels_on(torch.device("cpu"), "mhc_post")
+    assert "kernels" not in how
+    assert how.startswith(
+        "reference formula for bfloat16, float16, float32, float64: triton cannot be imported"
+    )
+    assert doctor._versions()["triton"] == "missing: No module named 'triton'"
+    assert any("triton is missing" in n for n in doctor._notes({"cuda:0": ""}))
+
+
+def test_backend_and_fingerprint(report: doctor.Report) -> None:
+    assert report.state['backend "mhc_inductor" registered'] == "yes"
+    assert "cannot" not in report.state["cache fingerprint"]
+    assert doctor._fingerprint() == report.state["cache fingerprint"]
+
+
+def test_enable_shows() -> None:
+    key = "enable() active in this process"
+    assert doctor._state()[key] == "no"
+    mhc_inductor.enable()
+    try:
+        assert doctor._state()[key] == "yes"
+    finally:
+        mhc_inductor.disable()
+    assert doctor._state()[key] == "no"
+
+
+def test_environment_and_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    report = doctor.collect()
+    assert report.environment["TRITON_INTERPRET"] == "1"
+    assert any("interpreter" in n for n in report.notes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_it_says_so_and_is_usable(report: doctor.Report) -> None:
+    assert set(report.devices) == {"cpu"}
+    assert any(n.startswith("no GPU") for n in report.notes)
+    assert report.exit_code == 0
+
+
+def test_exit_status_when_torch_is_out_of_range(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "TORCH_BELOW", (2, 11))
+    assert doctor.main() == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "not usable" in out
+    assert "out of range" in out
+
+
+def test_plain_form_holds_every_fact(report: doctor.Report) -> None:
+    text = doctor.plain(report)
+    for _, rows in doctor.tables(report):
+        for name, value in rows.items():
+            assert f"{name}: {value}" in text
+
+
+def test_command_line() -> None:
+    run = _run("-m", "mhc_inductor", "doctor")
+    assert run.returncode == 0, run.stderr
+    for word in (
+        torch.__version__,
+        mhc_inductor.__version__,
+        "mhc_pre_backward",
+        "fingerprint",
+        "TRITON_INTERPRET",
+    ):
+        assert word in run.stdout
+    assert run.stdout.strip().endswith("usable")
+
+
+def test_command_line_without_rich_and_typer() -> None:
+    code = (
+        "import sys, runpy; sys.modules.update(rich=None, typer=None); sys.modules['rich.console'] = None;"
+        "sys.argv = ['mhc_inductor', 'doctor']; runpy.run_module('mhc_inductor', run_name='__main__')"
+    )
+    run = _run("-c", code)
+    assert run.returncode == 0, run.stderr
+    assert "versions:\n  mhc_inductor: " in run.stdout
+    assert run.stdout.strip().endswith("usable")
+
+
+def test_wrong_command_fails() -> None:
+    assert _run("-m", "mhc_inductor", "nurse").returncode != 0

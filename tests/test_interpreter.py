@@ -1,0 +1,52 @@
+"""The kernels' parity tests under Triton's interpreter, which must be on before triton is imported: a process of its own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+TESTS = pathlib.Path(__file__).parent
+BF16_DOT = """
+import sys; sys.path.insert(0, {tests!r})
+import torch, triton, triton.language as tl
+from interpreting import mend_dot
+mend_dot()
+
+@triton.jit
+def dot(a, b, c, B: tl.constexpr):
+    i = tl.arange(0, B)
+    ij = i[:, None] * B + i[None, :]
+    tl.store(c + ij, tl.dot(tl.load(a + ij), tl.load(b + ij)))
+
+a, b, c = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16(), torch.empty(16, 16)
+dot[(1,)](a, b, c, 16)
+assert torch.allclose(c, a.float() @ b.float(), atol=1e-5), (c - a.float() @ b.float()).abs().max()
+"""
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, cwd=TESTS.parent)
+
+
+def test_bf16_dot_is_mended(tmp_path):
+    script = tmp_path / "dot.py"
+    script.write_text(BF16_DOT.format(tests=str(TESTS)))
+    done = _run(str(script))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")
+@pytest.mark.timeout(1500)
+def test_kernels_under_the_interpreter():
+    done = _run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / "test_kernels_mhc.py"))
+    print(done.stdout)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert passed and int(passed[1]) >= 40 and "skipped" not in done.stdout

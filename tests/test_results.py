@@ -1,0 +1,208 @@
+"""Results stand for the sources of this tree, and the numbers of the pages are the results' numbers.
+
+A number in README.md or docs/ that was measured is followed, on its line, by a comment that names its source:
+
+    218 µs <!-- from: benchmarks/results/mhc.json rows[what=npu_fb][variant=ops].median_us -->
+
+A path is keys by dots, ``[3]`` for an item and ``[key=value]`` for the one item of a list that has it. The
+number must be the file's, rounded to the digits that the page shows.
+"""
+
+from __future__ import annotations
+
+import decimal
+import json
+import pathlib
+import re
+from typing import Any
+
+import pytest
+
+from benchmarks.source_hash import FOLDERS, ROOT, source_hash
+
+RESULTS = ROOT / "benchmarks" / "results"
+NOT_YET = RESULTS / "NOT_YET_MEASURED.md"
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
+MARK = re.compile(r"<!--\s*from:(.*?)-->", re.DOTALL)
+# The last number before the mark on its line; a sign, a dash of a range or a unit may stand around it.
+NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*\d)")
+STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]|\[([^=\[\]]+)=([^\[\]]*)\]")
+
+
+def follow(value: Any, path: str) -> Any:
+    """The value at ``path``; raises LookupError, naming the step that leads nowhere."""
+    at = 0
+    while at < len(path):
+        step = STEP.match(path, at)
+        if step is None:
+            raise LookupError(f"cannot read {path[at:]!r} of {path!r}")
+        key, index, name, wanted = step.groups()
+        if name is not None and isinstance(value, list):
+            found = [v for v in value if str(v.get(name)) == wanted]
+            # Further [key=value] may still choose among several.
+            value = found[0] if len(found) == 1 and path[step.end() : step.end() + 1] != "[" else found
+        elif index is not None and isinstance(value, list) and int(index) < len(value):
+            value = value[int(index)]
+        elif key is not None and isinstance(value, dict) and key in value:
+            value = value[key]
+        else:
+            raise LookupError(f"{step.group()!r} of {path!r} is not there")
+        at = step.end()
+    return value
+
+
+def shows(text: str, value: float) -> bool:
+    """Whether ``text`` is ``value`` rounded to the digits of ``text``."""
+    shown = decimal.Decimal(text.replace(",", "").replace("−", "-"))
+    unit = decimal.Decimal((0, (1,), int(shown.as_tuple().exponent)))
+    return abs(decimal.Decimal(str(value)) - shown) <= unit / 2
+
+
+def wrong_numbers(page: str, root: pathlib.Path) -> list[str]:
+    """What is wrong with the marked numbers of a page's text, a line each."""
+    wrong = []
+    for mark in MARK.finditer(page):
+        line = page[page.rfind("\n", 0, mark.start()) + 1 : mark.start()]
+        # Another mark on the same line has its own number.
+        numbers = NUMBER.findall(line.rpartition("-->")[2])
+        source = mark.group(1).strip()
+        file, _, path = source.partition(" ")
+        try:
+            value = follow(json.loads((root / file).read_text()), path.strip())
+        except (OSError, ValueError, LookupError) as e:
+            wrong.append(f"{source}: {e}")
+            continue
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            wrong.append(f"{source}: no number there, but {str(value)[:60]}")
+        elif not numbers:
+            wrong.append(f"{source}: no number before the mark on its line")
+        elif not shows(numbers[-1], value):
+            wrong.append(f"{source}: the page says {numbers[-1]}, the file {value}")
+    return wrong
+
+
+def problems(results: pathlib.Path, tree: str) -> list[str]:
+    """Why the files of ``results`` do not stand for the sources with hash ``tree``, a line each."""
+    found, measured = [], False
+    for file in sorted(results.glob("*.json")):
+        result = json.loads(file.read_text())
+        if not re.fullmatch("[0-9a-f]{64}", str(result.get("kernel_sources_sha256"))):
+            found.append(f"{file.name} has no kernel_sources_sha256")
+        # A CPU runs none of the kernels, and a partial run measures few of them.
+        elif result["device"]["type"] == "cuda" and not file.stem.endswith("-partial"):
+            measured |= result["kernel_sources_sha256"] == tree
+    note = results / NOT_YET.name
+    if measured and note.exists():
+        found.append(f"{note.name} is there though the sources are measured: delete it")
+    if not measured:
+        text = note.read_text() if note.exists() else ""
+        if tree not in text:
+            found.append(
+                f"no results of a GPU have this tree's hash, {tree}: run python -m benchmarks mhc on a GPU, "
+                f"or name the hash and the reason in {note.name}"
+            )
+        elif len(text.replace(tree, "").split()) < 8:
+            found.append(f"{note.name} names the hash but no reason")
+    return found
+
+
+def test_results_are_of_these_sources():
+    assert not problems(RESULTS, source_hash())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_numbers_of_the_pages_are_in_the_results(page):
+    assert not wrong_numbers(page.read_text(), ROOT)
+
+
+A, B = "a" * 64, "b" * 64
+REASON = f"# Not yet measured\n\n{A}\n\nThe machine with the GPU was not to be had on that day."
+
+
+@pytest.mark.parametrize(
+    ("files", "note", "expected"),
+    [
+        ({"mhc.json": (A, "cuda")}, None, None),
+        ({"mhc.json": (A, "cuda"), "old.json": (B, "cuda")}, None, None),
+        ({}, REASON, None),
+        ({"mhc.json": (B, "cuda")}, REASON, None),
+        ({}, None, "no results of a GPU"),
+        ({"mhc.json": (B, "cuda")}, None, "no results of a GPU"),
+        ({"mhc-cpu.json": (A, "cpu")}, None, "no results of a GPU"),
+        ({"mhc-partial.json": (A, "cuda")}, None, "no results of a GPU"),
+        ({}, REASON.replace(A, B), "no results of a GPU"),
+        ({}, A, "no reason"),
+        ({"mhc.json": (A, "cuda")}, REASON, "delete it"),
+        ({"mhc.json": (None, "cuda")}, REASON, "has no kernel_sources_sha256"),
+    ],
+)
+def test_what_counts_as_measured(tmp_path, files, note, expected):
+    for name, (digest, device) in files.items():
+        content = {"kernel_sources_sha256": digest, "device": {"type": device}}
+        (tmp_path / name).write_text(json.dumps(content))
+    if note is not None:
+        (tmp_path / NOT_YET.name).write_text(note)
+    found = problems(tmp_path, A)
+    assert not found if expected is None else [expected in line for line in found] == [True]
+
+
+RESULT = {
+    "rows": [{"dim": 64, "v": "ops", "us": 217.6}, {"dim": 64, "v": "a, b", "us": 1234.5}],
+    "small": 2.44e-5,
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("takes 217.6 µs <!-- from: r.json rows[0].us --> at D = 64", None),
+        ("| D = 64 | 218 µs<!-- from: r.json rows[dim=64][v=ops].us --> |", None),
+        ("1,234.5 <!-- from: r.json rows[v=a, b].us -->, 2.4e-5 <!-- from: r.json small -->", None),
+        ("0.000024 <!--from: r.json small-->", None),
+        ("2.4e-05 <!-- from: r.json small -->", None),
+        ("no mark: 5", None),
+        ("217 <!-- from: r.json rows[0].us -->", "says 217,"),
+        ("217.5 <!-- from: r.json rows[0].us -->", "says 217.5,"),
+        ("-218 <!-- from: r.json rows[0].us -->", "says -218,"),
+        ("218 and\nno number <!-- from: r.json rows[0].us -->", "no number before"),
+        ("218 <!-- from: r.json rows[0].us --> <!-- from: r.json small -->", "no number before"),
+        ("218 <!-- from: r.json rows[dim=64].us -->", "is not there"),
+        ("218 <!-- from: r.json rows[v=no].us -->", "is not there"),
+        ("218 <!-- from: r.json rows[2].us -->", "is not there"),
+        ("218 <!-- from: r.json rows -->", "no number there"),
+        ("218 <!-- from: no.json rows -->", "No such file"),
+        ("218 <!-- from: -->", "s a directory"),
+    ],
+)
+def test_the_check_of_numbers(tmp_path, line, expected):
+    (tmp_path / "r.json").write_text(json.dumps(RESULT))
+    wrong = wrong_numbers(line + "\n", tmp_path)
+    assert not wrong if expected is None else [expected in w for w in wrong] == [True]
+
+
+def test_the_hash_follows_names_and_contents(tmp_path):
+    for folder in FOLDERS:
+        (tmp_path / folder).mkdir(parents=True)
+    first, second = tmp_path / FOLDERS[0] / "a.py", tmp_path / FOLDERS[-1] / "b.py"
+    first.write_text("1")
+    second.write_text("2")
+    start = source_hash(tmp_path)
+    (tmp_path / FOLDERS[0] / "notes.txt").write_text("not measured")
+    assert source_hash(tmp_path) == start
+
+    def after(change) -> str:
+        change()
+        return source_hash(tmp_path)
+
+    seen = [
+        start,
+        after(lambda: second.write_text("3")),
+        after(lambda: first.rename(first.with_name("c.py"))),
+        after(lambda: (tmp_path / FOLDERS[1] / "new.py").touch()),
+    ]
+    assert len(set(seen)) == len(seen)
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in seen)
+
+
+def test_every_folder_of_the_hash_has_sources():
+    assert [folder for folder in FOLDERS if not list((ROOT / folder).rglob("*.py"))] == []
