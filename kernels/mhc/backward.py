@@ -56,6 +56,9 @@ def mhc_pre_backward_coefficients(
     HAS_RES: tl.constexpr, HAS_DRES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """dh_mix[t, :MP] (zero from M on; see _store_terms), cx[t] = dinv * inv^3 / K, and this program's share of dbias (M) and dalpha (3)."""
+    # Generated code passes Python floats as fp64.
+    post_mult = tl.cast(post_mult, tl.float32)
+    sinkhorn_eps = tl.cast(sinkhorn_eps, tl.float32)
     pid = tl.program_id(0)
     t = pid * BC + tl.arange(0, BC)
     tm = t < T

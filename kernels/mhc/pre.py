@@ -146,6 +146,12 @@ def mhc_pre_collapse(
     """Programs below CP write the coefficients of BC tokens each; the others collapse one token's BD columns each."""
     pid = tl.program_id(0)
     K: tl.constexpr = N * D
+    # Generated code passes Python floats as fp64.
+    norm_eps = tl.cast(norm_eps, tl.float32)
+    hc_eps = tl.cast(hc_eps, tl.float32)
+    post_mult = tl.cast(post_mult, tl.float32)
+    post_eps = tl.cast(post_eps, tl.float32)
+    sinkhorn_eps = tl.cast(sinkhorn_eps, tl.float32)
     if pid < CP:
         _coefficients(
             pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,

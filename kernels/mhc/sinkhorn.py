@@ -11,6 +11,8 @@ def mhc_sinkhorn(
     logits_ptr, out_ptr, T, eps,
     N: tl.constexpr, NP: tl.constexpr, BC: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
+    # Generated code passes Python floats as fp64.
+    eps = tl.cast(eps, tl.float32)
     t = tl.program_id(0) * BC + tl.arange(0, BC)
     i = tl.arange(0, NP)
     ij = i[:, None] * N + i[None, :]
@@ -28,6 +30,8 @@ def mhc_sinkhorn_backward(
     grad_ptr, logits_ptr, out_ptr, sums_ptr, T, eps,
     N: tl.constexpr, NP: tl.constexpr, BC: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
+    # Generated code passes Python floats as fp64.
+    eps = tl.cast(eps, tl.float32)
     t = tl.program_id(0) * BC + tl.arange(0, BC)
     i = tl.arange(0, NP)
     ij = i[:, None] * N + i[None, :]

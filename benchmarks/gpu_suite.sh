@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one go: correctness first, then the memory checker on small shapes, then the benchmark.
+#   benchmarks/gpu_suite.sh OUT_FOLDER [tests|sanitize|bench ...]      (default: all three)
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:?usage: benchmarks/gpu_suite.sh OUT_FOLDER [tests|sanitize|bench ...]}
+shift
+steps=${*:-tests sanitize bench}
+mkdir -p "$out"
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+status=0
+for step in $steps; do
+    case $step in
+    tests)
+        python3 -m pytest -q -p no:cacheprovider tests/test_gpu.py tests/test_kernels_mhc.py \
+            --show-capture=no 2>&1 | tee "$out/tests.log" | tail -40 || status=1
+        ;;
+    sanitize)
+        compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
+            tests/test_kernels_mhc.py -k "test_pre or test_post or test_head or test_sinkhorn" -x --show-capture=no \
+            2>&1 | tee "$out/sanitizer.log" | tail -15 || status=1
+        ;;
+    bench)
+        python3 -m benchmarks mhc --peers --out "$out" 2>&1 | tee "$out/bench.log" | tail -80 || status=1
+        ;;
+    *)
+        echo "unknown step $step" >&2
+        exit 2
+        ;;
+    esac
+done
+exit $status

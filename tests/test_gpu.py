@@ -1,0 +1,187 @@
+"""What only a GPU can show: launched kernels by the profiler, CUDA graphs, dynamic shapes, memory, large tensors."""
+
+from __future__ import annotations
+
+import helpers_mhc as h
+import pytest
+import torch
+import torch._dynamo.testing
+from torch.profiler import ProfilerActivity, profile
+
+import mhc_inductor
+from mhc_inductor import mhc_head, mhc_post, mhc_pre
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+N = 4
+
+
+def layer(x, phi, alpha, bias, gamma, w):
+    h_in, h_post, h_res = mhc_pre(x, phi, alpha, bias, gamma, sinkhorn_iters=20)
+    return mhc_post(x, torch.tanh(h_in @ w), h_post, h_res, transpose_res=True)
+
+
+def leaves(tokens, width, dtype=BF16, seed=0):
+    made = h.make_inputs((tokens,), N, width, dtype, device="cuda", seed=seed)
+    w = torch.randn(width, width, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype) * width**-0.5
+    return [made[k].requires_grad_() for k in ("x", "phi", "alpha", "bias", "gamma")] + [w.requires_grad_()]
+
+
+def assert_as_accurate(got, eager, exact):
+    """Against fp64, a compiled result may err little more than the eager one, which rounds at every op."""
+    for a, b, want in zip(got, eager, exact, strict=True):
+        assert h.relative(a, want) <= 1.3 * h.relative(b, want) + 1e-6
+
+
+def gradients_of(step, args, g):
+    for a in args:
+        a.grad = None
+    out = step(*args)
+    out.backward(g.to(out))
+    return [out.detach().clone(), *(a.grad.clone() for a in args)]
+
+
+def exact_gradients(args, g):
+    return gradients_of(layer, [a.detach().cpu().double().requires_grad_() for a in args], g)
+
+
+def kernels_of(run):
+    """Names of everything launched on the device while ``run`` runs."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as p:
+        run()
+        torch.cuda.synchronize()
+    return [e.name for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def test_registered_ops_run_the_kernels_and_agree():
+    inputs = h.make_inputs((130,), N, 256, BF16, device="cuda")
+    options = {"sinkhorn_iters": 20}
+    up = h.upstream({k: v for k, v in h.run_pre(inputs, None, options).items() if k in ("h_in", "h_post", "h_res")})
+    got = {}
+    names = kernels_of(lambda: got.update(h.run_pre(inputs, up, options)))
+    h.compare(got, h.oracle_pre(inputs, up, options), 2e-6)
+    assert {n for n in names if "mhc_" in n} >= {"mhc_pre_project", "mhc_pre_collapse", "mhc_pre_backward_dx"}
+    assert all("mhc_" in n for n in names), names
+
+
+@pytest.mark.parametrize("backend", ["mhc_inductor", "inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_training_step(backend, dynamic):
+    torch._dynamo.reset()
+    args = leaves(192, 512)
+    step = torch.compile(layer, backend=backend, dynamic=dynamic, fullgraph=True)
+    g = torch.randn(192, N, 512, device="cuda", dtype=BF16)
+    assert_as_accurate(gradients_of(step, args, g), gradients_of(layer, args, g), exact_gradients(args, g))
+    names = kernels_of(lambda: step(*args).backward(g))
+    ours = [n for n in names if n.startswith("mhc_")]
+    assert len(ours) == 10, names
+    assert not [n for n in names if "copy" in n.lower() or "memcpy" in n.lower()], names
+
+
+def test_one_compile_serves_every_token_count():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("mhc_inductor")
+    step = torch.compile(layer, backend=counter, dynamic=True, fullgraph=True)
+    full = leaves(8192, 256)
+    with torch.no_grad():
+        want = layer(*full)
+        step(full[0][:2], *full[1:])
+        # Dynamo traces a first time to learn that the float arguments are constants.
+        first = counter.frame_count
+        for tokens in (3, 17, 64, 511, 513, 2048, 8192):
+            got = step(full[0][:tokens], *full[1:])
+            assert h.relative(got, want[:tokens]) < 3e-3, tokens
+        assert counter.frame_count == first
+        assert h.relative(step(full[0][:1], *full[1:]), want[:1]) < 3e-3
+        assert counter.frame_count <= 2 * first
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes(mode):
+    torch._dynamo.reset()
+    args = leaves(256, 256)
+    step = torch.compile(layer, backend="mhc_inductor", mode=mode, fullgraph=True)
+    g = torch.randn(256, N, 256, device="cuda", dtype=BF16)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        got = gradients_of(step, args, g)
+    assert_as_accurate(got, gradients_of(layer, args, g), exact_gradients(args, g))
+
+
+def test_eager_ops_in_a_cuda_graph():
+    inputs = h.make_inputs((64,), N, 256, BF16, device="cuda")
+    h.run_pre(inputs, None, {"sinkhorn_iters": 20})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = h.run_pre(inputs, None, {"sinkhorn_iters": 20})
+    inputs["x"].copy_(torch.randn_like(inputs["x"]))
+    graph.replay()
+    again = h.run_pre(inputs, None, {"sinkhorn_iters": 20})
+    assert all(torch.equal(captured[k], again[k]) for k in again)
+
+
+def test_two_runs_give_equal_bits():
+    def run():
+        args = leaves(4096, 1280, seed=3)
+        out = layer(*args)
+        out.backward(torch.ones_like(out))
+        return [out, *(a.grad for a in args[:5])]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_more_than_2_31_elements():
+    tokens, width = 2**17 + 64, 4096
+    x = torch.zeros(tokens, N, width, dtype=BF16, device="cuda")
+    assert x.numel() > 2**31
+    x[-2:] = torch.randn(2, N, width, device="cuda").to(BF16)
+    made = h.make_inputs((1,), N, width, BF16, device="cuda", gamma=False)
+    args = [made[k] for k in ("phi", "alpha", "bias")]
+    h_in, h_post, h_res = mhc_pre(x, *args, sinkhorn_iters=20)
+    want = mhc_pre(x[-2:].clone(), *args, sinkhorn_iters=20)
+    assert all(torch.equal(a[-2:], b) for a, b in zip((h_in, h_post, h_res), want, strict=True))
+    out = mhc_post(x, h_in, h_post, h_res, transpose_res=False)
+    assert torch.equal(out[-2:], mhc_post(x[-2:].clone(), *(w for w in want), transpose_res=False))
+
+
+def test_peak_memory_of_a_training_step():
+    args = leaves(8192, 4096)[:5]
+    f_out = torch.randn(8192, 4096, device="cuda").to(BF16).requires_grad_()
+
+    def step():
+        h_in, h_post, h_res = mhc_pre(*args, sinkhorn_iters=20)
+        out = mhc_post(args[0], f_out, h_post, h_res, transpose_res=False)
+        grads = torch.autograd.grad([out, h_in], [*args, f_out], [torch.ones_like(out), torch.ones_like(h_in)])
+        return out, h_in, grads
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out, h_in, grads = step()
+    kept = sum(t.numel() * t.element_size() for t in (out, h_in, *grads))
+    upstream = out.numel() * 2 + h_in.numel() * 2
+    above = torch.cuda.max_memory_allocated() - before - kept - upstream
+    assert above <= 500e6, f"{above / 1e6:.0f} MB above inputs, outputs and their gradients"
+
+
+def test_float64_runs_the_reference_and_says_so(caplog):
+    from mhc_inductor import log
+
+    log._said.clear()
+    x = torch.randn(3, N, 32, dtype=torch.float64, device="cuda")
+    phi = torch.randn(N, N * 32, dtype=torch.float64, device="cuda")
+    one, bias = torch.ones(1, dtype=torch.float64, device="cuda"), torch.zeros(N, dtype=torch.float64, device="cuda")
+    with caplog.at_level("WARNING", logger="mhc_inductor"):
+        out = mhc_head(x, phi, one, bias)
+    assert out.dtype == torch.float64 and "float64 has no kernel" in caplog.text
+
+
+def test_the_shape_of_record():
+    made = h.make_inputs(h.RECORD["lead"], h.RECORD["n"], h.RECORD["width"], torch.float32, phi_std=1.0, device="cuda")
+    up = h.upstream({k: v for k, v in h.run_pre(made).items() if k in ("h_in", "h_post", "h_res")})
+    h.compare(h.run_pre(made, up), h.oracle_pre(made, up), 2e-6)
+
+
+def test_backend_is_listed():
+    assert "mhc_inductor" in torch._dynamo.list_backends()
+    assert mhc_inductor.counters() is not None
