@@ -39,38 +39,24 @@ def show(result: report.Result) -> None:
 
 @app.command()
 def mhc(
-    peers: Annotated[
-        bool, typer.Option("--peers", help="Measure eager, torch.compile and liger-kernel too.")
-    ] = False,
+    peers: Annotated[bool, typer.Option("--peers", help="Measure eager, torch.compile and liger-kernel too.")] = False,
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")] = "auto",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="D = 4096, npu and accuracy only; 20 rounds.")
-    ] = False,
-    rows: Annotated[
-        str, typer.Option(help="Groups to run, by comma: 2560,4096,7168,npu,decode,memory,...")
-    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="D = 4096, npu and accuracy only; 20 rounds.")] = False,
+    rows: Annotated[str, typer.Option(help="Groups to run, by comma: 2560,4096,7168,npu,decode,memory,...")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; every variant once a round.")] = 40,
     compiled: Annotated[bool, typer.Option(help="Measure compiled steps as well as direct op calls.")] = True,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Another token count than the table's.")] = None,
     dim: Annotated[int | None, typer.Option(min=16, help="Another D than the table's.")] = None,
-    out: Annotated[
-        pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")
-    ] = RESULTS,
-    name: Annotated[
-        str, typer.Option(help="Name of the files; mhc when left out, with -cpu or -partial.")
-    ] = "",
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the files; mhc when left out, with -cpu or -partial.")] = "",
 ) -> None:
     """Measure the mHC operators: time, memory, errors against fp64, equal bits."""
     import torch
 
     from . import mhc as run
 
-    chosen = tuple(r.strip() for r in rows.split(",") if r.strip()) or (
-        run.QUICK_GROUPS if quick else run.GROUPS
-    )
+    chosen = tuple(r.strip() for r in rows.split(",") if r.strip()) or (run.QUICK_GROUPS if quick else run.GROUPS)
     if unknown := [r for r in chosen if r not in run.GROUPS]:
         raise typer.BadParameter(f"no such rows: {', '.join(unknown)}; there are {', '.join(run.GROUPS)}")
     settings = run.Settings(
@@ -132,9 +118,7 @@ def write_reports(result: report.Result, path: pathlib.Path) -> list[pathlib.Pat
 @app.command()
 def table(
     file: Annotated[pathlib.Path, typer.Argument(exists=True, dir_okay=False, help="A result's JSON.")],
-    write: Annotated[
-        bool, typer.Option("--write", help="Write the Markdown and PNG beside it again.")
-    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the Markdown and PNG beside it again.")] = False,
 ) -> None:
     """Print a stored run as Markdown."""
     result = json.loads(file.read_text())

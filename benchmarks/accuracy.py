@@ -62,9 +62,7 @@ def _bar(name: str, value: torch.Tensor, exact: torch.Tensor, roundings: int) ->
     return targets.RELATIVE_BAR
 
 
-def compare(
-    got: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], with_post: bool
-) -> dict[str, Any]:
+def compare(got: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], with_post: bool) -> dict[str, Any]:
     """Relative error of every tensor, the bar it is held to, and whether it is met."""
     result = {}
     for name, value in got.items():

@@ -16,9 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 def _output(*command: str) -> str | None:
     try:
-        return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
-        ).stdout.strip()
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -53,9 +51,9 @@ def versions() -> dict[str, str | None]:
         triton_version = None
     driver = None
     if torch.cuda.is_available():
-        driver = (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").split(
-            "\n"
-        )[0] or None
+        driver = (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[
+            0
+        ] or None
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

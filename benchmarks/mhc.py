@@ -176,9 +176,7 @@ class Run:
 
             return build
 
-        def row(
-            what: str, variant: str, build: Callable[[], Callable[[], Any]], checked: Any = None
-        ) -> Variant:
+        def row(what: str, variant: str, build: Callable[[], Callable[[], Any]], checked: Any = None) -> Variant:
             return Variant(prefix + what, variant, tokens, dim, build, checked)
 
         yield row("pre", "ops", lambda: lambda: ours.ops_pre(i), check)
@@ -391,17 +389,13 @@ class Run:
         """Run the remaining groups in a new process and merge what it measured."""
         if not groups:
             return
-        settings = dataclasses.asdict(
-            dataclasses.replace(self.s, groups=groups, exclude=exclude, seed=self.seed + 1)
-        )
+        settings = dataclasses.asdict(dataclasses.replace(self.s, groups=groups, exclude=exclude, seed=self.seed + 1))
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "rest.json"
             command = [sys.executable, "-m", "benchmarks.mhc", json.dumps(settings), str(path)]
             status = subprocess.run(command, cwd=environment.ROOT, check=False).returncode
             if not path.exists():
-                self.result["skipped"].update(
-                    {g: f"a second process ended with status {status}" for g in groups}
-                )
+                self.result["skipped"].update({g: f"a second process ended with status {status}" for g in groups})
                 return
             rest = json.loads(path.read_text())
         for part in PARTS:

@@ -64,11 +64,7 @@ def _forward(x, phi, alpha, bias, gamma, f_out, iters, transpose_res, with_post)
 
 def autograd_fb(compiled: bool) -> Callable[[Inputs], Named]:
     """Forward and backward through the public functions, compiled by the package's backend or eager."""
-    forward = (
-        torch.compile(_forward, backend="mhc_inductor", dynamic=False, fullgraph=True)
-        if compiled
-        else _forward
-    )
+    forward = torch.compile(_forward, backend="mhc_inductor", dynamic=False, fullgraph=True) if compiled else _forward
 
     def fb(i: Inputs) -> Named:
         outs = forward(i.x, i.phi, i.alpha, i.bias, i.gamma, i.f_out, i.iters, i.transpose_res, i.with_post)

@@ -193,9 +193,7 @@ def wrong_outputs(result: Result) -> list[str]:
     for r in [*result["rows"], *result["decode"]]:
         names = [k for k, e in r.get("errors", {}).items() if not e["met"]]
         if names:
-            bad.append(
-                f"{r['what']} {r['variant']} at {r['tokens']} tokens, D = {r['dim']}: {', '.join(names)}"
-            )
+            bad.append(f"{r['what']} {r['variant']} at {r['tokens']} tokens, D = {r['dim']}: {', '.join(names)}")
     return bad
 
 
@@ -232,9 +230,7 @@ PUBLISHED, MEASURED = "published", "this run"
 def bars(result: Result, what: str, dim: int) -> list[tuple[str, str, float, float]]:
     """``(implementation, source, µs, floor µs)`` of one row: ours first, then peers by time."""
     of = [r for r in result["rows"] if r["what"] == what and r["dim"] == dim]
-    own = [
-        (_title(r), MEASURED, r["median_us"], r["floor_us"]) for r in of if is_ours(r) and "median_us" in r
-    ]
+    own = [(_title(r), MEASURED, r["median_us"], r["floor_us"]) for r in of if is_ours(r) and "median_us" in r]
     peers: dict[str, tuple[str, str, float, float]] = {}
     for r in of:
         for name, us in r.get("published_us", {}).items():
@@ -264,9 +260,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
     columns = 2 if lines > 24 else 1
     halves = _balanced(groups, drawn, columns)
     height = max(sum(len(drawn[g]) + 1.6 for g in half) for half in halves)
-    figure, axes = pyplot.subplots(
-        1, columns, figsize=(10.5 if columns == 2 else 8, 1.9 + 0.2 * height), squeeze=False
-    )
+    figure, axes = pyplot.subplots(1, columns, figsize=(10.5 if columns == 2 else 8, 1.9 + 0.2 * height), squeeze=False)
     seen: dict[str, None] = {}
     for axis, half in zip(axes[0], halves, strict=True):
         y, ticks, labels = 0.0, [], []
@@ -320,9 +314,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
     figure.suptitle(title, fontsize=11)
     legend = {
         MEASURED: Patch(facecolor="#888888", label="measured in this run"),
-        PUBLISHED: Patch(
-            facecolor="#888888", hatch="////", edgecolor="white", label="published figure, NVIDIA H200"
-        ),
+        PUBLISHED: Patch(facecolor="#888888", hatch="////", edgecolor="white", label="published figure, NVIDIA H200"),
     }
     figure.legend(handles=[legend[s] for s in seen], loc="lower center", ncols=2, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))

@@ -71,9 +71,7 @@ class ByteTransformer(nn.Module):
     The ``n`` residual streams ``[B, S, n, D]`` have dtype ``streams``; a sublayer sees only their collapse.
     """
 
-    def __init__(
-        self, dim: int, layers: int, seq: int, n: int = 4, streams: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, dim: int, layers: int, seq: int, n: int = 4, streams: torch.dtype = torch.float32) -> None:
         super().__init__()
         if dim % HEAD_DIM:
             raise ValueError(f"dim must be a multiple of {HEAD_DIM}, got {dim}")

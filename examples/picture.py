@@ -61,9 +61,7 @@ def draw(runs: Sequence[Curve], out: pathlib.Path, subtitle: str) -> None:
     gap.grid(alpha=0.25)
 
     names = [run.name for run in runs]
-    bars = speed.bar(
-        names, [run.tokens_per_s for run in runs], color=[COLORS[name] for name in names], width=0.6
-    )
+    bars = speed.bar(names, [run.tokens_per_s for run in runs], color=[COLORS[name] for name in names], width=0.6)
     labels = [f"{run.tokens_per_s:,.0f}\n{run.tokens_per_s / runs[0].tokens_per_s:.2f} x" for run in runs]
     speed.bar_label(bars, labels, padding=3)
     speed.margins(y=0.15)

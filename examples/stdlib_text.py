@@ -43,9 +43,7 @@ def load() -> Corpus:
             parts[_is_valid(name.as_posix())].append(path.read_bytes())
     train, valid = (bytearray(b"\n\n".join(parts[key])) for key in (False, True))
     if min(len(train), len(valid)) < 1 << 16:
-        raise RuntimeError(
-            f"too little text: {root} holds {len(train) + len(valid)} bytes of *.py (a zipped stdlib?)"
-        )
+        raise RuntimeError(f"too little text: {root} holds {len(train) + len(valid)} bytes of *.py (a zipped stdlib?)")
     return Corpus(
         torch.frombuffer(train, dtype=torch.uint8),
         torch.frombuffer(valid, dtype=torch.uint8),

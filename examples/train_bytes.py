@@ -100,9 +100,7 @@ def train(
 ) -> Run:
     """Train ``model`` in place through ``call`` (itself, or itself compiled) and time every step."""
     run, device = Run(name), corpus.train.device
-    task: TaskID = bar.add_task(
-        name, total=size.steps, note="first call: compiling" if call is not model else ""
-    )
+    task: TaskID = bar.add_task(name, total=size.steps, note="first call: compiling" if call is not model else "")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
     started = time.perf_counter()
@@ -236,9 +234,7 @@ def main(
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
     seq: Annotated[int | None, typer.Option(min=2, help="Bytes a sequence.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
-    out: Annotated[pathlib.Path, typer.Option(help="The picture to write.")] = pathlib.Path(
-        "train_bytes.png"
-    ),
+    out: Annotated[pathlib.Path, typer.Option(help="The picture to write.")] = pathlib.Path("train_bytes.png"),
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and the sample.")] = 0,
 ) -> None:
     """Train eager and compiled from one seed on the same batches; compare losses and speeds."""

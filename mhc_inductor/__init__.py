@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pathlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # In a bare checkout kernels/ and lowerings/ stand beside this package; installed, setuptools maps them into it.
 _checkout = pathlib.Path(__file__).resolve().parent.parent
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name == "nn":
         return importlib.import_module("mhc_inductor.nn")
     raise AttributeError(f"module 'mhc_inductor' has no attribute {name!r}")

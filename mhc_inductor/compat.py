@@ -71,8 +71,7 @@ def static_int(expr: Any) -> int:
     """``expr`` as an integer, guarded on where it is symbolic."""
     from torch._inductor.virtualized import V
 
-    sizevars = V.graph.sizevars
-    return int(sizevars.guard_int(expr) if hasattr(sizevars, "guard_int") else sizevars.evaluate_static_shape(expr))
+    return int(V.graph.sizevars.guard_int(expr))
 
 
 def launch_kernel(

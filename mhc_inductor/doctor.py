@@ -168,26 +168,18 @@ def _fingerprint() -> str:
 def _notes(devices: dict[str, str]) -> list[str]:
     notes = []
     if not any(name.startswith("cuda") for name in devices):
-        why = (
-            "this torch is built without CUDA"
-            if not (torch.version.cuda or torch.version.hip)
-            else "none is visible"
-        )
+        why = "this torch is built without CUDA" if not (torch.version.cuda or torch.version.hip) else "none is visible"
         notes.append(f"no GPU ({why}): the CPU formulas run, and Inductor fuses them under torch.compile")
     if _triton()[0] is None:
         notes.append("triton is missing: no kernel can run on a GPU")
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        notes.append(
-            "TRITON_INTERPRET is set: kernels run in Triton's interpreter, slowly, and compile to nothing"
-        )
+        notes.append("TRITON_INTERPRET is set: kernels run in Triton's interpreter, slowly, and compile to nothing")
     return notes
 
 
 def collect() -> Report:
     """Every fact of the report, of this process on this machine."""
-    environment = {
-        name: os.environ.get(name, "not set") for name in ENVIRONMENT
-    }  # before torch sets some itself
+    environment = {name: os.environ.get(name, "not set") for name in ENVIRONMENT}  # before torch sets some itself
     devices = _devices()
     problem = torch_problem(torch.__version__)
     return Report(

@@ -79,17 +79,13 @@ class _Coefficients(nn.Module):
     @torch.no_grad()
     def _load(self, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> None:
         if gamma is not None and self.gamma is None:
-            raise ValueError(
-                "the state has a norm weight, this module has none: construct it with gamma=True"
-            )
+            raise ValueError("the state has a norm weight, this module has none: construct it with gamma=True")
         new = {"phi": phi, "alpha": alpha, "bias": bias}
         if self.gamma is not None:
             new["gamma"] = torch.ones_like(self.gamma) if gamma is None else gamma
         for name, value in new.items():  # all are checked before any is written
             if value.shape != getattr(self, name).shape:
-                raise ValueError(
-                    f"{name} must have shape {list(getattr(self, name).shape)}, got {list(value.shape)}"
-                )
+                raise ValueError(f"{name} must have shape {list(getattr(self, name).shape)}, got {list(value.shape)}")
         for name, value in new.items():
             getattr(self, name).copy_(value)
 
@@ -97,9 +93,7 @@ class _Coefficients(nn.Module):
 def _take(state: Mapping[str, Tensor], prefix: str, *names: str) -> list[Tensor]:
     missing = [prefix + name for name in names if prefix + name not in state]
     if missing:
-        raise KeyError(
-            f"the state has no {', '.join(missing)}; it has {', '.join(sorted(state)) or 'nothing'}"
-        )
+        raise KeyError(f"the state has no {', '.join(missing)}; it has {', '.join(sorted(state)) or 'nothing'}")
     return [state[prefix + name] for name in names]
 
 
@@ -153,9 +147,7 @@ class HyperConnection(_Coefficients):
         device: Any = None,
     ) -> None:
         if not isinstance(sublayer, nn.Module):
-            raise TypeError(
-                f"HyperConnection: sublayer must be a torch.nn.Module, got {type(sublayer).__name__}"
-            )
+            raise TypeError(f"HyperConnection: sublayer must be a torch.nn.Module, got {type(sublayer).__name__}")
         _check_sizes("HyperConnection", dim, n)
         rows = n * n + 2 * n if residual else 2 * n
         super().__init__(dim, n, rows, 3 if residual else 2, gamma, device)
@@ -193,9 +185,7 @@ class HyperConnection(_Coefficients):
             sinkhorn_eps=self.sinkhorn_eps,
             sinkhorn_form=self.sinkhorn_form,
         )
-        return mhc_post(
-            x, self.sublayer(h_in, *args, **kwargs), h_post, h_res, transpose_res=self.transpose_res
-        )
+        return mhc_post(x, self.sublayer(h_in, *args, **kwargs), h_post, h_res, transpose_res=self.transpose_res)
 
     def load_deepseek_v4(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
         """Load ``fn[m, n*D]``, ``base[m]``, ``scale[3]`` of DeepSeek-V4 in transformers (its ``attn_hc``,
@@ -288,9 +278,7 @@ class HyperHead(_Coefficients):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x[..., n, D]`` to ``[..., D]`` in x's dtype."""
-        return mhc_head(
-            x, self.phi, self.alpha, self.bias, self.gamma, norm_eps=self.norm_eps, hc_eps=self.hc_eps
-        )
+        return mhc_head(x, self.phi, self.alpha, self.bias, self.gamma, norm_eps=self.norm_eps, hc_eps=self.hc_eps)
 
     def load_deepseek_v4(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
         """Load ``hc_fn[n, n*D]``, ``hc_base[n]``, ``hc_scale[1]`` of transformers' DeepSeek-V4."""

@@ -29,15 +29,33 @@ def _driver() -> Any:
     class Driver(DriverBase):
         def __init__(self): ...
         @classmethod
-        def is_active(cls): return True
-        def map_python_to_cpp_type(self, ty): return ty
-        def get_current_target(self): return GPUTarget("cuda", 90, 32)
-        def get_active_torch_device(self): return torch.device("cuda", 0)
-        def get_current_device(self): return 0
-        def get_current_stream(self, device=None): return 0
-        def get_device_capability(self, device=0): return (9, 0)
-        def get_benchmarker(self): return lambda *a, **k: 0.0
-        def get_empty_cache_for_benchmark(self): raise RuntimeError("no device")
+        def is_active(cls):
+            return True
+
+        def map_python_to_cpp_type(self, ty):
+            return ty
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+        def get_active_torch_device(self):
+            return torch.device("cuda", 0)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device=None):
+            return 0
+
+        def get_device_capability(self, device=0):
+            return (9, 0)
+
+        def get_benchmarker(self):
+            return lambda *a, **k: 0.0
+
+        def get_empty_cache_for_benchmark(self):
+            raise RuntimeError("no device")
+
         def clear_cache(self, cache): ...
 
     return Driver()  # fmt: skip

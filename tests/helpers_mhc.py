@@ -110,8 +110,7 @@ def upstream(outputs: Mapping[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
     """A standard normal gradient for each output, in its dtype."""
     g = torch.Generator().manual_seed(seed)
     return {
-        k: torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype).to(t.device)
-        for k, t in outputs.items()
+        k: torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype).to(t.device) for k, t in outputs.items()
     }
 
 
@@ -143,10 +142,7 @@ def _grads(outputs: list[Tensor], up: list[Tensor], inputs: Mapping[str, Tensor 
     wanted = {k: t for k, t in inputs.items() if t is not None}
     ups = [u.detach().cpu().double() for u in up]
     got = torch.autograd.grad(outputs, list(wanted.values()), ups, allow_unused=True)
-    return {
-        f"d{k}": torch.zeros_like(t) if g is None else g
-        for (k, t), g in zip(wanted.items(), got, strict=True)
-    }
+    return {f"d{k}": torch.zeros_like(t) if g is None else g for (k, t), g in zip(wanted.items(), got, strict=True)}
 
 
 def _coefficients(t: dict[str, Tensor | None], norm_eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -217,9 +213,7 @@ def oracle_head(
     return {k: a.detach() for k, a in result.items()}
 
 
-def oracle_sinkhorn(
-    h_res: Tensor, iters: int, eps: float, form: str, grad: Tensor | None = None
-) -> dict[str, Tensor]:
+def oracle_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str, grad: Tensor | None = None) -> dict[str, Tensor]:
     """mhc_sinkhorn in fp64: h_res and, with ``grad``, dh_res."""
     logits = h_res.detach().cpu().double().requires_grad_()
     out = sinkhorn(logits, iters, eps, form)
@@ -286,9 +280,7 @@ def run_head(
     return named | _named_grads(inputs, OPS.mhc_head_backward(up["h_in"], *inputs.values(), *saved, None, *o))
 
 
-def run_post(
-    inputs: Mapping[str, Tensor | None], transpose_res: bool, up: Tensor | None = None
-) -> dict[str, Tensor]:
+def run_post(inputs: Mapping[str, Tensor | None], transpose_res: bool, up: Tensor | None = None) -> dict[str, Tensor]:
     """mhc_post, and with ``up`` mhc_post_backward, under the names of :func:`oracle_post`."""
     named = {"x_out": OPS.mhc_post(*inputs.values(), transpose_res)}
     if up is None:

@@ -47,9 +47,7 @@ def settings(**changes: Any) -> mhc.Settings:
 
 def run(**changes: Any) -> report.Result:
     saved: list[str] = []
-    result = mhc.Run(
-        settings(**changes), lambda r: saved.append(json.dumps(mhc.cleaned(r))), lambda _: None
-    ).run()
+    result = mhc.Run(settings(**changes), lambda r: saved.append(json.dumps(mhc.cleaned(r))), lambda _: None).run()
     assert json.loads(saved[-1]) == json.loads(json.dumps(mhc.cleaned(result)))
     return json.loads(saved[-1])
 
@@ -174,9 +172,7 @@ class FakeCuda:
 
         context = {"graph": "capture", "stream": "side"}
         for name, word in context.items():
-            monkeypatch.setattr(
-                torch.cuda, name, lambda *_, word=word: contextlib.nullcontext(self.log.append(word))
-            )
+            monkeypatch.setattr(torch.cuda, name, lambda *_, word=word: contextlib.nullcontext(self.log.append(word)))
         for name, new in {"CUDAGraph": Graph, "Event": Event}.items():
             monkeypatch.setattr(torch.cuda, name, new)
         for name in ("Stream", "current_stream"):
@@ -361,9 +357,7 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch)
     assert seen["exclude"] == {"4096/post/ops": "RuntimeError: illegal address"}
     assert seen["groups"] == ["4096", "npu"]
     assert rows["post", "ops"]["error"] == "RuntimeError: illegal address"
-    assert {k for k, r in rows.items() if "median_us" in r} == {
-        (w, "ops") for w in ("pre", "fb", "npu_pre", "npu_fb")
-    }
+    assert {k for k, r in rows.items() if "median_us" in r} == {(w, "ops") for w in ("pre", "fb", "npu_pre", "npu_fb")}
 
 
 def test_json_has_words_for_nan() -> None:

@@ -24,9 +24,7 @@ def report() -> doctor.Report:
 
 def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160", **environment}
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +65,7 @@ def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_triton", lambda: (None, "No module named 'triton'"))
     how = doctor.kernels_on(torch.device("cpu"), "mhc_post")
     assert "kernels" not in how
-    assert how.startswith(
-        "reference formula for bfloat16, float16, float32, float64: triton cannot be imported"
-    )
+    assert how.startswith("reference formula for bfloat16, float16, float32, float64: triton cannot be imported")
     assert doctor._versions()["triton"] == "missing: No module named 'triton'"
     assert any("triton is missing" in n for n in doctor._notes({"cuda:0": ""}))
 

@@ -90,9 +90,7 @@ def test_expand():
     assert all(torch.equal(out[:, :, i], x) for i in range(3))
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{"gamma": True}, {"residual": False}, {"transpose_res": True, "sinkhorn_iters": 3}]
-)
+@pytest.mark.parametrize("kwargs", [{"gamma": True}, {"residual": False}, {"transpose_res": True, "sinkhorn_iters": 3}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_reach_every_parameter_and_x(kwargs, dtype):
     b = block(**kwargs).to(dtype)

@@ -98,21 +98,15 @@ SAMPLES = [
         pytest.param("mhc_pre_backward", pre_backward_sample, v, id=f"pre_backward-{k}")
         for k, v in PRE_VARIANTS.items()
     ],
-    pytest.param(
-        "mhc_pre_backward", pre_backward_sample, {"drop": (0, 2), "acc": True}, id="pre_backward-none-acc"
-    ),
+    pytest.param("mhc_pre_backward", pre_backward_sample, {"drop": (0, 2), "acc": True}, id="pre_backward-none-acc"),
     pytest.param("mhc_head", head_sample, {}, id="head"),
     pytest.param("mhc_head", head_sample, {"gamma": False, "dtype": BF16}, id="head-bf16"),
     pytest.param("mhc_head_backward", head_backward_sample, {"acc": True}, id="head_backward"),
-    pytest.param(
-        "mhc_head_backward", head_backward_sample, {"gamma": False, "dtype": BF16}, id="head_backward-bf16"
-    ),
+    pytest.param("mhc_head_backward", head_backward_sample, {"gamma": False, "dtype": BF16}, id="head_backward-bf16"),
     pytest.param("mhc_post", post_sample, {"dtype": F32}, id="post"),
     pytest.param("mhc_post", post_sample, {"dtype": BF16, "transpose": True}, id="post-bf16"),
     pytest.param("mhc_post", post_sample, {"dtype": F32, "residual": False}, id="post-none"),
-    pytest.param(
-        "mhc_post_backward", post_backward_sample, {"dtype": F32, "transpose": True}, id="post_backward"
-    ),
+    pytest.param("mhc_post_backward", post_backward_sample, {"dtype": F32, "transpose": True}, id="post_backward"),
     pytest.param("mhc_post_backward", post_backward_sample, {"dtype": BF16}, id="post_backward-bf16"),
     pytest.param(
         "mhc_post_backward", post_backward_sample, {"dtype": BF16, "residual": False}, id="post_backward-none"
@@ -122,9 +116,7 @@ SAMPLES = [
     pytest.param("mhc_sinkhorn", sinkhorn_sample, {"form": "exp", "dtype": BF16}, id="sinkhorn-exp-bf16"),
     pytest.param("mhc_sinkhorn_backward", sinkhorn_backward_sample, {}, id="sinkhorn_backward"),
     pytest.param("mhc_sinkhorn_backward", sinkhorn_backward_sample, {"iters": 0}, id="sinkhorn_backward-0"),
-    pytest.param(
-        "mhc_sinkhorn_backward", sinkhorn_backward_sample, {"form": "exp"}, id="sinkhorn_backward-exp"
-    ),
+    pytest.param("mhc_sinkhorn_backward", sinkhorn_backward_sample, {"form": "exp"}, id="sinkhorn_backward-exp"),
 ]
 
 
@@ -312,9 +304,7 @@ def test_no_token_one_token_any_leading_dimensions(lead, dtype):
 def test_pre_dtypes(dtype, param_dtype, iters):
     inputs = make_inputs((16,), 4, 64, dtype, param_dtype=param_dtype)
     options = {"sinkhorn_iters": iters}
-    up = upstream(
-        {k: t for k, t in run_pre(inputs, None, options).items() if k in ("h_in", "h_post", "h_res")}
-    )
+    up = upstream({k: t for k, t in run_pre(inputs, None, options).items() if k in ("h_in", "h_post", "h_res")})
     got = run_pre(inputs, up, options)
     compare(got, oracle_pre(inputs, up, options), ACCURATE)
     wide = F64 if dtype is F64 else F32
@@ -360,9 +350,7 @@ def batches(name, sample, variant, dims):
     rows = []
     for k in range(3):
         torch.manual_seed(k)
-        rows.append(
-            [a + 0.1 * torch.randn_like(a) if isinstance(a, torch.Tensor) else a for a in sample(**variant)]
-        )
+        rows.append([a + 0.1 * torch.randn_like(a) if isinstance(a, torch.Tensor) else a for a in sample(**variant)])
     first = next(k for k, a in enumerate(rows[0]) if isinstance(a, torch.Tensor))
     in_dims = [dims(k == first, a) if isinstance(a, torch.Tensor) else None for k, a in enumerate(rows[0])]
     for row in rows[1:]:

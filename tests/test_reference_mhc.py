@@ -34,13 +34,8 @@ FORMS = [(0, "softmax"), (1, "softmax"), (20, "softmax"), (1, "exp"), (20, "exp"
 
 
 def check_pre(inputs, options=None, tolerance=EXACT):
-    up = upstream(
-        {k: t for k, t in oracle_pre(inputs, None, options).items() if k in ("h_in", "h_post", "h_res")}
-    )
-    up = {
-        k: t.to(inputs["x"].dtype if k == "h_in" else reference.acc_dtype(inputs["x"].dtype))
-        for k, t in up.items()
-    }
+    up = upstream({k: t for k, t in oracle_pre(inputs, None, options).items() if k in ("h_in", "h_post", "h_res")})
+    up = {k: t.to(inputs["x"].dtype if k == "h_in" else reference.acc_dtype(inputs["x"].dtype)) for k, t in up.items()}
     return compare(run_pre(inputs, up, options), oracle_pre(inputs, up, options), tolerance)
 
 
@@ -54,9 +49,7 @@ def test_pre_and_its_gradients(n, full, gamma):
 
 @pytest.mark.parametrize(("iters", "form"), FORMS)
 def test_pre_through_sinkhorn(iters, form):
-    check_pre(
-        make_inputs((5,), 4, 20), {"sinkhorn_iters": iters, "sinkhorn_form": form, "sinkhorn_eps": 1e-3}
-    )
+    check_pre(make_inputs((5,), 4, 20), {"sinkhorn_iters": iters, "sinkhorn_form": form, "sinkhorn_eps": 1e-3})
 
 
 def test_pre_with_every_constant_moved():
@@ -199,22 +192,16 @@ def test_gradcheck_of_the_pre_reference(full):
     options = {**PRE_OPTIONS, "sinkhorn_iters": 3 if full else 0}
     pre = functools.partial(reference.mhc_pre.__wrapped__)
     args = [t.requires_grad_() for t in inputs.values()]
-    assert torch.autograd.gradcheck(
-        lambda *a: pre(*a, *options.values())[: 3 if full else 2], args, fast_mode=True
-    )
+    assert torch.autograd.gradcheck(lambda *a: pre(*a, *options.values())[: 3 if full else 2], args, fast_mode=True)
 
 
 def test_gradcheck_of_the_other_references():
     head = [t.requires_grad_() for t in make_inputs((2,), 2, 16, head=True).values()]
-    assert torch.autograd.gradcheck(
-        lambda *a: reference.mhc_head(*a, *HEAD_OPTIONS.values())[0], head, fast_mode=True
-    )
+    assert torch.autograd.gradcheck(lambda *a: reference.mhc_head(*a, *HEAD_OPTIONS.values())[0], head, fast_mode=True)
     post = [t.requires_grad_() for t in make_post_inputs((2,), 3, 16).values()]
     for transpose in (False, True):
         fn = functools.partial(reference.mhc_post, transpose_res=transpose)
         assert torch.autograd.gradcheck(fn, post, fast_mode=True)
     logits = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
     for form in ("softmax", "exp"):
-        assert torch.autograd.gradcheck(
-            lambda t, form=form: reference.mhc_sinkhorn(t, 4, 1e-3, form), [logits]
-        )
+        assert torch.autograd.gradcheck(lambda t, form=form: reference.mhc_sinkhorn(t, 4, 1e-3, form), [logits])

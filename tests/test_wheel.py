@@ -63,9 +63,7 @@ def run(*command: str | pathlib.Path, cwd: pathlib.Path, **environment: str) -> 
     """Run a command without this process's Python settings, with ``environment``; returns its output."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "VIRTUAL_ENV"))}
     env |= environment
-    done = subprocess.run(
-        [str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done.stdout
 
@@ -80,9 +78,7 @@ def new_environment(at: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     """An environment that imports what this one does, except this package: Python and site-packages."""
     run(sys.executable, "-m", "venv", "--without-pip", at, cwd=at.parent)
     python = at / "bin" / "python"
-    site = pathlib.Path(
-        run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=at).strip()
-    )
+    site = pathlib.Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=at).strip())
     # .pth files in these folders, such as an editable install's, are not read from here.
     outer = [p for p in sys.path if pathlib.Path(p).name in ("site-packages", "dist-packages")]
     (site / "outer.pth").write_text("\n".join(outer) + "\n")
@@ -196,9 +192,7 @@ def test_bare_checkout(compiler, tmp_path):
 def test_nothing_is_imported_without_an_install(tmp_path):
     # What the tests above rest on: their environments do not see this checkout.
     python, _ = new_environment(tmp_path / "env")
-    out = run(
-        python, "-c", "import importlib.util as u, torch; print(u.find_spec('mhc_inductor'))", cwd=tmp_path
-    )
+    out = run(python, "-c", "import importlib.util as u, torch; print(u.find_spec('mhc_inductor'))", cwd=tmp_path)
     assert out.strip() == "None"
 
 

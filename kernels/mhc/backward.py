@@ -142,9 +142,9 @@ def mhc_pre_backward_dx(
     m = tl.arange(0, MP)
     K: tl.constexpr = N * D
     dm = d < D
-    w = tl.load(
-        phi_ptr + m[:, None] * K + i * D + d[None, :], mask=(m < M)[:, None] & dm[None, :], other=0.0
-    ).to(tl.float32)  # [MP, BD]
+    w = tl.load(phi_ptr + m[:, None] * K + i * D + d[None, :], mask=(m < M)[:, None] & dm[None, :], other=0.0).to(
+        tl.float32
+    )  # [MP, BD]
     if HAS_GAMMA:
         w = w * tl.load(gamma_ptr + i * D + d, mask=dm, other=0.0).to(tl.float32)[None, :]
     if TERMS > 0:

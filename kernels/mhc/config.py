@@ -93,7 +93,8 @@ def pre_config(props: Any, K: int, D: int, MP: int, bf16: bool) -> PreConfig:
         BT, stages = 64, 3
     if _small(props):
         BT, stages = 64, 2
-    return PreConfig(BT, BK, 32, min(512, max(32, _pow2(D))), 1024, warps, stages, 1)
+    wide = K > 4 * D
+    return PreConfig(BT, BK, 8 if wide else 32, min(256 if wide else 512, max(32, _pow2(D))), 1024, warps, stages, 1)
 
 
 def rows_config(n: int) -> RowsConfig:
@@ -104,8 +105,8 @@ def post_config(D: int, n: int) -> TileConfig:
     return TileConfig(min(512, max(128, _pow2(D))), 4)
 
 
-def post_backward_config(D: int, n: int) -> TileConfig:
-    return TileConfig(512 if n <= 4 and D > 256 else 256, 1)
+def post_backward_config(D: int, n: int, itemsize: int) -> TileConfig:
+    return TileConfig(512 if n <= 4 and D > 256 and itemsize == 2 else 256, 1)
 
 
 def dots_config(D: int, n: int) -> TileConfig:
@@ -126,6 +127,9 @@ def dphi_config(props: Any, K: int, MP: int, terms: int) -> DphiConfig:
         fold = min(fold, 4)
     Z = -(-terms // fold) if terms else 1
     BK, R, warps, stages = (128, 64, 4, 3) if terms else (64, 32, 4, 2)
+    if terms and props.arch not in (90, 100):
+        # Without warpgroup products the accumulator takes twice the warps.
+        warps = 8
     if _small(props):
         stages = 2
     programs = Z * -(-K // BK)

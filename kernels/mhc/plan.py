@@ -72,7 +72,7 @@ def _pre(
     *lead, n, D = b.shape(x)
     n, D, M = b.static(n), b.static(D), b.static(b.shape(phi)[0])
     T = _numel(lead)
-    has_res = M > 2 * n
+    has_res = 2 * n < M
     K = n * D
     x, phi, alpha, bias = (b.contiguous(v) for v in (x, phi, alpha, bias))
     gamma = None if gamma is None else b.contiguous(gamma)
@@ -155,7 +155,7 @@ def _pre_backward(
     n, D, M = b.static(n), b.static(D), b.static(b.shape(phi)[0])
     A = b.static(b.shape(alpha)[0])
     T = _numel(lead)
-    has_res = M > 2 * n
+    has_res = 2 * n < M
     K = n * D
     dx = b.empty(b.shape(x), b.dtype(x))
     shapes = [(b.shape(v), b.dtype(v)) for v in (phi, alpha, bias)]
@@ -207,29 +207,29 @@ def _pre_backward(
         ),
         r.num_warps, 1,
     )  # fmt: skip
-    c = dx_config(props, D, MP, b.dtype(x) == b.bf16)
+    tile = dx_config(props, D, MP, b.dtype(x) == b.bf16)
     b.launch(
         mhc_pre_backward_dx,
-        (n * (-(-D // c.BD)) * b.cdiv(T, c.R * c.STEPS), 1, 1),
+        (n * (-(-D // tile.BD)) * b.cdiv(T, tile.R * tile.STEPS), 1, 1),
         dict(
             x_ptr=x, dh_in_ptr=dh_in, h_pre_ptr=h_pre, rows_ptr=rows, cx_ptr=cx, phi_ptr=phi, gamma_ptr=gamma,
             dx_acc_ptr=dx_acc, dx_ptr=dx, T=T,
         ),
         dict(
-            D=D, N=n, M=M, MP=MP, R=c.R, STEPS=c.STEPS, BD=c.BD, HAS_DIN=dh_in is not None, HAS_ACC=dx_acc is not None,
+            D=D, N=n, M=M, MP=MP, R=tile.R, STEPS=tile.STEPS, BD=tile.BD, HAS_DIN=dh_in is not None, HAS_ACC=dx_acc is not None,
             HAS_GAMMA=gamma is not None, TERMS=terms, PREC=prec,
         ),
-        c.num_warps, c.num_stages,
+        tile.num_warps, tile.num_stages,
     )  # fmt: skip
-    c = dphi_config(props, K, MP, terms)
-    parts = c.C * c.Z
+    chunk = dphi_config(props, K, MP, terms)
+    parts = chunk.C * chunk.Z
     part = b.empty((parts, MP, K), b.f32)
     b.launch(
         mhc_pre_backward_dphi,
-        (-(-K // c.BK), parts, 1),
-        dict(x_ptr=x, cols_ptr=cols, part_ptr=part, T=T, TP=TP, STEPS=b.cdiv(b.cdiv(T, c.R), c.C)),
-        dict(K=K, M=M, MP=MP, FOLD=c.FOLD, C=c.C, Z=c.Z, R=c.R, BK=c.BK, TERMS=terms, PREC=prec),
-        c.num_warps, c.num_stages,
+        (-(-K // chunk.BK), parts, 1),
+        dict(x_ptr=x, cols_ptr=cols, part_ptr=part, T=T, TP=TP, STEPS=b.cdiv(b.cdiv(T, chunk.R), chunk.C)),
+        dict(K=K, M=M, MP=MP, FOLD=chunk.FOLD, C=chunk.C, Z=chunk.Z, R=chunk.R, BK=chunk.BK, TERMS=terms, PREC=prec),
+        chunk.num_warps, chunk.num_stages,
     )  # fmt: skip
     f = finish_config(MP)
     b.launch(
@@ -261,7 +261,24 @@ def plan_mhc_head_backward(
     dx_acc: Any, norm_eps: float, hc_eps: float,
 ) -> tuple[Any, ...]:  # fmt: skip
     return _pre_backward(
-        b, dh_in, None, None, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, 0.0, 0, 0.0, "softmax", False
+        b,
+        dh_in,
+        None,
+        None,
+        x,
+        phi,
+        alpha,
+        bias,
+        gamma,
+        h_pre,
+        h_mix,
+        inv_rms,
+        dx_acc,
+        0.0,
+        0,
+        0.0,
+        "softmax",
+        False,
     )
 
 
@@ -329,7 +346,7 @@ def plan_mhc_post_backward(
     dh_res = b.empty((0,), b.f32) if h_res is None else b.empty(b.shape(h_res), b.dtype(h_res))
     if b.is_static(T) and T == 0:
         return dx, df, dh_post, dh_res
-    c = post_backward_config(D, n)
+    c = post_backward_config(D, n, max(b.dtype(v).itemsize for v in (x, f_out, g)))
     b.launch(
         mhc_post_backward, (T, 1, 1),
         dict(

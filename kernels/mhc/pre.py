@@ -166,10 +166,12 @@ def mhc_pre_collapse(
         dm = d < D
         xs = ()
         for i in tl.static_range(N):
+            # What is read here last, post reads first.
+            at = x_ptr + t * K + i * D + d
             if D % BD == 0:
-                xs = xs + (tl.load(x_ptr + t * K + i * D + d),)  # [BD]
+                xs = xs + (tl.load(at, eviction_policy="evict_last"),)  # [BD]
             else:
-                xs = xs + (tl.load(x_ptr + t * K + i * D + d, mask=dm, other=0.0),)
+                xs = xs + (tl.load(at, mask=dm, other=0.0, eviction_policy="evict_last"),)
         i = tl.arange(0, NP)
         stride = tl.cast(T, tl.int64) * MP
         at = tl.where(i < N, i, 0)

@@ -111,9 +111,7 @@ def mhc_sinkhorn(h_res: Tensor, iters: int = 20, eps: float = 1e-6, form: str = 
     return call("mhc_sinkhorn", h_res, iters, eps, form)
 
 
-def mhc_post(
-    x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, *, transpose_res: bool
-) -> Tensor:
+def mhc_post(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, *, transpose_res: bool) -> Tensor:
     """Expand the sublayer's output to all streams, and mix the streams (equation 3 of arXiv 2512.24880).
 
     ``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]``, with fp32 arithmetic and one rounding.

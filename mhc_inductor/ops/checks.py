@@ -36,9 +36,7 @@ def _floating(op: str, **tensors: Tensor | None) -> None:
             raise TypeError(f"{op}: {name} must be bfloat16, float16, float32 or float64, got {t.dtype}")
         assert isinstance(first, Tensor)
         if t.dtype is torch.float64 and first.dtype is not torch.float64:
-            raise TypeError(
-                f"{op}: {name} may be float64 only where {first_name} is; {first_name} is {first.dtype}"
-            )
+            raise TypeError(f"{op}: {name} may be float64 only where {first_name} is; {first_name} is {first.dtype}")
         if t.device != first.device:
             raise ValueError(f"{op}: {name} must be on {first_name}'s device {first.device}, got {t.device}")
 
@@ -131,8 +129,7 @@ def mhc_pre(
     _sinkhorn(op, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, "sinkhorn_")
     if sinkhorn_iters > 0 and phi.shape[0] == 2 * n:
         raise ValueError(
-            f"{op}: sinkhorn_iters must be 0 when phi has 2n = {2 * n} rows (no residual matrix), "
-            f"got {sinkhorn_iters}"
+            f"{op}: sinkhorn_iters must be 0 when phi has 2n = {2 * n} rows (no residual matrix), got {sinkhorn_iters}"
         )
 
 

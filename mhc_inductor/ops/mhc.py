@@ -43,8 +43,7 @@ SCHEMAS = {
     "mhc_post_backward": f"(Tensor g, {_POST}) -> (Tensor dx, Tensor df, Tensor dh_post, Tensor dh_res)",
     "mhc_head": f"(Tensor x, {_PARAMS}, float norm_eps, float hc_eps) -> "
     "(Tensor h_in, Tensor h_pre, Tensor h_mix, Tensor inv_rms)",
-    "mhc_head_backward": f"(Tensor? dh_in, Tensor x, {_PARAMS}, {_SAVED}, "
-    f"float norm_eps, float hc_eps) -> {_GRADS}",
+    "mhc_head_backward": f"(Tensor? dh_in, Tensor x, {_PARAMS}, {_SAVED}, float norm_eps, float hc_eps) -> {_GRADS}",
 }
 OPS = tuple(SCHEMAS)
 REFERENCE: dict[str, Callable[..., Any]] = {name: getattr(reference, name) for name in OPS}
@@ -63,9 +62,7 @@ def _like(t: Tensor) -> Tensor:
     return t.new_empty(t.shape)
 
 
-def _param_grads(
-    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None
-) -> tuple[Tensor, ...]:
+def _param_grads(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> tuple[Tensor, ...]:
     dgamma = x.new_empty((0,)) if gamma is None else _like(gamma)
     return _like(x), _like(phi), _like(alpha), _like(bias), dgamma
 
@@ -237,9 +234,7 @@ def _double_grad(name: str, ctx: Any, *grads: Any) -> None:
 # --- vmap ---------------------------------------------------------------------------------------------------
 
 
-def _vmap(
-    name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any
-) -> tuple[Any, Any]:
+def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     """A batch becomes a leading dimension, unless parameters or their gradients have it too."""
     names = [a.name for a in _op(name)._schema.arguments]
     batched = {k for k, dim in zip(names, in_dims, strict=True) if dim is not None}
@@ -299,9 +294,7 @@ def implement(name: str, fn: Callable[..., Any], dispatch_key: str) -> None:
     LIBRARY.impl(name, _checked(name, fn), dispatch_key)
 
 
-def _function(
-    name: str, setup: Callable[..., None], grad: Callable[..., Any]
-) -> type[torch.autograd.Function]:
+def _function(name: str, setup: Callable[..., None], grad: Callable[..., Any]) -> type[torch.autograd.Function]:
     """The op with the same gradient and vmap rule in the form that torch.func composes."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -313,9 +306,7 @@ def _function(
         "backward": lambda ctx, *grads: grad(ctx, *grads),
         "vmap": lambda info, in_dims, *args: _vmap(name, functools.partial(call, name), info, in_dims, *args),
     }
-    return type(
-        f"{name}_function", (torch.autograd.Function,), {k: staticmethod(f) for k, f in methods.items()}
-    )
+    return type(f"{name}_function", (torch.autograd.Function,), {k: staticmethod(f) for k, f in methods.items()})
 
 
 _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
