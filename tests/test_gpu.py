@@ -28,9 +28,9 @@ def leaves(tokens, width, dtype=BF16, seed=0):
 
 
 def assert_as_accurate(got, eager, exact):
-    """Against fp64, a compiled result may err little more than the eager one, which rounds at every op."""
+    """Against fp64, a compiled result errs as the eager one, give or take a rounding inside the bf16 sublayer."""
     for a, b, want in zip(got, eager, exact, strict=True):
-        assert h.relative(a, want) <= 1.3 * h.relative(b, want) + 1e-6
+        assert h.relative(a, want) <= 1.3 * h.relative(b, want) + h.rounding(BF16)
 
 
 def gradients_of(step, args, g):
