@@ -57,7 +57,8 @@ def contiguous(t: Any) -> Any:
     """``t`` realised in contiguous layout."""
     from torch._inductor import ir
 
-    return ir.ExternKernel.require_contiguous(t)
+    # require_contiguous asks only for the order of strides: an expanded tensor would pass.
+    return ir.ExternKernel.require_contiguous_strides(t)
 
 
 def is_node(t: Any) -> bool:
@@ -74,6 +75,28 @@ def static_int(expr: Any) -> int:
     return int(V.graph.sizevars.guard_int(expr))
 
 
+_distinct: dict[int, Any] = {}
+
+
+def _distinct_kernel(autotuner: Any) -> Any:
+    """``autotuner`` around a function of its own.
+
+    Inductor tells the user kernels of a graph apart by the identity of their functions and not by their configurations:
+    a second configuration of the same function would silently run the first one's code.
+    """
+    import types
+
+    import triton
+
+    if id(autotuner) not in _distinct:
+        fn = autotuner.fn.fn
+        copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+        copy.__module__, copy.__qualname__ = fn.__module__, fn.__qualname__
+        copy.__annotations__, copy.__doc__ = fn.__annotations__, fn.__doc__
+        _distinct[id(autotuner)] = (autotuner, triton.autotune(configs=autotuner.configs, key=[])(triton.jit(copy)))
+    return _distinct[id(autotuner)][1]
+
+
 def launch_kernel(
     kernel: Any, configs: int, grid: tuple[Any, ...], tensors: Mapping[str, Any], constants: Mapping[str, Any]
 ) -> None:
@@ -82,7 +105,7 @@ def launch_kernel(
     from torch._inductor.lowering import lowerings
 
     lowerings[triton_kernel_wrapper_mutation](
-        kernel_idx=kernel_side_table.add_kernel(kernel),
+        kernel_idx=kernel_side_table.add_kernel(_distinct_kernel(kernel)),
         constant_args_idx=kernel_side_table.add_constant_args(dict(constants)),
         grid=[grid] * configs,
         tma_descriptor_metadata={},

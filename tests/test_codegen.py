@@ -101,6 +101,19 @@ def test_dynamic_batch_keeps_one_symbolic_launch():
     assert "min(" in project, "few tokens and many are told apart at run time"
 
 
+def test_configurations_of_one_kernel_in_one_graph_stay_apart():
+    """Inductor keys user kernels by function: mhc_head and mhc_pre, or two widths, must not share compiled code."""
+
+    def both(x, phi, alpha, bias, w, g):
+        h_in = mhc_inductor.mhc_head(x, phi.narrow(0, 0, N), alpha.narrow(0, 0, 1), bias.narrow(0, 0, N))
+        return h_in, _layer(x, phi, alpha, bias, w)
+
+    code = _compile(both, extra="g", backend="mhc_inductor")
+    for kernel in ("mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse"):
+        names = re.findall(rf"^\s+({kernel}_\d+)\.run\(", code, re.MULTILINE)
+        assert len(names) == len(set(names)) == 2, names
+
+
 def test_ordinary_backend_launches_the_kernels_too():
     code = _compile(_layer, backend="inductor")
     assert [k for k in _launches(code) if k.startswith("mhc_")] == [*PRE, "mhc_post"]

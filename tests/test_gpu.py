@@ -78,6 +78,28 @@ def test_compiled_training_step(backend, dynamic):
     assert not [n for n in names if "copy" in n.lower() or "memcpy" in n.lower()], names
 
 
+def test_layers_of_two_widths_and_a_head_in_one_graph():
+    torch._dynamo.reset()
+    wide, narrow = leaves(600, 768), leaves(600, 256, seed=1)
+    head = h.make_inputs((600,), N, 768, BF16, head=True, device="cuda", seed=2)
+
+    def model(wide, narrow, head):
+        streams = layer(*wide)
+        collapsed = mhc_head(streams, *(head[k] for k in ("phi", "alpha", "bias", "gamma")))
+        return collapsed, layer(*narrow)
+
+    def run(fn):
+        for a in (*wide, *narrow):
+            a.grad = None
+        out = fn(wide, narrow, head)
+        sum(o.float().sum() for o in out).backward()
+        return [*(o.detach() for o in out), *(a.grad.clone() for a in (*wide, *narrow))]
+
+    got, want = run(torch.compile(model, backend="mhc_inductor", fullgraph=True)), run(model)
+    for a, b in zip(got, want, strict=True):
+        assert h.relative(a, b) < 2e-2, "bf16 roundings differ; the wrong kernel is off by more than everything"
+
+
 def test_one_compile_serves_every_token_count():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("mhc_inductor")
