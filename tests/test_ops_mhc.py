@@ -154,7 +154,8 @@ def test_outputs_are_fresh_contiguous_and_as_the_fake_says(name, sample, variant
     for o, p, m in zip(out, plain, meta, strict=True):
         assert (o.shape, o.dtype, o.stride()) == (m.shape, m.dtype, m.stride())
         assert o.is_contiguous() and (o.numel() == 0 or o.untyped_storage().data_ptr() not in storages)
-        assert relative(o, p) < 1e-6 + 2 * torch.finfo(o.dtype).eps
+        # Another layout sums in another order, and a sum such as dalpha cancels; a wrong stride is off by its whole size.
+        assert relative(o, p) < 2e-5 + 2 * torch.finfo(o.dtype).eps
     assert len({o.untyped_storage().data_ptr() for o in out if o.numel()}) == sum(o.numel() > 0 for o in out)
 
 
