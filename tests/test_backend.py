@@ -10,6 +10,7 @@ import helpers_mhc as h
 import pytest
 import torch
 import torch._dynamo.testing
+import torch._inductor.custom_graph_pass
 from torch._inductor.utils import run_and_get_code
 
 import mhc_inductor
@@ -29,8 +30,12 @@ def leaves(tokens=6, width=32, seed=0):
 
 @pytest.fixture(autouse=True)
 def fresh():
+    """No compiled code from other tests, nor from earlier runs on this machine."""
+    import torch._functorch.config as functorch_config
+
     torch._dynamo.reset()
-    yield
+    with torch._inductor.config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
     torch._dynamo.reset()
 
 
@@ -48,8 +53,7 @@ def check_training(step, args):
 @pytest.mark.parametrize("name", ["mhc_inductor", "inductor"])
 def test_cpu_training_is_fused_without_op_calls(name):
     args = leaves()
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        _, codes = run_and_get_code(lambda: check_training(torch.compile(layer, backend=name, fullgraph=True), args))
+    _, codes = run_and_get_code(lambda: check_training(torch.compile(layer, backend=name, fullgraph=True), args))
     assert len(codes) == 2
     for code in codes:
         assert "torch.ops.mhc_inductor" not in code.split("def call(")[1]
