@@ -12,7 +12,6 @@ from mhc_inductor import compat
 
 _PASS = "post_grad_custom_pre_pass"
 _lock = threading.RLock()
-_plain_compile_fx: Any = None
 _enabled = False
 _prepared = False
 
@@ -52,9 +51,8 @@ def _patches(config_patches: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _wrap_compile_fx() -> None:
-    global _plain_compile_fx
     module = compat.compile_fx_module()
-    plain = _plain_compile_fx = module.compile_fx
+    plain = module.compile_fx
 
     @functools.wraps(plain)
     def compile_fx(model_: Any, example_inputs_: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
@@ -73,7 +71,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo :func:`enable`. Models already compiled, and graphs that hold this package's ops, keep their kernels."""
+    """Take :func:`enable` back. Lowerings stay registered: graphs that hold this package's ops keep their kernels."""
     global _enabled
     with _lock:
         _enabled = False
