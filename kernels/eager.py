@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -21,11 +21,23 @@ OPS = (
     "mhc_post_backward",
     "mhc_head",
     "mhc_head_backward",
+    "mhc_post_pre",
+    "mhc_post_pre_backward",
+    "mhc_post_head",
+    "mhc_post_head_backward",
 )
 
 
 def _is_tensor(a: Any) -> bool:
     return isinstance(a, torch.Tensor)
+
+
+def plan_of(name: str) -> Callable[..., Any]:
+    """The launch plan of op ``name``."""
+    from .mhc import fused_plan, plan
+
+    module = fused_plan if name.startswith(("mhc_post_pre", "mhc_post_head")) else plan
+    return cast("Callable[..., Any]", getattr(module, f"plan_{name}"))
 
 
 def why_not(
@@ -48,14 +60,12 @@ def run(name: str, reference: Callable[..., Any], *args: Any) -> Any:
         if reason is not None:
             warn_once(f"{name}: {reason}", f"{name} runs the reference formula on {device}: {reason}")
             return reference(*args)
-        from .mhc import plan
-
-        return getattr(plan, f"plan_{name}")(builder, *args)
+        return plan_of(name)(builder, *args)
 
 
 def register() -> None:
     """Register every op's CUDA implementation. Called once, by ``import mhc_inductor``."""
-    from mhc_inductor.ops import mhc as ops
+    from mhc_inductor.ops import registry
 
     for name in OPS:
-        ops.implement(name, functools.partial(run, name, ops.REFERENCE[name]), "CUDA")
+        registry.implement(name, functools.partial(run, name, registry.REFERENCE[name]), "CUDA")

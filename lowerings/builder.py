@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,15 +10,6 @@ import torch
 
 from mhc_inductor import compat
 from mhc_inductor.kernels.launch import DeviceProps, device_props
-
-
-@functools.cache
-def _configured(kernel: Any, constexprs: tuple[tuple[str, Any], ...], num_warps: int, num_stages: int) -> Any:
-    """The kernel with its one configuration; cached, so that Inductor's table of kernels does not grow."""
-    import triton
-
-    config = triton.Config(dict(constexprs), num_warps=num_warps, num_stages=num_stages)
-    return triton.autotune(configs=[config], key=[])(kernel)
 
 
 class LoweringBuilder:
@@ -84,7 +74,7 @@ class LoweringBuilder:
         num_warps: int,
         num_stages: int,
     ) -> None:
-        configured = _configured(kernel, tuple(sorted(constexprs.items())), num_warps, num_stages)
+        configured = compat.configured_kernel(kernel, tuple(sorted(constexprs.items())), num_warps, num_stages)
         constants = {k: v for k, v in args.items() if not compat.is_node(v) and not isinstance(v, sympy.Expr)}
         tensors = {k: v for k, v in args.items() if k not in constants}
-        compat.launch_kernel(configured, 1, tuple(grid), tensors, constants)
+        compat.launch_kernel(configured, tuple(grid), tensors, constants)

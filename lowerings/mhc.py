@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from mhc_inductor import compat
-from mhc_inductor.kernels.eager import OPS, why_not
+from mhc_inductor.kernels.eager import OPS, plan_of, why_not
 from mhc_inductor.log import warn_once
-from mhc_inductor.ops.mhc import REFERENCE
+from mhc_inductor.ops.registry import REFERENCE
 
 from .builder import LoweringBuilder
 
@@ -27,9 +27,7 @@ def _lower(name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
     if reason is not None:
         warn_once(f"{name}: {reason}", f"compiled {name} calls the reference formula on {device}: {reason}")
         return compat.fallback(op)(*args)
-    from mhc_inductor.kernels.mhc import plan
-
-    return getattr(plan, f"plan_{name}")(builder, *args)
+    return plan_of(name)(builder, *args)
 
 
 def _positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

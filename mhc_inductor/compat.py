@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -75,11 +76,9 @@ def static_int(expr: Any) -> int:
     return int(V.graph.sizevars.guard_int(expr))
 
 
-_distinct: dict[int, Any] = {}
-
-
-def _distinct_kernel(autotuner: Any) -> Any:
-    """``autotuner`` around a function of its own.
+@functools.cache
+def configured_kernel(kernel: Any, constexprs: tuple[tuple[str, Any], ...], num_warps: int, num_stages: int) -> Any:
+    """``kernel`` with its one configuration, around a function of its own; cached, so that Inductor's table does not grow.
 
     Inductor tells the user kernels of a graph apart by the identity of their functions and not by their configurations:
     a second configuration of the same function would silently run the first one's code.
@@ -88,26 +87,23 @@ def _distinct_kernel(autotuner: Any) -> Any:
 
     import triton
 
-    if id(autotuner) not in _distinct:
-        fn = autotuner.fn.fn
-        copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-        copy.__module__, copy.__qualname__ = fn.__module__, fn.__qualname__
-        copy.__annotations__, copy.__doc__ = fn.__annotations__, fn.__doc__
-        _distinct[id(autotuner)] = (autotuner, triton.autotune(configs=autotuner.configs, key=[])(triton.jit(copy)))
-    return _distinct[id(autotuner)][1]
+    fn = kernel.fn
+    copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__module__, copy.__qualname__ = fn.__module__, fn.__qualname__
+    copy.__annotations__, copy.__doc__ = fn.__annotations__, fn.__doc__
+    config = triton.Config(dict(constexprs), num_warps=num_warps, num_stages=num_stages)
+    return triton.autotune(configs=[config], key=[])(triton.jit(copy))
 
 
-def launch_kernel(
-    kernel: Any, configs: int, grid: tuple[Any, ...], tensors: Mapping[str, Any], constants: Mapping[str, Any]
-) -> None:
-    """Emit one launch of an autotuner-wrapped Triton kernel, by Inductor's lowering of the Triton-kernel HOP."""
+def launch_kernel(kernel: Any, grid: tuple[Any, ...], tensors: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
+    """Emit one launch of a :func:`configured_kernel`, by Inductor's lowering of the Triton-kernel HOP."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
     from torch._inductor.lowering import lowerings
 
     lowerings[triton_kernel_wrapper_mutation](
-        kernel_idx=kernel_side_table.add_kernel(_distinct_kernel(kernel)),
+        kernel_idx=kernel_side_table.add_kernel(kernel),
         constant_args_idx=kernel_side_table.add_constant_args(dict(constants)),
-        grid=[grid] * configs,
+        grid=[grid],
         tma_descriptor_metadata={},
         kwargs=dict(tensors),
     )
@@ -165,3 +161,113 @@ def register_backend(name: str, fn: Callable[..., Any]) -> None:
     from torch._dynamo.backends import registry
 
     registry.register_backend(compiler_fn=fn, name=name)
+
+
+def fake_mode_of(tensors: Sequence[Any]) -> Any:
+    """The fake mode of the first fake tensor, or None. Not Dynamo's current one: a compile has several."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+
+
+def no_new_guards(mode: Any) -> Any:
+    """A context in which running operations on ``mode``'s fake tensors adds no guard to the compiled function."""
+    import contextlib
+
+    shape_env = getattr(mode, "shape_env", None)
+    return contextlib.nullcontext() if shape_env is None else shape_env.suppress_guards()
+
+
+def _rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    if eps is None and x.dtype != torch.float32:
+        return NotImplemented
+    dims = [-1 - i for i in range(len(shape))]
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    rstd = torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)
+    y = x * rstd
+    return y if weight is None else y * weight
+
+
+def _fused_rms_norm(x: Any, shape: Sequence[int], weight: Any, eps: float | None) -> Any:
+    y = _rms_norm(x, shape, weight, eps)
+    return y if y is NotImplemented else (y, y)
+
+
+def _addmm(bias: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    product = torch.matmul(a, b)
+    return (bias if beta == 1 else bias * beta) + (product if alpha == 1 else product * alpha)
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    y = torch.matmul(x, weight.t())
+    return y if bias is None else y + bias
+
+
+def _vector_norm(x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    if ord not in (1, 2) or dim is None:
+        return NotImplemented
+    if ord == 1:
+        return x.abs().sum(dim, keepdim=keepdim)
+    return torch.sqrt((x * x).sum(dim, keepdim=keepdim))
+
+
+def _norm(x: Any, p: float | None, dim: Any, keepdim: bool = False) -> Any:
+    return _vector_norm(x, 2 if p is None else p, dim, keepdim)
+
+
+def _addcmul(x: Any, a: Any, b: Any, *, value: float = 1) -> Any:
+    return x + (a * b if value == 1 else a * b * value)
+
+
+def _addcdiv(x: Any, a: Any, b: Any, *, value: float = 1) -> Any:
+    return x + (a / b if value == 1 else a / b * value)
+
+
+@functools.cache
+def analysis_decompositions() -> dict[Any, Callable[..., Any]]:
+    """ATen operations that the routing's analysis wants in simpler ones; used for no code."""
+    aten = torch.ops.aten
+    table: dict[Any, Callable[..., Any]] = {
+        aten.addmm.default: _addmm,
+        aten.baddbmm.default: _addmm,
+        aten.linear.default: _linear,
+        aten.linalg_vector_norm.default: _vector_norm,
+        aten.norm.ScalarOpt_dim: _norm,
+        aten.addcmul.default: _addcmul,
+        aten.addcdiv.default: _addcdiv,
+        aten.rms_norm.default: _rms_norm,
+    }
+    fused = getattr(aten, "_fused_rms_norm", None)
+    if fused is not None:
+        table[fused.default] = _fused_rms_norm
+    return table
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Add a text to the structured log (``TORCH_TRACE``), where tlparse shows it with the graph being compiled."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
+
+
+def uncompiled(fn: Any) -> Any:
+    """What ``torch.compile`` was called with, if ``fn`` is its result; else ``fn``."""
+    fn = getattr(fn, "_orig_mod", fn)
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
+
+
+def storage_key(t: Any) -> int:
+    """An identity of the memory that a tensor and its views share."""
+    return int(t.untyped_storage()._cdata)
+
+
+def hints(graph: Any) -> dict[str, int]:
+    """The present values of the symbols in a Dynamo graph's input shapes."""
+    found: dict[str, int] = {}
+    for node in graph.nodes:
+        example = node.meta.get("example_value", node.meta.get("val"))
+        sizes = example.shape if isinstance(example, torch.Tensor) else (example,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.has_hint():
+                found[str(size.node.expr)] = int(size.node.hint)
+    return found

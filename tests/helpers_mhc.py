@@ -160,7 +160,16 @@ def oracle_pre(
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Outputs of mhc_pre in fp64; with ``up`` also the gradients and dh_mix, dinv, G."""
-    o, t = {**PRE_OPTIONS, **(options or {})}, leaves(inputs)
+    t = leaves(inputs)
+    result, v = _pre(t, options)
+    if up:
+        result |= _with_intermediates(result, up, t, v)
+    return {k: a.detach() for k, a in result.items()}
+
+
+def _pre(t: dict[str, Tensor | None], options: Mapping[str, Any] | None) -> tuple[dict[str, Tensor], Tensor]:
+    """The outputs of mhc_pre, and vec(x)."""
+    o = {**PRE_OPTIONS, **(options or {})}
     x, alpha, bias = t["x"], t["alpha"], t["bias"]
     assert x is not None and alpha is not None and bias is not None
     n = x.shape[-2]
@@ -174,10 +183,7 @@ def oracle_pre(
         out["h_res"] = sinkhorn(logits, o["sinkhorn_iters"], o["sinkhorn_eps"], o["sinkhorn_form"])
     else:
         out["h_res"] = x.new_empty((*x.shape[:-2], 0, 0))
-    result = {**out, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": inv_rms}
-    if up:
-        result |= _with_intermediates(out, up, t, v, h_mix, inv_rms)
-    return {k: a.detach() for k, a in result.items()}
+    return {**out, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": inv_rms}, v
 
 
 def _with_intermediates(
@@ -185,9 +191,8 @@ def _with_intermediates(
     up: Mapping[str, Tensor],
     t: dict[str, Tensor | None],
     v: Tensor,
-    h_mix: Tensor,
-    inv: Tensor,
 ) -> dict[str, Tensor]:
+    h_mix, inv = out["h_mix"], out["inv_rms"]
     keys = [k for k in up if out[k].requires_grad]
     grads = _grads([out[k] for k in keys], [up[k] for k in keys], {**t, "h_mix": h_mix, "inv_rms": inv})
     flat = grads["dh_mix"].reshape(-1, h_mix.shape[-1])
@@ -201,16 +206,22 @@ def oracle_head(
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Outputs of mhc_head in fp64, and with ``up`` (h_in) every gradient."""
-    o, t = {**HEAD_OPTIONS, **(options or {})}, leaves(inputs)
+    t = leaves(inputs)
+    result, v = _head(t, options)
+    if up:
+        result |= _with_intermediates(result, up, t, v)
+    return {k: a.detach() for k, a in result.items()}
+
+
+def _head(t: dict[str, Tensor | None], options: Mapping[str, Any] | None) -> tuple[dict[str, Tensor], Tensor]:
+    """The outputs of mhc_head, and vec(x)."""
+    o = {**HEAD_OPTIONS, **(options or {})}
     x, alpha, bias = t["x"], t["alpha"], t["bias"]
     assert x is not None and alpha is not None and bias is not None
     v, h_mix, inv_rms = _coefficients(t, o["norm_eps"])
     h_pre = torch.sigmoid(alpha[0] * h_mix * inv_rms[..., None] + bias) + o["hc_eps"]
-    out = {"h_in": torch.einsum("...i,...id->...d", h_pre, x)}
-    result = {**out, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": inv_rms}
-    if up:
-        result |= _with_intermediates(out, up, t, v, h_mix, inv_rms)
-    return {k: a.detach() for k, a in result.items()}
+    h_in = torch.einsum("...i,...id->...d", h_pre, x)
+    return {"h_in": h_in, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": inv_rms}, v
 
 
 def oracle_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str, grad: Tensor | None = None) -> dict[str, Tensor]:
@@ -237,6 +248,45 @@ def oracle_post(
     x_out = h_post[..., None] * f_out[..., None, :] + mixed
     result = {"x_out": x_out.detach()}
     return result | _grads([x_out], [up], t) if up is not None else result
+
+
+def make_fused_inputs(
+    lead: tuple[int, ...], n: int, width: int, dtype: torch.dtype = torch.float64, *, residual: bool = True, **made: Any
+) -> dict[str, Tensor | None]:
+    """x, f_out, h_post, h_res of mhc_post, then phi, alpha, bias, gamma of the next mhc_pre (or, with ``head``, head)."""
+    device, seed = made.get("device", "cpu"), made.get("seed", 0)
+    post = make_post_inputs(lead, n, width, dtype, residual=residual, device=device, seed=seed + 100)
+    return {**post, **{k: t for k, t in make_inputs(lead, n, width, dtype, **made).items() if k != "x"}}
+
+
+_NEXT = {"h_post": "next_post", "h_res": "next_res"}
+
+
+def oracle_fused(
+    inputs: Mapping[str, Tensor | None],
+    transpose_res: bool,
+    x_out: Tensor,
+    up: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """mhc_post_pre (mhc_post_head where phi has n rows) in fp64, and with ``up`` the gradients of all inputs.
+
+    ``x_out`` as the op rounded it: what follows sees these values, and gradients pass through the rounding.
+    """
+    t = leaves(inputs)
+    x, f_out, h_post, h_res = (t[k] for k in ("x", "f_out", "h_post", "h_res"))
+    assert x is not None and f_out is not None and h_post is not None and t["phi"] is not None
+    order = "...io,...id->...od" if transpose_res else "...oi,...id->...od"
+    mixed = x if h_res is None else torch.einsum(order, h_res, x)
+    exact = h_post[..., None] * f_out[..., None, :] + mixed
+    rounded = exact + (x_out.detach().cpu().double() - exact).detach()
+    head = t["phi"].shape[0] == x.shape[-2]
+    after = _head({**t, "x": rounded}, options) if head else _pre({**t, "x": rounded}, options)
+    result = {"x_out": exact, **{_NEXT.get(k, k): v for k, v in after[0].items()}}
+    if up:
+        keys = [k for k in up if result[k].requires_grad]
+        result |= _grads([rounded if k == "x_out" else result[k] for k in keys], [up[k] for k in keys], t)
+    return {k: a.detach() for k, a in result.items()}
 
 
 # --- the ops under test, with the oracles' names ------------------------------------------------------------
@@ -288,6 +338,30 @@ def run_post(inputs: Mapping[str, Tensor | None], transpose_res: bool, up: Tenso
     grads = OPS.mhc_post_backward(up, *inputs.values(), transpose_res)
     pairs = zip(("x", "f_out", "h_post", "h_res"), grads, strict=True)
     return named | {f"d{k}": g for k, g in pairs if inputs[k] is not None}
+
+
+def run_fused(
+    inputs: Mapping[str, Tensor | None],
+    transpose_res: bool,
+    up: Mapping[str, Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Tensor]:
+    """mhc_post_pre or mhc_post_head, and with ``up`` its backward, under the names of :func:`oracle_fused`."""
+    assert inputs["x"] is not None and inputs["phi"] is not None
+    head = inputs["phi"].shape[0] == inputs["x"].shape[-2]
+    o = list({**(HEAD_OPTIONS if head else PRE_OPTIONS), **(options or {})}.values())
+    tensors = list(inputs.values())
+    post, params = (*tensors[:4], transpose_res), tensors[4:]
+    name = "mhc_post_head" if head else "mhc_post_pre"
+    middle = () if head else ("next_post", "next_res")
+    keys = ("x_out", "h_in", *middle, "h_pre", "h_mix", "inv_rms")
+    named = dict(zip(keys, getattr(OPS, name)(*post, *params, *o), strict=True))
+    if not up:
+        return named
+    ups = [up.get(k) for k in ("x_out", "h_in", *middle)]
+    saved = [named[k] for k in ("h_pre", *middle[:1], "h_mix", "inv_rms")]
+    grads = getattr(OPS, f"{name}_backward")(*ups, *post, named["x_out"], *params, *saved, *o)
+    return named | {f"d{k}": g for k, g in zip(inputs, grads, strict=True) if inputs[k] is not None}
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -16,6 +16,8 @@ OPS = torch.ops.mhc_inductor
 N, D = 4, 256
 PRE = ("mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse")
 PRE_BACKWARD = tuple(f"mhc_pre_backward_{k}" for k in ("dots", "coefficients", "dx", "dphi", "finish"))
+POST_PRE = ("mhc_post", *PRE)
+POST_PRE_BACKWARD = (*PRE_BACKWARD[:3], "mhc_post_backward", *PRE_BACKWARD[3:])
 FLOATS = (1e-6, 1e-6, 2.0, 0.0, 20, 1e-6, "softmax")
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU runs tests/test_gpu.py")
@@ -43,6 +45,15 @@ def _layer_and_gradients(x, phi, alpha, bias, w, g):
     dx, df, dp, dr = OPS.mhc_post_backward(g, x, f_out, h_post, h_res, False)
     dx2, *rest = OPS.mhc_pre_backward(df, dp, dr, x, phi, alpha, bias, None, h_pre, h_post, h_mix, inv, None, *FLOATS)
     return out, dx + dx2, rest[:3]
+
+
+def _fused_and_gradients(x, phi, alpha, bias, w, g):
+    """post of one sublayer with the pre of the next, and both ops' gradients."""
+    h_in, h_post, h_res, *_ = OPS.mhc_pre(x, phi, alpha, bias, None, *FLOATS)
+    post, params = (x, torch.tanh(h_in @ w), h_post, h_res, True), (phi, alpha, bias, None)
+    x_out, h_in, next_post, next_res, h_pre, h_mix, inv = OPS.mhc_post_pre(*post, *params, *FLOATS)
+    saved = (h_pre, next_post, h_mix, inv)
+    return OPS.mhc_post_pre_backward(g, h_in, next_post, next_res, *post, x_out, *params, *saved, *FLOATS)[:7], x_out
 
 
 def _compile(fn, extra=(), batch=2, **options):
@@ -112,6 +123,20 @@ def test_configurations_of_one_kernel_in_one_graph_stay_apart():
     for kernel in ("mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse"):
         names = re.findall(rf"^\s+({kernel}_\d+)\.run\(", code, re.MULTILINE)
         assert len(names) == len(set(names)) == 2, names
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_fused_ops_launch_the_fused_kernels(dynamic):
+    code = _compile(_fused_and_gradients, extra="g", backend="mhc_inductor", dynamic=dynamic)
+    launches = _launches(code)
+    ours = [k for k in launches if k.startswith("mhc_")]
+    assert sorted(ours) == sorted([*PRE, *POST_PRE, *POST_PRE_BACKWARD])
+    assert len(launches) == len(ours) + 1, "the kernels and tanh"
+    assert "torch.ops.mhc_inductor" not in code
+    shape = r"\(s\d+, s\d+, 4, 256\)" if dynamic else r"\(2, 128, 4, 256\)"
+    sized = re.findall(rf"empty_strided_cuda\({shape}, .*?, (torch\.\w+)\)", code)
+    assert sized and set(sized) == {"torch.bfloat16"}, "no x-sized buffer is in fp32"
+    assert len(sized) == 3, "x_out, its gradient and dx"
 
 
 def test_ordinary_backend_launches_the_kernels_too():

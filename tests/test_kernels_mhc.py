@@ -10,6 +10,7 @@ import torch
 from conftest import GPU
 
 import mhc_inductor  # noqa: F401
+from mhc_inductor.kernels.eager import plan_of
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.mhc import config, plan
 
@@ -35,13 +36,14 @@ class Poisoned(EagerBuilder):
 def _kernel(name: str):
     def call(*args):
         device = next(a for a in args if isinstance(a, torch.Tensor)).device
-        return getattr(plan, f"plan_{name}")(Poisoned(device, None if GPU else SMALL), *args)
+        return plan_of(name)(Poisoned(device, None if GPU else SMALL), *args)
 
     return call
 
 
 NAMES = [
-    f"mhc_{op}{suffix}" for op in ("pre", "head", "post", "sinkhorn") for suffix in ("", "_backward")
+    f"mhc_{op}{suffix}"
+    for op in ("pre", "head", "post", "sinkhorn", "post_pre", "post_head") for suffix in ("", "_backward")
 ]  # fmt: skip
 
 
@@ -203,4 +205,103 @@ def test_bits_do_not_depend_on_the_sections_a_program(device, monkeypatch):
     few = h.run_pre(inputs)
     monkeypatch.setattr(plan, "SMALL_T", 1)
     many = h.run_pre(inputs)
+    assert all(torch.equal(few[k], many[k]) for k in few)
+
+
+# --- post fused with the pre or head of its result ----------------------------------------------------------
+
+UP = ("x_out", "h_in", "next_post", "next_res")
+
+
+def check_fused(device, lead, n, width, dtype, *, iters=2, transpose_res=True, missing=(), **made):
+    inputs = h.make_fused_inputs(lead, n, width, dtype, device=device, **made)
+    options = None if made.get("head") else {"sinkhorn_iters": iters}
+    out = h.run_fused(inputs, transpose_res, None, options)
+    up = h.upstream({k: out[k] for k in UP if k in out and k not in missing and out[k].numel()})
+    got = h.run_fused(inputs, transpose_res, up, options)
+    want = h.oracle_fused(inputs, transpose_res, out["x_out"], up, options)
+    # The gradient of x_out is rounded to x's dtype once, as between two ops: whatever comes from it has that error too.
+    once = ROUNDINGS * h.rounding(dtype) if dtype in (BF16, F16) else 0.0
+    through = {k: got.pop(k) for k in ("dx", "df", "dh_post", "dh_res") if k in got}
+    h.compare(got, want, 2e-6, ROUNDINGS)
+    h.compare(through, want, 2e-6 + once, ROUNDINGS)
+    apart = h.OPS.mhc_post(*(inputs[k] for k in ("x", "f_out", "h_post", "h_res")), transpose_res)
+    assert torch.equal(out["x_out"], apart)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("transpose_res", [False, True])
+def test_post_pre(device, dtype, transpose_res):
+    check_fused(device, (2, 5), 4, 128, dtype, transpose_res=transpose_res)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_post_pre_other_n(device, n):
+    check_fused(device, (3,), n, 24, BF16)
+
+
+@pytest.mark.parametrize("width", [16, 17, 100, 1100, 3000] if GPU else [16, 17, 100, 1100])
+def test_post_pre_odd_widths(device, width):
+    check_fused(device, (3,), 4, width, BF16, iters=0)
+
+
+@pytest.mark.parametrize("missing", [UP[:1], UP[1:2], UP[2:], UP[:2]])
+def test_post_pre_backward_without_some_gradients(device, missing):
+    check_fused(device, (5,), 4, 48, BF16, missing=missing)
+
+
+@pytest.mark.parametrize("made", [{"residual": False}, {"full": False, "iters": 0}, {"gamma": False}])
+def test_post_pre_variants(device, made):
+    check_fused(device, (5,), 4, 48, BF16, **made)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("missing", [(), UP[:1]])
+def test_post_head(device, dtype, missing):
+    check_fused(device, (2, 3), 4, 48, dtype, head=True, missing=missing)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("lead", [(0,), (1,), (0, 3)])
+def test_post_pre_of_no_token_and_one_token(device, lead, dtype):
+    inputs = h.make_fused_inputs(lead, 4, 32, dtype, device=device)
+    out = h.run_fused(inputs, True)
+    up = h.upstream({k: out[k] for k in UP})
+    got = h.run_fused(inputs, True, up)
+    assert all(torch.isfinite(v).all() for v in got.values())
+    want = h.oracle_fused(inputs, True, out["x_out"], up)
+    h.compare({k: v for k, v in got.items() if k not in ("dh_post", "dh_res")}, want, 2e-6, ROUNDINGS)
+
+
+def test_post_pre_of_strided_inputs(device):
+    inputs = h.make_fused_inputs((6,), 4, 32, BF16, device=device)
+    up = h.upstream({k: v for k, v in h.run_fused(inputs, True).items() if k in UP})
+    strided = dict(inputs)
+    for key in ("x", "h_res", "phi"):
+        strided[key] = inputs[key].transpose(-1, -2).contiguous().transpose(-1, -2)
+        assert not strided[key].is_contiguous()
+    want, got = h.run_fused(inputs, True, up), h.run_fused(strided, True, up)
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+def test_post_pre_equal_bits_in_two_runs_and_in_any_batch(device):
+    """Also of the gradients of a token: its sums over D are taken in one order."""
+    tokens = config.SMALL_T + 3 if GPU else 130
+    inputs = h.make_fused_inputs((tokens,), 4, 64, BF16, device=device)
+    options = {"sinkhorn_iters": 3}
+    up = h.upstream({k: v for k, v in h.run_fused(inputs, False, None, options).items() if k in UP})
+    whole, again = (h.run_fused(inputs, False, up, options) for _ in range(2))
+    alone = {k: t if k in ("phi", "alpha", "bias", "gamma") else t[77:78].clone() for k, t in inputs.items()}
+    one = h.run_fused(alone, False, {k: t[77:78].clone() for k, t in up.items()}, options)
+    for key, value in whole.items():
+        assert torch.equal(value, again[key]), key
+        if key not in ("dphi", "dalpha", "dbias", "dgamma"):
+            assert torch.equal(value[77:78], one[key]), key
+
+
+def test_post_pre_bits_do_not_depend_on_the_sections_a_program(device, monkeypatch):
+    inputs = h.make_fused_inputs((3,), 4, 1100, BF16, device=device)
+    few = h.run_fused(inputs, True)
+    monkeypatch.setattr(plan, "SMALL_T", 1)
+    many = h.run_fused(inputs, True)
     assert all(torch.equal(few[k], many[k]) for k in few)

@@ -11,6 +11,7 @@ from helpers_mhc import (
     OPS,
     PRE_OPTIONS,
     compare,
+    make_fused_inputs,
     make_inputs,
     make_post_inputs,
     oracle_head,
@@ -27,7 +28,7 @@ from torch.func import grad, vmap
 from torch.library import opcheck
 
 import mhc_inductor
-from mhc_inductor.ops import checks
+from mhc_inductor.ops import checks, registry
 from mhc_inductor.ops import mhc as ops
 from mhc_inductor.reference import mhc as reference
 
@@ -83,6 +84,28 @@ def sinkhorn_backward_sample(**kwargs):
     return (torch.randn_like(args[0]), *args)
 
 
+def fused_sample(head=False, transpose=True, dtype=F32, iters=0, **kwargs):
+    inputs = make_fused_inputs((2, 3), 4, 16, dtype, head=head, **kwargs)
+    options = HEAD_OPTIONS if head else {**PRE_OPTIONS, "sinkhorn_iters": iters, "post_eps": 0.01}
+    tensors = list(inputs.values())
+    return (*tensors[:4], transpose, *tensors[4:], *options.values())
+
+
+def fused_backward_sample(drop=(), head=False, **kwargs):
+    args = fused_sample(head=head, **kwargs)
+    x_out, h_in, *rest = (OPS.mhc_post_head if head else OPS.mhc_post_pre)(*args)
+    outs = (x_out, h_in) if head else (x_out, h_in, *rest[:2])
+    saved = rest if head else (rest[2], rest[0], *rest[3:])
+    ups = [None if k in drop else torch.randn_like(t) for k, t in enumerate(outs)]
+    return (*ups, *args[:5], x_out, *args[5:9], *saved, *args[9:])
+
+
+FUSED_VARIANTS = {
+    "full": {"iters": 2},
+    "2n_none": {"full": False, "residual": False, "gamma": False},
+    "bf16": {"dtype": BF16, "transpose": False, "gamma": False},
+    "fp64": {"dtype": F64, "iters": 2},
+}
 PRE_VARIANTS = {
     "full": {},
     "plain": {"gamma": False},
@@ -111,6 +134,16 @@ SAMPLES = [
     pytest.param(
         "mhc_post_backward", post_backward_sample, {"dtype": BF16, "residual": False}, id="post_backward-none"
     ),
+    *[
+        pytest.param(f"mhc_post_{op}", fused_sample, {**v, "head": op == "head"}, id=f"post_{op}-{k}")
+        for op in ("pre", "head")
+        for k, v in FUSED_VARIANTS.items()
+    ],
+    *[
+        pytest.param(f"mhc_post_{op}_backward", fused_backward_sample, {**v, "head": op == "head"}, id=f"{op}_grad-{k}")
+        for op in ("pre", "head")
+        for k, v in {**FUSED_VARIANTS, "no_dx_out": {"drop": (0,)}, "no_dh_in": {"drop": (1,)}}.items()
+    ],
     pytest.param("mhc_sinkhorn", sinkhorn_sample, {}, id="sinkhorn"),
     pytest.param("mhc_sinkhorn", sinkhorn_sample, {"iters": 0}, id="sinkhorn-0"),
     pytest.param("mhc_sinkhorn", sinkhorn_sample, {"form": "exp", "dtype": BF16}, id="sinkhorn-exp-bf16"),
@@ -160,7 +193,7 @@ def test_outputs_are_fresh_contiguous_and_as_the_fake_says(name, sample, variant
 
 
 def test_every_op_is_sampled():
-    assert {p.values[0] for p in SAMPLES} == set(ops.OPS)
+    assert {p.values[0] for p in SAMPLES} == set(registry.REFERENCE)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------
@@ -643,4 +676,4 @@ def test_ops_called_directly_are_checked_too():
         OPS.mhc_post_backward(*post)
     with pytest.raises(ValueError, match="mhc_sinkhorn: form"):
         OPS.mhc_sinkhorn(torch.ones(4, 4), 1, 0.0, "none")
-    assert {n for n in ops.OPS} <= set(dir(checks))
+    assert set(registry.REFERENCE) <= set(dir(checks))

@@ -1,5 +1,5 @@
 """mHC: manifold-constrained hyper-connections (arXiv 2512.24880)."""
 
-from . import plan
+from . import fused_plan, plan
 
-__all__ = ["plan"]
+__all__ = ["fused_plan", "plan"]

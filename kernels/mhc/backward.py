@@ -129,16 +129,16 @@ def mhc_pre_backward_coefficients(
 def mhc_pre_backward_dx(
     x_ptr, dh_in_ptr, h_pre_ptr, rows_ptr, cx_ptr, phi_ptr, gamma_ptr, dx_acc_ptr, dx_ptr, T,
     D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
-    R: tl.constexpr, STEPS: tl.constexpr, BD: tl.constexpr,
+    R: tl.constexpr, BD: tl.constexpr,
     HAS_DIN: tl.constexpr, HAS_ACC: tl.constexpr, HAS_GAMMA: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dx = gamma * (dh_mix @ phi) + h_pre (x) dh_in - cx * x (+ dx_acc): STEPS * R tokens, BD columns of one stream."""
+    """dx = gamma * (dh_mix @ phi) + h_pre (x) dh_in - cx * x (+ dx_acc): R tokens, BD columns of one stream."""
     # Streams vary fastest: programs that share columns of dh_in run side by side.
     DT: tl.constexpr = (D + BD - 1) // BD
     i = tl.program_id(0) % N
     d = (tl.program_id(0) // N % DT) * BD + tl.arange(0, BD)
     # Last tokens first: they are what the dots left in L2.
-    tile = (T + STEPS * R - 1) // (STEPS * R) - 1 - tl.program_id(0) // (N * DT)
+    tile = (T + R - 1) // R - 1 - tl.program_id(0) // (N * DT)
     m = tl.arange(0, MP)
     K: tl.constexpr = N * D
     dm = d < D
@@ -150,35 +150,34 @@ def mhc_pre_backward_dx(
     if TERMS > 0:
         w_hi = w.to(tl.bfloat16)
         w_lo = (w - w_hi.to(tl.float32)).to(tl.bfloat16)
-    for step in range(STEPS):
-        t = (tile * STEPS + step) * R + tl.arange(0, R)
-        tm = t < T
-        row = t.to(tl.int64)
-        if D % BD == 0:
-            mask = tm[:, None]
-        else:
-            mask = tm[:, None] & dm[None, :]
-        at = row[:, None] * K + i * D + d[None, :]
-        x = tl.load(x_ptr + at, mask=mask, other=0.0)  # [R, BD]
-        if HAS_DIN:
-            din = tl.load(dh_in_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)  # [R, BD]
-        if HAS_ACC:
-            prev = tl.load(dx_acc_ptr + at, mask=mask, other=0.0)
-        gm = row[:, None] * MP + m[None, :]
-        g0 = tl.load(rows_ptr + gm, mask=tm[:, None], other=0.0)  # [R, MP]
-        if TERMS == 0:
-            dx = tl.dot(g0, w, input_precision=PREC)
-        else:
-            g1 = tl.load(rows_ptr + tl.cast(T, tl.int64) * MP + gm, mask=tm[:, None], other=0.0)
-            dx = tl.dot(g0, w_lo)
-            dx = tl.dot(g1, w_hi, dx)
-            dx = tl.dot(g0, w_hi, dx)
-        dx -= tl.load(cx_ptr + row, mask=tm, other=0.0)[:, None] * x.to(tl.float32)
-        if HAS_DIN:
-            dx += tl.load(h_pre_ptr + row * N + i, mask=tm, other=0.0)[:, None] * din.to(tl.float32)
-        if HAS_ACC:
-            dx += prev.to(tl.float32)
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    t = tile * R + tl.arange(0, R)
+    tm = t < T
+    row = t.to(tl.int64)
+    if D % BD == 0:
+        mask = tm[:, None]
+    else:
+        mask = tm[:, None] & dm[None, :]
+    at = row[:, None] * K + i * D + d[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)  # [R, BD]
+    if HAS_DIN:
+        din = tl.load(dh_in_ptr + row[:, None] * D + d[None, :], mask=mask, other=0.0)  # [R, BD]
+    if HAS_ACC:
+        prev = tl.load(dx_acc_ptr + at, mask=mask, other=0.0)
+    gm = row[:, None] * MP + m[None, :]
+    g0 = tl.load(rows_ptr + gm, mask=tm[:, None], other=0.0)  # [R, MP]
+    if TERMS == 0:
+        dx = tl.dot(g0, w, input_precision=PREC)
+    else:
+        g1 = tl.load(rows_ptr + tl.cast(T, tl.int64) * MP + gm, mask=tm[:, None], other=0.0)
+        dx = tl.dot(g0, w_lo)
+        dx = tl.dot(g1, w_hi, dx)
+        dx = tl.dot(g0, w_hi, dx)
+    dx -= tl.load(cx_ptr + row, mask=tm, other=0.0)[:, None] * x.to(tl.float32)
+    if HAS_DIN:
+        dx += tl.load(h_pre_ptr + row * N + i, mask=tm, other=0.0)[:, None] * din.to(tl.float32)
+    if HAS_ACC:
+        dx += prev.to(tl.float32)
+    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -5,15 +5,6 @@ import triton.language as tl
 
 
 @triton.jit
-def row_sum(c, eps, FORM: tl.constexpr):
-    """The divisor of a normalisation: sum + eps ("softmax") or max(sum, eps) ("exp")."""
-    if FORM == 0:
-        return c + eps
-    else:
-        return tl.maximum(c, eps)
-
-
-@triton.jit
 def sinkhorn_start(logits, valid, eps, FORM: tl.constexpr):
     """Row softmax + eps, or exp(logits - rowmax).  [T, N, N]"""
     top = tl.max(tl.where(valid, logits, float("-inf")), axis=2)
@@ -28,8 +19,9 @@ def sinkhorn_start(logits, valid, eps, FORM: tl.constexpr):
 
 @triton.jit
 def divisor(s, ok, eps, FORM: tl.constexpr):
-    """row_sum, and 1 in the padding, where 0 / 0 would be NaN.  [T, N]"""
-    return tl.where(ok, row_sum(s, eps, FORM), 1.0)
+    """What a normalisation divides sums by: s + eps ("softmax"), max(s, eps) ("exp"); 1 in the padding, not 0.  [T, N]"""
+    v = s + eps if FORM == 0 else tl.maximum(s, eps)
+    return tl.where(ok, v, 1.0)
 
 
 @triton.jit
@@ -46,7 +38,7 @@ def sinkhorn(logits, valid, ok, eps, ITERS: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def normalised_grad(g, c, s, raw, eps, AXIS: tl.constexpr, FORM: tl.constexpr):
+def normalised_grad(g, c, s, raw, AXIS: tl.constexpr, FORM: tl.constexpr):
     """Gradient through c = c_prev / divisor(sum(c_prev, AXIS)), given c, the divisor s and whether eps was not its value."""
     inner = tl.sum(g * c, axis=AXIS)
     if FORM == 1:
@@ -88,14 +80,14 @@ def sinkhorn_grad(
     for back in range(ITERS):
         it = ITERS - 1 - back
         s = tl.load(at + (2 * it + 1) * step, mask=keep, other=1.0)
-        g = normalised_grad(g, c, s, s > eps, eps, 1, FORM)
+        g = normalised_grad(g, c, s, s > eps, 1, FORM)
         c = c * s[:, None, :]
         s = tl.load(at + (2 * it) * step, mask=keep, other=1.0)
         if FORM == 0:
-            step_grad = normalised_grad(g, c, s, s > eps, eps, 2, FORM)
+            step_grad = normalised_grad(g, c, s, s > eps, 2, FORM)
             g = tl.where(it == 0, g, step_grad)
         else:
-            g = normalised_grad(g, c, s, s > eps, eps, 2, FORM)
+            g = normalised_grad(g, c, s, s > eps, 2, FORM)
         c = c * s[:, :, None]
     if FORM == 0:
         p = start - tl.where(valid, eps, 0.0)

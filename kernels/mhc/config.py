@@ -49,10 +49,9 @@ class TileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DxConfig:
-    """STEPS times R tokens, BD columns of one stream."""
+    """R tokens, BD columns of one stream."""
 
     R: int
-    STEPS: int
     BD: int
     num_warps: int
     num_stages: int
@@ -117,8 +116,8 @@ def dots_config(D: int, n: int) -> TileConfig:
 
 def dx_config(props: Any, D: int, MP: int, bf16: bool) -> DxConfig:
     if not bf16 or MP > 32:
-        return DxConfig(32, 1, 64, 4, 1)
-    return DxConfig(128, 1, 64, 8, 1)
+        return DxConfig(32, 64, 4, 1)
+    return DxConfig(128, 64, 8, 1)
 
 
 def dphi_config(props: Any, K: int, MP: int, terms: int) -> DphiConfig:

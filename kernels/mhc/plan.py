@@ -7,6 +7,7 @@ depend on the batch around it. Small T is served by the same launches, whose gri
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from .backward import (
@@ -20,6 +21,7 @@ from .config import (
     GROUP,
     GROUPS,
     SMALL_T,
+    PreConfig,
     dots_config,
     dphi_config,
     dx_config,
@@ -45,18 +47,22 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
     return None
 
 
-def _numel(shape: Any) -> Any:
+def numel(shape: Any) -> Any:
     total: Any = 1
     for s in shape:
         total = total * s
     return total
 
 
+def contiguous(b: Any, *tensors: Any) -> tuple[Any, ...]:
+    return tuple(None if t is None else b.contiguous(t) for t in tensors)
+
+
 def _pow2(v: int) -> int:
     return 1 << (v - 1).bit_length()
 
 
-def _terms(b: Any, x: Any, *weights: Any) -> tuple[int, str]:
+def precision(b: Any, x: Any, *weights: Any) -> tuple[int, str]:
     """(bf16 terms of an fp32 factor, input_precision of an fp32 product); see docs/design.md, precision."""
     if b.dtype(x) != b.bf16:
         return 0, "tf32x3" if b.device_props().backend == "cuda" else "ieee"
@@ -65,66 +71,120 @@ def _terms(b: Any, x: Any, *weights: Any) -> tuple[int, str]:
     return (3 if b.precision == "highest" else 2), "ieee"
 
 
-def _pre(
-    b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, norm_eps: float, hc_eps: float,
-    post_mult: float, post_eps: float, iters: int, sinkhorn_eps: float, form: str, has_post: bool,
-) -> tuple[Any, ...]:  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """Sizes of one call; T, the number of tokens, may be symbolic."""
+
+    lead: tuple[Any, ...]
+    n: int
+    D: int
+    M: int
+    T: Any
+
+    @property
+    def K(self) -> int:
+        return self.n * self.D
+
+    @property
+    def NP(self) -> int:
+        return _pow2(self.n)
+
+    @property
+    def MP(self) -> int:
+        """Rows of phi and one for the sum of squares, padded for the tensor cores."""
+        return max(16, _pow2(self.M + 1))
+
+    @property
+    def has_res(self) -> bool:
+        return 2 * self.n < self.M
+
+
+def dims(b: Any, x: Any, phi: Any) -> Dims:
     *lead, n, D = b.shape(x)
-    n, D, M = b.static(n), b.static(D), b.static(b.shape(phi)[0])
-    T = _numel(lead)
-    has_res = 2 * n < M
-    K = n * D
-    x, phi, alpha, bias = (b.contiguous(v) for v in (x, phi, alpha, bias))
-    gamma = None if gamma is None else b.contiguous(gamma)
-    res = (n, n) if has_res else (0, 0)
-    h_in = b.empty((*lead, D), b.dtype(x))
-    h_pre = b.empty((*lead, n), b.f32)
-    h_post = b.empty((*lead, n), b.f32) if has_post else None
-    h_res = b.empty((*lead, *res), b.f32) if has_post else None
-    h_mix = b.empty((*lead, M), b.f32)
-    inv_rms = b.empty(tuple(lead), b.f32)
-    out = (h_in, h_post, h_res, h_pre, h_mix, inv_rms)
-    if b.is_static(T) and T == 0:
-        return out
-    terms, prec = _terms(b, x, phi, gamma)
-    MP = max(16, _pow2(M + 1))
-    c = pre_config(b.device_props(), K, D, MP, b.dtype(x) == b.bf16)
-    # A section is 1 / (GROUPS * GROUP) of K; few tokens: one section a program, so that decoding fills the chip.
-    KS = -(-K // (GROUPS * GROUP * c.BK)) * c.BK
+    return Dims(tuple(lead), b.static(n), b.static(D), b.static(b.shape(phi)[0]), numel(lead))
+
+
+def pre_outputs(b: Any, s: Dims, dtype: Any, has_post: bool) -> tuple[Any, ...]:
+    """h_in, h_post, h_res, h_pre, h_mix, inv_rms, not yet written."""
+    res = (s.n, s.n) if s.has_res else (0, 0)
+    return (
+        b.empty((*s.lead, s.D), dtype),
+        b.empty((*s.lead, s.n), b.f32) if has_post else None,
+        b.empty((*s.lead, *res), b.f32) if has_post else None,
+        b.empty((*s.lead, s.n), b.f32),
+        b.empty((*s.lead, s.M), b.f32),
+        b.empty(s.lead, b.f32),
+    )
+
+
+def sections(b: Any, T: Any, groups: int, group: int) -> tuple[Any, Any]:
+    """(sections a program sums, programs that share a token): few tokens, one section each, so that decoding fills the chip."""
     many = b.min(b.cdiv(T, SMALL_T) - 1, 1)
-    RUN = 1 + (GROUP - 1) * many
-    parts = GROUPS * (GROUP - (GROUP - 1) * many)
-    w = b.empty((terms or 1, MP, K), b.bf16 if terms else b.f32)
+    return 1 + (group - 1) * many, groups * (group - (group - 1) * many)
+
+
+def weights(b: Any, s: Dims, phi: Any, gamma: Any, columns: int, terms: int) -> Any:
+    """phi * gamma as bf16 terms, or fp32 without terms."""
+    w = b.empty((terms or 1, s.MP, s.K), b.bf16 if terms else b.f32)
     b.launch(
         mhc_pre_weights,
-        (MP, -(-K // c.WK), 1),
+        (s.MP, -(-s.K // columns), 1),
         dict(phi_ptr=phi, gamma_ptr=gamma, w_ptr=w),
-        dict(K=K, M=M, MP=MP, BK=c.WK, HAS_GAMMA=gamma is not None, TERMS=terms), 4, 1,
+        dict(K=s.K, M=s.M, MP=s.MP, BK=columns, HAS_GAMMA=gamma is not None, TERMS=terms), 4, 1,
     )  # fmt: skip
-    part = b.empty((parts, T, MP), b.f32)
-    b.launch(
-        mhc_pre_project,
-        (b.cdiv(T, c.BT), parts, 1),
-        dict(x_ptr=x, w_ptr=w, part_ptr=part, T=T, RUN=RUN),
-        dict(K=K, M=M, MP=MP, KS=KS, BT=c.BT, BK=c.BK, EVEN=K == KS * GROUPS * GROUP, TERMS=terms, PREC=prec),
-        c.num_warps, c.num_stages,
-    )  # fmt: skip
-    coefficient_programs = b.cdiv(T, c.BC)
+    return w
+
+
+def collapse(
+    b: Any, s: Dims, c: PreConfig, x: Any, part: Any, RUN: Any, groups: int, group: int, alpha: Any, bias: Any,
+    out: tuple[Any, ...], floats: tuple[Any, ...], iters: int, form: str,
+) -> None:  # fmt: skip
+    """Coefficients and h_in from the projection's parts. floats: norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps."""
+    h_in, h_post, h_res, h_pre, h_mix, inv_rms = out
+    programs = b.cdiv(s.T, c.BC)
+    names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_eps")
     b.launch(
         mhc_pre_collapse,
-        (coefficient_programs + T * (-(-D // c.BD)), 1, 1),
+        (programs + s.T * (-(-s.D // c.BD)), 1, 1),
         dict(
             x_ptr=x, part_ptr=part, alpha_ptr=alpha, bias_ptr=bias, h_in_ptr=h_in, h_pre_ptr=h_pre,
-            h_post_ptr=h_post, h_res_ptr=h_res if has_res else None, h_mix_ptr=h_mix, inv_ptr=inv_rms, T=T, RUN=RUN,
-            CP=coefficient_programs, norm_eps=norm_eps, hc_eps=hc_eps, post_mult=post_mult, post_eps=post_eps,
-            sinkhorn_eps=sinkhorn_eps,
+            h_post_ptr=h_post, h_res_ptr=h_res if s.has_res else None, h_mix_ptr=h_mix, inv_ptr=inv_rms, T=s.T, RUN=RUN,
+            CP=programs, **dict(zip(names, floats, strict=True)),
         ),
         dict(
-            D=D, N=n, NP=_pow2(n), M=M, MP=MP, GROUPS=GROUPS, GROUP=GROUP, BC=c.BC, BD=c.BD, HAS_POST=has_post,
-            HAS_RES=has_res, ITERS=iters if has_res else 0, FORM=FORMS[form],
+            D=s.D, N=s.n, NP=s.NP, M=s.M, MP=s.MP, GROUPS=groups, GROUP=group, BC=c.BC, BD=c.BD,
+            HAS_POST=h_post is not None, HAS_RES=s.has_res, ITERS=iters if s.has_res else 0, FORM=FORMS[form],
         ),
         c.collapse_warps, 1,
     )  # fmt: skip
+
+
+def plan_pre(
+    b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, floats: tuple[Any, ...], iters: int, form: str,
+    has_post: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    s = dims(b, x, phi)
+    out = pre_outputs(b, s, b.dtype(x), has_post)
+    if b.is_static(s.T) and s.T == 0:
+        return out
+    x, phi, alpha, bias, gamma = contiguous(b, x, phi, alpha, bias, gamma)
+    terms, prec = precision(b, x, phi, gamma)
+    c = pre_config(b.device_props(), s.K, s.D, s.MP, b.dtype(x) == b.bf16)
+    # A section is 1 / (GROUPS * GROUP) of K.
+    KS = -(-s.K // (GROUPS * GROUP * c.BK)) * c.BK
+    RUN, parts = sections(b, s.T, GROUPS, GROUP)
+    w = weights(b, s, phi, gamma, c.WK, terms)
+    part = b.empty((parts, s.T, s.MP), b.f32)
+    b.launch(
+        mhc_pre_project,
+        (b.cdiv(s.T, c.BT), parts, 1),
+        dict(x_ptr=x, w_ptr=w, part_ptr=part, T=s.T, RUN=RUN),
+        dict(
+            K=s.K, M=s.M, MP=s.MP, KS=KS, BT=c.BT, BK=c.BK, EVEN=s.K == KS * GROUPS * GROUP, TERMS=terms, PREC=prec,
+        ),
+        c.num_warps, c.num_stages,
+    )  # fmt: skip
+    collapse(b, s, c, x, part, RUN, GROUPS, GROUP, alpha, bias, out, floats, iters, form)
     return out
 
 
@@ -132,117 +192,157 @@ def plan_mhc_pre(
     b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, norm_eps: float, hc_eps: float, post_mult: float,
     post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str,
 ) -> tuple[Any, ...]:  # fmt: skip
-    return _pre(
-        b, x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps,
-        sinkhorn_form, True,
-    )  # fmt: skip
+    floats = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
+    return plan_pre(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form, True)
 
 
 def plan_mhc_head(
     b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, norm_eps: float, hc_eps: float
 ) -> tuple[Any, ...]:
-    h_in, _, _, h_pre, h_mix, inv_rms = _pre(
-        b, x, phi, alpha, bias, gamma, norm_eps, hc_eps, 0.0, 0.0, 0, 0.0, "softmax", False
-    )
+    floats = (norm_eps, hc_eps, 0.0, 0.0, 0.0)
+    h_in, _, _, h_pre, h_mix, inv_rms = plan_pre(b, x, phi, alpha, bias, gamma, floats, 0, "softmax", False)
     return h_in, h_pre, h_mix, inv_rms
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitGrads:
+    """What the coefficients' backward leaves for dx and for the parameters' gradients (see backward.py)."""
+
+    rows: Any
+    cols: Any
+    cx: Any
+    red: Any
+    programs: Any
+    TP: Any
+    terms: int
+    prec: str
+
+
+def empty_grads(b: Any, x: Any, *inputs: Any) -> tuple[Any, ...]:
+    """A buffer for each input's gradient, of shape [0] for an input of None."""
+    return tuple(b.empty((0,), b.dtype(x)) if v is None else b.empty(b.shape(v), b.dtype(v)) for v in inputs)
+
+
+def zero_grads(b: Any, x: Any, *inputs: Any) -> tuple[Any, ...]:
+    return tuple(b.empty((0,), b.dtype(x)) if v is None else b.zeros(b.shape(v), b.dtype(v)) for v in inputs)
+
+
+def logit_grads(
+    b: Any, s: Dims, dh_in: Any, dh_post: Any, dh_res: Any, x: Any, alpha: Any, bias: Any, h_mix: Any, inv_rms: Any,
+    post_mult: float, iters: int, sinkhorn_eps: float, form: str, has_post: bool,
+) -> LogitGrads:  # fmt: skip
+    """dh_mix and what goes with it, from contiguous tensors."""
+    dots = None
+    if dh_in is not None:
+        dots = b.empty((s.T, s.n), b.f32)
+        c = dots_config(s.D, s.n)
+        b.launch(
+            mhc_pre_backward_dots, (s.T, 1, 1), dict(dh_in_ptr=dh_in, x_ptr=x, dots_ptr=dots),
+            dict(D=s.D, N=s.n, BD=c.BD), c.num_warps, 1,
+        )  # fmt: skip
+    if not s.has_res:
+        dh_res = None
+    RP = _pow2(s.M + b.static(b.shape(alpha)[0]))
+    r = rows_config(s.n)
+    programs = b.cdiv(s.T, r.BC)
+    terms, prec = precision(b, x)
+    # dh_mix by rows for dx and by columns, padded to whole tiles, for dphi.
+    TP = b.cdiv(s.T, 64) * 64
+    dt = b.bf16 if terms else b.f32
+    rows = b.empty((2 if terms else 1, s.T, s.MP), dt)
+    cols = b.empty(((terms or 1) * s.MP, TP), dt)
+    cx = b.empty((s.T,), b.f32)
+    red = b.empty((programs, RP), b.f32)
+    sums = b.empty((2 * iters, s.T, s.n), b.f32) if iters and dh_res is not None else None
+    b.launch(
+        mhc_pre_backward_coefficients,
+        (programs, 1, 1),
+        dict(
+            dots_ptr=dots, dh_post_ptr=dh_post, dh_res_ptr=dh_res, alpha_ptr=alpha, bias_ptr=bias, h_mix_ptr=h_mix,
+            inv_ptr=inv_rms, rows_ptr=rows, cols_ptr=cols, cx_ptr=cx, sums_ptr=sums, red_ptr=red, T=s.T, TP=TP,
+            post_mult=post_mult,
+            sinkhorn_eps=sinkhorn_eps,
+        ),
+        dict(
+            K=s.K, N=s.n, NP=s.NP, M=s.M, MP=s.MP, RP=RP, BC=r.BC, HAS_DIN=dh_in is not None, HAS_POST=has_post,
+            HAS_DPOST=dh_post is not None, HAS_RES=s.has_res, HAS_DRES=dh_res is not None,
+            ITERS=iters if s.has_res else 0, FORM=FORMS[form], TERMS=terms,
+        ),
+        r.num_warps, 1,
+    )  # fmt: skip
+    return LogitGrads(rows, cols, cx, red, programs, TP, terms, prec)
+
+
+def pre_dx(
+    b: Any, s: Dims, d: LogitGrads, dh_in: Any, x: Any, phi: Any, gamma: Any, h_pre: Any, dx_acc: Any, dx: Any
+) -> None:
+    """dx of pre, in dx's dtype."""
+    tile = dx_config(b.device_props(), s.D, s.MP, b.dtype(x) == b.bf16)
+    b.launch(
+        mhc_pre_backward_dx,
+        (s.n * (-(-s.D // tile.BD)) * b.cdiv(s.T, tile.R), 1, 1),
+        dict(
+            x_ptr=x, dh_in_ptr=dh_in, h_pre_ptr=h_pre, rows_ptr=d.rows, cx_ptr=d.cx, phi_ptr=phi, gamma_ptr=gamma,
+            dx_acc_ptr=dx_acc, dx_ptr=dx, T=s.T,
+        ),
+        dict(
+            D=s.D, N=s.n, M=s.M, MP=s.MP, R=tile.R, BD=tile.BD, HAS_DIN=dh_in is not None, HAS_ACC=dx_acc is not None,
+            HAS_GAMMA=gamma is not None, TERMS=d.terms, PREC=d.prec,
+        ),
+        tile.num_warps, tile.num_stages,
+    )  # fmt: skip
+
+
+def param_grads(b: Any, s: Dims, d: LogitGrads, x: Any, phi: Any, gamma: Any, grads: tuple[Any, ...]) -> None:
+    """dphi, dalpha, dbias and dgamma, one reduction over tokens."""
+    dphi, dalpha, dbias, dgamma = grads
+    A = b.static(b.shape(dalpha)[0])
+    chunk = dphi_config(b.device_props(), s.K, s.MP, d.terms)
+    parts = chunk.C * chunk.Z
+    part = b.empty((parts, s.MP, s.K), b.f32)
+    b.launch(
+        mhc_pre_backward_dphi,
+        (-(-s.K // chunk.BK), parts, 1),
+        dict(x_ptr=x, cols_ptr=d.cols, part_ptr=part, T=s.T, TP=d.TP, STEPS=b.cdiv(b.cdiv(s.T, chunk.R), chunk.C)),
+        dict(
+            K=s.K, M=s.M, MP=s.MP, FOLD=chunk.FOLD, C=chunk.C, Z=chunk.Z, R=chunk.R, BK=chunk.BK, TERMS=d.terms,
+            PREC=d.prec,
+        ),
+        chunk.num_warps, chunk.num_stages,
+    )  # fmt: skip
+    f = finish_config(s.MP)
+    b.launch(
+        mhc_pre_backward_finish,
+        (-(-s.K // f.BK) + 1, 1, 1),
+        dict(
+            part_ptr=part, red_ptr=d.red, phi_ptr=phi, gamma_ptr=gamma, dphi_ptr=dphi,
+            dgamma_ptr=dgamma if gamma is not None else None, dalpha_ptr=dalpha, dbias_ptr=dbias, P=d.programs,
+        ),
+        dict(
+            K=s.K, M=s.M, MP=s.MP, A=A, RP=_pow2(s.M + A), PARTS=parts, BK=f.BK, BP=f.BP, HAS_GAMMA=gamma is not None,
+        ),
+        f.num_warps, 1,
+    )  # fmt: skip
 
 
 def _pre_backward(
     b: Any, dh_in: Any, dh_post: Any, dh_res: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, h_pre: Any,
     h_mix: Any, inv_rms: Any, dx_acc: Any, post_mult: float, iters: int, sinkhorn_eps: float, form: str, has_post: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    *lead, n, D = b.shape(x)
-    n, D, M = b.static(n), b.static(D), b.static(b.shape(phi)[0])
-    A = b.static(b.shape(alpha)[0])
-    T = _numel(lead)
-    has_res = 2 * n < M
-    K = n * D
-    dx = b.empty(b.shape(x), b.dtype(x))
-    shapes = [(b.shape(v), b.dtype(v)) for v in (phi, alpha, bias)]
-    shapes.append(((0,), b.f32) if gamma is None else (b.shape(gamma), b.dtype(gamma)))
-    if b.is_static(T) and T == 0:
-        return (dx, *(b.zeros(*s) for s in shapes))
-    dphi, dalpha, dbias, dgamma = (b.empty(*s) for s in shapes)
-    x, phi, alpha, bias, h_pre, h_mix, inv_rms = (b.contiguous(v) for v in (x, phi, alpha, bias, h_pre, h_mix, inv_rms))
-    gamma, dh_in, dh_post, dh_res, dx_acc = (
-        None if v is None else b.contiguous(v) for v in (gamma, dh_in, dh_post, dh_res, dx_acc)
+    s = dims(b, x, phi)
+    params = (phi, alpha, bias, gamma)
+    if b.is_static(s.T) and s.T == 0:
+        return zero_grads(b, x, x, *params)
+    dx, *dparams = empty_grads(b, x, x, *params)
+    x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dh_in, dh_post, dh_res, dx_acc = contiguous(
+        b, x, *params, h_pre, h_mix, inv_rms, dh_in, dh_post, dh_res, dx_acc
     )
-    if not has_res:
-        dh_res = None
-    MP = max(16, _pow2(M + 1))
-    RP = _pow2(M + A)
-    props = b.device_props()
-    dots = None
-    if dh_in is not None:
-        dots = b.empty((T, n), b.f32)
-        c = dots_config(D, n)
-        b.launch(
-            mhc_pre_backward_dots, (T, 1, 1), dict(dh_in_ptr=dh_in, x_ptr=x, dots_ptr=dots),
-            dict(D=D, N=n, BD=c.BD), c.num_warps, 1,
-        )  # fmt: skip
-    r = rows_config(n)
-    programs = b.cdiv(T, r.BC)
-    terms, prec = _terms(b, x)
-    # dh_mix by rows for dx and by columns, padded to whole tiles, for dphi.
-    TP = b.cdiv(T, 64) * 64
-    dt = b.bf16 if terms else b.f32
-    rows = b.empty((2 if terms else 1, T, MP), dt)
-    cols = b.empty(((terms or 1) * MP, TP), dt)
-    cx = b.empty((T,), b.f32)
-    red = b.empty((programs, RP), b.f32)
-    sums = b.empty((2 * iters, T, n), b.f32) if iters and dh_res is not None else None
-    b.launch(
-        mhc_pre_backward_coefficients,
-        (programs, 1, 1),
-        dict(
-            dots_ptr=dots, dh_post_ptr=dh_post, dh_res_ptr=dh_res, alpha_ptr=alpha, bias_ptr=bias, h_mix_ptr=h_mix,
-            inv_ptr=inv_rms, rows_ptr=rows, cols_ptr=cols, cx_ptr=cx, sums_ptr=sums, red_ptr=red, T=T, TP=TP,
-            post_mult=post_mult,
-            sinkhorn_eps=sinkhorn_eps,
-        ),
-        dict(
-            K=K, N=n, NP=_pow2(n), M=M, MP=MP, RP=RP, BC=r.BC, HAS_DIN=dh_in is not None, HAS_POST=has_post,
-            HAS_DPOST=dh_post is not None, HAS_RES=has_res, HAS_DRES=dh_res is not None,
-            ITERS=iters if has_res else 0, FORM=FORMS[form], TERMS=terms,
-        ),
-        r.num_warps, 1,
-    )  # fmt: skip
-    tile = dx_config(props, D, MP, b.dtype(x) == b.bf16)
-    b.launch(
-        mhc_pre_backward_dx,
-        (n * (-(-D // tile.BD)) * b.cdiv(T, tile.R * tile.STEPS), 1, 1),
-        dict(
-            x_ptr=x, dh_in_ptr=dh_in, h_pre_ptr=h_pre, rows_ptr=rows, cx_ptr=cx, phi_ptr=phi, gamma_ptr=gamma,
-            dx_acc_ptr=dx_acc, dx_ptr=dx, T=T,
-        ),
-        dict(
-            D=D, N=n, M=M, MP=MP, R=tile.R, STEPS=tile.STEPS, BD=tile.BD, HAS_DIN=dh_in is not None, HAS_ACC=dx_acc is not None,
-            HAS_GAMMA=gamma is not None, TERMS=terms, PREC=prec,
-        ),
-        tile.num_warps, tile.num_stages,
-    )  # fmt: skip
-    chunk = dphi_config(props, K, MP, terms)
-    parts = chunk.C * chunk.Z
-    part = b.empty((parts, MP, K), b.f32)
-    b.launch(
-        mhc_pre_backward_dphi,
-        (-(-K // chunk.BK), parts, 1),
-        dict(x_ptr=x, cols_ptr=cols, part_ptr=part, T=T, TP=TP, STEPS=b.cdiv(b.cdiv(T, chunk.R), chunk.C)),
-        dict(K=K, M=M, MP=MP, FOLD=chunk.FOLD, C=chunk.C, Z=chunk.Z, R=chunk.R, BK=chunk.BK, TERMS=terms, PREC=prec),
-        chunk.num_warps, chunk.num_stages,
-    )  # fmt: skip
-    f = finish_config(MP)
-    b.launch(
-        mhc_pre_backward_finish,
-        (-(-K // f.BK) + 1, 1, 1),
-        dict(
-            part_ptr=part, red_ptr=red, phi_ptr=phi, gamma_ptr=gamma, dphi_ptr=dphi,
-            dgamma_ptr=dgamma if gamma is not None else None, dalpha_ptr=dalpha, dbias_ptr=dbias, P=programs,
-        ),
-        dict(K=K, M=M, MP=MP, A=A, RP=RP, PARTS=parts, BK=f.BK, BP=f.BP, HAS_GAMMA=gamma is not None),
-        f.num_warps, 1,
-    )  # fmt: skip
-    return dx, dphi, dalpha, dbias, dgamma
+    d = logit_grads(
+        b, s, dh_in, dh_post, dh_res, x, alpha, bias, h_mix, inv_rms, post_mult, iters, sinkhorn_eps, form, has_post
+    )
+    pre_dx(b, s, d, dh_in, x, phi, gamma, h_pre, dx_acc, dx)
+    param_grads(b, s, d, x, phi, gamma, tuple(dparams))
+    return dx, *dparams
 
 
 def plan_mhc_pre_backward(
@@ -261,31 +361,14 @@ def plan_mhc_head_backward(
     dx_acc: Any, norm_eps: float, hc_eps: float,
 ) -> tuple[Any, ...]:  # fmt: skip
     return _pre_backward(
-        b,
-        dh_in,
-        None,
-        None,
-        x,
-        phi,
-        alpha,
-        bias,
-        gamma,
-        h_pre,
-        h_mix,
-        inv_rms,
-        dx_acc,
-        0.0,
-        0,
-        0.0,
-        "softmax",
-        False,
+        b, dh_in, None, None, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, 0.0, 0, 0.0, "softmax", False
     )
 
 
 def plan_mhc_sinkhorn(b: Any, h_res: Any, iters: int, eps: float, form: str) -> Any:
     *lead, n, _ = b.shape(h_res)
     n = b.static(n)
-    T = _numel(lead)
+    T = numel(lead)
     h_res = b.contiguous(h_res)
     out = b.empty(b.shape(h_res), b.dtype(h_res))
     if b.is_static(T) and T == 0:
@@ -301,7 +384,7 @@ def plan_mhc_sinkhorn(b: Any, h_res: Any, iters: int, eps: float, form: str) -> 
 def plan_mhc_sinkhorn_backward(b: Any, grad: Any, h_res: Any, iters: int, eps: float, form: str) -> Any:
     *lead, n, _ = b.shape(h_res)
     n = b.static(n)
-    T = _numel(lead)
+    T = numel(lead)
     grad, h_res = b.contiguous(grad), b.contiguous(h_res)
     out = b.empty(b.shape(h_res), b.dtype(h_res))
     if b.is_static(T) and T == 0:
@@ -319,12 +402,11 @@ def plan_mhc_sinkhorn_backward(b: Any, grad: Any, h_res: Any, iters: int, eps: f
 def plan_mhc_post(b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool) -> Any:
     *lead, n, D = b.shape(x)
     n, D = b.static(n), b.static(D)
-    T = _numel(lead)
-    x, f_out, h_post = (b.contiguous(v) for v in (x, f_out, h_post))
-    h_res = None if h_res is None else b.contiguous(h_res)
+    T = numel(lead)
     out = b.empty(b.shape(x), b.dtype(x))
     if b.is_static(T) and T == 0:
         return out
+    x, f_out, h_post, h_res = contiguous(b, x, f_out, h_post, h_res)
     c = post_config(D, n)
     b.launch(
         mhc_post, (T * (-(-D // c.BD)), 1, 1),
@@ -337,22 +419,29 @@ def plan_mhc_post(b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose
 def plan_mhc_post_backward(
     b: Any, g: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool
 ) -> tuple[Any, ...]:
+    *lead, _, _ = b.shape(x)
+    T = numel(lead)
+    grads = empty_grads(b, x, x, f_out, h_post, h_res)
+    if b.is_static(T) and T == 0:
+        return grads
+    g, x, f_out, h_post, h_res = contiguous(b, g, x, f_out, h_post, h_res)
+    post_grads(b, g, x, f_out, h_post, h_res, transpose_res, grads)
+    return grads
+
+
+def post_grads(
+    b: Any, g: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool, grads: tuple[Any, ...]
+) -> None:
+    """dx, df, dh_post and dh_res of post from contiguous tensors."""
+    dx, df, dh_post, dh_res = grads
     *lead, n, D = b.shape(x)
     n, D = b.static(n), b.static(D)
-    T = _numel(lead)
-    g, x, f_out, h_post = (b.contiguous(v) for v in (g, x, f_out, h_post))
-    h_res = None if h_res is None else b.contiguous(h_res)
-    dx, df, dh_post = (b.empty(b.shape(v), b.dtype(v)) for v in (x, f_out, h_post))
-    dh_res = b.empty((0,), b.f32) if h_res is None else b.empty(b.shape(h_res), b.dtype(h_res))
-    if b.is_static(T) and T == 0:
-        return dx, df, dh_post, dh_res
     c = post_backward_config(D, n, max(b.dtype(v).itemsize for v in (x, f_out, g)))
     b.launch(
-        mhc_post_backward, (T, 1, 1),
+        mhc_post_backward, (numel(lead), 1, 1),
         dict(
             g_ptr=g, x_ptr=x, f_ptr=f_out, h_post_ptr=h_post, h_res_ptr=h_res, dx_ptr=dx, df_ptr=df,
             dh_post_ptr=dh_post, dh_res_ptr=dh_res if h_res is not None else None,
         ),
         dict(D=D, N=n, BD=c.BD, HAS_RES=h_res is not None, TRANSPOSE=transpose_res), c.num_warps, 1,
     )  # fmt: skip
-    return dx, df, dh_post, dh_res

@@ -5,6 +5,35 @@ import triton.language as tl
 
 
 @triton.jit
+def load_mix(
+    h_post_ptr, h_res_ptr, t, mask, N: tl.constexpr, HAS_RES: tl.constexpr, TRANSPOSE: tl.constexpr,
+):  # fmt: skip
+    """The mixing coefficients of tokens t (of any shape) in fp32: N of h_post, then R row by row where there is one."""
+    other = None if mask is None else 0.0
+    c = ()
+    for o in tl.static_range(N):
+        c = c + (tl.load(h_post_ptr + t * N + o, mask=mask, other=other).to(tl.float32),)
+    if HAS_RES:
+        for o in tl.static_range(N):
+            for i in tl.static_range(N):
+                at = i * N + o if TRANSPOSE else o * N + i
+                c = c + (tl.load(h_res_ptr + t * (N * N) + at, mask=mask, other=other).to(tl.float32),)
+    return c
+
+
+@triton.jit
+def mix_stream(c, f, xs, o: tl.constexpr, N: tl.constexpr, HAS_RES: tl.constexpr):
+    """h_post[o] * f + sum_i R[o, i] * x[i] in fp32, not rounded; c as of load_mix."""
+    y = c[o] * f
+    if HAS_RES:
+        for i in tl.static_range(N):
+            y += c[N + o * N + i] * xs[i].to(tl.float32)
+    else:
+        y += xs[o].to(tl.float32)
+    return y
+
+
+@triton.jit
 def mhc_post(
     x_ptr, f_ptr, h_post_ptr, h_res_ptr, out_ptr,
     D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, HAS_RES: tl.constexpr, TRANSPOSE: tl.constexpr,
@@ -18,15 +47,10 @@ def mhc_post(
     xs = ()
     for i in tl.static_range(N):
         xs = xs + (tl.load(x_ptr + (t * N + i) * D + d, mask=dm, other=0.0),)
+    c = load_mix(h_post_ptr, h_res_ptr, t, None, N, HAS_RES, TRANSPOSE)
     f = f.to(tl.float32)
     for o in tl.static_range(N):
-        y = tl.load(h_post_ptr + t * N + o).to(tl.float32) * f
-        if HAS_RES:
-            for i in tl.static_range(N):
-                at = i * N + o if TRANSPOSE else o * N + i
-                y += tl.load(h_res_ptr + t * (N * N) + at).to(tl.float32) * xs[i].to(tl.float32)
-        else:
-            y += xs[o].to(tl.float32)
+        y = mix_stream(c, f, xs, o, N, HAS_RES)
         tl.store(out_ptr + (t * N + o) * D + d, y.to(out_ptr.dtype.element_ty), mask=dm)
 
 
@@ -44,17 +68,13 @@ def mhc_post_backward(
     """df, dx by the transposed mix; dh_post[o] = <g[o], f>, dR[o, i] = <g[o], x[i]>, summed over D in a fixed order."""
     E: tl.constexpr = 8
     t = tl.program_id(0).to(tl.int64)
-    hp = ()
+    c = load_mix(h_post_ptr, h_res_ptr, t, None, N, HAS_RES, TRANSPOSE)
     dp = ()
     dr = ()
-    r = ()
-    for o in tl.static_range(N):
-        hp = hp + (tl.load(h_post_ptr + t * N + o).to(tl.float32),)
+    for _ in tl.static_range(N):
         dp = dp + (tl.zeros((BD // E,), tl.float32),)
         if HAS_RES:
-            for i in tl.static_range(N):
-                at = i * N + o if TRANSPOSE else o * N + i
-                r = r + (tl.load(h_res_ptr + t * (N * N) + at).to(tl.float32),)
+            for _ in tl.static_range(N):
                 dr = dr + (tl.zeros((BD // E,), tl.float32),)
     for d0 in range(0, D, BD):
         d = d0 + tl.arange(0, BD)
@@ -73,7 +93,7 @@ def mhc_post_backward(
         new_r = ()
         for o in tl.static_range(N):
             g = gs[o].to(tl.float32)
-            df += hp[o] * g
+            df += c[o] * g
             new_p = new_p + (dp[o] + _thread_sum(g * f, BD, E),)
             if HAS_RES:
                 for i in tl.static_range(N):
@@ -85,7 +105,7 @@ def mhc_post_backward(
             if HAS_RES:
                 dx = tl.zeros((BD,), tl.float32)
                 for o in tl.static_range(N):
-                    dx += r[o * N + i] * gs[o].to(tl.float32)
+                    dx += c[N + o * N + i] * gs[o].to(tl.float32)
             else:
                 dx = gs[i].to(tl.float32)
             tl.store(dx_ptr + (t * N + i) * D + d, dx.to(dx_ptr.dtype.element_ty), mask=dm)

@@ -1,5 +1,5 @@
 """The ops: schemas, fakes, autograd, vmap and the reference implementation of ``torch.ops.mhc_inductor``."""
 
-from mhc_inductor.ops import mhc
+from mhc_inductor.ops import fused, mhc
 
-__all__ = ["mhc"]
+__all__ = ["fused", "mhc"]

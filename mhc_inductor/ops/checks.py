@@ -16,7 +16,7 @@ from torch import Tensor
 
 FORMS = ("softmax", "exp")
 MIN_STREAMS, MAX_STREAMS, MIN_WIDTH = 2, 8, 16
-_OPTIONAL = frozenset({"gamma", "h_res", "dh_in", "dh_post", "dh_res", "dx_acc"})
+_OPTIONAL = frozenset({"gamma", "h_res", "dh_in", "dh_post", "dh_res", "dx_acc", "dx_out", "dnext_post", "dnext_res"})
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -284,3 +284,110 @@ def mhc_head_backward(
     op = "mhc_head_backward"
     mhc_head(x, phi, alpha, bias, gamma, norm_eps, hc_eps, op=op)
     _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, dx_acc, phi.shape[0])
+
+
+def mhc_post_pre(
+    x: Tensor,
+    f_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    transpose_res: bool,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    *options: Any,
+    op: str = "mhc_post_pre",
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_post_pre`` fit together; options: as mhc_pre's."""
+    mhc_post(x, f_out, h_post, h_res, transpose_res, op=op)
+    mhc_pre(x, phi, alpha, bias, gamma, *options, op=op)
+
+
+def mhc_post_head(
+    x: Tensor,
+    f_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    transpose_res: bool,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    *options: Any,
+    op: str = "mhc_post_head",
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_post_head`` fit together; options: as mhc_head's."""
+    mhc_post(x, f_out, h_post, h_res, transpose_res, op=op)
+    mhc_head(x, phi, alpha, bias, gamma, *options, op=op)
+
+
+def mhc_post_pre_backward(
+    dx_out: Tensor | None,
+    dh_in: Tensor | None,
+    dnext_post: Tensor | None,
+    dnext_res: Tensor | None,
+    x: Tensor,
+    f_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    transpose_res: bool,
+    x_out: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    h_pre: Tensor,
+    next_post: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    *options: Any,
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_post_pre_backward`` fit together."""
+    op = "mhc_post_pre_backward"
+    mhc_post_pre(x, f_out, h_post, h_res, transpose_res, phi, alpha, bias, gamma, *options, op=op)
+    _between(op, x, x_out, dx_out)
+    _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, None, phi.shape[0])
+    lead, n = x.shape[:-2], x.shape[-2]
+    _floating(op, x=x, next_post=next_post, dnext_post=dnext_post, dnext_res=dnext_res)
+    _shape(op, "next_post", next_post, [*lead, n], "[..., n]")
+    if dnext_post is not None:
+        _shape(op, "dnext_post", dnext_post, [*lead, n], "[..., n]")
+    if dnext_res is not None:
+        k = 0 if phi.shape[0] == 2 * n else n
+        _shape(op, "dnext_res", dnext_res, [*lead, k, k], "next_res's")
+
+
+def mhc_post_head_backward(
+    dx_out: Tensor | None,
+    dh_in: Tensor | None,
+    x: Tensor,
+    f_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    transpose_res: bool,
+    x_out: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    h_pre: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    *options: Any,
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``mhc_post_head_backward`` fit together."""
+    op = "mhc_post_head_backward"
+    mhc_post_head(x, f_out, h_post, h_res, transpose_res, phi, alpha, bias, gamma, *options, op=op)
+    _between(op, x, x_out, dx_out)
+    _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, None, phi.shape[0])
+
+
+def _between(op: str, x: Tensor, x_out: Tensor, dx_out: Tensor | None) -> None:
+    """The streams between the two halves of a fused op, and their gradient."""
+    _floating(op, x=x, x_out=x_out, dx_out=dx_out)
+    _shape(op, "x_out", x_out, x.shape, "x's")
+    if x_out.dtype is not x.dtype:
+        raise TypeError(f"{op}: x_out must have x's dtype {x.dtype}, got {x_out.dtype}")
+    if dx_out is not None:
+        _shape(op, "dx_out", dx_out, x.shape, "x's")

@@ -24,7 +24,7 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _as_given(fn: Callable[P, R]) -> Callable[P, R]:
+def as_given(fn: Callable[P, R]) -> Callable[P, R]:
     """Run ``fn`` with autocast off: the formulas choose their own dtypes."""
 
     @functools.wraps(fn)
@@ -60,7 +60,7 @@ def _output(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype).contiguous()
 
 
-@_as_given
+@as_given
 def mhc_pre(
     x: Tensor,
     phi: Tensor,
@@ -106,7 +106,7 @@ def mhc_pre(
     return _collapse(x, h_pre), h_post, h_res, h_pre, h_mix, inv_rms
 
 
-@_as_given
+@as_given
 def mhc_pre_backward(
     dh_in: Tensor | None,
     dh_post: Tensor | None,
@@ -146,10 +146,38 @@ def mhc_pre_backward(
     ``dx_acc`` (x's shape) is added to dx before its one rounding. Returns (dx, dphi, dalpha, dbias, dgamma),
     each in its input's shape and dtype; dgamma has shape [0] without gamma.
     """
+    d = pre_logit_gradients(
+        dh_in, dh_post, dh_res, x, phi, alpha, bias, h_pre, h_post, h_mix, inv_rms,
+        hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form,
+    )  # fmt: skip
+    dx, *dparams = coefficients_backward(d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)
+    return _output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]
+
+
+def pre_logit_gradients(
+    dh_in: Tensor | None,
+    dh_post: Tensor | None,
+    dh_res: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    h_pre: Tensor,
+    h_post: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    hc_eps: float,
+    post_mult: float,
+    post_eps: float,
+    sinkhorn_iters: int,
+    sinkhorn_eps: float,
+    sinkhorn_form: str,
+) -> list[Tensor]:
+    """``d_pre, d_post, d_res`` of :func:`mhc_pre_backward`, the last only with n*n + 2n rows in phi."""
     n, acc = x.shape[-2], acc_dtype(x.dtype)
     h = h_post - post_eps
     d = [
-        _d_pre(dh_in, x, h_pre, hc_eps),
+        head_logit_gradient(dh_in, x, h_pre, hc_eps),
         torch.zeros_like(h_post) if dh_post is None else dh_post.to(acc) * h * (1 - h / post_mult),
     ]
     if phi.shape[0] != 2 * n:
@@ -160,10 +188,10 @@ def mhc_pre_backward(
             logits = alpha[2].to(acc) * z_res + bias[2 * n :].to(acc).unflatten(-1, (n, n))
             d_res = _sinkhorn_backward(dh_res.to(acc), logits, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
         d.append(d_res.flatten(-2))
-    return _coefficients_backward(d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)
+    return d
 
 
-def _d_pre(dh_in: Tensor | None, x: Tensor, h_pre: Tensor, hc_eps: float) -> Tensor:
+def head_logit_gradient(dh_in: Tensor | None, x: Tensor, h_pre: Tensor, hc_eps: float) -> Tensor:
     """Gradient at the input of h_pre's sigmoid, [..., n]."""
     if dh_in is None:
         return torch.zeros_like(h_pre)
@@ -171,7 +199,7 @@ def _d_pre(dh_in: Tensor | None, x: Tensor, h_pre: Tensor, hc_eps: float) -> Ten
     return (dh_in.to(h_pre.dtype).unsqueeze(-2) * x.to(h_pre.dtype)).sum(-1) * s * (1 - s)
 
 
-def _coefficients_backward(
+def coefficients_backward(
     d: list[Tensor],
     dh_in: Tensor | None,
     x: Tensor,
@@ -184,7 +212,7 @@ def _coefficients_backward(
     inv_rms: Tensor,
     dx_acc: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From the gradients ``d`` at the logits, one tensor an alpha, to those of all inputs."""
+    """From the gradients ``d`` at the logits, one tensor an alpha, to those of all inputs; dx is not rounded yet."""
     acc, m, width = h_pre.dtype, phi.shape[0], phi.shape[1]
     phi_, scale = phi.to(acc), alpha.to(acc)
     flat = torch.cat(d, -1)
@@ -213,7 +241,7 @@ def _coefficients_backward(
         dphi = g * gamma.flatten().to(acc)
         dgamma = (phi_ * g).sum(0).reshape(gamma.shape).to(gamma.dtype)
     dparams = dphi.to(phi.dtype), dalpha.to(alpha.dtype), dbias.to(bias.dtype), dgamma
-    return _output(dx, x.dtype), *dparams
+    return dx, *dparams
 
 
 def _scale(c: Tensor, dim: int, eps: float, form: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,7 +289,7 @@ def _sinkhorn_backward(grad: Tensor, logits: Tensor, iters: int, eps: float, for
     return p * (g - (g * p).sum(-1, keepdim=True))
 
 
-@_as_given
+@as_given
 def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str) -> Tensor:
     """Logits ``[..., n, n]`` to a nearly doubly stochastic matrix.
 
@@ -281,7 +309,7 @@ def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str) -> Tensor:
     return _output(_sinkhorn(h_res.to(acc_dtype(h_res.dtype)), iters, eps, form), h_res.dtype)
 
 
-@_as_given
+@as_given
 def mhc_sinkhorn_backward(grad: Tensor, h_res: Tensor, iters: int, eps: float, form: str) -> Tensor:
     """Gradient of :func:`mhc_sinkhorn` through every iteration; of ``c / s(c) = y``: ``(g - <g, y>) / s``."""
     if iters == 0:
@@ -290,7 +318,7 @@ def mhc_sinkhorn_backward(grad: Tensor, h_res: Tensor, iters: int, eps: float, f
     return _output(_sinkhorn_backward(grad.to(acc), h_res.to(acc), iters, eps, form), h_res.dtype)
 
 
-@_as_given
+@as_given
 def mhc_post(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool) -> Tensor:
     """Expand and mix: ``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]`` in x's dtype.
 
@@ -314,7 +342,7 @@ def _mix(r: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-@_as_given
+@as_given
 def mhc_post_backward(
     g: Tensor, x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -340,7 +368,7 @@ def mhc_post_backward(
     return dx, df, dh_post, dh_res
 
 
-@_as_given
+@as_given
 def mhc_head(
     x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, norm_eps: float, hc_eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -356,7 +384,7 @@ def mhc_head(
     return _collapse(x, h_pre), h_pre, h_mix, inv_rms
 
 
-@_as_given
+@as_given
 def mhc_head_backward(
     dh_in: Tensor | None,
     x: Tensor,
@@ -372,5 +400,6 @@ def mhc_head_backward(
     hc_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of :func:`mhc_head`, by the formulas of :func:`mhc_pre_backward`."""
-    d = [_d_pre(dh_in, x, h_pre, hc_eps)]
-    return _coefficients_backward(d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)
+    d = [head_logit_gradient(dh_in, x, h_pre, hc_eps)]
+    dx, *dparams = coefficients_backward(d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)
+    return _output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]
