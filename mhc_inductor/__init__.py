@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import pathlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-# In a bare checkout kernels/ and lowerings/ stand beside this package; installed, setuptools maps them into it.
 _checkout = pathlib.Path(__file__).resolve().parent.parent
+
+
+class _Beside(importlib.abc.MetaPathFinder):
+    """In a checkout kernels/ and lowerings/ stand beside this package; installed, setuptools maps them into it.
+
+    A finder, since a further entry of ``__path__`` would show the whole checkout, this package in it once more, to
+    those who walk the package: ``TORCH_LOGS="mhc_inductor"`` does.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in ("mhc_inductor.kernels", "mhc_inductor.lowerings"):
+            return None
+        folder = _checkout / name.rpartition(".")[2]
+        return importlib.util.spec_from_file_location(name, folder / "__init__.py")
+
+
 if (_checkout / "kernels" / "launch.py").exists() and (_checkout / "lowerings").is_dir():
-    __path__.append(str(_checkout))
+    sys.meta_path.append(_Beside())
 
 from mhc_inductor import ops  # noqa: E402
 from mhc_inductor.api import mhc_head, mhc_post, mhc_pre, mhc_sinkhorn  # noqa: E402
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
 from mhc_inductor.kernels import eager as _eager  # noqa: E402
+from mhc_inductor.patterns.explain import explain  # noqa: E402
 
 if TYPE_CHECKING:
     from mhc_inductor import nn
@@ -24,6 +44,7 @@ __all__ = [
     "counters",
     "disable",
     "enable",
+    "explain",
     "mhc_head",
     "mhc_post",
     "mhc_pre",

@@ -8,9 +8,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from mhc_inductor import compat
 
 _PASS = "post_grad_custom_pre_pass"
+_ROUTED = "mhc_inductor_routed"
 _lock = threading.RLock()
 _enabled = False
 _prepared = False
@@ -57,13 +60,29 @@ def _wrap_compile_fx() -> None:
     @functools.wraps(plain)
     def compile_fx(model_: Any, example_inputs_: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
         # compile_fx calls itself again by its global name, with the patches in force.
+        if _enabled:
+            _route(model_)
         return plain(model_, example_inputs_, *args, config_patches=_patches(config_patches), **kwargs)
 
     module.compile_fx = compile_fx
 
 
+def _route(gm: Any) -> None:
+    """Route the formulas of a Dynamo graph, once."""
+    if not isinstance(gm, torch.fx.GraphModule) or _ROUTED in gm.meta:
+        return
+    from mhc_inductor.patterns.report import log_report
+    from mhc_inductor.patterns.route import route
+
+    gm.meta[_ROUTED] = True
+    log_report(route(gm))
+
+
 def enable() -> None:
-    """Make the ordinary ``torch.compile(model)`` do what ``backend="mhc_inductor"`` does. Idempotent, any thread."""
+    """Make the ordinary ``torch.compile(model)`` do what ``backend="mhc_inductor"`` does. Idempotent, any thread.
+
+    Graphs compiled before stay as they are.
+    """
     global _enabled
     with _lock:
         prepare()
@@ -71,7 +90,10 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Take :func:`enable` back. Lowerings stay registered: graphs that hold this package's ops keep their kernels."""
+    """Take :func:`enable` back: later compiles route nothing.
+
+    Lowerings stay registered: graphs that hold this package's ops keep their kernels.
+    """
     global _enabled
     with _lock:
         _enabled = False
@@ -90,6 +112,7 @@ def mhc_inductor(
     ``mode`` and ``options`` are those of ``torch.compile`` for Inductor. Raises RuntimeError for an unknown option.
     """
     prepare()
+    _route(gm)
     patches = {**compat.mode_options(mode), **compat.check_options(options or {})}
     return compat.compile_fx_module().compile_fx(gm, example_inputs, config_patches=patches)
 

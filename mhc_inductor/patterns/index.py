@@ -1,0 +1,286 @@
+"""Index arithmetic: which element of a tensor an element of another one is, through any chain of views.
+
+An :class:`Index` is a sum of variables times sizes. Sizes are monomials, an integer times symbols of a dynamic
+shape, so that "tokens * streams * width" divides by "streams * width" whether or not the tokens are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Unsupported(Exception):
+    """An index that is no sum of variables: the views cannot be followed."""
+
+
+class DynamicWidth(Exception):
+    """A sum over a size that the graph leaves open: the analysis can go on only where that size is fixed."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__(str(size))
+        self.size = size
+
+
+class Size(NamedTuple):
+    """``factor`` times the product of ``symbols`` (sorted names of dynamic sizes)."""
+
+    factor: int
+    symbols: tuple[str, ...] = ()
+
+    def times(self, other: Size) -> Size:
+        if not self.symbols and not other.symbols:
+            return Size(self.factor * other.factor)
+        return Size(self.factor * other.factor, tuple(sorted(self.symbols + other.symbols)))
+
+    def over(self, other: Size) -> Size | None:
+        """The exact quotient, or None."""
+        if other.factor == 0 or self.factor % other.factor:
+            return None
+        if not other.symbols:
+            return Size(self.factor // other.factor, self.symbols)
+        left = list(self.symbols)
+        for name in other.symbols:
+            if name not in left:
+                return None
+            left.remove(name)
+        return Size(self.factor // other.factor, tuple(left))
+
+
+ONE = Size(1)
+
+
+def size_of(value: Any, fixed: Mapping[str, int]) -> Size:
+    """The size of a dimension, an int or a torch.SymInt; the symbols of ``fixed`` count as their values."""
+    if isinstance(value, int):
+        return Size(value)
+    expr = value.node.expr
+    factor, symbols = 1, []
+    for part in expr.as_ordered_factors() if expr.is_Mul else (expr,):
+        if part.is_Integer:
+            factor *= int(part)
+        elif str(part) in fixed:
+            factor *= fixed[str(part)]
+        elif part.is_Pow and part.exp.is_Integer and int(part.exp) > 0:
+            symbols += [str(part.base)] * int(part.exp)
+        else:
+            symbols.append(str(part))
+    return Size(factor, tuple(sorted(symbols)))
+
+
+def product_of(sizes: Iterable[Size]) -> Size:
+    total = ONE
+    for size in sizes:
+        total = total.times(size)
+    return total
+
+
+class Var:
+    """An index variable that runs over ``[0, size)``."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+
+
+class Part(NamedTuple):
+    """``of // by`` or ``of % by`` of an atom, where a view splits a variable."""
+
+    of: Any
+    by: Size
+    mod: bool
+
+
+Atom = Var | Part | None  # None: the constant
+
+
+def _bound(atom: Any) -> Size:
+    if isinstance(atom, Var):
+        return atom.size
+    if atom.mod:
+        return atom.by
+    quotient = _bound(atom.of).over(atom.by)
+    if quotient is None:
+        raise Unsupported
+    return quotient
+
+
+class Index:
+    """A linear form: ``{atom: size}``; the constant's atom is None."""
+
+    __slots__ = ("terms",)
+
+    def __init__(self, terms: dict[Any, Size]) -> None:
+        self.terms = terms
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Index) and self.terms == other.terms
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.terms.items()))
+
+    @property
+    def constant(self) -> int | None:
+        """The value, where no variable takes part."""
+        if not self.terms:
+            return 0
+        if set(self.terms) == {None} and not self.terms[None].symbols:
+            return self.terms[None].factor
+        return None
+
+    def atoms(self) -> set[Any]:
+        return {a for a in self.terms if a is not None}
+
+    def variables(self) -> set[Var]:
+        found = set()
+        for atom in self.atoms():
+            while isinstance(atom, Part):
+                atom = atom.of
+            found.add(atom)
+        return found
+
+    def times(self, size: Size) -> Index:
+        return Index({a: c.times(size) for a, c in self.terms.items()}) if size.factor else Index({})
+
+    def plus(self, other: Index) -> Index:
+        if not other.terms:
+            return self
+        terms = dict(self.terms)
+        for atom, c in other.terms.items():
+            have = terms.get(atom)
+            if have is None:
+                terms[atom] = c
+            elif have.symbols == c.symbols:
+                total = Size(have.factor + c.factor, c.symbols)
+                if total.factor:
+                    terms[atom] = total
+                else:
+                    del terms[atom]
+            else:
+                raise Unsupported
+        return Index(_rejoin(terms))
+
+
+def _rejoin(terms: dict[Any, Size]) -> dict[Any, Size]:
+    """``by * (a // by) + a % by`` is ``a``."""
+    for atom in list(terms):
+        if isinstance(atom, Part) and atom.mod and atom in terms:
+            whole = Part(atom.of, atom.by, False)
+            if terms.get(whole) == terms[atom].times(atom.by):
+                coefficient = terms.pop(atom)
+                del terms[whole]
+                return Index(terms).plus(Index({atom.of: coefficient})).terms
+    return terms
+
+
+def const(value: int) -> Index:
+    return Index({None: Size(value)} if value else {})
+
+
+def var(variable: Var) -> Index:
+    return Index({variable: ONE}) if variable.size != ONE else Index({})
+
+
+def linear(index: Sequence[Index], shape: Sequence[Size]) -> Index:
+    """The row-major position of ``index`` in a tensor of ``shape``."""
+    total, stride = Index({}), ONE
+    for i, size in zip(reversed(index), reversed(shape), strict=True):
+        total = total.plus(i.times(stride))
+        stride = stride.times(size)
+    return total
+
+
+def _below(terms: dict[Any, Size], limit: Size) -> bool:
+    """Whether the terms never sum to ``limit``."""
+    if not limit.symbols and all(not c.symbols for c in terms.values()):
+        top = 0
+        for atom, c in terms.items():
+            if c.factor < 0:
+                return False
+            if atom is None:
+                top += c.factor
+                continue
+            bound = _bound(atom)
+            if bound.symbols:
+                return False
+            top += c.factor * (bound.factor - 1)
+        return top < limit.factor
+    # With symbols: digits of a mixed radix, each unit a multiple of the one below.
+    reach = ONE
+    for atom, c in sorted(terms.items(), key=lambda item: (len(item[1].symbols), item[1].factor)):
+        if atom is None or c.over(reach) is None:
+            return False
+        reach = c.times(_bound(atom))
+    return limit.over(reach) is not None
+
+
+def divmod_index(index: Index, by: Size) -> tuple[Index, Index]:
+    """``index // by`` and ``index % by``. Raises Unsupported where they are no linear forms."""
+    if by == ONE:
+        return index, Index({})
+    quotient: dict[Any, Size] = {}
+    rest: dict[Any, Size] = {}
+    for atom, c in index.terms.items():
+        q = c.over(by)
+        if q is not None:
+            quotient[atom] = q
+        elif atom is None and not c.symbols and not by.symbols:
+            if c.factor // by.factor:
+                quotient[None] = Size(c.factor // by.factor)
+            rest[None] = Size(c.factor % by.factor)
+        else:
+            rest[atom] = c
+    if _below(rest, by):
+        return Index(quotient), Index(rest)
+    for atom, c in rest.items():
+        others = {a: v for a, v in rest.items() if a is not atom}
+        per = by.over(c)
+        if atom is None or per is None or not _below(others, c):
+            continue
+        if _bound(atom).over(per) is None:
+            raise Unsupported
+        high, low = Part(atom, per, False), Part(atom, per, True)
+        return Index(quotient).plus(Index({high: ONE})), Index(others).plus(Index({low: c}))
+    raise Unsupported
+
+
+def reshape(index: Sequence[Index], shape: Sequence[Size], base: Sequence[Size]) -> tuple[Index, ...]:
+    """The index into a tensor of shape ``base`` of element ``index`` of its view with ``shape``."""
+    result: list[Index] = []
+    o = len(shape)
+    b = len(base)
+    # Groups of dimensions with equal products, from the last to the first.
+    while b or o:
+        first_o, first_b = o, b
+        here, there = ONE, ONE
+        if o:
+            o -= 1
+            here = here.times(shape[o])
+        if b:
+            b -= 1
+            there = there.times(base[b])
+        while here != there:
+            if o and there.over(here) is not None:
+                o -= 1
+                here = here.times(shape[o])
+            elif b and here.over(there) is not None:
+                b -= 1
+                there = there.times(base[b])
+            elif o and (not b or (here.factor <= there.factor and len(here.symbols) <= len(there.symbols))):
+                o -= 1
+                here = here.times(shape[o])
+            elif b:
+                b -= 1
+                there = there.times(base[b])
+            else:
+                raise Unsupported
+        flat = linear(index[o:first_o], shape[o:first_o])
+        group: list[Index] = []
+        for size in reversed(base[b:first_b][1:]):
+            flat, low = divmod_index(flat, size)
+            group.append(low)
+        if first_b > b:
+            group.append(flat)
+        result += group
+    return tuple(reversed(result))

@@ -1,0 +1,214 @@
+"""What the routing of a graph found: the record behind ``explain``, the log and the tlparse artifact."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mhc_inductor import compat
+from mhc_inductor.log import logger
+
+ARTIFACT = "mhc_inductor_routing"
+"""Name of the artifact in a ``TORCH_TRACE`` log."""
+
+_LOGITS_BACKWARD = ("mhc_pre_backward_dots", "mhc_pre_backward_coefficients")
+_PARAMETERS_BACKWARD = ("mhc_pre_backward_dphi", "mhc_pre_backward_finish")
+_PRE = (
+    *("mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse"),
+    *(*_LOGITS_BACKWARD, "mhc_pre_backward_dx", *_PARAMETERS_BACKWARD),
+)
+_POST_PRE = (
+    *("mhc_post", "mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse"),
+    *(*_LOGITS_BACKWARD, "mhc_pre_backward_dx", "mhc_post_backward", *_PARAMETERS_BACKWARD),
+)
+KERNELS: dict[str, tuple[str, ...]] = {
+    "mhc_pre": _PRE,
+    "mhc_sinkhorn": ("mhc_sinkhorn", "mhc_sinkhorn_backward"),
+    "mhc_post": ("mhc_post", "mhc_post_backward"),
+    "mhc_head": _PRE,
+    "mhc_post_pre": _POST_PRE,
+    "mhc_post_head": _POST_PRE,
+}
+"""The kernels that an op launches on a GPU: those of its forward, then those that only its backward launches."""
+
+REFERENCE = ("reference formula, fused by Inductor",)
+
+
+def kernels_of(op: str, device_type: str) -> tuple[str, ...]:
+    """What ``op`` runs on a device of this type: names of kernels on a GPU, elsewhere a word for the formula."""
+    return KERNELS[op] if device_type == "cuda" and op in KERNELS else REFERENCE
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """A formula that became an op. ``source`` is "file.py:line, in function: code" of the user's file."""
+
+    op: str
+    source: str
+    detail: str = ""
+    kernels: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class NearMiss:
+    """A formula that was almost one of ours: the op it resembles, the first node that did not fit, why."""
+
+    op: str
+    reason: str
+    source: str
+    node: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Neighbouring ops that became one: its name, the names of those it replaced, where the second stood."""
+
+    op: str
+    parts: tuple[str, ...]
+    source: str
+    kernels: tuple[str, ...] = ()
+
+
+Row = tuple[str, ...]
+Section = tuple[str, Row, list[Row]]
+
+
+@dataclasses.dataclass
+class Report:
+    """Everything found, over all graphs of one call.
+
+    ``str(report)`` is plain text; rich prints it as tables, as :func:`mhc_inductor.explain` does. ``graphs`` and
+    ``nodes`` count what was looked at, ``seconds`` is the time that looking and rewriting took.
+    """
+
+    routed: list[Routed] = dataclasses.field(default_factory=list)
+    near_misses: list[NearMiss] = dataclasses.field(default_factory=list)
+    fused: list[Fused] = dataclasses.field(default_factory=list)
+    problems: list[str] = dataclasses.field(default_factory=list)
+    graphs: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
+
+    def extend(self, other: Report) -> None:
+        """Add what ``other`` found."""
+        self.routed += other.routed
+        self.near_misses += other.near_misses
+        self.fused += other.fused
+        self.problems += other.problems
+        self.graphs += other.graphs
+        self.nodes += other.nodes
+        self.seconds += other.seconds
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to tell: no formula, nothing close to one, no problem."""
+        return not (self.routed or self.near_misses or self.fused or self.problems)
+
+    def totals(self) -> str:
+        """One line: how much of everything."""
+        ops = _counts(r.op for r in self.routed)
+        near, graphs = len(self.near_misses), self.graphs
+        return (
+            f"routed {ops or 'nothing'}; fused {_counts(f.op for f in self.fused) or 'nothing'}; "
+            f"{near} near miss{'' if near == 1 else 'es'}, {len(self.problems)} problems; "
+            f"{self.nodes} nodes of {graphs} graph{'' if graphs == 1 else 's'} in {self.seconds:.2f} s"
+        )
+
+    def sections(self) -> Iterator[Section]:
+        """Title, headings and rows of each part that has something in it.
+
+        Equal findings share a row; of near misses that differ in the node alone, the first is named.
+        """
+        routed: list[Row] = [
+            (f"{n} x", r.op, r.source, r.detail, ", ".join(r.kernels)) for r, n in _grouped(self.routed)
+        ]
+        fused: list[Row] = [
+            (f"{n} x", f.op, " + ".join(f.parts), f.source, ", ".join(f.kernels)) for f, n in _grouped(self.fused)
+        ]
+        nodes = {dataclasses.replace(m, node=""): m.node for m in reversed(self.near_misses)}
+        misses = _grouped(dataclasses.replace(m, node="") for m in self.near_misses)
+        near: list[Row] = [(f"{n} x", m.op, m.reason, nodes[m], m.source) for m, n in misses]
+        parts: list[Section] = [
+            ("routed", ("", "op", "source", "detail", "kernels"), routed),
+            ("fused", ("", "op", "of", "source", "kernels"), fused),
+            ("near misses", ("", "resembles", "why not", "node", "source"), near),
+            ("problems", ("", "what"), [(f"{n} x", p) for p, n in _grouped(self.problems)]),
+        ]
+        return (part for part in parts if part[2])
+
+    def __str__(self) -> str:
+        lines = []
+        for title, headings, rows in self.sections():
+            lines.append(f"{title}:")
+            for count, first, *rest in rows:
+                lines.append(f"  {count} {first}")
+                pairs = zip(headings[2:], rest, strict=True)
+                lines += [f"      {heading}: {text}" for heading, text in pairs if text]
+        return "\n".join([*lines, self.totals()])
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        parts: list[Any] = []
+        for title, headings, rows in self.sections():
+            table = Table(title=f"mhc_inductor: {title}", title_justify="left", header_style="bold", show_lines=True)
+            for heading in headings:
+                table.add_column(heading, overflow="fold")
+            for row in rows:
+                # Source code holds brackets, which rich would read as markup.
+                table.add_row(*map(Text, row))
+            parts.append(table)
+        return Group(*parts, Text(self.totals()))
+
+
+def _grouped(found: Iterable[Any]) -> list[tuple[Any, int]]:
+    return list(Counter(found).items())
+
+
+def _counts(ops: Iterable[str]) -> str:
+    return ", ".join(f"{n} {op}" for op, n in Counter(ops).items())
+
+
+def findings(report: Report) -> Iterator[str]:
+    """One line for each thing found, in the order of the sections."""
+    for r in report.routed:
+        detail, kernels = f" ({r.detail})" if r.detail else "", f" -> {', '.join(r.kernels)}" if r.kernels else ""
+        yield f"routed {r.op} at {r.source}{detail}{kernels}"
+    for f in report.fused:
+        yield f"fused {' + '.join(f.parts)} to {f.op} at {f.source}"
+    for m in report.near_misses:
+        node = f" (node {m.node})" if m.node else ""
+        yield f"near miss of {m.op} at {m.source}: {m.reason}{node}"
+    for p in report.problems:
+        yield f"problem: {p}"
+
+
+def log_report(report: Report) -> None:
+    """Log ``report`` of one graph on the logger ``mhc_inductor`` and as an artifact of ``TORCH_TRACE``.
+
+    One INFO line a finding and one for the totals; a graph in which nothing was found has one DEBUG line only.
+    """
+    if report.empty:
+        logger.debug("%s", report.totals())
+        return
+    for line in findings(report):
+        logger.info("%s", line)
+    logger.info("%s", report.totals())
+    compat.trace_artifact(ARTIFACT, lambda: str(report))
+
+
+def show(report: Report) -> None:
+    """Print ``report``: tables where rich is installed, plain text elsewhere."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        print(report)
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 160)  # a pipe has no width: rich would fold everything to 80 columns
+    console.print(report)

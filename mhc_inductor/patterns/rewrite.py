@@ -1,0 +1,492 @@
+"""Surgery on the Dynamo graph: found formulas become ops, what only they needed goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_inductor import compat
+
+from .algebra import is_cast
+from .find import Finder, Found, Miss, PostUse, Pre, Sinkhorn
+from .mhc import Affine, Mismatch, Piece
+from .values import Value
+
+_ROLES = ("pre", "post", "res")
+
+
+def example(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def mutations(graph: fx.Graph) -> list[tuple[int, int]]:
+    """(position, storage) of every tensor that a node changes in place."""
+    events = []
+    for i, node in enumerate(graph.nodes):
+        for target in _changed(node):
+            changed = example(target)
+            if isinstance(changed, torch.Tensor):
+                events.append((i, compat.storage_key(changed)))
+    return events
+
+
+def _changed(node: fx.Node) -> list[fx.Node]:
+    if node.op not in ("call_function", "call_method"):
+        return []
+    inputs = [a for a in node.args if isinstance(a, fx.Node)]
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if isinstance(node.target, torch._ops.OpOverload):
+        names = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        positions = {a.name: k for k, a in enumerate(node.target._schema.arguments)}
+        picked = [node.args[positions[n]] if positions[n] < len(node.args) else node.kwargs.get(n) for n in names]
+        return [a for a in picked if isinstance(a, fx.Node)]
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return list(node.all_input_nodes) if "mutation" in name or "mutat" in str(node.target) else []
+    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = in_place or node.target in _IN_PLACE or name in ("setitem", "__setitem__") or name.startswith("__i")
+    if node.kwargs.get("inplace") is True:
+        in_place = True
+    changed = inputs[:1] if in_place else []
+    if name.startswith("_foreach") and name.endswith("_"):
+        changed = list(node.all_input_nodes)
+    out = node.kwargs.get("out")
+    changed += [a for a in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(a, fx.Node)]
+    return changed
+
+
+_IN_PLACE = {
+    operator.iadd,
+    operator.isub,
+    operator.imul,
+    operator.itruediv,
+    operator.ifloordiv,
+    operator.imod,
+    operator.ipow,
+    operator.imatmul,
+    operator.iand,
+    operator.ior,
+    operator.ixor,
+    operator.ilshift,
+    operator.irshift,
+    operator.setitem,
+}
+
+
+class Rewriter:
+    """Puts what a :class:`Finder` found into its graph."""
+
+    def __init__(self, graph: fx.Graph, finder: Finder) -> None:
+        self.graph = graph
+        self.finder = finder
+        self.order = finder.order
+        self.events = mutations(graph)
+        self.grad = grad_states(graph)
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.replaced: list[fx.Node] = []
+        self.misses: list[Miss] = []
+        self.made: list[tuple[str, fx.Node, Any]] = []
+        self._trace: dict[str, Any] = {}
+        self._h: dict[int, dict[str, fx.Node]] = {}
+
+    def run(self, found: Found) -> None:
+        positions = self.order
+        work: list[tuple[int, Callable[[], None], str, Value]] = [
+            *((positions[_node(p.h_in)], _call(self._pre, p), p.op, p.h_in) for p in found.pres),
+            *((positions[_node(p.x_out)], _call(self._post, p), "mhc_post", p.x_out) for p in found.posts),
+            *((positions[_node(s.mixed)], _call(self._sinkhorn, s), "mhc_sinkhorn", s.mixed) for s in found.sinkhorns),
+        ]
+        for _, act, op, value in sorted(work, key=lambda item: item[0]):
+            mark = list(self.graph.nodes)
+            try:
+                act()
+            except Mismatch as mismatch:
+                self._undo(mark)
+                if mismatch.reason:
+                    self.misses.append(Miss(op, mismatch.reason, mismatch.value, value))
+            except (ValueError, TypeError) as error:
+                # The op's own validation, run on fake tensors.
+                self._undo(mark)
+                self.misses.append(Miss(op, str(error), value, value))
+        if self.made:
+            self._guard()
+        self._sweep()
+
+    def _guard(self) -> None:
+        """Let the compile be specialised on the widths that were taken as fixed."""
+        for node in self.graph.nodes:
+            for tensor in _tensors(example(node)) if node.op == "placeholder" and self.finder.values.fixed else ():
+                for size in tensor.shape:
+                    if not isinstance(size, int) and str(size.node.expr) in self.finder.values.fixed:
+                        int(size)
+
+    # --- the three rewrites ---
+
+    def _pre(self, pre: Pre) -> None:
+        outputs = [v for v in (pre.h_in, pre.h_post, pre.mixed if pre.fold else pre.h_res) if v is not None]
+        if not pre.fold and pre.mixed is not None:
+            outputs.append(pre.mixed)
+        affines = {"pre": pre.pre.affine}
+        if pre.post is not None:
+            affines["post"] = pre.post.affine
+        if pre.res is not None:
+            affines["res"] = pre.res
+        sources = [pre.norm.x]
+        for a in affines.values():
+            sources += [a.phi.value, a.alpha.value, a.bias.value, *([a.gamma.value] if a.gamma else [])]
+        here = self._safe(sources, outputs)
+        n, width = pre.n, pre.norm.width
+        with here:
+            x = self._streams(pre, n, width)
+            phi = self._gathered({r: a.phi for r, a in affines.items()}, n, width, "phi")
+            alpha = self._gathered({r: a.alpha for r, a in affines.items()}, n, width, "alpha")
+            bias = self._gathered({r: a.bias for r, a in affines.items()}, n, width, "bias")
+            gamma = self._gamma(affines, n, width)
+            norm_eps, hc_eps = pre.norm.eps, pre.pre.add
+            chain = pre.chain
+            if pre.op == "mhc_head":
+                call = self.emit(torch.ops.mhc_inductor.mhc_head.default, x, phi, alpha, bias, gamma, norm_eps, hc_eps)
+                names = {"h_in": 0}
+            else:
+                mult, add = (pre.post.mult, pre.post.add) if pre.post is not None else (2.0, 0.0)
+                iters, eps, form = 0, 1e-6, "softmax"
+                if pre.fold and chain is not None:
+                    iters, eps, form = chain.iters or 0, chain.eps or 0.0, chain.form
+                call = self.emit(
+                    torch.ops.mhc_inductor.mhc_pre.default,
+                    *(x, phi, alpha, bias, gamma, norm_eps, hc_eps, mult, add, iters, eps, form),
+                )
+                names = {"h_in": 0, "h_post": 1, "h_res": 2}
+            got = {name: self.emit(operator.getitem, call, k) for name, k in names.items()}
+            self._h[id(pre)] = {"x": x, **got}
+            new = [(pre.h_in, self._as(got["h_in"], pre.h_in, x))]
+            if pre.h_post is not None:
+                new.append((pre.h_post, self._as(got["h_post"], pre.h_post, x)))
+            if pre.h_res is not None:
+                target = pre.mixed if pre.fold and pre.mixed is not None else pre.h_res
+                new.append((target, self._as(got["h_res"], target, x)))
+            if pre.mixed is not None and not pre.fold:
+                mixed = self._mixed(got["h_res"], chain)
+                self._h[id(pre)]["h_res"] = mixed
+                new.append((pre.mixed, self._as(mixed, pre.mixed, x)))
+        self._replace(new)
+        self.made.append((pre.op, call, pre))
+        if pre.mixed is not None and not pre.fold:
+            self.made.append(("mhc_sinkhorn", mixed, pre.mixed))
+
+    def _mixed(self, logits: fx.Node, chain: Any) -> fx.Node:
+        turned = self.emit("transpose", logits, -1, -2) if chain.transposed else logits
+        iters, eps, form = chain.iters, chain.eps or 0.0, chain.form
+        mixed = self.emit(torch.ops.mhc_inductor.mhc_sinkhorn.default, turned, iters, eps, form)
+        return self.emit("transpose", mixed, -1, -2) if chain.transposed else mixed
+
+    def _post(self, use: PostUse) -> None:
+        pre, found = use.pre, use.found
+        h = self._h.get(id(pre))
+        if h is None:
+            raise Mismatch("")
+        f_node = found.f_out.value.node
+        assert f_node is not None
+        here = self._safe([pre.norm.x, found.f_out.value, found.h_post], [use.x_out], after=list(h.values()))
+        n, width = pre.n, pre.norm.width
+        with here:
+            x = self._widened(h["x"], use.x_out)
+            lead = list(example(x).shape[:-2])
+            f = self._shaped(self.current(f_node), [*lead, width // n], x)
+            matrix = h["h_res"] if found.matrix is not None else None
+            call = self.emit(torch.ops.mhc_inductor.mhc_post.default, x, f, h["h_post"], matrix, found.transpose)
+            out = self._as(call, use.x_out, x)
+        self._replace([(use.x_out, out)])
+        self.made.append(("mhc_post", call, use))
+
+    def _sinkhorn(self, lone: Sinkhorn) -> None:
+        logits = lone.chain.logits
+        with self._safe([logits], [lone.mixed]):
+            source = self.current(_node(logits))
+            if torch.finfo(lone.mixed.dtype).bits > torch.finfo(example(source).dtype).bits:
+                source = self.emit("to", source, lone.mixed.dtype)
+            mixed = self._mixed(source, lone.chain)
+            out = self._as(mixed, lone.mixed, source)
+        self._replace([(lone.mixed, out)])
+        self.made.append(("mhc_sinkhorn", mixed, lone))
+
+    # --- inputs ---
+
+    def current(self, node: fx.Node) -> fx.Node:
+        while node in self.new:
+            node = self.new[node]
+        return node
+
+    def _streams(self, pre: Pre, n: int, width: int) -> fx.Node:
+        """x as [..., n, D], in the dtype that h_in needs."""
+        node = self.current(_node(pre.norm.x))
+        shape = example(node).shape
+        if len(shape) >= 3 and shape[-1] == width // n and shape[-2] == n:
+            x = node
+        elif len(shape) >= 2 and shape[-1] == width:
+            x = self.emit("unflatten", node, -1, (n, width // n))
+        else:
+            x = self.emit("reshape", node, -1, n, width // n)
+        return self._widened(x, pre.h_in)
+
+    def _widened(self, x: fx.Node, result: Value) -> fx.Node:
+        """``x`` in the dtype of ``result`` where something needs the result that exactly."""
+        dtype = example(x).dtype
+        if torch.finfo(result.dtype).bits <= torch.finfo(dtype).bits or self._narrowed(_node(result), dtype):
+            return x
+        return self.emit("to", x, result.dtype)
+
+    def _narrowed(self, node: fx.Node, dtype: torch.dtype) -> bool:
+        """Whether every use of ``node`` is a cast to ``dtype``, through views at most."""
+        users = [u for u in node.users if u.op != "output"]
+        if not users or len(users) != len(node.users):
+            return False
+        for user in users:
+            value = self.finder.values.of(user)
+            if not isinstance(value, Value) or (value.dtype != dtype and not self._is_view(value)):
+                return False
+            if value.dtype == dtype and is_cast(value):
+                continue
+            if not self._is_view(value) or not self._narrowed(user, dtype):
+                return False
+        return True
+
+    def _is_view(self, value: Value) -> bool:
+        from .algebra import VIEWS
+
+        return value.func in VIEWS
+
+    def _gathered(self, parts: dict[str, Piece], n: int, width: int, what: str) -> fx.Node:
+        """phi, alpha or bias of the given roles as one tensor."""
+        rows = {"pre": n, "post": n, "res": n * n} if what != "alpha" else dict.fromkeys(_ROLES, 1)
+        wanted = ["pre"] if set(parts) == {"pre"} else ["pre", "post"] if "res" not in parts else list(_ROLES)
+        starts, total = {}, 0
+        for role in wanted:
+            starts[role] = total
+            total += rows[role]
+        leaves = {p.value for p in parts.values()}
+        sizes = {v: self._rows(v, width if what == "phi" else 1) for v in leaves}
+        one = len(leaves) == 1
+        for role, piece in parts.items():
+            start = starts[role] if one and (len(parts) > 1 or sizes[piece.value] != rows[role]) else 0
+            if piece.start != start or (not one and sizes[piece.value] != rows[role]):
+                at = f"{what}[{piece.start}:{piece.start + rows[role]}]"
+                raise Mismatch(f"h_{role} takes {at}; expected rows from {start}", piece.value)
+        if one:
+            leaf = next(iter(leaves))
+            if sizes[leaf] < total:
+                raise Mismatch(f"{what} has {sizes[leaf]} rows; expected {total}", leaf)
+            node = self._rowed(self.current(_node(leaf)), next(iter(parts.values())), width, what)
+            return node if sizes[leaf] == total else self.emit(operator.getitem, node, slice(0, total))
+        if len(leaves) != len(wanted):
+            raise Mismatch(f"{what} of h_pre, h_post and h_res lies in {len(leaves)} tensors; expected one or three")
+        nodes = [self._rowed(self.current(_node(parts[r].value)), parts[r], width, what) for r in wanted]
+        dtypes = {example(node).dtype for node in nodes}
+        if len(dtypes) > 1:
+            nodes = [self.emit("to", node, torch.float32) for node in nodes]
+        return self.emit(torch.cat, nodes)
+
+    def _rows(self, value: Value, per: int) -> int:
+        total = 1
+        for size in value.shape:
+            if size.symbols:
+                raise Mismatch("a weight's size is dynamic", value)
+            total *= size.factor
+        return total // per
+
+    def _rowed(self, node: fx.Node, piece: Piece, width: int, what: str) -> fx.Node:
+        shape = tuple(example(node).shape)
+        if what != "phi":
+            return node if len(shape) == 1 else self.emit("reshape", node, -1)
+        if piece.columns:
+            if len(shape) != 2:
+                node = self.emit("reshape", node, width, -1)
+            return self.emit("t", node)
+        return node if shape == (shape[0], width) and len(shape) == 2 else self.emit("reshape", node, -1, width)
+
+    def _gamma(self, affines: dict[str, Affine], n: int, width: int) -> fx.Node | None:
+        gammas = {a.gamma for a in affines.values()}
+        if len(gammas) != 1:
+            raise Mismatch("h_pre, h_post and h_res have different gammas")
+        gamma = gammas.pop()
+        if gamma is None:
+            return None
+        node = self.current(_node(gamma.value))
+        d = width // n
+        if gamma.rows == width:
+            return node if tuple(example(node).shape) == (n, d) else self.emit("reshape", node, n, d)
+        if gamma.rows != d:
+            raise Mismatch("gamma has neither n * D elements nor D", gamma.value)
+        return self.emit("expand", self.emit("reshape", node, d), n, d)
+
+    # --- outputs ---
+
+    def _as(self, node: fx.Node, like: Value, x: fx.Node) -> fx.Node:
+        """``node`` with the shape and dtype of ``like``."""
+        wanted = example(_node(like))
+        node = self._shaped(node, list(wanted.shape), x)
+        return node if example(node).dtype == wanted.dtype else self.emit("to", node, wanted.dtype)
+
+    def _shaped(self, node: fx.Node, shape: list[Any], x: fx.Node) -> fx.Node:
+        have = list(example(node).shape)
+        if len(have) == len(shape) and all(_equal(a, b) for a, b in zip(have, shape, strict=True)):
+            return node
+        sizes: list[Any] = []
+        inferred = False
+        for size in shape:
+            if isinstance(size, int):
+                sizes.append(size)
+                continue
+            source = next(
+                ((s, d) for s in (node, x) for d, other in enumerate(example(s).shape) if _equal(other, size)), None
+            )
+            if source is not None:
+                sizes.append(self.emit("size", *source))
+            elif not inferred:
+                sizes.append(-1)
+                inferred = True
+            else:
+                raise Mismatch("the shape of the result has more than one new dynamic size")
+        return self.emit("reshape", node, *sizes)
+
+    def _replace(self, pairs: list[tuple[Value, fx.Node]]) -> None:
+        for value, new in pairs:
+            old = _node(value)
+            for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+                if key in old.meta:
+                    new.meta[key] = old.meta[key]
+            old.replace_all_uses_with(new)
+            self.new[old] = new
+            self.replaced.append(old)
+
+    # --- safety ---
+
+    def _safe(self, sources: Sequence[Value], outputs: Sequence[Value], after: Sequence[fx.Node] = ()) -> Any:
+        """The place for the op: after its inputs, before every use of its outputs. Raises Mismatch where there is none."""
+        ins = {_node(v) for v in sources}
+        outs = [_node(v) for v in outputs]
+        region = self._region(ins, outs)
+        first, last = min(self.order[o] for o in region | set(outs)), max(self.order[o] for o in outs)
+        storages = {
+            compat.storage_key(e) for node in region | ins | set(outs) if isinstance(e := example(node), torch.Tensor)
+        }
+        for position, storage in self.events:
+            if first <= position <= last and storage in storages:
+                raise Mismatch("a tensor of the formula is changed in place within it", self.finder.value(outs[0]))
+        states = {self.grad[node] for node in region | set(outs)}
+        if len(states) > 1:
+            raise Mismatch("gradients are switched on or off within the formula", self.finder.value(outs[0]))
+        for node in region - set(outs):
+            for user in node.users:
+                if "hook" in str(user.target) or "retain_grad" in str(user.target):
+                    raise Mismatch("a hook is on an intermediate result", self.finder.value(node))
+        anchor = min(outs, key=self.order.__getitem__)
+        self._trace = {key: anchor.meta[key] for key in ("stack_trace", "nn_module_stack") if key in anchor.meta}
+        late = max((self.order[node] for node in ins), default=-1)
+        if late >= self.order[anchor]:
+            users = [u for o in outs for u in o.users if u not in region]
+            if any(self.order.get(u, -1) <= late for u in users):
+                raise Mismatch(
+                    "an input of the op is computed after one of its results is used", self.finder.value(outs[0])
+                )
+            node = next(n for n in ins if self.order[n] == late)
+            return self.graph.inserting_after(self.current(node))
+        return self.graph.inserting_before(anchor)
+
+    def _region(self, ins: set[fx.Node], outs: list[fx.Node]) -> set[fx.Node]:
+        """The nodes between inputs and outputs. Raises Mismatch where an input needs an output."""
+        region, todo = set(outs), list(outs)
+        while todo:
+            for parent in todo.pop().all_input_nodes:
+                if (
+                    parent not in ins
+                    and parent not in region
+                    and parent in self.order
+                    and parent.op.startswith("call_")
+                ):
+                    region.add(parent)
+                    todo.append(parent)
+        bad, todo, seen = set(outs), list(ins), set(ins)
+        floor = min(self.order[o] for o in outs)
+        while todo:
+            for parent in todo.pop().all_input_nodes:
+                if parent in bad:
+                    raise Mismatch("an input of the op depends on its result", self.finder.value(parent))
+                if parent not in seen and self.order.get(parent, -1) >= floor:
+                    seen.add(parent)
+                    todo.append(parent)
+        return region
+
+    # --- graph ---
+
+    def emit(self, target: Any, *args: Any) -> fx.Node:
+        """A new node at the current place, run on fake tensors: bad input raises here and not in the compile."""
+        node = (
+            self.graph.call_method(target, args) if isinstance(target, str) else self.graph.call_function(target, args)
+        )
+        values = fx.node.map_arg(args, example)
+        tensors = [e for a in node.all_input_nodes for e in _tensors(example(a))]
+        mode = compat.fake_mode_of(tensors)
+        with torch.no_grad(), mode or contextlib.nullcontext(), compat.no_new_guards(mode):
+            result = getattr(values[0], target)(*values[1:]) if isinstance(target, str) else target(*values)
+        node.meta["example_value"] = result
+        node.meta.update(self._trace)
+        return node
+
+    def _undo(self, before: list[fx.Node]) -> None:
+        kept = set(before)
+        for node in reversed(list(self.graph.nodes)):
+            if node not in kept:
+                self.graph.erase_node(node)
+
+    def _sweep(self) -> None:
+        """Erase what only the replaced nodes needed. Never the whole graph's dead code: it may have effects."""
+        todo = list(self.replaced)
+        gone: set[fx.Node] = set()
+        while todo:
+            node = todo.pop()
+            if node in gone or node.users or node.op not in ("call_function", "call_method"):
+                continue
+            if _changed(node) or not self.finder.values.inspectable(node) or example(node) is None:
+                continue
+            inputs = list(node.all_input_nodes)
+            gone.add(node)
+            self.graph.erase_node(node)
+            todo += inputs
+
+
+def _call(fn: Callable[[Any], None], argument: Any) -> Callable[[], None]:
+    return lambda: fn(argument)
+
+
+def _node(value: Value) -> fx.Node:
+    if value.node is None:
+        raise Mismatch("a tensor of the formula is inside a composite operation", value)
+    return value.node
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [t for e in tree for t in _tensors(e)] if isinstance(tree, (tuple, list)) else []
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are the same expression, without a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return not isinstance(a, int) and not isinstance(b, int) and a.node.expr == b.node.expr
+
+
+def grad_states(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Whether gradients are on at each node."""
+    states, on = {}, torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.op == "call_function" and "set_grad_enabled" in getattr(node.target, "__name__", ""):
+            on = bool(node.args[0])
+        states[node] = on
+    return states

@@ -1,0 +1,294 @@
+"""A Dynamo graph seen as ATen operations, one node at a time and only where something asks.
+
+Each node is run alone on the fake values that Dynamo left in it, under a mode that records the ATen operations. No
+trace of the whole graph is taken: what nobody looks at costs nothing, and equal calls are expanded once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mhc_inductor import compat
+
+from .index import Size, size_of
+
+aten = torch.ops.aten
+
+
+class Value:
+    """The result of one ATen operation, or a tensor that the analysis does not look into (``func`` is None)."""
+
+    __slots__ = ("_args", "_func", "_pending", "dtype", "kwargs", "node", "out", "shape")
+
+    def __init__(
+        self, tensor: torch.Tensor, fixed: Mapping[str, int], node: fx.Node | None = None, pending: Any = None
+    ) -> None:
+        self.shape: tuple[Size, ...] = tuple(size_of(s, fixed) for s in tensor.shape)
+        self.dtype = tensor.dtype
+        self.node = node
+        self._pending = pending
+        self._func: Any = None
+        self._args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.out = 0
+
+    def set(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: int = 0) -> None:
+        self._func, self._args, self.kwargs, self.out = func, args, kwargs, out
+
+    def _resolve(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending(self)
+
+    @property
+    def func(self) -> Any:
+        self._resolve()
+        return self._func
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        self._resolve()
+        return self._args
+
+
+def _alias(value: Value, of: Value) -> None:
+    value.set(aten.alias.default, (of,), {})
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the ATen operations below composite ones, with a few decomposed further."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        further = compat.analysis_decompositions().get(func)
+        if further is not None:
+            with self:
+                result = further(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, result))
+        return result
+
+
+class _In:
+    """In a template: the k-th tensor that goes into the call."""
+
+    __slots__ = ("k",)
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+
+class _Tmp:
+    """In a template: output ``out`` of the k-th recorded operation."""
+
+    __slots__ = ("k", "out")
+
+    def __init__(self, k: int, out: int) -> None:
+        self.k, self.out = k, out
+
+
+def _map(fn: Any, tree: Any) -> Any:
+    if isinstance(tree, (list, tuple)):
+        return tuple(_map(fn, t) for t in tree)
+    if isinstance(tree, dict):
+        return {k: _map(fn, t) for k, t in tree.items()}
+    return fn(tree)
+
+
+def _example(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+class Values:
+    """The values of a graph's nodes."""
+
+    def __init__(self, graph: fx.Graph, autocast: dict[fx.Node, tuple[Any, ...]], templates: dict[Any, Any]) -> None:
+        self.graph = graph
+        self.autocast = autocast
+        self.templates = templates
+        self.fixed: dict[str, int] = {}
+        self.expanded = 0
+        self._of: dict[fx.Node, Any] = {}
+
+    def fix(self, size: Size) -> bool:
+        """Count the symbols of ``size`` as their present values from now on. Whether any is new."""
+        new = {name: hint for name, hint in compat.hints(self.graph).items() if name in size.symbols}
+        if not new.keys() - self.fixed.keys():
+            return False
+        self.fixed.update(new)
+        self._of.clear()
+        return True
+
+    def of(self, node: fx.Node) -> Any:
+        """The :class:`Value` of a tensor node, a tuple of them, or None."""
+        if node not in self._of:
+            self._of[node] = self._make(node)
+        return self._of[node]
+
+    def _make(self, node: fx.Node) -> Any:
+        example = _example(node)
+        if isinstance(example, torch.Tensor):
+            pending = self._expand if self.inspectable(node) else None
+            return Value(example, self.fixed, node, pending)
+        if isinstance(example, (tuple, list)) and all(isinstance(e, torch.Tensor) for e in example):
+            if not self.inspectable(node):
+                return None
+            return self._call(node)
+        return None
+
+    def inspectable(self, node: fx.Node) -> bool:
+        if node.op == "call_method":
+            return isinstance(node.target, str) and (not node.target.endswith("_") or node.target.startswith("__"))
+        if node.op != "call_function":
+            return False
+        target = node.target
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return False
+        if isinstance(target, torch._ops.OpOverload) and (
+            target._schema.is_mutable or target.namespace not in ("aten", "prims")
+        ):
+            return False
+        return "out" not in node.kwargs and not getattr(target, "__name__", "").startswith("_set_grad")
+
+    def _expand(self, value: Value) -> None:
+        result = None
+        # A node that cannot be run alone stays opaque.
+        with contextlib.suppress(Exception):
+            result = self._call(value.node)  # type: ignore[arg-type]
+        if isinstance(result, Value):
+            if result.node is None and result._pending is None and result._func is not None:
+                value.set(result._func, result._args, result.kwargs, result.out)
+            elif result is not value:
+                _alias(value, result)
+
+    def _call(self, node: fx.Node) -> Any:
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            source = self.of(node.args[0])
+            if isinstance(source, tuple) and isinstance(node.args[1], int):
+                return source[node.args[1]]
+        inputs: list[Any] = []
+
+        def key(a: Any) -> Any:
+            if isinstance(a, fx.Node):
+                example = _example(a)
+                if isinstance(example, torch.Tensor):
+                    inputs.append(a)
+                    return _signature(example)
+                if isinstance(example, (tuple, list)):
+                    inputs.append(a)
+                    return tuple(_signature(e) if isinstance(e, torch.Tensor) else repr(e) for e in example)
+                return ("node", repr(example))
+            return (type(a).__name__, repr(a))
+
+        signature = (
+            node.op,
+            node.target if node.op == "call_function" else str(node.target),
+            _map(key, node.args),
+            tuple(sorted(_map(key, node.kwargs).items())),
+            self.autocast.get(node, ()),
+        )
+        template = self.templates.get(signature)
+        if template is None:
+            template = self.templates[signature] = self._record(node, inputs)
+            self.expanded += 1
+        return self._instantiate(template, inputs)
+
+    def _record(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
+        arguments = _map_nodes(node.args), _map_nodes(node.kwargs)
+        examples = [t for n in inputs for t in _flat(_example(n))]
+        mode = compat.fake_mode_of(examples)
+        recorder = _Recorder()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for state in self.autocast.get(node, ()):
+                device, dtype, enabled, _ = state
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            if mode is not None:
+                stack.enter_context(mode)
+            stack.enter_context(compat.no_new_guards(mode))
+            stack.enter_context(recorder)
+            if node.op == "call_method":
+                self_, *rest = arguments[0]
+                result = getattr(self_, str(node.target))(*rest, **arguments[1])
+            else:
+                result = node.target(*arguments[0], **arguments[1])  # type: ignore[operator]
+        where: dict[int, Any] = {id(t): _In(k) for k, t in enumerate(examples)}
+
+        def place(t: Any) -> Any:
+            return where.get(id(t), t) if isinstance(t, torch.Tensor) else t
+
+        calls = []
+        for k, (func, args, kwargs, out) in enumerate(recorder.calls):
+            calls.append((_functional(func), _map(place, args), _map(place, kwargs), out))
+            for i, t in enumerate(_flat(out)):
+                # Composite operations change their own intermediates in place: from here on it is the new value.
+                if not (isinstance(where.get(id(t)), _In) and _functional(func) is not func):
+                    where[id(t)] = _Tmp(k, i)
+                else:
+                    raise RuntimeError(f"{func} changes an input of {node.name}")
+        return calls, _map(place, result)
+
+    def _instantiate(self, template: Any, inputs: list[fx.Node]) -> Any:
+        calls, result = template
+        given = [v for n in inputs for v in _flat_values(self.of(n))]
+        made: list[list[Value]] = []
+
+        def fill(t: Any) -> Any:
+            if isinstance(t, _In):
+                return given[t.k]
+            if isinstance(t, _Tmp):
+                return made[t.k][t.out]
+            if isinstance(t, torch.SymInt) and not (size := size_of(t, self.fixed)).symbols:
+                return size.factor
+            return t
+
+        for func, args, kwargs, out in calls:
+            filled = _map(fill, args), _map(fill, kwargs)
+            row = []
+            for i, t in enumerate(_flat(out)):
+                value = Value(t, self.fixed)
+                value.set(func, *filled, out=i)
+                row.append(value)
+            made.append(row)
+        return _map(fill, result)
+
+
+def _functional(func: Any) -> Any:
+    """``add`` for ``add_``."""
+    packet, _, overload = func.__name__.partition(".")
+    if not packet.endswith("_") or packet.endswith("__") or func.namespace != "aten":
+        return func
+    return getattr(getattr(aten, packet[:-1], None), overload, func)
+
+
+def _signature(t: torch.Tensor) -> Any:
+    return ("tensor", tuple(str(s) for s in t.shape), tuple(str(s) for s in t.stride()), t.dtype, t.device)
+
+
+def _flat(out: Any) -> list[torch.Tensor]:
+    if isinstance(out, torch.Tensor):
+        return [out]
+    return [t for o in out for t in _flat(o)] if isinstance(out, (tuple, list)) else []
+
+
+def _flat_values(out: Any) -> list[Value]:
+    if isinstance(out, tuple):
+        return [v for o in out for v in _flat_values(o)]
+    return [out]
+
+
+def _map_nodes(tree: Any) -> Any:
+    return fx.node.map_arg(tree, _example)

@@ -1,0 +1,377 @@
+"""explain(), the report, the log and the tlparse artifact."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from conftest import INTERPRETED
+from rich.console import Console
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mhc_inductor
+from mhc_inductor.patterns import explain as module
+from mhc_inductor.patterns.explain import explain
+from mhc_inductor.patterns.report import KERNELS, REFERENCE, Fused, NearMiss, Report, Routed, kernels_of, log_report
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+HERE = pathlib.Path(__file__).name
+N, D = 4, 16
+
+
+class Plain(nn.Module):
+    """One sublayer with mHC residuals in plain PyTorch; ``dim`` is where h_res is softmaxed."""
+
+    def __init__(self, dim: int = -1, broken: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.phi = nn.Parameter(torch.randn(N * N + 2 * N, N * D, generator=generator) * 0.2)
+        self.alpha = nn.Parameter(torch.tensor([0.7, 1.1, 0.9]))
+        self.bias = nn.Parameter(torch.randn(N * N + 2 * N, generator=generator))
+        self.inner = nn.Linear(D, D)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros(()))
+        self.dim, self.broken, self.checkpointed = dim, broken, checkpointed
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(-2).float()
+        mix = F.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + 1e-6), self.phi)
+        pre, post, res = mix.split([N, N, N * N], dim=-1)
+        pre = torch.sigmoid(pre * self.alpha[0] + self.bias[:N]) + 1e-6
+        post = 2 * torch.sigmoid(post * self.alpha[1] + self.bias[N : 2 * N])
+        res = res.unflatten(-1, (N, N)) * self.alpha[2] + self.bias[2 * N :].view(N, N)
+        res = torch.softmax(res, dim=self.dim) + 1e-6
+        res = res / (res.sum(-2, keepdim=True) + 1e-6)
+        for _ in range(2):
+            res = res / (res.sum(-1, keepdim=True) + 1e-6)
+            res = res / (res.sum(-2, keepdim=True) + 1e-6)
+        h_in = (pre.unsqueeze(-1) * x).sum(-2)
+        if self.broken:
+            torch._dynamo.graph_break()
+        out = self.drop(torch.tanh(self.inner(h_in)))
+        return post.unsqueeze(-1) * out.unsqueeze(-2) + torch.matmul(res.transpose(-1, -2), x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def streams(seed: int = 1) -> torch.Tensor:
+    return torch.randn(2, 5, N, D, generator=torch.Generator().manual_seed(seed))
+
+
+def ops(report: Report) -> list[str]:
+    return sorted(r.op for r in report.routed)
+
+
+# ---- explain
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+def test_formulas_are_found_with_their_lines(mode, checkpointed, capsys):
+    model = Plain(checkpointed=checkpointed).train(mode == "train")
+    with torch.set_grad_enabled(mode != "no_grad"):
+        report = explain(model, streams())
+    assert ops(report) == ["mhc_post", "mhc_pre"]
+    assert report.graphs >= 1 and report.nodes > 20 and report.seconds > 0
+    lines, first = inspect.getsourcelines(Plain.body)
+    for routed in report.routed:
+        assert routed.kernels == REFERENCE, "the inputs are on a CPU"
+        file, _, rest = routed.source.partition(":")
+        assert pathlib.Path(file).name == HERE
+        line = int(rest.partition(",")[0])
+        assert first <= line < first + len(lines)
+        assert lines[line - first].strip() in routed.source
+    said = capsys.readouterr().out
+    assert "mhc_pre" in said and HERE in said and report.totals() in " ".join(said.split())
+
+
+def test_a_function_with_keyword_arguments():
+    model = Plain().eval()
+
+    def fn(scale: float, *, x: torch.Tensor) -> torch.Tensor:
+        return model(x * scale)
+
+    assert ops(explain(fn, 2.0, x=streams())) == ["mhc_post", "mhc_pre"]
+
+
+def test_a_near_miss_says_why(capsys):
+    report = explain(Plain(dim=-2).eval(), streams())
+    assert report.near_misses, report
+    assert any("-2" in miss.reason and miss.node and HERE in miss.source for miss in report.near_misses)
+    assert "near miss" in capsys.readouterr().out
+
+
+def test_graph_breaks_are_reported_together():
+    report = explain(Plain(broken=True).eval(), streams())
+    assert report.graphs >= 2
+    assert "mhc_pre" in ops(report), report
+
+
+def test_nothing_to_find():
+    report = explain(lambda x: torch.sin(x) * 2, torch.randn(3))
+    assert report.empty and report.graphs == 1
+
+
+def test_the_call_is_an_eager_call():
+    eager, explained = Plain(), Plain()
+    explained.load_state_dict(eager.state_dict())
+    x = streams()
+    seen = []
+
+    def run(model: Plain) -> torch.Tensor:
+        out = model(x)
+        seen.append(out)
+        out.square().sum().backward()
+        return out
+
+    torch.manual_seed(7)
+    run(eager)
+    after = torch.rand(())
+    torch.manual_seed(7)
+    explain(lambda: seen.append(explained(x)))
+    seen[1].square().sum().backward()
+    assert torch.equal(torch.rand(()), after), "as many random numbers were drawn"
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+    assert explained.calls == eager.calls == 1
+    for (name, a), b in zip(eager.named_parameters(), explained.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_pass_sees_copies(monkeypatch, checkpointed):
+    def destroy(gm: torch.fx.GraphModule) -> Report:
+        bodies = [m for m in gm.modules() if isinstance(m, torch.fx.GraphModule)]
+        assert len(bodies) == 1 + checkpointed
+        for body in bodies:
+            for node in body.graph.find_nodes(op="call_function", target=torch.sigmoid):
+                node.target = torch.cos
+            body.recompile()
+        return Report(graphs=1)
+
+    monkeypatch.setattr(module, "route", destroy)
+    model, outputs = Plain(checkpointed=checkpointed).eval(), []
+    explain(lambda x: outputs.append(model(x)), streams())
+    torch.testing.assert_close(outputs[0], model(streams()), rtol=0, atol=0)
+
+
+def test_no_counter_moves():
+    torch.compile(Plain().eval(), backend="mhc_inductor")(streams())
+    before = mhc_inductor.counters()
+    assert before["routed mhc_pre"] == 1
+    explain(Plain().eval(), streams())
+    assert mhc_inductor.counters() == before
+
+
+def test_the_users_compiled_code_stays_and_explain_has_no_limit():
+    model, x = Plain().eval(), streams()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    compiled(x)
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        assert ops(explain(compiled, x)) == ["mhc_post", "mhc_pre"]
+    compiled(x)
+    assert counter.frame_count == 1
+
+
+def test_errors_of_the_function_come_through():
+    with pytest.raises(RuntimeError, match=r"shape|size|mat1"):
+        explain(Plain().eval(), torch.randn(3, 5))
+
+
+# ---- the report
+
+FOUND = Report(
+    routed=[Routed("mhc_pre", "m.py:3, in f: x[0]", "n = 4", ("a", "b")), Routed("mhc_post", "m.py:9, in f: y")],
+    fused=[Fused("mhc_post_pre", ("mhc_post", "mhc_pre"), "m.py:3, in f: x[0]", ("c",))],
+    near_misses=[
+        NearMiss("mhc_sinkhorn", "expected [dim] -1", "m.py:5, in f: z", "softmax"),
+        NearMiss("mhc_sinkhorn", "expected [dim] -1", "m.py:5, in f: z", "softmax_1"),
+    ],
+    problems=["broken at m.py:8"],
+    graphs=2,
+    nodes=77,
+    seconds=0.25,
+)
+EXPECTED = ("1 x mhc_pre", "m.py:3, in f: x[0]", "n = 4", "a, b", "mhc_post + mhc_pre", "expected [dim] -1", "softmax")
+TOTALS = "routed 1 mhc_pre, 1 mhc_post; fused 1 mhc_post_pre; 2 near misses, 1 problems; 77 nodes of 2 graphs in 0.25 s"
+
+
+def test_plain_text():
+    text = str(FOUND)
+    for part in (*EXPECTED, "2 x mhc_sinkhorn", "broken at m.py:8"):
+        assert part in text
+    assert text.count("mhc_sinkhorn") == 1, "equal findings share a row"
+    assert text.splitlines()[-1] == TOTALS
+    assert str(Report(graphs=1)).startswith("routed nothing; fused nothing; 0 near misses")
+
+
+def test_rich_tables():
+    file = io.StringIO()
+    Console(file=file, width=200).print(FOUND)
+    text = file.getvalue()
+    for part in ("m.py:3, in f: x[0]", "expected [dim] -1", "mhc_post + mhc_pre", "broken at m.py:8", TOTALS):
+        assert part in text
+    assert [text.index(f"mhc_inductor: {t}") for t in ("routed", "fused", "near misses", "problems")] == sorted(
+        text.index(f"mhc_inductor: {t}") for t in ("routed", "fused", "near misses", "problems")
+    )
+
+
+def test_without_rich(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    explain(Plain().eval(), streams())
+    said = capsys.readouterr().out
+    assert said.startswith("routed:\n") and "1 x mhc_pre" in said
+
+
+def test_reports_add_up():
+    total = Report()
+    total.extend(FOUND)
+    total.extend(FOUND)
+    assert (len(total.routed), len(total.near_misses), len(total.fused), len(total.problems)) == (4, 4, 2, 2)
+    assert (total.graphs, total.nodes, total.seconds) == (4, 154, 0.5)
+    assert len(FOUND.routed) == 2
+
+
+def test_one_line_a_finding(caplog):
+    with caplog.at_level(logging.INFO, logger="mhc_inductor"):
+        log_report(FOUND)
+        log_report(Report(graphs=1))
+    lines = [r.getMessage() for r in caplog.records if r.name == "mhc_inductor"]
+    assert lines == [
+        "routed mhc_pre at m.py:3, in f: x[0] (n = 4) -> a, b",
+        "routed mhc_post at m.py:9, in f: y",
+        "fused mhc_post + mhc_pre to mhc_post_pre at m.py:3, in f: x[0]",
+        "near miss of mhc_sinkhorn at m.py:5, in f: z: expected [dim] -1 (node softmax)",
+        "near miss of mhc_sinkhorn at m.py:5, in f: z: expected [dim] -1 (node softmax_1)",
+        "problem: broken at m.py:8",
+        TOTALS,
+    ]
+
+
+# ---- the log and the artifact, in fresh processes
+
+MODEL = """
+import torch, mhc_inductor, logging
+from test_explain import Plain, streams
+level = logging.getLogger("mhc_inductor").level
+torch.compile(Plain().eval(), backend="mhc_inductor")(streams())
+torch.compile(lambda x: x + 1, backend="mhc_inductor")(streams())
+print("level", level)
+"""
+
+
+def in_a_process(tmp_path: pathlib.Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), **variables}
+    done = subprocess.run([sys.executable, "-c", MODEL], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.parametrize(("setting", "level"), [("mhc_inductor", logging.INFO), ("+mhc_inductor", logging.DEBUG)])
+def test_torch_logs(tmp_path, setting, level):
+    done = in_a_process(tmp_path, TORCH_LOGS=setting)
+    assert f"level {level}" in done.stdout
+    assert "Overriding a previously registered kernel" not in done.stderr, (
+        "naming the logger imported the package twice"
+    )
+    lines = done.stderr.splitlines()
+    assert len([x for x in lines if "routed mhc_pre at" in x and HERE in x]) == 1
+    assert len([x for x in lines if "routed mhc_post at" in x and HERE in x]) == 1
+    assert any("routed nothing" in x for x in lines) == (level == logging.DEBUG)
+
+
+def test_tlparse_artifact(tmp_path):
+    in_a_process(tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
+    (log,) = (tmp_path / "trace").iterdir()
+    lines = log.read_text().splitlines()
+    at = [i for i, line in enumerate(lines) if '"mhc_inductor_routing"' in line]
+    assert len(at) == 1, "one artifact for the graph with the formula, none for the other"
+    record = json.loads(lines[at[0]].partition("] ")[2])
+    assert record["artifact"] == {"name": "mhc_inductor_routing", "encoding": "string"}
+    assert record["frame_id"] == 0, "tlparse shows it with its graph"
+    payload = "\n".join(line[1:] for line in lines[at[0] + 1 : at[0] + 12])
+    assert payload.startswith("routed:\n") and "1 x mhc_pre" in payload and HERE in payload
+
+
+# ---- kernels
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no kernel names")
+@pytest.mark.parametrize("op", KERNELS)
+def test_kernels_are_those_of_the_plan(op):
+    from mhc_inductor.kernels import eager
+    from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+
+    class Recorder(EagerBuilder):
+        def __init__(self) -> None:
+            super().__init__(torch.device("meta"), DeviceProps(132, "cuda", 90))
+            self.names: list[str] = []
+
+        def launch(self, kernel, *_):
+            self.names.append(kernel.fn.__name__)
+
+    given = {
+        "x": torch.empty(64, N, 128, dtype=torch.bfloat16),
+        "f_out": torch.empty(64, 128, dtype=torch.bfloat16),
+        "h_post": torch.empty(64, N),
+        "h_res": torch.empty(64, N, N),
+        "phi": torch.empty(N * N + 2 * N, N * 128),
+        "alpha": torch.empty(3),
+        "bias": torch.empty(N * N + 2 * N),
+        "gamma": None,
+        "transpose_res": True,
+        "iters": 20,
+        "sinkhorn_iters": 20,
+        "form": "softmax",
+        "sinkhorn_form": "softmax",
+    }
+    if op.endswith("head"):
+        given |= {"phi": torch.empty(N, N * 128), "alpha": torch.empty(1), "bias": torch.empty(N)}
+    given = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    schema = getattr(torch.ops.mhc_inductor, op).default._schema
+    arguments = {a.name: given.get(a.name, 1e-6) for a in schema.arguments}
+    builder = Recorder()
+    results = eager.plan_of(op)(builder, *arguments.values())
+    results = results if isinstance(results, tuple) else (results,)
+    named = dict(zip([r.name for r in schema.returns], results, strict=True))
+    backward = getattr(torch.ops.mhc_inductor, f"{op}_backward").default._schema
+    gradients = {
+        "g": "x",
+        "grad": "h_res",
+        "dx_out": "x",
+        "dh_in": "f_out",
+        "dnext_post": "h_post",
+        "dnext_res": "h_res",
+    }
+    gradients |= {"dh_post": "h_post", "dh_res": "h_res"}
+    known = {**arguments, **named, **{k: given[v] for k, v in gradients.items()}, "dx_acc": None}
+    eager.plan_of(f"{op}_backward")(builder, *[known[a.name] for a in backward.arguments])
+    assert tuple(dict.fromkeys(builder.names)) == KERNELS[op]
+
+
+def test_every_forward_op_has_its_kernels():
+    names = {n for n in dir(torch.ops.mhc_inductor) if n.startswith("mhc_") and not n.endswith("_backward")}
+    assert set(KERNELS) == names
+    assert kernels_of("mhc_pre", "cuda") == KERNELS["mhc_pre"]
+    assert kernels_of("mhc_pre", "cpu") == kernels_of("mhc_pre", "xpu") == REFERENCE
