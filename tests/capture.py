@@ -1,0 +1,137 @@
+"""Runs a function on the graph that Dynamo made of it, with and without the routing pass, and without Inductor."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mhc_inductor.patterns.report import Report
+from mhc_inductor.patterns.route import route
+
+FUSED = {"mhc_post_pre": ("mhc_post", "mhc_pre"), "mhc_post_head": ("mhc_post", "mhc_head")}
+
+
+@dataclasses.dataclass
+class Captured:
+    """What a compiled call gave, what the pass reported, and the ops left in the graphs."""
+
+    outputs: list[Tensor]
+    grads: dict[str, Tensor | None]
+    report: Report = dataclasses.field(default_factory=Report)
+    ops: Counter[str] = dataclasses.field(default_factory=Counter)
+    graphs: list[fx.GraphModule] = dataclasses.field(default_factory=list)
+
+
+def ops_of(gm: fx.GraphModule) -> Counter[str]:
+    """Calls of this package's ops in ``gm`` and in the bodies of its higher-order operators; a fused op counts as its parts."""
+    found: Counter[str] = Counter()
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            name = str(node.target)
+            if node.op == "call_function" and name.startswith("mhc_inductor."):
+                op = name.split(".")[1]
+                found.update(FUSED.get(op, (op,)))
+    return found
+
+
+def tensors(out: Any) -> list[Tensor]:
+    """The tensors in nested outputs, in order."""
+    leaves, _ = torch.utils._pytree.tree_flatten(out)
+    return [t for t in leaves if isinstance(t, Tensor)]
+
+
+def evaluate(
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    parameters: Sequence[tuple[str, Tensor]] = (),
+    grad: bool = True,
+    symbolic: Sequence[int] = (),
+) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """Outputs of ``fn``, and the gradients of its floating-point inputs and of ``parameters`` where it has any.
+
+    ``symbolic`` are the dims of the first input whose sizes a compiled ``fn`` may not know.
+    """
+    given = [t.detach().clone().requires_grad_(grad and t.is_floating_point()) for t in inputs]
+    for dim in symbolic:
+        torch._dynamo.mark_dynamic(given[0], dim)
+    torch.manual_seed(5)
+    with contextlib.nullcontext() if grad else torch.no_grad():
+        outputs = tensors(fn(*given))
+    named = [*((f"input {i}", t) for i, t in enumerate(given) if t.requires_grad), *parameters]
+    named = [(name, t) for name, t in named if t.requires_grad]
+    live = [o for o in outputs if o.requires_grad]
+    grads: dict[str, Tensor | None] = {}
+    if grad and live:
+        g = torch.Generator().manual_seed(7)
+        # bf16 numbers are the same in every dtype.
+        ups = [torch.randn(o.shape, generator=g).bfloat16().to(o.dtype) for o in live]
+        got = torch.autograd.grad(live, [t for _, t in named], ups, allow_unused=True)
+        grads = dict(zip((name for name, _ in named), got, strict=True))
+    return [o.detach() for o in outputs], grads
+
+
+def eager(
+    fn: Callable[..., Any], inputs: Sequence[Any], parameters: Sequence[tuple[str, Tensor]] = (), grad: bool = True
+) -> Captured:
+    """``fn`` as it is."""
+    return Captured(*evaluate(fn, inputs, parameters, grad))
+
+
+def run(
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    parameters: Sequence[tuple[str, Tensor]] = (),
+    grad: bool = True,
+    *,
+    routed: bool = True,
+    dynamic: bool | None = False,
+    symbolic: Sequence[int] = (),
+) -> Captured:
+    """Compile ``fn`` with a backend that routes the graph and runs it, then run it once, backward too where it can."""
+    report, ops = Report(), Counter[str]()
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        if routed:
+            report.extend(route(gm))
+            ops.update(ops_of(gm))
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    outputs, grads = evaluate(torch.compile(fn, backend=backend, dynamic=dynamic), inputs, parameters, grad, symbolic)
+    return Captured(outputs, grads, report, ops, graphs)
+
+
+def difference(a: Captured, b: Captured) -> float:
+    """The largest relative difference between the outputs and gradients of two calls; 1 where only one has some."""
+    if len(a.outputs) != len(b.outputs) or a.grads.keys() != b.grads.keys():
+        return float("inf")
+    pairs: list[tuple[Tensor | None, Tensor | None]] = [
+        *zip(a.outputs, b.outputs, strict=True),
+        *((a.grads[k], b.grads[k]) for k in a.grads),
+    ]
+    return max((_apart(x, y) for x, y in pairs), default=0.0)
+
+
+def _apart(x: Tensor | None, y: Tensor | None) -> float:
+    if x is None or y is None:
+        some = y if x is None else x
+        return 0.0 if some is None or not bool(some.any()) else 1.0
+    if torch.equal(x, y):
+        return 0.0
+    if not x.is_floating_point():
+        return 1.0
+    a, b = x.double(), y.double()
+    if bool((a.isnan() != b.isnan()).any()):
+        return float("inf")
+    a, b = a.nan_to_num(), b.nan_to_num()
+    return float((a - b).norm() / b.norm().clamp_min(1e-30))

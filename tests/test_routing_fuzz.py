@@ -1,0 +1,40 @@
+"""A seeded sample of the fuzz: routing breaks nothing. The full run is ``python -m tests.fuzz_routing``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz_routing import MODELS, RESULT, compare, model_case, random_case
+
+SEED = 1  # not the full run's
+
+
+@pytest.mark.parametrize("start", range(0, 40, 10))
+def test_random_modules_give_the_same_with_and_without_routing(start: int) -> None:
+    outcomes = [compare(random_case(i, SEED)) for i in range(start, start + 10)]
+    assert not [f"{o.name}: {o.problem}" for o in outcomes if o.problem]
+    assert all(o.compiles_without for o in outcomes)
+    assert any(o.ops for o in outcomes if o.kind in ("formula", "both"))
+    assert not any(o.ops for o in outcomes if o.kind == "plain" and "balanced" not in o.name)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt_oss", "t5"])
+def test_small_models_give_the_same_with_and_without_routing(name: str) -> None:
+    outcome = compare(model_case(name))
+    assert outcome.compiles_without and not outcome.problem, outcome.problem
+    assert not outcome.ops
+
+
+def test_one_random_module_through_inductor() -> None:
+    outcome = compare(random_case(0, SEED), inductor=True)
+    assert outcome.compiles_without and not outcome.problem, outcome.problem
+
+
+def test_the_committed_counts_are_of_a_full_run_without_problems() -> None:
+    import json
+
+    result = json.loads(RESULT.read_text())
+    assert result["by_kind"]["transformers"] >= 30 and len(result["models"]) == len(MODELS)
+    assert sum(k for kind, k in result["by_kind"].items() if kind != "transformers") >= 500
+    assert result["problems"] == [] and result["fail_without_routing"] == 0
+    assert all(result["with_routed_ops"][kind] > 0 for kind in ("formula", "both"))

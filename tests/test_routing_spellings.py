@@ -1,0 +1,206 @@
+"""Routing finds the mHC formula however it is written, and nothing that is not mHC.
+
+The graphs come from Dynamo and run without Inductor; a sample goes the whole way through ``backend="mhc_inductor"``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mhc_inductor
+from tests.capture import Captured, difference, eager, evaluate, run
+from tests.helpers_mhc import relative, rounding
+from tests.mutations import Mutation, mutants
+from tests.spellings import AXES, Spelling, singles, spellings
+
+TOTAL, CHUNK, SEED = 500, 100, 0
+FP32_SUMS = 2e-6  # sums of a few hundred fp32 products in another order
+
+
+def _given(s: Spelling) -> tuple[Any, ...]:
+    return s.module, s.inputs, list(s.module.named_parameters()), s.settings.mode != "no_grad"
+
+
+def _errors(got: Mapping[Any, Tensor | None], exact: Mapping[Any, Tensor | None]) -> dict[Any, float]:
+    pairs = ((k, t, exact[k]) for k, t in got.items())
+    return {k: relative(t, want) for k, t, want in pairs if t is not None and want is not None and bool(want.any())}
+
+
+def _not_worse(
+    where: str, got: Mapping[Any, Tensor | None], plain: Mapping[Any, Tensor | None], exact: Mapping[Any, Tensor | None]
+) -> None:
+    """No error above twice the largest unrouted one; eight times for scalars, sums that may cancel to anything."""
+    largest = max(_errors(plain, exact).values(), default=0.0)
+    for key, error in _errors(got, exact).items():
+        t = got[key]
+        assert t is not None
+        bar = (8 if t.numel() == 1 else 2) * largest + FP32_SUMS + rounding(t.dtype)
+        assert error <= bar, f"{where}, {key}: error {error:.3g} against fp64, {bar:.3g} allowed"
+
+
+def _check(s: Spelling, got: Captured, plain: Captured) -> None:
+    """Against fp64: at most twice the unrouted error and one rounding; every gradient is there."""
+    _, inputs, parameters, grad = _given(s)
+    outputs, grads = evaluate(s.module.oracle, inputs, parameters, grad)
+    assert [(o.shape, o.dtype) for o in got.outputs] == [(o.shape, o.dtype) for o in plain.outputs], s.name
+    _not_worse(s.name, dict(enumerate(got.outputs)), dict(enumerate(plain.outputs)), dict(enumerate(outputs)))
+    assert got.grads.keys() == plain.grads.keys()
+    for key, g in plain.grads.items():
+        if g is not None and bool(g.any()):
+            assert got.grads[key] is not None, f"{s.name}: no gradient reaches {key}"
+    if got.grads:
+        _not_worse(s.name, got.grads, plain.grads, grads)
+
+
+def _unrouted(s: Spelling) -> str | None:
+    """What is wrong with the ops found, None where they are as expected; the numbers are asserted."""
+    got = run(*_given(s), dynamic=s.settings.dynamic)
+    _check(s, got, eager(*_given(s)))
+    if dict(got.ops) == s.ops:
+        return _wrong_numbers(s, got)
+    reasons = "; ".join([f"{m.op}: {m.reason}" for m in got.report.near_misses] + got.report.problems)
+    return f"{s.name}\n    {dict(got.ops)} instead of {s.ops}: {reasons or 'no reason given'}"
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a == b if isinstance(a, str) or isinstance(b, str) else math.isclose(a, b, rel_tol=1e-6)
+
+
+def _wrong_numbers(s: Spelling, got: Captured) -> str | None:
+    """The op's norm_eps, hc_eps, post_mult, post_eps and sinkhorn arguments against the settings."""
+    t, used = s.settings, s.settings.iters if s.settings.uses != "h_in+post" else 0
+    head = [t.norm_eps, t.hc_eps]
+    post = [t.post_mult, t.post_eps, used]
+    sinkhorn = [t.sinkhorn_eps, t.form] if used else []
+    for gm in got.graphs:
+        for inner in gm.modules():
+            for node in inner.graph.nodes if isinstance(inner, torch.fx.GraphModule) else ():
+                op = str(node.target)
+                want = head if "mhc_head" in op else [*head, *post, *sinkhorn]
+                if op.startswith(("mhc_inductor.mhc_head.", "mhc_inductor.mhc_pre.")):
+                    given = list(node.args[5 : 5 + len(want)])
+                    # rms_norm keeps its eps in fp32.
+                    if not all(map(_same, given, want)):
+                        return f"{s.name}\n    {op} with {given} instead of {want}"
+    return None
+
+
+@pytest.mark.parametrize("start", range(0, TOTAL, CHUNK))
+def test_99_of_100_spellings_are_routed(start: int) -> None:
+    missed = [m for s in itertools.islice(spellings(start + CHUNK, SEED), start, None) if (m := _unrouted(s))]
+    assert len(missed) <= CHUNK // 100, "\n".join(missed)
+
+
+@pytest.mark.parametrize("axis", [*AXES, "phi"])
+def test_every_pick_is_routed_alone(axis: str) -> None:
+    missed = [m for s in singles(axis) if (m := _unrouted(s))]
+    assert not missed, "\n".join(missed)
+
+
+def test_spellings_differ() -> None:
+    """The generator gives distinct graphs, the same ones each time, and every pick turns up."""
+    made = list(spellings(TOTAL, SEED))
+    assert len({tuple(sorted(s.module.picked.items())) for s in made}) == TOTAL
+    assert [s.name for s in made[:20]] == [s.name for s in spellings(20, SEED)]
+    drawn = {(axis, name) for s in made for axis, name in s.module.picked.items()}
+    assert drawn == {(axis, name) for axis, table in AXES.items() for name in table}
+
+
+@pytest.mark.parametrize("k", range(0, 80, 10))
+def test_through_inductor(k: int) -> None:
+    s = next(itertools.islice(spellings(k + 1, seed=1), k, None))
+    module, inputs, parameters, grad = _given(s)
+    torch._dynamo.reset()
+    before = mhc_inductor.counters()
+    compiled = torch.compile(module, backend="mhc_inductor", dynamic=s.settings.dynamic)
+    got = Captured(*evaluate(compiled, inputs, parameters, grad))
+    after = mhc_inductor.counters()
+    counted = {op: after.get(f"routed {op}", 0) - before.get(f"routed {op}", 0) for op in s.ops}
+    # Dynamo compiles a graph again when a float that it left open becomes a constant.
+    times = {counted[op] // count for op, count in s.ops.items()}
+    assert len(times) == 1 and times.pop() >= 1 and all(counted[op] % count == 0 for op, count in s.ops.items()), (
+        counted
+    )
+    _check(s, got, eager(*_given(s)))
+
+
+def _iterations(got: Captured) -> dict[str, int]:
+    """op -> the most sinkhorn iterations that one of its calls holds."""
+    found: dict[str, int] = {}
+    for gm in got.graphs:
+        for node in gm.graph.nodes:
+            name = str(node.target)
+            for op, position in (("mhc_pre", 9), ("mhc_sinkhorn", 1)):
+                if node.op == "call_function" and name.startswith(f"mhc_inductor.{op}."):
+                    found[op] = max(found.get(op, 0), int(node.args[position]))
+    return found
+
+
+MUTANTS = list(mutants())
+
+
+def test_there_are_enough_mutants() -> None:
+    assert len({m.key for m, _, _ in MUTANTS}) >= 60
+
+
+@pytest.mark.parametrize("axis", sorted({m.axis for m, _, _ in MUTANTS}))
+@pytest.mark.parametrize("other_spelling", [False, True], ids=["plain", "respelt"])
+def test_no_mutant_is_routed(axis: str, other_spelling: bool) -> None:
+    """Neither the op that holds the mutation, nor other numbers than unrouted; the mutation changes the function."""
+    # A third of them in a second spelling: the graphs take most of the time.
+    table = itertools.islice(mutants(OTHER_SPELLING), 0, None, 3) if other_spelling else MUTANTS
+    wrong = [w for m, mutant, whole in table if m.axis == axis for w in _routed_mutant(m, mutant, whole)]
+    assert not wrong, "\n".join(wrong)
+
+
+OTHER_SPELLING = {
+    "flatten": "flatten",
+    "vector": "upcast_first",
+    "norm": "after",
+    "product": "matmul",
+    "alpha": "unbound",
+    "bias": "split",
+    "split": "split",
+    "logits": "square",
+    "collapse": "einsum",
+    "expand": "index",
+    "mix": "einsum",
+    "post": "fp32",
+    "total": "unsqueeze",
+}
+
+
+def _routed_mutant(m: Mutation, mutant: Spelling, whole: Spelling) -> list[str]:
+    got, plain, unchanged = run(*_given(mutant)), eager(*_given(mutant)), eager(*_given(whole))
+    wrong = []
+    if difference(plain, unchanged) < 1e-3:
+        wrong.append("computes the formula after all")
+    if (apart := difference(got, plain)) > 1e-4:
+        wrong.append(f"routed and unrouted differ by {apart:.3g}")
+    most = _iterations(got)
+    if m.breaks in got.ops:
+        wrong.append(f"{m.breaks} is routed: {[r.detail for r in got.report.routed]}")
+    if m.breaks == "sinkhorn" and max(most.values(), default=0) >= m.settings.iters:
+        wrong.append(f"all iterations are routed: {most}")
+    if m.breaks == "fold" and most.get("mhc_pre", 0) > 0:
+        wrong.append(f"the iterations of other logits are routed into mhc_pre: {most}")
+    return [f"{mutant.name}: {w}" for w in wrong]
+
+
+def test_the_formula_of_the_mutants_is_routed() -> None:
+    """What makes the mutants' test mean something: without the mutation all is routed."""
+    seen = {(m.settings, tuple(sorted(m.picked.items()))): whole for m, _, whole in MUTANTS}
+    missed = [w for whole in seen.values() if (w := _unrouted_whole(whole))]
+    assert not missed, "\n".join(missed)
+
+
+def _unrouted_whole(whole: Spelling) -> str | None:
+    got = run(*_given(whole))
+    return None if dict(got.ops) == whole.ops else f"{whole.name}: {dict(got.ops)} instead of {whole.ops}"
