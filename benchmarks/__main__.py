@@ -1,10 +1,12 @@
-"""Command line: ``python -m benchmarks mhc`` and ``python -m benchmarks table FILE.json``."""
+"""Command line: ``python -m benchmarks mhc``, ``deepseek_v4``, ``routing`` and ``table FILE.json``."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import pathlib
 import sys
+import tempfile
 from typing import Annotated
 
 try:
@@ -20,6 +22,7 @@ from . import report
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 console = Console(width=None if sys.stdout.isatty() else 140)
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+KEPT = pathlib.Path(tempfile.gettempdir(), "mhc_inductor_deepseek_v4")
 
 
 def show(result: report.Result) -> None:
@@ -115,6 +118,80 @@ def write_reports(result: report.Result, path: pathlib.Path) -> list[pathlib.Pat
     return written
 
 
+def _words(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
+    chosen = tuple(w.strip() for w in text.split(",") if w.strip()) or known
+    if unknown := [w for w in chosen if w not in known]:
+        raise typer.BadParameter(f"no such {what}: {', '.join(unknown)}; there are {', '.join(known)}")
+    return chosen
+
+
+def _device(name: str) -> str:
+    import torch
+
+    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@app.command("deepseek_v4")
+def deepseek(
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the table.")] = RESULTS,
+    keep: Annotated[
+        pathlib.Path, typer.Option(help="Where finished rows are kept, so that a run goes on where it stopped.")
+    ] = KEPT,
+    variant: Annotated[str, typer.Option(help="eager,torch.compile,trivial,mhc_inductor: some of them.")] = "",
+    part: Annotated[str, typer.Option(help="forward,training,checkpointed: some of them.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 30,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that compile at once.")] = 4,
+    threads: Annotated[int, typer.Option(min=1, help="Inductor's compile threads in each.")] = 8,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="A tiny model, for trying it out; the only one on a CPU.")
+    ] = False,
+) -> None:
+    """Measure DeepSeek-V4 end to end: eager, compiled, compiled with the plugin, with and without checkpointing."""
+    from . import deepseek_model, deepseek_v4
+    from .deepseek_worker import PARTS, VARIANTS
+
+    where = _device(device)
+    tiny = tiny or where == "cpu"
+    settings = deepseek_v4.Settings(
+        device=where,
+        size=deepseek_model.TINY if tiny else deepseek_model.Size(),
+        variants=_words(variant, VARIANTS, "variant"),
+        parts=_words(part, PARTS, "part"),
+        rounds=rounds,
+        jobs=jobs,
+        threads=threads,
+    )
+    whole = settings.variants == VARIANTS and settings.parts == PARTS
+    stem = "deepseek_v4" + ("-tiny" if tiny else "") + ("" if whole else "-partial")
+    driver = deepseek_v4.Driver(settings, keep, lambda text: console.print(text, highlight=False))
+    result = deepseek_v4.gather(settings, driver.run())
+    out.mkdir(parents=True, exist_ok=True)
+    deepseek_v4.write(result, out / f"{stem}.json")
+    console.print(deepseek_v4.table(result), highlight=False, markup=False, soft_wrap=True)
+    if any("error" in row for row in result["rows"]):
+        raise typer.Exit(1)
+
+
+@app.command()
+def routing(
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the table.")] = RESULTS,
+    layers: Annotated[str, typer.Option(help="Depths to measure, by comma.")] = "2,4,8,16,43",
+    compiled: Annotated[int, typer.Option(min=0, help="Depth of the whole compile; 0: none.")] = 4,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
+) -> None:
+    """Measure the routing pass: seconds by depth, a node, and as a share of a compile. A CPU will do."""
+    import torch
+
+    from . import routing as run
+
+    depths = tuple(int(w) for w in layers.split(",") if w.strip())
+    result = run.run(torch.device(_device(device)), depths, compiled, lambda text: console.print(text, highlight=False))
+    out.mkdir(parents=True, exist_ok=True)
+    run.write(result, out / "routing.json")
+    console.print(run.table(result), highlight=False, markup=False, soft_wrap=True)
+
+
 @app.command()
 def table(
     file: Annotated[pathlib.Path, typer.Argument(exists=True, dir_okay=False, help="A result's JSON.")],
@@ -122,6 +199,12 @@ def table(
 ) -> None:
     """Print a stored run as Markdown."""
     result = json.loads(file.read_text())
+    if result["operator"] in ("deepseek_v4", "routing"):
+        module = importlib.import_module(f".{result['operator']}", __package__)
+        print(module.table(result), end="")
+        if write:
+            module.write(result, file)
+        return
     print(report.table(result), end="")
     if write:
         write_reports(result, file)

@@ -8,6 +8,7 @@ import torch
 
 import mhc_inductor
 
+from .fused import PostPre
 from .peers import HC_EPS, NORM_EPS, POST_EPS, POST_MULT, SINKHORN_EPS, Inputs
 
 FORM = "softmax"
@@ -50,6 +51,37 @@ def ops_fb(i: Inputs) -> Named:
     out.update(zip(("dx", "dphi", "dalpha", "dbias", "dgamma"), grads, strict=True))
     if i.gamma is None:
         del out["dgamma"]
+    return out
+
+
+_OPTIONS = (NORM_EPS, HC_EPS, POST_MULT, POST_EPS)
+_AFTER = ("h_in", "next_post", "next_res", "h_pre", "h_mix", "inv_rms")
+_POST_GRADS = ("dx", "df", "dh_post", "dh_res")
+
+
+def ops_post_pre(p: PostPre, fused: bool = True) -> Named:
+    """post and the next pre, by the fused op or by the two ops."""
+    i = p.inputs
+    post, params = (i.x, i.f_out, p.h_post, p.h_res, i.transpose_res), (i.phi, i.alpha, i.bias, i.gamma)
+    tail = (*_OPTIONS, i.iters, SINKHORN_EPS, FORM)
+    if fused:
+        return dict(zip(("x_out", *_AFTER), _ops.mhc_post_pre(*post, *params, *tail), strict=True))
+    x_out = _ops.mhc_post(*post)
+    return {"x_out": x_out, **dict(zip(_AFTER, _ops.mhc_pre(x_out, *params, *tail), strict=True))}
+
+
+def ops_post_pre_fb(p: PostPre, fused: bool = True) -> Named:
+    """The same and all gradients; by the two ops as a compiled graph calls them."""
+    out, i = ops_post_pre(p, fused), p.inputs
+    post, params = (i.x, i.f_out, p.h_post, p.h_res, i.transpose_res), (i.phi, i.alpha, i.bias, i.gamma)
+    ups, tail = (i.dh_in, p.dnext_post, p.dnext_res), (*_OPTIONS, i.iters, SINKHORN_EPS, FORM)
+    saved = [out[k] for k in ("h_pre", "next_post", "h_mix", "inv_rms")]
+    if fused:
+        grads = _ops.mhc_post_pre_backward(i.dx_out, *ups, *post, out["x_out"], *params, *saved, *tail)
+    else:
+        g, *dparams = _ops.mhc_pre_backward(*ups, out["x_out"], *params, *saved, i.dx_out, *tail)
+        grads = (*_ops.mhc_post_backward(g, *post), *dparams)
+    out.update(zip((*_POST_GRADS, "dphi", "dalpha", "dbias"), grads[:7], strict=True))
     return out
 
 

@@ -14,6 +14,8 @@ _ROW_NAMES = {
     "pre": "pre",
     "post": "post",
     "fb": "forward + backward",
+    "post_pre": "post fused with pre",
+    "post_pre_fb": "post fused with pre: forward + backward",
     "npu_pre": "npu_mhc_pre: pre",
     "npu_fb": "npu_mhc_pre: forward + backward",
 }
@@ -73,7 +75,7 @@ def speed_section(result: Result) -> Section:
         if is_ours(r) and r.get("bar_us") is not None:
             verdicts = [("bar", "met_bar"), ("goal", "met_goal"), ("best_peer", "not_slower_than_best_peer")]
             line += [f"{_us(r[k + '_us'])} {_yes(r.get(met))}".rstrip() for k, met in verdicts]
-            line[-1] = f"{r['best_peer']} {line[-1]}"
+            line[-1] = f"{r['best_peer']} {line[-1]}" if r["best_peer"] else ""
         else:
             line += ["", "", ""]
         rows.append(line)
@@ -218,6 +220,7 @@ def table(result: Result) -> str:
 _COLOURS = {
     f"{OURS}, ops": "#1b7837",
     f"{OURS}, compiled": "#7fbf7b",
+    f"{OURS}, ops, one after the other": "#a6dba0",
     "TransformerEngine": "#4575b4",
     "TileKernels": "#91bfdb",
     "Liger": "#fc8d59",

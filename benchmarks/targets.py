@@ -54,11 +54,12 @@ TARGETS: dict[tuple[str, int], Target] = {
     ("pre", 7168): _row(270, 180, 308, 365, 768, 1023),
     ("post", 7168): _row(256, 252, 254, 258, 1044, 2306),
     ("fb", 7168): _row(2000, 1500, 3172, 2477, 12873, 9967),
+    ("post_pre", 4096): Target(280, 200, {}),
     ("npu_pre", 4096): _row(140, 100, 200, 223, None, 563, 2088),
     ("npu_fb", 4096): _row(600, 400, 882, 1677, None, 1584, 6908),
 }
 """``pre``: coefficients, 20 sinkhorn iterations, collapse. ``post``: expand and mix. ``fb``: forward and all
-gradients of both. ``npu_*``: with gamma and raw h_res, as the operator ``npu_mhc_pre``."""
+gradients of both. ``post_pre``: post of one sublayer with the pre of the next; nobody published a time. ``npu_*``: with gamma and raw h_res, as the operator ``npu_mhc_pre``."""
 
 DECODE_PEERS = "serving engines at D = 4096: about 20 us fused, 28 us apart"
 
@@ -76,6 +77,9 @@ _UNITS = {
     "post": lambda n: 2 * n + 1,
     # backward of post: read g, x, f, write dx, df; backward of pre: read x, dh_in, dx of post, write dx.
     "fb": lambda n: (n + 1) + (2 * n + 1) + (3 * n + 2) + (3 * n + 1),
+    # reads x, f, writes x_out, h_in; its backward reads dx_out, dh_in, x, f, x_out and writes dx, df.
+    "post_pre": lambda n: 2 * n + 2,
+    "post_pre_fb": lambda n: (2 * n + 2) + (4 * n + 3),
     "npu_pre": lambda n: n + 1,
     "npu_fb": lambda n: (n + 1) + (2 * n + 1),
 }

@@ -1,0 +1,111 @@
+"""DeepSeek-V4 of transformers, unmodified, with random weights: the model that is measured end to end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# The mHC parameters stay in fp32, as DeepSeek-V4's checkpoints have them. The rest of the class's own list is left in
+# bf16: before transformers 5.18 its fp32 norms cannot feed bf16 linear layers.
+FP32 = ("attn_hc", "ffn_hc", "hc_head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is measured. The default has 155 M parameters; ``batch`` sequences of ``seq`` tokens."""
+
+    layers: int = 4
+    dim: int = 2048
+    heads: int = 16
+    head_dim: int = 128
+    lora: int = 512
+    out_lora: int = 256
+    index_heads: int = 8
+    index_dim: int = 64
+    index_topk: int = 64
+    experts: int = 8
+    expert_dim: int = 512
+    vocab: int = 4096
+    batch: int = 2
+    seq: int = 2048
+
+
+TINY = Size(2, 64, 2, 32, 32, 16, 2, 16, 8, 4, 32, 256, 2, 64)
+"""For a CPU: no figure of it says anything about a GPU."""
+
+
+def config(size: Size) -> Any:
+    """The ``DeepseekV4Config`` of a size; the same fields in transformers 5.17 and 5.23."""
+    from transformers import DeepseekV4Config
+
+    return DeepseekV4Config(
+        vocab_size=size.vocab,
+        hidden_size=size.dim,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        head_dim=size.head_dim,
+        q_lora_rank=size.lora,
+        o_groups=min(4, size.heads),
+        o_lora_rank=size.out_lora,
+        index_n_heads=size.index_heads,
+        index_head_dim=size.index_dim,
+        index_topk=size.index_topk,
+        n_routed_experts=size.experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=size.expert_dim,
+        num_hash_layers=1,
+        max_position_embeddings=max(4096, size.seq),
+        use_cache=False,
+    )
+
+
+def build(size: Size, device: torch.device, dtype: torch.dtype, seed: int = 0) -> torch.nn.Module:
+    """The model with seeded weights on ``device``: ``dtype``, but fp32 for the parameters of mHC."""
+    from transformers import DeepseekV4ForCausalLM
+
+    torch.manual_seed(seed)
+    model = DeepseekV4ForCausalLM(config(size))
+    for module in model.modules():
+        # The published initialisation has gates of 1 and no bias; drawn ones show an error in either.
+        if type(module).__name__ == "DeepseekV4HyperConnection":
+            torch.nn.init.normal_(module.base, std=0.5)
+            torch.nn.init.uniform_(module.scale, 0.5, 1.5)
+    # Filled from a checkpoint otherwise: without it every token of a hash layer goes to expert 0.
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.randint(size.experts, buffer.shape))
+    model.to(device=device, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        if not set(FP32).isdisjoint(name.split(".")):
+            parameter.data = parameter.data.float()
+    return model
+
+
+def tokens(size: Size, device: torch.device, seed: int = 0) -> Tensor:
+    """Random token ids, int64 ``[batch, seq]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(size.vocab, (size.batch, size.seq), generator=generator).to(device)
+
+
+def _trivial(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n, lead = self.hc_mult, hidden_streams.shape[:2]
+    pre, post, comb = self.base.split([n, n, n * n])
+    pre, post = (torch.sigmoid(v).expand(*lead, n) for v in (pre, post))
+    comb = F.softmax(comb.view(n, n), dim=-1).expand(*lead, n, n)
+    return 2 * post, comb, (pre.unsqueeze(-1) * hidden_streams).sum(dim=2).to(hidden_streams.dtype)
+
+
+@contextlib.contextmanager
+def trivial_coefficients() -> Iterator[None]:
+    """Coefficients that do not depend on the streams: no norm, projection or sinkhorn; collapse and mixing remain."""
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
+
+    with unittest.mock.patch.object(modeling.DeepseekV4HyperConnection, "forward", _trivial):
+        yield

@@ -1,0 +1,57 @@
+"""The case of the fused op: post of one sublayer with the pre of the next, its inputs and its fp64 values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from . import accuracy
+from .peers import Inputs, plain_coefficients, plain_post
+
+CHUNK = 1024
+Named = dict[str, torch.Tensor]
+_SUMMED = ("dphi", "dalpha", "dbias")
+
+
+@dataclasses.dataclass
+class PostPre:
+    """``inputs`` as of the ops apart; coefficients of the sublayer that made f_out, and gradients of the next one's."""
+
+    inputs: Inputs
+    h_post: torch.Tensor
+    h_res: torch.Tensor
+    dnext_post: torch.Tensor
+    dnext_res: torch.Tensor
+
+    @classmethod
+    def make(cls, i: Inputs, h_post: torch.Tensor, h_res: torch.Tensor) -> PostPre:
+        return cls(i, h_post, h_res, torch.randn_like(h_post), torch.randn_like(h_res))
+
+
+def _formula(p: PostPre, start: int, x_out: torch.Tensor, with_grads: bool) -> Named:
+    """Some tokens in fp64: what follows x_out sees its values as the op rounded them."""
+    here = slice(start, start + CHUNK)
+    i = p.inputs.tokens(start, start + CHUNK).detached(torch.float64)
+    h_post, h_res = (t[here].detach().double() for t in (p.h_post, p.h_res))
+    leaves = [t.requires_grad_(with_grads) for t in (i.x, i.f_out, h_post, h_res, i.phi, i.alpha, i.bias)]
+    exact = plain_post(i.x, i.f_out, h_post, h_res, i.transpose_res)
+    rounded = exact + (x_out[here].double() - exact).detach()
+    after = plain_coefficients(rounded, i.phi, i.alpha, i.bias, None, i.iters)
+    after["next_post"], after["next_res"] = after.pop("h_post"), after.pop("h_res")
+    out = {"x_out": exact, **after}
+    if with_grads:
+        ups = {"h_in": i.dh_in, "next_post": p.dnext_post[here].double(), "next_res": p.dnext_res[here].double()}
+        assert i.dx_out is not None
+        grads = torch.autograd.grad([rounded, *(out[k] for k in ups)], leaves, [i.dx_out, *ups.values()])
+        out.update(zip(("dx", "df", "dh_post", "dh_res", *_SUMMED), grads, strict=True))
+    return {k: v.detach() for k, v in out.items()}
+
+
+def check(p: PostPre, got: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Errors of the outputs, and of the gradients where ``got`` has them; one rounding each."""
+    parts = [_formula(p, t, got["x_out"], "dx" in got) for t in range(0, p.h_post.shape[0], CHUNK)]
+    exact = {k: sum(q[k] for q in parts) if k in _SUMMED else torch.cat([q[k] for q in parts]) for k in parts[0]}
+    return accuracy.compare(got, exact, with_post=False)

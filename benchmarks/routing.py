@@ -1,0 +1,168 @@
+"""What the routing pass costs: seconds by the depth of DeepSeek-V4, a node, and as a share of a whole compile."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import pathlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from . import deepseek_model, environment, report
+
+DEPTHS = (2, 4, 8, 16, 43)
+BAR_SECONDS, BAR_SHARE, BAR_DEPTH = 15.0, 0.20, 43
+"""At most 15 s on a model of 43 layers and 20 % of the compile time."""
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Any]]:
+    """The reports of every run of the pass inside, wherever the package holds a reference to it."""
+    original = importlib.import_module("mhc_inductor.patterns.route").route
+    reports: list[Any] = []
+
+    def route(gm: Any, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        found = original(gm, *args, **kwargs)
+        reports.append(dataclasses.replace(found, seconds=time.perf_counter() - start))
+        return found
+
+    holders = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "mhc_inductor"]
+    holders = [m for m in holders if getattr(m, "route", None) is original]
+    for module in holders:
+        module.route = route  # type: ignore[attr-defined]
+    try:
+        yield reports
+    finally:
+        for module in holders:
+            module.route = original  # type: ignore[attr-defined]
+
+
+def summary(reports: list[Any]) -> dict[str, Any]:
+    """Sums over the reports: graphs, nodes, seconds, what was routed, fused and nearly so."""
+    return {
+        "graphs": len(reports),
+        "nodes": sum(r.nodes for r in reports),
+        "seconds": sum(r.seconds for r in reports),
+        "routed": dict(Counter(x.op for r in reports for x in r.routed)),
+        "fused": dict(Counter(x.op for r in reports for x in r.fused)),
+        "near_misses": sum(len(r.near_misses) for r in reports),
+        "problems": [p for r in reports for p in r.problems],
+    }
+
+
+def _traced(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, Any]:
+    """The pass over the graphs of one forward, without compiling them."""
+    from mhc_inductor.patterns.explain import copied
+    from mhc_inductor.patterns.route import route
+
+    reports, nodes, seconds, cpu = [], 0, 0.0, 0.0
+
+    def capture(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        nonlocal nodes, seconds, cpu
+        nodes += len(gm.graph.nodes)
+        copy = copied(gm)
+        start, start_cpu = time.perf_counter(), time.thread_time()
+        reports.append(route(copy))
+        seconds += time.perf_counter() - start
+        cpu += time.thread_time() - start_cpu
+        return gm.forward
+
+    torch._dynamo.reset()
+    start = time.perf_counter()
+    torch.compile(model, backend=capture)(input_ids=ids)
+    whole = time.perf_counter() - start
+    found = summary(reports) | {"nodes": nodes, "seconds": seconds, "microseconds_a_node": 1e6 * seconds / nodes}
+    # On a busy machine the thread's own time says more than the clock.
+    return found | {"cpu_seconds": cpu, "dynamo_seconds": whole - seconds}
+
+
+def _compiled(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, Any]:
+    """The pass inside a whole compile, forward and backward, from nothing."""
+    torch._dynamo.reset()
+    with watched() as reports, torch._inductor.config.patch(force_disable_caches=True):
+        start = time.perf_counter()
+        call = torch.compile(model, backend="mhc_inductor")
+        call(input_ids=ids, labels=ids).loss.backward()
+        whole = time.perf_counter() - start
+    torch._dynamo.reset()
+    return summary(reports) | {"compile_seconds": whole, "share": summary(reports)["seconds"] / whole}
+
+
+def run(
+    device: torch.device, depths: tuple[int, ...], compile_depth: int, step: Callable[[str], None]
+) -> dict[str, Any]:
+    """Measure the pass at each depth, and the whole compile at ``compile_depth`` (0: not at all)."""
+    import transformers
+
+    result = environment.header(device) | {"operator": "routing", "rows": [], "compile": None}
+    result["versions"]["transformers"] = transformers.__version__
+    result["bars"] = {"seconds": BAR_SECONDS, "share": BAR_SHARE, "depth": BAR_DEPTH}
+    for depth in sorted({*depths, *([compile_depth] if compile_depth else [])}):
+        size = dataclasses.replace(deepseek_model.TINY, layers=depth)
+        model = deepseek_model.build(size, device, torch.float32).train()
+        ids = deepseek_model.tokens(size, device)
+        if depth in depths:
+            step(f"{depth} layers: Dynamo and the pass")
+            result["rows"].append({"layers": depth} | _traced(model, ids))
+        if depth == compile_depth:
+            step(f"{depth} layers: whole compile, forward and backward")
+            result["compile"] = {"layers": depth} | _compiled(model, ids)
+    return result
+
+
+def table(result: dict[str, Any]) -> str:
+    """The run as Markdown."""
+    where = result["device"]["name"]
+    rows = [
+        [
+            str(r["layers"]),
+            f"{r['nodes']:,}",
+            f"{r['seconds']:.2f}" + _verdict(r["layers"] >= BAR_DEPTH, r["seconds"] <= BAR_SECONDS),
+            f"{r['cpu_seconds']:.2f}",
+            f"{r['microseconds_a_node']:.0f}",
+            f"{r['dynamo_seconds']:.1f}",
+            _counted(r["routed"]),
+            _counted(r["fused"]),
+        ]
+        for r in result["rows"]
+    ]
+    headings = ["layers", "nodes", "pass, s", "of the CPU, s", "µs a node", "Dynamo, s", "routed", "fused"]
+    text = f"# Cost of the routing pass\n\n- {_facts(result)}\n- {where}; DeepSeek-V4 of transformers, tiny width\n\n"
+    text += report.markdown(headings, rows) + "\n"
+    if result["compile"]:
+        c = result["compile"]
+        text += (
+            f"\nIn a whole compile of {c['layers']} layers, forward and backward, cold: {c['seconds']:.2f} of "
+            f"{c['compile_seconds']:.1f} s, {100 * c['share']:.1f} %{_verdict(True, c['share'] <= BAR_SHARE)}.\n"
+        )
+    return text
+
+
+def _facts(result: dict[str, Any]) -> str:
+    v = result["versions"]
+    commit = (result["commit"] or "unknown")[:12] + (" with local changes" if result["dirty"] else "")
+    return (
+        f"torch {v['torch']}, transformers {v['transformers']}, Python {v['python']}, commit {commit}, {result['date']}"
+    )
+
+
+def _counted(ops: dict[str, int]) -> str:
+    return ", ".join(f"{n} {op}" for op, n in ops.items()) or "none"
+
+
+def _verdict(judged: bool, met: bool) -> str:
+    return "" if not judged else " (bar met)" if met else " (**bar not met**)"
+
+
+def write(result: dict[str, Any], path: pathlib.Path) -> None:
+    """The JSON, and the table beside it."""
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table(result))
