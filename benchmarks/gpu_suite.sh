@@ -13,7 +13,7 @@ for step in $steps; do
     case $step in
     tests)
         # Many small compiles: the tests share the GPU, all but those that measure it.
-        python3 -m pytest -q -p no:cacheprovider -n 10 tests --ignore tests/test_wheel.py --ignore tests/test_gpu.py \
+        python3 -m pytest -q -p no:cacheprovider -n 14 tests --ignore tests/test_wheel.py --ignore tests/test_gpu.py \
             --ignore tests/test_results.py --show-capture=no 2>&1 | tee "$out/tests.log" | tail -25 || status=1
         python3 -m pytest -q -p no:cacheprovider tests/test_gpu.py --show-capture=no 2>&1 |
             tee "$out/tests_gpu.log" | tail -25 || status=1

@@ -174,8 +174,15 @@ def no_new_guards(mode: Any) -> Any:
     """A context in which running operations on ``mode``'s fake tensors adds no guard to the compiled function."""
     import contextlib
 
+    from torch._dispatch.python import enable_python_dispatcher
+
+    stack = contextlib.ExitStack()
     shape_env = getattr(mode, "shape_env", None)
-    return contextlib.nullcontext() if shape_env is None else shape_env.suppress_guards()
+    if shape_env is not None:
+        stack.enter_context(shape_env.suppress_guards())
+        # Composite operations in C++ would take the present size of a dynamic dimension for the only one.
+        stack.enter_context(enable_python_dispatcher())
+    return stack
 
 
 def _rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:

@@ -177,7 +177,7 @@ def test_the_pass_sees_copies(monkeypatch, checkpointed):
 def test_no_counter_moves():
     torch.compile(Plain().eval(), backend="mhc_inductor")(streams())
     before = mhc_inductor.counters()
-    assert before["routed mhc_pre"] == 1
+    assert before["routed mhc_pre"] >= 1
     explain(Plain().eval(), streams())
     assert mhc_inductor.counters() == before
 

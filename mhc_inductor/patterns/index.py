@@ -54,18 +54,24 @@ def size_of(value: Any, fixed: Mapping[str, int]) -> Size:
     """The size of a dimension, an int or a torch.SymInt; the symbols of ``fixed`` count as their values."""
     if isinstance(value, int):
         return Size(value)
-    expr = value.node.expr
-    factor, symbols = 1, []
-    for part in expr.as_ordered_factors() if expr.is_Mul else (expr,):
-        if part.is_Integer:
-            factor *= int(part)
-        elif str(part) in fixed:
-            factor *= fixed[str(part)]
-        elif part.is_Pow and part.exp.is_Integer and int(part.exp) > 0:
-            symbols += [str(part.base)] * int(part.exp)
-        else:
-            symbols.append(str(part))
-    return Size(factor, tuple(sorted(symbols)))
+    return _monomial(value.node.expr, fixed)
+
+
+def _monomial(expr: Any, fixed: Mapping[str, int]) -> Size:
+    """A sympy expression as a monomial; what is none counts as a symbol of its own."""
+    if expr.is_Integer:
+        return Size(int(expr))
+    if expr.is_Mul:
+        return product_of(_monomial(part, fixed) for part in expr.args)
+    if expr.is_Pow and expr.exp.is_Integer and int(expr.exp) > 0:
+        return product_of([_monomial(expr.base, fixed)] * int(expr.exp))
+    if type(expr).__name__ == "FloorDiv":
+        base, divisor = (_monomial(part, fixed) for part in expr.args)
+        quotient = base.over(divisor)
+        if quotient is not None:
+            return quotient
+    name = str(expr)
+    return Size(fixed[name]) if name in fixed else Size(1, (name,))
 
 
 def product_of(sizes: Iterable[Size]) -> Size:
