@@ -182,7 +182,9 @@ def table(result: dict[str, Any]) -> str:
         f"- commit {commit}, sources {(result['kernel_sources_sha256'] or '?')[:12]}, {result['date']}",
         f"- DeepSeek-V4 of transformers, unmodified, random weights: {s['layers']} layers, D = {s['dim']}, "
         f"{s['batch']} x {s['seq']} tokens, {count / 1e6:.0f} M parameters",
-        f"- compile times are cold, {result['settings']['jobs']} processes compiling at once; each was timed alone"
+        f"- compile times are cold, {result['settings']['jobs']} processes compiling at once"
+        + "".join(f", {v} alone" for v in result["settings"].get("compiled_alone", ()))
+        + "; each was timed alone"
         + ("" if all(r.get("timed_alone", True) for r in result["rows"]) else ", but for some that waited too long"),
     ]
     headings = ["", "forward, ms", "forward + backward, ms", "compile forward + training, s", "peak of training, GiB"]

@@ -115,14 +115,16 @@ def difference(a: Captured, b: Captured) -> float:
     """The largest relative difference between the outputs and gradients of two calls; 1 where only one has some."""
     if len(a.outputs) != len(b.outputs) or a.grads.keys() != b.grads.keys():
         return float("inf")
-    pairs: list[tuple[Tensor | None, Tensor | None]] = [
-        *zip(a.outputs, b.outputs, strict=True),
-        *((a.grads[k], b.grads[k]) for k in a.grads),
+    outputs = [_apart(x, y) for x, y in zip(a.outputs, b.outputs, strict=True)]
+    # A sum over tokens may cancel to anything: its error counts against the size of the gradients around it.
+    top = max((float(g.abs().max()) for g in b.grads.values() if g is not None and g.numel()), default=0.0)
+    grads = [
+        _apart(g, b.grads[k], (0.2 if g is not None and g.numel() == 1 else 0.05) * top) for k, g in a.grads.items()
     ]
-    return max((_apart(x, y) for x, y in pairs), default=0.0)
+    return max([*outputs, *grads], default=0.0)
 
 
-def _apart(x: Tensor | None, y: Tensor | None) -> float:
+def _apart(x: Tensor | None, y: Tensor | None, least: float = 0.0) -> float:
     if x is None or y is None:
         some = y if x is None else x
         return 0.0 if some is None or not bool(some.any()) else 1.0
@@ -134,4 +136,4 @@ def _apart(x: Tensor | None, y: Tensor | None) -> float:
     if bool((a.isnan() != b.isnan()).any()):
         return float("inf")
     a, b = a.nan_to_num(), b.nan_to_num()
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))
+    return float((a - b).norm() / b.norm().clamp_min(max(1e-30, least * b.numel() ** 0.5)))

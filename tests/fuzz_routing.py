@@ -394,8 +394,8 @@ def compare(case: Case, inductor: bool = False) -> Outcome:
     name = f"{case.name}{' (Inductor)' if inductor else ''}"
     try:
         plain = call(False)
-    except Exception as error:
-        return Outcome(name, case.kind, Counter(), 0, False, f"fails unrouted: {type(error).__name__}: {error}"[:300])
+    except Exception:  # nothing to compare with: counted
+        return Outcome(name, case.kind, Counter(), 0, False, "")
     try:
         got = call(True)
     except Exception as error:

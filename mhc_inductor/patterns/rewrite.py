@@ -327,9 +327,46 @@ class Rewriter:
 
     def _as(self, node: fx.Node, like: Value, x: fx.Node) -> fx.Node:
         """``node`` with the shape and dtype of ``like``."""
-        wanted = example(_node(like))
+        old = _node(like)
+        wanted = example(old)
         node = self._shaped(node, list(wanted.shape), x)
-        return node if example(node).dtype == wanted.dtype else self.emit("to", node, wanted.dtype)
+        if example(node).dtype != wanted.dtype:
+            node = self.emit("to", node, wanted.dtype)
+        if self._same_order(example(node), wanted) or not self._strides_matter(old):
+            return node
+        # A later reshape must be the copy, or the view, that it was.
+        order = _order(wanted)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return self.emit("permute", self.emit("contiguous", self.emit("permute", node, *order)), *back)
+
+    def _same_order(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return _order(a) == _order(b)
+
+    def _strides_matter(self, old: fx.Node) -> bool:
+        """Whether strides decide what is seen: a result whose memory order shows, or a view of it changed in place."""
+        changed = {target for node in self.graph.nodes for target in _changed(node)}
+        seen, todo = {old}, [old]
+        while todo:
+            node = todo.pop()
+            if node in changed:
+                return True
+            for user in node.users:
+                if user.op == "output":
+                    return True
+                value = self.finder.values.of(user) if user.op.startswith("call_") else None
+                mine = self.finder.values.of(node)
+                if user in seen or user in changed:
+                    todo += [user] if user not in seen else []
+                    seen.add(user)
+                elif isinstance(value, Value) and isinstance(mine, Value):
+                    pointwise = value.shape == mine.shape and value.func not in _FRESH
+                    if self._is_view(value) or pointwise:
+                        seen.add(user)
+                        todo.append(user)
+                elif isinstance(value, tuple):
+                    seen.add(user)
+                    todo.append(user)
+        return False
 
     def _shaped(self, node: fx.Node, shape: list[Any], x: fx.Node) -> fx.Node:
         have = list(example(node).shape)
@@ -457,6 +494,23 @@ class Rewriter:
             gone.add(node)
             self.graph.erase_node(node)
             todo += inputs
+
+
+def _order(t: torch.Tensor) -> list[int]:
+    """The dimensions by falling stride; dimensions of size 1 stay where they are."""
+    strides = [s if isinstance(s, int) else s.node.hint for s in t.stride()]
+    sizes = [s if isinstance(s, int) else s.node.hint for s in t.shape]
+    real = iter(sorted((d for d in range(t.dim()) if sizes[d] != 1), key=lambda d: -strides[d]))
+    return [next(real) if sizes[d] != 1 else d for d in range(t.dim())]
+
+
+_FRESH = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.native_layer_norm.default,
+    torch.ops.aten.native_dropout.default,
+}
+"""Operations whose result does not have its input's memory order."""
 
 
 def _call(fn: Callable[[Any], None], argument: Any) -> Callable[[], None]:
