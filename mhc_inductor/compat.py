@@ -20,10 +20,12 @@ def functorch_active() -> bool:
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The table of decompositions that Inductor gives to AOTAutograd."""
-    from torch._inductor.decomposition import decompositions
+    """The table of decompositions that Inductor gives to AOTAutograd, about to be added to."""
+    from torch._inductor import decomposition
 
-    return decompositions
+    # The first compile of the process made a copy of the table.
+    decomposition.fast_random_decomps.cache_clear()
+    return decomposition.decompositions
 
 
 def register_lowering(op: Any, fn: Callable[..., Any]) -> None:

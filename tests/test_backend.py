@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -185,3 +187,27 @@ def test_a_change_of_matmul_precision_recompiles():
         assert counter.frame_count > once
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+LATE = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+torch.compile(lambda x: torch.sin(x) * 2)(torch.randn(8))  # Inductor copies its table of decompositions
+
+import mhc_inductor
+from torch._inductor.utils import run_and_get_code
+
+x, f, h, r = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 16), torch.rand(2, 3, 4), torch.rand(2, 3, 4, 4)
+post = torch.compile(lambda *a: mhc_inductor.mhc_post(*a, transpose_res=True), backend="mhc_inductor")
+_, codes = run_and_get_code(post, x, f, h, r)
+assert codes and not any("torch.ops.mhc_inductor" in code for code in codes), codes
+"""
+
+
+def test_cpu_formulas_are_fused_after_an_earlier_compile(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(LATE.format(root=str(pathlib.Path(__file__).parent.parent)))
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
