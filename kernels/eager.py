@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,32 +13,37 @@ from mhc_inductor.log import warn_once
 
 from .launch import EagerBuilder
 
-OPS = (
-    "mhc_pre",
-    "mhc_pre_backward",
-    "mhc_sinkhorn",
-    "mhc_sinkhorn_backward",
-    "mhc_post",
-    "mhc_post_backward",
-    "mhc_head",
-    "mhc_head_backward",
-    "mhc_post_pre",
-    "mhc_post_pre_backward",
-    "mhc_post_head",
-    "mhc_post_head_backward",
-)
+# Each op, and the module of its launch plan.
+_PLANS = {
+    "mhc_pre": "mhc.plan",
+    "mhc_pre_backward": "mhc.plan",
+    "mhc_sinkhorn": "mhc.plan",
+    "mhc_sinkhorn_backward": "mhc.plan",
+    "mhc_post": "mhc.plan",
+    "mhc_post_backward": "mhc.plan",
+    "mhc_head": "mhc.plan",
+    "mhc_head_backward": "mhc.plan",
+    "mhc_post_pre": "mhc.fused_plan",
+    "mhc_post_pre_backward": "mhc.fused_plan",
+    "mhc_post_head": "mhc.fused_plan",
+    "mhc_post_head_backward": "mhc.fused_plan",
+    "e79_scan": "e79.plan",
+    "e79_scan_backward": "e79.plan",
+}
+OPS = tuple(_PLANS)
 
 
 def _is_tensor(a: Any) -> bool:
     return isinstance(a, torch.Tensor)
 
 
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{__package__}.{_PLANS[name]}")
+
+
 def plan_of(name: str) -> Callable[..., Any]:
     """The launch plan of op ``name``."""
-    from .mhc import fused_plan, plan
-
-    module = fused_plan if name.startswith(("mhc_post_pre", "mhc_post_head")) else plan
-    return cast("Callable[..., Any]", getattr(module, f"plan_{name}"))
+    return cast("Callable[..., Any]", getattr(_module(name), f"plan_{name}"))
 
 
 def why_not(
@@ -45,10 +51,10 @@ def why_not(
 ) -> str | None:
     """Why op ``name`` with these arguments runs the reference on a CUDA device; None when the kernels run."""
     try:
-        from .mhc import plan
+        module = _module(name)
     except ImportError as error:
         return f"triton cannot be imported ({error})"
-    return plan.unsupported(builder, *(a for a in args if is_tensor(a)))
+    return cast("str | None", module.unsupported(builder, *(a for a in args if is_tensor(a))))
 
 
 def run(name: str, reference: Callable[..., Any], *args: Any) -> Any:

@@ -42,6 +42,11 @@ class EagerBuilder:
         self._props = props
 
     @property
+    def gluon(self) -> bool:
+        """Whether Gluon kernels can be launched here."""
+        return self.device.type == "cuda" and self.device_props().backend == "cuda"
+
+    @property
     def precision(self) -> str:
         return torch.get_float32_matmul_precision()
 

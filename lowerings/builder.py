@@ -17,6 +17,7 @@ class LoweringBuilder:
 
     f32 = torch.float32
     bf16 = torch.bfloat16
+    gluon = False  # Inductor's Triton-kernel HOP emits it as plain Triton, which fails
 
     def __init__(self, device: torch.device, props: DeviceProps | None = None) -> None:
         self.device = device
@@ -51,10 +52,10 @@ class LoweringBuilder:
     def is_static(self, size: Any) -> bool:
         return isinstance(size, (int, sympy.Integer))
 
-    def cdiv(self, a: Any, b: int) -> Any:
+    def cdiv(self, a: Any, b: Any) -> Any:
         from torch.utils._sympy.functions import CeilDiv
 
-        return -(-a // b) if self.is_static(a) else CeilDiv(a, b)
+        return -(-a // b) if self.is_static(a) and self.is_static(b) else CeilDiv(a, b)
 
     def min(self, a: Any, b: Any) -> Any:
         return self._number(sympy.Min(a, b))

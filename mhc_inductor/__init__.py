@@ -31,7 +31,7 @@ if (_checkout / "kernels" / "launch.py").exists() and (_checkout / "lowerings").
     sys.meta_path.append(_Beside())
 
 from mhc_inductor import ops  # noqa: E402
-from mhc_inductor.api import mhc_head, mhc_post, mhc_pre, mhc_sinkhorn  # noqa: E402
+from mhc_inductor.api import e79_scan, mhc_head, mhc_post, mhc_pre, mhc_sinkhorn  # noqa: E402
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
 from mhc_inductor.kernels import eager as _eager  # noqa: E402
 from mhc_inductor.patterns.explain import explain  # noqa: E402
@@ -43,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "counters",
     "disable",
+    "e79_scan",
     "enable",
     "explain",
     "mhc_head",

@@ -38,9 +38,10 @@ def prepare() -> None:
         return
     with _lock:
         if not _prepared:
-            from mhc_inductor.lowerings import mhc
+            from mhc_inductor.lowerings import e79, mhc
 
             mhc.register()
+            e79.register()
             _wrap_compile_fx()
             _prepared = True
 

@@ -111,6 +111,13 @@ def launch_kernel(kernel: Any, grid: tuple[Any, ...], tensors: Mapping[str, Any]
     )
 
 
+def packaging() -> bool:
+    """Whether the graph being lowered becomes code that runs without Python (AOTInductor, or the C++ wrapper)."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.graph.aot_mode or V.graph.cpp_wrapper)
+
+
 def compile_fx_module() -> Any:
     """The module whose ``compile_fx`` the ordinary Inductor backend looks up at every compile."""
     from torch._inductor import compile_fx
@@ -280,3 +287,17 @@ def hints(graph: Any) -> dict[str, int]:
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.has_hint():
                 found[str(size.node.expr)] = int(size.node.hint)
     return found
+
+
+def scan(step: Callable[..., Any], state: Sequence[Any], inputs: Sequence[Any], sizes: Sequence[Any] = ()) -> Any:
+    """``step(*state, *inputs[t], *sizes) -> (*state, *outputs[t])`` over the first dimension, in a graph being traced
+    below autograd: (*last state, *stacked outputs). ``sizes``: every symbol in the shapes."""
+    from torch._higher_order_ops.scan import scan_op
+
+    # The public function would start a compile of its own there.
+    return scan_op(step, list(state), list(inputs), tuple(sizes))
+
+
+def is_symbol(size: Any) -> bool:
+    """Whether ``size`` is one symbol, no expression of symbols and no integer."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)

@@ -193,7 +193,7 @@ def test_outputs_are_fresh_contiguous_and_as_the_fake_says(name, sample, variant
 
 
 def test_every_op_is_sampled():
-    assert {p.values[0] for p in SAMPLES} == set(registry.REFERENCE)
+    assert {p.values[0] for p in SAMPLES} == {name for name in registry.REFERENCE if name.startswith("mhc_")}
 
 
 # --- gradients ----------------------------------------------------------------------------------------------

@@ -17,8 +17,11 @@ from .plan import (
     plan_pre,
     post_grads,
     pre_dx,
+    unsupported,
     zero_grads,
 )
+
+__all__ = ["unsupported"]
 
 
 def _forward(

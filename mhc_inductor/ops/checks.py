@@ -17,6 +17,7 @@ from torch import Tensor
 FORMS = ("softmax", "exp")
 MIN_STREAMS, MAX_STREAMS, MIN_WIDTH = 2, 8, 16
 _OPTIONAL = frozenset({"gamma", "h_res", "dh_in", "dh_post", "dh_res", "dx_acc", "dx_out", "dnext_post", "dnext_res"})
+_OPTIONAL |= {"b_s", "b_m", "S0", "M0", "dout", "dS", "dM"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

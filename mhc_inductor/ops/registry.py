@@ -16,8 +16,14 @@ from torch import Tensor
 from mhc_inductor import compat
 from mhc_inductor.ops import checks
 
+# An op's own vmap rule: (op, info, in_dims, *args) -> (outputs, out_dims).
+VmapRule = Callable[..., tuple[Any, Any]]
+
 REFERENCE: dict[str, Callable[..., Any]] = {}
 """The reference formula of each op defined so far."""
+
+_CHECKS: dict[str, Callable[..., None]] = {}
+_RULES: dict[str, VmapRule] = {}
 
 # Arguments that are parameters, shared by all tokens; every other tensor has the leading dimensions of x.
 _PARAM_NAMES = frozenset({"phi", "alpha", "bias", "gamma"})
@@ -64,7 +70,7 @@ def _double_grad(name: str, ctx: Any, *grads: Any) -> None:
     raise RuntimeError(
         f"mhc_inductor: double backward is not supported: {name} has no gradient of its own "
         "(create_graph=True, or torch.func.grad of a grad); "
-        "use the formulas of mhc_inductor.reference.mhc for second derivatives"
+        f"use the formulas of {REFERENCE[name].__module__} for second derivatives"
     )
 
 
@@ -72,7 +78,9 @@ def _double_grad(name: str, ctx: Any, *grads: Any) -> None:
 
 
 def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    """A batch becomes a leading dimension, unless parameters or their gradients have it too."""
+    """The op's own rule, or: a batch becomes a leading dimension, unless parameters or their gradients have it too."""
+    if name in _RULES:
+        return _RULES[name](op, info, in_dims, *args)
     names = [a.name for a in _op(name)._schema.arguments]
     batched = {k for k, dim in zip(names, in_dims, strict=True) if dim is not None}
     shared = _PARAM_NAMES.isdisjoint(names if name.endswith("_backward") else batched)
@@ -102,7 +110,7 @@ def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | Non
 
 def _checked(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """``fn`` behind the validation of op ``name``."""
-    check = getattr(checks, name)
+    check = _CHECKS[name]
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
@@ -150,10 +158,23 @@ _FUNCTIONS: dict[str, type[torch.autograd.Function]] = {}
 
 
 def define(
-    name: str, schema: str, reference: Callable[..., Any], fake: Callable[..., Any], grad: Gradient | None
+    name: str,
+    schema: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    grad: Gradient | None,
+    check: Callable[..., None] | None = None,
+    vmap_rule: VmapRule | None = None,
 ) -> None:
-    """Define op ``name``; without a gradient of its own (the backward ops) a second derivative raises RuntimeError."""
+    """Define op ``name``; without a gradient of its own (the backward ops) a second derivative raises RuntimeError.
+
+    ``check`` validates the arguments (default: the function of that name in ``checks.py``); ``vmap_rule`` replaces the
+    rule of ops on tokens with leading dimensions.
+    """
     REFERENCE[name] = reference
+    _CHECKS[name] = check or getattr(checks, name)
+    if vmap_rule is not None:
+        _RULES[name] = vmap_rule
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     qualname = f"mhc_inductor::{name}"
     implement(name, reference, "CompositeExplicitAutograd")

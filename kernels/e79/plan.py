@@ -1,0 +1,130 @@
+"""Launch plans of the E79 ops. T and B may be symbolic; the configuration depends on n and the device alone.
+
+Memory of a training step beyond inputs and outputs, in bytes, for segments of C steps::
+
+    8 B n^2 ceil(T / C)    checkpoints, from forward to backward
+    28 T B n               gates, from forward to backward
+    8 B R^2 C              scratch of one segment (R: n padded to a power of two), during the backward
+    4 T B P n              parts, during the backward; P = 7, 8 with b_s a step, 2 more with b_m a step
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .backward import e79_backward
+from .config import (
+    BIAS_ROWS,
+    FINISH_ROWS,
+    backward_config,
+    forward_config,
+    gluon_backward_config,
+    gluon_forward_config,
+)
+from .finish import e79_bias_sum, e79_finish
+from .forward import e79_forward
+from .gluon import kernels as gluon_kernels
+
+MAX_N = 128
+FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
+
+
+def unsupported(b: Any, *tensors: Any) -> str | None:
+    """Why these inputs run the reference instead of the kernels; None when they run the kernels."""
+    for t in tensors:
+        if str(b.dtype(t)) not in FLOATS:
+            return f"dtype {b.dtype(t)} has no kernel"
+    # kvqm's last dimension, 4n, is the longest of all.
+    n = max((b.static(b.shape(t)[-1]) for t in tensors if len(b.shape(t)) == 3), default=4) // 4
+    if n > MAX_N:
+        return f"n = {n} is above {MAX_N}"
+    return None
+
+
+def runs_gluon(b: Any, n: int, name: str) -> bool:
+    """Whether op ``name`` runs its Gluon kernel with this builder."""
+    shared = gluon_backward_config(n).backward_shared if name == "e79_scan_backward" else 0
+    return gluon_kernels(b, shared) is not None
+
+
+def _bias_kind(b: Any, bias: Any) -> int:
+    """0 none, 1 one [n] for all steps, 2 one a step and sequence."""
+    return 0 if bias is None else 1 if len(b.shape(bias)) == 1 else 2
+
+
+def _given(b: Any, other: Any, *tensors: Any) -> list[Any]:
+    """Contiguous; ``other``, never read or written, where there is none."""
+    return [other if t is None else b.contiguous(t) for t in tensors]
+
+
+def plan_e79_scan(b: Any, kvqm: Any, b_s: Any, b_m: Any, S0: Any, M0: Any, segment: Any) -> tuple[Any, ...]:
+    T, B, n4 = b.shape(kvqm)
+    n = b.static(n4) // 4
+    save = not (b.is_static(segment) and segment == 0)
+    out = b.empty((T, B, n), b.dtype(kvqm))
+    S, M = b.empty((B, n, n), b.f32), b.empty((B, n, n), b.f32)
+    checkpoints = b.empty((2 * b.cdiv(T, segment), B, n, n) if save else (0,), b.f32)
+    gates = b.empty((T, B, 7, n) if save else (0,), b.f32)
+    kvqm = b.contiguous(kvqm)
+    bs, bm, s0, m0 = _given(b, kvqm, b_s, b_m, S0, M0)
+    args = dict(
+        kvqm_ptr=kvqm, bs_ptr=bs, bm_ptr=bm, s0_ptr=s0, m0_ptr=m0, out_ptr=out, s_ptr=S, m_ptr=M,
+        ckpt_ptr=checkpoints if save else S, gates_ptr=gates if save else S, T=T, B=B, SEG=segment,
+        has_s=int(S0 is not None), has_m=int(M0 is not None),
+    )  # fmt: skip
+    modes = dict(BS=_bias_kind(b, b_s), BM=_bias_kind(b, b_m), SAVE=save)
+    gluon = gluon_kernels(b, 0)
+    if gluon:
+        h = gluon_forward_config(n)
+        b.launch(gluon[0], (B, 1, 1), args, dict(N=n, R=h.R, LC=h.LC, NW=h.NW, **modes), h.NW, 1)
+    else:
+        c = forward_config(n)
+        b.launch(e79_forward, (B, 1, 1), args, dict(N=n, R=c.R, CI=c.CI, C=c.C, PF=c.AHEAD, **modes), c.num_warps, 1)
+    return out, S, M, checkpoints, gates
+
+
+def plan_e79_scan_backward(
+    b: Any, dout: Any, dS: Any, dM: Any, kvqm: Any, b_s: Any, b_m: Any, S0: Any, M0: Any, checkpoints: Any, gates: Any,
+    segment: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    T, B, n4 = b.shape(kvqm)
+    n = b.static(n4) // 4
+    inputs = (kvqm, b_s, b_m, S0, M0)
+    grads = tuple(b.empty((0,), b.f32) if t is None else b.empty(b.shape(t), b.dtype(t)) for t in inputs)
+    dkvqm, db_s, db_m, dS0, dM0 = grads
+    kinds = _bias_kind(b, b_s), _bias_kind(b, b_m)
+    h = gluon_backward_config(n)
+    parts = b.empty((T, B, 7 + kinds[0] // 2 + 2 * (kinds[1] // 2), n), b.f32)
+    sums = [b.empty((B, 2, n), b.f32) if kind == 1 else parts for kind in kinds]
+    scratch = b.empty((B, segment, 2, h.R, h.R), b.f32)
+    # The chain ends here where nobody asked for the gradient of the initial state.
+    unasked = None if S0 is not None and M0 is not None else b.empty((B, n, n), b.f32)
+    kvqm, checkpoints, gates = (b.contiguous(t) for t in (kvqm, checkpoints, gates))
+    do, ds, dm = _given(b, kvqm, dout, dS, dM)
+    args = dict(
+        dout_ptr=do, ds_ptr=ds, dm_ptr=dm, kvqm_ptr=kvqm, gates_ptr=gates, ckpt_ptr=checkpoints, scratch_ptr=scratch,
+        parts_ptr=parts, dbs_ptr=sums[0], dbm_ptr=sums[1], ds0_ptr=unasked if S0 is None else dS0,
+        dm0_ptr=unasked if M0 is None else dM0, T=T, B=B, SEG=segment, has_ds=int(dS is not None),
+        has_dm=int(dM is not None),
+    )  # fmt: skip
+    modes = dict(BS=kinds[0], BM=kinds[1], DOUT=dout is not None)
+    gluon = gluon_kernels(b, h.backward_shared)
+    if gluon:
+        b.launch(gluon[1], (B, 1, 1), args, dict(N=n, R=h.R, LC=h.LC, C=h.C, MS=h.MS, NW=h.NW, **modes), h.NW, 1)
+    else:
+        c = backward_config(n)
+        b.launch(e79_backward, (B, 1, 1), args, dict(N=n, R=c.R, CI=c.CI, C=c.C, KEEP=c.AHEAD, **modes), c.num_warps, 1)
+    b.launch(
+        e79_finish,
+        (b.cdiv(T * B, FINISH_ROWS), 1, 1),
+        dict(kvqm_ptr=kvqm, parts_ptr=parts, dkvqm_ptr=dkvqm, dbs_ptr=db_s if kinds[0] == 2 else parts,
+             dbm_ptr=db_m if kinds[1] == 2 else parts, rows=T * B),
+        dict(N=n, NP=h.R, BR=FINISH_ROWS, BS=kinds[0], BM=kinds[1]),
+        4, 1,
+    )  # fmt: skip
+    for kind, part, db in zip(kinds, sums, (db_s, db_m), strict=True):
+        if kind == 1:
+            b.launch(
+                e79_bias_sum, (1, 1, 1), dict(part_ptr=part, out_ptr=db, B=B), dict(N=n, NP=h.R, BR=BIAS_ROWS), 4, 1
+            )
+    return grads

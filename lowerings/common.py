@@ -1,0 +1,59 @@
+"""What the lowerings of all operators share: launch plans on a GPU, the reference formula elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mhc_inductor import compat
+from mhc_inductor.kernels.eager import plan_of, why_not
+from mhc_inductor.log import warn_once
+
+from .builder import LoweringBuilder
+
+KERNEL_DEVICES = ("cuda",)
+
+# Whether the generated code calls the op instead of launching its plan: (name, args) -> bool.
+CallsOp = Callable[[str, tuple[Any, ...]], bool]
+
+
+def lower(name: str, op: Any, calls_op: CallsOp | None, *args: Any, **kwargs: Any) -> Any:
+    """Inductor's lowering of ``op``."""
+    args = _positional(op, args, kwargs)
+    device = next(a for a in args if compat.is_node(a)).get_device()
+    if device.type == "cpu":  # not decomposed: the op's own implementation
+        return compat.fallback(op)(*args)
+    builder = LoweringBuilder(device)
+    reason = why_not(name, args, builder, compat.is_node)
+    if device.type not in KERNEL_DEVICES:
+        reason = f"device {device.type} has no kernels"
+    if reason is not None:
+        warn_once(f"{name}: {reason}", f"compiled {name} calls the reference formula on {device}: {reason}")
+        return compat.fallback(op)(*args)
+    if calls_op is not None and calls_op(name, args):
+        return compat.fallback(op)(*args)
+    return plan_of(name)(builder, *args)
+
+
+def _positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    names = [a.name for a in op._schema.arguments]
+    return (*args, *(kwargs[n] for n in names[len(args) :]))
+
+
+def _decompose(formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The formula where no kernels are; elsewhere the op stays whole, for its lowering."""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+    if tensors[0].device.type in KERNEL_DEVICES:
+        return NotImplemented
+    return formula(*args, **kwargs)
+
+
+def register(name: str, formula: Callable[..., Any] | None, calls_op: CallsOp | None = None) -> None:
+    """Register the lowering of op ``name``, and ``formula`` as its decomposition, which Inductor fuses on a CPU."""
+    op = getattr(torch.ops.mhc_inductor, name).default
+    compat.register_lowering(op, functools.partial(lower, name, op, calls_op))
+    if formula is not None:
+        compat.inductor_decompositions()[op] = functools.partial(_decompose, formula)

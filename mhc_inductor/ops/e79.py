@@ -1,0 +1,193 @@
+"""The E79 ops (coupled memory-modulation matrix recurrence), namespace ``torch.ops.mhc_inductor``.
+
+Here the scan and its backward op get their schema, fake, gradient and vmap rule; ``registry.py`` does the rest.
+
+No gradient flows into the checkpoints and gates: they exist for the backward op. Double backward raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhc_inductor.ops import checks_e79, e79_cpu
+from mhc_inductor.ops.registry import Gradient, define, implement, needed, refuse
+from mhc_inductor.ops.registry import call as call
+from mhc_inductor.reference import e79 as reference
+from mhc_inductor.reference.mhc import acc_dtype
+
+_INPUTS = "Tensor kvqm, Tensor? b_s, Tensor? b_m, Tensor? S0, Tensor? M0"
+SCHEMAS = {
+    "e79_scan": f"({_INPUTS}, SymInt segment) -> (Tensor out, Tensor S, Tensor M, Tensor checkpoints, Tensor gates)",
+    "e79_scan_backward": f"(Tensor? dout, Tensor? dS, Tensor? dM, {_INPUTS}, Tensor checkpoints, Tensor gates, SymInt segment) -> "
+    "(Tensor dkvqm, Tensor db_s, Tensor db_m, Tensor dS0, Tensor dM0)",
+}
+
+# The states of one segment, computed again in the backward, should stay in a GPU's second-level cache.
+_SCRATCH_BYTES = 24 * 2**20
+_MOST_CHECKPOINTS = 256
+
+
+def segment_length(n: int, batch: int, steps: int) -> int:
+    """Steps from one checkpoint to the next, where gradients are needed.
+
+    From 8 to 32, as many as keep the states of a segment (8*n*n bytes a sequence and step) within 24 MiB; more where
+    T would need more than 256 checkpoints; at most T. Batch and steps may be symbolic.
+    """
+    states = _most(batch * 8 * n * n, 1)
+    base = _most(8, _least(32, _SCRATCH_BYTES // states))
+    longest = _most(base, (steps + _MOST_CHECKPOINTS - 1) // _MOST_CHECKPOINTS)
+    return _least(longest, steps)
+
+
+def _most(a: int, b: int) -> int:
+    # Dynamo of torch 2.11 does not take torch.sym_max of two integers.
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_max(a, b)
+
+
+def _least(a: int, b: int) -> int:
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
+
+
+# --- shapes and dtypes of the outputs (fakes) ---------------------------------------------------------------
+
+
+def _like(t: Tensor | None, kvqm: Tensor) -> Tensor:
+    return kvqm.new_empty((0,), dtype=acc_dtype(kvqm.dtype)) if t is None else t.new_empty(t.shape)
+
+
+def _scan_fake(kvqm: Tensor, b_s: Any, b_m: Any, S0: Any, M0: Any, segment: int) -> tuple[Tensor, ...]:
+    steps, batch, width = kvqm.shape
+    n, acc = width // 4, acc_dtype(kvqm.dtype)
+    state = (batch, n, n)
+    if segment == 0:
+        saved: tuple[tuple[int, ...], ...] = ((0,), (0,))
+    else:
+        saved = ((2 * ((steps + segment - 1) // segment), *state), (steps, batch, 7, n))
+    return (
+        kvqm.new_empty((steps, batch, n)),
+        kvqm.new_empty(state, dtype=acc),
+        kvqm.new_empty(state, dtype=acc),
+        *(kvqm.new_empty(s, dtype=acc) for s in saved),
+    )
+
+
+def _scan_backward_fake(
+    dout: Any, dS: Any, dM: Any, kvqm: Tensor, b_s: Any, b_m: Any, S0: Any, M0: Any, *_: Any
+) -> tuple[Tensor, ...]:
+    return tuple(_like(t, kvqm) for t in (kvqm, b_s, b_m, S0, M0))
+
+
+# --- gradients ----------------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.segment = inputs
+    ctx.save_for_backward(*tensors, *output[3:])
+    ctx.mark_non_differentiable(*output[3:])
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx: Any, dout: Any, dS: Any, dM: Any, *others: Any) -> tuple[Tensor | None, ...]:
+    refuse("e79_scan", ("checkpoints", "gates"), others)
+    if dout is None and dS is None and dM is None:
+        return needed(ctx)
+    if ctx.segment == 0:
+        raise RuntimeError(
+            "mhc_inductor: e79_scan was called with segment = 0, which keeps no checkpoints, but a gradient arrived; "
+            "give the op a segment of at least 1, or call mhc_inductor.e79_scan, which chooses it"
+        )
+    return needed(ctx, *call("e79_scan_backward", dout, dS, dM, *ctx.saved_tensors, ctx.segment))
+
+
+# --- vmap: the batch joins B --------------------------------------------------------------------------------
+
+
+def _fold(a: Tensor | None, dim: int | None, size: int, at: int) -> Tensor | None:
+    """``a`` with the batch in front of dimension ``at`` (B, or where it would stand), merged into it."""
+    if a is None:
+        return None
+    batched = a.unsqueeze(at).expand(*a.shape[:at], size, *a.shape[at:]) if dim is None else a.movedim(dim, at)
+    return batched.flatten(at, at + 1)
+
+
+def _fold_bias(
+    bias: Tensor | None, dim: int | None, size: int, kvqm: Tensor, apart: bool
+) -> tuple[Tensor | None, bool]:
+    """A bias for the folded kvqm, and whether it was one ``[n]`` a batch entry, now ``[T, size*B, n]``.
+
+    An ``[n]`` that has no batch stays so, unless its gradients are wanted ``apart``.
+    """
+    if bias is None:
+        return None, False
+    if bias.dim() - (dim is not None) == 3:
+        return _fold(bias, dim, size, 1), False
+    if dim is None and not apart:
+        return bias, False
+    rows = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
+    steps, batch = kvqm.shape[0], kvqm.shape[1] // size
+    # In the arithmetic's dtype, so that its gradient is rounded once, after the sum over the steps.
+    rows = rows.to(acc_dtype(kvqm.dtype))[None, :, None].expand(steps, size, batch, rows.shape[-1])
+    return rows.flatten(1, 2), True
+
+
+def _fold_inputs(
+    size: int, dims: tuple[int | None, ...], inputs: tuple[Any, ...], apart: bool
+) -> tuple[tuple[Tensor | None, ...], tuple[bool, bool]]:
+    kvqm = _fold(inputs[0], dims[0], size, 1)
+    assert kvqm is not None
+    b_s, s_apart = _fold_bias(inputs[1], dims[1], size, kvqm, apart)
+    b_m, m_apart = _fold_bias(inputs[2], dims[2], size, kvqm, apart)
+    states = [_fold(a, dim, size, 0) for a, dim in zip(inputs[3:], dims[3:], strict=True)]
+    return (kvqm, b_s, b_m, *states), (s_apart, m_apart)
+
+
+def _unfold(t: Tensor, size: int, at: int, batch: int) -> tuple[Tensor, int | None]:
+    """An output with its batch dimension apart again; a placeholder of shape [0] has none."""
+    if t.dim() == 1:
+        return t, None
+    return t.unflatten(at, (size, batch)), at
+
+
+def _scan_vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    size = info.batch_size
+    inputs, _ = _fold_inputs(size, in_dims[:5], args[:5], apart=False)
+    out = op(*inputs, args[5])
+    batch = out[1].shape[0] // size
+    pairs = [_unfold(t, size, at, batch) for t, at in zip(out, (1, 0, 0, 1, 1), strict=True)]
+    return tuple(t for t, _ in pairs), tuple(dim for _, dim in pairs)
+
+
+def _scan_backward_vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    size = info.batch_size
+    grads = [_fold(a, dim, size, at) for a, dim, at in zip(args[:3], in_dims[:3], (1, 0, 0), strict=True)]
+    inputs, summed = _fold_inputs(size, in_dims[3:8], args[3:8], apart=True)
+    assert inputs[0] is not None
+    batch = inputs[0].shape[1] // size
+    out = op(*grads, *inputs, _fold(args[8], in_dims[8], size, 1), _fold(args[9], in_dims[9], size, 1), args[10])
+    pairs = [_unfold(t, size, at, batch) for t, at in zip(out, (1, 1, 1, 0, 0), strict=True)]
+    for k, apart in enumerate(summed, 1):
+        if apart:  # [T, size, B, n] to the [n] of each
+            pairs[k] = pairs[k][0].sum((0, 2)).to(args[3 + k].dtype), 0
+    return tuple(t for t, _ in pairs), tuple(dim for _, dim in pairs)
+
+
+_GRADIENTS: dict[str, Gradient] = {"e79_scan": (_setup, _grad)}
+
+for _name, _fake, _rule in (
+    ("e79_scan", _scan_fake, _scan_vmap),
+    ("e79_scan_backward", _scan_backward_fake, _scan_backward_vmap),
+):
+    define(
+        _name,
+        SCHEMAS[_name],
+        getattr(reference, _name),
+        _fake,
+        _GRADIENTS.get(_name),
+        getattr(checks_e79, _name),
+        _rule,
+    )
+
+implement("e79_scan", e79_cpu.e79_scan, "CPU")

@@ -1,0 +1,104 @@
+"""Kernels compiled for GPUs that are not here: launches recorded on meta tensors, and what the assembler says of them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+
+TARGETS = {
+    "cuda:80": (GPUTarget("cuda", 80, 32), DeviceProps(108, "cuda", 80)),
+    "cuda:89": (GPUTarget("cuda", 89, 32), DeviceProps(128, "cuda", 89)),
+    "cuda:90": (GPUTarget("cuda", 90, 32), DeviceProps(132, "cuda", 90)),
+    "cuda:100": (GPUTarget("cuda", 100, 32), DeviceProps(148, "cuda", 100)),
+    "cuda:120": (GPUTarget("cuda", 120, 32), DeviceProps(170, "cuda", 120)),
+    "hip:gfx942": (GPUTarget("hip", "gfx942", 64), DeviceProps(304, "hip", 94)),
+}
+SHARED_LIMIT = {"cuda:80": 163 << 10, "cuda:89": 99 << 10, "cuda:90": 227 << 10, "cuda:100": 227 << 10,
+                "cuda:120": 99 << 10, "hip:gfx942": 64 << 10}  # fmt: skip
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16"}
+
+
+class Recorder(EagerBuilder):
+    """Collects launches on meta tensors."""
+
+    gluon = False
+
+    def __init__(self, props: DeviceProps) -> None:
+        super().__init__(torch.device("meta"), props)
+        self.launches = []
+
+    def launch(self, kernel, grid, args, constexprs, num_warps, num_stages):
+        self.launches.append((kernel, dict(args), dict(constexprs), num_warps, num_stages))
+
+
+def source(kernel, args, constexprs) -> ASTSource:
+    signature, constants, attributes = {}, dict(constexprs), {}
+    for i, name in enumerate(kernel.arg_names):
+        value = args.get(name)
+        if isinstance(value, torch.Tensor):
+            signature[name], attributes[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        elif name in constexprs or value is None:
+            signature[name] = "constexpr"
+            constants.setdefault(name, None)
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(kernel, signature, constants, attributes)
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def spilled(compiled, folder: pathlib.Path) -> int:
+    """Bytes (CUDA) or registers (ROCm) that the assembler spilled."""
+    if "amdgcn" in compiled.asm:
+        return int(re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])[1])
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
+    tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+    for ptxas in ("ptxas", "ptxas-blackwell"):
+        if not os.path.exists(tools / ptxas):
+            continue
+        done = subprocess.run(
+            [tools / ptxas, "-v", f"--gpu-name={arch}", ptx, "-o", folder / "kernel.cubin"],
+            capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode == 0:
+            return int(re.search(r"(\d+) bytes spill stores", done.stderr)[1])
+    raise AssertionError(done.stderr)
+
+
+def compile_all(
+    launches, target: str, case: str, spills: dict, folder: pathlib.Path
+) -> tuple[set[str], dict[str, str]]:
+    """Compile each recorded launch once: the kernels' names, and what is wrong with which; ``spills`` names what may spill."""
+    gpu, _ = TARGETS[target]
+    seen: set[str] = set()
+    bad: dict[str, str] = {}
+    done: set[str] = set()
+    for kernel, args, constexprs, num_warps, num_stages in launches:
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        dtypes = {k: v.dtype if isinstance(v, torch.Tensor) else type(v) for k, v in args.items()}
+        key = repr((kernel.__name__, dtypes, constexprs, options))
+        if key in done:  # the fused ops launch many of the same kernels
+            continue
+        done.add(key)
+        compiled = triton.compile(source(kernel, args, constexprs), target=gpu, options=options)
+        name = kernel.__name__
+        seen.add(name)
+        bytes_spilled = spilled(compiled, folder)
+        if bytes_spilled > spills.get((target, name, case), 0):
+            bad[name] = f"{bytes_spilled} spilled"
+        if compiled.metadata.shared > SHARED_LIMIT[target]:
+            bad[name] = f"{compiled.metadata.shared} bytes of shared memory"
+    return seen, bad

@@ -1,0 +1,114 @@
+"""The CUDA code of compiled graphs that hold the E79 scan, seen without a GPU: which kernels, or which op, is called."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from fakecuda import fake_cuda, generated_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mhc_inductor  # noqa: F401  (registers the ops)
+from mhc_inductor import compat
+from mhc_inductor.kernels.e79 import plan
+
+OPS = torch.ops.mhc_inductor
+N = 32
+BACKWARD = ("e79_backward", "e79_finish")
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU runs tests/test_gpu.py")
+
+
+@pytest.fixture(autouse=True)
+def no_caches():
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+@pytest.fixture
+def plain_triton(monkeypatch):
+    """As in a package, or on a device on which Gluon does not run."""
+    monkeypatch.setattr(plan, "runs_gluon", lambda *_: False)
+
+
+def _scan(x, w, bias, S0):
+    """A scan and its gradients, in one graph: autograd itself needs a real device."""
+    kvqm = x @ w
+    out, S, M, checkpoints, gates = OPS.e79_scan(kvqm, bias, None, S0, None, 8)
+    return out, S, M, OPS.e79_scan_backward(out, S, None, kvqm, bias, None, S0, None, checkpoints, gates, 8)[:2]
+
+
+def _compile(fn, steps, batch, bias, dynamic=None):
+    with fake_cuda(), FakeTensorMode():
+
+        def empty(*shape):
+            return torch.empty(*shape, device="cuda")
+
+        sizes = {"none": None, "fixed": (N,), "input": (steps, batch, N)}[bias]
+        b = None if sizes is None else empty(*sizes)
+        args = [empty(steps, batch, 48), empty(48, 4 * N), b, empty(batch, N, N)]
+        codes = generated_code(
+            lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")(*args)
+        )
+    assert len(codes) == 1
+    return codes[0][codes[0].index("def call(") :]
+
+
+def _launches(code):
+    return re.findall(r"^\s+(e79_\w+?)(?:_\d+)?\.run\(", code, re.MULTILINE)
+
+
+@pytest.mark.parametrize("bias", ["none", "fixed", "input"])
+@pytest.mark.parametrize(("steps", "batch"), [(20, 3), (1, 1), (2, 1)])
+def test_plain_triton_is_launched_from_the_generated_code(plain_triton, bias, steps, batch):
+    code = _compile(_scan, steps, batch, bias)
+    sums = ["e79_bias_sum"] if bias == "fixed" else []
+    assert _launches(code)[0] == "e79_forward"
+    assert sorted(_launches(code)) == sorted(["e79_forward", *BACKWARD, *sums])
+    assert "torch.ops.mhc_inductor" not in code
+
+
+def test_gluon_is_called_through_the_op():
+    code = _compile(_scan, 20, 3, "fixed")
+    assert _launches(code) == []
+    assert len(re.findall(r"torch\.ops\.mhc_inductor\.e79_scan\.default\(", code)) == 1
+    assert len(re.findall(r"torch\.ops\.mhc_inductor\.e79_scan_backward\.default\(", code)) == 1
+
+
+def test_one_step_is_launched_from_the_generated_code():
+    def step(x, w, bias, S0):
+        return OPS.e79_scan(x @ w, bias, bias, S0, S0, 0)[:3]
+
+    code = _compile(step, 1, 4, "fixed")
+    assert _launches(code) == ["e79_forward"]
+    assert "torch.ops.mhc_inductor" not in code
+
+
+def test_a_package_launches_plain_triton(monkeypatch):
+    monkeypatch.setattr(compat, "packaging", lambda: True)
+    code = _compile(_scan, 20, 3, "fixed")
+    assert sorted(_launches(code)) == sorted(["e79_forward", *BACKWARD, "e79_bias_sum"])
+
+
+def test_dynamic_sizes_stay_symbolic(plain_triton):
+    code = _compile(_scan, 20, 3, "input", dynamic=True)
+    runs = re.findall(r"^\s+e79_\w+\.run\((.*)\)", code, re.MULTILINE)
+    assert len(runs) == 3
+    assert all(re.search(r"\bs\d+", args) for args in runs)
+
+
+def test_above_128_the_reference_is_called_and_said_once(caplog):
+    with fake_cuda(), FakeTensorMode():
+        x = torch.empty(4, 2, 4 * 136, device="cuda")
+        with caplog.at_level("WARNING", logger="mhc_inductor"):
+            codes = generated_code(
+                lambda: torch.compile(lambda x: OPS.e79_scan(x, None, None, None, None, 0)[0], backend="mhc_inductor")(
+                    x
+                )
+            )
+    assert "torch.ops.mhc_inductor.e79_scan.default" in codes[0]
+    assert [r for r in caplog.records if "n = 136 is above 128" in r.getMessage()]
