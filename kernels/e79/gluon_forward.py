@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .gluon_common import gated, inverse, part_of, row_sum, sigmoid, vector, vector_by_rows
+from .gluon_common import gated, inverse, part_of, row_sum, sigmoid, thread_barrier, vector, vector_by_rows
 
 
 @gluon.jit
@@ -37,6 +37,8 @@ def e79_forward_gluon(
     """LC: the lanes of a warp along a row, four columns each."""
     RW: gl.constexpr = R // NW
     LR: gl.constexpr = 32 // LC
+    # Where registers allow, a step's loads, and what needs no gate of the columns, come before the gates do.
+    EARLY: gl.constexpr = R <= 64
     W4: gl.constexpr = 4 if NW >= 4 else NW
     L: gl.constexpr = gl.BlockedLayout([1, RW // LR, 4], [1, LR, LC], [NW, 1, 1], [2, 1, 0])
     ROW: gl.constexpr = gl.SliceLayout(2, L)
@@ -89,6 +91,7 @@ def e79_forward_gluon(
     left = 0
     x, xs, xm = _fetch(p, bs, bm, v4, j4, j1, N, BS, BM)
     _stage(vecs.index(0), biases.index(0), x, xs, xm, BS, BM)
+    thread_barrier()  # here, so that the compiler need not place one in the loop
     for t in range(T):
         if SAVE:
             if left == 0:
@@ -110,6 +113,12 @@ def e79_forward_gluon(
         part_c.store(part_of(M * kr[:, :, None]))
         k = vector(vec, 0).load(COL)
         m = vector(vec, 3).load(COL)
+        if EARLY:
+            q = vector(vec, 2).load(COL)
+            mr = vector_by_rows(vec, 3, ROW, NW)
+        if BM == 2:
+            bmc = vector(bias, 1).load(ONE)
+            bmr = vector_by_rows(bias, 1, ROW, NW)
         ik = inverse(gl.sum(k * k, axis=0))
         im = inverse(gl.sum(m * m, axis=0))
         # Between the write and the read of an exchange: the sums along rows.
@@ -126,26 +135,26 @@ def e79_forward_gluon(
         z = sigmoid(z)
         gate_c.store(z)
         r = sigmoid(r)
-        mr = vector_by_rows(vec, 3, ROW, NW)
-        q = vector(vec, 2).load(COL)
-        if R <= 64:
-            # What needs no gate of the columns, while the exchange is on its way.
+        if EARLY:
             S = S * r[:, :, None]
             dk = (d * ik)[:, :, None] * k[None, None, :]
-            S = S * gate_c.load(COL)[None, None, :] + dk
+            c = gate_c.load(COL)
+            # Here, between a barrier and the next read of either buffer, it costs no barrier of its own.
+            _stage(vecs.index((t + 1) % 2), biases.index((t + 1) % 2), x, xs, xm, BS, BM)
+            S = S * c[None, None, :] + dk
         else:
             S = gated(S, r, gate_c.load(COL), d * ik, k)
+            q = vector(vec, 2).load(COL)
+            mr = vector_by_rows(vec, 3, ROW, NW)
         part_w.store(part_of(S * mr[:, :, None]))
-        _stage(vecs.index((t + 1) % 2), biases.index((t + 1) % 2), x, xs, xm, BS, BM)
+        if not EARLY:
+            _stage(vecs.index((t + 1) % 2), biases.index((t + 1) % 2), x, xs, xm, BS, BM)
         h = row_sum(S, m) * im
         y = row_sum(S, q)
         zw = gl.sum(part_w.load(D), axis=0) * im
-        if BM == 1:
+        if BM > 0:
             zw += bmc
             h += bmr
-        if BM == 2:
-            zw += vector(bias, 1).load(ONE)
-            h += vector_by_rows(bias, 1, ROW, NW)
         zw = sigmoid(zw)
         gate_w.store(zw)
         h = sigmoid(h)
@@ -160,7 +169,7 @@ def e79_forward_gluon(
             gl.store(gates + 5 * N + one, z, mask=one < N)
             gl.store(gates + 6 * N + one, zw, mask=one < N)
             gates += B * 7 * N
-        if R <= 64:
+        if EARLY:
             M = M * h[:, :, None]
             gm = (g * im)[:, :, None] * m[None, None, :]
             M = M * gate_w.load(COL)[None, None, :] + gm
