@@ -37,13 +37,7 @@ def row_sum(s, v):
 @gluon.jit
 def gated(s, row, col, d, v):
     """row[i] * s[i, j] * col[j] + d[i] * v[j]"""
-    return add_outer(s * row[:, :, None], col, d[:, :, None] * v[None, None, :])
-
-
-@gluon.jit
-def add_outer(s, col, dv):
-    """s[i, j] * col[j] + dv[i, j], rounded once: forward and backward must compute a state to the same bits."""
-    return gl.fma(s, gl.broadcast(col[None, None, :], s)[0], dv)
+    return row[:, :, None] * (s * col[None, None, :]) + d[:, :, None] * v[None, None, :]
 
 
 @gluon.jit
