@@ -1,4 +1,4 @@
-"""Command line: ``python -m benchmarks mhc``, ``deepseek_v4``, ``routing`` and ``table FILE.json``."""
+"""Command line: ``python -m benchmarks mhc``, ``e79``, ``deepseek_v4``, ``routing`` and ``table FILE.json``."""
 
 from __future__ import annotations
 
@@ -105,6 +105,66 @@ def mhc(
     console.print("wrote " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
+@app.command()
+def e79(
+    part: Annotated[
+        str, typer.Option(help="Some of speed,batch,further,decode,memory,accuracy,determinism,cpu,rollup.")
+    ] = "",
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure torch.compile of the loop too: a minute more.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; every variant once a round.")] = 40,
+    compiled: Annotated[bool, typer.Option(help="Measure compiled calls as well as eager ones.")] = True,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which nothing further is compiled.")] = 90.0,
+    sizes: Annotated[str, typer.Option(help="Some n, by comma; the table's when left out.")] = "",
+    batch: Annotated[int | None, typer.Option(min=1, help="Another B than the table's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Another T than the table's.")] = None,
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the files; e79 when left out, with -cpu or -partial.")] = "",
+) -> None:
+    """Measure the E79 scan: time a step, memory, errors against fp64, equal bits; cpu and rollup need no GPU."""
+    import torch
+
+    from . import e79 as run
+    from . import e79_targets as targets
+
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    usual = run.GPU_PARTS if on_gpu else run.CPU_PARTS
+    settings = run.Settings(
+        device=device,
+        parts=_words(part, run.PARTS, "part") if part else usual,
+        rounds=rounds,
+        compiled=compiled,
+        peers=peers,
+        budget_s=budget,
+        seed=seed,
+        sizes=tuple(int(w) for w in sizes.split(",") if w.strip()) or targets.SIZES,
+        batch=batch,
+        steps=steps,
+    )
+    where = settings.resolve()
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    else:
+        console.print(run.CPU_NOTICE, style="yellow")
+    expected = run.GPU_PARTS if where.type == "cuda" else run.CPU_PARTS
+    whole = settings.parts == expected and settings.sizes == targets.SIZES and batch is None and steps is None
+    stem = name or "e79" + ("" if where.type == "cuda" else "-cpu") + ("" if whole else "-partial")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{stem}.json"
+    result = run.Run(
+        settings,
+        lambda found: run.save(found, path),
+        lambda text: console.print(text, highlight=False, markup=False, style="dim"),
+    ).run()
+    run.write(result, path)
+    console.print(run.table(json.loads(path.read_text())), highlight=False, markup=False, soft_wrap=True)
+    if result["skipped"]:
+        raise typer.Exit(1)
+
+
 def write_reports(result: report.Result, path: pathlib.Path) -> list[pathlib.Path]:
     """The Markdown table and the PNG beside a JSON file; returns what there is now."""
     written = [path, path.with_suffix(".md")]
@@ -199,7 +259,7 @@ def table(
 ) -> None:
     """Print a stored run as Markdown."""
     result = json.loads(file.read_text())
-    if result["operator"] in ("deepseek_v4", "routing"):
+    if result["operator"] in ("deepseek_v4", "e79", "routing"):
         module = importlib.import_module(f".{result['operator']}", __package__)
         print(module.table(result), end="")
         if write:

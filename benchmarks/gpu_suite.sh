@@ -14,17 +14,24 @@ for step in $steps; do
     tests)
         # Many small compiles: the tests share the GPU, all but those that measure it.
         python3 -m pytest -q -p no:cacheprovider -n 14 tests --ignore tests/test_wheel.py --ignore tests/test_gpu.py \
-            --ignore tests/test_results.py --show-capture=no 2>&1 | tee "$out/tests.log" | tail -25 || status=1
-        python3 -m pytest -q -p no:cacheprovider tests/test_gpu.py --show-capture=no 2>&1 |
+            --ignore tests/test_gpu_e79.py --ignore tests/test_results.py --show-capture=no 2>&1 | tee "$out/tests.log" | tail -25 || status=1
+        python3 -m pytest -q -p no:cacheprovider tests/test_gpu.py tests/test_gpu_e79.py --show-capture=no 2>&1 |
             tee "$out/tests_gpu.log" | tail -25 || status=1
         ;;
     sanitize)
         compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
             tests/test_kernels_mhc.py -x --show-capture=no \
             -k "test_pre_without or test_pre_odd or test_head or no_token or strided or dx_acc or transpose" 2>&1 | tee "$out/sanitizer.log" | tail -15 || status=1
+        compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
+            tests/test_kernels_e79.py -x --show-capture=no -k "widths or one_step or no_sequence or non_contiguous" 2>&1 |
+            tee "$out/sanitizer_e79.log" | tail -15 || status=1
+        compute-sanitizer --tool racecheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
+            tests/test_kernels_e79.py -x --show-capture=no -k "widths and input and (16 or 64)" 2>&1 |
+            tee "$out/racecheck_e79.log" | tail -15 || status=1
         ;;
     bench)
         python3 -m benchmarks mhc --peers --out "$out" 2>&1 | tee "$out/bench.log" | tail -80 || status=1
+        python3 -m benchmarks e79 --out "$out" 2>&1 | tee "$out/bench_e79.log" | tail -120 || status=1
         ;;
     *)
         echo "unknown step $step" >&2

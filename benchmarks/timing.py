@@ -55,12 +55,15 @@ def tensors(result: Any) -> list[torch.Tensor]:
 
 
 class Runnable:
-    """A variant made ready: ``run()`` repeats it, ``outputs`` are the tensors that it writes."""
+    """A variant made ready: ``run()`` repeats it, ``outputs`` are the tensors that it writes.
 
-    def __init__(self, fn: Callable[[], Any], device: torch.device) -> None:
+    ``capture=False`` calls it each time instead of replaying a CUDA graph: what Python's launches cost shows.
+    """
+
+    def __init__(self, fn: Callable[[], Any], device: torch.device, capture: bool = True) -> None:
         self.graph: torch.cuda.CUDAGraph | None = None
         self._fn = fn
-        if device.type != "cuda":
+        if device.type != "cuda" or not capture:
             self.outputs = fn()
             return
         # Compiling and tuning happen here, on a side stream as graph capture wants it.

@@ -89,16 +89,3 @@ class ByteTransformer(nn.Module):
             x = block(x)
         h = self.collapse(x)
         return self.head(F.rms_norm(h, h.shape[-1:])).float()
-
-
-@torch.no_grad()
-def continue_text(model: ByteTransformer, prompt: bytes, length: int, seq: int, seed: int) -> bytes:
-    """Sample ``length`` bytes after ``prompt`` (temperature 0.8) from the last ``seq`` bytes each time."""
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    text = list(prompt)
-    for _ in range(length):
-        window = torch.tensor([text[-seq:]], device=device)
-        logits = model(window)[0, -1].cpu() / 0.8
-        text.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
-    return bytes(text[len(prompt) :])

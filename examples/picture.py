@@ -1,4 +1,4 @@
-"""The example's picture: two loss curves, their difference, two speeds."""
+"""The picture of the training examples: two loss curves, their difference, two speeds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Curve(Protocol):
     tokens_per_s: float
 
 
-def draw(runs: Sequence[Curve], out: pathlib.Path, subtitle: str) -> None:
+def draw(runs: Sequence[Curve], out: pathlib.Path, title: str, subtitle: str) -> None:
     """Write a PNG (or what ``out``'s suffix names) comparing the runs; the first is the baseline."""
     figure, panels = plt.subplot_mosaic(
         [["loss", "speed"], ["gap", "speed"]],
@@ -70,6 +70,6 @@ def draw(runs: Sequence[Curve], out: pathlib.Path, subtitle: str) -> None:
     speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     for side in ("top", "right"):
         speed.spines[side].set_visible(False)
-    figure.suptitle(f"mHC byte transformer on Python's standard library ({subtitle})", fontsize=11)
+    figure.suptitle(f"{title} on Python's standard library ({subtitle})", fontsize=11)
     figure.savefig(out, dpi=130)
     plt.close(figure)

@@ -68,7 +68,7 @@ def test_trains_eager_and_compiled_alike(example, tmp_path, capsys):
 def test_split_by_file_and_batches(example):
     import torch
 
-    text = example.stdlib_text
+    text = example.training.stdlib_text
     corpus = text.load()
     assert len(corpus.train) > 10 * len(corpus.valid) > 10 * 2**16
     assert bytes(corpus.valid[:4096].tolist()) not in bytes(corpus.train.tolist())

@@ -1,0 +1,444 @@
+"""The E79 benchmark: which rows there are, and how one run of them is made.
+
+Times are microseconds a time step (a call's time over T), medians of CUDA-graph replays with the L2 flushed before each, the variants of a
+group in turn. The Python loop is called, not replayed: its launches are what it costs. One variant's failure is
+recorded in its row; what no longer fits the run's budget of seconds is skipped, and said so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import multiprocessing
+import pathlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from mhc_inductor.ops.e79 import segment_length
+
+from . import accuracy, e79_cases, e79_rollup, environment, timing
+from . import e79_targets as targets
+from .e79_cases import Case, make_case
+from .e79_report import plot, table
+from .mhc import cleaned, peak_memory
+
+GPU_PARTS = ("speed", "batch", "further", "decode", "memory", "accuracy", "determinism")
+CPU_PARTS = ("cpu", "rollup")
+PARTS = (*GPU_PARTS, *CPU_PARTS)
+ROUNDS, CPU_ROUNDS, LOOP_ROUNDS = 40, 10, 3
+DECODE_CHAIN = 20
+LOOP_STEPS = 64
+ACCURACY_STEPS, ACCURACY_BATCH = 128, 4
+CPU_NOTICE = "CPU run, wall clock: it says nothing of a GPU."
+LISTS = ("rows", "batch", "further", "decode", "memory", "accuracy", "determinism", "cpu", "rollup")
+
+
+@dataclasses.dataclass
+class Settings:
+    """One run. ``sizes``, ``batch``, ``steps``: other n, B and T than the table's."""
+
+    device: str = "auto"
+    parts: tuple[str, ...] = GPU_PARTS
+    rounds: int = ROUNDS
+    compiled: bool = True
+    peers: bool = False
+    budget_s: float = 90.0
+    seed: int | None = None
+    sizes: tuple[int, ...] = targets.SIZES
+    batch: int | None = None
+    steps: int | None = None
+
+    def resolve(self) -> torch.device:
+        name = self.device
+        if name == "auto":
+            name = "cuda" if torch.cuda.is_available() and not set(self.parts) <= set(CPU_PARTS) else "cpu"
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device
+
+
+@dataclasses.dataclass
+class Variant:
+    """One row to be: ``build`` prepares it and returns the call; ``check`` judges the outputs of one call."""
+
+    what: str
+    variant: str
+    case: Case
+    build: Callable[[], Callable[[], Any]]
+    check: Callable[[Any], dict[str, Any]] | None = None
+    calls: int = 1
+    capture: bool = True
+
+
+def _message(e: BaseException) -> str:
+    return f"{type(e).__name__}: {e}"[:2000]
+
+
+class Run:
+    """State of one run: the result so far and where it is kept."""
+
+    def __init__(
+        self, settings: Settings, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]
+    ) -> None:
+        self.s, self.save, self.report = settings, save, report
+        self.device = settings.resolve()
+        self.gpu = self.device.type == "cuda"
+        seed = secrets.randbits(32) if settings.seed is None else settings.seed
+        torch.manual_seed(seed)
+        torch.set_float32_matmul_precision("highest")
+        how = "CUDA-graph replay, L2 flushed before each; the Python loop is called, not replayed"
+        self.result: dict[str, Any] = environment.header(self.device) | {
+            "operator": "e79",
+            "complete": False,
+            "notice": None if self.gpu else CPU_NOTICE,
+            "unit": "microseconds a time step",
+            "settings": {
+                "rounds": settings.rounds,
+                "parts": list(settings.parts),
+                "seed": seed,
+                "budget_s": settings.budget_s,
+                "threads": torch.get_num_threads(),
+                "timing": how if self.gpu else "wall clock",
+            },
+            **{part: [] for part in LISTS},
+            "skipped": {},
+        }
+        self.flush = timing.Flusher(self.device)
+        self._started = time.monotonic()
+
+    @property
+    def judged(self) -> bool:
+        """Whether absolute bars count on this device."""
+        return self.gpu and targets.BARS_DEVICE in self.result["device"]["name"]
+
+    @property
+    def spent(self) -> bool:
+        return time.monotonic() - self._started > self.s.budget_s
+
+    def some_sizes(self) -> tuple[int, ...]:
+        """The n of the parts that do not run at every n."""
+        return tuple(n for n in self.s.sizes if n in targets.BATCH_SIZES) or self.s.sizes[:1]
+
+    def case(self, n: int, batch: int = targets.BATCH, steps: int = targets.STEPS, **kwargs: Any) -> Case:
+        return make_case(n, self.s.batch or batch, self.s.steps or steps, self.device, **kwargs)
+
+    # ---- variants
+
+    def ours(self, case: Case, compiled: bool, whats: tuple[str, ...] = ("fwd", "fb")) -> Iterator[Variant]:
+        """The public function, eager (the op's own launches) and compiled, forward and with gradients."""
+        checks = self.checks(case)
+        for what in whats:
+            for variant in ("ops", "compiled") if compiled and self.s.compiled else ("ops",):
+                yield Variant(
+                    what, variant, case, lambda w=what, v=variant: self.call(case, w, v == "compiled"), checks[what]
+                )
+
+    def scan(self, compiled: bool) -> e79_cases.Scan:
+        if not compiled:
+            return e79_cases.eager_scan()
+        if self.spent:
+            raise TimeoutError(f"the run's budget of {self.s.budget_s:g} s was spent before this was compiled")
+        return e79_cases.compiled(e79_cases.eager_scan())
+
+    def call(self, case: Case, what: str, compiled: bool) -> Callable[[], Any]:
+        scan = self.scan(compiled)
+        if what == "fwd":
+            return lambda: e79_cases.forward(scan, case)
+        leaves = case.leaves()
+        return lambda: e79_cases.both(scan, leaves)
+
+    def checks(self, case: Case) -> dict[str, Callable[[Any], dict[str, Any]]]:
+        """Whether the first and the last sequence's outputs and gradients are the fp64 loop's, computed once."""
+        pick = sorted({0, case.sizes[1] - 1})
+        few = case.sequences(pick)
+        known: dict[bool, list[Any]] = {}
+
+        def check(got: dict[str, torch.Tensor], full: bool) -> dict[str, Any]:
+            if full not in known:
+                known[full] = [e79_cases.exact(few, full, d) for d in (torch.float64, torch.float32)]
+            # A fixed bias's gradient is a sum over all sequences: the accuracy part judges it.
+            cut = {k: e79_cases.picked(k, t, pick) for k, t in got.items() if t.dim() == 3}
+            return e79_cases.compare(cut, *known[full])
+
+        return {"fwd": lambda got: check(got, False), "fb": lambda got: check(got, True)}
+
+    def eager_loop(self, case: Case) -> Iterator[Variant]:
+        """The loop as PyTorch runs it, over a few steps: its time a step does not depend on T."""
+        steps = min(LOOP_STEPS, case.sizes[2])
+        short = case.map(
+            lambda k, t: t[:steps].contiguous() if k in ("kvqm", "dout") or (t.dim() == 3 and k[:2] == "b_") else t
+        )
+        leaves = short.leaves()
+        yield Variant(
+            "fwd", targets.EAGER, short, lambda: lambda: e79_cases.forward(e79_cases.loop, short), capture=False
+        )
+        yield Variant("fb", targets.EAGER, short, lambda: lambda: e79_cases.both(e79_cases.loop, leaves), capture=False)
+
+    # ---- running
+
+    def time(self, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
+        """Build, time and check the variants of one group; append their rows."""
+        ready: dict[int, timing.Runnable] = {}
+        made = [self.header(v) for v in variants]
+        for at, v in enumerate(variants):
+            n, batch, steps = v.case.sizes
+            self.report(f"preparing {v.what} {v.variant}, n = {n}, B = {batch}, T = {steps}")
+            try:
+                ready[at] = timing.Runnable(v.build(), self.device, v.capture)
+            except Exception as e:
+                made[at]["error"] = _message(e)
+        most = self.s.rounds if self.gpu else min(CPU_ROUNDS, self.s.rounds)
+        for captured, rounds in ((True, most), (False, min(LOOP_ROUNDS, most))):
+            # The slow ones apart: a round of them takes longer than all rounds of the others.
+            chosen = {str(at): r for at, r in ready.items() if variants[at].capture is captured}
+            for at, t in timing.interleaved(chosen, self.device, self.flush, rounds, 3 if captured else 1).items():
+                self.judge(made[int(at)], t, variants[int(at)].calls)
+        for at, r in ready.items():
+            check = variants[at].check
+            try:
+                if check is not None:
+                    made[at]["errors"] = check(r.run_poisoned())
+                    made[at]["correct"] = all(e["met"] for e in made[at]["errors"].values())
+            except Exception as e:
+                made[at]["error"] = _message(e)
+            r.close()
+        rows.extend(made)
+
+    def header(self, v: Variant) -> dict[str, Any]:
+        n, batch, steps = v.case.sizes
+        row: dict[str, Any] = {"what": v.what, "variant": v.variant, "n": n, "B": batch, "T": steps}
+        row |= {"dtype": str(v.case.kvqm.dtype).removeprefix("torch."), "bias": v.case.bias}
+        return row
+
+    def judge(self, row: dict[str, Any], t: timing.Timing, calls: int) -> None:
+        """A call's times over T, and the bars where the row has any."""
+        row |= timing.Timing([s / (calls * row["T"]) for s in t.samples_us]).as_json()
+        record = (row["B"], row["T"], row["dtype"], row["bias"]) == (targets.BATCH, targets.STEPS, "float32", "fixed")
+        target = targets.TARGETS.get((row["what"], row["n"]))
+        if target is None or not record or row["variant"] not in ("ops", "compiled"):
+            return
+        row |= {"bar_us": target.bar, "goal_us": target.goal, "published_us": target.peers}
+        if self.judged:
+            row |= {"met_bar": row["median_us"] <= target.bar, "met_goal": row["median_us"] <= target.goal}
+
+    def run(self) -> dict[str, Any]:
+        for part in self.s.parts:
+            try:
+                getattr(self, part)()
+            except Exception as e:  # one part's failure must not lose the others' figures
+                self.result["skipped"][part] = _message(e)
+            self.tidy()
+            self.save(self.result)
+        self.result["complete"] = True
+        self.result["seconds"] = round(time.monotonic() - self._started, 1)
+        self.save(self.result)
+        return self.result
+
+    def tidy(self) -> None:
+        torch.compiler.reset()
+        gc.collect()
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    # ---- parts
+
+    def speed(self) -> None:
+        """The shape of record at every n."""
+        for n in self.s.sizes:
+            case = self.case(n)
+            variants = list(self.ours(case, True))
+            if n == self.some_sizes()[0]:
+                variants += self.eager_loop(case)
+            self.time(variants, self.result["rows"])
+            self.tidy()
+        if self.s.peers:
+            self.result["rows"].append(self.compiled_loop())
+
+    def batch(self) -> None:
+        """Flat in B up to a sequence a multiprocessor."""
+        for n in self.some_sizes():
+            group = [v for b in targets.BATCHES for v in self.ours(self.case(n, b), False)]
+            self.time([dataclasses.replace(v, check=None) for v in group], self.result["batch"])
+
+    def further(self) -> None:
+        """Other dtypes and bias modes than the record's."""
+        n = self.some_sizes()[0]
+        for kwargs in ({"dtype": torch.bfloat16}, {"bias": "input"}, {"dtype": torch.bfloat16, "bias": "input"}):
+            self.time(list(self.ours(self.case(n, **kwargs), False)), self.result["further"])
+
+    def decode(self) -> None:
+        """One step from given states: a call alone, and a chain in which each call's states are the next one's."""
+        for n in self.some_sizes():
+            for batch in (1, targets.BATCH):
+                case = make_case(n, self.s.batch or batch, 1, self.device, states=True)
+                cold = list(self.ours(case, True, ("fwd",)))
+                chained = [
+                    dataclasses.replace(
+                        v,
+                        variant=f"{v.variant}, chain of {DECODE_CHAIN}",
+                        build=lambda v=v: _chain(self.scan(v.variant == "compiled"), v.case),
+                        check=None,
+                        calls=DECODE_CHAIN,
+                    )
+                    for v in cold
+                    if self.gpu
+                ]
+                self.time(cold + chained, self.result["decode"])
+            self.tidy()
+
+    def memory(self) -> None:
+        """Peak of forward + backward above inputs and outputs, in MB of 10^6 bytes."""
+        if not self.gpu:
+            self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
+            return
+        case = self.case(*targets.MEMORY_SHAPE)
+        n, batch, steps = case.sizes
+        for variant in ("ops", "compiled") if self.s.compiled else ("ops",):
+            row: dict[str, Any] = {"variant": variant, "n": n, "B": batch, "T": steps, "bar_mb": targets.PEAK_BAR_MB}
+            segment = segment_length(n, batch, steps)
+            row |= {"segment": segment, "formula_mb": round(targets.stated_mb(n, batch, steps, segment), 2)}
+            self.result["memory"].append(row)
+            self.report(f"memory: {variant}")
+            try:
+                call = self.call(case, "fb", variant == "compiled")
+                call()
+                row |= peak_memory(call, self.device, targets.PEAK_BAR_MB)
+            except Exception as e:
+                row["error"] = _message(e)
+
+    def accuracy(self) -> None:
+        """out, S, M and each gradient against fp64, the worst of several bias modes, at every n and in bf16."""
+        steps, batch = self.s.steps or ACCURACY_STEPS, self.s.batch or ACCURACY_BATCH
+        for n in self.s.sizes:
+            self.report(f"accuracy, n = {n}")
+            for dtype in (torch.float32, torch.bfloat16):
+                self.result["accuracy"].append(self.worst(n, batch, steps, dtype))
+
+    def worst(self, n: int, batch: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
+        found: dict[str, dict[str, Any]] = {}
+        for bias in e79_cases.BIASES:
+            case = make_case(n, batch, steps, self.device, bias=bias, dtype=dtype, states=True, ups=e79_cases.OUTPUTS)
+            got = e79_cases.both(e79_cases.eager_scan(), case.leaves())
+            want, loops = (e79_cases.exact(case, True, d) for d in (torch.float64, torch.float32))
+            for name, entry in e79_cases.compare(got, want, loops).items():
+                kept = found.get(name)
+                # A NaN is the worst there is.
+                if kept is None or not entry["relative"] / entry["bar"] <= kept["relative"] / kept["bar"]:
+                    found[name] = entry | {"bias": bias}
+        return {
+            "n": n,
+            "B": batch,
+            "T": steps,
+            "dtype": str(dtype).removeprefix("torch."),
+            "errors": found,
+        }
+
+    def determinism(self) -> None:
+        """Equal bits in two runs; and on a GPU a sequence's bits alone and in the whole batch."""
+        for n in self.some_sizes():
+            case = self.case(n, ups=e79_cases.OUTPUTS, states=True)
+            runs = [e79_cases.both(e79_cases.eager_scan(), case.leaves()) for _ in range(2)]
+            differ = [k for k in runs[0] if not accuracy.same_bits(runs[0][k], runs[1][k])]
+            shape = list(case.sizes)
+            checks = [{"check": "two runs", "shape": shape, "differ": differ, "met": not differ}]
+            if self.gpu:
+                at = case.sizes[1] // 2
+                alone = e79_cases.both(e79_cases.eager_scan(), case.sequences([at]).leaves())
+                differ = []
+                for name, t in runs[0].items():
+                    if t.dim() == 3:  # not the gradients that are sums over the batch
+                        dim = 0 if name in ("S", "M", "dS0", "dM0") else 1
+                        differ += [] if accuracy.same_bits(t.narrow(dim, at, 1), alone[name]) else [name]
+                checks.append({"check": "one sequence alone", "shape": shape, "differ": differ, "met": not differ})
+            self.result["determinism"] += checks
+
+    def cpu(self) -> None:
+        """The op and the loop on two threads."""
+        n, batch, steps = targets.CPU_SHAPE
+        before = torch.get_num_threads()
+        torch.set_num_threads(targets.CPU_THREADS)
+        try:
+            case = self.case(n if n in self.s.sizes else self.some_sizes()[0], batch, steps)
+            leaves = case.leaves()
+            variants = list(self.ours(case, True))
+            for what, call in (("fwd", e79_cases.forward), ("fb", e79_cases.both)):
+                given = case if what == "fwd" else leaves
+                variants.append(
+                    Variant(
+                        what, targets.EAGER, case, lambda c=call, g=given: lambda: c(e79_cases.loop, g), capture=False
+                    )
+                )
+            self.time(variants, self.result["cpu"])
+        finally:
+            torch.set_num_threads(before)
+        eager = {r["what"]: r["median_us"] for r in self.result["cpu"] if r["variant"] == targets.EAGER}
+        for r in self.result["cpu"]:
+            if "median_us" in r and r["what"] in eager:
+                r["speedup"] = round(eager[r["what"]] / r["median_us"], 3)
+                judged = case.sizes == targets.CPU_SHAPE and r["what"] == "fwd"
+                if judged and r["variant"] != targets.EAGER:
+                    r |= {"bar_speedup": targets.CPU_SPEEDUP_BAR, "met_bar": r["speedup"] >= targets.CPU_SPEEDUP_BAR}
+
+    def rollup(self) -> None:
+        """Compiling a Python loop with the plugin, which rolls it up."""
+        n, batch = targets.ROLLUP_SHAPE
+        for steps in targets.ROLLUP_STEPS if self.s.steps is None else (self.s.steps,):
+            self.report(f"compiling a loop of {steps} steps")
+            case = make_case(n, self.s.batch or batch, steps, self.device)
+            self.result["rollup"].append(e79_rollup.measure(case))
+
+    def compiled_loop(self) -> dict[str, Any]:
+        """torch.compile of the loop, forward, in a process of its own that may be ended when it takes too long."""
+        n = self.some_sizes()[0]
+        steps = min(LOOP_STEPS, self.s.steps or LOOP_STEPS)
+        batch = self.s.batch or targets.BATCH
+        row: dict[str, Any] = {"what": "fwd", "variant": targets.COMPILE, "n": n, "B": batch, "T": steps}
+        row |= {"dtype": "float32", "bias": "fixed"}
+        self.report(f"{targets.COMPILE}, T = {steps}: at most {e79_rollup.LIMIT_S:g} s")
+        context = multiprocessing.get_context("spawn")
+        receive, send = context.Pipe(duplex=False)
+        child = context.Process(target=e79_rollup.compiled_loop, args=(n, batch, steps, str(self.device), send))
+        child.start()
+        try:
+            if not receive.poll(e79_rollup.LIMIT_S):
+                return row | {"error": f"did not compile in {e79_rollup.LIMIT_S:g} s"}
+            found = receive.recv()
+        except EOFError:
+            return row | {"error": "its process ended"}
+        finally:
+            child.kill()
+            child.join()
+        return row | found
+
+
+def _chain(scan: e79_cases.Scan, case: Case) -> Callable[[], Any]:
+    kvqm, b_s, b_m, S0, M0 = case.arguments()
+
+    def run() -> Any:
+        S, M, out = S0, M0, None
+        with torch.no_grad():
+            for _ in range(DECODE_CHAIN):
+                out, S, M = scan(kvqm, b_s, b_m, S, M)
+        return out, S, M
+
+    return run
+
+
+def save(result: dict[str, Any], path: pathlib.Path) -> None:
+    """The JSON alone: after each part, so that a crash loses one at most."""
+    path.write_text(json.dumps(cleaned(result), indent=1) + "\n")
+
+
+def write(result: dict[str, Any], path: pathlib.Path) -> None:
+    """The JSON, the table beside it, and the picture."""
+    save(result, path)
+    stored = json.loads(path.read_text())
+    path.with_suffix(".md").write_text(table(stored))
+    plot(stored, path.with_suffix(".png"))

@@ -1,0 +1,206 @@
+"""Inputs of the E79 rows, the Python loop that they are compared with, and ours behind the same call.
+
+The loop is written here again, apart from the package's own reference: in fp64 it also gives the values that outputs
+are checked by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mhc_inductor
+
+from . import e79_targets as targets
+
+EPS = 1e-6
+NAMES = ("kvqm", "b_s", "b_m", "S0", "M0")
+OUTPUTS = ("out", "S", "M")
+BIASES = ("none", "fixed", "input")
+Named = dict[str, Tensor]
+Scan = Callable[..., Any]
+
+
+@dataclasses.dataclass
+class Case:
+    """One case's tensors: what the scan reads, and the loss gradients of those outputs that have one."""
+
+    inputs: dict[str, Tensor | None]
+    ups: Named
+    bias: str
+
+    @property
+    def kvqm(self) -> Tensor:
+        kvqm = self.inputs["kvqm"]
+        assert kvqm is not None
+        return kvqm
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """n, B, T."""
+        steps, batch, width = self.kvqm.shape
+        return width // 4, batch, steps
+
+    def arguments(self) -> list[Tensor | None]:
+        return [self.inputs[k] for k in NAMES]
+
+    def map(self, fn: Callable[[str, Tensor], Tensor]) -> Case:
+        inputs = {k: None if t is None else fn(k, t) for k, t in self.inputs.items()}
+        return Case(inputs, {k: fn(f"d{k}", t) for k, t in self.ups.items()}, self.bias)
+
+    def leaves(self, dtype: torch.dtype | None = None) -> Case:
+        """The same values in fresh tensors, the inputs as leaves."""
+        made = self.map(lambda _, t: t.detach().to(dtype or t.dtype, copy=True))
+        for t in made.inputs.values():
+            if t is not None:
+                t.requires_grad_()
+        return made
+
+    def sequences(self, pick: list[int]) -> Case:
+        """The same for some sequences of the batch."""
+
+        return self.map(lambda name, t: picked(name, t, pick))
+
+
+def picked(name: str, t: Tensor, pick: list[int]) -> Tensor:
+    """The sequences ``pick`` of a tensor, the states by their first dimension; all of one without a batch."""
+    if t.dim() < 3:
+        return t
+    return t[pick].contiguous() if name.removeprefix("d") in ("S", "M", "S0", "M0") else t[:, pick].contiguous()
+
+
+def make_case(
+    n: int,
+    batch: int,
+    steps: int,
+    device: torch.device,
+    *,
+    bias: str = "fixed",
+    dtype: torch.dtype = torch.float32,
+    states: bool = False,
+    ups: tuple[str, ...] = ("out",),
+) -> Case:
+    """kvqm standard normal, biases normal around 1, states 0.3 normal or absent (zero)."""
+
+    def normal(*shape: int, to: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, device=device).to(to)
+
+    shape: tuple[int, ...] = (n,) if bias == "fixed" else (steps, batch, n)
+    # A fixed bias is a parameter, an input-dependent one comes out of a product.
+    kind = torch.float32 if bias == "fixed" else dtype
+    biases = [None if bias == "none" else (1.0 + 0.5 * normal(*shape)).to(kind) for _ in range(2)]
+    square = (batch, n, n)
+    start = [0.3 * normal(*square) if states else None for _ in range(2)]
+    inputs = dict(zip(NAMES, (normal(steps, batch, 4 * n, to=dtype), *biases, *start), strict=True))
+    every = {"out": normal(steps, batch, n, to=dtype), "S": normal(*square), "M": normal(*square)}
+    return Case(inputs, {k: every[k] for k in ups}, bias)
+
+
+# ---- the formula
+
+
+def cell(S: Tensor, M: Tensor, kvqm: Tensor, b_s: Tensor | float, b_m: Tensor | float) -> tuple[Tensor, ...]:
+    """One time step: (out, S, M)."""
+    k, v, q, m = kvqm.chunk(4, -1)
+    k = k / (k.norm(dim=-1, keepdim=True) + EPS)
+    m = m / (m.norm(dim=-1, keepdim=True) + EPS)
+    row = torch.sigmoid(torch.einsum("bij,bj->bi", M, k) + b_s)
+    column = torch.sigmoid(torch.einsum("bij,bi->bj", M, k) + b_s)
+    delta = v - torch.einsum("bij,bj->bi", S, k)
+    S = row.unsqueeze(-1) * S * column.unsqueeze(1) + delta.unsqueeze(-1) * k.unsqueeze(1)
+    row = torch.sigmoid(torch.einsum("bij,bj->bi", S, m) + b_m)
+    column = torch.sigmoid(torch.einsum("bij,bi->bj", S, m) + b_m)
+    rest = delta - torch.einsum("bij,bj->bi", M, m)
+    M = row.unsqueeze(-1) * M * column.unsqueeze(1) + rest.unsqueeze(-1) * m.unsqueeze(1)
+    y = torch.einsum("bij,bj->bi", S, q)
+    return y * torch.nn.functional.silu(y), S, M
+
+
+def loop(
+    kvqm: Tensor,
+    b_s: Tensor | None = None,
+    b_m: Tensor | None = None,
+    S0: Tensor | None = None,
+    M0: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """The scan as a plain Python loop over time, in fp32, or in fp64 where kvqm is."""
+    steps, batch, width = kvqm.shape
+    n, wide = width // 4, torch.promote_types(kvqm.dtype, torch.float32)
+    S, M = (kvqm.new_zeros(batch, n, n, dtype=wide) if s is None else s for s in (S0, M0))
+
+    def at(bias: Tensor | None, t: int) -> Tensor | float:
+        return 0.0 if bias is None else bias.to(wide) if bias.dim() == 1 else bias[t].to(wide)
+
+    outs = []
+    for t in range(steps):
+        out, S, M = cell(S, M, kvqm[t].to(wide), at(b_s, t), at(b_m, t))
+        outs.append(out)
+    return torch.stack(outs).to(kvqm.dtype), S, M
+
+
+# ---- calls
+
+
+def forward(scan: Scan, case: Case) -> Named:
+    """out, S and M without gradients."""
+    with torch.no_grad():
+        return dict(zip(OUTPUTS, scan(*case.arguments()), strict=True))
+
+
+def both(scan: Scan, case: Case) -> Named:
+    """out, S, M and the gradient of every input of ``case``, whose inputs are leaves."""
+    outs = dict(zip(OUTPUTS, scan(*case.arguments()), strict=True))
+    wanted = {k: t for k, t in case.inputs.items() if t is not None}
+    grads = torch.autograd.grad([outs[k] for k in case.ups], list(wanted.values()), list(case.ups.values()))
+    named = {k: t.detach() for k, t in outs.items()}
+    return named | {f"d{k}": g for k, g in zip(wanted, grads, strict=True)}
+
+
+def eager_scan() -> Scan:
+    """The public function; on a GPU it launches the kernels from the op."""
+    return mhc_inductor.e79_scan
+
+
+def compiled(scan: Scan) -> Scan:
+    """``scan`` compiled by the package's backend."""
+    return torch.compile(scan, backend="mhc_inductor", dynamic=False, fullgraph=True)
+
+
+def exact(case: Case, gradients: bool, dtype: torch.dtype = torch.float64) -> Named:
+    """The loop's values in ``dtype``, with the gradients where asked for."""
+    wide = case.leaves(dtype)
+    return both(loop, wide) if gradients else forward(loop, wide)
+
+
+# ---- errors
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """||a - b|| / ||b|| in fp64; NaN where a holds one, so that no bar is met."""
+    b = b.double()
+    return float((a.double() - b).norm() / b.norm())
+
+
+def compare(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], loops: Mapping[str, Tensor] | None
+) -> dict[str, Any]:
+    """The relative error of every tensor, the fp32 loop's beside it, the bar, and whether it is met.
+
+    The bar is 2e-5, or twice the fp32 loop's own error, and one rounding more where a result is bf16 or fp16.
+    """
+    result = {}
+    for name, value in got.items():
+        error = relative(value, want[name])
+        bar = targets.RELATIVE_BAR
+        entry: dict[str, Any] = {"relative": error}
+        if loops is not None:
+            entry["loop"] = relative(loops[name], want[name])
+            bar = max(bar, 2 * entry["loop"])
+        if value.dtype in (torch.bfloat16, torch.float16):
+            bar += targets.ROUNDING_MARGIN * relative(want[name].to(value.dtype), want[name])
+        result[name] = entry | {"bar": bar, "met": error <= bar}
+    return result
