@@ -292,8 +292,13 @@ def hints(graph: Any) -> dict[str, int]:
 def scan(step: Callable[..., Any], state: Sequence[Any], inputs: Sequence[Any], sizes: Sequence[Any] = ()) -> Any:
     """``step(*state, *inputs[t], *sizes) -> (*state, *outputs[t])`` over the first dimension, in a graph being traced
     below autograd: (*last state, *stacked outputs). ``sizes``: every symbol in the shapes."""
+    from torch._guards import detect_fake_mode
     from torch._higher_order_ops.scan import scan_op
 
+    # Inductor makes it a while loop whose counter it reads as a scalar, which a graph compiled without fullgraph forbids.
+    mode = detect_fake_mode(tuple(inputs))
+    if mode is not None:
+        mode.allow_scalar_outputs = True
     # The public function would start a compile of its own there.
     return scan_op(step, list(state), list(inputs), tuple(sizes))
 

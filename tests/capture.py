@@ -53,15 +53,16 @@ def evaluate(
     inputs: Sequence[Any],
     parameters: Sequence[tuple[str, Tensor]] = (),
     grad: bool = True,
-    symbolic: Sequence[int] = (),
+    symbolic: Sequence[int | tuple[int, int]] = (),
 ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     """Outputs of ``fn``, and the gradients of its floating-point inputs and of ``parameters`` where it has any.
 
-    ``symbolic`` are the dims of the first input whose sizes a compiled ``fn`` may not know.
+    ``symbolic`` are the dims of the first input, or pairs (input, dim), whose sizes a compiled ``fn`` may not know.
     """
     given = [t.detach().clone().requires_grad_(grad and t.is_floating_point()) for t in inputs]
-    for dim in symbolic:
-        torch._dynamo.mark_dynamic(given[0], dim)
+    for which in symbolic:
+        at, dim = which if isinstance(which, tuple) else (0, which)
+        torch._dynamo.mark_dynamic(given[at], dim)
     torch.manual_seed(5)
     with contextlib.nullcontext() if grad else torch.no_grad():
         outputs = tensors(fn(*given))
@@ -93,7 +94,7 @@ def run(
     *,
     routed: bool = True,
     dynamic: bool | None = False,
-    symbolic: Sequence[int] = (),
+    symbolic: Sequence[int | tuple[int, int]] = (),
 ) -> Captured:
     """Compile ``fn`` with a backend that routes the graph and runs it, then run it once, backward too where it can."""
     report, ops = Report(), Counter[str]()

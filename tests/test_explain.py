@@ -318,7 +318,7 @@ def test_tlparse_artifact(tmp_path):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no kernel names")
-@pytest.mark.parametrize("op", KERNELS)
+@pytest.mark.parametrize("op", [op for op in KERNELS if op.startswith("mhc_")])
 def test_kernels_are_those_of_the_plan(op):
     from mhc_inductor.kernels import eager
     from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
@@ -370,8 +370,19 @@ def test_kernels_are_those_of_the_plan(op):
     assert tuple(dict.fromkeys(builder.names)) == KERNELS[op]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no kernel names")
+def test_kernels_of_the_e79_scan_are_those_of_its_plan():
+    from offline import TARGETS, Recorder
+    from test_offline_e79 import launches
+
+    builder = Recorder(TARGETS["cuda:90"][1])
+    builder.gluon = True
+    names = [kernel.__name__ for kernel, *_ in launches(builder, n=64, bias="fixed")]
+    assert tuple(dict.fromkeys(names)) == KERNELS["e79_scan"]
+
+
 def test_every_forward_op_has_its_kernels():
-    names = {n for n in dir(torch.ops.mhc_inductor) if n.startswith("mhc_") and not n.endswith("_backward")}
+    names = {n for n in dir(torch.ops.mhc_inductor) if n.startswith(("mhc_", "e79_")) and not n.endswith("_backward")}
     assert set(KERNELS) == names
     assert kernels_of("mhc_pre", "cuda") == KERNELS["mhc_pre"]
     assert kernels_of("mhc_pre", "cpu") == kernels_of("mhc_pre", "xpu") == REFERENCE

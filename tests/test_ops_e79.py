@@ -433,10 +433,12 @@ def test_dynamic_sizes_with_gradients_compile_once(fresh):
             assert all(relative(got[k], want[k]) < 1e-5 for k in want)
 
 
-def test_on_a_cpu_inductor_fuses_the_loop(fresh):
+@pytest.mark.parametrize("backend", ["inductor", "mhc_inductor"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_on_a_cpu_inductor_fuses_the_loop(fullgraph, backend, fresh):
     """Without gradients the op is a loop around one fused kernel; with checkpoints the generated code calls it."""
     inputs = make_inputs(7, 2, 8, F32, bias="input")
-    scan = torch.compile(mhc_inductor.e79_scan, fullgraph=True)
+    scan = torch.compile(mhc_inductor.e79_scan, fullgraph=fullgraph, backend=backend)
     out, (code,) = run_and_get_code(scan, **inputs)
     assert "mhc_inductor.e79_scan" not in code and "while" in code and "bmm" not in code
     for got, want in zip(out, mhc_inductor.e79_scan(**inputs), strict=True):

@@ -110,7 +110,10 @@ def _split(ref: Ref) -> Ref:
     base, sizes, *rest = ref.value.args
     d = _dim(base, rest[0] if rest else 0)
     k = ref.value.out
-    before = sizes * k if isinstance(sizes, int) else sum(sizes[:k])
+    each = sizes[:k] if isinstance(sizes, (tuple, list)) else (sizes,) * k
+    if not all(isinstance(size, int) for size in each):
+        raise Unsupported
+    before = sum(each)
     index = list(ref.index)
     index[d] = index[d].plus(_offset(base, d, before))
     return Ref(base, tuple(index))
@@ -332,9 +335,11 @@ def reduction(ref: Ref) -> tuple[Ref, list[Var], float] | None:
 def contraction(ref: Ref) -> tuple[Ref, Ref, Var] | None:
     """(left, right, bound variable) of a matrix product."""
     func = ref.value.func
-    if func not in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default):
+    if func not in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.matmul.default):
         return None
     a, b = ref.value.args[:2]
+    if func is aten.matmul.default and (len(a.shape) < 2 or len(b.shape) < 2 or a.shape[:-2] != b.shape[:-2]):
+        return None
     k = Var(a.shape[-1])
     ik = var(k)
     if func is aten.dot.default:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
+from mhc_inductor.ops.checks import MAX_STREAMS
+
 from . import mhc
 from .algebra import VIEWS, addends, aten, is_cast, whole
 from .index import DynamicWidth, Size, Unsupported, product_of
-from .mhc import MAX_STREAMS, NOTHING, Affine, Coefficient, Mismatch, Norm
+from .mhc import NOTHING, Affine, Coefficient, Mismatch, Norm
 from .sinkhorn import Chain, Chains, square_matrices
 from .values import Value, Values
 
@@ -93,12 +95,13 @@ class Found:
     misses: list[Miss] = dataclasses.field(default_factory=list)
 
 
-def _name(node: fx.Node) -> str:
+def name_of(node: fx.Node) -> str:
+    """The name of what a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _calls(node: fx.Node, names: Iterable[str]) -> bool:
-    name = _name(node)
+    name = name_of(node)
     return node.op in ("call_function", "call_method") and any(name == n or name.startswith(n + ".") for n in names)
 
 
@@ -174,7 +177,7 @@ class Finder:
         except DynamicWidth as dynamic:
             self.chains = Chains()
             self.result = Found()
-            return None if self.values.fix(dynamic.size) else self.result
+            return None if self.values.fix(dynamic.size.symbols) else self.result
 
     def _run(self) -> Found:
         groups: dict[tuple[Value, float], tuple[Norm, list[fx.Node]]] = {}
@@ -215,7 +218,7 @@ class Finder:
             if norm is not None:
                 return norm
         if value.func in mhc.SIGMOIDS:
-            found = mhc._unnormed(terms)
+            found = mhc.unnormed_projection(terms)
             if found is not None:
                 raise Mismatch(mhc.UNNORMED, found)
         return None
@@ -274,7 +277,7 @@ class Finder:
         n = pre.n
         self._choose_post(pre, coefficients)
         try:
-            self._choose_res(pre, self.descendants([x.node], near, 1500), seeds)
+            self._choose_res(pre, self.descendants([x.node], near, 1500))
             self._check(pre, [m for per, m in failed if per == n])
         except Mismatch as mismatch:
             self.result.misses.append(Miss("mhc_pre", mismatch.reason, mismatch.value, pre.h_in))
@@ -335,7 +338,7 @@ class Finder:
         pre.post, pre.h_post = last, first
         pre.posts = [v for v in others if (others[v].mult, others[v].add) == (last.mult, last.add)]
 
-    def _choose_res(self, pre: Pre, nodes: list[fx.Node], seeds: list[fx.Node]) -> None:
+    def _choose_res(self, pre: Pre, nodes: list[fx.Node]) -> None:
         n, tokens = pre.n, pre.norm.count
         logits: dict[Value, Affine] = {}
         chains: list[tuple[Value, Chain]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from typing import Any
 
@@ -11,10 +10,11 @@ from torch import fx
 
 from mhc_inductor import compat
 
-from .rewrite import example, grad_states, mutations
+from .rewrite import grad_states, mutations, run_fake
+from .values import example
 
-_FUSED = {"mhc_pre": ("mhc_post_pre", 3), "mhc_head": ("mhc_post_head", 1)}
-"""What follows a post: the fused op, and how many of its outputs carry gradients."""
+_FUSED = {"mhc_pre": "mhc_post_pre", "mhc_head": "mhc_post_head"}
+"""What follows a post, and the fused op."""
 
 
 def _op(name: str) -> Any:
@@ -24,7 +24,7 @@ def _op(name: str) -> Any:
 def fuse(graph: fx.Graph) -> list[tuple[str, str, fx.Node]]:
     """Fuse every post with the pre or head that reads its result; (fused op, second op, the new node) for each."""
     done = []
-    followers = {_op(name): (name, *fused) for name, fused in _FUSED.items()}
+    followers = {_op(name): (fused, name) for name, fused in _FUSED.items()}
     order = {node: i for i, node in enumerate(graph.nodes)}
     events = mutations(graph)
     grad = grad_states(graph)
@@ -36,7 +36,7 @@ def fuse(graph: fx.Graph) -> list[tuple[str, str, fx.Node]]:
             continue
         if grad[first] != grad[second] or not _movable(first, second, order, events):
             continue
-        name, fused, _ = followers[second.target]
+        fused, name = followers[second.target]
         done.append((fused, name, _merge(graph, first, second, _op(fused))))
     return done
 
@@ -58,10 +58,7 @@ def _merge(graph: fx.Graph, first: fx.Node, second: fx.Node, target: Any) -> fx.
     with graph.inserting_before(second):
         args = (*first.args, *second.args[1:])
         call = graph.call_function(target, args)
-        values = fx.node.map_arg(args, example)
-        mode = compat.fake_mode_of([v for v in values if isinstance(v, torch.Tensor)])
-        with torch.no_grad(), mode or contextlib.nullcontext(), compat.no_new_guards(mode):
-            call.meta["example_value"] = target(*values)
+        call.meta["example_value"] = run_fake(call)
         x_out = graph.call_function(operator.getitem, (call, 0))
         x_out.meta["example_value"] = call.meta["example_value"][0]
     for key in ("stack_trace", "nn_module_stack"):

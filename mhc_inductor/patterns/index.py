@@ -70,8 +70,9 @@ def _monomial(expr: Any, fixed: Mapping[str, int]) -> Size:
         quotient = base.over(divisor)
         if quotient is not None:
             return quotient
-    name = str(expr)
-    return Size(fixed[name]) if name in fixed else Size(1, (name,))
+    if fixed and all(str(symbol) in fixed for symbol in expr.free_symbols):
+        return Size(int(expr.subs({symbol: fixed[str(symbol)] for symbol in expr.free_symbols})))
+    return Size(1, (str(expr),))
 
 
 def product_of(sizes: Iterable[Size]) -> Size:
@@ -101,12 +102,13 @@ class Part(NamedTuple):
 Atom = Var | Part | None  # None: the constant
 
 
-def _bound(atom: Any) -> Size:
+def bound_of(atom: Any) -> Size:
+    """The size of the range of an atom."""
     if isinstance(atom, Var):
         return atom.size
     if atom.mod:
         return atom.by
-    quotient = _bound(atom.of).over(atom.by)
+    quotient = bound_of(atom.of).over(atom.by)
     if quotient is None:
         raise Unsupported
     return quotient
@@ -207,7 +209,7 @@ def _below(terms: dict[Any, Size], limit: Size) -> bool:
             if atom is None:
                 top += c.factor
                 continue
-            bound = _bound(atom)
+            bound = bound_of(atom)
             if bound.symbols:
                 return False
             top += c.factor * (bound.factor - 1)
@@ -217,7 +219,7 @@ def _below(terms: dict[Any, Size], limit: Size) -> bool:
     for atom, c in sorted(terms.items(), key=lambda item: (len(item[1].symbols), item[1].factor)):
         if atom is None or c.over(reach) is None:
             return False
-        reach = c.times(_bound(atom))
+        reach = c.times(bound_of(atom))
     return limit.over(reach) is not None
 
 
@@ -244,7 +246,7 @@ def divmod_index(index: Index, by: Size) -> tuple[Index, Index]:
         per = by.over(c)
         if atom is None or per is None or not _below(others, c):
             continue
-        if _bound(atom).over(per) is None:
+        if bound_of(atom).over(per) is None:
             raise Unsupported
         high, low = Part(atom, per, False), Part(atom, per, True)
         return Index(quotient).plus(Index({high: ONE})), Index(others).plus(Index({low: c}))

@@ -7,6 +7,8 @@ from collections.abc import Collection
 
 import torch
 
+from mhc_inductor.ops.checks import MAX_STREAMS
+
 from .algebra import (
     Ref,
     addends,
@@ -22,10 +24,9 @@ from .algebra import (
     reduction,
     whole,
 )
-from .index import ONE, Atom, DynamicWidth, Index, Size, Unsupported, Var, const, product_of, var
+from .index import ONE, Atom, DynamicWidth, Index, Size, Unsupported, Var, bound_of, const, product_of, var
 from .values import Value
 
-MAX_STREAMS = 8
 SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
 
 
@@ -58,7 +59,7 @@ class Norm:
         return product_of(self.x.shape).over(Size(self.width)) or Size(0)
 
 
-def _square(ref: Ref) -> tuple[Ref, float, list[Var]] | None:
+def squared(ref: Ref) -> tuple[Ref, float, list[Var]] | None:
     """(v, factor, bound variables) of ``factor * sum(v * v)``."""
     scale = 1.0
     bound: list[Var] = []
@@ -100,7 +101,7 @@ def _covers(flat: Index, bound: Collection[Var]) -> tuple[Index, Index, int] | N
     for atom, c in sorted(feature.items(), key=lambda item: item[1].factor):
         if c != expected:
             return None
-        expected = c.times(atom.by if not isinstance(atom, Var) and atom.mod else _size(atom))
+        expected = c.times(bound_of(atom))
     width = product_of(v.size for v in bound)
     if expected != width:
         return None
@@ -115,14 +116,7 @@ def _covers(flat: Index, bound: Collection[Var]) -> tuple[Index, Index, int] | N
     return Index(tokens), Index(feature), width.factor
 
 
-def _size(atom: object) -> Size:
-    if isinstance(atom, Var):
-        return atom.size
-    of = _size(atom.of)  # type: ignore[attr-defined]
-    return of.over(atom.by) or Size(0)  # type: ignore[attr-defined]
-
-
-def _narrows(value: Value) -> bool:
+def narrows(value: Value) -> bool:
     return is_cast(value) and torch.finfo(value.dtype).bits < torch.finfo(value.args[0].dtype).bits
 
 
@@ -132,7 +126,7 @@ def norm_of(inner: Ref) -> Norm | None:
         eps, terms = addends(inner)
         if len(terms) != 1 or terms[0][0] <= 0 or eps < 0:
             return None
-        found = _square(terms[0][1])
+        found = squared(terms[0][1])
         if found is None:
             return None
         v, scale, bound = found
@@ -142,7 +136,7 @@ def norm_of(inner: Ref) -> Norm | None:
             covered = _covers(ref.flat, bound)
             if covered is not None:
                 best = ref.value, *covered
-            if _narrows(ref.value) and ref.value.node is not None:
+            if narrows(ref.value) and ref.value.node is not None:
                 # What the model rounded is what the op reads; what autocast rounded inside the norm is not.
                 break
         if best is None:
@@ -203,7 +197,7 @@ def affine(ref: Ref, out: Ref) -> Affine:
     norms = [(projection(t), sign, t) for sign, t in terms]
     found = [(n, sign, t) for n, sign, t in norms if n is not None]
     if len(found) != 1:
-        unnormed = _unnormed(terms)
+        unnormed = unnormed_projection(terms)
         if unnormed is not None:
             raise Mismatch(UNNORMED, unnormed)
         raise Mismatch(NOTHING, ref.value)
@@ -220,7 +214,7 @@ NOTHING = "no projection of normalised streams"
 UNNORMED = "x is not normalised: expected inv_rms = rsqrt(mean(x * x) + eps) as a factor of z"
 
 
-def _unnormed(terms: list[tuple[float, Ref]]) -> Value | None:
+def unnormed_projection(terms: list[tuple[float, Ref]]) -> Value | None:
     """The value of a projection of [..., n, D] streams to a few rows without a norm."""
     for _, ref in terms:
         term = product(ref)
@@ -361,7 +355,7 @@ class Coefficient:
     add: float
 
 
-def _sigmoid(ref: Ref, exponent: float) -> Ref | None:
+def sigmoid_argument(ref: Ref, exponent: float) -> Ref | None:
     """The argument of a sigmoid, or of its reciprocal ``1 + exp(-z)``."""
     if exponent == 1.0 and ref.value.func in SIGMOIDS:
         return Ref(ref.value.args[0], ref.index)
@@ -382,7 +376,7 @@ def coefficient(value: Value) -> Coefficient:
         raise Mismatch(NOTHING, value)
     sign, ref = terms[0]
     term = product(ref)
-    argument = _sigmoid(*term.factors[0]) if len(term.factors) == 1 and not term.bound else None
+    argument = sigmoid_argument(*term.factors[0]) if len(term.factors) == 1 and not term.bound else None
     if argument is None:
         raise Mismatch(NOTHING, value)
     return Coefficient(affine(argument, out), sign * term.coef, add)
@@ -599,7 +593,7 @@ def _post(out: Ref, flat: Index, x: Value, width: int, posts: Collection[Value],
     for ref in chain(others[0]):
         if ref.value.node is not None and ref.flat == wanted:
             best = ref
-        if _narrows(ref.value) and best is not None:
+        if narrows(ref.value) and best is not None:
             break
     if best is None:
         raise Mismatch("f_out is not laid out as [tokens, D]", others[0].value)

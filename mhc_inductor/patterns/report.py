@@ -30,15 +30,20 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "mhc_head": _PRE,
     "mhc_post_pre": _POST_PRE,
     "mhc_post_head": _POST_PRE,
+    # Where Gluon does not run, e79_forward and e79_backward.
+    "e79_scan": ("e79_forward_gluon", "e79_backward_gluon", "e79_finish", "e79_bias_sum"),
 }
 """The kernels that an op launches on a GPU: those of its forward, then those that only its backward launches."""
 
 REFERENCE = ("reference formula, fused by Inductor",)
+_LOOP = ("loop over time; fused by Inductor without gradients",)
 
 
 def kernels_of(op: str, device_type: str) -> tuple[str, ...]:
     """What ``op`` runs on a device of this type: names of kernels on a GPU, elsewhere a word for the formula."""
-    return KERNELS[op] if device_type == "cuda" and op in KERNELS else REFERENCE
+    if device_type == "cuda" and op in KERNELS:
+        return KERNELS[op]
+    return _LOOP if op == "e79_scan" else REFERENCE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,34 +13,32 @@ from torch import fx
 
 from mhc_inductor import compat
 
-from .algebra import is_cast
-from .find import Finder, Found, Miss, PostUse, Pre, Sinkhorn
+from .algebra import VIEWS, is_cast
+from .find import Finder, Found, Miss, PostUse, Pre, Sinkhorn, name_of
+from .index import Size, size_of
 from .mhc import Affine, Mismatch, Piece
-from .values import Value
+from .values import Value, example, tensors_in
 
 _ROLES = ("pre", "post", "res")
-
-
-def example(node: fx.Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def mutations(graph: fx.Graph) -> list[tuple[int, int]]:
     """(position, storage) of every tensor that a node changes in place."""
     events = []
     for i, node in enumerate(graph.nodes):
-        for target in _changed(node):
+        for target in written_by(node):
             changed = example(target)
             if isinstance(changed, torch.Tensor):
                 events.append((i, compat.storage_key(changed)))
     return events
 
 
-def _changed(node: fx.Node) -> list[fx.Node]:
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors that ``node`` changes in place."""
     if node.op not in ("call_function", "call_method"):
         return []
     inputs = [a for a in node.args if isinstance(a, fx.Node)]
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name_of(node)
     if isinstance(node.target, torch._ops.OpOverload):
         names = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         positions = {a.name: k for k, a in enumerate(node.target._schema.arguments)}
@@ -77,6 +76,10 @@ _IN_PLACE = {
 }
 
 
+class Ordered(Mismatch):
+    """No place in the graph is after everything that the op needs and before everything that needs the op."""
+
+
 class Rewriter:
     """Puts what a :class:`Finder` found into its graph."""
 
@@ -90,27 +93,33 @@ class Rewriter:
         self.replaced: list[fx.Node] = []
         self.misses: list[Miss] = []
         self.made: list[tuple[str, fx.Node, Any]] = []
-        self._trace: dict[str, Any] = {}
+        self.trace: dict[str, Any] = {}
         self._h: dict[int, dict[str, fx.Node]] = {}
 
     def run(self, found: Found) -> None:
         positions = self.order
         work: list[tuple[int, Callable[[], None], str, Value]] = [
-            *((positions[_node(p.h_in)], _call(self._pre, p), p.op, p.h_in) for p in found.pres),
-            *((positions[_node(p.x_out)], _call(self._post, p), "mhc_post", p.x_out) for p in found.posts),
-            *((positions[_node(s.mixed)], _call(self._sinkhorn, s), "mhc_sinkhorn", s.mixed) for s in found.sinkhorns),
+            *((positions[node_of(p.h_in)], functools.partial(self._pre, p), p.op, p.h_in) for p in found.pres),
+            *(
+                (positions[node_of(p.x_out)], functools.partial(self._post, p), "mhc_post", p.x_out)
+                for p in found.posts
+            ),
+            *(
+                (positions[node_of(s.mixed)], functools.partial(self._sinkhorn, s), "mhc_sinkhorn", s.mixed)
+                for s in found.sinkhorns
+            ),
         ]
         for _, act, op, value in sorted(work, key=lambda item: item[0]):
             mark = list(self.graph.nodes)
             try:
                 act()
             except Mismatch as mismatch:
-                self._undo(mark)
+                self.undo(mark)
                 if mismatch.reason:
                     self.misses.append(Miss(op, mismatch.reason, mismatch.value, value))
             except (ValueError, TypeError) as error:
                 # The op's own validation, run on fake tensors.
-                self._undo(mark)
+                self.undo(mark)
                 self.misses.append(Miss(op, str(error), value, value))
         if self.made:
             self._guard()
@@ -119,7 +128,7 @@ class Rewriter:
     def _guard(self) -> None:
         """Let the compile be specialised on the widths that were taken as fixed."""
         for node in self.graph.nodes:
-            for tensor in _tensors(example(node)) if node.op == "placeholder" and self.finder.values.fixed else ():
+            for tensor in tensors_in(example(node)) if node.op == "placeholder" and self.finder.values.fixed else ():
                 for size in tensor.shape:
                     if not isinstance(size, int) and str(size.node.expr) in self.finder.values.fixed:
                         int(size)
@@ -191,7 +200,7 @@ class Rewriter:
             raise Mismatch("")
         f_node = found.f_out.value.node
         assert f_node is not None
-        here = self._safe([pre.norm.x, found.f_out.value, found.h_post], [use.x_out], after=list(h.values()))
+        here = self._safe([pre.norm.x, found.f_out.value, found.h_post], [use.x_out])
         n, width = pre.n, pre.norm.width
         with here:
             x = self._widened(h["x"], use.x_out)
@@ -206,7 +215,7 @@ class Rewriter:
     def _sinkhorn(self, lone: Sinkhorn) -> None:
         logits = lone.chain.logits
         with self._safe([logits], [lone.mixed]):
-            source = self.current(_node(logits))
+            source = self.current(node_of(logits))
             if torch.finfo(lone.mixed.dtype).bits > torch.finfo(example(source).dtype).bits:
                 source = self.emit("to", source, lone.mixed.dtype)
             mixed = self._mixed(source, lone.chain)
@@ -223,7 +232,7 @@ class Rewriter:
 
     def _streams(self, pre: Pre, n: int, width: int) -> fx.Node:
         """x as [..., n, D], in the dtype that h_in needs."""
-        node = self.current(_node(pre.norm.x))
+        node = self.current(node_of(pre.norm.x))
         shape = example(node).shape
         if len(shape) >= 3 and shape[-1] == width // n and shape[-2] == n:
             x = node
@@ -236,7 +245,7 @@ class Rewriter:
     def _widened(self, x: fx.Node, result: Value) -> fx.Node:
         """``x`` in the dtype of ``result`` where something needs the result that exactly."""
         dtype = example(x).dtype
-        if torch.finfo(result.dtype).bits <= torch.finfo(dtype).bits or self._narrowed(_node(result), dtype):
+        if torch.finfo(result.dtype).bits <= torch.finfo(dtype).bits or self._narrowed(node_of(result), dtype):
             return x
         return self.emit("to", x, result.dtype)
 
@@ -247,18 +256,13 @@ class Rewriter:
             return False
         for user in users:
             value = self.finder.values.of(user)
-            if not isinstance(value, Value) or (value.dtype != dtype and not self._is_view(value)):
+            if not isinstance(value, Value) or (value.dtype != dtype and value.func not in VIEWS):
                 return False
             if value.dtype == dtype and is_cast(value):
                 continue
-            if not self._is_view(value) or not self._narrowed(user, dtype):
+            if value.func not in VIEWS or not self._narrowed(user, dtype):
                 return False
         return True
-
-    def _is_view(self, value: Value) -> bool:
-        from .algebra import VIEWS
-
-        return value.func in VIEWS
 
     def _gathered(self, parts: dict[str, Piece], n: int, width: int, what: str) -> fx.Node:
         """phi, alpha or bias of the given roles as one tensor."""
@@ -280,11 +284,11 @@ class Rewriter:
             leaf = next(iter(leaves))
             if sizes[leaf] < total:
                 raise Mismatch(f"{what} has {sizes[leaf]} rows; expected {total}", leaf)
-            node = self._rowed(self.current(_node(leaf)), next(iter(parts.values())), width, what)
+            node = self._rowed(self.current(node_of(leaf)), next(iter(parts.values())), width, what)
             return node if sizes[leaf] == total else self.emit(operator.getitem, node, slice(0, total))
         if len(leaves) != len(wanted):
             raise Mismatch(f"{what} of h_pre, h_post and h_res lies in {len(leaves)} tensors; expected one or three")
-        nodes = [self._rowed(self.current(_node(parts[r].value)), parts[r], width, what) for r in wanted]
+        nodes = [self._rowed(self.current(node_of(parts[r].value)), parts[r], width, what) for r in wanted]
         dtypes = {example(node).dtype for node in nodes}
         if len(dtypes) > 1:
             nodes = [self.emit("to", node, torch.float32) for node in nodes]
@@ -315,7 +319,7 @@ class Rewriter:
         gamma = gammas.pop()
         if gamma is None:
             return None
-        node = self.current(_node(gamma.value))
+        node = self.current(node_of(gamma.value))
         d = width // n
         if gamma.rows == width:
             return node if tuple(example(node).shape) == (n, d) else self.emit("reshape", node, n, d)
@@ -327,24 +331,21 @@ class Rewriter:
 
     def _as(self, node: fx.Node, like: Value, x: fx.Node) -> fx.Node:
         """``node`` with the shape and dtype of ``like``."""
-        old = _node(like)
+        old = node_of(like)
         wanted = example(old)
         node = self._shaped(node, list(wanted.shape), x)
         if example(node).dtype != wanted.dtype:
             node = self.emit("to", node, wanted.dtype)
-        if self._same_order(example(node), wanted) or not self._strides_matter(old):
+        if _order(example(node)) == _order(wanted) or not self._strides_matter(old):
             return node
         # A later reshape must be the copy, or the view, that it was.
         order = _order(wanted)
         back = sorted(range(len(order)), key=order.__getitem__)
         return self.emit("permute", self.emit("contiguous", self.emit("permute", node, *order)), *back)
 
-    def _same_order(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        return _order(a) == _order(b)
-
     def _strides_matter(self, old: fx.Node) -> bool:
         """Whether strides decide what is seen: a result whose memory order shows, or a view of it changed in place."""
-        changed = {target for node in self.graph.nodes for target in _changed(node)}
+        changed = {target for node in self.graph.nodes for target in written_by(node)}
         seen, todo = {old}, [old]
         while todo:
             node = todo.pop()
@@ -360,7 +361,7 @@ class Rewriter:
                     seen.add(user)
                 elif isinstance(value, Value) and isinstance(mine, Value):
                     pointwise = value.shape == mine.shape and value.func not in _FRESH
-                    if self._is_view(value) or pointwise:
+                    if value.func in VIEWS or pointwise:
                         seen.add(user)
                         todo.append(user)
                 elif isinstance(value, tuple):
@@ -368,8 +369,18 @@ class Rewriter:
                     todo.append(user)
         return False
 
+    def size(self, node: fx.Node, d: int) -> Size:
+        """A size of a node's tensor."""
+        return size_of(example(node).shape[d], self.finder.values.fixed)
+
+    def _known(self, shape: Sequence[Any]) -> list[Any]:
+        """Sizes whose symbols count as their present values, as numbers."""
+        fixed = self.finder.values.fixed
+        sizes = [size_of(s, fixed) for s in shape]
+        return [s if size.symbols else size.factor for s, size in zip(shape, sizes, strict=True)]
+
     def _shaped(self, node: fx.Node, shape: list[Any], x: fx.Node) -> fx.Node:
-        have = list(example(node).shape)
+        have, shape = self._known(example(node).shape), self._known(shape)
         if len(have) == len(shape) and all(_equal(a, b) for a, b in zip(have, shape, strict=True)):
             return node
         sizes: list[Any] = []
@@ -392,20 +403,22 @@ class Rewriter:
 
     def _replace(self, pairs: list[tuple[Value, fx.Node]]) -> None:
         for value, new in pairs:
-            old = _node(value)
+            old = node_of(value)
             for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
                 if key in old.meta:
                     new.meta[key] = old.meta[key]
+            if needs_grad(old):
+                new.meta[_GRAD] = True
             old.replace_all_uses_with(new)
             self.new[old] = new
             self.replaced.append(old)
 
     # --- safety ---
 
-    def _safe(self, sources: Sequence[Value], outputs: Sequence[Value], after: Sequence[fx.Node] = ()) -> Any:
+    def _safe(self, sources: Sequence[Value], outputs: Sequence[Value]) -> Any:
         """The place for the op: after its inputs, before every use of its outputs. Raises Mismatch where there is none."""
-        ins = {_node(v) for v in sources}
-        outs = [_node(v) for v in outputs]
+        ins = {node_of(v) for v in sources}
+        outs = [node_of(v) for v in outputs]
         region = self._region(ins, outs)
         first, last = min(self.order[o] for o in region | set(outs)), max(self.order[o] for o in outs)
         storages = {
@@ -422,12 +435,12 @@ class Rewriter:
                 if "hook" in str(user.target) or "retain_grad" in str(user.target):
                     raise Mismatch("a hook is on an intermediate result", self.finder.value(node))
         anchor = min(outs, key=self.order.__getitem__)
-        self._trace = {key: anchor.meta[key] for key in ("stack_trace", "nn_module_stack") if key in anchor.meta}
+        self.trace = {key: anchor.meta[key] for key in ("stack_trace", "nn_module_stack") if key in anchor.meta}
         late = max((self.order[node] for node in ins), default=-1)
         if late >= self.order[anchor]:
             users = [u for o in outs for u in o.users if u not in region]
             if any(self.order.get(u, -1) <= late for u in users):
-                raise Mismatch(
+                raise Ordered(
                     "an input of the op is computed after one of its results is used", self.finder.value(outs[0])
                 )
             node = next(n for n in ins if self.order[n] == late)
@@ -452,7 +465,7 @@ class Rewriter:
         while todo:
             for parent in todo.pop().all_input_nodes:
                 if parent in bad:
-                    raise Mismatch("an input of the op depends on its result", self.finder.value(parent))
+                    raise Ordered("an input of the op depends on its result", self.finder.value(parent))
                 if parent not in seen and self.order.get(parent, -1) >= floor:
                     seen.add(parent)
                     todo.append(parent)
@@ -465,16 +478,11 @@ class Rewriter:
         node = (
             self.graph.call_method(target, args) if isinstance(target, str) else self.graph.call_function(target, args)
         )
-        values = fx.node.map_arg(args, example)
-        tensors = [e for a in node.all_input_nodes for e in _tensors(example(a))]
-        mode = compat.fake_mode_of(tensors)
-        with torch.no_grad(), mode or contextlib.nullcontext(), compat.no_new_guards(mode):
-            result = getattr(values[0], target)(*values[1:]) if isinstance(target, str) else target(*values)
-        node.meta["example_value"] = result
-        node.meta.update(self._trace)
+        node.meta["example_value"] = run_fake(node)
+        node.meta.update(self.trace)
         return node
 
-    def _undo(self, before: list[fx.Node]) -> None:
+    def undo(self, before: list[fx.Node]) -> None:
         kept = set(before)
         for node in reversed(list(self.graph.nodes)):
             if node not in kept:
@@ -488,7 +496,7 @@ class Rewriter:
             node = todo.pop()
             if node in gone or node.users or node.op not in ("call_function", "call_method"):
                 continue
-            if _changed(node) or not self.finder.values.inspectable(node) or example(node) is None:
+            if written_by(node) or not self.finder.values.inspectable(node) or example(node) is None:
                 continue
             inputs = list(node.all_input_nodes)
             gone.add(node)
@@ -513,20 +521,20 @@ _FRESH = {
 """Operations whose result does not have its input's memory order."""
 
 
-def _call(fn: Callable[[Any], None], argument: Any) -> Callable[[], None]:
-    return lambda: fn(argument)
-
-
-def _node(value: Value) -> fx.Node:
+def node_of(value: Value) -> fx.Node:
     if value.node is None:
         raise Mismatch("a tensor of the formula is inside a composite operation", value)
     return value.node
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [t for e in tree for t in _tensors(e)] if isinstance(tree, (tuple, list)) else []
+def run_fake(node: fx.Node) -> Any:
+    """The result of ``node`` on the fake values of its inputs, without new guards."""
+    values, options = fx.node.map_arg(node.args, example), fx.node.map_arg(node.kwargs, example)
+    mode = compat.fake_mode_of([e for a in node.all_input_nodes for e in tensors_in(example(a))])
+    with torch.no_grad(), mode or contextlib.nullcontext(), compat.no_new_guards(mode):
+        if callable(node.target):
+            return node.target(*values, **options)
+        return getattr(values[0], node.target)(*values[1:], **options)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -534,6 +542,15 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return not isinstance(a, int) and not isinstance(b, int) and a.node.expr == b.node.expr
+
+
+def needs_grad(node: fx.Node) -> bool:
+    """Whether gradients may be asked of ``node``. What took another's place was run on its fake values without them."""
+    fake = example(node)
+    return _GRAD in node.meta or (isinstance(fake, torch.Tensor) and fake.requires_grad)
+
+
+_GRAD = "mhc_inductor_needs_grad"
 
 
 def grad_states(graph: fx.Graph) -> dict[fx.Node, bool]:

@@ -13,8 +13,12 @@ from mhc_inductor.log import logger, warn_once
 
 from .find import Finder, Miss, Pre
 from .fuse import fuse
+from .hop import Bodies, scans
+from .inplace import out_of_place, restore
 from .report import Fused, NearMiss, Report, Routed, kernels_of
+from .reroll import Chain, Search
 from .rewrite import Rewriter
+from .scans import Scans
 from .values import Value, Values
 
 
@@ -36,24 +40,47 @@ def route(gm: torch.fx.GraphModule) -> Report:
     return report
 
 
-def _route(gm: torch.fx.GraphModule, report: Report, templates: dict[Any, Any], autocast: tuple[Any, ...]) -> None:
+def _route(
+    gm: torch.fx.GraphModule,
+    report: Report,
+    templates: dict[Any, Any],
+    autocast: tuple[Any, ...],
+    body: bool = False,
+) -> None:
     report.graphs += 1
     report.nodes += len(gm.graph.nodes)
     states = _autocast_states(gm.graph, autocast)
+    report.routed += _called(gm.graph)
+    _scans(gm, report, states, templates, body)
     # Bodies of higher-order operators (activation checkpointing) are graphs of their own.
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(inner := getattr(gm, str(node.target), None), fx.GraphModule):
             user = next(iter(node.users), node)
-            _route(inner, report, templates, states.get(user, autocast))
+            _route(inner, report, templates, states.get(user, autocast), body=True)
     saved = None
     try:
         found = Report()
         values = Values(gm.graph, states, templates)
+        undo = out_of_place(gm.graph, values)
         finder = Finder(gm.graph, values)
+        search = Search(finder)
+        search.run()
+        found.near_misses += map(_near_miss, search.misses)
+        if search.chains:
+            saved = _copy(gm.graph)
+            loops = Scans(gm.graph, finder, body)
+            loops.run_chains(search.chains)
+            found.near_misses += map(_near_miss, loops.misses)
+            found.routed += (_routed(op, node, what) for op, node, what in loops.made)
+        else:
+            restore(undo)
+        if undo or search.chains:
+            values = Values(gm.graph, states, templates)
+            finder = Finder(gm.graph, values)
         result = finder.run()
         rewriter = None
         if result.pres or result.sinkhorns:
-            saved = _copy(gm.graph)
+            saved = saved or _copy(gm.graph)
             rewriter = Rewriter(gm.graph, finder)
             rewriter.run(result)
             for op, node, what in rewriter.made:
@@ -63,6 +90,7 @@ def _route(gm: torch.fx.GraphModule, report: Report, templates: dict[Any, Any], 
             for fused, second, node in fuse(gm.graph):
                 kernels = kernels_of(fused, _device(node))
                 found.fused.append(Fused(fused, ("mhc_post", second), source_of(node), kernels))
+        if saved is not None:
             gm.graph.lint()
             gm.recompile()
         for miss in [*result.misses, *(rewriter.misses if rewriter is not None else [])]:
@@ -77,6 +105,35 @@ def _route(gm: torch.fx.GraphModule, report: Report, templates: dict[Any, Any], 
         report.problems.append(message)
         logger.debug("routing failed", exc_info=True)
         warn_once(f"unrouted: {type(error).__name__} {where}", message)
+
+
+def _called(graph: fx.Graph) -> list[Routed]:
+    """Scans that the model calls itself: the third door, which needs no search."""
+    scan = torch.ops.mhc_inductor.e79_scan.default
+    nodes = [node for node in graph.nodes if node.target is scan]
+    return [Routed("e79_scan", source_of(n), "called by the model", kernels_of("e79_scan", _device(n))) for n in nodes]
+
+
+def _scans(
+    gm: torch.fx.GraphModule, report: Report, states: dict[fx.Node, Any], templates: dict[Any, Any], body: bool
+) -> None:
+    """Higher-order scans whose body is a step of E79."""
+    calls = scans(gm)
+    if not calls:
+        return
+    saved = _copy(gm.graph)
+    try:
+        rewriter = Bodies(gm.graph, Finder(gm.graph, Values(gm.graph, states, templates)), body)
+        rewriter.run_bodies(calls, templates)
+        gm.graph.lint()
+        gm.recompile()
+        report.routed += (_routed(op, node, what) for op, node, what in rewriter.made)
+        report.near_misses += map(_near_miss, rewriter.misses)
+    except Exception as error:
+        gm.graph = saved
+        gm.recompile()
+        report.problems.append(f"a scan stays as it is: {type(error).__name__}: {error}")
+        logger.debug("routing failed", exc_info=True)
 
 
 def _holds_ops(graph: fx.Graph) -> bool:
@@ -139,6 +196,14 @@ def _routed(op: str, node: fx.Node, what: Any) -> Routed:
         detail = f"n = {what.n}, D = {d}, norm_eps = {what.norm.eps:g}, hc_eps = {what.pre.add:g}"
         if op == "mhc_pre" and what.fold and what.chain is not None:
             detail += f", {what.chain.iters} sinkhorn iterations ({what.chain.form}, eps = {what.chain.eps or 0.0:g})"
+    elif isinstance(what, Chain):
+        first = what.steps[0]
+        source = source_of(what.recogniser.known[first.M_new])
+        detail = f"n = {what.frame.n}, {len(what.steps)} steps of an unrolled loop"
+    elif isinstance(what, tuple):
+        call, frame = what
+        source = source_of(call)
+        detail = f"n = {frame.n}, the body of a scan"
     elif hasattr(what, "x_out"):
         source = source_of(what.x_out.node)
         detail = (

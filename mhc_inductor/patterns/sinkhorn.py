@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from mhc_inductor.ops.checks import MAX_STREAMS
+
 from .algebra import Ref, addends, aten, number, operands, peel, product, reduction, step, whole
 from .index import Index, Size, Unsupported, Var, var
-from .mhc import MAX_STREAMS, Mismatch
+from .mhc import Mismatch
 from .values import Value
 
 ROWS, COLUMNS = -1, -2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -108,7 +108,8 @@ def _map(fn: Any, tree: Any) -> Any:
     return fn(tree)
 
 
-def _example(node: fx.Node) -> Any:
+def example(node: fx.Node) -> Any:
+    """The fake value, or values, that Dynamo left in a node."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
@@ -120,17 +121,21 @@ class Values:
         self.autocast = autocast
         self.templates = templates
         self.fixed: dict[str, int] = {}
-        self.expanded = 0
         self._of: dict[fx.Node, Any] = {}
 
-    def fix(self, size: Size) -> bool:
-        """Count the symbols of ``size`` as their present values from now on. Whether any is new."""
-        new = {name: hint for name, hint in compat.hints(self.graph).items() if name in size.symbols}
+    def fix(self, symbols: Collection[str]) -> bool:
+        """Count these symbols as their present values from now on. Whether any is new."""
+        new = {name: hint for name, hint in compat.hints(self.graph).items() if name in symbols}
         if not new.keys() - self.fixed.keys():
             return False
         self.fixed.update(new)
         self._of.clear()
         return True
+
+    def forget(self, fixed: Mapping[str, int]) -> None:
+        """Count the symbols of ``fixed`` as their present values, and no other."""
+        self.fixed = dict(fixed)
+        self._of.clear()
 
     def of(self, node: fx.Node) -> Any:
         """The :class:`Value` of a tensor node, a tuple of them, or None."""
@@ -139,11 +144,11 @@ class Values:
         return self._of[node]
 
     def _make(self, node: fx.Node) -> Any:
-        example = _example(node)
-        if isinstance(example, torch.Tensor):
+        fake = example(node)
+        if isinstance(fake, torch.Tensor):
             pending = self._expand if self.inspectable(node) else None
-            return Value(example, self.fixed, node, pending)
-        if isinstance(example, (tuple, list)) and all(isinstance(e, torch.Tensor) for e in example):
+            return Value(fake, self.fixed, node, pending)
+        if isinstance(fake, (tuple, list)) and all(isinstance(e, torch.Tensor) for e in fake):
             if not self.inspectable(node):
                 return None
             return self._call(node)
@@ -180,17 +185,22 @@ class Values:
             if isinstance(source, tuple) and isinstance(node.args[1], int):
                 return source[node.args[1]]
         inputs: list[Any] = []
+        seen: dict[int, int] = {}
+
+        def signature_of(t: Any) -> Any:
+            # x * x is another call than x * y: which inputs are one tensor is part of the key.
+            return (*_signature(t), seen.setdefault(id(t), len(seen))) if isinstance(t, torch.Tensor) else repr(t)
 
         def key(a: Any) -> Any:
             if isinstance(a, fx.Node):
-                example = _example(a)
-                if isinstance(example, torch.Tensor):
+                fake = example(a)
+                if isinstance(fake, torch.Tensor):
                     inputs.append(a)
-                    return _signature(example)
-                if isinstance(example, (tuple, list)):
+                    return signature_of(fake)
+                if isinstance(fake, (tuple, list)):
                     inputs.append(a)
-                    return tuple(_signature(e) if isinstance(e, torch.Tensor) else repr(e) for e in example)
-                return ("node", repr(example))
+                    return tuple(map(signature_of, fake))
+                return ("node", repr(fake))
             return (type(a).__name__, repr(a))
 
         signature = (
@@ -203,13 +213,13 @@ class Values:
         template = self.templates.get(signature)
         if template is None:
             template = self.templates[signature] = self._record(node, inputs)
-            self.expanded += 1
         return self._instantiate(template, inputs)
 
     def _record(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
         arguments = _map_nodes(node.args), _map_nodes(node.kwargs)
-        examples = [t for n in inputs for t in _flat(_example(n))]
-        mode = compat.fake_mode_of(examples)
+        examples = [t for n in inputs for t in tensors_in(example(n))]
+        # A call without tensors, as torch.zeros, must not make a real one.
+        mode = compat.fake_mode_of(examples or tensors_in(example(node)))
         recorder = _Recorder()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -233,7 +243,7 @@ class Values:
         calls = []
         for k, (func, args, kwargs, out) in enumerate(recorder.calls):
             calls.append((_functional(func), _map(place, args), _map(place, kwargs), out))
-            for i, t in enumerate(_flat(out)):
+            for i, t in enumerate(tensors_in(out)):
                 # Composite operations change their own intermediates in place: from here on it is the new value.
                 if not (isinstance(where.get(id(t)), _In) and _functional(func) is not func):
                     where[id(t)] = _Tmp(k, i)
@@ -258,7 +268,7 @@ class Values:
         for func, args, kwargs, out in calls:
             filled = _map(fill, args), _map(fill, kwargs)
             row = []
-            for i, t in enumerate(_flat(out)):
+            for i, t in enumerate(tensors_in(out)):
                 value = Value(t, self.fixed)
                 value.set(func, *filled, out=i)
                 row.append(value)
@@ -278,10 +288,11 @@ def _signature(t: torch.Tensor) -> Any:
     return ("tensor", tuple(str(s) for s in t.shape), tuple(str(s) for s in t.stride()), t.dtype, t.device)
 
 
-def _flat(out: Any) -> list[torch.Tensor]:
+def tensors_in(out: Any) -> list[torch.Tensor]:
+    """The tensors of nested tuples and lists, in order."""
     if isinstance(out, torch.Tensor):
         return [out]
-    return [t for o in out for t in _flat(o)] if isinstance(out, (tuple, list)) else []
+    return [t for o in out for t in tensors_in(o)] if isinstance(out, (tuple, list)) else []
 
 
 def _flat_values(out: Any) -> list[Value]:
@@ -291,4 +302,4 @@ def _flat_values(out: Any) -> list[Value]:
 
 
 def _map_nodes(tree: Any) -> Any:
-    return fx.node.map_arg(tree, _example)
+    return fx.node.map_arg(tree, example)

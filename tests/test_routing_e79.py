@@ -1,0 +1,638 @@
+"""A loop over time in plain Python becomes one E79 scan, however its steps are written, and nothing else does.
+
+The graphs come from Dynamo and run without Inductor; a sample goes the whole way through ``backend="mhc_inductor"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+
+import mhc_inductor
+from tests.capture import Captured, difference, eager, evaluate, run
+from tests.helpers_mhc import relative, rounding
+from tests.judges_e79 import DIM, JUDGES, STATE, CoupledCell, Layer
+from tests.spellings_e79 import AXES, MUTATIONS, Loop, Settings, mutants, plain, singles, spellings
+
+CHUNK, RANDOM, SEED = 13, 65, 0
+FP32_SUMS = 2e-6  # sums of a few hundred fp32 products in another order
+SCAN = torch.ops.mhc_inductor.e79_scan.default
+
+
+def _scans(got: Captured) -> list[torch.fx.Node]:
+    return [node for gm in got.graphs for node in gm.graph.nodes if node.target is SCAN]
+
+
+def _reasons(got: Captured) -> str:
+    return "; ".join([m.reason for m in got.report.near_misses] + got.report.problems) or "no reason given"
+
+
+def _tensors(got: Captured) -> dict[str, Tensor]:
+    named = {f"output {k}": t for k, t in enumerate(got.outputs)}
+    return {**named, **{f"gradient of {k}": g for k, g in got.grads.items() if g is not None}}
+
+
+def _not_worse(name: str, got: Captured, unrouted: Captured, exact: Captured) -> None:
+    """Against fp64: no error above twice the largest of the unrouted loop, and one rounding."""
+    mine, theirs, want = _tensors(got), _tensors(unrouted), _tensors(exact)
+    kinds = [(t.shape, t.dtype) for t in mine.values()]
+    assert mine.keys() == theirs.keys() and kinds == [(t.shape, t.dtype) for t in theirs.values()], name
+    errors = {k: relative(t, want[k]) for k, t in theirs.items() if bool(want[k].any())}
+    bar = 2 * max(errors.values(), default=0.0) + FP32_SUMS
+    for key in errors:
+        error = relative(mine[key], want[key])
+        assert error <= bar + rounding(mine[key].dtype), f"{name}, {key}: {error:.3g} from fp64, {bar:.3g} allowed"
+
+
+def _exact(loop: Loop) -> Captured:
+    """The loop in fp64, on the same numbers."""
+    grad = loop.settings.mode != "no_grad"
+    wide = dataclasses.replace(loop, settings=dataclasses.replace(loop.settings, mode="train"))
+    return Captured(*evaluate(wide, [t.double() for t in loop.inputs()], (), grad))
+
+
+def _run(loop: Loop, *, routed: bool = True) -> tuple[Captured, Captured]:
+    given, grad = loop.inputs(), loop.settings.mode != "no_grad"
+    dynamic = None if loop.settings.symbolic else False
+    return run(loop, given, (), grad, routed=routed, dynamic=dynamic, symbolic=loop.batched), eager(
+        loop, given, (), grad
+    )
+
+
+def _assert_one_scan(loop: Loop) -> None:
+    got, unrouted = _run(loop)
+    assert dict(got.ops) == {"e79_scan": 1}, f"{loop.name}: {_reasons(got)}"
+    (gm,) = got.graphs
+    names = [str(getattr(node.target, "__name__", node.target)) for node in gm.graph.nodes]
+    words = ("einsum", "matmul", "bmm", "sigmoid", "silu", "addcmul", "setitem")
+    left = [name for name in names if any(word in name for word in words)]
+    assert not left, f"{loop.name}: {left} of the loop are left"
+    segment = _scans(got)[0].args[5]
+    assert (segment > 0) == (loop.settings.mode != "no_grad"), f"{loop.name}: segment {segment}"
+    _not_worse(loop.name, got, unrouted, _exact(loop))
+
+
+SINGLES = singles()
+
+
+@pytest.mark.parametrize("start", range(0, len(SINGLES), CHUNK))
+def test_every_way_to_write_each_part_is_routed(start: int) -> None:
+    for loop in SINGLES[start : start + CHUNK]:
+        _assert_one_scan(loop)
+
+
+@pytest.mark.parametrize("start", range(0, RANDOM, CHUNK))
+def test_random_spellings_are_routed(start: int) -> None:
+    for loop in spellings(RANDOM, SEED)[start : start + CHUNK]:
+        _assert_one_scan(loop)
+
+
+def test_the_random_spellings_hold_every_pick() -> None:
+    loops = spellings(RANDOM, SEED)
+    missing = [f"{a}.{p}" for a, parts in AXES.items() for p in parts if all(x.picks[a] != p for x in loops)]
+    assert not missing
+
+
+# --- what is not E79 ----------------------------------------------------------------------------------------
+
+REASONS = {
+    "row gate of S transposed": "the row gate of S is taken from M.T k^; expected M k^",
+    "column gate of S not transposed": "the column gate of S is taken from M k^; expected M.T k^",
+    "row gate of M transposed": "the row gate of M is taken from S'.T m^; expected S' m^",
+    "column gate of M not transposed": "the column gate of M is taken from S' m^; expected S'.T m^",
+    "gates of S change places": "the row gate of S is taken from M.T k^",
+    "old S in the row gate of M": "the row gate of M does not read S'",
+    "old S in the column gate of M": "the column gate of M does not read S'",
+    "old S in both gates of M": "the row gate of M does not read S'",
+    "output from M": "used outside the loop",
+    "output from S transposed": "the output reads S' transposed",
+    "g without delta": "delta's v is missing",
+    "g from v alone": "not g = delta - M m^ with delta = v - S k^",
+    "g without M m": "not g = delta - M m^ with delta = v - S k^",
+    "g with M transposed": "M m^ in g is transposed",
+    "g with S": "not g = delta - M m^ with delta = v - S k^",
+    "g with S'": "not g = delta - M m^ with delta = v - S k^",
+    "g with k": "M m^ in g is not taken with the normalised m",
+    "g plus": "M m^ in g enters with a factor of 1",
+    "g negative": "v enters delta with a factor of -1",
+    "delta plus": "S k^ in delta enters with a factor of 1",
+    "delta negative": "v enters delta with a factor of -1",
+    "delta without S k": "not delta = v - S k^ with the old S",
+    "delta from M": "not delta = v - S k^ with the old S",
+    "delta transposed": "S k^ in delta is transposed",
+    "delta halved": "the outer product is scaled by 0.5",
+    "retrieved scaled": "S k^ in delta enters with a factor of -0.9",
+    "r is softplus": "a gate is softplus; expected sigmoid",
+    "w is tanh": "a gate is tanh; expected sigmoid",
+    "r is doubled": "the gated state is scaled by 2",
+    "gate has a temperature": "the normalised k is scaled by 2",
+    "bias subtracted": "the column gate of S is no sum of M k^ and one bias",
+    "a constant in a gate": "the column gate of S is no sum of M k^ and one bias",
+    "bias of M in a gate of S": "the column gate of S is no sum of M k^ and one bias",
+    "m in a gate of S": "the row gate of S is not taken with the normalised k",
+    "k in a gate of M": "the column gate of M is not taken with the normalised m",
+    "S gated by itself": "the row gate of S does not read M",
+    "old note's gate": "the row gate of M has 2 products with a state",
+    "no column gate": "1 row gates and 0 column gates",
+    "write transposed": "the norm that divides k is not the norm of k",
+    "state transposed": "no M is updated whose gates read it",
+    "write subtracted": "v enters delta with a factor of -1",
+    "write with m": "the row gate of S is not taken with the normalised k",
+    "M written with k": "the row gate of M is not taken with the normalised m",
+    "M decays S": "v enters delta with a factor of -1",
+    "output is silu": "not y * silu(y) with y = S' q",
+    "output is cubed": "not y * silu(y) with y = S' q",
+    "output is gelu": "not y * silu(y) with y = S' q",
+    "output is scaled": "not y * silu(y) with y = S' q",
+    "output gated by q": "not y * silu(y) with y = S' q",
+    "k_normalised_by_F_normalize": "k is divided by max(|k|, eps)",
+    "k_with_another_eps": "1e-05 is added to the norm of k",
+    "k_with_eps_under_the_root": "k is scaled by rsqrt",
+    "k_with_eps_in_the_sum": "0 is added to the norm of k",
+    "k_with_the_mean_square": "the norm of k is not over its 6 elements",
+    "k_with_the_1_norm": "not its Euclidean norm",
+    "k_not_normalised": "k is not normalised",
+    "k_with_the_norm_of_the_batch": "not its Euclidean norm",
+    "m_not_normalised": "m is not normalised",
+    "m_without_eps": "0 is added to the norm of m",
+}
+
+
+@pytest.mark.parametrize("start", range(0, len(MUTATIONS), 12))
+def test_a_mutant_is_not_routed_and_the_report_says_why(start: int) -> None:
+    for loop in mutants()[start : start + 12]:
+        got, unrouted = _run(loop)
+        assert not got.ops, f"{loop.name} is routed"
+        assert REASONS[loop.mutant] in _reasons(got), f"{loop.name}: {_reasons(got)}"
+        assert difference(got, unrouted) == 0.0, loop.name
+        assert all(m.op == "e79_scan" and "spellings_e79.py" in m.source for m in got.report.near_misses)
+
+
+@pytest.mark.parametrize("mutant", ["r is softplus", "g plus", "old S in both gates of M", "delta transposed"])
+def test_one_odd_step_in_the_middle_ends_the_scan(mutant: str) -> None:
+    """Steps 0 and 1 are one scan, 3 and 4 another; step 2 stays as it is, and the numbers are those of eager."""
+    loop = dataclasses.replace(plain(Settings(T=5)), mutant=mutant, where=2)
+    got, unrouted = _run(loop)
+    assert [node.args[0].meta["example_value"].shape[0] for node in _scans(got)] == [2, 2]
+    assert REASONS[mutant] in _reasons(got)
+    assert difference(got, unrouted) < 1e-5
+
+
+# --- judges: code in the style of other projects ------------------------------------------------------------
+
+
+def _judge(name: str, grad: bool, dtype: torch.dtype = torch.float32) -> tuple[Captured, Captured, Captured]:
+    make, shape, _ = JUDGES[name]
+    torch.manual_seed(0)
+    module, x = make().to(dtype), torch.randn(shape).to(dtype)
+    named = list(module.named_parameters())
+    got, unrouted = run(module, (x,), named, grad), eager(module, (x,), named, grad)
+    exact = module.double()
+    return got, unrouted, eager(exact, (x.double(),), list(exact.named_parameters()), grad)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", JUDGES)
+def test_judges_are_routed_whole(name: str, grad: bool) -> None:
+    got, unrouted, exact = _judge(name, grad)
+    assert dict(got.ops) == {"e79_scan": JUDGES[name][2]}, _reasons(got)
+    assert len(got.graphs) == 1 and not got.report.near_misses
+    _not_worse(name, got, unrouted, exact)
+
+
+@pytest.mark.parametrize("name", ["fixed bias", "input bias", "layer", "batch first, fp32 inside"])
+def test_judges_in_bf16(name: str) -> None:
+    got, unrouted, exact = _judge(name, True, torch.bfloat16)
+    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
+    _not_worse(name, got, unrouted, exact)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+@pytest.mark.parametrize("bias", ["none", "fixed", "input"])
+def test_state_carried_from_call_to_call(bias: str, steps: int) -> None:
+    torch.manual_seed(1)
+    cell, x = CoupledCell(bias), torch.randn(steps, 2, DIM)
+    state = [torch.randn(2, STATE, STATE) for _ in range(2)]
+    named = list(cell.named_parameters())
+    got, unrouted = run(cell, (x, *state), named), eager(cell, (x, *state), named)
+    (scan,) = _scans(got)
+    assert scan.args[3] is not None and scan.args[4] is not None
+    assert difference(got, unrouted) < 1e-5
+
+
+def test_a_projection_of_everything_goes_into_the_op_without_a_copy() -> None:
+    loop = plain(Settings(final="none", bias="none"))
+    got, _ = _run(loop)
+    assert [node.op for node in got.graphs[0].graph.nodes if node.op.startswith("call_")] == ["call_function"] * 2
+    assert _scans(got)[0].args[0].op == "placeholder"
+    assert _scans(got)[0].args[3:5] == (None, None), "initial states of zeros are not handed over"
+
+
+@pytest.mark.parametrize(
+    "slices", ["chunk", "split", "step_first", "ranges", "apart", "unbound", "iterated", "batch_first"]
+)
+def test_the_four_vectors_are_found_side_by_side(slices: str) -> None:
+    got, _ = _run(plain(slices=slices))
+    names = {str(getattr(n.target, "__name__", n.target)) for n in got.graphs[0].graph.nodes}
+    assert not names & {"cat", "stack"}, f"{slices}: k, v, q and m are copied together: {names}"
+
+
+def test_one_step_is_routed_for_decoding() -> None:
+    cell = CoupledCell("fixed").eval()
+    x, state = torch.randn(1, 3, DIM), [torch.randn(3, STATE, STATE) for _ in range(2)]
+    got = run(cell, (x, *state), (), False)
+    assert dict(got.ops) == {"e79_scan": 1} and _scans(got)[0].args[5] == 0, _reasons(got)
+    assert difference(got, eager(cell, (x, *state), (), False)) < 1e-5
+
+
+# --- what is around the loop --------------------------------------------------------------------------------
+
+
+def _cell(S: Tensor, M: Tensor, kvqm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    loop = plain(Settings(bias="none"))
+    k, v, q, m = kvqm.chunk(4, -1)
+    norm = AXES["norm"]["method"]
+    return loop.part("step")(loop, 0, S, M, norm(k), v, q, norm(m), None, None)
+
+
+def _states(kvqm: Tensor) -> tuple[Tensor, Tensor]:
+    n = kvqm.shape[-1] // 4
+    return kvqm.new_zeros(kvqm.shape[-2], n, n), kvqm.new_zeros(kvqm.shape[-2], n, n)
+
+
+def _kvqm(steps: int = 4, batch: int = 2, n: int = 5) -> Tensor:
+    return torch.randn(steps, batch, 4 * n, generator=torch.Generator().manual_seed(3))
+
+
+def _both(fn: Callable[..., Any], *given: Tensor, grad: bool = True) -> tuple[Captured, Captured]:
+    return run(fn, given, (), grad), eager(fn, given, (), grad)
+
+
+def test_detached_states_make_a_scan_each() -> None:
+    """Truncated backpropagation: the gradient stops where the loop detaches."""
+
+    def fn(kvqm: Tensor) -> Any:
+        S, M = _states(kvqm[0])
+        outs = []
+        for t in range(6):
+            if t == 3:
+                S, M = S.detach(), M.detach()
+            S, M, out = _cell(S, M, kvqm[t])
+            outs.append(out)
+        return torch.stack(outs), S, M
+
+    got, unrouted = _both(fn, _kvqm(6))
+    assert dict(got.ops) == {"e79_scan": 2}, _reasons(got)
+    assert difference(got, unrouted) < 1e-5
+
+
+@pytest.mark.parametrize("what", ["S", "M", "both"])
+def test_states_that_are_kept_forbid_the_scan(what: str) -> None:
+    def fn(kvqm: Tensor) -> Any:
+        S, M = _states(kvqm[0])
+        kept = []
+        for t in range(4):
+            S, M, out = _cell(S, M, kvqm[t])
+            kept.append({"S": S, "M": M, "both": S + M}[what])
+        return torch.stack(kept), out
+
+    got, unrouted = _both(fn, _kvqm())
+    assert not got.ops and "used outside the loop" in _reasons(got)
+    assert difference(got, unrouted) == 0.0
+
+
+def test_states_that_change_places_forbid_the_scan() -> None:
+    def fn(kvqm: Tensor) -> Any:
+        S, M = _states(kvqm[0])
+        for t in range(4):
+            M, S, out = _cell(S, M, kvqm[t])
+        return S, M, out
+
+    got, unrouted = _both(fn, _kvqm())
+    assert not got.ops and "change places" in _reasons(got)
+    assert difference(got, unrouted) == 0.0
+
+
+def test_backwards_in_time() -> None:
+    def fn(kvqm: Tensor) -> Any:
+        S, M = _states(kvqm[0])
+        outs = []
+        for t in reversed(range(4)):
+            S, M, out = _cell(S, M, kvqm[t])
+            outs.append(out)
+        return torch.stack(outs[::-1]), S, M
+
+    got, unrouted = _both(fn, _kvqm())
+    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
+    assert difference(got, unrouted) < 1e-5
+
+
+@pytest.mark.parametrize("picked", [(0, 2, 4), (1, 2, 3), (3, 1, 0, 2), (2, 2, 2)])
+def test_any_choice_of_steps(picked: Sequence[int]) -> None:
+    def fn(kvqm: Tensor) -> Any:
+        S, M = _states(kvqm[0])
+        outs = []
+        for t in picked:
+            S, M, out = _cell(S, M, kvqm[t])
+            outs.append(out)
+        return torch.stack(outs), S
+
+    got, unrouted = _both(fn, _kvqm(5))
+    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
+    assert difference(got, unrouted) < 1e-5
+
+
+def test_outputs_fed_back_make_a_scan_of_each_step() -> None:
+    """k of a step that depends on the output before: no scan may run ahead."""
+
+    def fn(kvqm: Tensor) -> Any:
+        S, M = _states(kvqm[0])
+        x = kvqm[0]
+        for _ in range(3):
+            S, M, out = _cell(S, M, x)
+            x = x + out.repeat(1, 4)
+        return S, M, x
+
+    got, unrouted = _both(fn, _kvqm())
+    assert [node.args[0].meta["example_value"].shape[0] for node in _scans(got)] == [1, 1, 1], _reasons(got)
+    assert "depends on its result" in _reasons(got)
+    assert difference(got, unrouted) < 1e-5
+
+
+def test_a_state_changed_in_place_between_steps_forbids_the_scan() -> None:
+    def fn(kvqm: Tensor) -> Any:
+        S, M = _states(kvqm[0])
+        for t in range(4):
+            S, M, out = _cell(S, M, kvqm[t])
+            S[0].zero_()
+        return S, M, out
+
+    got, unrouted = _both(fn, _kvqm(), grad=False)
+    assert all(node.args[0].meta["example_value"].shape[0] == 1 for node in _scans(got)), "steps joined over a change"
+    assert difference(got, unrouted) < 1e-6
+
+
+def test_an_input_changed_in_place_within_the_loop_forbids_the_scan() -> None:
+    def fn(kvqm: Tensor) -> Any:
+        S, M = _states(kvqm[0])
+        kvqm = kvqm * 1.0
+        outs = []
+        for t in range(4):
+            S, M, out = _cell(S, M, kvqm[t])
+            outs.append(out)
+            if t == 1:
+                kvqm[3].mul_(2.0)
+        return torch.stack(outs), S, M
+
+    got, unrouted = _both(fn, _kvqm(), grad=False)
+    assert not got.ops and "in place" in _reasons(got)
+    assert difference(got, unrouted) == 0.0
+
+
+def test_a_buffer_that_is_read_while_it_is_filled_stays_one() -> None:
+    def fn(kvqm: Tensor) -> Any:
+        S, M = _states(kvqm[0])
+        buffer, seen = kvqm.new_zeros(4, 2, 5), []
+        for t in range(4):
+            S, M, buffer[t] = _cell(S, M, kvqm[t])
+            seen.append(buffer.sum(0))
+        return buffer, torch.stack(seen)
+
+    got, unrouted = _both(fn, _kvqm(), grad=False)
+    assert any("setitem" in str(node.target) for node in got.graphs[0].graph.nodes)
+    assert difference(got, unrouted) < 1e-6
+
+
+def test_two_loops_in_one_graph() -> None:
+    def fn(a: Tensor, b: Tensor) -> Any:
+        outs = []
+        for kvqm in (a, b):
+            S, M = _states(kvqm[0])
+            for t in range(kvqm.shape[0]):
+                S, M, out = _cell(S, M, kvqm[t])
+                outs.append(out)
+        return torch.stack(outs)
+
+    got, unrouted = _both(fn, _kvqm(3), _kvqm(4))
+    assert dict(got.ops) == {"e79_scan": 2}, _reasons(got)
+    assert difference(got, unrouted) < 1e-5
+
+
+def test_a_gradient_stopped_inside_the_loop_forbids_the_scan() -> None:
+    def fn(kvqm: Tensor) -> Any:
+        S, M = _states(kvqm[0])
+        for t in range(4):
+            if t == 2:
+                with torch.no_grad():
+                    S, M, out = _cell(S, M, kvqm[t])
+            else:
+                S, M, out = _cell(S, M, kvqm[t])
+        return S, M, out
+
+    got, unrouted = _both(fn, _kvqm())
+    assert not got.ops and "gradients are switched" in _reasons(got)
+    assert difference(got, unrouted) == 0.0
+
+
+def test_checkpointed_loops_are_routed_inside() -> None:
+    def loop(kvqm: Tensor) -> Tensor:
+        S, M = _states(kvqm[0])
+        outs = []
+        for t in range(4):
+            S, M, out = _cell(S, M, kvqm[t])
+            outs.append(out)
+        return torch.stack(outs)
+
+    def fn(kvqm: Tensor) -> Tensor:
+        out: Tensor = torch.utils.checkpoint.checkpoint(loop, kvqm * 2.0, use_reentrant=False)  # type: ignore[assignment]
+        return out
+
+    got, unrouted = _both(fn, _kvqm())
+    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
+    assert difference(got, unrouted) < 1e-5
+
+
+def test_an_ordinary_recurrence_is_no_near_miss() -> None:
+    """Linear attention, a gated delta rule and a GRU: matrices and gates, but nothing like E79."""
+
+    def fn(x: Tensor, w: Tensor) -> Any:
+        S = x.new_zeros(2, 5, 5)
+        h = x.new_zeros(2, 5)
+        outs = []
+        for t in range(3):
+            k, v, q, g = x[t].chunk(4, -1)
+            k = F.normalize(k, dim=-1)
+            S = torch.sigmoid(g)[:, :, None] * S + (v - (S @ k[..., None])[..., 0])[:, :, None] * k[:, None]
+            z = torch.sigmoid(h @ w)
+            h = z * h + (1 - z) * torch.tanh(v)
+            outs.append((S @ q[..., None])[..., 0] * F.silu(h))
+        return torch.stack(outs), S
+
+    got, unrouted = _both(fn, _kvqm(3), torch.randn(5, 5))
+    assert got.report.empty
+    assert difference(got, unrouted) == 0.0
+
+
+# --- the higher-order scan, and the op itself ----------------------------------------------------------------
+
+
+def _by_scan(kvqm: Tensor, b: Tensor, S: Tensor, M: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The cell as the body of a scan, its vectors as four tensors."""
+    norm = AXES["norm"]["method"]
+    loop = plain()
+
+    def body(state: tuple[Tensor, Tensor], x: tuple[Tensor, ...]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        k, v, q, m = x
+        S, M, out = loop.part("step")(loop, 0, *state, norm(k), v, q, norm(m), b, b)
+        return (S, M), out
+
+    (S, M), out = scan(body, (S, M), kvqm.chunk(4, -1), **options)
+    return out, S, M
+
+
+def _by_scan_with_projection(x: Tensor, w: Tensor, b: Tensor, S: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
+    """Batch first, backwards, projected within the body; S alone is returned."""
+    norm = AXES["norm"]["sqrt"]
+    loop = plain(rows="matmul", columns="row_vector")
+
+    def body(state: dict[str, Tensor], x: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        k, v, q, m = F.linear(x[0], w).chunk(4, dim=-1)
+        S, M, out = loop.part("step")(loop, 0, state["S"], state["M"], norm(k), v, q, norm(m), x[1], None)
+        return {"M": M, "S": S}, out
+
+    final, out = scan(body, {"M": M, "S": S}, (x, b), dim=1, reverse=True)
+    return out, final["S"]
+
+
+def _given(T: int = 4, B: int = 2, n: int = STATE) -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(4)
+    shapes = (T, B, 4 * n), (n,), (B, n, n), (B, n, n)
+    return tuple(torch.randn(shape, generator=g) for shape in shapes)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+def test_a_higher_order_scan_is_routed(grad: bool, dynamic: bool) -> None:
+    got = run(_by_scan, _given(), (), grad, dynamic=dynamic)
+    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
+    (gm,) = got.graphs
+    assert not [node for node in gm.graph.nodes if node.op == "get_attr"], "the body is left"
+    assert _scans(got)[0].args[0].op == "placeholder", "k, v, q and m are copied together"
+    assert difference(got, eager(_by_scan, _given(), (), grad)) < 1e-5
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_projection_in_the_body_becomes_one_of_all_steps(dynamic: bool) -> None:
+    _, _, S, M = _given()
+    x, w = torch.randn(2, 5, DIM), torch.randn(4 * STATE, DIM) / DIM**0.5
+    given = x, w, torch.randn(2, 5, STATE), S, M
+    got = run(_by_scan_with_projection, given, (), True, dynamic=dynamic)
+    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
+    assert difference(got, eager(_by_scan_with_projection, given)) < 1e-5
+
+
+def test_a_scan_of_something_else_is_left_alone() -> None:
+    def fn(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
+        loop = dataclasses.replace(plain(Settings(bias="none")), mutant="delta plus")
+
+        def body(state: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+            k, v, q, m = x.chunk(4, -1)
+            norm = AXES["norm"]["method"]
+            S, M, out = loop.part("step")(loop, 0, *state, norm(k), v, q, norm(m), None, None)
+            return (S, M), out
+
+        return scan(body, (S, M), kvqm)
+
+    kvqm, _, S, M = _given()
+    got = run(fn, (kvqm, S, M), (), False)
+    assert not got.ops and "S k^ in delta enters with a factor of 1" in _reasons(got)
+    assert difference(got, eager(fn, (kvqm, S, M), (), False)) < 1e-6
+
+
+def test_explain_covers_all_three_doors() -> None:
+    kvqm, b, S, M = _given()
+    plainly = mhc_inductor.explain(functools.partial(plain(Settings(n=STATE))), kvqm, b, b).routed
+    as_scan = mhc_inductor.explain(_by_scan, kvqm, b, S, M).routed
+    as_op = mhc_inductor.explain(mhc_inductor.e79_scan, kvqm, b, b, S, M).routed
+    found = [[(r.op, r.detail) for r in routed] for routed in (plainly, as_scan, as_op)]
+    details = [f"n = {STATE}, 4 steps of an unrolled loop", f"n = {STATE}, the body of a scan", "called by the model"]
+    assert found == [[("e79_scan", detail)] for detail in details]
+
+
+# --- the whole way ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted() -> Any:
+    torch._dynamo.reset()
+    before = mhc_inductor.counters()
+
+    def since() -> dict[str, int]:
+        return {k: v - before.get(k, 0) for k, v in mhc_inductor.counters().items() if v != before.get(k, 0)}
+
+    yield since
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+@pytest.mark.parametrize("name", ["fixed bias", "layer", "batch first, fp32 inside"])
+def test_compiled_with_inductor(name: str, mode: str, counted: Callable[[], dict[str, int]]) -> None:
+    make, shape, count = JUDGES[name]
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(shape)
+    named, grad = list(module.named_parameters()), mode == "training"
+    compiled = torch.compile(module, backend="mhc_inductor")
+    got = Captured(*evaluate(compiled, (x,), named, grad))
+    assert counted()["routed e79_scan"] == count
+    assert difference(got, eager(module, (x,), named, grad)) < 1e-4
+
+
+def test_a_long_loop_compiles_in_bounded_time(counted: Callable[[], dict[str, int]]) -> None:
+    """128 steps with gradients; plain Inductor takes some seconds a step."""
+    steps = 128
+    loop = plain(Settings(T=steps, n=8))
+    (given, *rest) = loop.inputs()
+    report = {}
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        from mhc_inductor.patterns.route import route
+
+        report["found"] = route(gm)
+        return gm.forward
+
+    torch.compile(loop, backend=backend)(given, *rest)
+    found = report["found"]
+    assert [r.op for r in found.routed] == ["e79_scan"] and found.nodes > 35 * steps
+    assert found.seconds < 0.05 * steps, f"{found.seconds:.1f} s to find {steps} steps"
+
+
+def test_explain_names_the_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    report = mhc_inductor.explain(CoupledCell("input"), torch.randn(6, 2, DIM))
+    (routed,) = report.routed
+    assert routed.op == "e79_scan" and "judges_e79.py" in routed.source
+    assert f"n = {STATE}, 6 steps" in routed.detail
+    assert "e79_scan" in capsys.readouterr().out
+
+
+def test_explain_says_why_not() -> None:
+    loop = dataclasses.replace(plain(), mutant="k_normalised_by_F_normalize")
+    report = mhc_inductor.explain(functools.partial(loop), *loop.inputs())
+    assert not report.routed
+    assert [m.op for m in report.near_misses] == ["e79_scan"]
+    assert "max(|k|, eps)" in report.near_misses[0].reason
+
+
+def test_layers_of_the_judges_have_parameters_to_learn() -> None:
+    """A gradient that does not arrive would pass a comparison of gradients that are both missing."""
+    torch.manual_seed(0)
+    layer: nn.Module = Layer(bias="input")
+    got = run(layer, (torch.randn(2, 5, DIM),), list(layer.named_parameters()))
+    assert all(g is not None and bool(g.any()) for g in got.grads.values())
