@@ -25,7 +25,11 @@ def no_caches():
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
-    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+    # Padding of a matrix product is decided by timing it, which needs a real device.
+    with (
+        inductor_config.patch(fx_graph_cache=False, shape_padding=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
         yield
 
 

@@ -14,7 +14,7 @@ from mhc_inductor.log import logger, warn_once
 from .find import Finder, Miss, Pre
 from .fuse import fuse
 from .hop import Bodies, scans
-from .inplace import out_of_place, restore
+from .inplace import Change, out_of_place, restore
 from .report import Fused, NearMiss, Report, Routed, kernels_of
 from .reroll import Chain, Search
 from .rewrite import Rewriter
@@ -58,6 +58,7 @@ def _route(
             user = next(iter(node.users), node)
             _route(inner, report, templates, states.get(user, autocast), body=True)
     saved = None
+    undo: list[Change] = []
     try:
         found = Report()
         values = Values(gm.graph, states, templates)
@@ -100,6 +101,8 @@ def _route(
         if saved is not None:
             gm.graph = saved
             gm.recompile()
+        else:
+            restore(undo)
         where = _where(gm.graph)
         message = f"a graph is compiled unrouted: {type(error).__name__}: {error} ({where})"
         report.problems.append(message)
