@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_e79 import BIASES, loop
+from helpers_e79 import BIASES, FP32_GRADIENTS, loop
 from helpers_mhc import relative
 
 from mhc_inductor.nn import E79Cell, E79Layer, E79State
@@ -243,3 +243,38 @@ def test_a_state_of_another_batch_is_named():
         a(sequence(), state)
     with pytest.raises(ValueError, match=r"S0 must have shape \[B, n, n\] = \[3, 8, 8\]"):
         a(sequence(), state._replace(tail=None))
+
+
+# Relative errors of the authors' CUDA gradients against fp64, the smallest on record: from which T on, in which bias modes.
+AUTHORS_CUDA = {
+    "W_m": (17, ("none", "fixed", "input"), 0.20),
+    "W_k": (2, ("fixed",), 0.04),
+    "x": (2, ("fixed",), 0.04),
+}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("steps", [2, 17, 64])
+def test_gradients_that_the_authors_cuda_has_wrong(steps, bias):
+    """Through the projections, fp32, against autograd of the fp64 loop: right, and far from those errors."""
+    torch.manual_seed(steps)
+    dim, n, batch = 24, 16, 4
+    cell, x = E79Cell(dim, n, bias=bias), torch.randn(steps, batch, dim, requires_grad=True)
+    g = torch.randn(steps, batch, n)
+    (cell(x)[0] * g).sum().backward()
+    got = {"x": x.grad, "W_k": cell.W_kvqm.grad[:n], "W_m": cell.W_kvqm.grad[3 * n :]}
+
+    exact = {k: p.detach().double().requires_grad_() for k, p in cell.named_parameters()}
+    x64 = x.detach().double().requires_grad_()
+    inputs = {"kvqm": x64 @ exact["W_kvqm"].T, "b_s": None, "b_m": None, "S0": None, "M0": None}
+    if bias == "fixed":
+        inputs |= {"b_s": exact["b_s_gate"], "b_m": exact["b_m_gate"]}
+    elif bias == "input":
+        inputs |= {"b_s": x64 @ exact["W_bs"].T, "b_m": x64 @ exact["W_bm"].T}
+    (loop(inputs)["out"] * g.double()).sum().backward()
+    want = {"x": x64.grad, "W_k": exact["W_kvqm"].grad[:n], "W_m": exact["W_kvqm"].grad[3 * n :]}
+    for name, (since, modes, theirs) in AUTHORS_CUDA.items():
+        error = relative(got[name], want[name])
+        assert error <= FP32_GRADIENTS, name
+        if since <= steps and bias in modes:
+            assert error < theirs / 1000, name
