@@ -553,12 +553,13 @@ def _post(out: Ref, flat: Index, x: Value, width: int, posts: Collection[Value],
         raise Mismatch("expected h_post[o] * f_out with no other factor", out.value)
     identity = peel(rest[0][1], {x})
     matrix, transpose, n = None, False, 0
-    if len(rest) == 1 and identity.value is x and rest[0][0] == 1.0:
+    plain = len(rest) == 1 and identity.value is x and rest[0][0] == 1.0
+    if plain:
         if identity.flat != flat:
             raise Mismatch("the residual is not x at x_out's own place", out.value)
         per = product_of(h.value.shape).over(product_of(x.shape).over(Size(width)) or ONE)
         n = per.factor if per is not None and not per.symbols else 0
-        tokens, feature = tokens_of(flat, width)
+        tokens, _ = tokens_of(flat, width)
         if n < 2 or width % n:
             raise Mismatch("h_post does not have one element a stream", out.value)
     else:
@@ -571,12 +572,9 @@ def _post(out: Ref, flat: Index, x: Value, width: int, posts: Collection[Value],
         if tokens_of(flat, width)[0] != tokens:
             raise Mismatch("x is taken at another token than x_out", out.value)
     d = width // n
-    low = feature
-    if len(rest) == 1 and identity.value is x:
-        stream_part, low = _by(tokens_of(flat, width)[1], d)
-    else:
-        stream_part, over = _by(tokens_of(flat, width)[1], d)
-        if over != low:
+    stream_part, low = _by(tokens_of(flat, width)[1], d)
+    if not plain:
+        if low != feature:
             raise Mismatch("x is not mixed within its columns", out.value)
         i = var(found.stream)  # type: ignore[arg-type]
         base = tokens.times(Size(n * n))
