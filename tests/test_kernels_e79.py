@@ -111,6 +111,15 @@ def test_equal_bits_twice_and_in_any_batch(device):
         assert torch.equal(t, whole[1:2] if k in ("S", "M", "dS0", "dM0") else whole[:, 1:2]), k
 
 
+@pytest.mark.parametrize("n", [16, 64, 128] if GPU else [16])
+def test_the_segment_changes_no_bit(device, n):
+    """The length follows from the batch: the states made again must be those of the forward."""
+    inputs = h.make_inputs(7, 2, n, F32, bias="input", device=device)
+    ups = h.upstream(inputs)
+    one, other = h.run_scan(inputs, ups, 3), h.run_scan(inputs, ups, 7)
+    assert all(torch.equal(one[k], other[k]) for k in one), [k for k in one if not torch.equal(one[k], other[k])]
+
+
 def test_non_contiguous_inputs(device):
     inputs = h.make_inputs(4, 3, 16, F32, bias="input", device=device)
     ups = h.upstream(inputs)

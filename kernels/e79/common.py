@@ -118,7 +118,9 @@ def gated(s, row, col, d, v, C: tl.constexpr):
     """row[i] * s[i, j] * col[j] + d[i] * v[j]"""
     t = ()
     for c in tl.static_range(C):
-        t = t + (row[:, None] * (s[c] * col[c][None, :]) + d[:, None] * v[c][None, :],)
+        # Rounded once: forward and backward must compute a state to the same bits.
+        g = tl.broadcast_to(col[c][None, :], s[c].shape)
+        t = t + (tl.fma(s[c] * row[:, None], g, d[:, None] * v[c][None, :]),)
     return t
 
 

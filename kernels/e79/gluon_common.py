@@ -37,7 +37,13 @@ def row_sum(s, v):
 @gluon.jit
 def gated(s, row, col, d, v):
     """row[i] * s[i, j] * col[j] + d[i] * v[j]"""
-    return row[:, :, None] * (s * col[None, None, :]) + d[:, :, None] * v[None, None, :]
+    return add_outer(s * row[:, :, None], col, d[:, :, None] * v[None, None, :])
+
+
+@gluon.jit
+def add_outer(s, col, dv):
+    """s[i, j] * col[j] + dv[i, j], rounded once: forward and backward must compute a state to the same bits."""
+    return gl.fma(s, gl.broadcast(col[None, None, :], s)[0], dv)
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .gluon_common import gated, inverse, part_of, row_sum, sigmoid, thread_barrier, vector, vector_by_rows
+from .gluon_common import add_outer, gated, inverse, part_of, row_sum, sigmoid, thread_barrier, vector, vector_by_rows
 
 
 @gluon.jit
@@ -141,7 +141,7 @@ def e79_forward_gluon(
             c = gate_c.load(COL)
             # Here, between a barrier and the next read of either buffer, it costs no barrier of its own.
             _stage(vecs.index((t + 1) % 2), biases.index((t + 1) % 2), x, xs, xm, BS, BM)
-            S = S * c[None, None, :] + dk
+            S = add_outer(S, c, dk)
         else:
             S = gated(S, r, gate_c.load(COL), d * ik, k)
             q = vector(vec, 2).load(COL)
@@ -172,7 +172,7 @@ def e79_forward_gluon(
         if EARLY:
             M = M * h[:, :, None]
             gm = (g * im)[:, :, None] * m[None, None, :]
-            M = M * gate_w.load(COL)[None, None, :] + gm
+            M = add_outer(M, gate_w.load(COL), gm)
         else:
             M = gated(M, h, gate_w.load(COL), g * im, m)
     gl.store(s_ptr + state, S, mask=inside)
