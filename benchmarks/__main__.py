@@ -58,6 +58,7 @@ def mhc(
     import torch
 
     from . import mhc as run
+    from . import running
 
     chosen = tuple(r.strip() for r in rows.split(",") if r.strip()) or (run.QUICK_GROUPS if quick else run.GROUPS)
     if unknown := [r for r in chosen if r not in run.GROUPS]:
@@ -92,10 +93,8 @@ def mhc(
             if not console.is_terminal:
                 console.print(text, highlight=False, markup=False)
 
-        save = run.saver(path)
-
         def saved(result: report.Result) -> None:
-            save(result)
+            running.save(result, path)
             progress.advance(task)
 
         result = run.Run(settings, saved, step).run()
@@ -129,6 +128,7 @@ def e79(
 
     from . import e79 as run
     from . import e79_targets as targets
+    from . import running
 
     on_gpu = torch.cuda.is_available() and device != "cpu"
     usual = run.GPU_PARTS if on_gpu else run.CPU_PARTS
@@ -156,7 +156,7 @@ def e79(
     path = out / f"{stem}.json"
     result = run.Run(
         settings,
-        lambda found: run.save(found, path),
+        lambda found: running.save(found, path),
         lambda text: console.print(text, highlight=False, markup=False, style="dim"),
     ).run()
     run.write(result, path)

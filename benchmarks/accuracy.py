@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import ours, targets
+from . import ours, running, targets
 from .peers import HC_EPS, POST_EPS, POST_MULT, Inputs, make_inputs, plain_coefficients, plain_post
 
 CHUNK = 1024
@@ -103,7 +103,7 @@ def _errors(run: Callable[[], Named], exact: Named, with_post: bool) -> dict[str
     try:
         return compare(run(), exact, with_post)
     except Exception as e:  # one implementation's failure must not lose the others' figures
-        return {"error": f"{type(e).__name__}: {e}"[:2000]}
+        return {"error": running.message(e)}
 
 
 def _median(values: list[float]) -> float:

@@ -8,7 +8,6 @@ recorded in its row; what no longer fits the run's budget of seconds is skipped,
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import multiprocessing
 import pathlib
@@ -21,11 +20,10 @@ import torch
 
 from mhc_inductor.ops.e79 import segment_length
 
-from . import accuracy, e79_cases, e79_rollup, environment, timing
+from . import accuracy, e79_cases, e79_rollup, environment, running, timing
 from . import e79_targets as targets
 from .e79_cases import Case, make_case
 from .e79_report import plot, table
-from .mhc import cleaned, peak_memory
 
 GPU_PARTS = ("speed", "batch", "further", "decode", "memory", "accuracy", "determinism")
 CPU_PARTS = ("cpu", "rollup")
@@ -54,13 +52,7 @@ class Settings:
     steps: int | None = None
 
     def resolve(self) -> torch.device:
-        name = self.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() and not set(self.parts) <= set(CPU_PARTS) else "cpu"
-        device = torch.device(name)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        return device
+        return running.device_of(self.device, gpu=not set(self.parts) <= set(CPU_PARTS))
 
 
 @dataclasses.dataclass
@@ -74,10 +66,6 @@ class Variant:
     check: Callable[[Any], dict[str, Any]] | None = None
     calls: int = 1
     capture: bool = True
-
-
-def _message(e: BaseException) -> str:
-    return f"{type(e).__name__}: {e}"[:2000]
 
 
 class Run:
@@ -192,7 +180,7 @@ class Run:
             try:
                 ready[at] = timing.Runnable(v.build(), self.device, v.capture)
             except Exception as e:
-                made[at]["error"] = _message(e)
+                made[at]["error"] = running.message(e)
         most = self.s.rounds if self.gpu else min(CPU_ROUNDS, self.s.rounds)
         for captured, rounds in ((True, most), (False, min(LOOP_ROUNDS, most))):
             # The slow ones apart: a round of them takes longer than all rounds of the others.
@@ -206,7 +194,7 @@ class Run:
                     made[at]["errors"] = check(r.run_poisoned())
                     made[at]["correct"] = all(e["met"] for e in made[at]["errors"].values())
             except Exception as e:
-                made[at]["error"] = _message(e)
+                made[at]["error"] = running.message(e)
             r.close()
         rows.extend(made)
 
@@ -232,7 +220,7 @@ class Run:
             try:
                 getattr(self, part)()
             except Exception as e:  # one part's failure must not lose the others' figures
-                self.result["skipped"][part] = _message(e)
+                self.result["skipped"][part] = running.message(e)
             self.tidy()
             self.save(self.result)
         self.result["complete"] = True
@@ -242,10 +230,7 @@ class Run:
 
     def tidy(self) -> None:
         torch.compiler.reset()
-        gc.collect()
-        if self.gpu:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        running.free(self.device)
 
     # ---- parts
 
@@ -309,9 +294,9 @@ class Run:
             try:
                 call = self.call(case, "fb", variant == "compiled")
                 call()
-                row |= peak_memory(call, self.device, targets.PEAK_BAR_MB)
+                row |= running.peak_memory(call, self.device, targets.PEAK_BAR_MB)
             except Exception as e:
-                row["error"] = _message(e)
+                row["error"] = running.message(e)
 
     def accuracy(self) -> None:
         """out, S, M and each gradient against fp64, the worst of several bias modes, at every n and in bf16."""
@@ -431,14 +416,9 @@ def _chain(scan: e79_cases.Scan, case: Case) -> Callable[[], Any]:
     return run
 
 
-def save(result: dict[str, Any], path: pathlib.Path) -> None:
-    """The JSON alone: after each part, so that a crash loses one at most."""
-    path.write_text(json.dumps(cleaned(result), indent=1) + "\n")
-
-
 def write(result: dict[str, Any], path: pathlib.Path) -> None:
     """The JSON, the table beside it, and the picture."""
-    save(result, path)
+    running.save(result, path)
     stored = json.loads(path.read_text())
     path.with_suffix(".md").write_text(table(stored))
     plot(stored, path.with_suffix(".png"))

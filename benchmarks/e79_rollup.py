@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import e79_cases, timing
+from . import e79_cases, running, timing
 from .e79_cases import Case, make_case
 from .routing import summary, watched
 
@@ -54,4 +54,4 @@ def compiled_loop(n: int, batch: int, steps: int, device: str, send: Any) -> Non
         t = timing.interleaved({"loop": runnable}, where, timing.Flusher(where), 20)["loop"]
         send.send({**timing.Timing([s / steps for s in t.samples_us]).as_json(), "compile_s": round(compile_s, 1)})
     except Exception as e:
-        send.send({"error": f"{type(e).__name__}: {e}"[:2000]})
+        send.send({"error": running.message(e)})

@@ -8,9 +8,7 @@ the rest of the run goes on in a fresh process without that variant.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
-import math
 import pathlib
 import secrets
 import subprocess
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import accuracy, environment, fused, ours, peers, targets, timing
+from . import accuracy, environment, fused, ours, peers, running, targets, timing
 from .peers import Inputs, make_inputs
 
 DIMS = (2560, 4096, 7168)
@@ -50,13 +48,7 @@ class Settings:
     exclude: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def resolve(self) -> torch.device:
-        name = self.device
-        if name == "auto":
-            name = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(name)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        return device
+        return running.device_of(self.device)
 
 
 @dataclasses.dataclass
@@ -77,10 +69,6 @@ class Variant:
 
 class DeviceLost(RuntimeError):
     """The device context is unusable after a failure of the variant named by ``args[0]``."""
-
-
-def _message(e: BaseException) -> str:
-    return f"{type(e).__name__}: {e}"[:2000]
 
 
 def _device_alive(device: torch.device) -> bool:
@@ -239,9 +227,9 @@ class Run:
             try:
                 ready[key] = timing.Runnable(v.build(), self.device)
             except Exception as e:
-                done[key]["error"] = _message(e)
+                done[key]["error"] = running.message(e)
                 if not _device_alive(self.device):
-                    raise DeviceLost(key, _message(e)) from e
+                    raise DeviceLost(key, running.message(e)) from e
         self.report(f"{group}: timing {len(ready)} variants, {self.s.rounds} rounds")
         times = timing.interleaved(ready, self.device, self.flush, self.s.rounds)
         for v, (key, row) in zip(variants, done.items(), strict=True):
@@ -253,9 +241,9 @@ class Run:
                     row["errors"] = v.check(ready[key].run_poisoned())
                     row["correct"] = all(e["met"] for e in row["errors"].values())
             except Exception as e:
-                row["error"] = _message(e)
+                row["error"] = running.message(e)
                 if not _device_alive(self.device):
-                    raise DeviceLost(key, _message(e)) from e
+                    raise DeviceLost(key, running.message(e)) from e
             ready[key].close()
         rows.extend(done.values())
 
@@ -293,10 +281,7 @@ class Run:
             i = self.inputs(*self.tokens_and_dim(targets.TOKENS, int(name)))
             self.time(name, list(self.case_variants(i)), self.result["rows"])
         self._fp64.clear()
-        gc.collect()
-        if self.gpu:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        running.free(self.device)
 
     def decode(self) -> None:
         for wanted in DECODE_TOKENS:
@@ -341,9 +326,9 @@ class Run:
                     for t in i.leaves():
                         t.requires_grad_()
                 call(i)
-                row.update(peak_memory(lambda call=call, i=i: call(i), self.device))
+                row.update(running.peak_memory(lambda call=call, i=i: call(i), self.device, targets.PEAK_BAR_MB))
             except Exception as e:
-                row["error"] = _message(e)
+                row["error"] = running.message(e)
 
     def accuracy(self) -> None:
         tokens, dim = (512, 4096) if self.gpu else self.tokens_and_dim(64, CPU_DIM)
@@ -389,7 +374,7 @@ class Run:
             self.relaunch(remaining, {**self.s.exclude, key: text})
             raise _Relaunched from lost
         except Exception as e:
-            self.result["skipped"][name] = _message(e)
+            self.result["skipped"][name] = running.message(e)
             if not _device_alive(self.device):
                 self.relaunch(remaining[1:], self.s.exclude)
                 raise _Relaunched from e
@@ -437,48 +422,12 @@ def _judge(row: dict[str, Any], t: timing.Timing, calls: int, judged: bool) -> d
     return out
 
 
-def peak_memory(call: Callable[[], Any], device: torch.device, bar_mb: float = targets.PEAK_BAR_MB) -> dict[str, Any]:
-    """Peak memory of ``call`` above what was allocated before and what it returns, in MB of 10^6 bytes."""
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    outputs = call()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    kept = sum(t.untyped_storage().nbytes() for t in timing.tensors(outputs))
-    above = (peak - before - kept) / 1e6
-    return {
-        "peak_above_mb": round(above, 2),
-        "outputs_mb": round(kept / 1e6, 2),
-        "met_bar": above <= bar_mb,
-    }
-
-
-def cleaned(value: Any) -> Any:
-    """The same with NaN and infinities as words: JSON has none."""
-    if isinstance(value, dict):
-        return {k: cleaned(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [cleaned(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
-def saver(path: pathlib.Path) -> Callable[[dict[str, Any]], None]:
-    """Writes the result after each group, so that a crash loses one group at most."""
-
-    def save(result: dict[str, Any]) -> None:
-        path.write_text(json.dumps(cleaned(result), indent=1) + "\n")
-
-    return save
-
-
 def _child(settings: str, path: str) -> None:
     fields = json.loads(settings)
     fields["groups"] = tuple(fields["groups"])
-    Run(Settings(**fields), saver(pathlib.Path(path)), lambda text: print(text, flush=True)).run()
+    Run(
+        Settings(**fields), lambda found: running.save(found, pathlib.Path(path)), lambda text: print(text, flush=True)
+    ).run()
 
 
 if __name__ == "__main__":

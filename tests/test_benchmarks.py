@@ -20,7 +20,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import accuracy, environment, fused, mhc, ours, peers, report, targets, timing
+from benchmarks import accuracy, environment, fused, mhc, ours, peers, report, running, targets, timing
 
 CPU = torch.device("cpu")
 TOKENS, DIM = 12, 48
@@ -47,8 +47,8 @@ def settings(**changes: Any) -> mhc.Settings:
 
 def run(**changes: Any) -> report.Result:
     saved: list[str] = []
-    result = mhc.Run(settings(**changes), lambda r: saved.append(json.dumps(mhc.cleaned(r))), lambda _: None).run()
-    assert json.loads(saved[-1]) == json.loads(json.dumps(mhc.cleaned(result)))
+    result = mhc.Run(settings(**changes), lambda r: saved.append(json.dumps(running.cleaned(r))), lambda _: None).run()
+    assert json.loads(saved[-1]) == json.loads(json.dumps(running.cleaned(result)))
     return json.loads(saved[-1])
 
 
@@ -379,7 +379,7 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_json_has_words_for_nan() -> None:
-    assert mhc.cleaned({"a": [math.nan, 1.0, (math.inf,)]}) == {"a": ["nan", 1.0, ["inf"]]}
+    assert running.cleaned({"a": [math.nan, 1.0, (math.inf,)]}) == {"a": ["nan", 1.0, ["inf"]]}
 
 
 # ---- tables and the picture

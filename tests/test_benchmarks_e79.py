@@ -19,7 +19,7 @@ from helpers_e79 import oracle
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import e79, e79_cases, e79_report, e79_rollup, timing
+from benchmarks import e79, e79_cases, e79_report, e79_rollup, running, timing
 from benchmarks import e79_targets as targets
 from mhc_inductor.kernels.e79.plan import plan_e79_scan, plan_e79_scan_backward
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
@@ -35,7 +35,7 @@ def settings(**changes: Any) -> e79.Settings:
 
 
 def run(path: pathlib.Path, **changes: Any) -> dict[str, Any]:
-    e79.Run(settings(**changes), lambda r: e79.save(r, path), lambda _: None).run()
+    e79.Run(settings(**changes), lambda r: running.save(r, path), lambda _: None).run()
     return json.loads(path.read_text())
 
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
+import example_modules
 import pytest
 import torch
-
-EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
 
 
 @pytest.fixture(scope="module")
 def example():
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import deepseek_v4
-
-        yield deepseek_v4
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    with example_modules.imported("deepseek_v4") as module:
+        yield module
 
 
 def test_three_ways_agree(example, tmp_path, capsys):

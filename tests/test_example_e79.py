@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
+import example_modules
 import pytest
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +13,8 @@ def example():
     pytest.importorskip("typer")
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import e79_bytes
-
-        yield e79_bytes
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    with example_modules.imported("e79_bytes") as module:
+        yield module
 
 
 def test_trains_eager_and_compiled_alike(example, tmp_path, capsys):
@@ -78,9 +67,6 @@ def test_the_models_loop_is_the_packages_layer(example):
 
 
 def test_bad_options_are_named():
-    command = [sys.executable, str(EXAMPLES / "e79_bytes.py"), "--device", "mps"]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "200"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    done = example_modules.run("e79_bytes", "--device", "mps")
     assert done.returncode == 2
     assert "cpu or cuda" in re.sub(r"\s+", " ", done.stderr)

@@ -1,0 +1,33 @@
+"""The scripts of examples/, imported as modules or run as a user runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+@contextlib.contextmanager
+def imported(name: str) -> Iterator[ModuleType]:
+    """The script ``name``, with those beside it importable meanwhile."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield importlib.import_module(name)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """The script in a process of its own, on a wide terminal."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "200"}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
