@@ -303,6 +303,23 @@ def scan(step: Callable[..., Any], state: Sequence[Any], inputs: Sequence[Any], 
     return scan_op(step, list(state), list(inputs), tuple(sizes))
 
 
+def expression(size: Any) -> Any:
+    """The sympy expression of a torch.SymInt."""
+    return size.node.expr
+
+
+def hint(size: Any) -> int:
+    """A size's present value."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are one number or one expression, without a guard."""
+    if isinstance(a, int) or isinstance(b, int):
+        return isinstance(a, int) and isinstance(b, int) and a == b
+    return bool(expression(a) == expression(b))
+
+
 def is_symbol(size: Any) -> bool:
     """Whether ``size`` is one symbol, no expression of symbols and no integer."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)

@@ -231,7 +231,7 @@ class Finder:
                 if parent not in up and parent.op != "placeholder":
                     up.add(parent)
                     todo.append(parent)
-        return self.descendants(up, lambda n: len(up) < 4000, 1000)
+        return self.descendants(up, lambda _: True, 1000)
 
     def _group(self, norm: Norm, seeds: list[fx.Node], avoid: set[fx.Node]) -> None:
         tokens, width = norm.count, norm.width

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from mhc_inductor import compat
 from mhc_inductor.ops.e79 import segment_length
 
 from .algebra import Ref, chain, peel, whole
 from .e79 import Frame, Leaf, Step
-from .find import Finder, Miss
+from .find import Finder
 from .index import Unsupported, Var, const, var
 from .inputs import ROLES, Inputs
 from .lift import Lift, Lifted
 from .mhc import Mismatch
 from .reroll import OP, Search
 from .rewrite import needs_grad
-from .scans import Scans, hint
+from .scans import Scans
 from .slots import Held, Slot, places, slot
 from .values import Value, Values, example
 
@@ -53,18 +54,9 @@ class Bodies(Scans):
             mark = list(self.graph.nodes)
             try:
                 self._body(node, body, search)
-            except Mismatch as mismatch:
-                self.undo(mark)
-                if mismatch.reason:
-                    self.misses.append(Miss(OP, mismatch.reason, mismatch.value, start))
-            except Unsupported:
-                self.undo(mark)
-                self.misses.append(
-                    Miss(OP, "the inputs of the body cannot be followed through their views", None, start)
-                )
-            except (ValueError, TypeError) as error:
-                self.undo(mark)
-                self.misses.append(Miss(OP, str(error), start, start))
+            except (Mismatch, Unsupported, ValueError, TypeError) as error:
+                views = "the inputs of the body cannot be followed through their views"
+                self._refuse(mark, error, OP, start, views)
             self._sweep()
             self.replaced = []
         if self.made:
@@ -104,12 +96,9 @@ class Bodies(Scans):
             found = BodyInputs(self, frame, step, outer)
             kvqm, b_s, b_m = found.emit(self)
             for user, k in taken.items():
-                if k >= 2:
-                    kvqm = self._widened(kvqm, values.of(user))
-                elif example(user).dtype is torch.float64 and example(kvqm).dtype is not torch.float64:
-                    kvqm = self.emit("to", kvqm, torch.float64)
+                kvqm = self._widened(kvqm, values.of(user)) if k >= 2 else self._doubled(kvqm, user)
             S0, M0 = (self._state(values.of(init[at[name]]), init[at[name]], frame) for name in ("S", "M"))
-            steps_, batch = (hint(s) for s in example(kvqm).shape[:2])
+            steps_, batch = (compat.hint(s) for s in example(kvqm).shape[:2])
             segment = segment_length(frame.n, batch, steps_) if needs else 0
             call = self.emit(torch.ops.mhc_inductor.e79_scan.default, kvqm, b_s, b_m, S0, M0, segment)
             new = []

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mhc_inductor import compat
+
 
 class Unsupported(Exception):
     """An index that is no sum of variables: the views cannot be followed."""
@@ -54,7 +56,7 @@ def size_of(value: Any, fixed: Mapping[str, int]) -> Size:
     """The size of a dimension, an int or a torch.SymInt; the symbols of ``fixed`` count as their values."""
     if isinstance(value, int):
         return Size(value)
-    return _monomial(value.node.expr, fixed)
+    return _monomial(compat.expression(value), fixed)
 
 
 def _monomial(expr: Any, fixed: Mapping[str, int]) -> Size:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from mhc_inductor import compat
+
 from .algebra import aten
 from .e79 import Frame, Recogniser, Step, Weak, vector
 from .find import Finder, Miss, name_of
@@ -43,9 +45,7 @@ def is_square(node: fx.Node) -> bool:
     if not isinstance(t, torch.Tensor) or t.dim() < 2 or not t.is_floating_point():
         return False
     m, n = t.shape[-2:]
-    if isinstance(m, int) or isinstance(n, int):
-        return isinstance(m, int) and isinstance(n, int) and m == n > 1
-    return bool(m.node.expr == n.node.expr)
+    return compat.same_size(m, n) and not (isinstance(n, int) and n <= 1)
 
 
 def recognisers(graph: fx.Graph, values: Values) -> list[Recogniser]:
@@ -97,7 +97,7 @@ class Search:
             gates += "sigmoid" in name_of(node)
             t = example(node)
             if isinstance(t, torch.Tensor) and is_square(node) and not isinstance(n := t.shape[-1], int):
-                found |= {str(symbol) for symbol in n.node.expr.free_symbols}
+                found |= {str(symbol) for symbol in compat.expression(n).free_symbols}
         return found if gates >= 4 else set()
 
     def _look(self) -> None:

@@ -15,7 +15,7 @@ from mhc_inductor import compat
 
 from .algebra import VIEWS, is_cast
 from .find import Finder, Found, Miss, PostUse, Pre, Sinkhorn, name_of
-from .index import Size, size_of
+from .index import Size, Unsupported, size_of
 from .mhc import Affine, Mismatch, Piece
 from .values import Value, example, tensors_in
 
@@ -80,6 +80,11 @@ class Ordered(Mismatch):
     """No place in the graph is after everything that the op needs and before everything that needs the op."""
 
 
+def _written(node: fx.Node) -> bool:
+    """Whether something changes ``node`` in place."""
+    return any(node in written_by(user) for user in node.users)
+
+
 class Rewriter:
     """Puts what a :class:`Finder` found into its graph."""
 
@@ -113,24 +118,28 @@ class Rewriter:
             mark = list(self.graph.nodes)
             try:
                 act()
-            except Mismatch as mismatch:
-                self.undo(mark)
-                if mismatch.reason:
-                    self.misses.append(Miss(op, mismatch.reason, mismatch.value, value))
-            except (ValueError, TypeError) as error:
-                # The op's own validation, run on fake tensors.
-                self.undo(mark)
-                self.misses.append(Miss(op, str(error), value, value))
+            except (Mismatch, ValueError, TypeError) as error:
+                self._refuse(mark, error, op, value)
         if self.made:
             self._guard()
         self._sweep()
+
+    def _refuse(self, mark: list[fx.Node], error: Exception, op: str, start: Any, unfollowed: str = "") -> None:
+        """Take back what was put in since ``mark``; note why, unless that is said elsewhere."""
+        self.undo(mark)
+        if isinstance(error, Mismatch):
+            reason, value = error.reason, error.value
+        else:  # views that lead nowhere, or the op's own validation, run on fake tensors
+            reason, value = unfollowed if isinstance(error, Unsupported) else str(error), start
+        if reason:
+            self.misses.append(Miss(op, reason, value, start))
 
     def _guard(self) -> None:
         """Let the compile be specialised on the widths that were taken as fixed."""
         for node in self.graph.nodes:
             for tensor in tensors_in(example(node)) if node.op == "placeholder" and self.finder.values.fixed else ():
                 for size in tensor.shape:
-                    if not isinstance(size, int) and str(size.node.expr) in self.finder.values.fixed:
+                    if not isinstance(size, int) and str(compat.expression(size)) in self.finder.values.fixed:
                         int(size)
 
     # --- the three rewrites ---
@@ -345,18 +354,17 @@ class Rewriter:
 
     def _strides_matter(self, old: fx.Node) -> bool:
         """Whether strides decide what is seen: a result whose memory order shows, or a view of it changed in place."""
-        changed = {target for node in self.graph.nodes for target in written_by(node)}
         seen, todo = {old}, [old]
         while todo:
             node = todo.pop()
-            if node in changed:
+            if _written(node):
                 return True
             for user in node.users:
                 if user.op == "output":
                     return True
                 value = self.finder.values.of(user) if user.op.startswith("call_") else None
                 mine = self.finder.values.of(node)
-                if user in seen or user in changed:
+                if user in seen or _written(user):
                     todo += [user] if user not in seen else []
                     seen.add(user)
                 elif isinstance(value, Value) and isinstance(mine, Value):
@@ -381,7 +389,7 @@ class Rewriter:
 
     def _shaped(self, node: fx.Node, shape: list[Any], x: fx.Node) -> fx.Node:
         have, shape = self._known(example(node).shape), self._known(shape)
-        if len(have) == len(shape) and all(_equal(a, b) for a, b in zip(have, shape, strict=True)):
+        if len(have) == len(shape) and all(compat.same_size(a, b) for a, b in zip(have, shape, strict=True)):
             return node
         sizes: list[Any] = []
         inferred = False
@@ -390,7 +398,13 @@ class Rewriter:
                 sizes.append(size)
                 continue
             source = next(
-                ((s, d) for s in (node, x) for d, other in enumerate(example(s).shape) if _equal(other, size)), None
+                (
+                    (s, d)
+                    for s in (node, x)
+                    for d, other in enumerate(example(s).shape)
+                    if compat.same_size(other, size)
+                ),
+                None,
             )
             if source is not None:
                 sizes.append(self.emit("size", *source))
@@ -506,8 +520,7 @@ class Rewriter:
 
 def _order(t: torch.Tensor) -> list[int]:
     """The dimensions by falling stride; dimensions of size 1 stay where they are."""
-    strides = [s if isinstance(s, int) else s.node.hint for s in t.stride()]
-    sizes = [s if isinstance(s, int) else s.node.hint for s in t.shape]
+    strides, sizes = ([compat.hint(s) for s in each] for each in (t.stride(), t.shape))
     real = iter(sorted((d for d in range(t.dim()) if sizes[d] != 1), key=lambda d: -strides[d]))
     return [next(real) if sizes[d] != 1 else d for d in range(t.dim())]
 
@@ -535,13 +548,6 @@ def run_fake(node: fx.Node) -> Any:
         if callable(node.target):
             return node.target(*values, **options)
         return getattr(values[0], node.target)(*values[1:], **options)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two sizes are the same expression, without a guard."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return not isinstance(a, int) and not isinstance(b, int) and a.node.expr == b.node.expr
 
 
 def needs_grad(node: fx.Node) -> bool:

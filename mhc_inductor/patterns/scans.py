@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from mhc_inductor import compat
 from mhc_inductor.ops.e79 import segment_length
 
 from .algebra import VIEWS, aten, is_cast, peel, whole
 from .e79 import Frame, Step, reads, zero
-from .find import Finder, Miss
+from .find import Finder
 from .index import ONE, Unsupported
 from .inplace import stacked_buffers
 from .inputs import Inputs
@@ -41,23 +42,14 @@ class Scans(Rewriter):
             one = todo.pop()
             mark = list(self.graph.nodes)
             start = self.finder.values.of(one.recogniser.known[one.steps[0].M_new])
-            reason: str | None = None
-            value: Value | None = start
             try:
                 self._scan(one)
-            except Mismatch as mismatch:
-                reason, value = mismatch.reason, mismatch.value
-                if isinstance(mismatch, Ordered) and len(one.steps) > 1:
+            except (Mismatch, Unsupported, ValueError, TypeError) as error:
+                if isinstance(error, Ordered) and len(one.steps) > 1:
                     # What a step gives, a later one takes in: each may still be a scan of one step.
                     todo += [Chain([step], one.recogniser) for step in reversed(one.steps)]
-            except Unsupported:
-                reason = "the inputs of the steps cannot be followed through their views"
-            except (ValueError, TypeError) as error:
-                reason = str(error)
-            if reason is not None:
-                self.undo(mark)
-                if reason:
-                    self.misses.append(Miss(OP, reason, value, start))
+                views = "the inputs of the steps cannot be followed through their views"
+                self._refuse(mark, error, OP, start, views)
         if self.made:
             self._guard()
             self._after()
@@ -109,10 +101,9 @@ class Scans(Rewriter):
             for node in [*gathered, *alone.values()]:
                 kvqm = self._widened(kvqm, values.of(node))
             for node in final.values():
-                if example(node).dtype is torch.float64 and example(kvqm).dtype is not torch.float64:
-                    kvqm = self.emit("to", kvqm, torch.float64)
+                kvqm = self._doubled(kvqm, node)
             S0, M0 = (self._state(value, states[name], frame) for name, value in (("S", first.S), ("M", first.M)))
-            segment = segment_length(frame.n, hint(example(kvqm).shape[1]), len(steps)) if needs else 0
+            segment = segment_length(frame.n, compat.hint(example(kvqm).shape[1]), len(steps)) if needs else 0
             call = self.emit(torch.ops.mhc_inductor.e79_scan.default, kvqm, b_s, b_m, S0, M0, segment)
             new: list[tuple[Value, fx.Node]] = []
             if gathered or alone:
@@ -137,6 +128,12 @@ class Scans(Rewriter):
         self.grad = grad_states(self.graph)
 
     # --- inputs ---
+
+    def _doubled(self, kvqm: fx.Node, state: fx.Node) -> fx.Node:
+        """``kvqm`` in fp64 where the model's states are: the op's are in fp32 otherwise."""
+        if example(state).dtype is not torch.float64 or example(kvqm).dtype is torch.float64:
+            return kvqm
+        return self.emit("to", kvqm, torch.float64)
 
     def _state(self, value: Value, node: fx.Node | None, frame: Frame) -> fx.Node | None:
         if node is None or (zero(value) and not needs_grad(node)):
@@ -268,7 +265,3 @@ class Scans(Rewriter):
                     if any(known[v] is node for v in news) and reads(read, one.frame, news):
                         reason = "what is read from S' is not y * silu(y) with y = S' q"
                     raise Mismatch(reason, self.finder.value(node))
-
-
-def hint(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
