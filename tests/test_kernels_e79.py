@@ -111,7 +111,7 @@ def test_equal_bits_twice_and_in_any_batch(device):
         assert torch.equal(t, whole[1:2] if k in ("S", "M", "dS0", "dM0") else whole[:, 1:2]), k
 
 
-@pytest.mark.parametrize("n", [16, 64, 128] if GPU else [16])
+@pytest.mark.parametrize("n", [16, 32, 64, 128] if GPU else [16])
 def test_the_segment_changes_no_bit(device, n):
     """The length follows from the batch: the states made again must be those of the forward."""
     inputs = h.make_inputs(7, 2, n, F32, bias="input", device=device)

@@ -89,9 +89,10 @@ def store_tiles(p, s, N: tl.constexpr, R: tl.constexpr, CI: tl.constexpr, C: tl.
 @triton.jit
 def norm_inverse(v, C: tl.constexpr):
     """1 / (|v| + 1e-6) of a vector in column pieces."""
-    s = v[0] * v[0]
+    # Explicit: a product contracted into the first exchange between lanes would differ from lane to lane.
+    s = tl.fma(v[0], v[0], tl.zeros_like(v[0]))
     for c in tl.static_range(1, C):
-        s += v[c] * v[c]
+        s = tl.fma(v[c], v[c], s)
     return 1.0 / (tl.sqrt_rn(tl.sum(s, axis=0)) + 1e-6)
 
 
