@@ -1,0 +1,63 @@
+"""The launch of ``selection_pieces``, which every plan of selection attention starts with."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .pieces import selection_pieces
+
+MAX_RANGES = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """starts, ends, totals[B, G, S, r] int32; sel, full[B, G, cdiv(S, 32), NT] int32; None what was not asked for."""
+
+    starts: Any
+    ends: Any
+    totals: Any = None
+    sel: Any = None
+    full: Any = None
+
+
+def rows_and_warps(r: int) -> tuple[int, int]:
+    """(rows a program, warps): one warp a row above 256 ranges, whose sort then needs no exchange between warps."""
+    RP = power_of_two(r)
+    if RP <= 32:
+        return max(1, 64 // RP) if RP > 2 else 32, 4 if RP > 8 else 1
+    return (1, 1) if RP <= 1024 else (1, 4)
+
+
+def power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def plan_pieces(
+    b: Any, ranges: Any, cu_q: Any, cu_k: Any, S_kv: Any, *, count: bool = False, tile: int | None = None
+) -> Pieces:
+    """Pieces of ranges[B, S, G, r, 2]; totals with ``count``, tiles of ``tile`` keys marked in sel and full where given."""
+    B, S, G, r, _ = b.shape(ranges)
+    r = b.static(r)
+    starts, ends = b.empty((B, G, S, r), b.i32), b.empty((B, G, S, r), b.i32)
+    totals = b.empty((B, G, S, r), b.i32) if count else None
+    NT = 1 if tile is None else b.cdiv(S_kv, tile)
+    sel, full = (None, None) if tile is None else (b.zeros((B, G, b.cdiv(S, 32), NT), b.i32) for _ in range(2))
+    pieces = Pieces(starts, ends, totals, sel, full)
+    if r == 0:
+        return pieces
+    rows, warps = rows_and_warps(r)
+    ranges = b.contiguous(ranges)
+    varlen = cu_q is not None
+    cu_q = b.contiguous(cu_q) if varlen else ranges
+    cu_k = cu_q if cu_k is None else b.contiguous(cu_k)
+    b.launch(
+        selection_pieces,
+        (b.cdiv(S, rows) * B * G, 1, 1),
+        dict(ranges_ptr=ranges, cu_q_ptr=cu_q, cu_k_ptr=cu_k, starts_ptr=starts, ends_ptr=ends,
+             totals_ptr=totals if count else starts, sel_ptr=starts if sel is None else sel,
+             full_ptr=starts if full is None else full, G=G, S=S, S_kv=S_kv, N=b.shape(cu_q)[0] - 1 if varlen else 0, NT=NT),
+        dict(R=r, RP=power_of_two(r), ROWS=rows, BN=tile or 1, VARLEN=varlen, COUNT=count, MARK=tile is not None),
+        warps, 1,
+    )  # fmt: skip
+    return pieces
