@@ -31,7 +31,15 @@ if (_checkout / "kernels" / "launch.py").exists() and (_checkout / "lowerings").
     sys.meta_path.append(_Beside())
 
 from mhc_inductor import ops  # noqa: E402
-from mhc_inductor.api import e79_scan, mhc_head, mhc_post, mhc_pre, mhc_sinkhorn  # noqa: E402
+from mhc_inductor.api import (  # noqa: E402
+    blocks_to_ranges,
+    e79_scan,
+    mhc_head,
+    mhc_post,
+    mhc_pre,
+    mhc_sinkhorn,
+    selection_attention,
+)
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
 from mhc_inductor.kernels import eager as _eager  # noqa: E402
 from mhc_inductor.patterns.explain import explain  # noqa: E402
@@ -41,6 +49,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "blocks_to_ranges",
     "counters",
     "disable",
     "e79_scan",
@@ -52,6 +61,7 @@ __all__ = [
     "mhc_sinkhorn",
     "nn",
     "ops",
+    "selection_attention",
 ]
 
 

@@ -2,5 +2,14 @@
 
 from mhc_inductor.api.e79 import e79_scan
 from mhc_inductor.api.mhc import mhc_head, mhc_post, mhc_pre, mhc_sinkhorn
+from mhc_inductor.api.selection import blocks_to_ranges, selection_attention
 
-__all__ = ["e79_scan", "mhc_head", "mhc_post", "mhc_pre", "mhc_sinkhorn"]
+__all__ = [
+    "blocks_to_ranges",
+    "e79_scan",
+    "mhc_head",
+    "mhc_post",
+    "mhc_pre",
+    "mhc_sinkhorn",
+    "selection_attention",
+]
