@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops import checks_selection
-from mhc_inductor.ops.registry import Gradient, define, needed
+from mhc_inductor.ops import checks_selection, selection_cpu
+from mhc_inductor.ops.registry import Gradient, define, implement, needed
 from mhc_inductor.ops.registry import call as call
 from mhc_inductor.reference import selection as reference
 from mhc_inductor.reference.mhc import acc_dtype
@@ -103,3 +103,4 @@ for _name, _its_fake in (("selection_attention", _fake), ("selection_attention_b
         getattr(checks_selection, _name),
         _vmap,
     )
+    implement(_name, getattr(selection_cpu, _name), "CPU")

@@ -11,6 +11,7 @@ of one group has more. The mask only selects; it is never a factor, so that NaN 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,24 +41,24 @@ def key_bounds(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: 
     return keys[sequence], keys[sequence + 1]
 
 
-def selected(ranges: Tensor, bounds: Bounds, s_kv: int) -> Tensor:
-    """Whether each query selects each key: the union of its ranges, ``ranges[b, s, g, r, 2] -> bool [b, g, s, S_kv]``.
-
-    A key at p is selected when some range starts at or before p and the farthest end of those lies beyond p.
-    """
-    b, s, g, r, _ = ranges.shape
-    if r == 0 or s_kv == 0:
-        return torch.zeros((b, g, s, s_kv), dtype=torch.bool, device=ranges.device)
-    lo, hi = (bound.view(s, 1) for bound in bounds)
+def clipped(ranges: Tensor, bounds: Bounds) -> Bounds:
+    """Starts and ends of ``ranges[b, s, g, r, 2]`` as positions in k, int64 ``[b, g, s, r]``; start <= end."""
+    lo, hi = (bound.view(-1, 1) for bound in bounds)
     # From the start of the query's own sequence; clipped before the addition, which could overflow.
-    start, end = (
-        torch.minimum(t.to(torch.int64).clamp(min=0), hi - lo) + lo for t in ranges.transpose(1, 2).unbind(-1)
-    )
-    start, order = start.contiguous().sort(-1)
-    reach = end.gather(-1, order).cummax(-1).values
-    position = torch.arange(s_kv, device=ranges.device)
-    before = torch.searchsorted(start, position.expand(b, g, s, s_kv).contiguous(), right=True)
-    return (before > 0) & (position < reach.gather(-1, (before - 1).clamp(min=0)))
+    pair = ranges.transpose(1, 2).to(torch.int64).clamp(min=0)
+    start, end = (torch.minimum(t, hi - lo) + lo for t in pair.unbind(-1))
+    return start, torch.maximum(start, end)
+
+
+def selected(start: Tensor, end: Tensor, size: int) -> Tensor:
+    """Whether each query selects each key: the union of its ranges, ``[..., r]`` to bool ``[..., size]``.
+
+    Each start counts 1 up, each end 1 down: a key is selected where the running sum is above 0.
+    """
+    change = torch.zeros((*start.shape[:-1], size + 1), dtype=torch.int32, device=start.device)
+    one = torch.ones_like(start, dtype=torch.int32)
+    change = change.scatter_add(-1, start, one).scatter_add(-1, end, -one)
+    return change[..., :size].cumsum(-1, dtype=torch.int32) > 0
 
 
 def chunks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, Iterator[slice]]]:
@@ -77,7 +78,7 @@ def chunks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, Iterator[slice]
 
 
 def rows(t: Tensor, at: Slices) -> Tensor:
-    """``t[B, S, G, h, D]`` of a chunk as ``[b, g, s*h, D]`` in the arithmetic's dtype."""
+    """``t[B, S, G, h, ...]`` of a chunk as ``[b, g, s*h, ...]`` in the arithmetic's dtype."""
     in_b, in_g, in_s = at
     return t[in_b, in_s, in_g].transpose(1, 2).flatten(2, 3).to(acc_dtype(t.dtype))
 
@@ -101,10 +102,86 @@ def poison(mask: Tensor, t: Tensor) -> Tensor:
     return total
 
 
+def masked_scores(query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """``scale * query @ keys.T`` with -inf where not selected: ``[..., s*h, D]``, ``[..., m, D]``, ``[..., s, m]``."""
+    scores = scale * torch.matmul(query, keys.mT)
+    return only(mask, scores, -torch.inf)
+
+
+def only(mask: Tensor, scores: Tensor, value: float) -> Tensor:
+    """``scores[..., s*h, m]`` with ``value`` where the query does not select the key, ``mask[..., s, m]``."""
+    if mask.shape[-2] == scores.shape[-2]:
+        return torch.where(mask, scores, value)
+    apart = scores.unflatten(-2, (mask.shape[-2], -1))
+    return torch.where(mask.unsqueeze(-2), apart, value).flatten(-3, -2)
+
+
 def total_lse(lse: Tensor, sink: Tensor | None) -> Tensor:
     """The logarithm of the softmax's denominator ``[..., G, h]``; 0 for a row without keys, whose o is 0."""
     total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype))
     return torch.where(lse == -torch.inf, 0.0, total)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sink: Tensor | None, scale: float, odd: bool = True
+) -> tuple[Tensor, Tensor]:
+    """One chunk's o ``[..., s*h, Dv]`` and lse ``[..., s*h]``; ``sink`` a row. ``odd``: values may hold NaN or inf."""
+    scores = masked_scores(query, keys, mask, scale)
+    lse = torch.logsumexp(scores, -1)
+    p = torch.exp(scores - total_lse(lse, sink).unsqueeze(-1))
+    if not odd:
+        return torch.matmul(p, values), lse
+    spread = poison(mask, values).repeat_interleave(query.shape[-2] // mask.shape[-2], -2)
+    return torch.matmul(p, finite(values)) + spread, lse
+
+
+class Rows(NamedTuple):
+    """What the backward needs of each row, ``[..., h]`` (dout ``[..., h, Dv]``); 0 in a row without keys."""
+
+    dout: Tensor
+    dlse: Tensor
+    lse: Tensor
+    total: Tensor
+    delta: Tensor
+
+
+def backward_rows(
+    dout: Tensor | None, dlse: Tensor | None, sink: Tensor | None, o: Tensor, lse: Tensor
+) -> tuple[Rows, Tensor]:
+    """:class:`Rows` from the gradients of o and lse, each None for zero, and dsink (of shape [0] without a sink)."""
+    acc, empty = lse.dtype, lse == -torch.inf
+    total = total_lse(lse, sink)
+    dout = torch.zeros_like(o) if dout is None else dout
+    delta = torch.where(empty, 0.0, (dout.to(acc) * o.to(acc)).sum(-1))
+    dlse = torch.zeros_like(lse) if dlse is None else torch.where(empty, 0.0, dlse.to(acc))
+    row = Rows(dout, dlse, torch.where(empty, 0.0, lse), total, delta)
+    if sink is None:
+        return row, lse.new_empty((0,))
+    share = torch.where(empty, 0.0, torch.exp(sink.to(acc) - total))
+    return row, -(share * delta).sum((0, 1)).to(sink.dtype)
+
+
+def attend_backward(
+    row: Rows, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, odd: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One chunk's dquery ``[..., s*h, Dk]`` and its parts of dkeys and dvalues.
+
+    ``row`` holds tensors ``[..., s*h]``. ``odd``: anything may hold NaN or inf.
+    """
+    dlse, lse, total, delta = (t.unsqueeze(-1) for t in row[1:])
+    scores = masked_scores(query, keys, mask, scale)
+    p = torch.exp(scores - total)
+    grad = p * (torch.matmul(row.dout, values.mT) - delta) + dlse * torch.exp(scores - lse)
+    if not odd:
+        return scale * torch.matmul(grad, keys), scale * torch.matmul(grad.mT, query), torch.matmul(p.mT, row.dout)
+    p, grad = only(mask, p, 0.0), only(mask, grad, 0.0)
+    # Heads share the mask: what is not finite in one is so in their sum.
+    spread = torch.where(row.dout.isfinite(), 0.0, row.dout).unflatten(-2, (mask.shape[-2], -1)).sum(-2)
+    return (
+        scale * torch.matmul(grad, finite(keys)),
+        scale * torch.matmul(grad.mT, finite(query)),
+        torch.matmul(p.mT, finite(row.dout)) + poison(mask.mT, spread),
+    )
 
 
 @as_given
@@ -140,18 +217,12 @@ def selection_attention(
         return o, lse
     for in_b, in_g, queries in chunks(q, k):
         keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
-        clean = finite(values)
         for in_s in queries:
             at = (in_b, in_g, in_s)
-            mask = selected(ranges[in_b, in_s, in_g], (lo[in_s], hi[in_s]), k.shape[2])
-            scores = scale * torch.matmul(rows(q, at), keys.mT)
-            scores = scores.masked_fill_(~mask.repeat_interleave(h, 2), -torch.inf)
-            part = torch.logsumexp(scores, -1)
-            lse[in_b, in_s, in_g] = unrows(part, h)
-            total = total_lse(lse[in_b, in_s, in_g], None if sink is None else sink[in_g])
-            p = scores.sub_(total.transpose(1, 2).flatten(2, 3).unsqueeze(-1)).exp_()
-            bad = poison(mask, values).repeat_interleave(h, 2)
-            o[in_b, in_s, in_g] = unrows(torch.matmul(p, clean) + bad, h).to(o.dtype)
+            start, end = clipped(ranges[in_b, in_s, in_g], (lo[in_s], hi[in_s]))
+            logit = None if sink is None else sink[in_g].repeat(1, start.shape[2])
+            part = attend(rows(q, at), keys, values, selected(start, end, k.shape[2]), logit, scale)
+            o[in_b, in_s, in_g], lse[in_b, in_s, in_g] = (unrows(t, h) for t in part)
     return o, lse
 
 
@@ -183,41 +254,21 @@ def selection_attention_backward(
     """
     h, acc = q.shape[3], acc_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-    empty = lse == -torch.inf
-    total = total_lse(lse, sink)
-    delta = torch.zeros_like(lse) if dout is None else (dout.to(acc) * o.to(acc)).sum(-1)
-    delta = torch.where(empty, 0.0, delta)
-    if sink is None:
-        dsink = lse.new_empty((0,))
-    else:
-        share = torch.where(empty, 0.0, torch.exp(sink.to(acc) - total))
-        dsink = -(share * delta).sum((0, 1)).to(sink.dtype)
-    lo, hi = key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
+    row, dsink = backward_rows(dout, dlse, sink, o, lse)
     if q.numel() == 0 or k.shape[2] == 0:
         return dq, dk, dv, dsink
-    dlse = torch.zeros_like(lse) if dlse is None else dlse.to(acc)
+    lo, hi = key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     for in_b, in_g, queries in chunks(q, k):
         keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
-        clean = finite(keys)
         grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
         for in_s in queries:
             at = (in_b, in_g, in_s)
-            mask = selected(ranges[in_b, in_s, in_g], (lo[in_s], hi[in_s]), k.shape[2])
-            other = ~mask.repeat_interleave(h, 2)
-            query = rows(q, at)
-            column = lambda t, at=at: rows(t.unsqueeze(-1), at)  # noqa: E731
-            scores = (scale * torch.matmul(query, keys.mT)).masked_fill_(other, -torch.inf)
-            grad = column(torch.where(empty, 0.0, dlse)) * torch.exp(scores - column(torch.where(empty, 0.0, lse)))
-            if dout is not None:
-                p = torch.exp(scores - column(total))
-                out = rows(dout, at)
-                grad_v += torch.matmul(p.mT, finite(out))
-                # Heads share the mask: what is not finite in one is so in their sum.
-                odd = torch.where(out.isfinite(), 0.0, out).unflatten(2, (-1, h)).sum(3)
-                grad_v += poison(mask.mT, odd)
-                grad = grad + p * (torch.matmul(out, values.mT) - column(delta))
-            grad = grad.masked_fill_(other, 0.0)
-            dq[in_b, in_s, in_g] = unrows(scale * torch.matmul(grad, clean), h).to(q.dtype)
-            grad_k += scale * torch.matmul(grad.mT, finite(query))
+            start, end = clipped(ranges[in_b, in_s, in_g], (lo[in_s], hi[in_s]))
+            part = Rows(*(rows(t, at) for t in row))
+            mask = selected(start, end, k.shape[2])
+            grad_q, more_k, more_v = attend_backward(part, rows(q, at), keys, values, mask, scale)
+            dq[in_b, in_s, in_g] = unrows(grad_q, h).to(q.dtype)
+            grad_k += more_k
+            grad_v += more_v
         dk[in_b, in_g], dv[in_b, in_g] = grad_k.to(k.dtype), grad_v.to(v.dtype)
     return dq, dk, dv, dsink

@@ -1,0 +1,132 @@
+"""Selection attention on a CPU: the reference's formulas over the keys that a few neighbouring queries select.
+
+Eagerly, a chunk of queries multiplies with the union of its keys, gathered. Compiled, what fits one chunk of the
+reference becomes that one formula, which Inductor fuses; the generated code calls the op for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhc_inductor.reference import selection as reference
+from mhc_inductor.reference.mhc import acc_dtype, as_given
+from mhc_inductor.reference.selection import Rows, Slices
+
+# Rows of a product: enough for the processor, few enough that neighbours share their keys.
+_ROWS = 128
+
+
+def _steps(q: Tensor, k: Tensor) -> int:
+    """Queries a chunk."""
+    h = q.shape[3]
+    most = reference.CHUNK // max(1, h * k.shape[2])
+    return max(1, min(-(-_ROWS // h), most))
+
+
+def _union(start: Tensor, end: Tensor, s_kv: int) -> tuple[Any, Tensor]:
+    """The keys that any of the queries selects, as an index into k, and which of them each selects: ``[c, r]`` twice."""
+    used = reference.selected(start.flatten(), end.flatten(), s_kv)
+    keys = used.nonzero().squeeze(-1)
+    count = keys.shape[0]
+    if count == 0:
+        return keys, used.new_zeros((start.shape[0], 0))
+    first, last = int(keys[0]), int(keys[-1]) + 1
+    index: Any = slice(first, last) if last - first == count else keys
+    # Positions among those keys.
+    rank = torch.cat((used.new_zeros(1, dtype=torch.int64), used.cumsum(0)))
+    return index, reference.selected(rank[start], rank[end], count)
+
+
+def _walk(
+    q: Tensor, k: Tensor, ranges: Tensor, bounds: reference.Bounds
+) -> Iterator[tuple[Slices, Iterator[tuple[Slices, Any, Tensor]]]]:
+    """For each batch entry and group its chunks of queries: where they stand, their keys' index and mask."""
+    lo, hi = bounds
+    steps = _steps(q, k)
+
+    def queries(in_b: slice, in_g: slice) -> Iterator[tuple[Slices, Any, Tensor]]:
+        start, end = (t[0, 0] for t in reference.clipped(ranges[in_b, :, in_g], (lo, hi)))
+        for i in range(0, q.shape[1], steps):
+            in_s = slice(i, i + steps)
+            index, mask = _union(start[in_s], end[in_s], k.shape[2])
+            if mask.shape[1]:
+                yield (in_b, in_g, in_s), index, mask[None, None]
+
+    for b in range(q.shape[0]):
+        for g in range(q.shape[2]):
+            in_b, in_g = slice(b, b + 1), slice(g, g + 1)
+            yield (in_b, in_g, slice(None)), queries(in_b, in_g)
+
+
+def _odd(*tensors: Tensor) -> bool:
+    """Whether anything is NaN or inf; where sums overflow, too, which costs time only."""
+    return not all(bool(t.sum().isfinite()) for t in tensors)
+
+
+@as_given
+def selection_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """:func:`mhc_inductor.reference.selection.selection_attention`, with products over selected keys only."""
+    b, s, g, h, _ = q.shape
+    acc = acc_dtype(q.dtype)
+    o = q.new_zeros((b, s, g, h, v.shape[3]))
+    lse = q.new_full((b, s, g, h), -torch.inf, dtype=acc)
+    bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
+    for (in_b, in_g, _all), queries in _walk(q, k, ranges, bounds):
+        keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
+        odd = _odd(values)
+        for at, index, mask in queries:
+            logit = None if sink is None else sink[in_g].repeat(1, mask.shape[2])
+            query = reference.rows(q, at)
+            part = reference.attend(query, keys[:, :, index], values[:, :, index], mask, logit, scale, odd)
+            o[at[0], at[2], in_g], lse[at[0], at[2], in_g] = (reference.unrows(t, h) for t in part)
+    return o, lse
+
+
+@as_given
+def selection_attention_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`mhc_inductor.reference.selection.selection_attention_backward`, over selected keys only."""
+    h, acc = q.shape[3], acc_dtype(q.dtype)
+    dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    row, dsink = reference.backward_rows(dout, dlse, sink, o, lse)
+    bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
+    for (in_b, in_g, _all), queries in _walk(q, k, ranges, bounds):
+        keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
+        odd = _odd(keys, values, q[in_b, :, in_g], *(t[in_b, :, in_g] for t in row))
+        grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
+        for at, index, mask in queries:
+            part = Rows(*(reference.rows(t, at) for t in row))
+            query = reference.rows(q, at)
+            grad_q, more_k, more_v = reference.attend_backward(
+                part, query, keys[:, :, index], values[:, :, index], mask, scale, odd
+            )
+            dq[at[0], at[2], in_g] = reference.unrows(grad_q, h).to(q.dtype)
+            grad_k[:, :, index] += more_k
+            grad_v[:, :, index] += more_v
+        dk[in_b, in_g], dv[in_b, in_g] = grad_k.to(k.dtype), grad_v.to(v.dtype)
+    return dq, dk, dv, dsink
