@@ -36,6 +36,7 @@ class EagerBuilder:
     f32 = torch.float32
     bf16 = torch.bfloat16
     i32 = torch.int32
+    i64 = torch.int64
 
     def __init__(self, device: torch.device, props: DeviceProps | None = None) -> None:
         self.device = device
@@ -67,6 +68,18 @@ class EagerBuilder:
 
     def contiguous(self, t: torch.Tensor) -> torch.Tensor:
         return t.contiguous()
+
+    def strided(self, t: torch.Tensor) -> torch.Tensor:
+        """``t`` with neighbours in its last dimension, copied only where they are not; the other strides are any."""
+        return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+    def strides(self, t: torch.Tensor) -> tuple[int, ...]:
+        """Strides in elements, 0 where a dimension has one element."""
+        return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
+
+    def is_multiple(self, size: int, of: int) -> bool:
+        """Whether ``size`` is known to be a multiple of ``of``."""
+        return size % of == 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)

@@ -17,6 +17,8 @@ class LoweringBuilder:
 
     f32 = torch.float32
     bf16 = torch.bfloat16
+    i32 = torch.int32
+    i64 = torch.int64
     gluon = False  # Inductor's Triton-kernel HOP emits it as plain Triton, which fails
 
     def __init__(self, device: torch.device, props: DeviceProps | None = None) -> None:
@@ -42,6 +44,16 @@ class LoweringBuilder:
 
     def contiguous(self, t: Any) -> Any:
         return compat.contiguous(t)
+
+    def strided(self, t: Any) -> Any:
+        t = compat.fixed_layout(t)
+        return t if self.shape(t)[-1] == 1 or self.strides(t)[-1] == 1 else self.contiguous(t)
+
+    def strides(self, t: Any) -> tuple[Any, ...]:
+        return tuple(0 if n == 1 else self._number(s) for n, s in zip(self.shape(t), t.get_stride(), strict=True))
+
+    def is_multiple(self, size: Any, of: int) -> bool:
+        return compat.statically_multiple(size, of)
 
     def empty(self, shape: Sequence[Any], dtype: torch.dtype) -> Any:
         return compat.empty(shape, dtype, self.device)

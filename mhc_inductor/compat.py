@@ -64,6 +64,23 @@ def contiguous(t: Any) -> Any:
     return ir.ExternKernel.require_contiguous_strides(t)
 
 
+def fixed_layout(t: Any) -> Any:
+    """``t`` realised, or as a view of what is, with strides that no longer change; a copy only where no strides describe it."""
+    from torch._inductor import ir
+
+    t = ir.ExternKernel.realize_input(t)
+    if not isinstance(t, ir.ReinterpretView):
+        t.freeze_layout()
+    return t if isinstance(t, ir.TensorBox) else ir.TensorBox(t)
+
+
+def statically_multiple(expr: Any, of: int) -> bool:
+    """Whether ``expr`` is a multiple of ``of`` for all values of its symbols."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.graph.sizevars.statically_known_multiple_of(expr, of))
+
+
 def is_node(t: Any) -> bool:
     """Whether ``t`` is a tensor of Inductor's IR."""
     from torch._inductor import ir

@@ -1,0 +1,1 @@
+"""Triton kernels of selection attention (the selected branch of native sparse attention)."""

@@ -1,0 +1,73 @@
+"""What the selection kernels share: entries of the lists of key tiles, and which keys of a tile a query selects.
+
+Rows of a program are QT neighbouring queries x HB heads of one group: row = query * HB + head.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pack_entry(tile, bits, QT: tl.constexpr):
+    """One entry of a list: the key tile, and a bit for each of the QT queries that select any of it."""
+    return (tile.to(bits.dtype) << QT) | bits
+
+
+@triton.jit
+def entry_tile(entry, QT: tl.constexpr):
+    return (entry >> QT).to(tl.int32)
+
+
+@triton.jit
+def entry_bits(entry, QT: tl.constexpr):
+    return (entry & ((1 << QT) - 1)).to(tl.uint32)
+
+
+@triton.jit
+def _ones(x):
+    """The lowest x bits set, x from 0 to 64."""
+    one = tl.full(x.shape, 1, tl.int64)
+    return tl.where(x >= 64, -1, (one << (x & 63)) - 1)
+
+
+@triton.jit
+def _words(start, end, first, BN: tl.constexpr):
+    """Pieces [QT, RC] as bits of the BN <= 64 keys from ``first`` on: int64[QT]."""
+    a = tl.minimum(tl.maximum(start - first, 0), BN)
+    e = tl.minimum(tl.maximum(end - first, 0), BN)
+    # Pieces are disjoint: their sum is their union.
+    return tl.sum(_ones(e) & ~_ones(a), axis=1)
+
+
+@triton.jit
+def load_pieces(p, rows, i, QS, R: tl.constexpr):
+    """starts or ends [QT, RC] of pieces i of the queries at rows [QT]; 0 where there is no such query or piece."""
+    return tl.load(p + (rows * R)[:, None] + i[None, :], mask=(rows < QS)[:, None] & (i < R)[None, :], other=0)
+
+
+@triton.jit
+def key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R: tl.constexpr, RC: tl.constexpr, BN: tl.constexpr):
+    """Bit j of int64[QT]: the query selects key ``first`` + j. start, end [QT, RC]: the first RC of its R pieces."""
+    words = _words(start, end, first, BN)
+    if R > RC:
+        for c in range(RC, R, RC):
+            i = c + tl.arange(0, RC)
+            words |= _words(load_pieces(starts_ptr, rows, i, QS, R), load_pieces(ends_ptr, rows, i, QS, R), first, BN)
+    return words
+
+
+@triton.jit
+def to_rows(x, QT: tl.constexpr, HB: tl.constexpr):
+    """[QT] -> [QT * HB], each value once for each head."""
+    return tl.reshape(tl.broadcast_to(x[:, None], (QT, HB)), (QT * HB,))
+
+
+@triton.jit
+def row_keys(words, BN: tl.constexpr):
+    """int64[M] -> bool[M, BN]: whether the row selects the key."""
+    j = tl.arange(0, BN)
+    if BN <= 32:
+        bits = words.to(tl.int32)[:, None]
+    else:
+        bits = tl.where((j < 32)[None, :], words.to(tl.int32)[:, None], (words >> 32).to(tl.int32)[:, None])
+    return ((bits >> (j & 31)[None, :]) & 1) != 0

@@ -1,0 +1,37 @@
+"""Which key tiles hold a NaN or an infinity, which a product with a probability of 0 would spread."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _any_wild(p, n, keep, stride, ALIGN: tl.constexpr, D: tl.constexpr, DC: tl.constexpr):
+    wild = 0
+    for c in tl.static_range(0, D, DC):
+        d = c + tl.arange(0, DC)
+        x = tl.load(
+            p + n[:, None] * tl.multiple_of(stride, ALIGN) + d[None, :],
+            mask=keep[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        x = x.to(tl.float32)
+        wild |= tl.max(tl.max(((x - x) != 0).to(tl.int32), axis=1), axis=0)
+    return wild
+
+
+@triton.jit(do_not_specialize=["S_kv", "NT", "G", "skb", "skg", "skn", "svb", "svg", "svn"])
+def selection_finite(
+    k_ptr, v_ptr, flags_ptr, S_kv, NT, G, skb, skg, skn, svb, svg, svn,
+    DK: tl.constexpr, DV: tl.constexpr, DC: tl.constexpr, BN: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """flags[B, G, NT] int32: 1 where keys or values of the tile are not all finite. One program: a tile."""
+    pid = tl.program_id(0)
+    t = pid % NT
+    bg = pid // NT
+    b = (bg // G).to(tl.int64)
+    g = (bg % G).to(tl.int64)
+    n = t.to(tl.int64) * BN + tl.arange(0, BN)  # [BN]
+    k = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
+    v = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
+    wild = _any_wild(k, n, n < S_kv, skn, ALIGN, DK, DC) | _any_wild(v, n, n < S_kv, svn, ALIGN, DV, DC)
+    tl.store(flags_ptr + pid, wild)

@@ -1,0 +1,161 @@
+"""Selection attention forward, the tile path: QT neighbouring queries x HB heads of a group walk the union of their key tiles."""
+
+import triton
+import triton.language as tl
+
+from .common import entry_bits, entry_tile, key_words, load_pieces, row_keys, to_rows
+
+
+@triton.jit
+def _softmax(s, m, l, qk):
+    """Logits s[M, BN] (-inf: not selected) -> weights p, the new maximum and sum, and what the old sums are multiplied by."""
+    m_new = tl.maximum(m, tl.max(s, axis=1) * qk)
+    # A row with nothing yet: exp2(-inf - 0) = 0.
+    safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(s * qk - safe[:, None])
+    alpha = tl.exp2(m - safe)
+    return p, m_new, l * alpha + tl.sum(p, axis=1), alpha
+
+
+@triton.jit
+def _load(p, mask_n, mask_d, MASK_N: tl.constexpr, MASK_D: tl.constexpr):
+    """A tile [BN, DP]; masks only where the tile may end within it."""
+    if MASK_N and MASK_D:
+        x = tl.load(p, mask=mask_n[:, None] & mask_d[None, :], other=0.0)
+    elif MASK_N:
+        x = tl.load(p, mask=mask_n[:, None], other=0.0)
+    elif MASK_D:
+        x = tl.load(p, mask=mask_d[None, :], other=0.0)
+    else:
+        x = tl.load(p)
+    return x
+
+
+@triton.jit(do_not_specialize=[
+    "S", "S_kv", "NT", "NQ", "G", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn",
+])  # fmt: skip
+def selection_forward(
+    q_ptr, k_ptr, v_ptr, starts_ptr, ends_ptr, tiles_ptr, counts_ptr, dirty_ptr, sink_ptr, o_ptr, lse_ptr, scale,
+    S, S_kv, NT, NQ, G, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, R: tl.constexpr,
+    RC: tl.constexpr, QT: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, SINK: tl.constexpr, ALIGN: tl.constexpr,
+    PREC: tl.constexpr, POSITIVE: tl.constexpr,
+):  # fmt: skip
+    """q[B, S, G, H, DK], k[B, G, S_kv, DK], v[B, G, S_kv, DV], pieces and lists -> o[B, S, G, H, DV], lse[B, S, G, H].
+
+    One program: QT queries x HB heads = M rows. Programs [B, G, NQ, heads / HB], the last queries first.
+    """
+    M: tl.constexpr = QT * HB
+    HN: tl.constexpr = (H + HB - 1) // HB
+    pid = tl.program_id(0)
+    hb = pid % HN
+    tile = pid // HN
+    bg = (tile // NQ).to(tl.int64)
+    qt = NQ - 1 - tile % NQ
+    b = bg // G
+    g = bg % G
+    list_row = bg * NQ + qt
+
+    row = tl.arange(0, M)  # [M]
+    query = row // HB
+    s_row = qt * QT + query
+    head = hb * HB + row % HB
+    live = (s_row < S) & (head < H)
+    dk = tl.arange(0, KP)
+    dv = tl.arange(0, VP)
+    q_row = (
+        q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
+        + tl.multiple_of(s_row.to(tl.int64) * sqs, ALIGN) + tl.multiple_of(head.to(tl.int64) * sqh, ALIGN)
+    )  # fmt: skip
+    q = tl.load(q_row[:, None] + dk[None, :], mask=live[:, None] & (dk < DK)[None, :], other=0.0)  # [M, KP]
+    qk = tl.cast(scale, tl.float32)
+    if not POSITIVE:
+        # The running maximum takes a positive scale; the sign (or a scale of 0) goes to q, exactly.
+        q = (q.to(tl.float32) * tl.where(qk < 0, -1.0, tl.where(qk == 0, 0.0, 1.0))).to(q.dtype)
+        qk = tl.where(qk == 0, 1.0, tl.abs(qk))
+    qk *= 1.4426950408889634
+
+    k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
+    v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
+    skn = tl.multiple_of(skn.to(tl.int64), ALIGN)
+    svn = tl.multiple_of(svn.to(tl.int64), ALIGN)
+    n = tl.arange(0, BN)
+    k_in = n.to(tl.int64)[:, None] * skn + dk[None, :]  # [BN, KP]
+    v_in = n.to(tl.int64)[:, None] * svn + dv[None, :]  # [BN, VP]
+    MASK_K: tl.constexpr = DK != KP
+    MASK_V: tl.constexpr = DV != VP
+
+    m = tl.full((M,), float("-inf"), tl.float32)
+    l = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, VP), tl.float32)
+
+    # Tiles of which every query has all or nothing. The next entry is loaded a step ahead of the tile.
+    entries = tiles_ptr + list_row * NT
+    nf = tl.load(counts_ptr + list_row * 2)
+    np = tl.load(counts_ptr + list_row * 2 + 1)
+    entry = tl.load(entries, mask=nf > 0, other=0)
+    for i in range(nf):
+        first = entry_tile(entry, QT).to(tl.int64) * BN
+        k = _load(k_base + tl.multiple_of(first * skn, ALIGN) + k_in, n, dk < DK, False, MASK_K)
+        v = _load(v_base + tl.multiple_of(first * svn, ALIGN) + v_in, n, dv < DV, False, MASK_V)
+        x = tl.dot(q, tl.trans(k), input_precision=PREC)
+        if QT > 1:
+            x = tl.where((((entry_bits(entry, QT) >> query) & 1) != 0)[:, None], x, float("-inf"))
+        p, m, l, alpha = _softmax(x, m, l, qk)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
+        entry = tl.load(entries + i + 1, mask=i + 1 < nf, other=0)
+
+    # Tiles of which a query selects a part.
+    if np > 0:
+        nd = tl.load(dirty_ptr + list_row)
+        ql = tl.arange(0, QT)
+        s_query = qt * QT + ql
+        rows = bg * S + s_query
+        QS = (bg + 1) * S
+        RI = tl.arange(0, RC)
+        start = load_pieces(starts_ptr, rows, RI, QS, R)
+        end = load_pieces(ends_ptr, rows, RI, QS, R)
+        entry = tl.load(entries + NT - 1)
+        for i in range(np - nd):
+            first = entry_tile(entry, QT) * BN
+            at = first.to(tl.int64)
+            k = _load(k_base + tl.multiple_of(at * skn, ALIGN) + k_in, n < S_kv - first, dk < DK, True, MASK_K)
+            v = _load(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, n < S_kv - first, dv < DV, True, MASK_V)
+            x = tl.dot(q, tl.trans(k), input_precision=PREC)
+            words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
+            x = tl.where(row_keys(to_rows(words, QT, HB), BN), x, float("-inf"))
+            p, m, l, alpha = _softmax(x, m, l, qk)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
+            entry = tl.load(entries + NT - 2 - i, mask=i + 1 < np, other=0)
+        # Tiles with a NaN or infinity: the values of each query apart, those alone that it selects.
+        for i in tl.range(nd, num_stages=1):
+            first = entry_tile(tl.load(entries + NT - 1 - (np - nd + i)), QT) * BN
+            at = first.to(tl.int64)
+            k = _load(k_base + tl.multiple_of(at * skn, ALIGN) + k_in, n < S_kv - first, dk < DK, True, MASK_K)
+            x = tl.dot(q, tl.trans(k), input_precision=PREC)
+            words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
+            x = tl.where(row_keys(to_rows(words, QT, HB), BN), x, float("-inf"))
+            p, m, l, alpha = _softmax(x, m, l, qk)
+            acc *= alpha[:, None]
+            for j in tl.range(QT, num_stages=1):
+                word = tl.sum(tl.where(ql == j, words, 0), axis=0)
+                keep = ((word >> n) & 1) != 0
+                v = _load(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, keep, dv < DV, True, MASK_V)
+                part = tl.dot(p.to(v.dtype), v, input_precision=PREC)
+                acc = tl.where((query == j)[:, None], acc + part, acc)
+
+    empty = l == 0.0
+    lse = tl.where(empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, l))) * 0.6931471805599453)
+    if SINK:
+        sink = tl.load(sink_ptr + g * H + head, mask=head < H, other=0.0).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(m, sink)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        factor = tl.exp2(m - top)
+        acc *= factor[:, None]
+        l = l * factor + tl.exp2(sink - top)
+    acc /= tl.where(l == 0.0, 1.0, l)[:, None]
+    o_row = (((b * S + s_row) * G + g) * H + head) * DV
+    tl.store(
+        o_ptr + o_row[:, None] + dv[None, :], acc.to(o_ptr.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :]
+    )
+    tl.store(lse_ptr + ((b * S + s_row) * G + g) * H + head, lse, mask=live)

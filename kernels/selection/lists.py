@@ -1,0 +1,62 @@
+"""The key tiles that each tile of queries visits."""
+
+import triton
+import triton.language as tl
+
+from .common import pack_entry
+
+
+@triton.jit
+def _low(word, shift, QT: tl.constexpr):
+    """QT bits of 32."""
+    return ((word.to(tl.int64) & 0xFFFFFFFF) >> shift) & ((1 << QT) - 1)
+
+
+@triton.jit(do_not_specialize=["S", "NT", "NQ"])
+def selection_lists(
+    sel_ptr, full_ptr, flags_ptr, tiles_ptr, counts_ptr, dirty_ptr, S, NT, NQ, QT: tl.constexpr, TB: tl.constexpr,
+):  # fmt: skip
+    """sel, full[B, G, cdiv(S, 32), NT], flags[B, G, NT] -> tiles[B, G, NQ, NT], counts[B, G, NQ, 2], dirty[B, G, NQ].
+
+    A row of tiles: from the front the ``counts[0]`` tiles of which every query that selects any key selects all; from the back
+    the ``counts[1]`` others, and of these the ``dirty`` ones last that hold a NaN or an infinity (flags). Each in increasing order.
+    An entry holds the tile and a bit for each query (``common.entry_tile``). One program: QT queries.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    bg = pid // NQ
+    q0 = (pid % NQ) * QT
+    words = (bg * ((S + 31) // 32) + q0 // 32) * NT
+    shift = q0 % 32
+    row = tiles_ptr + pid * NT
+    nf = 0
+    np = 0
+    nd = 0
+    for t0 in range(0, NT, TB):
+        t = t0 + tl.arange(0, TB)
+        bits = _low(tl.load(sel_ptr + words + t, mask=t < NT, other=0), shift, QT)
+        whole = _low(tl.load(full_ptr + words + t, mask=t < NT, other=0), shift, QT)
+        wild = tl.load(flags_ptr + bg * NT + t, mask=t < NT, other=0) != 0
+        full = (bits != 0) & ((bits & ~whole) == 0) & ~wild
+        part = (bits != 0) & ~full & ~wild
+        # Both counts in one scan.
+        at = tl.cumsum(full.to(tl.int32) + (part.to(tl.int32) << 16), axis=0)
+        entry = pack_entry(t, bits, QT).to(tiles_ptr.dtype.element_ty)
+        tl.store(row + nf + (at & 0xFFFF) - 1, entry, mask=full)
+        tl.store(row + NT - np - (at >> 16), entry, mask=part)
+        both = tl.max(at, axis=0)
+        nf += both & 0xFFFF
+        np += both >> 16
+        nd += tl.sum(((bits != 0) & wild).to(tl.int32), axis=0)
+    if nd > 0:
+        back = np
+        for t0 in range(0, NT, TB):
+            t = t0 + tl.arange(0, TB)
+            bits = _low(tl.load(sel_ptr + words + t, mask=t < NT, other=0), shift, QT)
+            wild = (bits != 0) & (tl.load(flags_ptr + bg * NT + t, mask=t < NT, other=0) != 0)
+            at = tl.cumsum(wild.to(tl.int32), axis=0)
+            entry = pack_entry(t, bits, QT).to(tiles_ptr.dtype.element_ty)
+            tl.store(row + NT - back - at, entry, mask=wild)
+            back += tl.max(at, axis=0)
+    tl.store(counts_ptr + pid * 2, nf)
+    tl.store(counts_ptr + pid * 2 + 1, np + nd)
+    tl.store(dirty_ptr + pid, nd)

@@ -1,0 +1,145 @@
+"""Launch plans of selection attention. B, S and S_kv may be symbolic; everything else is known.
+
+Memory beyond inputs and outputs on the tile path, in bytes a group: S * S_kv / 4 / BN for the bitmaps of queries x key tiles,
+4 or 8 * S / QT * S_kv / BN for the lists, 8 S r for the pieces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from . import config
+from .backward_plan import plan_selection_attention_backward
+from .finite import selection_finite
+from .forward import selection_forward
+from .gather_plan import plan_gather
+from .lists import selection_lists
+from .pieces_plan import MAX_RANGES, Pieces, plan_pieces
+
+__all__ = ["plan_selection_attention", "plan_selection_attention_backward", "unsupported"]
+
+MAX_D = 512
+MAX_HEADS = 64
+# Token-level selection: neighbours share little, and masks would compare each tile with hundreds of pieces.
+MOST_TILE_RANGES = 64
+FEW_QUERIES = 16
+LIST_BLOCK = 256
+FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
+
+
+def unsupported(b: Any, *tensors: Any) -> str | None:
+    """Why these inputs run the reference instead of the kernels; None when they run the kernels."""
+    for t in tensors:
+        shape, dtype = b.shape(t), str(b.dtype(t))
+        if len(shape) < 4:  # a sink, boundaries
+            continue
+        if not dtype.startswith(("torch.float", "torch.bfloat")):
+            if b.static(shape[3]) > MAX_RANGES:
+                return f"r = {b.static(shape[3])} ranges a query are above {MAX_RANGES}"
+            continue
+        if dtype not in FLOATS:
+            return f"dtype {dtype} has no kernel"
+        if b.static(shape[-1]) > MAX_D:
+            return f"D = {b.static(shape[-1])} is above {MAX_D}"
+        if len(shape) == 5 and b.static(shape[3]) > MAX_HEADS:
+            return f"h = {b.static(shape[3])} heads a group are above {MAX_HEADS}"
+    return None
+
+
+def takes_tiles(b: Any, S: Any, r: int) -> bool:
+    """Whether the tile path runs: neighbouring queries share key tiles, and there are enough of them."""
+    return r <= MOST_TILE_RANGES and not (b.is_static(S) and S <= FEW_QUERIES)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileLists:
+    """Pieces of the ranges, and the key tiles of each tile of QT queries (``lists.py``)."""
+
+    pieces: Pieces
+    tiles: Any
+    counts: Any
+    dirty: Any
+    NT: Any
+    NQ: Any
+
+
+def alignment(b: Any, *tensors: Any) -> int:
+    """The elements, a power of two and at most 16 bytes, that divide every stride but the last one's 1."""
+    most = 16 // b.dtype(tensors[0]).itemsize
+    strides = [s for t in tensors for s in b.strides(t)[:-1]]
+    while most > 1 and not all(b.is_multiple(s, most) for s in strides):
+        most //= 2
+    return most
+
+
+def dot_precision(b: Any, dtype: Any) -> str:
+    """input_precision of a product of ``dtype``."""
+    if dtype != b.f32 or b.device_props().backend != "cuda":
+        return "ieee"
+    return "tf32x3" if b.precision == "highest" else "tf32"
+
+
+def plan_lists(b: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, QT: int, BN: int) -> TileLists:
+    """Bitmaps, lists and flags for key tiles of BN and query tiles of QT."""
+    B, S, G = b.shape(ranges)[:3]
+    S_kv, DK, DV = b.shape(k)[2], b.static(b.shape(k)[3]), b.static(b.shape(v)[3])
+    NT, NQ = b.cdiv(S_kv, BN), b.cdiv(S, QT)
+    pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=BN)
+    flags = b.empty((B, G, NT), b.i32)
+    skb, skg, skn = b.strides(k)[:3]
+    svb, svg, svn = b.strides(v)[:3]
+    b.launch(
+        selection_finite,
+        (B * G * NT, 1, 1),
+        dict(k_ptr=k, v_ptr=v, flags_ptr=flags, S_kv=S_kv, NT=NT, G=G, skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn),
+        dict(DK=DK, DV=DV, DC=min(128, config.padded(max(DK, DV))), BN=BN, ALIGN=alignment(b, k, v)), 4, 1,
+    )  # fmt: skip
+    # Tile and bits in one integer.
+    tiles = b.empty((B, G, NQ, NT), b.i32 if QT <= 4 else b.i64)
+    counts, dirty = b.empty((B, G, NQ, 2), b.i32), b.empty((B, G, NQ), b.i32)
+    b.launch(
+        selection_lists,
+        (B * G * NQ, 1, 1),
+        dict(sel_ptr=pieces.sel, full_ptr=pieces.full, flags_ptr=flags, tiles_ptr=tiles, counts_ptr=counts, dirty_ptr=dirty,
+             S=S, NT=NT, NQ=NQ),
+        dict(QT=QT, TB=LIST_BLOCK), 2, 1,
+    )  # fmt: skip
+    return TileLists(pieces, tiles, counts, dirty, NT, NQ)
+
+
+def _plan_tiles(
+    b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any
+) -> tuple[Any, Any]:
+    B, S, G, h, DK = b.shape(q)
+    S_kv, DV = b.shape(v)[2:]
+    h, DK, DV, r = (b.static(x) for x in (h, DK, DV, b.shape(ranges)[3]))
+    props = b.device_props()
+    c = config.forward_config(h, DK, DV, b.dtype(q).itemsize, props.backend, props.arch)
+    q, k, v = (b.strided(t) for t in (q, k, v))
+    o, lse = b.empty((B, S, G, h, DV), b.dtype(q)), b.empty((B, S, G, h), b.f32)
+    x = plan_lists(b, k, v, ranges, cu_q, cu_k, c.QT, c.BN)
+    sqb, sqs, sqg, sqh = b.strides(q)[:4]
+    skb, skg, skn = b.strides(k)[:3]
+    svb, svg, svn = b.strides(v)[:3]
+    b.launch(
+        selection_forward,
+        (B * G * x.NQ * -(-h // c.HB), 1, 1),
+        dict(q_ptr=q, k_ptr=k, v_ptr=v, starts_ptr=x.pieces.starts, ends_ptr=x.pieces.ends, tiles_ptr=x.tiles,
+             counts_ptr=x.counts, dirty_ptr=x.dirty, sink_ptr=lse if sink is None else b.contiguous(sink), o_ptr=o,
+             lse_ptr=lse, scale=scale, S=S, S_kv=S_kv, NT=x.NT, NQ=x.NQ, G=G, sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb,
+             skg=skg, skn=skn, svb=svb, svg=svg, svn=svn),
+        dict(H=h, DK=DK, DV=DV, KP=config.padded(DK), VP=config.padded(DV), R=r, RC=min(32, config.power_of_two(r)),
+             QT=c.QT, HB=c.HB, BN=c.BN, SINK=sink is not None, ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q)),
+             POSITIVE=isinstance(scale, float) and scale > 0),
+        c.num_warps, c.num_stages,
+    )  # fmt: skip
+    return o, lse
+
+
+def plan_selection_attention(
+    b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any
+) -> tuple[Any, Any]:
+    if takes_tiles(b, b.shape(q)[1], b.static(b.shape(ranges)[3])):
+        return _plan_tiles(b, q, k, v, ranges, sink, cu_q, cu_k, scale)
+    return plan_gather(b, q, k, v, ranges, sink, cu_q, cu_k, scale)
