@@ -11,6 +11,11 @@ import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.selection.pieces_plan import plan_pieces
 
+if not GPU:
+    from interpreting import mend_sort
+
+    mend_sort()
+
 I32, I64 = torch.int32, torch.int64
 
 

@@ -22,11 +22,11 @@ class Pieces:
 
 
 def rows_and_warps(r: int) -> tuple[int, int]:
-    """(rows a program, warps): one warp a row above 256 ranges, whose sort then needs no exchange between warps."""
+    """(rows a program, warps). A sort within one warp needs no exchange through shared memory."""
     RP = power_of_two(r)
     if RP <= 32:
-        return max(1, 64 // RP) if RP > 2 else 32, 4 if RP > 8 else 1
-    return (1, 1) if RP <= 1024 else (1, 4)
+        return (128 // RP, 4) if RP > 8 else (min(32, 64 // RP), 1)
+    return (1, 1) if RP > 64 else (2, 1)
 
 
 def power_of_two(n: int) -> int:
