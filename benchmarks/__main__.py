@@ -1,4 +1,4 @@
-"""Command line: ``python -m benchmarks mhc``, ``e79``, ``deepseek_v4``, ``routing`` and ``table FILE.json``."""
+"""Command line: ``python -m benchmarks mhc``, ``e79``, ``selection``, ``deepseek_v4``, ``routing``, ``table FILE``."""
 
 from __future__ import annotations
 
@@ -165,6 +165,57 @@ def e79(
         raise typer.Exit(1)
 
 
+@app.command()
+def selection(
+    part: Annotated[str, typer.Option(help="Some of speed,crossing,errors,memory,cpu.")] = "",
+    peers: Annotated[bool, typer.Option(help="Measure flash-linear-attention too, where it imports.")] = True,
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")] = 40,
+    warm: Annotated[bool, typer.Option(help="Compile everything first, in processes side by side.")] = True,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which the crossing adds no length.")] = 140.0,
+    small: Annotated[bool, typer.Option("--small", hidden=True, help="Tiny shapes: to try the run out.")] = False,
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNGs.")] = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the files; selection when left out, with -cpu or -partial.")] = "",
+) -> None:
+    """Measure selection attention: time, memory, errors against fp64, equal bits, where sparse passes dense."""
+    import torch
+
+    from . import running
+    from . import selection as run
+
+    usual = run.GPU_PARTS if torch.cuda.is_available() and device != "cpu" else run.CPU_PARTS
+    settings = run.Settings(
+        device=device,
+        parts=_words(part, run.PARTS, "part") if part else usual,
+        rounds=rounds,
+        peers=peers,
+        warm=warm,
+        budget_s=budget,
+        seed=seed,
+        small=small,
+    )
+    where = settings.resolve()
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    else:
+        console.print(run.CPU_NOTICE, style="yellow")
+    expected = run.GPU_PARTS if where.type == "cuda" else run.CPU_PARTS
+    whole = settings.parts == expected and not small
+    stem = name or "selection" + ("" if where.type == "cuda" else "-cpu") + ("" if whole else "-partial")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{stem}.json"
+    result = run.Run(
+        settings,
+        lambda found: running.save(found, path),
+        lambda text: console.print(text, highlight=False, markup=False, style="dim"),
+    ).run()
+    run.write(result, path)
+    console.print(run.table(json.loads(path.read_text())), highlight=False, markup=False, soft_wrap=True)
+    if result["skipped"].keys() & set(run.PARTS):
+        raise typer.Exit(1)
+
+
 def write_reports(result: report.Result, path: pathlib.Path) -> list[pathlib.Path]:
     """The Markdown table and the PNG beside a JSON file; returns what there is now."""
     written = [path, path.with_suffix(".md")]
@@ -259,7 +310,7 @@ def table(
 ) -> None:
     """Print a stored run as Markdown."""
     result = json.loads(file.read_text())
-    if result["operator"] in ("deepseek_v4", "e79", "routing"):
+    if result["operator"] in ("deepseek_v4", "e79", "routing", "selection"):
         module = importlib.import_module(f".{result['operator']}", __package__)
         print(module.table(result), end="")
         if write:

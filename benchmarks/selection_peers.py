@@ -1,0 +1,131 @@
+"""What the op is timed against: dense causal SDPA, flash-linear-attention's selected branch, gather + SDPA."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .selection_cases import NAMES, Case, Named, mask_of
+
+Call = Callable[[], Named]
+
+
+def _named(o: Tensor, leaves: list[Tensor], dout: Tensor) -> Named:
+    grads = torch.autograd.grad(o, leaves, dout)
+    return {"o": o.detach(), **{f"d{name}": g for name, g in zip(NAMES, grads, strict=True)}}
+
+
+def _call(fn: Callable[..., Tensor], what: str, inputs: list[Tensor], dout: Tensor | None) -> Call:
+    if what == "fwd":
+
+        def forward() -> Named:
+            with torch.no_grad():
+                return {"o": fn(*inputs)}
+
+        return forward
+    assert dout is not None
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    return lambda: _named(fn(*leaves), leaves, dout)
+
+
+def dense(case: Case, what: str) -> tuple[Call, str]:
+    """Causal SDPA over all keys, by cuDNN on a GPU, in its own layout ``[B, H, S, D]``; and how K and V are shared."""
+
+    def heads(t: Tensor) -> Tensor:
+        return t.flatten(2, 3).transpose(1, 2).contiguous()
+
+    gpu = case.q.device.type == "cuda"
+    causal = not case.shape.decodes
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if gpu else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
+
+    q, dout, k, v = heads(case.q), heads(case.dout), case.k, case.v
+    how = "grouped"
+    try:
+        few = min(128, q.shape[2])
+        with torch.no_grad():
+            attend(q[:1, :, :few], k[:1, :, :few], v[:1, :, :few])
+    except RuntimeError:
+        # Where cuDNN takes no groups its K and V are repeated before the clock starts.
+        how = "K and V repeated beforehand"
+        k, v = (t.repeat_interleave(case.shape.heads, 1) for t in (k, v))
+    return _call(attend, what, [q, k, v], dout if what == "fb" else None), how
+
+
+# ---- flash-linear-attention
+
+
+def fla_module() -> Any:
+    """``fla.ops.nsa.parallel``; raises ImportError where it or what it needs is not there."""
+    return importlib.import_module("fla.ops.nsa.parallel")
+
+
+def fla_version() -> str:
+    for name in ("fla-core", "flash-linear-attention"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return importlib.import_module("fla").__version__
+
+
+def fla_offers(case: Case) -> str | None:
+    """Why it does not run this case, or None."""
+    if case.blocks is None:
+        return "not offered: blocks only"
+    if case.shape.heads < 16:
+        return f"not offered: {case.shape.heads} heads a group, fewer than 16"
+    return None
+
+
+def fla_selected(case: Case, what: str) -> Call:
+    """Its autograd function of the selected branch on the same blocks, in its own layout ``[B, T, heads, D]``."""
+    module = fla_module()
+    assert case.blocks is not None
+    picks, block, scale = case.shape.picks, case.shape.block, case.shape.dim**-0.5
+    chosen = case.blocks.contiguous()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return module.ParallelNSAFunction.apply(q, k, v, chosen, picks, block, scale, None)
+
+    q, dout = case.q.flatten(2, 3), case.dout.flatten(2, 3)
+    k, v = (t.transpose(1, 2).contiguous() for t in (case.k, case.v))
+    return _call(attend, what, [q, k, v], dout if what == "fb" else None)
+
+
+# ---- any selection
+
+
+def gather(case: Case, what: str) -> Call:
+    """Single keys: their rows of K and V gathered for every query and group, then SDPA of its heads over them."""
+    B, S, G, h, D = case.q.shape
+    length = case.shape.length
+    base = torch.arange(B * G, device=case.q.device).view(B, 1, G, 1) * length
+    rows = (case.ranges[..., 0] + base).flatten().long()
+    picked = (B * S, G, case.shape.tokens, D)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (t.flatten(0, 2).index_select(0, rows).view(picked) for t in (k, v))
+        return F.scaled_dot_product_attention(q.flatten(0, 1), keys, values).view(B, S, G, h, D)
+
+    return _call(attend, what, [case.q, case.k, case.v], case.dout if what == "fb" else None)
+
+
+def masked(case: Case, what: str) -> Call:
+    """SDPA over all keys with the selection as a boolean mask, made before the clock starts."""
+    h = case.shape.heads
+    mask = mask_of(case.ranges, case.shape.length).transpose(1, 2).repeat_interleave(h, 1)
+    q, dout = (t.flatten(2, 3).transpose(1, 2).contiguous() for t in (case.q, case.dout))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    return _call(attend, what, [q, case.k, case.v], dout if what == "fb" else None)

@@ -1,0 +1,114 @@
+"""What the selection-attention rows are judged by: shapes, bars, goals and published times, in microseconds.
+
+Source: the project's survey on one NVIDIA H200 (torch 2.11, triton 3.6): bf16, D = 128, 16 blocks of 64 selected per
+query, L2 flushed, medians. The sparse peers are block-aligned and causal only. An absolute time counts only on such a
+GPU; elsewhere compare ratios within one run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+BARS_DEVICE = "H200"
+DENSE, FLA, GATHER = "dense causal SDPA (cuDNN)", "flash-linear-attention", "gather + SDPA"
+MASKED = "dense SDPA with a mask"
+XUNHAO, FSA, FLEX = "XunhaoLai's Triton", "Flash-Sparse-Attention", "flex_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The last ``queries`` positions of each of ``batch`` sequences of ``keys``; ``heads`` query heads a group.
+
+    A query selects ``picks`` blocks of ``block`` keys, or ``tokens`` single keys where that is not 0.
+    """
+
+    name: str
+    queries: int
+    groups: int
+    heads: int
+    keys: int = 0
+    batch: int = 1
+    dim: int = 128
+    block: int = 64
+    picks: int = 16
+    tokens: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.keys or self.queries
+
+    @property
+    def decodes(self) -> bool:
+        return self.queries != self.length
+
+    def small(self) -> Shape:
+        """The same in kind, a few hundred times less work: to try the run out."""
+        keys = max(64, min(256, self.length // 256))
+        queries = min(self.queries, 3) if self.decodes else keys
+        return Shape(
+            self.name,
+            queries,
+            groups=2,
+            heads=min(2, self.heads),
+            keys=keys if self.decodes else 0,
+            batch=min(2, self.batch),
+            dim=16,
+            block=8,
+            picks=5,
+            tokens=min(12, self.tokens),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Microseconds; ``goal`` None where there is only a bar; ``peers``: published times of others."""
+
+    bar: float
+    goal: float | None
+    peers: dict[str, float]
+
+
+C1 = Shape("c1", 16384, 4, 16)
+C2 = Shape("c2", 16384, 8, 4)
+C3 = Shape("c3", 32768, 4, 16)
+DECODE = Shape("decode", 1, 4, 16, keys=65536, batch=16)
+SHORT = tuple(Shape(f"{n}K", n * 1024, 4, 16) for n in (2, 4, 8))
+TOKENS = Shape("tokens", 4096, 4, 16, keys=16384, tokens=512)
+TOKENS_DECODE = Shape("tokens, decode", 1, 4, 16, keys=65536, batch=16, tokens=512)
+GRADIENTS = (Shape("gradients, 16 heads a group", 1024, 2, 16), Shape("gradients, 4 heads a group", 1024, 2, 4))
+CROSSING_LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
+CROSSING_HEADS = {16: 4, 4: 8}
+"""Query heads a group, and the groups: 64 and 32 heads in all, as c1 and c2."""
+
+RAND_FACTOR = 1.35
+"""What "rand" may take of the bar, which is stated for "corr"."""
+
+TARGETS: dict[tuple[str, str], Target] = {
+    ("c1", "fwd"): Target(3900, 2600, {DENSE: 7540, FLA: 5000, XUNHAO: 4680, FSA: 17000, FLEX: 55900}),
+    ("c1", "fb"): Target(11000, 8000, {DENSE: 28500, FLA: 29200, XUNHAO: 13500, FSA: 45500}),
+    ("c2", "fwd"): Target(3800, 2800, {DENSE: 3820, FLA: 9730, XUNHAO: 9100, FSA: 12800, FLEX: 28500}),
+    ("c2", "fb"): Target(13000, 9000, {DENSE: 14400, FLA: 28800, XUNHAO: 20800, FSA: 27700}),
+    ("c3", "fwd"): Target(7800, 5200, {DENSE: 29300, FLA: 10100, XUNHAO: 9350, FSA: 26200, FLEX: 204000}),
+    ("c3", "fb"): Target(22000, 16000, {DENSE: 113000, FLA: 59300, XUNHAO: 27400, FSA: 66600}),
+    ("decode", "fwd"): Target(26, 18, {DENSE: 484, FLA: 78, XUNHAO: 29}),
+}
+"""``fwd``: the op without gradients; ``fb``: the op and the gradients of its output for q, k and v."""
+
+ERROR_FACTOR = 2.0
+"""Times the error of dense SDPA in the same dtype on the same selection, both against fp64."""
+MEMORY_FACTOR = 1.2
+"""Times the bytes of Q, K, V, O and their gradients: the peak of a training step at c1."""
+
+CPU_SHAPES = (
+    Shape("cpu", 1024, 2, 4, dim=64, block=32, picks=8),
+    Shape("cpu, decode", 1, 2, 4, keys=8192, batch=4, dim=64),
+)
+CPU_THREADS = 2
+
+
+def target(name: str, what: str, select: str) -> Target | None:
+    """What a row is judged by: "rand" at ``RAND_FACTOR`` times the bar, without a goal."""
+    found = TARGETS.get((name, what))
+    if found is None or select != "rand":
+        return found
+    return Target(RAND_FACTOR * found.bar, None, found.peers)

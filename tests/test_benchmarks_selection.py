@@ -1,0 +1,315 @@
+"""The selection-attention benchmark: its inputs and formula, its outputs on a CPU, its tables and pictures."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from benchmarks import __main__ as cli
+from benchmarks import running, selection, selection_cases, selection_peers, selection_report, timing
+from benchmarks import selection_targets as targets
+from benchmarks.selection_targets import Shape
+
+CPU = torch.device("cpu")
+TINY = Shape("tiny", 48, 2, 3, dim=8, block=8, picks=5)
+LATE = Shape("late", 3, 2, 2, keys=40, batch=2, dim=8, block=8, picks=5)
+SINGLE = Shape("single", 5, 2, 2, keys=30, dim=8, tokens=9)
+
+
+def settings(**changes: Any) -> selection.Settings:
+    return selection.Settings(**{"device": "cpu", "rounds": 4, "seed": 4, "small": True, **changes})
+
+
+def run(path: pathlib.Path, **changes: Any) -> dict[str, Any]:
+    selection.Run(settings(**changes), lambda r: running.save(r, path), lambda _: None).run()
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "CROSSING_LENGTHS", (2048, 32768))
+        return run(tmp_path_factory.mktemp("selection") / "selection.json", parts=selection.PARTS)
+
+
+@pytest.fixture
+def on_h200(result: dict[str, Any]) -> dict[str, Any]:
+    """The same run as it would stand for an H200 at the shapes of record: made by the run's own row code."""
+    made = copy.deepcopy(result)
+    made["device"], made["notice"] = {"type": "cuda", "name": "NVIDIA H200"}, None
+    runner = object.__new__(selection.Run)
+    runner.gpu, runner.result, runner.s, runner.dense_us = True, made, selection.Settings(), {}
+    made["rows"], made["crossing"], made["cpu"] = [], [], []
+    for shape in (targets.C1, targets.C2, targets.C3, targets.DECODE):
+        for select in selection_cases.SELECTS:
+            case = types.SimpleNamespace(shape=shape, select=select)
+            group = []
+            for what in ("fwd", "fb") if not shape.decodes else ("fwd",):
+                target = targets.TARGETS[shape.name, what]
+                for variant, us in (("ops", 0.95 * target.bar), (targets.DENSE, target.peers[targets.DENSE])):
+                    if variant == "ops" or select == "corr":
+                        row = row_of(shape, select, what, variant)
+                        runner.judge(case, row, timing.Timing([us] * 4))
+                        group.append(row)
+            runner.compare(case, group)
+            made["rows"] += group
+    for length in targets.CROSSING_LENGTHS:
+        for what in ("fwd", "fb"):
+            group = [row_of(Shape("x", length, 4, 16), "corr", what, v) for v in ("ops", targets.DENSE)]
+            for row, us in zip(group, (length, length * length / 5000), strict=True):
+                runner.judge(
+                    types.SimpleNamespace(shape=Shape("x", length, 4, 16), select="corr"), row, timing.Timing([us] * 4)
+                )
+            made["crossing"] += group
+    made["memory"] = [{"case": "c1", "peak_mb": 1300.0, "tensors_mb": 1140.0, "ratio": 1.14, "bar": 1.2, "met": True}]
+    return made
+
+
+def row_of(shape: Shape, select: str, what: str, variant: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"case": shape.name, "select": select, "what": what, "variant": variant}
+    row |= {"B": shape.batch, "S": shape.queries, "S_kv": shape.length, "G": shape.groups, "h": shape.heads}
+    return row | {"D": shape.dim, "ranges": shape.picks, "dtype": "bfloat16"}
+
+
+# ---- targets, selections and the formula
+
+
+def test_targets_are_in_order() -> None:
+    for (name, what), t in targets.TARGETS.items():
+        assert t.goal is not None and t.goal < t.bar < min(t.peers.values())
+        assert what == "fwd" or t.bar > targets.TARGETS[name, "fwd"].bar
+    rand = targets.target("c1", "fwd", "rand")
+    assert rand is not None and rand.bar == pytest.approx(1.35 * 3900) and rand.goal is None
+    assert targets.target("2K", "fwd", "corr") is None
+
+
+@pytest.mark.parametrize("select", selection_cases.SELECTS)
+@pytest.mark.parametrize("shape", [TINY, LATE], ids=lambda s: s.name)
+def test_blocks_are_distinct_and_causal(shape: Shape, select: str) -> None:
+    torch.manual_seed(0)
+    blocks = selection_cases.blocks(shape, select, CPU)
+    assert blocks.shape == (shape.batch, shape.queries, shape.groups, shape.picks)
+    own = selection_cases.positions(shape, CPU) // shape.block
+    for b, s, g in ((0, 0, 0), (0, shape.queries - 1, 1), (shape.batch - 1, shape.queries // 2, 0)):
+        chosen = [int(i) for i in blocks[b, s, g] if i >= 0]
+        assert len(set(chosen)) == len(chosen) == min(int(own[s]) + 1, shape.picks)
+        assert {0, int(own[s]), max(0, int(own[s]) - 1)} <= set(chosen)
+        assert max(chosen) == int(own[s])
+
+
+def test_neighbours_share_blocks_as_in_the_survey() -> None:
+    """The published counts at c1: a query's 16 at most, a union of 26.6 for 4 neighbours, of 51 for 16."""
+    torch.manual_seed(0)
+    shape = Shape("c1", 16384, 1, 1)
+    blocks = selection_cases.blocks(shape, "corr", CPU)
+    found = selection.union_sizes(types.SimpleNamespace(shape=shape, blocks=blocks))
+    assert found["4"] == pytest.approx(26.6, rel=0.02)
+    assert found["16"] == pytest.approx(51, rel=0.03)
+
+
+def test_tokens_are_distinct_and_causal() -> None:
+    torch.manual_seed(0)
+    at = selection_cases.tokens(SINGLE, CPU)
+    assert at.shape == (1, 5, 2, 9) and at.min() >= 0
+    assert (at.amax((0, 2, 3)) <= selection_cases.positions(SINGLE, CPU)).all()
+    assert (at.sort(-1).values.diff(dim=-1) > 0).all() and not (at.diff(dim=-1) > 0).all()
+    with pytest.raises(ValueError, match="fewer than 31"):
+        selection_cases.tokens(Shape("few", 5, 2, 2, keys=30, tokens=31), CPU)
+
+
+def test_the_mask_is_the_union() -> None:
+    ranges = torch.tensor([[[0, 2], [1, 3], [5, 4]], [[-3, 1], [6, 99], [9, 9]]])
+    want = [[1, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 1]]
+    assert selection_cases.mask_of(ranges, 8).int().tolist() == want
+
+
+@pytest.mark.parametrize("shape", [TINY, LATE, SINGLE], ids=lambda s: s.name)
+def test_the_op_and_dense_attention_are_the_formula(shape: Shape) -> None:
+    torch.manual_seed(0)
+    for sink in (False, True):
+        case = selection_cases.make_case(shape, "corr", CPU, dtype=torch.float32, sink=sink)
+        at = selection_cases.sample(shape, 7, CPU)
+        want = selection_cases.exact(case, at)
+        got = selection_cases.picked(case, selection_cases.forward(case), at)
+        assert got["o"].shape == want["o"].shape == (shape.batch * len(at), shape.groups, shape.heads, shape.dim)
+        assert all(selection_cases.relative(got[k], want[k]) < 1e-6 for k in want)
+        if not sink:
+            dense = selection_cases.dense_masked(case, at)["o"]
+            assert selection_cases.relative(dense, want["o"]) < 1e-6
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_gradients_are_the_formulas(sink: bool) -> None:
+    torch.manual_seed(0)
+    case = selection_cases.make_case(TINY, "corr", CPU, dtype=torch.float32, sink=sink)
+    got = selection_cases.both(case, case.leaves())
+    want = selection_cases.masked_gradients(case, torch.float64)
+    assert got.keys() == want.keys() == {"o", "dq", "dk", "dv"}
+    assert all(selection_cases.relative(got[k], want[k]) < 1e-6 for k in want)
+    if not sink:
+        dense = selection_cases.masked_gradients(case, torch.float32)
+        assert all(selection_cases.relative(dense[k], want[k]) < 1e-6 for k in want)
+
+
+@pytest.mark.parametrize("peer", [selection_peers.masked, selection_peers.gather])
+def test_peers_compute_the_same(peer: Any) -> None:
+    torch.manual_seed(0)
+    shape = TINY if peer is selection_peers.masked else SINGLE
+    case = selection_cases.make_case(shape, "rand", CPU, dtype=torch.float32)
+    want = selection_cases.both(case, case.leaves())
+    assert peer(case, "fwd")().keys() == {"o"}
+    for name, t in peer(case, "fb")().items():
+        t = t if t.shape == want[name].shape else t.transpose(1, 2).reshape(want[name].shape)
+        assert selection_cases.relative(t, want[name]) < 1e-5, name
+
+
+def test_dense_attention_is_causal_over_all_keys() -> None:
+    torch.manual_seed(0)
+    case = selection_cases.make_case(TINY, "corr", CPU, dtype=torch.float32)
+    whole = selection_cases.positions(TINY, CPU)[:, None] + torch.tensor([-(2**20), 1])
+    case.ranges = whole[None, :, None, None].expand(1, -1, TINY.groups, 1, 2)
+    call, how = selection_peers.dense(case, "fb")
+    want = selection_cases.both(case, case.leaves())
+    for name, t in call().items():
+        t = t if t.shape == want[name].shape else t.transpose(1, 2).reshape(want[name].shape)
+        assert selection_cases.relative(t, want[name]) < 1e-5, name
+    assert how == "grouped"
+
+
+def test_fla_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function is called on ``[B, T, heads, D]`` and the blocks, with nothing else of its layer."""
+    seen = {}
+
+    class Stand:
+        @staticmethod
+        def apply(q: Any, k: Any, v: Any, blocks: Any, *rest: Any) -> torch.Tensor:
+            seen.update(q=q.shape, k=k.shape, v=v.shape, blocks=blocks.shape, rest=rest)
+            return q * 2
+
+    monkeypatch.setitem(sys.modules, "fla.ops.nsa.parallel", types.SimpleNamespace(ParallelNSAFunction=Stand))
+    case = selection_cases.make_case(TINY, "corr", CPU, dtype=torch.float32)
+    out = selection_peers.fla_selected(case, "fwd")()
+    assert torch.equal(out["o"], 2 * case.q.flatten(2, 3))
+    assert seen["q"] == (1, 48, 6, 8) and seen["k"] == seen["v"] == (1, 48, 2, 8) and seen["blocks"] == (1, 48, 2, 5)
+    assert seen["rest"] == (5, 8, 8**-0.5, None)
+    assert "fewer than 16" in (selection_peers.fla_offers(case) or "")
+
+
+# ---- a run
+
+
+def test_a_run_has_every_part(result: dict[str, Any]) -> None:
+    assert result["complete"] and result["operator"] == "selection" and result["notice"] == selection.CPU_NOTICE
+    assert set(result["skipped"]) <= {"memory", targets.FLA}
+    cases = {(r["case"], r["select"], r["what"], r["variant"]) for r in result["rows"]}
+    for name in ("c1", "c2", "c3"):
+        for what in ("fwd", "fb"):
+            assert {(name, s, what, "ops") for s in selection_cases.SELECTS} <= cases
+            assert (name, "corr", what, targets.DENSE) in cases
+    assert {("decode", "corr", "fwd", v) for v in ("ops", targets.DENSE, "ops, from block indices")} <= cases
+    assert {("2K", "corr", "fb", "ops"), ("4K", "corr", "fb", "ops"), ("8K", "corr", "fb", targets.DENSE)} <= cases
+    assert {("tokens", "tokens", w, v) for w in ("fwd", "fb") for v in ("ops", targets.GATHER)} <= cases
+    assert [r for r in result["rows"] if "error" in r or not r["finite"]] == []
+    assert all(r["o_error"] < 5e-3 for r in result["rows"] if r["variant"].startswith("ops"))
+    assert all(
+        "times_dense" in r for r in result["rows"] if r["variant"] == "ops" and not r["case"].startswith("tokens")
+    )
+    assert {r["variant"] for r in result["crossing"]} == {"ops", targets.DENSE} and len(result["crossing"]) == 16
+    assert {r["variant"] for r in result["cpu"]} == {"ops", targets.MASKED}
+
+
+def test_errors_are_held_against_dense_attention(result: dict[str, Any]) -> None:
+    assert {r["dtype"] for r in result["errors"]} == {"bfloat16", "float16", "float32"}
+    assert {r["logits_std"] for r in result["errors"]} == {1.0, 24.0}
+    found = [e for r in result["errors"] for k, e in r["errors"].items() if k != "lse"]
+    assert len(found) == 9 + 8 * 4 and all(e["met"] for e in found)
+    assert all(d["met"] for d in result["determinism"])
+
+
+def test_a_wrong_result_misses_its_bar(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = selection_cases.both
+    monkeypatch.setattr(selection_cases, "both", lambda *a: {k: t * 1.02 for k, t in right(*a).items()})
+    wrong = run(tmp_path / "x.json", parts=("errors",))
+    assert not any(r["errors"]["dk"]["met"] for r in wrong["errors"] if "dk" in r["errors"])
+
+
+def test_a_parts_failure_is_recorded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(selection_cases, "both", broken)
+    found = run(tmp_path / "x.json", parts=("cpu", "errors"))
+    assert found["skipped"]["errors"] == "RuntimeError: no such kernel" and found["complete"]
+    assert {r["what"] for r in found["cpu"] if "error" in r} == {"fb"}
+
+
+# ---- tables and pictures
+
+
+def test_tables_are_whole(result: dict[str, Any], on_h200: dict[str, Any]) -> None:
+    for made in (result, on_h200):
+        for block in selection.table(made).split("\n\n"):
+            if block.startswith("|"):
+                assert len({line.count("|") for line in block.splitlines()}) == 1
+    assert selection.CPU_NOTICE in selection.table(result) and "skipped: memory: " in selection.table(result)
+
+
+def test_table_of_an_h200_run_marks_every_bar(on_h200: dict[str, Any]) -> None:
+    lines = [[c.strip() for c in line.split("|")[1:-1]] for line in selection.table(on_h200).splitlines()]
+    line = next(x for x in lines if x[:2] == ["c1", "corr"] and x[5:7] == ["forward", "mhc_inductor, ops"])
+    assert line[7] == "3.71 ms" and line[9:13] == ["3.9 ms", "2.6 ms", "met", "2.04"]
+    line = next(x for x in lines if x[:2] == ["decode", "rand"])
+    assert line[7] == "24.7 µs" and line[9:12] == ["35.1 µs", "", "met"]
+    assert selection_report.verdict({"met_bar": True, "met_goal": True}) == "goal met"
+    assert selection_report.verdict({"met_bar": False, "met_goal": False}) == "**not met**"
+    assert selection_report.verdict({}) == ""
+
+
+def test_where_sparse_passes_dense(on_h200: dict[str, Any]) -> None:
+    ours = [(n, float(n)) for n in (2048, 4096, 8192)]
+    for scale, want in ((5000, 5000), (1000, 2048), (10**6, None)):
+        points = {"ops": ours, targets.DENSE: [(n, n * n / scale) for n, _ in ours]}
+        at = selection_report.crossings(points)
+        assert at is None if want is None else at == pytest.approx(want)
+
+
+def test_pictures(result: dict[str, Any], on_h200: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, made in {"cpu": result, "h200": on_h200}.items():
+        for draw in (selection_report.plot, selection_report.plot_crossing):
+            path = tmp_path / f"{name}-{draw.__name__}.png"
+            draw(made, path)
+            assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+# ---- the command line
+
+
+def test_command_line(tmp_path: pathlib.Path) -> None:
+    words = ["--part", "cpu", "--rounds", "4", "--device", "cpu", "--small", "--out", str(tmp_path)]
+    done = CliRunner().invoke(cli.app, ["selection", *words])
+    assert done.exit_code == 0, done.output
+    path = tmp_path / "selection-cpu-partial.json"  # never the name of a whole run
+    stored = json.loads(path.read_text())
+    assert path.with_suffix(".md").read_text() == selection.table(stored)
+    assert path.with_suffix(".png").exists()
+    shown = CliRunner().invoke(cli.app, ["table", str(path)])
+    assert shown.output == selection.table(stored)
+
+
+def test_unknown_parts_are_refused(tmp_path: pathlib.Path) -> None:
+    done = CliRunner().invoke(cli.app, ["selection", "--part", "gpu", "--out", str(tmp_path)])
+    assert done.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
