@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from .pieces_plan import power_of_two
+
 # Shared memory a program may have, in bytes.
 _SHARED = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 _SHARED_OTHER = {"cuda": 99 << 10, "hip": 64 << 10}
@@ -26,10 +28,6 @@ class ForwardConfig:
     BN: int
     num_warps: int
     num_stages: int
-
-
-def power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def padded(D: int) -> int:

@@ -7,14 +7,14 @@ from .common import entry_bits, entry_tile, key_words, load_pieces, row_keys, to
 
 
 @triton.jit
-def _softmax(s, m, l, qk):
+def _softmax(s, m, total, qk):
     """Logits s[M, BN] (-inf: not selected) -> weights p, the new maximum and sum, and what the old sums are multiplied by."""
     m_new = tl.maximum(m, tl.max(s, axis=1) * qk)
     # A row with nothing yet: exp2(-inf - 0) = 0.
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * qk - safe[:, None])
     alpha = tl.exp2(m - safe)
-    return p, m_new, l * alpha + tl.sum(p, axis=1), alpha
+    return p, m_new, total * alpha + tl.sum(p, axis=1), alpha
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def selection_forward(
     MASK_V: tl.constexpr = DV != VP
 
     m = tl.full((M,), float("-inf"), tl.float32)
-    l = tl.zeros((M,), tl.float32)
+    total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, VP), tl.float32)
 
     # Tiles of which every query has all or nothing. The next entry is loaded a step ahead of the tile.
@@ -101,7 +101,7 @@ def selection_forward(
         x = tl.dot(q, tl.trans(k), input_precision=PREC)
         if QT > 1:
             x = tl.where((((entry_bits(entry, QT) >> query) & 1) != 0)[:, None], x, float("-inf"))
-        p, m, l, alpha = _softmax(x, m, l, qk)
+        p, m, total, alpha = _softmax(x, m, total, qk)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
         entry = tl.load(entries + i + 1, mask=i + 1 < nf, other=0)
 
@@ -124,7 +124,7 @@ def selection_forward(
             x = tl.dot(q, tl.trans(k), input_precision=PREC)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
             x = tl.where(row_keys(to_rows(words, QT, HB), BN), x, float("-inf"))
-            p, m, l, alpha = _softmax(x, m, l, qk)
+            p, m, total, alpha = _softmax(x, m, total, qk)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
             entry = tl.load(entries + NT - 2 - i, mask=i + 1 < np, other=0)
         # Tiles with a NaN or infinity: the values of each query apart, those alone that it selects.
@@ -135,7 +135,7 @@ def selection_forward(
             x = tl.dot(q, tl.trans(k), input_precision=PREC)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
             x = tl.where(row_keys(to_rows(words, QT, HB), BN), x, float("-inf"))
-            p, m, l, alpha = _softmax(x, m, l, qk)
+            p, m, total, alpha = _softmax(x, m, total, qk)
             acc *= alpha[:, None]
             for j in tl.range(QT, num_stages=1):
                 word = tl.sum(tl.where(ql == j, words, 0), axis=0)
@@ -144,16 +144,16 @@ def selection_forward(
                 part = tl.dot(p.to(v.dtype), v, input_precision=PREC)
                 acc = tl.where((query == j)[:, None], acc + part, acc)
 
-    empty = l == 0.0
-    lse = tl.where(empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, l))) * 0.6931471805599453)
+    empty = total == 0.0
+    lse = tl.where(empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)
     if SINK:
         sink = tl.load(sink_ptr + g * H + head, mask=head < H, other=0.0).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(m, sink)
         top = tl.where(top == float("-inf"), 0.0, top)
         factor = tl.exp2(m - top)
         acc *= factor[:, None]
-        l = l * factor + tl.exp2(sink - top)
-    acc /= tl.where(l == 0.0, 1.0, l)[:, None]
+        total = total * factor + tl.exp2(sink - top)
+    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     o_row = (((b * S + s_row) * G + g) * H + head) * DV
     tl.store(
         o_ptr + o_row[:, None] + dv[None, :], acc.to(o_ptr.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :]
