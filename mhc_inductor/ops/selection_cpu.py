@@ -19,6 +19,8 @@ from mhc_inductor.reference.selection import Rows, Slices
 # Rows of a product: enough for the processor, few enough that neighbours share their keys.
 _ROWS = 128
 
+_ALL: Slices = (slice(None),) * 3
+
 
 def _steps(q: Tensor, k: Tensor) -> int:
     """Queries a chunk."""
@@ -130,3 +132,64 @@ def selection_attention_backward(
             grad_v[:, :, index] += more_v
         dk[in_b, in_g], dv[in_b, in_g] = grad_k.to(k.dtype), grad_v.to(v.dtype)
     return dq, dk, dv, dsink
+
+
+# --- compiled: one formula ----------------------------------------------------------------------------------
+
+
+def fits(q: Tensor, k: Tensor) -> bool:
+    """Whether all scores together are one chunk of the reference (B * S * G * h * S_kv up to 2**22), of static sizes."""
+    sizes = (*q.shape, *k.shape)
+    if q.device.type != "cpu" or not all(isinstance(size, int) for size in sizes):
+        return False
+    scores = q.shape[:4].numel() * k.shape[2]
+    return 0 < scores <= reference.CHUNK
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float,
+) -> Any:
+    """The op as a decomposition for Inductor; NotImplemented where it stays whole, and the generated code calls it."""
+    if not fits(q, k):
+        return NotImplemented
+    acc, h = acc_dtype(q.dtype), q.shape[3]
+    bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
+    mask = reference.selected(*reference.clipped(ranges, bounds), k.shape[2])
+    logit = None if sink is None else sink.repeat(1, q.shape[1])
+    part = reference.attend(reference.rows(q, _ALL), k.to(acc), v.to(acc), mask, logit, scale)
+    o, lse = (reference.unrows(t, h) for t in part)
+    return o.to(q.dtype).contiguous(), lse.contiguous()
+
+
+def fused_attention_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> Any:
+    """The backward op as a decomposition, likewise."""
+    if not fits(q, k):
+        return NotImplemented
+    acc, h = acc_dtype(q.dtype), q.shape[3]
+    row, dsink = reference.backward_rows(dout, dlse, sink, o, lse)
+    bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
+    mask = reference.selected(*reference.clipped(ranges, bounds), k.shape[2])
+    part = Rows(*(reference.rows(t, _ALL) for t in row))
+    dq, dk, dv = reference.attend_backward(part, reference.rows(q, _ALL), k.to(acc), v.to(acc), mask, scale)
+    dq = reference.unrows(dq, h)
+    return (*(t.to(q.dtype).contiguous() for t in (dq, dk, dv)), dsink)

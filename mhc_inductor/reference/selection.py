@@ -127,12 +127,15 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """One chunk's o ``[..., s*h, Dv]`` and lse ``[..., s*h]``; ``sink`` a row. ``odd``: values may hold NaN or inf."""
     scores = masked_scores(query, keys, mask, scale)
-    lse = torch.logsumexp(scores, -1)
-    p = torch.exp(scores - total_lse(lse, sink).unsqueeze(-1))
+    most = scores.amax(-1)
+    most = torch.where(most == -torch.inf, 0.0, most)
+    p = torch.exp(scores - most.unsqueeze(-1))
+    lse = most + torch.log(p.sum(-1))
+    weight = torch.exp(most - total_lse(lse, sink)).unsqueeze(-1)
     if not odd:
-        return torch.matmul(p, values), lse
+        return torch.matmul(p, values) * weight, lse
     spread = poison(mask, values).repeat_interleave(query.shape[-2] // mask.shape[-2], -2)
-    return torch.matmul(p, finite(values)) + spread, lse
+    return torch.matmul(p, finite(values)) * weight + spread, lse
 
 
 class Rows(NamedTuple):
