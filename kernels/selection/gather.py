@@ -1,0 +1,306 @@
+"""Selection attention, the gather path: one program takes some of the selected keys of one query, for up to HB heads of a group.
+
+Only selected keys and values are read. Position p of a selection of n keys is its key number p, in increasing order.
+"""
+
+import triton
+import triton.language as tl
+
+from .pieces import load_ranges, query_bounds, trim
+
+
+@triton.jit
+def _few_pieces(
+    ranges_ptr, cu_q_ptr, cu_k_ptr, s, row, S_kv, N, R: tl.constexpr, RP: tl.constexpr, VARLEN: tl.constexpr
+):
+    """Pieces of the ranges at ``row``, in their own order: first position, length, and key minus position; all [1, RP]."""
+    one = tl.zeros((1,), tl.int32)
+    lo, hi = query_bounds(one + s, cu_q_ptr, cu_k_ptr, N, S_kv, VARLEN)
+    lo = lo[:, None]
+    start, end = load_ranges(ranges_ptr + row * (2 * R), lo, hi[:, None], one[:, None] == 0, R, RP)
+    start, end, _, before = trim(start, end, lo, RP)
+    length = end - start
+    first = tl.sum(tl.where(before, tl.expand_dims(length, 1), 0), axis=2)
+    return first, length, start - first
+
+
+@triton.jit
+def _keys(p, n, first, length, shift, ends_row, totals_row, R: tl.constexpr, RP: tl.constexpr, FEW: tl.constexpr):
+    """The keys (int64) at positions p [BN]; beyond the last, the last."""
+    p = tl.minimum(p, n - 1)
+    if FEW:
+        i = p[:, None] - first  # [BN, RP]
+        key = tl.sum(tl.where((i >= 0) & (i < length), p[:, None] + shift, 0), axis=1)
+    else:
+        # How many totals are <= p.
+        i = p * 0
+        half: tl.constexpr = RP
+        for _ in tl.static_range(RP.bit_length() - 1):
+            half = half // 2
+            at = i + (half - 1)
+            total = tl.load(totals_row + at, mask=at < R, other=0x7FFFFFFF)
+            i = tl.where(total <= p, i + half, i)
+        i = tl.minimum(i, R - 1)
+        key = tl.load(ends_row + i) - tl.load(totals_row + i) + p
+    return key.to(tl.int64)
+
+
+@triton.jit
+def _share(n, split, NS):
+    """[from, to): the share of a split in n positions."""
+    each = n // NS
+    rest = n - each * NS
+    begin = split * each + tl.minimum(split, rest)
+    return begin, begin + each + (split < rest).to(tl.int32)
+
+
+@triton.jit
+def _rows(p, key, live, d, stride, D: tl.constexpr, DP: tl.constexpr):
+    """Rows ``key`` [BN] of a matrix at p: [BN, DP], zeros where not live."""
+    at = p + (key * stride)[:, None] + d[None, :]
+    if D == DP:
+        x = tl.load(at, mask=live[:, None], other=0.0)
+    else:
+        x = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    return x
+
+
+@triton.jit
+def _place(NS, S, HN: tl.constexpr):
+    """Programs [B * G, S, HN, NS]: bg (int64), s, block of heads, split."""
+    pid = tl.program_id(0)
+    split = pid % NS
+    rest = pid // NS
+    hb = rest % HN
+    rest = rest // HN
+    return (rest // S).to(tl.int64), rest % S, hb, split
+
+
+@triton.jit(do_not_specialize=[
+    "S", "S_kv", "G", "N", "NS", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn",
+])  # fmt: skip
+def selection_gather(
+    q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, sink_ptr, o_ptr, lse_ptr, part_ptr,
+    plse_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, VARLEN: tl.constexpr, SINK: tl.constexpr,
+    ALIGN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """q[B, S, G, H, DK], k[B, G, S_kv, DK], v[B, G, S_kv, DV] -> o[B, S, G, H, DV], lse[B, S, G, H].
+
+    FEW: from ranges[B, S, G, R, 2]; else from ends and totals[B, G, S, R]. With more than one split: normalised part[B, S, G,
+    NS, H, DV] and plse[B, S, G, NS, H] in log2 units.
+    """
+    HN: tl.constexpr = (H + HB - 1) // HB
+    bg, s, hb, split = _place(NS, S, HN)
+    b = bg // G
+    g = bg % G
+    row = (b * S + s) * G + g
+
+    head = hb * HB + tl.arange(0, HB)
+    live = head < H
+    dk = tl.arange(0, KP)
+    dv = tl.arange(0, VP)
+    q_at = (
+        q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s.to(tl.int64) * sqs, ALIGN)
+        + tl.multiple_of(g * sqg, ALIGN)
+    )  # fmt: skip
+    q_at = q_at + (head.to(tl.int64) * tl.multiple_of(sqh.to(tl.int64), ALIGN))[:, None] + dk[None, :]
+    q = tl.load(q_at, mask=live[:, None] & (dk < DK)[None, :], other=0.0)  # [HB, KP]
+
+    if FEW:
+        first, length, shift = _few_pieces(ranges_ptr, cu_q_ptr, cu_k_ptr, s, row, S_kv, N, R, RP, VARLEN)
+        n = tl.sum(tl.sum(length, axis=1), axis=0)
+        ends_row = ends_ptr
+        totals_row = totals_ptr
+    else:
+        first, length, shift = 0, 0, 0
+        ends_row = ends_ptr + (bg * S + s) * R
+        totals_row = totals_ptr + (bg * S + s) * R
+        n = tl.load(totals_row + R - 1)
+    begin, end = _share(n, split, NS)
+
+    k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
+    v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
+    skn = tl.multiple_of(skn.to(tl.int64), ALIGN)
+    svn = tl.multiple_of(svn.to(tl.int64), ALIGN)
+    qk = tl.cast(scale, tl.float32) * 1.4426950408889634
+    i = tl.arange(0, BN)
+    m = tl.full((HB,), float("-inf"), tl.float32)
+    norm = tl.zeros((HB,), tl.float32)
+    acc = tl.zeros((HB, VP), tl.float32)
+    # The keys' numbers are found one tile ahead of their loads.
+    key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
+    for start in range(begin, end, BN):
+        mask = start + i < end
+        k = _rows(k_base, key, mask, dk, skn, DK, KP)
+        v = _rows(v_base, key, mask, dv, svn, DV, VP)
+        key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
+        x = tl.dot(q, tl.trans(k), input_precision=PREC) * qk
+        x = tl.where(mask[None, :], x, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, axis=1))
+        # Nothing but -inf so far: exp2(-inf - 0) = 0.
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(x - safe[:, None])
+        alpha = tl.exp2(m - safe)
+        norm = norm * alpha + tl.sum(p, axis=1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
+        m = m_new
+
+    lse = tl.where(norm == 0.0, float("-inf"), m + tl.log2(norm))
+    out = live[:, None] & (dv < DV)[None, :]
+    if NS == 1:
+        if SINK:
+            sink = tl.load(sink_ptr + g * H + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.maximum(m, sink)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            norm = norm * tl.exp2(m - top) + tl.exp2(sink - top)
+            acc *= tl.exp2(m - top)[:, None]
+        acc /= tl.where(norm == 0.0, 1.0, norm)[:, None]
+        to = row * H + head
+        tl.store(o_ptr + (to * DV)[:, None] + dv[None, :], acc.to(o_ptr.dtype.element_ty), mask=out)
+        tl.store(lse_ptr + to, lse * 0.6931471805599453, mask=live)
+    else:
+        acc /= tl.where(norm == 0.0, 1.0, norm)[:, None]
+        to = (row * NS + split) * H + head
+        tl.store(part_ptr + (to * DV)[:, None] + dv[None, :], acc, mask=out)
+        tl.store(plse_ptr + to, lse, mask=live)
+
+
+@triton.jit(do_not_specialize=["G", "NS"])
+def selection_combine(
+    part_ptr, plse_ptr, sink_ptr, o_ptr, lse_ptr, G, NS,
+    H: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, CS: tl.constexpr, SINK: tl.constexpr,
+):  # fmt: skip
+    """part[B, S, G, NS, H, DV], plse[B, S, G, NS, H] -> o[B, S, G, H, DV], lse[B, S, G, H]. Programs [B, S, G, H]; none if NS = 1."""
+    pid = tl.program_id(0).to(tl.int64)
+    row = pid // H
+    head = pid % H
+    d = tl.arange(0, VP)
+    m = tl.full((1,), float("-inf"), tl.float32)
+    norm = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((VP,), tl.float32)
+    if NS > 1:
+        for c in range(0, NS, CS):
+            i = c + tl.arange(0, CS)
+            at = (row * NS + i) * H + head
+            x = tl.load(plse_ptr + at, mask=i < NS, other=float("-inf"))
+            y = tl.load(
+                part_ptr + (at * DV)[:, None] + d[None, :], mask=(i < NS)[:, None] & (d < DV)[None, :], other=0.0
+            )
+            m_new = tl.maximum(m, tl.max(x, axis=0))
+            safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            w = tl.exp2(x - safe)
+            alpha = tl.exp2(m - safe)
+            norm = norm * alpha + tl.sum(w, axis=0)
+            acc = acc * alpha + tl.sum(w[:, None] * y, axis=0)
+            m = m_new
+        lse = tl.where(norm == 0.0, float("-inf"), (m + tl.log2(norm)) * 0.6931471805599453)
+        if SINK:
+            sink = tl.load(sink_ptr + (row % G) * H + head).to(tl.float32) * 1.4426950408889634
+            top = tl.maximum(m, sink)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            norm = norm * tl.exp2(m - top) + tl.exp2(sink - top)
+            acc *= tl.exp2(m - top)
+        acc /= tl.where(norm == 0.0, 1.0, norm)
+        tl.store(o_ptr + pid * DV + d, acc.to(o_ptr.dtype.element_ty), mask=d < DV)
+        tl.store(lse_ptr + pid + tl.arange(0, 1), lse)
+
+
+@triton.jit(do_not_specialize=[
+    "S", "S_kv", "G", "N", "NS", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn",
+])  # fmt: skip
+def selection_gather_dq(
+    dout_ptr, q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, lse2_ptr, delta_ptr, dq_ptr,
+    part_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, R: tl.constexpr,
+    RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, VARLEN: tl.constexpr, DOUT: tl.constexpr,
+    ALIGN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dq[B, S, G, H, DK] from dout[B, S, G, H, DV] and, for each row, log2 of the denominator (inf: nothing) and delta.
+
+    As ``selection_gather``; with more than one split part[B, S, G, NS, H, DK].
+    """
+    HN: tl.constexpr = (H + HB - 1) // HB
+    bg, s, hb, split = _place(NS, S, HN)
+    b = bg // G
+    g = bg % G
+    row = (b * S + s) * G + g
+
+    head = hb * HB + tl.arange(0, HB)
+    live = head < H
+    dk = tl.arange(0, KP)
+    dv = tl.arange(0, VP)
+    q_at = (
+        q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s.to(tl.int64) * sqs, ALIGN)
+        + tl.multiple_of(g * sqg, ALIGN)
+    )  # fmt: skip
+    q_at = q_at + (head.to(tl.int64) * tl.multiple_of(sqh.to(tl.int64), ALIGN))[:, None] + dk[None, :]
+    q = tl.load(q_at, mask=live[:, None] & (dk < DK)[None, :], other=0.0)  # [HB, KP]
+    at = row * H + head
+    if DOUT:
+        do = tl.load(
+            dout_ptr + (at * DV)[:, None] + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0
+        ).to(q.dtype)  # [HB, VP]
+    lse2 = tl.load(lse2_ptr + at, mask=live, other=float("inf"))
+    delta = tl.load(delta_ptr + at, mask=live, other=0.0)
+
+    if FEW:
+        first, length, shift = _few_pieces(ranges_ptr, cu_q_ptr, cu_k_ptr, s, row, S_kv, N, R, RP, VARLEN)
+        n = tl.sum(tl.sum(length, axis=1), axis=0)
+        ends_row = ends_ptr
+        totals_row = totals_ptr
+    else:
+        first, length, shift = 0, 0, 0
+        ends_row = ends_ptr + (bg * S + s) * R
+        totals_row = totals_ptr + (bg * S + s) * R
+        n = tl.load(totals_row + R - 1)
+    begin, end = _share(n, split, NS)
+
+    k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
+    v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
+    skn = tl.multiple_of(skn.to(tl.int64), ALIGN)
+    svn = tl.multiple_of(svn.to(tl.int64), ALIGN)
+    scale = tl.cast(scale, tl.float32)
+    qk = scale * 1.4426950408889634
+    i = tl.arange(0, BN)
+    acc = tl.zeros((HB, KP), tl.float32)
+    key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
+    for start in range(begin, end, BN):
+        mask = start + i < end
+        k = _rows(k_base, key, mask, dk, skn, DK, KP)
+        if DOUT:
+            v = _rows(v_base, key, mask, dv, svn, DV, VP)
+        key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
+        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * qk - lse2[:, None])
+        if DOUT:
+            ds = p * (tl.dot(do, tl.trans(v), input_precision=PREC) - delta[:, None])
+        else:
+            ds = -p * delta[:, None]
+        ds = tl.where(mask[None, :], ds, 0.0)
+        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
+
+    out = live[:, None] & (dk < DK)[None, :]
+    acc *= scale
+    if NS == 1:
+        tl.store(dq_ptr + (at * DK)[:, None] + dk[None, :], acc.to(dq_ptr.dtype.element_ty), mask=out)
+    else:
+        to = (row * NS + split) * H + head
+        tl.store(part_ptr + (to * DK)[:, None] + dk[None, :], acc, mask=out)
+
+
+@triton.jit(do_not_specialize=["NS"])
+def selection_dq_sum(
+    part_ptr, dq_ptr, NS, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CS: tl.constexpr,
+):  # fmt: skip
+    """part[B, S, G, NS, H, D] -> dq[B, S, G, H, D]. Programs [B, S, G, H]; nothing if NS = 1."""
+    pid = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, DP)
+    acc = tl.zeros((DP,), tl.float32)
+    if NS > 1:
+        for c in range(0, NS, CS):
+            i = c + tl.arange(0, CS)
+            at = ((pid // H * NS + i) * H + pid % H) * D
+            mask = (i < NS)[:, None] & (d < D)[None, :]
+            acc += tl.sum(tl.load(part_ptr + at[:, None] + d[None, :], mask=mask, other=0.0), axis=0)
+        tl.store(dq_ptr + pid * D + d, acc.to(dq_ptr.dtype.element_ty), mask=d < D)

@@ -1,0 +1,183 @@
+"""Launch plans of the gather path. B, S and S_kv may be symbolic.
+
+Workspace beyond inputs and outputs, in bytes, where a query's keys are split: 4 G h (Dv + 1) for each of B S NS splits, at most
+32 (Dv + 1) h for each multiprocessor; none where B S G queries fill the device. Above FEW ranges a query: 12 B G S r for pieces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .gather import selection_combine, selection_dq_sum, selection_gather, selection_gather_dq
+from .pieces_plan import plan_pieces, power_of_two
+
+FEW = 64  # ranges a query that each program makes disjoint for itself
+MAX_SPLITS = 128
+COMBINE = 8  # splits that the combining kernels read at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherConfig:
+    """HB heads a program (padded), tiles of BN keys; per: programs a multiprocessor that splitting aims at."""
+
+    HB: int
+    BN: int
+    num_warps: int
+    num_stages: int
+    per: int = 4
+
+
+def shared_memory(arch: int, backend: str) -> int:
+    """Bytes that one program may take so that several share a multiprocessor."""
+    if backend == "hip":
+        return 60 << 10
+    return {80: 80, 90: 100, 100: 100}.get(arch, 48) << 10
+
+
+def gather_config(h: int, DK: int, DV: int, itemsize: int, arch: int, backend: str) -> GatherConfig:
+    KP, VP = (max(16, power_of_two(D)) for D in (DK, DV))
+    HB = max(16, min(power_of_two(h), 8192 // max(KP, VP)))
+    room = shared_memory(arch, backend) // ((KP + VP) * itemsize)
+    BN = 64 if room >= 128 and itemsize == 2 else 32 if room >= 64 else 16
+    return GatherConfig(HB, BN, 4, 2 if room >= 2 * BN else 1)
+
+
+def alignment(b: Any, *tensors: Any) -> int:
+    """How many elements all strides but the last are multiples of: what a load of 16 bytes needs, or 1."""
+    whole = 16 // b.dtype(tensors[0]).itemsize
+    strides = [s for t in tensors for s in b.strides(t)[:-1]]
+    return whole if all(b.is_multiple(s, whole) for s in strides) else 1
+
+
+def input_precision(b: Any, dtype: Any) -> str:
+    """Of a product of this dtype: fp32 as three terms of tf32 where the user asks for the highest precision."""
+    if dtype != b.f32 or b.device_props().backend != "cuda":
+        return "ieee"
+    return "tf32x3" if b.precision == "highest" else "tf32"
+
+
+def splits(b: Any, rows: Any, per: int) -> Any:
+    """Into how many parts each of ``rows`` selections is cut, so that ``per`` programs run on a multiprocessor."""
+    wanted = per * b.device_props().sm_count
+    rows = b.max(rows, 1)
+    return b.max(1, b.min(MAX_SPLITS, b.cdiv(wanted + 1, rows) - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What both directions share: where the selections come from, sizes, and the grid."""
+
+    args: dict[str, Any]
+    constexprs: dict[str, Any]
+    config: GatherConfig
+    rows: Any
+    NS: Any
+
+    def grid(self) -> tuple[Any, int, int]:
+        H, HB = self.constexprs["H"], self.config.HB
+        return (self.rows * -(-H // HB) * self.NS, 1, 1)
+
+    def parts(self, b: Any, *shape: int) -> Any:
+        """A buffer [rows, NS, *shape]; of no size where nothing is split."""
+        return b.empty((self.rows * self.NS * b.min(self.NS - 1, 1), *shape), b.f32)
+
+    def combines(self, b: Any) -> Any:
+        """Programs of a kernel that adds up the parts; at least one where the number of splits is not known here."""
+        H = self.constexprs["H"]
+        if b.is_static(self.NS):
+            return 0 if self.NS == 1 else self.rows * H
+        return b.max(1, self.rows * H * b.min(self.NS - 1, 1))
+
+
+def _call(
+    b: Any, q: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, scale: float, c: GatherConfig | None, NS: Any
+) -> _Call:
+    B, S, G, h, DK = b.shape(q)
+    S_kv, DV = b.shape(v)[2:]
+    h, DK, DV, r = (b.static(x) for x in (h, DK, DV, b.shape(ranges)[3]))
+    q, k, v = (b.strided(t) for t in (q, k, v))
+    dtype, device = b.dtype(q), b.device_props()
+    c = c or gather_config(h, DK, DV, dtype.itemsize, device.arch, device.backend)
+    rows = B * S * G
+    NS = splits(b, rows * -(-h // c.HB), c.per) if NS is None else NS
+    few = r <= FEW
+    ends = totals = ranges
+    if few:
+        ranges = b.contiguous(ranges)
+    else:
+        pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, count=True)
+        ends, totals = pieces.ends, pieces.totals
+    varlen = few and cu_q is not None
+    cu_q = b.contiguous(cu_q) if varlen else ranges
+    cu_k = b.contiguous(cu_k) if varlen and cu_k is not None else cu_q
+    (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (tuple(b.strides(t))[:-1] for t in (q, k, v))
+    args = dict(
+        q_ptr=q, k_ptr=k, v_ptr=v, ranges_ptr=ranges, cu_q_ptr=cu_q, cu_k_ptr=cu_k, ends_ptr=ends, totals_ptr=totals,
+        scale=scale, S=S, S_kv=S_kv, G=G, N=b.shape(cu_q)[0] - 1 if varlen else 0, NS=NS, sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh,
+        skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn,
+    )  # fmt: skip
+    KP, VP = (max(16, power_of_two(D)) for D in (DK, DV))
+    constexprs = dict(
+        H=h, DK=DK, DV=DV, KP=KP, VP=VP, R=r, RP=power_of_two(r), HB=c.HB, BN=c.BN, FEW=few, VARLEN=varlen,
+        ALIGN=alignment(b, q, k, v), PREC=input_precision(b, dtype),
+    )  # fmt: skip
+    return _Call(args, constexprs, c, rows, NS)
+
+
+def plan_gather(
+    b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: float,
+    config: GatherConfig | None = None, NS: Any = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """o[B, S, G, h, Dv], lse[B, S, G, h]. ``config``, ``NS``: for measurements."""
+    call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS)
+    B, S, G, h, _ = b.shape(q)
+    DV = call.constexprs["DV"]
+    o, lse = b.empty((B, S, G, h, DV), b.dtype(q)), b.empty((B, S, G, h), b.f32)
+    part, plse = call.parts(b, h, DV), call.parts(b, h)
+    has_sink = sink is not None
+    sink = b.contiguous(sink) if has_sink else lse
+    c = call.config
+    b.launch(
+        selection_gather,
+        call.grid(),
+        dict(call.args, sink_ptr=sink, o_ptr=o, lse_ptr=lse, part_ptr=part, plse_ptr=plse),
+        dict(call.constexprs, SINK=has_sink),
+        c.num_warps, c.num_stages,
+    )  # fmt: skip
+    programs = call.combines(b)
+    if not (b.is_static(programs) and programs == 0):
+        b.launch(
+            selection_combine,
+            (programs, 1, 1),
+            dict(part_ptr=part, plse_ptr=plse, sink_ptr=sink, o_ptr=o, lse_ptr=lse, G=G, NS=call.NS),
+            dict(H=call.constexprs["H"], DV=DV, VP=call.constexprs["VP"], CS=COMBINE, SINK=has_sink),
+            1, 1,
+        )  # fmt: skip
+    return o, lse
+
+
+def plan_gather_dq(
+    b: Any, dout: Any, q: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, lse2: Any, delta: Any, scale: float,
+    config: GatherConfig | None = None, NS: Any = None,
+) -> Any:  # fmt: skip
+    """dq like q, contiguous. dout[B, S, G, h, Dv] contiguous or None; lse2, delta[B, S, G, h] of ``plan_delta``."""
+    call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS)
+    h, DK = call.constexprs["H"], call.constexprs["DK"]
+    dq = b.empty(b.shape(q), b.dtype(q))
+    part = call.parts(b, h, DK)
+    c = call.config
+    b.launch(
+        selection_gather_dq,
+        call.grid(),
+        dict(call.args, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta, dq_ptr=dq, part_ptr=part),
+        dict(call.constexprs, DOUT=dout is not None),
+        c.num_warps, c.num_stages,
+    )  # fmt: skip
+    programs = call.combines(b)
+    if not (b.is_static(programs) and programs == 0):
+        b.launch(
+            selection_dq_sum, (programs, 1, 1), dict(part_ptr=part, dq_ptr=dq, NS=call.NS),
+            dict(H=h, D=DK, DP=call.constexprs["KP"], CS=COMBINE), 1, 1,
+        )  # fmt: skip
+    return dq
