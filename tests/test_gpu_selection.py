@@ -1,0 +1,384 @@
+"""Selection attention on a GPU: which kernels run, compiled code, CUDA graphs, memory, large tensors, wide heads."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from test_gpu import kernels_of
+
+import mhc_inductor
+from benchmarks import selection_cases as cases
+from benchmarks.selection_targets import C1, Shape
+from mhc_inductor import log, selection_attention
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+MID = Shape("mid", 1024, 2, 16)
+DECODE = Shape("decode", 1, 2, 16, keys=4096, batch=3)
+TOKENS = Shape("tokens", 64, 2, 16, keys=1024, tokens=100)
+ROUNDING = 2**-8
+INPUTS = ("q", "k", "v", "ranges")
+
+
+def made(shape=MID, select="corr", seed=0, **kwargs):
+    torch.manual_seed(seed)
+    return cases.make_case(shape, select, torch.device("cuda"), **kwargs)
+
+
+def fills(name):
+    return "memset" in name.lower() or "fill" in name.lower()
+
+
+def ours(names):
+    """The package's kernels among ``names``; anything else but zeroing a buffer is an error."""
+    others = [n for n in names if not n.startswith("selection_") and not fills(n)]
+    assert not others, others
+    return [n for n in names if not fills(n)]
+
+
+def attend(q, k, v, ranges):
+    return selection_attention(q, k, v, ranges, return_lse=True)
+
+
+def train(fn, case, dlse=None):
+    """o, lse and the gradients of q, k and v, the loss gradient of lse included where given."""
+    leaves = case.leaves()
+    o, lse = fn(*leaves, case.ranges)
+    outs, ups = ([o], [case.dout]) if dlse is None else ([o, lse], [case.dout, dlse])
+    grads = torch.autograd.grad(outs, leaves, ups)
+    return {"o": o.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(cases.NAMES, grads, strict=True)}}
+
+
+def assert_equal(got, want):
+    assert got.keys() == want.keys()
+    differ = [k for k in want if not torch.equal(got[k], want[k])]
+    assert not differ, differ
+
+
+def assert_accurate(got, case):
+    """At most twice the error of dense SDPA in the same dtype on the same selection (without a sink)."""
+    want = cases.masked_gradients(case, torch.float64)
+    bare = dataclasses.replace(case, sink=None)
+    exact = want if case.sink is None else cases.masked_gradients(bare, torch.float64)
+    dense = cases.masked_gradients(bare, case.q.dtype)
+    for name in want:
+        error, bar = cases.relative(got[name], want[name]), 2 * cases.relative(dense[name], exact[name])
+        assert error <= bar, f"{name}: {error:.3g} above {bar:.3g}"
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- kernels and their results
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward"),
+    [(MID, "selection_forward"), (DECODE, "selection_gather"), (TOKENS, "selection_gather")],
+    ids=lambda p: getattr(p, "name", None),
+)
+def test_the_op_runs_the_kernels_and_nothing_else(shape, forward):
+    case = made(shape, sink=True)
+    args = [case.q, case.k, case.v, case.ranges, case.sink, None, None]
+    scale, saved = 128**-0.5, []
+    names = ours(kernels_of(lambda: saved.append(torch.ops.mhc_inductor.selection_attention(*args, scale))))
+    assert forward in names
+    backward = torch.ops.mhc_inductor.selection_attention_backward
+    names = ours(kernels_of(lambda: backward(case.dout, saved[0][1], *args, *saved[0], scale)))
+    assert {n.split("_")[1] for n in names} >= {"delta", "dkv", "dsink"}, names
+    assert any("dq" in n for n in names), names
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_gradients_against_fp64(dtype, sink):
+    case = made(sink=sink, dtype=dtype)
+    assert_accurate(cases.both(case, case.leaves()), case)
+
+
+@pytest.mark.parametrize("std", [1.0, 24.0])
+@pytest.mark.parametrize("shape", [MID, DECODE, TOKENS], ids=lambda s: s.name)
+def test_sampled_queries_against_fp64(shape, std):
+    case = made(shape, std=std)
+    at = cases.sample(shape, 200, case.q.device)
+    got, want = cases.picked(case, cases.forward(case), at), cases.exact(case, at)
+    assert cases.relative(got["o"], want["o"]) <= 2 * cases.relative(cases.dense_masked(case, at)["o"], want["o"])
+    assert cases.relative(got["lse"], want["lse"]) < 1e-5
+
+
+def test_wide_heads_with_a_sink():
+    """DeepSeek-V4's: one key head of width 512 for 64 query heads."""
+    case = made(Shape("wide", 256, 1, 64, dim=512, block=32, picks=6), sink=True)
+    assert_accurate(cases.both(case, case.leaves()), case)
+
+
+def test_odd_ranges_and_empty_rows():
+    case = made()
+    length = case.shape.length
+    g = torch.Generator("cuda").manual_seed(1)
+    start = torch.randint(-100, length + 100, case.ranges.shape[:-1], generator=g, device="cuda")
+    end = start + torch.randint(-20, 90, start.shape, generator=g, device="cuda")
+    end[:, ::3] = start[:, ::3] - 1
+    case.ranges = torch.stack((start, end), -1)
+    got = train(attend, case)
+    empty = ~cases.mask_of(case.ranges, length).any(-1)
+    assert empty[:, ::3].all() and not empty.all()
+    assert not got["o"][empty].any() and not got["dq"][empty].any()
+    assert got["lse"][empty].eq(float("-inf")).all() and got["lse"][~empty].isfinite().all()
+    at = torch.arange(length, device="cuda")
+    want, dense = cases.exact(case, at)["o"], cases.dense_masked(case, at)["o"]
+    some = ~empty[0]
+    bar = 2 * cases.relative(dense[some], want[some])
+    assert cases.relative(got["o"][0][some], want[some]) <= bar
+
+
+def test_packed_sequences_are_those_sequences():
+    single = [made(Shape("part", n, 2, 16), seed=n) for n in (300, 65, 659)]
+    case = made()
+    for name, dim in (("q", 1), ("k", 2), ("v", 2), ("ranges", 1), ("dout", 1)):
+        setattr(case, name, torch.cat([getattr(c, name) for c in single], dim))
+    ends = torch.tensor([0, 300, 300, 365, 1024], device="cuda", dtype=torch.int32)
+    got = train(lambda *a: selection_attention(*a, cu_seqlens_q=ends, return_lse=True), case)
+    apart = [train(attend, c) for c in single]
+    for name, t in got.items():
+        want = torch.cat([a[name] for a in apart], 2 if name in ("dk", "dv") else 1)
+        assert cases.relative(t, want) < ROUNDING, name
+
+
+@pytest.mark.parametrize("shape", [MID, DECODE], ids=lambda s: s.name)
+def test_keys_that_are_not_selected_do_not_leak(shape):
+    case = made(shape)
+    clean = train(attend, case)
+    last = case.shape.length // 64 - 1
+    for block, value in ((3, float("nan")), (last // 2, float("inf"))):
+        case.k[:, :, 64 * block : 64 * block + 64] = value
+        case.v[:, :, 64 * block : 64 * block + 64] = value
+    chosen = (case.blocks == 3) | (case.blocks == last // 2)
+    reached = chosen.any(-1)
+    assert not reached.all()
+    case.dout[reached] = 0
+    got = train(attend, case)
+    for name in ("o", "lse", "dq"):
+        assert cases.relative(got[name][~reached], clean[name][~reached]) < ROUNDING, name
+
+
+@pytest.mark.parametrize("shape", [dataclasses.replace(MID, queries=4096), DECODE, TOKENS], ids=lambda s: s.name)
+def test_two_runs_give_equal_bits(shape):
+    case = made(shape, sink=True)
+    dlse = torch.randn(case.q.shape[:4], device="cuda")
+    step = lambda *a: selection_attention(*a, sink=case.sink, return_lse=True)  # noqa: E731
+    assert_equal(train(step, case, dlse), train(step, case, dlse))
+
+
+@pytest.mark.parametrize("shape", [MID, DECODE], ids=lambda s: s.name)
+def test_strided_keys_are_not_copied(shape):
+    case = made(shape)
+    want = train(attend, case)
+    for name in ("k", "v"):
+        setattr(case, name, getattr(case, name).transpose(1, 2).contiguous().transpose(1, 2))
+    assert not case.k.is_contiguous()
+    got = {}
+    ours(kernels_of(lambda: got.update(train(attend, case))))
+    for name in want:
+        assert cases.relative(got[name], want[name]) < ROUNDING / 4, name
+
+
+# ---- compiled
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_training_and_inference_equal_eager(dynamic):
+    torch._dynamo.reset()
+    case = made()
+    compiled = torch.compile(attend, backend="mhc_inductor", fullgraph=True, dynamic=dynamic)
+    assert_equal(train(compiled, case), train(attend, case))
+    names = ours(kernels_of(lambda: train(compiled, case)))
+    assert "selection_forward" in names and any("dkv" in n for n in names)
+    with torch.no_grad():
+        args = [getattr(case, n) for n in INPUTS]
+        assert all(torch.equal(a, b) for a, b in zip(compiled(*args), attend(*args), strict=True))
+
+
+def test_one_compile_serves_every_length():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("mhc_inductor")
+    compiled = torch.compile(attend, backend=counter, dynamic=True, fullgraph=True)
+    for queries in (1024, 193, 65, 2048, 33):
+        case = made(dataclasses.replace(MID, queries=queries))
+        got, want = train(compiled, case), train(attend, case)
+        for name in want:
+            assert cases.relative(got[name], want[name]) < ROUNDING, (name, queries)
+    assert counter.frame_count == 1
+
+
+def test_decoding_under_cuda_graphs():
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="mhc_inductor", mode="reduce-overhead", fullgraph=True)
+    case = made(DECODE)
+    with torch.no_grad():
+        for seed in range(5):
+            other = made(DECODE, seed=seed)
+            torch.compiler.cudagraph_mark_step_begin()
+            got = [t.clone() for t in compiled(other.q, case.k, case.v, other.ranges)]
+            assert all(
+                torch.equal(a, b) for a, b in zip(got, attend(other.q, case.k, case.v, other.ranges), strict=True)
+            )
+
+
+@pytest.mark.parametrize("shape", [MID, DECODE], ids=lambda s: s.name)
+def test_training_step_captured_in_a_cuda_graph(shape):
+    case = made(shape)
+    want = train(attend, case)  # compiles
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        train(attend, case)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = train(attend, case)
+    for t in got.values():
+        t.fill_(float("nan"))
+    graph.replay()
+    assert_equal(got, want)
+    other = made(shape, seed=5)
+    for name in (*INPUTS, "dout"):
+        getattr(case, name).copy_(getattr(other, name))
+    graph.replay()
+    # Leaves share the case's memory: the graph reads the new values.
+    assert_equal(got, train(attend, other))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [MID, DECODE, TOKENS], ids=lambda s: s.name)
+def test_the_host_never_waits(shape, compiled):
+    torch._dynamo.reset()
+    ends = torch.tensor([0, 500, 1024], device="cuda", dtype=torch.int32) if shape is MID else None
+    step = lambda *a: selection_attention(*a, cu_seqlens_q=ends, return_lse=True)  # noqa: E731
+    step = torch.compile(step, backend="mhc_inductor", fullgraph=True) if compiled else step
+    case = made(shape)
+    train(step, case)
+    with no_synchronisation():
+        train(step, case)
+
+
+def plain(q, k, v, ranges):
+    """What a user writes: a mask from ranges, then dense attention with the keys of a group repeated for its heads."""
+    h = q.shape[3]
+    at = torch.arange(k.shape[2], device=k.device)
+    inside = (at >= ranges[..., 0, None]) & (at < ranges[..., 1, None])
+    mask = inside.any(-2).transpose(1, 2).repeat_interleave(h, 1)
+    rows = q.flatten(2, 3).transpose(1, 2)
+    o = F.scaled_dot_product_attention(rows, k.repeat_interleave(h, 1), v.repeat_interleave(h, 1), attn_mask=mask)
+    return o.transpose(1, 2).unflatten(2, (-1, h)), None
+
+
+def test_a_plain_mask_runs_on_the_kernels():
+    torch._dynamo.reset()
+    case = made()
+
+    def step(fn):
+        leaves = case.leaves()
+        o = fn(*leaves, case.ranges)[0]
+        grads = torch.autograd.grad(o, leaves, case.dout)
+        return {"o": o.detach(), **{f"d{n}": g for n, g in zip(cases.NAMES, grads, strict=True)}}
+
+    compiled = torch.compile(plain, backend="mhc_inductor", fullgraph=True)
+    before = mhc_inductor.counters().get("routed selection_attention", 0)
+    got = step(compiled)
+    assert mhc_inductor.counters()["routed selection_attention"] == before + 1
+    assert_accurate(got, case)
+    names = [n for n in kernels_of(lambda: step(compiled)) if n.startswith("selection_")]
+    assert "selection_forward" in names and any("dkv" in n for n in names)
+
+
+# ---- memory and size
+
+
+def test_peak_memory_of_training():
+    case = made(C1)
+    leaves = case.leaves()
+    cases.both(case, leaves)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = cases.both(case, leaves)
+    torch.cuda.synchronize()
+    given = sum(t.nbytes for t in (*leaves, case.dout, case.ranges))
+    peak = torch.cuda.max_memory_allocated() - before + given
+    least = sum(t.nbytes for t in (*leaves, case.dout, *out.values()))
+    assert peak <= 1.2 * least, peak / least
+
+
+def test_more_than_2_to_the_31_elements_of_q():
+    groups, heads, dim, length, tail = 4, 16, 128, 256, 128
+    S = 2**31 // (groups * heads * dim) + tail
+    q = torch.zeros(1, S, groups, heads, dim, device="cuda", dtype=BF16)
+    assert q.numel() > 2**31
+    torch.manual_seed(0)
+    dout = torch.zeros_like(q)
+    for t in (q, dout):
+        t[:, -tail:].normal_()
+    k, v = (torch.randn(1, groups, length, dim, device="cuda", dtype=BF16) for _ in range(2))
+    start = torch.randint(0, length, (1, S, groups, 2), device="cuda", dtype=torch.int32)
+    case = cases.Case(C1, "", q, k, v, torch.stack((start, start + 40), -1), dout)
+    got = train(attend, case)
+    last = dataclasses.replace(
+        case, q=q[:, -tail:].clone(), dout=dout[:, -tail:].clone(), ranges=case.ranges[:, -tail:].clone()
+    )
+    want = train(attend, last)
+    for name, t in want.items():
+        # The others' gradients are zero: keys get the same from all as from the last.
+        part = got[name] if name in ("dk", "dv") else got[name][:, -tail:]
+        assert cases.relative(part, t) < ROUNDING, name
+    assert not got["dq"][:, : S - tail].any()
+
+
+@pytest.mark.parametrize("queries", [48, 2])
+def test_more_than_2_to_the_31_elements_of_k_and_v(queries):
+    groups, heads, dim, ends = 4, 16, 128, 512
+    length = 2**31 // (groups * dim) + 64
+    torch.manual_seed(0)
+    views = []
+    for _ in range(2):
+        t = torch.zeros(1, length, groups, dim, device="cuda", dtype=BF16)
+        assert t.numel() > 2**31
+        for part in (t[:, :ends], t[:, -ends:]):
+            part.normal_()
+        views.append(t.transpose(1, 2))
+    q, dout = (torch.randn(1, queries, groups, heads, dim, device="cuda", dtype=BF16) for _ in range(2))
+    # Blocks of both ends, whose keys alone are the second case's.
+    block = torch.rand(1, queries, groups, 2 * ends // 64, device="cuda").argsort(-1)[..., :8]
+    start = (block * 64).int()
+    near = torch.stack((start, start + 50), -1)
+    far = torch.where(near < ends, near, near + (length - 2 * ends))
+    k, v = views
+    got = train(attend, cases.Case(C1, "", q, k, v, far, dout))
+    short = [torch.cat((t[:, :, :ends], t[:, :, -ends:]), 2).contiguous() for t in views]
+    want = train(attend, cases.Case(C1, "", q, *short, near, dout))
+    for name, t in want.items():
+        part = torch.cat((got[name][:, :, :ends], got[name][:, :, -ends:]), 2) if name in ("dk", "dv") else got[name]
+        assert cases.relative(part, t) < ROUNDING, name
+    assert not got["dk"][:, :, ends : length - ends].any()
+
+
+def test_above_512_the_reference_runs_and_says_so_once(caplog):
+    log._said.clear()
+    case = made(Shape("too wide", 64, 1, 2, dim=576, block=16, picks=4))
+    with caplog.at_level("WARNING", logger="mhc_inductor"):
+        got = cases.both(case, case.leaves())
+        cases.forward(case)
+    assert_accurate(got, case)
+    said = [r.getMessage() for r in caplog.records if "D = 576 is above 512" in r.getMessage()]
+    assert len([m for m in said if m.startswith("selection_attention runs")]) == 1, said
