@@ -25,14 +25,18 @@ def _few_pieces(
 
 
 @triton.jit
-def _keys(p, n, first, length, shift, ends_row, totals_row, R: tl.constexpr, RP: tl.constexpr, FEW: tl.constexpr):
+def _keys(
+    p, n, first, length, shift, ends_row, totals_row,
+    R: tl.constexpr, RP: tl.constexpr, FEW: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     """The keys (int64) at positions p [BN]; beyond the last, the last."""
     p = tl.minimum(p, n - 1)
     if FEW:
         i = p[:, None] - first  # [BN, RP]
         key = tl.sum(tl.where((i >= 0) & (i < length), p[:, None] + shift, 0), axis=1)
     else:
-        # How many totals are <= p.
+        # How many totals are <= p. W equal columns: an element for each thread, lest all search in the layout of K's rows.
+        p = tl.broadcast_to(p[:, None], (p.shape[0], W))
         i = p * 0
         half: tl.constexpr = RP
         for _ in tl.static_range(RP.bit_length() - 1):
@@ -41,7 +45,7 @@ def _keys(p, n, first, length, shift, ends_row, totals_row, R: tl.constexpr, RP:
             total = tl.load(totals_row + at, mask=at < R, other=0x7FFFFFFF)
             i = tl.where(total <= p, i + half, i)
         i = tl.minimum(i, R - 1)
-        key = tl.load(ends_row + i) - tl.load(totals_row + i) + p
+        key = tl.max(tl.load(ends_row + i) - tl.load(totals_row + i) + p, axis=1)
     return key.to(tl.int64)
 
 
@@ -83,7 +87,7 @@ def selection_gather(
     q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, sink_ptr, o_ptr, lse_ptr, part_ptr,
     plse_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, VARLEN: tl.constexpr, SINK: tl.constexpr,
+    RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, W: tl.constexpr, VARLEN: tl.constexpr, SINK: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """q[B, S, G, H, DK], k[B, G, S_kv, DK], v[B, G, S_kv, DV] -> o[B, S, G, H, DV], lse[B, S, G, H].
@@ -130,12 +134,12 @@ def selection_gather(
     norm = tl.zeros((HB,), tl.float32)
     acc = tl.zeros((HB, VP), tl.float32)
     # The keys' numbers are found one tile ahead of their loads.
-    key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
+    key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
     for start in range(begin, end, BN):
         mask = start + i < end
         k = _rows(k_base, key, mask, dk, skn, DK, KP)
         v = _rows(v_base, key, mask, dv, svn, DV, VP)
-        key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
+        key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
         x = tl.dot(q, tl.trans(k), input_precision=PREC) * qk
         x = tl.where(mask[None, :], x, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, axis=1))
@@ -214,7 +218,7 @@ def selection_gather_dq(
     dout_ptr, q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, lse2_ptr, delta_ptr, dq_ptr,
     part_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, VARLEN: tl.constexpr, DOUT: tl.constexpr,
+    RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, W: tl.constexpr, VARLEN: tl.constexpr, DOUT: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq[B, S, G, H, DK] from dout[B, S, G, H, DV] and, for each row, log2 of the denominator (inf: nothing) and delta.
@@ -265,13 +269,13 @@ def selection_gather_dq(
     qk = scale * 1.4426950408889634
     i = tl.arange(0, BN)
     acc = tl.zeros((HB, KP), tl.float32)
-    key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
+    key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
     for start in range(begin, end, BN):
         mask = start + i < end
         k = _rows(k_base, key, mask, dk, skn, DK, KP)
         if DOUT:
             v = _rows(v_base, key, mask, dv, svn, DV, VP)
-        key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
+        key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * qk - lse2[:, None])
         if DOUT:
             ds = p * (tl.dot(do, tl.trans(v), input_precision=PREC) - delta[:, None])

@@ -119,7 +119,8 @@ def _call(
     )  # fmt: skip
     KP, VP = (max(16, power_of_two(D)) for D in (DK, DV))
     constexprs = dict(
-        H=h, DK=DK, DV=DV, KP=KP, VP=VP, R=r, RP=power_of_two(r), HB=c.HB, BN=c.BN, FEW=few, VARLEN=varlen,
+        H=h, DK=DK, DV=DV, KP=KP, VP=VP, R=r, RP=power_of_two(r), HB=c.HB, BN=c.BN, FEW=few,
+        W=max(1, 32 * c.num_warps // c.BN), VARLEN=varlen,
         ALIGN=alignment(b, q, k, v), PREC=input_precision(b, dtype),
     )  # fmt: skip
     return _Call(args, constexprs, c, rows, NS)
