@@ -130,8 +130,11 @@ def attend(
     most = scores.amax(-1)
     most = torch.where(most == -torch.inf, 0.0, most)
     p = torch.exp(scores - most.unsqueeze(-1))
-    lse = most + torch.log(p.sum(-1))
-    weight = torch.exp(most - total_lse(lse, sink)).unsqueeze(-1)
+    total = p.sum(-1)
+    lse = most + torch.log(total)
+    # Not exp(most - lse): a large lse is rounded.
+    total = total if sink is None else total + torch.exp(sink.to(total.dtype) - most)
+    weight = torch.where(lse == -torch.inf, 0.0, 1 / total).unsqueeze(-1)
     if not odd:
         return torch.matmul(p, values) * weight, lse
     spread = poison(mask, values).repeat_interleave(query.shape[-2] // mask.shape[-2], -2)
