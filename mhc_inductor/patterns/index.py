@@ -88,6 +88,8 @@ class Var:
     """An index variable that runs over ``[0, size)``."""
 
     __slots__ = ("size",)
+    open = False
+    """Whether a view may split it where its size is no multiple: a slice of something longer."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
@@ -110,10 +112,20 @@ def bound_of(atom: Any) -> Size:
         return atom.size
     if atom.mod:
         return atom.by
-    quotient = bound_of(atom.of).over(atom.by)
+    whole = bound_of(atom.of)
+    quotient = whole.over(atom.by)
+    if quotient is None and _open(atom):
+        rounded = -(-whole.factor // atom.by.factor)
+        return Size(rounded) if not whole.symbols + atom.by.symbols else Size(1, (f"ceil({whole}/{atom.by})",))
     if quotient is None:
         raise Unsupported
     return quotient
+
+
+def _open(atom: Any) -> bool:
+    while isinstance(atom, Part):
+        atom = atom.of
+    return bool(atom.open)
 
 
 class Index:
@@ -248,7 +260,7 @@ def divmod_index(index: Index, by: Size) -> tuple[Index, Index]:
         per = by.over(c)
         if atom is None or per is None or not _below(others, c):
             continue
-        if bound_of(atom).over(per) is None:
+        if bound_of(atom).over(per) is None and not _open(atom):
             raise Unsupported
         high, low = Part(atom, per, False), Part(atom, per, True)
         return Index(quotient).plus(Index({high: ONE})), Index(others).plus(Index({low: c}))

@@ -19,6 +19,8 @@ from .report import Fused, NearMiss, Report, Routed, kernels_of
 from .reroll import Chain, Search
 from .rewrite import Rewriter
 from .scans import Scans
+from .selection import Found as Selected
+from .selections import Selections, candidates
 from .values import Value, Values
 
 
@@ -52,6 +54,7 @@ def _route(
     states = _autocast_states(gm.graph, autocast)
     report.routed += _called(gm.graph)
     _scans(gm, report, states, templates, body)
+    _selections(gm, report, states, templates)
     # Bodies of higher-order operators (activation checkpointing) are graphs of their own.
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(inner := getattr(gm, str(node.target), None), fx.GraphModule):
@@ -139,6 +142,27 @@ def _scans(
         logger.debug("routing failed", exc_info=True)
 
 
+def _selections(
+    gm: torch.fx.GraphModule, report: Report, states: dict[fx.Node, Any], templates: dict[Any, Any]
+) -> None:
+    """Attentions whose mask is a union of ranges of keys."""
+    if not candidates(gm.graph):
+        return
+    saved = _copy(gm.graph)
+    try:
+        rewriter = Selections(gm.graph, states, templates)
+        rewriter.run_selections()
+        gm.graph.lint()
+        gm.recompile()
+        report.routed += (_routed(op, node, what) for op, node, what in rewriter.made)
+        report.near_misses += map(_near_miss, rewriter.misses)
+    except Exception as error:
+        gm.graph = saved
+        gm.recompile()
+        report.problems.append(f"attentions stay as they are: {type(error).__name__}: {error}")
+        logger.debug("routing failed", exc_info=True)
+
+
 def _holds_ops(graph: fx.Graph) -> bool:
     post = torch.ops.mhc_inductor.mhc_post.default
     return any(node.target is post for node in graph.nodes)
@@ -203,6 +227,9 @@ def _routed(op: str, node: fx.Node, what: Any) -> Routed:
         first = what.steps[0]
         source = source_of(what.recogniser.known[first.M_new])
         detail = f"n = {what.frame.n}, {len(what.steps)} steps of an unrolled loop"
+    elif isinstance(what, Selected):
+        source = source_of(what.out.node)
+        detail = what.words()
     elif isinstance(what, tuple):
         call, frame = what
         source = source_of(call)

@@ -5,24 +5,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from .algebra import Ref, _broadcast, aten, contraction, number, operands, reduction
-from .index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, linear, var
+from .algebra import Ref, _broadcast, aten, contraction, number, operands, reduction, step
+from .index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, linear, product_of, var
 from .intervals import Interval, Judge
-from .keysets import CASTS, MULTIPLY, All, Any_, Given, KeyData, Masks, both, constant_of, eliminated, inner, uncast
-from .linear import Key, Linear, of_index, variables_of
+from .keysets import MULTIPLY, All, Any_, Masks, alike, both, constant_of, eliminated, free
+from .linear import Key, atom, of_index, replaced, variables_of
 from .mhc import Mismatch
-from .values import Value, Values, example
+from .values import Value, Values
 
 OP = "selection_attention"
-SPARSE = "mask"
 _DIVIDE = (aten.div.Tensor, aten.div.Scalar)
 _ADD = (aten.add.Tensor, aten.add.Scalar)
+_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Source:
 
 @dataclasses.dataclass
 class Found:
-    """One attention. ``dims`` are the digits (variables, most significant first) of each dim of ``out``."""
+    """One attention. ``dims`` are the digits (variables, most significant first) of each dim of ``out``; ``dense`` are
+    the values with an element for each query and key."""
 
     out: Value
     dims: list[list[Var]]
@@ -54,11 +55,23 @@ class Found:
     groups: list[Var] = dataclasses.field(default_factory=list)
     heads: list[Var] = dataclasses.field(default_factory=list)
     query: list[Var] = dataclasses.field(default_factory=list)
-    dtype: torch.dtype = torch.float32
+    feature: list[Var] = dataclasses.field(default_factory=list)
 
-    @property
-    def dv(self) -> Var | None:
-        return None
+    def deepest(self) -> list[Ref]:
+        """The elements of q, k and v behind all views."""
+        return [[*sources(ref)][-1].ref for ref in (self.q, self.k, self.v)]
+
+    def words(self) -> str:
+        """What it is, for the report."""
+        groups, heads = (product_of(v.size for v in digits) for digits in (self.groups, self.heads))
+        kinds = []
+        for each in self.intervals:
+            width = next((w for low, high in each.pairs() if (w := high.minus(low).value) is not None), None)
+            count = product_of(v.size for v in each.bound)
+            kind = "ranges" if width is None else f"blocks of {width} keys" if width > 1 else "keys"
+            kinds.append(f"{words(count)} {kind}" if each.selects else "keys near the query")
+        empty = "rows without keys give 0" if math.isinf(self.fill) else "rows without keys give the mean of V"
+        return f"{words(groups)} groups of {words(heads)} heads, {' and '.join(kinds)} a query; {empty}"
 
 
 class NotOurs(Exception):
@@ -70,7 +83,7 @@ def sources(ref: Ref) -> Iterator[Source]:
     dtype = ref.value.dtype
     while True:
         yield Source(ref, dtype)
-        below = inner(ref)
+        below = step(ref)
         if below is None:
             return
         if below.value.dtype != dtype:
@@ -92,7 +105,7 @@ class Scaled:
         self.met: list[Value] = []
         while True:
             self.met.append(ref.value)
-            below = inner(ref)
+            below = step(ref)
             if below is None and (ref.value.func in MULTIPLY or ref.value.func in _DIVIDE) and not ref.value.kwargs:
                 below = self._times(ref)
             if below is None:
@@ -119,7 +132,7 @@ def dot(ref: Ref) -> tuple[Ref, Ref, list[Var]] | None:
     if reduced is None or reduced[2] != 1.0:
         return None
     summand, bound, _ = reduced
-    while (below := inner(summand)) is not None:
+    while (below := step(summand)) is not None:
         summand = below
     if summand.value.func not in MULTIPLY:
         return None
@@ -132,6 +145,16 @@ class Recogniser:
 
     def __init__(self, values: Values) -> None:
         self.values = values
+        self._made: list[Masks] = []
+
+    def _masks(self) -> Masks:
+        self._made.append(Masks(self.values.fixed))
+        return self._made[-1]
+
+    @property
+    def close(self) -> list[Value]:
+        """What of the masks that were looked at says, from data, which keys a query sees."""
+        return [value for masks in self._made for value in masks.seen]
 
     # --- scaled_dot_product_attention ---
 
@@ -160,13 +183,13 @@ class Recogniser:
             scale = number(scale)
             if scale is None:
                 raise NotOurs
-            masks = Masks(self.values.fixed)
+            masks = self._masks()
             element = _aligned(m, (*lead, s, var(t)))
             if m.dtype is torch.bool:
                 keys, fill = masks.truth(element), -math.inf
             else:
                 keys, fill = masks.additive(element)
-                _check_added(fill, m.dtype)
+                check_added(fill, m.dtype)
             refs = (
                 _aligned(q, (*lead, s, var(width))),
                 _aligned(k, (*kv_lead, var(t), var(width))),
@@ -174,11 +197,12 @@ class Recogniser:
             )
             return Found(out, dims, *refs, width, t, scale, keys, fill, [m], masks)
 
-        if given.get("dropout_p") not in (None, 0, 0.0):
-            self._almost(build, out, "dropout of the attention weights")
         if given.get("is_causal"):
             raise NotOurs
-        return self._refined(build, out, [out.shape[-3]] if False else None)
+        found = self._refined(build, out)
+        if given.get("dropout_p") not in (None, 0, 0.0):
+            raise Mismatch("the attention weights are dropped out", out)
+        return found
 
     def _grouped(self, digits: list[Var], k: Value) -> Index:
         """The group of a head, which is the digits above the heads of a group."""
@@ -192,7 +216,7 @@ class Recogniser:
             at = len(digits)
         if total == groups:
             return _joined(digits[:at])
-        per = _product(v.size for v in digits).over(groups)
+        per = product_of(v.size for v in digits).over(groups)
         if per is None:
             raise NotOurs
         raise Cut([(digits, per)])
@@ -205,124 +229,62 @@ class Recogniser:
 
     # --- softmax written out ---
 
-    def written(self, softmax: Value, out: Value, same: dict[Value, Value | None]) -> Found:
-        """``out`` = softmax @ V. ``same``: values that are the softmax but for rows without keys, and their masks."""
+    def written(self, softmax: Value, out: Value, same: dict[Value, Guarded]) -> Found:
+        """``out`` = softmax @ V. ``same`` are values that are the softmax but for rows without keys."""
         dim = softmax.args[1] % max(1, len(softmax.shape))
 
+        def weights_of(ref: Ref, guards: list[tuple[Ref, bool]]) -> Ref | None:
+            """The element of the softmax that ``ref`` is."""
+            while ref.value is not softmax:
+                guarded = same.get(ref.value)
+                if guarded is not None:
+                    if guarded.mask is not None:
+                        guards.append((_broadcast(guarded.mask, ref), guarded.want))
+                    ref = _broadcast(guarded.of, ref)
+                elif (below := step(ref)) is not None:
+                    ref = below
+                else:
+                    return None
+            return ref
+
         def build(dims: list[list[Var]]) -> Found:
-            index = tuple(_joined(digits) for digits in dims)
-            summed = dot(_bare(Ref(out, index), same))
+            summed = dot(bare(Ref(out, tuple(_joined(digits) for digits in dims))))
             if summed is None:
                 raise NotOurs
-            left, right, bound = summed
-            a, b = _until(left, same), _until(right, same)
-            if (a.value in same) == (b.value in same):
+            sides, guards = summed[:2], []
+            own = [weights_of(side, guards) for side in sides]
+            if (own[0] is None) == (own[1] is None):
                 raise NotOurs
-            weights, v = (a, right) if a.value in same else (b, left)
-            over = weights.index[dim]
-            if [*over.terms] != [x for x in bound if x.size != ONE][:1] or len(over.terms) > 1:
-                raise NotOurs
-            size = softmax.shape[dim]
-            t = Key(size)
-            if over.terms:
+            weights, v = (own[0], sides[1]) if own[0] is not None else (own[1], sides[0])
+            assert weights is not None
+            over, t = weights.index[dim], Key(softmax.shape[dim])
+            if t.size != ONE:
+                if len(over.terms) != 1 or [*over.terms.items()] != [(x, ONE) for x in summed[2] if x.size != ONE]:
+                    raise NotOurs
                 (old,) = over.terms
-                weights, v = (_renamed_ref(r, old, t) for r in (weights, v))
-            masks = Masks(self.values.fixed)
-            keys: Any_ = [All()]
-            fills: list[float] = []
-            dense = [softmax, *same]
-            scores, factor = self._scores(Ref(softmax.args[0], weights.index), masks, keys_ := [keys], fills, dense)
-            found = dot(scores)
-            if found is None:
+                weights, v = replaced(weights, old, atom(t)), replaced(v, old, atom(t))
+                guards = [(replaced(r, old, atom(t)), want) for r, want in guards]
+            masks, dense = self._masks(), [softmax, *same]
+            scores = Scores(Ref(softmax.args[0], weights.index), masks, dense)
+            found = dot(scores.ref)
+            if found is None or len(found[2]) != 1:
                 raise NotOurs
-            sides = [Scaled(x) for x in found[:2]]
-            factor *= sides[0].factor * sides[1].factor
-            has = [t in variables_of(x.ref) for x in sides]
-            if size == ONE:
-                has = [False, True]
-            if has[0] == has[1] or len(found[2]) != 1:
+            scaled = [Scaled(side) for side in found[:2]]
+            has = [t in variables_of(x.ref) for x in scaled]
+            if has[0] == has[1]:
                 raise NotOurs
-            q, k = (x for x, _ in sorted(zip(found[:2], has, strict=True), key=lambda p: p[1]))
-            scaled_q, scaled_k = (Scaled(x) for x in (q, k))
-            d = found[2][0]
-            for mask in {m for m in same.values() if m is not None}:
-                del mask
-            return Found(
-                out, dims, scaled_q.ref, scaled_k.ref, v, d, t, factor, keys_[0], max(fills, default=-math.inf), dense, masks
-            )
+            q, k = scaled if has[1] else scaled[::-1]
+            factor = scores.factor * q.factor * k.factor
+            for ref, want in guards:
+                if not alike(masks.truth(ref, want), scores.keys, t):
+                    raise Mismatch("the attention weights are masked once more, and differently", ref.value)
+            return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, scores.keys, scores.fill, dense, masks)
 
-        return self._refined(build, out, None)
-
-    def _scores(
-        self, ref: Ref, masks: Masks, keys: list[Any_], fills: list[float], dense: list[Value]
-    ) -> tuple[Ref, float]:
-        """What a softmax is taken of: its scores (a sum of products), their factor; the mask goes into ``keys``."""
-        factor = 1.0
-        masked = 0
-        while True:
-            scaled = Scaled(ref)
-            dense += scaled.met
-            factor *= scaled.factor
-            ref = scaled.ref
-            value, func, args = ref.value, ref.value.func, ref.value.args
-            if func in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
-                fill = constant_of(args[2])
-                self._fill(fill, fills, value, factor)
-                keys[0] = both(keys[0], masks.truth(_broadcast(args[1], ref), False))
-                ref = _broadcast(args[0], ref)
-            elif func is aten.where.self:
-                when, a, b = args
-                want = constant_of(b) is not None
-                fill = constant_of(b if want else a)
-                self._fill(fill, fills, value, factor)
-                keys[0] = both(keys[0], masks.truth(_broadcast(when, ref), want))
-                ref = _broadcast(a if want else b, ref)
-            elif func in (*_ADD, aten.sub.Tensor) and len(args) == 2 and not value.kwargs:
-                sides = [_broadcast(a, ref) for a in args if isinstance(a, Value)]
-                if len(sides) != 2:
-                    raise NotOurs
-                own = [_is_scores(s) for s in sides]
-                if own[0] == own[1] or (func is aten.sub.Tensor and own[1]):
-                    raise NotOurs if masked == 0 else Unsupported
-                scores, mask = sides if own[0] else sides[::-1]
-                if func is aten.sub.Tensor:
-                    raise Unsupported
-                try:
-                    found, fill = masks.additive(mask)
-                except (KeyData, Unsupported):
-                    if _reads_only_positions(mask):
-                        raise NotOurs from None
-                    raise Bias(mask.value) from None
-                _check_added(fill, mask.value.dtype)
-                if factor <= 0:
-                    raise NotOurs
-                fills.append(fill)
-                keys[0] = both(keys[0], found)
-                ref = scores
-            else:
-                if not fills:
-                    raise NotOurs
-                return ref, factor
-            masked += 1
-
-    def _fill(self, fill: float | None, fills: list[float], value: Value, factor: float) -> None:
-        if fill is None or factor <= 0:
-            raise NotOurs
-        if not fill <= -1e4:
-            raise Mismatch(f"scores of other keys are set to {fill:g}; expected -inf", value)
-        fills.append(fill)
+        return self._refined(build, out)
 
     # --- digits of the result's dims, and what they are ---
 
-    def _almost(self, build: Callable[[list[list[Var]]], Found], out: Value, reason: str) -> None:
-        """Raises Mismatch with ``reason`` where the rest is a selection, else NotOurs."""
-        try:
-            self._refined(build, out, None)
-        except (Mismatch, Unsupported):
-            raise NotOurs from None
-        raise Mismatch(reason, out)
-
-    def _refined(self, build: Callable[[list[list[Var]]], Found], out: Value, _: Any) -> Found:
+    def _refined(self, build: Callable[[list[list[Var]]], Found], out: Value) -> Found:
         """``build`` of the result's dims, split into digits until q, k and v are indexed by whole ones."""
         cuts: list[list[Size]] = [[] for _ in out.shape]
         for _ in range(6):
@@ -333,7 +295,7 @@ class Recogniser:
                 if not _cut(cuts, dims, cut.places):
                     raise Unsupported from None
                 continue
-            parts = [a for ref in (found.q, found.k, found.v) for i in ref.index for a in i.atoms()]
+            parts = [a for ref in found.deepest() for i in ref.index for a in i.atoms()]
             places = [place for a in parts if isinstance(a, Part) for place in _places(a)]
             if not places or not _cut(cuts, dims, [([root], by) for root, by in places]):
                 break
@@ -341,43 +303,138 @@ class Recogniser:
         return found
 
     def _roles(self, found: Found) -> None:
-        keys = [e for conj in found.keys if (e := eliminated(conj)) is not None]
-        found.keys = keys
-        masked = {v for conj in keys for v in _free(conj)} - {found.t}
-        ours = {v for digits in found.dims for v in digits}
-        held = (variables_of(found.k) | variables_of(found.v)) & ours
-        asked = variables_of(found.q) & ours
-        if not _whole(found):
+        """What each digit is: batch, group, head, query or feature. Raises NotOurs, Mismatch and Unsupported."""
+        found.keys = [e for conj in found.keys if (e := eliminated(conj)) is not None]
+        if not any(x.data() for conj in found.keys for x in conj.comparisons()):
             raise NotOurs
-        shared = [v for digits in found.dims for v in digits if v in held and v in asked]
-        features = [v for digits in found.dims for v in digits if v in held and v not in asked]
-        if len(features) != 1 or features[0] not in variables_of(found.v) or features[0] in variables_of(found.k):
+        masked = {v for conj in found.keys for v in free(conj)}
+        ours = [v for digits in found.dims for v in digits if v.size != ONE]
+        asked, in_k, in_v = map(variables_of, found.deepest())
+        held = in_k | in_v
+        shared = [v for v in ours if v in held and v in asked]
+        found.feature = [v for v in ours if v in held and v not in asked]
+        if any(v not in held and v not in asked for v in ours) or len(found.feature) > 1:
             raise NotOurs
-        found.features = features  # type: ignore[attr-defined]
+        if any(v not in in_v or v in in_k for v in found.feature):
+            raise NotOurs
         rows: list[list[Var]] = []
         for digits in found.dims:
             own = [v for v in digits if v in asked and v not in held]
-            if any(v in held for v in digits):
+            if any(v in shared for v in digits):
                 found.heads += own
             elif own:
                 rows.append(own)
-        judge = Judge(found.masks, found.t)
-        found.intervals = judge.intervals(keys)
         depends = [r for r in rows if any(v in masked for v in r)]
         if any(v in masked for v in found.heads) or len(depends) > 1:
             raise Mismatch("the mask differs between the heads of a group", found.dense[-1])
-        if not depends and rows and not any(s == ONE for s in found.out.shape):
-            depends = [max(rows, key=lambda r: _hint(r))]
+        if not depends and rows and not any(len(digits) == 1 and digits[0].size == ONE for digits in found.dims[:-1]):
+            depends = [max(rows, key=_large)]
         found.query = depends[0] if depends else []
         found.heads += [v for r in rows if r not in depends for v in r]
-        found.batch, found.groups = shared[:1], shared[1:]
-        if len(shared) == 1:
-            found.batch, found.groups = [], shared
-        position = of_index(_joined(found.query))
-        judge.check(found.intervals, position, self._size(found.query), found.t.size)
+        found.batch, found.groups = (shared[:1], shared[1:]) if len(shared) > 1 else ([], shared)
+        judge = Judge(found.masks, found.t)
+        found.intervals = judge.intervals(found.keys)
+        queries = product_of(v.size for v in found.query)
+        judge.check(found.intervals, of_index(_joined(found.query)), queries, found.t.size)
 
-    def _size(self, digits: list[Var]) -> Size:
-        return _product(v.size for v in digits)
+
+@dataclasses.dataclass(frozen=True)
+class Guarded:
+    """``of``, with 0 where ``mask`` is not ``want``."""
+
+    of: Value
+    mask: Value | None = None
+    want: bool = True
+
+
+def guarded(value: Value, known: Any) -> Guarded | None:
+    """``value`` as one of the values ``known`` that differs from it only where something is masked or NaN."""
+    func, args = value.func, value.args
+    if func is aten.nan_to_num.default and args[0] in known and (len(args) < 2 or args[1] in (None, 0, 0.0)):
+        return Guarded(args[0])
+    if func in _FILLS and args[0] in known and constant_of(args[2]) == 0.0:
+        return Guarded(args[0], args[1], False)
+    if func is aten.where.self and args[1] in known and constant_of(args[2]) == 0.0:
+        return Guarded(args[1], args[0])
+    if func is aten.where.self and args[2] in known and constant_of(args[1]) == 0.0:
+        return Guarded(args[2], args[0], False)
+    if func in MULTIPLY:
+        for a, b in (args[:2], args[1::-1]):
+            if a in known and isinstance(b, Value):
+                return Guarded(a, b)
+    return None
+
+
+class Scores:
+    """What a softmax is taken of: ``factor`` times the sum of products ``ref``, where ``keys`` hold, else ``fill``."""
+
+    def __init__(self, ref: Ref, masks: Masks, dense: list[Value]) -> None:
+        self.masks = masks
+        self.keys: Any_ = [All()]
+        self.factor = 1.0
+        self.fill = -math.inf
+        self.ref = ref
+        while True:
+            scaled = Scaled(self.ref)
+            dense += scaled.met
+            self.factor *= scaled.factor
+            self.ref = scaled.ref
+            if dot(self.ref) is not None:
+                break
+            self.ref = self._unmasked(self.ref)
+        dense.append(self.ref.value)
+
+    def _unmasked(self, ref: Ref) -> Ref:
+        value, func, args = ref.value, ref.value.func, ref.value.args
+        if self.factor <= 0:
+            raise NotOurs
+        if func in _FILLS:
+            self._filled(constant_of(args[2]), value)
+            self._mask(self.masks.truth(_broadcast(args[1], ref), False))
+            return _broadcast(args[0], ref)
+        if func is aten.where.self:
+            when, a, b = args
+            want = constant_of(b) is not None
+            self._filled(constant_of(b if want else a), value)
+            self._mask(self.masks.truth(_broadcast(when, ref), want))
+            return _broadcast(a if want else b, ref)
+        if func is aten.add.Tensor and not value.kwargs:
+            sides = [_broadcast(a, ref) for a in args[:2] if isinstance(a, Value)]
+            own = [_is_scores(side) for side in sides]
+            if sum(own) != 1 or len(own) != 2:
+                raise NotOurs
+            scores, mask = sides if own[0] else sides[::-1]
+            try:
+                keys, fill = self.masks.additive(mask)
+            except Unsupported:
+                if self.masks.seen or _selects(scores, self.masks):
+                    raise Mismatch("something that is no mask is added to the scores", mask.value) from None
+                raise
+            check_added(fill, mask.value.dtype)
+            self.fill = max(self.fill, fill)
+            self._mask(keys)
+            return scores
+        raise NotOurs
+
+    def _mask(self, keys: Any_) -> None:
+        self.keys = both(self.keys, keys)
+
+    def _filled(self, fill: float | None, value: Value) -> None:
+        if fill is None:
+            raise NotOurs
+        if not fill <= -1e4:
+            raise Mismatch(f"scores of other keys are set to {fill:g}; expected -inf", value)
+        self.fill = max(self.fill, fill)
+
+
+def _selects(scores: Ref, masks: Masks) -> bool:
+    """Whether another mask of the scores is a selection."""
+    other = Masks(masks.fixed)
+    try:
+        Scores(scores, other, [])
+    except (Mismatch, Unsupported, NotOurs):
+        return bool(other.seen)
+    return bool(other.seen)
 
 
 class Cut(Exception):
@@ -388,24 +445,9 @@ class Cut(Exception):
         self.places = places
 
 
-class Bias(Exception):
-    """Something is added to the scores that is no mask."""
-
-    def __init__(self, value: Value) -> None:
-        super().__init__("a bias")
-        self.value = value
-
-
-def _hint(digits: list[Var]) -> tuple[bool, int]:
-    size = _product(v.size for v in digits)
+def _large(digits: list[Var]) -> tuple[bool, int]:
+    size = product_of(v.size for v in digits)
     return bool(size.symbols), size.factor
-
-
-def _product(sizes: Iterable[Size]) -> Size:
-    total = ONE
-    for size in sizes:
-        total = total.times(size)
-    return total
 
 
 def _joined(digits: Sequence[Var]) -> Index:
@@ -433,7 +475,7 @@ def _cut(cuts: list[list[Size]], dims: list[list[Var]], places: list[tuple[list[
         for d, own in enumerate(dims):
             if digits[-1] not in own:
                 continue
-            below = _product(v.size for v in own[own.index(digits[-1]) + 1 :])
+            below = product_of(v.size for v in own[own.index(digits[-1]) + 1 :])
             cut = below.times(by)
             if cut not in cuts[d]:
                 cuts[d].append(cut)
@@ -456,13 +498,6 @@ def _places(part: Any) -> list[tuple[Var, Size]]:
     return found
 
 
-def _free(conj: All) -> set[Var]:
-    found: set[Var] = set()
-    for x in conj.literals:
-        found |= variables_of(x.ref) if isinstance(x, Given) else x.value.variables()
-    return found - set(conj.bound)
-
-
 def _aligned(value: Value, index: Sequence[Index]) -> Ref:
     """The element of a tensor that broadcasts to ``index``."""
     if len(value.shape) > len(index):
@@ -471,55 +506,36 @@ def _aligned(value: Value, index: Sequence[Index]) -> Ref:
     return Ref(value, tuple(const(0) if s == ONE else i for s, i in zip(value.shape, tail, strict=True)))
 
 
-def _until(ref: Ref, stop: Any) -> Ref:
-    """``ref`` behind views and casts, as far as a value of ``stop``."""
-    while ref.value not in stop:
-        below = inner(ref)
-        if below is None:
-            break
+def bare(ref: Ref) -> Ref:
+    while (below := step(ref)) is not None:
         ref = below
     return ref
 
 
-def _bare(ref: Ref, same: Any) -> Ref:
-    return _until(ref, same)
-
-
-def _renamed_ref(ref: Ref, old: Any, new: Var) -> Ref:
-    from .linear import atom, replaced
-
-    return replaced(ref, old, atom(new))
-
-
 def _is_scores(ref: Ref) -> bool:
-    """Whether scores are behind masks and scalings."""
+    """Whether a sum of products is behind masks and scalings."""
     for _ in range(32):
         ref = Scaled(ref).ref
         func, args = ref.value.func, ref.value.args
         if dot(ref) is not None:
             return True
-        if func in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        if func in _FILLS:
             ref = _broadcast(args[0], ref)
         elif func is aten.where.self:
             ref = _broadcast(args[1] if constant_of(args[2]) is not None else args[2], ref)
         elif func in _ADD:
-            sides = [_broadcast(a, ref) for a in args[:2] if isinstance(a, Value)]
-            return any(_is_scores(s) for s in sides)
+            return any(_is_scores(_broadcast(a, ref)) for a in args[:2] if isinstance(a, Value))
         else:
             return False
     return False
 
 
-def _reads_only_positions(ref: Ref) -> bool:
-    return constant_of(uncast(ref).value) is not None
-
-
-def _check_added(fill: float, dtype: torch.dtype) -> None:
+def check_added(fill: float, dtype: torch.dtype) -> None:
     # A smaller one leaves something of the scores in rows without keys.
     if fill > -1e8 and not (dtype.is_floating_point and fill <= torch.finfo(dtype).min):
         raise Unsupported
 
 
-def _whole(found: Found) -> bool:
-    """Whether q and k are multiplied over their whole width."""
-    return all(found.d in variables_of(r) or found.d.size == ONE for r in (found.q, found.k))
+def words(size: Size) -> str:
+    """A size for a report."""
+    return "*".join([*([str(size.factor)] if size.factor != 1 or not size.symbols else []), *size.symbols])
