@@ -1,0 +1,181 @@
+"""Launch plan of the backward of selection attention. B, S and S_kv may be symbolic; everything else is known.
+
+Memory beyond inputs and outputs, in bytes: 8 a row (b, s, g, h), 4 more with a sink and dlse, the bitmaps and lists of the
+forward's tile path, 8 a key tile, and what follows from the device alone: P programs with two slots of a key tile in fp32
+and scratch of 12 CAP each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from . import config
+from .delta import selection_delta, selection_dsink, selection_dsink_parts
+from .dkv import selection_dkv, selection_dkv_count, selection_dkv_fix, selection_dkv_prefix
+from .dq import selection_dq
+from .gather_plan import plan_gather_dq
+from .lists_plan import TileLists, alignment, dot_precision, plan_lists
+from .pieces_plan import Pieces, plan_pieces, power_of_two
+
+DELTA_ROWS = 32
+DSINK_PARTS = 128
+DSINK_ROWS = 16
+CAP = 2048  # queries of a key tile that a program lists at a time
+WORDS = 64  # words of a bitmap's column that it reads at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyConfig:
+    """dK, dV: key tiles of BN, ROWS rows of queries x heads an iteration, D in tiles of DC, ``per`` programs a multiprocessor."""
+
+    BN: int
+    ROWS: int
+    DC: int
+    num_warps: int
+    num_stages: int
+    held: bool = True  # keys and values stay in shared memory
+    per: int = 2
+
+
+def key_config(DK: int, DV: int, itemsize: int, backend: str, arch: int, BN: int) -> KeyConfig:
+    """For key tiles of BN, which the bitmaps were made for."""
+    D = max(config.padded(DK), config.padded(DV))
+    if itemsize == 4:
+        return KeyConfig(BN, 32, min(D, 128), 4, 2, D <= 128)
+    if D <= 128:
+        return KeyConfig(BN, 64, D, 4, 3)
+    return KeyConfig(BN, 32, 128, 8, 2)
+
+
+def plan_delta(b: Any, dout: Any, dlse: Any, sink: Any, o: Any, lse: Any) -> tuple[Any, Any, Any]:
+    """lse2, delta[B, S, G, h] and dsink[G, h], [0] without a sink. dout, dlse: contiguous, or None."""
+    B, S, G, h, DV = b.shape(o)
+    G, h, DV = (b.static(x) for x in (G, h, DV))
+    lse2, delta = b.empty((B, S, G, h), b.f32), b.empty((B, S, G, h), b.f32)
+    both = sink is not None and dlse is not None
+    dot = b.empty((B, S, G, h), b.f32) if both else delta
+    b.launch(
+        selection_delta,
+        (b.cdiv(B * S * G * h, DELTA_ROWS), 1, 1),
+        dict(dout_ptr=o if dout is None else dout, dlse_ptr=lse if dlse is None else dlse, o_ptr=o, lse_ptr=lse,
+             sink_ptr=lse if sink is None else sink, lse2_ptr=lse2, delta_ptr=delta, dot_ptr=dot, rows=B * S * G * h),
+        dict(GH=G * h, DV=DV, VP=power_of_two(DV), ROWS=DELTA_ROWS, DOUT=dout is not None, DLSE=dlse is not None,
+             SINK=sink is not None),
+        4, 1,
+    )  # fmt: skip
+    if sink is None:
+        return lse2, delta, b.empty((0,), b.f32)
+    dsink, part = b.empty((G, h), b.dtype(sink)), b.empty((DSINK_PARTS, G * h), b.f32)
+    cols = min(128, power_of_two(G * h))
+    blocks = -(-G * h // cols)
+    b.launch(
+        selection_dsink_parts,
+        (DSINK_PARTS, blocks, 1),
+        dict(dot_ptr=dot, lse2_ptr=lse2, sink_ptr=sink, part_ptr=part, tokens=B * S),
+        dict(GH=G * h, COLS=cols, ROWS=DSINK_ROWS, PARTS=DSINK_PARTS), 4, 1,
+    )  # fmt: skip
+    b.launch(
+        selection_dsink, (blocks, 1, 1), dict(part_ptr=part, out_ptr=dsink), dict(GH=G * h, COLS=cols, PARTS=DSINK_PARTS), 4, 1
+    )  # fmt: skip
+    return lse2, delta, dsink
+
+
+def _strides(b: Any, q: Any, k: Any, v: Any) -> dict[str, Any]:
+    (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (b.strides(t)[:-1] for t in (q, k, v))
+    return dict(sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn)
+
+
+def plan_dq(
+    b: Any, c: config.ForwardConfig, x: TileLists, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any
+) -> Any:
+    """dq of the tile path, over the forward's lists."""
+    B, S, G, h, DK = b.shape(q)
+    S_kv, DV = b.shape(v)[2:]
+    h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(x.pieces.starts)[3]))
+    dq = b.empty((B, S, G, h, DK), b.dtype(q))
+    b.launch(
+        selection_dq,
+        (B * G * x.NQ * -(-h // c.HB), 1, 1),
+        dict(q_ptr=q, k_ptr=k, v_ptr=v, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta,
+             starts_ptr=x.pieces.starts, ends_ptr=x.pieces.ends, tiles_ptr=x.tiles, counts_ptr=x.counts, dirty_ptr=x.dirty,
+             dq_ptr=dq, scale=scale, S=S, S_kv=S_kv, NT=x.NT, NQ=x.NQ, G=G, **_strides(b, q, k, v)),
+        dict(H=h, DK=DK, DV=DV, KP=config.padded(DK), VP=config.padded(DV), R=r, RC=min(32, power_of_two(r)), QT=c.QT,
+             HB=c.HB, BN=c.BN, DOUT=dout is not None, ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q))),
+        c.num_warps, c.num_stages,
+    )  # fmt: skip
+    return dq
+
+
+def plan_dkv(
+    b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any
+) -> tuple[Any, Any]:
+    """dk, dv from pieces with bitmaps of key tiles of c.BN."""
+    B, S, G, h, DK = b.shape(q)
+    S_kv, DV = b.shape(v)[2:]
+    h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(pieces.starts)[3]))
+    dk, dv = b.empty((B, G, S_kv, DK), b.dtype(k)), b.empty((B, G, S_kv, DV), b.dtype(v))
+    W, NT = b.cdiv(S, 32), b.cdiv(S_kv, c.BN)
+    units = B * G * NT
+    P = c.per * b.device_props().sm_count
+    HP = power_of_two(h)
+    HB = min(HP, c.ROWS)
+    QB, chunks = c.ROWS // HB, HP // HB
+    counts, prefix = b.empty((units, 2), b.i32), b.empty((units + 1,), b.i64)
+    b.launch(
+        selection_dkv_count,
+        (B * G, b.cdiv(NT, 32), 1),
+        dict(sel_ptr=pieces.sel, full_ptr=pieces.full, counts_ptr=counts, W=W, NT=NT), dict(TB=32, WB=64), 4, 1,
+    )  # fmt: skip
+    b.launch(
+        selection_dkv_prefix, (1, 1, 1), dict(counts_ptr=counts, prefix_ptr=prefix, units=units),
+        dict(QB=QB, CHUNKS=chunks, UB=1024), 4, 1,
+    )  # fmt: skip
+    lists, bits = b.empty((P, CAP + QB), b.i32), b.empty((P, CAP + QB, 2), b.i32)
+    slot_k, slot_v = b.empty((P, 2, c.BN, DK), b.f32), b.empty((P, 2, c.BN, DV), b.f32)
+    b.launch(
+        selection_dkv,
+        (P, 1, 1),
+        dict(q_ptr=q, k_ptr=k, v_ptr=v, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta,
+             sel_ptr=pieces.sel, full_ptr=pieces.full, starts_ptr=pieces.starts, ends_ptr=pieces.ends, counts_ptr=counts,
+             prefix_ptr=prefix, list_ptr=lists, bits_ptr=bits, dk_ptr=dk, dv_ptr=dv, slot_k_ptr=slot_k, slot_v_ptr=slot_v,
+             units=units, G=G, S=S, S_kv=S_kv, NT=NT, scale=scale, **_strides(b, q, k, v)),
+        dict(P=P, H=h, HB=HB, QB=QB, CHUNKS=chunks, DK=DK, DV=DV, DC=c.DC, NK=-(-DK // c.DC), NV=-(-DV // c.DC), R=r,
+             STEPS=r.bit_length(), BN=c.BN, CAP=CAP, WB=WORDS, EB=32 * c.num_warps, HELD=c.held, DOUT=dout is not None,
+             ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q))),
+        c.num_warps, c.num_stages,
+    )  # fmt: skip
+    for slot, out, D in ((slot_k, dk, DK), (slot_v, dv, DV)):
+        b.launch(
+            selection_dkv_fix,
+            (P, c.BN // 16, 1),
+            dict(slot_ptr=slot, prefix_ptr=prefix, out_ptr=out, units=units, S_kv=S_kv, NT=NT),
+            dict(P=P, D=D, DP=power_of_two(D), BN=c.BN, BR=16), 4, 1,
+        )  # fmt: skip
+    return dk, dv
+
+
+def plan_selection_attention_backward(
+    b: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, o: Any, lse: Any,
+    scale: Any,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    from .plan import takes_tiles  # which imports this module
+
+    S, h, DK = b.shape(q)[1], b.static(b.shape(q)[3]), b.static(b.shape(q)[4])
+    S_kv, DV, r = b.shape(k)[2], b.static(b.shape(v)[3]), b.static(b.shape(ranges)[3])
+    props = b.device_props()
+    q, k, v = (b.strided(t) for t in (q, k, v))
+    dout, dlse, sink = (t if t is None else b.contiguous(t) for t in (dout, dlse, sink))
+    o, lse = b.contiguous(o), b.contiguous(lse)
+    lse2, delta, dsink = plan_delta(b, dout, dlse, sink, o, lse)
+    c = config.forward_config(h, DK, DV, b.dtype(q).itemsize, props.backend, props.arch)
+    if takes_tiles(b, S, r):
+        x = plan_lists(b, k, v, ranges, cu_q, cu_k, c.QT, c.BN)
+        pieces = x.pieces
+        dq = plan_dq(b, c, x, q, k, v, dout, lse2, delta, scale)
+    else:
+        pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=c.BN)
+        dq = plan_gather_dq(b, dout, q, k, v, ranges, cu_q, cu_k, lse2, delta, scale)
+    keys = key_config(DK, DV, b.dtype(q).itemsize, props.backend, props.arch, c.BN)
+    dk, dv = plan_dkv(b, keys, pieces, q, k, v, dout, lse2, delta, scale)
+    return dq, dk, dv, dsink

@@ -1,0 +1,228 @@
+"""Gradients of selection attention by the launch plan of the backward, with poisoned buffers, against the fp64 loop: on a GPU
+compiled, else interpreted."""
+
+from __future__ import annotations
+
+import math
+import types
+
+import helpers_selection as h
+import pytest
+import torch
+from conftest import GPU
+
+import mhc_inductor  # noqa: F401
+from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from mhc_inductor.kernels.selection import backward_plan, config
+from mhc_inductor.reference import selection as reference
+
+if not GPU:
+    from interpreting import mend_dot, mend_sort
+
+    mend_dot()
+    mend_sort()
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# Four programs: their runs end within key tiles, and hold several.
+SMALL = DeviceProps(2, "cuda", 90)
+
+
+class Poisoned(EagerBuilder):
+    """NaN, and a query that is not in any list by itself, in what was not written."""
+
+    def empty(self, shape, dtype):
+        return super().empty(shape, dtype).fill_(float("nan") if dtype.is_floating_point else 1)
+
+
+@pytest.fixture(autouse=True)
+def builder(monkeypatch, device):
+    """The helpers call the backward's launch plan, after the reference's forward."""
+    made = Poisoned(torch.device(device), SMALL)
+    ops = types.SimpleNamespace(
+        selection_attention=reference.selection_attention,
+        selection_attention_backward=lambda *args: backward_plan.plan_selection_attention_backward(made, *args),
+    )
+    monkeypatch.setattr(h, "OPS", ops)
+    return made
+
+
+def run(device, kind="odd", dtype=F32, *, up=h.OUTPUTS, scale=None, tolerance=None, **made):
+    inputs = h.make_inputs(kind, dtype, device=device, **made)
+    ups = h.upstream(inputs, up)
+    got = h.run(inputs, ups, scale)
+    h.check(got, inputs, ups, scale=scale, tolerance=tolerance)
+    return inputs, ups, got
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 16, 64])
+def test_heads(device, heads):
+    """Several queries in a row of heads, heads padded, more heads than an iteration has rows."""
+    run(device, B=1, S=40, S_kv=100, h=heads, Dk=16, G=2 if heads < 16 else 1, sink=True)
+
+
+@pytest.mark.parametrize(("Dk", "Dv"), [(16, 16), (80, 80), (128, 128), (24, 40), (192, 128), (64, 300)])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_widths(device, Dk, Dv, dtype):
+    run(device, dtype=dtype, B=1, S=18, G=1, S_kv=70, h=4, Dk=Dk, Dv=Dv, r=3)
+
+
+def test_widest_heads(device):
+    run(device, dtype=BF16, B=1, S=6, G=1, S_kv=40, h=2, Dk=512, r=2)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("up", [("o",), ("lse",), h.OUTPUTS])
+@pytest.mark.parametrize("sink", [False, True])
+def test_upstream(device, up, sink, dtype):
+    run(device, dtype=dtype, B=1, S=20, S_kv=70, h=4, Dk=16, up=up, sink=sink)
+
+
+@pytest.mark.parametrize("name", h.MISTAKES)
+def test_mistakes_made_before(device, name):
+    case = {"h": 3, "Dk": 16, **h.MISTAKES[name]}
+    run(device, dtype=F32, **case)
+
+
+@pytest.mark.parametrize("kind", ["corr", "rand"])
+def test_blocks(device, kind):
+    """Whole key tiles, and partial ones at the diagonal."""
+    run(device, kind, BF16, B=1, S=150, S_kv=170, G=1, h=4, Dk=16, size=64, r=3)
+
+
+@pytest.mark.parametrize("cap", [16, 64])
+def test_many_queries_on_few_keys(device, cap, monkeypatch):
+    """One unit shared by all programs, and rounds of few listed queries."""
+    monkeypatch.setattr(backward_plan, "CAP", cap)
+    run(device, "all", B=1, S=140, S_kv=50, G=1, h=8, Dk=16, sink=True)
+    run(device, "odd", B=1, S=140, S_kv=70, G=1, h=8, Dk=16)
+
+
+def test_rounds_within_a_unit_of_both_kinds(device, monkeypatch):
+    monkeypatch.setattr(backward_plan, "CAP", 16)
+    run(device, "corr", BF16, B=1, S=150, S_kv=150, G=1, h=16, Dk=16, size=64, r=2)
+
+
+def test_words_beyond_a_block(device, monkeypatch):
+    monkeypatch.setattr(backward_plan, "WORDS", 2)
+    run(device, B=1, S=140, S_kv=70, G=1, h=16, Dk=16)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 50])
+def test_programs(device, multiprocessors, builder):
+    """Many units a program, and many programs without work."""
+    builder._props = DeviceProps(multiprocessors, "cuda", 90)
+    run(device, S=20, S_kv=140, h=4, Dk=16)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_many_ranges(device, dtype):
+    run(device, "token", dtype, B=1, S=20, S_kv=140, G=1, h=4, Dk=16, r=100)
+
+
+@pytest.mark.parametrize("ranges", [33, 64])
+def test_more_ranges_than_are_held(device, ranges):
+    run(device, "token", B=1, S=20, S_kv=140, G=1, h=4, Dk=16, r=ranges)
+
+
+def test_few_queries(device):
+    run(device, S=2, S_kv=140, h=4, Dk=16, sink=True)
+
+
+def test_packed_sequences(device):
+    run(device, B=1, S=45, S_kv=45, h=4, Dk=16, lengths=(20, 0, 19, 3))
+    run(device, B=1, S=33, S_kv=80, h=4, Dk=16, lengths=(20, 13), key_lengths=(30, 50))
+
+
+def test_strided_keys(device):
+    inputs, ups, got = run(device, S=20, S_kv=70, h=4, Dk=16, strided=True)
+    assert all(got[f"d{n}"].is_contiguous() for n in "qkv")
+    inputs |= {n: inputs[n].contiguous() for n in "kv"}
+    again = h.run(inputs, ups)
+    assert all(torch.equal(got[n], again[n]) for n in got)
+
+
+def test_any_strides_of_queries_and_gradients(device):
+    inputs, ups, got = run(device, S=20, S_kv=70, h=4, Dk=16)
+    inputs["q"] = inputs["q"].transpose(1, 3).contiguous().transpose(1, 3)
+    ups = {n: t.mT.contiguous().mT for n, t in ups.items()}
+    again = h.run(inputs, ups)
+    assert all(torch.equal(got[n], again[n]) for n in got)
+
+
+@pytest.mark.parametrize("heads", [4, 16])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_selected_does_not_leak(device, value, heads):
+    """Keys and values at which no query looks, in tiles at which all look."""
+    inputs = h.make_inputs("odd", BF16, B=1, S=20, S_kv=70, G=1, h=heads, Dk=16, device=device)
+    ups = h.upstream(inputs)
+    unseen = torch.ones(70, dtype=torch.bool)
+    for s in range(20):
+        unseen[h.selection_of(inputs, 0, s, 0)] = False
+    unseen[::7] = True  # and some are taken away from all
+    rows = inputs["ranges"].cpu()
+    for at in unseen.nonzero()[:, 0].tolist():
+        hit = (rows[..., 0] <= at) & (at < rows[..., 1])
+        rows[..., 1] = torch.where(hit, torch.full_like(rows[..., 1], at), rows[..., 1])
+    inputs["ranges"] = rows.to(device)
+    want = h.run(inputs, ups)
+    for n in "kv":
+        inputs[n][:, :, unseen] = value
+    got = h.run(inputs, ups)
+    assert unseen.sum() >= 10
+    for n in ("dq", "dk", "dv"):
+        assert got[n].isfinite().all(), n
+        assert torch.allclose(got[n].double(), want[n].double(), rtol=0.02, atol=0.02), n
+
+
+def test_a_nan_reaches_only_those_that_select_it(device):
+    inputs = h.make_inputs("odd", BF16, B=1, S=20, S_kv=70, G=1, h=4, Dk=16, device=device)
+    ups = h.upstream(inputs, ("o",))
+    inputs["k"][0, 0, 33] = math.nan
+    got = h.run(inputs, ups)
+    touched = [33 in h.selection_of(inputs, 0, s, 0) for s in range(20)]
+    assert any(touched) and not all(touched)
+    for s, nan in enumerate(touched):
+        assert bool(got["dq"][0, s].isnan().any()) == nan, s
+
+
+def test_equal_bits_twice(device):
+    inputs, ups, got = run(device, dtype=BF16, B=1, S=100, S_kv=150, G=2, h=4, Dk=16, sink=True)
+    again = h.run(inputs, ups)
+    assert all(torch.equal(got[n], again[n]) for n in got)
+
+
+@pytest.mark.parametrize("sizes", [{"S": 0}, {"B": 0}, {"r": 0}, {"S_kv": 0}, {"kind": "none"}])
+def test_nothing(device, sizes):
+    inputs = h.make_inputs(
+        **{"kind": "all", "dtype": F32, "S": 20, "S_kv": 70, "h": 4, "Dk": 16, "sink": True, **sizes}, device=device
+    )
+    got = h.run(inputs, h.upstream(inputs))
+    for n in h.WANTED:
+        assert got[f"d{n}"].shape == inputs[n].shape
+        assert torch.equal(got[f"d{n}"], torch.zeros_like(inputs[n])), n
+
+
+@pytest.mark.parametrize("sink", [-200.0, 200.0, -math.inf])
+def test_sinks_far_from_the_scores(device, sink):
+    inputs = h.make_inputs("odd", F32, B=1, S=20, S_kv=70, h=4, Dk=16, sink=True, device=device)
+    inputs["sink"].fill_(sink)
+    ups = h.upstream(inputs, ("o",))
+    h.check(h.run(inputs, ups), inputs, ups)
+
+
+def test_scores_far_apart(device):
+    run(device, dtype=F16, B=1, S=40, S_kv=100, h=4, Dk=16, spread=24.0)
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.7, 0.0])
+def test_scale(device, scale):
+    run(device, S=20, S_kv=70, h=4, Dk=16, scale=scale)
+
+
+def test_queries_and_keys_have_one_tile():
+    """dK and dV read the bitmaps that dQ's lists were made of."""
+    for D in (16, 80, 128, 256, 512):
+        for itemsize in (2, 4):
+            for arch in (80, 89, 90, 100, 120):
+                BN = config.forward_config(4, D, D, itemsize, "cuda", arch).BN
+                assert backward_plan.key_config(D, D, itemsize, "cuda", arch, BN).BN == BN <= 64
