@@ -29,6 +29,8 @@ _PLANS = {
     "mhc_post_head_backward": "mhc.fused_plan",
     "e79_scan": "e79.plan",
     "e79_scan_backward": "e79.plan",
+    "selection_attention": "selection.plan",
+    "selection_attention_backward": "selection.plan",
 }
 OPS = tuple(_PLANS)
 

@@ -38,10 +38,11 @@ def prepare() -> None:
         return
     with _lock:
         if not _prepared:
-            from mhc_inductor.lowerings import e79, mhc
+            from mhc_inductor.lowerings import e79, mhc, selection
 
             mhc.register()
             e79.register()
+            selection.register()
             _wrap_compile_fx()
             _prepared = True
 

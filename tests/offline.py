@@ -24,7 +24,7 @@ TARGETS = {
 }
 SHARED_LIMIT = {"cuda:80": 163 << 10, "cuda:89": 99 << 10, "cuda:90": 227 << 10, "cuda:100": 227 << 10,
                 "cuda:120": 99 << 10, "hip:gfx942": 64 << 10}  # fmt: skip
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16"}
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64"}
 
 
 class Recorder(EagerBuilder):

@@ -24,6 +24,12 @@ def entry_bits(entry, QT: tl.constexpr):
 
 
 @triton.jit
+def finite(x):
+    x = x.to(tl.float32)
+    return x - x == 0.0
+
+
+@triton.jit
 def _ones(x):
     """The lowest x bits set, x from 0 to 64."""
     one = tl.full(x.shape, 1, tl.int64)

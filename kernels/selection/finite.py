@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .common import finite
+
 
 @triton.jit
 def _any_wild(p, n, keep, stride, ALIGN: tl.constexpr, D: tl.constexpr, DC: tl.constexpr):
@@ -14,8 +16,7 @@ def _any_wild(p, n, keep, stride, ALIGN: tl.constexpr, D: tl.constexpr, DC: tl.c
             mask=keep[:, None] & (d < D)[None, :],
             other=0.0,
         )
-        x = x.to(tl.float32)
-        wild |= tl.max(tl.max(((x - x) != 0).to(tl.int32), axis=1), axis=0)
+        wild |= tl.max(tl.max((~finite(x)).to(tl.int32), axis=1), axis=0)
     return wild
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import entry_bits, entry_tile, key_words, load_pieces, row_keys, to_rows
+from .common import entry_bits, entry_tile, finite, key_words, load_pieces, row_keys, to_rows
 
 
 @triton.jit
@@ -127,22 +127,23 @@ def selection_forward(
             p, m, total, alpha = _softmax(x, m, total, qk)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
             entry = tl.load(entries + NT - 2 - i, mask=i + 1 < np, other=0)
-        # Tiles with a NaN or infinity: the values of each query apart, those alone that it selects.
+        # Tiles with a NaN or infinity: the product takes the finite values, each query adds the others that it selects.
         for i in tl.range(nd, num_stages=1):
             first = entry_tile(tl.load(entries + NT - 1 - (np - nd + i)), QT) * BN
             at = first.to(tl.int64)
             k = _load(k_base + tl.multiple_of(at * skn, ALIGN) + k_in, n < S_kv - first, dk < DK, True, MASK_K)
+            v_at = v_base + tl.multiple_of(at * svn, ALIGN) + v_in
+            v = _load(v_at, n < S_kv - first, dv < DV, True, MASK_V)
             x = tl.dot(q, tl.trans(k), input_precision=PREC)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
             x = tl.where(row_keys(to_rows(words, QT, HB), BN), x, float("-inf"))
             p, m, total, alpha = _softmax(x, m, total, qk)
-            acc *= alpha[:, None]
+            acc = tl.dot(p.to(v.dtype), tl.where(finite(v), v, 0.0), acc * alpha[:, None], input_precision=PREC)
             for j in tl.range(QT, num_stages=1):
                 word = tl.sum(tl.where(ql == j, words, 0), axis=0)
-                keep = ((word >> n) & 1) != 0
-                v = _load(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, keep, dv < DV, True, MASK_V)
-                part = tl.dot(p.to(v.dtype), v, input_precision=PREC)
-                acc = tl.where((query == j)[:, None], acc + part, acc)
+                v = _load(v_at, ((word >> n) & 1) != 0, dv < DV, True, MASK_V)
+                wild = tl.sum(tl.where(finite(v), 0.0, v.to(tl.float32)), axis=0)
+                acc = tl.where((query == j)[:, None], acc + wild[None, :], acc)
 
     empty = total == 0.0
     lse = tl.where(empty, float("-inf"), (m + tl.log2(tl.where(empty, 1.0, total))) * 0.6931471805599453)

@@ -49,7 +49,7 @@ def takes_tiles(b: Any, S: Any, r: int) -> bool:
     return r <= MOST_TILE_RANGES and not (b.is_static(S) and S <= FEW_QUERIES)
 
 
-def _plan_tiles(
+def plan_tiles(
     b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any
 ) -> tuple[Any, Any]:
     B, S, G, h, DK = b.shape(q)
@@ -82,5 +82,5 @@ def plan_selection_attention(
     b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any
 ) -> tuple[Any, Any]:
     if takes_tiles(b, b.shape(q)[1], b.static(b.shape(ranges)[3])):
-        return _plan_tiles(b, q, k, v, ranges, sink, cu_q, cu_k, scale)
+        return plan_tiles(b, q, k, v, ranges, sink, cu_q, cu_k, scale)
     return plan_gather(b, q, k, v, ranges, sink, cu_q, cu_k, scale)

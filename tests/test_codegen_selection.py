@@ -1,0 +1,129 @@
+"""The CUDA code of compiled graphs that hold selection attention, seen without a GPU: which kernels it launches on what."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from fakecuda import fake_cuda, generated_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mhc_inductor  # noqa: F401  (registers the ops)
+
+OPS = torch.ops.mhc_inductor
+LISTS = ("selection_pieces", "selection_finite", "selection_lists")
+SCALE = 32**-0.5
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU runs tests/test_gpu_selection.py")
+
+
+@pytest.fixture(autouse=True)
+def no_caches():
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    # Padding of a matrix product is decided by timing it, which needs a real device.
+    with (
+        inductor_config.patch(fx_graph_cache=False, shape_padding=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
+def _attention(q, k, v, ranges):
+    return OPS.selection_attention(q, k, v, ranges, None, None, None, SCALE)
+
+
+def _both(q, k, v, ranges):
+    """A forward and its gradients, in one graph: autograd itself needs a real device."""
+    o, lse = _attention(q, k, v, ranges)
+    return o, OPS.selection_attention_backward(o, lse, q, k, v, ranges, None, None, None, o, lse, SCALE)
+
+
+def _compile(fn, S, S_kv=None, r=4, dynamic=None, D=32):
+    with fake_cuda(), FakeTensorMode():
+        S_kv = S if S_kv is None else S_kv
+        q = torch.empty(2, S, 2, 4, D, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.empty(2, S_kv, 2, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        ranges = torch.empty(2, S, 2, r, 2, device="cuda", dtype=torch.int32)
+        codes = generated_code(
+            lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")(q, k, v, ranges)
+        )
+    assert len(codes) == 1
+    return codes[0][codes[0].index("def call(") :]
+
+
+def _launches(code):
+    return re.findall(r"^\s+(\w+?)(?:_\d+)?\.run\(", code, re.MULTILINE)
+
+
+def _arguments(code, kernel):
+    return re.search(rf"^\s+{kernel}\w*\.run\((.*)\)", code, re.MULTILINE)[1]
+
+
+def _pointwise(code):
+    """The arguments of Inductor's own kernels, but for those that only clear the bitmaps."""
+    runs = re.findall(r"^\s+triton_\w+\.run\((.*)\)", code, re.MULTILINE)
+    return [args for args in runs if not re.match(r"buf\d+, \S+, stream", args)]
+
+
+def test_views_of_keys_are_read_in_place():
+    code = _compile(lambda q, k, v, ranges: _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges), 64)
+    assert sorted(n for n in _launches(code) if n.startswith("selection")) == sorted([*LISTS, "selection_forward"])
+    assert "torch.ops.mhc_inductor" not in code
+    assert not _pointwise(code), "no copy"
+    assert _arguments(code, "selection_forward").count("reinterpret_tensor(arg") == 2
+
+
+def test_computed_keys_are_read_in_place():
+    def fn(q, k, v, ranges):
+        kv = torch.cat((k, v), 3).relu()
+        return _attention(q * 2, kv[..., :32].transpose(1, 2), kv[..., 32:].transpose(1, 2), ranges)
+
+    code = _compile(fn, 64)
+    assert _launches(code).count("selection_forward") == 1
+    assert len(_pointwise(code)) <= 3, "q, and the keys and values once"
+    assert _arguments(code, "selection_forward").count("(8192, 32, 128, 1)") == 2
+
+
+def test_expanded_and_transposed_inputs():
+    def fn(q, k, v, ranges):
+        k = k[:, :, :1].expand(-1, -1, 2, -1).transpose(1, 2)
+        v = v.transpose(1, 2).mT.contiguous().mT  # no stride of 1 in the last dimension
+        return _attention(q, k, v, ranges)
+
+    code = _compile(fn, 64)
+    assert _launches(code).count("selection_forward") == 1
+    assert "(4096, 0, 64, 1)" in _arguments(code, "selection_forward"), "no copy of what is expanded"
+    assert 1 <= len(_pointwise(code)) <= 2, "v, transposed and back"
+
+
+def test_forward_and_backward_launch_from_the_generated_code():
+    code = _compile(lambda q, k, v, ranges: _both(q, k.transpose(1, 2), v.transpose(1, 2), ranges), 64)
+    launched = _launches(code)
+    assert launched.count("selection_forward") == launched.count("selection_dq") == launched.count("selection_dkv") == 1
+    assert "torch.ops.mhc_inductor" not in code
+
+
+@pytest.mark.parametrize(("S", "r"), [(1, 4), (64, 100)])
+def test_decoding_and_single_tokens_take_the_gather_path(S, r):
+    code = _compile(lambda q, k, v, ranges: _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges), S, 640, r=r)
+    launched = _launches(code)
+    assert "selection_gather" in launched and "selection_forward" not in launched
+    assert "torch.ops.mhc_inductor" not in code
+
+
+def test_dynamic_sizes_stay_symbolic():
+    code = _compile(lambda *args: _both(*args[:1], *(t.transpose(1, 2) for t in args[1:3]), args[3]), 64, dynamic=True)
+    launched = _launches(code)
+    assert launched.count("selection_forward") == launched.count("selection_dkv") == 1
+    for kernel in (*LISTS, "selection_forward", "selection_dq", "selection_dkv"):
+        assert re.search(r"\bs\d+\b", _arguments(code, kernel)), kernel
+
+
+def test_above_512_the_reference_is_called_and_said_once(caplog):
+    with caplog.at_level("WARNING", logger="mhc_inductor"):
+        code = _compile(lambda q, k, v, ranges: _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges), 64, D=520)
+    assert "torch.ops.mhc_inductor.selection_attention.default" in code
+    assert [r for r in caplog.records if "D = 520 is above 512" in r.getMessage()]
