@@ -7,6 +7,7 @@ RuntimeError.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Literal, overload
 
 import torch
@@ -90,8 +91,8 @@ def selection_attention(
         TypeError: a dtype that does not fit, or something that is no tensor.
     """
     if scale is None:
-        # Something else than q is for the check to say.
-        scale = 1 / math.sqrt(q.shape[-1]) if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
+        # index: one number even where sizes are dynamic. Something else than q is for the check to say.
+        scale = 1 / math.sqrt(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
     if not torch.compiler.is_compiling():  # compiled, the op's fake checks
         checks_selection.selection_attention(q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale)
     o, lse = call("selection_attention", q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale)

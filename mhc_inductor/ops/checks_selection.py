@@ -140,11 +140,11 @@ def blocks_to_ranges(block_indices: Tensor, block_size: int, S_kv: int) -> None:
     integers(op, "block_indices", block_indices)
     if block_indices.dim() != 4:
         raise ValueError(f"{op}: block_indices must have shape [B, S, G, k], got {_text(block_indices.shape)}")
+    # Plain comparisons: Dynamo traces this function, and takes no message about a symbolic size.
     for name, value, least in (("block_size", block_size, 1), ("S_kv", S_kv, 0)):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
-        torch._check_value(
-            value >= least,
-            lambda name=name, value=value, least=least: f"{op}: {name} must be at least {least}, got {value}",
-        )
-    torch._check_value(S_kv < 2**31, lambda: f"{op}: S_kv must be below 2**31, got {S_kv}")
+        if value < least:
+            raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    if S_kv >= 2**31:
+        raise ValueError(f"{op}: S_kv must be below 2**31, got {S_kv}")

@@ -1,0 +1,114 @@
+"""The op that chooses blocks of keys for native sparse attention (arXiv 2502.11089, section 3.3.2): no kernel of ours.
+
+An op, although it is products and a top-k of torch, because a loop over chunks of queries bounds its memory: a graph of a
+dynamic size has no such loop. It has no gradient: the choice is an integer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhc_inductor.ops.checks import _floating, _shape, _text
+from mhc_inductor.ops.registry import call as call
+from mhc_inductor.ops.registry import define
+from mhc_inductor.reference.mhc import acc_dtype, as_given
+
+SCHEMA = (
+    "(Tensor q, Tensor k, Tensor lse, float scale, int length, int stride, int block, int count, SymInt s_kv) "
+    "-> Tensor blocks"
+)
+
+CHUNK = 2**24
+"""Scores (queries x heads x compressed keys) that are held at once, unless one query has more."""
+
+
+def check(
+    q: Tensor, k: Tensor, lse: Tensor, scale: float, length: int, stride: int, block: int, count: int, s_kv: int
+) -> None:
+    """Raise ValueError or TypeError unless the arguments of ``selection_blocks`` fit together."""
+    op = "selection_blocks"
+    _floating(op, q=q, k=k, lse=lse)
+    if q.dim() != 5:
+        raise ValueError(f"{op}: q must have shape [B, S, G, h, D], got {_text(q.shape)}")
+    if k.dim() != 4:
+        raise ValueError(f"{op}: k must have shape [B, G, N, D], got {_text(k.shape)}")
+    batch, _, groups, _, width = q.shape
+    _shape(op, "k", k, [batch, groups, k.shape[2], width], "[B, G, N, D]")
+    _shape(op, "lse", lse, q.shape[:4], "[B, S, G, h]")
+    if count < 3:
+        raise ValueError(f"{op}: count must be at least 3 (the first, the own and the previous block), got {count}")
+    if stride < 1 or length < stride or length % stride or block < stride or block % stride:
+        raise ValueError(
+            f"{op}: length and block must be multiples of stride, got length {length}, block {block}, stride {stride}"
+        )
+
+
+@as_given
+def selection_blocks(
+    q: Tensor, k: Tensor, lse: Tensor, scale: float, length: int, stride: int, block: int, count: int, s_kv: int
+) -> Tensor:
+    """The blocks that each query selects, by the probabilities of attention over compressed keys.
+
+    Compressed key i stands for the keys ``[i * stride, i * stride + length)``, and a query sees those that are complete at
+    its position. Equations 8 to 10, with ``lse`` of that attention::
+
+        p[i]     = sum_h exp(scale * q[h] @ k[i] - lse[h])
+        score[j] = sum_i p[i] * (strides that compressed key i and block j have in common)
+
+    Block 0, the query's own block and the one before are always chosen, the rest are the ``count - 3`` best of the blocks
+    before, of equals the first. The queries are the last S of the ``s_kv`` positions. Returns ``[B, S, G, count]`` int32, in no order, -1 for
+    no block.
+    """
+    b, s, g, h, _ = q.shape
+    n = -(-s_kv // block)
+    blocks = torch.full((b, s, g, count), -1, dtype=torch.int32, device=q.device)
+    step = max(1, CHUNK // max(1, b * g * h * k.shape[2]))
+    for first in range(0, s, step):
+        at = slice(first, min(first + step, s))
+        position = torch.arange(s_kv - s + at.start, s_kv - s + at.stop, device=q.device).view(-1, 1)
+        # Compressed keys that the chunk's last query sees.
+        seen = max(0, min(k.shape[2], (s_kv - s + at.stop - length) // stride + 1))
+        complete = torch.arange(seen, device=q.device) * stride + length <= position + 1
+        query = q[:, at].permute(0, 2, 1, 3, 4).flatten(2, 3)
+        t = torch.matmul(query, k[:, :, :seen].mT).unflatten(2, (-1, h)).to(acc_dtype(q.dtype))
+        p = torch.exp(scale * t - lse[:, at].transpose(1, 2).unsqueeze(-1))
+        p = torch.where(complete[:, None], p, 0.0).sum(3)  # [b, g, s, seen]
+        score = _block_scores(p, length // stride, block // stride, n)
+        j, own = torch.arange(n, device=q.device), position // block
+        score = torch.where((j == 0) | (j == own) | (j == own - 1), torch.inf, score)
+        # Bits of a number that is not negative stand in its order; below them the index, so that the first of equals wins.
+        key = (score.to(torch.float32).view(torch.int32).to(torch.int64) << 32) + (2**31 - 1 - j)
+        best, index = torch.where(j > own, -1, key).topk(min(count, n), -1)
+        index = torch.where(best < 0, -1, index)
+        blocks[:, at, :, : index.shape[-1]] = index.transpose(1, 2).to(torch.int32)
+    return blocks
+
+
+def _block_scores(p: Tensor, length: int, block: int, n: int) -> Tensor:
+    """Compressed keys' probabilities ``[..., N]``, of ``length`` strides each, to ``n`` blocks' of ``block`` strides."""
+    strides = p.new_zeros((*p.shape[:-1], n * block))
+    for k in range(length):
+        part = strides[..., k : k + p.shape[-1]]
+        part += p[..., : part.shape[-1]]
+    return strides.unflatten(-1, (n, block)).sum(-1)
+
+
+def _fake(
+    q: Tensor, k: Tensor, lse: Tensor, scale: float, length: int, stride: int, block: int, count: int, s_kv: int
+) -> Tensor:
+    return q.new_empty((*q.shape[:3], count), dtype=torch.int32)
+
+
+def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
+    size = info.batch_size
+    folded = [
+        (a.expand(size, *a.shape) if d is None else a.movedim(d, 0)).flatten(0, 1) if isinstance(a, Tensor) else a
+        for a, d in zip(args, in_dims, strict=True)
+    ]
+    return op(*folded).unflatten(0, (size, -1)), 0
+
+
+define("selection_blocks", SCHEMA, selection_blocks, _fake, None, check, _vmap)
