@@ -59,14 +59,30 @@ def _share(n, split, NS):
 
 
 @triton.jit
-def _rows(p, key, live, d, stride, D: tl.constexpr, DP: tl.constexpr):
-    """Rows ``key`` [BN] of a matrix at p: [BN, DP], zeros where not live."""
-    at = p + (key * stride)[:, None] + d[None, :]
-    if D == DP:
-        x = tl.load(at, mask=live[:, None], other=0.0)
+def _tile(p, at, mask, c: tl.constexpr, D: tl.constexpr, DC: tl.constexpr):
+    """Columns c * DC to (c + 1) * DC of the rows that begin at p + at [ROWS]: [ROWS, DC], zeros outside mask and beyond D."""
+    d = c * DC + tl.arange(0, DC)
+    if (c + 1) * DC <= D:
+        x = tl.load(p + at[:, None] + d[None, :], mask=mask[:, None], other=0.0)
     else:
-        x = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+        x = tl.load(p + at[:, None] + d[None, :], mask=mask[:, None] & (d < D)[None, :], other=0.0)
     return x
+
+
+@triton.jit
+def _tiles(p, at, mask, N: tl.constexpr, D: tl.constexpr, DC: tl.constexpr):
+    t = ()
+    for c in tl.static_range(N):
+        t = t + (_tile(p, at, mask, c, D, DC),)
+    return t
+
+
+@triton.jit
+def _store(p, at, mask, tiles, factor, N: tl.constexpr, D: tl.constexpr, DC: tl.constexpr):
+    for c in tl.static_range(N):
+        d = c * DC + tl.arange(0, DC)
+        x = tiles[c] * factor[:, None]
+        tl.store(p + at[:, None] + d[None, :], x.to(p.dtype.element_ty), mask=mask[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -86,8 +102,8 @@ def _place(NS, S, HN: tl.constexpr):
 def selection_gather(
     q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, sink_ptr, o_ptr, lse_ptr, part_ptr,
     plse_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
-    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, W: tl.constexpr, VARLEN: tl.constexpr, SINK: tl.constexpr,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, NK: tl.constexpr,
+    NV: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, W: tl.constexpr, VARLEN: tl.constexpr, SINK: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """q[B, S, G, H, DK], k[B, G, S_kv, DK], v[B, G, S_kv, DV] -> o[B, S, G, H, DV], lse[B, S, G, H].
@@ -103,14 +119,13 @@ def selection_gather(
 
     head = hb * HB + tl.arange(0, HB)
     live = head < H
-    dk = tl.arange(0, KP)
-    dv = tl.arange(0, VP)
-    q_at = (
+    q_base = (
         q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s.to(tl.int64) * sqs, ALIGN)
         + tl.multiple_of(g * sqg, ALIGN)
     )  # fmt: skip
-    q_at = q_at + (head.to(tl.int64) * tl.multiple_of(sqh.to(tl.int64), ALIGN))[:, None] + dk[None, :]
-    q = tl.load(q_at, mask=live[:, None] & (dk < DK)[None, :], other=0.0)  # [HB, KP]
+    q_at = head.to(tl.int64) * tl.multiple_of(sqh.to(tl.int64), ALIGN)
+    if HELD:
+        q = _tiles(q_base, q_at, live, NK, DK, KC)  # NK times [HB, KC]
 
     if FEW:
         first, length, shift = _few_pieces(ranges_ptr, cu_q_ptr, cu_k_ptr, s, row, S_kv, N, R, RP, VARLEN)
@@ -132,42 +147,52 @@ def selection_gather(
     i = tl.arange(0, BN)
     m = tl.full((HB,), float("-inf"), tl.float32)
     norm = tl.zeros((HB,), tl.float32)
-    acc = tl.zeros((HB, VP), tl.float32)
+    acc = ()
+    for _ in tl.static_range(NV):
+        acc = acc + (tl.zeros((HB, VC), tl.float32),)
     # The keys' numbers are found one tile ahead of their loads.
     key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
     for start in range(begin, end, BN):
         mask = start + i < end
-        k = _rows(k_base, key, mask, dk, skn, DK, KP)
-        v = _rows(v_base, key, mask, dv, svn, DV, VP)
+        k_at = key * skn
+        v_at = key * svn
         key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
-        x = tl.dot(q, tl.trans(k), input_precision=PREC) * qk
-        x = tl.where(mask[None, :], x, float("-inf"))
+        # True; a mask of their own keeps the second reads where they are, out of registers and shared memory.
+        again = live & (start < end)
+        x = tl.zeros((HB, BN), tl.float32)
+        for c in tl.static_range(NK):
+            k = _tile(k_base, k_at, mask, c, DK, KC)
+            qc = q[c] if HELD else _tile(q_base, q_at, again, c, DK, KC)
+            x = tl.dot(qc, tl.trans(k), x, input_precision=PREC)
+        x = tl.where(mask[None, :], x * qk, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, axis=1))
         # Nothing but -inf so far: exp2(-inf - 0) = 0.
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.exp2(x - safe[:, None])
         alpha = tl.exp2(m - safe)
         norm = norm * alpha + tl.sum(p, axis=1)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
+        old = acc
+        acc = ()
+        for c in tl.static_range(NV):
+            v = _tile(v_base, v_at, mask, c, DV, VC)
+            acc = acc + (tl.dot(p.to(v.dtype), v, old[c] * alpha[:, None], input_precision=PREC),)
         m = m_new
 
     lse = tl.where(norm == 0.0, float("-inf"), m + tl.log2(norm))
-    out = live[:, None] & (dv < DV)[None, :]
     if NS == 1:
+        factor = tl.full((HB,), 1.0, tl.float32)
         if SINK:
             sink = tl.load(sink_ptr + g * H + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
             top = tl.maximum(m, sink)
             top = tl.where(top == float("-inf"), 0.0, top)
-            norm = norm * tl.exp2(m - top) + tl.exp2(sink - top)
-            acc *= tl.exp2(m - top)[:, None]
-        acc /= tl.where(norm == 0.0, 1.0, norm)[:, None]
+            factor = tl.exp2(m - top)
+            norm = norm * factor + tl.exp2(sink - top)
         to = row * H + head
-        tl.store(o_ptr + (to * DV)[:, None] + dv[None, :], acc.to(o_ptr.dtype.element_ty), mask=out)
+        _store(o_ptr, to * DV, live, acc, factor / tl.where(norm == 0.0, 1.0, norm), NV, DV, VC)
         tl.store(lse_ptr + to, lse * 0.6931471805599453, mask=live)
     else:
-        acc /= tl.where(norm == 0.0, 1.0, norm)[:, None]
         to = (row * NS + split) * H + head
-        tl.store(part_ptr + (to * DV)[:, None] + dv[None, :], acc, mask=out)
+        _store(part_ptr, to * DV, live, acc, 1.0 / tl.where(norm == 0.0, 1.0, norm), NV, DV, VC)
         tl.store(plse_ptr + to, lse, mask=live)
 
 
@@ -217,8 +242,8 @@ def selection_combine(
 def selection_gather_dq(
     dout_ptr, q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, lse2_ptr, delta_ptr, dq_ptr,
     part_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
-    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, R: tl.constexpr,
-    RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, W: tl.constexpr, VARLEN: tl.constexpr, DOUT: tl.constexpr,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, NK: tl.constexpr,
+    NV: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, W: tl.constexpr, VARLEN: tl.constexpr, DOUT: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq[B, S, G, H, DK] from dout[B, S, G, H, DV] and, for each row, log2 of the denominator (inf: nothing) and delta.
@@ -233,19 +258,16 @@ def selection_gather_dq(
 
     head = hb * HB + tl.arange(0, HB)
     live = head < H
-    dk = tl.arange(0, KP)
-    dv = tl.arange(0, VP)
-    q_at = (
+    q_base = (
         q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s.to(tl.int64) * sqs, ALIGN)
         + tl.multiple_of(g * sqg, ALIGN)
     )  # fmt: skip
-    q_at = q_at + (head.to(tl.int64) * tl.multiple_of(sqh.to(tl.int64), ALIGN))[:, None] + dk[None, :]
-    q = tl.load(q_at, mask=live[:, None] & (dk < DK)[None, :], other=0.0)  # [HB, KP]
+    q_at = head.to(tl.int64) * tl.multiple_of(sqh.to(tl.int64), ALIGN)
+    if HELD:
+        q = _tiles(q_base, q_at, live, NK, DK, KC)  # NK times [HB, KC]
     at = row * H + head
-    if DOUT:
-        do = tl.load(
-            dout_ptr + (at * DV)[:, None] + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0
-        ).to(q.dtype)  # [HB, VP]
+    if DOUT and HELD:
+        do = _tiles(dout_ptr, at * DV, live, NV, DV, VC)  # NV times [HB, VC]
     lse2 = tl.load(lse2_ptr + at, mask=live, other=float("inf"))
     delta = tl.load(delta_ptr + at, mask=live, other=0.0)
 
@@ -268,29 +290,45 @@ def selection_gather_dq(
     scale = tl.cast(scale, tl.float32)
     qk = scale * 1.4426950408889634
     i = tl.arange(0, BN)
-    acc = tl.zeros((HB, KP), tl.float32)
+    acc = ()
+    for _ in tl.static_range(NK):
+        acc = acc + (tl.zeros((HB, KC), tl.float32),)
     key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
     for start in range(begin, end, BN):
         mask = start + i < end
-        k = _rows(k_base, key, mask, dk, skn, DK, KP)
-        if DOUT:
-            v = _rows(v_base, key, mask, dv, svn, DV, VP)
+        k_at = key * skn
+        v_at = key * svn
         key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
-        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * qk - lse2[:, None])
+        # True; a mask of their own keeps the second reads where they are, out of registers and shared memory.
+        again = live & (start < end)
+        x = tl.zeros((HB, BN), tl.float32)
+        ks = ()
+        for c in tl.static_range(NK):
+            k = _tile(k_base, k_at, mask, c, DK, KC)
+            if HELD:
+                ks = ks + (k,)
+            qc = q[c] if HELD else _tile(q_base, q_at, again, c, DK, KC)
+            x = tl.dot(qc, tl.trans(k), x, input_precision=PREC)
+        p = tl.exp2(x * qk - lse2[:, None])
+        y = tl.zeros((HB, BN), tl.float32)
         if DOUT:
-            ds = p * (tl.dot(do, tl.trans(v), input_precision=PREC) - delta[:, None])
-        else:
-            ds = -p * delta[:, None]
-        ds = tl.where(mask[None, :], ds, 0.0)
-        acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
+            for c in tl.static_range(NV):
+                v = _tile(v_base, v_at, mask, c, DV, VC)
+                dc = do[c] if HELD else _tile(dout_ptr, at * DV, again, c, DV, VC)
+                y = tl.dot(dc, tl.trans(v), y, input_precision=PREC)
+        ds = tl.where(mask[None, :], p * (y - delta[:, None]), 0.0)
+        old = acc
+        acc = ()
+        for c in tl.static_range(NK):
+            k = ks[c] if HELD else _tile(k_base, k_at, mask & (start < end), c, DK, KC)
+            acc = acc + (tl.dot(ds.to(k.dtype), k, old[c], input_precision=PREC),)
 
-    out = live[:, None] & (dk < DK)[None, :]
-    acc *= scale
+    factor = tl.full((HB,), 1.0, tl.float32) * scale
     if NS == 1:
-        tl.store(dq_ptr + (at * DK)[:, None] + dk[None, :], acc.to(dq_ptr.dtype.element_ty), mask=out)
+        _store(dq_ptr, at * DK, live, acc, factor, NK, DK, KC)
     else:
         to = (row * NS + split) * H + head
-        tl.store(part_ptr + (to * DK)[:, None] + dk[None, :], acc, mask=out)
+        _store(part_ptr, to * DK, live, acc, factor, NK, DK, KC)
 
 
 @triton.jit(do_not_specialize=["NS"])

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from .gather import selection_combine, selection_dq_sum, selection_gather, selection_gather_dq
-from .pieces_plan import plan_pieces, power_of_two
+from .pieces_plan import Pieces, plan_pieces, power_of_two
 
 FEW = 64  # ranges a query that each program makes disjoint for itself
 MAX_SPLITS = 128
@@ -19,13 +19,16 @@ COMBINE = 8  # splits that the combining kernels read at a time
 
 @dataclasses.dataclass(frozen=True)
 class GatherConfig:
-    """HB heads a program (padded), tiles of BN keys; per: programs a multiprocessor that splitting aims at."""
+    """HB heads a program (padded), tiles of BN keys, widths in pieces of DC; per: programs a multiprocessor that splitting
+    aims at; held: the query stays in shared memory, or is read again for every tile."""
 
     HB: int
     BN: int
     num_warps: int
     num_stages: int
     per: int = 4
+    DC: int = 128
+    held: bool = True
 
 
 def shared_memory(arch: int, backend: str) -> int:
@@ -40,6 +43,8 @@ def gather_config(h: int, DK: int, DV: int, itemsize: int, arch: int, backend: s
     HB = max(16, min(power_of_two(h), 8192 // max(KP, VP)))
     room = shared_memory(arch, backend) // ((KP + VP) * itemsize)
     BN = 64 if room >= 128 and itemsize == 2 else 32 if room >= 64 else 16
+    if itemsize == 4 and max(KP, VP) > 256:
+        return GatherConfig(HB, BN, 8, 1, DC=64, held=False)
     return GatherConfig(HB, BN, 4, 2 if room >= 2 * BN else 1)
 
 
@@ -91,8 +96,9 @@ class _Call:
 
 
 def _call(
-    b: Any, q: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, scale: float, c: GatherConfig | None, NS: Any
-) -> _Call:
+    b: Any, q: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, scale: float, c: GatherConfig | None, NS: Any,
+    pieces: Pieces | None = None,
+) -> _Call:  # fmt: skip
     B, S, G, h, DK = b.shape(q)
     S_kv, DV = b.shape(v)[2:]
     h, DK, DV, r = (b.static(x) for x in (h, DK, DV, b.shape(ranges)[3]))
@@ -106,7 +112,7 @@ def _call(
     if few:
         ranges = b.contiguous(ranges)
     else:
-        pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, count=True)
+        pieces = pieces or plan_pieces(b, ranges, cu_q, cu_k, S_kv, count=True)
         ends, totals = pieces.ends, pieces.totals
     varlen = few and cu_q is not None
     cu_q = b.contiguous(cu_q) if varlen else ranges
@@ -117,10 +123,10 @@ def _call(
         scale=scale, S=S, S_kv=S_kv, G=G, N=b.shape(cu_q)[0] - 1 if varlen else 0, NS=NS, sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh,
         skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn,
     )  # fmt: skip
-    KP, VP = (max(16, power_of_two(D)) for D in (DK, DV))
+    KC, VC = (max(16, min(c.DC, power_of_two(D))) for D in (DK, DV))
     constexprs = dict(
-        H=h, DK=DK, DV=DV, KP=KP, VP=VP, R=r, RP=power_of_two(r), HB=c.HB, BN=c.BN, FEW=few,
-        W=max(1, 32 * c.num_warps // c.BN), VARLEN=varlen,
+        H=h, DK=DK, DV=DV, KC=KC, VC=VC, NK=-(-DK // KC), NV=-(-DV // VC), HELD=c.held, R=r, RP=power_of_two(r), HB=c.HB, BN=c.BN, FEW=few,
+        W=max(1, (64 if device.backend == "hip" else 32) * c.num_warps // c.BN), VARLEN=varlen,
         ALIGN=alignment(b, q, k, v), PREC=input_precision(b, dtype),
     )  # fmt: skip
     return _Call(args, constexprs, c, rows, NS)
@@ -152,7 +158,7 @@ def plan_gather(
             selection_combine,
             (programs, 1, 1),
             dict(part_ptr=part, plse_ptr=plse, sink_ptr=sink, o_ptr=o, lse_ptr=lse, G=G, NS=call.NS),
-            dict(H=call.constexprs["H"], DV=DV, VP=call.constexprs["VP"], CS=COMBINE, SINK=has_sink),
+            dict(H=call.constexprs["H"], DV=DV, VP=power_of_two(DV), CS=COMBINE, SINK=has_sink),
             1, 1,
         )  # fmt: skip
     return o, lse
@@ -160,10 +166,11 @@ def plan_gather(
 
 def plan_gather_dq(
     b: Any, dout: Any, q: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, lse2: Any, delta: Any, scale: float,
-    config: GatherConfig | None = None, NS: Any = None,
+    config: GatherConfig | None = None, NS: Any = None, pieces: Pieces | None = None,
 ) -> Any:  # fmt: skip
-    """dq like q, contiguous. dout[B, S, G, h, Dv] contiguous or None; lse2, delta[B, S, G, h] of ``plan_delta``."""
-    call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS)
+    """dq like q, contiguous. dout[B, S, G, h, Dv] contiguous or None; lse2, delta[B, S, G, h] of ``plan_delta``; pieces with
+    totals, where they are at hand."""
+    call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS, pieces)
     h, DK = call.constexprs["H"], call.constexprs["DK"]
     dq = b.empty(b.shape(q), b.dtype(q))
     part = call.parts(b, h, DK)
@@ -179,6 +186,6 @@ def plan_gather_dq(
     if not (b.is_static(programs) and programs == 0):
         b.launch(
             selection_dq_sum, (programs, 1, 1), dict(part_ptr=part, dq_ptr=dq, NS=call.NS),
-            dict(H=h, D=DK, DP=call.constexprs["KP"], CS=COMBINE), 1, 1,
+            dict(H=h, D=DK, DP=power_of_two(DK), CS=COMBINE), 1, 1,
         )  # fmt: skip
     return dq
