@@ -20,6 +20,7 @@ from helpers_selection import (
     run,
     upstream,
 )
+from torch._inductor.utils import run_and_get_code
 from torch.func import grad, vmap
 from torch.library import opcheck
 
@@ -105,7 +106,9 @@ def test_outputs_are_fresh_contiguous_and_as_the_fake_says(name, sample, variant
 
 
 def test_every_op_is_sampled():
-    assert {p.values[0] for p in SAMPLES} == {name for name in registry.REFERENCE if name.startswith("selection_attention")}
+    assert {p.values[0] for p in SAMPLES} == {
+        name for name in registry.REFERENCE if name.startswith("selection_attention")
+    }
 
 
 # --- values and gradients of the public function ------------------------------------------------------------
@@ -445,6 +448,45 @@ def test_dynamic_sizes_with_gradients_compile_once(fresh):
             up = upstream(inputs)
             got, want = public(inputs, up, attention), public(inputs, up)
             assert all(error(got[k], want[k]) < 1e-5 for k in want)
+
+
+@pytest.mark.parametrize(("s", "s_kv", "calls"), [(20, 33, False), (600, 900, True)])
+def test_on_a_cpu_inductor_fuses_what_is_small(s, s_kv, calls, fresh):
+    """Up to 2**20 scores the op is one formula, in training too; beyond, the generated code calls the op."""
+    inputs = make_inputs("odd", F32, S=s, S_kv=s_kv, sink=True)
+    up = upstream(inputs)
+    attention = torch.compile(mhc_inductor.selection_attention, fullgraph=True)
+    got, codes = run_and_get_code(lambda: public(inputs, up, attention))
+    assert len(codes) == 2
+    called = ("selection_attention.default(", "selection_attention_backward.default(")
+    assert [name in code for name, code in zip(called, codes, strict=True)] == [calls, calls]
+    want = public(inputs, up)
+    assert all(error(got[k], want[k]) < 1e-5 for k in want)
+
+
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_compiled_nothing_leaks_from_keys_not_selected(where, fresh):
+    inputs = make_inputs("odd", F32, S=9, S_kv=20)
+    inputs["ranges"] = inputs["ranges"].clamp(3, 15)
+    up = upstream(inputs)
+    want = public(inputs, up)
+    inputs[where] = inputs[where].clone()
+    inputs[where][:, :, :3], inputs[where][:, :, 15:] = math.nan, math.inf
+    got = public(inputs, up, torch.compile(mhc_inductor.selection_attention, fullgraph=True))
+    assert all(error(got[k], want[k]) < 1e-5 for k in want)
+
+
+def test_a_scale_of_dynamic_sizes_is_one_number(fresh):
+    graphs = []
+
+    def backend(module, example):
+        graphs.append(module)
+        return module
+
+    q, k, v, ranges, *_ = make_inputs("odd", F32, B=3, G=4, h=5, S=6, S_kv=9).values()
+    torch.compile(mhc_inductor.selection_attention, backend=backend, fullgraph=True, dynamic=True)(q, k, v, ranges)
+    (node,) = [n for n in graphs[0].graph.nodes if n.target is OPS.selection_attention.default]
+    assert node.args[-1] == 1 / math.sqrt(8)
 
 
 def test_export(fresh):
