@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from .algebra import Ref
@@ -168,7 +169,7 @@ def _rolled(members: list[tuple[tuple[int, ...], All]]) -> Any_:
     steps = []
     for column in columns:
         step = column[1] - column[0]
-        if step < 0 or any(b - a != step for a, b in zip(column, column[1:], strict=False)):
+        if step < 0 or any(b - a != step for a, b in itertools.pairwise(column)):
             return [conj for _, conj in members]
         steps.append(step)
     if not any(steps):

@@ -85,7 +85,7 @@ class KeyData(Unsupported):
 def both(a: Any_, b: Any_) -> Any_:
     if len(a) * len(b) > _MOST:
         raise Unsupported
-    return [All(x.literals | y.literals, x.bound + y.bound) for x in a for y in b]
+    return [All(x.literals | y.literals, tuple(dict.fromkeys(x.bound + y.bound))) for x in a for y in b]
 
 
 def either(*parts: Any_) -> Any_:
@@ -149,7 +149,10 @@ def constant_of(a: Any) -> float | None:
         return float(a)
     if not isinstance(a, Value):
         return float(a) if isinstance(a, (int, float)) else None
-    while a.func is not None:
+    while isinstance(a, Value) and a.func is not None:
+        if a.node is not None and a.node.target is torch.tensor:
+            given = a.node.args[0]
+            return float(given) if isinstance(given, (int, float)) else None
         if a.func in _FILLED:
             return _FILLED[a.func]
         if a.func in _FULL:
@@ -168,7 +171,13 @@ def inner(ref: Ref) -> Ref | None:
     """The element that a view, or a detached tensor of no gradient, shows."""
     if ref.value.func is aten.detach.default:
         return Ref(ref.value.args[0], ref.index)
-    return step(ref)
+    return behind(ref)
+
+
+def behind(ref: Ref) -> Ref | None:
+    """The element that a view or a cast of floating dtypes shows, of a tensor of the graph."""
+    below = step(ref)
+    return below if below is not None and isinstance(below.value, Value) else None
 
 
 def uncast(ref: Ref) -> Ref:
@@ -195,10 +204,15 @@ def _operand(a: Any, ref: Ref) -> Ref:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Count:
-    """``sum(factor * indicator)``; ``exact``: overlapping indicators add up."""
+    """``sum(factor * indicator)``; ``exact``: overlapping indicators add up; ``unit``: the number is 0 or 1."""
 
     terms: tuple[tuple[float, All], ...]
     exact: bool = True
+    unit: bool = False
+
+
+def _constant(known: float) -> Count:
+    return Count(((known, All()),) if known else (), unit=known in (0.0, 1.0))
 
 
 class Masks:
@@ -298,15 +312,19 @@ class Masks:
             raise Unsupported
         if isinstance(left, Value) and left.dtype is torch.bool and known in (0.0, 1.0) and op in ("eq", "ne"):
             return self.truth(_operand(left, ref), (op == "eq") == bool(known))
-        counted = self.count(_operand(left, ref))
+        try:
+            counted = self.count(_operand(left, ref))
+        except Unsupported:
+            # index_mask == 0
+            if op in ("eq", "ne") and known == 0 and isinstance(left, Value) and left.dtype.is_floating_point:
+                return self.additive(_operand(left, ref), op == "eq")[0]
+            raise
         if (op in ("gt", "ne") and known == 0) or (op == "gt" and 0 < known < 1) or (op == "ge" and 0 < known <= 1):
             return self._positive(counted, True)
         if (op in ("le", "eq") and known == 0) or (op == "le" and 0 < known < 1) or (op == "lt" and 0 < known <= 1):
             return self._positive(counted, False)
-        if op in ("eq", "ne") and known == 1 and len(counted.terms) == 1 and counted.exact:
-            ((factor, conj),) = counted.terms
-            if factor == 1 and not conj.bound:
-                return self._positive(counted, op == "eq")
+        if op in ("eq", "ne") and known == 1 and counted.unit:
+            return self._positive(counted, op == "eq")
         raise Unsupported
 
     def _positive(self, counted: Count, want: bool) -> Any_:
@@ -462,7 +480,7 @@ class Masks:
 
     def _gathered(self, ref: Ref) -> tuple[Ref, Any_] | None:
         """The element that a gather reads, and the conditions on the variables that stand for its place."""
-        value, func, args = ref.value, ref.value.func, ref.value.args
+        func, args = ref.value.func, ref.value.args
         if func not in _GATHERS or not keyed(ref):
             return None
         more: dict[Var, Literal] = {}
@@ -567,6 +585,8 @@ class Masks:
             ):
                 raise Unsupported
             return floor(sides[0], 2**by if func in _SHIFTS else by)
+        if func in _REMAINDERS and (by := sides[1].value) is not None:
+            return sides[0].plus(floor(sides[0], by), -by)
         if wrap is None and not keyed(ref):
             return atom(Datum(ref))
         raise Unsupported
@@ -582,10 +602,10 @@ class Masks:
         value, func, args = ref.value, ref.value.func, ref.value.args
         known = constant_of(value)
         if known is not None:
-            return Count(((known, All()),) if known else ())
+            return _constant(known)
         if value.dtype is torch.bool:
             found = self.truth(ref)
-            return Count(tuple((1.0, c) for c in found), len(found) <= 1 and not any(c.bound for c in found))
+            return Count(tuple((1.0, c) for c in found), len(found) <= 1 and not any(c.bound for c in found), True)
         if func in _ADD or func in _SUB or func is aten.rsub.Scalar:
             a, b = (self._count_side(x, ref) for x in args[:2])
             alpha = scalar(value.kwargs.get("alpha", args[2] if len(args) > 2 else 1))
@@ -601,7 +621,9 @@ class Masks:
         if func in MULTIPLY or func in (aten.minimum.default,):
             a, b = (self._count_side(x, ref) for x in args[:2])
             terms = [(f * g, *both([c], [d])) for f, c in a.terms for g, d in b.terms]
-            return Count(tuple(terms), a.exact and b.exact)
+            if func is aten.minimum.default and not (a.unit and b.unit):
+                raise Unsupported
+            return Count(tuple(terms), a.exact and b.exact, a.unit and b.unit)
         if func in _SUMS:
             operand, bound = _reduced(ref)
             a = self.count(operand)
@@ -611,7 +633,7 @@ class Masks:
             a = self.count(operand)
             if any(f < 0 for f, _ in a.terms):
                 raise Unsupported
-            return Count(tuple((f, All(c.literals, c.bound + tuple(bound))) for f, c in a.terms), False)
+            return Count(tuple((f, All(c.literals, c.bound + tuple(bound))) for f, c in a.terms), False, a.unit)
         if func is aten.cumsum.default:
             d = _dim(value, args[1])
             u = Key(value.shape[d])
@@ -621,31 +643,30 @@ class Masks:
             return Count(tuple(terms), a.exact)
         if func in (aten.scatter_add.default, aten.scatter_reduce.two):
             return self._scattered(ref)
-        if func in (aten.relu.default, aten.clamp_min.default, aten.clamp.default, aten.clamp_max.default):
+        if func in _CLAMPS:
             a = self.count(Ref(args[0], ref.index))
-            bounds = [constant_of(b) for b in args[1:] if b is not None]
-            if all(f > 0 for f, _ in a.terms) and all(b in (0.0, 1.0) for b in bounds) and bounds[-1:] != [0.0]:
-                return Count(a.terms, False)
+            low, high = _limits(value)
+            if all(f > 0 for f, _ in a.terms) and low in (None, 0.0) and high in (None, 1.0):
+                return Count(a.terms, False, a.unit or high == 1.0)
             raise Unsupported
-        found = self._structured(ref, True, self._countable)
-        if found is not None:
-            return Count(tuple((1.0, c) for c in found), False)
-        raise Unsupported
+        units: list[bool] = []
 
-    def _countable(self, ref: Ref, want: bool) -> Any_:
-        """For operations that place numbers: whether the number is not 0. Only of what is not negative."""
-        if not want:
-            raise Unsupported
-        counted = self.count(ref)
-        if any(f < 0 for f, _ in counted.terms):
-            raise Unsupported
-        return [c for _, c in counted.terms]
+        def counted(r: Ref, want: bool) -> Any_:
+            """For operations that place numbers which are not negative: whether the number is not 0."""
+            each = self.count(r)
+            if not want or any(f < 0 for f, _ in each.terms):
+                raise Unsupported
+            units.append(each.unit)
+            return [c for _, c in each.terms]
+
+        found = self._structured(ref, True, counted)
+        if found is not None:
+            return Count(tuple((1.0, c) for c in found), False, all(units))
+        raise Unsupported
 
     def _count_side(self, a: Any, ref: Ref) -> Count:
         known = constant_of(a)
-        if known is not None:
-            return Count(((known, All()),) if known else ())
-        return self.count(_operand(a, ref))
+        return self.count(_operand(a, ref)) if known is None else _constant(known)
 
     def _scattered(self, ref: Ref) -> Count:
         x, d, index, source, *rest = ref.value.args
@@ -744,7 +765,10 @@ class Masks:
 
 _GATHERS = (aten.gather.default, aten.index_select.default, aten.index.Tensor, aten._unsafe_index.Tensor)
 _SHIFTS = (aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar, aten.__rshift__.Scalar)
+_CLAMPS = (aten.relu.default, aten.clamp_min.default, aten.clamp.default, aten.clamp_max.default)
+_REMAINDERS = (aten.remainder.Scalar, aten.remainder.Tensor)
 _INTEGER = {
+    *_REMAINDERS,
     *(*_ADD, *_SUB, *MULTIPLY, *_SHIFTS, aten.rsub.Scalar, aten.rsub.Tensor),
     *(aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode),
 }
@@ -762,6 +786,20 @@ def _moved(index: Index, by: Linear) -> Index:
     if by.value is None:
         raise Unsupported
     return index.plus(const(-by.value))
+
+
+def _limits(value: Value) -> tuple[float | None, float | None]:
+    """The bounds of a relu or a clamp; NaN where one is no number."""
+    if value.func is aten.relu.default:
+        return 0.0, None
+    given = [*value.args[1:], None][:2] if value.func is aten.clamp.default else [value.args[1], None]
+    given = given[::-1] if value.func is aten.clamp_max.default else given
+    low, high = (None if b is None else number_or_nan(constant_of(b)) for b in given)
+    return low, high
+
+
+def number_or_nan(a: float | None) -> float:
+    return math.nan if a is None else a
 
 
 def _pieces(index: Value, source: Value, d: int) -> list[tuple[Value, Any]]:
@@ -806,8 +844,7 @@ def _differences(terms: Sequence[tuple[float, All]]) -> Any_:
         (end,), (start,) = late, early
         if not isinstance(end, Compare) or end.kind != "le" or not isinstance(start, Compare) or start.kind != "le":
             raise Unsupported
-        for conj in _opposite(end):
-            total.append(All(common | {start} | conj.literals, up.bound))
+        total += (All(common | {start} | conj.literals, up.bound) for conj in _opposite(end))
     return total
 
 

@@ -185,18 +185,53 @@ def floor(of: Linear, by: int) -> Linear:
     )
     out = Linear(out.terms, frozenset((s, c) for s, c in out.constant if c))
     rest = of.plus(out, -by)
-    if not rest.terms and rest.value is not None:
+    if _below(rest, by):
         return out
     return out.plus(atom(Floor(rest, by)))
+
+
+def _below(rest: Linear, by: int) -> bool:
+    """Whether ``rest`` is known to be from 0 to ``by`` - 1."""
+    top = rest.minus(Linear(rest.terms)).value
+    if top is None or top < 0:
+        return False
+    for a, c in rest.terms:
+        most = _most(a)
+        if most is None or c < 0:
+            return False
+        top += c * most
+    return top < by
+
+
+def _most(a: Atom) -> int | None:
+    """The largest value of an atom that is never negative, where that is known."""
+    if isinstance(a, Var):
+        return None if a.size.symbols else a.size.factor - 1
+    if isinstance(a, Datum):
+        return None
+    total = a.of.minus(Linear(a.of.terms)).value
+    if total is None or total < 0:
+        return None
+    for inner, c in a.of.terms:
+        most = _most(inner)
+        if most is None or c < 0:
+            return None
+        total += c * most
+    return total // a.by
 
 
 def to_index(value: Linear) -> Index | None:
     """``value`` as an index of a tensor, where it is one."""
     terms: dict[Any, Size] = {}
     for a, c in value.terms:
-        if not isinstance(a, Var) or c < 0:
+        if c < 0:
             return None
-        terms[a] = Size(c)
+        if isinstance(a, Floor) and a.of == atom(v := next(iter(a.of.variables()), Var(ONE))):
+            terms[Part(v, Size(a.by), False)] = Size(c)
+        elif isinstance(a, Var):
+            terms[a] = Size(c)
+        else:
+            return None
     constant = value.minus(Linear(value.terms))
     if constant.value is None or constant.value < 0:
         return None

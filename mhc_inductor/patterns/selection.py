@@ -4,6 +4,7 @@ spelling is gone. Found from calls of scaled_dot_product_attention and from soft
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from .algebra import Ref, _broadcast, aten, contraction, number, operands, reduction, step
+from .algebra import Ref, _broadcast, aten, contraction, number, operands, reduction
 from .index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, linear, product_of, var
 from .intervals import Interval, Judge
-from .keysets import MULTIPLY, All, Any_, Masks, alike, both, constant_of, eliminated, free
+from .keysets import MULTIPLY, All, Any_, Masks, alike, behind, both, constant_of, eliminated, free
 from .linear import Key, atom, of_index, replaced, variables_of
 from .mhc import Mismatch
 from .values import Value, Values
@@ -46,10 +47,11 @@ class Found:
     d: Var
     t: Key
     scale: float
-    keys: Any_
-    fill: float
+    mask: Callable[[], tuple[Any_, float]]
     dense: list[Value]
     masks: Masks
+    keys: Any_ = dataclasses.field(default_factory=list)
+    fill: float = -math.inf
     intervals: list[Interval] = dataclasses.field(default_factory=list)
     batch: list[Var] = dataclasses.field(default_factory=list)
     groups: list[Var] = dataclasses.field(default_factory=list)
@@ -83,7 +85,7 @@ def sources(ref: Ref) -> Iterator[Source]:
     dtype = ref.value.dtype
     while True:
         yield Source(ref, dtype)
-        below = step(ref)
+        below = behind(ref)
         if below is None:
             return
         if below.value.dtype != dtype:
@@ -105,7 +107,7 @@ class Scaled:
         self.met: list[Value] = []
         while True:
             self.met.append(ref.value)
-            below = step(ref)
+            below = behind(ref)
             if below is None and (ref.value.func in MULTIPLY or ref.value.func in _DIVIDE) and not ref.value.kwargs:
                 below = self._times(ref)
             if below is None:
@@ -132,7 +134,7 @@ def dot(ref: Ref) -> tuple[Ref, Ref, list[Var]] | None:
     if reduced is None or reduced[2] != 1.0:
         return None
     summand, bound, _ = reduced
-    while (below := step(summand)) is not None:
+    while (below := behind(summand)) is not None:
         summand = below
     if summand.value.func not in MULTIPLY:
         return None
@@ -185,17 +187,20 @@ class Recogniser:
                 raise NotOurs
             masks = self._masks()
             element = _aligned(m, (*lead, s, var(t)))
-            if m.dtype is torch.bool:
-                keys, fill = masks.truth(element), -math.inf
-            else:
-                keys, fill = masks.additive(element)
+
+            def keys() -> tuple[Any_, float]:
+                if m.dtype is torch.bool:
+                    return masks.truth(element), -math.inf
+                found, fill = masks.additive(element)
                 check_added(fill, m.dtype)
+                return found, fill
+
             refs = (
                 _aligned(q, (*lead, s, var(width))),
                 _aligned(k, (*kv_lead, var(t), var(width))),
                 _aligned(v, (*kv_lead, var(t), e)),
             )
-            return Found(out, dims, *refs, width, t, scale, keys, fill, [m], masks)
+            return Found(out, dims, *refs, width, t, scale, keys, [m], masks)
 
         if given.get("is_causal"):
             raise NotOurs
@@ -207,15 +212,9 @@ class Recogniser:
     def _grouped(self, digits: list[Var], k: Value) -> Index:
         """The group of a head, which is the digits above the heads of a group."""
         groups = k.shape[-3]
-        total, at = ONE, len(digits)
-        for at, digit in enumerate(digits):
-            if total == groups:
-                break
-            total = total.times(digit.size)
-        else:
-            at = len(digits)
-        if total == groups:
-            return _joined(digits[:at])
+        for at in range(len(digits) + 1):
+            if product_of(v.size for v in digits[:at]) == groups:
+                return _joined(digits[:at])
         per = product_of(v.size for v in digits).over(groups)
         if per is None:
             raise NotOurs
@@ -241,7 +240,7 @@ class Recogniser:
                     if guarded.mask is not None:
                         guards.append((_broadcast(guarded.mask, ref), guarded.want))
                     ref = _broadcast(guarded.of, ref)
-                elif (below := step(ref)) is not None:
+                elif (below := behind(ref)) is not None:
                     ref = below
                 else:
                     return None
@@ -275,10 +274,15 @@ class Recogniser:
                 raise NotOurs
             q, k = scaled if has[1] else scaled[::-1]
             factor = scores.factor * q.factor * k.factor
-            for ref, want in guards:
-                if not alike(masks.truth(ref, want), scores.keys, t):
-                    raise Mismatch("the attention weights are masked once more, and differently", ref.value)
-            return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, scores.keys, scores.fill, dense, masks)
+
+            def keys() -> tuple[Any_, float]:
+                total, fill = scores.keys()
+                for ref, want in guards:
+                    if not alike(masks.truth(ref, want), total, t):
+                        raise Mismatch("the attention weights are masked once more, and differently", ref.value)
+                return total, fill
+
+            return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, keys, dense, masks)
 
         return self._refined(build, out)
 
@@ -299,6 +303,7 @@ class Recogniser:
             places = [place for a in parts if isinstance(a, Part) for place in _places(a)]
             if not places or not _cut(cuts, dims, [([root], by) for root, by in places]):
                 break
+        found.keys, found.fill = found.mask()
         self._roles(found)
         return found
 
@@ -366,13 +371,13 @@ def guarded(value: Value, known: Any) -> Guarded | None:
 
 
 class Scores:
-    """What a softmax is taken of: ``factor`` times the sum of products ``ref``, where ``keys`` hold, else ``fill``."""
+    """What a softmax is taken of: ``factor`` times the sum of products ``ref``, where :meth:`keys` hold."""
 
     def __init__(self, ref: Ref, masks: Masks, dense: list[Value]) -> None:
         self.masks = masks
-        self.keys: Any_ = [All()]
         self.factor = 1.0
-        self.fill = -math.inf
+        self.fills: list[float] = []
+        self._parts: list[Callable[[], Any_]] = []
         self.ref = ref
         while True:
             scaled = Scaled(self.ref)
@@ -384,19 +389,24 @@ class Scores:
             self.ref = self._unmasked(self.ref)
         dense.append(self.ref.value)
 
+    def keys(self) -> tuple[Any_, float]:
+        """Which keys are seen, and what the scores of the others are."""
+        keys = functools.reduce(both, [part() for part in self._parts], [All()])
+        return keys, max(self.fills, default=-math.inf)
+
     def _unmasked(self, ref: Ref) -> Ref:
         value, func, args = ref.value, ref.value.func, ref.value.args
         if self.factor <= 0:
             raise NotOurs
         if func in _FILLS:
             self._filled(constant_of(args[2]), value)
-            self._mask(self.masks.truth(_broadcast(args[1], ref), False))
+            self._parts.append(functools.partial(self.masks.truth, _broadcast(args[1], ref), False))
             return _broadcast(args[0], ref)
         if func is aten.where.self:
             when, a, b = args
             want = constant_of(b) is not None
             self._filled(constant_of(b if want else a), value)
-            self._mask(self.masks.truth(_broadcast(when, ref), want))
+            self._parts.append(functools.partial(self.masks.truth, _broadcast(when, ref), want))
             return _broadcast(a if want else b, ref)
         if func is aten.add.Tensor and not value.kwargs:
             sides = [_broadcast(a, ref) for a in args[:2] if isinstance(a, Value)]
@@ -404,34 +414,34 @@ class Scores:
             if sum(own) != 1 or len(own) != 2:
                 raise NotOurs
             scores, mask = sides if own[0] else sides[::-1]
-            try:
-                keys, fill = self.masks.additive(mask)
-            except Unsupported:
-                if self.masks.seen or _selects(scores, self.masks):
-                    raise Mismatch("something that is no mask is added to the scores", mask.value) from None
-                raise
-            check_added(fill, mask.value.dtype)
-            self.fill = max(self.fill, fill)
-            self._mask(keys)
+            self._parts.append(functools.partial(self._added, mask, scores))
             return scores
         raise NotOurs
 
-    def _mask(self, keys: Any_) -> None:
-        self.keys = both(self.keys, keys)
+    def _added(self, mask: Ref, scores: Ref) -> Any_:
+        try:
+            keys, fill = self.masks.additive(mask)
+        except Unsupported:
+            if self.masks.seen or _selects(scores, self.masks):
+                raise Mismatch("something that is no mask is added to the scores", mask.value) from None
+            raise
+        check_added(fill, mask.value.dtype)
+        self.fills.append(fill)
+        return keys
 
     def _filled(self, fill: float | None, value: Value) -> None:
         if fill is None:
             raise NotOurs
         if not fill <= -1e4:
             raise Mismatch(f"scores of other keys are set to {fill:g}; expected -inf", value)
-        self.fill = max(self.fill, fill)
+        self.fills.append(fill)
 
 
 def _selects(scores: Ref, masks: Masks) -> bool:
     """Whether another mask of the scores is a selection."""
     other = Masks(masks.fixed)
     try:
-        Scores(scores, other, [])
+        Scores(scores, other, []).keys()
     except (Mismatch, Unsupported, NotOurs):
         return bool(other.seen)
     return bool(other.seen)
@@ -507,7 +517,7 @@ def _aligned(value: Value, index: Sequence[Index]) -> Ref:
 
 
 def bare(ref: Ref) -> Ref:
-    while (below := step(ref)) is not None:
+    while (below := behind(ref)) is not None:
         ref = below
     return ref
 

@@ -15,12 +15,12 @@ from torch import fx
 
 from mhc_inductor import compat
 
-from .algebra import Ref, aten, step, whole
+from .algebra import Ref, aten, whole
 from .find import Finder, Miss, name_of
 from .functional import functional
 from .index import ONE, DynamicWidth, Index, Size, Unsupported, Var, product_of
 from .intervals import Interval
-from .keysets import Compare, Given, KeyData
+from .keysets import Compare, Given, KeyData, behind
 from .linear import Datum, Floor, Linear, of_index, of_size, variables_of
 from .mhc import Mismatch
 from .rewrite import Rewriter, run_fake
@@ -133,7 +133,7 @@ class Selections(Rewriter):
                 guard = guarded(reached, same)
                 if guard is not None:
                     known[reached] = guard
-                if guard is not None or (step(whole(reached)) is not None and reached.args[0] in same):
+                if guard is not None or (behind(whole(reached)) is not None and reached.args[0] in same):
                     same.add(reached)
                     todo.append(user)
                 elif dot(bare(whole(reached))) is not None:

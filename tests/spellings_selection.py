@@ -1,0 +1,685 @@
+"""A generator of attentions under a mask of selected keys, written in many ways, and of mutants that are none any more.
+
+A spelling is one pick for each axis of :data:`AXES`, every pick a callable in ordinary PyTorch; :class:`Attention` puts
+them together: ``(q [B, S, H, D], k [B, T, G, D], v [B, T, G, Dv], picked)``, where ``picked`` is ranges
+[B, S, G, r, 2] or block ids [B, S, G, r]. A mutant exchanges one part for one of :data:`MUTATIONS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Part = Callable[..., Any]
+AXES: dict[str, dict[str, Part]] = {}
+"""axis -> pick -> callable; the first pick of an axis is the plainest."""
+MUTATIONS: dict[str, tuple[str, Part]] = {}
+"""name -> (axis, the callable in the place of the pick)."""
+INF = float("inf")
+
+
+def pick(axis: str) -> Callable[[Part], Part]:
+    """Register a function as a pick of ``axis``."""
+
+    def register(fn: Part) -> Part:
+        AXES.setdefault(axis, {})[fn.__name__.removeprefix("_").removeprefix(f"{axis}_")] = fn
+        return fn
+
+    return register
+
+
+def _picks(axis: str, **parts: Part) -> None:
+    AXES.setdefault(axis, {}).update(parts)
+
+
+def mutation(axis: str) -> Callable[[Part], Part]:
+    """Register a function as a mistake in ``axis``."""
+
+    def register(fn: Part) -> Part:
+        MUTATIONS[fn.__name__.removeprefix("_").replace("_", " ")] = (axis, fn)
+        return fn
+
+    return register
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes, dtype and mode. ``T`` keys, ``S`` queries (the last ones); ``size``: of a block."""
+
+    B: int = 2
+    S: int = 12
+    T: int = 16
+    G: int = 2
+    h: int = 3
+    D: int = 8
+    Dv: int = 6
+    r: int = 3
+    size: int = 4
+    dtype: torch.dtype = torch.float32
+    mode: str = "train"
+    symbolic: bool = False
+    negative: bool = False
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.T // self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One spelling."""
+
+    kind: str
+    picks: dict[str, str]
+    settings: Settings = Settings()
+    mutant: str = ""
+
+    @property
+    def name(self) -> str:
+        said = ", ".join(f"{a}={p}" for a, p in self.picks.items() if next(iter(AXES[a])) != p)
+        return f"{self.mutant or self.kind} [{said}] {self.settings}"
+
+    def part(self, axis: str) -> Part:
+        if self.mutant and MUTATIONS[self.mutant][0] == axis:
+            return MUTATIONS[self.mutant][1]
+        return AXES[axis][self.picks[axis]]
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        s = self.settings
+        g = torch.Generator().manual_seed(3)
+        q = torch.randn(s.B, s.S, s.G * s.h, s.D, generator=g)
+        k = torch.randn(s.B, s.T, s.G, s.D, generator=g)
+        v = torch.randn(s.B, s.T, s.G, s.Dv, generator=g)
+        shape = (s.B, s.S, s.G, s.r)
+        position = torch.arange(s.S).view(1, -1, 1, 1) + s.T - s.S
+        if self.kind == "blocks":
+            # The own block is always there; others may come twice, or (-1) be none.
+            picked = (torch.rand(shape, generator=g) * (position // s.size + 1)).long()
+            if s.negative:
+                picked = torch.where(torch.rand(shape, generator=g) < 0.3, -1, picked)
+            picked[..., 0] = (position // s.size).squeeze(-1)
+        elif self.kind == "tokens":
+            picked = torch.stack([torch.randperm(s.T, generator=g)[: s.r] for _ in range(s.B * s.S * s.G)]).view(shape)
+            picked[..., 0] = torch.where((picked == position).any(-1), picked[..., 0], position.squeeze(-1))
+        else:
+            start = torch.randint(0, s.T, shape, generator=g)
+            picked = torch.stack([start, (start + torch.randint(0, 6, shape, generator=g)).clamp(max=s.T)], -1)
+            picked[..., 0, :] = torch.cat([position - 1, position + 1], -1)
+        return (*(t.to(s.dtype) for t in (q, k, v)), picked)
+
+    @property
+    def symbolic(self) -> list[tuple[int, int]]:
+        """(input, dim) of the sizes that a compiled call may not know: batch, queries and keys."""
+        if not self.settings.symbolic:
+            return []
+        return [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (3, 1), (1, 1), (2, 1)]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, picked: Tensor) -> Any:
+        T, S = k.shape[1], q.shape[1]
+        c = Call(self, q.shape[0], S, T, k.shape[2], q.shape[2] // k.shape[2], self.settings.size)
+        mask = self.part(self.kind)(c, picked)
+        if self.kind == "blocks":
+            mask = self.part("keys")(c, mask) if mask.shape[-1] != T else mask
+        mask = self.part("causal")(c, mask)
+        out = self.part("form")(c, q, k, v, mask)
+        return self.part("out")(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Sizes of a call, and what its parts use of each other."""
+
+    attention: Attention
+    B: int
+    S: int
+    T: int
+    G: int
+    h: int
+    size: int
+
+    @property
+    def blocks(self) -> int:
+        return (self.T + self.size - 1) // self.size
+
+    @property
+    def t(self) -> Tensor:
+        return torch.arange(self.T)
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.arange(self.S) + (self.T - self.S)
+
+    def __getattr__(self, axis: str) -> Part:
+        part = self.attention.part(axis)
+        return lambda *given: part(self, *given)
+
+
+# --- masks [B, S, G, T] from ranges [B, S, G, r, 2] ---------------------------------------------------------
+
+_picks(
+    "ranges",
+    any=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).any(-2),
+    flipped=lambda c, x: ((x[..., :1] <= c.t) & (x[..., 1:] > c.t)).any(dim=3),
+    not_all=lambda c, x: ~((c.t < x[..., 0, None]) | (c.t >= x[..., 1, None])).all(-2),
+    logical=lambda c, x: torch.logical_and(c.t.ge(x[..., 0].unsqueeze(-1)), c.t.lt(x[..., 1].unsqueeze(-1))).any(-2),
+    negated=lambda c, x: (~(c.t < x[..., 0:1]) & ~(c.t >= x[..., 1:2])).any(-2),
+    sum=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).sum(-2) > 0,
+    products=lambda c, x: ((c.t >= x[..., 0:1]).float() * (c.t < x[..., 1:2]).float()).sum(-2).gt(0.5),
+    amax=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).int().amax(-2).bool(),
+    max=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).to(torch.uint8).max(dim=-2).values != 0,
+    inclusive=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t <= x[..., 1:2] - 1)).any(-2),
+    shifted=lambda c, x: ((c.t + 1 > x[..., 0:1]) & (c.t + 1 <= x[..., 1:2])).any(-2),
+    distance=lambda c, x: ((c.t - x[..., 0:1] >= 0) & (x[..., 1:2] - c.t > 0)).any(-2),
+)
+
+
+@pick("ranges")
+def _ranges_unbound(c: Call, x: Tensor) -> Tensor:
+    start, end = x.unbind(-1)
+    return torch.any((c.t.view(1, 1, 1, 1, -1) >= start[..., None]) & (c.t < end[..., None]), dim=-2)
+
+
+@pick("ranges")
+def _ranges_first(c: Call, x: Tensor) -> Tensor:
+    """Ranges as the first dim."""
+    x = x.permute(3, 0, 1, 2, 4)
+    return ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:])).any(0)
+
+
+@pick("ranges")
+def _ranges_or(c: Call, x: Tensor) -> Tensor:
+    mask = torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
+    for j in range(x.shape[3]):
+        mask = mask | ((c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None]))
+    return mask
+
+
+@pick("ranges")
+def _ranges_ior(c: Call, x: Tensor) -> Tensor:
+    mask = torch.zeros((c.B, c.S, c.G, c.T), dtype=torch.bool)
+    for j in range(x.shape[3]):
+        start, end = x[:, :, :, j].split(1, -1)
+        mask |= (c.t >= start) & (c.t < end)
+    return mask
+
+
+@pick("ranges")
+def _ranges_logical_or(c: Call, x: Tensor) -> Tensor:
+    mask = torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
+    for start, end in (pair.unbind(-1) for pair in x.unbind(3)):
+        mask.logical_or_(torch.logical_and(c.t >= start[..., None], c.t < end[..., None]))
+    return mask
+
+
+@pick("ranges")
+def _ranges_counted(c: Call, x: Tensor) -> Tensor:
+    count = torch.zeros(c.B, c.S, c.G, c.T)
+    for j in range(x.shape[3]):
+        count = count + ((c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None])).float()
+    return count > 0
+
+
+@pick("ranges")
+def _ranges_filled(c: Call, x: Tensor) -> Tensor:
+    mask = torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
+    for j in range(x.shape[3]):
+        mask = mask.masked_fill((c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None]), True)
+    return mask
+
+
+@pick("ranges")
+def _ranges_where(c: Call, x: Tensor) -> Tensor:
+    mask = torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
+    for j in range(x.shape[3]):
+        mask = torch.where((c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None]), True, mask)
+    return mask
+
+
+@pick("ranges")
+def _ranges_differences(c: Call, x: Tensor) -> Tensor:
+    start, end = x.clamp(0, c.T).unbind(-1)
+    change = torch.zeros(c.B, c.S, c.G, c.T + 1, dtype=torch.int32)
+    one = torch.ones_like(start, dtype=torch.int32)
+    change = change.scatter_add(-1, start, one).scatter_add(-1, end, -one)
+    return change.cumsum(-1)[..., :-1] > 0
+
+
+@pick("ranges")
+def _ranges_differences_in_place(c: Call, x: Tensor) -> Tensor:
+    x = x.clamp(min=0, max=c.T)
+    change = x.new_zeros(c.B, c.S, c.G, c.T + 1)
+    change.scatter_add_(3, x[..., 0], torch.ones_like(x[..., 0]))
+    change.scatter_add_(3, x[..., 1], torch.full_like(x[..., 1], -1))
+    return torch.cumsum(change[..., : c.T], dim=3).ge(1)
+
+
+@pick("ranges")
+def _ranges_differences_of_two(c: Call, x: Tensor) -> Tensor:
+    start, end = x.clamp(0, c.T).unbind(-1)
+    zeros = torch.zeros(c.B, c.S, c.G, c.T + 1)
+    one = torch.ones(start.shape)
+    change = zeros.scatter_add(-1, start, one) - zeros.scatter_add(-1, end, one)
+    return change.cumsum(-1)[..., : c.T] > 0.5
+
+
+@pick("ranges")
+def _ranges_differences_joined(c: Call, x: Tensor) -> Tensor:
+    start, end = x.clamp(0, c.T).unbind(-1)
+    one = torch.ones_like(start)
+    change = x.new_zeros(c.B, c.S, c.G, c.T + 1)
+    change = change.scatter_add(-1, torch.cat([start, end], -1), torch.cat([one, -one], -1))
+    return change.cumsum(-1)[..., : c.T] != 0
+
+
+@pick("ranges")
+def _ranges_reduced(c: Call, x: Tensor) -> Tensor:
+    start, end = x.clamp(0, c.T).unbind(-1)
+    change = torch.zeros(c.B, c.S, c.G, c.T + 1, dtype=torch.long)
+    one = torch.ones_like(start)
+    change = change.scatter_reduce(-1, start, one, "sum").scatter_reduce(-1, end, -one, reduce="sum")
+    return (change.cumsum(-1) > 0)[..., : c.T]
+
+
+# --- masks of blocks [B, S, G, blocks] from ids [B, S, G, r], -1 for none ------------------------------------
+
+
+def _slot(c: Call, x: Tensor) -> Tensor:
+    """Ids for one more slot, which takes those that are none."""
+    return torch.where(x < 0, c.blocks, x)
+
+
+_picks(
+    "blocks",
+    one_hot=lambda c, x: F.one_hot(_slot(c, x), c.blocks + 1)[..., :-1].any(-2),
+    one_hot_sum=lambda c, x: F.one_hot(_slot(c, x), c.blocks + 1).sum(-2)[..., : c.blocks] > 0,
+    one_hot_max=lambda c, x: F.one_hot(x + 1, c.blocks + 1)[..., 1:].amax(dim=-2).bool(),
+    one_hot_valid=lambda c, x: (F.one_hot(x.clamp(min=0), c.blocks).bool() & (x >= 0)[..., None]).any(-2),
+    one_hot_product=lambda c, x: (F.one_hot(x.clamp_min(0), c.blocks) * (x >= 0).unsqueeze(-1)).sum(3) > 0,
+    one_hot_clamped_sum=lambda c, x: F.one_hot(_slot(c, x), c.blocks + 1)[..., :-1].sum(-2).clamp(max=1).bool(),
+    equal=lambda c, x: (x.unsqueeze(-1) == torch.arange(c.blocks)).any(-2),
+    equal_masked=lambda c, x: ((x[..., None] == torch.arange(c.blocks)) & (x[..., None] != -1)).any(dim=-2),
+    scatter=lambda c, x: torch.zeros(c.B, c.S, c.G, c.blocks + 1, dtype=torch.bool).scatter(-1, _slot(c, x), True)[
+        ..., :-1
+    ],
+    scatter_float=lambda c, x: (
+        torch.zeros(c.B, c.S, c.G, c.blocks + 1).scatter(3, _slot(c, x), 1.0)[..., : c.blocks] > 0
+    ),
+    scatter_source=lambda c, x: (
+        x.new_zeros(c.B, c.S, c.G, c.blocks + 1).scatter(-1, _slot(c, x), torch.ones_like(x))[..., : c.blocks].bool()
+    ),
+    scatter_false=lambda c, x: (
+        ~torch.ones(c.B, c.S, c.G, c.blocks + 1, dtype=torch.bool).scatter(-1, _slot(c, x), False)[..., :-1]
+    ),
+    scatter_add=lambda c, x: (
+        torch.zeros(c.B, c.S, c.G, c.blocks, dtype=torch.int32).scatter_add(-1, x.clamp(min=0), (x >= 0).int()) > 0
+    ),
+    scatter_reduce=lambda c, x: (
+        torch.zeros(c.B, c.S, c.G, c.blocks).scatter_reduce(-1, x.clamp(min=0), (x >= 0).float(), "amax") > 0
+    ),
+    keys=lambda c, x: ((c.t // c.size) == x[..., None]).any(-2),
+    keys_sum=lambda c, x: (
+        (torch.div(c.t, c.size, rounding_mode="floor").view(1, 1, 1, 1, -1) == x[..., None]).sum(3) >= 1
+    ),
+    starts=lambda c, x: ((c.t >= (x * c.size)[..., None]) & (c.t < ((x + 1) * c.size)[..., None])).any(-2),
+    starts_and_size=lambda c, x: (
+        (c.t >= (x * c.size).unsqueeze(-1)) & (c.t < (x * c.size).unsqueeze(-1) + c.size)
+    ).any(-2),
+)
+
+
+@pick("blocks")
+def _blocks_scatter_in_place(c: Call, x: Tensor) -> Tensor:
+    mask = torch.zeros(c.B, c.S, c.G, c.blocks + 1, dtype=torch.bool)
+    mask.scatter_(-1, _slot(c, x), True)
+    return mask[..., : c.blocks]
+
+
+@pick("blocks")
+def _blocks_put(c: Call, x: Tensor) -> Tensor:
+    mask = torch.zeros(c.B, c.S, c.G, c.blocks + 1, dtype=torch.bool)
+    b, s, g = torch.arange(c.B), torch.arange(c.S), torch.arange(c.G)
+    mask[b[:, None, None, None], s[None, :, None, None], g[None, None, :, None], _slot(c, x)] = True
+    return mask[..., :-1]
+
+
+@pick("blocks")
+def _blocks_put_minus_one(c: Call, x: Tensor) -> Tensor:
+    """-1 is the last slot, which is cut off."""
+    mask = torch.zeros(c.B, c.S, c.G, c.blocks + 1, dtype=torch.bool)
+    b, s, g = torch.arange(c.B), torch.arange(c.S), torch.arange(c.G)
+    mask[b.view(-1, 1, 1, 1), s.view(-1, 1, 1), g.view(-1, 1), x] = True
+    return mask[:, :, :, : c.blocks]
+
+
+@pick("blocks")
+def _blocks_loop(c: Call, x: Tensor) -> Tensor:
+    mask = torch.zeros(c.B, c.S, c.G, c.blocks, dtype=torch.bool)
+    for j in range(x.shape[-1]):
+        mask |= torch.arange(c.blocks) == x[..., j : j + 1]
+    return mask
+
+
+@pick("blocks")
+def _blocks_loop_over_keys(c: Call, x: Tensor) -> Tensor:
+    block, mask = c.t // c.size, torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
+    for each in x.unbind(-1):
+        mask = mask | (block == each[..., None])
+    return mask
+
+
+_picks(
+    "keys",
+    repeat_interleave=lambda c, m: m.repeat_interleave(c.size, dim=-1)[..., : c.T],
+    repeat_interleave_function=lambda c, m: torch.repeat_interleave(m, c.size, -1)[:, :, :, : c.T],
+    expand=lambda c, m: m.unsqueeze(-1).expand(*m.shape, c.size).reshape(c.B, c.S, c.G, -1)[..., : c.T],
+    expand_flatten=lambda c, m: m[..., None].expand(-1, -1, -1, -1, c.size).flatten(-2)[..., : c.T],
+    repeat=lambda c, m: m[..., None].repeat(1, 1, 1, 1, c.size).flatten(3)[..., : c.T],
+    index=lambda c, m: m[..., c.t // c.size],
+    index_dims=lambda c, m: m[:, :, :, c.t // c.size],
+    shift=lambda c, m: m[..., c.t >> int(math.log2(c.size))],
+    index_select=lambda c, m: m.index_select(-1, torch.div(c.t, c.size, rounding_mode="floor")),
+    gather=lambda c, m: m.gather(-1, (c.t // c.size).expand(c.B, c.S, c.G, c.T)),
+    take_along=lambda c, m: torch.take_along_dim(m, (c.t // c.size).view(1, 1, 1, -1), -1),
+    truncated=lambda c, m: m[..., torch.div(c.t, c.size, rounding_mode="trunc")],
+)
+
+# --- single keys -------------------------------------------------------------------------------------------
+
+_picks(
+    "tokens",
+    scatter=lambda c, x: torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool).scatter(-1, x, True),
+    one_hot=lambda c, x: F.one_hot(x, c.T).any(-2),
+    equal=lambda c, x: (x[..., None] == c.t).any(-2),
+    additive=lambda c, x: torch.full((c.B, c.S, c.G, c.T), -INF).scatter(-1, x, 0.0) == 0,
+    not_infinite=lambda c, x: torch.full((c.B, c.S, c.G, c.T), -INF).scatter_(-1, x, 0.0) != -INF,
+)
+
+# --- causality, on [B, S, G, T] -----------------------------------------------------------------------------
+
+_picks(
+    "causal",
+    none=lambda c, m: m,
+    compared=lambda c, m: m & (c.t <= c.positions[:, None])[:, None],
+    compared_first=lambda c, m: (c.positions.view(1, -1, 1, 1) >= c.t) & m,
+    difference=lambda c, m: m & (c.t[None, :] - c.positions[:, None] <= 0).unsqueeze(1),
+    arange=lambda c, m: m & (torch.arange(c.T - c.S, c.T)[:, None] >= c.t[None]).view(1, c.S, 1, c.T),
+    tril=lambda c, m: m & torch.ones(c.S, c.T, dtype=torch.bool).tril(c.T - c.S)[None, :, None],
+    triu=lambda c, m: m & ~torch.triu(torch.ones(c.S, c.T, dtype=torch.bool), diagonal=c.T - c.S + 1).unsqueeze(1),
+    filled=lambda c, m: m.masked_fill(torch.ones(c.S, c.T).triu(1 + c.T - c.S).bool()[:, None], False),
+    product=lambda c, m: (m.int() * (c.t <= c.positions[:, None]).int()[:, None]) > 0,
+    logical=lambda c, m: torch.logical_and(m, torch.tril(torch.ones(c.S, c.T), c.T - c.S)[:, None] == 1),
+    where=lambda c, m: torch.where((c.t > c.positions[:, None])[:, None], False, m),
+)
+
+
+@pick("causal")
+def _causal_in_place(c: Call, m: Tensor) -> Tensor:
+    m = m.clone()
+    m &= (c.t <= c.positions[:, None])[:, None]
+    return m
+
+
+# --- a mask [B, S, G, T] for all heads [B, H, S, T] ----------------------------------------------------------
+
+_picks(
+    "heads",
+    repeat_interleave=lambda c, m: m.permute(0, 2, 1, 3).repeat_interleave(c.h, dim=1),
+    expand=lambda c, m: m.transpose(1, 2)[:, :, None].expand(-1, -1, c.h, -1, -1).reshape(c.B, c.G * c.h, c.S, c.T),
+    flatten=lambda c, m: m.transpose(1, 2).unsqueeze(2).expand(c.B, c.G, c.h, c.S, c.T).flatten(1, 2),
+    before=lambda c, m: m.repeat_interleave(c.h, 2).transpose(1, 2),
+    index=lambda c, m: m[:, :, torch.arange(c.G * c.h) // c.h].transpose(1, 2),
+    repeat=lambda c, m: m.movedim(2, 1)[:, :, None].repeat(1, 1, c.h, 1, 1).view(c.B, -1, c.S, c.T),
+)
+
+# --- K or V [B, T, G, D] for all heads [B, H, T, D] ----------------------------------------------------------
+
+_picks(
+    "spread",
+    repeat_interleave=lambda c, k: k.transpose(1, 2).repeat_interleave(c.h, dim=1),
+    before=lambda c, k: k.repeat_interleave(c.h, 2).transpose(1, 2),
+    expand=lambda c, k: k.transpose(1, 2)[:, :, None].expand(-1, -1, c.h, -1, -1).reshape(c.B, c.G * c.h, c.T, -1),
+    contiguous=lambda c, k: torch.repeat_interleave(k, c.h, dim=2).permute(0, 2, 1, 3).contiguous(),
+    flatten=lambda c, k: k[:, :, :, None].expand(-1, -1, -1, c.h, -1).flatten(2, 3).transpose(1, 2),
+)
+
+# --- scores -> weights: where (mask, scores) -----------------------------------------------------------------
+
+_picks(
+    "masked",
+    fill=lambda c, s, m: s.masked_fill(~m, -INF),
+    fill_not=lambda c, s, m: s.masked_fill(torch.logical_not(m), float("-inf")),
+    where=lambda c, s, m: torch.where(m, s, -INF),
+    where_not=lambda c, s, m: torch.where(~m, torch.full_like(s, -INF), s),
+    where_tensor=lambda c, s, m: torch.where(m, s, torch.tensor(-INF, dtype=s.dtype)),
+    equal_0=lambda c, s, m: s.masked_fill(m == 0, -INF),
+    lowest=lambda c, s, m: s.masked_fill(~m, torch.finfo(s.dtype).min),
+    large=lambda c, s, m: torch.where(m, s, -1e9),
+    add_where=lambda c, s, m: s + torch.where(m, 0.0, -INF),
+    add_zeros=lambda c, s, m: torch.zeros_like(s).masked_fill(~m, -INF) + s,
+    add_full=lambda c, s, m: s + torch.full(m.shape, -INF, dtype=s.dtype).masked_fill(m, 0),
+    add_lowest=lambda c, s, m: s + (1.0 - m.to(s.dtype)) * torch.finfo(s.dtype).min,
+    add_not=lambda c, s, m: s + (~m).to(s.dtype) * -1e9,
+    add_log=lambda c, s, m: s + m.to(s.dtype).log(),
+)
+
+
+@pick("masked")
+def _masked_in_place(c: Call, s: Tensor, m: Tensor) -> Tensor:
+    s = s.clone()
+    s.masked_fill_(~m, -INF)
+    return s
+
+
+@pick("masked")
+def _masked_added_in_place(c: Call, s: Tensor, m: Tensor) -> Tensor:
+    bias = torch.zeros(m.shape, dtype=s.dtype)
+    bias.masked_fill_(~m, -INF)
+    s = s * 1.0
+    s += bias
+    return s
+
+
+_picks(
+    "softmax",
+    plain=lambda c, s, v: torch.softmax(s, dim=-1).to(v.dtype),
+    function=lambda c, s, v: F.softmax(s, -1).to(v.dtype),
+    wide=lambda c, s, v: F.softmax(s, dim=-1, dtype=torch.float32).to(v.dtype),
+    method=lambda c, s, v: s.float().softmax(-1).type_as(v),
+    nan_to_num=lambda c, s, v: torch.nan_to_num(s.softmax(-1), nan=0.0).to(v.dtype),
+    dropout=lambda c, s, v: F.dropout(s.softmax(-1).to(v.dtype), p=0.0, training=True),
+    dropout_off=lambda c, s, v: F.dropout(s.softmax(-1).to(v.dtype), p=0.1, training=False),
+)
+
+_picks(
+    "scale",
+    after=lambda c, q, k, dot: dot(q, k) * q.shape[-1] ** -0.5,
+    root=lambda c, q, k, dot: dot(q, k) / math.sqrt(q.shape[-1]),
+    before=lambda c, q, k, dot: dot(q * 0.3, k),
+    both=lambda c, q, k, dot: dot(q * 0.5, k * 0.7),
+    none=lambda c, q, k, dot: dot(q, k),
+    wide=lambda c, q, k, dot: dot(q, k).float() * 0.25,
+    wide_inputs=lambda c, q, k, dot: dot(q.float(), k.float()) * 0.25,
+    divided=lambda c, q, k, dot: torch.div(dot(q, k), 2.5),
+    method=lambda c, q, k, dot: dot(q, k).mul(1 / math.sqrt(q.shape[-1])),
+)
+
+
+# --- the whole attention ------------------------------------------------------------------------------------
+
+
+@pick("form")
+def _form_sdpa(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    k, v = c.spread(k), c.spread(v)
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=c.heads(m)).transpose(1, 2)
+
+
+@pick("form")
+def _form_sdpa_scaled(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    q, k, v = q.permute(0, 2, 1, 3).contiguous(), c.spread(k), c.spread(v)
+    o = F.scaled_dot_product_attention(q, k, v, c.heads(m), 0.0, False, scale=0.3)
+    return o.transpose(1, 2).contiguous()
+
+
+@pick("form")
+def _form_sdpa_gqa(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=c.heads(m), enable_gqa=True).transpose(1, 2)
+
+
+@pick("form")
+def _form_sdpa_float(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    bias = torch.zeros(m.shape, dtype=q.dtype).masked_fill(m.logical_not(), -INF)
+    q, k, v = q.transpose(1, 2), c.spread(k), c.spread(v)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=c.heads(bias)).transpose(1, 2)
+
+
+@pick("form")
+def _form_sdpa_where(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    bias = torch.where(c.heads(m), 0.0, -INF).to(q.dtype)
+    q, k, v = q.transpose(1, 2), c.spread(k), c.spread(v)
+    return torch.nn.functional.scaled_dot_product_attention(query=q, key=k, value=v, attn_mask=bias).transpose(1, 2)
+
+
+@pick("form")
+def _form_sdpa_groups(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    """Five dims: the heads of a group broadcast over K and V."""
+    q = q.unflatten(2, (c.G, c.h)).permute(0, 2, 3, 1, 4)
+    k, v = (x.transpose(1, 2).unsqueeze(2) for x in (k, v))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=m.transpose(1, 2).unsqueeze(2))
+    return o.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+@pick("form")
+def _form_matmul(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    q, k, v = q.transpose(1, 2), c.spread(k), c.spread(v)
+    s = c.scale(q, k, lambda a, b: a @ b.transpose(-2, -1))
+    p = c.softmax(c.masked(s, c.heads(m)), v)
+    return torch.matmul(p, v).transpose(1, 2)
+
+
+@pick("form")
+def _form_einsum(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    k, v = c.spread(k), c.spread(v)
+    s = c.scale(q, k, lambda a, b: torch.einsum("bshd,bhtd->bhst", a, b))
+    p = c.softmax(c.masked(s, c.heads(m)), v)
+    return torch.einsum("bhst,bhte->bshe", p, v)
+
+
+@pick("form")
+def _form_einsum_last(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    """Scores [B, S, H, T], K and V [B, T, H, D]."""
+    k, v = (x.repeat_interleave(c.h, dim=2) for x in (k, v))
+    s = c.scale(q, k, lambda a, b: torch.einsum("bshd,bthd->bsht", a, b))
+    p = c.softmax(c.masked(s, m.repeat_interleave(c.h, 2)), v)
+    return torch.einsum("bsht,bthe->bshe", p, v)
+
+
+@pick("form")
+def _form_bmm(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    H = c.G * c.h
+    q = q.transpose(1, 2).reshape(c.B * H, c.S, -1)
+    k, v = (c.spread(x).reshape(c.B * H, c.T, -1) for x in (k, v))
+    s = c.scale(q, k, lambda a, b: torch.bmm(a, b.transpose(1, 2)))
+    p = c.softmax(c.masked(s, c.heads(m).reshape(c.B * H, c.S, c.T)), v)
+    return torch.bmm(p, v).view(c.B, H, c.S, -1).transpose(1, 2)
+
+
+@pick("form")
+def _form_grouped(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    q = q.view(c.B, c.S, c.G, c.h, -1)
+    s = c.scale(q, k, lambda a, b: torch.einsum("bsghd,btgd->bsght", a, b))
+    p = c.softmax(c.masked(s, m[:, :, :, None]), v)
+    return torch.einsum("bsght,btge->bsghe", p, v).flatten(2, 3)
+
+
+@pick("form")
+def _form_grouped_matmul(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    q = q.unflatten(2, (c.G, c.h)).permute(0, 2, 3, 1, 4)
+    k, v = (x.permute(0, 2, 1, 3)[:, :, None] for x in (k, v))
+    s = c.scale(q, k, lambda a, b: a @ b.mT)
+    p = c.softmax(c.masked(s, m.transpose(1, 2).unsqueeze(2)), v)
+    return (p @ v).permute(0, 3, 1, 2, 4).reshape(c.B, c.S, c.G * c.h, -1)
+
+
+@pick("form")
+def _form_grouped_einsum(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    q = q.reshape(c.B, c.S, c.G, c.h, q.shape[-1]).permute(0, 2, 3, 1, 4)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    s = c.scale(q, k, lambda a, b: torch.einsum("bghsd,bgtd->bghst", a, b))
+    p = c.softmax(c.masked(s, m.transpose(1, 2)[:, :, None]), v)
+    return torch.einsum("bghst,bgte->bsghe", p, v).reshape(c.B, c.S, c.G * c.h, -1)
+
+
+@pick("form")
+def _form_multiplied(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    """Products and sums."""
+    q, k, v = q.transpose(1, 2), c.spread(k), c.spread(v)
+    s = c.scale(q, k, lambda a, b: (a.unsqueeze(3) * b.unsqueeze(2)).sum(-1))
+    p = c.softmax(c.masked(s, c.heads(m)), v)
+    return (p.unsqueeze(-1) * v.unsqueeze(2)).sum(3).transpose(1, 2)
+
+
+_picks(
+    "out",
+    plain=lambda o: o,
+    flat=lambda o: o.reshape(o.shape[0], o.shape[1], -1),
+    used=lambda o: torch.tanh(o) + 1.0,
+)
+
+# --- which spellings ----------------------------------------------------------------------------------------
+
+KINDS = ("ranges", "blocks", "tokens")
+VARIANTS = (
+    Settings(),
+    Settings(S=16, T=16),
+    Settings(mode="no_grad"),
+    Settings(S=1, T=16, mode="no_grad"),
+    Settings(dtype=torch.bfloat16),
+    Settings(dtype=torch.float16, S=16),
+    Settings(dtype=torch.float64),
+    Settings(T=18, S=5, size=4),
+    Settings(B=1, G=3, h=2, r=1),
+    Settings(G=1, h=4),
+    Settings(h=1, G=3),
+    Settings(negative=True),
+    Settings(symbolic=True),
+    Settings(symbolic=True, B=3, S=16, T=16, mode="no_grad"),
+    Settings(mode="autocast"),
+)
+
+
+def plain(kind: str = "ranges", settings: Settings = VARIANTS[0], **picks: str) -> Attention:
+    """The plainest spelling, but for ``picks``."""
+    return Attention(kind, {**{axis: next(iter(parts)) for axis, parts in AXES.items()}, **picks}, settings)
+
+
+def singles() -> list[Attention]:
+    """Every pick and every setting, in the plainest surroundings that use it."""
+    found = [plain(kind, s) for kind in KINDS for s in VARIANTS]
+    for axis, parts in AXES.items():
+        for name in list(parts)[1:]:
+            kind = axis if axis in KINDS else "blocks" if axis == "keys" else "ranges"
+            form = "matmul" if axis in ("masked", "softmax", "scale") else "sdpa"
+            found.append(plain(kind, **{"form": form, axis: name}))
+    return found
+
+
+def spellings(count: int, seed: int = 0) -> list[Attention]:
+    """Random ones."""
+    g = random.Random(seed)
+    found: list[Attention] = []
+    while len(found) < count:
+        picks = {axis: g.choice(list(parts)) for axis, parts in AXES.items()}
+        found.append(Attention(g.choice(KINDS), picks, g.choice(VARIANTS)))
+    return found
+
+
+def named(attentions: Sequence[Attention]) -> list[str]:
+    return [one.name for one in attentions]
