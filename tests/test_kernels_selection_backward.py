@@ -13,7 +13,7 @@ from conftest import GPU
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
-from mhc_inductor.kernels.selection import backward_plan, config
+from mhc_inductor.kernels.selection import backward_plan
 from mhc_inductor.reference import selection as reference
 
 if not GPU:
@@ -219,10 +219,29 @@ def test_scale(device, scale):
     run(device, S=20, S_kv=70, h=4, Dk=16, scale=scale)
 
 
-def test_queries_and_keys_have_one_tile():
-    """dK and dV read the bitmaps that dQ's lists were made of."""
-    for D in (16, 80, 128, 256, 512):
-        for itemsize in (2, 4):
-            for arch in (80, 89, 90, 100, 120):
-                BN = config.forward_config(4, D, D, itemsize, "cuda", arch).BN
-                assert backward_plan.key_config(D, D, itemsize, "cuda", arch, BN).BN == BN <= 64
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("D", [16, 80, 128, 192, 256, 512])
+def test_queries_and_keys_have_one_tile(D, arch):
+    """dK and dV read the bitmaps that dQ's lists were made of; a bit for each key of a tile in two words."""
+    for itemsize in (2, 4):
+        found = backward_plan.backward_config(16, D, D, itemsize, "cuda", arch)
+        if found is None:
+            assert (D, itemsize) == (512, 4) and arch in (89, 120)
+            continue
+        queries, keys = found
+        assert keys.BN <= 64 and (queries is None or queries.BN == keys.BN)
+
+
+def test_what_does_not_fit_is_said():
+    small = EagerBuilder(torch.device("meta"), DeviceProps(100, "cuda", 89))
+    q, k, ranges, lse = (
+        torch.empty(*n, device="meta") for n in ((1, 3, 1, 2, 512), (1, 1, 9, 512), (1, 3, 1, 2, 2), (1, 3, 1, 2))
+    )
+    args = (q, lse, q, k, k, ranges.int(), q, lse)
+    assert "512" in backward_plan.unsupported(small, *args)
+    assert (
+        backward_plan.unsupported(
+            small, *(t.bfloat16() if len(t.shape) > 3 and t.shape[-1] == 512 else t for t in args)
+        )
+        is None
+    )

@@ -34,18 +34,59 @@ class KeyConfig:
     DC: int
     num_warps: int
     num_stages: int
-    held: bool = True  # keys and values stay in shared memory
     per: int = 2
 
 
-def key_config(DK: int, DV: int, itemsize: int, backend: str, arch: int, BN: int) -> KeyConfig:
-    """For key tiles of BN, which the bitmaps were made for."""
-    D = max(config.padded(DK), config.padded(DV))
+# Key tiles, rows of dQ's programs (0: the gather path), its warps and stages; rows, warps and stages of dK and dV.
+# The rows that dK and dV gather are fetched an iteration ahead with three stages, since where they are is itself loaded.
+_NARROW = ((64, 64, 4, 2, 64, 4, 3), (64, 32, 4, 1, 32, 4, 1), (32, 32, 4, 1, 16, 4, 1))
+_WIDE = (
+    (32, 64, 8, 2, 32, 8, 3),
+    (32, 32, 8, 2, 32, 8, 3),
+    (32, 32, 8, 1, 32, 8, 1),
+    (32, 16, 8, 1, 16, 8, 1),
+    (16, 0, 0, 0, 16, 8, 1),
+)
+_NARROW_FP32 = ((32, 32, 4, 2, 32, 8, 3), (32, 32, 4, 1, 32, 8, 1), (16, 16, 4, 1, 16, 8, 1))
+_WIDE_FP32 = ((32, 0, 0, 0, 16, 8, 1), (16, 0, 0, 0, 16, 8, 1))
+
+
+def backward_config(
+    h: int, DK: int, DV: int, itemsize: int, backend: str, arch: int
+) -> tuple[config.ForwardConfig | None, KeyConfig] | None:
+    """dQ's tiles (None: it gathers keys), and those of dK and dV; None where shared memory holds neither."""
+    KP, VP = config.padded(DK), config.padded(DV)
+    D = max(KP, VP)
+    limit = config.shared_limit(backend, arch) - (2 << 10)
     if itemsize == 4:
-        return KeyConfig(BN, 32, min(D, 128), 4, 2, D <= 128)
-    if D <= 128:
-        return KeyConfig(BN, 64, D, 4, 3)
-    return KeyConfig(BN, 32, 128, 8, 2)
+        # Its products hold each factor in parts.
+        choices, room = (_WIDE_FP32, limit * 7 // 8) if D > 128 else (_NARROW_FP32, limit)
+    else:
+        choices, room = (_WIDE, limit) if D > 128 else (_NARROW, limit)
+    for BN, rows, warps, stages, key_rows, key_warps, key_stages in choices:
+        if D > 256 and (rows == 64 or BN * itemsize == 128):  # the sums would not fit into the registers
+            continue
+        ahead = 2 if key_stages > 1 else 1
+        if itemsize * (KP + VP) * max(rows + stages * BN, BN + ahead * key_rows) <= room:
+            dq = config.ForwardConfig(*config.tile_of(rows, h), BN, warps, stages) if rows else None
+            return dq, KeyConfig(BN, key_rows, min(D, 128), key_warps, key_stages)
+    return None
+
+
+def unsupported(b: Any, *tensors: Any) -> str | None:
+    """Why these inputs run the reference's backward instead of the kernels; None when they run the kernels."""
+    from . import plan  # which imports this module
+
+    reason = plan.unsupported(b, *tensors)
+    if reason is None:
+        q, o = [t for t in tensors if len(b.shape(t)) == 5 and "float" in str(b.dtype(t))][-2:]
+        props = b.device_props()
+        DK, DV = b.static(b.shape(q)[4]), b.static(b.shape(o)[4])
+        if backward_config(1, DK, DV, b.dtype(q).itemsize, props.backend, props.arch) is None:
+            reason = (
+                f"shared memory of this device does not hold the backward's tiles at D = {max(DK, DV)}, {b.dtype(q)}"
+            )
+    return reason
 
 
 def plan_delta(b: Any, dout: Any, dlse: Any, sink: Any, o: Any, lse: Any) -> tuple[Any, Any, Any]:
@@ -141,7 +182,7 @@ def plan_dkv(
              prefix_ptr=prefix, list_ptr=lists, bits_ptr=bits, dk_ptr=dk, dv_ptr=dv, slot_k_ptr=slot_k, slot_v_ptr=slot_v,
              units=units, G=G, S=S, S_kv=S_kv, NT=NT, scale=scale, **_strides(b, q, k, v)),
         dict(P=P, H=h, HB=HB, QB=QB, CHUNKS=chunks, DK=DK, DV=DV, DC=c.DC, NK=-(-DK // c.DC), NV=-(-DV // c.DC), R=r,
-             STEPS=r.bit_length(), BN=c.BN, CAP=CAP, WB=WORDS, EB=32 * c.num_warps, HELD=c.held, DOUT=dout is not None,
+             STEPS=r.bit_length(), BN=c.BN, CAP=CAP, WB=WORDS, EB=32 * c.num_warps, DOUT=dout is not None,
              ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q))),
         c.num_warps, c.num_stages,
     )  # fmt: skip
@@ -168,14 +209,15 @@ def plan_selection_attention_backward(
     dout, dlse, sink = (t if t is None else b.contiguous(t) for t in (dout, dlse, sink))
     o, lse = b.contiguous(o), b.contiguous(lse)
     lse2, delta, dsink = plan_delta(b, dout, dlse, sink, o, lse)
-    c = config.forward_config(h, DK, DV, b.dtype(q).itemsize, props.backend, props.arch)
-    if takes_tiles(b, S, r):
-        x = plan_lists(b, k, v, ranges, cu_q, cu_k, c.QT, c.BN)
+    found = backward_config(h, DK, DV, b.dtype(q).itemsize, props.backend, props.arch)
+    assert found is not None, "unsupported"
+    queries, keys = found
+    if queries is not None and takes_tiles(b, S, r):
+        x = plan_lists(b, k, v, ranges, cu_q, cu_k, queries.QT, queries.BN)
         pieces = x.pieces
-        dq = plan_dq(b, c, x, q, k, v, dout, lse2, delta, scale)
+        dq = plan_dq(b, queries, x, q, k, v, dout, lse2, delta, scale)
     else:
-        pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=c.BN)
+        pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=keys.BN)
         dq = plan_gather_dq(b, dout, q, k, v, ranges, cu_q, cu_k, lse2, delta, scale)
-    keys = key_config(DK, DV, b.dtype(q).itemsize, props.backend, props.arch, c.BN)
     dk, dv = plan_dkv(b, keys, pieces, q, k, v, dout, lse2, delta, scale)
     return dq, dk, dv, dsink

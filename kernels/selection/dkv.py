@@ -200,10 +200,10 @@ def _add_product(acc, a, b, N: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def _round(
-    dk, dv, k, v, q_ptr, dout_ptr, lse2_ptr, delta_ptr, list_ptr, bits_ptr, k_ptr, v_ptr, keys, keep, sqs, sqh,
-    skn, svn, row_stride, group_begin, scale2, begin, end,
+    dk, dv, k, v, q_ptr, dout_ptr, lse2_ptr, delta_ptr, list_ptr, bits_ptr, sqs, sqh,
+    row_stride, group_begin, scale2, begin, end,
     H: tl.constexpr, HB: tl.constexpr, QB: tl.constexpr, CHUNKS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    DC: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, BN: tl.constexpr, HELD: tl.constexpr, DOUT: tl.constexpr,
+    DC: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, BN: tl.constexpr, DOUT: tl.constexpr,
     MASKED: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Iterations [begin, end): list[i // CHUNKS * QB - group_begin ...] are queries, i % CHUNKS which HB of their heads."""
@@ -223,11 +223,7 @@ def _round(
         # Zeros in the padding: of q and dout too, so that a probability of 1 there adds nothing.
         lse2 = tl.load(lse2_ptr + row, mask=mask, other=0.0)
         delta = tl.load(delta_ptr + row, mask=mask, other=0.0)
-        if HELD:
-            ki = k
-        else:
-            ki = _tiles(k_ptr, tl.multiple_of(keys * skn, ALIGN), keep, DK, DC, NK)
-        scores = _product(ki, q, tl.zeros((BN, ROWS), tl.float32), NK, PREC)
+        scores = _product(k, q, tl.zeros((BN, ROWS), tl.float32), NK, PREC)
         p = tl.exp2(scores * scale2 - lse2[None, :])  # [BN, ROWS]
         if MASKED:
             low = tl.load(bits_ptr + 2 * entry, mask=mask, other=0)
@@ -241,12 +237,7 @@ def _round(
         if DOUT:
             dout = _tiles(dout_ptr, row * DV, mask, DV, DC, NV)
             dv = _add_product(dv, p.to(dout[0].dtype), dout, NV, PREC)
-            if HELD:
-                vi = v
-            else:
-                vi = _tiles(v_ptr, tl.multiple_of(keys * svn, ALIGN), keep, DV, DC, NV)
-            less = tl.zeros((BN, ROWS), tl.float32) - delta[None, :]
-            ds = p * _product(vi, dout, less, NV, PREC)
+            ds = p * (_product(v, dout, tl.zeros((BN, ROWS), tl.float32), NV, PREC) - delta[None, :])
         else:
             ds = p * (0.0 - delta[None, :])
         if MASKED:
@@ -264,7 +255,7 @@ def selection_dkv(
     units, G, S, S_kv, NT, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn, scale,
     P: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, QB: tl.constexpr, CHUNKS: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, DC: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr,
-    BN: tl.constexpr, CAP: tl.constexpr, WB: tl.constexpr, EB: tl.constexpr, HELD: tl.constexpr, DOUT: tl.constexpr,
+    BN: tl.constexpr, CAP: tl.constexpr, WB: tl.constexpr, EB: tl.constexpr, DOUT: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dk, dv[B, G, S_kv, D] of the units inside a program's run; slots [P, 2, BN, D] fp32: 0 began before it, 1 goes on after.
@@ -294,8 +285,8 @@ def selection_dkv(
         qp = q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
         kp = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
         vp = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
-        k = _tiles(kp, tl.multiple_of(keys * skn, ALIGN), keep, DK, DC, NK if HELD else 1)
-        v = _tiles(vp, tl.multiple_of(keys * svn, ALIGN), keep, DV, DC, NV if HELD else 1)
+        k = _tiles(kp, tl.multiple_of(keys * skn, ALIGN), keep, DK, DC, NK)
+        v = _tiles(vp, tl.multiple_of(keys * svn, ALIGN), keep, DV, DC, NV)
         dk = _zeros(BN, DC, NK)
         dv = _zeros(BN, DC, NV)
         column = bg * W * NT + t
@@ -328,9 +319,9 @@ def selection_dkv(
                     tl.debug_barrier()
                 dk, dv = _round(
                     dk, dv, k, v, qp, dout_ptr + rows * DV, lse2_ptr + rows,
-                    delta_ptr + rows, list_ptr, bits_ptr, kp, vp, keys, keep, sqs, sqh, skn, svn,
+                    delta_ptr + rows, list_ptr, bits_ptr, sqs, sqh,
                     G * H, r0, scale * 1.4426950408889634, tl.maximum(begin, r0 // QB * CHUNKS),
-                    tl.minimum(end, (r1 + QB - 1) // QB * CHUNKS), H, HB, QB, CHUNKS, DK, DV, DC, NK, NV, BN, HELD, DOUT,
+                    tl.minimum(end, (r1 + QB - 1) // QB * CHUNKS), H, HB, QB, CHUNKS, DK, DV, DC, NK, NV, BN, DOUT,
                     kind == 1, ALIGN, PREC,
                 )  # fmt: skip
             base += count

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import entry_bits, entry_tile, key_words, load_pieces, row_keys, to_rows
+from .common import entry_bits, entry_tile, finite, key_words, load_pieces, row_keys, to_rows
 
 
 @triton.jit
@@ -127,22 +127,23 @@ def selection_dq(
             ds = _dscores(q, dout, k, v, keep, qk, lse2, delta, DOUT, PREC)
             acc = tl.dot(ds, k, acc, input_precision=PREC)
             entry = tl.load(entries + NT - 2 - i, mask=i + 1 < np, other=0)
-        # The keys of each query apart, with zeros at those that it does not select.
+        # The product takes the finite keys; the others make NaN of the queries that select them.
         for i in tl.range(nd, num_stages=1):
             first = entry_tile(tl.load(entries + NT - 1 - (np - nd + i)), QT) * BN
             at = first.to(tl.int64)
-            k = _load(k_base + tl.multiple_of(at * skn, ALIGN) + k_in, n < S_kv - first, dk < DK, True, MASK_K)
+            k_at = k_base + tl.multiple_of(at * skn, ALIGN) + k_in
+            k = _load(k_at, n < S_kv - first, dk < DK, True, MASK_K)
             v = k
             if DOUT:
                 v = _load(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, n < S_kv - first, dv < DV, True, MASK_V)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
             keep = row_keys(to_rows(words, QT, HB), BN)
             ds = _dscores(q, dout, k, v, keep, qk, lse2, delta, DOUT, PREC)
+            acc = tl.dot(ds, tl.where(finite(k), k, 0.0), acc, input_precision=PREC)
             for j in tl.range(QT, num_stages=1):
                 word = tl.sum(tl.where(ql == j, words, 0), axis=0)
-                mine = tl.where((((word >> n) & 1) != 0)[:, None], k, 0.0)
-                part = tl.dot(ds, mine, input_precision=PREC)
-                acc = tl.where((query == j)[:, None], acc + part, acc)
+                mine = _load(k_at, ((word >> n) & 1) != 0, dk < DK, True, MASK_K).to(tl.float32)
+                acc = tl.where((query == j)[:, None], acc + tl.sum(mine - mine, axis=0)[None, :], acc)
 
     dq_row = dq_ptr + line * DK
     tl.store(
