@@ -39,16 +39,17 @@ class KeyConfig:
 
 # Key tiles, rows of dQ's programs (0: the gather path), its warps and stages; rows, warps and stages of dK and dV.
 # The rows that dK and dV gather are fetched an iteration ahead with three stages, since where they are is itself loaded.
-_NARROW = ((64, 64, 4, 2, 64, 4, 3), (64, 32, 4, 1, 32, 4, 1), (32, 32, 4, 1, 16, 4, 1))
-_WIDE = (
+Choices = tuple[tuple[int, int, int, int, int, int, int], ...]
+_NARROW: Choices = ((64, 64, 4, 2, 64, 4, 3), (64, 32, 4, 1, 32, 4, 1), (32, 32, 4, 1, 16, 4, 1))
+_WIDE: Choices = (
     (32, 64, 8, 2, 32, 8, 3),
     (32, 32, 8, 2, 32, 8, 3),
     (32, 32, 8, 1, 32, 8, 1),
     (32, 16, 8, 1, 16, 8, 1),
     (16, 0, 0, 0, 16, 8, 1),
 )
-_NARROW_FP32 = ((32, 32, 4, 2, 32, 8, 3), (32, 32, 4, 1, 32, 8, 1), (16, 16, 4, 1, 16, 8, 1))
-_WIDE_FP32 = ((32, 0, 0, 0, 16, 8, 1), (16, 0, 0, 0, 16, 8, 1))
+_NARROW_FP32: Choices = ((32, 32, 4, 2, 32, 8, 3), (32, 32, 4, 1, 32, 8, 1), (16, 16, 4, 1, 16, 8, 1))
+_WIDE_FP32: Choices = ((32, 0, 0, 0, 16, 8, 1), (16, 0, 0, 0, 16, 8, 1))
 
 
 def backward_config(
@@ -58,11 +59,11 @@ def backward_config(
     KP, VP = config.padded(DK), config.padded(DV)
     D = max(KP, VP)
     limit = config.shared_limit(backend, arch) - (2 << 10)
-    if itemsize == 4:
-        # Its products hold each factor in parts.
-        choices, room = (_WIDE_FP32, limit * 7 // 8) if D > 128 else (_NARROW_FP32, limit)
-    else:
-        choices, room = (_WIDE, limit) if D > 128 else (_NARROW, limit)
+    # fp32's products hold each factor in parts.
+    room = limit * 7 // 8 if itemsize == 4 and D > 128 else limit
+    choices = {(4, True): _WIDE_FP32, (4, False): _NARROW_FP32, (2, True): _WIDE, (2, False): _NARROW}[
+        itemsize, D > 128
+    ]
     for BN, rows, warps, stages, key_rows, key_warps, key_stages in choices:
         if D > 256 and (rows == 64 or BN * itemsize == 128):  # the sums would not fit into the registers
             continue
