@@ -139,7 +139,8 @@ def test_every_device_gets_a_configuration_that_fits():
                 for itemsize in (2, 4):
                     c = config.forward_config(heads, D, D, itemsize, backend, arch)
                     P = config.padded(D)
-                    held = itemsize * P * (c.QT * c.HB + 2 * c.num_stages * c.BN)
+                    rows = 0 if backend == "hip" else c.QT * c.HB
+                    held = itemsize * P * (rows + 2 * c.num_stages * c.BN)
                     assert held <= config.shared_limit(backend, arch) and 32 % c.QT == 0 and 16 <= c.QT * c.HB <= 64
 
 

@@ -41,18 +41,23 @@ def tile_of(rows: int, h: int) -> tuple[int, int]:
     return rows // HB, HB
 
 
+# Rows, keys, warps and stages, the best first; the first that fits is taken.
+_NARROW = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
+_WIDE = ((64, 32, 8, 3), (64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1), (16, 16, 4, 1))
+# fp32's products hold each factor in two parts.
+_FLOAT = ((32, 32, 8, 2), (16, 16, 4, 1))
+
+
 def forward_config(h: int, DK: int, DV: int, itemsize: int, backend: str, arch: int) -> ForwardConfig:
     KP, VP = padded(DK), padded(DV)
+    wide = max(KP, VP) > 128
+    choices = (_FLOAT[1:] if wide else _FLOAT) if itemsize == 4 else _WIDE if wide else _NARROW
     limit = shared_limit(backend, arch)
-    wide = itemsize == 4 or max(KP, VP) > 128
-    for rows, BN, stages in _CHOICES if wide else ((64, 64, 3), (64, 64, 2), *_CHOICES):
-        # The query tile, and keys and values in flight.
-        if itemsize * (rows * KP + max(1, stages) * BN * (KP + VP)) <= limit:
-            break
-    # fp32's products hold each factor in two parts.
-    warps = 8 if rows * VP * (2 if itemsize == 4 else 1) > 64 * 128 else 4
+
+    def held(rows: int, BN: int, stages: int) -> int:
+        """Keys and values in flight, and the queries where they are read from shared memory."""
+        return itemsize * (stages * BN * (KP + VP) + (0 if backend == "hip" else rows * KP))
+
+    fitting = (c for c in choices if held(c[0], c[1], c[3]) <= limit)
+    rows, BN, warps, stages = next(fitting, choices[-1])
     return ForwardConfig(*tile_of(rows, h), BN, warps, stages)
-
-
-# Rows, keys and stages of the wide heads, the widest first that fit.
-_CHOICES = ((64, 32, 3), (64, 32, 2), (32, 32, 2), (32, 32, 1), (16, 32, 1), (16, 16, 1))

@@ -12,7 +12,7 @@ def _any_wild(p, n, keep, stride, ALIGN: tl.constexpr, D: tl.constexpr, DC: tl.c
     for c in tl.static_range(0, D, DC):
         d = c + tl.arange(0, DC)
         x = tl.load(
-            p + n[:, None] * tl.multiple_of(stride, ALIGN) + d[None, :],
+            p + n[:, None] * tl.multiple_of(tl.cast(stride, tl.int64), ALIGN) + d[None, :],
             mask=keep[:, None] & (d < D)[None, :],
             other=0.0,
         )

@@ -77,8 +77,8 @@ def selection_forward(
 
     k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
     v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
-    skn = tl.multiple_of(skn.to(tl.int64), ALIGN)
-    svn = tl.multiple_of(svn.to(tl.int64), ALIGN)
+    skn = tl.multiple_of(tl.cast(skn, tl.int64), ALIGN)
+    svn = tl.multiple_of(tl.cast(svn, tl.int64), ALIGN)
     n = tl.arange(0, BN)
     k_in = n.to(tl.int64)[:, None] * skn + dk[None, :]  # [BN, KP]
     v_in = n.to(tl.int64)[:, None] * svn + dv[None, :]  # [BN, VP]
