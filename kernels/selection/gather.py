@@ -26,17 +26,17 @@ def _few_pieces(
 
 @triton.jit
 def _keys(
-    p, n, first, length, shift, ends_row, totals_row,
-    R: tl.constexpr, RP: tl.constexpr, FEW: tl.constexpr, W: tl.constexpr,
+    p, n, first, length, shift, ends_row, totals_row, R: tl.constexpr, RP: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The keys (int64) at positions p [BN]; beyond the last, the last."""
+    # Columns, summed over axis 0: else each thread would do this for all the rows of K of which it loads a part.
     p = tl.minimum(p, n - 1)
     if FEW:
-        i = p[:, None] - first  # [BN, RP]
-        key = tl.sum(tl.where((i >= 0) & (i < length), p[:, None] + shift, 0), axis=1)
+        i = p[None, :] - tl.trans(first)  # [RP, BN]
+        key = tl.sum(tl.where((i >= 0) & (i < tl.trans(length)), p[None, :] + tl.trans(shift), 0), axis=0)
     else:
-        # How many totals are <= p. W equal columns: an element for each thread, lest all search in the layout of K's rows.
-        p = tl.broadcast_to(p[:, None], (p.shape[0], W))
+        # How many totals are <= p.
+        p = p[None, :]
         i = p * 0
         half: tl.constexpr = RP
         for _ in tl.static_range(RP.bit_length() - 1):
@@ -45,7 +45,7 @@ def _keys(
             total = tl.load(totals_row + at, mask=at < R, other=0x7FFFFFFF)
             i = tl.where(total <= p, i + half, i)
         i = tl.minimum(i, R - 1)
-        key = tl.max(tl.load(ends_row + i) - tl.load(totals_row + i) + p, axis=1)
+        key = tl.max(tl.load(ends_row + i) - tl.load(totals_row + i) + p, axis=0)
     return key.to(tl.int64)
 
 
@@ -103,7 +103,7 @@ def selection_gather(
     q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, sink_ptr, o_ptr, lse_ptr, part_ptr,
     plse_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, NK: tl.constexpr,
-    NV: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, W: tl.constexpr, VARLEN: tl.constexpr, SINK: tl.constexpr,
+    NV: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, VARLEN: tl.constexpr, SINK: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """q[B, S, G, H, DK], k[B, G, S_kv, DK], v[B, G, S_kv, DV] -> o[B, S, G, H, DV], lse[B, S, G, H].
@@ -151,12 +151,12 @@ def selection_gather(
     for _ in tl.static_range(NV):
         acc = acc + (tl.zeros((HB, VC), tl.float32),)
     # The keys' numbers are found one tile ahead of their loads.
-    key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
+    key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
     for start in range(begin, end, BN):
         mask = start + i < end
         k_at = key * skn
         v_at = key * svn
-        key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
+        key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
         # True; a mask of their own keeps the second reads where they are, out of registers and shared memory.
         again = live & (start < end)
         x = tl.zeros((HB, BN), tl.float32)
@@ -243,7 +243,7 @@ def selection_gather_dq(
     dout_ptr, q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, lse2_ptr, delta_ptr, dq_ptr,
     part_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, NK: tl.constexpr,
-    NV: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, W: tl.constexpr, VARLEN: tl.constexpr, DOUT: tl.constexpr,
+    NV: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, VARLEN: tl.constexpr, DOUT: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq[B, S, G, H, DK] from dout[B, S, G, H, DV] and, for each row, log2 of the denominator (inf: nothing) and delta.
@@ -293,12 +293,12 @@ def selection_gather_dq(
     acc = ()
     for _ in tl.static_range(NK):
         acc = acc + (tl.zeros((HB, KC), tl.float32),)
-    key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
+    key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
     for start in range(begin, end, BN):
         mask = start + i < end
         k_at = key * skn
         v_at = key * svn
-        key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW, W)
+        key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
         # True; a mask of their own keeps the second reads where they are, out of registers and shared memory.
         again = live & (start < end)
         x = tl.zeros((HB, BN), tl.float32)

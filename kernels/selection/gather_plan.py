@@ -125,8 +125,7 @@ def _call(
     )  # fmt: skip
     KC, VC = (max(16, min(c.DC, power_of_two(D))) for D in (DK, DV))
     constexprs = dict(
-        H=h, DK=DK, DV=DV, KC=KC, VC=VC, NK=-(-DK // KC), NV=-(-DV // VC), HELD=c.held, R=r, RP=power_of_two(r), HB=c.HB, BN=c.BN, FEW=few,
-        W=max(1, (64 if device.backend == "hip" else 32) * c.num_warps // c.BN), VARLEN=varlen,
+        H=h, DK=DK, DV=DV, KC=KC, VC=VC, NK=-(-DK // KC), NV=-(-DV // VC), HELD=c.held, R=r, RP=power_of_two(r), HB=c.HB, BN=c.BN, FEW=few, VARLEN=varlen,
         ALIGN=alignment(b, q, k, v), PREC=input_precision(b, dtype),
     )  # fmt: skip
     return _Call(args, constexprs, c, rows, NS)
