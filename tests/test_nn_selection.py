@@ -71,8 +71,9 @@ def test_selection_attention_on_packed_sequences():
     inputs = make_inputs("odd", F32, B=1, S=12, S_kv=12, lengths=(5, 7))
     q, k, v, ranges, _, cu, _ = inputs.values()
     assert error(SelectionAttention(2, 3)(q, k, v, ranges, cu), oracle(inputs)["o"]) < 1e-6
-    with pytest.raises(ValueError, match="cu_seqlens_q must be None with a block_size"):
-        SelectionAttention(2, 3, block_size=4)(q, k, v, ranges[..., 0], cu)
+    picks = torch.randint(-1, 3, (1, 12, 2, 4))
+    inputs["ranges"] = mhc_inductor.blocks_to_ranges(picks, 4, 12, cu_seqlens_q=cu)
+    assert error(SelectionAttention(2, 3, block_size=4)(q, k, v, picks, cu), oracle(inputs)["o"]) < 1e-6
 
 
 def test_selection_attention_names_what_does_not_fit():

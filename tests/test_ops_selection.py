@@ -18,6 +18,7 @@ from helpers_selection import (
     make_inputs,
     oracle,
     run,
+    selection_of,
     upstream,
 )
 from torch._inductor.utils import run_and_get_code
@@ -227,6 +228,30 @@ def test_blocks_to_ranges(s, s_kv, size, causal):
     picks = picks.clamp(max=s_kv)
     for (b, t, group), want in by_definition(picks, size, s_kv, causal).items():
         assert {p for a, z in ranges[b, t, group].tolist() for p in range(a, z)} == {p for p in want if p < s_kv}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("key_lengths", [None, (9, 3, 0, 5)], ids=["same", "other"])
+def test_blocks_of_packed_sequences(key_lengths, causal):
+    lengths, size = (6, 0, 3, 4), 2
+    keys = lengths if key_lengths is None else key_lengths
+    S = 13 if key_lengths is None else 15  # with two queries of no sequence
+    cu_q, cu_k = (torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()]) for n in (lengths, keys))
+    picks = torch.randint(-1, 5, (1, S, 2, 3), generator=torch.Generator().manual_seed(0))
+    inputs = make_inputs("none", F32, B=1, S=S, S_kv=sum(keys), lengths=lengths, key_lengths=key_lengths)
+    ranges = mhc_inductor.blocks_to_ranges(
+        picks, size, sum(keys), causal=causal, cu_seqlens_q=cu_q, cu_seqlens_k=None if key_lengths is None else cu_k
+    )
+    inputs["ranges"] = ranges
+    for n, (count, count_k) in enumerate(zip(lengths, keys, strict=True)):
+        rows = slice(int(cu_q[n]), int(cu_q[n]) + count)
+        want = by_definition(picks[:, rows], size, count_k, causal)
+        for s in range(count):
+            for g in range(2):
+                got = selection_of(inputs, 0, rows.start + s, g)
+                assert got == sorted(p + int(cu_k[n]) for p in want[0, s, g] if p < count_k)
+    up = upstream(inputs)
+    check(public(inputs, up), inputs, up)
 
 
 def test_blocks_through_the_op():
@@ -633,3 +658,20 @@ def test_odd_ranges_are_no_bad_input():
 def test_the_reference_is_the_specification():
     assert registry.REFERENCE["selection_attention"] is reference.selection_attention
     assert registry.REFERENCE["selection_attention_backward"] is reference.selection_attention_backward
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "kind", "message"),
+    [
+        ((None, zeros(3, dtype=I32)), ValueError, "cu_seqlens_k must be None where cu_seqlens_q is"),
+        ((zeros(3), None), TypeError, "cu_seqlens_q must be int32 or int64, got torch.float32"),
+        ((zeros(0, dtype=I32), None), ValueError, r"cu_seqlens_q must have shape \[N\+1\], got \[0\]"),
+        ((zeros(3, dtype=I32), zeros(4, dtype=I32)), ValueError, r"cu_seqlens_q's shape \[3\], got \[4\]"),
+    ],
+    ids=["keys_only", "dtype", "none", "other"],
+)
+def test_bad_boundaries_of_blocks_are_named(boundaries, kind, message):
+    q, k = boundaries
+    picks = torch.zeros(1, 4, 2, 1, dtype=torch.int64)
+    with pytest.raises(kind, match="blocks_to_ranges: .*" + message):
+        mhc_inductor.blocks_to_ranges(picks, 4, 8, cu_seqlens_q=q, cu_seqlens_k=k)

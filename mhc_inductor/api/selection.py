@@ -99,7 +99,15 @@ def selection_attention(
     return (o, lse) if return_lse else o
 
 
-def blocks_to_ranges(block_indices: Tensor, block_size: int, S_kv: int, *, causal: bool = True) -> Tensor:
+def blocks_to_ranges(
+    block_indices: Tensor,
+    block_size: int,
+    S_kv: int,
+    *,
+    causal: bool = True,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Tensor:
     """Turn selected blocks of keys into the ranges of :func:`selection_attention`.
 
     Block i holds the keys ``[i * block_size, (i + 1) * block_size)``; a block named twice counts once. The queries are the
@@ -110,6 +118,9 @@ def blocks_to_ranges(block_indices: Tensor, block_size: int, S_kv: int, *, causa
         block_size: keys a block, at least 1.
         S_kv: number of keys, below 2**31.
         causal: clip each range at its query's own position, which it keeps.
+        cu_seqlens_q: boundaries ``[N+1]`` of packed sequences, int32 or int64, as for :func:`selection_attention`. Blocks
+            count from the start of the query's own sequence, whose queries are the last of its keys.
+        cu_seqlens_k: likewise of the keys; None for cu_seqlens_q.
 
     Returns:
         ranges ``[B, S, G, k, 2]``, int32.
@@ -118,7 +129,7 @@ def blocks_to_ranges(block_indices: Tensor, block_size: int, S_kv: int, *, causa
         ValueError: another shape, a block_size below 1 or an S_kv out of its range.
         TypeError: another dtype.
     """
-    checks_selection.blocks_to_ranges(block_indices, block_size, S_kv)
+    checks_selection.blocks_to_ranges(block_indices, block_size, S_kv, cu_seqlens_q, cu_seqlens_k)
     s = block_indices.shape[1]
     blocks = (S_kv + block_size - 1) // block_size
     # Clipped before the product, which could overflow.
@@ -126,7 +137,20 @@ def blocks_to_ranges(block_indices: Tensor, block_size: int, S_kv: int, *, causa
     start = first.clamp(min=0) * block_size
     end = torch.where(first < 0, start, (start + block_size).clamp(max=S_kv))
     if causal:
-        position = torch.arange(s, device=block_indices.device) + (S_kv - s)
+        position = torch.arange(s, device=block_indices.device)
+        if cu_seqlens_q is None:
+            position = position + (S_kv - s)
+        else:
+            position = position + _offsets(position, cu_seqlens_q, cu_seqlens_k)
         end = torch.minimum(end, (position + 1).view(1, s, 1, 1))
     # Nothing selected is [start, start).
     return torch.stack((start.clamp(max=S_kv), torch.maximum(end, start).clamp(max=S_kv)), -1).to(torch.int32)
+
+
+def _offsets(query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
+    """From where a query stands in S to its position in its own sequence of keys."""
+    ends_q = cu_seqlens_q.to(torch.int64)
+    ends_k = ends_q if cu_seqlens_k is None else cu_seqlens_k.to(torch.int64)
+    # The last query of a sequence stands at the last of its keys; one more entry for queries beyond all sequences.
+    shift = torch.cat(((ends_k[1:] - ends_k[:-1]) - ends_q[1:], ends_q.new_zeros(1)))
+    return shift[torch.searchsorted(ends_q[1:], query, right=True)]

@@ -70,8 +70,8 @@ class SelectionAttention(nn.Module):
         """Attend from ``q[B, S, G, h, Dk]`` to the selected of ``k[B, G, S_kv, Dk]`` and ``v[B, G, S_kv, Dv]``.
 
         ``selection``: with a block size block_indices ``[B, S, G, k]`` (-1 for none; the queries are the last S of the
-        S_kv positions), without ranges ``[B, S, G, r, 2]``. ``cu_seqlens_q`` and ``cu_seqlens_k`` pack sequences; they
-        go with ranges only. Returns o ``[B, S, G, h, Dv]``; raises as :func:`mhc_inductor.selection_attention`, and
+        S_kv positions), without ranges ``[B, S, G, r, 2]``. ``cu_seqlens_q`` and ``cu_seqlens_k`` pack sequences, to which
+        blocks and ranges are relative then. Returns o ``[B, S, G, h, Dv]``; raises as :func:`mhc_inductor.selection_attention`, and
         ValueError for q of other groups or heads.
         """
         if q.dim() != 5 or q.shape[2] != self.groups or q.shape[3] != self.heads:
@@ -80,9 +80,9 @@ class SelectionAttention(nn.Module):
                 f"SelectionAttention: q must have shape [B, S, G, h, Dk] = {expected}, got {list(q.shape)}"
             )
         if self.block_size is not None:
-            if cu_seqlens_q is not None:
-                raise ValueError("SelectionAttention: cu_seqlens_q must be None with a block_size; give ranges instead")
-            selection = blocks_to_ranges(selection, self.block_size, k.shape[2])
+            selection = blocks_to_ranges(
+                selection, self.block_size, k.shape[2], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+            )
         return selection_attention(
             q,
             k,

@@ -134,7 +134,13 @@ def selection_attention_backward(
             _shape(op, name, t, row, "[B, S, G, h]")
 
 
-def blocks_to_ranges(block_indices: Tensor, block_size: int, S_kv: int) -> None:
+def blocks_to_ranges(
+    block_indices: Tensor,
+    block_size: int,
+    S_kv: int,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> None:
     """Raise ValueError or TypeError unless the arguments of ``blocks_to_ranges`` fit together."""
     op = "blocks_to_ranges"
     integers(op, "block_indices", block_indices)
@@ -148,3 +154,15 @@ def blocks_to_ranges(block_indices: Tensor, block_size: int, S_kv: int) -> None:
             raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
     if S_kv >= 2**31:
         raise ValueError(f"{op}: S_kv must be below 2**31, got {S_kv}")
+    if cu_seqlens_q is None and cu_seqlens_k is not None:
+        raise ValueError(f"{op}: cu_seqlens_k must be None where cu_seqlens_q is, got {_text(cu_seqlens_k.shape)}")
+    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if t is None:
+            continue
+        integers(op, name, t, block_indices, "block_indices")
+        if t.dim() != 1 or t.shape[0] < 1:
+            raise ValueError(f"{op}: {name} must have shape [N+1], got {_text(t.shape)}")
+    if cu_seqlens_q is not None and cu_seqlens_k is not None and cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"{op}: cu_seqlens_k must have cu_seqlens_q's shape {_text(cu_seqlens_q.shape)}, got {_text(cu_seqlens_k.shape)}"
+        )
