@@ -22,6 +22,7 @@ DELTA_ROWS = 32
 DSINK_PARTS = 128
 DSINK_ROWS = 16
 CAP = 2048  # queries of a key tile that a program lists at a time
+SETUP = 8  # iterations that setting out on a key tile is worth
 WORDS = 64  # words of a bitmap's column that it reads at a time
 
 
@@ -38,9 +39,9 @@ class KeyConfig:
 
 
 # Key tiles, rows of dQ's programs (0: the gather path), its warps and stages; rows, warps and stages of dK and dV.
-# The rows that dK and dV gather are fetched an iteration ahead with three stages, since where they are is itself loaded.
+# The rows that dK and dV gather are fetched one iteration ahead with three stages and two with five: their places are loaded too.
 Choices = tuple[tuple[int, int, int, int, int, int, int], ...]
-_NARROW: Choices = ((64, 64, 4, 2, 64, 4, 3), (64, 32, 4, 1, 32, 4, 1), (32, 32, 4, 1, 16, 4, 1))
+_NARROW: Choices = ((64, 64, 4, 2, 32, 4, 5), (64, 32, 4, 1, 32, 4, 1), (32, 32, 4, 1, 16, 4, 1))
 _WIDE: Choices = (
     (32, 64, 8, 2, 32, 8, 3),
     (32, 32, 8, 2, 32, 8, 3),
@@ -67,7 +68,7 @@ def backward_config(
     for BN, rows, warps, stages, key_rows, key_warps, key_stages in choices:
         if D > 256 and (rows == 64 or BN * itemsize == 128):  # the sums would not fit into the registers
             continue
-        ahead = 2 if key_stages > 1 else 1
+        ahead = (key_stages + 1) // 2
         if itemsize * (KP + VP) * max(rows + stages * BN, BN + ahead * key_rows) <= room:
             dq = config.ForwardConfig(*config.tile_of(rows, h), BN, warps, stages) if rows else None
             return dq, KeyConfig(BN, key_rows, min(D, 128), key_warps, key_stages)
@@ -163,7 +164,7 @@ def plan_dkv(
     HP = power_of_two(h)
     HB = min(HP, c.ROWS)
     QB, chunks = c.ROWS // HB, HP // HB
-    counts, prefix = b.empty((units, 2), b.i32), b.empty((units + 1,), b.i64)
+    counts, prefix = b.empty((units, 4), b.i32), b.empty((units + 1,), b.i64)
     b.launch(
         selection_dkv_count,
         (B * G, b.cdiv(NT, 32), 1),
@@ -171,7 +172,7 @@ def plan_dkv(
     )  # fmt: skip
     b.launch(
         selection_dkv_prefix, (1, 1, 1), dict(counts_ptr=counts, prefix_ptr=prefix, units=units),
-        dict(QB=QB, CHUNKS=chunks, UB=1024), 4, 1,
+        dict(QB=QB, CHUNKS=chunks, COST=SETUP, UB=1024), 4, 1,
     )  # fmt: skip
     lists, bits = b.empty((P, CAP + QB), b.i32), b.empty((P, CAP + QB, 2), b.i32)
     slot_k, slot_v = b.empty((P, 2, c.BN, DK), b.f32), b.empty((P, 2, c.BN, DV), b.f32)
@@ -183,7 +184,7 @@ def plan_dkv(
              prefix_ptr=prefix, list_ptr=lists, bits_ptr=bits, dk_ptr=dk, dv_ptr=dv, slot_k_ptr=slot_k, slot_v_ptr=slot_v,
              units=units, G=G, S=S, S_kv=S_kv, NT=NT, scale=scale, **_strides(b, q, k, v)),
         dict(P=P, H=h, HB=HB, QB=QB, CHUNKS=chunks, DK=DK, DV=DV, DC=c.DC, NK=-(-DK // c.DC), NV=-(-DV // c.DC), R=r,
-             STEPS=r.bit_length(), BN=c.BN, CAP=CAP, WB=WORDS, EB=32 * c.num_warps, DOUT=dout is not None,
+             RP=power_of_two(r), STEPS=r.bit_length(), COST=SETUP, BN=c.BN, CAP=CAP, WB=WORDS, EB=128 if r > 32 else 64, DOUT=dout is not None,
              ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q))),
         c.num_warps, c.num_stages,
     )  # fmt: skip

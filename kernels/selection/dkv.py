@@ -41,21 +41,31 @@ def share(prefix_ptr, units, p, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["W", "NT"])
 def selection_dkv_count(sel_ptr, full_ptr, counts_ptr, W, NT, TB: tl.constexpr, WB: tl.constexpr):
-    """counts[units, 2]: queries that select all of a key tile, and some of it. Bitmaps are [B, G, W, NT]; programs [B G, NT / TB]."""
+    """counts[units, 4]: queries that select all of a key tile and some of it, and the first words with such.
+
+    Bitmaps are [B, G, W, NT]; programs [B G, NT / TB].
+    """
     bg = tl.program_id(0).to(tl.int64)
     t = tl.program_id(1) * TB + tl.arange(0, TB)
-    some = tl.zeros((WB, TB), tl.int32)
     whole = tl.zeros((WB, TB), tl.int32)
+    partly = tl.zeros((WB, TB), tl.int32)
+    whole_at = tl.zeros((WB, TB), tl.int32) + W
+    partly_at = tl.zeros((WB, TB), tl.int32) + W
     for w in range(0, W, WB):
         i = w + tl.arange(0, WB)
         at = (bg * W + i)[:, None] * NT + t[None, :]
         mask = (i < W)[:, None] & (t < NT)[None, :]
-        some += popcount(tl.load(sel_ptr + at, mask=mask, other=0))
-        whole += popcount(tl.load(full_ptr + at, mask=mask, other=0))
-    whole = tl.sum(whole, axis=0)
-    u = bg * NT + t
-    tl.store(counts_ptr + 2 * u, whole, mask=t < NT)
-    tl.store(counts_ptr + 2 * u + 1, tl.sum(some, axis=0) - whole, mask=t < NT)
+        full = tl.load(full_ptr + at, mask=mask, other=0)
+        part = tl.load(sel_ptr + at, mask=mask, other=0) & ~full
+        whole += popcount(full)
+        partly += popcount(part)
+        whole_at = tl.minimum(whole_at, tl.where(full != 0, i[:, None], W))
+        partly_at = tl.minimum(partly_at, tl.where(part != 0, i[:, None], W))
+    u = counts_ptr + 4 * (bg * NT + t)
+    tl.store(u, tl.sum(whole, axis=0), mask=t < NT)
+    tl.store(u + 1, tl.sum(partly, axis=0), mask=t < NT)
+    tl.store(u + 2, tl.min(whole_at, axis=0), mask=t < NT)
+    tl.store(u + 3, tl.min(partly_at, axis=0), mask=t < NT)
 
 
 @triton.jit
@@ -65,15 +75,17 @@ def iterations(n, QB: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["units"])
-def selection_dkv_prefix(counts_ptr, prefix_ptr, units, QB: tl.constexpr, CHUNKS: tl.constexpr, UB: tl.constexpr):
-    """prefix[units + 1] (int64): iterations before each unit; one at least, which writes zeros. One program."""
+def selection_dkv_prefix(
+    counts_ptr, prefix_ptr, units, QB: tl.constexpr, CHUNKS: tl.constexpr, COST: tl.constexpr, UB: tl.constexpr
+):
+    """prefix[units + 1] (int64): what is to do before each unit, its iterations and COST more to set out. One program."""
     total = (units * 0).to(tl.int64)
     tl.store(prefix_ptr, total)
     for u in range(0, units, UB):
         i = u + tl.arange(0, UB)
-        whole = tl.load(counts_ptr + 2 * i, mask=i < units, other=0)
-        partly = tl.load(counts_ptr + 2 * i + 1, mask=i < units, other=0)
-        n = tl.maximum(iterations(whole, QB, CHUNKS) + iterations(partly, QB, CHUNKS), 1)
+        whole = tl.load(counts_ptr + 4 * i, mask=i < units, other=0)
+        partly = tl.load(counts_ptr + 4 * i + 1, mask=i < units, other=0)
+        n = COST + iterations(whole, QB, CHUNKS) + iterations(partly, QB, CHUNKS)
         n = tl.where(i < units, n, 0).to(tl.int64)
         tl.store(prefix_ptr + 1 + i, total + tl.cumsum(n, axis=0), mask=i < units)
         total += tl.sum(n, axis=0)
@@ -112,41 +124,61 @@ def _ones(a, b):
 
 
 @triton.jit
+def _search(
+    starts_ptr, ends_ptr, row, mask, key, BN: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr, EB: tl.constexpr
+):
+    """The bits of :func:`_masks` where there are many pieces: those in the tile, from a binary search on."""
+    piece = tl.zeros((EB,), tl.int32)
+    left = tl.full((EB,), R, tl.int32)
+    # How many pieces start at or before the tile; the last of them may reach into it.
+    for _ in range(STEPS):
+        half = (left + 1) // 2
+        inside = mask & (left > 0)
+        up = inside & (tl.load(starts_ptr + row + piece + half - 1, mask=inside, other=0) <= key)
+        piece = tl.where(up, piece + half, piece)
+        left = tl.where(up, left - half, half - 1)
+    piece = tl.maximum(piece - 1, 0)
+    low = tl.zeros((EB,), tl.int32)
+    high = tl.zeros((EB,), tl.int32)
+    todo = 1
+    while todo > 0:
+        inside = mask & (piece < R)
+        start = tl.load(starts_ptr + row + piece, mask=inside, other=2147483647)
+        end = tl.load(ends_ptr + row + piece, mask=inside, other=0)
+        inside = inside & (start < key + BN)
+        a = tl.minimum(tl.maximum(start - key, 0), BN)
+        b = tl.maximum(tl.minimum(tl.maximum(end - key, 0), BN), a)
+        a = tl.where(inside, a, BN)
+        b = tl.where(inside, b, BN)
+        low |= _ones(tl.minimum(a, 32), tl.minimum(b, 32))
+        high |= _ones(tl.maximum(a - 32, 0), tl.maximum(b - 32, 0))
+        piece += 1
+        todo = tl.max(inside.to(tl.int32), axis=0)
+    return low, high
+
+
+@triton.jit
 def _masks(
-    starts_ptr, ends_ptr, list_ptr, bits_ptr, n, key, BN: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr,
-    EB: tl.constexpr,
+    starts_ptr, ends_ptr, list_ptr, bits_ptr, n, key, BN: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    STEPS: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
     """bits[n, 2]: which of the BN keys from ``key`` on each listed query selects. starts, ends [S, R] of this unit's group."""
     for e in range(0, n, EB):
         i = e + tl.arange(0, EB)
         q = tl.load(list_ptr + i, mask=i < n, other=0)
         row = q.to(tl.int64) * R
-        piece = tl.zeros((EB,), tl.int32)
-        left = tl.full((EB,), R, tl.int32)
-        # How many pieces start at or before the tile; the last of them may reach into it.
-        for _ in range(STEPS):
-            half = (left + 1) // 2
-            inside = (i < n) & (left > 0)
-            up = inside & (tl.load(starts_ptr + row + piece + half - 1, mask=inside, other=0) <= key)
-            piece = tl.where(up, piece + half, piece)
-            left = tl.where(up, left - half, half - 1)
-        piece = tl.maximum(piece - 1, 0)
-        low = tl.zeros((EB,), tl.int32)
-        high = tl.zeros((EB,), tl.int32)
-        todo = 1
-        while todo > 0:
-            inside = (i < n) & (piece < R)
-            start = tl.load(starts_ptr + row + piece, mask=inside, other=2147483647)
-            end = tl.load(ends_ptr + row + piece, mask=inside, other=0)
-            inside = inside & (start < key + BN)
-            a = tl.minimum(tl.maximum(start - key, 0), BN)
+        if R <= 32:
+            j = tl.arange(0, RP)[None, :]
+            here = (i < n)[:, None] & (j < R)
+            start = tl.load(starts_ptr + row[:, None] + j, mask=here, other=0)
+            end = tl.load(ends_ptr + row[:, None] + j, mask=here, other=0)
+            a = tl.minimum(tl.maximum(start - key, 0), BN)  # [EB, RP]
             b = tl.maximum(tl.minimum(tl.maximum(end - key, 0), BN), a)
-            a = tl.where(inside, a, BN)
-            b = tl.where(inside, b, BN)
-            low |= _ones(tl.minimum(a, 32), tl.minimum(b, 32))
-            high |= _ones(tl.maximum(a - 32, 0), tl.maximum(b - 32, 0))
-            piece += 1
-            todo = tl.max(inside.to(tl.int32), axis=0)
+            # Pieces are disjoint: their sum is their union.
+            low = tl.sum(_ones(tl.minimum(a, 32), tl.minimum(b, 32)), axis=1)
+            high = tl.sum(_ones(tl.maximum(a - 32, 0), tl.maximum(b - 32, 0)), axis=1)
+        else:
+            low, high = _search(starts_ptr, ends_ptr, row, i < n, key, BN, R, STEPS, EB)
         tl.store(bits_ptr + 2 * i, low, mask=i < n)
         tl.store(bits_ptr + 2 * i + 1, high, mask=i < n)
 
@@ -254,8 +286,8 @@ def selection_dkv(
     list_ptr, bits_ptr, dk_ptr, dv_ptr, slot_k_ptr, slot_v_ptr,
     units, G, S, S_kv, NT, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn, scale,
     P: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, QB: tl.constexpr, CHUNKS: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, DC: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr,
-    BN: tl.constexpr, CAP: tl.constexpr, WB: tl.constexpr, EB: tl.constexpr, DOUT: tl.constexpr,
+    DV: tl.constexpr, DC: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+    STEPS: tl.constexpr, COST: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, WB: tl.constexpr, EB: tl.constexpr, DOUT: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dk, dv[B, G, S_kv, D] of the units inside a program's run; slots [P, 2, BN, D] fp32: 0 began before it, 1 goes on after.
@@ -292,16 +324,16 @@ def selection_dkv(
         column = bg * W * NT + t
         rows = (b * S * G + g) * H
         pieces = bg * S * R
-        base = (now * 0).to(tl.int32)
+        base = (now * 0).to(tl.int32) + COST
         for kind in tl.static_range(2):
-            n = tl.load(counts_ptr + 2 * u + kind)
+            n = tl.load(counts_ptr + 4 * u + kind)
             count = (n + QB - 1) // QB * CHUNKS
             # Iterations of this kind in this run; ranks of their queries.
             begin = tl.minimum(tl.maximum(now - first - base, 0), count).to(tl.int32)
             end = tl.maximum(tl.minimum(stop - first - base, count).to(tl.int32), begin)
             lowest = begin // CHUNKS * QB
             highest = tl.where(begin < end, tl.minimum((end + CHUNKS - 1) // CHUNKS * QB, n), lowest)
-            word = begin * 0
+            word = tl.load(counts_ptr + 4 * u + 2 + kind)
             rank = begin * 0
             for r0 in range(lowest, highest, CAP):
                 r1 = tl.minimum(r0 + CAP, highest)
@@ -314,7 +346,17 @@ def selection_dkv(
                 tl.debug_barrier()
                 if kind == 1:
                     _masks(
-                        starts_ptr + pieces, ends_ptr + pieces, list_ptr, bits_ptr, r1 - r0, t * BN, BN, R, STEPS, EB
+                        starts_ptr + pieces,
+                        ends_ptr + pieces,
+                        list_ptr,
+                        bits_ptr,
+                        r1 - r0,
+                        t * BN,
+                        BN,
+                        R,
+                        RP,
+                        STEPS,
+                        EB,
                     )
                     tl.debug_barrier()
                 dk, dv = _round(
