@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -633,6 +633,204 @@ _picks(
     used=lambda o: torch.tanh(o) + 1.0,
 )
 
+# --- mistakes -----------------------------------------------------------------------------------------------
+
+
+def _wrong(axis: str, **parts: Part) -> None:
+    MUTATIONS.update({name.replace("_", " "): (axis, part) for name, part in parts.items()})
+
+
+_wrong(
+    "ranges",
+    end_inclusive=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t <= x[..., 1:2])).any(-2),
+    start_exclusive=lambda c, x: ((c.t > x[..., 0:1]) & (c.t < x[..., 1:2])).any(-2),
+    start_later=lambda c, x: ((c.t >= x[..., 0:1] + 1) & (c.t < x[..., 1:2])).any(-2),
+    end_earlier=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:2] - 1)).any(-2),
+    keys_counted_from_1=lambda c, x: ((c.t + 1 >= x[..., 0:1]) & (c.t + 1 < x[..., 1:2])).any(-2),
+    no_start=lambda c, x: (c.t < x[..., 1:2]).any(-2),
+    no_end=lambda c, x: (c.t >= x[..., 0:1]).any(-2),
+    all_ranges=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).all(-2),
+    or_for_and=lambda c, x: ((c.t >= x[..., 0:1]) | (c.t < x[..., 1:2])).any(-2),
+    not_selected=lambda c, x: ~((c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).any(-2),
+    in_two_ranges=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).sum(-2) > 1,
+    in_one_range_only=lambda c, x: ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).sum(-2) == 1,
+    keys_doubled=lambda c, x: ((2 * c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).any(-2),
+    keys_backwards=lambda c, x: ((c.T - 1 - c.t >= x[..., 0:1]) & (c.t < x[..., 1:2])).any(-2),
+    from_the_query=lambda c, x: (
+        (c.t >= c.positions.view(-1, 1, 1, 1) - x[..., 0:1]) & (c.t < c.positions.view(-1, 1, 1, 1) - x[..., 0:1] + 5)
+    ).any(-2),
+    starts_of_one_range_ends_of_another=lambda c, x: (c.t >= x[..., 0:1]).any(-2) & (c.t < x[..., 1:2]).any(-2),
+    exclusive_or=lambda c, x: ((c.t >= x[..., 0:1]) ^ (c.t >= x[..., 1:2])).any(-2),
+    a_window=lambda c, x: ((c.t > c.positions[:, None] - 4) & (c.t <= c.positions[:, None]))[None, :, None].expand(
+        c.B, c.S, c.G, c.T
+    ),
+    causal_only=lambda c, x: (c.t <= c.positions[:, None])[None, :, None].expand(c.B, c.S, c.G, c.T),
+    lengths=lambda c, x: c.t < x[:, :, :, 0, 1:2].amax(1, keepdim=True).expand(c.B, c.S, c.G, 1),
+    documents=lambda c, x: (torch.arange(c.T) // 4 == (c.positions // 4)[:, None])[None, :, None].expand(
+        c.B, c.S, c.G, c.T
+    ),
+)
+
+
+@mutation("ranges")
+def _differences_added(c: Call, x: Tensor) -> Tensor:
+    start, end = x.clamp(0, c.T).unbind(-1)
+    one = torch.ones_like(start)
+    change = x.new_zeros(c.B, c.S, c.G, c.T + 1).scatter_add(-1, start, one).scatter_add(-1, end, one)
+    return change.cumsum(-1)[..., : c.T] > 0
+
+
+@mutation("ranges")
+def _differences_not_summed(c: Call, x: Tensor) -> Tensor:
+    start, end = x.clamp(0, c.T).unbind(-1)
+    one = torch.ones_like(start)
+    change = x.new_zeros(c.B, c.S, c.G, c.T + 1).scatter_add(-1, start, one).scatter_add(-1, end, -one)
+    return change[..., : c.T] > 0
+
+
+@mutation("ranges")
+def _differences_above_1(c: Call, x: Tensor) -> Tensor:
+    start, end = x.clamp(0, c.T).unbind(-1)
+    one = torch.ones_like(start)
+    change = x.new_zeros(c.B, c.S, c.G, c.T + 1).scatter_add(-1, start, one).scatter_add(-1, end, -one)
+    return change.cumsum(-1)[..., : c.T] > 1
+
+
+@mutation("ranges")
+def _differences_late(c: Call, x: Tensor) -> Tensor:
+    start, end = x.clamp(0, c.T).unbind(-1)
+    one = torch.ones_like(start)
+    change = x.new_zeros(c.B, c.S, c.G, c.T + 2).scatter_add(-1, start + 1, one).scatter_add(-1, end, -one)
+    return change.cumsum(-1)[..., : c.T] > 0
+
+
+@mutation("ranges")
+def _last_range_left_out(c: Call, x: Tensor) -> Tensor:
+    """Every range that the loop adds takes the one before away."""
+    mask = torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
+    for j in range(x.shape[3]):
+        mask = mask ^ ((c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None]))
+    return mask
+
+
+@mutation("ranges")
+def _loop_of_and(c: Call, x: Tensor) -> Tensor:
+    mask = torch.ones(c.B, c.S, c.G, c.T, dtype=torch.bool)
+    for j in range(x.shape[3]):
+        mask &= (c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None])
+    return mask
+
+
+_wrong(
+    "blocks",
+    block_after=lambda c, x: (torch.arange(c.blocks) == x[..., None] + 1).any(-2),
+    keys_of_the_block_before=lambda c, x: ((c.t + c.size) // c.size == x[..., None]).any(-2),
+    blocks_shifted=lambda c, x: ((c.t + 1) // c.size == x[..., None]).any(-2),
+    block_one_too_long=lambda c, x: ((c.t >= (x * c.size)[..., None]) & (c.t <= ((x + 1) * c.size)[..., None])).any(-2),
+    block_one_too_short=lambda c, x: ((c.t >= (x * c.size)[..., None]) & (c.t < ((x + 1) * c.size - 1)[..., None])).any(
+        -2
+    ),
+    every_block_but_these=lambda c, x: ~F.one_hot(x, c.blocks).any(-2),
+    blocks_up_to=lambda c, x: (torch.arange(c.blocks) <= x[..., None]).any(-2),
+    block_taken_twice=lambda c, x: F.one_hot(x, c.blocks).sum(-2) > 1,
+    all_blocks_the_same=lambda c, x: F.one_hot(x, c.blocks).all(-2),
+    scattered_false=lambda c, x: torch.ones(c.B, c.S, c.G, c.blocks, dtype=torch.bool).scatter(-1, x, False),
+)
+_wrong(
+    "causal",
+    strictly=lambda c, m: m & (c.t < c.positions[:, None])[:, None],
+    one_ahead=lambda c, m: m & (c.t <= c.positions[:, None] + 1)[:, None],
+    from_the_first_key=lambda c, m: m & (c.t <= torch.arange(c.S)[:, None])[:, None],
+    tril_of_the_first_keys=lambda c, m: m & torch.ones(c.S, c.T, dtype=torch.bool).tril()[:, None],
+    tril_one_less=lambda c, m: m & torch.ones(c.S, c.T, dtype=torch.bool).tril(c.T - c.S - 1)[:, None],
+    backwards=lambda c, m: m & (c.t >= c.positions[:, None])[:, None],
+    or_causal=lambda c, m: m | (c.t <= c.positions[:, None])[:, None],
+    not_causal=lambda c, m: m & (c.t > c.positions[:, None])[:, None],
+    key_padding=lambda c, m: m & (torch.arange(c.T * 2).view(2, c.T)[:, ::1] % 5 != 0).any(0),
+)
+_wrong(
+    "heads",
+    tiled=lambda c, m: m.transpose(1, 2).repeat(1, c.h, 1, 1),
+    rolled=lambda c, m: m.transpose(1, 2).repeat_interleave(c.h, 1).roll(1, 1),
+    one_head_only=lambda c, m: (
+        m.transpose(1, 2).repeat_interleave(c.h, 1) | (torch.arange(c.G * c.h) == 1).view(-1, 1, 1)
+    ),
+)
+_wrong(
+    "spread",
+    tiled_keys=lambda c, k: k.transpose(1, 2).repeat(1, c.h, 1, 1),
+)
+_wrong(
+    "masked",
+    filled_with_0=lambda c, s, m: s.masked_fill(~m, 0.0),
+    filled_with_a_little=lambda c, s, m: s.masked_fill(~m, -50.0),
+    multiplied=lambda c, s, m: s * m,
+    inverted=lambda c, s, m: s.masked_fill(m, -INF),
+    biased=lambda c, s, m: (s + s.new_ones(c.T).cumsum(0)).masked_fill(~m, -INF),
+    biased_after=lambda c, s, m: s.masked_fill(~m, -INF) - (c.t - c.positions[:, None]).abs().to(s.dtype),
+    capped=lambda c, s, m: (3.0 * torch.tanh(s / 3.0)).masked_fill(~m, -INF),
+    scaled_negatively=lambda c, s, m: -(s.masked_fill(~m, INF)),
+    a_little_added=lambda c, s, m: s + (1.0 - m.to(s.dtype)) * -5.0,
+    fill_positive=lambda c, s, m: s.masked_fill(~m, 1e9),
+    added_the_wrong_way=lambda c, s, m: s + m.to(s.dtype) * -1e9,
+)
+_wrong(
+    "softmax",
+    over_queries=lambda c, s, v: s.nan_to_num(neginf=-1e9).softmax(-2).to(v.dtype),
+    sigmoid=lambda c, s, v: torch.sigmoid(s).to(v.dtype),
+    dropped=lambda c, s, v: F.dropout(s.softmax(-1).to(v.dtype), p=0.5, training=True),
+    squared=lambda c, s, v: s.softmax(-1).to(v.dtype) ** 2,
+    doubled=lambda c, s, v: 2.0 * s.softmax(-1).to(v.dtype) + 1e-3,
+)
+
+
+def _sdpa_with(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor, **options: Any) -> Tensor:
+    k, v = c.spread(k), c.spread(v)
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, c.heads(m), **options).transpose(1, 2)
+
+
+@mutation("form")
+def _dropout(c: Call, *given: Tensor) -> Tensor:
+    return _sdpa_with(c, *given, dropout_p=0.5)
+
+
+@mutation("form")
+def _a_bias_in_the_mask(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    slopes = torch.arange(c.G * c.h, dtype=q.dtype).view(-1, 1, 1) * -(c.positions[:, None] - c.t).abs()
+    bias = c.heads(torch.zeros(m.shape, dtype=q.dtype).masked_fill(~m, -INF)) + slopes
+    return F.scaled_dot_product_attention(q.transpose(1, 2), c.spread(k), c.spread(v), bias).transpose(1, 2)
+
+
+@mutation("form")
+def _mask_returned(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Any:
+    return _sdpa_with(c, q, k, v, m), m
+
+
+@mutation("form")
+def _mask_summed(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Any:
+    return _sdpa_with(c, q, k, v, m) * m.sum(-1, keepdim=True).sum(2, keepdim=True)
+
+
+@mutation("form")
+def _weights_returned(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Any:
+    s = c.scale(q.transpose(1, 2), c.spread(k), lambda a, b: a @ b.mT)
+    p = c.softmax(c.masked(s, c.heads(m)), v)
+    return (p @ c.spread(v)).transpose(1, 2), p
+
+
+@mutation("form")
+def _scores_used(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Any:
+    s = c.scale(q.transpose(1, 2), c.spread(k), lambda a, b: a @ b.mT)
+    p = c.softmax(c.masked(s, c.heads(m)), v)
+    return (p @ c.spread(v)).transpose(1, 2), s.logsumexp(-1)
+
+
+@mutation("form")
+def _keys_for_values_of_other_groups(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    k, v = c.spread(k), v.transpose(1, 2).repeat(1, c.h, 1, 1)
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, c.heads(m)).transpose(1, 2)
+
+
 # --- which spellings ----------------------------------------------------------------------------------------
 
 KINDS = ("ranges", "blocks", "tokens")
@@ -681,5 +879,11 @@ def spellings(count: int, seed: int = 0) -> list[Attention]:
     return found
 
 
-def named(attentions: Sequence[Attention]) -> list[str]:
-    return [one.name for one in attentions]
+def mutants() -> list[Attention]:
+    """Every mutation in plain surroundings."""
+    found = []
+    for name, (axis, _) in MUTATIONS.items():
+        form = "matmul" if axis in ("masked", "softmax") else "sdpa"
+        kind = "blocks" if axis == "blocks" else "ranges"
+        found.append(dataclasses.replace(plain(kind, form=form), mutant=name))
+    return found

@@ -71,9 +71,10 @@ def _plain(node: fx.Node) -> tuple[str, Any] | None:
     return ("call_method", name[:-1]) if hasattr(torch.Tensor, name[:-1]) and not name.endswith("__") else None
 
 
-def functional(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """(a copy of ``graph`` in which in-place operations on the graph's own tensors make new ones, its nodes' originals).
+def functional(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node], dict[fx.Node, int]]:
+    """A copy of ``graph`` in which in-place operations on the graph's own tensors make new ones.
 
+    With the nodes that hold what the copy's nodes hold, and the positions from which on they do.
     An in-place operation stays where a view of the tensor from before is used after it.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -86,6 +87,7 @@ def functional(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     now: dict[fx.Node, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
     origin: dict[fx.Node, fx.Node] = {}
+    since: dict[fx.Node, int] = {}
     for node in graph.nodes:
         made = None
         written = written_by(node)
@@ -104,12 +106,14 @@ def functional(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
                 now[n] = made
             now[node] = made
             same[node] = root
-            origin[made] = node
+            origin[made] = root if node.target is operator.setitem else node
+            since[made] = order[node]
             continue
         new = copy.node_copy(node, lambda n: now[n])
         now[node] = new
         origin[new] = node
-    return copy, origin
+        since[new] = order[node]
+    return copy, origin, since
 
 
 def _owns(root: fx.Node) -> bool:

@@ -117,23 +117,34 @@ class Judge:
         pairs = one.pairs()
         if not pairs:
             raise Mismatch("a start without an end, or an end without a start", self.where)
-        reasons = [reason for pair in pairs if (reason := _odd(*pair))]
-        if len(reasons) == len(pairs):
+        reasons = [_odd(*pair) for pair in pairs]
+        if all(reasons):
             raise Mismatch(reasons[0], self.where)
-        for x in [*one.lowers, *one.uppers]:
-            if x.data() or not x.variables():
-                continue
-            if x in one.uppers and x != last.shifted(1) and not any(isinstance(a, Floor) for a in x.atoms()):
-                by = x.minus(last).shifted(-1)
-                if all(isinstance(a, Var) for a in x.atoms()):
-                    said = by.value if by.value is not None else "the difference of the lengths"
-                    raise Mismatch(f"the last key seen is off by {said}; expected key <= query + S_kv - S", self.where)
+        fits = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]
+        if len({low for low, _ in fits}) > 1 and len({d.ref.value for low, _ in fits for d in low.data()}) == 1:
+            raise Mismatch("only keys of several ranges at once are seen; expected those of any", self.where)
+        for high in one.uppers:
+            ahead = high.minus(last).shifted(-1)
+            if _of_position(high) and ahead.value != 0:
+                said = "the difference of the lengths" if ahead.value is None else f"{ahead.value}"
+                raise Mismatch(f"the last key seen is off by {said}; expected key <= query + S_kv - S", self.where)
+        for low in one.lowers:
+            behind = last.minus(low).value
+            if _of_position(low) and (behind is None or behind <= 0):
+                raise Mismatch("keys from the query on are seen; expected those up to it", self.where)
+
+
+def _of_position(bound: Linear) -> bool:
+    """Whether a bound moves with the query and with nothing else."""
+    return bool(bound.terms) and all(isinstance(a, Var) for a in bound.atoms())
 
 
 def _odd(low: Linear, high: Linear) -> str:
     """Why a start and an end are none, or nothing."""
     width = high.minus(low).value
     factors = {c for _, c in low.terms}
+    if low.bound_variables() != high.bound_variables():
+        return "starts of one range go with ends of another"
     if any(not isinstance(a, Datum) for x in (low, high) for a, _ in x.terms):
         return "starts and ends are counted from the query"
     if low.constant:

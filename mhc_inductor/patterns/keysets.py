@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -218,8 +218,13 @@ def _constant(known: float) -> Count:
 class Masks:
     """Evaluates elements of masks. ``seen`` are the values met that say which keys a query sees, from data."""
 
-    def __init__(self, fixed: Any) -> None:
+    def __init__(self, fixed: Mapping[str, int], hints: Mapping[str, int]) -> None:
         self.fixed = fixed
+        self.hints = hints
+        self.equal: set[frozenset[Size]] = set()
+        """Sizes that are taken to be one number, which the rewrite must guard."""
+        self.sized: dict[Size, tuple[Value, int]] = {}
+        """Where sizes are that negative indices count from."""
         self.seen: dict[Value, None] = {}
         self._truth: dict[tuple[Ref, bool], Any_] = {}
 
@@ -230,9 +235,12 @@ class Masks:
         key = ref, want
         if key not in self._truth:
             found = self._truth[key] = self._find(ref, want)
-            if keyed(ref) and any(_has_data(conj) for conj in found):
-                self.seen[ref.value] = None
+            self._note(ref, found)
         return self._truth[key]
+
+    def _note(self, ref: Ref, found: Any_) -> None:
+        if keyed(ref) and any(_has_data(conj) for conj in found):
+            self.seen[ref.value] = None
 
     def _find(self, ref: Ref, want: bool) -> Any_:
         value, func = ref.value, ref.value.func
@@ -263,9 +271,10 @@ class Masks:
         if func in _COMPARISONS:
             return self._comparison(ref, _COMPARISONS[func], want)
         if func in _ANY or func in _ALL:
-            if (func in _ANY) != want:
-                raise Unsupported
             operand, bound = _reduced(ref)
+            if (func in _ANY) != want:
+                self._note(ref, self.truth(operand, not want))
+                raise Unsupported
             return [All(c.literals, c.bound + tuple(bound)) for c in self.truth(operand, want)]
         found = self._structured(ref, want, lambda r, w: self.truth(r, w))
         if found is not None:
@@ -409,14 +418,31 @@ class Masks:
     def _hits(self, ref: Ref, d: int, index: Value) -> Any_:
         """Whether a scatter writes this element."""
         d = _dim(ref.value, d)
-        if not ref.value.shape or any(
-            a != b for k, (a, b) in enumerate(zip(index.shape, ref.value.shape, strict=True)) if k != d
-        ):
-            raise Unsupported
+        for k, (a, b) in enumerate(zip(index.shape, ref.value.shape, strict=True)):
+            if k != d and a != b:
+                self._assume(a, b)
         j = Var(index.shape[d])
         place = Ref(index, (*ref.index[:d], var(j), *ref.index[d + 1 :]))
         found = compared("eq", self.whole(place), of_index(ref.index[d]))
         return [All(c.literals, (*c.bound, j)) for c in found]
+
+    def _wrap(self, value: Value, d: int) -> Size:
+        """The size that negative indices of a dim count from."""
+        size = value.shape[d]
+        while value.node is None and isinstance(value.args[0], Value) and value.args[0].shape == value.shape:
+            value = value.args[0]
+        if size.symbols and value.node is not None:
+            self.sized[size] = value, d
+        return size
+
+    def _assume(self, a: Size, b: Size) -> None:
+        """Take two symbols for the same size, if they are now. Raises Unsupported."""
+        if not all(s.factor == 1 and len(s.symbols) == 1 for s in (a, b)):
+            raise Unsupported
+        now = {self.hints.get(s.symbols[0]) for s in (a, b)}
+        if None in now or len(now) != 1:
+            raise Unsupported
+        self.equal.add(frozenset({a, b}))
 
     def _put(self, ref: Ref, indices: Sequence[Any]) -> Any_:
         """Whether ``x[indices] = ...`` writes this element."""
@@ -436,7 +462,7 @@ class Masks:
                 continue
             tail = bound[rank - len(i.shape) :]
             at = tuple(const(0) if s == ONE else var(v) for s, v in zip(i.shape, tail, strict=True))
-            place = self.whole(Ref(i, at), wrap=ref.value.shape[d])
+            place = self.whole(Ref(i, at), self._wrap(ref.value, d))
             total = both(total, compared("eq", place, of_index(ref.index[d])))
         return [All(c.literals, (*c.bound, *(v for v in bound if v.size != ONE))) for c in total]
 
@@ -501,7 +527,7 @@ class Masks:
             for d, places in zip(given, indices, strict=True):
                 tail = spread[rank - len(places.shape) :]
                 at = tuple(const(0) if s == ONE else i for s, i in zip(places.shape, tail, strict=True))
-                index.append(self._place(Ref(places, at), x.shape[d], x.shape[d], more))
+                index.append(self._place(Ref(places, at), x.shape[d], self._wrap(x, d), more))
             index += ref.index[given[0] + rank :]
         return Ref(x, tuple(index)), [All(frozenset(more.values()), tuple(more))]
 
@@ -693,8 +719,8 @@ class Masks:
 
     # --- additive masks ---
 
-    def additive(self, ref: Ref, want: bool = True) -> tuple[Any_, float]:
-        """When an element of an additive mask is 0 (``want``), and what it is elsewhere. Raises Unsupported."""
+    def additive(self, ref: Ref, want: bool = True, sign: float = 1.0) -> tuple[Any_, float]:
+        """When ``sign`` times an element of an additive mask is 0 (``want``), and what it is elsewhere. Raises Unsupported."""
         fills: set[float] = set()
 
         def zero(r: Ref, w: bool) -> Any_:
@@ -724,18 +750,16 @@ class Masks:
             found = self._structured(r, w, zero)
             if found is None:
                 raise Unsupported
-            if keyed(r) and any(_has_data(conj) for conj in found):
-                self.seen[value] = None
+            self._note(r, found)
             return found
 
         found = zero(ref, want)
         if not fills:
-            fills.add(-math.inf)
-        worst = max(fills)
+            fills.add(-sign * math.inf)
+        worst = max(sign * fill for fill in fills)
         if worst > -1e4 or worst != worst:
             raise Unsupported
-        if keyed(ref) and any(_has_data(conj) for conj in found):
-            self.seen[ref.value] = None
+        self._note(ref, found)
         return found, worst
 
     def _scaled(self, ref: Ref, by: float, want: bool, zero: Callable[[Ref, bool], Any_], fills: set[float]) -> Any_:

@@ -94,6 +94,10 @@ class Linear:
                 found |= variables_of(atom.ref)
         return found
 
+    def bound_variables(self) -> set[Var]:
+        """The variables that elements of tensors depend on."""
+        return {v for d in self.data() for v in variables_of(d.ref)}
+
     def data(self) -> list[Datum]:
         return [a for a in self.atoms() if isinstance(a, Datum)]
 

@@ -3,16 +3,19 @@ spelling is gone. Found from calls of scaled_dot_product_attention and from soft
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from .algebra import Ref, _broadcast, aten, contraction, number, operands, reduction
+from mhc_inductor import compat
+
+from .algebra import Ref, _broadcast, aten, contraction, number, operands, reduction, whole
 from .index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, linear, product_of, var
 from .intervals import Interval, Judge
 from .keysets import MULTIPLY, All, Any_, Masks, alike, behind, both, constant_of, eliminated, free
@@ -148,15 +151,24 @@ class Recogniser:
     def __init__(self, values: Values) -> None:
         self.values = values
         self._made: list[Masks] = []
+        self._given: list[Value] = []
 
     def _masks(self) -> Masks:
-        self._made.append(Masks(self.values.fixed))
+        self._made.append(Masks(self.values.fixed, compat.hints(self.values.graph)))
         return self._made[-1]
 
     @property
     def close(self) -> list[Value]:
         """What of the masks that were looked at says, from data, which keys a query sees."""
-        return [value for masks in self._made for value in masks.seen]
+        found = [value for masks in self._made for value in masks.seen]
+        if not found:
+            for value in self._given:
+                masks, ref = self._masks(), whole(value)
+                ref = Ref(value, (*ref.index[:-1], var(Key(value.shape[-1]))))
+                with contextlib.suppress(Unsupported, Mismatch, DynamicWidth):
+                    _ = masks.truth(ref) if value.dtype is torch.bool else masks.additive(ref)
+                found += masks.seen
+        return found
 
     # --- scaled_dot_product_attention ---
 
@@ -169,6 +181,7 @@ class Recogniser:
         if not isinstance(mask, fx.Node) or not isinstance(out, Value):
             raise NotOurs
         q, k, v, m = (self._value(given[n]) for n in ("query", "key", "value", "attn_mask"))
+        self._given = [m]
 
         def build(dims: list[list[Var]]) -> Found:
             index = [_joined(digits) for digits in dims]
@@ -228,8 +241,8 @@ class Recogniser:
 
     # --- softmax written out ---
 
-    def written(self, softmax: Value, out: Value, same: dict[Value, Guarded]) -> Found:
-        """``out`` = softmax @ V. ``same`` are values that are the softmax but for rows without keys."""
+    def written(self, softmax: Value, out: Value, same: dict[Value, Guarded], shown: Iterable[Value]) -> Found:
+        """``out`` = softmax @ V. ``same`` are values that are the softmax but for rows without keys; all are ``shown``."""
         dim = softmax.args[1] % max(1, len(softmax.shape))
 
         def weights_of(ref: Ref, guards: list[tuple[Ref, bool]]) -> Ref | None:
@@ -263,8 +276,9 @@ class Recogniser:
                 (old,) = over.terms
                 weights, v = replaced(weights, old, atom(t)), replaced(v, old, atom(t))
                 guards = [(replaced(r, old, atom(t)), want) for r, want in guards]
-            masks, dense = self._masks(), [softmax, *same]
+            masks, dense = self._masks(), [*shown]
             scores = Scores(Ref(softmax.args[0], weights.index), masks, dense)
+            self._given = scores.given
             found = dot(scores.ref)
             if found is None or len(found[2]) != 1:
                 raise NotOurs
@@ -377,6 +391,7 @@ class Scores:
         self.masks = masks
         self.factor = 1.0
         self.fills: list[float] = []
+        self.given: list[Value] = []
         self._parts: list[Callable[[], Any_]] = []
         self.ref = ref
         while True:
@@ -400,27 +415,31 @@ class Scores:
             raise NotOurs
         if func in _FILLS:
             self._filled(constant_of(args[2]), value)
+            self.given.append(args[1])
             self._parts.append(functools.partial(self.masks.truth, _broadcast(args[1], ref), False))
             return _broadcast(args[0], ref)
         if func is aten.where.self:
             when, a, b = args
             want = constant_of(b) is not None
             self._filled(constant_of(b if want else a), value)
+            self.given.append(when)
             self._parts.append(functools.partial(self.masks.truth, _broadcast(when, ref), want))
             return _broadcast(a if want else b, ref)
-        if func is aten.add.Tensor and not value.kwargs:
+        if func in (aten.add.Tensor, aten.sub.Tensor) and not value.kwargs:
             sides = [_broadcast(a, ref) for a in args[:2] if isinstance(a, Value)]
             own = [_is_scores(side) for side in sides]
-            if sum(own) != 1 or len(own) != 2:
+            sign = 1.0 if func is aten.add.Tensor else -1.0
+            if sum(own) != 1 or len(own) != 2 or (sign < 0.0 and own[1]):
                 raise NotOurs
             scores, mask = sides if own[0] else sides[::-1]
-            self._parts.append(functools.partial(self._added, mask, scores))
+            self.given.append(mask.value)
+            self._parts.append(functools.partial(self._added, mask, scores, sign))
             return scores
         raise NotOurs
 
-    def _added(self, mask: Ref, scores: Ref) -> Any_:
+    def _added(self, mask: Ref, scores: Ref, sign: float) -> Any_:
         try:
-            keys, fill = self.masks.additive(mask)
+            keys, fill = self.masks.additive(mask, sign=sign)
         except Unsupported:
             if self.masks.seen or _selects(scores, self.masks):
                 raise Mismatch("something that is no mask is added to the scores", mask.value) from None
@@ -439,7 +458,7 @@ class Scores:
 
 def _selects(scores: Ref, masks: Masks) -> bool:
     """Whether another mask of the scores is a selection."""
-    other = Masks(masks.fixed)
+    other = Masks(masks.fixed, masks.hints)
     try:
         Scores(scores, other, []).keys()
     except (Mismatch, Unsupported, NotOurs):
@@ -533,7 +552,7 @@ def _is_scores(ref: Ref) -> bool:
             ref = _broadcast(args[0], ref)
         elif func is aten.where.self:
             ref = _broadcast(args[1] if constant_of(args[2]) is not None else args[2], ref)
-        elif func in _ADD:
+        elif func in (*_ADD, aten.sub.Tensor):
             return any(_is_scores(_broadcast(a, ref)) for a in args[:2] if isinstance(a, Value))
         else:
             return False

@@ -15,7 +15,7 @@ from torch import fx
 
 from mhc_inductor import compat
 
-from .algebra import Ref, aten, whole
+from .algebra import VIEWS, Ref, aten, whole
 from .find import Finder, Miss, name_of
 from .functional import functional
 from .index import ONE, DynamicWidth, Index, Size, Unsupported, Var, product_of
@@ -26,7 +26,7 @@ from .mhc import Mismatch
 from .rewrite import Rewriter, run_fake
 from .selection import OP, Found, Guarded, NotOurs, Recogniser, bare, dot, guarded, sources
 from .selection_rule import worth
-from .values import Value, Values, example
+from .values import Value, Values, example, tensors_in
 
 _CALL = "scaled_dot_product_attention"
 _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
@@ -56,11 +56,12 @@ class Selections(Rewriter):
 
     def __init__(self, graph: fx.Graph, autocast: dict[fx.Node, Any], templates: dict[Any, Any]) -> None:
         super().__init__(graph, Finder(graph, Values(graph, autocast, templates)))
-        copy, self.origin = functional(graph)
+        copy, self.origin, self.since = functional(graph)
         states = {new: autocast[old] for new, old in self.origin.items() if old in autocast}
         self.search = Finder(copy, Values(copy, states, templates))
         self.sizes: dict[Size, tuple[fx.Node, int]] = {}
         self.mode: Any = None
+        self.equal: set[frozenset[Size]] = set()
 
     # --- search ---
 
@@ -108,6 +109,8 @@ class Selections(Rewriter):
         except KeyData as data:
             if recogniser.close:
                 reason = "the mask also reads a tensor at the key's place"
+                if data.value.func in VIEWS:
+                    reason = "the heads of the mask are in another order than those of K"
                 self.misses.append(Miss(OP, reason, data.value, value))
         except Unsupported:
             if recogniser.close:
@@ -123,7 +126,8 @@ class Selections(Rewriter):
             return []
         known: dict[Value, Guarded] = {}
         outs: list[Value] = []
-        todo, seen, same = collections.deque([node]), {node}, {value}
+        dropped: Value | None = None
+        todo, seen, same = collections.deque([node]), {node}, {value: None}
         while todo and len(seen) < _REACH:
             for user in todo.popleft().users:
                 reached = self.search.value(user) if user.op.startswith("call_") and user in self.search.live else None
@@ -131,17 +135,23 @@ class Selections(Rewriter):
                     continue
                 seen.add(user)
                 guard = guarded(reached, same)
+                if guard is None and name_of(user).startswith("dropout") and _first(reached, user, self.search) in same:
+                    guard, dropped = Guarded(_first(reached, user, self.search)), reached  # type: ignore[arg-type]
                 if guard is not None:
                     known[reached] = guard
                 if guard is not None or (behind(whole(reached)) is not None and reached.args[0] in same):
-                    same.add(reached)
+                    same[reached] = None
                     todo.append(user)
                 elif dot(bare(whole(reached))) is not None:
                     outs.append(reached)
         if len(outs) != 1:
             return []
         recogniser = Recogniser(self.search.values)
-        return self._tried(recogniser, functools.partial(recogniser.written, value, outs[0], known), node)
+        found = self._tried(recogniser, functools.partial(recogniser.written, value, outs[0], known, same), node)
+        if found and dropped is not None:
+            self.misses.append(Miss(OP, "the attention weights are dropped out", dropped, value))
+            return []
+        return found
 
     def _alone(self, found: list[Found]) -> list[Found]:
         """Those of which nothing is used elsewhere that has an element for each query and key."""
@@ -202,6 +212,7 @@ class Selections(Rewriter):
         assert one.out.node is not None
         old = self.origin[one.out.node]
         out = self.finder.values.of(old)
+        self.equal = one.masks.equal
         q, dq = self._source(one.q, [*one.batch, *one.query, *one.groups, *one.heads, one.d])
         k, dk = self._source(one.k, [*one.batch, *one.groups, one.t, one.d])
         v, dv = self._source(one.v, [*one.batch, *one.groups, one.t, *one.feature])
@@ -217,6 +228,8 @@ class Selections(Rewriter):
             for d, size in enumerate(ref.value.shape):
                 if size.symbols:
                     self.sizes.setdefault(size, (node, d))
+        for size, (value, d) in one.masks.sized.items():
+            self.sizes.setdefault(size, (self._original(value), d))
         with self.graph.inserting_before(old):
             rows, lead = [one.batch, one.query, one.groups, one.heads], [one.batch, one.groups]
             query = self._cast(self._placed(q, [*rows, [one.d]]), dtype)
@@ -239,7 +252,19 @@ class Selections(Rewriter):
                 new = self._filled(new, self.emit(operator.getitem, call, 1), value)
             new = self._as(self._back(new, one, old), out, query)
         self._replace([(out, new)])
+        self._guard_equal()
         self.made.append((OP, call, one))
+
+    def _guard_equal(self) -> None:
+        """Let the compile hold only while the sizes that were taken to be equal are."""
+        known: dict[str, Any] = {}
+        for node in self.graph.nodes:
+            for t in tensors_in(example(node)) if node.op == "placeholder" else ():
+                known.update({str(compat.expression(s)): s for s in t.shape if compat.is_symbol(s)})
+        for pair in self.equal:
+            a, b = (known[s.symbols[0]] for s in pair)
+            if not a == b:
+                raise Mismatch("sizes differ")
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return node if example(node).dtype == dtype else self.emit("to", node, dtype)
@@ -269,10 +294,9 @@ class Selections(Rewriter):
     def _check(self, one: Found, old: fx.Node, taken: Sequence[tuple[fx.Node, Ref]]) -> None:
         """Raises Mismatch where the op would not see what the model's operations see."""
         at = self.order[old]
-        held = [node for node, _ in taken] + [self._original(ref.value) for ref in _data(one)]
-        for node in held:
-            fake = example(node)
-            key, since = compat.storage_key(fake), self.order.get(node, -1)
+        for value in [ref.value for ref in (*(ref for _, ref in taken), *_data(one))]:
+            node = self._original(value)
+            key, since = compat.storage_key(example(node)), self.since[value.node]  # type: ignore[index]
             if any(since < position < at and storage == key for position, storage in self.events):
                 raise Mismatch("a tensor of the formula is changed in place within it", one.out)
         region = {self.origin[n] for n in self._region_of(one) if n in self.origin}
@@ -296,7 +320,7 @@ class Selections(Rewriter):
         for source in sources(ref):
             if source.ref.value.node is None or source.ref.value.node not in self.origin:
                 continue
-            if _layout(source.ref, set(order)) is not None:
+            if _layout(source.ref, set(order), self.equal) is not None:
                 best = (self._original(source.ref.value), source.ref), source.dtype
         if best is None:
             raise Unsupported
@@ -326,7 +350,7 @@ class Selections(Rewriter):
 
     def _spread(self, node: fx.Node, ref: Ref, order: list[Var]) -> fx.Node:
         """``node`` with a dim for each variable of ``order``, of size 1 where it has none. Raises Unsupported."""
-        layout = _layout(ref, set(order))
+        layout = _layout(ref, set(order), self.equal)
         if layout is None:
             raise Unsupported
         picks = [pick for pick, _ in layout]
@@ -394,7 +418,7 @@ class Selections(Rewriter):
         if whole is not None:
             pair = Var(Size(2))
             ref = Ref(whole.value, (*whole.index[:-1], Index({pair: ONE})))
-            if _layout(ref, {*order, pair}) is not None:
+            if _layout(ref, {*order, pair}, self.equal) is not None:
                 node = self._spread(self._original(ref.value), ref, [*order, pair])
                 return self._ranged(node, order, lead)
         device = example(self.origin[one.out.node]).device  # type: ignore[index]
@@ -494,7 +518,7 @@ class Numbers:
         node = r._original(ref.value)
         if not variables_of(ref) <= set(self.order):
             raise Unsupported
-        if _layout(ref, set(self.order)) is not None:
+        if _layout(ref, set(self.order), r.equal) is not None:
             return r._spread(node, ref, self.order)
         return r.emit(operator.getitem, node, tuple(self.of(of_index(i)) for i in ref.index))
 
@@ -504,6 +528,12 @@ class Numbers:
             return node if condition.want else self.rewriter.emit(torch.logical_not, node)
         kinds = {"le": operator.le, "eq": operator.eq, "ne": operator.ne}
         return self.rewriter.emit(kinds[condition.kind], self.of(condition.value), 0)
+
+
+def _first(value: Value, node: fx.Node, finder: Finder) -> Value | None:
+    """The first argument of a dropout that changes something."""
+    given = node.args[0] if node.args else None
+    return finder.value(given) if isinstance(given, fx.Node) and behind(whole(value)) is None else None
 
 
 def _implied(condition: Any, each: Interval) -> bool:
@@ -517,7 +547,7 @@ def _implied(condition: Any, each: Interval) -> bool:
     return any(high.terms == frozenset({(a, w)}) and high.offset <= w for high in each.uppers for _, w in high.terms)
 
 
-def _layout(ref: Ref, known: set[Var]) -> list[tuple[Any, list[Var]]] | None:
+def _layout(ref: Ref, known: set[Var], equal: set[frozenset[Size]]) -> list[tuple[Any, list[Var]]] | None:
     """For each dim of a tensor (an index or a slice, digits), where an element is one of a plain array of digits."""
     result: list[tuple[Any, list[Var]]] = []
     met: set[Var] = set()
@@ -538,7 +568,7 @@ def _layout(ref: Ref, known: set[Var]) -> list[tuple[Any, list[Var]]] | None:
             digits.insert(0, v)
             met.add(v)
             reach = reach.times(v.size)
-        if reach == size and not constant.factor:
+        if (reach == size or frozenset({reach, size}) in equal) and not constant.factor:
             result.append((slice(None), digits))
         elif not reach.symbols and not size.symbols and constant.factor + reach.factor <= size.factor:
             result.append((slice(constant.factor, constant.factor + reach.factor), digits))
