@@ -59,7 +59,8 @@ def backward_config(
     """dQ's tiles (None: it gathers keys), and those of dK and dV; None where shared memory holds neither."""
     KP, VP = config.padded(DK), config.padded(DV)
     D = max(KP, VP)
-    limit = config.shared_limit(backend, arch) - (2 << 10)
+    # What exchanges between warps take besides.
+    limit = config.shared_limit(backend, arch) - ((2 if D <= 256 else 6) << 10)
     # fp32's products hold each factor in parts.
     room = limit * 7 // 8 if itemsize == 4 and D > 128 else limit
     choices = {(4, True): _WIDE_FP32, (4, False): _NARROW_FP32, (2, True): _WIDE, (2, False): _NARROW}[
