@@ -103,20 +103,22 @@ def sources(ref: Ref) -> Iterator[Source]:
 
 
 class Scaled:
-    """``factor * ref`` behind views, casts and products with numbers; ``met`` are the values on the way."""
+    """``factor * ref`` behind views, casts and products with numbers; ``met`` are the values on the way to ``end``."""
 
     def __init__(self, ref: Ref) -> None:
         self.factor = 1.0
         self.met: list[Value] = []
+        self.ref = ref
         while True:
             self.met.append(ref.value)
             below = behind(ref)
             if below is None and (ref.value.func in MULTIPLY or ref.value.func in _DIVIDE) and not ref.value.kwargs:
                 below = self._times(ref)
+                self.ref = below or self.ref
             if below is None:
                 break
             ref = below
-        self.ref = ref
+        self.end = ref
 
     def _times(self, ref: Ref) -> Ref | None:
         a, b = operands(ref)
@@ -283,7 +285,7 @@ class Recogniser:
             if found is None or len(found[2]) != 1:
                 raise NotOurs
             scaled = [Scaled(side) for side in found[:2]]
-            has = [t in variables_of(x.ref) for x in scaled]
+            has = [t in variables_of(x.end) for x in scaled]
             if has[0] == has[1]:
                 raise NotOurs
             q, k = scaled if has[1] else scaled[::-1]
@@ -398,7 +400,7 @@ class Scores:
             scaled = Scaled(self.ref)
             dense += scaled.met
             self.factor *= scaled.factor
-            self.ref = scaled.ref
+            self.ref = scaled.end
             if dot(self.ref) is not None:
                 break
             self.ref = self._unmasked(self.ref)
@@ -418,6 +420,9 @@ class Scores:
             self.given.append(args[1])
             self._parts.append(functools.partial(self.masks.truth, _broadcast(args[1], ref), False))
             return _broadcast(args[0], ref)
+        if func in _ADD and any(constant_of(a) is not None for a in args[:2]):
+            # A softmax does not see what is added to every score.
+            return _broadcast(args[0] if constant_of(args[0]) is None else args[1], ref)
         if func is aten.where.self:
             when, a, b = args
             want = constant_of(b) is not None
@@ -544,7 +549,7 @@ def bare(ref: Ref) -> Ref:
 def _is_scores(ref: Ref) -> bool:
     """Whether a sum of products is behind masks and scalings."""
     for _ in range(32):
-        ref = Scaled(ref).ref
+        ref = Scaled(ref).end
         func, args = ref.value.func, ref.value.args
         if dot(ref) is not None:
             return True
