@@ -51,7 +51,11 @@ _FLOAT = ((32, 32, 8, 2), (16, 16, 4, 1))
 def forward_config(h: int, DK: int, DV: int, itemsize: int, backend: str, arch: int) -> ForwardConfig:
     KP, VP = padded(DK), padded(DV)
     wide = max(KP, VP) > 128
-    choices = (_FLOAT[1:] if wide else _FLOAT) if itemsize == 4 else _WIDE if wide else _NARROW
+    choices: tuple[tuple[int, int, int, int], ...] = (
+        (_FLOAT[1:] if wide else _FLOAT) if itemsize == 4 else _WIDE if wide else _NARROW
+    )
+    if choices is _NARROW and h < 16:
+        choices = _NARROW[1:]  # measured with 4 heads a group: docs/tuning.md
     limit = shared_limit(backend, arch)
 
     def held(rows: int, BN: int, stages: int) -> int:
