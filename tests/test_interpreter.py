@@ -44,7 +44,17 @@ def test_bf16_dot_is_mended(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("operator", "least"), [("mhc", 100), ("e79", 40)])
+@pytest.mark.parametrize(
+    ("operator", "least"),
+    [
+        ("mhc", 100),
+        ("e79", 40),
+        ("selection", 110),
+        ("selection_pieces", 40),
+        ("selection_gather", 40),
+        ("selection_backward", 40),
+    ],
+)
 def test_kernels_under_the_interpreter(operator, least):
     done = _run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / f"test_kernels_{operator}.py"))
     print(done.stdout)
