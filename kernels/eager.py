@@ -30,7 +30,7 @@ _PLANS = {
     "e79_scan": "e79.plan",
     "e79_scan_backward": "e79.plan",
     "selection_attention": "selection.plan",
-    "selection_attention_backward": "selection.plan",
+    "selection_attention_backward": "selection.backward_plan",
 }
 OPS = tuple(_PLANS)
 

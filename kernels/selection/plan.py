@@ -9,13 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from . import config
-from .backward_plan import plan_selection_attention_backward
 from .forward import selection_forward
 from .gather_plan import plan_gather
 from .lists_plan import alignment, dot_precision, plan_lists
 from .pieces_plan import MAX_RANGES, power_of_two
-
-__all__ = ["plan_selection_attention", "plan_selection_attention_backward", "unsupported"]
 
 MAX_D = 512
 MAX_HEADS = 64

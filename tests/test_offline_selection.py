@@ -1,0 +1,117 @@
+"""The kernels of selection attention compiled for GPUs that are not here: both paths, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import INTERPRETED
+from offline import SHARED_LIMIT, TARGETS, Recorder, compile_all
+
+from mhc_inductor.kernels.selection import backward_plan, plan
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
+
+# (target, kernel, case): at most so many bytes of spill stores a thread, in steps of 32 (registers on ROCm).
+SPILLS: dict[tuple[str, str, str], int] = {
+    ("cuda:100", "selection_dkv", "128"): 320,
+    ("cuda:120", "selection_dkv", "128"): 64,
+    ("cuda:80", "selection_dkv", "128"): 224,
+    ("cuda:89", "selection_dkv", "128"): 32,
+    ("cuda:90", "selection_dkv", "128"): 224,
+    ("cuda:100", "selection_dkv", "128-fp32"): 160,
+    ("cuda:120", "selection_dkv", "128-fp32"): 96,
+    ("cuda:80", "selection_dkv", "128-fp32"): 448,
+    ("cuda:89", "selection_dkv", "128-fp32"): 288,
+    ("cuda:90", "selection_dkv", "128-fp32"): 288,
+    ("cuda:100", "selection_dkv", "512"): 32,
+    ("cuda:80", "selection_dkv", "512"): 160,
+    ("cuda:89", "selection_dkv", "512"): 32,
+    ("cuda:90", "selection_dkv", "512"): 32,
+    ("cuda:90", "selection_dkv", "80-fp16"): 224,
+    ("cuda:100", "selection_dkv_fix", "128"): 32,
+    ("cuda:120", "selection_dkv_fix", "128"): 32,
+    ("cuda:100", "selection_dq", "128"): 320,
+    ("cuda:120", "selection_dq", "128"): 288,
+    ("cuda:80", "selection_dq", "128"): 288,
+    ("cuda:89", "selection_dq", "128"): 224,
+    ("cuda:90", "selection_dq", "128"): 160,
+    ("cuda:100", "selection_dq", "128-fp32"): 640,
+    ("cuda:120", "selection_dq", "128-fp32"): 608,
+    ("cuda:80", "selection_dq", "128-fp32"): 448,
+    ("cuda:89", "selection_dq", "128-fp32"): 480,
+    ("cuda:90", "selection_dq", "128-fp32"): 736,
+    ("cuda:100", "selection_dq", "512"): 160,
+    ("cuda:80", "selection_dq", "512"): 160,
+    ("cuda:90", "selection_dq", "512"): 160,
+    ("cuda:90", "selection_dq", "80-fp16"): 192,
+    ("cuda:100", "selection_forward", "128"): 32,
+    ("cuda:120", "selection_forward", "128"): 32,
+    ("cuda:80", "selection_forward", "128"): 64,
+    ("cuda:89", "selection_forward", "128"): 32,
+    ("cuda:100", "selection_forward", "128-fp32"): 32,
+    ("cuda:120", "selection_forward", "128-fp32"): 32,
+    ("cuda:80", "selection_forward", "128-fp32"): 32,
+    ("cuda:89", "selection_forward", "128-fp32"): 32,
+    ("cuda:90", "selection_forward", "128-fp32"): 32,
+    ("hip:gfx942", "selection_forward", "128-fp32"): 4,
+    ("hip:gfx942", "selection_forward", "512"): 192,
+    ("cuda:100", "selection_forward", "512"): 1952,
+    ("cuda:89", "selection_forward", "512"): 128,
+    ("cuda:90", "selection_forward", "512"): 544,
+}
+TILES = {"selection_pieces", "selection_finite", "selection_lists", "selection_forward"}
+BACKWARD = {"selection_delta", "selection_dq", "selection_dkv", "selection_dkv_fix"}
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CASES = {
+    "128": {"h": 16, "Dk": 128},
+    "80-fp16": {"h": 3, "Dk": 80, "Dv": 48, "dtype": F16, "r": 40, "varlen": True, "sink": True},
+    "512": {"h": 64, "Dk": 512},
+    "128-fp32": {"h": 4, "Dk": 128, "dtype": F32},
+    "decoding": {"h": 16, "Dk": 128, "S": 1, "backward": False},
+    "tokens": {"h": 8, "Dk": 64, "r": 512},
+}
+
+
+def launches(builder, *, h, Dk, Dv=None, dtype=BF16, r=16, S=1024, S_kv=4096, varlen=False, sink=False, backward=True):
+    def empty(*shape, dtype=dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    Dv = Dk if Dv is None else Dv
+    q = empty(1, S, 2, h, Dk)
+    k, v = empty(1, S_kv, 2, Dk).transpose(1, 2), empty(1, S_kv, 2, Dv).transpose(1, 2)
+    ranges = empty(1, S, 2, r, 2, dtype=torch.int64)
+    boundaries = empty(5, dtype=torch.int32) if varlen else None
+    args = (q, k, v, ranges, empty(2, h, dtype=F32) if sink else None, boundaries, boundaries)
+    o, lse = plan.plan_selection_attention(builder, *args, Dk**-0.5)
+    if backward and backward_plan.unsupported(builder, *[t for t in (o, lse, *args, o, lse) if t is not None]) is None:
+        backward_plan.plan_selection_attention_backward(builder, o, lse, *args, o, lse, Dk**-0.5)
+    return builder.launches
+
+
+# The tuned device compiles every case, the others what differs most.
+PAIRS = [(t, c) for t in TARGETS for c in CASES if t == "cuda:90" or c in ("128", "512", "128-fp32")]
+
+
+@pytest.mark.parametrize(("target", "case"), PAIRS)
+def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
+    recorded = launches(Recorder(TARGETS[target][1]), **CASES[case])
+    seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
+    if case in ("decoding", "tokens"):
+        assert "selection_gather" in seen and "selection_forward" not in seen
+    else:
+        wanted = TILES | BACKWARD
+        if case == "512" and SHARED_LIMIT[target] < 100 << 10:  # too small for dQ's tiles, on gfx942 for dK's and dV's
+            wanted = TILES if target == "hip:gfx942" else wanted - {"selection_dq"} | {"selection_gather_dq"}
+        assert seen >= wanted
+    assert not bad
+
+
+def test_sizes_of_one_are_constants(tmp_path):
+    """Generated code passes a size or stride that is 1 as a constant."""
+    recorded = []
+    for kernel, args, constexprs, *options in launches(Recorder(TARGETS["cuda:90"][1]), **CASES["128"]):
+        ones = {name: 1 for name, value in args.items() if isinstance(value, int)}
+        if kernel.__name__ in TILES:
+            recorded.append((kernel, args, {**constexprs, **ones}, *options))
+    seen, bad = compile_all(recorded, "cuda:90", "128", SPILLS, tmp_path)
+    assert seen == TILES and not bad
