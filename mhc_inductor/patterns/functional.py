@@ -30,8 +30,8 @@ def put(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     """``x`` after ``x[index] = value``: by index tensors, or a number at places that positions say."""
     index = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [i for i in index if not isinstance(i, torch.Tensor)]:
-        at = next(k for k, i in enumerate(index) if i is Ellipsis)
-        index = (*index[:at], *[slice(None)] * (x.dim() - len(index) + 1), *index[at + 1 :])
+        gap = next(k for k, i in enumerate(index) if i is Ellipsis)
+        index = (*index[:gap], *[slice(None)] * (x.dim() - len(index) + 1), *index[gap + 1 :])
     if any(isinstance(i, torch.Tensor) for i in index):
         if all(isinstance(i, torch.Tensor) or i == slice(None) for i in index):
             value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
@@ -127,7 +127,8 @@ def _owns(root: fx.Node) -> bool:
 
 def _made(copy: fx.Graph, node: fx.Node, plain: tuple[str, Any], now: dict[fx.Node, fx.Node], fake: Any) -> Any:
     op, target = plain
-    args, kwargs = (fx.node.map_arg(x, lambda n: now[n]) for x in (node.args, node.kwargs))
+    args: Any = fx.node.map_arg(node.args, lambda n: now[n])
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: now[n])
     if target is torch.zeros_like:
         args = args[:1]
     new = copy.create_node(op, target, args, kwargs)

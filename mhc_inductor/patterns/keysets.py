@@ -600,18 +600,17 @@ class Masks:
             return sides[1].minus(sides[0])
         if func in MULTIPLY:
             for a, b in (sides, sides[::-1]):
-                if a.value is not None:
-                    return b.times(a.value)
+                if not a.terms:
+                    return b.times(a.known)
         if func is aten.neg.default:
             return self.whole(Ref(args[0], ref.index)).times(-1)
-        if func in (aten.floor_divide.default, aten.div.Tensor_mode, aten.div.Scalar_mode, *_SHIFTS):
-            by = sides[1].value
-            if by is None or (
-                func in (aten.div.Tensor_mode, aten.div.Scalar_mode) and not self._rounds(value, sides[0])
-            ):
+        if func in (aten.floor_divide.default, *_DIVISIONS, *_SHIFTS):
+            by = sides[1].known
+            if func in _DIVISIONS and not self._rounds(value, sides[0]):
                 raise Unsupported
             return floor(sides[0], 2**by if func in _SHIFTS else by)
-        if func in _REMAINDERS and (by := sides[1].value) is not None:
+        if func in _REMAINDERS:
+            by = sides[1].known
             return sides[0].plus(floor(sides[0], by), -by)
         if wrap is None and not keyed(ref):
             return atom(Datum(ref))
@@ -646,7 +645,7 @@ class Masks:
             return Count(tuple((-f, c) for f, c in a.terms), a.exact)
         if func in MULTIPLY or func in (aten.minimum.default,):
             a, b = (self._count_side(x, ref) for x in args[:2])
-            terms = [(f * g, *both([c], [d])) for f, c in a.terms for g, d in b.terms]
+            terms = [(f * g, e) for f, c in a.terms for g, d in b.terms for e in both([c], [d])]
             if func is aten.minimum.default and not (a.unit and b.unit):
                 raise Unsupported
             return Count(tuple(terms), a.exact and b.exact, a.unit and b.unit)
@@ -665,7 +664,7 @@ class Masks:
             u = Key(value.shape[d])
             a = self.count(Ref(args[0], (*ref.index[:d], var(u), *ref.index[d + 1 :])))
             upto = compared("le", atom(u), of_index(ref.index[d]))
-            terms = [(f, *both([All(c.literals, (*c.bound, u))], upto)) for f, c in a.terms]
+            terms = [(f, e) for f, c in a.terms for e in both([All(c.literals, (*c.bound, u))], upto)]
             return Count(tuple(terms), a.exact)
         if func in (aten.scatter_add.default, aten.scatter_reduce.two):
             return self._scattered(ref)
@@ -685,9 +684,9 @@ class Masks:
             units.append(each.unit)
             return [c for _, c in each.terms]
 
-        found = self._structured(ref, True, counted)
-        if found is not None:
-            return Count(tuple((1.0, c) for c in found), False, all(units))
+        placed = self._structured(ref, True, counted)
+        if placed is not None:
+            return Count(tuple((1.0, c) for c in placed), False, all(units))
         raise Unsupported
 
     def _count_side(self, a: Any, ref: Ref) -> Count:
@@ -790,6 +789,7 @@ class Masks:
 _GATHERS = (aten.gather.default, aten.index_select.default, aten.index.Tensor, aten._unsafe_index.Tensor)
 _SHIFTS = (aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar, aten.__rshift__.Scalar)
 _CLAMPS = (aten.relu.default, aten.clamp_min.default, aten.clamp.default, aten.clamp_max.default)
+_DIVISIONS = (aten.div.Tensor_mode, aten.div.Scalar_mode)
 _REMAINDERS = (aten.remainder.Scalar, aten.remainder.Tensor)
 _INTEGER = {
     *_REMAINDERS,

@@ -11,7 +11,7 @@ import torch
 from mhc_inductor import compat
 
 from .algebra import Ref
-from .index import ONE, Index, Part, Size, Unsupported, Var, const
+from .index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const
 
 
 class Key(Var):
@@ -66,6 +66,16 @@ class Linear:
         if self.terms or any(symbols for symbols, _ in self.constant):
             return None
         return self.offset
+
+    @property
+    def known(self) -> int:
+        """The number. Raises DynamicWidth where it is one of symbols, and Unsupported where it is none."""
+        found = self.value
+        if found is None and not self.terms:
+            raise DynamicWidth(Size(1, tuple({x for symbols, _ in self.constant for x in symbols})))
+        if found is None:
+            raise Unsupported
+        return found
 
     @property
     def offset(self) -> int:
@@ -170,6 +180,8 @@ def _of_atom(a: Any) -> Linear:
     if isinstance(a, Var):
         return atom(a)
     assert isinstance(a, Part)
+    if a.by.symbols and any(isinstance(v, Key) for v in Index({a: ONE}).variables()):
+        raise DynamicWidth(a.by)  # blocks of keys
     if a.by.symbols:
         raise Unsupported
     inner, by = _of_atom(a.of), a.by.factor

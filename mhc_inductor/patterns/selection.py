@@ -130,6 +130,18 @@ class Scaled:
         return a
 
 
+def _last(shape: tuple[Size, ...], dim: int) -> tuple[Size, ...]:
+    return (*shape[:dim], *shape[dim + 1 :], shape[dim])
+
+
+def dot_of(ref: Ref) -> list[Ref]:
+    """The two sides of a sum of products."""
+    found = dot(ref)
+    if found is None:
+        raise NotOurs
+    return [*found[:2]]
+
+
 def dot(ref: Ref) -> tuple[Ref, Ref, list[Var]] | None:
     """(left, right, bound variables) of a sum of products."""
     contracted = contraction(ref)
@@ -154,6 +166,17 @@ class Recogniser:
         self.values = values
         self._made: list[Masks] = []
         self._given: list[Value] = []
+        self._shapes: list[tuple[Size, ...]] = []
+
+    def narrow(self, batch: bool) -> set[str]:
+        """Symbols in the sizes of heads, groups and features (and ``batch``), which queries and keys do not share."""
+        if not self._shapes:
+            return set()
+        now = compat.hints(self.values.graph)
+        *rows, keys = self._shapes[0]
+        longest = max(rows, key=lambda s: s.factor * math.prod(now.get(x, 1) for x in s.symbols), default=keys)
+        wide = {*keys.symbols, *longest.symbols, *(() if batch or len(rows) < 2 else rows[0].symbols)}
+        return {x for shape in self._shapes for size in shape for x in size.symbols if x in now} - wide
 
     def _masks(self) -> Masks:
         self._made.append(Masks(self.values.fixed, compat.hints(self.values.graph)))
@@ -184,6 +207,7 @@ class Recogniser:
             raise NotOurs
         q, k, v, m = (self._value(given[n]) for n in ("query", "key", "value", "attn_mask"))
         self._given = [m]
+        self._shapes = [(*q.shape[:-1], k.shape[-2]), q.shape, k.shape, v.shape]
 
         def build(dims: list[list[Var]]) -> Found:
             index = [_joined(digits) for digits in dims]
@@ -246,6 +270,7 @@ class Recogniser:
     def written(self, softmax: Value, out: Value, same: dict[Value, Guarded], shown: Iterable[Value]) -> Found:
         """``out`` = softmax @ V. ``same`` are values that are the softmax but for rows without keys; all are ``shown``."""
         dim = softmax.args[1] % max(1, len(softmax.shape))
+        self._shapes = [_last(softmax.shape, dim), out.shape]
 
         def weights_of(ref: Ref, guards: list[tuple[Ref, bool]]) -> Ref | None:
             """The element of the softmax that ``ref`` is."""
@@ -265,7 +290,8 @@ class Recogniser:
             summed = dot(bare(Ref(out, tuple(_joined(digits) for digits in dims))))
             if summed is None:
                 raise NotOurs
-            sides, guards = summed[:2], []
+            sides = summed[:2]
+            guards: list[tuple[Ref, bool]] = []
             own = [weights_of(side, guards) for side in sides]
             if (own[0] is None) == (own[1] is None):
                 raise NotOurs
@@ -281,6 +307,7 @@ class Recogniser:
             masks, dense = self._masks(), [*shown]
             scores = Scores(Ref(softmax.args[0], weights.index), masks, dense)
             self._given = scores.given
+            self._shapes = [_last(softmax.shape, dim), *(x.value.shape for x in (*dot_of(scores.ref), v))]
             found = dot(scores.ref)
             if found is None or len(found[2]) != 1:
                 raise NotOurs

@@ -1,17 +1,49 @@
-"""Whether an attention with a mask is worth routing: one closed form in static shapes."""
+"""Whether an attention under a mask is worth routing: one closed form in static shapes."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 
-def worth(device: str, queries: int, keys: int, heads: int, selected: int | None) -> bool:
-    """Whether the op replaces dense attention.
+import torch
 
-    ``selected`` is the most keys that a query can see, None where the ranges may have any length. Dense attention
-    reads ``keys`` for every query. The op reads ``selected`` of them at a cost that grows as the heads of a group
-    fill less of a tensor-core tile. Always on a CPU, where it multiplies with the selected keys only.
+UNKNOWN = 1024
+"""Keys a query is taken to see where the ranges may have any length: 16 blocks of 64, as public models choose."""
+FEW_QUERIES = 16
+MAX_HEADS, MAX_D = 64, 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Present sizes of an attention. ``selected`` is the most keys that a query can see, None where that is open."""
+
+    device: str
+    dtype: torch.dtype
+    queries: int
+    keys: int
+    heads: int
+    width: int
+    selected: int | None
+
+
+def refusal(s: Sizes) -> str:
+    """Why the op does not replace dense attention, or nothing.
+
+    Dense attention under a mask reads ``keys`` for every query. The op reads ``selected``, and one of them costs it
+    ``16 / sqrt(h)`` times as much with h heads a group: 8 times with 4 heads and 4 times with 16, as measured on an H200
+    (docs/design.md); with a few queries, where reading is all, twice. On a CPU it always replaces it.
     """
-    if device != "cuda":
-        return True
-    if selected is None:
-        return keys >= 4096
-    return keys >= 2 * selected * (2 if heads < 8 else 1)
+    if s.device != "cuda":
+        return ""
+    if s.dtype is torch.float64:
+        return "float64 has no kernel"
+    if s.heads > MAX_HEADS:
+        return f"{s.heads} heads a group; the kernels take up to {MAX_HEADS}"
+    if s.width > MAX_D:
+        return f"heads of {s.width} elements; the kernels take up to {MAX_D}"
+    each = 2.0 if s.queries <= FEW_QUERIES else 16.0 / math.sqrt(max(1, s.heads))
+    selected = UNKNOWN if s.selected is None else s.selected
+    if selected * each <= s.keys:
+        return ""
+    open_ = "as many as " if s.selected is None else ""
+    return f"dense attention is faster: {open_}{selected} of {s.keys} keys, {s.heads} heads a group"

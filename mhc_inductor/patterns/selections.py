@@ -18,14 +18,14 @@ from mhc_inductor import compat
 from .algebra import VIEWS, Ref, aten, whole
 from .find import Finder, Miss, name_of
 from .functional import functional
-from .index import ONE, DynamicWidth, Index, Size, Unsupported, Var, product_of
+from .index import ONE, DynamicWidth, Index, Size, Unsupported, Var, product_of, size_of
 from .intervals import Interval
 from .keysets import Compare, Given, KeyData, behind
 from .linear import Datum, Floor, Linear, of_index, of_size, variables_of
 from .mhc import Mismatch
 from .rewrite import Rewriter, run_fake
-from .selection import OP, Found, Guarded, NotOurs, Recogniser, bare, dot, guarded, sources
-from .selection_rule import worth
+from .selection import OP, Found, Guarded, NotOurs, Recogniser, Source, bare, dot, guarded, sources
+from .selection_rule import Sizes, refusal
 from .values import Value, Values, example, tensors_in
 
 _CALL = "scaled_dot_product_attention"
@@ -60,7 +60,9 @@ class Selections(Rewriter):
         states = {new: autocast[old] for new, old in self.origin.items() if old in autocast}
         self.search = Finder(copy, Values(copy, states, templates))
         self.sizes: dict[Size, tuple[fx.Node, int]] = {}
+        self.numbers: dict[Size, fx.Node] = {}
         self.mode: Any = None
+        self.failed: list[Recogniser] = []
         self.equal: set[frozenset[Size]] = set()
 
     # --- search ---
@@ -79,14 +81,30 @@ class Selections(Rewriter):
         self._sweep()
 
     def _all(self) -> list[Found]:
+        stages = [False, True]
+        before = dict(self.search.values.fixed)
         while True:
-            self.misses = []
+            self.misses, self.failed = [], []
             try:
-                return self._attempt()
+                found = self._attempt()
             except DynamicWidth as dynamic:
-                if not self.search.values.fix(dynamic.size.symbols):
+                if not self._fix(set(dynamic.size.symbols)):
                     return []
-                self.finder.values.fix(dynamic.size.symbols)
+                continue
+            # Where all sizes are open, those of heads are often the reason.
+            if found or not any(self._fix(self._open(stages.pop(0))) for _ in range(len(stages))):
+                if not found:
+                    self.search.values.forget(before)
+                    self.finder.values.forget(before)
+                return found
+
+    def _open(self, batch: bool) -> set[str]:
+        return set().union(*(recogniser.narrow(batch) for recogniser in self.failed))
+
+    def _fix(self, symbols: set[str]) -> bool:
+        """Count symbols as their present values from now on. Whether any is new."""
+        self.finder.values.fix(symbols)
+        return bool(symbols) and self.search.values.fix(symbols)
 
     def _attempt(self) -> list[Found]:
         found = []
@@ -103,7 +121,11 @@ class Selections(Rewriter):
     def _tried(self, recogniser: Recogniser, recognise: Callable[[], Found], node: fx.Node) -> list[Found]:
         value = self.search.values.of(node)
         try:
-            return [recognise()]
+            found = recognise()
+            if all(self._best(ref, order) is not None for ref, order in _orders(found)):
+                return [found]
+            reason = "q, k or v cannot be followed through their views"
+            self.misses.append(Miss(OP, reason, found.out, value))
         except Mismatch as mismatch:
             self.misses.append(Miss(OP, mismatch.reason, mismatch.value, value))
         except KeyData as data:
@@ -117,6 +139,7 @@ class Selections(Rewriter):
                 self.misses.append(Miss(OP, "the mask is no union of ranges of keys", recogniser.close[-1], value))
         except NotOurs:
             pass
+        self.failed.append(recogniser)
         return []
 
     def _softmax(self, node: fx.Node) -> list[Found]:
@@ -213,14 +236,12 @@ class Selections(Rewriter):
         old = self.origin[one.out.node]
         out = self.finder.values.of(old)
         self.equal = one.masks.equal
-        q, dq = self._source(one.q, [*one.batch, *one.query, *one.groups, *one.heads, one.d])
-        k, dk = self._source(one.k, [*one.batch, *one.groups, one.t, one.d])
-        v, dv = self._source(one.v, [*one.batch, *one.groups, one.t, *one.feature])
+        (q, dq), (k, dk), (v, dv) = (self._source(ref, order) for ref, order in _orders(one))
         dtype = functools.reduce(torch.promote_types, (dq, dk, dv))
         if torch.finfo(out.dtype).bits > torch.finfo(dtype).bits and not self._narrowed(old, dtype):
             dtype = out.dtype
         self._check(one, old, (q, k, v))
-        self._worth(one, old)
+        self._worth(one, old, dtype)
         self.trace = {key: old.meta[key] for key in ("stack_trace", "nn_module_stack") if key in old.meta}
         self.sizes = {}
         self.mode = compat.fake_mode_of([example(old)])
@@ -228,8 +249,11 @@ class Selections(Rewriter):
             for d, size in enumerate(ref.value.shape):
                 if size.symbols:
                     self.sizes.setdefault(size, (node, d))
-        for size, (value, d) in one.masks.sized.items():
-            self.sizes.setdefault(size, (self._original(value), d))
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and compat.is_symbol(number := example(node)):
+                self.numbers[size_of(number, {})] = node
+        for size, (held, d) in one.masks.sized.items():
+            self.sizes.setdefault(size, (self._original(held), d))
         with self.graph.inserting_before(old):
             rows, lead = [one.batch, one.query, one.groups, one.heads], [one.batch, one.groups]
             query = self._cast(self._placed(q, [*rows, [one.d]]), dtype)
@@ -255,6 +279,13 @@ class Selections(Rewriter):
         self._guard_equal()
         self.made.append((OP, call, one))
 
+    def _guard(self) -> None:
+        super()._guard()
+        for node in self.graph.nodes:
+            size = example(node) if node.op == "placeholder" else None
+            if isinstance(size, torch.SymInt) and str(compat.expression(size)) in self.finder.values.fixed:
+                int(size)
+
     def _guard_equal(self) -> None:
         """Let the compile hold only while the sizes that were taken to be equal are."""
         known: dict[str, Any] = {}
@@ -275,21 +306,22 @@ class Selections(Rewriter):
         empty = self.emit("unsqueeze", self.emit(operator.eq, lse, -math.inf), -1)
         return self.emit(torch.where, empty, mean, o)
 
-    def _worth(self, one: Found, old: fx.Node) -> None:
-        device = example(old).device.type
-        sizes = [_hint(self, product_of(v.size for v in d)) for d in (one.query, [one.t], one.heads)]
-        selected = 0
+    def _worth(self, one: Found, old: fx.Node, dtype: torch.dtype) -> None:
+        """Raises Mismatch where dense attention is faster."""
+
+        def now(digits: Iterable[Var]) -> int:
+            return _hint(self, product_of(v.size for v in digits))
+
+        selected: int | None = 0
         for each in one.intervals:
             widths = [w for low, high in each.pairs() if (w := high.minus(low).value) is not None]
-            if not each.selects:
-                continue
-            selected = (
-                -1
-                if not widths or selected < 0
-                else selected + min(widths) * _hint(self, product_of(v.size for v in each.bound))
-            )
-        if not worth(device, *sizes, None if selected < 0 else selected):
-            raise Mismatch(f"dense attention is as fast for {sizes[1]} keys of which so many are selected", one.out)
+            if each.selects and selected is not None:
+                selected = selected + min(widths) * now(each.bound) if widths else None
+        width = max(now([one.d]), now(one.feature))
+        device = example(old).device.type
+        reason = refusal(Sizes(device, dtype, now(one.query), now([one.t]), now(one.heads), width, selected))
+        if reason:
+            raise Mismatch(reason, one.out)
 
     def _check(self, one: Found, old: fx.Node, taken: Sequence[tuple[fx.Node, Ref]]) -> None:
         """Raises Mismatch where the op would not see what the model's operations see."""
@@ -316,15 +348,17 @@ class Selections(Rewriter):
 
     def _source(self, ref: Ref, order: list[Var]) -> tuple[tuple[fx.Node, Ref], torch.dtype]:
         """The tensor farthest back that holds q, k or v as a plain array of digits."""
-        best: tuple[tuple[fx.Node, Ref], torch.dtype] | None = None
-        for source in sources(ref):
-            if source.ref.value.node is None or source.ref.value.node not in self.origin:
-                continue
-            if _layout(source.ref, set(order), self.equal) is not None:
-                best = (self._original(source.ref.value), source.ref), source.dtype
-        if best is None:
+        source = self._best(ref, order)
+        if source is None:
             raise Unsupported
-        return best
+        return (self._original(source.ref.value), source.ref), source.dtype
+
+    def _best(self, ref: Ref, order: list[Var]) -> Source | None:
+        found = None
+        for source in sources(ref):
+            if source.ref.value.node in self.origin and _layout(source.ref, set(order), set()) is not None:
+                found = source
+        return found
 
     def _placed(self, taken: tuple[fx.Node, Ref], groups: list[list[Var]]) -> fx.Node:
         """A view with one dim for each of ``groups``, the digits of which it joins."""
@@ -376,6 +410,8 @@ class Selections(Rewriter):
         """A size, as something to put into the graph."""
         if not size.symbols:
             return size.factor
+        if size in self.numbers:
+            return self.numbers[size]
         if size in self.sizes:
             return self.emit("size", *self.sizes[size])
         for other, place in self.sizes.items():
@@ -559,7 +595,8 @@ def _layout(ref: Ref, known: set[Var], equal: set[frozenset[Size]]) -> list[tupl
         if not terms:
             result.append((slice(None), []) if size == ONE else (constant.factor, []))
             continue
-        digits, reach = [], ONE
+        digits: list[Var] = []
+        reach = ONE
         while terms:
             v = next((v for v, c in terms.items() if c == reach), None)
             if v is None:
@@ -575,6 +612,16 @@ def _layout(ref: Ref, known: set[Var], equal: set[frozenset[Size]]) -> list[tupl
         else:
             return None
     return result
+
+
+def _orders(one: Found) -> list[tuple[Ref, list[Var]]]:
+    """q, k and v, and the digits that they are made of."""
+    lead = [*one.batch, *one.groups]
+    return [
+        (one.q, [*lead, *one.query, *one.heads, one.d]),
+        (one.k, [*lead, one.t, one.d]),
+        (one.v, [*lead, one.t, *one.feature]),
+    ]
 
 
 def _data(one: Found) -> list[Ref]:

@@ -1,0 +1,507 @@
+"""Attention under a mask of selected keys becomes one op, however mask and attention are written, and nothing else does.
+
+The graphs come from Dynamo and run without Inductor; a sample goes the whole way through ``backend="mhc_inductor"``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mhc_inductor
+from mhc_inductor.patterns.selection_rule import Sizes, refusal
+from tests.capture import Captured, difference, eager, evaluate, run
+from tests.helpers_mhc import relative, rounding
+from tests.judges_selection import JUDGES
+from tests.spellings_selection import AXES, KINDS, MUTATIONS, Attention, Settings, mutants, plain, singles, spellings
+
+CHUNK, RANDOM, SEED = 20, 60, 1
+FP32_SUMS = 2e-6  # sums of a few dozen fp32 products in another order
+OP = torch.ops.mhc_inductor.selection_attention.default
+
+
+def _reasons(got: Captured) -> str:
+    return "; ".join([m.reason for m in got.report.near_misses] + got.report.problems) or "no reason given"
+
+
+def _tensors(got: Captured) -> dict[str, Tensor]:
+    named = {f"output {k}": t for k, t in enumerate(got.outputs)}
+    return {**named, **{f"gradient of {k}": g for k, g in got.grads.items() if g is not None}}
+
+
+def _not_worse(name: str, got: Captured, unrouted: Captured, exact: Captured) -> None:
+    """Against fp64: no error above twice the largest of the unrouted attention, and one rounding."""
+    mine, theirs, want = _tensors(got), _tensors(unrouted), _tensors(exact)
+    kinds = [(t.shape, t.dtype) for t in mine.values()]
+    assert mine.keys() == theirs.keys() and kinds == [(t.shape, t.dtype) for t in theirs.values()], name
+    errors = {k: relative(t, want[k]) for k, t in theirs.items() if bool(want[k].any())}
+    bar = 2 * max(errors.values(), default=0.0) + FP32_SUMS
+    for key in errors:
+        error = relative(mine[key], want[key])
+        assert error <= bar + rounding(mine[key].dtype), f"{name}, {key}: {error:.3g} from fp64, {bar:.3g} allowed"
+
+
+def _callable(one: Attention) -> Callable[..., Any]:
+    if one.settings.mode != "autocast":
+        return one
+
+    def fn(*given: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return one(*given)
+
+    return fn
+
+
+def _run(one: Attention) -> tuple[Captured, Captured]:
+    given, grad, fn = one.inputs(), one.settings.mode != "no_grad", _callable(one)
+    dynamic = None if one.settings.symbolic else False
+    return run(fn, given, (), grad, dynamic=dynamic, symbolic=one.symbolic), eager(fn, given, (), grad)
+
+
+def _exact(one: Attention) -> Captured:
+    """The attention in fp64, on the same numbers."""
+    given = [t.double() if t.is_floating_point() else t for t in one.inputs()]
+    return eager(one, given, (), one.settings.mode != "no_grad")
+
+
+def _assert_routed(one: Attention) -> None:
+    got, unrouted = _run(one)
+    assert dict(got.ops) == {"selection_attention": 1}, f"{one.name}: {_reasons(got)}"
+    names = [str(getattr(node.target, "__name__", node.target)) for node in got.graphs[0].graph.nodes]
+    words = ("softmax", "matmul", "bmm", "einsum", "scaled_dot", "one_hot", "cumsum", "repeat_interleave")
+    # What was written in place is left for the compiler, which sees that nobody reads it.
+    left = [name for name in names if any(word in name for word in words)]
+    assert not left or any(name.endswith("_") or name in ("iadd", "setitem") for name in names), f"{one.name}: {left}"
+    _not_worse(one.name, got, unrouted, _exact(one))
+
+
+SINGLES = singles()
+
+
+@pytest.mark.parametrize("start", range(0, len(SINGLES), CHUNK))
+def test_every_way_to_write_each_part_is_routed(start: int) -> None:
+    for one in SINGLES[start : start + CHUNK]:
+        _assert_routed(one)
+
+
+@pytest.mark.parametrize("start", range(0, RANDOM, CHUNK))
+def test_random_spellings_are_routed(start: int) -> None:
+    for one in spellings(RANDOM, SEED)[start : start + CHUNK]:
+        _assert_routed(one)
+
+
+def test_the_spellings_hold_every_pick() -> None:
+    held = {(axis, pick) for one in SINGLES for axis, pick in one.picks.items()}
+    assert held == {(axis, pick) for axis, parts in AXES.items() for pick in parts}
+    assert {one.kind for one in spellings(RANDOM, SEED)} == set(KINDS)
+
+
+# --- what is no selection -----------------------------------------------------------------------------------
+
+REASONS = {
+    "end inclusive": "keys below end + 1; expected start <= key < end",
+    "start exclusive": "keys from start + 1 on",
+    "start later": "keys from start + 1 on",
+    "end earlier": "keys below end + -1",
+    "keys counted from 1": "keys from start + -1 on",
+    "no start": "the keys of no query are said by starts and ends or blocks",
+    "no end": "the keys of no query are said by starts and ends or blocks",
+    "not selected": "no union of ranges",
+    "all ranges": "no union of ranges",
+    "in two ranges": "no union of ranges",
+    "in one range only": "no union of ranges",
+    "from the query": "starts and ends are counted from the query",
+    "starts of one range ends of another": "starts of one range go with ends of another",
+    "differences late": "keys from start + 1 on",
+    "loop of and": "only keys of several ranges at once",
+    "block after": "keys from start + 4 on",
+    "keys of the block before": "keys from start + -4 on",
+    "blocks shifted": "keys from start + -1 on",
+    "block one too long": "5 keys of blocks of 4",
+    "block one too short": "3 keys of blocks of 4",
+    "every block but these": "no union of ranges",
+    "block taken twice": "no union of ranges",
+    "strictly": "the last key seen is off by -1",
+    "one ahead": "the last key seen is off by 1",
+    "from the first key": "the last key seen is off by -4",
+    "tril of the first keys": "the last key seen is off by -4",
+    "tril one less": "the last key seen is off by -1",
+    "backwards": "keys from the query on are seen",
+    "not causal": "keys from the query on are seen",
+    "or causal": "keys beyond the selection are seen without a bound",
+    "tiled": "the heads of the mask are in another order",
+    "one head only": "the mask differs between the heads of a group",
+    "filled with 0": "scores of other keys are set to 0",
+    "filled with a little": "scores of other keys are set to -50",
+    "fill positive": "scores of other keys are set to 1e+09",
+    "inverted": "no union of ranges",
+    "biased": "something that is no mask is added to the scores",
+    "biased after": "something that is no mask is added to the scores",
+    "a little added": "something that is no mask is added to the scores",
+    "dropped": "the attention weights are dropped out",
+    "dropout": "the attention weights are dropped out",
+    "mask returned": "the mask is used elsewhere, too",
+    "mask summed": "the mask is used elsewhere, too",
+    "weights returned": "the attention weights or scores are used elsewhere, too",
+    "scores used": "the attention weights or scores are used elsewhere, too",
+}
+SILENT = ("a window", "causal only", "documents", "sigmoid", "over queries", "multiplied")
+"""Attention that nobody would take for a selection, or weights that are no softmax."""
+
+
+@pytest.mark.parametrize("start", range(0, len(MUTATIONS), CHUNK))
+def test_a_mutant_is_not_routed_and_the_report_says_why(start: int) -> None:
+    for one in mutants()[start : start + CHUNK]:
+        got, unrouted = _run(one)
+        assert not got.ops and not got.report.problems, f"{one.mutant} is routed, or fails: {got.report.problems}"
+        assert REASONS.get(one.mutant, "") in _reasons(got), f"{one.mutant}: {_reasons(got)}"
+        assert one.mutant not in SILENT or got.report.empty, f"{one.mutant}: {_reasons(got)}"
+        assert difference(got, unrouted) == 0.0, one.mutant
+        assert all(m.op == "selection_attention" and "selection.py" in m.source for m in got.report.near_misses)
+
+
+# --- judges: code in the style of other projects ------------------------------------------------------------
+
+
+def _judge(name: str) -> tuple[Callable[..., Any], tuple[Tensor, ...], Sequence[tuple[str, Tensor]]]:
+    make, given = JUDGES[name]
+    torch.manual_seed(0)
+    fn = make()
+    return fn, given, list(fn.named_parameters()) if isinstance(fn, nn.Module) else ()
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("name", JUDGES)
+def test_judges_are_routed(name: str, grad: bool) -> None:
+    fn, given, named = _judge(name)
+    got, unrouted = run(fn, given, named, grad), eager(fn, given, named, grad)
+    assert dict(got.ops) == {"selection_attention": 1}, _reasons(got)
+    assert not got.report.near_misses
+    assert all(g is not None for k, g in got.grads.items() if unrouted.grads[k] is not None)
+    assert difference(got, unrouted) < 2e-6
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_judges_in_bf16(name: str) -> None:
+    """The picks come from the same bf16 scores; modules that choose by products of their own may round otherwise."""
+    make, given = JUDGES[name]
+    torch.manual_seed(0)
+    fn = make()
+    fn = fn.bfloat16() if isinstance(fn, nn.Module) else fn
+    given = tuple(t.bfloat16() if t.is_floating_point() else t for t in given)
+    got, unrouted = run(fn, given, (), False), eager(fn, given, (), False)
+    assert dict(got.ops) == {"selection_attention": 1}, _reasons(got)
+    assert difference(got, unrouted) < 2e-2
+
+
+@pytest.mark.parametrize("name", ["DeepSeek sparse attention", "packed, no batch", "ranges", "window and blocks"])
+def test_one_graph_serves_other_lengths(name: str) -> None:
+    """Compiled for any size: no graph break, and no second compile for another number of queries."""
+    fn, given, _ = _judge(name)
+    torch._dynamo.reset()
+    compiles = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        from mhc_inductor.patterns.route import route
+
+        compiles.append(route(gm))
+        return gm.forward
+
+    compiled = torch.compile(fn, backend=backend, dynamic=True, fullgraph=True)
+    for cut in (0, 1, 2):
+        dims = {"DeepSeek sparse attention": (1,), "ranges": (1, None, None, 1), "packed, no batch": (0, 0, 0, 1)}
+        at = dims.get(name, (2, 2, 2, 1))
+        less = tuple(t if d is None else t.narrow(d, 0, t.shape[d] - cut) for t, d in zip(given, at, strict=True))
+        with torch.no_grad():
+            assert relative(compiled(*less), fn(*less)) < 2e-6
+    assert [[r.op for r in report.routed] for report in compiles] == [["selection_attention"]]
+
+
+# --- what the op gets ---------------------------------------------------------------------------------------
+
+
+def _arguments(got: Captured) -> tuple[torch.fx.Node, ...]:
+    (call,) = [n for gm in got.graphs for n in gm.graph.nodes if n.target is OP]
+    return call.args  # type: ignore[return-value]
+
+
+def test_ranges_go_in_as_they_are() -> None:
+    got, _ = _run(plain())
+    assert _arguments(got)[3].op == "placeholder"
+
+
+@pytest.mark.parametrize("form", ["sdpa", "einsum", "bmm", "grouped", "grouped_matmul"])
+def test_queries_and_keys_are_views_of_the_models_tensors(form: str) -> None:
+    """Whatever the model copied for its heads: the op reads q, k and v where they lie."""
+    got, _ = _run(plain(form=form, spread="contiguous"))
+    for node in _arguments(got)[:3]:
+        while node.op != "placeholder":
+            assert node.target in ("unflatten", "permute", "squeeze", "unsqueeze", "getitem"), node.format_node()
+            node = node.args[0]  # type: ignore[assignment]
+
+
+def test_blocks_of_none_need_no_condition() -> None:
+    got, _ = _run(plain("blocks", Settings(negative=True), blocks="equal_masked"))
+    ranges = _arguments(got)[3]
+    names, todo = set(), [ranges]
+    while todo:
+        node = todo.pop()
+        names.add(str(getattr(node.target, "__name__", node.target)))
+        todo += node.all_input_nodes
+    assert not names & {"where", "ne"}
+
+
+def test_scale_and_groups_are_those_of_the_model() -> None:
+    got, _ = _run(plain(form="bmm", scale="both"))
+    args = _arguments(got)
+    assert args[7] == pytest.approx(0.35)
+    assert args[0].meta["example_value"].shape == (2, 12, 2, 3, 8)
+    assert args[1].meta["example_value"].shape == (2, 2, 16, 8)
+
+
+# --- rows without keys --------------------------------------------------------------------------------------
+
+
+def _empty_rows(masked: str, form: str = "matmul") -> tuple[Captured, Captured, Tensor]:
+    """Ranges of which every third query has none."""
+    one = plain(form=form, masked=masked, softmax="plain")
+    *given, picked = one.inputs()
+    none = torch.arange(picked.shape[1]) % 3 == 0
+    picked[:, none] = 0
+    return run(one, (*given, picked)), eager(one, (*given, picked)), none
+
+
+@pytest.mark.parametrize("form", ["sdpa", "sdpa_float", "sdpa_groups"])
+def test_rows_without_keys_are_those_of_sdpa(form: str) -> None:
+    got, unrouted, none = _empty_rows("fill", form)
+    assert got.ops and difference(got, unrouted) < 2e-6
+    assert not bool(got.outputs[0][:, none].any())
+
+
+@pytest.mark.parametrize("masked", ["fill", "where", "add_zeros"])
+def test_rows_without_keys_are_0_where_the_model_has_nan(masked: str) -> None:
+    got, unrouted, none = _empty_rows(masked)
+    assert got.ops and bool(unrouted.outputs[0][:, none].isnan().all())
+    assert not bool(got.outputs[0][:, none].any())
+    assert all(g is None or bool(g.isfinite().all()) for g in got.grads.values())
+    assert relative(got.outputs[0][:, ~none], unrouted.outputs[0][:, ~none]) < 2e-6
+
+
+@pytest.mark.parametrize("masked", ["lowest", "large"])
+def test_rows_without_keys_are_means_where_scores_are_finite(masked: str) -> None:
+    got, unrouted, _ = _empty_rows(masked)
+    assert got.ops and difference(got, unrouted) < 2e-6
+
+
+def test_nan_of_keys_that_nobody_selects_stays_there() -> None:
+    one = plain(form="matmul")
+    q, k, v, picked = one.inputs()
+    picked = picked.clamp(max=10)
+    k[:, 12:], v[:, 12:] = float("nan"), float("inf")
+    got = run(one, (q, k, v, picked))
+    assert got.ops and bool(got.outputs[0].isfinite().all()) and bool(got.grads["input 0"].isfinite().all())  # type: ignore[union-attr]
+
+
+# --- what is around it --------------------------------------------------------------------------------------
+
+
+def _both(fn: Callable[..., Any], *given: Tensor, grad: bool = True) -> tuple[Captured, Captured]:
+    return run(fn, given, (), grad), eager(fn, given, (), grad)
+
+
+def _mask(ranges: Tensor, T: int) -> Tensor:
+    t = torch.arange(T)
+    return ((t >= ranges[..., :1]) & (t < ranges[..., 1:])).any(-2)
+
+
+def _given() -> tuple[Tensor, ...]:
+    q, k, v, ranges = plain(settings=Settings(S=16, h=1, Dv=8)).inputs()
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), ranges.transpose(1, 2)
+
+
+def test_layers_share_a_mask() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        mask = _mask(ranges, k.shape[2])
+        for _ in range(3):
+            q = q + F.scaled_dot_product_attention(q, k, v, mask)
+        return q
+
+    got, unrouted = _both(fn, *_given())
+    assert dict(got.ops) == {"selection_attention": 3}, _reasons(got)
+    assert difference(got, unrouted) < 5e-6
+
+
+def test_one_layer_that_needs_the_mask_keeps_it_for_all() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        mask = _mask(ranges, k.shape[2])
+        q = q + F.scaled_dot_product_attention(q, k, v, mask)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.1)
+
+    got, unrouted = _both(fn, *_given())
+    assert not got.ops and "the mask is used elsewhere" in _reasons(got)
+    assert difference(got, unrouted) == 0.0
+
+
+def test_checkpointed_attention_is_routed_inside() -> None:
+    def inner(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, _mask(ranges, k.shape[2]))
+
+    def fn(*given: Tensor) -> Tensor:
+        out: Tensor = torch.utils.checkpoint.checkpoint(inner, *given, use_reentrant=False)  # type: ignore[assignment]
+        return out
+
+    got, unrouted = _both(fn, *_given())
+    assert dict(got.ops) == {"selection_attention": 1}, _reasons(got)
+    assert difference(got, unrouted) < 5e-6
+
+
+def test_ranges_changed_afterwards_forbid_it() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        ranges = ranges.clamp(0, 100)
+        mask = _mask(ranges, k.shape[2])
+        ranges += 1
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    got, unrouted = _both(fn, *_given())
+    assert not got.ops and "changed in place" in _reasons(got)
+    assert difference(got, unrouted) == 0.0
+
+
+def test_values_changed_afterwards_forbid_it() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        v = v * 1.0
+        weights = (q @ k.mT).masked_fill(~_mask(ranges, k.shape[2]), float("-inf")).softmax(-1)
+        k = k * 1.0
+        out = weights @ v
+        v.add_(1.0)
+        return out + v.sum()
+
+    got, unrouted = _both(fn, *_given(), grad=False)
+    assert difference(got, unrouted) < 2e-6
+
+
+def test_masks_changed_in_between_are_two() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        mask = _mask(ranges[..., :1, :], k.shape[2])
+        first = F.scaled_dot_product_attention(q, k, v, mask)
+        mask |= _mask(ranges[..., 1:, :], k.shape[2])
+        return first + F.scaled_dot_product_attention(q, k, v, mask)
+
+    got, unrouted = _both(fn, *_given())
+    assert dict(got.ops) == {"selection_attention": 2}, _reasons(got)
+    assert difference(got, unrouted) < 5e-6
+
+
+def test_weights_without_gradients_forbid_it() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        with torch.no_grad():
+            weights = (q @ k.mT).masked_fill(~_mask(ranges, k.shape[2]), float("-inf")).softmax(-1)
+        return weights @ v
+
+    got, unrouted = _both(fn, *_given())
+    assert not got.ops and "gradients are switched" in _reasons(got)
+    assert difference(got, unrouted) == 0.0
+
+
+def test_keys_without_gradients_keep_none() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        scores = torch.einsum("bhsd,bhtd->bhst", q, k.detach())
+        return scores.masked_fill(~_mask(ranges, k.shape[2]), float("-inf")).softmax(-1) @ v
+
+    got, unrouted = _both(fn, *_given())
+    assert dict(got.ops) == {"selection_attention": 1}, _reasons(got)
+    assert got.grads["input 1"] is None and difference(got, unrouted) < 5e-6
+
+
+def test_masks_without_gradients_are_masks() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        with torch.no_grad():
+            mask = torch.zeros(q.shape[:3] + k.shape[2:3]).masked_fill(~_mask(ranges, k.shape[2]), float("-inf"))
+        return F.scaled_dot_product_attention(q, k, v, mask)
+
+    got, unrouted = _both(fn, *_given())
+    assert dict(got.ops) == {"selection_attention": 1}, _reasons(got)
+    assert difference(got, unrouted) < 5e-6
+
+
+def test_plain_attention_is_no_near_miss() -> None:
+    """Causal, sliding, padded, with ALiBi, without a mask: no finding, and no time."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Any:
+        S, T = q.shape[2], k.shape[2]
+        rows, t = torch.arange(S)[:, None], torch.arange(T)
+        causal = t <= rows
+        outs = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True),
+            F.scaled_dot_product_attention(q, k, v, causal),
+            F.scaled_dot_product_attention(q, k, v, causal & (t > rows - 4)),
+            F.scaled_dot_product_attention(q, k, v, causal & padding[:, None, None, :]),
+            F.scaled_dot_product_attention(q, k, v, torch.where(causal, -(rows - t) * 0.1, float("-inf"))),
+            torch.softmax(q @ k.mT * 0.3, -1) @ v,
+            (q @ k.mT).masked_fill(~causal, float("-inf")).softmax(-1) @ v,
+            torch.softmax(q, -1),
+        ]
+        return tuple(outs)
+
+    q, k, v, _ = _given()
+    got, unrouted = _both(fn, q, k, v, torch.rand(2, 16) > 0.2, grad=False)
+    assert got.report.empty, _reasons(got)
+    assert difference(got, unrouted) == 0.0
+
+
+# --- whether it is worth it ---------------------------------------------------------------------------------
+
+
+def _sizes(**changes: Any) -> Sizes:
+    """c2 of the benchmark."""
+    return dataclasses.replace(Sizes("cuda", torch.bfloat16, 16384, 16384, 4, 128, 1024), **changes)
+
+
+def test_the_rule_for_cuda() -> None:
+    assert not refusal(_sizes()) and not refusal(_sizes(heads=16)) and not refusal(_sizes(keys=32768))
+    assert not refusal(_sizes(selected=None)) and not refusal(_sizes(queries=1, keys=2048))
+    for few in ({"keys": 4096}, {"heads": 1, "keys": 8192}, {"selected": 4096}, {"keys": 2048, "heads": 16}):
+        assert "dense attention is faster" in refusal(_sizes(**few)), few
+    assert "up to 64" in refusal(_sizes(heads=65)) and "up to 512" in refusal(_sizes(width=576))
+    assert "float64" in refusal(_sizes(dtype=torch.float64))
+    assert not refusal(_sizes(device="cpu", keys=16, dtype=torch.float64))
+
+
+# --- the whole way ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+@pytest.mark.parametrize("name", ["DeepSeek sparse attention", "selected blocks", "loop over ranges"])
+def test_compiled_with_inductor(name: str, mode: str) -> None:
+    fn, given, named = _judge(name)
+    grad = mode == "training"
+    torch._dynamo.reset()
+    before = mhc_inductor.counters().get("routed selection_attention", 0)
+    compiled = torch.compile(fn, backend="mhc_inductor", fullgraph=True)
+    got = Captured(*evaluate(compiled, given, named, grad))
+    assert mhc_inductor.counters()["routed selection_attention"] == before + 1
+    assert difference(got, eager(fn, given, named, grad)) < 1e-5
+
+
+def test_explain_names_the_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    fn, given, _ = _judge("selected blocks")
+    report = mhc_inductor.explain(fn, *given)
+    (routed,) = report.routed
+    assert routed.op == "selection_attention" and "judges_selection.py" in routed.source
+    assert "scaled_dot_product_attention" in routed.source
+    assert routed.detail == "2 groups of 2 heads, 4 blocks of 4 keys a query; rows without keys give 0"
+    assert "selection_attention" in capsys.readouterr().out
+
+
+def test_explain_says_why_not() -> None:
+    torch._dynamo.reset()
+    one = dataclasses.replace(plain(), mutant="end inclusive")
+    report = mhc_inductor.explain(one, *one.inputs())
+    assert not report.routed and [m.op for m in report.near_misses] == ["selection_attention"]
+    assert "keys below end + 1" in report.near_misses[0].reason
