@@ -381,8 +381,18 @@ def test_kernels_of_the_e79_scan_are_those_of_its_plan():
     assert tuple(dict.fromkeys(names)) == KERNELS["e79_scan"]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no kernel names")
+def test_kernels_of_selection_attention_are_those_of_its_plan():
+    from offline import TARGETS, Recorder
+    from test_offline_selection import launches
+
+    names = [kernel.__name__ for kernel, *_ in launches(Recorder(TARGETS["cuda:90"][1]), h=16, Dk=128)]
+    assert tuple(dict.fromkeys(names)) == KERNELS["selection_attention"]
+
+
 def test_every_forward_op_has_its_kernels():
-    names = {n for n in dir(torch.ops.mhc_inductor) if n.startswith(("mhc_", "e79_")) and not n.endswith("_backward")}
+    ops = ("mhc_", "e79_", "selection_attention")
+    names = {n for n in dir(torch.ops.mhc_inductor) if n.startswith(ops) and not n.endswith("_backward")}
     assert set(KERNELS) == names
     assert kernels_of("mhc_pre", "cuda") == KERNELS["mhc_pre"]
     assert kernels_of("mhc_pre", "cpu") == kernels_of("mhc_pre", "xpu") == REFERENCE

@@ -33,11 +33,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     its graphs are captured by Dynamo and the pass sees copies of them, so that buffers, random state and the gradients
     of a caller who uses the outputs are those of an eager call. No kernel is compiled and no counter moves.
 
-    Returns a :class:`~mhc_inductor.patterns.report.Report`: every formula of mHC (arXiv 2512.24880) and every E79
-    recurrence found (a loop over time, a higher-order scan, the op itself) with its line in the user's file, the op that
-    it becomes and the kernels which that op launches on the device of the inputs, what is fused, and for every near miss
-    the first node that did not fit and the reason. One graph break makes two graphs, which are reported together. The
-    report is printed as tables if rich is installed.
+    Returns a :class:`~mhc_inductor.patterns.report.Report`: every formula of mHC (arXiv 2512.24880), every E79
+    recurrence (a loop over time, a higher-order scan, the op itself) and every attention under a mask of selected keys
+    that was found, with its line in the user's file, the op that it becomes and the kernels which that op launches on
+    the device of the inputs, what is fused, and for every near miss the first node that did not fit and the reason.
+    One graph break makes two graphs, which are reported together. The report is printed as tables if rich is installed.
 
     Raises what ``fn`` raises, and Dynamo's own errors.
     """

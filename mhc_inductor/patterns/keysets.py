@@ -397,7 +397,10 @@ class Masks:
     def _either_way(self, when: Any, a: Any_, b: Any_, ref: Ref) -> Any_:
         """``a`` where ``when`` holds, else ``b``."""
         yes = both(self._side(when, ref, True), a) if a else FALSE
-        return either(yes, both(self._side(when, ref, False), b)) if b else yes
+        if not b:
+            return yes
+        # True there, or b: what holds need not be said again.
+        return either(yes, b if a == TRUE else both(self._side(when, ref, False), b))
 
     def _part(self, a: Any, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_:
         known = constant_of(a)

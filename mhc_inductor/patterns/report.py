@@ -32,6 +32,12 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "mhc_post_head": _POST_PRE,
     # Where Gluon does not run, e79_forward and e79_backward.
     "e79_scan": ("e79_forward_gluon", "e79_backward_gluon", "e79_finish", "e79_bias_sum"),
+    # With few queries, or many ranges a query, selection_gather, selection_combine and selection_gather_dq.
+    "selection_attention": (
+        *("selection_pieces", "selection_finite", "selection_lists", "selection_forward"),
+        *("selection_delta", "selection_dq"),
+        *("selection_dkv_count", "selection_dkv_prefix", "selection_dkv", "selection_dkv_fix"),
+    ),
 }
 """The kernels that an op launches on a GPU: those of its forward, then those that only its backward launches."""
 
