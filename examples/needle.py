@@ -1,0 +1,296 @@
+"""Find needles in long real text: dense attention against ``nn.NativeSparseAttention``, eager against compiled.
+
+A small model learns to look up ``<ab=x>`` in the sources of Python's standard library. First on short texts, where 16 selected
+blocks are everything, so that one dense model serves; then, from its weights, on long texts: with dense attention, and with
+selected attention eagerly and compiled with ``backend="mhc_inductor"`` from the same seed on the same batches.
+
+    python examples/needle.py            # about three minutes on two CPU cores; longer texts and more steps on a GPU
+    python examples/needle.py --help
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import needle_picture
+import needle_task
+import stdlib_text
+import torch
+import training
+import typer
+from needle_model import NeedleModel, sparse
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+from training import console, device_name, synchronize
+
+import mhc_inductor
+
+BLOCK, TOP_K, COMPRESS, WINDOW = 32, 16, 8, 32
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+SHORT = ((0.25, 64, 24, 2), (0.35, 32, 48, 4), (0.4, 16, 96, 8))
+"""Lessons on short texts: their share of the steps, sequences, bytes, needles."""
+DENSE, EAGER, COMPILED = "dense, eager", "selected, eager", "selected, compiled"
+DENSE_COMPILED = "dense, compiled"
+
+
+@dataclasses.dataclass(frozen=True)
+class Size(training.Size):
+    """``steps`` on long texts of ``seq`` bytes after ``short`` ones; evaluated on texts up to ``longest`` bytes."""
+
+    short: int
+    heads: int
+    head_dim: int
+    needles: int
+    longest: int
+    tried: int
+    """Bytes that each length is evaluated on, in all."""
+
+
+DEFAULTS = {
+    "cpu": Size(150, 64, 1, 4, 512, 320, 4, 16, 6, 16384, 1 << 15),
+    "cuda": Size(400, 64, 1, 16, 2048, 400, 16, 16, 6, 16384, 1 << 18),
+}
+
+
+@dataclasses.dataclass
+class Run:
+    """One training on long texts: nats an answer, nats a block, seconds a step."""
+
+    name: str
+    model: NeedleModel
+    loss: list[float] = dataclasses.field(default_factory=list)
+    block: list[float] = dataclasses.field(default_factory=list)
+    step_s: list[float] = dataclasses.field(default_factory=list)
+    compile_s: float = 0.0
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.step_s)
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Linear warm-up over 5 % of the steps, then a cosine to a tenth of the peak."""
+    return 5e-3 * min(1.0, (step + 1) / (0.05 * steps)) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def short_texts(text: Tensor, steps: int, seed: int) -> Iterator[needle_task.Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    ends = [steps * sum(lesson[0] for lesson in SHORT[: i + 1]) for i in range(len(SHORT))]
+    for step in range(steps):
+        _, batch, seq, needles = next((s for s, end in zip(SHORT, ends, strict=True) if step < end), SHORT[-1])
+        yield needle_task.make(text, batch, seq, needles, generator)
+
+
+def long_texts(text: Tensor, size: Size, seed: int) -> Iterator[needle_task.Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(size.steps):
+        yield needle_task.make(text, size.batch, size.seq, size.needles, generator)
+
+
+def train(run: Run, batches: Iterator[needle_task.Batch], steps: int, bar: Progress, compiled: bool = False) -> Run:
+    """Train ``run.model`` in place on ``steps`` batches and time every step."""
+    model, device = run.model, next(run.model.parameters()).device
+    call = torch.compile(model.loss, backend="mhc_inductor", dynamic=False) if compiled else model.loss
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    task = bar.add_task(run.name, total=steps, note="first call: compiling" if compiled else "")
+    for step, batch in enumerate(batches):
+        b = batch.to(device)
+        synchronize(device)
+        started = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps)
+        nats, block = call(b.tokens, b.ask, b.answer, b.where)
+        (nats + block).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+        run.step_s.append(time.perf_counter() - started)
+        run.loss.append(nats.item())
+        run.block.append(block.item())
+        bar.update(task, advance=1, note=f"{run.loss[-1]:.3f} nats an answer, {run.step_s[-1] * 1e3:.0f} ms a step")
+    # The first call compiles; its own work is a step's.
+    run.compile_s = max(0.0, run.step_s[0] - run.median_s)
+    return run
+
+
+@torch.no_grad()
+def accuracy(
+    model: NeedleModel, text: Tensor, length: int, size: Size, seed: int, step: Callable[[], None]
+) -> list[float]:
+    """The share of right answers by the needle's depth, on texts of ``length`` bytes."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    right = torch.zeros(size.needles)
+    rounds = max(2, size.tried // length)
+    for _ in range(rounds):
+        batch = needle_task.make(text, 1, length, size.needles, generator)
+        b = batch.to(device)
+        hit = (model(b.tokens, b.ask).argmax(-1) == b.answer).float().cpu()
+        right.scatter_add_(0, batch.depth[0], hit[0])
+        step()
+    return (right / rounds).tolist()
+
+
+@torch.no_grad()
+def forward_seconds(call: Callable[[Tensor, Tensor], Tensor], batch: needle_task.Batch, calls: int) -> float:
+    """The median time of a forward over one sequence, after one that does not count."""
+    device = batch.tokens.device
+    samples = []
+    for _ in range(calls + 1):
+        synchronize(device)
+        started = time.perf_counter()
+        call(batch.tokens, batch.ask)
+        synchronize(device)
+        samples.append(time.perf_counter() - started)
+    return statistics.median(samples[1:])
+
+
+def chosen_blocks(model: NeedleModel, batch: needle_task.Batch) -> tuple[list[list[bool]], list[int]]:
+    """For each question of the first sequence the blocks that it selected, and the block of its answer."""
+    count = -(-batch.tokens.shape[1] // BLOCK)
+    blocks = model.selected(batch.tokens)[0, batch.ask].long()
+    marks = torch.zeros(len(blocks), count + 1, dtype=torch.bool, device=blocks.device)
+    marks.scatter_(1, torch.where(blocks < 0, count, blocks), True)
+    return marks[:, :count].tolist(), (batch.where[0] // BLOCK).tolist()
+
+
+def launched(model: NeedleModel, batch: needle_task.Batch) -> dict[str, int]:
+    """Names and counts of the package's kernels in one compiled training step, from the profiler."""
+    call = torch.compile(model.loss, backend="mhc_inductor", dynamic=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        sum(call(batch.tokens, batch.ask, batch.answer, batch.where)).backward()
+        synchronize(batch.tokens.device)
+    model.zero_grad()
+    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("selection_")}
+
+
+def table_of(runs: list[Run], p: needle_picture.Picture) -> Table:
+    table = Table(title="Needles: dense against selected, eager against compiled", title_justify="left")
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    kind = {DENSE: "dense", EAGER: "selected", COMPILED: "selected"}
+
+    def add(label: str, show: Callable[[Run], str]) -> None:
+        table.add_row(label, *(show(run) for run in runs))
+
+    add("compile time", lambda r: f"{r.compile_s:.1f} s" if r.name == COMPILED else "")
+    add("median training step", lambda r: f"{r.median_s * 1e3:.1f} ms")
+    add("nats an answer, first / last 10", lambda r: f"{r.loss[0]:.3f} / {statistics.mean(r.loss[-10:]):.3f}")
+    for length in p.accuracy["dense"]:
+        name = needle_picture.tokens(length)
+        add(
+            f"right answers, {name}",
+            lambda r, n=length: "" if r.name == EAGER else f"{statistics.mean(p.accuracy[kind[r.name]][n]):.0%}",
+        )
+    longest = max(p.seconds[DENSE])
+    name = needle_picture.tokens(longest)
+    add(f"forward, {name}", lambda r: f"{p.seconds[r.name][longest] * 1e3:.0f} ms")
+    return table
+
+
+def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> tuple[list[Run], needle_picture.Picture]:
+    """Train the three, evaluate, time, print and draw. Returns the runs and what was drawn."""
+    corpus = stdlib_text.load()
+    torch.manual_seed(seed)
+    model = NeedleModel(size.dim, size.heads, size.head_dim).to(device)
+    lengths = [n for n in LENGTHS if n <= size.longest] or [size.longest]
+    columns = (TextColumn("{task.description:>18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
+        train(Run("short texts", model), short_texts(corpus.train, size.short, seed), size.short, bar)
+        # Below TOP_K blocks everything is selected: there the two kinds of attention are one.
+        runs = [
+            Run(EAGER, sparse(model, BLOCK, TOP_K, COMPRESS, WINDOW)),
+            Run(COMPILED, sparse(model, BLOCK, TOP_K, COMPRESS, WINDOW)),
+        ]
+        runs[1].model.load_state_dict(runs[0].model.state_dict())
+        runs.insert(0, Run(DENSE, model))
+        for run in runs:
+            train(run, long_texts(corpus.train, size, seed + 1), size.steps, bar, compiled=run.name == COMPILED)
+        models = {"dense": runs[0].model, "selected": runs[2].model}
+        rounds = sum(max(2, size.tried // n) for n in lengths)
+        found: dict[str, dict[int, list[float]]] = {}
+        for kind, m in models.items():
+            task = bar.add_task(f"{kind}: answers", total=rounds, note="")
+            step = lambda t=task: bar.update(t, advance=1)  # noqa: E731
+            found[kind] = {n: accuracy(m, corpus.valid, n, size, seed, step) for n in lengths}
+        calls: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+            DENSE: models["dense"],
+            DENSE_COMPILED: torch.compile(models["dense"], backend="mhc_inductor", dynamic=True),
+            EAGER: models["selected"],
+            COMPILED: torch.compile(models["selected"], backend="mhc_inductor", dynamic=True),
+        }
+        task = bar.add_task("speed", total=len(calls) * len(lengths), note="")
+        seconds: dict[str, dict[int, float]] = {name: {} for name in calls}
+        for length in lengths:
+            generator = torch.Generator().manual_seed(seed)
+            batch = needle_task.make(corpus.valid, 1, length, size.needles, generator).to(device)
+            for name, call in calls.items():
+                bar.update(task, note=f"{name}, {length} bytes")
+                seconds[name][length] = forward_seconds(call, batch, 5 if device.type == "cuda" else 2)
+                bar.update(task, advance=1)
+    blocks, holds = chosen_blocks(models["selected"], batch)
+    losses = {run.name: run.loss for run in runs}
+    p = needle_picture.Picture(found, seconds, losses, blocks, holds, BLOCK)
+
+    parameters = sum(t.numel() for t in models["selected"].parameters())
+    shape = f"trained on {size.batch} x {size.seq} bytes a step, {size.needles} needles each"
+    console.print(
+        f"model: {parameters / 1e3:.0f} K parameters, {size.heads} heads of {size.head_dim}, {TOP_K} of {BLOCK}-byte blocks a "
+        f"query; {shape}; mhc_inductor {mhc_inductor.__version__}, torch {torch.__version__}, {device_name(device)}"
+    )
+    console.print(table_of(runs, p))
+    gap = max(abs(a - b) for a, b in zip(runs[1].loss, runs[2].loss, strict=True))
+    console.print(f"selected, eager against compiled: largest difference of the loss at any step {gap:.2e} nats")
+    say_what_ran(models["selected"], next(long_texts(corpus.train, size, seed)).to(device))
+    needle_picture.draw(p, out, f"{shape}, {device_name(device)}")
+    console.print(f"picture: {out.resolve()}", soft_wrap=True)
+    return runs, p
+
+
+def say_what_ran(model: NeedleModel, batch: needle_task.Batch) -> None:
+    device = batch.tokens.device
+    if device.type != "cuda":
+        console.print(f"kernels: none on {device.type}, by design: selection attention ran as formulas")
+        return
+    found = launched(model, batch)
+    if not found:
+        raise RuntimeError("the compiled step launched none of this package's kernels; python -m mhc_inductor doctor")
+    console.print(f"kernels of one compiled step on {torch.cuda.get_device_name(device)}:")
+    for name, count in sorted(found.items()):
+        console.print(f"  {count:4d} x {name}")
+
+
+def main(
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run on long texts.")] = None,
+    short: Annotated[int | None, typer.Option(min=1, help="Steps on short texts before.")] = None,
+    dim: Annotated[int | None, typer.Option(min=8, help="Width of the model.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Width of a head.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences a step.")] = None,
+    seq: Annotated[int | None, typer.Option(min=96, help="Bytes a sequence in training.")] = None,
+    longest: Annotated[int | None, typer.Option(min=96, help="Bytes of the longest text to answer on.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
+    out: Annotated[pathlib.Path, typer.Option(help="The picture to write.")] = pathlib.Path("needle.png"),
+    seed: Annotated[int, typer.Option(help="Seed of weights, texts and needles.")] = 0,
+) -> None:
+    """Train dense and selected attention to find needles; compare answers and speeds, eager and compiled."""
+    given = {"steps": steps, "short": short, "dim": dim, "heads": heads, "head_dim": head_dim}
+    given |= {"batch": batch, "seq": seq, "longest": longest}
+    try:
+        where, size = training.chosen(device, DEFAULTS, given)
+    except ValueError as e:
+        raise typer.BadParameter(str(e)) from None
+    compare(where, size, seed, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

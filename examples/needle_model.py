@@ -1,0 +1,134 @@
+"""A byte-level model that looks things up: a short convolution, attention, an MLP.
+
+Its attention is causal over everything (:class:`DenseAttention`) or :class:`mhc_inductor.nn.NativeSparseAttention` over
+compressed blocks, selected blocks and a window; :func:`sparse` makes the second model of the first one.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mhc_inductor.nn import NativeSparseAttention
+
+VOCAB = 256
+CONV = 4
+
+
+class DenseAttention(nn.Module):
+    """Causal attention ``[B, S, dim] -> [B, S, dim]``, all heads on one head of keys and values; no positions."""
+
+    def __init__(self, dim: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.q_proj = nn.Linear(dim, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, dim, bias=False)
+        with torch.no_grad():
+            # Sharper at the beginning than the default: a look-up needs one key of many.
+            self.q_proj.weight.mul_(2)
+            self.k_proj.weight.mul_(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        k, v = (p(x).unsqueeze(1).expand(-1, self.heads, -1, -1) for p in (self.k_proj, self.v_proj))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(o.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Norm, causal convolution, attention; norm, gated MLP."""
+
+    def __init__(self, dim: int, attention: nn.Module) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(dim, dim, CONV)
+        self.attention = attention
+        self.up = nn.Linear(dim, 4 * dim, bias=False)
+        self.down = nn.Linear(2 * dim, dim, bias=False)
+
+    def mixed(self, x: Tensor) -> Tensor:
+        """What attention reads: each position with the three before it, ``[B, S, dim]``."""
+        h = F.rms_norm(x, x.shape[-1:])
+        return h + self.conv(F.pad(h.mT, (CONV - 1, 0))).mT
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.mixed(x))
+        gate, value = self.up(F.rms_norm(x, x.shape[-1:])).chunk(2, -1)
+        return x + self.down(F.silu(gate) * value)
+
+
+class NeedleModel(nn.Module):
+    """Bytes ``tokens[B, S]`` and positions ``ask[n]`` to logits ``[B, n, 256]`` of the byte that follows each."""
+
+    def __init__(self, dim: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.block = Block(dim, DenseAttention(dim, heads, head_dim))
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor, ask: Tensor) -> Tensor:
+        x = self.block(self.embed(tokens))[:, ask]
+        return self.head(F.rms_norm(x, x.shape[-1:]))
+
+    def loss(self, tokens: Tensor, ask: Tensor, answer: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Nats an answer, and nats a block (:meth:`block_loss`), 0 with dense attention."""
+        nats = F.cross_entropy(self(tokens, ask).flatten(0, 1), answer.flatten())
+        sparse = isinstance(self.block.attention, NativeSparseAttention)
+        return nats, self.block_loss(tokens, ask, where) if sparse else nats.new_zeros(())
+
+    def block_loss(self, tokens: Tensor, ask: Tensor, where: Tensor) -> Tensor:
+        """How badly the compressed keys point at the block that holds the answer, in nats.
+
+        What is selected follows the compressed scores, and has no gradient. In a large model these scores learn from what they
+        are worth on their own; here they are taught, as DeepSeek-V3.2's indexer is.
+        """
+        layer = self.block.attention
+        assert isinstance(layer, NativeSparseAttention)
+        x = self.block.mixed(self.embed(tokens))
+        q = layer.q_proj(x[:, ask]).unflatten(-1, (layer.heads, layer.head_dim))
+        keys = layer.k_proj(x)[..., : layer.head_dim].unsqueeze(1)  # the compressed branch's are the first
+        keys = layer.compress_k(keys)[0].squeeze(1)
+        length, stride = layer.compress_k.length, layer.compress_k.stride
+        scores = torch.einsum("bnhd,bcd->bnhc", q, keys) * layer.head_dim**-0.5
+        end = torch.arange(keys.shape[1], device=x.device) * stride + length
+        scores = scores.masked_fill(end > ask[:, None, None] + 1, -1e9)
+        holds = (where // stride).clamp(max=keys.shape[1] - 1)
+        return F.cross_entropy(scores.flatten(0, 2), holds[..., None].expand(-1, -1, layer.heads).flatten())
+
+    @torch.no_grad()
+    def selected(self, tokens: Tensor) -> Tensor:
+        """The blocks that each position selects, ``[B, S, top_k]``, -1 for none."""
+        layer = self.block.attention
+        assert isinstance(layer, NativeSparseAttention)
+        return layer.selected_blocks(self.block.mixed(self.embed(tokens)))[:, :, 0]
+
+
+def sparse(model: NeedleModel, block: int, top_k: int, compress: int, window: int) -> NeedleModel:
+    """The same model with sparse attention: every branch begins with the dense keys and values."""
+    made = copy.deepcopy(model)
+    dense = made.block.attention
+    assert isinstance(dense, DenseAttention)
+    layer = NativeSparseAttention(
+        dense.q_proj.in_features,
+        dense.heads,
+        1,
+        head_dim=dense.head_dim,
+        block_size=block,
+        top_k=top_k,
+        compress=compress,
+        stride=compress,
+        window=window,
+    ).to(dense.q_proj.weight)
+    with torch.no_grad():
+        layer.q_proj.weight.copy_(dense.q_proj.weight)
+        layer.o_proj.weight.copy_(dense.o_proj.weight)
+        for ours, its in ((layer.k_proj, dense.k_proj), (layer.v_proj, dense.v_proj)):
+            ours.weight.copy_(its.weight.repeat(3, 1))
+        nn.init.zeros_(layer.gate.weight)
+        nn.init.zeros_(layer.gate.bias)
+    made.block.attention = layer
+    return made

@@ -1,0 +1,101 @@
+"""The picture of the needle example: accuracy by depth and length, speed by length, losses, selected blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+COLORS = {
+    "dense, eager": "#bdbdbd",
+    "dense, compiled": "#7a7a7a",
+    "selected, eager": "#e08a2e",
+    "selected, compiled": "#2a6fb0",
+}
+TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10}
+
+
+@dataclasses.dataclass
+class Picture:
+    """What is drawn: ``accuracy[kind][length]``: a share for each depth; ``seconds[variant][length]``, a forward.
+
+    ``losses[variant]``: nats an answer by step. ``blocks``: a row for each question, of which blocks it selected; ``holds``:
+    the block of its answer.
+    """
+
+    accuracy: dict[str, dict[int, list[float]]]
+    seconds: dict[str, dict[int, float]]
+    losses: dict[str, list[float]]
+    blocks: list[list[bool]]
+    holds: list[int]
+    block: int
+
+
+def tokens(count: int) -> str:
+    return f"{count // 1024}K" if count % 1024 == 0 else str(count)
+
+
+def draw(p: Picture, out: pathlib.Path, subtitle: str) -> None:
+    """Write a PNG (or what ``out``'s suffix names)."""
+    layout = [["dense", "selected"], ["speed", "loss"], ["blocks", "blocks"]]
+    figure, panels = plt.subplot_mosaic(layout, figsize=(11, 9.5), height_ratios=[3, 3, 1.6], layout="constrained")
+    for kind, by_length in p.accuracy.items():
+        _accuracy(panels[kind], kind, by_length)
+    speed = panels["speed"]
+    for name, by_length in p.seconds.items():
+        lengths = sorted(by_length)
+        rate = [length / by_length[length] for length in lengths]
+        speed.plot(lengths, rate, "o-", color=COLORS[name], markersize=4, label=name)
+    speed.set_xscale("log", base=2)
+    speed.set_yscale("log")
+    speed.set_xticks(lengths, [tokens(n) for n in lengths])
+    speed.minorticks_off()
+    speed.set_title("bytes a second, one sequence forward", **TITLE)
+    speed.set_xlabel("bytes")
+    loss = panels["loss"]
+    for (name, values), width in zip(p.losses.items(), (2.0, 3.5, 1.1), strict=False):
+        loss.semilogy(_smooth(values), color=COLORS[name], linewidth=width, label=name)
+    loss.set_title("nats an answer, training on long texts, mean of 10 steps", **TITLE)
+    loss.set_xlabel("step")
+    for axis in (speed, loss):
+        axis.legend(frameon=False, fontsize=9)
+        axis.grid(alpha=0.25)
+    _blocks(panels["blocks"], p)
+    figure.suptitle(f"Needles in Python's standard library ({subtitle})", fontsize=11)
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+
+
+def _smooth(values: list[float], window: int = 10) -> list[float]:
+    return [sum(values[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def _accuracy(axis: Any, kind: str, by_length: dict[int, list[float]]) -> None:
+    lengths = sorted(by_length)
+    grid = [list(column) for column in zip(*(by_length[n] for n in lengths), strict=True)]
+    axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    for y, row in enumerate(grid):
+        for x, share in enumerate(row):
+            axis.text(x, y, f"{share:.2f}", ha="center", va="center", fontsize=8)
+    count = len(grid)
+    axis.set_xticks(range(len(lengths)), [tokens(n) for n in lengths])
+    axis.set_yticks(range(count), [f"{100 * (i + 0.5) / count:.0f} %" for i in range(count)])
+    axis.set_xlabel("bytes")
+    axis.set_ylabel("depth of the needle")
+    axis.set_title(f"{kind} attention: share of right answers", **TITLE)
+
+
+def _blocks(axis: Any, p: Picture) -> None:
+    axis.imshow([[float(b) for b in row] for row in p.blocks], cmap="Blues", aspect="auto", interpolation="nearest")
+    axis.plot(p.holds, range(len(p.holds)), "x", color="#d62728", markersize=7, label="block of the answer")
+    chosen = sum(map(sum, p.blocks)) / max(1, sum(map(len, p.blocks)))
+    axis.set_title(f"blocks of {p.block} bytes that each question selected ({100 * chosen:.1f} % of them)", **TITLE)
+    axis.set_xlabel("block")
+    axis.set_ylabel("question")
+    axis.set_yticks(range(len(p.holds)))
+    axis.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.9, 1.25))

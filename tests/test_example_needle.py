@@ -1,0 +1,106 @@
+"""The needle example, run as a user runs it, at tiny sizes on the CPU; its task, and what its sparse model begins with."""
+
+from __future__ import annotations
+
+import re
+
+import example_modules
+import pytest
+
+
+@pytest.fixture(scope="module")
+def example():
+    pytest.importorskip("typer")
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    with example_modules.imported("needle") as module:
+        yield module
+
+
+def test_trains_and_finds_eager_and_compiled_alike(example, tmp_path, capsys):
+    import matplotlib.pyplot as plt
+    import torch
+
+    out = tmp_path / "picture.png"
+    size = example.Size(
+        steps=12, dim=32, layers=1, batch=2, seq=192, short=24, heads=2, head_dim=8, needles=3, longest=1024, tried=2048
+    )
+    (dense, eager, compiled), p = example.compare(torch.device("cpu"), size, seed=1, out=out)
+    for run in (dense, eager, compiled):
+        assert len(run.loss) == len(run.step_s) == len(run.block) == size.steps
+        assert 2.0 < run.loss[0] < 7.0
+    assert not any(dense.block) and all(eager.block)
+    # fp32 sums in another order, carried through 12 optimizer steps.
+    assert max(abs(a - b) for a, b in zip(eager.loss, compiled.loss, strict=True)) < 2e-3
+    assert eager.loss[0] == pytest.approx(compiled.loss[0], abs=1e-5)
+    assert eager.block[-1] < eager.block[0]
+
+    assert set(p.accuracy) == {"dense", "selected"} and set(p.accuracy["dense"]) == {512, 1024}
+    assert all(len(depths) == size.needles for depths in p.accuracy["selected"].values())
+    assert set(p.seconds) == set(example.needle_picture.COLORS)
+    assert all(set(by_length) == {512, 1024} for by_length in p.seconds.values())
+    assert len(p.blocks) == len(p.holds) == size.needles
+    assert all(len(row) == 32 and sum(row) == example.TOP_K for row in p.blocks)
+    assert plt.imread(out).shape[0] > 800
+
+    said = " ".join(capsys.readouterr().out.split())
+    for text in ("right answers, 1K", "forward, 1K", "largest difference of the loss", out.name):
+        assert text in said
+
+
+def test_needles_and_questions(example):
+    import torch
+
+    task = example.needle_task
+    text = torch.full((5000,), ord("."), dtype=torch.uint8)
+    batch = task.make(text, 3, 300, 5, torch.Generator().manual_seed(0))
+    for b in range(3):
+        line = bytes(batch.tokens[b].tolist()).decode()
+        hidden, asked = line[:-30], line[-30:]
+        found = re.findall(r"<(..)=(.)>", hidden)
+        assert len(found) == len({name for name, _ in found}) == 5
+        assert sorted(re.findall(r"<(..)=(.)>", asked)) == sorted(found)
+        for i in range(5):
+            ask, where = int(batch.ask[i]), int(batch.where[b, i])
+            assert line[ask] == "=" and line[ask + 1] == chr(int(batch.answer[b, i])) == line[where]
+            assert line[ask - 3 : ask + 2] == line[where - 4 : where + 1]
+            assert where // (len(hidden) // 5) == int(batch.depth[b, i])
+    with pytest.raises(ValueError, match="at least 60 for 5"):
+        task.make(text, 1, 59, 5, torch.Generator())
+
+
+def test_the_sparse_model_begins_as_the_dense_one(example):
+    """On a text of fewer blocks than are selected, with the selected branch alone, both are one function."""
+    import torch
+
+    torch.manual_seed(0)
+    dense = example.NeedleModel(16, 2, 8)
+    sparse = example.sparse(dense, block=8, top_k=8, compress=4, window=8)
+    gate = sparse.block.attention.gate
+    assert not gate.weight.any()
+    with torch.no_grad():
+        gate.bias.copy_(torch.tensor([-100.0, 100.0, -100.0]).repeat_interleave(2))
+    tokens, ask = torch.randint(256, (2, 40)), torch.tensor([7, 30, 39])
+    torch.testing.assert_close(sparse(tokens, ask), dense(tokens, ask), atol=1e-5, rtol=1e-5)
+
+
+def test_the_block_loss_teaches_the_selection(example):
+    import torch
+
+    torch.manual_seed(0)
+    model = example.sparse(example.NeedleModel(16, 2, 8), block=8, top_k=3, compress=4, window=8)
+    text = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    batch = example.needle_task.make(text, 4, 200, 4, torch.Generator().manual_seed(2))
+    loss = model.block_loss(batch.tokens, batch.ask, batch.where)
+    loss.backward()
+    layer = model.block.attention
+    taught = layer.k_proj.weight.grad.view(3, 8, 16).abs().amax((1, 2))
+    assert taught[0] > 0 and not taught[1:].any(), "the compressed branch's keys"
+    assert layer.q_proj.weight.grad.any() and layer.compress_k.inner.weight.grad.any()
+    assert 1.0 < loss.item() < 10.0
+
+
+def test_bad_options_are_named():
+    done = example_modules.run("needle", "--device", "mps")
+    assert done.returncode == 2
+    assert "cpu or cuda" in re.sub(r"\s+", " ", done.stderr)
