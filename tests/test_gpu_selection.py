@@ -31,7 +31,8 @@ def made(shape=MID, select="corr", seed=0, **kwargs):
 
 
 def fills(name):
-    return "memset" in name.lower() or "fill" in name.lower()
+    """Zeroing the bitmaps: eagerly a memset or a fill, compiled a kernel of Inductor's."""
+    return "memset" in name.lower() or "fill" in name.lower() or name.startswith("triton_poi_fused_selection_attention")
 
 
 def ours(names):
@@ -286,7 +287,8 @@ def plain(q, k, v, ranges):
 
 def test_a_plain_mask_runs_on_the_kernels():
     torch._dynamo.reset()
-    case = made()
+    # Long enough for selection to pay (patterns/selection_rule.py).
+    case = made(Shape("plain", 512, 2, 16, keys=4096))
 
     def step(fn):
         leaves = case.leaves()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..dtypes import without_kernel
 from .backward import e79_backward
 from .config import (
     BIAS_ROWS,
@@ -26,14 +27,13 @@ from .forward import e79_forward
 from .gluon import kernels as gluon_kernels
 
 MAX_N = 128
-FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
     """Why these inputs run the reference instead of the kernels; None when they run the kernels."""
-    for t in tensors:
-        if str(b.dtype(t)) not in FLOATS:
-            return f"dtype {b.dtype(t)} has no kernel"
+    reason = without_kernel(b, *tensors)
+    if reason is not None:
+        return reason
     # kvqm's last dimension, 4n, is the longest of all.
     n = max((b.static(b.shape(t)[-1]) for t in tensors if len(b.shape(t)) == 3), default=4) // 4
     if n > MAX_N:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..dtypes import without_kernel
 from .backward import (
     mhc_pre_backward_coefficients,
     mhc_pre_backward_dots,
@@ -36,15 +37,11 @@ from .pre import mhc_pre_collapse, mhc_pre_project, mhc_pre_weights
 from .sinkhorn import mhc_sinkhorn, mhc_sinkhorn_backward
 
 FORMS = {"softmax": 0, "exp": 1}
-FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
     """Why these inputs run the reference instead of the kernels; None when they run the kernels."""
-    for t in tensors:
-        if t is not None and str(b.dtype(t)) not in FLOATS:
-            return f"dtype {b.dtype(t)} has no kernel"
-    return None
+    return without_kernel(b, *(t for t in tensors if t is not None))
 
 
 def numel(shape: Any) -> Any:

@@ -22,7 +22,7 @@ DELTA_ROWS = 32
 DSINK_PARTS = 128
 DSINK_ROWS = 16
 CAP = 2048  # queries of a key tile that a program lists at a time
-SETUP = 8  # iterations that setting out on a key tile is worth
+SETUP = 16  # iterations that setting out on a key tile is worth
 WORDS = 64  # words of a bitmap's column that it reads at a time
 
 
@@ -158,7 +158,8 @@ def plan_dkv(
     B, S, G, h, DK = b.shape(q)
     S_kv, DV = b.shape(v)[2:]
     h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(pieces.starts)[3]))
-    dk, dv = b.empty((B, G, S_kv, DK), b.dtype(k)), b.empty((B, G, S_kv, DV), b.dtype(v))
+    # Key tiles without queries are left out.
+    dk, dv = b.zeros((B, G, S_kv, DK), b.dtype(k)), b.zeros((B, G, S_kv, DV), b.dtype(v))
     W, NT = b.cdiv(S, 32), b.cdiv(S_kv, c.BN)
     units = B * G * NT
     P = c.per * b.device_props().sm_count
@@ -186,7 +187,8 @@ def plan_dkv(
              units=units, G=G, S=S, S_kv=S_kv, NT=NT, scale=scale, **_strides(b, q, k, v)),
         dict(P=P, H=h, HB=HB, QB=QB, CHUNKS=chunks, DK=DK, DV=DV, DC=c.DC, NK=-(-DK // c.DC), NV=-(-DV // c.DC), R=r,
              RP=power_of_two(r), STEPS=r.bit_length(), COST=SETUP, BN=c.BN, CAP=CAP, WB=WORDS, EB=128 if r > 32 else 64, DOUT=dout is not None,
-             ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q))),
+             ALIGN=alignment(b, q, k, v), DOUT_ALIGN=min(16 // b.dtype(q).itemsize, DV & -DV),
+             PREC=dot_precision(b, b.dtype(q))),
         c.num_warps, c.num_stages,
     )  # fmt: skip
     for slot, out, D in ((slot_k, dk, DK), (slot_v, dv, DV)):

@@ -77,3 +77,17 @@ def row_keys(words, BN: tl.constexpr):
     else:
         bits = tl.where((j < 32)[None, :], words.to(tl.int32)[:, None], (words >> 32).to(tl.int32)[:, None])
     return ((bits >> (j & 31)[None, :]) & 1) != 0
+
+
+@triton.jit
+def load_tile(p, mask_n, mask_d, MASK_N: tl.constexpr, MASK_D: tl.constexpr):
+    """A tile [BN, DP]; masks only where the tile may end within it."""
+    if MASK_N and MASK_D:
+        x = tl.load(p, mask=mask_n[:, None] & mask_d[None, :], other=0.0)
+    elif MASK_N:
+        x = tl.load(p, mask=mask_n[:, None], other=0.0)
+    elif MASK_D:
+        x = tl.load(p, mask=mask_d[None, :], other=0.0)
+    else:
+        x = tl.load(p)
+    return x

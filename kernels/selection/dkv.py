@@ -78,15 +78,16 @@ def iterations(n, QB: tl.constexpr, CHUNKS: tl.constexpr):
 def selection_dkv_prefix(
     counts_ptr, prefix_ptr, units, QB: tl.constexpr, CHUNKS: tl.constexpr, COST: tl.constexpr, UB: tl.constexpr
 ):
-    """prefix[units + 1] (int64): what is to do before each unit, its iterations and COST more to set out. One program."""
+    """prefix[units + 1] (int64): what is to do before each unit, its iterations and COST more to set out; nothing for a unit
+    without queries. One program."""
     total = (units * 0).to(tl.int64)
     tl.store(prefix_ptr, total)
     for u in range(0, units, UB):
         i = u + tl.arange(0, UB)
         whole = tl.load(counts_ptr + 4 * i, mask=i < units, other=0)
         partly = tl.load(counts_ptr + 4 * i + 1, mask=i < units, other=0)
-        n = COST + iterations(whole, QB, CHUNKS) + iterations(partly, QB, CHUNKS)
-        n = tl.where(i < units, n, 0).to(tl.int64)
+        n = iterations(whole, QB, CHUNKS) + iterations(partly, QB, CHUNKS)
+        n = tl.where(n > 0, n + COST, 0).to(tl.int64)
         tl.store(prefix_ptr + 1 + i, total + tl.cumsum(n, axis=0), mask=i < units)
         total += tl.sum(n, axis=0)
 
@@ -236,7 +237,7 @@ def _round(
     row_stride, group_begin, scale2, begin, end,
     H: tl.constexpr, HB: tl.constexpr, QB: tl.constexpr, CHUNKS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     DC: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, BN: tl.constexpr, DOUT: tl.constexpr,
-    MASKED: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr,
+    MASKED: tl.constexpr, ALIGN: tl.constexpr, DOUT_ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Iterations [begin, end): list[i // CHUNKS * QB - group_begin ...] are queries, i % CHUNKS which HB of their heads."""
     ROWS: tl.constexpr = QB * HB
@@ -267,7 +268,8 @@ def _round(
                 chosen = (low[None, :] >> x) & 1
             p = tl.where(chosen != 0, p, 0.0)
         if DOUT:
-            dout = _tiles(dout_ptr, row * DV, mask, DV, DC, NV)
+            # Said outright: triton 3.6 takes row, a loaded index and a head, for a multiple of HB.
+            dout = _tiles(dout_ptr, tl.multiple_of(row * DV, DOUT_ALIGN), mask, DV, DC, NV)
             dv = _add_product(dv, p.to(dout[0].dtype), dout, NV, PREC)
             ds = p * (_product(v, dout, tl.zeros((BN, ROWS), tl.float32), NV, PREC) - delta[None, :])
         else:
@@ -288,9 +290,9 @@ def selection_dkv(
     P: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, QB: tl.constexpr, CHUNKS: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, DC: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     STEPS: tl.constexpr, COST: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, WB: tl.constexpr, EB: tl.constexpr, DOUT: tl.constexpr,
-    ALIGN: tl.constexpr, PREC: tl.constexpr,
+    ALIGN: tl.constexpr, DOUT_ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv[B, G, S_kv, D] of the units inside a program's run; slots [P, 2, BN, D] fp32: 0 began before it, 1 goes on after.
+    """dk, dv[B, G, S_kv, D], zeros before, of the units inside a program's run; slots [P, 2, BN, D] fp32: 0 began before it, 1 goes on after.
 
     Scratch of a program: list[CAP + QB] queries of one unit at a time, bits[CAP + QB, 2] their keys.
     """
@@ -300,10 +302,8 @@ def selection_dkv(
     bits_ptr += pid * (2 * (CAP + QB))
     scale = tl.cast(scale, tl.float32)  # generated code passes Python floats as fp64
     W = (S + 31) // 32
-    u = now * 0
-    if now < last:
-        u = find_unit(prefix_ptr, units, now).to(tl.int64)
     while now < last:
+        u = find_unit(prefix_ptr, units, now).to(tl.int64)
         first = tl.load(prefix_ptr + u)
         next = tl.load(prefix_ptr + u + 1)
         stop = tl.minimum(last, next)
@@ -364,7 +364,7 @@ def selection_dkv(
                     delta_ptr + rows, list_ptr, bits_ptr, sqs, sqh,
                     G * H, r0, scale * 1.4426950408889634, tl.maximum(begin, r0 // QB * CHUNKS),
                     tl.minimum(end, (r1 + QB - 1) // QB * CHUNKS), H, HB, QB, CHUNKS, DK, DV, DC, NK, NV, BN, DOUT,
-                    kind == 1, ALIGN, PREC,
+                    kind == 1, ALIGN, DOUT_ALIGN, PREC,
                 )  # fmt: skip
             base += count
         if (now == first) & (stop == next):
@@ -375,7 +375,6 @@ def selection_dkv(
             _store(slot_k_ptr, dk, at, scale, at >= 0, DK, DC, NK)
             _store(slot_v_ptr, dv, at, 1.0, at >= 0, DV, DC, NV)
         now = stop
-        u += 1
 
 
 @triton.jit(do_not_specialize=["units", "S_kv", "NT"])

@@ -3,21 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import entry_bits, entry_tile, finite, key_words, load_pieces, row_keys, to_rows
-
-
-@triton.jit
-def _load(p, mask_n, mask_d, MASK_N: tl.constexpr, MASK_D: tl.constexpr):
-    """A tile [BN, DP]; masks only where the tile may end within it."""
-    if MASK_N and MASK_D:
-        x = tl.load(p, mask=mask_n[:, None] & mask_d[None, :], other=0.0)
-    elif MASK_N:
-        x = tl.load(p, mask=mask_n[:, None], other=0.0)
-    elif MASK_D:
-        x = tl.load(p, mask=mask_d[None, :], other=0.0)
-    else:
-        x = tl.load(p)
-    return x
+from .common import entry_bits, entry_tile, finite, key_words, load_pieces, load_tile, row_keys, to_rows
 
 
 @triton.jit
@@ -80,8 +66,8 @@ def selection_dq(
 
     k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
     v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
-    skn = tl.multiple_of(skn.to(tl.int64), ALIGN)
-    svn = tl.multiple_of(svn.to(tl.int64), ALIGN)
+    skn = tl.multiple_of(tl.cast(skn, tl.int64), ALIGN)
+    svn = tl.multiple_of(tl.cast(svn, tl.int64), ALIGN)
     n = tl.arange(0, BN)
     k_in = n.to(tl.int64)[:, None] * skn + dk[None, :]  # [BN, KP]
     v_in = n.to(tl.int64)[:, None] * svn + dv[None, :]  # [BN, VP]
@@ -96,10 +82,10 @@ def selection_dq(
     entry = tl.load(entries, mask=nf > 0, other=0)
     for i in range(nf):
         first = entry_tile(entry, QT).to(tl.int64) * BN
-        k = _load(k_base + tl.multiple_of(first * skn, ALIGN) + k_in, n, dk < DK, False, MASK_K)
+        k = load_tile(k_base + tl.multiple_of(first * skn, ALIGN) + k_in, n, dk < DK, False, MASK_K)
         v = k
         if DOUT:
-            v = _load(v_base + tl.multiple_of(first * svn, ALIGN) + v_in, n, dv < DV, False, MASK_V)
+            v = load_tile(v_base + tl.multiple_of(first * svn, ALIGN) + v_in, n, dv < DV, False, MASK_V)
         keep = (((entry_bits(entry, QT) >> query) & 1) != 0)[:, None]
         ds = _dscores(q, dout, k, v, keep, qk, lse2, delta, DOUT, PREC)
         acc = tl.dot(ds, k, acc, input_precision=PREC)
@@ -118,10 +104,10 @@ def selection_dq(
         for i in range(np - nd):
             first = entry_tile(entry, QT) * BN
             at = first.to(tl.int64)
-            k = _load(k_base + tl.multiple_of(at * skn, ALIGN) + k_in, n < S_kv - first, dk < DK, True, MASK_K)
+            k = load_tile(k_base + tl.multiple_of(at * skn, ALIGN) + k_in, n < S_kv - first, dk < DK, True, MASK_K)
             v = k
             if DOUT:
-                v = _load(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, n < S_kv - first, dv < DV, True, MASK_V)
+                v = load_tile(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, n < S_kv - first, dv < DV, True, MASK_V)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
             keep = row_keys(to_rows(words, QT, HB), BN)
             ds = _dscores(q, dout, k, v, keep, qk, lse2, delta, DOUT, PREC)
@@ -132,17 +118,17 @@ def selection_dq(
             first = entry_tile(tl.load(entries + NT - 1 - (np - nd + i)), QT) * BN
             at = first.to(tl.int64)
             k_at = k_base + tl.multiple_of(at * skn, ALIGN) + k_in
-            k = _load(k_at, n < S_kv - first, dk < DK, True, MASK_K)
+            k = load_tile(k_at, n < S_kv - first, dk < DK, True, MASK_K)
             v = k
             if DOUT:
-                v = _load(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, n < S_kv - first, dv < DV, True, MASK_V)
+                v = load_tile(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, n < S_kv - first, dv < DV, True, MASK_V)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
             keep = row_keys(to_rows(words, QT, HB), BN)
             ds = _dscores(q, dout, k, v, keep, qk, lse2, delta, DOUT, PREC)
             acc = tl.dot(ds, tl.where(finite(k), k, 0.0), acc, input_precision=PREC)
             for j in tl.range(QT, num_stages=1):
                 word = tl.sum(tl.where(ql == j, words, 0), axis=0)
-                mine = _load(k_at, ((word >> n) & 1) != 0, dk < DK, True, MASK_K).to(tl.float32)
+                mine = load_tile(k_at, ((word >> n) & 1) != 0, dk < DK, True, MASK_K).to(tl.float32)
                 acc = tl.where((query == j)[:, None], acc + tl.sum(mine - mine, axis=0)[None, :], acc)
 
     dq_row = dq_ptr + line * DK

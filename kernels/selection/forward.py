@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import entry_bits, entry_tile, finite, key_words, load_pieces, row_keys, to_rows
+from .common import entry_bits, entry_tile, finite, key_words, load_pieces, load_tile, row_keys, to_rows
 
 
 @triton.jit
@@ -15,20 +15,6 @@ def _softmax(s, m, total, qk):
     p = tl.exp2(s * qk - safe[:, None])
     alpha = tl.exp2(m - safe)
     return p, m_new, total * alpha + tl.sum(p, axis=1), alpha
-
-
-@triton.jit
-def _load(p, mask_n, mask_d, MASK_N: tl.constexpr, MASK_D: tl.constexpr):
-    """A tile [BN, DP]; masks only where the tile may end within it."""
-    if MASK_N and MASK_D:
-        x = tl.load(p, mask=mask_n[:, None] & mask_d[None, :], other=0.0)
-    elif MASK_N:
-        x = tl.load(p, mask=mask_n[:, None], other=0.0)
-    elif MASK_D:
-        x = tl.load(p, mask=mask_d[None, :], other=0.0)
-    else:
-        x = tl.load(p)
-    return x
 
 
 @triton.jit(do_not_specialize=[
@@ -96,8 +82,8 @@ def selection_forward(
     entry = tl.load(entries, mask=nf > 0, other=0)
     for i in range(nf):
         first = entry_tile(entry, QT).to(tl.int64) * BN
-        k = _load(k_base + tl.multiple_of(first * skn, ALIGN) + k_in, n, dk < DK, False, MASK_K)
-        v = _load(v_base + tl.multiple_of(first * svn, ALIGN) + v_in, n, dv < DV, False, MASK_V)
+        k = load_tile(k_base + tl.multiple_of(first * skn, ALIGN) + k_in, n, dk < DK, False, MASK_K)
+        v = load_tile(v_base + tl.multiple_of(first * svn, ALIGN) + v_in, n, dv < DV, False, MASK_V)
         x = tl.dot(q, tl.trans(k), input_precision=PREC)
         if QT > 1:
             x = tl.where((((entry_bits(entry, QT) >> query) & 1) != 0)[:, None], x, float("-inf"))
@@ -119,8 +105,8 @@ def selection_forward(
         for i in range(np - nd):
             first = entry_tile(entry, QT) * BN
             at = first.to(tl.int64)
-            k = _load(k_base + tl.multiple_of(at * skn, ALIGN) + k_in, n < S_kv - first, dk < DK, True, MASK_K)
-            v = _load(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, n < S_kv - first, dv < DV, True, MASK_V)
+            k = load_tile(k_base + tl.multiple_of(at * skn, ALIGN) + k_in, n < S_kv - first, dk < DK, True, MASK_K)
+            v = load_tile(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, n < S_kv - first, dv < DV, True, MASK_V)
             x = tl.dot(q, tl.trans(k), input_precision=PREC)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
             x = tl.where(row_keys(to_rows(words, QT, HB), BN), x, float("-inf"))
@@ -131,9 +117,9 @@ def selection_forward(
         for i in tl.range(nd, num_stages=1):
             first = entry_tile(tl.load(entries + NT - 1 - (np - nd + i)), QT) * BN
             at = first.to(tl.int64)
-            k = _load(k_base + tl.multiple_of(at * skn, ALIGN) + k_in, n < S_kv - first, dk < DK, True, MASK_K)
+            k = load_tile(k_base + tl.multiple_of(at * skn, ALIGN) + k_in, n < S_kv - first, dk < DK, True, MASK_K)
             v_at = v_base + tl.multiple_of(at * svn, ALIGN) + v_in
-            v = _load(v_at, n < S_kv - first, dv < DV, True, MASK_V)
+            v = load_tile(v_at, n < S_kv - first, dv < DV, True, MASK_V)
             x = tl.dot(q, tl.trans(k), input_precision=PREC)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
             x = tl.where(row_keys(to_rows(words, QT, HB), BN), x, float("-inf"))
@@ -141,7 +127,7 @@ def selection_forward(
             acc = tl.dot(p.to(v.dtype), tl.where(finite(v), v, 0.0), acc * alpha[:, None], input_precision=PREC)
             for j in tl.range(QT, num_stages=1):
                 word = tl.sum(tl.where(ql == j, words, 0), axis=0)
-                v = _load(v_at, ((word >> n) & 1) != 0, dv < DV, True, MASK_V)
+                v = load_tile(v_at, ((word >> n) & 1) != 0, dv < DV, True, MASK_V)
                 wild = tl.sum(tl.where(finite(v), 0.0, v.to(tl.float32)), axis=0)
                 acc = tl.where((query == j)[:, None], acc + wild[None, :], acc)
 

@@ -123,7 +123,7 @@ def selection_gather(
         q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s.to(tl.int64) * sqs, ALIGN)
         + tl.multiple_of(g * sqg, ALIGN)
     )  # fmt: skip
-    q_at = head.to(tl.int64) * tl.multiple_of(sqh.to(tl.int64), ALIGN)
+    q_at = head.to(tl.int64) * tl.multiple_of(tl.cast(sqh, tl.int64), ALIGN)
     if HELD:
         q = _tiles(q_base, q_at, live, NK, DK, KC)  # NK times [HB, KC]
 
@@ -141,8 +141,8 @@ def selection_gather(
 
     k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
     v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
-    skn = tl.multiple_of(skn.to(tl.int64), ALIGN)
-    svn = tl.multiple_of(svn.to(tl.int64), ALIGN)
+    skn = tl.multiple_of(tl.cast(skn, tl.int64), ALIGN)
+    svn = tl.multiple_of(tl.cast(svn, tl.int64), ALIGN)
     qk = tl.cast(scale, tl.float32) * 1.4426950408889634
     i = tl.arange(0, BN)
     m = tl.full((HB,), float("-inf"), tl.float32)
@@ -262,7 +262,7 @@ def selection_gather_dq(
         q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s.to(tl.int64) * sqs, ALIGN)
         + tl.multiple_of(g * sqg, ALIGN)
     )  # fmt: skip
-    q_at = head.to(tl.int64) * tl.multiple_of(sqh.to(tl.int64), ALIGN)
+    q_at = head.to(tl.int64) * tl.multiple_of(tl.cast(sqh, tl.int64), ALIGN)
     if HELD:
         q = _tiles(q_base, q_at, live, NK, DK, KC)  # NK times [HB, KC]
     at = row * H + head
@@ -285,8 +285,8 @@ def selection_gather_dq(
 
     k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
     v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
-    skn = tl.multiple_of(skn.to(tl.int64), ALIGN)
-    svn = tl.multiple_of(svn.to(tl.int64), ALIGN)
+    skn = tl.multiple_of(tl.cast(skn, tl.int64), ALIGN)
+    svn = tl.multiple_of(tl.cast(svn, tl.int64), ALIGN)
     scale = tl.cast(scale, tl.float32)
     qk = scale * 1.4426950408889634
     i = tl.arange(0, BN)

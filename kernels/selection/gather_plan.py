@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from .gather import selection_combine, selection_dq_sum, selection_gather, selection_gather_dq
+from .lists_plan import alignment, dot_precision
 from .pieces_plan import Pieces, plan_pieces, power_of_two
 
 FEW = 64  # ranges a query that each program makes disjoint for itself
@@ -26,7 +27,7 @@ class GatherConfig:
     BN: int
     num_warps: int
     num_stages: int
-    per: int = 4
+    per: int = 2
     DC: int = 128
     held: bool = True
 
@@ -46,20 +47,6 @@ def gather_config(h: int, DK: int, DV: int, itemsize: int, arch: int, backend: s
     if itemsize == 4 and max(KP, VP) > 256:
         return GatherConfig(HB, BN, 8, 1, DC=64, held=False)
     return GatherConfig(HB, BN, 4, 2 if room >= 2 * BN else 1)
-
-
-def alignment(b: Any, *tensors: Any) -> int:
-    """How many elements all strides but the last are multiples of: what a load of 16 bytes needs, or 1."""
-    whole = 16 // b.dtype(tensors[0]).itemsize
-    strides = [s for t in tensors for s in b.strides(t)[:-1]]
-    return whole if all(b.is_multiple(s, whole) for s in strides) else 1
-
-
-def input_precision(b: Any, dtype: Any) -> str:
-    """Of a product of this dtype: fp32 as three terms of tf32 where the user asks for the highest precision."""
-    if dtype != b.f32 or b.device_props().backend != "cuda":
-        return "ieee"
-    return "tf32x3" if b.precision == "highest" else "tf32"
 
 
 def splits(b: Any, rows: Any, per: int) -> Any:
@@ -126,7 +113,7 @@ def _call(
     KC, VC = (max(16, min(c.DC, power_of_two(D))) for D in (DK, DV))
     constexprs = dict(
         H=h, DK=DK, DV=DV, KC=KC, VC=VC, NK=-(-DK // KC), NV=-(-DV // VC), HELD=c.held, R=r, RP=power_of_two(r), HB=c.HB, BN=c.BN, FEW=few, VARLEN=varlen,
-        ALIGN=alignment(b, q, k, v), PREC=input_precision(b, dtype),
+        ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, dtype),
     )  # fmt: skip
     return _Call(args, constexprs, c, rows, NS)
 

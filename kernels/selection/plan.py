@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..dtypes import without_kernel
 from . import config
 from .forward import selection_forward
 from .gather_plan import plan_gather
@@ -19,7 +20,6 @@ MAX_HEADS = 64
 # Token-level selection: neighbours share little, and masks would compare each tile with hundreds of pieces.
 MOST_TILE_RANGES = 64
 FEW_QUERIES = 16
-FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
@@ -32,8 +32,8 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
             if b.static(shape[3]) > MAX_RANGES:
                 return f"r = {b.static(shape[3])} ranges a query are above {MAX_RANGES}"
             continue
-        if dtype not in FLOATS:
-            return f"dtype {dtype} has no kernel"
+        if reason := without_kernel(b, t):
+            return reason
         if b.static(shape[-1]) > MAX_D:
             return f"D = {b.static(shape[-1])} is above {MAX_D}"
         if len(shape) == 5 and b.static(shape[3]) > MAX_HEADS:
