@@ -137,6 +137,7 @@ _FULL = {
     aten.fill.Scalar: 1,
 }
 CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
+_WHOLE = (torch.int64, torch.int32)
 _SUMS = {aten.sum.dim_IntList, aten.sum.default}
 _ADD = (aten.add.Tensor, aten.add.Scalar)
 _SUB = (aten.sub.Tensor, aten.sub.Scalar)
@@ -558,7 +559,7 @@ class Masks:
         """An element of an integer tensor. Raises Unsupported, and for sums of indicators, which :meth:`count` takes."""
         outer = ref
         while (below := inner(ref)) is not None or (
-            ref.value.func in CASTS and not ref.value.dtype.is_floating_point and ref.value.dtype is not torch.bool
+            ref.value.func in CASTS and ref.value.dtype in _WHOLE and ref.value.args[0].dtype in _WHOLE
         ):
             ref = below if below is not None else Ref(ref.value.args[0], ref.index)
         if ref.value.dtype is torch.bool or ref.value.dtype.is_floating_point or ref.value.dtype.is_complex:
@@ -568,6 +569,8 @@ class Masks:
                     raise Unsupported
                 return number(int(known))
             return self._datum(outer, wrap)
+        if ref.value.dtype not in _WHOLE:  # sums of narrow ones wrap
+            return self._datum(ref, wrap)
         try:
             return self._arithmetic(ref, wrap)
         except KeyData:

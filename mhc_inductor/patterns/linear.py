@@ -143,7 +143,7 @@ def of_scalar(value: Any, fixed: Mapping[str, int]) -> Linear:
         return number(int(value))
     if isinstance(value, int):
         return number(value)
-    if isinstance(value, float) and value == int(value):
+    if isinstance(value, float) and value.is_integer():
         return number(int(value))
     if not isinstance(value, torch.SymInt):
         raise Unsupported

@@ -18,7 +18,7 @@ from mhc_inductor import compat
 from .algebra import Ref, _broadcast, aten, contraction, number, operands, reduction, whole
 from .index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, linear, product_of, var
 from .intervals import Interval, Judge
-from .keysets import MULTIPLY, All, Any_, Masks, alike, behind, both, constant_of, eliminated, free
+from .keysets import MULTIPLY, All, Any_, Masks, alike, behind, both, constant_of, eliminated, free, uncast
 from .linear import Key, atom, of_index, replaced, variables_of
 from .mhc import Mismatch
 from .values import Value, Values
@@ -323,7 +323,7 @@ class Recogniser:
                 for ref, want in guards:
                     if not alike(masks.truth(ref, want), total, t):
                         raise Mismatch("the attention weights are masked once more, and differently", ref.value)
-                return total, fill
+                return total, -math.inf if guards else fill
 
             return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, keys, dense, masks)
 
@@ -408,7 +408,7 @@ def guarded(value: Value, known: Any) -> Guarded | None:
         return Guarded(args[2], args[0], False)
     if func in MULTIPLY:
         for a, b in (args[:2], args[1::-1]):
-            if a in known and isinstance(b, Value):
+            if a in known and isinstance(b, Value) and uncast(whole(b)).value.dtype is torch.bool:
                 return Guarded(a, b)
     return None
 
@@ -443,7 +443,7 @@ class Scores:
         if self.factor <= 0:
             raise NotOurs
         if func in _FILLS:
-            self._filled(constant_of(args[2]), value)
+            self._filled(args[2], value)
             self.given.append(args[1])
             self._parts.append(functools.partial(self.masks.truth, _broadcast(args[1], ref), False))
             return _broadcast(args[0], ref)
@@ -453,7 +453,7 @@ class Scores:
         if func is aten.where.self:
             when, a, b = args
             want = constant_of(b) is not None
-            self._filled(constant_of(b if want else a), value)
+            self._filled(b if want else a, value)
             self.given.append(when)
             self._parts.append(functools.partial(self.masks.truth, _broadcast(when, ref), want))
             return _broadcast(a if want else b, ref)
@@ -465,13 +465,13 @@ class Scores:
                 raise NotOurs
             scores, mask = sides if own[0] else sides[::-1]
             self.given.append(mask.value)
-            self._parts.append(functools.partial(self._added, mask, scores, sign))
+            self._parts.append(functools.partial(self._added, mask, scores, sign * self.factor))
             return scores
         raise NotOurs
 
-    def _added(self, mask: Ref, scores: Ref, sign: float) -> Any_:
+    def _added(self, mask: Ref, scores: Ref, factor: float) -> Any_:
         try:
-            keys, fill = self.masks.additive(mask, sign=sign)
+            keys, fill = self.masks.additive(mask, sign=factor)
         except Unsupported:
             if self.masks.seen or _selects(scores, self.masks):
                 raise Mismatch("something that is no mask is added to the scores", mask.value) from None
@@ -480,12 +480,13 @@ class Scores:
         self.fills.append(fill)
         return keys
 
-    def _filled(self, fill: float | None, value: Value) -> None:
+    def _filled(self, given: Any, value: Value) -> None:
+        fill = constant_of(given)
         if fill is None:
             raise NotOurs
-        if not fill <= -1e4:
-            raise Mismatch(f"scores of other keys are set to {fill:g}; expected -inf", value)
-        self.fills.append(fill)
+        if not self.factor * fill <= -1e4:
+            raise Mismatch(f"scores of other keys are set to {self.factor * fill:g}; expected -inf", value)
+        self.fills.append(self.factor * fill)
 
 
 def _selects(scores: Ref, masks: Masks) -> bool:

@@ -20,7 +20,7 @@ from .find import Finder, Miss, name_of
 from .functional import functional
 from .index import ONE, DynamicWidth, Index, Size, Unsupported, Var, product_of, size_of
 from .intervals import Interval
-from .keysets import Compare, Given, KeyData, behind
+from .keysets import MULTIPLY, Compare, Given, KeyData, behind
 from .linear import Datum, Floor, Linear, of_index, of_size, variables_of
 from .mhc import Mismatch
 from .rewrite import Rewriter, run_fake
@@ -73,7 +73,7 @@ class Selections(Rewriter):
             mark = list(self.graph.nodes)
             try:
                 self._attention(one)
-            except (Mismatch, Unsupported, ValueError, TypeError) as error:
+            except (Mismatch, Unsupported, DynamicWidth, ValueError, TypeError) as error:
                 views = "q, k, v or the ranges cannot be followed through their views"
                 self._refuse(mark, error, OP, one.out, views)
         if self.made:
@@ -167,6 +167,8 @@ class Selections(Rewriter):
                     todo.append(user)
                 elif dot(bare(whole(reached))) is not None:
                     outs.append(reached)
+                elif reached.func in MULTIPLY and any(a in same for a in reached.args[:2]):
+                    todo.append(user)  # the products of a sum of products
         if len(outs) != 1:
             return []
         recogniser = Recogniser(self.search.values)
