@@ -4,7 +4,7 @@ A small model learns to look up ``<ab=x>`` in the sources of Python's standard l
 blocks are everything, so that one dense model serves; then, from its weights, on long texts: with dense attention, and with
 selected attention eagerly and compiled with ``backend="mhc_inductor"`` from the same seed on the same batches.
 
-    python examples/needle.py            # about three minutes on two CPU cores; longer texts and more steps on a GPU
+    python examples/needle.py            # about four minutes on two CPU cores; longer texts and more steps on a GPU
     python examples/needle.py --help
 """
 
@@ -54,7 +54,7 @@ class Size(training.Size):
 
 
 DEFAULTS = {
-    "cpu": Size(150, 64, 1, 4, 512, 320, 4, 16, 6, 16384, 1 << 15),
+    "cpu": Size(150, 64, 1, 3, 768, 320, 4, 16, 6, 16384, 1 << 15),
     "cuda": Size(400, 64, 1, 16, 2048, 400, 16, 16, 6, 16384, 1 << 18),
 }
 
@@ -248,8 +248,12 @@ def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> t
         f"query; {shape}; mhc_inductor {mhc_inductor.__version__}, torch {torch.__version__}, {device_name(device)}"
     )
     console.print(table_of(runs, p))
-    gap = max(abs(a - b) for a, b in zip(runs[1].loss, runs[2].loss, strict=True))
-    console.print(f"selected, eager against compiled: largest difference of the loss at any step {gap:.2e} nats")
+    gaps = [abs(a - b) for a, b in zip(runs[1].loss, runs[2].loss, strict=True)]
+    # Rounding apart, one query that selects another block makes a step another one: runs part after some dozens of steps.
+    console.print(
+        f"selected, eager against compiled: largest difference of the loss {max(gaps[:20]):.2e} nats in the first "
+        f"{len(gaps[:20])} steps, {max(gaps):.2e} in all"
+    )
     say_what_ran(models["selected"], next(long_texts(corpus.train, size, seed)).to(device))
     needle_picture.draw(p, out, f"{shape}, {device_name(device)}")
     console.print(f"picture: {out.resolve()}", soft_wrap=True)
