@@ -28,6 +28,15 @@ LATE = Shape("late", 3, 2, 2, keys=40, batch=2, dim=8, block=8, picks=5)
 SINGLE = Shape("single", 5, 2, 2, keys=30, dim=8, tokens=9)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Any:
+    """Tiny shapes: threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def settings(**changes: Any) -> selection.Settings:
     return selection.Settings(**{"device": "cpu", "rounds": 4, "seed": 4, "small": True, **changes})
 
@@ -38,7 +47,7 @@ def run(path: pathlib.Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def result(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(targets, "CROSSING_LENGTHS", (2048, 32768))
         return run(tmp_path_factory.mktemp("selection") / "selection.json", parts=selection.PARTS)
