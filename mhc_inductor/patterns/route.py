@@ -148,17 +148,20 @@ def _selections(
     """Attentions whose mask is a union of ranges of keys."""
     if not candidates(gm.graph):
         return
-    saved = _copy(gm.graph)
+    saved = None
     try:
         rewriter = Selections(gm.graph, states, templates)
-        rewriter.run_selections()
-        gm.graph.lint()
-        gm.recompile()
+        if rewriter.found:
+            saved = _copy(gm.graph)
+            rewriter.rewrite(gm.graph, states, templates)
+            gm.graph.lint()
+            gm.recompile()
         report.routed += (_routed(op, node, what) for op, node, what in rewriter.made)
         report.near_misses += map(_near_miss, rewriter.misses)
     except Exception as error:
-        gm.graph = saved
-        gm.recompile()
+        if saved is not None:
+            gm.graph = saved
+            gm.recompile()
         report.problems.append(f"attentions stay as they are: {type(error).__name__}: {error}")
         logger.debug("routing failed", exc_info=True)
 

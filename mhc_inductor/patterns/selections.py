@@ -55,7 +55,6 @@ class Selections(Rewriter):
     """Puts ops in the place of the attentions of a graph. Search and proof run on a copy without in-place operations."""
 
     def __init__(self, graph: fx.Graph, autocast: dict[fx.Node, Any], templates: dict[Any, Any]) -> None:
-        super().__init__(graph, Finder(graph, Values(graph, autocast, templates)))
         copy, self.origin, self.since = functional(graph)
         states = {new: autocast[old] for new, old in self.origin.items() if old in autocast}
         self.search = Finder(copy, Values(copy, states, templates))
@@ -64,12 +63,19 @@ class Selections(Rewriter):
         self.mode: Any = None
         self.failed: list[Recogniser] = []
         self.equal: set[frozenset[Size]] = set()
+        self.misses: list[Miss] = []
+        self.made: list[tuple[str, fx.Node, Any]] = []
+        self.found = self._unused(self._all())
 
     # --- search ---
 
-    def run_selections(self) -> None:
-        found = self._all()
-        for one in self._alone(found):
+    def rewrite(self, graph: fx.Graph, autocast: dict[fx.Node, Any], templates: dict[Any, Any]) -> None:
+        """Put an op in the place of each attention of ``graph``, of which the search had a copy."""
+        misses = self.misses
+        super().__init__(graph, Finder(graph, Values(graph, autocast, templates)))
+        self.finder.values.forget(self.search.values.fixed)
+        self.misses = misses
+        for one in self.found:
             mark = list(self.graph.nodes)
             try:
                 self._attention(one)
@@ -95,7 +101,6 @@ class Selections(Rewriter):
             if found or not any(self._fix(self._open(stages.pop(0))) for _ in range(len(stages))):
                 if not found:
                     self.search.values.forget(before)
-                    self.finder.values.forget(before)
                 return found
 
     def _open(self, batch: bool) -> set[str]:
@@ -103,7 +108,6 @@ class Selections(Rewriter):
 
     def _fix(self, symbols: set[str]) -> bool:
         """Count symbols as their present values from now on. Whether any is new."""
-        self.finder.values.fix(symbols)
         return bool(symbols) and self.search.values.fix(symbols)
 
     def _attempt(self) -> list[Found]:
@@ -178,7 +182,7 @@ class Selections(Rewriter):
             return []
         return found
 
-    def _alone(self, found: list[Found]) -> list[Found]:
+    def _unused(self, found: list[Found]) -> list[Found]:
         """Those of which nothing is used elsewhere that has an element for each query and key."""
         while True:
             regions = [self._region_of(one) for one in found]
