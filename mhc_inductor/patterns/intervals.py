@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from .algebra import Ref
 from .index import Index, Size, Unsupported, Var
-from .keysets import All, Any_, Compare, Given, Literal, Masks
+from .keysets import All, Any_, Compare, Given, Literal
 from .linear import Datum, Floor, Key, Linear, mapped, of_size
+from .masks import Masks
 from .mhc import Mismatch
 from .values import Value
 

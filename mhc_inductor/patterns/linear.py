@@ -82,6 +82,12 @@ class Linear:
         """The number that is added."""
         return dict(self.constant).get((), 0)
 
+    @property
+    def never_negative(self) -> bool:
+        """Whether this is a sum of positions."""
+        atoms = (isinstance(a, Var) or (isinstance(a, Floor) and a.of.never_negative) for a, _ in self.terms)
+        return all(atoms) and all(c > 0 for _, c in (*self.terms, *self.constant))
+
     def coefficient(self, atom: Atom) -> int:
         return dict(self.terms).get(atom, 0)
 

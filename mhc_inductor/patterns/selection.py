@@ -16,10 +16,12 @@ from torch import fx
 from mhc_inductor import compat
 
 from .algebra import Ref, _broadcast, aten, contraction, number, operands, reduction, whole
+from .elements import MULTIPLY, behind, constant_of, uncast
 from .index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, linear, product_of, var
 from .intervals import Interval, Judge
-from .keysets import MULTIPLY, All, Any_, Masks, alike, behind, both, constant_of, eliminated, free, uncast
+from .keysets import All, Any_, alike, both, eliminated, free
 from .linear import Key, atom, of_index, replaced, variables_of
+from .masks import Masks
 from .mhc import Mismatch
 from .values import Value, Values
 

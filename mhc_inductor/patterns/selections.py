@@ -16,11 +16,12 @@ from torch import fx
 from mhc_inductor import compat
 
 from .algebra import VIEWS, Ref, aten, whole
+from .elements import MULTIPLY, behind
 from .find import Finder, Miss, name_of
 from .functional import functional
 from .index import ONE, DynamicWidth, Index, Size, Unsupported, Var, product_of, size_of
 from .intervals import Interval
-from .keysets import MULTIPLY, Compare, Given, KeyData, behind
+from .keysets import Compare, Given, KeyData
 from .linear import Datum, Floor, Linear, of_index, of_size, variables_of
 from .mhc import Mismatch
 from .rewrite import Rewriter, run_fake
