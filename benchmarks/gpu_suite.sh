@@ -28,6 +28,13 @@ for step in $steps; do
         compute-sanitizer --tool racecheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
             tests/test_kernels_e79.py -x --show-capture=no -k "widths and input and (16 or 64)" 2>&1 |
             tee "$out/racecheck_e79.log" | tail -15 || status=1
+        compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
+            tests/test_kernels_selection_backward.py tests/test_kernels_selection.py tests/test_kernels_selection_gather.py -x \
+            --show-capture=no -k "widths or heads or packed or many_ranges or strided or nothing" 2>&1 |
+            tee "$out/sanitizer_selection.log" | tail -15 || status=1
+        compute-sanitizer --tool racecheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
+            tests/test_kernels_selection.py tests/test_kernels_selection_gather.py -x --show-capture=no -k heads 2>&1 |
+            tee "$out/racecheck_selection.log" | tail -15 || status=1
         ;;
     bench)
         python3 -m benchmarks mhc --peers --out "$out" 2>&1 | tee "$out/bench.log" | tail -80 || status=1
