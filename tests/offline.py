@@ -24,7 +24,16 @@ TARGETS = {
 }
 SHARED_LIMIT = {"cuda:80": 163 << 10, "cuda:89": 99 << 10, "cuda:90": 227 << 10, "cuda:100": 227 << 10,
                 "cuda:120": 99 << 10, "hip:gfx942": 64 << 10}  # fmt: skip
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+# What was compiled already, in this case or another, and its spills and shared memory.
+MEASURED: dict[str, tuple[int, int]] = {}
 
 
 class Recorder(EagerBuilder):
@@ -85,20 +94,18 @@ def compile_all(
     gpu, _ = TARGETS[target]
     seen: set[str] = set()
     bad: dict[str, str] = {}
-    done: set[str] = set()
     for kernel, args, constexprs, num_warps, num_stages in launches:
         options = {"num_warps": num_warps, "num_stages": num_stages}
         dtypes = {k: v.dtype if isinstance(v, torch.Tensor) else type(v) for k, v in args.items()}
-        key = repr((kernel.__name__, dtypes, constexprs, options))
-        if key in done:  # the fused ops launch many of the same kernels
-            continue
-        done.add(key)
-        compiled = triton.compile(source(kernel, args, constexprs), target=gpu, options=options)
         name = kernel.__name__
+        key = repr((target, name, dtypes, constexprs, options))
+        if key not in MEASURED:
+            compiled = triton.compile(source(kernel, args, constexprs), target=gpu, options=options)
+            MEASURED[key] = spilled(compiled, folder), compiled.metadata.shared
+        bytes_spilled, shared = MEASURED[key]
         seen.add(name)
-        bytes_spilled = spilled(compiled, folder)
         if bytes_spilled > spills.get((target, name, case), 0):
             bad[name] = f"{bytes_spilled} spilled"
-        if compiled.metadata.shared > SHARED_LIMIT[target]:
-            bad[name] = f"{compiled.metadata.shared} bytes of shared memory"
+        if shared > SHARED_LIMIT[target]:
+            bad[name] = f"{shared} bytes of shared memory"
     return seen, bad

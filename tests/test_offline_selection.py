@@ -5,29 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import INTERPRETED
-from offline import SHARED_LIMIT, TARGETS, Recorder, compile_all
+from offline import TARGETS, Recorder, compile_all
 
 from mhc_inductor.kernels.selection import backward_plan, plan
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
-# (target, kernel, case): at most so many bytes of spill stores a thread, in steps of 32 (registers on ROCm).
+# (target, kernel, case): at most so many bytes of spill stores a thread, in steps of 32 (registers on ROCm), as Triton 3.7
+# and its assembler compile them: another version has its own figures.
 SPILLS: dict[tuple[str, str, str], int] = {
-    ("cuda:100", "selection_dkv", "128"): 320,
-    ("cuda:120", "selection_dkv", "128"): 64,
-    ("cuda:80", "selection_dkv", "128"): 224,
-    ("cuda:89", "selection_dkv", "128"): 32,
-    ("cuda:90", "selection_dkv", "128"): 224,
-    ("cuda:100", "selection_dkv", "128-fp32"): 160,
-    ("cuda:120", "selection_dkv", "128-fp32"): 96,
-    ("cuda:80", "selection_dkv", "128-fp32"): 448,
-    ("cuda:89", "selection_dkv", "128-fp32"): 288,
-    ("cuda:90", "selection_dkv", "128-fp32"): 288,
-    ("cuda:100", "selection_dkv", "512"): 32,
-    ("cuda:80", "selection_dkv", "512"): 160,
-    ("cuda:89", "selection_dkv", "512"): 32,
-    ("cuda:90", "selection_dkv", "512"): 32,
-    ("cuda:90", "selection_dkv", "80-fp16"): 224,
+    ("cuda:100", "selection_dkv", "128"): 384,
+    ("cuda:120", "selection_dkv", "128"): 96,
+    ("cuda:80", "selection_dkv", "128"): 192,
+    ("cuda:89", "selection_dkv", "128"): 64,
+    ("cuda:90", "selection_dkv", "128"): 256,
+    ("cuda:90", "selection_dkv", "128-fp32"): 352,
+    ("cuda:90", "selection_dkv", "512"): 64,
+    ("cuda:90", "selection_dkv", "80-fp16"): 256,
     ("cuda:100", "selection_dkv_fix", "128"): 32,
     ("cuda:120", "selection_dkv_fix", "128"): 32,
     ("cuda:100", "selection_dq", "128"): 320,
@@ -35,28 +29,14 @@ SPILLS: dict[tuple[str, str, str], int] = {
     ("cuda:80", "selection_dq", "128"): 288,
     ("cuda:89", "selection_dq", "128"): 224,
     ("cuda:90", "selection_dq", "128"): 160,
-    ("cuda:100", "selection_dq", "128-fp32"): 640,
-    ("cuda:120", "selection_dq", "128-fp32"): 608,
-    ("cuda:80", "selection_dq", "128-fp32"): 448,
-    ("cuda:89", "selection_dq", "128-fp32"): 480,
     ("cuda:90", "selection_dq", "128-fp32"): 736,
-    ("cuda:100", "selection_dq", "512"): 160,
-    ("cuda:80", "selection_dq", "512"): 160,
     ("cuda:90", "selection_dq", "512"): 160,
     ("cuda:90", "selection_dq", "80-fp16"): 192,
     ("cuda:100", "selection_forward", "128"): 32,
     ("cuda:120", "selection_forward", "128"): 32,
     ("cuda:80", "selection_forward", "128"): 64,
     ("cuda:89", "selection_forward", "128"): 32,
-    ("cuda:100", "selection_forward", "128-fp32"): 32,
-    ("cuda:120", "selection_forward", "128-fp32"): 32,
-    ("cuda:80", "selection_forward", "128-fp32"): 32,
-    ("cuda:89", "selection_forward", "128-fp32"): 32,
     ("cuda:90", "selection_forward", "128-fp32"): 32,
-    ("hip:gfx942", "selection_forward", "128-fp32"): 4,
-    ("hip:gfx942", "selection_forward", "512"): 192,
-    ("cuda:100", "selection_forward", "512"): 1952,
-    ("cuda:89", "selection_forward", "512"): 128,
     ("cuda:90", "selection_forward", "512"): 544,
 }
 TILES = {"selection_pieces", "selection_finite", "selection_lists", "selection_forward"}
@@ -88,8 +68,9 @@ def launches(builder, *, h, Dk, Dv=None, dtype=BF16, r=16, S=1024, S_kv=4096, va
     return builder.launches
 
 
-# The tuned device compiles every case, the others what differs most.
-PAIRS = [(t, c) for t in TARGETS for c in CASES if t == "cuda:90" or c in ("128", "512", "128-fp32")]
+# The tuned device compiles every case, the others what is most common; gfx942 the gather path too.
+PAIRS = [(t, "128") for t in TARGETS] + [("hip:gfx942", "decoding")]
+PAIRS += [("cuda:90", c) for c in CASES if c != "128"]
 
 
 @pytest.mark.parametrize(("target", "case"), PAIRS)
@@ -98,20 +79,27 @@ def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
     seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
     if case in ("decoding", "tokens"):
         assert "selection_gather" in seen and "selection_forward" not in seen
+        assert case == "decoding" or "selection_gather_dq" in seen
     else:
-        wanted = TILES | BACKWARD
-        if case == "512" and SHARED_LIMIT[target] < 100 << 10:  # too small for dQ's tiles, on gfx942 for dK's and dV's
-            wanted = TILES if target == "hip:gfx942" else wanted - {"selection_dq"} | {"selection_gather_dq"}
-        assert seen >= wanted
+        assert seen >= TILES | BACKWARD
     assert not bad
 
 
-def test_sizes_of_one_are_constants(tmp_path):
+# A path, and a launch of it that is quick to compile.
+ONES = {
+    "tiles": ({"h": 2, "Dk": 16, "r": 4}, TILES | BACKWARD),
+    "gather": ({"h": 2, "Dk": 16, "r": 4, "S": 1, "backward": False}, {"selection_gather", "selection_combine"}),
+}
+
+
+@pytest.mark.parametrize("path", ONES)
+def test_sizes_of_one_are_constants(path, tmp_path):
     """Generated code passes a size or stride that is 1 as a constant."""
+    case, wanted = ONES[path]
     recorded = []
-    for kernel, args, constexprs, *options in launches(Recorder(TARGETS["cuda:90"][1]), **CASES["128"]):
+    for kernel, args, constexprs, *options in launches(Recorder(TARGETS["cuda:90"][1]), **case):
         ones = {name: 1 for name, value in args.items() if isinstance(value, int)}
-        if kernel.__name__ in TILES:
+        if kernel.__name__ in wanted:
             recorded.append((kernel, args, {**constexprs, **ones}, *options))
-    seen, bad = compile_all(recorded, "cuda:90", "128", SPILLS, tmp_path)
-    assert seen == TILES and not bad
+    seen, bad = compile_all(recorded, "cuda:90", "ones", SPILLS, tmp_path)
+    assert seen == wanted and not bad
