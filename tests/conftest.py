@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TypeVar
 
 import pytest
 import torch
@@ -12,6 +14,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Without a GPU and outside the interpreter tests/test_interpreter.py runs these in processes with the interpreter on.
 collect_ignore_glob = [] if GPU or INTERPRETED else ["test_kernels_*.py"]
+
+if INTERPRETED and not GPU:
+    torch.set_num_threads(1)  # tensors of a few elements: two threads wait for one another half of the time
+
+T = TypeVar("T")
+
+
+def some(every: T, few: T) -> T:
+    """``every`` case on a GPU, a ``few`` of them that still show each property under the interpreter, which is slow."""
+    return every if GPU else few
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -31,3 +43,12 @@ def pytest_report_header() -> str:
 @pytest.fixture
 def device() -> str:
     return "cuda" if GPU else "cpu"
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For files of tiny tensors."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
