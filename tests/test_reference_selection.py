@@ -27,6 +27,7 @@ from mhc_inductor.reference import selection as reference
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EXACT = 1e-12
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Fused:
