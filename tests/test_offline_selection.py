@@ -87,7 +87,7 @@ def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
 
 # A path, and a launch of it that is quick to compile.
 ONES = {
-    "tiles": ({"h": 2, "Dk": 16, "r": 4}, TILES | BACKWARD),
+    "tiles": ({"h": 2, "Dk": 16, "r": 4}, TILES | BACKWARD | {"selection_dkv_count", "selection_dkv_prefix"}),
     "gather": ({"h": 2, "Dk": 16, "r": 4, "S": 1, "backward": False}, {"selection_gather", "selection_combine"}),
 }
 

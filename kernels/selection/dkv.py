@@ -80,7 +80,7 @@ def selection_dkv_prefix(
 ):
     """prefix[units + 1] (int64): what is to do before each unit, its iterations and COST more to set out; nothing for a unit
     without queries. One program."""
-    total = (units * 0).to(tl.int64)
+    total = tl.cast(units * 0, tl.int64)  # units may be a constant
     tl.store(prefix_ptr, total)
     for u in range(0, units, UB):
         i = u + tl.arange(0, UB)
