@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from mhc_inductor import compat
-
 from .algebra import Ref, _broadcast, aten, contraction, number, operands, reduction, whole
 from .elements import MULTIPLY, behind, constant_of, uncast
 from .index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, linear, product_of, var
@@ -174,14 +172,14 @@ class Recogniser:
         """Symbols in the sizes of heads, groups and features (and ``batch``), which queries and keys do not share."""
         if not self._shapes:
             return set()
-        now = compat.hints(self.values.graph)
+        now = self.values.hints
         *rows, keys = self._shapes[0]
         longest = max(rows, key=lambda s: s.factor * math.prod(now.get(x, 1) for x in s.symbols), default=keys)
         wide = {*keys.symbols, *longest.symbols, *(() if batch or len(rows) < 2 else rows[0].symbols)}
         return {x for shape in self._shapes for size in shape for x in size.symbols if x in now} - wide
 
     def _masks(self) -> Masks:
-        self._made.append(Masks(self.values.fixed, compat.hints(self.values.graph)))
+        self._made.append(Masks(self.values.fixed, self.values.hints))
         return self._made[-1]
 
     @property

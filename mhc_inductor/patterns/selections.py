@@ -649,5 +649,5 @@ def _hint(rewriter: Selections, size: Size) -> int:
     """A size's present value."""
     if not size.symbols:
         return size.factor
-    known = compat.hints(rewriter.graph)
+    known = rewriter.finder.values.hints
     return size.factor * math.prod(known.get(name, 1 << 12) for name in size.symbols)

@@ -7,6 +7,7 @@ trace of the whole graph is taken: what nobody looks at costs nothing, and equal
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -123,9 +124,14 @@ class Values:
         self.fixed: dict[str, int] = {}
         self._of: dict[fx.Node, Any] = {}
 
+    @functools.cached_property
+    def hints(self) -> dict[str, int]:
+        """The present values of the symbols in the graph's shapes: one look at all nodes, whoever asks and how often."""
+        return compat.hints(self.graph)
+
     def fix(self, symbols: Collection[str]) -> bool:
         """Count these symbols as their present values from now on. Whether any is new."""
-        new = {name: hint for name, hint in compat.hints(self.graph).items() if name in symbols}
+        new = {name: hint for name, hint in self.hints.items() if name in symbols}
         if not new.keys() - self.fixed.keys():
             return False
         self.fixed.update(new)
