@@ -11,8 +11,6 @@ import dataclasses
 import json
 import multiprocessing
 import pathlib
-import secrets
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +18,7 @@ import torch
 
 from mhc_inductor.ops.e79 import segment_length
 
-from . import accuracy, e79_cases, e79_rollup, environment, running, timing
+from . import accuracy, e79_cases, e79_rollup, running, timing
 from . import e79_targets as targets
 from .e79_cases import Case, make_case
 from .e79_report import plot, table
@@ -68,46 +66,17 @@ class Variant:
     capture: bool = True
 
 
-class Run:
-    """State of one run: the result so far and where it is kept."""
+class Run(running.PartRun[Settings]):
+    operator, notice, unit, lists = "e79", CPU_NOTICE, "microseconds a time step", LISTS
+    how = f"{running.REPLAYED}; the Python loop is called, not replayed"
 
-    def __init__(
-        self, settings: Settings, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]
-    ) -> None:
-        self.s, self.save, self.report = settings, save, report
-        self.device = settings.resolve()
-        self.gpu = self.device.type == "cuda"
-        seed = secrets.randbits(32) if settings.seed is None else settings.seed
-        torch.manual_seed(seed)
-        torch.set_float32_matmul_precision("highest")
-        how = "CUDA-graph replay, L2 flushed before each; the Python loop is called, not replayed"
-        self.result: dict[str, Any] = environment.header(self.device) | {
-            "operator": "e79",
-            "complete": False,
-            "notice": None if self.gpu else CPU_NOTICE,
-            "unit": "microseconds a time step",
-            "settings": {
-                "rounds": settings.rounds,
-                "parts": list(settings.parts),
-                "seed": seed,
-                "budget_s": settings.budget_s,
-                "threads": torch.get_num_threads(),
-                "timing": how if self.gpu else "wall clock",
-            },
-            **{part: [] for part in LISTS},
-            "skipped": {},
+    def recorded(self) -> dict[str, Any]:
+        return {
+            "parts": list(self.s.parts),
+            "seed": self.seed,
+            "budget_s": self.s.budget_s,
+            "threads": torch.get_num_threads(),
         }
-        self.flush = timing.Flusher(self.device)
-        self._started = time.monotonic()
-
-    @property
-    def judged(self) -> bool:
-        """Whether absolute bars count on this device."""
-        return self.gpu and targets.BARS_DEVICE in self.result["device"]["name"]
-
-    @property
-    def spent(self) -> bool:
-        return time.monotonic() - self._started > self.s.budget_s
 
     def some_sizes(self) -> tuple[int, ...]:
         """The n of the parts that do not run at every n."""
@@ -215,22 +184,9 @@ class Run:
         if self.judged:
             row |= {"met_bar": row["median_us"] <= target.bar, "met_goal": row["median_us"] <= target.goal}
 
-    def run(self) -> dict[str, Any]:
-        for part in self.s.parts:
-            try:
-                getattr(self, part)()
-            except Exception as e:  # one part's failure must not lose the others' figures
-                self.result["skipped"][part] = running.message(e)
-            self.tidy()
-            self.save(self.result)
-        self.result["complete"] = True
-        self.result["seconds"] = round(time.monotonic() - self._started, 1)
-        self.save(self.result)
-        return self.result
-
     def tidy(self) -> None:
         torch.compiler.reset()
-        running.free(self.device)
+        super().tidy()
 
     # ---- parts
 

@@ -12,7 +12,6 @@ import dataclasses
 BATCH, STEPS = 32, 512
 SIZES = (32, 64, 96, 128)
 BATCHES, BATCH_SIZES = (1, 32, 132, 264), (64, 128)
-BARS_DEVICE = "H200"
 AUTHORS, EAGER, COMPILE = "the authors' CUDA", "Python loop", "torch.compile of the loop"
 
 

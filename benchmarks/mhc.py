@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import secrets
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -82,44 +80,21 @@ def _device_alive(device: torch.device) -> bool:
     return True
 
 
-class Run:
-    """State of one run: the result so far and where it is kept."""
+class Run(running.Run[Settings]):
+    operator, notice, lists = "mhc", CPU_NOTICE, PARTS
 
     def __init__(
         self, settings: Settings, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]
     ) -> None:
-        self.s, self.save, self.report = settings, save, report
-        self.device = settings.resolve()
-        self.gpu = self.device.type == "cuda"
-        self.seed = secrets.randbits(32) if settings.seed is None else settings.seed
-        torch.manual_seed(self.seed)
-        torch.set_float32_matmul_precision("highest")
-        self.result: dict[str, Any] = {
-            **environment.header(self.device),
-            "complete": False,
-            "notice": None if self.gpu else CPU_NOTICE,
-            "settings": {
-                "rounds": settings.rounds,
-                "groups": list(settings.groups),
-                "seed": self.seed,
-                "float32_matmul_precision": torch.get_float32_matmul_precision(),
-                "timing": "CUDA-graph replay, L2 flushed before each" if self.gpu else "wall clock",
-            },
-            "rows": [],
-            "decode": [],
-            "memory": [],
-            "accuracy": [],
-            "determinism": [],
-            "skipped": {},
-        }
-        self.flush = timing.Flusher(self.device)
-        self._started = time.monotonic()
+        super().__init__(settings, save, report)
         self._fp64: list[tuple[Inputs, dict[str, torch.Tensor]]] = []
 
-    @property
-    def judged(self) -> bool:
-        """Whether absolute bars count on this device."""
-        return self.gpu and targets.BARS_DEVICE in self.result["device"]["name"]
+    def recorded(self) -> dict[str, Any]:
+        return {
+            "groups": list(self.s.groups),
+            "seed": self.seed,
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        }
 
     # ---- inputs and references
 
@@ -354,10 +329,7 @@ class Run:
                 self.save(self.result)
         except _Relaunched:
             pass
-        self.result["complete"] = True
-        self.result["seconds"] = round(time.monotonic() - self._started, 1)
-        self.save(self.result)
-        return self.result
+        return self.finish()
 
     def one_group(self, name: str, remaining: tuple[str, ...]) -> None:
         lengths = {part: len(self.result[part]) for part in PARTS}

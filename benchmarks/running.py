@@ -1,4 +1,4 @@
-"""What the runs of all benchmarks share: the device, failures as text, peak memory, results as JSON."""
+"""What the runs of all benchmarks share: their state and order, the device, failures, peak memory, results as JSON."""
 
 from __future__ import annotations
 
@@ -6,12 +6,36 @@ import gc
 import json
 import math
 import pathlib
+import secrets
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
-from . import timing
+from . import environment, timing
+
+BARS_DEVICE = "H200"
+"""Absolute times are judged on such a GPU alone."""
+REPLAYED = "CUDA-graph replay, L2 flushed before each"
+
+
+class Settings(Protocol):
+    """What every run is told."""
+
+    rounds: int
+    seed: int | None
+
+    def resolve(self) -> torch.device: ...
+
+
+class PartSettings(Settings, Protocol):
+    parts: tuple[str, ...]
+    budget_s: float
+
+
+S = TypeVar("S", bound=Settings)
+P = TypeVar("P", bound=PartSettings)
 
 
 def device_of(name: str, gpu: bool = True) -> torch.device:
@@ -69,3 +93,77 @@ def cleaned(value: Any) -> Any:
 def save(result: dict[str, Any], path: pathlib.Path) -> None:
     """The result as JSON: after each group or part, so that a crash loses one at most."""
     path.write_text(json.dumps(cleaned(result), indent=1) + "\n")
+
+
+class Run(Generic[S]):
+    """State of one run: the result so far and where it is kept."""
+
+    operator: ClassVar[str]
+    notice: ClassVar[str]
+    unit: ClassVar[str | None] = None
+    how: ClassVar[str] = REPLAYED
+    lists: ClassVar[tuple[str, ...]]
+    """The result's lists of rows."""
+
+    def __init__(self, settings: S, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]) -> None:
+        self.s, self.save, self.report = settings, save, report
+        self.device = settings.resolve()
+        self.gpu = self.device.type == "cuda"
+        self.seed = secrets.randbits(32) if settings.seed is None else settings.seed
+        torch.manual_seed(self.seed)
+        torch.set_float32_matmul_precision("highest")
+        self.result: dict[str, Any] = {
+            **environment.header(self.device),
+            "operator": self.operator,
+            "complete": False,
+            "notice": None if self.gpu else self.notice,
+            **({} if self.unit is None else {"unit": self.unit}),
+            "settings": {
+                "rounds": settings.rounds,
+                **self.recorded(),
+                "timing": self.how if self.gpu else "wall clock",
+            },
+            **{name: [] for name in self.lists},
+            "skipped": {},
+        }
+        self.flush = timing.Flusher(self.device)
+        self._started = time.monotonic()
+
+    def recorded(self) -> dict[str, Any]:
+        """The settings that the result keeps, beside rounds and timing."""
+        raise NotImplementedError
+
+    @property
+    def judged(self) -> bool:
+        """Whether absolute bars count on this device."""
+        return self.gpu and BARS_DEVICE in self.result["device"]["name"]
+
+    def finish(self) -> dict[str, Any]:
+        self.result["complete"] = True
+        self.result["seconds"] = round(time.monotonic() - self._started, 1)
+        self.save(self.result)
+        return self.result
+
+
+class PartRun(Run[P]):
+    """A run of parts, each a method of its name, within a budget of seconds."""
+
+    @property
+    def spent(self) -> bool:
+        return time.monotonic() - self._started > self.s.budget_s
+
+    def run(self) -> dict[str, Any]:
+        for name in self.s.parts:
+            self.part(name)
+            self.save(self.result)
+        return self.finish()
+
+    def part(self, name: str) -> None:
+        try:
+            getattr(self, name)()
+        except Exception as e:  # one part's failure must not lose the others' figures
+            self.result["skipped"][name] = message(e)
+        self.tidy()
+
+    def tidy(self) -> None:
+        free(self.device)

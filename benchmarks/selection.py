@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 
 import mhc_inductor
 
-from . import accuracy, environment, running, selection_warm, timing
+from . import accuracy, running, selection_warm, timing
 from . import selection_cases as cases
 from . import selection_peers as peers
 from . import selection_targets as targets
@@ -71,39 +70,15 @@ class Variant:
     note: str = ""
 
 
-class Run:
-    """State of one run: the result so far and where it is kept."""
+class Run(running.PartRun[Settings]):
+    operator, notice, unit, lists = "selection", CPU_NOTICE, "microseconds", LISTS
 
     def __init__(
         self, settings: Settings, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]
     ) -> None:
-        self.s, self.save, self.report = settings, save, report
-        self.device = settings.resolve()
-        self.gpu = self.device.type == "cuda"
-        seed = secrets.randbits(32) if settings.seed is None else settings.seed
-        torch.manual_seed(seed)
-        torch.set_float32_matmul_precision("highest")
-        self.result: dict[str, Any] = environment.header(self.device) | {
-            "operator": "selection",
-            "complete": False,
-            "notice": None if self.gpu else CPU_NOTICE,
-            "unit": "microseconds",
-            "settings": {
-                "rounds": settings.rounds,
-                "parts": list(settings.parts),
-                "seed": seed,
-                "budget_s": settings.budget_s,
-                "small": settings.small,
-                "threads": torch.get_num_threads(),
-                "timing": "CUDA-graph replay, L2 flushed before each" if self.gpu else "wall clock",
-            },
-            **{part: [] for part in LISTS},
-            "skipped": {},
-            "seconds_of": {},
-        }
-        self.flush = timing.Flusher(self.device)
+        super().__init__(settings, save, report)
+        self.result["seconds_of"] = {}
         self.dense_us: dict[tuple[str, str], float] = {}
-        self._started = time.monotonic()
         try:
             peers.fla_module()
             self.fla: str | None = peers.fla_version()
@@ -111,14 +86,18 @@ class Run:
             self.fla = None
             self.result["skipped"][targets.FLA] = running.message(e)
 
-    @property
-    def judged(self) -> bool:
-        """Whether absolute bars count on this device."""
-        return self.gpu and targets.BARS_DEVICE in self.result["device"]["name"] and not self.s.small
+    def recorded(self) -> dict[str, Any]:
+        return {
+            "parts": list(self.s.parts),
+            "seed": self.seed,
+            "budget_s": self.s.budget_s,
+            "small": self.s.small,
+            "threads": torch.get_num_threads(),
+        }
 
     @property
-    def spent(self) -> bool:
-        return time.monotonic() - self._started > self.s.budget_s
+    def judged(self) -> bool:
+        return super().judged and not self.s.small
 
     def shape(self, shape: Shape) -> Shape:
         return shape.small() if self.s.small else shape
@@ -128,19 +107,12 @@ class Run:
             self.report("compiling side by side")
             found = selection_warm.warm(self.s.peers and self.fla is not None)
             self.result["settings"]["compiled_first"] = dataclasses.asdict(found)
-        for part in self.s.parts:
-            begun = time.monotonic()
-            try:
-                getattr(self, part)()
-            except Exception as e:  # one part's failure must not lose the others' figures
-                self.result["skipped"][part] = running.message(e)
-            running.free(self.device)
-            self.result["seconds_of"][part] = round(time.monotonic() - begun, 1)
-            self.save(self.result)
-        self.result["complete"] = True
-        self.result["seconds"] = round(time.monotonic() - self._started, 1)
-        self.save(self.result)
-        return self.result
+        return super().run()
+
+    def part(self, name: str) -> None:
+        begun = time.monotonic()
+        super().part(name)
+        self.result["seconds_of"][name] = round(time.monotonic() - begun, 1)
 
     # ---- variants
 

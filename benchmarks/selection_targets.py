@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 
-BARS_DEVICE = "H200"
 DENSE, FLA, GATHER = "dense causal SDPA (cuDNN)", "flash-linear-attention", "gather + SDPA"
 MASKED = "dense SDPA with a mask"
 XUNHAO, FSA, FLEX = "XunhaoLai's Triton", "Flash-Sparse-Attention", "flex_attention"

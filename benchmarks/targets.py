@@ -14,7 +14,6 @@ TOKENS = 8192
 N = 4
 FLOOR_BYTES_PER_US = 4.3e6
 """The rate that floors are stated at: 4.3 TB/s, what a large copy reaches on an H200."""
-BARS_DEVICE = "H200"
 PEAK_BAR_MB = 500.0
 
 
