@@ -7,18 +7,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import e79_targets as targets
-from .report import OURS, Result, Section, _error, _number, _us, _yes, facts, markdown
+from .report import (
+    OURS,
+    Result,
+    Section,
+    _error,
+    _number,
+    _title,
+    _us,
+    _yes,
+    document,
+    facts,
+    is_ours,
+    outputs_section,
+    sections_of,
+)
 
 _WHAT = {"fwd": "forward", "fb": "forward + backward"}
 _STEP = "time, µs a step"
-
-
-def _ours(row: Result) -> bool:
-    return row["variant"].split(",")[0] in ("ops", "compiled")
-
-
-def _title(row: Result) -> str:
-    return f"{OURS}, {row['variant']}" if _ours(row) else row["variant"]
 
 
 def _shape(row: Result) -> list[str]:
@@ -142,9 +148,7 @@ _SECTIONS = {
 
 
 def sections(result: Result) -> Iterator[Section]:
-    for part, make in _SECTIONS.items():
-        if result.get(part):
-            yield make(result)
+    return sections_of(result, _SECTIONS)
 
 
 def wrong_outputs(result: Result) -> list[str]:
@@ -160,15 +164,11 @@ def wrong_outputs(result: Result) -> list[str]:
 def table(result: Result) -> str:
     """The whole run as Markdown."""
     lines = [*facts(result), f"{result['settings']['timing']}; medians; times are {result['unit']}"]
-    parts = ["# E79 benchmark", "\n".join(f"- {line}" for line in lines)]
-    for title, headings, rows in sections(result):
-        parts.append(f"## {title}\n\n{markdown(headings, rows)}")
-    bad = wrong_outputs(result)
-    fine = "Outputs of every timed row that was compared with the fp64 loop meet their bars."
-    text = "\n".join(f"- {b}" for b in bad) if bad else fine
+    end = []
     if any("errors" in r for part in ("rows", "further", "decode", "cpu") for r in result[part]):
-        parts.append(f"## Outputs of the timed calls\n\n{text}")
-    return "\n\n".join(parts) + "\n"
+        fine = "Outputs of every timed row that was compared with the fp64 loop meet their bars."
+        end = [outputs_section(wrong_outputs(result), fine)]
+    return document("E79", lines, sections(result), *end)
 
 
 # ---- the picture
@@ -185,9 +185,9 @@ _COLOURS = {
 def bars(result: Result, what: str, n: int) -> list[tuple[str, bool, float]]:
     """``(implementation, measured in this run, µs a step)``: ours first, then the others by time."""
     of = [r for r in (*result["rows"], *result["cpu"]) if (r["what"], r["n"]) == (what, n) and "median_us" in r]
-    own = [(_title(r), True, r["median_us"]) for r in of if _ours(r)]
+    own = [(_title(r), True, r["median_us"]) for r in of if is_ours(r)]
     peers = {name: (name, False, us) for r in of for name, us in r.get("published_us", {}).items()}
-    peers |= {r["variant"]: (r["variant"], True, r["median_us"]) for r in of if not _ours(r)}
+    peers |= {r["variant"]: (r["variant"], True, r["median_us"]) for r in of if not is_ours(r)}
     return own + sorted(peers.values(), key=lambda b: b[2])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from . import targets
@@ -49,6 +49,25 @@ def _title(row: Result) -> str:
 
 
 Section = tuple[str, list[str], list[list[str]]]
+
+
+def sections_of(result: Result, makers: Mapping[str, Callable[[Result], Section]]) -> Iterator[Section]:
+    """A section for each list of the result that holds anything, in the order of ``makers``."""
+    for part, make in makers.items():
+        if result.get(part):
+            yield make(result)
+
+
+def outputs_section(bad: list[str], fine: str) -> str:
+    """What the comparison of timed outputs with fp64 found."""
+    return "## Outputs of the timed calls\n\n" + ("\n".join(f"- {b}" for b in bad) if bad else fine)
+
+
+def document(title: str, lines: list[str], sections: Iterable[Section], *further: str) -> str:
+    """A whole run as Markdown: ``lines`` of facts, the sections' tables, then what is given as it stands."""
+    parts = [f"# {title} benchmark", "\n".join(f"- {line}" for line in lines)]
+    parts += [f"## {name}\n\n{markdown(headings, rows)}" for name, headings, rows in sections]
+    return "\n\n".join([*parts, *further]) + "\n"
 
 
 def speed_section(result: Result) -> Section:
@@ -154,17 +173,17 @@ def determinism_section(result: Result) -> Section:
     return "Equal bits", ["check", "shape", "tensors that differ", ""], rows
 
 
+_SECTIONS = {
+    "rows": speed_section,
+    "decode": decode_section,
+    "memory": memory_section,
+    "accuracy": accuracy_section,
+    "determinism": determinism_section,
+}
+
+
 def sections(result: Result) -> Iterator[Section]:
-    makers = {
-        "rows": speed_section,
-        "decode": decode_section,
-        "memory": memory_section,
-        "accuracy": accuracy_section,
-        "determinism": determinism_section,
-    }
-    for part, make in makers.items():
-        if result.get(part):
-            yield make(result)
+    return sections_of(result, _SECTIONS)
 
 
 def facts(result: Result) -> list[str]:
@@ -201,18 +220,11 @@ def wrong_outputs(result: Result) -> list[str]:
 
 def table(result: Result) -> str:
     """The whole run as Markdown."""
-    parts = [f"# {result['operator']} benchmark", "\n".join(f"- {line}" for line in facts(result))]
-    for title, headings, rows in sections(result):
-        parts.append(f"## {title}\n\n{markdown(headings, rows)}")
+    end = []
     if any(is_ours(r) and "errors" in r for r in result["rows"]):
-        bad = wrong_outputs(result)
-        text = (
-            "\n".join(f"- {b}" for b in bad)
-            if bad
-            else "Outputs of every timed row of ours meet their bars against fp64."
-        )
-        parts.append(f"## Outputs of the timed calls\n\n{text}")
-    return "\n\n".join(parts) + "\n"
+        fine = "Outputs of every timed row of ours meet their bars against fp64."
+        end = [outputs_section(wrong_outputs(result), fine)]
+    return document(result["operator"], facts(result), sections(result), *end)
 
 
 # ---- the picture

@@ -7,13 +7,9 @@ import pathlib
 from collections.abc import Iterator
 
 from . import selection_targets as targets
-from .report import OURS, Result, Section, _error, _number, _us, _yes, facts, is_ours, markdown
+from .report import OURS, Result, Section, _error, _number, _title, _us, _yes, document, facts, is_ours, sections_of
 
 _WHAT = {"fwd": "forward", "fb": "forward + backward"}
-
-
-def _title(row: Result) -> str:
-    return f"{OURS}, {row['variant']}" if is_ours(row) else row["variant"]
 
 
 def _time(us: float | None) -> str:
@@ -131,9 +127,7 @@ _SECTIONS = {
 
 
 def sections(result: Result) -> Iterator[Section]:
-    for part, make in _SECTIONS.items():
-        if result.get(part):
-            yield make(result)
+    return sections_of(result, _SECTIONS)
 
 
 def table(result: Result) -> str:
@@ -142,10 +136,7 @@ def table(result: Result) -> str:
     if "union" in result:
         sizes = ", ".join(f"{n}: {count:g}" for n, count in result["union"].items())
         lines.append(f"blocks that neighbouring queries select together at c1, corr, by their number: {sizes}")
-    parts = ["# Selection attention benchmark", "\n".join(f"- {line}" for line in lines)]
-    for title, headings, rows in sections(result):
-        parts.append(f"## {title}\n\n{markdown(headings, rows)}")
-    return "\n\n".join(parts) + "\n"
+    return document("Selection attention", lines, sections(result))
 
 
 # ---- the pictures
