@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -117,7 +118,9 @@ def configured_kernel(kernel: Any, constexprs: tuple[tuple[str, Any], ...], num_
 def launch_kernel(kernel: Any, grid: tuple[Any, ...], tensors: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
     """Emit one launch of a :func:`configured_kernel`, by Inductor's lowering of the Triton-kernel HOP."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
+    from torch._inductor import ir
     from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
 
     lowerings[triton_kernel_wrapper_mutation](
         kernel_idx=kernel_side_table.add_kernel(kernel),
@@ -126,6 +129,41 @@ def launch_kernel(kernel: Any, grid: tuple[Any, ...], tensors: Mapping[str, Any]
         tma_descriptor_metadata={},
         kwargs=dict(tensors),
     )
+    node = V.graph.operations[-1]
+    if isinstance(node, ir.UserDefinedTritonKernel):
+        node.codegen = functools.partial(_compile_early, node.codegen)  # type: ignore[method-assign]
+
+
+def _compile_early(codegen: Callable[[Any], None], wrapper: Any) -> None:
+    """Generate the code of a launch; a kernel that it defines goes to Inductor's compile workers at once.
+
+    Inductor does so with its own kernels, but begins with a user's only when the generated module is loaded.
+    """
+    define = wrapper.define_kernel
+
+    def defined(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
+        submit_kernel(body)
+        return define(name, body, *args, **kwargs)
+
+    wrapper.define_kernel = defined
+    try:
+        codegen(wrapper)
+    finally:
+        del wrapper.define_kernel
+
+
+def submit_kernel(body: str) -> None:
+    """Start compiling the kernel of a generated ``async_compile.triton(name, source, ...)``, if workers are ready."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.virtualized import V
+
+    if V.graph.cpp_wrapper or not AsyncCompile.use_process_pool():
+        return
+    call = ast.parse(body.strip(), mode="eval").body
+    if isinstance(call, ast.Call):
+        # The very strings of the generated code, by which Inductor finds a kernel that is being compiled.
+        keywords = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+        AsyncCompile().triton(*(ast.literal_eval(a) for a in call.args), **keywords)
 
 
 def packaging() -> bool:

@@ -1,0 +1,65 @@
+"""Our kernels compile beside the rest of the code generation: Inductor's workers get their sources when they are known."""
+
+from __future__ import annotations
+
+import ast
+from unittest import mock
+
+import pytest
+import torch
+from fakecuda import fake_cuda, generated_code
+from torch._inductor.async_compile import AsyncCompile
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mhc_inductor
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a mocked device; on a GPU its own compiles show it")
+
+
+def _layer(x, phi, alpha, bias):
+    h_in, h_post, h_res = mhc_inductor.mhc_pre(x, phi, alpha, bias, sinkhorn_iters=20)
+    return mhc_inductor.mhc_post(x, torch.tanh(h_in), h_post, h_res, transpose_res=False)
+
+
+def _generate():
+    """The generated source of a layer."""
+    with (
+        fake_cuda(),
+        FakeTensorMode(),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch.no_grad(),
+    ):
+        x = torch.empty(2, 64, 4, 256, dtype=torch.bfloat16, device="cuda")
+        phi, alpha, bias = (torch.empty(*n, device="cuda") for n in ((24, 1024), (3,), (24,)))
+        (code,) = generated_code(
+            lambda: torch.compile(_layer, fullgraph=True, backend="mhc_inductor")(x, phi, alpha, bias)
+        )
+    return code
+
+
+def _kernels(code: str) -> dict[str, str]:
+    """Name and source of each ``async_compile.triton`` of a generated module, as Python reads it."""
+    calls = [
+        n
+        for n in ast.walk(ast.parse(code))
+        if isinstance(n, ast.Call) and ast.unparse(n.func) == "async_compile.triton"
+    ]
+    return dict([ast.literal_eval(a) for a in call.args[:2]] for call in calls)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_workers_that_are_ready_get_every_kernel(ready):
+    submitted = []
+
+    def triton(self, name, source, *args, **kwargs):
+        submitted.append((name, source))
+
+    with (
+        mock.patch.object(AsyncCompile, "use_process_pool", classmethod(lambda cls: ready)),
+        mock.patch.object(AsyncCompile, "triton", triton),
+    ):
+        code = _generate()
+    kernels = _kernels(code)
+    assert {"mhc_post", "mhc_pre_project"} <= set(kernels)
+    # Equal to the character: Inductor knows a kernel on the way by its source.
+    assert submitted == (list(kernels.items()) if ready else [])
