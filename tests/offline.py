@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
 import subprocess
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -67,6 +69,23 @@ def source(kernel, args, constexprs) -> ASTSource:
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
+def _without_cubin(backend=None, stages=None, *_):
+    """Triton's hook on its stages, and without arguments what the hook adds to the key of its cache."""
+    if stages is None:
+        return "without cubin", "without cubin"
+    if "cubin" in stages:
+        stages["cubin"] = lambda ptx, metadata: b""
+    return None
+
+
+@contextlib.contextmanager
+def _assembled_once() -> Iterator[None]:
+    """Triton stops at PTX: :func:`spilled` assembles it, and says more."""
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.add_stages_inspection_hook = _without_cubin
+        yield
+
+
 def spilled(compiled, folder: pathlib.Path) -> int:
     """Bytes (CUDA) or registers (ROCm) that the assembler spilled."""
     if "amdgcn" in compiled.asm:
@@ -100,7 +119,8 @@ def compile_all(
         name = kernel.__name__
         key = repr((target, name, dtypes, constexprs, options))
         if key not in MEASURED:
-            compiled = triton.compile(source(kernel, args, constexprs), target=gpu, options=options)
+            with _assembled_once():
+                compiled = triton.compile(source(kernel, args, constexprs), target=gpu, options=options)
             MEASURED[key] = spilled(compiled, folder), compiled.metadata.shared
         bytes_spilled, shared = MEASURED[key]
         seen.add(name)
