@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+import torch._inductor.config
 
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -15,8 +16,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Without a GPU and outside the interpreter tests/test_interpreter.py runs these in processes with the interpreter on.
 collect_ignore_glob = [] if GPU or INTERPRETED else ["test_kernels_*.py"]
 
-if INTERPRETED and not GPU:
+if not GPU:
     torch.set_num_threads(1)  # tensors of a few elements: two threads wait for one another half of the time
+    # Scalar C++ compiles in two thirds of the time. Inductor's vector code is tested where ``vectorised`` asks for it.
+    torch._inductor.config.cpp.simdlen = 1
 
 T = TypeVar("T")
 
@@ -43,6 +46,13 @@ def pytest_report_header() -> str:
 @pytest.fixture
 def device() -> str:
     return "cuda" if GPU else "cpu"
+
+
+@pytest.fixture
+def vectorised() -> Iterator[None]:
+    """Compiled code as users get it on a CPU: with its vector instructions."""
+    with torch._inductor.config.patch({"cpp.simdlen": None}):
+        yield
 
 
 @pytest.fixture(scope="module")
