@@ -13,7 +13,9 @@ from torch import Tensor, fx
 
 from mhc_inductor.patterns.report import Report
 from mhc_inductor.patterns.route import route
+from tests.helpers_mhc import relative, rounding
 
+FP32_SUMS = 2e-6  # sums of a few hundred fp32 products in another order
 FUSED = {"mhc_post_pre": ("mhc_post", "mhc_pre"), "mhc_post_head": ("mhc_post", "mhc_head")}
 
 
@@ -138,3 +140,26 @@ def _apart(x: Tensor | None, y: Tensor | None, least: float = 0.0) -> float:
         return float("inf")
     a, b = a.nan_to_num(), b.nan_to_num()
     return float((a - b).norm() / b.norm().clamp_min(max(1e-30, least * b.numel() ** 0.5)))
+
+
+def reasons(got: Captured) -> str:
+    """What the report says of everything that was not routed."""
+    return "; ".join([m.reason for m in got.report.near_misses] + got.report.problems) or "no reason given"
+
+
+def named_tensors(got: Captured) -> dict[str, Tensor]:
+    """Outputs and gradients by name."""
+    named = {f"output {k}": t for k, t in enumerate(got.outputs)}
+    return {**named, **{f"gradient of {k}": g for k, g in got.grads.items() if g is not None}}
+
+
+def not_worse(name: str, got: Captured, unrouted: Captured, exact: Captured) -> None:
+    """Against fp64: no error above twice the largest of the unrouted call, and one rounding."""
+    mine, theirs, want = named_tensors(got), named_tensors(unrouted), named_tensors(exact)
+    kinds = [(t.shape, t.dtype) for t in mine.values()]
+    assert mine.keys() == theirs.keys() and kinds == [(t.shape, t.dtype) for t in theirs.values()], name
+    errors = {k: relative(t, want[k]) for k, t in theirs.items() if bool(want[k].any())}
+    bar = 2 * max(errors.values(), default=0.0) + FP32_SUMS
+    for key in errors:
+        error = relative(mine[key], want[key])
+        assert error <= bar + rounding(mine[key].dtype), f"{name}, {key}: {error:.3g} from fp64, {bar:.3g} allowed"

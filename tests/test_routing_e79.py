@@ -17,39 +17,16 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
 import mhc_inductor
-from tests.capture import Captured, difference, eager, evaluate, run
-from tests.helpers_mhc import relative, rounding
+from tests.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
 from tests.judges_e79 import DIM, JUDGES, STATE, CoupledCell, Layer
 from tests.spellings_e79 import AXES, MUTATIONS, Loop, Settings, mutants, plain, singles, spellings
 
 CHUNK, RANDOM, SEED = 13, 65, 0
-FP32_SUMS = 2e-6  # sums of a few hundred fp32 products in another order
 SCAN = torch.ops.mhc_inductor.e79_scan.default
 
 
 def _scans(got: Captured) -> list[torch.fx.Node]:
     return [node for gm in got.graphs for node in gm.graph.nodes if node.target is SCAN]
-
-
-def _reasons(got: Captured) -> str:
-    return "; ".join([m.reason for m in got.report.near_misses] + got.report.problems) or "no reason given"
-
-
-def _tensors(got: Captured) -> dict[str, Tensor]:
-    named = {f"output {k}": t for k, t in enumerate(got.outputs)}
-    return {**named, **{f"gradient of {k}": g for k, g in got.grads.items() if g is not None}}
-
-
-def _not_worse(name: str, got: Captured, unrouted: Captured, exact: Captured) -> None:
-    """Against fp64: no error above twice the largest of the unrouted loop, and one rounding."""
-    mine, theirs, want = _tensors(got), _tensors(unrouted), _tensors(exact)
-    kinds = [(t.shape, t.dtype) for t in mine.values()]
-    assert mine.keys() == theirs.keys() and kinds == [(t.shape, t.dtype) for t in theirs.values()], name
-    errors = {k: relative(t, want[k]) for k, t in theirs.items() if bool(want[k].any())}
-    bar = 2 * max(errors.values(), default=0.0) + FP32_SUMS
-    for key in errors:
-        error = relative(mine[key], want[key])
-        assert error <= bar + rounding(mine[key].dtype), f"{name}, {key}: {error:.3g} from fp64, {bar:.3g} allowed"
 
 
 def _exact(loop: Loop) -> Captured:
@@ -69,7 +46,7 @@ def _run(loop: Loop, *, routed: bool = True) -> tuple[Captured, Captured]:
 
 def _assert_one_scan(loop: Loop) -> None:
     got, unrouted = _run(loop)
-    assert dict(got.ops) == {"e79_scan": 1}, f"{loop.name}: {_reasons(got)}"
+    assert dict(got.ops) == {"e79_scan": 1}, f"{loop.name}: {reasons(got)}"
     (gm,) = got.graphs
     names = [str(getattr(node.target, "__name__", node.target)) for node in gm.graph.nodes]
     words = ("einsum", "matmul", "bmm", "sigmoid", "silu", "addcmul", "setitem")
@@ -77,7 +54,7 @@ def _assert_one_scan(loop: Loop) -> None:
     assert not left, f"{loop.name}: {left} of the loop are left"
     segment = _scans(got)[0].args[5]
     assert (segment > 0) == (loop.settings.mode != "no_grad"), f"{loop.name}: segment {segment}"
-    _not_worse(loop.name, got, unrouted, _exact(loop))
+    not_worse(loop.name, got, unrouted, _exact(loop))
 
 
 SINGLES = singles()
@@ -171,7 +148,7 @@ def test_a_mutant_is_not_routed_and_the_report_says_why(start: int) -> None:
     for loop in mutants()[start : start + 12]:
         got, unrouted = _run(loop)
         assert not got.ops, f"{loop.name} is routed"
-        assert REASONS[loop.mutant] in _reasons(got), f"{loop.name}: {_reasons(got)}"
+        assert REASONS[loop.mutant] in reasons(got), f"{loop.name}: {reasons(got)}"
         assert difference(got, unrouted) == 0.0, loop.name
         assert all(m.op == "e79_scan" and "spellings_e79.py" in m.source for m in got.report.near_misses)
 
@@ -182,7 +159,7 @@ def test_one_odd_step_in_the_middle_ends_the_scan(mutant: str) -> None:
     loop = dataclasses.replace(plain(Settings(T=5)), mutant=mutant, where=2)
     got, unrouted = _run(loop)
     assert [node.args[0].meta["example_value"].shape[0] for node in _scans(got)] == [2, 2]
-    assert REASONS[mutant] in _reasons(got)
+    assert REASONS[mutant] in reasons(got)
     assert difference(got, unrouted) < 1e-5
 
 
@@ -203,16 +180,16 @@ def _judge(name: str, grad: bool, dtype: torch.dtype = torch.float32) -> tuple[C
 @pytest.mark.parametrize("name", JUDGES)
 def test_judges_are_routed_whole(name: str, grad: bool) -> None:
     got, unrouted, exact = _judge(name, grad)
-    assert dict(got.ops) == {"e79_scan": JUDGES[name][2]}, _reasons(got)
+    assert dict(got.ops) == {"e79_scan": JUDGES[name][2]}, reasons(got)
     assert len(got.graphs) == 1 and not got.report.near_misses
-    _not_worse(name, got, unrouted, exact)
+    not_worse(name, got, unrouted, exact)
 
 
 @pytest.mark.parametrize("name", ["fixed bias", "input bias", "layer", "batch first, fp32 inside"])
 def test_judges_in_bf16(name: str) -> None:
     got, unrouted, exact = _judge(name, True, torch.bfloat16)
-    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
-    _not_worse(name, got, unrouted, exact)
+    assert dict(got.ops) == {"e79_scan": 1}, reasons(got)
+    not_worse(name, got, unrouted, exact)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
@@ -249,7 +226,7 @@ def test_one_step_is_routed_for_decoding() -> None:
     cell = CoupledCell("fixed").eval()
     x, state = torch.randn(1, 3, DIM), [torch.randn(3, STATE, STATE) for _ in range(2)]
     got = run(cell, (x, *state), (), False)
-    assert dict(got.ops) == {"e79_scan": 1} and _scans(got)[0].args[5] == 0, _reasons(got)
+    assert dict(got.ops) == {"e79_scan": 1} and _scans(got)[0].args[5] == 0, reasons(got)
     assert difference(got, eager(cell, (x, *state), (), False)) < 1e-5
 
 
@@ -290,7 +267,7 @@ def test_detached_states_make_a_scan_each() -> None:
         return torch.stack(outs), S, M
 
     got, unrouted = _both(fn, _kvqm(6))
-    assert dict(got.ops) == {"e79_scan": 2}, _reasons(got)
+    assert dict(got.ops) == {"e79_scan": 2}, reasons(got)
     assert difference(got, unrouted) < 1e-5
 
 
@@ -305,7 +282,7 @@ def test_states_that_are_kept_forbid_the_scan(what: str) -> None:
         return torch.stack(kept), out
 
     got, unrouted = _both(fn, _kvqm())
-    assert not got.ops and "used outside the loop" in _reasons(got)
+    assert not got.ops and "used outside the loop" in reasons(got)
     assert difference(got, unrouted) == 0.0
 
 
@@ -317,7 +294,7 @@ def test_states_that_change_places_forbid_the_scan() -> None:
         return S, M, out
 
     got, unrouted = _both(fn, _kvqm())
-    assert not got.ops and "change places" in _reasons(got)
+    assert not got.ops and "change places" in reasons(got)
     assert difference(got, unrouted) == 0.0
 
 
@@ -331,7 +308,7 @@ def test_backwards_in_time() -> None:
         return torch.stack(outs[::-1]), S, M
 
     got, unrouted = _both(fn, _kvqm())
-    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
+    assert dict(got.ops) == {"e79_scan": 1}, reasons(got)
     assert difference(got, unrouted) < 1e-5
 
 
@@ -346,7 +323,7 @@ def test_any_choice_of_steps(picked: Sequence[int]) -> None:
         return torch.stack(outs), S
 
     got, unrouted = _both(fn, _kvqm(5))
-    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
+    assert dict(got.ops) == {"e79_scan": 1}, reasons(got)
     assert difference(got, unrouted) < 1e-5
 
 
@@ -362,8 +339,8 @@ def test_outputs_fed_back_make_a_scan_of_each_step() -> None:
         return S, M, x
 
     got, unrouted = _both(fn, _kvqm())
-    assert [node.args[0].meta["example_value"].shape[0] for node in _scans(got)] == [1, 1, 1], _reasons(got)
-    assert "depends on its result" in _reasons(got)
+    assert [node.args[0].meta["example_value"].shape[0] for node in _scans(got)] == [1, 1, 1], reasons(got)
+    assert "depends on its result" in reasons(got)
     assert difference(got, unrouted) < 1e-5
 
 
@@ -393,7 +370,7 @@ def test_an_input_changed_in_place_within_the_loop_forbids_the_scan() -> None:
         return torch.stack(outs), S, M
 
     got, unrouted = _both(fn, _kvqm(), grad=False)
-    assert not got.ops and "in place" in _reasons(got)
+    assert not got.ops and "in place" in reasons(got)
     assert difference(got, unrouted) == 0.0
 
 
@@ -422,7 +399,7 @@ def test_two_loops_in_one_graph() -> None:
         return torch.stack(outs)
 
     got, unrouted = _both(fn, _kvqm(3), _kvqm(4))
-    assert dict(got.ops) == {"e79_scan": 2}, _reasons(got)
+    assert dict(got.ops) == {"e79_scan": 2}, reasons(got)
     assert difference(got, unrouted) < 1e-5
 
 
@@ -438,7 +415,7 @@ def test_a_gradient_stopped_inside_the_loop_forbids_the_scan() -> None:
         return S, M, out
 
     got, unrouted = _both(fn, _kvqm())
-    assert not got.ops and "gradients are switched" in _reasons(got)
+    assert not got.ops and "gradients are switched" in reasons(got)
     assert difference(got, unrouted) == 0.0
 
 
@@ -456,7 +433,7 @@ def test_checkpointed_loops_are_routed_inside() -> None:
         return out
 
     got, unrouted = _both(fn, _kvqm())
-    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
+    assert dict(got.ops) == {"e79_scan": 1}, reasons(got)
     assert difference(got, unrouted) < 1e-5
 
 
@@ -522,7 +499,7 @@ def _given(T: int = 4, B: int = 2, n: int = STATE) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
 def test_a_higher_order_scan_is_routed(grad: bool, dynamic: bool) -> None:
     got = run(_by_scan, _given(), (), grad, dynamic=dynamic)
-    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
+    assert dict(got.ops) == {"e79_scan": 1}, reasons(got)
     (gm,) = got.graphs
     assert not [node for node in gm.graph.nodes if node.op == "get_attr"], "the body is left"
     assert _scans(got)[0].args[0].op == "placeholder", "k, v, q and m are copied together"
@@ -535,7 +512,7 @@ def test_a_projection_in_the_body_becomes_one_of_all_steps(dynamic: bool) -> Non
     x, w = torch.randn(2, 5, DIM), torch.randn(4 * STATE, DIM) / DIM**0.5
     given = x, w, torch.randn(2, 5, STATE), S, M
     got = run(_by_scan_with_projection, given, (), True, dynamic=dynamic)
-    assert dict(got.ops) == {"e79_scan": 1}, _reasons(got)
+    assert dict(got.ops) == {"e79_scan": 1}, reasons(got)
     assert difference(got, eager(_by_scan_with_projection, given)) < 1e-5
 
 
@@ -553,7 +530,7 @@ def test_a_scan_of_something_else_is_left_alone() -> None:
 
     kvqm, _, S, M = _given()
     got = run(fn, (kvqm, S, M), (), False)
-    assert not got.ops and "S k^ in delta enters with a factor of 1" in _reasons(got)
+    assert not got.ops and "S k^ in delta enters with a factor of 1" in reasons(got)
     assert difference(got, eager(fn, (kvqm, S, M), (), False)) < 1e-6
 
 

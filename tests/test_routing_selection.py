@@ -17,35 +17,13 @@ from torch import Tensor, nn
 import mhc_inductor
 from mhc_inductor.patterns.route import route
 from mhc_inductor.patterns.selection_rule import Sizes, refusal
-from tests.capture import Captured, difference, eager, evaluate, run
-from tests.helpers_mhc import relative, rounding
+from tests.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
+from tests.helpers_mhc import relative
 from tests.judges_selection import JUDGES
 from tests.spellings_selection import AXES, KINDS, MUTATIONS, Attention, Settings, mutants, plain, singles, spellings
 
 CHUNK, RANDOM, SEED = 20, 60, 1
-FP32_SUMS = 2e-6  # sums of a few dozen fp32 products in another order
 OP = torch.ops.mhc_inductor.selection_attention.default
-
-
-def _reasons(got: Captured) -> str:
-    return "; ".join([m.reason for m in got.report.near_misses] + got.report.problems) or "no reason given"
-
-
-def _tensors(got: Captured) -> dict[str, Tensor]:
-    named = {f"output {k}": t for k, t in enumerate(got.outputs)}
-    return {**named, **{f"gradient of {k}": g for k, g in got.grads.items() if g is not None}}
-
-
-def _not_worse(name: str, got: Captured, unrouted: Captured, exact: Captured) -> None:
-    """Against fp64: no error above twice the largest of the unrouted attention, and one rounding."""
-    mine, theirs, want = _tensors(got), _tensors(unrouted), _tensors(exact)
-    kinds = [(t.shape, t.dtype) for t in mine.values()]
-    assert mine.keys() == theirs.keys() and kinds == [(t.shape, t.dtype) for t in theirs.values()], name
-    errors = {k: relative(t, want[k]) for k, t in theirs.items() if bool(want[k].any())}
-    bar = 2 * max(errors.values(), default=0.0) + FP32_SUMS
-    for key in errors:
-        error = relative(mine[key], want[key])
-        assert error <= bar + rounding(mine[key].dtype), f"{name}, {key}: {error:.3g} from fp64, {bar:.3g} allowed"
 
 
 def _callable(one: Attention) -> Callable[..., Any]:
@@ -73,13 +51,13 @@ def _exact(one: Attention) -> Captured:
 
 def _assert_routed(one: Attention) -> None:
     got, unrouted = _run(one)
-    assert dict(got.ops) == {"selection_attention": 1}, f"{one.name}: {_reasons(got)}"
+    assert dict(got.ops) == {"selection_attention": 1}, f"{one.name}: {reasons(got)}"
     names = [str(getattr(node.target, "__name__", node.target)) for node in got.graphs[0].graph.nodes]
     words = ("softmax", "matmul", "bmm", "einsum", "scaled_dot", "one_hot", "cumsum", "repeat_interleave")
     # What was written in place is left for the compiler, which sees that nobody reads it.
     left = [name for name in names if any(word in name for word in words)]
     assert not left or any(name.endswith("_") or name in ("iadd", "setitem") for name in names), f"{one.name}: {left}"
-    _not_worse(one.name, got, unrouted, _exact(one))
+    not_worse(one.name, got, unrouted, _exact(one))
 
 
 SINGLES = singles()
@@ -161,8 +139,8 @@ def test_a_mutant_is_not_routed_and_the_report_says_why(start: int) -> None:
     for one in mutants()[start : start + CHUNK]:
         got, unrouted = _run(one)
         assert not got.ops and not got.report.problems, f"{one.mutant} is routed, or fails: {got.report.problems}"
-        assert REASONS.get(one.mutant, "") in _reasons(got), f"{one.mutant}: {_reasons(got)}"
-        assert one.mutant not in SILENT or got.report.empty, f"{one.mutant}: {_reasons(got)}"
+        assert REASONS.get(one.mutant, "") in reasons(got), f"{one.mutant}: {reasons(got)}"
+        assert one.mutant not in SILENT or got.report.empty, f"{one.mutant}: {reasons(got)}"
         assert difference(got, unrouted) == 0.0, one.mutant
         assert all(m.op == "selection_attention" and "selection.py" in m.source for m in got.report.near_misses)
 
@@ -182,7 +160,7 @@ def _judge(name: str) -> tuple[Callable[..., Any], tuple[Tensor, ...], Sequence[
 def test_judges_are_routed(name: str, grad: bool) -> None:
     fn, given, named = _judge(name)
     got, unrouted = run(fn, given, named, grad), eager(fn, given, named, grad)
-    assert dict(got.ops) == {"selection_attention": 1}, _reasons(got)
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
     assert not got.report.near_misses
     assert all(g is not None for k, g in got.grads.items() if unrouted.grads[k] is not None)
     assert difference(got, unrouted) < 2e-6
@@ -197,7 +175,7 @@ def test_judges_in_bf16(name: str) -> None:
     fn = fn.bfloat16() if isinstance(fn, nn.Module) else fn
     given = tuple(t.bfloat16() if t.is_floating_point() else t for t in given)
     got, unrouted = run(fn, given, (), False), eager(fn, given, (), False)
-    assert dict(got.ops) == {"selection_attention": 1}, _reasons(got)
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
     assert difference(got, unrouted) < 2e-2
 
 
@@ -337,7 +315,7 @@ def test_layers_share_a_mask() -> None:
         return q
 
     got, unrouted = _both(fn, *_given())
-    assert dict(got.ops) == {"selection_attention": 3}, _reasons(got)
+    assert dict(got.ops) == {"selection_attention": 3}, reasons(got)
     assert difference(got, unrouted) < 5e-6
 
 
@@ -348,7 +326,7 @@ def test_one_layer_that_needs_the_mask_keeps_it_for_all() -> None:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.1)
 
     got, unrouted = _both(fn, *_given())
-    assert not got.ops and "the mask is used elsewhere" in _reasons(got)
+    assert not got.ops and "the mask is used elsewhere" in reasons(got)
     assert difference(got, unrouted) == 0.0
 
 
@@ -361,7 +339,7 @@ def test_checkpointed_attention_is_routed_inside() -> None:
         return out
 
     got, unrouted = _both(fn, *_given())
-    assert dict(got.ops) == {"selection_attention": 1}, _reasons(got)
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
     assert difference(got, unrouted) < 5e-6
 
 
@@ -373,7 +351,7 @@ def test_ranges_changed_afterwards_forbid_it() -> None:
         return F.scaled_dot_product_attention(q, k, v, mask)
 
     got, unrouted = _both(fn, *_given())
-    assert not got.ops and "changed in place" in _reasons(got)
+    assert not got.ops and "changed in place" in reasons(got)
     assert difference(got, unrouted) == 0.0
 
 
@@ -398,7 +376,7 @@ def test_masks_changed_in_between_are_two() -> None:
         return first + F.scaled_dot_product_attention(q, k, v, mask)
 
     got, unrouted = _both(fn, *_given())
-    assert dict(got.ops) == {"selection_attention": 2}, _reasons(got)
+    assert dict(got.ops) == {"selection_attention": 2}, reasons(got)
     assert difference(got, unrouted) < 5e-6
 
 
@@ -409,7 +387,7 @@ def test_weights_without_gradients_forbid_it() -> None:
         return weights @ v
 
     got, unrouted = _both(fn, *_given())
-    assert not got.ops and "gradients are switched" in _reasons(got)
+    assert not got.ops and "gradients are switched" in reasons(got)
     assert difference(got, unrouted) == 0.0
 
 
@@ -419,7 +397,7 @@ def test_keys_without_gradients_keep_none() -> None:
         return scores.masked_fill(~_mask(ranges, k.shape[2]), float("-inf")).softmax(-1) @ v
 
     got, unrouted = _both(fn, *_given())
-    assert dict(got.ops) == {"selection_attention": 1}, _reasons(got)
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
     assert got.grads["input 1"] is None and difference(got, unrouted) < 5e-6
 
 
@@ -430,7 +408,7 @@ def test_masks_without_gradients_are_masks() -> None:
         return F.scaled_dot_product_attention(q, k, v, mask)
 
     got, unrouted = _both(fn, *_given())
-    assert dict(got.ops) == {"selection_attention": 1}, _reasons(got)
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
     assert difference(got, unrouted) < 5e-6
 
 
@@ -455,7 +433,7 @@ def test_plain_attention_is_no_near_miss() -> None:
 
     q, k, v, _ = _given()
     got, unrouted = _both(fn, q, k, v, torch.rand(2, 16) > 0.2, grad=False)
-    assert got.report.empty, _reasons(got)
+    assert got.report.empty, reasons(got)
     assert difference(got, unrouted) == 0.0
 
 
