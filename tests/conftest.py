@@ -21,6 +21,11 @@ if not GPU:
     # Scalar C++ compiles in two thirds of the time. Inductor's vector code is tested where ``vectorised`` asks for it.
     torch._inductor.config.cpp.simdlen = 1
 
+if INTERPRETED and not GPU:
+    from interpreting import mend_speed
+
+    mend_speed()
+
 T = TypeVar("T")
 
 

@@ -1,6 +1,9 @@
-"""Triton's interpreter, mended where it differs from a GPU, or takes seconds for a row of tl.sort (seen in 3.6 and 3.7)."""
+"""Triton's interpreter, mended where it differs from a GPU, or is slow without need (seen in 3.6 and 3.7)."""
 
 from __future__ import annotations
+
+import inspect
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,3 +54,28 @@ def mend_rounding() -> None:
     """The interpreter cuts fp32 off where a GPU rounds it to the nearest bf16."""
     interpreter.InterpreterBuilder.cast_impl = _rounding_cast
     interpreter.InterpreterBuilder.create_fp_trunc = _rounding_cast
+
+
+_patch_lang = interpreter._patch_lang
+_get_np_dtype = interpreter._get_np_dtype
+_np_dtypes: dict[str, np.dtype] = {}
+
+
+def _patch_once(fn: Any) -> interpreter._LangPatchScope:
+    langs = [m for m in fn.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)]
+    if langs and not any(tl.core.is_builtin(m.load) for m in langs):
+        return interpreter._LangPatchScope()
+    return _patch_lang(fn)
+
+
+def _np_dtype(ty: tl.dtype) -> np.dtype:
+    name = ty.scalar.name
+    if name not in _np_dtypes:
+        _np_dtypes[name] = _get_np_dtype(ty)
+    return _np_dtypes[name]
+
+
+def mend_speed() -> None:
+    """A launch patches triton.language; each call of a device function does so again, which is a third of all time."""
+    interpreter._patch_lang = _patch_once
+    interpreter._get_np_dtype = _np_dtype
