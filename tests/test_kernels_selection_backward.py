@@ -44,7 +44,24 @@ def builder(monkeypatch, device):
         selection_attention_backward=lambda *args: backward_plan.plan_selection_attention_backward(made, *args),
     )
     monkeypatch.setattr(h, "OPS", ops)
+    # Small shapes test the kernels of many queries; ``few`` those of few.
+    monkeypatch.setattr(backward_plan, "FEW_QUERIES", 0)
     return made
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Up to 128 queries run ``few.py``; calls of it."""
+    calls = []
+
+    def counted(*args, plan=backward_plan.plan_dkv_few):
+        calls.append(args)
+        return plan(*args)
+
+    monkeypatch.setattr(backward_plan, "FEW_QUERIES", 128)
+    monkeypatch.setattr(backward_plan, "plan_dkv_few", counted)
+    yield calls
+    assert calls
 
 
 def run(device, kind="odd", dtype=F32, *, up=h.OUTPUTS, scale=None, tolerance=None, **made):
@@ -142,8 +159,88 @@ def test_more_ranges_than_are_held(device, ranges):
     run(device, "token", B=1, S=20, S_kv=140, G=1, h=4, Dk=16, r=ranges)
 
 
-def test_few_queries(device):
+def test_few_queries_by_the_kernels_of_many(device):
     run(device, S=2, S_kv=140, h=4, Dk=16, sink=True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"), some([*itertools.product([1, 4, 16, 33, 64], [BF16, F16, F32])], [(4, BF16), (33, F32)])
+)
+def test_heads_of_few_queries(device, few, heads, dtype):
+    run(device, dtype=dtype, S=3, S_kv=100, h=heads, Dk=16, sink=True)
+
+
+@pytest.mark.parametrize("up", [("o",), ("lse",), h.OUTPUTS])
+def test_upstream_of_few_queries(device, few, up):
+    run(device, dtype=BF16, S=1, S_kv=70, h=4, Dk=16, up=up)
+
+
+@pytest.mark.parametrize(
+    ("Dk", "Dv", "dtype"),
+    some(
+        [(*d, t) for d in ((80, 80), (128, 128), (24, 40), (192, 128), (64, 300), (512, 512)) for t in (BF16, F32)],
+        [(24, 40, BF16), (192, 128, F32)],
+    ),
+)
+def test_widths_of_few_queries(device, few, Dk, Dv, dtype):
+    run(device, dtype=dtype, B=1, S=2, G=1, S_kv=70, h=4, Dk=Dk, Dv=Dv, r=3)
+
+
+@pytest.mark.parametrize(("S", "r"), some([*itertools.product([1, 2, 32, 33, 128], [100, 600])], [(1, 600), (34, 70)]))
+def test_many_ranges_of_few_queries(device, few, S, r):
+    """Every bit of a word, the sign too, and several words; more ranges than one step takes."""
+    run(device, "token", BF16, B=1, S=S, S_kv=1500 if r > 512 else 140, G=1, h=4, Dk=16, r=r)
+
+
+def test_strides_and_packed_sequences_of_few_queries(device, few):
+    run(device, B=1, S=9, S_kv=9, h=4, Dk=16, lengths=(3, 0, 5, 1))
+    run(device, S=4, S_kv=70, h=4, Dk=16, strided=True, scale=-0.7)
+
+
+@pytest.mark.parametrize("sizes", [{"S": 0}, {"B": 0}, {"r": 0}, {"S_kv": 0}, {"kind": "none"}])
+def test_nothing_of_few_queries(device, few, sizes):
+    made = {"kind": "all", "dtype": F32, "S": 5, "S_kv": 70, "h": 4, "Dk": 16, "sink": True, **sizes}
+    inputs = h.make_inputs(**made, device=device)
+    got = h.run(inputs, h.upstream(inputs))
+    for n in h.WANTED:
+        assert torch.equal(got[f"d{n}"], torch.zeros_like(inputs[n])), n
+
+
+def test_what_one_of_few_queries_holds_stays_at_its_keys(device, few):
+    """A gradient of NaN, and keys of NaN, in tiles that other queries select as well."""
+    inputs = h.make_inputs("odd", BF16, B=1, S=6, S_kv=70, G=1, h=4, Dk=16, device=device)
+    ups = h.upstream(inputs)
+    want = h.run(inputs, ups)
+    ups["o"][0, 2] = math.nan
+    inputs["q"][0, 2] = math.nan
+    got = h.run(inputs, ups)
+    keys = set(h.selection_of(inputs, 0, 2, 0))
+    assert 0 < len(keys) < 70
+    for x in range(70):
+        for n in ("dk", "dv"):
+            bad, good = got[n][0, 0, x], want[n][0, 0, x]
+            assert bad.isnan().all() if x in keys else torch.equal(bad, good), (n, x)
+
+
+@pytest.mark.parametrize(
+    ("S", "r", "chosen"), [(1, 16, True), (16, 16, True), (17, 16, False), (256, 65, True), (257, 65, False)]
+)
+def test_the_choice_is_by_shape(monkeypatch, S, r, chosen):
+    """Few queries, unless neighbours share key tiles, and up to a number whose bitmap is read word by word."""
+    monkeypatch.undo()
+    names = []
+
+    class Names(EagerBuilder):
+        def launch(self, kernel, *args):
+            names.append(kernel.__name__)
+
+    def empty(*shape, dtype=BF16):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    q, k, lse = empty(1, S, 2, 16, 128), empty(1, 2, 4096, 128), empty(1, S, 2, 16, dtype=F32)
+    args = (q, lse, q, k, k, empty(1, S, 2, r, 2, dtype=torch.int32), None, None, None, q, lse, 0.1)
+    backward_plan.plan_selection_attention_backward(Names(torch.device("meta"), DeviceProps(132, "cuda", 90)), *args)
+    assert ("selection_dkv_few" in names, "selection_dkv" in names) == (chosen, not chosen)
 
 
 def test_packed_sequences(device):

@@ -47,7 +47,8 @@ CASES = {
     "80-fp16": {"h": 3, "Dk": 80, "Dv": 48, "dtype": F16, "r": 40, "varlen": True, "sink": True},
     "512": {"h": 64, "Dk": 512},
     "128-fp32": {"h": 4, "Dk": 128, "dtype": F32},
-    "decoding": {"h": 16, "Dk": 128, "S": 1, "backward": False},
+    "decoding": {"h": 16, "Dk": 128, "S": 1},
+    "decoding-512-fp32": {"h": 64, "Dk": 512, "S": 1, "dtype": F32},
     "tokens": {"h": 8, "Dk": 64, "r": 512},
 }
 
@@ -77,9 +78,9 @@ PAIRS += [("cuda:90", c) for c in CASES if c != "128"]
 def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
     recorded = launches(Recorder(TARGETS[target][1]), **CASES[case])
     seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
-    if case in ("decoding", "tokens"):
-        assert "selection_gather" in seen and "selection_forward" not in seen
-        assert case == "decoding" or "selection_gather_dq" in seen
+    if CASES[case].get("S") == 1 or case == "tokens":
+        assert seen >= {"selection_gather", "selection_gather_dq"} and "selection_forward" not in seen
+        assert ("selection_dkv_few" in seen) == (case != "tokens")
     else:
         assert seen >= TILES | BACKWARD
     assert not bad
@@ -88,7 +89,10 @@ def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
 # A path, and a launch of it that is quick to compile.
 ONES = {
     "tiles": ({"h": 2, "Dk": 16, "r": 4}, TILES | BACKWARD | {"selection_dkv_count", "selection_dkv_prefix"}),
-    "gather": ({"h": 2, "Dk": 16, "r": 4, "S": 1, "backward": False}, {"selection_gather", "selection_combine"}),
+    "gather": (
+        {"h": 2, "Dk": 16, "r": 4, "S": 1},
+        {"selection_gather", "selection_combine", "selection_gather_dq", "selection_dq_sum", "selection_dkv_few"},
+    ),
 }
 
 

@@ -14,7 +14,8 @@ from . import config
 from .delta import selection_delta, selection_dsink, selection_dsink_parts
 from .dkv import selection_dkv, selection_dkv_count, selection_dkv_fix, selection_dkv_prefix
 from .dq import selection_dq
-from .gather_plan import plan_gather_dq
+from .few import selection_dkv_few
+from .gather_plan import FEW, plan_gather_dq
 from .lists_plan import TileLists, alignment, dot_precision, plan_lists
 from .pieces_plan import Pieces, plan_pieces, power_of_two
 
@@ -24,6 +25,8 @@ DSINK_ROWS = 16
 CAP = 2048  # queries of a key tile that a program lists at a time
 SETUP = 16  # iterations that setting out on a key tile is worth
 WORDS = 64  # words of a bitmap's column that it reads at a time
+FEW_QUERIES = 256  # whose pieces are read tile by tile, without lists
+FEW_TILES = 16  # key tiles of a program where queries are few, fewer than the bits of a word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +204,37 @@ def plan_dkv(
     return dk, dv
 
 
+def few_config(h: int, DK: int, DV: int, itemsize: int) -> KeyConfig:
+    """Tiles of the keys, rows and warps where queries are few."""
+    D = max(config.padded(DK), config.padded(DV))
+    if D > 128 or itemsize == 4:
+        return KeyConfig(16, 16, min(D, 64 if itemsize == 4 else 128), 8, 1)
+    return KeyConfig(16, max(16, min(32, power_of_two(h))), D, 2, 1)
+
+
+def plan_dkv_few(
+    b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any
+) -> tuple[Any, Any]:
+    """dk, dv of at most FEW_QUERIES queries, from pieces with bitmaps of key tiles of c.BN."""
+    B, S, G, h, DK = b.shape(q)
+    S_kv, DV = b.shape(v)[2:]
+    h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(pieces.starts)[3]))
+    dk, dv = b.empty((B, G, S_kv, DK), b.dtype(k)), b.empty((B, G, S_kv, DV), b.dtype(v))
+    NT = b.cdiv(S_kv, c.BN)
+    b.launch(
+        selection_dkv_few,
+        (B * G * b.cdiv(NT, FEW_TILES), 1, 1),
+        dict(q_ptr=q, k_ptr=k, v_ptr=v, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta,
+             sel_ptr=pieces.sel, starts_ptr=pieces.starts, ends_ptr=pieces.ends, dk_ptr=dk, dv_ptr=dv,
+             G=G, S=S, S_kv=S_kv, NT=NT, scale=scale, **_strides(b, q, k, v)),
+        dict(H=h, ROWS=c.ROWS, DK=DK, DV=DV, DC=c.DC, NK=-(-DK // c.DC), NV=-(-DV // c.DC), R=r, RC=min(512, power_of_two(r)),
+             BN=c.BN, TILES=FEW_TILES, W=-(-b.static(S) // 32), DOUT=dout is not None, ALIGN=alignment(b, q, k, v),
+             DOUT_ALIGN=min(16 // b.dtype(q).itemsize, DV & -DV), PREC=dot_precision(b, b.dtype(q))),
+        c.num_warps, c.num_stages,
+    )  # fmt: skip
+    return dk, dv
+
+
 def plan_selection_attention_backward(
     b: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, o: Any, lse: Any,
     scale: Any,
@@ -219,10 +253,12 @@ def plan_selection_attention_backward(
     queries, keys = found
     if queries is not None and takes_tiles(b, S, r):
         x = plan_lists(b, k, v, ranges, cu_q, cu_k, queries.QT, queries.BN)
-        pieces = x.pieces
         dq = plan_dq(b, queries, x, q, k, v, dout, lse2, delta, scale)
-    else:
-        pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=keys.BN)
-        dq = plan_gather_dq(b, dout, q, k, v, ranges, cu_q, cu_k, lse2, delta, scale)
-    dk, dv = plan_dkv(b, keys, pieces, q, k, v, dout, lse2, delta, scale)
-    return dq, dk, dv, dsink
+        return dq, *plan_dkv(b, keys, x.pieces, q, k, v, dout, lse2, delta, scale), dsink
+    few = b.is_static(S) and S <= FEW_QUERIES
+    if few:
+        keys = few_config(h, DK, DV, b.dtype(q).itemsize)
+    pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=keys.BN, count=r > FEW)
+    dq = plan_gather_dq(b, dout, q, k, v, ranges, cu_q, cu_k, lse2, delta, scale, pieces=pieces)
+    plan = plan_dkv_few if few else plan_dkv
+    return dq, *plan(b, keys, pieces, q, k, v, dout, lse2, delta, scale), dsink

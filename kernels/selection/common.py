@@ -8,6 +8,26 @@ import triton.language as tl
 
 
 @triton.jit
+def place(NQ, G, H: tl.constexpr, HB: tl.constexpr):
+    """Programs [B, G, NQ, heads / HB], the last queries first: b, g, bg (int64), the tile of queries, the block of heads."""
+    HN: tl.constexpr = (H + HB - 1) // HB
+    pid = tl.program_id(0)
+    tile = pid // HN
+    bg = (tile // NQ).to(tl.int64)
+    return bg // G, bg % G, bg, NQ - 1 - tile % NQ, pid % HN
+
+
+@triton.jit
+def load_queries(q_ptr, b, s_row, g, head, live, sqb, sqs, sqg, sqh, d, D: tl.constexpr, ALIGN: tl.constexpr):
+    """q[b, s_row, g, head] of the rows [M]: [M, DP]; 0 where there is none."""
+    q_row = (
+        q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
+        + tl.multiple_of(s_row.to(tl.int64) * sqs, ALIGN) + tl.multiple_of(head.to(tl.int64) * sqh, ALIGN)
+    )  # fmt: skip
+    return tl.load(q_row[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def pack_entry(tile, bits, QT: tl.constexpr):
     """One entry of a list: the key tile, and a bit for each of the QT queries that select any of it."""
     return (tile.to(bits.dtype) << QT) | bits

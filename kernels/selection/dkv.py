@@ -118,7 +118,7 @@ def _compact(sel_ptr, full_ptr, list_ptr, word, rank, first, last, W, NT, WB: tl
 
 
 @triton.jit
-def _ones(a, b):
+def ones(a, b):
     """Bits [a, b) of int32, for 0 <= a <= b <= 32."""
     one = tl.full(a.shape, 1, tl.int64)
     return ((one << b.to(tl.int64)) - (one << a.to(tl.int64))).to(tl.int32)
@@ -151,8 +151,8 @@ def _search(
         b = tl.maximum(tl.minimum(tl.maximum(end - key, 0), BN), a)
         a = tl.where(inside, a, BN)
         b = tl.where(inside, b, BN)
-        low |= _ones(tl.minimum(a, 32), tl.minimum(b, 32))
-        high |= _ones(tl.maximum(a - 32, 0), tl.maximum(b - 32, 0))
+        low |= ones(tl.minimum(a, 32), tl.minimum(b, 32))
+        high |= ones(tl.maximum(a - 32, 0), tl.maximum(b - 32, 0))
         piece += 1
         todo = tl.max(inside.to(tl.int32), axis=0)
     return low, high
@@ -176,8 +176,8 @@ def _masks(
             a = tl.minimum(tl.maximum(start - key, 0), BN)  # [EB, RP]
             b = tl.maximum(tl.minimum(tl.maximum(end - key, 0), BN), a)
             # Pieces are disjoint: their sum is their union.
-            low = tl.sum(_ones(tl.minimum(a, 32), tl.minimum(b, 32)), axis=1)
-            high = tl.sum(_ones(tl.maximum(a - 32, 0), tl.maximum(b - 32, 0)), axis=1)
+            low = tl.sum(ones(tl.minimum(a, 32), tl.minimum(b, 32)), axis=1)
+            high = tl.sum(ones(tl.maximum(a - 32, 0), tl.maximum(b - 32, 0)), axis=1)
         else:
             low, high = _search(starts_ptr, ends_ptr, row, i < n, key, BN, R, STEPS, EB)
         tl.store(bits_ptr + 2 * i, low, mask=i < n)
@@ -185,7 +185,7 @@ def _masks(
 
 
 @triton.jit
-def _tiles(p, row, mask, D: tl.constexpr, DC: tl.constexpr, N: tl.constexpr):
+def tiles(p, row, mask, D: tl.constexpr, DC: tl.constexpr, N: tl.constexpr):
     """Rows at p + row as N tiles [ROWS, DC]; 0 outside mask and beyond D."""
     tiles = ()
     for c in tl.static_range(N):
@@ -199,7 +199,7 @@ def _tiles(p, row, mask, D: tl.constexpr, DC: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, DC: tl.constexpr, N: tl.constexpr):
+def zeros(ROWS: tl.constexpr, DC: tl.constexpr, N: tl.constexpr):
     tiles = ()
     for _ in tl.static_range(N):
         tiles = tiles + (tl.zeros((ROWS, DC), tl.float32),)
@@ -207,7 +207,7 @@ def _zeros(ROWS: tl.constexpr, DC: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _store(p, tiles, row, factor, mask, D: tl.constexpr, DC: tl.constexpr, N: tl.constexpr):
+def store(p, tiles, row, factor, mask, D: tl.constexpr, DC: tl.constexpr, N: tl.constexpr):
     for c in tl.static_range(N):
         d = c * DC + tl.arange(0, DC)
         at = row[:, None] * D + d[None, :]
@@ -215,7 +215,7 @@ def _store(p, tiles, row, factor, mask, D: tl.constexpr, DC: tl.constexpr, N: tl
 
 
 @triton.jit
-def _product(a, b, s, N: tl.constexpr, PREC: tl.constexpr):
+def product(a, b, s, N: tl.constexpr, PREC: tl.constexpr):
     """s + sum over the tiles of a_c b_c'."""
     for c in tl.static_range(N):
         s = tl.dot(a[c], tl.trans(b[c]), s, input_precision=PREC)
@@ -223,7 +223,7 @@ def _product(a, b, s, N: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
-def _add_product(acc, a, b, N: tl.constexpr, PREC: tl.constexpr):
+def add_product(acc, a, b, N: tl.constexpr, PREC: tl.constexpr):
     """acc_c + a b_c."""
     out = ()
     for c in tl.static_range(N):
@@ -251,12 +251,12 @@ def _round(
             mask = mask & (head < H)
         at = s.to(tl.int64)
         q_row = tl.multiple_of(at * sqs, ALIGN) + tl.multiple_of(head.to(tl.int64) * sqh, ALIGN)
-        q = _tiles(q_ptr, q_row, mask, DK, DC, NK)
+        q = tiles(q_ptr, q_row, mask, DK, DC, NK)
         row = at * row_stride + head
         # Zeros in the padding: of q and dout too, so that a probability of 1 there adds nothing.
         lse2 = tl.load(lse2_ptr + row, mask=mask, other=0.0)
         delta = tl.load(delta_ptr + row, mask=mask, other=0.0)
-        scores = _product(k, q, tl.zeros((BN, ROWS), tl.float32), NK, PREC)
+        scores = product(k, q, tl.zeros((BN, ROWS), tl.float32), NK, PREC)
         p = tl.exp2(scores * scale2 - lse2[None, :])  # [BN, ROWS]
         if MASKED:
             low = tl.load(bits_ptr + 2 * entry, mask=mask, other=0)
@@ -269,14 +269,14 @@ def _round(
             p = tl.where(chosen != 0, p, 0.0)
         if DOUT:
             # Said outright: triton 3.6 takes row, a loaded index and a head, for a multiple of HB.
-            dout = _tiles(dout_ptr, tl.multiple_of(row * DV, DOUT_ALIGN), mask, DV, DC, NV)
-            dv = _add_product(dv, p.to(dout[0].dtype), dout, NV, PREC)
-            ds = p * (_product(v, dout, tl.zeros((BN, ROWS), tl.float32), NV, PREC) - delta[None, :])
+            dout = tiles(dout_ptr, tl.multiple_of(row * DV, DOUT_ALIGN), mask, DV, DC, NV)
+            dv = add_product(dv, p.to(dout[0].dtype), dout, NV, PREC)
+            ds = p * (product(v, dout, tl.zeros((BN, ROWS), tl.float32), NV, PREC) - delta[None, :])
         else:
             ds = p * (0.0 - delta[None, :])
         if MASKED:
             ds = tl.where(chosen != 0, ds, 0.0)
-        dk = _add_product(dk, ds.to(q[0].dtype), q, NK, PREC)
+        dk = add_product(dk, ds.to(q[0].dtype), q, NK, PREC)
     return dk, dv
 
 
@@ -317,10 +317,10 @@ def selection_dkv(
         qp = q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
         kp = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
         vp = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
-        k = _tiles(kp, tl.multiple_of(keys * skn, ALIGN), keep, DK, DC, NK)
-        v = _tiles(vp, tl.multiple_of(keys * svn, ALIGN), keep, DV, DC, NV)
-        dk = _zeros(BN, DC, NK)
-        dv = _zeros(BN, DC, NV)
+        k = tiles(kp, tl.multiple_of(keys * skn, ALIGN), keep, DK, DC, NK)
+        v = tiles(vp, tl.multiple_of(keys * svn, ALIGN), keep, DV, DC, NV)
+        dk = zeros(BN, DC, NK)
+        dv = zeros(BN, DC, NV)
         column = bg * W * NT + t
         rows = (b * S * G + g) * H
         pieces = bg * S * R
@@ -368,12 +368,12 @@ def selection_dkv(
                 )  # fmt: skip
             base += count
         if (now == first) & (stop == next):
-            _store(dk_ptr, dk, bg * S_kv + keys, scale, keep, DK, DC, NK)
-            _store(dv_ptr, dv, bg * S_kv + keys, 1.0, keep, DV, DC, NV)
+            store(dk_ptr, dk, bg * S_kv + keys, scale, keep, DK, DC, NK)
+            store(dv_ptr, dv, bg * S_kv + keys, 1.0, keep, DV, DC, NV)
         else:
             at = (2 * pid + (now == first).to(tl.int64)) * BN + tl.arange(0, BN)
-            _store(slot_k_ptr, dk, at, scale, at >= 0, DK, DC, NK)
-            _store(slot_v_ptr, dv, at, 1.0, at >= 0, DV, DC, NV)
+            store(slot_k_ptr, dk, at, scale, at >= 0, DK, DC, NK)
+            store(slot_v_ptr, dv, at, 1.0, at >= 0, DV, DC, NV)
         now = stop
 
 

@@ -3,7 +3,18 @@
 import triton
 import triton.language as tl
 
-from .common import entry_bits, entry_tile, finite, key_words, load_pieces, load_tile, row_keys, to_rows
+from .common import (
+    entry_bits,
+    entry_tile,
+    finite,
+    key_words,
+    load_pieces,
+    load_queries,
+    load_tile,
+    place,
+    row_keys,
+    to_rows,
+)
 
 
 @triton.jit
@@ -29,17 +40,10 @@ def selection_forward(
 ):  # fmt: skip
     """q[B, S, G, H, DK], k[B, G, S_kv, DK], v[B, G, S_kv, DV], pieces and lists -> o[B, S, G, H, DV], lse[B, S, G, H].
 
-    One program: QT queries x HB heads = M rows. Programs [B, G, NQ, heads / HB], the last queries first.
+    One program: QT queries x HB heads = M rows.
     """
     M: tl.constexpr = QT * HB
-    HN: tl.constexpr = (H + HB - 1) // HB
-    pid = tl.program_id(0)
-    hb = pid % HN
-    tile = pid // HN
-    bg = (tile // NQ).to(tl.int64)
-    qt = NQ - 1 - tile % NQ
-    b = bg // G
-    g = bg % G
+    b, g, bg, qt, hb = place(NQ, G, H, HB)
     list_row = bg * NQ + qt
 
     row = tl.arange(0, M)  # [M]
@@ -49,11 +53,7 @@ def selection_forward(
     live = (s_row < S) & (head < H)
     dk = tl.arange(0, KP)
     dv = tl.arange(0, VP)
-    q_row = (
-        q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
-        + tl.multiple_of(s_row.to(tl.int64) * sqs, ALIGN) + tl.multiple_of(head.to(tl.int64) * sqh, ALIGN)
-    )  # fmt: skip
-    q = tl.load(q_row[:, None] + dk[None, :], mask=live[:, None] & (dk < DK)[None, :], other=0.0)  # [M, KP]
+    q = load_queries(q_ptr, b, s_row, g, head, live, sqb, sqs, sqg, sqh, dk, DK, ALIGN)  # [M, KP]
     qk = tl.cast(scale, tl.float32)
     if not POSITIVE:
         # The running maximum takes a positive scale; the sign (or a scale of 0) goes to q, exactly.

@@ -25,6 +25,21 @@ def _few_pieces(
 
 
 @triton.jit
+def _selection(
+    ranges_ptr, cu_q_ptr, cu_k_ptr, totals_row, s, row, S_kv, N, R: tl.constexpr, RP: tl.constexpr, FEW: tl.constexpr,
+    VARLEN: tl.constexpr,
+):  # fmt: skip
+    """Pieces as of :func:`_few_pieces` where there are few (zeros else), and how many keys the query selects."""
+    if FEW:
+        first, length, shift = _few_pieces(ranges_ptr, cu_q_ptr, cu_k_ptr, s, row, S_kv, N, R, RP, VARLEN)
+        n = tl.sum(tl.sum(length, axis=1), axis=0)
+    else:
+        first, length, shift = 0, 0, 0
+        n = tl.load(totals_row + R - 1)
+    return first, length, shift, n
+
+
+@triton.jit
 def _keys(
     p, n, first, length, shift, ends_row, totals_row, R: tl.constexpr, RP: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
@@ -127,16 +142,11 @@ def selection_gather(
     if HELD:
         q = _tiles(q_base, q_at, live, NK, DK, KC)  # NK times [HB, KC]
 
-    if FEW:
-        first, length, shift = _few_pieces(ranges_ptr, cu_q_ptr, cu_k_ptr, s, row, S_kv, N, R, RP, VARLEN)
-        n = tl.sum(tl.sum(length, axis=1), axis=0)
-        ends_row = ends_ptr
-        totals_row = totals_ptr
-    else:
-        first, length, shift = 0, 0, 0
-        ends_row = ends_ptr + (bg * S + s) * R
-        totals_row = totals_ptr + (bg * S + s) * R
-        n = tl.load(totals_row + R - 1)
+    ends_row = ends_ptr + (bg * S + s) * R
+    totals_row = totals_ptr + (bg * S + s) * R
+    first, length, shift, n = _selection(
+        ranges_ptr, cu_q_ptr, cu_k_ptr, totals_row, s, row, S_kv, N, R, RP, FEW, VARLEN
+    )
     begin, end = _share(n, split, NS)
 
     k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
@@ -271,16 +281,11 @@ def selection_gather_dq(
     lse2 = tl.load(lse2_ptr + at, mask=live, other=float("inf"))
     delta = tl.load(delta_ptr + at, mask=live, other=0.0)
 
-    if FEW:
-        first, length, shift = _few_pieces(ranges_ptr, cu_q_ptr, cu_k_ptr, s, row, S_kv, N, R, RP, VARLEN)
-        n = tl.sum(tl.sum(length, axis=1), axis=0)
-        ends_row = ends_ptr
-        totals_row = totals_ptr
-    else:
-        first, length, shift = 0, 0, 0
-        ends_row = ends_ptr + (bg * S + s) * R
-        totals_row = totals_ptr + (bg * S + s) * R
-        n = tl.load(totals_row + R - 1)
+    ends_row = ends_ptr + (bg * S + s) * R
+    totals_row = totals_ptr + (bg * S + s) * R
+    first, length, shift, n = _selection(
+        ranges_ptr, cu_q_ptr, cu_k_ptr, totals_row, s, row, S_kv, N, R, RP, FEW, VARLEN
+    )
     begin, end = _share(n, split, NS)
 
     k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)

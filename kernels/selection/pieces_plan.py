@@ -8,6 +8,7 @@ from typing import Any
 from .pieces import selection_pieces
 
 MAX_RANGES = 4096
+FEW_ROWS = 16  # queries: the time of one row's program counts, not the multiprocessors' throughput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +22,11 @@ class Pieces:
     full: Any = None
 
 
-def rows_and_warps(r: int) -> tuple[int, int]:
-    """(rows a program, warps). A sort within one warp needs no exchange through shared memory."""
+def rows_and_warps(r: int, few: bool) -> tuple[int, int]:
+    """(rows a program, warps). A sort within one warp needs no exchange through shared memory; of few rows each gets several."""
     RP = power_of_two(r)
+    if few and RP > 128:
+        return 1, 4
     if RP <= 32:
         return (128 // RP, 4) if RP > 8 else (min(32, 64 // RP), 1)
     return (1, 1) if RP > 64 else (2, 1)
@@ -46,7 +49,7 @@ def plan_pieces(
     pieces = Pieces(starts, ends, totals, sel, full)
     if r == 0:
         return pieces
-    rows, warps = rows_and_warps(r)
+    rows, warps = rows_and_warps(r, b.is_static(S) and S <= FEW_ROWS)
     ranges = b.contiguous(ranges)
     varlen = cu_q is not None
     cu_q = b.contiguous(cu_q) if varlen else ranges
