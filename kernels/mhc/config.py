@@ -93,7 +93,7 @@ def pre_config(props: Any, K: int, D: int, MP: int, bf16: bool) -> PreConfig:
     if _small(props):
         BT, stages = 64, 2
     wide = K > 4 * D
-    return PreConfig(BT, BK, 8 if wide else 32, min(256 if wide else 512, max(32, _pow2(D))), 1024, warps, stages, 1)
+    return PreConfig(BT, BK, 8, min(256 if wide else 512, max(32, _pow2(D))), 1024, warps, stages, 1)
 
 
 def rows_config(n: int) -> RowsConfig:

@@ -102,22 +102,36 @@ def _coefficients(
 ):  # fmt: skip
     t = pid * BC + tl.arange(0, BC)
     tm = t < T
-    i = tl.arange(0, NP)
-    ok = (i < N)[None, :]
+    m = tl.arange(0, MP)
     row = t.to(tl.int64)
     stride = tl.cast(T, tl.int64) * MP
-    ss = _sum_sections(part_ptr, row * MP + M, tm, stride, RUN, GROUPS, GROUP)  # [BC]
-    inv = tl.rsqrt(ss / K + norm_eps)
+    nm = tm[:, None] & (m <= M)[None, :]
+    mix = tl.zeros((BC, MP), tl.float32)
+    # As _sum_sections, a group at a time: unrolled whole it is most of what the kernel takes to compile.
+    for g in range(GROUPS):
+        at = part_ptr + row[:, None] * MP + m[None, :]
+        if RUN == 1:
+            at += g * GROUP * stride
+            group = tl.load(at, mask=nm, other=0.0)
+            for s in tl.static_range(1, GROUP):
+                group += tl.load(at + s * stride, mask=nm, other=0.0)
+        else:
+            group = tl.load(at + g * stride, mask=nm, other=0.0)
+        mix += group
+    inv = tl.rsqrt(tl.sum(tl.where((m == M)[None, :], mix, 0.0), axis=1) / K + norm_eps)  # [BC]
     tl.store(inv_ptr + row, inv, mask=tm)
+    # Its columns are read again in the shapes that they take.
+    tl.store(h_mix_ptr + row[:, None] * M + m[None, :], mix, mask=nm & (m < M)[None, :])
+    tl.debug_barrier()
+    i = tl.arange(0, NP)
+    ok = (i < N)[None, :]
     nm = tm[:, None] & ok
-    h = _sum_sections(part_ptr, row[:, None] * MP + i[None, :], nm, stride, RUN, GROUPS, GROUP)  # [BC, NP]
-    tl.store(h_mix_ptr + row[:, None] * M + i[None, :], h, mask=nm)
+    h = tl.load(h_mix_ptr + row[:, None] * M + i[None, :], mask=nm, other=0.0)  # [BC, NP]
     bias = tl.load(bias_ptr + i, mask=i < N, other=0.0).to(tl.float32)
     pre = tl.sigmoid(tl.load(alpha_ptr).to(tl.float32) * (h * inv[:, None]) + bias[None, :]) + hc_eps
     tl.store(h_pre_ptr + row[:, None] * N + i[None, :], pre, mask=nm)
     if HAS_POST:
-        h = _sum_sections(part_ptr, row[:, None] * MP + N + i[None, :], nm, stride, RUN, GROUPS, GROUP)
-        tl.store(h_mix_ptr + row[:, None] * M + N + i[None, :], h, mask=nm)
+        h = tl.load(h_mix_ptr + row[:, None] * M + N + i[None, :], mask=nm, other=0.0)
         bias = tl.load(bias_ptr + N + i, mask=i < N, other=0.0).to(tl.float32)
         z = tl.load(alpha_ptr + 1).to(tl.float32) * (h * inv[:, None]) + bias[None, :]
         tl.store(h_post_ptr + row[:, None] * N + i[None, :], post_mult * tl.sigmoid(z) + post_eps, mask=nm)
@@ -125,9 +139,7 @@ def _coefficients(
         ij = i[:, None] * N + i[None, :]  # [NP, NP]
         valid = (i < N)[:, None] & (i < N)[None, :]
         rm = tm[:, None, None] & valid[None, :, :]
-        off = row[:, None, None] * MP + 2 * N + ij[None, :, :]
-        h3 = _sum_sections(part_ptr, off, rm, stride, RUN, GROUPS, GROUP)  # [BC, NP, NP]
-        tl.store(h_mix_ptr + row[:, None, None] * M + 2 * N + ij[None, :, :], h3, mask=rm)
+        h3 = tl.load(h_mix_ptr + row[:, None, None] * M + 2 * N + ij[None, :, :], mask=rm, other=0.0)
         bias3 = tl.load(bias_ptr + 2 * N + ij, mask=valid, other=0.0).to(tl.float32)
         r = tl.load(alpha_ptr + 2).to(tl.float32) * (h3 * inv[:, None, None]) + bias3[None, :, :]
         if ITERS > 0:
