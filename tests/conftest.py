@@ -60,6 +60,18 @@ def vectorised() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_caches() -> Iterator[None]:
+    """Code is generated anew, for a GPU that may not be there too: padding of a product is decided by timing it."""
+    import torch._functorch.config as functorch_config
+
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False, shape_padding=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """For files of tiny tensors."""

@@ -31,13 +31,10 @@ def leaves(tokens=6, width=32, seed=0):
 
 
 @pytest.fixture(autouse=True)
-def fresh(vectorised):
+def fresh(vectorised, no_caches):
     """No compiled code from other tests, nor from earlier runs on this machine."""
-    import torch._functorch.config as functorch_config
-
     torch._dynamo.reset()
-    with torch._inductor.config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
-        yield
+    yield
     torch._dynamo.reset()
 
 

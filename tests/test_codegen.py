@@ -20,16 +20,10 @@ POST_PRE = ("mhc_post", *PRE)
 POST_PRE_BACKWARD = (*PRE_BACKWARD[:3], "mhc_post_backward", *PRE_BACKWARD[3:])
 FLOATS = (1e-6, 1e-6, 2.0, 0.0, 20, 1e-6, "softmax")
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU runs tests/test_gpu.py")
-
-
-@pytest.fixture(autouse=True)
-def no_caches():
-    import torch._functorch.config as functorch_config
-    import torch._inductor.config as inductor_config
-
-    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("no_caches"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU runs tests/test_gpu.py"),
+]
 
 
 def _layer(x, phi, alpha, bias, w):

@@ -17,20 +17,10 @@ OPS = torch.ops.mhc_inductor
 N = 32
 BACKWARD = ("e79_backward", "e79_finish")
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU runs tests/test_gpu.py")
-
-
-@pytest.fixture(autouse=True)
-def no_caches():
-    import torch._functorch.config as functorch_config
-    import torch._inductor.config as inductor_config
-
-    # Padding of a matrix product is decided by timing it, which needs a real device.
-    with (
-        inductor_config.patch(fx_graph_cache=False, shape_padding=False),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("no_caches"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU runs tests/test_gpu.py"),
+]
 
 
 @pytest.fixture
