@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from mhc_inductor.api.selection import blocks_to_ranges, selection_attention
 from mhc_inductor.ops.selection_blocks import call
 
-BRANCHES = ("compressed", "selected", "window")
-
 
 class NSACache(NamedTuple):
     """What :class:`NativeSparseAttention` carries from one call to the next; ``[B, G, length, width]`` each."""
