@@ -44,7 +44,7 @@ def _run(loop: Loop, *, routed: bool = True) -> tuple[Captured, Captured]:
     )
 
 
-def _assert_one_scan(loop: Loop) -> None:
+def assert_one_scan(loop: Loop) -> None:
     got, unrouted = _run(loop)
     assert dict(got.ops) == {"e79_scan": 1}, f"{loop.name}: {reasons(got)}"
     (gm,) = got.graphs
@@ -63,13 +63,13 @@ SINGLES = singles()
 @pytest.mark.parametrize("start", range(0, len(SINGLES), CHUNK))
 def test_every_way_to_write_each_part_is_routed(start: int) -> None:
     for loop in SINGLES[start : start + CHUNK]:
-        _assert_one_scan(loop)
+        assert_one_scan(loop)
 
 
-@pytest.mark.parametrize("start", range(0, RANDOM, CHUNK))
-def test_random_spellings_are_routed(start: int) -> None:
-    for loop in spellings(RANDOM, SEED)[start : start + CHUNK]:
-        _assert_one_scan(loop)
+def test_random_spellings_are_routed() -> None:
+    """One in five; tests/all_spellings.py takes them all."""
+    for loop in spellings(RANDOM, SEED)[::5]:
+        assert_one_scan(loop)
 
 
 def test_the_random_spellings_hold_every_pick() -> None:

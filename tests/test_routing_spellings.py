@@ -6,6 +6,7 @@ The graphs come from Dynamo and run without Inductor; a sample goes the whole wa
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,9 @@ from tests.helpers_mhc import relative, rounding
 from tests.mutations import Mutation, mutants
 from tests.spellings import AXES, Spelling, singles, spellings
 
-TOTAL, CHUNK, SEED = 500, 100, 0
+TOTAL, SEED = 500, 0
+EVERY, PARTS = 5, 4
+"""One in so many of the random spellings is drawn here; tests/all_spellings.py takes them all."""
 FP32_SUMS = 2e-6  # sums of a few hundred fp32 products in another order
 
 
@@ -59,7 +62,7 @@ def _check(s: Spelling, got: Captured, plain: Captured) -> None:
         _not_worse(s.name, got.grads, plain.grads, grads)
 
 
-def _unrouted(s: Spelling) -> str | None:
+def unrouted(s: Spelling) -> str | None:
     """What is wrong with the ops found, None where they are as expected; the numbers are asserted."""
     got = run(*_given(s), dynamic=s.settings.dynamic)
     _check(s, got, eager(*_given(s)))
@@ -92,15 +95,27 @@ def _wrong_numbers(s: Spelling, got: Captured) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("start", range(0, TOTAL, CHUNK))
-def test_99_of_100_spellings_are_routed(start: int) -> None:
-    missed = [m for s in itertools.islice(spellings(start + CHUNK, SEED), start, None) if (m := _unrouted(s))]
-    assert len(missed) <= CHUNK // 100, "\n".join(missed)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_spellings_are_routed(part: int) -> None:
+    missed = [
+        m for s in itertools.islice(spellings(TOTAL, SEED), EVERY * part, None, EVERY * PARTS) if (m := unrouted(s))
+    ]
+    assert not missed, "\n".join(missed)
+
+
+def test_the_committed_counts_are_of_all_random_spellings() -> None:
+    """At least 99 of 100 are routed with the right numbers, and no mutant."""
+    from tests.all_spellings import COUNTS, RESULT
+
+    found = json.loads(RESULT.read_text())
+    assert {kind: found[kind]["checked"] for kind in COUNTS} == COUNTS
+    assert found["mhc"]["as_expected"] >= 0.99 * TOTAL
+    assert [p for kind in COUNTS if kind != "mhc" for p in found[kind]["problems"]] == []
 
 
 @pytest.mark.parametrize("axis", [*AXES, "phi"])
 def test_every_pick_is_routed_alone(axis: str) -> None:
-    missed = [m for s in singles(axis) if (m := _unrouted(s))]
+    missed = [m for s in singles(axis) if (m := unrouted(s))]
     assert not missed, "\n".join(missed)
 
 
@@ -151,12 +166,17 @@ def test_there_are_enough_mutants() -> None:
 
 
 @pytest.mark.parametrize("axis", sorted({m.axis for m, _, _ in MUTANTS}))
-@pytest.mark.parametrize("other_spelling", [False, True], ids=["plain", "respelt"])
-def test_no_mutant_is_routed(axis: str, other_spelling: bool) -> None:
+def test_no_mutant_is_routed(axis: str) -> None:
     """Neither the op that holds the mutation, nor other numbers than unrouted; the mutation changes the function."""
-    # A third of them in a second spelling: the graphs take most of the time.
-    table = itertools.islice(mutants(OTHER_SPELLING), 0, None, 3) if other_spelling else MUTANTS
-    wrong = [w for m, mutant, whole in table if m.axis == axis for w in _routed_mutant(m, mutant, whole)]
+    wrong = [w for m, mutant, whole in MUTANTS if m.axis == axis for w in routed_mutant(m, mutant, whole)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_mutant_is_routed_in_a_second_spelling(part: int) -> None:
+    """One in ten; tests/all_spellings.py takes them all."""
+    table = itertools.islice(mutants(OTHER_SPELLING), 10 * part, None, 10 * PARTS)
+    wrong = [w for m, mutant, whole in table for w in routed_mutant(m, mutant, whole)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -177,7 +197,7 @@ OTHER_SPELLING = {
 }
 
 
-def _routed_mutant(m: Mutation, mutant: Spelling, whole: Spelling) -> list[str]:
+def routed_mutant(m: Mutation, mutant: Spelling, whole: Spelling) -> list[str]:
     got, plain, unchanged = run(*_given(mutant)), eager(*_given(mutant)), eager(*_given(whole))
     wrong = []
     if difference(plain, unchanged) < 1e-3:
