@@ -17,7 +17,7 @@ import torch
 
 import mhc_inductor
 
-from . import accuracy, running, selection_warm, timing
+from . import accuracy, running, selection_layer, selection_warm, timing
 from . import selection_cases as cases
 from . import selection_peers as peers
 from . import selection_targets as targets
@@ -25,10 +25,10 @@ from .selection_cases import Case, make_case
 from .selection_report import plot, plot_crossing, table
 from .selection_targets import Shape
 
-GPU_PARTS = ("speed", "crossing", "errors", "memory")
+GPU_PARTS = ("speed", "crossing", "errors", "memory", "layers")
 CPU_PARTS = ("cpu",)
 PARTS = (*GPU_PARTS, *CPU_PARTS)
-ROUNDS, CPU_ROUNDS, FEW = 40, 10, 4
+ROUNDS, CPU_ROUNDS, LAYER_ROUNDS, FEW = 40, 10, 8, 4
 ROUND_US = 120e3
 """What the rounds of one variant may take together; at least ``FEW`` are run."""
 SAMPLED, CHECKED = 384, 48
@@ -39,7 +39,7 @@ TIMES = {
     targets.MASKED: "times_masked",
 }
 CPU_NOTICE = "CPU run, wall clock: it says nothing of a GPU."
-LISTS = ("rows", "crossing", "errors", "determinism", "memory", "cpu")
+LISTS = ("rows", "crossing", "errors", "determinism", "memory", "layers", "cpu")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -385,6 +385,14 @@ class Run(running.PartRun[Settings]):
                 "met": ratio <= targets.MEMORY_FACTOR,
             }
         )
+
+    def layers(self) -> None:
+        """A whole layer beside a dense one, and where the time of its forward goes."""
+        selection_layer.measure(self)
+
+    @property
+    def layer_rounds(self) -> int:
+        return min(self.s.rounds, LAYER_ROUNDS)
 
     def cpu(self) -> None:
         """The op and dense SDPA with a boolean mask on two threads."""

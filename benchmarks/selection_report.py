@@ -107,6 +107,17 @@ def memory_section(result: Result) -> Section:
     return "Peak memory of a training step, its inputs included", headings, rows
 
 
+def layers_section(result: Result) -> Section:
+    rows = []
+    for r in result["layers"]:
+        time, quartiles, _ = _timed(r)
+        memory = f"{r['peak_above_mb']:.0f}" if "peak_above_mb" in r else ""
+        heads = f"{r['heads']} in {r['groups']}"
+        rows.append([str(r["tokens"]), str(r["dim"]), heads, r["variant"], r["what"], time, quartiles, memory])
+    headings = ["tokens", "width", "heads", "layer", "", "time", "quartiles", "peak above inputs and outputs, MB"]
+    return "A whole layer, projections included, eager: D = 128, 16 blocks of 64, window 512", headings, rows
+
+
 def cpu_section(result: Result) -> Section:
     rows = []
     for r in result["cpu"]:
@@ -122,6 +133,7 @@ _SECTIONS = {
     "errors": errors_section,
     "determinism": determinism_section,
     "memory": memory_section,
+    "layers": layers_section,
     "cpu": cpu_section,
 }
 

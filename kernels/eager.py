@@ -31,6 +31,7 @@ _PLANS = {
     "e79_scan_backward": "e79.plan",
     "selection_attention": "selection.plan",
     "selection_attention_backward": "selection.backward_plan",
+    "selection_blocks": "selection.blocks_plan",
 }
 OPS = tuple(_PLANS)
 
@@ -56,7 +57,10 @@ def why_not(
         module = _module(name)
     except ImportError as error:
         return f"triton cannot be imported ({error})"
-    return cast("str | None", module.unsupported(builder, *(a for a in args if is_tensor(a))))
+    reason = module.unsupported(builder, *(a for a in args if is_tensor(a)))
+    if reason is None and len(args) > 1 and hasattr(module, "unsupported_sizes"):
+        reason = module.unsupported_sizes(builder, *args)
+    return cast("str | None", reason)
 
 
 def run(name: str, reference: Callable[..., Any], *args: Any) -> Any:

@@ -18,7 +18,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import running, selection, selection_cases, selection_peers, selection_report, timing
+from benchmarks import running, selection, selection_cases, selection_layer, selection_peers, selection_report, timing
 from benchmarks import selection_targets as targets
 from benchmarks.selection_targets import Shape
 
@@ -322,3 +322,29 @@ def test_unknown_parts_are_refused(tmp_path: pathlib.Path) -> None:
     done = CliRunner().invoke(cli.app, ["selection", "--part", "gpu", "--out", str(tmp_path)])
     assert done.exit_code == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_are_timed_whole_and_in_parts(result: dict[str, Any]) -> None:
+    """The sparse and the dense layer, forward and with all gradients, and what the sparse forward is made of."""
+    rows = result["layers"]
+    assert all(r["median_us"] > 0 for r in rows)
+    whole = [(r["variant"], r["what"]) for r in rows if not r["what"].startswith("of ")]
+    kinds = (selection_layer.SPARSE, selection_layer.DENSE)
+    assert whole[:4] == [(k, w) for k in kinds for w in ("forward", "forward + backward")]
+    parts = {r["what"].removeprefix("of its forward: ") for r in rows} - {"forward", "forward + backward"}
+    assert parts == {"compressing keys", "compressed branch", "choosing blocks", "selected branch", "window"}
+    assert "choosing blocks" in selection_report.table(result)
+
+
+def test_the_dense_layer_is_causal_attention_on_groups() -> None:
+    torch.manual_seed(0)
+    size = selection_layer.Layer(7, 12, 4, 2, 6)
+    layer = selection_layer.Dense(size)
+    x = torch.randn(1, 7, 12)
+    q, k, v = (p(x).view(7, -1, 6) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    want = torch.zeros(7, 4, 6)
+    for s in range(7):
+        for head in range(4):
+            p = torch.softmax(k[: s + 1, head // 2] @ q[s, head] / 6**0.5, 0)
+            want[s, head] = p @ v[: s + 1, head // 2]
+    assert torch.allclose(layer(x)[0], layer.o_proj(want.flatten(1)), atol=1e-5)

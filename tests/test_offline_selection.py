@@ -7,7 +7,7 @@ import torch
 from conftest import INTERPRETED
 from offline import TARGETS, Recorder, compile_all
 
-from mhc_inductor.kernels.selection import backward_plan, plan
+from mhc_inductor.kernels.selection import backward_plan, blocks_plan, plan
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
@@ -22,6 +22,8 @@ SPILLS: dict[tuple[str, str, str], int] = {
     ("cuda:90", "selection_dkv", "128-fp32"): 352,
     ("cuda:90", "selection_dkv", "512"): 64,
     ("cuda:90", "selection_dkv", "80-fp16"): 256,
+    ("cuda:90", "selection_dkv_few", "decoding-512-fp32"): 672,
+    ("cuda:90", "selection_dkv_few", "ones"): 32,
     ("cuda:100", "selection_dkv_fix", "128"): 32,
     ("cuda:120", "selection_dkv_fix", "128"): 32,
     ("cuda:100", "selection_dq", "128"): 320,
@@ -38,6 +40,7 @@ SPILLS: dict[tuple[str, str, str], int] = {
     ("cuda:89", "selection_forward", "128"): 32,
     ("cuda:90", "selection_forward", "128-fp32"): 32,
     ("cuda:90", "selection_forward", "512"): 544,
+    ("cuda:90", "selection_gather", "decoding-512-fp32"): 32,
 }
 TILES = {"selection_pieces", "selection_finite", "selection_lists", "selection_forward"}
 BACKWARD = {"selection_delta", "selection_dq", "selection_dkv", "selection_dkv_fix"}
@@ -84,6 +87,18 @@ def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
     else:
         assert seen >= TILES | BACKWARD
     assert not bad
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_choice_of_blocks_compiles_without_unnamed_spills(target, tmp_path):
+    cases = {"128": (16, 128, BF16), "256": (4, 256, F16), "256-fp32": (33, 256, F32)}
+    for case, (h, D, dtype) in cases.items() if target == "cuda:90" else [("128", cases["128"])]:
+        builder = Recorder(TARGETS[target][1])
+        q, k = (torch.empty(n, dtype=dtype, device="meta") for n in ((1, 512, 2, h, D), (1, 2, 31, D)))
+        lse = torch.empty(1, 512, 2, h, device="meta")
+        blocks_plan.plan_selection_blocks(builder, q, k, lse, D**-0.5, 32, 16, 64, 16, 512)
+        seen, bad = compile_all(builder.launches, target, case, SPILLS, tmp_path)
+        assert seen == {"selection_block_scores", "selection_block_top"} and not bad
 
 
 # A path, and a launch of it that is quick to compile.

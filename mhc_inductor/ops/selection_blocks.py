@@ -1,8 +1,7 @@
-"""The op that chooses blocks of keys for native sparse attention (arXiv 2502.11089, section 3.3.2): no kernel of ours.
+"""The op that chooses blocks of keys for native sparse attention (arXiv 2502.11089, section 3.3.2).
 
-An op, although it is products and a top-k of torch, because a loop over chunks of queries bounds its memory: a graph of a
-dynamic size has no such loop. It has no gradient: the choice is an integer. Generated code calls it, so that a package of
-AOTInductor needs Python for it.
+A loop over chunks of queries bounds its memory, which a graph of a dynamic size cannot hold: generated code calls the op, so
+that a package of AOTInductor needs Python for it. It has no gradient: the choice is an integer.
 """
 
 from __future__ import annotations

@@ -1,0 +1,119 @@
+"""Which blocks of keys each query selects (arXiv 2502.11089, equations 8 to 10): their scores, and the best of them."""
+
+import triton
+import triton.language as tl
+
+from .common import load_queries, load_tile, place
+
+
+@triton.jit(
+    do_not_specialize=[
+        "S",
+        "N",
+        "NB",
+        "NQ",
+        "G",
+        "first",
+        "rows",
+        "past",
+        "sqb",
+        "sqs",
+        "sqg",
+        "sqh",
+        "skb",
+        "skg",
+        "skn",
+    ]
+)
+def selection_block_scores(
+    q_ptr, k_ptr, lse_ptr, score_ptr, scale, S, N, NB, NQ, G, first, rows, past, sqb, sqs, sqg, sqh, skb, skg, skn,
+    H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QT: tl.constexpr, HB: tl.constexpr, NT: tl.constexpr,
+    BK: tl.constexpr, BP: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, SHIFTS: tl.constexpr,
+    ALIGN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """q[B, S, G, H, D], compressed k[B, G, N, D], lse[B, S, G, H] -> score[SHIFTS, B, G, rows, NB] of queries ``first`` and on.
+
+    A compressed key covers LENGTH / STRIDE strides, a block BK. ``score[d, ..., j]``: what the compressed keys that begin in block j
+    give to block j + d. Written up to the query's own block. One program: QT queries x HB >= H heads; NT blocks at a time.
+    """
+    M: tl.constexpr = QT * HB
+    BN: tl.constexpr = NT * BP
+    b, g, bg, qt, _ = place(NQ, G, H, HB)
+    row = tl.arange(0, M)
+    local = qt * QT + row // HB
+    s = first + local
+    head = row % HB
+    live = (local < rows) & (s < S) & (head < H)
+    d = tl.arange(0, DP)
+    q = load_queries(q_ptr, b, s, g, head, live, sqb, sqs, sqg, sqh, d, D, ALIGN)  # [M, DP]
+    line = ((b * S + s) * G + g) * H + head
+    # exp2(-inf) = 0 for rows that are none.
+    lse = tl.load(lse_ptr + line, mask=live, other=float("inf")).to(tl.float32) * 1.4426950408889634
+    qk = tl.cast(scale, tl.float32) * 1.4426950408889634
+    seen = past + s + 1 - LENGTH
+    seen = tl.where(seen >= 0, seen // STRIDE + 1, 0)  # compressed keys that are complete
+
+    k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
+    skn = tl.multiple_of(tl.cast(skn, tl.int64), ALIGN)
+    n = tl.arange(0, BN)
+    place_in = n % BP  # of the key in its block
+    ql = qt * QT + tl.arange(0, QT)
+    out = score_ptr + (bg * rows + ql)[:, None] * NB
+    shift = tl.num_programs(0).to(tl.int64) // NQ * rows * NB
+    last = past + tl.minimum(tl.minimum(first + qt * QT + QT, first + rows), S) - 1
+    for j0 in range(0, last // (BK * STRIDE) + 1, NT):
+        i = (j0 + n // BP) * BK + place_in
+        there = (place_in < BK) & (i < N)
+        k = load_tile(k_base + (i.to(tl.int64) * skn)[:, None] + d[None, :], there, d < D, True, D != DP)  # [BN, DP]
+        x = tl.dot(q, tl.trans(k), input_precision=PREC) * qk - lse[:, None]
+        p = tl.where(there[None, :] & (i[None, :] < seen[:, None]), tl.exp2(x), 0.0)
+        p = tl.sum(tl.reshape(p, (QT, HB, BN)), axis=1)  # [QT, BN]
+        j = j0 + tl.arange(0, NT)
+        for c in tl.static_range(SHIFTS):
+            # Strides of the key within the block that comes c later.
+            w = tl.minimum(place_in + LENGTH // STRIDE, (c + 1) * BK) - tl.maximum(place_in, c * BK)
+            part = tl.reshape(p * tl.maximum(w, 0).to(tl.float32)[None, :], (QT, NT, BP))
+            tl.store(out + c * shift + j[None, :], tl.sum(part, axis=2), mask=(ql < rows)[:, None] & (j < NB)[None, :])
+
+
+@triton.jit(do_not_specialize=["S", "NB", "G", "first", "rows", "past"])
+def selection_block_top(
+    score_ptr, blocks_ptr, S, NB, G, first, rows, past, COUNT: tl.constexpr, CP: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFTS: tl.constexpr, ROWS: tl.constexpr, JB: tl.constexpr,
+):  # fmt: skip
+    """score[SHIFTS, B, G, rows, NB] -> blocks[B, S, G, COUNT] (int32, -1: none): 0, the own, the one before, the best of the others.
+
+    One program: ROWS queries, JB blocks at a time. A candidate is an integer, score above and index below: of equals the first.
+    """
+    groups = (rows + ROWS - 1) // ROWS
+    pid = tl.program_id(0)
+    bg = (pid // groups).to(tl.int64)
+    local = pid % groups * ROWS + tl.arange(0, ROWS)
+    live = local < rows
+    own = (past + first + local) // BLOCK  # [ROWS]
+    line = (bg * rows + local)[:, None] * NB
+    shift = tl.num_programs(0).to(tl.int64) // groups * rows * NB
+    slot = tl.arange(0, CP)[None, :]
+    best = tl.full((ROWS, CP), -1, tl.int64)
+    for j0 in range(0, tl.max(tl.where(live, own, 0), axis=0) + 1, JB):
+        j = (j0 + tl.arange(0, JB))[None, :]
+        score = tl.zeros((ROWS, JB), tl.float32)
+        for c in tl.static_range(SHIFTS):
+            mask = live[:, None] & (j >= c) & (j - c <= own[:, None])
+            score += tl.load(score_ptr + c * shift + line + (j - c), mask=mask, other=0.0)
+        fixed = (j == 0) | (j == own[:, None]) | (j == own[:, None] - 1)
+        score = tl.where(fixed, float("inf"), score)
+        # Bits of a number that is not negative stand in its order.
+        x = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - j).to(tl.int64)
+        x = tl.where(live[:, None] & (j <= own[:, None]), x, -1)
+        if tl.max(tl.max(x, axis=1) - tl.min(tl.where(slot < COUNT, best, 9223372036854775807), axis=1), axis=0) > 0:
+            merged = tl.full((ROWS, CP), -1, tl.int64)
+            for at in range(COUNT):
+                top = tl.maximum(tl.max(x, axis=1), tl.max(best, axis=1))[:, None]
+                merged = tl.where(slot == at, top, merged)
+                x = tl.where(x == top, -1, x)
+                best = tl.where(best == top, -1, best)
+            best = merged
+    index = tl.where(best < 0, -1, 2147483647 - (best & 0xFFFFFFFF)).to(tl.int32)
+    row = (bg // G * S + first + local) * G + bg % G
+    tl.store(blocks_ptr + row[:, None] * COUNT + slot, index, mask=live[:, None] & (slot < COUNT))

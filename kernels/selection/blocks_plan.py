@@ -1,0 +1,97 @@
+"""Launch plan of the choice of blocks; eager only, since it goes through the queries in pieces that bound its memory.
+
+Memory beyond inputs and outputs: SCORES numbers of 4 bytes, or those of one tile of queries of each sequence and group where they are more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dtypes import without_kernel
+from . import config
+from .blocks import selection_block_scores, selection_block_top
+from .lists_plan import alignment, dot_precision
+from .pieces_plan import power_of_two
+
+ROWS = 64  # queries x heads of a program
+TILES = ((64, 2), (64, 1), (32, 1), (16, 1))  # compressed keys at a time and stages, the best first
+TOP_ROWS, TOP_BLOCKS = 4, 256
+SCORES = 1 << 24
+MAX_D = 256
+MAX_HEADS = 64
+
+
+def tile(b: Any, D: int, BP: int, itemsize: int) -> tuple[int, int] | None:
+    """Blocks at a time, each padded to BP keys, and stages; None where shared memory does not hold them."""
+    props = b.device_props()
+    limit = config.shared_limit(props.backend, props.arch) * 3 // 4
+    if itemsize == 4:  # a product holds both factors in two parts
+        itemsize *= 2
+    for keys, stages in TILES:
+        NT = max(1, keys // BP)
+        if itemsize * config.padded(D) * (ROWS + stages * NT * BP) <= limit:
+            return NT, stages
+    return None
+
+
+def unsupported(b: Any, *tensors: Any) -> str | None:
+    """Why these inputs run the reference instead of the kernels; None when they run the kernels."""
+    for t in tensors:
+        if reason := without_kernel(b, t):
+            return reason
+        shape = b.shape(t)
+        if len(shape) == 5 and shape[4] > MAX_D:
+            return f"D = {shape[4]} is above {MAX_D}"
+        if len(shape) == 5 and shape[3] > MAX_HEADS:
+            return f"h = {shape[3]} heads a group are above {MAX_HEADS}"
+    return None
+
+
+def unsupported_sizes(
+    b: Any, q: Any, k: Any, lse: Any, scale: float, length: int, stride: int, block: int, count: int, s_kv: int
+) -> str | None:
+    """The same for what depends on the other arguments too."""
+    if tile(b, b.shape(q)[4], power_of_two(block // stride), b.dtype(q).itemsize) is None:
+        return f"shared memory does not hold blocks of {block // stride} strides at D = {b.shape(q)[4]}, {b.dtype(q)}"
+    return None
+
+
+def plan_selection_blocks(
+    b: Any, q: Any, k: Any, lse: Any, scale: float, length: int, stride: int, block: int, count: int, s_kv: int
+) -> Any:
+    """blocks[B, S, G, count] int32."""
+    B, S, G, h, D = b.shape(q)
+    N, NB = b.shape(k)[2], b.cdiv(s_kv, block)
+    blocks = b.empty((B, S, G, count), b.i32)
+    q, k, lse = b.strided(q), b.strided(k), b.contiguous(lse)
+    QT, HB = config.tile_of(ROWS, h)
+    BK, BP = block // stride, power_of_two(block // stride)
+    shifts = (BK + length // stride - 2) // BK + 1
+    found = tile(b, D, BP, b.dtype(q).itemsize)
+    assert found is not None, "unsupported"
+    NT, stages = found
+    sqb, sqs, sqg, sqh = b.strides(q)[:4]
+    skb, skg, skn = b.strides(k)[:3]
+    # Queries at a time: whole tiles.
+    step = max(QT, SCORES // max(1, shifts * B * G * NB) // QT * QT)
+    for first in range(0, S, step):
+        rows = min(step, S - first)
+        NQ = b.cdiv(rows, QT)
+        score = b.empty((shifts, B, G, rows, NB), b.f32)
+        where = dict(S=S, NB=NB, G=G, first=first, rows=rows, past=s_kv - S)
+        b.launch(
+            selection_block_scores,
+            (B * G * NQ, 1, 1),
+            dict(q_ptr=q, k_ptr=k, lse_ptr=lse, score_ptr=score, scale=scale, N=N, NQ=NQ, sqb=sqb, sqs=sqs, sqg=sqg,
+                 sqh=sqh, skb=skb, skg=skg, skn=skn, **where),
+            dict(H=h, D=D, DP=config.padded(D), QT=QT, HB=HB, NT=NT, BK=BK, BP=BP, LENGTH=length, STRIDE=stride,
+                 SHIFTS=shifts, ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q))),
+            4 if b.dtype(q).itemsize == 2 and D <= 128 else 8, stages,
+        )  # fmt: skip
+        b.launch(
+            selection_block_top,
+            (B * G * b.cdiv(rows, TOP_ROWS), 1, 1),
+            dict(score_ptr=score, blocks_ptr=blocks, **where),
+            dict(COUNT=count, CP=power_of_two(count), BLOCK=block, SHIFTS=shifts, ROWS=TOP_ROWS, JB=TOP_BLOCKS), 4, 1,
+        )  # fmt: skip
+    return blocks

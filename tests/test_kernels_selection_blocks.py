@@ -1,0 +1,127 @@
+"""The choice of blocks by its launch plan, with poisoned buffers, against its definition: on a GPU compiled, else interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import GPU, some
+from test_nn_selection import choice, chosen_blocks
+
+import mhc_inductor
+from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from mhc_inductor.kernels.selection import blocks_plan
+
+if not GPU:
+    from interpreting import mend_dot
+
+    mend_dot()
+
+H200 = DeviceProps(132, "cuda", 90)
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+class Poisoned(EagerBuilder):
+    def empty(self, shape, dtype):
+        return super().empty(shape, dtype).fill_(float("nan") if dtype.is_floating_point else -7)
+
+
+def check(device, q, k, lse, scale, length, stride, block, count, s_kv):
+    """The chosen blocks are those of the definition, in fp64 on the same inputs."""
+    builder = Poisoned(torch.device(device), H200)
+    args = (scale, length, stride, block, count, s_kv)
+    got = blocks_plan.plan_selection_blocks(builder, *(t.to(device) for t in (q, k, lse.float())), *args).cpu()
+    want, margin = chosen_blocks(q.double(), k.double(), lse.double(), *args)
+    assert got.shape == (*q.shape[:3], count) and got.dtype is torch.int32
+    assert margin > 1e-5  # of fp32 scores
+    for at, blocks in want.items():
+        named = [j for j in got[at].tolist() if j >= 0]
+        assert len(named) == len(set(named)) and set(named) == blocks, at
+        assert got[at].tolist().count(-1) == count - len(named)
+
+
+def made(S, S_kv, *, h=3, D=8, G=2, B=1, length=8, stride=4, block=8, count=5, dtype=F32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    N = max(0, (S_kv - length) // stride + 1)
+    q = torch.randn((B, S, G, h, D), generator=g, dtype=F64).to(dtype)
+    k = torch.randn((B, G, N, D), generator=g, dtype=F64).to(dtype)
+    seen = ((torch.arange(S) + S_kv - S + 1 - length).div(stride, rounding_mode="floor") + 1).clamp(0, N)
+    ranges = torch.stack((seen * 0, seen), -1).view(1, S, 1, 1, 2).expand(B, S, G, 1, 2)
+    _, lse = mhc_inductor.selection_attention(
+        q.double(), k.double(), k.double(), ranges, scale=D**-0.5, return_lse=True
+    )
+    return q, k, lse, D**-0.5, length, stride, block, count, S_kv
+
+
+@pytest.mark.parametrize(("S", "S_kv", "N"), [(50, 50, 11), (3, 47, 10), (1, 64, 15), (5, 5, 0)])
+def test_blocks_are_chosen_by_the_definition(device, S, S_kv, N):
+    check(device, *choice(S, S_kv, N, F32))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(("h", "D"), some([(1, 16), (4, 128), (16, 80), (64, 40), (33, 256)], [(1, 16), (33, 24)]))
+def test_heads_and_widths(device, h, D, dtype):
+    check(device, *made(40, 40, h=h, D=D, G=1, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("length", "stride", "block", "count"),
+    [(8, 4, 16, 4), (4, 4, 4, 3), (24, 4, 8, 6), (6, 3, 9, 5), (2, 1, 100, 3), (8, 2, 10, 16)],
+)
+def test_sizes_of_blocks(device, length, stride, block, count):
+    """Compressed keys that reach over several blocks; blocks that are no power of two of strides; more wanted than there are."""
+    S, S_kv = some((70, 230), (30, 130))
+    check(device, *made(S, S_kv, length=length, stride=stride, block=block, count=count, G=1, seed=4))
+
+
+def test_a_long_row_of_blocks(device, monkeypatch):
+    """Several steps of the search, most of which find nothing better."""
+    monkeypatch.setattr(blocks_plan, "TOP_BLOCKS", 16)
+    check(device, *made(9, 700, G=1, length=4, stride=2, block=4, count=7, B=2))
+
+
+def test_pieces_of_the_queries(device, monkeypatch):
+    monkeypatch.setattr(blocks_plan, "SCORES", 1)
+    args = made(75, 80, h=2, G=2, B=2)
+    builder = EagerBuilder(torch.device(device), H200)
+    tensors = [t.to(device) for t in (*args[:2], args[2].float())]
+    pieces = blocks_plan.plan_selection_blocks(builder, *tensors, *args[3:])
+    monkeypatch.undo()
+    assert torch.equal(pieces, blocks_plan.plan_selection_blocks(builder, *tensors, *args[3:]))
+
+
+def test_any_strides(device):
+    q, k, lse, *sizes = made(40, 40)
+    check(device, q.transpose(1, 3).contiguous().transpose(1, 3), k.mT.contiguous().mT, lse.mT.contiguous().mT, *sizes)
+
+
+def test_of_equals_the_first(device):
+    """Queries of zeros: every complete compressed key weighs the same."""
+    q, k, _, *sizes = made(64, 64, h=2, count=4)
+    builder = EagerBuilder(torch.device(device), H200)
+    seen = ((torch.arange(64) + 1 - 8) // 4 + 1).clamp(min=1).log().view(1, 64, 1, 1).expand(1, 64, 2, 2)
+    got = blocks_plan.plan_selection_blocks(builder, *(t.to(device) for t in (q * 0, k, seen.float())), *sizes)
+    assert sorted(got[0, 63, 0].tolist()) == [0, 1, 6, 7]
+
+
+def test_nothing_to_choose_from(device):
+    """No compressed key, and no query."""
+    check(device, *made(3, 3))
+    q, k, lse, *sizes = made(4, 40)
+    got = blocks_plan.plan_selection_blocks(EagerBuilder(torch.device(device), H200), q[:, :0], k, lse[:, :0], *sizes)
+    assert got.shape == (1, 0, 2, 5)
+
+
+def test_what_is_not_supported_is_said():
+    builder = EagerBuilder(torch.device("meta"), H200)
+    q, k, lse, *sizes = made(4, 40)
+    assert blocks_plan.unsupported(builder, q, k, lse.float()) is None
+    assert (
+        "fp64" in (reason := blocks_plan.unsupported(builder, q.double(), k.double(), lse) or "") or "float64" in reason
+    )
+    assert "D = 300" in blocks_plan.unsupported(
+        builder, torch.zeros(1, 2, 1, 2, 300), torch.zeros(1, 1, 2, 300), lse.float()
+    )
+    assert "h = 65" in blocks_plan.unsupported(builder, torch.zeros(1, 2, 1, 65, 8), k, lse.float())
+    assert blocks_plan.unsupported_sizes(builder, q, k, lse, *sizes) is None
+    wide = torch.zeros(1, 2, 1, 2, 256)
+    assert "1000 strides at D = 256" in blocks_plan.unsupported_sizes(builder, wide, k, lse, 1.0, 4, 1, 1000, 3, 10)
