@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+
+on_a_cpu_build = pytest.mark.skipif(
+    torch.cuda.is_available() or bool(torch.version.cuda or torch.version.hip),
+    reason="a real GPU runs test_gpu*.py, and a torch built for GPUs asks for a driver where this mocks one",
+)
 
 H200 = types.SimpleNamespace(
     name="NVIDIA H200 (fake)", major=9, minor=0, multi_processor_count=132, total_memory=141 << 30,

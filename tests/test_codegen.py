@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code
+from fakecuda import fake_cuda, generated_code, on_a_cpu_build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
@@ -22,7 +22,7 @@ FLOATS = (1e-6, 1e-6, 2.0, 0.0, 20, 1e-6, "softmax")
 
 pytestmark = [
     pytest.mark.usefixtures("no_caches"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU runs tests/test_gpu.py"),
+    on_a_cpu_build,
 ]
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code
+from fakecuda import fake_cuda, generated_code, on_a_cpu_build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor  # noqa: F401  (registers the ops)
@@ -19,7 +19,7 @@ BACKWARD = ("e79_backward", "e79_finish")
 
 pytestmark = [
     pytest.mark.usefixtures("no_caches"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU runs tests/test_gpu.py"),
+    on_a_cpu_build,
 ]
 
 

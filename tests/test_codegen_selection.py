@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code
+from fakecuda import fake_cuda, generated_code, on_a_cpu_build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor  # noqa: F401  (registers the ops)
@@ -17,7 +17,7 @@ SCALE = 32**-0.5
 
 pytestmark = [
     pytest.mark.usefixtures("no_caches"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU runs tests/test_gpu_selection.py"),
+    on_a_cpu_build,
 ]
 
 

@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code
+from fakecuda import fake_cuda, generated_code, on_a_cpu_build
 from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a mocked device; on a GPU its own compiles show it")
+pytestmark = on_a_cpu_build
 
 
 def _layer(x, phi, alpha, bias):
