@@ -7,6 +7,7 @@ calls softmax; gradients come from autograd. Kernel tests reuse it: ``check(run(
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from helpers_mhc import relative, rounding
@@ -269,15 +270,19 @@ def upstream(inputs: Mapping[str, Tensor | None], names: tuple[str, ...] = OUTPU
 
 
 def run(
-    inputs: Mapping[str, Tensor | None], up: Mapping[str, Tensor] | None = None, scale: float | None = None
+    inputs: Mapping[str, Tensor | None],
+    up: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    form: Any = None,
 ) -> dict[str, Tensor]:
-    """selection_attention, and with ``up`` selection_attention_backward, under the names of :func:`oracle`."""
+    """selection_attention of ``form`` (the ops), and with ``up`` its backward, under the names of :func:`oracle`."""
+    form = OPS if form is None else form
     args = [inputs[k] for k in NAMES]
     scale = args[0].shape[-1] ** -0.5 if scale is None else scale
-    o, lse = OPS.selection_attention(*args, scale)
+    o, lse = form.selection_attention(*args, scale)
     named = {"o": o, "lse": lse}
     if up:
-        grads = OPS.selection_attention_backward(*[up.get(k) for k in OUTPUTS], *args, o, lse, scale)
+        grads = form.selection_attention_backward(*[up.get(k) for k in OUTPUTS], *args, o, lse, scale)
         named |= {f"d{k}": t for k, t in zip(WANTED, grads, strict=True) if inputs[k] is not None}
     return named
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from helpers_selection import (
     MISTAKES,
-    NAMES,
     OUTPUTS,
     WANTED,
     check,
     error,
     make_inputs,
     oracle,
+    run,
     selection_of,
     upstream,
 )
@@ -45,18 +45,6 @@ def form(request):
     return FORMS[request.param]
 
 
-def run(form, inputs, up=None, scale=None):
-    """The two functions of a form, under the names of the oracle."""
-    args = [inputs[k] for k in NAMES]
-    scale = args[0].shape[-1] ** -0.5 if scale is None else scale
-    o, lse = form.selection_attention(*args, scale)
-    named = {"o": o, "lse": lse}
-    if up:
-        grads = form.selection_attention_backward(*[up.get(k) for k in OUTPUTS], *args, o, lse, scale)
-        named |= {f"d{k}": t for k, t in zip(WANTED, grads, strict=True) if inputs[k] is not None}
-    return named
-
-
 # --- values and gradients -----------------------------------------------------------------------------------
 
 
@@ -65,7 +53,7 @@ def run(form, inputs, up=None, scale=None):
 def test_mistakes_made_before(form, case, dtype):
     inputs = make_inputs(dtype=dtype, **MISTAKES[case])
     up = upstream(inputs)
-    check(run(form, inputs, up), inputs, up, EXACT if dtype is F64 else None)
+    check(run(inputs, up, form=form), inputs, up, EXACT if dtype is F64 else None)
 
 
 @pytest.mark.parametrize("names", [("o",), ("lse",), OUTPUTS], ids="-".join)
@@ -74,7 +62,7 @@ def test_mistakes_made_before(form, case, dtype):
 def test_kinds_of_ranges(form, kind, sink, names):
     inputs = make_inputs(kind, S=19, S_kv=23, h=2, Dv=5, r=5, sink=sink, strided=True)
     up = upstream(inputs, names)
-    check(run(form, inputs, up), inputs, up, EXACT)
+    check(run(inputs, up, form=form), inputs, up, EXACT)
 
 
 @pytest.mark.parametrize("key_lengths", [None, (3, 4, 0, 9)], ids=["same", "other"])
@@ -85,7 +73,7 @@ def test_packed_sequences(form, lengths, key_lengths):
         "odd", B=1, S=S, S_kv=16, lengths=lengths, key_lengths=key_lengths, r=3, sink=True, range_dtype=torch.int64
     )
     up = upstream(inputs)
-    got = run(form, inputs, up)
+    got = run(inputs, up, form=form)
     check(got, inputs, up, EXACT)
     assert not got["o"][:, sum(lengths) :].any() and (got["lse"][:, sum(lengths) :] == -math.inf).all()
 
@@ -94,7 +82,7 @@ def test_packed_sequences(form, lengths, key_lengths):
 def test_senseless_boundaries_read_nothing_outside(form, values):
     inputs = make_inputs("all", B=1, S=12, S_kv=12)
     inputs["cu_seqlens_q"] = torch.tensor(values)
-    got = run(form, inputs, upstream(inputs))
+    got = run(inputs, upstream(inputs), form=form)
     assert all(t[t != -math.inf].isfinite().all() for t in got.values())
 
 
@@ -102,14 +90,14 @@ def test_senseless_boundaries_read_nothing_outside(form, values):
 def test_any_scale(form, scale):
     inputs = make_inputs(sink=True)
     up = upstream(inputs)
-    check(run(form, inputs, up, scale), inputs, up, EXACT, scale)
+    check(run(inputs, up, scale, form=form), inputs, up, EXACT, scale)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
 def test_scores_with_a_standard_deviation_of_24(form, dtype):
     inputs = make_inputs("odd", dtype, S=12, S_kv=70, size=30, Dk=64, spread=24.0)
     up = upstream(inputs)
-    got = run(form, inputs, up)
+    got = run(inputs, up, form=form)
     assert all(t[t != -math.inf].isfinite().all() for t in got.values())
     check(got, inputs, up)
 
@@ -119,25 +107,25 @@ def test_a_sink_far_above_and_below_the_scores(form):
         inputs = make_inputs("empty", F32, sink=True)
         inputs["sink"] = torch.full_like(inputs["sink"], value)
         up = upstream(inputs)
-        got = run(form, inputs, up)
+        got = run(inputs, up, form=form)
         assert all(got[k].isfinite().all() for k in got if k != "lse")
         if math.isfinite(value):
             check(got, inputs, up)
         else:
-            plain = run(form, {**inputs, "sink": None}, up)
+            plain = run({**inputs, "sink": None}, up, form=form)
             assert all(error(got[k], plain[k]) < 1e-6 for k in plain)
 
 
 def test_a_row_without_keys_is_zero_and_so_are_its_gradients(form):
     inputs = make_inputs("empty", F32, S=20, sink=True)
     up = upstream(inputs)
-    got = run(form, inputs, up)
+    got = run(inputs, up, form=form)
     gone = got["lse"] == -math.inf
     assert 0 < int(gone.sum()) < gone.numel()
     assert not got["o"][gone].any() and not got["dq"][gone].any()
     # What arrives there reaches nothing.
     up["o"][gone], up["lse"][gone] = math.nan, math.nan
-    again = run(form, inputs, up)
+    again = run(inputs, up, form=form)
     assert all(torch.equal(got[k].nan_to_num(), again[k].nan_to_num()) for k in got)
     assert all(again[k].isfinite().all() for k in ("dq", "dk", "dv", "dsink"))
 
@@ -148,7 +136,7 @@ def test_a_row_without_keys_is_zero_and_so_are_its_gradients(form):
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_sizes_of_zero(name, sizes):
     inputs = make_inputs("none", F32, sink=True, **{"S_kv": 4, **sizes})
-    got = run(FORMS[name], inputs, upstream(inputs))
+    got = run(inputs, upstream(inputs), form=FORMS[name])
     assert not any(got[k].any() for k in ("o", "dq", "dk", "dv", "dsink"))
     assert (got["lse"] == -math.inf).all()
     assert all(got[f"d{k}"].shape == inputs[k].shape for k in WANTED)
@@ -200,12 +188,12 @@ def test_what_no_query_selects_does_not_leak(form, where, value):
     inputs = make_inputs("odd", F32, S=9, S_kv=20, sink=True)
     inputs["ranges"] = inputs["ranges"].clamp(3, 15)
     up = upstream(inputs)
-    want = run(form, inputs, up)
+    want = run(inputs, up, form=form)
     for name in where.split(" and "):
         inputs[name] = inputs[name].clone()
         inputs[name][:, :, :3] = value
         inputs[name][:, :, 15:] = value
-    got = run(form, inputs, up)
+    got = run(inputs, up, form=form)
     assert all(torch.equal(got[k], want[k]) or error(got[k], want[k]) < 1e-6 for k in got)
 
 
@@ -214,9 +202,9 @@ def test_what_no_query_selects_does_not_leak(form, where, value):
 def test_what_neighbours_select_does_not_leak(form, where, value):
     inputs = even_keys()
     up = upstream(inputs)
-    want = run(form, inputs, up)
+    want = run(inputs, up, form=form)
     inputs[where][:, :, 4] = value  # even
-    got = run(form, inputs, up)
+    got = run(inputs, up, form=form)
     for key in ("o", "lse", "dq"):
         assert error(got[key][:, 1::2], want[key][:, 1::2]) < 1e-6
     for key in ("dk", "dv"):
@@ -232,10 +220,10 @@ def test_what_neighbours_select_does_not_leak(form, where, value):
 def test_a_query_poisons_the_gradients_of_its_own_keys_only(form, where, value):
     inputs = even_keys()
     up = upstream(inputs)
-    want = run(form, inputs, up)
+    want = run(inputs, up, form=form)
     bad = inputs["q"] if where == "q" else up["o" if where == "do" else "lse"]
     bad[:, 2] = value
-    got = run(form, inputs, up)
+    got = run(inputs, up, form=form)
     for key in ("dk", "dv"):
         assert error(got[key][:, :, 1::2], want[key][:, :, 1::2]) < 1e-6
     others = [0, 1, 3, 4, 5]
@@ -266,10 +254,10 @@ def test_memory_is_bounded(name, width, monkeypatch):
     form = FORMS[name]
     inputs = make_inputs("rand", F32, S=90, S_kv=300, Dk=width, r=5, sink=True)
     up = upstream(inputs)
-    want = run(form, inputs, up)
+    want = run(inputs, up, form=form)
     monkeypatch.setattr(reference, "CHUNK", 4000)  # of 2 * 2 * 3 * 90 * 300 = 324000 scores
     with Largest() as largest:
-        got = run(form, inputs, up)
+        got = run(inputs, up, form=form)
     held = max(t.numel() for t in (*inputs.values(), *got.values()) if t is not None)
     assert largest.numel <= max(held, 2 * 4000)
     assert all(error(got[k], want[k]) < 1e-5 for k in want)
@@ -277,10 +265,10 @@ def test_memory_is_bounded(name, width, monkeypatch):
 
 def test_one_query_may_be_more_than_a_chunk(monkeypatch):
     inputs = make_inputs("odd", F32, S=5, S_kv=50, h=4)
-    want = run(reference, inputs, upstream(inputs))
+    want = run(inputs, upstream(inputs), form=reference)
     monkeypatch.setattr(reference, "CHUNK", 60)
     for form in (reference, selection_cpu):
-        got = run(form, inputs, upstream(inputs))
+        got = run(inputs, upstream(inputs), form=form)
         assert all(error(got[k], want[k]) < 1e-5 for k in want)
 
 
@@ -300,7 +288,7 @@ def test_chunks_cover_everything_once(monkeypatch):
 def test_the_oracle_is_not_the_reference():
     """Another formula, such as one that counts a key twice, is told apart: the comparison can fail."""
     inputs = make_inputs("twice", F32, sink=True)
-    got = run(reference, {**inputs, "sink": None})
+    got = run({**inputs, "sink": None}, form=reference)
     with pytest.raises(AssertionError, match="relative error"):
         check(got, inputs)
     assert oracle(inputs)["o"].dtype is F64
