@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._inductor.config
 
+pytest.register_assert_rewrite("op_contract")
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

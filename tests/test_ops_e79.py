@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers_e79 import BIASES, MISTAKES, NAMES, OUTPUTS, check, make_inputs, oracle, run_scan, upstream
 from helpers_mhc import relative
+from op_contract import check_outputs, op, strided, trainable
 from torch._inductor.utils import run_and_get_code
 from torch.func import grad, vmap
 from torch.library import opcheck
@@ -55,14 +56,6 @@ SAMPLES = [
 ]
 
 
-def op(name):
-    return getattr(OPS, name).default
-
-
-def trainable(args):
-    return tuple(a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
-
-
 @pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
 def test_opcheck(name, sample, variant):
     args = sample(**variant)
@@ -70,24 +63,9 @@ def test_opcheck(name, sample, variant):
     opcheck(op(name), args if name.endswith("_backward") or args[-1] == 0 else trainable(args))
 
 
-def strided(t):
-    if not isinstance(t, torch.Tensor) or t.dim() < 2:
-        return t
-    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
 @pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
 def test_outputs_are_fresh_contiguous_and_as_the_fake_says(name, sample, variant):
-    args = [strided(a) for a in sample(**variant)]
-    out = op(name)(*args)
-    plain = op(name)(*[a.contiguous() if isinstance(a, torch.Tensor) else a for a in args])
-    meta = op(name)(*[a.to("meta") if isinstance(a, torch.Tensor) else a for a in args])
-    storages = [a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)]
-    for o, p, m in zip(out, plain, meta, strict=True):
-        assert (o.shape, o.dtype, o.stride()) == (m.shape, m.dtype, m.stride())
-        assert o.is_contiguous() and (o.numel() == 0 or o.untyped_storage().data_ptr() not in storages)
-        assert relative(o, p) < 1e-5 + 2 * torch.finfo(o.dtype).eps
-    assert len({o.untyped_storage().data_ptr() for o in out if o.numel()}) == sum(o.numel() > 0 for o in out)
+    check_outputs(name, sample(**variant), relative)
 
 
 def test_every_op_is_sampled():

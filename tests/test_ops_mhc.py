@@ -24,6 +24,7 @@ from helpers_mhc import (
     run_pre,
     upstream,
 )
+from op_contract import check_outputs, op, trainable
 from torch.func import grad, vmap
 from torch.library import opcheck
 
@@ -153,22 +154,6 @@ SAMPLES = [
 ]
 
 
-def op(name):
-    return getattr(OPS, name).default
-
-
-def trainable(args):
-    """The sample with every tensor requiring a gradient."""
-    return tuple(a.detach().requires_grad_() if isinstance(a, torch.Tensor) else a for a in args)
-
-
-def strided(t):
-    """The same values at strides that are not contiguous."""
-    if not isinstance(t, torch.Tensor) or t.dim() < 2:
-        return t
-    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
 @pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
 def test_opcheck(name, sample, variant):
     args = sample(**variant)
@@ -178,18 +163,7 @@ def test_opcheck(name, sample, variant):
 
 @pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
 def test_outputs_are_fresh_contiguous_and_as_the_fake_says(name, sample, variant):
-    args = [strided(a) for a in sample(**variant)]
-    out = op(name)(*args)
-    plain = op(name)(*[a.contiguous() if isinstance(a, torch.Tensor) else a for a in args])
-    meta = op(name)(*[a.to("meta") if isinstance(a, torch.Tensor) else a for a in args])
-    out, plain, meta = ((t,) if isinstance(t, torch.Tensor) else t for t in (out, plain, meta))
-    storages = [a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)]
-    for o, p, m in zip(out, plain, meta, strict=True):
-        assert (o.shape, o.dtype, o.stride()) == (m.shape, m.dtype, m.stride())
-        assert o.is_contiguous() and (o.numel() == 0 or o.untyped_storage().data_ptr() not in storages)
-        # Another layout sums in another order, and a sum such as dalpha cancels; a wrong stride is off by its whole size.
-        assert relative(o, p) < 2e-5 + 2 * torch.finfo(o.dtype).eps
-    assert len({o.untyped_storage().data_ptr() for o in out if o.numel()}) == sum(o.numel() > 0 for o in out)
+    check_outputs(name, sample(**variant), relative, 2e-5)  # a sum such as dalpha cancels
 
 
 def test_every_op_is_sampled():
