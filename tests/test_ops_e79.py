@@ -457,7 +457,7 @@ def test_sizes_that_are_expressions(fresh):
             assert relative(got, w) < 1e-5
 
 
-def test_compiled_for_a_cpu_is_three_times_as_fast_as_the_loop(fresh):
+def test_compiled_for_a_cpu_is_three_times_as_fast_as_the_loop(fresh, vectorised):
     """T = 256, B = 8, n = 64, two threads: 10 times on a quiet machine."""
     inputs = make_inputs(256, 8, 64, F32)
     compiled = torch.compile(mhc_inductor.e79_scan, fullgraph=True)

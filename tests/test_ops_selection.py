@@ -454,7 +454,7 @@ def test_dynamic_sizes_with_gradients_compile_once(fresh):
 
 
 @pytest.mark.parametrize(("s", "s_kv", "calls"), [(20, 33, False), (600, 900, True)])
-def test_on_a_cpu_inductor_fuses_what_is_small(s, s_kv, calls, fresh):
+def test_on_a_cpu_inductor_fuses_what_is_small(s, s_kv, calls, fresh, vectorised):
     """Up to 2**20 scores the op is one formula, in training too; beyond, the generated code calls the op."""
     inputs = make_inputs("odd", F32, S=s, S_kv=s_kv, sink=True)
     up = upstream(inputs)
