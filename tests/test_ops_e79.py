@@ -457,23 +457,20 @@ def test_sizes_that_are_expressions(fresh):
             assert relative(got, w) < 1e-5
 
 
-def test_compiled_for_a_cpu_is_three_times_as_fast_as_the_loop(fresh, vectorised):
-    """T = 256, B = 8, n = 64, two threads: 10 times on a quiet machine."""
-    inputs = make_inputs(256, 8, 64, F32)
+def test_compiled_for_a_cpu_is_three_times_as_fast_as_the_loop(fresh, vectorised, one_thread):
+    """B = 8, n = 64, of a few steps as of many. One thread: two wait for one another where other tests run beside them."""
+    inputs = make_inputs(48, 8, 64, F32)
     compiled = torch.compile(mhc_inductor.e79_scan, fullgraph=True)
     calls = {"compiled": lambda: compiled(**inputs), "loop": lambda: eager_loop(**inputs)}
-    threads, best = torch.get_num_threads(), dict.fromkeys(calls, float("inf"))
-    torch.set_num_threads(2)
-    try:
-        with torch.no_grad():
-            assert relative(calls["compiled"]()[0], calls["loop"]()) < 1e-5
-            for _ in range(5):  # in turn, so that both meet the same load
-                for name, call in calls.items():
-                    start = time.perf_counter()
-                    call()
-                    best[name] = min(best[name], time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
+    best = dict.fromkeys(calls, float("inf"))
+    with torch.no_grad():
+        assert relative(calls["compiled"]()[0], calls["loop"]()) < 1e-5
+        for _ in range(5):  # in turn, so that both meet the same load
+            for name, call in calls.items():
+                start = time.perf_counter()
+                call()
+                best[name] = min(best[name], time.perf_counter() - start)
+    print(best)
     assert best["loop"] > 3 * best["compiled"], best
 
 
