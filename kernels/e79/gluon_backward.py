@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from ..gluon_language import async_load
 from .gluon_common import gated, inverse, part_of, sigmoid, thread_barrier, vector, vector_by_rows
 
 
@@ -92,7 +93,7 @@ def _rows(folded, layout: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def _copy(state, p, row, column, R: gl.constexpr):
     """Scratch [R, R] into shared memory, asynchronously."""
-    async_copy.async_copy_global_to_shared(state, p + row[:, :, None] * R + column[None, None, :])
+    async_load(state, p + row[:, :, None] * R + column[None, None, :])
 
 
 @gluon.jit

@@ -8,8 +8,8 @@ gate once, where in plain Triton every thread evaluates the gates of all the col
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Triton 3.7 renamed it.
-thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+from ..gluon_language import reinterpret
+from ..gluon_language import thread_barrier as thread_barrier
 
 
 @gluon.jit
@@ -51,7 +51,7 @@ def vector(x, i: gl.constexpr):
     """Vector i of x [V, R] in shared memory."""
     V: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[1]
-    return x._reinterpret(gl.float32, [V, R], gl.SwizzledSharedLayout(1, 1, 1, [0])).index(i)
+    return reinterpret(x, gl.float32, [V, R], gl.SwizzledSharedLayout(1, 1, 1, [0])).index(i)
 
 
 @gluon.jit
@@ -59,7 +59,7 @@ def vector_by_rows(x, i: gl.constexpr, layout: gl.constexpr, NW: gl.constexpr):
     """Vector i of x [V, R] in shared memory, loaded in the layout of the rows [NW, RW]."""
     V: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[1]
-    y = x._reinterpret(gl.float32, [V, NW, R // NW], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    y = reinterpret(x, gl.float32, [V, NW, R // NW], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     return y.index(i).load(layout)
 
 
