@@ -133,6 +133,22 @@ def test_fused_ops_launch_the_fused_kernels(dynamic):
     assert len(sized) == 3, "x_out, its gradient and dx"
 
 
+@pytest.mark.parametrize(("batch", "grad", "fused"), [(1, False, 0), (2, False, 1), (1, True, 1)])
+def test_few_tokens_in_inference_stay_two_ops(batch, grad, fused):
+    """128 tokens a batch: below 256 the kernels of post and pre apart are faster, and backward does not gain by one op."""
+
+    def post_pre(x, phi, alpha, bias, w):
+        h_post, h_res = x.sum(-1, dtype=torch.float32), (x @ x.mT).float()
+        x_out = mhc_inductor.mhc_post(x, x.sum(-2) @ w, h_post, h_res, transpose_res=True)
+        return mhc_inductor.mhc_pre(x_out, phi, alpha, bias, sinkhorn_iters=20)[0], x_out
+
+    before = mhc_inductor.counters().get("fused mhc_post_pre", 0)
+    with torch.set_grad_enabled(grad):
+        launches = _launches(_compile(post_pre, batch=batch, backend="mhc_inductor"))
+    assert [k for k in launches if k.startswith("mhc_")] == list(POST_PRE)
+    assert mhc_inductor.counters().get("fused mhc_post_pre", 0) - before == fused
+
+
 def test_ordinary_backend_launches_the_kernels_too():
     code = _compile(_layer, backend="inductor")
     assert [k for k in _launches(code) if k.startswith("mhc_")] == [*PRE, "mhc_post"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -15,6 +16,8 @@ from .values import example
 
 _FUSED = {"mhc_pre": "mhc_post_pre", "mhc_head": "mhc_post_head"}
 """What follows a post, and the fused op."""
+FEW_TOKENS = 256
+"""Tokens below which the two ops apart are faster in inference (docs/tuning.md): decoding, where latency counts."""
 
 
 def _op(name: str) -> Any:
@@ -36,9 +39,18 @@ def fuse(graph: fx.Graph) -> list[tuple[str, str, fx.Node]]:
             continue
         if grad[first] != grad[second] or not _movable(first, second, order, events):
             continue
+        if not grad[first] and _few(first):
+            continue
         fused, name = followers[second.target]
         done.append((fused, name, _merge(graph, first, second, _op(fused))))
     return done
+
+
+def _few(post: fx.Node) -> bool:
+    """Whether a post has few tokens on a GPU, a number that is known."""
+    x = example(post)
+    lead = x.shape[:-2]
+    return x.device.type == "cuda" and all(isinstance(n, int) for n in lead) and math.prod(lead) < FEW_TOKENS
 
 
 def _movable(first: fx.Node, second: fx.Node, order: dict[fx.Node, int], events: list[tuple[int, int]]) -> bool:
