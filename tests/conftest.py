@@ -24,8 +24,9 @@ if not GPU:
     torch._inductor.config.cpp.simdlen = 1
 
 if INTERPRETED and not GPU:
-    from interpreting import mend_speed
+    from interpreting import mend_masks, mend_speed
 
+    mend_masks()
     mend_speed()
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended where it differs from a GPU, or is slow without need (seen in 3.6 and 3.7)."""
+"""Triton's interpreter, mended where it differs from a GPU, or is slow without need (seen in 3.6, 3.7 and 3.9)."""
 
 from __future__ import annotations
 
@@ -79,3 +79,18 @@ def mend_speed() -> None:
     """A launch patches triton.language; each call of a device function does so again, which is a third of all time."""
     interpreter._patch_lang = _patch_once
     interpreter._get_np_dtype = _np_dtype
+
+
+def _masked(plain: Any, at: int) -> Any:
+    def run(builder: Any, *args: Any) -> Any:
+        mask = interpreter.TensorHandle(args[at].data.astype(bool), tl.int1)
+        return plain(builder, *args[:at], mask, *args[at + 1 :])
+
+    return run
+
+
+def mend_masks() -> None:
+    """The interpreter of 3.9 takes a block's comparison and a number's together for an integer, and no integer for a mask."""
+    builder = interpreter.InterpreterBuilder
+    builder.create_masked_load = _masked(builder.create_masked_load, 1)
+    builder.create_masked_store = _masked(builder.create_masked_store, 2)
