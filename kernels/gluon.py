@@ -1,0 +1,33 @@
+"""Whether Gluon kernels run here. They need CUDA and a Triton whose Gluon is the one they are written for."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+from mhc_inductor.log import warn_once
+
+# Bytes of shared memory a block can have, by architecture; 99 KiB on the others.
+_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+
+
+@functools.cache
+def _load(what: str, names: tuple[str, ...]) -> tuple[Any, ...] | None:
+    try:
+        parts = [name.split(":") for name in names]
+        return tuple(getattr(importlib.import_module(f"{__package__}.{module}"), name) for module, name in parts)
+    except (ImportError, AttributeError) as error:
+        reason = f"this Triton's Gluon is not usable ({error})"
+        warn_once(f"gluon {what}", f"{what} runs on plain Triton kernels: {reason}")
+        return None
+
+
+def kernels(b: Any, shared: int, what: str, *names: str) -> tuple[Any, ...] | None:
+    """The kernels ``folder.module:name``, or None where plain Triton runs; ``shared``: the bytes of shared memory they need."""
+    if not b.gluon:
+        return None
+    props = b.device_props()
+    if props.backend != "cuda" or props.arch < 80 or shared > _SHARED.get(props.arch, 99 << 10):
+        return None
+    return _load(what, names)
