@@ -69,6 +69,10 @@ class EagerBuilder:
     def contiguous(self, t: torch.Tensor) -> torch.Tensor:
         return t.contiguous()
 
+    def aligned(self, t: torch.Tensor) -> torch.Tensor:
+        """``t``, copied where it does not start at a multiple of 16 bytes."""
+        return t if t.data_ptr() % 16 == 0 else t.clone()
+
     def strided(self, t: torch.Tensor) -> torch.Tensor:
         """``t`` with neighbours in its last dimension, copied only where they are not; the other strides are any."""
         return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()

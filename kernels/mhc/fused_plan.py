@@ -1,13 +1,16 @@
-"""Launch plans of the fused mHC ops: the kernels of post and of pre, sharing what the two ops apart could not.
+"""Launch plans of the fused mHC ops: post and the projection of its result in one kernel where that runs (``gluon.py``),
+elsewhere the kernels of post and of pre, sharing what the two ops apart could not.
 
-One kernel for post and projection, and one for both gradients of x_out, were measured and are slower (docs/tuning.md).
+One kernel for both gradients of x_out was measured and is slower (docs/tuning.md).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from .gluon import PostProjectConfig, post_project
 from .plan import (
+    FORMS,
     contiguous,
     dims,
     empty_grads,
@@ -17,11 +20,64 @@ from .plan import (
     plan_pre,
     post_grads,
     pre_dx,
+    pre_outputs,
     unsupported,
     zero_grads,
 )
+from .slices import mhc_slices_collapse
 
 __all__ = ["unsupported"]
+
+
+def runs_gluon(b: Any, x: Any, f_out: Any) -> bool:
+    """Whether the fused ops' forward runs its Gluon kernel with this builder."""
+    return post_project(b, x, f_out) is not None
+
+
+def _slices(
+    b: Any, kernel: Any, c: PostProjectConfig, post: tuple[Any, ...], transpose_res: bool, params: tuple[Any, ...],
+    floats: tuple[Any, ...], iters: int, form: str, has_post: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Projection by slices of columns, each with its part of every token's sums; then coefficients and collapse."""
+    s = dims(b, post[0], params[0])
+    x_out = b.empty(b.shape(post[0]), b.bf16)
+    out = pre_outputs(b, s, b.bf16, has_post)
+    if b.is_static(s.T) and s.T == 0:
+        return x_out, *out
+    x, f_out, h_post, h_res, phi, alpha, bias, gamma = contiguous(b, *post, *params)
+    S = c.slices(s.D)
+    part = b.empty((S, s.T, s.MP), b.f32)
+    b.launch(
+        kernel,
+        (S, b.min(b.cdiv(s.T, c.NW * 16), max(1, b.device_props().sm_count // S)), 1),
+        dict(
+            x_ptr=b.aligned(x), f_ptr=b.aligned(f_out), h_post_ptr=h_post, h_res_ptr=h_res, phi_ptr=phi,
+            gamma_ptr=gamma, out_ptr=x_out, part_ptr=part, T=s.T,
+        ),
+        dict(
+            D=s.D, M=s.M, MP=s.MP, NB=c.NB, HAS_RES=h_res is not None, TRANSPOSE=transpose_res,
+            HAS_GAMMA=gamma is not None, SL=c.SL, NW=c.NW,
+        ),
+        c.NW, 1,
+    )  # fmt: skip
+    h_in, next_post, next_res, h_pre, h_mix, inv_rms = out
+    programs = b.cdiv(s.T, c.BC)
+    names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_eps")
+    b.launch(
+        mhc_slices_collapse,
+        (programs + s.T * (-(-s.D // c.BD)), 1, 1),
+        dict(
+            x_ptr=x_out, part_ptr=part, alpha_ptr=alpha, bias_ptr=bias, h_in_ptr=h_in, h_pre_ptr=h_pre,
+            h_post_ptr=next_post, h_res_ptr=next_res if s.has_res else None, h_mix_ptr=h_mix, inv_ptr=inv_rms, T=s.T,
+            CP=programs, **dict(zip(names, floats, strict=True)),
+        ),
+        dict(
+            D=s.D, M=s.M, MP=s.MP, S=S, SP=1 << (S - 1).bit_length(), BC=c.BC, BD=c.BD, HAS_POST=has_post,
+            HAS_RES=s.has_res, ITERS=iters if s.has_res else 0, FORM=FORMS[form],
+        ),
+        1, 1,
+    )  # fmt: skip
+    return x_out, *out
 
 
 def _forward(
@@ -31,6 +87,9 @@ def _forward(
     """post: x, f_out, h_post, h_res; params: phi, alpha, bias, gamma."""
     x, f_out, h_post, h_res = post
     phi, alpha, bias, gamma = params
+    found = post_project(b, x, f_out)
+    if found is not None:
+        return _slices(b, *found, post, transpose_res, params, floats, iters, form, has_post)
     x_out = plan_mhc_post(b, x, f_out, h_post, h_res, transpose_res)
     return (x_out, *plan_pre(b, x_out, phi, alpha, bias, gamma, floats, iters, form, has_post))
 

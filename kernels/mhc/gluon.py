@@ -1,0 +1,44 @@
+"""Whether, and with which configuration, the fused ops run their Gluon kernel (wgmma: sm_90)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .. import gluon
+
+# Measured from 2560 to 7168; a token's parts, one a slice, are summed as one tile.
+MIN_D = 1024
+MAX_D = 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class PostProjectConfig:
+    """NW * 16 tokens a tile, NB blocks of 32 columns a slice, SL tiles of 64 columns in flight; the collapse's BC tokens, BD columns."""
+
+    NW: int
+    NB: int
+    SL: int
+    BC: int
+    BD: int
+
+    def slices(self, D: int) -> int:
+        return -(-D // (32 * self.NB))
+
+
+def post_project_config(D: int) -> PostProjectConfig:
+    """Shared memory is full: 144 KiB of phi, 80 KiB of x and f_out."""
+    NW, SL = (8, 1) if D <= 4096 else (4, 2)
+    return PostProjectConfig(NW, 8, SL, 8, 512)
+
+
+def post_project(b: Any, x: Any, f_out: Any) -> tuple[Any, PostProjectConfig] | None:
+    """The kernel and its configuration, or None where the kernels of post and of pre run."""
+    *_, n, D = b.shape(x)
+    if b.static(n) != 4 or b.dtype(x) != b.bf16 or b.dtype(f_out) != b.bf16:
+        return None
+    D = b.static(D)
+    if D % 64 or not MIN_D <= D <= MAX_D or not b.gluon or b.device_props().arch != 90:
+        return None
+    loaded = gluon.kernels(b, 227 << 10, "mHC", "mhc.gluon_post_project:mhc_post_project")
+    return None if loaded is None else (loaded[0], post_project_config(D))

@@ -1,0 +1,218 @@
+"""post, and the projection of its result, in one pass over x on wgmma (sm_90): see ``post.py`` and ``pre.py`` for the formulas.
+
+A program keeps its columns of phi in shared memory for all its tokens. x and f_out are copied there a step of 64 columns ahead,
+in whole lines. A thread reads 8 neighbouring columns of two tokens at a time, mixes them, stores them, and multiplies them as
+they are: the columns of phi are permuted so that these registers are the left operand that wgmma wants.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..gluon_language import async_load, reinterpret, thread_barrier
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+    raise ImportError("Triton 3.9 and later allow no view beyond a piece of shared memory")
+
+# bf16 terms of an fp32 phi. Also where fewer would do: products hide behind memory, and with fewer ptxas spills.
+TERMS = gl.constexpr(3)
+
+
+@gluon.jit
+def _rounded(y):
+    """bf16 of fp32, two neighbours of a thread in one instruction."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [y], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _widened(h):
+    """fp32 of bf16, one instruction each."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 a; shl.b32 a, $2, 16; mov.b32 $0, a; and.b32 a, $2, 0xffff0000; mov.b32 $1, a; }", "=f,=f,r", [h],
+        dtype=gl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _coefficients(h_post_ptr, h_res_ptr, t, HAS_RES: gl.constexpr, TRANSPOSE: gl.constexpr):
+    """h_post, then R row by row, of tokens t in fp32."""
+    c = ()
+    for o in gl.static_range(4):
+        c = c + (gl.load(h_post_ptr + t * 4 + o).to(gl.float32),)
+    if HAS_RES:
+        for o in gl.static_range(4):
+            for i in gl.static_range(4):
+                at = i * 4 + o if TRANSPOSE else o * 4 + i
+                c = c + (gl.load(h_res_ptr + t * 16 + at).to(gl.float32),)
+    return c
+
+
+@gluon.jit
+def _fetch(ring, slot, x_ptr, f_ptr, t, d, D: gl.constexpr):
+    """f_out, then the streams of x: [2, BT, 32] each, whole lines of 128 bytes."""
+    async_load(ring.index(slot * 5), f_ptr + (t * D + d))
+    for i in gl.static_range(4):
+        async_load(ring.index(slot * 5 + 1 + i), x_ptr + (t * (4 * D) + (i * D + d)))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _stage_phi(
+    w, phi_ptr, gamma_ptr, first, D: gl.constexpr, M: gl.constexpr, MP: gl.constexpr, NB: gl.constexpr,
+    HAS_GAMMA: gl.constexpr, TILE: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """w[((stream * NB + block) * TERMS + term) * M8 + m // 8] = phi * gamma [8, 32] as bf16 terms, largest first."""
+    M8: gl.constexpr = (M + 7) // 8
+    L: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [NW, 1], [1, 0])
+    m = gl.arange(0, MP, layout=gl.SliceLayout(1, L))[:, None]
+    k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
+    # Of 8 columns in a row of a thread, wgmma takes two at a time.
+    p = (k // 2 % 4) * 8 + (k // 16) * 4 + (k // 8 % 2) * 2 + k % 2
+    # As many loads at once as registers hold.
+    ROUND: gl.constexpr = NW * 4 // (2 if HAS_GAMMA else 1)
+    for start in gl.static_range(0, 4 * NB, ROUND):
+        v = ()
+        for i in gl.static_range(start, start + ROUND):
+            d = first + i % NB * 32 + p
+            ok = (m < M) & (d < D)
+            x = gl.load(phi_ptr + m * (4 * D) + (i // NB * D + d), mask=ok, other=0.0).to(gl.float32)
+            if HAS_GAMMA:
+                x = x * gl.load(gamma_ptr + m * 0 + (i // NB * D + d), mask=ok, other=0.0).to(gl.float32)
+            v = v + (x,)
+        for i in gl.static_range(start, start + ROUND):
+            x = v[i - start]
+            for term in gl.static_range(TERMS):
+                h = x.to(gl.bfloat16)
+                # Rows beyond M are the first of what follows, which is stored later.
+                reinterpret(w.index((i * TERMS + term) * M8), gl.bfloat16, [MP, 32], TILE).store(h)
+                thread_barrier()
+                x = x - h.to(gl.float32)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def mhc_post_project(
+    x_ptr, f_ptr, h_post_ptr, h_res_ptr, phi_ptr, gamma_ptr, out_ptr, part_ptr, T,
+    D: gl.constexpr, M: gl.constexpr, MP: gl.constexpr, NB: gl.constexpr, HAS_RES: gl.constexpr,
+    TRANSPOSE: gl.constexpr, HAS_GAMMA: gl.constexpr, SL: gl.constexpr, NW: gl.constexpr,
+):  # fmt: skip
+    """out = post, part[s, t, :M] = out @ phi.T and part[s, t, M] = sum(out * out) over NB blocks of 32 columns of each stream."""
+    BT: gl.constexpr = NW * 16
+    M8: gl.constexpr = (M + 7) // 8
+    WARPS: gl.constexpr = [[16, 0], [32, 0], [64, 0]] if NW == 8 else [[16, 0], [32, 0]]
+    WARPS3: gl.constexpr = [[0, 16, 0], [0, 32, 0], [0, 64, 0]] if NW == 8 else [[0, 16, 0], [0, 32, 0]]
+    # The rows of wgmma's left operand, 8 columns a thread.
+    L: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], WARPS, [], [BT, 32]
+    )
+    # Two such blocks side by side.
+    L3: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], [1, 0, 0]],
+        [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]], WARPS3, [], [2, BT, 32],
+    )  # fmt: skip
+    Q: gl.constexpr = gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], WARPS, [], [BT, 4])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, MP, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, L)
+    TILE: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    # Where M is not MP, a product reads rows of what follows, for columns that nobody reads.
+    w = gl.allocate_shared_memory(gl.bfloat16, [4 * NB * TERMS * M8 + MP // 8 - M8, 8, 32], TILE)
+    ring = gl.allocate_shared_memory(gl.bfloat16, [5 * SL, 2, BT, 32], gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0]))
+    s = gl.program_id(0)
+    first = s * (NB * 32)
+    row = gl.arange(0, BT, layout=ROW)
+    col = first + gl.arange(0, 32, layout=gl.SliceLayout(0, L))
+    # What a fetch covers: the halves of 64 columns, tokens, columns.
+    F: gl.constexpr = gl.BlockedLayout([1, 1, 8], [2, 4, 4], [1, NW, 1], [2, 0, 1])
+    frow = gl.arange(0, BT, layout=gl.SliceLayout(0, gl.SliceLayout(2, F)))[None, :, None]
+    fcol = (
+        first
+        + gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, F)))[:, None, None] * 32
+        + gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, F)))[None, None, :]
+    )
+    G = gl.num_programs(1)
+    g = gl.program_id(1)
+    tiles = (T + BT - 1) // BT
+    steps = gl.minimum(D // 64 - s * (NB // 2), NB // 2)
+    # Tile and step of the next fetch.
+    ft = g
+    fs = 0
+    for slot in gl.static_range(SL):
+        _fetch(ring, slot, x_ptr, f_ptr, gl.minimum(ft * BT + frow, T - 1).to(gl.int64), fs * 64 + fcol, D)
+        fs += 1
+        ft = gl.where(fs == steps, ft + G, ft)
+        fs = gl.where(fs == steps, 0, fs)
+    slot = 0
+    _stage_phi(w, phi_ptr, gamma_ptr, first, D, M, MP, NB, HAS_GAMMA, TILE, NW)
+    fence_async_shared()
+    thread_barrier()
+    for tile in range(g, tiles, G):
+        t = gl.minimum(tile * BT + row, T - 1).to(gl.int64)
+        inside = (tile * BT + row < T)[:, None]
+        c = _coefficients(h_post_ptr, h_res_ptr, t, HAS_RES, TRANSPOSE)
+        total = gl.zeros([BT, MP], gl.float32, layout=MMA)
+        ss = gl.zeros([BT, 4], gl.float32, layout=Q)
+        for step in range(steps):
+            async_copy.wait_group(SL - 1)
+            halves = ((), ())
+            for i in gl.static_range(5):
+                lo, hi = gl.split(ring.index(slot * 5 + i).load(L3).permute((1, 2, 0)))
+                halves = (
+                    halves[0] + (gl.convert_layout(lo, L, assert_trivial=True),),
+                    halves[1] + (gl.convert_layout(hi, L, assert_trivial=True),),
+                )
+            _fetch(ring, slot, x_ptr, f_ptr, gl.minimum(ft * BT + frow, T - 1).to(gl.int64), fs * 64 + fcol, D)
+            fs += 1
+            ft = gl.where(fs == steps, ft + G, ft)
+            fs = gl.where(fs == steps, 0, fs)
+            slot = gl.where(slot == SL - 1, 0, slot + 1)
+            for j in gl.static_range(2):
+                b = step * 2 + j
+                f = _widened(halves[j][0])
+                xs = ()
+                for i in gl.static_range(4):
+                    xs = xs + (_widened(halves[j][1 + i]),)
+                ds = ()
+                small = gl.zeros([BT, MP], gl.float32, layout=MMA)
+                for o in gl.static_range(4):
+                    y = c[o][:, None] * f
+                    if HAS_RES:
+                        for i in gl.static_range(4):
+                            y += c[4 + o * 4 + i][:, None] * xs[i]
+                    else:
+                        y += xs[o]
+                    h = _rounded(y)
+                    at = (t * (4 * D) + o * D)[:, None] + (b * 32 + col)[None, :]
+                    gl.store(out_ptr + at, h, mask=inside)
+                    y = _widened(h)
+                    q = gl.sum((y * y).reshape([BT, 4, 8]), axis=2)
+                    ss += gl.convert_layout(q, Q, assert_trivial=True)
+                    h = h.reshape([BT, 4, 2, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([BT, 32])
+                    h = gl.convert_layout(h, A)
+                    # Tensor cores round their running sum towards zero: short chains, small terms apart, then fp32 adds.
+                    if o % 2 == 0:
+                        d = gl.zeros([BT, MP], gl.float32, layout=MMA)
+                    for term in gl.static_range(TERMS):
+                        p = w.index(((o * NB + b) * TERMS + term) * M8)
+                        p = reinterpret(p, gl.bfloat16, [MP, 32], TILE).permute((1, 0))
+                        if term == 0:
+                            d = warpgroup_mma(h, p, d, use_acc=o % 2 > 0, is_async=True)
+                        else:
+                            small = warpgroup_mma(h, p, small, use_acc=o + term > 1, is_async=True)
+                    if o % 2 == 1:
+                        ds = ds + (d,)
+                ds = warpgroup_mma_wait(0, deps=ds + (small,))
+                total += (ds[0] + ds[1]) + ds[2]
+        out = part_ptr + (s.to(gl.int64) * T) * MP
+        tr = tile * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, MMA))
+        m = gl.arange(0, MP, layout=gl.SliceLayout(0, MMA))
+        gl.store(out + tr[:, None] * MP + m[None, :], total, mask=(tr < T)[:, None] & (m < M)[None, :])
+        tq = tile * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, Q))
+        gl.store(out + tq * MP + M, gl.sum(ss, axis=1), mask=tq < T)
+    async_copy.wait_group(0)

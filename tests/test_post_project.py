@@ -1,0 +1,216 @@
+"""post and the projection of its result in one Gluon kernel (sm_90): parity, bits, what it compiles to, who calls it."""
+
+from __future__ import annotations
+
+import re
+
+import helpers_mhc as h
+import pytest
+import torch
+from conftest import GPU, INTERPRETED
+
+import mhc_inductor
+from mhc_inductor import compat
+from mhc_inductor.kernels.launch import EagerBuilder
+from mhc_inductor.kernels.mhc import fused_plan
+
+BF16, F32 = torch.bfloat16, torch.float32
+try:
+    import mhc_inductor.kernels.mhc.gluon_post_project  # noqa: F401
+except ImportError:
+    USABLE = False  # plain Triton everywhere
+else:
+    USABLE = True
+HOPPER = USABLE and GPU and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
+SIZED = {"sinkhorn_iters": 3}
+needs_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="wgmma")]
+
+
+def on_hopper(test):
+    for mark in needs_hopper:
+        test = mark(test)
+    return test
+
+
+class Poisoned(EagerBuilder):
+    """Fills every output and workspace with NaN first, and remembers what it launched."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.names = []
+
+    def empty(self, shape, dtype):
+        return super().empty(shape, dtype).fill_(float("nan"))
+
+    def launch(self, kernel, *args):
+        self.names.append(kernel.__name__)
+        super().launch(kernel, *args)
+
+
+def run(inputs, transpose_res=True, options=None):
+    head = inputs["phi"].shape[0] == 4
+    o = {**h.HEAD_OPTIONS} if head else {**h.PRE_OPTIONS, **SIZED, **(options or {})}
+    b = Poisoned(torch.device("cuda", torch.cuda.current_device()))
+    plan = fused_plan.plan_mhc_post_head if head else fused_plan.plan_mhc_post_pre
+    tensors = list(inputs.values())
+    out = plan(b, *tensors[:4], transpose_res, *tensors[4:], *o.values())
+    assert b.names == ([] if inputs["x"].numel() == 0 else ["mhc_post_project", "mhc_slices_collapse"])
+    middle = () if head else ("next_post", "next_res")
+    return dict(zip(("x_out", "h_in", *middle, "h_pre", "h_mix", "inv_rms"), out, strict=True))
+
+
+def check(inputs, transpose_res=True, tolerance=2e-6):
+    head = inputs["phi"].shape[0] == 4
+    got = run(inputs, transpose_res)
+    want = h.oracle_fused(inputs, transpose_res, got["x_out"], None, None if head else SIZED)
+    h.compare({k: v for k, v in got.items() if v.numel()}, want, tolerance, 1.05)
+    apart = torch.ops.mhc_inductor.mhc_post(*(inputs[k] for k in ("x", "f_out", "h_post", "h_res")), transpose_res)
+    assert torch.equal(got["x_out"], apart)
+
+
+# 1088: the last slice has two blocks; 2560, 4096, 7168: the widths of the benchmark.
+@on_hopper
+@pytest.mark.parametrize("width", [1024, 1088, 2560, 4096, 7168])
+@pytest.mark.parametrize("tokens", [1, 77, 300])
+def test_parity(width, tokens):
+    check(h.make_fused_inputs((tokens,), 4, width, BF16, device="cuda"))
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "made", [{"gamma": False}, {"residual": False}, {"full": False}, {"head": True}, {"param_dtype": BF16}], ids=str
+)
+@pytest.mark.parametrize("transpose_res", [False, True])
+def test_variants(made, transpose_res):
+    check(h.make_fused_inputs((3, 50), 4, 1024, BF16, device="cuda", **made), transpose_res)
+
+
+@on_hopper
+@pytest.mark.parametrize("gamma", [False, True])
+def test_bf16_phi(gamma):
+    inputs = h.make_fused_inputs((70,), 4, 1024, BF16, device="cuda", gamma=gamma)
+    inputs["phi"] = inputs["phi"].bfloat16()
+    check(inputs)
+
+
+@on_hopper
+def test_many_tokens():
+    """More tiles than programs: each walks several."""
+    check(h.make_fused_inputs((5000,), 4, 1024, BF16, device="cuda"))
+
+
+@on_hopper
+def test_no_token():
+    assert run(h.make_fused_inputs((0, 3), 4, 1024, BF16, device="cuda"))["h_in"].shape == (0, 3, 1024)
+
+
+@on_hopper
+def test_equal_bits_in_two_runs_and_in_any_batch():
+    inputs = h.make_fused_inputs((5000,), 4, 1088, BF16, device="cuda")
+    whole, again = run(inputs), run(inputs)
+    alone = {k: t if k in ("phi", "alpha", "bias", "gamma") else t[4321:4322].clone() for k, t in inputs.items()}
+    one = run(alone)
+    for k, t in whole.items():
+        assert torch.equal(t, again[k]), k
+        assert torch.equal(t[4321:4322], one[k]), k
+
+
+@on_hopper
+def test_inputs_that_start_anywhere():
+    inputs = h.make_fused_inputs((70,), 4, 1024, BF16, device="cuda")
+    want = run(inputs)
+    for k in ("x", "f_out"):
+        t = inputs[k]
+        inputs[k] = torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
+        assert inputs[k].data_ptr() % 16
+    got = run(inputs)
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+@on_hopper
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    torch._dynamo.reset()
+    inputs = h.make_fused_inputs((200,), 4, 1024, BF16, device="cuda")
+    args = [t.requires_grad_() for t in inputs.values()]
+    options = {**h.PRE_OPTIONS, **SIZED}
+
+    def step(*args):
+        out = torch.ops.mhc_inductor.mhc_post_pre(*args[:4], True, *args[4:], *options.values())[:4]
+        return sum(t.float().square().sum() for t in out), *out
+
+    results = []
+    for fn in (step, torch.compile(step, backend="mhc_inductor", fullgraph=True, dynamic=dynamic)):
+        loss, *out = fn(*args)
+        results.append([*out, *torch.autograd.grad(loss, args)])
+    for a, b in zip(*results, strict=True):
+        assert h.relative(b, a) < 2e-3, "the gradients of the loss are rounded where Inductor fuses it"
+
+
+@pytest.mark.skipif(INTERPRETED or not USABLE, reason="compiling and interpreting exclude each other; another Gluon")
+@pytest.mark.parametrize("width", [1088, 4096, 7168])
+@pytest.mark.parametrize("case", ["pre", "gamma", "head", "plain", "bf16"])
+def test_compiles_without_spills(width, case, tmp_path):
+    from offline import TARGETS, Recorder, compile_all
+
+    b = Recorder(TARGETS["cuda:90"][1])
+    b.gluon = True
+
+    def empty(*shape, dtype=F32):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    T, m = 8192, {"head": 4, "plain": 8}.get(case, 24)
+    post = (empty(T, 4, width, dtype=BF16), empty(T, width, dtype=BF16), empty(T, 4), empty(T, 4, 4), True)
+    phi = empty(m, 4 * width, dtype=BF16 if case == "bf16" else F32)
+    params = (phi, empty(1 if case == "head" else 3), empty(m), empty(4, width) if case == "gamma" else None)
+    if case == "head":
+        fused_plan.plan_mhc_post_head(b, *post, *params, 1e-6, 1e-6)
+    else:
+        fused_plan.plan_mhc_post_pre(b, *post, *params, *{**h.PRE_OPTIONS, "sinkhorn_iters": 20}.values())
+    seen, bad = compile_all(b.launches, "cuda:90", case, {}, tmp_path)
+    assert seen == {"mhc_post_project", "mhc_slices_collapse"}
+    assert not bad
+
+
+# --- compiled, without a GPU --------------------------------------------------------------------------------
+
+
+def _code(width):
+    from fakecuda import fake_cuda
+    from test_codegen import FLOATS, OPS, generated_code
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def fn(x, f, hp, hr, *params):
+        out = OPS.mhc_post_pre(x, f, hp, hr, True, *params, None, *FLOATS)
+        return out[0] + 1, out[1]
+
+    with fake_cuda(), FakeTensorMode():
+
+        def empty(*shape, dtype=F32):
+            return torch.empty(*shape, dtype=dtype, device="cuda")
+
+        post = (empty(64, 4, width, dtype=BF16), empty(64, width, dtype=BF16), empty(64, 4), empty(64, 4, 4))
+        params = (empty(24, 4 * width), empty(3), empty(24))
+        (code,) = generated_code(lambda: torch.compile(fn, fullgraph=True, backend="mhc_inductor")(*post, *params))
+    return code[code.index("def call(") :]
+
+
+no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="a real GPU runs test_compiled")
+
+
+@no_gpu
+@pytest.mark.usefixtures("no_caches")
+@pytest.mark.parametrize(("width", "calls"), [(1024, 1), (1056, 0), (256, 0)])
+def test_generated_code_calls_the_op_where_gluon_runs(width, calls):
+    code = _code(width)
+    calls *= USABLE
+    assert len(re.findall(r"torch\.ops\.mhc_inductor\.mhc_post_pre\.default\(", code)) == calls
+    assert ("mhc_pre_project" in code) == (calls == 0)
+
+
+@no_gpu
+@pytest.mark.usefixtures("no_caches")
+def test_a_package_launches_plain_triton(monkeypatch):
+    monkeypatch.setattr(compat, "packaging", lambda: True)
+    code = _code(1024)
+    assert "torch.ops.mhc_inductor" not in code and "mhc_pre_project" in code
