@@ -23,18 +23,10 @@ from benchmarks import selection_targets as targets
 from benchmarks.selection_targets import Shape
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")  # tiny shapes
 TINY = Shape("tiny", 48, 2, 3, dim=8, block=8, picks=5)
 LATE = Shape("late", 3, 2, 2, keys=40, batch=2, dim=8, block=8, picks=5)
 SINGLE = Shape("single", 5, 2, 2, keys=30, dim=8, tokens=9)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Any:
-    """Tiny shapes: threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def settings(**changes: Any) -> selection.Settings:
