@@ -8,6 +8,7 @@ import helpers_mhc as h
 import pytest
 import torch
 from conftest import GPU, INTERPRETED
+from fakecuda import on_a_cpu_build
 
 import mhc_inductor
 from mhc_inductor import compat
@@ -195,10 +196,8 @@ def _code(width):
     return code[code.index("def call(") :]
 
 
-no_gpu = pytest.mark.skipif(GPU or INTERPRETED, reason="a real GPU runs test_compiled")
-
-
-@no_gpu
+@on_a_cpu_build
+@pytest.mark.skipif(INTERPRETED, reason="another Triton")
 @pytest.mark.usefixtures("no_caches")
 @pytest.mark.parametrize(("width", "calls"), [(1024, 1), (1056, 0), (256, 0)])
 def test_generated_code_calls_the_op_where_gluon_runs(width, calls):
@@ -208,7 +207,8 @@ def test_generated_code_calls_the_op_where_gluon_runs(width, calls):
     assert ("mhc_pre_project" in code) == (calls == 0)
 
 
-@no_gpu
+@on_a_cpu_build
+@pytest.mark.skipif(INTERPRETED, reason="another Triton")
 @pytest.mark.usefixtures("no_caches")
 def test_a_package_launches_plain_triton(monkeypatch):
     monkeypatch.setattr(compat, "packaging", lambda: True)
