@@ -13,7 +13,7 @@ from fakecuda import on_a_cpu_build
 import mhc_inductor
 from mhc_inductor import compat
 from mhc_inductor.kernels.launch import EagerBuilder
-from mhc_inductor.kernels.mhc import fused_plan
+from mhc_inductor.kernels.mhc import fused_plan, gluon
 
 BF16, F32 = torch.bfloat16, torch.float32
 try:
@@ -31,6 +31,18 @@ def on_hopper(test):
     for mark in needs_hopper:
         test = mark(test)
     return test
+
+
+@pytest.fixture(autouse=True)
+def narrow(request, monkeypatch):
+    """The kernel also runs, and is tested, at widths where it is not taken."""
+    if "as_shipped" not in request.fixturenames:
+        monkeypatch.setattr(gluon, "MIN_D", 1024)
+
+
+@pytest.fixture
+def as_shipped():
+    """The widths at which the kernel is taken."""
 
 
 class Poisoned(EagerBuilder):
@@ -198,8 +210,8 @@ def _code(width):
 
 @on_a_cpu_build
 @pytest.mark.skipif(INTERPRETED, reason="another Triton")
-@pytest.mark.usefixtures("no_caches")
-@pytest.mark.parametrize(("width", "calls"), [(1024, 1), (1056, 0), (256, 0)])
+@pytest.mark.usefixtures("no_caches", "as_shipped")
+@pytest.mark.parametrize(("width", "calls"), [(2560, 1), (2592, 0), (2048, 0), (256, 0)])
 def test_generated_code_calls_the_op_where_gluon_runs(width, calls):
     code = _code(width)
     calls *= USABLE

@@ -7,9 +7,9 @@ from typing import Any
 
 from .. import gluon
 
-# Measured from 2560 to 7168; a token's parts, one a slice, are summed as one tile.
-MIN_D = 1024
-MAX_D = 16384
+# Measured from 2560 to 7168; at 2048 a model's compile took longer and its steps gained nothing (docs/tuning.md).
+MIN_D = 2560
+MAX_D = 16384  # a token's parts, one a slice, are summed as one tile
 
 
 @dataclasses.dataclass(frozen=True)
