@@ -5,6 +5,7 @@ in whole lines. A thread reads 8 neighbouring columns of two tokens at a time, m
 they are: the columns of phi are permuted so that these registers are the left operand that wgmma wants.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..gluon_language import async_load, reinterpret, thread_barrier
 
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
-    raise ImportError("Triton 3.9 and later allow no view beyond a piece of shared memory")
+if tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 8):
+    raise ImportError("Triton 3.8 and later allow no view beyond a piece of shared memory")
 
 # bf16 terms of an fp32 phi. Also where fewer would do: products hide behind memory, and with fewer ptxas spills.
 TERMS = gl.constexpr(3)
