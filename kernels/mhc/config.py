@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 
-def _pow2(v: int) -> int:
+def pow2(v: int) -> int:
     return 1 << (v - 1).bit_length()
 
 
@@ -93,7 +93,7 @@ def pre_config(props: Any, K: int, D: int, MP: int, bf16: bool) -> PreConfig:
     if _small(props):
         BT, stages = 64, 2
     wide = K > 4 * D
-    return PreConfig(BT, BK, 8, min(256 if wide else 512, max(32, _pow2(D))), 1024, warps, stages, 1)
+    return PreConfig(BT, BK, 8, min(256 if wide else 512, max(32, pow2(D))), 1024, warps, stages, 1)
 
 
 def rows_config(n: int) -> RowsConfig:
@@ -101,7 +101,7 @@ def rows_config(n: int) -> RowsConfig:
 
 
 def post_config(D: int, n: int) -> TileConfig:
-    return TileConfig(min(512, max(128, _pow2(D))), 4)
+    return TileConfig(min(512, max(128, pow2(D))), 4)
 
 
 def post_backward_config(D: int, n: int, itemsize: int) -> TileConfig:
@@ -111,7 +111,7 @@ def post_backward_config(D: int, n: int, itemsize: int) -> TileConfig:
 def dots_config(D: int, n: int) -> TileConfig:
     if n <= 4 and D % 2048 == 0:
         return TileConfig(2048, 8)
-    return TileConfig(min(512, max(128, _pow2(D))), 4)
+    return TileConfig(min(512, max(128, pow2(D))), 4)
 
 
 def dx_config(props: Any, D: int, MP: int, bf16: bool) -> DxConfig:

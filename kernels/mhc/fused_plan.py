@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from .config import pow2
 from .gluon import PostProjectConfig, post_project
 from .plan import (
-    FORMS,
     contiguous,
     dims,
     empty_grads,
+    launch_collapse,
     logit_grads,
     param_grads,
     plan_mhc_post,
@@ -60,22 +61,9 @@ def _slices(
         ),
         c.NW, 1,
     )  # fmt: skip
-    h_in, next_post, next_res, h_pre, h_mix, inv_rms = out
-    programs = b.cdiv(s.T, c.BC)
-    names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_eps")
-    b.launch(
-        mhc_slices_collapse,
-        (programs + s.T * (-(-s.D // c.BD)), 1, 1),
-        dict(
-            x_ptr=x_out, part_ptr=part, alpha_ptr=alpha, bias_ptr=bias, h_in_ptr=h_in, h_pre_ptr=h_pre,
-            h_post_ptr=next_post, h_res_ptr=next_res if s.has_res else None, h_mix_ptr=h_mix, inv_ptr=inv_rms, T=s.T,
-            CP=programs, **dict(zip(names, floats, strict=True)),
-        ),
-        dict(
-            D=s.D, M=s.M, MP=s.MP, S=S, SP=1 << (S - 1).bit_length(), BC=c.BC, BD=c.BD, HAS_POST=has_post,
-            HAS_RES=s.has_res, ITERS=iters if s.has_res else 0, FORM=FORMS[form],
-        ),
-        1, 1,
+    launch_collapse(
+        b, mhc_slices_collapse, s, c.BC, c.BD, x_out, part, alpha, bias, out, floats, iters, form, {},
+        dict(S=S, SP=pow2(S)), 1,
     )  # fmt: skip
     return x_out, *out
 

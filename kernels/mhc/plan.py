@@ -29,6 +29,7 @@ from .config import (
     finish_config,
     post_backward_config,
     post_config,
+    pow2,
     pre_config,
     rows_config,
 )
@@ -53,10 +54,6 @@ def numel(shape: Any) -> Any:
 
 def contiguous(b: Any, *tensors: Any) -> tuple[Any, ...]:
     return tuple(None if t is None else b.contiguous(t) for t in tensors)
-
-
-def _pow2(v: int) -> int:
-    return 1 << (v - 1).bit_length()
 
 
 def precision(b: Any, x: Any, *weights: Any) -> tuple[int, str]:
@@ -84,12 +81,12 @@ class Dims:
 
     @property
     def NP(self) -> int:
-        return _pow2(self.n)
+        return pow2(self.n)
 
     @property
     def MP(self) -> int:
         """Rows of phi and one for the sum of squares, padded for the tensor cores."""
-        return max(16, _pow2(self.M + 1))
+        return max(16, pow2(self.M + 1))
 
     @property
     def has_res(self) -> bool:
@@ -137,22 +134,33 @@ def collapse(
     out: tuple[Any, ...], floats: tuple[Any, ...], iters: int, form: str,
 ) -> None:  # fmt: skip
     """Coefficients and h_in from the projection's parts. floats: norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps."""
+    launch_collapse(
+        b, mhc_pre_collapse, s, c.BC, c.BD, x, part, alpha, bias, out, floats, iters, form, dict(RUN=RUN),
+        dict(N=s.n, NP=s.NP, GROUPS=groups, GROUP=group), c.collapse_warps,
+    )  # fmt: skip
+
+
+def launch_collapse(
+    b: Any, kernel: Any, s: Dims, BC: int, BD: int, x: Any, part: Any, alpha: Any, bias: Any, out: tuple[Any, ...],
+    floats: tuple[Any, ...], iters: int, form: str, args: dict[str, Any], constexprs: dict[str, Any], warps: int,
+) -> None:  # fmt: skip
+    """Launch a kernel of coefficients and collapse; ``args``, ``constexprs``: what it takes besides what all of them take."""
     h_in, h_post, h_res, h_pre, h_mix, inv_rms = out
-    programs = b.cdiv(s.T, c.BC)
+    programs = b.cdiv(s.T, BC)
     names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_eps")
     b.launch(
-        mhc_pre_collapse,
-        (programs + s.T * (-(-s.D // c.BD)), 1, 1),
+        kernel,
+        (programs + s.T * (-(-s.D // BD)), 1, 1),
         dict(
             x_ptr=x, part_ptr=part, alpha_ptr=alpha, bias_ptr=bias, h_in_ptr=h_in, h_pre_ptr=h_pre,
-            h_post_ptr=h_post, h_res_ptr=h_res if s.has_res else None, h_mix_ptr=h_mix, inv_ptr=inv_rms, T=s.T, RUN=RUN,
-            CP=programs, **dict(zip(names, floats, strict=True)),
+            h_post_ptr=h_post, h_res_ptr=h_res if s.has_res else None, h_mix_ptr=h_mix, inv_ptr=inv_rms, T=s.T,
+            CP=programs, **args, **dict(zip(names, floats, strict=True)),
         ),
         dict(
-            D=s.D, N=s.n, NP=s.NP, M=s.M, MP=s.MP, GROUPS=groups, GROUP=group, BC=c.BC, BD=c.BD,
-            HAS_POST=h_post is not None, HAS_RES=s.has_res, ITERS=iters if s.has_res else 0, FORM=FORMS[form],
+            D=s.D, M=s.M, MP=s.MP, **constexprs, BC=BC, BD=BD, HAS_POST=h_post is not None, HAS_RES=s.has_res,
+            ITERS=iters if s.has_res else 0, FORM=FORMS[form],
         ),
-        c.collapse_warps, 1,
+        warps, 1,
     )  # fmt: skip
 
 
@@ -239,7 +247,7 @@ def logit_grads(
         )  # fmt: skip
     if not s.has_res:
         dh_res = None
-    RP = _pow2(s.M + b.static(b.shape(alpha)[0]))
+    RP = pow2(s.M + b.static(b.shape(alpha)[0]))
     r = rows_config(s.n)
     programs = b.cdiv(s.T, r.BC)
     terms, prec = precision(b, x)
@@ -316,7 +324,7 @@ def param_grads(b: Any, s: Dims, d: LogitGrads, x: Any, phi: Any, gamma: Any, gr
             dgamma_ptr=dgamma if gamma is not None else None, dalpha_ptr=dalpha, dbias_ptr=dbias, P=d.programs,
         ),
         dict(
-            K=s.K, M=s.M, MP=s.MP, A=A, RP=_pow2(s.M + A), PARTS=parts, BK=f.BK, BP=f.BP, HAS_GAMMA=gamma is not None,
+            K=s.K, M=s.M, MP=s.MP, A=A, RP=pow2(s.M + A), PARTS=parts, BK=f.BK, BP=f.BP, HAS_GAMMA=gamma is not None,
         ),
         f.num_warps, 1,
     )  # fmt: skip
@@ -373,7 +381,7 @@ def plan_mhc_sinkhorn(b: Any, h_res: Any, iters: int, eps: float, form: str) -> 
     r = rows_config(n)
     b.launch(
         mhc_sinkhorn, (b.cdiv(T, r.BC), 1, 1), dict(logits_ptr=h_res, out_ptr=out, T=T, eps=eps),
-        dict(N=n, NP=_pow2(n), BC=r.BC, ITERS=iters, FORM=FORMS[form]), r.num_warps, 1,
+        dict(N=n, NP=pow2(n), BC=r.BC, ITERS=iters, FORM=FORMS[form]), r.num_warps, 1,
     )  # fmt: skip
     return out
 
@@ -391,7 +399,7 @@ def plan_mhc_sinkhorn_backward(b: Any, grad: Any, h_res: Any, iters: int, eps: f
     b.launch(
         mhc_sinkhorn_backward, (b.cdiv(T, r.BC), 1, 1),
         dict(grad_ptr=grad, logits_ptr=h_res, out_ptr=out, sums_ptr=sums, T=T, eps=eps),
-        dict(N=n, NP=_pow2(n), BC=r.BC, ITERS=iters, FORM=FORMS[form]), r.num_warps, 1,
+        dict(N=n, NP=pow2(n), BC=r.BC, ITERS=iters, FORM=FORMS[form]), r.num_warps, 1,
     )  # fmt: skip
     return out
 

@@ -94,7 +94,7 @@ def _sum_sections(part_ptr, off, mask, stride, RUN, GROUPS: tl.constexpr, GROUP:
 
 
 @triton.jit
-def _coefficients(
+def coefficients(
     pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
     K: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
@@ -148,6 +148,47 @@ def _coefficients(
 
 
 @triton.jit
+def as_fp32(a, b, c, d, e):
+    """Generated code passes Python floats as fp64."""
+    return (
+        tl.cast(a, tl.float32), tl.cast(b, tl.float32), tl.cast(c, tl.float32), tl.cast(d, tl.float32),
+        tl.cast(e, tl.float32),
+    )  # fmt: skip
+
+
+@triton.jit
+def collapse_place(pid, T, D: tl.constexpr, BD: tl.constexpr):
+    """The token and the columns [BD] of a collapse program."""
+    DT: tl.constexpr = (D + BD - 1) // BD
+    # Last tokens first: they are what the projection left in L2.
+    return (T - 1 - pid // DT).to(tl.int64), (pid % DT) * BD + tl.arange(0, BD)
+
+
+@triton.jit
+def load_streams(x_ptr, t, d, D: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
+    """Columns d of token t's streams: N times [BD]; EVEN: none is beyond D."""
+    xs = ()
+    for i in tl.static_range(N):
+        # What is read here last, post reads first.
+        at = x_ptr + t * (N * D) + i * D + d
+        if EVEN:
+            xs = xs + (tl.load(at, eviction_policy="evict_last"),)
+        else:
+            xs = xs + (tl.load(at, mask=d < D, other=0.0, eviction_policy="evict_last"),)
+    return xs
+
+
+@triton.jit
+def store_collapsed(h_in_ptr, t, d, xs, pre, D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr):
+    """h_in[t, d] = sum_i pre[i] * xs[i]; pre [NP]."""
+    i = tl.arange(0, pre.shape[0])
+    o = tl.zeros((BD,), tl.float32)
+    for s in tl.static_range(N):
+        o += tl.sum(tl.where(i == s, pre, 0.0), axis=0) * xs[s].to(tl.float32)
+    tl.store(h_in_ptr + t * D + d, o.to(h_in_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
 def mhc_pre_collapse(
     x_ptr, part_ptr, alpha_ptr, bias_ptr, h_in_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN, CP,
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
@@ -158,32 +199,16 @@ def mhc_pre_collapse(
     """Programs below CP write the coefficients of BC tokens each; the others collapse one token's BD columns each."""
     pid = tl.program_id(0)
     K: tl.constexpr = N * D
-    # Generated code passes Python floats as fp64.
-    norm_eps = tl.cast(norm_eps, tl.float32)
-    hc_eps = tl.cast(hc_eps, tl.float32)
-    post_mult = tl.cast(post_mult, tl.float32)
-    post_eps = tl.cast(post_eps, tl.float32)
-    sinkhorn_eps = tl.cast(sinkhorn_eps, tl.float32)
+    norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps = as_fp32(norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
     if pid < CP:
-        _coefficients(
+        coefficients(
             pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,
             norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
             K, N, NP, M, MP, GROUPS, GROUP, BC, HAS_POST, HAS_RES, ITERS, FORM,
         )  # fmt: skip
     else:
-        DT: tl.constexpr = (D + BD - 1) // BD
-        # Last tokens first: they are what the projection left in L2.
-        t = (T - 1 - (pid - CP) // DT).to(tl.int64)
-        d = ((pid - CP) % DT) * BD + tl.arange(0, BD)
-        dm = d < D
-        xs = ()
-        for i in tl.static_range(N):
-            # What is read here last, post reads first.
-            at = x_ptr + t * K + i * D + d
-            if D % BD == 0:
-                xs = xs + (tl.load(at, eviction_policy="evict_last"),)  # [BD]
-            else:
-                xs = xs + (tl.load(at, mask=dm, other=0.0, eviction_policy="evict_last"),)
+        t, d = collapse_place(pid - CP, T, D, BD)
+        xs = load_streams(x_ptr, t, d, D, N, D % BD == 0)
         i = tl.arange(0, NP)
         stride = tl.cast(T, tl.int64) * MP
         at = tl.where(i < N, i, 0)
@@ -192,7 +217,4 @@ def mhc_pre_collapse(
         h = _sum_sections(part_ptr, t * MP + at, i < N, stride, RUN, GROUPS, GROUP)  # [NP]
         bias = tl.load(bias_ptr + i, mask=i < N, other=0.0).to(tl.float32)
         pre = tl.sigmoid(tl.load(alpha_ptr).to(tl.float32) * (h * inv) + bias) + hc_eps
-        o = tl.zeros((BD,), tl.float32)
-        for s in tl.static_range(N):
-            o += tl.sum(tl.where(i == s, pre, 0.0), axis=0) * xs[s].to(tl.float32)
-        tl.store(h_in_ptr + t * D + d, o.to(h_in_ptr.dtype.element_ty), mask=dm)
+        store_collapsed(h_in_ptr, t, d, xs, pre, D, N, BD)

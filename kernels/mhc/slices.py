@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .pre import _coefficients
+from .pre import as_fp32, coefficients, collapse_place, load_streams, store_collapsed
 
 
 @triton.jit
@@ -17,28 +17,16 @@ def mhc_slices_collapse(
     pid = tl.program_id(0)
     N: tl.constexpr = 4
     K: tl.constexpr = N * D
-    # Generated code passes Python floats as fp64.
-    norm_eps = tl.cast(norm_eps, tl.float32)
-    hc_eps = tl.cast(hc_eps, tl.float32)
-    post_mult = tl.cast(post_mult, tl.float32)
-    post_eps = tl.cast(post_eps, tl.float32)
-    sinkhorn_eps = tl.cast(sinkhorn_eps, tl.float32)
+    norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps = as_fp32(norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
     if pid < CP:
-        _coefficients(
+        coefficients(
             pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, S,
             norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
             K, N, N, M, MP, S, S, BC, HAS_POST, HAS_RES, ITERS, FORM,
         )  # fmt: skip
     else:
-        DT: tl.constexpr = (D + BD - 1) // BD
-        # Last tokens first: they are what the projection left in L2.
-        t = (T - 1 - (pid - CP) // DT).to(tl.int64)
-        d = ((pid - CP) % DT) * BD + tl.arange(0, BD)
-        dm = d < D
-        xs = ()
-        for i in tl.static_range(N):
-            # What is read here last, post reads first.
-            xs = xs + (tl.load(x_ptr + t * K + i * D + d, mask=dm, other=0.0, eviction_policy="evict_last"),)  # [BD]
+        t, d = collapse_place(pid - CP, T, D, BD)
+        xs = load_streams(x_ptr, t, d, D, N, False)
         s = tl.arange(0, SP)
         i = tl.arange(0, N)
         at = part_ptr + (tl.cast(T, tl.int64) * s + t) * MP
@@ -47,7 +35,4 @@ def mhc_slices_collapse(
         inv = tl.rsqrt(ss / K + norm_eps)
         bias = tl.load(bias_ptr + i).to(tl.float32)
         pre = tl.sigmoid(tl.load(alpha_ptr).to(tl.float32) * (h * inv) + bias) + hc_eps
-        o = tl.zeros((BD,), tl.float32)
-        for k in tl.static_range(N):
-            o += tl.sum(tl.where(i == k, pre, 0.0), axis=0) * xs[k].to(tl.float32)
-        tl.store(h_in_ptr + t * D + d, o.to(h_in_ptr.dtype.element_ty), mask=dm)
+        store_collapsed(h_in_ptr, t, d, xs, pre, D, N, BD)
