@@ -154,6 +154,27 @@ def plan_dq(
     return dq
 
 
+def _key_call(
+    b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any, dk: Any,
+    dv: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """Arguments and constants that both kernels of dk and dv take."""
+    S, G, h, DK = b.shape(q)[1:]
+    S_kv, DV = b.shape(v)[2:]
+    h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(pieces.starts)[3]))
+    args = dict(
+        q_ptr=q, k_ptr=k, v_ptr=v, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta,
+        sel_ptr=pieces.sel, starts_ptr=pieces.starts, ends_ptr=pieces.ends, dk_ptr=dk, dv_ptr=dv, G=G, S=S, S_kv=S_kv,
+        NT=b.cdiv(S_kv, c.BN), scale=scale, **_strides(b, q, k, v),
+    )  # fmt: skip
+    constexprs = dict(
+        H=h, DK=DK, DV=DV, DC=c.DC, NK=-(-DK // c.DC), NV=-(-DV // c.DC), R=r, BN=c.BN, DOUT=dout is not None,
+        ALIGN=alignment(b, q, k, v), DOUT_ALIGN=min(16 // b.dtype(q).itemsize, DV & -DV),
+        PREC=dot_precision(b, b.dtype(q)),
+    )  # fmt: skip
+    return args, constexprs
+
+
 def plan_dkv(
     b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any
 ) -> tuple[Any, Any]:
@@ -179,19 +200,16 @@ def plan_dkv(
         selection_dkv_prefix, (1, 1, 1), dict(counts_ptr=counts, prefix_ptr=prefix, units=units),
         dict(QB=QB, CHUNKS=chunks, COST=SETUP, UB=1024), 4, 1,
     )  # fmt: skip
+    args, constexprs = _key_call(b, c, pieces, q, k, v, dout, lse2, delta, scale, dk, dv)
     lists, bits = b.empty((P, CAP + QB), b.i32), b.empty((P, CAP + QB, 2), b.i32)
     slot_k, slot_v = b.empty((P, 2, c.BN, DK), b.f32), b.empty((P, 2, c.BN, DV), b.f32)
     b.launch(
         selection_dkv,
         (P, 1, 1),
-        dict(q_ptr=q, k_ptr=k, v_ptr=v, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta,
-             sel_ptr=pieces.sel, full_ptr=pieces.full, starts_ptr=pieces.starts, ends_ptr=pieces.ends, counts_ptr=counts,
-             prefix_ptr=prefix, list_ptr=lists, bits_ptr=bits, dk_ptr=dk, dv_ptr=dv, slot_k_ptr=slot_k, slot_v_ptr=slot_v,
-             units=units, G=G, S=S, S_kv=S_kv, NT=NT, scale=scale, **_strides(b, q, k, v)),
-        dict(P=P, H=h, HB=HB, QB=QB, CHUNKS=chunks, DK=DK, DV=DV, DC=c.DC, NK=-(-DK // c.DC), NV=-(-DV // c.DC), R=r,
-             RP=power_of_two(r), STEPS=r.bit_length(), COST=SETUP, BN=c.BN, CAP=CAP, WB=WORDS, EB=128 if r > 32 else 64, DOUT=dout is not None,
-             ALIGN=alignment(b, q, k, v), DOUT_ALIGN=min(16 // b.dtype(q).itemsize, DV & -DV),
-             PREC=dot_precision(b, b.dtype(q))),
+        dict(args, full_ptr=pieces.full, counts_ptr=counts, prefix_ptr=prefix, list_ptr=lists, bits_ptr=bits,
+             slot_k_ptr=slot_k, slot_v_ptr=slot_v, units=units),
+        dict(constexprs, P=P, HB=HB, QB=QB, CHUNKS=chunks, RP=power_of_two(r), STEPS=r.bit_length(), COST=SETUP, CAP=CAP,
+             WB=WORDS, EB=128 if r > 32 else 64),
         c.num_warps, c.num_stages,
     )  # fmt: skip
     for slot, out, D in ((slot_k, dk, DK), (slot_v, dv, DV)):
@@ -216,20 +234,14 @@ def plan_dkv_few(
     b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any
 ) -> tuple[Any, Any]:
     """dk, dv of at most FEW_QUERIES queries, from pieces with bitmaps of key tiles of c.BN."""
-    B, S, G, h, DK = b.shape(q)
-    S_kv, DV = b.shape(v)[2:]
-    h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(pieces.starts)[3]))
-    dk, dv = b.empty((B, G, S_kv, DK), b.dtype(k)), b.empty((B, G, S_kv, DV), b.dtype(v))
-    NT = b.cdiv(S_kv, c.BN)
+    B, S, G = b.shape(q)[:3]
+    dk, dv = b.empty(b.shape(k), b.dtype(k)), b.empty(b.shape(v), b.dtype(v))
+    args, constexprs = _key_call(b, c, pieces, q, k, v, dout, lse2, delta, scale, dk, dv)
     b.launch(
         selection_dkv_few,
-        (B * G * b.cdiv(NT, FEW_TILES), 1, 1),
-        dict(q_ptr=q, k_ptr=k, v_ptr=v, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta,
-             sel_ptr=pieces.sel, starts_ptr=pieces.starts, ends_ptr=pieces.ends, dk_ptr=dk, dv_ptr=dv,
-             G=G, S=S, S_kv=S_kv, NT=NT, scale=scale, **_strides(b, q, k, v)),
-        dict(H=h, ROWS=c.ROWS, DK=DK, DV=DV, DC=c.DC, NK=-(-DK // c.DC), NV=-(-DV // c.DC), R=r, RC=min(512, power_of_two(r)),
-             BN=c.BN, TILES=FEW_TILES, W=-(-b.static(S) // 32), DOUT=dout is not None, ALIGN=alignment(b, q, k, v),
-             DOUT_ALIGN=min(16 // b.dtype(q).itemsize, DV & -DV), PREC=dot_precision(b, b.dtype(q))),
+        (B * G * b.cdiv(args["NT"], FEW_TILES), 1, 1),
+        args,
+        dict(constexprs, ROWS=c.ROWS, RC=min(512, power_of_two(constexprs["R"])), TILES=FEW_TILES, W=-(-b.static(S) // 32)),
         c.num_warps, c.num_stages,
     )  # fmt: skip
     return dk, dv

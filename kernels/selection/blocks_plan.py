@@ -12,13 +12,13 @@ from . import config
 from .blocks import selection_block_scores, selection_block_top
 from .lists_plan import alignment, dot_precision
 from .pieces_plan import power_of_two
+from .plan import MAX_HEADS
 
 ROWS = 64  # queries x heads of a program
 TILES = ((64, 2), (64, 1), (32, 1), (16, 1))  # compressed keys at a time and stages, the best first
 TOP_ROWS, TOP_BLOCKS = 4, 256
 SCORES = 1 << 24
 MAX_D = 256
-MAX_HEADS = 64
 
 
 def tile(b: Any, D: int, BP: int, itemsize: int) -> tuple[int, int] | None:
