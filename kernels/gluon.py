@@ -8,8 +8,7 @@ from typing import Any
 
 from mhc_inductor.log import warn_once
 
-# Bytes of shared memory a block can have, by architecture; 99 KiB on the others.
-_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+from .launch import shared_limit
 
 
 @functools.cache
@@ -28,6 +27,6 @@ def kernels(b: Any, shared: int, what: str, *names: str) -> tuple[Any, ...] | No
     if not b.gluon:
         return None
     props = b.device_props()
-    if props.backend != "cuda" or props.arch < 80 or shared > _SHARED.get(props.arch, 99 << 10):
+    if props.backend != "cuda" or props.arch < 80 or shared > shared_limit(props.backend, props.arch):
         return None
     return _load(what, names)

@@ -23,6 +23,16 @@ class DeviceProps:
     arch: int
 
 
+# Bytes of shared memory that one program may have, by architecture.
+_SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+_SHARED_OTHER = {"cuda": 99 << 10, "hip": 64 << 10}
+
+
+def shared_limit(backend: str, arch: int) -> int:
+    """Bytes of shared memory that one program may have."""
+    return _SHARED.get(arch, _SHARED_OTHER["cuda"]) if backend == "cuda" else _SHARED_OTHER["hip"]
+
+
 @functools.cache
 def device_props(index: int) -> DeviceProps:
     props = torch.cuda.get_device_properties(index)

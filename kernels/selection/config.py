@@ -7,16 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..launch import shared_limit as shared_limit
 from .pieces_plan import power_of_two
-
-# Shared memory a program may have, in bytes.
-_SHARED = {80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
-_SHARED_OTHER = {"cuda": 99 << 10, "hip": 64 << 10}
-
-
-def shared_limit(backend: str, arch: int) -> int:
-    """Bytes of shared memory that one program may have."""
-    return _SHARED.get(arch, _SHARED_OTHER["cuda"]) if backend == "cuda" else _SHARED_OTHER["hip"]
 
 
 @dataclasses.dataclass(frozen=True)
