@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 
-pytestmark = on_a_cpu_build
+pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
 
 
 def _layer(x, phi, alpha, bias):
@@ -26,7 +26,6 @@ def _generate():
     with (
         fake_cuda(),
         FakeTensorMode(),
-        torch._inductor.config.patch(fx_graph_cache=False),
         torch.no_grad(),
     ):
         x = torch.empty(2, 64, 4, 256, dtype=torch.bfloat16, device="cuda")
