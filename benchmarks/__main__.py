@@ -252,8 +252,9 @@ def deepseek(
     part: Annotated[str, typer.Option(help="forward,training,checkpointed: some of them.")] = "",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 30,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that compile at once.")] = 4,
-    threads: Annotated[int, typer.Option(min=1, help="Inductor's compile threads in each.")] = 8,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Processes that compile at once, where they do not compile alone.")
+    ] = 4,
     tiny: Annotated[
         bool, typer.Option("--tiny", help="A tiny model, for trying it out; the only one on a CPU.")
     ] = False,
@@ -271,7 +272,6 @@ def deepseek(
         parts=_words(part, PARTS, "part"),
         rounds=rounds,
         jobs=jobs,
-        threads=threads,
     )
     whole = settings.variants == VARIANTS and settings.parts == PARTS
     stem = "deepseek_v4" + ("-tiny" if tiny else "") + ("" if whole else "-partial")

@@ -1,7 +1,8 @@
 """DeepSeek-V4 of transformers end to end: time, compile time and memory of every variant, against bars.
 
-A process a variant and part (forward, training, training with activation checkpointing), each with cold caches:
-several compile at once, and when all have compiled each is timed alone.
+A process a variant and part (forward, training, training with activation checkpointing), each with cold caches. Those
+of ``ALONE`` compile one after the other, with all processors to themselves, and then the others, several at once; nothing is timed
+while something compiles.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +31,8 @@ BARS = {
     "training_compile_s": (45.0, 35.0),
     "training_peak_gib": (6.0, 5.5),
 }
-PATIENCE_S = 480.0
-"""A variant that has not compiled by then is timed beside the others' compiles."""
+ALONE = ("mhc_inductor", "torch.compile-forward", "trivial-forward")
+"""The variants, and single jobs, whose compile times are compared."""
 _LABELS = {
     "eager": "eager",
     "torch.compile": "torch.compile",
@@ -43,7 +43,7 @@ _LABELS = {
 
 @dataclasses.dataclass
 class Settings:
-    """What to measure; ``jobs`` variants compile at once, ``threads`` workers each."""
+    """What to measure. The jobs that ``alone`` names compile alone, of the others ``jobs`` at once."""
 
     device: str
     size: deepseek_model.Size
@@ -51,7 +51,7 @@ class Settings:
     parts: tuple[str, ...] = PARTS
     rounds: int = 30
     jobs: int = 4
-    threads: int = 8
+    alone: tuple[str, ...] = ALONE
 
     def plan(self) -> list[Job]:
         """The jobs, those that compile longest first."""
@@ -64,14 +64,60 @@ class Settings:
             if v in self.variants and p in self.parts
         ]
 
+    def compiles_alone(self, job: Job) -> bool:
+        return job.variant in self.alone or job.name in self.alone
+
+    def threads(self, job: Job) -> int:
+        """Inductor's compile workers: what torch takes by default, shared among the jobs that compile at once."""
+        return max(1, min(32, os.cpu_count() or 1) // (1 if self.compiles_alone(job) else self.jobs))
+
+
+class Worker:
+    """The process of one job, told when to compile and when to time."""
+
+    def __init__(self, job: Job, threads: int, folder: pathlib.Path) -> None:
+        self.job = job
+        self.path, self.log = folder / f"{job.name}.json", folder / f"{job.name}.log"
+        self.path.unlink(missing_ok=True)
+        words = json.dumps(dataclasses.asdict(job))
+        paths = os.pathsep.join(filter(None, [str(environment.ROOT), os.environ.get("PYTHONPATH")]))
+        with self.log.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.deepseek_worker", words, str(self.path)],
+                cwd=environment.ROOT,
+                env={**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def reach(self, stage: str) -> None:
+        """Wait until the process says ``stage``, or ends."""
+        assert self.process.stdout is not None
+        any(line.strip() == stage for line in iter(self.process.stdout.readline, ""))
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write("go on\n")
+            self.process.stdin.flush()
+
+    def row(self) -> dict[str, Any]:
+        """Wait for the end: what the process measured, or "error" and the end of its output."""
+        self.process.communicate()
+        failed = {"error": f"the process ended with {self.process.returncode}"}
+        row = json.loads(self.path.read_text()) if self.path.exists() else failed
+        if "error" in row:
+            row["output"] = self.log.read_text()[-3000:]
+        return {"variant": self.job.variant, "part": self.job.part, **row}
+
 
 class Driver:
     """Runs the jobs of ``settings`` and keeps their rows in ``folder``, where a later run finds them."""
 
     def __init__(self, settings: Settings, folder: pathlib.Path, step: Callable[[str], None]) -> None:
         self.settings, self.folder, self.step = settings, folder, step
-        self.slots = threading.Semaphore(settings.jobs)
-        self.alone = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
 
     def stamp(self, job: Job) -> dict[str, Any]:
@@ -91,47 +137,32 @@ class Driver:
         plan = self.settings.plan()
         rows = {job.name: row for job in plan if (row := self.kept(job))}
         todo = [job for job in plan if job.name not in rows]
-        if todo:
-            barrier = threading.Barrier(len(todo))
-            with concurrent.futures.ThreadPoolExecutor(len(todo)) as pool:
-                made = pool.map(lambda job: self._one(job, barrier), todo)
-                rows.update({job.name: row for job, row in zip(todo, made, strict=True)})
+        workers = [Worker(job, self.settings.threads(job), self.folder) for job in todo]
+        for worker in workers:
+            worker.reach("ready")
+        alone = [w for w in workers if self.settings.compiles_alone(w.job)]
+        others = [w for w in workers if w not in alone]
+        for worker in alone:
+            self._compile(worker)
+            rows[worker.job.name] = self._time(worker)
+        with concurrent.futures.ThreadPoolExecutor(self.settings.jobs) as pool:
+            list(pool.map(self._compile, others))
+        for worker in others:
+            rows[worker.job.name] = self._time(worker)
         return [rows[job.name] for job in plan]
 
-    def _one(self, job: Job, barrier: threading.Barrier) -> dict[str, Any]:
-        path, log = self.folder / f"{job.name}.json", self.folder / f"{job.name}.log"
-        path.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "benchmarks.deepseek_worker", json.dumps(dataclasses.asdict(job)), str(path)]
-        paths = os.pathsep.join(filter(None, [str(environment.ROOT), os.environ.get("PYTHONPATH")]))
-        env = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": str(self.settings.threads)}
-        with log.open("w") as errors:
-            with self.slots:
-                self.step(f"{job.name}: compiling")
-                child = subprocess.Popen(
-                    command,
-                    cwd=environment.ROOT,
-                    env=env,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                )
-                assert child.stdout is not None
-                compiled = any(line.strip() == "compiled" for line in iter(child.stdout.readline, ""))
-            alone = True
-            try:
-                barrier.wait(PATIENCE_S)
-            except threading.BrokenBarrierError:
-                alone = False
-            with self.alone:
-                if compiled:
-                    self.step(f"{job.name}: timing")
-                child.communicate("time\n" if compiled else None)
-        row = json.loads(path.read_text()) if path.exists() else {"error": f"the process ended with {child.returncode}"}
-        row = {"variant": job.variant, "part": job.part, **row, "timed_alone": alone, "stamp": self.stamp(job)}
-        if "error" in row:
-            row["output"] = log.read_text()[-3000:]
-        path.write_text(json.dumps(row))
+    def _compile(self, worker: Worker) -> None:
+        self.step(f"{worker.job.name}: compiling")
+        worker.go_on()
+        worker.reach("compiled")
+
+    def _time(self, worker: Worker) -> dict[str, Any]:
+        self.step(f"{worker.job.name}: timing")
+        worker.go_on()
+        row = worker.row()
+        row |= {"compiled_alone": self.settings.compiles_alone(worker.job), "stamp": self.stamp(worker.job)}
+        row["compile_threads"] = self.settings.threads(worker.job)
+        worker.path.write_text(json.dumps(row))
         return row
 
 
@@ -142,7 +173,12 @@ def gather(settings: Settings, rows: list[dict[str, Any]]) -> dict[str, Any]:
     device = torch.device(settings.device)
     result = environment.header(device) | {"operator": "deepseek_v4"}
     result["versions"]["transformers"] = transformers.__version__
-    result["settings"] = {"size": dataclasses.asdict(settings.size), "rounds": settings.rounds, "jobs": settings.jobs}
+    result["settings"] = {
+        "size": dataclasses.asdict(settings.size),
+        "rounds": settings.rounds,
+        "jobs": settings.jobs,
+        "compiled_alone": settings.alone,
+    }
     result["rows"] = [{k: v for k, v in row.items() if k != "stamp"} for row in rows]
     judged = "H200" in result["device"]["name"] and settings.size == deepseek_model.Size()
     result["variants"] = {v: summary(v, rows) for v in settings.variants}
@@ -182,10 +218,8 @@ def table(result: dict[str, Any]) -> str:
         f"- commit {commit}, sources {(result['kernel_sources_sha256'] or '?')[:12]}, {result['date']}",
         f"- DeepSeek-V4 of transformers, unmodified, random weights: {s['layers']} layers, D = {s['dim']}, "
         f"{s['batch']} x {s['seq']} tokens, {count / 1e6:.0f} M parameters",
-        f"- compile times are cold, {result['settings']['jobs']} processes compiling at once"
-        + "".join(f", {v} alone" for v in result["settings"].get("compiled_alone", ()))
-        + "; each was timed alone"
-        + ("" if all(r.get("timed_alone", True) for r in result["rows"]) else ", but for some that waited too long"),
+        f"- compile times are cold; alone, with all processors: {', '.join(result['settings']['compiled_alone'])}; "
+        f"the others {result['settings']['jobs']} at once; each was timed while nothing compiled",
     ]
     headings = ["", "forward, ms", "forward + backward, ms", "compile forward + training, s", "peak of training, GiB"]
     headings += ["checkpointed: f + b, ms", "compile, s", "peak, GiB", "loss"]

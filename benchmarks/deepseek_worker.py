@@ -1,7 +1,7 @@
 """One variant of the end-to-end benchmark in a process of its own, with cold caches.
 
-It compiles, says ``compiled`` on stdout, and waits for a line on stdin before it times anything, so that a driver can
-compile several variants at once and still time each of them alone.
+It builds the model and says ``ready`` on stdout, compiles and says ``compiled``, and waits for a line on stdin after each, so
+that a driver can let one process compile, or run, while the others rest.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ class Job:
         return f"{self.variant}-{self.part}"
 
 
-def measure(job: Job, wait: Callable[[], None]) -> dict[str, Any]:
-    """Compile, call ``wait``, time. Times in ms, compile times in s, memory in GiB; a loss and a gradient's norm."""
+def measure(job: Job, wait: Callable[[str], None]) -> dict[str, Any]:
+    """Build, call ``wait("ready")``, compile, call ``wait("compiled")``, time.
+
+    Times in ms, compile times in s, memory in GiB; a loss and a gradient's norm.
+    """
     import torch
 
     from . import deepseek_model, routing
@@ -82,10 +85,12 @@ def measure(job: Job, wait: Callable[[], None]) -> dict[str, Any]:
         deepseek_model.trivial_coefficients() if job.variant == "trivial" else contextlib.nullcontext(),
         routing.watched() if ours else contextlib.nullcontext() as reports,
     ):
+        synchronize()
+        wait("ready")
         first = [seconds(), seconds()]
         if cuda:
             torch.cuda.empty_cache()
-        wait()
+        wait("compiled")
         for _ in range(3):
             seconds()
         if cuda:
@@ -125,8 +130,8 @@ def main(words: str, out: str) -> None:
         if job.variant == "mhc_inductor":
             import mhc_inductor  # noqa: F401  (registers the backend in a checkout that is not installed)
 
-        def wait() -> None:
-            print("compiled", flush=True)
+        def wait(stage: str) -> None:
+            print(stage, flush=True)
             sys.stdin.readline()
 
         try:

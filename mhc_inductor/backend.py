@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from mhc_inductor import compat
+from mhc_inductor.collector import full_collections_deferred
 
 _PASS = "post_grad_custom_pre_pass"
 _ROUTED = "mhc_inductor_routed"
@@ -43,6 +44,7 @@ def prepare() -> None:
             mhc.register()
             e79.register()
             selection.register()
+            compat.remember_accesses()
             _wrap_compile_fx()
             _prepared = True
 
@@ -58,6 +60,15 @@ def _patches(config_patches: Mapping[str, Any] | None) -> dict[str, Any]:
     return patches
 
 
+def _deferring(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner_compile)
+    def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:
+        with full_collections_deferred():
+            return inner_compile(*args, **kwargs)
+
+    return compile_fx_inner
+
+
 def _wrap_compile_fx() -> None:
     module = compat.compile_fx_module()
     plain = module.compile_fx
@@ -65,9 +76,13 @@ def _wrap_compile_fx() -> None:
     @functools.wraps(plain)
     def compile_fx(model_: Any, example_inputs_: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
         # compile_fx calls itself again by its global name, with the patches in force.
-        if _enabled:
-            _route(model_)
-        return plain(model_, example_inputs_, *args, config_patches=_patches(config_patches), **kwargs)
+        if not args:
+            # A backward graph may be compiled later, when compile_fx has returned.
+            kwargs["inner_compile"] = _deferring(kwargs.get("inner_compile", module.compile_fx_inner))
+        with full_collections_deferred():
+            if _enabled:
+                _route(model_)
+            return plain(model_, example_inputs_, *args, config_patches=_patches(config_patches), **kwargs)
 
     module.compile_fx = compile_fx
 

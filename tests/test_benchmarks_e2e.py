@@ -62,8 +62,8 @@ def test_trivial_coefficients_depend_on_no_token_and_are_taken_back():
 @pytest.mark.parametrize("part", deepseek_worker.PARTS)
 def test_a_row(part):
     waited = []
-    row = deepseek_worker.measure(job(part=part), lambda: waited.append(1))
-    assert waited == [1]
+    row = deepseek_worker.measure(job(part=part), waited.append)
+    assert waited == ["ready", "compiled"]
     assert len(row["samples_ms"]) == 2 and min(row["samples_ms"]) <= row["median_ms"] <= max(row["samples_ms"])
     assert 3.0 < row["loss"] < 6.0, "an untrained model: about ln 64 = 4.16"
     assert "compile_s" not in row and "peak_gib" not in row
@@ -73,19 +73,19 @@ def test_a_row(part):
 
 
 def test_checkpointing_changes_no_result():
-    plain, checkpointed = (deepseek_worker.measure(job(part=p), lambda: None) for p in ("training", "checkpointed"))
+    plain, checkpointed = (deepseek_worker.measure(job(part=p), lambda _: None) for p in ("training", "checkpointed"))
     assert checkpointed["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     assert checkpointed["gradient_norm"] == pytest.approx(plain["gradient_norm"], rel=1e-5)
 
 
 def test_the_plugins_row_counts_what_was_routed():
     torch._dynamo.reset()
-    row = deepseek_worker.measure(job("mhc_inductor"), lambda: None)
+    row = deepseek_worker.measure(job("mhc_inductor"), lambda _: None)
     torch._dynamo.reset()
     assert row["routing"]["routed"] == {"mhc_pre": 2, "mhc_post": 2, "mhc_head": 1}
     assert 0 < row["routing"]["seconds"] < row["compile_s"]
     assert 0 < row["routing"]["share_of_compile"] < 1
-    assert row["loss"] == pytest.approx(deepseek_worker.measure(job(), lambda: None)["loss"], rel=1e-5)
+    assert row["loss"] == pytest.approx(deepseek_worker.measure(job(), lambda _: None)["loss"], rel=1e-5)
 
 
 def test_a_failing_variant_is_a_row(tmp_path, monkeypatch):
@@ -114,17 +114,25 @@ def test_the_plan_starts_with_what_compiles_longest():
     assert [j.name for j in settings(variants=("eager",), parts=("forward",)).plan()] == ["eager-forward"]
 
 
+def test_workers_share_the_processors_that_torch_would_take(monkeypatch):
+    monkeypatch.setattr(deepseek_v4.os, "cpu_count", lambda: 64)
+    made = settings()
+    threads = {j.name: made.threads(j) for j in made.plan()}
+    assert threads.pop("mhc_inductor-training") == threads.pop("torch.compile-forward") == 32
+    assert threads["torch.compile-training"] == threads["eager-forward"] == 8
+
+
 def test_rows_are_measured_in_processes_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("MHC_COMMIT", "abc")
     said: list[str] = []
-    made = settings(variants=("eager",), parts=("forward", "training"))
+    made = settings(variants=("eager",), alone=("eager-training",))
     rows = deepseek_v4.Driver(made, tmp_path, said.append).run()
-    assert [r["part"] for r in rows] == ["training", "forward"]
-    assert all("error" not in r and r["timed_alone"] for r in rows), rows
-    assert sorted(said) == [f"eager-{p}: {w}" for p in ("forward", "training") for w in ("compiling", "timing")]
-    assert max(map(said.index, [s for s in said if "compiling" in s])) < said.index(
-        next(s for s in said if "timing" in s)
-    ), "nothing is timed while something compiles"
+    assert [r["part"] for r in rows] == ["checkpointed", "training", "forward"]
+    assert not any("error" in r for r in rows), rows
+    assert [r["compiled_alone"] for r in rows] == [False, True, False]
+    assert said[:2] == ["eager-training: compiling", "eager-training: timing"], "alone"
+    assert sorted(said[2:4]) == ["eager-checkpointed: compiling", "eager-forward: compiling"]
+    assert said[4:] == ["eager-checkpointed: timing", "eager-forward: timing"], "nothing is timed while others compile"
 
     monkeypatch.setattr(deepseek_v4.subprocess, "Popen", lambda *_, **__: pytest.fail("measured again"))
     assert deepseek_v4.Driver(made, tmp_path, said.append).run() == rows
@@ -155,7 +163,7 @@ def made_rows() -> list[dict[str, Any]]:
                 "loss": 8.25,
                 "peak_gib": peak,
             }
-            row |= {"parameters": 155_000_000, "timed_alone": True, "stamp": {}}
+            row |= {"parameters": 155_000_000, "compiled_alone": True, "stamp": {}}
             if compile_s:
                 row["compile_s"] = compile_s[i]
                 found = Report([Routed("mhc_pre", "a.py:1")] * 8, [], [Fused("mhc_post_pre", ("a", "b"), "")] * 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
+from mhc_inductor import compat
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
 
@@ -21,17 +23,17 @@ def _layer(x, phi, alpha, bias):
     return mhc_inductor.mhc_post(x, torch.tanh(h_in), h_post, h_res, transpose_res=False)
 
 
-def _generate():
-    """The generated source of a layer."""
+def _generate(model=_layer, dtype=torch.bfloat16):
+    """The generated source of ``model``."""
     with (
         fake_cuda(),
         FakeTensorMode(),
         torch.no_grad(),
     ):
-        x = torch.empty(2, 64, 4, 256, dtype=torch.bfloat16, device="cuda")
+        x = torch.empty(2, 64, 4, 256, dtype=dtype, device="cuda")
         phi, alpha, bias = (torch.empty(*n, device="cuda") for n in ((24, 1024), (3,), (24,)))
         (code,) = generated_code(
-            lambda: torch.compile(_layer, fullgraph=True, backend="mhc_inductor")(x, phi, alpha, bias)
+            lambda: torch.compile(model, fullgraph=True, backend="mhc_inductor")(x, phi, alpha, bias)
         )
     return code
 
@@ -62,3 +64,28 @@ def test_workers_that_are_ready_get_every_kernel(ready):
     assert {"mhc_post", "mhc_pre_project"} <= set(kernels)
     # Equal to the character: Inductor knows a kernel on the way by its source.
     assert submitted == (list(kernels.items()) if ready else [])
+
+
+def test_the_analysis_of_a_kernel_is_asked_for_once():
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    def layers(x, phi, alpha, bias):
+        for _ in range(3):
+            x = _layer(x, phi, alpha, bias)
+        return x
+
+    asked = []
+    generate = triton_kernel_wrap.generate_ttir
+
+    def generate_ttir(kernel, *args):
+        asked.append(kernel.fn.__name__)
+        return generate(kernel, *args)
+
+    compat.configured_kernel.cache_clear()
+    with mock.patch.object(triton_kernel_wrap, "generate_ttir", generate_ttir):
+        code = _generate(layers)
+        assert sorted(asked) == ["mhc_post", "mhc_pre_collapse", "mhc_pre_project", "mhc_pre_weights"]
+        # fp16 is another question.
+        _generate(layers, torch.float16)
+    assert len(asked) == 8
+    assert len(re.findall(r"mhc_post_\d+\.run\(", code)) == 3
