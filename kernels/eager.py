@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
-from mhc_inductor.log import warn_once
+from mhc_inductor.log import logger, warn_once
 
-from .launch import EagerBuilder
+from . import beside
+from .launch import EagerBuilder, Recorder, device_props
 
 # Each op, and the module of its launch plan.
 _PLANS = {
@@ -73,6 +74,18 @@ def run(name: str, reference: Callable[..., Any], *args: Any) -> Any:
             warn_once(f"{name}: {reason}", f"{name} runs the reference formula on {device}: {reason}")
             return reference(*args)
         return plan_of(name)(builder, *args)
+
+
+def compile_beside(name: str, args: Sequence[Any], device: torch.device) -> None:
+    """Begin to compile what op ``name`` will launch on ``device`` for these arguments, given as meta tensors."""
+    recorder = Recorder(device_props(device.index or 0))
+    try:
+        plan_of(name)(recorder, *args)
+    except Exception as error:
+        logger.debug("the kernels of %s are compiled at its first call: %s", name, error)
+        return
+    for launch in recorder.launches:
+        beside.start(launch, device)
 
 
 def register() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from . import beside
+
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProps:
@@ -124,4 +126,29 @@ class EagerBuilder:
     ) -> None:
         if any(g == 0 for g in grid):
             return
+        if beside.pending:
+            beside.finish(kernel)
         kernel[grid](**args, **constexprs, num_warps=num_warps, num_stages=num_stages)
+
+
+class Recorder(EagerBuilder):
+    """Collects the launches of a plan, on meta tensors."""
+
+    def __init__(self, props: DeviceProps) -> None:
+        super().__init__(torch.device("meta"), props)
+        self.launches: list[beside.Launch] = []
+
+    @property
+    def gluon(self) -> bool:
+        return self.device_props().backend == "cuda"
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: Mapping[str, Any],
+        constexprs: Mapping[str, Any],
+        num_warps: int,
+        num_stages: int,
+    ) -> None:
+        self.launches.append((kernel, dict(args), dict(constexprs), num_warps, num_stages))

@@ -90,6 +90,19 @@ def is_node(t: Any) -> bool:
     return isinstance(t, ir.IRNode)
 
 
+def hint_of(value: Any) -> Any:
+    """``value``, or the present value of a symbolic size."""
+    import sympy
+    from torch._inductor.virtualized import V
+
+    return int(V.graph.sizevars.optimization_hint(value)) if isinstance(value, sympy.Expr) else value
+
+
+def meta_tensor(t: Any) -> torch.Tensor:
+    """A contiguous tensor without memory, of the present shape of a tensor of Inductor's IR."""
+    return torch.empty([hint_of(n) for n in t.get_size()], dtype=t.get_dtype(), device="meta")
+
+
 def static_int(expr: Any) -> int:
     """``expr`` as an integer, guarded on where it is symbolic."""
     from torch._inductor.virtualized import V

@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from mhc_inductor.kernels import launch
+from mhc_inductor.kernels.launch import DeviceProps
 
 TARGETS = {
     "cuda:80": (GPUTarget("cuda", 80, 32), DeviceProps(108, "cuda", 80)),
@@ -38,17 +39,10 @@ POINTERS = {
 MEASURED: dict[str, tuple[int, int]] = {}
 
 
-class Recorder(EagerBuilder):
-    """Collects launches on meta tensors."""
+class Recorder(launch.Recorder):
+    """The launches of plain Triton."""
 
     gluon = False
-
-    def __init__(self, props: DeviceProps) -> None:
-        super().__init__(torch.device("meta"), props)
-        self.launches = []
-
-    def launch(self, kernel, grid, args, constexprs, num_warps, num_stages):
-        self.launches.append((kernel, dict(args), dict(constexprs), num_warps, num_stages))
 
 
 def source(kernel, args, constexprs) -> ASTSource:

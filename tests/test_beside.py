@@ -1,0 +1,104 @@
+"""The kernels of an op that generated code calls compile on threads, from the moment the graph is lowered."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from unittest import mock
+
+import pytest
+import torch
+from fakecuda import fake_cuda, generated_code, on_a_cpu_build
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mhc_inductor
+from mhc_inductor.kernels import beside, eager
+from mhc_inductor.kernels.e79.gluon_forward import e79_forward_gluon
+from mhc_inductor.kernels.launch import DeviceProps, Recorder
+
+pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
+START = beside.start
+CALL = "torch.ops.mhc_inductor.e79_scan.default("
+
+
+@pytest.fixture(autouse=True)
+def nothing_started():
+    with mock.patch.dict(beside.pending, clear=True), mock.patch.object(beside, "_started", set()):
+        yield
+
+
+def _scan(steps: int = 8, n: int = 16, dynamic: bool = False) -> str:
+    """Generated code of one scan."""
+    kvqm = torch.empty(steps, 2, 4 * n, device="cuda")
+    call = torch.compile(lambda x: mhc_inductor.e79_scan(x)[0], backend="mhc_inductor", dynamic=dynamic)
+    with torch.no_grad():
+        (code,) = generated_code(lambda: call(kvqm))
+    return code
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_called_ops_kernels_compile_beside_the_model(dynamic):
+    e79_forward_gluon.device_caches.clear()
+    with (
+        fake_cuda(),
+        FakeTensorMode(),
+        mock.patch.object(beside, "start", START),
+        mock.patch.object(e79_forward_gluon, "_do_compile", wraps=e79_forward_gluon._do_compile) as compiled,
+    ):
+        assert CALL in _scan(dynamic=dynamic)
+        assert list(beside.pending) == [e79_forward_gluon]
+        assert [f.exception() for f in beside.pending[e79_forward_gluon]] == [None]
+        beside.finish(e79_forward_gluon)
+        assert beside.pending == {}
+        # What a launch asks for is there, of any length.
+        for steps in (8, 16):
+            kvqm = torch.empty(steps, 2, 64, device="meta")
+            recorder = Recorder(DeviceProps(132, "cuda", 90))
+            eager.plan_of("e79_scan")(recorder, kvqm, None, None, None, None, 0)
+            (launch,) = recorder.launches
+            beside._compile(torch.device("cuda", 0), *launch)
+        assert compiled.call_count == 1
+
+
+def test_what_generated_code_launches_itself_is_left_to_inductors_workers():
+    with fake_cuda(), FakeTensorMode(), mock.patch.object(beside, "start", START):
+        assert CALL not in _scan(steps=1)
+    assert beside.pending == {}
+
+
+def test_a_launch_waits_for_its_kernel_and_survives_its_failure(caplog):
+    class Kernel:
+        launched = 0
+
+        def warmup(self, **_):
+            raise RuntimeError("no such device")
+
+        def __getitem__(self, grid):
+            def run(**_):
+                self.launched += 1
+
+            return run
+
+    kernel = Kernel()
+    device = torch.device("cpu")
+    builder = eager.EagerBuilder(device)
+    with mock.patch.object(torch.cuda, "device", mock.MagicMock()):
+        beside.start((kernel, {"x": torch.empty(2)}, {}, 4, 1), device)
+        concurrent.futures.wait(beside.pending[kernel])
+    with caplog.at_level(logging.DEBUG, "mhc_inductor"):
+        builder.launch(kernel, (1, 1, 1), {}, {}, 4, 1)
+    assert kernel.launched == 1 and beside.pending == {}
+    assert "no such device" in caplog.text
+
+
+def test_a_plan_that_fails_ahead_does_not_fail_the_compile(caplog):
+    def broken(*_):
+        raise ValueError("odd hint")
+
+    with (
+        mock.patch.object(eager, "plan_of", lambda name: broken),
+        mock.patch.object(eager, "device_props", lambda index: DeviceProps(132, "cuda", 90)),
+        caplog.at_level(logging.DEBUG, "mhc_inductor"),
+    ):
+        eager.compile_beside("e79_scan", [torch.empty(1, device="meta")], torch.device("cuda", 0))
+    assert "odd hint" in caplog.text and beside.pending == {}
