@@ -61,11 +61,15 @@ def _patches(config_patches: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _deferring(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
+    if hasattr(inner_compile, "mhc_inductor"):
+        return inner_compile
+
     @functools.wraps(inner_compile)
     def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:
         with full_collections_deferred():
             return inner_compile(*args, **kwargs)
 
+    compile_fx_inner.mhc_inductor = True  # type: ignore[attr-defined]
     return compile_fx_inner
 
 

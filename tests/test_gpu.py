@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+from unittest import mock
 
 import helpers_mhc as h
 import judges_mhc
@@ -237,3 +239,27 @@ def test_plain_formulas_run_on_the_kernels(name):
     names = kernels_of(functools.partial(step, compiled))
     assert {"mhc_pre_project", "mhc_pre_collapse", "mhc_pre_backward_dx"} <= set(names), names
     assert any(n.startswith("mhc_post") for n in names), names
+
+
+def test_a_called_kernel_compiles_beside_the_model():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the fused op's Gluon kernel is written for sm_90")
+    kernel = pytest.importorskip("mhc_inductor.kernels.mhc.gluon_post_project").mhc_post_project
+    threads = []
+
+    def do_compile(*args, **kwargs):
+        threads.append(threading.current_thread().name)
+        return compile_kernel(*args, **kwargs)
+
+    def layers(*args):
+        return layer(layer(*args), *args[1:])
+
+    compile_kernel = kernel._do_compile
+    # Of a width that nothing else compiles.
+    args = [a.detach() for a in leaves(300, 2624)]
+    torch._dynamo.reset()
+    with torch.no_grad(), mock.patch.object(kernel, "_do_compile", do_compile):
+        got = torch.compile(layers, backend="mhc_inductor", fullgraph=True)(*args)
+    assert len(threads) == 1 and threads[0].startswith("mhc_inductor-compile"), threads
+    exact = layers(*[a.cpu().double() for a in args])
+    assert h.relative(got, exact) <= 1.3 * h.relative(layers(*args), exact) + h.rounding(BF16)
