@@ -31,6 +31,8 @@ BARS = {
     "training_compile_s": (45.0, 35.0),
     "training_peak_gib": (6.0, 5.5),
 }
+RECORD_COMPILE_S = 31.0
+"""What the forward of plain torch.compile took to compile where the bars were set: another machine's processor differs."""
 ALONE = ("mhc_inductor", "torch.compile-forward", "trivial-forward")
 """The variants, and single jobs, whose compile times are compared."""
 _LABELS = {
@@ -201,14 +203,25 @@ def gather(settings: Settings, rows: list[dict[str, Any]]) -> dict[str, Any]:
     result["rows"] = [{k: v for k, v in row.items() if k != "stamp"} for row in rows]
     judged = "H200" in result["device"]["name"] and settings.size == deepseek_model.Size()
     result["variants"] = {v: summary(v, rows) for v in settings.variants}
-    ours = result["variants"].get("mhc_inductor", {})
-    result["verdicts"] = [
+    result["verdicts"] = verdicts(result["variants"], settings.alone) if judged else []
+    return result
+
+
+def verdicts(variants: dict[str, dict[str, float]], alone: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Every figure of mhc_inductor that has a bar; compile times also as the processor of the record would take them."""
+    ours = dict(variants.get("mhc_inductor", {}))
+    bars = dict(BARS)
+    plain = variants.get("torch.compile", {}).get("forward_compile_s")
+    if plain is not None and "torch.compile-forward" in alone:
+        for what in [w for w in ours if w.endswith("_compile_s") and w in BARS]:
+            scaled = f"{what} x {RECORD_COMPILE_S:g} / {plain:.1f}, plain torch.compile in the record and here"
+            ours[scaled], bars[scaled] = ours[what] * RECORD_COMPILE_S / plain, BARS[what]
+    return [
         {"what": what, "value": ours[what], "bar": bar, "met_bar": ours[what] <= bar}
         | {"goal": goal, "met_goal": ours[what] <= goal}
-        for what, (bar, goal) in BARS.items()
-        if judged and what in ours
+        for what, (bar, goal) in bars.items()
+        if what in ours
     ]
-    return result
 
 
 def summary(variant: str, rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -192,6 +192,19 @@ def test_verdicts(on_h200):
     assert on_h200["variants"]["eager"]["training_ms"] == 86.2
 
 
+def test_a_slower_processors_compile_times_are_judged_in_the_records_too():
+    variants = {
+        "torch.compile": {"forward_compile_s": 2 * deepseek_v4.RECORD_COMPILE_S},
+        "mhc_inductor": {"forward_compile_s": 38.0, "checkpointed_compile_s": 90.0},
+    }
+    absolute, scaled = deepseek_v4.verdicts(variants, deepseek_v4.ALONE)
+    assert absolute["value"] == 38.0 and not absolute["met_bar"]
+    assert scaled["value"] == pytest.approx(19.0) and scaled["met_bar"] and not scaled["met_goal"]
+    assert "x 31 / 62.0" in scaled["what"]
+    # A time taken beside other compiles is no measure of the processor.
+    assert deepseek_v4.verdicts(variants, ("mhc_inductor",)) == [absolute]
+
+
 def test_no_verdict_elsewhere():
     made = settings(variants=("eager", "mhc_inductor"))
     result = deepseek_v4.gather(made, made_rows())
