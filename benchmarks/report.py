@@ -280,7 +280,14 @@ def plot(result: Result, path: pathlib.Path) -> None:
     for axis, half in zip(axes[0], halves, strict=True):
         y, ticks, labels = 0.0, [], []
         for what, dim in half:
-            axis.text(0, y, f"{_ROW_NAMES[what].replace(': forward + backward', ': f + b')}, D = {dim}", fontsize=9, fontweight="bold", va="center")
+            axis.text(
+                0,
+                y,
+                f"{_ROW_NAMES[what].replace(': forward + backward', ': f + b')}, D = {dim}",
+                fontsize=9,
+                fontweight="bold",
+                va="center",
+            )
             y += 1
             for name, source, us, floor in drawn[what, dim]:
                 share = 100 * floor / us if gpu else 100 * us / top
