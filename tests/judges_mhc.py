@@ -6,7 +6,9 @@ Every function takes ``x [..., n, D]`` and a mapping of parameters made by :func
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -144,6 +146,221 @@ def log_domain_sinkhorn(logits: Tensor, p: P) -> Tensor:
     return logits.exp()
 
 
+def _normed(v: Tensor) -> Tensor:
+    """fp32 ``v / rms(v)``."""
+    return v.float() * torch.rsqrt(v.float().square().mean(-1, keepdim=True) + EPS)
+
+
+def _gates(z: Tensor, p: P, n: int = N) -> tuple[Tensor, Tensor, Tensor]:
+    """h_pre, h_post and the logits [..., n, n] of ``z [..., m]``."""
+    alpha, bias = p["alpha"], p["bias"]
+    pre = torch.sigmoid(z[..., :n] * alpha[0] + bias[:n]) + EPS
+    post = 2 * torch.sigmoid(z[..., n : 2 * n] * alpha[1] + bias[n : 2 * n])
+    return pre, post, (z[..., 2 * n :] * alpha[2] + bias[2 * n :]).unflatten(-1, (n, n))
+
+
+def _around(x: Tensor, p: P, matrix: Callable[[Tensor], Tensor], z: Tensor | None = None) -> Tensor:
+    """The formula in its plainest form with ``matrix`` of the logits for H_res."""
+    pre, post, logits = _gates(_normed(x.flatten(-2)) @ p["phi"].T if z is None else z, p)
+    f_out = sublayer((pre.unsqueeze(-2) @ x.float()).squeeze(-2).to(x.dtype), p)
+    return (matrix(logits) @ x.float() + post.unsqueeze(-1) * f_out.unsqueeze(-2).float()).to(x.dtype)
+
+
+def tile_kernels(x: Tensor, p: P) -> Tensor:
+    """TileKernels: gamma folded into phi, the product in groups of n * D, gates expanded, comb by its first index."""
+    a, b, n, k = *x.shape[:3], x.shape[2] * x.shape[3]
+    fn = p["phi"] * p["gamma"].reshape(-1)
+    flat = x.flatten(2, 3).float().view(-1, 1, k)
+    mixes = torch.einsum("mbk,nbk->mbn", flat, fn.view(-1, 1, k))
+    mixes = (mixes * (flat.square().sum(-1).unsqueeze(-1) / k + EPS).rsqrt()).sum(-2).view(a, b, -1)
+    scale = torch.cat([p["alpha"][0].expand(n), p["alpha"][1].expand(n), p["alpha"][2].expand(n * n)])
+    mixes = mixes * scale + p["bias"]
+    pre = mixes[:, :, :n].sigmoid().unsqueeze(-1) + EPS
+    post = (mixes[:, :, n : 2 * n].sigmoid() * 2.0).unsqueeze(-1)
+    comb = _balanced(mixes[:, :, 2 * n :].view(a, b, n, n))
+    f_out = sublayer((x * pre).sum(-2).to(x.dtype), p)
+    mixed = torch.einsum("abmn,abmc->abnc", comb, x.float())
+    return (f_out.float().unsqueeze(-2) * post + mixed).to(x.dtype)
+
+
+def deepseek(x: Tensor, p: P) -> Tensor:
+    """DeepSeek's inference code, XTuner, torchtitan: coefficients of flat tokens, comb times x summed over dim 2."""
+    n, shape = x.shape[-2], x.shape
+    flat = x.flatten(2).float()
+    mixes = F.linear(flat, p["phi"]) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
+    pre, post, logits = _gates(mixes.view(-1, (2 + n) * n), p)
+    pre, post, comb = pre.view(*shape[:2], n), post.view(*shape[:2], n), _balanced(logits).view(*shape[:2], n, n)
+    f_out = sublayer(torch.sum(pre.unsqueeze(-1) * flat.view(shape), dim=2).to(x.dtype), p)
+    mixed = torch.sum(comb.unsqueeze(-1) * x.unsqueeze(-2), dim=2)
+    return (post.unsqueeze(-1) * f_out.unsqueeze(-2) + mixed).type_as(f_out)
+
+
+def sglang(x: Tensor, p: P) -> Tensor:
+    """SGLang's and TeleChat's torch path, AITER's HIP reference: the softmax by hand, the mix added in place."""
+    pre, post, comb = _gates(F.linear(_normed(x.flatten(-2)), p["phi"]), p)
+    comb = torch.exp(comb - comb.amax(dim=-1, keepdim=True))
+    comb = comb / comb.sum(dim=-1, keepdim=True) + EPS
+    comb = comb / (comb.sum(dim=-2, keepdim=True) + EPS)
+    for _ in range(ITERS - 1):
+        comb = comb / (comb.sum(dim=-1, keepdim=True) + EPS)
+        comb = comb / (comb.sum(dim=-2, keepdim=True) + EPS)
+    f_out = sublayer((pre.unsqueeze(-1) * x.float()).sum(dim=-2).to(x.dtype), p)
+    out = post.unsqueeze(-1) * f_out.float().unsqueeze(-2)
+    out += (comb.unsqueeze(-1) * x.float().unsqueeze(-2)).sum(dim=-3)
+    return out.to(x.dtype)
+
+
+def potentials(logits: Tensor) -> Tensor:
+    """In the log domain, as an addend for rows and one for columns."""
+    u = torch.zeros(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+    v = torch.zeros_like(u)
+    for _ in range(ITERS):
+        u = -torch.logsumexp(logits.float() + v.unsqueeze(-2), dim=-1)
+        v = -torch.logsumexp(logits.float() + u.unsqueeze(-1), dim=-2)
+    return torch.exp(logits.float() + u.unsqueeze(-1) + v.unsqueeze(-2))
+
+
+def aiter_triton(x: Tensor, p: P) -> Tensor:
+    """AITER's Triton reference: x divided by its rms, one product a part, gates that are numbers, log domain."""
+    n, k = x.shape[-2], x.shape[-2] * x.shape[-1]
+    flat = x.reshape(-1, k).float()
+    normed, phi, bias = flat / torch.sqrt(torch.mean(flat**2, dim=-1, keepdim=True) + EPS), p["phi"].t(), p["bias"]
+    pre = torch.sigmoid(0.7 * (normed @ phi[:, :n]) + bias[:n]) + EPS
+    post = (2.0 * torch.sigmoid(0.8 * (normed @ phi[:, n : 2 * n]) + bias[n : 2 * n])).unsqueeze(-1)
+    comb = potentials((1.1 * (normed @ phi[:, 2 * n :]) + bias[2 * n :]).view(-1, n, n))
+    f_out = sublayer(torch.einsum("mn,mnc->mc", pre, flat.view(len(flat), n, -1)).to(x.dtype), p)
+    mixed = torch.einsum("mhc,mhj->mjc", x.reshape(-1, *x.shape[-2:]).float(), comb)
+    return (post.squeeze(-1)[:, :, None] * f_out.float()[:, None, :] + mixed).to(x.dtype).view(x.shape)
+
+
+def megatron_packed(x: Tensor, p: P) -> Tensor:
+    """Megatron-LM: tokens sequence first in [s, b, n * C], a bias of the sublayer expanded on its own."""
+    b, s, n, d = x.shape
+    streams = x.transpose(0, 1).contiguous().view(s, b, n * d)
+    r = torch.rsqrt(streams.float().square().mean(-1, keepdim=True) + EPS)
+    alpha = torch.cat([p["alpha"][k : k + 1].expand(m) for k, m in enumerate((n, n, n * n))])
+    h = r * F.linear(streams.float(), p["phi"]) * alpha + p["bias"]
+    post, matrix = h[..., n : 2 * n].sigmoid() * 2, h[..., 2 * n :].view(s, b, n, n)
+    matrix = torch.exp(matrix - matrix.max(dim=-1, keepdim=True).values)
+    for _ in range(ITERS):
+        matrix = matrix / matrix.sum(dim=-1, keepdim=True).clamp(min=1e-8)
+        matrix = matrix / matrix.sum(dim=-2, keepdim=True).clamp(min=1e-8)
+    h_in = (streams.view(s, b, n, d) * h[..., :n].sigmoid().unsqueeze(-1)).sum(dim=2).to(x.dtype)
+    mixed = torch.bmm(matrix.view(s * b, n, n), streams.view(s * b, n, d).float()).view(s, b, n * d)
+    out = (post.unsqueeze(-1) * sublayer(h_in, p).float().unsqueeze(2)).view(s, b, n * d)
+    out = out + (post.unsqueeze(-1) * p["weight"][0].view(1, 1, 1, d)).view(s, b, n * d)
+    return (out + mixed).to(x.dtype).view(s, b, n, d).transpose(0, 1)
+
+
+def streams_first(x: Tensor, p: P) -> Tensor:
+    """[B, n, T, D] throughout, as some forks of KDA and nanoGPT keep them."""
+    b, n, t, d = x.shape
+    normed = F.rms_norm(x.transpose(1, 2).reshape(b, t, n * d).float(), (n * d,), p["gamma"].reshape(-1), EPS)
+    pre, post, logits = _gates(normed @ p["phi"].T, p)
+    f_out = sublayer((pre.transpose(1, 2).unsqueeze(-1) * x.float()).sum(1).to(x.dtype), p)
+    mixed = torch.einsum("btij,bjtd->bitd", _balanced(logits), x.float())
+    return (mixed + torch.einsum("btn,btd->bntd", post, f_out.float())).to(x.dtype)
+
+
+def _exp_and_eps(matrix: Tensor) -> Tensor:
+    matrix = matrix.exp()
+    for _ in range(ITERS):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + 1e-2)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + 1e-2)
+    return matrix
+
+
+def exp_and_eps(x: Tensor, p: P) -> Tensor:
+    """What most ports of the paper do: exp without a maximum, eps added to the sums. No form of the op."""
+    return _around(x, p, _exp_and_eps)
+
+
+def whole_maximum(x: Tensor, p: P) -> Tensor:
+    """The maximum of the whole matrix before exp, as MiniMind has it, and no eps."""
+
+    def matrix(m: Tensor) -> Tensor:
+        m = torch.exp(m - m.amax((-2, -1), keepdim=True))
+        for _ in range(ITERS):
+            m = m / m.sum(-1, keepdim=True)
+            m = m / m.sum(-2, keepdim=True)
+        return m
+
+    return _around(x, p, matrix)
+
+
+def temperature(x: Tensor, p: P) -> Tensor:
+    """nanochat's and tokenbender's iterations, of logits divided by tau."""
+    return _around(x, p, lambda m: potentials(m / 0.5))
+
+
+class Balance(torch.autograd.Function):
+    """Iterations with a backward of their own, as Megatron's SinkhornKnopp (the gradient here is any)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        matrix = _exp_and_eps(logits)
+        ctx.save_for_backward(matrix)
+        return matrix
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (matrix,) = ctx.saved_tensors
+        return grad * matrix
+
+
+def own_backward(x: Tensor, p: P) -> Tensor:
+    """The iterations in an autograd.Function."""
+    return _around(x, p, Balance.apply)
+
+
+def lite(x: Tensor, p: P) -> Tensor:
+    """mHC-lite: H_res is a convex combination of all permutations, weighted by n! rows of phi."""
+    n = x.shape[-2]
+    every = torch.eye(n)[torch.tensor(list(itertools.permutations(range(n))))].flatten(1)
+    z = F.rms_norm(x.flatten(-2).float(), (n * x.shape[-1],), eps=EPS) @ torch.cat([p["phi"], p["phi"][:8]]).T
+    weights = torch.softmax(z[..., 2 * n :] * p["alpha"][2], -1)
+    return _around(x, p, lambda _: (weights @ every).unflatten(-1, (n, n)), z[..., : n * (n + 2)])
+
+
+def single_pass(x: Tensor, p: P) -> Tensor:
+    """DeepSeek-V4.1: a sublayer's streams are collapsed by the h_pre that the sublayer before it predicted."""
+    h_pre = None
+    for _ in range(2):
+        pre, post, logits = _gates(_normed(x.flatten(-2)) @ p["phi"].T, p)
+        h_in = x[..., 0, :] if h_pre is None else (h_pre.unsqueeze(-1) * x.float()).sum(-2).to(x.dtype)
+        mixed = _balanced(logits).transpose(-1, -2) @ x.float()
+        x, h_pre = (mixed + post.unsqueeze(-1) * sublayer(h_in, p).unsqueeze(-2).float()).to(x.dtype), pre
+    return x
+
+
+def motif(x: Tensor, p: P) -> Tensor:
+    """Motif-3: all logits clamped. No form of the op."""
+    n, z = x.shape[-2], _normed(x.flatten(-2)) @ p["phi"].T
+    pre = torch.sigmoid((z[..., :n] * p["alpha"][0] + p["bias"][:n]).clamp(-1, 1))
+    post = torch.sigmoid((z[..., n : 2 * n] * p["alpha"][1] + p["bias"][n : 2 * n]).clamp(-1, 1))
+    f_out = sublayer((pre.unsqueeze(-1) * x.float()).sum(-2).to(x.dtype), p)
+    return (x.float() + post.unsqueeze(-1) * f_out.unsqueeze(-2).float()).to(x.dtype)
+
+
+def marginals_sinkhorn(logits: Tensor, p: P) -> Tensor:
+    """tokenbender's: the same addends, from log marginals that are zero."""
+    z, marginal = logits / 0.5, torch.zeros(logits.shape[-1:])
+    u = v = torch.zeros(logits.shape[:-1])
+    for _ in range(ITERS):
+        u = marginal - torch.logsumexp(z + v.unsqueeze(-2), dim=-1)
+        v = marginal - torch.logsumexp(z + u.unsqueeze(-1), dim=-2)
+    return torch.exp(z + u.unsqueeze(-1) + v.unsqueeze(-2))
+
+
+def logsumexp_sinkhorn(logits: Tensor, p: P) -> Tensor:
+    """The log-softmax written out, as in many ports."""
+    for _ in range(ITERS):
+        logits = logits - torch.logsumexp(logits, dim=-1, keepdim=True)
+        logits = logits - torch.logsumexp(logits, dim=-2, keepdim=True)
+    return logits.exp()
+
+
+BOTH = {"mhc_pre": 1, "mhc_post": 1}
 JUDGES: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
     "liger": (liger, {"mhc_pre": 1, "mhc_post": 1}),
     "aiter": (aiter, {"mhc_pre": 1, "mhc_post": 1}),
@@ -152,5 +369,26 @@ JUDGES: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
     "paper": (paper, {"mhc_pre": 1, "mhc_post": 1}),
     "hyper_connections_sinkhorn": (hyper_connections_sinkhorn, {"mhc_sinkhorn": 1}),
     "log_domain_sinkhorn": (log_domain_sinkhorn, {"mhc_sinkhorn": 1}),
+    "tile_kernels": (tile_kernels, BOTH),
+    "deepseek": (deepseek, BOTH),
+    "sglang": (sglang, BOTH),
+    "aiter_triton": (aiter_triton, BOTH),
+    "megatron_packed": (megatron_packed, BOTH),
+    "streams_first": (streams_first, BOTH),
+    "exp_and_eps": (exp_and_eps, BOTH),
+    "whole_maximum": (whole_maximum, BOTH),
+    "temperature": (temperature, {**BOTH, "mhc_sinkhorn": 1}),
+    "own_backward": (own_backward, BOTH),
+    "lite": (lite, BOTH),
+    "single_pass": (single_pass, {"mhc_post": 2, "mhc_sinkhorn": 2}),
+    "motif": (motif, {}),
+    "marginals_sinkhorn": (marginals_sinkhorn, {"mhc_sinkhorn": 1}),
+    "logsumexp_sinkhorn": (logsumexp_sinkhorn, {"mhc_sinkhorn": 1}),
 }
 """name -> (function, the ops that it must become)."""
+REASONS = {
+    "exp_and_eps": ["mhc_sinkhorn: eps is added to sums after exp; expected max(sum, eps)"],
+    "single_pass": ["mhc_pre: not a weighted sum of x's streams"],
+    "motif": ["mhc_pre: clamp is applied to the logits; expected sigmoid(alpha * z + bias)"],
+}
+"""What the report says of the formulas that differ from the op's."""

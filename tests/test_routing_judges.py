@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import mhc_inductor
 from benchmarks import deepseek_model
 from tests.capture import Captured, difference, eager, evaluate, run
-from tests.judges_mhc import ITERS, JUDGES, WIDTH, N, parameters
+from tests.judges_mhc import EPS, ITERS, JUDGES, REASONS, WIDTH, N, P, parameters, sublayer
 
 TINY = deepseek_model.TINY
 LAYERS = TINY.layers
@@ -112,7 +113,7 @@ def test_deepseek_v4_through_inductor() -> None:
 def _judge(name: str, dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Tensor, ...], list[tuple[str, Tensor]]]:
     fn, _ = JUDGES[name]
     p = parameters()
-    shape = (2, 6, N, N) if "sinkhorn" in name else (2, 6, N, WIDTH)
+    shape = (2, 6, N, N) if "sinkhorn" in name else (2, N, 6, WIDTH) if name == "streams_first" else (2, 6, N, WIDTH)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     return functools.partial(fn, p=p), (x,), list(p.items())
 
@@ -122,7 +123,8 @@ def _judge(name: str, dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Ten
 @pytest.mark.parametrize("name", list(JUDGES))
 def test_formulas_of_other_projects_are_routed(name: str, dynamic: bool, grad: bool) -> None:
     fn, inputs, named = _judge(name, torch.float32)
-    got = run(fn, inputs, named, grad, dynamic=None, symbolic=(0, 1) if dynamic else ())
+    tokens = [d for d in (0, 1, 2) if inputs[0].shape[d] in (2, 6)]
+    got = run(fn, inputs, named, grad, dynamic=None, symbolic=tokens if dynamic else ())
     plain = eager(fn, inputs, named, grad)
     assert dict(got.ops) == JUDGES[name][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
     _assert_gradients(got, plain)
@@ -144,3 +146,146 @@ def test_sinkhorn_iterations_of_the_transpose_are_counted() -> None:
     got = run(fn, inputs, named)
     calls = [n.args[1:] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)]
     assert [(c[0], c[2]) for c in calls] == [(ITERS, "exp")]
+
+
+@pytest.mark.parametrize("name", list(JUDGES))
+def test_the_report_says_what_differs(name: str) -> None:
+    fn, inputs, named = _judge(name, torch.float32)
+    report = run(fn, inputs, named).report
+    said = [f"{m.op}: {m.reason}" for m in report.near_misses]
+    assert said[:1] == REASONS.get(name, []) and not report.problems
+
+
+def _formula(x: Tensor, p: P, rows: str = "pre post res", alpha: bool = True, bias: bool = True) -> Tensor:
+    """The formula with phi's parts in the given order, with or without alpha and bias."""
+    n, sizes = x.shape[-2], {"pre": N, "post": N, "res": N * N}
+    names = rows.split()
+    z = F.rms_norm(x.flatten(-2).float(), (n * x.shape[-1],), eps=EPS) @ p["phi"].T
+    z = z * torch.cat([p["alpha"][k].expand(sizes[name]) for k, name in enumerate(names)]) if alpha else z
+    parts = dict(zip(names, (z + p["bias"] if bias else z).split([sizes[name] for name in names], -1), strict=True))
+    f_out = sublayer((torch.sigmoid(parts["pre"]).unsqueeze(-1) * x.float()).sum(-2).to(x.dtype), p).float()
+    matrix = parts["res"].unflatten(-1, (n, n)).exp()
+    for _ in range(ITERS):
+        matrix = matrix / matrix.sum(-1, keepdim=True)
+        matrix = matrix / matrix.sum(-2, keepdim=True)
+    out = matrix @ x.float() + 2 * torch.sigmoid(parts["post"]).unsqueeze(-1) * f_out.unsqueeze(-2)
+    return out.to(x.dtype)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "res first": {"rows": "res pre post"},
+    "post first": {"rows": "post pre res"},
+    "no alpha": {"alpha": False},
+    "no bias": {"bias": False},
+    "neither": {"alpha": False, "bias": False, "rows": "res post pre"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_weights_in_another_order_or_left_out(name: str, dtype: torch.dtype) -> None:
+    """The op's phi, alpha and bias are put together from what the model has; a number takes the place of the rest."""
+    _, inputs, named = _judge("paper", dtype)
+    fn = functools.partial(_formula, p=dict(named), **VARIANTS[name])
+    got, plain = run(fn, inputs, named), eager(fn, inputs, named)
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, [f"{m.op}: {m.reason}" for m in got.report.near_misses]
+    _assert_gradients(got, plain)
+    assert difference(got, plain) < (1e-4 if dtype is torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("tokens", [6, N, 1])
+def test_streams_in_another_dim_than_the_last_but_one(tokens: int) -> None:
+    """As many tokens as streams, or one, do not confuse the dims."""
+    fn, _, named = _judge("streams_first", torch.float32)
+    x = torch.randn(2, N, tokens, WIDTH, generator=torch.Generator().manual_seed(3))
+    got, plain = run(fn, (x,), named), eager(fn, (x,), named)
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, [f"{m.op}: {m.reason}" for m in got.report.near_misses]
+    _assert_gradients(got, plain)
+    assert difference(got, plain) < 1e-4
+
+
+def _turned(x: Tensor, p: P, inside: bool = False) -> Tensor:
+    """Iterations of the transposed logits; with ``inside`` alpha multiplies the bias too."""
+    n, (alpha, bias) = x.shape[-2], (p["alpha"], p["bias"])
+    z = F.rms_norm(x.flatten(-2).float(), (n * x.shape[-1],), eps=EPS) @ p["phi"].T
+    pre, post, res = (z + bias if inside else z).split([n, n, n * n], -1)
+    rest = [0.0, 0.0, 0.0] if inside else bias.split([n, n, n * n])
+    pre, post = torch.sigmoid(alpha[0] * pre + rest[0]), 2 * torch.sigmoid(alpha[1] * post + rest[1])
+    matrix = (alpha[2] * res + rest[2]).unflatten(-1, (n, n)).transpose(-1, -2).softmax(-1) + EPS
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
+    for _ in range(ITERS - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + EPS)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
+    f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
+    return matrix @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
+
+
+def test_transposed_logits_are_balanced_by_an_op_of_their_own() -> None:
+    _, inputs, named = _judge("paper", torch.float32)
+    fn = functools.partial(_turned, p=dict(named))
+    got, plain = run(fn, inputs, named), eager(fn, inputs, named)
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1}
+    _assert_gradients(got, plain)
+    assert difference(got, plain) < 1e-4
+
+
+def test_an_alpha_of_the_bias_is_reported() -> None:
+    """``alpha * Linear(x)`` with a bias: the iterations are routed, the rest is named."""
+    _, inputs, named = _judge("paper", torch.float32)
+    fn = functools.partial(_turned, p=dict(named), inside=True)
+    got = run(fn, inputs, named)
+    assert dict(got.ops) == {"mhc_sinkhorn": 1} and difference(got, eager(fn, inputs, named)) < 1e-4
+    assert "alpha multiplies z and a bias; expected sigmoid(alpha * z + bias)" in {
+        m.reason for m in got.report.near_misses
+    }
+
+
+def _balanced_in_place(logits: Tensor, p: P) -> Tensor:
+    matrix = torch.exp(logits - logits.max())
+    for _ in range(ITERS):
+        matrix /= matrix.sum(dim=-1, keepdim=True)
+        matrix /= matrix.sum(dim=-2, keepdim=True)
+    return matrix
+
+
+def test_iterations_in_place() -> None:
+    """Where no gradient is wanted, ports of the paper divide in place."""
+    _, inputs, named = _judge("log_domain_sinkhorn", torch.float32)
+    fn = functools.partial(_balanced_in_place, p=dict(named))
+    got, plain = run(fn, inputs, named, False), eager(fn, inputs, named, False)
+    assert dict(got.ops) == {"mhc_sinkhorn": 1} and difference(got, plain) < 1e-4
+
+
+def _kept(logits: Tensor, p: P) -> tuple[Tensor, Tensor]:
+    """The matrix before the iterations is seen after them: it must hold what they left in it."""
+    matrix = torch.exp(logits)
+    first = matrix
+    for _ in range(2):
+        matrix /= matrix.sum(dim=-1, keepdim=True)
+        matrix /= matrix.sum(dim=-2, keepdim=True)
+    return matrix, first + 1
+
+
+def test_a_matrix_that_is_seen_again_stays_in_place() -> None:
+    _, inputs, named = _judge("log_domain_sinkhorn", torch.float32)
+    fn = functools.partial(_kept, p=dict(named))
+    got, plain = run(fn, inputs, named, False), eager(fn, inputs, named, False)
+    assert difference(got, plain) < 1e-6
+
+
+def test_potentials_of_other_logits_are_no_iterations() -> None:
+    """The column addend of one step later, or of another temperature, is another function."""
+
+    def late(x: Tensor, scale: float) -> Tensor:
+        u = -torch.logsumexp(x, dim=-1)
+        v = -torch.logsumexp(scale * x + u.unsqueeze(-1), dim=-2)
+        w = -torch.logsumexp(x + v.unsqueeze(-2), dim=-1)
+        z = -torch.logsumexp(x + w.unsqueeze(-1), dim=-2)
+        return torch.exp(x + w.unsqueeze(-1) + (z if scale != 1.0 else v).unsqueeze(-2))
+
+    for scale in (1.0, 0.5):
+        fn = functools.partial(late, scale=scale)
+        inputs = (torch.randn(2, 6, N, N, generator=torch.Generator().manual_seed(2)),)
+        got, plain = run(fn, inputs), eager(fn, inputs)
+        assert difference(got, plain) < 1e-5
+        assert not any("mhc_sinkhorn" in op for op in got.ops)

@@ -14,7 +14,8 @@ from torch import fx
 from mhc_inductor.ops.checks import MAX_STREAMS
 
 from . import mhc
-from .algebra import VIEWS, addends, aten, is_cast, whole
+from .algebra import VIEWS, Ref, addends, aten, is_cast, product, whole
+from .algebra import chain as chain_of
 from .index import DynamicWidth, Size, Unsupported, product_of
 from .mhc import NOTHING, Affine, Coefficient, Mismatch, Norm
 from .sinkhorn import Chain, Chains, square_matrices
@@ -35,6 +36,9 @@ _LIGHT = {
     aten.add.Scalar,
 }
 
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+_BOUNDS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.hardtanh.default, aten.tanh.default)
+
 
 @dataclasses.dataclass
 class Pre:
@@ -54,6 +58,8 @@ class Pre:
     steps: list[Value] = dataclasses.field(default_factory=list)
     others: set[Value] = dataclasses.field(default_factory=set)
     fold: bool = False
+    foreign: Mismatch | None = None
+    """Why the sinkhorn iterations of h_res are not the op's: they stay the model's, between pre and post."""
 
     @property
     def op(self) -> str:
@@ -62,11 +68,17 @@ class Pre:
 
 @dataclasses.dataclass
 class PostUse:
-    """An expand-and-mix that follows ``pre``."""
+    """An expand-and-mix of x that follows ``pre``, or one whose collapse is not the op's."""
 
-    pre: Pre
+    pre: Pre | None
+    x: Value
     found: mhc.Post
     x_out: Value
+
+    @property
+    def own(self) -> bool:
+        """Whether the matrix is what ``pre`` gives."""
+        return self.pre is not None and self.found.matrix in (self.pre.mixed, self.pre.h_res)
 
 
 @dataclasses.dataclass
@@ -100,6 +112,14 @@ def name_of(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
+def _streams(norm: Norm) -> bool:
+    """Whether a norm looks like one of all streams of a token."""
+    if len(norm.x.shape) < 3 or norm.x.shape[-2].symbols:
+        return False
+    n, d = norm.x.shape[-2:]
+    return n.times(d) == Size(norm.width) and 2 <= n.factor <= MAX_STREAMS
+
+
 def _calls(node: fx.Node, names: Iterable[str]) -> bool:
     name = name_of(node)
     return node.op in ("call_function", "call_method") and any(name == n or name.startswith(n + ".") for n in names)
@@ -121,7 +141,8 @@ class Finder:
     def __init__(self, graph: fx.Graph, values: Values) -> None:
         self.graph = graph
         self.values = values
-        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.nodes = list(graph.nodes)
+        self.order = {node: i for i, node in enumerate(self.nodes)}
         self.chains = Chains()
         self.result = Found()
         self.live = _live(graph, values)
@@ -203,7 +224,8 @@ class Finder:
         for value, miss in unnormed:
             assert value.node is not None
             self.result.misses.append(Miss("mhc_pre", miss.reason, miss.value, value))
-            avoid.update(self._around(value.node))
+            if miss.reason == mhc.UNNORMED:
+                avoid.update(self._around(value.node))
         for norm, seeds in groups.values():
             with contextlib.suppress(Unsupported):
                 self._group(norm, seeds, avoid)
@@ -221,7 +243,22 @@ class Finder:
             found = mhc.unnormed_projection(terms)
             if found is not None:
                 raise Mismatch(mhc.UNNORMED, found)
+            for _, term in terms:
+                self._altered(term)
         return None
+
+    def _altered(self, term: Ref) -> None:
+        """Raise Mismatch where the argument of a sigmoid is another function of the logits of streams."""
+        if term.value.func in _BOUNDS:
+            within = [(f"{term.value.func.overloadpacket.__name__} is applied to the logits", term.value.args[0])]
+        else:
+            within = [
+                ("alpha multiplies z and a bias", f.value) for f, _ in product(term).factors if f.value.func in _SUMS
+            ]
+        for reason, value in within:
+            norms = (mhc.projection(t) for _, t in addends(whole(value))[1])
+            if any(norm is not None and _streams(norm) for norm in norms):
+                raise Mismatch(f"{reason}; expected sigmoid(alpha * z + bias)", term.value)
 
     def _around(self, node: fx.Node) -> list[fx.Node]:
         """The part of a formula around a node: what a near miss keeps away from routing."""
@@ -265,14 +302,17 @@ class Finder:
             try:
                 coefficients[value] = mhc.coefficient(value)
             except Mismatch as mismatch:
-                if mismatch.reason != NOTHING:
+                # A permuted view of a coefficient is none, and nothing is wrong with it.
+                if mismatch.reason != NOTHING and not any(r.value in coefficients for r in chain_of(whole(value))):
                     failed.append((per, mismatch))
             except Unsupported:
                 continue
         reasons: list[Mismatch] = []
         pre = self._collapse(norm, coefficients, around_seeds, reasons)
         if pre is None:
-            self._missed(norm, coefficients, [m for _, m in failed] + reasons, seeds, avoid)
+            # Without its collapse, as where the last sublayer's h_pre takes it, the rest of the formula is still ours.
+            kept = set() if self._lone_post(norm, coefficients) else avoid
+            self._missed(norm, coefficients, [m for _, m in failed] + reasons, seeds, kept)
             return
         n = pre.n
         self._choose_post(pre, coefficients)
@@ -285,8 +325,11 @@ class Finder:
             return
         self.result.pres.append(pre)
         avoid.update(v.node for v in pre.steps if v.node is not None)
+        if pre.foreign is not None:
+            assert pre.h_res is not None
+            self.result.misses.append(Miss("mhc_sinkhorn", pre.foreign.reason, pre.foreign.value, pre.h_res))
         if pre.post is not None:
-            self._find_post(pre, tokens, width, n)
+            self._find_post(pre)
 
     def _collapse(
         self, norm: Norm, coefficients: dict[Value, Coefficient], nodes: list[fx.Node], reasons: list[Mismatch]
@@ -349,7 +392,12 @@ class Finder:
             if value is None or self._per_token(node, tokens) != n * n:
                 continue
             if square_matrices(value) and value.shape[-1].factor == n:
-                chain = self.chains.of(value)
+                try:
+                    chain = self.chains.of(value)
+                except Mismatch as mismatch:
+                    pre.foreign = pre.foreign or mismatch
+                    pre.steps.append(value)
+                    continue
                 if chain is not None and self._is_logits(chain.logits, logits, pre):
                     chains.append((value, chain))
                     continue
@@ -362,22 +410,24 @@ class Finder:
             if almost is not None:
                 raise almost
             return
-        start = next((v for v in logits if len(v.shape) >= 2 and v.shape[-1] == Size(n)), next(iter(logits)))
+        upright = [v for v, affine in logits.items() if not affine.transposed]
+        if not upright:
+            raise Mismatch("h_res is laid out transposed; expected row-major [n, n]", next(iter(logits)))
+        # Iterations of the transposed logits are an op of their own.
+        chains = [(v, c) for v, c in chains if c.logits in upright]
+        start = next((v for v in upright if len(v.shape) >= 2 and v.shape[-1] == Size(n)), upright[0])
         if chains:
             start = chains[0][1].logits
         pre.res, pre.h_res = logits[start], start
-        if pre.res.transposed:
-            raise Mismatch("h_res is laid out transposed; expected row-major [n, n]", start)
+        pre.steps += [v for v, _ in chains]
         complete = [(v, c) for v, c in chains if c.iters is not None]
-        if not complete:
-            if any(c.axes for _, c in chains):
-                raise Mismatch("the sinkhorn iterations do not end after a sum over both dims", chains[-1][0])
+        steps = max((len(c.axes) for _, c in chains), default=0)
+        if pre.foreign is None and steps > max((len(c.axes) for _, c in complete), default=0):
+            last = next(v for v, c in chains if len(c.axes) == steps)
+            pre.foreign = Mismatch("the sinkhorn iterations do not end after a sum over both dims", last)
+        if not complete or pre.foreign is not None:
             return
-        longest = max(chains, key=lambda item: len(item[1].axes))
-        pre.mixed, pre.chain = next((v, c) for v, c in complete if len(c.axes) == max(len(d.axes) for _, d in complete))
-        pre.steps = [v for v, _ in chains]
-        if len(longest[1].axes) > len(pre.chain.axes):
-            raise Mismatch("the sinkhorn iterations do not end after a sum over both dims", longest[0])
+        pre.mixed, pre.chain = next((v, c) for v, c in complete if len(c.axes) == steps)
         pre.fold = not pre.chain.transposed and self._only_through(start, pre.mixed)
 
     def _is_logits(self, value: Value, logits: dict[Value, Affine], pre: Pre) -> bool:
@@ -397,6 +447,9 @@ class Finder:
             raise
         mine = pre.pre.affine
         if found.key != mine.key or found.rows != pre.n**2:
+            return False
+        # z and alpha * z on the way to the logits are none, unless h_pre has no bias or alpha either.
+        if (found.alpha is None, found.bias is None) != (mine.alpha is None, mine.bias is None):
             return False
         if found.phi.value is mine.phi.value and found.phi.start != 2 * pre.n and pre.n == 2:
             return False
@@ -440,7 +493,7 @@ class Finder:
         """A near miss, where x looks like streams: a gate or a router of a plain model is none."""
         shape = norm.x.shape
         streams = len(shape) >= 3 and not shape[-2].symbols and shape[-2].times(shape[-1]) == Size(norm.width)
-        if not (coefficients or (streams and 2 <= shape[-2].factor <= MAX_STREAMS)):
+        if not (coefficients or _streams(norm)):
             return
         if not streams and not any(c.affine.rows <= MAX_STREAMS for c in coefficients.values()):
             return
@@ -451,35 +504,74 @@ class Finder:
         for seed in seeds:
             avoid.update(self._around(seed))
 
-    def _find_post(self, pre: Pre, tokens: Size, width: int, n: int) -> None:
-        assert pre.h_post is not None and pre.h_post.node is not None
-        matrices: set[Value] = set()
-        if pre.mixed is not None:
-            matrices.add(pre.mixed)
-        elif pre.h_res is not None:
-            matrices.add(pre.h_res)
-        starts = [v.node for v in pre.posts if v.node is not None]
+    def _find_post(self, pre: Pre) -> None:
+        assert pre.h_post is not None
+        matrices = {pre.mixed} if pre.mixed is not None else None
+        try:
+            use = self._post_of(pre.norm, pre.n, set(pre.posts), matrices, pre.h_res)
+        except Mismatch as mismatch:
+            self.result.misses.append(Miss("mhc_post", mismatch.reason, mismatch.value, pre.h_post))
+            return
+        if use is not None:
+            self.result.posts.append(dataclasses.replace(use, pre=pre))
+
+    def _lone_post(self, norm: Norm, coefficients: dict[Value, Coefficient]) -> bool:
+        """Look for an expand-and-mix of streams that no routed pre collapses. Whether there is one."""
+        n = norm.x.shape[-2].factor if _streams(norm) else 0
+        posts = {v for v, c in coefficients.items() if c.affine.rows == n and not c.affine.transposed}
+        if not posts:
+            return False
+        use = None
+        with contextlib.suppress(Mismatch):
+            use = self._post_of(norm, n, posts, None, None)
+            if use is not None and use.found.matrix is None:
+                use = None
+        if use is not None:
+            self.result.posts.append(use)
+        return use is not None
+
+    def _post_of(
+        self, norm: Norm, n: int, posts: set[Value], matrices: set[Value] | None, h_res: Value | None
+    ) -> PostUse | None:
+        """The expand-and-mix of x by one of ``posts``: with x itself as the residual, if there is no h_res. Raises Mismatch.
+
+        ``matrices`` are those that may mix it, None for any.
+        """
+        starts = [v.node for v in posts if v.node is not None]
         nodes = self.descendants(
-            starts, lambda node: self._light(node) and self._per_token(node, tokens) is not None, 400
+            starts, lambda node: self._light(node) and self._per_token(node, norm.count) is not None, 400
         )
-        mismatch = None
+        first = None
         for node in nodes:
             value = self.value(node)
-            if value is None or self._per_token(node, tokens) != width:
+            if value is None or self._per_token(node, norm.count) != norm.width:
                 continue
+            given = self._matrices(norm, n, node, h_res) if matrices is None else matrices
             try:
-                found = mhc.post(value, pre.norm.x, width, set(pre.posts), matrices)
-            except Mismatch as error:
-                if error.reason != NOTHING:
-                    mismatch = mismatch or error
+                found = mhc.post(value, norm.x, norm.width, n, posts, given)
+            except Mismatch as mismatch:
+                if mismatch.reason != NOTHING:
+                    first = first or mismatch
                 continue
             except Unsupported:
                 continue
-            if found.n == n and (found.matrix is not None or pre.res is None):
-                self.result.posts.append(PostUse(pre, found, value))
-                return
-        if mismatch is not None:
-            self.result.misses.append(Miss("mhc_post", mismatch.reason, mismatch.value, pre.h_post))
+            if found.n == n and (found.matrix is not None or (matrices is None and h_res is None)):
+                return PostUse(None, norm.x, found, value)
+        if first is not None:
+            raise first
+        return None
+
+    def _matrices(self, norm: Norm, n: int, end: fx.Node, h_res: Value | None) -> set[Value]:
+        """The n x n matrices of all tokens between x and ``end``: h_res where it is used raw, or what is made of it."""
+        assert norm.x.node is not None
+        nodes = self.nodes[self.order[norm.x.node] : self.order[end]] if norm.width != n * n else []
+        found = {self.value(node) for node in nodes if self._per_token(node, norm.count) == n * n}
+        # By their shape too: where D is n * n, f_out and the streams of x have as many elements.
+        found = {v for v in found if v is not None and v.dtype.is_floating_point and square_matrices(v)}
+        behind = {v: {ref.value for ref in chain_of(whole(v))[1:]} for v in found if v is not None}
+        # Of a matrix and its views and casts, the matrix, but h_res as the op gives it.
+        matrices = {v for v in behind if not behind[v] & found}
+        return matrices if h_res is None else (matrices - behind.get(h_res, set())) | {h_res}
 
     def _lone_sinkhorns(self, avoid: set[fx.Node]) -> None:
         seeds = [

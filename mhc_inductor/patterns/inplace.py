@@ -13,7 +13,6 @@ from torch import fx
 from mhc_inductor import compat
 
 from .find import name_of
-from .reroll import is_square
 from .rewrite import run_fake, written_by
 from .values import Values, example, tensors_in
 
@@ -24,6 +23,11 @@ _OPERATORS: dict[Any, Any] = {
     operator.itruediv: operator.truediv,
 }
 _METHODS = ("add_", "sub_", "mul_", "div_", "neg_", "sigmoid_", "baddbmm_", "addcmul_")
+
+
+def _floating(node: fx.Node) -> bool:
+    fake = example(node)
+    return isinstance(fake, torch.Tensor) and fake.is_floating_point() and fake.dim() > 1
 
 
 Change = tuple[fx.Node, Any, Any]
@@ -40,11 +44,11 @@ def _plain(node: fx.Node) -> Any:
 
 
 def out_of_place(graph: fx.Graph, values: Values) -> list[Change]:
-    """Let in-place operations on matrices [..., n, n] make new tensors, where nobody can tell. What was changed.
+    """Let in-place operations make new tensors, where nobody can tell. What was changed.
 
     That is so where no other node shares the tensor's memory, and none reads it afterwards but through the result.
     """
-    candidates = [node for node in graph.nodes if _plain(node) is not None and not node.kwargs and is_square(node)]
+    candidates = [node for node in graph.nodes if _plain(node) is not None and not node.kwargs and _floating(node)]
     if not candidates:
         return []
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -77,11 +81,13 @@ def out_of_place(graph: fx.Graph, values: Values) -> list[Change]:
     return undo
 
 
-def restore(undo: list[Change]) -> None:
-    """Take back what :func:`out_of_place` did."""
+def restore(undo: list[Change]) -> list[Change]:
+    """Take back what :func:`out_of_place` did. What takes this back again."""
+    changed = [(node, node.target, example(node)) for node, _, _ in undo]
     for node, target, fake in undo:
         node.target = target
         node.meta["example_value"] = fake
+    return changed
 
 
 _EMPTY = {"empty", "zeros", "full", "empty_like", "zeros_like", "full_like", "new_empty", "new_zeros", "new_full"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -11,6 +12,7 @@ from mhc_inductor.ops.checks import MAX_STREAMS
 
 from .algebra import (
     Ref,
+    Term,
     addends,
     aten,
     chain,
@@ -24,7 +26,7 @@ from .algebra import (
     reduction,
     whole,
 )
-from .index import ONE, Atom, DynamicWidth, Index, Size, Unsupported, Var, bound_of, const, product_of, var
+from .index import ONE, Atom, DynamicWidth, Index, Size, Unsupported, Var, bound_of, const, linear, product_of, var
 from .values import Value
 
 SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
@@ -134,7 +136,8 @@ def norm_of(inner: Ref) -> Norm | None:
         best = None
         for ref in chain(v):
             covered = _covers(ref.flat, bound)
-            if covered is not None:
+            # The innermost tensor whose tokens are in the order of the norms, if there is one.
+            if covered is not None and (best is None or best[1] != inner.flat or covered[0] == inner.flat):
                 best = ref.value, *covered
             if narrows(ref.value) and ref.value.node is not None:
                 # What the model rounded is what the op reads; what autocast rounded inside the norm is not.
@@ -146,6 +149,37 @@ def norm_of(inner: Ref) -> Norm | None:
         return Norm(x, tokens, feature, width, eps / total, total**-0.5)
     except Unsupported:
         return None
+
+
+def sources(x: Value) -> dict[Value, tuple[int, ...]]:
+    """The tensors that ``x`` is a permuted view of, and which dim of x each of their dims is."""
+    found: dict[Value, tuple[int, ...]] = {}
+    out = whole(x)
+    for ref in chain(out):
+        if len(ref.index) != len(out.index) or any(i not in out.index for i in ref.index):
+            break
+        found[ref.value] = tuple(out.index.index(i) for i in ref.index)
+        if narrows(ref.value):
+            break
+    return found
+
+
+def seen_in(ref: Ref, x: Value, views: Mapping[Value, tuple[int, ...]]) -> Ref:
+    """An element of one of x's :func:`sources` as the element of x."""
+    if ref.value is x or ref.value not in views:
+        return ref
+    index = list(ref.index)
+    for at, dim in zip(ref.index, views[ref.value], strict=True):
+        index[dim] = at
+    return Ref(x, tuple(index))
+
+
+def _factors(ref: Ref, x: Value, stop: Collection[Value]) -> Term:
+    """:func:`product` with every element of x or its sources as one of x."""
+    views = sources(x)
+    term = product(ref, {*views, *stop})
+    term.factors = [(seen_in(f, x, views), e) for f, e in term.factors]
+    return term
 
 
 # --- coefficients: alpha * z + bias -------------------------------------------------------------------------
@@ -168,10 +202,12 @@ class Affine:
     norm: Norm
     phi: Piece
     gamma: Piece | None
-    alpha: Piece
-    bias: Piece
+    alpha: Piece | None
+    bias: Piece | None
     rows: int
     transposed: bool = False
+    scale: float = 1.0
+    """alpha where it is no tensor."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -231,7 +267,7 @@ def unnormed_projection(terms: list[tuple[float, Ref]]) -> Value | None:
 
 
 def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float, Ref]]) -> Affine:
-    term = product(z, {norm.x})
+    term = _factors(z, norm.x, ())
     streams = [f for f, e in term.factors if f.value is norm.x and e == 1]
     roots = [f for f, e in term.factors if e == -0.5]
     rest = [(f, e) for f, e in term.factors if f.value is not norm.x and e != -0.5]
@@ -248,10 +284,6 @@ def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float,
     if width != again.width or again.tokens != tokens:
         raise Mismatch(f"the norm is over {again.width} elements of x, the projection over {width}", z.value)
     scale = sign * term.coef * again.scale
-    if not close(scale, 1.0):
-        raise Mismatch(
-            f"z is scaled by {scale:g}; expected inv_rms = rsqrt(mean(x * x) + eps) and no constant", z.value
-        )
     token_vars = tokens.variables()
     phis: list[Ref] = []
     gammas: list[Ref] = []
@@ -279,21 +311,25 @@ def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float,
     if len(gammas) > 1:
         raise Mismatch(f"{len(gammas)} weights over x's elements; expected one gamma", gammas[1].value)
     gamma = _gamma(gammas[0], feature, width) if gammas else None
-    if len(alphas) != 1:
+    if len(alphas) > 1:
         raise Mismatch(f"{len(alphas)} scalars multiply z; expected one alpha", z.value)
-    at = alphas[0].flat.constant
+    if alphas and not close(scale, 1.0):
+        raise Mismatch(
+            f"z is scaled by {scale:g}; expected inv_rms = rsqrt(mean(x * x) + eps) and no constant", z.value
+        )
+    at = alphas[0].flat.constant if alphas else 0
     if at is None:
         raise Mismatch("alpha is not one scalar for these rows", alphas[0].value)
-    if len(others) != 1 or others[0][0] != 1.0:
+    if len(others) > 1 or any(s != 1.0 for s, _ in others):
         raise Mismatch(f"{len(others)} further addends in the logits; expected alpha * z + bias", out.value)
     rows = per_token.factor
-    bias = _bias(others[0][1], form, rows)
-    alpha = Piece(alphas[0].value, at, 1)
+    bias = _bias(others[0][1], form, rows) if others else None
+    alpha = Piece(alphas[0].value, at, 1) if alphas else None
     for weight in (phi, gamma, alpha, bias):
         size = product_of(weight.value.shape) if weight is not None else ONE
         if size.symbols:
             raise DynamicWidth(size)
-    return Affine(norm, dataclasses.replace(phi, rows=rows), gamma, alpha, bias, rows, transposed)
+    return Affine(norm, dataclasses.replace(phi, rows=rows), gamma, alpha, bias, rows, transposed, scale)
 
 
 def _turned(form: Index) -> Index | None:
@@ -398,10 +434,9 @@ class StreamSum:
 
 def stream_sum(terms: list[tuple[float, Ref]], x: Value, weights: Collection[Value]) -> StreamSum:
     """The terms as one weighted sum of x's streams: a contraction, a sum, or one addend a stream. Raises Mismatch."""
-    stop = {x, *weights}
     seen: list[tuple[Ref, Ref, list[Var]]] = []
     for sign, ref in terms:
-        term = product(ref, stop)
+        term = _factors(ref, x, weights)
         streams = [f for f, e in term.factors if f.value is x and e == 1.0]
         mixed = [f for f, e in term.factors if f.value in weights and e == 1.0]
         if len(term.factors) != 2 or len(streams) != 1 or len(mixed) != 1:
@@ -457,7 +492,7 @@ class Collapse:
 def collapse(value: Value, x: Value, width: int, weights: Collection[Value]) -> Collapse:
     """``value`` as the collapse of x by one of ``weights``. Raises Mismatch."""
     out = whole(value)
-    constant, terms = addends(out, {x, *weights})
+    constant, terms = addends(out, {*sources(x), *weights})
     if constant != 0.0:
         raise Mismatch(f"a constant {constant:g} is added to the collapsed streams", value)
     found = stream_sum(terms, x, weights)
@@ -486,6 +521,10 @@ class Post:
     matrix: Value | None
     transpose: bool
     n: int
+    added: tuple[Value, ...] = ()
+    """Vectors [D] that are added to f_out."""
+    stream: int = -2
+    """x_out's dim of streams."""
 
 
 def _toward(ref: Ref, targets: Collection[Value]) -> tuple[Ref, list[Ref]] | None:
@@ -513,45 +552,68 @@ def _toward(ref: Ref, targets: Collection[Value]) -> tuple[Ref, list[Ref]] | Non
     return None
 
 
-def post(value: Value, x: Value, width: int, posts: Collection[Value], matrices: Collection[Value]) -> Post:
+def post(value: Value, x: Value, width: int, n: int, posts: Collection[Value], matrices: Collection[Value]) -> Post:
     """``value`` as expand and mix. Raises Mismatch."""
     out = whole(value)
     try:
         return _post(out, out.flat, x, width, posts, matrices)
-    except Mismatch:
-        if len(value.shape) < 2:
-            raise
-    # One expression a stream.
-    n = value.shape[-2]
-    if n.symbols or not 2 <= n.factor <= MAX_STREAMS:
-        return _post(out, out.flat, x, width, posts, matrices)
+    except Mismatch as mismatch:
+        first = mismatch
+    shape = value.shape
+    if len(shape) < 2:
+        raise first
+    if shape[-2] == Size(n):
+        try:
+            return _post_by_streams(out, x, width, n, posts, matrices)
+        except Mismatch as mismatch:
+            first = mismatch
+    for dim, size in enumerate(shape[:-1]):
+        if size == Size(n) and shape[-1] == Size(width // n):
+            order = streams_last(len(shape), dim)
+            flat = linear([out.index[d] for d in order], [shape[d] for d in order])
+            with contextlib.suppress(Mismatch):
+                return dataclasses.replace(_post(out, flat, x, width, posts, matrices), stream=dim)
+    raise first
+
+
+def _post_by_streams(
+    out: Ref, x: Value, width: int, n: int, posts: Collection[Value], matrices: Collection[Value]
+) -> Post:
+    """One expression a stream."""
     each = []
-    for o in range(n.factor):
-        at = Ref(value, (*out.index[:-2], const(o), out.index[-1]))
+    for o in range(n):
+        at = Ref(out.value, (*out.index[:-2], const(o), out.index[-1]))
         each.append(_post(at, at.flat, x, width, posts, matrices))
-    first = each[0]
+    found = each[0]
     for other in each:
-        if (other.h_post, other.matrix, other.transpose) != (first.h_post, first.matrix, first.transpose) or (
-            peel(other.f_out) != peel(first.f_out)
+        if (other.h_post, other.matrix, other.transpose) != (found.h_post, found.matrix, found.transpose) or (
+            peel(other.f_out) != peel(found.f_out) or other.added != found.added
         ):
-            raise Mismatch("the streams of x_out are not all made in the same way", value)
-    return first
+            raise Mismatch("the streams of x_out are not all made in the same way", out.value)
+    return found
+
+
+def streams_last(rank: int, dim: int) -> list[int]:
+    """The dims with that of the streams before the last."""
+    others = [d for d in range(rank) if d != dim]
+    return [*others[:-1], dim, *others[-1:]]
 
 
 def _post(out: Ref, flat: Index, x: Value, width: int, posts: Collection[Value], matrices: Collection[Value]) -> Post:
-    stop = {x, *posts, *matrices}
-    constant, terms = addends(out, stop)
+    views = sources(x)
+    constant, terms = addends(out, {*views, *posts, *matrices})
     if constant != 0.0:
         raise Mismatch(f"a constant {constant:g} is added to x_out", out.value)
     expanded = [(s, t, _toward(t, posts)) for s, t in terms]
     outer = [(s, f) for s, _, f in expanded if f is not None]
     rest = [(s, t) for s, t, f in expanded if f is None]
-    if len(outer) != 1 or not rest:
+    if not outer or not rest or any(peel(f[0]) != peel(outer[0][1][0]) for _, f in outer):
         raise Mismatch(NOTHING, out.value)
-    sign, (h, others) = outer[0]
-    if sign != 1.0 or len(others) != 1:
+    h = outer[0][1][0]
+    others = [f[1][0] for s, f in outer if s == 1.0 and len(f[1]) == 1]
+    if len(others) != len(outer):
         raise Mismatch("expected h_post[o] * f_out with no other factor", out.value)
-    identity = peel(rest[0][1], {x})
+    identity = seen_in(peel(rest[0][1], views), x, views)
     matrix, transpose, n = None, False, 0
     plain = len(rest) == 1 and identity.value is x and rest[0][0] == 1.0
     if plain:
@@ -587,6 +649,12 @@ def _post(out: Ref, flat: Index, x: Value, width: int, posts: Collection[Value],
     if h.flat != tokens.times(Size(n)).plus(stream_part):
         raise Mismatch("f_out is not weighted with the h_post of its own stream", out.value)
     wanted = tokens.times(Size(d)).plus(low)
+    # A bias of the sublayer may be expanded on its own.
+    vectors = [next((v for r in chain(ref) if (v := _vector(r, low, d)) is not None), None) for ref in others]
+    added = tuple(v for v in vectors if v is not None)
+    others = [ref for ref, v in zip(others, vectors, strict=True) if v is None]
+    if len(others) != 1:
+        raise Mismatch("expected h_post[o] * f_out with one f_out", out.value)
     best = None
     for ref in chain(others[0]):
         if ref.value.node is not None and ref.flat == wanted:
@@ -595,7 +663,13 @@ def _post(out: Ref, flat: Index, x: Value, width: int, posts: Collection[Value],
             break
     if best is None:
         raise Mismatch("f_out is not laid out as [tokens, D]", others[0].value)
-    return Post(h.value, best, matrix, transpose, n)
+    return Post(h.value, best, matrix, transpose, n, added)
+
+
+def _vector(ref: Ref, low: Index, d: int) -> Value | None:
+    """The vector [D] that ``ref`` is an element of, the one of column ``low``."""
+    found = ref.value.node is not None and ref.flat == low and product_of(ref.value.shape) == Size(d)
+    return ref.value if found else None
 
 
 def _by(feature: Index, d: int) -> tuple[Index, Index]:

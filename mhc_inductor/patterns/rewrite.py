@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from mhc_inductor import compat
 from .algebra import VIEWS, is_cast
 from .find import Finder, Found, Miss, PostUse, Pre, Sinkhorn, name_of
 from .index import Size, Unsupported, size_of
-from .mhc import Affine, Mismatch, Piece
+from .mhc import Affine, Mismatch, Piece, streams_last
 from .values import Value, example, tensors_in
 
 _ROLES = ("pre", "post", "res")
@@ -155,14 +155,14 @@ class Rewriter:
             affines["res"] = pre.res
         sources = [pre.norm.x]
         for a in affines.values():
-            sources += [a.phi.value, a.alpha.value, a.bias.value, *([a.gamma.value] if a.gamma else [])]
+            sources += [piece.value for piece in (a.phi, a.alpha, a.bias, a.gamma) if piece is not None]
         here = self._safe(sources, outputs)
         n, width = pre.n, pre.norm.width
         with here:
             x = self._streams(pre, n, width)
-            phi = self._gathered({r: a.phi for r, a in affines.items()}, n, width, "phi")
-            alpha = self._gathered({r: a.alpha for r, a in affines.items()}, n, width, "alpha")
-            bias = self._gathered({r: a.bias for r, a in affines.items()}, n, width, "bias")
+            phi = self._gathered({r: a.phi for r, a in affines.items()}, n, width, "phi", x)
+            alpha = self._gathered({r: a.alpha or a.scale for r, a in affines.items()}, n, width, "alpha", x)
+            bias = self._gathered({r: a.bias or 0.0 for r, a in affines.items()}, n, width, "bias", x)
             gamma = self._gamma(affines, n, width)
             norm_eps, hc_eps = pre.norm.eps, pre.pre.add
             chain = pre.chain
@@ -204,22 +204,35 @@ class Rewriter:
 
     def _post(self, use: PostUse) -> None:
         pre, found = use.pre, use.found
-        h = self._h.get(id(pre))
+        h = self._h.get(id(pre)) if pre is not None else {}
         if h is None:
             raise Mismatch("")
-        f_node = found.f_out.value.node
-        assert f_node is not None
-        here = self._safe([pre.norm.x, found.f_out.value, found.h_post], [use.x_out])
-        n, width = pre.n, pre.norm.width
+        n, f_node = found.n, node_of(found.f_out.value)
+        theirs = [v for v in (found.matrix, None if pre is not None else found.h_post) if v is not None]
+        theirs = [v for v in theirs if v is not found.matrix or not use.own]
+        here = self._safe([use.x, found.f_out.value, found.h_post, *theirs, *found.added], [use.x_out])
         with here:
-            x = self._widened(h["x"], use.x_out)
-            lead = list(example(x).shape[:-2])
-            f = self._shaped(self.current(f_node), [*lead, width // n], x)
-            matrix = h["h_res"] if found.matrix is not None else None
-            call = self.emit(torch.ops.mhc_inductor.mhc_post.default, x, f, h["h_post"], matrix, found.transpose)
+            x = self._widened(h["x"] if h else self._split(use.x, n, use.x.shape[-1].factor), use.x_out)
+            lead, d = list(example(x).shape[:-2]), example(x).shape[-1]
+            f = self._shaped(self.current(f_node), [*lead, d], x)
+            for vector in found.added:
+                f = self.emit(operator.add, self._wide(f), self._shaped(self.current(node_of(vector)), [d], x))
+            h_post = h["h_post"] if h else self._wide(self._shaped(self.current(node_of(found.h_post)), [*lead, n], x))
+            matrix = h.get("h_res") if found.matrix is not None else None
+            if found.matrix in theirs:
+                matrix = self._wide(self._shaped(self.current(node_of(found.matrix)), [*lead, n, n], x))
+            call = self.emit(torch.ops.mhc_inductor.mhc_post.default, x, f, h_post, matrix, found.transpose)
+            if found.stream != -2:
+                wanted = example(node_of(use.x_out)).shape
+                order = streams_last(len(wanted), found.stream)
+                call = self.emit("movedim", self._shaped(call, [wanted[d] for d in order], x), -2, found.stream)
             out = self._as(call, use.x_out, x)
         self._replace([(use.x_out, out)])
         self.made.append(("mhc_post", call, use))
+
+    def _wide(self, node: fx.Node) -> fx.Node:
+        """Coefficients as the ops of this package give them, in fp32 at least."""
+        return node if torch.finfo(example(node).dtype).bits >= 32 else self.emit("to", node, torch.float32)
 
     def _sinkhorn(self, lone: Sinkhorn) -> None:
         logits = lone.chain.logits
@@ -241,15 +254,17 @@ class Rewriter:
 
     def _streams(self, pre: Pre, n: int, width: int) -> fx.Node:
         """x as [..., n, D], in the dtype that h_in needs."""
-        node = self.current(node_of(pre.norm.x))
+        return self._widened(self._split(pre.norm.x, n, width // n), pre.h_in)
+
+    def _split(self, x: Value, n: int, d: int) -> fx.Node:
+        """x as [..., n, D]."""
+        node = self.current(node_of(x))
         shape = example(node).shape
-        if len(shape) >= 3 and shape[-1] == width // n and shape[-2] == n:
-            x = node
-        elif len(shape) >= 2 and shape[-1] == width:
-            x = self.emit("unflatten", node, -1, (n, width // n))
-        else:
-            x = self.emit("reshape", node, -1, n, width // n)
-        return self._widened(x, pre.h_in)
+        if len(shape) >= 3 and shape[-1] == d and shape[-2] == n:
+            return node
+        if len(shape) >= 2 and shape[-1] == n * d:
+            return self.emit("unflatten", node, -1, (n, d))
+        return self.emit("reshape", node, -1, n, d)
 
     def _widened(self, x: fx.Node, result: Value) -> fx.Node:
         """``x`` in the dtype of ``result`` where something needs the result that exactly."""
@@ -273,35 +288,39 @@ class Rewriter:
                 return False
         return True
 
-    def _gathered(self, parts: dict[str, Piece], n: int, width: int, what: str) -> fx.Node:
-        """phi, alpha or bias of the given roles as one tensor."""
+    def _gathered(self, parts: Mapping[str, Piece | float], n: int, width: int, what: str, x: fx.Node) -> fx.Node:
+        """phi, alpha or bias of the given roles as one tensor; a number stands for all elements of a role."""
         rows = {"pre": n, "post": n, "res": n * n} if what != "alpha" else dict.fromkeys(_ROLES, 1)
         wanted = ["pre"] if set(parts) == {"pre"} else ["pre", "post"] if "res" not in parts else list(_ROLES)
         starts, total = {}, 0
         for role in wanted:
             starts[role] = total
             total += rows[role]
-        leaves = {p.value for p in parts.values()}
-        sizes = {v: self._rows(v, width if what == "phi" else 1) for v in leaves}
-        one = len(leaves) == 1
-        for role, piece in parts.items():
-            start = starts[role] if one and (len(parts) > 1 or sizes[piece.value] != rows[role]) else 0
-            if piece.start != start or (not one and sizes[piece.value] != rows[role]):
-                at = f"{what}[{piece.start}:{piece.start + rows[role]}]"
-                raise Mismatch(f"h_{role} takes {at}; expected rows from {start}", piece.value)
-        if one:
-            leaf = next(iter(leaves))
-            if sizes[leaf] < total:
-                raise Mismatch(f"{what} has {sizes[leaf]} rows; expected {total}", leaf)
-            node = self._rowed(self.current(node_of(leaf)), next(iter(parts.values())), width, what)
-            return node if sizes[leaf] == total else self.emit(operator.getitem, node, slice(0, total))
-        if len(leaves) != len(wanted):
-            raise Mismatch(f"{what} of h_pre, h_post and h_res lies in {len(leaves)} tensors; expected one or three")
-        nodes = [self._rowed(self.current(node_of(parts[r].value)), parts[r], width, what) for r in wanted]
+        pieces = [(role, piece) for role, piece in parts.items() if isinstance(piece, Piece)]
+        sizes = {p.value: self._rows(p.value, width if what == "phi" else 1) for _, p in pieces}
+        if len(sizes) == 1 and len(pieces) == len(parts):
+            (leaf,) = sizes
+            if sizes[leaf] >= total and all(piece.start == starts[role] for role, piece in pieces):
+                node = self._rowed(self.current(node_of(leaf)), pieces[0][1], width, what)
+                return node if sizes[leaf] == total else self.emit(operator.getitem, node, slice(0, total))
+        missing = [role for role in wanted if role not in parts]
+        if missing:
+            raise Mismatch(f"no {what} for h_{missing[0]}: expected those of h_pre, h_post and h_res in one tensor")
+        nodes = []
+        for role in wanted:
+            part = parts[role]
+            if not isinstance(part, Piece):
+                dtype = torch.promote_types(example(x).dtype, torch.float32)
+                nodes.append(self.emit("new_full", x, [rows[role]], part, dtype=dtype))
+                continue
+            node = self._rowed(self.current(node_of(part.value)), part, width, what)
+            if sizes[part.value] != rows[role]:
+                node = self.emit(operator.getitem, node, slice(part.start, part.start + rows[role]))
+            nodes.append(node)
         dtypes = {example(node).dtype for node in nodes}
         if len(dtypes) > 1:
             nodes = [self.emit("to", node, torch.float32) for node in nodes]
-        return self.emit(torch.cat, nodes)
+        return self.emit(torch.cat, nodes) if len(nodes) > 1 else nodes[0]
 
     def _rows(self, value: Value, per: int) -> int:
         total = 1
@@ -487,11 +506,10 @@ class Rewriter:
 
     # --- graph ---
 
-    def emit(self, target: Any, *args: Any) -> fx.Node:
+    def emit(self, target: Any, *args: Any, **options: Any) -> fx.Node:
         """A new node at the current place, run on fake tensors: bad input raises here and not in the compile."""
-        node = (
-            self.graph.call_method(target, args) if isinstance(target, str) else self.graph.call_function(target, args)
-        )
+        call = self.graph.call_method if isinstance(target, str) else self.graph.call_function
+        node = call(target, args, options)
         node.meta["example_value"] = run_fake(node)
         node.meta.update(self.trace)
         return node

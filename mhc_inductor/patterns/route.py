@@ -76,17 +76,19 @@ def _route(
             loops.run_chains(search.chains)
             found.near_misses += map(_near_miss, loops.misses)
             found.routed += (_routed(op, node, what) for op, node, what in loops.made)
-        else:
-            restore(undo)
         if undo or search.chains:
             values = Values(gm.graph, states, templates)
             finder = Finder(gm.graph, values)
         result = finder.run()
         rewriter = None
-        if result.pres or result.sinkhorns:
+        changed = [] if search.chains else restore(undo)
+        if result.pres or result.posts or result.sinkhorns:
             saved = saved or _copy(gm.graph)
+            restore(changed)
             rewriter = Rewriter(gm.graph, finder)
             rewriter.run(result)
+            if not rewriter.made:
+                restore(undo if changed else [])
             for op, node, what in rewriter.made:
                 found.routed.append(_routed(op, node, what))
         if rewriter is not None or _holds_ops(gm.graph):
@@ -239,9 +241,9 @@ def _routed(op: str, node: fx.Node, what: Any) -> Routed:
         detail = f"n = {frame.n}, the body of a scan"
     elif hasattr(what, "x_out"):
         source = source_of(what.x_out.node)
-        detail = (
-            "h_res transposed" if what.found.transpose else "h_res" if what.found.matrix is not None else "residual x"
-        )
+        matrix = what.found.matrix
+        detail = "residual x" if matrix is None else "h_res" if what.own else "the model's own matrix"
+        detail += " transposed" * what.found.transpose
     elif isinstance(what, Value):
         source = source_of(what.node)
     elif hasattr(what, "mixed"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from mhc_inductor.ops.checks import MAX_STREAMS
 
 from .algebra import Ref, addends, aten, number, operands, peel, product, reduction, step, whole
+from .elements import constant_of
 from .index import Index, Size, Unsupported, Var, var
 from .mhc import Mismatch
 from .values import Value
@@ -24,6 +26,9 @@ class Chain:
     axes: tuple[int, ...]
     eps: float | None = None
     shift: int | None = None
+    shifted: Value | None = None
+    """What exp is of, if something is subtracted from the logits; ``steady``: the dims along which that is constant."""
+    steady: tuple[int, ...] = (ROWS, COLUMNS)
     log: bool = False
     eps_added: bool = False
 
@@ -80,11 +85,13 @@ class Chains:
             dim = _axis(ref.value, ref.value.args[1])
             return None if dim is None else Chain(_named(ref.value.args[0]), "softmax", (dim,))
         if func in (aten._log_softmax.default, aten.log_softmax.int):
-            return self._log_step(ref)
+            return self._log_step(ref.value.args[0], _axis(ref.value, ref.value.args[1]))
         if func is aten.exp.default:
             return self._exp(Ref(ref.value.args[0], ref.index))
         if func in (aten.add.Tensor, aten.add.Scalar):
-            return self._plus_eps(ref)
+            return self._plus_eps(ref) or self._potentials(ref)
+        if func is aten.sub.Tensor:
+            return self._less_logsumexp(ref) or self._potentials(ref)
         if func is aten.div.Tensor:
             numerator, divisor = operands(ref)
             if isinstance(numerator, Ref) and isinstance(divisor, Ref):
@@ -98,14 +105,58 @@ class Chains:
                         return self._divided(a, inverse.factors[0][0])
         return None
 
-    def _log_step(self, ref: Ref) -> Chain | None:
-        dim = _axis(ref.value, ref.value.args[1])
+    def _log_step(self, logits: Value, dim: int | None) -> Chain | None:
         if dim is None:
             return None
-        before = self.of(_named(ref.value.args[0]))
+        before = self.of(_named(logits))
         if before is not None and before.log:
-            return dataclasses.replace(before, axes=_next(before, dim, ref.value))
-        return Chain(_named(ref.value.args[0]), "exp", (dim,), eps=0.0, log=True)
+            return dataclasses.replace(before, axes=_next(before, dim, logits))
+        return Chain(_named(logits), "exp", (dim,), eps=0.0, log=True)
+
+    def _less_logsumexp(self, ref: Ref) -> Chain | None:
+        """``t - logsumexp(t)``: a log-softmax written out."""
+        if len(ref.value.args) != 2:
+            return None
+        logits, total = operands(ref)
+        if not isinstance(logits, Ref) or not isinstance(total, Ref):
+            return None
+        total = peel(total)
+        if total.value.func is not aten.logsumexp.default:
+            return None
+        dim, summand = _logsumexp(total, logits)
+        return self._log_step(logits.value, dim) if summand is not None and peel(summand) == peel(logits) else None
+
+    def _potentials(self, ref: Ref) -> Chain | None:
+        """``t + u + v``, the iterations as one addend for the rows and one for the columns, in the log domain.
+
+        Each is ``-logsumexp(t + the other)``. What is constant along the dim of a logsumexp cancels in the step.
+        """
+        axes: list[int] = []
+        own = _addends(ref)
+        steady: int | None = None
+        while own[0] == 0.0 and len(own[1]) > 1:
+            for term in own[1]:
+                sign, total = term
+                if sign != -1.0 or total.value.func is not aten.logsumexp.default:
+                    continue
+                dim, summand = _logsumexp(total, ref)
+                if dim is None or summand is None:
+                    continue
+                before = _addends(summand)
+                rest = [t for t in own[1] if t is not term]
+                apart = [t for t in (*before[1], *rest) if not (t in before[1] and t in rest)]
+                if before[0] == 0.0 and all(steady is not None and _along(t, ref, steady) for _, t in apart):
+                    break
+            else:
+                return None
+            axes.append(dim)
+            own, steady = before, dim
+        if not axes or own[0] != 0.0 or len(own[1]) != 1 or own[1][0][0] != 1.0:
+            return None
+        logits = own[1][0][1]
+        if logits.index != ref.index or any(a == b for a, b in itertools.pairwise(axes)):
+            return None
+        return Chain(_named(logits.value), "exp", tuple(reversed(axes)), eps=0.0, log=True)
 
     def _exp(self, ref: Ref) -> Chain | None:
         inner = self.of(_named(ref.value))
@@ -114,8 +165,11 @@ class Chains:
         argument = peel(ref)
         if argument.value.func is aten.sub.Tensor and len(argument.value.args) == 2:
             logits, top = operands(argument)
-            if isinstance(logits, Ref) and isinstance(top, Ref) and (dim := _maximum(top, logits)) is not None:
-                return Chain(_named(logits.value), "exp", (), shift=dim)
+            if isinstance(logits, Ref) and isinstance(top, Ref) and square_matrices(logits.value):
+                steady = tuple(d for d in (ROWS, COLUMNS) if _along(top, logits, d))
+                if steady:
+                    peak, whole_ = _maximum(top, logits), _named(ref.value)
+                    return Chain(_named(logits.value), "exp", (), shift=peak, shifted=whole_, steady=steady)
         return Chain(_named(ref.value), "exp", ())
 
     def _plus_eps(self, ref: Ref) -> Chain | None:
@@ -124,6 +178,9 @@ class Chains:
         if not isinstance(inner, Ref) or not isinstance(eps, float):
             return None
         before = self.of(inner.value)
+        if before is not None and before.form == "exp" and len(before.axes) == 1 and before.eps == 0.0:
+            # exp divided by its sums is a softmax.
+            before = dataclasses.replace(before, form="softmax", eps=None)
         if before is None or before.form != "softmax":
             return None
         if before.log or len(before.axes) != 1 or before.eps is not None or eps < 0.0:
@@ -167,11 +224,14 @@ class Chains:
             raise Mismatch(
                 f"eps is {eps:g} in one step of the sinkhorn iterations and {before.eps:g} in another", divisor.value
             )
-        if before.form == "exp" and not before.axes and before.shift != dim and (before.shift is not None or eps > 0.0):
-            what = f"dim {_DIM[before.shift]}" if before.shift is not None else "nothing"
-            raise Mismatch(
-                f"exp is of the logits less their maximum over {what}; expected dim {_DIM[dim]}", divisor.value
-            )
+        if before.form == "exp" and not before.axes and eps == 0.0 and dim not in before.steady:
+            # The sums do not cancel what is subtracted: it is part of the logits.
+            before = dataclasses.replace(before, logits=before.shifted or before.logits)
+        elif before.form == "exp" and not before.axes and eps > 0.0 and before.shift != dim:
+            what = f"their maximum over {f'dim {_DIM[before.shift]}' if before.shift is not None else 'nothing'}"
+            if before.shift is None and before.shifted is not None:
+                what = "something else than their maximum"
+            raise Mismatch(f"exp is of the logits less {what}; expected dim {_DIM[dim]}", divisor.value)
         return dataclasses.replace(before, axes=_next(before, dim, summed.value))
 
 
@@ -182,6 +242,34 @@ def _next(chain: Chain, dim: int, value: Value) -> tuple[int, ...]:
             raise Mismatch(f"h_res is softmaxed over dim {_DIM[dim]}; expected {_DIM[other]}", value)
         raise Mismatch(f"two sinkhorn steps in a row sum over dim {_DIM[dim]}", value)
     return (*chain.axes, dim)
+
+
+def _addends(ref: Ref) -> tuple[float, list[tuple[float, Ref]]]:
+    """Without the zeros that the iterations start from."""
+    constant, terms = addends(ref)
+    return constant, [t for t in terms if constant_of(t[1].value) != 0.0]
+
+
+def _logsumexp(total: Ref, like: Ref) -> tuple[int | None, Ref | None]:
+    """(dim, summand) of a logsumexp over rows or columns: its operand's element at the indices of ``like``."""
+    operand, dims = total.value.args[:2]
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    rank = len(operand.shape)
+    if len(dims) != 1 or rank != len(like.index):
+        return None, None
+    at = dims[0] % rank
+    index = list(total.index)
+    if len(index) == rank:
+        del index[at]
+    if index != [i for d, i in enumerate(like.index) if d != at]:
+        return None, None
+    return _axis(operand, dims[0]), Ref(operand, like.index)
+
+
+def _along(ref: Ref, like: Ref, dim: int) -> bool:
+    """Whether ``ref`` is the same for all elements of ``like`` along a dim."""
+    varying = like.index[dim].variables()
+    return not any(varying & i.variables() for i in peel(ref).index)
 
 
 def _axis(value: Value, dim: int) -> int | None:
