@@ -45,6 +45,7 @@ def prepare() -> None:
             e79.register()
             selection.register()
             compat.remember_accesses()
+            compat.symbolic_extremes()
             _wrap_compile_fx()
             _prepared = True
 

@@ -157,6 +157,24 @@ def remember_accesses() -> None:
     setattr(module, name, remembered)
 
 
+def symbolic_extremes() -> None:
+    """Let a warm compile cache keep a dynamic graph dynamic where its guards hold a minimum or a maximum.
+
+    A cached graph's guards are evaluated on symbolic sizes, as Python code, whose ``min`` and ``max`` ask which of two sizes
+    is the smaller: a new guard, so that other sizes recompile, which a cold cache did not do.
+    """
+    from torch.fx.experimental import symbolic_shapes
+
+    symbolic_shapes.SYMPY_INTERP.setdefault("min", functools.partial(_extreme, min, torch.sym_min))
+    symbolic_shapes.SYMPY_INTERP.setdefault("max", functools.partial(_extreme, max, torch.sym_max))
+
+
+def _extreme(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any], *values: Any) -> Any:
+    if any(isinstance(v, (torch.SymInt, torch.SymFloat)) for v in values):
+        return functools.reduce(symbolic, values)
+    return plain(*values)
+
+
 def _as_analysed(value: Any) -> tuple[str, str]:
     """What the analysis of a kernel sees of an argument: a tensor's dtype, no symbolic size, any other value."""
     import sympy

@@ -1,4 +1,4 @@
-"""An upgraded package never replays what an older one compiled: two processes, one cache folder, two versions."""
+"""Compile caches: an upgraded package never replays what an older one compiled, and a warm cache stays as dynamic as a cold one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 
+import helpers_e79
+import helpers_selection
+import judges_mhc
 import pytest
+import torch
+from helpers_mhc import relative
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import mhc_inductor
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEP = """
@@ -68,3 +79,48 @@ def test_an_upgrade_is_recompiled_and_the_same_version_is_not(tmp_path, backend)
     upgraded = _run(package, cache, backend)
     assert upgraded["out"] == pytest.approx(2 * first["out"], rel=1e-5)
     assert upgraded["grad"] == pytest.approx(3 * first["grad"], rel=1e-5)
+
+
+def _mhc(tokens: int, batch: int) -> tuple[Callable[..., object], Sequence[Tensor | None]]:
+    # Sums over tokens, which parameters' gradients are, Inductor's C++ compiles anew where they get long.
+    p = {name: t.detach() for name, t in judges_mhc.parameters().items()}
+    x = torch.randn(batch, tokens, judges_mhc.N, judges_mhc.WIDTH)
+    return lambda x: judges_mhc.liger(judges_mhc.liger(x, p), p), (x,)
+
+
+def _e79(steps: int, batch: int) -> tuple[Callable[..., object], Sequence[Tensor | None]]:
+    inputs = helpers_e79.make_inputs(steps, batch, 4, torch.float32, bias="input")
+    return lambda *given: mhc_inductor.e79_scan(*given)[0], tuple(inputs.values())
+
+
+def _selection(queries: int, batch: int) -> tuple[Callable[..., object], Sequence[Tensor | None]]:
+    inputs = helpers_selection.make_inputs("odd", torch.float32, B=batch, S=queries, S_kv=queries + 3, r=6, G=2, h=4)
+    return mhc_inductor.selection_attention, tuple(inputs[k] for k in ("q", "k", "v", "ranges"))
+
+
+def _gradients(fn: Callable[..., object], given: Sequence[Tensor | None]) -> list[Tensor]:
+    leaves = [t.detach().requires_grad_() if t is not None and t.is_floating_point() else t for t in given]
+    out = fn(*leaves)
+    assert isinstance(out, Tensor)
+    wanted = [t for t in leaves if t is not None and t.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), wanted)]
+
+
+# The E79 scan keeps a checkpoint every 32 steps, at most: sizes above and below. The first are like no other size.
+@pytest.mark.parametrize("make", [_mhc, _e79, _selection])
+def test_a_warm_cache_serves_the_sizes_that_a_cold_one_does(make):
+    with fresh_cache():
+        for cold in (True, False):
+            torch._dynamo.reset()
+            counters.clear()
+            fn = make(41, 7)[0]
+            compiled = torch.compile(fn, backend="mhc_inductor", fullgraph=True, dynamic=True)
+            for k, (length, batch) in enumerate(((41, 7), (33, 2), (300, 4), (5, 3), (32, 2), (31, 5))):
+                given = make(length, batch)[1]
+                with torch._dynamo.config.patch(error_on_recompile=k > 0):
+                    got = _gradients(compiled, given)
+                want = _gradients(fn, given)
+                assert all(relative(g, w) < 2e-5 for g, w in zip(got, want, strict=True))
+            hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+            assert (hits == 0) is cold
+    torch._dynamo.reset()
