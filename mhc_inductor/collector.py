@@ -1,7 +1,7 @@
 """Full garbage collections wait while a graph compiles.
 
-A compile makes objects by the million that live until its end, and every full collection walks all of them: a tenth of a
-model's compile. The two younger generations are collected as ever; a full collection that came due follows the compile.
+A compile makes objects by the million that live until its end, and every full collection walks all of them: 4 % of a model's
+compile. The two younger generations are collected as ever; a full collection that came due follows the compile.
 """
 
 from __future__ import annotations

@@ -362,11 +362,11 @@ def logsumexp_sinkhorn(logits: Tensor, p: P) -> Tensor:
 
 BOTH = {"mhc_pre": 1, "mhc_post": 1}
 JUDGES: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
-    "liger": (liger, {"mhc_pre": 1, "mhc_post": 1}),
-    "aiter": (aiter, {"mhc_pre": 1, "mhc_post": 1}),
+    "liger": (liger, BOTH),
+    "aiter": (aiter, BOTH),
     "npu_pre": (npu_pre, {"mhc_pre": 1}),
-    "megatron": (megatron, {"mhc_pre": 1, "mhc_post": 1}),
-    "paper": (paper, {"mhc_pre": 1, "mhc_post": 1}),
+    "megatron": (megatron, BOTH),
+    "paper": (paper, BOTH),
     "hyper_connections_sinkhorn": (hyper_connections_sinkhorn, {"mhc_sinkhorn": 1}),
     "log_domain_sinkhorn": (log_domain_sinkhorn, {"mhc_sinkhorn": 1}),
     "tile_kernels": (tile_kernels, BOTH),

@@ -112,12 +112,17 @@ def name_of(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
+def _rows(norm: Norm) -> int:
+    """The rows of x [..., rows, D] where a norm is of all of a token's; 0 where it is not."""
+    if len(norm.x.shape) < 3 or norm.x.shape[-2].symbols:
+        return 0
+    n, d = norm.x.shape[-2:]
+    return n.factor if n.times(d) == Size(norm.width) else 0
+
+
 def _streams(norm: Norm) -> bool:
     """Whether a norm looks like one of all streams of a token."""
-    if len(norm.x.shape) < 3 or norm.x.shape[-2].symbols:
-        return False
-    n, d = norm.x.shape[-2:]
-    return n.times(d) == Size(norm.width) and 2 <= n.factor <= MAX_STREAMS
+    return 2 <= _rows(norm) <= MAX_STREAMS
 
 
 def _calls(node: fx.Node, names: Iterable[str]) -> bool:
@@ -491,11 +496,9 @@ class Finder:
         avoid: set[fx.Node],
     ) -> None:
         """A near miss, where x looks like streams: a gate or a router of a plain model is none."""
-        shape = norm.x.shape
-        streams = len(shape) >= 3 and not shape[-2].symbols and shape[-2].times(shape[-1]) == Size(norm.width)
         if not (coefficients or _streams(norm)):
             return
-        if not streams and not any(c.affine.rows <= MAX_STREAMS for c in coefficients.values()):
+        if not _rows(norm) and not any(c.affine.rows <= MAX_STREAMS for c in coefficients.values()):
             return
         mismatch = next(iter(reasons), None) or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
         start = self.value(seeds[0])
@@ -517,7 +520,7 @@ class Finder:
 
     def _lone_post(self, norm: Norm, coefficients: dict[Value, Coefficient]) -> bool:
         """Look for an expand-and-mix of streams that no routed pre collapses. Whether there is one."""
-        n = norm.x.shape[-2].factor if _streams(norm) else 0
+        n = _rows(norm) if _streams(norm) else 0
         posts = {v for v, c in coefficients.items() if c.affine.rows == n and not c.affine.transposed}
         if not posts:
             return False
@@ -541,34 +544,42 @@ class Finder:
         nodes = self.descendants(
             starts, lambda node: self._light(node) and self._per_token(node, norm.count) is not None, 400
         )
+        raw = matrices is None
+        if matrices is None:
+            matrices = self._matrices(norm, n, nodes, h_res)
         first = None
         for node in nodes:
             value = self.value(node)
             if value is None or self._per_token(node, norm.count) != norm.width:
                 continue
-            given = self._matrices(norm, n, node, h_res) if matrices is None else matrices
             try:
-                found = mhc.post(value, norm.x, norm.width, n, posts, given)
+                found = mhc.post(value, norm.x, norm.width, n, posts, matrices)
             except Mismatch as mismatch:
                 if mismatch.reason != NOTHING:
                     first = first or mismatch
                 continue
             except Unsupported:
                 continue
-            if found.n == n and (found.matrix is not None or (matrices is None and h_res is None)):
+            if found.n == n and (found.matrix is not None or (raw and h_res is None)):
                 return PostUse(None, norm.x, found, value)
         if first is not None:
             raise first
         return None
 
-    def _matrices(self, norm: Norm, n: int, end: fx.Node, h_res: Value | None) -> set[Value]:
-        """The n x n matrices of all tokens between x and ``end``: h_res where it is used raw, or what is made of it."""
+    def _matrices(self, norm: Norm, n: int, ends: list[fx.Node], h_res: Value | None) -> set[Value]:
+        """The n x n matrices of all tokens between x and ``ends``: h_res where it is used raw, or what is made of it."""
         assert norm.x.node is not None
-        nodes = self.nodes[self.order[norm.x.node] : self.order[end]] if norm.width != n * n else []
-        found = {self.value(node) for node in nodes if self._per_token(node, norm.count) == n * n}
+        last = max((self.order[node] for node in ends), default=0)
         # By their shape too: where D is n * n, f_out and the streams of x have as many elements.
-        found = {v for v in found if v is not None and v.dtype.is_floating_point and square_matrices(v)}
-        behind = {v: {ref.value for ref in chain_of(whole(v))[1:]} for v in found if v is not None}
+        found = {
+            value
+            for node in (self.nodes[self.order[norm.x.node] : last] if norm.width != n * n else ())
+            if self._per_token(node, norm.count) == n * n
+            and (value := self.value(node)) is not None
+            and value.dtype.is_floating_point
+            and square_matrices(value)
+        }
+        behind = {v: {ref.value for ref in chain_of(whole(v))[1:]} for v in found}
         # Of a matrix and its views and casts, the matrix, but h_res as the op gives it.
         matrices = {v for v in behind if not behind[v] & found}
         return matrices if h_res is None else (matrices - behind.get(h_res, set())) | {h_res}

@@ -81,13 +81,12 @@ def out_of_place(graph: fx.Graph, values: Values) -> list[Change]:
     return undo
 
 
-def restore(undo: list[Change]) -> list[Change]:
-    """Take back what :func:`out_of_place` did. What takes this back again."""
-    changed = [(node, node.target, example(node)) for node, _, _ in undo]
-    for node, target, fake in undo:
+def exchange(changes: list[Change]) -> None:
+    """Take back what :func:`out_of_place` did, or, called again, do it again."""
+    for i, (node, target, fake) in enumerate(changes):
+        changes[i] = node, node.target, example(node)
         node.target = target
         node.meta["example_value"] = fake
-    return changed
 
 
 _EMPTY = {"empty", "zeros", "full", "empty_like", "zeros_like", "full_like", "new_empty", "new_zeros", "new_full"}

@@ -14,7 +14,7 @@ from mhc_inductor.log import logger, warn_once
 from .find import Finder, Miss, Pre
 from .fuse import fuse
 from .hop import Bodies, scans
-from .inplace import Change, out_of_place, restore
+from .inplace import Change, exchange, out_of_place
 from .report import Fused, NearMiss, Report, Routed, kernels_of
 from .reroll import Chain, Search
 from .rewrite import Rewriter
@@ -81,16 +81,18 @@ def _route(
             finder = Finder(gm.graph, values)
         result = finder.run()
         rewriter = None
-        changed = [] if search.chains else restore(undo)
         if result.pres or result.posts or result.sinkhorns:
-            saved = saved or _copy(gm.graph)
-            restore(changed)
+            if saved is None:
+                exchange(undo)
+                saved = _copy(gm.graph)
+                exchange(undo)
             rewriter = Rewriter(gm.graph, finder)
             rewriter.run(result)
-            if not rewriter.made:
-                restore(undo if changed else [])
             for op, node, what in rewriter.made:
                 found.routed.append(_routed(op, node, what))
+        if not search.chains and not (rewriter is not None and rewriter.made):
+            exchange(undo)
+            undo = []
         if rewriter is not None or _holds_ops(gm.graph):
             saved = saved or _copy(gm.graph)
             for fused, second, node in fuse(gm.graph):
@@ -107,7 +109,7 @@ def _route(
             gm.graph = saved
             gm.recompile()
         else:
-            restore(undo)
+            exchange(undo)
         where = _where(gm.graph)
         message = f"a graph is compiled unrouted: {type(error).__name__}: {error} ({where})"
         report.problems.append(message)
