@@ -398,7 +398,12 @@ def uncompiled(fn: Any) -> Any:
 
 def storage_key(t: Any) -> int:
     """An identity of the memory that a tensor and its views share."""
-    return int(t.untyped_storage()._cdata)
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    try:
+        return int(t.untyped_storage()._cdata)
+    except NotImplementedError:  # a layout without a storage, and so without views
+        return id(t)
 
 
 def hints(graph: Any) -> dict[str, int]:

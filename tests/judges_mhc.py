@@ -146,7 +146,7 @@ def log_domain_sinkhorn(logits: Tensor, p: P) -> Tensor:
     return logits.exp()
 
 
-def _normed(v: Tensor) -> Tensor:
+def normed(v: Tensor) -> Tensor:
     """fp32 ``v / rms(v)``."""
     return v.float() * torch.rsqrt(v.float().square().mean(-1, keepdim=True) + EPS)
 
@@ -159,9 +159,9 @@ def _gates(z: Tensor, p: P, n: int = N) -> tuple[Tensor, Tensor, Tensor]:
     return pre, post, (z[..., 2 * n :] * alpha[2] + bias[2 * n :]).unflatten(-1, (n, n))
 
 
-def _around(x: Tensor, p: P, matrix: Callable[[Tensor], Tensor], z: Tensor | None = None) -> Tensor:
+def around(x: Tensor, p: P, matrix: Callable[[Tensor], Tensor], z: Tensor | None = None) -> Tensor:
     """The formula in its plainest form with ``matrix`` of the logits for H_res."""
-    pre, post, logits = _gates(_normed(x.flatten(-2)) @ p["phi"].T if z is None else z, p)
+    pre, post, logits = _gates(normed(x.flatten(-2)) @ p["phi"].T if z is None else z, p)
     f_out = sublayer((pre.unsqueeze(-2) @ x.float()).squeeze(-2).to(x.dtype), p)
     return (matrix(logits) @ x.float() + post.unsqueeze(-1) * f_out.unsqueeze(-2).float()).to(x.dtype)
 
@@ -197,7 +197,7 @@ def deepseek(x: Tensor, p: P) -> Tensor:
 
 def sglang(x: Tensor, p: P) -> Tensor:
     """SGLang's and TeleChat's torch path, AITER's HIP reference: the softmax by hand, the mix added in place."""
-    pre, post, comb = _gates(F.linear(_normed(x.flatten(-2)), p["phi"]), p)
+    pre, post, comb = _gates(F.linear(normed(x.flatten(-2)), p["phi"]), p)
     comb = torch.exp(comb - comb.amax(dim=-1, keepdim=True))
     comb = comb / comb.sum(dim=-1, keepdim=True) + EPS
     comb = comb / (comb.sum(dim=-2, keepdim=True) + EPS)
@@ -272,7 +272,7 @@ def _exp_and_eps(matrix: Tensor) -> Tensor:
 
 def exp_and_eps(x: Tensor, p: P) -> Tensor:
     """What most ports of the paper do: exp without a maximum, eps added to the sums. No form of the op."""
-    return _around(x, p, _exp_and_eps)
+    return around(x, p, _exp_and_eps)
 
 
 def whole_maximum(x: Tensor, p: P) -> Tensor:
@@ -285,12 +285,12 @@ def whole_maximum(x: Tensor, p: P) -> Tensor:
             m = m / m.sum(-2, keepdim=True)
         return m
 
-    return _around(x, p, matrix)
+    return around(x, p, matrix)
 
 
 def temperature(x: Tensor, p: P) -> Tensor:
     """nanochat's and tokenbender's iterations, of logits divided by tau."""
-    return _around(x, p, lambda m: potentials(m / 0.5))
+    return around(x, p, lambda m: potentials(m / 0.5))
 
 
 class Balance(torch.autograd.Function):
@@ -310,7 +310,7 @@ class Balance(torch.autograd.Function):
 
 def own_backward(x: Tensor, p: P) -> Tensor:
     """The iterations in an autograd.Function."""
-    return _around(x, p, Balance.apply)
+    return around(x, p, Balance.apply)
 
 
 def lite(x: Tensor, p: P) -> Tensor:
@@ -319,14 +319,14 @@ def lite(x: Tensor, p: P) -> Tensor:
     every = torch.eye(n)[torch.tensor(list(itertools.permutations(range(n))))].flatten(1)
     z = F.rms_norm(x.flatten(-2).float(), (n * x.shape[-1],), eps=EPS) @ torch.cat([p["phi"], p["phi"][:8]]).T
     weights = torch.softmax(z[..., 2 * n :] * p["alpha"][2], -1)
-    return _around(x, p, lambda _: (weights @ every).unflatten(-1, (n, n)), z[..., : n * (n + 2)])
+    return around(x, p, lambda _: (weights @ every).unflatten(-1, (n, n)), z[..., : n * (n + 2)])
 
 
 def single_pass(x: Tensor, p: P) -> Tensor:
     """DeepSeek-V4.1: a sublayer's streams are collapsed by the h_pre that the sublayer before it predicted."""
     h_pre = None
     for _ in range(2):
-        pre, post, logits = _gates(_normed(x.flatten(-2)) @ p["phi"].T, p)
+        pre, post, logits = _gates(normed(x.flatten(-2)) @ p["phi"].T, p)
         h_in = x[..., 0, :] if h_pre is None else (h_pre.unsqueeze(-1) * x.float()).sum(-2).to(x.dtype)
         mixed = _balanced(logits).transpose(-1, -2) @ x.float()
         x, h_pre = (mixed + post.unsqueeze(-1) * sublayer(h_in, p).unsqueeze(-2).float()).to(x.dtype), pre
@@ -335,7 +335,7 @@ def single_pass(x: Tensor, p: P) -> Tensor:
 
 def motif(x: Tensor, p: P) -> Tensor:
     """Motif-3: all logits clamped. No form of the op."""
-    n, z = x.shape[-2], _normed(x.flatten(-2)) @ p["phi"].T
+    n, z = x.shape[-2], normed(x.flatten(-2)) @ p["phi"].T
     pre = torch.sigmoid((z[..., :n] * p["alpha"][0] + p["bias"][:n]).clamp(-1, 1))
     post = torch.sigmoid((z[..., n : 2 * n] * p["alpha"][1] + p["bias"][n : 2 * n]).clamp(-1, 1))
     f_out = sublayer((pre.unsqueeze(-1) * x.float()).sum(-2).to(x.dtype), p)

@@ -14,7 +14,7 @@ from torch import Tensor
 import mhc_inductor
 from benchmarks import deepseek_model
 from tests.capture import Captured, difference, eager, evaluate, run
-from tests.judges_mhc import EPS, ITERS, JUDGES, REASONS, WIDTH, N, P, parameters, sublayer
+from tests.judges_mhc import EPS, ITERS, JUDGES, REASONS, WIDTH, N, P, around, normed, parameters, sublayer
 
 TINY = deepseek_model.TINY
 LAYERS = TINY.layers
@@ -131,6 +131,26 @@ def test_formulas_of_other_projects_are_routed(name: str, dynamic: bool, grad: b
     assert difference(got, plain) < 1e-4
 
 
+@pytest.mark.parametrize("name", list(JUDGES))
+def test_formulas_of_other_projects_are_routed_for_one_token(name: str) -> None:
+    """As in decoding: a token's vectors have the shapes of weights."""
+    fn, (x,), named = _judge(name, torch.float32)
+    inputs = (x[:1, :, :1] if name == "streams_first" else x[:1, :1],)
+    for grad in (True, False):
+        got, plain = run(fn, inputs, named, grad), eager(fn, inputs, named, grad)
+        assert dict(got.ops) == JUDGES[name][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
+        _assert_gradients(got, plain)
+        assert difference(got, plain) < 1e-4
+
+
+def test_the_first_token_of_more() -> None:
+    fn, inputs, named = _judge("paper", torch.float32)
+    got, plain = (how(lambda x: fn(x[:1, :1]), inputs, named) for how in (run, eager))
+    assert dict(got.ops) == JUDGES["paper"][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
+    _assert_gradients(got, plain)
+    assert difference(got, plain) < 1e-4
+
+
 @pytest.mark.parametrize("name", [name for name in JUDGES if "sinkhorn" not in name])
 def test_formulas_of_other_projects_are_routed_in_bf16(name: str) -> None:
     fn, inputs, named = _judge(name, torch.bfloat16)
@@ -191,6 +211,42 @@ def test_weights_in_another_order_or_left_out(name: str, dtype: torch.dtype) -> 
     assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, [f"{m.op}: {m.reason}" for m in got.report.near_misses]
     _assert_gradients(got, plain)
     assert difference(got, plain) < (1e-4 if dtype is torch.float32 else 2e-2)
+
+
+def test_weights_that_are_computed_after_the_projection() -> None:
+    """Three gates of which each has a function of its own: the op stands where all its inputs are there."""
+    _, inputs, named = _judge("paper", torch.float32)
+
+    def fn(x: Tensor) -> Tensor:
+        p = dict(named)
+        z = normed(x.flatten(-2)) @ p["phi"].T
+        return around(x, {**p, "alpha": F.softplus(p["alpha"]).neg().exp(), "bias": p["bias"].tanh()}, torch.exp, z)
+
+    got, plain = run(fn, inputs, named), eager(fn, inputs, named)
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1} and not got.report.problems
+    _assert_gradients(got, plain)
+    assert difference(got, plain) < 1e-4
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "vector norm": lambda v: v / (torch.linalg.vector_norm(v, dim=-1, keepdim=True) ** 2 / v.shape[-1] + EPS).sqrt(),
+    "root times itself": lambda v: v / ((r := v.norm(dim=-1, keepdim=True)) * r / v.shape[-1] + EPS).sqrt(),
+    "einsum": lambda v: v * (torch.einsum("...k,...k->...", v, v) / v.shape[-1] + EPS).pow(-0.5).unsqueeze(-1),
+}
+
+
+@pytest.mark.parametrize("name", list(NORMS))
+def test_norms_in_other_words(name: str) -> None:
+    _, inputs, named = _judge("paper", torch.float32)
+    p = dict(named)
+
+    def fn(x: Tensor) -> Tensor:
+        return around(x, p, torch.exp, NORMS[name](x.flatten(-2)) @ p["phi"].T)
+
+    got, plain = run(fn, inputs, named), eager(fn, inputs, named)
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, [f"{m.op}: {m.reason}" for m in got.report.near_misses]
+    _assert_gradients(got, plain)
+    assert difference(got, plain) < 1e-4
 
 
 @pytest.mark.parametrize("tokens", [6, N, 1])
@@ -289,3 +345,21 @@ def test_potentials_of_other_logits_are_no_iterations() -> None:
         got, plain = run(fn, inputs), eager(fn, inputs)
         assert difference(got, plain) < 1e-5
         assert not any("mhc_sinkhorn" in op for op in got.ops)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_what_a_transform_differentiates_is_left_alone(transform: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The op has no forward-mode derivative, and tensors inside are of the transform's level. Before and after it, all is routed."""
+    fn, inputs, named = _judge("paper", torch.float32)
+
+    def step(x: Tensor) -> Tensor:
+        inner = x.detach()
+        if transform == "grad":
+            return fn(x) + torch.func.grad(lambda y: fn(y).square().sum())(inner)
+        return fn(x) + torch.func.jvp(fn, (inner,), (torch.ones_like(x),))[1]
+
+    with caplog.at_level("INFO", "mhc_inductor"):
+        got, plain = run(step, inputs, named, False), eager(step, inputs, named, False)
+    assert dict(got.ops) == JUDGES["paper"][1] and not got.report.problems
+    assert "torch.func.grad or jvp" in caplog.text
+    assert difference(got, plain) < 1e-4

@@ -232,15 +232,15 @@ def step(ref: Ref) -> Ref | None:
     func = ref.value.func
     if func is None:
         return None
-    view = VIEWS.get(func)
+    view = VIEWS.get(func) or (_same_shape if is_cast(ref.value) else None)
+    if view is None:
+        return None
     try:
-        if view is not None:
-            return view(ref)
-        if is_cast(ref.value):
-            return _same_shape(ref)
+        below = view(ref)
     except Unsupported:
         return None
-    return None
+    # Not the numbers that torch.tensor was given: they are no node's.
+    return below if below.value.node is not None or below.value.func is not None else None
 
 
 def peel(ref: Ref, stop: Collection[Value] = ()) -> Ref:
@@ -279,6 +279,8 @@ def number(a: Any) -> float | None:
     if isinstance(a, torch.SymInt):
         raise DynamicWidth(size_of(a, {}))
     if isinstance(a, Value) and not a.shape:
+        while a.func is aten.lift_fresh.default and isinstance(a.args[0], Value):
+            a = a.args[0]
         func = a.func
         if func in (aten.full.default, aten.scalar_tensor.default):
             return number(a.args[1] if func is aten.full.default else a.args[0])

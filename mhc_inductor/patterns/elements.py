@@ -71,13 +71,7 @@ def inner(ref: Ref) -> Ref | None:
     """The element that a view, or a detached tensor of no gradient, shows."""
     if ref.value.func is aten.detach.default:
         return Ref(ref.value.args[0], ref.index)
-    return behind(ref)
-
-
-def behind(ref: Ref) -> Ref | None:
-    """The element that a view or a cast of floating dtypes shows, of a tensor of the graph."""
-    below = step(ref)
-    return below if below is not None and isinstance(below.value, Value) else None
+    return step(ref)
 
 
 def uncast(ref: Ref) -> Ref:

@@ -17,8 +17,8 @@ from . import mhc
 from .algebra import VIEWS, Ref, addends, aten, is_cast, product, whole
 from .algebra import chain as chain_of
 from .index import DynamicWidth, Size, Unsupported, product_of
-from .mhc import NOTHING, Affine, Coefficient, Mismatch, Norm
-from .sinkhorn import Chain, Chains, square_matrices
+from .mhc import NOTHING, Affine, Coefficient, Mismatch, Norm, square_matrices
+from .sinkhorn import Chain, Chains
 from .values import Value, Values
 
 # What a coefficient's rows may be: n, 2n, n * n of up to MAX_STREAMS streams, and all of them.

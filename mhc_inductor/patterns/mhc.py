@@ -30,6 +30,8 @@ from .index import ONE, Atom, DynamicWidth, Index, Size, Unsupported, Var, bound
 from .values import Value
 
 SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
+ROWS, COLUMNS = -1, -2
+"""The dims of a matrix whose sums are those of its rows and of its columns."""
 
 
 class Mismatch(Exception):
@@ -39,6 +41,12 @@ class Mismatch(Exception):
         super().__init__(reason)
         self.reason = reason
         self.value = value
+
+
+def square_matrices(value: Value) -> bool:
+    """Whether ``value`` is [..., n, n] with few streams."""
+    shape = value.shape
+    return len(shape) >= 2 and shape[-1] == shape[-2] and not shape[-1].symbols and 2 <= shape[-1].factor <= MAX_STREAMS
 
 
 # --- the streams and their norm -----------------------------------------------------------------------------
@@ -73,14 +81,14 @@ def squared(ref: Ref) -> tuple[Ref, float, list[Var]] | None:
             ref, more, factor = reduced
             bound += more
             scale *= factor
-        elif func is aten.pow.Tensor_Scalar and number(ref.value.args[1]) == 2:
-            return Ref(ref.value.args[0], ref.index), scale, bound
+        elif (v := _squares(ref)) is not None:
+            root = peel(v)
+            if root.value.func is not aten.sqrt.default:
+                return v, scale, bound
+            # The square of a vector norm.
+            ref = Ref(root.value.args[0], root.index)
         elif func in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
             a, b = operands(ref)
-            if isinstance(a, Ref) and isinstance(b, Ref):
-                if func is aten.mul.Tensor and peel(a) == peel(b):
-                    return a, scale, bound
-                return None
             divides = func in (aten.div.Tensor, aten.div.Scalar)
             if isinstance(a, Ref) and isinstance(b, float) and b != 0.0:
                 ref, scale = a, scale / b if divides else scale * b
@@ -93,6 +101,16 @@ def squared(ref: Ref) -> tuple[Ref, float, list[Var]] | None:
             return (left, scale, [*bound, k]) if peel(left) == peel(right) else None
         else:
             return None
+
+
+def _squares(ref: Ref) -> Ref | None:
+    """v of ``v ** 2`` or ``v * v``."""
+    if ref.value.func is aten.pow.Tensor_Scalar and number(ref.value.args[1]) == 2:
+        return Ref(ref.value.args[0], ref.index)
+    if ref.value.func is aten.mul.Tensor:
+        a, b = operands(ref)
+        return a if isinstance(a, Ref) and isinstance(b, Ref) and peel(a) == peel(b) else None
+    return None
 
 
 def _covers(flat: Index, bound: Collection[Var]) -> tuple[Index, Index, int] | None:
@@ -133,12 +151,14 @@ def norm_of(inner: Ref) -> Norm | None:
             return None
         v, scale, bound = found
         scale *= terms[0][0]
-        best = None
+        best, fits = None, False
         for ref in chain(v):
             covered = _covers(ref.flat, bound)
-            # The innermost tensor whose tokens are in the order of the norms, if there is one.
-            if covered is not None and (best is None or best[1] != inner.flat or covered[0] == inner.flat):
-                best = ref.value, *covered
+            # The innermost tensor of these tokens in the order of the norms, if there is one.
+            elements = product_of((*inner.value.shape, *(b.size for b in bound)))
+            fit = covered is not None and covered[0] == inner.flat and product_of(ref.value.shape) == elements
+            if covered is not None and (fit or not fits):
+                best, fits = (ref.value, *covered), fit
             if narrows(ref.value) and ref.value.node is not None:
                 # What the model rounded is what the op reads; what autocast rounded inside the norm is not.
                 break
@@ -146,6 +166,8 @@ def norm_of(inner: Ref) -> Norm | None:
             return None
         x, tokens, feature, width = best
         total = scale * width
+        if total <= 0:
+            return None
         return Norm(x, tokens, feature, width, eps / total, total**-0.5)
     except Unsupported:
         return None
@@ -651,6 +673,9 @@ def _post(out: Ref, flat: Index, x: Value, width: int, posts: Collection[Value],
     wanted = tokens.times(Size(d)).plus(low)
     # A bias of the sublayer may be expanded on its own.
     vectors = [next((v for r in chain(ref) if (v := _vector(r, low, d)) is not None), None) for ref in others]
+    if not tokens.terms:
+        # Of one token f_out is a vector too.
+        vectors[0] = None
     added = tuple(v for v in vectors if v is not None)
     others = [ref for ref, v in zip(others, vectors, strict=True) if v is None]
     if len(others) != 1:

@@ -477,7 +477,8 @@ class Rewriter:
                     "an input of the op is computed after one of its results is used", self.finder.value(outs[0])
                 )
             node = next(n for n in ins if self.order[n] == late)
-            return self.graph.inserting_after(self.current(node))
+            # inserting_after would put each further node before the last one.
+            return self.graph.inserting_before(self.current(node).next)
         return self.graph.inserting_before(anchor)
 
     def _region(self, ins: set[fx.Node], outs: list[fx.Node]) -> set[fx.Node]:

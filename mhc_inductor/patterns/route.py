@@ -65,6 +65,10 @@ def _route(
     try:
         found = Report()
         values = Values(gm.graph, states, templates)
+        if values.transformed:
+            logger.info(
+                "not routed: what torch.func.grad or jvp transforms inside a compiled function (%s)", _where(gm.graph)
+            )
         undo = out_of_place(gm.graph, values)
         finder = Finder(gm.graph, values)
         search = Search(finder)

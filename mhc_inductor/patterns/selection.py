@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .algebra import Ref, _broadcast, aten, contraction, number, operands, reduction, whole
-from .elements import MULTIPLY, behind, constant_of, uncast
+from .algebra import Ref, _broadcast, aten, contraction, number, operands, reduction, step, whole
+from .elements import MULTIPLY, constant_of, uncast
 from .index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, linear, product_of, var
 from .intervals import Interval, Judge
 from .keysets import All, Any_, alike, both, eliminated, free
@@ -88,7 +88,7 @@ def sources(ref: Ref) -> Iterator[Source]:
     dtype = ref.value.dtype
     while True:
         yield Source(ref, dtype)
-        below = behind(ref)
+        below = step(ref)
         if below is None:
             return
         if below.value.dtype != dtype:
@@ -111,7 +111,7 @@ class Scaled:
         self.ref = ref
         while True:
             self.met.append(ref.value)
-            below = behind(ref)
+            below = step(ref)
             if below is None and (ref.value.func in MULTIPLY or ref.value.func in _DIVIDE) and not ref.value.kwargs:
                 below = self._times(ref)
                 self.ref = below or self.ref
@@ -151,7 +151,7 @@ def dot(ref: Ref) -> tuple[Ref, Ref, list[Var]] | None:
     if reduced is None or reduced[2] != 1.0:
         return None
     summand, bound, _ = reduced
-    while (below := behind(summand)) is not None:
+    while (below := step(summand)) is not None:
         summand = below
     if summand.value.func not in MULTIPLY:
         return None
@@ -280,7 +280,7 @@ class Recogniser:
                     if guarded.mask is not None:
                         guards.append((_broadcast(guarded.mask, ref), guarded.want))
                     ref = _broadcast(guarded.of, ref)
-                elif (below := behind(ref)) is not None:
+                elif (below := step(ref)) is not None:
                     ref = below
                 else:
                     return None
@@ -569,7 +569,7 @@ def _aligned(value: Value, index: Sequence[Index]) -> Ref:
 
 
 def bare(ref: Ref) -> Ref:
-    while (below := behind(ref)) is not None:
+    while (below := step(ref)) is not None:
         ref = below
     return ref
 

@@ -15,8 +15,8 @@ from torch import fx
 
 from mhc_inductor import compat
 
-from .algebra import VIEWS, Ref, aten, whole
-from .elements import MULTIPLY, behind
+from .algebra import VIEWS, Ref, aten, step, whole
+from .elements import MULTIPLY
 from .find import Finder, Miss, name_of
 from .functional import functional
 from .index import ONE, DynamicWidth, Index, Size, Unsupported, Var, product_of, size_of
@@ -167,7 +167,7 @@ class Selections(Rewriter):
                     guard, dropped = Guarded(_first(reached, user, self.search)), reached  # type: ignore[arg-type]
                 if guard is not None:
                     known[reached] = guard
-                if guard is not None or (behind(whole(reached)) is not None and reached.args[0] in same):
+                if guard is not None or (step(whole(reached)) is not None and reached.args[0] in same):
                     same[reached] = None
                     todo.append(user)
                 elif dot(bare(whole(reached))) is not None:
@@ -576,7 +576,7 @@ class Numbers:
 def _first(value: Value, node: fx.Node, finder: Finder) -> Value | None:
     """The first argument of a dropout that changes something."""
     given = node.args[0] if node.args else None
-    return finder.value(given) if isinstance(given, fx.Node) and behind(whole(value)) is None else None
+    return finder.value(given) if isinstance(given, fx.Node) and step(whole(value)) is None else None
 
 
 def _implied(condition: Any, each: Interval) -> bool:

@@ -5,15 +5,26 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from mhc_inductor.ops.checks import MAX_STREAMS
-
-from .algebra import Ref, addends, aten, number, operands, peel, product, reduction, step, whole
+from .algebra import (
+    Ref,
+    addends,
+    aten,
+    close,
+    contraction,
+    number,
+    operands,
+    peel,
+    product,
+    reduction,
+    step,
+    whole,
+)
 from .elements import constant_of
 from .index import Index, Size, Unsupported, Var, var
-from .mhc import Mismatch
+from .mhc import COLUMNS, ROWS, Mismatch, square_matrices
+from .scalings import Scalings
 from .values import Value
 
-ROWS, COLUMNS = -1, -2
 _DIM = {ROWS: "-1", COLUMNS: "-2"}
 
 
@@ -47,17 +58,12 @@ class Chain:
         return len(self.axes) // 2
 
 
-def square_matrices(value: Value) -> bool:
-    """Whether ``value`` is [..., n, n] with few streams."""
-    shape = value.shape
-    return len(shape) >= 2 and shape[-1] == shape[-2] and not shape[-1].symbols and 2 <= shape[-1].factor <= MAX_STREAMS
-
-
 class Chains:
     """The chains that end at values, found once each."""
 
     def __init__(self) -> None:
         self._of: dict[Value, Chain | Mismatch | None] = {}
+        self.scalings = Scalings()
 
     def of(self, value: Value) -> Chain | None:
         """The chain that ends at ``value``, or None. Raises Mismatch where a step of a chain does not fit."""
@@ -92,18 +98,40 @@ class Chains:
             return self._plus_eps(ref) or self._potentials(ref)
         if func is aten.sub.Tensor:
             return self._less_logsumexp(ref) or self._potentials(ref)
-        if func is aten.div.Tensor:
-            numerator, divisor = operands(ref)
-            if isinstance(numerator, Ref) and isinstance(divisor, Ref):
-                return self._divided(numerator, divisor)
-        if func is aten.mul.Tensor:
-            left, right = operands(ref)
-            for a, b in ((left, right), (right, left)):
-                if isinstance(a, Ref) and isinstance(b, Ref) and self.of(a.value) is not None:
-                    inverse = product(b)
-                    if inverse.coef == 1.0 and len(inverse.factors) == 1 and inverse.factors[0][1] == -1.0:
-                        return self._divided(a, inverse.factors[0][0])
+        if func in (aten.div.Tensor, aten.mul.Tensor):
+            chain = mismatch = None
+            try:
+                chain = self._normalised(ref)
+            except Mismatch as error:
+                mismatch = error
+            if chain is None:
+                chain, halfway = self._scaled(ref)
+                if chain is None and mismatch is not None and not halfway:
+                    raise mismatch
+            return chain
         return None
+
+    def _normalised(self, ref: Ref) -> Chain | None:
+        """A matrix divided by its sums, or times their reciprocals."""
+        left, right = operands(ref)
+        if ref.value.func is aten.div.Tensor:
+            return self._divided(left, right) if isinstance(left, Ref) and isinstance(right, Ref) else None
+        for a, b in ((left, right), (right, left)):
+            if isinstance(a, Ref) and isinstance(b, Ref) and self.of(a.value) is not None:
+                inverse = product(b)
+                if inverse.coef == 1.0 and len(inverse.factors) == 1 and inverse.factors[0][1] == -1.0:
+                    return self._divided(a, inverse.factors[0][0])
+        return None
+
+    def _scaled(self, ref: Ref) -> tuple[Chain | None, bool]:
+        """The chain of :mod:`.scalings` that ``ref`` is, and whether it is on the way to one."""
+        known = self.scalings.of(ref)
+        if known is None or not known.axes:
+            return None, known is not None
+        chain = self.of(known.matrix)
+        if chain is None or chain.form != "exp" or chain.axes:
+            return None, False
+        return dataclasses.replace(_unshifted(chain, known.axes[0]), axes=known.axes, eps=0.0), False
 
     def _log_step(self, logits: Value, dim: int | None) -> Chain | None:
         if dim is None:
@@ -198,7 +226,7 @@ class Chains:
             raise Mismatch(
                 "a matrix of the sinkhorn iterations is divided by something else than its own sums", divisor.value
             )
-        found = reduction(summed)
+        found = _summation(summed)
         assert found is not None
         summand, bound, scale = found
         summand = peel(summand, {numerator.value})
@@ -220,19 +248,23 @@ class Chains:
             raise Mismatch("eps is added to sums after exp; expected max(sum, eps)", divisor.value)
         if before.eps is None:
             before = dataclasses.replace(before, eps=eps)
-        elif before.eps != eps:
+        elif not close(before.eps, eps):
             raise Mismatch(
                 f"eps is {eps:g} in one step of the sinkhorn iterations and {before.eps:g} in another", divisor.value
             )
-        if before.form == "exp" and not before.axes and eps == 0.0 and dim not in before.steady:
-            # The sums do not cancel what is subtracted: it is part of the logits.
-            before = dataclasses.replace(before, logits=before.shifted or before.logits)
+        if before.form == "exp" and not before.axes and eps == 0.0:
+            before = _unshifted(before, dim)
         elif before.form == "exp" and not before.axes and eps > 0.0 and before.shift != dim:
             what = f"their maximum over {f'dim {_DIM[before.shift]}' if before.shift is not None else 'nothing'}"
             if before.shift is None and before.shifted is not None:
                 what = "something else than their maximum"
             raise Mismatch(f"exp is of the logits less {what}; expected dim {_DIM[dim]}", divisor.value)
         return dataclasses.replace(before, axes=_next(before, dim, summed.value))
+
+
+def _unshifted(chain: Chain, dim: int) -> Chain:
+    """``chain`` before its first sums: where they do not cancel what is subtracted, that is part of the logits."""
+    return chain if dim in chain.steady else dataclasses.replace(chain, logits=chain.shifted or chain.logits)
 
 
 def _next(chain: Chain, dim: int, value: Value) -> tuple[int, ...]:
@@ -306,6 +338,18 @@ def _maximum(top: Ref, logits: Ref) -> int | None:
     return _axis(operand.value, dims[0])
 
 
+def _summation(ref: Ref) -> tuple[Ref, list[Var], float] | None:
+    """(summand, bound variables, factor) of a sum, a mean or a product with a matrix of ones."""
+    contracted = contraction(ref)
+    if contracted is None:
+        return reduction(ref)
+    left, right, k = contracted
+    for ones, summand in ((left, right), (right, left)):
+        if constant_of(peel(ones).value) == 1.0:
+            return summand, [k], 1.0
+    return None
+
+
 def _divisor(ref: Ref) -> tuple[Ref | None, str, float]:
     """(the sum, "add" or "max" or "", eps) of ``sum + eps``, ``max(sum, eps)`` or a bare sum."""
     ref = peel(ref)
@@ -316,16 +360,16 @@ def _divisor(ref: Ref) -> tuple[Ref | None, str, float]:
         if low is None or len(args) > 2 or ref.value.kwargs.get("max") is not None:
             return None, "", 0.0
         inner = peel(Ref(args[0], ref.index))
-        return (inner, "max", low) if reduction(inner) is not None else (None, "", 0.0)
+        return (inner, "max", low) if _summation(inner) is not None else (None, "", 0.0)
     if func is aten.maximum.default:
         pair = operands(ref)
         low_ = next((a for a in pair if isinstance(a, float)), None)
         sums = [peel(a) for a in pair if isinstance(a, Ref)]
-        if low_ is None or len(sums) != 1 or reduction(sums[0]) is None:
+        if low_ is None or len(sums) != 1 or _summation(sums[0]) is None:
             return None, "", 0.0
         return sums[0], "max", low_
     eps, terms = addends(ref)
-    if len(terms) != 1 or terms[0][0] != 1.0 or eps < 0.0 or reduction(terms[0][1]) is None:
+    if len(terms) != 1 or terms[0][0] != 1.0 or eps < 0.0 or _summation(terms[0][1]) is None:
         return None, "", 0.0
     return terms[0][1], "add" if eps else "", eps
 

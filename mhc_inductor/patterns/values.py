@@ -101,6 +101,9 @@ class _Tmp:
         self.k, self.out = k, out
 
 
+_LEVELS = {"_grad_increment_nesting", "_jvp_increment_nesting"}
+
+
 def _map(fn: Any, tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return tuple(_map(fn, t) for t in tree)
@@ -160,7 +163,21 @@ class Values:
             return self._call(node)
         return None
 
+    @functools.cached_property
+    def transformed(self) -> set[fx.Node]:
+        """The nodes inside torch.func.grad, jvp and what is made of them: their tensors belong to a level of derivatives."""
+        found, depth = set(), 0
+        for node in self.graph.nodes:
+            name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+            depth += name in _LEVELS
+            if depth:
+                found.add(node)
+            depth -= name.replace("decrement", "increment") in _LEVELS and name not in _LEVELS
+        return found
+
     def inspectable(self, node: fx.Node) -> bool:
+        if node in self.transformed:
+            return False
         if node.op == "call_method":
             return isinstance(node.target, str) and (not node.target.endswith("_") or node.target.startswith("__"))
         if node.op != "call_function":
@@ -269,6 +286,11 @@ class Values:
                 return made[t.k][t.out]
             if isinstance(t, torch.SymInt) and not (size := size_of(t, self.fixed)).symbols:
                 return size.factor
+            if isinstance(t, torch.Tensor):
+                value = Value(t, self.fixed)
+                if type(t) is torch.Tensor and t.dim() == 0:  # the number of torch.tensor(number), no fake
+                    value.set(aten.scalar_tensor.default, (t.item(),), {})
+                return value
             return t
 
         for func, args, kwargs, out in calls:

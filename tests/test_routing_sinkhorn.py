@@ -1,0 +1,164 @@
+"""Routing finds the iterations of H_res however they are written, and nothing that is not them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.capture import Captured, difference, eager, run
+from tests.judges_mhc import ITERS, WIDTH, N, P, around, parameters
+
+Factor = Callable[[Tensor, Tensor], Tensor]
+
+
+def _rows(matrix: Tensor, v: Tensor) -> Tensor:
+    return (matrix * v).sum(-1, keepdim=True)
+
+
+def _columns(matrix: Tensor, u: Tensor) -> Tensor:
+    return (matrix * u).sum(-2, keepdim=True)
+
+
+def _knopp(matrix: Tensor, rows: Factor = _rows, columns: Factor = _columns, start: float = 1.0) -> Tensor:
+    """u [..., n, 1] and v [..., 1, n] in turn."""
+    u, v = torch.ones_like(matrix[..., :1]), torch.full_like(matrix[..., :1, :], start)
+    for _ in range(ITERS):
+        u = 1 / rows(matrix, v)
+        v = 1 / columns(matrix, u)
+    return u * matrix * v
+
+
+def _vectors(matrix: Tensor) -> Tensor:
+    """As optimal transport writes it: products with vectors."""
+    v = torch.ones(matrix.shape[:-1])
+    for _ in range(ITERS):
+        u = (matrix @ v.unsqueeze(-1)).squeeze(-1).reciprocal()
+        v = (matrix.mT @ u.unsqueeze(-1)).squeeze(-1).reciprocal()
+    return u.unsqueeze(-1) * matrix * v.unsqueeze(-2)
+
+
+def _diagonals(matrix: Tensor) -> Tensor:
+    u, v = torch.ones(matrix.shape[:-1]), torch.ones(matrix.shape[:-1])
+    for _ in range(ITERS):
+        u = 1.0 / torch.einsum("...ij,...j->...i", matrix, v)
+        v = 1.0 / torch.einsum("...ij,...i->...j", matrix, u)
+    return matrix * torch.einsum("...i,...j->...ij", u, v)
+
+
+def _by_ones(matrix: Tensor) -> Tensor:
+    ones = torch.ones(N, N)
+    for _ in range(ITERS):
+        matrix = matrix / (matrix @ ones)
+        matrix = matrix / (ones @ matrix)
+    return matrix
+
+
+def _bounded(logits: Tensor) -> Tensor:
+    """The bound as a tensor in one step, as a number in the other."""
+    matrix = torch.exp(logits - logits.amax(-1, keepdim=True))
+    for _ in range(ITERS):
+        matrix = matrix / torch.maximum(matrix.sum(-1, keepdim=True), torch.tensor(1e-6))
+        matrix = matrix / matrix.sum(-2, keepdim=True).clamp(min=1e-6)
+    return matrix
+
+
+def _first_columns(matrix: Tensor) -> Tensor:
+    u = torch.ones_like(matrix[..., :1])
+    for _ in range(ITERS):
+        v = 1 / _columns(matrix, u)
+        u = 1 / _rows(matrix, v)
+    return u * matrix * v
+
+
+SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "factors": lambda z: _knopp(z.exp()),
+    "factors from 1 / n": lambda z: _knopp(z.exp(), start=1 / N),
+    "factors after a maximum": lambda z: _knopp(torch.exp(z - z.amax((-2, -1), keepdim=True))),
+    "factors by products": lambda z: _vectors(z.exp()),
+    "factors in one": lambda z: _diagonals(z.exp()),
+    "products with ones": lambda z: _by_ones(z.exp()),
+    "a bound that is a tensor": _bounded,
+}
+
+
+def _stale(matrix: Tensor) -> Tensor:
+    u, v = torch.ones_like(matrix[..., :1]), torch.ones_like(matrix[..., :1, :])
+    for _ in range(ITERS):
+        u, v = 1 / _rows(matrix, v), 1 / _columns(matrix, u)
+    return u * matrix * v
+
+
+def _one_late(matrix: Tensor) -> Tensor:
+    """v of the iteration before the last."""
+    v = torch.ones_like(matrix[..., :1, :])
+    for _ in range(ITERS):
+        u, before = 1 / _rows(matrix, v), v
+        v = 1 / _columns(matrix, u)
+    return u * matrix * before
+
+
+def _one_of_another(matrix: Tensor) -> Tensor:
+    v = torch.ones_like(matrix[..., :1, :])
+    for k in range(ITERS):
+        u = 1 / _rows(matrix * matrix if k == 2 else matrix, v)
+        v = 1 / _columns(matrix, u)
+    return u * matrix * v
+
+
+def _half(matrix: Tensor) -> Tensor:
+    kept = _knopp(matrix)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+OTHER: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns twice": lambda z: _knopp(z.exp(), _columns, _columns),
+    "both factors of the step before": lambda z: _stale(z.exp()),
+    "a factor of the step before": lambda z: _one_late(z.exp()),
+    "a step of another matrix": lambda z: _one_of_another(z.exp()),
+    "sums of the transpose": lambda z: _knopp(z.exp(), lambda m, v: _rows(m.mT, v)),
+    "an eps in the sums": lambda z: _knopp(z.exp(), lambda m, v: _rows(m, v) + 1e-6),
+    "twice the last factor": lambda z: _knopp(z.exp(), columns=lambda m, u: _columns(m, u) / 2),
+    "factors from the logits": lambda z: _knopp(z.exp(), lambda m, v: _rows(m, v * z[..., :1, :].exp())),
+    "a factor squared": lambda z: (m := z.exp()) / m.sum(-1, keepdim=True) * (1 / m.sum(-1, keepdim=True)),
+    "of a softmax": lambda z: _knopp(z.softmax(-2) + 1e-3),
+    "of no exp": lambda z: _knopp(z * z + 0.1),
+    "half an iteration more": lambda z: _half(z.exp()),
+}
+
+
+def _compiled(matrix: Callable[[Tensor], Tensor]) -> tuple[Captured, Captured]:
+    p: P = parameters()
+    x = torch.randn(2, 6, N, WIDTH, generator=torch.Generator().manual_seed(1))
+    fn = functools.partial(around, p=p, matrix=matrix)
+    return run(fn, (x,), list(p.items())), eager(fn, (x,), list(p.items()))
+
+
+def _iterations(got: Captured) -> list[int]:
+    """``sinkhorn_iters`` of every mhc_pre."""
+    return [n.args[9] for gm in got.graphs for n in gm.graph.nodes if "mhc_pre" in str(n.target)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", list(SAME))
+def test_the_same_iterations_are_folded_into_the_op(name: str) -> None:
+    got, plain = _compiled(SAME[name])
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1} and not got.report.near_misses
+    assert _iterations(got) == [ITERS]
+    assert difference(got, plain) < 1e-4
+
+
+@pytest.mark.parametrize("name", list(OTHER))
+def test_other_iterations_stay_the_models(name: str) -> None:
+    got, plain = _compiled(OTHER[name])
+    assert "mhc_sinkhorn" not in got.ops and _iterations(got) == [0]
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}
+    assert difference(got, plain) < 1e-4
+
+
+def test_factors_that_start_with_the_columns_are_iterations_of_the_transpose() -> None:
+    got, plain = _compiled(lambda z: _first_columns(z.exp()))
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1} and _iterations(got) == [0]
+    assert difference(got, plain) < 1e-4
