@@ -289,7 +289,12 @@ def replaced(ref: Ref, old: Var, new: Linear) -> Ref:
     index = to_index(new)
     if index is None:
         raise Unsupported
-    return Ref(ref.value, tuple(_with(i, old, index) for i in ref.index))
+    return placed(ref, old, index)
+
+
+def placed(ref: Ref, old: Var, new: Index) -> Ref:
+    """``ref`` with the index ``new`` for ``old``. Raises Unsupported."""
+    return Ref(ref.value, tuple(_with(i, old, new) for i in ref.index))
 
 
 def _with(index: Index, old: Var, new: Index) -> Index:

@@ -152,10 +152,10 @@ def norm_of(inner: Ref) -> Norm | None:
         v, scale, bound = found
         scale *= terms[0][0]
         best, fits = None, False
+        elements = product_of((*inner.value.shape, *(b.size for b in bound)))
         for ref in chain(v):
             covered = _covers(ref.flat, bound)
             # The innermost tensor of these tokens in the order of the norms, if there is one.
-            elements = product_of((*inner.value.shape, *(b.size for b in bound)))
             fit = covered is not None and covered[0] == inner.flat and product_of(ref.value.shape) == elements
             if covered is not None and (fit or not fits):
                 best, fits = (ref.value, *covered), fit

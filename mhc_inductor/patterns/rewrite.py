@@ -208,9 +208,8 @@ class Rewriter:
         if h is None:
             raise Mismatch("")
         n, f_node = found.n, node_of(found.f_out.value)
-        theirs = [v for v in (found.matrix, None if pre is not None else found.h_post) if v is not None]
-        theirs = [v for v in theirs if v is not found.matrix or not use.own]
-        here = self._safe([use.x, found.f_out.value, found.h_post, *theirs, *found.added], [use.x_out])
+        foreign = [found.matrix] if found.matrix is not None and not use.own else []
+        here = self._safe([use.x, found.f_out.value, found.h_post, *foreign, *found.added], [use.x_out])
         with here:
             x = self._widened(h["x"] if h else self._split(use.x, n, use.x.shape[-1].factor), use.x_out)
             lead, d = list(example(x).shape[:-2]), example(x).shape[-1]
@@ -219,8 +218,8 @@ class Rewriter:
                 f = self.emit(operator.add, self._wide(f), self._shaped(self.current(node_of(vector)), [d], x))
             h_post = h["h_post"] if h else self._wide(self._shaped(self.current(node_of(found.h_post)), [*lead, n], x))
             matrix = h.get("h_res") if found.matrix is not None else None
-            if found.matrix in theirs:
-                matrix = self._wide(self._shaped(self.current(node_of(found.matrix)), [*lead, n, n], x))
+            if foreign:
+                matrix = self._wide(self._shaped(self.current(node_of(foreign[0])), [*lead, n, n], x))
             call = self.emit(torch.ops.mhc_inductor.mhc_post.default, x, f, h_post, matrix, found.transpose)
             if found.stream != -2:
                 wanted = example(node_of(use.x_out)).shape

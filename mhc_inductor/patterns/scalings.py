@@ -12,6 +12,7 @@ import dataclasses
 from .algebra import Ref, Term, product, whole
 from .elements import constant_of
 from .index import Index, Unsupported, Var, var
+from .linear import placed
 from .mhc import COLUMNS, ROWS, square_matrices
 from .values import Value
 
@@ -63,7 +64,7 @@ class Scalings:
                 continue
             rest.remove(matrix)
             at = ref.index[total.dim]
-            if total.scale == 1.0 and rest == [(_placed(r, total.bound, at), e) for r, e in total.others]:
+            if total.scale == 1.0 and rest == [(placed(r, total.bound, at), e) for r, e in total.others]:
                 return known
             if not rest:
                 return Scaled(known.matrix)
@@ -116,15 +117,3 @@ def _factors(term: Term) -> tuple[float, list[tuple[Ref, float]]]:
         else:
             raise Unsupported
     return scale, factors
-
-
-def _placed(ref: Ref, bound: Var, at: Index) -> Ref:
-    """``ref`` with ``at`` for the variable ``bound``."""
-    index = []
-    for i in ref.index:
-        terms = dict(i.terms)
-        times = terms.pop(bound, None)
-        if times is None and bound in i.variables():
-            raise Unsupported
-        index.append(i if times is None else Index(terms).plus(at.times(times)))
-    return Ref(ref.value, tuple(index))

@@ -104,6 +104,8 @@ class Chains:
                 chain = self._normalised(ref)
             except Mismatch as error:
                 mismatch = error
+                if any(self._of.get(a.value) is mismatch for a in operands(ref) if isinstance(a, Ref)):
+                    raise  # a step before this one does not fit
             if chain is None:
                 chain, halfway = self._scaled(ref)
                 if chain is None and mismatch is not None and not halfway:

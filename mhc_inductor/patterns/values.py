@@ -101,7 +101,12 @@ class _Tmp:
         self.k, self.out = k, out
 
 
-_LEVELS = {"_grad_increment_nesting", "_jvp_increment_nesting"}
+_LEVELS = {
+    "_grad_increment_nesting": 1,
+    "_jvp_increment_nesting": 1,
+    "_grad_decrement_nesting": -1,
+    "_jvp_decrement_nesting": -1,
+}
 
 
 def _map(fn: Any, tree: Any) -> Any:
@@ -168,11 +173,10 @@ class Values:
         """The nodes inside torch.func.grad, jvp and what is made of them: their tensors belong to a level of derivatives."""
         found, depth = set(), 0
         for node in self.graph.nodes:
-            name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-            depth += name in _LEVELS
-            if depth:
+            change = _LEVELS.get(getattr(node.target, "__name__", ""), 0) if node.op == "call_function" else 0
+            depth += change
+            if depth or change:
                 found.add(node)
-            depth -= name.replace("decrement", "increment") in _LEVELS and name not in _LEVELS
         return found
 
     def inspectable(self, node: fx.Node) -> bool:
