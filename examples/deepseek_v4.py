@@ -26,8 +26,8 @@ from rich.table import Table
 from torch import Tensor
 
 import mhc_inductor
-from mhc_inductor.patterns.explain import explain
-from mhc_inductor.patterns.report import Report
+from mhc_inductor.routing.explain import explain
+from mhc_inductor.routing.report import Report
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -42,7 +42,7 @@ from mhc_inductor.api import (  # noqa: E402
 )
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
 from mhc_inductor.kernels import eager as _eager  # noqa: E402
-from mhc_inductor.patterns.explain import explain  # noqa: E402
+from mhc_inductor.routing.explain import explain  # noqa: E402
 
 if TYPE_CHECKING:
     from mhc_inductor import nn

@@ -96,8 +96,8 @@ def _route(gm: Any) -> None:
     """Route the formulas of a Dynamo graph, once."""
     if not isinstance(gm, torch.fx.GraphModule) or _ROUTED in gm.meta:
         return
-    from mhc_inductor.patterns.report import log_report
-    from mhc_inductor.patterns.route import route
+    from mhc_inductor.routing.pipeline import route
+    from mhc_inductor.routing.report import log_report
 
     gm.meta[_ROUTED] = True
     log_report(route(gm))

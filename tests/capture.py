@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mhc_inductor.patterns.report import Report
-from mhc_inductor.patterns.route import route
+from mhc_inductor.routing.pipeline import route
+from mhc_inductor.routing.report import Report
 from tests.helpers_mhc import relative, rounding
 
 FP32_SUMS = 2e-6  # sums of a few hundred fp32 products in another order

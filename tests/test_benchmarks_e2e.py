@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
 from benchmarks import deepseek_model, deepseek_v4, deepseek_worker, environment, routing
-from mhc_inductor.patterns.report import Fused, Report, Routed
+from mhc_inductor.routing.report import Fused, Report, Routed
 
 CPU = torch.device("cpu")
 SMALL = deepseek_model.Size(1, 32, 2, 16, 16, 16, 2, 16, 4, 2, 16, 64, 2, 16)
@@ -234,7 +234,7 @@ def test_failed_rows_are_named(on_h200):
 
 def test_every_run_of_the_pass_is_watched():
     torch._dynamo.reset()
-    from mhc_inductor.patterns import route as module
+    from mhc_inductor.routing import pipeline as module
 
     original = module.route
     with routing.watched() as reports:

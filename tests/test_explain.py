@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mhc_inductor
-from mhc_inductor.patterns import explain as module
-from mhc_inductor.patterns.explain import explain
-from mhc_inductor.patterns.report import KERNELS, REFERENCE, Fused, NearMiss, Report, Routed, kernels_of, log_report
+from mhc_inductor.routing import explain as module
+from mhc_inductor.routing.explain import explain
+from mhc_inductor.routing.report import KERNELS, REFERENCE, Fused, NearMiss, Report, Routed, kernels_of, log_report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = pathlib.Path(__file__).name

@@ -287,7 +287,7 @@ def plain(q, k, v, ranges):
 
 def test_a_plain_mask_runs_on_the_kernels():
     torch._dynamo.reset()
-    # Long enough for selection to pay (patterns/selection_rule.py).
+    # Long enough for selection to pay (routing/operators/selection/profit.py).
     case = made(Shape("plain", 512, 2, 16, keys=4096))
 
     def step(fn):

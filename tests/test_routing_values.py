@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mhc_inductor.patterns.values import Values
+from mhc_inductor.routing.graph.values import Values
 
 
 def _values(fn, *inputs):

@@ -1,0 +1,1 @@
+"""A Dynamo graph as ATen values, indices and expressions: nothing of an operator."""

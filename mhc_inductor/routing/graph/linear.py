@@ -1,0 +1,331 @@
+"""Whole numbers in normal form: sums of index variables, elements of integer tensors and quotients of such sums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mhc_inductor import compat
+from mhc_inductor.routing.graph.expressions import Ref
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const
+
+
+class Key(Var):
+    """The variable of keys, and others that stand for one: no element of a tensor of the model depends on them."""
+
+    __slots__ = ()
+    open = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Datum:
+    """An element of an integer tensor; with ``wrap``, negative ones count from that size on, as in ``x[i]``."""
+
+    ref: Ref
+    wrap: Size | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Floor:
+    """``of // by``."""
+
+    of: Linear
+    by: int
+
+
+Atom = Var | Datum | Floor
+Symbols = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Linear:
+    """``sum(coefficient * atom) + sum(coefficient * product of symbols)``; the second part is the constant."""
+
+    terms: frozenset[tuple[Atom, int]] = frozenset()
+    constant: frozenset[tuple[Symbols, int]] = frozenset()
+
+    def plus(self, other: Linear, factor: int = 1) -> Linear:
+        return Linear(_added(self.terms, other.terms, factor), _added(self.constant, other.constant, factor))
+
+    def minus(self, other: Linear) -> Linear:
+        return self.plus(other, -1)
+
+    def times(self, factor: int) -> Linear:
+        return ZERO.plus(self, factor)
+
+    def shifted(self, by: int) -> Linear:
+        return self.plus(number(by))
+
+    @property
+    def value(self) -> int | None:
+        """The number, where nothing else takes part."""
+        if self.terms or any(symbols for symbols, _ in self.constant):
+            return None
+        return self.offset
+
+    @property
+    def known(self) -> int:
+        """The number. Raises DynamicWidth where it is one of symbols, and Unsupported where it is none."""
+        found = self.value
+        if found is None and not self.terms:
+            raise DynamicWidth(Size(1, tuple({x for symbols, _ in self.constant for x in symbols})))
+        if found is None:
+            raise Unsupported
+        return found
+
+    @property
+    def offset(self) -> int:
+        """The number that is added."""
+        return dict(self.constant).get((), 0)
+
+    @property
+    def never_negative(self) -> bool:
+        """Whether this is a sum of positions."""
+        atoms = (isinstance(a, Var) or (isinstance(a, Floor) and a.of.never_negative) for a, _ in self.terms)
+        return all(atoms) and all(c > 0 for _, c in (*self.terms, *self.constant))
+
+    def coefficient(self, atom: Atom) -> int:
+        return dict(self.terms).get(atom, 0)
+
+    def without(self, atom: Atom) -> Linear:
+        return Linear(frozenset(t for t in self.terms if t[0] != atom), self.constant)
+
+    def atoms(self) -> Iterator[Atom]:
+        """Every atom, those within quotients too."""
+        for atom, _ in self.terms:
+            yield atom
+            if isinstance(atom, Floor):
+                yield from atom.of.atoms()
+
+    def variables(self) -> set[Var]:
+        found: set[Var] = set()
+        for atom in self.atoms():
+            if isinstance(atom, Var):
+                found.add(atom)
+            elif isinstance(atom, Datum):
+                found |= variables_of(atom.ref)
+        return found
+
+    def bound_variables(self) -> set[Var]:
+        """The variables that elements of tensors depend on."""
+        return {v for d in self.data() for v in variables_of(d.ref)}
+
+    def data(self) -> list[Datum]:
+        return [a for a in self.atoms() if isinstance(a, Datum)]
+
+
+ZERO = Linear()
+
+
+def _added(a: frozenset[Any], b: frozenset[Any], factor: int) -> frozenset[Any]:
+    if not b or not factor:
+        return a
+    total = dict(a)
+    for key, c in b:
+        total[key] = total.get(key, 0) + factor * c
+    return frozenset((key, c) for key, c in total.items() if c)
+
+
+def number(value: int) -> Linear:
+    return Linear(constant=frozenset({((), value)})) if value else ZERO
+
+
+def atom(a: Atom, coefficient: int = 1) -> Linear:
+    return Linear(frozenset({(a, coefficient)}))
+
+
+def of_size(size: Size) -> Linear:
+    """A size as a constant."""
+    return Linear(constant=frozenset({(size.symbols, size.factor)})) if size.factor else ZERO
+
+
+def of_scalar(value: Any, fixed: Mapping[str, int]) -> Linear:
+    """An int or a torch.SymInt. Raises Unsupported for anything else."""
+    if isinstance(value, bool):
+        return number(int(value))
+    if isinstance(value, int):
+        return number(value)
+    if isinstance(value, float) and value.is_integer():
+        return number(int(value))
+    if not isinstance(value, torch.SymInt):
+        raise Unsupported
+    expression = compat.expression(value).expand()
+    total = ZERO
+    for part in expression.args if expression.is_Add else (expression,):
+        if part.is_Mul and any(a.is_Integer and a < 0 for a in part.args):
+            total = total.minus(of_size(size_of_expression(-part, fixed)))
+        else:
+            total = total.plus(of_size(size_of_expression(part, fixed)))
+    return total
+
+
+def size_of_expression(expression: Any, fixed: Mapping[str, int]) -> Size:
+    from .index import _monomial
+
+    return _monomial(expression, fixed)
+
+
+def of_index(index: Index) -> Linear:
+    """An index of a tensor. Raises Unsupported where a coefficient is symbolic."""
+    total = ZERO
+    for a, c in index.terms.items():
+        if a is None:
+            total = total.plus(of_size(c))
+            continue
+        if c.symbols:
+            raise Unsupported
+        total = total.plus(_of_atom(a), c.factor)
+    return total
+
+
+def _of_atom(a: Any) -> Linear:
+    if isinstance(a, Var):
+        return atom(a)
+    assert isinstance(a, Part)
+    if a.by.symbols and any(isinstance(v, Key) for v in Index({a: ONE}).variables()):
+        raise DynamicWidth(a.by)  # blocks of keys
+    if a.by.symbols:
+        raise Unsupported
+    inner, by = _of_atom(a.of), a.by.factor
+    floored = floor(inner, by)
+    return inner.plus(floored, -by) if a.mod else floored
+
+
+def floor(of: Linear, by: int) -> Linear:
+    """``of // by``, rounded down."""
+    if by <= 0:
+        raise Unsupported
+    if by == 1:
+        return of
+    out = Linear(
+        frozenset((a, c // by) for a, c in of.terms if c % by == 0),
+        frozenset((s, c // by) for s, c in of.constant if c % by == 0 or not s),
+    )
+    out = Linear(out.terms, frozenset((s, c) for s, c in out.constant if c))
+    rest = of.plus(out, -by)
+    if _below(rest, by):
+        return out
+    return out.plus(atom(Floor(rest, by)))
+
+
+def _below(rest: Linear, by: int) -> bool:
+    """Whether ``rest`` is known to be from 0 to ``by`` - 1."""
+    top = rest.minus(Linear(rest.terms)).value
+    if top is None or top < 0:
+        return False
+    for a, c in rest.terms:
+        most = _most(a)
+        if most is None or c < 0:
+            return False
+        top += c * most
+    return top < by
+
+
+def _most(a: Atom) -> int | None:
+    """The largest value of an atom that is never negative, where that is known."""
+    if isinstance(a, Var):
+        return None if a.size.symbols else a.size.factor - 1
+    if isinstance(a, Datum):
+        return None
+    total = a.of.minus(Linear(a.of.terms)).value
+    if total is None or total < 0:
+        return None
+    for inner, c in a.of.terms:
+        most = _most(inner)
+        if most is None or c < 0:
+            return None
+        total += c * most
+    return total // a.by
+
+
+def to_index(value: Linear) -> Index | None:
+    """``value`` as an index of a tensor, where it is one."""
+    terms: dict[Any, Size] = {}
+    for a, c in value.terms:
+        if c < 0:
+            return None
+        if isinstance(a, Floor) and a.of == atom(v := next(iter(a.of.variables()), Var(ONE))):
+            terms[Part(v, Size(a.by), False)] = Size(c)
+        elif isinstance(a, Var):
+            terms[a] = Size(c)
+        else:
+            return None
+    constant = value.minus(Linear(value.terms))
+    if constant.value is None or constant.value < 0:
+        return None
+    return Index({**terms, **const(constant.value).terms})
+
+
+def variables_of(ref: Ref) -> set[Var]:
+    """The variables in a reference's index."""
+    return {v for i in ref.index for v in i.variables()}
+
+
+def substituted(value: Linear, old: Var, new: Linear) -> Linear:
+    """``value`` with ``new`` for ``old``. Raises Unsupported where a tensor would be indexed with more than an index."""
+    if old not in value.variables():
+        return value
+    total = Linear(constant=value.constant)
+    for a, c in value.terms:
+        if a is old:
+            total = total.plus(new, c)
+        elif isinstance(a, Floor):
+            total = total.plus(floor(substituted(a.of, old, new), a.by), c)
+        elif isinstance(a, Datum):
+            total = total.plus(atom(Datum(replaced(a.ref, old, new), a.wrap)), c)
+        else:
+            total = total.plus(atom(a), c)
+    return total
+
+
+def replaced(ref: Ref, old: Var, new: Linear) -> Ref:
+    """``ref`` with ``new`` for ``old`` in its index. Raises Unsupported."""
+    if old not in variables_of(ref):
+        return ref
+    index = to_index(new)
+    if index is None:
+        raise Unsupported
+    return placed(ref, old, index)
+
+
+def placed(ref: Ref, old: Var, new: Index) -> Ref:
+    """``ref`` with the index ``new`` for ``old``. Raises Unsupported."""
+    return Ref(ref.value, tuple(_with(i, old, new) for i in ref.index))
+
+
+def _with(index: Index, old: Var, new: Index) -> Index:
+    total = Index({})
+    for a, c in index.terms.items():
+        if a is old:
+            total = total.plus(new.times(c))
+        elif isinstance(a, Part) and old in Index({a: ONE}).variables():
+            # Only one variable for another of the same size keeps a quotient what it is.
+            (only,) = new.terms.items() if len(new.terms) == 1 else ((None, ONE),)
+            if not isinstance(only[0], Var) or only[1] != ONE:
+                raise Unsupported
+            total = total.plus(Index({_renamed(a, old, only[0]): c}))
+        else:
+            total = total.plus(Index({a: c}))
+    return total
+
+
+def _renamed(a: Any, old: Var, new: Var) -> Any:
+    if isinstance(a, Part):
+        return Part(_renamed(a.of, old, new), a.by, a.mod)
+    return new if a is old else a
+
+
+def mapped(value: Linear, fn: Callable[[Ref], Ref]) -> Linear:
+    """``value`` with ``fn`` of every element of a tensor in it."""
+    total = Linear(constant=value.constant)
+    for a, c in value.terms:
+        if isinstance(a, Datum):
+            a = Datum(fn(a.ref), a.wrap)
+        elif isinstance(a, Floor):
+            total = total.plus(floor(mapped(a.of, fn), a.by), c)
+            continue
+        total = total.plus(atom(a), c)
+    return total

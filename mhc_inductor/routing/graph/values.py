@@ -1,0 +1,336 @@
+"""A Dynamo graph seen as ATen operations, one node at a time and only where something asks.
+
+Each node is run alone on the fake values that Dynamo left in it, under a mode that records the ATen operations. No
+trace of the whole graph is taken: what nobody looks at costs nothing, and equal calls are expanded once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mhc_inductor import compat
+from mhc_inductor.routing.graph.index import Size, size_of
+
+aten = torch.ops.aten
+
+
+class Value:
+    """The result of one ATen operation, or a tensor that the analysis does not look into (``func`` is None)."""
+
+    __slots__ = ("_args", "_func", "_pending", "dtype", "kwargs", "node", "out", "shape")
+
+    def __init__(
+        self, tensor: torch.Tensor, fixed: Mapping[str, int], node: fx.Node | None = None, pending: Any = None
+    ) -> None:
+        self.shape: tuple[Size, ...] = tuple(size_of(s, fixed) for s in tensor.shape)
+        self.dtype = tensor.dtype
+        self.node = node
+        self._pending = pending
+        self._func: Any = None
+        self._args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.out = 0
+
+    def set(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: int = 0) -> None:
+        self._func, self._args, self.kwargs, self.out = func, args, kwargs, out
+
+    def _resolve(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending(self)
+
+    @property
+    def func(self) -> Any:
+        self._resolve()
+        return self._func
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        self._resolve()
+        return self._args
+
+
+def _alias(value: Value, of: Value) -> None:
+    value.set(aten.alias.default, (of,), {})
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the ATen operations below composite ones, with a few decomposed further."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        further = compat.analysis_decompositions().get(func)
+        if further is not None:
+            with self:
+                result = further(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, result))
+        return result
+
+
+class _In:
+    """In a template: the k-th tensor that goes into the call."""
+
+    __slots__ = ("k",)
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+
+class _Tmp:
+    """In a template: output ``out`` of the k-th recorded operation."""
+
+    __slots__ = ("k", "out")
+
+    def __init__(self, k: int, out: int) -> None:
+        self.k, self.out = k, out
+
+
+_LEVELS = {
+    "_grad_increment_nesting": 1,
+    "_jvp_increment_nesting": 1,
+    "_grad_decrement_nesting": -1,
+    "_jvp_decrement_nesting": -1,
+}
+
+
+def _map(fn: Any, tree: Any) -> Any:
+    if isinstance(tree, (list, tuple)):
+        return tuple(_map(fn, t) for t in tree)
+    if isinstance(tree, dict):
+        return {k: _map(fn, t) for k, t in tree.items()}
+    return fn(tree)
+
+
+def example(node: fx.Node) -> Any:
+    """The fake value, or values, that Dynamo left in a node."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+class Values:
+    """The values of a graph's nodes."""
+
+    def __init__(self, graph: fx.Graph, autocast: dict[fx.Node, tuple[Any, ...]], templates: dict[Any, Any]) -> None:
+        self.graph = graph
+        self.autocast = autocast
+        self.templates = templates
+        self.fixed: dict[str, int] = {}
+        self._of: dict[fx.Node, Any] = {}
+
+    @functools.cached_property
+    def hints(self) -> dict[str, int]:
+        """The present values of the symbols in the graph's shapes: one look at all nodes, whoever asks and how often."""
+        return compat.hints(self.graph)
+
+    def fix(self, symbols: Collection[str]) -> bool:
+        """Count these symbols as their present values from now on. Whether any is new."""
+        new = {name: hint for name, hint in self.hints.items() if name in symbols}
+        if not new.keys() - self.fixed.keys():
+            return False
+        self.fixed.update(new)
+        self._of.clear()
+        return True
+
+    def forget(self, fixed: Mapping[str, int]) -> None:
+        """Count the symbols of ``fixed`` as their present values, and no other."""
+        self.fixed = dict(fixed)
+        self._of.clear()
+
+    def of(self, node: fx.Node) -> Any:
+        """The :class:`Value` of a tensor node, a tuple of them, or None."""
+        if node not in self._of:
+            self._of[node] = self._make(node)
+        return self._of[node]
+
+    def _make(self, node: fx.Node) -> Any:
+        fake = example(node)
+        if isinstance(fake, torch.Tensor):
+            pending = self._expand if self.inspectable(node) else None
+            return Value(fake, self.fixed, node, pending)
+        if isinstance(fake, (tuple, list)) and all(isinstance(e, torch.Tensor) for e in fake):
+            if not self.inspectable(node):
+                return None
+            return self._call(node)
+        return None
+
+    @functools.cached_property
+    def transformed(self) -> set[fx.Node]:
+        """The nodes inside torch.func.grad, jvp and what is made of them: their tensors belong to a level of derivatives."""
+        found, depth = set(), 0
+        for node in self.graph.nodes:
+            change = _LEVELS.get(getattr(node.target, "__name__", ""), 0) if node.op == "call_function" else 0
+            depth += change
+            if depth or change:
+                found.add(node)
+        return found
+
+    def inspectable(self, node: fx.Node) -> bool:
+        if node in self.transformed:
+            return False
+        if node.op == "call_method":
+            return isinstance(node.target, str) and (not node.target.endswith("_") or node.target.startswith("__"))
+        if node.op != "call_function":
+            return False
+        target = node.target
+        if isinstance(target, torch._ops.HigherOrderOperator):
+            return False
+        if isinstance(target, torch._ops.OpOverload) and (
+            target._schema.is_mutable or target.namespace not in ("aten", "prims")
+        ):
+            return False
+        return "out" not in node.kwargs and not getattr(target, "__name__", "").startswith("_set_grad")
+
+    def _expand(self, value: Value) -> None:
+        result = None
+        # A node that cannot be run alone stays opaque.
+        with contextlib.suppress(Exception):
+            result = self._call(value.node)  # type: ignore[arg-type]
+        if isinstance(result, Value):
+            if result.node is None and result._pending is None and result._func is not None:
+                value.set(result._func, result._args, result.kwargs, result.out)
+            elif result is not value:
+                _alias(value, result)
+
+    def _call(self, node: fx.Node) -> Any:
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            source = self.of(node.args[0])
+            if isinstance(source, tuple) and isinstance(node.args[1], int):
+                return source[node.args[1]]
+        inputs: list[Any] = []
+        seen: dict[int, int] = {}
+
+        def signature_of(t: Any) -> Any:
+            # x * x is another call than x * y: which inputs are one tensor is part of the key.
+            return (*_signature(t), seen.setdefault(id(t), len(seen))) if isinstance(t, torch.Tensor) else repr(t)
+
+        def key(a: Any) -> Any:
+            if isinstance(a, fx.Node):
+                fake = example(a)
+                if isinstance(fake, torch.Tensor):
+                    inputs.append(a)
+                    return signature_of(fake)
+                if isinstance(fake, (tuple, list)):
+                    inputs.append(a)
+                    return tuple(map(signature_of, fake))
+                return ("node", repr(fake))
+            return (type(a).__name__, repr(a))
+
+        signature = (
+            node.op,
+            node.target if node.op == "call_function" else str(node.target),
+            _map(key, node.args),
+            tuple(sorted(_map(key, node.kwargs).items())),
+            self.autocast.get(node, ()),
+        )
+        template = self.templates.get(signature)
+        if template is None:
+            template = self.templates[signature] = self._record(node, inputs)
+        return self._instantiate(template, inputs)
+
+    def _record(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
+        arguments = _map_nodes(node.args), _map_nodes(node.kwargs)
+        examples = [t for n in inputs for t in tensors_in(example(n))]
+        # A call without tensors, as torch.zeros, must not make a real one.
+        mode = compat.fake_mode_of(examples or tensors_in(example(node)))
+        recorder = _Recorder()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for state in self.autocast.get(node, ()):
+                device, dtype, enabled, _ = state
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            if mode is not None:
+                stack.enter_context(mode)
+            stack.enter_context(compat.no_new_guards(mode))
+            stack.enter_context(recorder)
+            if node.op == "call_method":
+                self_, *rest = arguments[0]
+                result = getattr(self_, str(node.target))(*rest, **arguments[1])
+            else:
+                result = node.target(*arguments[0], **arguments[1])  # type: ignore[operator]
+        where: dict[int, Any] = {id(t): _In(k) for k, t in enumerate(examples)}
+
+        def place(t: Any) -> Any:
+            return where.get(id(t), t) if isinstance(t, torch.Tensor) else t
+
+        calls = []
+        for k, (func, args, kwargs, out) in enumerate(recorder.calls):
+            calls.append((_functional(func), _map(place, args), _map(place, kwargs), out))
+            for i, t in enumerate(tensors_in(out)):
+                # Composite operations change their own intermediates in place: from here on it is the new value.
+                if not (isinstance(where.get(id(t)), _In) and _functional(func) is not func):
+                    where[id(t)] = _Tmp(k, i)
+                else:
+                    raise RuntimeError(f"{func} changes an input of {node.name}")
+        return calls, _map(place, result)
+
+    def _instantiate(self, template: Any, inputs: list[fx.Node]) -> Any:
+        calls, result = template
+        given = [v for n in inputs for v in _flat_values(self.of(n))]
+        made: list[list[Value]] = []
+
+        def fill(t: Any) -> Any:
+            if isinstance(t, _In):
+                return given[t.k]
+            if isinstance(t, _Tmp):
+                return made[t.k][t.out]
+            if isinstance(t, torch.SymInt) and not (size := size_of(t, self.fixed)).symbols:
+                return size.factor
+            if isinstance(t, torch.Tensor):
+                value = Value(t, self.fixed)
+                if type(t) is torch.Tensor and t.dim() == 0:  # the number of torch.tensor(number), no fake
+                    value.set(aten.scalar_tensor.default, (t.item(),), {})
+                return value
+            return t
+
+        for func, args, kwargs, out in calls:
+            filled = _map(fill, args), _map(fill, kwargs)
+            row = []
+            for i, t in enumerate(tensors_in(out)):
+                value = Value(t, self.fixed)
+                value.set(func, *filled, out=i)
+                row.append(value)
+            made.append(row)
+        return _map(fill, result)
+
+
+def _functional(func: Any) -> Any:
+    """``add`` for ``add_``."""
+    packet, _, overload = func.__name__.partition(".")
+    if not packet.endswith("_") or packet.endswith("__") or func.namespace != "aten":
+        return func
+    return getattr(getattr(aten, packet[:-1], None), overload, func)
+
+
+def _signature(t: torch.Tensor) -> Any:
+    return ("tensor", tuple(str(s) for s in t.shape), tuple(str(s) for s in t.stride()), t.dtype, t.device)
+
+
+def tensors_in(out: Any) -> list[torch.Tensor]:
+    """The tensors of nested tuples and lists, in order."""
+    if isinstance(out, torch.Tensor):
+        return [out]
+    return [t for o in out for t in tensors_in(o)] if isinstance(out, (tuple, list)) else []
+
+
+def _flat_values(out: Any) -> list[Value]:
+    if isinstance(out, tuple):
+        return [v for o in out for v in _flat_values(o)]
+    return [out]
+
+
+def _map_nodes(tree: Any) -> Any:
+    return fx.node.map_arg(tree, example)

@@ -1,0 +1,1 @@
+"""The formulas that the pass knows, one folder an operator."""

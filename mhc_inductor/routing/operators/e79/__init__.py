@@ -1,0 +1,1 @@
+"""E79: loops over time and higher-order scans."""

@@ -1,0 +1,208 @@
+"""A loop over time that Dynamo has unrolled, found again: E79's steps one by one, and chains of them.
+
+Nothing is assumed about where one step ends and the next begins: each step is recognised by itself, through the
+matrices that it reads and makes, and a chain is steps of which each reads what the one before has made.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_inductor import compat
+from mhc_inductor.routing.graph.expressions import aten
+from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
+from mhc_inductor.routing.graph.values import Value, Values, example
+from mhc_inductor.routing.operators.e79.step import Frame, Recogniser, Step, Weak, vector
+from mhc_inductor.routing.operators.mhc.formula import Mismatch
+from mhc_inductor.routing.operators.mhc.search import Finder, Miss, name_of
+
+OP = "e79_scan"
+_REACH = 64
+
+
+@dataclasses.dataclass
+class Chain:
+    """Steps of which each continues the one before."""
+
+    steps: list[Step]
+    recogniser: Recogniser
+
+    @property
+    def frame(self) -> Frame:
+        return self.recogniser.frame
+
+
+def is_square(node: fx.Node) -> bool:
+    """Whether a node is [..., n, n]."""
+    t = example(node)
+    if not isinstance(t, torch.Tensor) or t.dim() < 2 or not t.is_floating_point():
+        return False
+    m, n = t.shape[-2:]
+    return compat.same_size(m, n) and not (isinstance(n, int) and n <= 1)
+
+
+def recognisers(graph: fx.Graph, values: Values) -> list[Recogniser]:
+    """One for each shape of matrices in the graph, with the matrices taken in."""
+    found: dict[tuple[Any, ...], Recogniser] = {}
+    for node in graph.nodes:
+        if node.op == "output" or not is_square(node):
+            continue
+        value = values.of(node)
+        if not isinstance(value, Value) or value.shape[-1].symbols:
+            continue
+        recogniser = found.get(value.shape)
+        if recogniser is None:
+            recogniser = found[value.shape] = Recogniser(Frame(value.shape[:-2], value.shape[-1].factor))
+        try:
+            recogniser.add(value, node)
+        except Unsupported:
+            continue
+    return list(found.values())
+
+
+class Search:
+    """The chains of a graph, and what is almost a step."""
+
+    def __init__(self, finder: Finder) -> None:
+        self.finder = finder
+        self.chains: list[Chain] = []
+        self.misses: list[Miss] = []
+        self.open: set[str] = set()
+        """Symbols that a vector's size depends on."""
+
+    def run(self) -> None:
+        self._look()
+        if self.chains or (self.misses and not self.open):
+            return
+        symbols, values = self.open or self._open(), self.finder.values
+        before = dict(values.fixed)
+        if symbols and values.fix(symbols):
+            self.misses = []
+            self._look()
+            if not self.chains:
+                values.forget(before)
+
+    def _open(self) -> set[str]:
+        """The symbols in the sizes of matrices that a graph leaves open, where there are gates as well."""
+        found: set[str] = set()
+        gates = 0
+        for node in self.finder.graph.nodes:
+            gates += "sigmoid" in name_of(node)
+            t = example(node)
+            if isinstance(t, torch.Tensor) and is_square(node) and not isinstance(n := t.shape[-1], int):
+                found |= {str(symbol) for symbol in compat.expression(n).free_symbols}
+        return found if gates >= 4 else set()
+
+    def _look(self) -> None:
+        for recogniser in recognisers(self.finder.graph, self.finder.values):
+            self.chains += self._chains(recogniser, self._steps(recogniser))
+
+    def _steps(self, recogniser: Recogniser) -> list[Step]:
+        strong: dict[str, Miss] = {}
+        weak: list[Miss] = []
+        steps: list[Step] = []
+        updates = sum([self._updates(recogniser, value, node, strong) for value, node in recogniser.known.items()])
+        contents: set[Value] = set()
+        for value, node in reversed(recogniser.known.items()) if updates else ():
+            if value in contents:
+                continue
+            try:
+                step = recogniser.step(value)
+                if step is not None:
+                    self._output(recogniser, step)
+                    contents.add(step.S_new)
+                    steps.append(step)
+            except Weak as mismatch:
+                weak.append(Miss(OP, mismatch.reason, mismatch.value, self.finder.values.of(node)))
+            except Mismatch as mismatch:
+                self._note(strong, mismatch, node)
+            except DynamicWidth as dynamic:
+                self.open.update(re.findall(r"\w+", " ".join(dynamic.size.symbols)))
+            except Unsupported:
+                continue
+        self.misses += strong.values()
+        if not steps and not strong:
+            self.misses += weak[-1:] or self._orphan(recogniser)
+        return steps[::-1]
+
+    def _updates(self, recogniser: Recogniser, value: Value, node: fx.Node, found: dict[str, Miss]) -> bool:
+        try:
+            return recogniser.update(value) is not None
+        except Mismatch as mismatch:
+            self._note(found, mismatch, node)
+            return False
+
+    def _note(self, found: dict[str, Miss], mismatch: Mismatch, node: fx.Node) -> None:
+        if node in self.finder.live:
+            found.setdefault(mismatch.reason, Miss(OP, mismatch.reason, mismatch.value, self.finder.values.of(node)))
+
+    def _orphan(self, recogniser: Recogniser) -> list[Miss]:
+        for value, node in recogniser.known.items():
+            if node in self.finder.live and recogniser.reads_a_matrix(value):
+                reason = "a matrix is updated as S is, but no M is updated whose gates read it"
+                return [Miss(OP, reason, value, self.finder.values.of(node))]
+        return []
+
+    def _output(self, recogniser: Recogniser, step: Step) -> None:
+        """Look for the step's output among what S' reaches."""
+        frame = recogniser.frame
+        start = recogniser.known[step.S_new]
+        updates = recogniser.update_nodes
+        seen = {start}
+        todo = collections.deque([start])
+        while todo and len(seen) < _REACH:
+            for user in todo.popleft().users:
+                if user in seen or user.op not in ("call_function", "call_method"):
+                    continue
+                seen.add(user)
+                value = self.finder.values.of(user)
+                if not isinstance(value, Value) or (user in updates and user is not start):
+                    continue
+                ref = vector(value, frame)
+                if (
+                    ref is not None
+                    and value.func in (aten.mul.Tensor, aten.div.Tensor)
+                    and recogniser.output(step, ref)
+                ):
+                    step.out_node = user
+                    return
+                todo.append(user)
+
+    def _chains(self, recogniser: Recogniser, steps: list[Step]) -> list[Chain]:
+        after: dict[tuple[Value, Value], list[Step]] = collections.defaultdict(list)
+        crossed: set[Value] = set()
+        made = {s.S_new for s in steps}, {s.M_new for s in steps}
+        kept = []
+        for step in steps:
+            if step.S in made[1] or step.M in made[0]:
+                crossed |= {step.S, step.M}
+        for step in steps:
+            if step.S in crossed or step.M in crossed or step.S_new in crossed or step.M_new in crossed:
+                node = recogniser.known[step.M_new]
+                if not any(m.reason == _CROSSED for m in self.misses):
+                    self.misses.append(Miss(OP, _CROSSED, step.M_new, self.finder.values.of(node)))
+            else:
+                kept.append(step)
+                after[step.S, step.M].append(step)
+        chains: list[Chain] = []
+        followed: set[int] = set()
+        for first in kept:
+            if id(first) in followed:
+                continue
+            steps = [first]
+            while len(following := after.get((steps[-1].S_new, steps[-1].M_new), [])) == 1:
+                if following[0].pattern != first.pattern:
+                    break
+                steps += following
+            followed.update(map(id, steps))
+            chains.append(Chain(steps, recogniser))
+        return chains
+
+
+_CROSSED = "S and M change places from one step to the next"

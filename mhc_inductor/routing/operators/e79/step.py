@@ -1,0 +1,595 @@
+"""One step of E79 (coupled memory-modulation matrix recurrence) in normal form: what is left of it without spelling.
+
+r = sigmoid(M k^ + b_s) ; c = sigmoid(M.T k^ + b_s) ; delta = v - S k^ ; S' = r S c + delta (x) k^
+p = sigmoid(S' m^ + b_m) ; w = sigmoid(S'.T m^ + b_m) ; g = delta - M m^ ; M' = p M w + g (x) m^
+out = y * silu(y),  y = S' q ;  k^ = k / (|k| + 1e-6), m^ likewise
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection
+
+from torch import fx
+
+from mhc_inductor.routing.graph.expressions import (
+    Ref,
+    addends,
+    aten,
+    chain,
+    close,
+    contraction,
+    is_cast,
+    number,
+    operands,
+    peel,
+    reduction,
+)
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, var
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operators.mhc.formula import Mismatch, sigmoid_argument, squared
+
+EPS = 1e-6
+_SUMS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor)
+_FULL = (aten.full.default, aten.full_like.default, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+# torch.zeros is recorded as a detached tensor.
+_SAME = (aten.detach.default, aten.expand.default, aten.clone.default, aten.view.default, aten.alias.default)
+_CLAMPS = (aten.clamp_min.default, aten.clamp.default, aten.maximum.default, aten.clamp_min.Tensor)
+
+
+class Frame:
+    """The variables that every element of a step is written in: sequences (any leading dims), rows i, columns j."""
+
+    def __init__(self, lead: tuple[Size, ...], n: int) -> None:
+        self.lead = tuple(Var(s) for s in lead)
+        self.n = n
+        self.i, self.j, self.at = (Var(Size(n)) for _ in range(3))
+
+    def matrix(self, value: Value) -> Ref:
+        """Element [..., i, j]."""
+        return Ref(value, (*map(var, self.lead), var(self.i), var(self.j)))
+
+    def along(self, ref: Ref, v: Var) -> Ref:
+        """``ref`` with ``at`` for ``v``: vectors over rows, columns and summed indices become comparable."""
+        return Ref(ref.value, tuple(_renamed(i, v, self.at) for i in ref.index))
+
+
+def _renamed(index: Index, old: Var, new: Var) -> Index:
+    if old not in index.variables():
+        return index
+    return Index({_atom(a, old, new): c for a, c in index.terms.items()})
+
+
+def _atom(atom: object, old: Var, new: Var) -> object:
+    if isinstance(atom, Part):
+        return Part(_atom(atom.of, old, new), atom.by, atom.mod)
+    return new if atom is old else atom
+
+
+def _variables(ref: Ref) -> set[Var]:
+    return {v for i in ref.index for v in i.variables()}
+
+
+@dataclasses.dataclass
+class Product:
+    """``coef * product(factor ** exponent)``, sums over more than one element left as factors."""
+
+    coef: float = 1.0
+    factors: list[tuple[Ref, float]] = dataclasses.field(default_factory=list)
+
+
+def product(ref: Ref, stop: Collection[Value] = ()) -> Product:
+    """``ref`` as a product; outer products count, products that sum do not. Values of ``stop`` are factors."""
+    result = Product()
+    todo: list[tuple[Ref | float, float]] = [(ref, 1.0)]
+    while todo:
+        a, e = todo.pop()
+        if isinstance(a, float):
+            result.coef *= a**e
+            continue
+        a = peel(a, stop)
+        func = a.value.func
+        scalar = number(a.value) if func not in _FULL or not any(s != ONE for s in a.value.shape) else None
+        if func is None or a.value in stop:
+            result.factors.append((a, e))
+        elif scalar is not None and (scalar or e > 0):
+            result.coef *= scalar**e
+        elif func in (aten.mul.Tensor, aten.mul.Scalar):
+            todo += [(b, e) for b in reversed(operands(a))]
+        elif func in (aten.div.Tensor, aten.div.Scalar) and not a.value.kwargs:
+            top, bottom = operands(a)
+            todo += [(bottom, -e), (top, e)]
+        elif func is aten.neg.default and e == 1.0:
+            result.coef = -result.coef
+            todo.append((Ref(a.value.args[0], a.index), e))
+        elif func is aten.reciprocal.default:
+            todo.append((Ref(a.value.args[0], a.index), -e))
+        elif func is aten.pow.Tensor_Scalar and number(a.value.args[1]) in (-1.0, 2.0):
+            todo.append((Ref(a.value.args[0], a.index), e * (number(a.value.args[1]) or 1.0)))
+        elif e == 1.0 and (pair := contraction(a)) is not None and pair[2].size == ONE:
+            todo += [(pair[1], e), (pair[0], e)]
+        elif e == 1.0 and (summed := reduction(a)) is not None and all(v.size == ONE for v in summed[1]):
+            todo.append((summed[0], e))
+        else:
+            result.factors.append((a, e))
+    return result
+
+
+@dataclasses.dataclass
+class Update:
+    """``row[i] * col[j] * state[i, j] + write[i] * unit[j]``: the arguments of the two gates, and the outer product."""
+
+    state: Value
+    row: Ref
+    col: Ref
+    write: Ref
+    unit: Product
+    sign: float
+
+
+class _Not(Exception):
+    """Not this formula, and nothing close to it."""
+
+
+def update(value: Value, frame: Frame, stop: Collection[Value], known: Collection[Value]) -> Update:
+    """``value`` as a gated update of a matrix. Raises _Not, and Mismatch where it almost is one."""
+    constant, terms = addends(frame.matrix(value), stop)
+    if len(terms) != 2 or constant != 0.0:
+        raise _Not
+    pairs = [(sign, product(ref, stop), ref) for sign, ref in terms]
+    i, j = frame.i, frame.j
+    here = tuple(frame.matrix(value).index)
+    kept = [p for p in pairs if any(f.index == here and e == 1.0 for f, e in p[1].factors)]
+    outer = [p for p in pairs if not any({i, j} <= _variables(f) for f, _ in p[1].factors)]
+    if len(kept) != 1 or len(outer) != 1:
+        raise _Not
+    sign, keep, where = kept[0]
+    gates = [(f, e) for f, e in keep.factors if f.index != here]
+    read = [z for f, e in gates if (z := sigmoid_argument(f, e)) is not None]
+    if not any(a is not None for z in read for _, _, a in pieces(z, known)[1]):
+        raise _Not  # gates of other recurrences do not read a state
+    rows = [sigmoid_argument(f, e) for f, e in gates if i in _variables(f) and j not in _variables(f)]
+    cols = [sigmoid_argument(f, e) for f, e in gates if j in _variables(f) and i not in _variables(f)]
+    if len(rows) != 1 or len(cols) != 1 or len(gates) != 2:
+        raise Mismatch(
+            f"{len(rows)} row gates and {len(cols)} column gates; expected r[:, None] * S * c[None, :]", where.value
+        )
+    row, col = rows[0], cols[0]
+    if row is None or col is None:
+        odd = next(f for f, e in gates if sigmoid_argument(f, e) is None)
+        raise Mismatch(f"a gate is {_word(odd.value)}; expected sigmoid", odd.value)
+    if not close(keep.coef * sign, 1.0):
+        raise Mismatch(f"the gated state is scaled by {keep.coef * sign:g}", where.value)
+    sign, made, where = outer[0]
+    write = [(f, e) for f, e in made.factors if i in _variables(f)]
+    unit = [(f, e) for f, e in made.factors if i not in _variables(f)]
+    if len(write) != 1 or write[0][1] != 1.0:
+        raise Mismatch(f"the outer product has {len(write)} factors over rows; expected delta (x) k^", where.value)
+    if abs(made.coef) != 1.0:
+        raise Mismatch(f"the outer product is scaled by {made.coef * sign:g}", where.value)
+    state = next(f for f, _ in keep.factors if f.index == here).value
+    return Update(state, row, col, write[0][0], Product(1.0, unit), made.coef * sign)
+
+
+def _word(value: Value) -> str:
+    return str(value.func).removeprefix("aten.").partition(".")[0] if value.func is not None else "no known operation"
+
+
+@dataclasses.dataclass
+class Applied:
+    """``coef * sum over bound of matrix[..] * vector[..]``."""
+
+    coef: float
+    matrix: Ref
+    vector: Ref
+    others: list[tuple[Ref, float]]
+    bound: Var
+
+
+def applied(ref: Ref, matrices: Collection[Value]) -> Applied | None:
+    """``ref`` as a product of one of ``matrices`` with a vector."""
+    whole = product(ref)
+    for at, (factor, e) in enumerate(whole.factors):
+        if e != 1.0:
+            continue
+        scale = 1.0
+        if (pair := contraction(factor)) is not None:
+            left, right, bound = pair
+        elif (summed := reduction(factor)) is not None and len(real := [v for v in summed[1] if v.size != ONE]) == 1:
+            inner = peel(summed[0])
+            bound, scale = real[0], summed[2]
+            if inner.value.func is not aten.mul.Tensor:
+                continue
+            left, right = operands(inner)  # type: ignore[assignment]
+            if not isinstance(left, Ref) or not isinstance(right, Ref):
+                continue
+        else:
+            continue
+        others = [f for k, f in enumerate(whole.factors) if k != at]
+        for a, b in ((left, right), (right, left)):
+            matrix = peel(a, matrices)
+            row = {v for i in matrix.index[-2:] for v in i.variables()} - {bound}
+            if matrix.value in matrices and not any(row & _variables(f) for f, _ in others):
+                return Applied(whole.coef * scale, matrix, b, others, bound)
+    return None
+
+
+Piece = tuple[float, Ref, Applied | None]
+
+
+def pieces(ref: Ref, matrices: Collection[Value]) -> tuple[float, list[Piece]]:
+    """``ref`` as a constant and signed addends; sums in which no matrix is applied stay whole."""
+    outer, ref = ref, peel(ref, matrices)
+    func = ref.value.func
+    if func in _SUMS:
+        left, right = operands(ref)
+        given = ref.value.kwargs.get("alpha", ref.value.args[2] if len(ref.value.args) > 2 else 1)
+        scale = number(given)
+        if scale is None:
+            raise Unsupported
+        reverse = func in (aten.rsub.Scalar, aten.rsub.Tensor)
+        signs = (-scale, 1.0) if reverse else (1.0, -scale if "sub" in str(func) else scale)
+        constant, found = 0.0, []
+        for sign, side in zip(signs, (left, right), strict=True):
+            if isinstance(side, float):
+                constant += sign * side
+                continue
+            more, inner = pieces(side, matrices)
+            constant += sign * more
+            found += [(sign * s, r, a) for s, r, a in inner]
+        if any(a is not None for _, _, a in found):
+            return constant, found
+        return 0.0, [(1.0, outer, None)]
+    if func is aten.neg.default:
+        constant, found = pieces(Ref(ref.value.args[0], ref.index), matrices)
+        return -constant, [(-s, r, a) for s, r, a in found]
+    return 0.0, [(1.0, outer, applied(ref, matrices))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A vector that a step takes in: an element at ``Frame.at`` of what the model has computed."""
+
+    ref: Ref
+
+    @property
+    def key(self) -> Ref:
+        """The same for the same elements, through views and casts."""
+        return peel(self.ref)
+
+
+@dataclasses.dataclass
+class Step:
+    """One step: its states, before and after, and its inputs. ``out`` and ``q`` are None where nothing reads S'."""
+
+    frame: Frame
+    S: Value
+    M: Value
+    S_new: Value
+    M_new: Value
+    leaves: dict[str, Leaf | None]
+    out: Value | None = None
+    out_node: fx.Node | None = None
+
+    @property
+    def pattern(self) -> tuple[bool, bool]:
+        """Which biases there are: the same in every step of a scan."""
+        return self.leaves["b_s"] is None, self.leaves["b_m"] is None
+
+
+class Recogniser:
+    """Finds steps among matrices of one shape."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame = frame
+        self.known: dict[Value, fx.Node] = {}
+        """The matrices of the graph, and the node that first has each."""
+        self._sources: set[Value] = set()
+        self._updates: dict[Value, Update | Mismatch | None] = {}
+        self._update_nodes: set[fx.Node] = set()
+        self._counted = 0
+        self._of_state: collections.defaultdict[Value, list[Value]] = collections.defaultdict(list)
+
+    def add(self, value: Value, node: fx.Node) -> None:
+        """Take in a matrix of the graph, in the graph's order."""
+        ref = self.frame.matrix(value)
+        here = ref.index
+        refs = chain(ref, self._sources)
+        if refs[-1].index != here or refs[-1].value.shape != value.shape:
+            same = [r for r in refs if r.index == here and r.value.shape == value.shape]
+            # A state may be a view of something else; a transposed state, or a vector that is spread out, is none.
+            if not self._source(refs[-1]):
+                return
+            refs = same
+            self._sources.add(refs[-1].value)
+        self.known.setdefault(refs[-1].value, node)
+
+    def _source(self, ref: Ref) -> bool:
+        i, j = self.frame.i, self.frame.j
+        if set(ref.index) == set(self.frame.matrix(ref.value).index) or not {i, j} <= _variables(ref):
+            return ref.value.func in _FULL
+        return ref.value.func in (None, *_FULL) or any({i, j} <= at.variables() for at in ref.index)
+
+    def update(self, value: Value) -> Update | None:
+        """The gated update that ``value`` is, or None; Mismatch where it almost is one."""
+        if value not in self._updates:
+            try:
+                self._updates[value] = made = update(value, self.frame, self._sources, self.known)
+                self._of_state[made.state].append(value)
+            except Mismatch as mismatch:
+                self._updates[value] = mismatch
+            except (_Not, Unsupported):
+                self._updates[value] = None
+        found = self._updates[value]
+        if isinstance(found, Mismatch):
+            raise found
+        return found
+
+    @property
+    def update_nodes(self) -> set[fx.Node]:
+        """The nodes of all updates."""
+        if self._counted != len(self._updates):
+            self._counted = len(self._updates)
+            self._update_nodes = {self.known[v] for v, u in self._updates.items() if isinstance(u, Update)}
+        return self._update_nodes
+
+    def reads_a_matrix(self, value: Value) -> bool:
+        """Whether ``value`` is an update whose gates are products of matrices with vectors."""
+        found = self._updates.get(value)
+        if not isinstance(found, Update):
+            return False
+        return all(any(a for _, _, a in pieces(ref, self.known)[1]) for ref in (found.row, found.col))
+
+    # --- vectors ---
+
+    def unit(self, vector: Product, v: Var, name: str, where: Value) -> Leaf:
+        """k of ``k / (|k| + 1e-6)``. Raises Mismatch."""
+        frame = self.frame
+        scales = [(f, e) for f, e in vector.factors if v not in _variables(f)]
+        rest = [(f, e) for f, e in vector.factors if v in _variables(f)]
+        if not scales:
+            raise Mismatch(f"{name} is not normalised: expected {name} / (|{name}| + {EPS:g})", where)
+        if len(scales) != 1 or scales[0][1] != -1.0:
+            word = _word(scales[0][0].value)
+            raise Mismatch(f"{name} is scaled by {word}; expected a division by |{name}| + {EPS:g}", scales[0][0].value)
+        normed, bound = self._norm(scales[0][0], name)
+        want = product(normed)
+        if not close(want.coef, vector.coef):
+            raise Mismatch(f"the normalised {name} is scaled by {vector.coef / want.coef:g}", where)
+        if _canonical(frame, rest, v) != _canonical(frame, want.factors, bound):
+            raise Mismatch(f"the norm that divides {name} is not the norm of {name}", scales[0][0].value)
+        return Leaf(frame.along(normed, bound))
+
+    def _norm(self, ref: Ref, name: str) -> tuple[Ref, Var]:
+        ref = peel(ref)
+        if ref.value.func in _CLAMPS:
+            raise Mismatch(f"{name} is divided by max(|{name}|, eps); expected |{name}| + {EPS:g}", ref.value)
+        eps, terms = addends(ref)
+        if len(terms) != 1 or not close(terms[0][0], 1.0):
+            raise Mismatch(f"{name} is divided by something that is not |{name}| + {EPS:g}", ref.value)
+        if not close(eps, EPS):
+            raise Mismatch(f"{eps:g} is added to the norm of {name}; expected {EPS:g}", ref.value)
+        root = peel(terms[0][1])
+        is_root = root.value.func is aten.sqrt.default
+        if root.value.func is aten.pow.Tensor_Scalar:
+            is_root = number(root.value.args[1]) == 0.5
+        inside = Ref(root.value.args[0], root.index) if is_root else None
+        square = squared(inside) if inside is not None else None
+        if square is None:
+            raise Mismatch(f"{name} is divided by something that is not its Euclidean norm + {EPS:g}", root.value)
+        v, scale, bound = square
+        real = [b for b in bound if b.size != ONE]
+        if len(real) == 1 and real[0].size.symbols:
+            raise DynamicWidth(real[0].size)
+        if len(real) != 1 or real[0].size != Size(self.frame.n) or not close(scale, 1.0):
+            raise Mismatch(f"the norm of {name} is not over its {self.frame.n} elements", root.value)
+        return v, real[0]
+
+    def applied_unit(self, found: Applied, name: str) -> Leaf:
+        inner = product(found.vector)
+        return self.unit(
+            Product(inner.coef * found.coef, inner.factors + found.others), found.bound, name, found.vector.value
+        )
+
+    # --- the parts of a step ---
+
+    def _gate(
+        self, ref: Ref, matrix: Value, v: Var, unit: Leaf, what: str, states: Collection[Value], names: str
+    ) -> Leaf | None:
+        """The bias of ``matrix @ unit + bias`` (``v`` is the row) or of its transpose. Raises Mismatch."""
+        constant, found = pieces(ref, states)
+        products = [(s, a) for s, _, a in found if a is not None]
+        others = [(s, r) for s, r, a in found if a is None]
+        big, small, bias = names.split()
+        if len(products) != 1:
+            raise Mismatch(
+                f"{what} has {len(products)} products with a state; expected {big} {small}^ + b_{bias}", ref.value
+            )
+        sign, a = products[0]
+        if a.matrix.value is not matrix:
+            raise Mismatch(f"{what} does not read {big}", a.matrix.value)
+        i, j = (v, a.bound) if v is self.frame.i else (a.bound, v)
+        if a.matrix.index != (*map(var, self.frame.lead), var(i), var(j)):
+            straight, turned = (big, f"{big}.T") if v is self.frame.i else (f"{big}.T", big)
+            raise Mismatch(f"{what} is taken from {turned} {small}^; expected {straight} {small}^", a.matrix.value)
+        if sign != 1.0:
+            raise Mismatch(f"{what} has {sign:g} times the product; expected {big} {small}^ + b_{bias}", ref.value)
+        if self.applied_unit(a, small).key != unit.key:
+            raise Mismatch(f"{what} is not taken with the normalised {small} of the outer product", a.vector.value)
+        if constant != 0.0 or len(others) > 1 or any(s != 1.0 for s, _ in others):
+            raise Mismatch(f"{what} is no sum of {big} {small}^ and one bias", ref.value)
+        return Leaf(self.frame.along(others[0][1], v)) if others else None
+
+    def _written(self, ref: Ref, sign: float, states: Collection[Value]) -> tuple[list[Leaf], list[Applied]]:
+        constant, found = pieces(ref, states)
+        leaves, products = [], []
+        for s, r, a in found:
+            if a is None:
+                if s * sign != 1.0:
+                    raise Mismatch(f"v enters delta with a factor of {s * sign:g}", r.value)
+                leaves.append(Leaf(self.frame.along(r, self.frame.i)))
+            else:
+                products.append(dataclasses.replace(a, coef=a.coef * s * sign))
+        if constant != 0.0:
+            raise Mismatch(f"a constant {constant:g} is added to delta", ref.value)
+        return leaves, products
+
+    def _retrieved(self, a: Applied, unit: Leaf, what: str, small: str) -> None:
+        if a.matrix.index != (*map(var, self.frame.lead), var(self.frame.i), var(a.bound)):
+            raise Mismatch(f"{what} is transposed", a.matrix.value)
+        if not close(a.coef, -1.0):
+            raise Mismatch(f"{what} enters with a factor of {a.coef:g}; expected -1", a.matrix.value)
+        if self.applied_unit(dataclasses.replace(a, coef=1.0), small).key != unit.key:
+            raise Mismatch(f"{what} is not taken with the normalised {small} of the outer product", a.vector.value)
+
+    def _contents(self, root: Update) -> list[Value]:
+        """What may be S' of the M' that ``root`` is: what its gates read; the update of what else its write reads."""
+        found: dict[Value, None] = {}
+        for ref in (root.row, root.col):
+            for _, _, a in pieces(ref, self.known)[1]:
+                if a is not None and a.matrix.value is not root.state:
+                    found[a.matrix.value] = None
+        read = [a.matrix.value for _, _, a in pieces(root.write, self.known)[1] if a is not None]
+        for state in read:
+            if state is not root.state:
+                found.update(dict.fromkeys(self._of_state.get(state, ())))
+        return [value for value in found if self.update(value) is not None]
+
+    def step(self, value: Value) -> Step | None:
+        """The step whose M' is ``value``; None where it is no update of M. Raises Mismatch.
+
+        Every matrix of the graph must have been asked for its :meth:`update` before.
+        """
+        root = self.update(value)
+        if root is None:
+            return None
+        weak: Mismatch | None = None
+        for new in self._contents(root):
+            inner = self.update(new)
+            assert inner is not None
+            states = {inner.state, root.state, new}
+            parts: list[tuple[list[Leaf], list[Applied]]] = []
+            try:
+                parts += (self._written(part.write, part.sign, states) for part in (inner, root))
+                return self._step(value, new, root, inner, parts, states)
+            except Mismatch as mismatch:
+                # The M' before and S' look like a step too, but share no v.
+                if len(parts) == 2 and {leaf.key for leaf in parts[0][0]} & {leaf.key for leaf in parts[1][0]}:
+                    raise
+                weak = weak or Weak(mismatch.reason, mismatch.value)
+        if weak is not None:
+            raise weak
+        return None
+
+    def _step(
+        self,
+        value: Value,
+        new: Value,
+        root: Update,
+        inner: Update,
+        parts: list[tuple[list[Leaf], list[Applied]]],
+        states: Collection[Value],
+    ) -> Step:
+        frame = self.frame
+        (v, retrieved), (again, both) = parts
+        k = self.unit(inner.unit, frame.j, "k", new)
+        m = self.unit(root.unit, frame.j, "m", value)
+        b_s = self._gate(inner.row, root.state, frame.i, k, "the row gate of S", states, "M k s")
+        b_c = self._gate(inner.col, root.state, frame.j, k, "the column gate of S", states, "M k s")
+        if (b_s and b_s.key) != (b_c and b_c.key):
+            raise Mismatch("the two gates of S have different biases", new)
+        if len(v) != 1 or len(retrieved) != 1 or retrieved[0].matrix.value is not inner.state:
+            raise Mismatch("what is written to S is not delta = v - S k^ with the old S", inner.write.value)
+        self._retrieved(retrieved[0], k, "S k^ in delta", "k")
+        b_m = self._gate(root.row, new, frame.i, m, "the row gate of M", states, "S' m m")
+        b_w = self._gate(root.col, new, frame.j, m, "the column gate of M", states, "S' m m")
+        if (b_m and b_m.key) != (b_w and b_w.key):
+            raise Mismatch("the two gates of M have different biases", value)
+        if len(again) != 1 or again[0].key != v[0].key:
+            raise Mismatch("what is written to M is not g = delta - M m^: delta's v is missing", root.write.value)
+        if inner.state is root.state and len(both) == 2:
+            # One tensor of zeros is both states: the vectors tell which is which.
+            both.sort(key=lambda a: self.applied_unit(dataclasses.replace(a, coef=1.0), "k").key != k.key)
+        elif len(both) == 2:
+            both.sort(key=lambda a: a.matrix.value is not inner.state)
+        if [a.matrix.value for a in both] != [inner.state, root.state]:
+            raise Mismatch("what is written to M is not g = delta - M m^ with delta = v - S k^", root.write.value)
+        self._retrieved(both[0], k, "S k^ in g", "k")
+        self._retrieved(both[1], m, "M m^ in g", "m")
+        leaves = {"k": k, "v": v[0], "q": None, "m": m, "b_s": b_s, "b_m": b_m}
+        return Step(frame, inner.state, root.state, new, value, leaves)
+
+    def output(self, step: Step, ref: Ref) -> bool:
+        """Whether ``ref``, an element at ``Frame.i``, is the step's output; sets ``out`` and q then."""
+        found = product(ref)
+        gated = [(f, z) for f, e in found.factors if (z := _gated(f, e)) is not None]
+        if len(gated) != 1:
+            return False
+        gate, y = gated[0]
+        y = peel(y)
+        a = applied(y, {step.S_new})
+        if a is None:
+            return False
+        powers = collections.Counter[Ref]()
+        for f, e in found.factors:
+            if f is not gate:
+                powers[f] += int(e)
+        if gate.value.func is aten.silu.default:
+            powers[y] += 1
+        if dict(powers) == {y: 1} and close(found.coef, 1.0):
+            return False  # silu(y), on its way to become the output
+        if dict(powers) != {y: 2} or not close(found.coef, 1.0):
+            raise Mismatch("the output is not y * silu(y) with y = S' q", ref.value)
+        if a.matrix.index != (*map(var, self.frame.lead), var(self.frame.i), var(a.bound)):
+            raise Mismatch("the output reads S' transposed", a.matrix.value)
+        if not close(a.coef, 1.0) or a.others:
+            raise Mismatch("y = S' q is scaled", y.value)
+        step.leaves["q"] = Leaf(self.frame.along(a.vector, a.bound))
+        step.out = ref.value
+        return True
+
+
+def _gated(ref: Ref, exponent: float) -> Ref | None:
+    """The argument of a silu or of a sigmoid."""
+    if exponent == 1.0 and ref.value.func is aten.silu.default:
+        return Ref(ref.value.args[0], ref.index)
+    return sigmoid_argument(ref, exponent)
+
+
+class Weak(Mismatch):
+    """A mismatch of something that is hardly the formula."""
+
+
+def _canonical(frame: Frame, factors: list[tuple[Ref, float]], v: Var) -> collections.Counter[tuple[Ref, float]]:
+    return collections.Counter((frame.along(peel(f), v), e) for f, e in factors)
+
+
+def zero(value: Value) -> bool:
+    """Whether every element of ``value`` is 0, as in ``torch.zeros``."""
+    while (func := value.func) in _SAME or is_cast(value):
+        value = value.args[0]
+    if func in (aten.full.default, aten.full_like.default, aten.new_full.default):
+        return number(value.args[2 if func is aten.new_full.default else 1]) == 0.0
+    return func in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+
+
+def vector(value: Value, frame: Frame) -> Ref | None:
+    """Element [..., i] of a value with the elements of vectors."""
+    index, wanted = [], [*frame.lead, frame.i]
+    for size in value.shape:
+        while wanted and wanted[0].size == ONE:
+            wanted.pop(0)
+        if size == ONE:
+            index.append(const(0))
+        elif wanted and wanted[0].size == size:
+            index.append(var(wanted.pop(0)))
+        else:
+            return None
+    return Ref(value, tuple(index)) if not wanted else None
+
+
+def reads(value: object, frame: Frame, matrices: Collection[Value]) -> bool:
+    """Whether ``value`` is one of ``matrices`` times a vector."""
+    ref = vector(value, frame) if isinstance(value, Value) else None
+    return ref is not None and applied(ref, matrices) is not None

@@ -1,0 +1,1 @@
+"""mHC: pre, Sinkhorn, post and head."""

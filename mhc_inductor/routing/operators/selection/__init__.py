@@ -1,0 +1,1 @@
+"""Attention under a mask of selected keys."""

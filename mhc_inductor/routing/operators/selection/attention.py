@@ -1,0 +1,625 @@
+"""Selection attention (spec: softmax(scale * q K.T) V over a union of key ranges) in normal form: what it looks like once
+spelling is gone. Found from calls of scaled_dot_product_attention and from softmaxes; see :mod:`.keysets` for masks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.graph.expressions import (
+    Ref,
+    _broadcast,
+    aten,
+    contraction,
+    number,
+    operands,
+    reduction,
+    step,
+    whole,
+)
+from mhc_inductor.routing.graph.index import (
+    ONE,
+    DynamicWidth,
+    Index,
+    Part,
+    Size,
+    Unsupported,
+    Var,
+    const,
+    linear,
+    product_of,
+    var,
+)
+from mhc_inductor.routing.graph.linear import Key, atom, of_index, replaced, variables_of
+from mhc_inductor.routing.graph.values import Value, Values
+from mhc_inductor.routing.operators.mhc.formula import Mismatch
+from mhc_inductor.routing.operators.selection.elements import MULTIPLY, constant_of, uncast
+from mhc_inductor.routing.operators.selection.intervals import Interval, Judge
+from mhc_inductor.routing.operators.selection.keys import All, Any_, alike, both, eliminated, free
+from mhc_inductor.routing.operators.selection.masks import Masks
+
+OP = "selection_attention"
+_DIVIDE = (aten.div.Tensor, aten.div.Scalar)
+_ADD = (aten.add.Tensor, aten.add.Scalar)
+_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where q, k or v lies: an element of a node's value, and the dtype in which the attention reads it."""
+
+    ref: Ref
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass
+class Found:
+    """One attention. ``dims`` are the digits (variables, most significant first) of each dim of ``out``; ``dense`` are
+    the values with an element for each query and key."""
+
+    out: Value
+    dims: list[list[Var]]
+    q: Ref
+    k: Ref
+    v: Ref
+    d: Var
+    t: Key
+    scale: float
+    mask: Callable[[], tuple[Any_, float]]
+    dense: list[Value]
+    masks: Masks
+    keys: Any_ = dataclasses.field(default_factory=list)
+    fill: float = -math.inf
+    intervals: list[Interval] = dataclasses.field(default_factory=list)
+    batch: list[Var] = dataclasses.field(default_factory=list)
+    groups: list[Var] = dataclasses.field(default_factory=list)
+    heads: list[Var] = dataclasses.field(default_factory=list)
+    query: list[Var] = dataclasses.field(default_factory=list)
+    feature: list[Var] = dataclasses.field(default_factory=list)
+
+    def deepest(self) -> list[Ref]:
+        """The elements of q, k and v behind all views."""
+        return [[*sources(ref)][-1].ref for ref in (self.q, self.k, self.v)]
+
+    def words(self) -> str:
+        """What it is, for the report."""
+        groups, heads = (product_of(v.size for v in digits) for digits in (self.groups, self.heads))
+        kinds = []
+        for each in self.intervals:
+            width = next((w for low, high in each.pairs() if (w := high.minus(low).value) is not None), None)
+            count = product_of(v.size for v in each.bound)
+            kind = "ranges" if width is None else f"blocks of {width} keys" if width > 1 else "keys"
+            kinds.append(f"{words(count)} {kind}" if each.selects else "keys near the query")
+        empty = "rows without keys give 0" if math.isinf(self.fill) else "rows without keys give the mean of V"
+        return f"{words(groups)} groups of {words(heads)} heads, {' and '.join(kinds)} a query; {empty}"
+
+
+class NotOurs(Exception):
+    """No selection, and nothing close to one."""
+
+
+def sources(ref: Ref) -> Iterator[Source]:
+    """The tensors that hold the same elements, the nearest first, behind views and casts."""
+    dtype = ref.value.dtype
+    while True:
+        yield Source(ref, dtype)
+        below = step(ref)
+        if below is None:
+            return
+        if below.value.dtype != dtype:
+            wide, narrow = torch.finfo(dtype).bits, torch.finfo(below.value.dtype).bits
+            if wide == narrow:
+                return
+            if narrow < wide:
+                dtype = below.value.dtype
+            elif ref.value.node is not None:
+                return  # what the model rounded is what the op reads
+        ref = below
+
+
+class Scaled:
+    """``factor * ref`` behind views, casts and products with numbers; ``met`` are the values on the way to ``end``."""
+
+    def __init__(self, ref: Ref) -> None:
+        self.factor = 1.0
+        self.met: list[Value] = []
+        self.ref = ref
+        while True:
+            self.met.append(ref.value)
+            below = step(ref)
+            if below is None and (ref.value.func in MULTIPLY or ref.value.func in _DIVIDE) and not ref.value.kwargs:
+                below = self._times(ref)
+                self.ref = below or self.ref
+            if below is None:
+                break
+            ref = below
+        self.end = ref
+
+    def _times(self, ref: Ref) -> Ref | None:
+        a, b = operands(ref)
+        if ref.value.func in MULTIPLY and isinstance(a, float):
+            a, b = b, a
+        if not isinstance(a, Ref) or not isinstance(b, float) or b == 0.0:
+            return None
+        self.factor *= b if ref.value.func in MULTIPLY else 1.0 / b
+        return a
+
+
+def _last(shape: tuple[Size, ...], dim: int) -> tuple[Size, ...]:
+    return (*shape[:dim], *shape[dim + 1 :], shape[dim])
+
+
+def dot_of(ref: Ref) -> list[Ref]:
+    """The two sides of a sum of products."""
+    found = dot(ref)
+    if found is None:
+        raise NotOurs
+    return [*found[:2]]
+
+
+def dot(ref: Ref) -> tuple[Ref, Ref, list[Var]] | None:
+    """(left, right, bound variables) of a sum of products."""
+    contracted = contraction(ref)
+    if contracted is not None:
+        return contracted[0], contracted[1], [contracted[2]]
+    reduced = reduction(ref)
+    if reduced is None or reduced[2] != 1.0:
+        return None
+    summand, bound, _ = reduced
+    while (below := step(summand)) is not None:
+        summand = below
+    if summand.value.func not in MULTIPLY:
+        return None
+    a, b = operands(summand)
+    return (a, b, bound) if isinstance(a, Ref) and isinstance(b, Ref) else None
+
+
+class Recogniser:
+    """Attentions of one graph."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self._made: list[Masks] = []
+        self._given: list[Value] = []
+        self._shapes: list[tuple[Size, ...]] = []
+
+    def narrow(self, batch: bool) -> set[str]:
+        """Symbols in the sizes of heads, groups and features (and ``batch``), which queries and keys do not share."""
+        if not self._shapes:
+            return set()
+        now = self.values.hints
+        *rows, keys = self._shapes[0]
+        longest = max(rows, key=lambda s: s.factor * math.prod(now.get(x, 1) for x in s.symbols), default=keys)
+        wide = {*keys.symbols, *longest.symbols, *(() if batch or len(rows) < 2 else rows[0].symbols)}
+        return {x for shape in self._shapes for size in shape for x in size.symbols if x in now} - wide
+
+    def _masks(self) -> Masks:
+        self._made.append(Masks(self.values.fixed, self.values.hints))
+        return self._made[-1]
+
+    @property
+    def close(self) -> list[Value]:
+        """What of the masks that were looked at says, from data, which keys a query sees."""
+        found = [value for masks in self._made for value in masks.seen]
+        if not found:
+            for value in self._given:
+                masks, ref = self._masks(), whole(value)
+                ref = Ref(value, (*ref.index[:-1], var(Key(value.shape[-1]))))
+                with contextlib.suppress(Unsupported, Mismatch, DynamicWidth):
+                    _ = masks.truth(ref) if value.dtype is torch.bool else masks.additive(ref)
+                found += masks.seen
+        return found
+
+    # --- scaled_dot_product_attention ---
+
+    def sdpa(self, node: fx.Node) -> Found:
+        """The call ``node``. Raises NotOurs, Mismatch, Unsupported and DynamicWidth."""
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        mask = given.get("attn_mask")
+        out = self.values.of(node)
+        if not isinstance(mask, fx.Node) or not isinstance(out, Value):
+            raise NotOurs
+        q, k, v, m = (self._value(given[n]) for n in ("query", "key", "value", "attn_mask"))
+        self._given = [m]
+        self._shapes = [(*q.shape[:-1], k.shape[-2]), q.shape, k.shape, v.shape]
+
+        def build(dims: list[list[Var]]) -> Found:
+            index = [_joined(digits) for digits in dims]
+            *lead, s, e = index
+            width, t = Var(q.shape[-1]), Key(k.shape[-2])
+            kv_lead = list(lead)
+            if given.get("enable_gqa") and lead:
+                kv_lead[-1] = self._grouped(dims[len(lead) - 1], k)
+            scale = given.get("scale")
+            if scale is None:
+                if width.size.symbols:
+                    raise DynamicWidth(width.size)
+                scale = 1.0 / math.sqrt(width.size.factor)
+            scale = number(scale)
+            if scale is None:
+                raise NotOurs
+            masks = self._masks()
+            element = _aligned(m, (*lead, s, var(t)))
+
+            def keys() -> tuple[Any_, float]:
+                if m.dtype is torch.bool:
+                    return masks.truth(element), -math.inf
+                found, fill = masks.additive(element)
+                check_added(fill, m.dtype)
+                return found, fill
+
+            refs = (
+                _aligned(q, (*lead, s, var(width))),
+                _aligned(k, (*kv_lead, var(t), var(width))),
+                _aligned(v, (*kv_lead, var(t), e)),
+            )
+            return Found(out, dims, *refs, width, t, scale, keys, [m], masks)
+
+        if given.get("is_causal"):
+            raise NotOurs
+        found = self._refined(build, out)
+        if given.get("dropout_p") not in (None, 0, 0.0):
+            raise Mismatch("the attention weights are dropped out", out)
+        return found
+
+    def _grouped(self, digits: list[Var], k: Value) -> Index:
+        """The group of a head, which is the digits above the heads of a group."""
+        groups = k.shape[-3]
+        for at in range(len(digits) + 1):
+            if product_of(v.size for v in digits[:at]) == groups:
+                return _joined(digits[:at])
+        per = product_of(v.size for v in digits).over(groups)
+        if per is None:
+            raise NotOurs
+        raise Cut([(digits, per)])
+
+    def _value(self, node: Any) -> Value:
+        value = self.values.of(node) if isinstance(node, fx.Node) else None
+        if not isinstance(value, Value):
+            raise NotOurs
+        return value
+
+    # --- softmax written out ---
+
+    def written(self, softmax: Value, out: Value, same: dict[Value, Guarded], shown: Iterable[Value]) -> Found:
+        """``out`` = softmax @ V. ``same`` are values that are the softmax but for rows without keys; all are ``shown``."""
+        dim = softmax.args[1] % max(1, len(softmax.shape))
+        self._shapes = [_last(softmax.shape, dim), out.shape]
+
+        def weights_of(ref: Ref, guards: list[tuple[Ref, bool]]) -> Ref | None:
+            """The element of the softmax that ``ref`` is."""
+            while ref.value is not softmax:
+                guarded = same.get(ref.value)
+                if guarded is not None:
+                    if guarded.mask is not None:
+                        guards.append((_broadcast(guarded.mask, ref), guarded.want))
+                    ref = _broadcast(guarded.of, ref)
+                elif (below := step(ref)) is not None:
+                    ref = below
+                else:
+                    return None
+            return ref
+
+        def build(dims: list[list[Var]]) -> Found:
+            summed = dot(bare(Ref(out, tuple(_joined(digits) for digits in dims))))
+            if summed is None:
+                raise NotOurs
+            sides = summed[:2]
+            guards: list[tuple[Ref, bool]] = []
+            own = [weights_of(side, guards) for side in sides]
+            if (own[0] is None) == (own[1] is None):
+                raise NotOurs
+            weights, v = (own[0], sides[1]) if own[0] is not None else (own[1], sides[0])
+            assert weights is not None
+            over, t = weights.index[dim], Key(softmax.shape[dim])
+            if t.size != ONE:
+                if len(over.terms) != 1 or [*over.terms.items()] != [(x, ONE) for x in summed[2] if x.size != ONE]:
+                    raise NotOurs
+                (old,) = over.terms
+                weights, v = replaced(weights, old, atom(t)), replaced(v, old, atom(t))
+                guards = [(replaced(r, old, atom(t)), want) for r, want in guards]
+            masks, dense = self._masks(), [*shown]
+            scores = Scores(Ref(softmax.args[0], weights.index), masks, dense)
+            self._given = scores.given
+            self._shapes = [_last(softmax.shape, dim), *(x.value.shape for x in (*dot_of(scores.ref), v))]
+            found = dot(scores.ref)
+            if found is None or len(found[2]) != 1:
+                raise NotOurs
+            scaled = [Scaled(side) for side in found[:2]]
+            has = [t in variables_of(x.end) for x in scaled]
+            if has[0] == has[1]:
+                raise NotOurs
+            q, k = scaled if has[1] else scaled[::-1]
+            factor = scores.factor * q.factor * k.factor
+
+            def keys() -> tuple[Any_, float]:
+                total, fill = scores.keys()
+                for ref, want in guards:
+                    if not alike(masks.truth(ref, want), total, t):
+                        raise Mismatch("the attention weights are masked once more, and differently", ref.value)
+                return total, -math.inf if guards else fill
+
+            return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, keys, dense, masks)
+
+        return self._refined(build, out)
+
+    # --- digits of the result's dims, and what they are ---
+
+    def _refined(self, build: Callable[[list[list[Var]]], Found], out: Value) -> Found:
+        """``build`` of the result's dims, split into digits until q, k and v are indexed by whole ones."""
+        cuts: list[list[Size]] = [[] for _ in out.shape]
+        for _ in range(6):
+            dims = [_digits(size, at) for size, at in zip(out.shape, cuts, strict=True)]
+            try:
+                found = build(dims)
+            except Cut as cut:
+                if not _cut(cuts, dims, cut.places):
+                    raise Unsupported from None
+                continue
+            parts = [a for ref in found.deepest() for i in ref.index for a in i.atoms()]
+            places = [place for a in parts if isinstance(a, Part) for place in _places(a)]
+            if not places or not _cut(cuts, dims, [([root], by) for root, by in places]):
+                break
+        found.keys, found.fill = found.mask()
+        self._roles(found)
+        return found
+
+    def _roles(self, found: Found) -> None:
+        """What each digit is: batch, group, head, query or feature. Raises NotOurs, Mismatch and Unsupported."""
+        found.keys = [e for conj in found.keys if (e := eliminated(conj)) is not None]
+        if not any(x.data() for conj in found.keys for x in conj.comparisons()):
+            raise NotOurs
+        masked = {v for conj in found.keys for v in free(conj)}
+        ours = [v for digits in found.dims for v in digits if v.size != ONE]
+        asked, in_k, in_v = map(variables_of, found.deepest())
+        held = in_k | in_v
+        shared = [v for v in ours if v in held and v in asked]
+        found.feature = [v for v in ours if v in held and v not in asked]
+        if any(v not in held and v not in asked for v in ours) or len(found.feature) > 1:
+            raise NotOurs
+        if any(v not in in_v or v in in_k for v in found.feature):
+            raise NotOurs
+        rows: list[list[Var]] = []
+        for digits in found.dims:
+            own = [v for v in digits if v in asked and v not in held]
+            if any(v in shared for v in digits):
+                found.heads += own
+            elif own:
+                rows.append(own)
+        depends = [r for r in rows if any(v in masked for v in r)]
+        if any(v in masked for v in found.heads) or len(depends) > 1:
+            raise Mismatch("the mask differs between the heads of a group", found.dense[-1])
+        if not depends and rows and not any(len(digits) == 1 and digits[0].size == ONE for digits in found.dims[:-1]):
+            depends = [max(rows, key=_large)]
+        found.query = depends[0] if depends else []
+        found.heads += [v for r in rows if r not in depends for v in r]
+        found.batch, found.groups = (shared[:1], shared[1:]) if len(shared) > 1 else ([], shared)
+        judge = Judge(found.masks, found.t)
+        found.intervals = judge.intervals(found.keys)
+        queries = product_of(v.size for v in found.query)
+        judge.check(found.intervals, of_index(_joined(found.query)), queries, found.t.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guarded:
+    """``of``, with 0 where ``mask`` is not ``want``."""
+
+    of: Value
+    mask: Value | None = None
+    want: bool = True
+
+
+def guarded(value: Value, known: Any) -> Guarded | None:
+    """``value`` as one of the values ``known`` that differs from it only where something is masked or NaN."""
+    func, args = value.func, value.args
+    if func is aten.nan_to_num.default and args[0] in known and (len(args) < 2 or args[1] in (None, 0, 0.0)):
+        return Guarded(args[0])
+    if func in _FILLS and args[0] in known and constant_of(args[2]) == 0.0:
+        return Guarded(args[0], args[1], False)
+    if func is aten.where.self and args[1] in known and constant_of(args[2]) == 0.0:
+        return Guarded(args[1], args[0])
+    if func is aten.where.self and args[2] in known and constant_of(args[1]) == 0.0:
+        return Guarded(args[2], args[0], False)
+    if func in MULTIPLY:
+        for a, b in (args[:2], args[1::-1]):
+            if a in known and isinstance(b, Value) and uncast(whole(b)).value.dtype is torch.bool:
+                return Guarded(a, b)
+    return None
+
+
+class Scores:
+    """What a softmax is taken of: ``factor`` times the sum of products ``ref``, where :meth:`keys` hold."""
+
+    def __init__(self, ref: Ref, masks: Masks, dense: list[Value]) -> None:
+        self.masks = masks
+        self.factor = 1.0
+        self.fills: list[float] = []
+        self.given: list[Value] = []
+        self._parts: list[Callable[[], Any_]] = []
+        self.ref = ref
+        while True:
+            scaled = Scaled(self.ref)
+            dense += scaled.met
+            self.factor *= scaled.factor
+            self.ref = scaled.end
+            if dot(self.ref) is not None:
+                break
+            self.ref = self._unmasked(self.ref)
+        dense.append(self.ref.value)
+
+    def keys(self) -> tuple[Any_, float]:
+        """Which keys are seen, and what the scores of the others are."""
+        keys = functools.reduce(both, [part() for part in self._parts], [All()])
+        return keys, max(self.fills, default=-math.inf)
+
+    def _unmasked(self, ref: Ref) -> Ref:
+        value, func, args = ref.value, ref.value.func, ref.value.args
+        if self.factor <= 0:
+            raise NotOurs
+        if func in _FILLS:
+            self._filled(args[2], value)
+            self.given.append(args[1])
+            self._parts.append(functools.partial(self.masks.truth, _broadcast(args[1], ref), False))
+            return _broadcast(args[0], ref)
+        if func in _ADD and any(constant_of(a) is not None for a in args[:2]):
+            # A softmax does not see what is added to every score.
+            return _broadcast(args[0] if constant_of(args[0]) is None else args[1], ref)
+        if func is aten.where.self:
+            when, a, b = args
+            want = constant_of(b) is not None
+            self._filled(b if want else a, value)
+            self.given.append(when)
+            self._parts.append(functools.partial(self.masks.truth, _broadcast(when, ref), want))
+            return _broadcast(a if want else b, ref)
+        if func in (aten.add.Tensor, aten.sub.Tensor) and not value.kwargs:
+            sides = [_broadcast(a, ref) for a in args[:2] if isinstance(a, Value)]
+            own = [_is_scores(side) for side in sides]
+            sign = 1.0 if func is aten.add.Tensor else -1.0
+            if sum(own) != 1 or len(own) != 2 or (sign < 0.0 and own[1]):
+                raise NotOurs
+            scores, mask = sides if own[0] else sides[::-1]
+            self.given.append(mask.value)
+            self._parts.append(functools.partial(self._added, mask, scores, sign * self.factor))
+            return scores
+        raise NotOurs
+
+    def _added(self, mask: Ref, scores: Ref, factor: float) -> Any_:
+        try:
+            keys, fill = self.masks.additive(mask, sign=factor)
+        except Unsupported:
+            if self.masks.seen or _selects(scores, self.masks):
+                raise Mismatch("something that is no mask is added to the scores", mask.value) from None
+            raise
+        check_added(fill, mask.value.dtype)
+        self.fills.append(fill)
+        return keys
+
+    def _filled(self, given: Any, value: Value) -> None:
+        fill = constant_of(given)
+        if fill is None:
+            raise NotOurs
+        if not self.factor * fill <= -1e4:
+            raise Mismatch(f"scores of other keys are set to {self.factor * fill:g}; expected -inf", value)
+        self.fills.append(self.factor * fill)
+
+
+def _selects(scores: Ref, masks: Masks) -> bool:
+    """Whether another mask of the scores is a selection."""
+    other = Masks(masks.fixed, masks.hints)
+    try:
+        Scores(scores, other, []).keys()
+    except (Mismatch, Unsupported, NotOurs):
+        return bool(other.seen)
+    return bool(other.seen)
+
+
+class Cut(Exception):
+    """Digits that must be split: (digits, size of the lower part)."""
+
+    def __init__(self, places: list[tuple[list[Var], Size]]) -> None:
+        super().__init__("split")
+        self.places = places
+
+
+def _large(digits: list[Var]) -> tuple[bool, int]:
+    size = product_of(v.size for v in digits)
+    return bool(size.symbols), size.factor
+
+
+def _joined(digits: Sequence[Var]) -> Index:
+    """The number whose digits these are."""
+    return linear([var(v) for v in digits], [v.size for v in digits])
+
+
+def _digits(size: Size, cuts: list[Size]) -> list[Var]:
+    """Variables for a dim that is split at ``cuts``: products of the sizes of its lower digits."""
+    digits, below = [], ONE
+    for cut in [*cuts, size]:
+        each = cut.over(below)
+        if each is None:
+            raise Unsupported
+        if each != ONE or not cuts:
+            digits.append(Var(each))
+        below = cut
+    return digits[::-1]
+
+
+def _cut(cuts: list[list[Size]], dims: list[list[Var]], places: list[tuple[list[Var], Size]]) -> bool:
+    """Whether a cut is new."""
+    changed = False
+    for digits, by in places:
+        for d, own in enumerate(dims):
+            if digits[-1] not in own:
+                continue
+            below = product_of(v.size for v in own[own.index(digits[-1]) + 1 :])
+            cut = below.times(by)
+            if cut not in cuts[d]:
+                cuts[d].append(cut)
+                cuts[d].sort(key=lambda s: (len(s.symbols), s.factor))
+                changed = True
+    return changed
+
+
+def _places(part: Any) -> list[tuple[Var, Size]]:
+    """Where a variable is split by a part of it."""
+    path = []
+    while isinstance(part, Part):
+        path.append(part)
+        part = part.of
+    found, low = [], ONE
+    for p in reversed(path):
+        found.append((part, low.times(p.by)))
+        if not p.mod:
+            low = low.times(p.by)
+    return found
+
+
+def _aligned(value: Value, index: Sequence[Index]) -> Ref:
+    """The element of a tensor that broadcasts to ``index``."""
+    if len(value.shape) > len(index):
+        raise NotOurs
+    tail = index[len(index) - len(value.shape) :]
+    return Ref(value, tuple(const(0) if s == ONE else i for s, i in zip(value.shape, tail, strict=True)))
+
+
+def bare(ref: Ref) -> Ref:
+    while (below := step(ref)) is not None:
+        ref = below
+    return ref
+
+
+def _is_scores(ref: Ref) -> bool:
+    """Whether a sum of products is behind masks and scalings."""
+    for _ in range(32):
+        ref = Scaled(ref).end
+        func, args = ref.value.func, ref.value.args
+        if dot(ref) is not None:
+            return True
+        if func in _FILLS:
+            ref = _broadcast(args[0], ref)
+        elif func is aten.where.self:
+            ref = _broadcast(args[1] if constant_of(args[2]) is not None else args[2], ref)
+        elif func in (*_ADD, aten.sub.Tensor):
+            return any(_is_scores(_broadcast(a, ref)) for a in args[:2] if isinstance(a, Value))
+        else:
+            return False
+    return False
+
+
+def check_added(fill: float, dtype: torch.dtype) -> None:
+    # A smaller one leaves something of the scores in rows without keys.
+    if fill > -1e8 and not (dtype.is_floating_point and fill <= torch.finfo(dtype).min):
+        raise Unsupported
+
+
+def words(size: Size) -> str:
+    """A size for a report."""
+    return "*".join([*([str(size.factor)] if size.factor != 1 or not size.symbols else []), *size.symbols])

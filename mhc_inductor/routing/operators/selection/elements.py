@@ -1,0 +1,96 @@
+"""Elements of masks: constants, and what views and casts show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, prims, step
+from mhc_inductor.routing.graph.index import Unsupported
+from mhc_inductor.routing.graph.linear import (
+    Key,
+    variables_of,
+)
+from mhc_inductor.routing.graph.values import Value
+
+AND = {aten.bitwise_and.Tensor, aten.logical_and.default}
+OR = {aten.bitwise_or.Tensor, aten.logical_or.default}
+NOT = {aten.bitwise_not.default, aten.logical_not.default}
+ANY = {aten.any.default, aten.any.dim, aten.any.dims, aten.amax.default}
+ALL = {aten.all.default, aten.all.dim, aten.all.dims, aten.amin.default}
+ARANGE = {aten.arange.default: (None, 0, None), aten.arange.start: (0, 1, None), aten.arange.start_step: (0, 1, 2)}
+_FILLED = {
+    aten.zeros.default: 0.0,
+    aten.zeros_like.default: 0.0,
+    aten.new_zeros.default: 0.0,
+    aten.ones.default: 1.0,
+    aten.ones_like.default: 1.0,
+    aten.new_ones.default: 1.0,
+}
+_FULL = {
+    aten.full.default: 1,
+    aten.full_like.default: 1,
+    aten.new_full.default: 2,
+    aten.scalar_tensor.default: 0,
+    aten.fill.Scalar: 1,
+}
+CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
+WHOLE = (torch.int64, torch.int32)
+SUMS = {aten.sum.dim_IntList, aten.sum.default}
+ADD = (aten.add.Tensor, aten.add.Scalar)
+SUB = (aten.sub.Tensor, aten.sub.Scalar)
+MULTIPLY = (aten.mul.Tensor, aten.mul.Scalar)
+
+
+def constant_of(a: Any) -> float | None:
+    """A Python number, or the one that every element of a tensor is."""
+    if isinstance(a, bool):
+        return float(a)
+    if not isinstance(a, Value):
+        return float(a) if isinstance(a, (int, float)) else None
+    while isinstance(a, Value) and a.func is not None:
+        if a.node is not None and a.node.target is torch.tensor:
+            given = a.node.args[0]
+            return float(given) if isinstance(given, (int, float)) else None
+        if a.func in _FILLED:
+            return _FILLED[a.func]
+        if a.func in _FULL:
+            given = a.args[_FULL[a.func]]
+            return float(given) if isinstance(given, (int, float)) else constant_of(given)
+        if a.func not in (*_SAME, *CASTS, aten.expand.default, aten.view.default, aten.unsqueeze.default):
+            return None
+        a = a.args[0]
+    return None
+
+
+_SAME = (aten.detach.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.lift_fresh.default)
+
+
+def inner(ref: Ref) -> Ref | None:
+    """The element that a view, or a detached tensor of no gradient, shows."""
+    if ref.value.func is aten.detach.default:
+        return Ref(ref.value.args[0], ref.index)
+    return step(ref)
+
+
+def uncast(ref: Ref) -> Ref:
+    """``ref`` behind views and casts, none of them to bool."""
+    while True:
+        below = inner(ref)
+        if below is None and ref.value.func in CASTS and ref.value.dtype is not torch.bool:
+            below = Ref(ref.value.args[0], ref.index)
+        if below is None:
+            return ref
+        ref = below
+
+
+def keyed(ref: Ref) -> bool:
+    """Whether the element depends on the key."""
+    return any(isinstance(v, Key) for v in variables_of(ref))
+
+
+def operand(a: Any, ref: Ref) -> Ref:
+    if not isinstance(a, Value):
+        raise Unsupported
+    return _broadcast(a, ref)

@@ -1,0 +1,254 @@
+"""Masks in normal form as ranges of keys: for each conjunction the keys from its lower bounds to below its upper ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from mhc_inductor.routing.graph.expressions import Ref
+from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var
+from mhc_inductor.routing.graph.linear import Datum, Floor, Key, Linear, mapped, of_size
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operators.mhc.formula import Mismatch
+from mhc_inductor.routing.operators.selection.keys import All, Any_, Compare, Given, Literal
+from mhc_inductor.routing.operators.selection.masks import Masks
+
+
+@dataclasses.dataclass
+class Interval:
+    """Keys ``max(lowers) <= t < min(uppers)`` where every one of ``conditions`` holds, for every value of ``bound``."""
+
+    lowers: list[Linear] = dataclasses.field(default_factory=list)
+    uppers: list[Linear] = dataclasses.field(default_factory=list)
+    conditions: list[Literal] = dataclasses.field(default_factory=list)
+    bound: tuple[Var, ...] = ()
+
+    @property
+    def selects(self) -> bool:
+        """Whether a tensor says which keys these are."""
+        return any(x.data() for x in (*self.lowers, *self.uppers))
+
+    def pairs(self) -> list[tuple[Linear, Linear]]:
+        """Each start with each end that come from data."""
+        return [(low, high) for low in self.lowers for high in self.uppers if low.data() and high.data()]
+
+
+class Judge:
+    """Says what the keys of a mask are, and whether they are a selection."""
+
+    def __init__(self, masks: Masks, t: Key) -> None:
+        self.masks = masks
+        self.t = t
+        self.where: Value | None = next(reversed(masks.seen), None)
+
+    def intervals(self, keys: Any_) -> list[Interval]:
+        """Each conjunction as an interval. Raises Unsupported."""
+        return [found for conj in rolled(keys) for found in self._interval(conj)]
+
+    def _interval(self, conj: All) -> list[Interval]:
+        made = [Interval(bound=conj.bound)]
+        for literal in conj.literals:
+            if isinstance(literal, Given):
+                for one in made:
+                    one.conditions.append(literal)
+                continue
+            place = [a for a, _ in literal.value.terms if a is self.t or (isinstance(a, Floor) and self._moves(a))]
+            if not place:
+                if any(isinstance(v, Key) for v in literal.value.variables()):
+                    raise Unsupported
+                for one in made:
+                    one.conditions.append(literal)
+                continue
+            if len(place) > 1:
+                raise Unsupported
+            bounds = self._bounds(literal, place[0])
+            made = [
+                dataclasses.replace(
+                    one, lowers=one.lowers + low, uppers=one.uppers + high, conditions=[*one.conditions]
+                )
+                for one in made
+                for low, high in bounds
+            ]
+        return made
+
+    def _moves(self, a: Floor) -> bool:
+        return self.t in a.of.variables()
+
+    def _bounds(self, literal: Compare, place: object) -> list[tuple[list[Linear], list[Linear]]]:
+        """(lower bounds, upper bounds) of the key, one pair for each way to fulfil ``literal``."""
+        c = literal.value.coefficient(place)  # type: ignore[arg-type]
+        rest = literal.value.without(place)  # type: ignore[arg-type]
+        if abs(c) != 1 or (not isinstance(place, Floor) and self.t in rest.variables()):
+            raise Unsupported
+        # place == at; place <= at where c is 1, place >= at where it is -1.
+        at = rest.times(-c)
+        below, above = self._below(place, at.shifted(1)), self._below(place, at)
+        if literal.kind == "eq":
+            return [([above], [below])]
+        if literal.kind == "le":
+            return [([], [below])] if c == 1 else [([above], [])]
+        return [([], [above]), ([below], [])]
+
+    def _below(self, place: object, at: Linear) -> Linear:
+        """The first key whose ``place`` is not below ``at``."""
+        if not isinstance(place, Floor):
+            return at
+        inside = place.of.without(self.t)
+        if place.of.coefficient(self.t) != 1 or self.t in inside.variables():
+            raise Unsupported
+        return at.times(place.by).minus(inside)
+
+    # --- what is a selection ---
+
+    def check(self, intervals: Sequence[Interval], position: Linear, queries: Size, keys: Size) -> None:
+        """Raises Mismatch where the intervals are almost the ranges of a selection, and something else."""
+        if not any(i.pairs() for i in intervals):
+            raise Mismatch("the keys of no query are said by starts and ends or blocks", self.where)
+        last = position.plus(of_size(keys)).minus(of_size(queries))
+        for one in intervals:
+            self._check(one, position, last, keys)
+
+    def _check(self, one: Interval, position: Linear, last: Linear, keys: Size) -> None:
+        if not one.selects:
+            bounded = all(not x.variables() for x in one.uppers) and one.uppers
+            if not (one.lowers and one.uppers) and not bounded:
+                raise Mismatch("keys beyond the selection are seen without a bound", self.where)
+            return
+        pairs = one.pairs()
+        if not pairs:
+            raise Mismatch("a start without an end, or an end without a start", self.where)
+        reasons = [_odd(*pair) for pair in pairs]
+        if all(reasons):
+            raise Mismatch(reasons[0], self.where)
+        fits = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]
+        if len({low for low, _ in fits}) > 1 and len({d.ref.value for low, _ in fits for d in low.data()}) == 1:
+            raise Mismatch("only keys of several ranges at once are seen; expected those of any", self.where)
+        for high in one.uppers:
+            ahead = high.minus(last).shifted(-1)
+            if _of_position(high) and ahead.value != 0:
+                said = "the difference of the lengths" if ahead.value is None else f"{ahead.value}"
+                raise Mismatch(f"the last key seen is off by {said}; expected key <= query + S_kv - S", self.where)
+        for low in one.lowers:
+            behind = last.minus(low).value
+            if _of_position(low) and (behind is None or behind <= 0):
+                raise Mismatch("keys from the query on are seen; expected those up to it", self.where)
+
+
+def _of_position(bound: Linear) -> bool:
+    """Whether a bound moves with the query and with nothing else."""
+    return bool(bound.terms) and all(isinstance(a, Var) for a in bound.atoms())
+
+
+def _odd(low: Linear, high: Linear) -> str:
+    """Why a start and an end are none, or nothing."""
+    width = high.minus(low).value
+    factors = {c for _, c in low.terms}
+    if low.bound_variables() != high.bound_variables():
+        return "starts of one range go with ends of another"
+    if any(not isinstance(a, Datum) for x in (low, high) for a, _ in x.terms):
+        return "starts and ends are counted from the query"
+    if low.constant:
+        return f"keys from start + {low.offset} on; expected start <= key < end"
+    if width is None:
+        if high.constant:
+            return f"keys below end + {high.offset}; expected start <= key < end"
+        if {c for _, c in (*low.terms, *high.terms)} != {1}:
+            return "starts and ends are scaled"
+    elif width <= 0 or factors not in ({1}, {width}):
+        return f"{width} keys of blocks of {max(factors)}; expected whole blocks"
+    return ""
+
+
+# --- unrolled loops ---
+
+
+def rolled(keys: Any_) -> Any_:
+    """``keys`` with what differs by evenly spaced constant indices put under one variable."""
+    groups: dict[object, list[tuple[tuple[int, ...], All]]] = {}
+    for conj in keys:
+        shape, constants = _shape(conj)
+        groups.setdefault(shape if not conj.bound else object(), []).append((constants, conj))
+    total: Any_ = []
+    for members in groups.values():
+        total += _rolled([*dict(members).items()]) if len(members) > 1 else [members[0][1]]
+    return total
+
+
+def _rolled(members: list[tuple[tuple[int, ...], All]]) -> Any_:
+    members = sorted(members, key=lambda m: m[0])
+    columns = list(zip(*(constants for constants, _ in members), strict=True))
+    steps = []
+    for column in columns:
+        step = column[1] - column[0]
+        if step < 0 or any(b - a != step for a, b in itertools.pairwise(column)):
+            return [conj for _, conj in members]
+        steps.append(step)
+    if not any(steps):
+        return [members[0][1]]
+    j = Var(Size(len(members)))
+    first = members[0][1]
+    moves = iter(steps)
+
+    def moved(ref: Ref) -> Ref:
+        return Ref(ref.value, tuple(i.plus(Index({j: Size(s)})) if (s := next(moves)) else i for i in ref.index))
+
+    literals = [_mapped(x, moved) for x in _ordered(first)]
+    return [All(frozenset(literals), (j,))]
+
+
+def _mapped(literal: Literal, fn: object) -> Literal:
+    if isinstance(literal, Given):
+        return Given(fn(literal.ref), literal.want)  # type: ignore[operator]
+    # One order of the terms for the constants and for what takes their place.
+    total = Linear(constant=literal.value.constant)
+    for a, c in _terms(literal.value):
+        total = total.plus(mapped(Linear(frozenset({(a, c)})), fn), 1)  # type: ignore[arg-type]
+    return Compare(literal.kind, total)
+
+
+def _bare(ref: Ref) -> Ref:
+    return Ref(ref.value, tuple(Index({a: c for a, c in i.terms.items() if a is not None}) for i in ref.index))
+
+
+def _template(x: Linear) -> Linear:
+    return mapped(x, _bare)
+
+
+def _terms(x: Linear) -> list[tuple[object, int]]:
+    return sorted(x.terms, key=lambda term: (hash(_template(Linear(frozenset({term})))), _constants_of(term[0])))  # type: ignore[arg-type]
+
+
+def _constants_of(a: object) -> tuple[int, ...]:
+    if isinstance(a, Datum):
+        return tuple(_number(i) for i in a.ref.index)
+    if isinstance(a, Floor):
+        return tuple(c for b, _ in _terms(a.of) for c in _constants_of(b))
+    return ()
+
+
+def _number(index: Index) -> int:
+    c = index.terms.get(None)
+    return c.factor if c is not None and not c.symbols else 0
+
+
+def _constants(literal: Literal) -> tuple[int, ...]:
+    if isinstance(literal, Given):
+        return tuple(_number(i) for i in literal.ref.index)
+    return tuple(c for a, _ in _terms(literal.value) for c in _constants_of(a))
+
+
+def _bare_literal(literal: Literal) -> Literal:
+    if isinstance(literal, Given):
+        return Given(_bare(literal.ref), literal.want)
+    return Compare(literal.kind, _template(literal.value))
+
+
+def _ordered(conj: All) -> list[Literal]:
+    return sorted(conj.literals, key=lambda x: (hash(_bare_literal(x)), _constants(x)))
+
+
+def _shape(conj: All) -> tuple[object, tuple[int, ...]]:
+    literals = _ordered(conj)
+    shape = tuple(_bare_literal(x) for x in literals)
+    return shape, tuple(c for x in literals for c in _constants(x))

@@ -1,0 +1,220 @@
+"""Boolean masks in normal form: which keys a query sees, as a union of intervals and conditions.
+
+An element of a mask is a disjunction of conjunctions of comparisons between whole numbers (:mod:`.linear`), each under
+variables of its own, "for some j".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from mhc_inductor.routing.graph.expressions import Ref
+from mhc_inductor.routing.graph.index import Size, Unsupported, Var
+from mhc_inductor.routing.graph.linear import (
+    Key,
+    Linear,
+    atom,
+    replaced,
+    substituted,
+    variables_of,
+)
+from mhc_inductor.routing.graph.values import Value
+
+_MOST = 1024  # conjunctions: loops over ranges are unrolled, more than this are none
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compare:
+    """``value <= 0`` ("le"), ``value == 0`` ("eq") or ``value != 0`` ("ne")."""
+
+    kind: str
+    value: Linear
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """An element of a boolean tensor, or that it is false."""
+
+    ref: Ref
+    want: bool
+
+
+Literal = Compare | Given
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class All:
+    """For some values of ``bound``, every one of ``literals`` holds."""
+
+    literals: frozenset[Literal] = frozenset()
+    bound: tuple[Var, ...] = ()
+
+    def comparisons(self) -> list[Linear]:
+        return [x.value for x in self.literals if isinstance(x, Compare)]
+
+
+Any_ = list[All]
+"""A disjunction."""
+TRUE: Any_ = [All()]
+FALSE: Any_ = []
+
+
+class KeyData(Unsupported):
+    """The mask reads a tensor at the key's place."""
+
+    def __init__(self, value: Value) -> None:
+        super().__init__("a tensor of keys")
+        self.value = value
+
+
+def both(a: Any_, b: Any_) -> Any_:
+    if len(a) * len(b) > _MOST:
+        raise Unsupported
+    return [All(x.literals | y.literals, tuple(dict.fromkeys(x.bound + y.bound))) for x in a for y in b]
+
+
+def either(*parts: Any_) -> Any_:
+    total = list(dict.fromkeys(itertools.chain(*parts)))
+    if len(total) > _MOST:
+        raise Unsupported
+    return total
+
+
+def _literal(kind: str, value: Linear) -> Any_:
+    known = value.value
+    if known is not None:
+        return TRUE if {"le": known <= 0, "eq": known == 0, "ne": known != 0}[kind] else FALSE
+    return [All(frozenset({Compare(kind, value)}))]
+
+
+def compared(op: str, a: Linear, b: Linear) -> Any_:
+    """``a op b``."""
+    d = a.minus(b)
+    if op in ("eq", "ne"):
+        return _literal(op, d)
+    if op in ("ge", "gt"):
+        d = d.times(-1)
+    return _literal("le", d if op in ("le", "ge") else d.shifted(1))
+
+
+def has_data(conj: All) -> bool:
+    return any(isinstance(x, Given) or x.value.data() for x in conj.literals)
+
+
+def opposite(literal: Literal) -> Any_:
+    if isinstance(literal, Given):
+        return [All(frozenset({Given(literal.ref, not literal.want)}))]
+    if literal.kind == "le":
+        return _literal("le", literal.value.times(-1).shifted(1))
+    return _literal("ne" if literal.kind == "eq" else "eq", literal.value)
+
+
+def differences(terms: Sequence[tuple[float, All]]) -> Any_:
+    """Counts of starts less counts of ends: whether some start is passed and its end is not."""
+    ups = [e for f, c in terms if f == 1.0 and (e := eliminated(c)) is not None]
+    downs = [e for f, c in terms if f == -1.0 and (e := eliminated(c)) is not None]
+    if len(ups) + len(downs) != len(terms) or len(ups) != len(downs):
+        raise Unsupported
+    total: list[All] = []
+    for up, down in zip(ups, downs, strict=True):
+        if [v.size for v in up.bound] != [v.size for v in down.bound]:
+            raise Unsupported
+        passed = set(down.literals)
+        for old, new in zip(down.bound, up.bound, strict=True):
+            passed = {_rewritten(x, old, atom(new)) for x in passed}
+        common, late = up.literals & passed, passed - up.literals
+        early = up.literals - passed
+        if len(late) != 1 or len(early) != 1:
+            raise Unsupported
+        (end,), (start,) = late, early
+        if not isinstance(end, Compare) or end.kind != "le" or not isinstance(start, Compare) or start.kind != "le":
+            raise Unsupported
+        total += (All(common | {start} | conj.literals, up.bound) for conj in opposite(end))
+    return total
+
+
+def _rewritten(literal: Literal, old: Var, new: Linear) -> Literal:
+    if isinstance(literal, Given):
+        return Given(replaced(literal.ref, old, new), literal.want)
+    return Compare(literal.kind, substituted(literal.value, old, new))
+
+
+def eliminated(conj: All) -> All | None:
+    """``conj`` without the bound variables that an equality says, None where it never holds."""
+    bound, literals = list(conj.bound), set(conj.literals)
+    again = True
+    while again:
+        again = False
+        for literal in sorted(literals, key=_order):
+            if not isinstance(literal, Compare) or literal.kind != "eq":
+                continue
+            for v in sorted(bound, key=lambda v: not isinstance(v, Key)):
+                c = literal.value.coefficient(v)
+                rest = literal.value.without(v)
+                if abs(c) != 1 or v in rest.variables():
+                    continue
+                new = rest.times(-c)
+                try:
+                    moved = {_rewritten(x, v, new) for x in literals if x is not literal}
+                except Unsupported:
+                    continue
+                kept = [(x, _known(x)) for x in moved]
+                if any(known is False for _, known in kept):
+                    return None
+                literals = {x for x, known in kept if known is None}
+                bound.remove(v)
+                again = True
+                break
+            if again:
+                break
+    used: set[Var] = set()
+    for x in literals:
+        used |= variables_of(x.ref) if isinstance(x, Given) else x.value.variables()
+    return All(frozenset(literals), tuple(v for v in bound if v in used))
+
+
+def _order(literal: Literal) -> tuple[int, str]:
+    # Equalities of few atoms first: they say the most.
+    return (len(literal.value.terms), literal.kind) if isinstance(literal, Compare) else (99, "")
+
+
+def _known(literal: Literal) -> bool | None:
+    known = literal.value.value if isinstance(literal, Compare) else None
+    return None if known is None else bool({"le": known <= 0, "eq": known == 0, "ne": known != 0}[literal.kind])  # type: ignore[union-attr]
+
+
+def free(conj: All) -> set[Var]:
+    """The variables of ``conj`` that are not bound."""
+    found: set[Var] = set()
+    for x in conj.literals:
+        found |= variables_of(x.ref) if isinstance(x, Given) else x.value.variables()
+    return found - set(conj.bound)
+
+
+def alike(a: Any_, b: Any_, t: Key) -> bool:
+    """Whether ``a`` is ``b``, or says for which rows ``b`` holds for some key ``t``."""
+    mine, theirs = ({_canonical(c, t, rows) for c in x if c is not None} for x, rows in ((a, False), (b, False)))
+    return mine == theirs or {_canonical(c, t, True) for c in a} == theirs
+
+
+_STANDINS: dict[tuple[Size, int], Var] = {}
+
+
+def _canonical(conj: All, t: Key, rows: bool) -> All | None:
+    """``conj`` with stand-ins for its bound variables; with ``rows``, ``t`` for the one that runs over keys."""
+    if rows:
+        keys = [v for v in conj.bound if v.size == t.size]
+        if len(keys) != 1:
+            return None
+        literals = frozenset(_rewritten(x, keys[0], atom(t)) for x in conj.literals)
+        conj = All(literals, tuple(v for v in conj.bound if v is not keys[0]))
+    found = eliminated(conj)
+    if found is None:
+        return None
+    literals = found.literals
+    for k, v in enumerate(found.bound):
+        new = _STANDINS.setdefault((v.size, k), Var(v.size))
+        literals = frozenset(_rewritten(x, v, atom(new)) for x in literals)
+    return All(literals)

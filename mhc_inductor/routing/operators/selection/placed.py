@@ -1,0 +1,269 @@
+"""Operations that put elements of tensors, or constants, in places that comparisons say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mhc_inductor.routing.graph.expressions import Ref, _dim, aten
+from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
+from mhc_inductor.routing.graph.linear import (
+    Key,
+    Linear,
+    atom,
+    number,
+    of_index,
+    of_scalar,
+    of_size,
+    to_index,
+)
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operators.selection.elements import (
+    constant_of,
+    keyed,
+    operand,
+)
+from mhc_inductor.routing.operators.selection.keys import (
+    FALSE,
+    TRUE,
+    All,
+    Any_,
+    Compare,
+    Literal,
+    both,
+    compared,
+    either,
+)
+
+_GATHERS = (aten.gather.default, aten.index_select.default, aten.index.Tensor, aten._unsafe_index.Tensor)
+
+
+class Placed:
+    """The part of :class:`.masks.Masks` that follows elements to where they were put."""
+
+    hints: Mapping[str, int]
+    fixed: Mapping[str, int]
+    equal: set[frozenset[Size]]
+    sized: dict[Size, tuple[Value, int]]
+
+    def truth(self, ref: Ref, want: bool = True) -> Any_:
+        """When an element is ``want``."""
+        raise NotImplementedError
+
+    def whole(self, ref: Ref, wrap: Size | None = None) -> Linear:
+        """An element of an integer tensor."""
+        raise NotImplementedError
+
+    def _structured(self, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_ | None:
+        """Operations that put elements of other tensors, or constants, in places that comparisons say."""
+        value, func = ref.value, ref.value.func
+        if func is aten.where.self:
+            when, a, b = value.args
+            return self._either_way(when, self._part(a, ref, want, of), self._part(b, ref, want, of), ref)
+        if func in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+            x, when, fill = value.args
+            return self._either_way(when, self._part(fill, ref, want, of), self._part(x, ref, want, of), ref)
+        if func in (aten.tril.default, aten.triu.default):
+            return self._triangle(ref, want, of)
+        if func in (aten.scatter.value, aten.scatter.src):
+            x, d, index, source = value.args
+            known = constant_of(source)
+            if known is None:
+                raise Unsupported
+            hit = self._hits(ref, d, index)
+            if (of(filled(known, value), want)) == TRUE:
+                return either(of(Ref(x, ref.index), want), hit)
+            if of(Ref(x, ref.index), want) == FALSE:
+                return FALSE
+            raise Unsupported
+        if func in (aten.index_put.default, aten._unsafe_index_put.default):
+            x, indices, source, *rest = value.args
+            known = constant_of(source)
+            if known is None or (rest and rest[0]):
+                raise Unsupported
+            if (of(filled(known, value), want)) == TRUE:
+                return either(of(Ref(x, ref.index), want), self._put(ref, indices))
+            if of(Ref(x, ref.index), want) == FALSE:
+                return FALSE
+            raise Unsupported
+        if func is aten.constant_pad_nd.default:
+            return self._padded(ref, want, of)
+        if func is aten.cat.default:
+            return self._joined(ref, want, of)
+        gathered = self._gathered(ref)
+        if gathered is not None:
+            below, more = gathered
+            return both(more, of(below, want))
+        return None
+
+    def _either_way(self, when: Any, a: Any_, b: Any_, ref: Ref) -> Any_:
+        """``a`` where ``when`` holds, else ``b``."""
+        yes = both(self._side(when, ref, True), a) if a else FALSE
+        if not b:
+            return yes
+        # True there, or b: what holds need not be said again.
+        return either(yes, b if a == TRUE else both(self._side(when, ref, False), b))
+
+    def _part(self, a: Any, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_:
+        known = constant_of(a)
+        if known is not None:
+            return of(filled(known, ref.value), want)
+        return of(operand(a, ref), want)
+
+    def _triangle(self, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_:
+        x, *rest = ref.value.args
+        diagonal = of_scalar(rest[0] if rest else 0, self.fixed)
+        ahead = of_index(ref.index[-1]).minus(of_index(ref.index[-2])).minus(diagonal)
+        lower = ref.value.func is aten.tril.default
+        kept = compared("le" if lower else "ge", ahead, number(0))
+        left = compared("gt" if lower else "lt", ahead, number(0))
+        zero = of(filled(0.0, ref.value), want)
+        return either(both(kept, of(Ref(x, ref.index), want)), both(left, zero))
+
+    def _hits(self, ref: Ref, d: int, index: Value) -> Any_:
+        """Whether a scatter writes this element."""
+        d = _dim(ref.value, d)
+        for k, (a, b) in enumerate(zip(index.shape, ref.value.shape, strict=True)):
+            if k != d and a != b:
+                self._assume(a, b)
+        j = Var(index.shape[d])
+        place = Ref(index, (*ref.index[:d], var(j), *ref.index[d + 1 :]))
+        found = compared("eq", self.whole(place), of_index(ref.index[d]))
+        return [All(c.literals, (*c.bound, j)) for c in found]
+
+    def _wrap(self, value: Value, d: int) -> Size:
+        """The size that negative indices of a dim count from."""
+        size = value.shape[d]
+        while value.node is None and isinstance(value.args[0], Value) and value.args[0].shape == value.shape:
+            value = value.args[0]
+        if size.symbols and value.node is not None:
+            self.sized[size] = value, d
+        return size
+
+    def _assume(self, a: Size, b: Size) -> None:
+        """Take two symbols for the same size, if they are now. Raises Unsupported."""
+        if not all(s.factor == 1 and len(s.symbols) == 1 for s in (a, b)):
+            raise Unsupported
+        now = {self.hints.get(s.symbols[0]) for s in (a, b)}
+        if None in now or len(now) != 1:
+            raise Unsupported
+        self.equal.add(frozenset({a, b}))
+
+    def _put(self, ref: Ref, indices: Sequence[Any]) -> Any_:
+        """Whether ``x[indices] = ...`` writes this element."""
+        given = [i for i in indices if i is not None]
+        if any(i.dtype is torch.bool for i in given):
+            raise Unsupported
+        rank = max(len(i.shape) for i in given)
+        shape = [ONE] * rank
+        for i in given:
+            for k, size in enumerate(i.shape):
+                if size != ONE:
+                    shape[rank - len(i.shape) + k] = size
+        bound = [Var(s) for s in shape]
+        total = TRUE
+        for d, i in enumerate(indices):
+            if i is None:
+                continue
+            tail = bound[rank - len(i.shape) :]
+            at = tuple(const(0) if s == ONE else var(v) for s, v in zip(i.shape, tail, strict=True))
+            place = self.whole(Ref(i, at), self._wrap(ref.value, d))
+            total = both(total, compared("eq", place, of_index(ref.index[d])))
+        return [All(c.literals, (*c.bound, *(v for v in bound if v.size != ONE))) for c in total]
+
+    def _padded(self, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_:
+        x, pads, *rest = ref.value.args
+        fill = constant_of(rest[0] if rest else 0.0)
+        if fill is None:
+            raise Unsupported
+        within, index = TRUE, list(ref.index)
+        outside: list[Any_] = []
+        for k in range(len(pads) // 2):
+            d = len(index) - 1 - k
+            before, after = pads[2 * k : 2 * k + 2]
+            if not isinstance(before, int) or not isinstance(after, int) or before < 0 or after < 0:
+                raise Unsupported
+            at = of_index(index[d])
+            if before:
+                within = both(within, compared("ge", at, number(before)))
+                outside.append(compared("lt", at, number(before)))
+                index[d] = index[d].plus(const(-before))
+            if after:
+                end = of_size(x.shape[d]).shifted(before)
+                within = both(within, compared("lt", at, end))
+                outside.append(compared("ge", at, end))
+        rest_ = both(either(*outside), of(filled(fill, ref.value), want)) if outside else FALSE
+        return either(both(within, of(Ref(x, tuple(index)), want)), rest_)
+
+    def _joined(self, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_:
+        """A cat whose pieces the index spans."""
+        pieces, *rest = ref.value.args
+        d = _dim(ref.value, rest[0] if rest else 0)
+        at, start, total = of_index(ref.index[d]), number(0), FALSE
+        for piece in pieces:
+            end = start.plus(of_size(piece.shape[d]))
+            here = both(compared("ge", at, start), compared("lt", at, end))
+            moved = ref.index[d] if not start.constant else _moved(ref.index[d], start)
+            index = (*ref.index[:d], moved, *ref.index[d + 1 :])
+            total = either(total, both(here, of(Ref(piece, index), want)))
+            start = end
+        return total
+
+    def _gathered(self, ref: Ref) -> tuple[Ref, Any_] | None:
+        """The element that a gather reads, and the conditions on the variables that stand for its place."""
+        func, args = ref.value.func, ref.value.args
+        if func not in _GATHERS or not keyed(ref):
+            return None
+        more: dict[Var, Literal] = {}
+        x, index = args[0], list(ref.index)
+        if func in (aten.gather.default, aten.index_select.default):
+            d, places = _dim(x, args[1]), args[2]
+            at = ref.index if func is aten.gather.default else (ref.index[d],) if places.shape else ()
+            index[d] = self._place(Ref(places, at), x.shape[d], None, more)
+        else:
+            given = [d for d, i in enumerate(args[1]) if i is not None]
+            indices = [args[1][d] for d in given]
+            # The dims of index tensors stay where they were if they are neighbours.
+            if any(i.dtype is torch.bool for i in indices) or given != [*range(given[0], given[-1] + 1)]:
+                return None
+            rank = max(len(i.shape) for i in indices)
+            spread = ref.index[given[0] : given[0] + rank]
+            index = [*ref.index[: given[0]]]
+            for d, places in zip(given, indices, strict=True):
+                tail = spread[rank - len(places.shape) :]
+                at = tuple(const(0) if s == ONE else i for s, i in zip(places.shape, tail, strict=True))
+                index.append(self._place(Ref(places, at), x.shape[d], self._wrap(x, d), more))
+            index += ref.index[given[0] + rank :]
+        return Ref(x, tuple(index)), [All(frozenset(more.values()), tuple(more))]
+
+    def _place(self, ref: Ref, size: Size, wrap: Size | None, more: dict[Var, Literal]) -> Index:
+        """A whole number as an index; what is none becomes a variable with a condition in ``more``."""
+        at = self.whole(ref, wrap)
+        index = to_index(at)
+        if index is not None:
+            return index
+        v = Key(size)
+        more[v] = Compare("eq", atom(v).minus(at))
+        return var(v)
+
+    def _side(self, a: Any, ref: Ref, want: bool) -> Any_:
+        known = constant_of(a)
+        if known is not None:
+            return TRUE if bool(known) == want else FALSE
+        return self.truth(operand(a, ref), want)
+
+
+def filled(known: float, like: Value) -> Ref:
+    """An element of a tensor that is ``known`` everywhere."""
+    made = object.__new__(Value)
+    made.shape, made.dtype, made.node, made.out = (), like.dtype, None, 0
+    made._pending, made._func, made._args, made.kwargs = None, aten.scalar_tensor.default, (known,), {}
+    return Ref(made, ())
+
+
+def _moved(index: Index, by: Linear) -> Index:
+    if by.value is None:
+        raise Unsupported
+    return index.plus(const(-by.value))

@@ -1,0 +1,268 @@
+"""The routing pass: formulas of a Dynamo graph become ops, before autograd, and neighbouring ops become one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_inductor import compat
+from mhc_inductor.log import logger, warn_once
+from mhc_inductor.routing.edit import Rewriter
+from mhc_inductor.routing.graph.inplace import Change, exchange, out_of_place
+from mhc_inductor.routing.graph.values import Value, Values
+from mhc_inductor.routing.operators.e79.emit import Scans
+from mhc_inductor.routing.operators.e79.loop import Chain, Search
+from mhc_inductor.routing.operators.e79.scan import Bodies, scans
+from mhc_inductor.routing.operators.mhc.fuse import fuse
+from mhc_inductor.routing.operators.mhc.search import Finder, Miss, Pre
+from mhc_inductor.routing.operators.selection.attention import Found as Selected
+from mhc_inductor.routing.operators.selection.emit import Selections, candidates
+from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, kernels_of
+
+
+def route(gm: torch.fx.GraphModule) -> Report:
+    """Rewrite ``gm`` in place and say what was found. Never raises: what cannot be analysed stays as it is."""
+    report = Report()
+    start = time.perf_counter()
+    _route(gm, report, {}, ())
+    report.seconds = time.perf_counter() - start
+    counters = compat.counters()
+    for routed in report.routed:
+        counters[f"routed {routed.op}"] += 1
+    for fused in report.fused:
+        counters[f"fused {fused.op}"] += 1
+    if report.near_misses:
+        counters["near misses"] += len(report.near_misses)
+    if report.problems:
+        counters["unrouted graphs"] += len(report.problems)
+    return report
+
+
+def _route(
+    gm: torch.fx.GraphModule,
+    report: Report,
+    templates: dict[Any, Any],
+    autocast: tuple[Any, ...],
+    body: bool = False,
+) -> None:
+    report.graphs += 1
+    report.nodes += len(gm.graph.nodes)
+    states = _autocast_states(gm.graph, autocast)
+    report.routed += _called(gm.graph)
+    _scans(gm, report, states, templates, body)
+    _selections(gm, report, states, templates)
+    # Bodies of higher-order operators (activation checkpointing) are graphs of their own.
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and isinstance(inner := getattr(gm, str(node.target), None), fx.GraphModule):
+            user = next(iter(node.users), node)
+            _route(inner, report, templates, states.get(user, autocast), body=True)
+    saved = None
+    undo: list[Change] = []
+    try:
+        found = Report()
+        values = Values(gm.graph, states, templates)
+        if values.transformed:
+            logger.info(
+                "not routed: what torch.func.grad or jvp transforms inside a compiled function (%s)", _where(gm.graph)
+            )
+        undo = out_of_place(gm.graph, values)
+        finder = Finder(gm.graph, values)
+        search = Search(finder)
+        search.run()
+        found.near_misses += map(_near_miss, search.misses)
+        if search.chains:
+            saved = _copy(gm.graph)
+            loops = Scans(gm.graph, finder, body)
+            loops.run_chains(search.chains)
+            found.near_misses += map(_near_miss, loops.misses)
+            found.routed += (_routed(op, node, what) for op, node, what in loops.made)
+        if undo or search.chains:
+            values = Values(gm.graph, states, templates)
+            finder = Finder(gm.graph, values)
+        result = finder.run()
+        rewriter = None
+        if result.pres or result.posts or result.sinkhorns:
+            if saved is None:
+                exchange(undo)
+                saved = _copy(gm.graph)
+                exchange(undo)
+            rewriter = Rewriter(gm.graph, finder)
+            rewriter.run(result)
+            for op, node, what in rewriter.made:
+                found.routed.append(_routed(op, node, what))
+        if not search.chains and not (rewriter is not None and rewriter.made):
+            exchange(undo)
+            undo = []
+        if rewriter is not None or _holds_ops(gm.graph):
+            saved = saved or _copy(gm.graph)
+            for fused, second, node in fuse(gm.graph):
+                kernels = kernels_of(fused, _device(node))
+                found.fused.append(Fused(fused, ("mhc_post", second), source_of(node), kernels))
+        if saved is not None:
+            gm.graph.lint()
+            gm.recompile()
+        for miss in [*result.misses, *(rewriter.misses if rewriter is not None else [])]:
+            found.near_misses.append(_near_miss(miss))
+        report.extend(found)
+    except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
+        if saved is not None:
+            gm.graph = saved
+            gm.recompile()
+        else:
+            exchange(undo)
+        where = _where(gm.graph)
+        message = f"a graph is compiled unrouted: {type(error).__name__}: {error} ({where})"
+        report.problems.append(message)
+        logger.debug("routing failed", exc_info=True)
+        warn_once(f"unrouted: {type(error).__name__} {where}", message)
+
+
+def _called(graph: fx.Graph) -> list[Routed]:
+    """Scans that the model calls itself: the third door, which needs no search."""
+    scan = torch.ops.mhc_inductor.e79_scan.default
+    nodes = [node for node in graph.nodes if node.target is scan]
+    return [Routed("e79_scan", source_of(n), "called by the model", kernels_of("e79_scan", _device(n))) for n in nodes]
+
+
+def _scans(
+    gm: torch.fx.GraphModule, report: Report, states: dict[fx.Node, Any], templates: dict[Any, Any], body: bool
+) -> None:
+    """Higher-order scans whose body is a step of E79."""
+    calls = scans(gm)
+    if not calls:
+        return
+    saved = _copy(gm.graph)
+    try:
+        rewriter = Bodies(gm.graph, Finder(gm.graph, Values(gm.graph, states, templates)), body)
+        rewriter.run_bodies(calls, templates)
+        gm.graph.lint()
+        gm.recompile()
+        report.routed += (_routed(op, node, what) for op, node, what in rewriter.made)
+        report.near_misses += map(_near_miss, rewriter.misses)
+    except Exception as error:
+        gm.graph = saved
+        gm.recompile()
+        report.problems.append(f"a scan stays as it is: {type(error).__name__}: {error}")
+        logger.debug("routing failed", exc_info=True)
+
+
+def _selections(
+    gm: torch.fx.GraphModule, report: Report, states: dict[fx.Node, Any], templates: dict[Any, Any]
+) -> None:
+    """Attentions whose mask is a union of ranges of keys."""
+    if not candidates(gm.graph):
+        return
+    saved = None
+    try:
+        rewriter = Selections(gm.graph, states, templates)
+        if rewriter.found:
+            saved = _copy(gm.graph)
+            rewriter.rewrite(gm.graph, states, templates)
+            gm.graph.lint()
+            gm.recompile()
+        report.routed += (_routed(op, node, what) for op, node, what in rewriter.made)
+        report.near_misses += map(_near_miss, rewriter.misses)
+    except Exception as error:
+        if saved is not None:
+            gm.graph = saved
+            gm.recompile()
+        report.problems.append(f"attentions stay as they are: {type(error).__name__}: {error}")
+        logger.debug("routing failed", exc_info=True)
+
+
+def _holds_ops(graph: fx.Graph) -> bool:
+    post = torch.ops.mhc_inductor.mhc_post.default
+    return any(node.target is post for node in graph.nodes)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    out = copy.graph_copy(graph, {}, return_output_node=True)
+    if out is not None:
+        value, old = out if isinstance(out, tuple) else (out, None)
+        node = copy.output(value)
+        if old is not None:
+            node.meta = dict(old.meta)
+    return copy
+
+
+def _autocast_states(graph: fx.Graph, outer: tuple[Any, ...]) -> dict[fx.Node, tuple[Any, ...]]:
+    """The autocast regions of the graph that each node is in, outermost first."""
+    states: dict[fx.Node, tuple[Any, ...]] = {}
+    stack = list(outer)
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "_enter_autocast":
+            args = (*node.args, None, None, None)[:4]
+            stack.append((args[0], args[1], True if args[2] is None else args[2], None))
+        elif name == "_exit_autocast" and stack:
+            stack.pop()
+        if stack:
+            states[node] = tuple(stack)
+    return states
+
+
+def source_of(node: fx.Node | None) -> str:
+    """ "file.py:line, in function: code" of the user's line that made ``node``."""
+    trace = node.meta.get("stack_trace") if node is not None else None
+    if not trace:
+        return "unknown"
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    for i in range(len(lines) - 1, -1, -1):
+        if lines[i].startswith("File "):
+            file, _, rest = lines[i].removeprefix('File "').partition('", line ')
+            line, _, function = rest.partition(", in ")
+            code = f": {lines[i + 1]}" if i + 1 < len(lines) else ""
+            return f"{file}:{line}, in {function}{code}"
+    return "unknown"
+
+
+def _where(graph: fx.Graph) -> str:
+    return next((s for node in graph.nodes if (s := source_of(node)) != "unknown"), "no source line known")
+
+
+def _routed(op: str, node: fx.Node, what: Any) -> Routed:
+    detail = ""
+    source = source_of(node)
+    if isinstance(what, Pre):
+        source = source_of(what.h_in.node)
+        d = what.norm.width // what.n
+        detail = f"n = {what.n}, D = {d}, norm_eps = {what.norm.eps:g}, hc_eps = {what.pre.add:g}"
+        if op == "mhc_pre" and what.fold and what.chain is not None:
+            detail += f", {what.chain.iters} sinkhorn iterations ({what.chain.form}, eps = {what.chain.eps or 0.0:g})"
+    elif isinstance(what, Chain):
+        first = what.steps[0]
+        source = source_of(what.recogniser.known[first.M_new])
+        detail = f"n = {what.frame.n}, {len(what.steps)} steps of an unrolled loop"
+    elif isinstance(what, Selected):
+        source = source_of(what.out.node)
+        detail = what.words()
+    elif isinstance(what, tuple):
+        call, frame = what
+        source = source_of(call)
+        detail = f"n = {frame.n}, the body of a scan"
+    elif hasattr(what, "x_out"):
+        source = source_of(what.x_out.node)
+        matrix = what.found.matrix
+        detail = "residual x" if matrix is None else "h_res" if what.own else "the model's own matrix"
+        detail += " transposed" * what.found.transpose
+    elif isinstance(what, Value):
+        source = source_of(what.node)
+    elif hasattr(what, "mixed"):
+        source = source_of(what.mixed.node)
+        detail = f"{what.chain.iters} iterations ({what.chain.form}, eps = {what.chain.eps or 0.0:g})"
+    return Routed(op, source, detail, kernels_of(op, _device(node)))
+
+
+def _near_miss(miss: Miss) -> NearMiss:
+    node = miss.value.node if miss.value is not None and miss.value.node is not None else miss.start.node
+    return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "")
+
+
+def _device(node: fx.Node) -> str:
+    example = node.meta.get("example_value")
+    tensor = example[0] if isinstance(example, (tuple, list)) else example
+    return tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu"
