@@ -25,7 +25,7 @@ BAR_SECONDS, BAR_SHARE, BAR_DEPTH = 15.0, 0.20, 43
 @contextlib.contextmanager
 def watched() -> Iterator[list[Any]]:
     """The reports of every run of the pass inside, wherever the package holds a reference to it."""
-    original = importlib.import_module("mhc_inductor.routing.pipeline").route
+    original = importlib.import_module("mhc_inductor.routing").route
     reports: list[Any] = []
 
     def route(gm: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,8 +60,8 @@ def summary(reports: list[Any]) -> dict[str, Any]:
 
 def _traced(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, Any]:
     """The pass over the graphs of one forward, without compiling them."""
+    from mhc_inductor.routing import route
     from mhc_inductor.routing.explain import copied
-    from mhc_inductor.routing.pipeline import route
 
     reports, nodes, seconds, cpu = [], 0, 0.0, 0.0
 

@@ -96,7 +96,7 @@ def _route(gm: Any) -> None:
     """Route the formulas of a Dynamo graph, once."""
     if not isinstance(gm, torch.fx.GraphModule) or _ROUTED in gm.meta:
         return
-    from mhc_inductor.routing.pipeline import route
+    from mhc_inductor.routing import route
     from mhc_inductor.routing.report import log_report
 
     gm.meta[_ROUTED] = True

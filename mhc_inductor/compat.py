@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -394,6 +395,58 @@ def uncompiled(fn: Any) -> Any:
     """What ``torch.compile`` was called with, if ``fn`` is its result; else ``fn``."""
     fn = getattr(fn, "_orig_mod", fn)
     return getattr(fn, "_torchdynamo_orig_callable", fn)
+
+
+def mode_change(node: Any) -> tuple[str, Any] | None:
+    """What a node of a Dynamo graph changes of the modes: (kind, new value, or the node that it closes). torch 2.11 to 2.15.
+
+    Kinds: "grad", "enter_inference", "exit_inference", "enter_autocast", "exit_autocast".
+    """
+    if node.op != "call_function":
+        return None
+    kind = _mode_changes().get(node.target)
+    if kind is None:
+        return None
+    if kind == "grad":
+        return kind, bool(node.args[0])
+    if kind == "enter_inference":
+        return kind, bool(node.args[0]) if node.args else True
+    if kind == "enter_autocast":
+        device, dtype, enabled = (*node.args, None, None, None)[:3]
+        return kind, (device, dtype, True if enabled is None else enabled, None)
+    return kind, node.args[0] if node.args else None
+
+
+@functools.cache
+def _mode_changes() -> dict[Any, str]:
+    from torch.amp import autocast_mode
+    from torch.autograd import grad_mode
+
+    return {
+        torch._C._set_grad_enabled: "grad",
+        torch.set_grad_enabled: "grad",
+        grad_mode._enter_inference_mode: "enter_inference",
+        grad_mode._exit_inference_mode: "exit_inference",
+        autocast_mode._enter_autocast: "enter_autocast",
+        autocast_mode._exit_autocast: "exit_autocast",
+    }
+
+
+@contextlib.contextmanager
+def modes_kept() -> Iterator[None]:
+    """Restores grad mode and the random state of the CPU, whatever the body does to them."""
+    grad, random = torch.is_grad_enabled(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch._C._set_grad_enabled(grad)
+        torch.set_rng_state(random)
+
+
+def may_mutate(operator: Any) -> bool:
+    """Whether a higher-order operator without a body may write its arguments (launches of Triton kernels do)."""
+    name = str(operator)
+    return "functional" not in name and "flex_attention" not in name
 
 
 def storage_key(t: Any) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mhc_inductor.routing.pipeline import route
+from mhc_inductor.routing import route
 from mhc_inductor.routing.report import Report
 from tests.helpers_mhc import relative, rounding
 

@@ -234,7 +234,7 @@ def test_failed_rows_are_named(on_h200):
 
 def test_every_run_of_the_pass_is_watched():
     torch._dynamo.reset()
-    from mhc_inductor.routing import pipeline as module
+    import mhc_inductor.routing as module
 
     original = module.route
     with routing.watched() as reports:

@@ -580,7 +580,7 @@ def test_a_long_loop_compiles_in_bounded_time(counted: Callable[[], dict[str, in
     report = {}
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
-        from mhc_inductor.routing.pipeline import route
+        from mhc_inductor.routing import route
 
         report["found"] = route(gm)
         return gm.forward

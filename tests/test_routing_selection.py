@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mhc_inductor
+from mhc_inductor.routing import route
 from mhc_inductor.routing.operators.selection.profit import Sizes, refusal
-from mhc_inductor.routing.pipeline import route
 from tests.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
 from tests.helpers_mhc import relative
 from tests.judges_selection import JUDGES

@@ -1,1 +1,176 @@
-"""Formulas of the operators found in plain PyTorch graphs, before autograd, and rewritten to the ops."""
+"""Routing: formulas of a Dynamo graph become ops, before autograd. The whole pass is on this page, and names no operator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from torch import fx
+
+from mhc_inductor import compat
+from mhc_inductor.log import logger, warn_once
+from mhc_inductor.routing.edit import Check, Edit
+from mhc_inductor.routing.effects import Modes, ambient
+from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
+from mhc_inductor.routing.graph.values import Value, example, tensors_in
+from mhc_inductor.routing.graph.view import Knowledge, View
+from mhc_inductor.routing.operator import (
+    Match,
+    Mismatch,
+    Miss,
+    Operator,
+    Unplaced,
+    register,
+    registered,
+    unregister,
+)
+from mhc_inductor.routing.pipeline import legacy
+from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, source_of
+
+__all__ = ["Match", "Mismatch", "Miss", "Operator", "Report", "View", "register", "route", "unregister"]
+
+_UNFOLLOWED = "the inputs of the formula cannot be followed through their views"
+
+
+def route(gm: fx.GraphModule, *, check: Check | None = None) -> Report:
+    """Rewrites ``gm`` in place and returns what was found. Never raises: what cannot be analysed stays as it is.
+
+    ``check`` sees every formula beside its op before the op takes its place (:mod:`mhc_inductor.routing.verify`).
+    """
+    report = Report()
+    start = time.perf_counter()
+    _Pass(report, check).graph(gm, ambient(), body=False)
+    legacy(gm, report)
+    report.seconds = time.perf_counter() - start
+    _count(report)
+    return report
+
+
+class _Pass:
+    """One run over a graph and the bodies of its higher-order operators."""
+
+    def __init__(self, report: Report, check: Check | None) -> None:
+        self.report = report
+        self.check = check
+        self.knowledge = Knowledge()
+
+    def graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
+        self.report.graphs += 1
+        self.report.nodes += len(gm.graph.nodes)
+        for make in registered():
+            self._operator(make, gm, outer, body)
+        modes = View(gm.graph, outer, self.knowledge, body).modes
+        # Bodies of higher-order operators (activation checkpointing) are graphs of their own.
+        for node in gm.graph.find_nodes(op="get_attr"):
+            inner = getattr(gm, str(node.target), None)
+            if isinstance(inner, fx.GraphModule):
+                self.graph(inner, modes[next(iter(node.users), node)], body=True)
+
+    def _operator(self, make: Callable[[], Operator], gm: fx.GraphModule, outer: Modes, body: bool) -> None:
+        edit = None
+        try:
+            operator, view = make(), View(gm.graph, outer, self.knowledge, body)
+            matches, misses = _found(operator, view)
+            edit, found = Edit(view), Report(near_misses=[_near(m) for m in misses])
+            todo = sorted(matches, key=_position(view), reverse=True)
+            while todo:
+                self._apply(operator, edit, todo.pop(), todo, found)
+            if found.routed or found.fused:
+                edit.guard()
+                gm.graph.lint()
+                edit.sweep()
+                gm.recompile()
+            self.report.extend(found)
+        except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
+            if edit is not None:
+                edit.undo()
+                gm.recompile()
+            self._problem("a graph is compiled unrouted", error, gm.graph)
+
+    def _apply(self, operator: Operator, edit: Edit, match: Match, todo: list[Match], found: Report) -> None:
+        try:
+            made = edit.apply(match, operator.emit, self.check)
+        except (Mismatch, Unsupported, DynamicWidth, ValueError, TypeError) as error:
+            smaller = getattr(operator, "smaller", None)
+            if isinstance(error, Unplaced) and smaller is not None:
+                todo += reversed([*smaller(match)])
+            miss = _refused(match, error)
+            if miss is not None:
+                found.near_misses.append(_near(miss))
+        except Exception as error:
+            self._problem("a formula stays as it is", error, edit.graph)
+        else:
+            found.extend(_done(operator, match, made))
+
+    def _problem(self, what: str, error: Exception, graph: fx.Graph) -> None:
+        where = next((s for node in graph.nodes if (s := source_of(node)) != "unknown"), "no source line known")
+        message = f"{what}: {type(error).__name__}: {error} ({where})"
+        self.report.problems.append(message)
+        logger.debug("routing failed", exc_info=True)
+        warn_once(f"unrouted: {type(error).__name__} {where}", message)
+
+
+def _found(operator: Operator, view: View) -> tuple[list[Match], list[Miss]]:
+    """Everything found by one operator. A dynamic width that a formula sums over is taken as it is now."""
+    while True:
+        matches: list[Match] = []
+        misses: list[Miss] = []
+        try:
+            for node in operator.candidates(view):
+                found = operator.match(view, node)
+                each: Iterable[Match | Miss] = [found] if isinstance(found, (Match, Miss)) else found or ()
+                for one in each:
+                    if isinstance(one, Match):
+                        matches.append(one)
+                    else:
+                        misses.append(one)
+        except DynamicWidth as dynamic:
+            if view.values.fix(dynamic.size.symbols):
+                continue
+        return matches, misses
+
+
+def _position(view: View) -> Callable[[Match], int]:
+    def position(match: Match) -> int:
+        node = match.start.node
+        return view.order.get(node, -1) if node is not None else -1
+
+    return position
+
+
+def _refused(match: Match, error: Exception) -> Miss | None:
+    """The near miss of a match that could not be placed; None where another one says why."""
+    if isinstance(error, Mismatch):
+        return Miss(match.op, error.reason, error.value, match.start) if error.reason else None
+    # Views that lead nowhere, or the op's own validation, run on fake tensors.
+    return Miss(match.op, _UNFOLLOWED if isinstance(error, Unsupported) else str(error), None, match.start)
+
+
+def _near(miss: Miss) -> NearMiss:
+    places = [v.node for v in (miss.value, miss.start) if v is not None and v.node is not None]
+    node = places[0] if places else None
+    return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "")
+
+
+def _done(operator: Operator, match: Match, made: list[fx.Node]) -> Report:
+    source, kernels = source_of(match.start.node), operator.kernels(match.op, _device(match.start))
+    if match.parts:
+        return Report(fused=[Fused(match.op, match.parts, source, kernels)])
+    return Report(routed=[Routed(match.op, source, match.detail, kernels)])
+
+
+def _device(value: Value) -> str:
+    tensors = tensors_in(example(value.node)) if value.node is not None else []
+    return tensors[0].device.type if tensors else "cpu"
+
+
+def _count(report: Report) -> None:
+    counters = compat.counters()
+    for routed in report.routed:
+        counters[f"routed {routed.op}"] += 1
+    for fused in report.fused:
+        counters[f"fused {fused.op}"] += 1
+    if report.near_misses:
+        counters["near misses"] += len(report.near_misses)
+    if report.problems:
+        counters["unrouted graphs"] += len(report.problems)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mhc_inductor import compat
-from mhc_inductor.routing.pipeline import route
+from mhc_inductor.routing import route
 from mhc_inductor.routing.report import Report, show
 
 

@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
 from torch import fx
 
-from mhc_inductor import compat
 from mhc_inductor.log import logger, warn_once
-from mhc_inductor.routing.edit import Rewriter
 from mhc_inductor.routing.graph.inplace import Change, exchange, out_of_place
 from mhc_inductor.routing.graph.values import Value, Values
+from mhc_inductor.routing.operator import Miss
 from mhc_inductor.routing.operators.e79.emit import Scans
 from mhc_inductor.routing.operators.e79.loop import Chain, Search
 from mhc_inductor.routing.operators.e79.scan import Bodies, scans
 from mhc_inductor.routing.operators.mhc.fuse import fuse
-from mhc_inductor.routing.operators.mhc.search import Finder, Miss, Pre
+from mhc_inductor.routing.operators.mhc.search import Finder, Pre
 from mhc_inductor.routing.operators.selection.attention import Found as Selected
 from mhc_inductor.routing.operators.selection.emit import Selections, candidates
-from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, kernels_of
+from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, kernels_of, source_of
+from mhc_inductor.routing.rewriter import Rewriter
 
 
-def route(gm: torch.fx.GraphModule) -> Report:
-    """Rewrite ``gm`` in place and say what was found. Never raises: what cannot be analysed stays as it is."""
-    report = Report()
-    start = time.perf_counter()
+def legacy(gm: torch.fx.GraphModule, report: Report) -> None:
+    """Runs the operators that do not plug in yet."""
     _route(gm, report, {}, ())
-    report.seconds = time.perf_counter() - start
-    counters = compat.counters()
-    for routed in report.routed:
-        counters[f"routed {routed.op}"] += 1
-    for fused in report.fused:
-        counters[f"fused {fused.op}"] += 1
-    if report.near_misses:
-        counters["near misses"] += len(report.near_misses)
-    if report.problems:
-        counters["unrouted graphs"] += len(report.problems)
-    return report
 
 
 def _route(
@@ -48,8 +34,6 @@ def _route(
     autocast: tuple[Any, ...],
     body: bool = False,
 ) -> None:
-    report.graphs += 1
-    report.nodes += len(gm.graph.nodes)
     states = _autocast_states(gm.graph, autocast)
     report.routed += _called(gm.graph)
     _scans(gm, report, states, templates, body)
@@ -205,21 +189,6 @@ def _autocast_states(graph: fx.Graph, outer: tuple[Any, ...]) -> dict[fx.Node, t
     return states
 
 
-def source_of(node: fx.Node | None) -> str:
-    """ "file.py:line, in function: code" of the user's line that made ``node``."""
-    trace = node.meta.get("stack_trace") if node is not None else None
-    if not trace:
-        return "unknown"
-    lines = [line.strip() for line in trace.strip().splitlines()]
-    for i in range(len(lines) - 1, -1, -1):
-        if lines[i].startswith("File "):
-            file, _, rest = lines[i].removeprefix('File "').partition('", line ')
-            line, _, function = rest.partition(", in ")
-            code = f": {lines[i + 1]}" if i + 1 < len(lines) else ""
-            return f"{file}:{line}, in {function}{code}"
-    return "unknown"
-
-
 def _where(graph: fx.Graph) -> str:
     return next((s for node in graph.nodes if (s := source_of(node)) != "unknown"), "no source line known")
 
@@ -258,7 +227,13 @@ def _routed(op: str, node: fx.Node, what: Any) -> Routed:
 
 
 def _near_miss(miss: Miss) -> NearMiss:
-    node = miss.value.node if miss.value is not None and miss.value.node is not None else miss.start.node
+    node = (
+        miss.value.node
+        if miss.value is not None and miss.value.node is not None
+        else miss.start.node
+        if miss.start
+        else None
+    )
     return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "")
 
 

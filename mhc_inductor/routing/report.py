@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import fx
+
 from mhc_inductor import compat
 from mhc_inductor.log import logger
 
@@ -43,6 +45,21 @@ KERNELS: dict[str, tuple[str, ...]] = {
 
 REFERENCE = ("reference formula, fused by Inductor",)
 _LOOP = ("loop over time; fused by Inductor without gradients",)
+
+
+def source_of(node: fx.Node | None) -> str:
+    """Returns "file.py:line, in function: code" of the user's line that made ``node``, or "unknown"."""
+    trace = node.meta.get("stack_trace") if node is not None else None
+    if not trace:
+        return "unknown"
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    for i in range(len(lines) - 1, -1, -1):
+        if lines[i].startswith("File "):
+            file, _, rest = lines[i].removeprefix('File "').partition('", line ')
+            line, _, function = rest.partition(", in ")
+            code = f": {lines[i + 1]}" if i + 1 < len(lines) else ""
+            return f"{file}:{line}, in {function}{code}"
+    return "unknown"
 
 
 def kernels_of(op: str, device_type: str) -> tuple[str, ...]:

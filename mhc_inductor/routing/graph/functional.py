@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import operator
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.edit import run_fake, written_by
+from mhc_inductor.routing.effects import Effects
+from mhc_inductor.routing.graph.run import run_fake
 from mhc_inductor.routing.graph.values import example, tensors_in
 
 _OPERATORS: dict[Any, Any] = {
@@ -70,49 +72,80 @@ def _plain(node: fx.Node) -> tuple[str, Any] | None:
     return ("call_method", name[:-1]) if hasattr(torch.Tensor, name[:-1]) and not name.endswith("__") else None
 
 
-def functional(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node], dict[fx.Node, int]]:
-    """A copy of ``graph`` in which in-place operations on the graph's own tensors make new ones.
+@dataclasses.dataclass
+class Functional:
+    """A graph without in-place steps on its own tensors, next to the graph that it shows.
 
-    With the nodes that hold what the copy's nodes hold, and the positions from which on they do.
-    An in-place operation stays where a view of the tensor from before is used after it.
+    ``origin``: the real node that holds what a node holds; ``since``: the real position from which on it does;
+    ``resolved``: for real nodes, the node that each input stands for at that position. All are empty, and ``graph``
+    is the real one, where nothing is written in place.
     """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    held: dict[int, list[fx.Node]] = collections.defaultdict(list)
-    for node in graph.nodes:
-        for t in tensors_in(example(node)):
-            held[compat.storage_key(t)].append(node)
-    last = {node: max((order[u] for u in node.users), default=-1) for node in graph.nodes}
-    copy = fx.Graph()
-    now: dict[fx.Node, fx.Node] = {}
-    same: dict[fx.Node, fx.Node] = {}
-    origin: dict[fx.Node, fx.Node] = {}
-    since: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        made = None
-        written = written_by(node)
-        if len(written) == 1 and (plain := _plain(node)) is not None:
-            before = written[0]
-            root = same.get(before, before)
-            fake = example(before)
-            shared = held[compat.storage_key(fake)] if isinstance(fake, torch.Tensor) else []
-            family = [n for n in shared if same.get(n, n) is root]
-            others = [n for n in shared if n not in family and order[n] < order[node] and last[n] > order[node]]
-            own = root.op in ("call_function", "call_method") and not others and _owns(root)
-            if own:
-                made = _made(copy, node, plain, now, fake)
-        if made is not None:
-            for n in family:
-                now[n] = made
-            now[node] = made
-            same[node] = root
-            origin[made] = root if node.target is operator.setitem else node
-            since[made] = order[node]
-            continue
-        new = copy.node_copy(node, lambda n: now[n])
-        now[node] = new
-        origin[new] = node
-        since[new] = order[node]
-    return copy, origin, since
+
+    graph: fx.Graph
+    origin: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
+    since: dict[fx.Node, int] = dataclasses.field(default_factory=dict)
+    resolved: dict[fx.Node, dict[fx.Node, fx.Node]] = dataclasses.field(default_factory=dict)
+    reader: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
+    """The real call that each node stands for."""
+    made: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
+    """What in-place steps make here, with the real step."""
+
+
+def functional(graph: fx.Graph, effects: Effects, events: list[tuple[int, int, fx.Node]]) -> Functional:
+    """Returns ``graph`` with in-place steps on the graph's own tensors making new ones.
+
+    A step stays in place where a view of the tensor from before is used after it.
+    """
+    writers = {node: effects.written(node) for _, _, node in events}
+    if not any(len(written) == 1 and _plain(node) is not None for node, written in writers.items()):
+        return Functional(graph)
+    return _Functionalised(graph, writers).result
+
+
+class _Functionalised:
+    def __init__(self, graph: fx.Graph, writers: dict[fx.Node, list[fx.Node]]) -> None:
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.held: dict[int, list[fx.Node]] = collections.defaultdict(list)
+        for node in graph.nodes:
+            for t in tensors_in(example(node)):
+                self.held[compat.storage_key(t)].append(node)
+        self.last = {node: max((self.order[u] for u in node.users), default=-1) for node in graph.nodes}
+        self.result = Functional(fx.Graph(graph.owning_module))
+        self.now: dict[fx.Node, fx.Node] = {}
+        self.same: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            self.result.resolved[node] = {a: self.now[a] for a in node.all_input_nodes}
+            written = writers.get(node, [])
+            made = self._step(node, written[0]) if len(written) == 1 else None
+            if made is None:
+                made = self.result.graph.node_copy(node, lambda n: self.now[n])
+                self.result.origin[made] = node
+                self.now[node] = made
+            self.result.since[made] = self.order[node]
+            self.result.reader[made] = node
+
+    def _step(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
+        """The node that makes a new tensor of what ``node`` writes to ``before``, or None."""
+        plain = _plain(node)
+        root, fake = self.same.get(before, before), example(before)
+        if plain is None or not isinstance(fake, torch.Tensor):
+            return None
+        shared = self.held[compat.storage_key(fake)]
+        family = [n for n in shared if self.order[n] < self.order[node] and self.same.get(n, n) is root]
+        others = [n for n in shared if n not in family and n is not node]
+        if any(self.order[n] < self.order[node] < self.last[n] for n in others):
+            return None
+        if root.op not in ("call_function", "call_method") or not _owns(root):
+            return None
+        made = _made(self.result.graph, node, plain, self.now, fake)
+        if made is None:
+            return None
+        for n in (*family, node):
+            self.now[n] = made
+        self.same[node] = root
+        self.result.origin[made] = root if node.target is operator.setitem else node
+        self.result.made[made] = node
+        return made
 
 
 def _owns(root: fx.Node) -> bool:

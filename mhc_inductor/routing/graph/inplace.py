@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.edit import run_fake, written_by
+from mhc_inductor.routing.graph.run import run_fake
 from mhc_inductor.routing.graph.values import Values, example, tensors_in
 from mhc_inductor.routing.operators.mhc.search import name_of
+from mhc_inductor.routing.rewriter import written_by
 
 _OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,

@@ -11,17 +11,17 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.ops.e79 import segment_length
-from mhc_inductor.routing.edit import Ordered, Rewriter, grad_states, mutations, needs_grad
 from mhc_inductor.routing.graph.expressions import VIEWS, aten, is_cast, peel, whole
 from mhc_inductor.routing.graph.index import ONE, Unsupported
 from mhc_inductor.routing.graph.inplace import stacked_buffers
 from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.operator import Mismatch, Unplaced
 from mhc_inductor.routing.operators.e79.inputs import Inputs
 from mhc_inductor.routing.operators.e79.lift import planned
 from mhc_inductor.routing.operators.e79.loop import OP, Chain
 from mhc_inductor.routing.operators.e79.step import Frame, Step, reads, zero
-from mhc_inductor.routing.operators.mhc.formula import Mismatch
 from mhc_inductor.routing.operators.mhc.search import Finder
+from mhc_inductor.routing.rewriter import Rewriter, grad_states, mutations, needs_grad
 
 
 class Scans(Rewriter):
@@ -44,7 +44,7 @@ class Scans(Rewriter):
             try:
                 self._scan(one)
             except (Mismatch, Unsupported, ValueError, TypeError) as error:
-                if isinstance(error, Ordered) and len(one.steps) > 1:
+                if isinstance(error, Unplaced) and len(one.steps) > 1:
                     # What a step gives, a later one takes in: each may still be a scan of one step.
                     todo += [Chain([step], one.recogniser) for step in reversed(one.steps)]
                 views = "the inputs of the steps cannot be followed through their views"

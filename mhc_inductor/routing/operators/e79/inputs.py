@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from mhc_inductor.routing.edit import Rewriter, node_of
 from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.operator import Mismatch
 from mhc_inductor.routing.operators.e79.lift import Plan, planned
 from mhc_inductor.routing.operators.e79.slots import Held, Slot, places, sequence, side_by_side
 from mhc_inductor.routing.operators.e79.step import Frame, Leaf, Step
-from mhc_inductor.routing.operators.mhc.formula import Mismatch
+from mhc_inductor.routing.rewriter import Rewriter, node_of
 
 ROLES = ("k", "v", "q", "m")
 

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mhc_inductor.routing.edit import Rewriter, run_fake
+from mhc_inductor.routing.graph.run import run_fake
 from mhc_inductor.routing.graph.values import example
-from mhc_inductor.routing.operators.mhc.formula import Mismatch
+from mhc_inductor.routing.operator import Mismatch
 from mhc_inductor.routing.operators.mhc.search import name_of
+from mhc_inductor.routing.rewriter import Rewriter
 
 _UNARY = {"float", "to", "type", "half", "bfloat16", "contiguous", "clone", "silu", "sigmoid", "tanh", "relu", "gelu"}
 _BINARY = {"add", "sub", "mul", "truediv", "div"}

@@ -18,9 +18,9 @@ from mhc_inductor import compat
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, Values, example
+from mhc_inductor.routing.operator import Mismatch, Miss
 from mhc_inductor.routing.operators.e79.step import Frame, Recogniser, Step, Weak, vector
-from mhc_inductor.routing.operators.mhc.formula import Mismatch
-from mhc_inductor.routing.operators.mhc.search import Finder, Miss, name_of
+from mhc_inductor.routing.operators.mhc.search import Finder, name_of
 
 OP = "e79_scan"
 _REACH = 64

@@ -11,18 +11,18 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.ops.e79 import segment_length
-from mhc_inductor.routing.edit import needs_grad
 from mhc_inductor.routing.graph.expressions import Ref, chain, peel, whole
 from mhc_inductor.routing.graph.index import Unsupported, Var, const, var
 from mhc_inductor.routing.graph.values import Value, Values, example
+from mhc_inductor.routing.operator import Mismatch
 from mhc_inductor.routing.operators.e79.emit import Scans
 from mhc_inductor.routing.operators.e79.inputs import ROLES, Inputs
 from mhc_inductor.routing.operators.e79.lift import Lift, Lifted
 from mhc_inductor.routing.operators.e79.loop import OP, Search
 from mhc_inductor.routing.operators.e79.slots import Held, Slot, places, slot
 from mhc_inductor.routing.operators.e79.step import Frame, Leaf, Step
-from mhc_inductor.routing.operators.mhc.formula import Mismatch
 from mhc_inductor.routing.operators.mhc.search import Finder
+from mhc_inductor.routing.rewriter import needs_grad
 
 
 def scans(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.GraphModule]]:

@@ -28,7 +28,8 @@ from mhc_inductor.routing.graph.expressions import (
 )
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operators.mhc.formula import Mismatch, sigmoid_argument, squared
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.mhc.formula import sigmoid_argument, squared
 
 EPS = 1e-6
 _SUMS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor)

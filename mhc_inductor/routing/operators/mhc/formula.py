@@ -40,19 +40,11 @@ from mhc_inductor.routing.graph.index import (
     var,
 )
 from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operator import Mismatch
 
 SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
 ROWS, COLUMNS = -1, -2
 """The dims of a matrix whose sums are those of its rows and of its columns."""
-
-
-class Mismatch(Exception):
-    """The first thing that does not fit the formula, in words, and the value where it is."""
-
-    def __init__(self, reason: str, value: Value | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.value = value
 
 
 def square_matrices(value: Value) -> bool:

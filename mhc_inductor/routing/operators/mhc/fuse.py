@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.edit import grad_states, mutations, run_fake
+from mhc_inductor.routing.graph.run import run_fake
 from mhc_inductor.routing.graph.values import example
+from mhc_inductor.routing.rewriter import grad_states, mutations
 
 _FUSED = {"mhc_pre": "mhc_post_pre", "mhc_head": "mhc_post_head"}
 """What follows a post, and the fused op."""

@@ -16,8 +16,9 @@ from mhc_inductor.routing.graph.expressions import VIEWS, Ref, addends, aten, is
 from mhc_inductor.routing.graph.expressions import chain as chain_of
 from mhc_inductor.routing.graph.index import DynamicWidth, Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value, Values
+from mhc_inductor.routing.operator import Mismatch, Miss
 from mhc_inductor.routing.operators.mhc import formula as mhc
-from mhc_inductor.routing.operators.mhc.formula import NOTHING, Affine, Coefficient, Mismatch, Norm, square_matrices
+from mhc_inductor.routing.operators.mhc.formula import NOTHING, Affine, Coefficient, Norm, square_matrices
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
 
 # What a coefficient's rows may be: n, 2n, n * n of up to MAX_STREAMS streams, and all of them.
@@ -86,16 +87,6 @@ class Sinkhorn:
 
     chain: Chain
     mixed: Value
-
-
-@dataclasses.dataclass
-class Miss:
-    """A near miss: the op, the reason, the value where it is."""
-
-    op: str
-    reason: str
-    value: Value | None
-    start: Value
 
 
 @dataclasses.dataclass

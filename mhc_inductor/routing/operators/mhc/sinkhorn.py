@@ -21,7 +21,8 @@ from mhc_inductor.routing.graph.expressions import (
 )
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operators.mhc.formula import COLUMNS, ROWS, Mismatch, square_matrices
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.mhc.formula import COLUMNS, ROWS, square_matrices
 from mhc_inductor.routing.operators.mhc.scalings import Scalings
 from mhc_inductor.routing.operators.selection.elements import constant_of
 

@@ -39,7 +39,7 @@ from mhc_inductor.routing.graph.index import (
 )
 from mhc_inductor.routing.graph.linear import Key, atom, of_index, replaced, variables_of
 from mhc_inductor.routing.graph.values import Value, Values
-from mhc_inductor.routing.operators.mhc.formula import Mismatch
+from mhc_inductor.routing.operator import Mismatch
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY, constant_of, uncast
 from mhc_inductor.routing.operators.selection.intervals import Interval, Judge
 from mhc_inductor.routing.operators.selection.keys import All, Any_, alike, both, eliminated, free

@@ -14,14 +14,15 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.edit import Rewriter, run_fake
+from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten, step, whole
-from mhc_inductor.routing.graph.functional import functional
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Size, Unsupported, Var, product_of, size_of
 from mhc_inductor.routing.graph.linear import Datum, Floor, Linear, of_index, of_size, variables_of
+from mhc_inductor.routing.graph.run import run_fake
 from mhc_inductor.routing.graph.values import Value, Values, example, tensors_in
-from mhc_inductor.routing.operators.mhc.formula import Mismatch
-from mhc_inductor.routing.operators.mhc.search import Finder, Miss, name_of
+from mhc_inductor.routing.graph.view import Knowledge, View
+from mhc_inductor.routing.operator import Mismatch, Miss
+from mhc_inductor.routing.operators.mhc.search import Finder, name_of
 from mhc_inductor.routing.operators.selection.attention import (
     OP,
     Found,
@@ -38,6 +39,7 @@ from mhc_inductor.routing.operators.selection.elements import MULTIPLY
 from mhc_inductor.routing.operators.selection.intervals import Interval
 from mhc_inductor.routing.operators.selection.keys import Compare, Given, KeyData
 from mhc_inductor.routing.operators.selection.profit import Sizes, refusal
+from mhc_inductor.routing.rewriter import Rewriter
 
 _CALL = "scaled_dot_product_attention"
 _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
@@ -66,7 +68,10 @@ class Selections(Rewriter):
     """Puts ops in the place of the attentions of a graph. Search and proof run on a copy without in-place operations."""
 
     def __init__(self, graph: fx.Graph, autocast: dict[fx.Node, Any], templates: dict[Any, Any]) -> None:
-        copy, self.origin, self.since = functional(graph)
+        view = View(graph, ambient(), Knowledge())
+        copy = view.graph
+        self.origin: dict[fx.Node, fx.Node] = {n: view.node(n) for n in copy.nodes}
+        self.since: dict[fx.Node, int] = {n: view.defined(n) for n in copy.nodes}
         states = {new: autocast[old] for new, old in self.origin.items() if old in autocast}
         self.search = Finder(copy, Values(copy, states, templates))
         self.sizes: dict[Size, tuple[fx.Node, int]] = {}

@@ -1,0 +1,234 @@
+"""What each call of a graph writes, shares and watches, and the modes that every position runs in.
+
+Names say nothing: ``torch.ops.ns.f(t)`` may write ``t``, ``F.relu(t, True)`` does. Each distinct call is run once on fake
+tensors under a mode that sees the operator schemas it ends in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from mhc_inductor import compat
+from mhc_inductor.routing.graph.values import example, tensors_in
+
+AutocastState = tuple[str, Any, bool, Any]
+_PLAIN = (int, float, bool, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
+_DESCRIPTIONS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@dataclasses.dataclass(frozen=True)
+class Effect:
+    """``writes``: positions of the tensor arguments that a call changes, in flat order; ``watches``: it may keep or
+    hook its arguments; ``known`` is False where PyTorch could not be asked: then it may do anything to them."""
+
+    writes: tuple[int, ...] = ()
+    watches: bool = False
+    known: bool = True
+
+
+_NONE = Effect()
+
+
+class _Writes(TorchDispatchMode):
+    """Collects the storages that anything under the mode writes, whatever it was called through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for name, given in _written_arguments(func, args, kwargs):
+            del name
+            self.storages.update(compat.storage_key(t) for t in tree_flatten(given)[0] if isinstance(t, torch.Tensor))
+        return func(*args, **kwargs)
+
+
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    for i, a in enumerate(func._schema.arguments):
+        if a.alias_info is not None and a.alias_info.is_write:
+            yield a.name, kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
+
+
+class Effects:
+    """Answers :meth:`of` for the nodes of any graph of one compile; equal calls are asked once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Effect] = {}
+
+    def of(self, node: fx.Node) -> Effect:
+        """Returns what ``node`` does to its tensor arguments."""
+        if node.op == "call_module":
+            return Effect(known=False)
+        if node.op not in ("call_function", "call_method") or compat.mode_change(node) is not None:
+            return _NONE
+        flat, spec = tree_flatten(fx.node.map_arg((node.args, node.kwargs), example))
+        if not any(isinstance(t, torch.Tensor) for t in flat):
+            return _NONE
+        if isinstance(node.target, torch._ops.OpOverload):
+            return self._of_schema(node)
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self._of_bodies(node, flat)
+        target = str(node.target) if node.op == "call_method" else node.target
+        key = target, str(spec), tuple(map(_description, flat))
+        if key not in self._known:
+            self._known[key] = _asked(node, flat, spec)
+        return self._known[key]
+
+    def written(self, node: fx.Node) -> list[fx.Node]:
+        """Returns the inputs of ``node`` whose tensors it changes; all of its tensors where it cannot be asked."""
+        effect = self.of(node)
+        if effect.known and not effect.writes:
+            return []
+        holders = [n for n, _ in _tensor_arguments(node)]
+        picked = holders if not effect.known else [holders[i] for i in effect.writes if i < len(holders)]
+        return list(dict.fromkeys(picked))
+
+    def events(self, graph: fx.Graph) -> list[tuple[int, int, fx.Node]]:
+        """Returns (position, storage, node) of every tensor that a node changes in place."""
+        found = []
+        for i, node in enumerate(graph.nodes):
+            for target in self.written(node):
+                found += [(i, compat.storage_key(t), node) for t in tensors_in(example(target))]
+        return found
+
+    def _of_schema(self, node: fx.Node) -> Effect:
+        arguments = [*_tensor_arguments(node)]
+        written = [v for _, v in _written_arguments(node.target, node.args, node.kwargs)]
+        nodes = {n for v in written for n in tree_flatten(v)[0] if isinstance(n, fx.Node)}
+        return Effect(tuple(i for i, (n, _) in enumerate(arguments) if n in nodes))
+
+    def _of_bodies(self, node: fx.Node, flat: list[Any]) -> Effect:
+        """A higher-order operator writes what its bodies write of their inputs; one without bodies may write all."""
+        owner = node.graph.owning_module
+        given = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+        bodies = [b for b in given if isinstance(b, fx.GraphModule)]
+        tensors = sum(isinstance(t, torch.Tensor) for t in flat)
+        if not bodies:
+            pure = not compat.may_mutate(node.target)
+            return _NONE if pure else Effect(tuple(range(tensors)))
+        for body in bodies:
+            inputs = {
+                compat.storage_key(t)
+                for n in body.graph.nodes
+                if n.op in ("placeholder", "get_attr")
+                for t in tensors_in(example(n))
+            }
+            if any(storage in inputs for _, storage, _ in self.events(body.graph)):
+                return Effect(tuple(range(tensors)))
+        return _NONE
+
+
+def _tensor_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, torch.Tensor]]:
+    """The tensors among the arguments of ``node`` in flat order, with the nodes that hold them."""
+    for leaf in tree_flatten((node.args, node.kwargs))[0]:
+        if isinstance(leaf, fx.Node):
+            for t in tree_flatten(example(leaf))[0]:
+                if isinstance(t, torch.Tensor):
+                    yield leaf, t
+
+
+def _description(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        sizes = tuple(map(str, value.shape)), tuple(map(str, value.stride()))
+        return value.dtype, sizes, value.device, value.requires_grad, value.layout
+    return repr(value)
+
+
+def _fresh(t: Any) -> Any:
+    if not isinstance(t, torch.Tensor):
+        return t
+    made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+    return made.requires_grad_() if t.requires_grad and t.is_floating_point() else made
+
+
+def _asked(node: fx.Node, flat: list[Any], spec: Any) -> Effect:
+    """Runs ``node`` on fresh fake tensors. Leaves the modes, and every tensor of the graph, as they were."""
+    mode = compat.fake_mode_of([t for t in flat if isinstance(t, torch.Tensor)])
+    if mode is None:
+        return Effect(known=False)
+    writes = _Writes()
+    try:
+        with compat.modes_kept(), torch.no_grad(), mode, compat.no_new_guards(mode):
+            fresh = [_fresh(t) for t in flat]
+            args, kwargs = tree_unflatten(fresh, spec)
+            with writes:
+                if node.op == "call_method":
+                    out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                else:
+                    out = node.target(*args, **kwargs)  # type: ignore[operator]
+    except Exception:  # whatever it is that PyTorch cannot run alone
+        return Effect(known=False)
+    tensors = [(t, given) for t, given in zip(fresh, flat, strict=True) if isinstance(t, torch.Tensor)]
+    changed = [
+        compat.storage_key(t) in writes.storages or t.requires_grad != (given.requires_grad and t.is_floating_point())
+        for t, given in tensors
+    ]
+    return Effect(tuple(i for i, c in enumerate(changed) if c), watches=not _plain(out))
+
+
+def _plain(out: Any) -> bool:
+    """Whether a result is made of tensors and numbers: not a handle, and not the nothing that a hook returns."""
+    leaves = tree_flatten(out)[0]
+    kinds = (torch.Tensor, *_PLAIN, *_DESCRIPTIONS)
+    return bool(leaves) and all(isinstance(leaf, kinds) for leaf in leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Modes:
+    """Grad mode, inference mode and the autocast regions, outermost first, that a position of a graph runs in."""
+
+    grad: bool = True
+    inference: bool = False
+    autocast: tuple[AutocastState, ...] = ()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Runs the body under the same autocast state."""
+        with contextlib.ExitStack() as stack:
+            for device, dtype, enabled, _ in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            yield
+
+
+def ambient(devices: tuple[str, ...] = ("cpu", "cuda")) -> Modes:
+    """Returns the modes around the compiled call."""
+    autocast = tuple(
+        (device, torch.get_autocast_dtype(device), True, None)
+        for device in devices
+        if torch.is_autocast_enabled(device)
+    )
+    return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+
+def modes_of(graph: fx.Graph, outer: Modes) -> dict[fx.Node, Modes]:
+    """Returns the modes of every node of ``graph``, which starts in ``outer``."""
+    found: dict[fx.Node, Modes] = {}
+    now, before = outer, {}
+    for node in graph.nodes:
+        change = compat.mode_change(node)
+        if change is not None:
+            kind, value = change
+            if kind == "grad":
+                now = dataclasses.replace(now, grad=value)
+            elif kind == "enter_inference":
+                before[node] = now
+                now = dataclasses.replace(now, inference=value, grad=now.grad and not value)
+            elif kind == "enter_autocast":
+                before[node] = now
+                now = dataclasses.replace(now, autocast=(*now.autocast, value))
+            elif kind == "exit_inference":
+                then = before.get(value, outer)
+                now = dataclasses.replace(now, inference=then.inference, grad=then.grad)
+            elif kind == "exit_autocast":
+                now = dataclasses.replace(now, autocast=before.get(value, outer).autocast)
+        found[node] = now
+    return found

@@ -1,0 +1,22 @@
+"""Runs single nodes on fake values."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_inductor import compat
+from mhc_inductor.routing.graph.values import example, tensors_in
+
+
+def run_fake(node: fx.Node) -> Any:
+    """Returns the result of ``node`` on the fake values of its inputs, without new guards."""
+    values, options = fx.node.map_arg(node.args, example), fx.node.map_arg(node.kwargs, example)
+    mode = compat.fake_mode_of([e for a in node.all_input_nodes for e in tensors_in(example(a))])
+    with torch.no_grad(), mode or contextlib.nullcontext(), compat.no_new_guards(mode):
+        if callable(node.target):
+            return node.target(*values, **options)
+        return getattr(values[0], node.target)(*values[1:], **options)

@@ -1,0 +1,209 @@
+"""The graph as operators see it: functional, with the modes, effects and gradients of every position.
+
+In-place steps on tensors of the graph's own make new tensors here. What operators find are nodes of this view;
+``origin`` leads back to the nodes of the graph itself.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import fx
+
+from mhc_inductor import compat
+from mhc_inductor.routing.effects import Effects, Modes, modes_of
+from mhc_inductor.routing.graph.functional import functional
+from mhc_inductor.routing.graph.values import Value, Values, example, tensors_in
+
+
+class Knowledge:
+    """What is learned once for all graphs of a compile: how calls expand, and what they write."""
+
+    def __init__(self) -> None:
+        self.templates: dict[Any, Any] = {}
+        self.effects = Effects()
+
+
+class View:
+    """One graph, and what the pass knows of it. ``body``: a graph of a higher-order operator, whose inputs do not
+    say whether they need gradients."""
+
+    def __init__(self, graph: fx.Graph, modes: Modes, knowledge: Knowledge, body: bool = False) -> None:
+        self.real = graph
+        self.body = body
+        self.knowledge = knowledge
+        self.effects = knowledge.effects
+        self.real_nodes = list(graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.real_nodes)}
+        self.modes = modes_of(graph, modes)
+        self.events = self.effects.events(graph)
+        view = functional(graph, self.effects, self.events)
+        self.graph, self.origin, self.since, self.resolved = view.graph, view.origin, view.since, view.resolved
+        self.reader, self.made = view.reader, view.made
+        self.converted = set(view.made.values())
+        self.nodes = list(self.graph.nodes)
+        self.order = {node: i for i, node in enumerate(self.nodes)}
+        self.values = self.fresh_values()
+
+    def fresh_values(self) -> Values:
+        """Returns the values of the view's nodes, with no symbol taken as fixed."""
+        states = {n: m.autocast for n in self.graph.nodes if (m := self.modes[self.node(n)]).autocast}
+        return Values(self.graph, states, self.knowledge.templates)
+
+    def modes_at(self, node: fx.Node) -> Modes:
+        """Returns the modes that the call of a view's node runs in."""
+        return self.modes[self.reader.get(node, node)]
+
+    def node(self, node: fx.Node) -> fx.Node:
+        """Returns the node of the real graph whose result a node of the view stands for."""
+        return self.origin.get(node, node)
+
+    @functools.cached_property
+    def live(self) -> set[fx.Node]:
+        """The nodes that a result or an effect needs. Dynamo leaves dead code in its graphs."""
+        live: set[fx.Node] = set()
+        for node in reversed(self.graph.nodes):
+            call = node.op in ("call_function", "call_method")
+            pure = call and self.values.inspectable(node) and self.values.of(node) is not None
+            if not pure or any(user in live for user in node.users):
+                live.add(node)
+        return live
+
+    def value(self, node: fx.Node) -> Value | None:
+        """Returns the value of a node that is one tensor, else None."""
+        found = self.values.of(node)
+        return found if isinstance(found, Value) else None
+
+    def descendants(
+        self, starts: Iterable[fx.Node], admit: Callable[[fx.Node], bool], limit: int = 4000
+    ) -> list[fx.Node]:
+        """Returns nodes reached from ``starts`` through admitted ones (others are listed, not passed), in graph order."""
+        seen = dict.fromkeys(starts)
+        todo = collections.deque(seen)
+        # The nearest first: the limit cuts off what is far away.
+        while todo and len(seen) < limit:
+            for user in todo.popleft().users:
+                if user not in seen and user in self.live and user.op in ("call_function", "call_method"):
+                    seen[user] = None
+                    if admit(user):
+                        todo.append(user)
+        return sorted(seen, key=self.order.__getitem__)
+
+    # --- effects ---
+
+    @functools.cached_property
+    def _writes(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """Positions at which each storage is written, in order: by anything, and by what the view still shows in place."""
+        every: dict[int, list[int]] = collections.defaultdict(list)
+        left: dict[int, list[int]] = collections.defaultdict(list)
+        for position, storage, node in self.events:
+            every[storage].append(position)
+            if node not in self.converted:
+                left[storage].append(position)
+        return every, left
+
+    def written_between(self, node: fx.Node, before: int, left: bool = False) -> bool:
+        """Whether the memory of a view's node is written after its definition and before a position of the real graph.
+
+        ``left``: only by steps that the view could not make functional.
+        """
+        writes, after = self._writes[left], self.defined(node)
+        for t in tensors_in(example(self.node(node))):
+            found = writes.get(compat.storage_key(t), [])
+            at = bisect.bisect_right(found, after)
+            if at < len(found) and found[at] < before:
+                return True
+        return False
+
+    def defined(self, node: fx.Node) -> int:
+        """Returns the position from which on the real node holds what the view's node does."""
+        return self.since.get(node, self.position.get(self.node(node), -1))
+
+    @functools.cached_property
+    def holders(self) -> dict[int, list[fx.Node]]:
+        """The real nodes that hold each storage, in graph order."""
+        found: dict[int, list[fx.Node]] = collections.defaultdict(list)
+        for node in self.real.nodes:
+            for storage in {compat.storage_key(t) for t in tensors_in(example(node))}:
+                found[storage].append(node)
+        return found
+
+    # --- gradients ---
+
+    @functools.cached_property
+    def needs_grad(self) -> dict[fx.Node, bool]:
+        """Whether a gradient may flow through each node of the view."""
+        found: dict[fx.Node, bool] = {}
+        for node in self.graph.nodes:
+            tensors = tensors_in(example(node))
+            wide = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+            if node.op in ("placeholder", "get_attr"):
+                found[node] = any(t.requires_grad for t in wide) or (self.body and bool(wide))
+            elif not wide or not self.modes_at(node).grad:
+                found[node] = False
+            elif self.body or node in self.made:
+                through = any(found[a] for a in node.all_input_nodes)
+                found[node] = through and "detach" not in str(node.target)
+            else:
+                found[node] = any(t.requires_grad for t in wide) or _routed_needs_grad(node)
+        return found
+
+    @functools.cached_property
+    def roots(self) -> dict[fx.Node, int]:
+        """The inputs of the graph that a gradient of each node of the view reaches, a bit each."""
+        found: dict[fx.Node, int] = {}
+        count = 0
+        for node in self.graph.nodes:
+            bits = 0
+            if self.needs_grad[node]:
+                if node.op in ("placeholder", "get_attr"):
+                    bits, count = 1 << count, count + 1
+                else:
+                    for a in node.all_input_nodes:
+                        bits |= found[a]
+            found[node] = bits
+        return found
+
+    @functools.cached_property
+    def ends(self) -> dict[fx.Node, int]:
+        """The results of the graph that each node of the view reaches, a bit each, in the order of :attr:`results`."""
+        found = {node: 1 << i for i, node in enumerate(self.results)}
+        for node in reversed(self.graph.nodes):
+            bits = found.get(node, 0)
+            if bits and self.needs_grad[node]:
+                for a in node.all_input_nodes:
+                    found[a] = found.get(a, 0) | bits
+        return found
+
+    @functools.cached_property
+    def results(self) -> list[fx.Node]:
+        """The nodes that the graph returns."""
+        return list(self.graph.output_node().all_input_nodes)
+
+    def escapes(self, node: fx.Node) -> bool:
+        """Whether the memory of a view's node is returned by the graph, or written in place later."""
+        storages = {compat.storage_key(t) for t in tensors_in(example(node))}
+        todo, seen = [node], {node}
+        while todo:
+            for user in todo.pop().users:
+                if user.op == "output":
+                    return True
+                if user in seen:
+                    continue
+                seen.add(user)
+                if storages & {compat.storage_key(t) for t in tensors_in(example(user))}:
+                    todo.append(user)
+        since = self.defined(node)
+        return any(p > since and s in storages for p, s, _ in self.events)
+
+
+GRAD = "mhc_inductor_needs_grad"
+"""Key in a node's meta: what replaced a formula was run without gradients, and this says that some flow."""
+
+
+def _routed_needs_grad(node: fx.Node) -> bool:
+    return bool(node.meta.get(GRAD, False))

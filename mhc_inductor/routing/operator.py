@@ -1,0 +1,131 @@
+"""What an operator brings to the pass, and where operators register.
+
+An operator says where its formula may be, what a match reads and gives, and how its op is put there. The pass proves
+for all of them alike that the op may stand where the formula stood (:mod:`mhc_inductor.routing.edit`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.graph.values import Value
+
+if TYPE_CHECKING:
+    from mhc_inductor.routing.edit import Edit
+    from mhc_inductor.routing.graph.view import View
+
+
+class Mismatch(Exception):
+    """The first thing that does not fit a formula, in the user's terms, and the value where it is.
+
+    An empty reason drops the match without a near miss: another match says why.
+    """
+
+    def __init__(self, reason: str, value: Value | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.value = value
+
+
+class Unplaced(Mismatch):
+    """No position is after everything that the op needs and before everything that needs the op."""
+
+
+@dataclasses.dataclass
+class Miss:
+    """A formula that stays: the op that it resembles, why, the value that does not fit, and where the formula is."""
+
+    op: str
+    reason: str
+    value: Value | None
+    start: Value | None
+
+
+@dataclasses.dataclass
+class Match:
+    """A formula that was recognised.
+
+    Args:
+        op: name of the op in reports.
+        inputs: every tensor that the op reads.
+        outputs: every value that the op's results replace.
+        detail: sizes and constants, for the report.
+        parts: ops that the new one replaces, where it is a fusion of ops rather than of a formula.
+        data: whatever :meth:`Operator.emit` needs.
+        sample: makes an input's random data for verification, where uniform numbers would be out of range:
+            ``sample(value, shape, dtype, device, generator)`` returns a tensor, or None for the default.
+    """
+
+    op: str
+    inputs: Sequence[Value]
+    outputs: Sequence[Value]
+    detail: str = ""
+    parts: tuple[str, ...] = ()
+    data: Any = None
+    sample: Callable[..., torch.Tensor | None] | None = None
+
+    @property
+    def start(self) -> Value:
+        """The value that a report points at."""
+        return self.outputs[0]
+
+
+class Operator(Protocol):
+    """One operator. Instances are made for each graph, so they may keep what they learn of it."""
+
+    name: str
+
+    def candidates(self, view: View) -> Iterable[fx.Node]:
+        """Returns the nodes where the formula may be."""
+        ...
+
+    def match(self, view: View, node: fx.Node) -> Match | Miss | Iterable[Match | Miss] | None:
+        """Returns what is at a candidate: matches, near misses, or None for something else."""
+        ...
+
+    def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
+        """Puts the op at the edit's position. Returns each output with the node that takes its place.
+
+        Raises Mismatch where the inputs cannot be brought into the op's layout; the pass takes back what was put in.
+        """
+        ...
+
+    def kernels(self, op: str, device: str) -> tuple[str, ...]:
+        """Returns the kernels that ``op`` launches on a type of device, or a word for what runs there instead."""
+        ...
+
+
+_REGISTERED: dict[str, Callable[[], Operator]] = {}
+
+
+def register(operator: Callable[[], Operator], name: str | None = None) -> None:
+    """Adds an operator to the pass of every later compile.
+
+    Args:
+        operator: a class, or a function without arguments, that makes the operator for one graph.
+        name: what :func:`unregister` takes; by default the class's ``name``.
+
+    Raises:
+        ValueError: if an operator of that name is registered already.
+    """
+    name = name or getattr(operator, "name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"register: {operator!r} has no name; give the class a `name` or pass name=...")
+    if name in _REGISTERED:
+        raise ValueError(f"register: an operator named {name!r} is registered already")
+    _REGISTERED[name] = operator
+
+
+def unregister(name: str) -> None:
+    """Removes an operator. Raises KeyError if none has that name."""
+    del _REGISTERED[name]
+
+
+def registered() -> list[Callable[[], Operator]]:
+    """Returns the makers of all operators, in the order in which they run."""
+    return list(_REGISTERED.values())
