@@ -11,6 +11,7 @@ from mhc_inductor import compat
 from mhc_inductor.log import logger, warn_once
 from mhc_inductor.routing.edit import Check, Edit
 from mhc_inductor.routing.effects import Modes, ambient
+from mhc_inductor.routing.graph import expressions as algebra
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import Knowledge, View
@@ -27,7 +28,21 @@ from mhc_inductor.routing.operator import (
 from mhc_inductor.routing.pipeline import legacy
 from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, source_of
 
-__all__ = ["Match", "Mismatch", "Miss", "Operator", "Report", "View", "register", "route", "unregister"]
+__all__ = [
+    "Edit",
+    "Match",
+    "Mismatch",
+    "Miss",
+    "Operator",
+    "Report",
+    "Value",
+    "View",
+    "algebra",
+    "register",
+    "registered",
+    "route",
+    "unregister",
+]
 
 _UNFOLLOWED = "the inputs of the formula cannot be followed through their views"
 

@@ -71,6 +71,7 @@ class Edit:
         ``check`` sees the new nodes while the formula still stands, and may refuse them.
         Raises Mismatch where something forbids it, and whatever ``emit`` raises; the graph is then as before.
         """
+        self.view.settle()
         mark = self._mark = len(self._created), len(self._replaced), len(self._learned), len(self._regions)
         try:
             self.place = Placement(self.view, match).find()
@@ -125,6 +126,7 @@ class Edit:
         with mode or contextlib.nullcontext():
             node.meta["example_value"] = run_fake(node)
         if self.place is not None:
+            self.view.since[node] = self.view.position[self.place.anchor]
             node.meta.update(self.place.trace)
             wide = any(t.is_floating_point() for t in tensors_in(example(node)))
             node.meta[GRAD] = wide and self.place.modes.grad and any(map(self.needs_grad, node.all_input_nodes))
@@ -135,7 +137,7 @@ class Edit:
 
     def needs_grad(self, node: fx.Node) -> bool:
         """Whether gradients may be asked of a node of the view or of a new one."""
-        return self.view.needs_grad.get(node, False) or bool(node.meta.get(GRAD, False))
+        return self.view.flows(node)
 
     def to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Returns ``node`` in a dtype."""
@@ -407,7 +409,8 @@ class Placement:
         ins, region, todo = set(self.ins), set(self.outs), list(self.outs)
         while todo:
             for parent in todo.pop().all_input_nodes:
-                if parent not in ins and parent not in region and parent.op.startswith("call_"):
+                known = parent in ins or parent in region or parent not in self.view.order
+                if not known and parent.op.startswith("call_"):
                     region.add(parent)
                     todo.append(parent)
         floor = min(self.view.order[o] for o in self.outs)
@@ -417,7 +420,7 @@ class Placement:
             if node in outs:
                 raise Unplaced("an input of the op depends on its result", self.at)
             for parent in node.all_input_nodes:
-                if parent not in seen and self.view.order[parent] >= floor:
+                if parent not in seen and self.view.order.get(parent, -1) >= floor:
                     seen.add(parent)
                     todo.append(parent)
         return region
@@ -431,7 +434,7 @@ class Placement:
     def _modes(self, region: set[fx.Node]) -> Modes:
         """The modes of the formula. Raises Mismatch where they change within it."""
         view = self.view
-        flowing = [n for n in region if any(view.needs_grad[a] for a in n.all_input_nodes)]
+        flowing = [n for n in region if any(view.flows(a) for a in n.all_input_nodes)]
         # Reals without gradients may be computed in any grad mode.
         grads = {view.modes_at(n).grad for n in flowing}
         if len(grads) > 1:

@@ -134,11 +134,20 @@ class View:
 
     # --- gradients ---
 
+    def settle(self) -> None:
+        """Looks at the graph's gradients as they are before the first edit."""
+        _ = self.roots, self.ends, self.holders, self.live
+
+    def flows(self, node: fx.Node) -> bool:
+        """Whether gradients may be asked of a node of the view or of one that an edit made."""
+        known = self.needs_grad.get(node)
+        return bool(node.meta.get(GRAD, False)) if known is None else known
+
     @functools.cached_property
     def needs_grad(self) -> dict[fx.Node, bool]:
         """Whether a gradient may flow through each node of the view."""
         found: dict[fx.Node, bool] = {}
-        for node in self.graph.nodes:
+        for node in self.nodes:
             tensors = tensors_in(example(node))
             wide = [t for t in tensors if t.is_floating_point() or t.is_complex()]
             if node.op in ("placeholder", "get_attr"):
@@ -149,7 +158,7 @@ class View:
                 through = any(found[a] for a in node.all_input_nodes)
                 found[node] = through and "detach" not in str(node.target)
             else:
-                found[node] = any(t.requires_grad for t in wide) or _routed_needs_grad(node)
+                found[node] = any(t.requires_grad for t in wide) or bool(node.meta.get(GRAD, False))
         return found
 
     @functools.cached_property
@@ -157,7 +166,7 @@ class View:
         """The inputs of the graph that a gradient of each node of the view reaches, a bit each."""
         found: dict[fx.Node, int] = {}
         count = 0
-        for node in self.graph.nodes:
+        for node in self.nodes:
             bits = 0
             if self.needs_grad[node]:
                 if node.op in ("placeholder", "get_attr"):
@@ -172,7 +181,7 @@ class View:
     def ends(self) -> dict[fx.Node, int]:
         """The results of the graph that each node of the view reaches, a bit each, in the order of :attr:`results`."""
         found = {node: 1 << i for i, node in enumerate(self.results)}
-        for node in reversed(self.graph.nodes):
+        for node in reversed(self.nodes):
             bits = found.get(node, 0)
             if bits and self.needs_grad[node]:
                 for a in node.all_input_nodes:
@@ -203,7 +212,3 @@ class View:
 
 GRAD = "mhc_inductor_needs_grad"
 """Key in a node's meta: what replaced a formula was run without gradients, and this says that some flow."""
-
-
-def _routed_needs_grad(node: fx.Node) -> bool:
-    return bool(node.meta.get(GRAD, False))

@@ -1,0 +1,124 @@
+"""An operator from outside the package plugs into the pass: recognised, placed, explained, and refused where laws forbid it."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+import mhc_inductor
+from mhc_inductor.routing import edit as editing
+from mhc_inductor.routing import register, registered, unregister
+from tests import gated_norm
+from tests.capture import difference, eager, reasons, run
+
+SPELLINGS = {
+    "as written": lambda x, w, g: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w * silu(g),
+    "pow and division": lambda x, w, g: silu(g) * (w * (x / (x.pow(2).mean(-1, True) + 1e-5).sqrt())),
+    "sum": lambda x, w, g: w * x * ((x**2).sum(-1, True) / x.shape[-1] + 1e-5).rsqrt() * silu(g),
+    "in place": lambda x, w, g: (x * 1.0).mul_(torch.rsqrt((x * x).mean(-1, True) + 1e-5)).mul_(w) * silu(g),
+}
+CHANGED = {
+    "not the mean": (
+        lambda x, w, g: x * torch.rsqrt((x * x).sum(-1, True) + 1e-5) * w * silu(g),
+        "divided by the width",
+    ),
+    "twice": (lambda x, w, g: 2 * x * torch.rsqrt((x * x).mean(-1, True) + 1e-5) * w * silu(g), "multiplied by 2"),
+}
+
+
+@pytest.fixture(autouse=True)
+def plugged() -> Iterator[None]:
+    register(gated_norm.GatedNorm)
+    yield
+    unregister("gated_norm")
+
+
+def inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(3, 5, 16), torch.randn(16), torch.randn(3, 5, 16)]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_spellings_become_the_op(name: str) -> None:
+    got = run(SPELLINGS[name], inputs())
+    assert [r.op for r in got.report.routed] == ["gated_norm"], reasons(got)
+    assert difference(got, eager(SPELLINGS[name], inputs())) < 1e-6
+    assert "eps = 1e-05" in got.report.routed[0].detail and "test_routing_plugin" in got.report.routed[0].source
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_differs_is_named(name: str) -> None:
+    fn, reason = CHANGED[name]
+    got = run(fn, inputs())
+    assert not got.report.routed and reason in reasons(got)
+    assert difference(got, eager(fn, inputs())) == 0.0
+
+
+def test_laws_hold_for_it_without_its_knowing() -> None:
+    def switched(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        with torch.no_grad():
+            rstd = torch.rsqrt((x * x).mean(-1, True) + 1e-5)
+        return x * rstd * w * silu(g)
+
+    def written(x: Tensor, w: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        h = x * 1.0
+        y = h * torch.rsqrt((h * h).mean(-1, True) + 1e-5)
+        h[:, 0].mul_(2.0)
+        return y * w * silu(g), h
+
+    got = run(switched, inputs())
+    assert "gradients are switched" in reasons(got) and not got.report.routed
+    assert difference(got, eager(switched, inputs())) == 0.0
+    got = run(switched, inputs(), grad=False)
+    assert got.report.routed and difference(got, eager(switched, inputs(), grad=False)) < 1e-6
+    got = run(written, inputs(), grad=False)
+    assert difference(got, eager(written, inputs(), grad=False)) < 1e-6
+
+
+def test_a_name_is_taken_once() -> None:
+    with pytest.raises(ValueError, match="gated_norm"):
+        register(gated_norm.GatedNorm)
+
+
+def test_explain_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    report = mhc_inductor.explain(SPELLINGS["sum"], *inputs())
+    assert [r.op for r in report.routed] == ["gated_norm"] and "gated_norm" in capsys.readouterr().out
+
+
+def test_it_is_short() -> None:
+    assert len(pathlib.Path(gated_norm.__file__).read_text().splitlines()) < 150
+
+
+@pytest.mark.parametrize("method", ["create", "_settled", "_replace", "sweep", "guard"])
+def test_a_failing_edit_leaves_the_model_as_it_was(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every edit fails once, at each of its calls: the graph compiles unrouted, with the nodes that Dynamo made, and says so."""
+    plain = getattr(editing.Edit, method)
+    for at in range(8):
+        calls = iter(range(1000))
+
+        def failing(
+            self: object, *args: object, calls: Iterator[int] = calls, at: int = at, **kwargs: object
+        ) -> object:
+            if next(calls) == at:
+                raise RuntimeError("injected")
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(editing.Edit, method, failing)
+        got = run(SPELLINGS["in place"], inputs())
+        assert difference(got, eager(SPELLINGS["in place"], inputs())) < 1e-6
+        if next(calls) <= at:
+            break
+        assert not got.report.routed and "injected" in got.report.problems[0]
+        assert all(
+            node.op != "call_function" or "gated_norm" not in str(node.target) for node in got.graphs[0].graph.nodes
+        )
+    assert at > 0
+
+
+def test_operators_run_in_the_order_of_registration() -> None:
+    assert registered()[-1] is gated_norm.GatedNorm
