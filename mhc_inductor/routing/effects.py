@@ -46,16 +46,16 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for name, given in _written_arguments(func, args, kwargs):
-            del name
+        for given in _written_arguments(func, args, kwargs):
             self.storages.update(compat.storage_key(t) for t in tree_flatten(given)[0] if isinstance(t, torch.Tensor))
         return func(*args, **kwargs)
 
 
-def _written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operator's schema says are written."""
     for i, a in enumerate(func._schema.arguments):
         if a.alias_info is not None and a.alias_info.is_write:
-            yield a.name, kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
+            yield kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
 
 
 class Effects:
@@ -102,19 +102,24 @@ class Effects:
 
     def _of_schema(self, node: fx.Node) -> Effect:
         arguments = [*_tensor_arguments(node)]
-        written = [v for _, v in _written_arguments(node.target, node.args, node.kwargs)]
+        written = [*_written_arguments(node.target, node.args, node.kwargs)]
         nodes = {n for v in written for n in tree_flatten(v)[0] if isinstance(n, fx.Node)}
         return Effect(tuple(i for i, (n, _) in enumerate(arguments) if n in nodes))
 
     def _of_bodies(self, node: fx.Node, flat: list[Any]) -> Effect:
-        """A higher-order operator writes what its bodies write of their inputs; one without bodies may write all."""
+        """A higher-order operator writes what its bodies write of their inputs; one without bodies may write all.
+
+        One that returns an input's own memory hands it on with something attached to it: a hook.
+        """
+        given_storages = {compat.storage_key(t) for t in flat if isinstance(t, torch.Tensor)}
+        handed_on = any(compat.storage_key(t) in given_storages for t in tensors_in(example(node)))
         owner = node.graph.owning_module
         given = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         bodies = [b for b in given if isinstance(b, fx.GraphModule)]
         tensors = sum(isinstance(t, torch.Tensor) for t in flat)
         if not bodies:
             pure = not compat.may_mutate(node.target)
-            return _NONE if pure else Effect(tuple(range(tensors)))
+            return Effect(watches=handed_on) if pure else Effect(tuple(range(tensors)))
         for body in bodies:
             inputs = {
                 compat.storage_key(t)
@@ -123,8 +128,8 @@ class Effects:
                 for t in tensors_in(example(n))
             }
             if any(storage in inputs for _, storage, _ in self.events(body.graph)):
-                return Effect(tuple(range(tensors)))
-        return _NONE
+                return Effect(tuple(range(tensors)), watches=handed_on)
+        return Effect(watches=handed_on)
 
 
 def _tensor_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, torch.Tensor]]:
