@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from mhc_inductor import compat
+from mhc_inductor.options import RoutingOptions, parse
 from mhc_inductor.scope import Change, replace
 
 _PASS = "post_grad_custom_pre_pass"
-_ROUTED = "mhc_inductor_routed"
 _lock = threading.RLock()
-_enabled = False
+_enabled: RoutingOptions | None = None
 _registered = False
 _here = threading.local()
+# Of graphs, not in their meta: DDP's buckets share one dict.
+_routed: weakref.WeakSet[torch.fx.GraphModule] = weakref.WeakSet()
 
 
 def counters() -> dict[str, int]:
@@ -86,8 +90,8 @@ def _wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def compile_fx(model_: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
         # compile_fx calls itself again by its global name, with the patches in force.
-        if _enabled:
-            _route(model_)
+        if (options := _enabled) is not None:
+            _route(model_, options)
         elif not getattr(_here, "stamped", False):
             return plain(model_, *args, config_patches=config_patches, **kwargs)
         return _compile(plain, model_, *args, config_patches=config_patches, **kwargs)
@@ -109,28 +113,39 @@ def _stamped() -> Iterator[None]:
         _here.stamped = before
 
 
-def _route(gm: Any) -> None:
-    """Route the formulas of a Dynamo graph, once."""
-    if not isinstance(gm, torch.fx.GraphModule) or _ROUTED in gm.meta:
-        return
+def _pass() -> tuple[Callable[..., Any], Callable[[Any], None]]:
     from mhc_inductor.patterns.report import log_report
     from mhc_inductor.patterns.route import route
 
-    gm.meta[_ROUTED] = True
-    log_report(route(gm))
+    return route, log_report
 
 
-def enable() -> None:
+def _route(gm: Any, options: RoutingOptions) -> None:
+    """Routes the formulas of a Dynamo graph, once."""
+    if not isinstance(gm, torch.fx.GraphModule):
+        return
+    with _lock:
+        if gm in _routed:
+            return
+        _routed.add(gm)
+    route, log_report = _pass()
+    takes = "options" in inspect.signature(route).parameters
+    log_report(route(gm, options=options) if takes else route(gm))
+
+
+def enable(*, verify: bool = False, empty_rows: str = "exact") -> None:
     """Make the ordinary ``torch.compile(model)`` do what ``backend="mhc_inductor"`` does. Idempotent, any thread.
 
-    Graphs compiled before stay as they are.
+    Graphs compiled before stay as they are. The arguments are the options of :class:`~mhc_inductor.options.RoutingOptions`,
+    those of the last call in force. Raises TypeError or ValueError for a value that an option does not take.
     """
     global _enabled
+    options = RoutingOptions(verify, empty_rows)
     with _lock:
         prepare()
-        if not _enabled:
+        if _enabled is None:
             _entry.__enter__()
-            _enabled = True
+        _enabled = options
 
 
 def disable() -> None:
@@ -140,14 +155,14 @@ def disable() -> None:
     """
     global _enabled
     with _lock:
-        if _enabled:
-            _enabled = False
+        if _enabled is not None:
+            _enabled = None
             _entry.__exit__()
 
 
 def is_enabled() -> bool:
     """Whether :func:`enable` is in force."""
-    return _enabled
+    return _enabled is not None
 
 
 def mhc_inductor(
@@ -155,11 +170,13 @@ def mhc_inductor(
 ) -> Any:
     """The backend ``"mhc_inductor"``: Inductor with this package's lowerings and passes.
 
-    ``mode`` and ``options`` are those of ``torch.compile`` for Inductor. Raises RuntimeError for an unknown option.
+    ``mode`` and ``options`` are those of ``torch.compile`` for Inductor; options that begin with "mhc_inductor." are
+    those of :class:`~mhc_inductor.options.RoutingOptions`. Raises RuntimeError for an unknown option.
     """
     prepare()
-    _route(gm)
-    patches = {**compat.mode_options(mode), **compat.check_options(options or {})}
+    routing, others = parse(options)
+    patches = {**compat.mode_options(mode), **compat.check_options(others)}
+    _route(gm, routing)
     return _compile(compat.compile_fx_module().compile_fx, gm, example_inputs, config_patches=patches)
 
 
