@@ -141,4 +141,6 @@ def test_in_place_steps_make_new_tensors_in_the_view() -> None:
     view = view_of(fn, torch.randn(4, 8), torch.randn(4, 8))
     assert len(view.made) == 3 and view.converted == {n for _, _, n in view.events}
     first, second = view.results
-    assert any(a in view.made for a in first.all_input_nodes) and not any(a in view.made for a in second.all_input_nodes)
+    assert any(a in view.made for a in first.all_input_nodes) and not any(
+        a in view.made for a in second.all_input_nodes
+    )

@@ -9,6 +9,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.log import logger, warn_once
+from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.edit import Check, Edit
 from mhc_inductor.routing.effects import Modes, ambient
 from mhc_inductor.routing.graph import expressions as algebra
@@ -47,14 +48,14 @@ __all__ = [
 _UNFOLLOWED = "the inputs of the formula cannot be followed through their views"
 
 
-def route(gm: fx.GraphModule, *, check: Check | None = None) -> Report:
+def route(gm: fx.GraphModule, options: RoutingOptions = DEFAULT, *, check: Check | None = None) -> Report:
     """Rewrites ``gm`` in place and returns what was found. Never raises: what cannot be analysed stays as it is.
 
     ``check`` sees every formula beside its op before the op takes its place (:mod:`mhc_inductor.routing.verify`).
     """
     report = Report()
     start = time.perf_counter()
-    _Pass(report, check).graph(gm, ambient(), body=False)
+    _Pass(report, check, options).graph(gm, ambient(), body=False)
     legacy(gm, report)
     report.seconds = time.perf_counter() - start
     _count(report)
@@ -64,10 +65,10 @@ def route(gm: fx.GraphModule, *, check: Check | None = None) -> Report:
 class _Pass:
     """One run over a graph and the bodies of its higher-order operators."""
 
-    def __init__(self, report: Report, check: Check | None) -> None:
+    def __init__(self, report: Report, check: Check | None, options: RoutingOptions) -> None:
         self.report = report
         self.check = check
-        self.knowledge = Knowledge()
+        self.knowledge = Knowledge(options)
 
     def graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
         self.report.graphs += 1
