@@ -128,7 +128,7 @@ def _route(gm: Any, options: RoutingOptions) -> None:
             return
         _routed.add(gm)
     route, log_report = _pass()
-    log_report(route(gm, options))
+    log_report(route(gm, options, lower=True))
 
 
 def enable(*, verify: bool = False, empty_rows: str = "exact") -> None:

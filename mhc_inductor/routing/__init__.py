@@ -27,7 +27,7 @@ from mhc_inductor.routing.operator import (
     unregister,
 )
 from mhc_inductor.routing.pipeline import legacy
-from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, source_of
+from mhc_inductor.routing.report import AS_WRITTEN, Fused, NearMiss, Report, Routed, source_of
 
 __all__ = [
     "Edit",
@@ -48,14 +48,17 @@ __all__ = [
 _UNFOLLOWED = "the inputs of the formula cannot be followed through their views"
 
 
-def route(gm: fx.GraphModule, options: RoutingOptions = DEFAULT, *, check: Check | None = None) -> Report:
+def route(
+    gm: fx.GraphModule, options: RoutingOptions = DEFAULT, *, check: Check | None = None, lower: bool = False
+) -> Report:
     """Rewrites ``gm`` in place and returns what was found. Never raises: what cannot be analysed stays as it is.
 
     ``check`` sees every formula beside its op before the op takes its place (:mod:`mhc_inductor.routing.verify`).
+    ``lower``: keep a formula as the model wrote it where that is faster than the op; it counts as routed.
     """
     report = Report()
     start = time.perf_counter()
-    _Pass(report, check, options).graph(gm, ambient(), body=False)
+    _Pass(report, check, options, lower).graph(gm, ambient(), body=False)
     legacy(gm, report)
     report.seconds = time.perf_counter() - start
     _count(report)
@@ -65,9 +68,10 @@ def route(gm: fx.GraphModule, options: RoutingOptions = DEFAULT, *, check: Check
 class _Pass:
     """One run over a graph and the bodies of its higher-order operators."""
 
-    def __init__(self, report: Report, check: Check | None, options: RoutingOptions) -> None:
+    def __init__(self, report: Report, check: Check | None, options: RoutingOptions, lower: bool) -> None:
         self.report = report
         self.check = check
+        self.lower = lower
         self.knowledge = Knowledge(options)
 
     def graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
@@ -91,7 +95,7 @@ class _Pass:
             todo = sorted(matches, key=_position(view), reverse=True)
             while todo:
                 self._apply(operator, edit, todo.pop(), todo, found)
-            if found.routed or found.fused:
+            if edit.changed:
                 edit.guard()
                 gm.graph.lint()
                 edit.sweep()
@@ -104,8 +108,13 @@ class _Pass:
             self._problem("a graph is compiled unrouted", error, gm.graph)
 
     def _apply(self, operator: Operator, edit: Edit, match: Match, todo: list[Match], found: Report) -> None:
+        kept = getattr(operator, "faster_as_written", None) if self.lower else None
         try:
-            made = edit.apply(match, operator.emit, self.check)
+            if kept is not None and kept(match, _device(match.start)):
+                edit.prove(match)
+                found.routed.append(_routed(match, AS_WRITTEN))
+                return
+            edit.apply(match, operator.emit, self.check)
         except (Mismatch, Unsupported, DynamicWidth, ValueError, TypeError) as error:
             smaller = getattr(operator, "smaller", None)
             if isinstance(error, Unplaced) and smaller is not None:
@@ -116,7 +125,11 @@ class _Pass:
         except Exception as error:
             self._problem("a formula stays as it is", error, edit.graph)
         else:
-            found.extend(_done(operator, match, made))
+            kernels = operator.kernels(match.op, _device(match.start))
+            if match.parts:
+                found.fused.append(Fused(match.op, match.parts, source_of(match.start.node), kernels))
+            else:
+                found.routed.append(_routed(match, kernels))
 
     def _problem(self, what: str, error: Exception, graph: fx.Graph) -> None:
         where = next((s for node in graph.nodes if (s := source_of(node)) != "unknown"), "no source line known")
@@ -168,11 +181,8 @@ def _near(miss: Miss) -> NearMiss:
     return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "")
 
 
-def _done(operator: Operator, match: Match, made: list[fx.Node]) -> Report:
-    source, kernels = source_of(match.start.node), operator.kernels(match.op, _device(match.start))
-    if match.parts:
-        return Report(fused=[Fused(match.op, match.parts, source, kernels)])
-    return Report(routed=[Routed(match.op, source, match.detail, kernels)])
+def _routed(match: Match, kernels: tuple[str, ...]) -> Routed:
+    return Routed(match.op, source_of(match.start.node), match.detail, kernels)
 
 
 def _device(value: Value) -> str:
