@@ -11,7 +11,7 @@ from mhc_inductor import compat
 from mhc_inductor.log import logger, warn_once
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.edit import Check, Edit
-from mhc_inductor.routing.effects import Modes, ambient
+from mhc_inductor.routing.effects import Modes, ambient, modes_of
 from mhc_inductor.routing.graph import expressions as algebra
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
@@ -75,23 +75,33 @@ class _Pass:
         self.knowledge = Knowledge(options)
 
     def graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
+        """Routes one graph, then the bodies in it."""
         self.report.graphs += 1
         self.report.nodes += len(gm.graph.nodes)
+        try:
+            self._graph(gm, outer, body)
+        except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
+            self._problem("a graph is compiled unrouted", error, gm.graph)
+
+    def _graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
+        view = None
         for make in registered():
-            self._operator(make, gm, outer, body)
-        modes = View(gm.graph, outer, self.knowledge, body).modes
+            view = self._operator(make, gm, view or View(gm.graph, outer, self.knowledge, body))
+        modes = modes_of(gm.graph, outer)
         # Bodies of higher-order operators (activation checkpointing) are graphs of their own.
         for node in gm.graph.find_nodes(op="get_attr"):
             inner = getattr(gm, str(node.target), None)
             if isinstance(inner, fx.GraphModule):
                 self.graph(inner, modes[next(iter(node.users), node)], body=True)
 
-    def _operator(self, make: Callable[[], Operator], gm: fx.GraphModule, outer: Modes, body: bool) -> None:
-        edit = None
+    def _operator(self, make: Callable[[], Operator], gm: fx.GraphModule, view: View) -> View | None:
+        """Runs one operator. Returns the view of the graph where that is still right."""
+        edit = Edit(view)
         try:
-            operator, view = make(), View(gm.graph, outer, self.knowledge, body)
+            operator = make()
+            view.values.forget({})
             matches, misses = _found(operator, view)
-            edit, found = Edit(view), Report(near_misses=[_near(m) for m in misses])
+            found = Report(near_misses=[_near(m) for m in misses])
             todo = sorted(matches, key=_position(view), reverse=True)
             while todo:
                 self._apply(operator, edit, todo.pop(), todo, found)
@@ -101,11 +111,11 @@ class _Pass:
                 edit.sweep()
                 gm.recompile()
             self.report.extend(found)
-        except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
-            if edit is not None:
-                edit.undo()
-                gm.recompile()
+        except Exception as error:
+            edit.undo()
+            gm.recompile()
             self._problem("a graph is compiled unrouted", error, gm.graph)
+        return None if edit.changed else view
 
     def _apply(self, operator: Operator, edit: Edit, match: Match, todo: list[Match], found: Report) -> None:
         kept = getattr(operator, "faster_as_written", None) if self.lower else None
