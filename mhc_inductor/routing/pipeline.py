@@ -11,6 +11,7 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.log import logger, warn_once
 from mhc_inductor.routing.edit import Rewriter
+from mhc_inductor.routing.graph import bounds
 from mhc_inductor.routing.graph.inplace import Change, exchange, out_of_place
 from mhc_inductor.routing.graph.values import Value, Values
 from mhc_inductor.routing.operators.e79.emit import Scans
@@ -27,7 +28,9 @@ def route(gm: torch.fx.GraphModule) -> Report:
     """Rewrite ``gm`` in place and say what was found. Never raises: what cannot be analysed stays as it is."""
     report = Report()
     start = time.perf_counter()
-    _route(gm, report, {}, ())
+    with bounds.watch() as too_large:
+        _route(gm, report, {}, ())
+    report.near_misses += dict.fromkeys(map(_too_large, too_large))
     report.seconds = time.perf_counter() - start
     counters = compat.counters()
     for routed in report.routed:
@@ -260,6 +263,11 @@ def _routed(op: str, node: fx.Node, what: Any) -> Routed:
 def _near_miss(miss: Miss) -> NearMiss:
     node = miss.value.node if miss.value is not None and miss.value.node is not None else miss.start.node
     return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "")
+
+
+def _too_large(error: bounds.TooLarge) -> NearMiss:
+    node = bounds.nearest(error.value)
+    return NearMiss("any op", str(error), source_of(node), node.name if node is not None else "")
 
 
 def _device(node: fx.Node) -> str:
