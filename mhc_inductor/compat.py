@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,6 +25,45 @@ def tracing() -> bool:
 def functorch_active() -> bool:
     """Whether a functorch transform (vmap, grad, ...) is active."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def any_tangent(args: Sequence[Any]) -> bool:
+    """Whether forward-mode AD differentiates by one of the arguments."""
+    from torch.autograd import forward_ad
+
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)
+
+
+def register_autograd(
+    qualname: str, backward: Callable[..., Any], setup: Callable[..., None], library: Any, guard: Callable[..., None]
+) -> None:
+    """Register an op's gradient; ``guard(*args)`` runs before it, also where nothing requires a gradient.
+
+    Seen in torch 2.11 to 2.15: register_autograd makes a kernel for the key Autograd, and gives it to ``lib.impl``.
+    """
+
+    class Guarded:
+        def impl(self, name: str, kernel: Callable[..., Any], key: str, **kwargs: Any) -> None:
+            @functools.wraps(kernel)
+            def run(keyset: Any, *args: Any, **given: Any) -> Any:
+                guard(*args)
+                return kernel(keyset, *args, **given)
+
+            library.impl(name, run, key, **kwargs)
+
+    torch.library.register_autograd(qualname, backward, setup_context=setup, lib=cast("Any", Guarded()))
+
+
+def schema_types(op: Any) -> tuple[tuple[str, str, bool], ...]:
+    """Of an op's arguments: name, kind (Tensor, float, int, bool or str), whether None is one."""
+    names = []
+    for argument in op._schema.arguments:
+        kind = str(argument.type)
+        inner = kind.removeprefix("Optional[").removesuffix("]")
+        names.append((argument.name, "int" if inner == "SymInt" else inner, inner != kind))
+    return tuple(names)
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mhc_inductor import compat
 from mhc_inductor.ops import checks_e79
 from mhc_inductor.ops.e79 import call, segment_length
+from mhc_inductor.ops.registry import typed
 
 
 def e79_scan(
@@ -53,7 +54,9 @@ def e79_scan(
         ValueError: a shape or device that does not fit, or no time step; the message names it.
         TypeError: something that is no floating-point tensor.
     """
-    if not torch.compiler.is_compiling():  # compiled, the op's fake checks
+    if torch.compiler.is_compiling():  # the op's fake checks the rest
+        typed("e79_scan", kvqm, b_s, b_m, S0, M0)
+    else:
         checks_e79.e79_inputs(kvqm, b_s, b_m, S0, M0)
     segment = 0
     if kvqm.dim() == 3 and _differentiable(kvqm, b_s, b_m, S0, M0):

@@ -88,13 +88,15 @@ def selection_attention(
 
     Raises:
         ValueError: a shape or device that does not fit, or a scale that is not finite; the message names it.
-        TypeError: a dtype that does not fit, or something that is no tensor.
+        TypeError: a dtype that does not fit, something that is no tensor, or a return_lse that is no bool.
     """
     if scale is None:
         # index: one number even where sizes are dynamic. Something else than q is for the check to say.
         scale = 1 / math.sqrt(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
     if not torch.compiler.is_compiling():  # compiled, the op's fake checks
         checks_selection.selection_attention(q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"selection_attention: return_lse must be a bool, got {type(return_lse).__name__}")
     o, lse = call("selection_attention", q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale)
     return (o, lse) if return_lse else o
 
@@ -127,9 +129,13 @@ def blocks_to_ranges(
 
     Raises:
         ValueError: another shape, a block_size below 1 or an S_kv out of its range.
-        TypeError: another dtype.
+        TypeError: another dtype, or another Python type.
     """
     checks_selection.blocks_to_ranges(block_indices, block_size, S_kv, cu_seqlens_q, cu_seqlens_k)
+    if not isinstance(causal, bool):
+        raise TypeError(f"blocks_to_ranges: causal must be a bool, got {type(causal).__name__}")
+    if block_size > 2**31:  # more keys than there can be: products of it would overflow
+        block_size = 2**31
     s = block_indices.shape[1]
     blocks = (S_kv + block_size - 1) // block_size
     # Clipped before the product, which could overflow.

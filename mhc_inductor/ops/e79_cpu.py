@@ -73,4 +73,6 @@ def e79_scan(
     if segment > 0:
         gates[:, :, 2:4].neg_()
         gates[:, :, 4] = y
-    return out, S.contiguous(), M.contiguous(), saved, gates
+    # Of one sequence the halves are contiguous as they are: outputs must not share memory.
+    S, M = (t.clone(memory_format=torch.contiguous_format) for t in (S, M))
+    return out, S, M, saved, gates

@@ -23,6 +23,16 @@ REFERENCE: dict[str, Callable[..., Any]] = {}
 """The reference formula of each op defined so far."""
 
 _CHECKS: dict[str, Callable[..., None]] = {}
+# Of each op's arguments: name, kind, whether None is one.
+_TYPES: dict[str, tuple[tuple[str, str, bool], ...]] = {}
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "Tensor": (Tensor,),
+    "float": (int, float, torch.SymInt, torch.SymFloat),
+    "int": (int, torch.SymInt),
+    "bool": (bool,),
+    "str": (str,),
+}
+_WORDS = {"Tensor": "a tensor", "float": "a number", "int": "an int", "bool": "a bool", "str": "a string"}
 _RULES: dict[str, VmapRule] = {}
 
 # Arguments that are parameters, shared by all tokens; every other tensor has the leading dimensions of x.
@@ -42,8 +52,23 @@ def _op(name: str) -> Any:
     return getattr(torch.ops.mhc_inductor, name).default
 
 
+def typed(name: str, *args: Any) -> None:
+    """Raise TypeError unless the leading arguments of op ``name`` are of its schema's Python types.
+
+    For what is compiled: shapes and dtypes are the fake's to check, which only tensors reach.
+    """
+    for (argument, kind, optional), value in zip(_TYPES[name], args, strict=False):
+        if value is None and optional:
+            continue
+        # bool is an int, and no number here.
+        if not isinstance(value, _PYTHON_TYPES[kind]) or (kind in ("float", "int") and isinstance(value, bool)):
+            raise TypeError(f"{name}: {argument} must be {_WORDS[kind]}, got {type(value).__name__}")
+
+
 def call(name: str, *args: Any) -> Any:
     """Call op ``name``; inside torch.func, which refuses its gradient, by an equal Function."""
+    if torch.compiler.is_compiling():
+        typed(name, *args)
     if torch.compiler.is_compiling() or not compat.functorch_active():
         return _op(name)(*args)
     return _FUNCTIONS[name].apply(*args)
@@ -72,6 +97,23 @@ def _double_grad(name: str, ctx: Any, *grads: Any) -> None:
         "(create_graph=True, or torch.func.grad of a grad); "
         f"use the formulas of {REFERENCE[name].__module__} for second derivatives"
     )
+
+
+def _refuse_tangents(name: str, *args: Any) -> None:
+    """Raise NotImplementedError where forward-mode AD comes in: torch would drop the tangents without a word."""
+    if compat.any_tangent(args):
+        raise _no_tangents(name)
+
+
+def _no_tangents(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"mhc_inductor: {name} has no forward-mode derivative (torch.autograd.forward_ad, torch.func.jvp, jacfwd, "
+        f"hessian); use reverse mode, or the formulas of {REFERENCE[name].__module__}"
+    )
+
+
+def _no_jvp(name: str, ctx: Any, *tangents: Any) -> None:
+    raise _no_tangents(name)
 
 
 # --- vmap ---------------------------------------------------------------------------------------------------
@@ -149,6 +191,7 @@ def _function(name: str, setup: Callable[..., None], grad: Callable[..., Any]) -
         "forward": lambda *args: _op(name)(*args),
         "setup_context": setup_context,
         "backward": lambda ctx, *grads: grad(ctx, *grads),
+        "jvp": functools.partial(_no_jvp, name),
         "vmap": lambda info, in_dims, *args: _vmap(name, functools.partial(call, name), info, in_dims, *args),
     }
     return type(f"{name}_function", (torch.autograd.Function,), {k: staticmethod(f) for k, f in methods.items()})
@@ -165,11 +208,12 @@ def define(
     grad: Gradient | None,
     check: Callable[..., None] | None = None,
     vmap_rule: VmapRule | None = None,
+    integers: bool = False,
 ) -> None:
     """Define op ``name``; without a gradient of its own (the backward ops) a second derivative raises RuntimeError.
 
     ``check`` validates the arguments (default: the function of that name in ``checks.py``); ``vmap_rule`` replaces the
-    rule of ops on tokens with leading dimensions.
+    rule of ops on tokens with leading dimensions; outputs that are ``integers`` have no derivative to miss.
     """
     REFERENCE[name] = reference
     _CHECKS[name] = check or getattr(checks, name)
@@ -177,9 +221,11 @@ def define(
         _RULES[name] = vmap_rule
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     qualname = f"mhc_inductor::{name}"
+    _TYPES[name] = compat.schema_types(_op(name))
     implement(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(qualname, _checked(name, _traced(fake)), lib=LIBRARY)
     setup, backward = grad or (_double_setup, functools.partial(_double_grad, name))
-    torch.library.register_autograd(qualname, backward, setup_context=setup, lib=LIBRARY)
+    guard = (lambda *args: None) if integers else functools.partial(_refuse_tangents, name)
+    compat.register_autograd(qualname, backward, setup, LIBRARY, guard)
     torch.library.register_vmap(qualname, functools.partial(_vmap, name, _op(name)), lib=LIBRARY)
     _FUNCTIONS[name] = _function(name, setup, backward)

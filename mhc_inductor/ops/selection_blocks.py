@@ -111,4 +111,4 @@ def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tu
     return op(*folded).unflatten(0, (size, -1)), 0
 
 
-define("selection_blocks", SCHEMA, selection_blocks, _fake, None, check, _vmap)
+define("selection_blocks", SCHEMA, selection_blocks, _fake, None, check, _vmap, integers=True)

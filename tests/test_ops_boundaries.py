@@ -1,0 +1,313 @@
+"""What every op and public function does at its edges: wrong Python types, forward-mode derivatives, shared memory, huge blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from op_contract import op
+from torch import Tensor
+
+import mhc_inductor
+from mhc_inductor.ops import registry
+
+N, D, T = 4, 16, 3
+
+
+def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Each public function with arguments that fit, every one given."""
+    g = torch.Generator().manual_seed(0)
+
+    def r(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    m = N * N + 2 * N
+    collapse = {"norm_eps": 1e-6, "hc_eps": 1e-6}
+    pre = {"x": r(T, N, D), "phi": r(m, N * D), "alpha": r(3), "bias": r(m), "gamma": r(N, D), **collapse}
+    pre |= {"post_mult": 2.0, "post_eps": 0.0, "sinkhorn_iters": 2, "sinkhorn_eps": 1e-6, "sinkhorn_form": "softmax"}
+    head = {"x": r(T, N, D), "phi": r(N, N * D), "alpha": r(1), "bias": r(N), "gamma": r(N, D), **collapse}
+    post = {"x": r(T, N, D), "f_out": r(T, D), "h_post": r(T, N), "h_res": r(T, N, N), "transpose_res": True}
+    scan = {"kvqm": r(T, 1, 4 * N), "b_s": r(N), "b_m": r(N), "S0": r(1, N, N), "M0": r(1, N, N)}
+    cu = torch.tensor([0, T], dtype=torch.int32)
+    ranges = torch.tensor([0, T]).expand(1, T, 1, 1, 2)
+    attention = {"q": r(1, T, 1, 2, D), "k": r(1, 1, T, D), "v": r(1, 1, T, D), "ranges": ranges, "scale": 0.3}
+    attention |= {"sink": r(1, 2), "cu_seqlens_q": cu, "cu_seqlens_k": cu, "return_lse": True}
+    blocks = {"block_indices": torch.zeros(1, T, 1, 2, dtype=torch.int64), "block_size": 2, "S_kv": T}
+    blocks |= {"causal": True, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    return {
+        "mhc_pre": (mhc_inductor.mhc_pre, pre),
+        "mhc_head": (mhc_inductor.mhc_head, head),
+        "mhc_post": (mhc_inductor.mhc_post, post),
+        "mhc_sinkhorn": (mhc_inductor.mhc_sinkhorn, {"h_res": r(T, N, N), "iters": 2, "eps": 1e-6, "form": "exp"}),
+        "e79_scan": (mhc_inductor.e79_scan, scan),
+        "selection_attention": (mhc_inductor.selection_attention, attention),
+        "blocks_to_ranges": (mhc_inductor.blocks_to_ranges, blocks),
+    }
+
+
+GOOD = _good()
+
+
+def _bad(value: Any, optional: bool) -> dict[str, Any]:
+    """Values of another kind than ``value``."""
+    wrong: dict[str, Any] = {} if optional else {"None": None}
+    if isinstance(value, Tensor):
+        other = torch.int64 if value.is_floating_point() else torch.float32
+        wrong |= {
+            "a list": value.tolist(),
+            "an array": value.numpy(),
+            "a float": 1.0,
+            "a string": "x",
+            "a tuple": (value,),
+        }
+        wrong |= {"another dtype": value.to(other), "complex": value.to(torch.complex64), "bools": value > 0}
+    elif isinstance(value, bool):
+        wrong |= {"an int": 1, "a string": "yes", "a tensor": torch.tensor(True), "an array": np.bool_(True)}
+    elif isinstance(value, str):
+        wrong |= {"another": "x", "an int": 3, "a list": [value]}
+    else:
+        wrong |= {"a string": "1", "a list": [value], "a tensor": torch.tensor(value), "a bool": True, "complex": 1j}
+        wrong |= {"a float": 1.5} if isinstance(value, int) else {"nan": float("nan")}
+        wrong |= {"an array": np.array([value])}
+    return wrong
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for name, (fn, given) in GOOD.items():
+        defaults = {k: p.default for k, p in inspect.signature(fn).parameters.items()}
+        assert given.keys() == defaults.keys(), "every argument is given"
+        for argument, value in given.items():
+            for kind, wrong in _bad(
+                value, defaults[argument] is None or (argument == "h_res" and name == "mhc_post")
+            ).items():
+                cases.append(pytest.param(name, argument, wrong, id=f"{name}-{argument}-{kind}"))
+    return cases
+
+
+def test_what_fits_is_accepted():
+    for fn, given in GOOD.values():
+        fn(**given)
+    assert GOOD.keys() == set(mhc_inductor.api.__all__)
+
+
+@pytest.mark.parametrize(("name", "argument", "wrong"), _cases())
+def test_a_wrong_type_is_named(name, argument, wrong):
+    fn, given = GOOD[name]
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: {argument}\b"):
+        fn(**{**given, argument: wrong})
+
+
+COMPILED = [
+    c for c in _cases() if c.id.rpartition("-")[2] in ("a list", "None", "an array", "a string", "another dtype")
+]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_wrong_type_is_named_compiled(name):
+    fn, given = GOOD[name]
+    silent = []
+    for case in (c.values for c in COMPILED if c.values[0] == name):
+        _, argument, wrong = case
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *, changed: fn(**{**given, **changed}), backend="eager")
+        try:
+            compiled(changed={argument: wrong})
+        except Exception as error:
+            if f"{name}: {argument} must" not in str(error):
+                silent.append((argument, repr(wrong)[:20], type(error).__name__, str(error)[:80]))
+        else:
+            silent.append((argument, repr(wrong)[:20], "nothing", ""))
+    torch._dynamo.reset()
+    assert silent == []
+
+
+# --- forward mode -------------------------------------------------------------------------------------------
+
+
+def _differentiable() -> list[Any]:
+    return [
+        pytest.param(name, argument, id=f"{name}-{argument}")
+        for name, (_, given) in GOOD.items()
+        for argument, value in given.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    ]
+
+
+def _refused(name: str) -> Any:
+    return pytest.raises(NotImplementedError, match=f"{name} has no forward-mode derivative")
+
+
+@pytest.mark.parametrize(("name", "argument"), _differentiable())
+@pytest.mark.parametrize("mode", ["plain", "no_grad", "requires_grad", "jvp", "jacfwd"])
+def test_forward_mode_is_refused_never_dropped(name, argument, mode):
+    fn, given = GOOD[name]
+    value = given[argument]
+
+    def call(t: Tensor) -> Any:
+        return fn(**{**given, argument: t})
+
+    with _refused(name):
+        if mode == "jvp":
+            torch.func.jvp(call, (value,), (torch.ones_like(value),))
+        elif mode == "jacfwd":
+            torch.func.jacfwd(call)(value)
+        else:
+            leaf = value.clone().requires_grad_(mode == "requires_grad")
+            context = torch.no_grad() if mode == "no_grad" else contextlib.nullcontext()
+            with forward_ad.dual_level(), context:
+                call(forward_ad.make_dual(leaf, torch.ones_like(leaf)))
+
+
+def _samples() -> dict[str, tuple[Any, ...]]:
+    """Arguments of every op, in the order of its schema, with one token of one sequence where it can be."""
+    from test_ops_e79 import SAMPLES as e79
+    from test_ops_mhc import SAMPLES as mhc
+    from test_ops_selection import SAMPLES as selection
+
+    found: dict[str, tuple[Any, ...]] = {}
+    for case in (*mhc, *e79, *selection):
+        name, sample, variant = case.values
+        if name not in found:
+            found[name] = sample(**variant)
+    return found
+
+
+OP_SAMPLES = _samples()
+
+
+def test_every_op_has_a_sample():
+    assert registry.REFERENCE.keys() - OP_SAMPLES.keys() <= {"selection_blocks"}
+
+
+@pytest.mark.parametrize("name", OP_SAMPLES)
+@pytest.mark.parametrize("functional", [False, True])
+def test_forward_mode_of_an_op_is_refused(name, functional):
+    sample = list(OP_SAMPLES[name])
+    k = next(i for i, a in enumerate(sample) if isinstance(a, Tensor) and a.is_floating_point())
+    value = sample[k].detach()
+
+    def call(t: Tensor) -> Any:
+        return op(name)(*sample[:k], t, *sample[k + 1 :])
+
+    with _refused(name):
+        if functional:
+            torch.func.jvp(call, (value,), (torch.ones_like(value),))
+        else:
+            with forward_ad.dual_level():
+                call(forward_ad.make_dual(value, torch.ones_like(value)))
+    with forward_ad.dual_level():  # a level alone, or tangents elsewhere, are nothing to refuse
+        call(value)
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def _storages(*values: Any) -> list[int]:
+    tensors = [t for t in values if isinstance(t, Tensor) and t.numel()]
+    return [t.untyped_storage().data_ptr() for t in tensors]
+
+
+def _apart(out: Any, args: Any) -> None:
+    out = out if isinstance(out, tuple) else (out,)
+    storages = _storages(*out)
+    assert len(set(storages)) == len(storages), "outputs share memory with each other"
+    assert set(storages).isdisjoint(_storages(*args)), "outputs share memory with inputs"
+
+
+@pytest.mark.parametrize("name", OP_SAMPLES)
+def test_outputs_of_an_op_share_no_memory(name):
+    _apart(op(name)(*OP_SAMPLES[name]), OP_SAMPLES[name])
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_outputs_of_a_public_function_share_no_memory(name):
+    fn, given = GOOD[name]
+    _apart(fn(**given), given.values())
+
+
+@pytest.mark.parametrize("segment", [0, 1, 2])
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize(("steps", "batch", "n"), [(1, 1, 4), (3, 1, 4), (2, 1, 1), (2, 2, 1), (1, 1, 1)])
+def test_the_states_of_a_scan_share_no_memory(steps, batch, n, states, segment):
+    initial = [torch.randn(batch, n, n) if states else None for _ in range(2)]
+    args = (torch.randn(steps, batch, 4 * n), torch.randn(n), None, *initial, segment)
+    out = op("e79_scan")(*args)
+    _apart(out, args)
+    kept = out[2].clone()
+    out[1].zero_()
+    assert torch.equal(out[2], kept)
+
+
+@pytest.mark.parametrize(("steps", "n"), [(1, 1), (1, 4), (3, 1), (3, 4)])
+def test_the_reference_of_a_scan_and_its_gradients_share_no_memory(steps, n):
+    args = (
+        torch.randn(steps, 1, 4 * n),
+        torch.randn(n),
+        torch.randn(steps, 1, n),
+        *torch.randn(2, 1, n, n).unbind(),
+        1,
+    )
+    out = registry.REFERENCE["e79_scan"](*args)
+    _apart(out, args)
+    given = (*(torch.randn_like(t) for t in out[:3]), *args[:5], *out[3:], 1)
+    _apart(op("e79_scan_backward")(*given), given)
+
+
+@pytest.mark.parametrize("name", [n for n in OP_SAMPLES if n.startswith("selection")])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention_of_one_query_head_and_key_shares_no_memory(name, queries):
+    q, k = torch.randn(1, queries, 1, 1, 1), torch.randn(1, 1, 1, 1)
+    args = (q, k, k.clone(), torch.tensor([0, 1]).expand(1, queries, 1, 1, 2), torch.randn(1, 1), None, None)
+    out = op("selection_attention")(*args, 1.0)
+    _apart(out, args)
+    if name.endswith("backward"):
+        given = (torch.randn_like(out[0]), torch.randn_like(out[1]), *args, *out)
+        _apart(op(name)(*given, 1.0), given)
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (1, 1)])
+def test_mhc_of_one_token_shares_no_memory(lead):
+    g = {k: v for k, v in GOOD["mhc_pre"][1].items() if k != "x"}
+    x = torch.randn(*lead, 2, 16)
+    m = 8
+    params = (torch.randn(m, 32), torch.randn(3), torch.randn(m), torch.randn(2, 16))
+    for iters in (0, 1):
+        options = tuple({**g, "sinkhorn_iters": iters}[k] for k in list(g)[4:])
+        out = op("mhc_pre")(x, *params, *options)
+        _apart(out, (x, *params))
+        h_in, h_post, h_res, h_pre, h_mix, inv_rms = out
+        given = (h_in.clone(), h_post.clone(), h_res.clone(), x, *params, h_pre, h_post, h_mix, inv_rms, None)
+        _apart(op("mhc_pre_backward")(*given, *options), given)
+        after = op("mhc_post")(x, h_in, h_post, h_res, True)
+        _apart(after, (x, *out))
+        _apart(op("mhc_post_backward")(after, x, h_in, h_post, h_res, True), (after, x, *out))
+
+
+@pytest.mark.parametrize("iters", [0, 1])
+@pytest.mark.parametrize("form", ["softmax", "exp"])
+def test_sinkhorn_never_returns_its_input(iters, form):
+    c = torch.rand(2, N, N)
+    _apart(mhc_inductor.mhc_sinkhorn(c, iters, form=form), (c,))
+
+
+# --- blocks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3, 2**31 - 1, 2**31, 2**33, 2**62, 2**63 - 1, 2**63, 2**64, 10**30])
+@pytest.mark.parametrize("s_kv", [0, 1, 10, 2**31 - 1])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_blocks_of_any_size(size, s_kv, dtype):
+    info = torch.iinfo(dtype)
+    index = [0, 1, 2, -1, info.min, info.max, info.max - 1, info.max // 2 + 1]
+    blocks = torch.tensor(index, dtype=dtype).view(1, 1, 1, -1)
+    ranges = mhc_inductor.blocks_to_ranges(blocks, size, s_kv, causal=False).flatten(0, 3).tolist()
+    for i, (start, end) in zip(index, ranges, strict=True):
+        wanted = (min(i * size, s_kv), min((i + 1) * size, s_kv)) if i >= 0 else (0, 0)
+        assert (start, end) == wanted or (start == end and wanted[0] == wanted[1])
