@@ -14,12 +14,13 @@ from mhc_inductor.ops.e79 import segment_length
 from mhc_inductor.routing.graph.expressions import VIEWS, aten, is_cast, peel, whole
 from mhc_inductor.routing.graph.index import ONE, Unsupported
 from mhc_inductor.routing.graph.inplace import stacked_buffers
-from mhc_inductor.routing.graph.values import Value, example
-from mhc_inductor.routing.operator import Mismatch, Unplaced
+from mhc_inductor.routing.graph.values import Value, example, tensors_in
+from mhc_inductor.routing.operator import Mismatch, Miss, Unplaced
 from mhc_inductor.routing.operators.e79.inputs import Inputs
 from mhc_inductor.routing.operators.e79.lift import planned
 from mhc_inductor.routing.operators.e79.loop import OP, Chain
 from mhc_inductor.routing.operators.e79.step import Frame, Step, reads, zero
+from mhc_inductor.routing.operators.e79.uses import Uses, hooked
 from mhc_inductor.routing.operators.mhc.search import Finder
 from mhc_inductor.routing.rewriter import Rewriter, grad_states, mutations, needs_grad
 
@@ -30,15 +31,19 @@ class Scans(Rewriter):
     def __init__(self, graph: fx.Graph, finder: Finder, body: bool) -> None:
         super().__init__(graph, finder)
         self.body = body
+        self.uses: Uses
 
     def run_chains(self, chains: Sequence[Chain]) -> None:
         stacks = stacked_buffers(self.graph)
         if stacks:
             self.finder.live.update(stacks)
             self._renumber()
+        self.uses = Uses(self.graph, self.finder.live, self.body)
         todo = list(chains)[::-1]
         while todo:
-            one = todo.pop()
+            one = self._ended(todo.pop())
+            if not one.steps:
+                continue
             mark = list(self.graph.nodes)
             start = self.finder.values.of(one.recogniser.known[one.steps[0].M_new])
             try:
@@ -53,6 +58,21 @@ class Scans(Rewriter):
             self._guard()
             self._after()
         self._sweep()
+
+    def _ended(self, one: Chain) -> Chain:
+        """Returns the chain without last steps that nothing reads, or whose S' has a hook that the op cannot serve."""
+        known, steps = one.recogniser.known, list(one.steps)
+        while steps:
+            last = steps[-1]
+            S, M, out = known[last.S_new], known[last.M_new], last.out_node
+            if S in self.finder.live or M in self.finder.live:
+                if not hooked(S) or not self.uses.flowing & {M, out}:
+                    break
+                # The hook gets the gradient of S' from there too; the op's result has only what comes from outside.
+                reason = "a hook is on S' of a step, which the step's M' or output reads too"
+                self.misses.append(Miss(OP, reason, last.S_new, self.finder.values.of(S)))
+            steps.pop()
+        return Chain(steps, one.recogniser)
 
     def _after(self) -> None:
         """What each step computed from its output, and a stack put together, is computed from the op's output at once."""
@@ -73,6 +93,9 @@ class Scans(Rewriter):
                 if dim % len(example(node).shape):
                     whole = self.emit("movedim", whole, 0, dim)
                 whole = self._as(whole, value, whole)
+                shared = {compat.storage_key(t) for n in plan.sources for t in tensors_in(example(self.current(n)))}
+                if self.uses.exposed(node) and compat.storage_key(example(whole)) in shared:
+                    whole = self.emit("clone", whole)
             self._replace([(value, whole)])
 
     def _scan(self, one: Chain) -> None:
@@ -94,7 +117,9 @@ class Scans(Rewriter):
             self._renumber()  # results of an earlier chain
         here = self._safe([values.of(n) for n in sources], [values.of(n) for n in results])
         self._closed(one, sources, results, gathered)
-        needs = self.grad[results[0]] and any(self.body or needs_grad(n) for n in sources)
+        needs = self.grad[results[0]] and any(n in self.uses.carrying for n in sources)
+        if needs:
+            inputs.unasked = self._unasked(one)
         with here:
             kvqm, b_s, b_m = inputs.emit(self)
             for node in [*gathered, *alone.values()]:
@@ -104,22 +129,40 @@ class Scans(Rewriter):
             S0, M0 = (self._state(value, states[name], frame) for name, value in (("S", first.S), ("M", first.M)))
             segment = segment_length(frame.n, compat.hint(example(kvqm).shape[1]), len(steps)) if needs else 0
             call = self.emit(torch.ops.mhc_inductor.e79_scan.default, kvqm, b_s, b_m, S0, M0, segment)
-            new: list[tuple[Value, fx.Node]] = []
-            if gathered or alone:
-                out = self.emit(operator.getitem, call, 0)
+            results_of = Results(self, call, needs)
+            many = len(gathered) + len(alone) > 1
             for node, (dim, inner) in gathered.items():
-                new.append((values.of(node), self._as(self._stacked(out, dim, inner, node), values.of(node), out)))
+                made = self._stacked(results_of.item(0), dim, inner, node)
+                results_of.add(node, made, 0, many, whole=True)
             for t, node in alone.items():
-                new.append((values.of(node), self._as(self.emit(operator.getitem, out, t), values.of(node), out)))
+                made = self.emit(operator.getitem, results_of.item(0), t)
+                results_of.add(node, made, 0, many, whole=len(steps) == 1)
             for k, node in enumerate(final.values(), 1):
                 if node in results:
-                    got = self.emit(operator.getitem, call, k)
-                    new.append((values.of(node), self._as(got, values.of(node), got)))
+                    results_of.add(node, results_of.item(k), k)
+        new = results_of.new
         self._replace(new)
         self.replaced += self._dead(one)
         for step in steps:
             self.replaced += [known[step.S_new], known[step.M_new], *([step.out_node] if step.out_node else [])]
         self.made.append((OP, call, one))
+
+    def _unasked(self, one: Chain) -> set[tuple[str, int]]:
+        """Returns (role, step) of the vectors that no gradient comes back to, where some come back to the chain."""
+        known, last = one.recogniser.known, one.steps[-1]
+
+        def asked(node: fx.Node | None) -> bool:
+            return node is not None and (node in self.uses.flowing or hooked(node))
+
+        found: set[tuple[str, int]] = set()
+        final = asked(known[last.M_new])
+        later = final or asked(known[last.S_new])
+        for t, step in reversed(list(enumerate(one.steps))):
+            memory = final if step is last else later
+            later = later or asked(step.out_node)
+            wanted = {"k": later, "v": later, "b_s": later, "q": asked(step.out_node), "m": memory, "b_m": memory}
+            found.update((role, t) for role, reached in wanted.items() if not reached)
+        return found if later else set()
 
     def _renumber(self) -> None:
         self.order = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -156,9 +199,12 @@ class Scans(Rewriter):
         if all(n is not None for n in nodes):
             for candidate in self._stacks(nodes[0]):  # type: ignore[arg-type]
                 found = self._stack(candidate, steps)
-                if found is not None:
-                    gathered[candidate] = found
-                    path |= self._between(candidate, set(nodes))
+                between = self._between(candidate, set(nodes))
+                # A hook sees the gradient of one piece: the pieces stay, and are stacked.
+                if found is None or any(n is not candidate and hooked(n) for n in (*nodes, *between)):  # type: ignore[arg-type]
+                    continue
+                gathered[candidate] = found
+                path |= between
         alone = {t: n for t, n in enumerate(nodes) if n is not None and self._leaves(n, path, set(gathered))}
         return gathered, alone
 
@@ -264,3 +310,66 @@ class Scans(Rewriter):
                     if any(known[v] is node for v in news) and reads(read, one.frame, news):
                         reason = "what is read from S' is not y * silu(y) with y = S' q"
                     raise Mismatch(reason, self.finder.value(node))
+
+
+class Results:
+    """What takes the place of the values that a chain's op makes: who requires grad and who shares memory stays."""
+
+    def __init__(self, rewriter: Scans, call: fx.Node, needs: bool) -> None:
+        self.rewriter = rewriter
+        self.call = call
+        self.needs = needs
+        self.new: list[tuple[Value, fx.Node]] = []
+        self._items: dict[int, fx.Node] = {}
+        self._taken: set[int] = set()
+        self._again: bool | None = None
+
+    def item(self, k: int) -> fx.Node:
+        """Returns the op's k-th output."""
+        if k not in self._items:
+            self._items[k] = self.rewriter.emit(operator.getitem, self.call, k)
+        return self._items[k]
+
+    def add(self, old: fx.Node, made: fx.Node, k: int, many: bool = False, whole: bool = True) -> None:
+        """Lets ``made``, of the op's k-th output or of all of it, stand for ``old``; ``many`` values are of this output."""
+        r, value = self.rewriter, self.rewriter.finder.values.of(old)
+        new = r._as(made, value, made)
+        if self.needs and old not in r.uses.carrying:
+            new = r.emit("detach", new)
+        if compat.storage_key(example(new)) == compat.storage_key(example(self.item(k))) and self._apart(
+            old, k, many, whole
+        ):
+            new = r.emit("clone", new)
+        self.new.append((value, new))
+
+    def _apart(self, old: fx.Node, k: int, many: bool, whole: bool) -> bool:
+        """Whether ``old`` needs memory of its own."""
+        uses = self.rewriter.uses
+        # A hook on an output of the op itself is called without a gradient too.
+        if hooked(old) or (many and uses.changes(old)):
+            return True
+        if not uses.leaves(old):
+            return False
+        if k in self._taken or not whole or self._repeats():
+            return True
+        self._taken.add(k)
+        return False
+
+    def _repeats(self) -> bool:
+        """Whether an earlier scan may be of the same inputs: Inductor computes equal calls once."""
+        if self._again is None:
+            others = [call for _, call, _ in self.rewriter.made]
+            mine = _given(self.call) if others else set()
+            self._again = any(_given(call) == mine for call in others)
+        return self._again
+
+
+def _given(call: fx.Node) -> set[fx.Node]:
+    """Returns the inputs of the graph that ``call`` depends on."""
+    seen, todo = {call}, [call]
+    while todo:
+        for parent in todo.pop().all_input_nodes:
+            if parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+    return {node for node in seen if node.op in ("placeholder", "get_attr")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,11 @@ ROLES = ("k", "v", "q", "m")
 class Inputs:
     """k, v, q, m and the biases of all steps, and how to put them into the op's tensors."""
 
-    def __init__(self, rewriter: Rewriter, frame: Frame, steps: Sequence[Step]) -> None:
+    def __init__(
+        self, rewriter: Rewriter, frame: Frame, steps: Sequence[Step], unasked: Collection[tuple[str, int]] = ()
+    ) -> None:
+        self.unasked = unasked
+        """(role, step) of vectors that no gradient comes back to."""
         self.frame = frame
         self.steps = steps
         self.sources: list[fx.Node] = []
@@ -78,7 +82,7 @@ class Inputs:
         if self.together is not None:
             kvqm = self._tensor(self.roles["k"], self.together, "k")
         else:
-            parts = [self._tensor(self.roles[r] or self.roles["k"], None, r) for r in ROLES]
+            parts = [self._part(r if self.roles[r] else "k") for r in ROLES]
             dtype = example(parts[0]).dtype
             for part in parts:
                 dtype = torch.promote_types(dtype, example(part).dtype)
@@ -94,15 +98,23 @@ class Inputs:
             dims = [d for d in held.slot.dims if d[0] != "const"]
             if [d[0] for d in dims] == ["at"]:
                 node = self.rewriter.current(held.node)
-                node = self._pick(node, held.slot, None, None)
+                node = self._reached(self._pick(node, held.slot, None, None), name)
                 return node if len(dims) == len(example(node).shape) == 1 else self.rewriter.emit("flatten", node)
-        return self._tensor(held, None, name)
+        return self._part(name)
+
+    def _part(self, name: str) -> fx.Node:
+        return self._reached(self._tensor(self.roles[name], None, name), name)
+
+    def _reached(self, node: fx.Node, name: str, step: int | None = None) -> fx.Node:
+        """``node``, detached where no gradient comes back to it: its leaves have none then, and not zeros."""
+        steps = range(len(self.steps)) if step is None else [step]
+        return self.rewriter.emit("detach", node) if all((name, t) in self.unasked for t in steps) else node
 
     def _tensor(self, held: Any, together: str | None, name: str) -> fx.Node:
         """[T, B, n], or [T, B, 4n]."""
         r, frame = self.rewriter, self.frame
         if isinstance(held, list):
-            return self._listed(held, together)
+            return self._listed(held, together, name)
         node = r.current(held.node)
         dims = held.slot.dims
         time = held.time
@@ -140,7 +152,7 @@ class Inputs:
             self._plans[nodes] = planned(self.rewriter, nodes) if alike else None
         return self._plans[nodes]
 
-    def _listed(self, held: list[tuple[Value, Slot]], together: str | None) -> fx.Node:
+    def _listed(self, held: list[tuple[Value, Slot]], together: str | None, name: str) -> fx.Node:
         """The vectors of steps that no tensor holds: computed all at once where that can be said, else stacked."""
         r = self.rewriter
         plan = self._plan(held)
@@ -149,8 +161,9 @@ class Inputs:
             at = Slot((("const", 0), *held[0][1].dims))
             return self._flat(self._batched(self._pick(whole, at, 0, together), at, 0), together)
         stacked = []
-        for value, at in held:
+        for t, (value, at) in enumerate(held):
             node = self._pick(r.current(node_of(value)), at, None, together)
+            node = node if together is not None else self._reached(node, name, t)
             stacked.append(self._batched(node, at, None))
         return self._flat(r.emit(torch.stack, stacked), together)
 

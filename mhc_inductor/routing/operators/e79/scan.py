@@ -126,7 +126,7 @@ class BodyInputs(Inputs):
     """The inputs of a body's step, over all steps."""
 
     def __init__(self, rewriter: Scans, frame: Frame, step: Step, outer: dict[fx.Node, Lifted]) -> None:
-        self.rewriter, self.frame, self.steps = rewriter, frame, [step]
+        self.rewriter, self.frame, self.steps, self.unasked = rewriter, frame, [step], ()
         self.lifted = outer
         self.time: Var | None = None
         self.lift = Lift(rewriter)
