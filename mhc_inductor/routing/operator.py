@@ -57,6 +57,7 @@ class Match:
         detail: sizes and constants, for the report.
         parts: ops that the new one replaces, where it is a fusion of ops rather than of a formula.
         data: whatever :meth:`Operator.emit` needs.
+        at: the value that a report points at; by default the first output.
         sample: makes an input's random data for verification, where uniform numbers would be out of range:
             ``sample(value, shape, dtype, device, generator)`` returns a tensor, or None for the default.
     """
@@ -67,12 +68,13 @@ class Match:
     detail: str = ""
     parts: tuple[str, ...] = ()
     data: Any = None
+    at: Value | None = None
     sample: Callable[..., torch.Tensor | None] | None = None
 
     @property
     def start(self) -> Value:
         """The value that a report points at."""
-        return self.outputs[0]
+        return self.at or self.outputs[0]
 
 
 class Operator(Protocol):
