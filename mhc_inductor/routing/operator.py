@@ -18,6 +18,7 @@ from mhc_inductor.routing.graph.values import Value
 if TYPE_CHECKING:
     from mhc_inductor.routing.edit import Edit
     from mhc_inductor.routing.graph.view import View
+    from mhc_inductor.routing.report import Routed
 
 
 class Mismatch(Exception):
@@ -93,8 +94,8 @@ class Operator(Protocol):
         """Returns the nodes where the formula may be."""
         ...
 
-    def match(self, view: View, node: fx.Node) -> Match | Miss | Iterable[Match | Miss] | None:
-        """Returns what is at a candidate: matches, near misses, or None for something else."""
+    def match(self, view: View, node: fx.Node) -> Match | Miss | Routed | Iterable[Match | Miss | Routed] | None:
+        """Returns what is at a candidate: matches, near misses, ops that the model calls itself, or None."""
         ...
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
