@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import fx
 
@@ -103,8 +103,7 @@ class _Pass:
         try:
             operator = make()
             view.values.forget({})
-            matches, misses = _found(operator, view)
-            found = Report(near_misses=[_near(m) for m in misses])
+            matches, found = _found(operator, view)
             todo = sorted(matches, key=_position(view), reverse=True)
             while todo:
                 self._apply(operator, edit, todo.pop(), todo, found)
@@ -152,24 +151,25 @@ class _Pass:
         warn_once(f"unrouted: {type(error).__name__} {where}", message)
 
 
-def _found(operator: Operator, view: View) -> tuple[list[Match], list[Miss]]:
+def _found(operator: Operator, view: View) -> tuple[list[Match], Report]:
     """Everything found by one operator. A dynamic width that a formula sums over is taken as it is now."""
     while True:
         matches: list[Match] = []
-        misses: list[Miss] = []
+        report = Report()
         try:
             for node in operator.candidates(view):
                 found = operator.match(view, node)
-                each: Iterable[Match | Miss] = [found] if isinstance(found, (Match, Miss)) else found or ()
-                for one in each:
+                for one in [found] if isinstance(found, (Match, Miss, Routed)) else found or ():
                     if isinstance(one, Match):
                         matches.append(one)
+                    elif isinstance(one, Routed):
+                        report.routed.append(one)
                     else:
-                        misses.append(one)
+                        report.near_misses.append(_near(one))
         except DynamicWidth as dynamic:
             if view.values.fix(dynamic.size.symbols):
                 continue
-        return matches, misses
+        return matches, report
 
 
 def _position(view: View) -> Callable[[Match], int]:

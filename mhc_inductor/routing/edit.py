@@ -7,6 +7,7 @@ results need gradients, reach parameters and share memory as the formula's did.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,7 +139,8 @@ class Edit:
             self.view.since[node] = self.view.position[self.place.anchor]
             node.meta.update(self.place.trace)
             wide = any(t.is_floating_point() for t in tensors_in(example(node)))
-            node.meta[GRAD] = wide and self.place.modes.grad and any(map(self.needs_grad, node.all_input_nodes))
+            through = wide and self.place.modes.grad and target != "detach"
+            node.meta[GRAD] = through and any(map(self.needs_grad, node.all_input_nodes))
         return node
 
     def _nearby(self, node: fx.Node) -> list[fx.Node]:
@@ -256,6 +258,7 @@ class Edit:
         settled = []
         memory = {compat.storage_key(t) for v in match.inputs for t in tensors_in(example(self.input(v)))}
         claimed = {key: key for key in memory}
+        shared = collections.Counter(compat.storage_key(example(new)) for _, new in pairs)
         for value, new in pairs:
             old = node_of(value)
             _check_alike(example(old), example(new), value)
@@ -263,35 +266,68 @@ class Edit:
                 self._check_reach(match, old, new)
             elif self.needs_grad(new):
                 new = self.emit("detach", new)
-            mine, theirs = compat.storage_key(example(new)), compat.storage_key(example(self.view.node(old)))
-            if claimed.setdefault(mine, theirs) != theirs and self.view.escapes(old):
+            mine = compat.storage_key(example(new))
+            if self._apart(old, new, claimed, shared[mine] > 1):
                 new = self.emit("clone", new)
             settled.append((value, new))
         return settled
+
+    def _apart(self, old: fx.Node, new: fx.Node, claimed: dict[int, int], shared: bool) -> bool:
+        """Whether a result needs memory of its own: nothing may share it that did not share that of ``old``."""
+        mine, theirs = compat.storage_key(example(new)), compat.storage_key(example(self.view.node(old)))
+        # PyTorch calls the hook of an op's own output with None where no gradient arrives; eager does not call it.
+        if self.view.hooked(old) or (shared and self.view.overwritten(old)):
+            return True
+        if not self.view.escapes(old):
+            return False
+        return claimed.setdefault(mine, theirs) != theirs or self._repeats()
+
+    def _repeats(self) -> bool:
+        """Whether an op of several outputs may have been called on the same inputs before.
+
+        AOTAutograd makes one call of two equal ones, and lets their outputs share memory.
+        """
+        calls = [n for n in self._created if isinstance(example(n), (tuple, list))]
+        mine = set(self._created[self._mark[0] :])
+        return any(
+            a.target == b.target and self._leaves(a) == self._leaves(b)
+            for a in calls
+            if a in mine
+            for b in calls
+            if b not in mine
+        )
+
+    def _leaves(self, node: fx.Node) -> set[fx.Node]:
+        """The inputs of the graph that a node depends on."""
+        seen, todo = {node}, [node]
+        while todo:
+            for parent in todo.pop().all_input_nodes:
+                if parent not in seen:
+                    seen.add(parent)
+                    todo.append(parent)
+        return {n for n in seen if n.op in ("placeholder", "get_attr")}
 
     def _check_reach(self, match: Match, old: fx.Node, new: fx.Node) -> None:
         """Raises Mismatch where a parameter would get zeros that the model leaves without a gradient."""
         made = set(self._created)
         reached, todo = set(), [new]
         while todo:
-            node = todo.pop()
-            for parent in node.all_input_nodes:
-                if parent in made and parent not in reached:
+            for parent in todo.pop().all_input_nodes:
+                if parent in made and parent not in reached and self.needs_grad(parent):
                     todo.append(parent)
                 reached.add(parent)
         view, roots = self.view, 0
         for value in match.inputs:
             if self.input(value) in reached:
                 roots |= view.roots[node_of(value)]
-        extra = roots & ~view.roots[old]
-        if not extra:
-            return
-        for i, result in enumerate(view.results):
-            if view.ends.get(old, 0) >> i & 1 and extra & ~view.roots[result]:
-                reason = (
-                    "a parameter of another part of the formula would get zeros where the model gives it no gradient"
-                )
-                raise Mismatch(reason, self.view.value(old))
+        # A compiled graph is one node of autograd: each result has the gradients of all of them.
+        for result in view.results if view.ends.get(old, 0) else ():
+            roots &= ~view.roots[result]
+        if view.ends.get(old, 0) and roots:
+            raise Mismatch(
+                "a parameter of another part of the formula would get zeros where the model gives it no gradient",
+                self.view.value(old),
+            )
 
     def _replace(self, value: Value, new: fx.Node) -> None:
         old = node_of(value)

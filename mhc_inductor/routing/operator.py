@@ -18,6 +18,7 @@ from mhc_inductor.routing.graph.values import Value
 if TYPE_CHECKING:
     from mhc_inductor.routing.edit import Edit
     from mhc_inductor.routing.graph.view import View
+    from mhc_inductor.routing.report import Routed
 
 
 class Mismatch(Exception):
@@ -57,6 +58,7 @@ class Match:
         detail: sizes and constants, for the report.
         parts: ops that the new one replaces, where it is a fusion of ops rather than of a formula.
         data: whatever :meth:`Operator.emit` needs.
+        at: the value that a report points at; by default the first output.
         sample: makes an input's random data for verification, where uniform numbers would be out of range:
             ``sample(value, shape, dtype, device, generator)`` returns a tensor, or None for the default.
     """
@@ -67,12 +69,13 @@ class Match:
     detail: str = ""
     parts: tuple[str, ...] = ()
     data: Any = None
+    at: Value | None = None
     sample: Callable[..., torch.Tensor | None] | None = None
 
     @property
     def start(self) -> Value:
         """The value that a report points at."""
-        return self.outputs[0]
+        return self.at or self.outputs[0]
 
 
 class Operator(Protocol):
@@ -91,8 +94,8 @@ class Operator(Protocol):
         """Returns the nodes where the formula may be."""
         ...
 
-    def match(self, view: View, node: fx.Node) -> Match | Miss | Iterable[Match | Miss] | None:
-        """Returns what is at a candidate: matches, near misses, or None for something else."""
+    def match(self, view: View, node: fx.Node) -> Match | Miss | Routed | Iterable[Match | Miss | Routed] | None:
+        """Returns what is at a candidate: matches, near misses, ops that the model calls itself, or None."""
         ...
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:

@@ -11,9 +11,6 @@ from mhc_inductor.log import logger, warn_once
 from mhc_inductor.routing.graph.inplace import Change, exchange, out_of_place
 from mhc_inductor.routing.graph.values import Value, Values
 from mhc_inductor.routing.operator import Miss
-from mhc_inductor.routing.operators.e79.emit import Scans
-from mhc_inductor.routing.operators.e79.loop import Chain, Search
-from mhc_inductor.routing.operators.e79.scan import Bodies, scans
 from mhc_inductor.routing.operators.mhc.fuse import fuse
 from mhc_inductor.routing.operators.mhc.search import Finder, Pre
 from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, kernels_of, source_of
@@ -33,8 +30,6 @@ def _route(
     body: bool = False,
 ) -> None:
     states = _autocast_states(gm.graph, autocast)
-    report.routed += _called(gm.graph)
-    _scans(gm, report, states, templates, body)
     # Bodies of higher-order operators (activation checkpointing) are graphs of their own.
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(inner := getattr(gm, str(node.target), None), fx.GraphModule):
@@ -51,18 +46,6 @@ def _route(
             )
         undo = out_of_place(gm.graph, values)
         finder = Finder(gm.graph, values)
-        search = Search(finder)
-        search.run()
-        found.near_misses += map(_near_miss, search.misses)
-        if search.chains:
-            saved = _copy(gm.graph)
-            loops = Scans(gm.graph, finder, body)
-            loops.run_chains(search.chains)
-            found.near_misses += map(_near_miss, loops.misses)
-            found.routed += (_routed(op, node, what) for op, node, what in loops.made)
-        if undo or search.chains:
-            values = Values(gm.graph, states, templates)
-            finder = Finder(gm.graph, values)
         result = finder.run()
         rewriter = None
         if result.pres or result.posts or result.sinkhorns:
@@ -74,7 +57,7 @@ def _route(
             rewriter.run(result)
             for op, node, what in rewriter.made:
                 found.routed.append(_routed(op, node, what))
-        if not search.chains and not (rewriter is not None and rewriter.made):
+        if not (rewriter is not None and rewriter.made):
             exchange(undo)
             undo = []
         if rewriter is not None or _holds_ops(gm.graph):
@@ -99,35 +82,6 @@ def _route(
         report.problems.append(message)
         logger.debug("routing failed", exc_info=True)
         warn_once(f"unrouted: {type(error).__name__} {where}", message)
-
-
-def _called(graph: fx.Graph) -> list[Routed]:
-    """Scans that the model calls itself: the third door, which needs no search."""
-    scan = torch.ops.mhc_inductor.e79_scan.default
-    nodes = [node for node in graph.nodes if node.target is scan]
-    return [Routed("e79_scan", source_of(n), "called by the model", kernels_of("e79_scan", _device(n))) for n in nodes]
-
-
-def _scans(
-    gm: torch.fx.GraphModule, report: Report, states: dict[fx.Node, Any], templates: dict[Any, Any], body: bool
-) -> None:
-    """Higher-order scans whose body is a step of E79."""
-    calls = scans(gm)
-    if not calls:
-        return
-    saved = _copy(gm.graph)
-    try:
-        rewriter = Bodies(gm.graph, Finder(gm.graph, Values(gm.graph, states, templates)), body)
-        rewriter.run_bodies(calls, templates)
-        gm.graph.lint()
-        gm.recompile()
-        report.routed += (_routed(op, node, what) for op, node, what in rewriter.made)
-        report.near_misses += map(_near_miss, rewriter.misses)
-    except Exception as error:
-        gm.graph = saved
-        gm.recompile()
-        report.problems.append(f"a scan stays as it is: {type(error).__name__}: {error}")
-        logger.debug("routing failed", exc_info=True)
 
 
 def _holds_ops(graph: fx.Graph) -> bool:
@@ -175,14 +129,6 @@ def _routed(op: str, node: fx.Node, what: Any) -> Routed:
         detail = f"n = {what.n}, D = {d}, norm_eps = {what.norm.eps:g}, hc_eps = {what.pre.add:g}"
         if op == "mhc_pre" and what.fold and what.chain is not None:
             detail += f", {what.chain.iters} sinkhorn iterations ({what.chain.form}, eps = {what.chain.eps or 0.0:g})"
-    elif isinstance(what, Chain):
-        first = what.steps[0]
-        source = source_of(what.recogniser.known[first.M_new])
-        detail = f"n = {what.frame.n}, {len(what.steps)} steps of an unrolled loop"
-    elif isinstance(what, tuple):
-        call, frame = what
-        source = source_of(call)
-        detail = f"n = {frame.n}, the body of a scan"
     elif hasattr(what, "x_out"):
         source = source_of(what.x_out.node)
         matrix = what.found.matrix

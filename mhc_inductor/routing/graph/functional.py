@@ -28,7 +28,7 @@ _OPERATORS: dict[Any, Any] = {
 
 
 def put(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """``x`` after ``x[index] = value``: by index tensors, or a number at places that positions say."""
+    """``x`` after ``x[index] = value``: by index tensors, or a number or tensor at places that positions say."""
     index = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [i for i in index if not isinstance(i, torch.Tensor)]:
         gap = next(k for k, i in enumerate(index) if i is Ellipsis)
@@ -40,7 +40,7 @@ def put(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
             return torch.ops.aten.index_put.default(x, places, value)
         raise NotImplementedError
     if isinstance(value, torch.Tensor):
-        raise NotImplementedError
+        return _scattered(x, [*enumerate(index)], value)
     within = torch.ones((), dtype=torch.bool, device=x.device)
     for d, i in enumerate(index):
         if isinstance(i, slice) and i == slice(None):
@@ -54,6 +54,21 @@ def put(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
         else:
             raise NotImplementedError
     return torch.where(within, value, x)
+
+
+def _scattered(x: torch.Tensor, index: list[tuple[int, Any]], value: torch.Tensor) -> torch.Tensor:
+    """``x`` with ``value`` in the places that integers and slices of its dimensions say."""
+    picked = [(d, i) for d, i in index if i != slice(None)]
+    if not picked:
+        return value.to(x.dtype).expand(x.shape)
+    (d, i), rest = picked[0], picked[1:]
+    if isinstance(i, int) and not isinstance(i, bool):
+        inner = _scattered(x.select(d, i), [(e - 1, j) for e, j in rest], value)
+        return torch.ops.aten.select_scatter.default(x, inner, d, i)
+    if not isinstance(i, slice):
+        raise NotImplementedError
+    part = x[(*[slice(None)] * d, i)]
+    return torch.ops.aten.slice_scatter.default(x, _scattered(part, rest, value), d, i.start, i.stop, i.step or 1)
 
 
 def _plain(node: fx.Node) -> tuple[str, Any] | None:

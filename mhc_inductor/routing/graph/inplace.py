@@ -13,7 +13,6 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.routing.graph.run import run_fake
 from mhc_inductor.routing.graph.values import Values, example, tensors_in
-from mhc_inductor.routing.operators.mhc.search import name_of
 from mhc_inductor.routing.rewriter import written_by
 
 _OPERATORS: dict[Any, Any] = {
@@ -87,54 +86,3 @@ def exchange(changes: list[Change]) -> None:
         changes[i] = node, node.target, example(node)
         node.target = target
         node.meta["example_value"] = fake
-
-
-_EMPTY = {"empty", "zeros", "full", "empty_like", "zeros_like", "full_like", "new_empty", "new_zeros", "new_full"}
-
-
-def stacked_buffers(graph: fx.Graph) -> list[fx.Node]:
-    """Let a buffer that a loop fills piece by piece, ``out[t] = y`` or ``out[:, t] = y``, be a stack. The stacks.
-
-    Only where the pieces cover all of it, and nothing reads it before it is full.
-    """
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    made = []
-    for node in list(graph.nodes):
-        fake = example(node)
-        if not node.op.startswith("call_") or name_of(node) not in _EMPTY or not isinstance(fake, torch.Tensor):
-            continue
-        writes = [user for user in node.users if user.target is operator.setitem and user.args[0] is node]
-        others = [user for user in node.users if user not in writes]
-        places = [_place(user.args[1]) for user in writes]
-        dims = {place[0] for place in places if place is not None}
-        if not writes or None in places or len(dims) != 1 or any(user.users for user in writes):
-            continue
-        dim = dims.pop()
-        pieces = {place[1]: user.args[2] for place, user in zip(places, writes, strict=True) if place is not None}
-        if fake.dim() <= dim or sorted(pieces) != list(range(len(writes))) or str(fake.shape[dim]) != str(len(writes)):
-            continue
-        inner = [*map(str, (*fake.shape[:dim], *fake.shape[dim + 1 :]))]
-        fakes = [example(piece) if isinstance(piece, fx.Node) else None for piece in pieces.values()]
-        if any(
-            not isinstance(t, torch.Tensor) or [*map(str, t.shape)] != inner or t.dtype != fake.dtype for t in fakes
-        ):
-            continue
-        if not others or min(order[user] for user in others) < max(order[user] for user in writes):
-            continue
-        with graph.inserting_after(max(writes, key=order.__getitem__)):
-            stack = graph.call_function(torch.stack, ([pieces[t] for t in range(len(writes))], dim))
-        stack.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
-        stack.meta["example_value"] = run_fake(stack)
-        node.replace_all_uses_with(stack, delete_user_cb=lambda user, kept=set(writes): user not in kept)
-        for user in [*writes, node]:
-            graph.erase_node(user)
-        made.append(stack)
-    return made
-
-
-def _place(index: Any) -> tuple[int, int] | None:
-    """(dimension, position) of ``[t]`` or ``[:, ..., t]``."""
-    index = index if isinstance(index, tuple) else (index,)
-    *before, last = index
-    full = all(isinstance(i, slice) and i == slice(None) for i in before)
-    return (len(before), last) if full and isinstance(last, int) and not isinstance(last, bool) else None

@@ -143,6 +143,11 @@ def example(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def name_of(node: fx.Node) -> str:
+    """Returns the name of what a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 class Values:
     """The values of a graph's nodes.
 

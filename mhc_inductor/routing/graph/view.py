@@ -154,14 +154,22 @@ class View:
             wide = [t for t in tensors if t.is_floating_point() or t.is_complex()]
             if node.op in ("placeholder", "get_attr"):
                 found[node] = any(t.requires_grad for t in wide) or (self.body and bool(wide))
-            elif not wide or not self.modes_at(node).grad:
+            elif not wide:
                 found[node] = False
+            elif not self.modes_at(node).grad:
+                # Written without gradients, a tensor still has those that it had.
+                found[node] = node in self.made and found[self._before(node)]
             elif self.body or node in self.made:
                 through = any(found[a] for a in node.all_input_nodes)
                 found[node] = through and "detach" not in str(node.target)
             else:
                 found[node] = any(t.requires_grad for t in wide) or bool(node.meta.get(GRAD, False))
         return found
+
+    def _before(self, node: fx.Node) -> fx.Node:
+        """The node that stands for what an in-place step wrote to, before it did."""
+        step = self.made[node]
+        return self.resolved[step][self.effects.written(step)[0]]
 
     @functools.cached_property
     def roots(self) -> dict[fx.Node, int]:
@@ -170,7 +178,7 @@ class View:
         count = 0
         for node in self.nodes:
             bits = 0
-            if self.needs_grad[node]:
+            if self.needs_grad[node] or node in self._steps:
                 if node.op in ("placeholder", "get_attr"):
                     bits, count = 1 << count, count + 1
                 else:
@@ -185,15 +193,21 @@ class View:
         found = {node: 1 << i for i, node in enumerate(self.results)}
         for node in reversed(self.nodes):
             bits = found.get(node, 0)
-            if bits and self.needs_grad[node]:
+            if bits and (self.needs_grad[node] or node in self._steps):
                 for a in node.all_input_nodes:
                     found[a] = found.get(a, 0) | bits
         return found
 
     @functools.cached_property
     def results(self) -> list[fx.Node]:
-        """The nodes that the graph returns."""
-        return list(self.graph.output_node().all_input_nodes)
+        """The nodes that the graph returns, and those that write in place what gradients may come back from."""
+        return list(dict.fromkeys([*self.graph.output_node().all_input_nodes, *self._steps]))
+
+    @functools.cached_property
+    def _steps(self) -> dict[fx.Node, None]:
+        """The nodes that write in place in this view too, with gradients."""
+        writers = {node for _, _, node in self.events} - self.converted
+        return {n: None for n in self.nodes if self.reader.get(n, n) in writers and self.modes_at(n).grad}
 
     def escapes(self, node: fx.Node) -> bool:
         """Whether the memory of a view's node is returned by the graph, or written in place later."""
@@ -208,8 +222,15 @@ class View:
                 seen.add(user)
                 if storages & {compat.storage_key(t) for t in tensors_in(example(user))}:
                     todo.append(user)
-        since = self.defined(node)
-        return any(p > since and s in storages for p, s, _ in self.events)
+        return self.overwritten(node)
+
+    def overwritten(self, node: fx.Node) -> bool:
+        """Whether the memory of a view's node is written in place later."""
+        return self.written_between(node, len(self.real_nodes))
+
+    def hooked(self, node: fx.Node) -> bool:
+        """Whether a hook, or anything else that keeps a tensor, is on a view's node."""
+        return any(self.effects.of(self.reader.get(u, u)).watches for u in node.users)
 
 
 GRAD = "mhc_inductor_needs_grad"

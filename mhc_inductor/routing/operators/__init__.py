@@ -1,6 +1,8 @@
 """The formulas that the pass knows, one folder an operator. Those listed here run, in this order."""
 
 from mhc_inductor.routing.operator import register
+from mhc_inductor.routing.operators.e79 import E79Scan
 from mhc_inductor.routing.operators.selection.operator import SelectionOperator
 
 register(SelectionOperator)
+register(E79Scan)

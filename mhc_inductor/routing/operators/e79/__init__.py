@@ -1,1 +1,107 @@
-"""E79: loops over time and higher-order scans."""
+"""E79, the coupled memory-modulation matrix recurrence: loops over time and higher-order scans become one op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.edit import Edit
+from mhc_inductor.routing.graph.index import Unsupported
+from mhc_inductor.routing.graph.values import Value, example, tensors_in
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operator import Match, Mismatch, Miss
+from mhc_inductor.routing.operators.e79.emit import Scan, emit, match_of
+from mhc_inductor.routing.operators.e79.loop import OP, Chain, Search
+from mhc_inductor.routing.operators.e79.outputs import without_end
+from mhc_inductor.routing.operators.e79.scan import Body, body_of, emit_scan, match_scan
+from mhc_inductor.routing.report import Routed, kernels_of, source_of
+
+Found = Match | Miss | Routed
+_HOOKED = "a hook is on S' of a step, which the step's M' or output reads too"
+_VIEWS = "the inputs of the steps cannot be followed through their views"
+_BODY_VIEWS = "the inputs of the body cannot be followed through their views"
+
+
+class E79Scan:
+    """Looks at a whole graph at once: where one step ends and the next begins shows in the graph only."""
+
+    name = OP
+
+    def __init__(self) -> None:
+        self.view: View
+        self.found: dict[fx.Node, list[Found]] = {}
+
+    def candidates(self, view: View) -> Iterable[fx.Node]:
+        """Returns the nodes of scans, chains of steps and what resembles them."""
+        self.view, self.found = view, {}
+        for node in view.nodes:
+            if node.target is torch.ops.mhc_inductor.e79_scan.default:
+                device = next(t.device.type for t in tensors_in(example(node)))
+                kernels = self.kernels(OP, device)
+                self._add(node, Routed(OP, source_of(node), "called by the model", kernels))
+            elif (body := body_of(view, node)) is not None:
+                self._scan(node, body)
+        search = Search(view)
+        search.run()
+        for miss in search.misses:
+            self._add(None, miss)
+        for one in search.chains:
+            for found in self._chain(one):
+                self._add(None, found)
+        return self.found
+
+    def match(self, view: View, node: fx.Node) -> Iterable[Found]:
+        """Returns what was found at ``node``."""
+        return self.found[node]
+
+    def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
+        """Puts the op in."""
+        return emit_scan(edit, match) if isinstance(match.data, Body) else emit(edit, match)
+
+    def smaller(self, match: Match) -> list[Match]:
+        """Returns scans of single steps: what a step gives, a later one may take in."""
+        scan = match.data
+        if not isinstance(scan, Scan) or len(scan.chain.steps) < 2:
+            return []
+        singles = [Chain([step], scan.chain.recogniser) for step in scan.chain.steps]
+        return [found for one in singles for found in self._chain(one) if isinstance(found, Match)]
+
+    def kernels(self, op: str, device: str) -> tuple[str, ...]:
+        """Returns what the op runs on a type of device."""
+        return kernels_of(op, device)
+
+    def _add(self, node: fx.Node | None, found: Found) -> None:
+        start = node if node is not None else getattr(getattr(found, "start", None), "node", None)
+        self.found.setdefault(start or self.view.nodes[0], []).append(found)
+
+    def _scan(self, node: fx.Node, body: fx.GraphModule) -> None:
+        try:
+            match = match_scan(self.view, node, body)
+        except (Mismatch, Unsupported) as error:
+            self._add(node, _miss(error, self.view.value(node), _BODY_VIEWS))
+        else:
+            if match is not None:
+                self._add(node, match)
+
+    def _chain(self, one: Chain) -> list[Found]:
+        found: list[Found] = []
+        one, hooked = without_end(self.view, one)
+        known = one.recogniser.known
+        if hooked is not None:
+            found.append(Miss(OP, _HOOKED, hooked.S_new, self.view.value(known[hooked.S_new])))
+        if not one.steps:
+            return found
+        try:
+            found.append(match_of(self.view, one))
+        except (Mismatch, Unsupported) as error:
+            if not isinstance(error, Mismatch) or error.reason:
+                found.append(_miss(error, self.view.value(known[one.steps[0].M_new]), _VIEWS))
+        return found
+
+
+def _miss(error: Exception, start: Value | None, unfollowed: str) -> Miss:
+    if isinstance(error, Mismatch):
+        return Miss(OP, error.reason, error.value, start)
+    return Miss(OP, unfollowed, None, start)

@@ -1,9 +1,9 @@
-"""Chains of E79's steps become one scan: the surgery, and what forbids it."""
+"""A chain of E79's steps as one call of the op."""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,256 +11,132 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.ops.e79 import segment_length
-from mhc_inductor.routing.graph.expressions import VIEWS, aten, is_cast, peel, whole
-from mhc_inductor.routing.graph.index import ONE, Unsupported
-from mhc_inductor.routing.graph.inplace import stacked_buffers
+from mhc_inductor.routing.edit import Edit
+from mhc_inductor.routing.graph.expressions import aten
+from mhc_inductor.routing.graph.index import ONE
 from mhc_inductor.routing.graph.values import Value, example
-from mhc_inductor.routing.operator import Mismatch, Unplaced
-from mhc_inductor.routing.operators.e79.inputs import Inputs
-from mhc_inductor.routing.operators.e79.lift import planned
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operator import Match, Mismatch
+from mhc_inductor.routing.operators.e79.inputs import Inputs, Packing, of_steps
 from mhc_inductor.routing.operators.e79.loop import OP, Chain
-from mhc_inductor.routing.operators.e79.step import Frame, Step, reads, zero
-from mhc_inductor.routing.operators.mhc.search import Finder
-from mhc_inductor.routing.rewriter import Rewriter, grad_states, mutations, needs_grad
+from mhc_inductor.routing.operators.e79.outputs import Outputs, Stack, Uses, check_closed, unasked
+from mhc_inductor.routing.operators.e79.step import Frame, zero
+
+Pairs = list[tuple[Value, fx.Node]]
 
 
-class Scans(Rewriter):
-    """Puts one op in the place of each chain. In a ``body`` of a higher-order operator inputs do not show gradients."""
+@dataclasses.dataclass
+class Scan:
+    """What a chain reads and gives."""
 
-    def __init__(self, graph: fx.Graph, finder: Finder, body: bool) -> None:
-        super().__init__(graph, finder)
-        self.body = body
+    chain: Chain
+    inputs: Inputs
+    outputs: Outputs
+    states: dict[str, tuple[Value, fx.Node]]
+    """S and M before the first step."""
 
-    def run_chains(self, chains: Sequence[Chain]) -> None:
-        stacks = stacked_buffers(self.graph)
-        if stacks:
-            self.finder.live.update(stacks)
-            self._renumber()
-        todo = list(chains)[::-1]
-        while todo:
-            one = todo.pop()
-            mark = list(self.graph.nodes)
-            start = self.finder.values.of(one.recogniser.known[one.steps[0].M_new])
-            try:
-                self._scan(one)
-            except (Mismatch, Unsupported, ValueError, TypeError) as error:
-                if isinstance(error, Unplaced) and len(one.steps) > 1:
-                    # What a step gives, a later one takes in: each may still be a scan of one step.
-                    todo += [Chain([step], one.recogniser) for step in reversed(one.steps)]
-                views = "the inputs of the steps cannot be followed through their views"
-                self._refuse(mark, error, OP, start, views)
-        if self.made:
-            self._guard()
-            self._after()
-        self._sweep()
 
-    def _after(self) -> None:
-        """What each step computed from its output, and a stack put together, is computed from the op's output at once."""
-        outs = {user for _, call, _ in self.made for user in call.users if user.args[1] == 0}
-        for node in list(self.graph.nodes) if not self.events else ():
-            if node.target is not torch.stack or not isinstance(node.args[0], (tuple, list)):
-                continue
-            row: Any = tuple(node.args[0])
-            if len(row) < 2 or any(not isinstance(n, fx.Node) or len(n.users) != 1 for n in row):
-                continue
-            plan = planned(self, row)
-            if plan is None or not outs & set(plan.sources):
-                continue
-            dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-            value = self.finder.values.of(node)
-            with self.graph.inserting_before(node):
-                whole = plan.emit(row)
-                if dim % len(example(node).shape):
-                    whole = self.emit("movedim", whole, 0, dim)
-                whole = self._as(whole, value, whole)
-            self._replace([(value, whole)])
+def match_of(view: View, one: Chain) -> Match:
+    """Returns the match of a chain. Raises Mismatch where the steps are no scan."""
+    known, first = one.recogniser.known, one.steps[0]
+    inputs, outputs = of_steps(view, one.frame, one.steps), Uses(view, one).find()
+    states = {}
+    for name, value in (("S", first.S), ("M", first.M)):
+        if known.get(value) is None:
+            raise Mismatch(f"the initial {name} is inside a composite operation", value)
+        states[name] = value, known[value]
+    if not outputs.nodes:
+        raise Mismatch("")
+    sources = [*inputs.sources, *outputs.sources, *(node for _, node in states.values())]
+    check_closed(view, one, sources, outputs.nodes)
+    return Match(
+        OP,
+        [view.values.of(n) for n in dict.fromkeys(sources)],
+        [view.values.of(n) for n in outputs.nodes],
+        detail=f"n = {one.frame.n}, {len(one.steps)} steps of an unrolled loop",
+        data=Scan(one, inputs, outputs, states),
+        at=view.value(known[first.M_new]),
+    )
 
-    def _scan(self, one: Chain) -> None:
-        frame, steps, known = one.frame, one.steps, one.recogniser.known
-        inputs = Inputs(self, frame, steps)
-        first, last = steps[0], steps[-1]
-        states = {name: known.get(value) for name, value in (("S", first.S), ("M", first.M))}
-        for name, node in states.items():
-            if node is None:
-                raise Mismatch(f"the initial {name} is inside a composite operation", getattr(first, name))
-        final = {"S": known[last.S_new], "M": known[last.M_new]}
-        gathered, alone = self._outputs(one)
-        results = [*gathered, *alone.values(), *(n for n in final.values() if self._alive(n, ()))]
-        if not results:
-            raise Mismatch("")
-        sources = [*inputs.sources, *(n for n in states.values() if n is not None)]
-        values = self.finder.values
-        if any(node not in self.order for node in sources):
-            self._renumber()  # results of an earlier chain
-        here = self._safe([values.of(n) for n in sources], [values.of(n) for n in results])
-        self._closed(one, sources, results, gathered)
-        needs = self.grad[results[0]] and any(self.body or needs_grad(n) for n in sources)
-        with here:
-            kvqm, b_s, b_m = inputs.emit(self)
-            for node in [*gathered, *alone.values()]:
-                kvqm = self._widened(kvqm, values.of(node))
-            for node in final.values():
-                kvqm = self._doubled(kvqm, node)
-            S0, M0 = (self._state(value, states[name], frame) for name, value in (("S", first.S), ("M", first.M)))
-            segment = segment_length(frame.n, compat.hint(example(kvqm).shape[1]), len(steps)) if needs else 0
-            call = self.emit(torch.ops.mhc_inductor.e79_scan.default, kvqm, b_s, b_m, S0, M0, segment)
-            new: list[tuple[Value, fx.Node]] = []
-            if gathered or alone:
-                out = self.emit(operator.getitem, call, 0)
-            for node, (dim, inner) in gathered.items():
-                new.append((values.of(node), self._as(self._stacked(out, dim, inner, node), values.of(node), out)))
-            for t, node in alone.items():
-                new.append((values.of(node), self._as(self.emit(operator.getitem, out, t), values.of(node), out)))
-            for k, node in enumerate(final.values(), 1):
-                if node in results:
-                    got = self.emit(operator.getitem, call, k)
-                    new.append((values.of(node), self._as(got, values.of(node), got)))
-        self._replace(new)
-        self.replaced += self._dead(one)
-        for step in steps:
-            self.replaced += [known[step.S_new], known[step.M_new], *([step.out_node] if step.out_node else [])]
-        self.made.append((OP, call, one))
 
-    def _renumber(self) -> None:
-        self.order = {node: i for i, node in enumerate(self.graph.nodes)}
-        self.events = mutations(self.graph)
-        self.grad = grad_states(self.graph)
+def emit(edit: Edit, match: Match) -> Pairs:
+    """Puts the op in. Returns what it gives with what takes each place."""
+    scan: Scan = match.data
+    values, frame = edit.view.values, scan.chain.frame
+    needs = edit.place is not None and edit.place.modes.grad and any(edit.needs_grad(edit.input(v)) for v in match.inputs)
+    packing = Packing(edit, scan.inputs, unasked(edit.view, scan.chain) if needs else ())
+    kvqm, b_s, b_m = packing.emit()
+    outs = [*scan.outputs.alone.values(), *(n for n, stack in scan.outputs.stacks.items() if stack.plan is None)]
+    outs += [n for n in [scan.chain.steps[0].out_node] if n is not None and scan.outputs.sources]
+    for node in outs:
+        kvqm = edit.widened(kvqm, values.of(node))
+    kvqm = doubled(edit, kvqm, scan.outputs.final.values())
+    S0, M0 = (initial(edit, value, node, frame) for value, node in scan.states.values())
+    call = called(edit, (kvqm, b_s, b_m, S0, M0), frame.n, len(scan.chain.steps), needs)
+    return results(edit, call, scan)
 
-    # --- inputs ---
 
-    def _doubled(self, kvqm: fx.Node, state: fx.Node) -> fx.Node:
-        """``kvqm`` in fp64 where the model's states are: the op's are in fp32 otherwise."""
-        if example(state).dtype is not torch.float64 or example(kvqm).dtype is torch.float64:
-            return kvqm
-        return self.emit("to", kvqm, torch.float64)
+def called(edit: Edit, inputs: tuple[fx.Node | None, ...], n: int, steps: Any, needs: bool) -> fx.Node:
+    """Returns the call of the op, which keeps checkpoints where gradients are needed."""
+    assert inputs[0] is not None
+    batch = compat.hint(example(inputs[0]).shape[1])
+    segment = segment_length(n, batch, steps) if needs else 0
+    return edit.emit(torch.ops.mhc_inductor.e79_scan.default, *inputs, segment)
 
-    def _state(self, value: Value, node: fx.Node | None, frame: Frame) -> fx.Node | None:
-        if node is None or (zero(value) and not needs_grad(node)):
-            return None
-        node = self.current(node)
-        if len(frame.lead) == 1:
-            return node
-        return self.emit("reshape", node, -1, frame.n, frame.n)
 
-    # --- outputs ---
+def doubled(edit: Edit, kvqm: fx.Node, states: Any) -> fx.Node:
+    """Returns ``kvqm`` in fp64 where the model's states are: the op's are in fp32 otherwise."""
+    wide = any(example(state).dtype is torch.float64 for state in states)
+    return edit.to(kvqm, torch.float64) if wide else kvqm
 
-    def _alive(self, node: fx.Node, within: Any) -> bool:
-        return any(u in self.finder.live and u not in within for u in node.users)
 
-    def _outputs(self, one: Chain) -> tuple[dict[fx.Node, tuple[int, Any]], dict[int, fx.Node]]:
-        """The nodes that stack every step's output, and the steps whose output is used otherwise as well."""
-        steps = one.steps
-        nodes = [s.out_node for s in steps]
-        gathered: dict[fx.Node, tuple[int, Any]] = {}
-        path: set[fx.Node] = set()
-        if all(n is not None for n in nodes):
-            for candidate in self._stacks(nodes[0]):  # type: ignore[arg-type]
-                found = self._stack(candidate, steps)
-                if found is not None:
-                    gathered[candidate] = found
-                    path |= self._between(candidate, set(nodes))
-        alone = {t: n for t, n in enumerate(nodes) if n is not None and self._leaves(n, path, set(gathered))}
-        return gathered, alone
+def initial(edit: Edit, value: Value, node: fx.Node, frame: Frame) -> fx.Node | None:
+    """Returns an initial state as the op takes it; None for zeros."""
+    if zero(value) and not edit.view.needs_grad[node]:
+        return None
+    real = edit.current(node)
+    return real if len(frame.lead) == 1 else edit.emit("reshape", real, -1, frame.n, frame.n)
 
-    def _stacks(self, node: fx.Node) -> list[fx.Node]:
-        found, todo = [], [(node, 0)]
-        while todo:
-            at, depth = todo.pop()
-            for user in at.users:
-                value = self.finder.values.of(user) if user.op.startswith("call_") else None
-                if not isinstance(value, Value) or user not in self.finder.live:
-                    continue
-                if value.func in (aten.stack.default, aten.cat.default):
-                    found.append(user)
-                elif depth < 4 and (value.func in VIEWS or is_cast(value)):
-                    todo.append((user, depth + 1))
-        return found
 
-    def _stack(self, node: fx.Node, steps: list[Step]) -> tuple[int, Any] | None:
-        """(dimension, shape of the pieces) where ``node`` stacks the outputs of all steps in their order."""
-        value = self.finder.values.of(node)
-        pieces = value.args[0]
-        if len(pieces) != len(steps) or len({p.shape for p in pieces}) != 1:
-            return None
-        rank = len(pieces[0].shape) + (value.func is aten.stack.default)
-        dim = (value.args[1] if len(value.args) > 1 else 0) % rank
-        for piece, step in zip(pieces, steps, strict=True):
-            assert step.out is not None
-            at = whole(piece)
-            inner = peel(at, {step.out})
-            if inner.value is not step.out or inner.flat != at.flat:
-                return None
-        return dim, pieces[0]
+def results(edit: Edit, call: fx.Node, scan: Scan) -> Pairs:
+    """Returns the chain's outputs with what the op gives in their place."""
+    values, outputs, pairs = edit.view.values, scan.outputs, Pairs()
+    if outputs.stacks or outputs.alone:
+        out = edit.emit(operator.getitem, call, 0)
+    for node, stack in outputs.stacks.items():
+        made = stacked(edit, out, stack, node) if stack.plan is None else computed(edit, out, stack, scan.chain)
+        pairs.append((values.of(node), edit.as_like(made, values.of(node), out)))
+    for t, node in outputs.alone.items():
+        pairs.append((values.of(node), edit.as_like(edit.emit(operator.getitem, out, t), values.of(node), out)))
+    for name, node in outputs.final.items():
+        state = edit.emit(operator.getitem, call, {"S": 1, "M": 2}[name])
+        pairs.append((values.of(node), edit.as_like(state, values.of(node))))
+    return pairs
 
-    def _between(self, node: fx.Node, ends: set[Any]) -> set[fx.Node]:
-        seen, todo = {node}, [node]
-        while todo:
-            for parent in todo.pop().all_input_nodes:
-                if parent not in seen and parent not in ends:
-                    seen.add(parent)
-                    todo.append(parent)
-        return seen
 
-    def _leaves(self, node: fx.Node, path: set[fx.Node], ends: set[fx.Node]) -> bool:
-        """Whether something uses ``node`` without passing through ``ends``."""
-        todo, seen = [node], {node}
-        while todo:
-            for user in todo.pop().users:
-                if user in ends or user in seen or user not in self.finder.live:
-                    continue
-                if user not in path:
-                    return True
-                seen.add(user)
-                todo.append(user)
-        return False
+def computed(edit: Edit, out: fx.Node, stack: Stack, one: Chain) -> fx.Node:
+    """Returns the stack of what each step computed from its output, from all of them."""
+    first = one.steps[0].out_node
+    assert first is not None and stack.plan is not None
+    piece = example(first)
+    given = edit.to(edit.shaped(out, [len(one.steps), *piece.shape], out), piece.dtype)
+    made = stack.plan.emit(edit, stack.row, given)
+    return edit.emit("movedim", made, 0, stack.dim) if stack.dim else made
 
-    def _stacked(self, out: fx.Node, dim: int, piece: Value, node: fx.Node) -> fx.Node:
-        stacks = self.finder.values.of(node).func is aten.stack.default
-        wanted = list(example(node).shape)
-        if stacks:
-            inner = wanted[:dim] + wanted[dim + 1 :]
-        else:
-            inner = [*wanted[:dim], 1 if piece.shape[dim] == ONE else None, *wanted[dim + 1 :]]
-            if inner[dim] is None:
-                size = piece.shape[dim]
-                if size.symbols:
-                    same = [s for s in example(out).shape if not isinstance(s, int)]
-                    inner[dim] = same[0] if same else None
-                else:
-                    inner[dim] = size.factor
-        spread = self._shaped(out, [example(out).shape[0], *inner], out)
-        if dim == 0:
-            return spread
-        order = [*range(1, dim + 1), 0, *range(dim + 1, len(inner) + 1)]
-        return self.emit("permute", spread, *order)
 
-    def _dead(self, one: Chain) -> list[fx.Node]:
-        """What the loop computes and nobody reads: Dynamo leaves it in its graphs."""
-        known, live = one.recogniser.known, self.finder.live
-        todo = [known[v] for s in one.steps for v in (s.S_new, s.M_new)]
-        seen: dict[fx.Node, None] = {}
-        while todo:
-            for user in todo.pop().users:
-                if user not in live and user not in seen and user in self.order:
-                    seen[user] = None
-                    todo.append(user)
-        return list(seen)
+def stacked(edit: Edit, out: fx.Node, stack: Stack, node: fx.Node) -> fx.Node:
+    """Returns the op's output ``[T, B, n]`` with the dimensions of ``node``, which stacks each step's."""
+    wanted, dim = list(example(node).shape), stack.dim
+    inner = wanted[:dim] + wanted[dim + 1 :]
+    value = edit.view.value(node)
+    if value is not None and value.func is aten.cat.default:
+        inner.insert(dim, 1 if stack.piece.shape[dim] == ONE else _size(out, stack.piece.shape[dim]))
+    spread = edit.shaped(out, [example(out).shape[0], *inner], out)
+    return edit.emit("permute", spread, *range(1, dim + 1), 0, *range(dim + 1, len(inner) + 1)) if dim else spread
 
-    def _closed(self, one: Chain, sources: list[fx.Node], results: list[fx.Node], gathered: Any) -> None:
-        """Raises Mismatch where something outside needs a state or a product within the loop."""
-        region, known = self._region(set(sources), results), one.recogniser.known
-        carried = set(sources[-2:])
-        for node in sorted(region, key=self.order.__getitem__):
-            if not any(a in carried for a in node.all_input_nodes) or node in sources:
-                continue
-            carried.add(node)
-            if node in results:
-                continue
-            for user in node.users:
-                if user not in region and user in self.finder.live:
-                    news = {s.S_new for s in one.steps}
-                    read = self.finder.values.of(user)
-                    reason = "an intermediate result of a step is used outside the loop"
-                    if any(known[v] is node for v in news) and reads(read, one.frame, news):
-                        reason = "what is read from S' is not y * silu(y) with y = S' q"
-                    raise Mismatch(reason, self.finder.value(node))
+
+def _size(out: fx.Node, size: Any) -> Any:
+    """A size of a piece as a number, or as the dynamic size that the op's output has."""
+    if not size.symbols:
+        return size.factor
+    return next((s for s in example(out).shape if not isinstance(s, int)), None)

@@ -2,228 +2,266 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch
 from mhc_inductor.routing.operators.e79.lift import Plan, planned
 from mhc_inductor.routing.operators.e79.slots import Held, Slot, places, sequence, side_by_side
 from mhc_inductor.routing.operators.e79.step import Frame, Leaf, Step
-from mhc_inductor.routing.rewriter import Rewriter, node_of
 
 ROLES = ("k", "v", "q", "m")
+BIASES = ("b_s", "b_m")
+Listed = list[tuple[Value, Slot]]
+"""A tensor of its own for the vector of each step."""
 
 
+@dataclasses.dataclass
 class Inputs:
-    """k, v, q, m and the biases of all steps, and how to put them into the op's tensors."""
+    """Where k, v, q, m and the biases of all steps lie; None for what there is not."""
 
-    def __init__(self, rewriter: Rewriter, frame: Frame, steps: Sequence[Step]) -> None:
-        self.frame = frame
-        self.steps = steps
-        self.sources: list[fx.Node] = []
-        self.rewriter = rewriter
-        self.roles: dict[str, Any] = {}
-        self._plans: dict[tuple[fx.Node, ...], Plan | None] = {}
-        for name in (*ROLES, "b_s", "b_m"):
-            leaves = [s.leaves[name] for s in steps]
-            if all(leaf is None for leaf in leaves):
-                self.roles[name] = None
-                continue
-            known = [leaf for leaf in leaves if leaf is not None]
-            if len(known) < len(leaves):
-                # q of a step whose output nobody reads: any vector will do.
-                known = [leaf or known[0] for leaf in leaves]
-            self.roles[name] = sequence(known, frame) or [self._single(leaf, name) for leaf in known]
-        self.together = self._together()
-        for held in self.roles.values():
+    frame: Frame
+    roles: dict[str, Held | Listed | None]
+    count: int | None
+    """How many steps there are; None where a tensor's size says it."""
+    plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
+    """How the listed vectors of a role are computed all at once."""
+
+    @property
+    def sources(self) -> list[fx.Node]:
+        """The nodes that are read."""
+        found: list[fx.Node] = []
+        for name, held in self.roles.items():
             if isinstance(held, Held):
-                self.sources.append(held.node)
+                found.append(held.node)
             elif held is not None:
-                plan = self._plan(held)
-                self.sources += plan.sources if plan is not None else [node_of(v) for v, _ in held]
+                found += self.plans[name].sources if name in self.plans else [node_of(v) for v, _ in held]
+        return list(dict.fromkeys(found))
 
-    def _single(self, leaf: Leaf, name: str) -> tuple[Value, Slot]:
-        found = [p for p in places(leaf, self.frame) if not any(d[0] in ("rows", "columns") for d in p[1].dims)]
-        if not found:
-            raise Mismatch(f"{name} of a step is not laid out as [..., n]", leaf.ref.value)
-        return found[-1]
-
-    def _together(self) -> str | None:
+    @property
+    def together(self) -> str | None:
         """How one tensor holds k, v, q and m side by side: "last" or "apart" (a dimension of 4), None where none does."""
-        held = [self.roles[r] for r in ROLES]
-        n = self.frame.n
-        if all(isinstance(h, Held) for h in held):
-            if len({(h.value, h.time, h.start, h.stride) for h in held}) != 1:
+        held, n = [self.roles[r] for r in ROLES], self.frame.n
+        one = [h for h in held if isinstance(h, Held)]
+        if len(one) == len(ROLES):
+            if len({(h.value, h.time, h.start, h.stride) for h in one}) != 1:
                 return None
-            return side_by_side([h.slot for h in held], held[0].value, n, held[0].time)
-        if all(isinstance(h, list) for h in held):
-            kinds = set()
-            for row in zip(*held, strict=True):
-                if len({v for v, _ in row}) != 1:
-                    return None
-                kinds.add(side_by_side([s for _, s in row], row[0][0], n, None))
-            return kinds.pop() if len(kinds) == 1 else None
-        return None
+            return side_by_side([h.slot for h in one], one[0].value, n, one[0].time)
+        lists = [h for h in held if isinstance(h, list)]
+        if len(lists) < len(ROLES):
+            return None
+        kinds = set()
+        for row in zip(*lists, strict=True):
+            if len({v for v, _ in row}) != 1:
+                return None
+            kinds.add(side_by_side([s for _, s in row], row[0][0], n, None))
+        return kinds.pop() if len(kinds) == 1 else None
 
-    # --- emission ---
 
-    def emit(self, rewriter: Rewriter) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
-        self.rewriter = rewriter
-        if self.together is not None:
-            kvqm = self._tensor(self.roles["k"], self.together, "k")
+def of_steps(view: View, frame: Frame, steps: Sequence[Step]) -> Inputs:
+    """Returns where the vectors of an unrolled loop's steps lie. Raises Mismatch."""
+    inputs = Inputs(frame, {}, len(steps))
+    for name in (*ROLES, *BIASES):
+        leaves = [s.leaves[name] for s in steps]
+        known = [leaf for leaf in leaves if leaf is not None]
+        if not known:
+            inputs.roles[name] = None
+            continue
+        # q of a step whose output nobody reads: any vector will do.
+        filled = [leaf or known[0] for leaf in leaves]
+        held = inputs.roles[name] = sequence(filled, frame) or [_single(leaf, frame, name) for leaf in filled]
+        if isinstance(held, list) and len(held) > 1 and len({at for _, at in held}) == 1:
+            plan = planned(view, [node_of(v) for v, _ in held])
+            if plan is not None:
+                inputs.plans[name] = plan
+    return inputs
+
+
+def _single(leaf: Leaf, frame: Frame, name: str) -> tuple[Value, Slot]:
+    found = [p for p in places(leaf, frame) if not any(d[0] in ("rows", "columns") for d in p[1].dims)]
+    if not found:
+        raise Mismatch(f"{name} of a step is not laid out as [..., n]", leaf.ref.value)
+    return found[-1]
+
+
+class Packing:
+    """Emits the op's tensors. ``unasked``: (role, step) of vectors that no gradient comes back to."""
+
+    def __init__(self, edit: Edit, inputs: Inputs, unasked: Collection[tuple[str, int]] = ()) -> None:
+        self.edit = edit
+        self.inputs = inputs
+        self.frame = inputs.frame
+        self.unasked = unasked
+
+    def emit(self) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
+        """Returns kvqm and the biases."""
+        together, edit = self.inputs.together, self.edit
+        if together is not None:
+            kvqm = self._tensor("k", together)
         else:
-            parts = [self._tensor(self.roles[r] or self.roles["k"], None, r) for r in ROLES]
+            parts = [self._part(r if self.inputs.roles[r] else "k") for r in ROLES]
             dtype = example(parts[0]).dtype
             for part in parts:
                 dtype = torch.promote_types(dtype, example(part).dtype)
-            parts = [p if example(p).dtype == dtype else rewriter.emit("to", p, dtype) for p in parts]
-            kvqm = rewriter.emit(torch.cat, parts, -1)
+            kvqm = edit.emit(torch.cat, [edit.to(p, dtype) for p in parts], -1)
         return kvqm, self._bias("b_s"), self._bias("b_m")
 
     def _bias(self, name: str) -> fx.Node | None:
-        held = self.roles[name]
+        held = self.inputs.roles[name]
         if held is None:
             return None
         if isinstance(held, Held) and held.time is None:
             dims = [d for d in held.slot.dims if d[0] != "const"]
             if [d[0] for d in dims] == ["at"]:
-                node = self.rewriter.current(held.node)
-                node = self._pick(node, held.slot, None, None)
-                return node if len(dims) == len(example(node).shape) == 1 else self.rewriter.emit("flatten", node)
-        return self._tensor(held, None, name)
+                node = self._reached(self._pick(self.edit.current(held.node), held.slot, None, None), name)
+                return node if len(dims) == len(example(node).shape) == 1 else self.edit.emit("flatten", node)
+        return self._part(name)
 
-    def _tensor(self, held: Any, together: str | None, name: str) -> fx.Node:
+    def _part(self, name: str) -> fx.Node:
+        return self._reached(self._tensor(name, None), name)
+
+    def _reached(self, node: fx.Node, name: str, step: int | None = None) -> fx.Node:
+        """``node``, detached where no gradient comes back to it: its leaves have none then, and not zeros."""
+        steps = range(self.inputs.count or 1) if step is None else [step]
+        unasked = all((name, t) in self.unasked for t in steps) and self.edit.needs_grad(node)
+        return self.edit.emit("detach", node) if unasked else node
+
+    def _tensor(self, name: str, together: str | None) -> fx.Node:
         """[T, B, n], or [T, B, 4n]."""
-        r, frame = self.rewriter, self.frame
+        held = self.inputs.roles[name]
         if isinstance(held, list):
-            return self._listed(held, together)
-        node = r.current(held.node)
-        dims = held.slot.dims
-        time = held.time
-        if time is not None and dims[time][0] in ("rows", "columns"):
-            batch = self._size(node, time, held)
-            shape = (-1, batch) if dims[time][0] == "rows" else (batch, -1)
-            node = r.emit("unflatten", node, time, shape)
-            pair = [("const", 0), ("lead", 0)]
-            pair = pair if dims[time][0] == "rows" else pair[::-1]
-            dims = (*dims[:time], *pair, *dims[time + 1 :])
-            time += dims[time][0] == "lead"
+            return self._listed(name, held, together)
+        assert held is not None
+        node, dims, time = self._times(self.edit.current(held.node), held)
         at = Slot(dims)
-        if time is None:
-            node = self._batched(self._pick(node, at, None, together), at, None)
-            node = r.emit("expand", r.emit("unsqueeze", node, 0), self._steps(), *[-1] * (len(frame.lead) + 1))
-            return self._flat(node, together)
-        count = len(self.steps)
+        if time is not None:
+            node = self._window(node, held, time)
+            return self._flat(self._batched(self._pick(node, at, time, together), at, time), together)
+        node = self._batched(self._pick(node, at, None, together), at, None)
+        node = self.edit.emit("unsqueeze", node, 0)
+        node = self.edit.emit("expand", node, self._steps(), *[-1] * (len(self.frame.lead) + 1))
+        return self._flat(node, together)
+
+    def _times(self, node: fx.Node, held: Held) -> tuple[fx.Node, tuple[Any, ...], int | None]:
+        """The tensor with a dimension of time of its own, what its dimensions are, and which is time."""
+        dims, time = held.slot.dims, held.time
+        if time is None or dims[time][0] not in ("rows", "columns"):
+            return node, dims, time
+        batch, rows = self._batch_size(held), dims[time][0] == "rows"
+        node = self.edit.emit("unflatten", node, time, (-1, batch) if rows else (batch, -1))
+        pair = [("const", 0), ("lead", 0)] if rows else [("lead", 0), ("const", 0)]
+        return node, (*dims[:time], *pair, *dims[time + 1 :]), time + (not rows)
+
+    def _window(self, node: fx.Node, held: Held, time: int) -> fx.Node:
+        """The steps of the loop, in their order."""
+        count = self.inputs.count or 1
         low = min(held.start, held.start + held.stride * (count - 1))
         stop = low + abs(held.stride) * (count - 1) + 1
-        if not held.full and ((low, stop) != (0, example(node).shape[time]) or abs(held.stride) != 1):
+        whole = (low, stop) == (0, example(node).shape[time]) and abs(held.stride) == 1
+        if not held.full and not whole:
             pick = (*[slice(None)] * time, slice(low, stop, abs(held.stride)))
-            node = r.emit(operator.getitem, node, pick)
-        if held.stride < 0:
-            node = r.emit("flip", node, time)
-        return self._flat(self._batched(self._pick(node, at, time, together), at, time), together)
+            node = self.edit.emit(operator.getitem, node, pick)
+        return self.edit.emit("flip", node, time) if held.stride < 0 else node
 
     def _steps(self) -> Any:
-        return len(self.steps)
+        """The number of steps, as something to put into the graph."""
+        if self.inputs.count is not None:
+            return self.inputs.count
+        for held in self.inputs.roles.values():
+            if isinstance(held, Held) and held.time is not None:
+                node = self.edit.current(held.node)
+                size = example(node).shape[held.time]
+                return size if isinstance(size, int) else self.edit.emit("size", node, held.time)
+        raise Mismatch("none of the step's vectors changes from step to step")
 
-    def _plan(self, held: list[tuple[Value, Slot]]) -> Plan | None:
-        """How to compute the vectors of all steps at once, where each step computes its own."""
-        nodes = tuple(node_of(v) for v, _ in held)
-        if nodes not in self._plans:
-            alike = len(held) > 1 and len({at for _, at in held}) == 1
-            self._plans[nodes] = planned(self.rewriter, nodes) if alike else None
-        return self._plans[nodes]
-
-    def _listed(self, held: list[tuple[Value, Slot]], together: str | None) -> fx.Node:
+    def _listed(self, name: str, held: Listed, together: str | None) -> fx.Node:
         """The vectors of steps that no tensor holds: computed all at once where that can be said, else stacked."""
-        r = self.rewriter
-        plan = self._plan(held)
+        plan, edit = self.inputs.plans.get(name), self.edit
         if plan is not None:
-            whole = plan.emit(tuple(node_of(v) for v, _ in held))
+            whole = plan.emit(edit, tuple(node_of(v) for v, _ in held))
             at = Slot((("const", 0), *held[0][1].dims))
             return self._flat(self._batched(self._pick(whole, at, 0, together), at, 0), together)
         stacked = []
-        for value, at in held:
-            node = self._pick(r.current(node_of(value)), at, None, together)
+        for t, (value, at) in enumerate(held):
+            node = self._pick(edit.input(value), at, None, together)
+            node = node if together is not None else self._reached(node, name, t)
             stacked.append(self._batched(node, at, None))
-        return self._flat(r.emit(torch.stack, stacked), together)
+        return self._flat(edit.emit(torch.stack, stacked), together)
 
-    def _size(self, node: fx.Node, dim: int, held: Held) -> Any:
+    def _batch_size(self, held: Held) -> Any:
         """The batch size, as something to put into the graph."""
-        size = self.frame.lead[0].size
+        size, view = self.frame.lead[0].size, self.edit.view
         if not size.symbols:
             return size.factor
-        for source in [*self.rewriter.graph.find_nodes(op="placeholder")]:
-            value = self.rewriter.finder.values.of(source)
-            if isinstance(value, Value) and size in value.shape:
-                return self.rewriter.emit("size", source, value.shape.index(size))
+        for source in view.graph.find_nodes(op="placeholder"):
+            value = view.value(source)
+            if value is not None and size in value.shape:
+                return self.edit.emit("size", self.edit.current(source), value.shape.index(size))
         raise Mismatch("the batch size is dynamic and no input has it", held.value)
 
     def _pick(self, node: fx.Node, at: Slot, time: int | None, together: str | None) -> fx.Node:
         """Only what the vector is of: other constants selected, the elements sliced."""
-        r, n = self.rewriter, self.frame.n
-        picks: list[Any] = []
-        keep = len(at.dims)
-        apart = max((d for d, (kind, _) in enumerate(at.dims) if kind == "const" and d != time), default=-1)
+        n, picks = self.frame.n, list[Any]()
+        apart = _apart(at, time) if together == "apart" else -1
         for d, (kind, c) in enumerate(at.dims):
-            if kind == "const" and d != time and not (together == "apart" and d == apart):
+            if kind == "const" and d not in (time, apart):
                 picks.append(c)
-                keep -= 1
-            elif kind == "at" and together != "last" and r.size(node, d) != Size(n):
+            elif kind == "at" and together != "last" and self.edit.size(node, d) != Size(n):
                 picks.append(slice(c, c + n))
             else:
                 picks.append(slice(None))
         while picks and picks[-1] == slice(None):
             picks.pop()
-        return r.emit(operator.getitem, node, tuple(picks)) if picks else node
+        return self.edit.emit(operator.getitem, node, tuple(picks)) if picks else node
 
     def _batched(self, node: fx.Node, at: Slot, time: int | None) -> fx.Node:
         """[time,] lead..., [4,] n: dimensions in this order, missing ones spread out."""
-        r, frame = self.rewriter, self.frame
         left = [(d, kind, c) for d, (kind, c) in enumerate(at.dims) if kind != "const" or d == time]
-        extra = len(example(node).shape) - len(left)
-        if extra:
-            apart = max(d for d, (kind, _) in enumerate(at.dims) if kind == "const" and d != time)
-            left.append((apart, "four", 0))
-            left.sort()
+        if len(example(node).shape) > len(left):
+            left = sorted([*left, (_apart(at, time), "four", 0)])
         wanted: list[Any] = [] if time is None else [next(k for k, x in enumerate(left) if x[0] == time)]
         missing = []
-        for k, v in enumerate(frame.lead):
+        for k, v in enumerate(self.frame.lead):
             here = [p for p, x in enumerate(left) if x[1:] == ("lead", k)]
-            if here:
-                wanted += here
-            else:
+            if not here:
                 missing.append((len(wanted), v))
-                wanted.append(None)
-        wanted += [p for p, x in enumerate(left) if x[1] == "four"]
-        wanted += [p for p, x in enumerate(left) if x[1] == "at"]
+            wanted += here or [None]
+        wanted += [p for name in ("four", "at") for p, x in enumerate(left) if x[1] == name]
         order = [p for p in wanted if p is not None]
         if order != sorted(order):
-            node = r.emit("permute", node, *order)
+            node = self.edit.emit("permute", node, *order)
         for position, v in missing:
-            node = r.emit("unsqueeze", node, position)
-            if v.size != ONE:
-                sizes: list[Any] = [-1] * len(example(node).shape)
-                sizes[position] = self._batch(v)
-                node = r.emit("expand", node, *sizes)
+            node = self._spread(self.edit.emit("unsqueeze", node, position), position, v)
         return node
 
-    def _batch(self, v: Var) -> Any:
-        if not v.size.symbols:
-            return v.size.factor
-        raise Mismatch("a vector is shared by a batch of dynamic size")
+    def _spread(self, node: fx.Node, position: int, v: Var) -> fx.Node:
+        if v.size == ONE:
+            return node
+        if v.size.symbols:
+            raise Mismatch("a vector is shared by a batch of dynamic size")
+        sizes = [-1] * len(example(node).shape)
+        sizes[position] = v.size.factor
+        return self.edit.emit("expand", node, *sizes)
 
     def _flat(self, node: fx.Node, together: str | None) -> fx.Node:
         """[T, lead..., (4,) n] as [T, B, n] or [T, B, 4n]."""
-        r, lead = self.rewriter, len(self.frame.lead)
+        lead = len(self.frame.lead)
         if together == "apart":
-            node = r.emit("flatten", node, -2, -1)
+            node = self.edit.emit("flatten", node, -2, -1)
         if lead == 0:
-            return r.emit("unsqueeze", node, 1)
-        return node if lead == 1 else r.emit("flatten", node, 1, lead)
+            return self.edit.emit("unsqueeze", node, 1)
+        return node if lead == 1 else self.edit.emit("flatten", node, 1, lead)
+
+
+def _apart(at: Slot, time: int | None) -> int:
+    """The dimension of 4 that tells k, v, q and m apart: the last constant one that is not time."""
+    return max((d for d, (kind, _) in enumerate(at.dims) if kind == "const" and d != time), default=-1)

@@ -17,10 +17,10 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
-from mhc_inductor.routing.graph.values import Value, Values, example
+from mhc_inductor.routing.graph.values import Value, Values, example, name_of
+from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch, Miss
 from mhc_inductor.routing.operators.e79.step import Frame, Recogniser, Step, Weak, vector
-from mhc_inductor.routing.operators.mhc.search import Finder, name_of
 
 OP = "e79_scan"
 _REACH = 64
@@ -69,8 +69,8 @@ def recognisers(graph: fx.Graph, values: Values) -> list[Recogniser]:
 class Search:
     """The chains of a graph, and what is almost a step."""
 
-    def __init__(self, finder: Finder) -> None:
-        self.finder = finder
+    def __init__(self, view: View) -> None:
+        self.view = view
         self.chains: list[Chain] = []
         self.misses: list[Miss] = []
         self.open: set[str] = set()
@@ -80,7 +80,7 @@ class Search:
         self._look()
         if self.chains or (self.misses and not self.open):
             return
-        symbols, values = self.open or self._open(), self.finder.values
+        symbols, values = self.open or self._open(), self.view.values
         before = dict(values.fixed)
         if symbols and values.fix(symbols):
             self.misses = []
@@ -92,7 +92,7 @@ class Search:
         """The symbols in the sizes of matrices that a graph leaves open, where there are gates as well."""
         found: set[str] = set()
         gates = 0
-        for node in self.finder.graph.nodes:
+        for node in self.view.graph.nodes:
             gates += "sigmoid" in name_of(node)
             t = example(node)
             if isinstance(t, torch.Tensor) and is_square(node) and not isinstance(n := t.shape[-1], int):
@@ -100,7 +100,7 @@ class Search:
         return found if gates >= 4 else set()
 
     def _look(self) -> None:
-        for recogniser in recognisers(self.finder.graph, self.finder.values):
+        for recogniser in recognisers(self.view.graph, self.view.values):
             self.chains += self._chains(recogniser, self._steps(recogniser))
 
     def _steps(self, recogniser: Recogniser) -> list[Step]:
@@ -119,7 +119,7 @@ class Search:
                     contents.add(step.S_new)
                     steps.append(step)
             except Weak as mismatch:
-                weak.append(Miss(OP, mismatch.reason, mismatch.value, self.finder.values.of(node)))
+                weak.append(Miss(OP, mismatch.reason, mismatch.value, self.view.value(node)))
             except Mismatch as mismatch:
                 self._note(strong, mismatch, node)
             except DynamicWidth as dynamic:
@@ -139,14 +139,14 @@ class Search:
             return False
 
     def _note(self, found: dict[str, Miss], mismatch: Mismatch, node: fx.Node) -> None:
-        if node in self.finder.live:
-            found.setdefault(mismatch.reason, Miss(OP, mismatch.reason, mismatch.value, self.finder.values.of(node)))
+        if node in self.view.live:
+            found.setdefault(mismatch.reason, Miss(OP, mismatch.reason, mismatch.value, self.view.value(node)))
 
     def _orphan(self, recogniser: Recogniser) -> list[Miss]:
         for value, node in recogniser.known.items():
-            if node in self.finder.live and recogniser.reads_a_matrix(value):
+            if node in self.view.live and recogniser.reads_a_matrix(value):
                 reason = "a matrix is updated as S is, but no M is updated whose gates read it"
-                return [Miss(OP, reason, value, self.finder.values.of(node))]
+                return [Miss(OP, reason, value, self.view.value(node))]
         return []
 
     def _output(self, recogniser: Recogniser, step: Step) -> None:
@@ -161,7 +161,7 @@ class Search:
                 if user in seen or user.op not in ("call_function", "call_method"):
                     continue
                 seen.add(user)
-                value = self.finder.values.of(user)
+                value = self.view.values.of(user)
                 if not isinstance(value, Value) or (user in updates and user is not start):
                     continue
                 ref = vector(value, frame)
@@ -186,7 +186,7 @@ class Search:
             if step.S in crossed or step.M in crossed or step.S_new in crossed or step.M_new in crossed:
                 node = recogniser.known[step.M_new]
                 if not any(m.reason == _CROSSED for m in self.misses):
-                    self.misses.append(Miss(OP, _CROSSED, step.M_new, self.finder.values.of(node)))
+                    self.misses.append(Miss(OP, _CROSSED, step.M_new, self.view.value(node)))
             else:
                 kept.append(step)
                 after[step.S, step.M].append(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -10,107 +11,88 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.ops.e79 import segment_length
+from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.expressions import Ref, chain, peel, whole
-from mhc_inductor.routing.graph.index import Unsupported, Var, const, var
-from mhc_inductor.routing.graph.values import Value, Values, example
-from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.e79.emit import Scans
-from mhc_inductor.routing.operators.e79.inputs import ROLES, Inputs
-from mhc_inductor.routing.operators.e79.lift import Lift, Lifted
+from mhc_inductor.routing.graph.index import Var, const, var
+from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operator import Match, Mismatch
+from mhc_inductor.routing.operators.e79.emit import Pairs, called, doubled, initial
+from mhc_inductor.routing.operators.e79.inputs import BIASES, ROLES, Inputs, Packing
+from mhc_inductor.routing.operators.e79.lift import Lifted, lifted
 from mhc_inductor.routing.operators.e79.loop import OP, Search
 from mhc_inductor.routing.operators.e79.slots import Held, Slot, places, slot
 from mhc_inductor.routing.operators.e79.step import Frame, Leaf, Step
-from mhc_inductor.routing.operators.mhc.search import Finder
-from mhc_inductor.routing.rewriter import needs_grad
 
 
-def scans(gm: fx.GraphModule) -> list[tuple[fx.Node, fx.GraphModule]]:
-    """The calls of the higher-order scan in a graph, each with its body."""
-    found = []
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or getattr(node.target, "__name__", "") != "scan" or len(node.args) != 4:
-            continue
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and isinstance(node.args[0], fx.Node):
-            body = getattr(gm, str(node.args[0].target), None)
-            if isinstance(body, fx.GraphModule):
-                found.append((node, body))
-    return found
+@dataclasses.dataclass
+class Body:
+    """A scan whose body is one step: its call, and what of the body is what."""
+
+    call: fx.Node
+    view: View
+    step: Step
+    at: dict[str, int]
+    """Which of the carried states is S, and which M."""
+    inputs: list[fx.Node]
+    """The placeholders of the body."""
+    taken: dict[fx.Node, int]
+    """The uses of the scan's results, and which result each is."""
 
 
-class Bodies(Scans):
-    """Puts the op in the place of each higher-order scan whose body is a step."""
+def body_of(view: View, node: fx.Node) -> fx.GraphModule | None:
+    """Returns the body of a higher-order scan, None for any other node."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") != "scan" or len(node.args) != 4:
+        return None
+    if not isinstance(node.target, torch._ops.HigherOrderOperator) or not isinstance(node.args[0], fx.Node):
+        return None
+    body = getattr(view.real.owning_module, str(node.args[0].target), None)
+    return body if isinstance(body, fx.GraphModule) else None
 
-    def run_bodies(self, calls: Sequence[tuple[fx.Node, fx.GraphModule]], templates: dict[Any, Any]) -> None:
-        for node, body in calls:
-            start = self.finder.values.of(node.all_input_nodes[1])
-            outer = self.finder.values.autocast.get(node)
-            autocast = dict.fromkeys(body.graph.nodes, outer) if outer is not None else {}
-            search = Search(Finder(body.graph, Values(body.graph, autocast, templates)))
-            search.run()
-            if search.finder.values.fixed:
-                self.finder.values.forget({**self.finder.values.fixed, **search.finder.values.fixed})
-            mark = list(self.graph.nodes)
-            try:
-                self._body(node, body, search)
-            except (Mismatch, Unsupported, ValueError, TypeError) as error:
-                views = "the inputs of the body cannot be followed through their views"
-                self._refuse(mark, error, OP, start, views)
-            self._sweep()
-            self.replaced = []
-        if self.made:
-            self._guard()
 
-    def _body(self, node: fx.Node, body: fx.GraphModule, search: Search) -> None:
-        steps = [step for one in search.chains for step in one.steps]
-        if len(steps) != 1:
-            raise Mismatch("")  # the body is routed, and reported, as a graph of its own
-        (step,), known = steps, search.chains[0].recogniser.known
-        frame, values = step.frame, self.finder.values
-        given: Any = node.args
-        _, init, xs, extra = given
-        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
-        outputs: Any = body.graph.output_node().args[0]
-        results = list(outputs)
-        if len(init) != 2 or len(inputs) != len(init) + len(xs) + len(extra):
-            raise Mismatch("the scan carries something besides S and M")
-        carried = [known.get(step.S), known.get(step.M)]
-        if set(carried) != set(inputs[:2]):
-            raise Mismatch("the scan's body does not start from the states that it carries", step.S)
-        at = {"S": inputs.index(carried[0]), "M": inputs.index(carried[1])}
-        for name, made in (("S", step.S_new), ("M", step.M_new)):
-            if not _is(search.finder.values.of(results[at[name]]), made):
-                raise Mismatch(f"the scan does not carry the new {name}", made)
-        ends = [u for u in node.users if u in self.finder.live]
-        if any(u.target is not operator.getitem for u in ends):
-            raise Mismatch("the scan's results are used together", step.S_new)
-        taken: dict[fx.Node, Any] = {user: user.args[1] for user in ends}
-        for k in taken.values():
-            if k >= 2 and (step.out is None or not _is(search.finder.values.of(results[k]), step.out)):
-                raise Mismatch("the scan gives something besides y * silu(y) with y = S' q", step.S_new)
-        self.trace = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
-        outer = dict(zip(inputs[2:], [*(Lifted(x, True) for x in xs), *(Lifted(x, False) for x in extra)], strict=True))
-        needs = self.grad[node] and any(self.body or needs_grad(n) for n in node.all_input_nodes)
-        with self.graph.inserting_before(node):
-            found = BodyInputs(self, frame, step, outer)
-            kvqm, b_s, b_m = found.emit(self)
-            for user, k in taken.items():
-                kvqm = self._widened(kvqm, values.of(user)) if k >= 2 else self._doubled(kvqm, user)
-            S0, M0 = (self._state(values.of(init[at[name]]), init[at[name]], frame) for name in ("S", "M"))
-            steps_, batch = (compat.hint(s) for s in example(kvqm).shape[:2])
-            segment = segment_length(frame.n, batch, steps_) if needs else 0
-            call = self.emit(torch.ops.mhc_inductor.e79_scan.default, kvqm, b_s, b_m, S0, M0, segment)
-            new = []
-            for user, k in taken.items():
-                got = self.emit(operator.getitem, call, {at["S"]: 1, at["M"]: 2}.get(k, 0))
-                new.append((values.of(user), self._as(got, values.of(user), got)))
-        self._replace(new)
-        self.made.append((OP, call, (node, frame)))
-        used = node.all_input_nodes
-        for gone in [*node.users, node, given[0]]:
-            if not gone.users:
-                self.graph.erase_node(gone)
-        self.replaced = [n for n in used if n.op.startswith("call_")]
+def match_scan(view: View, node: fx.Node, body: fx.GraphModule) -> Match | None:
+    """Returns the match of a scan; None where its body is no step: it is reported as a graph of its own.
+
+    Raises Mismatch where the step is not what the scan carries.
+    """
+    search = Search(View(body.graph, view.modes_at(node), view.knowledge, body=True))
+    search.run()
+    steps = [step for one in search.chains for step in one.steps]
+    if len(steps) != 1:
+        return None
+    view.values.fix(search.view.values.fixed)
+    found = _checked(view, node, search, steps[0])
+    given = [v for n in node.all_input_nodes if (v := view.value(n)) is not None]
+    outputs = [view.values.of(n) for n in found.taken]
+    if not outputs:
+        return None
+    detail = f"n = {found.step.frame.n}, the body of a scan"
+    return Match(OP, given, outputs, detail=detail, data=found)
+
+
+def _checked(view: View, node: fx.Node, search: Search, step: Step) -> Body:
+    inner, known = search.view, search.chains[0].recogniser.known
+    given: Any = node.args
+    _, init, xs, extra = given
+    inputs = [n for n in inner.nodes if n.op == "placeholder"]
+    outputs: Any = inner.graph.output_node().args[0]
+    results = [inner.values.of(n) if isinstance(n, fx.Node) else None for n in outputs]
+    if len(init) != 2 or len(inputs) != len(init) + len(xs) + len(extra):
+        raise Mismatch("the scan carries something besides S and M")
+    carried = [known.get(step.S), known.get(step.M)]
+    if set(carried) != set(inputs[:2]):
+        raise Mismatch("the scan's body does not start from the states that it carries", step.S)
+    at = {name: inputs.index(n) for name, n in zip("SM", carried, strict=True) if n is not None}
+    for name, made in (("S", step.S_new), ("M", step.M_new)):
+        if not _is(results[at[name]], made):
+            raise Mismatch(f"the scan does not carry the new {name}", made)
+    ends = [u for u in node.users if u in view.live]
+    if any(u.target is not operator.getitem for u in ends):
+        raise Mismatch("the scan's results are used together", step.S_new)
+    taken: dict[fx.Node, Any] = {user: user.args[1] for user in ends}
+    if any(k >= 2 and (step.out is None or not _is(results[k], step.out)) for k in taken.values()):
+        raise Mismatch("the scan gives something besides y * silu(y) with y = S' q", step.S_new)
+    return Body(node, inner, step, at, inputs, taken)
 
 
 def _is(value: Any, wanted: Value) -> bool:
@@ -122,21 +104,49 @@ def _is(value: Any, wanted: Value) -> bool:
     return inner.value is wanted and inner.flat == at.flat
 
 
-class BodyInputs(Inputs):
-    """The inputs of a body's step, over all steps."""
+def emit_scan(edit: Edit, match: Match) -> Pairs:
+    """Puts the op in. Returns what it gives with what takes each place."""
+    found: Body = match.data
+    values, frame = edit.view.values, found.step.frame
+    given: Any = found.call.args
+    _, init, xs, extra = given
+    outer = [*(Lifted(edit.current(x), True) for x in xs), *(Lifted(_now(edit, x), False) for x in extra)]
+    inputs = Lifting(edit, found, dict(zip(found.inputs[2:], outer, strict=True))).inputs()
+    kvqm, b_s, b_m = Packing(edit, inputs).emit()
+    for user, k in found.taken.items():
+        kvqm = edit.widened(kvqm, values.of(user)) if k >= 2 else doubled(edit, kvqm, [user])
+    states = [init[found.at[name]] for name in "SM"]
+    S0, M0 = (initial(edit, values.of(node), node, frame) for node in states)
+    needs = edit.place is not None and edit.place.modes.grad and any(edit.needs_grad(edit.input(v)) for v in match.inputs)
+    call = called(edit, (kvqm, b_s, b_m, S0, M0), frame.n, compat.hint(example(kvqm).shape[0]), needs)
+    pairs = Pairs()
+    for user, k in found.taken.items():
+        got = edit.emit(operator.getitem, call, {found.at["S"]: 1, found.at["M"]: 2}.get(k, 0))
+        pairs.append((values.of(user), edit.as_like(got, values.of(user))))
+    return pairs
 
-    def __init__(self, rewriter: Scans, frame: Frame, step: Step, outer: dict[fx.Node, Lifted]) -> None:
-        self.rewriter, self.frame, self.steps = rewriter, frame, [step]
+
+def _now(edit: Edit, given: Any) -> Any:
+    return edit.current(given) if isinstance(given, fx.Node) else given
+
+
+class Lifting:
+    """Computes the vectors of a body's step over all steps, outside of the scan."""
+
+    def __init__(self, edit: Edit, found: Body, outer: dict[fx.Node, Lifted]) -> None:
+        self.edit = edit
+        self.body = found
+        self.frame = found.step.frame
         self.lifted = outer
         self.time: Var | None = None
-        self.lift = Lift(rewriter)
-        self.roles = {}
-        for name in (*ROLES, "b_s", "b_m"):
-            leaf = step.leaves[name]
-            self.roles[name] = None if leaf is None else self._everywhere(leaf, name)
-        self.together = self._together()
 
-    def _everywhere(self, leaf: Leaf, name: str) -> Any:
+    def inputs(self) -> Inputs:
+        """Returns where the vectors of all steps lie. Raises Mismatch."""
+        leaves = {name: self.body.step.leaves[name] for name in (*ROLES, *BIASES)}
+        roles = {name: None if leaf is None else self._everywhere(leaf, name) for name, leaf in leaves.items()}
+        return Inputs(self.frame, dict(roles), None)
+
+    def _everywhere(self, leaf: Leaf, name: str) -> Held:
         failed: Mismatch | None = None
         for value, at in reversed(places(leaf, self.frame)):
             assert value.node is not None
@@ -145,20 +155,15 @@ class BodyInputs(Inputs):
             except Mismatch as mismatch:
                 failed = failed or mismatch
                 continue
-            held = self.rewriter.finder.values.of(node)
-            if not batched:
-                return Held(held, at, None)
-            return self._behind(held, at)
+            held = self.edit.view.values.of(node)
+            return self._behind(held, at) if batched else Held(held, at, None)
         raise failed or Mismatch(f"{name} of the step is not laid out as [..., n]", leaf.ref.value)
 
     def _behind(self, value: Value, at: Slot) -> Held:
         """The innermost tensor behind the views that ``value``, of all steps, is made by."""
         if self.time is None:
             self.time = Var(value.shape[0])
-        index = [var(self.time)]
-        for kind, c in at.dims:
-            v = self.frame.at if kind == "at" else self.frame.lead[c] if kind == "lead" else None
-            index.append(const(c) if v is None else var(v).plus(const(c)) if kind == "at" else var(v))
+        index = [var(self.time), *(_index(self.frame, kind, c) for kind, c in at.dims)]
         best = Held(value, Slot((("const", 0), *at.dims)), 0, full=True)
         for ref in chain(Ref(value, tuple(index))):
             found = slot(ref, self.frame, self.time) if ref.value.node is not None else None
@@ -170,17 +175,15 @@ class BodyInputs(Inputs):
 
     def _over(self, node: fx.Node) -> Lifted:
         if node not in self.lifted:
-            if not self.rewriter.finder.values.inspectable(node):
+            if not self.body.view.values.inspectable(node):
                 raise Mismatch("a vector of the step is no plain function of the scan's inputs")
             for a in node.all_input_nodes:
                 self._over(a)
-            self.lifted[node] = self.lift.call(node, self.lifted)
+            self.lifted[node] = lifted(self.edit, node, self.lifted)
         return self.lifted[node]
 
-    def _steps(self) -> Any:
-        for held in self.roles.values():
-            if isinstance(held, Held) and held.time is not None:
-                node = self.rewriter.current(held.node)
-                size = example(node).shape[held.time]
-                return size if isinstance(size, int) else self.rewriter.emit("size", node, held.time)
-        raise Mismatch("none of the step's vectors changes from step to step")
+
+def _index(frame: Frame, kind: str, c: int) -> Any:
+    if kind == "at":
+        return var(frame.at).plus(const(c))
+    return var(frame.lead[c]) if kind == "lead" else const(c)
