@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mhc_inductor.routing.explain import copied
 from mhc_inductor.routing import route
+from mhc_inductor.routing.explain import copied
 from mhc_inductor.routing.report import Report
 
 N, D, TOKENS = 4, 16, 6

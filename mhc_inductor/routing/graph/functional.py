@@ -67,7 +67,8 @@ def _scattered(x: torch.Tensor, index: list[tuple[int, Any]], value: torch.Tenso
         return torch.ops.aten.select_scatter.default(x, inner, d, i)
     if not isinstance(i, slice):
         raise NotImplementedError
-    part = x[(*[slice(None)] * d, i)]
+    before: list[Any] = [slice(None)] * d
+    part = x[tuple([*before, i])]
     return torch.ops.aten.slice_scatter.default(x, _scattered(part, rest, value), d, i.start, i.stop, i.step or 1)
 
 

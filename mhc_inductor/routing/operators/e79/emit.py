@@ -63,7 +63,9 @@ def emit(edit: Edit, match: Match) -> Pairs:
     """Puts the op in. Returns what it gives with what takes each place."""
     scan: Scan = match.data
     values, frame = edit.view.values, scan.chain.frame
-    needs = edit.place is not None and edit.place.modes.grad and any(edit.needs_grad(edit.input(v)) for v in match.inputs)
+    needs = (
+        edit.place is not None and edit.place.modes.grad and any(edit.needs_grad(edit.input(v)) for v in match.inputs)
+    )
     packing = Packing(edit, scan.inputs, unasked(edit.view, scan.chain) if needs else ())
     kvqm, b_s, b_m = packing.emit()
     outs = [*scan.outputs.alone.values(), *(n for n, stack in scan.outputs.stacks.items() if stack.plan is None)]

@@ -118,7 +118,9 @@ class Uses:
         found: dict[int, Value] = {}
         dim = value.args[2] % len(value.shape)
         size = value.shape[dim]
-        while not size.symbols and value.func is aten.select_scatter.default and value.args[2] % len(value.shape) == dim:
+        while (
+            not size.symbols and value.func is aten.select_scatter.default and value.args[2] % len(value.shape) == dim
+        ):
             found.setdefault(value.args[3] % size.factor, value.args[1])
             if len(found) == size.factor:
                 return dim, [found[t] for t in range(size.factor)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,7 +116,9 @@ def emit_scan(edit: Edit, match: Match) -> Pairs:
         kvqm = edit.widened(kvqm, values.of(user)) if k >= 2 else doubled(edit, kvqm, [user])
     states = [init[found.at[name]] for name in "SM"]
     S0, M0 = (initial(edit, values.of(node), node, frame) for node in states)
-    needs = edit.place is not None and edit.place.modes.grad and any(edit.needs_grad(edit.input(v)) for v in match.inputs)
+    needs = (
+        edit.place is not None and edit.place.modes.grad and any(edit.needs_grad(edit.input(v)) for v in match.inputs)
+    )
     call = called(edit, (kvqm, b_s, b_m, S0, M0), frame.n, compat.hint(example(kvqm).shape[0]), needs)
     pairs = Pairs()
     for user, k in found.taken.items():
