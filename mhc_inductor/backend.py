@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
+import inspect
 import threading
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from mhc_inductor import compat
-from mhc_inductor.collector import full_collections_deferred
+from mhc_inductor.options import RoutingOptions, parse
+from mhc_inductor.scope import Change, replace
 
 _PASS = "post_grad_custom_pre_pass"
-_ROUTED = "mhc_inductor_routed"
 _lock = threading.RLock()
-_enabled = False
-_prepared = False
+_enabled: RoutingOptions | None = None
+_registered = False
+_here = threading.local()
+# Of graphs, not in their meta: DDP's buckets share one dict.
+_routed: weakref.WeakSet[torch.fx.GraphModule] = weakref.WeakSet()
 
 
 def counters() -> dict[str, int]:
@@ -29,25 +35,23 @@ def counters() -> dict[str, int]:
 
 
 def prepare() -> None:
-    """Register the lowerings and stamp every later Inductor compile with this package's fingerprint.
+    """Registers the lowerings, and stamps the compile that is going on with this package's fingerprint.
 
     Called by the ops' fake functions when a graph that holds one is traced, so that the ordinary backend launches the
     kernels too, and never replays code that another version of this package generated.
     """
-    global _prepared
-    if _prepared:
-        return
-    with _lock:
-        if not _prepared:
-            from mhc_inductor.lowerings import e79, mhc, selection
+    global _registered
+    if not _registered:
+        with _lock:
+            if not _registered:
+                from mhc_inductor.lowerings import e79, mhc, selection
 
-            mhc.register()
-            e79.register()
-            selection.register()
-            compat.remember_accesses()
-            compat.symbolic_extremes()
-            _wrap_compile_fx()
-            _prepared = True
+                mhc.register()
+                e79.register()
+                selection.register()
+                _registered = True
+    # Not for torch._inductor.compile on a graph of one's own, without Dynamo: there enable() does it.
+    compat.compile_backend_inside(_stamped)
 
 
 def _patches(config_patches: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -61,72 +65,104 @@ def _patches(config_patches: Mapping[str, Any] | None) -> dict[str, Any]:
     return patches
 
 
-def _deferring(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
-    if hasattr(inner_compile, "mhc_inductor"):
-        return inner_compile
+def _inside(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
+    """``inner_compile``, which may compile a backward graph when compile_fx has returned, inside our changes of torch."""
 
     @functools.wraps(inner_compile)
     def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:
-        with full_collections_deferred():
+        with compat.symbolic_extremes:
             return inner_compile(*args, **kwargs)
 
-    compile_fx_inner.mhc_inductor = True  # type: ignore[attr-defined]
     return compile_fx_inner
 
 
-def _wrap_compile_fx() -> None:
-    module = compat.compile_fx_module()
-    plain = module.compile_fx
+def _compile(plain: Callable[..., Any], *args: Any, config_patches: Mapping[str, Any] | None, **kwargs: Any) -> Any:
+    """``plain``, which is compile_fx, with our pass and inside our changes of torch."""
+    if len(args) > 2:
+        args = (*args[:2], _inside(args[2]), *args[3:])
+    else:
+        kwargs["inner_compile"] = _inside(kwargs.get("inner_compile", compat.compile_fx_module().compile_fx_inner))
+    with compat.symbolic_extremes:
+        return plain(*args, config_patches=_patches(config_patches), **kwargs)
 
+
+def _wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
-    def compile_fx(model_: Any, example_inputs_: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
+    def compile_fx(model_: Any, *args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
         # compile_fx calls itself again by its global name, with the patches in force.
-        if not args:
-            # A backward graph may be compiled later, when compile_fx has returned.
-            kwargs["inner_compile"] = _deferring(kwargs.get("inner_compile", module.compile_fx_inner))
-        with full_collections_deferred():
-            if _enabled:
-                _route(model_)
-            return plain(model_, example_inputs_, *args, config_patches=_patches(config_patches), **kwargs)
+        if (options := _enabled) is not None:
+            _route(model_, options)
+        elif not getattr(_here, "stamped", False):
+            return plain(model_, *args, config_patches=config_patches, **kwargs)
+        return _compile(plain, model_, *args, config_patches=config_patches, **kwargs)
 
-    module.compile_fx = compile_fx
+    return compile_fx
 
 
-def _route(gm: Any) -> None:
-    """Route the formulas of a Dynamo graph, once."""
-    if not isinstance(gm, torch.fx.GraphModule) or _ROUTED in gm.meta:
-        return
+_entry = Change(lambda: replace(compat.compile_fx_module(), "compile_fx", _wrapped))
+
+
+@contextlib.contextmanager
+def _stamped() -> Iterator[None]:
+    """Inside, what this thread compiles by the ordinary backend gets our pass."""
+    before, _here.stamped = getattr(_here, "stamped", False), True
+    try:
+        with _entry:
+            yield
+    finally:
+        _here.stamped = before
+
+
+def _pass() -> tuple[Callable[..., Any], Callable[[Any], None]]:
     from mhc_inductor.routing import route
     from mhc_inductor.routing.report import log_report
 
-    gm.meta[_ROUTED] = True
-    log_report(route(gm))
+    return route, log_report
 
 
-def enable() -> None:
+def _route(gm: Any, options: RoutingOptions) -> None:
+    """Routes the formulas of a Dynamo graph, once."""
+    if not isinstance(gm, torch.fx.GraphModule):
+        return
+    with _lock:
+        if gm in _routed:
+            return
+        _routed.add(gm)
+    route, log_report = _pass()
+    takes = "options" in inspect.signature(route).parameters
+    log_report(route(gm, options=options) if takes else route(gm))
+
+
+def enable(*, verify: bool = False, empty_rows: str = "exact") -> None:
     """Make the ordinary ``torch.compile(model)`` do what ``backend="mhc_inductor"`` does. Idempotent, any thread.
 
-    Graphs compiled before stay as they are.
+    Graphs compiled before stay as they are. The arguments are the options of :class:`~mhc_inductor.options.RoutingOptions`,
+    those of the last call in force. Raises TypeError or ValueError for a value that an option does not take.
     """
     global _enabled
+    options = RoutingOptions(verify, empty_rows)
     with _lock:
         prepare()
-        _enabled = True
+        if _enabled is None:
+            _entry.__enter__()
+        _enabled = options
 
 
 def disable() -> None:
-    """Take :func:`enable` back: later compiles route nothing.
+    """Take :func:`enable` back: later compiles route nothing, and torch is as it was.
 
     Lowerings stay registered: graphs that hold this package's ops keep their kernels.
     """
     global _enabled
     with _lock:
-        _enabled = False
+        if _enabled is not None:
+            _enabled = None
+            _entry.__exit__()
 
 
 def is_enabled() -> bool:
     """Whether :func:`enable` is in force."""
-    return _enabled
+    return _enabled is not None
 
 
 def mhc_inductor(
@@ -134,12 +170,14 @@ def mhc_inductor(
 ) -> Any:
     """The backend ``"mhc_inductor"``: Inductor with this package's lowerings and passes.
 
-    ``mode`` and ``options`` are those of ``torch.compile`` for Inductor. Raises RuntimeError for an unknown option.
+    ``mode`` and ``options`` are those of ``torch.compile`` for Inductor; options that begin with "mhc_inductor." are
+    those of :class:`~mhc_inductor.options.RoutingOptions`. Raises RuntimeError for an unknown option.
     """
     prepare()
-    _route(gm)
-    patches = {**compat.mode_options(mode), **compat.check_options(options or {})}
-    return compat.compile_fx_module().compile_fx(gm, example_inputs, config_patches=patches)
+    routing, others = parse(options)
+    patches = {**compat.mode_options(mode), **compat.check_options(others)}
+    _route(gm, routing)
+    return _compile(compat.compile_fx_module().compile_fx, gm, example_inputs, config_patches=patches)
 
 
 def _installed() -> bool:

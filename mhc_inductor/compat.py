@@ -6,10 +6,14 @@ import ast
 import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from mhc_inductor.scope import Change, replace
 
 
 def tracing() -> bool:
@@ -132,42 +136,59 @@ def configured_kernel(kernel: Any, constexprs: tuple[tuple[str, Any], ...], num_
     return triton.autotune(configs=[config], key=[])(jitted)
 
 
-def remember_accesses() -> None:
-    """Let Inductor ask once, not at every launch, which arguments a :func:`configured_kernel` reads and writes.
-
-    It compiles the kernel's source to Triton's IR to find out: two thirds of the time of lowering a model of such launches.
-    """
+def _remember_accesses() -> Callable[[], None]:
     from torch._higher_order_ops import triton_kernel_wrap as module
 
+    def wrap(analyse: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(analyse)
+        def remembered(kernel: Any, kwargs: Mapping[str, Any], *rest: Any) -> Any:
+            known = getattr(kernel, "mhc_inductor_accesses", None)
+            if known is None:
+                return analyse(kernel, kwargs, *rest)
+            key = tuple(sorted((k, *_as_analysed(v)) for k, v in kwargs.items()))
+            if key not in known:
+                known[key] = analyse(kernel, kwargs, *rest)
+            return copy.copy(known[key])
+
+        return remembered
+
+    # identify_mutated_tensors: before torch 2.12
     name = "identify_accessed_tensors" if hasattr(module, "identify_accessed_tensors") else "identify_mutated_tensors"
-    analyse = getattr(module, name)
-    if hasattr(analyse, "mhc_inductor"):
-        return
-
-    @functools.wraps(analyse)
-    def remembered(kernel: Any, kwargs: Mapping[str, Any], *rest: Any) -> Any:
-        known = getattr(kernel, "mhc_inductor_accesses", None)
-        if known is None:
-            return analyse(kernel, kwargs, *rest)
-        key = tuple(sorted((k, *_as_analysed(v)) for k, v in kwargs.items()))
-        if key not in known:
-            known[key] = analyse(kernel, kwargs, *rest)
-        return copy.copy(known[key])
-
-    remembered.mhc_inductor = True  # type: ignore[attr-defined]
-    setattr(module, name, remembered)
+    return replace(module, name, wrap)
 
 
-def symbolic_extremes() -> None:
-    """Let a warm compile cache keep a dynamic graph dynamic where its guards hold a minimum or a maximum.
+remembered_accesses = Change(_remember_accesses)
+"""Inside, Inductor asks once, not at every launch, which arguments a :func:`configured_kernel` reads and writes.
 
-    A cached graph's guards are evaluated on symbolic sizes, as Python code, whose ``min`` and ``max`` ask which of two sizes
-    is the smaller: a new guard, so that other sizes recompile, which a cold cache did not do.
-    """
+It compiles the kernel's source to Triton's IR to find out: two thirds of the time of lowering a model of such launches.
+"""
+
+
+def _add_extremes() -> Callable[[], None]:
     from torch.fx.experimental import symbolic_shapes
 
-    symbolic_shapes.SYMPY_INTERP.setdefault("min", functools.partial(_extreme, min, torch.sym_min))
-    symbolic_shapes.SYMPY_INTERP.setdefault("max", functools.partial(_extreme, max, torch.sym_max))
+    table = symbolic_shapes.SYMPY_INTERP
+    ours = {
+        "min": functools.partial(_extreme, min, torch.sym_min),
+        "max": functools.partial(_extreme, max, torch.sym_max),
+    }
+    for name, fn in ours.items():
+        table.setdefault(name, fn)
+
+    def undo() -> None:
+        for name, fn in ours.items():
+            if table.get(name) is fn:
+                del table[name]
+
+    return undo
+
+
+symbolic_extremes = Change(_add_extremes)
+"""Inside, a warm compile cache keeps a dynamic graph dynamic where its guards hold a minimum or a maximum.
+
+A cached graph's guards are evaluated on symbolic sizes, as Python code, whose ``min`` and ``max`` ask which of two sizes
+is the smaller: a new guard, so that other sizes recompile, which a cold cache did not do.
+"""
 
 
 def _extreme(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any], *values: Any) -> Any:
@@ -192,13 +213,14 @@ def launch_kernel(kernel: Any, grid: tuple[Any, ...], tensors: Mapping[str, Any]
     from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import V
 
-    lowerings[triton_kernel_wrapper_mutation](
-        kernel_idx=kernel_side_table.add_kernel(kernel),
-        constant_args_idx=kernel_side_table.add_constant_args(dict(constants)),
-        grid=[grid],
-        tma_descriptor_metadata={},
-        kwargs=dict(tensors),
-    )
+    with remembered_accesses:
+        lowerings[triton_kernel_wrapper_mutation](
+            kernel_idx=kernel_side_table.add_kernel(kernel),
+            constant_args_idx=kernel_side_table.add_constant_args(dict(constants)),
+            grid=[grid],
+            tma_descriptor_metadata={},
+            kwargs=dict(tensors),
+        )
     node = V.graph.operations[-1]
     if isinstance(node, ir.UserDefinedTritonKernel):
         node.codegen = functools.partial(_compile_early, node.codegen)  # type: ignore[method-assign]
@@ -250,6 +272,34 @@ def compile_fx_module() -> Any:
     return compile_fx
 
 
+def compile_backend_inside(context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Call the backend of the graph that Dynamo traces on this thread inside ``context()``: this graph's call, no other.
+
+    Does nothing where Dynamo does not trace. Seen in torch 2.11 to 2.15: OutputGraph.compiler_fn, read when it is called.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output: Any = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return
+    backend = output.compiler_fn
+    if backend is None or hasattr(backend, "mhc_inductor_inside"):
+        return
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return backend(*args, **kwargs)
+
+    # Messages name the backend, which may be an object without a name.
+    if hasattr(backend, "__name__"):
+        inside.__name__ = backend.__name__
+    # Dynamo asks whether it is the eager one.
+    inside.compiler_fn = inspect.getattr_static(backend, "compiler_fn", backend)  # type: ignore[attr-defined]
+    inside.mhc_inductor_inside = True  # type: ignore[attr-defined]
+    output.compiler_fn = inside
+
+
 def inductor_config() -> Any:
     """Inductor's configuration."""
     from torch._inductor import config
@@ -258,10 +308,21 @@ def inductor_config() -> Any:
 
 
 def graph_pass_base() -> type:
-    """The base class of cacheable graph passes."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    """The base class of cacheable graph passes; of those that are told about inference, where torch has it (2.12 on)."""
+    from torch._inductor import custom_graph_pass as module
 
-    return CustomGraphPass
+    return getattr(module, "CustomInferenceAwareGraphPass", module.CustomGraphPass)
+
+
+def run_pass(user_pass: Any, graph: Any, is_inference: bool) -> None:
+    """Run a user's graph pass as Inductor would."""
+    from torch._inductor import custom_graph_pass as module
+
+    aware = getattr(module, "CustomInferenceAwareGraphPass", ())
+    if isinstance(user_pass, aware):
+        user_pass(graph, is_inference)
+    else:
+        user_pass(graph)
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:

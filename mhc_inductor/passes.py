@@ -50,22 +50,21 @@ def fold_dx_acc(graph: torch.fx.Graph) -> int:
     return folded
 
 
-def make_pass(user_pass: Any) -> Any:
-    """Our post-grad pass, after the user's own pass where there is one."""
+def make_pass(theirs: Any) -> Any:
+    """Returns our post-grad pass behind the user's own: None, a pass, or a list or tuple of passes."""
+    passes = tuple(theirs) if isinstance(theirs, (list, tuple)) else () if theirs is None else (theirs,)
 
     class PostGrad(compat.graph_pass_base()):  # type: ignore[misc]
         mhc_inductor = True
 
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            if user_pass is not None:
-                user_pass(graph)
+        def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
+            for user_pass in passes:
+                compat.run_pass(user_pass, graph, is_inference)
             compat.counters()["dx_acc folded"] += fold_dx_acc(graph)
 
         def uuid(self) -> Any:
-            if user_pass is None:
-                return f"mhc_inductor-{fingerprint()}"
             # A pass without a uuid forbids caching; so does the chain.
-            theirs = user_pass.uuid() if hasattr(user_pass, "uuid") else None
-            return None if theirs is None else f"mhc_inductor-{fingerprint()}-{theirs!r}"
+            ids = [user_pass.uuid() if hasattr(user_pass, "uuid") else None for user_pass in passes]
+            return None if None in ids else "-".join(("mhc_inductor", fingerprint(), *map(repr, ids)))
 
     return PostGrad()

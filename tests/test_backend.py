@@ -121,6 +121,14 @@ def test_chained_pass_uuid():
     ours = passes.make_pass(None).uuid()
     assert ours.startswith("mhc_inductor-")
     assert passes.make_pass(Bare()).uuid() is None, "a pass without a uuid forbids caching"
+    assert passes.make_pass([]).uuid() == ours and passes.make_pass([Bare(), Bare()]).uuid() is None
+
+
+def test_several_passes_of_the_users_run_before_ours():
+    seen = []
+    chained = passes.make_pass([lambda graph: seen.append(1), lambda graph: seen.append(2)])
+    chained(torch.fx.Graph())
+    assert seen == [1, 2]
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])

@@ -1,1 +1,0 @@
-../../mhc_inductor/collector.py

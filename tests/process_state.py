@@ -1,0 +1,158 @@
+"""Everything of torch and of the garbage collector that a compile could leave changed, run and printed as JSON.
+
+A process of its own: other tests of the same process would have changed torch before. ``tests/test_process_state.py`` runs it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MODULES = (
+    "torch._inductor.compile_fx",
+    "torch._inductor.codecache",
+    "torch._inductor.decomposition",
+    "torch._inductor.ir",
+    "torch._inductor.lowering",
+    "torch._inductor.scheduler",
+    "torch._higher_order_ops.triton_kernel_wrap",
+    "torch._functorch.aot_autograd",
+    "torch._functorch._aot_autograd.autograd_cache",
+    "torch._dynamo.convert_frame",
+    "torch._dynamo.output_graph",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.backends.registry",
+    "torch.fx.experimental.symbolic_shapes",
+)
+CONFIGS = ("torch._inductor.config", "torch._dynamo.config", "torch._functorch.config")
+OURS = "mhc_inductor"
+
+
+def _functions(name: str) -> dict[str, int]:
+    """Functions and classes of a module, and the methods of its own classes, by identity."""
+    found: dict[str, int] = {}
+    for key, value in vars(importlib.import_module(name)).items():
+        if callable(value):
+            found[f"{name}.{key}"] = id(value)
+        if isinstance(value, type) and value.__module__ == name:
+            found |= {f"{name}.{key}.{k}": id(v) for k, v in vars(value).items() if callable(v)}
+    return found
+
+
+def _tables() -> dict[str, Any]:
+    from torch._dynamo.backends.registry import list_backends
+    from torch._dynamo.callback import callback_handler
+    from torch._inductor import decomposition, lowering
+    from torch.fx.experimental import symbolic_shapes
+
+    def others(table: dict[Any, Any]) -> dict[str, int]:
+        return {str(k): id(v) for k, v in table.items() if not str(k).startswith(OURS)}
+
+    return {
+        "lowerings": others(lowering.lowerings),
+        "decompositions": others(decomposition.decompositions),
+        "SYMPY_INTERP": {k: id(v) for k, v in symbolic_shapes.SYMPY_INTERP.items() if k != "__builtins__"},
+        "backends": sorted(set(list_backends(exclude_tags=())) - {OURS}),
+        "callbacks": len(callback_handler.start_callbacks) + len(callback_handler.end_callbacks),
+        "gc": [*gc.get_threshold(), gc.isenabled(), gc.get_freeze_count(), len(gc.callbacks)],
+        "modes": [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision()],
+    }
+
+
+def snapshot() -> dict[str, Any]:
+    """The state now, flat: name -> value or identity."""
+    state: dict[str, Any] = {}
+    for name in MODULES:
+        state |= _functions(name)
+    for name in CONFIGS:
+        config = importlib.import_module(name).get_config_copy()
+        state |= {f"{name}.{k}": repr(v) for k, v in config.items()}
+    for name, table in _tables().items():
+        state |= {f"{name}.{k}": v for k, v in table.items()} if isinstance(table, dict) else {name: table}
+    return state
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names whose value is another than before; functions that torch itself loads late are not there before."""
+    tables = {k for k in after if k.startswith(("SYMPY_INTERP", "lowerings", "decompositions"))}
+    return sorted(k for k in before.keys() | tables if before.get(k) != after.get(k))
+
+
+def main() -> None:
+    import torch._inductor.async_compile  # sets what it sets once
+
+    torch.compile(lambda x: x.sin() * 2)(torch.randn(4))
+    threshold = (701, 11, 13)
+    gc.set_threshold(*threshold)
+    before = snapshot()
+    import mhc_inductor
+
+    def post(x: Any, f: Any, h: Any, r: Any) -> Any:
+        return mhc_inductor.mhc_post(x, f, h, r, transpose_res=True)
+
+    def step(backend: str = "inductor", failing: bool = False, dynamic: bool = False) -> None:
+        torch._dynamo.reset()
+        args = [t.requires_grad_() for t in (torch.randn(2, 4, 16), torch.randn(2, 16), torch.rand(2, 4))]
+        args.append(torch.rand(2, 4, 4).requires_grad_())
+
+        def refuse(graph: Any) -> None:
+            seen.append(changed(before, snapshot()))
+            raise ValueError("planted")
+
+        with torch._inductor.config.patch(post_grad_custom_post_pass=refuse if failing else None):
+            try:
+                out = torch.compile(post, backend=backend, dynamic=dynamic)(*args)
+                thread = threading.Thread(target=lambda: out.sum().backward())
+                thread.start()
+                thread.join()
+                assert args[0].grad is not None and not failing
+            except Exception as error:
+                assert failing and "planted" in str(error), error
+
+    def enabled(failing: bool = False) -> None:
+        mhc_inductor.enable()
+        try:
+            step(failing=failing)
+        finally:
+            mhc_inductor.disable()
+
+    def saved_meanwhile() -> None:
+        """A library that saves and restores the collector's thresholds around part of a compile."""
+        kept: list[tuple[int, int, int]] = []
+
+        def keep(graph: Any) -> None:
+            kept.append(gc.get_threshold())
+
+        with torch._inductor.config.patch(post_grad_custom_post_pass=keep):
+            torch._dynamo.reset()
+            torch.compile(lambda x: x.cos() * 3, backend=OURS)(torch.randn(4))
+        gc.set_threshold(*kept[0])
+
+    seen: list[list[str]] = []
+    scenarios: dict[str, Callable[[], None]] = {
+        "import": lambda: None,
+        "backend": lambda: step(OURS),
+        "backend dynamic": lambda: step(OURS, dynamic=True),
+        "backend fails": lambda: step(OURS, failing=True),
+        "plain": step,
+        "plain fails": lambda: step(failing=True),
+        "another backend": lambda: step("aot_eager"),
+        "enable": enabled,
+        "enable fails": lambda: enabled(failing=True),
+        "thresholds": saved_meanwhile,
+    }
+    left: dict[str, list[str]] = {}
+    for name, run in scenarios.items():
+        run()
+        left[name] = changed(before, snapshot())
+    print(json.dumps({"left": left, "inside": seen}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""A compile leaves torch and the garbage collector as they were: no function of torch stays replaced, no setting changed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import mhc_inductor
+from mhc_inductor import backend, compat
+from mhc_inductor.scope import Change
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.timeout(600)
+def test_nothing_of_the_process_is_changed_beyond_a_compile():
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
+    script = pathlib.Path(__file__).with_name("process_state.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, cwd=script.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["left"] == {name: [] for name in found["left"]}
+    assert len(found["left"]) == 10
+    # Inside a compile the collector is as ever, too.
+    assert len(found["inside"]) == 3 and not any(name.startswith("gc") for names in found["inside"] for name in names)
+
+
+def test_a_change_lasts_until_the_last_thread_leaves():
+    made: list[str] = []
+
+    def make():
+        made.append("made")
+        return lambda: made.append("taken back")
+
+    change, entered, leave = Change(make), threading.Event(), threading.Event()
+
+    def other():
+        with change:
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with contextlib.suppress(ValueError), change, change:
+        thread.start()
+        assert entered.wait(60)
+        raise ValueError
+    assert made == ["made"]
+    leave.set()
+    thread.join()
+    assert made == ["made", "taken back"]
+    with change:
+        assert made[2:] == ["made"]
+
+
+def test_disable_leaves_what_another_library_wrapped_around_the_compiler(monkeypatch):
+    module = compat.compile_fx_module()
+    plain = module.compile_fx
+    calls = []
+
+    def theirs(*args, **kwargs):
+        calls.append(1)
+        return ours(*args, **kwargs)
+
+    mhc_inductor.enable()
+    try:
+        ours = module.compile_fx
+        assert ours is not plain
+        monkeypatch.setattr(module, "compile_fx", theirs)
+    finally:
+        mhc_inductor.disable()
+    assert module.compile_fx is theirs, "what others put there is not ours to remove"
+    torch._dynamo.reset()
+    before = mhc_inductor.counters()
+    torch.compile(lambda x: x.sin() * 5)(torch.randn(3))
+    assert calls and mhc_inductor.counters() == before and not backend.is_enabled()
+    monkeypatch.undo()
+    assert module.compile_fx is ours
+    module.compile_fx = plain
+
+
+def test_a_graph_with_ops_under_the_plain_backend_is_compiled_with_the_pass_and_its_key():
+    """Without enable(): patches that travel with this one compile, forward and backward, and with no other."""
+    torch._dynamo.reset()
+    seen = []
+
+    def spy(graph):
+        config = compat.inductor_config()
+        seen.append(getattr(config.post_grad_custom_pre_pass, "mhc_inductor", False))
+
+    def post(x, f, h, r):
+        return mhc_inductor.mhc_post(x, f, h, r, transpose_res=True)
+
+    x, f, h, r = torch.randn(2, 4, 16), torch.randn(2, 16), torch.rand(2, 4), torch.rand(2, 4, 4)
+    with compat.inductor_config().patch(post_grad_custom_post_pass=spy, fx_graph_cache=False):
+        torch.compile(post)(x.requires_grad_(), f, h, r).sum().backward()
+        assert seen == [True, True]
+        torch.compile(lambda x: x.cos() * 7)(f)
+    assert seen == [True, True, False]
