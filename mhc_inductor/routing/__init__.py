@@ -9,6 +9,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.log import logger, warn_once
+from mhc_inductor.options import RoutingOptions
 from mhc_inductor.routing.edit import Check, Edit
 from mhc_inductor.routing.effects import Modes, ambient
 from mhc_inductor.routing.graph import expressions as algebra
@@ -21,12 +22,14 @@ from mhc_inductor.routing.operator import (
     Miss,
     Operator,
     Unplaced,
+    Verdict,
     register,
     registered,
     unregister,
 )
 from mhc_inductor.routing.pipeline import legacy
 from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, source_of
+from mhc_inductor.routing.verify import Verifier
 
 __all__ = [
     "Edit",
@@ -36,6 +39,8 @@ __all__ = [
     "Operator",
     "Report",
     "Value",
+    "Verdict",
+    "Verifier",
     "View",
     "algebra",
     "register",
@@ -47,13 +52,16 @@ __all__ = [
 _UNFOLLOWED = "the inputs of the formula cannot be followed through their views"
 
 
-def route(gm: fx.GraphModule, *, check: Check | None = None) -> Report:
+def route(gm: fx.GraphModule, *, options: RoutingOptions | None = None, check: Check | None = None) -> Report:
     """Rewrites ``gm`` in place and returns what was found. Never raises: what cannot be analysed stays as it is.
 
-    ``check`` sees every formula beside its op before the op takes its place (:mod:`mhc_inductor.routing.verify`).
+    ``check`` sees every formula beside its op before the op takes its place; with ``options.verify`` it is a
+    :class:`~mhc_inductor.routing.verify.Verifier` of this call's own unless one is given.
     """
     report = Report()
     start = time.perf_counter()
+    if check is None and options is not None and options.verify:
+        check = Verifier()
     _Pass(report, check).graph(gm, ambient(), body=False)
     legacy(gm, report)
     report.seconds = time.perf_counter() - start
@@ -104,7 +112,7 @@ class _Pass:
 
     def _apply(self, operator: Operator, edit: Edit, match: Match, todo: list[Match], found: Report) -> None:
         try:
-            made = edit.apply(match, operator.emit, self.check)
+            edit.apply(match, operator.emit, self.check)
         except (Mismatch, Unsupported, DynamicWidth, ValueError, TypeError) as error:
             smaller = getattr(operator, "smaller", None)
             if isinstance(error, Unplaced) and smaller is not None:
@@ -115,7 +123,7 @@ class _Pass:
         except Exception as error:
             self._problem("a formula stays as it is", error, edit.graph)
         else:
-            found.extend(_done(operator, match, made))
+            found.extend(_done(operator, match, edit.verdict))
 
     def _problem(self, what: str, error: Exception, graph: fx.Graph) -> None:
         where = next((s for node in graph.nodes if (s := source_of(node)) != "unknown"), "no source line known")
@@ -167,11 +175,11 @@ def _near(miss: Miss) -> NearMiss:
     return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "")
 
 
-def _done(operator: Operator, match: Match, made: list[fx.Node]) -> Report:
+def _done(operator: Operator, match: Match, verdict: Verdict) -> Report:
     source, kernels = source_of(match.start.node), operator.kernels(match.op, _device(match.start))
     if match.parts:
-        return Report(fused=[Fused(match.op, match.parts, source, kernels)])
-    return Report(routed=[Routed(match.op, source, match.detail, kernels)])
+        return Report(fused=[Fused(match.op, match.parts, source, kernels, verdict.error, verdict.note)])
+    return Report(routed=[Routed(match.op, source, match.detail, kernels, verdict.error, verdict.note)])
 
 
 def _device(value: Value) -> str:
