@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -129,8 +128,7 @@ def _route(gm: Any, options: RoutingOptions) -> None:
             return
         _routed.add(gm)
     route, log_report = _pass()
-    takes = "options" in inspect.signature(route).parameters
-    log_report(route(gm, options=options) if takes else route(gm))
+    log_report(route(gm, options, lower=True))
 
 
 def enable(*, verify: bool = False, empty_rows: str = "exact") -> None:

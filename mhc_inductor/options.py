@@ -28,6 +28,9 @@ class RoutingOptions:
             raise ValueError(f"{PREFIX}empty_rows must be one of {EMPTY_ROWS}, got {self.empty_rows!r}")
 
 
+DEFAULT = RoutingOptions()
+
+
 def parse(options: Mapping[str, Any] | None) -> tuple[RoutingOptions, dict[str, Any]]:
     """Returns the options of routing, and the others, which are Inductor's.
 

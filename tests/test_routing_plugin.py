@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -90,8 +91,12 @@ def test_explain_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert [r.op for r in report.routed] == ["gated_norm"] and "gated_norm" in capsys.readouterr().out
 
 
-def test_it_is_short() -> None:
-    assert len(pathlib.Path(gated_norm.__file__).read_text().splitlines()) < 150
+def test_it_is_short_and_documented() -> None:
+    source = pathlib.Path(gated_norm.__file__)
+    assert len(source.read_text().splitlines()) < 150
+    page = (source.parent.parent / "docs" / "route_your_own.md").read_text()
+    shown = max(re.findall(r"```python\n(.*?)```", page, re.DOTALL), key=len)
+    assert shown.strip() in source.read_text()
 
 
 @pytest.mark.parametrize("method", ["create", "_settled", "_replace", "sweep", "guard"])

@@ -9,9 +9,9 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.log import logger, warn_once
-from mhc_inductor.options import RoutingOptions
+from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.edit import Check, Edit
-from mhc_inductor.routing.effects import Modes, ambient
+from mhc_inductor.routing.effects import Modes, ambient, modes_of
 from mhc_inductor.routing.graph import expressions as algebra
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
@@ -28,7 +28,7 @@ from mhc_inductor.routing.operator import (
     unregister,
 )
 from mhc_inductor.routing.pipeline import legacy
-from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, source_of
+from mhc_inductor.routing.report import AS_WRITTEN, Fused, NearMiss, Report, Routed, source_of
 from mhc_inductor.routing.verify import Verifier
 
 __all__ = [
@@ -52,17 +52,20 @@ __all__ = [
 _UNFOLLOWED = "the inputs of the formula cannot be followed through their views"
 
 
-def route(gm: fx.GraphModule, *, options: RoutingOptions | None = None, check: Check | None = None) -> Report:
+def route(
+    gm: fx.GraphModule, options: RoutingOptions = DEFAULT, *, check: Check | None = None, lower: bool = False
+) -> Report:
     """Rewrites ``gm`` in place and returns what was found. Never raises: what cannot be analysed stays as it is.
 
     ``check`` sees every formula beside its op before the op takes its place; with ``options.verify`` it is a
     :class:`~mhc_inductor.routing.verify.Verifier` of this call's own unless one is given.
+    ``lower``: keep a formula as the model wrote it where that is faster than the op; it counts as routed.
     """
     report = Report()
     start = time.perf_counter()
-    if check is None and options is not None and options.verify:
+    if check is None and options.verify:
         check = Verifier()
-    _Pass(report, check).graph(gm, ambient(), body=False)
+    _Pass(report, check, options, lower).graph(gm, ambient(), body=False)
     legacy(gm, report)
     report.seconds = time.perf_counter() - start
     _count(report)
@@ -72,46 +75,62 @@ def route(gm: fx.GraphModule, *, options: RoutingOptions | None = None, check: C
 class _Pass:
     """One run over a graph and the bodies of its higher-order operators."""
 
-    def __init__(self, report: Report, check: Check | None) -> None:
+    def __init__(self, report: Report, check: Check | None, options: RoutingOptions, lower: bool) -> None:
         self.report = report
         self.check = check
-        self.knowledge = Knowledge()
+        self.lower = lower
+        self.knowledge = Knowledge(options)
 
     def graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
+        """Routes one graph, then the bodies in it."""
         self.report.graphs += 1
         self.report.nodes += len(gm.graph.nodes)
+        try:
+            self._graph(gm, outer, body)
+        except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
+            self._problem("a graph is compiled unrouted", error, gm.graph)
+
+    def _graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
+        view = None
         for make in registered():
-            self._operator(make, gm, outer, body)
-        modes = View(gm.graph, outer, self.knowledge, body).modes
+            view = self._operator(make, gm, view or View(gm.graph, outer, self.knowledge, body))
+        modes = modes_of(gm.graph, outer)
         # Bodies of higher-order operators (activation checkpointing) are graphs of their own.
         for node in gm.graph.find_nodes(op="get_attr"):
             inner = getattr(gm, str(node.target), None)
             if isinstance(inner, fx.GraphModule):
                 self.graph(inner, modes[next(iter(node.users), node)], body=True)
 
-    def _operator(self, make: Callable[[], Operator], gm: fx.GraphModule, outer: Modes, body: bool) -> None:
-        edit = None
+    def _operator(self, make: Callable[[], Operator], gm: fx.GraphModule, view: View) -> View | None:
+        """Runs one operator. Returns the view of the graph where that is still right."""
+        edit = Edit(view)
         try:
-            operator, view = make(), View(gm.graph, outer, self.knowledge, body)
+            operator = make()
+            view.values.forget({})
             matches, misses = _found(operator, view)
-            edit, found = Edit(view), Report(near_misses=[_near(m) for m in misses])
+            found = Report(near_misses=[_near(m) for m in misses])
             todo = sorted(matches, key=_position(view), reverse=True)
             while todo:
                 self._apply(operator, edit, todo.pop(), todo, found)
-            if found.routed or found.fused:
+            if edit.changed:
                 edit.guard()
                 gm.graph.lint()
                 edit.sweep()
                 gm.recompile()
             self.report.extend(found)
-        except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
-            if edit is not None:
-                edit.undo()
-                gm.recompile()
+        except Exception as error:
+            edit.undo()
+            gm.recompile()
             self._problem("a graph is compiled unrouted", error, gm.graph)
+        return None if edit.changed else view
 
     def _apply(self, operator: Operator, edit: Edit, match: Match, todo: list[Match], found: Report) -> None:
+        kept = getattr(operator, "faster_as_written", None) if self.lower else None
         try:
+            if kept is not None and kept(match, _device(match.start)):
+                edit.prove(match)
+                found.routed.append(_routed(match, AS_WRITTEN, Verdict()))
+                return
             edit.apply(match, operator.emit, self.check)
         except (Mismatch, Unsupported, DynamicWidth, ValueError, TypeError) as error:
             smaller = getattr(operator, "smaller", None)
@@ -123,7 +142,12 @@ class _Pass:
         except Exception as error:
             self._problem("a formula stays as it is", error, edit.graph)
         else:
-            found.extend(_done(operator, match, edit.verdict))
+            kernels, verdict = operator.kernels(match.op, _device(match.start)), edit.verdict
+            if match.parts:
+                place = source_of(match.start.node)
+                found.fused.append(Fused(match.op, match.parts, place, kernels, verdict.error, verdict.note))
+            else:
+                found.routed.append(_routed(match, kernels, verdict))
 
     def _problem(self, what: str, error: Exception, graph: fx.Graph) -> None:
         where = next((s for node in graph.nodes if (s := source_of(node)) != "unknown"), "no source line known")
@@ -175,11 +199,8 @@ def _near(miss: Miss) -> NearMiss:
     return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "")
 
 
-def _done(operator: Operator, match: Match, verdict: Verdict) -> Report:
-    source, kernels = source_of(match.start.node), operator.kernels(match.op, _device(match.start))
-    if match.parts:
-        return Report(fused=[Fused(match.op, match.parts, source, kernels, verdict.error, verdict.note)])
-    return Report(routed=[Routed(match.op, source, match.detail, kernels, verdict.error, verdict.note)])
+def _routed(match: Match, kernels: tuple[str, ...], verdict: Verdict) -> Routed:
+    return Routed(match.op, source_of(match.start.node), match.detail, kernels, verdict.error, verdict.note)
 
 
 def _device(value: Value) -> str:

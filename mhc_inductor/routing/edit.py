@@ -91,6 +91,15 @@ class Edit:
         finally:
             self.place = None
 
+    def prove(self, match: Match) -> None:
+        """Checks that a match's op could be placed. Raises Mismatch where something forbids it."""
+        Placement(self.view, match).find()
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything was edited."""
+        return bool(self._created or self._replaced)
+
     def undo(self, mark: tuple[int, int, int, int] = (0, 0, 0, 0)) -> None:
         """Takes back every edit since ``mark``; nodes, arguments and users are as they were."""
         created, replaced, learned, regions = mark

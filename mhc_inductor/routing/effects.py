@@ -46,16 +46,16 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for name, given in _written_arguments(func, args, kwargs):
-            del name
+        for given in _written_arguments(func, args, kwargs):
             self.storages.update(compat.storage_key(t) for t in tree_flatten(given)[0] if isinstance(t, torch.Tensor))
         return func(*args, **kwargs)
 
 
-def _written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operator's schema says are written."""
     for i, a in enumerate(func._schema.arguments):
         if a.alias_info is not None and a.alias_info.is_write:
-            yield a.name, kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
+            yield kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
 
 
 class Effects:
@@ -63,25 +63,46 @@ class Effects:
 
     def __init__(self) -> None:
         self._known: dict[Any, Effect] = {}
+        self._of_node: dict[fx.Node, Effect] = {}
+        self._described: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def of(self, node: fx.Node) -> Effect:
         """Returns what ``node`` does to its tensor arguments."""
+        found = self._of_node.get(node)
+        if found is None:
+            found = self._of_node[node] = self._find(node)
+        return found
+
+    def _find(self, node: fx.Node) -> Effect:
         if node.op == "call_module":
             return Effect(known=False)
         if node.op not in ("call_function", "call_method") or compat.mode_change(node) is not None:
             return _NONE
-        flat, spec = tree_flatten(fx.node.map_arg((node.args, node.kwargs), example))
-        if not any(isinstance(t, torch.Tensor) for t in flat):
+        if not any(tensors_in(example(n)) for n in node.all_input_nodes):
             return _NONE
         if isinstance(node.target, torch._ops.OpOverload):
             return self._of_schema(node)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return self._of_bodies(node, flat)
+            return self._of_bodies(node)
         target = str(node.target) if node.op == "call_method" else node.target
-        key = target, str(spec), tuple(map(_description, flat))
+        key = target, self._key(node.args), self._key(node.kwargs)
         if key not in self._known:
-            self._known[key] = _asked(node, flat, spec)
+            self._known[key] = _asked(node)
         return self._known[key]
+
+    def _key(self, tree: Any) -> Any:
+        """What a call's effects may depend on: the structure of its arguments, numbers, and each tensor's metadata."""
+        if isinstance(tree, fx.Node):
+            return self._key(example(tree))
+        if isinstance(tree, torch.Tensor):
+            if id(tree) not in self._described:
+                self._described[id(tree)] = tree, _description(tree)
+            return self._described[id(tree)][1]
+        if isinstance(tree, (list, tuple)):
+            return type(tree).__name__, *map(self._key, tree)
+        if isinstance(tree, dict):
+            return tuple((k, self._key(v)) for k, v in tree.items())
+        return type(tree).__name__, repr(tree)
 
     def written(self, node: fx.Node) -> list[fx.Node]:
         """Returns the inputs of ``node`` whose tensors it changes; all of its tensors where it cannot be asked."""
@@ -102,19 +123,24 @@ class Effects:
 
     def _of_schema(self, node: fx.Node) -> Effect:
         arguments = [*_tensor_arguments(node)]
-        written = [v for _, v in _written_arguments(node.target, node.args, node.kwargs)]
+        written = [*_written_arguments(node.target, node.args, node.kwargs)]
         nodes = {n for v in written for n in tree_flatten(v)[0] if isinstance(n, fx.Node)}
         return Effect(tuple(i for i, (n, _) in enumerate(arguments) if n in nodes))
 
-    def _of_bodies(self, node: fx.Node, flat: list[Any]) -> Effect:
-        """A higher-order operator writes what its bodies write of their inputs; one without bodies may write all."""
+    def _of_bodies(self, node: fx.Node) -> Effect:
+        """A higher-order operator writes what its bodies write of their inputs; one without bodies may write all.
+
+        One that returns an input's own memory hands it on with something attached to it: a hook.
+        """
+        arguments = [t for _, t in _tensor_arguments(node)]
+        inside = {compat.storage_key(t) for t in arguments}
+        handed_on = any(compat.storage_key(t) in inside for t in tensors_in(example(node)))
         owner = node.graph.owning_module
         given = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         bodies = [b for b in given if isinstance(b, fx.GraphModule)]
-        tensors = sum(isinstance(t, torch.Tensor) for t in flat)
         if not bodies:
             pure = not compat.may_mutate(node.target)
-            return _NONE if pure else Effect(tuple(range(tensors)))
+            return Effect(watches=handed_on) if pure else Effect(tuple(range(len(arguments))))
         for body in bodies:
             inputs = {
                 compat.storage_key(t)
@@ -123,8 +149,8 @@ class Effects:
                 for t in tensors_in(example(n))
             }
             if any(storage in inputs for _, storage, _ in self.events(body.graph)):
-                return Effect(tuple(range(tensors)))
-        return _NONE
+                return Effect(tuple(range(len(arguments))), watches=handed_on)
+        return Effect(watches=handed_on)
 
 
 def _tensor_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, torch.Tensor]]:
@@ -136,11 +162,9 @@ def _tensor_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, torch.Tensor]]:
                     yield leaf, t
 
 
-def _description(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        sizes = tuple(map(str, value.shape)), tuple(map(str, value.stride()))
-        return value.dtype, sizes, value.device, value.requires_grad, value.layout
-    return repr(value)
+def _description(t: torch.Tensor) -> Any:
+    strides = tuple(map(str, t.stride())) if t.layout is torch.strided else ()
+    return t.dtype, tuple(map(str, t.shape)), strides, t.device, t.requires_grad, t.layout
 
 
 def _fresh(t: Any) -> Any:
@@ -150,8 +174,9 @@ def _fresh(t: Any) -> Any:
     return made.requires_grad_() if t.requires_grad and t.is_floating_point() else made
 
 
-def _asked(node: fx.Node, flat: list[Any], spec: Any) -> Effect:
+def _asked(node: fx.Node) -> Effect:
     """Runs ``node`` on fresh fake tensors. Leaves the modes, and every tensor of the graph, as they were."""
+    flat, spec = tree_flatten(fx.node.map_arg((node.args, node.kwargs), example))
     mode = compat.fake_mode_of([t for t in flat if isinstance(t, torch.Tensor)])
     if mode is None:
         return Effect(known=False)

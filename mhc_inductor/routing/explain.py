@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from mhc_inductor import compat
-from mhc_inductor.options import RoutingOptions
 from mhc_inductor.routing import route
 from mhc_inductor.routing.report import Report, show
 from mhc_inductor.routing.verify import Verifier
@@ -47,12 +46,12 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
     Raises what ``fn`` raises, and Dynamo's own errors.
     """
     target = compat.uncompiled(fn)
-    report, options = Report(), RoutingOptions(verify=verify)
+    report = Report()
     check = Verifier() if verify else None
 
     def capture(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         before = dict(compat.counters())
-        report.extend(route(copied(gm), options=options, check=check))
+        report.extend(route(copied(gm), check=check))
         compat.counters().clear()
         compat.counters().update(before)
         return gm.forward

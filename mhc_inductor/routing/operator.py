@@ -91,7 +91,14 @@ class Match:
 
 
 class Operator(Protocol):
-    """One operator. Instances are made for each graph, so they may keep what they learn of it."""
+    """One operator. Instances are made for each graph, so they may keep what they learn of it.
+
+    Two more methods are optional:
+
+    - ``smaller(match)`` returns smaller matches to try where no position was found for one (each step of a loop).
+    - ``faster_as_written(match, device)`` says that on a type of device Inductor's code of the formula as the model
+      wrote it beats the op's. A compile then keeps the formula there, proved like any other match.
+    """
 
     name: str
 

@@ -43,6 +43,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
 }
 """The kernels that an op launches on a GPU: those of its forward, then those that only its backward launches."""
 
+AS_WRITTEN = ("the formula as the model wrote it, fused by Inductor: faster here",)
 REFERENCE = ("reference formula, fused by Inductor",)
 _LOOP = ("loop over time; fused by Inductor without gradients",)
 

@@ -15,15 +15,17 @@ from typing import Any
 from torch import fx
 
 from mhc_inductor import compat
+from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.effects import Effects, Modes, modes_of
 from mhc_inductor.routing.graph.functional import functional
 from mhc_inductor.routing.graph.values import Value, Values, example, tensors_in
 
 
 class Knowledge:
-    """What is learned once for all graphs of a compile: how calls expand, and what they write."""
+    """What is known to all graphs of a compile: the user's options, how calls expand, and what they write."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: RoutingOptions = DEFAULT) -> None:
+        self.options = options
         self.templates: dict[Any, Any] = {}
         self.effects = Effects()
 
