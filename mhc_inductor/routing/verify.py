@@ -25,7 +25,8 @@ from mhc_inductor.routing.graph.values import example, tensors_in
 from mhc_inductor.routing.operator import Match, Mismatch, Verdict
 
 _PROMOTED = (torch.float32, torch.bfloat16, torch.float16)
-_SMALL = 1e-3
+_SMALL = {torch.float16: 2.0**-6}
+"""Small numbers: 1e-3, or what can be squared without loss."""
 _TRIES = 3
 
 Feed = dict[fx.Node, Any]
@@ -251,7 +252,9 @@ def _random(spec: _Tensor, g: torch.Generator, case: int) -> Tensor:
         return torch.randint(0, 2, spec.shape, generator=g, device=spec.device).bool()
     if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
         return torch.randint(0, 2, spec.shape, generator=g, device=spec.device).to(spec.dtype)
-    made = torch.randn(spec.shape, generator=g, device=spec.device) * (_SMALL if case % 2 else 1.0)
+    made = torch.randn(spec.shape, generator=g, device=spec.device) * (
+        _SMALL.get(spec.dtype, 1e-3) if case % 2 else 1.0
+    )
     return made.to(spec.dtype)
 
 
