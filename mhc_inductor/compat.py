@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -367,8 +368,6 @@ def fake_mode_of(tensors: Sequence[Any]) -> Any:
 
 def no_new_guards(mode: Any) -> Any:
     """A context in which running operations on ``mode``'s fake tensors adds no guard to the compiled function."""
-    import contextlib
-
     from torch._dispatch.python import enable_python_dispatcher
 
     stack = contextlib.ExitStack()
@@ -450,6 +449,28 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
+
+
+@contextlib.contextmanager
+def captured_apart() -> Iterator[dict[str, Any]]:
+    """Inside, Dynamo neither goes by earlier compiles nor records this one: limits of recompiles, sizes seen before.
+
+    Gives the arguments of torch.compile that keep its code apart on the user's functions too (seen in torch 2.13). Without
+    them, functions that reached the limit of recompiles in earlier compiles run uncompiled.
+    """
+    from torch._dynamo import config, pgo
+
+    apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
+    sizes: Any = pgo.get_code_state()
+    before = dict(sizes)
+    sizes.clear()
+    try:
+        with config.patch(limits):
+            yield {"isolate_recompiles": True} if apart else {}
+    finally:
+        sizes.clear()
+        sizes.update(before)
 
 
 def uncompiled(fn: Any) -> Any:

@@ -12,6 +12,7 @@ from mhc_inductor.log import logger, warn_once
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.edit import Check, Edit
 from mhc_inductor.routing.effects import Modes, ambient, modes_of
+from mhc_inductor.routing.graph import bounds
 from mhc_inductor.routing.graph import expressions as algebra
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
@@ -65,8 +66,10 @@ def route(
     start = time.perf_counter()
     if check is None and options.verify:
         check = Verifier()
-    _Pass(report, check, options, lower).graph(gm, ambient(), body=False)
-    legacy(gm, report)
+    with bounds.watch() as too_large:
+        _Pass(report, check, options, lower).graph(gm, ambient(), body=False)
+        legacy(gm, report)
+    report.near_misses += dict.fromkeys(map(_too_large, too_large))
     report.seconds = time.perf_counter() - start
     _count(report)
     return report
@@ -197,6 +200,11 @@ def _near(miss: Miss) -> NearMiss:
     places = [v.node for v in (miss.value, miss.start) if v is not None and v.node is not None]
     node = places[0] if places else None
     return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "")
+
+
+def _too_large(error: bounds.TooLarge) -> NearMiss:
+    node = bounds.nearest(error.value)
+    return NearMiss("any op", str(error), source_of(node), node.name if node is not None else "")
 
 
 def _routed(match: Match, kernels: tuple[str, ...], verdict: Verdict) -> Routed:

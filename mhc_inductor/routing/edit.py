@@ -152,7 +152,9 @@ class Edit:
         return node
 
     def _nearby(self, node: fx.Node) -> list[fx.Node]:
-        return node.all_input_nodes or ([self.place.anchor, *self.place.anchor.all_input_nodes] if self.place else [])
+        # Sizes alone do not say that tensors are fake.
+        around = [self.place.anchor, *self.place.anchor.all_input_nodes] if self.place else []
+        return [*node.all_input_nodes, *around]
 
     def needs_grad(self, node: fx.Node) -> bool:
         """Whether gradients may be asked of a node of the view or of a new one."""

@@ -61,6 +61,7 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
 
     # Dynamo keeps compiled code on code objects: one of our own leaves those of the user's functions alone.
     own = types.FunctionType(call.__code__.replace(), call.__globals__, "explain", None, call.__closure__)
-    torch.compile(own, backend=capture)(*args, **kwargs)
+    with compat.captured_apart() as options:
+        torch.compile(own, backend=capture, **options)(*args, **kwargs)
     show(report)
     return report

@@ -16,8 +16,6 @@ from mhc_inductor.routing.operators.e79.loop import Chain, Search
 from mhc_inductor.routing.operators.e79.scan import Bodies, scans
 from mhc_inductor.routing.operators.mhc.fuse import fuse
 from mhc_inductor.routing.operators.mhc.search import Finder, Pre
-from mhc_inductor.routing.operators.selection.attention import Found as Selected
-from mhc_inductor.routing.operators.selection.emit import Selections, candidates
 from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, kernels_of, source_of
 from mhc_inductor.routing.rewriter import Rewriter
 
@@ -37,7 +35,6 @@ def _route(
     states = _autocast_states(gm.graph, autocast)
     report.routed += _called(gm.graph)
     _scans(gm, report, states, templates, body)
-    _selections(gm, report, states, templates)
     # Bodies of higher-order operators (activation checkpointing) are graphs of their own.
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(inner := getattr(gm, str(node.target), None), fx.GraphModule):
@@ -133,30 +130,6 @@ def _scans(
         logger.debug("routing failed", exc_info=True)
 
 
-def _selections(
-    gm: torch.fx.GraphModule, report: Report, states: dict[fx.Node, Any], templates: dict[Any, Any]
-) -> None:
-    """Attentions whose mask is a union of ranges of keys."""
-    if not candidates(gm.graph):
-        return
-    saved = None
-    try:
-        rewriter = Selections(gm.graph, states, templates)
-        if rewriter.found:
-            saved = _copy(gm.graph)
-            rewriter.rewrite(gm.graph, states, templates)
-            gm.graph.lint()
-            gm.recompile()
-        report.routed += (_routed(op, node, what) for op, node, what in rewriter.made)
-        report.near_misses += map(_near_miss, rewriter.misses)
-    except Exception as error:
-        if saved is not None:
-            gm.graph = saved
-            gm.recompile()
-        report.problems.append(f"attentions stay as they are: {type(error).__name__}: {error}")
-        logger.debug("routing failed", exc_info=True)
-
-
 def _holds_ops(graph: fx.Graph) -> bool:
     post = torch.ops.mhc_inductor.mhc_post.default
     return any(node.target is post for node in graph.nodes)
@@ -206,9 +179,6 @@ def _routed(op: str, node: fx.Node, what: Any) -> Routed:
         first = what.steps[0]
         source = source_of(what.recogniser.known[first.M_new])
         detail = f"n = {what.frame.n}, {len(what.steps)} steps of an unrolled loop"
-    elif isinstance(what, Selected):
-        source = source_of(what.out.node)
-        detail = what.words()
     elif isinstance(what, tuple):
         call, frame = what
         source = source_of(call)

@@ -129,18 +129,21 @@ def _open(atom: Any) -> bool:
 
 
 class Index:
-    """A linear form: ``{atom: size}``; the constant's atom is None."""
+    """A linear form: ``{atom: size}``; the constant's atom is None. Never changed once made."""
 
-    __slots__ = ("terms",)
+    __slots__ = ("_hash", "terms")
 
     def __init__(self, terms: dict[Any, Size]) -> None:
         self.terms = terms
+        self._hash: int | None = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Index) and self.terms == other.terms
+        return self is other or (isinstance(other, Index) and self.terms == other.terms)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self.terms.items()))
+        if self._hash is None:
+            self._hash = hash(frozenset(self.terms.items()))
+        return self._hash
 
     @property
     def constant(self) -> int | None:
@@ -231,7 +234,7 @@ def _below(terms: dict[Any, Size], limit: Size) -> bool:
     # With symbols: digits of a mixed radix, each unit a multiple of the one below.
     reach = ONE
     for atom, c in sorted(terms.items(), key=lambda item: (len(item[1].symbols), item[1].factor)):
-        if atom is None or c.over(reach) is None:
+        if atom is None or c.factor < 0 or c.over(reach) is None:
             return False
         reach = c.times(bound_of(atom))
     return limit.over(reach) is not None

@@ -9,8 +9,12 @@ from typing import Any
 import torch
 
 from mhc_inductor import compat
+from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const
+
+_LARGEST = 256
+"""Atoms of a whole number, those within its quotients included."""
 
 
 class Key(Var):
@@ -40,12 +44,36 @@ Atom = Var | Datum | Floor
 Symbols = tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Linear:
-    """``sum(coefficient * atom) + sum(coefficient * product of symbols)``; the second part is the constant."""
+    """``sum(coefficient * atom) + sum(coefficient * product of symbols)``; the second part is the constant.
 
-    terms: frozenset[tuple[Atom, int]] = frozenset()
-    constant: frozenset[tuple[Symbols, int]] = frozenset()
+    Never changed once made. Raises TooLarge where quotients within quotients make it too large to look through.
+    """
+
+    __slots__ = ("_hash", "constant", "size", "terms")
+
+    def __init__(
+        self,
+        terms: frozenset[tuple[Atom, int]] = frozenset(),
+        constant: frozenset[tuple[Symbols, int]] = frozenset(),
+    ) -> None:
+        self.terms = terms
+        self.constant = constant
+        self.size: int = len(terms) + sum(a.of.size for a, _ in terms if isinstance(a, Floor))
+        """How many atoms there are, those within quotients counted wherever they are."""
+        if self.size > _LARGEST:
+            raise TooLarge("terms in a position", _LARGEST)
+        self._hash: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Linear) and self.terms == other.terms and self.constant == other.constant
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.terms, self.constant))
+        return self._hash
 
     def plus(self, other: Linear, factor: int = 1) -> Linear:
         return Linear(_added(self.terms, other.terms, factor), _added(self.constant, other.constant, factor))

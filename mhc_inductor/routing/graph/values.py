@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 class Value:
     """The result of one ATen operation, or a tensor that the analysis does not look into (``func`` is None)."""
 
-    __slots__ = ("_args", "_func", "_pending", "dtype", "kwargs", "node", "out", "shape")
+    __slots__ = ("_args", "_func", "_memo", "_pending", "dtype", "kwargs", "node", "out", "shape")
 
     def __init__(
         self, tensor: torch.Tensor, fixed: Mapping[str, int], node: fx.Node | None = None, pending: Any = None
@@ -46,6 +46,15 @@ class Value:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending(self)
+
+    @property
+    def memo(self) -> dict[Any, Any]:
+        """What searches have found out about this value's elements, by search and element."""
+        try:
+            return self._memo
+        except AttributeError:
+            self._memo: dict[Any, Any] = {}
+            return self._memo
 
     @property
     def func(self) -> Any:
@@ -71,6 +80,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _sized_by_data(func, args):
+            # To run it would make a symbol that the compiled graph does not know.
+            raise NotImplementedError(f"the size of {func} depends on data")
         further = compat.analysis_decompositions().get(func)
         if further is not None:
             with self:
@@ -80,6 +92,16 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, result))
         return result
+
+
+_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_INDEXING = {aten.index.Tensor, aten._unsafe_index.Tensor}
+
+
+def _sized_by_data(func: Any, args: Any) -> bool:
+    if not _BY_DATA.intersection(func.tags):
+        return False
+    return func not in _INDEXING or any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
 
 
 class _In:
@@ -122,10 +144,24 @@ def example(node: fx.Node) -> Any:
 
 
 class Values:
-    """The values of a graph's nodes."""
+    """The values of a graph's nodes.
 
-    def __init__(self, graph: fx.Graph, autocast: dict[fx.Node, tuple[Any, ...]], templates: dict[Any, Any]) -> None:
+    Args:
+        graph: a Dynamo graph, whose nodes hold fake values.
+        autocast: for each node inside autocast, the (device, dtype, enabled, cache) of its regions, outermost first.
+        templates: the recorded calls so far; graphs of one compile share them.
+        writes: whether a node changes a tensor that it is given. Such nodes are not looked into.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        autocast: dict[fx.Node, tuple[Any, ...]],
+        templates: dict[Any, Any],
+        writes: Callable[[fx.Node], bool] | None = None,
+    ) -> None:
         self.graph = graph
+        self.writes = writes or named_in_place
         self.autocast = autocast
         self.templates = templates
         self.fixed: dict[str, int] = {}
@@ -179,20 +215,17 @@ class Values:
         return found
 
     def inspectable(self, node: fx.Node) -> bool:
-        if node in self.transformed:
+        """Whether a node is a call of PyTorch's own operations that changes none of its arguments."""
+        if node.op not in ("call_method", "call_function") or node in self.transformed or self.writes(node):
             return False
         if node.op == "call_method":
-            return isinstance(node.target, str) and (not node.target.endswith("_") or node.target.startswith("__"))
-        if node.op != "call_function":
-            return False
+            return isinstance(node.target, str)
         target = node.target
         if isinstance(target, torch._ops.HigherOrderOperator):
             return False
-        if isinstance(target, torch._ops.OpOverload) and (
-            target._schema.is_mutable or target.namespace not in ("aten", "prims")
-        ):
-            return False
-        return "out" not in node.kwargs and not getattr(target, "__name__", "").startswith("_set_grad")
+        if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return str(target).partition(".")[0] in ("aten", "prims")
+        return not getattr(target, "__name__", "").startswith("_set_grad")
 
     def _expand(self, value: Value) -> None:
         result = None
@@ -246,14 +279,15 @@ class Values:
         examples = [t for n in inputs for t in tensors_in(example(n))]
         # A call without tensors, as torch.zeros, must not make a real one.
         mode = compat.fake_mode_of(examples or tensors_in(example(node)))
+        if mode is None:
+            raise NotImplementedError("a call is only ever run on fake values: a real one could draw random numbers")
         recorder = _Recorder()
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for state in self.autocast.get(node, ()):
                 device, dtype, enabled, _ = state
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
-            if mode is not None:
-                stack.enter_context(mode)
+            stack.enter_context(mode)
             stack.enter_context(compat.no_new_guards(mode))
             stack.enter_context(recorder)
             if node.op == "call_method":
@@ -305,6 +339,14 @@ class Values:
                 row.append(value)
             made.append(row)
         return _map(fill, result)
+
+
+def named_in_place(node: fx.Node) -> bool:
+    """Whether a node's name, schema or arguments say that it writes; less than PyTorch itself knows."""
+    if node.op == "call_method":
+        return isinstance(node.target, str) and node.target.endswith("_") and not node.target.startswith("__")
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable) or "out" in node.kwargs
 
 
 def _functional(func: Any) -> Any:

@@ -68,7 +68,7 @@ class View:
     def live(self) -> set[fx.Node]:
         """The nodes that a result or an effect needs. Dynamo leaves dead code in its graphs."""
         live: set[fx.Node] = set()
-        for node in reversed(self.graph.nodes):
+        for node in reversed(self.nodes):
             call = node.op in ("call_function", "call_method")
             pure = call and self.values.inspectable(node) and self.values.of(node) is not None
             if not pure or any(user in live for user in node.users):

@@ -13,8 +13,10 @@ from collections.abc import Collection
 
 from torch import fx
 
+from mhc_inductor.routing.graph.bounds import DEPTH, Steps
 from mhc_inductor.routing.graph.expressions import (
     Ref,
+    Share,
     addends,
     aten,
     chain,
@@ -24,7 +26,9 @@ from mhc_inductor.routing.graph.expressions import (
     number,
     operands,
     peel,
+    power,
     reduction,
+    shares,
 )
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.values import Value
@@ -83,38 +87,41 @@ class Product:
 def product(ref: Ref, stop: Collection[Value] = ()) -> Product:
     """``ref`` as a product; outer products count, products that sum do not. Values of ``stop`` are factors."""
     result = Product()
-    todo: list[tuple[Ref | float, float]] = [(ref, 1.0)]
-    while todo:
-        a, e = todo.pop()
+    for a, e in shares([Share(peel(ref, stop))], lambda r: _parts(r, stop), Steps("factors", ref.value)):
         if isinstance(a, float):
-            result.coef *= a**e
-            continue
-        a = peel(a, stop)
-        func = a.value.func
-        scalar = number(a.value) if func not in _FULL or not any(s != ONE for s in a.value.shape) else None
-        if func is None or a.value in stop:
-            result.factors.append((a, e))
-        elif scalar is not None and (scalar or e > 0):
-            result.coef *= scalar**e
-        elif func in (aten.mul.Tensor, aten.mul.Scalar):
-            todo += [(b, e) for b in reversed(operands(a))]
-        elif func in (aten.div.Tensor, aten.div.Scalar) and not a.value.kwargs:
-            top, bottom = operands(a)
-            todo += [(bottom, -e), (top, e)]
-        elif func is aten.neg.default and e == 1.0:
-            result.coef = -result.coef
-            todo.append((Ref(a.value.args[0], a.index), e))
-        elif func is aten.reciprocal.default:
-            todo.append((Ref(a.value.args[0], a.index), -e))
-        elif func is aten.pow.Tensor_Scalar and number(a.value.args[1]) in (-1.0, 2.0):
-            todo.append((Ref(a.value.args[0], a.index), e * (number(a.value.args[1]) or 1.0)))
-        elif e == 1.0 and (pair := contraction(a)) is not None and pair[2].size == ONE:
-            todo += [(pair[1], e), (pair[0], e)]
-        elif e == 1.0 and (summed := reduction(a)) is not None and all(v.size == ONE for v in summed[1]):
-            todo.append((summed[0], e))
+            result.coef *= power(a, e)
         else:
             result.factors.append((a, e))
     return result
+
+
+def _parts(ref: Ref, stop: Collection[Value]) -> list[Share] | None:
+    """The factors that ``ref`` is put together from, None where it is one."""
+    value, func = ref.value, ref.value.func
+    if func is None or value in stop:
+        return None
+    scalar = number(value) if func not in _FULL or not any(s != ONE for s in value.shape) else None
+    weights = [1.0, 1.0]
+    below: list[Ref | float]
+    if scalar is not None:
+        return [Share(scalar)] if scalar else None
+    if func in (aten.mul.Tensor, aten.mul.Scalar):
+        below = operands(ref)
+    elif func in (aten.div.Tensor, aten.div.Scalar) and not value.kwargs:
+        below, weights = operands(ref), [1.0, -1.0]
+    elif func is aten.neg.default:
+        below = [-1.0, Ref(value.args[0], ref.index)]
+    elif func is aten.reciprocal.default:
+        below, weights = [Ref(value.args[0], ref.index)], [-1.0]
+    elif func is aten.pow.Tensor_Scalar and (exponent := number(value.args[1])) in (-1.0, 2.0):
+        below, weights = [Ref(value.args[0], ref.index)], [exponent or 1.0]
+    elif (pair := contraction(ref)) is not None and pair[2].size == ONE:
+        below = [pair[0], pair[1]]
+    elif (summed := reduction(ref)) is not None and all(v.size == ONE for v in summed[1]):
+        below, weights = [summed[0]], [1.0]
+    else:
+        return None
+    return [Share(a if isinstance(a, float) else peel(a, stop), w) for a, w in zip(below, weights, strict=True)]
 
 
 @dataclasses.dataclass
@@ -220,32 +227,47 @@ Piece = tuple[float, Ref, Applied | None]
 
 
 def pieces(ref: Ref, matrices: Collection[Value]) -> tuple[float, list[Piece]]:
-    """``ref`` as a constant and signed addends; sums in which no matrix is applied stay whole."""
-    outer, ref = ref, peel(ref, matrices)
-    func = ref.value.func
-    if func in _SUMS:
-        left, right = operands(ref)
-        given = ref.value.kwargs.get("alpha", ref.value.args[2] if len(ref.value.args) > 2 else 1)
-        scale = number(given)
-        if scale is None:
-            raise Unsupported
-        reverse = func in (aten.rsub.Scalar, aten.rsub.Tensor)
-        signs = (-scale, 1.0) if reverse else (1.0, -scale if "sub" in str(func) else scale)
-        constant, found = 0.0, []
-        for sign, side in zip(signs, (left, right), strict=True):
-            if isinstance(side, float):
-                constant += sign * side
-                continue
-            more, inner = pieces(side, matrices)
+    """``ref`` as a constant and signed addends; sums in which no matrix is applied stay whole. Raises TooLarge."""
+    known: dict[Ref, tuple[float, list[Piece]]] = {}
+    steps = Steps("addends", ref.value, DEPTH)
+
+    def find(outer: Ref) -> tuple[float, list[Piece]]:
+        inner = peel(outer, matrices)
+        if inner not in known:
+            steps.take()
+            known[inner] = search(outer, inner)
+        return known[inner]
+
+    def search(outer: Ref, ref: Ref) -> tuple[float, list[Piece]]:
+        func = ref.value.func
+        if func is aten.neg.default:
+            constant, found = find(Ref(ref.value.args[0], ref.index))
+            return -constant, [(-s, r, a) for s, r, a in found]
+        if func not in _SUMS:
+            return 0.0, [(1.0, outer, applied(ref, matrices))]
+        constant, total = 0.0, dict[Ref, Piece]()
+        for sign, side in zip(_signs(ref), operands(ref), strict=True):
+            more, each = (side, []) if isinstance(side, float) else find(side)
             constant += sign * more
-            found += [(sign * s, r, a) for s, r, a in inner]
-        if any(a is not None for _, _, a in found):
-            return constant, found
+            for s, r, a in each:
+                before = total.get(key := peel(r, matrices), (0.0, r, a))
+                total[key] = (before[0] + sign * s, *before[1:])
+        if any(a is not None for _, _, a in total.values()):
+            return constant, [*total.values()]
         return 0.0, [(1.0, outer, None)]
-    if func is aten.neg.default:
-        constant, found = pieces(Ref(ref.value.args[0], ref.index), matrices)
-        return -constant, [(-s, r, a) for s, r, a in found]
-    return 0.0, [(1.0, outer, applied(ref, matrices))]
+
+    return find(ref)
+
+
+def _signs(ref: Ref) -> tuple[float, float]:
+    """The factors of a sum's two operands. Raises Unsupported."""
+    value, func = ref.value, ref.value.func
+    scale = number(value.kwargs.get("alpha", value.args[2] if len(value.args) > 2 else 1))
+    if scale is None:
+        raise Unsupported
+    if func in (aten.rsub.Scalar, aten.rsub.Tensor):
+        return -scale, 1.0
+    return 1.0, -scale if func in (aten.sub.Tensor, aten.sub.Scalar) else scale
 
 
 @dataclasses.dataclass(frozen=True)

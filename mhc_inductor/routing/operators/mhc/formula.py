@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from mhc_inductor.ops.checks import MAX_STREAMS
+from mhc_inductor.routing.graph.bounds import DEPTH, Steps
 from mhc_inductor.routing.graph.expressions import (
     Ref,
     Term,
@@ -245,7 +246,10 @@ def projection(ref: Ref) -> Norm | None:
     """The norm inside the product ``ref``, if it is a projection of normed streams."""
     term = product(ref)
     for factor, exponent in term.factors:
-        if exponent == -0.5 and (norm := norm_of(factor)) is not None and term.bound:
+        summed = exponent == -0.5 and bool(term.bound)
+        if exponent < -0.5:  # a power of a projection, which :func:`affine` names
+            summed = any(e == -2 * exponent and contraction(f) is not None for f, e in term.factors)
+        if summed and (norm := norm_of(factor)) is not None:
             return norm
     return None
 
@@ -554,28 +558,35 @@ class Post:
 
 
 def _toward(ref: Ref, targets: Collection[Value]) -> tuple[Ref, list[Ref]] | None:
-    """``ref`` as an element of one of ``targets`` times others, which are left whole."""
-    ref = peel(ref, targets)
-    if ref.value in targets:
-        return ref, []
-    func = ref.value.func
-    pair: list[Ref | float] = []
-    if func is aten.mul.Tensor:
-        pair = operands(ref)
-    elif (contracted := contraction(ref)) is not None and contracted[2].size == ONE:
-        pair = [contracted[0], contracted[1]]
-    elif (reduced := reduction(ref)) is not None and all(v.size == ONE for v in reduced[1]):
-        return _toward(reduced[0], targets)
-    for k, a in enumerate(pair):
-        if not isinstance(a, Ref):
-            continue
-        found = _toward(a, targets)
-        if found is not None:
-            other = pair[1 - k]
-            if not isinstance(other, Ref):
-                return None
-            return found[0], [*found[1], other]
-    return None
+    """``ref`` as an element of one of ``targets`` times others, which are left whole. Raises TooLarge."""
+    known: dict[Ref, tuple[Ref, list[Ref]] | None] = {}
+    steps = Steps("factors", ref.value, DEPTH)
+
+    def find(ref: Ref) -> tuple[Ref, list[Ref]] | None:
+        ref = peel(ref, targets)
+        if ref not in known:
+            steps.take()
+            known[ref] = search(ref)
+        return known[ref]
+
+    def search(ref: Ref) -> tuple[Ref, list[Ref]] | None:
+        if ref.value in targets:
+            return ref, []
+        pair: list[Ref | float] = []
+        if ref.value.func is aten.mul.Tensor:
+            pair = operands(ref)
+        elif (contracted := contraction(ref)) is not None and contracted[2].size == ONE:
+            pair = [contracted[0], contracted[1]]
+        elif (reduced := reduction(ref)) is not None and all(v.size == ONE for v in reduced[1]):
+            return find(reduced[0])
+        for k, a in enumerate(pair):
+            found = find(a) if isinstance(a, Ref) else None
+            if found is not None:
+                other = pair[1 - k]
+                return (found[0], [*found[1], other]) if isinstance(other, Ref) else None
+        return None
+
+    return find(ref)
 
 
 def post(value: Value, x: Value, width: int, n: int, posts: Collection[Value], matrices: Collection[Value]) -> Post:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mhc_inductor.routing.graph.bounds import Steps
 from mhc_inductor.routing.graph.expressions import (
     Ref,
     _broadcast,
@@ -598,19 +599,22 @@ def bare(ref: Ref) -> Ref:
 
 def _is_scores(ref: Ref) -> bool:
     """Whether a sum of products is behind masks and scalings."""
-    for _ in range(32):
-        ref = Scaled(ref).end
+    todo, seen, steps = [ref], set[Ref](), Steps("addends of the scores", ref.value)
+    while todo:
+        ref = Scaled(todo.pop()).end
+        if ref in seen:
+            continue
+        seen.add(ref)
+        steps.take()
         func, args = ref.value.func, ref.value.args
         if dot(ref) is not None:
             return True
         if func in _FILLS:
-            ref = _broadcast(args[0], ref)
+            todo.append(_broadcast(args[0], ref))
         elif func is aten.where.self:
-            ref = _broadcast(args[1] if constant_of(args[2]) is not None else args[2], ref)
+            todo.append(_broadcast(args[1] if constant_of(args[2]) is not None else args[2], ref))
         elif func in (*_ADD, aten.sub.Tensor):
-            return any(_is_scores(_broadcast(a, ref)) for a in args[:2] if isinstance(a, Value))
-        else:
-            return False
+            todo += (_broadcast(a, ref) for a in args[:2] if isinstance(a, Value))
     return False
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Datum, Floor, Key, Linear, mapped, of_size
@@ -13,6 +14,8 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Mismatch
 from mhc_inductor.routing.operators.selection.keys import All, Any_, Compare, Given, Literal
 from mhc_inductor.routing.operators.selection.masks import Masks
+
+_MOST = 64
 
 
 @dataclasses.dataclass
@@ -43,8 +46,11 @@ class Judge:
         self.where: Value | None = next(reversed(masks.seen), None)
 
     def intervals(self, keys: Any_) -> list[Interval]:
-        """Each conjunction as an interval. Raises Unsupported."""
-        return [found for conj in rolled(keys) for found in self._interval(conj)]
+        """Each conjunction as an interval. Raises Unsupported, and TooLarge where an op would take more ranges than it is worth."""
+        found = [one for conj in rolled(keys) for one in self._interval(conj)]
+        if len(found) > _MOST:
+            raise TooLarge("ranges of keys a query", _MOST, self.where)
+        return found
 
     def _interval(self, conj: All) -> list[Interval]:
         made = [Interval(bound=conj.bound)]

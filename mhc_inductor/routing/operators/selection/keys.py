@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var
 from mhc_inductor.routing.graph.linear import (
@@ -71,14 +72,14 @@ class KeyData(Unsupported):
 
 def both(a: Any_, b: Any_) -> Any_:
     if len(a) * len(b) > _MOST:
-        raise Unsupported
+        raise TooLarge("ways for a key to be seen", _MOST)
     return [All(x.literals | y.literals, tuple(dict.fromkeys(x.bound + y.bound))) for x in a for y in b]
 
 
 def either(*parts: Any_) -> Any_:
     total = list(dict.fromkeys(itertools.chain(*parts)))
     if len(total) > _MOST:
-        raise Unsupported
+        raise TooLarge("ways for a key to be seen", _MOST)
     return total
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mhc_inductor.routing.graph.bounds import remembered
 from mhc_inductor.routing.graph.expressions import Ref, _dim, _reduced, aten
 from mhc_inductor.routing.graph.expressions import number as scalar
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var, var
@@ -91,17 +92,21 @@ class Masks(Placed):
         self.sized: dict[Size, tuple[Value, int]] = {}
         """Where sizes are that negative indices count from."""
         self.seen: dict[Value, None] = {}
-        self._truth: dict[tuple[Ref, bool], Any_] = {}
+        self._known: dict[Any, Any] = {}
+        """What was found of each element, or why nothing was: masks are in other masks more than once."""
 
     # --- booleans ---
 
     def truth(self, ref: Ref, want: bool = True) -> Any_:
         """When ``ref``, an element of a boolean (or nonzero) tensor, is ``want``. Raises Unsupported."""
-        key = ref, want
-        if key not in self._truth:
-            found = self._truth[key] = self._find(ref, want)
+
+        def find() -> Any_:
+            found = self._find(ref, want)
             self._note(ref, found)
-        return self._truth[key]
+            return found
+
+        found: Any_ = remembered(self._known, (ref, want), find, ref.value)
+        return found
 
     def _note(self, ref: Ref, found: Any_) -> None:
         if keyed(ref) and any(has_data(conj) for conj in found):
@@ -223,6 +228,10 @@ class Masks(Placed):
 
     def whole(self, ref: Ref, wrap: Size | None = None) -> Linear:
         """An element of an integer tensor. Raises Unsupported, and for sums of indicators, which :meth:`count` takes."""
+        found: Linear = remembered(self._known, (ref, "whole", wrap), lambda: self._whole(ref, wrap), ref.value)
+        return found
+
+    def _whole(self, ref: Ref, wrap: Size | None) -> Linear:
         outer = ref
         while (below := inner(ref)) is not None or (
             ref.value.func in CASTS and ref.value.dtype in WHOLE and ref.value.args[0].dtype in WHOLE
@@ -238,7 +247,7 @@ class Masks(Placed):
         if ref.value.dtype not in WHOLE:  # sums of narrow ones wrap
             return self._datum(ref, wrap)
         try:
-            found = self._arithmetic(ref)
+            found = remembered(self._known, (ref, "sum"), lambda: self._arithmetic(ref), ref.value)
         except KeyData:
             raise
         except Unsupported:
@@ -300,6 +309,10 @@ class Masks(Placed):
     def count(self, ref: Ref) -> Count:
         """An element of a tensor of numbers as a sum of indicators. Raises Unsupported."""
         ref = uncast(ref)
+        found: Count = remembered(self._known, (ref, "count"), lambda: self._count(ref), ref.value)
+        return found
+
+    def _count(self, ref: Ref) -> Count:
         value, func, args = ref.value, ref.value.func, ref.value.args
         known = constant_of(value)
         if known is not None:
@@ -321,6 +334,8 @@ class Masks(Placed):
             return Count(tuple((-f, c) for f, c in a.terms), a.exact)
         if func in MULTIPLY or func in (aten.minimum.default,):
             a, b = (self._count_side(x, ref) for x in args[:2])
+            if {v for _, c in a.terms for v in c.bound} & {v for _, c in b.terms for v in c.bound}:
+                raise Unsupported  # the same sum twice: its variables would count for both
             terms = [(f * g, e) for f, c in a.terms for g, d in b.terms for e in both([c], [d])]
             if func is aten.minimum.default and not (a.unit and b.unit):
                 raise Unsupported
@@ -397,9 +412,14 @@ class Masks(Placed):
     def additive(self, ref: Ref, want: bool = True, sign: float = 1.0) -> tuple[Any_, float]:
         """When ``sign`` times an element of an additive mask is 0 (``want``), and what it is elsewhere. Raises Unsupported."""
         fills: set[float] = set()
+        known_zeros: dict[Any, Any] = {}
 
         def zero(r: Ref, w: bool) -> Any_:
             r = uncast(r)
+            found: Any_ = remembered(known_zeros, (r, w), lambda: find(r, w), r.value)
+            return found
+
+        def find(r: Ref, w: bool) -> Any_:
             known = constant_of(r.value)
             if known is not None:
                 if known != 0.0:

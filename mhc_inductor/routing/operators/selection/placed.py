@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mhc_inductor.routing.graph.expressions import Ref, _dim, aten
+from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, joined
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import (
     Key,
@@ -199,8 +199,7 @@ class Placed:
 
     def _joined(self, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_:
         """A cat whose pieces the index spans."""
-        pieces, *rest = ref.value.args
-        d = _dim(ref.value, rest[0] if rest else 0)
+        d, pieces = joined(ref.value)
         at, start, total = of_index(ref.index[d]), number(0), FALSE
         for piece in pieces:
             end = start.plus(of_size(piece.shape[d]))

@@ -1,0 +1,89 @@
+"""Bounds of the analysis: no search takes more than so many steps, and one that would is reported, never silent."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mhc_inductor.routing.graph.index import Unsupported
+
+if TYPE_CHECKING:
+    from mhc_inductor.routing.graph.values import Value
+
+LIMIT = 4096
+"""Elements that one normal form may be put together from."""
+DEPTH = 128
+"""Elements that a search may take apart which calls itself for each: Python's stack is bounded too."""
+
+_watched: contextvars.ContextVar[list[TooLarge] | None] = contextvars.ContextVar("too large", default=None)
+
+
+class TooLarge(Unsupported):
+    """A formula of more parts than a search takes. Raising it is enough: :func:`watch` keeps every one for the report."""
+
+    def __init__(self, what: str, limit: int, value: Value | None = None) -> None:
+        super().__init__(f"the formula around this line is too large to follow: more than {limit:,} {what}")
+        self.value = value
+        found = _watched.get()
+        if found is not None:
+            found.append(self)
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[list[TooLarge]]:
+    """Collects what was too large to follow inside, in the order in which it was met."""
+    found: list[TooLarge] = []
+    met: list[TooLarge] = []
+    token = _watched.set(met)
+    try:
+        yield found
+    finally:
+        _watched.reset(token)
+        found += dict.fromkeys(met)
+
+
+class Steps:
+    """Counts the elements that a search below ``value`` takes apart. Raises TooLarge past ``limit``."""
+
+    def __init__(self, what: str, value: Value, limit: int = LIMIT) -> None:
+        self.what, self.value, self.limit, self.taken = what, value, limit, 0
+
+    def take(self) -> None:
+        self.taken += 1
+        if self.taken > self.limit:
+            raise TooLarge(self.what, self.limit, self.value)
+
+
+def remembered(known: dict[Any, Any], key: Any, find: Callable[[], Any], value: Value | None = None) -> Any:
+    """Returns what ``find`` returned for ``key`` before, or raises the Unsupported that it raised.
+
+    What was too large in the search for an element of ``value`` is so around that value, unless it says where.
+    """
+    found = known.get(key)
+    if found is None:
+        try:
+            found = find()
+        except Unsupported as error:
+            if isinstance(error, TooLarge) and error.value is None:
+                error.value = value
+            found = error
+        known[key] = found
+    if isinstance(found, Unsupported):
+        raise found.with_traceback(None)
+    return found
+
+
+def nearest(value: Value | None) -> Any:
+    """Returns the node of ``value``, or of the first value that it is made of and that has one."""
+    todo, seen = [value], set[Any]()
+    while todo:
+        at = todo.pop(0)
+        if at is None or at in seen:
+            continue
+        if at.node is not None:
+            return at.node
+        seen.add(at)
+        todo += (a for a in at.args if hasattr(a, "args"))
+    return None

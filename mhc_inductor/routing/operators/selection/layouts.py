@@ -1,0 +1,154 @@
+"""Tensors as plain arrays of digits: where an element lies, and the views that put its dims in a wanted order."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import fx
+
+from mhc_inductor import compat
+from mhc_inductor.routing.edit import Edit
+from mhc_inductor.routing.graph.expressions import Ref
+from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, size_of
+from mhc_inductor.routing.graph.linear import variables_of
+from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.operator import Mismatch
+
+
+def layout(ref: Ref, known: set[Var], equal: set[frozenset[Size]]) -> list[tuple[Any, list[Var]]] | None:
+    """Returns, for each dim of a tensor, (an index or a slice, digits): where an element is one of a plain array."""
+    result: list[tuple[Any, list[Var]]] = []
+    met: set[Var] = set()
+    for index, size in zip(ref.index, ref.value.shape, strict=True):
+        terms = dict(index.terms)
+        constant = terms.pop(None, Size(0))
+        if constant.symbols or any(not isinstance(v, Var) or v not in known or v in met for v in terms):
+            return None
+        if not terms:
+            result.append((slice(None), []) if size == ONE else (constant.factor, []))
+            continue
+        digits, reach = _digits(terms)
+        if digits is None:
+            return None
+        met.update(digits)
+        if (reach == size or frozenset({reach, size}) in equal) and not constant.factor:
+            result.append((slice(None), digits))
+        elif not reach.symbols and not size.symbols and constant.factor + reach.factor <= size.factor:
+            result.append((slice(constant.factor, constant.factor + reach.factor), digits))
+        else:
+            return None
+    return result
+
+
+def _digits(terms: dict[Any, Size]) -> tuple[list[Var] | None, Size]:
+    """The digits of a number, the most significant first, and how many numbers they make."""
+    digits: list[Var] = []
+    reach = ONE
+    while terms:
+        v = next((v for v, c in terms.items() if c == reach), None)
+        if v is None:
+            return None, reach
+        del terms[v]
+        digits.insert(0, v)
+        reach = reach.times(v.size)
+    return digits, reach
+
+
+class Layouts:
+    """Emits views of inputs. ``equal`` are pairs of sizes that are one number."""
+
+    def __init__(self, edit: Edit, refs: Iterable[Ref], sized: Mapping[Size, tuple[Value, int]]) -> None:
+        self.edit = edit
+        self.equal: set[frozenset[Size]] = set()
+        self._numbers: dict[Size, fx.Node] = {}
+        self._sizes: dict[Size, tuple[fx.Node, int]] = {}
+        for ref in refs:
+            for d, size in enumerate(ref.value.shape):
+                if size.symbols:
+                    self._sizes.setdefault(size, (edit.input(ref.value), d))
+        for node in edit.graph.nodes:
+            if node.op == "placeholder" and compat.is_symbol(number := example(node)):
+                self._numbers[size_of(number, {})] = node
+        for size, (value, d) in sized.items():
+            self._sizes.setdefault(size, (edit.input(value), d))
+
+    def placed(self, ref: Ref, groups: list[list[Var]]) -> fx.Node:
+        """Returns a view with one dim for each of ``groups``, the digits of which it joins."""
+        order = [v for digits in groups for v in digits if v.size != ONE]
+        node = self.spread(ref, order)
+        missing = [v for v in order if v not in variables_of(ref)]
+        if missing:
+            node = self.edit.emit("expand", node, *[self.size(v.size) if v in missing else -1 for v in order])
+        return self.joined(node, groups)
+
+    def joined(self, node: fx.Node, groups: list[list[Var]], extra: int = 0) -> fx.Node:
+        """Returns dims of digits as one dim each of ``groups``; ``extra`` more dims are behind them."""
+        at = len(example(node).shape) - extra
+        for digits in reversed(groups):
+            count = sum(v.size != ONE for v in digits)
+            if count == 0:
+                node = self.edit.emit("unsqueeze", node, at)
+            elif count > 1:
+                node = self.edit.emit("flatten", node, at - count, at - 1)
+            at -= count
+        return node
+
+    def spread(self, ref: Ref, order: list[Var]) -> fx.Node:
+        """Returns a tensor with a dim for each variable of ``order``, of size 1 where it has none. Raises Unsupported."""
+        found = layout(ref, set(order), self.equal)
+        if found is None:
+            raise Unsupported
+        node, emit = self.edit.input(ref.value), self.edit.emit
+        picks = [pick for pick, _ in found]
+        if any(pick != slice(None) for pick in picks):
+            node = emit(operator.getitem, node, tuple(picks))
+        kept = [digits for pick, digits in found if not isinstance(pick, int)]
+        at = len(kept)
+        for digits in reversed(kept):
+            at -= 1
+            if len(digits) > 1:
+                node = emit("unflatten", node, at, tuple(self.size(v.size) for v in digits))
+            elif not digits:
+                node = emit("squeeze", node, at)
+        dims = [v for digits in kept for v in digits]
+        wanted = [dims.index(v) for v in order if v in dims]
+        if wanted != sorted(wanted):
+            node = emit("permute", node, *wanted)
+        if len(dims) < len(order):
+            node = emit(operator.getitem, node, tuple(slice(None) if v in dims else None for v in order))
+        return node
+
+    def back(self, o: fx.Node, groups: list[list[Var]], dims: list[list[Var]]) -> fx.Node:
+        """Returns ``o``, with a dim for each of ``groups``, with the dims ``dims``."""
+        at = len(groups)
+        for digits in reversed(groups):
+            at -= 1
+            real = [v for v in digits if v.size != ONE]
+            if not real:
+                o = self.edit.emit("squeeze", o, at)
+            elif len(real) > 1:
+                o = self.edit.emit("unflatten", o, at, tuple(self.size(v.size) for v in real))
+        have = [v for digits in groups for v in digits if v.size != ONE]
+        order = [have.index(v) for digits in dims for v in digits if v.size != ONE]
+        if order != sorted(order):
+            o = self.edit.emit("permute", o, *order)
+        return self.joined(o, dims)
+
+    def size(self, size: Size) -> Any:
+        """Returns a size as something to put into the graph. Raises Mismatch."""
+        if not size.symbols:
+            return size.factor
+        if size in self._numbers:
+            return self._numbers[size]
+        if size in self._sizes:
+            return self.edit.emit("size", *self._sizes[size])
+        for other, place in self._sizes.items():
+            per = other.over(size)
+            if per is not None and not per.symbols:
+                return self.edit.emit(operator.floordiv, self.edit.emit("size", *place), per.factor)
+            per = size.over(other)
+            if per is not None and not per.symbols:
+                return self.edit.emit(operator.mul, self.edit.emit("size", *place), per.factor)
+        raise Mismatch("a size is dynamic, and no input has it")

@@ -1,0 +1,268 @@
+"""Finds the attentions of a graph whose masks say, from data, which keys a query sees."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten, step, whole
+from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, Var
+from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operator import Mismatch, Miss
+from mhc_inductor.routing.operators.selection.attention import (
+    OP,
+    Found,
+    Guarded,
+    NotOurs,
+    Recogniser,
+    Source,
+    bare,
+    dot,
+    guarded,
+    sources,
+)
+from mhc_inductor.routing.operators.selection.elements import MULTIPLY
+from mhc_inductor.routing.operators.selection.keys import Given, KeyData
+from mhc_inductor.routing.operators.selection.layouts import layout
+
+_CALL = "scaled_dot_product_attention"
+_SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
+_REACH = 16
+
+
+def name_of(node: fx.Node) -> str:
+    """Returns the name of what a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def is_masked_call(node: fx.Node) -> bool:
+    """Whether a node is a fused attention with a mask."""
+    if node.op != "call_function" or name_of(node) != _CALL:
+        return False
+    return isinstance(node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask"), fx.Node)
+
+
+def is_softmax(node: fx.Node) -> bool:
+    """Whether a node is a softmax that could be one of scores."""
+    if node.op not in ("call_function", "call_method") or "softmax" not in name_of(node) or "log" in name_of(node):
+        return False
+    t = example(node)
+    return isinstance(t, torch.Tensor) and t.dim() >= 2
+
+
+class Search:
+    """Searches one graph: :attr:`found` are the attentions that can be routed, :attr:`misses` what comes close."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.values = view.values
+        self.failed: list[Recogniser] = []
+        self.misses: list[Miss] = []
+        self.found: list[Found] = []
+        if any(is_masked_call(node) or is_softmax(node) for node in view.nodes):
+            self.found = self._unused(self._all())
+
+    def _all(self) -> list[Found]:
+        stages = [False, True]
+        before = dict(self.values.fixed)
+        while True:
+            self.misses, self.failed = [], []
+            try:
+                found = self._attempt()
+            except DynamicWidth as dynamic:
+                if not self._fix(set(dynamic.size.symbols)):
+                    return []
+                continue
+            # Where all sizes are open, those of heads are often the reason.
+            if found or not any(self._fix(self._open(stages.pop(0))) for _ in range(len(stages))):
+                if not found:
+                    self.values.forget(before)
+                return found
+
+    def _open(self, batch: bool) -> set[str]:
+        return set().union(*(recogniser.narrow(batch) for recogniser in self.failed))
+
+    def _fix(self, symbols: set[str]) -> bool:
+        """Counts symbols as their present values from now on. Whether any is new."""
+        return bool(symbols) and self.values.fix(symbols)
+
+    def _attempt(self) -> list[Found]:
+        found = []
+        for node in self.view.nodes:
+            if node not in self.view.live:
+                continue
+            if is_masked_call(node):
+                recogniser = Recogniser(self.values)
+                found += self._tried(recogniser, functools.partial(recogniser.sdpa, node), node)
+            elif is_softmax(node):
+                found += self._softmax(node)
+        return found
+
+    def _miss(self, reason: str, value: Value | None, node: fx.Node) -> None:
+        self.misses.append(Miss(OP, reason, value, self.view.value(node)))
+
+    def _tried(self, recogniser: Recogniser, recognise: Callable[[], Found], node: fx.Node) -> list[Found]:
+        try:
+            found = recognise()
+            if all(best(ref, order) is not None for ref, order in orders(found)):
+                return [found]
+            self._miss("q, k or v cannot be followed through their views", found.out, node)
+        except Mismatch as mismatch:
+            self._miss(mismatch.reason, mismatch.value, node)
+        except KeyData as data:
+            if recogniser.close:
+                reason = "the mask also reads a tensor at the key's place"
+                if data.value.func in VIEWS:
+                    reason = "the heads of the mask are in another order than those of K"
+                self._miss(reason, data.value, node)
+        except Unsupported:
+            if recogniser.close:
+                self._miss("the mask is no union of ranges of keys", recogniser.close[-1], node)
+        except NotOurs:
+            pass
+        self.failed.append(recogniser)
+        return []
+
+    def _softmax(self, node: fx.Node) -> list[Found]:
+        """The attention whose weights ``node`` computes."""
+        value = self.view.value(node)
+        if value is None or value.func not in _SOFTMAXES:
+            return []
+        weights = Weights(self.view, value)
+        weights.follow(node)
+        if len(weights.outs) != 1:
+            return []
+        recogniser = Recogniser(self.values)
+        recognise = functools.partial(recogniser.written, value, weights.outs[0], weights.known, weights.same)
+        found = self._tried(recogniser, recognise, node)
+        if found and weights.dropped is not None:
+            self._miss("the attention weights are dropped out", weights.dropped, node)
+            return []
+        return found
+
+    # --- what else is used ---
+
+    def _unused(self, found: list[Found]) -> list[Found]:
+        """Returns those of which nothing is used elsewhere that has an element for each query and key."""
+        while True:
+            regions = [region_of(one) for one in found]
+            inside = set().union(*regions) if regions else set()
+            kept = []
+            for one, region in zip(found, regions, strict=True):
+                weights = [v.node for v in one.dense if v.node in region and v.node is not one.out.node]
+                masks = [v.node for v in one.masks.seen if v.node in region]
+                where = self._used(weights, inside)
+                reason = "the attention weights or scores are used elsewhere, too"
+                if where is None or where in masks:
+                    where, reason = self._used(masks, inside) or where, "the mask is used elsewhere, too"
+                if where is None:
+                    kept.append(one)
+                else:
+                    self.misses.append(Miss(OP, reason, self.view.value(where), one.out))
+            if len(kept) == len(found):
+                return kept
+            found = kept
+
+    def _used(self, nodes: Iterable[fx.Node | None], inside: set[fx.Node]) -> fx.Node | None:
+        for node in nodes:
+            if node is not None and any(u not in inside and u in self.view.live for u in node.users):
+                return node
+        return None
+
+
+class Weights:
+    """What a softmax becomes: ``same`` are values that are the softmax but for rows without keys, ``known`` says how,
+    ``outs`` are their products with V, ``dropped`` is the one after a dropout."""
+
+    def __init__(self, view: View, softmax: Value) -> None:
+        self.view = view
+        self.known: dict[Value, Guarded] = {}
+        self.same: dict[Value, None] = {softmax: None}
+        self.outs: list[Value] = []
+        self.dropped: Value | None = None
+
+    def follow(self, node: fx.Node) -> None:
+        """Follows the softmax ``node`` to what is made of it."""
+        todo, seen = collections.deque([node]), {node}
+        while todo and len(seen) < _REACH:
+            for user in todo.popleft().users:
+                live = user.op.startswith("call_") and user in self.view.live
+                reached = self.view.value(user) if live else None
+                if user not in seen and reached is not None:
+                    seen.add(user)
+                    if self._passes(user, reached):
+                        todo.append(user)
+
+    def _passes(self, user: fx.Node, reached: Value) -> bool:
+        guard = guarded(reached, self.same)
+        if guard is None and name_of(user).startswith("dropout"):
+            source = self._dropout(reached, user)
+            if source is not None and source in self.same:
+                guard, self.dropped = Guarded(source), reached
+        if guard is not None:
+            self.known[reached] = guard
+        if guard is not None or (step(whole(reached)) is not None and reached.args[0] in self.same):
+            self.same[reached] = None
+            return True
+        if dot(bare(whole(reached))) is not None:
+            self.outs.append(reached)
+            return False
+        # The products of a sum of products.
+        return reached.func in MULTIPLY and any(a in self.same for a in reached.args[:2])
+
+    def _dropout(self, value: Value, node: fx.Node) -> Value | None:
+        """The first argument of a dropout that changes something."""
+        given = node.args[0] if node.args else None
+        return self.view.value(given) if isinstance(given, fx.Node) and step(whole(value)) is None else None
+
+
+def orders(one: Found) -> list[tuple[Ref, list[Var]]]:
+    """Returns q, k and v, and the digits that they are made of."""
+    lead = [*one.batch, *one.groups]
+    return [
+        (one.q, [*lead, *one.query, *one.heads, one.d]),
+        (one.k, [*lead, one.t, one.d]),
+        (one.v, [*lead, one.t, *one.feature]),
+    ]
+
+
+def best(ref: Ref, order: list[Var]) -> Source | None:
+    """Returns the tensor farthest back that holds q, k or v as a plain array of digits."""
+    found = None
+    for source in sources(ref):
+        if source.ref.value.node is not None and layout(source.ref, set(order), set()) is not None:
+            found = source
+    return found
+
+
+def data_of(one: Found) -> list[Ref]:
+    """Returns the elements of tensors that say which keys a query sees."""
+    found: dict[Ref, None] = {}
+    for each in one.intervals:
+        for x in (*each.lowers, *each.uppers):
+            found.update(dict.fromkeys(d.ref for d in x.data()))
+        for condition in each.conditions:
+            if isinstance(condition, Given):
+                found[condition.ref] = None
+            else:
+                found.update(dict.fromkeys(d.ref for d in condition.value.data()))
+    return list(found)
+
+
+def region_of(one: Found) -> set[fx.Node]:
+    """Returns the nodes between q, k, v and the data of the mask, and the result."""
+    stop = {s.ref.value.node for ref in (one.q, one.k, one.v) for s in sources(ref)}
+    stop |= {ref.value.node for ref in data_of(one)}
+    assert one.out.node is not None
+    region, todo = {one.out.node}, [one.out.node]
+    while todo:
+        for parent in todo.pop().all_input_nodes:
+            if parent not in region and parent not in stop and parent.op.startswith("call_"):
+                region.add(parent)
+                todo.append(parent)
+    return region

@@ -1,0 +1,83 @@
+"""A seeded part of the adversarial suite, and the suite's own tests. The full run is ``python -m tests.adversarial``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import adversarial, laws
+from tests.adversarial import DTYPES, RESULT, Case, Writer, judged, outcome, random_case, routing_hash, shrunk
+
+SEED, EACH = 1, 10  # not the full run's seed
+SHARE = 0.6
+
+
+@pytest.mark.parametrize("start", range(0, 50, EACH))
+def test_random_programs_give_what_eager_gives(start: int) -> None:
+    done = [outcome((number, SEED, False)) for number in range(start, start + EACH)]
+    assert not [f"{o.differences}\n{o.source}" for o in done if o.differences]
+    assert sum(bool(o.ops) for o in done) >= 0.4 * EACH
+
+
+def test_programs_hold_every_kind_of_statement() -> None:
+    kinds = Counter(k for number in range(400) for k in Writer(number, SEED).write().kinds)
+    formulas = ["block", "pre", "post", "head", "sinkhorn", "e79", "sdpa", "attention", "checkpoint"]
+    transforms = ["func.grad", "func.vmap", "func.jvp"]
+    effects = ["hook", "write", "named write", "write under no_grad", "detach", "round", "made under no_grad", "scaled"]
+    others = ["mode", "alias", "buffer", "graph break"]
+    assert not [k for k in [*formulas, *transforms, *effects, *others] if kinds[k] < 5], kinds
+
+
+def test_a_program_is_the_same_twice_and_prints_as_python() -> None:
+    case, _ = random_case(5, SEED)
+    again, _ = random_case(5, SEED)
+    assert case == again
+    names: dict[str, Any] = {}
+    exec(compile(str(case), "program", "exec"), names)
+    assert callable(names["program"]) and case.dtype in DTYPES
+
+
+def _planted(gm: torch.fx.GraphModule, route: Any = laws.route) -> Any:
+    """The pass, and then a wrong rewrite: the residual matrix turned the other way."""
+    report = route(gm)
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.mhc_inductor.mhc_post.default:
+            node.args = (*node.args[:4], not node.args[4])
+    gm.recompile()
+    return report
+
+
+def test_a_planted_wrong_rewrite_is_found_and_the_program_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ['x0 = p["x"]', "t1 = x0.sin() + 0.1", "x2 = block(x0, p)", "t3 = head(x2, p)", "t4 = t1.view(-1)"]
+    case = Case(0, SEED, tuple(lines), ("x2", "t3", "t4"))
+    assert not judged(case, ["train"])[3]
+    monkeypatch.setattr(laws, "route", _planted)
+    assert judged(case, ["train"])[3]
+    small = shrunk(case, ["train"])
+    assert small.statements == ('x0 = p["x"]', "x2 = block(x0, p)") and small.returned == ("x2",)
+
+
+def test_the_hash_follows_code_and_not_prose(tmp_path: Path) -> None:
+    folder = tmp_path / "mhc_inductor" / "routing"
+    folder.mkdir(parents=True)
+    file = folder / "a.py"
+    seen = []
+    for text in ('"""A."""\nx = 1\n', '"""B, longer."""\n# why\nx  =  1\n', "x = 2\n", 'x = 2\ny = "text"\n'):
+        file.write_text(text)
+        seen.append(routing_hash(tmp_path))
+    assert seen[0] == seen[1] and len(set(seen)) == 3
+    (folder / "b.py").write_text("")
+    assert routing_hash(tmp_path) not in seen
+
+
+def test_the_committed_counts_are_of_a_full_run_of_these_sources() -> None:
+    result = json.loads(RESULT.read_text())
+    assert result["routing_sha256"] == routing_hash(), "run python -m tests.adversarial --json " + str(RESULT)
+    assert result["programs"] >= 3000 and result["differences"] == []
+    assert result["with_routed_ops"] >= SHARE * result["programs"]
+    assert min(result["runs"][mode] for mode in adversarial.MODES) >= 0.3 * result["programs"]

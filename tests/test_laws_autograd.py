@@ -1,0 +1,413 @@
+"""Law 5: hooks, aliases, requires_grad and None against zero stay the model's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.laws import (
+    MHC,
+    MHC_PLACES,
+    Leaves,
+    attention,
+    block,
+    check,
+    e79,
+    e79_leaves,
+    head,
+    mhc_leaves,
+    normal,
+    pre,
+    sdpa,
+    selection_leaves,
+)
+
+SCAN, SELECTION = {"e79_scan": 1}, {"selection_attention": 1}
+
+
+def _hooked(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    def apply(t: Tensor) -> Tensor:
+        if t.requires_grad:
+            t.register_hook(hook)
+        return t
+
+    return apply
+
+
+HOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "halve": lambda g: g * 0.5,
+    "clip": lambda g: g.clamp(-0.05, 0.05),
+    "norm": lambda g: g / (g.norm() + 1e-3),
+}
+
+
+@pytest.mark.parametrize("place", MHC_PLACES)
+@pytest.mark.parametrize("hook", ["halve", "clip"])
+def test_a_hook_inside_a_block(hook: str, place: str) -> None:
+    leaves = {**mhc_leaves(), "y": normal(6, 4, 16, seed=6)}
+    check(lambda p: block(p["x"] + p["y"], p, {place: _hooked(HOOKS[hook])}), leaves, named=["mhc"], modes=["train"])
+
+
+@pytest.mark.parametrize("place", ["h_in", "h_post", "res", "x_out"])
+def test_a_hook_on_a_value_that_is_returned_and_used(place: str) -> None:
+    def program(p: Leaves) -> Any:
+        kept: list[Tensor] = []
+
+        def keep(t: Tensor) -> Tensor:
+            kept.append(t)
+            return _hooked(HOOKS["clip"])(t)
+
+        return block(p["x"], p, {place: keep}), kept[0]
+
+    check(program, mhc_leaves(), named=["mhc"], modes=["train"])
+
+
+@pytest.mark.parametrize("place", ["S1", "M1", "S2", "M2", "S3", "M3", "out0", "out2", "k1", "delta1", "S0", "kvqm"])
+@pytest.mark.parametrize("hook", ["clip", "norm"])
+def test_a_hook_on_a_value_of_a_loop(hook: str, place: str) -> None:
+    def program(p: Leaves) -> Any:
+        p = {**p, "S": p["S"] * 1.0, "kvqm": p["kvqm"] * 1.0}
+        outs, S, M = e79(p, {place: _hooked(HOOKS[hook])})
+        return torch.stack(outs), S, M
+
+    check(program, e79_leaves(), named=["e79"], modes=["train"])
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["the last state alone", "every state"])
+def test_states_hooked_and_returned(last: bool) -> None:
+    def program(p: Leaves) -> Any:
+        states: list[Tensor] = []
+
+        def keep(t: Tensor) -> Tensor:
+            states.append(t)
+            return _hooked(HOOKS["clip"])(t) if not last or len(states) == 3 else t
+
+        outs, _S, _M = e79(p, {f"S{t}": keep for t in (1, 2, 3)})
+        return torch.stack(outs).sum(), states
+
+    check(program, e79_leaves(), named=["e79"], modes=["train"])
+
+
+@pytest.mark.parametrize("place", ["q", "k", "scores", "masked", "weights", "o"])
+def test_a_hook_in_an_attention(place: str) -> None:
+    def program(p: Leaves) -> Any:
+        p = {**p, **{k: p[k] * 1.0 for k in "qkv"}}
+        return attention(p, at={place: _hooked(HOOKS["clip"])})
+
+    check(program, selection_leaves(), named=["selection"], modes=["train"])
+
+
+def test_grads_that_are_retained() -> None:
+    """``retain_grad`` on values that stand between the parts."""
+
+    def program(p: Leaves) -> Any:
+        kept: list[Tensor] = []
+
+        def keep(t: Tensor) -> Tensor:
+            if t.requires_grad:
+                t.retain_grad()
+            kept.append(t)
+            return t
+
+        out = block(p["x"], p, {"h_in": keep, "x_out": keep})
+        return out, kept[0]
+
+    check(program, mhc_leaves(), named=["mhc"], modes=["train"])
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+RETURNS: dict[str, Callable[[list[Tensor], Tensor, Tensor], Any]] = {
+    "stack and last": lambda outs, S, M: (torch.stack(outs), outs[-1]),
+    "stack and first": lambda outs, S, M: (torch.stack(outs), outs[0], S),
+    "list": lambda outs, S, M: (*outs, S, M),
+    "stack twice": lambda outs, S, M: (torch.stack(outs), torch.stack(outs)),
+    "stack and its view": lambda outs, S, M: (lambda s: (s, s[-1]))(torch.stack(outs)),
+    "stack along batch and last": lambda outs, S, M: (torch.stack(outs, 1), outs[-1]),
+    "cat and last": lambda outs, S, M: (torch.cat(outs), outs[-1]),
+    "states": lambda outs, S, M: (S, M, S + M),
+    "state twice": lambda outs, S, M: (S, S, M),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("how", RETURNS)
+def test_outputs_of_a_loop_share_memory_as_before(how: str, batch: int) -> None:
+    check(lambda p: RETURNS[how](*e79(p)), e79_leaves(batch=batch), named=["e79"])
+
+
+def test_two_equal_loops_are_no_aliases() -> None:
+    def program(p: Leaves) -> Any:
+        first, second = e79(p), e79(p)
+        return torch.stack(first[0]), first[1], torch.stack(second[0]), second[1], first[2]
+
+    check(program, e79_leaves(), named=["e79"])
+
+
+def test_two_equal_blocks_are_no_aliases() -> None:
+    check(lambda p: (block(p["x"], p), block(p["x"], p), head(p["x"], p), head(p["x"], p)), mhc_leaves(), named=["mhc"])
+
+
+def test_two_equal_attentions_are_no_aliases() -> None:
+    check(lambda p: (sdpa(p), sdpa(p)), selection_leaves(), named=["selection"])
+
+
+def test_parts_of_a_block_returned() -> None:
+    def program(p: Leaves) -> Any:
+        h_in, h_post, res = pre(p["x"], p)
+        return h_in, h_post, res, h_in.unsqueeze(0), res.transpose(-1, -2)
+
+    check(program, mhc_leaves(), named=["mhc"])
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_streams_returned_with_what_is_made_of_them(tokens: int) -> None:
+    check(lambda p: (p["x"].view(-1), block(p["x"], p), p["x"]), mhc_leaves(tokens=tokens), routed=MHC)
+
+
+# --- what requires grad, and what is out of reach -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [["phi"], ["alpha"], ["bias"], ["gamma"], ["x"], ["w"], ["phi", "alpha", "bias", "gamma"], ["x", "phi"]],
+    ids=lambda names: "+".join(names),
+)
+def test_frozen_inputs_of_a_block_get_no_gradient(frozen: list[str]) -> None:
+    check(lambda p: block(p["x"], p), mhc_leaves(), routed=MHC, modes=["train"], frozen=frozen)
+
+
+PARTS = {"pre": slice(0, 4), "post": slice(4, 8), "res": slice(8, 24)}
+
+
+def _packed(trained: list[str], name: str) -> Callable[[Leaves], Any]:
+    """phi, alpha or bias from three parts, of which some are constants."""
+
+    def program(p: Leaves) -> Any:
+        parts = [p[f"{name}_{k}"] for k in PARTS]
+        return block(p["x"], {**p, name: torch.cat(parts)})
+
+    return program
+
+
+def _part_leaves(name: str) -> Leaves:
+    leaves = {k: t for k, t in mhc_leaves().items() if k != "gamma"}
+    whole = leaves.pop(name)
+    cut = {k: slice(i, i + 1) for i, k in enumerate(PARTS)} if name == "alpha" else PARTS
+    return {**leaves, **{f"{name}_{k}": whole[where].clone() for k, where in cut.items()}}
+
+
+@pytest.mark.parametrize("name", ["phi", "bias", "alpha"])
+@pytest.mark.parametrize("trained", ["pre", "post", "res"])
+def test_one_part_of_a_parameter_trains(trained: str, name: str) -> None:
+    frozen = [f"{name}_{k}" for k in PARTS if k != trained] + ["x", "w", "phi", "bias", "alpha"]
+    check(_packed([trained], name), _part_leaves(name), named=["mhc"], modes=["train"], frozen=frozen)
+
+
+def _separate(p: Leaves) -> tuple[Tensor, Tensor, Tensor]:
+    """Three projections, each with parameters of its own."""
+    x = p["x"]
+    v = x.flatten(-2)
+    u = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
+    h_pre = torch.sigmoid(p["alpha_pre"] * (u @ p["phi_pre"].t()) + p["bias_pre"]) + 1e-6
+    h_post = 2 * torch.sigmoid(p["alpha_post"] * (u @ p["phi_post"].t()) + p["bias_post"])
+    res = (p["alpha_res"] * (u @ p["phi_res"].t()) + p["bias_res"]).unflatten(-1, (4, 4))
+    return (h_pre.unsqueeze(-1) * x).sum(-2), h_post, res
+
+
+def _separate_leaves() -> Leaves:
+    leaves: Leaves = {"x": mhc_leaves()["x"]}
+    for name in ("phi", "bias", "alpha"):
+        leaves |= {k: t for k, t in _part_leaves(name).items() if k.startswith(f"{name}_")}
+    return leaves
+
+
+@pytest.mark.parametrize("trained", ["phi_pre", "phi_post", "phi_res", "bias_pre", "bias_res", "alpha_post", "x"])
+def test_outputs_require_grad_only_where_a_part_of_theirs_trains(trained: str) -> None:
+    leaves = _separate_leaves()
+    check(_separate, leaves, named=["mhc"], modes=["train"], frozen=[k for k in leaves if k != trained])
+
+
+@pytest.mark.parametrize("used", [[0], [1], [2], [0, 1], [1, 2]], ids=str)
+def test_parts_out_of_reach_get_none(used: list[int]) -> None:
+    check(lambda p: [_separate(p)[i] for i in used], _separate_leaves(), named=["mhc"], modes=["train"])
+
+
+@pytest.mark.parametrize("used", [[0], [1], [2], [1, 2]], ids=str)
+def test_values_of_a_block_out_of_reach(used: list[int]) -> None:
+    check(lambda p: [pre(p["x"], p)[i] for i in used], mhc_leaves(), named=["mhc"], modes=["train"])
+
+
+@pytest.mark.parametrize("used", ["outs", "S", "M", "first out", "S and M"])
+def test_inputs_of_a_loop_out_of_reach(used: str) -> None:
+    def program(p: Leaves) -> Any:
+        outs, S, M = e79(p)
+        return {"outs": torch.stack(outs), "S": S, "M": M, "first out": outs[0], "S and M": (S, M)}[used]
+
+    check(program, e79_leaves(), named=["e79"], modes=["train"])
+    check(program, e79_leaves(1), named=["e79"], modes=["train"])
+
+
+@pytest.mark.parametrize(
+    "frozen", [["kvqm"], ["S", "M"], ["b_s"], ["kvqm", "b_s", "S", "M"], ["kvqm", "b_s", "b_m"]], ids="+".join
+)
+def test_frozen_inputs_of_a_loop(frozen: list[str]) -> None:
+    def program(p: Leaves) -> Any:
+        outs, S, M = e79(p)
+        return torch.stack(outs), S, M
+
+    check(program, e79_leaves(), routed=SCAN, modes=["train"], frozen=frozen)
+
+
+@pytest.mark.parametrize("frozen", [["q"], ["k"], ["v"], ["q", "k"], ["k", "v"]], ids="+".join)
+def test_frozen_inputs_of_an_attention(frozen: list[str]) -> None:
+    check(sdpa, selection_leaves(), routed=SELECTION, modes=["train"], frozen=frozen)
+
+
+def _slices(p: Leaves) -> list[Tensor]:
+    """k, v, q and m from separate projections, of which some may be frozen."""
+    return [p[name] for name in ("k", "v", "q", "m")]
+
+
+@pytest.mark.parametrize("trained", ["k", "v", "q", "m"])
+def test_one_projection_of_a_loop_trains(trained: str) -> None:
+    leaves = e79_leaves()
+    whole = leaves.pop("kvqm")
+    leaves |= {name: t.clone() for name, t in zip("kvqm", whole.split(4, -1), strict=True)}
+
+    def program(p: Leaves) -> Any:
+        outs, S, M = e79({**p, "kvqm": torch.cat(_slices(p), -1)})
+        return torch.stack(outs), S, M
+
+    check(program, leaves, named=["e79"], modes=["train"], frozen=[k for k in leaves if k != trained])
+
+
+def test_truncated_backpropagation_through_chunks() -> None:
+    """The second chunk starts from detached states of the first; each chunk has a backward of its own."""
+    from tests.laws import Compiled
+
+    def chunk(kvqm: Tensor, S: Tensor, M: Tensor, b_s: Tensor, b_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        outs, S, M = e79({"kvqm": kvqm, "S": S, "M": M, "b_s": b_s, "b_m": b_m})
+        return torch.stack(outs), S, M
+
+    def train(call: Callable[..., Any], state_grad: bool) -> list[Tensor]:
+        p = {k: t.clone().requires_grad_(k.startswith("b_")) for k, t in e79_leaves(6).items()}
+        S, M, seen = p["S"], p["M"], []
+        for part in p["kvqm"].split(3):
+            out, S, M = call(part, S, M, p["b_s"], p["b_m"])
+            out.square().sum().backward()
+            seen += [out.detach(), S.detach()]
+            S, M = S.detach().requires_grad_(state_grad), M.detach()
+        return [*seen, *(g for t in p.values() if (g := t.grad) is not None)]
+
+    for state_grad in (False, True):
+        torch._dynamo.reset()
+        compiled = Compiled()
+        got, want = (
+            train(torch.compile(chunk, backend=compiled.backend, dynamic=False), state_grad),
+            train(chunk, state_grad),
+        )
+        assert len(got) == len(want) and all(torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(got, want, strict=True))
+        assert compiled.ops["e79_scan"]
+
+
+def test_carried_coefficients_of_which_only_some_train() -> None:
+    """Truncated backpropagation: the streams of the second chunk come detached, the parameters do not."""
+    check(lambda p: block(p["x"].detach(), p), mhc_leaves(), routed=MHC, modes=["train"])
+    check(lambda p: block(p["x"], {k: t.detach() for k, t in p.items()}), mhc_leaves(), routed=MHC, modes=["train"])
+
+
+# --- checkpoint ---------------------------------------------------------------------------------------------
+
+
+def _policy(ctx: Any, op: Any, *args: Any, names: tuple[str, ...] = (), **kwargs: Any) -> CheckpointPolicy:
+    save = any(name in str(op) for name in names)
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+POLICIES: dict[str, tuple[str, ...] | None] = {
+    "none": None,
+    "matmuls": ("aten.mm", "aten.addmm", "aten.bmm"),
+    "pre": ("mhc_pre",),
+    "pre and post": ("mhc_pre", "mhc_post"),
+    "nothing": (),
+}
+
+
+def checkpointed(fn: Callable[..., Any], policy: str, *given: Any) -> Any:
+    """``fn(*given)`` under activation checkpointing with a policy."""
+    names = POLICIES[policy]
+    if names is None:
+        return checkpoint(fn, *given, use_reentrant=False)
+    chosen = functools.partial(_policy, names=names)
+    context = functools.partial(create_selective_checkpoint_contexts, chosen)
+    return checkpoint(fn, *given, use_reentrant=False, context_fn=context)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_checkpointed_blocks_give_the_same(policy: str) -> None:
+    def program(p: Leaves) -> Any:
+        def two(x: Tensor) -> Tensor:
+            return block(block(x, p), p)
+
+        return checkpointed(two, policy, p["x"])
+
+    check(program, mhc_leaves(), named=["mhc"], modes=["train"])
+
+
+@pytest.mark.parametrize("policy", ["pre and post", "pre"])
+def test_what_a_policy_saves_is_not_computed_again(policy: str) -> None:
+    """Forwards of saved ops in the backward graph: none."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    from tests.laws import Compiled, observe
+
+    counted: list[list[str]] = []
+
+    def note(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        counted.append([str(n.target) for n in gm.graph.nodes if str(n.target).startswith("mhc_inductor.")])
+        return gm.forward
+
+    from functorch.compile import make_boxed_func
+
+    def boxed(gm: torch.fx.GraphModule, example: Any) -> Any:
+        return make_boxed_func(note(gm, example))
+
+    compiled = Compiled()
+
+    def backend(gm: torch.fx.GraphModule, example: Any) -> Any:
+        compiled.autograd = False
+        compiled.backend(gm, example)
+        inner = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=min_cut_rematerialization_partition)
+        return inner(gm, example)
+
+    def program(p: Leaves) -> Any:
+        return checkpointed(lambda x: block(block(x, p), p), policy, p["x"])
+
+    torch._dynamo.reset()
+    got = observe(torch.compile(program, backend=backend, dynamic=False), mhc_leaves())
+    assert not got.error, got.error
+    forward, backward = counted
+    again = [op for op in backward if "backward" not in op]
+    saved = POLICIES[policy] or ()
+    assert forward and not [op for op in again if any(name in op for name in saved)], (forward, backward)
+
+
+@pytest.mark.parametrize("policy", ["none", "matmuls"])
+def test_checkpointed_loops_and_attentions_give_the_same(policy: str) -> None:
+    def loop(p: Leaves) -> Any:
+        def inner(kvqm: Tensor) -> Any:
+            outs, S, M = e79({**p, "kvqm": kvqm})
+            return torch.stack(outs), S, M
+
+        return checkpointed(inner, policy, p["kvqm"])
+
+    check(loop, e79_leaves(), named=["e79"], modes=["train"])
+    check(lambda p: checkpointed(lambda q: sdpa({**p, "q": q}), policy, p["q"]), selection_leaves(), modes=["train"])

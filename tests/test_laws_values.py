@@ -1,0 +1,310 @@
+"""Laws 3, 4 and 6: roundings of inputs, rows without keys and every fill, constants in masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.laws import (
+    MHC,
+    Compiled,
+    Leaves,
+    added,
+    apart,
+    attention,
+    block,
+    check,
+    compile_and_observe,
+    e79,
+    e79_leaves,
+    filled,
+    heads,
+    mhc_leaves,
+    normal,
+    observe,
+    sdpa,
+    selected,
+    selection_leaves,
+)
+
+# --- roundings that the model wrote on an input -------------------------------------------------------------
+
+ROUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "bf16": lambda t: t.bfloat16().to(t.dtype),
+    "fp16": lambda t: t.half().to(t.dtype),
+    "fp32": lambda t: t.float().to(t.dtype),
+    "fp8_e4m3": lambda t: t.to(torch.float8_e4m3fn).to(t.dtype),
+    "fp8_e5m2": lambda t: t.to(torch.float8_e5m2).to(t.dtype),
+    "fake_quantised": lambda t: (t * 16).round() / 16,
+    "straight_through": lambda t: t + (t.bfloat16().to(t.dtype) - t).detach(),
+}
+
+
+@pytest.mark.parametrize("place", ["phi", "x", "alpha", "bias", "gamma"])
+@pytest.mark.parametrize("how", ["bf16", "fp8_e4m3"])
+def test_an_input_of_a_block_stays_rounded(how: str, place: str) -> None:
+    program = lambda p: block(p["x"], p, {place: ROUND[how]})  # noqa: E731
+    if place == "x":  # in fp64 the op may leave streams that were narrow to the formula, and say so
+        check(program, mhc_leaves(), named=["mhc"])
+        check(program, mhc_leaves(dtype=torch.float32), routed=MHC)
+    else:
+        check(program, mhc_leaves(), routed=MHC)
+
+
+@pytest.mark.parametrize("how", [k for k in ROUND if k not in ("bf16", "fp8_e4m3")])
+def test_phi_stays_rounded(how: str) -> None:
+    check(lambda p: block(p["x"], p, {"phi": ROUND[how]}), mhc_leaves(), routed=MHC)
+
+
+@pytest.mark.parametrize("how", ["bf16", "fp8_e4m3"])
+def test_streams_rounded_for_the_projection_only(how: str) -> None:
+    """phi meets rounded streams, the collapse reads the streams."""
+    check(lambda p: block(p["x"], p, {"v": ROUND[how]}), mhc_leaves(), named=["mhc"])
+
+
+@pytest.mark.parametrize("how", ["bf16", "fp8_e4m3"])
+def test_the_norm_of_rounded_streams(how: str) -> None:
+    def program(p: Leaves) -> Any:
+        x = p["x"]
+        v, low = x.flatten(-2), ROUND[how](x.flatten(-2))
+        z = F.linear(v, p["phi"]) * torch.rsqrt(low.square().mean(-1, keepdim=True) + 1e-6)
+        h_pre = torch.sigmoid(p["alpha"][0] * z[..., :4] + p["bias"][:4]) + 1e-6
+        h_post = 2 * torch.sigmoid(p["alpha"][1] * z[..., 4:8] + p["bias"][4:8])
+        return (h_pre.unsqueeze(-1) * x).sum(-2), h_post
+
+    check(program, mhc_leaves(), named=["mhc"])
+
+
+@pytest.mark.parametrize("place", ["kvqm", "S0", "M0", "b_s"])
+@pytest.mark.parametrize("how", ["bf16", "fp8_e4m3"])
+def test_an_input_of_a_loop_stays_rounded(how: str, place: str) -> None:
+    def program(p: Leaves) -> Any:
+        outs, S, M = e79(p, {place: ROUND[how]})
+        return torch.stack(outs), S, M
+
+    check(program, e79_leaves(), routed={"e79_scan": 1})
+
+
+@pytest.mark.parametrize("place", ["S1", "M2"])
+def test_a_state_rounded_between_steps(place: str) -> None:
+    def program(p: Leaves) -> Any:
+        outs, S, M = e79(p, {place: ROUND["bf16"]})
+        return torch.stack(outs), S, M
+
+    check(program, e79_leaves(), named=["e79"])
+
+
+@pytest.mark.parametrize("place", ["q", "k", "v"])
+@pytest.mark.parametrize("how", ["bf16", "fp8_e4m3"])
+def test_an_input_of_an_attention_stays_rounded(how: str, place: str) -> None:
+    check(lambda p: sdpa({**p, place: ROUND[how](p[place])}), selection_leaves(), routed={"selection_attention": 1})
+    check(lambda p: attention(p, at={place: ROUND[how]}), selection_leaves(), named=["selection"])
+
+
+# --- fills --------------------------------------------------------------------------------------------------
+
+LOWEST = torch.finfo(torch.float64).min
+FILLS = {"-1e4": -1e4, "-1e9": -1e9, "-30": -30.0, "lowest": LOWEST, "lowest_fp32": -3.4028234663852886e38}
+INF = float("-inf")
+Fill = Callable[[Tensor, Tensor], Tensor]
+SPELLINGS: dict[str, Fill] = {
+    **{f"filled {k}": filled(v) for k, v in FILLS.items()},
+    "filled -inf": filled(INF),
+    **{f"added {k}": added(v) for k, v in FILLS.items()},
+    "added -inf": added(INF),
+    "where": lambda s, m: torch.where(m, s, torch.tensor(LOWEST, dtype=s.dtype)),
+    "multiplied": lambda s, m: s + (1.0 - m.to(s.dtype)) * LOWEST,
+    "filled twice": lambda s, m: filled(INF)(filled(LOWEST)(s, m), m),
+}
+
+
+def _causal(p: Leaves, mask: Tensor) -> Tensor:
+    S, T = p["q"].shape[1], p["k"].shape[1]
+    return (torch.arange(T) <= (torch.arange(S) + T - S).unsqueeze(-1)).expand(mask.shape)
+
+
+@pytest.mark.parametrize("rows", ["full", "empty", "large", "empty and large", "nan"])
+@pytest.mark.parametrize("how", SPELLINGS)
+def test_every_fill_gives_what_the_formula_gives(how: str, rows: str) -> None:
+    leaves = selection_leaves(empty="empty" in rows, scale=1e5 if "large" in rows else 1.0)
+    if rows == "nan":
+        leaves["q"][:, 2] = float("nan")
+    check(lambda p: attention(p, fill=SPELLINGS[how]), leaves, named=["selection"], tolerance=1e-7)
+
+
+PAIRS: dict[str, tuple[Fill, Fill]] = {
+    "lowest then -inf": (filled(LOWEST), filled(INF)),
+    "-inf then lowest": (filled(INF), filled(LOWEST)),
+    "-1e4 then lowest": (filled(-1e4), filled(LOWEST)),
+    "lowest then -1e4": (filled(LOWEST), filled(-1e4)),
+    "-1e9 twice, added": (added(-1e9), added(-1e9)),
+    "lowest twice, added": (added(LOWEST), added(LOWEST)),
+    "lowest added, -inf filled": (added(LOWEST), filled(INF)),
+    "-1e9 filled, -1e9 added": (filled(-1e9), added(-1e9)),
+}
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["full", "empty"])
+@pytest.mark.parametrize("how", PAIRS)
+def test_two_fills(how: str, empty: bool) -> None:
+    """Selection first, causality second: a row that selects nothing averages over what the second leaves open."""
+    leaves = selection_leaves(empty=empty)
+    # One row selects future keys only.
+    leaves["ranges"][:, 1] = torch.tensor([9, 12])
+    first, second = PAIRS[how]
+
+    def program(p: Leaves) -> Any:
+        def both(scores: Tensor, mask: Tensor) -> Tensor:
+            return second(first(scores, mask), _causal(p, mask))
+
+        return attention(p, fill=both)
+
+    check(program, leaves, named=["selection"], tolerance=1e-7)
+    assert _leak(program, leaves) == _leak(program, leaves, compiled=True)
+
+
+def _leak(fn: Callable[[Leaves], Any], leaves: Leaves, compiled: bool = False) -> list[bool]:
+    """For each query, whether its output depends on values of keys that come after it."""
+    call = fn
+    if compiled:
+        torch._dynamo.reset()
+        call = torch.compile(lambda p: fn(p), backend=Compiled().backend, dynamic=False)
+    S, T = leaves["q"].shape[1], leaves["k"].shape[1]
+    base = observe(call, leaves, "no_grad").outputs[0]
+    seen = []
+    for s in range(S - 1):
+        later = {k: t.clone() for k, t in leaves.items()}
+        later["v"][:, s + 1 + T - S :] += 1.0
+        seen.append(apart(observe(call, later, "no_grad").outputs[0][:, s], base[:, s]) > 0)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["filled", "added"])
+def test_the_lowest_number_of_a_narrow_dtype(how: str, dtype: torch.dtype) -> None:
+    fill = {"filled": filled, "added": added}[how](torch.finfo(dtype).min)
+    leaves = selection_leaves(empty=True, dtype=dtype)
+    check(lambda p: attention(p, fill=fill), leaves, named=["selection"])
+
+
+def test_sdpa_gives_zero_in_rows_without_keys() -> None:
+    check(sdpa, selection_leaves(empty=True), routed={"selection_attention": 1})
+
+
+# --- constants in masks -------------------------------------------------------------------------------------
+
+
+def _pair(p: Leaves) -> tuple[Tensor, Tensor]:
+    t, x = torch.arange(p["k"].shape[1]), p["ranges"]
+    each = (t >= x[..., 0:1]) & (t < x[..., 1:2])
+    return each[..., 0, :], each[..., 1, :]
+
+
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "half of the sum at least 1": lambda a, b: (a.float() + b.float()) * 0.5 >= 1,
+    "half of the sum at least a half": lambda a, b: (a.float() + b.float()) * 0.5 >= 0.5,
+    "half of the sum above a half": lambda a, b: (a.float() + b.float()) * 0.5 > 0.5,
+    "the mean at least 1": lambda a, b: torch.stack([a, b]).float().mean(0) >= 1,
+    "the mean above 0": lambda a, b: torch.stack([a, b]).float().mean(0) > 0,
+    "three fifths of the sum at least 1": lambda a, b: a.float() * 0.6 + b.float() * 0.6 >= 1,
+    "a third at least a half": lambda a, b: (a.float() + b.float()) / 3 >= 0.5,
+    "twice one and another above 1": lambda a, b: a.int() * 2 + b.int() > 1,
+    "above one and a half": lambda a, b: a.int() + b.int() > 1.5,
+    "at least 2": lambda a, b: a.int() + b.int() >= 2,
+    "equal to 1": lambda a, b: a.int() + b.int() == 1,
+    "half, truncated": lambda a, b: ((a.float() + b.float()) * 0.5).int().bool(),
+    "nine tenths, truncated": lambda a, b: (torch.logical_or(a, b).float() * 0.9).long() > 0,
+    "half, rounded down": lambda a, b: ((a.float() + b.float()) * 0.5).floor() > 0,
+    "integer division": lambda a, b: (a.int() + b.int()) // 2 > 0,
+    "truncated to int8": lambda a, b: ((a | b).int() * 256).to(torch.int8) > 0,
+    "product with a half": lambda a, b: (a.float() * 0.5) * (b.float() * 0.5) > 0.2,
+    "difference above 0": lambda a, b: a.float() - b.float() > 0,
+    "negative factor": lambda a, b: -(a.float() + b.float()) < 0,
+    "negative factor, below -1": lambda a, b: -(a.float() + b.float()) < -1,
+    "not equal to 2": lambda a, b: (a.int() + b.int()) != 2,
+    "below a tenth": lambda a, b: (a.float() + b.float()) < 0.1,
+    "xor": lambda a, b: a ^ b,
+}
+
+
+@pytest.mark.parametrize("how", MASKS)
+def test_constants_of_a_mask_count(how: str) -> None:
+    leaves = selection_leaves()
+    # Ranges that overlap in part, so that "or", "and" and "one only" differ.
+    position = torch.arange(6).view(1, -1, 1) + 6
+    leaves["ranges"][..., 0, 0], leaves["ranges"][..., 0, 1] = position - 5, position + 1
+    leaves["ranges"][..., 1, 0], leaves["ranges"][..., 1, 1] = position - 3, position - 1
+    check(lambda p: sdpa(p, lambda p: MASKS[how](*_pair(p))), leaves, named=["selection"])
+
+
+COMPARED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "half a step": lambda t, x: (t + 0.5 >= x[..., 0:1]) & (t + 0.5 < x[..., 1:2]),
+    "fractions": lambda t, x: (t * 0.5 >= x[..., 0:1] * 0.5 + 0.25) & (t < x[..., 1:2]),
+    "a factor on one side": lambda t, x: (t * 2 >= x[..., 0:1]) & (t < x[..., 1:2]),
+    "above minus a half": lambda t, x: (t > x[..., 0:1] - 0.5) & (t < x[..., 1:2]),
+    "negative factor": lambda t, x: (-t <= -x[..., 0:1]) & (t < x[..., 1:2]),
+    "truncated start": lambda t, x: (t >= (x[..., 0:1] * 0.5).int() * 2) & (t < x[..., 1:2]),
+    "truncated towards 0": lambda t, x: (t >= ((x[..., 0:1] - 3) / 2).int()) & (t < x[..., 1:2]),
+    "bytes": lambda t, x: (t >= (x[..., 0:1] * 100).to(torch.int8)) & (t < x[..., 1:2]),
+    "as floats": lambda t, x: (t.float() >= x[..., 0:1].float()) & (t.float() < x[..., 1:2].float()),
+}
+
+
+@pytest.mark.parametrize("how", COMPARED)
+def test_constants_of_a_comparison_count(how: str) -> None:
+    def mask(p: Leaves) -> Tensor:
+        return COMPARED[how](torch.arange(p["k"].shape[1]), p["ranges"]).any(-2)
+
+    check(lambda p: sdpa(p, mask), selection_leaves(), named=["selection"])
+
+
+RAISING: dict[str, Callable[[Tensor], Tensor]] = {
+    "scatter": lambda x: torch.zeros(*x.shape[:3], 12, dtype=torch.bool).scatter(-1, x, True),
+    "scatter_add": lambda x: torch.zeros(*x.shape[:3], 12).scatter_add(-1, x, torch.ones(x.shape)) > 0,
+    "gather": lambda x: torch.arange(12).expand(2, 6, 2, 12).gather(-1, x).unsqueeze(-1).eq(torch.arange(12)).any(-2),
+    "index": lambda x: torch.eye(12, dtype=torch.bool)[x].any(-2),
+    "one_hot": lambda x: F.one_hot(x, 12).bool().any(-2),
+    "embedding": lambda x: F.embedding(x, torch.eye(12)).bool().any(-2),
+}
+
+
+@pytest.mark.parametrize("index", [12, -13, -1], ids=["past the end", "before the start", "negative"])
+@pytest.mark.parametrize("how", RAISING)
+def test_an_index_out_of_range_raises_as_in_eager(how: str, index: int) -> None:
+    leaves = selection_leaves()
+    leaves["ranges"] = leaves["ranges"][..., 0].clone()
+    good = {k: t.clone() for k, t in leaves.items()}
+    leaves["ranges"][0, 0, 0, 0] = index
+
+    def program(p: Leaves) -> Any:
+        return sdpa(p, lambda p: RAISING[how](p["ranges"]))
+
+    check(program, good, named=["selection"])
+    want = observe(program, leaves, "no_grad")
+    got, _ = compile_and_observe(program, leaves, Compiled(), mode="no_grad")
+    plain, _ = compile_and_observe(program, leaves, Compiled(routes=False), mode="no_grad")
+    assert bool(got.error) == bool(want.error) or bool(got.error) == bool(plain.error), (got.error, want.error)
+    if not want.error and not got.error:
+        assert apart(got.outputs[0], want.outputs[0]) < 1e-9
+
+
+# --- a value that is not the formula's ----------------------------------------------------------------------
+
+
+def test_the_mask_used_as_a_number_too() -> None:
+    def program(p: Leaves) -> Any:
+        mask = selected(p)
+        return sdpa(p, lambda _: mask) * heads(mask, p).sum(-1).transpose(1, 2).unsqueeze(-1)
+
+    check(program, selection_leaves(), named=["selection"])
+
+
+def test_scores_too_large_for_the_sums() -> None:
+    leaves = selection_leaves(dtype=torch.float32)
+    leaves["q"], leaves["v"] = leaves["q"] * 1e19, normal(2, 12, 2, 6, seed=8, scale=1e30, dtype=torch.float32)
+    check(sdpa, leaves, named=["selection"], modes=["no_grad"])

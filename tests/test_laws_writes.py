@@ -1,0 +1,208 @@
+"""Law 1: effects are asked of PyTorch. Writes of every kind before, inside and after routed formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.laws import (
+    MHC,
+    Leaves,
+    attention,
+    block,
+    check,
+    e79,
+    e79_leaves,
+    mhc_leaves,
+    normal,
+    post,
+    pre,
+    sdpa,
+    selection_leaves,
+)
+from tests.laws_writes import PLAIN, UNRECORDED, WRITES, written
+
+TWICE = {op: 2 for op in MHC}
+
+
+def _between(write: Callable[[Tensor], Tensor]) -> Callable[[Leaves], Any]:
+    """Two blocks, the streams between them written, and both versions seen."""
+
+    def program(p: Leaves) -> Any:
+        t = block(p["x"], p)
+        before = t.sum()
+        t = write(t)
+        return block(t, p), before, t
+
+    return program
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_streams_written_without_grad_between_two_blocks(name: str) -> None:
+    check(_between(written(WRITES[name], False)), mhc_leaves(), named=["mhc"])
+
+
+@pytest.mark.parametrize("name", list(PLAIN)[::2])
+def test_streams_written_with_grad_between_two_blocks(name: str) -> None:
+    check(_between(written(PLAIN[name])), mhc_leaves(), named=["mhc"])
+
+
+@pytest.mark.parametrize("name", UNRECORDED)
+def test_streams_written_in_inference_mode_between_two_blocks(name: str) -> None:
+    check(_between(written(UNRECORDED[name])), mhc_leaves(), named=["mhc"], modes=["inference"])
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_step_without_grad_after_a_block_leaves_it_routed(name: str) -> None:
+    def program(p: Leaves) -> Any:
+        return written(WRITES[name], False)(block(p["x"], p))
+
+    check(program, mhc_leaves(), routed=MHC)
+
+
+@pytest.mark.parametrize("name", ["imul", "relu_by_position", "packet", "out", "foreach", "setitem", "view_written"])
+def test_a_step_without_grad_before_a_block_leaves_it_routed(name: str) -> None:
+    def program(p: Leaves) -> Any:
+        return block(written(WRITES[name], False)(p["x"] * 1.5), p)
+
+    check(program, mhc_leaves(), routed=MHC)
+
+
+@pytest.mark.parametrize("name", ["imul", "leaky_relu_by_position", "packet", "out", "setitem", "custom_op_other"])
+def test_a_buffer_stepped_without_grad_beside_a_block_leaves_it_routed(name: str) -> None:
+    def program(p: Leaves) -> Any:
+        out = block(p["x"], p)
+        with torch.no_grad():
+            p["mean"].lerp_(out.mean(0), 0.1)
+            WRITES[name](p["mean"])
+        return out, p["mean"] + 1
+
+    check(program, {**mhc_leaves(), "mean": normal(4, 16, seed=9)}, routed=MHC, frozen=["mean"])
+
+
+PLACES = ["h_in", "f", "h_post", "res", "mixed", "z", "h_pre", "logits", "x_out", "inv", "v"]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["imul", "leaky_relu_by_position"])
+def test_values_inside_a_block_written(name: str, place: str, grad: bool) -> None:
+    check(lambda p: block(p["x"], p, {place: written(WRITES[name], grad)}), mhc_leaves(), named=["mhc"])
+
+
+@pytest.mark.parametrize("place", ["h_in", "h_post"])
+@pytest.mark.parametrize("name", ["packet", "custom_op", "out_of_view", "foreach_copy", "allow_in_graph"])
+def test_values_inside_a_block_written_by_name(name: str, place: str) -> None:
+    check(lambda p: block(p["x"] * 1.0, p, {place: written(WRITES[name], False)}), mhc_leaves(), named=["mhc"])
+
+
+@pytest.mark.parametrize("name", ["imul", "packet", "custom_op", "out", "foreach", "hardtanh_by_position", "setitem"])
+def test_streams_written_between_pre_and_post(name: str) -> None:
+    """pre reads the streams before the step, post after it."""
+
+    def program(p: Leaves) -> Any:
+        x = p["x"] * 1.0
+        h_in, h_post, res = pre(x, p)
+        WRITES[name](x)
+        return post(x, torch.tanh(h_in @ p["w"]), h_post, res), x
+
+    check(program, mhc_leaves(), named=["mhc"], modes=["no_grad", "inference"])
+
+
+@pytest.mark.parametrize("name", ["imul", "packet", "foreach"])
+@pytest.mark.parametrize("leaf", ["phi", "bias", "x"])
+def test_parameters_written_between_two_blocks(name: str, leaf: str) -> None:
+    def program(p: Leaves) -> Any:
+        first = block(p["x"], p)
+        with torch.no_grad():
+            WRITES[name](p[leaf])
+        return first, block(p["x"], p)
+
+    check(program, mhc_leaves(), named=["mhc"], modes=["no_grad"])
+
+
+E79_PLACES = ["S1", "M2", "S3", "M3", "out0", "k1", "delta1", "kvqm", "S0"]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("place", E79_PLACES)
+@pytest.mark.parametrize("name", ["imul"])
+def test_values_of_a_loop_written(name: str, place: str, grad: bool) -> None:
+    def program(p: Leaves) -> Any:
+        p = {k: t * 1.0 for k, t in p.items()}
+        outs, S, M = e79(p, {place: written(WRITES[name], grad)})
+        return torch.stack(outs), S, M
+
+    check(program, e79_leaves(), named=["e79"])
+
+
+@pytest.mark.parametrize("name", ["packet", "custom_op", "out", "foreach", "allow_in_graph", "set_data"])
+def test_states_of_a_loop_written_by_name(name: str) -> None:
+    def program(p: Leaves) -> Any:
+        outs, S, M = e79(p, {"S2": written(WRITES[name], False)})
+        return torch.stack(outs), S, M
+
+    check(program, e79_leaves(), named=["e79"])
+
+
+@pytest.mark.parametrize("name", ["imul", "packet", "relu_by_position"])
+def test_a_loop_is_routed_beside_steps_after_it(name: str) -> None:
+    def program(p: Leaves) -> Any:
+        outs, S, M = e79(p)
+        out = torch.stack(outs) + 0.0
+        with torch.no_grad():
+            WRITES[name](out)
+        return out, S, M
+
+    check(program, e79_leaves(), routed={"e79_scan": 1})
+
+
+@pytest.mark.parametrize("place", ["q", "k", "v", "scores", "masked", "weights", "o"])
+@pytest.mark.parametrize("name", ["imul", "packet", "relu_by_position"])
+def test_values_of_an_attention_written_without_grad(name: str, place: str) -> None:
+    def program(p: Leaves) -> Any:
+        p = {**p, **{k: p[k] * 1.0 for k in "qkv"}}
+        return attention(p, at={place: written(WRITES[name], False)})
+
+    check(program, selection_leaves(), named=["selection"])
+
+
+def test_the_mask_written_through_a_view() -> None:
+    def open_one(mask: Tensor) -> Tensor:
+        mask.select(-1, 0).fill_(True)
+        return mask
+
+    check(lambda p: attention(p, at={"mask": open_one}), selection_leaves(), named=["selection"])
+
+
+@pytest.mark.parametrize("name", ["imul", "packet", "relu_by_position"])
+def test_an_attention_is_routed_beside_steps_after_it(name: str) -> None:
+    def program(p: Leaves) -> Any:
+        return written(WRITES[name], False)(sdpa(p) + 0.0)
+
+    check(program, selection_leaves(), routed={"selection_attention": 1})
+
+
+def test_ranges_written_between_two_attentions() -> None:
+    def program(p: Leaves) -> Any:
+        ranges = p["ranges"].clone()
+        first = sdpa({**p, "ranges": ranges})
+        torch._foreach_sub_([ranges], 1)
+        return first, sdpa({**p, "ranges": ranges})
+
+    check(program, selection_leaves(), named=["selection"])
+
+
+def test_in_place_activations_of_modules_in_the_sublayer() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(16, 16).double(), torch.nn.ReLU(True), torch.nn.Dropout(0.0, True))
+
+    def program(p: Leaves) -> Any:
+        h_in, h_post, res = pre(p["x"], p)
+        return post(p["x"], F.leaky_relu(net(h_in), 0.1, True), h_post, res)
+
+    check(program, mhc_leaves(), routed=MHC)
