@@ -626,3 +626,39 @@ def same_size(a: Any, b: Any) -> bool:
 def is_symbol(size: Any) -> bool:
     """Whether ``size`` is one symbol, no expression of symbols and no integer."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
+
+
+@contextlib.contextmanager
+def outside_compile() -> Iterator[None]:
+    """Runs the body on real tensors as a plain eager call would, from within a compile. torch 2.11 to 2.15.
+
+    No fake or tracing mode, no autocast, no inference mode, no compiled autograd; random state, grad mode and all others
+    are afterwards as they were.
+    """
+    from torch._dynamo.compiled_autograd import _disable as plain_autograd
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    on_gpus = torch.cuda.is_initialized()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_gpus else []))
+        stack.enter_context(torch._guards.tracing(None))
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(plain_autograd())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def free_memory(device: torch.device) -> int:
+    """The bytes that may be allocated on ``device`` now; on a CPU what the kernel says is available."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as file:
+            found = (line.split() for line in file)
+            return next(int(fields[1]) * 1024 for fields in found if fields[0] == "MemAvailable:")
+    except (OSError, StopIteration):
+        return 1 << 33  # no Linux: what any machine has

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mhc_inductor.routing import route
+from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.report import Report
 from tests.helpers_mhc import relative, rounding
 
 FP32_SUMS = 2e-6  # sums of a few hundred fp32 products in another order
+VERIFY: Verifier | None = None if os.environ.get("MHC_INDUCTOR_VERIFY") == "0" else Verifier()
+"""Routed formulas are run beside their ops: each distinct one once in a process. None, or the variable set to 0, leaves it out."""
 FUSED = {"mhc_post_pre": ("mhc_post", "mhc_pre"), "mhc_post_head": ("mhc_post", "mhc_head")}
 
 
@@ -104,7 +107,7 @@ def run(
 
     def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         if routed:
-            report.extend(route(gm))
+            report.extend(route(gm, check=VERIFY))
             ops.update(ops_of(gm))
         graphs.append(gm)
         return gm.forward

@@ -23,12 +23,14 @@ from mhc_inductor.routing.operator import (
     Miss,
     Operator,
     Unplaced,
+    Verdict,
     register,
     registered,
     unregister,
 )
 from mhc_inductor.routing.pipeline import legacy
 from mhc_inductor.routing.report import AS_WRITTEN, Fused, NearMiss, Report, Routed, source_of
+from mhc_inductor.routing.verify import Verifier
 
 __all__ = [
     "Edit",
@@ -38,6 +40,8 @@ __all__ = [
     "Operator",
     "Report",
     "Value",
+    "Verdict",
+    "Verifier",
     "View",
     "algebra",
     "register",
@@ -54,11 +58,14 @@ def route(
 ) -> Report:
     """Rewrites ``gm`` in place and returns what was found. Never raises: what cannot be analysed stays as it is.
 
-    ``check`` sees every formula beside its op before the op takes its place (:mod:`mhc_inductor.routing.verify`).
+    ``check`` sees every formula beside its op before the op takes its place; with ``options.verify`` it is a
+    :class:`~mhc_inductor.routing.verify.Verifier` of this call's own unless one is given.
     ``lower``: keep a formula as the model wrote it where that is faster than the op; it counts as routed.
     """
     report = Report()
     start = time.perf_counter()
+    if check is None and options.verify:
+        check = Verifier()
     with bounds.watch() as too_large:
         _Pass(report, check, options, lower).graph(gm, ambient(), body=False)
         legacy(gm, report)
@@ -124,7 +131,7 @@ class _Pass:
         try:
             if kept is not None and kept(match, _device(match.start)):
                 edit.prove(match)
-                found.routed.append(_routed(match, AS_WRITTEN))
+                found.routed.append(_routed(match, AS_WRITTEN, Verdict()))
                 return
             edit.apply(match, operator.emit, self.check)
         except (Mismatch, Unsupported, DynamicWidth, ValueError, TypeError) as error:
@@ -137,11 +144,12 @@ class _Pass:
         except Exception as error:
             self._problem("a formula stays as it is", error, edit.graph)
         else:
-            kernels = operator.kernels(match.op, _device(match.start))
+            kernels, verdict = operator.kernels(match.op, _device(match.start)), edit.verdict
             if match.parts:
-                found.fused.append(Fused(match.op, match.parts, source_of(match.start.node), kernels))
+                place = source_of(match.start.node)
+                found.fused.append(Fused(match.op, match.parts, place, kernels, verdict.error, verdict.note))
             else:
-                found.routed.append(_routed(match, kernels))
+                found.routed.append(_routed(match, kernels, verdict))
 
     def _problem(self, what: str, error: Exception, graph: fx.Graph) -> None:
         where = next((s for node in graph.nodes if (s := source_of(node)) != "unknown"), "no source line known")
@@ -199,8 +207,8 @@ def _too_large(error: bounds.TooLarge) -> NearMiss:
     return NearMiss("any op", str(error), source_of(node), node.name if node is not None else "")
 
 
-def _routed(match: Match, kernels: tuple[str, ...]) -> Routed:
-    return Routed(match.op, source_of(match.start.node), match.detail, kernels)
+def _routed(match: Match, kernels: tuple[str, ...], verdict: Verdict) -> Routed:
+    return Routed(match.op, source_of(match.start.node), match.detail, kernels, verdict.error, verdict.note)
 
 
 def _device(value: Value) -> str:

@@ -23,11 +23,11 @@ from mhc_inductor.routing.graph.index import Size, size_of
 from mhc_inductor.routing.graph.run import run_fake
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import GRAD, View
-from mhc_inductor.routing.operator import Match, Mismatch, Unplaced
+from mhc_inductor.routing.operator import Match, Mismatch, Unplaced, Verdict
 
 Pairs = Sequence[tuple[Value, fx.Node]]
 Emit = Callable[["Edit", Match], Iterable[tuple[Value, fx.Node]]]
-Check = Callable[["Edit", Match, Pairs], None]
+Check = Callable[["Edit", Match, Pairs], Verdict]
 _TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
@@ -57,6 +57,8 @@ class Edit:
         self.view = view
         self.graph = view.real
         self.place: Place | None = None
+        self.verdict = Verdict()
+        """What the check said of the last match."""
         self._new: dict[fx.Node, fx.Node] = {}
         self._created: list[fx.Node] = []
         self._replaced: list[tuple[fx.Node, Any, Any]] = []
@@ -79,8 +81,7 @@ class Edit:
             self._keep_overwritten(self.place)
             with self.graph.inserting_before(self.place.anchor), self.place.modes.entered():
                 pairs = self._settled(match, [*emit(self, match)])
-            if check is not None:
-                check(self, match, pairs)
+            self.verdict = Verdict() if check is None else check(self, match, pairs)
             for value, new in pairs:
                 self._replace(value, new)
             self._regions.append(self.place.region)
@@ -110,6 +111,15 @@ class Edit:
         for node in self._learned[learned:]:
             self._new.pop(node, None)
         del self._replaced[replaced:], self._created[created:], self._learned[learned:], self._regions[regions:]
+
+    @property
+    def created(self) -> list[fx.Node]:
+        """The nodes that this and earlier matches made, each after those that it reads."""
+        return self._created
+
+    def originals(self) -> dict[fx.Node, fx.Node]:
+        """Returns the nodes of the view that new nodes stand for."""
+        return {new: old for old, new in self._new.items()}
 
     # --- for operators ---
 

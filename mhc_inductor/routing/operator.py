@@ -47,6 +47,14 @@ class Miss:
     start: Value | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What running a formula beside its op gave: the op's largest relative error, or None and why it was not run."""
+
+    error: float | None = None
+    note: str = ""
+
+
 @dataclasses.dataclass
 class Match:
     """A formula that was recognised.
@@ -59,8 +67,13 @@ class Match:
         parts: ops that the new one replaces, where it is a fusion of ops rather than of a formula.
         data: whatever :meth:`Operator.emit` needs.
         at: the value that a report points at; by default the first output.
-        sample: makes an input's random data for verification, where uniform numbers would be out of range:
-            ``sample(value, shape, dtype, device, generator)`` returns a tensor, or None for the default.
+        sample: makes an input's data for verification, where the default would be out of range:
+            ``sample(value, shape, dtype, device, generator, case)`` returns a tensor, or None for the default. Called for
+            every tensor that comes from outside the formula. The default is normal floats (of size 1, and 1e-3 in every
+            second case, where constants such as an epsilon show), integers of 0 and 1, and random bools.
+        cases: how many sets of data are tried, ``case`` from 0: empty rows, ties and other edges are cases of their own.
+        judge: compares outputs that need not be equal, such as indices of equally good choices:
+            ``judge(outputs of the formula, outputs of the op)`` returns the error, or None for the usual comparison.
     """
 
     op: str
@@ -71,6 +84,8 @@ class Match:
     data: Any = None
     at: Value | None = None
     sample: Callable[..., torch.Tensor | None] | None = None
+    cases: int = 2
+    judge: Callable[[list[torch.Tensor], list[torch.Tensor]], float | None] | None = None
 
     @property
     def start(self) -> Value:

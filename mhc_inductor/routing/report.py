@@ -72,12 +72,18 @@ def kernels_of(op: str, device_type: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """A formula that became an op. ``source`` is "file.py:line, in function: code" of the user's file."""
+    """A formula that became an op. ``source`` is "file.py:line, in function: code" of the user's file.
+
+    ``error``: where it was verified, the op's largest relative error, over outputs and gradients, against the formula
+    in higher precision. ``note`` says why it was not, or what it was compared with instead.
+    """
 
     op: str
     source: str
     detail: str = ""
     kernels: tuple[str, ...] = ()
+    error: float | None = None
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +104,11 @@ class Fused:
     parts: tuple[str, ...]
     source: str
     kernels: tuple[str, ...] = ()
+    error: float | None = None
+    note: str = ""
 
+
+_VERIFIED = "relative error"
 
 Row = tuple[str, ...]
 Section = tuple[str, Row, list[Row]]
@@ -151,21 +161,22 @@ class Report:
         Equal findings share a row; of near misses that differ in the node alone, the first is named.
         """
         routed: list[Row] = [
-            (f"{n} x", r.op, r.source, r.detail, ", ".join(r.kernels)) for r, n in _grouped(self.routed)
+            (f"{n} x", r.op, r.source, r.detail, ", ".join(r.kernels), _error(r)) for r, n in _grouped(self.routed)
         ]
         fused: list[Row] = [
-            (f"{n} x", f.op, " + ".join(f.parts), f.source, ", ".join(f.kernels)) for f, n in _grouped(self.fused)
+            (f"{n} x", f.op, " + ".join(f.parts), f.source, ", ".join(f.kernels), _error(f))
+            for f, n in _grouped(self.fused)
         ]
         nodes = {dataclasses.replace(m, node=""): m.node for m in reversed(self.near_misses)}
         misses = _grouped(dataclasses.replace(m, node="") for m in self.near_misses)
         near: list[Row] = [(f"{n} x", m.op, m.reason, nodes[m], m.source) for m, n in misses]
         parts: list[Section] = [
-            ("routed", ("", "op", "source", "detail", "kernels"), routed),
-            ("fused", ("", "op", "of", "source", "kernels"), fused),
+            ("routed", ("", "op", "source", "detail", "kernels", _VERIFIED), routed),
+            ("fused", ("", "op", "of", "source", "kernels", _VERIFIED), fused),
             ("near misses", ("", "resembles", "why not", "node", "source"), near),
             ("problems", ("", "what"), [(f"{n} x", p) for p, n in _grouped(self.problems)]),
         ]
-        return (part for part in parts if part[2])
+        return (_shown(part) for part in parts if part[2])
 
     def __str__(self) -> str:
         lines = []
@@ -194,6 +205,20 @@ class Report:
         return Group(*parts, Text(self.totals()))
 
 
+def _error(found: Routed | Fused) -> str:
+    """What verification says of a finding, or nothing."""
+    error = "" if found.error is None else f"{found.error:.2g}"
+    return f"{error} ({found.note})" if error and found.note else error or found.note
+
+
+def _shown(part: Section) -> Section:
+    """Drops the column of errors where nothing was verified."""
+    title, headings, rows = part
+    if headings[-1] != _VERIFIED or any(row[-1] for row in rows):
+        return part
+    return title, headings[:-1], [row[:-1] for row in rows]
+
+
 def _grouped(found: Iterable[Any]) -> list[tuple[Any, int]]:
     return list(Counter(found).items())
 
@@ -202,13 +227,18 @@ def _counts(ops: Iterable[str]) -> str:
     return ", ".join(f"{n} {op}" for op, n in Counter(ops).items())
 
 
+def _verified(found: Routed | Fused) -> str:
+    text = _error(found)
+    return f"; {_VERIFIED} {text}" if text else ""
+
+
 def findings(report: Report) -> Iterator[str]:
     """One line for each thing found, in the order of the sections."""
     for r in report.routed:
         detail, kernels = f" ({r.detail})" if r.detail else "", f" -> {', '.join(r.kernels)}" if r.kernels else ""
-        yield f"routed {r.op} at {r.source}{detail}{kernels}"
+        yield f"routed {r.op} at {r.source}{detail}{kernels}{_verified(r)}"
     for f in report.fused:
-        yield f"fused {' + '.join(f.parts)} to {f.op} at {f.source}"
+        yield f"fused {' + '.join(f.parts)} to {f.op} at {f.source}{_verified(f)}"
     for m in report.near_misses:
         node = f" (node {m.node})" if m.node else ""
         yield f"near miss of {m.op} at {m.source}: {m.reason}{node}"

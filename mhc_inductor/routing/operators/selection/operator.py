@@ -78,6 +78,7 @@ class _Sample:
         dtype: torch.dtype,
         device: torch.device,
         generator: torch.Generator,
+        case: int,
     ) -> torch.Tensor | None:
         if dtype.is_floating_point or dtype is torch.bool:
             return None

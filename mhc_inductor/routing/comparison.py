@@ -1,0 +1,72 @@
+"""Results of a formula and of its op, compared with the formula in higher precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mhc_inductor.routing.operator import Match
+
+Results = dict[str, Tensor | None]
+
+_FP32 = torch.finfo(torch.float32).eps
+
+
+def judged(match: Match, mine: Results, theirs: Results, want: Results, loose: bool) -> tuple[float, str]:
+    """The op's largest error, and the result that is off by more than its formula's own error allows."""
+    if match.judge is not None:
+        outputs = [[t for k, t in r.items() if k.startswith("output") and t is not None] for r in (theirs, mine)]
+        error = match.judge(*outputs)
+        if error is not None:
+            return error, "" if error == 0 else f"verified on random data, the op's choice is off by {error:.3g}"
+    top = max(
+        (float(t.abs().max()) for k, t in want.items() if "grad" in k and t is not None and t.numel()), default=0.0
+    )
+    own = {k: _apart(theirs[k], want[k], want[k], _least(k, want[k], top)) for k in want}
+    off = {k: _apart(mine[k], theirs[k], want[k], _least(k, want[k], top)) for k in want}
+    worst = max(off.values(), default=0.0)
+    for name, error in off.items():
+        group = [e for k, e in own.items() if "grad" in name or "grad" not in k]
+        bar = 2 * max((e for e in group if e < 1), default=0.0) + _roundings(theirs, loose)
+        if not error <= bar:
+            return worst, _told(name, error, bar)
+    return worst, ""
+
+
+def _told(name: str, error: float, bar: float) -> str:
+    if error == float("inf"):
+        return f"verified on random data, {name} is NaN, infinite or a number where the formula's is not"
+    return (
+        f"verified on random data, {name} differs from the formula's by {error:.3g} of its norm; {bar:.3g} is allowed"
+    )
+
+
+def _least(name: str, want: Tensor | None, top: float) -> float:
+    """The norm below which a gradient counts as cancelled: its error is then measured against those around it."""
+    if "grad" not in name or want is None:
+        return 0.0
+    return (0.2 if want.numel() == 1 else 0.05) * top * float(want.numel()) ** 0.5
+
+
+def _roundings(results: Results, loose: bool) -> float:
+    """A few roundings of the results' dtypes; many where nothing says how large the formula's own error is."""
+    dtypes = {t.dtype for t in results.values() if t is not None and t.is_floating_point()}
+    eps = max((torch.finfo(d).eps for d in dtypes), default=0.0)
+    return min(0.05, 1000 * eps) if loose else 16 * _FP32 + (eps if eps > _FP32 else 0.0)
+
+
+def _apart(mine: Tensor | None, formula: Tensor | None, want: Tensor | None, least: float) -> float:
+    """||mine - want|| / ||want||; infinite where only one of ``mine`` and the formula's result is NaN or infinite."""
+    if mine is None or want is None or formula is None:
+        some = [t for t in (mine, want) if t is not None]
+        return 1.0 if any(bool(t.any()) for t in some) and len(some) == 1 else 0.0
+    if not want.is_floating_point():
+        return 0.0 if torch.equal(mine, want) else 1.0
+    a, b, c = mine.double(), want.double(), formula.double()
+    fine = b.isfinite() & c.isfinite()
+    wrong = (fine & ~a.isfinite()) | (~b.isfinite() & ~torch.isclose(a, b, equal_nan=True))
+    if bool((wrong & (torch.isclose(b, c, equal_nan=True) | fine)).any()):
+        return float("inf")
+    a, b = a.where(fine, 0.0), b.where(fine, 0.0)
+    error, size = float((a - b).norm()), max(float(b.norm()), least)
+    return error / size if size else error

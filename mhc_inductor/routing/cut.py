@@ -1,0 +1,154 @@
+"""A formula and the op in its place, each cut out of the real graph as a graph that runs alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from mhc_inductor.routing.edit import Edit, Pairs, node_of
+from mhc_inductor.routing.effects import Modes
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operator import Match
+
+MODES = "mhc_inductor_modes"
+"""Key in a cut node's meta: the modes that it runs in."""
+
+
+@dataclasses.dataclass
+class Piece:
+    """``inputs``: nodes of the view, with the placeholder that holds each; ``written``: placeholders changed in place."""
+
+    graph: fx.Graph = dataclasses.field(default_factory=fx.Graph)
+    inputs: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
+    written: set[fx.Node] = dataclasses.field(default_factory=set)
+    outputs: list[fx.Node] = dataclasses.field(default_factory=list)
+
+    def input(self, node: fx.Node) -> fx.Node:
+        """Returns the placeholder of a node of the view."""
+        if node not in self.inputs:
+            self.inputs[node] = self.graph.placeholder(node.name)
+        return self.inputs[node]
+
+    def copy(self, node: fx.Node, at: dict[fx.Node, fx.Node], modes: Modes) -> fx.Node:
+        """Returns a copy of a real ``node`` that reads what ``at`` has for each of its inputs."""
+        made = self.graph.node_copy(node, at.__getitem__)
+        made.meta = {MODES: modes}
+        return made
+
+    def structure(self) -> tuple[Any, ...]:
+        """Returns what two pieces that compute the same have in common; names do not count."""
+        number = {node: i for i, node in enumerate(self.graph.nodes)}
+        lines = []
+
+        def nth(node: fx.Node) -> Any:
+            return _Nth(number[node])
+
+        for node in self.graph.nodes:
+            if node.op != "placeholder":
+                args = fx.node.map_arg((node.args, node.kwargs), nth)
+                lines.append((node.op, node.target, repr(args), node.meta[MODES]))
+        inputs = tuple(number[p] for p in self.inputs.values())
+        return tuple(lines), inputs, tuple(number[o] for o in self.outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nth:
+    i: int
+
+
+class Cut:
+    """The two pieces of one match, with the same placeholders' meaning: nodes of the view."""
+
+    def __init__(self, edit: Edit, match: Match, pairs: Pairs) -> None:
+        if edit.place is None:
+            raise ValueError("a formula is cut out while its edit goes on")
+        self.edit, self.view, self.place = edit, edit.view, edit.place
+        self.match, self.pairs = match, pairs
+        self.ins = dict.fromkeys(node_of(v) for v in match.inputs)
+        self.stood_for = edit.originals()
+        self.formula = self._formula()
+        self.op = self._op()
+        self.inputs = list(dict.fromkeys([*self.formula.inputs, *self.op.inputs]))
+
+    def value(self, node: fx.Node) -> Value | None:
+        """Returns the match's value of a node of the view, or the view's."""
+        return next((v for v in self.match.inputs if v.node is node), None) or self.view.value(node)
+
+    def _formula(self) -> Piece:
+        """The real nodes of the region in graph order, in-place steps included."""
+        piece, view = Piece(), self.view
+        region = sorted(self.place.region, key=view.order.__getitem__)
+        ends = {node_of(value): value for value, _ in self.pairs}
+        stepped = any(v in view.made for v in region)
+        at: dict[fx.Node, fx.Node] = {}
+        results: dict[fx.Node, fx.Node] = {}
+        for v in region:
+            real = view.reader.get(v, v)
+            read: dict[fx.Node, fx.Node] = {}
+            for a in real.all_input_nodes:
+                meant = self._meant(real, a)
+                read[a] = at[meant] if meant in at else piece.input(meant)
+            at[v] = made = piece.copy(real, read, view.modes_at(v))
+            if v in view.made:
+                # The step's tensor; what an assignment returns is no tensor.
+                at[v] = held = read[view.effects.written(real)[0]]
+                if held.op == "placeholder":
+                    piece.written.add(held)
+            if v in ends:
+                # A later step may write the result.
+                results[v] = piece.graph.call_method("clone", (at[v],)) if stepped else at[v]
+                results[v].meta.setdefault(MODES, made.meta[MODES])
+        piece.outputs = [results[node_of(value)] for value, _ in self.pairs]
+        return piece
+
+    def _meant(self, real: fx.Node, a: fx.Node) -> fx.Node:
+        """The node of the view that ``real`` reads under the name ``a``. Earlier matches may have renamed it."""
+        resolved = self.view.resolved.get(real, {})
+        return resolved[a] if a in resolved else self.stood_for.get(a, a)
+
+    def _op(self) -> Piece:
+        """The new nodes that the results need, back to the match's inputs."""
+        piece, edit = Piece(), self.edit
+        given = {edit.input(v): node_of(v) for v in self.match.inputs}
+        shown = {self.view.node(v): v for v in self.view.nodes}
+        every = set(edit.created)
+        needed = set(self._needed(given, every))
+        at: dict[fx.Node, fx.Node] = {}
+        for node in edit.created:
+            if node in needed:
+                self._load(piece, node.all_input_nodes, given, shown, at)
+                at[node] = piece.copy(node, at, self.place.modes)
+        self._load(piece, [new for _, new in self.pairs], given, shown, at)
+        piece.outputs = [at[new] for _, new in self.pairs]
+        return piece
+
+    def _load(
+        self,
+        piece: Piece,
+        nodes: list[fx.Node],
+        given: dict[fx.Node, fx.Node],
+        shown: dict[fx.Node, fx.Node],
+        at: dict[fx.Node, fx.Node],
+    ) -> None:
+        for a in nodes:
+            if a not in at:
+                at[a] = piece.input(given[a] if a in given else self.stood_for.get(a) or shown.get(a, a))
+
+    def _needed(self, given: dict[fx.Node, fx.Node], every: set[fx.Node]) -> Iterator[fx.Node]:
+        """New nodes behind the results. One of an earlier match stands for what the formula has there."""
+        todo = [new for _, new in self.pairs]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            stands = self.stood_for.get(node)
+            outside = stands is not None and stands not in self.place.region
+            if node in given or node not in every or outside:
+                continue
+            yield node
+            for a in node.all_input_nodes:
+                if a not in seen:
+                    seen.add(a)
+                    todo.append(a)

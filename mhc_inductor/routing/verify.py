@@ -1,0 +1,322 @@
+"""Verification: a formula cut out of the real graph and its op run on the same random data, before the op takes its place.
+
+Outputs and gradients are compared with the formula in fp64. The op may be off by twice what the formula itself is, and
+a few roundings; anything else refuses the match.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from mhc_inductor import compat
+from mhc_inductor.routing.comparison import Results, judged
+from mhc_inductor.routing.cut import MODES, Cut, Piece
+from mhc_inductor.routing.edit import Edit, Pairs
+from mhc_inductor.routing.graph.values import example, tensors_in
+from mhc_inductor.routing.operator import Match, Mismatch, Verdict
+
+_PROMOTED = (torch.float32, torch.bfloat16, torch.float16)
+_SMALL = {torch.float16: 2.0**-6}
+"""Small numbers: 1e-3, or what can be squared without loss."""
+_TRIES = 3
+
+Feed = dict[fx.Node, Any]
+
+
+class _NotRun(Exception):
+    """The formula could not be run, so that the op cannot be judged."""
+
+
+class Verifier:
+    """A check for :meth:`Edit.apply <mhc_inductor.routing.edit.Edit.apply>`. Each distinct formula is run once.
+
+    ``runs`` counts the formulas that were run.
+    """
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self._known: dict[Any, Verdict | str] = {}
+        self._kept: list[Any] = []
+
+    def __call__(self, edit: Edit, match: Match, pairs: Pairs) -> Verdict:
+        """Returns the op's error. Raises Mismatch where it differs from the formula."""
+        cut = Cut(edit, match, pairs)
+        try:
+            trial = _Trial(cut)
+            found = self._known.get(trial.key)
+            if found is None:
+                self._kept.append(trial.constants)  # their identity is part of the key
+                self.runs += 1
+                found = self._known[trial.key] = trial.verdict()
+        except _NotRun as why:
+            return Verdict(None, str(why))
+        if isinstance(found, str):
+            raise Mismatch(found, match.start)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """What an input is at present: symbolic sizes as they are now."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool
+
+    def lay(self, data: Tensor) -> Tensor:
+        """Returns ``data`` in this memory order; expanded dimensions hold their first entry."""
+        one = [1 if st == 0 else n for n, st in zip(self.shape, self.stride, strict=True)]
+        extent = 1 + sum((n - 1) * st for n, st in zip(one, self.stride, strict=True))
+        if 0 in self.shape or extent > 8 * data.numel():
+            return data
+        made = torch.empty_strided(one, self.stride, dtype=self.dtype, device=self.device)
+        try:
+            made.copy_(data[tuple(slice(n) for n in one)])
+        except RuntimeError:  # windows that overlap: their memory order does not matter enough
+            return data
+        return made.expand(self.shape)
+
+
+class _Trial:
+    """One formula and its op on data of the present sizes."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut = cut
+        self.match = cut.match
+        self.modes = cut.place.modes
+        self.constants: dict[fx.Node, Any] = {}
+        self.specs: dict[fx.Node, Any] = {node: self._spec(node) for node in cut.inputs}
+        given = tuple(
+            (cut.formula.inputs.get(n) is not None, cut.op.inputs.get(n) is not None, _hashable(spec))
+            for n, spec in self.specs.items()
+        )
+        ends = tuple((o.shape, o.dtype) for o in map(_described, cut.pairs))
+        parts = cut.formula.structure(), cut.op.structure()
+        self.key = self.match.op, self.match.detail, parts, given, repr(ends), self.modes
+
+    def _spec(self, node: fx.Node) -> Any:
+        """The description of an outside tensor, or the present value of anything else."""
+        fake = example(node)
+        if node.op == "get_attr":
+            owner = functools.reduce(getattr, str(node.target).split("."), self.cut.view.real.owning_module)
+            real = isinstance(owner, Tensor) and compat.fake_mode_of([owner]) is None
+            if not isinstance(owner, Tensor) or (real and not owner.requires_grad):
+                self.constants[node] = owner
+                return owner
+        if isinstance(fake, Tensor):
+            try:
+                shape, stride = (tuple(map(compat.hint, s)) for s in (fake.shape, fake.stride()))
+            except Exception as error:  # sizes that depend on data, layouts without strides
+                raise _NotRun(f"not verified: {node.name} has no size that is known now ({error})") from error
+            wide = fake.is_floating_point() or fake.is_complex()
+            grad = self.modes.grad and wide and self.cut.edit.needs_grad(node)
+            return _Tensor(shape, stride, fake.dtype, fake.device, grad)
+        if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return fake.node.hint
+        if fake is None or isinstance(fake, (tuple, list)):
+            raise _NotRun(f"not verified: {node.name} is no tensor")
+        return fake
+
+    # --- one look ---
+
+    def verdict(self) -> Verdict | str:
+        """Returns the op's error; a text where it differs from the formula. Raises _NotRun."""
+        devices = {s.device for s in self.specs.values() if isinstance(s, _Tensor)}
+        if any(d.type not in ("cpu", "cuda") or (d.type == "cuda" and not torch.cuda.is_available()) for d in devices):
+            raise _NotRun(f"not verified: nothing runs on {', '.join(map(str, devices))} here")
+        wide, plain = (self._bytes(exact) for exact in (True, False))
+        free = min((compat.free_memory(d) for d in devices), default=0)
+        if devices and plain > free:
+            return Verdict(
+                None, f"not verified: the formula needs {plain / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
+            )
+        worst, note = 0.0, ""
+        with compat.outside_compile():
+            for case in range(self.match.cases):
+                for attempt in range(_TRIES):
+                    # A luckless rounding passes on other data; a wrong formula never does.
+                    error, reason, note = self._compared(case, attempt, exact=not devices or wide <= free)
+                    if not reason:
+                        break
+                else:
+                    return reason
+                worst = max(worst, error)
+        return Verdict(worst, note)
+
+    def _bytes(self, exact: bool) -> int:
+        """Memory for the formula's tensors: all of them where gradients keep them, else the largest three."""
+        sizes: dict[int, int] = {}
+        view = self.cut.view
+        for node in (*self.cut.place.region, *self.cut.inputs):
+            for t in tensors_in(example(view.reader.get(node, node))):
+                each = 8 if exact and t.is_floating_point() else t.element_size()
+                count = functools.reduce(lambda a, b: a * b, (max(compat.hint(s), 0) for s in t.shape), 1)
+                key = compat.storage_key(t)
+                sizes[key] = max(sizes.get(key, 0), count * each)
+        grad = any(isinstance(s, _Tensor) and s.grad for s in self.specs.values())
+        ordered = sorted(sizes.values(), reverse=True)
+        given = sum(ordered) // 2 if grad else 0
+        return sum(ordered) + given if grad else 3 * sum(ordered[:3])
+
+    def _compared(self, case: int, attempt: int, exact: bool) -> tuple[float, str, str]:
+        """The op's error, what is wrong with it (or nothing), and a note."""
+        try:
+            feed = self._data(case, 1000 * attempt + case)
+            theirs = self._results(self.cut.formula, feed)
+        except Exception as error:
+            raise _NotRun(f"not verified: the formula cannot be run alone: {_said(error)}") from error
+        try:
+            mine = self._results(self.cut.op, feed)
+        except torch.OutOfMemoryError as error:
+            raise _NotRun("not verified: out of memory") from error
+        except Exception as error:
+            return 0.0, f"verified on random data, the op fails where the formula does not: {_said(error)}", ""
+        want, note = None, "no higher precision to compare with"
+        if exact:
+            with contextlib.suppress(Exception):  # not everything runs in fp64
+                want, note = self._results(self.cut.formula, feed, exact=True), ""
+        if want is None:
+            want = theirs
+        off, reason = judged(self.match, mine, theirs, want, loose=bool(note))
+        return off, reason, note
+
+    # --- data ---
+
+    def _data(self, case: int, seed: int) -> Feed:
+        generators: dict[torch.device, torch.Generator] = {}
+        feed: Feed = {}
+        for node, spec in self.specs.items():
+            if not isinstance(spec, _Tensor):
+                feed[node] = spec
+                continue
+            g = generators.setdefault(spec.device, torch.Generator(spec.device).manual_seed(seed))
+            value, made = self.cut.value(node), None
+            if self.match.sample is not None and value is not None:
+                made = self.match.sample(value, spec.shape, spec.dtype, spec.device, g, case)
+            feed[node] = spec.lay(_random(spec, g, case) if made is None else made)
+        return feed
+
+    # --- running ---
+
+    def _results(self, piece: Piece, feed: Feed, exact: bool = False) -> Results:
+        """Outputs, and the gradients of the inputs that need some."""
+        leaves = {n: self._leaf(n, t, exact) for n, t in feed.items()}
+        mode = _Exact({compat.storage_key(leaves[n]): t.dtype for n, t in feed.items() if isinstance(t, Tensor)})
+        wanted = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
+        with torch.set_grad_enabled(self.modes.grad and bool(wanted)):
+            with mode if exact else contextlib.nullcontext():
+                outputs = _interpreted(piece, leaves, plain=exact)
+            results: Results = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+            live = {i: t for i, t in enumerate(outputs) if t.requires_grad}
+            grads: Sequence[Tensor | None] = [None] * len(wanted)
+            if live and wanted:
+                ups = [_upstream(i, t) for i, t in live.items()]
+                with mode if exact else contextlib.nullcontext():
+                    grads = torch.autograd.grad([*live.values()], [*wanted.values()], ups, allow_unused=True)
+        results |= {f"the gradient of {n.name}": g for n, g in zip(wanted, grads, strict=True)}
+        return results
+
+    def _leaf(self, node: fx.Node, given: Any, exact: bool) -> Any:
+        if not isinstance(given, Tensor):
+            return given
+        spec = self.specs[node]
+        t = given.double() if exact and given.dtype in _PROMOTED else given
+        return t.detach().requires_grad_(isinstance(spec, _Tensor) and spec.grad)
+
+
+def _described(pair: tuple[Any, fx.Node]) -> Any:
+    return example(pair[1])
+
+
+def _hashable(spec: Any) -> Any:
+    return spec if isinstance(spec, (_Tensor, int, float, bool, str)) else id(spec)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+def _random(spec: _Tensor, g: torch.Generator, case: int) -> Tensor:
+    if spec.dtype == torch.bool:
+        return torch.randint(0, 2, spec.shape, generator=g, device=spec.device).bool()
+    if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+        return torch.randint(0, 2, spec.shape, generator=g, device=spec.device).to(spec.dtype)
+    made = torch.randn(spec.shape, generator=g, device=spec.device) * (
+        _SMALL.get(spec.dtype, 1e-3) if case % 2 else 1.0
+    )
+    return made.to(spec.dtype)
+
+
+def _upstream(i: int, t: Tensor) -> Tensor:
+    """A gradient of an output: bf16 numbers, which are the same in every dtype."""
+    g = torch.Generator(t.device).manual_seed(7 + i)
+    return torch.randn(t.shape, generator=g, device=t.device).bfloat16().to(t.dtype)
+
+
+def _interpreted(piece: Piece, feed: Feed, plain: bool) -> list[Tensor]:
+    """Runs a piece node by node, each in its own modes, and drops what nothing reads any more."""
+    env: Feed = {}
+    for view, placeholder in piece.inputs.items():
+        t = feed[view]
+        env[placeholder] = t.clone() if placeholder in piece.written else t
+    last = {a: node for node in piece.graph.nodes for a in node.all_input_nodes}
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    for a, node in last.items():
+        if a not in piece.outputs:
+            dead.setdefault(node, []).append(a)
+    for node in piece.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        with contextlib.nullcontext() if plain or not node.meta[MODES].autocast else node.meta[MODES].entered():
+            if node.op == "call_method":
+                env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            else:
+                env[node] = node.target(*args, **kwargs)
+        for a in dead.get(node, ()):
+            del env[a]
+    return [env[node] for node in piece.outputs]
+
+
+class _Exact(TorchDispatchMode):
+    """Computes in fp64 whatever the calls say, but for roundings that the model wrote on an input: those are its own."""
+
+    def __init__(self, inputs: dict[int, torch.dtype]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.view.dtype:
+            raise NotImplementedError
+        to = kwargs.get("dtype")
+        if func is torch.ops.aten._to_copy.default and to in _PROMOTED and self._rounds(args[0], to):
+            return func(*args, **kwargs).double()
+        args, kwargs = tree_map_only(torch.dtype, _promoted, (args, kwargs))
+        out = func(*args, **kwargs)
+        if any(True for _ in _tensors((args, kwargs))):
+            return out
+        return tree_map_only(Tensor, lambda t: t.double() if t.dtype in _PROMOTED else t, out)
+
+    def _rounds(self, t: Tensor, to: torch.dtype) -> bool:
+        was = self.inputs.get(compat.storage_key(t))
+        return was is not None and was.is_floating_point and torch.finfo(to).eps > torch.finfo(was).eps
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor))
+
+
+def _promoted(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in _PROMOTED else dtype

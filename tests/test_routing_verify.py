@@ -1,0 +1,470 @@
+"""Verification: a formula is run beside its op before the op takes its place, and an op that differs is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from gated_norm import GatedNorm, formula
+from torch import Tensor, fx
+from torch.nn.functional import silu
+
+import mhc_inductor
+from mhc_inductor import compat
+from mhc_inductor.options import RoutingOptions
+from mhc_inductor.routing import Edit, Match, Mismatch, Value, Verifier, View, register, route, unregister
+from tests.capture import Captured, difference, eager, evaluate, reasons
+
+
+def norm(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * w * silu(g)
+
+
+def in_place(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+    y = x * 1.0
+    y.mul_(torch.rsqrt((x * x).mean(-1, True) + 1e-6)).mul_(w)
+    y *= silu(g)
+    return y
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=g).to(dtype) for s in ((3, 5, 16), (16,), (3, 5, 16))]
+
+
+def call(
+    fn: Callable[..., Any],
+    given: list[Tensor],
+    check: Verifier | None = None,
+    grad: bool = True,
+    dynamic: bool = False,
+) -> Captured:
+    """One call of ``fn`` compiled with the pass and no code; verified unless ``check`` says how."""
+    got, check = Captured([], {}), check or Verifier()
+
+    def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        got.report.extend(route(gm, check=check))
+        got.graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    symbolic = [(0, 0), (2, 0)] if dynamic else []
+    compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
+    got.outputs, got.grads = evaluate(compiled, given, (), grad, symbolic)
+    return got
+
+
+@pytest.fixture
+def plug() -> Iterator[Callable[[Any], None]]:
+    """Registers an operator in place of any other of its name."""
+    names: list[str] = []
+
+    def add(operator: Any) -> None:
+        while names:
+            unregister(names.pop())
+        register(operator, "gated_norm")
+        names.append("gated_norm")
+
+    add(GatedNorm)
+    yield add
+    while names:
+        unregister(names.pop())
+
+
+def ops(got: Captured) -> list[str]:
+    return [r.op for r in got.report.routed]
+
+
+# --- what is right passes ---
+
+
+@pytest.mark.parametrize("fn", [norm, in_place])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_right_op_passes_with_a_small_error(plug: Any, fn: Any, dtype: torch.dtype, grad: bool) -> None:
+    check = Verifier()
+    got = call(fn, inputs(dtype), check, grad)
+    assert ops(got) == ["gated_norm"], reasons(got)
+    (routed,) = got.report.routed
+    assert routed.error is not None and not routed.note and check.runs == 1
+    assert routed.error < (1e-6 if dtype.itemsize > 2 else 0.03)
+    assert routed.error > 0 or dtype == torch.float64
+
+
+def test_dynamic_shapes_are_run_at_their_present_sizes(plug: Any) -> None:
+    for fn in (norm, in_place):
+        got = call(fn, inputs(), dynamic=True)
+        assert ops(got) == ["gated_norm"] and got.report.routed[0].error is not None, reasons(got)
+        assert any("s" in str(n.meta["example_value"].shape) for n in got.graphs[0].graph.nodes if n.name == "l_x_")
+
+
+def test_strides_are_the_models(plug: Any) -> None:
+    seen = []
+
+    class Strided(GatedNorm):
+        def match(self, view: View, node: fx.Node) -> Any:
+            found = super().match(view, node)
+            return dataclasses.replace(found, sample=self.sample) if isinstance(found, Match) else found
+
+        def sample(self, value: Value, shape: Any, dtype: Any, device: Any, generator: Any, case: int) -> None:
+            seen.append((tuple(shape), dtype, case))
+
+    plug(Strided)
+    x, w, g = inputs()
+    got = call(norm, [x.transpose(0, 1), w, g.transpose(0, 1)])
+    assert ops(got) == ["gated_norm"] and got.report.routed[0].error is not None, reasons(got)
+    assert ((5, 3, 16), torch.float32, 0) in seen and {case for *_, case in seen} == {0, 1}
+
+
+def test_autocast_regions_are_run_as_they_are(plug: Any) -> None:
+    def cast(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return norm(x, w, g)
+
+    given = inputs()
+    got = call(cast, given)
+    assert ops(got) == ["gated_norm"] and got.report.routed[0].error is not None, reasons(got)
+    assert difference(got, eager(cast, given)) < 0.02
+
+
+def test_formulas_that_are_equal_run_once(plug: Any) -> None:
+    def layers(x: Tensor, w: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        for _ in range(3):
+            x = norm(x, w, g) + 1.0
+        return norm(torch.cat([x, x], -1), v, torch.cat([g, g], -1))
+
+    check = Verifier()
+    got = call(layers, [*inputs(), torch.randn(32)], check)
+    assert ops(got) == ["gated_norm"] * 4 and check.runs == 2, reasons(got)
+    assert len({r.error for r in got.report.routed}) == 2
+    call(layers, [*inputs(), torch.randn(32)], check)
+    assert check.runs == 2
+
+
+# --- what is wrong does not ---
+
+
+@torch.library.custom_op("example::gated_norm_half_gradient", mutates_args=())
+def half_gradient(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    return formula(x, weight, gate, eps)
+
+
+@half_gradient.register_fake
+def _(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.eps = inputs[3]
+
+
+def _half(ctx: Any, grad: Tensor) -> Any:
+    x, weight, gate = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+    with torch.enable_grad():
+        y = formula(x, weight, gate, ctx.eps)
+    dx, dw, dg = torch.autograd.grad(y, (x, weight, gate), grad)
+    return dx, dw * 0.5, dg, None
+
+
+half_gradient.register_autograd(_half, setup_context=_setup)
+plain_op = torch.ops.example.gated_norm.default
+
+
+def _wrong(change: Callable[[Edit, list[fx.Node], float], fx.Node]) -> Any:
+    class Wrong(GatedNorm):
+        def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
+            made = change(edit, [edit.input(v) for v in match.inputs], match.data)
+            return [(match.outputs[0], edit.as_like(made, match.outputs[0]))]
+
+    return Wrong
+
+
+WRONG = {
+    "eps of 1e-5": (lambda edit, args, eps: edit.emit(plain_op, *args, 10 * eps), "output 0"),
+    "no weight": (
+        lambda edit, args, eps: edit.emit(plain_op, args[0], edit.emit(torch.ones_like, args[1]), args[2], eps),
+        "output 0",
+    ),
+    "half of a gradient": (
+        lambda edit, args, eps: edit.emit(torch.ops.example.gated_norm_half_gradient.default, *args, eps),
+        "the gradient of l_w_",
+    ),
+    "no gradient": (
+        lambda edit, args, eps: edit.emit(plain_op, args[0], edit.emit("detach", args[1]), args[2], eps),
+        "the gradient of l_w_",
+    ),
+    "NaN": (
+        lambda edit, args, eps: edit.emit("sub", made := edit.emit(plain_op, *args, eps), edit.emit(torch.log, made)),
+        "NaN",
+    ),
+    "rounded": (
+        lambda edit, args, eps: edit.to(edit.to(edit.emit(plain_op, *args, eps), torch.bfloat16), torch.float32),
+        "output 0",
+    ),
+    "an op that fails": (
+        lambda edit, args, eps: edit.emit(
+            "add",
+            edit.emit(plain_op, *args, eps),
+            edit.emit("sum", edit.emit(torch.linalg.inv, edit.emit(torch.zeros, 2, 2))),
+        ),
+        "the op fails where the formula does not: _LinAlgError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("fn", [norm, in_place])
+def test_a_wrong_op_is_refused(plug: Any, name: str, fn: Any) -> None:
+    change, words = WRONG[name]
+    plug(_wrong(change))
+    got = call(fn, inputs())
+    assert not got.report.routed and not got.report.problems
+    (miss,) = got.report.near_misses
+    assert miss.op == "gated_norm" and words in miss.reason and "verified on random data" in miss.reason
+    assert "test_routing_verify" in miss.source
+    assert difference(got, eager(fn, inputs())) == 0.0
+
+
+def test_without_it_a_wrong_op_goes_through(plug: Any) -> None:
+    plug(_wrong(WRONG["no weight"][0]))
+    seen = []
+
+    def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        seen.append(route(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(norm, backend=backend)(*inputs())
+    assert [r.op for r in seen[0].routed] == ["gated_norm"] and seen[0].routed[0].error is None
+
+
+def test_a_wrong_gradient_is_right_without_gradients(plug: Any) -> None:
+    plug(_wrong(WRONG["half of a gradient"][0]))
+    got = call(norm, inputs(), grad=False)
+    assert ops(got) == ["gated_norm"] and got.report.routed[0].error < 1e-6
+
+
+def test_a_constant_shows_in_every_dtype(plug: Any) -> None:
+    """An epsilon that is off by 1e-5 is far below one rounding of bf16 where the data is of size 1."""
+    plug(_wrong(WRONG["eps of 1e-5"][0]))
+    got = call(norm, inputs(torch.bfloat16))
+    assert not got.report.routed and "output 0" in reasons(got)
+
+
+def test_a_refused_formula_is_refused_again_without_running(plug: Any) -> None:
+    plug(_wrong(WRONG["no weight"][0]))
+    check = Verifier()
+    first, second = (reasons(call(norm, inputs(), check)) for _ in range(2))
+    assert first == second and check.runs == 1
+
+
+def test_a_rounding_of_an_input_is_the_models(plug: Any) -> None:
+    """The example looks through casts: an op that reads the weight from before the model rounded it is wrong."""
+
+    def rounded(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        return norm(x, w.bfloat16().float(), g)
+
+    got = call(rounded, inputs())
+    assert not got.report.routed and "output 0" in reasons(got)
+
+
+def test_views_that_an_operator_forgets_show(plug: Any) -> None:
+    """The example looks through views too, and puts its op on the tensors behind them."""
+
+    def turned(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        return norm(x.transpose(0, 1), w, g)
+
+    x, w, g = inputs()
+    got = call(turned, [x, w, g.transpose(0, 1).contiguous()])
+    assert not got.report.routed and "verified on random data" in reasons(got)
+    assert difference(got, eager(turned, [x, w, g.transpose(0, 1).contiguous()])) == 0.0
+
+
+# --- data ---
+
+
+class Picked(GatedNorm):
+    """The norm with its weights picked from a table: integers come in."""
+
+    rows = 7
+    samples = True
+
+    def match(self, view: View, node: fx.Node) -> Any:
+        found = super().match(view, node)
+        if not isinstance(found, Match):
+            return found
+        x, weight, gate = found.inputs
+        table, index = weight.args[0], weight.args[1]
+        sample = self.sample if self.samples else None
+        return dataclasses.replace(found, inputs=[x, table, index, gate], sample=sample, cases=3)
+
+    def sample(self, value: Value, shape: Any, dtype: Any, device: Any, generator: Any, case: int) -> Tensor | None:
+        if dtype != torch.int64:
+            return None
+        if case == 2:
+            return torch.full(shape, self.rows - 1, dtype=dtype, device=device)
+        return torch.randint(0, self.rows, shape, dtype=dtype, device=device, generator=generator)
+
+    def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
+        x, table, index, gate = map(edit.input, match.inputs)
+        picked = edit.emit(torch.ops.aten.embedding.default, table, edit.emit("clamp", index, max=5))
+        made = edit.emit("mul", x, edit.emit(torch.rsqrt, edit.emit("add", self._squares(edit, x), match.data)))
+        made = edit.emit("mul", edit.emit("mul", made, picked), edit.emit(silu, gate))
+        return [(match.outputs[0], edit.as_like(made, match.outputs[0]))]
+
+    def _squares(self, edit: Edit, x: fx.Node) -> fx.Node:
+        return edit.emit("mean", edit.emit("mul", x, x), -1, True)
+
+
+def test_integers_come_from_the_operator(plug: Any) -> None:
+    """The op clamps the index at 5, which only the operator's own data reaches."""
+
+    def picked(x: Tensor, table: Tensor, g: Tensor, index: Tensor) -> Tensor:
+        return norm(x, torch.nn.functional.embedding(index, table), g)
+
+    x, _, g = inputs()
+    given = [x, torch.randn(7, 16), g, torch.randint(0, 2, (3, 5))]
+    plug(Picked)
+    got = call(picked, given)
+    assert not got.report.routed and "output 0" in reasons(got)
+    plug(type("Unsampled", (Picked,), {"samples": False}))
+    assert ops(call(picked, given)) == ["gated_norm"]
+    plug(type("Few", (Picked,), {"rows": 6}))
+    assert ops(call(picked, given)) == ["gated_norm"]
+
+
+def test_choices_are_compared_by_the_operator(plug: Any) -> None:
+    seen = []
+
+    class Chosen(GatedNorm):
+        error: float | None = 0.0
+
+        def match(self, view: View, node: fx.Node) -> Any:
+            found = super().match(view, node)
+            return dataclasses.replace(found, judge=self.judge) if isinstance(found, Match) else found
+
+        def judge(self, theirs: list[Tensor], mine: list[Tensor]) -> float | None:
+            seen.append((theirs[0].shape, mine[0].shape))
+            return self.error
+
+        emit = _wrong(WRONG["no weight"][0]).emit
+
+    plug(Chosen)
+    got = call(norm, inputs())
+    assert ops(got) == ["gated_norm"] and seen[0] == ((3, 5, 16), (3, 5, 16))
+    plug(type("Off", (Chosen,), {"error": 0.25}))
+    assert "choice is off by 0.25" in reasons(call(norm, inputs()))
+    plug(type("Usual", (Chosen,), {"error": None}))
+    assert "output 0" in reasons(call(norm, inputs()))
+
+
+# --- what cannot be run is said ---
+
+
+def test_what_does_not_fit_in_memory_is_not_run(plug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "free_memory", lambda device: 4000)
+    got = call(norm, inputs())
+    (routed,) = got.report.routed
+    assert routed.error is None and "GB of memory" in routed.note
+    assert routed.note in str(got.report)
+
+
+def test_without_memory_for_fp64_the_formula_itself_is_the_measure(plug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "free_memory", lambda device: 16000)
+    got = call(norm, inputs())
+    (routed,) = got.report.routed
+    assert routed.error is not None and routed.error < 1e-6 and "no higher precision" in routed.note
+    plug(_wrong(WRONG["no weight"][0]))
+    assert "output 0" in reasons(call(norm, inputs()))
+
+
+def test_a_formula_that_does_not_run_alone_says_so(plug: Any) -> None:
+    class Raising(GatedNorm):
+        def match(self, view: View, node: fx.Node) -> Any:
+            found = super().match(view, node)
+            return dataclasses.replace(found, sample=self.sample) if isinstance(found, Match) else found
+
+        def sample(self, *args: Any) -> Tensor:
+            raise IndexError("no such row")
+
+    plug(Raising)
+    (routed,) = call(norm, inputs()).report.routed
+    assert routed.error is None and "IndexError: no such row" in routed.note
+
+
+# --- nothing else changes ---
+
+
+def _state() -> tuple[Any, ...]:
+    return (
+        torch.get_rng_state().sum().item(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_anomaly_enabled(),
+        torch._guards.TracingContext.try_get(),
+        torch._C._len_torch_dispatch_stack(),
+    )
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_process_is_as_before(plug: Any, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if wrong:
+        plug(_wrong(WRONG["no weight"][0]))
+    states: list[Any] = []
+    plain = Verifier.__call__
+
+    def around(self: Verifier, *args: Any) -> Any:
+        before = _state()
+        try:
+            return plain(self, *args)
+        except Mismatch:
+            states.append("refused")
+            raise
+        finally:
+            states.append(before == _state())
+
+    monkeypatch.setattr(Verifier, "__call__", around)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autograd.set_detect_anomaly(True, check_nan=False):
+        call(norm, inputs())
+    with torch.inference_mode():
+        call(norm, inputs(), grad=False)
+    assert states == (["refused", True] * 2 if wrong else [True] * 2)
+
+
+def test_parameters_keep_no_gradient(plug: Any) -> None:
+    weight = torch.nn.Parameter(torch.randn(16))
+    x, _, g = inputs()
+    torch._dynamo.reset()
+    report = mhc_inductor.explain(lambda x: norm(x, weight, g), x.requires_grad_(), verify=True)
+    assert report.routed[0].error is not None and weight.grad is None and x.grad is None
+
+
+# --- the ways to ask for it ---
+
+
+def test_explain_verifies(plug: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    report = mhc_inductor.explain(norm, *[t.requires_grad_() for t in inputs()], verify=True)
+    assert 0 < report.routed[0].error < 1e-6
+    assert "relative error" in capsys.readouterr().out and f"relative error: {report.routed[0].error:.2g}" in str(
+        report
+    )
+    report = mhc_inductor.explain(norm, *inputs())
+    assert report.routed[0].error is None and "relative error" not in capsys.readouterr().out
+    plug(_wrong(WRONG["half of a gradient"][0]))
+    report = mhc_inductor.explain(norm, *[t.requires_grad_() for t in inputs()], verify=True)
+    assert not report.routed and "the gradient of l_args_1_" in report.near_misses[0].reason
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_options_reach_it(plug: Any, verify: bool) -> None:
+    plug(_wrong(WRONG["no weight"][0]))
+    gms: list[fx.GraphModule] = []
+    torch._dynamo.reset()
+    torch.compile(norm, backend=lambda gm, _: gms.append(gm) or gm.forward)(*inputs())
+    assert bool(route(gms[0], RoutingOptions(verify=verify)).routed) != verify
