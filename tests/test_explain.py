@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import mhc_inductor
 from mhc_inductor.routing import explain as module
 from mhc_inductor.routing.explain import explain
-from mhc_inductor.routing.report import KERNELS, REFERENCE, Fused, NearMiss, Report, Routed, kernels_of, log_report
+from mhc_inductor.routing.operators.kernels import KERNELS, REFERENCE, kernels_of
+from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, log_report
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = pathlib.Path(__file__).name

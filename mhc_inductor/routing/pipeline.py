@@ -11,9 +11,10 @@ from mhc_inductor.log import logger, warn_once
 from mhc_inductor.routing.graph.inplace import Change, exchange, out_of_place
 from mhc_inductor.routing.graph.values import Value, Values
 from mhc_inductor.routing.operator import Miss
+from mhc_inductor.routing.operators.kernels import kernels_of
 from mhc_inductor.routing.operators.mhc.fuse import fuse
 from mhc_inductor.routing.operators.mhc.search import Finder, Pre
-from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, kernels_of, source_of
+from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, source_of
 from mhc_inductor.routing.rewriter import Rewriter
 
 

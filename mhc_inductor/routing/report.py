@@ -15,37 +15,7 @@ from mhc_inductor.log import logger
 ARTIFACT = "mhc_inductor_routing"
 """Name of the artifact in a ``TORCH_TRACE`` log."""
 
-_LOGITS_BACKWARD = ("mhc_pre_backward_dots", "mhc_pre_backward_coefficients")
-_PARAMETERS_BACKWARD = ("mhc_pre_backward_dphi", "mhc_pre_backward_finish")
-_PRE = (
-    *("mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse"),
-    *(*_LOGITS_BACKWARD, "mhc_pre_backward_dx", *_PARAMETERS_BACKWARD),
-)
-_POST_PRE = (
-    *("mhc_post", "mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse"),
-    *(*_LOGITS_BACKWARD, "mhc_pre_backward_dx", "mhc_post_backward", *_PARAMETERS_BACKWARD),
-)
-KERNELS: dict[str, tuple[str, ...]] = {
-    "mhc_pre": _PRE,
-    "mhc_sinkhorn": ("mhc_sinkhorn", "mhc_sinkhorn_backward"),
-    "mhc_post": ("mhc_post", "mhc_post_backward"),
-    "mhc_head": _PRE,
-    "mhc_post_pre": _POST_PRE,
-    "mhc_post_head": _POST_PRE,
-    # Where Gluon does not run, e79_forward and e79_backward.
-    "e79_scan": ("e79_forward_gluon", "e79_backward_gluon", "e79_finish", "e79_bias_sum"),
-    # With few queries, or many ranges a query, selection_gather, selection_combine and selection_gather_dq.
-    "selection_attention": (
-        *("selection_pieces", "selection_finite", "selection_lists", "selection_forward"),
-        *("selection_delta", "selection_dq"),
-        *("selection_dkv_count", "selection_dkv_prefix", "selection_dkv", "selection_dkv_fix"),
-    ),
-}
-"""The kernels that an op launches on a GPU: those of its forward, then those that only its backward launches."""
-
 AS_WRITTEN = ("the formula as the model wrote it, fused by Inductor: faster here",)
-REFERENCE = ("reference formula, fused by Inductor",)
-_LOOP = ("loop over time; fused by Inductor without gradients",)
 
 
 def source_of(node: fx.Node | None) -> str:
@@ -61,13 +31,6 @@ def source_of(node: fx.Node | None) -> str:
             code = f": {lines[i + 1]}" if i + 1 < len(lines) else ""
             return f"{file}:{line}, in {function}{code}"
     return "unknown"
-
-
-def kernels_of(op: str, device_type: str) -> tuple[str, ...]:
-    """What ``op`` runs on a device of this type: names of kernels on a GPU, elsewhere a word for the formula."""
-    if device_type == "cuda" and op in KERNELS:
-        return KERNELS[op]
-    return _LOOP if op == "e79_scan" else REFERENCE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ from mhc_inductor.routing.operators.e79.emit import Scan, emit, match_of
 from mhc_inductor.routing.operators.e79.loop import OP, Chain, Search
 from mhc_inductor.routing.operators.e79.outputs import without_end
 from mhc_inductor.routing.operators.e79.scan import Body, body_of, emit_scan, match_scan
-from mhc_inductor.routing.report import Routed, kernels_of, source_of
+from mhc_inductor.routing.operators.kernels import kernels_of
+from mhc_inductor.routing.report import Routed, source_of
 
 Found = Match | Miss | Routed
 _HOOKED = "a hook is on S' of a step, which the step's M' or output reads too"

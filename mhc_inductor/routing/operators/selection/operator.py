@@ -11,20 +11,10 @@ from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Match, Miss
+from mhc_inductor.routing.operators.kernels import kernels_of
 from mhc_inductor.routing.operators.selection.attention import OP, Found
 from mhc_inductor.routing.operators.selection.emit import emit_attention, inputs_of
 from mhc_inductor.routing.operators.selection.search import Search
-
-KERNELS = (
-    *("selection_pieces", "selection_finite", "selection_lists", "selection_forward"),
-    *("selection_delta", "selection_dq"),
-    *("selection_dkv_count", "selection_dkv_prefix", "selection_dkv", "selection_dkv_fix"),
-)
-"""The kernels of the forward, then those of the backward.
-
-With few queries, or many ranges a query, selection_gather, selection_combine and selection_gather_dq.
-"""
-_REFERENCE = ("reference formula, fused by Inductor",)
 
 
 class SelectionOperator:
@@ -60,7 +50,7 @@ class SelectionOperator:
 
     def kernels(self, op: str, device: str) -> tuple[str, ...]:
         """Returns the kernels on a GPU, elsewhere a word for the formula."""
-        return KERNELS if device == "cuda" else _REFERENCE
+        return kernels_of(op, device)
 
 
 class _Sample:
