@@ -6,6 +6,7 @@ shape, so that "tokens * streams * width" divides by "streams * width" whether o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,8 +32,10 @@ class Size(NamedTuple):
     symbols: tuple[str, ...] = ()
 
     def times(self, other: Size) -> Size:
+        if self is ONE or other is ONE:
+            return other if self is ONE else self
         if not self.symbols and not other.symbols:
-            return Size(self.factor * other.factor)
+            return _NUMBER(self.factor * other.factor)
         return Size(self.factor * other.factor, tuple(sorted(self.symbols + other.symbols)))
 
     def over(self, other: Size) -> Size | None:
@@ -50,12 +53,13 @@ class Size(NamedTuple):
 
 
 ONE = Size(1)
+_NUMBER = functools.lru_cache(1 << 14)(Size)
 
 
 def size_of(value: Any, fixed: Mapping[str, int]) -> Size:
     """The size of a dimension, an int or a torch.SymInt; the symbols of ``fixed`` count as their values."""
     if isinstance(value, int):
-        return Size(value)
+        return _NUMBER(value)
     return _monomial(compat.expression(value), fixed)
 
 
@@ -78,6 +82,12 @@ def _monomial(expr: Any, fixed: Mapping[str, int]) -> Size:
 
 
 def product_of(sizes: Iterable[Size]) -> Size:
+    """How many elements a tensor of these sizes has."""
+    return _product(tuple(sizes))
+
+
+@functools.lru_cache(1 << 12)
+def _product(sizes: tuple[Size, ...]) -> Size:
     total = ONE
     for size in sizes:
         total = total.times(size)
@@ -209,11 +219,32 @@ def var(variable: Var) -> Index:
 
 def linear(index: Sequence[Index], shape: Sequence[Size]) -> Index:
     """The row-major position of ``index`` in a tensor of ``shape``."""
-    total, stride = Index({}), ONE
-    for i, size in zip(reversed(index), reversed(shape), strict=True):
-        total = total.plus(i.times(stride))
-        stride = stride.times(size)
+    strides = _strides(tuple(shape))
+    terms: dict[Any, Size] = {}
+    for at, stride in zip(index, strides, strict=True):
+        for atom, c in at.terms.items():
+            if atom in terms or isinstance(atom, Part) or not stride.factor:
+                break
+            terms[atom] = c.times(stride)
+        else:
+            continue
+        break
+    else:
+        return Index(terms)
+    # Variables that meet again, or parts of one that may make it whole.
+    total = Index({})
+    for at, stride in zip(reversed(index), reversed(strides), strict=True):
+        total = total.plus(at.times(stride))
     return total
+
+
+@functools.lru_cache(1 << 12)
+def _strides(shape: tuple[Size, ...]) -> tuple[Size, ...]:
+    strides, total = [], ONE
+    for size in reversed(shape):
+        strides.append(total)
+        total = total.times(size)
+    return tuple(reversed(strides))
 
 
 def _below(terms: dict[Any, Size], limit: Size) -> bool:

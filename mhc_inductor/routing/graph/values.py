@@ -30,7 +30,7 @@ class Value:
     def __init__(
         self, tensor: torch.Tensor, fixed: Mapping[str, int], node: fx.Node | None = None, pending: Any = None
     ) -> None:
-        self.shape: tuple[Size, ...] = tuple(size_of(s, fixed) for s in tensor.shape)
+        self.shape: tuple[Size, ...] = _shape_of(tensor, fixed)
         self.dtype = tensor.dtype
         self.node = node
         self._pending = pending
@@ -43,9 +43,8 @@ class Value:
         self._func, self._args, self.kwargs, self.out = func, args, kwargs, out
 
     def _resolve(self) -> None:
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending(self)
+        pending, self._pending = self._pending, None
+        pending(self)
 
     @property
     def memo(self) -> dict[Any, Any]:
@@ -58,13 +57,30 @@ class Value:
 
     @property
     def func(self) -> Any:
-        self._resolve()
+        if self._pending is not None:
+            self._resolve()
         return self._func
 
     @property
     def args(self) -> tuple[Any, ...]:
-        self._resolve()
+        if self._pending is not None:
+            self._resolve()
         return self._args
+
+
+def _shape_of(tensor: torch.Tensor, fixed: Mapping[str, int]) -> tuple[Size, ...]:
+    shape = tuple(tensor.shape)
+    return _numbers(shape) if _plain(shape) else tuple(size_of(s, fixed) for s in shape)
+
+
+@functools.lru_cache(1 << 12)
+def _numbers(shape: tuple[int, ...]) -> tuple[Size, ...]:
+    return tuple(size_of(s, {}) for s in shape)
+
+
+def _plain(sizes: tuple[Any, ...]) -> bool:
+    """Whether all sizes are Python's numbers: others must not be hashed, which could ask for their value."""
+    return all(type(s) is int for s in sizes)
 
 
 def _alias(value: Value, of: Value) -> None:
@@ -363,7 +379,11 @@ def _functional(func: Any) -> Any:
 
 
 def _signature(t: torch.Tensor) -> Any:
-    return ("tensor", tuple(str(s) for s in t.shape), tuple(str(s) for s in t.stride()), t.dtype, t.device)
+    shape: tuple[Any, ...] = tuple(t.shape)
+    stride: tuple[Any, ...] = t.stride()
+    if not _plain(shape) or not _plain(stride):
+        shape, stride = tuple(map(str, shape)), tuple(map(str, stride))
+    return ("tensor", shape, stride, t.dtype, t.device)
 
 
 def tensors_in(out: Any) -> list[torch.Tensor]:
