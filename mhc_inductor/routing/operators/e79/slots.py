@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import fx
 
+from mhc_inductor.routing.edit import node_of
 from mhc_inductor.routing.graph.expressions import Ref, chain
 from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.e79.step import Frame, Leaf
 from mhc_inductor.routing.operators.mhc.formula import narrows
-from mhc_inductor.routing.rewriter import node_of
 
 
 @dataclasses.dataclass(frozen=True)
