@@ -53,8 +53,12 @@ class View:
 
     def fresh_values(self) -> Values:
         """Returns the values of the view's nodes, with no symbol taken as fixed."""
-        states = {n: m.autocast for n in self.graph.nodes if (m := self.modes[self.node(n)]).autocast}
-        return Values(self.graph, states, self.knowledge.templates)
+        states = {n: m.autocast for n in self.graph.nodes if (m := self.modes_at(n)).autocast}
+        return Values(self.graph, states, self.knowledge.templates, self._in_place)
+
+    def _in_place(self, node: fx.Node) -> bool:
+        """Whether a node of the view writes, or may write, one of its inputs."""
+        return node not in self.made and bool(self.effects.written(self.reader.get(node, node)))
 
     def modes_at(self, node: fx.Node) -> Modes:
         """Returns the modes that the call of a view's node runs in."""
