@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 
@@ -232,3 +233,7 @@ def _count(report: Report) -> None:
         counters["near misses"] += len(report.near_misses)
     if report.problems:
         counters["unrouted graphs"] += len(report.problems)
+
+
+# The package's own operators register themselves.
+importlib.import_module("mhc_inductor.routing.operators")
