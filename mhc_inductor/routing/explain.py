@@ -47,7 +47,7 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
     """
     target = compat.uncompiled(fn)
     report = Report()
-    checks = {"check": Verifier()} if verify else {}
+    checks: dict[str, Any] = {"check": Verifier()} if verify else {}
 
     def capture(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         before = dict(compat.counters())
