@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LIMIT = 4096
 """Elements that one normal form may be put together from."""
 DEPTH = 128
-"""Elements that a search may take apart which calls itself for each: Python's stack is bounded too."""
+"""Sums in one product, and elements of a search that calls itself for each: Python's stack is bounded too."""
 
 _watched: contextvars.ContextVar[list[TooLarge] | None] = contextvars.ContextVar("too large", default=None)
 

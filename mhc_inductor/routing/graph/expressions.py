@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mhc_inductor.routing.graph.bounds import Steps, remembered
+from mhc_inductor.routing.graph.bounds import DEPTH, Steps, remembered
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Unsupported, Var, size_of, var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.views import (
@@ -258,7 +258,7 @@ def product(ref: Ref, stop: Container[Value] = ()) -> Term:
 
 
 def _product(ref: Ref, stop: Container[Value]) -> Term:
-    term, steps = Term(), Steps("factors", ref.value)
+    term, steps, sums = Term(), Steps("factors", ref.value), Steps("sums", ref.value, DEPTH)
     factors: dict[Ref, float] = {}
 
     def below(refs: Sequence[Ref]) -> list[tuple[Ref | float, float]]:
@@ -272,6 +272,7 @@ def _product(ref: Ref, stop: Container[Value]) -> Term:
             term.coef *= power(a, exponent)
         # A sum's square is no sum of squares: it stays a factor.
         elif exponent == 1.0 and (inside := _summands(term, a, stop)) is not None:
+            sums.take()
             todo += below(inside)
         else:
             factors[a] = factors.get(a, 0.0) + exponent
