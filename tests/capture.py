@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.report import Report
 from tests.helpers_mhc import relative, rounding
@@ -100,6 +101,7 @@ def run(
     routed: bool = True,
     dynamic: bool | None = False,
     symbolic: Sequence[int | tuple[int, int]] = (),
+    options: RoutingOptions = DEFAULT,
 ) -> Captured:
     """Compile ``fn`` with a backend that routes the graph and runs it, then run it once, backward too where it can."""
     report, ops = Report(), Counter[str]()
@@ -107,7 +109,7 @@ def run(
 
     def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         if routed:
-            report.extend(route(gm, check=VERIFY))
+            report.extend(route(gm, options, check=VERIFY))
             ops.update(ops_of(gm))
         graphs.append(gm)
         return gm.forward

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mhc_inductor
+from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing import route
 from mhc_inductor.routing.operators.selection.profit import Sizes, refusal
 from tests.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
@@ -250,13 +251,15 @@ def test_scale_and_groups_are_those_of_the_model() -> None:
 # --- rows without keys --------------------------------------------------------------------------------------
 
 
-def _empty_rows(masked: str, form: str = "matmul") -> tuple[Captured, Captured, Tensor]:
+def _empty_rows(
+    masked: str, form: str = "matmul", options: RoutingOptions = DEFAULT
+) -> tuple[Captured, Captured, Tensor]:
     """Ranges of which every third query has none."""
     one = plain(form=form, masked=masked, softmax="plain")
     *given, picked = one.inputs()
     none = torch.arange(picked.shape[1]) % 3 == 0
     picked[:, none] = 0
-    return run(one, (*given, picked)), eager(one, (*given, picked)), none
+    return run(one, (*given, picked), options=options), eager(one, (*given, picked)), none
 
 
 @pytest.mark.parametrize("form", ["sdpa", "sdpa_float", "sdpa_groups"])
@@ -268,7 +271,8 @@ def test_rows_without_keys_are_those_of_sdpa(form: str) -> None:
 
 @pytest.mark.parametrize("masked", ["fill", "where", "add_zeros"])
 def test_rows_without_keys_are_0_where_the_model_has_nan(masked: str) -> None:
-    got, unrouted, none = _empty_rows(masked)
+    """Asked for by an option."""
+    got, unrouted, none = _empty_rows(masked, options=RoutingOptions(empty_rows="zero"))
     assert got.ops and bool(unrouted.outputs[0][:, none].isnan().all())
     assert not bool(got.outputs[0][:, none].any())
     assert all(g is None or bool(g.isfinite().all()) for g in got.grads.values())
@@ -286,7 +290,7 @@ def test_nan_of_keys_that_nobody_selects_stays_there() -> None:
     q, k, v, picked = one.inputs()
     picked = picked.clamp(max=10)
     k[:, 12:], v[:, 12:] = float("nan"), float("inf")
-    got = run(one, (q, k, v, picked))
+    got = run(one, (q, k, v, picked), options=RoutingOptions(empty_rows="zero"))
     assert got.ops and bool(got.outputs[0].isfinite().all()) and bool(got.grads["input 0"].isfinite().all())  # type: ignore[union-attr]
 
 

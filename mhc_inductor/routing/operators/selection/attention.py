@@ -42,9 +42,11 @@ from mhc_inductor.routing.graph.linear import Key, atom, of_index, replaced, var
 from mhc_inductor.routing.graph.values import Value, Values
 from mhc_inductor.routing.operator import Mismatch
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY, constant_of, uncast
+from mhc_inductor.routing.operators.selection.fills import Fills, Rows
 from mhc_inductor.routing.operators.selection.intervals import Interval, Judge
-from mhc_inductor.routing.operators.selection.keys import All, Any_, alike, both, eliminated, free
+from mhc_inductor.routing.operators.selection.keys import All, Any_, KeyData, alike, both, eliminated, free
 from mhc_inductor.routing.operators.selection.masks import Masks
+from mhc_inductor.routing.operators.selection.rows import seen_by_all
 
 OP = "selection_attention"
 _DIVIDE = (aten.div.Tensor, aten.div.Scalar)
@@ -73,11 +75,14 @@ class Found:
     d: Var
     t: Key
     scale: float
-    mask: Callable[[], tuple[Any_, float]]
+    mask: Callable[[], Any_]
     dense: list[Value]
     masks: Masks
+    fills: Fills
     keys: Any_ = dataclasses.field(default_factory=list)
-    fill: float = -math.inf
+    rows: Rows = Rows.ZERO
+    opted: bool = False
+    """Whether the user asked for zeros in rows without keys, where the formula gives something else."""
     intervals: list[Interval] = dataclasses.field(default_factory=list)
     batch: list[Var] = dataclasses.field(default_factory=list)
     groups: list[Var] = dataclasses.field(default_factory=list)
@@ -98,43 +103,55 @@ class Found:
             count = product_of(v.size for v in each.bound)
             kind = "ranges" if width is None else f"blocks of {width} keys" if width > 1 else "keys"
             kinds.append(f"{words(count)} {kind}" if each.selects else "keys near the query")
-        empty = "rows without keys give 0" if math.isinf(self.fill) else "rows without keys give the mean of V"
-        return f"{words(groups)} groups of {words(heads)} heads, {' and '.join(kinds)} a query; {empty}"
+        return f"{words(groups)} groups of {words(heads)} heads, {' and '.join(kinds)} a query; {self.rows.value}"
 
 
 class NotOurs(Exception):
-    """No selection, and nothing close to one."""
+    """No selection; with a reason, close to one if its mask is."""
+
+    def __init__(self, reason: str = "", value: Value | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.value = value
 
 
 def sources(ref: Ref) -> Iterator[Source]:
-    """The tensors that hold the same elements, the nearest first, behind views and casts."""
+    """Returns the tensors that hold the same elements, the nearest first, behind views and casts to wider dtypes."""
     dtype = ref.value.dtype
     while True:
         yield Source(ref, dtype)
         below = step(ref)
-        if below is None:
+        if below is None or not _same_numbers(ref, below):
             return
-        if below.value.dtype != dtype:
-            wide, narrow = torch.finfo(dtype).bits, torch.finfo(below.value.dtype).bits
-            if wide == narrow:
-                return
-            if narrow < wide:
-                dtype = below.value.dtype
-            elif ref.value.node is not None:
-                return  # what the model rounded is what the op reads
+        if torch.finfo(below.value.dtype).bits < torch.finfo(dtype).bits:
+            dtype = below.value.dtype
         ref = below
 
 
-class Scaled:
-    """``factor * ref`` behind views, casts and products with numbers; ``met`` are the values on the way to ``end``."""
+def _same_numbers(ref: Ref, below: Ref) -> bool:
+    """Whether a view or cast changes no number, or only by a rounding that autocast or an operation adds."""
+    now, before = ref.value.dtype, below.value.dtype
+    if now is before or not keeps_16_bits(ref, below):
+        return now is before
+    # What the model rounded is what the op reads.
+    return ref.value.node is None or torch.promote_types(now, before) is now
 
-    def __init__(self, ref: Ref) -> None:
+
+class Scaled:
+    """``factor * ref`` behind views, casts and products with numbers; ``met`` are the values on the way to ``end``.
+
+    Of ``inputs``, q and k, the roundings that the model wrote stay; of scores only those to less than 16 bits.
+    """
+
+    def __init__(self, ref: Ref, inputs: bool = False) -> None:
         self.factor = 1.0
         self.met: list[Value] = []
         self.ref = ref
         while True:
             self.met.append(ref.value)
             below = step(ref)
+            if below is not None and not (_same_numbers(ref, below) if inputs else keeps_16_bits(ref, below)):
+                break
             if below is None and (ref.value.func in MULTIPLY or ref.value.func in _DIVIDE) and not ref.value.kwargs:
                 below = self._times(ref)
                 self.ref = below or self.ref
@@ -151,6 +168,16 @@ class Scaled:
             return None
         self.factor *= b if ref.value.func in MULTIPLY else 1.0 / b
         return a
+
+    @property
+    def narrowest(self) -> torch.dtype:
+        """The dtype on the way that holds the fewest numbers."""
+        return min((v.dtype for v in self.met), key=lambda d: (torch.finfo(d).bits, torch.finfo(d).max))
+
+
+def keeps_16_bits(ref: Ref, below: Ref) -> bool:
+    """Whether neither side of a view or cast is a float8, whose rounding nobody may drop."""
+    return all(torch.finfo(x.value.dtype).bits >= 16 for x in (ref, below))
 
 
 def _last(shape: tuple[Size, ...], dim: int) -> tuple[Size, ...]:
@@ -185,8 +212,9 @@ def dot(ref: Ref) -> tuple[Ref, Ref, list[Var]] | None:
 class Recogniser:
     """Attentions of one graph."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: Values, zero_rows: bool = False) -> None:
         self.values = values
+        self.zero_rows = zero_rows
         self._made: list[Masks] = []
         self._given: list[Value] = []
         self._shapes: list[tuple[Size, ...]] = []
@@ -250,19 +278,21 @@ class Recogniser:
             masks = self._masks()
             element = _aligned(m, (*lead, s, var(t)))
 
-            def keys() -> tuple[Any_, float]:
+            fills = Fills(no_nan=True, fused=True)
+
+            def keys() -> Any_:
                 if m.dtype is torch.bool:
-                    return masks.truth(element), -math.inf
-                found, fill = masks.additive(element)
-                check_added(fill, m.dtype)
-                return found, fill
+                    return masks.truth(element)
+                found = masks.additive(element)
+                fills.added(masks.possible(m), q.dtype)
+                return found
 
             refs = (
                 _aligned(q, (*lead, s, var(width))),
                 _aligned(k, (*kv_lead, var(t), var(width))),
                 _aligned(v, (*kv_lead, var(t), e)),
             )
-            return Found(out, dims, *refs, width, t, scale, keys, [m], masks)
+            return Found(out, dims, *refs, width, t, scale, keys, [m], masks, fills)
 
         if given.get("is_causal"):
             raise NotOurs
@@ -295,6 +325,8 @@ class Recogniser:
         dim = softmax.args[1] % max(1, len(softmax.shape))
         self._shapes = [_last(softmax.shape, dim), out.shape]
 
+        no_nan: list[bool] = []
+
         def weights_of(ref: Ref, guards: list[tuple[Ref, bool]]) -> Ref | None:
             """The element of the softmax that ``ref`` is."""
             while ref.value is not softmax:
@@ -302,8 +334,9 @@ class Recogniser:
                 if guarded is not None:
                     if guarded.mask is not None:
                         guards.append((_broadcast(guarded.mask, ref), guarded.want))
+                    no_nan.append(guarded.no_nan)
                     ref = _broadcast(guarded.of, ref)
-                elif (below := step(ref)) is not None:
+                elif (below := step(ref)) is not None and keeps_16_bits(ref, below):
                     ref = below
                 else:
                     return None
@@ -328,29 +361,46 @@ class Recogniser:
                 weights, v = replaced(weights, old, atom(t)), replaced(v, old, atom(t))
                 guards = [(replaced(r, old, atom(t)), want) for r, want in guards]
             masks, dense = self._masks(), [*shown]
-            scores = Scores(Ref(softmax.args[0], weights.index), masks, dense)
-            self._given = scores.given
+            self._given = []
+            scores = Scores(Ref(softmax.args[0], weights.index), masks, dense, self._given)
             self._shapes = [_last(softmax.shape, dim), *(x.value.shape for x in (*dot_of(scores.ref), v))]
             found = dot(scores.ref)
             if found is None or len(found[2]) != 1:
                 raise NotOurs
-            scaled = [Scaled(side) for side in found[:2]]
+            scaled = [Scaled(side, inputs=True) for side in found[:2]]
             has = [t in variables_of(x.end) for x in scaled]
             if has[0] == has[1]:
                 raise NotOurs
             q, k = scaled if has[1] else scaled[::-1]
             factor = scores.factor * q.factor * k.factor
 
-            def keys() -> tuple[Any_, float]:
-                total, fill = scores.keys()
+            scores.fills.no_nan = any(no_nan) or softmax.func is aten._safe_softmax.default
+
+            def keys() -> Any_:
+                total = scores.keys()
                 for ref, want in guards:
                     if not alike(masks.truth(ref, want), total, t):
                         raise Mismatch("the attention weights are masked once more, and differently", ref.value)
-                return total, -math.inf if guards else fill
+                scores.fills.guarded = bool(guards)
+                return total
 
-            return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, keys, dense, masks)
+            return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, keys, dense, masks, scores.fills)
 
         return self._refined(build, out)
+
+    def selects(self, softmax: Value) -> bool:
+        """Whether a softmax is of scores under the mask of a selection."""
+        place = [var(Var(size)) for size in softmax.shape]
+        dim = softmax.args[1] % max(1, len(softmax.shape))
+        place[dim] = var(Key(softmax.shape[dim]))
+        with contextlib.suppress(Unsupported, DynamicWidth):
+            return _selects(Ref(softmax.args[0], tuple(place)), self._masks())
+        return False
+
+    @property
+    def queries(self) -> Size:
+        """How many queries there are, as the shapes say."""
+        return self._shapes[0][-2] if self._shapes and len(self._shapes[0]) > 1 else ONE
 
     # --- digits of the result's dims, and what they are ---
 
@@ -369,9 +419,22 @@ class Recogniser:
             places = [place for a in parts if isinstance(a, Part) for place in _places(a)]
             if not places or not _cut(cuts, dims, [([root], by) for root, by in places]):
                 break
-        found.keys, found.fill = found.mask()
+        found.keys = found.mask()
         self._roles(found)
+        found.fills.check(found.out)
+        found.rows = self._rows(found)
         return found
+
+    def _rows(self, found: Found) -> Rows:
+        """What a query without a visible key gives. Raises Mismatch."""
+        if found.fills.always_zero:
+            return Rows.ZERO
+        if seen_by_all(found.keys, found.t, found.masks):
+            return Rows.SEEN
+        if self.zero_rows:
+            found.opted = True
+            return Rows.ZERO
+        return found.fills.rows(found.out)
 
     def _roles(self, found: Found) -> None:
         """What each digit is: batch, group, head, query or feature. Raises NotOurs, Mismatch and Unsupported."""
@@ -411,18 +474,19 @@ class Recogniser:
 
 @dataclasses.dataclass(frozen=True)
 class Guarded:
-    """``of``, with 0 where ``mask`` is not ``want``."""
+    """``of``, with 0 where ``mask`` is not ``want``, or, if ``no_nan``, where it is NaN."""
 
     of: Value
     mask: Value | None = None
     want: bool = True
+    no_nan: bool = False
 
 
 def guarded(value: Value, known: Any) -> Guarded | None:
     """``value`` as one of the values ``known`` that differs from it only where something is masked or NaN."""
     func, args = value.func, value.args
     if func is aten.nan_to_num.default and args[0] in known and (len(args) < 2 or args[1] in (None, 0, 0.0)):
-        return Guarded(args[0])
+        return Guarded(args[0], no_nan=True)
     if func in _FILLS and args[0] in known and constant_of(args[2]) == 0.0:
         return Guarded(args[0], args[1], False)
     if func is aten.where.self and args[1] in known and constant_of(args[2]) == 0.0:
@@ -439,84 +503,133 @@ def guarded(value: Value, known: Any) -> Guarded | None:
 class Scores:
     """What a softmax is taken of: ``factor`` times the sum of products ``ref``, where :meth:`keys` hold."""
 
-    def __init__(self, ref: Ref, masks: Masks, dense: list[Value]) -> None:
+    def __init__(self, ref: Ref, masks: Masks, dense: list[Value], given: list[Value]) -> None:
         self.masks = masks
         self.factor = 1.0
-        self.fills: list[float] = []
-        self.given: list[Value] = []
+        self.fills = Fills()
+        self.given = given
         self._parts: list[Callable[[], Any_]] = []
+        self._steps: list[Callable[[], None]] = []
         self.ref = ref
         while True:
             scaled = Scaled(self.ref)
             dense += scaled.met
             self.factor *= scaled.factor
+            self._steps.append(functools.partial(self.fills.moved, scaled.factor, 0.0, scaled.narrowest))
             self.ref = scaled.end
             if dot(self.ref) is not None:
                 break
+            if not 0.0 < self.factor < math.inf:
+                raise NotOurs
             self.ref = self._unmasked(self.ref)
         dense.append(self.ref.value)
 
-    def keys(self) -> tuple[Any_, float]:
-        """Which keys are seen, and what the scores of the others are."""
+    def keys(self) -> Any_:
+        """Returns which keys are seen, and sets :attr:`fills`. Raises Mismatch and Unsupported."""
         keys = functools.reduce(both, [part() for part in self._parts], [All()])
-        return keys, max(self.fills, default=-math.inf)
+        for took in reversed(self._steps):
+            took()
+        return keys
 
     def _unmasked(self, ref: Ref) -> Ref:
+        """The scores before the last mask was put on them."""
         value, func, args = ref.value, ref.value.func, ref.value.args
-        if self.factor <= 0:
-            raise NotOurs
         if func in _FILLS:
             self._filled(args[2], value)
-            self.given.append(args[1])
-            self._parts.append(functools.partial(self.masks.truth, _broadcast(args[1], ref), False))
-            return _broadcast(args[0], ref)
-        if func in _ADD and any(constant_of(a) is not None for a in args[:2]):
-            # A softmax does not see what is added to every score.
-            return _broadcast(args[0] if constant_of(args[0]) is None else args[1], ref)
+            return self._masked(args[1], False, args[0], ref)
         if func is aten.where.self:
-            when, a, b = args
-            want = constant_of(b) is not None
-            self._filled(b if want else a, value)
-            self.given.append(when)
-            self._parts.append(functools.partial(self.masks.truth, _broadcast(when, ref), want))
-            return _broadcast(a if want else b, ref)
-        if func in (aten.add.Tensor, aten.sub.Tensor) and not value.kwargs:
-            sides = [_broadcast(a, ref) for a in args[:2] if isinstance(a, Value)]
+            want = constant_of(args[2]) is not None
+            self._filled(args[2] if want else args[1], value)
+            return self._masked(args[0], want, args[1] if want else args[2], ref)
+        scaled = value.kwargs or len(args) > 2  # by alpha
+        if func in _ADD and not scaled and any(constant_of(a) is not None for a in args):
+            return self._shifted(ref)
+        if func in (aten.add.Tensor, aten.sub.Tensor) and not scaled:
+            sides = [_broadcast(a, ref) for a in args if isinstance(a, Value)]
             own = [_is_scores(side) for side in sides]
             sign = 1.0 if func is aten.add.Tensor else -1.0
             if sum(own) != 1 or len(own) != 2 or (sign < 0.0 and own[1]):
                 raise NotOurs
             scores, mask = sides if own[0] else sides[::-1]
+            if sum(own) == 1 and bare(scores).value.func is aten.cat.default:
+                return scores
             self.given.append(mask.value)
             self._parts.append(functools.partial(self._added, mask, scores, sign * self.factor))
+            self._steps.append(functools.partial(self._take_added, mask.value, sign, value.dtype))
             return scores
-        raise NotOurs
+        if func is aten.cat.default:
+            self._joined(ref)
+        changed = _CHANGES.get(func)
+        raise NotOurs(f"the scores are {changed}; expected scale * q @ k, and masks" if changed else "", value)
+
+    def _joined(self, ref: Ref) -> None:
+        """Raises Mismatch where masked scores of a selection are joined with other logits."""
+        d = ref.value.args[1] if len(ref.value.args) > 1 else 0
+        for piece in ref.value.args[0]:
+            place = [var(Var(size)) for size in piece.shape]
+            place[d] = var(Key(piece.shape[d]))
+            if _is_scores(Ref(piece, tuple(place))) and _selects(Ref(piece, tuple(place)), self.masks):
+                raise Mismatch(
+                    "the softmax is over scores and other logits (a sink, more keys); expected scores", ref.value
+                )
+
+    def _masked(self, mask: Value, want: bool, scores: Value, ref: Ref) -> Ref:
+        self.given.append(mask)
+        self._parts.append(functools.partial(self.masks.truth, _broadcast(mask, ref), want))
+        return _broadcast(scores, ref)
+
+    def _shifted(self, ref: Ref) -> Ref:
+        """Scores to all of which a number was added, which a softmax does not see."""
+        a, b = ref.value.args
+        known = constant_of(a) if constant_of(a) is not None else constant_of(b)
+        if known is None or not abs(known) < 1e4:
+            raise NotOurs
+        self._steps.append(functools.partial(self.fills.moved, 1.0, known, ref.value.dtype))
+        return _broadcast(a if constant_of(a) is None else b, ref)
 
     def _added(self, mask: Ref, scores: Ref, factor: float) -> Any_:
+        """Which keys an added mask leaves alone. Raises Mismatch and Unsupported."""
         try:
-            keys, fill = self.masks.additive(mask, sign=factor)
+            keys = self.masks.additive(mask)
+            if max((factor * v for v in self.masks.possible(mask.value) if v), default=0.0) > -1e4:
+                raise Unsupported
+            return keys
+        except KeyData:
+            raise
         except Unsupported:
             if self.masks.seen or _selects(scores, self.masks):
                 raise Mismatch("something that is no mask is added to the scores", mask.value) from None
             raise
-        check_added(fill, mask.value.dtype)
-        self.fills.append(fill)
-        return keys
+
+    def _take_added(self, mask: Value, sign: float, dtype: torch.dtype) -> None:
+        self.fills.added([sign * v for v in self.masks.possible(mask)], dtype)
 
     def _filled(self, given: Any, value: Value) -> None:
         fill = constant_of(given)
-        if fill is None:
+        if fill is None or fill != fill:
             raise NotOurs
         if not self.factor * fill <= -1e4:
             raise Mismatch(f"scores of other keys are set to {self.factor * fill:g}; expected -inf", value)
-        self.fills.append(self.factor * fill)
+        self._steps.append(functools.partial(self.fills.filled, fill, value.dtype))
+
+
+_CHANGES = {
+    aten.tanh.default: "capped by a tanh",
+    aten.clamp.default: "clamped",
+    aten.clamp_min.default: "clamped",
+    aten.clamp_max.default: "clamped",
+    aten.native_dropout.default: "dropped out",
+    aten.sigmoid.default: "put through a sigmoid",
+    aten.relu.default: "put through a relu",
+}
+"""What operations do to scores that no selection attention does."""
 
 
 def _selects(scores: Ref, masks: Masks) -> bool:
     """Whether another mask of the scores is a selection."""
     other = Masks(masks.fixed, masks.hints)
     try:
-        Scores(scores, other, []).keys()
+        Scores(scores, other, [], []).keys()
     except (Mismatch, Unsupported, NotOurs):
         return bool(other.seen)
     return bool(other.seen)
@@ -615,13 +728,11 @@ def _is_scores(ref: Ref) -> bool:
             todo.append(_broadcast(args[1] if constant_of(args[2]) is not None else args[2], ref))
         elif func in (*_ADD, aten.sub.Tensor):
             todo += (_broadcast(a, ref) for a in args[:2] if isinstance(a, Value))
+        elif func is aten.cat.default:
+            todo += map(whole, args[0])
+        elif func in _CHANGES and isinstance(args[0], Value):
+            todo.append(_broadcast(args[0], ref))
     return False
-
-
-def check_added(fill: float, dtype: torch.dtype) -> None:
-    # A smaller one leaves something of the scores in rows without keys.
-    if fill > -1e8 and not (dtype.is_floating_point and fill <= torch.finfo(dtype).min):
-        raise Unsupported
 
 
 def words(size: Size) -> str:

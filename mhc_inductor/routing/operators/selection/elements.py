@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -43,28 +44,57 @@ SUB = (aten.sub.Tensor, aten.sub.Scalar)
 MULTIPLY = (aten.mul.Tensor, aten.mul.Scalar)
 
 
+def rounded(known: float, dtype: torch.dtype) -> float:
+    """Returns a number as a tensor of ``dtype`` holds it: rounded, truncated or wrapped."""
+    if dtype is torch.bool:
+        return float(known != 0.0)
+    if dtype.is_floating_point:
+        return float(torch.tensor(known, dtype=torch.float64).to(dtype))
+    if dtype.is_complex or not math.isfinite(known):
+        return known
+    return float(torch.tensor(int(known)).to(dtype))
+
+
 def constant_of(a: Any) -> float | None:
-    """A Python number, or the one that every element of a tensor is."""
-    if isinstance(a, bool):
-        return float(a)
+    """Returns a Python number, or the one that every element of a tensor is; else None."""
     if not isinstance(a, Value):
-        return float(a) if isinstance(a, (int, float)) else None
+        return float(a) if isinstance(a, (bool, int, float)) else None
+    dtypes = []
     while isinstance(a, Value) and a.func is not None:
-        if a.node is not None and a.node.target is torch.tensor:
-            given = a.node.args[0]
-            return float(given) if isinstance(given, (int, float)) else None
-        if a.func in _FILLED:
-            return _FILLED[a.func]
-        if a.func in _FULL:
-            given = a.args[_FULL[a.func]]
-            return float(given) if isinstance(given, (int, float)) else constant_of(given)
-        if a.func not in (*_SAME, *CASTS, aten.expand.default, aten.view.default, aten.unsqueeze.default):
+        dtypes.append(a.dtype)
+        known = _filled_with(a)
+        if known is not None:
+            for dtype in reversed(dtypes):
+                known = rounded(known, dtype)
+            return known
+        if a.func not in SHOWN:
             return None
         a = a.args[0]
     return None
 
 
-_SAME = (aten.detach.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.lift_fresh.default)
+def _filled_with(a: Value) -> float | None:
+    """The number that an operation without other inputs puts everywhere."""
+    if a.node is not None and a.node.target is torch.tensor:
+        given = a.node.args[0]
+        return float(given) if isinstance(given, (int, float)) else None
+    if a.func in _FILLED:
+        return _FILLED[a.func]
+    if a.func in _FULL:
+        given = a.args[_FULL[a.func]]
+        return float(given) if isinstance(given, (int, float)) else constant_of(given)
+    return None
+
+
+SHOWN = {
+    *(aten.detach.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.lift_fresh.default),
+    *(aten.expand.default, aten.view.default, aten.reshape.default, aten._unsafe_view.default),
+    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.repeat.default),
+    *(aten.permute.default, aten.transpose.int, aten.t.default, aten.select.int, aten.slice.Tensor),
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
+    *CASTS,
+}
+"""Operations whose elements are elements of their first argument, but for the dtype."""
 
 
 def inner(ref: Ref) -> Ref | None:

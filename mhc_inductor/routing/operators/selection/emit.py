@@ -17,6 +17,7 @@ from mhc_inductor.routing.graph.index import Size, Unsupported, Var, product_of
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.operator import Mismatch
 from mhc_inductor.routing.operators.selection.attention import Found, Source
+from mhc_inductor.routing.operators.selection.empty import EmptyRows
 from mhc_inductor.routing.operators.selection.layouts import Layouts
 from mhc_inductor.routing.operators.selection.profit import Sizes, refusal
 from mhc_inductor.routing.operators.selection.ranges import ranges
@@ -27,7 +28,7 @@ def inputs_of(one: Found) -> list[Value]:
     """Returns what the op reads: q, k, v and the tensors that say which keys a query sees."""
     refs = [*(source.ref for source in taken(one)), *data_of(one)]
     sized = [value for value, _ in one.masks.sized.values()]
-    return list(dict.fromkeys([*(ref.value for ref in refs), *sized]))
+    return list(dict.fromkeys([*(ref.value for ref in refs), *sized, *one.masks.indices.values()]))
 
 
 def taken(one: Found) -> list[Source]:
@@ -53,10 +54,10 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     layouts.equal = one.masks.equal
     query, key, value = _operands(layouts, one, [s.ref for s in sources], dtype)
     op = torch.ops.mhc_inductor.selection_attention.default
-    call = edit.emit(op, query, key, value, ranges(layouts, one, device), None, None, None, one.scale)
+    keys = one.masks.indices.checked(layouts, ranges(layouts, one, device))
+    call = edit.emit(op, query, key, value, keys, None, None, None, one.scale)
     new = edit.emit(operator.getitem, call, 0)
-    if not math.isinf(one.fill):
-        new = _filled(edit, new, edit.emit(operator.getitem, call, 1), value)
+    new = EmptyRows(edit, call).put(new, one.rows)
     groups = [one.batch, one.query, one.groups, one.heads, one.feature]
     new = edit.as_like(layouts.back(new, groups, one.dims), one.out, query)
     _guard_equal(edit, one.masks.equal)
@@ -73,13 +74,6 @@ def _operands(layouts: Layouts, one: Found, refs: Sequence[Ref], dtype: torch.dt
     ]
     placed = [layouts.placed(ref, dims) for ref, dims in zip(refs, groups, strict=True)]
     return [layouts.edit.to(node, dtype) for node in placed]
-
-
-def _filled(edit: Edit, o: fx.Node, lse: fx.Node, v: fx.Node) -> fx.Node:
-    """Rows without keys as the model has them: where every score is one finite number, the mean of V."""
-    mean = edit.emit(operator.getitem, edit.emit("mean", v, -2), (slice(None), None, slice(None), None))
-    empty = edit.emit("unsqueeze", edit.emit(operator.eq, lse, -math.inf), -1)
-    return edit.emit(torch.where, empty, mean, o)
 
 
 def _check_profit(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> None:

@@ -21,9 +21,8 @@ from mhc_inductor.routing.graph.linear import (
     substituted,
     variables_of,
 )
-from mhc_inductor.routing.graph.values import Value
 
-_MOST = 1024  # conjunctions: loops over ranges are unrolled, more than this are none
+MOST = 1024  # conjunctions: loops over ranges are unrolled, more than this are none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,21 +64,22 @@ FALSE: Any_ = []
 class KeyData(Unsupported):
     """The mask reads a tensor at the key's place."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, ref: Ref) -> None:
         super().__init__("a tensor of keys")
-        self.value = value
+        self.ref = ref
+        self.value = ref.value
 
 
 def both(a: Any_, b: Any_) -> Any_:
-    if len(a) * len(b) > _MOST:
-        raise TooLarge("ways for a key to be seen", _MOST)
+    if len(a) * len(b) > MOST:
+        raise TooLarge("ways for a key to be seen", MOST)
     return [All(x.literals | y.literals, tuple(dict.fromkeys(x.bound + y.bound))) for x in a for y in b]
 
 
 def either(*parts: Any_) -> Any_:
     total = list(dict.fromkeys(itertools.chain(*parts)))
-    if len(total) > _MOST:
-        raise TooLarge("ways for a key to be seen", _MOST)
+    if len(total) > MOST:
+        raise TooLarge("ways for a key to be seen", MOST)
     return total
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from mhc_inductor.routing.graph.bounds import remembered
+from mhc_inductor.routing.graph.bounds import TooLarge, remembered
 from mhc_inductor.routing.graph.expressions import Ref, _dim, _reduced, aten
 from mhc_inductor.routing.graph.expressions import number as scalar
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var, var
@@ -45,10 +46,14 @@ from mhc_inductor.routing.operators.selection.elements import (
     inner,
     keyed,
     operand,
+    rounded,
     uncast,
 )
+from mhc_inductor.routing.operators.selection.fills import PossibleValues
+from mhc_inductor.routing.operators.selection.index_checks import Indices
 from mhc_inductor.routing.operators.selection.keys import (
     FALSE,
+    MOST,
     TRUE,
     All,
     Any_,
@@ -63,6 +68,14 @@ from mhc_inductor.routing.operators.selection.keys import (
 )
 from mhc_inductor.routing.operators.selection.placed import Placed
 
+_HOLDS: dict[str, Callable[[float, float], bool]] = {
+    "le": operator.le,
+    "ge": operator.ge,
+    "lt": operator.lt,
+    "gt": operator.gt,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
 _OPPOSITE = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt", "eq": "ne", "ne": "eq"}
 _MIRROR = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt", "eq": "eq", "ne": "ne"}
 _COMPARISONS = {getattr(getattr(aten, name), overload): name for name in _OPPOSITE for overload in ("Tensor", "Scalar")}
@@ -70,15 +83,51 @@ _COMPARISONS = {getattr(getattr(aten, name), overload): name for name in _OPPOSI
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Count:
-    """``sum(factor * indicator)``; ``exact``: overlapping indicators add up; ``unit``: the number is 0 or 1."""
+    """``sum(factor * indicator)``; ``exact``: overlapping indicators add up, else the number is at least the smallest
+    factor that applies; ``unit``: the number is 0 or 1; ``most``: no magnitude above it occurs on the way."""
 
     terms: tuple[tuple[float, All], ...]
     exact: bool = True
     unit: bool = False
+    most: float = math.inf
+
+    @property
+    def least(self) -> float:
+        """The smallest factor: if none is negative, the smallest number that is not 0."""
+        return min((factor for factor, _ in self.terms), default=1.0)
+
+    def within(self, dtype: torch.dtype) -> Count:
+        """Returns the count as ``dtype`` holds it. Raises Unsupported where that may be another number."""
+        if not self.terms or dtype is torch.bool:
+            return self
+        if dtype.is_floating_point:
+            factors = [rounded(f, dtype) for f, _ in self.terms]
+            # Sums of numbers of one sign may be rounded; differences must stay whole numbers.
+            if 0.0 in factors or (min(factors) < 0.0 and self.most > 2.0 / torch.finfo(dtype).eps and dtype in _HALVES):
+                raise Unsupported
+            terms = tuple((f, c) for f, (_, c) in zip(factors, self.terms, strict=True))
+            return dataclasses.replace(self, terms=terms)
+        whole = all(f == int(f) for f, _ in self.terms)
+        wide = dtype in WHOLE and max(abs(f) for f, _ in self.terms) < 2**20
+        narrow = self.most <= torch.iinfo(dtype).max and (self.least >= 0.0 or dtype is not torch.uint8)
+        if not whole or not (wide or narrow):
+            raise Unsupported
+        return self
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _product(*factors: float) -> float:
+    return 0.0 if 0.0 in factors else math.prod(factors)
+
+
+def _length(v: Var) -> float:
+    return math.inf if v.size.symbols else float(v.size.factor)
 
 
 def _constant(known: float) -> Count:
-    return Count(((known, All()),) if known else (), unit=known in (0.0, 1.0))
+    return Count(((known, All()),) if known else (), unit=known in (0.0, 1.0), most=abs(known))
 
 
 class Masks(Placed):
@@ -92,6 +141,8 @@ class Masks(Placed):
         self.sized: dict[Size, tuple[Value, int]] = {}
         """Where sizes are that negative indices count from."""
         self.seen: dict[Value, None] = {}
+        self.possible = PossibleValues()
+        self.indices = Indices()
         self._known: dict[Any, Any] = {}
         """What was found of each element, or why nothing was: masks are in other masks more than once."""
 
@@ -156,7 +207,7 @@ class Masks(Placed):
             found = compared("eq", this, self.whole(Ref(tests, tuple(var(v) for v in bound))))
             return [All(c.literals, (*c.bound, *bound)) for c in found]
         if keyed(ref):
-            raise KeyData(value)
+            raise KeyData(ref)
         return [All(frozenset({Given(ref, want)}))]
 
     def _nonzero(self, ref: Ref, want: bool) -> Any_:
@@ -181,7 +232,9 @@ class Masks(Placed):
         if math.isinf(known):
             # index_mask == -inf
             if op in ("eq", "ne") and known < 0:
-                return self.additive(operand(left, ref), op == "ne")[0]
+                mask = operand(left, ref)
+                if self.possible(mask.value) <= {0.0, known}:
+                    return self.additive(mask, op == "ne")
             raise Unsupported
         if isinstance(left, Value) and left.dtype is torch.bool and known in (0.0, 1.0) and op in ("eq", "ne"):
             return self.truth(operand(left, ref), (op == "eq") == bool(known))
@@ -190,15 +243,24 @@ class Masks(Placed):
         except Unsupported:
             # index_mask == 0
             if op in ("eq", "ne") and known == 0 and isinstance(left, Value) and left.dtype.is_floating_point:
-                return self.additive(operand(left, ref), op == "eq")[0]
+                return self.additive(operand(left, ref), op == "eq")
             raise
-        if (op in ("gt", "ne") and known == 0) or (op == "gt" and 0 < known < 1) or (op == "ge" and 0 < known <= 1):
-            return self._positive(counted, True)
-        if (op in ("le", "eq") and known == 0) or (op == "le" and 0 < known < 1) or (op == "lt" and 0 < known <= 1):
-            return self._positive(counted, False)
-        if op in ("eq", "ne") and known == 1 and counted.unit:
-            return self._positive(counted, op == "eq")
-        raise Unsupported
+        return self._against(counted, op, known)
+
+    def _against(self, counted: Count, op: str, known: float) -> Any_:
+        """Whether a count is ``op`` a number: where 0 and every other count answer differently."""
+        if not counted.exact or all(factor > 0 for factor, _ in counted.terms):
+            below = _HOLDS[op](0.0, known)
+            # Counts of one sign only grow from the smallest factor on.
+            others = [counted.least, math.inf] if not counted.unit else [1.0]
+        else:
+            below, others = _HOLDS[op](0.0, known), [1.0, math.inf]
+            if op in ("eq", "ne") and known != 0.0:
+                raise Unsupported
+        answers = {_HOLDS[op](x, known) for x in others}
+        if below in answers or len(answers) != 1:
+            raise Unsupported
+        return self._positive(counted, not below)
 
     def _positive(self, counted: Count, want: bool) -> Any_:
         """Whether a count is not 0."""
@@ -259,7 +321,7 @@ class Masks(Placed):
 
     def _datum(self, ref: Ref, wrap: Size | None) -> Linear:
         if keyed(ref):
-            raise KeyData(ref.value)
+            raise KeyData(ref)
         return atom(Datum(ref, wrap))
 
     def _arithmetic(self, ref: Ref) -> Linear:
@@ -282,6 +344,8 @@ class Masks(Placed):
                 raise Unsupported
             return sides[0].plus(sides[1], alpha if func in ADD else -alpha)
         if func in (aten.rsub.Scalar, aten.rsub.Tensor):
+            if len(args) > 2 or value.kwargs:
+                raise Unsupported
             return sides[1].minus(sides[0])
         if func in MULTIPLY:
             for a, b in (sides, sides[::-1]):
@@ -291,7 +355,7 @@ class Masks(Placed):
             return self.whole(Ref(args[0], ref.index)).times(-1)
         if func in (aten.floor_divide.default, *_DIVISIONS, *_SHIFTS):
             by = sides[1].known
-            if func in _DIVISIONS and not self._rounds(value, sides[0]):
+            if (func in _DIVISIONS and not self._rounds(value, sides[0])) or (func in _SHIFTS and not 0 <= by < 32):
                 raise Unsupported
             return floor(sides[0], 2**by if func in _SHIFTS else by)
         if func in _REMAINDERS:
@@ -307,78 +371,107 @@ class Masks(Placed):
         return mode == "floor" or (mode == "trunc" and plain)
 
     def count(self, ref: Ref) -> Count:
-        """An element of a tensor of numbers as a sum of indicators. Raises Unsupported."""
-        ref = uncast(ref)
+        """Returns an element of a tensor of numbers as a sum of indicators. Raises Unsupported."""
+        while (below := inner(ref)) is not None and below.value.dtype is ref.value.dtype:
+            ref = below
         found: Count = remembered(self._known, (ref, "count"), lambda: self._count(ref), ref.value)
         return found
 
     def _count(self, ref: Ref) -> Count:
-        value, func, args = ref.value, ref.value.func, ref.value.args
+        value = ref.value
         known = constant_of(value)
         if known is not None:
             return _constant(known)
         if value.dtype is torch.bool:
             found = self.truth(ref)
-            return Count(tuple((1.0, c) for c in found), len(found) <= 1 and not any(c.bound for c in found), True)
+            alone = len(found) <= 1 and not any(c.bound for c in found)
+            return Count(tuple((1.0, c) for c in found), alone, True, 1.0)
+        if value.func in CASTS:
+            return self.count(Ref(value.args[0], ref.index)).within(value.dtype)
+        counted = self._counted(ref).within(value.dtype)
+        if len(counted.terms) > MOST:
+            raise TooLarge("terms of a count", MOST)
+        return counted
+
+    def _counted(self, ref: Ref) -> Count:
+        value, func, args = ref.value, ref.value.func, ref.value.args
         if func in ADD or func in SUB or func is aten.rsub.Scalar:
-            a, b = (self._count_side(x, ref) for x in args[:2])
-            alpha = scalar(value.kwargs.get("alpha", args[2] if len(args) > 2 else 1))
-            if alpha is None:
-                raise Unsupported
-            if func is aten.rsub.Scalar:
-                a, b = b, a
-            factor = alpha if func in ADD else -alpha
-            return Count((*a.terms, *((factor * f, c) for f, c in b.terms)), a.exact and b.exact)
+            return self._sum(ref)
         if func is aten.neg.default:
             a = self.count(Ref(args[0], ref.index))
-            return Count(tuple((-f, c) for f, c in a.terms), a.exact)
-        if func in MULTIPLY or func in (aten.minimum.default,):
+            return Count(tuple((-f, c) for f, c in a.terms), a.exact, most=a.most)
+        if func in MULTIPLY or func is aten.minimum.default:
             a, b = (self._count_side(x, ref) for x in args[:2])
             if {v for _, c in a.terms for v in c.bound} & {v for _, c in b.terms for v in c.bound}:
                 raise Unsupported  # the same sum twice: its variables would count for both
-            terms = [(f * g, e) for f, c in a.terms for g, d in b.terms for e in both([c], [d])]
             if func is aten.minimum.default and not (a.unit and b.unit):
                 raise Unsupported
-            return Count(tuple(terms), a.exact and b.exact, a.unit and b.unit)
-        if func in SUMS:
-            inside, bound = _reduced(ref)
-            a = self.count(inside)
-            return Count(tuple((f, All(c.literals, c.bound + tuple(bound))) for f, c in a.terms), a.exact)
-        if func in (aten.amax.default, aten.max.dim) and value.out == 0:
-            inside, bound = _reduced(ref)
-            a = self.count(inside)
-            if any(f < 0 for f, _ in a.terms):
-                raise Unsupported
-            return Count(tuple((f, All(c.literals, c.bound + tuple(bound))) for f, c in a.terms), False, a.unit)
+            terms = [(f * g, e) for f, c in a.terms for g, d in b.terms for e in both([c], [d])]
+            return Count(tuple(terms), a.exact and b.exact, a.unit and b.unit, _product(a.most, b.most))
+        if func in SUMS or (func in (aten.amax.default, aten.max.dim) and value.out == 0):
+            return self._reduced_count(ref)
         if func is aten.cumsum.default:
             d = _dim(value, args[1])
             u = Key(value.shape[d])
             a = self.count(Ref(args[0], (*ref.index[:d], var(u), *ref.index[d + 1 :])))
             upto = compared("le", atom(u), of_index(ref.index[d]))
             terms = [(f, e) for f, c in a.terms for e in both([All(c.literals, (*c.bound, u))], upto)]
-            return Count(tuple(terms), a.exact)
+            return Count(tuple(terms), a.exact, most=_product(a.most, *map(_length, (u,))))
         if func in (aten.scatter_add.default, aten.scatter_reduce.two):
             return self._scattered(ref)
         if func in _CLAMPS:
-            a = self.count(Ref(args[0], ref.index))
-            low, high = _limits(value)
-            if all(f > 0 for f, _ in a.terms) and low in (None, 0.0) and high in (None, 1.0):
-                return Count(a.terms, False, a.unit or high == 1.0)
+            return self._clamped(ref)
+        return self._placed_count(ref)
+
+    def _sum(self, ref: Ref) -> Count:
+        value, args = ref.value, ref.value.args
+        a, b = (self._count_side(x, ref) for x in args[:2])
+        alpha = scalar(value.kwargs.get("alpha", args[2] if len(args) > 2 else 1))
+        if alpha is None:
             raise Unsupported
-        units: list[bool] = []
+        if value.func is aten.rsub.Scalar:
+            a, b = b, a
+        factor = alpha if value.func in ADD else -alpha
+        terms = (*a.terms, *((factor * f, c) for f, c in b.terms))
+        return Count(terms, a.exact and b.exact, most=a.most + abs(factor) * b.most)
+
+    def _reduced_count(self, ref: Ref) -> Count:
+        inside, bound = _reduced(ref)
+        a = self.count(inside)
+        terms = tuple((f, All(c.literals, c.bound + tuple(bound))) for f, c in a.terms)
+        if ref.value.func in SUMS:
+            return Count(terms, a.exact, most=_product(a.most, *map(_length, bound)))
+        if any(f < 0 for f, _ in a.terms):
+            raise Unsupported
+        return Count(terms, False, a.unit, a.most)
+
+    def _clamped(self, ref: Ref) -> Count:
+        a = self.count(Ref(ref.value.args[0], ref.index))
+        low, high = _limits(ref.value)
+        if a.least < 0 or low not in (None, 0.0) or not (high is None or high >= 1.0):
+            raise Unsupported
+        top = math.inf if high is None else high
+        terms = tuple((min(f, top), c) for f, c in a.terms)
+        unit = a.unit or (high == 1.0 and a.least >= 1.0)
+        return Count(terms, False, unit, min(a.most, top))
+
+    def _placed_count(self, ref: Ref) -> Count:
+        """Operations that place numbers none of which is negative: the smallest stands for all."""
+        each: list[Count] = []
 
         def counted(r: Ref, want: bool) -> Any_:
-            """For operations that place numbers which are not negative: whether the number is not 0."""
-            each = self.count(r)
-            if not want or any(f < 0 for f, _ in each.terms):
+            found = self.count(r)
+            if not want or found.least < 0:
                 raise Unsupported
-            units.append(each.unit)
-            return [c for _, c in each.terms]
+            each.append(found)
+            return [c for _, c in found.terms]
 
         placed = self._structured(ref, True, counted)
-        if placed is not None:
-            return Count(tuple((1.0, c) for c in placed), False, all(units))
-        raise Unsupported
+        if placed is None:
+            raise Unsupported
+        least = min((found.least for found in each if found.terms), default=1.0)
+        most = max((found.most for found in each), default=0.0)
+        return Count(tuple((least, c) for c in placed), False, all(found.unit for found in each), most)
 
     def _count_side(self, a: Any, ref: Ref) -> Count:
         known = constant_of(a)
@@ -391,6 +484,7 @@ class Masks(Placed):
             raise Unsupported
         base = self.count(Ref(x, ref.index))
         total = list(base.terms) if ref.value.kwargs.get("include_self", True) else []
+        most = base.most
         d = _dim(ref.value, d)
         for places, values in _pieces(index, source, d):
             (hit,) = self._hits(ref, d, places) or (None,)
@@ -400,86 +494,93 @@ class Masks(Placed):
             known = constant_of(values)
             if known is not None:
                 total.append((known, hit))
+                most += _product(abs(known), _length(j))
                 continue
             added = self.count(Ref(values, (*ref.index[:d], var(j), *ref.index[d + 1 :])))
             total += [(f, All(hit.literals | c.literals, hit.bound + c.bound)) for f, c in added.terms]
+            most += _product(added.most, _length(j))
         if not summed and any(f < 0 for f, _ in total):
             raise Unsupported
-        return Count(tuple((f, c) for f, c in total if f), base.exact and summed)
+        return Count(tuple((f, c) for f, c in total if f), base.exact and summed, most=most)
 
     # --- additive masks ---
 
-    def additive(self, ref: Ref, want: bool = True, sign: float = 1.0) -> tuple[Any_, float]:
-        """When ``sign`` times an element of an additive mask is 0 (``want``), and what it is elsewhere. Raises Unsupported."""
-        fills: set[float] = set()
-        known_zeros: dict[Any, Any] = {}
+    def additive(self, ref: Ref, want: bool = True) -> Any_:
+        """Returns when an element of an additive mask is 0 (``want``), or not. Raises Unsupported."""
+        below = uncast(ref)
+        if below.value.func is None and keyed(below):
+            raise KeyData(below)
+        _one_sign(self.possible(ref.value))
+        found = self._zero(ref, want)
+        self._note(ref, found)
+        return found
 
-        def zero(r: Ref, w: bool) -> Any_:
-            r = uncast(r)
-            found: Any_ = remembered(known_zeros, (r, w), lambda: find(r, w), r.value)
-            return found
+    def _zero(self, ref: Ref, want: bool) -> Any_:
+        ref = uncast(ref)
+        found: Any_ = remembered(self._known, (ref, want, "zero"), lambda: self._find_zero(ref, want), ref.value)
+        return found
 
-        def find(r: Ref, w: bool) -> Any_:
-            known = constant_of(r.value)
-            if known is not None:
-                if known != 0.0:
-                    fills.add(known)
-                return TRUE if (known == 0.0) == w else FALSE
-            value, func, args = r.value, r.value.func, r.value.args
-            if not value.dtype.is_floating_point:
+    def _find_zero(self, ref: Ref, want: bool) -> Any_:
+        value, func, args = ref.value, ref.value.func, ref.value.args
+        known = constant_of(value)
+        if known is not None:
+            return TRUE if (known == 0.0) == want else FALSE
+        if not value.dtype.is_floating_point:
+            raise Unsupported
+        if func in ADD or func is aten.minimum.default:
+            low, high = (_one_sign(self.possible(a)) for a in args[:2])
+            if low * high < 0.0 or (func not in ADD and max(low, high) > 0.0):
+                raise Unsupported  # the parts may cancel
+            parts = [self._zero(operand(a, ref), want) for a in args[:2] if constant_of(a) != 0.0]
+            return both(*parts) if want and len(parts) > 1 else either(*parts)
+        if func is aten.log.default:
+            if not self.possible(args[0]) <= {0.0, 1.0}:
                 raise Unsupported
-            if func in ADD and not value.kwargs and len(args) == 2:
-                parts = [zero(operand(a, r), w) for a in args]
-                return both(*parts) if w else either(*parts)
-            if func is aten.log.default:
-                fills.add(-math.inf)
-                return self.truth(uncast(Ref(args[0], r.index)), w)
-            if func in MULTIPLY:
-                for a, b in (args, args[::-1]):
-                    known = constant_of(b)
-                    if known is not None and known != 0.0 and not math.isinf(known):
-                        return self._scaled(operand(a, r), known, w, zero, fills)
-            if func is aten.minimum.default:
-                parts = [zero(operand(a, r), w) for a in args]
-                return both(*parts) if w else either(*parts)
-            found = self._structured(r, w, zero)
-            if found is None:
-                raise Unsupported
-            self._note(r, found)
-            return found
-
-        found = zero(ref, want)
-        if not fills:
-            fills.add(-sign * math.inf)
-        worst = max(sign * fill for fill in fills)
-        if worst > -1e4 or worst != worst:
+            return self._flag(Ref(args[0], ref.index), want)
+        if func in MULTIPLY:
+            for a, b in (args, args[::-1]):
+                known = constant_of(b)
+                if known is not None and known != 0.0 and not math.isinf(known):
+                    return self._scaled(operand(a, ref), want)
+        found = self._structured(ref, want, self._zero)
+        if found is None:
             raise Unsupported
         self._note(ref, found)
-        return found, worst
+        return found
 
-    def _scaled(self, ref: Ref, by: float, want: bool, zero: Callable[[Ref, bool], Any_], fills: set[float]) -> Any_:
-        """``(1 - mask) * -1e9``, or ``~mask * -1e9``."""
+    def _scaled(self, ref: Ref, want: bool) -> Any_:
+        """Whether ``ref``, which is multiplied by a number, is 0: ``1 - mask``, ``mask - 1``, or ``~mask``."""
         below = uncast(ref)
         if below.value.dtype is torch.bool:
-            fills.add(by)
             return self.truth(below, not want)
         func, args = below.value.func, below.value.args
         one = None
-        if func in SUB and constant_of(args[0]) == 1.0:
-            one, sign = args[1], by
-        elif func is aten.rsub.Scalar and constant_of(args[1]) == 1.0:
-            one, sign = args[0], by
-        elif (func in SUB and constant_of(args[1]) == 1.0) or (func in ADD and constant_of(args[1]) == -1.0):
-            one, sign = args[0], -by
+        if (func in SUB or func in ADD or func is aten.rsub.Scalar) and len(args) == 2 and not below.value.kwargs:
+            constants = [constant_of(a) for a in args]
+            if func in SUB and 1.0 in constants:
+                one = args[1 - constants.index(1.0)]
+            elif (func in ADD and constants[1] == -1.0) or (func is aten.rsub.Scalar and constants[1] == 1.0):
+                one = args[0]
         if one is None:
-            return zero(ref, want)
-        flag = uncast(operand(one, below))
-        if flag.value.dtype is not torch.bool:
-            counted = self.count(flag)
-            if len(counted.terms) != 1 or counted.terms[0][0] != 1.0 or counted.terms[0][1].bound:
+            return self._zero(ref, want)
+        return self._flag(operand(one, below), want)
+
+    def _flag(self, ref: Ref, want: bool) -> Any_:
+        """Whether a number that is 0 or 1 is 1 (``want``)."""
+        ref = uncast(ref)
+        if ref.value.dtype is not torch.bool:
+            counted = self.count(ref)
+            if not counted.unit or len(counted.terms) != 1 or counted.terms[0][1].bound:
                 raise Unsupported
-        fills.add(sign)
-        return self.truth(flag, want)
+        return self.truth(ref, want)
+
+
+def _one_sign(values: frozenset[float]) -> float:
+    """Returns the sign of the numbers that are not 0. Raises Unsupported where there are both."""
+    signs = {math.copysign(1.0, v) for v in values if v}
+    if len(signs) > 1:
+        raise Unsupported
+    return signs.pop() if signs else 0.0
 
 
 _SHIFTS = (aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar, aten.__rshift__.Scalar)

@@ -24,7 +24,9 @@ from mhc_inductor.routing.operators.selection.elements import (
     constant_of,
     keyed,
     operand,
+    rounded,
 )
+from mhc_inductor.routing.operators.selection.index_checks import Indices
 from mhc_inductor.routing.operators.selection.keys import (
     FALSE,
     TRUE,
@@ -47,6 +49,7 @@ class Placed:
     fixed: Mapping[str, int]
     equal: set[frozenset[Size]]
     sized: dict[Size, tuple[Value, int]]
+    indices: Indices
 
     def truth(self, ref: Ref, want: bool = True) -> Any_:
         """When an element is ``want``."""
@@ -54,6 +57,10 @@ class Placed:
 
     def whole(self, ref: Ref, wrap: Size | None = None) -> Linear:
         """An element of an integer tensor."""
+        raise NotImplementedError
+
+    def _note(self, ref: Ref, found: Any_) -> None:
+        """Remembers what says, from data, which keys a query sees."""
         raise NotImplementedError
 
     def _structured(self, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_ | None:
@@ -77,6 +84,7 @@ class Placed:
                 return either(of(Ref(x, ref.index), want), hit)
             if of(Ref(x, ref.index), want) == FALSE:
                 return FALSE
+            self._note(ref, hit)
             raise Unsupported
         if func in (aten.index_put.default, aten._unsafe_index_put.default):
             x, indices, source, *rest = value.args
@@ -128,6 +136,7 @@ class Placed:
         for k, (a, b) in enumerate(zip(index.shape, ref.value.shape, strict=True)):
             if k != d and a != b:
                 self._assume(a, b)
+        self.indices.take(index, ref.value.shape[d], wraps=False)
         j = Var(index.shape[d])
         place = Ref(index, (*ref.index[:d], var(j), *ref.index[d + 1 :]))
         found = compared("eq", self.whole(place), of_index(ref.index[d]))
@@ -169,6 +178,7 @@ class Placed:
                 continue
             tail = bound[rank - len(i.shape) :]
             at = tuple(const(0) if s == ONE else var(v) for s, v in zip(i.shape, tail, strict=True))
+            self.indices.take(i, ref.value.shape[d], wraps=True)
             place = self.whole(Ref(i, at), self._wrap(ref.value, d))
             total = both(total, compared("eq", place, of_index(ref.index[d])))
         return [All(c.literals, (*c.bound, *(v for v in bound if v.size != ONE))) for c in total]
@@ -220,6 +230,7 @@ class Placed:
         if func in (aten.gather.default, aten.index_select.default):
             d, places = _dim(x, args[1]), args[2]
             at = ref.index if func is aten.gather.default else (ref.index[d],) if places.shape else ()
+            self.indices.take(places, x.shape[d], wraps=False)
             index[d] = self._place(Ref(places, at), x.shape[d], None, more)
         else:
             given = [d for d, i in enumerate(args[1]) if i is not None]
@@ -233,6 +244,7 @@ class Placed:
             for d, places in zip(given, indices, strict=True):
                 tail = spread[rank - len(places.shape) :]
                 at = tuple(const(0) if s == ONE else i for s, i in zip(places.shape, tail, strict=True))
+                self.indices.take(places, x.shape[d], wraps=True)
                 index.append(self._place(Ref(places, at), x.shape[d], self._wrap(x, d), more))
             index += ref.index[given[0] + rank :]
         return Ref(x, tuple(index)), [All(frozenset(more.values()), tuple(more))]
@@ -255,10 +267,15 @@ class Placed:
 
 
 def filled(known: float, like: Value) -> Ref:
-    """An element of a tensor that is ``known`` everywhere."""
+    """Returns an element of a tensor that is ``known`` everywhere, in the dtype of ``like``."""
     made = object.__new__(Value)
     made.shape, made.dtype, made.node, made.out = (), like.dtype, None, 0
-    made._pending, made._func, made._args, made.kwargs = None, aten.scalar_tensor.default, (known,), {}
+    made._pending, made._func, made._args, made.kwargs = (
+        None,
+        aten.scalar_tensor.default,
+        (rounded(known, like.dtype),),
+        {},
+    )
     return Ref(made, ())
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten, step, whole
-from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, Var
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var
+from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch, Miss
@@ -33,6 +34,10 @@ from mhc_inductor.routing.operators.selection.layouts import layout
 _CALL = "scaled_dot_product_attention"
 _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
 _REACH = 16
+_OPAQUE = (
+    "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
+    "expected one computed from starts and ends, blocks or indices of keys"
+)
 
 
 def name_of(node: fx.Node) -> str:
@@ -61,6 +66,7 @@ class Search:
     def __init__(self, view: View) -> None:
         self.view = view
         self.values = view.values
+        self.zero_rows = view.knowledge.options.empty_rows == "zero"
         self.failed: list[Recogniser] = []
         self.misses: list[Miss] = []
         self.found: list[Found] = []
@@ -97,7 +103,7 @@ class Search:
             if node not in self.view.live:
                 continue
             if is_masked_call(node):
-                recogniser = Recogniser(self.values)
+                recogniser = Recogniser(self.values, self.zero_rows)
                 found += self._tried(recogniser, functools.partial(recogniser.sdpa, node), node)
             elif is_softmax(node):
                 found += self._softmax(node)
@@ -120,11 +126,14 @@ class Search:
                 if data.value.func in VIEWS:
                     reason = "the heads of the mask are in another order than those of K"
                 self._miss(reason, data.value, node)
+            elif recogniser.queries != ONE and recogniser.queries in _rows(data.ref):
+                self._miss(_OPAQUE, data.value, node)
         except Unsupported:
             if recogniser.close:
                 self._miss("the mask is no union of ranges of keys", recogniser.close[-1], node)
-        except NotOurs:
-            pass
+        except NotOurs as different:
+            if different.reason and recogniser.close:
+                self._miss(different.reason, different.value, node)
         self.failed.append(recogniser)
         return []
 
@@ -135,9 +144,12 @@ class Search:
             return []
         weights = Weights(self.view, value)
         weights.follow(node)
+        recogniser = Recogniser(self.values, self.zero_rows)
         if len(weights.outs) != 1:
+            if recogniser.selects(value):
+                count = len(weights.outs) or "no"
+                self._miss(f"the attention weights go into {count} products with V; expected one", value, node)
             return []
-        recogniser = Recogniser(self.values)
         recognise = functools.partial(recogniser.written, value, weights.outs[0], weights.known, weights.same)
         found = self._tried(recogniser, recognise, node)
         if found and weights.dropped is not None:
@@ -173,6 +185,11 @@ class Search:
             if node is not None and any(u not in inside and u in self.view.live for u in node.users):
                 return node
         return None
+
+
+def _rows(ref: Ref) -> list[Size]:
+    """The sizes of the variables, other than keys, that an element depends on."""
+    return [v.size for v in variables_of(ref) if not isinstance(v, Key)]
 
 
 class Weights:

@@ -1,0 +1,72 @@
+"""Emits what the formula gives in rows without a visible key, where that is not the op's 0."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.edit import Edit
+from mhc_inductor.routing.graph.values import example
+from mhc_inductor.routing.operators.selection.fills import Rows
+
+_ROW = (slice(None), None, slice(None), None)
+
+
+class EmptyRows:
+    """Rows of the results of a call of the op: o [B, S, G, h, Dv] and lse [B, S, G, h]."""
+
+    def __init__(self, edit: Edit, call: fx.Node) -> None:
+        self.edit = edit
+        self.emit = edit.emit
+        self.call = call
+        self.q, self.k, self.v = (a for a in call.args[:3] if isinstance(a, fx.Node))
+        self.scale = call.args[7]
+        grad = edit.place is not None and edit.place.modes.grad
+        self.grads = [grad and edit.needs_grad(x) for x in (self.q, self.k, self.v)]
+
+    def put(self, o: fx.Node, rows: Rows) -> fx.Node:
+        """Returns ``o`` with the rows in which lse is -inf as the formula has them."""
+        if rows in (Rows.SEEN, Rows.ZERO):
+            return o
+        lse = self.emit(operator.getitem, self.call, 1)
+        empty = self.emit("unsqueeze", self.emit(operator.eq, lse, -math.inf), -1)
+        if rows in (Rows.NAN, Rows.NAN_SCORES):
+            return self._nan(o, empty, rows is Rows.NAN_SCORES)
+        mean = self._mean()
+        if rows is Rows.MEAN_SCORES and any(self.grads[:2]):
+            mean = self._with_gradients(mean)
+        return self.emit(torch.where, empty, mean, o)
+
+    def _mean(self) -> fx.Node:
+        return self.emit(operator.getitem, self.emit("mean", self.v, -2), _ROW)
+
+    def _nan(self, o: fx.Node, empty: fx.Node, scores: bool) -> fx.Node:
+        """NaN, whose gradient is NaN for all of V, and for q and K where the scores themselves are NaN."""
+        if not any(self.grads):
+            return self.emit("masked_fill", o, empty, math.nan)
+        reached = self._mean()
+        if scores and self.grads[0]:
+            reached = self.emit(operator.add, reached, self._nothing(self.emit("sum", self.q, -1, True)))
+        if scores and self.grads[1]:
+            sums = self.emit("sum", self.k, (-2, -1))
+            of_keys = self.emit(operator.getitem, sums, (*_ROW, None))
+            reached = self.emit(operator.add, reached, self._nothing(of_keys))
+        factor = self.edit.to(self.emit(torch.where, empty, math.nan, 1.0), example(o).dtype)
+        return self.emit(operator.mul, self.emit(torch.where, empty, reached, o), factor)
+
+    def _nothing(self, x: fx.Node) -> fx.Node:
+        return self.emit(operator.mul, x, 0.0)
+
+    def _with_gradients(self, mean: fx.Node) -> fx.Node:
+        """``mean`` with the gradients of a softmax of equal scores: ds[t] = (do . (v[t] - mean)) / T."""
+        v = self.emit("detach", self.v)
+        centred = self.emit(operator.sub, v, self.emit("mean", v, -2, True))
+        # Products and sums, which Inductor fuses; K.T V is the gradient's only tensor.
+        pairs = self.emit(operator.mul, self.emit("unsqueeze", self.k, -1), self.emit("unsqueeze", centred, -2))
+        moments = self.emit(operator.getitem, self.emit("mean", pairs, -3), _ROW)
+        rows = self.emit(operator.mul, self.emit("unsqueeze", self.q, -1), moments)
+        change = self.emit(operator.mul, self.emit("sum", rows, -2), self.scale)
+        return self.emit(operator.add, mean, self.emit(operator.sub, change, self.emit("detach", change)))

@@ -1,0 +1,210 @@
+"""What the scores of masked keys are set to, and what a query without a visible key gives then.
+
+A masked score is a number F (``masked_fill``, ``where``), or the score plus F (an added mask), rounded in the dtype in which
+the model computes it. A key counts as masked where F is -inf, ``finfo.min`` of that dtype, or at most :data:`LOWEST`. Only
+-inf is exact: with the others the op differs from the formula where all visible scores of a query are within 104 of F or
+below it and, in a query without a visible key, where an added F leaves something of a score after rounding. For -1e9
+added in fp32 that is a score of 32 or more in magnitude, for ``finfo.min`` one of 1e31.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from mhc_inductor.routing.graph.bounds import remembered
+from mhc_inductor.routing.graph.expressions import aten
+from mhc_inductor.routing.graph.index import Unsupported
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.selection.elements import (
+    ADD,
+    MULTIPLY,
+    SHOWN,
+    SUB,
+    constant_of,
+    rounded,
+)
+
+LOWEST = -1e9
+"""The largest finite fill, other than ``finfo.min`` of the scores' dtype, that is taken for a mask."""
+_TOO_MANY = 16  # different values of one mask
+_LOST = 32.0  # up to this magnitude, rounding must remove a score for it to count as removed
+_INSTEAD = 'mask with -inf, or compile with the option "mhc_inductor.empty_rows": "zero"'
+
+
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """A masked score: ``value`` or, if ``added``, the score plus ``value``; ``low``: it was below every score when made."""
+
+    value: float
+    added: bool
+    low: bool
+    dtype: torch.dtype
+
+
+def _fill(value: float, added: bool, dtype: torch.dtype) -> Fill:
+    value = rounded(value, dtype)
+    return Fill(value, added, value <= max(LOWEST, torch.finfo(dtype).min), dtype)
+
+
+class Rows(enum.Enum):
+    """What a query without a visible key gives, in words for the report."""
+
+    SEEN = "every query sees a key"
+    ZERO = "rows without keys give 0"
+    NAN = "rows without keys give NaN"
+    NAN_SCORES = "rows without keys give NaN, and gradients of NaN to q and k"
+    MEAN = "rows without keys give the mean of V"
+    MEAN_SCORES = "rows without keys give the mean of V, with gradients to q and k"
+
+
+class Fills:
+    """The values that masked scores of one attention can have.
+
+    ``no_nan``: rows of -inf give 0; ``fused``: scores and mask meet inside one call; ``guarded``: the model sets the weights of all rows without a visible key to 0.
+    """
+
+    def __init__(self, no_nan: bool = False, fused: bool = False) -> None:
+        self.found: frozenset[Fill] = frozenset()
+        self.no_nan = no_nan
+        self.fused = fused
+        self.guarded = False
+
+    def filled(self, value: float, dtype: torch.dtype) -> None:
+        """Takes a ``masked_fill`` into account."""
+        self.found |= {_fill(value, False, dtype)}
+
+    def added(self, values: Iterable[float], dtype: torch.dtype) -> None:
+        """Takes an added mask of these values into account."""
+        values = [v for v in values if v]
+        sums = {(f.value + v, f.added) for f in self.found for v in values} | {(v, True) for v in values}
+        self.found |= {_fill(v, added, dtype) for v, added in sums}
+        if len(self.found) > _TOO_MANY:
+            raise Unsupported
+
+    def moved(self, by: float, plus: float, dtype: torch.dtype) -> None:
+        """Takes a product of all scores with ``by``, or a sum with ``plus``, into account."""
+        moved = {dataclasses.replace(f, value=rounded(f.value * by + plus, dtype)) for f in self.found}
+        self.found = frozenset(moved)
+
+    def check(self, where: Value) -> None:
+        """Raises Mismatch where a masked key may still count."""
+        for f in sorted(self.found, key=lambda f: -f.value):
+            if not (f.value <= -1e4 and f.low):
+                what = f"lowered by {-f.value:g}" if f.added else f"set to {f.value:g}"
+                expected = f"expected -inf or torch.finfo({f.dtype}).min, which no score reaches"
+                raise Mismatch(f"scores of other keys are {what}; {expected}", where)
+
+    @property
+    def always_zero(self) -> bool:
+        """Whether a row without a visible key gives 0 in the formula too."""
+        return self.guarded or (self.no_nan and all(f.value == -math.inf for f in self.found))
+
+    def rows(self, where: Value) -> Rows:
+        """Returns what a row without a visible key gives. Raises Mismatch where that depends on more than V."""
+        kinds = {(f.value, f.added) for f in self.found}
+        values = sorted({value for value, _ in kinds})
+        if self.always_zero:
+            return Rows.ZERO
+        if len(kinds) != 1:
+            said = " and ".join(f"{v:g}" for v in values) if len(values) > 1 else "both filled and added numbers"
+            raise Mismatch(f"a query may see no key, and scores of other keys are {said}: {_INSTEAD}", where)
+        (only,) = self.found
+        if only.value == -math.inf:
+            return Rows.NAN_SCORES if only.added else Rows.NAN
+        if not only.added:
+            return Rows.MEAN
+        if self.fused:
+            # Kernels differ: a CPU's backward takes every weight of such a row as 1.
+            raise Mismatch(f"a query may see no key, and {only.value:g} is added inside one call: {_INSTEAD}", where)
+        if spacing(only.value, only.dtype) / 2 < _LOST:
+            raise Mismatch(f"a query may see no key, and {only.value:g} plus a score depends on it: {_INSTEAD}", where)
+        return Rows.MEAN_SCORES
+
+
+def spacing(value: float, dtype: torch.dtype) -> float:
+    """Returns the distance between neighbouring numbers of ``dtype`` at ``value``."""
+    return math.ldexp(torch.finfo(dtype).eps, math.frexp(value)[1] - 1)
+
+
+# --- the values of an additive mask -------------------------------------------------------------------------
+
+
+class PossibleValues:
+    """The numbers that elements of masks can be, each tensor looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, a: Any) -> frozenset[float]:
+        """Returns every number that an element of a mask can be, as the model rounds it. Raises Unsupported.
+
+        A number that no element is may be among them, for example one of a piece that a slice leaves out.
+        """
+        known = constant_of(a)
+        if known is not None:
+            return frozenset({known})
+        if not isinstance(a, Value) or a.func is None:
+            raise Unsupported
+        if a.dtype is torch.bool:
+            return frozenset({0.0, 1.0})
+        found: frozenset[float] = remembered(self._known, a, lambda: self._rounded(a), a)
+        return found
+
+    def _rounded(self, a: Value) -> frozenset[float]:
+        found = frozenset(rounded(x, a.dtype) + 0.0 for x in self._made(a))
+        if len(found) > _TOO_MANY or any(x != x for x in found):
+            raise Unsupported
+        return found
+
+    def _made(self, a: Value) -> Iterable[float]:
+        func, args = a.func, a.args
+        if func in SHOWN:
+            return self(args[0])
+        if func in _SOURCES:
+            return [x for source in _SOURCES[func](a) for x in self(source)]
+        if func in _COMBINED and len(args) == 2 and not a.kwargs:
+            combine = _COMBINED[func]
+            return [combine(x, y) for x in self(args[0]) for y in self(args[1])]
+        if func is aten.neg.default:
+            return [-x for x in self(args[0])]
+        if func is aten.log.default:
+            return [-math.inf if x == 0.0 else math.log(x) for x in self(args[0]) if x >= 0.0]
+        raise Unsupported
+
+
+_COMBINED: dict[Any, Callable[[float, float], float]] = {
+    **dict.fromkeys(ADD, lambda x, y: x + y),
+    **dict.fromkeys(SUB, lambda x, y: x - y),
+    **dict.fromkeys(MULTIPLY, lambda x, y: x * y),
+    aten.minimum.default: min,
+    aten.maximum.default: max,
+    aten.rsub.Scalar: lambda x, y: y - x,
+}
+_SOURCES: dict[Any, Callable[[Value], Iterable[Any]]] = {
+    aten.where.self: lambda a: a.args[1:],
+    aten.masked_fill.Scalar: lambda a: (a.args[0], a.args[2]),
+    aten.masked_fill.Tensor: lambda a: (a.args[0], a.args[2]),
+    aten.tril.default: lambda a: (a.args[0], 0.0),
+    aten.triu.default: lambda a: (a.args[0], 0.0),
+    aten.scatter.value: lambda a: (a.args[0], a.args[3]),
+    aten.scatter.src: lambda a: (a.args[0], a.args[3]),
+    aten.index_put.default: lambda a: (a.args[0], a.args[2]),
+    aten._unsafe_index_put.default: lambda a: (a.args[0], a.args[2]),
+    aten.constant_pad_nd.default: lambda a: (a.args[0], *(a.args[2:3] or (0.0,))),
+    aten.cat.default: lambda a: a.args[0],
+    aten.stack.default: lambda a: a.args[0],
+    aten.amax.default: lambda a: a.args[:1],
+    aten.amin.default: lambda a: a.args[:1],
+    aten.gather.default: lambda a: a.args[:1],
+    aten.index_select.default: lambda a: a.args[:1],
+    aten.index.Tensor: lambda a: a.args[:1],
+    aten._unsafe_index.Tensor: lambda a: a.args[:1],
+}
+"""The values among which an element of an operation's result is one."""

@@ -1,0 +1,113 @@
+"""Indices that scatter, gather and indexing take: proved to be in range, or checked where the model's call goes away."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.graph.expressions import aten
+from mhc_inductor.routing.graph.index import Size
+from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.selection.elements import ARANGE, SHOWN, constant_of
+from mhc_inductor.routing.operators.selection.layouts import Layouts
+
+_PICKS = (aten.topk.default, aten.sort.default)
+_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+_DEPTH = 32
+
+
+def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
+    """Whether a number, or every element of an integer tensor, is known to be from 0 to ``size`` - 1."""
+    known = constant_of(a)
+    if known is not None:
+        return known >= 0 and (known < size.factor or (bool(size.symbols) and known == 0))
+    if not isinstance(a, Value) or depth == 0 or a.func is None:
+        return False
+    func, args = a.func, a.args
+
+    def each(*values: Any) -> bool:
+        return all(in_range(v, size, depth - 1) for v in values)
+
+    if func in _PICKS:
+        return a.out == 1 and _picked_of(a) == size
+    if func in ARANGE and len(args) == 1:
+        return a.shape[0] == size or _smaller(a.shape[0], size)
+    if func in SHOWN:
+        return each(args[0])
+    if func in (aten.cat.default, aten.stack.default):
+        return each(*args[0])
+    if func is aten.where.self:
+        return each(*args[1:])
+    if func in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        return each(args[0], args[2])
+    if func in _CLAMPS:
+        return _clamped(a, each)
+    if func is aten.remainder.Scalar:
+        return not size.symbols and isinstance(args[1], int) and 0 < args[1] <= size.factor
+    return False
+
+
+def _picked_of(value: Value) -> Size | None:
+    """The size of the dim whose positions a topk or sort returns."""
+    of, *rest = value.args
+    at = 1 if value.func is aten.topk.default else 0
+    d = value.kwargs.get("dim", rest[at] if len(rest) > at and not isinstance(rest[at], bool) else -1)
+    return of.shape[d] if of.shape and isinstance(d, int) else None
+
+
+def _smaller(a: Size, b: Size) -> bool:
+    return not a.symbols and not b.symbols and a.factor <= b.factor
+
+
+def _clamped(value: Value, each: Callable[..., bool]) -> bool:
+    """A clamp of anything between two numbers in range, or of indices in range by one."""
+    low, high = [*value.args[1:], None][:2]
+    if value.func is aten.clamp_max.default:
+        low, high = None, low
+    low, high = value.kwargs.get("min", low), value.kwargs.get("max", high)
+    inside = [each(b) for b in (low, high) if b is not None]
+    return all(inside) and (len(inside) == 2 or each(value.args[0]))
+
+
+class Indices:
+    """The index tensors of calls that a routed mask does without, and the sizes of the dims that they index."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Value, Size, bool], None] = {}
+
+    def take(self, index: Value, size: Size, wraps: bool) -> None:
+        """Takes an index tensor into account; ``wraps``: negative ones count from the end."""
+        if index.dtype is torch.bool or in_range(index, size):
+            return
+        while index.node is None and index.func in SHOWN and isinstance(index.args[0], Value):
+            index = index.args[0]
+        if index.node is not None:
+            self._found[index, size, wraps] = None
+
+    def values(self) -> list[Value]:
+        """Returns the tensors to check."""
+        return [index for index, _, _ in self._found]
+
+    def checked(self, layouts: Layouts, ranges: fx.Node) -> fx.Node:
+        """Returns ``ranges``, computed such that an index out of range raises as in the model's own call.
+
+        An index into a dim whose size no input has, as a count of blocks of a sequence of any length, is not checked.
+        """
+        emit = layouts.edit.emit
+        for value, size, wraps in self._found:
+            try:
+                length = layouts.size(size)
+            except Mismatch:
+                continue
+            index = emit("reshape", emit("to", layouts.edit.input(value), torch.int64), -1)
+            places = emit(torch.arange, length, device=example(index).device)
+            same = emit(operator.getitem, places, index) if wraps else emit("gather", places, 0, index)
+            # 0, or a whole turn.
+            off = emit("remainder", emit(operator.sub, same, index), length)
+            ranges = emit(operator.add, ranges, emit("to", emit("sum", off), example(ranges).dtype))
+        return ranges

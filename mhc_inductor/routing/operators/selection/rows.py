@@ -1,0 +1,167 @@
+"""Proves that every query sees a key, so that nobody has to know what a row without one gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from mhc_inductor.routing.graph.expressions import Ref, aten, step
+from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, Var, const, var
+from mhc_inductor.routing.graph.linear import (
+    Datum,
+    Floor,
+    Key,
+    Linear,
+    atom,
+    number,
+    of_size,
+    placed,
+)
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.selection.elements import ADD, constant_of, operand
+from mhc_inductor.routing.operators.selection.fills import LOWEST
+from mhc_inductor.routing.operators.selection.keys import All, Any_, Compare, eliminated
+from mhc_inductor.routing.operators.selection.masks import Masks
+
+
+def seen_by_all(keys: Any_, t: Key, masks: Masks) -> bool:
+    """Whether some key ``t`` of ``keys`` exists whatever the other variables are: the own one, a first block, a top score."""
+    for conj in keys:
+        for each in _known(conj, masks):
+            if _not_empty(each, t) or _top(each, t, masks):
+                return True
+    return False
+
+
+def _known(conj: All, masks: Masks) -> Iterator[All]:
+    """``conj``, and ``conj`` for the pieces of a joined tensor of picks that positions say."""
+    yield conj
+    for data in {d for value in conj.comparisons() for d in value.data()}:
+        value = data.ref.value
+        if value.func is not aten.cat.default or data.wrap is not None:
+            continue
+        for v in conj.bound:
+            at = 0
+            for piece in value.args[0]:
+                with contextlib.suppress(Unsupported, DynamicWidth):
+                    found = _instance(conj, data, v, at, masks)
+                    if found is not None:
+                        yield found
+                size = piece.shape[value.args[1] % len(value.shape) if len(value.args) > 1 else 0]
+                if size.symbols:
+                    break
+                at += size.factor
+
+
+def _instance(conj: All, data: Datum, v: Var, at: int, masks: Masks) -> All | None:
+    """``conj`` with ``v`` = ``at``, and what ``data`` is then. Raises Unsupported."""
+    ref = placed(data.ref, v, const(at))
+    below = step(ref)
+    if ref == data.ref or below is None:
+        return None
+    literals = set()
+    for x in conj.literals:
+        if not isinstance(x, Compare):
+            return None
+        value, c = x.value, x.value.coefficient(data)
+        value = value.without(data).plus(masks.whole(below), c) if c else value
+        if data in value.data() or v in value.variables():
+            return None
+        literals.add(Compare(x.kind, value))
+    return eliminated(All(frozenset(literals), tuple(b for b in conj.bound if b is not v)))
+
+
+def _not_empty(conj: All, t: Key) -> bool:
+    """Whether ``low <= t < high`` is all that ``conj`` says, and low < high for all positions."""
+    lows, highs = [number(0)], [of_size(t.size)]
+    for x in conj.literals:
+        if not isinstance(x, Compare) or x.value.data() or x.kind == "ne":
+            return False
+        found = _bounds(x, t)
+        if found is None:
+            return False
+        lows += found[0]
+        highs += found[1]
+    return all(_at_least(high.minus(low).shifted(-1)) for low in lows for high in highs)
+
+
+def _bounds(x: Compare, t: Key) -> tuple[list[Linear], list[Linear]] | None:
+    """Lower bounds of ``t``, and numbers that it stays below; None where ``x`` says something else."""
+    floors = [a for a, _ in x.value.terms if isinstance(a, Floor) and t in a.of.variables()]
+    places: list[Key | Floor] = [t, *floors]
+    for place in places:
+        c, rest = x.value.coefficient(place), x.value.without(place)
+        if abs(c) != 1 or t in rest.variables():
+            continue
+        by, inside = 1, Linear()
+        if isinstance(place, Floor):
+            by, inside = place.by, place.of.without(t)
+            if place.of.coefficient(t) != 1 or t in inside.variables():
+                return None
+        first = rest.times(-c).times(by).minus(inside)  # the first key of the place where the comparison is an equality
+        after = first.shifted(by)
+        if x.kind == "eq":
+            return [first], [after]
+        return ([], [after]) if c == 1 else ([first], [])
+    return None
+
+
+def _at_least(x: Linear) -> bool:
+    """Whether ``x`` is never negative: sums of positions, sizes and quotients."""
+    for a, c in x.terms:
+        if isinstance(a, Floor):
+            # by * (of // by) is of less a remainder from 0 to by - 1.
+            if c % a.by:
+                return False
+            m = c // a.by
+            rest = x.plus(atom(a), -c).plus(a.of, m)
+            return _at_least(rest if m < 0 else rest.shifted(-m * (a.by - 1)))
+    total = Linear(constant=x.constant)
+    for a, c in x.terms:
+        if not isinstance(a, Var):
+            return False
+        if c < 0:
+            total = total.plus(of_size(a.size), c).shifted(-c)
+    sizes = [c for symbols, c in total.constant if symbols]
+    # A size that the graph leaves open is 1 at least.
+    return all(c > 0 for c in sizes) and total.offset + sum(sizes) >= 0
+
+
+def _top(conj: All, t: Key, masks: Masks) -> bool:
+    """Whether ``t`` is any of the best keys by scores, and those that ``conj`` excludes have the lowest scores."""
+    picks = [x for x in conj.literals if isinstance(x, Compare) and x.value.data()]
+    if len(picks) != 1 or len(conj.bound) != 1 or picks[0].kind != "eq":
+        return False
+    (data,) = picks[0].value.data()
+    value = data.ref.value
+    if (
+        picks[0].value not in (atom(t).minus(atom(data)), atom(data).minus(atom(t)))
+        or value.func is not aten.topk.default
+    ):
+        return False
+    scores, k, *rest = value.args
+    largest = rest[1] if len(rest) > 1 else value.kwargs.get("largest", True)
+    last = not rest or rest[0] in (-1, len(value.shape) - 1)
+    if value.out != 1 or not largest or not last or not isinstance(k, int) or k < 1:
+        return False
+    if conj.bound[0] not in data.ref.index[-1].variables():
+        return False
+    wanted = conj.literals - {picks[0]}
+    ref = Ref(scores, (*data.ref.index[:-1], var(t)))
+    return any(wanted <= c.literals and _not_empty(c, t) for c in _unmasked_scores(ref, masks))
+
+
+def _unmasked_scores(ref: Ref, masks: Masks) -> Any_:
+    """The keys whose scores are not lowered, where exactly one mask lowers scores below all others."""
+    value, args = ref.value, ref.value.args
+    with contextlib.suppress(Unsupported, DynamicWidth, Mismatch):
+        if value.func in ADD and len(args) == 2 and not value.kwargs:
+            for a in args:
+                with contextlib.suppress(Unsupported):
+                    if constant_of(a) is None and max((v for v in masks.possible(a) if v), default=0.0) <= LOWEST:
+                        return masks.additive(operand(a, ref))
+        if value.func in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+            fill = constant_of(args[2])
+            if fill is not None and fill <= LOWEST:
+                return masks.truth(operand(args[1], ref), False)
+    return []

@@ -1,0 +1,478 @@
+"""What a mask says is what the op sees: fills, rows without keys, constants, factors, casts and indices out of range.
+
+Each case is a formula that is either equal to eager after routing, gradients and NaN included, or is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mhc_inductor.options import RoutingOptions
+from tests.capture import Captured, difference, eager, reasons, run
+
+INF = float("inf")
+MIN = torch.finfo(torch.float32).min
+T = 16
+
+
+def _given(seed: int = 0, S: int = T, dtype: torch.dtype = torch.float32, size: float = 1.0) -> tuple[Tensor, ...]:
+    """q, k, v [2, 2, S or T, 8], and ranges [2, 2, S, 2, 2] of which every third query has none."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, 2, n, 8, generator=g) for n in (S, T, T))
+    start = torch.randint(0, T, (2, 2, S, 2), generator=g)
+    ranges = torch.stack([start, (start + torch.randint(1, 5, start.shape, generator=g)).clamp(max=T)], -1)
+    ranges[:, :, torch.arange(S) % 3 == 0] = 0
+    return (size * q).to(dtype), k.to(dtype), v.to(dtype), ranges
+
+
+def _inside(ranges: Tensor) -> Tensor:
+    t = torch.arange(T)
+    return ((t >= ranges[..., :1]) & (t < ranges[..., 1:])).any(-2)
+
+
+def _causal() -> Tensor:
+    return torch.arange(T) <= torch.arange(T)[:, None]
+
+
+def _attention(mask: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """softmax(mask(scores, allowed)) @ V."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        return mask(q @ k.mT * 0.35, _inside(ranges)).softmax(-1) @ v
+
+    return fn
+
+
+def _both(fn: Callable[..., Any], given: tuple[Tensor, ...], grad: bool = True) -> tuple[Captured, Captured]:
+    return run(fn, given, (), grad), eager(fn, given, (), grad)
+
+
+def _same(fn: Callable[..., Any], given: tuple[Tensor, ...], routed: bool | None = None, bar: float = 2e-6) -> Captured:
+    """The routed call, which must be equal to the eager one in training and in inference."""
+    for grad in (True, False):
+        got, unrouted = _both(fn, given, grad)
+        assert not got.report.problems, got.report.problems
+        if routed is not None:
+            assert bool(got.ops) == routed, reasons(got)
+        assert difference(got, unrouted) < bar, (grad, dict(got.ops), reasons(got))
+    return got
+
+
+# --- one fill -----------------------------------------------------------------------------------------------
+
+ONE_FILL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "filled -inf": lambda s, m: s.masked_fill(~m, -INF),
+    "where -inf": lambda s, m: torch.where(m, s, -INF),
+    "added -inf": lambda s, m: s + torch.zeros_like(s).masked_fill(~m, -INF),
+    "filled twice with -inf": lambda s, m: s.masked_fill(~m, -INF).masked_fill(~_causal(), -INF),
+    "filled finfo.min": lambda s, m: s.masked_fill(~m, MIN),
+    "filled twice with finfo.min": lambda s, m: s.masked_fill(~m, MIN).masked_fill(~_causal(), MIN),
+    "filled finfo.min, then scaled": lambda s, m: s.masked_fill(~m, MIN) * 0.5,
+    "filled -1e9": lambda s, m: s.masked_fill(~m, -1e9),
+    "added finfo.min": lambda s, m: s + torch.zeros_like(s).masked_fill(~m, MIN),
+    "added -1e9": lambda s, m: s + (1.0 - m.float()) * -1e9,
+    "subtracted 1e9": lambda s, m: s - (~m).float() * 1e9,
+    "added min of two": lambda s, m: (
+        s + torch.minimum(torch.zeros_like(s).masked_fill(~m, MIN), torch.zeros(T, T).masked_fill(~_causal(), MIN))
+    ),
+}
+
+
+@pytest.mark.parametrize("masked", ONE_FILL)
+def test_rows_without_keys_are_the_formulas(masked: str) -> None:
+    """Zeros, means, NaN, and their gradients: NaN where the model's are."""
+    _same(_attention(ONE_FILL[masked]), _given(), routed=True)
+
+
+@pytest.mark.parametrize("masked", ["filled -inf", "filled finfo.min", "added finfo.min"])
+def test_rows_without_keys_in_bf16(masked: str) -> None:
+    low = torch.finfo(torch.bfloat16).min
+
+    def mask(s: Tensor, m: Tensor) -> Tensor:
+        fill = -INF if "-inf" in masked else low
+        return s + torch.zeros_like(s).masked_fill(~m, fill) if "added" in masked else s.masked_fill(~m, fill)
+
+    _same(_attention(mask), _given(dtype=torch.bfloat16), routed=True, bar=2e-2)
+
+
+@pytest.mark.parametrize("fill", [-INF, MIN])
+def test_rows_without_keys_of_sdpa(fill: float) -> None:
+    """Gradients of a row of finfo.min differ between kernels of fused attention."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        bias = torch.zeros(2, 2, T, T).masked_fill(~_inside(ranges), fill)
+        return F.scaled_dot_product_attention(q, k, v, bias)
+
+    _same(fn, _given(), routed=fill == -INF)
+
+
+def test_weights_set_to_0_in_rows_without_keys() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        allowed = _inside(ranges)
+        p = (q @ k.mT * 0.35).masked_fill(~allowed, MIN).softmax(-1).masked_fill(~allowed, 0.0)
+        return p @ v
+
+    _same(fn, _given(), routed=True)
+
+
+def test_nan_to_num_leaves_a_mean_as_it_is() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        return torch.nan_to_num((q @ k.mT).masked_fill(~_inside(ranges), MIN).softmax(-1)) @ v
+
+    _same(fn, _given(), routed=True)
+
+
+# --- several fills ------------------------------------------------------------------------------------------
+
+SEVERAL_FILLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "finfo.min, then -inf": lambda s, m: s.masked_fill(~m, MIN).masked_fill(~_causal(), -INF),
+    "-inf, then finfo.min": lambda s, m: s.masked_fill(~m, -INF).masked_fill(~_causal(), MIN),
+    "-1e9, then finfo.min": lambda s, m: s.masked_fill(~_causal(), -1e9).masked_fill(~m, MIN),
+    "-1e4 and finfo.min": lambda s, m: s.masked_fill(~_causal(), -1e4).masked_fill(~m, MIN),
+    "two added of -1e9": lambda s, m: s + (~m).float() * -1e9 + (~_causal()).float() * -1e9,
+    "two added of -1e9 as one": lambda s, m: s + ((~m).float() * -1e9 + (~_causal()).float() * -1e9),
+    "two added of finfo.min": lambda s, m: s + ((~m).float() * MIN + (~_causal()).float() * MIN),
+    "added -inf, filled finfo.min": lambda s, m: (s + torch.where(_causal(), 0.0, -INF)).masked_fill(~m, MIN),
+    "added and filled finfo.min": lambda s, m: (s + torch.where(_causal(), 0.0, MIN)).masked_fill(~m, MIN),
+    "one mask of two fills": lambda s, m: s + torch.where(_causal(), torch.where(m, 0.0, -1e9), -INF),
+}
+
+
+@pytest.mark.parametrize("masked", SEVERAL_FILLS)
+def test_masks_of_different_fills(masked: str) -> None:
+    """Where some row has no key, the fills say which keys count: nothing of the future may leak in."""
+    got = _same(_attention(SEVERAL_FILLS[masked]), _given(), routed=False)
+    assert "a query may see no key" in reasons(got) or "expected -inf" in reasons(got), reasons(got)
+
+
+@pytest.mark.parametrize("masked", SEVERAL_FILLS)
+def test_masks_of_different_fills_where_every_query_sees_a_key(masked: str) -> None:
+    """The own key always counts, so no row is empty."""
+    fn = _attention(lambda s, m: SEVERAL_FILLS[masked](s, m | (torch.arange(T) == torch.arange(T)[:, None])))
+    _same(fn, _given(), routed="-1e4" not in masked)
+
+
+def test_zeros_are_an_option() -> None:
+    fn = _attention(SEVERAL_FILLS["finfo.min, then -inf"])
+    given = _given()
+    got = run(fn, given, options=RoutingOptions(empty_rows="zero"))
+    unrouted = eager(fn, given)
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
+    seen = (_inside(given[3]) & _causal()).any(-1)
+    assert torch.allclose(got.outputs[0][seen], unrouted.outputs[0][seen], atol=1e-5)
+    assert not bool(got.outputs[0][~seen].any())
+
+
+# --- fills that a score may reach ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fill", [-1e4, -65504.0, -1e8])
+@pytest.mark.parametrize("added", [True, False])
+def test_fills_that_a_score_may_reach_are_left(fill: float, added: bool) -> None:
+    def mask(s: Tensor, m: Tensor) -> Tensor:
+        return s + (~m).float() * fill if added else s.masked_fill(~m, fill)
+
+    got = _same(_attention(mask), _given(size=3e4), routed=False)
+    assert "expected -inf" in reasons(got)
+
+
+def test_a_mask_in_fp16_is_its_dtypes_lowest() -> None:
+    low = torch.finfo(torch.float16).min
+    fn = _attention(lambda s, m: s.masked_fill(~m, low))
+    _same(fn, _given(dtype=torch.float16), routed=True, bar=2e-3)
+    _same(_attention(lambda s, m: s.float().masked_fill(~m, low)), _given(), routed=False)
+
+
+def test_finfo_min_of_another_dtype_is_rounded() -> None:
+    """finfo(float32).min is -inf in bf16."""
+    fn = _attention(lambda s, m: s + torch.zeros(m.shape).masked_fill(~m, MIN).bfloat16())
+    _same(fn, _given(dtype=torch.bfloat16), routed=True, bar=2e-2)
+
+
+# --- constants, factors and casts ---------------------------------------------------------------------------
+
+Two = Callable[[Tensor, Tensor], Tensor]
+EQUAL_OR_LEFT: dict[str, Two] = {
+    "half of a sum reaches 1": lambda a, b: (a.float() + b.float()) * 0.5 >= 1,
+    "half of a sum is above 0.75": lambda a, b: (a.float() + b.float()) * 0.5 > 0.75,
+    "half of a sum is above 0.25": lambda a, b: (a.float() + b.float()) * 0.5 > 0.25,
+    "a quarter reaches a quarter": lambda a, b: (a.float() * 0.25 + b.float() * 0.5) >= 0.25,
+    "a truncated half": lambda a, b: (0.5 * a.float()).int() > 0,
+    "a truncated half as a mask": lambda a, b: (0.5 * (a.float() + b.float())).int().bool(),
+    "one and a half, truncated": lambda a, b: (1.5 * a.float()).int() == 1,
+    "a weighted product": lambda a, b: (0.5 * a.float()) * (2.0 * b.float()) >= 1,
+    "a weighted product below 1": lambda a, b: (0.5 * a.float()) * b.float() >= 1,
+    "a clamped double": lambda a, b: (2 * a.int()).clamp(max=1) > 1,
+    "a clamped sum": lambda a, b: (a.int() + b.int()).clamp(max=1) == 1,
+    "a sum clamped at 2": lambda a, b: (a.int() + b.int()).clamp(max=2) == 2,
+    "where of halves": lambda a, b: torch.where(a, 0.5, 0.0) >= 1,
+    "where of doubles": lambda a, b: torch.where(a, 2.0, 0.0) > 1,
+    "where of both": lambda a, b: torch.where(a, 0.5, b.float()) >= 1,
+    "filled with a half": lambda a, b: torch.zeros(a.shape).masked_fill(a, 0.5) >= 1,
+    "filled with a half, to int": lambda a, b: torch.zeros(a.shape).masked_fill(a, 0.5).int() > 0,
+    "equal to 2": lambda a, b: (a.int() + b.int()) == 2,
+    "not 1": lambda a, b: a.int() != 1,
+    "at most 1": lambda a, b: (a.int() + b.int()) <= 1,
+    "at most 0": lambda a, b: (a.int() + b.int()) <= 0,
+    "below a half": lambda a, b: ~((a.float() + b.float()) < 0.5),
+    "a difference": lambda a, b: (a.int() - b.int()) > 0,
+    "a difference in uint8": lambda a, b: (a.to(torch.uint8) - b.to(torch.uint8)) > 0,
+    "256 times in uint8": lambda a, b: (a.to(torch.uint8) * 16 * 16) > 0,
+    "200 and 100 in uint8": lambda a, b: (a.to(torch.uint8) * 200 + b.to(torch.uint8) * 56) > 0,
+    "128 in int8": lambda a, b: (a.to(torch.int8) * 64 + b.to(torch.int8) * 64) > 0,
+    "too small for a float": lambda a, b: (a.float() * 1e-30 * 1e-30) > 0,
+    "a number that bf16 rounds": lambda a, b: (a.to(torch.bfloat16) * 1.001) > 1,
+    "minimum of two": lambda a, b: torch.minimum(a.int(), b.int()) > 0,
+    "minimum of doubles": lambda a, b: torch.minimum(2 * a.int(), b.int()) > 0,
+    "maximum": lambda a, b: torch.maximum(a, b),
+    "with alpha": lambda a, b: torch.add(a.int(), b.int(), alpha=2) >= 2,
+    "rsub": lambda a, b: torch.rsub(a.int(), 1) == 0,
+    "rsub with alpha": lambda a, b: torch.rsub(a.int(), 1, alpha=2) < 0,
+    "xor": lambda a, b: a ^ b,
+    "equal flags": lambda a, b: a == b,
+    "nonzero fraction": lambda a, b: (a.float() * 0.3).bool(),
+    "finfo.min against -inf": lambda a, b: torch.zeros(a.shape).masked_fill(~a, MIN) == -INF,
+    "additive, against -inf": lambda a, b: torch.zeros(a.shape).masked_fill(~a, -INF) != -INF,
+    "additive that cancels": lambda a, b: torch.where(a, 5.0, 0.0) + torch.where(b, -5.0, -10.0) == 0,
+    "half truncated to 0 in int": lambda a, b: torch.full(a.shape, 0.5).int() + a.int() > 0,
+    "cumulative": lambda a, b: a.int().cumsum(-1) * a.int() > 1,
+}
+
+
+@pytest.mark.parametrize("name", EQUAL_OR_LEFT)
+def test_constants_of_masks_count(name: str) -> None:
+    """a and b are masks of one range each; every key of the own place is seen, so that no row is empty."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        t = torch.arange(T)
+        a = (t >= ranges[..., 0, :1]) & (t < ranges[..., 0, 1:])
+        b = (t >= ranges[..., 1, :1]) & (t < ranges[..., 1, 1:])
+        allowed = EQUAL_OR_LEFT[name](a, b) | (t == t[:, None])
+        return (q @ k.mT * 0.35).masked_fill(~allowed, -INF).softmax(-1) @ v
+
+    got = _same(fn, _given())
+    assert bool(got.ops) == (name in _ROUTED), f"{dict(got.ops)}: {reasons(got)}"
+
+
+_ROUTED = {
+    *(
+        "half of a sum is above 0.25",
+        "a quarter reaches a quarter",
+        "a clamped sum",
+        "where of doubles",
+        "below a half",
+    ),
+    *("maximum", "nonzero fraction", "additive, against -inf", "half truncated to 0 in int"),
+}
+"""The masks above that are one of the two or their union: recognised through their constants."""
+
+
+def _picks(values: Tensor) -> tuple[Tensor, ...]:
+    q, k, v, _ = _given()
+    return q, k, v, values
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_counts_that_a_float_rounds(dtype: torch.dtype) -> None:
+    """600 starts before 601 ends leave a count of 0 or 1 that 8 bits do not hold."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        change = torch.zeros(2, 2, T, T + 1, dtype=dtype)
+        one = torch.ones(starts.shape, dtype=dtype)
+        change = change.scatter_add(-1, starts, one).scatter_add(-1, (starts + 3).clamp(max=T), -one)
+        allowed = (change.cumsum(-1)[..., :T] > 0) | (torch.arange(T) == torch.arange(T)[:, None])
+        return (q @ k.mT * 0.35).masked_fill(~allowed, -INF).softmax(-1) @ v
+
+    starts = torch.randint(0, T, (2, 2, T, 600), generator=torch.Generator().manual_seed(0))
+    _same(fn, _picks(starts))
+
+
+# --- casts of q, k and v ------------------------------------------------------------------------------------
+
+CASTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "through bf16": lambda x: x.bfloat16().float(),
+    "through float8": lambda x: x.to(torch.float8_e4m3fn).to(x.dtype),
+    "through bf16 and float8": lambda x: x.bfloat16().to(torch.float8_e5m2).bfloat16().float(),
+    "through int": lambda x: (4 * x).int().float(),
+    "through int8 and a scale": lambda x: (16 * x).round().to(torch.int8).float() * 0.0625,
+    "rounded between two factors": lambda x: (x * 1.7).bfloat16().float() * 0.3,
+    "float8 between two factors": lambda x: (x * 1.7).to(torch.float8_e4m3fn).float() * 0.3,
+    "wider": lambda x: x.double().float(),
+}
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("cast", CASTS)
+def test_roundings_of_inputs_are_the_models(cast: str, which: str) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        q, k, v = (CASTS[cast](x) if name == which else x for name, x in (("q", q), ("k", k), ("v", v)))
+        return (q @ k.mT * 0.35).masked_fill(~_inside(ranges), MIN).softmax(-1) @ v
+
+    got = run(fn, _given())
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
+    assert difference(got, eager(fn, _given())) < 2e-6, cast
+
+
+@pytest.mark.parametrize("what", ["scores", "weights"])
+def test_float8_in_between_is_left(what: str) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        s = (q @ k.mT * 0.35).masked_fill(~_inside(ranges), MIN)
+        s = s.to(torch.float8_e5m2).float() if what == "scores" else s
+        p = s.softmax(-1)
+        p = p.to(torch.float8_e4m3fn).float() if what == "weights" else p
+        return p @ v
+
+    _same(fn, _given(), routed=False)
+
+
+# --- indices out of range -----------------------------------------------------------------------------------
+
+INDEXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "scatter": lambda x: torch.zeros(2, 2, T, T, dtype=torch.bool).scatter(-1, x, True),
+    "scatter_add": lambda x: torch.zeros(2, 2, T, T).scatter_add(-1, x, torch.ones(x.shape)) > 0,
+    "scatter_ of clamped": lambda x: torch.zeros(2, 2, T, T, dtype=torch.bool).scatter_(-1, x.clamp(min=0), True),
+    "setitem": lambda x: _set(torch.zeros(2, 2, T, T, dtype=torch.bool), x),
+    "blocks": lambda x: torch.zeros(2, 2, T, 4).scatter(-1, x, 1.0).repeat_interleave(4, -1) > 0,
+}
+
+
+def _set(mask: Tensor, x: Tensor) -> Tensor:
+    b, g, s = torch.arange(2), torch.arange(2), torch.arange(T)
+    mask[b.view(2, 1, 1, 1), g.view(2, 1, 1), s.view(T, 1), x] = True
+    return mask
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_indices_out_of_range_raise_as_before(name: str) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        return (q @ k.mT * 0.35).masked_fill(~INDEXED[name](x), -INF).softmax(-1) @ v
+
+    g = torch.Generator().manual_seed(0)
+    picks = torch.randint(0, 4 if name == "blocks" else T, (2, 2, T, 3), generator=g)
+    _same(fn, _picks(picks), routed=True)
+    picks[1, 1, 5, 2] = T
+    for call in (run, eager):
+        with pytest.raises((IndexError, RuntimeError)):
+            call(fn, _picks(picks), (), False)
+
+
+def test_indices_of_topk_need_no_check() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
+        mask = torch.zeros(2, 2, T, T, dtype=torch.bool).scatter(-1, index.topk(3, -1)[1], True)
+        return (q @ k.mT * 0.35).masked_fill(~mask, -INF).softmax(-1) @ v
+
+    got = _same(fn, _picks(torch.randn(2, 2, T, T)), routed=True)
+    assert "gather" not in str(got.graphs[0].graph)
+
+
+# --- near misses --------------------------------------------------------------------------------------------
+
+Whole = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
+
+
+def _masked_scores(q: Tensor, k: Tensor, ranges: Tensor) -> Tensor:
+    return (q @ k.mT * 0.35).masked_fill(~_inside(ranges), -INF)
+
+
+def _two_products(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Any:
+    p = _masked_scores(q, k, ranges).softmax(-1)
+    return p @ v, p @ k
+
+
+def _sunk(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Any:
+    s = torch.cat([_masked_scores(q, k, ranges), q[..., :1]], -1)
+    return (s - s.max(-1, keepdim=True).values).softmax(-1)[..., :-1] @ v
+
+
+NEAR_MISSES: dict[str, tuple[Whole, str]] = {
+    "soft cap": (
+        lambda q, k, v, r: (3.0 * torch.tanh(q @ k.mT / 3.0)).masked_fill(~_inside(r), -INF).softmax(-1) @ v,
+        "the scores are capped by a tanh",
+    ),
+    "clamp": (
+        lambda q, k, v, r: (q @ k.mT).clamp(-5, 5).masked_fill(~_inside(r), -INF).softmax(-1) @ v,
+        "the scores are clamped",
+    ),
+    "bias": (
+        lambda q, k, v, r: (
+            ((q @ k.mT) + q.sum(-1, True) * v.sum(-1)[..., None, :]).masked_fill(~_inside(r), -INF).softmax(-1) @ v
+        ),
+        "something that is no mask is added to the scores",
+    ),
+    "dropout": (
+        lambda q, k, v, r: F.dropout(_masked_scores(q, k, r).softmax(-1), 0.5) @ v,
+        "the attention weights are dropped out",
+    ),
+    "weights returned": (
+        lambda q, k, v, r: ((p := _masked_scores(q, k, r).softmax(-1)) @ v, p),
+        "the attention weights or scores are used elsewhere, too",
+    ),
+    "weights only": (lambda q, k, v, r: _masked_scores(q, k, r).softmax(-1), "no products with V"),
+    "weights in two products": (_two_products, "2 products with V"),
+    "sink": (_sunk, "the softmax is over scores and other logits (a sink, more keys)"),
+    "all but the picked": (
+        lambda q, k, v, r: (
+            (q @ k.mT)
+            .masked_fill(~torch.ones(2, 2, T, T, dtype=torch.bool).scatter(-1, r[..., 0], False), -INF)
+            .softmax(-1)
+            @ v
+        ),
+        "no union of ranges of keys",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_softmaxes_over_selected_keys_that_stay_have_a_reason(name: str) -> None:
+    fn, reason = NEAR_MISSES[name]
+    got = run(fn, _given(), (), False)
+    assert not got.ops and reason in reasons(got), reasons(got)
+    assert all("test_routing_masks.py:" in m.source for m in got.report.near_misses)
+
+
+@pytest.mark.parametrize("form", ["bool", "float", "sdpa", "sdpa bool"])
+def test_masks_that_are_given_have_a_reason(form: str) -> None:
+    """A registered buffer or an argument with an element for each query and key: nobody sees what it says."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        if "sdpa" in form:
+            return F.scaled_dot_product_attention(q, k, v, mask)
+        s = q @ k.mT
+        return (s + mask if form == "float" else s.masked_fill(~mask, -INF)).softmax(-1) @ v
+
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    mask = causal if "bool" in form else torch.zeros(T, T).masked_fill(~causal, -INF)
+    got = run(fn, (*_given()[:3], mask), (), False)
+    assert not got.ops and "an element for each query and key" in reasons(got), reasons(got)
+
+
+def test_masks_of_positions_and_padding_are_no_near_miss() -> None:
+    """Plain causal attention, a padding mask, -1e4 for a mask: torch.compile's own."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
+        s = q @ k.mT
+        padded = _causal() & padding[:, None, None]
+        outs = [s.masked_fill(~_causal(), fill).softmax(-1) @ v for fill in (-INF, MIN, -1e4)]
+        return (*outs, s.softmax(-1) @ v, (3 * torch.tanh(s)).masked_fill(~padded, -INF).softmax(-1) @ v)
+
+    got = run(fn, (*_given()[:3], torch.rand(2, T) > 0.1), (), False)
+    assert got.report.empty, reasons(got)
+
+
+def test_keys_put_together_in_place() -> None:
+    """``new_empty`` and two slice copies, as models join a rotated part to the rest."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        joined = k.new_empty(k.shape)
+        joined[..., :4] = k[..., 4:]
+        joined[..., 4:] = k[..., :4]
+        return (q @ joined.mT * 0.35).masked_fill(~_inside(ranges), -INF).softmax(-1) @ v
+
+    got = _same(fn, _given())
+    assert got.ops or got.report.near_misses
