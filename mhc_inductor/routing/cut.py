@@ -69,6 +69,8 @@ class Cut:
         self.edit, self.view, self.place = edit, edit.view, edit.place
         self.match, self.pairs = match, pairs
         self.ins = dict.fromkeys(node_of(v) for v in match.inputs)
+        self.asked = [bool(self.view.ends.get(node_of(value), 0)) for value, _ in pairs]
+        """For each result, whether the graph has a use for its gradient."""
         self.stood_for = edit.originals()
         self.unrounded = {new: old for new, old in edit.unrounded().items() if old in self.ins}
         self.formula = self._formula()
