@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import fx
 
+from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit, Pairs, node_of
 from mhc_inductor.routing.effects import Modes
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.operator import Match
 
 MODES = "mhc_inductor_modes"
@@ -68,7 +69,10 @@ class Cut:
         self.edit, self.view, self.place = edit, edit.view, edit.place
         self.match, self.pairs = match, pairs
         self.ins = dict.fromkeys(node_of(v) for v in match.inputs)
+        self.asked = [bool(self.view.ends.get(node_of(value), 0)) for value, _ in pairs]
+        """For each result, whether the graph has a use for its gradient."""
         self.stood_for = edit.originals()
+        self.unrounded = {new: old for new, old in edit.unrounded().items() if old in self.ins}
         self.formula = self._formula()
         self.op = self._op()
         self.inputs = list(dict.fromkeys([*self.formula.inputs, *self.op.inputs]))
@@ -134,8 +138,20 @@ class Cut:
         at: dict[fx.Node, fx.Node],
     ) -> None:
         for a in nodes:
-            if a not in at:
+            if a in at:
+                continue
+            if a in self.unrounded and a not in given:
+                at[a] = self._laid(piece, a)
+            else:
                 at[a] = piece.input(given[a] if a in given else self.stood_for.get(a) or shown.get(a, a))
+
+    def _laid(self, piece: Piece, new: fx.Node) -> fx.Node:
+        """What a formula has, in the layout and dtype in which an earlier op gives it."""
+        wanted, made = example(new), piece.input(self.unrounded[new])
+        for target, argument in (("reshape", [*map(compat.hint, wanted.shape)]), ("to", wanted.dtype)):
+            made = piece.graph.call_method(target, (made, argument))
+            made.meta[MODES] = self.place.modes
+        return made
 
     def _needed(self, given: dict[fx.Node, fx.Node], every: set[fx.Node]) -> Iterator[fx.Node]:
         """New nodes behind the results. One of an earlier match stands for what the formula has there."""
@@ -145,7 +161,7 @@ class Cut:
             node = todo.pop()
             stands = self.stood_for.get(node)
             outside = stands is not None and stands not in self.place.region
-            if node in given or node not in every or outside:
+            if node in given or node not in every or outside or node in self.unrounded:
                 continue
             yield node
             for a in node.all_input_nodes:

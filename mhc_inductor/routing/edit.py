@@ -61,6 +61,7 @@ class Edit:
         """What the check said of the last match."""
         self._new: dict[fx.Node, fx.Node] = {}
         self._created: list[fx.Node] = []
+        self._unrounded: dict[fx.Node, fx.Node] = {}
         self._replaced: list[tuple[fx.Node, Any, Any]] = []
         self._learned: list[fx.Node] = []
         self._regions: list[set[fx.Node]] = []
@@ -121,7 +122,15 @@ class Edit:
         """Returns the nodes of the view that new nodes stand for."""
         return {new: old for old, new in self._new.items()}
 
+    def unrounded(self) -> dict[fx.Node, fx.Node]:
+        """Returns the nodes of the view that new nodes stand for in an op's own layout and dtype."""
+        return self._unrounded
+
     # --- for operators ---
+
+    def keep(self, node: fx.Node, value: Value) -> None:
+        """Notes that a new ``node`` is what ``value`` is, before :meth:`as_like`: a later op may read it as it is."""
+        self._unrounded[node] = node_of(value)
 
     def current(self, node: fx.Node) -> fx.Node:
         """Returns the real node that now holds what a node of the view, or a new node, stands for."""

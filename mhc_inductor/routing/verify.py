@@ -103,7 +103,7 @@ class _Trial:
         )
         ends = tuple((o.shape, o.dtype) for o in map(_described, cut.pairs))
         parts = cut.formula.structure(), cut.op.structure()
-        self.key = self.match.op, self.match.detail, parts, given, repr(ends), self.modes
+        self.key = self.match.op, self.match.detail, parts, given, repr(ends), self.modes, tuple(cut.asked)
 
     def _spec(self, node: fx.Node) -> Any:
         """The description of an outside tensor, or the present value of anything else."""
@@ -218,7 +218,7 @@ class _Trial:
             with mode if exact else contextlib.nullcontext():
                 outputs = _interpreted(piece, leaves, plain=exact)
             results: Results = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
-            live = {i: t for i, t in enumerate(outputs) if t.requires_grad}
+            live = {i: t for i, t in enumerate(outputs) if t.requires_grad and self.cut.asked[i]}
             grads: Sequence[Tensor | None] = [None] * len(wanted)
             if live and wanted:
                 ups = [_upstream(i, t) for i, t in live.items()]

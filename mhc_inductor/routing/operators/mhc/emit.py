@@ -42,6 +42,7 @@ class Emission:
             got = edit.emit(operator.getitem, call, ROLES.index(role))
             if not edit.view.flows(node_of(value)) and edit.needs_grad(got):
                 got = edit.emit("detach", got)
+            edit.keep(got, value)
             for same in pre.posts if role == "post" else (value,):
                 self._given[same] = got
             pairs.append((value, edit.as_like(got, value, x)))
@@ -79,6 +80,7 @@ class Emission:
         if torch.finfo(found.mixed.dtype).bits > torch.finfo(example(source).dtype).bits:
             source = edit.to(source, found.mixed.dtype)
         mixed = self._mixed(source, found.chain)
+        edit.keep(mixed, found.mixed)
         self._given[found.mixed] = mixed
         return [(found.mixed, edit.as_like(mixed, found.mixed, source))]
 

@@ -17,6 +17,7 @@ from mhc_inductor.routing.graph.expressions import (
     chain,
     close,
     contraction,
+    is_cast,
     number,
     operands,
     peel,
@@ -137,37 +138,38 @@ def _covers(flat: Index, bound: Collection[Var]) -> tuple[Index, Index, int] | N
 
 
 def norm_of(inner: Ref) -> Norm | None:
-    """The norm whose ``mean(v * v) + eps`` is ``inner``."""
+    """Returns the norm whose ``mean(v * v) + eps`` is ``inner``."""
     try:
         eps, terms = addends(inner)
         if len(terms) != 1 or terms[0][0] <= 0 or eps < 0:
             return None
         found = squared(terms[0][1])
-        if found is None:
-            return None
-        v, scale, bound = found
-        scale *= terms[0][0]
-        best, fits = None, False
-        elements = product_of((*inner.value.shape, *(b.size for b in bound)))
-        for ref in chain(v):
-            covered = _covers(ref.flat, bound)
-            # The innermost tensor of these tokens in the order of the norms, if there is one; what is inside of a
-            # composite operation, as the product of a linear layer, is no tensor that the op could read.
-            fit = covered is not None and covered[0] == inner.flat and product_of(ref.value.shape) == elements
-            if covered is not None and ref.value.node is not None and (fit or not fits):
-                best, fits = (ref.value, *covered), fit
-            if rounds(ref.value) and ref.value.node is not None:
-                # What the model rounded is what the op reads; what autocast rounded inside the norm is not.
-                break
-        if best is None:
+        best = _normed(found[0], inner, found[2]) if found is not None else None
+        if found is None or best is None:
             return None
         x, tokens, feature, width = best
-        total = scale * width
-        if total <= 0:
-            return None
-        return Norm(x, tokens, feature, width, eps / total, total**-0.5)
+        total = found[1] * terms[0][0] * width
+        return Norm(x, tokens, feature, width, eps / total, total**-0.5) if total > 0 else None
     except Unsupported:
         return None
+
+
+def _normed(v: Ref, inner: Ref, bound: Collection[Var]) -> tuple[Value, Index, Index, int] | None:
+    """(x, tokens, feature, width) of the tensor that ``v`` is an element of: the innermost that has just these tokens.
+
+    What is inside of a composite operation, as the product of a linear layer, is no tensor that the op could read.
+    """
+    best, fits = None, False
+    elements = product_of((*inner.value.shape, *(b.size for b in bound)))
+    for ref in chain(v):
+        covered = _covers(ref.flat, bound)
+        fit = covered is not None and covered[0] == inner.flat and product_of(ref.value.shape) == elements
+        if covered is not None and ref.value.node is not None and (fit or not fits):
+            best, fits = (ref.value, *covered), fit
+        if rounds(ref.value) and ref.value.node is not None:
+            # What the model rounded is what the op reads; what autocast rounded inside the norm is not.
+            break
+    return best
 
 
 def sources(x: Value) -> dict[Value, tuple[int, ...]]:
@@ -193,6 +195,15 @@ def seen_in(ref: Ref, x: Value, views: Mapping[Value, tuple[int, ...]]) -> Ref:
     return Ref(x, tuple(index))
 
 
+READABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes that the ops read."""
+
+
+def _decoded(value: Value) -> bool:
+    """Checks whether ``value`` is a cast of a dtype that the ops do not read, as fp8."""
+    return is_cast(value) and value.args[0].dtype not in READABLE
+
+
 class Kept:
     """The values that a formula of ``x`` is made of: x and what it is a view of, ``others``, and rounded inputs.
 
@@ -214,7 +225,7 @@ class Kept:
     def __contains__(self, value: object) -> bool:
         if value in self.views or value in self._others:
             return True
-        if not isinstance(value, Value) or value.node is None or not rounds(value):
+        if not isinstance(value, Value) or value.node is None or not (rounds(value) or _decoded(value)):
             return False
         return not self._made_of_x(value.node) or any(ref.value in self.views for ref in chain(whole(value)))
 
@@ -328,9 +339,34 @@ def unnormed_projection(terms: list[tuple[float, Ref]]) -> Value | None:
 
 def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float, Ref]], kept: Kept) -> Affine:
     term = kept.product(z)
+    tokens, feature, width, scale = _projected(norm, z, term)
+    scale *= sign
+    phi, gammas, alphas = _weights(norm, z, term, tokens)
+    total = product_of(out.value.shape)
+    per_token = total.over(norm.count) if norm.count.factor else None
+    if per_token is None or per_token.symbols:
+        raise Mismatch("the coefficients do not have a fixed number of rows a token", out.value)
+    piece, form = _phi(phi, feature, width)
+    transposed = _transposed(out, tokens.times(per_token), form)
+    if len(gammas) > 1:
+        raise Mismatch(f"{len(gammas)} weights over x's elements; expected one gamma", gammas[1].value)
+    gamma = _gamma(gammas[0], feature, width) if gammas else None
+    alpha = _alpha(alphas, scale, z)
+    if len(others) > 1 or any(s != 1.0 for s, _ in others):
+        raise Mismatch(f"{len(others)} further addends in the logits; expected alpha * z + bias", out.value)
+    rows = per_token.factor
+    bias = _bias(others[0][1], form, rows) if others else None
+    for weight in (piece, gamma, alpha, bias):
+        size = product_of(weight.value.shape) if weight is not None else ONE
+        if size.symbols:
+            raise DynamicWidth(size)
+    return Affine(norm, dataclasses.replace(piece, rows=rows), gamma, alpha, bias, rows, transposed, scale)
+
+
+def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float]:
+    """(tokens, feature, width, scale) of a projection of normed streams. Raises Mismatch."""
     streams = [f for f, e in term.factors if f.value is norm.x and e == 1]
     roots = [f for f, e in term.factors if e == -0.5]
-    rest = [(f, e) for f, e in term.factors if f.value is not norm.x and e != -0.5]
     if len(streams) != 1:
         raise Mismatch("the projection's input is not the tensor that the norm is of", z.value)
     if len(roots) != 1:
@@ -343,53 +379,51 @@ def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float,
     tokens, feature, width = covered
     if width != again.width or again.tokens != tokens:
         raise Mismatch(f"the norm is over {again.width} elements of x, the projection over {width}", z.value)
-    scale = sign * term.coef * again.scale
-    token_vars = tokens.variables()
+    return tokens, feature, width, term.coef * again.scale
+
+
+def _weights(norm: Norm, z: Ref, term: Term, tokens: Index) -> tuple[Ref, list[Ref], list[Ref]]:
+    """(phi, gammas, alphas): the weights with rows and columns, with columns, and with neither. Raises Mismatch."""
+    bound = set(term.bound)
     phis: list[Ref] = []
     gammas: list[Ref] = []
     alphas: list[Ref] = []
-    for factor, exponent in rest:
+    for factor, exponent in term.factors:
+        if factor.value is norm.x or exponent == -0.5:
+            continue
         seen = factor.flat.variables()
-        if exponent != 1.0 or seen & token_vars:
+        if exponent != 1.0 or seen & tokens.variables():
             raise Mismatch("an unexpected factor of the projection", factor.value)
-        over = seen & set(term.bound)
+        over = seen & bound
         (phis if over and seen - over else gammas if over else alphas).append(factor)
     if len(phis) != 1:
         raise Mismatch(f"{len(phis)} weights with rows and columns; expected one phi", z.value)
-    total = product_of(out.value.shape)
-    per_token = total.over(norm.count) if norm.count.factor else None
-    if per_token is None or per_token.symbols:
-        raise Mismatch("the coefficients do not have a fixed number of rows a token", out.value)
-    phi, form = _phi(phis[0], feature, width)
-    transposed = False
-    base = tokens.times(per_token)
-    if out.flat != base.plus(form):
-        turned = _turned(form)
-        if turned is None or out.flat != base.plus(turned):
-            raise Mismatch("the coefficients are not laid out as [tokens, rows of phi]", out.value)
-        transposed = True
-    if len(gammas) > 1:
-        raise Mismatch(f"{len(gammas)} weights over x's elements; expected one gamma", gammas[1].value)
-    gamma = _gamma(gammas[0], feature, width) if gammas else None
+    return phis[0], gammas, alphas
+
+
+def _transposed(out: Ref, base: Index, form: Index) -> bool:
+    """Checks whether the coefficients are laid out as phi's rows turned. Raises Mismatch where they are neither."""
+    if out.flat == base.plus(form):
+        return False
+    turned = _turned(form)
+    if turned is None or out.flat != base.plus(turned):
+        raise Mismatch("the coefficients are not laid out as [tokens, rows of phi]", out.value)
+    return True
+
+
+def _alpha(alphas: list[Ref], scale: float, z: Ref) -> Piece | None:
+    if not alphas:
+        return None
     if len(alphas) > 1:
         raise Mismatch(f"{len(alphas)} scalars multiply z; expected one alpha", z.value)
-    if alphas and not close(scale, 1.0):
+    if not close(scale, 1.0):
         raise Mismatch(
             f"z is scaled by {scale:g}; expected inv_rms = rsqrt(mean(x * x) + eps) and no constant", z.value
         )
-    at = alphas[0].flat.constant if alphas else 0
+    at = alphas[0].flat.constant
     if at is None:
         raise Mismatch("alpha is not one scalar for these rows", alphas[0].value)
-    if len(others) > 1 or any(s != 1.0 for s, _ in others):
-        raise Mismatch(f"{len(others)} further addends in the logits; expected alpha * z + bias", out.value)
-    rows = per_token.factor
-    bias = _bias(others[0][1], form, rows) if others else None
-    alpha = Piece(alphas[0].value, at, 1) if alphas else None
-    for weight in (phi, gamma, alpha, bias):
-        size = product_of(weight.value.shape) if weight is not None else ONE
-        if size.symbols:
-            raise DynamicWidth(size)
-    return Affine(norm, dataclasses.replace(phi, rows=rows), gamma, alpha, bias, rows, transposed, scale)
+    return Piece(alphas[0].value, at, 1)
 
 
 def _turned(form: Index) -> Index | None:

@@ -72,8 +72,10 @@ class PostUse:
         return self.pre is not None and self.found.matrix in (self.pre.mixed, self.pre.h_res)
 
     def match(self) -> Match:
-        found = self.found
-        given = [found.x, found.f_out, found.h_post, *found.added]
+        found, pre = self.found, self.pre
+        # All values of h_post are one output of the pre.
+        h_post = pre.posts[0] if pre is not None and found.h_post in pre.posts else found.h_post
+        given = [found.x, found.f_out, h_post, *found.added]
         given += [found.matrix] if found.matrix is not None else []
         detail = "residual x" if found.matrix is None else "h_res" if self.own else "the model's own matrix"
         return Match("mhc_post", given, [self.x_out], detail + " transposed" * found.transpose, data=self)

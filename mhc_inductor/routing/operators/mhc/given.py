@@ -157,27 +157,27 @@ def _post(frame: _Frame, known: Container[Value]) -> Post | None:
     """The expand-and-mix of one frame. Raises Mismatch."""
     if frame.d <= frame.n or frame.d < MIN_WIDTH:
         return None
-    terms = _terms(frame.out, known)
-    outer: tuple[Value, Value] | None = None
+    outer: list[tuple[Value, Value]] = []
     mixes: list[tuple[int, tuple[Value, bool, Value, int]]] = []
-    others = 0
+    terms = _terms(frame.out, known)
     for sign, ref in terms:
-        f = _factors(ref)
-        expanded = _expanded(frame, f) if f is not None and outer is None else None
-        mixed = _mixed(frame, f) if f is not None and expanded is None else None
-        if expanded is not None and sign == 1.0:
-            outer = expanded
-        elif mixed is not None and sign == 1.0:
-            mixes.append(mixed)
-        else:
-            others += 1
-    if outer is None or not mixes or len({mix for _, mix in mixes}) != 1:
+        f = _factors(ref) if sign == 1.0 else None
+        # A stream taken out of x, times its own element of R, looks like h_post * f_out too.
+        mixed = _mixed(frame, f) if f is not None else None
+        expanded = _expanded(frame, f) if f is not None and mixed is None else None
+        outer += [expanded] if expanded is not None else []
+        mixes += [mixed] if mixed is not None else []
+    if not outer or not mixes:
         return None
     streams = sorted(at for at, _ in mixes)
-    if others or streams not in ([-1], [*range(frame.n)]):
-        raise Mismatch("expected x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i] and nothing else", frame.out.value)
+    whole_mix = len({mix for _, mix in mixes}) == 1 and streams in ([-1], [*range(frame.n)])
+    if len(outer) != 1 or not whole_mix or len(outer) + len(mixes) != len(terms):
+        reason = "expected x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i] and nothing else"
+        raise Mismatch(reason, frame.out.value)
     matrix, transpose, x, x_stream = mixes[0][1]
-    return Post(x, *outer, matrix, transpose, frame.n, frame.n * frame.d, stream=frame.dim, x_stream=x_stream)
+    h_post, f_out = outer[0]
+    width = frame.n * frame.d
+    return Post(x, h_post, f_out, matrix, transpose, frame.n, width, stream=frame.dim, x_stream=x_stream)
 
 
 def _expanded(frame: _Frame, f: _Factors) -> tuple[Value, Value] | None:

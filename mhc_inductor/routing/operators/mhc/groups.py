@@ -309,12 +309,15 @@ class _Residual:
             raise Mismatch("h_res is laid out transposed; expected row-major [n, n]", next(iter(self.logits)))
         # Iterations of the transposed logits are an op of their own.
         chains = [(v, c) for v, c in self.chains if c.logits in upright]
-        pre = self.pre
-        start = next((v for v in upright if len(v.shape) >= 2 and v.shape[-1] == Size(pre.n)), upright[0])
+        start = next((v for v in upright if len(v.shape) >= 2 and v.shape[-1] == Size(self.pre.n)), upright[0])
         if chains:
             start = chains[0][1].logits
-        pre.res, pre.h_res = self.logits[start], start
-        pre.steps += [v for v, _ in chains]
+        self.pre.res, self.pre.h_res = self.logits[start], start
+        self.pre.steps += [v for v, _ in chains]
+        self._choose_chain(start, chains)
+
+    def _choose_chain(self, start: Value, chains: list[tuple[Value, Chain]]) -> None:
+        pre = self.pre
         complete = [(v, c) for v, c in chains if c.iters is not None]
         steps = max((len(c.axes) for _, c in chains), default=0)
         if pre.foreign is None and steps > max((len(c.axes) for _, c in complete), default=0):

@@ -22,7 +22,7 @@ from mhc_inductor.routing.graph.expressions import (
 from mhc_inductor.routing.graph.index import ONE, Atom, Index, Size, Var, const, linear, product_of, var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.mhc.formula import NOTHING, Kept, seen_in
+from mhc_inductor.routing.operators.mhc.formula import NOTHING, READABLE, Kept, seen_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +37,11 @@ class StreamSum:
 
 
 def stream_sum(terms: list[tuple[float, Ref]], kept: Kept, weights: Collection[Value]) -> StreamSum:
-    """The terms as one weighted sum of x's streams: a contraction, a sum, or one addend a stream. Raises Mismatch."""
-    seen: list[tuple[Ref, Ref, list[Var]]] = []
-    for sign, ref in terms:
-        term = kept.product(ref)
-        streams = [f for f, e in term.factors if f.value is kept.x and e == 1.0]
-        mixed = [f for f, e in term.factors if f.value in weights and e == 1.0]
-        if len(term.factors) != 2 or len(streams) != 1 or len(mixed) != 1:
-            raise Mismatch("not a weighted sum of x's streams", ref.value)
-        if sign * term.coef != 1.0:
-            raise Mismatch(f"the sum of streams is scaled by {sign * term.coef:g}", ref.value)
-        seen.append((mixed[0], streams[0], term.bound))
+    """Returns the terms as one weighted sum of x's streams: a contraction, a sum, or one addend a stream.
+
+    Raises Mismatch.
+    """
+    seen = [_weighted(sign, ref, kept, weights) for sign, ref in terms]
     weight, stream, bound = seen[0]
     if len(seen) == 1:
         if len(bound) != 1:
@@ -67,6 +61,18 @@ def stream_sum(terms: list[tuple[float, Ref]], kept: Kept, weights: Collection[V
             raise Mismatch("the addends do not pair each stream with its own weight", w.value)
     at = first_w.flat.plus(var(i).times(Size(step_w)))
     return StreamSum(weight.value, at, first_x.flat.plus(var(i).times(Size(step_x))), i, n)
+
+
+def _weighted(sign: float, ref: Ref, kept: Kept, weights: Collection[Value]) -> tuple[Ref, Ref, list[Var]]:
+    """(weight, element of x, summed variables) of a product of the two. Raises Mismatch."""
+    term = kept.product(ref)
+    streams = [f for f, e in term.factors if f.value is kept.x and e == 1.0]
+    mixed = [f for f, e in term.factors if f.value in weights and e == 1.0]
+    if len(term.factors) != 2 or len(streams) != 1 or len(mixed) != 1:
+        raise Mismatch("not a weighted sum of x's streams", ref.value)
+    if sign * term.coef != 1.0:
+        raise Mismatch(f"the sum of streams is scaled by {sign * term.coef:g}", ref.value)
+    return mixed[0], streams[0], term.bound
 
 
 def _step(a: Index, b: Index) -> int:
@@ -312,7 +318,7 @@ def read(ref: Ref, *wanted: tuple[Index, Size]) -> Value | None:
     """Returns the innermost tensor that ``ref`` shows, no further than a rounding, at a ``wanted`` (place, elements)."""
     best = None
     for r in chain(ref):
-        if r.value.node is not None and (r.flat, product_of(r.value.shape)) in wanted:
+        if r.value.node is not None and r.value.dtype in READABLE and (r.flat, product_of(r.value.shape)) in wanted:
             best = r.value
         if rounds(r.value) and best is not None:
             break

@@ -147,9 +147,8 @@ class Search:
 
     def _longest(self, seed: fx.Node, first: Value, avoid: set[fx.Node]) -> Sinkhorn | None:
         """The longest chain of iterations that starts at ``seed``. Raises Mismatch where there is one that stays."""
+        found: list[tuple[Value, Chain]] = []
         admit = functools.partial(self._no_larger, shape=first.shape)
-        best: tuple[Value, Chain] | None = None
-        longest: tuple[Value, Chain] | None = None
         for node in self.view.descendants([seed], admit, 2000):
             value = self.view.value(node)
             if node in avoid or value is None or value.shape != first.shape:
@@ -157,17 +156,16 @@ class Search:
             try:
                 chain = self.chains.of(value)
             except Mismatch:
-                if longest is None or len(longest[1].axes) < 3:
+                if all(len(c.axes) < 3 for _, c in found):
                     return None
                 raise
-            if chain is not None and (longest is None or len(chain.axes) > len(longest[1].axes)):
-                longest = value, chain
-            if chain is not None and chain.iters is not None and chain.iters >= 2:
-                best = value, chain
-        if longest is None or len(longest[1].axes) < 3:
+            found += [(value, chain)] if chain is not None else []
+        steps = max((len(c.axes) for _, c in found), default=0)
+        if steps < 3:
             return None
-        if best is None or len(best[1].axes) < len(longest[1].axes):
-            raise Mismatch(UNFINISHED, longest[0])
+        best = next(((v, c) for v, c in reversed(found) if c.iters is not None and len(c.axes) == steps), None)
+        if best is None:
+            raise Mismatch(UNFINISHED, next(v for v, c in found if len(c.axes) == steps))
         value, chain = best
         if chain.logits.node is None:
             raise Mismatch("the logits of the sinkhorn iterations are inside a composite operation", value)

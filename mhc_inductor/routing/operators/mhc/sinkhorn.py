@@ -86,11 +86,9 @@ class Chains:
         return found
 
     def _find(self, value: Value) -> Chain | None:
-        if not square_matrices(value):
-            return None
         out = whole(value)
-        ref = peel(out)
-        if ref.index != out.index:
+        ref = peel(out) if square_matrices(value) else out
+        if not square_matrices(value) or ref.index != out.index:
             return None
         func = ref.value.func
         if func in (aten._softmax.default, aten.softmax.int):
@@ -104,20 +102,22 @@ class Chains:
             return self._plus_eps(ref) or self._potentials(ref)
         if func is aten.sub.Tensor:
             return self._less_logsumexp(ref) or self._potentials(ref)
-        if func in (aten.div.Tensor, aten.mul.Tensor):
-            chain = mismatch = None
-            try:
-                chain = self._normalised(ref)
-            except Mismatch as error:
-                mismatch = error
-                if any(self._of.get(a.value) is mismatch for a in operands(ref) if isinstance(a, Ref)):
-                    raise  # a step before this one does not fit
-            if chain is None:
-                chain, halfway = self._scaled(ref)
-                if chain is None and mismatch is not None and not halfway:
-                    raise mismatch
-            return chain
-        return None
+        return self._quotient(ref) if func in (aten.div.Tensor, aten.mul.Tensor) else None
+
+    def _quotient(self, ref: Ref) -> Chain | None:
+        """A matrix divided by its sums, in one step or with the factors of all steps."""
+        chain = mismatch = None
+        try:
+            chain = self._normalised(ref)
+        except Mismatch as error:
+            mismatch = error
+            if any(self._of.get(a.value) is mismatch for a in operands(ref) if isinstance(a, Ref)):
+                raise  # a step before this one does not fit
+        if chain is None:
+            chain, halfway = self._scaled(ref)
+            if chain is None and mismatch is not None and not halfway:
+                raise mismatch
+        return chain
 
     def _normalised(self, ref: Ref) -> Chain | None:
         """A matrix divided by its sums, or times their reciprocals."""
@@ -169,24 +169,12 @@ class Chains:
         """
         axes: list[int] = []
         own = _addends(ref)
-        steady: int | None = None
         while own[0] == 0.0 and len(own[1]) > 1:
-            for term in own[1]:
-                sign, total = term
-                if sign != -1.0 or total.value.func is not aten.logsumexp.default:
-                    continue
-                dim, summand = _logsumexp(total, ref)
-                if dim is None or summand is None:
-                    continue
-                before = _addends(summand)
-                rest = [t for t in own[1] if t is not term]
-                apart = [t for t in (*before[1], *rest) if not (t in before[1] and t in rest)]
-                if before[0] == 0.0 and all(steady is not None and _along(t, ref, steady) for _, t in apart):
-                    break
-            else:
+            found = _last_step(ref, own[1], axes[-1] if axes else None)
+            if found is None:
                 return None
-            axes.append(dim)
-            own, steady = before, dim
+            axes.append(found[0])
+            own = found[1]
         if not axes or own[0] != 0.0 or len(own[1]) != 1 or own[1][0][0] != 1.0:
             return None
         logits = own[1][0][1]
@@ -234,40 +222,68 @@ class Chains:
             raise Mismatch(
                 "a matrix of the sinkhorn iterations is divided by something else than its own sums", divisor.value
             )
-        found = _summation(summed)
-        assert found is not None
-        summand, bound, scale = found
-        summand = peel(summand, {numerator.value})
-        if summand.value.func is aten.abs.default and summand.value is not numerator.value:
-            summand = peel(Ref(summand.value.args[0], summand.index), {numerator.value})
-        if scale != 1.0 or len(bound) != 1:
-            raise Mismatch("a matrix of the sinkhorn iterations is not divided by its row or column sums", summed.value)
-        dim = _summed_dim(numerator, summand, bound[0])
-        if dim is None:
-            raise Mismatch(
-                "a matrix of the sinkhorn iterations is not divided by its own row or column sums", summed.value
-            )
-        if before.form == "softmax":
-            if kind == "max":
-                raise Mismatch("sums after a softmax are clamped; expected sum + eps", divisor.value)
-            if before.eps is None and len(before.axes) == 1:
-                before = dataclasses.replace(before, eps=0.0)
-        elif kind == "add":
-            raise Mismatch("eps is added to sums after exp; expected max(sum, eps)", divisor.value)
-        if before.eps is None:
-            before = dataclasses.replace(before, eps=eps)
-        elif not close(before.eps, eps):
-            raise Mismatch(
-                f"eps is {eps:g} in one step of the sinkhorn iterations and {before.eps:g} in another", divisor.value
-            )
+        dim = _own_sums(numerator, summed)
+        before = _with_eps(before, kind, eps, divisor.value)
         if before.form == "exp" and not before.axes and eps == 0.0:
             before = _unshifted(before, dim)
-        elif before.form == "exp" and not before.axes and eps > 0.0 and before.shift != dim:
+        elif before.form == "exp" and not before.axes and before.shift != dim:
             what = f"their maximum over {f'dim {_DIM[before.shift]}' if before.shift is not None else 'nothing'}"
             if before.shift is None and before.shifted is not None:
                 what = "something else than their maximum"
             raise Mismatch(f"exp is of the logits less {what}; expected dim {_DIM[dim]}", divisor.value)
         return dataclasses.replace(before, axes=_next(before, dim, summed.value))
+
+
+def _own_sums(numerator: Ref, summed: Ref) -> int:
+    """The dim over which ``summed`` is the sum of the matrix ``numerator``. Raises Mismatch."""
+    found = _summation(summed)
+    assert found is not None
+    summand, bound, scale = found
+    summand = peel(summand, {numerator.value})
+    if summand.value.func is aten.abs.default and summand.value is not numerator.value:
+        summand = peel(Ref(summand.value.args[0], summand.index), {numerator.value})
+    if scale != 1.0 or len(bound) != 1:
+        raise Mismatch("a matrix of the sinkhorn iterations is not divided by its row or column sums", summed.value)
+    dim = _summed_dim(numerator, summand, bound[0])
+    if dim is None:
+        raise Mismatch("a matrix of the sinkhorn iterations is not divided by its own row or column sums", summed.value)
+    return dim
+
+
+def _with_eps(chain: Chain, kind: str, eps: float, divisor: Value) -> Chain:
+    """``chain`` with the eps of a step, added to its sums or a bound of them. Raises Mismatch."""
+    if chain.form == "softmax":
+        if kind == "max":
+            raise Mismatch("sums after a softmax are clamped; expected sum + eps", divisor)
+        if chain.eps is None and len(chain.axes) == 1:
+            chain = dataclasses.replace(chain, eps=0.0)
+    elif kind == "add":
+        raise Mismatch("eps is added to sums after exp; expected max(sum, eps)", divisor)
+    if chain.eps is None:
+        return dataclasses.replace(chain, eps=eps)
+    if not close(chain.eps, eps):
+        raise Mismatch(f"eps is {eps:g} in one step of the sinkhorn iterations and {chain.eps:g} in another", divisor)
+    return chain
+
+
+_Addends = tuple[float, list[tuple[float, Ref]]]
+
+
+def _last_step(ref: Ref, own: list[tuple[float, Ref]], steady: int | None) -> tuple[int, _Addends] | None:
+    """(dim, what was there before) of the step that one of the addends ``own`` of ``ref`` is."""
+    for term in own:
+        sign, total = term
+        if sign != -1.0 or total.value.func is not aten.logsumexp.default:
+            continue
+        dim, summand = _logsumexp(total, ref)
+        if dim is None or summand is None:
+            continue
+        before = _addends(summand)
+        rest = [t for t in own if t is not term]
+        apart = [t for t in (*before[1], *rest) if not (t in before[1] and t in rest)]
+        if before[0] == 0.0 and all(steady is not None and _along(t, ref, steady) for _, t in apart):
+            return dim, before
+    return None
 
 
 def _unshifted(chain: Chain, dim: int) -> Chain:
@@ -361,25 +377,28 @@ def _summation(ref: Ref) -> tuple[Ref, list[Var], float] | None:
 def _divisor(ref: Ref) -> tuple[Ref | None, str, float]:
     """(the sum, "add" or "max" or "", eps) of ``sum + eps``, ``max(sum, eps)`` or a bare sum."""
     ref = peel(ref)
-    func = ref.value.func
-    if func in (aten.clamp_min.default, aten.clamp.default):
-        args = ref.value.args
-        low = number(args[1]) if len(args) > 1 else number(ref.value.kwargs.get("min"))
-        if low is None or len(args) > 2 or ref.value.kwargs.get("max") is not None:
-            return None, "", 0.0
-        inner = peel(Ref(args[0], ref.index))
-        return (inner, "max", low) if _summation(inner) is not None else (None, "", 0.0)
-    if func is aten.maximum.default:
-        pair = operands(ref)
-        low_ = next((a for a in pair if isinstance(a, float)), None)
-        sums = [peel(a) for a in pair if isinstance(a, Ref)]
-        if low_ is None or len(sums) != 1 or _summation(sums[0]) is None:
-            return None, "", 0.0
-        return sums[0], "max", low_
+    low = _bounded(ref)
+    if low is not None:
+        return (low[0], "max", low[1]) if _summation(low[0]) is not None else (None, "", 0.0)
     eps, terms = addends(ref)
     if len(terms) != 1 or terms[0][0] != 1.0 or eps < 0.0 or _summation(terms[0][1]) is None:
         return None, "", 0.0
     return terms[0][1], "add" if eps else "", eps
+
+
+def _bounded(ref: Ref) -> tuple[Ref, float] | None:
+    """(element, least) of what is no less than a number."""
+    args, func = ref.value.args, ref.value.func
+    if func in (aten.clamp_min.default, aten.clamp.default):
+        low = number(args[1]) if len(args) > 1 else number(ref.value.kwargs.get("min"))
+        if low is not None and len(args) <= 2 and ref.value.kwargs.get("max") is None:
+            return peel(Ref(args[0], ref.index)), low
+    elif func is aten.maximum.default:
+        a, b = operands(ref)
+        a, b = (b, a) if isinstance(a, float) else (a, b)
+        if isinstance(a, Ref) and isinstance(b, float):
+            return peel(a), b
+    return None
 
 
 def _summed_dim(numerator: Ref, summand: Ref, bound: Var) -> int | None:

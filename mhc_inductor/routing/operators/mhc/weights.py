@@ -15,7 +15,6 @@ from mhc_inductor.routing.operators.mhc.formula import Piece
 from mhc_inductor.routing.operators.mhc.found import Pre
 
 ROLES = ("pre", "post", "res")
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _Parts = Mapping[str, Piece | float]
 
 
@@ -94,14 +93,9 @@ class Weights:
             total *= size.factor
         return total // (self.width if what == "phi" else 1)
 
-    def _weight(self, value: Value) -> fx.Node:
-        """A weight in a dtype that the op reads: one of fp8 is widened."""
-        node = self.edit.input(value)
-        return node if example(node).dtype in _FLOATS else self.edit.to(node, torch.float32)
-
     def _rowed(self, piece: Piece, what: str) -> fx.Node:
         """A weight with its rows first."""
-        emit, node, width = self.edit.emit, self._weight(piece.value), self.width
+        emit, node, width = self.edit.emit, self.edit.input(piece.value), self.width
         shape = tuple(example(node).shape)
         if what != "phi":
             return node if len(shape) == 1 else emit("reshape", node, -1)
@@ -116,7 +110,7 @@ class Weights:
         gamma = gammas.pop()
         if gamma is None:
             return None
-        emit, node, n, d = self.edit.emit, self._weight(gamma.value), self.n, self.width // self.n
+        emit, node, n, d = self.edit.emit, self.edit.input(gamma.value), self.n, self.width // self.n
         if gamma.rows == self.width:
             return node if tuple(example(node).shape) == (n, d) else emit("reshape", node, n, d)
         if gamma.rows != d:
