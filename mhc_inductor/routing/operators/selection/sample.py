@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -30,13 +29,14 @@ class _Role:
 
 
 class Sample:
-    """Makes picks of keys. Each query sees one, but in the second case where rows without keys are those of the formula."""
+    """Makes picks of keys. Each query sees one; with ``empty_rows``, for an op that gives in rows without keys what the
+    formula gives there, some see none in every second case."""
 
-    def __init__(self, one: Found) -> None:
+    def __init__(self, one: Found, empty_rows: bool = False) -> None:
         widths = [w for i in one.intervals for low, high in i.pairs() if (w := high.minus(low).value) is not None]
         self.keys = 0 if one.t.size.symbols else one.t.size.factor
         self.most = max(1, self.keys // max([1, *widths]))
-        self.exact_when_empty = math.isfinite(one.fill)
+        self.empty_rows = empty_rows
         self.roles: dict[fx.Node | None, _Role] = {}
         for each in one.intervals:
             self._learn(each)
@@ -72,7 +72,7 @@ class Sample:
         if dtype.is_floating_point:
             return None
         role = self.roles.get(value.node, _Role())
-        any_row = case % 2 == 1 and self.exact_when_empty
+        any_row = case % 2 == 1 and self.empty_rows
         if dtype is torch.bool:
             return None if any_row or role.want is None else torch.full(shape, role.want, device=device)
         most = self.most
