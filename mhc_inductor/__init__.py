@@ -38,6 +38,7 @@ from mhc_inductor.api import (  # noqa: E402
     mhc_post,
     mhc_pre,
     mhc_sinkhorn,
+    ops_to_save,
     selection_attention,
 )
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
@@ -61,6 +62,7 @@ __all__ = [
     "mhc_sinkhorn",
     "nn",
     "ops",
+    "ops_to_save",
     "selection_attention",
 ]
 

@@ -538,6 +538,12 @@ def mode_change(node: Any) -> tuple[str, Any] | None:
     return kind, node.args[0] if node.args else None
 
 
+def checkpoint_policy(graph: Any) -> Any:
+    """What makes the contexts of a selectively checkpointed region, where ``graph`` is its body, or None. torch 2.11 to 2.15."""
+    module = graph.owning_module
+    return None if module is None else module.meta.get("_checkpoint_context_fn")
+
+
 @functools.cache
 def _mode_changes() -> dict[Any, str]:
     from torch.amp import autocast_mode

@@ -383,7 +383,7 @@ class Writer:
             (self.formula_sinkhorn, 1),
             (self.formula_e79, 2),
             (self.formula_attention, 3),
-            (self.wrapped, 1),
+            (self.wrapped, 2),
         ]
         if self.dtensor:
             formulas = formulas[:3]

@@ -94,6 +94,43 @@ def test_states_hooked_and_returned(last: bool) -> None:
     check(program, e79_leaves(), named=["e79"], modes=["train"])
 
 
+@pytest.mark.parametrize("which", [["S1"], ["S3"], ["M2"], ["S1", "S2", "S3"], ["out1"]], ids="+".join)
+def test_states_hooked_after_the_loop(which: list[str]) -> None:
+    """Gradients of the states are clipped once the loop is there, as trainers of recurrences do."""
+
+    def program(p: Leaves) -> Any:
+        states: list[Tensor] = []
+
+        def keep(t: Tensor) -> Tensor:
+            states.append(t)
+            return t
+
+        outs, S, M = e79(p, dict.fromkeys(which, keep))
+        for state in states:
+            _hooked(HOOKS["clip"])(state)
+        return torch.stack(outs), S, M
+
+    check(program, e79_leaves(), named=["e79"], modes=["train"])
+    check(program, e79_leaves(), named=["e79"], modes=["train"], autograd=False)
+
+
+@pytest.mark.parametrize("place", ["h_in", "h_post", "res", "z"])
+def test_values_of_a_block_hooked_after_it(place: str) -> None:
+    def program(p: Leaves) -> Any:
+        kept: list[Tensor] = []
+
+        def keep(t: Tensor) -> Tensor:
+            kept.append(t)
+            return t
+
+        out = block(p["x"], p, {place: keep})
+        _hooked(HOOKS["clip"])(kept[0])
+        return out
+
+    check(program, mhc_leaves(), named=["mhc"], modes=["train"])
+    check(program, mhc_leaves(), named=["mhc"], modes=["train"], autograd=False)
+
+
 @pytest.mark.parametrize("place", ["q", "k", "scores", "masked", "weights", "o"])
 def test_a_hook_in_an_attention(place: str) -> None:
     def program(p: Leaves) -> Any:
@@ -327,7 +364,7 @@ def test_carried_coefficients_of_which_only_some_train() -> None:
 
 
 def _policy(ctx: Any, op: Any, *args: Any, names: tuple[str, ...] = (), **kwargs: Any) -> CheckpointPolicy:
-    save = any(name in str(op) for name in names)
+    save = str(op).removeprefix("mhc_inductor.").removesuffix(".default") in names
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -397,7 +434,10 @@ def test_what_a_policy_saves_is_not_computed_again(policy: str) -> None:
     forward, backward = counted
     again = [op for op in backward if "backward" not in op]
     saved = POLICIES[policy] or ()
-    assert forward and not [op for op in again if any(name in op for name in saved)], (forward, backward)
+    # A fused op in the backward computes its parts again.
+    fused = {"mhc_post_pre": ("mhc_post", "mhc_pre")}
+    parts = [p for op in again for p in fused.get(op.split(".")[1], (op.split(".")[1],))]
+    assert forward and not [part for part in parts if part in saved], (forward, backward)
 
 
 @pytest.mark.parametrize("policy", ["none", "matmuls"])

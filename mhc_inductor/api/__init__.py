@@ -1,5 +1,6 @@
 """The public functions."""
 
+from mhc_inductor.api.checkpoint import ops_to_save
 from mhc_inductor.api.e79 import e79_scan
 from mhc_inductor.api.mhc import mhc_head, mhc_post, mhc_pre, mhc_sinkhorn
 from mhc_inductor.api.selection import blocks_to_ranges, selection_attention
@@ -11,5 +12,6 @@ __all__ = [
     "mhc_post",
     "mhc_pre",
     "mhc_sinkhorn",
+    "ops_to_save",
     "selection_attention",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 
@@ -28,7 +29,6 @@ from mhc_inductor.routing.operator import (
     registered,
     unregister,
 )
-from mhc_inductor.routing.pipeline import legacy
 from mhc_inductor.routing.report import AS_WRITTEN, Fused, NearMiss, Report, Routed, source_of
 from mhc_inductor.routing.verify import Verifier
 
@@ -68,7 +68,6 @@ def route(
         check = Verifier()
     with bounds.watch() as too_large:
         _Pass(report, check, options, lower).graph(gm, ambient(), body=False)
-        legacy(gm, report)
     report.near_misses += dict.fromkeys(map(_too_large, too_large))
     report.seconds = time.perf_counter() - start
     _count(report)
@@ -94,7 +93,11 @@ class _Pass:
             self._problem("a graph is compiled unrouted", error, gm.graph)
 
     def _graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
-        view = None
+        first = View(gm.graph, outer, self.knowledge, body)
+        if first.values.transformed:
+            where = _where(gm.graph)
+            logger.info("not routed: what torch.func.grad or jvp transforms inside a compiled function (%s)", where)
+        view: View | None = first
         for make in registered():
             view = self._operator(make, gm, view or View(gm.graph, outer, self.knowledge, body))
         modes = modes_of(gm.graph, outer)
@@ -152,11 +155,15 @@ class _Pass:
                 found.routed.append(_routed(match, kernels, verdict))
 
     def _problem(self, what: str, error: Exception, graph: fx.Graph) -> None:
-        where = next((s for node in graph.nodes if (s := source_of(node)) != "unknown"), "no source line known")
+        where = _where(graph)
         message = f"{what}: {type(error).__name__}: {error} ({where})"
         self.report.problems.append(message)
         logger.debug("routing failed", exc_info=True)
         warn_once(f"unrouted: {type(error).__name__} {where}", message)
+
+
+def _where(graph: fx.Graph) -> str:
+    return next((s for node in graph.nodes if (s := source_of(node)) != "unknown"), "no source line known")
 
 
 def _found(operator: Operator, view: View) -> tuple[list[Match], Report]:
@@ -226,3 +233,7 @@ def _count(report: Report) -> None:
         counters["near misses"] += len(report.near_misses)
     if report.problems:
         counters["unrouted graphs"] += len(report.problems)
+
+
+# The package's own operators register themselves.
+importlib.import_module("mhc_inductor.routing.operators")

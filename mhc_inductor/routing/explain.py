@@ -47,11 +47,11 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
     """
     target = compat.uncompiled(fn)
     report = Report()
-    check = Verifier() if verify else None
+    checks = {"check": Verifier()} if verify else {}
 
     def capture(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         before = dict(compat.counters())
-        report.extend(route(copied(gm), check=check))
+        report.extend(route(copied(gm), **checks))
         compat.counters().clear()
         compat.counters().update(before)
         return gm.forward

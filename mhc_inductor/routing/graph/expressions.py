@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from mhc_inductor.routing.graph.views import (
     joined,
     peel,
     prims,
+    rounds,
     step,
     whole,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "_broadcast",
     "_dim",
     "addends",
+    "addends_of",
     "aten",
     "chain",
     "close",
@@ -57,6 +59,7 @@ __all__ = [
     "prims",
     "product",
     "reduction",
+    "rounds",
     "shares",
     "step",
     "whole",
@@ -239,17 +242,22 @@ def _elements(parts: Sequence[Share]) -> list[tuple[tuple[Ref, bool], bool]]:
     return [((part.of, part.final), False) for part in reversed(parts) if isinstance(part.of, Ref)]
 
 
-def product(ref: Ref, stop: Collection[Value] = ()) -> Term:
+def _key(stop: Container[Value]) -> Hashable:
+    """What tells one set of values to stop at from another; one that is computed compares itself."""
+    return stop if isinstance(stop, Hashable) else frozenset(stop)  # type: ignore[call-overload]
+
+
+def product(ref: Ref, stop: Container[Value] = ()) -> Term:
     """``ref`` as a product of factors none of which is a product, a sum over variables, a view or a cast.
 
     Values of ``stop`` are factors whatever they are. rsqrt(u) is the factor (u, -0.5). Raises TooLarge.
     """
-    key = product, ref.index, frozenset(stop)
+    key = product, ref.index, _key(stop)
     term: Term = remembered(ref.value.memo, key, lambda: _product(ref, stop))
     return Term(term.coef, [*term.factors], [*term.bound])
 
 
-def _product(ref: Ref, stop: Collection[Value]) -> Term:
+def _product(ref: Ref, stop: Container[Value]) -> Term:
     term, steps = Term(), Steps("factors", ref.value)
     factors: dict[Ref, float] = {}
 
@@ -284,7 +292,7 @@ def power(number: float, exponent: float) -> float:
     return found
 
 
-def _factors_of(ref: Ref, stop: Collection[Value]) -> list[Share] | None:
+def _factors_of(ref: Ref, stop: Container[Value]) -> list[Share] | None:
     """The factors of an elementwise operation's element; None where it stays one, as what cannot be followed does."""
     value, func = ref.value, ref.value.func
     if value in stop or func is None:
@@ -310,11 +318,11 @@ def _factors_of(ref: Ref, stop: Collection[Value]) -> list[Share] | None:
         return None
 
 
-def _part(a: Ref | float, stop: Collection[Value], weight: float = 1.0) -> Share:
+def _part(a: Ref | float, stop: Container[Value], weight: float = 1.0) -> Share:
     return Share(a if isinstance(a, float) else peel(a, stop), weight)
 
 
-def _summands(term: Term, ref: Ref, stop: Collection[Value]) -> list[Ref] | None:
+def _summands(term: Term, ref: Ref, stop: Container[Value]) -> list[Ref] | None:
     """The factors under a sum or a matrix product, whose variables and coefficient ``term`` takes."""
     if ref.value in stop:
         return None
@@ -331,20 +339,20 @@ def _summands(term: Term, ref: Ref, stop: Collection[Value]) -> list[Ref] | None
     return None
 
 
-def addends(ref: Ref, stop: Collection[Value] = ()) -> tuple[float, list[tuple[float, Ref]]]:
+def addends(ref: Ref, stop: Container[Value] = ()) -> tuple[float, list[tuple[float, Ref]]]:
     """``ref`` as a constant plus elements, each with its factor, none of which is a sum, a view or a cast.
 
     An element that is added twice counts with the sum of its factors, which may be 0. Raises Unsupported and TooLarge.
     """
-    key = addends, ref.index, frozenset(stop)
+    key = addends, ref.index, _key(stop)
     constant, terms = remembered(ref.value.memo, key, lambda: _addends(ref, stop))
     return constant, [*terms]
 
 
-def _addends(ref: Ref, stop: Collection[Value]) -> tuple[float, list[tuple[float, Ref]]]:
+def _addends(ref: Ref, stop: Container[Value]) -> tuple[float, list[tuple[float, Ref]]]:
     constant = 0.0
     terms: list[tuple[float, Ref]] = []
-    for a, weight in shares([_part(ref, stop)], lambda r: _addends_of(r, stop), Steps("addends", ref.value)):
+    for a, weight in shares([_part(ref, stop)], lambda r: addends_of(r, stop), Steps("addends", ref.value)):
         if not math.isfinite(weight):
             raise Unsupported
         if isinstance(a, float):
@@ -354,8 +362,8 @@ def _addends(ref: Ref, stop: Collection[Value]) -> tuple[float, list[tuple[float
     return constant, terms
 
 
-def _addends_of(ref: Ref, stop: Collection[Value]) -> list[Share] | None:
-    """The addends of a sum or a difference, None for anything else. Raises Unsupported."""
+def addends_of(ref: Ref, stop: Container[Value]) -> list[Share] | None:
+    """Returns the addends of a sum or a difference, None for anything else. Raises Unsupported."""
     value, func = ref.value, ref.value.func
     if value in stop:
         return None

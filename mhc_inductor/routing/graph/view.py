@@ -193,8 +193,17 @@ class View:
 
     @functools.cached_property
     def ends(self) -> dict[fx.Node, int]:
-        """The results of the graph that each node of the view reaches, a bit each, in the order of :attr:`results`."""
+        """The results of the graph that each node of the view reaches, a bit each, in the order of :attr:`results`.
+
+        One more bit says that it reaches something that writes or keeps a tensor.
+        """
         found = {node: 1 << i for i, node in enumerate(self.results)}
+        kept = 1 << len(found)
+        for node in self.nodes:
+            effect = self.effects.of(self.reader.get(node, node))
+            if node not in self.made and (effect.writes or effect.watches or not effect.known):
+                for a in node.all_input_nodes:
+                    found[a] = found.get(a, 0) | kept
         for node in reversed(self.nodes):
             bits = found.get(node, 0)
             if bits and (self.needs_grad[node] or node in self._steps):

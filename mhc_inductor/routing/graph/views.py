@@ -6,7 +6,7 @@ dtypes disappear into indices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -273,6 +273,14 @@ def is_cast(value: Value) -> bool:
     return value.func in CASTS and value.dtype.is_floating_point and value.args[0].dtype.is_floating_point
 
 
+def rounds(value: Value) -> bool:
+    """Checks whether ``value`` is a cast that loses precision or range."""
+    if not is_cast(value):
+        return False
+    to, of = torch.finfo(value.dtype), torch.finfo(value.args[0].dtype)
+    return to.eps > of.eps or to.max < of.max or to.smallest_normal > of.smallest_normal
+
+
 def step(ref: Ref) -> Ref | None:
     """The element that a view or a cast of floating dtypes shows, or None for anything else."""
     func = ref.value.func
@@ -294,7 +302,7 @@ def step(ref: Ref) -> Ref | None:
     return below if below.value.node is not None or below.value.func is not None else None
 
 
-def peel(ref: Ref, stop: Collection[Value] = ()) -> Ref:
+def peel(ref: Ref, stop: Container[Value] = ()) -> Ref:
     """``ref`` behind its views and casts, as far as a value of ``stop``."""
     while ref.value not in stop:
         inner = step(ref)
@@ -304,7 +312,7 @@ def peel(ref: Ref, stop: Collection[Value] = ()) -> Ref:
     return ref
 
 
-def chain(ref: Ref, stop: Collection[Value] = ()) -> list[Ref]:
+def chain(ref: Ref, stop: Container[Value] = ()) -> list[Ref]:
     """Every element on the way of :func:`peel`, the outermost first."""
     refs = [ref]
     while refs[-1].value not in stop and (inner := step(refs[-1])) is not None:

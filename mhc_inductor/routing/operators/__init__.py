@@ -2,7 +2,11 @@
 
 from mhc_inductor.routing.operator import register
 from mhc_inductor.routing.operators.e79 import E79Scan
+from mhc_inductor.routing.operators.mhc.fuse import Fusion
+from mhc_inductor.routing.operators.mhc.operator import Mhc
 from mhc_inductor.routing.operators.selection.operator import SelectionOperator
 
 register(SelectionOperator)
 register(E79Scan)
+register(Mhc)
+register(Fusion)

@@ -10,11 +10,10 @@ from typing import Any
 from torch import fx
 
 from mhc_inductor.routing.edit import node_of
-from mhc_inductor.routing.graph.expressions import Ref, chain
+from mhc_inductor.routing.graph.expressions import Ref, chain, rounds
 from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.e79.step import Frame, Leaf
-from mhc_inductor.routing.operators.mhc.formula import narrows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,7 @@ def places(leaf: Leaf, frame: Frame) -> list[tuple[Value, Slot]]:
         if ref.value.node is not None and (at := slot(ref, frame)) is not None:
             found.append((ref.value, at))
         # What the model rounded is what the op reads; what autocast rounded inside an operation is not.
-        if ref.value.node is not None and narrows(ref.value):
+        if ref.value.node is not None and rounds(ref.value):
             break
     return found
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 
 import torch
+from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
-from mhc_inductor.routing.graph.bounds import DEPTH, Steps
 from mhc_inductor.routing.graph.expressions import (
     Ref,
     Term,
@@ -18,27 +17,23 @@ from mhc_inductor.routing.graph.expressions import (
     chain,
     close,
     contraction,
-    is_cast,
     number,
     operands,
     peel,
     product,
     reduction,
+    rounds,
     whole,
 )
 from mhc_inductor.routing.graph.index import (
     ONE,
-    Atom,
     DynamicWidth,
     Index,
     Size,
     Unsupported,
     Var,
     bound_of,
-    const,
-    linear,
     product_of,
-    var,
 )
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Mismatch
@@ -141,10 +136,6 @@ def _covers(flat: Index, bound: Collection[Var]) -> tuple[Index, Index, int] | N
     return Index(tokens), Index(feature), width.factor
 
 
-def narrows(value: Value) -> bool:
-    return is_cast(value) and torch.finfo(value.dtype).bits < torch.finfo(value.args[0].dtype).bits
-
-
 def norm_of(inner: Ref) -> Norm | None:
     """The norm whose ``mean(v * v) + eps`` is ``inner``."""
     try:
@@ -160,11 +151,12 @@ def norm_of(inner: Ref) -> Norm | None:
         elements = product_of((*inner.value.shape, *(b.size for b in bound)))
         for ref in chain(v):
             covered = _covers(ref.flat, bound)
-            # The innermost tensor of these tokens in the order of the norms, if there is one.
+            # The innermost tensor of these tokens in the order of the norms, if there is one; what is inside of a
+            # composite operation, as the product of a linear layer, is no tensor that the op could read.
             fit = covered is not None and covered[0] == inner.flat and product_of(ref.value.shape) == elements
-            if covered is not None and (fit or not fits):
+            if covered is not None and ref.value.node is not None and (fit or not fits):
                 best, fits = (ref.value, *covered), fit
-            if narrows(ref.value) and ref.value.node is not None:
+            if rounds(ref.value) and ref.value.node is not None:
                 # What the model rounded is what the op reads; what autocast rounded inside the norm is not.
                 break
         if best is None:
@@ -186,7 +178,7 @@ def sources(x: Value) -> dict[Value, tuple[int, ...]]:
         if len(ref.index) != len(out.index) or any(i not in out.index for i in ref.index):
             break
         found[ref.value] = tuple(out.index.index(i) for i in ref.index)
-        if narrows(ref.value):
+        if rounds(ref.value):
             break
     return found
 
@@ -201,12 +193,50 @@ def seen_in(ref: Ref, x: Value, views: Mapping[Value, tuple[int, ...]]) -> Ref:
     return Ref(x, tuple(index))
 
 
-def _factors(ref: Ref, x: Value, stop: Collection[Value]) -> Term:
-    """:func:`product` with every element of x or its sources as one of x."""
-    views = sources(x)
-    term = product(ref, {*views, *stop})
-    term.factors = [(seen_in(f, x, views), e) for f, e in term.factors]
-    return term
+class Kept:
+    """The values that a formula of ``x`` is made of: x and what it is a view of, ``others``, and rounded inputs.
+
+    A cast that the model wrote on x or on a weight, on anything that x has no part in, stays the model's. Casts of
+    values between, and those that autocast puts in, are not kept: without them the op is closer to exact.
+    """
+
+    def __init__(self, x: Value, *others: Collection[Value]) -> None:
+        self.x = x
+        self.views = sources(x)
+        self._others = frozenset(value for each in others for value in each)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kept) and (self.x, self._others) == (other.x, other._others)
+
+    def __hash__(self) -> int:
+        return hash((self.x, self._others))
+
+    def __contains__(self, value: object) -> bool:
+        if value in self.views or value in self._others:
+            return True
+        if not isinstance(value, Value) or value.node is None or not rounds(value):
+            return False
+        return not self._made_of_x(value.node) or any(ref.value in self.views for ref in chain(whole(value)))
+
+    def _made_of_x(self, node: fx.Node) -> bool:
+        """Checks whether x takes part in what ``node`` computes."""
+        if self.x.node is None or node is self.x.node:
+            return True
+        todo, seen = [node], {node}
+        while todo:
+            for parent in todo.pop().all_input_nodes:
+                if parent is self.x.node:
+                    return True
+                if parent not in seen and self.x.node < parent:
+                    seen.add(parent)
+                    todo.append(parent)
+        return False
+
+    def product(self, ref: Ref) -> Term:
+        """Returns ``ref`` as a product, with every element of what x is a view of as one of x."""
+        term = product(ref, self)
+        term.factors = [(seen_in(f, self.x, self.views), e) for f, e in term.factors]
+        return term
 
 
 # --- coefficients: alpha * z + bias -------------------------------------------------------------------------
@@ -242,9 +272,9 @@ class Affine:
         return self.norm.x, self.norm.eps, self.gamma
 
 
-def projection(ref: Ref) -> Norm | None:
+def projection(ref: Ref, stop: Container[Value] = ()) -> Norm | None:
     """The norm inside the product ``ref``, if it is a projection of normed streams."""
-    term = product(ref)
+    term = product(ref, stop)
     for factor, exponent in term.factors:
         summed = exponent == -0.5 and bool(term.bound)
         if exponent < -0.5:  # a power of a projection, which :func:`affine` names
@@ -254,13 +284,13 @@ def projection(ref: Ref) -> Norm | None:
     return None
 
 
-def affine(ref: Ref, out: Ref) -> Affine:
+def affine(ref: Ref, out: Ref, kept: Kept) -> Affine:
     """``ref``, an element of a value's logits, as ``alpha * z + bias``; ``out`` is the element of the value itself.
 
     Raises Mismatch.
     """
-    constant, terms = addends(ref)
-    norms = [(projection(t), sign, t) for sign, t in terms]
+    constant, terms = addends(ref, kept)
+    norms = [(projection(t, kept), sign, t) for sign, t in terms]
     found = [(n, sign, t) for n, sign, t in norms if n is not None]
     if len(found) != 1:
         unnormed = unnormed_projection(terms)
@@ -273,7 +303,7 @@ def affine(ref: Ref, out: Ref) -> Affine:
     others = [(s, t) for n, s, t in norms if n is None]
     if ref.value.dtype is torch.float64 and norm.x.dtype is not torch.float64:
         raise Mismatch("the coefficients are computed in float64, more exactly than the op would", ref.value)
-    return _affine(out, norm, sign, z, others)
+    return _affine(out, norm, sign, z, others, kept)
 
 
 NOTHING = "no projection of normalised streams"
@@ -296,8 +326,8 @@ def unnormed_projection(terms: list[tuple[float, Ref]]) -> Value | None:
     return None
 
 
-def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float, Ref]]) -> Affine:
-    term = _factors(z, norm.x, ())
+def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float, Ref]], kept: Kept) -> Affine:
+    term = kept.product(z)
     streams = [f for f, e in term.factors if f.value is norm.x and e == 1]
     roots = [f for f, e in term.factors if e == -0.5]
     rest = [(f, e) for f, e in term.factors if f.value is not norm.x and e != -0.5]
@@ -404,12 +434,11 @@ def _gamma(gamma: Ref, feature: Index, width: int) -> Piece:
 
 
 def _bias(ref: Ref, form: Index, rows: int) -> Piece:
-    factor = peel(ref)
-    terms = dict(factor.flat.terms)
+    terms = dict(ref.flat.terms)
     start = terms.pop(None, Size(0))
     if Index(terms) != form or start.symbols:
-        raise Mismatch("bias does not have one element a row of phi", factor.value)
-    return Piece(factor.value, start.factor, rows)
+        raise Mismatch("bias does not have one element a row of phi", ref.value)
+    return Piece(ref.value, start.factor, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,7 +463,7 @@ def sigmoid_argument(ref: Ref, exponent: float) -> Ref | None:
     return None
 
 
-def coefficient(value: Value) -> Coefficient:
+def coefficient(value: Value, kept: Kept) -> Coefficient:
     """``value`` as ``mult * sigmoid(alpha * z + bias) + add``. Raises Mismatch."""
     out = whole(value)
     add, terms = addends(out)
@@ -445,287 +474,4 @@ def coefficient(value: Value) -> Coefficient:
     argument = sigmoid_argument(*term.factors[0]) if len(term.factors) == 1 and not term.bound else None
     if argument is None:
         raise Mismatch(NOTHING, value)
-    return Coefficient(affine(argument, out), sign * term.coef, add)
-
-
-# --- sums over streams --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamSum:
-    """``sum_i weight[i] * x[i]``: the weight's value and flat index, and x's, in terms of the variable of i."""
-
-    weight: Value
-    at: Index
-    x: Index
-    stream: Var | None
-    n: int
-
-
-def stream_sum(terms: list[tuple[float, Ref]], x: Value, weights: Collection[Value]) -> StreamSum:
-    """The terms as one weighted sum of x's streams: a contraction, a sum, or one addend a stream. Raises Mismatch."""
-    seen: list[tuple[Ref, Ref, list[Var]]] = []
-    for sign, ref in terms:
-        term = _factors(ref, x, weights)
-        streams = [f for f, e in term.factors if f.value is x and e == 1.0]
-        mixed = [f for f, e in term.factors if f.value in weights and e == 1.0]
-        if len(term.factors) != 2 or len(streams) != 1 or len(mixed) != 1:
-            raise Mismatch("not a weighted sum of x's streams", ref.value)
-        if sign * term.coef != 1.0:
-            raise Mismatch(f"the sum of streams is scaled by {sign * term.coef:g}", ref.value)
-        seen.append((mixed[0], streams[0], term.bound))
-    weight, stream, bound = seen[0]
-    if len(seen) == 1:
-        if len(bound) != 1:
-            raise Mismatch("not a weighted sum over x's streams", weight.value)
-        return StreamSum(weight.value, weight.flat, stream.flat, bound[0], bound[0].size.factor)
-    n = len(seen)
-    if any(b for _, _, b in seen) or any(w.value is not weight.value for w, _, _ in seen):
-        raise Mismatch("not a weighted sum over x's streams", weight.value)
-    # One addend a stream: x's index differs by a constant, the weight's by a multiple of the same count.
-    by_stream = sorted(seen, key=lambda item: item[1].flat.terms.get(None, Size(0)).factor)
-    first_w, first_x, _ = by_stream[0]
-    i = Var(Size(n))
-    step_w = _step(first_w.flat, by_stream[1][0].flat)
-    step_x = _step(first_x.flat, by_stream[1][1].flat)
-    for k, (w, xs, _) in enumerate(by_stream):
-        if w.flat != first_w.flat.plus(const(k * step_w)) or xs.flat != first_x.flat.plus(const(k * step_x)):
-            raise Mismatch("the addends do not pair each stream with its own weight", w.value)
-    at = first_w.flat.plus(var(i).times(Size(step_w)))
-    return StreamSum(weight.value, at, first_x.flat.plus(var(i).times(Size(step_x))), i, n)
-
-
-def _step(a: Index, b: Index) -> int:
-    return b.terms.get(None, Size(0)).factor - a.terms.get(None, Size(0)).factor
-
-
-def tokens_of(flat: Index, per: int) -> tuple[Index, Index]:
-    """``flat`` as ``per * tokens + rest``."""
-    tokens, rest = {}, {}
-    for atom, c in flat.terms.items():
-        whole_ = c.over(Size(per))
-        if whole_ is not None and atom is not None:
-            tokens[atom] = whole_
-        else:
-            rest[atom] = c
-    return Index(tokens), Index(rest)
-
-
-@dataclasses.dataclass(frozen=True)
-class Collapse:
-    """``h_in[d] = sum_i weight[i] * x[i, d]``."""
-
-    weight: Value
-    n: int
-
-
-def collapse(value: Value, x: Value, width: int, weights: Collection[Value]) -> Collapse:
-    """``value`` as the collapse of x by one of ``weights``. Raises Mismatch."""
-    out = whole(value)
-    constant, terms = addends(out, {*sources(x), *weights})
-    if constant != 0.0:
-        raise Mismatch(f"a constant {constant:g} is added to the collapsed streams", value)
-    found = stream_sum(terms, x, weights)
-    if found.stream is None or width % found.n:
-        raise Mismatch("not a weighted sum over x's streams", value)
-    n, d = found.n, width // found.n
-    tokens, feature = tokens_of(found.x, width)
-    stream = var(found.stream)
-    if n == 1 or found.at != tokens.times(Size(n)).plus(stream):
-        raise Mismatch("x[i] is not weighted with h_pre[i]", value)
-    low = {a: c for a, c in feature.terms.items() if a is not found.stream}
-    if feature.terms.get(found.stream) != Size(d) or out.flat != tokens.times(Size(d)).plus(Index(low)):
-        raise Mismatch("x's streams are not summed over: expected h_in[d] = sum_i h_pre[i] * x[i, d]", value)
-    return Collapse(found.weight, n)
-
-
-# --- expand and mix -----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Post:
-    """``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]``, R one of the given matrices or its transpose."""
-
-    h_post: Value
-    f_out: Ref
-    matrix: Value | None
-    transpose: bool
-    n: int
-    added: tuple[Value, ...] = ()
-    """Vectors [D] that are added to f_out."""
-    stream: int = -2
-    """x_out's dim of streams."""
-
-
-def _toward(ref: Ref, targets: Collection[Value]) -> tuple[Ref, list[Ref]] | None:
-    """``ref`` as an element of one of ``targets`` times others, which are left whole. Raises TooLarge."""
-    known: dict[Ref, tuple[Ref, list[Ref]] | None] = {}
-    steps = Steps("factors", ref.value, DEPTH)
-
-    def find(ref: Ref) -> tuple[Ref, list[Ref]] | None:
-        ref = peel(ref, targets)
-        if ref not in known:
-            steps.take()
-            known[ref] = search(ref)
-        return known[ref]
-
-    def search(ref: Ref) -> tuple[Ref, list[Ref]] | None:
-        if ref.value in targets:
-            return ref, []
-        pair: list[Ref | float] = []
-        if ref.value.func is aten.mul.Tensor:
-            pair = operands(ref)
-        elif (contracted := contraction(ref)) is not None and contracted[2].size == ONE:
-            pair = [contracted[0], contracted[1]]
-        elif (reduced := reduction(ref)) is not None and all(v.size == ONE for v in reduced[1]):
-            return find(reduced[0])
-        for k, a in enumerate(pair):
-            found = find(a) if isinstance(a, Ref) else None
-            if found is not None:
-                other = pair[1 - k]
-                return (found[0], [*found[1], other]) if isinstance(other, Ref) else None
-        return None
-
-    return find(ref)
-
-
-def post(value: Value, x: Value, width: int, n: int, posts: Collection[Value], matrices: Collection[Value]) -> Post:
-    """``value`` as expand and mix. Raises Mismatch."""
-    out = whole(value)
-    try:
-        return _post(out, out.flat, x, width, posts, matrices)
-    except Mismatch as mismatch:
-        first = mismatch
-    shape = value.shape
-    if len(shape) < 2:
-        raise first
-    if shape[-2] == Size(n):
-        try:
-            return _post_by_streams(out, x, width, n, posts, matrices)
-        except Mismatch as mismatch:
-            first = mismatch
-    for dim, size in enumerate(shape[:-1]):
-        if size == Size(n) and shape[-1] == Size(width // n):
-            order = streams_last(len(shape), dim)
-            flat = linear([out.index[d] for d in order], [shape[d] for d in order])
-            with contextlib.suppress(Mismatch):
-                return dataclasses.replace(_post(out, flat, x, width, posts, matrices), stream=dim)
-    raise first
-
-
-def _post_by_streams(
-    out: Ref, x: Value, width: int, n: int, posts: Collection[Value], matrices: Collection[Value]
-) -> Post:
-    """One expression a stream."""
-    each = []
-    for o in range(n):
-        at = Ref(out.value, (*out.index[:-2], const(o), out.index[-1]))
-        each.append(_post(at, at.flat, x, width, posts, matrices))
-    found = each[0]
-    for other in each:
-        if (other.h_post, other.matrix, other.transpose) != (found.h_post, found.matrix, found.transpose) or (
-            peel(other.f_out) != peel(found.f_out) or other.added != found.added
-        ):
-            raise Mismatch("the streams of x_out are not all made in the same way", out.value)
-    return found
-
-
-def streams_last(rank: int, dim: int) -> list[int]:
-    """The dims with that of the streams before the last."""
-    others = [d for d in range(rank) if d != dim]
-    return [*others[:-1], dim, *others[-1:]]
-
-
-def _post(out: Ref, flat: Index, x: Value, width: int, posts: Collection[Value], matrices: Collection[Value]) -> Post:
-    views = sources(x)
-    constant, terms = addends(out, {*views, *posts, *matrices})
-    if constant != 0.0:
-        raise Mismatch(f"a constant {constant:g} is added to x_out", out.value)
-    expanded = [(s, t, _toward(t, posts)) for s, t in terms]
-    outer = [(s, f) for s, _, f in expanded if f is not None]
-    rest = [(s, t) for s, t, f in expanded if f is None]
-    if not outer or not rest or any(peel(f[0]) != peel(outer[0][1][0]) for _, f in outer):
-        raise Mismatch(NOTHING, out.value)
-    h = outer[0][1][0]
-    others = [f[1][0] for s, f in outer if s == 1.0 and len(f[1]) == 1]
-    if len(others) != len(outer):
-        raise Mismatch("expected h_post[o] * f_out with no other factor", out.value)
-    identity = seen_in(peel(rest[0][1], views), x, views)
-    matrix, transpose, n = None, False, 0
-    plain = len(rest) == 1 and identity.value is x and rest[0][0] == 1.0
-    if plain:
-        if identity.flat != flat:
-            raise Mismatch("the residual is not x at x_out's own place", out.value)
-        per = product_of(h.value.shape).over(product_of(x.shape).over(Size(width)) or ONE)
-        n = per.factor if per is not None and not per.symbols else 0
-        tokens, _ = tokens_of(flat, width)
-        if n < 2 or width % n:
-            raise Mismatch("h_post does not have one element a stream", out.value)
-    else:
-        found = stream_sum(rest, x, matrices)
-        n = found.n
-        tokens, feature = tokens_of(found.x, width)
-        if found.stream is None or n < 2 or width % n or feature.terms.get(found.stream) != Size(width // n):
-            raise Mismatch("the residual streams are not mixed by an n x n matrix", out.value)
-        feature = Index({a: c for a, c in feature.terms.items() if a is not found.stream})
-        if tokens_of(flat, width)[0] != tokens:
-            raise Mismatch("x is taken at another token than x_out", out.value)
-    d = width // n
-    stream_part, low = _by(tokens_of(flat, width)[1], d)
-    if not plain:
-        if low != feature:
-            raise Mismatch("x is not mixed within its columns", out.value)
-        i = var(found.stream)  # type: ignore[arg-type]
-        base = tokens.times(Size(n * n))
-        if found.at == base.plus(stream_part.times(Size(n))).plus(i):
-            matrix, transpose = found.weight, False
-        elif found.at == base.plus(i.times(Size(n))).plus(stream_part):
-            matrix, transpose = found.weight, True
-        else:
-            raise Mismatch("the residual matrix is neither h_res nor its transpose", out.value)
-    if h.flat != tokens.times(Size(n)).plus(stream_part):
-        raise Mismatch("f_out is not weighted with the h_post of its own stream", out.value)
-    wanted = tokens.times(Size(d)).plus(low)
-    # A bias of the sublayer may be expanded on its own.
-    vectors = [next((v for r in chain(ref) if (v := _vector(r, low, d)) is not None), None) for ref in others]
-    if not tokens.terms:
-        # Of one token f_out is a vector too.
-        vectors[0] = None
-    added = tuple(v for v in vectors if v is not None)
-    others = [ref for ref, v in zip(others, vectors, strict=True) if v is None]
-    if len(others) != 1:
-        raise Mismatch("expected h_post[o] * f_out with one f_out", out.value)
-    best = None
-    for ref in chain(others[0]):
-        if ref.value.node is not None and ref.flat == wanted:
-            best = ref
-        if narrows(ref.value) and best is not None:
-            break
-    if best is None:
-        raise Mismatch("f_out is not laid out as [tokens, D]", others[0].value)
-    return Post(h.value, best, matrix, transpose, n, added)
-
-
-def _vector(ref: Ref, low: Index, d: int) -> Value | None:
-    """The vector [D] that ``ref`` is an element of, the one of column ``low``."""
-    found = ref.value.node is not None and ref.flat == low and product_of(ref.value.shape) == Size(d)
-    return ref.value if found else None
-
-
-def _by(feature: Index, d: int) -> tuple[Index, Index]:
-    """``feature`` as ``d * stream + low``."""
-    stream: dict[Atom, Size] = {}
-    low: dict[Atom, Size] = {}
-    for atom, c in feature.terms.items():
-        per = c.over(Size(d))
-        if per is not None:
-            stream[atom] = per
-        elif atom is None:
-            stream_at, low_at = divmod(c.factor, d)
-            if stream_at:
-                stream[None] = Size(stream_at)
-            if low_at:
-                low[None] = Size(low_at)
-        else:
-            low[atom] = c
-    return Index(stream), Index(low)
+    return Coefficient(affine(argument, out, kept), sign * term.coef, add)

@@ -4,82 +4,84 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.graph.run import run_fake
-from mhc_inductor.routing.graph.values import example
-from mhc_inductor.routing.rewriter import grad_states, mutations
+from mhc_inductor.routing.edit import Edit
+from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operator import Match
+from mhc_inductor.routing.operators.kernels import kernels_of
 
-_FUSED = {"mhc_pre": "mhc_post_pre", "mhc_head": "mhc_post_head"}
-"""What follows a post, and the fused op."""
 FEW_TOKENS = 256
 """Tokens below which the two ops apart are faster in inference (docs/tuning.md): decoding, where latency counts."""
+_OPS = torch.ops.mhc_inductor
+_FUSED: dict[Any, tuple[str, str]] = {
+    _OPS.mhc_pre.default: ("mhc_pre", "mhc_post_pre"),
+    _OPS.mhc_head.default: ("mhc_head", "mhc_post_head"),
+}
+"""What follows a post: its name, and that of the fused op."""
 
 
-def _op(name: str) -> Any:
-    return getattr(torch.ops.mhc_inductor, name).default
+class Fusion:
+    """Fuses every post with the pre or head that reads its result."""
 
+    name = "mhc_fusion"
 
-def fuse(graph: fx.Graph) -> list[tuple[str, str, fx.Node]]:
-    """Fuse every post with the pre or head that reads its result; (fused op, second op, the new node) for each."""
-    done = []
-    followers = {_op(name): (fused, name) for name, fused in _FUSED.items()}
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    events = mutations(graph)
-    grad = grad_states(graph)
-    for second in list(graph.nodes):
-        if second.op != "call_function" or second.target not in followers:
-            continue
-        first = second.args[0]
-        if not isinstance(first, fx.Node) or first.target is not _op("mhc_post") or first not in order:
-            continue
-        if grad[first] != grad[second] or not _movable(first, second, order, events):
-            continue
-        if not grad[first] and _few(first):
-            continue
-        fused, name = followers[second.target]
-        done.append((fused, name, _merge(graph, first, second, _op(fused))))
-    return done
+    def candidates(self, view: View) -> Iterable[fx.Node]:
+        """Returns the pres and heads; none where a checkpoint policy decides which of the ops are saved."""
+        policy = compat.checkpoint_policy(view.real) is not None
+        return [node for node in view.nodes if node.op == "call_function" and node.target in _FUSED and not policy]
+
+    def match(self, view: View, node: fx.Node) -> Match | None:
+        """Returns the fusion that ends at ``node``."""
+        first = node.args[0]
+        if (
+            not isinstance(first, fx.Node)
+            or first.target is not _OPS.mhc_post.default
+            or not _movable(view, first, node)
+        ):
+            return None
+        if not view.modes_at(first).grad and _few(first):
+            return None
+        outputs = [view.value(user) for user in node.users if user.target is operator.getitem]
+        inputs = [view.value(a) for a in (*first.args, *node.args[1:]) if isinstance(a, fx.Node)]
+        if not outputs or len(outputs) != len(node.users):
+            return None
+        name, fused = _FUSED[node.target]
+        read, given = [v for v in inputs if v is not None], [v for v in (*outputs, view.value(first)) if v is not None]
+        return Match(fused, read, given, parts=("mhc_post", name), data=(first, node))
+
+    def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
+        """Puts the fused op in the place of both."""
+        first, second = match.data
+        arguments = fx.node.map_arg((*first.args, *second.args[1:]), edit.current)
+        call = edit.emit(getattr(_OPS, match.op).default, *arguments)
+        pairs = []
+        for value in match.outputs:
+            # The outputs of the second op follow x_out.
+            at = 0 if value.node is first else 1 + value.node.args[1]  # type: ignore[union-attr, operator]
+            pairs.append((value, edit.emit(operator.getitem, call, at)))
+        return pairs
+
+    def kernels(self, op: str, device: str) -> tuple[str, ...]:
+        """Returns the kernels of ``op``."""
+        return kernels_of(op, device)
 
 
 def _few(post: fx.Node) -> bool:
-    """Whether a post has few tokens on a GPU, a number that is known."""
+    """Checks whether a post has few tokens on a GPU, a number that is known."""
     x = example(post)
     lead = x.shape[:-2]
     return x.device.type == "cuda" and all(isinstance(n, int) for n in lead) and math.prod(lead) < FEW_TOKENS
 
 
-def _movable(first: fx.Node, second: fx.Node, order: dict[fx.Node, int], events: list[tuple[int, int]]) -> bool:
-    """Whether ``first`` may run as late as ``second``: nothing needs it before, nothing changes its inputs between."""
-    begin, end = order[first], order[second]
-    if any(order.get(user, end + 1) < end for user in first.users if user is not second):
-        return False
-    inputs = {
-        compat.storage_key(e)
-        for node in (*first.all_input_nodes, first)
-        if isinstance(e := example(node), torch.Tensor)
-    }
-    return not any(begin < position <= end and storage in inputs for position, storage in events)
-
-
-def _merge(graph: fx.Graph, first: fx.Node, second: fx.Node, target: Any) -> fx.Node:
-    with graph.inserting_before(second):
-        args = (*first.args, *second.args[1:])
-        call = graph.call_function(target, args)
-        call.meta["example_value"] = run_fake(call)
-        x_out = graph.call_function(operator.getitem, (call, 0))
-        x_out.meta["example_value"] = call.meta["example_value"][0]
-    for key in ("stack_trace", "nn_module_stack"):
-        if key in second.meta:
-            call.meta[key] = second.meta[key]
-    first.replace_all_uses_with(x_out, delete_user_cb=lambda user: user is not call)
-    # The outputs of the second op follow x_out.
-    for user in list(second.users):
-        user.args = (call, user.args[1] + 1)  # type: ignore[operator]
-    graph.erase_node(second)
-    graph.erase_node(first)
-    return call
+def _movable(view: View, first: fx.Node, second: fx.Node) -> bool:
+    """Checks whether ``first`` may run as late as ``second``: nothing needs it before, in the same grad mode."""
+    end = view.order[second]
+    early = any(view.order.get(user, end + 1) < end for user in first.users if user is not second)
+    return not early and view.modes_at(first).grad == view.modes_at(second).grad

@@ -58,6 +58,11 @@ class Chain:
             return None
         return len(self.axes) // 2
 
+    @property
+    def words(self) -> str:
+        """The form and eps, for a report."""
+        return f"{self.form}, eps = {self.eps or 0.0:g}"
+
 
 class Chains:
     """The chains that end at values, found once each."""

@@ -1,0 +1,23 @@
+"""Names for the policies of selective activation checkpointing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_NAMES = ("mhc_pre", "mhc_post", "mhc_sinkhorn", "mhc_head", "e79_scan", "selection_attention")
+
+
+def ops_to_save() -> list[Any]:
+    """Returns the op overloads that routing puts in the place of formulas, for a checkpoint policy to name.
+
+    Where a formula is routed, a policy of ``create_selective_checkpoint_contexts`` no longer sees the matrix products
+    that the formula was made of; it sees these ops. They keep their names: in a region with a policy, no two of them
+    are fused into one::
+
+        def policy(ctx, op, *args, **kwargs):
+            saved = op in mhc_inductor.ops_to_save() or op is torch.ops.aten.mm.default
+            return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+    """
+    return [getattr(torch.ops.mhc_inductor, name).default for name in _NAMES]

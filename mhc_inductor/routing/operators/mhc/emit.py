@@ -1,0 +1,131 @@
+"""Puts the mHC ops in the place of the formulas that :mod:`.search` found."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.edit import Edit, node_of
+from mhc_inductor.routing.graph.index import Size, product_of
+from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn
+from mhc_inductor.routing.operators.mhc.mixing import streams_last
+from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
+from mhc_inductor.routing.operators.mhc.weights import ROLES, Weights
+
+_OPS = torch.ops.mhc_inductor
+
+Pairs = list[tuple[Value, fx.Node]]
+
+
+class Emission:
+    """Emits the ops of one graph; a post reads what the pre before it gave, without the model's casts between."""
+
+    def __init__(self, edit: Edit) -> None:
+        self.edit = edit
+        self._given: dict[Value, fx.Node] = {}
+        self._streams: dict[Pre, fx.Node] = {}
+
+    # --- the three ops ---
+
+    def pre(self, pre: Pre) -> Pairs:
+        """Returns the outputs of a pre or a head with the nodes that take their place. Raises Mismatch."""
+        edit, x_value = self.edit, pre.norm.x
+        x = self._streams[pre] = edit.widened(self._split(x_value, pre.n, pre.norm.width // pre.n), pre.h_in)
+        call = edit.emit(getattr(_OPS, pre.op).default, x, *Weights(edit, pre, x).all(), *_numbers(pre))
+        pairs = []
+        for role, value in pre.outputs.items():
+            got = edit.emit(operator.getitem, call, ROLES.index(role))
+            if not edit.view.flows(node_of(value)) and edit.needs_grad(got):
+                got = edit.emit("detach", got)
+            for same in pre.posts if role == "post" else (value,):
+                self._given[same] = got
+            pairs.append((value, edit.as_like(got, value, x)))
+        return pairs
+
+    def post(self, use: PostUse) -> Pairs:
+        """Returns x_out with the node that takes its place. Raises Mismatch."""
+        edit, found, n = self.edit, use.found, use.found.n
+        if use.pre is not None and not self._placed(use.pre):
+            raise Mismatch("")
+        given = self._given if use.pre is not None else {}
+        # The same tensor as the pre's, so that gradients of widened streams are rounded once.
+        own = self._streams.get(use.pre) if use.pre is not None and use.pre.norm.x is found.x else None
+        x = edit.widened(own or self._split(found.x, n, found.width // n, found.x_stream), use.x_out)
+        lead, d = list(example(x).shape[:-2]), example(x).shape[-1]
+        f = edit.shaped(edit.input(found.f_out), [*lead, d], x)
+        for vector in found.added:
+            f = edit.emit(operator.add, self._wide(f), edit.shaped(edit.input(vector), [d], x))
+        h_post = given.get(found.h_post) or self._coefficients(found.h_post, [n], x)
+        matrix = None
+        if found.matrix is not None:
+            matrix = given.get(found.matrix) or self._coefficients(found.matrix, [n, n], x)
+        out = edit.emit(_OPS.mhc_post.default, x, f, h_post, matrix, found.transpose)
+        if found.stream != -2:
+            wanted = example(node_of(use.x_out)).shape
+            order = streams_last(len(wanted), found.stream % len(wanted))
+            out = edit.emit("movedim", edit.shaped(out, [wanted[k] for k in order], x), -2, found.stream)
+        return [(use.x_out, edit.as_like(out, use.x_out, x))]
+
+    def sinkhorn(self, found: Sinkhorn) -> Pairs:
+        """Returns the last matrix of some iterations with the node that takes its place. Raises Mismatch."""
+        edit, logits = self.edit, found.chain.logits
+        own = self._given.get(logits) if found.pre is not None and self._placed(found.pre) else None
+        source = own or edit.input(logits)
+        if torch.finfo(found.mixed.dtype).bits > torch.finfo(example(source).dtype).bits:
+            source = edit.to(source, found.mixed.dtype)
+        mixed = self._mixed(source, found.chain)
+        self._given[found.mixed] = mixed
+        return [(found.mixed, edit.as_like(mixed, found.mixed, source))]
+
+    def _mixed(self, logits: fx.Node, chain: Chain) -> fx.Node:
+        emit, turned = self.edit.emit, chain.transposed
+        logits = emit("transpose", logits, -1, -2) if turned else logits
+        mixed = emit(_OPS.mhc_sinkhorn.default, logits, chain.iters, chain.eps or 0.0, chain.form)
+        return emit("transpose", mixed, -1, -2) if turned else mixed
+
+    def _placed(self, pre: Pre) -> bool:
+        """Checks whether the op of a pre took its place."""
+        node = node_of(pre.h_in)
+        return self.edit.current(node) is not self.edit.view.node(node)
+
+    # --- streams and coefficients ---
+
+    def _split(self, x: Value, n: int, d: int, dim: int = -2) -> fx.Node:
+        """Returns x, whose streams are in a dim of their own or in the last one, as [..., n, D]."""
+        node = self.edit.input(x)
+        if dim != -2:
+            return self.edit.emit("movedim", node, dim, -2)
+        shape = example(node).shape
+        if len(shape) >= 2 and shape[-1] == d and shape[-2] == n:
+            return node
+        if shape[-1] == n * d:
+            return self.edit.emit("unflatten", node, -1, (n, d))
+        return self.edit.emit("reshape", node, -1, n, d)
+
+    def _coefficients(self, value: Value, own: list[int], x: fx.Node) -> fx.Node:
+        """Returns coefficients that come from elsewhere as [..., *own]; those without tokens are the same for all."""
+        edit, node = self.edit, self.edit.input(value)
+        lead = list(example(x).shape[:-2])
+        if product_of(value.shape) != product_of(map(Size, own)):
+            return self._wide(edit.shaped(node, [*lead, *own], x))
+        sizes = [size if isinstance(size, int) else edit.emit("size", x, d) for d, size in enumerate(lead)]
+        return self._wide(edit.emit("expand", edit.shaped(node, own, x), *sizes, *own))
+
+    def _wide(self, node: fx.Node) -> fx.Node:
+        """Returns coefficients as the ops of this package give them, in fp32 at least."""
+        return node if torch.finfo(example(node).dtype).bits >= 32 else self.edit.emit("to", node, torch.float32)
+
+
+def _numbers(pre: Pre) -> tuple[Any, ...]:
+    """Returns the numbers among the arguments of mhc_pre or mhc_head."""
+    if pre.op == "mhc_head":
+        return pre.norm.eps, pre.pre.add
+    post = (pre.post.mult, pre.post.add) if pre.post is not None else (2.0, 0.0)
+    folded = pre.chain if pre.fold else None
+    iterations = (folded.iters or 0, folded.eps or 0.0, folded.form) if folded is not None else (0, 1e-6, "softmax")
+    return pre.norm.eps, pre.pre.add, *post, *iterations

@@ -1,0 +1,224 @@
+"""An expand-and-mix whose coefficients come from anywhere: from another graph, as after a graph break, or parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterator
+
+from mhc_inductor.ops.checks import MAX_STREAMS, MIN_WIDTH
+from mhc_inductor.routing.graph.expressions import (
+    Ref,
+    addends_of,
+    aten,
+    chain,
+    contraction,
+    operands,
+    peel,
+    reduction,
+    rounds,
+    whole,
+)
+from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, linear, product_of, var
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.mhc.mixing import Post, read, streams_last
+
+SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.stack.default)
+_MOST = MAX_STREAMS + 2
+"""Addends of a stream that are looked at: h_post * f_out, and one for each stream where the mix is a sum."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+    """An element of x_out: its token, its stream (a variable, or a number where each has an expression), its column."""
+
+    out: Ref
+    tokens: Index
+    stream: Index
+    low: Index
+    n: int
+    d: int
+    dim: int
+
+    @property
+    def count(self) -> Size:
+        """How many tokens there are."""
+        return product_of(self.out.value.shape).over(Size(self.n * self.d)) or ONE
+
+    def flat(self, per: int, at: Index) -> tuple[tuple[Index, Size], ...]:
+        """Where an element of a tensor with ``per`` elements a token lies, or of one without tokens; their elements."""
+        return (self.tokens.times(Size(per)).plus(at), self.count.times(Size(per))), (at, Size(per))
+
+
+def given_post(value: Value, known: Container[Value]) -> Post | None:
+    """Returns ``value`` as an expand-and-mix, None for something else; ``known`` are sums that are ones already.
+
+    Raises Mismatch where a stream is expanded and mixed, and something else is done too.
+    """
+    try:
+        if value.func is aten.stack.default:
+            return _by_streams(value, known)
+        terms = _terms(whole(value), known)
+        sizes = {f.bound.size.factor for _, t in terms if (f := _factors(t)) is not None and f.bound is not None}
+        if len(terms) < 2:
+            return None
+        for frame in _frames(value, sizes):
+            found = _post(frame, known)
+            if found is not None:
+                return found
+    except Unsupported:
+        pass
+    return None
+
+
+def _terms(ref: Ref, known: Container[Value]) -> list[tuple[float, Ref]]:
+    """The addends of an element with their signs. Raises Unsupported where there are more than streams would have."""
+    terms: list[tuple[float, Ref]] = []
+    todo: list[tuple[float, Ref | float]] = [(1.0, ref)]
+    while todo:
+        sign, of = todo.pop()
+        if of == 0.0:
+            continue
+        if isinstance(of, float) or len(todo) + len(terms) > _MOST:
+            raise Unsupported
+        of = peel(of, known)
+        below = None if of.value in known else addends_of(of, known)
+        if below is None:
+            terms.append((sign, of))
+        todo += [(sign * part.weight, part.of) for part in reversed(below or ())]
+    return terms
+
+
+def _frames(value: Value, sizes: set[int]) -> Iterator[_Frame]:
+    """The ways in which ``value`` may hold streams: [..., n, ..., D], or [..., n * D]."""
+    *shape, last = value.shape
+    streams = [n for n in sizes if 2 <= n <= MAX_STREAMS]
+    if last.symbols or not streams:
+        return
+    for dim, size in enumerate(shape):
+        if not size.symbols and size.factor in streams:
+            yield _frame(value, dim, size.factor, last.factor)
+    for n in streams:
+        if last.factor % n == 0:
+            yield _frame(value, None, n, last.factor // n)
+
+
+def _frame(value: Value, dim: int | None, n: int, d: int, stream: Index | None = None) -> _Frame:
+    stream, low = stream if stream is not None else var(Var(Size(n))), var(Var(Size(d)))
+    index = [var(Var(s)) for s in value.shape]
+    index[-1] = low if dim is not None else stream.times(Size(d)).plus(low)
+    lead = [k for k in range(len(index) - 1) if k != dim]
+    if dim is not None:
+        index[dim] = stream
+    tokens = linear([index[k] for k in lead], [value.shape[k] for k in lead])
+    return _Frame(Ref(value, tuple(index)), tokens, stream, low, n, d, -2 if dim is None else dim - len(index))
+
+
+def _by_streams(value: Value, known: Container[Value]) -> Post | None:
+    """One expression a stream, put side by side."""
+    dim = value.args[1] if len(value.args) > 1 else 0
+    dim, n = dim % len(value.shape), value.shape[dim].factor
+    if dim == len(value.shape) - 1 or not 2 <= n <= MAX_STREAMS or value.shape[-1].symbols:
+        return None
+    each = [_post(_frame(value, dim, n, value.shape[-1].factor, const(o)), known) for o in range(n)]
+    return each[0] if all(found == each[0] for found in each) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factors:
+    a: Ref
+    b: Ref
+    bound: Var | None
+
+
+def _factors(ref: Ref) -> _Factors | None:
+    """The two factors of a product, or of a sum of products over one variable."""
+    ref, bound = peel(ref), None
+    reduced = reduction(ref)
+    if reduced is not None:
+        summand, over, scale = reduced
+        over = [v for v in over if v.size != ONE]
+        if scale != 1.0 or len(over) > 1:
+            return None
+        ref, bound = peel(summand), over[0] if over else None
+    contracted = contraction(ref)
+    if contracted is not None:
+        left, right, k = contracted
+        if k.size != ONE and bound is not None:
+            return None
+        return _Factors(left, right, bound if k.size == ONE else k)
+    if ref.value.func is not aten.mul.Tensor:
+        return None
+    a, b = operands(ref)
+    return _Factors(a, b, bound) if isinstance(a, Ref) and isinstance(b, Ref) else None
+
+
+def _post(frame: _Frame, known: Container[Value]) -> Post | None:
+    """The expand-and-mix of one frame. Raises Mismatch."""
+    if frame.d <= frame.n or frame.d < MIN_WIDTH:
+        return None
+    terms = _terms(frame.out, known)
+    outer: tuple[Value, Value] | None = None
+    mixes: list[tuple[int, tuple[Value, bool, Value, int]]] = []
+    others = 0
+    for sign, ref in terms:
+        f = _factors(ref)
+        expanded = _expanded(frame, f) if f is not None and outer is None else None
+        mixed = _mixed(frame, f) if f is not None and expanded is None else None
+        if expanded is not None and sign == 1.0:
+            outer = expanded
+        elif mixed is not None and sign == 1.0:
+            mixes.append(mixed)
+        else:
+            others += 1
+    if outer is None or not mixes or len({mix for _, mix in mixes}) != 1:
+        return None
+    streams = sorted(at for at, _ in mixes)
+    if others or streams not in ([-1], [*range(frame.n)]):
+        raise Mismatch("expected x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i] and nothing else", frame.out.value)
+    matrix, transpose, x, x_stream = mixes[0][1]
+    return Post(x, *outer, matrix, transpose, frame.n, frame.n * frame.d, stream=frame.dim, x_stream=x_stream)
+
+
+def _expanded(frame: _Frame, f: _Factors) -> tuple[Value, Value] | None:
+    """(h_post, f_out) of ``h_post[o] * f_out``."""
+    if f.bound is not None:
+        return None
+    for a, b in ((f.a, f.b), (f.b, f.a)):
+        h_post, f_out = read(a, *frame.flat(frame.n, frame.stream)), read(b, frame.flat(frame.d, frame.low)[0])
+        if h_post is not None and f_out is not None:
+            return h_post, f_out
+    return None
+
+
+def _mixed(frame: _Frame, f: _Factors) -> tuple[int, tuple[Value, bool, Value, int]] | None:
+    """(stream or -1 for all, (matrix, transposed, x, x's dim of streams)) of ``R[o, i] * x[i]``."""
+    n, o = frame.n, frame.stream
+    if f.bound is not None and f.bound.size != Size(n):
+        return None
+    for at in (-1,) if f.bound is not None else range(n):
+        i = var(f.bound) if f.bound is not None else const(at)
+        for a, b in ((f.a, f.b), (f.b, f.a)):
+            x = _streams(frame, b, i)
+            for transpose, (row, column) in enumerate(((o, i), (i, o))) if x is not None else ():
+                matrix = read(a, *frame.flat(n * n, row.times(Size(n)).plus(column)))
+                if matrix is not None and x is not None:
+                    return at, (matrix, bool(transpose), *x)
+    return None
+
+
+def _streams(frame: _Frame, ref: Ref, i: Index) -> tuple[Value, int] | None:
+    """(x, its dim of streams) of an element of the i-th stream of a token."""
+    wanted = frame.tokens.times(Size(frame.n)).plus(i).times(Size(frame.d)).plus(frame.low)
+    x = read(ref, (wanted, product_of(frame.out.value.shape)))
+    if x is not None:
+        return x, -2
+    for r in chain(ref):
+        shape = r.value.shape
+        for dim in range(len(shape) - 1) if r.value.node is not None and shape[-1] == Size(frame.d) else ():
+            order = streams_last(len(shape), dim)
+            if shape[dim] == Size(frame.n) and linear([r.index[k] for k in order], [shape[k] for k in order]) == wanted:
+                return r.value, dim - len(shape)
+        if rounds(r.value):
+            break
+    return None

@@ -1,0 +1,413 @@
+"""The formulas around one norm of streams: coefficients, collapse, logits, and the expand-and-mix that follows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from mhc_inductor.ops.checks import MAX_STREAMS
+from mhc_inductor.routing.graph.expressions import VIEWS, aten, is_cast, whole
+from mhc_inductor.routing.graph.expressions import chain as chain_of
+from mhc_inductor.routing.graph.index import Size, Unsupported, product_of
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.mhc import formula as mhc
+from mhc_inductor.routing.operators.mhc import mixing
+from mhc_inductor.routing.operators.mhc.formula import NOTHING, Affine, Coefficient, Kept, Norm, square_matrices
+from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn
+from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
+
+if TYPE_CHECKING:
+    from mhc_inductor.routing.operators.mhc.search import Search
+
+FEW = MAX_STREAMS * (MAX_STREAMS + 2)
+"""The most rows that coefficients may have: n, 2n, n * n of up to MAX_STREAMS streams, and all of them."""
+_LIGHT = {
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.pow.Tensor_Scalar,
+    aten.rsqrt.default,
+    aten.sqrt.default,
+    aten.reciprocal.default,
+    aten.add.Tensor,
+    aten.add.Scalar,
+}
+
+
+def rows_of(norm: Norm) -> int:
+    """Returns the rows of x [..., rows, D] where a norm is of all of a token's; 0 where it is not."""
+    if len(norm.x.shape) < 3 or norm.x.shape[-2].symbols:
+        return 0
+    n, d = norm.x.shape[-2:]
+    return n.factor if n.times(d) == Size(norm.width) else 0
+
+
+def of_streams(norm: Norm) -> bool:
+    """Checks whether a norm looks like one of all streams of a token."""
+    return 2 <= rows_of(norm) <= MAX_STREAMS
+
+
+class Group:
+    """Everything around one norm. ``seeds`` are the nodes with the sigmoids of its projections."""
+
+    def __init__(self, search: Search, norm: Norm, seeds: list[fx.Node]) -> None:
+        self.search = search
+        self.view = search.view
+        self.norm = norm
+        self.seeds = seeds
+        self.kept = Kept(norm.x)
+        self.coefficients: dict[Value, Coefficient] = {}
+        self.failed: list[tuple[int, Mismatch]] = []
+        streams = len(norm.x.shape) >= 2 and not norm.x.shape[-2].symbols
+        rows = norm.x.shape[-2] if streams and norm.x.shape[-2].times(norm.x.shape[-1]) == Size(norm.width) else None
+        self.few = FEW if rows is None else rows.factor * (rows.factor + 2)
+
+    def run(self, avoid: set[fx.Node]) -> None:
+        """Finds what is here; ``avoid`` is added what a near miss keeps away from other searches. Raises Unsupported."""
+        search, x = self.search, self.norm.x
+        nodes = search.reached(self.seeds, self._near, 600)
+        self._collect(nodes)
+        reasons: list[Mismatch] = []
+        pre = self._collapse(nodes, reasons)
+        if pre is None:
+            # Without its collapse, as where the last sublayer's h_pre takes it, the rest of the formula is still ours.
+            around = set() if self._lone_post() else avoid
+            self._missed([m for _, m in self.failed] + reasons, around)
+            return
+        assert x.node is not None
+        self._choose_post(pre)
+        try:
+            _Residual(self, pre).choose(search.reached([x.node], self._near, 1500))
+            _check(pre, [m for per, m in self.failed if per == pre.n])
+        except Mismatch as mismatch:
+            search.miss("mhc_pre", mismatch, pre.h_in)
+            avoid.update(search.reached([x.node], self._near))
+            return
+        self._enter(pre, avoid)
+
+    def _enter(self, pre: Pre, avoid: set[fx.Node]) -> None:
+        search = self.search
+        search.found.append(pre)
+        avoid.update(v.node for v in pre.steps if v.node is not None)
+        if pre.mixed is not None and pre.chain is not None and not pre.fold:
+            search.found.append(Sinkhorn(pre.chain, pre.mixed, pre))
+        if pre.foreign is not None:
+            assert pre.h_res is not None
+            search.miss("mhc_sinkhorn", pre.foreign, pre.h_res)
+        if pre.post is not None:
+            self._find_post(pre)
+
+    # --- neighbourhoods ---
+
+    def per_token(self, node: fx.Node) -> int | None:
+        """Returns the elements of a tensor node a token; None where that is no fixed number."""
+        value = self.view.values.of(node)
+        if not isinstance(value, Value) or self.norm.count.factor == 0:
+            return None
+        per = product_of(value.shape).over(self.norm.count)
+        return per.factor if per is not None and not per.symbols else None
+
+    def _light(self, node: fx.Node) -> bool:
+        value = self.view.values.of(node)
+        if not isinstance(value, Value):
+            return isinstance(value, tuple)
+        return value.func in _LIGHT or value.func in VIEWS or is_cast(value)
+
+    def _near(self, node: fx.Node) -> bool:
+        """Past x-sized and h_in-sized tensors only through views, casts and products; past x_out not at all."""
+        value, per = self.view.values.of(node), self.per_token(node)
+        if (per is None and isinstance(value, tuple)) or (per is not None and per <= self.few):
+            return True
+        total = isinstance(value, Value) and value.func in (aten.add.Tensor, aten.add.Scalar)
+        return self._light(node) and not (total and per == self.norm.width)
+
+    # --- coefficients and collapse ---
+
+    def _collect(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            value, per = self.view.value(node), self.per_token(node)
+            if value is None or per is None or per > FEW:
+                continue
+            try:
+                self.coefficients[value] = mhc.coefficient(value, self.kept)
+            except Mismatch as mismatch:
+                # Skips permuted views of a coefficient: they are not separate candidates.
+                views = any(r.value in self.coefficients for r in chain_of(whole(value)))
+                if mismatch.reason != NOTHING and not views:
+                    self.failed.append((per, mismatch))
+            except Unsupported:
+                continue
+
+    def _collapse(self, nodes: Iterable[fx.Node], reasons: list[Mismatch]) -> Pre | None:
+        norm = self.norm
+        weights: dict[int, set[Value]] = {}
+        for weight, c in self.coefficients.items():
+            weights.setdefault(c.affine.rows, set()).add(weight)
+        for node in nodes:
+            per, value = self.per_token(node), self.view.value(node)
+            if not per or value is None or norm.width % per:
+                continue
+            n = norm.width // per
+            if n not in weights or not 2 <= n <= MAX_STREAMS:
+                continue
+            try:
+                found = mixing.collapse(value, norm.x, norm.width, weights[n])
+            except Mismatch as mismatch:
+                reasons.append(mismatch)
+                continue
+            except Unsupported:
+                continue
+            return Pre(norm, n, self.coefficients[found.weight], value)
+        return None
+
+    def _choose_post(self, pre: Pre) -> None:
+        """The coefficient that is h_post: the last scaling of its sigmoid that everything else goes through."""
+        mine = pre.pre.affine
+        others = {
+            v: c
+            for v, c in self.coefficients.items()
+            if c.affine.rows == pre.n
+            and not c.affine.transposed
+            and (c.affine.phi.value, c.affine.phi.start) != (mine.phi.value, mine.phi.start)
+            and c.affine.key == mine.key
+        }
+        if not others:
+            return
+        current = next(iter(others))
+        along = [current]
+        while (after := self._only_user(current)) is not None and after in others:
+            current = after
+            along.append(current)
+        last = pre.post = others[current]
+        first = next(v for v in along if (others[v].mult, others[v].add) == (last.mult, last.add))
+        pre.posts = [first, *(v for v, c in others.items() if (c.mult, c.add) == (last.mult, last.add) and v != first)]
+
+    def _only_user(self, value: Value) -> Value | None:
+        assert value.node is not None
+        users = [u for u in value.node.users if u in self.view.live]
+        return self.view.value(users[0]) if len(users) == 1 and users[0].op != "output" else None
+
+    # --- near misses ---
+
+    def _missed(self, reasons: list[Mismatch], avoid: set[fx.Node]) -> None:
+        """A near miss, where x looks like streams: a gate or a router of a plain model is none."""
+        if not (self.coefficients or of_streams(self.norm)):
+            return
+        if not rows_of(self.norm) and not any(c.affine.rows <= MAX_STREAMS for c in self.coefficients.values()):
+            return
+        mismatch = next(iter(reasons), None) or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
+        start = self.view.value(self.seeds[0])
+        assert start is not None
+        self.search.miss("mhc_pre", mismatch, start)
+        for seed in self.seeds:
+            avoid.update(self.search.around(seed))
+
+    # --- expand and mix ---
+
+    def _find_post(self, pre: Pre) -> None:
+        matrices = {pre.mixed} if pre.mixed is not None else None
+        try:
+            found = self._post_of(pre.n, set(pre.posts), matrices, pre.h_res)
+        except Mismatch as mismatch:
+            self.search.miss("mhc_post", mismatch, pre.posts[0])
+            return
+        if found is not None:
+            self.search.found.append(PostUse(pre, *found))
+        elif self.search.cut is not None:
+            self.search.miss("mhc_post", Mismatch("no sum of h_post[o] * f_out and mixed streams"), pre.posts[0])
+
+    def _lone_post(self) -> bool:
+        """Looks for an expand-and-mix of streams that no routed pre collapses. Returns whether there is one."""
+        n = rows_of(self.norm) if of_streams(self.norm) else 0
+        posts = {v for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
+        found = None
+        with contextlib.suppress(Mismatch):
+            found = self._post_of(n, posts, None, None) if posts else None
+        if found is None or found[0].matrix is None:
+            return False
+        self.search.found.append(PostUse(None, *found))
+        return True
+
+    def _post_of(
+        self, n: int, posts: set[Value], matrices: set[Value] | None, h_res: Value | None
+    ) -> tuple[mixing.Post, Value] | None:
+        """The expand-and-mix of x by one of ``posts``: with x itself as the residual, if there is no h_res. Raises Mismatch.
+
+        ``matrices`` are those that may mix it, None for any.
+        """
+        norm = self.norm
+        starts = [v.node for v in posts if v.node is not None]
+        admit = lambda node: self._light(node) and self.per_token(node) is not None  # noqa: E731
+        nodes = self.search.reached(starts, admit, 400)
+        raw = matrices is None
+        if matrices is None:
+            matrices = self._matrices(n, nodes, h_res)
+        first = None
+        for node in nodes:
+            value = self.view.value(node)
+            if value is None or self.per_token(node) != norm.width:
+                continue
+            try:
+                found = mixing.post(value, norm.x, norm.width, n, posts, matrices)
+            except Mismatch as mismatch:
+                if mismatch.reason != NOTHING:
+                    first = first or mismatch
+                continue
+            except Unsupported:
+                continue
+            if found.n == n and (found.matrix is not None or (raw and h_res is None)):
+                return found, value
+        if first is not None:
+            raise first
+        return None
+
+    def _matrices(self, n: int, ends: list[fx.Node], h_res: Value | None) -> set[Value]:
+        """The n x n matrices of all tokens between x and ``ends``: h_res where it is used raw, or what is made of it."""
+        norm, order = self.norm, self.view.order
+        assert norm.x.node is not None
+        last = max((order[node] for node in ends), default=0)
+        # By their shape too: where D is n * n, f_out and the streams of x have as many elements.
+        found = {
+            value
+            for node in (self.view.nodes[order[norm.x.node] : last] if norm.width != n * n else ())
+            if self.per_token(node) == n * n
+            and (value := self.view.value(node)) is not None
+            and value.dtype.is_floating_point
+            and square_matrices(value)
+        }
+        behind = {v: {ref.value for ref in chain_of(whole(v))[1:]} for v in found}
+        # Of a matrix and its views and casts, the matrix, but h_res as the op gives it.
+        matrices = {v for v in behind if not behind[v] & found}
+        return matrices if h_res is None else (matrices - behind.get(h_res, set())) | {h_res}
+
+
+class _Residual:
+    """Chooses the logits h_res of a pre, and the sinkhorn iterations on them."""
+
+    def __init__(self, group: Group, pre: Pre) -> None:
+        self.group = group
+        self.view = group.view
+        self.pre = pre
+        self.logits: dict[Value, Affine] = {}
+        self.chains: list[tuple[Value, Chain]] = []
+        self._others: set[Value] = set()
+
+    def choose(self, nodes: Iterable[fx.Node]) -> None:
+        """Completes the pre. Raises Mismatch."""
+        almost = self._collect(nodes)
+        if not self.logits:
+            if almost is not None:
+                raise almost
+            return
+        upright = [v for v, affine in self.logits.items() if not affine.transposed]
+        if not upright:
+            raise Mismatch("h_res is laid out transposed; expected row-major [n, n]", next(iter(self.logits)))
+        # Iterations of the transposed logits are an op of their own.
+        chains = [(v, c) for v, c in self.chains if c.logits in upright]
+        pre = self.pre
+        start = next((v for v in upright if len(v.shape) >= 2 and v.shape[-1] == Size(pre.n)), upright[0])
+        if chains:
+            start = chains[0][1].logits
+        pre.res, pre.h_res = self.logits[start], start
+        pre.steps += [v for v, _ in chains]
+        complete = [(v, c) for v, c in chains if c.iters is not None]
+        steps = max((len(c.axes) for _, c in chains), default=0)
+        if pre.foreign is None and steps > max((len(c.axes) for _, c in complete), default=0):
+            last = next(v for v, c in chains if len(c.axes) == steps)
+            pre.foreign = Mismatch(UNFINISHED, last)
+        if not complete or pre.foreign is not None:
+            return
+        pre.mixed, pre.chain = next((v, c) for v, c in complete if len(c.axes) == steps)
+        pre.fold = not pre.chain.transposed and self._only_through(start, pre.mixed)
+
+    def _collect(self, nodes: Iterable[fx.Node]) -> Mismatch | None:
+        """Finds logits and iterations. Returns why the last value on the way to logits is none."""
+        # On the way to the logits every value is almost them: the last one's reason counts.
+        almost: Mismatch | None = None
+        for node in nodes:
+            value = self.view.value(node)
+            if value is None or self.group.per_token(node) != self.pre.n**2 or self._in_chain(value):
+                continue
+            if value.func in _LIGHT or value.func in VIEWS or is_cast(value):
+                try:
+                    self._is_logits(value)
+                except Mismatch as mismatch:
+                    almost = mismatch if square_matrices(value) else almost
+        return almost
+
+    def _in_chain(self, value: Value) -> bool:
+        """Checks whether ``value`` is a step of sinkhorn iterations on the logits, or of some that do not fit."""
+        pre = self.pre
+        if not square_matrices(value) or value.shape[-1].factor != pre.n:
+            return False
+        try:
+            chain = self.group.search.chains.of(value)
+        except Mismatch as mismatch:
+            pre.foreign = pre.foreign or mismatch
+            pre.steps.append(value)
+            return True
+        if chain is None or not self._is_logits(chain.logits):
+            return False
+        self.chains.append((value, chain))
+        return True
+
+    def _is_logits(self, value: Value) -> bool:
+        if value in self.logits:
+            return True
+        if value.node is None or value in self._others:
+            return False
+        self._others.add(value)
+        try:
+            out = whole(value)
+            found = mhc.affine(out, out, self.group.kept)
+        except Unsupported:
+            return False
+        except Mismatch as mismatch:
+            if mismatch.reason in (NOTHING, mhc.UNNORMED):
+                return False
+            raise
+        mine = self.pre.pre.affine
+        if found.key != mine.key or found.rows != self.pre.n**2:
+            return False
+        # z and alpha * z on the way to the logits are none, unless h_pre has no bias or alpha either.
+        if (found.alpha is None, found.bias is None) != (mine.alpha is None, mine.bias is None):
+            return False
+        if found.phi.value is mine.phi.value and found.phi.start != 2 * self.pre.n and self.pre.n == 2:
+            return False
+        self.logits[value] = found
+        return True
+
+    def _only_through(self, start: Value, end: Value) -> bool:
+        """Checks whether everything that uses ``start`` does so through ``end``."""
+        assert start.node is not None and end.node is not None
+        order = self.view.order
+        todo, seen = [start.node], {start.node}
+        while todo:
+            for user in todo.pop().users:
+                if user is end.node or user in seen or user not in self.view.live:
+                    continue
+                if user.op == "output" or order[user] > order[end.node]:
+                    return False
+                seen.add(user)
+                todo.append(user)
+        return True
+
+
+UNFINISHED = "the sinkhorn iterations do not end after a sum over both dims"
+
+
+def _check(pre: Pre, failed: list[Mismatch]) -> None:
+    """Checks what the parts must have in common. Raises Mismatch."""
+    if failed:
+        raise failed[0]
+    if pre.pre.mult != 1.0:
+        raise Mismatch(f"h_pre is scaled by {pre.pre.mult:g}", pre.h_in)
+    if pre.pre.add < 0.0:
+        raise Mismatch(f"{pre.pre.add:g} is added to h_pre; expected hc_eps >= 0", pre.h_in)
+    if pre.pre.affine.transposed:
+        raise Mismatch("h_pre is not in the order of phi's rows", pre.h_in)

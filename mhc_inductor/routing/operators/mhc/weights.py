@@ -1,0 +1,124 @@
+"""phi, alpha, bias and gamma of a pre as the op reads them, put together from what the model has."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.edit import Edit, node_of
+from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.mhc.formula import Piece
+from mhc_inductor.routing.operators.mhc.found import Pre
+
+ROLES = ("pre", "post", "res")
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_Parts = Mapping[str, Piece | float]
+
+
+class Weights:
+    """Emits the weights of one pre, whose streams are the node ``x``."""
+
+    def __init__(self, edit: Edit, pre: Pre, x: fx.Node) -> None:
+        self.edit = edit
+        self.x = x
+        self.n, self.width = pre.n, pre.norm.width
+        self.affines = pre.affines
+        present = set(self.affines)
+        self.wanted = ROLES if "res" in present else ROLES[:1] if present == {"pre"} else ROLES[:2]
+        ends = {role: edit.view.ends.get(node_of(value), 0) for role, value in pre.outputs.items()}
+        # Parts of which the model asks no gradient: packed with others, they would get zeros.
+        self.unasked = {role for role in self.wanted if not ends.get(role)}
+
+    def all(self) -> tuple[fx.Node | None, ...]:
+        """Returns phi, alpha, bias and gamma. Raises Mismatch where one of them cannot be put together."""
+        affines = self.affines.items()
+        return (
+            self._gathered({r: a.phi for r, a in affines}, "phi"),
+            self._gathered({r: a.alpha or a.scale for r, a in affines}, "alpha"),
+            self._gathered({r: a.bias or 0.0 for r, a in affines}, "bias"),
+            self._gamma(),
+        )
+
+    def _gathered(self, parts: _Parts, what: str) -> fx.Node:
+        """phi, alpha or bias of all roles as one tensor; a number stands for all elements of a role."""
+        n = self.n
+        rows = {"pre": n, "post": n, "res": n * n} if what != "alpha" else dict.fromkeys(ROLES, 1)
+        whole = self._stored(parts, {role: rows[role] for role in self.wanted}, what)
+        if whole is not None:
+            return whole
+        missing = [role for role in self.wanted if role not in parts]
+        if missing:
+            raise Mismatch(f"no {what} for h_{missing[0]}: expected those of h_pre, h_post and h_res in one tensor")
+        nodes = [self._part(role, parts[role], rows[role], what) for role in self.wanted]
+        if len({example(node).dtype for node in nodes}) > 1:
+            nodes = [self.edit.to(node, torch.float32) for node in nodes]
+        return self.edit.emit(torch.cat, nodes) if len(nodes) > 1 else nodes[0]
+
+    def _stored(self, parts: _Parts, rows: Mapping[str, int], what: str) -> fx.Node | None:
+        """The one tensor that holds all parts in the op's order, None where there is none."""
+        pieces = [part for part in parts.values() if isinstance(part, Piece)]
+        leaves = {piece.value for piece in pieces}
+        if len(leaves) != 1 or len(pieces) != len(parts):
+            return None
+        (leaf,), start = leaves, 0
+        for role, count in rows.items():
+            part = parts.get(role)
+            if isinstance(part, Piece) and part.start != start:
+                return None
+            start += count
+        size = self._rows(leaf, what)
+        if size < start:
+            return None
+        node = self._rowed(pieces[0], what)
+        return node if size == start else self.edit.emit(operator.getitem, node, slice(0, start))
+
+    def _part(self, role: str, part: Piece | float, rows: int, what: str) -> fx.Node:
+        edit = self.edit
+        if not isinstance(part, Piece):
+            dtype = torch.promote_types(example(self.x).dtype, torch.float32)
+            return edit.emit("new_full", self.x, [rows], part, dtype=dtype)
+        node = self._rowed(part, what)
+        if self._rows(part.value, what) != rows:
+            node = edit.emit(operator.getitem, node, slice(part.start, part.start + rows))
+        return edit.emit("detach", node) if role in self.unasked and edit.needs_grad(node) else node
+
+    def _rows(self, value: Value, what: str) -> int:
+        total = 1
+        for size in value.shape:
+            if size.symbols:
+                raise Mismatch("a weight's size is dynamic", value)
+            total *= size.factor
+        return total // (self.width if what == "phi" else 1)
+
+    def _weight(self, value: Value) -> fx.Node:
+        """A weight in a dtype that the op reads: one of fp8 is widened."""
+        node = self.edit.input(value)
+        return node if example(node).dtype in _FLOATS else self.edit.to(node, torch.float32)
+
+    def _rowed(self, piece: Piece, what: str) -> fx.Node:
+        """A weight with its rows first."""
+        emit, node, width = self.edit.emit, self._weight(piece.value), self.width
+        shape = tuple(example(node).shape)
+        if what != "phi":
+            return node if len(shape) == 1 else emit("reshape", node, -1)
+        if piece.columns:
+            return emit("t", node if len(shape) == 2 else emit("reshape", node, width, -1))
+        return node if shape == (shape[0], width) and len(shape) == 2 else emit("reshape", node, -1, width)
+
+    def _gamma(self) -> fx.Node | None:
+        gammas = {a.gamma for a in self.affines.values()}
+        if len(gammas) != 1:
+            raise Mismatch("h_pre, h_post and h_res have different gammas")
+        gamma = gammas.pop()
+        if gamma is None:
+            return None
+        emit, node, n, d = self.edit.emit, self._weight(gamma.value), self.n, self.width // self.n
+        if gamma.rows == self.width:
+            return node if tuple(example(node).shape) == (n, d) else emit("reshape", node, n, d)
+        if gamma.rows != d:
+            raise Mismatch("gamma has neither n * D elements nor D", gamma.value)
+        return emit("expand", emit("reshape", node, d), n, d)

@@ -1,0 +1,430 @@
+"""The laws of routing (design.md), held by mHC: the model's roundings, autograd's shape, no silence, lone posts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import mhc_inductor
+from mhc_inductor.routing import route
+from tests.capture import Captured, difference, eager, run
+from tests.judges_mhc import ITERS, WIDTH, N, _balanced, around, normed, parameters, sublayer
+
+ROWS = [N, N, N * N]
+BOTH = {"mhc_pre": 1, "mhc_post": 1}
+Fn = Callable[..., Any]
+
+
+def streams(*lead: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(*(lead or (2, 3)), N, WIDTH, generator=torch.Generator().manual_seed(3))
+    return x.to(dtype)
+
+
+def same(fn: Fn, inputs: tuple[Tensor, ...], named: Any = (), within: float = 1e-5, **options: Any) -> Captured:
+    """Runs ``fn`` routed and not: equal values, gradients, None for None, and requires_grad of every output."""
+    got, plain = run(fn, inputs, list(named), **options), eager(fn, inputs, list(named), **options)
+    assert not got.report.problems
+    assert difference(got, plain) < within, (difference(got, plain), dict(got.ops))
+    assert {k for k, g in got.grads.items() if g is None} == {k for k, g in plain.grads.items() if g is None}
+    assert requires(fn, inputs, True) == requires(fn, inputs, False)
+    return got
+
+
+def requires(fn: Fn, inputs: tuple[Tensor, ...], routed: bool) -> list[bool]:
+    """requires_grad of every output, where no input requires it."""
+
+    def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Fn:
+        if routed:
+            route(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    outputs = torch.compile(fn, backend=backend, dynamic=False)(*inputs)
+    return [t.requires_grad for t in torch.utils._pytree.tree_leaves(outputs)]
+
+
+def reasons(got: Captured) -> list[str]:
+    return [f"{m.op}: {m.reason}" for m in got.report.near_misses]
+
+
+# --- a rounding that the model wrote on an input is the model's ----------------------------------------------
+
+FP8 = torch.float8_e4m3fn
+ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "fp8": lambda t: t.to(FP8).to(torch.float32),
+    "bf16": lambda t: t.bfloat16().float(),
+    "fp16": lambda t: t.half().to(t.dtype),
+    "int8": lambda t: (t * 32).to(torch.int8).float() / 32,
+    "fake": lambda t: torch.fake_quantize_per_tensor_affine(t, 0.05, 0, -127, 127),
+    "bf16 stays": lambda t: t.bfloat16(),
+    "scaled fp8": lambda t: (t * 16).to(FP8).float() * 0.0625,
+}
+
+
+@pytest.mark.parametrize("how", list(ROUNDINGS))
+@pytest.mark.parametrize("which", ["phi", "alpha", "bias", "gamma"])
+def test_a_rounded_weight_stays_rounded(which: str, how: str) -> None:
+    p = parameters()
+    p[which].data.mul_(1.37)
+    named = [(k, t) for k, t in p.items() if how not in ("int8", "fp8", "scaled fp8") or k != which]
+
+    def fn(x: Tensor) -> Tensor:
+        q = {**p, which: ROUNDINGS[how](p[which])}
+        v = normed(x.flatten(-2))
+        return around(x, q, _balanced, (v * q["gamma"].flatten().to(v.dtype)) @ q["phi"].to(v.dtype).T)
+
+    # Gradients of 16 bits are rounded where the op's sums end, and where the model's do.
+    got = same(fn, (streams(),), named, 3e-4)
+    if how not in ("int8", "scaled fp8"):
+        assert dict(got.ops) == BOTH, reasons(got)
+    assert got.ops or reasons(got)
+
+
+@pytest.mark.parametrize("where", ["all", "collapse", "projection", "mix", "f_out"])
+def test_rounded_streams_stay_rounded(where: str) -> None:
+    p = parameters()
+
+    def fn(x: Tensor) -> Tensor:
+        r = x.bfloat16().float()
+        x = r if where == "all" else x
+        pick = lambda name: r if where == name else x  # noqa: E731
+        inv = torch.rsqrt(x.flatten(-2).square().mean(-1, keepdim=True) + 1e-6)
+        z = (pick("projection").flatten(-2) @ p["phi"].T) * inv
+        pre = torch.sigmoid(z[..., :N] * p["alpha"][0] + p["bias"][:N])
+        post = torch.sigmoid(z[..., N : 2 * N] * p["alpha"][1] + p["bias"][N : 2 * N])
+        res = (z[..., 2 * N :] * p["alpha"][2] + p["bias"][2 * N :]).unflatten(-1, (N, N))
+        f = sublayer((pre.unsqueeze(-1) * pick("collapse")).sum(-2), p)
+        f = f.bfloat16().float() if where == "f_out" else f
+        return _balanced(res) @ pick("mix") + post.unsqueeze(-1) * f.unsqueeze(-2)
+
+    got = same(fn, (streams(),), p.items())
+    assert got.ops["mhc_pre"] == (where in ("all", "mix", "f_out")), reasons(got)
+    assert dict(got.ops) == BOTH or reasons(got)
+
+
+def test_roundings_of_values_between_may_go() -> None:
+    """Coefficients in the streams' dtype, a product's output, normed streams: closer to exact without."""
+    p = parameters()
+
+    def fn(x: Tensor) -> Tensor:
+        z = (normed(x.flatten(-2)).bfloat16() @ p["phi"].T.bfloat16()).float()
+        return around(x, p, _balanced, z)
+
+    got = run(fn, (streams(dtype=torch.bfloat16),), list(p.items()))
+    assert dict(got.ops) == BOTH, reasons(got)
+
+
+@pytest.mark.parametrize("which", ["h_post", "h_res", "x", "f"])
+def test_rounded_inputs_of_a_lone_post_stay_rounded(which: str) -> None:
+    def fn(x: Tensor, f: Tensor, h_post: Tensor, h_res: Tensor) -> Tensor:
+        given = {"x": x, "f": f, "h_post": h_post, "h_res": h_res}
+        given[which] = given[which].bfloat16().float()
+        x, f, h_post, h_res = given.values()
+        return h_post.unsqueeze(-1) * f.unsqueeze(-2) + h_res @ x
+
+    assert dict(same(fn, post_inputs()).ops) == {"mhc_post": 1}
+
+
+# --- autograd's shape is the model's ------------------------------------------------------------------------
+
+
+def parts(trained: str, seed: int = 0) -> dict[str, Tensor]:
+    """phi, alpha and bias as three leaves each, of which those of the ``trained`` roles require gradients."""
+    p = parameters(seed)
+    made = {}
+    for k, role in enumerate(("pre", "post", "res")):
+        for what, t in (("phi", p["phi"].split(ROWS)), ("alpha", p["alpha"].split(1)), ("bias", p["bias"].split(ROWS))):
+            made[f"{what}_{role}"] = t[k].detach().clone().requires_grad_(role in trained.split())
+    return made
+
+
+def coefficients(x: Tensor, p: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    v = normed(x.flatten(-2))
+    z = {r: (v @ p[f"phi_{r}"].T) * p[f"alpha_{r}"] + p[f"bias_{r}"] for r in ("pre", "post", "res")}
+    pre, post = torch.sigmoid(z["pre"]), 2 * torch.sigmoid(z["post"])
+    return (pre.unsqueeze(-1) * x).sum(-2), post, _balanced(z["res"].unflatten(-1, (N, N)))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("trained", ["", "pre", "post", "res", "pre res", "pre post res"])
+def test_outputs_require_grad_where_the_models_do(trained: str, grad: bool) -> None:
+    p = parts(trained)
+    got = same(lambda x: coefficients(x, p), (streams(),), p.items(), grad=grad)
+    assert dict(got.ops) == {"mhc_pre": 1}
+
+
+@pytest.mark.parametrize("trained", ["pre", "post", "res", "pre post res"])
+@pytest.mark.parametrize("cut", ["pre", "post", "res", "post res"])
+def test_parts_out_of_reach_get_none(cut: str, trained: str) -> None:
+    p = parts(trained)
+
+    def fn(x: Tensor) -> Tensor:
+        made = dict(zip(("pre", "post", "res"), coefficients(x, p), strict=True))
+        made = {k: t.detach() if k in cut.split() else t for k, t in made.items()}
+        return made["post"].unsqueeze(-1) * torch.tanh(made["pre"]).unsqueeze(-2) + made["res"] @ x
+
+    got = same(fn, (streams(),), p.items())
+    assert got.ops["mhc_pre"] == 1, reasons(got)
+
+
+def test_truncated_backpropagation_over_coefficients() -> None:
+    """h_post of frozen parts is carried from one chunk to the next: no graph hangs on it."""
+    p = parts("pre")
+
+    def step(x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        h_in, h_post, _ = coefficients(x, p)
+        return (h_in * before.unsqueeze(-1).sum(-2)).sum(), h_post
+
+    def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Fn:
+        assert route(gm).routed
+        return gm.forward
+
+    torch._dynamo.reset()
+    compiled, carried = torch.compile(step, backend=backend), torch.ones(2, 3, N)
+    for _ in range(3):
+        loss, carried = compiled(streams(), carried)
+        assert not carried.requires_grad
+        loss.backward()
+
+
+@pytest.mark.parametrize("frozen", ["phi", "alpha", "bias"])
+def test_a_frozen_weight_gets_none(frozen: str) -> None:
+    p = parameters()
+    p[frozen].requires_grad_(False)
+    got = same(lambda x: around(x, p, _balanced), (streams(),), [(k, p[k]) for k in p if k != frozen and k != "gamma"])
+    assert dict(got.ops) == BOTH
+
+
+# --- a post whose coefficients come from anywhere -----------------------------------------------------------
+
+
+def post_inputs(*lead: int, dtype: torch.dtype = torch.float32, static: str = "") -> tuple[Tensor, ...]:
+    g = torch.Generator().manual_seed(9)
+    lead = lead or (2, 3)
+    t = [(*lead, N, WIDTH), (*lead, WIDTH), (*lead, N), (*lead, N, N)]
+    t[2] = (N,) if "h" in static else t[2]
+    t[3] = (N, N) if "r" in static else t[3]
+    return tuple(torch.randn(s, generator=g).to(dtype) for s in t)
+
+
+def _loop(x: Tensor, f: Tensor, h: Tensor, r: Tensor) -> Tensor:
+    rows = [h[..., o, None] * f + sum(r[..., o, i, None] * x[..., i, :] for i in range(N)) for o in range(N)]
+    return torch.stack(rows, -2)
+
+
+POSTS: dict[str, Fn] = {
+    "matmul": lambda x, f, h, r: r @ x + h.unsqueeze(-1) * f.unsqueeze(-2),
+    "transposed": lambda x, f, h, r: h[..., None] * f[..., None, :] + torch.matmul(r.transpose(-1, -2), x),
+    "einsum": lambda x, f, h, r: torch.einsum("...oi,...id->...od", r, x) + torch.einsum("...n,...d->...nd", h, f),
+    "einsum transposed": lambda x, f, h, r: torch.einsum("...io,...id->...od", r, x) + h[..., None] * f[..., None, :],
+    "sum": lambda x, f, h, r: (r.unsqueeze(-1) * x.unsqueeze(-3)).sum(-2) + h.unsqueeze(-1) * f.unsqueeze(-2),
+    "sum transposed": lambda x, f, h, r: (r.unsqueeze(-1) * x.unsqueeze(-2)).sum(-3) + h[..., None] * f[..., None, :],
+    "columns": lambda x, f, h, r: h.unsqueeze(-1) @ f.unsqueeze(-2) + r @ x,
+    "loop": _loop,
+    "bmm": lambda x, f, h, r: (
+        torch.bmm(r.flatten(0, 1), x.flatten(0, 1)).view(x.shape) + h[..., None] * f[..., None, :]
+    ),
+    "packed": lambda x, f, h, r: (
+        torch.bmm(r.flatten(0, 1), x.flatten(0, 1)).view(*x.shape[:2], -1)
+        + (h[..., None] * f[..., None, :]).view(*x.shape[:2], -1)
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(POSTS))
+def test_a_post_of_given_coefficients(name: str, dtype: torch.dtype) -> None:
+    got = same(POSTS[name], post_inputs(dtype=dtype), within=1e-5 if dtype is torch.float32 else 3e-2)
+    assert dict(got.ops) == {"mhc_post": 1}, reasons(got)
+    assert "transposed" in name or not got.report.routed[0].detail.endswith("transposed")
+
+
+@pytest.mark.parametrize("static", ["r", "h", "rh"])
+@pytest.mark.parametrize("name", ["matmul", "transposed", "einsum", "sum"])
+def test_a_post_of_static_coefficients(name: str, static: str) -> None:
+    fn = POSTS[name]
+    if name.startswith("einsum"):
+        fn = lambda x, f, h, r: POSTS["einsum"](x, f, h.expand(*x.shape[:-1]), r.expand(*x.shape[:-2], N, N))  # noqa: E731
+    got = same(fn, post_inputs(static=static))
+    assert dict(got.ops) == {"mhc_post": 1}, reasons(got)
+
+
+NO_POSTS: dict[str, Fn] = {
+    "minus": lambda x, f, h, r: h[..., None] * f[..., None, :] - r @ x,
+    "scaled": lambda x, f, h, r: h[..., None] * f[..., None, :] + 0.5 * (r @ x),
+    "identity": lambda x, f, h, r: h[..., None] * f[..., None, :] + x,
+    "a third": lambda x, f, h, r: r @ x + x + h[..., None] * f[..., None, :],
+    "no outer": lambda x, f, h, r: h[..., None] * x + r @ x,
+    "right": lambda x, f, h, r: h[..., None] * f[..., None, :] + (x.transpose(-1, -2) @ r),
+    "diagonal": lambda x, f, h, r: h[..., None] * f[..., None, :] + torch.einsum("...ii,...id->...id", r, x),
+    "rolled": lambda x, f, h, r: h[..., None] * f[..., None, :] + (r @ x).roll(1, -2),
+    "bias": lambda x, f, h, r: r @ x + 1.0 + h[..., None] * f[..., None, :],
+}
+
+
+@pytest.mark.parametrize("name", [n for n in NO_POSTS if n != "right"])
+def test_what_is_no_post(name: str) -> None:
+    assert not same(NO_POSTS[name], post_inputs()).ops["mhc_post"]
+
+
+def test_wide_matrices_are_no_streams() -> None:
+    """A recurrence of linear attention: as many columns as rows, or more rows than the op has streams."""
+    g = torch.Generator().manual_seed(1)
+    for n, d in ((16, 64), (4, 4), (8, 8)):
+        given = tuple(torch.randn(s, generator=g) for s in ((2, n, d), (2, d), (2, n), (2, n, n)))
+        assert not same(POSTS["matmul"], given).ops
+
+
+def _broken(x: Tensor, p: dict[str, Tensor]) -> Tensor:
+    def f(t: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return sublayer(t, p)
+
+    v = normed(x.flatten(-2)) @ p["phi"].T
+    pre = torch.sigmoid(v[..., :N] * p["alpha"][0] + p["bias"][:N])
+    post = 2 * torch.sigmoid(v[..., N : 2 * N] * p["alpha"][1] + p["bias"][N : 2 * N])
+    res = (v[..., 2 * N :] * p["alpha"][2] + p["bias"][2 * N :]).unflatten(-1, (N, N))
+    out = f((pre.unsqueeze(-1) * x).sum(-2))
+    return _balanced(res).transpose(-1, -2) @ x + post.unsqueeze(-1) * out.unsqueeze(-2)
+
+
+def test_a_graph_break_within_the_sublayer() -> None:
+    p = parameters()
+    got = same(lambda x: _broken(x, p), (streams(),), p.items())
+    assert got.ops["mhc_pre"] == got.ops["mhc_post"] == 1, reasons(got)
+
+
+# --- streams from anywhere ----------------------------------------------------------------------------------
+
+
+SOURCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear": lambda h, w: F.linear(h, w).view(*h.shape[:-1], N, WIDTH),
+    "linear with bias": lambda h, w: F.linear(h, w, w[:, 0]).unflatten(-1, (N, WIDTH)),
+    "matmul": lambda h, w: torch.matmul(h, w.t()).view(*h.shape[:-1], N, WIDTH),
+    "at": lambda h, w: (h @ w.t().expand(h.shape[0], -1, -1)).reshape(*h.shape[:-1], N, WIDTH),
+    "einsum": lambda h, w: torch.einsum("btk,ndk->btnd", h, w.view(N, WIDTH, -1)),
+    "einsum flat": lambda h, w: torch.einsum("btk,mk->btm", h, w).view(*h.shape[:-1], N, WIDTH),
+    "product": lambda h, w: F.linear(h, w).unflatten(-1, (N, WIDTH)) * w.view(N, WIDTH, -1)[..., 0],
+    "sum": lambda h, w: (F.linear(h, w) + 1.0).unflatten(-1, (N, WIDTH)),
+    "norm": lambda h, w: F.layer_norm(F.linear(h, w), (N * WIDTH,)).unflatten(-1, (N, WIDTH)),
+    "repeated": lambda h, w: F.linear(h, w[:WIDTH]).unsqueeze(-2).repeat(1, 1, N, 1),
+    "expanded": lambda h, w: F.linear(h, w[:WIDTH]).unsqueeze(-2).expand(-1, -1, N, -1),
+    "mean": lambda h, w: F.linear(h, w).unflatten(-1, (N, WIDTH)) / 3,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("source", list(SOURCES))
+def test_streams_from_any_operation(source: str, dtype: torch.dtype) -> None:
+    p = parameters()
+    g = torch.Generator().manual_seed(4)
+    h = torch.randn(2, 5, 24, generator=g).to(dtype)
+    w = torch.randn(N * WIDTH, 24, generator=g).to(dtype).mul_(0.3)
+    got = same(
+        lambda h, w: around(SOURCES[source](h, w), p, _balanced),
+        (h, w),
+        p.items(),
+        1e-4 if dtype is torch.float32 else 3e-2,
+    )
+    assert dict(got.ops) == BOTH, reasons(got)
+
+
+# --- autocast -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["inside", "around"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_with_a_linear_projection(dtype: torch.dtype, where: str) -> None:
+    p = parameters()
+
+    def body(x: Tensor) -> Tensor:
+        v = x.flatten(-2)
+        z = F.linear(F.rms_norm(v, (v.shape[-1],), eps=1e-6), p["phi"])
+        return around(x, p, _balanced, z.float())
+
+    def inside(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return body(x)
+
+    x = streams(dtype=dtype)
+    if where == "inside":
+        got, plain = run(inside, (x,), list(p.items())), eager(inside, (x,), list(p.items()))
+    else:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got, plain = run(body, (x,), list(p.items())), eager(body, (x,), list(p.items()))
+    assert dict(got.ops) == BOTH, reasons(got)
+    assert difference(got, plain) < 3e-2
+
+
+# --- no silence ---------------------------------------------------------------------------------------------
+
+
+def test_a_search_that_stops_early_says_so() -> None:
+    p = parameters()
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        z = normed(x.flatten(-2)) @ p["phi"].T
+        pre = torch.sigmoid(z[..., :N] * p["alpha"][0] + p["bias"][:N])
+        noise = [pre * float(k) for k in range(700)]
+        return (pre.unsqueeze(-1) * x.square()).sum(-2), torch.stack(noise)
+
+    got = same(fn, (streams(),), p.items())
+    assert any("stopped after" in r for r in reasons(got)), reasons(got)
+
+
+def _sinkhorn(logits: Tensor, change: str) -> Tensor:
+    matrix = logits.softmax(-1) + 1e-6
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + 1e-6)
+    for _ in range(ITERS):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + 1e-6)
+        if change == "odd" and _ == ITERS - 1:
+            break
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + (1e-6 if change != "eps" else 1e-3))
+    return matrix
+
+
+@pytest.mark.parametrize("change", ["odd", "eps"])
+def test_sinkhorn_chains_that_stay_say_why(change: str) -> None:
+    got = same(lambda t: _sinkhorn(t, change), (streams().new_ones(2, 3, N, N) * 0.3,))
+    assert got.ops["mhc_sinkhorn"] == 0 and any(r.startswith("mhc_sinkhorn") for r in reasons(got)), reasons(got)
+
+
+# --- checkpoint policies ------------------------------------------------------------------------------------
+
+
+def _checkpointed(p: dict[str, Tensor], policy: Any) -> Fn:
+    def layer(x: Tensor) -> Tensor:
+        return around(around(x, p, _balanced), p, _balanced)
+
+    context = (lambda: create_selective_checkpoint_contexts(policy)) if policy is not None else None
+    options = {"context_fn": context} if context is not None else {}
+    return lambda x: checkpoint(layer, x, use_reentrant=False, **options)
+
+
+def _save(names: list[Any]) -> Any:
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in names else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def test_no_fusion_where_a_policy_decides() -> None:
+    p = parameters()
+    free, held = (same(_checkpointed(p, policy), (streams(),), p.items()) for policy in (None, _save([])))
+    assert [f.op for f in free.report.fused] == ["mhc_post_pre"] and not held.report.fused
+    assert dict(free.ops) == dict(held.ops) == {"mhc_pre": 2, "mhc_post": 2}
+    assert any("ops_to_save" in r for r in reasons(held)) and not reasons(free)
+
+
+def test_ops_to_save_are_ops_that_the_pass_puts_in() -> None:
+    ops = mhc_inductor.ops_to_save()
+    assert all(isinstance(op, torch._ops.OpOverload) and op.namespace == "mhc_inductor" for op in ops)
+    names = {op.name().split("::")[1] for op in ops}
+    assert names == {"mhc_pre", "mhc_post", "mhc_sinkhorn", "mhc_head", "e79_scan", "selection_attention"}
+    assert dict(same(_checkpointed(parameters(), _save(ops)), (streams(),)).ops) == {"mhc_pre": 2, "mhc_post": 2}
