@@ -12,8 +12,13 @@ Results = dict[str, Tensor | None]
 _FP32 = torch.finfo(torch.float32).eps
 
 
-def judged(match: Match, mine: Results, theirs: Results, want: Results, loose: bool) -> tuple[float, str]:
-    """The op's largest error, and the result that is off by more than its formula's own error allows."""
+def judged(
+    match: Match, mine: Results, theirs: Results, want: Results, loose: bool, rounded: float
+) -> tuple[float, str]:
+    """The op's largest error, and the result that is off by more than its formula's own error allows.
+
+    ``rounded``: the rounding that every use of a result applies, which an op may apply itself.
+    """
     if match.judge is not None:
         outputs = [[t for k, t in r.items() if k.startswith("output") and t is not None] for r in (theirs, mine)]
         error = match.judge(*outputs)
@@ -27,7 +32,7 @@ def judged(match: Match, mine: Results, theirs: Results, want: Results, loose: b
     worst = max(off.values(), default=0.0)
     for name, error in off.items():
         group = [e for k, e in own.items() if "grad" in name or "grad" not in k]
-        bar = 2 * max((e for e in group if e < 1), default=0.0) + _roundings(theirs, loose)
+        bar = 2 * max((e for e in group if e < 1), default=0.0) + _roundings(theirs, loose, rounded)
         if not error <= bar:
             return worst, _told(name, error, bar)
     return worst, ""
@@ -48,10 +53,11 @@ def _least(name: str, want: Tensor | None, top: float) -> float:
     return (0.2 if want.numel() == 1 else 0.05) * top * float(want.numel()) ** 0.5
 
 
-def _roundings(results: Results, loose: bool) -> float:
+def _roundings(results: Results, loose: bool, rounded: float) -> float:
     """A few roundings of the results' dtypes; many where nothing says how large the formula's own error is."""
     dtypes = {t.dtype for t in results.values() if t is not None and t.is_floating_point()}
     eps = max((torch.finfo(d).eps for d in dtypes), default=0.0)
+    eps = max(eps, rounded)
     return min(0.05, 1000 * eps) if loose else 16 * _FP32 + (eps if eps > _FP32 else 0.0)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
 from mhc_inductor import compat
@@ -16,6 +17,9 @@ from mhc_inductor.routing.operator import Match
 
 MODES = "mhc_inductor_modes"
 """Key in a cut node's meta: the modes that it runs in."""
+
+
+_FIXED = 64
 
 
 @dataclasses.dataclass
@@ -80,6 +84,21 @@ class Cut:
     def value(self, node: fx.Node) -> Value | None:
         """Returns the match's value of a node of the view, or the view's."""
         return next((v for v in self.match.inputs if v.node is node), None) or self.view.value(node)
+
+    def reads(self, node: fx.Node) -> bool:
+        """Whether a node of the view depends on data: on an input of the graph that is no size, or on random numbers."""
+        todo, seen = [node], {node}
+        while todo:
+            one = todo.pop()
+            fake = example(one)
+            size = isinstance(fake, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+            if size:
+                continue
+            if not one.op.startswith("call_") or "rand" in str(one.target) or len(seen) > _FIXED:
+                return True
+            todo += [a for a in one.all_input_nodes if a not in seen]
+            seen.update(one.all_input_nodes)
+        return False
 
     def _formula(self) -> Piece:
         """The real nodes of the region in graph order, in-place steps included."""

@@ -9,22 +9,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from mhc_inductor import compat
 from mhc_inductor.routing.comparison import Results, judged
 from mhc_inductor.routing.cut import MODES, Cut, Piece
-from mhc_inductor.routing.edit import Edit, Pairs
-from mhc_inductor.routing.graph.values import example, tensors_in
+from mhc_inductor.routing.edit import Edit, Pairs, node_of
+from mhc_inductor.routing.exact import PROMOTED, Exact
+from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.operator import Match, Mismatch, Verdict
 
-_PROMOTED = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL = {torch.float16: 2.0**-6}
 """Small numbers: 1e-3, or what can be squared without loss."""
 _TRIES = 3
@@ -101,13 +99,18 @@ class _Trial:
             (cut.formula.inputs.get(n) is not None, cut.op.inputs.get(n) is not None, _hashable(spec))
             for n, spec in self.specs.items()
         )
+        self.rounded = max((_rounding(cut.edit, value) for value, _ in cut.pairs), default=0.0)
         ends = tuple((o.shape, o.dtype) for o in map(_described, cut.pairs))
         parts = cut.formula.structure(), cut.op.structure()
-        self.key = self.match.op, self.match.detail, parts, given, repr(ends), self.modes, tuple(cut.asked)
+        asked = tuple(cut.asked)
+        self.key = self.match.op, self.match.detail, parts, given, repr(ends), self.modes, self.rounded, asked
 
     def _spec(self, node: fx.Node) -> Any:
-        """The description of an outside tensor, or the present value of anything else."""
+        """The description of an outside tensor; the value itself of what depends on no data."""
         fake = example(node)
+        if isinstance(fake, Tensor) and node.op.startswith("call_") and not self.cut.reads(node):
+            self.constants[node] = made = _fixed(node, {})
+            return made
         if node.op == "get_attr":
             owner = functools.reduce(getattr, str(node.target).split("."), self.cut.view.real.owning_module)
             real = isinstance(owner, Tensor) and compat.fake_mode_of([owner]) is None
@@ -188,7 +191,7 @@ class _Trial:
                 want, note = self._results(self.cut.formula, feed, exact=True), ""
         if want is None:
             want = theirs
-        off, reason = judged(self.match, mine, theirs, want, loose=bool(note))
+        off, reason = judged(self.match, mine, theirs, want, bool(note), self.rounded)
         return off, reason, note
 
     # --- data ---
@@ -212,7 +215,7 @@ class _Trial:
     def _results(self, piece: Piece, feed: Feed, exact: bool = False) -> Results:
         """Outputs, and the gradients of the inputs that need some."""
         leaves = {n: self._leaf(n, t, exact) for n, t in feed.items()}
-        mode = _Exact({compat.storage_key(leaves[n]): t.dtype for n, t in feed.items() if isinstance(t, Tensor)})
+        mode = Exact({compat.storage_key(leaves[n]): t.dtype for n, t in feed.items() if isinstance(t, Tensor)})
         wanted = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
         with torch.set_grad_enabled(self.modes.grad and bool(wanted)):
             with mode if exact else contextlib.nullcontext():
@@ -231,8 +234,34 @@ class _Trial:
         if not isinstance(given, Tensor):
             return given
         spec = self.specs[node]
-        t = given.double() if exact and given.dtype in _PROMOTED else given
+        t = given.double() if exact and given.dtype in PROMOTED else given
         return t.detach().requires_grad_(isinstance(spec, _Tensor) and spec.grad)
+
+
+def _fixed(node: fx.Node, known: Feed) -> Any:
+    """Runs what depends on sizes and constants only. Nodes of the view write nothing."""
+    if node not in known:
+        fake = example(node)
+        if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            known[node] = fake.node.hint
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: _fixed(a, known))
+            with compat.outside_compile(), torch.no_grad():
+                known[node] = _call(node, args, kwargs)
+    return known[node]
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Returns the result of a node's call on real values."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _rounding(edit: Edit, value: Value) -> float:
+    """The rounding of a dtype that every use of a result casts it to."""
+    narrow = (d for d in (torch.bfloat16, torch.float16) if value.dtype.is_floating_point and value.node is not None)
+    return max((torch.finfo(d).eps for d in narrow if edit.narrowed(node_of(value), d)), default=0.0)
 
 
 def _described(pair: tuple[Any, fx.Node]) -> Any:
@@ -240,6 +269,8 @@ def _described(pair: tuple[Any, fx.Node]) -> Any:
 
 
 def _hashable(spec: Any) -> Any:
+    if isinstance(spec, Tensor):
+        return spec.dtype, spec.device, spec.shape, tuple(spec.flatten().tolist()) if spec.numel() <= 4096 else id(spec)
     return spec if isinstance(spec, (_Tensor, int, float, bool, str)) else id(spec)
 
 
@@ -280,43 +311,7 @@ def _interpreted(piece: Piece, feed: Feed, plain: bool) -> list[Tensor]:
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         with contextlib.nullcontext() if plain or not node.meta[MODES].autocast else node.meta[MODES].entered():
-            if node.op == "call_method":
-                env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                env[node] = node.target(*args, **kwargs)
+            env[node] = _call(node, args, kwargs)
         for a in dead.get(node, ()):
             del env[a]
     return [env[node] for node in piece.outputs]
-
-
-class _Exact(TorchDispatchMode):
-    """Computes in fp64 whatever the calls say, but for roundings that the model wrote on an input: those are its own."""
-
-    def __init__(self, inputs: dict[int, torch.dtype]) -> None:
-        super().__init__()
-        self.inputs = inputs
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten.view.dtype:
-            raise NotImplementedError
-        to = kwargs.get("dtype")
-        if func is torch.ops.aten._to_copy.default and to in _PROMOTED and self._rounds(args[0], to):
-            return func(*args, **kwargs).double()
-        args, kwargs = tree_map_only(torch.dtype, _promoted, (args, kwargs))
-        out = func(*args, **kwargs)
-        if any(True for _ in _tensors((args, kwargs))):
-            return out
-        return tree_map_only(Tensor, lambda t: t.double() if t.dtype in _PROMOTED else t, out)
-
-    def _rounds(self, t: Tensor, to: torch.dtype) -> bool:
-        was = self.inputs.get(compat.storage_key(t))
-        return was is not None and was.is_floating_point and torch.finfo(to).eps > torch.finfo(was).eps
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor))
-
-
-def _promoted(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in _PROMOTED else dtype

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import fx
 
 from mhc_inductor.routing.edit import Edit
@@ -12,8 +11,9 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Match, Miss
 from mhc_inductor.routing.operators.kernels import kernels_of
-from mhc_inductor.routing.operators.selection.attention import OP, Found
+from mhc_inductor.routing.operators.selection.attention import OP
 from mhc_inductor.routing.operators.selection.emit import emit_attention, inputs_of
+from mhc_inductor.routing.operators.selection.sample import Sample
 from mhc_inductor.routing.operators.selection.search import Search
 
 
@@ -30,7 +30,7 @@ class SelectionOperator:
         search = Search(view)
         self._found = {}
         for one in search.found:
-            match = Match(OP, inputs_of(one), [one.out], one.words(), data=one, sample=_Sample(one))
+            match = Match(OP, inputs_of(one), [one.out], one.words(), data=one, sample=Sample(one))
             self._keep(one.out, match)
         for miss in search.misses:
             self._keep(miss.start, miss)
@@ -51,25 +51,3 @@ class SelectionOperator:
     def kernels(self, op: str, device: str) -> tuple[str, ...]:
         """Returns the kernels on a GPU, elsewhere a word for the formula."""
         return kernels_of(op, device)
-
-
-class _Sample:
-    """Random picks of keys: within the keys, so that nothing that reads them raises."""
-
-    def __init__(self, one: Found) -> None:
-        widths = [w for i in one.intervals for low, high in i.pairs() if (w := high.minus(low).value) is not None]
-        symbols = one.t.size.symbols
-        self.most = max(1, one.t.size.factor // max([1, *widths])) if not symbols else 1
-
-    def __call__(
-        self,
-        value: Value,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        generator: torch.Generator,
-        case: int,
-    ) -> torch.Tensor | None:
-        if dtype.is_floating_point or dtype is torch.bool:
-            return None
-        return torch.randint(0, self.most, shape, dtype=dtype, device=device, generator=generator)

@@ -1,0 +1,48 @@
+"""Runs a formula in fp64, whatever dtypes its calls name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mhc_inductor import compat
+
+PROMOTED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Exact(TorchDispatchMode):
+    """Computes in fp64 whatever the calls say, but for roundings that the model wrote on an input: those are its own."""
+
+    def __init__(self, inputs: dict[int, torch.dtype]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.view.dtype:
+            raise NotImplementedError
+        to = kwargs.get("dtype")
+        if func is torch.ops.aten._to_copy.default and to in PROMOTED and self._rounds(args[0], to):
+            return func(*args, **kwargs).double()
+        args, kwargs = tree_map_only(torch.dtype, _promoted, (args, kwargs))
+        out = func(*args, **kwargs)
+        if any(True for _ in _tensors((args, kwargs))):
+            return out
+        return tree_map_only(Tensor, lambda t: t.double() if t.dtype in PROMOTED else t, out)
+
+    def _rounds(self, t: Tensor, to: torch.dtype) -> bool:
+        was = self.inputs.get(compat.storage_key(t))
+        return was is not None and was.is_floating_point and torch.finfo(to).eps > torch.finfo(was).eps
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (t for t in tree_leaves(tree) if isinstance(t, Tensor))
+
+
+def _promoted(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in PROMOTED else dtype

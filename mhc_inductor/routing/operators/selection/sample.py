@@ -1,0 +1,103 @@
+"""Data for verification: which keys a query sees, drawn so that nothing that reads them raises."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from mhc_inductor.routing.graph.linear import Linear
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.views import Ref
+from mhc_inductor.routing.operators.selection.attention import Found
+from mhc_inductor.routing.operators.selection.intervals import Interval
+from mhc_inductor.routing.operators.selection.keys import Given
+
+
+@dataclasses.dataclass
+class _Role:
+    """How a tensor says which keys: ``starts`` and ``ends`` of ranges, ``pick``: the dims that count the picks of a query,
+    ``pair``: the dim that holds start and end, ``want``: what a condition wants of it."""
+
+    starts: bool = False
+    ends: bool = False
+    pick: set[int] = dataclasses.field(default_factory=set)
+    pair: int | None = None
+    want: bool | None = None
+
+
+class Sample:
+    """Makes picks of keys. Each query sees one; with ``empty_rows``, for an op that gives in rows without keys what the
+    formula gives there, some see none in every second case."""
+
+    def __init__(self, one: Found, empty_rows: bool = False) -> None:
+        widths = [w for i in one.intervals for low, high in i.pairs() if (w := high.minus(low).value) is not None]
+        self.keys = 0 if one.t.size.symbols else one.t.size.factor
+        self.most = max(1, self.keys // max([1, *widths]))
+        self.empty_rows = empty_rows
+        self.roles: dict[fx.Node | None, _Role] = {}
+        for each in one.intervals:
+            self._learn(each)
+
+    def _learn(self, each: Interval) -> None:
+        for ref in _data(each.lowers):
+            self._role(ref, each).starts = True
+        for ref in _data(each.uppers):
+            self._role(ref, each).ends = True
+        for condition in each.conditions:
+            if isinstance(condition, Given):
+                self._role(condition.ref, each).want = condition.want
+
+    def _role(self, ref: Ref, each: Interval) -> _Role:
+        role = self.roles.setdefault(ref.value.node, _Role())
+        for d, index in enumerate(ref.index):
+            if any(v in index.terms for v in each.bound):
+                role.pick.add(d)
+            elif index.constant is not None and ref.value.shape[d].factor == 2 and not ref.value.shape[d].symbols:
+                role.pair = d
+        return role
+
+    def __call__(
+        self,
+        value: Value,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        generator: torch.Generator,
+        case: int,
+    ) -> Tensor | None:
+        """Returns picks, or None for q, k and v."""
+        if dtype.is_floating_point:
+            return None
+        role = self.roles.get(value.node, _Role())
+        any_row = case % 2 == 1 and self.empty_rows
+        if dtype is torch.bool:
+            return None if any_row or role.want is None else torch.full(shape, role.want, device=device)
+        most = self.most
+        made = torch.randint(0, most, shape, dtype=dtype, device=device, generator=generator)
+        if any_row:
+            return made
+        if role.starts and role.ends and role.pair is not None:
+            low, high = made.sort(role.pair).values.unbind(role.pair)
+            return torch.stack([_first(low, role.pick, role.pair), high + 1], role.pair)
+        if role.starts and not role.ends:
+            return _first(made // 2, role.pick)
+        if role.ends and not role.starts:
+            return most - made // 2
+        return _first(made, role.pick)
+
+
+def _data(forms: Iterable[Linear]) -> list[Ref]:
+    return [d.ref for form in forms for d in form.data()]
+
+
+def _first(made: Tensor, pick: set[int], without: int | None = None) -> Tensor:
+    """The first pick of every query is 0, which a causal query sees too."""
+    dims: Sequence[int] = [d - (without is not None and d > without) for d in pick]
+    if not dims:
+        return torch.zeros_like(made)
+    for d in dims:
+        made.select(d, 0).zero_()
+    return made
