@@ -401,13 +401,30 @@ class Edit:
 
     def _unneeded(self) -> set[fx.Node]:
         """The real nodes of the formulas that nothing else reads, in-place steps on their own tensors included."""
-        gone = {self.view.node(n) for region in self._regions for n in region if n.op.startswith("call_")}
+        formulas = {n for region in self._regions for n in region}
+        formulas |= self._unread(formulas)
+        gone = {self.view.node(n) for n in formulas if n.op.startswith("call_")}
         gone |= {n for n in self._written_only(gone)}
-        while True:
-            kept = [n for n in gone if any(u not in gone for u in n.users) or not self._removable(n, gone)]
-            if not kept:
-                return gone
-            gone.difference_update(kept)
+        kept = True
+        while kept:
+            kept = False
+            # Readers come later in the graph: one look from its end settles all but what in-place steps hold.
+            for n in sorted(gone, key=self.view.position.__getitem__, reverse=True):
+                if any(u not in gone for u in n.users) or not self._removable(n, gone):
+                    gone.discard(n)
+                    kept = True
+        return gone
+
+    def _unread(self, formulas: set[fx.Node]) -> set[fx.Node]:
+        """What is computed from the formulas and never read: Dynamo leaves dead code in its graphs."""
+        found: set[fx.Node] = set()
+        todo = list(formulas)
+        while todo:
+            for user in todo.pop().users:
+                if user not in self.view.live and user not in found:
+                    found.add(user)
+                    todo.append(user)
+        return found
 
     def _written_only(self, gone: set[fx.Node]) -> Iterator[fx.Node]:
         """In-place steps on what the formulas made, whose results the view knows under another name."""
