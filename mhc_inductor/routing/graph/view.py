@@ -145,9 +145,19 @@ class View:
         _ = self.roots, self.ends, self.holders, self.live
 
     def flows(self, node: fx.Node) -> bool:
-        """Whether gradients may be asked of a node of the view or of one that an edit made."""
+        """Whether gradients may be asked of a node of the view, of the graph itself, or of one that an edit made."""
         known = self.needs_grad.get(node)
-        return bool(node.meta.get(GRAD, False)) if known is None else known
+        if known is None:
+            known = bool(node.meta.get(GRAD, False)) or any(self.needs_grad[n] for n in self._shown.get(node, ()))
+        return known
+
+    @functools.cached_property
+    def _shown(self) -> dict[fx.Node, list[fx.Node]]:
+        """The nodes of the view that stand for each real node."""
+        found: dict[fx.Node, list[fx.Node]] = collections.defaultdict(list)
+        for node, real in self.origin.items():
+            found[real].append(node)
+        return found
 
     @functools.cached_property
     def needs_grad(self) -> dict[fx.Node, bool]:

@@ -32,8 +32,8 @@ class Scan:
     chain: Chain
     inputs: Inputs
     outputs: Outputs
-    states: dict[str, tuple[Value, fx.Node]]
-    """S and M before the first step."""
+    states: dict[str, fx.Node | None]
+    """S and M before the first step; None for zeros."""
 
 
 def match_of(view: View, one: Chain) -> Match:
@@ -44,10 +44,10 @@ def match_of(view: View, one: Chain) -> Match:
     for name, value in (("S", first.S), ("M", first.M)):
         if known.get(value) is None:
             raise Mismatch(f"the initial {name} is inside a composite operation", value)
-        states[name] = value, known[value]
+        states[name] = given(view, value, known[value])
     if not outputs.nodes:
         raise Mismatch("")
-    sources = [*inputs.sources, *outputs.sources, *(node for _, node in states.values())]
+    sources = [*inputs.sources, *outputs.sources, *(node for node in states.values() if node is not None)]
     check_closed(view, one, sources, outputs.nodes)
     return Match(
         OP,
@@ -73,7 +73,7 @@ def emit(edit: Edit, match: Match) -> Pairs:
     for node in outs:
         kvqm = edit.widened(kvqm, values.of(node))
     kvqm = doubled(edit, kvqm, scan.outputs.final.values())
-    S0, M0 = (initial(edit, value, node, frame) for value, node in scan.states.values())
+    S0, M0 = (initial(edit, node, frame) for node in scan.states.values())
     call = called(edit, (kvqm, b_s, b_m, S0, M0), frame.n, len(scan.chain.steps), needs)
     return results(edit, call, scan)
 
@@ -92,9 +92,14 @@ def doubled(edit: Edit, kvqm: fx.Node, states: Any) -> fx.Node:
     return edit.to(kvqm, torch.float64) if wide else kvqm
 
 
-def initial(edit: Edit, value: Value, node: fx.Node, frame: Frame) -> fx.Node | None:
-    """Returns an initial state as the op takes it; None for zeros."""
-    if zero(value) and not edit.view.needs_grad[node]:
+def given(view: View, value: Value, node: fx.Node) -> fx.Node | None:
+    """Returns an initial state; None for zeros, which the op starts from by itself."""
+    return None if zero(value) and not view.needs_grad[node] else node
+
+
+def initial(edit: Edit, node: fx.Node | None, frame: Frame) -> fx.Node | None:
+    """Returns an initial state as the op takes it."""
+    if node is None:
         return None
     real = edit.current(node)
     return real if len(frame.lead) == 1 else edit.emit("reshape", real, -1, frame.n, frame.n)

@@ -16,7 +16,7 @@ from mhc_inductor.routing.graph.index import Var, const, var
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Match, Mismatch
-from mhc_inductor.routing.operators.e79.emit import Pairs, called, doubled, initial
+from mhc_inductor.routing.operators.e79.emit import Pairs, called, doubled, given, initial
 from mhc_inductor.routing.operators.e79.inputs import BIASES, ROLES, Inputs, Packing
 from mhc_inductor.routing.operators.e79.lift import Lifted, lifted
 from mhc_inductor.routing.operators.e79.loop import OP, Search
@@ -61,18 +61,20 @@ def match_scan(view: View, node: fx.Node, body: fx.GraphModule) -> Match | None:
         return None
     view.values.fix(search.view.values.fixed)
     found = _checked(view, node, search, steps[0])
-    given = [v for n in node.all_input_nodes if (v := view.value(n)) is not None]
+    states: Any = node.args[1]
+    zeros = [n for n in states if given(view, view.values.of(n), n) is None]
+    inputs = [v for n in node.all_input_nodes if n not in zeros and (v := view.value(n)) is not None]
     outputs = [view.values.of(n) for n in found.taken]
     if not outputs:
         return None
     detail = f"n = {found.step.frame.n}, the body of a scan"
-    return Match(OP, given, outputs, detail=detail, data=found)
+    return Match(OP, inputs, outputs, detail=detail, data=found)
 
 
 def _checked(view: View, node: fx.Node, search: Search, step: Step) -> Body:
     inner, known = search.view, search.chains[0].recogniser.known
-    given: Any = node.args
-    _, init, xs, extra = given
+    arguments: Any = node.args
+    _, init, xs, extra = arguments
     inputs = [n for n in inner.nodes if n.op == "placeholder"]
     outputs: Any = inner.graph.output_node().args[0]
     results = [inner.values.of(n) if isinstance(n, fx.Node) else None for n in outputs]
@@ -107,15 +109,15 @@ def emit_scan(edit: Edit, match: Match) -> Pairs:
     """Puts the op in. Returns what it gives with what takes each place."""
     found: Body = match.data
     values, frame = edit.view.values, found.step.frame
-    given: Any = found.call.args
-    _, init, xs, extra = given
+    arguments: Any = found.call.args
+    _, init, xs, extra = arguments
     outer = [*(Lifted(edit.current(x), True) for x in xs), *(Lifted(_now(edit, x), False) for x in extra)]
     inputs = Lifting(edit, found, dict(zip(found.inputs[2:], outer, strict=True))).inputs()
     kvqm, b_s, b_m = Packing(edit, inputs).emit()
     for user, k in found.taken.items():
         kvqm = edit.widened(kvqm, values.of(user)) if k >= 2 else doubled(edit, kvqm, [user])
-    states = [init[found.at[name]] for name in "SM"]
-    S0, M0 = (initial(edit, values.of(node), node, frame) for node in states)
+    states = [given(edit.view, values.of(node), node) for node in (init[found.at[name]] for name in "SM")]
+    S0, M0 = (initial(edit, node, frame) for node in states)
     needs = (
         edit.place is not None and edit.place.modes.grad and any(edit.needs_grad(edit.input(v)) for v in match.inputs)
     )
