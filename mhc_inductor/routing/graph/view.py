@@ -253,7 +253,8 @@ class View:
 
     def hooked(self, node: fx.Node) -> bool:
         """Whether a hook, or anything else that keeps a tensor, is on a view's node."""
-        return any(self.effects.of(self.reader.get(u, u)).watches for u in node.users)
+        seen = [self.effects.of(self.reader.get(u, u)) for u in node.users if u not in self.made]
+        return any(effect.watches and not effect.writes for effect in seen)
 
 
 GRAD = "mhc_inductor_needs_grad"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class Body:
     """The placeholders of the body."""
     taken: dict[fx.Node, int]
     """The uses of the scan's results, and which result each is."""
+    held: dict[str, Held] = dataclasses.field(default_factory=dict)
+    """The tensors behind the scan's inputs that hold a vector of all steps."""
 
 
 def body_of(view: View, node: fx.Node) -> fx.GraphModule | None:
@@ -61,9 +64,7 @@ def match_scan(view: View, node: fx.Node, body: fx.GraphModule) -> Match | None:
         return None
     view.values.fix(search.view.values.fixed)
     found = _checked(view, node, search, steps[0])
-    states: Any = node.args[1]
-    zeros = [n for n in states if given(view, view.values.of(n), n) is None]
-    inputs = [v for n in node.all_input_nodes if n not in zeros and (v := view.value(n)) is not None]
+    inputs = _read(view, found)
     outputs = [view.values.of(n) for n in found.taken]
     if not outputs:
         return None
@@ -103,6 +104,47 @@ def _is(value: Any, wanted: Value) -> bool:
     at = whole(value)
     inner = peel(at, {wanted})
     return inner.value is wanted and inner.flat == at.flat
+
+
+def _read(view: View, found: Body) -> list[Value]:
+    """The tensors that the op will read. Fills ``found.held``: a scan's input is read through its views or not at all."""
+    arguments: Any = found.call.args
+    _, init, xs, extra = arguments
+    of_x = dict(zip(found.inputs[2:], xs, strict=False))
+    dug: dict[fx.Node, dict[str, Held]] = {x: {} for x in xs}
+    time = Var(view.values.of(xs[0]).shape[0]) if xs else None
+    for name in (*ROLES, *BIASES):
+        leaf = found.step.leaves[name]
+        inner = places(leaf, found.step.frame)[-1:] if leaf is not None else []
+        if not inner or time is None or inner[0][0].node not in of_x:
+            continue
+        x = of_x[inner[0][0].node]
+        dug[x][name] = behind(view.values.of(x), inner[0][1], found.step.frame, time)
+    computed = _computed_from(found, {r for held in dug.values() for r in held})
+    nodes: dict[fx.Node, None] = {}
+    for placeholder, x in of_x.items():
+        bases = {held.node for held in dug[x].values()}
+        if placeholder not in computed and len(bases) == 1:
+            found.held.update(dug[x])
+            nodes.update(dict.fromkeys(bases))
+        else:
+            nodes[x] = None
+    nodes.update(dict.fromkeys(n for n in init if given(view, view.values.of(n), n) is not None))
+    nodes.update(dict.fromkeys(n for n in extra if isinstance(n, fx.Node)))
+    return [v for n in nodes if (v := view.value(n)) is not None]
+
+
+def _computed_from(found: Body, direct: Collection[str]) -> set[fx.Node]:
+    """The body's inputs that the vectors are computed from which are no view of one."""
+    leaves = [leaf for name, leaf in found.step.leaves.items() if leaf is not None and name not in direct]
+    todo = [leaf.ref.value.node for leaf in leaves]
+    seen = {node for node in todo if node is not None}
+    for node in todo:
+        for parent in node.all_input_nodes if node is not None else ():
+            if parent not in seen:
+                seen.add(parent)
+                todo.append(parent)
+    return seen
 
 
 def emit_scan(edit: Edit, match: Match) -> Pairs:
@@ -146,8 +188,11 @@ class Lifting:
     def inputs(self) -> Inputs:
         """Returns where the vectors of all steps lie. Raises Mismatch."""
         leaves = {name: self.body.step.leaves[name] for name in (*ROLES, *BIASES)}
-        roles = {name: None if leaf is None else self._everywhere(leaf, name) for name, leaf in leaves.items()}
-        return Inputs(self.frame, dict(roles), None)
+        roles: dict[str, Any] = {}
+        for name, leaf in leaves.items():
+            held = self.body.held.get(name)
+            roles[name] = held if held is not None or leaf is None else self._everywhere(leaf, name)
+        return Inputs(self.frame, roles, None)
 
     def _everywhere(self, leaf: Leaf, name: str) -> Held:
         failed: Mismatch | None = None
@@ -159,22 +204,10 @@ class Lifting:
                 failed = failed or mismatch
                 continue
             held = self.edit.view.values.of(node)
-            return self._behind(held, at) if batched else Held(held, at, None)
+            if batched and self.time is None:
+                self.time = Var(held.shape[0])
+            return behind(held, at, self.frame, self.time) if batched and self.time else Held(held, at, None)
         raise failed or Mismatch(f"{name} of the step is not laid out as [..., n]", leaf.ref.value)
-
-    def _behind(self, value: Value, at: Slot) -> Held:
-        """The innermost tensor behind the views that ``value``, of all steps, is made by."""
-        if self.time is None:
-            self.time = Var(value.shape[0])
-        index = [var(self.time), *(_index(self.frame, kind, c) for kind, c in at.dims)]
-        best = Held(value, Slot((("const", 0), *at.dims)), 0, full=True)
-        for ref in chain(Ref(value, tuple(index))):
-            found = slot(ref, self.frame, self.time) if ref.value.node is not None else None
-            time = [d for d, (kind, _) in enumerate(found.dims) if kind == "time"] if found is not None else []
-            if found is not None and len(time) == 1:
-                dims = tuple(("const", 0) if kind == "time" else (kind, c) for kind, c in found.dims)
-                best = Held(ref.value, Slot(dims), time[0], full=True)
-        return best
 
     def _over(self, node: fx.Node) -> Lifted:
         if node not in self.lifted:
@@ -184,6 +217,19 @@ class Lifting:
                 self._over(a)
             self.lifted[node] = lifted(self.edit, node, self.lifted)
         return self.lifted[node]
+
+
+def behind(value: Value, at: Slot, frame: Frame, steps: Var) -> Held:
+    """Returns the innermost tensor behind the views that ``value``, of all steps, is made by."""
+    index = [var(steps), *(_index(frame, kind, c) for kind, c in at.dims)]
+    best = Held(value, Slot((("const", 0), *at.dims)), 0, full=True)
+    for ref in chain(Ref(value, tuple(index))):
+        found = slot(ref, frame, steps) if ref.value.node is not None else None
+        time = [d for d, (kind, _) in enumerate(found.dims) if kind == "time"] if found is not None else []
+        if found is not None and len(time) == 1:
+            dims = tuple(("const", 0) if kind == "time" else (kind, c) for kind, c in found.dims)
+            best = Held(ref.value, Slot(dims), time[0], full=True)
+    return best
 
 
 def _index(frame: Frame, kind: str, c: int) -> Any:
