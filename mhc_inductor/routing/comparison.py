@@ -25,7 +25,8 @@ def judged(
         if error is not None:
             return error, "" if error == 0 else f"verified on random data, the op's choice is off by {error:.3g}"
     top = max(
-        (float(t.abs().max()) for k, t in want.items() if "grad" in k and t is not None and t.numel()), default=0.0
+        (float(t.double().abs().max()) for k, t in want.items() if "grad" in k and t is not None and t.numel()),
+        default=0.0,
     )
     own = {k: _apart(theirs[k], want[k], want[k], _least(k, want[k], top)) for k in want}
     off = {k: _apart(mine[k], theirs[k], want[k], _least(k, want[k], top)) for k in want}
