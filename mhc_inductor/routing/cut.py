@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
 from mhc_inductor import compat
@@ -75,11 +76,23 @@ class Cut:
         self.unrounded = {new: old for new, old in edit.unrounded().items() if old in self.ins}
         self.formula = self._formula()
         self.op = self._op()
+        for i, dtype in enumerate(self._read_as(value, new) for value, new in pairs):
+            for piece in (self.formula, self.op) if dtype is not None else ():
+                piece.outputs[i] = piece.graph.call_method("to", (piece.outputs[i], dtype))
+                piece.outputs[i].meta[MODES] = self.place.modes
         self.inputs = list(dict.fromkeys([*self.formula.inputs, *self.op.inputs]))
 
     def value(self, node: fx.Node) -> Value | None:
         """Returns the match's value of a node of the view, or the view's."""
         return next((v for v in self.match.inputs if v.node is node), None) or self.view.value(node)
+
+    def _read_as(self, value: Value, new: fx.Node) -> torch.dtype | None:
+        """The narrower dtype in which the op gives a result, where everything reads it so."""
+        if new.target != "to" or not isinstance(new.args[0], fx.Node):
+            return None
+        given, shown = example(new.args[0]).dtype, example(new).dtype
+        wide = given.is_floating_point and torch.finfo(given).bits < torch.finfo(shown).bits
+        return given if wide and self.edit.narrowed(node_of(value), given) else None
 
     def _formula(self) -> Piece:
         """The real nodes of the region in graph order, in-place steps included."""
