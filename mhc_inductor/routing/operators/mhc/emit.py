@@ -12,6 +12,7 @@ from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.index import Size, product_of
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.mhc.formula import root_of
 from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.mixing import streams_last
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
@@ -99,7 +100,10 @@ class Emission:
 
     def _split(self, x: Value, n: int, d: int, dim: int = -2) -> fx.Node:
         """Returns x, whose streams are in a dim of their own or in the last one, as [..., n, D]."""
-        node = self.edit.input(x)
+        root, order = root_of(x)
+        node = self.edit.input(root)
+        if order != tuple(range(len(order))):
+            node = self.edit.emit("permute", node, *order)
         if dim != -2:
             return self.edit.emit("movedim", node, dim, -2)
         shape = example(node).shape

@@ -173,16 +173,29 @@ def _normed(v: Ref, inner: Ref, bound: Collection[Var]) -> tuple[Value, Index, I
 
 
 def sources(x: Value) -> dict[Value, tuple[int, ...]]:
-    """The tensors that ``x`` is a permuted view of, and which dim of x each of their dims is."""
+    """Returns the tensors that ``x`` is a permuted view of, and which dim of x each of their dims is."""
     found: dict[Value, tuple[int, ...]] = {}
-    out = whole(x)
-    for ref in chain(out):
-        if len(ref.index) != len(out.index) or any(i not in out.index for i in ref.index):
+    out = whole(x).index
+    for ref in chain(whole(x)):
+        free, dims = list(range(len(out))), list[int]()
+        for i in ref.index:
+            # Dims of size 1 have equal indices.
+            dims += [d for d in free if out[d] == i][:1]
+            free = [d for d in free if d not in dims]
+        if len(dims) != len(out):
             break
-        found[ref.value] = tuple(out.index.index(i) for i in ref.index)
+        found[ref.value] = tuple(dims)
         if rounds(ref.value):
             break
     return found
+
+
+def root_of(x: Value) -> tuple[Value, tuple[int, ...]]:
+    """Returns the tensor of the graph that ``x`` is a permuted view of, and which of its dims each dim of x is."""
+    found = {value: dims for value, dims in sources(x).items() if value.node is not None}
+    root = next(reversed(found), x)
+    dims = found.get(root, tuple(range(len(x.shape))))
+    return root, tuple(map(dims.index, range(len(dims))))
 
 
 def seen_in(ref: Ref, x: Value, views: Mapping[Value, tuple[int, ...]]) -> Ref:

@@ -6,7 +6,7 @@ import dataclasses
 
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Match, Mismatch
-from mhc_inductor.routing.operators.mhc.formula import Affine, Coefficient, Norm
+from mhc_inductor.routing.operators.mhc.formula import Affine, Coefficient, Norm, root_of
 from mhc_inductor.routing.operators.mhc.mixing import Post
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
 
@@ -55,7 +55,7 @@ class Pre:
         detail += f", hc_eps = {self.pre.add:g}"
         if self.op == "mhc_pre" and self.fold and self.chain is not None:
             detail += f", {self.chain.iters} sinkhorn iterations ({self.chain.words})"
-        return Match(self.op, [self.norm.x, *weights], [*self.outputs.values()], detail, data=self)
+        return Match(self.op, [root_of(self.norm.x)[0], *weights], [*self.outputs.values()], detail, data=self)
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,7 +75,7 @@ class PostUse:
         found, pre = self.found, self.pre
         # All values of h_post are one output of the pre.
         h_post = pre.posts[0] if pre is not None and found.h_post in pre.posts else found.h_post
-        given = [found.x, found.f_out, h_post, *found.added]
+        given = [root_of(found.x)[0], found.f_out, h_post, *found.added]
         given += [found.matrix] if found.matrix is not None else []
         detail = "residual x" if found.matrix is None else "h_res" if self.own else "the model's own matrix"
         return Match("mhc_post", given, [self.x_out], detail + " transposed" * found.transpose, data=self)
