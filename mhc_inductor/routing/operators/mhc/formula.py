@@ -182,7 +182,8 @@ def sources(x: Value) -> dict[Value, tuple[int, ...]]:
             # Dims of size 1 have equal indices.
             dims += [d for d in free if out[d] == i][:1]
             free = [d for d in free if d not in dims]
-        if len(dims) != len(out):
+        # A slice of one row has the indices of the whole tensor.
+        if len(dims) != len(out) or ref.value.shape != tuple(x.shape[d] for d in dims):
             break
         found[ref.value] = tuple(dims)
         if rounds(ref.value):
