@@ -413,6 +413,8 @@ def no_new_guards(mode: Any) -> Any:
     shape_env = getattr(mode, "shape_env", None)
     if shape_env is not None:
         stack.enter_context(shape_env.suppress_guards())
+        # Sizes and numbers that depend on data (item) belong to the run, not to the graph. Seen in torch 2.11 to 2.15.
+        stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
         # Composite operations in C++ would take the present size of a dynamic dimension for the only one.
         stack.enter_context(enable_python_dispatcher())
     return stack
