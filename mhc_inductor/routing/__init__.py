@@ -206,7 +206,7 @@ def _refused(match: Match, error: Exception) -> Miss | None:
 def _near(miss: Miss) -> NearMiss:
     places = [v.node for v in (miss.value, miss.start) if v is not None and v.node is not None]
     node = places[0] if places else None
-    return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "")
+    return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "", miss.ordinary)
 
 
 def _too_large(error: bounds.TooLarge) -> NearMiss:
@@ -229,8 +229,8 @@ def _count(report: Report) -> None:
         counters[f"routed {routed.op}"] += 1
     for fused in report.fused:
         counters[f"fused {fused.op}"] += 1
-    if report.near_misses:
-        counters["near misses"] += len(report.near_misses)
+    if close := [m for m in report.near_misses if not m.ordinary]:
+        counters["near misses"] += len(close)
     if report.problems:
         counters["unrouted graphs"] += len(report.problems)
 

@@ -39,12 +39,16 @@ class Unplaced(Mismatch):
 
 @dataclasses.dataclass
 class Miss:
-    """A formula that stays: the op that it resembles, why, the value that does not fit, and where the formula is."""
+    """A formula that stays: the op that it resembles, why, the value that does not fit, and where the formula is.
+
+    ``ordinary``: nobody would take it for the op's formula. It is reported, and is no finding.
+    """
 
     op: str
     reason: str
     value: Value | None
     start: Value | None
+    ordinary: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,6 +57,8 @@ class NearMiss:
     reason: str
     source: str
     node: str = ""
+    ordinary: bool = False
+    """Whether nobody would take it for the op's formula."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,8 @@ class Report:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell: no formula, nothing close to one, no problem."""
-        return not (self.routed or self.near_misses or self.fused or self.problems)
+        close = [m for m in self.near_misses if not m.ordinary]
+        return not (self.routed or close or self.fused or self.problems)
 
     def totals(self) -> str:
         """One line: how much of everything."""

@@ -388,14 +388,19 @@ class Recogniser:
 
         return self._refined(build, out)
 
-    def selects(self, softmax: Value) -> bool:
-        """Whether a softmax is of scores under the mask of a selection."""
-        place = [var(Var(size)) for size in softmax.shape]
-        dim = softmax.args[1] % max(1, len(softmax.shape))
-        place[dim] = var(Key(softmax.shape[dim]))
+    def selects(self, scores: Value, dim: int) -> bool:
+        """Whether a softmax of ``scores`` is one of scores under the mask of a selection."""
+        place = [var(Var(size)) for size in scores.shape]
+        place[dim] = var(Key(scores.shape[dim]))
+        self._given = []
         with contextlib.suppress(Unsupported, DynamicWidth):
-            return _selects(Ref(softmax.args[0], tuple(place)), self._masks())
+            return _selects(Ref(scores, tuple(place)), self._masks(), self._given)
         return False
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask was on the scores that were looked at last."""
+        return bool(self._given)
 
     @property
     def queries(self) -> Size:
@@ -625,13 +630,15 @@ _CHANGES = {
 """What operations do to scores that no selection attention does."""
 
 
-def _selects(scores: Ref, masks: Masks) -> bool:
-    """Whether another mask of the scores is a selection."""
-    other = Masks(masks.fixed, masks.hints)
+def _selects(scores: Ref, masks: Masks, given: list[Value] | None = None) -> bool:
+    """Whether another mask of the scores is a selection. ``given``: where the masks of scores go."""
+    other, met = Masks(masks.fixed, masks.hints), [] if given is None else given
     try:
-        Scores(scores, other, [], []).keys()
-    except (Mismatch, Unsupported, NotOurs):
+        Scores(scores, other, [], met).keys()
+    except (Mismatch, Unsupported):
         return bool(other.seen)
+    except NotOurs:
+        met.clear()  # masked, but no scores
     return bool(other.seen)
 
 

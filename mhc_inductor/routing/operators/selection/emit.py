@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.edit import Edit
+from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var, product_of
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
@@ -57,7 +57,7 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     keys = one.masks.indices.checked(layouts, ranges(layouts, one, device))
     call = edit.emit(op, query, key, value, keys, None, None, None, one.scale)
     new = edit.emit(operator.getitem, call, 0)
-    new = EmptyRows(edit, call).put(new, one.rows)
+    new = EmptyRows(edit, call, [node_of(s.ref.value) for s in sources]).put(new, one.rows)
     groups = [one.batch, one.query, one.groups, one.heads, one.feature]
     new = edit.as_like(layouts.back(new, groups, one.dims), one.out, query)
     _guard_equal(edit, one.masks.equal)

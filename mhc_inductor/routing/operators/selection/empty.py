@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -16,16 +17,19 @@ _ROW = (slice(None), None, slice(None), None)
 
 
 class EmptyRows:
-    """Rows of the results of a call of the op: o [B, S, G, h, Dv] and lse [B, S, G, h]."""
+    """Rows of the results of a call of the op: o [B, S, G, h, Dv] and lse [B, S, G, h].
 
-    def __init__(self, edit: Edit, call: fx.Node) -> None:
+    ``read``: the view's nodes of q, k and v.
+    """
+
+    def __init__(self, edit: Edit, call: fx.Node, read: Sequence[fx.Node]) -> None:
         self.edit = edit
         self.emit = edit.emit
         self.call = call
         self.q, self.k, self.v = (a for a in call.args[:3] if isinstance(a, fx.Node))
         self.scale = call.args[7]
         grad = edit.place is not None and edit.place.modes.grad
-        self.grads = [grad and edit.needs_grad(x) for x in (self.q, self.k, self.v)]
+        self.grads = [grad and edit.needs_grad(x) for x in read]
 
     def put(self, o: fx.Node, rows: Rows) -> fx.Node:
         """Returns ``o`` with the rows in which lse is -inf as the formula has them."""

@@ -48,6 +48,10 @@ class SelectionOperator:
         """Puts the op in the place of an attention."""
         return emit_attention(edit, match.data)
 
+    def faster_as_written(self, match: Match, device: str) -> bool:
+        """Whether the formula is kept: on a CPU the op is the same dense attention, and its mask is made anew."""
+        return device == "cpu" and not match.data.opted
+
     def kernels(self, op: str, device: str) -> tuple[str, ...]:
         """Returns the kernels on a GPU, elsewhere a word for the formula."""
         return kernels_of(op, device)

@@ -136,10 +136,11 @@ class Placed:
         for k, (a, b) in enumerate(zip(index.shape, ref.value.shape, strict=True)):
             if k != d and a != b:
                 self._assume(a, b)
-        self.indices.take(index, ref.value.shape[d], wraps=False)
         j = Var(index.shape[d])
-        place = Ref(index, (*ref.index[:d], var(j), *ref.index[d + 1 :]))
-        found = compared("eq", self.whole(place), of_index(ref.index[d]))
+        place = self.whole(Ref(index, (*ref.index[:d], var(j), *ref.index[d + 1 :])))
+        if place.data():
+            self.indices.take(index, ref.value.shape[d], wraps=False)
+        found = compared("eq", place, of_index(ref.index[d]))
         return [All(c.literals, (*c.bound, j)) for c in found]
 
     def _wrap(self, value: Value, d: int) -> Size:
@@ -178,8 +179,9 @@ class Placed:
                 continue
             tail = bound[rank - len(i.shape) :]
             at = tuple(const(0) if s == ONE else var(v) for s, v in zip(i.shape, tail, strict=True))
-            self.indices.take(i, ref.value.shape[d], wraps=True)
             place = self.whole(Ref(i, at), self._wrap(ref.value, d))
+            if place.data():
+                self.indices.take(i, ref.value.shape[d], wraps=True)
             total = both(total, compared("eq", place, of_index(ref.index[d])))
         return [All(c.literals, (*c.bound, *(v for v in bound if v.size != ONE))) for c in total]
 
@@ -230,7 +232,6 @@ class Placed:
         if func in (aten.gather.default, aten.index_select.default):
             d, places = _dim(x, args[1]), args[2]
             at = ref.index if func is aten.gather.default else (ref.index[d],) if places.shape else ()
-            self.indices.take(places, x.shape[d], wraps=False)
             index[d] = self._place(Ref(places, at), x.shape[d], None, more)
         else:
             given = [d for d, i in enumerate(args[1]) if i is not None]
@@ -244,7 +245,6 @@ class Placed:
             for d, places in zip(given, indices, strict=True):
                 tail = spread[rank - len(places.shape) :]
                 at = tuple(const(0) if s == ONE else i for s, i in zip(places.shape, tail, strict=True))
-                self.indices.take(places, x.shape[d], wraps=True)
                 index.append(self._place(Ref(places, at), x.shape[d], self._wrap(x, d), more))
             index += ref.index[given[0] + rank :]
         return Ref(x, tuple(index)), [All(frozenset(more.values()), tuple(more))]
@@ -252,6 +252,8 @@ class Placed:
     def _place(self, ref: Ref, size: Size, wrap: Size | None, more: dict[Var, Literal]) -> Index:
         """A whole number as an index; what is none becomes a variable with a condition in ``more``."""
         at = self.whole(ref, wrap)
+        if at.data():
+            self.indices.take(ref.value, size, wraps=wrap is not None)
         index = to_index(at)
         if index is not None:
             return index

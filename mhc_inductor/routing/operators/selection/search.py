@@ -34,6 +34,10 @@ from mhc_inductor.routing.operators.selection.layouts import layout
 _CALL = "scaled_dot_product_attention"
 _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
 _REACH = 16
+_ORDINARY = (
+    "the mask shows keys by position or padding (causal, sliding, documents), no selection: left to torch.compile"
+)
+_WRITTEN_OUT = "a softmax written as exp and sum; expected torch.softmax"
 _OPAQUE = (
     "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
     "expected one computed from starts and ends, blocks or indices of keys"
@@ -70,7 +74,7 @@ class Search:
         self.failed: list[Recogniser] = []
         self.misses: list[Miss] = []
         self.found: list[Found] = []
-        if any(is_masked_call(node) or is_softmax(node) for node in view.nodes):
+        if any(is_masked_call(node) or is_softmax(node) or name_of(node) == "exp" for node in view.nodes):
             self.found = self._unused(self._all())
 
     def _all(self) -> list[Found]:
@@ -107,16 +111,29 @@ class Search:
                 found += self._tried(recogniser, functools.partial(recogniser.sdpa, node), node)
             elif is_softmax(node):
                 found += self._softmax(node)
+            elif name_of(node) == "exp":
+                self._exponentials(node)
         return found
 
-    def _miss(self, reason: str, value: Value | None, node: fx.Node) -> None:
-        self.misses.append(Miss(OP, reason, value, self.view.value(node)))
+    def _miss(self, reason: str, value: Value | None, node: fx.Node, ordinary: bool = False) -> None:
+        self.misses.append(Miss(OP, reason, value, self.view.value(node), ordinary))
 
     def _tried(self, recogniser: Recogniser, recognise: Callable[[], Found], node: fx.Node) -> list[Found]:
+        known = len(self.misses)
+        found = self._recognised(recogniser, recognise, node)
+        if found is not None:
+            return [found]
+        if len(self.misses) == known and recogniser.masked:
+            self._miss(_ORDINARY, None, node, ordinary=True)
+        self.failed.append(recogniser)
+        return []
+
+    def _recognised(self, recogniser: Recogniser, recognise: Callable[[], Found], node: fx.Node) -> Found | None:
+        """What was found at ``node``; else None, with a near miss where it is close to a selection."""
         try:
             found = recognise()
             if all(best(ref, order) is not None for ref, order in orders(found)):
-                return [found]
+                return found
             self._miss("q, k or v cannot be followed through their views", found.out, node)
         except Mismatch as mismatch:
             self._miss(mismatch.reason, mismatch.value, node)
@@ -134,8 +151,7 @@ class Search:
         except NotOurs as different:
             if different.reason and recogniser.close:
                 self._miss(different.reason, different.value, node)
-        self.failed.append(recogniser)
-        return []
+        return None
 
     def _softmax(self, node: fx.Node) -> list[Found]:
         """The attention whose weights ``node`` computes."""
@@ -146,9 +162,11 @@ class Search:
         weights.follow(node)
         recogniser = Recogniser(self.values, self.zero_rows)
         if len(weights.outs) != 1:
-            if recogniser.selects(value):
-                count = len(weights.outs) or "no"
-                self._miss(f"the attention weights go into {count} products with V; expected one", value, node)
+            count = len(weights.outs) or "no"
+            reason = f"the attention weights go into {count} products with V; expected one"
+            selects = recogniser.selects(value.args[0], value.args[1])
+            if recogniser.masked:
+                self._miss(reason, value, node, ordinary=not selects)
             return []
         recognise = functools.partial(recogniser.written, value, weights.outs[0], weights.known, weights.same)
         found = self._tried(recogniser, recognise, node)
@@ -156,6 +174,16 @@ class Search:
             self._miss("the attention weights are dropped out", weights.dropped, node)
             return []
         return found
+
+    def _exponentials(self, node: fx.Node) -> None:
+        """A near miss where a softmax of masked scores is written out."""
+        value = self.view.value(node)
+        if value is None or value.func is not aten.exp.default or len(value.shape) < 2:
+            return
+        recogniser = Recogniser(self.values)
+        selects = recogniser.selects(value.args[0], -1)
+        if recogniser.masked:
+            self._miss(_WRITTEN_OUT, value, node, ordinary=not selects)
 
     # --- what else is used ---
 
