@@ -578,6 +578,13 @@ def may_mutate(operator: Any) -> bool:
     return "functional" not in name and "flex_attention" not in name
 
 
+def is_wrapper(t: Any) -> bool:
+    """Whether a tensor is of a class that wraps others (DTensor). Seen in torch 2.11 to 2.15."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(t))
+
+
 def storage_key(t: Any) -> int:
     """An identity of the memory that a tensor and its views share."""
     while torch._C._functorch.is_functorch_wrapped_tensor(t):

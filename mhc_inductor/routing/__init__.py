@@ -66,9 +66,13 @@ def route(
     start = time.perf_counter()
     if check is None and options.verify:
         check = Verifier()
-    with bounds.watch() as too_large:
-        _Pass(report, check, options, lower).graph(gm, ambient(), body=False)
-    report.near_misses += dict.fromkeys(map(_too_large, too_large))
+    routing = _Pass(report, check, options, lower)
+    try:
+        with bounds.watch() as unfollowed:
+            routing.graph(gm, ambient(), body=False)
+        report.near_misses += dict.fromkeys(map(_unfollowed, unfollowed))
+    except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
+        routing.problem("a graph is compiled unrouted", error, gm.graph)
     report.seconds = time.perf_counter() - start
     _count(report)
     return report
@@ -90,13 +94,14 @@ class _Pass:
         try:
             self._graph(gm, outer, body)
         except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
-            self._problem("a graph is compiled unrouted", error, gm.graph)
+            self.problem("a graph is compiled unrouted", error, gm.graph)
 
     def _graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
         first = View(gm.graph, outer, self.knowledge, body)
         if first.values.transformed:
             where = _where(gm.graph)
             logger.info("not routed: what torch.func.grad or jvp transforms inside a compiled function (%s)", where)
+        self.report.near_misses += _opaque(first)
         view: View | None = first
         for make in registered():
             view = self._operator(make, gm, view or View(gm.graph, outer, self.knowledge, body))
@@ -109,7 +114,7 @@ class _Pass:
 
     def _operator(self, make: Callable[[], Operator], gm: fx.GraphModule, view: View) -> View | None:
         """Runs one operator. Returns the view of the graph where that is still right."""
-        edit = Edit(view)
+        edit, found = Edit(view), Report()
         try:
             operator = make()
             view.values.forget({})
@@ -121,12 +126,15 @@ class _Pass:
                 edit.guard()
                 gm.graph.lint()
                 edit.sweep()
-                gm.recompile()
-            self.report.extend(found)
         except Exception as error:
-            edit.undo()
+            what = "dead code stays in a routed graph"
+            if not edit.committed:
+                edit.undo()
+                what, found = "a graph is compiled unrouted", Report()
+            self.problem(what, error, gm.graph)
+        if edit.changed or edit.committed:
             gm.recompile()
-            self._problem("a graph is compiled unrouted", error, gm.graph)
+        self.report.extend(found)
         return None if edit.changed else view
 
     def _apply(self, operator: Operator, edit: Edit, match: Match, todo: list[Match], found: Report) -> None:
@@ -145,7 +153,7 @@ class _Pass:
             if miss is not None:
                 found.near_misses.append(_near(miss))
         except Exception as error:
-            self._problem("a formula stays as it is", error, edit.graph)
+            self.problem("a formula stays as it is", error, edit.graph)
         else:
             kernels, verdict = operator.kernels(match.op, _device(match.start)), edit.verdict
             if match.parts:
@@ -154,7 +162,8 @@ class _Pass:
             else:
                 found.routed.append(_routed(match, kernels, verdict))
 
-    def _problem(self, what: str, error: Exception, graph: fx.Graph) -> None:
+    def problem(self, what: str, error: Exception, graph: fx.Graph) -> None:
+        """Notes what went wrong, and logs it once."""
         where = _where(graph)
         message = f"{what}: {type(error).__name__}: {error} ({where})"
         self.report.problems.append(message)
@@ -209,7 +218,19 @@ def _near(miss: Miss) -> NearMiss:
     return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "", miss.ordinary)
 
 
-def _too_large(error: bounds.TooLarge) -> NearMiss:
+def _opaque(view: View) -> list[NearMiss]:
+    """What the pass cannot see through: calls that PyTorch cannot run alone, and tensors of other classes."""
+    found: dict[str, fx.Node] = {}
+    for node in view.real_nodes:
+        if node in view.effects.unknown:
+            found.setdefault(f"PyTorch cannot say what {node.target} writes: nothing is routed across it", node)
+        elif node.op == "placeholder" and any(map(compat.is_wrapper, tensors_in(example(node)))):
+            kind = type(example(node)).__name__
+            found.setdefault(f"the graph computes with {kind}, whose formulas are not looked into", node)
+    return [NearMiss("any op", why, source_of(node), node.name, ordinary=True) for why, node in found.items()]
+
+
+def _unfollowed(error: bounds.Unfollowed) -> NearMiss:
     node = bounds.nearest(error.value)
     return NearMiss("any op", str(error), source_of(node), node.name if node is not None else "")
 

@@ -66,6 +66,7 @@ class Edit:
         self._learned: list[fx.Node] = []
         self._regions: list[set[fx.Node]] = []
         self._mark = (0, 0, 0, 0)
+        self.committed = False
 
     # --- one transaction ---
 
@@ -384,8 +385,12 @@ class Edit:
     # --- the end ---
 
     def sweep(self) -> None:
-        """Erases what only the replaced formulas needed. Never the whole graph's dead code: it may have effects."""
+        """Erases what only the replaced formulas needed. Never the whole graph's dead code: it may have effects.
+
+        Nothing is undone from here on: what is left where this fails is dead code.
+        """
         gone = self._unneeded()
+        self.committed = True
         parents = [a for node in gone for a in node.all_input_nodes]
         for node in sorted(gone, key=self.view.position.__getitem__, reverse=True):
             self.graph.erase_node(node)

@@ -64,6 +64,8 @@ class Effects:
     def __init__(self) -> None:
         self._known: dict[Any, Effect] = {}
         self._of_node: dict[fx.Node, Effect] = {}
+        self.unknown: dict[fx.Node, None] = {}
+        """Calls that PyTorch could not be asked about."""
         self._described: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def of(self, node: fx.Node) -> Effect:
@@ -71,6 +73,8 @@ class Effects:
         found = self._of_node.get(node)
         if found is None:
             found = self._of_node[node] = self._find(node)
+            if not found.known:
+                self.unknown[node] = None
         return found
 
     def _find(self, node: fx.Node) -> Effect:

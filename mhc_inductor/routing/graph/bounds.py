@@ -17,25 +17,32 @@ LIMIT = 4096
 DEPTH = 128
 """Sums in one product, and elements of a search that calls itself for each: Python's stack is bounded too."""
 
-_watched: contextvars.ContextVar[list[TooLarge] | None] = contextvars.ContextVar("too large", default=None)
+_watched: contextvars.ContextVar[list[Unfollowed] | None] = contextvars.ContextVar("too large", default=None)
 
 
-class TooLarge(Unsupported):
-    """A formula of more parts than a search takes. Raising it is enough: :func:`watch` keeps every one for the report."""
+class Unfollowed(Unsupported):
+    """Something that the analysis gave up on. Making one is enough: :func:`watch` keeps every one for the report."""
 
-    def __init__(self, what: str, limit: int, value: Value | None = None) -> None:
-        super().__init__(f"the formula around this line is too large to follow: more than {limit:,} {what}")
+    def __init__(self, reason: str, value: Value | None = None) -> None:
+        super().__init__(reason)
         self.value = value
         found = _watched.get()
         if found is not None:
             found.append(self)
 
 
+class TooLarge(Unfollowed):
+    """A formula of more parts than a search takes."""
+
+    def __init__(self, what: str, limit: int, value: Value | None = None) -> None:
+        super().__init__(f"the formula around this line is too large to follow: more than {limit:,} {what}", value)
+
+
 @contextlib.contextmanager
-def watch() -> Iterator[list[TooLarge]]:
-    """Collects what was too large to follow inside, in the order in which it was met."""
-    found: list[TooLarge] = []
-    met: list[TooLarge] = []
+def watch() -> Iterator[list[Unfollowed]]:
+    """Collects what was not followed inside, in the order in which it was met."""
+    found: list[Unfollowed] = []
+    met: list[Unfollowed] = []
     token = _watched.set(met)
     try:
         yield found

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mhc_inductor.log import logger
+from mhc_inductor.routing.graph.bounds import Unfollowed
 from mhc_inductor.routing.graph.index import (
     ONE,
     DynamicWidth,
@@ -295,8 +296,9 @@ def step(ref: Ref) -> Ref | None:
         raise
     except Unsupported:
         return None
-    except Exception:  # a call that no rule foresaw is not followed, and nothing else is lost
+    except Exception as error:  # a call that no rule foresaw is not followed, and nothing else is lost
         logger.debug("a view is not followed: %s", func, exc_info=True)
+        Unfollowed(f"a view on this line is not followed: {func}: {type(error).__name__}: {error}", ref.value)
         return None
     # Not the numbers that torch.tensor was given: they are no node's.
     return below if below.value.node is not None or below.value.func is not None else None

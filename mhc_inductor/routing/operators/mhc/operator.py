@@ -59,6 +59,10 @@ class Mhc:
             return self._emission.pre(found)
         return self._emission.post(found) if isinstance(found, PostUse) else self._emission.sinkhorn(found)
 
+    def faster_as_written(self, match: Match, device: str) -> bool:
+        """Whether the formula is kept: a CPU has no kernel of ours, and the op is fused there as the formula is."""
+        return device == "cpu"
+
     def kernels(self, op: str, device: str) -> tuple[str, ...]:
         """Returns the kernels of ``op``."""
         return kernels_of(op, device)
