@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pathlib
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -37,7 +38,20 @@ def some(every: T, few: T) -> T:
     return every if GPU else few
 
 
+OPEN = pathlib.Path(__file__).with_name("open_laws.txt")
+"""Law tests that fail today, each with its reason: the work that is left. One that passes must leave the list."""
+
+
+def _mark_open(items: list[pytest.Item]) -> None:
+    lines = [line.partition("  # ") for line in OPEN.read_text().splitlines() if line.startswith("tests/")]
+    reasons = {test.strip(): reason for test, _, reason in lines}
+    for item in items:
+        if item.nodeid in reasons:
+            item.add_marker(pytest.mark.xfail(reason=reasons[item.nodeid], strict=True))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_open(items)
     if GPU:
         return
     gpu = [item for item in items if item.get_closest_marker("gpu")]

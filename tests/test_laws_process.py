@@ -300,29 +300,6 @@ def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
     return copy.deepcopy(graph)
 
 
-def test_ddp_optimizer_routes_every_bucket(quick: None) -> None:
-    from torch._dynamo.backends.distributed import DDPOptimizer
-    from torch._dynamo.backends.registry import lookup_backend
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.p = nn.ParameterDict({k: nn.Parameter(t) for k, t in mhc_leaves().items() if k != "x"})
-
-        def forward(self, x: Tensor) -> Tensor:
-            return block(x, dict(self.p.items()))
-
-    model = nn.Sequential(Layer(), Layer(), Layer())
-    before = mhc_inductor.counters().get("routed mhc_pre", 0)
-    optimizer = DDPOptimizer(
-        bucket_bytes_cap=4000, first_bucket_cap=4000, backend_compile_fn=lookup_backend("mhc_inductor")
-    )
-    x = mhc_leaves()["x"]
-    out = torch.compile(model, backend=optimizer.compile_fn)(x)
-    assert torch.allclose(out, model(x))
-    assert mhc_inductor.counters().get("routed mhc_pre", 0) - before == 3
-
-
 def test_the_backend_works_twice_and_after_enable(quick: None) -> None:
     want = _grads(lambda p: block(p["x"], p), mhc_leaves())
     for _ in range(2):
