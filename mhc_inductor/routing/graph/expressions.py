@@ -20,6 +20,7 @@ from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Unsupport
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.views import (
     CASTS,
+    READABLE,
     VIEWS,
     Ref,
     _broadcast,
@@ -32,12 +33,15 @@ from mhc_inductor.routing.graph.views import (
     peel,
     prims,
     rounds,
+    shown,
     step,
     whole,
+    written,
 )
 
 __all__ = [
     "CASTS",
+    "READABLE",
     "VIEWS",
     "Ref",
     "Share",
@@ -61,8 +65,10 @@ __all__ = [
     "reduction",
     "rounds",
     "shares",
+    "shown",
     "step",
     "whole",
+    "written",
 ]
 
 

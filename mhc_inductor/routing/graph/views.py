@@ -282,6 +282,18 @@ def rounds(value: Value) -> bool:
     return to.eps > of.eps or to.max < of.max or to.smallest_normal > of.smallest_normal
 
 
+READABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""The dtypes that the ops read."""
+
+
+def written(value: Value) -> bool:
+    """Checks whether ``value`` is a rounding that the model wrote, or what it decoded from a dtype that no op reads.
+
+    Casts inside of an operation, as those that autocast puts in, are not the model's.
+    """
+    return value.node is not None and (rounds(value) or (is_cast(value) and value.args[0].dtype not in READABLE))
+
+
 def step(ref: Ref) -> Ref | None:
     """The element that a view or a cast of floating dtypes shows, or None for anything else."""
     func = ref.value.func
@@ -320,3 +332,10 @@ def chain(ref: Ref, stop: Container[Value] = ()) -> list[Ref]:
     while refs[-1].value not in stop and (inner := step(refs[-1])) is not None:
         refs.append(inner)
     return refs
+
+
+def shown(ref: Ref, stop: Container[Value] = ()) -> list[Ref]:
+    """Returns :func:`chain` as far as what the model rounded: an op that reads ``ref`` reads one of these."""
+    refs = chain(ref, stop)
+    end = next((k for k, r in enumerate(refs) if written(r.value)), len(refs))
+    return refs[: end + 1]

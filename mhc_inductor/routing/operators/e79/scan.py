@@ -12,7 +12,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit
-from mhc_inductor.routing.graph.expressions import Ref, chain, peel, whole
+from mhc_inductor.routing.graph.expressions import Ref, peel, shown, whole
 from mhc_inductor.routing.graph.index import Var, const, var
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
@@ -223,7 +223,7 @@ def behind(value: Value, at: Slot, frame: Frame, steps: Var) -> Held:
     """Returns the innermost tensor behind the views that ``value``, of all steps, is made by."""
     index = [var(steps), *(_index(frame, kind, c) for kind, c in at.dims)]
     best = Held(value, Slot((("const", 0), *at.dims)), 0, full=True)
-    for ref in chain(Ref(value, tuple(index))):
+    for ref in shown(Ref(value, tuple(index))):
         found = slot(ref, frame, steps) if ref.value.node is not None else None
         time = [d for d, (kind, _) in enumerate(found.dims) if kind == "time"] if found is not None else []
         if found is not None and len(time) == 1:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from mhc_inductor.routing.edit import node_of
-from mhc_inductor.routing.graph.expressions import Ref, chain, rounds
+from mhc_inductor.routing.graph.expressions import Ref, shown
 from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.e79.step import Frame, Leaf
@@ -62,14 +62,8 @@ def slot(ref: Ref, frame: Frame, time: Var | None = None) -> Slot | None:
 
 def places(leaf: Leaf, frame: Frame) -> list[tuple[Value, Slot]]:
     """Every tensor that holds the vector, the outermost first, as far as the model's own rounding."""
-    found = []
-    for ref in chain(leaf.ref):
-        if ref.value.node is not None and (at := slot(ref, frame)) is not None:
-            found.append((ref.value, at))
-        # What the model rounded is what the op reads; what autocast rounded inside an operation is not.
-        if ref.value.node is not None and rounds(ref.value):
-            break
-    return found
+    every = [(ref.value, slot(ref, frame)) for ref in shown(leaf.ref) if ref.value.node is not None]
+    return [(value, at) for value, at in every if at is not None]
 
 
 @dataclasses.dataclass

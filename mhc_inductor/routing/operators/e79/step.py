@@ -19,7 +19,6 @@ from mhc_inductor.routing.graph.expressions import (
     Share,
     addends,
     aten,
-    chain,
     close,
     contraction,
     is_cast,
@@ -29,6 +28,8 @@ from mhc_inductor.routing.graph.expressions import (
     power,
     reduction,
     shares,
+    shown,
+    written,
 )
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.values import Value
@@ -278,8 +279,8 @@ class Leaf:
 
     @property
     def key(self) -> Ref:
-        """The same for the same elements, through views and casts."""
-        return peel(self.ref)
+        """The same for the same elements, through views and casts as far as what the model rounded."""
+        return shown(self.ref)[-1]
 
 
 @dataclasses.dataclass
@@ -318,7 +319,9 @@ class Recogniser:
         """Take in a matrix of the graph, in the graph's order."""
         ref = self.frame.matrix(value)
         here = ref.index
-        refs = chain(ref, self._sources)
+        refs = shown(ref, self._sources)
+        if written(refs[-1].value) and refs[-1].value.shape == value.shape:
+            self._sources.add(refs[-1].value)
         if refs[-1].index != here or refs[-1].value.shape != value.shape:
             same = [r for r in refs if r.index == here and r.value.shape == value.shape]
             # A state may be a view of something else; a transposed state, or a vector that is spread out, is none.
@@ -332,7 +335,9 @@ class Recogniser:
         i, j = self.frame.i, self.frame.j
         if set(ref.index) == set(self.frame.matrix(ref.value).index) or not {i, j} <= _variables(ref):
             return ref.value.func in _FULL
-        return ref.value.func in (None, *_FULL) or any({i, j} <= at.variables() for at in ref.index)
+        return (
+            ref.value.func in (None, *_FULL) or written(ref.value) or any({i, j} <= at.variables() for at in ref.index)
+        )
 
     def update(self, value: Value) -> Update | None:
         """The gated update that ``value`` is, or None; Mismatch where it almost is one."""
@@ -473,6 +478,9 @@ class Recogniser:
             for _, _, a in pieces(ref, self.known)[1]:
                 if a is not None and a.matrix.value is not root.state:
                     found[a.matrix.value] = None
+        rounded = next((v for v in found if written(v) and self.update(peel(self.frame.matrix(v)).value)), None)
+        if rounded is not None:
+            raise Mismatch("S' is rounded before the gates of M read it", rounded)
         read = [a.matrix.value for _, _, a in pieces(root.write, self.known)[1] if a is not None]
         for state in read:
             if state is not root.state:

@@ -17,14 +17,15 @@ from mhc_inductor.routing.graph.expressions import (
     chain,
     close,
     contraction,
-    is_cast,
     number,
     operands,
     peel,
     product,
     reduction,
     rounds,
+    shown,
     whole,
+    written,
 )
 from mhc_inductor.routing.graph.index import (
     ONE,
@@ -161,14 +162,12 @@ def _normed(v: Ref, inner: Ref, bound: Collection[Var]) -> tuple[Value, Index, I
     """
     best, fits = None, False
     elements = product_of((*inner.value.shape, *(b.size for b in bound)))
-    for ref in chain(v):
+    # What autocast rounded inside the norm is no tensor of the model's.
+    for ref in shown(v):
         covered = _covers(ref.flat, bound)
         fit = covered is not None and covered[0] == inner.flat and product_of(ref.value.shape) == elements
         if covered is not None and ref.value.node is not None and (fit or not fits):
             best, fits = (ref.value, *covered), fit
-        if rounds(ref.value) and ref.value.node is not None:
-            # What the model rounded is what the op reads; what autocast rounded inside the norm is not.
-            break
     return best
 
 
@@ -176,7 +175,7 @@ def sources(x: Value) -> dict[Value, tuple[int, ...]]:
     """Returns the tensors that ``x`` is a permuted view of, and which dim of x each of their dims is."""
     found: dict[Value, tuple[int, ...]] = {}
     out = whole(x).index
-    for ref in chain(whole(x)):
+    for ref in shown(whole(x)):
         free, dims = list(range(len(out))), list[int]()
         for i in ref.index:
             # Dims of size 1 have equal indices.
@@ -209,15 +208,6 @@ def seen_in(ref: Ref, x: Value, views: Mapping[Value, tuple[int, ...]]) -> Ref:
     return Ref(x, tuple(index))
 
 
-READABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""The dtypes that the ops read."""
-
-
-def _decoded(value: Value) -> bool:
-    """Checks whether ``value`` is a cast of a dtype that the ops do not read, as fp8."""
-    return is_cast(value) and value.args[0].dtype not in READABLE
-
-
 class Kept:
     """The values that a formula of ``x`` is made of: x and what it is a view of, ``others``, and rounded inputs.
 
@@ -239,7 +229,7 @@ class Kept:
     def __contains__(self, value: object) -> bool:
         if value in self.views or value in self._others:
             return True
-        if not isinstance(value, Value) or value.node is None or not (rounds(value) or _decoded(value)):
+        if not isinstance(value, Value) or value.node is None or not written(value):
             return False
         return not self._made_of_x(value.node) or any(ref.value in self.views for ref in chain(whole(value)))
 

@@ -40,11 +40,15 @@ _LIGHT = {
 
 
 def rows_of(norm: Norm) -> int:
-    """Returns the rows of x [..., rows, D] where a norm is of all of a token's; 0 where it is not."""
-    if len(norm.x.shape) < 3 or norm.x.shape[-2].symbols:
-        return 0
-    n, d = norm.x.shape[-2:]
-    return n.factor if n.times(d) == Size(norm.width) else 0
+    """Returns the rows of x [..., rows, D] where a norm is of all of a token's; 0 where it is not.
+
+    Streams that were flattened before they were rounded have their rows behind the rounding.
+    """
+    for ref in chain_of(whole(norm.x)):
+        shape = ref.value.shape
+        if len(shape) >= 3 and not shape[-2].symbols and shape[-2].times(shape[-1]) == Size(norm.width):
+            return shape[-2].factor
+    return 0
 
 
 def of_streams(norm: Norm) -> bool:

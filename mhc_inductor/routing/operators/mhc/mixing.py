@@ -8,6 +8,7 @@ from collections.abc import Collection
 
 from mhc_inductor.routing.graph.bounds import DEPTH, Steps
 from mhc_inductor.routing.graph.expressions import (
+    READABLE,
     Ref,
     addends,
     aten,
@@ -22,7 +23,7 @@ from mhc_inductor.routing.graph.expressions import (
 from mhc_inductor.routing.graph.index import ONE, Atom, Index, Size, Var, const, linear, product_of, var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.mhc.formula import NOTHING, READABLE, Kept, seen_in
+from mhc_inductor.routing.operators.mhc.formula import NOTHING, Kept, seen_in
 
 
 @dataclasses.dataclass(frozen=True)
