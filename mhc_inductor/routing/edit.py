@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from mhc_inductor.routing.operator import Match, Mismatch, Unplaced, Verdict
 Pairs = Sequence[tuple[Value, fx.Node]]
 Emit = Callable[["Edit", Match], Iterable[tuple[Value, fx.Node]]]
 Check = Callable[["Edit", Match, Pairs], Verdict]
+_WRITTEN = "a tensor of the formula is changed in place within it"
 _TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
@@ -47,7 +49,9 @@ class Place:
     region: set[fx.Node]
     trace: dict[str, Any]
     overwritten: list[fx.Node]
-    """Inputs, as nodes of the view, that are written between their definition and the anchor."""
+    """Inputs, as nodes of the view, that are written between the formula's first look at them and the anchor."""
+    looks: dict[fx.Node, int]
+    """Inputs, with the position just before the formula first reads each."""
 
 
 class Edit:
@@ -65,6 +69,9 @@ class Edit:
         self._replaced: list[tuple[fx.Node, Any, Any]] = []
         self._learned: list[fx.Node] = []
         self._regions: list[set[fx.Node]] = []
+        self._copies: set[fx.Node] = set()
+        self._saved: set[fx.Node] = set()
+        self._seen: dict[int, int] = {}
         self._mark = (0, 0, 0, 0)
         self.committed = False
 
@@ -87,6 +94,7 @@ class Edit:
             for value, new in pairs:
                 self._replace(value, new)
             self._regions.append(self.place.region)
+            self._note(self.place)
             return self._created[mark[0] :]
         except BaseException:
             self.undo(mark)
@@ -133,11 +141,25 @@ class Edit:
         """Notes that a new ``node`` is what ``value`` is, before :meth:`as_like`: a later op may read it as it is."""
         self._unrounded[node] = node_of(value)
 
+    def saves(self, node: fx.Node) -> None:
+        """Notes that an op keeps the new ``node``, an output of it, for its backward."""
+        self._saved.add(node)
+
     def current(self, node: fx.Node) -> fx.Node:
         """Returns the real node that now holds what a node of the view, or a new node, stands for."""
-        while node in self._new:
-            node = self._new[node]
-        return self.view.node(node)
+        while True:
+            if node in self._new:
+                node = self._new[node]
+            elif node in self.view.made and self.view.made[node].target is operator.setitem:
+                # An assignment has no result: what was written holds it, and may itself have been replaced.
+                node = self._unkept(self.view.before[node])
+            else:
+                return self.view.node(node)
+
+    def _unkept(self, node: fx.Node) -> fx.Node:
+        """What a node of the view is now, never its copy from before it is written."""
+        kept = self._new.get(node)
+        return kept.all_input_nodes[0] if kept is not None and kept in self._copies else node
 
     def input(self, value: Value) -> fx.Node:
         """Returns the real node of an input. Raises Mismatch for a value inside a composite operation."""
@@ -263,15 +285,33 @@ class Edit:
 
     def _keep_overwritten(self, place: Place) -> None:
         """Copies inputs that are written before the op reads them, right where they are made."""
+        for n, look in place.looks.items():
+            seen = min((self._seen[key] for key in self._storages(n) if key in self._seen), default=look)
+            # Another op knows the tensor under this name as it was before.
+            if self.view.written_between(n, look + 1, left=True, after=min(seen, look)):
+                raise Mismatch(_WRITTEN, self.view.value(n))
         for node in place.overwritten:
-            real, at = self.view.node(node), self.view.real_nodes[self.view.defined(node)]
-            if self.view.modes[at].grad != place.modes.grad:
+            if self._new.get(node) in self._copies:
+                continue
+            held, at = self.current(node), self.view.defined(node)
+            late = held in self.view.since and held not in self.view.position and self.view.since[held] > at
+            if self.view.modes[self.view.real_nodes[self.view.since[held] if late else at]].grad != place.modes.grad:
                 raise Mismatch(
                     "an input of the formula is changed in place in another grad mode", self.view.value(node)
                 )
-            with self.graph.inserting_after(at):
-                kept = self.emit("clone", real)
+            with self.graph.inserting_after(held if late else self.view.real_nodes[at]):
+                kept = self.emit("clone", held)
+            self._copies.add(kept)
             self._learn(node, kept)
+
+    def _note(self, place: Place) -> None:
+        """Notes from when on the ops know the tensors of a formula."""
+        for n, look in [*place.looks.items(), *((n, self.view.defined(n)) for n in place.region)]:
+            for key in self._storages(n):
+                self._seen[key] = min(look, self._seen.get(key, look))
+
+    def _storages(self, node: fx.Node) -> set[int]:
+        return {compat.storage_key(t) for t in tensors_in(example(self.view.node(node)))}
 
     def _settled(self, match: Match, pairs: Pairs) -> Pairs:
         """Checks each result against what it replaces, and keeps gradients and memory as the formula had them."""
@@ -300,6 +340,11 @@ class Edit:
             return True
         if not self.view.escapes(old):
             return False
+        fresh = self._created[self._mark[0] :]
+        same = [n for n in fresh if mine in {compat.storage_key(t) for t in tensors_in(example(n))}]
+        # A step on a result must change nothing that the op's backward needs.
+        if any(self.needs_grad(n) and (n in self._saved or not self.needs_grad(new)) for n in same):
+            return True
         return claimed.setdefault(mine, theirs) != theirs or self._repeats()
 
     def _repeats(self) -> bool:
@@ -489,8 +534,20 @@ class Placement:
         first = min(self.outs, key=view.defined)
         trace: dict[str, Any] = {k: first.meta[k] for k in _TRACES[:2] if k in first.meta}
         at = view.position.get(anchor, len(view.position))
-        overwritten = [n for n in self.ins if view.written_between(n, at)]
-        return Place(anchor, view.modes[anchor], region, trace, overwritten)
+        looks = {n: self._looked_at(n, region) for n in self.ins}
+        overwritten = [n for n, look in looks.items() if view.written_between(n, at, after=look)]
+        if any(view.written_between(n, looks[n] + 1, left=True) for n in overwritten):
+            raise Mismatch(_WRITTEN, self.at)
+        return Place(anchor, view.modes[anchor], region, trace, overwritten, looks)
+
+    def _looked_at(self, node: fx.Node, region: set[fx.Node]) -> int:
+        """The position just before the formula first reads an input; its definition where gradients saw it change."""
+        view = self.view
+        made = view.defined(node)
+        first = min((view.defined(u) for u in node.users if u in region), default=made + 1) - 1
+        writers = view.writers(node, made, first)
+        quiet = all(not view.modes[n].grad or not any(map(view.flows, n.all_input_nodes)) for n in writers)
+        return max(first, made) if quiet else made
 
     def _region(self) -> set[fx.Node]:
         """The view's nodes between inputs and outputs. Raises Unplaced where an input needs an output."""
@@ -516,8 +573,10 @@ class Placement:
     def _check_writes(self, region: set[fx.Node]) -> None:
         """Raises Mismatch where something that the view could not make functional writes within the formula."""
         last = max(self.view.defined(o) for o in self.outs)
-        if any(self.view.written_between(n, last + 1, left=True) for n in (*region, *self.ins)):
-            raise Mismatch("a tensor of the formula is changed in place within it", self.at)
+        inside = any(self.view.written_between(n, last + 1, left=True) for n in region)
+        seen = {n: self._looked_at(n, region) for n in self.ins}
+        if inside or any(self.view.written_between(n, last + 1, left=True, after=at) for n, at in seen.items()):
+            raise Mismatch(_WRITTEN, self.at)
 
     def _modes(self, region: set[fx.Node]) -> Modes:
         """The modes of the formula. Raises Mismatch where they change within it."""

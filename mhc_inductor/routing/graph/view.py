@@ -112,18 +112,23 @@ class View:
                 left[storage].append(position)
         return every, left
 
-    def written_between(self, node: fx.Node, before: int, left: bool = False) -> bool:
-        """Whether the memory of a view's node is written after its definition and before a position of the real graph.
+    def written_between(self, node: fx.Node, before: int, left: bool = False, after: int | None = None) -> bool:
+        """Whether the memory of a view's node is written before a position of the real graph, and after its definition.
 
-        ``left``: only by steps that the view could not make functional.
+        ``left``: only by steps that the view could not make functional. ``after``: a later position to start from.
         """
-        writes, after = self._writes[left], self.defined(node)
+        writes, after = self._writes[left], self.defined(node) if after is None else after
         for t in tensors_in(example(self.node(node))):
             found = writes.get(compat.storage_key(t), [])
             at = bisect.bisect_right(found, after)
             if at < len(found) and found[at] < before:
                 return True
         return False
+
+    def writers(self, node: fx.Node, after: int, until: int) -> list[fx.Node]:
+        """Returns the real nodes that write the memory of a view's node after a position, up to another."""
+        mine = {compat.storage_key(t) for t in tensors_in(example(self.node(node)))}
+        return [n for at, storage, n in self.events if storage in mine and after < at <= until]
 
     def defined(self, node: fx.Node) -> int:
         """Returns the position from which on the real node holds what the view's node does."""
@@ -142,7 +147,7 @@ class View:
 
     def settle(self) -> None:
         """Looks at the graph's gradients as they are before the first edit."""
-        _ = self.roots, self.ends, self.holders, self.live
+        _ = self.roots, self.ends, self.holders, self.live, self.before
 
     def flows(self, node: fx.Node) -> bool:
         """Whether gradients may be asked of a node of the view, of the graph itself, or of one that an edit made."""
@@ -172,7 +177,7 @@ class View:
                 found[node] = False
             elif not self.modes_at(node).grad:
                 # Written without gradients, a tensor still has those that it had.
-                found[node] = node in self.made and found[self._before(node)]
+                found[node] = any(found[a] for a in self._handed_on(node))
             elif self.body or node in self.made:
                 through = any(found[a] for a in node.all_input_nodes)
                 found[node] = through and "detach" not in str(node.target)
@@ -180,10 +185,21 @@ class View:
                 found[node] = any(t.requires_grad for t in wide) or bool(node.meta.get(GRAD, False))
         return found
 
-    def _before(self, node: fx.Node) -> fx.Node:
-        """The node that stands for what an in-place step wrote to, before it did."""
-        step = self.made[node]
-        return self.resolved[step][self.effects.written(step)[0]]
+    @functools.cached_property
+    def before(self) -> dict[fx.Node, fx.Node]:
+        """For what each in-place step makes, the node that stands for what it wrote to, before it did."""
+        return {made: self.resolved[step][self.effects.written(step)[0]] for made, step in self.made.items()}
+
+    def _handed_on(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that stand for a tensor which a step writes and returns, before it did."""
+        if node in self.made:
+            return [self.before[node]]
+        step = self.reader.get(node, node)
+        mine = {compat.storage_key(t) for t in tensors_in(example(step))}
+        written = [
+            a for a in self.effects.written(step) if any(compat.storage_key(t) in mine for t in tensors_in(example(a)))
+        ]
+        return [self.resolved.get(step, {}).get(a, a) for a in written]
 
     @functools.cached_property
     def roots(self) -> dict[fx.Node, int]:

@@ -41,6 +41,8 @@ class Emission:
         pairs = []
         for role, value in pre.outputs.items():
             got = edit.emit(operator.getitem, call, ROLES.index(role))
+            if role in ("post", "res"):
+                edit.saves(got)
             if not edit.view.flows(node_of(value)) and edit.needs_grad(got):
                 got = edit.emit("detach", got)
             edit.keep(got, value)
