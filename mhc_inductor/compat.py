@@ -578,6 +578,13 @@ def may_mutate(operator: Any) -> bool:
     return "functional" not in name and "flex_attention" not in name
 
 
+def reads_data(error: Exception) -> bool:
+    """Whether a call on fake tensors failed because its result depends on their data. Seen in torch 2.11 to 2.15."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    return isinstance(error, DataDependentOutputException)
+
+
 def is_wrapper(t: Any) -> bool:
     """Whether a tensor is of a class that wraps others (DTensor). Seen in torch 2.11 to 2.15."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

@@ -72,20 +72,16 @@ def test_bad_options_are_named(options, error, words):
         torch.compile(lambda x: x + 1, backend="mhc_inductor", options=options)(torch.zeros(2))
 
 
-def _seen(run, accepts=True):
+def _seen(run):
     """The options that the routing pass was called with."""
     torch._dynamo.reset()
     seen = []
 
-    def taking(gm, options=None):
+    def taking(gm, options, lower):
         seen.append(options)
         return mock.Mock(routed=[], near_misses=[], fused=[], problems=[])
 
-    def bare(gm):
-        seen.append("none")
-        return mock.Mock(routed=[], near_misses=[], fused=[], problems=[])
-
-    with mock.patch.multiple(backend, _pass=lambda: (taking if accepts else bare, lambda report: None)):
+    with mock.patch.multiple(backend, _pass=lambda: (taking, lambda report: None)):
         run()
     return seen
 
@@ -99,7 +95,6 @@ def test_options_reach_the_routing_pass():
 
     assert _seen(backend_call(verify)) == [asked]
     assert _seen(backend_call({})) == [RoutingOptions()]
-    assert _seen(backend_call(verify), accepts=False) == ["none"]
 
 
 def test_enable_takes_the_same_options():

@@ -109,6 +109,8 @@ class Cut:
         at: dict[fx.Node, fx.Node] = {}
         results: dict[fx.Node, fx.Node] = {}
         for v in region:
+            if isinstance(example(v), (torch.SymFloat, torch.SymInt, torch.SymBool)):
+                continue  # a number that the compile knows: its present value
             real = view.reader.get(v, v)
             read: dict[fx.Node, fx.Node] = {}
             for a in real.all_input_nodes:

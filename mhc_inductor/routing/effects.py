@@ -194,8 +194,9 @@ def _asked(node: fx.Node) -> Effect:
                     out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 else:
                     out = node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:  # whatever it is that PyTorch cannot run alone
-        return Effect(known=False)
+    except Exception as error:  # whatever it is that PyTorch cannot run alone
+        # A number that is read off data (item) ends the run of a call that has only read so far.
+        return Effect(known=compat.reads_data(error) and not writes.storages)
     tensors = [(t, given) for t, given in zip(fresh, flat, strict=True) if isinstance(t, torch.Tensor)]
     changed = [
         compat.storage_key(t) in writes.storages or t.requires_grad != (given.requires_grad and t.is_floating_point())

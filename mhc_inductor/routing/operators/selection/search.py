@@ -37,7 +37,6 @@ _REACH = 16
 _ORDINARY = (
     "the mask shows keys by position or padding (causal, sliding, documents), no selection: left to torch.compile"
 )
-_WRITTEN_OUT = "a softmax written as exp and sum; expected torch.softmax"
 _OPAQUE = (
     "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
     "expected one computed from starts and ends, blocks or indices of keys"
@@ -74,7 +73,7 @@ class Search:
         self.failed: list[Recogniser] = []
         self.misses: list[Miss] = []
         self.found: list[Found] = []
-        if any(is_masked_call(node) or is_softmax(node) or name_of(node) == "exp" for node in view.nodes):
+        if any(is_masked_call(node) or is_softmax(node) for node in view.nodes):
             self.found = self._unused(self._all())
 
     def _all(self) -> list[Found]:
@@ -111,8 +110,6 @@ class Search:
                 found += self._tried(recogniser, functools.partial(recogniser.sdpa, node), node)
             elif is_softmax(node):
                 found += self._softmax(node)
-            elif name_of(node) == "exp":
-                self._exponentials(node)
         return found
 
     def _miss(self, reason: str, value: Value | None, node: fx.Node, ordinary: bool = False) -> None:
@@ -174,16 +171,6 @@ class Search:
             self._miss("the attention weights are dropped out", weights.dropped, node)
             return []
         return found
-
-    def _exponentials(self, node: fx.Node) -> None:
-        """A near miss where a softmax of masked scores is written out."""
-        value = self.view.value(node)
-        if value is None or value.func is not aten.exp.default or len(value.shape) < 2:
-            return
-        recogniser = Recogniser(self.values)
-        selects = recogniser.selects(value.args[0], -1)
-        if recogniser.masked:
-            self._miss(_WRITTEN_OUT, value, node, ordinary=not selects)
 
     # --- what else is used ---
 
