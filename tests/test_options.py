@@ -133,9 +133,6 @@ def test_graphs_that_share_one_meta_dict_are_both_routed():
     for gm in (first, second, first, second):
         backend._route(gm, RoutingOptions())
     assert mhc_inductor.counters().get("routed mhc_pre", 0) - before == 2
-    ops = {"mhc_pre", "mhc_post"}
-    for gm in graphs:
-        assert ops <= {getattr(node.target, "__name__", "").partition(".")[0] for node in gm.graph.nodes}
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")

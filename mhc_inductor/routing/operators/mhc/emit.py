@@ -45,9 +45,12 @@ class Emission:
                 edit.saves(got)
             if not edit.view.flows(node_of(value)) and edit.needs_grad(got):
                 got = edit.emit("detach", got)
+            same = pre.posts if role == "post" else [value]
+            if role in ("post", "res") and any(edit.view.hooked(node_of(v)) for v in (value, *same)):
+                # It sees the gradient of everything that reads the value, the ops after it included.
+                raise Mismatch(f"a hook is on h_{role}, which the expansion of the streams reads too", value)
             edit.keep(got, value)
-            for same in pre.posts if role == "post" else (value,):
-                self._given[same] = got
+            self._given.update(dict.fromkeys(same, got))
             pairs.append((value, edit.as_like(got, value, x)))
         return pairs
 
@@ -83,8 +86,9 @@ class Emission:
         if torch.finfo(found.mixed.dtype).bits > torch.finfo(example(source).dtype).bits:
             source = edit.to(source, found.mixed.dtype)
         mixed = self._mixed(source, found.chain)
-        edit.keep(mixed, found.mixed)
-        self._given[found.mixed] = mixed
+        if not edit.view.hooked(node_of(found.mixed)):
+            edit.keep(mixed, found.mixed)
+            self._given[found.mixed] = mixed
         return [(found.mixed, edit.as_like(mixed, found.mixed, source))]
 
     def _mixed(self, logits: fx.Node, chain: Chain) -> fx.Node:
