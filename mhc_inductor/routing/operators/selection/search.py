@@ -12,7 +12,7 @@ from torch import fx
 from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten, step, whole
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, variables_of
-from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch, Miss
 from mhc_inductor.routing.operators.selection.attention import (
@@ -41,11 +41,6 @@ _OPAQUE = (
     "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
     "expected one computed from starts and ends, blocks or indices of keys"
 )
-
-
-def name_of(node: fx.Node) -> str:
-    """Returns the name of what a node calls."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def is_masked_call(node: fx.Node) -> bool:
