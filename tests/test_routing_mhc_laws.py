@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mhc_inductor
+import tests.laws as laws
 from mhc_inductor.routing import route
 from tests.capture import Captured, difference, eager, run
 from tests.judges_mhc import ITERS, WIDTH, N, _balanced, around, normed, parameters, sublayer
@@ -118,6 +119,19 @@ def test_roundings_of_values_between_may_go() -> None:
 
     got = run(fn, (streams(dtype=torch.bfloat16),), list(p.items()))
     assert dict(got.ops) == BOTH, reasons(got)
+
+
+@pytest.mark.parametrize("how", ["fp8", "bf16", "fp16"])
+@pytest.mark.parametrize("which", ["h_pre", "h_post", "res", "mixed"])
+def test_roundings_between_to_a_dtype_that_no_tensor_has_are_the_models(which: str, how: str) -> None:
+    p = laws.mhc_leaves(dtype=torch.float32)
+    x = p.pop("x")
+
+    def fn(x: Tensor) -> Tensor:
+        return laws.block(x, p, {which: ROUNDINGS[how]})
+
+    got = same(fn, (x,), list(p.items()))
+    assert "rounded to" in str(reasons(got))
 
 
 @pytest.mark.parametrize("which", ["h_post", "h_res", "x", "f"])

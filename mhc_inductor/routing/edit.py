@@ -25,6 +25,7 @@ from mhc_inductor.routing.graph.run import run_fake
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import GRAD, View
 from mhc_inductor.routing.operator import Match, Mismatch, Unplaced, Verdict
+from mhc_inductor.routing.rounding import check_roundings
 
 Pairs = Sequence[tuple[Value, fx.Node]]
 Emit = Callable[["Edit", Match], Iterable[tuple[Value, fx.Node]]]
@@ -530,6 +531,7 @@ class Placement:
         modes = self._modes(region)
         self._check_watched(region)
         self._check_outputs(region)
+        check_roundings(view, [*self.ins, *self.outs], region)
         anchor = self._anchor(region, modes)
         first = min(self.outs, key=view.defined)
         trace: dict[str, Any] = {k: first.meta[k] for k in _TRACES[:2] if k in first.meta}
