@@ -72,6 +72,16 @@ class Search:
         self.found: list[Found] = []
         if any(is_masked_call(node) or is_softmax(node) or is_power(node) for node in view.nodes):
             self.found = self._unused(self._all())
+            for one in self.found:
+                self._take_classes(one)
+
+    def _take_classes(self, one: Found) -> None:
+        """Has the classes of ``one_hot`` checked: what it computes shows no index, but a class out of range raises."""
+        for node in region_of(one):
+            if name_of(node) == "one_hot":
+                hot, classes = self.view.value(node), self.view.value(node.all_input_nodes[0])
+                if hot is not None and classes is not None:
+                    one.masks.indices.take(classes, hot.shape[-1], wraps=False)
 
     def _all(self) -> list[Found]:
         stages = [False, True]
