@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
@@ -442,11 +443,120 @@ MASKED: dict[str, Callable[[Leaves], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", MASKED)
-def test_softmax_over_masked_scores_is_never_silent(how: str) -> None:
+def _masked_leaves() -> Leaves:
     leaves = {**selection_leaves(), "causal": torch.ones(6, 12, dtype=torch.bool).tril(6)}
     leaves["bias"] = torch.zeros(6, 12, dtype=torch.float64).masked_fill(~leaves["causal"], -1e9)
-    check(MASKED[how], leaves, named=["selection"], frozen=["bias"], tolerance=1e-7)
+    return leaves
+
+
+@pytest.mark.parametrize("how", MASKED)
+def test_softmax_over_masked_scores_is_never_silent(how: str) -> None:
+    check(MASKED[how], _masked_leaves(), named=["selection"], frozen=["bias"], tolerance=1e-7)
+
+
+HANDMADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "divided": lambda s: (lambda e: e / e.sum(-1, keepdim=True))(s.exp()),
+    "divided in place": lambda s: (lambda e: e.div_(e.sum(-1, keepdim=True)))(s.exp()),
+    "unsqueezed": lambda s: (lambda e: e / e.sum(-1).unsqueeze(-1))(torch.exp(s)),
+    "indexed": lambda s: (lambda e: e / e.sum(dim=-1)[..., None])(torch.exp(s)),
+    "reciprocal": lambda s: (lambda e: e * e.sum(-1, keepdim=True).reciprocal())(s.exp()),
+    "one over": lambda s: (lambda e: e * (1 / e.sum(-1, keepdim=True)))(s.exp()),
+    "epsilon": lambda s: (lambda e: e / (e.sum(-1, keepdim=True) + 1e-12))(s.exp()),
+    "clamped": lambda s: (lambda e: e / e.sum(-1, keepdim=True).clamp_min(1e-12))(s.exp()),
+    "normalize": lambda s: F.normalize(s.exp(), p=1, dim=-1),
+    "amax": lambda s: (lambda e: e / e.sum(-1, keepdim=True))((s - s.amax(-1, keepdim=True)).exp()),
+    "amax, detached": lambda s: (lambda e: e / e.sum(-1, True))((s - s.amax(-1, True).detach()).exp()),
+    "max": lambda s: (lambda e: e / e.sum(-1, True))((s - s.max(-1, keepdim=True).values).exp()),
+    "max of another dtype": lambda s: (lambda e: e / e.sum(-1, True))((s - s.max(-1, True)[0].float()).exp()),
+    "maximum of rows without keys": lambda s: (lambda e: e / e.sum(-1, True))(
+        (s - s.amax(-1, True).masked_fill(s.amax(-1, True) == INF, 0.0)).exp()
+    ),
+    "in place": lambda s: (lambda e: e / e.sum(-1, True))(s.sub(s.amax(-1, True)).exp_()),
+    "exp2": lambda s: (lambda e: e / e.sum(-1, keepdim=True))(torch.exp2(s * 1.4426950408889634)),
+    "exp2 of a difference": lambda s: (lambda e: e / e.sum(-1, True))(
+        torch.exp2((s - s.amax(-1, True)) * 1.4426950408889634)
+    ),
+    "exp2 of products": lambda s: (lambda e: e / e.sum(-1, True))(
+        torch.exp2(s * 1.4426950408889634 - s.amax(-1, True) * 1.4426950408889634)
+    ),
+    "power": lambda s: (lambda e: e / e.sum(-1, keepdim=True))(2.718281828459045**s),
+    "logsumexp": lambda s: (s - s.logsumexp(-1, keepdim=True)).exp(),
+    "log of a sum": lambda s: (s - s.exp().sum(-1, keepdim=True).log()).exp(),
+    "log_softmax": lambda s: F.log_softmax(s, -1).exp(),
+}
+HIDDEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "filled": filled(INF),
+    "filled -1e9": filled(-1e9),
+    "where": lambda s, m: torch.where(m, s, INF),
+    "added": lambda s, m: s + torch.zeros(m.shape, dtype=s.dtype).masked_fill(~m, INF),
+    "scaled after": lambda s, m: filled(INF)(s, m) / 2.0,
+}
+
+
+def _scores(p: Leaves) -> Tensor:
+    return p["q"].transpose(1, 2) @ p["k"].repeat_interleave(2, 2).permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("product", [False, True])
+@pytest.mark.parametrize("how", HANDMADE)
+def test_a_softmax_by_hand_is_named(how: str, product: bool) -> None:
+    def program(p: Leaves) -> Tensor:
+        weights = HANDMADE[how](filled(INF)(_scores(p), _tril(p)))
+        return weights @ p["v"].repeat_interleave(2, 2).transpose(1, 2) if product else weights
+
+    check(program, _masked_leaves(), named=["selection"], frozen=["bias"], autograd=False)
+
+
+@pytest.mark.parametrize("by", ["position", "data", "argument", "bias"])
+@pytest.mark.parametrize("hide", HIDDEN)
+def test_a_softmax_by_hand_under_any_mask_is_named(hide: str, by: str) -> None:
+    def program(p: Leaves) -> Tensor:
+        s = _scores(p)
+        if by == "bias":
+            s = s + p["bias"]
+        else:
+            s = HIDDEN[hide](s, {"position": _tril, "data": lambda p: heads(selected(p), p)}.get(by, _causal)(p))
+        e = (s - s.amax(-1, keepdim=True)).exp()
+        return (e @ p["v"].repeat_interleave(2, 2).transpose(1, 2)) / e.sum(-1, keepdim=True)
+
+    compiled = check(program, _masked_leaves(), named=["selection"], frozen=["bias"], modes=["train"], autograd=False)
+    missed = compiled.report.near_misses
+    assert "exp(" in missed[0].source and missed[0].ordinary == (by != "data")
+
+
+def _causal(p: Leaves) -> Tensor:
+    return p["causal"]
+
+
+@pytest.mark.parametrize("how", ["multiplied", "float", "filled", "where"])
+def test_a_softmax_by_hand_whose_exponentials_are_masked_is_named(how: str) -> None:
+    put: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "multiplied": lambda e, m: e * m,
+        "float": lambda e, m: e * m.to(e.dtype),
+        "filled": lambda e, m: e.masked_fill(~m, 0.0),
+        "where": lambda e, m: torch.where(m, e, 0.0),
+    }
+
+    def program(p: Leaves) -> Tensor:
+        s = _scores(p)
+        e = put[how]((s - s.amax(-1, keepdim=True)).exp(), heads(selected(p), p))
+        return (e / e.sum(-1, keepdim=True)) @ p["v"].repeat_interleave(2, 2).transpose(1, 2)
+
+    compiled = check(program, selection_leaves(), named=["selection"], modes=["train"], autograd=False)
+    assert not compiled.report.near_misses[0].ordinary
+
+
+def test_exponentials_without_a_mask_or_a_sum_are_no_softmax_over_masked_scores() -> None:
+    def program(p: Leaves) -> Any:
+        s = _scores(p)
+        e = s.exp()
+        gate = (filled(INF)(s, _tril(p)) * 0.5).exp()
+        biased = (p["x"] @ p["w"] + p["b"]).exp()
+        return e / e.sum(-1, keepdim=True), gate, biased / biased.sum(-1, keepdim=True)
+
+    leaves = {**_masked_leaves(), "x": normal(6, 16, seed=1), "w": normal(16, 6, seed=2), "b": normal(6, seed=3)}
+    compiled = check(program, leaves, modes=["train"], autograd=False)
+    assert not compiled.report.near_misses
 
 
 def test_a_causal_mask_in_a_buffer() -> None:

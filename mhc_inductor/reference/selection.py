@@ -148,7 +148,6 @@ class Rows(NamedTuple):
     dlse: Tensor
     lse: Tensor
     total: Tensor
-    delta: Tensor
 
 
 def backward_rows(
@@ -158,11 +157,11 @@ def backward_rows(
     acc, empty = lse.dtype, lse == -torch.inf
     total = total_lse(lse, sink)
     dout = torch.zeros_like(o) if dout is None else dout
-    delta = torch.where(empty, 0.0, (dout.to(acc) * o.to(acc)).sum(-1))
     dlse = torch.zeros_like(lse) if dlse is None else torch.where(empty, 0.0, dlse.to(acc))
-    row = Rows(dout, dlse, torch.where(empty, 0.0, lse), total, delta)
+    row = Rows(dout, dlse, torch.where(empty, 0.0, lse), total)
     if sink is None:
         return row, lse.new_empty((0,))
+    delta = torch.where(empty, 0.0, (dout.to(acc) * o.to(acc)).sum(-1))
     share = torch.where(empty, 0.0, torch.exp(sink.to(acc) - total))
     return row, -(share * delta).sum((0, 1)).to(sink.dtype)
 
@@ -174,10 +173,13 @@ def attend_backward(
 
     ``row`` holds tensors ``[..., s*h]``. ``odd``: anything may hold NaN or inf.
     """
-    dlse, lse, total, delta = (t.unsqueeze(-1) for t in row[1:])
+    dlse, lse, total = (t.unsqueeze(-1) for t in row[1:])
     scores = masked_scores(query, keys, mask, scale)
     p = torch.exp(scores - total)
-    grad = p * (torch.matmul(row.dout, values.mT) - delta) + dlse * torch.exp(scores - lse)
+    dp = torch.matmul(row.dout, values.mT)
+    # <dout, o>, but exactly dp where one key takes the whole weight: no rounding takes the place of a gradient of 0.
+    delta = (only(mask, p * dp, 0.0) if odd else p * dp).sum(-1, keepdim=True)
+    grad = p * (dp - delta) + dlse * torch.exp(scores - lse)
     if not odd:
         return scale * torch.matmul(grad, keys), scale * torch.matmul(grad.mT, query), torch.matmul(p.mT, row.dout)
     p, grad = only(mask, p, 0.0), only(mask, grad, 0.0)
@@ -251,7 +253,7 @@ def selection_attention_backward(
 
     Over the selected keys, with t the scaled scores::
 
-        p = exp(t - lse_total) ;  delta = <dout, o>
+        p = exp(t - lse_total) ;  delta = <dout, o> = sum p * (dout @ v.T)
         dv = p.T @ dout ;  dt = p * (dout @ v.T - delta) + dlse * exp(t - lse)
         dq = scale * dt @ k ;  dk = scale * dt.T @ q ;  dsink = -sum exp(sink - lse_total) * delta
 

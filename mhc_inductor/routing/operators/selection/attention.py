@@ -551,7 +551,7 @@ class Scores:
             return self._shifted(ref)
         if func in (aten.add.Tensor, aten.sub.Tensor) and not scaled:
             sides = [_broadcast(a, ref) for a in args if isinstance(a, Value)]
-            own = [_is_scores(side) for side in sides]
+            own = [is_scores(side) for side in sides]
             sign = 1.0 if func is aten.add.Tensor else -1.0
             if sum(own) != 1 or len(own) != 2 or (sign < 0.0 and own[1]):
                 raise NotOurs
@@ -573,7 +573,7 @@ class Scores:
         for piece in ref.value.args[0]:
             place = [var(Var(size)) for size in piece.shape]
             place[d] = var(Key(piece.shape[d]))
-            if _is_scores(Ref(piece, tuple(place))) and _selects(Ref(piece, tuple(place)), self.masks):
+            if is_scores(Ref(piece, tuple(place))) and _selects(Ref(piece, tuple(place)), self.masks):
                 raise Mismatch(
                     "the softmax is over scores and other logits (a sink, more keys); expected scores", ref.value
                 )
@@ -717,7 +717,7 @@ def bare(ref: Ref) -> Ref:
     return ref
 
 
-def _is_scores(ref: Ref) -> bool:
+def is_scores(ref: Ref) -> bool:
     """Whether a sum of products is behind masks and scalings."""
     todo, seen, steps = [ref], set[Ref](), Steps("addends of the scores", ref.value)
     while todo:

@@ -1,4 +1,9 @@
-"""Emits what the formula gives in rows without a visible key, where that is not the op's 0."""
+"""Emits what the formula gives in rows without a visible key, where that is not the op's 0, and how far NaN spreads there.
+
+A softmax written out takes every key into its products, the hidden ones times 0. A query of NaN therefore gives NaN
+gradients to all keys and values, of which the op reaches the selected ones. Where rows have to be mended anyway, the
+rest follows from the means of K and V, in passes that Inductor fuses.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +42,32 @@ class EmptyRows:
             return o
         lse = self.emit(operator.getitem, self.call, 1)
         empty = self.emit("unsqueeze", self.emit(operator.eq, lse, -math.inf), -1)
+        if any(self.grads):
+            o = self._spread(o, self.emit("unsqueeze", self.emit(torch.isnan, lse), -1))
         if rows in (Rows.NAN, Rows.NAN_SCORES):
             return self._nan(o, empty, rows is Rows.NAN_SCORES)
-        mean = self._mean()
+        mean = self._mean(self.v)
         if rows is Rows.MEAN_SCORES and any(self.grads[:2]):
             mean = self._with_gradients(mean)
         return self.emit(torch.where, empty, mean, o)
 
-    def _mean(self) -> fx.Node:
-        return self.emit(operator.getitem, self.emit("mean", self.v, -2), _ROW)
+    def _mean(self, x: fx.Node) -> fx.Node:
+        return self.emit(operator.getitem, self.emit("mean", x, -2), _ROW)
+
+    def _spread(self, o: fx.Node, nan: fx.Node) -> fx.Node:
+        """``o`` with the gradients that 0 times NaN gives: rows of NaN weights to all of V, and q and K to each other."""
+        weight = self.edit.to(self.emit(torch.where, nan, math.nan, 0.0), example(o).dtype)
+        reached = self.emit(operator.mul, self._mean(self.v), weight)
+        if any(self.grads[:2]):
+            scores = self.emit("sum", self.emit(operator.mul, self.q, self._mean(self.k)), -1, True)
+            reached = self.emit(operator.add, reached, self._nothing(scores))
+        return self.emit(operator.add, o, self.emit(torch.where, nan, reached, 0.0))
 
     def _nan(self, o: fx.Node, empty: fx.Node, scores: bool) -> fx.Node:
         """NaN, whose gradient is NaN for all of V, and for q and K where the scores themselves are NaN."""
         if not any(self.grads):
             return self.emit("masked_fill", o, empty, math.nan)
-        reached = self._mean()
+        reached = self._mean(self.v)
         if scores and self.grads[0]:
             reached = self.emit(operator.add, reached, self._nothing(self.emit("sum", self.q, -1, True)))
         if scores and self.grads[1]:

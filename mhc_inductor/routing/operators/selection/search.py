@@ -28,6 +28,7 @@ from mhc_inductor.routing.operators.selection.attention import (
     sources,
 )
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY
+from mhc_inductor.routing.operators.selection.handmade import is_power, masked_softmax
 from mhc_inductor.routing.operators.selection.keys import Given, KeyData
 from mhc_inductor.routing.operators.selection.layouts import layout
 
@@ -37,6 +38,7 @@ _REACH = 16
 _ORDINARY = (
     "the mask shows keys by position or padding (causal, sliding, documents), no selection: left to torch.compile"
 )
+_HANDMADE = "the softmax of the masked scores is written out as exp(scores) / sum; expected torch.softmax(scores, -1)"
 _OPAQUE = (
     "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
     "expected one computed from starts and ends, blocks or indices of keys"
@@ -68,8 +70,18 @@ class Search:
         self.failed: list[Recogniser] = []
         self.misses: list[Miss] = []
         self.found: list[Found] = []
-        if any(is_masked_call(node) or is_softmax(node) for node in view.nodes):
+        if any(is_masked_call(node) or is_softmax(node) or is_power(node) for node in view.nodes):
             self.found = self._unused(self._all())
+            for one in self.found:
+                self._take_classes(one)
+
+    def _take_classes(self, one: Found) -> None:
+        """Has the classes of ``one_hot`` checked: what it computes shows no index, but a class out of range raises."""
+        for node in region_of(one):
+            if name_of(node) == "one_hot":
+                hot, classes = self.view.value(node), self.view.value(node.all_input_nodes[0])
+                if hot is not None and classes is not None:
+                    one.masks.indices.take(classes, hot.shape[-1], wraps=False)
 
     def _all(self) -> list[Found]:
         stages = [False, True]
@@ -105,7 +117,15 @@ class Search:
                 found += self._tried(recogniser, functools.partial(recogniser.sdpa, node), node)
             elif is_softmax(node):
                 found += self._softmax(node)
+            elif is_power(node):
+                self._handmade(node)
         return found
+
+    def _handmade(self, node: fx.Node) -> None:
+        """Names a softmax over masked scores that is written out."""
+        masks = masked_softmax(self.view, node)
+        if masks is not None:
+            self._miss(_HANDMADE, None, node, ordinary=not masks.seen)
 
     def _miss(self, reason: str, value: Value | None, node: fx.Node, ordinary: bool = False) -> None:
         self.misses.append(Miss(OP, reason, value, self.view.value(node), ordinary))

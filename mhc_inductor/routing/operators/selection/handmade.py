@@ -1,0 +1,149 @@
+"""Softmaxes over masked scores that a model writes out as exp(scores) over a sum: they are named, and left alone."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.graph.expressions import Ref, aten, step, whole
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported, Var, var
+from mhc_inductor.routing.graph.linear import Key, variables_of
+from mhc_inductor.routing.graph.values import Value, name_of
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.selection.attention import NotOurs, Scores, dot, guarded, is_scores
+from mhc_inductor.routing.operators.selection.elements import MULTIPLY, SHOWN, constant_of, operand
+from mhc_inductor.routing.operators.selection.masks import Masks
+
+_NAMES = ("exp", "exp_", "exp2", "exp2_", "special_exp2", "expm1", "special_expm1", "pow")
+_POWERS = {aten.exp.default: 0, aten.exp2.default: 0, aten.expm1.default: 0, aten.pow.Scalar: 1}
+"""Powers of numbers, and which argument is the exponent."""
+_SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.linalg_vector_norm.default)
+_LOGS = (aten.logsumexp.default, aten._log_softmax.default)
+_MAXIMA = (aten.amax.default, aten.max.dim, *_LOGS)
+_FACTORS = (*MULTIPLY, aten.div.Tensor, aten.div.Scalar)
+_REACH = 16
+
+
+def is_power(node: fx.Node) -> bool:
+    """Whether a node could be the exponential of a softmax."""
+    return node.op in ("call_function", "call_method") and name_of(node) in _NAMES
+
+
+def masked_softmax(view: View, node: fx.Node) -> Masks | None:
+    """Returns the masks of the softmax whose exponential is ``node``, None where it is none or has no mask."""
+    value = view.value(node)
+    if value is None or value.func not in _POWERS or not value.shape:
+        return None
+    scores, summed = _exponent(value.args[_POWERS[value.func]])
+    if not scores.shape or not is_scores(whole(scores)):
+        return None
+    weights = _Weights(view, value, node)
+    if not (summed or weights.summed):
+        return None
+    masks = Masks(view.values.fixed, view.values.hints)
+    return masks if _is_masked(scores, weights.guards, masks) else None
+
+
+def _exponent(value: Value) -> tuple[Value, bool]:
+    """The scores behind factors, casts and a maximum that is subtracted; and whether that is the logarithm of their sum."""
+    summed = False
+    while True:
+        func, args = value.func, value.args
+        if func is aten._log_softmax.default:
+            return args[0], True
+        scaled = func in _FACTORS and constant_of(args[1]) is not None
+        if scaled or (func in SHOWN and args[0].shape == value.shape):
+            value = args[0]
+        elif func in MULTIPLY and constant_of(args[0]) is not None:
+            value = args[1]
+        elif func in (aten.sub.Tensor, aten.add.Tensor) and (top := _maximum(args[1])) is not None:
+            value, summed = args[0], summed or top.func in _LOGS
+        else:
+            return value, summed
+
+
+def _maximum(value: object) -> Value | None:
+    """The maximum, or logarithm of a sum, of which ``value`` is made by steps on its elements."""
+    todo = [value]
+    for _ in range(_REACH):
+        at = todo.pop(0) if todo else None
+        if isinstance(at, Value):
+            if at.func in _MAXIMA:
+                return at
+            if at.func is not None and dot(whole(at)) is None:
+                todo += at.args
+    return None
+
+
+class _Weights:
+    """What an exponential becomes: ``guards`` are the masks put on it, ``summed`` whether its sum is taken."""
+
+    def __init__(self, view: View, value: Value, node: fx.Node) -> None:
+        self.same: dict[Value, None] = {value: None}
+        self.guards: list[tuple[Value, bool, Value]] = []
+        self.summed = False
+        todo, seen = collections.deque([node]), {node}
+        while todo and len(seen) < _REACH:
+            for user in todo.popleft().users:
+                reached = view.value(user) if user.op.startswith("call_") and user in view.live else None
+                if user not in seen and reached is not None:
+                    seen.add(user)
+                    if self._passes(reached):
+                        todo.append(user)
+
+    def _passes(self, reached: Value) -> bool:
+        guard = guarded(reached, self.same)
+        if guard is not None and guard.mask is not None:
+            self.guards.append((guard.mask, guard.want, reached))
+        if guard is not None or (step(whole(reached)) is not None and reached.args[0] in self.same):
+            self.same[reached] = None
+            return True
+        self.summed = self.summed or self._sums(reached)
+        return False
+
+    def _sums(self, value: Value) -> bool:
+        """Whether one call takes the sum of the exponentials."""
+        todo, steps = [value], 0
+        while todo and steps < _REACH:
+            at, steps = todo.pop(), steps + 1
+            of = at.args[0] if at.func in _SUMS else None
+            while isinstance(of, Value) and of not in self.same and (of.func is aten.abs.default or of.func in SHOWN):
+                of = of.args[0]
+            if of in self.same:
+                return True
+            todo += (a for a in at.args if isinstance(a, Value) and a.node is None)
+        return False
+
+
+def _is_masked(value: Value, guards: list[tuple[Value, bool, Value]], masks: Masks) -> bool:
+    """Whether something hides scores; ``masks`` looks at it."""
+    place = [*(var(Var(size)) for size in value.shape[:-1]), var(Key(value.shape[-1]))]
+    ref, given = Ref(value, tuple(place)), list[Value]()
+    found = [mask for mask, _, _ in guards]
+    sides: list[Ref] = []
+    with contextlib.suppress(NotOurs, Unsupported, DynamicWidth, Mismatch):
+        scores = Scores(ref, masks, [], given)
+        sides += (dot(scores.ref) or ())[:2]
+        scores.keys()
+    for mask, want, of in guards:
+        with contextlib.suppress(Unsupported, DynamicWidth, Mismatch):
+            masks.truth(operand(mask, Ref(of, ref.index)), want)
+    return bool(found) or any(_hides(mask, ref, sides, masks) for mask in given)
+
+
+def _hides(mask: Value, ref: Ref, sides: list[Ref], masks: Masks) -> bool:
+    """Whether a tensor that scores are filled by, or that is added to them, is a mask and no bias of a product."""
+    if mask.dtype is torch.bool:
+        return True
+    with contextlib.suppress(Unsupported):
+        return min(masks.possible(mask), default=0.0) <= -1e4
+    if len(sides) < 2:
+        return False
+    # What routing cannot see into is a mask if it has elements for the query, of which keys know nothing, and for the key.
+    q, k = map(variables_of, sides)
+    own = {v for i, size in zip(ref.index[::-1], mask.shape[::-1], strict=False) if size != ONE for v in i.variables()}
+    return bool(own & (q - k)) and bool(own & (k - q))
