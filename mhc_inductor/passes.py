@@ -50,6 +50,39 @@ def fold_dx_acc(graph: torch.fx.Graph) -> int:
     return folded
 
 
+def keep_apart(graph: torch.fx.Graph) -> None:
+    """Copies what a graph returns twice of one call, where two equal calls became one: each had memory of its own."""
+    returned = {_memory(n) for n in graph.output_node().all_input_nodes}
+    first: dict[Any, torch.fx.Node] = {}
+    for node in list(graph.nodes):
+        source = node.args[0] if node.target is operator.getitem else None
+        if not isinstance(source, torch.fx.Node) or not str(source.target).startswith("mhc_inductor."):
+            continue
+        # A call is unpacked once: another getitem of its result was another call's.
+        if _memory(node) in returned and (same := first.setdefault(node.args, node)) is not node:
+            with graph.inserting_before(node):
+                copy = graph.call_function(torch.ops.aten.clone.default, (same,))
+            node.replace_all_uses_with(copy)
+            graph.erase_node(node)
+            _renew(graph, copy, _memory(node))
+
+
+def _renew(graph: torch.fx.Graph, copy: torch.fx.Node, old: int) -> None:
+    """Gives ``copy`` and its views fake values in memory of their own: a clone in the memory of its input is removed."""
+    renewed = {copy}
+    for node in graph.nodes:
+        if node is copy or (_memory(node) == old and renewed.intersection(node.all_input_nodes)):
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)
+            renewed.add(node)
+
+
+def _memory(node: torch.fx.Node) -> int:
+    """Returns an identity of the memory that a node's tensor lies in; 0 for anything else."""
+    value = node.meta.get("val")
+    return compat.storage_key(value) if isinstance(value, torch.Tensor) else 0
+
+
 def make_pass(theirs: Any) -> Any:
     """Returns our post-grad pass behind the user's own: None, a pass, or a list or tuple of passes."""
     passes = tuple(theirs) if isinstance(theirs, (list, tuple)) else () if theirs is None else (theirs,)
@@ -60,6 +93,7 @@ def make_pass(theirs: Any) -> Any:
         def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
             for user_pass in passes:
                 compat.run_pass(user_pass, graph, is_inference)
+            keep_apart(graph)
             compat.counters()["dx_acc folded"] += fold_dx_acc(graph)
 
         def uuid(self) -> Any:

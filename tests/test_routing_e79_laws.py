@@ -331,11 +331,18 @@ def _twice(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
     return torch.stack(first[0]), *first[1:], torch.stack(again[0]), *again[1:]
 
 
+def _views_of_two(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
+    return [(torch.stack(outs)[1:], S.mT, S[0], M) for outs, S, M in (_loop(kvqm, S, M) for _ in range(2))]
+
+
+EQUAL = {"two equal loops": _twice, "views of two equal loops": _views_of_two}
+
+
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("name", ["stack and last", "two equal loops"])
+@pytest.mark.parametrize("name", ["stack and last", *EQUAL])
 def test_compiled_results_share_memory_where_those_of_eager_do(name: str, trained: bool) -> None:
     def fn(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
-        return _twice(kvqm, S, M) if name == "two equal loops" else ALIASES[name](*_loop(kvqm, S, M))
+        return EQUAL[name](kvqm, S, M) if name in EQUAL else ALIASES[name](*_loop(kvqm, S, M))
 
     assert_like_eager(fn, _kvqm(), _state(1), _state(2), trained=[trained] * 3, compiled=True)
 
