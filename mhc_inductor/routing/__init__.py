@@ -103,8 +103,12 @@ class _Pass:
             logger.info("not routed: what torch.func.grad or jvp transforms inside a compiled function (%s)", where)
         self.report.near_misses += _opaque(first)
         view: View | None = first
-        for make in registered():
-            view = self._operator(make, gm, view or View(gm.graph, outer, self.knowledge, body))
+        try:
+            for make in registered():
+                view = self._operator(make, gm, view or View(gm.graph, outer, self.knowledge, body))
+        finally:
+            if view is not first:
+                gm.recompile()
         modes = modes_of(gm.graph, outer)
         # Bodies of higher-order operators (activation checkpointing) are graphs of their own.
         for node in gm.graph.find_nodes(op="get_attr"):
@@ -132,8 +136,6 @@ class _Pass:
                 edit.undo()
                 what, found = "a graph is compiled unrouted", Report()
             self.problem(what, error, gm.graph)
-        if edit.changed or edit.committed:
-            gm.recompile()
         self.report.extend(found)
         return None if edit.changed else view
 

@@ -67,6 +67,7 @@ class Effects:
         self.unknown: dict[fx.Node, None] = {}
         """Calls that PyTorch could not be asked about."""
         self._described: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._storages: dict[fx.Node, tuple[int, ...]] = {}
 
     def of(self, node: fx.Node) -> Effect:
         """Returns what ``node`` does to its tensor arguments."""
@@ -82,7 +83,7 @@ class Effects:
             return Effect(known=False)
         if node.op not in ("call_function", "call_method") or compat.mode_change(node) is not None:
             return _NONE
-        if not any(tensors_in(example(n)) for n in node.all_input_nodes):
+        if not any(map(self.storages, node.all_input_nodes)):
             return _NONE
         if isinstance(node.target, torch._ops.OpOverload):
             return self._of_schema(node)
@@ -99,9 +100,10 @@ class Effects:
         if isinstance(tree, fx.Node):
             return self._key(example(tree))
         if isinstance(tree, torch.Tensor):
-            if id(tree) not in self._described:
-                self._described[id(tree)] = tree, _description(tree)
-            return self._described[id(tree)][1]
+            known = self._described.get(id(tree))
+            if known is None:
+                known = self._described[id(tree)] = tree, _description(tree)
+            return known[1]
         if isinstance(tree, (list, tuple)):
             return type(tree).__name__, *map(self._key, tree)
         if isinstance(tree, dict):
@@ -121,8 +123,16 @@ class Effects:
         """Returns (position, storage, node) of every tensor that a node changes in place."""
         found = []
         for i, node in enumerate(graph.nodes):
-            for target in self.written(node):
-                found += [(i, compat.storage_key(t), node) for t in tensors_in(example(target))]
+            effect = self.of(node)
+            if effect.writes or not effect.known:
+                found += [(i, storage, node) for target in self.written(node) for storage in self.storages(target)]
+        return found
+
+    def storages(self, node: fx.Node) -> tuple[int, ...]:
+        """Returns the memory of each tensor of a node's result."""
+        found = self._storages.get(node)
+        if found is None:
+            found = self._storages[node] = tuple(map(compat.storage_key, tensors_in(example(node))))
         return found
 
     def _of_schema(self, node: fx.Node) -> Effect:
@@ -138,7 +148,7 @@ class Effects:
         """
         arguments = [t for _, t in _tensor_arguments(node)]
         inside = {compat.storage_key(t) for t in arguments}
-        handed_on = any(compat.storage_key(t) in inside for t in tensors_in(example(node)))
+        handed_on = not inside.isdisjoint(self.storages(node))
         owner = node.graph.owning_module
         given = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         bodies = [b for b in given if isinstance(b, fx.GraphModule)]
@@ -146,12 +156,8 @@ class Effects:
             pure = not compat.may_mutate(node.target)
             return Effect(watches=handed_on) if pure else Effect(tuple(range(len(arguments))))
         for body in bodies:
-            inputs = {
-                compat.storage_key(t)
-                for n in body.graph.nodes
-                if n.op in ("placeholder", "get_attr")
-                for t in tensors_in(example(n))
-            }
+            starts = [n for n in body.graph.nodes if n.op in ("placeholder", "get_attr")]
+            inputs = {storage for n in starts for storage in self.storages(n)}
             if any(storage in inputs for _, storage, _ in self.events(body.graph)):
                 return Effect(tuple(range(len(arguments))), watches=handed_on)
         return Effect(watches=handed_on)

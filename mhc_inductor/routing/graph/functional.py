@@ -13,7 +13,7 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.routing.effects import Effects
 from mhc_inductor.routing.graph.run import run_fake
-from mhc_inductor.routing.graph.values import example, tensors_in
+from mhc_inductor.routing.graph.values import example
 
 _OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -113,31 +113,29 @@ def functional(graph: fx.Graph, effects: Effects, events: list[tuple[int, int, f
     A step stays in place where a view of the tensor from before is used after it.
     """
     writers = {node: effects.written(node) for _, _, node in events}
-    if not any(len(written) == 1 and _plain(node) is not None for node, written in writers.items()):
-        return Functional(graph)
-    return _Functionalised(graph, writers).result
+    steps = {node: written[0] for node, written in writers.items() if len(written) == 1 and _plain(node) is not None}
+    return _Functionalised(graph, effects, steps).result if steps else Functional(graph)
 
 
 class _Functionalised:
-    def __init__(self, graph: fx.Graph, writers: dict[fx.Node, list[fx.Node]]) -> None:
+    def __init__(self, graph: fx.Graph, effects: Effects, steps: dict[fx.Node, fx.Node]) -> None:
+        self.effects = effects
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.held: dict[int, list[fx.Node]] = collections.defaultdict(list)
         for node in graph.nodes:
-            for t in tensors_in(example(node)):
-                self.held[compat.storage_key(t)].append(node)
-        self.last = {node: max((self.order[u] for u in node.users), default=-1) for node in graph.nodes}
+            for storage in effects.storages(node):
+                self.held[storage].append(node)
         self.result = Functional(fx.Graph(graph.owning_module))
         self.now: dict[fx.Node, fx.Node] = {}
         self.same: dict[fx.Node, fx.Node] = {}
-        for node in graph.nodes:
+        for position, node in enumerate(graph.nodes):
             self.result.resolved[node] = {a: self.now[a] for a in node.all_input_nodes}
-            written = writers.get(node, [])
-            made = self._step(node, written[0]) if len(written) == 1 else None
+            made = self._step(node, steps[node]) if node in steps else None
             if made is None:
-                made = self.result.graph.node_copy(node, lambda n: self.now[n])
+                made = self.result.graph.node_copy(node, self.now.__getitem__)
                 self.result.origin[made] = node
                 self.now[node] = made
-            self.result.since[made] = self.order[node]
+            self.result.since[made] = position
             self.result.reader[made] = node
 
     def _step(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
@@ -146,12 +144,12 @@ class _Functionalised:
         root, fake = self.same.get(before, before), example(before)
         if plain is None or not isinstance(fake, torch.Tensor):
             return None
-        shared = self.held[compat.storage_key(fake)]
-        family = [n for n in shared if self.order[n] < self.order[node] and self.same.get(n, n) is root]
-        others = [n for n in shared if n not in family and n is not node]
-        if any(self.order[n] < self.order[node] < self.last[n] for n in others):
+        at = self.order[node]
+        earlier = [n for n in self.held[self.effects.storages(before)[0]] if self.order[n] < at]
+        family = [n for n in earlier if self.same.get(n, n) is root]
+        if any(self.order[u] > at for n in earlier if self.same.get(n, n) is not root for u in n.users):
             return None
-        if root.op not in ("call_function", "call_method") or not _owns(root):
+        if root.op not in ("call_function", "call_method") or not self._owns(root):
             return None
         made = _made(self.result.graph, node, plain, self.now, fake)
         if made is None:
@@ -163,14 +161,10 @@ class _Functionalised:
         self.result.made[made] = node
         return made
 
-
-def _owns(root: fx.Node) -> bool:
-    """Whether a node's result is a tensor of its own, no view of another."""
-    fake = example(root)
-    if not isinstance(fake, torch.Tensor):
-        return False
-    key = compat.storage_key(fake)
-    return all(compat.storage_key(t) != key for a in root.all_input_nodes for t in tensors_in(example(a)))
+    def _owns(self, root: fx.Node) -> bool:
+        """Whether a node's result is a tensor of its own, no view of another."""
+        key, of = self.effects.storages(root), self.effects.storages
+        return isinstance(example(root), torch.Tensor) and not any(key[0] in of(a) for a in root.all_input_nodes)
 
 
 def _made(copy: fx.Graph, node: fx.Node, plain: tuple[str, Any], now: dict[fx.Node, fx.Node], fake: Any) -> Any:

@@ -70,7 +70,7 @@ class Value:
 
 def _shape_of(tensor: torch.Tensor, fixed: Mapping[str, int]) -> tuple[Size, ...]:
     shape = tuple(tensor.shape)
-    return _numbers(shape) if _plain(shape) else tuple(size_of(s, fixed) for s in shape)
+    return _numbers(shape) if _NUMBERS.issuperset(map(type, shape)) else tuple(size_of(s, fixed) for s in shape)
 
 
 @functools.lru_cache(1 << 12)
@@ -78,9 +78,8 @@ def _numbers(shape: tuple[int, ...]) -> tuple[Size, ...]:
     return tuple(size_of(s, {}) for s in shape)
 
 
-def _plain(sizes: tuple[Any, ...]) -> bool:
-    """Whether all sizes are Python's numbers: others must not be hashed, which could ask for their value."""
-    return all(type(s) is int for s in sizes)
+_NUMBERS = frozenset((int,))
+"""The type of sizes that are plain numbers: others must not be hashed, which could ask for their value."""
 
 
 def _alias(value: Value, of: Value) -> None:
@@ -156,7 +155,15 @@ def _map(fn: Any, tree: Any) -> Any:
 
 def example(node: fx.Node) -> Any:
     """The fake value, or values, that Dynamo left in a node."""
-    return node.meta.get("example_value", node.meta.get("val"))
+    found = node.meta.get("example_value")
+    return node.meta.get("val") if found is None else found
+
+
+def is_tensors(fake: Any) -> bool:
+    """Whether a node's fake value is one tensor, or a list of nothing else."""
+    if isinstance(fake, torch.Tensor):
+        return True
+    return isinstance(fake, (tuple, list)) and all(isinstance(e, torch.Tensor) for e in fake)
 
 
 def name_of(node: fx.Node) -> str:
@@ -187,6 +194,7 @@ class Values:
         self.templates = templates
         self.fixed: dict[str, int] = {}
         self._of: dict[fx.Node, Any] = {}
+        self._inspectable: dict[fx.Node, bool] = {}
 
     @functools.cached_property
     def hints(self) -> dict[str, int]:
@@ -204,25 +212,24 @@ class Values:
 
     def forget(self, fixed: Mapping[str, int]) -> None:
         """Count the symbols of ``fixed`` as their present values, and no other."""
-        self.fixed = dict(fixed)
-        self._of.clear()
+        if self.fixed != fixed:
+            self.fixed = dict(fixed)
+            self._of.clear()
 
     def of(self, node: fx.Node) -> Any:
         """The :class:`Value` of a tensor node, a tuple of them, or None."""
-        if node not in self._of:
-            self._of[node] = self._make(node)
-        return self._of[node]
+        try:
+            return self._of[node]
+        except KeyError:
+            found = self._of[node] = self._make(node)
+            return found
 
     def _make(self, node: fx.Node) -> Any:
         fake = example(node)
         if isinstance(fake, torch.Tensor):
             pending = self._expand if self.inspectable(node) else None
             return Value(fake, self.fixed, node, pending)
-        if isinstance(fake, (tuple, list)) and all(isinstance(e, torch.Tensor) for e in fake):
-            if not self.inspectable(node):
-                return None
-            return self._call(node)
-        return None
+        return self._call(node) if is_tensors(fake) and self.inspectable(node) else None
 
     @functools.cached_property
     def transformed(self) -> set[fx.Node]:
@@ -237,6 +244,12 @@ class Values:
 
     def inspectable(self, node: fx.Node) -> bool:
         """Whether a node is a call of PyTorch's own operations that changes none of its arguments."""
+        found = self._inspectable.get(node)
+        if found is None:
+            found = self._inspectable[node] = self._own_call(node)
+        return found
+
+    def _own_call(self, node: fx.Node) -> bool:
         if node.op not in ("call_method", "call_function") or node in self.transformed or self.writes(node):
             return False
         if node.op == "call_method":
@@ -381,7 +394,7 @@ def _functional(func: Any) -> Any:
 def _signature(t: torch.Tensor) -> Any:
     shape: tuple[Any, ...] = tuple(t.shape)
     stride: tuple[Any, ...] = t.stride()
-    if not _plain(shape) or not _plain(stride):
+    if not _NUMBERS.issuperset(map(type, (*shape, *stride))):
         shape, stride = tuple(map(str, shape)), tuple(map(str, stride))
     return ("tensor", shape, stride, t.dtype, t.device)
 

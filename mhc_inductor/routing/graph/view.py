@@ -18,7 +18,7 @@ from mhc_inductor import compat
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.effects import Effects, Modes, modes_of
 from mhc_inductor.routing.graph.functional import functional
-from mhc_inductor.routing.graph.values import Value, Values, example, tensors_in
+from mhc_inductor.routing.graph.values import Value, Values, example, is_tensors, tensors_in
 
 
 class Knowledge:
@@ -73,9 +73,8 @@ class View:
         """The nodes that a result or an effect needs. Dynamo leaves dead code in its graphs."""
         live: set[fx.Node] = set()
         for node in reversed(self.nodes):
-            call = node.op in ("call_function", "call_method")
-            pure = call and self.values.inspectable(node) and self.values.of(node) is not None
-            if not pure or any(user in live for user in node.users):
+            pure = self.values.inspectable(node) and is_tensors(example(node))
+            if not pure or not live.isdisjoint(node.users):
                 live.add(node)
         return live
 
@@ -118,8 +117,8 @@ class View:
         ``left``: only by steps that the view could not make functional. ``after``: a later position to start from.
         """
         writes, after = self._writes[left], self.defined(node) if after is None else after
-        for t in tensors_in(example(self.node(node))):
-            found = writes.get(compat.storage_key(t), [])
+        for storage in self.storages(node) if writes else ():
+            found = writes.get(storage, [])
             at = bisect.bisect_right(found, after)
             if at < len(found) and found[at] < before:
                 return True
@@ -127,8 +126,8 @@ class View:
 
     def writers(self, node: fx.Node, after: int, until: int) -> list[fx.Node]:
         """Returns the real nodes that write the memory of a view's node after a position, up to another."""
-        mine = {compat.storage_key(t) for t in tensors_in(example(self.node(node)))}
-        return [n for at, storage, n in self.events if storage in mine and after < at <= until]
+        mine = self.storages(node)
+        return [n for at, storage, n in self.events if after < at <= until and storage in mine]
 
     def defined(self, node: fx.Node) -> int:
         """Returns the position from which on the real node holds what the view's node does."""
@@ -139,9 +138,13 @@ class View:
         """The real nodes that hold each storage, in graph order."""
         found: dict[int, list[fx.Node]] = collections.defaultdict(list)
         for node in self.real.nodes:
-            for storage in {compat.storage_key(t) for t in tensors_in(example(node))}:
+            for storage in dict.fromkeys(self.effects.storages(node)):
                 found[storage].append(node)
         return found
+
+    def storages(self, node: fx.Node) -> tuple[int, ...]:
+        """Returns the memory of each tensor that the real node of a view's node holds."""
+        return self.effects.storages(self.node(node))
 
     # --- gradients ---
 
@@ -195,10 +198,8 @@ class View:
         if node in self.made:
             return [self.before[node]]
         step = self.reader.get(node, node)
-        mine = {compat.storage_key(t) for t in tensors_in(example(step))}
-        written = [
-            a for a in self.effects.written(step) if any(compat.storage_key(t) in mine for t in tensors_in(example(a)))
-        ]
+        mine = self.effects.storages(step)
+        written = [a for a in self.effects.written(step) if not {*mine}.isdisjoint(self.effects.storages(a))]
         return [self.resolved.get(step, {}).get(a, a) for a in written]
 
     @functools.cached_property
@@ -250,7 +251,7 @@ class View:
 
     def escapes(self, node: fx.Node) -> bool:
         """Whether the memory of a view's node is returned by the graph, or written in place later."""
-        storages = {compat.storage_key(t) for t in tensors_in(example(node))}
+        storages = {*self.effects.storages(node)}
         todo, seen = [node], {node}
         while todo:
             for user in todo.pop().users:
@@ -259,7 +260,7 @@ class View:
                 if user in seen:
                     continue
                 seen.add(user)
-                if storages & {compat.storage_key(t) for t in tensors_in(example(user))}:
+                if not storages.isdisjoint(self.effects.storages(user)):
                     todo.append(user)
         return self.overwritten(node)
 
