@@ -206,3 +206,18 @@ def test_in_place_activations_of_modules_in_the_sublayer() -> None:
         return post(p["x"], F.leaky_relu(net(h_in), 0.1, True), h_post, res)
 
     check(program, mhc_leaves(), routed=MHC)
+
+
+@pytest.mark.parametrize("write", ["detached", "select_written", "set_data", "packet_returning"])
+def test_a_write_after_two_operators_replaced_what_it_writes(write: str) -> None:
+    """The fused op takes the place of ops that took the formula's: views of the first tensor are views of the last."""
+    leaves = mhc_leaves()
+
+    def fn(p: Leaves) -> Any:
+        x = block(p["x"], p)
+        h, hp, r = pre(x, p)
+        with torch.no_grad():
+            WRITES[write](h)
+        return post(x, torch.tanh(h @ p["w"]), hp, r), h
+
+    check(fn, leaves)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from mhc_inductor import compat
 from mhc_inductor.routing.effects import Modes
@@ -437,6 +438,7 @@ class Edit:
         """
         gone = self._unneeded()
         self.committed = True
+        self._share_memory()
         parents = [a for node in gone for a in node.all_input_nodes]
         for node in sorted(gone, key=self.view.position.__getitem__, reverse=True):
             self.graph.erase_node(node)
@@ -449,6 +451,35 @@ class Edit:
             todo += node.all_input_nodes
             erased.add(node)
             self.graph.erase_node(node)
+
+    def _share_memory(self) -> None:
+        """Makes views of what was replaced views of what took its place, in the fake tensors that the next operator sees."""
+        for old in self._learned:
+            new = self._new[old]
+            t = example(self.view.node(old))
+            if new not in self._copies and isinstance(t, torch.Tensor):
+                self._moved(compat.storage_key(t), new)
+
+    def _moved(self, key: int, new: fx.Node) -> None:
+        to, mode = example(new), compat.fake_mode_of([example(new)])
+
+        def moved(t: torch.Tensor) -> torch.Tensor:
+            if compat.storage_key(t) != key:
+                return t
+            # Whose memory it is counts here, not where in it.
+            return to.new_empty(0, dtype=t.dtype).set_(to.untyped_storage(), 0, t.shape, t.stride())
+
+        todo, seen = [new], {new}
+        while todo:
+            for user in todo.pop().users:
+                if user in seen or key not in map(compat.storage_key, tensors_in(example(user))):
+                    continue
+                seen.add(user)
+                todo.append(user)
+                user.meta[GRAD] = self.view.flows(user)
+                with mode or contextlib.nullcontext(), torch.no_grad():
+                    user.meta["example_value"] = tree_map_only(torch.Tensor, moved, example(user))
+                self.view.effects.forget(user)
 
     def _unneeded(self) -> set[fx.Node]:
         """The real nodes of the formulas that nothing else reads, in-place steps on their own tensors included."""

@@ -135,6 +135,10 @@ class Effects:
             found = self._storages[node] = tuple(map(compat.storage_key, tensors_in(example(node))))
         return found
 
+    def forget(self, node: fx.Node) -> None:
+        """Forgets the memory of a node whose example value is another now."""
+        self._storages.pop(node, None)
+
     def _of_schema(self, node: fx.Node) -> Effect:
         arguments = [*_tensor_arguments(node)]
         written = [*_written_arguments(node.target, node.args, node.kwargs)]
