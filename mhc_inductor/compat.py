@@ -520,6 +520,11 @@ def uncompiled(fn: Any) -> Any:
     return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 
+def hides_writes(node: Any) -> bool:
+    """Whether a node of a Dynamo graph is ``t.data``, through which autograd sees no write. torch 2.11 to 2.15."""
+    return node.target is getattr(torch._C._autograd, "_get_data_attr", None) and node.op == "call_function"
+
+
 def mode_change(node: Any) -> tuple[str, Any] | None:
     """What a node of a Dynamo graph changes of the modes: (kind, new value, or the node that it closes). torch 2.11 to 2.15.
 

@@ -221,3 +221,27 @@ def test_a_write_after_two_operators_replaced_what_it_writes(write: str) -> None
         return post(x, torch.tanh(h @ p["w"]), hp, r), h
 
     check(fn, leaves)
+
+
+@pytest.mark.parametrize("write", ["imul", "zero_", "packet", "set_data"])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_an_input_written_after_the_op_that_keeps_it(which: str, write: str) -> None:
+    """PyTorch's attention keeps scaled copies for its backward, the op the tensors themselves."""
+
+    def program(p: Leaves) -> Any:
+        given = {**p, which: p[which] * 1.0}
+        o = sdpa(given)
+        with torch.no_grad():
+            WRITES[write](given[which])
+        return o, given[which] * 2
+
+    check(program, selection_leaves(), named=["selection"])
+
+
+def test_coefficients_that_autograd_does_not_keep_are_returned_and_written() -> None:
+    def program(p: Leaves) -> Any:
+        x = p["x"].detach()
+        h, hp, r = pre(x, p)
+        return r, hp, post(x, torch.tanh(h @ p["w"]), hp, r.transpose(-1, -2))
+
+    check(program, mhc_leaves(), named=["mhc"])

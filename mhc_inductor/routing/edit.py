@@ -27,6 +27,7 @@ from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import GRAD, View
 from mhc_inductor.routing.operator import Match, Mismatch, Unplaced, Verdict
 from mhc_inductor.routing.rounding import check_roundings
+from mhc_inductor.routing.saved import changed_later, saved_by
 
 Pairs = Sequence[tuple[Value, fx.Node]]
 Emit = Callable[["Edit", Match], Iterable[tuple[Value, fx.Node]]]
@@ -72,7 +73,7 @@ class Edit:
         self._learned: list[fx.Node] = []
         self._regions: list[set[fx.Node]] = []
         self._copies: set[fx.Node] = set()
-        self._saved: set[fx.Node] = set()
+        self._saved: dict[fx.Node, set[int]] = {}
         self._seen: dict[int, int] = {}
         self._mark = (0, 0, 0, 0)
         self.committed = False
@@ -142,10 +143,6 @@ class Edit:
     def keep(self, node: fx.Node, value: Value) -> None:
         """Notes that a new ``node`` is what ``value`` is, before :meth:`as_like`: a later op may read it as it is."""
         self._unrounded[node] = node_of(value)
-
-    def saves(self, node: fx.Node) -> None:
-        """Notes that an op keeps the new ``node``, an output of it, for its backward."""
-        self._saved.add(node)
 
     def current(self, node: fx.Node) -> fx.Node:
         """Returns the real node that now holds what a node of the view, or a new node, stands for."""
@@ -343,11 +340,25 @@ class Edit:
         if not self.view.escapes(old):
             return False
         fresh = self._created[self._mark[0] :]
-        same = [n for n in fresh if mine in {compat.storage_key(t) for t in tensors_in(example(n))}]
-        # A step on a result must change nothing that the op's backward needs.
-        if any(self.needs_grad(n) and (n in self._saved or not self.needs_grad(new)) for n in same):
+        same = [n for n in fresh if self.needs_grad(n) and mine in self.view.effects.storages(n)]
+        # A step on a result must change nothing that a backward needs, a later op's included.
+        if any(n in self._unrounded or not self.needs_grad(new) for n in same):
+            return True
+        if any(mine in self._saved_memory(n) for n in fresh):
             return True
         return claimed.setdefault(mine, theirs) != theirs or self._repeats()
+
+    def _saved_memory(self, node: fx.Node) -> set[int]:
+        """The memory that the backward of a new node keeps."""
+        if node not in self._saved:
+            self._saved[node] = set()
+            if self.place is not None and self.needs_grad(node) and node.target is not operator.getitem:
+                saved = saved_by(node, self.needs_grad, self.place.modes)
+                inputs, outputs = saved or (set(node.all_input_nodes), range(len(tensors_in(example(node)))))
+                held = [t for a in inputs for t in tensors_in(example(a))]
+                held += [t for i, t in enumerate(tensors_in(example(node))) if i in outputs]
+                self._saved[node] = {compat.storage_key(t) for t in held}
+        return self._saved[node]
 
     def _repeats(self) -> bool:
         """Whether an op of several outputs may have been called on the same inputs before.
@@ -571,6 +582,7 @@ class Placement:
         overwritten = [n for n, look in looks.items() if view.written_between(n, at, after=look)]
         if any(view.written_between(n, looks[n] + 1, left=True) for n in overwritten):
             raise Mismatch(_WRITTEN, self.at)
+        overwritten += [n for n in changed_later(view, self.ins, region, at, modes) if n not in overwritten]
         return Place(anchor, view.modes[anchor], region, trace, overwritten, looks)
 
     def _looked_at(self, node: fx.Node, region: set[fx.Node]) -> int:

@@ -149,7 +149,7 @@ class View:
 
     def settle(self) -> None:
         """Looks at the graph's gradients as they are before the first edit."""
-        _ = self.roots, self.ends, self.holders, self.live, self.before
+        _ = self.roots, self.ends, self.holders, self.live, self.before, self.returned
 
     def flows(self, node: fx.Node) -> bool:
         """Whether gradients may be asked of a node of the view, of the graph itself, or of one that an edit made."""
@@ -262,6 +262,11 @@ class View:
                 if not storages.isdisjoint(self.effects.storages(user)):
                     todo.append(user)
         return self.overwritten(node)
+
+    @functools.cached_property
+    def returned(self) -> set[int]:
+        """The memory that the graph returns."""
+        return {key for node in self.graph.output_node().all_input_nodes for key in self.storages(node)}
 
     def overwritten(self, node: fx.Node) -> bool:
         """Whether the memory of a view's node is written in place later."""

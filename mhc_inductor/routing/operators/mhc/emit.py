@@ -41,8 +41,6 @@ class Emission:
         pairs = []
         for role, value in pre.outputs.items():
             got = edit.emit(operator.getitem, call, ROLES.index(role))
-            if role in ("post", "res"):
-                edit.saves(got)
             if not edit.view.flows(node_of(value)) and edit.needs_grad(got):
                 got = edit.emit("detach", got)
             same = pre.posts if role == "post" else [value]

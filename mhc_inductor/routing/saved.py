@@ -1,0 +1,99 @@
+"""What autograd keeps of a call for its backward, asked of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
+
+from mhc_inductor import compat
+from mhc_inductor.routing.effects import Modes
+from mhc_inductor.routing.graph.values import example, tensors_in
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operator import Mismatch
+
+
+def saved_by(node: fx.Node, flows: Callable[[fx.Node], bool], modes: Modes) -> tuple[set[fx.Node], set[int]] | None:
+    """Returns the inputs that the backward of a call keeps, and the positions of the results that it does.
+
+    The call runs once on fresh fake tensors, of which those require gradients for which ``flows`` says so. None where
+    PyTorch cannot run it alone.
+    """
+    mode = compat.fake_mode_of([t for a in node.all_input_nodes for t in tensors_in(example(a))])
+    if mode is None:
+        return None
+    kept: set[int] = set()
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.add(compat.storage_key(t))
+        return t
+
+    try:
+        with compat.modes_kept(), torch.enable_grad(), modes.entered(), mode, compat.no_new_guards(mode):
+            given = {a: tree_map_only(torch.Tensor, _fresh(flows(a)), example(a)) for a in node.all_input_nodes}
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                out = _call(node, args, kwargs)
+    except Exception:  # whatever it is that PyTorch cannot run alone
+        return None
+    inputs = {a for a, made in given.items() if any(compat.storage_key(t) in kept for t in tensors_in(made))}
+    return inputs, {i for i, t in enumerate(tensors_in(out)) if compat.storage_key(t) in kept}
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _fresh(flows: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    def fresh(t: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        return made.requires_grad_(flows and (t.is_floating_point() or t.is_complex()))
+
+    return fresh
+
+
+def changed_later(view: View, ins: Iterable[fx.Node], region: set[fx.Node], at: int, modes: Modes) -> list[fx.Node]:
+    """Returns the inputs that an op would keep for its backward, the formula does not, and somebody may change before it.
+
+    Those that the graph returns, and those written after position ``at``. Raises Mismatch for a tensor that is written
+    without autograd knowing of it: some of a formula's gradients see such a step and some do not.
+    """
+    ins = list(ins)
+    if not modes.grad or not any(map(view.flows, ins)):
+        return []
+    steps = {view.reader.get(n, n) for n in region}
+    found = []
+    for node in ins:
+        if any(w not in steps for w in view.writers(node, at, len(view.real_nodes))):
+            holders = [h for key in view.storages(node) for h in view.holders[key]]
+            if any(map(compat.hides_writes, holders)):
+                raise Mismatch("an input of the formula is written through its .data later", view.value(node))
+        elif node.op in ("placeholder", "get_attr") or view.returned.isdisjoint(view.storages(node)):
+            continue
+        if not _kept(view, node, region):
+            found.append(node)
+    return found
+
+
+def _kept(view: View, node: fx.Node, region: set[fx.Node]) -> bool:
+    """Whether autograd keeps a tensor, or a view of it, for the backward of a formula."""
+    mine = set(view.storages(node))
+    todo, seen = [node], {node}
+    while todo:
+        one = todo.pop()
+        for user in one.users:
+            if user not in region or user in seen:
+                continue
+            seen.add(user)
+            if mine & set(view.storages(user)):
+                todo.append(user)
+            elif view.modes_at(user).grad:
+                saved = saved_by(user, view.flows, view.modes_at(user))
+                if saved is not None and one in saved[0]:
+                    return True
+    return False
