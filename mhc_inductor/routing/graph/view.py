@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import fx
 
-from mhc_inductor import compat
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.effects import Effects, Modes, modes_of
 from mhc_inductor.routing.graph.functional import functional
