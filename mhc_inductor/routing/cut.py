@@ -76,7 +76,7 @@ class Cut:
         self.asked = [bool(self.view.ends.get(node_of(value), 0)) for value, _ in pairs]
         """For each result, whether the graph has a use for its gradient."""
         self.stood_for = edit.originals()
-        self.unrounded = {new: old for new, old in edit.unrounded().items() if old in self.ins}
+        self.unrounded = {new: old for new, old in edit.unrounded.items() if old in self.ins}
         self.formula = self._formula()
         self.op = self._op()
         self.inputs = list(dict.fromkeys([*self.formula.inputs, *self.op.inputs]))

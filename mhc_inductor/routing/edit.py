@@ -9,52 +9,29 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
 from mhc_inductor import compat
-from mhc_inductor.routing.effects import Modes
 from mhc_inductor.routing.graph.expressions import VIEWS, is_cast
 from mhc_inductor.routing.graph.index import Size, size_of
 from mhc_inductor.routing.graph.run import run_fake
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import GRAD, View
-from mhc_inductor.routing.operator import Match, Mismatch, Unplaced, Verdict
-from mhc_inductor.routing.rounding import check_roundings
-from mhc_inductor.routing.saved import changed_later, saved_by
+from mhc_inductor.routing.operator import Match, Mismatch, Verdict
+from mhc_inductor.routing.placement import TRACES, WRITTEN, Place, Placement, node_of
+from mhc_inductor.routing.saved import saved_by
+from mhc_inductor.routing.sweep import pure, share_memory, unneeded
+
+__all__ = ["Check", "Edit", "Emit", "Pairs", "node_of"]
 
 Pairs = Sequence[tuple[Value, fx.Node]]
 Emit = Callable[["Edit", Match], Iterable[tuple[Value, fx.Node]]]
 Check = Callable[["Edit", Match, Pairs], Verdict]
-_WRITTEN = "a tensor of the formula is changed in place within it"
-_TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack")
-
-
-def node_of(value: Value) -> fx.Node:
-    """Returns the view's node of a value. Raises Mismatch for one inside a composite operation."""
-    if value.node is None:
-        raise Mismatch("a tensor of the formula is inside a composite operation", value)
-    return value.node
-
-
-@dataclasses.dataclass
-class Place:
-    """Where an op goes: before ``anchor``, in ``modes``; ``region`` are the view's nodes of the formula, outputs included."""
-
-    anchor: fx.Node
-    modes: Modes
-    region: set[fx.Node]
-    trace: dict[str, Any]
-    overwritten: list[fx.Node]
-    """Inputs, as nodes of the view, that are written between the formula's first look at them and the anchor."""
-    looks: dict[fx.Node, int]
-    """Inputs, with the position just before the formula first reads each."""
 
 
 class Edit:
@@ -67,8 +44,10 @@ class Edit:
         self.verdict = Verdict()
         """What the check said of the last match."""
         self._new: dict[fx.Node, fx.Node] = {}
-        self._created: list[fx.Node] = []
-        self._unrounded: dict[fx.Node, fx.Node] = {}
+        self.created: list[fx.Node] = []
+        """The nodes that this and earlier matches made, each after those that it reads."""
+        self.unrounded: dict[fx.Node, fx.Node] = {}
+        """The nodes of the view that new nodes stand for in an op's own layout and dtype."""
         self._replaced: list[tuple[fx.Node, Any, Any]] = []
         self._learned: list[fx.Node] = []
         self._regions: list[set[fx.Node]] = []
@@ -87,7 +66,7 @@ class Edit:
         Raises Mismatch where something forbids it, and whatever ``emit`` raises; the graph is then as before.
         """
         self.view.settle()
-        mark = self._mark = len(self._created), len(self._replaced), len(self._learned), len(self._regions)
+        mark = self._mark = len(self.created), len(self._replaced), len(self._learned), len(self._regions)
         try:
             self.place = Placement(self.view, match).find()
             self._keep_overwritten(self.place)
@@ -98,7 +77,7 @@ class Edit:
                 self._replace(value, new)
             self._regions.append(self.place.region)
             self._note(self.place)
-            return self._created[mark[0] :]
+            return self.created[mark[0] :]
         except BaseException:
             self.undo(mark)
             raise
@@ -112,37 +91,33 @@ class Edit:
     @property
     def changed(self) -> bool:
         """Whether anything was edited."""
-        return bool(self._created or self._replaced)
+        return bool(self.created or self._replaced)
 
     def undo(self, mark: tuple[int, int, int, int] = (0, 0, 0, 0)) -> None:
         """Takes back every edit since ``mark``; nodes, arguments and users are as they were."""
         created, replaced, learned, regions = mark
         for user, args, kwargs in reversed(self._replaced[replaced:]):
             user.args, user.kwargs = args, kwargs
-        for node in reversed(self._created[created:]):
+        for node in reversed(self.created[created:]):
             self.graph.erase_node(node)
         for node in self._learned[learned:]:
             self._new.pop(node, None)
-        del self._replaced[replaced:], self._created[created:], self._learned[learned:], self._regions[regions:]
+        del self._replaced[replaced:], self.created[created:], self._learned[learned:], self._regions[regions:]
 
     @property
-    def created(self) -> list[fx.Node]:
-        """The nodes that this and earlier matches made, each after those that it reads."""
-        return self._created
+    def _fresh(self) -> list[fx.Node]:
+        """The nodes of the match that is being applied."""
+        return self.created[self._mark[0] :]
 
     def originals(self) -> dict[fx.Node, fx.Node]:
         """Returns the nodes of the view that new nodes stand for."""
         return {new: old for old, new in self._new.items()}
 
-    def unrounded(self) -> dict[fx.Node, fx.Node]:
-        """Returns the nodes of the view that new nodes stand for in an op's own layout and dtype."""
-        return self._unrounded
-
     # --- for operators ---
 
     def keep(self, node: fx.Node, value: Value) -> None:
         """Notes that a new ``node`` is what ``value`` is, before :meth:`as_like`: a later op may read it as it is."""
-        self._unrounded[node] = node_of(value)
+        self.unrounded[node] = node_of(value)
 
     def current(self, node: fx.Node) -> fx.Node:
         """Returns the real node that now holds what a node of the view, or a new node, stands for."""
@@ -171,7 +146,7 @@ class Edit:
     def create(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """Returns a new node, as :meth:`emit` does, from arguments that may hold nodes at any depth."""
         node = self.graph.create_node(op, target, tuple(args), dict(kwargs))
-        self._created.append(node)
+        self.created.append(node)
         mode = compat.fake_mode_of([t for n in self._nearby(node) for t in tensors_in(example(n))])
         # Tensors of positions have no input that would say that they are fake.
         with mode or contextlib.nullcontext():
@@ -285,10 +260,10 @@ class Edit:
     def _keep_overwritten(self, place: Place) -> None:
         """Copies inputs that are written before the op reads them, right where they are made."""
         for n, look in place.looks.items():
-            seen = min((self._seen[key] for key in self._storages(n) if key in self._seen), default=look)
+            seen = min((self._seen[key] for key in self.view.storages(n) if key in self._seen), default=look)
             # Another op knows the tensor under this name as it was before.
             if self.view.written_between(n, look + 1, left=True, after=min(seen, look)):
-                raise Mismatch(_WRITTEN, self.view.value(n))
+                raise Mismatch(WRITTEN, self.view.value(n))
         for node in place.overwritten:
             if self._new.get(node) in self._copies:
                 continue
@@ -306,18 +281,15 @@ class Edit:
     def _note(self, place: Place) -> None:
         """Notes from when on the ops know the tensors of a formula."""
         for n, look in [*place.looks.items(), *((n, self.view.defined(n)) for n in place.region)]:
-            for key in self._storages(n):
+            for key in self.view.storages(n):
                 self._seen[key] = min(look, self._seen.get(key, look))
-
-    def _storages(self, node: fx.Node) -> set[int]:
-        return {compat.storage_key(t) for t in tensors_in(example(self.view.node(node)))}
 
     def _settled(self, match: Match, pairs: Pairs) -> Pairs:
         """Checks each result against what it replaces, and keeps gradients and memory as the formula had them."""
         settled = []
-        memory = {compat.storage_key(t) for v in match.inputs for t in tensors_in(example(self.input(v)))}
-        claimed = {key: key for key in memory}
-        shared = collections.Counter(compat.storage_key(example(new)) for _, new in pairs)
+        memory = self.view.effects.storages
+        claimed = {key: key for v in match.inputs for key in memory(self.input(v))}
+        shared = collections.Counter(key for _, new in pairs for key in memory(new))
         for value, new in pairs:
             old = node_of(value)
             _check_alike(example(old), example(new), value)
@@ -325,26 +297,25 @@ class Edit:
                 self._check_reach(match, old, new)
             elif self.needs_grad(new):
                 new = self.emit("detach", new)
-            mine = compat.storage_key(example(new))
-            if self._apart(old, new, claimed, shared[mine] > 1):
+            if self._apart(old, new, claimed, max(map(shared.__getitem__, memory(new))) > 1):
                 new = self.emit("clone", new)
             settled.append((value, new))
         return settled
 
     def _apart(self, old: fx.Node, new: fx.Node, claimed: dict[int, int], shared: bool) -> bool:
         """Whether a result needs memory of its own: nothing may share it that did not share that of ``old``."""
-        mine, theirs = compat.storage_key(example(new)), compat.storage_key(example(self.view.node(old)))
+        memory = self.view.effects.storages
+        (mine,), (theirs,) = memory(new), self.view.storages(old)
         # PyTorch calls the hook of an op's own output with None where no gradient arrives; eager does not call it.
         if self.view.hooked(old) or (shared and self.view.overwritten(old)):
             return True
         if not self.view.escapes(old):
             return False
-        fresh = self._created[self._mark[0] :]
-        same = [n for n in fresh if self.needs_grad(n) and mine in self.view.effects.storages(n)]
+        same = [n for n in self._fresh if self.needs_grad(n) and mine in memory(n)]
         # A step on a result must change nothing that a backward needs, a later op's included.
-        if any(n in self._unrounded or not self.needs_grad(new) for n in same):
+        if any(n in self.unrounded or not self.needs_grad(new) for n in same):
             return True
-        if any(mine in self._saved_memory(n) for n in fresh):
+        if any(mine in self._saved_memory(n) for n in self._fresh):
             return True
         return claimed.setdefault(mine, theirs) != theirs or self._repeats()
 
@@ -365,15 +336,11 @@ class Edit:
 
         AOTAutograd makes one call of two equal ones, and lets their outputs share memory.
         """
-        calls = [n for n in self._created if isinstance(example(n), (tuple, list))]
-        mine = set(self._created[self._mark[0] :])
-        return any(
-            a.target == b.target and self._leaves(a) == self._leaves(b)
-            for a in calls
-            if a in mine
-            for b in calls
-            if b not in mine
+        mine, earlier = (
+            [n for n in nodes if isinstance(example(n), (tuple, list))]
+            for nodes in (self._fresh, self.created[: self._mark[0]])
         )
+        return any(a.target == b.target and self._leaves(a) == self._leaves(b) for a in mine for b in earlier)
 
     def _leaves(self, node: fx.Node) -> set[fx.Node]:
         """The inputs of the graph that a node depends on."""
@@ -387,21 +354,24 @@ class Edit:
 
     def _check_reach(self, match: Match, old: fx.Node, new: fx.Node) -> None:
         """Raises Mismatch where a parameter would get zeros that the model leaves without a gradient."""
-        made = set(self._created)
-        reached, todo = set(), [new]
-        while todo:
-            for parent in todo.pop().all_input_nodes:
-                if parent in made and parent not in reached and self.needs_grad(parent):
-                    todo.append(parent)
-                reached.add(parent)
         view, roots = self.view, 0
+        if not view.ends.get(old, 0):
+            return
+        given: dict[fx.Node, int] = collections.defaultdict(int)
         for value in match.inputs:
-            if self.input(value) in reached:
-                roots |= view.roots[node_of(value)]
+            given[self.input(value)] |= view.roots[node_of(value)]
+        reached, todo = {new}, [new]
+        while todo:
+            parents = [n for n in todo.pop().all_input_nodes if n not in reached]
+            reached.update(parents)
+            # What an input is made of, its own roots say.
+            todo += [n for n in parents if n not in given and n not in view.position and self.needs_grad(n)]
+        for node in reached & given.keys():
+            roots |= given[node]
         # A compiled graph is one node of autograd: each result has the gradients of all of them.
-        for result in view.results if view.ends.get(old, 0) else ():
+        for result in view.results:
             roots &= ~view.roots[result]
-        if view.ends.get(old, 0) and roots:
+        if roots:
             raise Mismatch(
                 "a parameter of another part of the formula would get zeros where the model gives it no gradient",
                 self.view.value(old),
@@ -410,10 +380,10 @@ class Edit:
     def _replace(self, value: Value, new: fx.Node) -> None:
         old = node_of(value)
         real = self.view.node(old)
-        for key in _TRACES:
+        for key in TRACES:
             if key in real.meta:
                 new.meta[key] = real.meta[key]
-        fresh = set(self._created[self._mark[0] :])
+        fresh = set(self._fresh)
         region = {self.view.reader.get(n, n) for n in self.place.region} if self.place else set()
         steps = {n for n in region if self.view.effects.written(n)}
         for user, a in self._readers(old, real, steps):
@@ -447,100 +417,19 @@ class Edit:
 
         Nothing is undone from here on: what is left where this fails is dead code.
         """
-        gone = self._unneeded()
+        gone = unneeded(self.view, {n for region in self._regions for n in region})
         self.committed = True
-        self._share_memory()
+        share_memory(self.view, {old: self._new[old] for old in self._learned if self._new[old] not in self._copies})
         parents = [a for node in gone for a in node.all_input_nodes]
         for node in sorted(gone, key=self.view.position.__getitem__, reverse=True):
             self.graph.erase_node(node)
         todo = [n for n in parents if n not in gone]
-        erased: set[fx.Node] = set()
         while todo:
             node = todo.pop()
-            if node in erased or node.users or not self._pure(node):
-                continue
-            todo += node.all_input_nodes
-            erased.add(node)
-            self.graph.erase_node(node)
-
-    def _share_memory(self) -> None:
-        """Makes views of what was replaced views of what took its place, in the fake tensors that the next operator sees."""
-        for old in self._learned:
-            new = self._new[old]
-            t = example(self.view.node(old))
-            if new not in self._copies and isinstance(t, torch.Tensor):
-                self._moved(compat.storage_key(t), new)
-
-    def _moved(self, key: int, new: fx.Node) -> None:
-        to, mode = example(new), compat.fake_mode_of([example(new)])
-
-        def moved(t: torch.Tensor) -> torch.Tensor:
-            if compat.storage_key(t) != key:
-                return t
-            # Whose memory it is counts here, not where in it.
-            return to.new_empty(0, dtype=t.dtype).set_(to.untyped_storage(), 0, t.shape, t.stride())
-
-        todo, seen = [new], {new}
-        while todo:
-            for user in todo.pop().users:
-                if user in seen or key not in map(compat.storage_key, tensors_in(example(user))):
-                    continue
-                seen.add(user)
-                todo.append(user)
-                user.meta[GRAD] = self.view.flows(user)
-                with mode or contextlib.nullcontext(), torch.no_grad():
-                    user.meta["example_value"] = tree_map_only(torch.Tensor, moved, example(user))
-                self.view.effects.forget(user)
-
-    def _unneeded(self) -> set[fx.Node]:
-        """The real nodes of the formulas that nothing else reads, in-place steps on their own tensors included."""
-        formulas = {n for region in self._regions for n in region}
-        formulas |= self._unread(formulas)
-        gone = {self.view.node(n) for n in formulas if n.op.startswith("call_")}
-        gone |= {n for n in self._written_only(gone)}
-        kept = True
-        while kept:
-            kept = False
-            # Readers come later in the graph: one look from its end settles all but what in-place steps hold.
-            for n in sorted(gone, key=self.view.position.__getitem__, reverse=True):
-                if any(u not in gone for u in n.users) or not self._removable(n, gone):
-                    gone.discard(n)
-                    kept = True
-        return gone
-
-    def _unread(self, formulas: set[fx.Node]) -> set[fx.Node]:
-        """What is computed from the formulas and never read: Dynamo leaves dead code in its graphs."""
-        found: set[fx.Node] = set()
-        todo = list(formulas)
-        while todo:
-            for user in todo.pop().users:
-                if user not in self.view.live and user not in found:
-                    found.add(user)
-                    todo.append(user)
-        return found
-
-    def _written_only(self, gone: set[fx.Node]) -> Iterator[fx.Node]:
-        """In-place steps on what the formulas made, whose results the view knows under another name."""
-        for _, _, node in self.view.events:
-            if all(n in gone for n in self.view.effects.written(node)):
-                yield node
-
-    def _removable(self, node: fx.Node, gone: set[fx.Node]) -> bool:
-        if example(node) is None and not self.view.effects.written(node):
-            return False
-        effect = self.view.effects.of(node)
-        if not effect.known or (effect.watches and not effect.writes):
-            return False
-        written = {compat.storage_key(t) for n in self.view.effects.written(node) for t in tensors_in(example(n))}
-        return all(holder in gone for s in written for holder in self.view.holders[s])
-
-    def _pure(self, node: fx.Node) -> bool:
-        if node.op == "get_attr":
-            return True
-        if node.op not in ("call_function", "call_method") or example(node) is None:
-            return False
-        effect = self.view.effects.of(node)
-        return effect.known and not effect.writes and not effect.watches and self.view.values.inspectable(node)
+            if node not in gone and not node.users and pure(self.view, node):
+                todo += node.all_input_nodes
+                gone.add(node)
+                self.graph.erase_node(node)
 
     def guard(self) -> None:
         """Lets the compile be specialised on the sizes that were taken as fixed."""
@@ -553,130 +442,6 @@ class Edit:
             for size in sizes:
                 if isinstance(size, torch.SymInt) and str(compat.expression(size)) in fixed:
                     int(size)
-
-
-class Placement:
-    """Finds where one match's op may stand."""
-
-    def __init__(self, view: View, match: Match) -> None:
-        self.view = view
-        self.match = match
-        self.ins = list(dict.fromkeys(node_of(v) for v in match.inputs))
-        self.outs = list(dict.fromkeys(node_of(v) for v in match.outputs))
-        self.at = self.match.start
-
-    def find(self) -> Place:
-        """Returns the position. Raises Mismatch, or Unplaced where inputs and results leave no room."""
-        view = self.view
-        region = self._region()
-        self._check_writes(region)
-        modes = self._modes(region)
-        self._check_watched(region)
-        self._check_outputs(region)
-        check_roundings(view, [*self.ins, *self.outs], region)
-        anchor = self._anchor(region, modes)
-        first = min(self.outs, key=view.defined)
-        trace: dict[str, Any] = {k: first.meta[k] for k in _TRACES[:2] if k in first.meta}
-        at = view.position.get(anchor, len(view.position))
-        looks = {n: self._looked_at(n, region) for n in self.ins}
-        overwritten = [n for n, look in looks.items() if view.written_between(n, at, after=look)]
-        if any(view.written_between(n, looks[n] + 1, left=True) for n in overwritten):
-            raise Mismatch(_WRITTEN, self.at)
-        overwritten += [n for n in changed_later(view, self.ins, region, at, modes) if n not in overwritten]
-        return Place(anchor, view.modes[anchor], region, trace, overwritten, looks)
-
-    def _looked_at(self, node: fx.Node, region: set[fx.Node]) -> int:
-        """The position just before the formula first reads an input; its definition where gradients saw it change."""
-        view = self.view
-        made = view.defined(node)
-        first = min((view.defined(u) for u in node.users if u in region), default=made + 1) - 1
-        writers = view.writers(node, made, first)
-        quiet = all(not view.modes[n].grad or not any(map(view.flows, n.all_input_nodes)) for n in writers)
-        return max(first, made) if quiet else made
-
-    def _region(self) -> set[fx.Node]:
-        """The view's nodes between inputs and outputs. Raises Unplaced where an input needs an output."""
-        ins, region, todo = set(self.ins), set(self.outs), list(self.outs)
-        while todo:
-            for parent in todo.pop().all_input_nodes:
-                known = parent in ins or parent in region or parent not in self.view.order
-                if not known and parent.op.startswith("call_"):
-                    region.add(parent)
-                    todo.append(parent)
-        floor = min(self.view.order[o] for o in self.outs)
-        outs, todo, seen = set(self.outs), list(self.ins), set(self.ins)
-        while todo:
-            node = todo.pop()
-            if node in outs:
-                raise Unplaced("an input of the op depends on its result", self.at)
-            for parent in node.all_input_nodes:
-                if parent not in seen and self.view.order.get(parent, -1) >= floor:
-                    seen.add(parent)
-                    todo.append(parent)
-        return region
-
-    def _check_writes(self, region: set[fx.Node]) -> None:
-        """Raises Mismatch where something that the view could not make functional writes within the formula."""
-        last = max(self.view.defined(o) for o in self.outs)
-        inside = any(self.view.written_between(n, last + 1, left=True) for n in region)
-        seen = {n: self._looked_at(n, region) for n in self.ins}
-        if inside or any(self.view.written_between(n, last + 1, left=True, after=at) for n, at in seen.items()):
-            raise Mismatch(_WRITTEN, self.at)
-
-    def _modes(self, region: set[fx.Node]) -> Modes:
-        """The modes of the formula. Raises Mismatch where they change within it."""
-        view = self.view
-        flowing = [n for n in region if any(view.flows(a) for a in n.all_input_nodes)]
-        # Reals without gradients may be computed in any grad mode.
-        grads = {view.modes_at(n).grad for n in flowing}
-        if len(grads) > 1:
-            raise Mismatch("gradients are switched on or off within the formula", self.at)
-        first = view.modes_at(min(self.outs, key=view.defined))
-        if len({view.modes_at(n).inference for n in region}) > 1:
-            raise Mismatch("inference mode is switched on or off within the formula", self.at)
-        return dataclasses.replace(first, grad=grads.pop()) if grads else first
-
-    def _check_watched(self, region: set[fx.Node]) -> None:
-        """Raises Mismatch where a hook, or anything that keeps a tensor, is on a value that goes away."""
-        outs = set(self.outs)
-        for node in region:
-            inside = any(u in region for u in node.users)
-            if node in outs and not inside:
-                continue
-            for user in node.users:
-                effect = self.view.effects.of(self.view.reader.get(user, user))
-                if user not in region and (effect.watches or not effect.known):
-                    raise Mismatch("a hook is on an intermediate result of the formula", self.view.value(node))
-
-    def _check_outputs(self, region: set[fx.Node]) -> None:
-        """Raises Mismatch where a result's memory is shared with something that stays, or written later under another name."""
-        view, outs = self.view, set(self.outs)
-        for node in self.outs:
-            if node in view.made and any(u in view.made and u not in region for u in node.users):
-                raise Mismatch("a result of the formula is changed in place later", self.at)
-            storages = {compat.storage_key(t) for t in tensors_in(example(node))}
-            for other in region - outs:
-                shared = storages & {compat.storage_key(t) for t in tensors_in(example(other))}
-                if shared and any(u not in region and u in view.live for u in other.users) and view.escapes(other):
-                    raise Mismatch("a result of the formula shares memory with another result", self.at)
-
-    def _anchor(self, region: set[fx.Node], modes: Modes) -> fx.Node:
-        """The node to insert before: the first result, or right after the last input where that is later."""
-        view = self.view
-        real = view.real_nodes
-        late = max((view.defined(n) for n in self.ins), default=-1)
-        start = min(view.defined(o) for o in self.outs)
-        uses = [view.defined(u) for o in self.outs for u in o.users if u not in region]
-        end = min(uses, default=len(real) - 1)
-        for at in (start, *range(max(late + 1, start), end + 1)):
-            if at > late and self._fits(view.modes[real[at]], modes):
-                return real[at]
-        if late >= end:
-            raise Unplaced("an input of the op is computed after one of its results is used", self.at)
-        raise Mismatch("gradients are switched on or off within the formula", self.at)
-
-    def _fits(self, here: Modes, wanted: Modes) -> bool:
-        return here.grad == wanted.grad and here.inference == wanted.inference
 
 
 def _check_alike(old: torch.Tensor, new: torch.Tensor, value: Value) -> None:

@@ -1,0 +1,160 @@
+"""The proof that an op may stand where a formula stood, made before the first node moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import fx
+
+from mhc_inductor.routing.effects import Modes
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operator import Match, Mismatch, Unplaced
+from mhc_inductor.routing.rounding import check_roundings
+from mhc_inductor.routing.saved import changed_later
+
+WRITTEN = "a tensor of the formula is changed in place within it"
+TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+def node_of(value: Value) -> fx.Node:
+    """Returns the view's node of a value. Raises Mismatch for one inside a composite operation."""
+    if value.node is None:
+        raise Mismatch("a tensor of the formula is inside a composite operation", value)
+    return value.node
+
+
+@dataclasses.dataclass
+class Place:
+    """Where an op goes: before ``anchor``, in ``modes``; ``region`` are the view's nodes of the formula, outputs included."""
+
+    anchor: fx.Node
+    modes: Modes
+    region: set[fx.Node]
+    trace: dict[str, Any]
+    overwritten: list[fx.Node]
+    """Inputs, as nodes of the view, that are written between the formula's first look at them and the anchor."""
+    looks: dict[fx.Node, int]
+    """Inputs, with the position just before the formula first reads each."""
+
+
+class Placement:
+    """Finds where one match's op may stand."""
+
+    def __init__(self, view: View, match: Match) -> None:
+        self.view = view
+        self.match = match
+        self.ins = list(dict.fromkeys(node_of(v) for v in match.inputs))
+        self.outs = list(dict.fromkeys(node_of(v) for v in match.outputs))
+        self.first = min(self.outs, key=view.defined)
+        self.at = match.start
+
+    def find(self) -> Place:
+        """Returns the position. Raises Mismatch, or Unplaced where inputs and results leave no room."""
+        view = self.view
+        region = self._region()
+        looks = {n: self._looked_at(n, region) for n in self.ins}
+        self._check_writes(region, looks)
+        modes = self._modes(region)
+        self._check_watched(region)
+        self._check_outputs(region)
+        check_roundings(view, [*self.ins, *self.outs], region)
+        anchor = self._anchor(region, modes)
+        trace: dict[str, Any] = {k: self.first.meta[k] for k in TRACES[:2] if k in self.first.meta}
+        at = view.position.get(anchor, len(view.position))
+        overwritten = [n for n, look in looks.items() if view.written_between(n, at, after=look)]
+        if any(view.written_between(n, looks[n] + 1, left=True) for n in overwritten):
+            raise Mismatch(WRITTEN, self.at)
+        overwritten += [n for n in changed_later(view, self.ins, region, at, modes) if n not in overwritten]
+        return Place(anchor, view.modes[anchor], region, trace, overwritten, looks)
+
+    def _looked_at(self, node: fx.Node, region: set[fx.Node]) -> int:
+        """The position just before the formula first reads an input; its definition where gradients saw it change."""
+        view = self.view
+        made = view.defined(node)
+        first = min((view.defined(u) for u in node.users if u in region), default=made + 1) - 1
+        writers = view.writers(node, made, first)
+        quiet = all(not view.modes[n].grad or not any(map(view.flows, n.all_input_nodes)) for n in writers)
+        return max(first, made) if quiet else made
+
+    def _region(self) -> set[fx.Node]:
+        """The view's nodes between inputs and outputs. Raises Unplaced where an input needs an output."""
+        ins, region, todo = set(self.ins), set(self.outs), list(self.outs)
+        while todo:
+            for parent in todo.pop().all_input_nodes:
+                known = parent in ins or parent in region or parent not in self.view.order
+                if not known and parent.op.startswith("call_"):
+                    region.add(parent)
+                    todo.append(parent)
+        floor = min(self.view.order[o] for o in self.outs)
+        outs, todo, seen = set(self.outs), list(self.ins), set(self.ins)
+        while todo:
+            node = todo.pop()
+            if node in outs:
+                raise Unplaced("an input of the op depends on its result", self.at)
+            for parent in node.all_input_nodes:
+                if parent not in seen and self.view.order.get(parent, -1) >= floor:
+                    seen.add(parent)
+                    todo.append(parent)
+        return region
+
+    def _check_writes(self, region: set[fx.Node], looks: dict[fx.Node, int]) -> None:
+        """Raises Mismatch where something that the view could not make functional writes within the formula."""
+        last = max(self.view.defined(o) for o in self.outs)
+        since = [*((n, None) for n in region), *looks.items()]
+        if any(self.view.written_between(n, last + 1, left=True, after=at) for n, at in since):
+            raise Mismatch(WRITTEN, self.at)
+
+    def _modes(self, region: set[fx.Node]) -> Modes:
+        """The modes of the formula. Raises Mismatch where they change within it."""
+        view = self.view
+        flowing = [n for n in region if any(view.flows(a) for a in n.all_input_nodes)]
+        # Reals without gradients may be computed in any grad mode.
+        grads = {view.modes_at(n).grad for n in flowing}
+        if len(grads) > 1:
+            raise Mismatch("gradients are switched on or off within the formula", self.at)
+        first = view.modes_at(self.first)
+        if len({view.modes_at(n).inference for n in region}) > 1:
+            raise Mismatch("inference mode is switched on or off within the formula", self.at)
+        return dataclasses.replace(first, grad=grads.pop()) if grads else first
+
+    def _check_watched(self, region: set[fx.Node]) -> None:
+        """Raises Mismatch where a hook, or anything that keeps a tensor, is on a value that goes away."""
+        outs = set(self.outs)
+        for node in region:
+            inside = any(u in region for u in node.users)
+            if node in outs and not inside:
+                continue
+            for user in node.users:
+                effect = self.view.effects.of(self.view.reader.get(user, user))
+                if user not in region and (effect.watches or not effect.known):
+                    raise Mismatch("a hook is on an intermediate result of the formula", self.view.value(node))
+
+    def _check_outputs(self, region: set[fx.Node]) -> None:
+        """Raises Mismatch where a result's memory is shared with something that stays, or written later under another name."""
+        view, outs = self.view, set(self.outs)
+        for node in self.outs:
+            if node in view.made and any(u in view.made and u not in region for u in node.users):
+                raise Mismatch("a result of the formula is changed in place later", self.at)
+            storages = {*view.effects.storages(node)}
+            for other in region - outs:
+                shared = not storages.isdisjoint(view.effects.storages(other))
+                if shared and any(u not in region and u in view.live for u in other.users) and view.escapes(other):
+                    raise Mismatch("a result of the formula shares memory with another result", self.at)
+
+    def _anchor(self, region: set[fx.Node], modes: Modes) -> fx.Node:
+        """The node to insert before: the first result, or right after the last input where that is later."""
+        view = self.view
+        real = view.real_nodes
+        late = max((view.defined(n) for n in self.ins), default=-1)
+        start = view.defined(self.first)
+        uses = [view.defined(u) for o in self.outs for u in o.users if u not in region]
+        end = min(uses, default=len(real) - 1)
+        for at in (start, *range(max(late + 1, start), end + 1)):
+            here = view.modes[real[at]]
+            if at > late and here.grad == modes.grad and here.inference == modes.inference:
+                return real[at]
+        if late >= end:
+            raise Unplaced("an input of the op is computed after one of its results is used", self.at)
+        raise Mismatch("gradients are switched on or off within the formula", self.at)
