@@ -1,9 +1,11 @@
-"""Softmaxes over masked scores that a model writes out as exp(scores) over a sum: they are named, and left alone."""
+"""Softmaxes over masked scores that stay, and must not stay in silence: written out as exp(scores) over a sum, or behind
+something that routing cannot see through."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -39,13 +41,22 @@ def masked_softmax(view: View, node: fx.Node) -> Masks | None:
     if value is None or value.func not in _POWERS or not value.shape:
         return None
     scores, summed = _exponent(value.args[_POWERS[value.func]])
-    if not scores.shape or not is_scores(whole(scores)):
-        return None
     weights = _Weights(view, value, node)
     if not (summed or weights.summed):
         return None
-    masks = Masks(view.values.fixed, view.values.hints)
-    return masks if _is_masked(scores, weights.guards, masks) else None
+    return masks_of(view, behind(view, scores)[0], weights.guards)
+
+
+def behind(view: View, scores: Value) -> tuple[Value, Value | None]:
+    """Returns the scores behind calls that routing cannot see through (hooks, in-place steps), and the last such call."""
+    cut = None
+    for _ in range(_REACH):
+        node = scores.node
+        of = view.value(node.all_input_nodes[0]) if node is not None and node.all_input_nodes else None
+        if scores.func is not None or of is None or of.shape != scores.shape:
+            break
+        scores, cut = of, cut or scores
+    return scores, cut
 
 
 def _exponent(value: Value) -> tuple[Value, bool]:
@@ -119,20 +130,27 @@ class _Weights:
         return False
 
 
-def _is_masked(value: Value, guards: list[tuple[Value, bool, Value]], masks: Masks) -> bool:
-    """Whether something hides scores; ``masks`` looks at it."""
+def masks_of(view: View, value: Value, guards: Iterable[tuple[Value, bool, Value]] = ()) -> Masks | None:
+    """Returns what hides some of the scores ``value``; None where nothing does.
+
+    ``guards``: masks, what they want, and where they are put on the exponentials.
+    """
+    if not value.shape or not is_scores(whole(value)):
+        return None
+    masks = Masks(view.values.fixed, view.values.hints)
     place = [*(var(Var(size)) for size in value.shape[:-1]), var(Key(value.shape[-1]))]
     ref, given = Ref(value, tuple(place)), list[Value]()
-    found = [mask for mask, _, _ in guards]
     sides: list[Ref] = []
     with contextlib.suppress(NotOurs, Unsupported, DynamicWidth, Mismatch):
         scores = Scores(ref, masks, [], given)
         sides += (dot(scores.ref) or ())[:2]
         scores.keys()
+    hidden = any(_hides(mask, ref, sides, masks) for mask in given)
     for mask, want, of in guards:
+        hidden = True
         with contextlib.suppress(Unsupported, DynamicWidth, Mismatch):
             masks.truth(operand(mask, Ref(of, ref.index)), want)
-    return bool(found) or any(_hides(mask, ref, sides, masks) for mask in given)
+    return masks if hidden else None
 
 
 def _hides(mask: Value, ref: Ref, sides: list[Ref], masks: Masks) -> bool:

@@ -28,7 +28,7 @@ from mhc_inductor.routing.operators.selection.attention import (
     sources,
 )
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY
-from mhc_inductor.routing.operators.selection.handmade import is_power, masked_softmax
+from mhc_inductor.routing.operators.selection.handmade import behind, is_power, masked_softmax, masks_of
 from mhc_inductor.routing.operators.selection.keys import Given, KeyData
 from mhc_inductor.routing.operators.selection.layouts import layout
 
@@ -39,6 +39,8 @@ _ORDINARY = (
     "the mask shows keys by position or padding (causal, sliding, documents), no selection: left to torch.compile"
 )
 _HANDMADE = "the softmax of the masked scores is written out as exp(scores) / sum; expected torch.softmax(scores, -1)"
+_CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
+_CUT = "a hook, or a step that routing cannot see through, stands between the masked scores and their softmax"
 _OPAQUE = (
     "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
     "expected one computed from starts and ends, blocks or indices of keys"
@@ -172,6 +174,21 @@ class Search:
             return []
         weights = Weights(self.view, value)
         weights.follow(node)
+        known = len(self.misses)
+        found = self._weighed(node, value, weights)
+        if not found and len(self.misses) == known:
+            self._unseen(node, value.args[0])
+        return found
+
+    def _unseen(self, node: fx.Node, scores: Value) -> None:
+        """Names a softmax whose scores, or what becomes of it, cannot be followed."""
+        scores, cut = behind(self.view, scores)
+        masks = masks_of(self.view, scores)
+        if masks is not None:
+            self._miss(_CHANGED if cut is None else _CUT, cut, node, ordinary=not masks.seen)
+
+    def _weighed(self, node: fx.Node, value: Value, weights: Weights) -> list[Found]:
+        """The attention that puts the softmax ``value`` to use."""
         recogniser = Recogniser(self.values, self.zero_rows)
         if len(weights.outs) != 1:
             count = len(weights.outs) or "no"
