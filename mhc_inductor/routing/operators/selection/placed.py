@@ -139,7 +139,7 @@ class Placed:
         j = Var(index.shape[d])
         place = self.whole(Ref(index, (*ref.index[:d], var(j), *ref.index[d + 1 :])))
         if place.data():
-            self.indices.take(index, ref.value.shape[d], wraps=False)
+            self.indices.take(index, ref.value.shape[d], False, self.whole)
         found = compared("eq", place, of_index(ref.index[d]))
         return [All(c.literals, (*c.bound, j)) for c in found]
 
@@ -181,7 +181,7 @@ class Placed:
             at = tuple(const(0) if s == ONE else var(v) for s, v in zip(i.shape, tail, strict=True))
             place = self.whole(Ref(i, at), self._wrap(ref.value, d))
             if place.data():
-                self.indices.take(i, ref.value.shape[d], wraps=True)
+                self.indices.take(i, ref.value.shape[d], True, self.whole)
             total = both(total, compared("eq", place, of_index(ref.index[d])))
         return [All(c.literals, (*c.bound, *(v for v in bound if v.size != ONE))) for c in total]
 
@@ -253,7 +253,7 @@ class Placed:
         """A whole number as an index; what is none becomes a variable with a condition in ``more``."""
         at = self.whole(ref, wrap)
         if at.data():
-            self.indices.take(ref.value, size, wraps=wrap is not None)
+            self.indices.take(ref.value, size, wrap is not None, self.whole)
         index = to_index(at)
         if index is not None:
             return index

@@ -83,7 +83,7 @@ class Search:
             if name_of(node) == "one_hot":
                 hot, classes = self.view.value(node), self.view.value(node.all_input_nodes[0])
                 if hot is not None and classes is not None:
-                    one.masks.indices.take(classes, hot.shape[-1], wraps=False)
+                    one.masks.indices.take(classes, hot.shape[-1], False, one.masks.whole)
 
     def _all(self) -> list[Found]:
         stages = [False, True]
