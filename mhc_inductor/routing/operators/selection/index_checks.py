@@ -15,7 +15,7 @@ from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.selection.elements import ARANGE, SHOWN, constant_of
+from mhc_inductor.routing.operators.selection.elements import ARANGE, FILLS, SHOWN, constant_of
 from mhc_inductor.routing.operators.selection.layouts import Layouts
 
 _PICKS = (aten.topk.default, aten.sort.default)
@@ -45,7 +45,7 @@ def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
         return each(*args[0])
     if func is aten.where.self:
         return each(*args[1:])
-    if func in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+    if func in FILLS:
         return each(args[0], args[2])
     if func in _CLAMPS:
         return _clamped(a, each)
