@@ -546,6 +546,43 @@ def test_a_softmax_by_hand_whose_exponentials_are_masked_is_named(how: str) -> N
     assert not compiled.report.near_misses[0].ordinary
 
 
+def _kept(t: Tensor) -> Tensor:
+    t.register_hook(lambda g: g * 0.5)
+    return t
+
+
+def _written(t: Tensor) -> Tensor:
+    t = t * 1.0
+    with torch.no_grad():
+        F.relu(t, True)
+    return t
+
+
+UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "hook": _kept,
+    "in place": _written,
+    "twice": lambda t: _kept(_kept(t)),
+}
+
+
+@pytest.mark.parametrize("by", ["position", "data"])
+@pytest.mark.parametrize("softmax", ["softmax", "no product", "by hand", "scaled weights"])
+@pytest.mark.parametrize("how", UNSEEN)
+def test_masked_scores_behind_what_routing_cannot_see_through_are_named(how: str, softmax: str, by: str) -> None:
+    def program(p: Leaves) -> Tensor:
+        mask = _tril(p) if by == "position" else heads(selected(p), p)
+        scores = filled(INF)(_scores(p), mask)
+        if softmax == "scaled weights":
+            weights = scores.softmax(-1) * 0.5
+        else:
+            scores = UNSEEN[how](scores)
+            weights = scores.exp() / scores.exp().sum(-1, True) if softmax == "by hand" else scores.softmax(-1)
+        return weights if softmax == "no product" else weights @ p["v"].repeat_interleave(2, 2).transpose(1, 2)
+
+    compiled = check(program, _masked_leaves(), named=["selection"], frozen=["bias"], modes=["train"], autograd=False)
+    assert all(miss.ordinary == (by == "position") for miss in compiled.report.near_misses)
+
+
 def test_exponentials_without_a_mask_or_a_sum_are_no_softmax_over_masked_scores() -> None:
     def program(p: Leaves) -> Any:
         s = _scores(p)

@@ -272,6 +272,9 @@ RAISING: dict[str, Callable[[Tensor], Tensor]] = {
     "gather": lambda x: torch.arange(12).expand(2, 6, 2, 12).gather(-1, x).unsqueeze(-1).eq(torch.arange(12)).any(-2),
     "index": lambda x: torch.eye(12, dtype=torch.bool)[x].any(-2),
     "one_hot": lambda x: F.one_hot(x, 12).bool().any(-2),
+    "one_hot of a sum": lambda x: F.one_hot(x + 1, 13)[..., 1:].bool().any(-2),
+    "scatter of a sum": lambda x: torch.zeros(*x.shape[:3], 13, dtype=torch.bool).scatter(-1, x + 1, True)[..., 1:],
+    "index of a sum": lambda x: torch.eye(13, dtype=torch.bool)[x + 1][..., 1:].any(-2),
     "embedding": lambda x: F.embedding(x, torch.eye(12)).bool().any(-2),
 }
 

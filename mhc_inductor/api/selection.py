@@ -68,7 +68,8 @@ def selection_attention(
 
     Ranges may be empty, unsorted, overlapping, negative or past the end; nothing else masks, so a causal model gives
     causal ranges. Where nothing is selected o is exactly 0, and so are the gradients. NaN and inf in keys and values
-    that a query does not select do not reach it.
+    that a query does not select do not reach it. NaN in a query reaches its row of o and dq, and the gradients of the
+    keys and values that it selects; a dense softmax under a mask would spread it to those of all keys.
 
     Args:
         q: ``[B, S, G, h, Dk]``, h query heads in each of G groups; bf16, fp16 or fp32 (fp64 without kernels).

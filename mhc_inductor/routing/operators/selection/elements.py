@@ -42,6 +42,7 @@ SUMS = {aten.sum.dim_IntList, aten.sum.default}
 ADD = (aten.add.Tensor, aten.add.Scalar)
 SUB = (aten.sub.Tensor, aten.sub.Scalar)
 MULTIPLY = (aten.mul.Tensor, aten.mul.Scalar)
+FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
 
 def rounded(known: float, dtype: torch.dtype) -> float:

@@ -16,11 +16,12 @@ from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var, product_of
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.selection.attention import Found, Source
 from mhc_inductor.routing.operators.selection.empty import EmptyRows
+from mhc_inductor.routing.operators.selection.found import Found
 from mhc_inductor.routing.operators.selection.layouts import Layouts
+from mhc_inductor.routing.operators.selection.operands import Source
 from mhc_inductor.routing.operators.selection.profit import Sizes, refusal
-from mhc_inductor.routing.operators.selection.ranges import ranges
+from mhc_inductor.routing.operators.selection.ranges import Numbers, ranges
 from mhc_inductor.routing.operators.selection.search import best, data_of, orders
 
 
@@ -54,7 +55,9 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     layouts.equal = one.masks.equal
     query, key, value = _operands(layouts, one, [s.ref for s in sources], dtype)
     op = torch.ops.mhc_inductor.selection_attention.default
-    keys = one.masks.indices.checked(layouts, ranges(layouts, one, device))
+    keys = one.masks.indices.checked(
+        layouts, ranges(layouts, one, device), lambda number, order: Numbers(layouts, order, device).of(number)
+    )
     call = edit.emit(op, query, key, value, keys, None, None, None, one.scale)
     new = edit.emit(operator.getitem, call, 0)
     new = EmptyRows(edit, call, [node_of(s.ref.value) for s in sources]).put(new, one.rows)

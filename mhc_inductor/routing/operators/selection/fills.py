@@ -2,9 +2,7 @@
 
 A masked score is a number F (``masked_fill``, ``where``), or the score plus F (an added mask), rounded in the dtype in which
 the model computes it. A key counts as masked where F is -inf, ``finfo.min`` of that dtype, or at most :data:`LOWEST`. Only
--inf is exact: with the others the op differs from the formula where all visible scores of a query are within 104 of F or
-below it and, in a query without a visible key, where an added F leaves something of a score after rounding. For -1e9
-added in fp32 that is a score of 32 or more in magnitude, for ``finfo.min`` one of 1e31.
+-inf is exact: docs/design.md, section 16, says where the others differ.
 """
 
 from __future__ import annotations

@@ -1,22 +1,26 @@
-"""Softmaxes over masked scores that a model writes out as exp(scores) over a sum: they are named, and left alone."""
+"""Softmaxes over masked scores that stay, and must not stay in silence: written out as exp(scores) over a sum, or behind
+something that routing cannot see through."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
+from collections.abc import Iterable
 
 import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import Ref, aten, step, whole
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported, Var, var
-from mhc_inductor.routing.graph.linear import Key, variables_of
+from mhc_inductor.routing.graph.expressions import Ref, aten, whole
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported
+from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.selection.attention import NotOurs, Scores, dot, guarded, is_scores
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY, SHOWN, constant_of, operand
+from mhc_inductor.routing.operators.selection.found import NotOurs
 from mhc_inductor.routing.operators.selection.masks import Masks
+from mhc_inductor.routing.operators.selection.operands import dot
+from mhc_inductor.routing.operators.selection.scores import Scores, at_key, is_scores
+from mhc_inductor.routing.operators.selection.weights import REACH, guarded, shows
 
 _NAMES = ("exp", "exp_", "exp2", "exp2_", "special_exp2", "expm1", "special_expm1", "pow")
 _POWERS = {aten.exp.default: 0, aten.exp2.default: 0, aten.expm1.default: 0, aten.pow.Scalar: 1}
@@ -25,7 +29,6 @@ _SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.linalg_vector_norm.default)
 _LOGS = (aten.logsumexp.default, aten._log_softmax.default)
 _MAXIMA = (aten.amax.default, aten.max.dim, *_LOGS)
 _FACTORS = (*MULTIPLY, aten.div.Tensor, aten.div.Scalar)
-_REACH = 16
 
 
 def is_power(node: fx.Node) -> bool:
@@ -39,13 +42,22 @@ def masked_softmax(view: View, node: fx.Node) -> Masks | None:
     if value is None or value.func not in _POWERS or not value.shape:
         return None
     scores, summed = _exponent(value.args[_POWERS[value.func]])
-    if not scores.shape or not is_scores(whole(scores)):
-        return None
     weights = _Weights(view, value, node)
     if not (summed or weights.summed):
         return None
-    masks = Masks(view.values.fixed, view.values.hints)
-    return masks if _is_masked(scores, weights.guards, masks) else None
+    return masks_of(view, behind(view, scores)[0], weights.guards)
+
+
+def behind(view: View, scores: Value) -> tuple[Value, Value | None]:
+    """Returns the scores behind calls that routing cannot see through (hooks, in-place steps), and the last such call."""
+    cut = None
+    for _ in range(REACH):
+        node = scores.node
+        of = view.value(node.all_input_nodes[0]) if node is not None and node.all_input_nodes else None
+        if scores.func is not None or of is None or of.shape != scores.shape:
+            break
+        scores, cut = of, cut or scores
+    return scores, cut
 
 
 def _exponent(value: Value) -> tuple[Value, bool]:
@@ -69,7 +81,7 @@ def _exponent(value: Value) -> tuple[Value, bool]:
 def _maximum(value: object) -> Value | None:
     """The maximum, or logarithm of a sum, of which ``value`` is made by steps on its elements."""
     todo = [value]
-    for _ in range(_REACH):
+    for _ in range(REACH):
         at = todo.pop(0) if todo else None
         if isinstance(at, Value):
             if at.func in _MAXIMA:
@@ -86,20 +98,17 @@ class _Weights:
         self.same: dict[Value, None] = {value: None}
         self.guards: list[tuple[Value, bool, Value]] = []
         self.summed = False
-        todo, seen = collections.deque([node]), {node}
-        while todo and len(seen) < _REACH:
-            for user in todo.popleft().users:
-                reached = view.value(user) if user.op.startswith("call_") and user in view.live else None
-                if user not in seen and reached is not None:
-                    seen.add(user)
-                    if self._passes(reached):
-                        todo.append(user)
+        self.view = view
+        view.descendants([node], self._passes, REACH)
 
-    def _passes(self, reached: Value) -> bool:
+    def _passes(self, user: fx.Node) -> bool:
+        reached = self.view.value(user)
+        if reached is None:
+            return False
         guard = guarded(reached, self.same)
         if guard is not None and guard.mask is not None:
             self.guards.append((guard.mask, guard.want, reached))
-        if guard is not None or (step(whole(reached)) is not None and reached.args[0] in self.same):
+        if guard is not None or shows(reached, self.same):
             self.same[reached] = None
             return True
         self.summed = self.summed or self._sums(reached)
@@ -108,7 +117,7 @@ class _Weights:
     def _sums(self, value: Value) -> bool:
         """Whether one call takes the sum of the exponentials."""
         todo, steps = [value], 0
-        while todo and steps < _REACH:
+        while todo and steps < REACH:
             at, steps = todo.pop(), steps + 1
             of = at.args[0] if at.func in _SUMS else None
             while isinstance(of, Value) and of not in self.same and (of.func is aten.abs.default or of.func in SHOWN):
@@ -119,20 +128,26 @@ class _Weights:
         return False
 
 
-def _is_masked(value: Value, guards: list[tuple[Value, bool, Value]], masks: Masks) -> bool:
-    """Whether something hides scores; ``masks`` looks at it."""
-    place = [*(var(Var(size)) for size in value.shape[:-1]), var(Key(value.shape[-1]))]
-    ref, given = Ref(value, tuple(place)), list[Value]()
-    found = [mask for mask, _, _ in guards]
+def masks_of(view: View, value: Value, guards: Iterable[tuple[Value, bool, Value]] = ()) -> Masks | None:
+    """Returns what hides some of the scores ``value``; None where nothing does.
+
+    ``guards``: masks, what they want, and where they are put on the exponentials.
+    """
+    if not value.shape or not is_scores(whole(value)):
+        return None
+    masks = Masks(view.values.fixed, view.values.hints)
+    ref, given = at_key(value, -1), list[Value]()
     sides: list[Ref] = []
     with contextlib.suppress(NotOurs, Unsupported, DynamicWidth, Mismatch):
         scores = Scores(ref, masks, [], given)
         sides += (dot(scores.ref) or ())[:2]
         scores.keys()
+    hidden = any(_hides(mask, ref, sides, masks) for mask in given)
     for mask, want, of in guards:
+        hidden = True
         with contextlib.suppress(Unsupported, DynamicWidth, Mismatch):
             masks.truth(operand(mask, Ref(of, ref.index)), want)
-    return bool(found) or any(_hides(mask, ref, sides, masks) for mask in given)
+    return masks if hidden else None
 
 
 def _hides(mask: Value, ref: Ref, sides: list[Ref], masks: Masks) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import aten
-from mhc_inductor.routing.graph.index import Size
+from mhc_inductor.routing.graph.expressions import Ref, aten, whole
+from mhc_inductor.routing.graph.index import ONE, Size, Var
+from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.selection.elements import ARANGE, SHOWN, constant_of
+from mhc_inductor.routing.operators.selection.elements import ARANGE, FILLS, SHOWN, constant_of
 from mhc_inductor.routing.operators.selection.layouts import Layouts
 
 _PICKS = (aten.topk.default, aten.sort.default)
@@ -43,7 +45,7 @@ def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
         return each(*args[0])
     if func is aten.where.self:
         return each(*args[1:])
-    if func in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+    if func in FILLS:
         return each(args[0], args[2])
     if func in _CLAMPS:
         return _clamped(a, each)
@@ -74,39 +76,52 @@ def _clamped(value: Value, each: Callable[..., bool]) -> bool:
     return all(inside) and (len(inside) == 2 or each(value.args[0]))
 
 
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """That ``index``, at each value of ``variables``, is in a dim of ``size``; ``wraps``: negative ones count from the end."""
+
+    index: Linear
+    variables: tuple[Var, ...]
+    size: Size
+    wraps: bool
+
+
 class Indices:
     """The index tensors of calls that a routed mask does without, and the sizes of the dims that they index."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Value, Size, bool], None] = {}
+        self._found: dict[tuple[Value, Size, bool], Check | None] = {}
 
-    def take(self, index: Value, size: Size, wraps: bool) -> None:
-        """Takes an index tensor into account; ``wraps``: negative ones count from the end."""
-        if index.dtype is torch.bool or in_range(index, size):
+    def take(self, index: Value, size: Size, wraps: bool, number: Callable[[Ref], Linear]) -> None:
+        """Takes an index tensor into account, as the ``number`` that an element is: both read the same tensors."""
+        key = (index, size, wraps)
+        if key in self._found or index.dtype is torch.bool or in_range(index, size):
             return
-        while index.node is None and index.func in SHOWN and isinstance(index.args[0], Value):
-            index = index.args[0]
-        if index.node is not None:
-            self._found[index, size, wraps] = None
+        ref = whole(index)
+        found = number(ref)
+        real = all(d.ref.value.node is not None for d in found.data())
+        variables = tuple(v for i in ref.index for v in i.variables() if v.size != ONE)
+        self._found[key] = Check(found, variables, size, wraps) if real and found.data() else None
 
     def values(self) -> list[Value]:
-        """Returns the tensors to check."""
-        return [index for index, _, _ in self._found]
+        """Returns the tensors that checks read."""
+        return [d.ref.value for check in self._found.values() if check is not None for d in check.index.data()]
 
-    def checked(self, layouts: Layouts, ranges: fx.Node) -> fx.Node:
+    def checked(self, layouts: Layouts, ranges: fx.Node, of: Callable[[Linear, list[Var]], fx.Node]) -> fx.Node:
         """Returns ``ranges``, computed such that an index out of range raises as in the model's own call.
 
-        An index into a dim whose size no input has, as a count of blocks of a sequence of any length, is not checked.
+        ``of`` emits a number, with a dim for each variable. An index into a dim whose size no input has, as a count of
+        blocks of a sequence of any length, is not checked.
         """
         emit = layouts.edit.emit
-        for value, size, wraps in self._found:
+        for check in filter(None, self._found.values()):
             try:
-                length = layouts.size(size)
+                length = layouts.size(check.size)
             except Mismatch:
                 continue
-            index = emit("reshape", emit("to", layouts.edit.input(value), torch.int64), -1)
+            index = emit("reshape", emit("to", of(check.index, list(check.variables)), torch.int64), -1)
             places = emit(torch.arange, length, device=example(index).device)
-            same = emit(operator.getitem, places, index) if wraps else emit("gather", places, 0, index)
+            same = emit(operator.getitem, places, index) if check.wraps else emit("gather", places, 0, index)
             # 0, or a whole turn.
             off = emit("remainder", emit(operator.sub, same, index), length)
             ranges = emit(operator.add, ranges, emit("to", emit("sum", off), example(ranges).dtype))

@@ -12,7 +12,7 @@ from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Datum, Floor, Key, Linear, mapped, of_size
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.selection.keys import All, Any_, Compare, Given, Literal
+from mhc_inductor.routing.operators.selection.keys import All, AnyOf, Compare, Given, Literal
 from mhc_inductor.routing.operators.selection.masks import Masks
 
 _MOST = 64
@@ -45,7 +45,7 @@ class Judge:
         self.t = t
         self.where: Value | None = next(reversed(masks.seen), None)
 
-    def intervals(self, keys: Any_) -> list[Interval]:
+    def intervals(self, keys: AnyOf) -> list[Interval]:
         """Each conjunction as an interval. Raises Unsupported, and TooLarge where an op would take more ranges than it is worth."""
         found = [one for conj in rolled(keys) for one in self._interval(conj)]
         if len(found) > _MOST:
@@ -169,19 +169,19 @@ def _odd(low: Linear, high: Linear) -> str:
 # --- unrolled loops ---
 
 
-def rolled(keys: Any_) -> Any_:
+def rolled(keys: AnyOf) -> AnyOf:
     """``keys`` with what differs by evenly spaced constant indices put under one variable."""
     groups: dict[object, list[tuple[tuple[int, ...], All]]] = {}
     for conj in keys:
         shape, constants = _shape(conj)
         groups.setdefault(shape if not conj.bound else object(), []).append((constants, conj))
-    total: Any_ = []
+    total: AnyOf = []
     for members in groups.values():
         total += _rolled([*dict(members).items()]) if len(members) > 1 else [members[0][1]]
     return total
 
 
-def _rolled(members: list[tuple[tuple[int, ...], All]]) -> Any_:
+def _rolled(members: list[tuple[tuple[int, ...], All]]) -> AnyOf:
     members = sorted(members, key=lambda m: m[0])
     columns = list(zip(*(constants for constants, _ in members), strict=True))
     steps = []

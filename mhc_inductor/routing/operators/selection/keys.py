@@ -55,10 +55,10 @@ class All:
         return [x.value for x in self.literals if isinstance(x, Compare)]
 
 
-Any_ = list[All]
+AnyOf = list[All]
 """A disjunction."""
-TRUE: Any_ = [All()]
-FALSE: Any_ = []
+TRUE: AnyOf = [All()]
+FALSE: AnyOf = []
 
 
 class KeyData(Unsupported):
@@ -70,27 +70,27 @@ class KeyData(Unsupported):
         self.value = ref.value
 
 
-def both(a: Any_, b: Any_) -> Any_:
+def both(a: AnyOf, b: AnyOf) -> AnyOf:
     if len(a) * len(b) > MOST:
         raise TooLarge("ways for a key to be seen", MOST)
     return [All(x.literals | y.literals, tuple(dict.fromkeys(x.bound + y.bound))) for x in a for y in b]
 
 
-def either(*parts: Any_) -> Any_:
+def either(*parts: AnyOf) -> AnyOf:
     total = list(dict.fromkeys(itertools.chain(*parts)))
     if len(total) > MOST:
         raise TooLarge("ways for a key to be seen", MOST)
     return total
 
 
-def _literal(kind: str, value: Linear) -> Any_:
+def _literal(kind: str, value: Linear) -> AnyOf:
     known = value.value
     if known is not None:
         return TRUE if {"le": known <= 0, "eq": known == 0, "ne": known != 0}[kind] else FALSE
     return [All(frozenset({Compare(kind, value)}))]
 
 
-def compared(op: str, a: Linear, b: Linear) -> Any_:
+def compared(op: str, a: Linear, b: Linear) -> AnyOf:
     """``a op b``."""
     d = a.minus(b)
     if op in ("eq", "ne"):
@@ -104,7 +104,7 @@ def has_data(conj: All) -> bool:
     return any(isinstance(x, Given) or x.value.data() for x in conj.literals)
 
 
-def opposite(literal: Literal) -> Any_:
+def opposite(literal: Literal) -> AnyOf:
     if isinstance(literal, Given):
         return [All(frozenset({Given(literal.ref, not literal.want)}))]
     if literal.kind == "le":
@@ -112,7 +112,7 @@ def opposite(literal: Literal) -> Any_:
     return _literal("ne" if literal.kind == "eq" else "eq", literal.value)
 
 
-def differences(terms: Sequence[tuple[float, All]]) -> Any_:
+def differences(terms: Sequence[tuple[float, All]]) -> AnyOf:
     """Counts of starts less counts of ends: whether some start is passed and its end is not."""
     ups = [e for f, c in terms if f == 1.0 and (e := eliminated(c)) is not None]
     downs = [e for f, c in terms if f == -1.0 and (e := eliminated(c)) is not None]
@@ -194,7 +194,7 @@ def free(conj: All) -> set[Var]:
     return found - set(conj.bound)
 
 
-def alike(a: Any_, b: Any_, t: Key) -> bool:
+def alike(a: AnyOf, b: AnyOf, t: Key) -> bool:
     """Whether ``a`` is ``b``, or says for which rows ``b`` holds for some key ``t``."""
     mine, theirs = ({_canonical(c, t, rows) for c in x if c is not None} for x, rows in ((a, False), (b, False)))
     return mine == theirs or {_canonical(c, t, True) for c in a} == theirs

@@ -56,7 +56,7 @@ from mhc_inductor.routing.operators.selection.keys import (
     MOST,
     TRUE,
     All,
-    Any_,
+    AnyOf,
     Given,
     KeyData,
     both,
@@ -148,22 +148,22 @@ class Masks(Placed):
 
     # --- booleans ---
 
-    def truth(self, ref: Ref, want: bool = True) -> Any_:
+    def truth(self, ref: Ref, want: bool = True) -> AnyOf:
         """When ``ref``, an element of a boolean (or nonzero) tensor, is ``want``. Raises Unsupported."""
 
-        def find() -> Any_:
+        def find() -> AnyOf:
             found = self._find(ref, want)
             self._note(ref, found)
             return found
 
-        found: Any_ = remembered(self._known, (ref, want), find, ref.value)
+        found: AnyOf = remembered(self._known, (ref, want), find, ref.value)
         return found
 
-    def _note(self, ref: Ref, found: Any_) -> None:
+    def _note(self, ref: Ref, found: AnyOf) -> None:
         if keyed(ref) and any(has_data(conj) for conj in found):
             self.seen[ref.value] = None
 
-    def _find(self, ref: Ref, want: bool) -> Any_:
+    def _find(self, ref: Ref, want: bool) -> AnyOf:
         value, func = ref.value, ref.value.func
         below = inner(ref)
         if below is not None:
@@ -210,14 +210,14 @@ class Masks(Placed):
             raise KeyData(ref)
         return [All(frozenset({Given(ref, want)}))]
 
-    def _nonzero(self, ref: Ref, want: bool) -> Any_:
+    def _nonzero(self, ref: Ref, want: bool) -> AnyOf:
         """Whether a number is not 0."""
         try:
             return compared("ne" if want else "eq", self.whole(ref), number(0))
         except Unsupported:
             return self._positive(self.count(ref), want)
 
-    def _comparison(self, ref: Ref, op: str, want: bool) -> Any_:
+    def _comparison(self, ref: Ref, op: str, want: bool) -> AnyOf:
         left, right = ref.value.args[:2]
         if not want:
             op = _OPPOSITE[op]
@@ -247,7 +247,7 @@ class Masks(Placed):
             raise
         return self._against(counted, op, known)
 
-    def _against(self, counted: Count, op: str, known: float) -> Any_:
+    def _against(self, counted: Count, op: str, known: float) -> AnyOf:
         """Whether a count is ``op`` a number: where 0 and every other count answer differently."""
         if not counted.exact or all(factor > 0 for factor, _ in counted.terms):
             below = _HOLDS[op](0.0, known)
@@ -262,7 +262,7 @@ class Masks(Placed):
             raise Unsupported
         return self._positive(counted, not below)
 
-    def _positive(self, counted: Count, want: bool) -> Any_:
+    def _positive(self, counted: Count, want: bool) -> AnyOf:
         """Whether a count is not 0."""
         if not want:
             found = self._positive(counted, True)
@@ -459,7 +459,7 @@ class Masks(Placed):
         """Operations that place numbers none of which is negative: the smallest stands for all."""
         each: list[Count] = []
 
-        def counted(r: Ref, want: bool) -> Any_:
+        def counted(r: Ref, want: bool) -> AnyOf:
             found = self.count(r)
             if not want or found.least < 0:
                 raise Unsupported
@@ -505,7 +505,7 @@ class Masks(Placed):
 
     # --- additive masks ---
 
-    def additive(self, ref: Ref, want: bool = True) -> Any_:
+    def additive(self, ref: Ref, want: bool = True) -> AnyOf:
         """Returns when an element of an additive mask is 0 (``want``), or not. Raises Unsupported."""
         below = uncast(ref)
         if below.value.func is None and keyed(below):
@@ -515,12 +515,12 @@ class Masks(Placed):
         self._note(ref, found)
         return found
 
-    def _zero(self, ref: Ref, want: bool) -> Any_:
+    def _zero(self, ref: Ref, want: bool) -> AnyOf:
         ref = uncast(ref)
-        found: Any_ = remembered(self._known, (ref, want, "zero"), lambda: self._find_zero(ref, want), ref.value)
+        found: AnyOf = remembered(self._known, (ref, want, "zero"), lambda: self._find_zero(ref, want), ref.value)
         return found
 
-    def _find_zero(self, ref: Ref, want: bool) -> Any_:
+    def _find_zero(self, ref: Ref, want: bool) -> AnyOf:
         value, func, args = ref.value, ref.value.func, ref.value.args
         known = constant_of(value)
         if known is not None:
@@ -548,7 +548,7 @@ class Masks(Placed):
         self._note(ref, found)
         return found
 
-    def _scaled(self, ref: Ref, want: bool) -> Any_:
+    def _scaled(self, ref: Ref, want: bool) -> AnyOf:
         """Whether ``ref``, which is multiplied by a number, is 0: ``1 - mask``, ``mask - 1``, or ``~mask``."""
         below = uncast(ref)
         if below.value.dtype is torch.bool:
@@ -565,7 +565,7 @@ class Masks(Placed):
             return self._zero(ref, want)
         return self._flag(operand(one, below), want)
 
-    def _flag(self, ref: Ref, want: bool) -> Any_:
+    def _flag(self, ref: Ref, want: bool) -> AnyOf:
         """Whether a number that is 0 or 1 is 1 (``want``)."""
         ref = uncast(ref)
         if ref.value.dtype is not torch.bool:

@@ -11,8 +11,8 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Match, Miss
 from mhc_inductor.routing.operators.kernels import kernels_of
-from mhc_inductor.routing.operators.selection.attention import OP
 from mhc_inductor.routing.operators.selection.emit import emit_attention, inputs_of
+from mhc_inductor.routing.operators.selection.found import OP
 from mhc_inductor.routing.operators.selection.sample import Sample
 from mhc_inductor.routing.operators.selection.search import Search
 

@@ -21,6 +21,7 @@ from mhc_inductor.routing.graph.linear import (
 )
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.selection.elements import (
+    FILLS,
     constant_of,
     keyed,
     operand,
@@ -31,7 +32,7 @@ from mhc_inductor.routing.operators.selection.keys import (
     FALSE,
     TRUE,
     All,
-    Any_,
+    AnyOf,
     Compare,
     Literal,
     both,
@@ -51,7 +52,7 @@ class Placed:
     sized: dict[Size, tuple[Value, int]]
     indices: Indices
 
-    def truth(self, ref: Ref, want: bool = True) -> Any_:
+    def truth(self, ref: Ref, want: bool = True) -> AnyOf:
         """When an element is ``want``."""
         raise NotImplementedError
 
@@ -59,17 +60,17 @@ class Placed:
         """An element of an integer tensor."""
         raise NotImplementedError
 
-    def _note(self, ref: Ref, found: Any_) -> None:
+    def _note(self, ref: Ref, found: AnyOf) -> None:
         """Remembers what says, from data, which keys a query sees."""
         raise NotImplementedError
 
-    def _structured(self, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_ | None:
+    def _structured(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf | None:
         """Operations that put elements of other tensors, or constants, in places that comparisons say."""
         value, func = ref.value, ref.value.func
         if func is aten.where.self:
             when, a, b = value.args
             return self._either_way(when, self._part(a, ref, want, of), self._part(b, ref, want, of), ref)
-        if func in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        if func in FILLS:
             x, when, fill = value.args
             return self._either_way(when, self._part(fill, ref, want, of), self._part(x, ref, want, of), ref)
         if func in (aten.tril.default, aten.triu.default):
@@ -106,7 +107,7 @@ class Placed:
             return both(more, of(below, want))
         return None
 
-    def _either_way(self, when: Any, a: Any_, b: Any_, ref: Ref) -> Any_:
+    def _either_way(self, when: Any, a: AnyOf, b: AnyOf, ref: Ref) -> AnyOf:
         """``a`` where ``when`` holds, else ``b``."""
         yes = both(self._side(when, ref, True), a) if a else FALSE
         if not b:
@@ -114,13 +115,13 @@ class Placed:
         # True there, or b: what holds need not be said again.
         return either(yes, b if a == TRUE else both(self._side(when, ref, False), b))
 
-    def _part(self, a: Any, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_:
+    def _part(self, a: Any, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
         known = constant_of(a)
         if known is not None:
             return of(filled(known, ref.value), want)
         return of(operand(a, ref), want)
 
-    def _triangle(self, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_:
+    def _triangle(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
         x, *rest = ref.value.args
         diagonal = of_scalar(rest[0] if rest else 0, self.fixed)
         ahead = of_index(ref.index[-1]).minus(of_index(ref.index[-2])).minus(diagonal)
@@ -130,7 +131,7 @@ class Placed:
         zero = of(filled(0.0, ref.value), want)
         return either(both(kept, of(Ref(x, ref.index), want)), both(left, zero))
 
-    def _hits(self, ref: Ref, d: int, index: Value) -> Any_:
+    def _hits(self, ref: Ref, d: int, index: Value) -> AnyOf:
         """Whether a scatter writes this element."""
         d = _dim(ref.value, d)
         for k, (a, b) in enumerate(zip(index.shape, ref.value.shape, strict=True)):
@@ -139,7 +140,7 @@ class Placed:
         j = Var(index.shape[d])
         place = self.whole(Ref(index, (*ref.index[:d], var(j), *ref.index[d + 1 :])))
         if place.data():
-            self.indices.take(index, ref.value.shape[d], wraps=False)
+            self.indices.take(index, ref.value.shape[d], False, self.whole)
         found = compared("eq", place, of_index(ref.index[d]))
         return [All(c.literals, (*c.bound, j)) for c in found]
 
@@ -161,7 +162,7 @@ class Placed:
             raise Unsupported
         self.equal.add(frozenset({a, b}))
 
-    def _put(self, ref: Ref, indices: Sequence[Any]) -> Any_:
+    def _put(self, ref: Ref, indices: Sequence[Any]) -> AnyOf:
         """Whether ``x[indices] = ...`` writes this element."""
         given = [i for i in indices if i is not None]
         if any(i.dtype is torch.bool for i in given):
@@ -181,17 +182,17 @@ class Placed:
             at = tuple(const(0) if s == ONE else var(v) for s, v in zip(i.shape, tail, strict=True))
             place = self.whole(Ref(i, at), self._wrap(ref.value, d))
             if place.data():
-                self.indices.take(i, ref.value.shape[d], wraps=True)
+                self.indices.take(i, ref.value.shape[d], True, self.whole)
             total = both(total, compared("eq", place, of_index(ref.index[d])))
         return [All(c.literals, (*c.bound, *(v for v in bound if v.size != ONE))) for c in total]
 
-    def _padded(self, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_:
+    def _padded(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
         x, pads, *rest = ref.value.args
         fill = constant_of(rest[0] if rest else 0.0)
         if fill is None:
             raise Unsupported
         within, index = TRUE, list(ref.index)
-        outside: list[Any_] = []
+        outside: list[AnyOf] = []
         for k in range(len(pads) // 2):
             d = len(index) - 1 - k
             before, after = pads[2 * k : 2 * k + 2]
@@ -209,7 +210,7 @@ class Placed:
         rest_ = both(either(*outside), of(filled(fill, ref.value), want)) if outside else FALSE
         return either(both(within, of(Ref(x, tuple(index)), want)), rest_)
 
-    def _joined(self, ref: Ref, want: bool, of: Callable[[Ref, bool], Any_]) -> Any_:
+    def _joined(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
         """A cat whose pieces the index spans."""
         d, pieces = joined(ref.value)
         at, start, total = of_index(ref.index[d]), number(0), FALSE
@@ -222,7 +223,7 @@ class Placed:
             start = end
         return total
 
-    def _gathered(self, ref: Ref) -> tuple[Ref, Any_] | None:
+    def _gathered(self, ref: Ref) -> tuple[Ref, AnyOf] | None:
         """The element that a gather reads, and the conditions on the variables that stand for its place."""
         func, args = ref.value.func, ref.value.args
         if func not in _GATHERS or not keyed(ref):
@@ -253,7 +254,7 @@ class Placed:
         """A whole number as an index; what is none becomes a variable with a condition in ``more``."""
         at = self.whole(ref, wrap)
         if at.data():
-            self.indices.take(ref.value, size, wraps=wrap is not None)
+            self.indices.take(ref.value, size, wrap is not None, self.whole)
         index = to_index(at)
         if index is not None:
             return index
@@ -261,7 +262,7 @@ class Placed:
         more[v] = Compare("eq", atom(v).minus(at))
         return var(v)
 
-    def _side(self, a: Any, ref: Ref, want: bool) -> Any_:
+    def _side(self, a: Any, ref: Ref, want: bool) -> AnyOf:
         known = constant_of(a)
         if known is not None:
             return TRUE if bool(known) == want else FALSE

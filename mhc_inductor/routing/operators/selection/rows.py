@@ -18,13 +18,13 @@ from mhc_inductor.routing.graph.linear import (
     placed,
 )
 from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.selection.elements import ADD, constant_of, operand
+from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of, operand
 from mhc_inductor.routing.operators.selection.fills import LOWEST
-from mhc_inductor.routing.operators.selection.keys import All, Any_, Compare, eliminated
+from mhc_inductor.routing.operators.selection.keys import All, AnyOf, Compare, eliminated
 from mhc_inductor.routing.operators.selection.masks import Masks
 
 
-def seen_by_all(keys: Any_, t: Key, masks: Masks) -> bool:
+def seen_by_all(keys: AnyOf, t: Key, masks: Masks) -> bool:
     """Whether some key ``t`` of ``keys`` exists whatever the other variables are: the own one, a first block, a top score."""
     for conj in keys:
         for each in _known(conj, masks):
@@ -151,7 +151,7 @@ def _top(conj: All, t: Key, masks: Masks) -> bool:
     return any(wanted <= c.literals and _not_empty(c, t) for c in _unmasked_scores(ref, masks))
 
 
-def _unmasked_scores(ref: Ref, masks: Masks) -> Any_:
+def _unmasked_scores(ref: Ref, masks: Masks) -> AnyOf:
     """The keys whose scores are not lowered, where exactly one mask lowers scores below all others."""
     value, args = ref.value, ref.value.args
     with contextlib.suppress(Unsupported, DynamicWidth, Mismatch):
@@ -160,7 +160,7 @@ def _unmasked_scores(ref: Ref, masks: Masks) -> Any_:
                 with contextlib.suppress(Unsupported):
                     if constant_of(a) is None and max((v for v in masks.possible(a) if v), default=0.0) <= LOWEST:
                         return masks.additive(operand(a, ref))
-        if value.func in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
+        if value.func in FILLS:
             fill = constant_of(args[2])
             if fill is not None and fill <= LOWEST:
                 return masks.truth(operand(args[1], ref), False)

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten, step, whole
+from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch, Miss
-from mhc_inductor.routing.operators.selection.attention import (
-    OP,
-    Found,
-    Guarded,
-    NotOurs,
-    Recogniser,
-    Source,
-    bare,
-    dot,
-    guarded,
-    sources,
-)
-from mhc_inductor.routing.operators.selection.elements import MULTIPLY
-from mhc_inductor.routing.operators.selection.handmade import is_power, masked_softmax
+from mhc_inductor.routing.operators.selection.attention import Recogniser
+from mhc_inductor.routing.operators.selection.found import OP, Found, NotOurs
+from mhc_inductor.routing.operators.selection.handmade import behind, is_power, masked_softmax, masks_of
 from mhc_inductor.routing.operators.selection.keys import Given, KeyData
 from mhc_inductor.routing.operators.selection.layouts import layout
+from mhc_inductor.routing.operators.selection.operands import Source, sources
+from mhc_inductor.routing.operators.selection.weights import Weights
 
 _CALL = "scaled_dot_product_attention"
 _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
-_REACH = 16
 _ORDINARY = (
     "the mask shows keys by position or padding (causal, sliding, documents), no selection: left to torch.compile"
 )
 _HANDMADE = "the softmax of the masked scores is written out as exp(scores) / sum; expected torch.softmax(scores, -1)"
+_CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
+_CUT = "a hook, or a step that routing cannot see through, stands between the masked scores and their softmax"
 _OPAQUE = (
     "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
     "expected one computed from starts and ends, blocks or indices of keys"
@@ -81,7 +72,7 @@ class Search:
             if name_of(node) == "one_hot":
                 hot, classes = self.view.value(node), self.view.value(node.all_input_nodes[0])
                 if hot is not None and classes is not None:
-                    one.masks.indices.take(classes, hot.shape[-1], wraps=False)
+                    one.masks.indices.take(classes, hot.shape[-1], False, one.masks.whole)
 
     def _all(self) -> list[Found]:
         stages = [False, True]
@@ -170,8 +161,22 @@ class Search:
         value = self.view.value(node)
         if value is None or value.func not in _SOFTMAXES:
             return []
-        weights = Weights(self.view, value)
-        weights.follow(node)
+        weights = Weights(self.view, value, node)
+        known = len(self.misses)
+        found = self._weighed(node, value, weights)
+        if not found and len(self.misses) == known:
+            self._unseen(node, value.args[0])
+        return found
+
+    def _unseen(self, node: fx.Node, scores: Value) -> None:
+        """Names a softmax whose scores, or what becomes of it, cannot be followed."""
+        scores, cut = behind(self.view, scores)
+        masks = masks_of(self.view, scores)
+        if masks is not None:
+            self._miss(_CHANGED if cut is None else _CUT, cut, node, ordinary=not masks.seen)
+
+    def _weighed(self, node: fx.Node, value: Value, weights: Weights) -> list[Found]:
+        """The attention that puts the softmax ``value`` to use."""
         recogniser = Recogniser(self.values, self.zero_rows)
         if len(weights.outs) != 1:
             count = len(weights.outs) or "no"
@@ -180,8 +185,7 @@ class Search:
             if recogniser.masked:
                 self._miss(reason, value, node, ordinary=not selects)
             return []
-        recognise = functools.partial(recogniser.written, value, weights.outs[0], weights.known, weights.same)
-        found = self._tried(recogniser, recognise, node)
+        found = self._tried(recogniser, functools.partial(recogniser.written, weights), node)
         if found and weights.dropped is not None:
             self._miss("the attention weights are dropped out", weights.dropped, node)
             return []
@@ -220,52 +224,6 @@ class Search:
 def _rows(ref: Ref) -> list[Size]:
     """The sizes of the variables, other than keys, that an element depends on."""
     return [v.size for v in variables_of(ref) if not isinstance(v, Key)]
-
-
-class Weights:
-    """What a softmax becomes: ``same`` are values that are the softmax but for rows without keys, ``known`` says how,
-    ``outs`` are their products with V, ``dropped`` is the one after a dropout."""
-
-    def __init__(self, view: View, softmax: Value) -> None:
-        self.view = view
-        self.known: dict[Value, Guarded] = {}
-        self.same: dict[Value, None] = {softmax: None}
-        self.outs: list[Value] = []
-        self.dropped: Value | None = None
-
-    def follow(self, node: fx.Node) -> None:
-        """Follows the softmax ``node`` to what is made of it."""
-        todo, seen = collections.deque([node]), {node}
-        while todo and len(seen) < _REACH:
-            for user in todo.popleft().users:
-                live = user.op.startswith("call_") and user in self.view.live
-                reached = self.view.value(user) if live else None
-                if user not in seen and reached is not None:
-                    seen.add(user)
-                    if self._passes(user, reached):
-                        todo.append(user)
-
-    def _passes(self, user: fx.Node, reached: Value) -> bool:
-        guard = guarded(reached, self.same)
-        if guard is None and name_of(user).startswith("dropout"):
-            source = self._dropout(reached, user)
-            if source is not None and source in self.same:
-                guard, self.dropped = Guarded(source), reached
-        if guard is not None:
-            self.known[reached] = guard
-        if guard is not None or (step(whole(reached)) is not None and reached.args[0] in self.same):
-            self.same[reached] = None
-            return True
-        if dot(bare(whole(reached))) is not None:
-            self.outs.append(reached)
-            return False
-        # The products of a sum of products.
-        return reached.func in MULTIPLY and any(a in self.same for a in reached.args[:2])
-
-    def _dropout(self, value: Value, node: fx.Node) -> Value | None:
-        """The first argument of a dropout that changes something."""
-        given = node.args[0] if node.args else None
-        return self.view.value(given) if isinstance(given, fx.Node) and step(whole(value)) is None else None
 
 
 def orders(one: Found) -> list[tuple[Ref, list[Var]]]:

@@ -1,0 +1,111 @@
+"""q, k, v and scores behind views, casts and products with numbers, and sums of products."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from mhc_inductor.routing.graph.expressions import Ref, aten, contraction, operands, reduction, step
+from mhc_inductor.routing.graph.index import Var
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operators.selection.elements import MULTIPLY
+
+DIVIDE = (aten.div.Tensor, aten.div.Scalar)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where q, k or v lies: an element of a node's value, and the dtype in which the attention reads it."""
+
+    ref: Ref
+    dtype: torch.dtype
+
+
+def sources(ref: Ref) -> Iterator[Source]:
+    """Returns the tensors that hold the same elements, the nearest first, behind views and casts to wider dtypes."""
+    dtype = ref.value.dtype
+    while True:
+        yield Source(ref, dtype)
+        below = step(ref)
+        if below is None or not _same_numbers(ref, below):
+            return
+        if torch.finfo(below.value.dtype).bits < torch.finfo(dtype).bits:
+            dtype = below.value.dtype
+        ref = below
+
+
+def _same_numbers(ref: Ref, below: Ref) -> bool:
+    """Whether a view or cast changes no number, or only by a rounding that autocast or an operation adds."""
+    now, before = ref.value.dtype, below.value.dtype
+    if now is before or not keeps_16_bits(ref, below):
+        return now is before
+    # What the model rounded is what the op reads.
+    return ref.value.node is None or torch.promote_types(now, before) is now
+
+
+def keeps_16_bits(ref: Ref, below: Ref) -> bool:
+    """Whether neither side of a view or cast is a float8, whose rounding nobody may drop."""
+    return all(torch.finfo(x.value.dtype).bits >= 16 for x in (ref, below))
+
+
+class Scaled:
+    """``factor * ref`` behind views, casts and products with numbers; ``met`` are the values on the way to ``end``.
+
+    Of ``inputs``, q and k, the roundings that the model wrote stay; of scores only those to less than 16 bits.
+    """
+
+    def __init__(self, ref: Ref, inputs: bool = False) -> None:
+        self.factor = 1.0
+        self.met: list[Value] = []
+        self.ref = ref
+        while True:
+            self.met.append(ref.value)
+            below = step(ref)
+            if below is not None and not (_same_numbers(ref, below) if inputs else keeps_16_bits(ref, below)):
+                break
+            if below is None and (ref.value.func in MULTIPLY or ref.value.func in DIVIDE) and not ref.value.kwargs:
+                below = self._times(ref)
+                self.ref = below or self.ref
+            if below is None:
+                break
+            ref = below
+        self.end = ref
+
+    def _times(self, ref: Ref) -> Ref | None:
+        a, b = operands(ref)
+        if ref.value.func in MULTIPLY and isinstance(a, float):
+            a, b = b, a
+        if not isinstance(a, Ref) or not isinstance(b, float) or b == 0.0:
+            return None
+        self.factor *= b if ref.value.func in MULTIPLY else 1.0 / b
+        return a
+
+    @property
+    def narrowest(self) -> torch.dtype:
+        """The dtype on the way that holds the fewest numbers."""
+        return min((v.dtype for v in self.met), key=lambda d: (torch.finfo(d).bits, torch.finfo(d).max))
+
+
+def dot(ref: Ref) -> tuple[Ref, Ref, list[Var]] | None:
+    """(left, right, bound variables) of a sum of products."""
+    contracted = contraction(ref)
+    if contracted is not None:
+        return contracted[0], contracted[1], [contracted[2]]
+    reduced = reduction(ref)
+    if reduced is None or reduced[2] != 1.0:
+        return None
+    summand, bound, _ = reduced
+    summand = bare(summand)
+    if summand.value.func not in MULTIPLY:
+        return None
+    a, b = operands(summand)
+    return (a, b, bound) if isinstance(a, Ref) and isinstance(b, Ref) else None
+
+
+def bare(ref: Ref) -> Ref:
+    """Returns the element behind views and casts."""
+    while (below := step(ref)) is not None:
+        ref = below
+    return ref

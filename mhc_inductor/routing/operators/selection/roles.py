@@ -1,0 +1,62 @@
+"""What each digit of an attention's result is: batch, group, head, query or feature."""
+
+from __future__ import annotations
+
+from mhc_inductor.routing.graph.index import ONE, Var, product_of
+from mhc_inductor.routing.graph.linear import of_index, variables_of
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.selection.digits import joined
+from mhc_inductor.routing.operators.selection.found import Found, NotOurs
+from mhc_inductor.routing.operators.selection.intervals import Judge
+from mhc_inductor.routing.operators.selection.keys import eliminated, free
+
+
+def assign(found: Found) -> None:
+    """Sets the roles of the digits, and the intervals of keys. Raises NotOurs, Mismatch and Unsupported."""
+    found.keys = [e for conj in found.keys if (e := eliminated(conj)) is not None]
+    if not any(x.data() for conj in found.keys for x in conj.comparisons()):
+        raise NotOurs
+    asked, in_k, in_v = map(variables_of, found.deepest())
+    held = in_k | in_v
+    ours = [v for digits in found.dims for v in digits if v.size != ONE]
+    shared = [v for v in ours if v in held and v in asked]
+    found.feature = _features([v for v in ours if v not in shared], in_k, in_v, asked)
+    found.batch, found.groups = (shared[:1], shared[1:]) if len(shared) > 1 else ([], shared)
+    _queries(found, {v for v in asked if v not in held}, set(shared))
+    judge = Judge(found.masks, found.t)
+    found.intervals = judge.intervals(found.keys)
+    position, queries = of_index(joined(found.query)), product_of(v.size for v in found.query)
+    judge.check(found.intervals, position, queries, found.t.size)
+
+
+def _features(rest: list[Var], in_k: set[Var], in_v: set[Var], asked: set[Var]) -> list[Var]:
+    """The digit of the result that only V has."""
+    features = [v for v in rest if v not in asked]
+    if len(features) > 1 or any(v in in_k or v not in in_v for v in features):
+        raise NotOurs
+    return features
+
+
+def _queries(found: Found, asked: set[Var], shared: set[Var]) -> None:
+    """Tells the digits that only q has apart: queries, whose keys differ, and heads, which share them."""
+    masked = {v for conj in found.keys for v in free(conj)}
+    rows: list[list[Var]] = []
+    for digits in found.dims:
+        own = [v for v in digits if v in asked]
+        if any(v in shared for v in digits):
+            found.heads += own
+        elif own:
+            rows.append(own)
+    depends = [row for row in rows if any(v in masked for v in row)]
+    if any(v in masked for v in found.heads) or len(depends) > 1:
+        raise Mismatch("the mask differs between the heads of a group", found.dense[-1])
+    one_query = any(len(digits) == 1 and digits[0].size == ONE for digits in found.dims[:-1])
+    if not depends and rows and not one_query:
+        depends = [max(rows, key=_large)]
+    found.query = depends[0] if depends else []
+    found.heads += [v for row in rows if row not in depends for v in row]
+
+
+def _large(digits: list[Var]) -> tuple[bool, int]:
+    size = product_of(v.size for v in digits)
+    return bool(size.symbols), size.factor

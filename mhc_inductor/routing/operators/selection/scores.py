@@ -1,0 +1,198 @@
+"""What a softmax is taken of: scaled products of q and k, and the masks on them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mhc_inductor.routing.graph.bounds import Steps
+from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, whole
+from mhc_inductor.routing.graph.index import Unsupported, Var, var
+from mhc_inductor.routing.graph.linear import Key
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of
+from mhc_inductor.routing.operators.selection.fills import Fills
+from mhc_inductor.routing.operators.selection.found import NotOurs
+from mhc_inductor.routing.operators.selection.keys import All, AnyOf, KeyData, both
+from mhc_inductor.routing.operators.selection.masks import Masks
+from mhc_inductor.routing.operators.selection.operands import Scaled, bare, dot
+
+
+class Scores:
+    """``factor`` times the sum of products ``ref``, where :meth:`keys` hold. ``given``: where masks go, ``dense``: all values."""
+
+    def __init__(self, ref: Ref, masks: Masks, dense: list[Value], given: list[Value]) -> None:
+        self.masks = masks
+        self.factor = 1.0
+        self.fills = Fills()
+        self.given = given
+        self._parts: list[Callable[[], AnyOf]] = []
+        self._steps: list[Callable[[], None]] = []
+        self.ref = ref
+        while True:
+            scaled = Scaled(self.ref)
+            dense += scaled.met
+            self.factor *= scaled.factor
+            self._steps.append(functools.partial(self.fills.moved, scaled.factor, 0.0, scaled.narrowest))
+            self.ref = scaled.end
+            if dot(self.ref) is not None:
+                break
+            if not 0.0 < self.factor < math.inf:
+                raise NotOurs
+            self.ref = self._unmasked(self.ref)
+        dense.append(self.ref.value)
+
+    def keys(self) -> AnyOf:
+        """Returns which keys are seen, and sets :attr:`fills`. Raises Mismatch and Unsupported."""
+        keys = functools.reduce(both, [part() for part in self._parts], [All()])
+        for took in reversed(self._steps):
+            took()
+        return keys
+
+    def _unmasked(self, ref: Ref) -> Ref:
+        """The scores before the last mask was put on them."""
+        value, func, args = ref.value, ref.value.func, ref.value.args
+        if func in FILLS:
+            return self._filled(ref, args[1], False, args[0], args[2])
+        if func is aten.where.self:
+            want = constant_of(args[2]) is not None
+            scores, fill = args[1:] if want else args[:0:-1]
+            return self._filled(ref, args[0], want, scores, fill)
+        if not value.kwargs and len(args) == 2:  # not scaled by alpha
+            if func in ADD and any(constant_of(a) is not None for a in args):
+                return self._shifted(ref)
+            if func in (aten.add.Tensor, aten.sub.Tensor):
+                return self._summed(ref)
+        if func is aten.cat.default:
+            self._joined(ref)
+        changed = _CHANGES.get(func)
+        raise NotOurs(f"the scores are {changed}; expected scale * q @ k, and masks" if changed else "", value)
+
+    def _filled(self, ref: Ref, mask: Value, want: bool, scores: Value, given: Any) -> Ref:
+        """Scores that stay where ``mask`` is ``want``, and are ``given`` elsewhere."""
+        fill = constant_of(given)
+        if fill is None or fill != fill:
+            raise NotOurs
+        if not self.factor * fill <= -1e4:
+            raise Mismatch(f"scores of other keys are set to {self.factor * fill:g}; expected -inf", ref.value)
+        self._steps.append(functools.partial(self.fills.filled, fill, ref.value.dtype))
+        self.given.append(mask)
+        self._parts.append(functools.partial(self.masks.truth, _broadcast(mask, ref), want))
+        return _broadcast(scores, ref)
+
+    def _shifted(self, ref: Ref) -> Ref:
+        """Scores to all of which a number was added, which a softmax does not see."""
+        a, b = ref.value.args
+        known = constant_of(a) if constant_of(a) is not None else constant_of(b)
+        if known is None or not abs(known) < 1e4:
+            raise NotOurs
+        self._steps.append(functools.partial(self.fills.moved, 1.0, known, ref.value.dtype))
+        return _broadcast(a if constant_of(a) is None else b, ref)
+
+    def _summed(self, ref: Ref) -> Ref:
+        """Scores to which a mask was added."""
+        sides = [_broadcast(a, ref) for a in ref.value.args if isinstance(a, Value)]
+        own = [is_scores(side) for side in sides]
+        sign = 1.0 if ref.value.func is aten.add.Tensor else -1.0
+        if sum(own) != 1 or len(own) != 2 or (sign < 0.0 and own[1]):
+            raise NotOurs
+        scores, mask = sides if own[0] else sides[::-1]
+        if bare(scores).value.func is aten.cat.default:
+            return scores
+        self.given.append(mask.value)
+        self._parts.append(functools.partial(self._added, mask, scores, sign * self.factor))
+        self._steps.append(functools.partial(self._take_added, mask.value, sign, ref.value.dtype))
+        return scores
+
+    def _added(self, mask: Ref, scores: Ref, factor: float) -> AnyOf:
+        """Which keys an added mask leaves alone. Raises Mismatch and Unsupported."""
+        try:
+            keys = self.masks.additive(mask)
+            if max((factor * v for v in self.masks.possible(mask.value) if v), default=0.0) > -1e4:
+                raise Unsupported
+            return keys
+        except KeyData:
+            raise
+        except Unsupported:
+            if self.masks.seen or selects(scores, self.masks):
+                raise Mismatch("something that is no mask is added to the scores", mask.value) from None
+            raise
+
+    def _take_added(self, mask: Value, sign: float, dtype: torch.dtype) -> None:
+        self.fills.added([sign * v for v in self.masks.possible(mask)], dtype)
+
+    def _joined(self, ref: Ref) -> None:
+        """Raises Mismatch where masked scores of a selection are joined with other logits."""
+        d = ref.value.args[1] if len(ref.value.args) > 1 else 0
+        for piece in ref.value.args[0]:
+            element = at_key(piece, d)
+            if is_scores(element) and selects(element, self.masks):
+                raise Mismatch(
+                    "the softmax is over scores and other logits (a sink, more keys); expected scores", ref.value
+                )
+
+
+_CHANGES = {
+    aten.tanh.default: "capped by a tanh",
+    aten.clamp.default: "clamped",
+    aten.clamp_min.default: "clamped",
+    aten.clamp_max.default: "clamped",
+    aten.native_dropout.default: "dropped out",
+    aten.sigmoid.default: "put through a sigmoid",
+    aten.relu.default: "put through a relu",
+}
+"""What operations do to scores that no selection attention does."""
+
+
+def at_key(value: Value, dim: int) -> Ref:
+    """Returns an element of scores, keys in the dim ``dim``."""
+    place = [var(Var(size)) for size in value.shape]
+    place[dim] = var(Key(value.shape[dim]))
+    return Ref(value, tuple(place))
+
+
+def selects(scores: Ref, masks: Masks, given: list[Value] | None = None) -> bool:
+    """Whether another mask of the scores is a selection. ``given``: where the masks of scores go."""
+    other, met = Masks(masks.fixed, masks.hints), [] if given is None else given
+    try:
+        Scores(scores, other, [], met).keys()
+    except (Mismatch, Unsupported):
+        return bool(other.seen)
+    except NotOurs:
+        met.clear()  # masked, but no scores
+    return bool(other.seen)
+
+
+def is_scores(ref: Ref) -> bool:
+    """Whether a sum of products is behind masks and scalings."""
+    todo, seen, steps = [ref], set[Ref](), Steps("addends of the scores", ref.value)
+    while todo:
+        ref = Scaled(todo.pop()).end
+        if ref in seen:
+            continue
+        seen.add(ref)
+        steps.take()
+        if dot(ref) is not None:
+            return True
+        todo += _parts(ref)
+    return False
+
+
+def _parts(ref: Ref) -> list[Ref]:
+    """The elements that may be scores before a mask, a sum or a change."""
+    func, args = ref.value.func, ref.value.args
+    if func is aten.cat.default:
+        return [*map(whole, args[0])]
+    parts: tuple[Any, ...] = ()
+    if func in FILLS or func in _CHANGES:
+        parts = args[:1]
+    elif func is aten.where.self:
+        parts = args[1:2] if constant_of(args[2]) is not None else args[2:3]
+    elif func in (*ADD, aten.sub.Tensor):
+        parts = args[:2]
+    return [_broadcast(a, ref) for a in parts if isinstance(a, Value)]

@@ -1,0 +1,116 @@
+"""What a softmax becomes on its way to the product with V."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, step, whole
+from mhc_inductor.routing.graph.values import Value, name_of
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operators.selection.elements import FILLS, MULTIPLY, constant_of, uncast
+from mhc_inductor.routing.operators.selection.operands import bare, dot, keeps_16_bits
+
+REACH = 16
+"""Nodes that are looked at around a softmax."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Guarded:
+    """``of``, with 0 where ``mask`` is not ``want``, or, if ``no_nan``, where it is NaN."""
+
+    of: Value
+    mask: Value | None = None
+    want: bool = True
+    no_nan: bool = False
+
+
+def guarded(value: Value, known: Container[Value]) -> Guarded | None:
+    """Returns ``value`` as one of the values ``known`` that differs from it only where something is masked or NaN."""
+    func, args = value.func, value.args
+    if func is aten.nan_to_num.default and args[0] in known and (len(args) < 2 or args[1] in (None, 0, 0.0)):
+        return Guarded(args[0], no_nan=True)
+    if func in FILLS and args[0] in known and constant_of(args[2]) == 0.0:
+        return Guarded(args[0], args[1], False)
+    if func is aten.where.self and args[1] in known and constant_of(args[2]) == 0.0:
+        return Guarded(args[1], args[0])
+    if func is aten.where.self and args[2] in known and constant_of(args[1]) == 0.0:
+        return Guarded(args[2], args[0], False)
+    if func in MULTIPLY:
+        for a, b in (args[:2], args[1::-1]):
+            if a in known and isinstance(b, Value) and uncast(whole(b)).value.dtype is torch.bool:
+                return Guarded(a, b)
+    return None
+
+
+def shows(value: Value, known: Container[Value]) -> bool:
+    """Whether ``value`` is a view or cast of one of the values ``known``."""
+    return step(whole(value)) is not None and value.args[0] in known
+
+
+class Weights:
+    """The values that a softmax becomes: ``same`` are the softmax but for rows without keys, ``known`` says how,
+    ``outs`` are their products with V, ``dropped`` is the one after a dropout."""
+
+    def __init__(self, view: View, softmax: Value, node: fx.Node) -> None:
+        self.view = view
+        self.softmax = softmax
+        self.known: dict[Value, Guarded] = {}
+        self.same: dict[Value, None] = {softmax: None}
+        self.outs: list[Value] = []
+        self.dropped: Value | None = None
+        view.descendants([node], self._passes, REACH)
+
+    def _passes(self, user: fx.Node) -> bool:
+        reached = self.view.value(user)
+        if reached is None:
+            return False
+        guard = guarded(reached, self.same)
+        if guard is None and name_of(user).startswith("dropout"):
+            source = self._dropout(reached, user)
+            if source is not None and source in self.same:
+                guard, self.dropped = Guarded(source), reached
+        if guard is not None:
+            self.known[reached] = guard
+        if guard is not None or shows(reached, self.same):
+            self.same[reached] = None
+            return True
+        if dot(bare(whole(reached))) is not None:
+            self.outs.append(reached)
+            return False
+        # The products of a sum of products.
+        return reached.func in MULTIPLY and any(a in self.same for a in reached.args[:2])
+
+    def _dropout(self, value: Value, node: fx.Node) -> Value | None:
+        """The first argument of a dropout that changes something."""
+        given = node.args[0] if node.args else None
+        return self.view.value(given) if isinstance(given, fx.Node) and step(whole(value)) is None else None
+
+    def traced(self, ref: Ref) -> Traced | None:
+        """Returns the element of the softmax that ``ref`` is, None where it is none."""
+        guards: list[tuple[Ref, bool]] = []
+        no_nan = False
+        while ref.value is not self.softmax:
+            guard = self.known.get(ref.value)
+            if guard is not None:
+                if guard.mask is not None:
+                    guards.append((_broadcast(guard.mask, ref), guard.want))
+                no_nan = no_nan or guard.no_nan
+                ref = _broadcast(guard.of, ref)
+            elif (below := step(ref)) is not None and keeps_16_bits(ref, below):
+                ref = below
+            else:
+                return None
+        return Traced(ref, guards, no_nan)
+
+
+@dataclasses.dataclass
+class Traced:
+    """An element of a softmax, the masks put on it later, and whether NaN was made 0."""
+
+    ref: Ref
+    guards: list[tuple[Ref, bool]]
+    no_nan: bool
