@@ -145,6 +145,16 @@ class Edit:
         """Notes that an op keeps the new ``node``, an output of it, for its backward."""
         self._saved.add(node)
 
+    def unsaved(self, value: Value, name: str) -> fx.Node:
+        """Returns the real node of an input that the op keeps for its backward, and the formula does not.
+
+        Raises Mismatch where the graph returns it too: a step in place on it before the backward would fail.
+        """
+        node = node_of(value)
+        if self.place is not None and self.place.modes.grad and node.op != "placeholder" and self.view.returned(node):
+            raise Mismatch(f"{name} is a result of the graph too, and the op keeps it for its backward", value)
+        return self.current(node)
+
     def current(self, node: fx.Node) -> fx.Node:
         """Returns the real node that now holds what a node of the view, or a new node, stands for."""
         while True:

@@ -250,6 +250,10 @@ class View:
 
     def escapes(self, node: fx.Node) -> bool:
         """Whether the memory of a view's node is returned by the graph, or written in place later."""
+        return self.returned(node) or self.overwritten(node)
+
+    def returned(self, node: fx.Node) -> bool:
+        """Whether the memory of a view's node is returned by the graph."""
         storages = {compat.storage_key(t) for t in tensors_in(example(node))}
         todo, seen = [node], {node}
         while todo:
@@ -261,7 +265,7 @@ class View:
                 seen.add(user)
                 if storages & {compat.storage_key(t) for t in tensors_in(example(user))}:
                     todo.append(user)
-        return self.overwritten(node)
+        return False
 
     def overwritten(self, node: fx.Node) -> bool:
         """Whether the memory of a view's node is written in place later."""

@@ -44,7 +44,9 @@ class Weights:
 
     def _gathered(self, parts: _Parts, what: str) -> fx.Node:
         """phi, alpha or bias of all roles as one tensor; a number stands for all elements of a role."""
-        n = self.n
+        n, tensors = self.n, {part.value for part in parts.values() if isinstance(part, Piece)}
+        if what == "bias" and len(tensors) == 1:  # several are copied into one
+            self.edit.unsaved(next(iter(tensors)), what)
         rows = {"pre": n, "post": n, "res": n * n} if what != "alpha" else dict.fromkeys(ROLES, 1)
         whole = self._stored(parts, {role: rows[role] for role in self.wanted}, what)
         if whole is not None:
