@@ -451,3 +451,21 @@ def test_checkpointed_loops_and_attentions_give_the_same(policy: str) -> None:
 
     check(loop, e79_leaves(), named=["e79"], modes=["train"])
     check(lambda p: checkpointed(lambda q: sdpa({**p, "q": q}), policy, p["q"]), selection_leaves(), modes=["train"])
+
+
+@pytest.mark.parametrize("used", ["outs", "last outs", "biases"])
+def test_results_of_a_loop_stepped_before_the_backward(used: str) -> None:
+    def program(p: Leaves) -> Any:
+        p = {**p, "b_s": p["b_s"] * 2, "b_m": p["b_m"] * 2}
+        outs, _, _ = e79(p)
+        return {"outs": torch.stack(outs), "last outs": outs[1:], "biases": (p["b_s"], p["b_m"], *outs)}[used]
+
+    check(program, e79_leaves(), named=["e79"], modes=["train"])
+
+
+def test_a_bias_stepped_before_the_backward() -> None:
+    def program(p: Leaves) -> Any:
+        p = {**p, "bias": p["bias"] * 2}
+        return block(p["x"], p), p["bias"]
+
+    check(program, mhc_leaves(), named=["mhc"], modes=["train"])

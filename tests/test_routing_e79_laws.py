@@ -373,3 +373,78 @@ def test_a_buffer_filled_without_gradients_has_none(where: int | str) -> None:
         return buffer, S
 
     assert_like_eager(fn, _kvqm(), _state(1), _state(2))
+
+
+# --- near misses -------------------------------------------------------------------------------------------------
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def _rounded(t: Tensor) -> Tensor:
+    return t.bfloat16().float()
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+def _cell(
+    keep: Change = _same,
+    write: Change = _same,
+    gate: Change = torch.sigmoid,
+    above: Change = _same,
+    below: Change = _same,
+) -> Callable[..., Any]:
+    """The loop with changes: of the gated states, outer products, gates, k and m, and those in their norms."""
+
+    def fn(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
+        outs = []
+        for t in range(T):
+            k, v, q, m = kvqm[t].chunk(4, -1)
+            k, m = (above(u) / (below(u).norm(dim=-1, keepdim=True) + 1e-6) for u in (k, m))
+            delta = v - torch.einsum("bij,bj->bi", S, k)
+            r, c = gate(torch.einsum("bij,bj->bi", M, k)), gate(torch.einsum("bij,bi->bj", M, k))
+            S = keep(r[..., None] * S * c[..., None, :]) + write(delta[..., None] * k[..., None, :])
+            g = delta - torch.einsum("bij,bj->bi", M, m)
+            r, c = gate(torch.einsum("bij,bj->bi", S, m)), gate(torch.einsum("bij,bi->bj", S, m))
+            M = keep(r[..., None] * M * c[..., None, :]) + write(g[..., None] * m[..., None, :])
+            y = torch.einsum("bij,bj->bi", S, q)
+            outs.append(y * torch.nn.functional.silu(y))
+        return torch.stack(outs), S, M
+
+    return fn
+
+
+STAYS = {
+    "gated states rounded": (_cell(keep=_rounded), "is rounded to torch.bfloat16 before"),
+    "outer products rounded": (_cell(write=_rounded), "is rounded to torch.bfloat16 before"),
+    "tanh gates": (_cell(gate=torch.tanh), "a gate is tanh; expected sigmoid"),
+    "hard gates": (_cell(gate=torch.nn.functional.hardsigmoid), "a gate is hardsigmoid; expected sigmoid"),
+    "no gates": (_cell(gate=torch.ones_like), "no gate that reads S' keeps it"),
+    "k rounded, not in its norm": (_cell(above=_rounded), "k is rounded in another way than in the norm"),
+    "k rounded in its norm only": (_cell(below=_rounded), "k is rounded in another way than in the norm"),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_a_loop_that_stays_is_named(name: str) -> None:
+    fn, reason = STAYS[name]
+    got = assert_like_eager(fn, _kvqm(), _state(1), _state(2))
+    assert not got.ops and reason in _reasons(got)
+
+
+@pytest.mark.parametrize("change", [_same, _rounded])
+def test_a_rounding_of_all_of_k_stays_the_models(change: Change) -> None:
+    """Without gradients: those through two casts are rounded twice in eager, and once in the op."""
+    got = assert_like_eager(_cell(above=change, below=change), _kvqm(), _state(1), _state(2), trained=[False] * 3)
+    assert got.ops == {"e79_scan": 1}, _reasons(got)
+
+
+def test_what_the_model_rounded_does_not_cancel() -> None:
+    def fn(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
+        n = S.shape[-1]
+        v = kvqm[..., n : 2 * n]
+        return _loop(torch.cat([kvqm[..., :n], 2 * v - _rounded(v), kvqm[..., 2 * n :]], -1), S, M)
+
+    assert_like_eager(fn, _kvqm(), _state(1), _state(2))

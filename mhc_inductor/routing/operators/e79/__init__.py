@@ -29,6 +29,7 @@ class E79Scan:
     """Looks at a whole graph at once: where one step ends and the next begins shows in the graph only."""
 
     name = OP
+    kernels = staticmethod(kernels_of)
 
     def __init__(self) -> None:
         self.view: View
@@ -68,10 +69,6 @@ class E79Scan:
             return []
         singles = [Chain([step], scan.chain.recogniser) for step in scan.chain.steps]
         return [found for one in singles for found in self._chain(one) if isinstance(found, Match)]
-
-    def kernels(self, op: str, device: str) -> tuple[str, ...]:
-        """Returns what the op runs on a type of device."""
-        return kernels_of(op, device)
 
     def _add(self, node: fx.Node | None, found: Found) -> None:
         start = node if node is not None else getattr(getattr(found, "start", None), "node", None)

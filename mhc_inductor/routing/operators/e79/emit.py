@@ -63,9 +63,7 @@ def emit(edit: Edit, match: Match) -> Pairs:
     """Puts the op in. Returns what it gives with what takes each place."""
     scan: Scan = match.data
     values, frame = edit.view.values, scan.chain.frame
-    needs = (
-        edit.place is not None and edit.place.modes.grad and any(edit.needs_grad(edit.input(v)) for v in match.inputs)
-    )
+    needs = trained(edit, match)
     packing = Packing(edit, scan.inputs, unasked(edit.view, scan.chain) if needs else ())
     kvqm, b_s, b_m = packing.emit()
     outs = [*scan.outputs.alone.values(), *(n for n, stack in scan.outputs.stacks.items() if stack.plan is None)]
@@ -76,6 +74,12 @@ def emit(edit: Edit, match: Match) -> Pairs:
     S0, M0 = (initial(edit, node, frame) for node in scan.states.values())
     call = called(edit, (kvqm, b_s, b_m, S0, M0), frame.n, len(scan.chain.steps), needs)
     return results(edit, call, scan)
+
+
+def trained(edit: Edit, match: Match) -> bool:
+    """Returns whether gradients may be asked of what the op reads."""
+    grad = edit.place is not None and edit.place.modes.grad
+    return grad and any(edit.needs_grad(edit.input(v)) for v in match.inputs)
 
 
 def called(edit: Edit, inputs: tuple[fx.Node | None, ...], n: int, steps: Any, needs: bool) -> fx.Node:

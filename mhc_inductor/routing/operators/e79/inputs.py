@@ -119,9 +119,9 @@ class Packing:
         held = self.inputs.roles[name]
         if held is None:
             return None
-        if isinstance(held, Held) and held.time is None:
+        if isinstance(held, Held):
             dims = [d for d in held.slot.dims if d[0] != "const"]
-            if [d[0] for d in dims] == ["at"]:
+            if held.time is None and [d[0] for d in dims] == ["at"]:
                 node = self._reached(self._pick(self.edit.current(held.node), held.slot, None, None), name)
                 return node if len(dims) == len(example(node).shape) == 1 else self.edit.emit("flatten", node)
         return self._part(name)

@@ -15,12 +15,13 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
+from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, Values, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch, Miss
-from mhc_inductor.routing.operators.e79.step import Frame, Recogniser, Step, Weak, vector
+from mhc_inductor.routing.operators.e79.step import Frame, Recogniser, Step, Ungated, Weak, vector
 
 OP = "e79_scan"
 _REACH = 64
@@ -107,7 +108,7 @@ class Search:
         strong: dict[str, Miss] = {}
         weak: list[Miss] = []
         steps: list[Step] = []
-        updates = sum([self._updates(recogniser, value, node, strong) for value, node in recogniser.known.items()])
+        updates = sum([self._updates(recogniser, *known, strong, weak) for known in recogniser.known.items()])
         contents: set[Value] = set()
         for value, node in reversed(recogniser.known.items()) if updates else ():
             if value in contents:
@@ -131,12 +132,16 @@ class Search:
             self.misses += weak[-1:] or self._orphan(recogniser)
         return steps[::-1]
 
-    def _updates(self, recogniser: Recogniser, value: Value, node: fx.Node, found: dict[str, Miss]) -> bool:
+    def _updates(
+        self, recogniser: Recogniser, value: Value, node: fx.Node, strong: dict[str, Miss], weak: list[Miss]
+    ) -> bool:
         try:
             return recogniser.update(value) is not None
+        except Ungated as mismatch:
+            weak += [Miss(OP, mismatch.reason, mismatch.value, self.view.value(node), ordinary=True)]
         except Mismatch as mismatch:
-            self._note(found, mismatch, node)
-            return False
+            self._note(strong, mismatch, node)
+        return False
 
     def _note(self, found: dict[str, Miss], mismatch: Mismatch, node: fx.Node) -> None:
         if node in self.view.live:
@@ -173,6 +178,8 @@ class Search:
                     step.out_node = user
                     return
                 todo.append(user)
+        if todo:
+            TooLarge("operations after S' to its output", _REACH, step.S_new)
 
     def _chains(self, recogniser: Recogniser, steps: list[Step]) -> list[Chain]:
         after: dict[tuple[Value, Value], list[Step]] = collections.defaultdict(list)

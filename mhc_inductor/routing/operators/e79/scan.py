@@ -17,7 +17,7 @@ from mhc_inductor.routing.graph.index import Var, const, var
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Match, Mismatch
-from mhc_inductor.routing.operators.e79.emit import Pairs, called, doubled, given, initial
+from mhc_inductor.routing.operators.e79.emit import Pairs, called, doubled, given, initial, trained
 from mhc_inductor.routing.operators.e79.inputs import BIASES, ROLES, Inputs, Packing
 from mhc_inductor.routing.operators.e79.lift import Lifted, lifted
 from mhc_inductor.routing.operators.e79.loop import OP, Search
@@ -160,10 +160,8 @@ def emit_scan(edit: Edit, match: Match) -> Pairs:
         kvqm = edit.widened(kvqm, values.of(user)) if k >= 2 else doubled(edit, kvqm, [user])
     states = [given(edit.view, values.of(node), node) for node in (init[found.at[name]] for name in "SM")]
     S0, M0 = (initial(edit, node, frame) for node in states)
-    needs = (
-        edit.place is not None and edit.place.modes.grad and any(edit.needs_grad(edit.input(v)) for v in match.inputs)
-    )
-    call = called(edit, (kvqm, b_s, b_m, S0, M0), frame.n, compat.hint(example(kvqm).shape[0]), needs)
+    steps = compat.hint(example(kvqm).shape[0])
+    call = called(edit, (kvqm, b_s, b_m, S0, M0), frame.n, steps, trained(edit, match))
     pairs = Pairs()
     for user, k in found.taken.items():
         got = edit.emit(operator.getitem, call, {found.at["S"]: 1, found.at["M"]: 2}.get(k, 0))

@@ -8,9 +8,11 @@ out = y * silu(y),  y = S' q ;  k^ = k / (|k| + 1e-6), m^ likewise
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Collection
 
+import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.bounds import DEPTH, Steps
@@ -19,6 +21,7 @@ from mhc_inductor.routing.graph.expressions import (
     Share,
     addends,
     aten,
+    chain,
     close,
     contraction,
     is_cast,
@@ -31,10 +34,11 @@ from mhc_inductor.routing.graph.expressions import (
     shown,
     written,
 )
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, var
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var, const, var
+from mhc_inductor.routing.graph.linear import placed, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.mhc.formula import sigmoid_argument, squared
+from mhc_inductor.routing.operators.mhc.formula import argument_of, sigmoid_argument, squared
 
 EPS = 1e-6
 _SUMS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor)
@@ -58,23 +62,10 @@ class Frame:
 
     def along(self, ref: Ref, v: Var) -> Ref:
         """``ref`` with ``at`` for ``v``: vectors over rows, columns and summed indices become comparable."""
-        return Ref(ref.value, tuple(_renamed(i, v, self.at) for i in ref.index))
+        return placed(ref, v, var(self.at))
 
 
-def _renamed(index: Index, old: Var, new: Var) -> Index:
-    if old not in index.variables():
-        return index
-    return Index({_atom(a, old, new): c for a, c in index.terms.items()})
-
-
-def _atom(atom: object, old: Var, new: Var) -> object:
-    if isinstance(atom, Part):
-        return Part(_atom(atom.of, old, new), atom.by, atom.mod)
-    return new if atom is old else atom
-
-
-def _variables(ref: Ref) -> set[Var]:
-    return {v for i in ref.index for v in i.variables()}
+Dtypes = tuple[torch.dtype, ...]
 
 
 @dataclasses.dataclass
@@ -83,12 +74,26 @@ class Product:
 
     coef: float = 1.0
     factors: list[tuple[Ref, float]] = dataclasses.field(default_factory=list)
+    roundings: dict[Ref, set[Dtypes]] = dataclasses.field(default_factory=lambda: collections.defaultdict(set))
+    """What the model has rounded each factor to, wherever it was met."""
 
 
 def product(ref: Ref, stop: Collection[Value] = ()) -> Product:
     """``ref`` as a product; outer products count, products that sum do not. Values of ``stop`` are factors."""
     result = Product()
-    for a, e in shares([Share(peel(ref, stop))], lambda r: _parts(r, stop), Steps("factors", ref.value)):
+
+    def share(of: Ref | float, weight: float = 1.0) -> Share:
+        if isinstance(of, float):
+            return Share(of, weight)
+        inner = peel(of, stop)
+        result.roundings[inner].add(tuple(r.value.dtype for r in chain(of, stop) if written(r.value)))
+        return Share(inner, weight)
+
+    def parts(ref: Ref) -> list[Share] | None:
+        found = _parts(ref, stop)
+        return None if found is None else [share(of, weight) for of, weight in found]
+
+    for a, e in shares([share(ref)], parts, Steps("factors", ref.value)):
         if isinstance(a, float):
             result.coef *= power(a, e)
         else:
@@ -96,33 +101,29 @@ def product(ref: Ref, stop: Collection[Value] = ()) -> Product:
     return result
 
 
-def _parts(ref: Ref, stop: Collection[Value]) -> list[Share] | None:
+def _parts(ref: Ref, stop: Collection[Value]) -> list[tuple[Ref | float, float]] | None:
     """The factors that ``ref`` is put together from, None where it is one."""
     value, func = ref.value, ref.value.func
     if func is None or value in stop:
         return None
     scalar = number(value) if func not in _FULL or not any(s != ONE for s in value.shape) else None
-    weights = [1.0, 1.0]
-    below: list[Ref | float]
     if scalar is not None:
-        return [Share(scalar)] if scalar else None
+        return [(scalar, 1.0)] if scalar else None
     if func in (aten.mul.Tensor, aten.mul.Scalar):
-        below = operands(ref)
-    elif func in (aten.div.Tensor, aten.div.Scalar) and not value.kwargs:
-        below, weights = operands(ref), [1.0, -1.0]
-    elif func is aten.neg.default:
-        below = [-1.0, Ref(value.args[0], ref.index)]
-    elif func is aten.reciprocal.default:
-        below, weights = [Ref(value.args[0], ref.index)], [-1.0]
-    elif func is aten.pow.Tensor_Scalar and (exponent := number(value.args[1])) in (-1.0, 2.0):
-        below, weights = [Ref(value.args[0], ref.index)], [exponent or 1.0]
-    elif (pair := contraction(ref)) is not None and pair[2].size == ONE:
-        below = [pair[0], pair[1]]
-    elif (summed := reduction(ref)) is not None and all(v.size == ONE for v in summed[1]):
-        below, weights = [summed[0]], [1.0]
-    else:
-        return None
-    return [Share(a if isinstance(a, float) else peel(a, stop), w) for a, w in zip(below, weights, strict=True)]
+        return [(a, 1.0) for a in operands(ref)]
+    if func in (aten.div.Tensor, aten.div.Scalar) and not value.kwargs:
+        return list(zip(operands(ref), (1.0, -1.0), strict=True))
+    if func is aten.neg.default:
+        return [(-1.0, 1.0), (Ref(value.args[0], ref.index), 1.0)]
+    if func is aten.reciprocal.default:
+        return [(Ref(value.args[0], ref.index), -1.0)]
+    if func is aten.pow.Tensor_Scalar and (exponent := number(value.args[1])) in (-1.0, 2.0):
+        return [(Ref(value.args[0], ref.index), exponent or 1.0)]
+    if (pair := contraction(ref)) is not None and pair[2].size == ONE:
+        return [(pair[0], 1.0), (pair[1], 1.0)]
+    if (summed := reduction(ref)) is not None and all(v.size == ONE for v in summed[1]):
+        return [(summed[0], 1.0)]
+    return None
 
 
 @dataclasses.dataclass
@@ -141,44 +142,68 @@ class _Not(Exception):
     """Not this formula, and nothing close to it."""
 
 
+class Weak(Mismatch):
+    """A mismatch of something that is hardly the formula."""
+
+
+class Ungated(Weak):
+    """Two coupled matrices that nothing gates."""
+
+
 def update(value: Value, frame: Frame, stop: Collection[Value], known: Collection[Value]) -> Update:
     """``value`` as a gated update of a matrix. Raises _Not, and Mismatch where it almost is one."""
     constant, terms = addends(frame.matrix(value), stop)
     if len(terms) != 2 or constant != 0.0:
         raise _Not
-    pairs = [(sign, product(ref, stop), ref) for sign, ref in terms]
-    i, j = frame.i, frame.j
-    here = tuple(frame.matrix(value).index)
+    both = {frame.i, frame.j}
+    here = frame.matrix(value).index
+    pairs = [(sign, product(ref, stop), ref.value) for sign, ref in terms]
     kept = [p for p in pairs if any(f.index == here and e == 1.0 for f, e in p[1].factors)]
-    outer = [p for p in pairs if not any({i, j} <= _variables(f) for f, _ in p[1].factors)]
+    outer = [p for p in pairs if not any(both <= variables_of(f) for f, _ in p[1].factors)]
     if len(kept) != 1 or len(outer) != 1:
         raise _Not
     sign, keep, where = kept[0]
-    gates = [(f, e) for f, e in keep.factors if f.index != here]
-    read = [z for f, e in gates if (z := sigmoid_argument(f, e)) is not None]
-    if not any(a is not None for z in read for _, _, a in pieces(z, known)[1]):
-        raise _Not  # gates of other recurrences do not read a state
-    rows = [sigmoid_argument(f, e) for f, e in gates if i in _variables(f) and j not in _variables(f)]
-    cols = [sigmoid_argument(f, e) for f, e in gates if j in _variables(f) and i not in _variables(f)]
-    if len(rows) != 1 or len(cols) != 1 or len(gates) != 2:
-        raise Mismatch(
-            f"{len(rows)} row gates and {len(cols)} column gates; expected r[:, None] * S * c[None, :]", where.value
-        )
-    row, col = rows[0], cols[0]
-    if row is None or col is None:
-        odd = next(f for f, e in gates if sigmoid_argument(f, e) is None)
-        raise Mismatch(f"a gate is {_word(odd.value)}; expected sigmoid", odd.value)
-    if not close(keep.coef * sign, 1.0):
-        raise Mismatch(f"the gated state is scaled by {keep.coef * sign:g}", where.value)
-    sign, made, where = outer[0]
-    write = [(f, e) for f, e in made.factors if i in _variables(f)]
-    unit = [(f, e) for f, e in made.factors if i not in _variables(f)]
-    if len(write) != 1 or write[0][1] != 1.0:
-        raise Mismatch(f"the outer product has {len(write)} factors over rows; expected delta (x) k^", where.value)
-    if abs(made.coef) != 1.0:
-        raise Mismatch(f"the outer product is scaled by {made.coef * sign:g}", where.value)
     state = next(f for f, _ in keep.factors if f.index == here).value
-    return Update(state, row, col, write[0][0], Product(1.0, unit), made.coef * sign)
+    gates = [(f, e) for f, e in keep.factors if f.index != here]
+    read = [z for f, e in gates if (z := sigmoid_argument(f, e) or argument_of(f)) is not None]
+    if not any(_matrices(z, known) for z in read):
+        # Gates of other recurrences do not read a state. Only this one writes from two.
+        writes = [_matrices(f, known) for f, _ in outer[0][1].factors if variables_of(f) & both == {frame.i}]
+        if any(state in m and len(m) > 1 for m in writes):
+            raise Ungated("a matrix is written as M is, by delta - M m^, but no gate that reads S' keeps it", where)
+        raise _Not
+    row, col = _gates(gates, frame, where)
+    if not close(keep.coef * sign, 1.0):
+        raise Mismatch(f"the gated state is scaled by {keep.coef * sign:g}", where)
+    sign, made, where = outer[0]
+    write = [(f, e) for f, e in made.factors if frame.i in variables_of(f)]
+    unit = [(f, e) for f, e in made.factors if frame.i not in variables_of(f)]
+    if len(write) != 1 or write[0][1] != 1.0:
+        raise Mismatch(f"the outer product has {len(write)} factors over rows; expected delta (x) k^", where)
+    if abs(made.coef) != 1.0:
+        raise Mismatch(f"the outer product is scaled by {made.coef * sign:g}", where)
+    return Update(state, row, col, write[0][0], Product(1.0, unit, made.roundings), made.coef * sign)
+
+
+def _gates(gates: list[tuple[Ref, float]], frame: Frame, where: Value) -> tuple[Ref, Ref]:
+    """The arguments of the row gate and of the column gate. Raises Mismatch."""
+    both = {frame.i, frame.j}
+    rows, cols = ([g for g in gates if variables_of(g[0]) & both == {v}] for v in (frame.i, frame.j))
+    if len(rows) != 1 or len(cols) != 1 or len(gates) != 2:
+        expected = "expected r[:, None] * S * c[None, :]"
+        raise Mismatch(f"{len(rows)} row gates and {len(cols)} column gates; {expected}", where)
+    found = []
+    for gate, exponent in gates:
+        argument = sigmoid_argument(gate, exponent)
+        if argument is None:
+            raise Mismatch(f"a gate is {_word(gate.value)}; expected sigmoid", gate.value)
+        found.append(argument)
+    return (found[0], found[1]) if gates[0] is rows[0] else (found[1], found[0])
+
+
+def _matrices(ref: Ref, known: Collection[Value]) -> set[Value]:
+    """The matrices whose products with vectors are addends of ``ref``."""
+    return {a.matrix.value for _, _, a in pieces(ref, known)[1] if a is not None}
 
 
 def _word(value: Value) -> str:
@@ -219,7 +244,7 @@ def applied(ref: Ref, matrices: Collection[Value]) -> Applied | None:
         for a, b in ((left, right), (right, left)):
             matrix = peel(a, matrices)
             row = {v for i in matrix.index[-2:] for v in i.variables()} - {bound}
-            if matrix.value in matrices and not any(row & _variables(f) for f, _ in others):
+            if matrix.value in matrices and not any(row & variables_of(f) for f, _ in others):
                 return Applied(whole.coef * scale, matrix, b, others, bound)
     return None
 
@@ -251,7 +276,8 @@ def pieces(ref: Ref, matrices: Collection[Value]) -> tuple[float, list[Piece]]:
             more, each = (side, []) if isinstance(side, float) else find(side)
             constant += sign * more
             for s, r, a in each:
-                before = total.get(key := peel(r, matrices), (0.0, r, a))
+                # What the model rounded is not what it was: the two do not cancel.
+                before = total.get(key := shown(r, matrices)[-1], (0.0, r, a))
                 total[key] = (before[0] + sign * s, *before[1:])
         if any(a is not None for _, _, a in total.values()):
             return constant, [*total.values()]
@@ -333,7 +359,7 @@ class Recogniser:
 
     def _source(self, ref: Ref) -> bool:
         i, j = self.frame.i, self.frame.j
-        if set(ref.index) == set(self.frame.matrix(ref.value).index) or not {i, j} <= _variables(ref):
+        if set(ref.index) == set(self.frame.matrix(ref.value).index) or not {i, j} <= variables_of(ref):
             return ref.value.func in _FULL
         return (
             ref.value.func in (None, *_FULL) or written(ref.value) or any({i, j} <= at.variables() for at in ref.index)
@@ -348,11 +374,22 @@ class Recogniser:
             except Mismatch as mismatch:
                 self._updates[value] = mismatch
             except (_Not, Unsupported):
-                self._updates[value] = None
+                self._updates[value] = self._rounded(value)
         found = self._updates[value]
         if isinstance(found, Mismatch):
             raise found
         return found
+
+    def _rounded(self, value: Value) -> Mismatch | None:
+        """Why ``value`` is no update: it is one but for casts of what is added."""
+        with contextlib.suppress(_Not, Mismatch, Unsupported):
+            _, terms = addends(self.frame.matrix(value), self._sources)
+            rounded = [t.value for _, t in terms if written(t.value)] if len(terms) == 2 else []
+            if rounded and update(value, self.frame, self._sources.difference(rounded), self.known):
+                return Mismatch(
+                    f"r S c or delta (x) k^ is rounded to {rounded[0].dtype} before they are added", rounded[0]
+                )
+        return None
 
     @property
     def update_nodes(self) -> set[fx.Node]:
@@ -367,15 +404,15 @@ class Recogniser:
         found = self._updates.get(value)
         if not isinstance(found, Update):
             return False
-        return all(any(a for _, _, a in pieces(ref, self.known)[1]) for ref in (found.row, found.col))
+        return all(_matrices(ref, self.known) for ref in (found.row, found.col))
 
     # --- vectors ---
 
     def unit(self, vector: Product, v: Var, name: str, where: Value) -> Leaf:
         """k of ``k / (|k| + 1e-6)``. Raises Mismatch."""
         frame = self.frame
-        scales = [(f, e) for f, e in vector.factors if v not in _variables(f)]
-        rest = [(f, e) for f, e in vector.factors if v in _variables(f)]
+        scales = [(f, e) for f, e in vector.factors if v not in variables_of(f)]
+        rest = [(f, e) for f, e in vector.factors if v in variables_of(f)]
         if not scales:
             raise Mismatch(f"{name} is not normalised: expected {name} / (|{name}| + {EPS:g})", where)
         if len(scales) != 1 or scales[0][1] != -1.0:
@@ -387,6 +424,11 @@ class Recogniser:
             raise Mismatch(f"the normalised {name} is scaled by {vector.coef / want.coef:g}", where)
         if _canonical(frame, rest, v) != _canonical(frame, want.factors, bound):
             raise Mismatch(f"the norm that divides {name} is not the norm of {name}", scales[0][0].value)
+        mine, normed_to = (
+            {d for f, _ in of for d in p.roundings[f]} for p, of in ((vector, rest), (want, want.factors))
+        )
+        if mine != normed_to:
+            raise Mismatch(f"{name} is rounded in another way than in the norm that divides it", where)
         return Leaf(frame.along(normed, bound))
 
     def _norm(self, ref: Ref, name: str) -> tuple[Ref, Var]:
@@ -416,9 +458,8 @@ class Recogniser:
 
     def applied_unit(self, found: Applied, name: str) -> Leaf:
         inner = product(found.vector)
-        return self.unit(
-            Product(inner.coef * found.coef, inner.factors + found.others), found.bound, name, found.vector.value
-        )
+        whole = Product(inner.coef * found.coef, inner.factors + found.others, inner.roundings)
+        return self.unit(whole, found.bound, name, found.vector.value)
 
     # --- the parts of a step ---
 
@@ -473,11 +514,8 @@ class Recogniser:
 
     def _contents(self, root: Update) -> list[Value]:
         """What may be S' of the M' that ``root`` is: what its gates read; the update of what else its write reads."""
-        found: dict[Value, None] = {}
-        for ref in (root.row, root.col):
-            for _, _, a in pieces(ref, self.known)[1]:
-                if a is not None and a.matrix.value is not root.state:
-                    found[a.matrix.value] = None
+        gates = [a.matrix.value for ref in (root.row, root.col) for _, _, a in pieces(ref, self.known)[1] if a]
+        found = {value: None for value in gates if value is not root.state}
         rounded = next((v for v in found if written(v) and self.update(peel(self.frame.matrix(v)).value)), None)
         if rounded is not None:
             raise Mismatch("S' is rounded before the gates of M read it", rounded)
@@ -586,10 +624,6 @@ def _gated(ref: Ref, exponent: float) -> Ref | None:
     if exponent == 1.0 and ref.value.func is aten.silu.default:
         return Ref(ref.value.args[0], ref.index)
     return sigmoid_argument(ref, exponent)
-
-
-class Weak(Mismatch):
-    """A mismatch of something that is hardly the formula."""
 
 
 def _canonical(frame: Frame, factors: list[tuple[Ref, float]], v: Var) -> collections.Counter[tuple[Ref, float]]:

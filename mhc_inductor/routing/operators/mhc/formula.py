@@ -501,6 +501,13 @@ def sigmoid_argument(ref: Ref, exponent: float) -> Ref | None:
     return None
 
 
+def argument_of(ref: Ref) -> Ref | None:
+    """Returns the argument of an elementwise function of one tensor."""
+    tensors = [a for a in ref.value.args if isinstance(a, Value)]
+    fits = len(tensors) == 1 and tensors[0].shape == ref.value.shape
+    return Ref(tensors[0], ref.index) if fits else None
+
+
 def coefficient(value: Value, kept: Kept) -> Coefficient:
     """``value`` as ``mult * sigmoid(alpha * z + bias) + add``. Raises Mismatch."""
     out = whole(value)

@@ -31,6 +31,7 @@ class Fusion:
     """Fuses every post with the pre or head that reads its result."""
 
     name = "mhc_fusion"
+    kernels = staticmethod(kernels_of)
 
     def candidates(self, view: View) -> Iterable[fx.Node]:
         """Returns the pres and heads; none where a checkpoint policy decides which of the ops are saved."""
@@ -67,10 +68,6 @@ class Fusion:
             at = 0 if value.node is first else 1 + value.node.args[1]  # type: ignore[union-attr, operator]
             pairs.append((value, edit.emit(operator.getitem, call, at)))
         return pairs
-
-    def kernels(self, op: str, device: str) -> tuple[str, ...]:
-        """Returns the kernels of ``op``."""
-        return kernels_of(op, device)
 
 
 def _few(post: fx.Node) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FEW = MAX_STREAMS * (MAX_STREAMS + 2)
 """The most rows that coefficients may have: n, 2n, n * n of up to MAX_STREAMS streams, and all of them."""
+_NO_STREAMS = "sigmoid is taken of a projection of normalised x, which is not [..., n, D] normalised over n * D"
 _LIGHT = {
     aten.mul.Tensor,
     aten.mul.Scalar,
@@ -199,14 +200,15 @@ class Group:
     # --- near misses ---
 
     def _missed(self, reasons: list[Mismatch], avoid: set[fx.Node]) -> None:
-        """A near miss, where x looks like streams: a gate or a router of a plain model is none."""
-        if not (self.coefficients or of_streams(self.norm)):
-            return
-        if not rows_of(self.norm) and not any(c.affine.rows <= MAX_STREAMS for c in self.coefficients.values()):
-            return
-        mismatch = next(iter(reasons), None) or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
+        """Notes a near miss; an ordinary one where x does not look like streams, as in a gate or a router of a plain model."""
         start = self.view.value(self.seeds[0])
         assert start is not None
+        few = rows_of(self.norm) or any(c.affine.rows <= MAX_STREAMS for c in self.coefficients.values())
+        if not few or not (self.coefficients or of_streams(self.norm)):
+            if start.func in mhc.SIGMOIDS:
+                self.search.miss("mhc_pre", Mismatch(_NO_STREAMS), start, ordinary=True)
+            return
+        mismatch = next(iter(reasons), None) or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
         self.search.miss("mhc_pre", mismatch, start)
         for seed in self.seeds:
             avoid.update(self.search.around(seed))

@@ -26,6 +26,7 @@ class Mhc:
     """Pres, heads, posts and Sinkhorn iterations of one graph."""
 
     name = "mhc"
+    kernels = staticmethod(kernels_of)
 
     def __init__(self) -> None:
         self._found: dict[fx.Node, list[Match | Miss]] = {}
@@ -62,7 +63,3 @@ class Mhc:
     def faster_as_written(self, match: Match, device: str) -> bool:
         """Whether the formula is kept: a CPU has no kernel of ours, and the op is fused there as the formula is."""
         return device == "cpu"
-
-    def kernels(self, op: str, device: str) -> tuple[str, ...]:
-        """Returns the kernels of ``op``."""
-        return kernels_of(op, device)

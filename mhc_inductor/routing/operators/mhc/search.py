@@ -9,20 +9,30 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
+from mhc_inductor.ops.checks import MAX_STREAMS
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, product, whole
 from mhc_inductor.routing.graph.index import Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch, Miss
 from mhc_inductor.routing.operators.mhc import formula as mhc
-from mhc_inductor.routing.operators.mhc.formula import Norm, square_matrices
+from mhc_inductor.routing.operators.mhc.formula import Norm, argument_of, square_matrices
 from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.given import SUMS, given_post
 from mhc_inductor.routing.operators.mhc.groups import FEW, UNFINISHED, Group, of_streams
-from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
+from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains, bare, iterated
 
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
-_BOUNDS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.hardtanh.default, aten.tanh.default)
+_EXPECTED = "expected sigmoid(alpha * z + bias)"
+_GATES = {
+    aten.tanh.default: "tanh",
+    aten.relu.default: "relu",
+    aten.softplus.default: "softplus",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten._softmax.default: "softmax",
+}
+_NO_PRE = "only the logits h_res are made: no h_pre = sigmoid(alpha * z + bias) collapses the streams"
+_NO_START = "sinkhorn iterations of a matrix that is neither softmax(logits) nor exp(logits)"
 _EXPONENTIALS = (
     aten._softmax.default,
     aten.softmax.int,
@@ -45,21 +55,27 @@ class Search:
 
     def run(self) -> None:
         """Finds everything. Raises DynamicWidth where a formula sums over a width that is not known."""
-        avoid: set[fx.Node] = set()
+        avoid, settled = set[fx.Node](), set[Value]()
         for norm, seeds in self._groups(avoid):
             self.cut = None
             with contextlib.suppress(Unsupported):
                 Group(self, norm, seeds).run(avoid)
+                settled.add(norm.x)
         self.cut = None
         self._lone_sinkhorns(avoid)
-        self._lone_posts(avoid)
+        self._lone_posts()
+        if not self.view.body:  # the body may be an autograd.Function's, which has a backward of its own
+            self._lone_iterations(
+                avoid, [m.start for m in self.misses if m.op == "mhc_sinkhorn" and m.start is not None]
+            )
+        self._lone_logits(avoid, settled)
 
-    def miss(self, op: str, mismatch: Mismatch, start: Value) -> None:
+    def miss(self, op: str, mismatch: Mismatch, start: Value, ordinary: bool = False) -> None:
         """Notes a near miss, and that the search was cut off where it was."""
         reason = mismatch.reason
         if self.cut is not None:
             reason += f" (the search stopped after {self.cut} operations around it)"
-        self.misses.append(Miss(op, reason, mismatch.value, start))
+        self.misses.append(Miss(op, reason, mismatch.value, start, ordinary))
 
     def reached(self, starts: Iterable[fx.Node], admit: Callable[[fx.Node], bool], limit: int = 4000) -> list[fx.Node]:
         """Returns the nodes reached from ``starts``; they belong to a formula of a norm from now on."""
@@ -145,6 +161,37 @@ class Search:
                 mine.add(found.mixed)
                 self.found.append(found)
 
+    def _lone_iterations(self, avoid: set[fx.Node], reported: list[Value]) -> None:
+        """Notes matrices that are divided by their own sums again and again in a way that is not the op's."""
+        mixed = [m for s in self.found if isinstance(s, (Sinkhorn, Pre)) and (m := s.mixed) is not None]
+        known = {bare(whole(v)).value for v in (*mixed, *reported)}
+        values = [v for n in self.view.nodes if n in self.view.live and (v := self.view.value(n)) is not None]
+        for first, *steps in iterated(filter(square_matrices, values)):
+            mine = known.intersection([first, *(bare(whole(v)).value for v in steps)])
+            if len(steps) < 3 or mine or any(v.node in avoid for v in steps):
+                continue
+            why = Mismatch(_NO_START, first)
+            try:
+                self.chains.of(steps[-1])
+            except Mismatch as mismatch:
+                why = mismatch
+            self.miss("mhc_sinkhorn", why, steps[0])
+
+    def _lone_logits(self, avoid: set[fx.Node], known: set[Value]) -> None:
+        """Notes projections of normed streams that no sigmoid takes, and whose iterations are not routed either."""
+        mixed = [s.chain.logits for s in self.found if isinstance(s, Sinkhorn)]
+        known |= {norm.x for logits in mixed if (norm := streams_behind(logits)) is not None}
+        for node in self.view.nodes:
+            value = self.view.value(node) if node in self.view.live and node not in self._claimed | avoid else None
+            if value is None or not value.shape:
+                continue
+            gate = value.shape[-1].factor <= MAX_STREAMS and value.func in _GATES
+            norm = streams_behind(value.args[0] if gate else value) if gate or square_matrices(value) else None
+            if norm is not None and norm.x not in known:
+                known.add(norm.x)
+                reason = f"{_GATES[value.func]} is applied to the logits; {_EXPECTED}" if gate else _NO_PRE
+                self.miss("mhc_pre", Mismatch(reason, value), value)
+
     def _longest(self, seed: fx.Node, first: Value, avoid: set[fx.Node]) -> Sinkhorn | None:
         """The longest chain of iterations that starts at ``seed``. Raises Mismatch where there is one that stays."""
         found: list[tuple[Value, Chain]] = []
@@ -179,7 +226,7 @@ class Search:
             return True
         return product_of(shape).over(product_of(value.shape)) is not None
 
-    def _lone_posts(self, avoid: set[fx.Node]) -> None:
+    def _lone_posts(self) -> None:
         """Expand-and-mixes that no formula of a norm is near: what is near one is that formula's, or a near miss of it."""
         known = {use.x_out for use in self.found if isinstance(use, PostUse)}
         for node in self.view.nodes:
@@ -202,13 +249,17 @@ class Search:
 
 def _check_unaltered(term: Ref) -> None:
     """Raises Mismatch where the argument of a sigmoid is another function of the logits of streams."""
-    if term.value.func in _BOUNDS:
-        within = [(f"{term.value.func.overloadpacket.__name__} is applied to the logits", term.value.args[0])]
-    else:
-        within = [
-            ("alpha multiplies z and a bias", f.value) for f, _ in product(term).factors if f.value.func in _ADDED
-        ]
-    for reason, value in within:
+    for factor, _ in product(term).factors:
+        func, argument = factor.value.func, argument_of(factor)
+        if func in _ADDED and streams_behind(factor.value) is not None:
+            raise Mismatch(f"alpha multiplies z and a bias; {_EXPECTED}", term.value)
+        if func not in _ADDED and argument is not None and streams_behind(argument.value) is not None:
+            raise Mismatch(f"{func.overloadpacket.__name__} is applied to the logits; {_EXPECTED}", term.value)
+
+
+def streams_behind(value: Value) -> Norm | None:
+    """Returns the norm of all streams of a token whose projection is an addend of ``value``."""
+    with contextlib.suppress(Unsupported):
         norms = (mhc.projection(t) for _, t in addends(whole(value))[1])
-        if any(norm is not None and of_streams(norm) for norm in norms):
-            raise Mismatch(f"{reason}; expected sigmoid(alpha * z + bias)", term.value)
+        return next((norm for norm in norms if norm is not None and of_streams(norm)), None)
+    return None

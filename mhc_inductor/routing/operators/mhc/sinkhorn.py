@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 from mhc_inductor.routing.graph.expressions import (
     Ref,
@@ -126,9 +128,9 @@ class Chains:
             return self._divided(left, right) if isinstance(left, Ref) and isinstance(right, Ref) else None
         for a, b in ((left, right), (right, left)):
             if isinstance(a, Ref) and isinstance(b, Ref) and self.of(a.value) is not None:
-                inverse = product(b)
-                if inverse.coef == 1.0 and len(inverse.factors) == 1 and inverse.factors[0][1] == -1.0:
-                    return self._divided(a, inverse.factors[0][0])
+                inverse = _inverse(b)
+                if inverse is not None:
+                    return self._divided(a, inverse)
         return None
 
     def _scaled(self, ref: Ref) -> tuple[Chain | None, bool]:
@@ -232,6 +234,61 @@ class Chains:
                 what = "something else than their maximum"
             raise Mismatch(f"exp is of the logits less {what}; expected dim {_DIM[dim]}", divisor.value)
         return dataclasses.replace(before, axes=_next(before, dim, summed.value))
+
+
+def iterated(matrices: Iterable[Value]) -> list[list[Value]]:
+    """Returns each matrix with what is left of it after one, two, ... divisions by its own sums, whatever is added to them.
+
+    ``matrices`` are in the order of the graph. Softmax over rows or columns is such a division too.
+    """
+    runs: dict[Value, list[Value]] = {}
+    ended: dict[Value, list[Value]] = {}
+    for value in matrices:
+        with contextlib.suppress(Unsupported):
+            ref = bare(whole(value))
+            before = _before(ref) if ref.value not in runs else None
+            if before is not None:
+                ended.pop(before, None)
+                runs[ref.value] = ended[ref.value] = [*runs.get(before, [before]), value]
+    return [*ended.values()]
+
+
+def _before(ref: Ref) -> Value | None:
+    """The matrix that ``ref`` is, divided by its own row or column sums."""
+    value, pairs = ref.value, list[tuple[Ref | float, Ref | float]]()
+    if value.func in (aten._softmax.default, aten.softmax.int):
+        return bare(whole(value.args[0])).value if _axis(value, value.args[1]) is not None else None
+    if value.func is aten.div.Tensor:
+        left, right = operands(ref)
+        pairs = [(left, right)]
+    elif value.func is aten.mul.Tensor:
+        left, right = operands(ref)
+        pairs = [(a, inverse) for a, b in ((left, right), (right, left)) if (inverse := _inverse(b)) is not None]
+    for a, b in pairs:
+        summed = _divisor(b)[0] if isinstance(a, Ref) and isinstance(b, Ref) else None
+        found = _summation(summed) if summed is not None else None
+        if found is not None and isinstance(a, Ref) and bare(found[0]).value is bare(a).value:
+            return bare(a).value
+    return None
+
+
+def bare(ref: Ref) -> Ref:
+    """Returns ``ref`` without views, casts, and numbers that are added to it or bound it."""
+    while True:
+        ref = peel(ref)
+        low = _bounded(ref)
+        terms = addends(ref)[1] if low is None else [(1.0, low[0])]
+        if len(terms) != 1 or terms[0][0] != 1.0 or terms[0][1] == ref:
+            return ref
+        ref = terms[0][1]
+
+
+def _inverse(ref: Ref | float) -> Ref | None:
+    """u of ``1 / u``."""
+    term = product(ref) if isinstance(ref, Ref) else None
+    if term is None or term.coef != 1.0 or len(term.factors) != 1 or term.factors[0][1] != -1.0:
+        return None
+    return term.factors[0][0]
 
 
 def _own_sums(numerator: Ref, summed: Ref) -> int:
