@@ -144,3 +144,12 @@ def test_in_place_steps_make_new_tensors_in_the_view() -> None:
     assert any(a in view.made for a in first.all_input_nodes) and not any(
         a in view.made for a in second.all_input_nodes
     )
+
+
+def test_a_call_that_only_autocast_can_run_is_asked_there() -> None:
+    def fn(a: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return a.bfloat16() @ b
+
+    view = view_of(fn, torch.randn(4, 4), torch.randn(4, 4))
+    assert not view.effects.unknown

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,6 +68,11 @@ class Effects:
         """Calls that PyTorch could not be asked about."""
         self._described: dict[int, tuple[torch.Tensor, Any]] = {}
         self._storages: dict[fx.Node, tuple[int, ...]] = {}
+        self._autocast: dict[fx.Node, tuple[AutocastState, ...]] = {}
+
+    def within(self, modes: Mapping[fx.Node, Modes]) -> None:
+        """Notes the autocast regions that nodes run in: without them some calls do not run at all."""
+        self._autocast.update((node, m.autocast) for node, m in modes.items() if m.autocast)
 
     def of(self, node: fx.Node) -> Effect:
         """Returns what ``node`` does to its tensor arguments."""
@@ -90,9 +95,10 @@ class Effects:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._of_bodies(node)
         target = str(node.target) if node.op == "call_method" else node.target
-        key = target, self._key(node.args), self._key(node.kwargs)
+        autocast = self._autocast.get(node, ())
+        key = target, autocast, self._key(node.args), self._key(node.kwargs)
         if key not in self._known:
-            self._known[key] = _asked(node)
+            self._known[key] = _asked(node, Modes(autocast=autocast))
         return self._known[key]
 
     def _key(self, tree: Any) -> Any:
@@ -188,7 +194,7 @@ def _fresh(t: Any) -> Any:
     return made.requires_grad_() if t.requires_grad and t.is_floating_point() else made
 
 
-def _asked(node: fx.Node) -> Effect:
+def _asked(node: fx.Node, modes: Modes) -> Effect:
     """Runs ``node`` on fresh fake tensors. Leaves the modes, and every tensor of the graph, as they were."""
     flat, spec = tree_flatten(fx.node.map_arg((node.args, node.kwargs), example))
     mode = compat.fake_mode_of([t for t in flat if isinstance(t, torch.Tensor)])
@@ -196,7 +202,7 @@ def _asked(node: fx.Node) -> Effect:
         return Effect(known=False)
     writes = _Writes()
     try:
-        with compat.modes_kept(), torch.no_grad(), mode, compat.no_new_guards(mode):
+        with compat.modes_kept(), torch.no_grad(), modes.entered(), mode, compat.no_new_guards(mode):
             fresh = [_fresh(t) for t in flat]
             args, kwargs = tree_unflatten(fresh, spec)
             with writes:

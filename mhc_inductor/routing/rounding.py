@@ -16,10 +16,11 @@ from mhc_inductor.routing.operator import Mismatch
 def check_roundings(view: View, around: Iterable[fx.Node], region: Iterable[fx.Node]) -> None:
     """Raises Mismatch where the nodes of ``region`` round to a dtype narrower than those of ``around``, inputs and results.
 
-    Coefficients in the streams' dtype are closer to exact without the cast. Coefficients through fp8 between streams of
-    bf16 are a quantisation that the model wrote. What autocast computes in a narrow dtype is no cast of the model's.
+    Coefficients in the streams' dtype are closer to exact without the cast, and fp32 is what ops compute in. Coefficients
+    through fp8 between streams of bf16 are a quantisation that the model wrote. What autocast computes in a narrow dtype
+    is no cast of the model's.
     """
-    kept = {d for n in around for d in _dtypes(n)}
+    kept = {torch.float32, *(d for n in around for d in _dtypes(n))}
     for node in region:
         narrow = [d for d in _dtypes(node) if not _holds(d, kept)]
         if not narrow or all(not _holds(d, kept) for a in node.all_input_nodes for d in _dtypes(a)):

@@ -41,6 +41,7 @@ class View:
         self.real_nodes = list(graph.nodes)
         self.position = {node: i for i, node in enumerate(self.real_nodes)}
         self.modes = modes_of(graph, modes)
+        self.effects.within(self.modes)
         self.events = self.effects.events(graph)
         view = functional(graph, self.effects, self.events)
         self.graph, self.origin, self.since, self.resolved = view.graph, view.origin, view.since, view.resolved
