@@ -20,7 +20,7 @@ from mhc_inductor.routing.operators.selection.found import NotOurs
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.operands import dot
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, is_scores
-from mhc_inductor.routing.operators.selection.weights import REACH, guarded, shows
+from mhc_inductor.routing.operators.selection.weights import REACH, Weights
 
 _NAMES = ("exp", "exp_", "exp2", "exp2_", "special_exp2", "expm1", "special_expm1", "pow")
 _POWERS = {aten.exp.default: 0, aten.exp2.default: 0, aten.expm1.default: 0, aten.pow.Scalar: 1}
@@ -42,10 +42,11 @@ def masked_softmax(view: View, node: fx.Node) -> Masks | None:
     if value is None or value.func not in _POWERS or not value.shape:
         return None
     scores, summed = _exponent(value.args[_POWERS[value.func]])
-    weights = _Weights(view, value, node)
-    if not (summed or weights.summed):
+    weights = Weights(view, value, node)
+    if not (summed or _is_summed(view, weights)):
         return None
-    return masks_of(view, behind(view, scores)[0], weights.guards)
+    guards = [(g.mask, g.want, at) for at, g in weights.known.items() if g.mask is not None]
+    return masks_of(view, behind(view, scores)[0], guards)
 
 
 def behind(view: View, scores: Value) -> tuple[Value, Value | None]:
@@ -91,41 +92,24 @@ def _maximum(value: object) -> Value | None:
     return None
 
 
-class _Weights:
-    """What an exponential becomes: ``guards`` are the masks put on it, ``summed`` whether its sum is taken."""
+def _is_summed(view: View, weights: Weights) -> bool:
+    """Whether something takes the sum of the exponentials."""
+    users = {user for value in weights.same if value.node is not None for user in value.node.users if user in view.live}
+    return any(_sums(value, weights) for user in users if (value := view.value(user)) is not None)
 
-    def __init__(self, view: View, value: Value, node: fx.Node) -> None:
-        self.same: dict[Value, None] = {value: None}
-        self.guards: list[tuple[Value, bool, Value]] = []
-        self.summed = False
-        self.view = view
-        view.descendants([node], self._passes, REACH)
 
-    def _passes(self, user: fx.Node) -> bool:
-        reached = self.view.value(user)
-        if reached is None:
-            return False
-        guard = guarded(reached, self.same)
-        if guard is not None and guard.mask is not None:
-            self.guards.append((guard.mask, guard.want, reached))
-        if guard is not None or shows(reached, self.same):
-            self.same[reached] = None
+def _sums(value: Value, weights: Weights) -> bool:
+    """Whether one call takes the sum of the exponentials."""
+    todo = [value]
+    for _ in range(REACH):
+        at = todo.pop() if todo else None
+        of = at.args[0] if at is not None and at.func in _SUMS else None
+        while isinstance(of, Value) and of not in weights.same and (of.func is aten.abs.default or of.func in SHOWN):
+            of = of.args[0]
+        if of in weights.same:
             return True
-        self.summed = self.summed or self._sums(reached)
-        return False
-
-    def _sums(self, value: Value) -> bool:
-        """Whether one call takes the sum of the exponentials."""
-        todo, steps = [value], 0
-        while todo and steps < REACH:
-            at, steps = todo.pop(), steps + 1
-            of = at.args[0] if at.func in _SUMS else None
-            while isinstance(of, Value) and of not in self.same and (of.func is aten.abs.default or of.func in SHOWN):
-                of = of.args[0]
-            if of in self.same:
-                return True
-            todo += (a for a in at.args if isinstance(a, Value) and a.node is None)
-        return False
+        todo += [a for a in at.args if isinstance(a, Value) and a.node is None] if at is not None else []
+    return False
 
 
 def masks_of(view: View, value: Value, guards: Iterable[tuple[Value, bool, Value]] = ()) -> Masks | None:

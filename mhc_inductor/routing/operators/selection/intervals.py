@@ -113,23 +113,31 @@ class Judge:
             raise Mismatch("the keys of no query are said by starts and ends or blocks", self.where)
         last = position.plus(of_size(keys)).minus(of_size(queries))
         for one in intervals:
-            self._check(one, position, last, keys)
+            self._check(one, last)
 
-    def _check(self, one: Interval, position: Linear, last: Linear, keys: Size) -> None:
-        if not one.selects:
-            bounded = all(not x.variables() for x in one.uppers) and one.uppers
-            if not (one.lowers and one.uppers) and not bounded:
-                raise Mismatch("keys beyond the selection are seen without a bound", self.where)
+    def _check(self, one: Interval, last: Linear) -> None:
+        if one.selects:
+            self._check_data(one)
+            self._check_positions(one, last)
             return
+        bounded = all(not x.variables() for x in one.uppers) and one.uppers
+        if not (one.lowers and one.uppers) and not bounded:
+            raise Mismatch("keys beyond the selection are seen without a bound", self.where)
+
+    def _check_data(self, one: Interval) -> None:
+        """Raises Mismatch where starts and ends from data are no ranges."""
         pairs = one.pairs()
         if not pairs:
             raise Mismatch("a start without an end, or an end without a start", self.where)
         reasons = [_odd(*pair) for pair in pairs]
         if all(reasons):
             raise Mismatch(reasons[0], self.where)
-        fits = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]
-        if len({low for low, _ in fits}) > 1 and len({d.ref.value for low, _ in fits for d in low.data()}) == 1:
+        lows = {low for (low, _), reason in zip(pairs, reasons, strict=True) if not reason}
+        if len(lows) > 1 and len({d.ref.value for low in lows for d in low.data()}) == 1:
             raise Mismatch("only keys of several ranges at once are seen; expected those of any", self.where)
+
+    def _check_positions(self, one: Interval, last: Linear) -> None:
+        """Raises Mismatch where a bound that moves with the query is not that of a causal mask or a window."""
         for high in one.uppers:
             ahead = high.minus(last).shifted(-1)
             if _of_position(high) and ahead.value != 0:

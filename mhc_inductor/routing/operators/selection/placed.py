@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,6 @@ from mhc_inductor.routing.operators.selection.elements import (
     operand,
     rounded,
 )
-from mhc_inductor.routing.operators.selection.index_checks import Indices
 from mhc_inductor.routing.operators.selection.keys import (
     FALSE,
     TRUE,
@@ -40,31 +39,23 @@ from mhc_inductor.routing.operators.selection.keys import (
     either,
 )
 
+if TYPE_CHECKING:
+    from mhc_inductor.routing.operators.selection.masks import Masks
+
+_WRITES = (
+    *(aten.scatter.value, aten.scatter.src),
+    *(aten.index_put.default, aten._unsafe_index_put.default),
+)
 _GATHERS = (aten.gather.default, aten.index_select.default, aten.index.Tensor, aten._unsafe_index.Tensor)
 
 
 class Placed:
-    """The part of :class:`.masks.Masks` that follows elements to where they were put."""
+    """Follows elements of masks to where they were put."""
 
-    hints: Mapping[str, int]
-    fixed: Mapping[str, int]
-    equal: set[frozenset[Size]]
-    sized: dict[Size, tuple[Value, int]]
-    indices: Indices
+    def __init__(self, masks: Masks) -> None:
+        self.masks = masks
 
-    def truth(self, ref: Ref, want: bool = True) -> AnyOf:
-        """When an element is ``want``."""
-        raise NotImplementedError
-
-    def whole(self, ref: Ref, wrap: Size | None = None) -> Linear:
-        """An element of an integer tensor."""
-        raise NotImplementedError
-
-    def _note(self, ref: Ref, found: AnyOf) -> None:
-        """Remembers what says, from data, which keys a query sees."""
-        raise NotImplementedError
-
-    def _structured(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf | None:
+    def structured(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf | None:
         """Operations that put elements of other tensors, or constants, in places that comparisons say."""
         value, func = ref.value, ref.value.func
         if func is aten.where.self:
@@ -75,28 +66,8 @@ class Placed:
             return self._either_way(when, self._part(fill, ref, want, of), self._part(x, ref, want, of), ref)
         if func in (aten.tril.default, aten.triu.default):
             return self._triangle(ref, want, of)
-        if func in (aten.scatter.value, aten.scatter.src):
-            x, d, index, source = value.args
-            known = constant_of(source)
-            if known is None:
-                raise Unsupported
-            hit = self._hits(ref, d, index)
-            if (of(filled(known, value), want)) == TRUE:
-                return either(of(Ref(x, ref.index), want), hit)
-            if of(Ref(x, ref.index), want) == FALSE:
-                return FALSE
-            self._note(ref, hit)
-            raise Unsupported
-        if func in (aten.index_put.default, aten._unsafe_index_put.default):
-            x, indices, source, *rest = value.args
-            known = constant_of(source)
-            if known is None or (rest and rest[0]):
-                raise Unsupported
-            if (of(filled(known, value), want)) == TRUE:
-                return either(of(Ref(x, ref.index), want), self._put(ref, indices))
-            if of(Ref(x, ref.index), want) == FALSE:
-                return FALSE
-            raise Unsupported
+        if func in _WRITES:
+            return self._written(ref, want, of)
         if func is aten.constant_pad_nd.default:
             return self._padded(ref, want, of)
         if func is aten.cat.default:
@@ -107,13 +78,28 @@ class Placed:
             return both(more, of(below, want))
         return None
 
+    def _written(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
+        """A number that a scatter, or an assignment to indices, puts where they say."""
+        value = ref.value
+        scatters = value.func in (aten.scatter.value, aten.scatter.src)
+        x, known = value.args[0], constant_of(value.args[3 if scatters else 2])
+        if known is None or (not scatters and any(value.args[3:4])):
+            raise Unsupported
+        hit = self.hits(ref, *value.args[1:3]) if scatters else None
+        if of(filled(known, value), want) == TRUE:
+            return either(of(Ref(x, ref.index), want), self._put(ref, value.args[1]) if hit is None else hit)
+        if of(Ref(x, ref.index), want) == FALSE:
+            return FALSE
+        self.masks.note(ref, hit or FALSE)
+        raise Unsupported
+
     def _either_way(self, when: Any, a: AnyOf, b: AnyOf, ref: Ref) -> AnyOf:
         """``a`` where ``when`` holds, else ``b``."""
-        yes = both(self._side(when, ref, True), a) if a else FALSE
+        yes = both(self.masks.side(when, ref, True), a) if a else FALSE
         if not b:
             return yes
         # True there, or b: what holds need not be said again.
-        return either(yes, b if a == TRUE else both(self._side(when, ref, False), b))
+        return either(yes, b if a == TRUE else both(self.masks.side(when, ref, False), b))
 
     def _part(self, a: Any, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
         known = constant_of(a)
@@ -123,7 +109,7 @@ class Placed:
 
     def _triangle(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
         x, *rest = ref.value.args
-        diagonal = of_scalar(rest[0] if rest else 0, self.fixed)
+        diagonal = of_scalar(rest[0] if rest else 0, self.masks.fixed)
         ahead = of_index(ref.index[-1]).minus(of_index(ref.index[-2])).minus(diagonal)
         lower = ref.value.func is aten.tril.default
         kept = compared("le" if lower else "ge", ahead, number(0))
@@ -131,16 +117,16 @@ class Placed:
         zero = of(filled(0.0, ref.value), want)
         return either(both(kept, of(Ref(x, ref.index), want)), both(left, zero))
 
-    def _hits(self, ref: Ref, d: int, index: Value) -> AnyOf:
+    def hits(self, ref: Ref, d: int, index: Value) -> AnyOf:
         """Whether a scatter writes this element."""
         d = _dim(ref.value, d)
         for k, (a, b) in enumerate(zip(index.shape, ref.value.shape, strict=True)):
             if k != d and a != b:
                 self._assume(a, b)
         j = Var(index.shape[d])
-        place = self.whole(Ref(index, (*ref.index[:d], var(j), *ref.index[d + 1 :])))
+        place = self.masks.whole(Ref(index, (*ref.index[:d], var(j), *ref.index[d + 1 :])))
         if place.data():
-            self.indices.take(index, ref.value.shape[d], False, self.whole)
+            self.masks.indices.take(index, ref.value.shape[d], False, self.masks.whole)
         found = compared("eq", place, of_index(ref.index[d]))
         return [All(c.literals, (*c.bound, j)) for c in found]
 
@@ -150,17 +136,17 @@ class Placed:
         while value.node is None and isinstance(value.args[0], Value) and value.args[0].shape == value.shape:
             value = value.args[0]
         if size.symbols and value.node is not None:
-            self.sized[size] = value, d
+            self.masks.sized[size] = value, d
         return size
 
     def _assume(self, a: Size, b: Size) -> None:
         """Take two symbols for the same size, if they are now. Raises Unsupported."""
         if not all(s.factor == 1 and len(s.symbols) == 1 for s in (a, b)):
             raise Unsupported
-        now = {self.hints.get(s.symbols[0]) for s in (a, b)}
+        now = {self.masks.hints.get(s.symbols[0]) for s in (a, b)}
         if None in now or len(now) != 1:
             raise Unsupported
-        self.equal.add(frozenset({a, b}))
+        self.masks.equal.add(frozenset({a, b}))
 
     def _put(self, ref: Ref, indices: Sequence[Any]) -> AnyOf:
         """Whether ``x[indices] = ...`` writes this element."""
@@ -180,9 +166,9 @@ class Placed:
                 continue
             tail = bound[rank - len(i.shape) :]
             at = tuple(const(0) if s == ONE else var(v) for s, v in zip(i.shape, tail, strict=True))
-            place = self.whole(Ref(i, at), self._wrap(ref.value, d))
+            place = self.masks.whole(Ref(i, at), self._wrap(ref.value, d))
             if place.data():
-                self.indices.take(i, ref.value.shape[d], True, self.whole)
+                self.masks.indices.take(i, ref.value.shape[d], True, self.masks.whole)
             total = both(total, compared("eq", place, of_index(ref.index[d])))
         return [All(c.literals, (*c.bound, *(v for v in bound if v.size != ONE))) for c in total]
 
@@ -252,21 +238,15 @@ class Placed:
 
     def _place(self, ref: Ref, size: Size, wrap: Size | None, more: dict[Var, Literal]) -> Index:
         """A whole number as an index; what is none becomes a variable with a condition in ``more``."""
-        at = self.whole(ref, wrap)
+        at = self.masks.whole(ref, wrap)
         if at.data():
-            self.indices.take(ref.value, size, wrap is not None, self.whole)
+            self.masks.indices.take(ref.value, size, wrap is not None, self.masks.whole)
         index = to_index(at)
         if index is not None:
             return index
         v = Key(size)
         more[v] = Compare("eq", atom(v).minus(at))
         return var(v)
-
-    def _side(self, a: Any, ref: Ref, want: bool) -> AnyOf:
-        known = constant_of(a)
-        if known is not None:
-            return TRUE if bool(known) == want else FALSE
-        return self.truth(operand(a, ref), want)
 
 
 def filled(known: float, like: Value) -> Ref:

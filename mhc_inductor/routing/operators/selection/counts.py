@@ -1,0 +1,308 @@
+"""Elements of tensors of numbers as sums of indicators."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mhc_inductor.routing.graph.bounds import TooLarge, remembered
+from mhc_inductor.routing.graph.expressions import Ref, _dim, _reduced, aten
+from mhc_inductor.routing.graph.expressions import number as scalar
+from mhc_inductor.routing.graph.index import Unsupported, Var, var
+from mhc_inductor.routing.graph.linear import Key, atom, of_index
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operators.selection.elements import (
+    ADD,
+    CASTS,
+    MULTIPLY,
+    SUB,
+    SUMS,
+    WHOLE,
+    constant_of,
+    inner,
+    operand,
+    rounded,
+)
+from mhc_inductor.routing.operators.selection.keys import (
+    MOST,
+    TRUE,
+    All,
+    AnyOf,
+    both,
+    compared,
+    differences,
+    either,
+    opposite,
+)
+
+if TYPE_CHECKING:
+    from mhc_inductor.routing.operators.selection.masks import Masks
+
+_HOLDS: dict[str, Callable[[float, float], bool]] = {
+    "le": operator.le,
+    "ge": operator.ge,
+    "lt": operator.lt,
+    "gt": operator.gt,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
+_HALVES = (torch.float16, torch.bfloat16)
+_CLAMPS = (aten.relu.default, aten.clamp_min.default, aten.clamp.default, aten.clamp_max.default)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Count:
+    """``sum(factor * indicator)``; ``exact``: overlapping indicators add up, else the number is at least the smallest
+    factor that applies; ``unit``: the number is 0 or 1; ``most``: no magnitude above it occurs on the way."""
+
+    terms: tuple[tuple[float, All], ...]
+    exact: bool = True
+    unit: bool = False
+    most: float = math.inf
+
+    @property
+    def least(self) -> float:
+        """The smallest factor: if none is negative, the smallest number that is not 0."""
+        return min((factor for factor, _ in self.terms), default=1.0)
+
+    def within(self, dtype: torch.dtype) -> Count:
+        """Returns the count as ``dtype`` holds it. Raises Unsupported where that may be another number."""
+        if not self.terms or dtype is torch.bool:
+            return self
+        if dtype.is_floating_point:
+            factors = [rounded(f, dtype) for f, _ in self.terms]
+            # Sums of numbers of one sign may be rounded; differences must stay whole numbers.
+            if 0.0 in factors or (min(factors) < 0.0 and self.most > 2.0 / torch.finfo(dtype).eps and dtype in _HALVES):
+                raise Unsupported
+            terms = tuple((f, c) for f, (_, c) in zip(factors, self.terms, strict=True))
+            return dataclasses.replace(self, terms=terms)
+        whole = all(f == int(f) for f, _ in self.terms)
+        wide = dtype in WHOLE and max(abs(f) for f, _ in self.terms) < 2**20
+        narrow = self.most <= torch.iinfo(dtype).max and (self.least >= 0.0 or dtype is not torch.uint8)
+        if not whole or not (wide or narrow):
+            raise Unsupported
+        return self
+
+
+def _product(*factors: float) -> float:
+    return 0.0 if 0.0 in factors else math.prod(factors)
+
+
+def _length(v: Var) -> float:
+    return math.inf if v.size.symbols else float(v.size.factor)
+
+
+def _constant(known: float) -> Count:
+    return Count(((known, All()),) if known else (), unit=known in (0.0, 1.0), most=abs(known))
+
+
+class Counts:
+    """Evaluates elements of tensors of numbers."""
+
+    def __init__(self, masks: Masks) -> None:
+        self.masks = masks
+
+    def of(self, ref: Ref) -> Count:
+        """Returns an element of a tensor of numbers as a sum of indicators. Raises Unsupported."""
+        while (below := inner(ref)) is not None and below.value.dtype is ref.value.dtype:
+            ref = below
+        found: Count = remembered(self.masks.known, (ref, "count"), lambda: self._count(ref), ref.value)
+        return found
+
+    def _count(self, ref: Ref) -> Count:
+        value = ref.value
+        known = constant_of(value)
+        if known is not None:
+            return _constant(known)
+        if value.dtype is torch.bool:
+            found = self.masks.truth(ref)
+            alone = len(found) <= 1 and not any(c.bound for c in found)
+            return Count(tuple((1.0, c) for c in found), alone, True, 1.0)
+        if value.func in CASTS:
+            return self.of(Ref(value.args[0], ref.index)).within(value.dtype)
+        counted = self._counted(ref).within(value.dtype)
+        if len(counted.terms) > MOST:
+            raise TooLarge("terms of a count", MOST)
+        return counted
+
+    def _counted(self, ref: Ref) -> Count:
+        value, func, args = ref.value, ref.value.func, ref.value.args
+        if func in ADD or func in SUB or func is aten.rsub.Scalar:
+            return self._sum(ref)
+        if func is aten.neg.default:
+            a = self.of(Ref(args[0], ref.index))
+            return Count(tuple((-f, c) for f, c in a.terms), a.exact, most=a.most)
+        if func in MULTIPLY or func is aten.minimum.default:
+            return self._product(ref)
+        if func in SUMS or (func in (aten.amax.default, aten.max.dim) and value.out == 0):
+            return self._reduced_count(ref)
+        if func is aten.cumsum.default:
+            return self._running(ref)
+        if func in (aten.scatter_add.default, aten.scatter_reduce.two):
+            return self._scattered(ref)
+        if func in _CLAMPS:
+            return self._clamped(ref)
+        return self._placed_count(ref)
+
+    def _product(self, ref: Ref) -> Count:
+        """A product, or the smaller of two indicators."""
+        func = ref.value.func
+        a, b = (self._count_side(x, ref) for x in ref.value.args[:2])
+        if {v for _, c in a.terms for v in c.bound} & {v for _, c in b.terms for v in c.bound}:
+            raise Unsupported  # the same sum twice: its variables would count for both
+        if func is aten.minimum.default and not (a.unit and b.unit):
+            raise Unsupported
+        terms = [(f * g, e) for f, c in a.terms for g, d in b.terms for e in both([c], [d])]
+        return Count(tuple(terms), a.exact and b.exact, a.unit and b.unit, _product(a.most, b.most))
+
+    def _running(self, ref: Ref) -> Count:
+        """A cumulative sum."""
+        value, args = ref.value, ref.value.args
+        d = _dim(value, args[1])
+        u = Key(value.shape[d])
+        a = self.of(Ref(args[0], (*ref.index[:d], var(u), *ref.index[d + 1 :])))
+        upto = compared("le", atom(u), of_index(ref.index[d]))
+        terms = [(f, e) for f, c in a.terms for e in both([All(c.literals, (*c.bound, u))], upto)]
+        return Count(tuple(terms), a.exact, most=_product(a.most, *map(_length, (u,))))
+
+    def _sum(self, ref: Ref) -> Count:
+        value, args = ref.value, ref.value.args
+        a, b = (self._count_side(x, ref) for x in args[:2])
+        alpha = scalar(value.kwargs.get("alpha", args[2] if len(args) > 2 else 1))
+        if alpha is None:
+            raise Unsupported
+        if value.func is aten.rsub.Scalar:
+            a, b = b, a
+        factor = alpha if value.func in ADD else -alpha
+        terms = (*a.terms, *((factor * f, c) for f, c in b.terms))
+        return Count(terms, a.exact and b.exact, most=a.most + abs(factor) * b.most)
+
+    def _reduced_count(self, ref: Ref) -> Count:
+        inside, bound = _reduced(ref)
+        a = self.of(inside)
+        terms = tuple((f, All(c.literals, c.bound + tuple(bound))) for f, c in a.terms)
+        if ref.value.func in SUMS:
+            return Count(terms, a.exact, most=_product(a.most, *map(_length, bound)))
+        if any(f < 0 for f, _ in a.terms):
+            raise Unsupported
+        return Count(terms, False, a.unit, a.most)
+
+    def _clamped(self, ref: Ref) -> Count:
+        a = self.of(Ref(ref.value.args[0], ref.index))
+        low, high = _limits(ref.value)
+        if a.least < 0 or low not in (None, 0.0) or not (high is None or high >= 1.0):
+            raise Unsupported
+        top = math.inf if high is None else high
+        terms = tuple((min(f, top), c) for f, c in a.terms)
+        unit = a.unit or (high == 1.0 and a.least >= 1.0)
+        return Count(terms, False, unit, min(a.most, top))
+
+    def _placed_count(self, ref: Ref) -> Count:
+        """Operations that place numbers none of which is negative: the smallest stands for all."""
+        each: list[Count] = []
+
+        def counted(r: Ref, want: bool) -> AnyOf:
+            found = self.of(r)
+            if not want or found.least < 0:
+                raise Unsupported
+            each.append(found)
+            return [c for _, c in found.terms]
+
+        placed = self.masks.placed.structured(ref, True, counted)
+        if placed is None:
+            raise Unsupported
+        least = min((found.least for found in each if found.terms), default=1.0)
+        most = max((found.most for found in each), default=0.0)
+        return Count(tuple((least, c) for c in placed), False, all(found.unit for found in each), most)
+
+    def _count_side(self, a: Any, ref: Ref) -> Count:
+        known = constant_of(a)
+        return self.of(operand(a, ref)) if known is None else _constant(known)
+
+    def _scattered(self, ref: Ref) -> Count:
+        x, d, index, source, *rest = ref.value.args
+        summed = ref.value.func is aten.scatter_add.default or rest[0] == "sum"
+        if not summed and rest[0] not in ("amax",):
+            raise Unsupported
+        base = self.of(Ref(x, ref.index))
+        total = list(base.terms) if ref.value.kwargs.get("include_self", True) else []
+        most = base.most
+        d = _dim(ref.value, d)
+        for places, values in _pieces(index, source, d):
+            (hit,) = self.masks.placed.hits(ref, d, places) or (None,)
+            if hit is None:
+                continue
+            j = hit.bound[-1]
+            known = constant_of(values)
+            if known is not None:
+                total.append((known, hit))
+                most += _product(abs(known), _length(j))
+                continue
+            added = self.of(Ref(values, (*ref.index[:d], var(j), *ref.index[d + 1 :])))
+            total += [(f, All(hit.literals | c.literals, hit.bound + c.bound)) for f, c in added.terms]
+            most += _product(added.most, _length(j))
+        if not summed and any(f < 0 for f, _ in total):
+            raise Unsupported
+        return Count(tuple((f, c) for f, c in total if f), base.exact and summed, most=most)
+
+
+def against(counted: Count, op: str, known: float) -> AnyOf:
+    """Returns when a count is ``op`` a number: where 0 and every other count answer differently."""
+    if not counted.exact or all(factor > 0 for factor, _ in counted.terms):
+        below = _HOLDS[op](0.0, known)
+        # Counts of one sign only grow from the smallest factor on.
+        others = [counted.least, math.inf] if not counted.unit else [1.0]
+    else:
+        below, others = _HOLDS[op](0.0, known), [1.0, math.inf]
+        if op in ("eq", "ne") and known != 0.0:
+            raise Unsupported
+    answers = {_HOLDS[op](x, known) for x in others}
+    if below in answers or len(answers) != 1:
+        raise Unsupported
+    return positive(counted, not below)
+
+
+def positive(counted: Count, want: bool) -> AnyOf:
+    """Returns when a count is not 0 (``want``), or when it is. Raises Unsupported."""
+    if not want:
+        found = positive(counted, True)
+        total = TRUE
+        for conj in found:
+            if conj.bound:
+                raise Unsupported
+            total = both(total, either(*(opposite(x) for x in conj.literals)))
+        return total
+    if all(factor > 0 for factor, _ in counted.terms):
+        return either([conj for _, conj in counted.terms])
+    if not counted.exact:
+        raise Unsupported
+    return differences(counted.terms)
+
+
+def _limits(value: Value) -> tuple[float | None, float | None]:
+    """The bounds of a relu or a clamp; NaN where one is no number."""
+    if value.func is aten.relu.default:
+        return 0.0, None
+    given = [*value.args[1:], None][:2] if value.func is aten.clamp.default else [value.args[1], None]
+    given = given[::-1] if value.func is aten.clamp_max.default else given
+    low, high = (None if b is None else _number_or_nan(constant_of(b)) for b in given)
+    return low, high
+
+
+def _number_or_nan(a: float | None) -> float:
+    return math.nan if a is None else a
+
+
+def _pieces(index: Value, source: Value, d: int) -> list[tuple[Value, Any]]:
+    """The pieces that index and source of a scatter are put together from."""
+    a, b = (x.args if x.func is aten.cat.default else None for x in (index, source))
+    if a is not None and b is not None:
+        same = all(_dim(x, y[1] if len(y) > 1 else 0) == d for x, y in ((index, a), (source, b)))
+        if same and [p.shape for p in a[0]] == [p.shape for p in b[0]]:
+            return list(zip(a[0], b[0], strict=True))
+    return [(index, source)]
