@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mhc_inductor import compat
+from mhc_inductor.compat import tree_flatten, tree_unflatten
 from mhc_inductor.routing.graph.values import example, tensors_in
 
 AutocastState = tuple[str, Any, bool, Any]
@@ -37,7 +36,7 @@ class Effect:
 _NONE = Effect()
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(compat.TorchDispatchMode):
     """Collects the storages that anything under the mode writes, whatever it was called through."""
 
     def __init__(self) -> None:
@@ -90,9 +89,9 @@ class Effects:
             return _NONE
         if not any(map(self.storages, node.all_input_nodes)):
             return _NONE
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, compat.OpOverload):
             return self._of_schema(node)
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, compat.HigherOrderOperator):
             return self._of_bodies(node)
         target = str(node.target) if node.op == "call_method" else node.target
         autocast = self._autocast.get(node, ())

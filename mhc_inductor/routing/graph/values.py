@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhc_inductor import compat
 from mhc_inductor.routing.graph.index import Size, size_of
@@ -86,7 +85,7 @@ def _alias(value: Value, of: Value) -> None:
     value.set(aten.alias.default, (of,), {})
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(compat.TorchDispatchMode):
     """Records the ATen operations below composite ones, with a few decomposed further."""
 
     def __init__(self) -> None:
@@ -186,10 +185,10 @@ class Values:
         graph: fx.Graph,
         autocast: dict[fx.Node, tuple[Any, ...]],
         templates: dict[Any, Any],
-        writes: Callable[[fx.Node], bool] | None = None,
+        writes: Callable[[fx.Node], Any],
     ) -> None:
         self.graph = graph
-        self.writes = writes or named_in_place
+        self.writes = writes
         self.autocast = autocast
         self.templates = templates
         self.fixed: dict[str, int] = {}
@@ -255,9 +254,9 @@ class Values:
         if node.op == "call_method":
             return isinstance(node.target, str)
         target = node.target
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(target, compat.HigherOrderOperator):
             return False
-        if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if isinstance(target, (compat.OpOverload, compat.OpOverloadPacket)):
             return str(target).partition(".")[0] in ("aten", "prims")
         return not getattr(target, "__name__", "").startswith("_set_grad")
 
@@ -373,14 +372,6 @@ class Values:
                 row.append(value)
             made.append(row)
         return _map(fill, result)
-
-
-def named_in_place(node: fx.Node) -> bool:
-    """Whether a node's name, schema or arguments say that it writes; less than PyTorch itself knows."""
-    if node.op == "call_method":
-        return isinstance(node.target, str) and node.target.endswith("_") and not node.target.startswith("__")
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable) or "out" in node.kwargs
 
 
 def _functional(func: Any) -> Any:
