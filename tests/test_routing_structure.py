@@ -15,7 +15,6 @@ ROOT = pathlib.Path(mhc_inductor.routing.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 LINES, BRANCHES = 60, 15
 TOO_LONG = {
-    "operators/selection/attention.py: written": (67, 14),
     "operators/selection/masks.py: _arithmetic": (40, 24),
 }
 """Functions above the limits, with their lines and branches today. One that meets them must leave this list."""

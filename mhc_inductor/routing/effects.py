@@ -16,7 +16,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.compat import tree_flatten, tree_unflatten
-from mhc_inductor.routing.graph.values import example, tensors_in
+from mhc_inductor.routing.graph.values import example, run, tensors_in
 
 AutocastState = tuple[str, Any, bool, Any]
 _PLAIN = (int, float, bool, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
@@ -205,10 +205,7 @@ def _asked(node: fx.Node, modes: Modes) -> Effect:
             fresh = [_fresh(t) for t in flat]
             args, kwargs = tree_unflatten(fresh, spec)
             with writes:
-                if node.op == "call_method":
-                    out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-                else:
-                    out = node.target(*args, **kwargs)  # type: ignore[operator]
+                out = run(node, args, kwargs)
     except Exception as error:  # whatever it is that PyTorch cannot run alone
         # A number that is read off data (item) ends the run of a call that has only read so far.
         return Effect(known=compat.reads_data(error) and not writes.storages)

@@ -19,6 +19,7 @@ from mhc_inductor import compat
 from mhc_inductor.routing.graph.index import Size, size_of
 
 aten = torch.ops.aten
+_NO_OPTIONS: dict[str, Any] = {}
 
 
 class Value:
@@ -35,7 +36,7 @@ class Value:
         self._pending = pending
         self._func: Any = None
         self._args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
+        self.kwargs = _NO_OPTIONS
         self.out = 0
 
     def set(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: int = 0) -> None:
@@ -156,6 +157,13 @@ def example(node: fx.Node) -> Any:
     """The fake value, or values, that Dynamo left in a node."""
     found = node.meta.get("example_value")
     return node.meta.get("val") if found is None else found
+
+
+def run(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Returns the result of the call of ``node`` on other arguments."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def is_tensors(fake: Any) -> bool:
@@ -323,11 +331,7 @@ class Values:
             stack.enter_context(mode)
             stack.enter_context(compat.no_new_guards(mode))
             stack.enter_context(recorder)
-            if node.op == "call_method":
-                self_, *rest = arguments[0]
-                result = getattr(self_, str(node.target))(*rest, **arguments[1])
-            else:
-                result = node.target(*arguments[0], **arguments[1])  # type: ignore[operator]
+            result = run(node, *arguments)
         where: dict[int, Any] = {id(t): _In(k) for k, t in enumerate(examples)}
 
         def place(t: Any) -> Any:
