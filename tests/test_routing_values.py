@@ -14,7 +14,7 @@ def _values(fn, *inputs):
     found = {}
 
     def backend(gm, _):
-        found["graph"], found["values"] = gm.graph, Values(gm.graph, {}, {})
+        found["graph"], found["values"] = gm.graph, Values(gm.graph, {}, {}, lambda node: False)
         return gm.forward
 
     torch._dynamo.reset()
@@ -37,7 +37,7 @@ def test_a_product_is_no_template_for_a_square():
     assert square.args[0] is square.args[1] is product.args[1]
 
 
-def _graph(fn, *inputs, dynamic=False, **options):
+def _graph(fn, *inputs, dynamic=False, writes=lambda node: False):
     """The graph of ``fn``, and what the analysis left changed: random numbers, guards, symbols, modes."""
     found = {}
 
@@ -55,7 +55,7 @@ def _graph(fn, *inputs, dynamic=False, **options):
         )
 
     def backend(gm, _):
-        values = Values(gm.graph, {}, {}, **options)
+        values = Values(gm.graph, {}, {}, writes)
         fakes = [t for node in gm.graph.nodes for t in tensors_in(example(node))]
         env = next((t.fake_mode.shape_env for t in fakes if hasattr(t, "fake_mode")), None)
         before = state(env)
@@ -141,7 +141,7 @@ def test_a_call_that_raises_is_opaque_and_the_rest_is_not():
         first = next(node for node in gm.graph.nodes if node.op == "call_function")
         broken = list(first.args)
         first.args = (broken[0], "two")
-        values = Values(gm.graph, {}, {})
+        values = Values(gm.graph, {}, {}, lambda node: False)
         found["values"] = [values.of(node).func for node in gm.graph.nodes if node.op.startswith("call")]
         first.args = tuple(broken)
         return gm.forward

@@ -331,7 +331,7 @@ def values_of(
         out = graph.call_function(fn, ([*nodes], *rest) if listed else (*nodes, *rest))
         fakes = [n.meta["example_value"] for n in nodes]
         out.meta["example_value"] = fn(fakes, *rest) if listed else fn(*fakes, *rest)
-    values = Values(graph, {}, {})
+    values = Values(graph, {}, {}, lambda node: False)
     made = values.of(out)
     return list(made) if isinstance(made, tuple) else [made], {
         values.of(n): t for n, t in zip(nodes, given, strict=True)

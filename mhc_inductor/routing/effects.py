@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mhc_inductor import compat
-from mhc_inductor.routing.graph.values import example, tensors_in
+from mhc_inductor.compat import tree_flatten, tree_unflatten
+from mhc_inductor.routing.graph.values import example, run, tensors_in
 
 AutocastState = tuple[str, Any, bool, Any]
 _PLAIN = (int, float, bool, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
@@ -37,7 +36,7 @@ class Effect:
 _NONE = Effect()
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(compat.TorchDispatchMode):
     """Collects the storages that anything under the mode writes, whatever it was called through."""
 
     def __init__(self) -> None:
@@ -90,9 +89,9 @@ class Effects:
             return _NONE
         if not any(map(self.storages, node.all_input_nodes)):
             return _NONE
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, compat.OpOverload):
             return self._of_schema(node)
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, compat.HigherOrderOperator):
             return self._of_bodies(node)
         target = str(node.target) if node.op == "call_method" else node.target
         autocast = self._autocast.get(node, ())
@@ -206,10 +205,7 @@ def _asked(node: fx.Node, modes: Modes) -> Effect:
             fresh = [_fresh(t) for t in flat]
             args, kwargs = tree_unflatten(fresh, spec)
             with writes:
-                if node.op == "call_method":
-                    out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-                else:
-                    out = node.target(*args, **kwargs)  # type: ignore[operator]
+                out = run(node, args, kwargs)
     except Exception as error:  # whatever it is that PyTorch cannot run alone
         # A number that is read off data (item) ends the run of a call that has only read so far.
         return Effect(known=compat.reads_data(error) and not writes.storages)

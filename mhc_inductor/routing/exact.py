@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mhc_inductor import compat
+from mhc_inductor.compat import tree_leaves, tree_map_only
 
 PROMOTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Exact(TorchDispatchMode):
+class Exact(compat.TorchDispatchMode):
     """Computes in fp64 whatever the calls say, but for roundings that the model wrote on an input: those are its own."""
 
     def __init__(self, inputs: dict[int, torch.dtype]) -> None:

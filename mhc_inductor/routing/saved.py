@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
 from mhc_inductor import compat
+from mhc_inductor.compat import tree_map_only
 from mhc_inductor.routing.effects import Modes
-from mhc_inductor.routing.graph.values import example, tensors_in
+from mhc_inductor.routing.graph.values import example, run, tensors_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch
 
@@ -36,17 +35,11 @@ def saved_by(node: fx.Node, flows: Callable[[fx.Node], bool], modes: Modes) -> t
             given = {a: tree_map_only(torch.Tensor, _fresh(flows(a)), example(a)) for a in node.all_input_nodes}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                out = _call(node, args, kwargs)
+                out = run(node, args, kwargs)
     except Exception:  # whatever it is that PyTorch cannot run alone
         return None
     inputs = {a for a, made in given.items() if any(compat.storage_key(t) in kept for t in tensors_in(made))}
     return inputs, {i for i, t in enumerate(tensors_in(out)) if compat.storage_key(t) in kept}
-
-
-def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _fresh(flows: bool) -> Callable[[torch.Tensor], torch.Tensor]:

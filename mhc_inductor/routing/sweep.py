@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
 from mhc_inductor import compat
+from mhc_inductor.compat import tree_map_only
 from mhc_inductor.routing.graph.values import example, tensors_in
 from mhc_inductor.routing.graph.view import GRAD, View
 

@@ -20,7 +20,7 @@ from mhc_inductor.routing.comparison import Results, judged
 from mhc_inductor.routing.cut import MODES, Cut, Piece
 from mhc_inductor.routing.edit import Edit, Pairs, node_of
 from mhc_inductor.routing.exact import PROMOTED, Exact
-from mhc_inductor.routing.graph.values import Value, example, tensors_in
+from mhc_inductor.routing.graph.values import Value, example, run, tensors_in
 from mhc_inductor.routing.operator import Match, Mismatch, Verdict
 
 _SMALL = {torch.float16: 2.0**-6}
@@ -247,15 +247,8 @@ def _fixed(node: fx.Node, known: Feed) -> Any:
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: _fixed(a, known))
             with compat.outside_compile(), torch.no_grad():
-                known[node] = _call(node, args, kwargs)
+                known[node] = run(node, args, kwargs)
     return known[node]
-
-
-def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    """Returns the result of a node's call on real values."""
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _rounding(edit: Edit, value: Value) -> float:
@@ -311,7 +304,7 @@ def _interpreted(piece: Piece, feed: Feed, plain: bool) -> list[Tensor]:
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         with contextlib.nullcontext() if plain or not node.meta[MODES].autocast else node.meta[MODES].entered():
-            env[node] = _call(node, args, kwargs)
+            env[node] = run(node, args, kwargs)
         for a in dead.get(node, ()):
             del env[a]
     return [env[node] for node in piece.outputs]

@@ -34,26 +34,32 @@ def put(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
         gap = next(k for k, i in enumerate(index) if i is Ellipsis)
         index = (*index[:gap], *[slice(None)] * (x.dim() - len(index) + 1), *index[gap + 1 :])
     if any(isinstance(i, torch.Tensor) for i in index):
-        if all(isinstance(i, torch.Tensor) or i == slice(None) for i in index):
-            value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
-            places = [i if isinstance(i, torch.Tensor) else None for i in index]
-            return torch.ops.aten.index_put.default(x, places, value)
-        raise NotImplementedError
+        return _put_by_tensors(x, index, value)
     if isinstance(value, torch.Tensor):
         return _scattered(x, [*enumerate(index)], value)
     within = torch.ones((), dtype=torch.bool, device=x.device)
     for d, i in enumerate(index):
-        if isinstance(i, slice) and i == slice(None):
-            continue
         at = torch.arange(x.shape[d], device=x.device).view(-1, *[1] * (x.dim() - d - 1))
-        if isinstance(i, int) and i >= 0:
-            within = within & (at == i)
-        elif isinstance(i, slice) and i.step is None and (i.start or 0) >= 0 and (i.stop is None or i.stop >= 0):
-            within = within & (at >= (i.start or 0)) if i.start else within
-            within = within & (at < i.stop) if i.stop is not None else within
-        else:
-            raise NotImplementedError
+        for place in _places(at, i):
+            within = within & place
     return torch.where(within, value, x)
+
+
+def _put_by_tensors(x: torch.Tensor, index: tuple[Any, ...], value: Any) -> torch.Tensor:
+    if not all(isinstance(i, torch.Tensor) or i == slice(None) for i in index):
+        raise NotImplementedError
+    value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
+    places = [i if isinstance(i, torch.Tensor) else None for i in index]
+    return torch.ops.aten.index_put.default(x, places, value)
+
+
+def _places(at: torch.Tensor, i: Any) -> list[torch.Tensor]:
+    """The conditions under which positions ``at`` of a dimension are in an integer or a slice from its start."""
+    if isinstance(i, int) and i >= 0:
+        return [at == i]
+    if not isinstance(i, slice) or i.step is not None or (i.start or 0) < 0 or (i.stop is not None and i.stop < 0):
+        raise NotImplementedError
+    return [*([at >= i.start] if i.start else []), *([at < i.stop] if i.stop is not None else [])]
 
 
 def _scattered(x: torch.Tensor, index: list[tuple[int, Any]], value: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.graph.values import example, tensors_in
+from mhc_inductor.routing.graph.values import example, run, tensors_in
 
 
 def run_fake(node: fx.Node) -> Any:
@@ -17,6 +17,4 @@ def run_fake(node: fx.Node) -> Any:
     values, options = fx.node.map_arg(node.args, example), fx.node.map_arg(node.kwargs, example)
     mode = compat.fake_mode_of([e for a in node.all_input_nodes for e in tensors_in(example(a))])
     with torch.no_grad(), mode or contextlib.nullcontext(), compat.no_new_guards(mode):
-        if callable(node.target):
-            return node.target(*values, **options)
-        return getattr(values[0], node.target)(*values[1:], **options)
+        return run(node, values, options)

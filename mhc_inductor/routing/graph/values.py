@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhc_inductor import compat
 from mhc_inductor.routing.graph.index import Size, size_of
 
 aten = torch.ops.aten
+_NO_OPTIONS: dict[str, Any] = {}
 
 
 class Value:
@@ -36,7 +36,7 @@ class Value:
         self._pending = pending
         self._func: Any = None
         self._args: tuple[Any, ...] = ()
-        self.kwargs: dict[str, Any] = {}
+        self.kwargs = _NO_OPTIONS
         self.out = 0
 
     def set(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: int = 0) -> None:
@@ -86,7 +86,7 @@ def _alias(value: Value, of: Value) -> None:
     value.set(aten.alias.default, (of,), {})
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(compat.TorchDispatchMode):
     """Records the ATen operations below composite ones, with a few decomposed further."""
 
     def __init__(self) -> None:
@@ -159,6 +159,13 @@ def example(node: fx.Node) -> Any:
     return node.meta.get("val") if found is None else found
 
 
+def run(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Returns the result of the call of ``node`` on other arguments."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def is_tensors(fake: Any) -> bool:
     """Whether a node's fake value is one tensor, or a list of nothing else."""
     if isinstance(fake, torch.Tensor):
@@ -186,10 +193,10 @@ class Values:
         graph: fx.Graph,
         autocast: dict[fx.Node, tuple[Any, ...]],
         templates: dict[Any, Any],
-        writes: Callable[[fx.Node], bool] | None = None,
+        writes: Callable[[fx.Node], Any],
     ) -> None:
         self.graph = graph
-        self.writes = writes or named_in_place
+        self.writes = writes
         self.autocast = autocast
         self.templates = templates
         self.fixed: dict[str, int] = {}
@@ -255,9 +262,9 @@ class Values:
         if node.op == "call_method":
             return isinstance(node.target, str)
         target = node.target
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(target, compat.HigherOrderOperator):
             return False
-        if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        if isinstance(target, (compat.OpOverload, compat.OpOverloadPacket)):
             return str(target).partition(".")[0] in ("aten", "prims")
         return not getattr(target, "__name__", "").startswith("_set_grad")
 
@@ -324,11 +331,7 @@ class Values:
             stack.enter_context(mode)
             stack.enter_context(compat.no_new_guards(mode))
             stack.enter_context(recorder)
-            if node.op == "call_method":
-                self_, *rest = arguments[0]
-                result = getattr(self_, str(node.target))(*rest, **arguments[1])
-            else:
-                result = node.target(*arguments[0], **arguments[1])  # type: ignore[operator]
+            result = run(node, *arguments)
         where: dict[int, Any] = {id(t): _In(k) for k, t in enumerate(examples)}
 
         def place(t: Any) -> Any:
@@ -373,14 +376,6 @@ class Values:
                 row.append(value)
             made.append(row)
         return _map(fill, result)
-
-
-def named_in_place(node: fx.Node) -> bool:
-    """Whether a node's name, schema or arguments say that it writes; less than PyTorch itself knows."""
-    if node.op == "call_method":
-        return isinstance(node.target, str) and node.target.endswith("_") and not node.target.startswith("__")
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable) or "out" in node.kwargs
 
 
 def _functional(func: Any) -> Any:

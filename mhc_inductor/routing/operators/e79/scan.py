@@ -7,7 +7,6 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import fx
 
 from mhc_inductor import compat
@@ -46,7 +45,7 @@ def body_of(view: View, node: fx.Node) -> fx.GraphModule | None:
     """Returns the body of a higher-order scan, None for any other node."""
     if node.op != "call_function" or getattr(node.target, "__name__", "") != "scan" or len(node.args) != 4:
         return None
-    if not isinstance(node.target, torch._ops.HigherOrderOperator) or not isinstance(node.args[0], fx.Node):
+    if not isinstance(node.target, compat.HigherOrderOperator) or not isinstance(node.args[0], fx.Node):
         return None
     body = getattr(view.real.owning_module, str(node.args[0].target), None)
     return body if isinstance(body, fx.GraphModule) else None

@@ -1,0 +1,90 @@
+"""How mhc_inductor/routing is built: small functions, operators in their folder only, private APIs in compat.py only."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+import mhc_inductor.routing
+
+ROOT = pathlib.Path(mhc_inductor.routing.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+LINES, BRANCHES = 60, 15
+TOO_LONG = {
+    "operators/selection/masks.py: _arithmetic": (40, 24),
+}
+"""Functions above the limits, with their lines and branches today. One that meets them must leave this list."""
+
+OPERATORS = ("mhc", "e79", "selection", "sinkhorn", "hyper", "recurrence", "attention", "index_topk")
+_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+_PRIVATE = re.compile(r"torch(\.\w+)*\._(?!check\b|assert\b)[a-z]")
+_ATEN = re.compile(r"torch\.ops\.(aten|prims)\.")
+
+
+def _functions(file: pathlib.Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.parse(file.read_text())
+    yield from (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def _sizes(function: ast.AST) -> tuple[int, int]:
+    """Lines, from the signature to the end; and branches: of if, for, while, except, case and conditional expressions."""
+    lines = function.end_lineno - function.lineno + 1  # type: ignore[attr-defined]
+    return lines, sum(isinstance(n, _BRANCHES) for n in ast.walk(function))
+
+
+def test_functions_are_small() -> None:
+    found = {
+        f"{file.relative_to(ROOT).as_posix()}: {function.name}": sizes
+        for file in FILES
+        for function in _functions(file)
+        if (sizes := _sizes(function))[0] > LINES or sizes[1] > BRANCHES
+    }
+    assert found == TOO_LONG
+
+
+def _code(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The identifiers, the names that are imported, and the strings, but for docstrings and texts of several words."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        match node:
+            case ast.Import(names=names):
+                yield from ((line, a.name) for a in names)
+            case ast.ImportFrom(module=module, names=names):
+                yield from ((line, f"{module}.{a.name}") for a in names)
+            case ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text):
+                yield line, text
+            case ast.FunctionDef(name=text) | ast.ClassDef(name=text):
+                yield line, text
+            case ast.Constant(value=str(text)) if " " not in text.strip():
+                yield line, text
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.relative_to(ROOT).as_posix())
+def test_only_operators_name_operators(file: pathlib.Path) -> None:
+    if "operators" in file.relative_to(ROOT).parts:
+        return
+    named = [
+        (line, text)
+        for line, text in _code(ast.parse(file.read_text()))
+        if any(name in text.replace("mhc_inductor", "").lower() for name in OPERATORS)
+    ]
+    assert not named, f"{file.name} names an operator: {named}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.relative_to(ROOT).as_posix())
+def test_private_apis_of_torch_are_used_in_compat_only(file: pathlib.Path) -> None:
+    used = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, (ast.Attribute, ast.Import)):
+            text = ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom):
+            text = " ".join(f"{node.module}.{a.name}" for a in node.names)
+        else:
+            continue
+        if _PRIVATE.search(text) and not _ATEN.search(text):
+            used.append((node.lineno, text))
+    assert not used, f"{file.name}: move it to compat.py, with the versions it was seen in: {used}"
