@@ -72,8 +72,8 @@ def product(ref: Ref, stop: Collection[Value] = ()) -> Product:
     def share(of: Ref | float, weight: float = 1.0) -> Share:
         if isinstance(of, float):
             return Share(of, weight)
-        inner = peel(of, stop)
-        result.roundings[inner].add(tuple(r.value.dtype for r in chain(of, stop) if written(r.value)))
+        *refs, inner = chain(of, stop)
+        result.roundings[inner].add(tuple(r.value.dtype for r in refs if written(r.value)))
         return Share(inner, weight)
 
     def parts(ref: Ref) -> list[Share] | None:
