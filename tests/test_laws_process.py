@@ -654,6 +654,39 @@ def test_a_recurrence_and_a_chain_that_stay_are_named() -> None:
     check(recurrence, e79_leaves(), named=["e79"])
 
 
+STARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp, eps added": lambda z: z.exp(),
+    "sigmoid": torch.sigmoid,
+    "softplus": torch.nn.functional.softplus,
+    "absolute": torch.abs,
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_iterations_of_any_matrix_are_named(start: str) -> None:
+    def program(p: Leaves) -> Any:
+        c = STARTS[start](p["x"][..., :4])
+        for _ in range(2):
+            c = c / (c.sum(-1, keepdim=True) + 1e-6)
+            c = c * (1 / (c.sum(-2, keepdim=True) + 1e-6))
+        return c
+
+    check(program, mhc_leaves(), unrouted="mhc_sinkhorn")
+
+
+@pytest.mark.parametrize(
+    "gate", [torch.tanh, torch.nn.functional.softplus, torch.relu, lambda z: torch.sigmoid(torch.nn.functional.silu(z))]
+)
+def test_gates_of_streams_that_are_no_sigmoids_are_named(gate: Callable[[Tensor], Tensor]) -> None:
+    def program(p: Leaves) -> Any:
+        x = p["x"]
+        v = x.flatten(-2)
+        z = (v @ p["phi"].t()) * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
+        return (gate(z[..., :4] * p["alpha"][0]).unsqueeze(-1) * x).sum(-2)
+
+    check(program, mhc_leaves(), unrouted="mhc_pre")
+
+
 # --- bounded work -------------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,7 @@ __all__ = [
     "shares",
     "shown",
     "step",
+    "summed",
     "whole",
     "written",
 ]
@@ -371,23 +372,27 @@ def _addends(ref: Ref, stop: Container[Value]) -> tuple[float, list[tuple[float,
 
 def addends_of(ref: Ref, stop: Container[Value]) -> list[Share] | None:
     """Returns the addends of a sum or a difference, None for anything else. Raises Unsupported."""
-    value, func = ref.value, ref.value.func
-    if value in stop:
+    if ref.value in stop:
         return None
-    if (n := number(value)) is not None:
+    if (n := number(ref.value)) is not None:
         return [Share(n)]
+    sides = summed(ref)
+    return None if sides is None else [_part(a, stop, weight) for weight, a in sides]
+
+
+def summed(ref: Ref) -> list[tuple[float, Ref | float]] | None:
+    """Returns the operands of a sum or a difference with their factors, None for anything else. Raises Unsupported."""
+    value, func = ref.value, ref.value.func
     if func is aten.neg.default:
-        return [_part(_same_shape(ref), stop, -1.0)]
+        return [(-1.0, _same_shape(ref))]
     if func not in _SUMS:
         return None
     scale = number(value.kwargs.get("alpha", value.args[2] if len(value.args) > 2 else 1))
     if scale is None:
         raise Unsupported
-    left, right = (_part(a, stop) for a in operands(ref))
+    left, right = operands(ref)
     sign, reverse = _SUMS[func]
-    if reverse:
-        left, right = right, left
-    return [left, right._replace(weight=sign * scale)]
+    return [(1.0, right), (sign * scale, left)] if reverse else [(1.0, left), (sign * scale, right)]
 
 
 def close(a: float, b: float) -> bool:

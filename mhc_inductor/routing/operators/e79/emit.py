@@ -20,7 +20,7 @@ from mhc_inductor.routing.operator import Match, Mismatch
 from mhc_inductor.routing.operators.e79.inputs import Inputs, Packing, of_steps
 from mhc_inductor.routing.operators.e79.loop import OP, Chain
 from mhc_inductor.routing.operators.e79.outputs import Outputs, Stack, Uses, check_closed, unasked
-from mhc_inductor.routing.operators.e79.step import Frame, zero
+from mhc_inductor.routing.operators.e79.terms import Frame, zero
 
 Pairs = list[tuple[Value, fx.Node]]
 

@@ -17,7 +17,8 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch
 from mhc_inductor.routing.operators.e79.lift import Plan, planned
 from mhc_inductor.routing.operators.e79.slots import Held, Slot, places, sequence, side_by_side
-from mhc_inductor.routing.operators.e79.step import Frame, Leaf, Step
+from mhc_inductor.routing.operators.e79.step import Step
+from mhc_inductor.routing.operators.e79.terms import Frame, Leaf
 
 ROLES = ("k", "v", "q", "m")
 BIASES = ("b_s", "b_m")

@@ -15,13 +15,14 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, Values, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch, Miss
-from mhc_inductor.routing.operators.e79.step import Frame, Recogniser, Step, Ungated, Weak, vector
+from mhc_inductor.routing.operators.e79.step import Recogniser, Step
+from mhc_inductor.routing.operators.e79.terms import Frame, vector
+from mhc_inductor.routing.operators.e79.update import Ungated, Weak
 
 OP = "e79_scan"
 _REACH = 64
@@ -178,8 +179,7 @@ class Search:
                     step.out_node = user
                     return
                 todo.append(user)
-        if todo:
-            TooLarge("operations after S' to its output", _REACH, step.S_new)
+        step.cut = _REACH if todo else None
 
     def _chains(self, recogniser: Recogniser, steps: list[Step]) -> list[Chain]:
         after: dict[tuple[Value, Value], list[Step]] = collections.defaultdict(list)

@@ -15,7 +15,8 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch
 from mhc_inductor.routing.operators.e79.lift import Plan, planned
 from mhc_inductor.routing.operators.e79.loop import Chain
-from mhc_inductor.routing.operators.e79.step import Step, reads
+from mhc_inductor.routing.operators.e79.step import Step
+from mhc_inductor.routing.operators.e79.terms import reads
 
 _STACKS = (aten.stack.default, aten.cat.default, aten.select_scatter.default)
 _NEAR = 4
@@ -206,6 +207,9 @@ def check_closed(view: View, one: Chain, sources: Collection[fx.Node], results: 
         reason = "an intermediate result of a step is used outside the loop"
         if any(known[v] is node for v in news) and any(reads(v, one.frame, news) for v in read):
             reason = "what is read from S' is not y * silu(y) with y = S' q"
+        cut = next((s.cut for s in one.steps if s.cut is not None), None)
+        if cut is not None:
+            reason += f" (the search for the output of a step stopped after {cut} operations)"
         raise Mismatch(reason, view.value(node))
 
 

@@ -21,7 +21,8 @@ from mhc_inductor.routing.operators.e79.inputs import BIASES, ROLES, Inputs, Pac
 from mhc_inductor.routing.operators.e79.lift import Lifted, lifted
 from mhc_inductor.routing.operators.e79.loop import OP, Search
 from mhc_inductor.routing.operators.e79.slots import Held, Slot, places, slot
-from mhc_inductor.routing.operators.e79.step import Frame, Leaf, Step
+from mhc_inductor.routing.operators.e79.step import Step
+from mhc_inductor.routing.operators.e79.terms import Frame, Leaf
 
 
 @dataclasses.dataclass

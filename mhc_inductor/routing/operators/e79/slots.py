@@ -13,7 +13,7 @@ from mhc_inductor.routing.edit import node_of
 from mhc_inductor.routing.graph.expressions import Ref, shown
 from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operators.e79.step import Frame, Leaf
+from mhc_inductor.routing.operators.e79.terms import Frame, Leaf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,303 +10,41 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Collection
 
-import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.bounds import DEPTH, Steps
 from mhc_inductor.routing.graph.expressions import (
     Ref,
-    Share,
     addends,
     aten,
-    chain,
     close,
-    contraction,
-    is_cast,
     number,
-    operands,
     peel,
-    power,
-    reduction,
-    shares,
     shown,
     written,
 )
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var, const, var
-from mhc_inductor.routing.graph.linear import placed, variables_of
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var, var
+from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.mhc.formula import argument_of, sigmoid_argument, squared
+from mhc_inductor.routing.operators.e79.terms import (
+    FULL,
+    Applied,
+    Frame,
+    Leaf,
+    Product,
+    applied,
+    pieces,
+    product,
+)
+from mhc_inductor.routing.operators.e79.update import NoUpdate, Update, Weak, matrices_in, update, word_of
+from mhc_inductor.routing.operators.mhc.formula import sigmoid_argument
+from mhc_inductor.routing.operators.mhc.norm import squared
 
 EPS = 1e-6
-_SUMS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor)
-_FULL = (aten.full.default, aten.full_like.default, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-# torch.zeros is recorded as a detached tensor.
-_SAME = (aten.detach.default, aten.expand.default, aten.clone.default, aten.view.default, aten.alias.default)
 _CLAMPS = (aten.clamp_min.default, aten.clamp.default, aten.maximum.default, aten.clamp_min.Tensor)
-
-
-class Frame:
-    """The variables that every element of a step is written in: sequences (any leading dims), rows i, columns j."""
-
-    def __init__(self, lead: tuple[Size, ...], n: int) -> None:
-        self.lead = tuple(Var(s) for s in lead)
-        self.n = n
-        self.i, self.j, self.at = (Var(Size(n)) for _ in range(3))
-
-    def matrix(self, value: Value) -> Ref:
-        """Element [..., i, j]."""
-        return Ref(value, (*map(var, self.lead), var(self.i), var(self.j)))
-
-    def along(self, ref: Ref, v: Var) -> Ref:
-        """``ref`` with ``at`` for ``v``: vectors over rows, columns and summed indices become comparable."""
-        return placed(ref, v, var(self.at))
-
-
-Dtypes = tuple[torch.dtype, ...]
-
-
-@dataclasses.dataclass
-class Product:
-    """``coef * product(factor ** exponent)``, sums over more than one element left as factors."""
-
-    coef: float = 1.0
-    factors: list[tuple[Ref, float]] = dataclasses.field(default_factory=list)
-    roundings: dict[Ref, set[Dtypes]] = dataclasses.field(default_factory=lambda: collections.defaultdict(set))
-    """What the model has rounded each factor to, wherever it was met."""
-
-
-def product(ref: Ref, stop: Collection[Value] = ()) -> Product:
-    """``ref`` as a product; outer products count, products that sum do not. Values of ``stop`` are factors."""
-    result = Product()
-
-    def share(of: Ref | float, weight: float = 1.0) -> Share:
-        if isinstance(of, float):
-            return Share(of, weight)
-        inner = peel(of, stop)
-        result.roundings[inner].add(tuple(r.value.dtype for r in chain(of, stop) if written(r.value)))
-        return Share(inner, weight)
-
-    def parts(ref: Ref) -> list[Share] | None:
-        found = _parts(ref, stop)
-        return None if found is None else [share(of, weight) for of, weight in found]
-
-    for a, e in shares([share(ref)], parts, Steps("factors", ref.value)):
-        if isinstance(a, float):
-            result.coef *= power(a, e)
-        else:
-            result.factors.append((a, e))
-    return result
-
-
-def _parts(ref: Ref, stop: Collection[Value]) -> list[tuple[Ref | float, float]] | None:
-    """The factors that ``ref`` is put together from, None where it is one."""
-    value, func = ref.value, ref.value.func
-    if func is None or value in stop:
-        return None
-    scalar = number(value) if func not in _FULL or not any(s != ONE for s in value.shape) else None
-    if scalar is not None:
-        return [(scalar, 1.0)] if scalar else None
-    if func in (aten.mul.Tensor, aten.mul.Scalar):
-        return [(a, 1.0) for a in operands(ref)]
-    if func in (aten.div.Tensor, aten.div.Scalar) and not value.kwargs:
-        return list(zip(operands(ref), (1.0, -1.0), strict=True))
-    if func is aten.neg.default:
-        return [(-1.0, 1.0), (Ref(value.args[0], ref.index), 1.0)]
-    if func is aten.reciprocal.default:
-        return [(Ref(value.args[0], ref.index), -1.0)]
-    if func is aten.pow.Tensor_Scalar and (exponent := number(value.args[1])) in (-1.0, 2.0):
-        return [(Ref(value.args[0], ref.index), exponent or 1.0)]
-    if (pair := contraction(ref)) is not None and pair[2].size == ONE:
-        return [(pair[0], 1.0), (pair[1], 1.0)]
-    if (summed := reduction(ref)) is not None and all(v.size == ONE for v in summed[1]):
-        return [(summed[0], 1.0)]
-    return None
-
-
-@dataclasses.dataclass
-class Update:
-    """``row[i] * col[j] * state[i, j] + write[i] * unit[j]``: the arguments of the two gates, and the outer product."""
-
-    state: Value
-    row: Ref
-    col: Ref
-    write: Ref
-    unit: Product
-    sign: float
-
-
-class _Not(Exception):
-    """Not this formula, and nothing close to it."""
-
-
-class Weak(Mismatch):
-    """A mismatch of something that is hardly the formula."""
-
-
-class Ungated(Weak):
-    """Two coupled matrices that nothing gates."""
-
-
-def update(value: Value, frame: Frame, stop: Collection[Value], known: Collection[Value]) -> Update:
-    """``value`` as a gated update of a matrix. Raises _Not, and Mismatch where it almost is one."""
-    constant, terms = addends(frame.matrix(value), stop)
-    if len(terms) != 2 or constant != 0.0:
-        raise _Not
-    both = {frame.i, frame.j}
-    here = frame.matrix(value).index
-    pairs = [(sign, product(ref, stop), ref.value) for sign, ref in terms]
-    kept = [p for p in pairs if any(f.index == here and e == 1.0 for f, e in p[1].factors)]
-    outer = [p for p in pairs if not any(both <= variables_of(f) for f, _ in p[1].factors)]
-    if len(kept) != 1 or len(outer) != 1:
-        raise _Not
-    sign, keep, where = kept[0]
-    state = next(f for f, _ in keep.factors if f.index == here).value
-    gates = [(f, e) for f, e in keep.factors if f.index != here]
-    read = [z for f, e in gates if (z := sigmoid_argument(f, e) or argument_of(f)) is not None]
-    if not any(_matrices(z, known) for z in read):
-        # Gates of other recurrences do not read a state. Only this one writes from two.
-        writes = [_matrices(f, known) for f, _ in outer[0][1].factors if variables_of(f) & both == {frame.i}]
-        if any(state in m and len(m) > 1 for m in writes):
-            raise Ungated("a matrix is written as M is, by delta - M m^, but no gate that reads S' keeps it", where)
-        raise _Not
-    row, col = _gates(gates, frame, where)
-    if not close(keep.coef * sign, 1.0):
-        raise Mismatch(f"the gated state is scaled by {keep.coef * sign:g}", where)
-    sign, made, where = outer[0]
-    write = [(f, e) for f, e in made.factors if frame.i in variables_of(f)]
-    unit = [(f, e) for f, e in made.factors if frame.i not in variables_of(f)]
-    if len(write) != 1 or write[0][1] != 1.0:
-        raise Mismatch(f"the outer product has {len(write)} factors over rows; expected delta (x) k^", where)
-    if abs(made.coef) != 1.0:
-        raise Mismatch(f"the outer product is scaled by {made.coef * sign:g}", where)
-    return Update(state, row, col, write[0][0], Product(1.0, unit, made.roundings), made.coef * sign)
-
-
-def _gates(gates: list[tuple[Ref, float]], frame: Frame, where: Value) -> tuple[Ref, Ref]:
-    """The arguments of the row gate and of the column gate. Raises Mismatch."""
-    both = {frame.i, frame.j}
-    rows, cols = ([g for g in gates if variables_of(g[0]) & both == {v}] for v in (frame.i, frame.j))
-    if len(rows) != 1 or len(cols) != 1 or len(gates) != 2:
-        expected = "expected r[:, None] * S * c[None, :]"
-        raise Mismatch(f"{len(rows)} row gates and {len(cols)} column gates; {expected}", where)
-    found = []
-    for gate, exponent in gates:
-        argument = sigmoid_argument(gate, exponent)
-        if argument is None:
-            raise Mismatch(f"a gate is {_word(gate.value)}; expected sigmoid", gate.value)
-        found.append(argument)
-    return (found[0], found[1]) if gates[0] is rows[0] else (found[1], found[0])
-
-
-def _matrices(ref: Ref, known: Collection[Value]) -> set[Value]:
-    """The matrices whose products with vectors are addends of ``ref``."""
-    return {a.matrix.value for _, _, a in pieces(ref, known)[1] if a is not None}
-
-
-def _word(value: Value) -> str:
-    return str(value.func).removeprefix("aten.").partition(".")[0] if value.func is not None else "no known operation"
-
-
-@dataclasses.dataclass
-class Applied:
-    """``coef * sum over bound of matrix[..] * vector[..]``."""
-
-    coef: float
-    matrix: Ref
-    vector: Ref
-    others: list[tuple[Ref, float]]
-    bound: Var
-
-
-def applied(ref: Ref, matrices: Collection[Value]) -> Applied | None:
-    """``ref`` as a product of one of ``matrices`` with a vector."""
-    whole = product(ref)
-    for at, (factor, e) in enumerate(whole.factors):
-        if e != 1.0:
-            continue
-        scale = 1.0
-        if (pair := contraction(factor)) is not None:
-            left, right, bound = pair
-        elif (summed := reduction(factor)) is not None and len(real := [v for v in summed[1] if v.size != ONE]) == 1:
-            inner = peel(summed[0])
-            bound, scale = real[0], summed[2]
-            if inner.value.func is not aten.mul.Tensor:
-                continue
-            left, right = operands(inner)  # type: ignore[assignment]
-            if not isinstance(left, Ref) or not isinstance(right, Ref):
-                continue
-        else:
-            continue
-        others = [f for k, f in enumerate(whole.factors) if k != at]
-        for a, b in ((left, right), (right, left)):
-            matrix = peel(a, matrices)
-            row = {v for i in matrix.index[-2:] for v in i.variables()} - {bound}
-            if matrix.value in matrices and not any(row & variables_of(f) for f, _ in others):
-                return Applied(whole.coef * scale, matrix, b, others, bound)
-    return None
-
-
-Piece = tuple[float, Ref, Applied | None]
-
-
-def pieces(ref: Ref, matrices: Collection[Value]) -> tuple[float, list[Piece]]:
-    """``ref`` as a constant and signed addends; sums in which no matrix is applied stay whole. Raises TooLarge."""
-    known: dict[Ref, tuple[float, list[Piece]]] = {}
-    steps = Steps("addends", ref.value, DEPTH)
-
-    def find(outer: Ref) -> tuple[float, list[Piece]]:
-        inner = peel(outer, matrices)
-        if inner not in known:
-            steps.take()
-            known[inner] = search(outer, inner)
-        return known[inner]
-
-    def search(outer: Ref, ref: Ref) -> tuple[float, list[Piece]]:
-        func = ref.value.func
-        if func is aten.neg.default:
-            constant, found = find(Ref(ref.value.args[0], ref.index))
-            return -constant, [(-s, r, a) for s, r, a in found]
-        if func not in _SUMS:
-            return 0.0, [(1.0, outer, applied(ref, matrices))]
-        constant, total = 0.0, dict[Ref, Piece]()
-        for sign, side in zip(_signs(ref), operands(ref), strict=True):
-            more, each = (side, []) if isinstance(side, float) else find(side)
-            constant += sign * more
-            for s, r, a in each:
-                # What the model rounded is not what it was: the two do not cancel.
-                before = total.get(key := shown(r, matrices)[-1], (0.0, r, a))
-                total[key] = (before[0] + sign * s, *before[1:])
-        if any(a is not None for _, _, a in total.values()):
-            return constant, [*total.values()]
-        return 0.0, [(1.0, outer, None)]
-
-    return find(ref)
-
-
-def _signs(ref: Ref) -> tuple[float, float]:
-    """The factors of a sum's two operands. Raises Unsupported."""
-    value, func = ref.value, ref.value.func
-    scale = number(value.kwargs.get("alpha", value.args[2] if len(value.args) > 2 else 1))
-    if scale is None:
-        raise Unsupported
-    if func in (aten.rsub.Scalar, aten.rsub.Tensor):
-        return -scale, 1.0
-    return 1.0, -scale if func in (aten.sub.Tensor, aten.sub.Scalar) else scale
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A vector that a step takes in: an element at ``Frame.at`` of what the model has computed."""
-
-    ref: Ref
-
-    @property
-    def key(self) -> Ref:
-        """The same for the same elements, through views and casts as far as what the model rounded."""
-        return shown(self.ref)[-1]
 
 
 @dataclasses.dataclass
@@ -321,6 +59,8 @@ class Step:
     leaves: dict[str, Leaf | None]
     out: Value | None = None
     out_node: fx.Node | None = None
+    cut: int | None = None
+    """After how many operations the search for the output stopped, where it did."""
 
     @property
     def pattern(self) -> tuple[bool, bool]:
@@ -337,8 +77,6 @@ class Recogniser:
         """The matrices of the graph, and the node that first has each."""
         self._sources: set[Value] = set()
         self._updates: dict[Value, Update | Mismatch | None] = {}
-        self._update_nodes: set[fx.Node] = set()
-        self._counted = 0
         self._of_state: collections.defaultdict[Value, list[Value]] = collections.defaultdict(list)
 
     def add(self, value: Value, node: fx.Node) -> None:
@@ -360,9 +98,9 @@ class Recogniser:
     def _source(self, ref: Ref) -> bool:
         i, j = self.frame.i, self.frame.j
         if set(ref.index) == set(self.frame.matrix(ref.value).index) or not {i, j} <= variables_of(ref):
-            return ref.value.func in _FULL
+            return ref.value.func in FULL
         return (
-            ref.value.func in (None, *_FULL) or written(ref.value) or any({i, j} <= at.variables() for at in ref.index)
+            ref.value.func in (None, *FULL) or written(ref.value) or any({i, j} <= at.variables() for at in ref.index)
         )
 
     def update(self, value: Value) -> Update | None:
@@ -373,7 +111,7 @@ class Recogniser:
                 self._of_state[made.state].append(value)
             except Mismatch as mismatch:
                 self._updates[value] = mismatch
-            except (_Not, Unsupported):
+            except (NoUpdate, Unsupported):
                 self._updates[value] = self._rounded(value)
         found = self._updates[value]
         if isinstance(found, Mismatch):
@@ -382,7 +120,7 @@ class Recogniser:
 
     def _rounded(self, value: Value) -> Mismatch | None:
         """Why ``value`` is no update: it is one but for casts of what is added."""
-        with contextlib.suppress(_Not, Mismatch, Unsupported):
+        with contextlib.suppress(NoUpdate, Mismatch, Unsupported):
             _, terms = addends(self.frame.matrix(value), self._sources)
             rounded = [t.value for _, t in terms if written(t.value)] if len(terms) == 2 else []
             if rounded and update(value, self.frame, self._sources.difference(rounded), self.known):
@@ -391,20 +129,17 @@ class Recogniser:
                 )
         return None
 
-    @property
+    @functools.cached_property
     def update_nodes(self) -> set[fx.Node]:
-        """The nodes of all updates."""
-        if self._counted != len(self._updates):
-            self._counted = len(self._updates)
-            self._update_nodes = {self.known[v] for v, u in self._updates.items() if isinstance(u, Update)}
-        return self._update_nodes
+        """The nodes of all updates, once every matrix has been asked for its :meth:`update`."""
+        return {self.known[v] for v, u in self._updates.items() if isinstance(u, Update)}
 
     def reads_a_matrix(self, value: Value) -> bool:
         """Whether ``value`` is an update whose gates are products of matrices with vectors."""
         found = self._updates.get(value)
         if not isinstance(found, Update):
             return False
-        return all(_matrices(ref, self.known) for ref in (found.row, found.col))
+        return all(matrices_in(ref, self.known) for ref in (found.row, found.col))
 
     # --- vectors ---
 
@@ -416,7 +151,7 @@ class Recogniser:
         if not scales:
             raise Mismatch(f"{name} is not normalised: expected {name} / (|{name}| + {EPS:g})", where)
         if len(scales) != 1 or scales[0][1] != -1.0:
-            word = _word(scales[0][0].value)
+            word = word_of(scales[0][0].value)
             raise Mismatch(f"{name} is scaled by {word}; expected a division by |{name}| + {EPS:g}", scales[0][0].value)
         normed, bound = self._norm(scales[0][0], name)
         want = product(normed)
@@ -628,33 +363,3 @@ def _gated(ref: Ref, exponent: float) -> Ref | None:
 
 def _canonical(frame: Frame, factors: list[tuple[Ref, float]], v: Var) -> collections.Counter[tuple[Ref, float]]:
     return collections.Counter((frame.along(peel(f), v), e) for f, e in factors)
-
-
-def zero(value: Value) -> bool:
-    """Whether every element of ``value`` is 0, as in ``torch.zeros``."""
-    while (func := value.func) in _SAME or is_cast(value):
-        value = value.args[0]
-    if func in (aten.full.default, aten.full_like.default, aten.new_full.default):
-        return number(value.args[2 if func is aten.new_full.default else 1]) == 0.0
-    return func in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-
-
-def vector(value: Value, frame: Frame) -> Ref | None:
-    """Element [..., i] of a value with the elements of vectors."""
-    index, wanted = [], [*frame.lead, frame.i]
-    for size in value.shape:
-        while wanted and wanted[0].size == ONE:
-            wanted.pop(0)
-        if size == ONE:
-            index.append(const(0))
-        elif wanted and wanted[0].size == size:
-            index.append(var(wanted.pop(0)))
-        else:
-            return None
-    return Ref(value, tuple(index)) if not wanted else None
-
-
-def reads(value: object, frame: Frame, matrices: Collection[Value]) -> bool:
-    """Whether ``value`` is one of ``matrices`` times a vector."""
-    ref = vector(value, frame) if isinstance(value, Value) else None
-    return ref is not None and applied(ref, matrices) is not None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Container
 
 import torch
-from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
 from mhc_inductor.routing.graph.expressions import (
@@ -14,31 +13,22 @@ from mhc_inductor.routing.graph.expressions import (
     Term,
     addends,
     aten,
-    chain,
     close,
     contraction,
-    number,
-    operands,
     peel,
     product,
-    reduction,
-    rounds,
-    shown,
     whole,
-    written,
 )
 from mhc_inductor.routing.graph.index import (
     ONE,
     DynamicWidth,
     Index,
     Size,
-    Unsupported,
-    Var,
-    bound_of,
     product_of,
 )
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, covers, norm_of
 
 SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
 ROWS, COLUMNS = -1, -2
@@ -49,212 +39,6 @@ def square_matrices(value: Value) -> bool:
     """Whether ``value`` is [..., n, n] with few streams."""
     shape = value.shape
     return len(shape) >= 2 and shape[-1] == shape[-2] and not shape[-1].symbols and 2 <= shape[-1].factor <= MAX_STREAMS
-
-
-# --- the streams and their norm -----------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Norm:
-    """``rsqrt(mean(v * v) + eps)`` of the value ``x``, whose last ``width`` elements in memory order are v."""
-
-    x: Value
-    tokens: Index
-    feature: Index
-    width: int
-    eps: float
-    scale: float
-
-    @property
-    def count(self) -> Size:
-        """How many tokens x has."""
-        return product_of(self.x.shape).over(Size(self.width)) or Size(0)
-
-
-def squared(ref: Ref) -> tuple[Ref, float, list[Var]] | None:
-    """(v, factor, bound variables) of ``factor * sum(v * v)``."""
-    scale = 1.0
-    bound: list[Var] = []
-    while True:
-        ref = peel(ref)
-        func = ref.value.func
-        reduced = reduction(ref)
-        if reduced is not None:
-            ref, more, factor = reduced
-            bound += more
-            scale *= factor
-        elif (v := _squares(ref)) is not None:
-            root = peel(v)
-            if root.value.func is not aten.sqrt.default:
-                return v, scale, bound
-            # The square of a vector norm.
-            ref = Ref(root.value.args[0], root.index)
-        elif func in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-            a, b = operands(ref)
-            divides = func in (aten.div.Tensor, aten.div.Scalar)
-            if isinstance(a, Ref) and isinstance(b, float) and b != 0.0:
-                ref, scale = a, scale / b if divides else scale * b
-            elif isinstance(b, Ref) and isinstance(a, float) and not divides:
-                ref, scale = b, scale * a
-            else:
-                return None
-        elif (contracted := contraction(ref)) is not None:
-            left, right, k = contracted
-            return (left, scale, [*bound, k]) if peel(left) == peel(right) else None
-        else:
-            return None
-
-
-def _squares(ref: Ref) -> Ref | None:
-    """v of ``v ** 2`` or ``v * v``."""
-    if ref.value.func is aten.pow.Tensor_Scalar and number(ref.value.args[1]) == 2:
-        return Ref(ref.value.args[0], ref.index)
-    if ref.value.func is aten.mul.Tensor:
-        a, b = operands(ref)
-        return a if isinstance(a, Ref) and isinstance(b, Ref) and peel(a) == peel(b) else None
-    return None
-
-
-def _covers(flat: Index, bound: Collection[Var]) -> tuple[Index, Index, int] | None:
-    """(tokens, feature, width): ``flat = width * tokens + feature``, and the feature takes every value below width."""
-    feature = {a: c for a, c in flat.terms.items() if a is not None and Index({a: ONE}).variables() <= set(bound)}
-    rest = {a: c for a, c in flat.terms.items() if a not in feature}
-    expected = ONE
-    for atom, c in sorted(feature.items(), key=lambda item: item[1].factor):
-        if c != expected:
-            return None
-        expected = c.times(bound_of(atom))
-    width = product_of(v.size for v in bound)
-    if expected != width:
-        return None
-    if width.symbols:
-        raise DynamicWidth(width)
-    tokens = {}
-    for atom, c in rest.items():
-        per = c.over(width)
-        if atom is None or per is None:
-            return None
-        tokens[atom] = per
-    return Index(tokens), Index(feature), width.factor
-
-
-def norm_of(inner: Ref) -> Norm | None:
-    """Returns the norm whose ``mean(v * v) + eps`` is ``inner``."""
-    try:
-        eps, terms = addends(inner)
-        if len(terms) != 1 or terms[0][0] <= 0 or eps < 0:
-            return None
-        found = squared(terms[0][1])
-        best = _normed(found[0], inner, found[2]) if found is not None else None
-        if found is None or best is None:
-            return None
-        x, tokens, feature, width = best
-        total = found[1] * terms[0][0] * width
-        return Norm(x, tokens, feature, width, eps / total, total**-0.5) if total > 0 else None
-    except Unsupported:
-        return None
-
-
-def _normed(v: Ref, inner: Ref, bound: Collection[Var]) -> tuple[Value, Index, Index, int] | None:
-    """(x, tokens, feature, width) of the tensor that ``v`` is an element of: the innermost that has just these tokens.
-
-    What is inside of a composite operation, as the product of a linear layer, is no tensor that the op could read.
-    """
-    best, fits = None, False
-    elements = product_of((*inner.value.shape, *(b.size for b in bound)))
-    # What autocast rounded inside the norm is no tensor of the model's.
-    for ref in shown(v):
-        covered = _covers(ref.flat, bound)
-        fit = covered is not None and covered[0] == inner.flat and product_of(ref.value.shape) == elements
-        if covered is not None and ref.value.node is not None and (fit or not fits):
-            best, fits = (ref.value, *covered), fit
-    return best
-
-
-def sources(x: Value) -> dict[Value, tuple[int, ...]]:
-    """Returns the tensors that ``x`` is a permuted view of, and which dim of x each of their dims is."""
-    found: dict[Value, tuple[int, ...]] = {}
-    out = whole(x).index
-    for ref in shown(whole(x)):
-        free, dims = list(range(len(out))), list[int]()
-        for i in ref.index:
-            # Dims of size 1 have equal indices.
-            dims += [d for d in free if out[d] == i][:1]
-            free = [d for d in free if d not in dims]
-        # A slice of one row has the indices of the whole tensor.
-        if len(dims) != len(out) or ref.value.shape != tuple(x.shape[d] for d in dims):
-            break
-        found[ref.value] = tuple(dims)
-        if rounds(ref.value):
-            break
-    return found
-
-
-def root_of(x: Value) -> tuple[Value, tuple[int, ...]]:
-    """Returns the tensor of the graph that ``x`` is a permuted view of, and which of its dims each dim of x is."""
-    found = {value: dims for value, dims in sources(x).items() if value.node is not None}
-    root = next(reversed(found), x)
-    dims = found.get(root, tuple(range(len(x.shape))))
-    return root, tuple(map(dims.index, range(len(dims))))
-
-
-def seen_in(ref: Ref, x: Value, views: Mapping[Value, tuple[int, ...]]) -> Ref:
-    """An element of one of x's :func:`sources` as the element of x."""
-    if ref.value is x or ref.value not in views:
-        return ref
-    index = list(ref.index)
-    for at, dim in zip(ref.index, views[ref.value], strict=True):
-        index[dim] = at
-    return Ref(x, tuple(index))
-
-
-class Kept:
-    """The values that a formula of ``x`` is made of: x and what it is a view of, ``others``, and rounded inputs.
-
-    A cast that the model wrote on x or on a weight, on anything that x has no part in, stays the model's. Casts of
-    values between, and those that autocast puts in, are not kept: without them the op is closer to exact.
-    """
-
-    def __init__(self, x: Value, *others: Collection[Value]) -> None:
-        self.x = x
-        self.views = sources(x)
-        self._others = frozenset(value for each in others for value in each)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kept) and (self.x, self._others) == (other.x, other._others)
-
-    def __hash__(self) -> int:
-        return hash((self.x, self._others))
-
-    def __contains__(self, value: object) -> bool:
-        if value in self.views or value in self._others:
-            return True
-        if not isinstance(value, Value) or value.node is None or not written(value):
-            return False
-        return not self._made_of_x(value.node) or any(ref.value in self.views for ref in chain(whole(value)))
-
-    def _made_of_x(self, node: fx.Node) -> bool:
-        """Checks whether x takes part in what ``node`` computes."""
-        if self.x.node is None or node is self.x.node:
-            return True
-        todo, seen = [node], {node}
-        while todo:
-            for parent in todo.pop().all_input_nodes:
-                if parent is self.x.node:
-                    return True
-                if parent not in seen and self.x.node < parent:
-                    seen.add(parent)
-                    todo.append(parent)
-        return False
-
-    def product(self, ref: Ref) -> Term:
-        """Returns ``ref`` as a product, with every element of what x is a view of as one of x."""
-        term = product(ref, self)
-        term.factors = [(seen_in(f, self.x, self.views), e) for f, e in term.factors]
-        return term
-
-
-# --- coefficients: alpha * z + bias -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,7 +160,7 @@ def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float
     if len(roots) != 1:
         raise Mismatch(f"{len(roots)} norm factors; expected one inv_rms", z.value)
     # The summed variables of the projection, and the elements of x that they stand for.
-    covered = _covers(streams[0].flat, term.bound)
+    covered = covers(streams[0].flat, term.bound)
     again = norm_of(roots[0])
     if covered is None or again is None or again.x is not norm.x:
         raise Mismatch("the projection does not run over all n * D elements of x", z.value)

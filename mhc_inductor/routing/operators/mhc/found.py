@@ -6,8 +6,9 @@ import dataclasses
 
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Match, Mismatch
-from mhc_inductor.routing.operators.mhc.formula import Affine, Coefficient, Norm, root_of
+from mhc_inductor.routing.operators.mhc.formula import Affine, Coefficient
 from mhc_inductor.routing.operators.mhc.mixing import Post
+from mhc_inductor.routing.operators.mhc.norm import Norm, root_of
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
 
 

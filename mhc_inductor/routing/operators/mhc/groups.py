@@ -16,8 +16,9 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Mismatch
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc import mixing
-from mhc_inductor.routing.operators.mhc.formula import NOTHING, Affine, Coefficient, Kept, Norm, square_matrices
+from mhc_inductor.routing.operators.mhc.formula import NOTHING, Affine, Coefficient, square_matrices
 from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn
+from mhc_inductor.routing.operators.mhc.norm import Kept, Norm
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
 
 if TYPE_CHECKING:
@@ -161,13 +162,13 @@ class Group:
             if n not in weights or not 2 <= n <= MAX_STREAMS:
                 continue
             try:
-                found = mixing.collapse(value, norm.x, norm.width, weights[n])
+                weight = mixing.collapse(value, norm.x, norm.width, weights[n])
             except Mismatch as mismatch:
                 reasons.append(mismatch)
                 continue
             except Unsupported:
                 continue
-            return Pre(norm, n, self.coefficients[found.weight], value)
+            return Pre(norm, n, self.coefficients[weight], value)
         return None
 
     def _choose_post(self, pre: Pre) -> None:
@@ -205,7 +206,7 @@ class Group:
         assert start is not None
         few = rows_of(self.norm) or any(c.affine.rows <= MAX_STREAMS for c in self.coefficients.values())
         if not few or not (self.coefficients or of_streams(self.norm)):
-            if start.func in mhc.SIGMOIDS:
+            if self.coefficients:
                 self.search.miss("mhc_pre", Mismatch(_NO_STREAMS), start, ordinary=True)
             return
         mismatch = next(iter(reasons), None) or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)

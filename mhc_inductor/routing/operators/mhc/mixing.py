@@ -23,7 +23,8 @@ from mhc_inductor.routing.graph.expressions import (
 from mhc_inductor.routing.graph.index import ONE, Atom, Index, Size, Var, const, linear, product_of, var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operator import Mismatch
-from mhc_inductor.routing.operators.mhc.formula import NOTHING, Kept, seen_in
+from mhc_inductor.routing.operators.mhc.formula import NOTHING
+from mhc_inductor.routing.operators.mhc.norm import Kept, seen_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,16 +93,8 @@ def tokens_of(flat: Index, per: int) -> tuple[Index, Index]:
     return Index(tokens), Index(rest)
 
 
-@dataclasses.dataclass(frozen=True)
-class Collapse:
-    """``h_in[d] = sum_i weight[i] * x[i, d]``."""
-
-    weight: Value
-    n: int
-
-
-def collapse(value: Value, x: Value, width: int, weights: Collection[Value]) -> Collapse:
-    """``value`` as the collapse of x by one of ``weights``. Raises Mismatch."""
+def collapse(value: Value, x: Value, width: int, weights: Collection[Value]) -> Value:
+    """Returns which of ``weights`` collapses x: ``value[d] = sum_i weight[i] * x[i, d]``. Raises Mismatch."""
     out, kept = whole(value), Kept(x, weights)
     constant, terms = addends(out, kept)
     if constant != 0.0:
@@ -117,7 +110,7 @@ def collapse(value: Value, x: Value, width: int, weights: Collection[Value]) -> 
     low = {a: c for a, c in feature.terms.items() if a is not found.stream}
     if feature.terms.get(found.stream) != Size(d) or out.flat != tokens.times(Size(d)).plus(Index(low)):
         raise Mismatch("x's streams are not summed over: expected h_in[d] = sum_i h_pre[i] * x[i, d]", value)
-    return Collapse(found.weight, n)
+    return found.weight
 
 
 # --- expand and mix -----------------------------------------------------------------------------------------

@@ -16,11 +16,13 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch, Miss
 from mhc_inductor.routing.operators.mhc import formula as mhc
-from mhc_inductor.routing.operators.mhc.formula import Norm, argument_of, square_matrices
+from mhc_inductor.routing.operators.mhc.formula import argument_of, square_matrices
 from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.given import SUMS, given_post
 from mhc_inductor.routing.operators.mhc.groups import FEW, UNFINISHED, Group, of_streams
-from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains, bare, iterated
+from mhc_inductor.routing.operators.mhc.norm import Norm
+from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
+from mhc_inductor.routing.operators.mhc.sums import bare, iterated
 
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
 _EXPECTED = "expected sigmoid(alpha * z + bias)"

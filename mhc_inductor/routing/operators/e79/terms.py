@@ -1,0 +1,228 @@
+"""What a step of E79 is made of: elements of its matrices and vectors, products of factors, products of a matrix with a vector."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection
+
+import torch
+
+from mhc_inductor.routing.graph.bounds import DEPTH, Steps
+from mhc_inductor.routing.graph.expressions import (
+    Ref,
+    Share,
+    aten,
+    chain,
+    contraction,
+    is_cast,
+    number,
+    operands,
+    peel,
+    power,
+    reduction,
+    shares,
+    shown,
+    summed,
+    written,
+)
+from mhc_inductor.routing.graph.index import ONE, Size, Var, const, var
+from mhc_inductor.routing.graph.linear import placed, variables_of
+from mhc_inductor.routing.graph.values import Value
+
+FULL = (aten.full.default, aten.full_like.default, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+# torch.zeros is recorded as a detached tensor.
+_SAME = (aten.detach.default, aten.expand.default, aten.clone.default, aten.view.default, aten.alias.default)
+
+
+class Frame:
+    """The variables that every element of a step is written in: sequences (any leading dims), rows i, columns j."""
+
+    def __init__(self, lead: tuple[Size, ...], n: int) -> None:
+        self.lead = tuple(Var(s) for s in lead)
+        self.n = n
+        self.i, self.j, self.at = (Var(Size(n)) for _ in range(3))
+
+    def matrix(self, value: Value) -> Ref:
+        """Element [..., i, j]."""
+        return Ref(value, (*map(var, self.lead), var(self.i), var(self.j)))
+
+    def along(self, ref: Ref, v: Var) -> Ref:
+        """``ref`` with ``at`` for ``v``: vectors over rows, columns and summed indices become comparable."""
+        return placed(ref, v, var(self.at))
+
+
+Dtypes = tuple[torch.dtype, ...]
+
+
+@dataclasses.dataclass
+class Product:
+    """``coef * product(factor ** exponent)``, sums over more than one element left as factors."""
+
+    coef: float = 1.0
+    factors: list[tuple[Ref, float]] = dataclasses.field(default_factory=list)
+    roundings: dict[Ref, set[Dtypes]] = dataclasses.field(default_factory=lambda: collections.defaultdict(set))
+    """What the model has rounded each factor to, wherever it was met."""
+
+
+def product(ref: Ref, stop: Collection[Value] = ()) -> Product:
+    """``ref`` as a product; outer products count, products that sum do not. Values of ``stop`` are factors."""
+    result = Product()
+
+    def share(of: Ref | float, weight: float = 1.0) -> Share:
+        if isinstance(of, float):
+            return Share(of, weight)
+        *refs, inner = chain(of, stop)
+        result.roundings[inner].add(tuple(r.value.dtype for r in refs if written(r.value)))
+        return Share(inner, weight)
+
+    def parts(ref: Ref) -> list[Share] | None:
+        found = _parts(ref, stop)
+        return None if found is None else [share(of, weight) for of, weight in found]
+
+    for a, e in shares([share(ref)], parts, Steps("factors", ref.value)):
+        if isinstance(a, float):
+            result.coef *= power(a, e)
+        else:
+            result.factors.append((a, e))
+    return result
+
+
+def _parts(ref: Ref, stop: Collection[Value]) -> list[tuple[Ref | float, float]] | None:
+    """The factors that ``ref`` is put together from, None where it is one."""
+    value, func = ref.value, ref.value.func
+    if func is None or value in stop:
+        return None
+    scalar = number(value) if func not in FULL or not any(s != ONE for s in value.shape) else None
+    if scalar is not None:
+        return [(scalar, 1.0)] if scalar else None
+    if func in (aten.mul.Tensor, aten.mul.Scalar):
+        return [(a, 1.0) for a in operands(ref)]
+    if func in (aten.div.Tensor, aten.div.Scalar) and not value.kwargs:
+        return list(zip(operands(ref), (1.0, -1.0), strict=True))
+    if func is aten.neg.default:
+        return [(-1.0, 1.0), (Ref(value.args[0], ref.index), 1.0)]
+    if func is aten.reciprocal.default:
+        return [(Ref(value.args[0], ref.index), -1.0)]
+    if func is aten.pow.Tensor_Scalar and (exponent := number(value.args[1])) in (-1.0, 2.0):
+        return [(Ref(value.args[0], ref.index), exponent or 1.0)]
+    if (pair := contraction(ref)) is not None and pair[2].size == ONE:
+        return [(pair[0], 1.0), (pair[1], 1.0)]
+    if (summed := reduction(ref)) is not None and all(v.size == ONE for v in summed[1]):
+        return [(summed[0], 1.0)]
+    return None
+
+
+@dataclasses.dataclass
+class Applied:
+    """``coef * sum over bound of matrix[..] * vector[..]``."""
+
+    coef: float
+    matrix: Ref
+    vector: Ref
+    others: list[tuple[Ref, float]]
+    bound: Var
+
+
+def applied(ref: Ref, matrices: Collection[Value]) -> Applied | None:
+    """``ref`` as a product of one of ``matrices`` with a vector."""
+    whole = product(ref)
+    for at, (factor, e) in enumerate(whole.factors):
+        if e != 1.0:
+            continue
+        scale = 1.0
+        if (pair := contraction(factor)) is not None:
+            left, right, bound = pair
+        elif (summed := reduction(factor)) is not None and len(real := [v for v in summed[1] if v.size != ONE]) == 1:
+            inner = peel(summed[0])
+            bound, scale = real[0], summed[2]
+            if inner.value.func is not aten.mul.Tensor:
+                continue
+            left, right = operands(inner)  # type: ignore[assignment]
+            if not isinstance(left, Ref) or not isinstance(right, Ref):
+                continue
+        else:
+            continue
+        others = [f for k, f in enumerate(whole.factors) if k != at]
+        for a, b in ((left, right), (right, left)):
+            matrix = peel(a, matrices)
+            row = {v for i in matrix.index[-2:] for v in i.variables()} - {bound}
+            if matrix.value in matrices and not any(row & variables_of(f) for f, _ in others):
+                return Applied(whole.coef * scale, matrix, b, others, bound)
+    return None
+
+
+Piece = tuple[float, Ref, Applied | None]
+
+
+def pieces(ref: Ref, matrices: Collection[Value]) -> tuple[float, list[Piece]]:
+    """``ref`` as a constant and signed addends; sums in which no matrix is applied stay whole. Raises TooLarge."""
+    known: dict[Ref, tuple[float, list[Piece]]] = {}
+    steps = Steps("addends", ref.value, DEPTH)
+
+    def find(outer: Ref) -> tuple[float, list[Piece]]:
+        # What the model rounded is not what it was: the two do not cancel.
+        key = shown(outer, matrices)[-1]
+        if key not in known:
+            steps.take()
+            known[key] = search(outer, peel(key, matrices))
+        return known[key]
+
+    def search(outer: Ref, ref: Ref) -> tuple[float, list[Piece]]:
+        sides = summed(ref)
+        if sides is None:
+            return 0.0, [(1.0, outer, applied(ref, matrices))]
+        constant, total = 0.0, dict[Ref, Piece]()
+        for sign, side in sides:
+            more, each = (side, []) if isinstance(side, float) else find(side)
+            constant += sign * more
+            for s, r, a in each:
+                before = total.get(key := shown(r, matrices)[-1], (0.0, r, a))
+                total[key] = (before[0] + sign * s, *before[1:])
+        if any(a is not None for _, _, a in total.values()):
+            return constant, [*total.values()]
+        return 0.0, [(1.0, outer, None)]
+
+    return find(ref)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A vector that a step takes in: an element at ``Frame.at`` of what the model has computed."""
+
+    ref: Ref
+
+    @property
+    def key(self) -> Ref:
+        """The same for the same elements, through views and casts as far as what the model rounded."""
+        return shown(self.ref)[-1]
+
+
+def zero(value: Value) -> bool:
+    """Whether every element of ``value`` is 0, as in ``torch.zeros``."""
+    while (func := value.func) in _SAME or is_cast(value):
+        value = value.args[0]
+    if func in (aten.full.default, aten.full_like.default, aten.new_full.default):
+        return number(value.args[2 if func is aten.new_full.default else 1]) == 0.0
+    return func in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+
+
+def vector(value: Value, frame: Frame) -> Ref | None:
+    """Element [..., i] of a value with the elements of vectors."""
+    index, wanted = [], [*frame.lead, frame.i]
+    for size in value.shape:
+        while wanted and wanted[0].size == ONE:
+            wanted.pop(0)
+        if size == ONE:
+            index.append(const(0))
+        elif wanted and wanted[0].size == size:
+            index.append(var(wanted.pop(0)))
+        else:
+            return None
+    return Ref(value, tuple(index)) if not wanted else None
+
+
+def reads(value: object, frame: Frame, matrices: Collection[Value]) -> bool:
+    """Whether ``value`` is one of ``matrices`` times a vector."""
+    ref = vector(value, frame) if isinstance(value, Value) else None
+    return ref is not None and applied(ref, matrices) is not None
