@@ -183,8 +183,9 @@ class Search:
         """Notes projections of normed streams that no sigmoid takes, and whose iterations are not routed either."""
         mixed = [s.chain.logits for s in self.found if isinstance(s, Sinkhorn)]
         known |= {norm.x for logits in mixed if (norm := streams_behind(logits)) is not None}
+        taken = self._claimed | avoid
         for node in self.view.nodes:
-            value = self.view.value(node) if node in self.view.live and node not in self._claimed | avoid else None
+            value = self.view.value(node) if node in self.view.live and node not in taken else None
             if value is None or not value.shape:
                 continue
             gate = value.shape[-1].factor <= MAX_STREAMS and value.func in _GATES
