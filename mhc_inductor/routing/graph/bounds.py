@@ -76,6 +76,8 @@ def remembered(known: dict[Any, Any], key: Any, find: Callable[[], Any], value: 
             if isinstance(error, TooLarge) and error.value is None:
                 error.value = value
             found = error
+        except RecursionError:  # how deep that is depends on the caller's own stack
+            found = Unfollowed("the formula around this line is too deep to follow", value)
         known[key] = found
     if isinstance(found, Unsupported):
         raise found.with_traceback(None)
