@@ -105,7 +105,10 @@ class _Pass:
         view: View | None = first
         try:
             for make in registered():
-                view = self._operator(make, gm, view or View(gm.graph, outer, self.knowledge, body))
+                ops = getattr(make, "looks_for_ops", False)
+                if view is None or (view.in_place and not ops):
+                    view = View(gm.graph, outer, self.knowledge, body, in_place=ops)
+                view = self._operator(make, gm, view)
         finally:
             if view is not first:
                 gm.recompile()

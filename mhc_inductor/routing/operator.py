@@ -100,7 +100,8 @@ class Match:
 class Operator(Protocol):
     """One operator. Instances are made for each graph, so they may keep what they learn of it.
 
-    Two more methods are optional:
+    Optional are ``looks_for_ops = True`` of a class that matches ops and no formulas (its view shows in-place steps as they
+    are), and two methods:
 
     - ``smaller(match)`` returns smaller matches to try where no position was found for one (each step of a loop).
     - ``faster_as_written(match, device)`` says that on a type of device Inductor's code of the formula as the model

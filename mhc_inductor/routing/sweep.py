@@ -10,7 +10,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.compat import tree_map_only
-from mhc_inductor.routing.graph.values import example, tensors_in
+from mhc_inductor.routing.graph.values import example
 from mhc_inductor.routing.graph.view import GRAD, View
 
 
@@ -77,7 +77,7 @@ def _move(view: View, key: int, new: fx.Node) -> None:
     todo, seen = [new], {new}
     while todo:
         for user in todo.pop().users:
-            if user in seen or key not in map(compat.storage_key, tensors_in(example(user))):
+            if user in seen or key not in view.effects.storages(user):
                 continue
             seen.add(user)
             todo.append(user)

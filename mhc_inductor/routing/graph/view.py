@@ -16,7 +16,7 @@ from torch import fx
 
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.effects import Effects, Modes, modes_of
-from mhc_inductor.routing.graph.functional import functional
+from mhc_inductor.routing.graph.functional import Functional, functional
 from mhc_inductor.routing.graph.values import Value, Values, example, is_tensors, tensors_in
 
 
@@ -30,10 +30,15 @@ class Knowledge:
 
 
 class View:
-    """One graph, and what the pass knows of it. ``body``: a graph of a higher-order operator, whose inputs do not
-    say whether they need gradients."""
+    """One graph, and what the pass knows of it.
 
-    def __init__(self, graph: fx.Graph, modes: Modes, knowledge: Knowledge, body: bool = False) -> None:
+    ``body``: a graph of a higher-order operator, whose inputs do not say whether they need gradients. ``in_place``:
+    in-place steps stay what they are, which is all that who looks for ops needs, and spares a copy of the graph.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, modes: Modes, knowledge: Knowledge, body: bool = False, in_place: bool = False
+    ) -> None:
         self.real = graph
         self.body = body
         self.knowledge = knowledge
@@ -43,7 +48,8 @@ class View:
         self.modes = modes_of(graph, modes)
         self.effects.within(self.modes)
         self.events = self.effects.events(graph)
-        view = functional(graph, self.effects, self.events)
+        self.in_place = in_place
+        view = Functional(graph) if in_place else functional(graph, self.effects, self.events)
         self.graph, self.origin, self.since, self.resolved = view.graph, view.origin, view.since, view.resolved
         self.reader, self.made = view.reader, view.made
         self.converted = set(view.made.values())

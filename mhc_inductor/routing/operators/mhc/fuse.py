@@ -31,6 +31,7 @@ class Fusion:
     """Fuses every post with the pre or head that reads its result."""
 
     name = "mhc_fusion"
+    looks_for_ops = True
     kernels = staticmethod(kernels_of)
 
     def candidates(self, view: View) -> Iterable[fx.Node]:
