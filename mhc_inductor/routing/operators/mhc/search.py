@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,7 +13,7 @@ from torch import fx
 from mhc_inductor.ops.checks import MAX_STREAMS
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, product, whole
 from mhc_inductor.routing.graph.index import Size, Unsupported, product_of
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch, Miss
 from mhc_inductor.routing.operators.mhc import formula as mhc
@@ -167,7 +168,8 @@ class Search:
         """Notes matrices that are divided by their own sums again and again in a way that is not the op's."""
         mixed = [m for s in self.found if isinstance(s, (Sinkhorn, Pre)) and (m := s.mixed) is not None]
         known = {bare(whole(v)).value for v in (*mixed, *reported)}
-        values = [v for n in self.view.nodes if n in self.view.live and (v := self.view.value(n)) is not None]
+        there = self.view.live - _chain_nodes(mixed)
+        values = [v for n in self.view.nodes if n in there and (v := self.view.value(n)) is not None]
         for first, *steps in iterated(filter(square_matrices, values)):
             mine = known.intersection([first, *(bare(whole(v)).value for v in steps)])
             if len(steps) < 3 or mine or any(v.node in avoid for v in steps):
@@ -266,3 +268,23 @@ def streams_behind(value: Value) -> Norm | None:
         norms = (mhc.projection(t) for _, t in addends(whole(value))[1])
         return next((norm for norm in norms if norm is not None and of_streams(norm)), None)
     return None
+
+
+def _chain_nodes(mixed: Iterable[Value]) -> set[fx.Node]:
+    """The nodes of iterations, back from their last matrices through tensors of no more elements."""
+    found: set[fx.Node] = set()
+    todo = [v.node for v in mixed if v.node is not None and square_matrices(v)]
+    while todo:
+        node = todo.pop()
+        if node not in found and node.op.startswith("call_"):
+            found.add(node)
+            todo += [a for a in node.all_input_nodes if _small(example(a))]
+    return found
+
+
+def _small(t: Any) -> bool:
+    return (
+        isinstance(t, torch.Tensor)
+        and t.dim() >= 2
+        and all(isinstance(s, int) and s <= MAX_STREAMS for s in t.shape[-2:])
+    )
