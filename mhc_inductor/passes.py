@@ -52,7 +52,7 @@ def fold_dx_acc(graph: torch.fx.Graph) -> int:
 
 def keep_apart(graph: torch.fx.Graph) -> None:
     """Copies what a graph returns twice of one call, where two equal calls became one: each had memory of its own."""
-    returned = {_memory(n) for n in graph.output_node().all_input_nodes}
+    returned = {_memory(n) for end in graph.find_nodes(op="output") for n in end.all_input_nodes}
     first: dict[Any, torch.fx.Node] = {}
     for node in list(graph.nodes):
         source = node.args[0] if node.target is operator.getitem else None
