@@ -325,10 +325,9 @@ class Edit:
             self._saved[node] = set()
             if self.place is not None and self.needs_grad(node) and node.target is not operator.getitem:
                 saved = saved_by(node, self.needs_grad, self.place.modes)
-                inputs, outputs = saved or (set(node.all_input_nodes), range(len(tensors_in(example(node)))))
-                held = [t for a in inputs for t in tensors_in(example(a))]
-                held += [t for i, t in enumerate(tensors_in(example(node))) if i in outputs]
-                self._saved[node] = {compat.storage_key(t) for t in held}
+                memory = self.view.effects.storages
+                inputs, outputs = saved or (set(node.all_input_nodes), set(range(len(memory(node)))))
+                self._saved[node] = {key for a in inputs for key in memory(a)} | {memory(node)[i] for i in outputs}
         return self._saved[node]
 
     def _repeats(self) -> bool:

@@ -140,9 +140,9 @@ class Effects:
             found = self._storages[node] = tuple(map(compat.storage_key, tensors_in(example(node))))
         return found
 
-    def forget(self, node: fx.Node) -> None:
-        """Forgets the memory of a node whose example value is another now."""
-        self._storages.pop(node, None)
+    def move(self, node: fx.Node, was: int, now: int) -> None:
+        """Notes that what a node holds lies in other memory than its example value says."""
+        self._storages[node] = tuple(now if key == was else key for key in self.storages(node))
 
     def _of_schema(self, node: fx.Node) -> Effect:
         arguments = [*_tensor_arguments(node)]
@@ -156,7 +156,7 @@ class Effects:
         One that returns an input's own memory hands it on with something attached to it: a hook.
         """
         arguments = [t for _, t in _tensor_arguments(node)]
-        inside = {compat.storage_key(t) for t in arguments}
+        inside = {key for n, _ in _tensor_arguments(node) for key in self.storages(n)}
         handed_on = not inside.isdisjoint(self.storages(node))
         owner = node.graph.owning_module
         given = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]

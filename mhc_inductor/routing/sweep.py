@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 
 import torch
 from torch import fx
 
-from mhc_inductor import compat
-from mhc_inductor.compat import tree_map_only
 from mhc_inductor.routing.graph.values import example
 from mhc_inductor.routing.graph.view import GRAD, View
 
@@ -58,30 +55,19 @@ def pure(view: View, node: fx.Node) -> bool:
 
 
 def share_memory(view: View, replaced: Mapping[fx.Node, fx.Node]) -> None:
-    """Makes views of what was replaced views of what took its place, in the fake tensors that the next operator sees."""
+    """Makes views of what was replaced views of what took its place, for the operator that looks at the graph next."""
     for old, new in replaced.items():
-        t = example(view.node(old))
-        if isinstance(t, torch.Tensor):
-            _move(view, compat.storage_key(t), new)
+        if isinstance(example(view.node(old)), torch.Tensor):
+            (was,), (now,) = view.storages(old), view.effects.storages(new)
+            _move(view, new, was, now)
 
 
-def _move(view: View, key: int, new: fx.Node) -> None:
-    to, mode = example(new), compat.fake_mode_of([example(new)])
-
-    def moved(t: torch.Tensor) -> torch.Tensor:
-        if compat.storage_key(t) != key:
-            return t
-        # Whose memory it is counts here, not where in it.
-        return to.new_empty(0, dtype=t.dtype).set_(to.untyped_storage(), 0, t.shape, t.stride())
-
+def _move(view: View, new: fx.Node, was: int, now: int) -> None:
     todo, seen = [new], {new}
     while todo:
         for user in todo.pop().users:
-            if user in seen or key not in view.effects.storages(user):
-                continue
-            seen.add(user)
-            todo.append(user)
-            user.meta[GRAD] = view.flows(user)
-            with mode or contextlib.nullcontext(), torch.no_grad():
-                user.meta["example_value"] = tree_map_only(torch.Tensor, moved, example(user))
-            view.effects.forget(user)
+            if user not in seen and was in view.effects.storages(user):
+                seen.add(user)
+                todo.append(user)
+                user.meta[GRAD] = view.flows(user)
+                view.effects.move(user, was, now)
