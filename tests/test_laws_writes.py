@@ -245,3 +245,21 @@ def test_coefficients_that_autograd_does_not_keep_are_returned_and_written() -> 
         return r, hp, post(x, torch.tanh(h @ p["w"]), hp, r.transpose(-1, -2))
 
     check(program, mhc_leaves(), named=["mhc"])
+
+
+def test_a_copy_that_a_refused_match_made_is_forgotten_alone() -> None:
+    """x is the result of one op and, copied because it is returned, the input of another, which a hook then refuses."""
+
+    def program(p: Leaves) -> Any:
+        p = {k: t.float() for k, t in p.items()}
+        x = block(p["x"], p)
+        h, hp, r = pre(x, p, {"logits": lambda t: _hooked(t)})
+        return hp, x, h.transpose(0, 1), post(x, torch.tanh(h @ p["w"]), hp, r.transpose(-1, -2)).detach()
+
+    assert not check(program, mhc_leaves(), named=["mhc"], tolerance=1e-4).report.problems
+
+
+def _hooked(t: Tensor) -> Tensor:
+    if t.requires_grad:
+        t.register_hook(lambda g: g.clamp(-0.5, 0.5))
+    return t

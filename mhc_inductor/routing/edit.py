@@ -49,7 +49,7 @@ class Edit:
         self.unrounded: dict[fx.Node, fx.Node] = {}
         """The nodes of the view that new nodes stand for in an op's own layout and dtype."""
         self._replaced: list[tuple[fx.Node, Any, Any]] = []
-        self._learned: list[fx.Node] = []
+        self._learned: list[tuple[fx.Node, fx.Node | None, fx.Node]] = []
         self._regions: list[set[fx.Node]] = []
         self._copies: set[fx.Node] = set()
         self._saved: dict[fx.Node, set[int]] = {}
@@ -100,8 +100,11 @@ class Edit:
             user.args, user.kwargs = args, kwargs
         for node in reversed(self.created[created:]):
             self.graph.erase_node(node)
-        for node in self._learned[learned:]:
-            self._new.pop(node, None)
+        for node, before, _ in reversed(self._learned[learned:]):
+            if before is None:
+                del self._new[node]
+            else:
+                self._new[node] = before
         del self._replaced[replaced:], self.created[created:], self._learned[learned:], self._regions[regions:]
 
     @property
@@ -406,8 +409,8 @@ class Edit:
         user.replace_input_with(old, new)
 
     def _learn(self, old: fx.Node, new: fx.Node) -> None:
+        self._learned.append((old, self._new.get(old), new))
         self._new[old] = new
-        self._learned.append(old)
 
     # --- the end ---
 
@@ -418,7 +421,7 @@ class Edit:
         """
         gone = unneeded(self.view, {n for region in self._regions for n in region})
         self.committed = True
-        share_memory(self.view, {old: self._new[old] for old in self._learned if self._new[old] not in self._copies})
+        share_memory(self.view, [(old, new) for old, _, new in self._learned if new not in self._copies])
         parents = [a for node in gone for a in node.all_input_nodes]
         for node in sorted(gone, key=self.view.position.__getitem__, reverse=True):
             self.graph.erase_node(node)

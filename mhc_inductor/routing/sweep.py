@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -54,9 +54,9 @@ def pure(view: View, node: fx.Node) -> bool:
     return effect.known and not effect.writes and not effect.watches and view.values.inspectable(node)
 
 
-def share_memory(view: View, replaced: Mapping[fx.Node, fx.Node]) -> None:
+def share_memory(view: View, replaced: Sequence[tuple[fx.Node, fx.Node]]) -> None:
     """Makes views of what was replaced views of what took its place, for the operator that looks at the graph next."""
-    for old, new in replaced.items():
+    for old, new in replaced:
         if isinstance(example(view.node(old)), torch.Tensor):
             (was,), (now,) = view.storages(old), view.effects.storages(new)
             _move(view, new, was, now)
