@@ -427,18 +427,15 @@ def _around(case: Case) -> Callable[[], Any]:
 
 def _distributed(case: Case) -> Program:
     """The program on DTensors of a mesh of one process; outputs are whole tensors."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    laws.one_process()
     mesh, inner = init_device_mesh("cpu", (1,)), case.program()
 
     def program(p: Leaves) -> Any:
         spread = {k: DTensor.from_local(t, mesh, [Replicate()]) for k, t in p.items()}
         return [t.to_local() if isinstance(t, DTensor) else t for t in inner(spread)]
 
-    del distribute_tensor
     return program
 
 

@@ -29,6 +29,14 @@ Places = Mapping[str, Callable[[Tensor], Tensor]]
 NOWHERE: Places = {}
 
 
+def one_process() -> None:
+    """Begins the default process group with this process alone, once; it stays, for what other tests do in it."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
 # --- formulas with named places -----------------------------------------------------------------------------
 
 

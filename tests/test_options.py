@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from unittest import mock
 
 import judges_mhc
@@ -13,6 +12,7 @@ from torch import nn
 import mhc_inductor
 from mhc_inductor import backend
 from mhc_inductor.options import RoutingOptions, parse
+from tests.laws import one_process
 
 
 class Block(nn.Module):
@@ -142,24 +142,20 @@ def test_every_bucket_of_ddp_is_routed(monkeypatch):
     # A bucket ends at each of the layers that fill one, so that no formula is cut.
     cap = 4 * 4096 * judges_mhc.WIDTH
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", cap)
-    with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
-        try:
-            wide = [nn.Linear(*sizes) for sizes in ((judges_mhc.WIDTH, 4096), (4096, judges_mhc.WIDTH))]
-            model = Stages(Block(), *wide, nn.Tanh(), Block(), Block())
-            ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap / 2**20)
-            before = mhc_inductor.counters().get("routed mhc_pre", 0)
-            calls = []
+    one_process()
+    wide = [nn.Linear(*sizes) for sizes in ((judges_mhc.WIDTH, 4096), (4096, judges_mhc.WIDTH))]
+    model = Stages(Block(), *wide, nn.Tanh(), Block(), Block())
+    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap / 2**20)
+    before = mhc_inductor.counters().get("routed mhc_pre", 0)
+    calls = []
 
-            def routing(gm, example_inputs):
-                calls.append(gm)
-                return _routing(gm, example_inputs)
+    def routing(gm, example_inputs):
+        calls.append(gm)
+        return _routing(gm, example_inputs)
 
-            x = streams()
-            with torch._dynamo.config.patch(optimize_ddp=True):
-                out = torch.compile(ddp, backend=routing)(x)
-            assert len(calls) >= 2 and len({id(gm.meta) for gm in calls}) < len(calls)
-            assert mhc_inductor.counters()["routed mhc_pre"] - before == 3
-            torch.testing.assert_close(out, model(x))
-        finally:
-            dist.destroy_process_group()
+    x = streams()
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        out = torch.compile(ddp, backend=routing)(x)
+    assert len(calls) >= 2 and len({id(gm.meta) for gm in calls}) < len(calls)
+    assert mhc_inductor.counters()["routed mhc_pre"] - before == 3
+    torch.testing.assert_close(out, model(x))
