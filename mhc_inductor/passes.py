@@ -56,7 +56,7 @@ def keep_apart(graph: torch.fx.Graph) -> None:
     first: dict[Any, torch.fx.Node] = {}
     for node in list(graph.nodes):
         source = node.args[0] if node.target is operator.getitem else None
-        if not isinstance(source, torch.fx.Node) or not str(source.target).startswith("mhc_inductor."):
+        if not isinstance(source, torch.fx.Node) or getattr(source.target, "namespace", "") != "mhc_inductor":
             continue
         # A call is unpacked once: another getitem of its result was another call's.
         if _memory(node) in returned and (same := first.setdefault(node.args, node)) is not node:

@@ -261,7 +261,7 @@ class Edit:
     # --- the laws ---
 
     def _keep_overwritten(self, place: Place) -> None:
-        """Copies inputs that are written before the op reads them, right where they are made."""
+        """Copies inputs that the op would see changed, right where they are made."""
         for n, look in place.looks.items():
             seen = min((self._seen[key] for key in self.view.storages(n) if key in self._seen), default=look)
             # Another op knows the tensor under this name as it was before.
@@ -274,7 +274,8 @@ class Edit:
             late = held in self.view.since and held not in self.view.position and self.view.since[held] > at
             if self.view.modes[self.view.real_nodes[self.view.since[held] if late else at]].grad != place.modes.grad:
                 raise Mismatch(
-                    "an input of the formula is changed in place in another grad mode", self.view.value(node)
+                    "an input of the formula that is changed in place, or returned, is made in another grad mode",
+                    self.view.value(node),
                 )
             with self.graph.inserting_after(held if late else self.view.real_nodes[at]):
                 kept = self.emit("clone", held)

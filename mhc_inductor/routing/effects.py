@@ -16,6 +16,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.compat import tree_flatten, tree_unflatten
+from mhc_inductor.routing.graph.run import fresh
 from mhc_inductor.routing.graph.values import example, run, tensors_in
 
 AutocastState = tuple[str, Any, bool, Any]
@@ -186,11 +187,8 @@ def _description(t: torch.Tensor) -> Any:
     return t.dtype, tuple(map(str, t.shape)), strides, t.device, t.requires_grad, t.layout
 
 
-def _fresh(t: Any) -> Any:
-    if not isinstance(t, torch.Tensor):
-        return t
-    made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-    return made.requires_grad_() if t.requires_grad and t.is_floating_point() else made
+def _made(t: Any) -> Any:
+    return fresh(t, t.requires_grad and t.is_floating_point()) if isinstance(t, torch.Tensor) else t
 
 
 def _asked(node: fx.Node, modes: Modes) -> Effect:
@@ -202,14 +200,14 @@ def _asked(node: fx.Node, modes: Modes) -> Effect:
     writes = _Writes()
     try:
         with compat.modes_kept(), torch.no_grad(), modes.entered(), mode, compat.no_new_guards(mode):
-            fresh = [_fresh(t) for t in flat]
-            args, kwargs = tree_unflatten(fresh, spec)
+            made = [_made(t) for t in flat]
+            args, kwargs = tree_unflatten(made, spec)
             with writes:
                 out = run(node, args, kwargs)
     except Exception as error:  # whatever it is that PyTorch cannot run alone
         # A number that is read off data (item) ends the run of a call that has only read so far.
         return Effect(known=compat.reads_data(error) and not writes.storages)
-    tensors = [(t, given) for t, given in zip(fresh, flat, strict=True) if isinstance(t, torch.Tensor)]
+    tensors = [(t, given) for t, given in zip(made, flat, strict=True) if isinstance(t, torch.Tensor)]
     changed = [
         compat.storage_key(t) in writes.storages or t.requires_grad != (given.requires_grad and t.is_floating_point())
         for t, given in tensors

@@ -34,7 +34,8 @@ class Place:
     region: set[fx.Node]
     trace: dict[str, Any]
     overwritten: list[fx.Node]
-    """Inputs, as nodes of the view, that are written between the formula's first look at them and the anchor."""
+    """Inputs, as nodes of the view, that are written between the formula's first look at them and the anchor, or changed before a
+    backward that needs them and not the formula."""
     looks: dict[fx.Node, int]
     """Inputs, with the position just before the formula first reads each."""
 

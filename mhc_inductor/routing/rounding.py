@@ -10,6 +10,7 @@ from torch import fx
 from mhc_inductor.routing.graph.expressions import is_cast
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.graph.views import loses
 from mhc_inductor.routing.operator import Mismatch
 
 
@@ -39,5 +40,4 @@ def _dtypes(node: fx.Node) -> set[torch.dtype]:
 
 def _holds(dtype: torch.dtype, others: Iterable[torch.dtype]) -> bool:
     """Whether ``dtype`` holds every number of one of ``others``."""
-    mine = torch.finfo(dtype)
-    return any(mine.eps <= torch.finfo(d).eps and mine.max >= torch.finfo(d).max for d in others)
+    return not all(loses(dtype, other) for other in others)

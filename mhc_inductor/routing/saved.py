@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,6 +11,7 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.compat import tree_map_only
 from mhc_inductor.routing.effects import Modes
+from mhc_inductor.routing.graph.run import fresh
 from mhc_inductor.routing.graph.values import example, run, tensors_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch
@@ -32,7 +34,7 @@ def saved_by(node: fx.Node, flows: Callable[[fx.Node], bool], modes: Modes) -> t
 
     try:
         with compat.modes_kept(), torch.enable_grad(), modes.entered(), mode, compat.no_new_guards(mode):
-            given = {a: tree_map_only(torch.Tensor, _fresh(flows(a)), example(a)) for a in node.all_input_nodes}
+            given = {a: _fresh(example(a), flows(a)) for a in node.all_input_nodes}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 out = run(node, args, kwargs)
@@ -42,12 +44,11 @@ def saved_by(node: fx.Node, flows: Callable[[fx.Node], bool], modes: Modes) -> t
     return inputs, {i for i, t in enumerate(tensors_in(out)) if compat.storage_key(t) in kept}
 
 
-def _fresh(flows: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    def fresh(t: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-        return made.requires_grad_(flows and (t.is_floating_point() or t.is_complex()))
+def _fresh(of: Any, flows: bool) -> Any:
+    def made(t: torch.Tensor) -> torch.Tensor:
+        return fresh(t, flows and (t.is_floating_point() or t.is_complex()))
 
-    return fresh
+    return tree_map_only(torch.Tensor, made, of)
 
 
 def changed_later(view: View, ins: Iterable[fx.Node], region: set[fx.Node], at: int, modes: Modes) -> list[fx.Node]:
@@ -61,8 +62,10 @@ def changed_later(view: View, ins: Iterable[fx.Node], region: set[fx.Node], at: 
         return []
     steps = {view.reader.get(n, n) for n in region}
     found = []
+    end = len(view.real_nodes)
     for node in ins:
-        if any(w not in steps for w in view.writers(node, at, len(view.real_nodes))):
+        written = view.written_between(node, end, after=at)
+        if written and any(w not in steps for w in view.writers(node, at, end)):
             holders = [h for key in view.storages(node) for h in view.holders[key]]
             if any(map(compat.hides_writes, holders)):
                 raise Mismatch("an input of the formula is written through its .data later", view.value(node))

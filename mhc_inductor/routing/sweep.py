@@ -59,15 +59,6 @@ def share_memory(view: View, replaced: Sequence[tuple[fx.Node, fx.Node]]) -> Non
     for old, new in replaced:
         if isinstance(example(view.node(old)), torch.Tensor):
             (was,), (now,) = view.storages(old), view.effects.storages(new)
-            _move(view, new, was, now)
-
-
-def _move(view: View, new: fx.Node, was: int, now: int) -> None:
-    todo, seen = [new], {new}
-    while todo:
-        for user in todo.pop().users:
-            if user not in seen and was in view.effects.storages(user):
-                seen.add(user)
-                todo.append(user)
+            for user in view.holding(new, {was})[1:]:
                 user.meta[GRAD] = view.flows(user)
                 view.effects.move(user, was, now)

@@ -12,6 +12,11 @@ from mhc_inductor import compat
 from mhc_inductor.routing.graph.values import example, run, tensors_in
 
 
+def fresh(t: torch.Tensor, grad: bool) -> torch.Tensor:
+    """Returns a tensor of its own with the shape, strides, dtype and device of ``t``, in the fake mode that is on."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).requires_grad_(grad)
+
+
 def run_fake(node: fx.Node) -> Any:
     """Returns the result of ``node`` on the fake values of its inputs, without new guards."""
     values, options = fx.node.map_arg(node.args, example), fx.node.map_arg(node.kwargs, example)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import collections
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 from torch import fx
@@ -257,18 +257,17 @@ class View:
 
     def escapes(self, node: fx.Node) -> bool:
         """Whether the memory of a view's node is returned by the graph, or written in place later."""
-        storages = {*self.effects.storages(node)}
-        todo, seen = [node], {node}
+        holders = self.holding(node, {*self.effects.storages(node)})
+        return any(user.op == "output" for n in holders for user in n.users) or self.overwritten(node)
+
+    def holding(self, node: fx.Node, memory: Set[int]) -> list[fx.Node]:
+        """Returns ``node`` and those that it is handed on to, from user to user, in this memory."""
+        found, todo = {node: None}, [node]
         while todo:
-            for user in todo.pop().users:
-                if user.op == "output":
-                    return True
-                if user in seen:
-                    continue
-                seen.add(user)
-                if not storages.isdisjoint(self.effects.storages(user)):
-                    todo.append(user)
-        return self.overwritten(node)
+            new = [u for u in todo.pop().users if u not in found and not memory.isdisjoint(self.effects.storages(u))]
+            found.update(dict.fromkeys(new))
+            todo += new
+        return list(found)
 
     @functools.cached_property
     def returned(self) -> set[int]:

@@ -276,10 +276,13 @@ def is_cast(value: Value) -> bool:
 
 def rounds(value: Value) -> bool:
     """Checks whether ``value`` is a cast that loses precision or range."""
-    if not is_cast(value):
-        return False
-    to, of = torch.finfo(value.dtype), torch.finfo(value.args[0].dtype)
-    return to.eps > of.eps or to.max < of.max or to.smallest_normal > of.smallest_normal
+    return is_cast(value) and loses(value.dtype, value.args[0].dtype)
+
+
+def loses(to: torch.dtype, of: torch.dtype) -> bool:
+    """Checks whether numbers of the floating dtype ``of`` lose precision or range in ``to``."""
+    a, b = torch.finfo(to), torch.finfo(of)
+    return a.eps > b.eps or a.max < b.max or a.smallest_normal > b.smallest_normal
 
 
 READABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -108,8 +108,8 @@ def _parts(ref: Ref, stop: Collection[Value]) -> list[tuple[Ref | float, float]]
         return [(Ref(value.args[0], ref.index), exponent or 1.0)]
     if (pair := contraction(ref)) is not None and pair[2].size == ONE:
         return [(pair[0], 1.0), (pair[1], 1.0)]
-    if (summed := reduction(ref)) is not None and all(v.size == ONE for v in summed[1]):
-        return [(summed[0], 1.0)]
+    if (reduced := reduction(ref)) is not None and all(v.size == ONE for v in reduced[1]):
+        return [(reduced[0], 1.0)]
     return None
 
 
@@ -133,9 +133,9 @@ def applied(ref: Ref, matrices: Collection[Value]) -> Applied | None:
         scale = 1.0
         if (pair := contraction(factor)) is not None:
             left, right, bound = pair
-        elif (summed := reduction(factor)) is not None and len(real := [v for v in summed[1] if v.size != ONE]) == 1:
-            inner = peel(summed[0])
-            bound, scale = real[0], summed[2]
+        elif (reduced := reduction(factor)) is not None and len(real := [v for v in reduced[1] if v.size != ONE]) == 1:
+            inner = peel(reduced[0])
+            bound, scale = real[0], reduced[2]
             if inner.value.func is not aten.mul.Tensor:
                 continue
             left, right = operands(inner)  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from torch import fx
 from mhc_inductor.ops.checks import MAX_STREAMS
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, product, whole
 from mhc_inductor.routing.graph.index import Size, Unsupported, product_of
-from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operator import Mismatch, Miss
 from mhc_inductor.routing.operators.mhc import formula as mhc
@@ -99,8 +99,7 @@ class Search:
 
     def _called(self, node: fx.Node, *names: str) -> Value | None:
         """The value of a live node that calls one of these: what nobody looks into costs nothing."""
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        called = name.partition(".")[0].strip("_") in names and node.op in ("call_function", "call_method")
+        called = name_of(node).partition(".")[0].strip("_") in names and node.op in ("call_function", "call_method")
         return self.view.value(node) if called and node in self.view.live else None
 
     # --- norms and their projections ---
@@ -271,7 +270,7 @@ def streams_behind(value: Value) -> Norm | None:
 
 
 def _chain_nodes(mixed: Iterable[Value]) -> set[fx.Node]:
-    """The nodes of iterations, back from their last matrices through tensors of no more elements."""
+    """The nodes of iterations, back from their last matrices through tensors whose last two sizes are as small."""
     found: set[fx.Node] = set()
     todo = [v.node for v in mixed if v.node is not None and square_matrices(v)]
     while todo:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import Ref, aten, number, whole
+from mhc_inductor.routing.graph.expressions import Ref, aten, number, peel, whole
 from mhc_inductor.routing.graph.index import (
     ONE,
     DynamicWidth,
@@ -33,7 +33,7 @@ from mhc_inductor.routing.operators.selection.fills import Fills, Rows
 from mhc_inductor.routing.operators.selection.found import Found, NotOurs
 from mhc_inductor.routing.operators.selection.keys import AnyOf, alike
 from mhc_inductor.routing.operators.selection.masks import Masks
-from mhc_inductor.routing.operators.selection.operands import Scaled, bare, dot
+from mhc_inductor.routing.operators.selection.operands import Scaled, dot
 from mhc_inductor.routing.operators.selection.rows import seen_by_all
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, selects
 from mhc_inductor.routing.operators.selection.weights import Traced, Weights
@@ -255,7 +255,7 @@ def _aligned(value: Value, index: Sequence[Index]) -> Ref:
 
 def _sides(weights: Weights, out: Ref, t: Key) -> tuple[Traced, Ref]:
     """The softmax's element and V's in a product of both, at the key ``t``."""
-    summed = dot(bare(out))
+    summed = dot(peel(out))
     if summed is None:
         raise NotOurs
     a, b, bound = summed

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mhc_inductor.routing.graph.expressions import Ref, aten, contraction, operands, reduction, step
+from mhc_inductor.routing.graph.expressions import Ref, aten, contraction, operands, peel, reduction, step
 from mhc_inductor.routing.graph.index import Var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY
@@ -97,15 +97,8 @@ def dot(ref: Ref) -> tuple[Ref, Ref, list[Var]] | None:
     if reduced is None or reduced[2] != 1.0:
         return None
     summand, bound, _ = reduced
-    summand = bare(summand)
+    summand = peel(summand)
     if summand.value.func not in MULTIPLY:
         return None
     a, b = operands(summand)
     return (a, b, bound) if isinstance(a, Ref) and isinstance(b, Ref) else None
-
-
-def bare(ref: Ref) -> Ref:
-    """Returns the element behind views and casts."""
-    while (below := step(ref)) is not None:
-        ref = below
-    return ref

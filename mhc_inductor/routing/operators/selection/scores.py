@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mhc_inductor.routing.graph.bounds import Steps
-from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, whole
+from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, peel, whole
 from mhc_inductor.routing.graph.index import Unsupported, Var, var
 from mhc_inductor.routing.graph.linear import Key
 from mhc_inductor.routing.graph.values import Value
@@ -20,7 +20,7 @@ from mhc_inductor.routing.operators.selection.fills import Fills
 from mhc_inductor.routing.operators.selection.found import NotOurs
 from mhc_inductor.routing.operators.selection.keys import All, AnyOf, KeyData, both
 from mhc_inductor.routing.operators.selection.masks import Masks
-from mhc_inductor.routing.operators.selection.operands import Scaled, bare, dot
+from mhc_inductor.routing.operators.selection.operands import Scaled, dot
 
 
 class Scores:
@@ -102,7 +102,7 @@ class Scores:
         if sum(own) != 1 or len(own) != 2 or (sign < 0.0 and own[1]):
             raise NotOurs
         scores, mask = sides if own[0] else sides[::-1]
-        if bare(scores).value.func is aten.cat.default:
+        if peel(scores).value.func is aten.cat.default:
             return scores
         self.given.append(mask.value)
         self._parts.append(functools.partial(self._added, mask, scores, sign * self.factor))

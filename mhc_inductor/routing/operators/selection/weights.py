@@ -8,11 +8,11 @@ from collections.abc import Container
 import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, step, whole
+from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, peel, step, whole
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operators.selection.elements import FILLS, MULTIPLY, constant_of, uncast
-from mhc_inductor.routing.operators.selection.operands import bare, dot, keeps_16_bits
+from mhc_inductor.routing.operators.selection.operands import dot, keeps_16_bits
 
 REACH = 16
 """Nodes that are looked at around a softmax."""
@@ -78,7 +78,7 @@ class Weights:
         if guard is not None or shows(reached, self.same):
             self.same[reached] = None
             return True
-        if dot(bare(whole(reached))) is not None:
+        if dot(peel(whole(reached))) is not None:
             self.outs.append(reached)
             return False
         # The products of a sum of products.
