@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 import mhc_inductor
-from mhc_inductor import backend, compat
+from mhc_inductor import backend, compat, routing
+from mhc_inductor.routing.graph import view
 from mhc_inductor.scope import Change
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -31,6 +33,31 @@ def test_nothing_of_the_process_is_changed_beyond_a_compile():
     assert len(found["left"]) == 10
     # Inside a compile the collector is as ever, too.
     assert len(found["inside"]) == 3 and not any(name.startswith("gc") for names in found["inside"] for name in names)
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_collector_is_paused_for_a_pass_and_no_longer(monkeypatch, on, fails):
+    seen = []
+
+    def watch(*args):
+        seen.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("stop")
+        return modes_of(*args)
+
+    modes_of = view.modes_of
+    monkeypatch.setattr(view, "modes_of", watch)
+    gm = torch.fx.symbolic_trace(torch.nn.Identity())
+    was = gc.isenabled()
+    try:
+        (gc.enable if on else gc.disable)()
+        report = routing.route(gm)
+        assert seen and not any(seen)
+        assert bool(report.problems) is fails
+        assert gc.isenabled() is on
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_a_change_lasts_until_the_last_thread_leaves():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import time
 from collections.abc import Callable
@@ -31,6 +33,7 @@ from mhc_inductor.routing.operator import (
 )
 from mhc_inductor.routing.report import AS_WRITTEN, Fused, NearMiss, Report, Routed, source_of
 from mhc_inductor.routing.verify import Verifier
+from mhc_inductor.scope import Change
 
 __all__ = [
     "Edit",
@@ -68,7 +71,8 @@ def route(
         check = Verifier()
     routing = _Pass(report, check, options, lower)
     try:
-        with bounds.watch() as unfollowed:
+        # What a check computes may hang together in cycles: memory that only the collector frees.
+        with _collector_paused if check is None else contextlib.nullcontext(), bounds.watch() as unfollowed:
             routing.graph(gm, ambient(), body=False)
         report.near_misses += dict.fromkeys(map(_unfollowed, unfollowed))
     except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
@@ -76,6 +80,18 @@ def route(
     report.seconds = time.perf_counter() - start
     _count(report)
     return report
+
+
+def _pause_collector() -> Callable[[], None]:
+    if not gc.isenabled():
+        return lambda: None
+    gc.disable()
+    return gc.enable
+
+
+_collector_paused = Change(_pause_collector)
+"""While a pass runs, nobody looks for cyclic garbage. A pass makes millions of objects, nearly all of which live until it
+ends: the collector would go through them, and through all that Dynamo made, again and again, for a quarter of the pass."""
 
 
 class _Pass:

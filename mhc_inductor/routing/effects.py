@@ -19,6 +19,8 @@ from mhc_inductor.compat import tree_flatten, tree_unflatten
 from mhc_inductor.routing.graph.run import fresh
 from mhc_inductor.routing.graph.values import example, run, tensors_in
 
+_DISTINCT = frozenset((int, bool, str, type(None)))
+"""Types of arguments that tell themselves apart; of others, the floats among them, the text does."""
 AutocastState = tuple[str, Any, bool, Any]
 _PLAIN = (int, float, bool, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
 _DESCRIPTIONS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -103,18 +105,22 @@ class Effects:
 
     def _key(self, tree: Any) -> Any:
         """What a call's effects may depend on: the structure of its arguments, numbers, and each tensor's metadata."""
-        if isinstance(tree, fx.Node):
-            return self._key(example(tree))
+        kind = type(tree)
+        if kind is fx.Node:
+            tree = example(tree)
+            kind = type(tree)
+        if kind in _DISTINCT:
+            return kind, tree
         if isinstance(tree, torch.Tensor):
             known = self._described.get(id(tree))
             if known is None:
                 known = self._described[id(tree)] = tree, _description(tree)
             return known[1]
         if isinstance(tree, (list, tuple)):
-            return type(tree).__name__, *map(self._key, tree)
+            return kind, *[self._key(t) for t in tree]
         if isinstance(tree, dict):
-            return tuple((k, self._key(v)) for k, v in tree.items())
-        return type(tree).__name__, repr(tree)
+            return tuple([(k, self._key(v)) for k, v in tree.items()])
+        return kind, repr(tree)
 
     def written(self, node: fx.Node) -> list[fx.Node]:
         """Returns the inputs of ``node`` whose tensors it changes; all of its tensors where it cannot be asked."""

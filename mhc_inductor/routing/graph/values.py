@@ -25,7 +25,12 @@ _NO_OPTIONS: dict[str, Any] = {}
 class Value:
     """The result of one ATen operation, or a tensor that the analysis does not look into (``func`` is None)."""
 
-    __slots__ = ("_args", "_func", "_memo", "_pending", "dtype", "kwargs", "node", "out", "shape")
+    __slots__ = ("_pending", "args", "dtype", "func", "kwargs", "memo", "node", "out", "shape")
+
+    func: Any
+    args: tuple[Any, ...]
+    memo: dict[Any, Any]
+    """What searches have found out about this value's elements, by search and element."""
 
     def __init__(
         self, tensor: torch.Tensor, fixed: Mapping[str, int], node: fx.Node | None = None, pending: Any = None
@@ -34,38 +39,30 @@ class Value:
         self.dtype = tensor.dtype
         self.node = node
         self._pending = pending
-        self._func: Any = None
-        self._args: tuple[Any, ...] = ()
+        if pending is None:
+            self.func, self.args = None, ()
         self.kwargs = _NO_OPTIONS
         self.out = 0
 
     def set(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: int = 0) -> None:
-        self._func, self._args, self.kwargs, self.out = func, args, kwargs, out
+        self.func, self.args, self.kwargs, self.out = func, args, kwargs, out
 
-    def _resolve(self) -> None:
+    def __getattr__(self, name: str) -> Any:
+        """Makes what is looked at for the first time: a slot that is filled never comes here."""
+        if name == "memo":
+            self.memo = {}
+            return self.memo
+        if name not in ("func", "args"):
+            raise AttributeError(name)
         pending, self._pending = self._pending, None
+        self.func, self.args = None, ()
         pending(self)
+        return self.func if name == "func" else self.args
 
     @property
-    def memo(self) -> dict[Any, Any]:
-        """What searches have found out about this value's elements, by search and element."""
-        try:
-            return self._memo
-        except AttributeError:
-            self._memo: dict[Any, Any] = {}
-            return self._memo
-
-    @property
-    def func(self) -> Any:
-        if self._pending is not None:
-            self._resolve()
-        return self._func
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        if self._pending is not None:
-            self._resolve()
-        return self._args
+    def pending(self) -> bool:
+        """Whether nobody has looked at what made this value."""
+        return self._pending is not None
 
 
 def _shape_of(tensor: torch.Tensor, fixed: Mapping[str, int]) -> tuple[Size, ...]:
@@ -145,9 +142,12 @@ _LEVELS = {
 }
 
 
+_NESTED = (list, tuple, dict)
+
+
 def _map(fn: Any, tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
-        return tuple(_map(fn, t) for t in tree)
+        return tuple([_map(fn, t) if isinstance(t, _NESTED) else fn(t) for t in tree])
     if isinstance(tree, dict):
         return {k: _map(fn, t) for k, t in tree.items()}
     return fn(tree)
@@ -274,8 +274,8 @@ class Values:
         with contextlib.suppress(Exception):
             result = self._call(value.node)  # type: ignore[arg-type]
         if isinstance(result, Value):
-            if result.node is None and result._pending is None and result._func is not None:
-                value.set(result._func, result._args, result.kwargs, result.out)
+            if result.node is None and not result.pending and result.func is not None:
+                value.set(result.func, result.args, result.kwargs, result.out)
             elif result is not value:
                 _alias(value, result)
 

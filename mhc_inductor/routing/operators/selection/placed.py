@@ -252,13 +252,8 @@ class Placed:
 def filled(known: float, like: Value) -> Ref:
     """Returns an element of a tensor that is ``known`` everywhere, in the dtype of ``like``."""
     made = object.__new__(Value)
-    made.shape, made.dtype, made.node, made.out = (), like.dtype, None, 0
-    made._pending, made._func, made._args, made.kwargs = (
-        None,
-        aten.scalar_tensor.default,
-        (rounded(known, like.dtype),),
-        {},
-    )
+    made.shape, made.dtype, made.node, made._pending = (), like.dtype, None, None
+    made.set(aten.scalar_tensor.default, (rounded(known, like.dtype),), {})
     return Ref(made, ())
 
 
