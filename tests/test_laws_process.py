@@ -583,6 +583,43 @@ def test_masked_scores_behind_what_routing_cannot_see_through_are_named(how: str
     assert all(miss.ordinary == (by == "position") for miss in compiled.report.near_misses)
 
 
+STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmin": lambda t: F.softmin(t, -1),
+    "negated": lambda t: (-t).softmax(-1),
+    "times -1": lambda t: (t * -1.0).softmax(-1),
+    "one minus": lambda t: (1.0 - t).softmax(-1),
+    "tanh": lambda t: t.tanh().softmax(-1),
+}
+
+
+@pytest.mark.parametrize("fill", [INF, -INF])
+@pytest.mark.parametrize("step", STEPS)
+def test_masked_scores_changed_before_their_softmax_are_named(step: str, fill: float) -> None:
+    def program(p: Leaves) -> Tensor:
+        masked = _scores(p).masked_fill(~heads(selected(p), p), fill)
+        return STEPS[step](masked) @ p["v"].repeat_interleave(2, 2).transpose(1, 2)
+
+    check(program, selection_leaves(), named=["selection"], modes=["train"], autograd=False)
+
+
+def test_a_selection_whose_scores_are_no_products_is_not_called_a_mask_of_positions() -> None:
+    def program(p: Leaves) -> Tensor:
+        masked = filled(INF)(1.0 - _scores(p), heads(selected(p), p))
+        return masked.softmax(-1) @ p["v"].repeat_interleave(2, 2).transpose(1, 2)
+
+    compiled = check(program, selection_leaves(), named=["selection"], modes=["train"], autograd=False)
+    assert not compiled.report.near_misses[0].ordinary
+
+
+@pytest.mark.parametrize("sign", [torch.neg, lambda t: t * -0.5])
+def test_negated_products_of_q_and_k_are_routed(sign: Callable[[Tensor], Tensor]) -> None:
+    def program(p: Leaves) -> Tensor:
+        masked = filled(INF)(sign(_scores(p)), heads(selected(p), p))
+        return masked.softmax(-1) @ p["v"].repeat_interleave(2, 2).transpose(1, 2)
+
+    check(program, selection_leaves(), routed={"selection_attention": 1}, modes=["train"])
+
+
 def test_exponentials_without_a_mask_or_a_sum_are_no_softmax_over_masked_scores() -> None:
     def program(p: Leaves) -> Any:
         s = _scores(p)

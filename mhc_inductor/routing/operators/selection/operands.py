@@ -13,6 +13,7 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY
 
 DIVIDE = (aten.div.Tensor, aten.div.Scalar)
+_FACTORS = (*MULTIPLY, *DIVIDE, aten.neg.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ def keeps_16_bits(ref: Ref, below: Ref) -> bool:
 
 
 class Scaled:
-    """``factor * ref`` behind views, casts and products with numbers; ``met`` are the values on the way to ``end``.
+    """``factor * ref`` behind views, casts, signs and products with numbers; ``met`` are the values on the way to ``end``.
 
     Of ``inputs``, q and k, the roundings that the model wrote stay; of scores only those to less than 16 bits.
     """
@@ -65,7 +66,7 @@ class Scaled:
             below = step(ref)
             if below is not None and not (_same_numbers(ref, below) if inputs else keeps_16_bits(ref, below)):
                 break
-            if below is None and (ref.value.func in MULTIPLY or ref.value.func in DIVIDE) and not ref.value.kwargs:
+            if below is None and ref.value.func in _FACTORS and not ref.value.kwargs:
                 below = self._times(ref)
                 self.ref = below or self.ref
             if below is None:
@@ -74,6 +75,9 @@ class Scaled:
         self.end = ref
 
     def _times(self, ref: Ref) -> Ref | None:
+        if ref.value.func is aten.neg.default:
+            self.factor = -self.factor
+            return Ref(ref.value.args[0], ref.index)
         a, b = operands(ref)
         if ref.value.func in MULTIPLY and isinstance(a, float):
             a, b = b, a

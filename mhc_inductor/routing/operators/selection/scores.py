@@ -34,6 +34,7 @@ class Scores:
         self._parts: list[Callable[[], AnyOf]] = []
         self._steps: list[Callable[[], None]] = []
         self.ref = ref
+        negated = None
         while True:
             scaled = Scaled(self.ref)
             dense += scaled.met
@@ -42,9 +43,14 @@ class Scores:
             self.ref = scaled.end
             if dot(self.ref) is not None:
                 break
-            if not 0.0 < self.factor < math.inf:
+            if not 0.0 < abs(self.factor) < math.inf:
                 raise NotOurs
+            negated = self.ref.value if self.factor < 0.0 else negated
             self.ref = self._unmasked(self.ref)
+        if negated is not None:
+            raise NotOurs(
+                "masked scores are negated (softmin); expected a softmax of scale * q @ k, and masks", negated
+            )
         dense.append(self.ref.value)
 
     def keys(self) -> AnyOf:
@@ -78,10 +84,10 @@ class Scores:
         fill = constant_of(given)
         if fill is None or fill != fill:
             raise NotOurs
+        self.given.append(mask)
         if not self.factor * fill <= -1e4:
             raise Mismatch(f"scores of other keys are set to {self.factor * fill:g}; expected -inf", ref.value)
         self._steps.append(functools.partial(self.fills.filled, fill, ref.value.dtype))
-        self.given.append(mask)
         self._parts.append(functools.partial(self.masks.truth, _broadcast(mask, ref), want))
         return _broadcast(scores, ref)
 
@@ -137,6 +143,7 @@ class Scores:
                 )
 
 
+_REVERSED = (aten.rsub.Scalar, aten.rsub.Tensor)
 _CHANGES = {
     aten.tanh.default: "capped by a tanh",
     aten.clamp.default: "clamped",
@@ -147,6 +154,13 @@ _CHANGES = {
     aten.relu.default: "put through a relu",
 }
 """What operations do to scores that no selection attention does."""
+
+
+def before_change(scores: Value) -> Value | None:
+    """Returns the tensor that ``scores`` is computed from, element by element, in a step that is no mask and no scale."""
+    end = Scaled(whole(scores)).end.value
+    changes = end.func in _CHANGES or end.func in _REVERSED
+    return next((a for a in end.args if isinstance(a, Value) and a.shape == end.shape), None) if changes else None
 
 
 def at_key(value: Value, dim: int) -> Ref:

@@ -20,6 +20,7 @@ from mhc_inductor.routing.operators.selection.handmade import behind, is_power, 
 from mhc_inductor.routing.operators.selection.keys import Given, KeyData
 from mhc_inductor.routing.operators.selection.layouts import layout
 from mhc_inductor.routing.operators.selection.operands import Source, sources
+from mhc_inductor.routing.operators.selection.scores import before_change
 from mhc_inductor.routing.operators.selection.weights import Weights
 
 _CALL = "scaled_dot_product_attention"
@@ -27,9 +28,10 @@ _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
 _ORDINARY = (
     "the mask shows keys by position or padding (causal, sliding, documents), no selection: left to torch.compile"
 )
+_OTHER = "what the mask of the selection is put on is not scale * q @ k, or not all of what the softmax is taken of"
 _HANDMADE = "the softmax of the masked scores is written out as exp(scores) / sum; expected torch.softmax(scores, -1)"
 _CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
-_CUT = "a hook, or a step that routing cannot see through, stands between the masked scores and their softmax"
+_CUT = "a hook, or another step that is no mask and no scale, stands between the masked scores and their softmax"
 _OPAQUE = (
     "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
     "expected one computed from starts and ends, blocks or indices of keys"
@@ -44,8 +46,9 @@ def is_masked_call(node: fx.Node) -> bool:
 
 
 def is_softmax(node: fx.Node) -> bool:
-    """Whether a node is a softmax that could be one of scores."""
-    if node.op not in ("call_function", "call_method") or "softmax" not in name_of(node) or "log" in name_of(node):
+    """Whether a node is a softmax, or a softmin, that could be one of scores."""
+    name = name_of(node)
+    if node.op not in ("call_function", "call_method") or "softm" not in name or "log" in name:
         return False
     t = example(node)
     return isinstance(t, torch.Tensor) and t.dim() >= 2
@@ -127,7 +130,8 @@ class Search:
         if found is not None:
             return [found]
         if len(self.misses) == known and recogniser.masked:
-            self._miss(_ORDINARY, None, node, ordinary=True)
+            close = recogniser.close
+            self._miss(_OTHER if close else _ORDINARY, close[-1] if close else None, node, ordinary=not close)
         self.failed.append(recogniser)
         return []
 
@@ -172,6 +176,8 @@ class Search:
         """Names a softmax whose scores, or what becomes of it, cannot be followed."""
         scores, cut = behind(self.view, scores)
         masks = masks_of(self.view, scores)
+        if masks is None and (inner := before_change(scores)) is not None:
+            cut, masks = scores, masks_of(self.view, behind(self.view, inner)[0])
         if masks is not None:
             self._miss(_CHANGED if cut is None else _CUT, cut, node, ordinary=not masks.seen)
 
