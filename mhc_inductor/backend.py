@@ -16,7 +16,6 @@ from mhc_inductor import compat
 from mhc_inductor.options import RoutingOptions, parse
 from mhc_inductor.scope import Change, replace
 
-_PASS = "post_grad_custom_pre_pass"
 _lock = threading.RLock()
 _enabled: RoutingOptions | None = None
 _registered = False
@@ -54,13 +53,14 @@ def prepare() -> None:
 
 
 def _patches(config_patches: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``config_patches`` with our pass chained behind the user's. Patches reach backward graphs on other threads."""
-    from mhc_inductor.passes import make_pass
+    """``config_patches`` with our passes chained behind the user's. Patches reach backward graphs on other threads."""
+    from mhc_inductor.passes import PASSES, make_pass
 
     patches = dict(config_patches or {})
-    theirs = patches.get(_PASS, getattr(compat.inductor_config(), _PASS))
-    if not getattr(theirs, "mhc_inductor", False):
-        patches[_PASS] = make_pass(theirs)
+    for name, ours in PASSES.items():
+        theirs = patches.get(name, getattr(compat.inductor_config(), name))
+        if not getattr(theirs, "mhc_inductor", False):
+            patches[name] = make_pass(theirs, ours)
     return patches
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,13 +51,26 @@ def fold_dx_acc(graph: torch.fx.Graph) -> int:
     return folded
 
 
-def keep_apart(graph: torch.fx.Graph) -> None:
-    """Copies what a graph returns twice of one call, where two equal calls became one: each had memory of its own."""
-    returned = {_memory(n) for end in graph.find_nodes(op="output") for n in end.all_input_nodes}
+def keep_clones(graph: torch.fx.Graph) -> None:
+    """Makes a clone of an op's result that a joint graph returns a product with 1.
+
+    Inductor removes a clone of what is neither given nor returned itself: two clones of one tensor then are one tensor, and
+    a step on the result changes what the backward kept. A product with 1 is the same numbers, and stays.
+    """
+    returned = _returned(graph)
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        source = node.args[0]
+        maker = source.args[0] if source.target is operator.getitem else source
+        if _is_op(maker) and _memory(node) in returned and _layout(node) == _layout(source):
+            node.target, node.args, node.kwargs = torch.ops.aten.mul.Tensor, (source, 1), {}
+
+
+def split_calls(graph: torch.fx.Graph) -> None:
+    """Copies what is returned twice of one call of an op, where AOTAutograd made one call of two equal ones."""
+    returned = _returned(graph)
     first: dict[Any, torch.fx.Node] = {}
     for node in list(graph.nodes):
-        source = node.args[0] if node.target is operator.getitem else None
-        if not isinstance(source, torch.fx.Node) or getattr(source.target, "namespace", "") != "mhc_inductor":
+        if node.target is not operator.getitem or not _is_op(node.args[0]):
             continue
         # A call is unpacked once: another getitem of its result was another call's.
         if _memory(node) in returned and (same := first.setdefault(node.args, node)) is not node:
@@ -65,6 +79,16 @@ def keep_apart(graph: torch.fx.Graph) -> None:
             node.replace_all_uses_with(copy)
             graph.erase_node(node)
             _renew(graph, copy, _memory(node))
+
+
+def _is_op(node: Any) -> bool:
+    """Whether a node calls one of our ops."""
+    return isinstance(node, torch.fx.Node) and getattr(node.target, "namespace", "") == "mhc_inductor"
+
+
+def _returned(graph: torch.fx.Graph) -> set[int]:
+    """Returns the memory of what a graph returns."""
+    return {_memory(n) for end in graph.find_nodes(op="output") for n in end.all_input_nodes}
 
 
 def _renew(graph: torch.fx.Graph, copy: torch.fx.Node, old: int) -> None:
@@ -83,22 +107,40 @@ def _memory(node: torch.fx.Node) -> int:
     return compat.storage_key(value) if isinstance(value, torch.Tensor) else 0
 
 
-def make_pass(theirs: Any) -> Any:
-    """Returns our post-grad pass behind the user's own: None, a pass, or a list or tuple of passes."""
+def _layout(node: torch.fx.Node) -> Any:
+    """Returns what a clone that changes nothing keeps."""
+    t = node.meta["val"]
+    return t.dtype, tuple(map(str, t.shape)), tuple(map(str, t.stride()))
+
+
+def post_grad(graph: torch.fx.Graph) -> None:
+    """What is done to each forward and each backward graph."""
+    split_calls(graph)
+    compat.counters()["dx_acc folded"] += fold_dx_acc(graph)
+
+
+PASSES: dict[str, Callable[[torch.fx.Graph], None]] = {
+    "joint_custom_pre_pass": keep_clones,
+    "post_grad_custom_pre_pass": post_grad,
+}
+"""Our passes, by Inductor's option for passes of a user's own."""
+
+
+def make_pass(theirs: Any, ours: Callable[[torch.fx.Graph], None]) -> Any:
+    """Returns our pass behind the user's own: None, a pass, or a list or tuple of passes."""
     passes = tuple(theirs) if isinstance(theirs, (list, tuple)) else () if theirs is None else (theirs,)
 
-    class PostGrad(compat.graph_pass_base()):  # type: ignore[misc]
+    class Chained(compat.graph_pass_base()):  # type: ignore[misc]
         mhc_inductor = True
 
         def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
             for user_pass in passes:
                 compat.run_pass(user_pass, graph, is_inference)
-            keep_apart(graph)
-            compat.counters()["dx_acc folded"] += fold_dx_acc(graph)
+            ours(graph)
 
         def uuid(self) -> Any:
             # A pass without a uuid forbids caching; so does the chain.
             ids = [user_pass.uuid() if hasattr(user_pass, "uuid") else None for user_pass in passes]
             return None if None in ids else "-".join(("mhc_inductor", fingerprint(), *map(repr, ids)))
 
-    return PostGrad()
+    return Chained()

@@ -118,15 +118,15 @@ def test_chained_pass_uuid():
     class Bare:
         def __call__(self, graph): ...
 
-    ours = passes.make_pass(None).uuid()
+    ours = passes.make_pass(None, passes.post_grad).uuid()
     assert ours.startswith("mhc_inductor-")
-    assert passes.make_pass(Bare()).uuid() is None, "a pass without a uuid forbids caching"
-    assert passes.make_pass([]).uuid() == ours and passes.make_pass([Bare(), Bare()]).uuid() is None
+    assert passes.make_pass(Bare(), passes.post_grad).uuid() is None, "a pass without a uuid forbids caching"
+    assert passes.make_pass([], passes.post_grad).uuid() == ours and passes.make_pass([Bare(), Bare()], passes.post_grad).uuid() is None
 
 
 def test_several_passes_of_the_users_run_before_ours():
     seen = []
-    chained = passes.make_pass([lambda graph: seen.append(1), lambda graph: seen.append(2)])
+    chained = passes.make_pass([lambda graph: seen.append(1), lambda graph: seen.append(2)], passes.post_grad)
     chained(torch.fx.Graph())
     assert seen == [1, 2]
 

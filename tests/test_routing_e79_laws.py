@@ -331,11 +331,23 @@ def _twice(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
     return torch.stack(first[0]), *first[1:], torch.stack(again[0]), *again[1:]
 
 
-def _views_of_two(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
-    return [(torch.stack(outs)[1:], S.mT, S[0], M) for outs, S, M in (_loop(kvqm, S, M) for _ in range(2))]
+def _views(loops: int) -> Callable[..., Any]:
+    def fn(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
+        return [(torch.stack(outs)[1:], S.mT, S[0], M) for outs, S, M in (_loop(kvqm, S, M) for _ in range(loops))]
+
+    return fn
 
 
-EQUAL = {"two equal loops": _twice, "views of two equal loops": _views_of_two}
+def _only_views(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
+    return [(torch.stack(outs)[1:], S.mT, M[:1]) for outs, S, M in (_loop(kvqm, S, M) for _ in range(4))]
+
+
+EQUAL = {
+    "two equal loops": _twice,
+    "views of two equal loops": _views(2),
+    "views of three equal loops": _views(3),
+    "only views of four equal loops": _only_views,
+}
 
 
 @pytest.mark.parametrize("trained", [True, False])
