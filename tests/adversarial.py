@@ -76,8 +76,10 @@ def routing_hash(root: Path = ROOT) -> str:
 
 
 def hooked(t: torch.Tensor, kind: str) -> torch.Tensor:
-    """Registers a hook where ``t`` requires grad; returns ``t``."""
+    """Registers a hook where ``t`` requires grad; returns ``t``. Raises NotImplementedError where that would crash PyTorch."""
     if t.requires_grad:
+        if not torch.compiler.is_compiling() and type(t.grad_fn).__name__ == "AsStridedBackward0":
+            raise NotImplementedError("a hook on a view that was written through another one is a segmentation fault")
         t.register_hook({"halve": lambda g: g * 0.5, "clip": lambda g: g.clamp(-0.5, 0.5)}[kind])
     return t
 
