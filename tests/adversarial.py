@@ -21,7 +21,7 @@ import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -589,14 +589,30 @@ def outcome(task: tuple[int, int, bool]) -> Outcome:
     )
 
 
-def outcomes(count: int, seed: int, jobs: int, shrink: bool = True) -> Iterator[Outcome]:
+def outcomes(numbers: Iterable[int], seed: int, jobs: int, shrink: bool = True) -> Iterator[Outcome]:
     """Every outcome, in order."""
-    tasks = [(i, seed, shrink) for i in range(count)]
+    tasks = [(i, seed, shrink) for i in numbers]
     if jobs == 1:
         yield from map(outcome, tasks)
         return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(outcome, tasks, chunksize=8)
+
+
+def line_of(o: Outcome, seed: int) -> str:
+    """The line of a file of outcomes."""
+    return json.dumps({"of": [routing_hash(), torch.__version__, seed], **vars(o)}) + "\n"
+
+
+def kept_in(file: Path, seed: int) -> dict[int, Outcome]:
+    """The outcomes in a file that are of today's routing, by number."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = {}
+    for row in rows:
+        if row.pop("of") == [routing_hash(), torch.__version__, seed]:
+            lists = {k: tuple(v) for k, v in row.items() if isinstance(v, list)}
+            found[row["number"]] = Outcome(**{**row, **lists, "ops": Counter(row["ops"])})
+    return found
 
 
 def summary(done: Sequence[Outcome], seed: int) -> dict[str, Any]:
@@ -630,10 +646,19 @@ def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
     shrink: Annotated[bool, typer.Option(help="Remove what a difference does not need.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where the counts go.")] = None,
+    kept: Annotated[Path | None, typer.Option(help="Outcomes, a line each: a run that was stopped goes on.")] = None,
 ) -> None:
     """Compare random programs, routed, with eager; exit 1 where any differs."""
     console, start = Console(), time.perf_counter()
-    done = list(track(outcomes(count, seed, jobs, shrink), "comparing", count, console=console))
+    known = kept_in(kept, seed) if kept is not None else {}
+    todo = [i for i in range(count) if i not in known]
+    with kept.open("a") if kept is not None else contextlib.nullcontext() as lines:
+        for o in track(outcomes(todo, seed, jobs, shrink), "comparing", len(todo), console=console):
+            known[o.number] = o
+            if lines is not None:
+                lines.write(line_of(o, seed))
+                lines.flush()
+    done = [known[i] for i in range(count)]
     result = summary(done, seed)
     table = Table("programs", "with routed ops", "near misses", "differ without routing too", "differences")
     table.add_row(

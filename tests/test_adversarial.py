@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from tests import adversarial, laws
-from tests.adversarial import DTYPES, RESULT, Case, Writer, judged, outcome, random_case, routing_hash, shrunk
+from tests.adversarial import (
+    DTYPES,
+    RESULT,
+    Case,
+    Outcome,
+    Writer,
+    judged,
+    outcome,
+    random_case,
+    routing_hash,
+    shrunk,
+)
 
 SEED, EACH = 1, 10  # not the full run's seed
 SHARE = 0.6
@@ -60,6 +71,24 @@ def test_a_planted_wrong_rewrite_is_found_and_the_program_shrinks(monkeypatch: p
     assert judged(case, ["train"])[3]
     small = shrunk(case, ["train"])
     assert small.statements == ('x0 = p["x"]', "x2 = block(x0, p)") and small.returned == ("x2",)
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def outcome(task: tuple[int, int, bool]) -> Outcome:
+        ran.append(task[0])
+        return Outcome(task[0], ("mhc",), "fp64", ("train",), Counter(mhc_pre=1), 0, 0, 0, 0.5)
+
+    monkeypatch.setattr(adversarial, "outcome", outcome)
+    file, result = tmp_path / "kept", tmp_path / "json"
+    adversarial.main(0, 2, 1, True, None, file)
+    adversarial.main(0, 4, 1, True, result, file)
+    assert ran == [0, 1, 2, 3]
+    assert json.loads(result.read_text())["routed_ops"] == {"mhc_pre": 4}
+    monkeypatch.setattr(adversarial, "routing_hash", lambda: "another")
+    adversarial.main(0, 1, 1, True, None, file)
+    assert ran[4:] == [0], "outcomes of other sources were taken"
 
 
 def test_the_hash_follows_code_and_not_prose(tmp_path: Path) -> None:

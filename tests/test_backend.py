@@ -121,7 +121,10 @@ def test_chained_pass_uuid():
     ours = passes.make_pass(None, passes.post_grad).uuid()
     assert ours.startswith("mhc_inductor-")
     assert passes.make_pass(Bare(), passes.post_grad).uuid() is None, "a pass without a uuid forbids caching"
-    assert passes.make_pass([], passes.post_grad).uuid() == ours and passes.make_pass([Bare(), Bare()], passes.post_grad).uuid() is None
+    assert (
+        passes.make_pass([], passes.post_grad).uuid() == ours
+        and passes.make_pass([Bare(), Bare()], passes.post_grad).uuid() is None
+    )
 
 
 def test_several_passes_of_the_users_run_before_ours():
