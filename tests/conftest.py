@@ -10,7 +10,10 @@ from typing import TypeVar
 
 import pytest
 import torch
+import torch._dynamo.config
+import torch._dynamo.guards
 import torch._inductor.config
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 pytest.register_assert_rewrite("op_contract")
 GPU = torch.cuda.is_available()
@@ -22,13 +25,20 @@ collect_ignore_glob = [] if GPU or INTERPRETED else ["test_kernels_*.py"]
 if not GPU:
     torch.set_num_threads(1)  # tensors of a few elements: two threads wait for one another half of the time
     # Scalar C++ compiles in two thirds of the time. Inductor's vector code is tested where ``vectorised`` asks for it.
+    # Without vector instructions none are tried out either: three programs, in each process and each new cache.
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
     torch._inductor.config.cpp.simdlen = 1
+    torch._inductor.config.cpp.vec_isa_ok = False
 
 if INTERPRETED and not GPU:
     from interpreting import mend_masks, mend_speed
 
     mend_masks()
     mend_speed()
+
+# Dynamo collects garbage after each compile, and flushes the CPU's caches to time the new guards: 50 ms that nothing here reads.
+torch._dynamo.config.run_gc_after_compile = False
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
 
 T = TypeVar("T")
 
@@ -80,8 +90,10 @@ def device() -> str:
 @pytest.fixture
 def vectorised() -> Iterator[None]:
     """Compiled code as users get it on a CPU: with its vector instructions."""
-    with torch._inductor.config.patch({"cpp.simdlen": None}):
+    with torch._inductor.config.patch({"cpp.simdlen": None, "cpp.vec_isa_ok": None}):
+        valid_vec_isa_list.cache_clear()
         yield
+    valid_vec_isa_list.cache_clear()
 
 
 @pytest.fixture
