@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -44,9 +45,15 @@ def mend_sort() -> None:
 _cast = interpreter.InterpreterBuilder.cast_impl
 
 
+def _widening_cast(builder, src, dst_type):
+    if src.dtype.scalar != tl.bfloat16 or dst_type.scalar != tl.float32:
+        return _cast(builder, src, dst_type)
+    return interpreter.TensorHandle(_as_float32(src), tl.float32)
+
+
 def _rounding_cast(builder, src, dst_type):
     if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.bfloat16:
-        return _cast(builder, src, dst_type)
+        return _widening_cast(builder, src, dst_type)
     rounded = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
     return interpreter.TensorHandle(rounded, tl.bfloat16)
 
@@ -62,8 +69,13 @@ _get_np_dtype = interpreter._get_np_dtype
 _np_dtypes: dict[str, np.dtype] = {}
 
 
+@functools.cache
+def _langs_of(fn: Any) -> list[Any]:
+    return [m for m in fn.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)]
+
+
 def _patch_once(fn: Any) -> interpreter._LangPatchScope:
-    langs = [m for m in fn.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)]
+    langs = _langs_of(fn)
     if langs and not any(tl.core.is_builtin(m.load) for m in langs):
         return interpreter._LangPatchScope()
     return _patch_lang(fn)
@@ -104,12 +116,13 @@ def mend_speed() -> None:
     """The same results in half of the time.
 
     A launch patches triton.language, and each call of a device function does so again; each value of a kernel makes its
-    type and shape anew; sums of integers are looked at for overflow, by an assertion that only ``debug`` carries out.
+    type and shape anew; a cast from bf16 to fp32 takes its bits apart; sums of integers are looked at for overflow, by an assertion that only ``debug`` carries out.
     """
     interpreter._patch_lang = _patch_once
     interpreter._get_np_dtype = _np_dtype
     tl.block_type.__init__ = _block_type_once
     tl.tensor.__init__ = _tensor_of_known_size
+    interpreter.InterpreterBuilder.cast_impl = _widening_cast
     options = interpreter.interpreter_builder.options
     if not options.debug:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
