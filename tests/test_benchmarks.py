@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as cli
 from benchmarks import accuracy, environment, fused, mhc, ours, peers, report, running, targets, timing
 
+pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests look at
 CPU = torch.device("cpu")
 TOKENS, DIM = 12, 48
 # The floors that the targets were published with, in whole microseconds.

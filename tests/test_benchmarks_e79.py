@@ -25,6 +25,7 @@ from mhc_inductor.kernels.e79.plan import plan_e79_scan, plan_e79_scan_backward
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.ops.e79 import segment_length
 
+pytestmark = pytest.mark.xdist_group("benchmarks_e79")  # one worker makes the run that most tests look at
 CPU = torch.device("cpu")
 PARTS = ("speed", "batch", "further", "decode", "memory", "accuracy", "determinism", "cpu")
 

@@ -23,7 +23,8 @@ from benchmarks import selection_targets as targets
 from benchmarks.selection_targets import Shape
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")  # tiny shapes
+# Tiny shapes; and one worker makes the run that most tests look at.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("benchmarks_selection")]
 TINY = Shape("tiny", 48, 2, 3, dim=8, block=8, picks=5)
 LATE = Shape("late", 3, 2, 2, keys=40, batch=2, dim=8, block=8, picks=5)
 SINGLE = Shape("single", 5, 2, 2, keys=30, dim=8, tokens=9)
