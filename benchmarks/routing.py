@@ -18,8 +18,8 @@ import torch
 from . import deepseek_model, environment, report
 
 DEPTHS = (2, 4, 8, 16, 43)
-BAR_SECONDS, BAR_SHARE, BAR_DEPTH = 15.0, 0.20, 43
-"""At most 15 s on a model of 43 layers and 20 % of the compile time."""
+BAR_SECONDS, BAR_SHARE, BAR_DEPTH = 6.0, 0.20, 43
+"""At most 6 s of the CPU on a model of 43 layers, and 20 % of the compile time."""
 
 
 @contextlib.contextmanager
@@ -68,12 +68,13 @@ def _traced(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, Any]:
     def capture(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         nonlocal nodes, seconds, cpu
         nodes += len(gm.graph.nodes)
-        copy = copied(gm)
+        unrouted = copied(gm)
+        # Dynamo's own module, as in a compile: it makes Python code of a changed graph only where someone calls it.
         start, start_cpu = time.perf_counter(), time.thread_time()
-        reports.append(route(copy))
+        reports.append(route(gm))
         seconds += time.perf_counter() - start
         cpu += time.thread_time() - start_cpu
-        return gm.forward
+        return unrouted.forward
 
     torch._dynamo.reset()
     start = time.perf_counter()
@@ -125,8 +126,8 @@ def table(result: dict[str, Any]) -> str:
         [
             str(r["layers"]),
             f"{r['nodes']:,}",
-            f"{r['seconds']:.2f}" + _verdict(r["layers"] >= BAR_DEPTH, r["seconds"] <= BAR_SECONDS),
-            f"{r['cpu_seconds']:.2f}",
+            f"{r['seconds']:.2f}",
+            f"{r['cpu_seconds']:.2f}" + _verdict(r["layers"] >= BAR_DEPTH, r["cpu_seconds"] <= BAR_SECONDS),
             f"{r['microseconds_a_node']:.0f}",
             f"{r['dynamo_seconds']:.1f}",
             _counted(r["routed"]),
