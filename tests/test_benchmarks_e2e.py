@@ -273,7 +273,7 @@ def test_routing_bars():
     header["versions"]["transformers"] = "5"
     result = header | {"rows": [row], "compile": {"layers": 4, "seconds": 1.0, "compile_seconds": 10.0, "share": 0.1}}
     text = routing.table(result)
-    assert "16.00 (**bar not met**)" in text
+    assert "15.50 (**bar not met**)" in text
     assert "10.0 % (bar met)" in text
 
 
