@@ -84,21 +84,15 @@ class Term:
 
 def number(a: Any) -> float | None:
     """A Python number, or a symbolic float fixed at its value (a guard keeps it)."""
-    if isinstance(a, (int, float)) and not isinstance(a, bool):
-        return float(a)
-    if isinstance(a, torch.SymFloat):
-        return float(a)
+    if isinstance(a, Value):
+        while not a.shape and a.func is aten.lift_fresh.default and isinstance(a.args[0], Value):
+            a = a.args[0]
+        if a.func is aten.full.default:
+            return number(a.args[1])
+        return number(a.args[0]) if not a.shape and a.func is aten.scalar_tensor.default else None
     if isinstance(a, torch.SymInt):
         raise DynamicWidth(size_of(a, {}))
-    if isinstance(a, Value) and not a.shape:
-        while a.func is aten.lift_fresh.default and isinstance(a.args[0], Value):
-            a = a.args[0]
-        func = a.func
-        if func in (aten.full.default, aten.scalar_tensor.default):
-            return number(a.args[1] if func is aten.full.default else a.args[0])
-    if isinstance(a, Value) and a.func is aten.full.default:
-        return number(a.args[1])
-    return None
+    return float(a) if isinstance(a, (int, float, torch.SymFloat)) and not isinstance(a, bool) else None
 
 
 def _reduced(ref: Ref) -> tuple[Ref, list[Var]]:

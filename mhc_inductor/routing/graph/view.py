@@ -93,12 +93,12 @@ class View:
         self, starts: Iterable[fx.Node], admit: Callable[[fx.Node], bool], limit: int = 4000
     ) -> list[fx.Node]:
         """Returns nodes reached from ``starts`` through admitted ones (others are listed, not passed), in graph order."""
-        seen = dict.fromkeys(starts)
+        seen, live = dict.fromkeys(starts), self.live
         todo = collections.deque(seen)
         # The nearest first: the limit cuts off what is far away.
         while todo and len(seen) < limit:
             for user in todo.popleft().users:
-                if user not in seen and user in self.live and user.op in ("call_function", "call_method"):
+                if user not in seen and user in live and user.op in ("call_function", "call_method"):
                     seen[user] = None
                     if admit(user):
                         todo.append(user)

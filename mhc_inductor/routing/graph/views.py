@@ -36,13 +36,15 @@ prims = torch.ops.prims
 class Ref:
     """``value[index]``; never changed once made."""
 
-    __slots__ = ("_flat", "_hash", "index", "value")
+    __slots__ = ("_flat", "_hash", "below", "index", "value")
 
     def __init__(self, value: Value, index: tuple[Index, ...]) -> None:
         self.value = value
         self.index = index
         self._hash: int | None = None
         self._flat: Index | None = None
+        self.below: Ref | None = self
+        """What :func:`step` found, once it was asked; the element itself until then."""
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -299,6 +301,12 @@ def written(value: Value) -> bool:
 
 def step(ref: Ref) -> Ref | None:
     """The element that a view or a cast of floating dtypes shows, or None for anything else."""
+    if ref.below is ref:
+        ref.below = _step(ref)
+    return ref.below
+
+
+def _step(ref: Ref) -> Ref | None:
     func = ref.value.func
     if func is None:
         return None

@@ -69,6 +69,7 @@ class Group:
         self.kept = Kept(norm.x)
         self.coefficients: dict[Value, Coefficient] = {}
         self.failed: list[tuple[int, Mismatch]] = []
+        self._per_token: dict[tuple[Size, ...], int | None] = {}
         streams = len(norm.x.shape) >= 2 and not norm.x.shape[-2].symbols
         rows = norm.x.shape[-2] if streams and norm.x.shape[-2].times(norm.x.shape[-1]) == Size(norm.width) else None
         self.few = FEW if rows is None else rows.factor * (rows.factor + 2)
@@ -113,10 +114,12 @@ class Group:
     def per_token(self, node: fx.Node) -> int | None:
         """Returns the elements of a tensor node a token; None where that is no fixed number."""
         value = self.view.values.of(node)
-        if not isinstance(value, Value) or self.norm.count.factor == 0:
+        if not isinstance(value, Value):
             return None
-        per = product_of(value.shape).over(self.norm.count)
-        return per.factor if per is not None and not per.symbols else None
+        if value.shape not in self._per_token:
+            per = product_of(value.shape).over(self.norm.count)
+            self._per_token[value.shape] = per.factor if per is not None and not per.symbols else None
+        return self._per_token[value.shape]
 
     def _light(self, node: fx.Node) -> bool:
         value = self.view.values.of(node)
