@@ -23,6 +23,7 @@ from tests.laws import (
     head,
     mhc_leaves,
     normal,
+    post,
     pre,
     sdpa,
     selection_leaves,
@@ -469,3 +470,39 @@ def test_a_bias_stepped_before_the_backward() -> None:
         return block(p["x"], p), p["bias"]
 
     check(program, mhc_leaves(), named=["mhc"], modes=["train"])
+
+
+def test_streams_that_only_the_op_keeps_are_stepped_before_the_backward() -> None:
+    def program(p: Leaves) -> Any:
+        x = p["x"] * 1.0
+        with torch.no_grad():
+            h_in, h_post, h_res = pre(x, p)
+        return x.detach(), post(x, torch.tanh(h_in @ p["w"]), h_post, h_res)
+
+    check(program, mhc_leaves(), routed=MHC, modes=["train"])
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_coefficients_that_only_the_op_keeps_are_stepped_before_the_backward(which: int) -> None:
+    """f_out and x need no gradients: the formula keeps them, and neither h_post nor h_res."""
+
+    def program(p: Leaves) -> Any:
+        x = p["x"]
+        found = pre(x, p)
+        out = post(x, torch.tanh(found[0].detach() @ p["w"]), *found[1:])
+        return found[which], out
+
+    check(program, mhc_leaves(), named=["mhc"], frozen=["x", "w"], modes=["train"])
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_result_of_a_loop_written_through_its_data_before_the_backward(which: int) -> None:
+    """Eager's gradients see such a step where autograd kept the tensor; the op's own never do."""
+
+    def program(p: Leaves) -> Any:
+        outs, S, M = e79(p)
+        with torch.no_grad():
+            (outs[-1], S, M)[which].data.mul_(0.5)
+        return outs[-1], S, M
+
+    check(program, e79_leaves(), named=["e79"], modes=["train"], steps=False)

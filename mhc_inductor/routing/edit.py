@@ -142,6 +142,10 @@ class Edit:
         """Returns the real node of an input. Raises Mismatch for a value inside a composite operation."""
         return self.current(node_of(value))
 
+    def copied(self, value: Value) -> bool:
+        """Whether ops read a copy of a value, because the graph changes or returns what holds it."""
+        return self._new.get(node_of(value)) in self._copies
+
     def emit(self, target: Any, *args: Any, **options: Any) -> fx.Node:
         """Returns a new node at the current position, run on fake tensors, so that bad input raises here."""
         return self.create("call_method" if isinstance(target, str) else "call_function", target, args, options)

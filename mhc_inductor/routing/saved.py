@@ -54,24 +54,28 @@ def _fresh(of: Any, flows: bool) -> Any:
 def changed_later(view: View, ins: Iterable[fx.Node], region: set[fx.Node], at: int, modes: Modes) -> list[fx.Node]:
     """Returns the inputs that an op would keep for its backward, the formula does not, and somebody may change before it.
 
-    Those that the graph returns, and those written after position ``at``. Raises Mismatch for a tensor that is written
-    without autograd knowing of it: some of a formula's gradients see such a step and some do not.
+    Those that the graph returns, and those written after position ``at``. Raises Mismatch for a tensor of the formula that
+    is written without autograd knowing of it: some of its gradients see such a step and some do not.
     """
     ins = list(ins)
     if not modes.grad or not any(map(view.flows, ins)):
         return []
     steps = {view.reader.get(n, n) for n in region}
-    found = []
     end = len(view.real_nodes)
+
+    def changed(node: fx.Node, after: int) -> bool:
+        late = view.written_between(node, end, after=after)
+        return late and any(w not in steps for w in view.writers(node, after, end))
+
+    hidden = {key for node in view.hiding for key in view.effects.storages(node)}
+    for node in (*ins, *region) if hidden else ():
+        after = view.defined(node) if node in region else at
+        if not hidden.isdisjoint(view.storages(node)) and changed(node, after):
+            raise Mismatch("a tensor of the formula is written through its .data later", view.value(node))
+    found = []
     for node in ins:
-        written = view.written_between(node, end, after=at)
-        if written and any(w not in steps for w in view.writers(node, at, end)):
-            holders = [h for key in view.storages(node) for h in view.holders[key]]
-            if any(map(compat.hides_writes, holders)):
-                raise Mismatch("an input of the formula is written through its .data later", view.value(node))
-        elif node.op in ("placeholder", "get_attr") or view.returned.isdisjoint(view.storages(node)):
-            continue
-        if not _kept(view, node, region):
+        returned = node.op not in ("placeholder", "get_attr") and not view.returned.isdisjoint(view.storages(node))
+        if (returned or changed(node, at)) and not _kept(view, node, region):
             found.append(node)
     return found
 

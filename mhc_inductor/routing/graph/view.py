@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from mhc_inductor import compat
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.effects import Effects, Modes, modes_of
 from mhc_inductor.routing.graph.functional import Functional, functional
@@ -147,6 +148,11 @@ class View:
             for storage in dict.fromkeys(self.effects.storages(node)):
                 found[storage].append(node)
         return found
+
+    @functools.cached_property
+    def hiding(self) -> list[fx.Node]:
+        """The real nodes that are another name of a tensor, under which autograd sees no write: ``t.data``."""
+        return [node for node in self.real_nodes if compat.hides_writes(node)]
 
     def storages(self, node: fx.Node) -> tuple[int, ...]:
         """Returns the memory of each tensor that the real node of a view's node holds."""

@@ -57,18 +57,19 @@ class Emission:
         edit, found, n = self.edit, use.found, use.found.n
         if use.pre is not None and not self._placed(use.pre):
             raise Mismatch("")
-        given = self._given if use.pre is not None else {}
-        # The same tensor as the pre's, so that gradients of widened streams are rounded once.
-        own = self._streams.get(use.pre) if use.pre is not None and use.pre.norm.x is found.x else None
+        own = None
+        if use.pre is not None and use.pre.norm.x is found.x and not edit.copied(root_of(found.x)[0]):
+            # The same tensor as the pre's, so that gradients of widened streams are rounded once.
+            own = self._streams.get(use.pre)
         x = edit.widened(own or self._split(found.x, n, found.width // n, found.x_stream), use.x_out)
         lead, d = list(example(x).shape[:-2]), example(x).shape[-1]
         f = edit.shaped(edit.input(found.f_out), [*lead, d], x)
         for vector in found.added:
             f = edit.emit(operator.add, self._wide(f), edit.shaped(edit.input(vector), [d], x))
-        h_post = given.get(found.h_post) or self._coefficients(found.h_post, [n], x)
+        h_post = self._own(found.h_post, use.pre) or self._coefficients(found.h_post, [n], x)
         matrix = None
         if found.matrix is not None:
-            matrix = given.get(found.matrix) or self._coefficients(found.matrix, [n, n], x)
+            matrix = self._own(found.matrix, use.pre) or self._coefficients(found.matrix, [n, n], x)
         out = edit.emit(_OPS.mhc_post.default, x, f, h_post, matrix, found.transpose)
         if found.stream != -2:
             wanted = example(node_of(use.x_out)).shape
@@ -79,8 +80,8 @@ class Emission:
     def sinkhorn(self, found: Sinkhorn) -> Pairs:
         """Returns the last matrix of some iterations with the node that takes its place. Raises Mismatch."""
         edit, logits = self.edit, found.chain.logits
-        own = self._given.get(logits) if found.pre is not None and self._placed(found.pre) else None
-        source = own or edit.input(logits)
+        own = found.pre if found.pre is not None and self._placed(found.pre) else None
+        source = self._own(logits, own) or edit.input(logits)
         if torch.finfo(found.mixed.dtype).bits > torch.finfo(example(source).dtype).bits:
             source = edit.to(source, found.mixed.dtype)
         mixed = self._mixed(source, found.chain)
@@ -94,6 +95,10 @@ class Emission:
         logits = emit("transpose", logits, -1, -2) if turned else logits
         mixed = emit(_OPS.mhc_sinkhorn.default, logits, chain.iters, chain.eps or 0.0, chain.form)
         return emit("transpose", mixed, -1, -2) if turned else mixed
+
+    def _own(self, value: Value, pre: Pre | None) -> fx.Node | None:
+        """Returns what an op gave for a value, unrounded, to an op of the same formula; None where ops read a copy of it."""
+        return None if pre is None or self.edit.copied(value) else self._given.get(value)
 
     def _placed(self, pre: Pre) -> bool:
         """Checks whether the op of a pre took its place."""
