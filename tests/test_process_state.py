@@ -37,7 +37,8 @@ def test_nothing_of_the_process_is_changed_beyond_a_compile():
 
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
-def test_the_collector_is_paused_for_a_pass_and_no_longer(monkeypatch, on, fails):
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_collector_is_paused_for_a_pass_and_no_longer(monkeypatch, on, fails, frozen):
     seen = []
 
     def watch(*args):
@@ -50,13 +51,20 @@ def test_the_collector_is_paused_for_a_pass_and_no_longer(monkeypatch, on, fails
     monkeypatch.setattr(view, "modes_of", watch)
     gm = torch.fx.symbolic_trace(torch.nn.Identity())
     was = gc.isenabled()
+    gc.unfreeze()  # tests freeze what they import
+    if frozen:
+        gc.freeze()
+    count = gc.get_freeze_count()
     try:
         (gc.enable if on else gc.disable)()
         report = routing.route(gm)
+        # Objects that are frozen die, too.
+        assert gc.get_freeze_count() <= count and bool(gc.get_freeze_count()) is frozen
         assert seen and not any(seen)
         assert bool(report.problems) is fails
         assert gc.isenabled() is on
     finally:
+        gc.freeze()
         (gc.enable if was else gc.disable)()
 
 

@@ -86,7 +86,15 @@ def _pause_collector() -> Callable[[], None]:
     if not gc.isenabled():
         return lambda: None
     gc.disable()
-    return gc.enable
+
+    def resume() -> None:
+        # What the pass made counts as old, unless someone keeps objects frozen: else all of it is gone through at once.
+        if not gc.get_freeze_count():
+            gc.freeze()
+            gc.unfreeze()
+        gc.enable()
+
+    return resume
 
 
 _collector_paused = Change(_pause_collector)
