@@ -78,7 +78,10 @@ def route(
     except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
         routing.problem("a graph is compiled unrouted", error, gm.graph)
     report.seconds = time.perf_counter() - start
-    _count(report)
+    try:
+        _count(report)
+    except Exception as error:
+        routing.problem("what was routed is not counted", error, gm.graph)
     return report
 
 

@@ -70,7 +70,8 @@ def changed_later(view: View, ins: Iterable[fx.Node], region: set[fx.Node], at: 
     hidden = {key for node in view.hiding for key in view.effects.storages(node)}
     for node in (*ins, *region) if hidden else ():
         after = view.defined(node) if node in region else at
-        if not hidden.isdisjoint(view.storages(node)) and changed(node, after):
+        seen = not hidden.isdisjoint(view.storages(node)) and changed(node, after)
+        if seen and (node not in region or _kept(view, node, region) or _keeps_result(view, node)):
             raise Mismatch("a tensor of the formula is written through its .data later", view.value(node))
     found = []
     for node in ins:
@@ -78,6 +79,13 @@ def changed_later(view: View, ins: Iterable[fx.Node], region: set[fx.Node], at: 
         if (returned or changed(node, at)) and not _kept(view, node, region):
             found.append(node)
     return found
+
+
+def _keeps_result(view: View, node: fx.Node) -> bool:
+    """Whether autograd keeps the result of a call for the call's own backward."""
+    modes = view.modes_at(node)
+    saved = saved_by(node, view.flows, modes) if modes.grad else (set(), set())
+    return saved is None or bool(saved[1])
 
 
 def _kept(view: View, node: fx.Node, region: set[fx.Node]) -> bool:
