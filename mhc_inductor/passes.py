@@ -52,16 +52,16 @@ def fold_dx_acc(graph: torch.fx.Graph) -> int:
 
 
 def keep_clones(graph: torch.fx.Graph) -> None:
-    """Makes a clone of an op's result that a joint graph returns a product with 1.
+    """Makes a clone of an op's result, or of a view of it, that a joint graph returns a product with 1.
 
     Inductor removes a clone of what is neither given nor returned itself: two clones of one tensor then are one tensor, and
     a step on the result changes what the backward kept. A product with 1 is the same numbers, and stays.
     """
     returned = _returned(graph)
+    results = {_memory(n) for n in graph.nodes if _is_op(n.args[0] if n.target is operator.getitem else n)} - {0}
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
         source = node.args[0]
-        maker = source.args[0] if source.target is operator.getitem else source
-        if _is_op(maker) and _memory(node) in returned and _layout(node) == _layout(source):
+        if _memory(source) in results and _memory(node) in returned and _layout(node) == _layout(source):
             node.target, node.args, node.kwargs = torch.ops.aten.mul.Tensor, (source, 1), {}
 
 

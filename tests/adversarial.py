@@ -599,17 +599,22 @@ def outcomes(numbers: Iterable[int], seed: int, jobs: int, shrink: bool = True) 
         yield from pool.map(outcome, tasks, chunksize=8)
 
 
-def line_of(o: Outcome, seed: int) -> str:
+def origin(seed: int) -> list[Any]:
+    """What an outcome is of: the routing, torch and the seed."""
+    return [routing_hash(), torch.__version__, seed]
+
+
+def line_of(o: Outcome, of: list[Any]) -> str:
     """The line of a file of outcomes."""
-    return json.dumps({"of": [routing_hash(), torch.__version__, seed], **vars(o)}) + "\n"
+    return json.dumps({"of": of, **vars(o)}) + "\n"
 
 
-def kept_in(file: Path, seed: int) -> dict[int, Outcome]:
-    """The outcomes in a file that are of today's routing, by number."""
+def kept_in(file: Path, of: list[Any]) -> dict[int, Outcome]:
+    """The outcomes of one origin in a file, by number."""
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     found = {}
     for row in rows:
-        if row.pop("of") == [routing_hash(), torch.__version__, seed]:
+        if row.pop("of") == of:
             lists = {k: tuple(v) for k, v in row.items() if isinstance(v, list)}
             found[row["number"]] = Outcome(**{**row, **lists, "ops": Counter(row["ops"])})
     return found
@@ -650,13 +655,14 @@ def main(
 ) -> None:
     """Compare random programs, routed, with eager; exit 1 where any differs."""
     console, start = Console(), time.perf_counter()
-    known = kept_in(kept, seed) if kept is not None else {}
+    of = origin(seed)
+    known = kept_in(kept, of) if kept is not None else {}
     todo = [i for i in range(count) if i not in known]
     with kept.open("a") if kept is not None else contextlib.nullcontext() as lines:
         for o in track(outcomes(todo, seed, jobs, shrink), "comparing", len(todo), console=console):
             known[o.number] = o
             if lines is not None:
-                lines.write(line_of(o, seed))
+                lines.write(line_of(o, of))
                 lines.flush()
     done = [known[i] for i in range(count)]
     result = summary(done, seed)

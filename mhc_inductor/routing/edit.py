@@ -135,16 +135,15 @@ class Edit:
 
     def _unkept(self, node: fx.Node) -> fx.Node:
         """What a node of the view is now, never its copy from before it is written."""
-        kept = self._new.get(node)
-        return kept.all_input_nodes[0] if kept is not None and kept in self._copies else node
+        return self._new[node].all_input_nodes[0] if self.copied(node) else node
 
     def input(self, value: Value) -> fx.Node:
         """Returns the real node of an input. Raises Mismatch for a value inside a composite operation."""
         return self.current(node_of(value))
 
-    def copied(self, value: Value) -> bool:
-        """Whether ops read a copy of a value, because the graph changes or returns what holds it."""
-        return self._new.get(node_of(value)) in self._copies
+    def copied(self, node: fx.Node) -> bool:
+        """Whether ops read a copy of a node of the view, because the graph changes or returns what holds it."""
+        return self._new.get(node) in self._copies
 
     def emit(self, target: Any, *args: Any, **options: Any) -> fx.Node:
         """Returns a new node at the current position, run on fake tensors, so that bad input raises here."""
@@ -272,7 +271,7 @@ class Edit:
             if self.view.written_between(n, look + 1, left=True, after=min(seen, look)):
                 raise Mismatch(WRITTEN, self.view.value(n))
         for node in place.overwritten:
-            if self._new.get(node) in self._copies:
+            if self.copied(node):
                 continue
             held, at = self.current(node), self.view.defined(node)
             late = held in self.view.since and held not in self.view.position and self.view.since[held] > at

@@ -34,8 +34,8 @@ class Place:
     region: set[fx.Node]
     trace: dict[str, Any]
     overwritten: list[fx.Node]
-    """Inputs, as nodes of the view, that are written between the formula's first look at them and the anchor, or changed before a
-    backward that needs them and not the formula."""
+    """Inputs, as nodes of the view, that are written between the formula's first look at them and the anchor; and those that
+    only the op keeps for its backward, where the graph returns them or writes them later."""
     looks: dict[fx.Node, int]
     """Inputs, with the position just before the formula first reads each."""
 

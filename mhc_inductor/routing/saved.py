@@ -61,24 +61,32 @@ def changed_later(view: View, ins: Iterable[fx.Node], region: set[fx.Node], at: 
     if not modes.grad or not any(map(view.flows, ins)):
         return []
     steps = {view.reader.get(n, n) for n in region}
-    end = len(view.real_nodes)
-
-    def changed(node: fx.Node, after: int) -> bool:
-        late = view.written_between(node, end, after=after)
-        return late and any(w not in steps for w in view.writers(node, after, end))
-
-    hidden = {key for node in view.hiding for key in view.effects.storages(node)}
-    for node in (*ins, *region) if hidden else ():
-        after = view.defined(node) if node in region else at
-        seen = not hidden.isdisjoint(view.storages(node)) and changed(node, after)
-        if seen and (node not in region or _kept(view, node, region) or _keeps_result(view, node)):
-            raise Mismatch("a tensor of the formula is written through its .data later", view.value(node))
+    _check_hidden(view, ins, region, at, steps)
     found = []
     for node in ins:
         returned = node.op not in ("placeholder", "get_attr") and not view.returned.isdisjoint(view.storages(node))
-        if (returned or changed(node, at)) and not _kept(view, node, region):
+        if (returned or _changed(view, node, at, steps)) and not _kept(view, node, region):
             found.append(node)
     return found
+
+
+def _changed(view: View, node: fx.Node, after: int, steps: set[fx.Node]) -> bool:
+    """Whether anything but ``steps`` writes the memory of a view's node after a position."""
+    end = len(view.real_nodes)
+    late = view.written_between(node, end, after=after)
+    return late and any(w not in steps for w in view.writers(node, after, end))
+
+
+def _check_hidden(view: View, ins: list[fx.Node], region: set[fx.Node], at: int, steps: set[fx.Node]) -> None:
+    """Raises Mismatch where a tensor that the formula keeps, or an input, is written through its ``.data`` later."""
+    hidden = {key for node in view.hiding for key in view.effects.storages(node)}
+    for node in (*ins, *region) if hidden else ():
+        inside = node in region
+        after = view.defined(node) if inside else at
+        if hidden.isdisjoint(view.storages(node)) or not _changed(view, node, after, steps):
+            continue
+        if not inside or _kept(view, node, region) or _keeps_result(view, node):
+            raise Mismatch("a tensor of the formula is written through its .data later", view.value(node))
 
 
 def _keeps_result(view: View, node: fx.Node) -> bool:

@@ -59,11 +59,6 @@ class Value:
         pending(self)
         return self.func if name == "func" else self.args
 
-    @property
-    def pending(self) -> bool:
-        """Whether nobody has looked at what made this value."""
-        return self._pending is not None
-
 
 def _shape_of(tensor: torch.Tensor, fixed: Mapping[str, int]) -> tuple[Size, ...]:
     shape = tuple(tensor.shape)
@@ -274,7 +269,7 @@ class Values:
         with contextlib.suppress(Exception):
             result = self._call(value.node)  # type: ignore[arg-type]
         if isinstance(result, Value):
-            if result.node is None and not result.pending and result.func is not None:
+            if result.node is None and result._pending is None and result.func is not None:
                 value.set(result.func, result.args, result.kwargs, result.out)
             elif result is not value:
                 _alias(value, result)

@@ -33,6 +33,9 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
+_UNASKED = object()
+
+
 class Ref:
     """``value[index]``; never changed once made."""
 
@@ -43,8 +46,8 @@ class Ref:
         self.index = index
         self._hash: int | None = None
         self._flat: Index | None = None
-        self.below: Ref | None = self
-        """What :func:`step` found, once it was asked; the element itself until then."""
+        self.below: Any = _UNASKED
+        """What :func:`step` found, once it was asked."""
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -301,9 +304,10 @@ def written(value: Value) -> bool:
 
 def step(ref: Ref) -> Ref | None:
     """The element that a view or a cast of floating dtypes shows, or None for anything else."""
-    if ref.below is ref:
+    if ref.below is _UNASKED:
         ref.below = _step(ref)
-    return ref.below
+    below: Ref | None = ref.below
+    return below
 
 
 def _step(ref: Ref) -> Ref | None:

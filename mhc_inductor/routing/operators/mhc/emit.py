@@ -58,7 +58,7 @@ class Emission:
         if use.pre is not None and not self._placed(use.pre):
             raise Mismatch("")
         own = None
-        if use.pre is not None and use.pre.norm.x is found.x and not edit.copied(root_of(found.x)[0]):
+        if use.pre is not None and use.pre.norm.x is found.x and not edit.copied(node_of(root_of(found.x)[0])):
             # The same tensor as the pre's, so that gradients of widened streams are rounded once.
             own = self._streams.get(use.pre)
         x = edit.widened(own or self._split(found.x, n, found.width // n, found.x_stream), use.x_out)
@@ -98,7 +98,7 @@ class Emission:
 
     def _own(self, value: Value, pre: Pre | None) -> fx.Node | None:
         """Returns what an op gave for a value, unrounded, to an op of the same formula; None where ops read a copy of it."""
-        return None if pre is None or self.edit.copied(value) else self._given.get(value)
+        return None if pre is None or self.edit.copied(node_of(value)) else self._given.get(value)
 
     def _placed(self, pre: Pre) -> bool:
         """Checks whether the op of a pre took its place."""

@@ -143,7 +143,6 @@ class Scores:
                 )
 
 
-_REVERSED = (aten.rsub.Scalar, aten.rsub.Tensor)
 _CHANGES = {
     aten.tanh.default: "capped by a tanh",
     aten.clamp.default: "clamped",
@@ -152,6 +151,8 @@ _CHANGES = {
     aten.native_dropout.default: "dropped out",
     aten.sigmoid.default: "put through a sigmoid",
     aten.relu.default: "put through a relu",
+    aten.rsub.Scalar: "subtracted from a number",
+    aten.rsub.Tensor: "subtracted from something",
 }
 """What operations do to scores that no selection attention does."""
 
@@ -159,8 +160,7 @@ _CHANGES = {
 def before_change(scores: Value) -> Value | None:
     """Returns the tensor that ``scores`` is computed from, element by element, in a step that is no mask and no scale."""
     end = Scaled(whole(scores)).end.value
-    changes = end.func in _CHANGES or end.func in _REVERSED
-    return next((a for a in end.args if isinstance(a, Value) and a.shape == end.shape), None) if changes else None
+    return end.args[0] if end.func in _CHANGES else None
 
 
 def at_key(value: Value, dim: int) -> Ref:

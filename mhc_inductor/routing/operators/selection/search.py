@@ -28,7 +28,7 @@ _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
 _ORDINARY = (
     "the mask shows keys by position or padding (causal, sliding, documents), no selection: left to torch.compile"
 )
-_OTHER = "what the mask of the selection is put on is not scale * q @ k, or not all of what the softmax is taken of"
+_OTHER = "the scores under the mask are not scale * q @ k alone; expected softmax(scale * q @ k + masks) @ V"
 _HANDMADE = "the softmax of the masked scores is written out as exp(scores) / sum; expected torch.softmax(scores, -1)"
 _CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
 _CUT = "a hook, or another step that is no mask and no scale, stands between the masked scores and their softmax"
