@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import mhc_inductor
+from mhc_inductor.routing.operators.e79.step import Recogniser as Steps
+from mhc_inductor.routing.operators.mhc.groups import Group
+from mhc_inductor.routing.operators.selection.attention import Recogniser as Attentions
 from tests import capture
 from tests.laws import (
     MHC,
@@ -141,6 +144,54 @@ def test_an_exception_anywhere_in_the_pass_leaves_the_graph_unrouted(
         elif not compiled.report.problems and not compiled.near and dict(compiled.ops) != MHC:
             wrong.append(f"{owner.__name__}.{name}: silent, routed {dict(compiled.ops)}")
     assert not wrong, "\n".join(wrong)
+
+
+def _two_blocks(p: Leaves) -> Any:
+    return block(p["x"] * 1.0, p), block(p["x"] * 2.0, p)
+
+
+def _two_attentions(p: Leaves) -> Any:
+    return attention(p), attention({**p, "q": p["q"] * 2.0})
+
+
+def _two_masked_calls(p: Leaves) -> Any:
+    return sdpa(p), sdpa({**p, "q": p["q"] * 2.0})
+
+
+def _two_loops(p: Leaves) -> Any:
+    return e79(p)[1:], e79({**p, "kvqm": p["kvqm"] * 2.0})[1:]
+
+
+ONE_OF_TWO: dict[str, tuple[Callable[[Leaves], Any], Callable[[], Leaves], type, str, dict[str, int]]] = {
+    "blocks": (_two_blocks, mhc_leaves, Group, "run", {"mhc_pre": 1, "mhc_post": 2, "mhc_sinkhorn": 1}),
+    "attentions": (_two_attentions, selection_leaves, Attentions, "written", {"selection_attention": 1}),
+    "masked calls": (_two_masked_calls, selection_leaves, Attentions, "sdpa", {"selection_attention": 1}),
+    "loops": (_two_loops, lambda: e79_leaves(steps=1), Steps, "step", {"e79_scan": 1}),
+}
+
+
+@pytest.mark.parametrize("which", ONE_OF_TWO)
+def test_an_exception_in_the_search_of_one_formula_leaves_the_others_routed(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that cannot be analysed is named with its line; the rest of the graph is routed."""
+    program, leaves, owner, name, ops = ONE_OF_TWO[which]
+    whole = getattr(owner, name)
+    calls = []
+
+    def fail_first(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            raise _Injected(name)
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, fail_first)
+    want, compiled = observe(program, leaves()), Compiled()
+    got, _ = compile_and_observe(program, leaves(), compiled)
+    assert len(calls) > 1
+    assert all(torch.allclose(a, b, 1e-9, 1e-12) for a, b in zip(got.outputs, want.outputs, strict=True))
+    assert dict(compiled.ops) == ops
+    assert [line for line in compiled.report.problems if "_Injected" in line and "laws.py" in line]
 
 
 def test_an_exception_in_the_pass_of_the_backend(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:

@@ -27,6 +27,7 @@ from mhc_inductor.routing.operator import (
     Operator,
     Unplaced,
     Verdict,
+    contained,
     register,
     registered,
     unregister,
@@ -47,6 +48,7 @@ __all__ = [
     "Verifier",
     "View",
     "algebra",
+    "contained",
     "register",
     "registered",
     "route",
@@ -76,12 +78,12 @@ def route(
             routing.graph(gm, ambient(), body=False)
         report.near_misses += dict.fromkeys(map(_unfollowed, unfollowed))
     except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
-        routing.problem("a graph is compiled unrouted", error, gm.graph)
+        routing.problem("a graph is compiled unrouted", error, _where(gm.graph))
     report.seconds = time.perf_counter() - start
     try:
         _count(report)
     except Exception as error:
-        routing.problem("what was routed is not counted", error, gm.graph)
+        routing.problem("what was routed is not counted", error, _where(gm.graph))
     return report
 
 
@@ -121,7 +123,7 @@ class _Pass:
         try:
             self._graph(gm, outer, body)
         except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
-            self.problem("a graph is compiled unrouted", error, gm.graph)
+            self.problem("a graph is compiled unrouted", error, _where(gm.graph))
 
     def _graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
         first = View(gm.graph, outer, self.knowledge, body)
@@ -165,7 +167,8 @@ class _Pass:
             if not edit.committed:
                 edit.undo()
                 what, found = "a graph is compiled unrouted", Report()
-            self.problem(what, error, gm.graph)
+            self.problem(what, error, _where(gm.graph))
+        self._report_failures()
         self.report.extend(found)
         return None if edit.changed else view
 
@@ -185,7 +188,7 @@ class _Pass:
             if miss is not None:
                 found.near_misses.append(_near(miss))
         except Exception as error:
-            self.problem("a formula stays as it is", error, edit.graph)
+            self.problem("a formula stays as it is", error, source_of(match.start.node))
         else:
             kernels, verdict = operator.kernels(match.op, _device(match.start)), edit.verdict
             if match.parts:
@@ -194,12 +197,17 @@ class _Pass:
             else:
                 found.routed.append(_routed(match, kernels, verdict))
 
-    def problem(self, what: str, error: Exception, graph: fx.Graph) -> None:
+    def _report_failures(self) -> None:
+        failures, self.knowledge.failures = self.knowledge.failures, []
+        for node, error in failures:
+            self.problem("what is here is not looked at", error, source_of(node))
+
+    def problem(self, what: str, error: Exception, where: str) -> None:
         """Notes what went wrong, and logs it once."""
-        where = _where(graph)
         message = f"{what}: {type(error).__name__}: {error} ({where})"
-        self.report.problems.append(message)
-        logger.debug("routing failed", exc_info=True)
+        if message not in self.report.problems:
+            self.report.problems.append(message)
+        logger.debug("routing failed", exc_info=error)
         warn_once(f"unrouted: {type(error).__name__} {where}", message)
 
 
@@ -214,14 +222,15 @@ def _found(operator: Operator, view: View) -> tuple[list[Match], Report]:
         report = Report()
         try:
             for node in operator.candidates(view):
-                found = operator.match(view, node)
-                for one in [found] if isinstance(found, (Match, Miss, Routed)) else found or ():
-                    if isinstance(one, Match):
-                        matches.append(one)
-                    elif isinstance(one, Routed):
-                        report.routed.append(one)
-                    else:
-                        report.near_misses.append(_near(one))
+                with contained(view, node):
+                    found = operator.match(view, node)
+                    for one in [found] if isinstance(found, (Match, Miss, Routed)) else found or ():
+                        if isinstance(one, Match):
+                            matches.append(one)
+                        elif isinstance(one, Routed):
+                            report.routed.append(one)
+                        else:
+                            report.near_misses.append(_near(one))
         except DynamicWidth as dynamic:
             if view.values.fix(dynamic.size.symbols):
                 continue

@@ -6,13 +6,15 @@ for all of them alike that the op may stand where the formula stood (:mod:`mhc_i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx
 
+from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value
 
 if TYPE_CHECKING:
@@ -31,6 +33,20 @@ class Mismatch(Exception):
         super().__init__(reason)
         self.reason = reason
         self.value = value
+
+
+@contextlib.contextmanager
+def contained(view: View, node: fx.Node) -> Iterator[None]:
+    """Lets a failure of routing itself end the search at ``node`` alone: it is reported, and the rest is searched on.
+
+    What is raised of a formula that does not fit passes through.
+    """
+    try:
+        yield
+    except (Mismatch, Unsupported, DynamicWidth):
+        raise
+    except Exception as error:
+        view.knowledge.failures.append((node, error))
 
 
 class Unplaced(Mismatch):

@@ -28,6 +28,8 @@ class Knowledge:
         self.options = options
         self.templates: dict[Any, Any] = {}
         self.effects = Effects()
+        self.failures: list[tuple[fx.Node, Exception]] = []
+        """Where the search of an operator failed, until the pass has reported it."""
 
 
 class View:

@@ -11,7 +11,7 @@ from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Match, Mismatch, Miss
+from mhc_inductor.routing.operator import Match, Mismatch, Miss, contained
 from mhc_inductor.routing.operators.e79.emit import Scan, emit, match_of
 from mhc_inductor.routing.operators.e79.loop import OP, Chain, Search
 from mhc_inductor.routing.operators.e79.outputs import without_end
@@ -50,8 +50,9 @@ class E79Scan:
         for miss in search.misses:
             self._add(None, miss)
         for one in search.chains:
-            for found in self._chain(one):
-                self._add(None, found)
+            with contained(self.view, one.recogniser.known[one.steps[0].M_new]):
+                for found in self._chain(one):
+                    self._add(None, found)
         return self.found
 
     def match(self, view: View, node: fx.Node) -> Iterable[Found]:
@@ -76,12 +77,12 @@ class E79Scan:
 
     def _scan(self, node: fx.Node, body: fx.GraphModule) -> None:
         try:
-            match = match_scan(self.view, node, body)
+            with contained(self.view, node):
+                match = match_scan(self.view, node, body)
+                if match is not None:
+                    self._add(node, match)
         except (Mismatch, Unsupported) as error:
             self._add(node, _miss(error, self.view.value(node), _BODY_VIEWS))
-        else:
-            if match is not None:
-                self._add(node, match)
 
     def _chain(self, one: Chain) -> list[Found]:
         found: list[Found] = []

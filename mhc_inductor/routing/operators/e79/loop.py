@@ -19,7 +19,7 @@ from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, Values, example, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Mismatch, Miss
+from mhc_inductor.routing.operator import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.e79.step import Recogniser, Step
 from mhc_inductor.routing.operators.e79.terms import Frame, vector
 from mhc_inductor.routing.operators.e79.update import Ungated, Weak
@@ -115,11 +115,12 @@ class Search:
             if value in contents:
                 continue
             try:
-                step = recogniser.step(value)
-                if step is not None:
-                    self._output(recogniser, step)
-                    contents.add(step.S_new)
-                    steps.append(step)
+                with contained(self.view, node):
+                    step = recogniser.step(value)
+                    if step is not None:
+                        self._output(recogniser, step)
+                        contents.add(step.S_new)
+                        steps.append(step)
             except Weak as mismatch:
                 weak.append(Miss(OP, mismatch.reason, mismatch.value, self.view.value(node)))
             except Mismatch as mismatch:
@@ -137,7 +138,8 @@ class Search:
         self, recogniser: Recogniser, value: Value, node: fx.Node, strong: dict[str, Miss], weak: list[Miss]
     ) -> bool:
         try:
-            return recogniser.update(value) is not None
+            with contained(self.view, node):
+                return recogniser.update(value) is not None
         except Ungated as mismatch:
             weak += [Miss(OP, mismatch.reason, mismatch.value, self.view.value(node), ordinary=True)]
         except Mismatch as mismatch:

@@ -12,10 +12,10 @@ from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, product, whole
-from mhc_inductor.routing.graph.index import Size, Unsupported, product_of
+from mhc_inductor.routing.graph.index import DynamicWidth, Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Mismatch, Miss
+from mhc_inductor.routing.operator import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc.formula import argument_of, square_matrices
 from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn
@@ -61,17 +61,29 @@ class Search:
         avoid, settled = set[fx.Node](), set[Value]()
         for norm, seeds in self._groups(avoid):
             self.cut = None
-            with contextlib.suppress(Unsupported):
-                Group(self, norm, seeds).run(avoid)
+            with contextlib.suppress(Unsupported), contained(self.view, seeds[0]):
+                self._group(Group(self, norm, seeds), avoid)
                 settled.add(norm.x)
         self.cut = None
         self._lone_sinkhorns(avoid)
         self._lone_posts()
+        first = next(iter(self.view.graph.nodes))
         if not self.view.body:  # the body may be an autograd.Function's, which has a backward of its own
-            self._lone_iterations(
-                avoid, [m.start for m in self.misses if m.op == "mhc_sinkhorn" and m.start is not None]
-            )
-        self._lone_logits(avoid, settled)
+            reported = [m.start for m in self.misses if m.op == "mhc_sinkhorn" and m.start is not None]
+            with contained(self.view, first):
+                self._lone_iterations(avoid, reported)
+        with contained(self.view, first):
+            self._lone_logits(avoid, settled)
+
+    def _group(self, group: Group, avoid: set[fx.Node]) -> None:
+        known = len(self.found)
+        try:
+            group.run(avoid)
+        except (Unsupported, DynamicWidth):
+            raise
+        except Exception:
+            del self.found[known:]  # half a block
+            raise
 
     def miss(self, op: str, mismatch: Mismatch, start: Value, ordinary: bool = False) -> None:
         """Notes a near miss, and that the search was cut off where it was."""
@@ -115,14 +127,14 @@ class Search:
             if value.func not in (*mhc.SIGMOIDS, aten.exp.default):
                 continue
             try:
-                norm = self._norm(value)
+                with contained(self.view, node):
+                    norm = self._norm(value)
+                    if norm is not None:
+                        groups.setdefault((norm.x, norm.eps), (norm, []))[1].append(node)
             except Mismatch as mismatch:
                 unnormed.append((value, mismatch))
-                continue
             except Unsupported:
                 continue
-            if norm is not None:
-                groups.setdefault((norm.x, norm.eps), (norm, []))[1].append(node)
         for value, why in unnormed:
             assert value.node is not None
             self.miss("mhc_pre", why, value)
@@ -155,13 +167,13 @@ class Search:
             if value is None or value.func not in _EXPONENTIALS or not square_matrices(value):
                 continue
             try:
-                found = self._longest(node, value, avoid)
+                with contained(self.view, node):
+                    found = self._longest(node, value, avoid)
+                    if found is not None and found.mixed not in mine:
+                        mine.add(found.mixed)
+                        self.found.append(found)
             except Mismatch as mismatch:
                 self.miss("mhc_sinkhorn", mismatch, value)
-                continue
-            if found is not None and found.mixed not in mine:
-                mine.add(found.mixed)
-                self.found.append(found)
 
     def _lone_iterations(self, avoid: set[fx.Node], reported: list[Value]) -> None:
         """Notes matrices that are divided by their own sums again and again in a way that is not the op's."""
@@ -238,17 +250,20 @@ class Search:
             if value is None or value.func not in SUMS or not value.dtype.is_floating_point or value in known:
                 continue
             try:
-                found = given_post(value, known)
+                with contained(self.view, node):
+                    self._lone_post(value, known)
             except Mismatch as mismatch:
                 if node not in self._claimed:
                     self.miss("mhc_post", mismatch, value)
-                continue
-            if found is None:
-                continue
-            known.add(value)
-            given = {v.node for v in (found.h_post, found.matrix) if v is not None}
-            if not given & self._claimed:
-                self.found.append(PostUse(None, found, value))
+
+    def _lone_post(self, value: Value, known: set[Value]) -> None:
+        found = given_post(value, known)
+        if found is None:
+            return
+        known.add(value)
+        given = {v.node for v in (found.h_post, found.matrix) if v is not None}
+        if not given & self._claimed:
+            self.found.append(PostUse(None, found, value))
 
 
 def _check_unaltered(term: Ref) -> None:

@@ -4,6 +4,7 @@ something that routing cannot see through."""
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -53,12 +54,20 @@ def behind(view: View, scores: Value) -> tuple[Value, Value | None]:
     """Returns the scores behind calls that routing cannot see through (hooks, in-place steps), and the last such call."""
     cut = None
     for _ in range(REACH):
-        node = scores.node
-        of = view.value(node.all_input_nodes[0]) if node is not None and node.all_input_nodes else None
-        if scores.func is not None or of is None or of.shape != scores.shape:
+        of = _given(view, scores) if scores.func is None else None
+        if of is None:
             break
         scores, cut = of, cut or scores
     return scores, cut
+
+
+def _given(view: View, result: Value) -> Value | None:
+    """The argument of the call that made a tensor, or a tuple with it, that is as large as the tensor."""
+    call = result.node
+    if call is not None and call.target is operator.getitem:
+        call = call.all_input_nodes[0]
+    values = map(view.value, call.all_input_nodes) if call is not None else ()
+    return next((v for v in values if v is not None and v.shape == result.shape), None)
 
 
 def _exponent(value: Value) -> tuple[Value, bool]:

@@ -13,7 +13,7 @@ from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupporte
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Mismatch, Miss
+from mhc_inductor.routing.operator import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.selection.attention import Recogniser
 from mhc_inductor.routing.operators.selection.found import OP, Found, NotOurs
 from mhc_inductor.routing.operators.selection.handmade import behind, is_power, masked_softmax, masks_of
@@ -104,16 +104,20 @@ class Search:
     def _attempt(self) -> list[Found]:
         found = []
         for node in self.view.nodes:
-            if node not in self.view.live:
-                continue
-            if is_masked_call(node):
-                recogniser = Recogniser(self.values, self.zero_rows)
-                found += self._tried(recogniser, functools.partial(recogniser.sdpa, node), node)
-            elif is_softmax(node):
-                found += self._softmax(node)
-            elif is_power(node):
-                self._handmade(node)
+            if node in self.view.live:
+                with contained(self.view, node):
+                    found += self._at(node)
         return found
+
+    def _at(self, node: fx.Node) -> list[Found]:
+        if is_masked_call(node):
+            recogniser = Recogniser(self.values, self.zero_rows)
+            return self._tried(recogniser, functools.partial(recogniser.sdpa, node), node)
+        if is_softmax(node):
+            return self._softmax(node)
+        if is_power(node):
+            self._handmade(node)
+        return []
 
     def _handmade(self, node: fx.Node) -> None:
         """Names a softmax over masked scores that is written out."""
