@@ -1,4 +1,4 @@
-"""Command line: ``python -m benchmarks mhc``, ``e79``, ``selection``, ``deepseek_v4``, ``routing``, ``table FILE``."""
+"""Command line: ``python -m benchmarks mhc``, ``e79``, ``selection``, ``deepseek_v4``, ``routing``, ``table FILE``, ``readme``."""
 
 from __future__ import annotations
 
@@ -319,6 +319,15 @@ def table(
     print(report.table(result), end="")
     if write:
         write_reports(result, file)
+
+
+@app.command()
+def readme() -> None:
+    """Write the results into README.md and the documentation, and draw the README's picture."""
+    from . import pages
+
+    changed = pages.write()
+    console.print("\n".join(f"wrote {p.relative_to(pages.ROOT)}" for p in changed) or "no page changed", highlight=False)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from .report import (
     outputs_section,
     sections_of,
 )
+from .targets import SEPARATELY
 
 _WHAT = {"fwd": "forward", "fb": "forward + backward"}
 _STEP = "time, µs a step"
@@ -44,11 +45,11 @@ def _judged(row: Result, key: str) -> str:
 def speed_section(result: Result) -> Section:
     rows = []
     for r in result["rows"]:
-        peers = "; ".join(f"{name} {_us(us)}" for name, us in r.get("published_us", {}).items())
+        peers = "; ".join(f"{name} {_us(us)}" for name, us in r.get("measured_separately_us", {}).items())
         note = f"compiled in {r['compile_s']:.0f} s" if "compile_s" in r else peers
         line = [*_shape(r), _WHAT[r["what"]], _title(r), *_times(r), _judged(r, "bar"), _judged(r, "goal"), note]
         rows.append(line)
-    headings = ["n", "B", "T", "", "implementation", _STEP, "quartiles", "bar", "goal", "published"]
+    headings = ["n", "B", "T", "", "implementation", _STEP, "quartiles", "bar", "goal", SEPARATELY]
     return "Speed: fp32, zero initial states, fixed biases", headings, rows
 
 
@@ -186,7 +187,7 @@ def bars(result: Result, what: str, n: int) -> list[tuple[str, bool, float]]:
     """``(implementation, measured in this run, µs a step)``: ours first, then the others by time."""
     of = [r for r in (*result["rows"], *result["cpu"]) if (r["what"], r["n"]) == (what, n) and "median_us" in r]
     own = [(_title(r), True, r["median_us"]) for r in of if is_ours(r)]
-    peers = {name: (name, False, us) for r in of for name, us in r.get("published_us", {}).items()}
+    peers = {name: (name, False, us) for r in of for name, us in r.get("measured_separately_us", {}).items()}
     peers |= {r["variant"]: (r["variant"], True, r["median_us"]) for r in of if not is_ours(r)}
     return own + sorted(peers.values(), key=lambda b: b[2])
 
@@ -235,7 +236,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
     title = f"E79 scan on {device}, B = {shape['B']}, T = {shape['T']}, fp32, fixed biases (shorter is faster)"
     hatched = any(not measured for of in drawn.values() for _, measured, _ in of)
     if hatched:
-        title += "\nhatched: published figures, NVIDIA H200"
+        title += f"\nhatched: {SEPARATELY}, NVIDIA H200"
     if result["notice"]:
         title += f"\n{result['notice']}"
     figure.suptitle(title, fontsize=11)

@@ -1,4 +1,4 @@
-"""What the E79 rows are judged by: bars, goals and published times, in microseconds a time step.
+"""What the E79 rows are judged by: bars, goals and times of others, in microseconds a time step.
 
 Source: the project's survey on one NVIDIA H200 (torch 2.11, triton 3.6), B = 32, T = 512, L2 flushed, medians. The
 authors' CUDA gradients are wrong compared with fp64, and their fp32 kernel does not run at n = 128. An absolute time
@@ -17,7 +17,7 @@ AUTHORS, EAGER, COMPILE = "the authors' CUDA", "Python loop", "torch.compile of 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Microseconds a time step; ``peers``: the published time of each other implementation."""
+    """Microseconds a time step; ``peers``: the time of each other implementation."""
 
     bar: float
     goal: float

@@ -234,7 +234,7 @@ class Run(running.Run[Settings]):
         target = targets.TARGETS.get((v.what, v.dim)) if v.tokens == targets.TOKENS else None
         if target is not None:
             best = target.best_peer
-            row.update(bar_us=target.bar, goal_us=target.goal, published_us=target.peers)
+            row.update(bar_us=target.bar, goal_us=target.goal, measured_separately_us=target.peers)
             row.update(best_peer=best[0] if best else None, best_peer_us=best[1] if best else None)
         return row
 

@@ -110,7 +110,7 @@ def decode_section(result: Result) -> Section:
     dims = sorted({r["dim"] for r in result["decode"]})
     title = f"Decoding, D = {', '.join(map(str, dims))} (a chain: mean of calls in one graph, caches warm)"
     if result["device"]["type"] == "cuda":
-        title += f"; published: {targets.DECODE_PEERS}"
+        title += f"; {targets.DECODE_PEERS}"
     return title, ["tokens", "", "implementation", "time, µs", "floor, µs"], rows
 
 
@@ -239,7 +239,7 @@ _COLOURS = {
     "torch.compile": "#b2abd2",
     "eager": "#bdbdbd",
 }
-PUBLISHED, MEASURED = "published", "this run"
+SEPARATE, MEASURED = targets.SEPARATELY, "this run"
 
 
 def bars(result: Result, what: str, dim: int) -> list[tuple[str, str, float, float]]:
@@ -248,9 +248,9 @@ def bars(result: Result, what: str, dim: int) -> list[tuple[str, str, float, flo
     own = [(_title(r), MEASURED, r["median_us"], r["floor_us"]) for r in of if is_ours(r) and "median_us" in r]
     peers: dict[str, tuple[str, str, float, float]] = {}
     for r in of:
-        for name, us in r.get("published_us", {}).items():
-            peers[name] = (name, PUBLISHED, us, r["floor_us"])
-    for r in of:  # what was measured beside ours counts before a published figure
+        for name, us in r.get("measured_separately_us", {}).items():
+            peers[name] = (name, SEPARATE, us, r["floor_us"])
+    for r in of:  # what was measured beside ours counts before a separate measurement
         if not is_ours(r) and "median_us" in r:
             peers[r["variant"]] = (r["variant"], MEASURED, r["median_us"], r["floor_us"])
     return own + sorted(peers.values(), key=lambda b: b[2])
@@ -336,7 +336,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
     figure.suptitle(title, fontsize=11)
     legend = {
         MEASURED: Patch(facecolor="#888888", label="measured in this run"),
-        PUBLISHED: Patch(facecolor="#888888", hatch="////", edgecolor="white", label="published figure, NVIDIA H200"),
+        SEPARATE: Patch(facecolor="#888888", hatch="////", edgecolor="white", label=f"{SEPARATE}, NVIDIA H200"),
     }
     figure.legend(handles=[legend[s] for s in seen], loc="lower center", ncols=2, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.25 / figure.get_figheight(), 1, 1))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from . import selection_targets as targets
 from .report import OURS, Result, Section, _error, _number, _title, _us, _yes, document, facts, is_ours, sections_of
+from .targets import SEPARATELY
 
 _WHAT = {"fwd": "forward", "fb": "forward + backward"}
 
@@ -48,10 +49,10 @@ def speed_section(result: Result) -> Section:
     rows = []
     for r in result["rows"]:
         time, quartiles, note = _timed(r)
-        published = "; ".join(f"{name} {_time(us)}" for name, us in r.get("published_us", {}).items())
+        separate = "; ".join(f"{name} {_time(us)}" for name, us in r.get("measured_separately_us", {}).items())
         judged = [_time(r.get("bar_us")), _time(r.get("goal_us")), verdict(r)]
         others = [_times(r, k) for k in ("times_dense", "times_fla", "times_gather")]
-        note = "; ".join(filter(None, (note, published and f"published: {published}")))
+        note = "; ".join(filter(None, (note, separate and f"{SEPARATELY}: {separate}")))
         rows.append([*_shape(r), _title(r), time, quartiles, *judged, *others, note])
     headings = ["case", "selection", "S", "S_kv", "G x h", "", "implementation", "time", "quartiles", "bar", "goal", ""]
     headings += ["x dense", "x fla", "x gather", "note"]
@@ -168,8 +169,8 @@ def bars(rows: list[Result], case: str, what: str) -> list[tuple[str, str, bool,
     own = [(f"{_title(r)}, {r['select']}", _colour(r["variant"]), True, r["median_us"]) for r in of if is_ours(r)]
     known = [r["variant"] for r in of if not is_ours(r)]
     peers = [(r["variant"], _colour(r["variant"]), True, r["median_us"]) for r in of if not is_ours(r)]
-    for name, us in next((r["published_us"] for r in of if "published_us" in r), {}).items():
-        # What ran beside ours counts before a published figure.
+    for name, us in next((r["measured_separately_us"] for r in of if "measured_separately_us" in r), {}).items():
+        # What ran beside ours counts before a separate measurement.
         if not any(v.startswith(name) for v in known):
             peers.append((name, _colour(name), False, us))
     return own + sorted(peers, key=lambda b: b[3])
@@ -216,7 +217,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     title = f"Selection attention on {result['device']['name']} (shorter is faster)"
     if any(not measured for of in drawn.values() for _, _, measured, _ in of):
-        title += "\nhatched: published figures, NVIDIA H200"
+        title += f"\nhatched: {SEPARATELY}, NVIDIA H200"
     if result["notice"]:
         title += f"\n{result['notice']}"
     figure.suptitle(title, fontsize=11)

@@ -1,4 +1,4 @@
-"""What the selection-attention rows are judged by: shapes, bars, goals and published times, in microseconds.
+"""What the selection-attention rows are judged by: shapes, bars, goals and times of others, in microseconds.
 
 Source: the project's survey on one NVIDIA H200 (torch 2.11, triton 3.6): bf16, D = 128, 16 blocks of 64 selected per
 query, L2 flushed, medians. The sparse peers are block-aligned and causal only. An absolute time counts only on such a
@@ -60,7 +60,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Microseconds; ``goal`` None where there is only a bar; ``peers``: published times of others."""
+    """Microseconds; ``goal`` None where there is only a bar; ``peers``: times of others."""
 
     bar: float
     goal: float | None

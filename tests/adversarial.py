@@ -7,10 +7,8 @@ every statement that the failure does not need has been removed.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
-import hashlib
 import json
 import linecache
 import logging
@@ -33,6 +31,7 @@ from rich.progress import track
 from rich.table import Table
 
 import tests.laws as laws
+from benchmarks.source_hash import ROUTING, source_hash
 from tests.laws import Leaves, Program, Seen
 from tests.laws_writes import PLAIN, UNRECORDED, WRITES
 
@@ -40,36 +39,6 @@ ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "adversarial.json"
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 MODES = ("train", "no_grad", "inference")
-
-
-# --- the sources that the counts stand for ------------------------------------------------------------------
-
-
-def _parsed(source: str) -> str:
-    """The syntax tree of a module without docstrings; comments and formatting are not in it either."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list):
-            continue
-        kept = [
-            s
-            for s in body
-            if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant) and isinstance(s.value.value, str))
-        ]
-        node.body = kept  # type: ignore[attr-defined]
-    return ast.dump(tree)
-
-
-def routing_hash(root: Path = ROOT) -> str:
-    """sha256 over the parsed code of every module of ``mhc_inductor/routing``; prose may change, code may not."""
-    folder = root / "mhc_inductor" / "routing"
-    if not folder.is_dir():
-        folder = root / "mhc_inductor" / "patterns"
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{_parsed(path.read_text())}\0".encode())
-    return digest.hexdigest()
 
 
 # --- what a program's statements may name -------------------------------------------------------------------
@@ -601,7 +570,7 @@ def outcomes(numbers: Iterable[int], seed: int, jobs: int, shrink: bool = True) 
 
 def origin(seed: int) -> list[Any]:
     """What an outcome is of: the routing, torch and the seed."""
-    return [routing_hash(), torch.__version__, seed]
+    return [source_hash(folders=ROUTING), torch.__version__, seed]
 
 
 def line_of(o: Outcome, of: list[Any]) -> str:
@@ -628,7 +597,7 @@ def summary(done: Sequence[Outcome], seed: int) -> dict[str, Any]:
         kinds.update(set(o.kinds))
         modes.update(o.modes)
     return {
-        "routing_sha256": routing_hash(),
+        "routing_sha256": source_hash(folders=ROUTING),
         "seed": seed,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "programs": len(done),

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import running
+from benchmarks.source_hash import ROUTING, source_hash
 from tests import test_routing_e79 as e79
 from tests import test_routing_selection as selection
 from tests import test_routing_spellings as mhc
@@ -58,7 +59,10 @@ def main(
     tasks = [(kind, i) for kind, count in COUNTS.items() for i in range(count)]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         found = list(track(pool.map(problem, tasks), "routing", len(tasks), console=console))
-    result: dict[str, Any] = {"versions": {"torch": torch.__version__, "python": platform.python_version()}}
+    result: dict[str, Any] = {
+        "routing_sha256": source_hash(folders=ROUTING),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
     for kind, count in COUNTS.items():
         problems = [p for (k, _), p in zip(tasks, found, strict=True) if k == kind and p]
         result[kind] = {"checked": count, "as_expected": count - len(problems), "problems": problems}

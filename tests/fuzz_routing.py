@@ -31,6 +31,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 
+from benchmarks.source_hash import ROUTING, source_hash
 from tests.capture import Captured, difference, evaluate, run
 from tests.mutations import ALL
 from tests.spellings import Formula, Settings, _picked
@@ -427,6 +428,7 @@ def summary(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
     for o in outcomes:
         ops.update(o.ops)
     return {
+        "routing_sha256": source_hash(folders=ROUTING),
         "seed": seed,
         "versions": {
             "torch": torch.__version__,

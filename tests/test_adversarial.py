@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.source_hash import ROUTING, source_hash
 from tests import adversarial, laws
 from tests.adversarial import (
     DTYPES,
@@ -20,7 +21,6 @@ from tests.adversarial import (
     judged,
     outcome,
     random_case,
-    routing_hash,
     shrunk,
 )
 
@@ -86,27 +86,14 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     adversarial.main(0, 4, 1, True, result, file)
     assert ran == [0, 1, 2, 3]
     assert json.loads(result.read_text())["routed_ops"] == {"mhc_pre": 4}
-    monkeypatch.setattr(adversarial, "routing_hash", lambda: "another")
+    monkeypatch.setattr(adversarial, "source_hash", lambda folders: "another")
     adversarial.main(0, 1, 1, True, None, file)
     assert ran[4:] == [0], "outcomes of other sources were taken"
 
 
-def test_the_hash_follows_code_and_not_prose(tmp_path: Path) -> None:
-    folder = tmp_path / "mhc_inductor" / "routing"
-    folder.mkdir(parents=True)
-    file = folder / "a.py"
-    seen = []
-    for text in ('"""A."""\nx = 1\n', '"""B, longer."""\n# why\nx  =  1\n', "x = 2\n", 'x = 2\ny = "text"\n'):
-        file.write_text(text)
-        seen.append(routing_hash(tmp_path))
-    assert seen[0] == seen[1] and len(set(seen)) == 3
-    (folder / "b.py").write_text("")
-    assert routing_hash(tmp_path) not in seen
-
-
 def test_the_committed_counts_are_of_a_full_run_of_these_sources() -> None:
     result = json.loads(RESULT.read_text())
-    assert result["routing_sha256"] == routing_hash(), "run python -m tests.adversarial --json " + str(RESULT)
+    assert result["routing_sha256"] == source_hash(folders=ROUTING), "run python -m tests.adversarial --json " + str(RESULT)
     assert result["programs"] >= 3000 and result["differences"] == []
     assert result["with_routed_ops"] >= SHARE * result["programs"]
     assert min(result["runs"][mode] for mode in adversarial.MODES) >= 0.3 * result["programs"]

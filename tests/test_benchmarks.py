@@ -25,7 +25,7 @@ from benchmarks import accuracy, environment, fused, mhc, ours, peers, report, r
 pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests look at
 CPU = torch.device("cpu")
 TOKENS, DIM = 12, 48
-# The floors that the targets were published with, in whole microseconds.
+# The floors that the targets were given with, in whole microseconds.
 FLOORS = {
     2560: {"pre": 49, "post": 88, "fb": 400},
     4096: {"pre": 78, "post": 140, "fb": 640, "post_pre": 156, "npu_pre": 78, "npu_fb": 218},
@@ -60,7 +60,7 @@ def result() -> report.Result:
 
 @pytest.fixture
 def on_h200(result: report.Result) -> report.Result:
-    """The same run as it would stand for an H200 at the published shapes: made by the run's own row code."""
+    """The same run as it would stand for an H200 at the shapes of the targets: made by the run's own row code."""
     made = copy.deepcopy(result)
     made["device"] = {"type": "cuda", "name": "NVIDIA H200"}
     made["notice"] = None
@@ -88,7 +88,7 @@ def on_h200(result: report.Result) -> report.Result:
 
 
 @pytest.mark.parametrize(("dim", "what"), [(d, w) for d, of in FLOORS.items() for w in of])
-def test_floors_are_the_published_ones(dim: int, what: str) -> None:
+def test_floors_are_those_of_the_targets(dim: int, what: str) -> None:
     assert round(targets.floor_us(what, targets.TOKENS, dim)) == FLOORS[dim][what]
 
 
@@ -408,7 +408,7 @@ def test_table_of_an_h200_run_marks_every_bar(on_h200: report.Result) -> None:
     assert lines["ops", "4096", "300.0"]
 
 
-def test_a_bar_without_a_published_time(on_h200: report.Result) -> None:
+def test_a_bar_without_a_peer(on_h200: report.Result) -> None:
     row = next(r for r in on_h200["rows"] if (r["what"], r["variant"]) == ("post_pre", "ops"))
     assert row["met_bar"] and not row["met_goal"] and "not_slower_than_best_peer" not in row
     line = next(x for x in report.table(on_h200).splitlines() if "post fused with pre" in x)
@@ -434,10 +434,10 @@ def test_wrong_outputs_are_listed(result: report.Result) -> None:
     assert f"- fb ops at {TOKENS} tokens" in report.table(bad)
 
 
-def test_measured_peers_replace_published_figures(on_h200: report.Result) -> None:
+def test_peers_of_this_run_replace_separate_times(on_h200: report.Result) -> None:
     found = {name: (source, us) for name, source, us, _ in report.bars(on_h200, "fb", 4096)}
     assert found["Liger"] == (report.MEASURED, 5 * 1250)
-    assert found["TileKernels"] == (report.PUBLISHED, 1747)
+    assert found["TileKernels"] == (report.SEPARATE, 1747)
     assert next(iter(found)) == "mhc_inductor, ops"
 
 

@@ -271,7 +271,7 @@ def test_wrong_outputs_are_listed(result: dict[str, Any]) -> None:
     assert "- fb ops at n = 6" in e79.table(bad)
 
 
-def test_measured_times_replace_published_ones(on_h200: dict[str, Any]) -> None:
+def test_times_of_this_run_replace_separate_ones(on_h200: dict[str, Any]) -> None:
     found = {name: (measured, us) for name, measured, us in e79_report.bars(on_h200, "fwd", 64)}
     assert found[targets.EAGER] == (True, 300.0)
     assert found[targets.AUTHORS] == (False, 10.1)

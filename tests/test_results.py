@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.source_hash import FOLDERS, ROOT, source_hash
+from benchmarks.source_hash import FOLDERS, ROOT, ROUTING, source_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_YET = RESULTS / "NOT_YET_MEASURED.md"
+NOT_COUNTED = RESULTS / "NOT_YET_COUNTED.md"
+COUNTS = ("routing_fuzz.json", "routing_spellings.json")
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
 MARK = re.compile(r"<!--\s*from:(.*?)-->", re.DOTALL)
 # The last number before the mark on its line; a sign, a dash of a range or a unit may stand around it.
@@ -108,8 +110,48 @@ def problems(results: pathlib.Path, tree: str) -> list[str]:
     return found
 
 
+def uncounted(results: pathlib.Path, routing: str) -> list[str]:
+    """Returns why the counts of ``results`` do not stand for the routing with hash ``routing``, a line each."""
+    counted = {name: json.loads((results / name).read_text()).get("routing_sha256") for name in COUNTS}
+    found = [f"{name} has no routing_sha256" for name, of in counted.items() if not re.fullmatch("[0-9a-f]{64}", str(of))]
+    old = [name for name, of in counted.items() if of != routing]
+    note = results / NOT_COUNTED.name
+    text = note.read_text() if note.exists() else ""
+    if not old and text:
+        found.append(f"{note.name} is there though everything is counted: delete it")
+    if old and (routing not in text or len(text.replace(routing, "").split()) < 8):
+        found.append(
+            f"{', '.join(old)}: of another routing than {routing}: run python -m tests.all_spellings and "
+            f"tests.fuzz_routing, or name the hash and the reason in {note.name}"
+        )
+    return found
+
+
 def test_results_are_of_these_sources():
     assert not problems(RESULTS, source_hash())
+
+
+def test_counts_are_of_this_routing():
+    assert not uncounted(RESULTS, source_hash(folders=ROUTING))
+
+
+@pytest.mark.parametrize(
+    ("counted", "note", "expected"),
+    [
+        ("a" * 64, None, None),
+        ("b" * 64, None, "of another routing"),
+        ("b" * 64, "a" * 64, "of another routing"),
+        ("b" * 64, "a" * 64 + " Only the words of near misses have changed since then.", None),
+        ("a" * 64, "a" * 64 + " Only the words of near misses have changed since then.", "delete it"),
+    ],
+)
+def test_what_counts_as_counted(tmp_path, counted, note, expected):
+    for name in COUNTS:
+        (tmp_path / name).write_text(json.dumps({"routing_sha256": counted}))
+    if note is not None:
+        (tmp_path / NOT_COUNTED.name).write_text(note)
+    found = uncounted(tmp_path, "a" * 64)
+    assert not found if expected is None else [expected in line for line in found] == [True]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
@@ -182,14 +224,20 @@ def test_the_check_of_numbers(tmp_path, line, expected):
     assert not wrong if expected is None else [expected in w for w in wrong] == [True]
 
 
-def test_the_hash_follows_names_and_contents(tmp_path):
-    for folder in FOLDERS:
-        (tmp_path / folder).mkdir(parents=True)
-    first, second = tmp_path / FOLDERS[0] / "a.py", tmp_path / FOLDERS[-1] / "b.py"
+def _folders(root: pathlib.Path) -> tuple[pathlib.Path, ...]:
+    folders = tuple(root / folder for folder in FOLDERS)
+    for folder in folders:
+        folder.mkdir(parents=True)
+    return folders
+
+
+def test_the_hash_follows_names_and_code(tmp_path):
+    folders = _folders(tmp_path)
+    first, second = folders[0] / "a.py", folders[-1] / "b.py"
     first.write_text("1")
     second.write_text("2")
     start = source_hash(tmp_path)
-    (tmp_path / FOLDERS[0] / "notes.txt").write_text("not measured")
+    (folders[0] / "notes.txt").write_text("not measured")
     assert source_hash(tmp_path) == start
 
     def after(change) -> str:
@@ -199,11 +247,27 @@ def test_the_hash_follows_names_and_contents(tmp_path):
     seen = [
         start,
         after(lambda: second.write_text("3")),
+        after(lambda: second.write_text("f(3)")),
+        after(lambda: second.write_text('f("text")')),
         after(lambda: first.rename(first.with_name("c.py"))),
-        after(lambda: (tmp_path / FOLDERS[1] / "new.py").touch()),
+        after(lambda: (folders[1] / "new.py").touch()),
     ]
     assert len(set(seen)) == len(seen)
     assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in seen)
+
+
+def test_the_hash_does_not_follow_prose(tmp_path):
+    file = _folders(tmp_path)[0] / "a.py"
+    texts = [
+        '"""A module."""\nX = 1\n"""A number."""\ndef f(x):\n    """Returns x."""\n    return x\n',
+        "X = 1\ndef f(x):\n    return x\n",
+        "# Why.\nX=1\n\ndef f( x ):\n    # As given.\n    return (x)\n",
+    ]
+    hashes = set()
+    for text in texts:
+        file.write_text(text)
+        hashes.add(source_hash(tmp_path))
+    assert len(hashes) == 1
 
 
 def test_every_folder_of_the_hash_has_sources():

@@ -1,0 +1,243 @@
+"""Results in the pages: ``python -m benchmarks readme`` writes each block between its markers, and the README's picture.
+
+A block begins with ``<!-- results: NAME -->`` and ends with ``<!-- end of results -->``.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .report import markdown
+from .targets import COMPILE, EAGER, SEPARATELY
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = RESULTS / "overview.png"
+BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+CUDNN, FLA, AUTHORS = "dense causal SDPA (cuDNN)", "flash-linear-attention", "the authors' CUDA"
+
+Row = dict[str, Any]
+Results = Callable[[str], dict[str, Any]]
+
+
+def pages(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
+    """Returns the README and every page of the documentation."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def read(name: str, folder: pathlib.Path = RESULTS) -> dict[str, Any]:
+    """Returns a results file as it was written."""
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+def filled(page: str, results: Results = read) -> str:
+    """Returns a page with each of its blocks made from the results. Raises KeyError for a block of another name."""
+    return BLOCK.sub(lambda m: f"{m.group(1)}{BLOCKS[m.group('name')](results)}\n{m.group(3)}", page)
+
+
+# ---- numbers
+
+
+def _row(rows: Sequence[Row], **where: Any) -> Row:
+    """Returns the one row with these values. Raises LookupError where there is none, or more than one."""
+    found = [r for r in rows if all(r.get(k) == v for k, v in where.items())]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} rows with {where}; expected one")
+    return found[0]
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _us(rows: Sequence[Row], **where: Any) -> str:
+    return _short(_row(rows, **where)["median_us"])
+
+
+def _ms(rows: Sequence[Row], **where: Any) -> str:
+    return _short(_row(rows, **where)["median_us"] / 1e3)
+
+
+def _measured(result: dict[str, Any]) -> str:
+    """Returns what a table's times are of: device, versions, commit."""
+    v = result["versions"]
+    return f"{result['device']['name']}, torch {v['torch'].partition('+')[0]}, Triton {v['triton']}, commit {result['commit'][:7]}"
+
+
+# ---- blocks
+
+
+def _mhc(results: Results) -> str:
+    result = results("mhc")
+    lines = []
+    for what, name in (("pre", "`mhc_pre`"), ("post", "`mhc_post`"), ("fb", "both, with gradients")):
+        for dim in (2560, 4096, 7168) if what == "fb" else (4096,):
+            ours = _row(result["rows"], what=what, dim=dim, variant="ops")
+            peers = ours["measured_separately_us"]
+            compiled = [r["median_us"] for r in result["rows"] if (r["what"], r["dim"], r["variant"]) == (what, dim, COMPILE)]
+            other = min((n for n in peers if n not in (COMPILE, EAGER)), key=peers.__getitem__)
+            cells = [_short(ours["median_us"]), _short(ours["floor_us"])]
+            cells += [_short(compiled[0]) if compiled else f"{_short(peers[COMPILE])}\\*", f"{other} {_short(peers[other])}\\*"]
+            lines.append([name, str(dim), *cells])
+    table = markdown(["mHC, µs", "D", "this package", "floor", "torch.compile", "fastest other"], lines)
+    where = "8192 tokens, n = 4, bf16 streams, fp32 weights"
+    return f"{table}\n\n{where}. {_measured(result)}.\nFloor: every byte moved once at 4.3 TB/s."
+
+
+def _e79(results: Results) -> str:
+    result = results("e79")
+    lines = []
+    for n in (32, 64, 96, 128):
+        rows = [_row(result["rows"], what=what, n=n, variant="ops") for what in ("fwd", "fb")]
+        cells = [_short(r["median_us"]) for r in rows] + [f"{_short(r['measured_separately_us'][AUTHORS])}\\*" for r in rows]
+        lines.append([str(n), *cells])
+    headings = ["E79, µs a step: n", "forward", "with gradients", "authors' CUDA", "with gradients (wrong)"]
+    first = result["rows"][0]
+    where = f"{first['B']} sequences of {first['T']} steps, fp32"
+    return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
+
+
+def _selection(results: Results) -> str:
+    result = results("selection")
+    shapes = {
+        "c1": "16384 tokens, 4 x 16 heads",
+        "c2": "16384 tokens, 8 x 4 heads",
+        "c3": "32768 tokens, 4 x 16 heads",
+        "2K": "2048 tokens, 4 x 16 heads",
+        "decode": "decoding: 16 queries, 65536 keys",
+    }
+    lines = []
+    for case, shape in shapes.items():
+        rows = [r for r in result["rows"] if r["case"] == case and r["select"] == "corr" and "median_ms" in r]
+        cells = [shape]
+        for variant in ("ops", CUDNN, FLA):
+            of = {r["what"]: r["median_ms"] for r in rows if r["variant"].partition(" 0.")[0] == variant}
+            cells.append(" / ".join(_short(of[what]) for what in ("fwd", "fb") if what in of))
+        lines.append(cells)
+    headings = ["selection attention, ms: forward / with gradients", "this package", "dense, cuDNN", "flash-linear-attention"]
+    where = "bf16, D = 128, 16 blocks of 64 keys a query"
+    return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
+
+
+def _deepseek(results: Results) -> str:
+    result = results("deepseek_v4")
+    lines = []
+    for part, name in (("forward", "forward"), ("training", "training step"), ("checkpointed", "the same, checkpointed")):
+        rows = [_row(result["rows"], part=part, variant=v) for v in (COMPILE, "mhc_inductor")]
+        cells = [_short(r["median_ms"]) for r in rows] + [_short(r["compile_s"]) for r in rows]
+        lines.append([name, *cells, " / ".join(f"{r['peak_gib']:.1f}" for r in rows)])
+    headings = ["DeepSeek-V4 of transformers", "torch.compile, ms", "with this package, ms", "compile, s", "with, s", "peak, GiB"]
+    where = "4 layers, D = 2048, 4096 tokens, 155 M parameters, bf16"
+    return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
+
+
+def _readme(results: Results) -> str:
+    parts = [make(results) for make in (_deepseek, _mhc, _e79, _selection)]
+    return "\n\n".join([*parts, f"\\* {SEPARATELY} on the same kind of GPU, with the projects' own code."])
+
+
+def _counts(results: Results) -> str:
+    spellings, programs, fuzz = results("routing_spellings"), results("adversarial"), results("routing_fuzz")
+    kinds = ("mhc", "mhc mutants", "e79", "selection")
+    lines = [[f"spellings: {kind}", str(spellings[kind]["checked"]), str(len(spellings[kind]["problems"]))] for kind in kinds]
+    lines += [["random programs, against eager", str(programs["programs"]), str(len(programs["differences"]))]]
+    lines += [["random models and formulas", str(fuzz["compiled"]), str(len(fuzz["problems"]))]]
+    return markdown(["checked", "number", "wrong"], lines)
+
+
+def _imports(results: Results) -> str:
+    from .imports import diagram
+
+    return f"```mermaid\n{diagram(ROOT)}\n```"
+
+
+BLOCKS: Mapping[str, Callable[[Results], str]] = {
+    "readme": _readme,
+    "mhc": _mhc,
+    "e79": _e79,
+    "selection": _selection,
+    "deepseek_v4": _deepseek,
+    "counts": _counts,
+    "imports": _imports,
+}
+
+
+# ---- the picture
+
+
+def groups(results: Results = read) -> Iterator[tuple[str, list[tuple[str, float, str]]]]:
+    """Yields each group of the picture: its title, and the name, time and unit of each bar, ours first."""
+    v4, mhc, e79, attention = (results(name) for name in ("deepseek_v4", "mhc", "e79", "selection"))
+    ours = _row(mhc["rows"], what="fb", dim=4096, variant="ops")
+    step = _row(e79["rows"], what="fb", n=64, variant="ops")
+    runs = {v: _row(v4["rows"], part="training", variant=v)["median_ms"] for v in ("mhc_inductor", COMPILE)}
+    yield "DeepSeek-V4, training step", [("this package", runs["mhc_inductor"], "ms"), (COMPILE, runs[COMPILE], "ms")]
+    yield (
+        "mHC, forward and backward, D = 4096",
+        [
+            ("this package", ours["median_us"], "µs"),
+            ("TileKernels*", ours["measured_separately_us"]["TileKernels"], "µs"),
+            (COMPILE, _row(mhc["rows"], what="fb", dim=4096, variant=COMPILE)["median_us"], "µs"),
+        ],
+    )
+    yield (
+        "E79, forward and backward, n = 64",
+        [("this package", step["median_us"], "µs a step"), ("authors' CUDA*", step["measured_separately_us"][AUTHORS], "µs a step")],
+    )
+    c1 = {r["variant"].partition(" 0.")[0]: r["median_ms"] for r in attention["rows"] if (r["case"], r["select"], r["what"]) == ("c1", "corr", "fb")}
+    yield (
+        "selection attention, forward and backward, 16384 tokens",
+        [("this package", c1["ops"], "ms"), ("dense, cuDNN", c1[CUDNN], "ms"), (FLA, c1[FLA], "ms")],
+    )
+
+
+def draw(path: pathlib.Path = PICTURE, results: Results = read) -> None:
+    """Draws the README's picture: how many times as long as this package each other implementation takes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8.5, 4.4))
+    y, ticks, labels = 0.0, [], []
+    for title, bars in groups(results):
+        axis.text(0, y, title, fontsize=9.5, fontweight="bold", va="center")
+        for name, time, unit in bars:
+            y += 1
+            times = time / bars[0][1]
+            axis.barh(y, times, 0.8, color="#1b7837" if name == bars[0][0] else "#bdbdbd")
+            axis.text(times + 0.1, y, f"{_short(time)} {unit}", fontsize=8.5, va="center")
+            ticks.append(y)
+            labels.append(name)
+        y += 1.5
+    floor = _row(results("mhc")["rows"], what="fb", dim=4096, variant="ops")
+    at = labels.index("TileKernels*") - 1
+    axis.plot([floor["floor_us"] / floor["median_us"]] * 2, [ticks[at] - 0.4, ticks[at] + 0.4], "k--", linewidth=1.2)
+    axis.set_yticks(ticks, labels, fontsize=9)
+    axis.set_ylim(y - 0.6, -0.8)
+    axis.set_xlim(0, 15)
+    axis.set_xlabel(
+        f"time, as multiples of this package's (shorter is faster); dashed: every byte moved once\n* {SEPARATELY}", fontsize=8.5
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(f"One {results('mhc')['device']['name']}", fontsize=10, loc="left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def write(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
+    """Writes every page's blocks and the picture. Returns the pages that changed."""
+    changed = []
+    for page in pages(root):
+        text = page.read_text()
+        if (new := filled(text)) != text:
+            page.write_text(new)
+            changed.append(page)
+    draw()
+    return changed

@@ -1,0 +1,174 @@
+"""The pages: their code runs, their results are the files' results, the site builds, and the words are plain."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+
+import mhc_inductor
+import mhc_inductor.routing
+from benchmarks import deepseek_model, pages
+
+ROOT = pages.ROOT
+PAGES = [p.relative_to(ROOT).as_posix() for p in pages.pages()]
+WIDTH = 140
+CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FORBIDDEN = {
+    r"\bmends?\b": "fixes",
+    r"\bbeside\b": "next to",
+    r"\bjudges?\b": "reference model",
+    r"\bsaid once\b": "logged once",
+    r"\bthe house\b": "the layers",
+    r"\bfront doors?\b": "entry point",
+}
+"""Words that ../shared/words.md names, and what to write."""
+
+
+# ---- code blocks
+
+
+def _readme() -> dict[str, Any]:
+    """What the README's example takes as given."""
+    size = deepseek_model.TINY
+    ids = torch.randint(size.vocab, (size.batch, size.seq))
+    return {"config": deepseek_model.config(size), "device": "cpu", "input_ids": ids}
+
+
+def _own_formula() -> dict[str, Any]:
+    """The names of the page's operator, which stands in tests/gated_norm.py."""
+    from tests import gated_norm
+
+    x, w = torch.randn(4, 16), torch.randn(16)
+    return {**vars(gated_norm), "model": lambda x: x, "x": x, "w": w}
+
+
+GIVEN: dict[str, Callable[[], dict[str, Any]]] = {"README.md": _readme, "docs/route_your_own.md": _own_formula}
+WITH_CODE = [p for p in PAGES if CODE.search((ROOT / p).read_text())]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """AOTAutograd in the place of Inductor: the code of a page is tested here, not the code that Inductor makes."""
+    import torch._inductor.compile_fx as module
+
+    def compile_fx(gm: Any, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return aot_eager(gm, example_inputs)
+
+    torch._dynamo.reset()
+    mhc_inductor.enable()
+    mhc_inductor.disable()
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    yield
+    mhc_inductor.disable()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_the_code_of_a_page_runs(page: str, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks run one after the other, as a reader would run them."""
+    module = ModuleType(re.sub(r"\W", "_", page))  # Dynamo imports the modules of functions, and remembers them
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    names = vars(module)
+    names.update(GIVEN.get(page, dict)())
+    for match in CODE.finditer((ROOT / page).read_text()):
+        line = (ROOT / page).read_text()[: match.start()].count("\n") + 1
+        exec(compile("\n" * line + match.group(1), str(ROOT / page), "exec"), names)
+
+
+def test_modules_that_the_pages_run_exist() -> None:
+    called = {m for p in PAGES for m in re.findall(r"python -m ([\w.]+)", (ROOT / p).read_text())}
+    assert {"benchmarks", "mhc_inductor"} <= called
+    for module in called - {"mhc_inductor"}:
+        assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists() or (
+            ROOT / module / "__main__.py"
+        ).exists(), module
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_results_of_a_page_are_those_of_the_files(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert pages.filled(text) == text, "run python -m benchmarks readme"
+
+
+def test_a_block_is_written_between_its_markers() -> None:
+    page = "a\n<!-- results: counts -->\nold\n<!-- end of results -->\nb\n"
+    new = pages.filled(page)
+    assert new.startswith("a\n<!-- results: counts -->\n| checked") and new.endswith("\n<!-- end of results -->\nb\n")
+    assert pages.filled(new) == new and "old" not in new
+    with pytest.raises(KeyError, match="another"):
+        pages.filled(page.replace("counts", "another"))
+
+
+def test_the_picture_has_a_dozen_bars() -> None:
+    groups = dict(pages.groups())
+    assert sum(map(len, groups.values())) <= 12
+    assert all(bars[0][0] == "this package" for bars in groups.values())
+    assert pages.PICTURE.exists()
+
+
+# ---- the site
+
+
+def test_the_site_builds_strictly(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={"PATH": "", "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "operators" / "mhc" / "index.html").read_text()
+    assert 'id="mhc_inductor.mhc_pre"' in page, "the API comes from the docstrings"
+    assert (tmp_path / "site" / "benchmarks" / "results" / "mhc.png").exists()
+
+
+# ---- words
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert len(re.findall("<!--", text)) == 2, "comments only around the results"
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "examples/README.md"])
+def test_lines_of_a_page_are_not_long(page: str) -> None:
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "    ", "<!--", "!["))]
+    assert [line for line in prose if len(line) > WIDTH] == []
+
+
+def _prose(file: pathlib.Path) -> str:
+    """A page; or the comments and strings of a module, its names left out."""
+    text = file.read_text()
+    if file.suffix != ".py":
+        return text
+    return "\n".join(re.findall(r'#.*|"""[\s\S]*?"""|"[^"\n]*"', text))
+
+
+def test_the_words_are_plain() -> None:
+    files = [ROOT / p for p in (*PAGES, "CONTRIBUTING.md", "examples/README.md")]
+    for folder in ("mhc_inductor", "lowerings", "kernels", "benchmarks", "examples", "tests"):
+        files += sorted((ROOT / folder).rglob("*.py"))
+    found = [
+        f"{file.relative_to(ROOT)}: {match.group()}: write {better!r}"
+        for file in files
+        if file != pathlib.Path(__file__).resolve()
+        for word, better in FORBIDDEN.items()
+        for match in re.finditer(word, _prose(file))
+    ]
+    assert not found, "\n".join(found)
