@@ -7,6 +7,7 @@ every statement that the failure does not need has been removed.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import json
