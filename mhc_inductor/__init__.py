@@ -1,4 +1,4 @@
-"""mhc_inductor: mHC residuals on hand-tuned Triton kernels, straight from ``torch.compile``."""
+"""Compiles mHC, E79 and selection attention formulas to hand-tuned Triton kernels through ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _checkout = pathlib.Path(__file__).resolve().parent.parent
 
 
 class _Beside(importlib.abc.MetaPathFinder):
-    """In a checkout kernels/ and lowerings/ stand beside this package; installed, setuptools maps them into it.
+    """Finds ``mhc_inductor.kernels`` and ``mhc_inductor.lowerings`` at the root of a source checkout.
 
-    A finder, since a further entry of ``__path__`` would show the whole checkout, this package in it once more, to
-    those who walk the package: ``TORCH_LOGS="mhc_inductor"`` does.
+    In a checkout the folders kernels/ and lowerings/ are siblings of this package; in an installation setuptools maps
+    them into it. A finder is used because another entry in ``__path__`` would expose the whole checkout, this package
+    included, to code that walks the package, as ``TORCH_LOGS="mhc_inductor"`` does.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:

@@ -1,4 +1,4 @@
-"""``python -m mhc_inductor doctor``: what this machine would run as kernels, and why not."""
+"""Runs ``python -m mhc_inductor doctor``, which reports what this machine runs as kernels and why not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mhc_inductor import doctor
 
 
 def main(arguments: list[str]) -> int:
-    """The command line; returns the exit status. Without typer the one command is read by hand."""
+    """Runs the command line and returns the exit status. Parses the only command by hand if typer is missing."""
     try:
         import typer
     except ImportError:
@@ -21,11 +21,11 @@ def main(arguments: list[str]) -> int:
 
     @app.callback()
     def group() -> None:
-        """mHC residuals on Triton kernels."""
+        """Manifold-constrained hyper-connections (mHC) on Triton kernels."""
 
     @app.command(name="doctor")
     def command() -> None:
-        """Print versions, devices, what runs as kernels, and why not. Fails if this torch cannot be used."""
+        """Print versions, devices, what runs as kernels, and why not. Exits with 1 if this torch is not supported."""
         raise typer.Exit(doctor.main())
 
     result = app(arguments, standalone_mode=False)

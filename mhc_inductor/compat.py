@@ -1,4 +1,4 @@
-"""Every private torch API this package uses, in one place (torch 2.11 to 2.15)."""
+"""All private torch APIs that this package uses, in one place (torch 2.11 to 2.15)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-# Documented, or in everybody's use, under private names: seen in torch 2.11 to 2.15.
+# These names are private but documented or in wide use, and the same in torch 2.11 to 2.15.
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -28,17 +28,17 @@ from mhc_inductor.scope import Change, replace
 
 
 def tracing() -> bool:
-    """Whether a graph is being compiled: Dynamo or AOTAutograd runs on this thread."""
+    """Returns whether Dynamo or AOTAutograd is compiling a graph on this thread."""
     return torch._guards.TracingContext.try_get() is not None
 
 
 def functorch_active() -> bool:
-    """Whether a functorch transform (vmap, grad, ...) is active."""
+    """Returns whether a functorch transform (vmap, grad, ...) is active."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def any_tangent(args: Sequence[Any]) -> bool:
-    """Whether forward-mode AD differentiates by one of the arguments."""
+    """Returns whether forward-mode AD differentiates with respect to one of the arguments."""
     from torch.autograd import forward_ad
 
     if forward_ad._current_level < 0:
@@ -49,9 +49,17 @@ def any_tangent(args: Sequence[Any]) -> bool:
 def register_autograd(
     qualname: str, backward: Callable[..., Any], setup: Callable[..., None], library: Any, guard: Callable[..., None]
 ) -> None:
-    """Register an op's gradient; ``guard(*args)`` runs before it, also where nothing requires a gradient.
+    """Registers an op's backward formula, with a guard that runs before the op's autograd kernel.
 
-    Seen in torch 2.11 to 2.15: register_autograd makes a kernel for the key Autograd, and gives it to ``lib.impl``.
+    Relies on torch.library.register_autograd passing its kernel for the Autograd key to ``lib.impl`` (torch 2.11 to
+    2.15).
+
+    Args:
+        qualname: the op's qualified name.
+        backward: the backward formula.
+        setup: saves what ``backward`` needs.
+        library: the library that the kernel is registered in.
+        guard: is called with the op's positional arguments, also if none of them requires a gradient.
     """
 
     class Guarded:
@@ -67,7 +75,10 @@ def register_autograd(
 
 
 def schema_types(op: Any) -> tuple[tuple[str, str, bool], ...]:
-    """Of an op's arguments: name, kind (Tensor, float, int, bool or str), whether None is one."""
+    """Returns (name, type, whether None is accepted) of each of an op's arguments.
+
+    The type is Tensor, float, int, bool or str; SymInt counts as int.
+    """
     names = []
     for argument in op._schema.arguments:
         kind = str(argument.type)
@@ -77,52 +88,55 @@ def schema_types(op: Any) -> tuple[tuple[str, str, bool], ...]:
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The table of decompositions that Inductor gives to AOTAutograd, about to be added to."""
+    """Returns Inductor's table of decompositions for AOTAutograd, for callers that add entries."""
     from torch._inductor import decomposition
 
-    # The first compile of the process made a copy of the table.
+    # The first compile of the process caches a copy of the table; drop it so that new entries are seen.
     decomposition.fast_random_decomps.cache_clear()
     return decomposition.decompositions
 
 
 def register_lowering(op: Any, fn: Callable[..., Any]) -> None:
-    """Make ``fn`` Inductor's lowering of ``op``."""
+    """Registers ``fn`` as Inductor's lowering of ``op``."""
     from torch._inductor.lowering import register_lowering as register
 
     register(op, type_promotion_kind=None)(fn)
 
 
 def fallback(op: Any) -> Callable[..., Any]:
-    """A lowering that calls ``op`` from the generated code."""
+    """Returns a lowering that calls ``op`` from the generated code."""
     from torch._inductor.lowering import fallback_handler
 
     return fallback_handler(op, add_to_fallback_set=False)
 
 
 def empty(shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
-    """An uninitialised buffer in Inductor's IR."""
+    """Returns an uninitialised buffer in Inductor's IR."""
     from torch._inductor.lowering import lowerings
 
     return lowerings[torch.ops.aten.empty.memory_format](list(shape), dtype=dtype, device=device)
 
 
 def zeros(shape: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Any:
-    """A buffer of zeros in Inductor's IR."""
+    """Returns a buffer of zeros in Inductor's IR."""
     from torch._inductor.lowering import lowerings
 
     return lowerings[torch.ops.aten.full.default](list(shape), 0, dtype=dtype, device=device)
 
 
 def contiguous(t: Any) -> Any:
-    """``t`` realised in contiguous layout."""
+    """Returns ``t`` realised in contiguous layout."""
     from torch._inductor import ir
 
-    # require_contiguous asks only for the order of strides: an expanded tensor would pass.
+    # require_contiguous checks only the order of strides: an expanded tensor would pass.
     return ir.ExternKernel.require_contiguous_strides(t)
 
 
 def fixed_layout(t: Any) -> Any:
-    """``t`` realised, or as a view of what is, with strides that no longer change; a copy only where no strides describe it."""
+    """Returns ``t`` realised, or as a view of a realised buffer, with strides that no longer change.
+
+    Copies only if no strides describe the view.
+    """
     from torch._inductor import ir
 
     t = ir.ExternKernel.realize_input(t)
@@ -132,21 +146,21 @@ def fixed_layout(t: Any) -> Any:
 
 
 def statically_multiple(expr: Any, of: int) -> bool:
-    """Whether ``expr`` is a multiple of ``of`` for all values of its symbols."""
+    """Returns whether ``expr`` is a multiple of ``of`` for all values of its symbols."""
     from torch._inductor.virtualized import V
 
     return bool(V.graph.sizevars.statically_known_multiple_of(expr, of))
 
 
 def is_node(t: Any) -> bool:
-    """Whether ``t`` is a tensor of Inductor's IR."""
+    """Returns whether ``t`` is a tensor of Inductor's IR."""
     from torch._inductor import ir
 
     return isinstance(t, ir.IRNode)
 
 
 def hint_of(value: Any) -> Any:
-    """``value``, or the present value of a symbolic size."""
+    """Returns the present value of a symbolic size, and any other value unchanged."""
     import sympy
     from torch._inductor.virtualized import V
 
@@ -154,12 +168,12 @@ def hint_of(value: Any) -> Any:
 
 
 def meta_tensor(t: Any) -> torch.Tensor:
-    """A contiguous tensor without memory, of the present shape of a tensor of Inductor's IR."""
+    """Returns a contiguous meta tensor with the present shape and the dtype of a tensor of Inductor's IR."""
     return torch.empty([hint_of(n) for n in t.get_size()], dtype=t.get_dtype(), device="meta")
 
 
 def static_int(expr: Any) -> int:
-    """``expr`` as an integer, guarded on where it is symbolic."""
+    """Returns ``expr`` as an integer. Adds a guard if it is symbolic."""
     from torch._inductor.virtualized import V
 
     return int(V.graph.sizevars.guard_int(expr))
@@ -167,10 +181,11 @@ def static_int(expr: Any) -> int:
 
 @functools.cache
 def configured_kernel(kernel: Any, constexprs: tuple[tuple[str, Any], ...], num_warps: int, num_stages: int) -> Any:
-    """``kernel`` with its one configuration, around a function of its own; cached, so that Inductor's table does not grow.
+    """Returns a copy of ``kernel`` with one fixed configuration, built around a function object of its own.
 
-    Inductor tells the user kernels of a graph apart by the identity of their functions and not by their configurations:
-    a second configuration of the same function would silently run the first one's code.
+    Inductor tells the user kernels of a graph apart by the identity of their functions, not by their configurations: a
+    second configuration of the same function would silently run the first one's code. Results are cached, so that
+    Inductor's kernel table does not grow.
     """
     import types
 
@@ -202,15 +217,16 @@ def _remember_accesses() -> Callable[[], None]:
 
         return remembered
 
-    # identify_mutated_tensors: before torch 2.12
+    # Before torch 2.12 the function is called identify_mutated_tensors.
     name = "identify_accessed_tensors" if hasattr(module, "identify_accessed_tensors") else "identify_mutated_tensors"
     return replace(module, name, wrap)
 
 
 remembered_accesses = Change(_remember_accesses)
-"""Inside, Inductor asks once, not at every launch, which arguments a :func:`configured_kernel` reads and writes.
+"""Context in which Inductor analyses once per :func:`configured_kernel`, not per launch, what it reads and writes.
 
-It compiles the kernel's source to Triton's IR to find out: two thirds of the time of lowering a model of such launches.
+The analysis compiles the kernel's source to Triton's IR. It takes two thirds of the time of lowering a model with many
+such launches.
 """
 
 
@@ -234,21 +250,22 @@ def _add_extremes() -> Callable[[], None]:
 
 
 symbolic_extremes = Change(_add_extremes)
-"""Inside, a warm compile cache keeps a dynamic graph dynamic where its guards hold a minimum or a maximum.
+"""Context in which the guards of a cached graph evaluate ``min`` and ``max`` symbolically.
 
-A cached graph's guards are evaluated on symbolic sizes, as Python code, whose ``min`` and ``max`` ask which of two sizes
-is the smaller: a new guard, so that other sizes recompile, which a cold cache did not do.
+torch evaluates a cached graph's guards as Python code on symbolic sizes. Python's ``min`` and ``max`` compare the
+sizes, which adds a guard: with a warm cache other sizes would recompile, which they do not with a cold one.
 """
 
 
 def _extreme(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any], *values: Any) -> Any:
+    """Returns the minimum or maximum of ``values``: symbolic if one of them is, else by the plain function."""
     if any(isinstance(v, (torch.SymInt, torch.SymFloat)) for v in values):
         return functools.reduce(symbolic, values)
     return plain(*values)
 
 
 def _as_analysed(value: Any) -> tuple[str, str]:
-    """What the analysis of a kernel sees of an argument: a tensor's dtype, no symbolic size, any other value."""
+    """Returns what a kernel's analysis depends on: a tensor's dtype, or the type and any non-symbolic value."""
     import sympy
 
     if is_node(value):
@@ -257,7 +274,7 @@ def _as_analysed(value: Any) -> tuple[str, str]:
 
 
 def launch_kernel(kernel: Any, grid: tuple[Any, ...], tensors: Mapping[str, Any], constants: Mapping[str, Any]) -> None:
-    """Emit one launch of a :func:`configured_kernel`, by Inductor's lowering of the Triton-kernel HOP."""
+    """Emits one launch of a :func:`configured_kernel`, through Inductor's lowering of the Triton-kernel HOP."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
     from torch._inductor import ir
     from torch._inductor.lowering import lowerings
@@ -277,9 +294,9 @@ def launch_kernel(kernel: Any, grid: tuple[Any, ...], tensors: Mapping[str, Any]
 
 
 def _compile_early(codegen: Callable[[Any], None], wrapper: Any) -> None:
-    """Generate the code of a launch; a kernel that it defines goes to Inductor's compile workers at once.
+    """Generates the code of a launch, and sends a kernel that it defines to Inductor's compile workers at once.
 
-    Inductor does so with its own kernels, but begins with a user's only when the generated module is loaded.
+    Inductor does so with its own kernels, but starts on user kernels only when the generated module is loaded.
     """
     define = wrapper.define_kernel
 
@@ -295,7 +312,7 @@ def _compile_early(codegen: Callable[[Any], None], wrapper: Any) -> None:
 
 
 def submit_kernel(body: str) -> None:
-    """Start compiling the kernel of a generated ``async_compile.triton(name, source, ...)``, if workers are ready."""
+    """Starts compiling the kernel of a generated ``async_compile.triton(name, source, ...)``, if workers are ready."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.virtualized import V
 
@@ -303,29 +320,30 @@ def submit_kernel(body: str) -> None:
         return
     call = ast.parse(body.strip(), mode="eval").body
     if isinstance(call, ast.Call):
-        # The very strings of the generated code, by which Inductor finds a kernel that is being compiled.
+        # Pass exactly the strings of the generated code: Inductor finds a kernel that is being compiled by them.
         keywords = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
         AsyncCompile().triton(*(ast.literal_eval(a) for a in call.args), **keywords)
 
 
 def packaging() -> bool:
-    """Whether the graph being lowered becomes code that runs without Python (AOTInductor, or the C++ wrapper)."""
+    """Returns whether the graph being lowered will run without Python (AOTInductor or the C++ wrapper)."""
     from torch._inductor.virtualized import V
 
     return bool(V.graph.aot_mode or V.graph.cpp_wrapper)
 
 
 def compile_fx_module() -> Any:
-    """The module whose ``compile_fx`` the ordinary Inductor backend looks up at every compile."""
+    """Returns the module whose ``compile_fx`` the ordinary Inductor backend looks up at every compile."""
     from torch._inductor import compile_fx
 
     return compile_fx
 
 
 def compile_backend_inside(context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Call the backend of the graph that Dynamo traces on this thread inside ``context()``: this graph's call, no other.
+    """Makes Dynamo compile the graph that it is tracing on this thread inside ``context()``.
 
-    Does nothing where Dynamo does not trace. Seen in torch 2.11 to 2.15: OutputGraph.compiler_fn, read when it is called.
+    Only the backend call of this graph is wrapped. Does nothing if Dynamo is not tracing. Relies on Dynamo reading
+    OutputGraph.compiler_fn when it calls the backend (torch 2.11 to 2.15).
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -341,31 +359,34 @@ def compile_backend_inside(context: Callable[[], AbstractContextManager[None]]) 
         with context():
             return backend(*args, **kwargs)
 
-    # Messages name the backend, which may be an object without a name.
+    # Error messages read the backend's __name__; a backend object may have no name.
     if hasattr(backend, "__name__"):
         inside.__name__ = backend.__name__
-    # Dynamo asks whether it is the eager one.
+    # Dynamo reads compiler_fn to find out whether this is the eager backend.
     inside.compiler_fn = inspect.getattr_static(backend, "compiler_fn", backend)  # type: ignore[attr-defined]
     inside.mhc_inductor_inside = True  # type: ignore[attr-defined]
     output.compiler_fn = inside
 
 
 def inductor_config() -> Any:
-    """Inductor's configuration."""
+    """Returns Inductor's configuration module."""
     from torch._inductor import config
 
     return config
 
 
 def graph_pass_base() -> type:
-    """The base class of cacheable graph passes; of those that are told about inference, where torch has it (2.12 on)."""
+    """Returns the base class of cacheable graph passes.
+
+    From torch 2.12 on it is the class whose passes are told whether the graph is for inference.
+    """
     from torch._inductor import custom_graph_pass as module
 
     return getattr(module, "CustomInferenceAwareGraphPass", module.CustomGraphPass)
 
 
 def run_pass(user_pass: Any, graph: Any, is_inference: bool) -> None:
-    """Run a user's graph pass as Inductor would."""
+    """Runs a user's graph pass as Inductor would."""
     from torch._inductor import custom_graph_pass as module
 
     aware = getattr(module, "CustomInferenceAwareGraphPass", ())
@@ -376,14 +397,14 @@ def run_pass(user_pass: Any, graph: Any, is_inference: bool) -> None:
 
 
 def mode_options(mode: str | None) -> dict[str, Any]:
-    """The configuration that ``torch.compile(mode=...)`` stands for."""
+    """Returns the Inductor configuration that ``torch.compile(mode=...)`` stands for."""
     from torch._inductor import list_mode_options
 
     return dict(list_mode_options().get(mode, {})) if mode and mode != "default" else {}
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of ``torch.compile`` under Inductor's own names; RuntimeError names an unknown one."""
+    """Returns options of ``torch.compile`` under Inductor's own names. Raises RuntimeError for an unknown name."""
     known = inductor_config().get_config_copy()
     result = {}
     for name, value in options.items():
@@ -395,37 +416,40 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counters() -> Any:
-    """This package's counters among Dynamo's."""
+    """Returns this package's counters among Dynamo's."""
     from torch._dynamo.utils import counters as dynamo_counters
 
     return dynamo_counters["mhc_inductor"]
 
 
 def register_backend(name: str, fn: Callable[..., Any]) -> None:
-    """Make ``torch.compile(backend=name)`` find ``fn`` (an installed package is also found by its entry point)."""
+    """Registers ``fn`` as ``torch.compile(backend=name)``. An installed package is also found by its entry point."""
     from torch._dynamo.backends import registry
 
     registry.register_backend(compiler_fn=fn, name=name)
 
 
 def fake_mode_of(tensors: Sequence[Any]) -> Any:
-    """The fake mode of the first fake tensor, or None. Not Dynamo's current one: a compile has several."""
+    """Returns the fake mode of the first fake tensor, or None.
+
+    Does not ask for Dynamo's current fake mode, because one compile has several.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
     return next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
 
 
 def no_new_guards(mode: Any) -> Any:
-    """A context in which running operations on ``mode``'s fake tensors adds no guard to the compiled function."""
+    """Returns a context in which operations on ``mode``'s fake tensors add no guard to the compiled function."""
     from torch._dispatch.python import enable_python_dispatcher
 
     stack = contextlib.ExitStack()
     shape_env = getattr(mode, "shape_env", None)
     if shape_env is not None:
         stack.enter_context(shape_env.suppress_guards())
-        # Sizes and numbers that depend on data (item) belong to the run, not to the graph. Seen in torch 2.11 to 2.15.
+        # Data-dependent sizes and numbers (item) belong to this run, not to the graph. Seen in torch 2.11 to 2.15.
         stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
-        # Composite operations in C++ would take the present size of a dynamic dimension for the only one.
+        # Composite operations in C++ would specialise a dynamic dimension to its present size.
         stack.enter_context(enable_python_dispatcher())
     return stack
 
@@ -477,7 +501,10 @@ def _addcdiv(x: Any, a: Any, b: Any, *, value: float = 1) -> Any:
 
 @functools.cache
 def analysis_decompositions() -> dict[Any, Callable[..., Any]]:
-    """ATen operations that the routing's analysis wants in simpler ones; used for no code."""
+    """Returns decompositions of ATen operations into simpler ones, for the routing analysis only.
+
+    They are never used to generate code.
+    """
     aten = torch.ops.aten
     table: dict[Any, Callable[..., Any]] = {
         aten.addmm.default: _addmm,
@@ -496,7 +523,7 @@ def analysis_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
-    """Add a text to the structured log (``TORCH_TRACE``), where tlparse shows it with the graph being compiled."""
+    """Adds a text to the structured log (``TORCH_TRACE``), where tlparse shows it with the graph being compiled."""
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
@@ -504,10 +531,14 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
 
 @contextlib.contextmanager
 def captured_apart() -> Iterator[dict[str, Any]]:
-    """Inside, Dynamo neither goes by earlier compiles nor records this one: limits of recompiles, sizes seen before.
+    """Isolates a capture from other compiles of the process.
 
-    Gives the arguments of torch.compile that keep its code apart on the user's functions too (seen in torch 2.13). Without
-    them, functions that reached the limit of recompiles in earlier compiles run uncompiled.
+    Inside, Dynamo ignores the recompile limits and the sizes that earlier compiles have seen, and records neither from
+    this compile. Without it, functions that reached the recompile limit earlier would run uncompiled.
+
+    Yields:
+        Arguments for torch.compile that also isolate its code on the user's functions, where torch has them (seen in
+        torch 2.13).
     """
     from torch._dynamo import config, pgo
 
@@ -525,20 +556,22 @@ def captured_apart() -> Iterator[dict[str, Any]]:
 
 
 def uncompiled(fn: Any) -> Any:
-    """What ``torch.compile`` was called with, if ``fn`` is its result; else ``fn``."""
+    """Returns what ``torch.compile`` was called with if ``fn`` is its result, else ``fn``."""
     fn = getattr(fn, "_orig_mod", fn)
     return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 
 def hides_writes(node: Any) -> bool:
-    """Whether a node of a Dynamo graph is ``t.data``, through which autograd sees no write. torch 2.11 to 2.15."""
+    """Returns whether a Dynamo node is ``t.data``, through which autograd sees no write (torch 2.11 to 2.15)."""
     return node.target is getattr(torch._C._autograd, "_get_data_attr", None) and node.op == "call_function"
 
 
 def mode_change(node: Any) -> tuple[str, Any] | None:
-    """What a node of a Dynamo graph changes of the modes: (kind, new value, or the node that it closes). torch 2.11 to 2.15.
+    """Returns how a node of a Dynamo graph changes the grad, inference or autocast mode, or None (torch 2.11 to 2.15).
 
-    Kinds: "grad", "enter_inference", "exit_inference", "enter_autocast", "exit_autocast".
+    Returns:
+        (kind, value). The kind is "grad", "enter_inference", "exit_inference", "enter_autocast" or "exit_autocast"; the
+        value is the new state, or for an exit the node that entered.
     """
     if node.op != "call_function":
         return None
@@ -556,7 +589,7 @@ def mode_change(node: Any) -> tuple[str, Any] | None:
 
 
 def checkpoint_policy(graph: Any) -> Any:
-    """What makes the contexts of a selectively checkpointed region, where ``graph`` is its body, or None. torch 2.11 to 2.15."""
+    """Returns the context function of the selective checkpoint with body ``graph``, or None (torch 2.11 to 2.15)."""
     module = graph.owning_module
     return None if module is None else module.meta.get("_checkpoint_context_fn")
 
@@ -578,7 +611,7 @@ def _mode_changes() -> dict[Any, str]:
 
 @contextlib.contextmanager
 def modes_kept() -> Iterator[None]:
-    """Restores grad mode and the random state of the CPU, whatever the body does to them."""
+    """Restores grad mode and the CPU's random state after the body."""
     grad, random = torch.is_grad_enabled(), torch.get_rng_state()
     try:
         yield
@@ -588,37 +621,37 @@ def modes_kept() -> Iterator[None]:
 
 
 def may_mutate(operator: Any) -> bool:
-    """Whether a higher-order operator without a body may write its arguments (launches of Triton kernels do)."""
+    """Returns whether a higher-order operator without a body may write its arguments, as a Triton launch does."""
     name = str(operator)
     return "functional" not in name and "flex_attention" not in name
 
 
 def reads_data(error: Exception) -> bool:
-    """Whether a call on fake tensors failed because its result depends on their data. Seen in torch 2.11 to 2.15."""
+    """Returns whether a call on fake tensors failed because its result depends on their data (torch 2.11 to 2.15)."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     return isinstance(error, DataDependentOutputException)
 
 
 def is_wrapper(t: Any) -> bool:
-    """Whether a tensor is of a class that wraps others (DTensor). Seen in torch 2.11 to 2.15."""
+    """Returns whether a tensor's class wraps other tensors, as DTensor does (torch 2.11 to 2.15)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return bool(is_traceable_wrapper_subclass(t))
 
 
 def storage_key(t: Any) -> int:
-    """An identity of the memory that a tensor and its views share."""
+    """Returns a key of the storage that a tensor shares with its views."""
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
     try:
         return int(t.untyped_storage()._cdata)
-    except NotImplementedError:  # a layout without a storage, and so without views
+    except NotImplementedError:  # this layout has no storage, so there are no views
         return id(t)
 
 
 def hints(graph: Any) -> dict[str, int]:
-    """The present values of the symbols in a Dynamo graph's input shapes."""
+    """Returns the present values, by name, of the symbols that are sizes in a Dynamo graph."""
     found: dict[str, int] = {}
     for node in graph.nodes:
         example = node.meta.get("example_value", node.meta.get("val"))
@@ -630,47 +663,57 @@ def hints(graph: Any) -> dict[str, int]:
 
 
 def scan(step: Callable[..., Any], state: Sequence[Any], inputs: Sequence[Any], sizes: Sequence[Any] = ()) -> Any:
-    """``step(*state, *inputs[t], *sizes) -> (*state, *outputs[t])`` over the first dimension, in a graph being traced
-    below autograd: (*last state, *stacked outputs). ``sizes``: every symbol in the shapes."""
+    """Emits a scan over the first dimension into a graph that is traced below autograd.
+
+    Args:
+        step: ``step(*state, *inputs[t], *sizes)`` returns ``(*state, *outputs[t])``.
+        state: the initial state.
+        inputs: tensors whose first dimension is scanned.
+        sizes: every symbol in the shapes.
+
+    Returns:
+        ``(*last state, *stacked outputs)``.
+    """
     from torch._guards import detect_fake_mode
     from torch._higher_order_ops.scan import scan_op
 
-    # Inductor makes it a while loop whose counter it reads as a scalar, which a graph compiled without fullgraph forbids.
+    # Inductor lowers it to a while loop whose counter it reads as a scalar, which a graph compiled without fullgraph
+    # forbids.
     mode = detect_fake_mode(tuple(inputs))
     if mode is not None:
         mode.allow_scalar_outputs = True
-    # The public function would start a compile of its own there.
+    # The public scan function would start a compile of its own here.
     return scan_op(step, list(state), list(inputs), tuple(sizes))
 
 
 def expression(size: Any) -> Any:
-    """The sympy expression of a torch.SymInt."""
+    """Returns the sympy expression of a torch.SymInt."""
     return size.node.expr
 
 
 def hint(size: Any) -> int:
-    """A size's present value."""
+    """Returns the present value of a size."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 
 def same_size(a: Any, b: Any) -> bool:
-    """Whether two sizes are one number or one expression, without a guard."""
+    """Returns whether two sizes are the same number or the same expression, without adding a guard."""
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
     return bool(expression(a) == expression(b))
 
 
 def is_symbol(size: Any) -> bool:
-    """Whether ``size`` is one symbol, no expression of symbols and no integer."""
+    """Returns whether ``size`` is a single symbol, neither an integer nor a compound expression."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
 
 
 @contextlib.contextmanager
 def outside_compile() -> Iterator[None]:
-    """Runs the body on real tensors as a plain eager call would, from within a compile. torch 2.11 to 2.15.
+    """Runs the body on real tensors during a compile as a plain eager call would run (torch 2.11 to 2.15).
 
-    No fake or tracing mode, no autocast, no inference mode, no compiled autograd; random state, grad mode and all others
-    are afterwards as they were.
+    Switches off fake and tracing modes, autocast, inference mode and compiled autograd. Restores the random state and
+    all modes afterwards.
     """
     from torch._dynamo.compiled_autograd import _disable as plain_autograd
     from torch.utils._python_dispatch import _disable_current_modes
@@ -690,7 +733,7 @@ def outside_compile() -> Iterator[None]:
 
 
 def free_memory(device: torch.device) -> int:
-    """The bytes that may be allocated on ``device`` now; on a CPU what the kernel says is available."""
+    """Returns how many bytes can be allocated on ``device`` now; for a CPU, what the kernel reports as available."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -698,4 +741,4 @@ def free_memory(device: torch.device) -> int:
             found = (line.split() for line in file)
             return next(int(fields[1]) * 1024 for fields in found if fields[0] == "MemAvailable:")
     except (OSError, StopIteration):
-        return 1 << 33  # no Linux: what any machine has
+        return 1 << 33  # not Linux: assume 8 GiB

@@ -1,6 +1,7 @@
 """The report of ``python -m mhc_inductor doctor``: versions, devices, where kernels run, and why not.
 
-``collect()`` gathers facts and prints nothing; ``show()`` draws them with rich, or as plain lines without it.
+``collect()`` gathers the facts and prints nothing. ``show()`` prints them as rich tables, or as plain lines without
+rich.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ ENVIRONMENT = (
     "TRITON_CACHE_DIR",
     "TRITON_INTERPRET",
 )
-"""Variables of torch and triton that change what runs here; the package reads none of its own."""
+"""Environment variables of torch and Triton that change what runs here. This package reads none of its own."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclasses.dataclass
 class Report:
-    """Facts by name; ``ops[device][op]`` says what runs; ``problems`` make the installation unusable."""
+    """The facts of the report, by name.
+
+    ``ops[device][op]`` is what an op runs on a device. ``problems`` make the installation unusable; ``notes`` do not.
+    """
 
     versions: dict[str, str]
     devices: dict[str, str]
@@ -43,12 +47,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 if this installation can be used, else 1."""
+        """Returns 0 if this installation can be used, else 1."""
         return 1 if self.problems else 0
 
 
 def torch_problem(version: str) -> str | None:
-    """Why this torch version cannot be used, or None."""
+    """Returns why this torch version cannot be used, or None."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
         return f"torch {version}: not a version that can be read"
@@ -59,7 +63,7 @@ def torch_problem(version: str) -> str | None:
 
 
 def _triton() -> tuple[str | None, str]:
-    """triton's version, or None and the reason."""
+    """Returns Triton's version, or None and the reason why it is missing."""
     try:
         return importlib.import_module("triton").__version__, ""
     except ImportError as error:
@@ -110,7 +114,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def kernels_on(device: torch.device, op: str) -> str:
-    """What op ``op`` runs on a GPU: asked of the same function that the op asks."""
+    """Returns which dtypes of op ``op`` run as kernels on a GPU, and why the others run the reference formula.
+
+    It asks the function by which the op itself decides.
+    """
     eager = importlib.import_module("mhc_inductor.kernels.eager")
     launch = importlib.import_module("mhc_inductor.kernels.launch")
     kernels: list[str] = []
@@ -142,7 +149,7 @@ def _backend_registered() -> str:
         from torch._dynamo.backends.registry import list_backends
 
         there = "mhc_inductor" in list_backends(exclude_tags=())
-    except Exception as error:  # a private function: its absence must not end the report
+    except Exception as error:  # a private function: its absence must not abort the report
         return f"unknown: {error}"
     return "yes" if there else "no: torch.compile will not find it"
 
@@ -160,7 +167,7 @@ def _state() -> dict[str, str]:
 def _fingerprint() -> str:
     try:
         value = importlib.import_module("mhc_inductor.fingerprint").fingerprint()
-    except Exception as error:  # reported, since without it nothing can be compiled
+    except Exception as error:  # reported, because nothing can be compiled without it
         return f"cannot be computed: {error}"
     return value.hex() if isinstance(value, bytes) else str(value)
 
@@ -178,8 +185,8 @@ def _notes(devices: dict[str, str]) -> list[str]:
 
 
 def collect() -> Report:
-    """Every fact of the report, of this process on this machine."""
-    environment = {name: os.environ.get(name, "not set") for name in ENVIRONMENT}  # before torch sets some itself
+    """Gathers all facts of the report for this process on this machine."""
+    environment = {name: os.environ.get(name, "not set") for name in ENVIRONMENT}  # read before torch sets some of them
     devices = _devices()
     problem = torch_problem(torch.__version__)
     return Report(
@@ -194,7 +201,7 @@ def collect() -> Report:
 
 
 def _summary(of: dict[str, str]) -> dict[str, str]:
-    """Ops that run the same way on one line."""
+    """Groups ops that run the same way: comma-separated op names to what they run."""
     grouped: dict[str, list[str]] = {}
     for op, how in of.items():
         grouped.setdefault(how, []).append(op)
@@ -202,14 +209,14 @@ def _summary(of: dict[str, str]) -> dict[str, str]:
 
 
 def tables(report: Report) -> list[tuple[str, dict[str, str]]]:
-    """Title and lines of each part, in the order they are shown."""
+    """Returns title and rows of each part, in the order in which they are shown."""
     parts = [("versions", report.versions), ("devices", report.devices)]
     parts += [(f"ops on {device}", _summary(of)) for device, of in report.ops.items()]
     return [*parts, ("state", report.state), ("environment variables honoured", report.environment)]
 
 
 def plain(report: Report) -> str:
-    """The report as plain text."""
+    """Returns the report as plain text."""
     lines = []
     for title, rows in tables(report):
         lines += [f"{title}:", *(f"  {name}: {value}" for name, value in rows.items()), ""]
@@ -222,12 +229,12 @@ def plain(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """The last line."""
+    """Returns the last line of the report, "usable" or "not usable"."""
     return "not usable" if report.problems else "usable"
 
 
 def show(report: Report) -> None:
-    """Print the report, with rich where it is installed."""
+    """Prints the report, with rich if it is installed."""
     try:
         console: Any = importlib.import_module("rich.console").Console()
         table_type: Any = importlib.import_module("rich.table").Table
@@ -249,7 +256,7 @@ def show(report: Report) -> None:
 
 
 def main() -> int:
-    """Print the report; 0 if this installation can be used, 1 if torch is out of range."""
+    """Prints the report. Returns 0 if this installation can be used, 1 if the torch version is out of range."""
     report = collect()
     show(report)
     return report.exit_code

@@ -1,4 +1,4 @@
-"""One fingerprint of everything that decides what is generated, for the keys of torch's compile caches."""
+"""A fingerprint of everything that decides what code is generated, for the keys of torch's compile caches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 
 def _folders() -> list[tuple[str, pathlib.Path]]:
+    """Returns name and path of each folder with sources of this package."""
     import mhc_inductor.kernels
     import mhc_inductor.lowerings
 
@@ -23,7 +24,7 @@ def _folders() -> list[tuple[str, pathlib.Path]]:
 
 @functools.cache
 def fingerprint() -> str:
-    """Hex digest of this package's sources and the versions of torch and Triton."""
+    """Returns a hex SHA-256 digest of this package's sources and the versions of torch and Triton."""
     digest = hashlib.sha256()
     for name, folder in _folders():
         for path in sorted(folder.rglob("*.py")):

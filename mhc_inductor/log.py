@@ -1,4 +1,4 @@
-"""The package's one logger, and warnings that are said once."""
+"""The package's logger, and warnings that are logged once per process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _said: set[str] = set()
 
 
 def warn_once(key: str, message: str) -> None:
-    """Log ``message`` at WARNING level the first time ``key`` is seen in this process."""
+    """Logs ``message`` at WARNING level the first time ``key`` is seen in this process."""
     if key not in _said:
         _said.add(key)
         logger.warning(message)

@@ -1,4 +1,7 @@
-"""Options of routing: ``torch.compile(backend="mhc_inductor", options={"mhc_inductor.NAME": value})`` and ``enable(NAME=value)``."""
+"""Options of the routing pass.
+
+Set by ``torch.compile(backend="mhc_inductor", options={"mhc_inductor.NAME": value})`` or ``enable(NAME=value)``.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,24 @@ from collections.abc import Mapping
 from typing import Any
 
 PREFIX = "mhc_inductor."
+"""Prefix of this package's names among the options of ``torch.compile``."""
 EMPTY_ROWS = ("exact", "zero")
+"""The values of ``empty_rows``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RoutingOptions:
-    """What a user may ask of the routing pass.
+    """The user's options of the routing pass.
 
-    verify: compare each routed formula with its op, outputs and gradients, at compile time; what differs stays unrouted.
-    empty_rows: what an attention gives in rows without a visible key: "exact", as the model's formula, or "zero".
+    Args:
+        verify: compare each routed formula with its op at compile time, outputs and gradients. A formula whose op
+            differs is left unrouted.
+        empty_rows: what attention returns for rows without a visible key: "exact", what the model's formula gives, or
+            "zero".
+
+    Raises:
+        TypeError: if ``verify`` is not a bool.
+        ValueError: if ``empty_rows`` is not one of the two values.
     """
 
     verify: bool = False
@@ -32,9 +44,18 @@ DEFAULT = RoutingOptions()
 
 
 def parse(options: Mapping[str, Any] | None) -> tuple[RoutingOptions, dict[str, Any]]:
-    """Returns the options of routing, and the others, which are Inductor's.
+    """Splits the options of ``torch.compile`` into routing options and Inductor's options.
 
-    Raises RuntimeError for an unknown name that begins with "mhc_inductor.", TypeError or ValueError for a value.
+    Args:
+        options: option values by name, or None for no options. Dashes in names count as underscores.
+
+    Returns:
+        The routing options, and the options whose names do not begin with "mhc_inductor.", unchanged.
+
+    Raises:
+        RuntimeError: if a name begins with "mhc_inductor." and is not a routing option.
+        TypeError: if a routing option has a value of the wrong type.
+        ValueError: if a routing option has a value that it does not take.
     """
     known = {PREFIX + field.name: field.name for field in dataclasses.fields(RoutingOptions)}
     ours: dict[str, Any] = {}

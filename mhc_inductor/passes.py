@@ -1,4 +1,7 @@
-"""Graph passes over the ops. Each carries the package's fingerprint, which is how it enters torch's cache keys."""
+"""Inductor graph passes over this package's ops.
+
+Each pass carries the package's fingerprint, and so makes it part of torch's cache keys.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,16 @@ from mhc_inductor import compat
 from mhc_inductor.fingerprint import fingerprint
 
 _BACKWARDS = ("mhc_pre_backward", "mhc_head_backward")
+"""Ops with an argument ``dx_acc``, a gradient that the kernel adds to its own."""
 
 
 def fold_dx_acc(graph: torch.fx.Graph) -> int:
-    """Fold ``add(pre_backward.dx, g)`` into pre_backward's ``dx_acc``: one read of g instead of a pass over both.
+    """Folds ``add(dx, g)``, with ``dx`` of a pre or head backward, into that op's argument ``dx_acc``.
 
-    Returns how many were folded. The sum is then taken in fp32 and rounded once.
+    The kernel then reads g once, which saves a pass over both tensors. The sum is taken in fp32 and rounded once.
+
+    Returns:
+        How many additions were folded.
     """
     folded = 0
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -36,7 +43,7 @@ def fold_dx_acc(graph: torch.fx.Graph) -> int:
         if total.target is not torch.ops.aten.add.Tensor or total.kwargs or len(total.args) != 2:
             continue
         other = total.args[0] if total.args[1] is dx else total.args[1]
-        # The other gradient must exist before this op runs, and be of its kind.
+        # The other gradient must be computed before this op runs, and have the same dtype and shape.
         if not isinstance(other, torch.fx.Node) or other is dx or order[other] > order[node]:
             continue
         a, b = other.meta.get("val"), dx.meta.get("val")
@@ -52,10 +59,11 @@ def fold_dx_acc(graph: torch.fx.Graph) -> int:
 
 
 def keep_clones(graph: torch.fx.Graph) -> None:
-    """Makes a clone of an op's result, or of a view of it, that a joint graph returns a product with 1.
+    """Replaces clones of op results, or of their views, by products with 1 where the joint graph returns them.
 
-    Inductor removes a clone of what is neither given nor returned itself: two clones of one tensor then are one tensor, and
-    a step on the result changes what the backward kept. A product with 1 is the same numbers, and stays.
+    Inductor removes a clone whose input the graph neither takes nor returns. Two clones of one tensor would then become
+    one tensor, and an in-place write to the result would change what the backward saved. A product with 1 has the same
+    values and is not removed.
     """
     returned = _returned(graph)
     results = {_memory(n) for n in graph.nodes if _is_op(n.args[0] if n.target is operator.getitem else n)} - {0}
@@ -66,13 +74,13 @@ def keep_clones(graph: torch.fx.Graph) -> None:
 
 
 def split_calls(graph: torch.fx.Graph) -> None:
-    """Copies what is returned twice of one call of an op, where AOTAutograd made one call of two equal ones."""
+    """Clones results that are returned twice because AOTAutograd merged two equal calls of an op into one."""
     returned = _returned(graph)
     first: dict[Any, torch.fx.Node] = {}
     for node in list(graph.nodes):
         if node.target is not operator.getitem or not _is_op(node.args[0]):
             continue
-        # A call is unpacked once: another getitem of its result was another call's.
+        # Each call is unpacked by one getitem per result: a second one with equal arguments came from a merged call.
         if _memory(node) in returned and (same := first.setdefault(node.args, node)) is not node:
             with graph.inserting_before(node):
                 copy = graph.call_function(torch.ops.aten.clone.default, (same,))
@@ -82,17 +90,20 @@ def split_calls(graph: torch.fx.Graph) -> None:
 
 
 def _is_op(node: Any) -> bool:
-    """Whether a node calls one of our ops."""
+    """Returns whether a node calls one of this package's ops."""
     return isinstance(node, torch.fx.Node) and getattr(node.target, "namespace", "") == "mhc_inductor"
 
 
 def _returned(graph: torch.fx.Graph) -> set[int]:
-    """Returns the memory of what a graph returns."""
+    """Returns the storage keys of what a graph returns."""
     return {_memory(n) for end in graph.find_nodes(op="output") for n in end.all_input_nodes}
 
 
 def _renew(graph: torch.fx.Graph, copy: torch.fx.Node, old: int) -> None:
-    """Gives ``copy`` and its views fake values in memory of their own: a clone in the memory of its input is removed."""
+    """Gives ``copy`` and its views new fake values in storage of their own.
+
+    Inductor removes a clone whose fake value lies in the storage of its input.
+    """
     renewed = {copy}
     for node in graph.nodes:
         if node is copy or (_memory(node) == old and renewed.intersection(node.all_input_nodes)):
@@ -102,19 +113,19 @@ def _renew(graph: torch.fx.Graph, copy: torch.fx.Node, old: int) -> None:
 
 
 def _memory(node: torch.fx.Node) -> int:
-    """Returns an identity of the memory that a node's tensor lies in; 0 for anything else."""
+    """Returns a key of the storage that a node's tensor lies in, 0 for anything but a tensor."""
     value = node.meta.get("val")
     return compat.storage_key(value) if isinstance(value, torch.Tensor) else 0
 
 
 def _layout(node: torch.fx.Node) -> Any:
-    """Returns what a clone that changes nothing keeps."""
+    """Returns dtype, shape and strides: a clone that keeps all three only copies."""
     t = node.meta["val"]
     return t.dtype, tuple(map(str, t.shape)), tuple(map(str, t.stride()))
 
 
 def post_grad(graph: torch.fx.Graph) -> None:
-    """What is done to each forward and each backward graph."""
+    """Runs this package's passes on a forward or backward graph."""
     split_calls(graph)
     compat.counters()["dx_acc folded"] += fold_dx_acc(graph)
 
@@ -123,11 +134,16 @@ PASSES: dict[str, Callable[[torch.fx.Graph], None]] = {
     "joint_custom_pre_pass": keep_clones,
     "post_grad_custom_pre_pass": post_grad,
 }
-"""Our passes, by Inductor's option for passes of a user's own."""
+"""This package's passes, by the Inductor option that takes a user's pass."""
 
 
 def make_pass(theirs: Any, ours: Callable[[torch.fx.Graph], None]) -> Any:
-    """Returns our pass behind the user's own: None, a pass, or a list or tuple of passes."""
+    """Returns a cacheable pass that runs the user's passes and then ours.
+
+    Args:
+        theirs: the user's passes: None, a pass, or a list or tuple of passes.
+        ours: this package's pass.
+    """
     passes = tuple(theirs) if isinstance(theirs, (list, tuple)) else () if theirs is None else (theirs,)
 
     class Chained(compat.graph_pass_base()):  # type: ignore[misc]
@@ -139,7 +155,7 @@ def make_pass(theirs: Any, ours: Callable[[torch.fx.Graph], None]) -> Any:
             ours(graph)
 
         def uuid(self) -> Any:
-            # A pass without a uuid forbids caching; so does the chain.
+            # A pass without a uuid forbids caching, so a chain with such a pass must forbid it too.
             ids = [user_pass.uuid() if hasattr(user_pass, "uuid") else None for user_pass in passes]
             return None if None in ids else "-".join(("mhc_inductor", fingerprint(), *map(repr, ids)))
 

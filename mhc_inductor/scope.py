@@ -1,4 +1,4 @@
-"""Changes of torch that last only while they are needed, on any number of threads."""
+"""Temporary changes of torch, safe on any number of threads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 
 class Change:
-    """Makes a change when the first thread enters and takes it back when the last one leaves, exception or not."""
+    """Context manager that applies a change when the first thread enters and undoes it when the last one leaves.
+
+    The change is also undone when an exception leaves the context.
+    """
 
     def __init__(self, make: Callable[[], Callable[[], None]]) -> None:
-        """``make`` changes something, and returns the function that takes it back."""
+        """Stores ``make``, which applies the change and returns the function that undoes it."""
         self._make = make
         self._lock = threading.Lock()
         self._inside = 0
@@ -32,7 +35,11 @@ class Change:
 
 
 def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replaces attribute ``name`` by ``wrap`` of it. Returns what puts it back, unless someone else replaced it since."""
+    """Replaces attribute ``name`` of ``owner`` by ``wrap(attribute)``.
+
+    Returns:
+        A function that restores the attribute, unless someone else has replaced it since.
+    """
     before = getattr(owner, name)
     ours = wrap(before)
     setattr(owner, name, ours)

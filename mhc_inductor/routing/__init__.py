@@ -1,4 +1,7 @@
-"""Routing: formulas of a Dynamo graph become ops, before autograd. The whole pass is on this page, and names no operator."""
+"""The routing pass: rewrites formulas in a Dynamo graph to ops, before autograd.
+
+This module is the whole pass and knows no specific operator.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +64,17 @@ _UNFOLLOWED = "the inputs of the formula cannot be followed through their views"
 def route(
     gm: fx.GraphModule, options: RoutingOptions = DEFAULT, *, check: Check | None = None, lower: bool = False
 ) -> Report:
-    """Rewrites ``gm`` in place and returns what was found. Never raises: what cannot be analysed stays as it is.
+    """Rewrites formulas of ``gm`` to ops, in place. Never raises: what cannot be analysed stays as it is.
 
-    ``check`` sees every formula beside its op before the op takes its place; with ``options.verify`` it is a
-    :class:`~mhc_inductor.routing.verify.Verifier` of this call's own unless one is given.
-    ``lower``: keep a formula as the model wrote it where that is faster than the op; it counts as routed.
+    Args:
+        gm: a Dynamo graph.
+        options: the user's routing options.
+        check: is called with each formula and its op before the op replaces the formula, and may refuse it. By default
+            none, or with ``options.verify`` a new :class:`~mhc_inductor.routing.verify.Verifier`.
+        lower: keep a formula as the model wrote it if that is faster than the op. It counts as routed.
+
+    Returns:
+        What was routed and fused, the near misses and the problems.
     """
     report = Report()
     start = time.perf_counter()
@@ -73,11 +82,11 @@ def route(
         check = Verifier()
     routing = _Pass(report, check, options, lower)
     try:
-        # What a check computes may hang together in cycles: memory that only the collector frees.
+        # A check's tensors may be in reference cycles, which only the garbage collector frees.
         with _collector_paused if check is None else contextlib.nullcontext(), bounds.watch() as unfollowed:
             routing.graph(gm, ambient(), body=False)
         report.near_misses += dict.fromkeys(map(_unfollowed, unfollowed))
-    except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
+    except Exception as error:  # on any failure the model compiles as it would without this package
         routing.problem("a graph is compiled unrouted", error, _where(gm.graph))
     report.seconds = time.perf_counter() - start
     try:
@@ -93,7 +102,8 @@ def _pause_collector() -> Callable[[], None]:
     gc.disable()
 
     def resume() -> None:
-        # What the pass made counts as old, unless someone keeps objects frozen: else all of it is gone through at once.
+        # Make the pass's objects old, so that the next collection does not scan them all. unfreeze() would also release
+        # objects that the user froze: do nothing if there are any.
         if not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
@@ -103,8 +113,11 @@ def _pause_collector() -> Callable[[], None]:
 
 
 _collector_paused = Change(_pause_collector)
-"""While a pass runs, nobody looks for cyclic garbage. A pass makes millions of objects, nearly all of which live until it
-ends: the collector would go through them, and through all that Dynamo made, again and again, for a quarter of the pass."""
+"""Context that pauses the garbage collector during a pass.
+
+A pass makes millions of objects, nearly all of which live until it ends. The collector would scan them, and all that
+Dynamo made, again and again, for a quarter of the pass.
+"""
 
 
 class _Pass:
@@ -117,12 +130,12 @@ class _Pass:
         self.knowledge = Knowledge(options)
 
     def graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
-        """Routes one graph, then the bodies in it."""
+        """Routes one graph, then the graphs of its higher-order operators."""
         self.report.graphs += 1
         self.report.nodes += len(gm.graph.nodes)
         try:
             self._graph(gm, outer, body)
-        except Exception as error:  # whatever goes wrong here, the model compiles as it would without this package
+        except Exception as error:  # on any failure the model compiles as it would without this package
             self.problem("a graph is compiled unrouted", error, _where(gm.graph))
 
     def _graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
@@ -142,14 +155,14 @@ class _Pass:
             if view is not first:
                 gm.recompile()
         modes = modes_of(gm.graph, outer)
-        # Bodies of higher-order operators (activation checkpointing) are graphs of their own.
+        # Bodies of higher-order operators, such as activation checkpointing, are separate graphs.
         for node in gm.graph.find_nodes(op="get_attr"):
             inner = getattr(gm, str(node.target), None)
             if isinstance(inner, fx.GraphModule):
                 self.graph(inner, modes[next(iter(node.users), node)], body=True)
 
     def _operator(self, make: Callable[[], Operator], gm: fx.GraphModule, view: View) -> View | None:
-        """Runs one operator. Returns the view of the graph where that is still right."""
+        """Runs one operator on a graph. Returns ``view`` if it left the graph unchanged, else None."""
         edit, found = Edit(view), Report()
         try:
             operator = make()
@@ -173,6 +186,10 @@ class _Pass:
         return None if edit.changed else view
 
     def _apply(self, operator: Operator, edit: Edit, match: Match, todo: list[Match], found: Report) -> None:
+        """Puts one match's op into the graph, or adds a near miss or a problem to ``found``.
+
+        A match that finds no position may be replaced in ``todo`` by smaller ones.
+        """
         kept = getattr(operator, "faster_as_written", None) if self.lower else None
         try:
             if kept is not None and kept(match, _device(match.start)):
@@ -198,12 +215,13 @@ class _Pass:
                 found.routed.append(_routed(match, kernels, verdict))
 
     def _report_failures(self) -> None:
+        """Reports the nodes at which the search of an operator failed."""
         failures, self.knowledge.failures = self.knowledge.failures, []
         for node, error in failures:
             self.problem("what is here is not looked at", error, source_of(node))
 
     def problem(self, what: str, error: Exception, where: str) -> None:
-        """Notes what went wrong, and logs it once."""
+        """Adds a problem to the report and logs it once."""
         message = f"{what}: {type(error).__name__}: {error} ({where})"
         if message not in self.report.problems:
             self.report.problems.append(message)
@@ -216,7 +234,10 @@ def _where(graph: fx.Graph) -> str:
 
 
 def _found(operator: Operator, view: View) -> tuple[list[Match], Report]:
-    """Everything found by one operator. A dynamic width that a formula sums over is taken as it is now."""
+    """Returns the matches of one operator, and a report of its near misses and of ops that the model calls itself.
+
+    If a formula sums over a dynamic size, that size is fixed at its present value and the search starts again.
+    """
     while True:
         matches: list[Match] = []
         report = Report()
@@ -238,6 +259,8 @@ def _found(operator: Operator, view: View) -> tuple[list[Match], Report]:
 
 
 def _position(view: View) -> Callable[[Match], int]:
+    """Returns a sort key: the position of a match's start in the view."""
+
     def position(match: Match) -> int:
         node = match.start.node
         return view.order.get(node, -1) if node is not None else -1
@@ -246,10 +269,10 @@ def _position(view: View) -> Callable[[Match], int]:
 
 
 def _refused(match: Match, error: Exception) -> Miss | None:
-    """The near miss of a match that could not be placed; None where another one says why."""
+    """Returns the near miss for a match that could not be placed, or None if another match gives the reason."""
     if isinstance(error, Mismatch):
         return Miss(match.op, error.reason, error.value, match.start) if error.reason else None
-    # Views that lead nowhere, or the op's own validation, run on fake tensors.
+    # The views could not be followed, or the op's own validation failed on fake tensors.
     return Miss(match.op, _UNFOLLOWED if isinstance(error, Unsupported) else str(error), None, match.start)
 
 
@@ -260,7 +283,7 @@ def _near(miss: Miss) -> NearMiss:
 
 
 def _opaque(view: View) -> list[NearMiss]:
-    """What the pass cannot see through: calls that PyTorch cannot run alone, and tensors of other classes."""
+    """Returns near misses for what the pass cannot analyse: calls with unknown writes, and wrapper tensors."""
     found: dict[str, fx.Node] = {}
     for node in view.real_nodes:
         if node in view.effects.unknown:
@@ -281,6 +304,7 @@ def _routed(match: Match, kernels: tuple[str, ...], verdict: Verdict) -> Routed:
 
 
 def _device(value: Value) -> str:
+    """Returns the device type of a value's tensor; "cpu" if it has none."""
     tensors = tensors_in(example(value.node)) if value.node is not None else []
     return tensors[0].device.type if tensors else "cpu"
 
@@ -297,5 +321,5 @@ def _count(report: Report) -> None:
         counters["unrouted graphs"] += len(report.problems)
 
 
-# The package's own operators register themselves.
+# The package's own operators register themselves on import.
 importlib.import_module("mhc_inductor.routing.operators")

@@ -1,4 +1,4 @@
-"""Results of a formula and of its op, compared with the formula in higher precision."""
+"""Compares the results of a formula and of its op with the formula's results in higher precision."""
 
 from __future__ import annotations
 
@@ -15,9 +15,21 @@ _FP32 = torch.finfo(torch.float32).eps
 def judged(
     match: Match, mine: Results, theirs: Results, want: Results, loose: bool, rounded: float
 ) -> tuple[float, str]:
-    """The op's largest error, and the result that is off by more than its formula's own error allows.
+    """Compares the op's results with the formula's, result by result.
 
-    ``rounded``: the rounding that every use of a result applies, which an op may apply itself.
+    If ``match.judge`` returns an error for the outputs, only that counts.
+
+    Args:
+        match: the formula and its op.
+        mine: the op's outputs and gradients, by name.
+        theirs: the formula's outputs and gradients.
+        want: the formula's outputs and gradients in higher precision.
+        loose: whether ``want`` is not of higher precision, so that the formula's own error is unknown.
+        rounded: the rounding that every use of a result applies; an op may apply it itself.
+
+    Returns:
+        The op's largest relative error, and a description of the first result whose error is larger than the formula's
+        own error allows, or "".
     """
     if match.judge is not None:
         outputs = [[t for k, t in r.items() if k.startswith("output") and t is not None] for r in (theirs, mine)]
@@ -40,6 +52,7 @@ def judged(
 
 
 def _told(name: str, error: float, bar: float) -> str:
+    """Returns the near-miss reason for a result that differs."""
     if error == float("inf"):
         return f"verified on random data, {name} is NaN, infinite or a number where the formula's is not"
     return (
@@ -48,14 +61,18 @@ def _told(name: str, error: float, bar: float) -> str:
 
 
 def _least(name: str, want: Tensor | None, top: float) -> float:
-    """The norm below which a gradient counts as cancelled: its error is then measured against those around it."""
+    """Returns the smallest norm that a gradient's error is divided by.
+
+    A gradient below 5 % of the largest entry of all gradients (20 % for a scalar) counts as cancelled: its error is
+    measured against that size instead of its own norm.
+    """
     if "grad" not in name or want is None:
         return 0.0
     return (0.2 if want.numel() == 1 else 0.05) * top * float(want.numel()) ** 0.5
 
 
 def _roundings(results: Results, loose: bool, rounded: float) -> float:
-    """A few roundings of the results' dtypes; many where nothing says how large the formula's own error is."""
+    """Returns the error that rounding may cause: a few roundings, or many if the formula's own error is unknown."""
     dtypes = {t.dtype for t in results.values() if t is not None and t.is_floating_point()}
     eps = max((torch.finfo(d).eps for d in dtypes), default=0.0)
     eps = max(eps, rounded)
@@ -63,7 +80,11 @@ def _roundings(results: Results, loose: bool, rounded: float) -> float:
 
 
 def _apart(mine: Tensor | None, formula: Tensor | None, want: Tensor | None, least: float) -> float:
-    """||mine - want|| / ||want||; infinite where only one of ``mine`` and the formula's result is NaN or infinite."""
+    """Returns ``||mine - want|| / ||want||`` over the entries where ``formula`` and ``want`` are finite.
+
+    Infinite if ``mine`` is not finite where both are, or differs from a NaN or an infinity that both have. Integers and
+    bools give 0 or 1. A missing gradient counts as zeros.
+    """
     if mine is None or want is None or formula is None:
         some = [t for t in (mine, want) if t is not None]
         return 1.0 if any(bool(t.any()) for t in some) and len(some) == 1 else 0.0

@@ -1,4 +1,4 @@
-"""A formula and the op in its place, each cut out of the real graph as a graph that runs alone."""
+"""Cuts a formula and its op out of the real graph, each as a graph that runs alone."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.operator import Match
 
 MODES = "mhc_inductor_modes"
-"""Key in a cut node's meta: the modes that it runs in."""
+"""Key in the meta of a cut node: the modes that it runs in."""
 
 
 _FIXED = 64
+"""How many nodes :meth:`Cut.reads` visits before it takes a node to depend on data."""
 
 
 @dataclasses.dataclass
 class Piece:
-    """``inputs``: nodes of the view, with the placeholder that holds each; ``written``: placeholders changed in place."""
+    """A graph that runs alone.
+
+    ``inputs`` maps nodes of the view to the placeholders that hold them. ``written`` are placeholders that the graph
+    writes in place.
+    """
 
     graph: fx.Graph = dataclasses.field(default_factory=fx.Graph)
     inputs: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
@@ -38,13 +43,13 @@ class Piece:
         return self.inputs[node]
 
     def copy(self, node: fx.Node, at: dict[fx.Node, fx.Node], modes: Modes) -> fx.Node:
-        """Returns a copy of a real ``node`` that reads what ``at`` has for each of its inputs."""
+        """Copies a real ``node`` into the piece. ``at`` maps each of its inputs to a node of the piece."""
         made = self.graph.node_copy(node, at.__getitem__)
         made.meta = {MODES: modes}
         return made
 
     def structure(self) -> tuple[Any, ...]:
-        """Returns what two pieces that compute the same have in common; names do not count."""
+        """Returns a hashable description that is equal for pieces that compute the same; node names do not count."""
         number = {node: i for i, node in enumerate(self.graph.nodes)}
         lines = []
 
@@ -61,11 +66,13 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class _Nth:
+    """Stands for the i-th node of a piece in the text of another node's arguments."""
+
     i: int
 
 
 class Cut:
-    """The two pieces of one match, with the same placeholders' meaning: nodes of the view."""
+    """The formula and the op of one match as pieces. Both map their placeholders to nodes of the same view."""
 
     def __init__(self, edit: Edit, match: Match, pairs: Pairs) -> None:
         if edit.place is None:
@@ -74,7 +81,7 @@ class Cut:
         self.match, self.pairs = match, pairs
         self.ins = dict.fromkeys(node_of(v) for v in match.inputs)
         self.asked = [bool(self.view.ends.get(node_of(value), 0)) for value, _ in pairs]
-        """For each result, whether the graph has a use for its gradient."""
+        """For each result, whether the graph uses its gradient."""
         self.stood_for = edit.originals()
         self.unrounded = {new: old for new, old in edit.unrounded.items() if old in self.ins}
         self.formula = self._formula()
@@ -82,11 +89,11 @@ class Cut:
         self.inputs = list(dict.fromkeys([*self.formula.inputs, *self.op.inputs]))
 
     def value(self, node: fx.Node) -> Value | None:
-        """Returns the match's value of a node of the view, or the view's."""
+        """Returns the value of a node: the match's input value if it is one, else the view's."""
         return next((v for v in self.match.inputs if v.node is node), None) or self.view.value(node)
 
     def reads(self, node: fx.Node) -> bool:
-        """Whether a node of the view depends on data: on an input of the graph that is no size, or on random numbers."""
+        """Returns whether a view's node depends on data: on a graph input other than a size, or on random numbers."""
         todo, seen = [node], {node}
         while todo:
             one = todo.pop()
@@ -101,7 +108,7 @@ class Cut:
         return False
 
     def _formula(self) -> Piece:
-        """The real nodes of the region in graph order, in-place steps included."""
+        """Builds the formula's piece from the real nodes of the region in graph order, in-place steps included."""
         piece, view = Piece(), self.view
         region = sorted(self.place.region, key=view.order.__getitem__)
         ends = {node_of(value): value for value, _ in self.pairs}
@@ -110,7 +117,7 @@ class Cut:
         results: dict[fx.Node, fx.Node] = {}
         for v in region:
             if isinstance(example(v), (torch.SymFloat, torch.SymInt, torch.SymBool)):
-                continue  # a number that the compile knows: its present value
+                continue  # a number known at compile time: its present value is used
             real = view.reader.get(v, v)
             read: dict[fx.Node, fx.Node] = {}
             for a in real.all_input_nodes:
@@ -118,24 +125,27 @@ class Cut:
                 read[a] = at[meant] if meant in at else piece.input(meant)
             at[v] = made = piece.copy(real, read, view.modes_at(v))
             if v in view.made:
-                # The step's tensor; what an assignment returns is no tensor.
+                # Use the tensor that the step writes: an assignment (setitem) returns none.
                 at[v] = held = read[view.effects.written(real)[0]]
                 if held.op == "placeholder":
                     piece.written.add(held)
             if v in ends:
-                # A later step may write the result.
+                # Clone the result, because a later in-place step may write it.
                 results[v] = piece.graph.call_method("clone", (at[v],)) if stepped else at[v]
                 results[v].meta.setdefault(MODES, made.meta[MODES])
         piece.outputs = [results[node_of(value)] for value, _ in self.pairs]
         return piece
 
     def _meant(self, real: fx.Node, a: fx.Node) -> fx.Node:
-        """The node of the view that ``real`` reads under the name ``a``. Earlier matches may have renamed it."""
+        """Returns the node of the view that ``real`` reads under the name ``a``.
+
+        Ops that earlier matches put in stand for the nodes that they replaced.
+        """
         resolved = self.view.resolved.get(real, {})
         return resolved[a] if a in resolved else self.stood_for.get(a, a)
 
     def _op(self) -> Piece:
-        """The new nodes that the results need, back to the match's inputs."""
+        """Builds the op's piece from the new nodes between the match's inputs and its results."""
         piece, edit = Piece(), self.edit
         given = {edit.input(v): node_of(v) for v in self.match.inputs}
         shown = {self.view.node(v): v for v in self.view.nodes}
@@ -158,6 +168,7 @@ class Cut:
         shown: dict[fx.Node, fx.Node],
         at: dict[fx.Node, fx.Node],
     ) -> None:
+        """Adds to ``at`` each of ``nodes`` that is missing there, as a placeholder or a converted unrounded value."""
         for a in nodes:
             if a in at:
                 continue
@@ -167,7 +178,7 @@ class Cut:
                 at[a] = piece.input(given[a] if a in given else self.stood_for.get(a) or shown.get(a, a))
 
     def _laid(self, piece: Piece, new: fx.Node) -> fx.Node:
-        """What a formula has, in the layout and dtype in which an earlier op gives it."""
+        """Returns the formula's value of an input in the layout and dtype in which an earlier op returns it."""
         wanted, made = example(new), piece.input(self.unrounded[new])
         for target, argument in (("reshape", [*map(compat.hint, wanted.shape)]), ("to", wanted.dtype)):
             made = piece.graph.call_method(target, (made, argument))
@@ -175,7 +186,11 @@ class Cut:
         return made
 
     def _needed(self, given: dict[fx.Node, fx.Node], every: set[fx.Node]) -> Iterator[fx.Node]:
-        """New nodes behind the results. One of an earlier match stands for what the formula has there."""
+        """Yields the new nodes that the results depend on.
+
+        Stops at the match's inputs, at unrounded values, and at nodes of earlier matches that stand for something
+        outside the formula.
+        """
         todo = [new for _, new in self.pairs]
         seen = set(todo)
         while todo:

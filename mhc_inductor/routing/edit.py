@@ -1,8 +1,9 @@
-"""Edits of a graph: each is proved before the first node moves, and taken back exactly where it fails.
+"""Edits of a graph. Each is proved correct before the graph changes, and undone exactly if it fails.
 
-A match says which values its op reads and which it gives. Proved for every operator alike: a position exists after the
-inputs and before the uses; nothing is written in between; the modes are the formula's; nobody watches what goes away;
-results need gradients, reach parameters and share memory as the formula's did.
+A match names the values that its op reads and those that it returns. The same conditions are proved for every operator:
+there is a position after the inputs and before the uses; nothing in between writes these tensors; the grad, inference
+and autocast modes are the formula's; no hook is on a value that disappears; results need gradients, reach parameters
+and share memory as the formula's did.
 """
 
 from __future__ import annotations
@@ -30,24 +31,31 @@ from mhc_inductor.routing.sweep import pure, share_memory, unneeded
 __all__ = ["Check", "Edit", "Emit", "Pairs", "node_of"]
 
 Pairs = Sequence[tuple[Value, fx.Node]]
+"""Each output of a match with the new node that replaces it."""
 Emit = Callable[["Edit", Match], Iterable[tuple[Value, fx.Node]]]
+"""Builds a match's op in the graph and returns the pairs."""
 Check = Callable[["Edit", Match, Pairs], Verdict]
+"""Compares a match's op with its formula before the op replaces it; raises Mismatch to refuse the op."""
 
 
 class Edit:
-    """The edits of one graph. Operators call :meth:`emit` and its helpers between :meth:`apply`'s proofs."""
+    """The edits of one graph.
+
+    :meth:`apply` edits the graph for one match. The operator's ``emit``, which it calls, builds nodes with :meth:`emit`
+    and the other helpers.
+    """
 
     def __init__(self, view: View) -> None:
         self.view = view
         self.graph = view.real
         self.place: Place | None = None
         self.verdict = Verdict()
-        """What the check said of the last match."""
+        """The result of the last match's check."""
         self._new: dict[fx.Node, fx.Node] = {}
         self.created: list[fx.Node] = []
-        """The nodes that this and earlier matches made, each after those that it reads."""
+        """The nodes that this and earlier matches created, each after the nodes that it reads."""
         self.unrounded: dict[fx.Node, fx.Node] = {}
-        """The nodes of the view that new nodes stand for in an op's own layout and dtype."""
+        """New nodes that hold a value in an op's own layout and dtype, with the view's node that they stand for."""
         self._replaced: list[tuple[fx.Node, Any, Any]] = []
         self._learned: list[tuple[fx.Node, fx.Node | None, fx.Node]] = []
         self._regions: list[set[fx.Node]] = []
@@ -57,13 +65,21 @@ class Edit:
         self._mark = (0, 0, 0, 0)
         self.committed = False
 
-    # --- one transaction ---
+    # --- applying a match ---
 
     def apply(self, match: Match, emit: Emit, check: Check | None = None) -> list[fx.Node]:
-        """Puts one match's op into the graph. Returns the nodes that were made.
+        """Puts one match's op into the graph.
 
-        ``check`` sees the new nodes while the formula still stands, and may refuse them.
-        Raises Mismatch where something forbids it, and whatever ``emit`` raises; the graph is then as before.
+        Args:
+            match: the formula and its op.
+            emit: builds the op and returns each output with its new node.
+            check: is called with the new nodes while the formula still stands, and may refuse them.
+
+        Returns:
+            The nodes that were created.
+
+        Raises:
+            Mismatch: if the op may not stand there. This and whatever ``emit`` raises leave the graph unchanged.
         """
         self.view.settle()
         mark = self._mark = len(self.created), len(self._replaced), len(self._learned), len(self._regions)
@@ -85,16 +101,16 @@ class Edit:
             self.place = None
 
     def prove(self, match: Match) -> None:
-        """Checks that a match's op could be placed. Raises Mismatch where something forbids it."""
+        """Checks that a match's op could be placed. Raises Mismatch if it could not."""
         Placement(self.view, match).find()
 
     @property
     def changed(self) -> bool:
-        """Whether anything was edited."""
+        """Returns whether anything was edited."""
         return bool(self.created or self._replaced)
 
     def undo(self, mark: tuple[int, int, int, int] = (0, 0, 0, 0)) -> None:
-        """Takes back every edit since ``mark``; nodes, arguments and users are as they were."""
+        """Undoes every edit since ``mark``; restores nodes, arguments and users."""
         created, replaced, learned, regions = mark
         for user, args, kwargs in reversed(self._replaced[replaced:]):
             user.args, user.kwargs = args, kwargs
@@ -109,17 +125,17 @@ class Edit:
 
     @property
     def _fresh(self) -> list[fx.Node]:
-        """The nodes of the match that is being applied."""
+        """Returns the nodes created for the match that is being applied."""
         return self.created[self._mark[0] :]
 
     def originals(self) -> dict[fx.Node, fx.Node]:
-        """Returns the nodes of the view that new nodes stand for."""
+        """Returns the new nodes with the nodes of the view that they stand for."""
         return {new: old for old, new in self._new.items()}
 
     # --- for operators ---
 
     def keep(self, node: fx.Node, value: Value) -> None:
-        """Notes that a new ``node`` is what ``value`` is, before :meth:`as_like`: a later op may read it as it is."""
+        """Records that ``node`` holds ``value`` before :meth:`as_like` converts it: a later op may read it directly."""
         self.unrounded[node] = node_of(value)
 
     def current(self, node: fx.Node) -> fx.Node:
@@ -128,13 +144,14 @@ class Edit:
             if node in self._new:
                 node = self._new[node]
             elif node in self.view.made and self.view.made[node].target is operator.setitem:
-                # An assignment has no result: what was written holds it, and may itself have been replaced.
+                # An assignment (setitem) has no result: the tensor it writes holds the value, and may itself have been
+                # replaced.
                 node = self._unkept(self.view.before[node])
             else:
                 return self.view.node(node)
 
     def _unkept(self, node: fx.Node) -> fx.Node:
-        """What a node of the view is now, never its copy from before it is written."""
+        """Returns the original of a node that :meth:`_keep_overwritten` cloned, else the node itself."""
         return self._new[node].all_input_nodes[0] if self.copied(node) else node
 
     def input(self, value: Value) -> fx.Node:
@@ -142,19 +159,19 @@ class Edit:
         return self.current(node_of(value))
 
     def copied(self, node: fx.Node) -> bool:
-        """Whether ops read a copy of a node of the view, because the graph changes or returns what holds it."""
+        """Returns whether ops read a clone of a node of the view, because the graph writes or returns the original."""
         return self._new.get(node) in self._copies
 
     def emit(self, target: Any, *args: Any, **options: Any) -> fx.Node:
-        """Returns a new node at the current position, run on fake tensors, so that bad input raises here."""
+        """Creates a node at the current position and runs it on fake tensors, so that invalid inputs raise here."""
         return self.create("call_method" if isinstance(target, str) else "call_function", target, args, options)
 
     def create(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """Returns a new node, as :meth:`emit` does, from arguments that may hold nodes at any depth."""
+        """Creates a node like :meth:`emit`, from arguments that may hold nodes at any depth."""
         node = self.graph.create_node(op, target, tuple(args), dict(kwargs))
         self.created.append(node)
         mode = compat.fake_mode_of([t for n in self._nearby(node) for t in tensors_in(example(n))])
-        # Tensors of positions have no input that would say that they are fake.
+        # A call without tensor inputs, such as arange, needs the fake mode to return a fake tensor.
         with mode or contextlib.nullcontext():
             node.meta["example_value"] = run_fake(node)
         if self.place is not None:
@@ -166,24 +183,27 @@ class Edit:
         return node
 
     def _nearby(self, node: fx.Node) -> list[fx.Node]:
-        # Sizes alone do not say that tensors are fake.
+        # Inputs that are only sizes carry no fake mode: look at the anchor and its inputs too.
         around = [self.place.anchor, *self.place.anchor.all_input_nodes] if self.place else []
         return [*node.all_input_nodes, *around]
 
     def needs_grad(self, node: fx.Node) -> bool:
-        """Whether gradients may be asked of a node of the view or of a new one."""
+        """Returns whether gradients may flow through a node of the view or a new node."""
         return self.view.flows(node)
 
     def to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        """Returns ``node`` in a dtype."""
+        """Returns ``node`` cast to ``dtype``; ``node`` itself if it has that dtype."""
         return node if example(node).dtype == dtype else self.emit("to", node, dtype)
 
     def size(self, node: fx.Node, d: int) -> Size:
-        """Returns a size of a node's tensor."""
+        """Returns the size of dimension ``d`` of a node's tensor."""
         return size_of(example(node).shape[d], self.view.values.fixed)
 
     def shaped(self, node: fx.Node, shape: Sequence[Any], like: fx.Node) -> fx.Node:
-        """Returns ``node`` reshaped; dynamic sizes are read off ``node`` or ``like``. Raises Mismatch."""
+        """Returns ``node`` reshaped to ``shape``. Raises Mismatch if more than one dynamic size is new.
+
+        Dynamic sizes are read from ``node`` or ``like`` at run time.
+        """
         have, wanted = self._known(example(node).shape), self._known(shape)
         if len(have) == len(wanted) and all(compat.same_size(a, b) for a, b in zip(have, wanted, strict=True)):
             return node
@@ -206,18 +226,18 @@ class Edit:
         return next(places, None)
 
     def _known(self, shape: Sequence[Any]) -> list[Any]:
-        """Sizes whose symbols count as their present values, as numbers."""
+        """Returns the sizes with fixed symbols replaced by their values."""
         sizes = [size_of(s, self.view.values.fixed) for s in shape]
         return [s if size.symbols else size.factor for s, size in zip(shape, sizes, strict=True)]
 
     def widened(self, node: fx.Node, result: Value) -> fx.Node:
-        """Returns ``node`` in the dtype of ``result`` where something needs the result that exactly."""
+        """Returns ``node``, cast to the dtype of ``result`` if that is wider and some use needs it."""
         dtype = example(node).dtype
         narrow = torch.finfo(result.dtype).bits <= torch.finfo(dtype).bits
         return node if narrow or self.narrowed(node_of(result), dtype) else self.emit("to", node, result.dtype)
 
     def narrowed(self, node: fx.Node, dtype: torch.dtype) -> bool:
-        """Whether every use of the view's ``node`` is a cast to ``dtype``, through views at most."""
+        """Returns whether every use of the view's ``node`` casts it to ``dtype``, directly or through views."""
         users = [u for u in node.users if u.op != "output"]
         if not users or len(users) != len(node.users):
             return False
@@ -232,19 +252,22 @@ class Edit:
         return True
 
     def as_like(self, node: fx.Node, value: Value, sized: fx.Node | None = None) -> fx.Node:
-        """Returns ``node`` with the shape and dtype of ``value``, and its memory order where that can be seen."""
+        """Returns ``node`` with the shape and dtype of ``value``, and with its memory order if that is observable."""
         old = node_of(value)
         wanted = example(old)
         node = self.to(self.shaped(node, list(wanted.shape), sized or node), wanted.dtype)
         order = _memory_order(wanted)
         if _memory_order(example(node)) == order or not self._order_shows(old):
             return node
-        # A later reshape must be the copy, or the view, that it was.
+        # A later reshape must stay a copy or stay a view, as in the model.
         back = sorted(range(len(order)), key=order.__getitem__)
         return self.emit("permute", self.emit("contiguous", self.emit("permute", node, *order)), *back)
 
     def _order_shows(self, old: fx.Node) -> bool:
-        """Whether strides decide what is seen: a result whose memory order shows, or a view of it written in place."""
+        """Returns whether the memory order of a result is observable.
+
+        It is if the graph returns the result, or something computed in its memory order, or writes its memory later.
+        """
         seen, todo = {old}, [old]
         if self.view.written_between(old, len(self.view.real_nodes)):
             return True
@@ -261,13 +284,13 @@ class Edit:
                 todo.append(user)
         return False
 
-    # --- the laws ---
+    # --- conditions and how they are kept ---
 
     def _keep_overwritten(self, place: Place) -> None:
-        """Copies inputs that the op would see changed, right where they are made."""
+        """Clones inputs that the op would otherwise read after a write, right after they are computed."""
         for n, look in place.looks.items():
             seen = min((self._seen[key] for key in self.view.storages(n) if key in self._seen), default=look)
-            # Another op knows the tensor under this name as it was before.
+            # An earlier op reads this tensor as it was before the write.
             if self.view.written_between(n, look + 1, left=True, after=min(seen, look)):
                 raise Mismatch(WRITTEN, self.view.value(n))
         for node in place.overwritten:
@@ -286,13 +309,16 @@ class Edit:
             self._learn(node, kept)
 
     def _note(self, place: Place) -> None:
-        """Notes from when on the ops know the tensors of a formula."""
+        """Records from which position on ops read each tensor of a formula."""
         for n, look in [*place.looks.items(), *((n, self.view.defined(n)) for n in place.region)]:
             for key in self.view.storages(n):
                 self._seen[key] = min(look, self._seen.get(key, look))
 
     def _settled(self, match: Match, pairs: Pairs) -> Pairs:
-        """Checks each result against what it replaces, and keeps gradients and memory as the formula had them."""
+        """Checks each result against the value that it replaces, and detaches or clones it where needed.
+
+        Gradients and shared memory are then as the formula had them.
+        """
         settled = []
         memory = self.view.effects.storages
         claimed = {key: key for v in match.inputs for key in memory(self.input(v))}
@@ -310,16 +336,16 @@ class Edit:
         return settled
 
     def _apart(self, old: fx.Node, new: fx.Node, claimed: dict[int, int], shared: bool) -> bool:
-        """Whether a result needs memory of its own: nothing may share it that did not share that of ``old``."""
+        """Returns whether a result must be cloned: something would share its memory that did not share ``old``'s."""
         memory = self.view.effects.storages
         (mine,), (theirs,) = memory(new), self.view.storages(old)
-        # PyTorch calls the hook of an op's own output with None where no gradient arrives; eager does not call it.
+        # PyTorch calls a hook on an op's own output with None if no gradient arrives; eager does not call it at all.
         if self.view.hooked(old) or (shared and self.view.overwritten(old)):
             return True
         if not self.view.escapes(old):
             return False
         same = [n for n in self._fresh if self.needs_grad(n) and mine in memory(n)]
-        # A step on a result must change nothing that a backward needs, a later op's included.
+        # An in-place write to a result must not change what any backward saved, that of a later op included.
         if any(n in self.unrounded or not self.needs_grad(new) for n in same):
             return True
         if any(mine in self._saved_memory(n) for n in self._fresh):
@@ -327,7 +353,7 @@ class Edit:
         return claimed.setdefault(mine, theirs) != theirs or self._repeats()
 
     def _saved_memory(self, node: fx.Node) -> set[int]:
-        """The memory that the backward of a new node keeps."""
+        """Returns the storages that the backward of a new node saves."""
         if node not in self._saved:
             self._saved[node] = set()
             if self.place is not None and self.needs_grad(node) and node.target is not operator.getitem:
@@ -338,9 +364,9 @@ class Edit:
         return self._saved[node]
 
     def _repeats(self) -> bool:
-        """Whether an op of several outputs may have been called on the same inputs before.
+        """Returns whether an op with several outputs may have been called on the same inputs before.
 
-        AOTAutograd makes one call of two equal ones, and lets their outputs share memory.
+        AOTAutograd merges two equal calls into one, so that their outputs share memory.
         """
         mine, earlier = (
             [n for n in nodes if isinstance(example(n), (tuple, list))]
@@ -349,7 +375,7 @@ class Edit:
         return any(a.target == b.target and self._leaves(a) == self._leaves(b) for a in mine for b in earlier)
 
     def _leaves(self, node: fx.Node) -> set[fx.Node]:
-        """The inputs of the graph that a node depends on."""
+        """Returns the graph inputs that a node depends on."""
         seen, todo = {node}, [node]
         while todo:
             for parent in todo.pop().all_input_nodes:
@@ -359,7 +385,7 @@ class Edit:
         return {n for n in seen if n.op in ("placeholder", "get_attr")}
 
     def _check_reach(self, match: Match, old: fx.Node, new: fx.Node) -> None:
-        """Raises Mismatch where a parameter would get zeros that the model leaves without a gradient."""
+        """Raises Mismatch if a parameter would get a gradient of zeros where the model gives it none."""
         view, roots = self.view, 0
         if not view.ends.get(old, 0):
             return
@@ -370,11 +396,11 @@ class Edit:
         while todo:
             parents = [n for n in todo.pop().all_input_nodes if n not in reached]
             reached.update(parents)
-            # What an input is made of, its own roots say.
+            # Stop at the match's inputs: their roots are known.
             todo += [n for n in parents if n not in given and n not in view.position and self.needs_grad(n)]
         for node in reached & given.keys():
             roots |= given[node]
-        # A compiled graph is one node of autograd: each result has the gradients of all of them.
+        # A compiled graph is one autograd node: what any of its results reaches gets a gradient anyway.
         for result in view.results:
             roots &= ~view.roots[result]
         if roots:
@@ -384,6 +410,7 @@ class Edit:
             )
 
     def _replace(self, value: Value, new: fx.Node) -> None:
+        """Makes the readers of a formula's result read ``new``."""
         old = node_of(value)
         real = self.view.node(old)
         for key in TRACES:
@@ -393,13 +420,13 @@ class Edit:
         region = {self.view.reader.get(n, n) for n in self.place.region} if self.place else set()
         steps = {n for n in region if self.view.effects.written(n)}
         for user, a in self._readers(old, real, steps):
-            # An in-place step of the formula, kept for another reason, must not write the op's result.
+            # An in-place step of the formula that stays for another reason must not write the op's result.
             if user not in fresh and user not in steps:
                 self._redirect(user, a, new)
         self._learn(old, new)
 
     def _readers(self, old: fx.Node, real: fx.Node, steps: set[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-        """The real nodes that read what a node of the view stands for, each with the name that it reads."""
+        """Returns the real nodes that read what ``old`` stands for, each with the name under which it reads it."""
         resolved = self.view.resolved
         if old in self.view.made:
             readers = [self.view.reader[u] for u in old.users]
@@ -416,12 +443,13 @@ class Edit:
         self._learned.append((old, self._new.get(old), new))
         self._new[old] = new
 
-    # --- the end ---
+    # --- clean-up ---
 
     def sweep(self) -> None:
-        """Erases what only the replaced formulas needed. Never the whole graph's dead code: it may have effects.
+        """Erases what only the replaced formulas needed.
 
-        Nothing is undone from here on: what is left where this fails is dead code.
+        Other dead code stays, because it may have effects. Nothing is undone from here on: if this fails, dead code is
+        left in the graph.
         """
         gone = unneeded(self.view, {n for region in self._regions for n in region})
         self.committed = True
@@ -438,7 +466,7 @@ class Edit:
                 self.graph.erase_node(node)
 
     def guard(self) -> None:
-        """Lets the compile be specialised on the sizes that were taken as fixed."""
+        """Specialises the compile to the sizes that the analysis took as fixed."""
         fixed = self.view.values.fixed
         for node in self.graph.nodes if fixed else ():
             if node.op != "placeholder":
@@ -451,6 +479,7 @@ class Edit:
 
 
 def _check_alike(old: torch.Tensor, new: torch.Tensor, value: Value) -> None:
+    """Raises Mismatch if the op's result differs from the formula's in rank, dtype, device or a known size."""
     same = len(old.shape) == len(new.shape) and old.dtype == new.dtype and old.device == new.device
     if not same or not all(_may_equal(a, b) for a, b in zip(old.shape, new.shape, strict=True)):
         have, want = (f"{[*t.shape]} {t.dtype} on {t.device}" for t in (new, old))
@@ -458,11 +487,15 @@ def _check_alike(old: torch.Tensor, new: torch.Tensor, value: Value) -> None:
 
 
 def _may_equal(a: Any, b: Any) -> bool:
+    """Returns whether two sizes are equal or at least one is dynamic."""
     return compat.same_size(a, b) or not (isinstance(a, int) and isinstance(b, int))
 
 
 def _keeps_order(value: Any, of: Any) -> bool:
-    """Whether an operation's result shows its input's memory order: views, tuples of views, elementwise operations."""
+    """Returns whether an operation's result keeps its input's memory order.
+
+    Views, tuples of views and most elementwise operations do.
+    """
     if isinstance(value, tuple):
         return True
     if not isinstance(value, Value) or not isinstance(of, Value):
@@ -476,11 +509,11 @@ _FRESH = {
     torch.ops.aten.native_layer_norm.default,
     torch.ops.aten.native_dropout.default,
 }
-"""Operations whose result does not have its input's memory order."""
+"""Operations whose result does not keep its input's memory order."""
 
 
 def _memory_order(t: torch.Tensor) -> list[int]:
-    """The dimensions by falling stride; dimensions of size 1 stay where they are."""
+    """Returns the dimensions by falling stride; dimensions of size 1 keep their position."""
     strides, sizes = ([compat.hint(s) for s in each] for each in (t.stride(), t.shape))
     real = iter(sorted((d for d in range(t.dim()) if sizes[d] != 1), key=lambda d: -strides[d]))
     return [next(real) if sizes[d] != 1 else d for d in range(t.dim())]

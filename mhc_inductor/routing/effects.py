@@ -1,7 +1,7 @@
-"""What each call of a graph writes, shares and watches, and the modes that every position runs in.
+"""What each call of a graph writes and watches, the memory of its tensors, and the modes at every position.
 
-Names say nothing: ``torch.ops.ns.f(t)`` may write ``t``, ``F.relu(t, True)`` does. Each distinct call is run once on fake
-tensors under a mode that sees the operator schemas it ends in.
+A call's name does not tell: ``torch.ops.ns.f(t)`` may write ``t``, and ``F.relu(t, True)`` does. Each distinct call is
+run once on fake tensors under a dispatch mode that sees the schemas of the operators below it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from mhc_inductor.routing.graph.run import fresh
 from mhc_inductor.routing.graph.values import example, run, tensors_in
 
 _DISTINCT = frozenset((int, bool, str, type(None)))
-"""Types of arguments that tell themselves apart; of others, the floats among them, the text does."""
+"""Types whose values serve as keys themselves. Other types are compared by their text, floats among them."""
 AutocastState = tuple[str, Any, bool, Any]
+"""An autocast region: device, dtype, whether enabled, whether the cache is used."""
 _PLAIN = (int, float, bool, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size)
 _DESCRIPTIONS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """``writes``: positions of the tensor arguments that a call changes, in flat order; ``watches``: it may keep or
-    hook its arguments; ``known`` is False where PyTorch could not be asked: then it may do anything to them."""
+    """What a call does to its tensor arguments.
+
+    ``writes`` are the positions of the arguments that it writes, in flattened order. ``watches``: it may keep or hook
+    its arguments. ``known`` is False if PyTorch could not run the call; it may then do anything to them.
+    """
 
     writes: tuple[int, ...] = ()
     watches: bool = False
@@ -40,7 +44,7 @@ _NONE = Effect()
 
 
 class _Writes(compat.TorchDispatchMode):
-    """Collects the storages that anything under the mode writes, whatever it was called through."""
+    """Dispatch mode that collects the storages that any operator under it writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,26 +58,26 @@ class _Writes(compat.TorchDispatchMode):
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    """The arguments that an operator's schema says are written."""
+    """Yields the arguments that an operator's schema marks as written."""
     for i, a in enumerate(func._schema.arguments):
         if a.alias_info is not None and a.alias_info.is_write:
             yield kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
 
 
 class Effects:
-    """Answers :meth:`of` for the nodes of any graph of one compile; equal calls are asked once."""
+    """The effects of the nodes of all graphs of one compile. Equal calls are run once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Effect] = {}
         self._of_node: dict[fx.Node, Effect] = {}
         self.unknown: dict[fx.Node, None] = {}
-        """Calls that PyTorch could not be asked about."""
+        """Calls whose effects PyTorch could not determine."""
         self._described: dict[int, tuple[torch.Tensor, Any]] = {}
         self._storages: dict[fx.Node, tuple[int, ...]] = {}
         self._autocast: dict[fx.Node, tuple[AutocastState, ...]] = {}
 
     def within(self, modes: Mapping[fx.Node, Modes]) -> None:
-        """Notes the autocast regions that nodes run in: without them some calls do not run at all."""
+        """Records the autocast regions of nodes: some calls fail outside of theirs."""
         self._autocast.update((node, m.autocast) for node, m in modes.items() if m.autocast)
 
     def of(self, node: fx.Node) -> Effect:
@@ -104,7 +108,7 @@ class Effects:
         return self._known[key]
 
     def _key(self, tree: Any) -> Any:
-        """What a call's effects may depend on: the structure of its arguments, numbers, and each tensor's metadata."""
+        """Returns a key of what a call's effects may depend on: argument structure, numbers and tensor metadata."""
         kind = type(tree)
         if kind is fx.Node:
             tree = example(tree)
@@ -123,7 +127,7 @@ class Effects:
         return kind, repr(tree)
 
     def written(self, node: fx.Node) -> list[fx.Node]:
-        """Returns the inputs of ``node`` whose tensors it changes; all of its tensors where it cannot be asked."""
+        """Returns the inputs of ``node`` whose tensors it writes: all tensor inputs if its effects are unknown."""
         effect = self.of(node)
         if effect.known and not effect.writes:
             return []
@@ -132,7 +136,7 @@ class Effects:
         return list(dict.fromkeys(picked))
 
     def events(self, graph: fx.Graph) -> list[tuple[int, int, fx.Node]]:
-        """Returns (position, storage, node) of every tensor that a node changes in place."""
+        """Returns (position, storage, node) for every tensor that a node writes in place."""
         found = []
         for i, node in enumerate(graph.nodes):
             effect = self.of(node)
@@ -141,26 +145,28 @@ class Effects:
         return found
 
     def storages(self, node: fx.Node) -> tuple[int, ...]:
-        """Returns the memory of each tensor of a node's result."""
+        """Returns the storage key of each tensor of a node's result."""
         found = self._storages.get(node)
         if found is None:
             found = self._storages[node] = tuple(map(compat.storage_key, tensors_in(example(node))))
         return found
 
     def move(self, node: fx.Node, was: int, now: int) -> None:
-        """Notes that what a node holds lies in other memory than its example value says."""
+        """Records that a node's result lies in storage ``now``, although its example value says ``was``."""
         self._storages[node] = tuple(now if key == was else key for key in self.storages(node))
 
     def _of_schema(self, node: fx.Node) -> Effect:
+        """Returns the effect that an operator's schema declares."""
         arguments = [*_tensor_arguments(node)]
         written = [*_written_arguments(node.target, node.args, node.kwargs)]
         nodes = {n for v in written for n in tree_flatten(v)[0] if isinstance(n, fx.Node)}
         return Effect(tuple(i for i, (n, _) in enumerate(arguments) if n in nodes))
 
     def _of_bodies(self, node: fx.Node) -> Effect:
-        """A higher-order operator writes what its bodies write of their inputs; one without bodies may write all.
+        """Returns the effect of a higher-order operator.
 
-        One that returns an input's own memory hands it on with something attached to it: a hook.
+        It writes what its bodies write of their inputs; without bodies it may write everything. If it returns an
+        input's own memory, it may have attached something to it, such as a hook, and so watches it.
         """
         arguments = [t for _, t in _tensor_arguments(node)]
         inside = {key for n, _ in _tensor_arguments(node) for key in self.storages(n)}
@@ -180,7 +186,7 @@ class Effects:
 
 
 def _tensor_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, torch.Tensor]]:
-    """The tensors among the arguments of ``node`` in flat order, with the nodes that hold them."""
+    """Yields the tensors among the arguments of ``node`` in flattened order, each with the node that holds it."""
     for leaf in tree_flatten((node.args, node.kwargs))[0]:
         if isinstance(leaf, fx.Node):
             for t in tree_flatten(example(leaf))[0]:
@@ -198,7 +204,7 @@ def _made(t: Any) -> Any:
 
 
 def _asked(node: fx.Node, modes: Modes) -> Effect:
-    """Runs ``node`` on fresh fake tensors. Leaves the modes, and every tensor of the graph, as they were."""
+    """Runs ``node`` on new fake tensors and returns its effect. Leaves modes and the graph's tensors as they were."""
     flat, spec = tree_flatten(fx.node.map_arg((node.args, node.kwargs), example))
     mode = compat.fake_mode_of([t for t in flat if isinstance(t, torch.Tensor)])
     if mode is None:
@@ -210,8 +216,8 @@ def _asked(node: fx.Node, modes: Modes) -> Effect:
             args, kwargs = tree_unflatten(made, spec)
             with writes:
                 out = run(node, args, kwargs)
-    except Exception as error:  # whatever it is that PyTorch cannot run alone
-        # A number that is read off data (item) ends the run of a call that has only read so far.
+    except Exception as error:  # not every call can be run alone
+        # Reading a number from data (item) aborts the run; until then the call may have only read.
         return Effect(known=compat.reads_data(error) and not writes.storages)
     tensors = [(t, given) for t, given in zip(made, flat, strict=True) if isinstance(t, torch.Tensor)]
     changed = [
@@ -222,7 +228,7 @@ def _asked(node: fx.Node, modes: Modes) -> Effect:
 
 
 def _plain(out: Any) -> bool:
-    """Whether a result is made of tensors and numbers: not a handle, and not the nothing that a hook returns."""
+    """Returns whether a result consists of tensors and numbers. A handle does not, and neither does a hook's None."""
     leaves = tree_flatten(out)[0]
     kinds = (torch.Tensor, *_PLAIN, *_DESCRIPTIONS)
     return bool(leaves) and all(isinstance(leaf, kinds) for leaf in leaves)
@@ -230,7 +236,7 @@ def _plain(out: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Modes:
-    """Grad mode, inference mode and the autocast regions, outermost first, that a position of a graph runs in."""
+    """The grad mode, inference mode and autocast regions, outermost first, at a position of a graph."""
 
     grad: bool = True
     inference: bool = False
@@ -238,7 +244,7 @@ class Modes:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Runs the body under the same autocast state."""
+        """Enters the autocast regions for the body."""
         with contextlib.ExitStack() as stack:
             for device, dtype, enabled, _ in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
@@ -246,7 +252,7 @@ class Modes:
 
 
 def ambient(devices: tuple[str, ...] = ("cpu", "cuda")) -> Modes:
-    """Returns the modes around the compiled call."""
+    """Returns the modes in force where the compiled function is called."""
     autocast = tuple(
         (device, torch.get_autocast_dtype(device), True, None)
         for device in devices

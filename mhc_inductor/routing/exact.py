@@ -12,10 +12,14 @@ from mhc_inductor import compat
 from mhc_inductor.compat import tree_leaves, tree_map_only
 
 PROMOTED = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that are replaced by fp64."""
 
 
 class Exact(compat.TorchDispatchMode):
-    """Computes in fp64 whatever the calls say, but for roundings that the model wrote on an input: those are its own."""
+    """Dispatch mode that computes in fp64, except that it keeps roundings of inputs that the model wrote.
+
+    ``inputs`` maps the storage key of each input to the dtype that it has in the model.
+    """
 
     def __init__(self, inputs: dict[int, torch.dtype]) -> None:
         super().__init__()
@@ -35,6 +39,7 @@ class Exact(compat.TorchDispatchMode):
         return tree_map_only(Tensor, lambda t: t.double() if t.dtype in PROMOTED else t, out)
 
     def _rounds(self, t: Tensor, to: torch.dtype) -> bool:
+        """Returns whether casting ``t`` rounds an input of the formula."""
         was = self.inputs.get(compat.storage_key(t))
         return was is not None and was.is_floating_point and torch.finfo(to).eps > torch.finfo(was).eps
 

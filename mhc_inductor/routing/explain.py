@@ -1,4 +1,4 @@
-"""``explain``: what the routing pass finds in a model, and why it passes over what it does not route."""
+"""``explain``: reports what the routing pass finds in a model, and why it leaves the rest unrouted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mhc_inductor.routing.verify import Verifier
 
 
 def copied(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """``gm`` with graphs of its own, bodies of higher-order ops included; tensors and modules are shared."""
+    """Returns a copy of ``gm`` and of the bodies of its higher-order ops; tensors and modules are shared."""
     result = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
     result.meta = dict(gm.meta)
     for node in result.graph.find_nodes(op="get_attr"):
@@ -27,23 +27,32 @@ def copied(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any) -> Report:
-    """Run ``fn(*args, **kwargs)`` once; print and return what ``backend="mhc_inductor"`` routes in it.
+    """Runs ``fn(*args, **kwargs)`` once; prints and returns what ``backend="mhc_inductor"`` routes in it.
 
-    ``fn`` is a function or module, compiled or not. It runs as it would eagerly, in the ambient grad and autocast modes:
-    its graphs are captured by Dynamo and the pass sees copies of them, so that buffers, random state and the gradients
-    of a caller who uses the outputs are those of an eager call. No kernel is compiled and no counter moves.
+    The report lists every formula found of mHC (arXiv 2512.24880), of E79 (a loop over time, a higher-order scan, or
+    the op itself) and of attention under a mask of selected keys. Each has its line in the user's file, the op that it
+    becomes, and the kernels that the op launches on the inputs' device. The report also lists what is fused and, for
+    every near miss, the first node that did not fit and the reason. A graph break gives two graphs, which are reported
+    together. It is printed as tables if rich is installed.
 
-    Returns a :class:`~mhc_inductor.routing.report.Report`: every formula of mHC (arXiv 2512.24880), every E79
-    recurrence (a loop over time, a higher-order scan, the op itself) and every attention under a mask of selected keys
-    that was found, with its line in the user's file, the op that it becomes and the kernels which that op launches on
-    the device of the inputs, what is fused, and for every near miss the first node that did not fit and the reason.
-    One graph break makes two graphs, which are reported together. The report is printed as tables if rich is installed.
+    ``fn`` runs as it would eagerly, in the ambient grad and autocast modes: Dynamo captures its graphs and the pass
+    gets copies of them. Buffers, random state, and gradients of the outputs are those of an eager call. No kernel is
+    compiled and no counter changes.
 
-    With ``verify``, each distinct formula is run once beside its op, on random data of its shapes and dtypes: ``error``
-    of a routed formula is the op's largest relative error, over outputs and gradients, against the formula in fp64;
-    None, with the reason in ``note``, where it could not be run. An op that differs is a near miss.
+    Args:
+        fn: a function or module, compiled or not.
+        *args: positional arguments of ``fn``.
+        verify: also run each distinct formula and its op on random data of its shapes and dtypes. ``error`` of a routed
+            formula is then the op's largest relative error over outputs and gradients, compared with the formula in
+            fp64. It is None, with the reason in ``note``, if the formula could not be run. An op that differs is a near
+            miss.
+        **kwargs: keyword arguments of ``fn``.
 
-    Raises what ``fn`` raises, and Dynamo's own errors.
+    Returns:
+        The :class:`~mhc_inductor.routing.report.Report` over all graphs of the call.
+
+    Raises:
+        Exception: whatever ``fn`` raises, and Dynamo's own errors.
     """
     target = compat.uncompiled(fn)
     report = Report()
@@ -59,7 +68,7 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
     def call(*args: Any, **kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
-    # Dynamo keeps compiled code on code objects: one of our own leaves those of the user's functions alone.
+    # Dynamo stores compiled code on code objects: a new one keeps it off the user's functions.
     own = types.FunctionType(call.__code__.replace(), call.__globals__, "explain", None, call.__closure__)
     with compat.captured_apart() as options:
         torch.compile(own, backend=capture, **options)(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""What an operator brings to the pass, and where operators register.
+"""The interface of an operator, and the registry of operators.
 
-An operator says where its formula may be, what a match reads and gives, and how its op is put there. The pass proves
-for all of them alike that the op may stand where the formula stood (:mod:`mhc_inductor.routing.edit`).
+An operator says which nodes may hold its formula, which values a match reads and returns, and how to build its op. The
+pass then proves that the op may replace the formula (:mod:`mhc_inductor.routing.edit`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Mismatch(Exception):
     """The first thing that does not fit a formula, in the user's terms, and the value where it is.
 
-    An empty reason drops the match without a near miss: another match says why.
+    A match with an empty reason is dropped without a near miss, because another match reports it.
     """
 
     def __init__(self, reason: str, value: Value | None = None) -> None:
@@ -37,9 +37,9 @@ class Mismatch(Exception):
 
 @contextlib.contextmanager
 def contained(view: View, node: fx.Node) -> Iterator[None]:
-    """Lets a failure of routing itself end the search at ``node`` alone: it is reported, and the rest is searched on.
+    """Confines a failure of the routing code to the search at ``node``: it is reported and the search continues.
 
-    What is raised of a formula that does not fit passes through.
+    Exceptions that mean that the formula does not fit are raised as they are: Mismatch, Unsupported and DynamicWidth.
     """
     try:
         yield
@@ -50,14 +50,19 @@ def contained(view: View, node: fx.Node) -> Iterator[None]:
 
 
 class Unplaced(Mismatch):
-    """No position is after everything that the op needs and before everything that needs the op."""
+    """Raised if no position is after everything that the op reads and before everything that reads the op."""
 
 
 @dataclasses.dataclass
 class Miss:
-    """A formula that stays: the op that it resembles, why, the value that does not fit, and where the formula is.
+    """A formula that is not routed.
 
-    ``ordinary``: nobody would take it for the op's formula. It is reported, and is no finding.
+    Args:
+        op: the op that the formula resembles.
+        reason: why the formula is not routed.
+        value: the value that does not fit.
+        start: the value where the formula is.
+        ordinary: whether nobody would expect it to be routed. It is reported, but does not count as a finding.
     """
 
     op: str
@@ -69,7 +74,11 @@ class Miss:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What running a formula beside its op gave: the op's largest relative error, or None and why it was not run."""
+    """The result of verifying an op against its formula.
+
+    ``error`` is the op's largest relative error, or None if the formula was not run; ``note`` says why, or what was
+    compared.
+    """
 
     error: float | None = None
     note: str = ""
@@ -77,21 +86,23 @@ class Verdict:
 
 @dataclasses.dataclass
 class Match:
-    """A formula that was recognised.
+    """A recognised formula.
 
     Args:
         op: name of the op in reports.
         inputs: every tensor that the op reads.
         outputs: every value that the op's results replace.
         detail: sizes and constants, for the report.
-        parts: ops that the new one replaces, where it is a fusion of ops rather than of a formula.
+        parts: names of the ops that the new op replaces, if it fuses ops instead of replacing a formula.
         data: whatever :meth:`Operator.emit` needs.
         at: the value that a report points at; by default the first output.
-        sample: makes an input's data for verification, where the default would be out of range:
-            ``sample(value, shape, dtype, device, generator, case)`` returns a tensor, or None for the default. Called for
-            every tensor that comes from outside the formula. The default is normal floats (of size 1, and 1e-3 in every
-            second case, where constants such as an epsilon show), integers of 0 and 1, and random bools.
-        cases: how many sets of data are tried, ``case`` from 0: empty rows, ties and other edges are cases of their own.
+        sample: makes an input's data for verification if the default would be out of range:
+            ``sample(value, shape, dtype, device, generator, case)`` returns a tensor, or None for the default. Called
+            for every tensor that comes from outside the formula. The default is normally distributed floats (of size 1,
+            and of size 1e-3 in every second case, to show constants such as an epsilon), integers 0 and 1, and random
+            bools.
+        cases: how many sets of data are tried, with ``case`` from 0. Edge cases such as empty rows or ties get sets of
+            their own.
         judge: compares outputs that need not be equal, such as indices of equally good choices:
             ``judge(outputs of the formula, outputs of the op)`` returns the error, or None for the usual comparison.
     """
@@ -109,40 +120,41 @@ class Match:
 
     @property
     def start(self) -> Value:
-        """The value that a report points at."""
+        """Returns the value that a report points at."""
         return self.at or self.outputs[0]
 
 
 class Operator(Protocol):
-    """One operator. Instances are made for each graph, so they may keep what they learn of it.
+    """Interface of an operator. One instance is made per graph, so it may keep what it learns about the graph.
 
-    Optional are ``looks_for_ops = True`` of a class that matches ops and no formulas (its view shows in-place steps as they
-    are), and two methods:
+    Optional members:
 
-    - ``smaller(match)`` returns smaller matches to try where no position was found for one (each step of a loop).
-    - ``faster_as_written(match, device)`` says that on a type of device Inductor's code of the formula as the model
-      wrote it beats the op's. A compile then keeps the formula there, proved like any other match.
+    - ``looks_for_ops = True``, on a class that matches only ops and no formulas. Its view shows in-place steps
+      unchanged.
+    - ``smaller(match)`` returns smaller matches to try if a match finds no position, such as each step of a loop.
+    - ``faster_as_written(match, device)`` returns whether, on a device type, Inductor's code for the formula as the
+      model wrote it is faster than the op. A compile then keeps the formula, after the same proof as for any match.
     """
 
     name: str
 
     def candidates(self, view: View) -> Iterable[fx.Node]:
-        """Returns the nodes where the formula may be."""
+        """Returns the nodes that may hold the formula."""
         ...
 
     def match(self, view: View, node: fx.Node) -> Match | Miss | Routed | Iterable[Match | Miss | Routed] | None:
-        """Returns what is at a candidate: matches, near misses, ops that the model calls itself, or None."""
+        """Returns what is found at a candidate: matches, near misses, ops that the model calls itself, or None."""
         ...
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
-        """Puts the op at the edit's position. Returns each output with the node that takes its place.
+        """Builds the op at the edit's position and returns each output with the node that replaces it.
 
-        Raises Mismatch where the inputs cannot be brought into the op's layout; the pass takes back what was put in.
+        Raises Mismatch if the inputs cannot be brought into the op's layout; the pass then undoes what was built.
         """
         ...
 
     def kernels(self, op: str, device: str) -> tuple[str, ...]:
-        """Returns the kernels that ``op`` launches on a type of device, or a word for what runs there instead."""
+        """Returns the kernels that ``op`` launches on a device type, or a word for what runs there instead."""
         ...
 
 
@@ -150,14 +162,14 @@ _REGISTERED: dict[str, Callable[[], Operator]] = {}
 
 
 def register(operator: Callable[[], Operator], name: str | None = None) -> None:
-    """Adds an operator to the pass of every later compile.
+    """Adds an operator to the pass for all later compiles.
 
     Args:
         operator: a class, or a function without arguments, that makes the operator for one graph.
-        name: what :func:`unregister` takes; by default the class's ``name``.
+        name: the name that :func:`unregister` takes; by default the class's ``name``.
 
     Raises:
-        ValueError: if an operator of that name is registered already.
+        ValueError: if the operator has no name, or one of that name is registered already.
     """
     name = name or getattr(operator, "name", None)
     if not isinstance(name, str):
@@ -168,10 +180,17 @@ def register(operator: Callable[[], Operator], name: str | None = None) -> None:
 
 
 def unregister(name: str) -> None:
-    """Removes an operator. Raises KeyError if none has that name."""
+    """Removes an operator.
+
+    Args:
+        name: the name that it was registered under.
+
+    Raises:
+        KeyError: if no operator of that name is registered.
+    """
     del _REGISTERED[name]
 
 
 def registered() -> list[Callable[[], Operator]]:
-    """Returns the makers of all operators, in the order in which they run."""
+    """Returns the registered operators' makers, in the order in which the pass runs them."""
     return list(_REGISTERED.values())

@@ -1,4 +1,4 @@
-"""The proof that an op may stand where a formula stood, made before the first node moves."""
+"""Proves that an op may stand where a formula stood, before the graph is changed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from mhc_inductor.routing.saved import changed_later
 
 WRITTEN = "a tensor of the formula is changed in place within it"
 TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack")
+"""Keys in a node's meta that say where in the user's code it comes from."""
 
 
 def node_of(value: Value) -> fx.Node:
-    """Returns the view's node of a value. Raises Mismatch for one inside a composite operation."""
+    """Returns the view's node of a value. Raises Mismatch for a value inside a composite operation."""
     if value.node is None:
         raise Mismatch("a tensor of the formula is inside a composite operation", value)
     return value.node
@@ -27,17 +28,23 @@ def node_of(value: Value) -> fx.Node:
 
 @dataclasses.dataclass
 class Place:
-    """Where an op goes: before ``anchor``, in ``modes``; ``region`` are the view's nodes of the formula, outputs included."""
+    """The position of an op: it goes before ``anchor`` and runs in ``modes``.
+
+    ``region`` holds the view's nodes of the formula, outputs included. ``trace`` is the op's source location.
+    """
 
     anchor: fx.Node
     modes: Modes
     region: set[fx.Node]
     trace: dict[str, Any]
     overwritten: list[fx.Node]
-    """Inputs, as nodes of the view, that are written between the formula's first look at them and the anchor; and those that
-    only the op keeps for its backward, where the graph returns them or writes them later."""
+    """Inputs, as nodes of the view, that the op must read from a clone.
+
+    They are written between the formula's first read and the anchor; or only the op, not the formula, saves them for
+    its backward, and the graph returns or later writes them.
+    """
     looks: dict[fx.Node, int]
-    """Inputs, with the position just before the formula first reads each."""
+    """Inputs, each with the position just before the formula first reads it."""
 
 
 class Placement:
@@ -52,7 +59,7 @@ class Placement:
         self.at = match.start
 
     def find(self) -> Place:
-        """Returns the position. Raises Mismatch, or Unplaced where inputs and results leave no room."""
+        """Returns the position. Raises Unplaced if inputs and results leave no room, or another Mismatch."""
         view = self.view
         region = self._region()
         looks = {n: self._looked_at(n, region) for n in self.ins}
@@ -71,7 +78,10 @@ class Placement:
         return Place(anchor, view.modes[anchor], region, trace, overwritten, looks)
 
     def _looked_at(self, node: fx.Node, region: set[fx.Node]) -> int:
-        """The position just before the formula first reads an input; its definition where gradients saw it change."""
+        """Returns the position just before the formula first reads an input.
+
+        If autograd saw a write to the input before that, it is the input's definition instead.
+        """
         view = self.view
         made = view.defined(node)
         first = min((view.defined(u) for u in node.users if u in region), default=made + 1) - 1
@@ -80,7 +90,7 @@ class Placement:
         return max(first, made) if quiet else made
 
     def _region(self) -> set[fx.Node]:
-        """The view's nodes between inputs and outputs. Raises Unplaced where an input needs an output."""
+        """Returns the view's nodes between inputs and outputs. Raises Unplaced if an input depends on an output."""
         ins, region, todo = set(self.ins), set(self.outs), list(self.outs)
         while todo:
             for parent in todo.pop().all_input_nodes:
@@ -101,17 +111,17 @@ class Placement:
         return region
 
     def _check_writes(self, region: set[fx.Node], looks: dict[fx.Node, int]) -> None:
-        """Raises Mismatch where something that the view could not make functional writes within the formula."""
+        """Raises Mismatch if an in-place write that the view could not make functional lies within the formula."""
         last = max(self.view.defined(o) for o in self.outs)
         since = [*((n, None) for n in region), *looks.items()]
         if any(self.view.written_between(n, last + 1, left=True, after=at) for n, at in since):
             raise Mismatch(WRITTEN, self.at)
 
     def _modes(self, region: set[fx.Node]) -> Modes:
-        """The modes of the formula. Raises Mismatch where they change within it."""
+        """Returns the modes of the formula. Raises Mismatch if they change within it."""
         view = self.view
         flowing = [n for n in region if any(view.flows(a) for a in n.all_input_nodes)]
-        # Reals without gradients may be computed in any grad mode.
+        # Nodes that no gradient flows into may be computed in any grad mode.
         grads = {view.modes_at(n).grad for n in flowing}
         if len(grads) > 1:
             raise Mismatch("gradients are switched on or off within the formula", self.at)
@@ -121,7 +131,7 @@ class Placement:
         return dataclasses.replace(first, grad=grads.pop()) if grads else first
 
     def _check_watched(self, region: set[fx.Node]) -> None:
-        """Raises Mismatch where a hook, or anything that keeps a tensor, is on a value that goes away."""
+        """Raises Mismatch if a hook, or anything else that keeps a tensor, is on a value that disappears."""
         outs = set(self.outs)
         for node in region:
             inside = any(u in region for u in node.users)
@@ -133,7 +143,7 @@ class Placement:
                     raise Mismatch("a hook is on an intermediate result of the formula", self.view.value(node))
 
     def _check_outputs(self, region: set[fx.Node]) -> None:
-        """Raises Mismatch where a result's memory is shared with something that stays, or written later under another name."""
+        """Raises Mismatch if a result shares memory with a tensor that stays, or is later written by another name."""
         view, outs = self.view, set(self.outs)
         for node in self.outs:
             if node in view.made and any(u in view.made and u not in region for u in node.users):
@@ -145,7 +155,7 @@ class Placement:
                     raise Mismatch("a result of the formula shares memory with another result", self.at)
 
     def _anchor(self, region: set[fx.Node], modes: Modes) -> fx.Node:
-        """The node to insert before: the first result, or right after the last input where that is later."""
+        """Returns the node to insert before: the first result, or a later node if an input is computed later."""
         view = self.view
         real = view.real_nodes
         late = max((view.defined(n) for n in self.ins), default=-1)

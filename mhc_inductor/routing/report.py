@@ -1,4 +1,4 @@
-"""What the routing of a graph found: the record behind ``explain``, the log and the tlparse artifact."""
+"""The report of a routing pass, which ``explain``, the log and the tlparse artifact show."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ ARTIFACT = "mhc_inductor_routing"
 """Name of the artifact in a ``TORCH_TRACE`` log."""
 
 AS_WRITTEN = ("the formula as the model wrote it, fused by Inductor: faster here",)
+"""Shown instead of kernels for a formula that is kept as the model wrote it."""
 
 
 def source_of(node: fx.Node | None) -> str:
@@ -35,10 +36,11 @@ def source_of(node: fx.Node | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """A formula that became an op. ``source`` is "file.py:line, in function: code" of the user's file.
+    """A formula that became an op.
 
-    ``error``: where it was verified, the op's largest relative error, over outputs and gradients, against the formula
-    in higher precision. ``note`` says why it was not, or what it was compared with instead.
+    ``source`` is "file.py:line, in function: code" in the user's file. ``error`` is the op's largest relative error
+    over outputs and gradients, compared with the formula in higher precision, if it was verified. ``note`` says why it
+    was not verified, or what it was compared with instead.
     """
 
     op: str
@@ -51,19 +53,19 @@ class Routed:
 
 @dataclasses.dataclass(frozen=True)
 class NearMiss:
-    """A formula that was almost one of ours: the op it resembles, the first node that did not fit, why."""
+    """A formula that almost became an op: the op it resembles, the first node that does not fit, and why."""
 
     op: str
     reason: str
     source: str
     node: str = ""
     ordinary: bool = False
-    """Whether nobody would take it for the op's formula."""
+    """Whether nobody would expect this formula to be routed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """Neighbouring ops that became one: its name, the names of those it replaced, where the second stood."""
+    """Neighbouring ops that became one op: its name, the names of the ops it replaces, and the source line."""
 
     op: str
     parts: tuple[str, ...]
@@ -74,6 +76,7 @@ class Fused:
 
 
 _VERIFIED = "relative error"
+"""Heading of the column of errors."""
 
 Row = tuple[str, ...]
 Section = tuple[str, Row, list[Row]]
@@ -81,10 +84,10 @@ Section = tuple[str, Row, list[Row]]
 
 @dataclasses.dataclass
 class Report:
-    """Everything found, over all graphs of one call.
+    """Everything that routing found in the graphs of one call.
 
     ``str(report)`` is plain text; rich prints it as tables, as :func:`mhc_inductor.explain` does. ``graphs`` and
-    ``nodes`` count what was looked at, ``seconds`` is the time that looking and rewriting took.
+    ``nodes`` count what was analysed; ``seconds`` is the time that analysis and rewriting took.
     """
 
     routed: list[Routed] = dataclasses.field(default_factory=list)
@@ -96,7 +99,7 @@ class Report:
     seconds: float = 0.0
 
     def extend(self, other: Report) -> None:
-        """Add what ``other`` found."""
+        """Adds the findings of ``other``."""
         self.routed += other.routed
         self.near_misses += other.near_misses
         self.fused += other.fused
@@ -107,12 +110,12 @@ class Report:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to tell: no formula, nothing close to one, no problem."""
+        """Returns whether there is nothing to report: no formula, no near miss that counts as a finding, no problem."""
         close = [m for m in self.near_misses if not m.ordinary]
         return not (self.routed or close or self.fused or self.problems)
 
     def totals(self) -> str:
-        """One line: how much of everything."""
+        """Returns one line with the number of findings of each kind."""
         ops = _counts(r.op for r in self.routed)
         near, graphs = len(self.near_misses), self.graphs
         return (
@@ -122,9 +125,9 @@ class Report:
         )
 
     def sections(self) -> Iterator[Section]:
-        """Title, headings and rows of each part that has something in it.
+        """Yields title, headings and rows of each part that has rows.
 
-        Equal findings share a row; of near misses that differ in the node alone, the first is named.
+        Equal findings share a row. Near misses that differ only in the node also share one, which names the first node.
         """
         routed: list[Row] = [
             (f"{n} x", r.op, r.source, r.detail, ", ".join(r.kernels), _error(r)) for r, n in _grouped(self.routed)
@@ -165,20 +168,20 @@ class Report:
             for heading in headings:
                 table.add_column(heading, overflow="fold")
             for row in rows:
-                # Source code holds brackets, which rich would read as markup.
+                # Source code contains brackets, which rich would parse as markup.
                 table.add_row(*map(Text, row))
             parts.append(table)
         return Group(*parts, Text(self.totals()))
 
 
 def _error(found: Routed | Fused) -> str:
-    """What verification says of a finding, or nothing."""
+    """Returns the verification result of a finding as text, or an empty string."""
     error = "" if found.error is None else f"{found.error:.2g}"
     return f"{error} ({found.note})" if error and found.note else error or found.note
 
 
 def _shown(part: Section) -> Section:
-    """Drops the column of errors where nothing was verified."""
+    """Returns the section without its column of errors if nothing was verified."""
     title, headings, rows = part
     if headings[-1] != _VERIFIED or any(row[-1] for row in rows):
         return part
@@ -199,7 +202,7 @@ def _verified(found: Routed | Fused) -> str:
 
 
 def findings(report: Report) -> Iterator[str]:
-    """One line for each thing found, in the order of the sections."""
+    """Yields one line per finding, in the order of the sections."""
     for r in report.routed:
         detail, kernels = f" ({r.detail})" if r.detail else "", f" -> {', '.join(r.kernels)}" if r.kernels else ""
         yield f"routed {r.op} at {r.source}{detail}{kernels}{_verified(r)}"
@@ -213,9 +216,9 @@ def findings(report: Report) -> Iterator[str]:
 
 
 def log_report(report: Report) -> None:
-    """Log ``report`` of one graph on the logger ``mhc_inductor`` and as an artifact of ``TORCH_TRACE``.
+    """Logs the report of one graph on the logger ``mhc_inductor`` and as an artifact of ``TORCH_TRACE``.
 
-    One INFO line a finding and one for the totals; a graph in which nothing was found has one DEBUG line only.
+    Writes one INFO line per finding and one with the totals. A graph without findings gets one DEBUG line only.
     """
     if report.empty:
         logger.debug("%s", report.totals())
@@ -227,7 +230,7 @@ def log_report(report: Report) -> None:
 
 
 def show(report: Report) -> None:
-    """Print ``report``: tables where rich is installed, plain text elsewhere."""
+    """Prints ``report``: as tables if rich is installed, else as plain text."""
     try:
         from rich.console import Console
     except ImportError:

@@ -1,4 +1,4 @@
-"""Which roundings of a formula an op may drop: none to a dtype that the op's tensors do not have."""
+"""Checks which roundings of a formula an op may drop: only those to dtypes that the op's tensors have, or fp32."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mhc_inductor.routing.operator import Mismatch
 
 
 def check_roundings(view: View, around: Iterable[fx.Node], region: Iterable[fx.Node]) -> None:
-    """Raises Mismatch where the nodes of ``region`` round to a dtype narrower than those of ``around``, inputs and results.
+    """Raises Mismatch if ``region`` rounds to a dtype narrower than those of ``around``, the inputs and results.
 
-    Coefficients in the streams' dtype are closer to exact without the cast, and fp32 is what ops compute in. Coefficients
-    through fp8 between streams of bf16 are a quantisation that the model wrote. What autocast computes in a narrow dtype
-    is no cast of the model's.
+    A cast of coefficients to the streams' dtype may be dropped: without it the result is closer to exact, and ops
+    compute in fp32. Coefficients cast to fp8 between bf16 streams are a quantisation that the model wrote, and must
+    stay. What autocast computes in a narrow dtype is not a cast of the model's.
     """
     kept = {torch.float32, *(d for n in around for d in _dtypes(n))}
     for node in region:
@@ -39,5 +39,5 @@ def _dtypes(node: fx.Node) -> set[torch.dtype]:
 
 
 def _holds(dtype: torch.dtype, others: Iterable[torch.dtype]) -> bool:
-    """Whether ``dtype`` holds every number of one of ``others``."""
+    """Returns whether ``dtype`` represents every number of one of ``others``."""
     return not all(loses(dtype, other) for other in others)

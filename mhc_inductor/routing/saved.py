@@ -1,4 +1,4 @@
-"""What autograd keeps of a call for its backward, asked of PyTorch."""
+"""Finds what autograd saves of a call for its backward, by asking PyTorch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mhc_inductor.routing.operator import Mismatch
 
 
 def saved_by(node: fx.Node, flows: Callable[[fx.Node], bool], modes: Modes) -> tuple[set[fx.Node], set[int]] | None:
-    """Returns the inputs that the backward of a call keeps, and the positions of the results that it does.
+    """Returns the inputs that the backward of a call saves, and the positions of the results that it saves.
 
-    The call runs once on fresh fake tensors, of which those require gradients for which ``flows`` says so. None where
-    PyTorch cannot run it alone.
+    Runs the call once on new fake tensors; those require gradients for which ``flows`` says so. Returns None if PyTorch
+    cannot run it alone.
     """
     mode = compat.fake_mode_of([t for a in node.all_input_nodes for t in tensors_in(example(a))])
     if mode is None:
@@ -38,7 +38,7 @@ def saved_by(node: fx.Node, flows: Callable[[fx.Node], bool], modes: Modes) -> t
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 out = run(node, args, kwargs)
-    except Exception:  # whatever it is that PyTorch cannot run alone
+    except Exception:  # not every call can be run alone
         return None
     inputs = {a for a, made in given.items() if any(compat.storage_key(t) in kept for t in tensors_in(made))}
     return inputs, {i for i, t in enumerate(tensors_in(out)) if compat.storage_key(t) in kept}
@@ -52,10 +52,10 @@ def _fresh(of: Any, flows: bool) -> Any:
 
 
 def changed_later(view: View, ins: Iterable[fx.Node], region: set[fx.Node], at: int, modes: Modes) -> list[fx.Node]:
-    """Returns the inputs that an op would keep for its backward, the formula does not, and somebody may change before it.
+    """Returns inputs that only the op, not the formula, saves for its backward, and that may be written before it runs.
 
-    Those that the graph returns, and those written after position ``at``. Raises Mismatch for a tensor of the formula that
-    is written without autograd knowing of it: some of its gradients see such a step and some do not.
+    These are inputs that the graph returns, or writes after position ``at``. Raises Mismatch if a tensor of the formula
+    is written without autograd knowing: some of its gradients would see the write and others not.
     """
     ins = list(ins)
     if not modes.grad or not any(map(view.flows, ins)):
@@ -71,14 +71,14 @@ def changed_later(view: View, ins: Iterable[fx.Node], region: set[fx.Node], at: 
 
 
 def _changed(view: View, node: fx.Node, after: int, steps: set[fx.Node]) -> bool:
-    """Whether anything but ``steps`` writes the memory of a view's node after a position."""
+    """Returns whether anything but ``steps`` writes the memory of a view's node after a position."""
     end = len(view.real_nodes)
     late = view.written_between(node, end, after=after)
     return late and any(w not in steps for w in view.writers(node, after, end))
 
 
 def _check_hidden(view: View, ins: list[fx.Node], region: set[fx.Node], at: int, steps: set[fx.Node]) -> None:
-    """Raises Mismatch where a tensor that the formula keeps, or an input, is written through its ``.data`` later."""
+    """Raises Mismatch if a tensor that the formula saves, or an input, is later written through its ``.data``."""
     hidden = {key for node in view.hiding for key in view.effects.storages(node)}
     for node in (*ins, *region) if hidden else ():
         inside = node in region
@@ -90,14 +90,14 @@ def _check_hidden(view: View, ins: list[fx.Node], region: set[fx.Node], at: int,
 
 
 def _keeps_result(view: View, node: fx.Node) -> bool:
-    """Whether autograd keeps the result of a call for the call's own backward."""
+    """Returns whether autograd saves the result of a call for the call's own backward."""
     modes = view.modes_at(node)
     saved = saved_by(node, view.flows, modes) if modes.grad else (set(), set())
     return saved is None or bool(saved[1])
 
 
 def _kept(view: View, node: fx.Node, region: set[fx.Node]) -> bool:
-    """Whether autograd keeps a tensor, or a view of it, for the backward of a formula."""
+    """Returns whether autograd saves a tensor, or a view of it, for the backward of a formula."""
     mine = set(view.storages(node))
     todo, seen = [node], {node}
     while todo:

@@ -1,4 +1,4 @@
-"""What nothing needs any more once formulas are replaced."""
+"""Finds nodes that are no longer needed once formulas are replaced."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mhc_inductor.routing.graph.view import GRAD, View
 def unneeded(view: View, formulas: set[fx.Node]) -> set[fx.Node]:
     """Returns the real nodes of ``formulas`` that nothing else reads, in-place steps on their own tensors included."""
     gone = {view.node(n) for n in formulas | _unread(view, formulas) if n.op.startswith("call_")}
-    # Results of in-place steps on what the formulas made are known to the view under another name.
+    # The view knows in-place steps on the formulas' tensors under other nodes: add the real ones.
     gone |= {node for _, _, node in view.events if gone.issuperset(view.effects.written(node))}
     before = -1
     while before != len(gone):
         before = len(gone)
-        # Readers come later in the graph: one look from its end settles all but what in-place steps hold.
+        # Readers come later, so one sweep from the end settles everything except nodes that in-place steps read.
         for n in sorted(gone, key=view.position.__getitem__, reverse=True):
             if not gone.issuperset(n.users) or not _removable(view, n, gone):
                 gone.discard(n)
@@ -27,7 +27,7 @@ def unneeded(view: View, formulas: set[fx.Node]) -> set[fx.Node]:
 
 
 def _unread(view: View, formulas: set[fx.Node]) -> set[fx.Node]:
-    """What is computed from the formulas and never read: Dynamo leaves dead code in its graphs."""
+    """Returns nodes computed from the formulas that nothing reads: Dynamo leaves dead code in its graphs."""
     found: set[fx.Node] = set()
     todo = list(formulas)
     while todo:
@@ -38,6 +38,7 @@ def _unread(view: View, formulas: set[fx.Node]) -> set[fx.Node]:
 
 
 def _removable(view: View, node: fx.Node, gone: set[fx.Node]) -> bool:
+    """Returns whether a node has no effect other than writes to tensors that only nodes of ``gone`` hold."""
     effect, targets = view.effects.of(node), view.effects.written(node)
     if (example(node) is None and not targets) or not effect.known or (effect.watches and not effect.writes):
         return False
@@ -45,7 +46,7 @@ def _removable(view: View, node: fx.Node, gone: set[fx.Node]) -> bool:
 
 
 def pure(view: View, node: fx.Node) -> bool:
-    """Whether a node does nothing but compute its result."""
+    """Returns whether a node does nothing but compute its result."""
     if node.op == "get_attr":
         return True
     if node.op not in ("call_function", "call_method") or example(node) is None:
@@ -55,7 +56,7 @@ def pure(view: View, node: fx.Node) -> bool:
 
 
 def share_memory(view: View, replaced: Sequence[tuple[fx.Node, fx.Node]]) -> None:
-    """Makes views of what was replaced views of what took its place, for the operator that looks at the graph next."""
+    """Records the views of each replaced result as views of its replacement, for the operators that run next."""
     for old, new in replaced:
         if isinstance(example(view.node(old)), torch.Tensor):
             (was,), (now,) = view.storages(old), view.effects.storages(new)

@@ -1,7 +1,7 @@
-"""Verification: a formula cut out of the real graph and its op run on the same random data, before the op takes its place.
+"""Verification: runs a formula and its op on the same random data before the op replaces the formula.
 
-Outputs and gradients are compared with the formula in fp64. The op may be off by twice what the formula itself is, and
-a few roundings; anything else refuses the match.
+The formula is cut out of the real graph. Outputs and gradients are compared with the formula in fp64. The op's error
+may be twice the formula's own error, plus a few roundings; otherwise the match is refused.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from mhc_inductor.routing.graph.values import Value, example, run, tensors_in
 from mhc_inductor.routing.operator import Match, Mismatch, Verdict
 
 _SMALL = {torch.float16: 2.0**-6}
-"""Small numbers: 1e-3, or what can be squared without loss."""
+"""Size of the small random numbers, where it is not 1e-3: numbers of this size can be squared without loss."""
 _TRIES = 3
+"""How many sets of random data are tried before a difference refuses the op."""
 
 Feed = dict[fx.Node, Any]
+"""The value of each input."""
 
 
 class _NotRun(Exception):
-    """The formula could not be run, so that the op cannot be judged."""
+    """Raised if the formula could not be run, so that the op cannot be verified."""
 
 
 class Verifier:
-    """A check for :meth:`Edit.apply <mhc_inductor.routing.edit.Edit.apply>`. Each distinct formula is run once.
+    """A check for :meth:`Edit.apply <mhc_inductor.routing.edit.Edit.apply>`. Runs each distinct formula once.
 
     ``runs`` counts the formulas that were run.
     """
@@ -46,13 +48,13 @@ class Verifier:
         self._kept: list[Any] = []
 
     def __call__(self, edit: Edit, match: Match, pairs: Pairs) -> Verdict:
-        """Returns the op's error. Raises Mismatch where it differs from the formula."""
+        """Returns the op's error. Raises Mismatch if the op differs from the formula."""
         cut = Cut(edit, match, pairs)
         try:
             trial = _Trial(cut)
             found = self._known.get(trial.key)
             if found is None:
-                self._kept.append(trial.constants)  # their identity is part of the key
+                self._kept.append(trial.constants)  # their id() is part of the key
                 self.runs += 1
                 found = self._known[trial.key] = trial.verdict()
         except _NotRun as why:
@@ -64,7 +66,7 @@ class Verifier:
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """What an input is at present: symbolic sizes as they are now."""
+    """Description of an input, with symbolic sizes at their present values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -73,7 +75,7 @@ class _Tensor:
     grad: bool
 
     def lay(self, data: Tensor) -> Tensor:
-        """Returns ``data`` in this memory order; expanded dimensions hold their first entry."""
+        """Returns ``data`` in this memory order. Expanded dimensions repeat their first entry."""
         one = [1 if st == 0 else n for n, st in zip(self.shape, self.stride, strict=True)]
         extent = 1 + sum((n - 1) * st for n, st in zip(one, self.stride, strict=True))
         if 0 in self.shape or extent > 8 * data.numel():
@@ -81,7 +83,7 @@ class _Tensor:
         made = torch.empty_strided(one, self.stride, dtype=self.dtype, device=self.device)
         try:
             made.copy_(data[tuple(slice(n) for n in one)])
-        except RuntimeError:  # windows that overlap: their memory order does not matter enough
+        except RuntimeError:  # overlapping windows: run on ``data`` in its own memory order
             return data
         return made.expand(self.shape)
 
@@ -106,7 +108,7 @@ class _Trial:
         self.key = self.match.op, self.match.detail, parts, given, repr(ends), self.modes, self.rounded, asked
 
     def _spec(self, node: fx.Node) -> Any:
-        """The description of an outside tensor; the value itself of what depends on no data."""
+        """Returns an outside tensor's description, or the value itself if it does not depend on data."""
         fake = example(node)
         if isinstance(fake, Tensor) and node.op.startswith("call_") and not self.cut.reads(node):
             self.constants[node] = made = _fixed(node, {})
@@ -120,7 +122,7 @@ class _Trial:
         if isinstance(fake, Tensor):
             try:
                 shape, stride = (tuple(map(compat.hint, s)) for s in (fake.shape, fake.stride()))
-            except Exception as error:  # sizes that depend on data, layouts without strides
+            except Exception as error:  # sizes that depend on data, or a layout without strides
                 raise _NotRun(f"not verified: {node.name} has no size that is known now ({error})") from error
             wide = fake.is_floating_point() or fake.is_complex()
             grad = self.modes.grad and wide and self.cut.edit.needs_grad(node)
@@ -131,10 +133,10 @@ class _Trial:
             raise _NotRun(f"not verified: {node.name} is no tensor")
         return fake
 
-    # --- one look ---
+    # --- verdict ---
 
     def verdict(self) -> Verdict | str:
-        """Returns the op's error; a text where it differs from the formula. Raises _NotRun."""
+        """Returns the op's error, or the reason as a text if it differs from the formula. Raises _NotRun."""
         devices = {s.device for s in self.specs.values() if isinstance(s, _Tensor)}
         if any(d.type not in ("cpu", "cuda") or (d.type == "cuda" and not torch.cuda.is_available()) for d in devices):
             raise _NotRun(f"not verified: nothing runs on {', '.join(map(str, devices))} here")
@@ -148,7 +150,7 @@ class _Trial:
         with compat.outside_compile():
             for case in range(self.match.cases):
                 for attempt in range(_TRIES):
-                    # A luckless rounding passes on other data; a wrong formula never does.
+                    # A rounding that is over the limit by chance passes on other data; a wrong formula never does.
                     error, reason, note = self._compared(case, attempt, exact=not devices or wide <= free)
                     if not reason:
                         break
@@ -158,7 +160,11 @@ class _Trial:
         return Verdict(worst, note)
 
     def _bytes(self, exact: bool) -> int:
-        """Memory for the formula's tensors: all of them where gradients keep them, else the largest three."""
+        """Returns the memory that the formula's tensors need.
+
+        With gradients all of them are counted, because they are kept, and half again; otherwise three times the sum of
+        the largest three.
+        """
         sizes: dict[int, int] = {}
         view = self.cut.view
         for node in (*self.cut.place.region, *self.cut.inputs):
@@ -173,7 +179,7 @@ class _Trial:
         return sum(ordered) + given if grad else 3 * sum(ordered[:3])
 
     def _compared(self, case: int, attempt: int, exact: bool) -> tuple[float, str, str]:
-        """The op's error, what is wrong with it (or nothing), and a note."""
+        """Returns the op's error, what is wrong with it (or an empty string), and a note."""
         try:
             feed = self._data(case, 1000 * attempt + case)
             theirs = self._results(self.cut.formula, feed)
@@ -213,7 +219,7 @@ class _Trial:
     # --- running ---
 
     def _results(self, piece: Piece, feed: Feed, exact: bool = False) -> Results:
-        """Outputs, and the gradients of the inputs that need some."""
+        """Returns the outputs, and the gradients of the inputs that need one."""
         leaves = {n: self._leaf(n, t, exact) for n, t in feed.items()}
         mode = Exact({compat.storage_key(leaves[n]): t.dtype for n, t in feed.items() if isinstance(t, Tensor)})
         wanted = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
@@ -239,7 +245,7 @@ class _Trial:
 
 
 def _fixed(node: fx.Node, known: Feed) -> Any:
-    """Runs what depends on sizes and constants only. Nodes of the view write nothing."""
+    """Returns the value of a node that depends only on sizes and constants. Nodes of the view write nothing."""
     if node not in known:
         fake = example(node)
         if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -252,7 +258,7 @@ def _fixed(node: fx.Node, known: Feed) -> Any:
 
 
 def _rounding(edit: Edit, value: Value) -> float:
-    """The rounding of a dtype that every use of a result casts it to."""
+    """Returns the rounding error of a narrower dtype that every use of a result casts it to, else 0."""
     narrow = (d for d in (torch.bfloat16, torch.float16) if value.dtype.is_floating_point and value.node is not None)
     return max((torch.finfo(d).eps for d in narrow if edit.narrowed(node_of(value), d)), default=0.0)
 
@@ -283,13 +289,13 @@ def _random(spec: _Tensor, g: torch.Generator, case: int) -> Tensor:
 
 
 def _upstream(i: int, t: Tensor) -> Tensor:
-    """A gradient of an output: bf16 numbers, which are the same in every dtype."""
+    """Returns a random gradient for an output: bf16 numbers, which are the same in every dtype."""
     g = torch.Generator(t.device).manual_seed(7 + i)
     return torch.randn(t.shape, generator=g, device=t.device).bfloat16().to(t.dtype)
 
 
 def _interpreted(piece: Piece, feed: Feed, plain: bool) -> list[Tensor]:
-    """Runs a piece node by node, each in its own modes, and drops what nothing reads any more."""
+    """Runs a piece node by node and frees values after their last use. Autocast is ignored if ``plain``."""
     env: Feed = {}
     for view, placeholder in piece.inputs.items():
         t = feed[view]

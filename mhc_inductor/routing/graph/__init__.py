@@ -1,1 +1,1 @@
-"""A Dynamo graph as ATen values, indices and expressions: nothing of an operator."""
+"""A Dynamo graph as ATen values, indices and expressions. Nothing here knows a specific operator."""

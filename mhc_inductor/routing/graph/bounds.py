@@ -1,4 +1,4 @@
-"""Bounds of the analysis: no search takes more than so many steps, and one that would is reported, never silent."""
+"""Limits on the searches of the analysis. A search that exceeds one is given up and reported, never silently."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ if TYPE_CHECKING:
     from mhc_inductor.routing.graph.values import Value
 
 LIMIT = 4096
-"""Elements that one normal form may be put together from."""
+"""Largest number of elements in one normal form."""
 DEPTH = 128
-"""Sums in one product, and elements of a search that calls itself for each: Python's stack is bounded too."""
+"""Largest number of sums in one product, and of recursive calls of a search: Python's stack is limited too."""
 
 _watched: contextvars.ContextVar[list[Unfollowed] | None] = contextvars.ContextVar("too large", default=None)
 
 
 class Unfollowed(Unsupported):
-    """Something that the analysis gave up on. Making one is enough: :func:`watch` keeps every one for the report."""
+    """Something that the analysis gave up on.
+
+    Creating one is enough to report it: :func:`watch` collects every instance.
+    """
 
     def __init__(self, reason: str, value: Value | None = None) -> None:
         super().__init__(reason)
@@ -32,7 +35,7 @@ class Unfollowed(Unsupported):
 
 
 class TooLarge(Unfollowed):
-    """A formula of more parts than a search takes."""
+    """A formula with more parts than a search allows."""
 
     def __init__(self, what: str, limit: int, value: Value | None = None) -> None:
         super().__init__(f"the formula around this line is too large to follow: more than {limit:,} {what}", value)
@@ -40,7 +43,11 @@ class TooLarge(Unfollowed):
 
 @contextlib.contextmanager
 def watch() -> Iterator[list[Unfollowed]]:
-    """Collects what was not followed inside, in the order in which it was met."""
+    """Collects what was not followed inside the context, in the order in which it was met.
+
+    Yields:
+        A list that is filled when the context is left.
+    """
     found: list[Unfollowed] = []
     met: list[Unfollowed] = []
     token = _watched.set(met)
@@ -52,12 +59,13 @@ def watch() -> Iterator[list[Unfollowed]]:
 
 
 class Steps:
-    """Counts the elements that a search below ``value`` takes apart. Raises TooLarge past ``limit``."""
+    """Counts the elements that a search below ``value`` visits."""
 
     def __init__(self, what: str, value: Value, limit: int = LIMIT) -> None:
         self.what, self.value, self.limit, self.taken = what, value, limit, 0
 
     def take(self) -> None:
+        """Counts one element. Raises TooLarge past ``limit``."""
         self.taken += 1
         if self.taken > self.limit:
             raise TooLarge(self.what, self.limit, self.value)
@@ -66,7 +74,7 @@ class Steps:
 def remembered(known: dict[Any, Any], key: Any, find: Callable[[], Any], value: Value | None = None) -> Any:
     """Returns what ``find`` returned for ``key`` before, or raises the Unsupported that it raised.
 
-    What was too large in the search for an element of ``value`` is so around that value, unless it says where.
+    ``value`` is where the search is: a TooLarge that names no value is reported there.
     """
     found = known.get(key)
     if found is None:
@@ -76,7 +84,7 @@ def remembered(known: dict[Any, Any], key: Any, find: Callable[[], Any], value: 
             if isinstance(error, TooLarge) and error.value is None:
                 error.value = value
             found = error
-        except RecursionError:  # how deep that is depends on the caller's own stack
+        except RecursionError:  # the depth that this allows depends on the caller's stack
             found = Unfollowed("the formula around this line is too deep to follow", value)
         known[key] = found
     if isinstance(found, Unsupported):
@@ -85,7 +93,7 @@ def remembered(known: dict[Any, Any], key: Any, find: Callable[[], Any], value: 
 
 
 def nearest(value: Value | None) -> Any:
-    """Returns the node of ``value``, or of the first value that it is made of and that has one."""
+    """Returns the node of ``value``, or of the nearest value that it is computed from and that has a node."""
     todo, seen = [value], set[Any]()
     while todo:
         at = todo.pop(0)

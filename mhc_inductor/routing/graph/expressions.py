@@ -1,8 +1,8 @@
-"""Normal forms of tensor expressions: a product of factors under sums, a sum of such terms.
+"""Normal forms of tensor expressions: a product of factors, summed over variables, and a sum of such terms.
 
-Views and casts disappear into indices (:mod:`.views`); matrix products, einsum, ``sum`` and ``mean`` all become
-products with bound variables, so that a factor's place, before or after a contraction, does not matter. Equal parts are
-one part: each element is taken apart once, however many ways lead to it.
+Views and casts become index arithmetic (:mod:`.views`). Matrix products, einsum, ``sum`` and ``mean`` all become
+products with bound variables, so that it does not matter whether a factor stands before or after a contraction. Each
+distinct element is expanded once, however many paths lead to it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,10 @@ class Term:
 
 
 def number(a: Any) -> float | None:
-    """A Python number, or a symbolic float fixed at its value (a guard keeps it)."""
+    """Returns the number that ``a`` is, or that it holds if it is a constant tensor, else None.
+
+    A symbolic float is fixed at its value; a guard keeps it there. Raises DynamicWidth for a symbolic integer.
+    """
     if isinstance(a, Value):
         while not a.shape and a.func is aten.lift_fresh.default and isinstance(a.args[0], Value):
             a = a.args[0]
@@ -96,7 +99,7 @@ def number(a: Any) -> float | None:
 
 
 def _reduced(ref: Ref) -> tuple[Ref, list[Var]]:
-    """The summand of a reduction, at fresh bound variables where it reduces."""
+    """Returns the operand of a reduction, with new bound variables in the reduced dimensions, and these variables."""
     operand, *rest = ref.value.args
     dims = rest[0] if rest and rest[0] is not None and rest[0] != () else tuple(range(len(operand.shape)))
     dims = (dims,) if isinstance(dims, int) else dims
@@ -123,10 +126,11 @@ _REDUCTIONS = {
     aten.mean.dim: True,
     aten.mean.default: True,
 }
+"""Reductions, and whether they are means."""
 
 
 def reduction(ref: Ref) -> tuple[Ref, list[Var], float] | None:
-    """(summand, bound variables, factor) of a sum or a mean."""
+    """Returns (summand, bound variables, factor) of a sum or a mean, else None."""
     mean = _REDUCTIONS.get(ref.value.func)
     if mean is None:
         return None
@@ -141,7 +145,7 @@ def reduction(ref: Ref) -> tuple[Ref, list[Var], float] | None:
 
 
 def contraction(ref: Ref) -> tuple[Ref, Ref, Var] | None:
-    """(left, right, bound variable) of a matrix product."""
+    """Returns (left, right, bound variable) of a matrix product, else None."""
     func = ref.value.func
     if func not in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.matmul.default):
         return None
@@ -169,11 +173,11 @@ _SUMS = {
     aten.rsub.Tensor: (-1.0, True),
     aten.rsub.Scalar: (-1.0, True),
 }
-"""Of each sum the sign of its second operand, and whether it takes them in reverse."""
+"""For each sum, the sign of its second operand, and whether the operands are reversed."""
 
 
 def operands(ref: Ref) -> list[Ref | float]:
-    """The first two operands of an elementwise operation, as elements or numbers."""
+    """Returns the first two operands of an elementwise operation, as elements or numbers."""
     result: list[Ref | float] = []
     for a in ref.value.args[:2]:
         n = number(a)
@@ -186,11 +190,14 @@ def operands(ref: Ref) -> list[Ref | float]:
     return result
 
 
-# --- shared parts -------------------------------------------------------------------------------------------
+# --- shared parts ---
 
 
 class Share(NamedTuple):
-    """A part of an element, a number or another element, that counts ``weight`` times; with ``final`` it stays whole."""
+    """A part of an element, a number or another element, that counts ``weight`` times.
+
+    If ``final``, it is not expanded further.
+    """
 
     of: Ref | float
     weight: float = 1.0
@@ -200,10 +207,19 @@ class Share(NamedTuple):
 def shares(
     roots: Sequence[Share], parts: Callable[[Ref], Sequence[Share] | None], steps: Steps
 ) -> list[tuple[Ref | float, float]]:
-    """Returns the elements and numbers that ``roots`` are put together from, in order, with how often each counts.
+    """Expands ``roots`` until nothing can be expanded further.
 
-    ``parts`` gives the parts of an element, None where it stays whole. A part that is met again counts more often. Raises
-    TooLarge.
+    Args:
+        roots: the parts to start from.
+        parts: returns the parts of an element, or None if it is not expanded.
+        steps: counts the expanded elements.
+
+    Returns:
+        The numbers and then the elements that remain, each with its weight. An element that is met on several paths
+        appears once, with the sum of their weights.
+
+    Raises:
+        TooLarge: if there are more elements than ``steps`` allows.
     """
     below: dict[tuple[Ref, bool], Sequence[Share] | None] = {}
     finished: list[tuple[Ref, bool]] = []
@@ -229,7 +245,7 @@ def shares(
                 weights[part.of, part.final] += weight * part.weight
 
     share(roots, 1.0)
-    # An element before its parts: all of its own weight is known by then.
+    # Visit an element before its parts: its total weight is then known.
     for key in reversed(finished):
         made = below[key]
         if made is None:
@@ -244,14 +260,14 @@ def _elements(parts: Sequence[Share]) -> list[tuple[tuple[Ref, bool], bool]]:
 
 
 def _key(stop: Container[Value]) -> Hashable:
-    """What tells one set of values to stop at from another; one that is computed compares itself."""
+    """Returns a hashable key of the values to stop at. A container that is hashable is its own key."""
     return stop if isinstance(stop, Hashable) else frozenset(stop)  # type: ignore[call-overload]
 
 
 def product(ref: Ref, stop: Container[Value] = ()) -> Term:
-    """``ref`` as a product of factors none of which is a product, a sum over variables, a view or a cast.
+    """Returns ``ref`` as a product of factors that are not products, sums over variables, views or casts.
 
-    Values of ``stop`` are factors whatever they are. rsqrt(u) is the factor (u, -0.5). Raises TooLarge.
+    Values of ``stop`` are factors whatever they are. rsqrt(u) becomes the factor (u, -0.5). Raises TooLarge.
     """
     key = product, ref.index, _key(stop)
     term: Term = remembered(ref.value.memo, key, lambda: _product(ref, stop))
@@ -271,7 +287,7 @@ def _product(ref: Ref, stop: Container[Value]) -> Term:
         a, exponent = todo.pop()
         if isinstance(a, float):
             term.coef *= power(a, exponent)
-        # A sum's square is no sum of squares: it stays a factor.
+        # The square of a sum is not a sum of squares: it stays one factor.
         elif exponent == 1.0 and (inside := _summands(term, a, stop)) is not None:
             sums.take()
             todo += below(inside)
@@ -284,7 +300,7 @@ def _product(ref: Ref, stop: Container[Value]) -> Term:
 
 
 def power(number: float, exponent: float) -> float:
-    """``number ** exponent``. Raises Unsupported where that is no finite number."""
+    """Returns ``number ** exponent``. Raises Unsupported if that is not a finite real number."""
     try:
         found = number**exponent
     except (OverflowError, ZeroDivisionError):
@@ -295,7 +311,10 @@ def power(number: float, exponent: float) -> float:
 
 
 def _factors_of(ref: Ref, stop: Container[Value]) -> list[Share] | None:
-    """The factors of an elementwise operation's element; None where it stays one, as what cannot be followed does."""
+    """Returns the factors of an element of an elementwise operation, or None if it is itself a factor.
+
+    An element that cannot be followed is a factor too.
+    """
     value, func = ref.value, ref.value.func
     if value in stop or func is None:
         return None
@@ -325,7 +344,10 @@ def _part(a: Ref | float, stop: Container[Value], weight: float = 1.0) -> Share:
 
 
 def _summands(term: Term, ref: Ref, stop: Container[Value]) -> list[Ref] | None:
-    """The factors under a sum or a matrix product, whose variables and coefficient ``term`` takes."""
+    """Returns the factors under a sum or a matrix product, else None.
+
+    Adds its bound variables and its coefficient to ``term``.
+    """
     if ref.value in stop:
         return None
     if (reduced := reduction(ref)) is not None:
@@ -342,9 +364,10 @@ def _summands(term: Term, ref: Ref, stop: Container[Value]) -> list[Ref] | None:
 
 
 def addends(ref: Ref, stop: Container[Value] = ()) -> tuple[float, list[tuple[float, Ref]]]:
-    """``ref`` as a constant plus elements, each with its factor, none of which is a sum, a view or a cast.
+    """Returns ``ref`` as a constant plus elements with coefficients, none of which is a sum, a view or a cast.
 
-    An element that is added twice counts with the sum of its factors, which may be 0. Raises Unsupported and TooLarge.
+    An element that is added twice appears once, with the sum of its coefficients, which may be 0. Raises Unsupported
+    and TooLarge.
     """
     key = addends, ref.index, _key(stop)
     constant, terms = remembered(ref.value.memo, key, lambda: _addends(ref, stop))
@@ -375,7 +398,7 @@ def addends_of(ref: Ref, stop: Container[Value]) -> list[Share] | None:
 
 
 def summed(ref: Ref) -> list[tuple[float, Ref | float]] | None:
-    """Returns the operands of a sum or a difference with their factors, None for anything else. Raises Unsupported."""
+    """Returns the operands of a sum or a difference with their coefficients, else None. Raises Unsupported."""
     value, func = ref.value, ref.value.func
     if func is aten.neg.default:
         return [(-1.0, _same_shape(ref))]
@@ -390,5 +413,5 @@ def summed(ref: Ref) -> list[tuple[float, Ref | float]] | None:
 
 
 def close(a: float, b: float) -> bool:
-    """Whether two constants are the same number, up to the rounding of the arithmetic that made them."""
+    """Returns whether two constants are equal up to the rounding of the arithmetic that made them."""
     return math.isclose(a, b, rel_tol=1e-6)

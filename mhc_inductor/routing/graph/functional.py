@@ -1,4 +1,7 @@
-"""A copy of a graph without in-place operations, for analysis: masks are often written into, ``mask |= ...``."""
+"""Copies a graph without its in-place operations, for analysis.
+
+Models often write masks in place, as in ``mask |= ...``.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,15 @@ _OPERATORS: dict[Any, Any] = {
     operator.ior: operator.or_,
     operator.ixor: operator.xor,
 }
+"""In-place operators of Python, and the operators that compute their results."""
 
 
 def put(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """``x`` after ``x[index] = value``: by index tensors, or a number or tensor at places that positions say."""
+    """Returns ``x`` after ``x[index] = value``.
+
+    With index tensors it is an index_put, for a tensor ``value`` nested scatters, and for a number a ``where`` on
+    positions. Raises NotImplementedError for an index that it does not cover.
+    """
     index = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [i for i in index if not isinstance(i, torch.Tensor)]:
         gap = next(k for k, i in enumerate(index) if i is Ellipsis)
@@ -54,7 +62,7 @@ def _put_by_tensors(x: torch.Tensor, index: tuple[Any, ...], value: Any) -> torc
 
 
 def _places(at: torch.Tensor, i: Any) -> list[torch.Tensor]:
-    """The conditions under which positions ``at`` of a dimension are in an integer or a slice from its start."""
+    """Returns the conditions for positions ``at`` of a dimension to be in an integer or a slice without a step."""
     if isinstance(i, int) and i >= 0:
         return [at == i]
     if not isinstance(i, slice) or i.step is not None or (i.start or 0) < 0 or (i.stop is not None and i.stop < 0):
@@ -63,7 +71,7 @@ def _places(at: torch.Tensor, i: Any) -> list[torch.Tensor]:
 
 
 def _scattered(x: torch.Tensor, index: list[tuple[int, Any]], value: torch.Tensor) -> torch.Tensor:
-    """``x`` with ``value`` in the places that integers and slices of its dimensions say."""
+    """Returns ``x`` with ``value`` at the given integers and slices of its dimensions."""
     picked = [(d, i) for d, i in index if i != slice(None)]
     if not picked:
         return value.to(x.dtype).expand(x.shape)
@@ -79,7 +87,7 @@ def _scattered(x: torch.Tensor, index: list[tuple[int, Any]], value: torch.Tenso
 
 
 def _plain(node: fx.Node) -> tuple[str, Any] | None:
-    """(op, target) of what computes the result of an in-place ``node``."""
+    """Returns (op, target) of the call that computes the result of an in-place ``node``, or None."""
     if node.op == "call_function":
         if node.target in _OPERATORS:
             return "call_function", _OPERATORS[node.target]
@@ -96,11 +104,11 @@ def _plain(node: fx.Node) -> tuple[str, Any] | None:
 
 @dataclasses.dataclass
 class Functional:
-    """A graph without in-place steps on its own tensors, next to the graph that it shows.
+    """A copy of a graph without in-place steps on the graph's own tensors.
 
-    ``origin``: the real node that holds what a node holds; ``since``: the real position from which on it does;
-    ``resolved``: for real nodes, the node that each input stands for at that position. All are empty, and ``graph``
-    is the real one, where nothing is written in place.
+    ``origin``: for each node, the real node whose result it stands for. ``since``: the real position from which that
+    node holds it. ``resolved``: for each real node, the node that each of its inputs stands for at that position. If
+    the graph writes nothing in place, ``graph`` is the real graph and all maps are empty.
     """
 
     graph: fx.Graph
@@ -108,15 +116,15 @@ class Functional:
     since: dict[fx.Node, int] = dataclasses.field(default_factory=dict)
     resolved: dict[fx.Node, dict[fx.Node, fx.Node]] = dataclasses.field(default_factory=dict)
     reader: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
-    """The real call that each node stands for."""
+    """For each node, the real call that it stands for."""
     made: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
-    """What in-place steps make here, with the real step."""
+    """The nodes that stand for in-place steps, each with the real step."""
 
 
 def functional(graph: fx.Graph, effects: Effects, events: list[tuple[int, int, fx.Node]]) -> Functional:
-    """Returns ``graph`` with in-place steps on the graph's own tensors making new ones.
+    """Returns ``graph`` with in-place steps on its own tensors replaced by calls that make new tensors.
 
-    A step stays in place where a view of the tensor from before is used after it.
+    A step stays in place if a view of the tensor from before the step is used after it.
     """
     writers = {node: effects.written(node) for _, _, node in events}
     steps = {node: written[0] for node, written in writers.items() if len(written) == 1 and _plain(node) is not None}
@@ -124,6 +132,8 @@ def functional(graph: fx.Graph, effects: Effects, events: list[tuple[int, int, f
 
 
 class _Functionalised:
+    """Builds the copy, node by node; ``result`` is the :class:`Functional`."""
+
     def __init__(self, graph: fx.Graph, effects: Effects, steps: dict[fx.Node, fx.Node]) -> None:
         self.effects = effects
         self.order = {node: i for i, node in enumerate(graph.nodes)}
@@ -145,7 +155,7 @@ class _Functionalised:
             self.result.reader[made] = node
 
     def _step(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
-        """The node that makes a new tensor of what ``node`` writes to ``before``, or None."""
+        """Returns a new node that computes what ``node`` writes to ``before``, or None if the step stays in place."""
         plain = _plain(node)
         root, fake = self.same.get(before, before), example(before)
         if plain is None or not isinstance(fake, torch.Tensor):
@@ -168,12 +178,13 @@ class _Functionalised:
         return made
 
     def _owns(self, root: fx.Node) -> bool:
-        """Whether a node's result is a tensor of its own, no view of another."""
+        """Returns whether a node's result is a new tensor, not a view of an input."""
         key, of = self.effects.storages(root), self.effects.storages
         return isinstance(example(root), torch.Tensor) and not any(key[0] in of(a) for a in root.all_input_nodes)
 
 
 def _made(copy: fx.Graph, node: fx.Node, plain: tuple[str, Any], now: dict[fx.Node, fx.Node], fake: Any) -> Any:
+    """Creates the node in ``copy`` that computes the result of an in-place ``node``. Returns None if it cannot."""
     op, target = plain
     args: Any = fx.node.map_arg(node.args, lambda n: now[n])
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: now[n])
@@ -182,7 +193,7 @@ def _made(copy: fx.Graph, node: fx.Node, plain: tuple[str, Any], now: dict[fx.No
     new = copy.create_node(op, target, args, kwargs)
     try:
         result = run_fake(new)
-    except Exception:  # whatever cannot be computed so stays in place
+    except Exception:  # what cannot be computed this way stays in place
         copy.erase_node(new)
         return None
     alike = isinstance(result, torch.Tensor) and result.dtype == fake.dtype and result.dim() == fake.dim()

@@ -1,7 +1,7 @@
-"""Index arithmetic: which element of a tensor an element of another one is, through any chain of views.
+"""Index arithmetic: maps an element of a view to the element of the tensor that it shows, through any chain of views.
 
-An :class:`Index` is a sum of variables times sizes. Sizes are monomials, an integer times symbols of a dynamic
-shape, so that "tokens * streams * width" divides by "streams * width" whether or not the tokens are known.
+An :class:`Index` is a sum of variables times sizes. A size is a monomial: an integer times symbols of a dynamic shape.
+So "tokens * streams * width" divides by "streams * width" whether or not the number of tokens is known.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from mhc_inductor import compat
 
 
 class Unsupported(Exception):
-    """An index that is no sum of variables: the views cannot be followed."""
+    """Raised for an index that is not a sum of variables: the views cannot be followed."""
 
 
 class DynamicWidth(Exception):
-    """A sum over a size that the graph leaves open: the analysis can go on only where that size is fixed."""
+    """Raised for a sum over a dynamic size: the analysis can continue only if that size is fixed."""
 
     def __init__(self, size: Size) -> None:
         super().__init__(str(size))
@@ -32,6 +32,7 @@ class Size(NamedTuple):
     symbols: tuple[str, ...] = ()
 
     def times(self, other: Size) -> Size:
+        """Returns the product of two sizes."""
         if self is ONE or other is ONE:
             return other if self is ONE else self
         if not self.symbols and not other.symbols:
@@ -39,7 +40,7 @@ class Size(NamedTuple):
         return Size(self.factor * other.factor, tuple(sorted(self.symbols + other.symbols)))
 
     def over(self, other: Size) -> Size | None:
-        """The exact quotient, or None."""
+        """Returns the exact quotient, or None if ``other`` does not divide this size."""
         if other.factor == 0 or self.factor % other.factor:
             return None
         if not other.symbols:
@@ -57,14 +58,14 @@ _NUMBER = functools.lru_cache(1 << 14)(Size)
 
 
 def size_of(value: Any, fixed: Mapping[str, int]) -> Size:
-    """The size of a dimension, an int or a torch.SymInt; the symbols of ``fixed`` count as their values."""
+    """Returns an int or a torch.SymInt as a :class:`Size`. Symbols in ``fixed`` become their values."""
     if isinstance(value, int):
         return _NUMBER(value)
     return _monomial(compat.expression(value), fixed)
 
 
 def _monomial(expr: Any, fixed: Mapping[str, int]) -> Size:
-    """A sympy expression as a monomial; what is none counts as a symbol of its own."""
+    """Returns a sympy expression as a monomial. An expression that is not a monomial becomes one symbol."""
     if expr.is_Integer:
         return Size(int(expr))
     if expr.is_Mul:
@@ -82,7 +83,7 @@ def _monomial(expr: Any, fixed: Mapping[str, int]) -> Size:
 
 
 def product_of(sizes: Iterable[Size]) -> Size:
-    """How many elements a tensor of these sizes has."""
+    """Returns the number of elements of a tensor with these sizes."""
     return _product(tuple(sizes))
 
 
@@ -99,25 +100,28 @@ class Var:
 
     __slots__ = ("size",)
     open = False
-    """Whether a view may split it where its size is no multiple: a slice of something longer."""
+    """Whether a view may split the variable by a number that does not divide its size.
+
+    That is so for a slice of something longer.
+    """
 
     def __init__(self, size: Size) -> None:
         self.size = size
 
 
 class Part(NamedTuple):
-    """``of // by`` or ``of % by`` of an atom, where a view splits a variable."""
+    """``of // by`` or, if ``mod``, ``of % by``, where a view splits a variable."""
 
     of: Any
     by: Size
     mod: bool
 
 
-Atom = Var | Part | None  # None: the constant
+Atom = Var | Part | None  # None stands for the constant
 
 
 def bound_of(atom: Any) -> Size:
-    """The size of the range of an atom."""
+    """Returns the number of values that an atom takes."""
     if isinstance(atom, Var):
         return atom.size
     if atom.mod:
@@ -139,7 +143,7 @@ def _open(atom: Any) -> bool:
 
 
 class Index:
-    """A linear form: ``{atom: size}``; the constant's atom is None. Never changed once made."""
+    """An immutable linear form ``{atom: size}``; the atom of the constant is None."""
 
     __slots__ = ("_hash", "terms")
 
@@ -157,7 +161,7 @@ class Index:
 
     @property
     def constant(self) -> int | None:
-        """The value, where no variable takes part."""
+        """Returns the value if the index is a known number, else None."""
         if not self.terms:
             return 0
         if set(self.terms) == {None} and not self.terms[None].symbols:
@@ -165,9 +169,11 @@ class Index:
         return None
 
     def atoms(self) -> set[Any]:
+        """Returns the atoms, without that of the constant."""
         return {a for a in self.terms if a is not None}
 
     def variables(self) -> set[Var]:
+        """Returns the variables, those inside quotients and remainders included."""
         found = set()
         for atom in self.atoms():
             while isinstance(atom, Part):
@@ -176,9 +182,11 @@ class Index:
         return found
 
     def times(self, size: Size) -> Index:
+        """Returns the index times ``size``."""
         return Index({a: c.times(size) for a, c in self.terms.items()}) if size.factor else Index({})
 
     def plus(self, other: Index) -> Index:
+        """Returns the sum of two indices. Raises Unsupported if two coefficients of an atom differ in their symbols."""
         if not other.terms:
             return self
         terms = dict(self.terms)
@@ -198,7 +206,7 @@ class Index:
 
 
 def _rejoin(terms: dict[Any, Size]) -> dict[Any, Size]:
-    """``by * (a // by) + a % by`` is ``a``."""
+    """Replaces ``by * (a // by) + a % by`` by ``a``."""
     for atom in list(terms):
         if isinstance(atom, Part) and atom.mod and atom in terms:
             whole = Part(atom.of, atom.by, False)
@@ -210,15 +218,17 @@ def _rejoin(terms: dict[Any, Size]) -> dict[Any, Size]:
 
 
 def const(value: int) -> Index:
+    """Returns a number as an index."""
     return Index({None: Size(value)} if value else {})
 
 
 def var(variable: Var) -> Index:
+    """Returns a variable as an index: 0 if its size is 1."""
     return Index({variable: ONE}) if variable.size != ONE else Index({})
 
 
 def linear(index: Sequence[Index], shape: Sequence[Size]) -> Index:
-    """The row-major position of ``index`` in a tensor of ``shape``."""
+    """Returns the row-major position of ``index`` in a tensor of ``shape``."""
     strides = _strides(tuple(shape))
     terms: dict[Any, Size] = {}
     for at, stride in zip(index, strides, strict=True):
@@ -231,7 +241,7 @@ def linear(index: Sequence[Index], shape: Sequence[Size]) -> Index:
         break
     else:
         return Index(terms)
-    # Variables that meet again, or parts of one that may make it whole.
+    # A variable occurs twice, or parts of one may rejoin: add index by index.
     total = Index({})
     for at, stride in zip(reversed(index), reversed(strides), strict=True):
         total = total.plus(at.times(stride))
@@ -248,7 +258,7 @@ def _strides(shape: tuple[Size, ...]) -> tuple[Size, ...]:
 
 
 def _below(terms: dict[Any, Size], limit: Size) -> bool:
-    """Whether the terms never sum to ``limit``."""
+    """Returns whether the sum of the terms is always less than ``limit``."""
     if not limit.symbols and all(not c.symbols for c in terms.values()):
         top = 0
         for atom, c in terms.items():
@@ -262,7 +272,7 @@ def _below(terms: dict[Any, Size], limit: Size) -> bool:
                 return False
             top += c.factor * (bound.factor - 1)
         return top < limit.factor
-    # With symbols: digits of a mixed radix, each unit a multiple of the one below.
+    # With symbols, treat the terms as digits of a mixed radix, each unit a multiple of the range below it.
     reach = ONE
     for atom, c in sorted(terms.items(), key=lambda item: (len(item[1].symbols), item[1].factor)):
         if atom is None or c.factor < 0 or c.over(reach) is None:
@@ -272,7 +282,7 @@ def _below(terms: dict[Any, Size], limit: Size) -> bool:
 
 
 def divmod_index(index: Index, by: Size) -> tuple[Index, Index]:
-    """``index // by`` and ``index % by``. Raises Unsupported where they are no linear forms."""
+    """Returns ``index // by`` and ``index % by``. Raises Unsupported if they are not linear forms."""
     if by == ONE:
         return index, Index({})
     quotient: dict[Any, Size] = {}
@@ -302,11 +312,11 @@ def divmod_index(index: Index, by: Size) -> tuple[Index, Index]:
 
 
 def reshape(index: Sequence[Index], shape: Sequence[Size], base: Sequence[Size]) -> tuple[Index, ...]:
-    """The index into a tensor of shape ``base`` of element ``index`` of its view with ``shape``."""
+    """Maps element ``index`` of a view with ``shape`` to its index in the base tensor of shape ``base``."""
     result: list[Index] = []
     o = len(shape)
     b = len(base)
-    # Groups of dimensions with equal products, from the last to the first.
+    # Match groups of dimensions with equal products, from the last to the first.
     while b or o:
         first_o, first_b = o, b
         here, there = ONE, ONE

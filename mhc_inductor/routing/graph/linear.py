@@ -1,4 +1,4 @@
-"""Whole numbers in normal form: sums of index variables, elements of integer tensors and quotients of such sums."""
+"""Normal form of integers: sums of index variables, elements of integer tensors and quotients of such sums."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const
 
 _LARGEST = 256
-"""Atoms of a whole number, those within its quotients included."""
+"""Largest number of atoms in one integer, those inside its quotients included."""
 
 
 class Key(Var):
-    """The variable of keys, and others that stand for one: no element of a tensor of the model depends on them."""
+    """An index variable over the keys of an attention, or an auxiliary one in its place. Views may split it."""
 
     __slots__ = ()
     open = True
@@ -26,7 +26,7 @@ class Key(Var):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Datum:
-    """An element of an integer tensor; with ``wrap``, negative ones count from that size on, as in ``x[i]``."""
+    """An element of an integer tensor. With ``wrap``, negative values count from that size on, as in ``x[i]``."""
 
     ref: Ref
     wrap: Size | None = None
@@ -34,7 +34,7 @@ class Datum:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Floor:
-    """``of // by``."""
+    """``of // by``, rounded down."""
 
     of: Linear
     by: int
@@ -47,7 +47,7 @@ Symbols = tuple[str, ...]
 class Linear:
     """``sum(coefficient * atom) + sum(coefficient * product of symbols)``; the second part is the constant.
 
-    Never changed once made. Raises TooLarge where quotients within quotients make it too large to look through.
+    Immutable. Raises TooLarge if nested quotients make it too large to search.
     """
 
     __slots__ = ("_hash", "constant", "size", "terms")
@@ -60,7 +60,7 @@ class Linear:
         self.terms = terms
         self.constant = constant
         self.size: int = len(terms) + sum(a.of.size for a, _ in terms if isinstance(a, Floor))
-        """How many atoms there are, those within quotients counted wherever they are."""
+        """The number of atoms; those inside quotients count wherever they occur."""
         if self.size > _LARGEST:
             raise TooLarge("terms in a position", _LARGEST)
         self._hash: int | None = None
@@ -76,27 +76,31 @@ class Linear:
         return self._hash
 
     def plus(self, other: Linear, factor: int = 1) -> Linear:
+        """Returns the sum of this and ``factor`` times ``other``."""
         return Linear(_added(self.terms, other.terms, factor), _added(self.constant, other.constant, factor))
 
     def minus(self, other: Linear) -> Linear:
+        """Returns the difference."""
         return self.plus(other, -1)
 
     def times(self, factor: int) -> Linear:
+        """Returns the product with a number."""
         return ZERO.plus(self, factor)
 
     def shifted(self, by: int) -> Linear:
+        """Returns the sum with a number."""
         return self.plus(number(by))
 
     @property
     def value(self) -> int | None:
-        """The number, where nothing else takes part."""
+        """Returns the number if it is known and there are no atoms, else None."""
         if self.terms or any(symbols for symbols, _ in self.constant):
             return None
         return self.offset
 
     @property
     def known(self) -> int:
-        """The number. Raises DynamicWidth where it is one of symbols, and Unsupported where it is none."""
+        """Returns the number. Raises DynamicWidth if it depends on symbols, Unsupported if it has atoms."""
         found = self.value
         if found is None and not self.terms:
             raise DynamicWidth(Size(1, tuple({x for symbols, _ in self.constant for x in symbols})))
@@ -106,29 +110,32 @@ class Linear:
 
     @property
     def offset(self) -> int:
-        """The number that is added."""
+        """Returns the number that is added."""
         return dict(self.constant).get((), 0)
 
     @property
     def never_negative(self) -> bool:
-        """Whether this is a sum of positions."""
+        """Returns whether this is a sum of positions and constants with positive coefficients."""
         atoms = (isinstance(a, Var) or (isinstance(a, Floor) and a.of.never_negative) for a, _ in self.terms)
         return all(atoms) and all(c > 0 for _, c in (*self.terms, *self.constant))
 
     def coefficient(self, atom: Atom) -> int:
+        """Returns the coefficient of an atom, 0 if it does not occur."""
         return dict(self.terms).get(atom, 0)
 
     def without(self, atom: Atom) -> Linear:
+        """Returns the sum without the term of an atom."""
         return Linear(frozenset(t for t in self.terms if t[0] != atom), self.constant)
 
     def atoms(self) -> Iterator[Atom]:
-        """Every atom, those within quotients too."""
+        """Yields every atom, those inside quotients included."""
         for atom, _ in self.terms:
             yield atom
             if isinstance(atom, Floor):
                 yield from atom.of.atoms()
 
     def variables(self) -> set[Var]:
+        """Returns all variables, those in indices of tensor elements included."""
         found: set[Var] = set()
         for atom in self.atoms():
             if isinstance(atom, Var):
@@ -138,10 +145,11 @@ class Linear:
         return found
 
     def bound_variables(self) -> set[Var]:
-        """The variables that elements of tensors depend on."""
+        """Returns the variables that tensor elements depend on."""
         return {v for d in self.data() for v in variables_of(d.ref)}
 
     def data(self) -> list[Datum]:
+        """Returns all tensor elements, those inside quotients included."""
         return [a for a in self.atoms() if isinstance(a, Datum)]
 
 
@@ -158,20 +166,22 @@ def _added(a: frozenset[Any], b: frozenset[Any], factor: int) -> frozenset[Any]:
 
 
 def number(value: int) -> Linear:
+    """Returns a number as a constant."""
     return Linear(constant=frozenset({((), value)})) if value else ZERO
 
 
 def atom(a: Atom, coefficient: int = 1) -> Linear:
+    """Returns ``coefficient`` times an atom."""
     return Linear(frozenset({(a, coefficient)}))
 
 
 def of_size(size: Size) -> Linear:
-    """A size as a constant."""
+    """Returns a size as a constant."""
     return Linear(constant=frozenset({(size.symbols, size.factor)})) if size.factor else ZERO
 
 
 def of_scalar(value: Any, fixed: Mapping[str, int]) -> Linear:
-    """An int or a torch.SymInt. Raises Unsupported for anything else."""
+    """Returns an int, a whole float or a torch.SymInt as a constant. Raises Unsupported for anything else."""
     if isinstance(value, bool):
         return number(int(value))
     if isinstance(value, int):
@@ -191,13 +201,14 @@ def of_scalar(value: Any, fixed: Mapping[str, int]) -> Linear:
 
 
 def size_of_expression(expression: Any, fixed: Mapping[str, int]) -> Size:
+    """Returns a sympy expression as a size. Symbols in ``fixed`` become their values."""
     from .index import _monomial
 
     return _monomial(expression, fixed)
 
 
 def of_index(index: Index) -> Linear:
-    """An index of a tensor. Raises Unsupported where a coefficient is symbolic."""
+    """Returns an index of a tensor as a sum. Raises Unsupported if a coefficient is symbolic."""
     total = ZERO
     for a, c in index.terms.items():
         if a is None:
@@ -214,7 +225,7 @@ def _of_atom(a: Any) -> Linear:
         return atom(a)
     assert isinstance(a, Part)
     if a.by.symbols and any(isinstance(v, Key) for v in Index({a: ONE}).variables()):
-        raise DynamicWidth(a.by)  # blocks of keys
+        raise DynamicWidth(a.by)  # keys in blocks of a dynamic size
     if a.by.symbols:
         raise Unsupported
     inner, by = _of_atom(a.of), a.by.factor
@@ -223,7 +234,7 @@ def _of_atom(a: Any) -> Linear:
 
 
 def floor(of: Linear, by: int) -> Linear:
-    """``of // by``, rounded down."""
+    """Returns ``of // by``, rounded down. Raises Unsupported unless ``by`` is positive."""
     if by <= 0:
         raise Unsupported
     if by == 1:
@@ -240,7 +251,7 @@ def floor(of: Linear, by: int) -> Linear:
 
 
 def _below(rest: Linear, by: int) -> bool:
-    """Whether ``rest`` is known to be from 0 to ``by`` - 1."""
+    """Returns whether ``rest`` is known to lie between 0 and ``by`` - 1."""
     top = rest.minus(Linear(rest.terms)).value
     if top is None or top < 0:
         return False
@@ -253,7 +264,7 @@ def _below(rest: Linear, by: int) -> bool:
 
 
 def _most(a: Atom) -> int | None:
-    """The largest value of an atom that is never negative, where that is known."""
+    """Returns the largest value of an atom that is never negative, or None if it is not known."""
     if isinstance(a, Var):
         return None if a.size.symbols else a.size.factor - 1
     if isinstance(a, Datum):
@@ -270,7 +281,7 @@ def _most(a: Atom) -> int | None:
 
 
 def to_index(value: Linear) -> Index | None:
-    """``value`` as an index of a tensor, where it is one."""
+    """Returns ``value`` as an index of a tensor, or None if it is not one."""
     terms: dict[Any, Size] = {}
     for a, c in value.terms:
         if c < 0:
@@ -288,12 +299,15 @@ def to_index(value: Linear) -> Index | None:
 
 
 def variables_of(ref: Ref) -> set[Var]:
-    """The variables in a reference's index."""
+    """Returns the variables in a reference's index."""
     return {v for i in ref.index for v in i.variables()}
 
 
 def substituted(value: Linear, old: Var, new: Linear) -> Linear:
-    """``value`` with ``new`` for ``old``. Raises Unsupported where a tensor would be indexed with more than an index."""
+    """Returns ``value`` with ``old`` replaced by ``new``.
+
+    Raises Unsupported if a tensor would be indexed with something that is not an index.
+    """
     if old not in value.variables():
         return value
     total = Linear(constant=value.constant)
@@ -310,7 +324,7 @@ def substituted(value: Linear, old: Var, new: Linear) -> Linear:
 
 
 def replaced(ref: Ref, old: Var, new: Linear) -> Ref:
-    """``ref`` with ``new`` for ``old`` in its index. Raises Unsupported."""
+    """Returns ``ref`` with ``old`` replaced by ``new`` in its index. Raises Unsupported if that is not an index."""
     if old not in variables_of(ref):
         return ref
     index = to_index(new)
@@ -320,7 +334,7 @@ def replaced(ref: Ref, old: Var, new: Linear) -> Ref:
 
 
 def placed(ref: Ref, old: Var, new: Index) -> Ref:
-    """``ref`` with the index ``new`` for ``old``. Raises Unsupported."""
+    """Returns ``ref`` with ``old`` replaced by the index ``new``. Raises Unsupported if a quotient would change."""
     return Ref(ref.value, tuple(_with(i, old, new) for i in ref.index))
 
 
@@ -330,7 +344,7 @@ def _with(index: Index, old: Var, new: Index) -> Index:
         if a is old:
             total = total.plus(new.times(c))
         elif isinstance(a, Part) and old in Index({a: ONE}).variables():
-            # Only one variable for another of the same size keeps a quotient what it is.
+            # A quotient stays valid only if one variable replaces another.
             (only,) = new.terms.items() if len(new.terms) == 1 else ((None, ONE),)
             if not isinstance(only[0], Var) or only[1] != ONE:
                 raise Unsupported
@@ -347,7 +361,7 @@ def _renamed(a: Any, old: Var, new: Var) -> Any:
 
 
 def mapped(value: Linear, fn: Callable[[Ref], Ref]) -> Linear:
-    """``value`` with ``fn`` of every element of a tensor in it."""
+    """Returns ``value`` with ``fn`` applied to every tensor element in it."""
     total = Linear(constant=value.constant)
     for a, c in value.terms:
         if isinstance(a, Datum):

@@ -1,7 +1,7 @@
-"""A Dynamo graph seen as ATen operations, one node at a time and only where something asks.
+"""A Dynamo graph seen as ATen operations, expanded one node at a time and only on demand.
 
-Each node is run alone on the fake values that Dynamo left in it, under a mode that records the ATen operations. No
-trace of the whole graph is taken: what nobody looks at costs nothing, and equal calls are expanded once.
+Each node is run alone on the fake values that Dynamo left in it, under a mode that records the ATen operations. The
+whole graph is never traced: nodes that nothing asks about cost nothing, and equal calls are expanded once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NO_OPTIONS: dict[str, Any] = {}
 
 
 class Value:
-    """The result of one ATen operation, or a tensor that the analysis does not look into (``func`` is None)."""
+    """The result of one ATen operation, or a tensor that the analysis treats as opaque (``func`` is None)."""
 
     __slots__ = ("_pending", "args", "dtype", "func", "kwargs", "memo", "node", "out", "shape")
 
     func: Any
     args: tuple[Any, ...]
     memo: dict[Any, Any]
-    """What searches have found out about this value's elements, by search and element."""
+    """What searches found out about this value's elements, by search and element."""
 
     def __init__(
         self, tensor: torch.Tensor, fixed: Mapping[str, int], node: fx.Node | None = None, pending: Any = None
@@ -45,10 +45,11 @@ class Value:
         self.out = 0
 
     def set(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: int = 0) -> None:
+        """Sets the operation that computes this value; ``out`` is the position among its results."""
         self.func, self.args, self.kwargs, self.out = func, args, kwargs, out
 
     def __getattr__(self, name: str) -> Any:
-        """Makes what is looked at for the first time: a slot that is filled never comes here."""
+        """Computes a slot when it is first read. Slots that are filled never come here."""
         if name == "memo":
             self.memo = {}
             return self.memo
@@ -71,7 +72,7 @@ def _numbers(shape: tuple[int, ...]) -> tuple[Size, ...]:
 
 
 _NUMBERS = frozenset((int,))
-"""The type of sizes that are plain numbers: others must not be hashed, which could ask for their value."""
+"""The type of sizes that are plain numbers. Other sizes must not be hashed, because that could ask for their value."""
 
 
 def _alias(value: Value, of: Value) -> None:
@@ -79,7 +80,7 @@ def _alias(value: Value, of: Value) -> None:
 
 
 class _Recorder(compat.TorchDispatchMode):
-    """Records the ATen operations below composite ones, with a few decomposed further."""
+    """Records the ATen operations below composite ones, and decomposes a few of them further."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class _Recorder(compat.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _sized_by_data(func, args):
-            # To run it would make a symbol that the compiled graph does not know.
+            # Running it would create a symbol that the compiled graph does not know.
             raise NotImplementedError(f"the size of {func} depends on data")
         further = compat.analysis_decompositions().get(func)
         if further is not None:
@@ -106,6 +107,7 @@ _INDEXING = {aten.index.Tensor, aten._unsafe_index.Tensor}
 
 
 def _sized_by_data(func: Any, args: Any) -> bool:
+    """Returns whether the size or the value of an operation's result depends on data."""
     if not _BY_DATA.intersection(func.tags):
         return False
     return func not in _INDEXING or any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
@@ -135,6 +137,7 @@ _LEVELS = {
     "_grad_decrement_nesting": -1,
     "_jvp_decrement_nesting": -1,
 }
+"""How the calls around torch.func.grad and jvp change the nesting depth."""
 
 
 _NESTED = (list, tuple, dict)
@@ -149,7 +152,7 @@ def _map(fn: Any, tree: Any) -> Any:
 
 
 def example(node: fx.Node) -> Any:
-    """The fake value, or values, that Dynamo left in a node."""
+    """Returns the fake value or values that Dynamo left in a node."""
     found = node.meta.get("example_value")
     return node.meta.get("val") if found is None else found
 
@@ -162,7 +165,7 @@ def run(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def is_tensors(fake: Any) -> bool:
-    """Whether a node's fake value is one tensor, or a list of nothing else."""
+    """Returns whether a node's fake value is a tensor, or a tuple or list of tensors only."""
     if isinstance(fake, torch.Tensor):
         return True
     return isinstance(fake, (tuple, list)) and all(isinstance(e, torch.Tensor) for e in fake)
@@ -179,8 +182,8 @@ class Values:
     Args:
         graph: a Dynamo graph, whose nodes hold fake values.
         autocast: for each node inside autocast, the (device, dtype, enabled, cache) of its regions, outermost first.
-        templates: the recorded calls so far; graphs of one compile share them.
-        writes: whether a node changes a tensor that it is given. Such nodes are not looked into.
+        templates: the calls recorded so far; graphs of one compile share them.
+        writes: returns whether a node writes a tensor that it is given. Such nodes stay opaque.
     """
 
     def __init__(
@@ -200,11 +203,11 @@ class Values:
 
     @functools.cached_property
     def hints(self) -> dict[str, int]:
-        """The present values of the symbols in the graph's shapes: one look at all nodes, whoever asks and how often."""
+        """Returns the present values of the symbols in the graph's shapes. Computed once for all callers."""
         return compat.hints(self.graph)
 
     def fix(self, symbols: Collection[str]) -> bool:
-        """Count these symbols as their present values from now on. Whether any is new."""
+        """Fixes these symbols at their present values from now on. Returns whether any of them is new."""
         new = {name: hint for name, hint in self.hints.items() if name in symbols}
         if not new.keys() - self.fixed.keys():
             return False
@@ -213,13 +216,13 @@ class Values:
         return True
 
     def forget(self, fixed: Mapping[str, int]) -> None:
-        """Count the symbols of ``fixed`` as their present values, and no other."""
+        """Fixes the symbols of ``fixed`` at the given values, and no others."""
         if self.fixed != fixed:
             self.fixed = dict(fixed)
             self._of.clear()
 
     def of(self, node: fx.Node) -> Any:
-        """The :class:`Value` of a tensor node, a tuple of them, or None."""
+        """Returns the :class:`Value` of a tensor node, a tuple of them, or None."""
         try:
             return self._of[node]
         except KeyError:
@@ -235,7 +238,7 @@ class Values:
 
     @functools.cached_property
     def transformed(self) -> set[fx.Node]:
-        """The nodes inside torch.func.grad, jvp and what is made of them: their tensors belong to a level of derivatives."""
+        """Returns the nodes inside torch.func.grad or jvp: their tensors belong to a level of derivatives."""
         found, depth = set(), 0
         for node in self.graph.nodes:
             change = _LEVELS.get(getattr(node.target, "__name__", ""), 0) if node.op == "call_function" else 0
@@ -245,7 +248,7 @@ class Values:
         return found
 
     def inspectable(self, node: fx.Node) -> bool:
-        """Whether a node is a call of PyTorch's own operations that changes none of its arguments."""
+        """Returns whether a node calls one of PyTorch's own operations that writes none of its arguments."""
         found = self._inspectable.get(node)
         if found is None:
             found = self._inspectable[node] = self._own_call(node)
@@ -265,7 +268,7 @@ class Values:
 
     def _expand(self, value: Value) -> None:
         result = None
-        # A node that cannot be run alone stays opaque.
+        # a node that cannot be run alone stays opaque
         with contextlib.suppress(Exception):
             result = self._call(value.node)  # type: ignore[arg-type]
         if isinstance(result, Value):
@@ -283,7 +286,7 @@ class Values:
         seen: dict[int, int] = {}
 
         def signature_of(t: Any) -> Any:
-            # x * x is another call than x * y: which inputs are one tensor is part of the key.
+            # x * x and x * y are different calls: which inputs are the same tensor is part of the key.
             return (*_signature(t), seen.setdefault(id(t), len(seen))) if isinstance(t, torch.Tensor) else repr(t)
 
         def key(a: Any) -> Any:
@@ -313,7 +316,7 @@ class Values:
     def _record(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
         arguments = _map_nodes(node.args), _map_nodes(node.kwargs)
         examples = [t for n in inputs for t in tensors_in(example(n))]
-        # A call without tensors, as torch.zeros, must not make a real one.
+        # A call without tensors, such as torch.zeros, must not make a real one.
         mode = compat.fake_mode_of(examples or tensors_in(example(node)))
         if mode is None:
             raise NotImplementedError("a call is only ever run on fake values: a real one could draw random numbers")
@@ -336,7 +339,7 @@ class Values:
         for k, (func, args, kwargs, out) in enumerate(recorder.calls):
             calls.append((_functional(func), _map(place, args), _map(place, kwargs), out))
             for i, t in enumerate(tensors_in(out)):
-                # Composite operations change their own intermediates in place: from here on it is the new value.
+                # Composite operations write their own intermediates in place: from here on the tensor is the new value.
                 if not (isinstance(where.get(id(t)), _In) and _functional(func) is not func):
                     where[id(t)] = _Tmp(k, i)
                 else:
@@ -357,7 +360,7 @@ class Values:
                 return size.factor
             if isinstance(t, torch.Tensor):
                 value = Value(t, self.fixed)
-                if type(t) is torch.Tensor and t.dim() == 0:  # the number of torch.tensor(number), no fake
+                if type(t) is torch.Tensor and t.dim() == 0:  # a real tensor: the number of torch.tensor(number)
                     value.set(aten.scalar_tensor.default, (t.item(),), {})
                 return value
             return t
@@ -374,7 +377,7 @@ class Values:
 
 
 def _functional(func: Any) -> Any:
-    """``add`` for ``add_``."""
+    """Returns the functional variant of an in-place ATen operator: ``add`` for ``add_``. Returns others unchanged."""
     packet, _, overload = func.__name__.partition(".")
     if not packet.endswith("_") or packet.endswith("__") or func.namespace != "aten":
         return func
@@ -390,7 +393,7 @@ def _signature(t: torch.Tensor) -> Any:
 
 
 def tensors_in(out: Any) -> list[torch.Tensor]:
-    """The tensors of nested tuples and lists, in order."""
+    """Returns the tensors in nested tuples and lists, in order."""
     if isinstance(out, torch.Tensor):
         return [out]
     return [t for o in out for t in tensors_in(o)] if isinstance(out, (tuple, list)) else []

@@ -1,7 +1,7 @@
-"""The graph as operators see it: functional, with the modes, effects and gradients of every position.
+"""The graph as operators see it: functional, with the modes, effects and gradients at every position.
 
-In-place steps on tensors of the graph's own make new tensors here. What operators find are nodes of this view;
-``origin`` leads back to the nodes of the graph itself.
+In-place steps on the graph's own tensors become calls that make new tensors. Operators work with the nodes of this
+view; ``origin`` maps them to the nodes of the real graph.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from mhc_inductor.routing.graph.values import Value, Values, example, is_tensors
 
 
 class Knowledge:
-    """What is known to all graphs of a compile: the user's options, how calls expand, and what they write."""
+    """What all graphs of a compile share: the user's options, how calls expand, and what they write."""
 
     def __init__(self, options: RoutingOptions = DEFAULT) -> None:
         self.options = options
         self.templates: dict[Any, Any] = {}
         self.effects = Effects()
         self.failures: list[tuple[fx.Node, Exception]] = []
-        """Where the search of an operator failed, until the pass has reported it."""
+        """Nodes at which an operator's search failed, until the pass reports them."""
 
 
 class View:
-    """One graph, and what the pass knows of it.
+    """One graph, and what the pass knows about it.
 
-    ``body``: a graph of a higher-order operator, whose inputs do not say whether they need gradients. ``in_place``:
-    in-place steps stay what they are, which is all that who looks for ops needs, and spares a copy of the graph.
+    ``body``: the graph is the body of a higher-order operator, so that its inputs do not tell whether they need
+    gradients. ``in_place``: in-place steps stay as they are. That is enough to look for ops, and saves a copy of the
+    graph.
     """
 
     def __init__(
@@ -61,12 +62,12 @@ class View:
         self.values = self.fresh_values()
 
     def fresh_values(self) -> Values:
-        """Returns the values of the view's nodes, with no symbol taken as fixed."""
+        """Returns the values of the view's nodes, with no symbol fixed."""
         states = {n: m.autocast for n in self.graph.nodes if (m := self.modes_at(n)).autocast}
         return Values(self.graph, states, self.knowledge.templates, self._in_place)
 
     def _in_place(self, node: fx.Node) -> bool:
-        """Whether a node of the view writes, or may write, one of its inputs."""
+        """Returns whether a node of the view writes, or may write, one of its inputs."""
         return node not in self.made and bool(self.effects.written(self.reader.get(node, node)))
 
     def modes_at(self, node: fx.Node) -> Modes:
@@ -74,12 +75,12 @@ class View:
         return self.modes[self.reader.get(node, node)]
 
     def node(self, node: fx.Node) -> fx.Node:
-        """Returns the node of the real graph whose result a node of the view stands for."""
+        """Returns the real node whose result a node of the view stands for."""
         return self.origin.get(node, node)
 
     @functools.cached_property
     def live(self) -> set[fx.Node]:
-        """The nodes that a result or an effect needs. Dynamo leaves dead code in its graphs."""
+        """Returns the nodes that a result or an effect needs. Dynamo leaves dead code in its graphs."""
         live: set[fx.Node] = set()
         for node in reversed(self.nodes):
             pure = self.values.inspectable(node) and is_tensors(example(node))
@@ -95,10 +96,16 @@ class View:
     def descendants(
         self, starts: Iterable[fx.Node], admit: Callable[[fx.Node], bool], limit: int = 4000
     ) -> list[fx.Node]:
-        """Returns nodes reached from ``starts`` through admitted ones (others are listed, not passed), in graph order."""
+        """Returns the live nodes that can be reached from ``starts``, in graph order.
+
+        Args:
+            starts: the nodes to start from; they are included.
+            admit: returns whether the search continues past a node. Other nodes are included but not passed.
+            limit: the search stops at about this many nodes, of which it visits the nearest first.
+        """
         seen, live = dict.fromkeys(starts), self.live
         todo = collections.deque(seen)
-        # The nearest first: the limit cuts off what is far away.
+        # Breadth first, so that the limit drops the farthest nodes.
         while todo and len(seen) < limit:
             for user in todo.popleft().users:
                 if user not in seen and user in live and user.op in ("call_function", "call_method"):
@@ -111,7 +118,7 @@ class View:
 
     @functools.cached_property
     def _writes(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """Positions at which each storage is written, in order: by anything, and by what the view still shows in place."""
+        """Returns the positions at which each storage is written, in order: all, and those left in place here."""
         every: dict[int, list[int]] = collections.defaultdict(list)
         left: dict[int, list[int]] = collections.defaultdict(list)
         for position, storage, node in self.events:
@@ -121,9 +128,13 @@ class View:
         return every, left
 
     def written_between(self, node: fx.Node, before: int, left: bool = False, after: int | None = None) -> bool:
-        """Whether the memory of a view's node is written before a position of the real graph, and after its definition.
+        """Returns whether the memory of a view's node is written after its definition and before a real position.
 
-        ``left``: only by steps that the view could not make functional. ``after``: a later position to start from.
+        Args:
+            node: a node of the view.
+            before: a position of the real graph.
+            left: count only steps that the view could not make functional.
+            after: a position to start from instead of the definition.
         """
         writes, after = self._writes[left], self.defined(node) if after is None else after
         for storage in self.storages(node) if writes else ():
@@ -134,17 +145,17 @@ class View:
         return False
 
     def writers(self, node: fx.Node, after: int, until: int) -> list[fx.Node]:
-        """Returns the real nodes that write the memory of a view's node after a position, up to another."""
+        """Returns the real nodes that write the memory of a view's node after one position and up to another."""
         mine = self.storages(node)
         return [n for at, storage, n in self.events if after < at <= until and storage in mine]
 
     def defined(self, node: fx.Node) -> int:
-        """Returns the position from which on the real node holds what the view's node does."""
+        """Returns the position from which on the real node holds what the view's node stands for."""
         return self.since.get(node, self.position.get(self.node(node), -1))
 
     @functools.cached_property
     def holders(self) -> dict[int, list[fx.Node]]:
-        """The real nodes that hold each storage, in graph order."""
+        """Returns the real nodes that hold each storage, in graph order."""
         found: dict[int, list[fx.Node]] = collections.defaultdict(list)
         for node in self.real.nodes:
             for storage in dict.fromkeys(self.effects.storages(node)):
@@ -153,21 +164,21 @@ class View:
 
     @functools.cached_property
     def hiding(self) -> list[fx.Node]:
-        """The real nodes that are another name of a tensor, under which autograd sees no write: ``t.data``."""
+        """Returns the real nodes that are ``t.data``: another name of a tensor, under which autograd sees no write."""
         return [node for node in self.real_nodes if compat.hides_writes(node)]
 
     def storages(self, node: fx.Node) -> tuple[int, ...]:
-        """Returns the memory of each tensor that the real node of a view's node holds."""
+        """Returns the storage key of each tensor that the real node of a view's node holds."""
         return self.effects.storages(self.node(node))
 
     # --- gradients ---
 
     def settle(self) -> None:
-        """Looks at the graph's gradients as they are before the first edit."""
+        """Computes what depends on the unedited graph, before the first edit."""
         _ = self.roots, self.ends, self.holders, self.live, self.before, self.returned
 
     def flows(self, node: fx.Node) -> bool:
-        """Whether gradients may be asked of a node of the view, of the graph itself, or of one that an edit made."""
+        """Returns whether a gradient may flow through a node of the view, of the real graph, or of an edit."""
         known = self.needs_grad.get(node)
         if known is None:
             known = bool(node.meta.get(GRAD, False)) or any(self.needs_grad[n] for n in self._shown.get(node, ()))
@@ -175,7 +186,7 @@ class View:
 
     @functools.cached_property
     def _shown(self) -> dict[fx.Node, list[fx.Node]]:
-        """The nodes of the view that stand for each real node."""
+        """Returns the nodes of the view that stand for each real node."""
         found: dict[fx.Node, list[fx.Node]] = collections.defaultdict(list)
         for node, real in self.origin.items():
             found[real].append(node)
@@ -183,7 +194,7 @@ class View:
 
     @functools.cached_property
     def needs_grad(self) -> dict[fx.Node, bool]:
-        """Whether a gradient may flow through each node of the view."""
+        """Returns for each node of the view whether a gradient may flow through it."""
         found: dict[fx.Node, bool] = {}
         for node in self.nodes:
             tensors = tensors_in(example(node))
@@ -193,7 +204,7 @@ class View:
             elif not wide:
                 found[node] = False
             elif not self.modes_at(node).grad:
-                # Written without gradients, a tensor still has those that it had.
+                # A tensor that is written without gradients keeps those that it had.
                 found[node] = any(found[a] for a in self._handed_on(node))
             elif self.body or node in self.made:
                 through = any(found[a] for a in node.all_input_nodes)
@@ -204,11 +215,11 @@ class View:
 
     @functools.cached_property
     def before(self) -> dict[fx.Node, fx.Node]:
-        """For what each in-place step makes, the node that stands for what it wrote to, before it did."""
+        """Returns for each node that an in-place step made the node that stands for the tensor before the step."""
         return {made: self.resolved[step][self.effects.written(step)[0]] for made, step in self.made.items()}
 
     def _handed_on(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that stand for a tensor which a step writes and returns, before it did."""
+        """Returns the nodes that stand, before the step, for the tensors that ``node`` writes and returns."""
         if node in self.made:
             return [self.before[node]]
         step = self.reader.get(node, node)
@@ -218,7 +229,7 @@ class View:
 
     @functools.cached_property
     def roots(self) -> dict[fx.Node, int]:
-        """The inputs of the graph that a gradient of each node of the view reaches, a bit each."""
+        """Returns for each node of the view the graph inputs that its gradient reaches, as a bit mask."""
         found: dict[fx.Node, int] = {}
         count = 0
         for node in self.nodes:
@@ -234,9 +245,9 @@ class View:
 
     @functools.cached_property
     def ends(self) -> dict[fx.Node, int]:
-        """The results of the graph that each node of the view reaches, a bit each, in the order of :attr:`results`.
+        """Returns for each node of the view which of :attr:`results` it reaches, as a bit mask.
 
-        One more bit says that it reaches something that writes or keeps a tensor.
+        One more bit is set if it reaches a call that writes or keeps a tensor.
         """
         found = {node: 1 << i for i, node in enumerate(self.results)}
         kept = 1 << len(found)
@@ -254,22 +265,22 @@ class View:
 
     @functools.cached_property
     def results(self) -> list[fx.Node]:
-        """The nodes that the graph returns, and those that write in place what gradients may come back from."""
+        """Returns the nodes that the graph returns, and the in-place writes that gradients may come back from."""
         return list(dict.fromkeys([*self.graph.output_node().all_input_nodes, *self._steps]))
 
     @functools.cached_property
     def _steps(self) -> dict[fx.Node, None]:
-        """The nodes that write in place in this view too, with gradients."""
+        """Returns the nodes that write in place in this view too, and run in grad mode."""
         writers = {node for _, _, node in self.events} - self.converted
         return {n: None for n in self.nodes if self.reader.get(n, n) in writers and self.modes_at(n).grad}
 
     def escapes(self, node: fx.Node) -> bool:
-        """Whether the memory of a view's node is returned by the graph, or written in place later."""
+        """Returns whether the memory of a view's node is returned by the graph, or written in place later."""
         holders = self.holding(node, {*self.effects.storages(node)})
         return any(user.op == "output" for n in holders for user in n.users) or self.overwritten(node)
 
     def holding(self, node: fx.Node, memory: Set[int]) -> list[fx.Node]:
-        """Returns ``node`` and those that it is handed on to, from user to user, in this memory."""
+        """Returns ``node`` and the nodes that hold this memory and are reached from it through users that hold it."""
         found, todo = {node: None}, [node]
         while todo:
             new = [u for u in todo.pop().users if u not in found and not memory.isdisjoint(self.effects.storages(u))]
@@ -279,18 +290,21 @@ class View:
 
     @functools.cached_property
     def returned(self) -> set[int]:
-        """The memory that the graph returns."""
+        """Returns the storage keys of what the graph returns."""
         return {key for node in self.graph.output_node().all_input_nodes for key in self.storages(node)}
 
     def overwritten(self, node: fx.Node) -> bool:
-        """Whether the memory of a view's node is written in place later."""
+        """Returns whether the memory of a view's node is written in place later."""
         return self.written_between(node, len(self.real_nodes))
 
     def hooked(self, node: fx.Node) -> bool:
-        """Whether a hook, or anything else that keeps a tensor, is on a view's node."""
+        """Returns whether a hook, or anything else that keeps a tensor, is on a view's node."""
         seen = [self.effects.of(self.reader.get(u, u)) for u in node.users if u not in self.made]
         return any(effect.watches and not effect.writes for effect in seen)
 
 
 GRAD = "mhc_inductor_needs_grad"
-"""Key in a node's meta: what replaced a formula was run without gradients, and this says that some flow."""
+"""Key in a node's meta: whether gradients flow through it.
+
+Ops that replace formulas are run without gradients, so their fake values do not tell.
+"""

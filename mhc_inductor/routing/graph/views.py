@@ -1,7 +1,7 @@
-"""Elements of values, and views as maps of them: which element of its operand an element of a view is.
+"""Elements of values, and views as maps between them: which element of its operand an element of a view is.
 
-A :class:`Ref` is an element of a value: the value and the index of each of its dimensions. Views and casts of floating
-dtypes disappear into indices.
+A :class:`Ref` is an element of a value: the value and an index for each of its dimensions. Views and casts between
+floating dtypes become index arithmetic.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNASKED = object()
 
 
 class Ref:
-    """``value[index]``; never changed once made."""
+    """``value[index]``. Immutable."""
 
     __slots__ = ("_flat", "_hash", "below", "index", "value")
 
@@ -47,7 +47,7 @@ class Ref:
         self._hash: int | None = None
         self._flat: Index | None = None
         self.below: Any = _UNASKED
-        """What :func:`step` found, once it was asked."""
+        """The result of :func:`step`, once it was called."""
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -61,14 +61,14 @@ class Ref:
 
     @property
     def flat(self) -> Index:
-        """The row-major position in the value."""
+        """Returns the row-major position in the value."""
         if self._flat is None:
             self._flat = linear(self.index, self.value.shape)
         return self._flat
 
 
 def whole(value: Value) -> Ref:
-    """Returns an element of ``value`` at a variable for each dimension, the same ones at every call."""
+    """Returns the element of ``value`` at one variable per dimension. Every call returns the same variables."""
     found: Ref | None = value.memo.get(whole)
     if found is None:
         found = value.memo[whole] = Ref(value, tuple(var(Var(s)) for s in value.shape))
@@ -80,7 +80,7 @@ def _dim(value: Value, d: int) -> int:
 
 
 def _broadcast(operand: Any, ref: Ref) -> Ref:
-    """The element of an operand that meets ``ref`` of an elementwise operation's result."""
+    """Returns the element of an operand that is used for ``ref``, an element of an elementwise operation's result."""
     if len(operand.shape) > len(ref.index):
         raise Unsupported
     tail = ref.index[len(ref.index) - len(operand.shape) :]
@@ -142,7 +142,7 @@ def _sliced(ref: Ref) -> Ref:
     if not isinstance(stride, int):
         raise Unsupported
     index = list(ref.index)
-    # A size of 1 has no variable, so the offset alone is the index.
+    # A dimension of size 1 has no variable, so its index is the offset alone.
     index[d] = index[d].times(Size(stride)).plus(_offset(base, d, start))
     return Ref(base, tuple(index))
 
@@ -171,7 +171,7 @@ def _expanded(ref: Ref) -> Ref:
 
 
 def joined(value: Value) -> tuple[int, list[Value]]:
-    """Returns the dim and the pieces of a cat, without those of torch.tensor([]), which any cat skips."""
+    """Returns the dimension and the pieces of a cat, without pieces like torch.tensor([]), which every cat skips."""
     pieces, *rest = value.args
     d = _dim(value, rest[0] if rest else 0)
     rank = len(value.shape)
@@ -214,7 +214,7 @@ def _stacked(ref: Ref) -> Ref:
     rest_index = (*ref.index[:d], *ref.index[d + 1 :])
     if at is not None:
         return Ref(pieces[at], rest_index)
-    # Evenly spaced pieces of one tensor, put side by side again.
+    # Evenly spaced pieces of one tensor, stacked in order, are a view of it.
     each = [step(Ref(piece, rest_index)) for piece in pieces]
     first = each[0]
     if first is None or len(each) < 2 or any(e is None or e.value is not first.value for e in each):
@@ -272,20 +272,23 @@ VIEWS: dict[Any, Callable[[Ref], Ref]] = {
     aten.alias.default: _same_shape,
     aten.lift_fresh.default: _same_shape,
 }
+"""For each ATen view or copy, the function that maps an element of its result to an element of its operand."""
 CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
+"""ATen operations that convert dtypes."""
 
 
 def is_cast(value: Value) -> bool:
+    """Returns whether ``value`` is a cast between floating dtypes."""
     return value.func in CASTS and value.dtype.is_floating_point and value.args[0].dtype.is_floating_point
 
 
 def rounds(value: Value) -> bool:
-    """Checks whether ``value`` is a cast that loses precision or range."""
+    """Returns whether ``value`` is a cast that loses precision or range."""
     return is_cast(value) and loses(value.dtype, value.args[0].dtype)
 
 
 def loses(to: torch.dtype, of: torch.dtype) -> bool:
-    """Checks whether numbers of the floating dtype ``of`` lose precision or range in ``to``."""
+    """Returns whether numbers of the floating dtype ``of`` lose precision or range in ``to``."""
     a, b = torch.finfo(to), torch.finfo(of)
     return a.eps > b.eps or a.max < b.max or a.smallest_normal > b.smallest_normal
 
@@ -295,15 +298,15 @@ READABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def written(value: Value) -> bool:
-    """Checks whether ``value`` is a rounding that the model wrote, or what it decoded from a dtype that no op reads.
+    """Returns whether ``value`` is a rounding that the model wrote, or a cast from a dtype that no op reads.
 
-    Casts inside of an operation, as those that autocast puts in, are not the model's.
+    Casts inside an operation, such as those that autocast inserts, are not the model's.
     """
     return value.node is not None and (rounds(value) or (is_cast(value) and value.args[0].dtype not in READABLE))
 
 
 def step(ref: Ref) -> Ref | None:
-    """The element that a view or a cast of floating dtypes shows, or None for anything else."""
+    """Returns the element that a view or a cast between floating dtypes shows, or None for anything else."""
     if ref.below is _UNASKED:
         ref.below = _step(ref)
     below: Ref | None = ref.below
@@ -323,16 +326,16 @@ def _step(ref: Ref) -> Ref | None:
         raise
     except Unsupported:
         return None
-    except Exception as error:  # a call that no rule foresaw is not followed, and nothing else is lost
+    except Exception as error:  # a rule that fails on an unexpected call must only stop this search
         logger.debug("a view is not followed: %s", func, exc_info=True)
         Unfollowed(f"a view on this line is not followed: {func}: {type(error).__name__}: {error}", ref.value)
         return None
-    # Not the numbers that torch.tensor was given: they are no node's.
+    # Stop at the numbers that torch.tensor was given: no graph node produced them.
     return below if below.value.node is not None or below.value.func is not None else None
 
 
 def peel(ref: Ref, stop: Container[Value] = ()) -> Ref:
-    """``ref`` behind its views and casts, as far as a value of ``stop``."""
+    """Returns the element below the views and casts of ``ref``, but not below a value of ``stop``."""
     while ref.value not in stop:
         inner = step(ref)
         if inner is None:
@@ -342,7 +345,7 @@ def peel(ref: Ref, stop: Container[Value] = ()) -> Ref:
 
 
 def chain(ref: Ref, stop: Container[Value] = ()) -> list[Ref]:
-    """Every element on the way of :func:`peel`, the outermost first."""
+    """Returns every element that :func:`peel` passes, the outermost first."""
     refs = [ref]
     while refs[-1].value not in stop and (inner := step(refs[-1])) is not None:
         refs.append(inner)
@@ -350,7 +353,10 @@ def chain(ref: Ref, stop: Container[Value] = ()) -> list[Ref]:
 
 
 def shown(ref: Ref, stop: Container[Value] = ()) -> list[Ref]:
-    """Returns :func:`chain` as far as what the model rounded: an op that reads ``ref`` reads one of these."""
+    """Returns :func:`chain` through the first rounding that the model wrote, if there is one.
+
+    An op that reads ``ref`` reads one of these elements.
+    """
     refs = chain(ref, stop)
     end = next((k for k, r in enumerate(refs) if written(r.value)), len(refs))
     return refs[: end + 1]
