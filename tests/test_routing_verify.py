@@ -361,7 +361,7 @@ def test_choices_are_compared_by_the_operator(plug: Any) -> None:
     got = call(norm, inputs())
     assert ops(got) == ["gated_norm"] and seen[0] == ((3, 5, 16), (3, 5, 16))
     plug(type("Off", (Chosen,), {"error": 0.25}))
-    assert "choice is off by 0.25" in reasons(call(norm, inputs()))
+    assert "selection is worse than the formula's by 0.25" in reasons(call(norm, inputs()))
     plug(type("Usual", (Chosen,), {"error": None}))
     assert "output 0" in reasons(call(norm, inputs()))
 

@@ -58,7 +58,7 @@ __all__ = [
     "unregister",
 ]
 
-_UNFOLLOWED = "the inputs of the formula cannot be followed through their views"
+_UNFOLLOWED = "an input of the formula is a view that the analysis cannot map to the tensor below it"
 
 
 def route(
@@ -92,7 +92,7 @@ def route(
     try:
         _count(report)
     except Exception as error:
-        routing.problem("what was routed is not counted", error, _where(gm.graph))
+        routing.problem("the counters could not be updated", error, _where(gm.graph))
     return report
 
 
@@ -142,7 +142,7 @@ class _Pass:
         first = View(gm.graph, outer, self.knowledge, body)
         if first.values.transformed:
             where = _where(gm.graph)
-            logger.info("not routed: what torch.func.grad or jvp transforms inside a compiled function (%s)", where)
+            logger.info("not routed: formulas inside torch.func.grad or torch.func.jvp (%s)", where)
         self.report.near_misses += _opaque(first)
         view: View | None = first
         try:
@@ -218,7 +218,7 @@ class _Pass:
         """Reports the nodes at which the search of an operator failed."""
         failures, self.knowledge.failures = self.knowledge.failures, []
         for node, error in failures:
-            self.problem("what is here is not looked at", error, source_of(node))
+            self.problem("the search failed at this line, which is left as the model wrote it", error, source_of(node))
 
     def problem(self, what: str, error: Exception, where: str) -> None:
         """Adds a problem to the report and logs it once."""
@@ -287,10 +287,10 @@ def _opaque(view: View) -> list[NearMiss]:
     found: dict[str, fx.Node] = {}
     for node in view.real_nodes:
         if node in view.effects.unknown:
-            found.setdefault(f"PyTorch cannot say what {node.target} writes: nothing is routed across it", node)
+            found.setdefault(f"PyTorch cannot say which tensors {node.target} writes: no formula is routed across this call", node)
         elif node.op == "placeholder" and any(map(compat.is_wrapper, tensors_in(example(node)))):
             kind = type(example(node)).__name__
-            found.setdefault(f"the graph computes with {kind}, whose formulas are not looked into", node)
+            found.setdefault(f"formulas of {kind}, a subclass of Tensor, are not analysed", node)
     return [NearMiss("any op", why, source_of(node), node.name, ordinary=True) for why, node in found.items()]
 
 

@@ -35,7 +35,7 @@ def judged(
         outputs = [[t for k, t in r.items() if k.startswith("output") and t is not None] for r in (theirs, mine)]
         error = match.judge(*outputs)
         if error is not None:
-            return error, "" if error == 0 else f"verified on random data, the op's choice is off by {error:.3g}"
+            return error, "" if error == 0 else f"verified on random data, the op's selection is worse than the formula's by {error:.3g}"
     top = max(
         (float(t.double().abs().max()) for k, t in want.items() if "grad" in k and t is not None and t.numel()),
         default=0.0,
@@ -54,7 +54,7 @@ def judged(
 def _told(name: str, error: float, bar: float) -> str:
     """Returns the near-miss reason for a result that differs."""
     if error == float("inf"):
-        return f"verified on random data, {name} is NaN, infinite or a number where the formula's is not"
+        return f"verified on random data, {name} of the op and of the formula are NaN or infinite at different places"
     return (
         f"verified on random data, {name} differs from the formula's by {error:.3g} of its norm; {bar:.3g} is allowed"
     )

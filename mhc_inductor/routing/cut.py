@@ -76,7 +76,7 @@ class Cut:
 
     def __init__(self, edit: Edit, match: Match, pairs: Pairs) -> None:
         if edit.place is None:
-            raise ValueError("a formula is cut out while its edit goes on")
+            raise ValueError("Cut needs an edit in progress: call it from the check of Edit.apply")
         self.edit, self.view, self.place = edit, edit.view, edit.place
         self.match, self.pairs = match, pairs
         self.ins = dict.fromkeys(node_of(v) for v in match.inputs)

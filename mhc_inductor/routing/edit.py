@@ -218,7 +218,7 @@ class Edit:
             elif -1 not in sizes:
                 sizes.append(-1)
             else:
-                raise Mismatch("the shape of the result has more than one new dynamic size")
+                raise Mismatch("the result's shape has more than one dynamic size that no input has")
         return self.emit("reshape", node, *sizes)
 
     def _sized(self, size: Any, nodes: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
@@ -300,7 +300,7 @@ class Edit:
             late = held in self.view.since and held not in self.view.position and self.view.since[held] > at
             if self.view.modes[self.view.real_nodes[self.view.since[held] if late else at]].grad != place.modes.grad:
                 raise Mismatch(
-                    "an input of the formula that is changed in place, or returned, is made in another grad mode",
+                    "an input of the formula that is written in place, or returned, is computed in another grad mode",
                     self.view.value(node),
                 )
             with self.graph.inserting_after(held if late else self.view.real_nodes[at]):
@@ -405,7 +405,7 @@ class Edit:
             roots &= ~view.roots[result]
         if roots:
             raise Mismatch(
-                "a parameter of another part of the formula would get zeros where the model gives it no gradient",
+                "the op would give a parameter a gradient of zeros where the model gives none",
                 self.view.value(old),
             )
 
@@ -483,7 +483,7 @@ def _check_alike(old: torch.Tensor, new: torch.Tensor, value: Value) -> None:
     same = len(old.shape) == len(new.shape) and old.dtype == new.dtype and old.device == new.device
     if not same or not all(_may_equal(a, b) for a, b in zip(old.shape, new.shape, strict=True)):
         have, want = (f"{[*t.shape]} {t.dtype} on {t.device}" for t in (new, old))
-        raise Mismatch(f"the op gives {have} where the formula gives {want}", value)
+        raise Mismatch(f"the op returns {have}, the formula returns {want}", value)
 
 
 def _may_equal(a: Any, b: Any) -> bool:

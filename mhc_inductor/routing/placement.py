@@ -14,7 +14,7 @@ from mhc_inductor.routing.operator import Match, Mismatch, Unplaced
 from mhc_inductor.routing.rounding import check_roundings
 from mhc_inductor.routing.saved import changed_later
 
-WRITTEN = "a tensor of the formula is changed in place within it"
+WRITTEN = "a tensor of the formula is written in place before the formula ends"
 TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack")
 """Keys in a node's meta that say where in the user's code it comes from."""
 
@@ -22,7 +22,7 @@ TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack")
 def node_of(value: Value) -> fx.Node:
     """Returns the view's node of a value. Raises Mismatch for a value inside a composite operation."""
     if value.node is None:
-        raise Mismatch("a tensor of the formula is inside a composite operation", value)
+        raise Mismatch("an input or result of the op is inside one call of PyTorch, such as F.rms_norm, and has no graph node", value)
     return value.node
 
 

@@ -15,7 +15,7 @@ from mhc_inductor.log import logger
 ARTIFACT = "mhc_inductor_routing"
 """Name of the artifact in a ``TORCH_TRACE`` log."""
 
-AS_WRITTEN = ("the formula as the model wrote it, fused by Inductor: faster here",)
+AS_WRITTEN = ("kept as written: Inductor's code is faster on this device",)
 """Shown instead of kernels for a formula that is kept as the model wrote it."""
 
 

@@ -30,7 +30,7 @@ def check_roundings(view: View, around: Iterable[fx.Node], region: Iterable[fx.N
         if view.modes_at(node).autocast and not (isinstance(value, Value) and is_cast(value)):
             continue
         raise Mismatch(
-            f"an intermediate result is rounded to {narrow[0]}; no tensor that the op reads or gives is", value
+            f"an intermediate result is rounded to {narrow[0]}; no input or output of the op has that dtype", value
         )
 
 

@@ -123,14 +123,14 @@ class _Trial:
             try:
                 shape, stride = (tuple(map(compat.hint, s)) for s in (fake.shape, fake.stride()))
             except Exception as error:  # sizes that depend on data, or a layout without strides
-                raise _NotRun(f"not verified: {node.name} has no size that is known now ({error})") from error
+                raise _NotRun(f"not verified: {node.name} has a size that depends on data ({error})") from error
             wide = fake.is_floating_point() or fake.is_complex()
             grad = self.modes.grad and wide and self.cut.edit.needs_grad(node)
             return _Tensor(shape, stride, fake.dtype, fake.device, grad)
         if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return fake.node.hint
         if fake is None or isinstance(fake, (tuple, list)):
-            raise _NotRun(f"not verified: {node.name} is no tensor")
+            raise _NotRun(f"not verified: {node.name} is not a tensor")
         return fake
 
     # --- verdict ---
@@ -139,7 +139,7 @@ class _Trial:
         """Returns the op's error, or the reason as a text if it differs from the formula. Raises _NotRun."""
         devices = {s.device for s in self.specs.values() if isinstance(s, _Tensor)}
         if any(d.type not in ("cpu", "cuda") or (d.type == "cuda" and not torch.cuda.is_available()) for d in devices):
-            raise _NotRun(f"not verified: nothing runs on {', '.join(map(str, devices))} here")
+            raise _NotRun(f"not verified: no device {', '.join(map(str, devices))} here")
         wide, plain = (self._bytes(exact) for exact in (True, False))
         free = min((compat.free_memory(d) for d in devices), default=0)
         if devices and plain > free:

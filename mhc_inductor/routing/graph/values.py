@@ -343,7 +343,7 @@ class Values:
                 if not (isinstance(where.get(id(t)), _In) and _functional(func) is not func):
                     where[id(t)] = _Tmp(k, i)
                 else:
-                    raise RuntimeError(f"{func} changes an input of {node.name}")
+                    raise RuntimeError(f"{func} writes an input of {node.name} in place")
         return calls, _map(place, result)
 
     def _instantiate(self, template: Any, inputs: list[fx.Node]) -> Any:

@@ -44,7 +44,7 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     """Emits the op for one attention. Raises Mismatch and Unsupported."""
     assert edit.place is not None and one.out.node is not None
     if edit.place.overwritten:
-        raise Mismatch("a tensor of the formula is changed in place within it", one.out)
+        raise Mismatch("a tensor of the formula is written in place before the formula ends", one.out)
     sources = taken(one)
     dtype = functools.reduce(torch.promote_types, [source.dtype for source in sources])
     if torch.finfo(one.out.dtype).bits > torch.finfo(dtype).bits and not edit.narrowed(one.out.node, dtype):
