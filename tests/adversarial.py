@@ -1,8 +1,8 @@
-"""Random programs that mix routed formulas with everything that has broken routing: eager and routed must agree.
+"""Random programs that mix routed formulas with constructs that once broke routing: routed and eager must agree.
 
 ``python -m tests.adversarial`` runs 3000 of them, each in training and in inference, and ``--json FILE`` writes the
-counts with a hash of the routing sources. A program is a list of statements in Python: one that fails is printed, after
-every statement that the failure does not need has been removed.
+counts with a hash of the routing sources. A program is a list of Python statements. A failing program is printed after
+all statements that the failure does not need have been removed.
 """
 
 from __future__ import annotations
@@ -42,11 +42,14 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 MODES = ("train", "no_grad", "inference")
 
 
-# --- what a program's statements may name -------------------------------------------------------------------
+# --- functions a program's statements may call --------------------------------------------------------------
 
 
 def hooked(t: torch.Tensor, kind: str) -> torch.Tensor:
-    """Registers a hook where ``t`` requires grad; returns ``t``. Raises NotImplementedError where that would crash PyTorch."""
+    """Registers a gradient hook if ``t`` requires grad, and returns ``t``.
+
+    Raises NotImplementedError where the hook would crash PyTorch.
+    """
     if t.requires_grad:
         if not torch.compiler.is_compiling() and type(t.grad_fn).__name__ == "AsStridedBackward0":
             raise NotImplementedError("a hook on a view that was written through another one is a segmentation fault")
@@ -55,37 +58,37 @@ def hooked(t: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def rounded(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A round trip through ``dtype``."""
+    """Returns ``t`` cast to ``dtype`` and back."""
     return t.to(dtype).to(t.dtype)
 
 
 def quiet(write: str, t: torch.Tensor) -> torch.Tensor:
-    """A write in place under ``no_grad``."""
+    """Writes ``t`` in place under ``no_grad``."""
     with torch.no_grad():
         result = WRITES[write](t)
     return t if result is None else result
 
 
 def loud(write: str, t: torch.Tensor) -> torch.Tensor:
-    """A write in place that autograd follows."""
+    """Writes ``t`` in place where autograd records it."""
     result = WRITES[write](t)
     return t if result is None else result
 
 
 def without_grad(t: torch.Tensor) -> torch.Tensor:
-    """A new tensor made under ``no_grad``."""
+    """Returns a new tensor computed under ``no_grad``."""
     with torch.no_grad():
         return t * 1.25
 
 
 def causal(p: Leaves) -> torch.Tensor:
-    """bool [1, S, 1, T]."""
+    """Returns the causal mask, bool [1, S, 1, T]."""
     S, T = p["q"].shape[1], p["k"].shape[1]
     return (torch.arange(T) <= torch.arange(S).unsqueeze(-1) + (T - S)).view(1, S, 1, T)
 
 
 def checkpointed(fn: Callable[..., Any], policy: str, *given: Any) -> Any:
-    """``fn(*given)`` under activation checkpointing."""
+    """Calls ``fn(*given)`` under activation checkpointing."""
     from tests.test_laws_autograd import checkpointed as run
 
     return run(fn, policy, *given)
@@ -110,7 +113,7 @@ _NAMES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A program: its statements, the names that it returns, the leaves that it is called with, and how."""
+    """A random program: statements, returned names, the leaves it is called with, and the mode of the call."""
 
     number: int
     seed: int
@@ -134,7 +137,7 @@ class Case:
         return f"# program {self.number} of seed {self.seed}: {how}, DTensor {self.dtensor}\n{self.source}"
 
     def program(self) -> Program:
-        """The function, with its source where tracebacks and Dynamo look for it."""
+        """Returns the compiled function, with its source registered for tracebacks and for Dynamo."""
         name = f"<adversarial {self.seed} {self.number} {abs(hash(self.source))}>"
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(True), name)
         names = dict(_NAMES)
@@ -145,14 +148,14 @@ class Case:
         to = dtype or DTYPES[self.dtype]
         made = {**laws.mhc_leaves(), **laws.e79_leaves(), **laws.selection_leaves(empty=self.empty)}
         made["mean"] = laws.normal(4, 16, seed=51)
-        # The same numbers in every dtype.
+        # Round to the case's dtype first: the values are then the same in every dtype.
         low = DTYPES[self.dtype]
         return {
             k: t.to(low).to(to) if t.is_floating_point() else t for k, t in made.items() if k in self.source_names()
         }
 
     def source_names(self) -> set[str]:
-        """Leaves that the statements can read."""
+        """Returns the names of the leaves that the statements can read."""
         groups = {
             "x": ("x", "phi", "alpha", "bias", "gamma", "w"),
             "kvqm": ("kvqm", "b_s", "b_m", "S", "M"),
@@ -186,7 +189,7 @@ class Writer:
         self.others: list[str] = []
         self.count = 0
         self.dtype = self.rng.choices(list(DTYPES), [8, 2, 1])[0]
-        self.smooth = self.dtype != "fp64"  # what jumps at a rounding is for fp64 alone
+        self.smooth = self.dtype != "fp64"  # only fp64 programs contain roundings and other discontinuous steps
         self.dtensor = False
 
     def name(self, streams: bool = False) -> str:
@@ -196,7 +199,7 @@ class Writer:
         return new
 
     def x(self) -> str:
-        """The latest streams mostly, sometimes earlier ones."""
+        """Returns the latest streams mostly, sometimes earlier ones."""
         return self.streams[-1] if self.rng.random() < 0.8 else self.rng.choice(self.streams)
 
     def any(self) -> str:
@@ -207,7 +210,7 @@ class Writer:
         self.lines.append(text)
 
     def within(self, text: str) -> str:
-        """``text`` in a mode of its own, now and then."""
+        """Returns ``text``, sometimes wrapped in a grad or autocast mode."""
         modes = ["torch.no_grad()", "torch.enable_grad()", "torch.set_grad_enabled(False)"]
         if self.dtype == "fp32" and self.rng.random() < 0.5:
             modes = ['torch.autocast("cpu", torch.bfloat16)', 'torch.autocast("cpu", enabled=False)']
@@ -217,7 +220,7 @@ class Writer:
         return f"with {self.rng.choice(modes)}:\n    " + text.replace("\n", "\n    ")
 
     def effect(self, value: str) -> str:
-        """An expression that does something to a value and gives it back."""
+        """Returns an expression that applies a random effect to ``value`` and evaluates to the result."""
         low = ["torch.bfloat16", "torch.float8_e4m3fn"]
         choices = {
             "hook": f'hooked({value}, "{self.rng.choice(["halve", "clip"])}")',
@@ -240,13 +243,13 @@ class Writer:
         return choices[kind]
 
     def places(self, names: Sequence[str]) -> str:
-        """An argument ``at`` with effects at few places, or nothing."""
+        """Returns the source of an argument ``at`` that applies effects to one or two values, or an empty string."""
         if self.rng.random() < 0.65:
             return ""
         chosen = self.rng.sample(list(names), self.rng.choice([1, 1, 2]))
         return ", {" + ", ".join(f'"{c}": lambda t: {self.effect("t")}' for c in chosen) + "}"
 
-    # statements, one or a few each
+    # Each method below adds one or a few statements.
 
     def formula_block(self) -> None:
         x = self.x()
@@ -303,7 +306,7 @@ class Writer:
         self.say("attention", self.within(f"{out} = attention(p, {mask}, {fill}{at})"))
 
     def meddle(self, target: str) -> None:
-        """One statement that does something to a value that is there."""
+        """Adds one statement that does something to an existing value."""
         roll = self.rng.random()
         if roll < 0.6:
             text = self.effect(target)
@@ -328,7 +331,7 @@ class Writer:
             self.say("elementwise", f"{self.name()} = {target}.sin() + 0.1")
 
     def wrapped(self) -> None:
-        """Checkpointing or a functional transform around a formula."""
+        """Adds a formula under checkpointing or a functional transform."""
         x = self.x()
         if self.rng.random() < 0.6:
             policy = self.rng.choice(["none", "matmuls", "pre", "pre and post", "nothing"])
@@ -388,7 +391,7 @@ class Writer:
         )
 
 
-# --- eager decides what is a program ------------------------------------------------------------------------
+# --- only programs that eager accepts -----------------------------------------------------------------------
 
 
 def _around(case: Case) -> Callable[[], Any]:
@@ -398,7 +401,7 @@ def _around(case: Case) -> Callable[[], Any]:
 
 
 def _distributed(case: Case) -> Program:
-    """The program on DTensors of a mesh of one process; outputs are whole tensors."""
+    """Returns the program on DTensors of a one-process mesh; its outputs are local tensors."""
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
     laws.one_process()
@@ -416,12 +419,12 @@ def _program(case: Case) -> Program:
 
 
 def runs(case: Case, mode: str) -> bool:
-    """Whether eager runs it in this mode."""
+    """Returns whether eager runs the program in this mode."""
     return not laws.observe(_program(case), case.leaves(), mode, frozen=case.frozen, around=_around(case)).error
 
 
 def repaired(case: Case, mode: str = "train") -> Case | None:
-    """The program without the statements that eager refuses; None where none is left."""
+    """Returns the program without the statements that eager refuses, or None if nothing is left."""
     while not runs(case, mode):
         for i in range(len(case.statements) - 1, 0, -1):
             shorter = _without(case, i)
@@ -443,7 +446,7 @@ def _assigned(statements: Sequence[str]) -> set[str]:
 
 
 def _without(case: Case, i: int) -> Case | None:
-    """The program without statement ``i``, and without what it returned of it."""
+    """Returns the program without statement ``i`` and the values it assigned, or None if no returned value is left."""
     statements = (*case.statements[:i], *case.statements[i + 1 :])
     there = _assigned(statements)
     returned = tuple(r for r in case.returned if r in there)
@@ -451,7 +454,7 @@ def _without(case: Case, i: int) -> Case | None:
 
 
 def random_case(number: int, seed: int = 0) -> tuple[Case, int]:
-    """The program of this number, and how many candidates eager refused before it."""
+    """Returns the program of this number, and how many candidates eager refused before it."""
     refused = 0
     while True:
         case = Writer(number + 1_000_003 * refused, seed).write()
@@ -466,7 +469,7 @@ def random_case(number: int, seed: int = 0) -> tuple[Case, int]:
 
 @dataclasses.dataclass
 class Outcome:
-    """One program. ``differences`` is empty where routing changed nothing."""
+    """The results of one program. ``differences`` is empty where routing changed nothing."""
 
     number: int
     kinds: tuple[str, ...]
@@ -482,9 +485,9 @@ class Outcome:
 
 
 def judged(case: Case, modes: Sequence[str]) -> tuple[Counter[str], int, int, list[str]]:
-    """Ops, near misses, runs that differ without routing too, and what differs.
+    """Returns the ops, the near misses, the runs that differ without routing too, and the differences.
 
-    Every third program trains through AOTAutograd, the others run the graph as it is.
+    Every third program trains through AOTAutograd; the others interpret the graph.
     """
     ops, near, excused, found = Counter[str](), 0, 0, list[str]()
     fn = _program(case)
@@ -493,10 +496,10 @@ def judged(case: Case, modes: Sequence[str]) -> tuple[Counter[str], int, int, li
         bar: float | Seen = laws.TIGHT[torch.float64]
         if case.dtype != "fp64":
             exact = laws.observe(fn, case.leaves(torch.float64), mode, frozen=case.frozen)
-            # Autograd may refuse a step in place in fp64 that autocast's copies make harmless.
+            # Autograd may refuse an in-place write in fp64 that is harmless on the copies that autocast makes.
             low = torch.bfloat16 if case.around == "autocast" else DTYPES[case.dtype]
             bar = laws.TIGHT[low] if exact.error else exact
-        # AOTAutograd takes half of the time, and without gradients it adds nothing to the graph's own run.
+        # AOTAutograd takes half of the time, and without gradients it adds nothing to interpreting the graph.
         traced = mode == "train" and (case.dtensor or case.number % 3 == 0)
         compiled, lines = laws.compare(fn, case.leaves(), bar, steps=case.steps, autograd=traced, **how)
         if lines and (any(_CACHED in line for line in lines) or _refused_anyway(case, how)):
@@ -510,18 +513,21 @@ def judged(case: Case, modes: Sequence[str]) -> tuple[Counter[str], int, int, li
 
 
 _CACHED = "Tensor cached during selective activation checkpoint has been mutated"
-"""What PyTorch says of any op whose results a policy keeps and a program writes; plain formulas have no such op."""
+"""PyTorch's error for a program that writes an op's result kept by a checkpointing policy.
+
+Unrouted formulas have no such op.
+"""
 
 
 def _refused_anyway(case: Case, how: dict[str, Any]) -> bool:
-    """Whether AOTAutograd by itself refuses hooks after a graph break: on results of a graph, which is one node of autograd."""
+    """Returns whether AOTAutograd refuses the program without routing, because of hooks after a graph break."""
     if "graph_break" not in case.source or "hooked(" not in case.source:
         return False
     return bool(laws.compile_and_observe(_program(case), case.leaves(), laws.Compiled(routes=False), **how)[0].error)
 
 
 def shrunk(case: Case, modes: Sequence[str]) -> Case:
-    """The program without every statement and returned value that the difference does not need."""
+    """Returns the program without the statements and returned values that the difference does not need."""
 
     def differs(c: Case | None) -> bool:
         return c is not None and all(runs(c, m) for m in modes) and bool(judged(c, modes)[3])
@@ -538,14 +544,14 @@ def shrunk(case: Case, modes: Sequence[str]) -> Case:
 
 
 def outcome(task: tuple[int, int, bool]) -> Outcome:
-    """What became of (number, seed, whether to shrink)."""
+    """Runs the task (number, seed, whether to shrink)."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.ERROR)
     torch.set_num_threads(1)
     number, seed, shrink = task
     start = time.perf_counter()
     case, refused = random_case(number, seed)
-    # Each in training and in one of the two modes for inference.
+    # Each in training and in one of the two inference modes.
     modes = [m for m in ("train", ("no_grad", "inference")[number % 2]) if runs(case, m)]
     ops, near, excused, found = judged(case, modes)
     source = ""
@@ -560,7 +566,7 @@ def outcome(task: tuple[int, int, bool]) -> Outcome:
 
 
 def outcomes(numbers: Iterable[int], seed: int, jobs: int, shrink: bool = True) -> Iterator[Outcome]:
-    """Every outcome, in order."""
+    """Yields every outcome, in order."""
     tasks = [(i, seed, shrink) for i in numbers]
     if jobs == 1:
         yield from map(outcome, tasks)
@@ -570,17 +576,17 @@ def outcomes(numbers: Iterable[int], seed: int, jobs: int, shrink: bool = True) 
 
 
 def origin(seed: int) -> list[Any]:
-    """What an outcome is of: the routing, torch and the seed."""
+    """Returns what an outcome depends on: the hash of the routing sources, the version of torch and the seed."""
     return [source_hash(folders=ROUTING), torch.__version__, seed]
 
 
 def line_of(o: Outcome, of: list[Any]) -> str:
-    """The line of a file of outcomes."""
+    """Returns one outcome as a line of JSON."""
     return json.dumps({"of": of, **vars(o)}) + "\n"
 
 
 def kept_in(file: Path, of: list[Any]) -> dict[int, Outcome]:
-    """The outcomes of one origin in a file, by number."""
+    """Reads a file's outcomes with the origin ``of``, by number."""
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     found = {}
     for row in rows:
@@ -591,7 +597,7 @@ def kept_in(file: Path, of: list[Any]) -> dict[int, Outcome]:
 
 
 def summary(done: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """Counts for the results file."""
+    """Returns the counts for the results file."""
     ops, kinds, modes = Counter[str](), Counter[str](), Counter[str]()
     for o in done:
         ops.update(o.ops)
@@ -623,7 +629,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Where the counts go.")] = None,
     kept: Annotated[Path | None, typer.Option(help="Outcomes, a line each: a run that was stopped goes on.")] = None,
 ) -> None:
-    """Compare random programs, routed, with eager; exit 1 where any differs."""
+    """Compare routed random programs with eager; exit with 1 if any differs."""
     console, start = Console(), time.perf_counter()
     of = origin(seed)
     known = kept_in(kept, of) if kept is not None else {}

@@ -1,6 +1,6 @@
 """Every random spelling of the three formulas, and every mutant of mHC in a second spelling.
 
-The tests draw a sample of these; all of them are ``python -m tests.all_spellings``, whose counts are committed.
+The tests draw a sample of these; ``python -m tests.all_spellings`` runs all of them and writes the committed counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COUNTS = {"mhc": mhc.TOTAL, "mhc mutants": len(mhc.MUTANTS), "e79": e79.RANDOM, 
 
 
 def problem(task: tuple[str, int]) -> str:
-    """What is wrong with the i-th of a kind; "" where all is as it should be."""
+    """Returns the failure of the i-th spelling or mutant of a kind, or "" if it is routed as expected."""
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -45,7 +45,7 @@ def problem(task: tuple[str, int]) -> str:
             e79.assert_one_scan(e79.spellings(e79.RANDOM, e79.SEED)[i])
         else:
             selection.assert_routed(selection.spellings(selection.RANDOM, selection.SEED)[i])
-    except Exception as error:  # an assertion, or a failure to compile
+    except Exception as error:  # a failed assertion, or a failure to compile
         return f"{kind} {i}: {type(error).__name__}: {error}"[:600]
     return ""
 
@@ -54,7 +54,7 @@ def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="Where the counts go.")] = RESULT,
 ) -> None:
-    """Route them all; exit 1 where one is missed, a mutant is routed, or the numbers are off."""
+    """Route every spelling and mutant; exit with 1 if one is missed, a mutant is routed, or the numbers differ."""
     console, start = Console(), time.perf_counter()
     tasks = [(kind, i) for kind, count in COUNTS.items() for i in range(count)]
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:

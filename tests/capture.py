@@ -1,4 +1,4 @@
-"""Runs a function on the graph that Dynamo made of it, with and without the routing pass, and without Inductor."""
+"""Runs a function's Dynamo graph with and without the routing pass, without Inductor."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.report import Report
 from tests.helpers_mhc import relative, rounding
 
-FP32_SUMS = 2e-6  # sums of a few hundred fp32 products in another order
+FP32_SUMS = 2e-6  # fp32 sums of a few hundred products in another order
 VERIFY: Verifier | None = None if os.environ.get("MHC_INDUCTOR_VERIFY") == "0" else Verifier()
-"""Routed formulas are run beside their ops: each distinct one once in a process. None, or the variable set to 0, leaves it out."""
+"""Compares each distinct routed formula with its op, once per process; None if MHC_INDUCTOR_VERIFY is 0."""
 FUSED = {"mhc_post_pre": ("mhc_post", "mhc_pre"), "mhc_post_head": ("mhc_post", "mhc_head")}
 
 
 @dataclasses.dataclass
 class Captured:
-    """What a compiled call gave, what the pass reported, and the ops left in the graphs."""
+    """The results of a compiled call, the report of the pass, and the ops in the graphs."""
 
     outputs: list[Tensor]
     grads: dict[str, Tensor | None]
@@ -35,7 +35,10 @@ class Captured:
 
 
 def ops_of(gm: fx.GraphModule) -> Counter[str]:
-    """Calls of this package's ops in ``gm`` and in the bodies of its higher-order operators; a fused op counts as its parts."""
+    """Counts calls of this package's ops in ``gm`` and in the bodies of its higher-order operators.
+
+    A fused op counts as its parts.
+    """
     found: Counter[str] = Counter()
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
@@ -49,7 +52,7 @@ def ops_of(gm: fx.GraphModule) -> Counter[str]:
 
 
 def tensors(out: Any) -> list[Tensor]:
-    """The tensors in nested outputs, in order."""
+    """Returns the tensors in nested outputs, in order."""
     leaves, _ = torch.utils._pytree.tree_flatten(out)
     return [t for t in leaves if isinstance(t, Tensor)]
 
@@ -61,9 +64,9 @@ def evaluate(
     grad: bool = True,
     symbolic: Sequence[int | tuple[int, int]] = (),
 ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
-    """Outputs of ``fn``, and the gradients of its floating-point inputs and of ``parameters`` where it has any.
+    """Returns the outputs of ``fn``, and the gradients of its floating-point inputs and of ``parameters``.
 
-    ``symbolic`` are the dims of the first input, or pairs (input, dim), whose sizes a compiled ``fn`` may not know.
+    ``symbolic`` lists dims of the first input, or pairs (input, dim), that are marked dynamic.
     """
     given = [t.detach().clone().requires_grad_(grad and t.is_floating_point()) for t in inputs]
     for which in symbolic:
@@ -78,7 +81,7 @@ def evaluate(
     grads: dict[str, Tensor | None] = {}
     if grad and live:
         g = torch.Generator().manual_seed(7)
-        # bf16 numbers are the same in every dtype.
+        # bf16 values are exact in every dtype.
         ups = [torch.randn(o.shape, generator=g).bfloat16().to(o.dtype) for o in live]
         got = torch.autograd.grad(live, [t for _, t in named], ups, allow_unused=True)
         grads = dict(zip((name for name, _ in named), got, strict=True))
@@ -88,7 +91,7 @@ def evaluate(
 def eager(
     fn: Callable[..., Any], inputs: Sequence[Any], parameters: Sequence[tuple[str, Tensor]] = (), grad: bool = True
 ) -> Captured:
-    """``fn`` as it is."""
+    """Runs ``fn`` eagerly."""
     return Captured(*evaluate(fn, inputs, parameters, grad))
 
 
@@ -103,7 +106,7 @@ def run(
     symbolic: Sequence[int | tuple[int, int]] = (),
     options: RoutingOptions = DEFAULT,
 ) -> Captured:
-    """Compile ``fn`` with a backend that routes the graph and runs it, then run it once, backward too where it can."""
+    """Compiles ``fn`` with a backend that routes and interprets the graph, and runs it and its backward once."""
     report, ops = Report(), Counter[str]()
     graphs: list[fx.GraphModule] = []
 
@@ -120,11 +123,14 @@ def run(
 
 
 def difference(a: Captured, b: Captured) -> float:
-    """The largest relative difference between the outputs and gradients of two calls; 1 where only one has some."""
+    """Returns the largest relative difference between the outputs and gradients of two calls.
+
+    A tensor that only one call has counts as 1, unless it is zero.
+    """
     if len(a.outputs) != len(b.outputs) or a.grads.keys() != b.grads.keys():
         return float("inf")
     outputs = [_apart(x, y) for x, y in zip(a.outputs, b.outputs, strict=True)]
-    # A sum over tokens may cancel to anything: its error counts against the size of the gradients around it.
+    # A sum over tokens may cancel to almost zero: measure its error against the size of the gradients around it.
     top = max((float(g.abs().max()) for g in b.grads.values() if g is not None and g.numel()), default=0.0)
     grads = [
         _apart(g, b.grads[k], (0.2 if g is not None and g.numel() == 1 else 0.05) * top) for k, g in a.grads.items()
@@ -148,18 +154,18 @@ def _apart(x: Tensor | None, y: Tensor | None, least: float = 0.0) -> float:
 
 
 def reasons(got: Captured) -> str:
-    """What the report says of everything that was not routed."""
+    """Returns the report's reasons for everything left unrouted."""
     return "; ".join([m.reason for m in got.report.near_misses] + got.report.problems) or "no reason given"
 
 
 def named_tensors(got: Captured) -> dict[str, Tensor]:
-    """Outputs and gradients by name."""
+    """Returns outputs and gradients by name."""
     named = {f"output {k}": t for k, t in enumerate(got.outputs)}
     return {**named, **{f"gradient of {k}": g for k, g in got.grads.items() if g is not None}}
 
 
 def not_worse(name: str, got: Captured, unrouted: Captured, exact: Captured) -> None:
-    """Against fp64: no error above twice the largest of the unrouted call, and one rounding."""
+    """Asserts that no error against fp64 exceeds twice the unrouted call's largest error plus one rounding."""
     mine, theirs, want = named_tensors(got), named_tensors(unrouted), named_tensors(exact)
     kinds = [(t.shape, t.dtype) for t in mine.values()]
     assert mine.keys() == theirs.keys() and kinds == [(t.shape, t.dtype) for t in theirs.values()], name

@@ -1,4 +1,4 @@
-"""Kernels run on a GPU where there is one; elsewhere under Triton's interpreter, in one process of their own."""
+"""Configures the tests: kernels run on a GPU if there is one, else in Triton's interpreter in a separate process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ pytest.register_assert_rewrite("op_contract")
 GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# Without a GPU and outside the interpreter tests/test_interpreter.py runs these in processes with the interpreter on.
+# Without a GPU, tests/test_interpreter.py runs these in processes that turn the interpreter on.
 collect_ignore_glob = [] if GPU or INTERPRETED else ["test_kernels_*.py"]
 
 if not GPU:
-    torch.set_num_threads(1)  # tensors of a few elements: two threads wait for one another half of the time
-    # Scalar C++ compiles in two thirds of the time. Inductor's vector code is tested where ``vectorised`` asks for it.
-    # Without vector instructions none are tried out either: three programs, in each process and each new cache.
+    torch.set_num_threads(1)  # tensors have a few elements: two threads spend half of the time waiting for each other
+    # Scalar C++ compiles in two thirds of the time; tests of Inductor's vector code use ``vectorised``. The two
+    # settings on valid ISAs skip the three probe programs that each process with a new cache would compile.
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
     torch._inductor.config.cpp.simdlen = 1
     torch._inductor.config.cpp.vec_isa_ok = False
@@ -36,7 +36,8 @@ if INTERPRETED and not GPU:
     mend_masks()
     mend_speed()
 
-# Dynamo collects garbage after each compile, and flushes the CPU's caches to time the new guards: 50 ms that nothing here reads.
+# After each compile, Dynamo collects garbage, and flushes the CPU's caches to time the new guards: 50 ms that no test
+# needs.
 torch._dynamo.config.run_gc_after_compile = False
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
 
@@ -44,12 +45,12 @@ T = TypeVar("T")
 
 
 def some(every: T, few: T) -> T:
-    """``every`` case on a GPU, a ``few`` of them that still show each property under the interpreter, which is slow."""
+    """Returns ``every`` case on a GPU, else the ``few`` that still cover each property in the slow interpreter."""
     return every if GPU else few
 
 
 OPEN = pathlib.Path(__file__).with_name("open_laws.txt")
-"""Law tests that fail today, each with its reason: the work that is left. One that passes must leave the list."""
+"""Lists the law tests that fail, each with its reason. They are strict xfails: remove one that passes."""
 
 
 def _mark_open(items: list[pytest.Item]) -> None:
@@ -71,7 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Tracing makes objects by the million and few cycles: looking for those takes a sixth of all time as Python does it."""
+    """Makes the garbage collector run less often: at Python's defaults it takes a sixth of the time.
+
+    Tracing allocates millions of objects and few cycles.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
@@ -89,7 +93,7 @@ def device() -> str:
 
 @pytest.fixture
 def vectorised() -> Iterator[None]:
-    """Compiled code as users get it on a CPU: with its vector instructions."""
+    """Compiles C++ with the CPU's vector instructions, as users get it."""
     with torch._inductor.config.patch({"cpp.simdlen": None, "cpp.vec_isa_ok": None}):
         valid_vec_isa_list.cache_clear()
         yield
@@ -98,7 +102,7 @@ def vectorised() -> Iterator[None]:
 
 @pytest.fixture
 def no_caches() -> Iterator[None]:
-    """Code is generated anew, for a GPU that may not be there too: padding of a product is decided by timing it."""
+    """Turns off compile caches, and padding of products, which is decided by timing on a GPU that may be absent."""
     import torch._functorch.config as functorch_config
 
     with (
@@ -110,7 +114,7 @@ def no_caches() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For files of tiny tensors."""
+    """Limits torch to one thread, for files of tiny tensors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The scripts of examples/, imported as modules or run as a user runs them."""
+"""Imports the scripts of examples/ as modules, or runs them as a user does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = ROOT / "examples"
 
 @contextlib.contextmanager
 def imported(name: str) -> Iterator[ModuleType]:
-    """The script ``name``, with those beside it importable meanwhile."""
+    """Imports the script ``name``; other scripts in its directory are importable meanwhile."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         yield importlib.import_module(name)
@@ -26,7 +26,7 @@ def imported(name: str) -> Iterator[ModuleType]:
 
 
 def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """The script in a process of its own, on a wide terminal."""
+    """Runs the script in a separate process with a terminal 200 columns wide."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "200"}
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *options]

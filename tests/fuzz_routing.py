@@ -1,4 +1,4 @@
-"""Random modules and small transformers models, compiled with and without routing: it may break nothing.
+"""Random modules and small transformers models, compiled with and without routing: results must agree.
 
 ``python -m tests.fuzz_routing`` runs them all and writes the counts to ``benchmarks/results/routing_fuzz.json``.
 """
@@ -38,12 +38,12 @@ from tests.spellings import Formula, Settings, _picked
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "routing_fuzz.json"
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
-_RANDOM = ("rounded", "dropout", "dropped")  # not the same numbers twice, or jumps at a rounding
+_RANDOM = ("rounded", "dropout", "dropped")  # random numbers, or jumps at a rounding
 
 
 @dataclasses.dataclass
 class Outcome:
-    """One function, without and with routing. ``problem`` is empty where both agree."""
+    """The results of one module without and with routing. ``problem`` is empty if both agree."""
 
     name: str
     kind: str
@@ -125,7 +125,7 @@ def _unused(b: Block, x: Tensor) -> Tensor:
 
 
 def _rms_gate(b: Block, x: Tensor) -> Tensor:
-    """Has a norm, a sigmoid and a sum over streams, and is no mHC."""
+    """Computes a norm, a sigmoid and a sum over streams that are not mHC."""
     v = x.flatten(-2)
     gate = torch.sigmoid(F.rms_norm(v, (b.n * b.width,))[..., : b.n])
     return x + (gate.unsqueeze(-1) * x).sum(-2, keepdim=True)
@@ -137,7 +137,7 @@ def _attention(b: Block, x: Tensor) -> Tensor:
 
 
 def _balanced(b: Block, x: Tensor) -> Tensor:
-    """Two iterations of something like sinkhorn on a product of streams."""
+    """Balances a product of streams by two iterations similar to Sinkhorn."""
     c = torch.softmax(x @ x.transpose(-1, -2) / math.sqrt(b.width), -1)
     for _ in range(2):
         c = c / (c.sum(-2, keepdim=True) + 1e-6)
@@ -180,7 +180,7 @@ OPERATIONS: dict[str, Callable[[Block, Tensor], Tensor]] = {
 
 
 class Stack(nn.Module):
-    """Random blocks, formulas and near misses in a row; returns the streams and every buffer."""
+    """Random blocks, formulas and near misses in sequence; returns the streams and every buffer."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Stack(nn.Module):
 
 @dataclasses.dataclass
 class Case:
-    """A module, what it was called with, and how."""
+    """A module, its inputs, and the mode of the call."""
 
     name: str
     kind: str
@@ -226,7 +226,7 @@ def _formula(rng: random.Random, n: int, width: int, dtype: torch.dtype, seed: i
 
 
 def random_case(i: int, seed: int) -> Case:
-    """The i-th random module; every second one holds a formula or a near miss."""
+    """Returns the i-th random module; every second one holds a formula or a near miss."""
     rng = random.Random(f"fuzz {seed} {i}")
     torch.manual_seed(rng.randrange(2**31))
     n, width, dtype = rng.choice([2, 3, 4]), 16, rng.choice([torch.float32, torch.float32, torch.bfloat16])
@@ -331,11 +331,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_start_token_id": 1,
     },
 }
-"""Type of configuration -> what makes it small."""
+"""Maps each configuration type to the values that make the model small."""
 
 
 class Outputs(nn.Module):
-    """A transformers model whose outputs are its tensors."""
+    """Wraps a transformers model so that it returns its tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class Outputs(nn.Module):
 
 
 def model_case(name: str, seed: int = 0) -> Case:
-    """A small model of transformers with random weights, for inference."""
+    """Returns a small transformers model with random weights, for inference."""
     from transformers import AutoConfig, AutoModel
 
     torch.manual_seed(seed)
@@ -390,12 +390,12 @@ def _inductor(case: Case, routed: bool) -> Captured:
 
 
 def compare(case: Case, inductor: bool = False) -> Outcome:
-    """Compile ``case`` without and with routing and compare outputs, gradients and buffers."""
+    """Compiles ``case`` without and with routing and compares outputs, gradients and buffers."""
     call = functools.partial(_inductor if inductor else _captured, case)
     name = f"{case.name}{' (Inductor)' if inductor else ''}"
     try:
         plain = call(False)
-    except Exception:  # nothing to compare with: counted
+    except Exception:  # counted as not comparable
         return Outcome(name, case.kind, Counter(), 0, False, "")
     try:
         got = call(True)
@@ -411,7 +411,7 @@ def compare(case: Case, inductor: bool = False) -> Outcome:
 
 
 def outcome(task: tuple[str, int | str, int]) -> Outcome:
-    """What became of ("module" or "inductor", i, seed) or ("model", name, seed)."""
+    """Runs the task ("module" or "inductor", i, seed) or ("model", name, seed)."""
     warnings.filterwarnings("ignore")
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     torch.set_num_threads(1)
@@ -421,7 +421,7 @@ def outcome(task: tuple[str, int | str, int]) -> Outcome:
 
 
 def summary(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """Counts for the results file."""
+    """Returns the counts for the results file."""
     import transformers
 
     ops: Counter[str] = Counter()
@@ -457,7 +457,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of everything.")] = 0,
     out: Annotated[Path, typer.Option(help="Where the counts go.")] = RESULT,
 ) -> None:
-    """Compile random modules and models with and without routing; exit 1 where routing changed anything."""
+    """Compile random modules and models with and without routing; exit with 1 if routing changed anything."""
     console, start = Console(), time.perf_counter()
     tasks: list[tuple[str, int | str, int]] = [("model", name, seed) for name in list(MODELS)[:models]]
     tasks += [("inductor", 2 * i, seed) for i in range(inductor)]

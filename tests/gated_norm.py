@@ -1,4 +1,4 @@
-"""An operator that does not belong to the package: ``x * rsqrt(mean(x * x) + eps) * w * silu(gate)`` becomes one op."""
+"""A third-party operator, which routes ``x * rsqrt(mean(x * x) + eps) * w * silu(gate)`` to one op."""
 
 from __future__ import annotations
 

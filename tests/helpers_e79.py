@@ -1,7 +1,7 @@
 """Inputs, an fp64 oracle and comparisons for the tests of E79, on any device.
 
-The oracle is a loop written apart from ``mhc_inductor.reference`` (einsum, one product after the other) and gets its
-gradients from autograd. Kernel tests reuse it: ``check(run_scan(inputs, up), inputs, up)``.
+The oracle is a loop written independently of ``mhc_inductor.reference`` (einsum, one product after the other) and gets
+its gradients from autograd. Kernel tests reuse it: ``check(run_scan(inputs, up), inputs, up)``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ OPS = torch.ops.mhc_inductor
 NAMES = ("kvqm", "b_s", "b_m", "S0", "M0")
 OUTPUTS = ("out", "S", "M")
 BIASES = ("none", "fixed", "input")
-FP32_GRADIENTS = 2e-5  # relative, or twice the fp32 loop's own error
+FP32_GRADIENTS = 2e-5  # relative; twice the fp32 loop's own error is also allowed
 
-# Mistakes that shipped in this operator before; each case fails with its mistake put back.
+# Mistakes that shipped in this operator before; each case fails if its mistake returns.
 MISTAKES: dict[str, dict[str, object]] = {
     "last_step_of_two": {"T": 2, "bias": "fixed"},
     "last_step_of_seventeen": {"T": 17, "bias": "none"},
@@ -50,7 +50,10 @@ def make_inputs(
     device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, Tensor | None]:
-    """kvqm standard normal, biases normal around ``gates`` (large: gates near 1 or 0), states 0.3 normal or None."""
+    """Returns standard normal kvqm, biases normal around ``gates``, and states 0.3 normal or None.
+
+    Large ``gates`` put the gates near 1 or 0.
+    """
     g = torch.Generator().manual_seed(seed)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     modes = (bias, bias) if isinstance(bias, str) else bias
@@ -72,7 +75,7 @@ def make_inputs(
 
 
 def loop(inputs: Mapping[str, Tensor | None], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """out, S and M by the definition, one step after the other, in ``dtype``, for autograd."""
+    """Computes out, S and M by the definition, one step after the other, in ``dtype``, for autograd."""
     kvqm = inputs["kvqm"]
     assert kvqm is not None
     steps, batch, width = kvqm.shape
@@ -109,7 +112,7 @@ def oracle(
     up: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    """out, S, M of the loop in ``dtype`` on the inputs' device and, with ``up``, the gradient of every input."""
+    """Returns the loop's out, S and M in ``dtype`` on the inputs' device, and with ``up`` every input's gradient."""
     leaf = {k: None if t is None else t.detach().to(dtype).requires_grad_() for k, t in inputs.items()}
     result = loop(leaf, dtype)
     named = {k: t.detach() for k, t in result.items()}
@@ -127,7 +130,7 @@ def oracle(
 
 
 def upstream(inputs: Mapping[str, Tensor | None], names: tuple[str, ...] = OUTPUTS, seed: int = 1) -> dict[str, Tensor]:
-    """A standard normal gradient for each of the named outputs, in its dtype."""
+    """Returns a standard normal gradient for each of the named outputs, in its dtype."""
     g = torch.Generator().manual_seed(seed)
     kvqm = inputs["kvqm"]
     assert kvqm is not None
@@ -141,7 +144,7 @@ def upstream(inputs: Mapping[str, Tensor | None], names: tuple[str, ...] = OUTPU
 def run_scan(
     inputs: Mapping[str, Tensor | None], up: Mapping[str, Tensor] | None = None, segment: int = 8
 ) -> dict[str, Tensor]:
-    """e79_scan, and with ``up`` e79_scan_backward, under the names of :func:`oracle`."""
+    """Runs e79_scan, and with ``up`` e79_scan_backward, and names the results as :func:`oracle` does."""
     args = [inputs[k] for k in NAMES]
     out, S, M, *saved = OPS.e79_scan(*args, segment)
     named = {"out": out, "S": S, "M": M}
@@ -157,8 +160,10 @@ def check(
     up: Mapping[str, Tensor] | None = None,
     tolerance: float = FP32_GRADIENTS,
 ) -> dict[str, float]:
-    """Assert each result of :func:`run_scan` against fp64: within ``tolerance``, or twice the fp32 loop's own error,
-    plus one rounding where its dtype is low."""
+    """Asserts that each result of :func:`run_scan` is close to fp64.
+
+    The limit is ``tolerance`` or twice the fp32 loop's own error, plus one rounding where the result's dtype is low.
+    """
     want = oracle(inputs, up)
     plain: dict[str, Tensor] | None = None
     errors = {k: relative(got[k], want[k]) for k in got}

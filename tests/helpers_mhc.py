@@ -1,6 +1,6 @@
 """Inputs, fp64 oracles and comparisons for the tests of mHC, on any device.
 
-The oracles are written apart from ``mhc_inductor.reference`` and get their gradients from autograd, so that a
+The oracles are written independently of ``mhc_inductor.reference`` and get their gradients from autograd, so that a
 mistake in the reference's closed forms shows. Kernel tests reuse them: ``compare(run_pre(inputs, up, o),
 oracle_pre(inputs, up, o), tol)``.
 """
@@ -24,9 +24,9 @@ PRE_OPTIONS: dict[str, Any] = {
     "sinkhorn_form": "softmax",
 }
 HEAD_OPTIONS: dict[str, Any] = {"norm_eps": 1e-6, "hc_eps": 1e-6}
-RECORD = {"lead": (2, 64), "n": 4, "width": 128}  # the shape of record
+RECORD = {"lead": (2, 64), "n": 4, "width": 128}  # the specification's example shape
 
-# Mistakes that shipped in this operator before; each case fails with its mistake put back.
+# Mistakes that shipped in this operator before; each case fails if its mistake returns.
 MISTAKES: dict[str, dict[str, Any]] = {
     "block_wider_than_needed_D128": {"lead": (2, 3), "n": 4, "width": 128},
     "width_1280": {"lead": (3,), "n": 4, "width": 1280},
@@ -54,10 +54,10 @@ def make_inputs(
     device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, Tensor | None]:
-    """x, phi, alpha, bias, gamma as in the record: standard normal x and gamma, bias 0.1 normal.
+    """Returns x, phi, alpha, bias and gamma: standard normal x and gamma, bias 0.1 normal.
 
-    phi has standard deviation ``(n*width)**-0.5`` so that no sigmoid saturates; pass 1.0 for the record's
-    own.
+    phi has standard deviation ``(n*width)**-0.5`` so that no sigmoid saturates; the specification's example has
+    ``phi_std`` = 1.0.
     """
     g = torch.Generator().manual_seed(seed)
     m = n if head else n * n + 2 * n if full else 2 * n
@@ -90,7 +90,7 @@ def make_post_inputs(
     device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, Tensor | None]:
-    """x, f_out, h_post, h_res of mhc_post; h_res is far from symmetric."""
+    """Returns x, f_out, h_post and h_res of mhc_post; h_res is far from symmetric."""
     g = torch.Generator().manual_seed(seed)
     h = h_dtype or (dtype if dtype is torch.float64 else torch.float32)
 
@@ -107,7 +107,7 @@ def make_post_inputs(
 
 
 def upstream(outputs: Mapping[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
-    """A standard normal gradient for each output, in its dtype."""
+    """Returns a standard normal gradient for each output, in its dtype."""
     g = torch.Generator().manual_seed(seed)
     return {
         k: torch.randn(t.shape, generator=g, dtype=torch.float64).to(t.dtype).to(t.device) for k, t in outputs.items()
@@ -115,12 +115,12 @@ def upstream(outputs: Mapping[str, Tensor], seed: int = 1) -> dict[str, Tensor]:
 
 
 def leaves(inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """fp64 copies on the CPU that require gradients."""
+    """Returns fp64 copies on the CPU that require gradients."""
     return {k: None if t is None else t.detach().cpu().double().requires_grad_() for k, t in inputs.items()}
 
 
 def sinkhorn(logits: Tensor, iters: int, eps: float, form: str) -> Tensor:
-    """The iteration as the specification writes it, for autograd."""
+    """Computes the iterations as the specification writes them, for autograd."""
     if iters == 0:
         return logits
     if form == "softmax":
@@ -159,7 +159,7 @@ def oracle_pre(
     up: Mapping[str, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """Outputs of mhc_pre in fp64; with ``up`` also the gradients and dh_mix, dinv, G."""
+    """Returns the outputs of mhc_pre in fp64, and with ``up`` also the gradients and dh_mix, dinv, G."""
     t = leaves(inputs)
     result, v = _pre(t, options)
     if up:
@@ -168,7 +168,7 @@ def oracle_pre(
 
 
 def _pre(t: dict[str, Tensor | None], options: Mapping[str, Any] | None) -> tuple[dict[str, Tensor], Tensor]:
-    """The outputs of mhc_pre, and vec(x)."""
+    """Returns the outputs of mhc_pre, and vec(x)."""
     o = {**PRE_OPTIONS, **(options or {})}
     x, alpha, bias = t["x"], t["alpha"], t["bias"]
     assert x is not None and alpha is not None and bias is not None
@@ -205,7 +205,7 @@ def oracle_head(
     up: Mapping[str, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """Outputs of mhc_head in fp64, and with ``up`` (h_in) every gradient."""
+    """Returns the outputs of mhc_head in fp64, and with ``up`` (h_in) every gradient."""
     t = leaves(inputs)
     result, v = _head(t, options)
     if up:
@@ -214,7 +214,7 @@ def oracle_head(
 
 
 def _head(t: dict[str, Tensor | None], options: Mapping[str, Any] | None) -> tuple[dict[str, Tensor], Tensor]:
-    """The outputs of mhc_head, and vec(x)."""
+    """Returns the outputs of mhc_head, and vec(x)."""
     o = {**HEAD_OPTIONS, **(options or {})}
     x, alpha, bias = t["x"], t["alpha"], t["bias"]
     assert x is not None and alpha is not None and bias is not None
@@ -225,7 +225,7 @@ def _head(t: dict[str, Tensor | None], options: Mapping[str, Any] | None) -> tup
 
 
 def oracle_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str, grad: Tensor | None = None) -> dict[str, Tensor]:
-    """mhc_sinkhorn in fp64: h_res and, with ``grad``, dh_res."""
+    """Computes mhc_sinkhorn in fp64: h_res and, with ``grad``, dh_res."""
     logits = h_res.detach().cpu().double().requires_grad_()
     out = sinkhorn(logits, iters, eps, form)
     result = {"h_res": out.detach()}
@@ -237,7 +237,7 @@ def oracle_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str, grad: Tens
 def oracle_post(
     inputs: Mapping[str, Tensor | None], transpose_res: bool, up: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """mhc_post in fp64: x_out and, with ``up``, dx, df_out, dh_post, dh_res."""
+    """Computes mhc_post in fp64: x_out and, with ``up``, dx, df_out, dh_post, dh_res."""
     t = leaves(inputs)
     x, f_out, h_post, h_res = t["x"], t["f_out"], t["h_post"], t["h_res"]
     assert x is not None and f_out is not None and h_post is not None
@@ -253,7 +253,7 @@ def oracle_post(
 def make_fused_inputs(
     lead: tuple[int, ...], n: int, width: int, dtype: torch.dtype = torch.float64, *, residual: bool = True, **made: Any
 ) -> dict[str, Tensor | None]:
-    """x, f_out, h_post, h_res of mhc_post, then phi, alpha, bias, gamma of the next mhc_pre (or, with ``head``, head)."""
+    """Returns x, f_out, h_post, h_res of mhc_post, and phi, alpha, bias, gamma of the next mhc_pre or mhc_head."""
     device, seed = made.get("device", "cpu"), made.get("seed", 0)
     post = make_post_inputs(lead, n, width, dtype, residual=residual, device=device, seed=seed + 100)
     return {**post, **{k: t for k, t in make_inputs(lead, n, width, dtype, **made).items() if k != "x"}}
@@ -269,9 +269,9 @@ def oracle_fused(
     up: Mapping[str, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """mhc_post_pre (mhc_post_head where phi has n rows) in fp64, and with ``up`` the gradients of all inputs.
+    """Computes mhc_post_pre (mhc_post_head where phi has n rows) in fp64, and with ``up`` the gradients of all inputs.
 
-    ``x_out`` as the op rounded it: what follows sees these values, and gradients pass through the rounding.
+    ``x_out`` is the tensor that the op rounded: later steps read these values, and gradients pass through the rounding.
     """
     t = leaves(inputs)
     x, f_out, h_post, h_res = (t[k] for k in ("x", "f_out", "h_post", "h_res"))
@@ -304,7 +304,7 @@ def run_pre(
     up: Mapping[str, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """mhc_pre, and with ``up`` mhc_pre_backward, under the names of :func:`oracle_pre`."""
+    """Runs mhc_pre, and with ``up`` mhc_pre_backward, and names the results as :func:`oracle_pre` does."""
     o = list({**PRE_OPTIONS, **(options or {})}.values())
     out = OPS.mhc_pre(*inputs.values(), *o)
     named = dict(zip(("h_in", "h_post", "h_res", "h_pre", "h_mix", "inv_rms"), out, strict=True))
@@ -320,7 +320,7 @@ def run_head(
     up: Mapping[str, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """mhc_head, and with ``up`` mhc_head_backward, under the names of :func:`oracle_head`."""
+    """Runs mhc_head, and with ``up`` mhc_head_backward, and names the results as :func:`oracle_head` does."""
     o = list({**HEAD_OPTIONS, **(options or {})}.values())
     out = OPS.mhc_head(*inputs.values(), *o)
     named = dict(zip(("h_in", "h_pre", "h_mix", "inv_rms"), out, strict=True))
@@ -331,7 +331,7 @@ def run_head(
 
 
 def run_post(inputs: Mapping[str, Tensor | None], transpose_res: bool, up: Tensor | None = None) -> dict[str, Tensor]:
-    """mhc_post, and with ``up`` mhc_post_backward, under the names of :func:`oracle_post`."""
+    """Runs mhc_post, and with ``up`` mhc_post_backward, and names the results as :func:`oracle_post` does."""
     named = {"x_out": OPS.mhc_post(*inputs.values(), transpose_res)}
     if up is None:
         return named
@@ -346,7 +346,7 @@ def run_fused(
     up: Mapping[str, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """mhc_post_pre or mhc_post_head, and with ``up`` its backward, under the names of :func:`oracle_fused`."""
+    """Runs mhc_post_pre or mhc_post_head, with ``up`` its backward too; names the results as :func:`oracle_fused`."""
     assert inputs["x"] is not None and inputs["phi"] is not None
     head = inputs["phi"].shape[0] == inputs["x"].shape[-2]
     o = list({**(HEAD_OPTIONS if head else PRE_OPTIONS), **(options or {})}.values())
@@ -365,7 +365,7 @@ def run_fused(
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """``||got - want|| / ||want||`` in fp64; 0 for two empty tensors, infinite for NaN."""
+    """Returns ``||got - want|| / ||want||`` in fp64; 0 for two empty tensors, infinity for NaN."""
     a, b = got.detach().cpu().double(), want.detach().cpu().double()
     assert a.shape == b.shape, f"{tuple(a.shape)} instead of {tuple(b.shape)}"
     if a.numel() == 0:
@@ -377,14 +377,14 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Half a unit in the last place, relative."""
+    """Returns half a unit in the last place, relative."""
     return torch.finfo(dtype).eps / 2
 
 
 def compare(
     got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float, roundings: float = 1.01
 ) -> dict[str, float]:
-    """Assert that every result is within ``tolerance``, plus so many roundings where its dtype is low."""
+    """Asserts that every result is within ``tolerance``, plus ``roundings`` roundings where its dtype is low."""
     errors = {k: relative(got[k], want[k]) for k in got if k in want}
     assert errors, "nothing to compare"
     for key, error in errors.items():

@@ -1,6 +1,6 @@
 """Inputs, an fp64 oracle and comparisons for the tests of selection attention, on any device.
 
-The oracle is a loop over queries, written apart from ``mhc_inductor.reference``: it gathers what the query selects and
+The oracle is a loop over queries, written independently of ``mhc_inductor.reference``: it gathers the selected keys and
 calls softmax; gradients come from autograd. Kernel tests reuse it: ``check(run(inputs, up), inputs, up)``.
 """
 
@@ -17,7 +17,7 @@ OPS = torch.ops.mhc_inductor
 NAMES = ("q", "k", "v", "ranges", "sink", "cu_seqlens_q", "cu_seqlens_k")
 WANTED = ("q", "k", "v", "sink")
 OUTPUTS = ("o", "lse")
-FP32_ERROR = 1e-6  # of an output, relative, or twice the fp32 loop's own error
+FP32_ERROR = 1e-6  # relative error of an output; twice the fp32 loop's own error is also allowed
 FP32_GRADIENTS = 2e-5
 
 # Mistakes that shipped in this operator before.
@@ -43,10 +43,11 @@ MISTAKES: dict[str, dict[str, object]] = {
 def block_picks(
     kind: str, B: int, S: int, G: int, S_kv: int, *, size: int = 64, k: int = 16, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Blocks of ``size`` as in the benchmark: 0, own and previous, and k - 3 random causal ones; ``[B, S, G, k]``, -1 for none.
+    """Returns block ids ``[B, S, G, k]`` as in the benchmark, -1 for no block, and the queries' positions ``[S]``.
 
-    "rand": drawn for each query. "corr": drawn for each run of 64 neighbours, each pick redrawn for a query with
-    probability 0.25. Queries are the last S of the S_kv positions. Returns the picks and the positions ``[S]``.
+    A query selects block 0, its own and the previous one, and k - 3 random causal ones. "rand" draws them for each
+    query; "corr" draws them for each run of 64 neighbours and redraws each pick with probability 0.25. The queries are
+    the last S of the S_kv positions.
     """
     g = torch.Generator().manual_seed(seed)
     position = torch.arange(S) + S_kv - S
@@ -75,11 +76,11 @@ def make_ranges(
     dtype: torch.dtype = torch.int32,
     seed: int = 0,
 ) -> Tensor:
-    """``ranges[B, S, G, r, 2]``.
+    """Returns ``ranges[B, S, G, r, 2]``.
 
-    "corr", "rand": causal blocks of ``size``; "odd": any start and end, from before the beginning to beyond the end, some
-    inverted; "token": single keys; "twice": each range two or more times, overlapping; "empty": a third of the rows
-    select nothing; "all", "none"; "wide": int64 values far beyond 32 bits.
+    "corr", "rand": causal blocks of ``size``; "odd": any start and end, from before the beginning to beyond the end,
+    some inverted; "token": single keys; "twice": each range two or more times, overlapping; "empty": a third of the
+    rows select nothing; "all", "none": all keys or no key; "wide": int64 values far beyond 32 bits.
     """
     g = torch.Generator().manual_seed(seed + 17)
     shape = (B, S, G, r)
@@ -141,7 +142,7 @@ def make_inputs(
     device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, Tensor | None]:
-    """q, k, v, sink standard normal, ranges of a ``kind`` of :func:`make_ranges`.
+    """Returns standard normal q, k, v and sink, and ranges of a ``kind`` of :func:`make_ranges`.
 
     ``lengths``: packed sequences (B = 1), ``key_lengths`` where their keys have other lengths. ``strided``: k and v are
     views of ``[B, S_kv, G, D]``. ``spread``: standard deviation of the scores at scale 1/sqrt(Dk).
@@ -179,7 +180,7 @@ def make_inputs(
 
 
 def selection_of(inputs: Mapping[str, Tensor | None], b: int, s: int, g: int) -> list[int]:
-    """The keys that one query selects, by the definition."""
+    """Returns the keys that one query selects, by the definition."""
     first, last = 0, inputs["k"].shape[2]
     cu = inputs["cu_seqlens_q"]
     if cu is not None:
@@ -201,7 +202,10 @@ def loop(
     scale: float | None = None,
     queries: Iterable[int] | None = None,
 ) -> dict[str, Tensor]:
-    """o and lse of all queries, or of ``queries`` only (zero elsewhere), one after the other in ``dtype``, for autograd."""
+    """Computes o and lse in ``dtype``, one query after the other, for autograd.
+
+    With ``queries``, computes only those; the others are zero.
+    """
     q, k, v = (inputs[n].to(dtype) for n in ("q", "k", "v"))
     sink = None if inputs["sink"] is None else inputs["sink"].to(dtype)
     batch, steps, groups, heads, width = q.shape
@@ -234,7 +238,7 @@ def oracle(
     scale: float | None = None,
     queries: Iterable[int] | None = None,
 ) -> dict[str, Tensor]:
-    """o and lse of the loop in ``dtype`` and, with ``up``, the gradients of q, k, v and sink."""
+    """Returns the loop's o and lse in ``dtype`` and, with ``up``, the gradients of q, k, v and sink."""
     leaf = dict(inputs)
     for name in WANTED:
         if leaf[name] is not None:
@@ -255,7 +259,7 @@ def oracle(
 
 
 def upstream(inputs: Mapping[str, Tensor | None], names: tuple[str, ...] = OUTPUTS, seed: int = 1) -> dict[str, Tensor]:
-    """A standard normal gradient for each of the named outputs, in its dtype."""
+    """Returns a standard normal gradient for each of the named outputs, in its dtype."""
     g = torch.Generator().manual_seed(seed)
     q, v = inputs["q"], inputs["v"]
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -275,7 +279,10 @@ def run(
     scale: float | None = None,
     form: Any = None,
 ) -> dict[str, Tensor]:
-    """selection_attention of ``form`` (the ops), and with ``up`` its backward, under the names of :func:`oracle`."""
+    """Runs selection_attention of ``form`` (default: the ops), and with ``up`` its backward.
+
+    Names the results as :func:`oracle` does.
+    """
     form = OPS if form is None else form
     args = [inputs[k] for k in NAMES]
     scale = args[0].shape[-1] ** -0.5 if scale is None else scale
@@ -288,7 +295,7 @@ def run(
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """``||got - want|| / ||want||`` over the finite part; infinite where infinities or NaN do not stand in the same places."""
+    """Returns ``||got - want|| / ||want||`` over the finite part; infinity if infinities or NaN differ in position."""
     got, want = got.double().cpu(), want.double().cpu()
     odd = ~want.isfinite()
     if got.shape != want.shape or not torch.equal(~got.isfinite(), odd):
@@ -305,8 +312,11 @@ def check(
     tolerance: float | None = None,
     scale: float | None = None,
 ) -> dict[str, float]:
-    """Assert each result of :func:`run` against fp64: within ``tolerance`` (default: :data:`FP32_ERROR`, for gradients
-    :data:`FP32_GRADIENTS`), or twice the fp32 loop's own error, plus one rounding where its dtype is low."""
+    """Asserts that each result of :func:`run` is close to fp64.
+
+    The limit is ``tolerance`` (default: :data:`FP32_ERROR`, for gradients :data:`FP32_GRADIENTS`) or twice the fp32
+    loop's own error, plus one rounding where the result's dtype is low.
+    """
     want = oracle(inputs, up, scale=scale)
     plain: dict[str, Tensor] | None = None
     errors = {k: error(got[k], want[k]) for k in got}
@@ -315,7 +325,7 @@ def check(
         low = 1.01 * rounding(got[key].dtype) if got[key].dtype in (torch.bfloat16, torch.float16) else 0.0
         base = tolerance if tolerance is not None else FP32_GRADIENTS if key.startswith("d") else FP32_ERROR
         if inputs["q"].dtype in (torch.bfloat16, torch.float16) and key.startswith("d"):
-            base += rounding(inputs["q"].dtype)  # delta is made of the rounded o
+            base += rounding(inputs["q"].dtype)  # delta is computed from the rounded o
         if err <= base + low:
             continue
         plain = plain or oracle(inputs, up, torch.float32, scale)

@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended where it differs from a GPU, or is slow without need (seen in 3.6, 3.7 and 3.9)."""
+"""Fixes for Triton's interpreter where it differs from a GPU or is needlessly slow (seen in 3.6, 3.7 and 3.9)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def _dot(builder, a, b, acc, input_precision, max_num_imprecise_acc):
 
 
 def mend_dot() -> None:
-    """The interpreter keeps bf16 as raw 16-bit integers, and its tl.dot multiplies those integers."""
+    """Fixes tl.dot of bf16: the interpreter stores bf16 as raw 16-bit integers and multiplies those."""
     interpreter.InterpreterBuilder.create_dot = _dot
 
 
 def mend_sort() -> None:
-    """tl.sort is made of xor sums, which the interpreter does element by element in Python."""
+    """Speeds up tl.sort: its xor sums run element by element in Python."""
     by_element = interpreter.ReduceOps.apply_impl
 
     def apply_impl(self, input):
@@ -59,7 +59,7 @@ def _rounding_cast(builder, src, dst_type):
 
 
 def mend_rounding() -> None:
-    """The interpreter cuts fp32 off where a GPU rounds it to the nearest bf16."""
+    """Fixes the cast from fp32 to bf16: the interpreter truncates where a GPU rounds to nearest."""
     interpreter.InterpreterBuilder.cast_impl = _rounding_cast
     interpreter.InterpreterBuilder.create_fp_trunc = _rounding_cast
 
@@ -95,7 +95,7 @@ _sizes: dict[tuple[int, ...], dict[str, Any]] = {}
 
 
 def _block_type_once(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
-    if element_ty.is_ptr():  # which has no hash
+    if element_ty.is_ptr():  # pointer types have no hash
         return _block_type(self, element_ty, shape)
     key = (element_ty, *shape)
     if key not in _block_types:
@@ -113,10 +113,11 @@ def _tensor_of_known_size(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
 
 
 def mend_speed() -> None:
-    """The same results in half of the time.
+    """Halves the interpreter's time without changing results.
 
-    A launch patches triton.language, and each call of a device function does so again; each value of a kernel makes its
-    type and shape anew; a cast from bf16 to fp32 takes its bits apart; sums of integers are looked at for overflow, by an assertion that only ``debug`` carries out.
+    A launch patches triton.language, and each call of a device function patches it again; each value of a kernel builds
+    its type and shape anew; a cast from bf16 to fp32 is done bit by bit; integer sums are checked for overflow for an
+    assertion that only runs with ``debug``.
     """
     interpreter._patch_lang = _patch_once
     interpreter._get_np_dtype = _np_dtype
@@ -137,7 +138,7 @@ def _masked(plain: Any, at: int) -> Any:
 
 
 def mend_masks() -> None:
-    """The interpreter of 3.9 takes a block's comparison and a number's together for an integer, and no integer for a mask."""
+    """Fixes masks in Triton 3.9: the ``&`` of a block's and a number's comparison is an integer, refused as a mask."""
     builder = interpreter.InterpreterBuilder
     builder.create_masked_load = _masked(builder.create_masked_load, 1)
     builder.create_masked_store = _masked(builder.create_masked_store, 2)

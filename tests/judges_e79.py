@@ -1,7 +1,7 @@
-"""E79 as others write it: cells and layers with a loop over time in plain Python, each in a style of its own.
+"""Reference models of E79 as others write it: cells and layers with a loop over time in plain Python.
 
-Sizes are small, the code is what such projects publish: lists of outputs, in-place-free updates, a projection of
-everything at once or one projection a vector, states made inside or handed on.
+Each has a style of its own. Sizes are small, and the code is what such projects publish: lists of outputs, out-of-place
+updates, a single projection or one projection per vector, states made inside or passed on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DIM, STATE = 24, 8
 
 
 class CoupledCell(nn.Module):
-    """[T, B, dim] in, one projection of everything, einsum everywhere, three bias modes."""
+    """[T, B, dim] input, a single projection, einsum throughout, three bias modes."""
 
     def __init__(self, bias: str = "fixed", dim: int = DIM, n: int = STATE) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class CoupledCell(nn.Module):
 
 
 class SeparateCell(nn.Module):
-    """One Linear a vector, batched matrix products, states as one tensor [2, B, n, n]."""
+    """One Linear per vector, batched matrix products, states as one tensor [2, B, n, n]."""
 
     def __init__(self, dim: int = DIM, n: int = STATE) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class SeparateCell(nn.Module):
 
 
 class WideCell(nn.Module):
-    """Batch first, fp32 inside whatever comes in, broadcasting and sums instead of products of matrices."""
+    """Batch first, fp32 inside for any input dtype, broadcasting and sums in place of matrix products."""
 
     def __init__(self, dim: int = DIM, n: int = STATE) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Residual layers with RMSNorm between them; only the last output goes on."""
+    """Residual layers with RMSNorm between them; only the last output is passed on."""
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Stack(nn.Module):
 
 
 class Projecting(nn.Module):
-    """Projects in the loop, a step at a time, as code for generation does."""
+    """Projects inside the loop, one step at a time, as generation code does."""
 
     def __init__(self, dim: int = DIM, n: int = STATE) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Projecting(nn.Module):
 
 
 class StepByStep(nn.Module):
-    """Time outside, layers inside: every layer's step is taken before the next token comes."""
+    """Loops over time outside and over layers inside: every layer takes its step before the next token comes."""
 
     def __init__(self, depth: int = 2, dim: int = DIM, n: int = STATE) -> None:
         super().__init__()
@@ -251,4 +251,4 @@ JUDGES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "time outside, layers inside": (StepByStep, (4, 2, DIM), 2),
     "projects in the loop": (Projecting, (4, 2, DIM), 1),
 }
-"""name -> (module, shape of x, scans in it)."""
+"""Maps each name to its module, the shape of x, and the number of scans in it."""

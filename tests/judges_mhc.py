@@ -1,7 +1,7 @@
-"""mHC as other projects write it, in our own words: layouts, conventions and names of each, for the routing to find.
+"""Reference models of mHC as other projects write it: their layouts, conventions and names, for routing to find.
 
-Every function takes ``x [..., n, D]`` and a mapping of parameters made by :func:`parameters`, and returns
-``x_out [..., n, D]`` with a sublayer in between, unless it says otherwise.
+The code is our own. Every function takes ``x [..., n, D]`` and a mapping of parameters made by :func:`parameters`, and
+returns ``x_out [..., n, D]`` with a sublayer in between, unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ P = Mapping[str, Tensor]
 
 
 def parameters(seed: int = 0, n: int = N, width: int = WIDTH) -> dict[str, Tensor]:
-    """fp32 leaves that require gradients: phi [m, n*D], alpha [3], bias [m], gamma [n, D], weight [D, D]."""
+    """Returns fp32 leaves that require gradients: phi [m, n*D], alpha [3], bias [m], gamma [n, D], weight [D, D]."""
     g = torch.Generator().manual_seed(seed)
     m, k = n * n + 2 * n, n * width
     made = {
@@ -37,7 +37,7 @@ def sublayer(t: Tensor, p: P) -> Tensor:
 
 
 def _balanced(scores: Tensor, iters: int = ITERS, eps: float = EPS) -> Tensor:
-    """Softmax convention: rows by softmax, then columns and rows in turn."""
+    """Balances by the softmax convention: rows by softmax, then columns and rows in turn."""
     matrix = scores.softmax(-1) + eps
     matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
     for _ in range(iters - 1):
@@ -47,7 +47,7 @@ def _balanced(scores: Tensor, iters: int = ITERS, eps: float = EPS) -> Tensor:
 
 
 def liger(x: Tensor, p: P) -> Tensor:
-    """Columns-first phi [n*D, m], tokens flattened, three scalar gates, no epsilon on h_pre, R = h_res."""
+    """Liger: phi [n*D, m] on flat tokens, three scalar gates, no epsilon on h_pre, R = h_res."""
     lead, (n, width) = x.shape[:-2], x.shape[-2:]
     tokens = x.reshape(-1, n * width).float()
     scale = torch.rsqrt(tokens.pow(2).mean(dim=-1, keepdim=True) + EPS)
@@ -65,7 +65,7 @@ def liger(x: Tensor, p: P) -> Tensor:
 
 
 def aiter(x: Tensor, p: P) -> Tensor:
-    """A sum of squares over n*D, gates expanded to one a row, one bias for all rows, R = h_res transposed."""
+    """AITER: a sum of squares over n*D, gates expanded to one per row, a single bias vector, R = h_res transposed."""
     shape, n = x.shape, x.shape[-2]
     flat = x.reshape(-1, n, x.shape[-1]).flatten(1).float()
     mean = flat.square().sum(dim=-1, keepdim=True) / flat.shape[-1]
@@ -82,7 +82,7 @@ def aiter(x: Tensor, p: P) -> Tensor:
 
 
 def npu_pre(x: Tensor, p: P) -> tuple[Tensor, Tensor, Tensor]:
-    """gamma on the vector, raw logits: (h_in, h_post, h_res)."""
+    """npu_mhc_pre: gamma on the vector, raw logits; returns (h_in, h_post, h_res)."""
     n, width = x.shape[-2:]
     vector = x.reshape(*x.shape[:-2], n * width).float()
     projected = torch.matmul(vector * p["gamma"].reshape(n * width), p["phi"].transpose(0, 1))
@@ -96,7 +96,7 @@ def npu_pre(x: Tensor, p: P) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def megatron(x: Tensor, p: P) -> Tensor:
-    """exp convention, rows then columns, sums clamped; h_res applied as it is, by a batched product."""
+    """Megatron: exp convention, rows then columns, sums clamped; R = h_res, applied by a batched product."""
     lead, (n, width) = x.shape[:-2], x.shape[-2:]
     normed = F.rms_norm(x.flatten(-2).float(), [n * width], eps=EPS)
     raw = normed @ p["phi"].T
@@ -116,7 +116,7 @@ def megatron(x: Tensor, p: P) -> Tensor:
 
 
 def paper(x: Tensor, p: P) -> Tensor:
-    """Eq. 7 and 8 as printed: the norm first, three weights, ``h_post`` as a column times ``F`` as a row."""
+    """The paper's Eq. 7 and 8 as printed: norm first, three weights, ``h_post`` as a column times ``F`` as a row."""
     n = x.shape[-2]
     normed = F.rms_norm(x.flatten(-2).float(), (x.shape[-2] * x.shape[-1],), p["gamma"].flatten(), EPS)
     phi_pre, phi_post, phi_res = p["phi"].split([n, n, n * n])
@@ -130,7 +130,10 @@ def paper(x: Tensor, p: P) -> Tensor:
 
 
 def hyper_connections_sinkhorn(logits: Tensor, p: P) -> Tensor:
-    """Columns before rows, from a detached column maximum, by p = 1 normalisation: iterations of the transpose."""
+    """Balances columns before rows, from a detached column maximum, with F.normalize(p=1).
+
+    These are the iterations of the transposed matrix.
+    """
     alpha = (logits - logits.amax(dim=-2, keepdim=True).detach()).exp()
     for _ in range(ITERS):
         alpha = F.normalize(alpha, p=1, dim=-2)
@@ -139,7 +142,7 @@ def hyper_connections_sinkhorn(logits: Tensor, p: P) -> Tensor:
 
 
 def log_domain_sinkhorn(logits: Tensor, p: P) -> Tensor:
-    """The same by alternating log-softmax."""
+    """Computes the same as :func:`hyper_connections_sinkhorn` by alternating log-softmax."""
     for _ in range(ITERS):
         logits = F.log_softmax(logits, dim=-2)
         logits = F.log_softmax(logits, dim=-1)
@@ -147,12 +150,12 @@ def log_domain_sinkhorn(logits: Tensor, p: P) -> Tensor:
 
 
 def normed(v: Tensor) -> Tensor:
-    """fp32 ``v / rms(v)``."""
+    """Returns ``v / rms(v)`` in fp32."""
     return v.float() * torch.rsqrt(v.float().square().mean(-1, keepdim=True) + EPS)
 
 
 def _gates(z: Tensor, p: P, n: int = N) -> tuple[Tensor, Tensor, Tensor]:
-    """h_pre, h_post and the logits [..., n, n] of ``z [..., m]``."""
+    """Returns h_pre, h_post and the logits [..., n, n] of ``z [..., m]``."""
     alpha, bias = p["alpha"], p["bias"]
     pre = torch.sigmoid(z[..., :n] * alpha[0] + bias[:n]) + EPS
     post = 2 * torch.sigmoid(z[..., n : 2 * n] * alpha[1] + bias[n : 2 * n])
@@ -160,14 +163,14 @@ def _gates(z: Tensor, p: P, n: int = N) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def around(x: Tensor, p: P, matrix: Callable[[Tensor], Tensor], z: Tensor | None = None) -> Tensor:
-    """The formula in its plainest form with ``matrix`` of the logits for H_res."""
+    """Returns the formula in its plainest form, with ``matrix(logits)`` as H_res."""
     pre, post, logits = _gates(normed(x.flatten(-2)) @ p["phi"].T if z is None else z, p)
     f_out = sublayer((pre.unsqueeze(-2) @ x.float()).squeeze(-2).to(x.dtype), p)
     return (matrix(logits) @ x.float() + post.unsqueeze(-1) * f_out.unsqueeze(-2).float()).to(x.dtype)
 
 
 def tile_kernels(x: Tensor, p: P) -> Tensor:
-    """TileKernels: gamma folded into phi, the product in groups of n * D, gates expanded, comb by its first index."""
+    """TileKernels: gamma folded into phi, an einsum on flat tokens, expanded gates, comb summed over its first dim."""
     a, b, n, k = *x.shape[:3], x.shape[2] * x.shape[3]
     fn = p["phi"] * p["gamma"].reshape(-1)
     flat = x.flatten(2, 3).float().view(-1, 1, k)
@@ -196,7 +199,7 @@ def deepseek(x: Tensor, p: P) -> Tensor:
 
 
 def sglang(x: Tensor, p: P) -> Tensor:
-    """SGLang's and TeleChat's torch path, AITER's HIP reference: the softmax by hand, the mix added in place."""
+    """SGLang's and TeleChat's torch path, AITER's HIP reference: softmax written out, the mix added in place."""
     pre, post, comb = _gates(F.linear(normed(x.flatten(-2)), p["phi"]), p)
     comb = torch.exp(comb - comb.amax(dim=-1, keepdim=True))
     comb = comb / comb.sum(dim=-1, keepdim=True) + EPS
@@ -211,7 +214,7 @@ def sglang(x: Tensor, p: P) -> Tensor:
 
 
 def potentials(logits: Tensor) -> Tensor:
-    """In the log domain, as an addend for rows and one for columns."""
+    """Balances in the log domain, with an addend per row and an addend per column."""
     u = torch.zeros(logits.shape[:-1], dtype=torch.float32, device=logits.device)
     v = torch.zeros_like(u)
     for _ in range(ITERS):
@@ -221,7 +224,7 @@ def potentials(logits: Tensor) -> Tensor:
 
 
 def aiter_triton(x: Tensor, p: P) -> Tensor:
-    """AITER's Triton reference: x divided by its rms, one product a part, gates that are numbers, log domain."""
+    """AITER's Triton reference: x over its rms, one product per part, constant gates, log-domain iterations."""
     n, k = x.shape[-2], x.shape[-2] * x.shape[-1]
     flat = x.reshape(-1, k).float()
     normed, phi, bias = flat / torch.sqrt(torch.mean(flat**2, dim=-1, keepdim=True) + EPS), p["phi"].t(), p["bias"]
@@ -234,7 +237,7 @@ def aiter_triton(x: Tensor, p: P) -> Tensor:
 
 
 def megatron_packed(x: Tensor, p: P) -> Tensor:
-    """Megatron-LM: tokens sequence first in [s, b, n * C], a bias of the sublayer expanded on its own."""
+    """Megatron-LM: sequence-first streams packed as [s, b, n * C], the sublayer's bias expanded separately."""
     b, s, n, d = x.shape
     streams = x.transpose(0, 1).contiguous().view(s, b, n * d)
     r = torch.rsqrt(streams.float().square().mean(-1, keepdim=True) + EPS)
@@ -253,7 +256,7 @@ def megatron_packed(x: Tensor, p: P) -> Tensor:
 
 
 def streams_first(x: Tensor, p: P) -> Tensor:
-    """[B, n, T, D] throughout, as some forks of KDA and nanoGPT keep them."""
+    """[B, n, T, D] throughout, as some forks of KDA and nanoGPT keep the streams."""
     b, n, t, d = x.shape
     normed = F.rms_norm(x.transpose(1, 2).reshape(b, t, n * d).float(), (n * d,), p["gamma"].reshape(-1), EPS)
     pre, post, logits = _gates(normed @ p["phi"].T, p)
@@ -271,12 +274,12 @@ def _exp_and_eps(matrix: Tensor) -> Tensor:
 
 
 def exp_and_eps(x: Tensor, p: P) -> Tensor:
-    """What most ports of the paper do: exp without a maximum, eps added to the sums. No form of the op."""
+    """Most ports of the paper: exp without a maximum, eps added to the sums. The op has no such form."""
     return around(x, p, _exp_and_eps)
 
 
 def whole_maximum(x: Tensor, p: P) -> Tensor:
-    """The maximum of the whole matrix before exp, as MiniMind has it, and no eps."""
+    """MiniMind: the maximum of the whole matrix is subtracted before exp, and no eps is added."""
 
     def matrix(m: Tensor) -> Tensor:
         m = torch.exp(m - m.amax((-2, -1), keepdim=True))
@@ -289,12 +292,12 @@ def whole_maximum(x: Tensor, p: P) -> Tensor:
 
 
 def temperature(x: Tensor, p: P) -> Tensor:
-    """nanochat's and tokenbender's iterations, of logits divided by tau."""
+    """Iterates on logits divided by tau, as nanochat and tokenbender do."""
     return around(x, p, lambda m: potentials(m / 0.5))
 
 
 class Balance(torch.autograd.Function):
-    """Iterations with a backward of their own, as Megatron's SinkhornKnopp (the gradient here is any)."""
+    """Iterations with a custom backward, as in Megatron's SinkhornKnopp; the gradient here is arbitrary."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -309,7 +312,7 @@ class Balance(torch.autograd.Function):
 
 
 def own_backward(x: Tensor, p: P) -> Tensor:
-    """The iterations in an autograd.Function."""
+    """Runs the iterations in an autograd.Function."""
     return around(x, p, Balance.apply)
 
 
@@ -323,7 +326,7 @@ def lite(x: Tensor, p: P) -> Tensor:
 
 
 def single_pass(x: Tensor, p: P) -> Tensor:
-    """DeepSeek-V4.1: a sublayer's streams are collapsed by the h_pre that the sublayer before it predicted."""
+    """DeepSeek-V4.1: the streams are collapsed with the h_pre that the previous sublayer predicted."""
     h_pre = None
     for _ in range(2):
         pre, post, logits = _gates(normed(x.flatten(-2)) @ p["phi"].T, p)
@@ -334,7 +337,7 @@ def single_pass(x: Tensor, p: P) -> Tensor:
 
 
 def motif(x: Tensor, p: P) -> Tensor:
-    """Motif-3: all logits clamped. No form of the op."""
+    """Motif-3: all logits are clamped. The op has no such form."""
     n, z = x.shape[-2], normed(x.flatten(-2)) @ p["phi"].T
     pre = torch.sigmoid((z[..., :n] * p["alpha"][0] + p["bias"][:n]).clamp(-1, 1))
     post = torch.sigmoid((z[..., n : 2 * n] * p["alpha"][1] + p["bias"][n : 2 * n]).clamp(-1, 1))
@@ -343,7 +346,7 @@ def motif(x: Tensor, p: P) -> Tensor:
 
 
 def marginals_sinkhorn(logits: Tensor, p: P) -> Tensor:
-    """tokenbender's: the same addends, from log marginals that are zero."""
+    """Iterates as tokenbender does: as :func:`potentials`, with explicit log marginals, which are zero."""
     z, marginal = logits / 0.5, torch.zeros(logits.shape[-1:])
     u = v = torch.zeros(logits.shape[:-1])
     for _ in range(ITERS):
@@ -353,7 +356,7 @@ def marginals_sinkhorn(logits: Tensor, p: P) -> Tensor:
 
 
 def logsumexp_sinkhorn(logits: Tensor, p: P) -> Tensor:
-    """The log-softmax written out, as in many ports."""
+    """Balances with the log-softmax written out, as in many ports."""
     for _ in range(ITERS):
         logits = logits - torch.logsumexp(logits, dim=-1, keepdim=True)
         logits = logits - torch.logsumexp(logits, dim=-2, keepdim=True)
@@ -385,10 +388,10 @@ JUDGES: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
     "marginals_sinkhorn": (marginals_sinkhorn, {"mhc_sinkhorn": 1}),
     "logsumexp_sinkhorn": (logsumexp_sinkhorn, {"mhc_sinkhorn": 1}),
 }
-"""name -> (function, the ops that it must become)."""
+"""Maps each name to its function and the ops that it must become, counted."""
 REASONS = {
     "exp_and_eps": ["mhc_sinkhorn: eps is added to sums after exp; expected max(sum, eps)"],
     "single_pass": ["mhc_pre: not a weighted sum of x's streams"],
     "motif": ["mhc_pre: clamp is applied to the logits; expected sigmoid(alpha * z + bias)"],
 }
-"""What the report says of the formulas that differ from the op's."""
+"""The report's near misses for the formulas that differ from the op's."""

@@ -1,7 +1,7 @@
-"""Sparse attention in the style of public code: masks of selected keys and blocks, dense attention under them.
+"""Reference models of sparse attention in the style of public code: dense attention masked to selected keys or blocks.
 
-Written from descriptions of how such references look (DeepSeek sparse attention, NSA's and MoBA's selected blocks,
-paged top-k decoding), as modules and functions that know nothing of this package.
+They follow descriptions of such references (DeepSeek sparse attention, NSA's and MoBA's selected blocks, paged top-k
+decoding) and do not use this package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INF = float("inf")
 
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
-    """[B, G, T, D] to [B, G * n_rep, T, D]."""
+    """Repeats [B, G, T, D] to [B, G * n_rep, T, D]."""
     B, G, T, D = x.shape
     if n_rep == 1:
         return x
@@ -34,7 +34,7 @@ def eager_attention(
     scaling: float,
     dropout: float = 0.0,
 ) -> Tensor:
-    """The attention function that models of one library share; its mask is additive."""
+    """Computes attention as a library's models share it, with an additive mask."""
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     weights = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -45,7 +45,7 @@ def eager_attention(
 
 
 class Indexer(nn.Module):
-    """Scores of keys for each query, and the best of them."""
+    """Scores the keys of each query and returns the indices of the largest."""
 
     def __init__(self, dim: int, heads: int, width: int, topk: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class DeepseekSparse(nn.Module):
 
 
 class DeepseekSparseInLibrary(nn.Module):
-    """The same as a library's model has it: grouped keys, [B, 1, S, T] masks, a shared attention function."""
+    """The same as a library's model writes it: grouped keys, [B, 1, S, T] masks, a shared attention function."""
 
     def __init__(self, dim: int = 24, heads: int = 4, groups: int = 2, width: int = 6, topk: int = 4) -> None:
         super().__init__()
@@ -111,7 +111,10 @@ class DeepseekSparseInLibrary(nn.Module):
 
 
 class SelectedBlocks(nn.Module):
-    """NSA's selected branch: blocks by the scores of mean keys, summed over a group's heads; own and first block always."""
+    """NSA's selected branch: blocks by the scores of mean keys, summed over a group's heads.
+
+    The query's own block and the first block are always selected.
+    """
 
     def __init__(self, dim: int = 32, heads: int = 4, groups: int = 2, size: int = 4, top: int = 2) -> None:
         super().__init__()
@@ -122,7 +125,7 @@ class SelectedBlocks(nn.Module):
         self.combine = nn.Linear(heads * self.width, dim, bias=False)
 
     def select(self, q: Tensor, k: Tensor) -> Tensor:
-        """[B, G, S, top + 2], -1 for none."""
+        """Returns the selected blocks [B, G, S, top + 2], -1 for no block."""
         B, _, S, D = q.shape
         blocks = S // self.size
         means = k.view(B, self.groups, blocks, self.size, D).mean(3)
@@ -153,7 +156,7 @@ class SelectedBlocks(nn.Module):
 
 
 class MixtureOfBlocks(SelectedBlocks):
-    """Top blocks by a gate for each head, scattered; the own block always; a float mask of -inf."""
+    """MoBA: each head's top blocks by a gate, scattered into a float mask of -inf; the own block is always selected."""
 
     def __init__(self) -> None:
         super().__init__(groups=4)
@@ -180,7 +183,7 @@ class MixtureOfBlocks(SelectedBlocks):
 
 
 def packed_reference(q: Tensor, k: Tensor, v: Tensor, topk: Tensor, size: int = 4) -> Tensor:
-    """One sequence, no batch: q [S, H, D], k and v [S, G, D], top blocks [G, S, n] with -1 for none."""
+    """One sequence, no batch: q [S, H, D], k and v [S, G, D], top blocks [G, S, n] with -1 for no block."""
     S, H, D = q.shape
     G = k.shape[1]
     blocks = math.ceil(S / size)
@@ -196,7 +199,7 @@ def packed_reference(q: Tensor, k: Tensor, v: Tensor, topk: Tensor, size: int = 
 
 
 def by_query_blocks(q: Tensor, k: Tensor, v: Tensor, topk: Tensor, size: int = 4) -> Tensor:
-    """Blocks of keys for blocks of queries: q, k, v [B, H, S, D], top blocks [B, H, S / size, n]."""
+    """Selects blocks of keys for blocks of queries: q, k, v [B, H, S, D], top blocks [B, H, S / size, n]."""
     B, H, S, _ = q.shape
     n = S // size
     block_mask = torch.zeros(B, H, n, n, dtype=torch.bool).scatter(-1, topk, True)
@@ -206,7 +209,7 @@ def by_query_blocks(q: Tensor, k: Tensor, v: Tensor, topk: Tensor, size: int = 4
 
 
 def ranges_reference(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
-    """q [B, S, G, h, D], k and v [B, G, T, D], ranges [B, S, G, r, 2]: the formula, in fp32."""
+    """The formula in fp32: q [B, S, G, h, D], k and v [B, G, T, D], ranges [B, S, G, r, 2]."""
     t = torch.arange(k.shape[2], device=k.device)
     inside = (t >= ranges[..., :1]) & (t < ranges[..., 1:])
     selected = inside.any(dim=3)
@@ -218,7 +221,7 @@ def ranges_reference(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
 
 
 def window_and_blocks(q: Tensor, k: Tensor, v: Tensor, topk: Tensor, size: int = 4, window: int = 6) -> Tensor:
-    """Selected blocks or the last few keys, for each head alike: q, k, v [B, H, S, D], top blocks [B, S, n]."""
+    """Selected blocks or the last few keys, the same for all heads: q, k, v [B, H, S, D], top blocks [B, S, n]."""
     S, T = q.shape[2], k.shape[2]
     rows, cols = torch.arange(T - S, T)[:, None], torch.arange(T)[None, :]
     causal, local = cols <= rows, cols > rows - window
@@ -244,7 +247,7 @@ def paged_decode(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, lengths: Tensor
 
 
 def looped_reference(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-    """Starts and ends apart, [B, G, S, r], and a loop over them; q [B, H, S, D], k and v [B, G, T, D]."""
+    """Separate starts and ends [B, G, S, r], with a loop over them; q [B, H, S, D], k and v [B, G, T, D]."""
     B, H, S, D = q.shape
     G, T = k.shape[1:3]
     pos = torch.arange(T, device=q.device)
@@ -268,7 +271,7 @@ def _randn(*shape: int) -> Tensor:
 
 
 def _blocks(shape: tuple[int, ...], S: int, size: int, rows: int, negative: bool = False) -> Tensor:
-    """Random blocks, the own one first; queries are dim ``rows``."""
+    """Returns random block ids, the query's own block first; dim ``rows`` counts the queries."""
     own = (torch.arange(S) // size).view(*[-1 if d == rows else 1 for d in range(len(shape))])
     picked = (torch.rand(shape, generator=_generator()) * (own + 1)).long()
     if negative:

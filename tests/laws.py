@@ -1,8 +1,9 @@
-"""Formulas with named places, and a judge that compares a routed run with eager in everything a user can see.
+"""Formulas whose intermediate values can be replaced by name, and a comparison of a routed run with eager.
 
-A run is compiled by Dynamo, routed, and executed by AOTAutograd without Inductor (``aot_eager``): a case takes a fraction
-of a second and autograd sees what it sees in a real compile. Most cases run in float64, where the op and the formula agree
-to 1e-12 and no tolerance hides a difference.
+The comparison covers everything a user can observe: outputs, gradients, inputs after the call, ``requires_grad`` and
+shared storage. A run is compiled by Dynamo, routed, and executed by AOTAutograd without Inductor (``aot_eager``): a
+case takes a fraction of a second, and autograd sees what it sees in a real compile. Most cases run in float64, where
+the op and the formula agree to 1e-12, so no tolerance hides a difference.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ NOWHERE: Places = {}
 
 
 def one_process() -> None:
-    """Begins the default process group with this process alone, once; it stays, for what other tests do in it."""
+    """Starts the default process group with this process as its only rank, once; later tests reuse it."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 
 
-# --- formulas with named places -----------------------------------------------------------------------------
+# --- formulas whose intermediate values have names ----------------------------------------------------------
 
 
 def spot(at: Places, place: str, t: Tensor) -> Tensor:
-    """``t`` after what ``at`` does at ``place``."""
+    """Returns ``at[place](t)`` if ``at`` has an entry for ``place``, else ``t``."""
     return at[place](t) if place in at else t
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Normal numbers, the same in every dtype up to rounding."""
+    """Returns normal random numbers that are the same in every dtype, up to rounding."""
     g = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=g, dtype=torch.float64) * scale).to(dtype)
 
 
 def mhc_leaves(n: int = N, width: int = D, dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> Leaves:
-    """x [tokens, n, D] and the parameters of two blocks that share them."""
+    """Returns x [tokens, n, D] and the parameters of an mHC block."""
     m = n * n + 2 * n
     return {
         "x": normal(tokens, n, width, seed=1, dtype=dtype),
@@ -65,7 +66,7 @@ def mhc_leaves(n: int = N, width: int = D, dtype: torch.dtype = torch.float64, t
 
 
 def sinkhorn(c: Tensor, iters: int = 2, eps: float = 1e-6) -> Tensor:
-    """The softmax convention."""
+    """Returns the balanced matrix, by the Sinkhorn convention that starts with a softmax."""
     c = c.softmax(-1) + eps
     c = c / (c.sum(-2, keepdim=True) + eps)
     for _ in range(iters - 1):
@@ -75,7 +76,7 @@ def sinkhorn(c: Tensor, iters: int = 2, eps: float = 1e-6) -> Tensor:
 
 
 def pre(x: Tensor, p: Leaves, at: Places = NOWHERE) -> tuple[Tensor, Tensor, Tensor]:
-    """h_in, h_post and the balanced matrix."""
+    """Returns h_in, h_post and the balanced matrix of mHC."""
     n = x.shape[-2]
     phi, alpha, bias = (spot(at, name, p[name]) for name in ("phi", "alpha", "bias"))
     v = spot(at, "v", x.flatten(-2))
@@ -91,13 +92,13 @@ def pre(x: Tensor, p: Leaves, at: Places = NOWHERE) -> tuple[Tensor, Tensor, Ten
 
 
 def post(x: Tensor, f: Tensor, h_post: Tensor, res: Tensor, at: Places = NOWHERE) -> Tensor:
-    """x_out."""
+    """Returns x_out of mHC."""
     mixed = spot(at, "mixed", res @ x)
     return spot(at, "x_out", h_post.unsqueeze(-1) * f.unsqueeze(-2) + mixed)
 
 
 def block(x: Tensor, p: Leaves, at: Places = NOWHERE) -> Tensor:
-    """pre, a sublayer and post."""
+    """Returns the streams after mHC's pre, a sublayer and mHC's post."""
     x = spot(at, "x", x)
     h_in, h_post, res = pre(x, p, at)
     f = spot(at, "f", torch.tanh(h_in @ p["w"]))
@@ -109,7 +110,7 @@ MHC = {"mhc_pre": 1, "mhc_post": 1}
 
 
 def head(x: Tensor, p: Leaves) -> Tensor:
-    """The collapse before the LM head."""
+    """Returns the streams collapsed for the LM head."""
     n = x.shape[-2]
     v = x.flatten(-2)
     z = F.linear(v, p["phi"][:n]) * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
@@ -118,7 +119,7 @@ def head(x: Tensor, p: Leaves) -> Tensor:
 
 
 def e79_leaves(steps: int = 3, batch: int = 2, n: int = 4, dtype: torch.dtype = torch.float64) -> Leaves:
-    """kvqm [T, B, 4n], two biases [n] and the initial states [B, n, n]."""
+    """Returns kvqm [T, B, 4n], two biases [n] and the initial states [B, n, n]."""
     return {
         "kvqm": normal(steps, batch, 4 * n, seed=11, dtype=dtype),
         "b_s": normal(n, seed=12, scale=0.5, dtype=dtype),
@@ -129,12 +130,15 @@ def e79_leaves(steps: int = 3, batch: int = 2, n: int = 4, dtype: torch.dtype = 
 
 
 def unit(k: Tensor) -> Tensor:
-    """k over its norm."""
+    """Returns ``k`` divided by its norm."""
     return k / (k.norm(dim=-1, keepdim=True) + 1e-6)
 
 
 def e79(p: Leaves, at: Places = NOWHERE, start: int = 0) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Outputs of every step, and the final states; places are "kvqm" and "S1" for S after the second step, and so on."""
+    """Returns the outputs of every step and the final S and M.
+
+    Names for ``at``: "kvqm", "b_s", "b_m", "S0", "M0", and in step t "k{t}", "delta{t}", "S{t+1}", "M{t+1}", "out{t}".
+    """
     kvqm, S, M = spot(at, "kvqm", p["kvqm"]), spot(at, "S0", p["S"]), spot(at, "M0", p["M"])
     n, outs = S.shape[-1], []
     b_s, b_m = spot(at, "b_s", p["b_s"]), spot(at, "b_m", p["b_m"])
@@ -159,7 +163,10 @@ def e79(p: Leaves, at: Places = NOWHERE, start: int = 0) -> tuple[list[Tensor], 
 def selection_leaves(
     queries: int = 6, keys: int = 12, empty: bool = False, scale: float = 1.0, dtype: torch.dtype = torch.float64
 ) -> Leaves:
-    """q [B, S, H, Dk], k and v [B, T, G, .], ranges [B, S, G, r, 2] that end at the query; ``empty``: some rows see no key."""
+    """Returns q [B, S, H, Dk], k and v [B, T, G, .], and ranges [B, S, G, r, 2] that end at the query or before.
+
+    With ``empty``, some queries see no key.
+    """
     B, G, h = 2, 2, 2
     position = torch.arange(queries).view(1, -1, 1, 1) + keys - queries
     g = torch.Generator().manual_seed(21)
@@ -176,23 +183,23 @@ def selection_leaves(
 
 
 def selected(p: Leaves) -> Tensor:
-    """Which keys a query sees: bool [B, S, G, T]."""
+    """Returns the mask of the keys that each query sees: bool [B, S, G, T]."""
     t, x = torch.arange(p["k"].shape[1]), p["ranges"]
     return ((t >= x[..., 0:1]) & (t < x[..., 1:2])).any(-2)
 
 
 def heads(mask: Tensor, p: Leaves) -> Tensor:
-    """[B, S, G, T] as [B, H, S, T]."""
+    """Returns a mask [B, S, G, T] as [B, H, S, T]."""
     return mask.repeat_interleave(p["q"].shape[2] // mask.shape[2], 2).transpose(1, 2)
 
 
 def filled(fill: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Scores with ``fill`` where the mask is False."""
+    """Returns a function that sets scores to ``fill`` where the mask is False."""
     return lambda scores, mask: scores.masked_fill(~mask, fill)
 
 
 def added(fill: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """Scores plus ``fill`` where the mask is False."""
+    """Returns a function that adds ``fill`` to scores where the mask is False."""
 
     def apply(scores: Tensor, mask: Tensor) -> Tensor:
         return scores + torch.zeros(mask.shape, dtype=scores.dtype).masked_fill(~mask, fill)
@@ -209,7 +216,7 @@ def attention(
     fill: Callable[[Tensor, Tensor], Tensor] = MINUS_INFINITY,
     at: Places = NOWHERE,
 ) -> Tensor:
-    """Softmax over the scores of selected keys, times V: [B, S, H, Dv]."""
+    """Returns the softmax over the scores of the selected keys, times V: [B, S, H, Dv]."""
     h = p["q"].shape[2] // p["k"].shape[2]
     q = spot(at, "q", p["q"]).transpose(1, 2)
     k, v = (spot(at, name, p[name]).repeat_interleave(h, 2).transpose(1, 2) for name in ("k", "v"))
@@ -220,7 +227,10 @@ def attention(
 
 
 def sdpa(p: Leaves, mask: Callable[[Leaves], Tensor] = selected) -> Tensor:
-    """The same by scaled_dot_product_attention with a bool mask, where a row without keys gives 0."""
+    """Returns the same as :func:`attention` by scaled_dot_product_attention with a bool mask.
+
+    A query without keys gives 0.
+    """
     h = p["q"].shape[2] // p["k"].shape[2]
     q, k, v = (p[name].transpose(1, 2) for name in ("q", "k", "v"))
     k, v = k.repeat_interleave(h, 1), v.repeat_interleave(h, 1)
@@ -232,7 +242,7 @@ def sdpa(p: Leaves, mask: Callable[[Leaves], Tensor] = selected) -> Tensor:
 
 @dataclasses.dataclass
 class Seen:
-    """Everything that a user can see of a call."""
+    """Everything a user can observe of one call."""
 
     outputs: list[Tensor] = dataclasses.field(default_factory=list)
     requires: list[bool] = dataclasses.field(default_factory=list)
@@ -245,7 +255,10 @@ class Seen:
 
 @dataclasses.dataclass
 class Compiled:
-    """What routing made of a program."""
+    """The result of routing a program: the report, the counted ops and the graphs.
+
+    ``excused`` lists the differences from eager that the same compile shows without routing.
+    """
 
     report: Report = dataclasses.field(default_factory=Report)
     ops: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -255,7 +268,7 @@ class Compiled:
     excused: list[str] = dataclasses.field(default_factory=list)
 
     def backend(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        """Route ``gm`` and hand it to AOTAutograd, or (``autograd`` False) interpret it."""
+        """Routes ``gm`` and hands it to AOTAutograd, or, if ``autograd`` is False, interprets it."""
         if self.routes:
             self.report.extend(route(gm))
             self.ops.update(ops_of(gm))
@@ -264,7 +277,7 @@ class Compiled:
 
     @property
     def near(self) -> dict[str, str]:
-        """op -> reasons of its near misses."""
+        """Maps each op to the reasons of its near misses."""
         found: dict[str, str] = {}
         for miss in self.report.near_misses:
             found[miss.op] = "; ".join(filter(None, [found.get(miss.op), miss.reason]))
@@ -280,7 +293,11 @@ def _named(outputs: Sequence[Tensor], leaves: Leaves) -> dict[str, Tensor]:
 
 
 def _memory(outputs: Sequence[Tensor], leaves: Leaves) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
-    """Pairs (output, other) that share a storage, and pairs where a step in place on the first changes the second."""
+    """Returns which outputs share memory with other tensors.
+
+    The first set holds the pairs (output, other) with one storage; the second, the pairs where an in-place write to the
+    output changes the other.
+    """
     named, shared, moved = _named(outputs, leaves), set(), set()
     for i, out in enumerate(outputs):
         mine, where = f"output {i}", out.untyped_storage().data_ptr()
@@ -301,7 +318,10 @@ def observe(
     around: Callable[[], Any] = contextlib.nullcontext,
     step: bool = False,
 ) -> Seen:
-    """Call ``fn`` on copies of ``leaves`` and take down everything; ``step``: write the outputs before the backward."""
+    """Calls ``fn`` on copies of ``leaves`` and records all results.
+
+    With ``step``, the outputs are written in place before the backward.
+    """
     given = {
         k: t.detach().clone().requires_grad_(mode == "train" and t.is_floating_point() and k not in set(frozen))
         for k, t in leaves.items()
@@ -330,7 +350,7 @@ def observe(
 
 
 def apart(a: Tensor, b: Tensor, least: float = 0.0) -> float:
-    """``||a - b|| / ||b||``; infinite where shapes, dtypes, NaN or infinities differ."""
+    """Returns ``||a - b|| / ||b||``, or infinity where shapes, dtypes, NaN or infinities differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if torch.equal(a, b):
@@ -346,7 +366,7 @@ def apart(a: Tensor, b: Tensor, least: float = 0.0) -> float:
 
 
 def _allowed(bar: float | Seen, want: Seen, what: str, key: Any, dtype: torch.dtype) -> float:
-    """The error that eager itself has against fp64, times 8 and a few roundings; or ``bar`` where that is a number."""
+    """Returns ``bar`` if it is a number, else 8 times eager's own error against fp64, plus a few roundings."""
     if not isinstance(bar, Seen):
         return bar
     mine, exact = getattr(want, what)[key], getattr(bar, what)[key]
@@ -357,8 +377,11 @@ def _allowed(bar: float | Seen, want: Seen, what: str, key: Any, dtype: torch.dt
 
 
 def differences(got: Seen, want: Seen, bar: float | Seen) -> list[str]:
-    """What differs by more than ``bar`` (a number, or the run in fp64 that says what eager's own error is), a line each."""
-    if want.error:  # what eager refuses need not fail in a compile
+    """Returns one line for each difference above ``bar``.
+
+    ``bar`` is a number, or the fp64 run from which eager's own error is measured.
+    """
+    if want.error:  # if eager raises, the compiled run may succeed
         return []
     if got.error:
         return [f"raises {got.error}"[:400]]
@@ -394,7 +417,10 @@ def differences(got: Seen, want: Seen, bar: float | Seen) -> list[str]:
 def compile_and_observe(
     fn: Program, leaves: Leaves, compiled: Compiled, twice: bool = False, **how: Any
 ) -> tuple[Seen, Seen | None]:
-    """``fn`` through Dynamo, routing and AOTAutograd; with ``twice`` a second time with steps before the backward."""
+    """Runs ``fn`` through Dynamo, routing and AOTAutograd.
+
+    With ``twice``, runs it again with in-place writes to the outputs before the backward.
+    """
     torch._dynamo.reset()
     call = torch.compile(lambda p: fn(p), backend=compiled.backend, dynamic=False)
     return observe(call, leaves, **how), observe(call, leaves, step=True, **how) if twice else None
@@ -409,10 +435,11 @@ def compare(
     autograd: bool = True,
     **how: Any,
 ) -> tuple[Compiled, list[str]]:
-    """What routing made of ``fn``, and what differs from eager by more than ``bar``, or than eager differs from a run in fp64.
+    """Returns the result of routing ``fn``, and its differences from eager.
 
-    What the same compile without routing does is no difference: it is listed in ``excused``. Without ``autograd`` the
-    graphs are interpreted.
+    ``bar`` is the largest error allowed, or an fp64 run: then eager's own distance from it sets the limit. A
+    difference that the same compile shows without routing is not reported but listed in ``excused``. Without
+    ``autograd``, the graphs are interpreted.
     """
     want = observe(fn, leaves, mode, **how)
     stepped = observe(fn, leaves, mode, step=True, **how) if mode == "train" and steps else None
@@ -430,9 +457,8 @@ def compare(
     if not found:
         return compiled, found
     plain = differing(Compiled(routes=False, autograd=autograd))
-    if any(
-        "raises " in line for line in plain
-    ):  # what AOTAutograd refuses by itself, as custom ops that return an alias
+    # AOTAutograd refuses some programs by itself, such as custom ops that return an alias.
+    if any("raises " in line for line in plain):
         compiled, found = Compiled(autograd=False), []
         if got := differing(compiled):
             plain = differing(Compiled(routes=False, autograd=False))
@@ -442,7 +468,7 @@ def compare(
 
 
 def _same(line: str, others: Iterable[str]) -> bool:
-    """Whether a line names what one of ``others`` names; numbers may differ in their last digits."""
+    """Returns whether one of ``others`` names the same difference; its numbers may vary."""
     return any(line.rpartition(":")[0] == other.rpartition(":")[0] or line[:90] == other[:90] for other in others)
 
 
@@ -460,9 +486,9 @@ def check(
     tolerance: float | None = None,
     **how: Any,
 ) -> Compiled:
-    """Assert that routing changes nothing that a user sees.
+    """Asserts that routing changes nothing a user can observe.
 
-    ``routed``: exactly these ops stand in the graphs, counted. ``unrouted``: this op does not, and a near miss says why.
+    ``routed``: exactly these ops are in the graphs, counted. ``unrouted``: this op is absent, and a near miss says why.
     ``named``: each of these families ("mhc", "e79", "selection") is routed or has a near miss with a reason.
     Returns what the first mode compiled. Raises AssertionError with every difference of every mode.
     """

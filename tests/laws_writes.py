@@ -1,4 +1,4 @@
-"""Every way to write a tensor in place, for the tests of the laws and for random programs."""
+"""All kinds of in-place writes to a tensor, for the tests of the laws of routing and for random programs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ for _name, _fn in (("halve_", _halve), ("halve_and_return_", _halve_and_return),
 
 @torch.library.custom_op("mhc_laws::custom_halve", mutates_args={"t"})
 def custom_halve(t: Tensor) -> None:
-    """Halves ``t`` in place; its name ends with no underscore."""
+    """Halves ``t`` in place. The op's name has no trailing underscore."""
     t.mul_(0.5)
 
 
 @torch.library.custom_op("mhc_laws::custom_halve_other", mutates_args={"other"})
 def custom_halve_other(t: Tensor, other: Tensor) -> Tensor:
-    """Returns twice ``t`` and halves ``other``."""
+    """Returns ``2 * t`` and halves ``other`` in place."""
     other.mul_(0.5)
     return t * 2
 
@@ -62,7 +62,10 @@ def _opaque(t: Tensor) -> Tensor:
 
 opaque = torch.compiler.allow_in_graph(_opaque)
 Write = Callable[[Tensor], Any]
-"""Writes its argument; returns the tensor to go on with, or None to go on with the argument."""
+"""A function that writes its argument in place.
+
+It returns the tensor to continue with, or None to continue with the argument.
+"""
 
 
 def _imul(t: Tensor) -> Tensor:
@@ -76,7 +79,7 @@ def _iadd(t: Tensor) -> Tensor:
 
 
 def _quietly(write: Write) -> Write:
-    """The same, and the program goes on with the tensor that it had."""
+    """Wraps ``write`` to return None, so that the program continues with the argument."""
 
     def apply(t: Tensor) -> None:
         write(t)
@@ -109,7 +112,7 @@ PLAIN: dict[str, Write] = {
     "threshold_by_position": lambda t: F.threshold(t, 0.1, 0.0, True),
     "relu_": lambda t: torch.relu_(t),
 }
-"""What autograd follows, with and without ``no_grad`` (``detached`` aside, which it never sees)."""
+"""Writes that autograd records, used with and without ``no_grad``. It does not see "detached"."""
 
 UNRECORDED: dict[str, Write] = {
     "out": lambda t: torch.mul(t, 0.5, out=t),
@@ -128,13 +131,13 @@ UNRECORDED: dict[str, Write] = {
     "allow_in_graph": lambda t: opaque(t),
     "set_data": _quietly(lambda t: t.data.mul_(0.5)),
 }
-"""What is used under ``no_grad``, or refuses a tensor that requires grad."""
+"""Writes used under ``no_grad`` only, or that refuse a tensor that requires grad."""
 
 WRITES = {**PLAIN, **UNRECORDED}
 
 
 def written(write: Write, grad: bool = True) -> Callable[[Tensor], Tensor]:
-    """A callback that writes a tensor in place and returns it; without ``grad`` under ``no_grad``."""
+    """Returns a function that writes a tensor in place and returns it; under ``no_grad`` unless ``grad`` is True."""
 
     def apply(t: Tensor) -> Tensor:
         if grad:

@@ -1,7 +1,7 @@
-"""Single changes to the mHC formula after which it is another function: none may be routed as if unchanged.
+"""Single changes that turn the mHC formula into another function: none may be routed as if unchanged.
 
-Not here: changes after which the formula is still mHC with other weights or other numbers (phi's columns permuted,
-2 becoming 3, alpha negated), since those may be routed, correctly.
+Excluded are changes after which the formula is still mHC with other weights or other numbers (phi's columns permuted, 2
+becoming 3, alpha negated), since routing those can be correct.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tests.spellings import (
 
 @dataclasses.dataclass(frozen=True)
 class Mutation:
-    """One change: what it replaces, for which settings and picks it shows, and the op it must keep from being routed.
+    """One change: what it replaces, the settings and picks that expose it, and the op that must not be routed.
 
-    ``breaks`` "sinkhorn" means that no op may hold all the iterations, "fold" that mhc_pre may not.
+    ``breaks`` is that op; "sinkhorn" means that no op may hold all the iterations, "fold" that mhc_pre may not.
     """
 
     axis: str
@@ -43,7 +43,7 @@ class Mutation:
 
     @property
     def key(self) -> str:
-        """ "axis.name"."""
+        """Returns "axis.name"."""
         return f"{self.axis}.{self.name}"
 
 
@@ -57,7 +57,7 @@ QUIET = dataclasses.replace(FP32, mode="no_grad")
 def mutate(
     axis: str, breaks: str, s: Settings = FP32, picked: dict[str, str] | None = None, **named: Callable[..., Any]
 ) -> None:
-    """Enter callables that take the place of a pick of ``axis``."""
+    """Registers callables that replace the pick of ``axis``."""
     for name, fn in named.items():
         assert name not in MUTATIONS.setdefault(axis, {}), name
         MUTATIONS[axis][name] = fn
@@ -65,13 +65,13 @@ def mutate(
 
 
 def _plain(axis: str, *args: Any) -> Any:
-    """The first pick of ``axis``."""
+    """Calls the first pick of ``axis``."""
     step: Step = next(iter(AXES[axis].values()))
     return step(*args)
 
 
 def _scales(t: Tensor) -> Tensor:
-    """3 for the first element of the last axis, 1 for the others."""
+    """Returns 3 for the first element of the last axis, 1 for the others."""
     return torch.where(torch.arange(t.shape[-1]) == 0, 3.0, 1.0)
 
 
@@ -312,7 +312,7 @@ mutate(
 
 
 def _at(step: int, change: Step) -> Step:
-    """One step of the iterations is another: ``change(f, c, dim)``."""
+    """Replaces one step of the iterations by ``change(f, c, dim)``."""
 
     def normalise(f: Formula, c: Tensor, dim: int, at: int) -> Tensor:
         return change(f, c, dim) if at == step else _normalise(f, c, dim, at)
@@ -354,7 +354,7 @@ mutate(
 
 
 def _unguarded(f: Formula, t: Tensor) -> Tensor:
-    """Without eps after the softmax."""
+    """Iterates without eps after the softmax."""
     c = torch.softmax(t, -1)
     for i in range(2 * f.iters - 1):
         c = f.do("normalise", c, -2 + i % 2, i)
@@ -525,14 +525,14 @@ HEADS = ("mean_square.sum_for_mean", "norm.absent", "sigmoid.tanh", "collapse.me
 
 
 def head_mutations() -> Iterator[Mutation]:
-    """Some of the mutations in the head."""
+    """Yields those mutations that also apply to the head."""
     for m in ALL:
         if m.key in HEADS or (m.breaks == "mhc_pre" and m.settings is FP32 and m.axis in ("root", "pre_act")):
             yield dataclasses.replace(m, breaks="mhc_head", settings=HEAD)
 
 
 def mutants(extra: dict[str, str] | None = None) -> Iterator[tuple[Mutation, Spelling, Spelling]]:
-    """(mutation, the mutant, the formula without it), in the plainest spelling apart from ``extra``."""
+    """Yields (mutation, mutant, unchanged formula) in the plainest spelling except for ``extra``."""
     for m in (*ALL, *head_mutations()):
         picked = plainest(m.settings, **{**(extra or {}), **m.picked})
         name = f"{m.key}{'-head' if m.settings is HEAD else ''}"

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not here: launches recorded on meta tensors, and what the assembler says of them."""
+"""Compiles kernels for absent GPUs: launches are recorded on meta tensors, and the assembler reports the spills."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ POINTERS = {
     torch.int64: "*i64",
 }
 
-# What was compiled already, in this case or another, and its spills and shared memory.
+# Kernels already compiled, in this case or another: spilled bytes or registers, and bytes of shared memory.
 MEASURED: dict[str, tuple[int, int]] = {}
 
 
 class Recorder(launch.Recorder):
-    """The launches of plain Triton."""
+    """Records the launches of plain Triton kernels."""
 
     gluon = False
 
@@ -64,7 +64,10 @@ def source(kernel, args, constexprs) -> ASTSource:
 
 
 def _without_cubin(backend=None, stages=None, *_):
-    """Triton's hook on its stages, and without arguments what the hook adds to the key of its cache."""
+    """Triton's hook on its compile stages: makes the cubin stage return nothing.
+
+    Called without arguments, returns what the hook adds to the key of Triton's cache.
+    """
     if stages is None:
         return "without cubin", "without cubin"
     if "cubin" in stages:
@@ -74,14 +77,14 @@ def _without_cubin(backend=None, stages=None, *_):
 
 @contextlib.contextmanager
 def _assembled_once() -> Iterator[None]:
-    """Triton stops at PTX: :func:`spilled` assembles it, and says more."""
+    """Stops Triton at PTX, since :func:`spilled` runs the assembler itself to read its statistics."""
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.add_stages_inspection_hook = _without_cubin
         yield
 
 
 def spilled(compiled, folder: pathlib.Path) -> int:
-    """Bytes (CUDA) or registers (ROCm) that the assembler spilled."""
+    """Returns the bytes (CUDA) or registers (ROCm) that the assembler spilled."""
     if "amdgcn" in compiled.asm:
         return int(re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])[1])
     ptx = folder / "kernel.ptx"
@@ -103,7 +106,10 @@ def spilled(compiled, folder: pathlib.Path) -> int:
 def compile_all(
     launches, target: str, case: str, spills: dict, folder: pathlib.Path
 ) -> tuple[set[str], dict[str, str]]:
-    """Compile each recorded launch once: the kernels' names, and what is wrong with which; ``spills`` names what may spill."""
+    """Compiles each recorded launch once; returns the kernels' names, and a problem for each that fails.
+
+    ``spills`` maps (target, kernel, case) to the spills allowed.
+    """
     gpu, _ = TARGETS[target]
     seen: set[str] = set()
     bad: dict[str, str] = {}

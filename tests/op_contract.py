@@ -1,4 +1,4 @@
-"""What every op owes, whatever it computes: the tests of each operator's ops ask the same of their samples."""
+"""Checks that hold for every op, shared by the tests of each operator."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def op(name: str) -> Any:
 
 
 def trainable(args: Sequence[Any]) -> tuple[Any, ...]:
-    """The sample with every floating-point tensor requiring a gradient."""
+    """Returns the sample with every floating-point tensor requiring a gradient."""
     return tuple(a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
 
 
 def strided(t: Any) -> Any:
-    """The same values at strides that are not contiguous."""
+    """Returns the same values with non-contiguous strides."""
     if not isinstance(t, Tensor) or t.dim() < 2:
         return t
     return t.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -28,7 +28,7 @@ def strided(t: Any) -> Any:
 def check_outputs(
     name: str, sample: Sequence[Any], error: Callable[[Tensor, Tensor], float], tolerance: float = 1e-5
 ) -> None:
-    """Fresh, contiguous, as the fake says, and the same whatever the strides of the inputs."""
+    """Asserts that outputs are new, contiguous, shaped as the fake's, and independent of the inputs' strides."""
     args = [strided(a) for a in sample]
     out = op(name)(*args)
     plain = op(name)(*[a.contiguous() if isinstance(a, Tensor) else a for a in args])
@@ -38,6 +38,6 @@ def check_outputs(
     for o, p, m in zip(out, plain, meta, strict=True):
         assert (o.shape, o.dtype, o.stride()) == (m.shape, m.dtype, m.stride())
         assert o.is_contiguous() and (o.numel() == 0 or o.untyped_storage().data_ptr() not in storages)
-        # Another layout sums in another order; a wrong stride is off by its whole size.
+        # Another layout sums in another order, which is a small error; a wrong stride gives a large one.
         assert error(o, p) < tolerance + 2 * torch.finfo(o.dtype).eps
     assert len({o.untyped_storage().data_ptr() for o in out if o.numel()}) == sum(o.numel() > 0 for o in out)

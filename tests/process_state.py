@@ -1,6 +1,6 @@
-"""Everything of torch and of the garbage collector that a compile could leave changed, run and printed as JSON.
+"""Prints as JSON what a compile leaves changed in torch and in the garbage collector.
 
-A process of its own: other tests of the same process would have changed torch before. ``tests/test_process_state.py`` runs it.
+``tests/test_process_state.py`` runs it in a separate process, because other tests change torch's state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OURS = "mhc_inductor"
 
 
 def _functions(name: str) -> dict[str, int]:
-    """Functions and classes of a module, and the methods of its own classes, by identity."""
+    """Returns the identities of a module's functions and classes, and of its own classes' methods."""
     found: dict[str, int] = {}
     for key, value in vars(importlib.import_module(name)).items():
         if callable(value):
@@ -66,7 +66,7 @@ def _tables() -> dict[str, Any]:
 
 
 def snapshot() -> dict[str, Any]:
-    """The state now, flat: name -> value or identity."""
+    """Returns the state as a flat mapping from names to values or identities."""
     state: dict[str, Any] = {}
     for name in MODULES:
         state |= _functions(name)
@@ -79,13 +79,16 @@ def snapshot() -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names whose value is another than before; functions that torch itself loads late are not there before."""
+    """Returns the names whose value has changed.
+
+    Names that are new in ``after`` count only in the tables; torch itself loads some functions late.
+    """
     tables = {k for k in after if k.startswith(("SYMPY_INTERP", "lowerings", "decompositions"))}
     return sorted(k for k in before.keys() | tables if before.get(k) != after.get(k))
 
 
 def main() -> None:
-    import torch._inductor.async_compile  # sets what it sets once
+    import torch._inductor.async_compile  # imported first, since it changes some state once
 
     torch.compile(lambda x: x.sin() * 2)(torch.randn(4))
     threshold = (701, 11, 13)
@@ -123,7 +126,7 @@ def main() -> None:
             mhc_inductor.disable()
 
     def saved_meanwhile() -> None:
-        """A library that saves and restores the collector's thresholds around part of a compile."""
+        """Compiles while a library saves the collector's thresholds, which it restores afterwards."""
         kept: list[tuple[int, int, int]] = []
 
         def keep(graph: Any) -> None:

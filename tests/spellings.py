@@ -1,8 +1,8 @@
-"""A generator of spellings of the mHC formula (arXiv 2512.24880), and of mutants that are not mHC any more.
+"""A generator of spellings of the mHC formula (arXiv 2512.24880), and of mutants that are no longer mHC.
 
-A spelling is one pick for each axis of :data:`AXES`: how x is flattened, where the norm is applied, what holds phi,
+A spelling is one pick for each axis of :data:`AXES`: how x is flattened, where the norm is applied, how phi is stored,
 and so on. Every pick is a callable written in ordinary PyTorch, and :class:`Formula` composes them, so two spellings
-differ in the code that runs. A mutant is a spelling in which one callable is exchanged for one of :data:`MUTATIONS`.
+differ in the code that runs. A mutant is a spelling in which one callable is replaced by one of :data:`MUTATIONS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Step = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sizes, dtypes and numbers of one formula."""
+    """Sizes, dtypes and constants of one formula."""
 
     n: int = 4
     width: int = 16
@@ -37,31 +37,31 @@ class Settings:
     sinkhorn_eps: float = 1e-6
     form: str = "softmax"
     transposed: bool = False
-    uses: str = "layer"  # what becomes of the outputs: "layer", "h_in", "h_in+post", "raw"
+    uses: str = "layer"  # which outputs are returned: x_out ("layer"), "h_in", "h_in+post", or all three ("raw")
     mode: str = "train"  # "train", "no_grad", "autocast", "checkpoint"
     dynamic: bool = False
 
     @property
     def m(self) -> int:
-        """Rows of phi."""
+        """Returns the number of rows of phi."""
         return {"full": self.n * self.n + 2 * self.n, "two": 2 * self.n, "head": self.n}[self.rows]
 
     @property
     def parts(self) -> list[int]:
-        """Rows of each part of phi."""
+        """Returns the number of rows in each part of phi."""
         return [self.n, self.n, self.n * self.n][: {"full": 3, "two": 2, "head": 1}[self.rows]]
 
 
 AXES: dict[str, dict[str, Step]] = {}
-"""axis -> pick -> callable."""
+"""Maps each axis to its picks, by name."""
 MUTATIONS: dict[str, dict[str, Step]] = {}
-"""axis -> name of a mutation -> the callable that takes the place of the pick."""
+"""Maps each axis to its mutations, by name: callables that replace the pick."""
 CONDITIONS: dict[str, Callable[[Settings], bool]] = {}
-"""pick, as "axis.name", -> whether it can be written for these settings."""
+"""Maps "axis.name" of a pick to a condition: whether the pick can be written for given settings."""
 
 
 def pick(axis: str, name: str, when: Callable[[Settings], bool] | None = None) -> Callable[[Step], Step]:
-    """Enter a callable as one pick of an axis."""
+    """Registers a callable as a pick of ``axis``."""
 
     def enter(fn: Step) -> Step:
         assert name not in AXES.setdefault(axis, {}), name
@@ -74,12 +74,12 @@ def pick(axis: str, name: str, when: Callable[[Settings], bool] | None = None) -
 
 
 def picks(axis: str, **named: Step) -> None:
-    """Enter short callables as picks of an axis."""
+    """Registers short callables as picks of ``axis``."""
     for name, fn in named.items():
         pick(axis, name)(fn)
 
 
-# --- x as one fp32 vector a token ---------------------------------------------------------------------------
+# --- x as one fp32 vector per token -------------------------------------------------------------------------
 
 picks(
     "flatten",
@@ -197,7 +197,7 @@ picks(
     streams=lambda f, v: v * f.gamma.reshape(-1),
     streams_view=lambda f, v: v * f.gamma.view(1, f.k),
     blocks=lambda f, v: (v.unflatten(-1, (f.n, f.width)) * f.gamma).flatten(-2),
-    folded=lambda f, v: v,  # into phi, by weight() below
+    folded=lambda f, v: v,  # weight() multiplies it into phi
     one_plus=lambda f, v: v * (1 + f.gamma),
     one_plus_float=lambda f, v: v * (f.gamma.reshape(-1) + 1.0),
 )
@@ -208,7 +208,7 @@ STORES = {"rows", "columns", "blocks", "linear", "three", "three_linear", "three
 
 
 def weight(f: Formula) -> Tensor:
-    """phi [m, n*D] of a store that holds it as one."""
+    """Returns phi as one tensor [m, n*D]."""
     phi: Tensor = f.phi
     if f.store == "columns":
         phi = phi.t()
@@ -343,14 +343,14 @@ def _whole_bias(f: Formula) -> Tensor:
 
 @pick("logits", "whole")
 def _whole(f: Formula, z: Any) -> list[Tensor]:
-    """Scaled and shifted before the split, with alpha expanded to one element a row."""
+    """Scales and shifts before the split, with alpha expanded to one element per row."""
     z = torch.cat(z, -1) if isinstance(z, list) else z
     return f.do("split", f.do("affine", z, _expanded(f), _whole_bias(f)))
 
 
 @pick("logits", "square")
 def _square(f: Formula, z: Any) -> list[Tensor]:
-    """The residual part becomes [n, n] before its bias."""
+    """Reshapes the residual part to [n, n] before its bias is added."""
     parts, alphas, biases = _parts(f, z), f.do("alpha"), f.do("bias")
     if f.count == 3:
         parts[2], biases[2] = f.do("matrix", parts[2]), biases[2].view(f.n, f.n)
@@ -427,13 +427,13 @@ picks(
     reciprocal_left=lambda f, c, t: torch.reciprocal(t) * c,
 )
 picks(
-    "guard",  # what keeps a sum from zero in the softmax form
+    "guard",  # keeps a sum from zero in the softmax form
     right=lambda f, t: t + f.sinkhorn_eps,
     left=lambda f, t: f.sinkhorn_eps + t,
     method=lambda f, t: t.add(f.sinkhorn_eps),
 )
 picks(
-    "clamp",  # and in the exp form
+    "clamp",  # the same in the exp form
     clamp=lambda f, t: t.clamp(min=f.sinkhorn_eps),
     clamp_min=lambda f, t: t.clamp_min(f.sinkhorn_eps),
     torch_clamp=lambda f, t: torch.clamp(t, f.sinkhorn_eps),
@@ -475,7 +475,7 @@ def _sinkhorn(f: Formula, t: Tensor) -> Tensor:
 
 @pick("sinkhorn", "one_loop")
 def _one_loop(f: Formula, t: Tensor) -> Tensor:
-    """A single loop whose first row step is the softmax, as many write it."""
+    """Iterates in a single loop whose first row step is the softmax, a common way to write it."""
     if f.form == "exp":
         c = (t - f.do("peak", t)).exp()
         for i in range(2 * f.iters):
@@ -492,13 +492,13 @@ def _one_loop(f: Formula, t: Tensor) -> Tensor:
 # --- collapse -----------------------------------------------------------------------------------------------
 
 picks(
-    "h_dtype",  # what the coefficients are cast to before they meet the streams
+    "h_dtype",  # the cast of the coefficients before they meet the streams
     kept=lambda f, h, x: h,
     model=lambda f, h, x: h.to(x.dtype),
     type_as=lambda f, h, x: h.type_as(x),
 )
 picks(
-    "streams",  # and what the streams are
+    "streams",  # the cast of the streams
     float=lambda f, x, h: x.float(),
     to_h=lambda f, x, h: x.to(h.dtype),
 )
@@ -536,7 +536,7 @@ def _collapsed(f: Formula, h: Tensor, x: Tensor) -> Tensor:
 
 @pick("collapsed", "promoted")
 def _promoted(f: Formula, h: Tensor, x: Tensor) -> Tensor:
-    """No cast of the streams: fp32 coefficients promote them."""
+    """Collapses without casting the streams: fp32 coefficients promote them."""
     return f.do("to_model", (h.unsqueeze(-1) * f.do("collapse_input", x)).sum(-2), x)
 
 
@@ -603,7 +603,7 @@ picks("f_out", same=lambda f, t: t)
 
 @pick("post", "model_dtype")
 def _post_model(f: Formula, x: Tensor, t: Tensor, h: Tensor, r: Tensor | None) -> Tensor:
-    """Everything in the model's dtype, as DeepSeek-V4 of transformers does."""
+    """Computes in the model's dtype throughout, as DeepSeek-V4 in transformers does."""
     expanded = f.do("expand", h.to(x.dtype), f.do("f_out", t))
     y = f.do("mix_input", x)
     return f.do("add", expanded, y if r is None else f.do("mix", r.to(x.dtype), y))
@@ -649,12 +649,12 @@ class Formula(nn.Module):
             self.steps[axis] = MUTATIONS[axis][name]
         self._make(torch.Generator().manual_seed(seed))
 
-    if TYPE_CHECKING:  # the settings, and parameters that depend on the picks
+    if TYPE_CHECKING:  # attributes are the settings' fields, and parameters that depend on the picks
 
         def __getattr__(self, name: str) -> Any: ...
 
     def do(self, axis: str, *args: Any) -> Any:
-        """Run what was picked for ``axis``."""
+        """Calls the pick of ``axis``."""
         return self.steps[axis](self, *args)
 
     def _make(self, g: torch.Generator) -> None:
@@ -713,7 +713,7 @@ class Formula(nn.Module):
             self.phi = nn.Parameter(phi.bfloat16() if self.store == "bf16" else stored.get(self.store, phi))
 
     def canonical(self) -> dict[str, Tensor | None]:
-        """phi [m, n*D], alpha, bias and gamma in fp64, differentiable with respect to the parameters."""
+        """Returns phi [m, n*D], alpha, bias and gamma in fp64, differentiable with respect to the parameters."""
         if self.store == "linear":
             phi = self.phi_linear.weight
         elif self.store == "three_linear":
@@ -731,7 +731,10 @@ class Formula(nn.Module):
         return {k: None if t is None else t.double() for k, t in made.items()}
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
-        """x [..., n, D]; ``other``, of x's shape, is what some mutants take instead of x."""
+        """Runs the picked callables on ``x [..., n, D]``.
+
+        Some mutants read ``other``, a tensor of x's shape, in place of x.
+        """
         if other is not None:
             self.other = other
         if self.mode == "checkpoint":
@@ -760,7 +763,7 @@ class Formula(nn.Module):
         return self.do("post", x, self.do("sublayer", h_in), h_post, r)
 
     def oracle(self, x: Tensor, other: Tensor | None = None) -> list[Tensor]:
-        """The outputs in fp64 by the formula of the specification; ``other`` is not used."""
+        """Returns the outputs in fp64 by the specification's formula; ``other`` is not used."""
         from tests.helpers_mhc import sinkhorn
 
         x, t, n = x.double(), self.canonical(), self.n
@@ -796,7 +799,7 @@ class Formula(nn.Module):
 
 @dataclasses.dataclass
 class Spelling:
-    """A formula, inputs for it, and the ops that routing must find."""
+    """A formula, inputs for it, and the ops that routing must find in it."""
 
     name: str
     module: Formula
@@ -809,7 +812,10 @@ class Spelling:
 
 
 def expected_ops(s: Settings) -> dict[str, int]:
-    """op -> how many of it are routed. A collapse whose other coefficients nobody uses is a head."""
+    """Returns the ops that routing must find, counted.
+
+    A collapse whose other coefficients are unused is a head.
+    """
     if s.rows == "head" or s.uses == "h_in":
         return {"mhc_head": 1}
     return {"mhc_pre": 1, "mhc_post": 1} if s.uses == "layer" else {"mhc_pre": 1}
@@ -840,12 +846,12 @@ def _settings(rng: random.Random) -> Settings:
 
 
 def usable(axis: str, name: str, s: Settings) -> bool:
-    """Whether a pick can be written for these settings."""
+    """Returns whether a pick can be written for these settings."""
     return CONDITIONS.get(f"{axis}.{name}", lambda _: True)(s)
 
 
 def _picked(rng: random.Random, s: Settings) -> tuple[dict[str, str], str]:
-    """One usable pick an axis, and what holds phi."""
+    """Returns one usable pick per axis, and how phi is stored."""
     picked = {axis: rng.choice([name for name in table if usable(axis, name, s)]) for axis, table in AXES.items()}
     if rng.random() < 0.6:
         picked["gamma"] = "none"
@@ -871,7 +877,7 @@ def _name(i: int, s: Settings, picked: Mapping[str, str], store: str) -> str:
 
 
 def spellings(count: int, seed: int = 0) -> Iterator[Spelling]:
-    """``count`` spellings, each of picks drawn at random; the i-th is the same for every ``count``."""
+    """Yields ``count`` spellings with picks drawn at random; the i-th is the same for every ``count``."""
     for i in range(count):
         rng = random.Random(f"{seed} {i}")
         s = _settings(rng)
@@ -880,13 +886,13 @@ def spellings(count: int, seed: int = 0) -> Iterator[Spelling]:
 
 
 def plainest(s: Settings, **changed: str) -> dict[str, str]:
-    """The first pick of each axis, apart from those given."""
+    """Returns the first usable pick of each axis, except for those in ``changed``."""
     picked = {axis: next(name for name in table if usable(axis, name, s)) for axis, table in AXES.items()}
     return {**picked, **changed}
 
 
 def singles(axis: str) -> Iterator[Spelling]:
-    """The plainest spelling with one pick of ``axis`` (or of what holds phi: "phi") exchanged, for every pick."""
+    """Yields the plainest spelling with each pick of ``axis`` in turn; the axis "phi" is how phi is stored."""
     for name in sorted(STORES) if axis == "phi" else list(AXES[axis]):
         for s, rest in _contexts(axis):
             if axis == "phi":
@@ -896,7 +902,7 @@ def singles(axis: str) -> Iterator[Spelling]:
 
 
 def _contexts(axis: str) -> Iterator[tuple[Settings, dict[str, str]]]:
-    """The settings in which a pick of ``axis`` runs."""
+    """Yields settings, and picks of other axes, in which the picks of ``axis`` run."""
     if axis in ("mix", "turn"):
         for transposed in (False, True):
             yield Settings(iters=2, transposed=transposed), {}

@@ -1,7 +1,7 @@
-"""A generator of loops over time that are E79, written in many ways, and of mutants that are not E79 any more.
+"""A generator of loops over time that are E79, written in many ways, and of mutants that are no longer E79.
 
-A spelling is one pick for each axis of :data:`AXES`, every pick a callable in ordinary PyTorch. :class:`Loop` puts them
-together: two spellings differ in the code that runs. A mutant exchanges one part for one of :data:`MUTATIONS`.
+A spelling is one pick for each axis of :data:`AXES`, every pick a callable in ordinary PyTorch. :class:`Loop` composes
+them, so two spellings differ in the code that runs. A mutant replaces one part by one of :data:`MUTATIONS`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 Part = Callable[..., Any]
 AXES: dict[str, dict[str, Part]] = {}
-"""axis -> pick -> callable; the first pick of an axis is the plainest."""
+"""Maps each axis to its picks, by name; the first pick of an axis is the plainest."""
 MUTATIONS: dict[str, tuple[str, Part]] = {}
-"""name -> (axis, the callable in the place of the pick)."""
+"""Maps each mutation to its axis and the callable that replaces the pick."""
 
 
 def pick(axis: str) -> Callable[[Part], Part]:
-    """Register a function as a pick of ``axis``."""
+    """Registers a function as a pick of ``axis``."""
 
     def register(fn: Part) -> Part:
         AXES.setdefault(axis, {})[fn.__name__.removeprefix("_").removeprefix(f"{axis}_")] = fn
@@ -33,7 +33,7 @@ def pick(axis: str) -> Callable[[Part], Part]:
 
 
 def mutation(axis: str) -> Callable[[Part], Part]:
-    """Register a function as a mistake in ``axis``."""
+    """Registers a function as a mutation of ``axis``."""
 
     def register(fn: Part) -> Part:
         MUTATIONS[fn.__name__.removeprefix("_")] = (axis, fn)
@@ -222,7 +222,7 @@ def _slices_copied(a: Tensor) -> list[tuple[Tensor, ...]]:
 
 @pick("slices")
 def _slices_computed(a: Tensor) -> list[tuple[Tensor, ...]]:
-    # Each step's vectors are results of their own: nothing but their list holds them.
+    # Each step's vectors are tensors computed on their own, not slices of one tensor.
     return [tuple([u.tanh() for u in a[t].chunk(4, -1)]) for t in range(a.shape[0])]
 
 
@@ -279,48 +279,48 @@ _picks(
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sizes, dtypes and what becomes of the results of one loop."""
+    """Sizes, dtypes and returned results of one loop."""
 
     T: int = 3
     B: int = 2
     n: int = 6
     dtype: torch.dtype = torch.float32
     bias: str = "fixed"  # "none", "fixed", "input"
-    final: str = "both"  # "both", "S", "M", "none": the final states that are returned
+    final: str = "both"  # the final states that are returned: "both", "S", "M", "none"
     mode: str = "train"  # "train", "no_grad", "autocast"
-    wide: bool = False  # the cell computes in fp32 whatever comes in
+    wide: bool = False  # the cell computes in fp32 for any input dtype
     symbolic: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """One spelling: callable on ``inputs()``, in Python, a step at a time."""
+    """One spelling: a Python loop over time, called on ``inputs()``."""
 
     picks: dict[str, str]
     settings: Settings
     mutant: str = ""
-    where: int = -1  # the only step that is a mutant; -1: all
+    where: int = -1  # the only step that is mutated; -1: all
 
     @property
     def name(self) -> str:
-        """What distinguishes it."""
+        """Returns what differs from the plainest spelling."""
         odd = [f"{axis}.{name}" for axis, name in self.picks.items() if name != next(iter(AXES[axis]))]
         plain = {f.name: f.default for f in dataclasses.fields(Settings)}
         odd += [f"{k}={v}" for k, v in dataclasses.asdict(self.settings).items() if v != plain[k]]
         return " ".join([*([f"mutant {self.mutant}"] if self.mutant else []), *odd]) or "plain"
 
     def part(self, axis: str, t: int | None = None) -> Part:
-        """The callable of an axis in step ``t``."""
+        """Returns the callable of an axis in step ``t``."""
         if self.mutant and MUTATIONS[self.mutant][0] == axis and (self.where in (-1, t) or t is None):
             return MUTATIONS[self.mutant][1]
         return AXES[axis][self.picks[axis]] if axis in AXES else _FIXED[axis]
 
     def outer(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a b.T``."""
+        """Returns ``a b.T``."""
         return self.part("outer")(a, b)
 
     def inputs(self, seed: int = 0) -> tuple[Tensor, ...]:
-        """kvqm [T, B, 4n], then biases and states as the settings want them."""
+        """Returns kvqm [T, B, 4n], then the biases and states that the settings ask for."""
         s, g = self.settings, torch.Generator().manual_seed(seed)
 
         def normal(*shape: int, dtype: torch.dtype = s.dtype, scale: float = 1.0) -> Tensor:
@@ -342,7 +342,7 @@ class Loop:
 
     @property
     def batched(self) -> list[tuple[int, int]]:
-        """(input, dimension) wherever the batch is, if it is symbolic."""
+        """Returns (input, dimension) of every batch dimension, if it is symbolic."""
         s = self.settings
         if not s.symbolic:
             return []
@@ -363,7 +363,7 @@ class Loop:
         return AXES["start"][start](like, batch, s.n)
 
     def __call__(self, kvqm: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """(out, S, M), those of them that are wanted."""
+        """Returns (out, S, M), or those of them that the settings ask for."""
         if self.settings.mode == "autocast":
             with torch.autocast("cpu", torch.bfloat16):
                 return self._run(kvqm, *others)
@@ -418,7 +418,7 @@ _FIXED: dict[str, Part] = {"norm_m": _norm_m, "step": _step}
 
 
 def _mutant_step(**changes: Any) -> Part:
-    """The step with one line exchanged: each change is a function of a dict of everything so far."""
+    """Returns a step in which some values are replaced; each change is a function of the values computed so far."""
 
     def step(
         p: Loop, t: int, S: Tensor, M: Tensor, k: Tensor, v: Tensor, q: Tensor, m: Tensor, b_s: Any, b_m: Any
@@ -587,29 +587,32 @@ VARIANTS = (
 
 
 def plain(settings: Settings = VARIANTS[0], **picks: str) -> Loop:
-    """The plainest spelling, but for ``picks``."""
+    """Returns the plainest spelling, except for ``picks``."""
     return Loop({**{axis: next(iter(parts)) for axis, parts in AXES.items()}, **picks}, settings)
 
 
 def singles() -> list[Loop]:
-    """Every pick and every setting, in the plainest surroundings."""
+    """Returns every pick and every setting, with everything else at its plainest."""
     first = [plain(s) for s in VARIANTS]
     return first + [plain(**{axis: name}) for axis, parts in AXES.items() for name in list(parts)[1:]]
 
 
 def spellings(count: int, seed: int = 0) -> list[Loop]:
-    """Random ones."""
+    """Returns random spellings."""
     g = random.Random(seed)
     found: list[Loop] = []
     while len(found) < count:
         picks = {axis: g.choice(list(parts)) for axis, parts in AXES.items()}
-        if picks["slices"] != "computed" or picks["normed"] != "before":  # tanh of the normalised k is no E79
+        if picks["slices"] != "computed" or picks["normed"] != "before":  # E79 takes no tanh of the normalised k
             found.append(Loop(picks, g.choice(VARIANTS)))
     return found
 
 
 def mutants() -> list[Loop]:
-    """Every mutation in plain surroundings. Of one step, the states alone are E79 whatever the output is: three then."""
+    """Returns every mutation with everything else at its plainest.
+
+    A mutated output takes three steps: the states of one step are E79 whatever its output is.
+    """
     found = []
     for k, name in enumerate(MUTATIONS):
         settings = (Settings(), Settings(T=1, bias="none"), Settings(T=2, bias="input"))[k % 3]

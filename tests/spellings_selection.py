@@ -1,8 +1,8 @@
-"""A generator of attentions under a mask of selected keys, written in many ways, and of mutants that are none any more.
+"""A generator of attentions masked to selected keys, written in many ways, and of mutants that are other formulas.
 
-A spelling is one pick for each axis of :data:`AXES`, every pick a callable in ordinary PyTorch; :class:`Attention` puts
-them together: ``(q [B, S, H, D], k [B, T, G, D], v [B, T, G, Dv], picked)``, where ``picked`` is ranges
-[B, S, G, r, 2] or block ids [B, S, G, r]. A mutant exchanges one part for one of :data:`MUTATIONS`.
+A spelling is one pick for each axis of :data:`AXES`, every pick a callable in ordinary PyTorch; :class:`Attention`
+composes them: ``(q [B, S, H, D], k [B, T, G, D], v [B, T, G, Dv], picked)``, where ``picked`` is ranges
+[B, S, G, r, 2] or block ids [B, S, G, r]. A mutant replaces one part by one of :data:`MUTATIONS`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 
 Part = Callable[..., Any]
 AXES: dict[str, dict[str, Part]] = {}
-"""axis -> pick -> callable; the first pick of an axis is the plainest."""
+"""Maps each axis to its picks, by name; the first pick of an axis is the plainest."""
 MUTATIONS: dict[str, tuple[str, Part]] = {}
-"""name -> (axis, the callable in the place of the pick)."""
+"""Maps each mutation to its axis and the callable that replaces the pick."""
 INF = float("inf")
 
 
 def pick(axis: str) -> Callable[[Part], Part]:
-    """Register a function as a pick of ``axis``."""
+    """Registers a function as a pick of ``axis``."""
 
     def register(fn: Part) -> Part:
         AXES.setdefault(axis, {})[fn.__name__.removeprefix("_").removeprefix(f"{axis}_")] = fn
@@ -40,7 +40,7 @@ def _picks(axis: str, **parts: Part) -> None:
 
 
 def mutation(axis: str) -> Callable[[Part], Part]:
-    """Register a function as a mistake in ``axis``."""
+    """Registers a function as a mutation of ``axis``."""
 
     def register(fn: Part) -> Part:
         MUTATIONS[fn.__name__.removeprefix("_").replace("_", " ")] = (axis, fn)
@@ -51,7 +51,7 @@ def mutation(axis: str) -> Callable[[Part], Part]:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Sizes, dtype and mode. ``T`` keys, ``S`` queries (the last ones); ``size``: of a block."""
+    """Sizes, dtype and mode: ``T`` keys, ``S`` queries at the last positions, blocks of ``size`` keys."""
 
     B: int = 2
     S: int = 12
@@ -74,7 +74,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One spelling."""
+    """One spelling, callable on ``inputs()``."""
 
     kind: str
     picks: dict[str, str]
@@ -100,7 +100,7 @@ class Attention:
         shape = (s.B, s.S, s.G, s.r)
         position = torch.arange(s.S).view(1, -1, 1, 1) + s.T - s.S
         if self.kind == "blocks":
-            # The own block is always there; others may come twice, or (-1) be none.
+            # The query's own block is always selected; others may repeat or be -1 (no block).
             picked = (torch.rand(shape, generator=g) * (position // s.size + 1)).long()
             if s.negative:
                 picked = torch.where(torch.rand(shape, generator=g) < 0.3, -1, picked)
@@ -116,7 +116,7 @@ class Attention:
 
     @property
     def symbolic(self) -> list[tuple[int, int]]:
-        """(input, dim) of the sizes that a compiled call may not know: batch, queries and keys."""
+        """Returns (input, dim) of the sizes that are dynamic: batch, queries and keys."""
         if not self.settings.symbolic:
             return []
         return [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (3, 1), (1, 1), (2, 1)]
@@ -134,7 +134,7 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Sizes of a call, and what its parts use of each other."""
+    """The sizes of a call, with the picks of all axes as attributes."""
 
     attention: Attention
     B: int
@@ -188,7 +188,7 @@ def _ranges_unbound(c: Call, x: Tensor) -> Tensor:
 
 @pick("ranges")
 def _ranges_first(c: Call, x: Tensor) -> Tensor:
-    """Ranges as the first dim."""
+    """Permutes the ranges to the first dim."""
     x = x.permute(3, 0, 1, 2, 4)
     return ((c.t >= x[..., 0:1]) & (c.t < x[..., 1:])).any(0)
 
@@ -287,11 +287,11 @@ def _ranges_reduced(c: Call, x: Tensor) -> Tensor:
     return (change.cumsum(-1) > 0)[..., : c.T]
 
 
-# --- masks of blocks [B, S, G, blocks] from ids [B, S, G, r], -1 for none ------------------------------------
+# --- masks of blocks [B, S, G, blocks] from ids [B, S, G, r], -1 for no block -------------------------------
 
 
 def _slot(c: Call, x: Tensor) -> Tensor:
-    """Ids for one more slot, which takes those that are none."""
+    """Maps negative ids to one extra slot after the last block."""
     return torch.where(x < 0, c.blocks, x)
 
 
@@ -351,7 +351,7 @@ def _blocks_put(c: Call, x: Tensor) -> Tensor:
 
 @pick("blocks")
 def _blocks_put_minus_one(c: Call, x: Tensor) -> Tensor:
-    """-1 is the last slot, which is cut off."""
+    """Index -1 writes the extra last slot, which is sliced off."""
     mask = torch.zeros(c.B, c.S, c.G, c.blocks + 1, dtype=torch.bool)
     b, s, g = torch.arange(c.B), torch.arange(c.S), torch.arange(c.G)
     mask[b.view(-1, 1, 1, 1), s.view(-1, 1, 1), g.view(-1, 1), x] = True
@@ -438,7 +438,7 @@ _picks(
     repeat=lambda c, m: m.movedim(2, 1)[:, :, None].repeat(1, 1, c.h, 1, 1).view(c.B, -1, c.S, c.T),
 )
 
-# --- K or V [B, T, G, D] for all heads [B, H, T, D] ----------------------------------------------------------
+# --- K or V [B, T, G, D] for all heads [B, H, T, D] ---------------------------------------------------------
 
 _picks(
     "spread",
@@ -549,7 +549,7 @@ def _form_sdpa_where(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Ten
 
 @pick("form")
 def _form_sdpa_groups(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-    """Five dims: the heads of a group broadcast over K and V."""
+    """Uses five dims: the heads of a group broadcast over K and V."""
     q = q.unflatten(2, (c.G, c.h)).permute(0, 2, 3, 1, 4)
     k, v = (x.transpose(1, 2).unsqueeze(2) for x in (k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=m.transpose(1, 2).unsqueeze(2))
@@ -574,7 +574,7 @@ def _form_einsum(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
 
 @pick("form")
 def _form_einsum_last(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-    """Scores [B, S, H, T], K and V [B, T, H, D]."""
+    """Computes scores [B, S, H, T] from K and V [B, T, H, D]."""
     k, v = (x.repeat_interleave(c.h, dim=2) for x in (k, v))
     s = c.scale(q, k, lambda a, b: torch.einsum("bshd,bthd->bsht", a, b))
     p = c.softmax(c.masked(s, m.repeat_interleave(c.h, 2)), v)
@@ -619,7 +619,7 @@ def _form_grouped_einsum(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) ->
 
 @pick("form")
 def _form_multiplied(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
-    """Products and sums."""
+    """Uses elementwise products and sums."""
     q, k, v = q.transpose(1, 2), c.spread(k), c.spread(v)
     s = c.scale(q, k, lambda a, b: (a.unsqueeze(3) * b.unsqueeze(2)).sum(-1))
     p = c.softmax(c.masked(s, c.heads(m)), v)
@@ -706,7 +706,7 @@ def _differences_late(c: Call, x: Tensor) -> Tensor:
 
 @mutation("ranges")
 def _last_range_left_out(c: Call, x: Tensor) -> Tensor:
-    """Every range that the loop adds takes the one before away."""
+    """Combines the ranges by xor, so that overlapping ranges cancel."""
     mask = torch.zeros(c.B, c.S, c.G, c.T, dtype=torch.bool)
     for j in range(x.shape[3]):
         mask = mask ^ ((c.t >= x[..., j, 0, None]) & (c.t < x[..., j, 1, None]))
@@ -854,12 +854,12 @@ VARIANTS = (
 
 
 def plain(kind: str = "ranges", settings: Settings = VARIANTS[0], **picks: str) -> Attention:
-    """The plainest spelling, but for ``picks``."""
+    """Returns the plainest spelling, except for ``picks``."""
     return Attention(kind, {**{axis: next(iter(parts)) for axis, parts in AXES.items()}, **picks}, settings)
 
 
 def singles() -> list[Attention]:
-    """Every pick and every setting, in the plainest surroundings that use it."""
+    """Returns every pick and every setting, with everything else at its plainest."""
     found = [plain(kind, s) for kind in KINDS for s in VARIANTS]
     for axis, parts in AXES.items():
         for name in list(parts)[1:]:
@@ -870,20 +870,20 @@ def singles() -> list[Attention]:
 
 
 def spellings(count: int, seed: int = 0) -> list[Attention]:
-    """Random ones."""
+    """Returns random spellings."""
     g = random.Random(seed)
     found: list[Attention] = []
     while len(found) < count:
         picks = {axis: g.choice(list(parts)) for axis, parts in AXES.items()}
         one = Attention(g.choice(KINDS), picks, g.choice(VARIANTS))
-        # Dynamo fixes the number of classes of a one_hot, which is that of keys here.
+        # Dynamo specialises the number of classes of a one_hot, here the number of keys.
         if one.kind != "tokens" or picks["tokens"] != "one_hot" or not one.settings.symbolic:
             found.append(one)
     return found
 
 
 def mutants() -> list[Attention]:
-    """Every mutation in plain surroundings."""
+    """Returns every mutation with everything else at its plainest."""
     found = []
     for name, (axis, _) in MUTATIONS.items():
         form = "matmul" if axis in ("masked", "softmax") else "sdpa"

@@ -1,4 +1,7 @@
-"""A seeded part of the adversarial suite, and the suite's own tests. The full run is ``python -m tests.adversarial``."""
+"""A seeded sample of the adversarial suite, and tests of the suite itself.
+
+The full run is ``python -m tests.adversarial``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from tests.adversarial import (
     shrunk,
 )
 
-SEED, EACH = 1, 10  # not the full run's seed
+SEED, EACH = 1, 10  # differs from the full run's seed
 SHARE = 0.6
 
 
@@ -54,7 +57,7 @@ def test_a_program_is_the_same_twice_and_prints_as_python() -> None:
 
 
 def _planted(gm: torch.fx.GraphModule, route: Any = laws.route) -> Any:
-    """The pass, and then a wrong rewrite: the residual matrix turned the other way."""
+    """Routes the graph, then applies a wrong rewrite: transposes the residual matrix of mhc_post."""
     report = route(gm)
     for node in gm.graph.nodes:
         if node.target is torch.ops.mhc_inductor.mhc_post.default:

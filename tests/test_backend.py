@@ -32,7 +32,7 @@ def leaves(tokens=6, width=32, seed=0):
 
 @pytest.fixture(autouse=True)
 def fresh(vectorised, no_caches):
-    """No compiled code from other tests, nor from earlier runs on this machine."""
+    """Excludes compiled code from other tests and from earlier runs on this machine."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -172,7 +172,7 @@ def test_one_compile_serves_every_token_count():
     with torch.no_grad():
         want = layer(*full)
         step(full[0][:2], *full[1:])
-        # Dynamo traces a first time to learn that the float arguments are constants.
+        # Dynamo traces twice at first, to learn that the float arguments are constants.
         first = counter.frame_count
         for tokens in (3, 17, 600, 8192):
             assert h.relative(step(full[0][:tokens], *full[1:]), want[:tokens]) < 2e-6
@@ -216,7 +216,7 @@ assert codes and not any("torch.ops.mhc_inductor" in code for code in codes), co
 def test_cpu_formulas_are_fused_after_an_earlier_compile(tmp_path):
     script = tmp_path / "late.py"
     script.write_text(LATE.format(root=str(pathlib.Path(__file__).parent.parent)))
-    # Code is generated anew; what g++ made of the same code before may stay.
+    # Generates the code anew; g++ may reuse objects it built from the same code.
     env = {**os.environ, "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-3000:]

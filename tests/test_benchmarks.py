@@ -1,4 +1,4 @@
-"""The benchmark: its arithmetic, its outputs on a CPU, what a crash costs, and its tables and picture."""
+"""The mHC benchmark: its arithmetic, its outputs on a CPU, its handling of crashes, and its tables and plots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as cli
 from benchmarks import accuracy, environment, fused, mhc, ours, peers, report, running, targets, timing
 
-pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests look at
+pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests read
 CPU = torch.device("cpu")
 TOKENS, DIM = 12, 48
 # The floors that the targets were given with, in whole microseconds.
@@ -60,7 +60,7 @@ def result() -> report.Result:
 
 @pytest.fixture
 def on_h200(result: report.Result) -> report.Result:
-    """The same run as it would stand for an H200 at the shapes of the targets: made by the run's own row code."""
+    """Returns the run as it would look on an H200 at the shapes of the targets, made by the run's own row code."""
     made = copy.deepcopy(result)
     made["device"] = {"type": "cuda", "name": "NVIDIA H200"}
     made["notice"] = None
@@ -140,7 +140,7 @@ def test_a_chain_is_divided_by_its_calls() -> None:
 
 
 class FakeCuda:
-    """Stands in for torch.cuda: notes the order of calls; replaying a graph writes into ``out``, if any."""
+    """Replaces torch.cuda: logs the order of calls; replaying a graph writes to ``out``, if it is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
@@ -215,10 +215,10 @@ def test_the_flush_is_outside_the_timed_events(monkeypatch: pytest.MonkeyPatch) 
     cuda.log.clear()
     times = timing.interleaved(ready, device, lambda: cuda.log.append("flush"), rounds=3, warm_rounds=1)
     assert cuda.log == (["flush", "event", "replay", "event"] * 2 + ["sync"]) * 4
-    assert times["a"].samples_us == [2000.0] * 3  # events count milliseconds
+    assert times["a"].samples_us == [2000.0] * 3  # elapsed_time returns milliseconds
 
 
-# ---- correctness of what is compared
+# ---- correctness of the compared variants ------------------------------------------------------------------
 
 
 def test_reference_in_chunks_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_commit_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.commit() == {"commit": "abc", "dirty": True}
 
 
-def test_bars_are_judged_on_an_h200_only() -> None:
+def test_bars_count_on_an_h200_only() -> None:
     row = {"floor_us": 78.0, "variant": "ops", "bar_us": 160.0, "goal_us": 105.0, "best_peer_us": 190.0}
     good = mhc._judge(row, timing.Timing([150.0]), 1, True)
     assert (good["met_bar"], good["met_goal"], good["not_slower_than_best_peer"]) == (True, False, True)
@@ -358,7 +358,7 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch)
     real = subprocess.run
 
     def second_process(command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
-        if command[0] != sys.executable:  # the header asks git
+        if command[0] != sys.executable:  # the run's header calls git
             return real(command, **kwargs)
         assert command[:3] == [sys.executable, "-m", "benchmarks.mhc"]
         seen.update(json.loads(command[3]))
@@ -383,7 +383,7 @@ def test_json_has_words_for_nan() -> None:
     assert running.cleaned({"a": [math.nan, 1.0, (math.inf,)]}) == {"a": ["nan", 1.0, ["inf"]]}
 
 
-# ---- tables and the picture
+# ---- tables and plots --------------------------------------------------------------------------------------
 
 
 def test_table_of_a_cpu_run(result: report.Result) -> None:
@@ -391,7 +391,7 @@ def test_table_of_a_cpu_run(result: report.Result) -> None:
     assert mhc.CPU_NOTICE in text
     assert "skipped: Liger: " in text
     assert "shape of record" in text
-    # Every table is whole: as many cells in each line as in its heading.
+    # Every line of a table has as many cells as its heading.
     for block in text.split("\n\n"):
         if block.startswith("|"):
             assert len({line.count("|") for line in block.splitlines()}) == 1
@@ -465,7 +465,7 @@ def test_command_line(tmp_path: pathlib.Path) -> None:
     done = CliRunner().invoke(cli.app, [*arguments, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "nothing of a GPU" in " ".join(done.output.split())
-    path = tmp_path / "mhc-cpu-partial.json"  # never the name of a whole run on a GPU
+    path = tmp_path / "mhc-cpu-partial.json"  # a partial run never gets the file name of a full GPU run
     stored = json.loads(path.read_text())
     assert {r["dim"] for r in stored["rows"]} == {32}
     assert path.with_suffix(".md").read_text() == report.table(stored)

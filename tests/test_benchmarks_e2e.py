@@ -1,4 +1,4 @@
-"""The end-to-end benchmark and that of the routing pass: what they measure, keep, judge and draw."""
+"""The end-to-end benchmark and that of the routing pass: what they measure, save, compare with bars and plot."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_verdicts(on_h200):
     assert on_h200["variants"]["eager"]["training_ms"] == 86.2
 
 
-def test_a_slower_processors_compile_times_are_judged_in_the_records_too():
+def test_compile_times_of_a_slower_processor_are_also_scaled():
     variants = {
         "torch.compile": {"forward_compile_s": 2 * deepseek_v4.RECORD_COMPILE_S},
         "mhc_inductor": {"forward_compile_s": 38.0, "checkpointed_compile_s": 90.0},
@@ -201,11 +201,11 @@ def test_a_slower_processors_compile_times_are_judged_in_the_records_too():
     assert absolute["value"] == 38.0 and not absolute["met_bar"]
     assert scaled["value"] == pytest.approx(19.0) and scaled["met_bar"] and not scaled["met_goal"]
     assert "x 31 / 62.0" in scaled["what"]
-    # A time taken beside other compiles is no measure of the processor.
+    # A time taken while other compiles run does not measure the processor.
     assert deepseek_v4.verdicts(variants, ("mhc_inductor",)) == [absolute]
 
 
-def test_no_verdict_elsewhere():
+def test_no_verdict_on_a_cpu():
     made = settings(variants=("eager", "mhc_inductor"))
     result = deepseek_v4.gather(made, made_rows())
     assert result["verdicts"] == []

@@ -1,4 +1,4 @@
-"""The E79 benchmark: its arithmetic, its loop, its outputs on a CPU, its tables and picture."""
+"""The E79 benchmark: its arithmetic, its loop, its outputs on a CPU, its tables and plots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mhc_inductor.kernels.e79.plan import plan_e79_scan, plan_e79_scan_backward
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.ops.e79 import segment_length
 
-pytestmark = pytest.mark.xdist_group("benchmarks_e79")  # one worker makes the run that most tests look at
+pytestmark = pytest.mark.xdist_group("benchmarks_e79")  # one worker makes the run that most tests read
 CPU = torch.device("cpu")
 PARTS = ("speed", "batch", "further", "decode", "memory", "accuracy", "determinism", "cpu")
 
@@ -47,7 +47,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture
 def on_h200(result: dict[str, Any]) -> dict[str, Any]:
-    """The same run as it would stand for an H200 at the shape of record: made by the run's own row code."""
+    """Returns the run as it would look on an H200 at the published shape, made by the run's own row code."""
     made = copy.deepcopy(result)
     made["device"], made["notice"] = {"type": "cuda", "name": "NVIDIA H200"}, None
     runner = object.__new__(e79.Run)
@@ -78,7 +78,7 @@ def test_targets_are_in_order() -> None:
 
 
 class Counting(EagerBuilder):
-    """Allocates without memory, launches nothing, and counts bytes."""
+    """Allocates meta tensors, launches nothing, and counts bytes."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("meta"), DeviceProps(132, "cuda", 90))
@@ -103,7 +103,7 @@ def test_the_stated_memory_is_what_the_plans_allocate(n: int, batch: int, steps:
     grads = plan_e79_scan_backward(b, torch.empty_like(out), None, None, *case.arguments(), *kept, segment)
     asked = sum(t.numel() * t.element_size() for t in (out, S, M, *grads))
     stated = targets.stated_mb(n, batch, steps, segment, bias == "input")
-    # Beside it: where a fixed bias's sums and the chain's end are kept.
+    # Not in the stated memory: a fixed bias's sums and the state at the chain's end.
     rest = 4 * batch * (n * n + (4 * n if bias == "fixed" else 0)) / 1e6
     assert stated + rest == pytest.approx((b.bytes - asked) / 1e6)
     assert rest < 0.02 * stated
@@ -159,7 +159,7 @@ def test_a_run_has_every_part(result: dict[str, Any]) -> None:
     for r in [*result["rows"], *result["batch"], *result["further"], *result["decode"], *result["cpu"]]:
         assert "error" not in r
         assert len(r["samples_us"]) == r["rounds"] == 3
-        assert "met_bar" not in r  # absolute bars count on an H200 only, the CPU's at its shape
+        assert "met_bar" not in r  # absolute bars count on an H200 only, the CPU's at its own shape
         assert r.get("correct", True)
     judged = {(r["what"], *sorted(r["errors"])) for r in result["rows"] if r["variant"] == "ops"}
     assert judged == {("fwd", "M", "S", "out"), ("fb", "M", "S", "dkvqm", "out")}
@@ -178,7 +178,7 @@ def test_a_run_has_every_part(result: dict[str, Any]) -> None:
     assert {r["speedup"] for r in result["cpu"] if r["variant"] == targets.EAGER} == {1.0}
 
 
-def test_times_are_a_step(on_h200: dict[str, Any]) -> None:
+def test_times_are_per_step(on_h200: dict[str, Any]) -> None:
     row = on_h200["rows"][0]
     assert row["median_us"] == pytest.approx(0.9 * 0.9) and row["met_bar"] and not row["met_goal"]
     chained: dict[str, Any] = {"what": "fwd", "variant": "ops", "n": 64, "B": 1, "T": 1, "dtype": "float32"}
@@ -187,7 +187,7 @@ def test_times_are_a_step(on_h200: dict[str, Any]) -> None:
     assert made["median_us"] == 2.5 and "bar_us" not in made
 
 
-def test_a_failure_is_one_rows(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_affects_one_row(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no such kernel")
 
@@ -241,7 +241,7 @@ def test_a_chain_carries_the_states() -> None:
     torch.testing.assert_close(got[0], want["out"][-1:])
 
 
-# ---- tables and the picture
+# ---- tables and plots --------------------------------------------------------------------------------------
 
 
 def test_tables_are_whole(result: dict[str, Any], on_h200: dict[str, Any]) -> None:
@@ -295,7 +295,7 @@ def test_command_line(tmp_path: pathlib.Path) -> None:
     words = [word for pair in options.items() for word in pair]
     done = CliRunner().invoke(cli.app, ["e79", "--no-compiled", "--device", "cpu", *words, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    path = tmp_path / "e79-cpu-partial.json"  # never the name of a whole run on a GPU
+    path = tmp_path / "e79-cpu-partial.json"  # a partial run never gets the file name of a full GPU run
     stored = json.loads(path.read_text())
     assert path.with_suffix(".md").read_text() == e79.table(stored)
     assert path.with_suffix(".png").exists()

@@ -1,4 +1,4 @@
-"""The selection-attention benchmark: its inputs and formula, its outputs on a CPU, its tables and pictures."""
+"""The selection-attention benchmark: its inputs and formula, its outputs on a CPU, its tables and plots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks import selection_targets as targets
 from benchmarks.selection_targets import Shape
 
 CPU = torch.device("cpu")
-# Tiny shapes; and one worker makes the run that most tests look at.
+# The shapes are tiny, and one worker makes the run that most tests read.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("benchmarks_selection")]
 TINY = Shape("tiny", 48, 2, 3, dim=8, block=8, picks=5)
 LATE = Shape("late", 3, 2, 2, keys=40, batch=2, dim=8, block=8, picks=5)
@@ -48,7 +48,7 @@ def result(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture
 def on_h200(result: dict[str, Any]) -> dict[str, Any]:
-    """The same run as it would stand for an H200 at the shapes of record: made by the run's own row code."""
+    """Returns the run as it would look on an H200 at the published shapes, made by the run's own row code."""
     made = copy.deepcopy(result)
     made["device"], made["notice"] = {"type": "cuda", "name": "NVIDIA H200"}, None
     runner = object.__new__(selection.Run)
@@ -112,7 +112,7 @@ def test_blocks_are_distinct_and_causal(shape: Shape, select: str) -> None:
 
 
 def test_neighbours_share_blocks_as_in_the_survey() -> None:
-    """The published counts at c1: a query's 16 at most, a union of 26.6 for 4 neighbours, of 51 for 16."""
+    """Checks the published counts at c1: unions of 26.6 blocks for 4 neighbours, and of 51 for 16."""
     torch.manual_seed(0)
     shape = Shape("c1", 16384, 1, 1)
     blocks = selection_cases.blocks(shape, "corr", CPU)
@@ -191,7 +191,7 @@ def test_dense_attention_is_causal_over_all_keys() -> None:
 
 
 def test_fla_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its function is called on ``[B, T, heads, D]`` and the blocks, with nothing else of its layer."""
+    """Checks that fla's function is called on ``[B, T, heads, D]`` and the blocks, without the rest of its layer."""
     seen = {}
 
     class Stand:
@@ -257,7 +257,7 @@ def test_a_parts_failure_is_recorded(tmp_path: pathlib.Path, monkeypatch: pytest
     assert {r["what"] for r in found["cpu"] if "error" in r} == {"fb"}
 
 
-# ---- tables and pictures
+# ---- tables and plots --------------------------------------------------------------------------------------
 
 
 def test_tables_are_whole(result: dict[str, Any], on_h200: dict[str, Any]) -> None:
@@ -303,7 +303,7 @@ def test_command_line(tmp_path: pathlib.Path) -> None:
     words = ["--part", "cpu", "--rounds", "4", "--device", "cpu", "--small", "--out", str(tmp_path)]
     done = CliRunner().invoke(cli.app, ["selection", *words])
     assert done.exit_code == 0, done.output
-    path = tmp_path / "selection-cpu-partial.json"  # never the name of a whole run
+    path = tmp_path / "selection-cpu-partial.json"  # a partial run never gets the file name of a full run
     stored = json.loads(path.read_text())
     assert path.with_suffix(".md").read_text() == selection.table(stored)
     assert path.with_suffix(".png").exists()
@@ -318,7 +318,7 @@ def test_unknown_parts_are_refused(tmp_path: pathlib.Path) -> None:
 
 
 def test_layers_are_timed_whole_and_in_parts(result: dict[str, Any]) -> None:
-    """The sparse and the dense layer, forward and with all gradients, and what the sparse forward is made of."""
+    """Times the sparse and the dense layer, forward and with all gradients, and the parts of the sparse forward."""
     rows = result["layers"]
     assert all(r["median_us"] > 0 for r in rows)
     whole = [(r["variant"], r["what"]) for r in rows if not r["what"].startswith("of ")]

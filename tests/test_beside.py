@@ -1,4 +1,4 @@
-"""The kernels of an op that generated code calls compile on threads, from the moment the graph is lowered."""
+"""Kernels of ops that generated code calls compile on threads, starting when the graph is lowered."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def nothing_started():
 
 
 def _scan(steps: int = 8, n: int = 16, dynamic: bool = False) -> str:
-    """Generated code of one scan."""
+    """Returns the generated code of one scan."""
     kvqm = torch.empty(steps, 2, 4 * n, device="cuda")
     call = torch.compile(lambda x: mhc_inductor.e79_scan(x)[0], backend="mhc_inductor", dynamic=dynamic)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def _scan(steps: int = 8, n: int = 16, dynamic: bool = False) -> str:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_called_ops_kernels_compile_beside_the_model(dynamic):
+def test_a_called_ops_kernels_compile_in_the_background(dynamic):
     e79_forward_gluon.device_caches.clear()
     with (
         fake_cuda(),
@@ -50,7 +50,7 @@ def test_a_called_ops_kernels_compile_beside_the_model(dynamic):
         assert [f.exception() for f in beside.pending[e79_forward_gluon]] == [None]
         beside.finish(e79_forward_gluon)
         assert beside.pending == {}
-        # What a launch asks for is there, of any length.
+        # The kernel that a launch needs is compiled already, for any number of steps.
         for steps in (8, 16):
             kvqm = torch.empty(steps, 2, 64, device="meta")
             recorder = Recorder(DeviceProps(132, "cuda", 90))
@@ -60,7 +60,7 @@ def test_a_called_ops_kernels_compile_beside_the_model(dynamic):
         assert compiled.call_count == 1
 
 
-def test_what_generated_code_launches_itself_is_left_to_inductors_workers():
+def test_kernels_that_generated_code_launches_are_left_to_inductors_workers():
     with fake_cuda(), FakeTensorMode(), mock.patch.object(beside, "start", START):
         assert CALL not in _scan(steps=1)
     assert beside.pending == {}
@@ -91,7 +91,7 @@ def test_a_launch_waits_for_its_kernel_and_survives_its_failure(caplog):
     assert "no such device" in caplog.text
 
 
-def test_a_plan_that_fails_ahead_does_not_fail_the_compile(caplog):
+def test_a_plan_that_fails_in_the_background_does_not_fail_the_compile(caplog):
     def broken(*_):
         raise ValueError("odd hint")
 

@@ -1,4 +1,4 @@
-"""Compile caches: an upgraded package never replays what an older one compiled, and a warm cache stays as dynamic as a cold one."""
+"""Compile caches: an upgraded package never reuses code compiled by an older version, and cached code stays dynamic."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_upgrade_is_recompiled_and_the_same_version_is_not(tmp_path, backend)
     assert again["hits"] > 0 and first["hits"] == 0
     assert (again["out"], again["grad"]) == (first["out"], first["grad"])
 
-    # The "upgrade": forward and backward formulas give twice and three times what they gave.
+    # The "upgrade" multiplies the forward formula by two and the backward formula by three.
     ops = package / "mhc_inductor" / "reference" / "mhc.py"
     with ops.open("a") as file:
         file.write(
@@ -82,7 +82,8 @@ def test_an_upgrade_is_recompiled_and_the_same_version_is_not(tmp_path, backend)
 
 
 def _mhc(tokens: int, batch: int) -> tuple[Callable[..., object], Sequence[Tensor | None]]:
-    # Sums over tokens, which parameters' gradients are, Inductor's C++ compiles anew where they get long.
+    # Parameters are detached: Inductor recompiles the C++ of their gradients, which are sums over tokens, for long
+    # sums.
     p = {name: t.detach() for name, t in judges_mhc.parameters().items()}
     x = torch.randn(batch, tokens, judges_mhc.N, judges_mhc.WIDTH)
     return lambda x: judges_mhc.liger(judges_mhc.liger(x, p), p), (x,)
@@ -106,7 +107,7 @@ def _gradients(fn: Callable[..., object], given: Sequence[Tensor | None]) -> lis
     return [out.detach(), *torch.autograd.grad(out.square().sum(), wanted)]
 
 
-# The E79 scan keeps a checkpoint every 32 steps, at most: sizes above and below. The first are like no other size.
+# The E79 scan keeps a checkpoint at most every 32 steps: sizes are above and below. The first size occurs only once.
 @pytest.mark.parametrize("make", [_mhc, _e79, _selection])
 def test_a_warm_cache_serves_the_sizes_that_a_cold_one_does(make):
     with fresh_cache():

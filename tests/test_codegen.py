@@ -1,4 +1,4 @@
-"""The CUDA code of compiled graphs, seen without a GPU: which kernels are launched, and nothing else touches x."""
+"""The CUDA code of compiled graphs, without a GPU: which kernels are launched, and that nothing else touches x."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _layer(x, phi, alpha, bias, w):
 
 
 def _layer_and_gradients(x, phi, alpha, bias, w, g):
-    """What a training step's graphs hold, in one: autograd itself needs a real device."""
+    """Computes in one graph what a training step's graphs do: autograd itself needs a real device."""
     h_in, h_post, h_res, h_pre, h_mix, inv = OPS.mhc_pre(x, phi, alpha, bias, None, *FLOATS)
     f_out = torch.tanh(h_in @ w)
     out = OPS.mhc_post(x, f_out, h_post, h_res, False)
@@ -42,7 +42,7 @@ def _layer_and_gradients(x, phi, alpha, bias, w, g):
 
 
 def _fused_and_gradients(x, phi, alpha, bias, w, g):
-    """post of one sublayer with the pre of the next, and both ops' gradients."""
+    """Fuses the post of one sublayer with the pre of the next, and computes both ops' gradients."""
     h_in, h_post, h_res, *_ = OPS.mhc_pre(x, phi, alpha, bias, None, *FLOATS)
     post, params = (x, torch.tanh(h_in @ w), h_post, h_res, True), (phi, alpha, bias, None)
     x_out, h_in, next_post, next_res, h_pre, h_mix, inv = OPS.mhc_post_pre(*post, *params, *FLOATS)
@@ -51,7 +51,7 @@ def _fused_and_gradients(x, phi, alpha, bias, w, g):
 
 
 def _compile(fn, extra=(), batch=2, **options):
-    """The generated source, from ``call`` on."""
+    """Returns the generated source, from ``call`` on."""
     with fake_cuda(), FakeTensorMode():
 
         def empty(*shape, dtype=torch.float32):
@@ -86,7 +86,7 @@ def test_training_graphs_launch_the_kernels_and_fold_the_sum():
         [*PRE, "mhc_post", "mhc_post_backward", *PRE_BACKWARD]
     )
     assert "torch.ops.mhc_inductor" not in code
-    # One pointwise kernel is left: tanh. dx + dx2 is not a pass of its own.
+    # One pointwise kernel is left, tanh: dx + dx2 takes no pass of its own.
     assert len([k for k in launches if not k.startswith("mhc_")]) == 1
     assert mhc_inductor.counters()["dx_acc folded"] == before + 1
 
@@ -107,7 +107,7 @@ def test_dynamic_batch_keeps_one_symbolic_launch():
 
 
 def test_configurations_of_one_kernel_in_one_graph_stay_apart():
-    """Inductor keys user kernels by function: mhc_head and mhc_pre, or two widths, must not share compiled code."""
+    """Checks that two configurations of a kernel share no compiled code: Inductor keys user kernels by function."""
 
     def both(x, phi, alpha, bias, w, g):
         h_in = mhc_inductor.mhc_head(x, phi.narrow(0, 0, N), alpha.narrow(0, 0, 1), bias.narrow(0, 0, N))
@@ -135,7 +135,10 @@ def test_fused_ops_launch_the_fused_kernels(dynamic):
 
 @pytest.mark.parametrize(("batch", "grad", "fused"), [(1, False, 0), (2, False, 1), (1, True, 1)])
 def test_few_tokens_in_inference_stay_two_ops(batch, grad, fused):
-    """128 tokens a batch: below 256 the kernels of post and pre apart are faster, and backward does not gain by one op."""
+    """Checks that inference fuses from 256 tokens on, since separate kernels are faster below; training always fuses.
+
+    A sequence has 128 tokens.
+    """
 
     def post_pre(x, phi, alpha, bias, w):
         h_post, h_res = x.sum(-1, dtype=torch.float32), (x @ x.mT).float()
@@ -154,7 +157,7 @@ def test_ordinary_backend_launches_the_kernels_too():
     assert [k for k in _launches(code) if k.startswith("mhc_")] == [*PRE, "mhc_post"]
 
 
-def test_unsupported_dtype_calls_the_op_and_says_so(caplog):
+def test_unsupported_dtype_calls_the_op_and_logs_it(caplog):
     from mhc_inductor import log
 
     log._said.clear()

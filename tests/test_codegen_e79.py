@@ -1,4 +1,4 @@
-"""The CUDA code of compiled graphs that hold the E79 scan, seen without a GPU: which kernels, or which op, is called."""
+"""The CUDA code of compiled graphs with the E79 scan, without a GPU: which kernels, or which op, it calls."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytestmark = [
 
 @pytest.fixture
 def plain_triton(monkeypatch):
-    """As in a package, or on a device on which Gluon does not run."""
+    """Forces plain Triton, as in an AOTInductor package or on a device without Gluon."""
     monkeypatch.setattr(plan, "runs_gluon", lambda *_: False)
 
 
 def _scan(x, w, bias, S0):
-    """A scan and its gradients, in one graph: autograd itself needs a real device."""
+    """Computes a scan and its gradients in one graph: autograd itself needs a real device."""
     kvqm = x @ w
     out, S, M, checkpoints, gates = OPS.e79_scan(kvqm, bias, None, S0, None, 8)
     return out, S, M, OPS.e79_scan_backward(out, S, None, kvqm, bias, None, S0, None, checkpoints, gates, 8)[:2]
@@ -95,7 +95,7 @@ def test_dynamic_sizes_stay_symbolic(plain_triton):
     assert all(re.search(r"\bs\d+", args) for args in runs)
 
 
-def test_above_128_the_reference_is_called_and_said_once(caplog):
+def test_above_128_the_reference_is_called_and_logged_once(caplog):
     with fake_cuda(), FakeTensorMode():
         x = torch.empty(4, 2, 4 * 136, device="cuda")
         with caplog.at_level("WARNING", logger="mhc_inductor"):

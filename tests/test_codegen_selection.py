@@ -1,4 +1,4 @@
-"""The CUDA code of compiled graphs that hold selection attention, seen without a GPU: which kernels it launches on what."""
+"""The CUDA code of compiled graphs with selection attention, without a GPU: which kernels it launches on what."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _attention(q, k, v, ranges):
 
 
 def _both(q, k, v, ranges):
-    """A forward and its gradients, in one graph: autograd itself needs a real device."""
+    """Computes a forward and its gradients in one graph: autograd itself needs a real device."""
     o, lse = _attention(q, k, v, ranges)
     return o, OPS.selection_attention_backward(o, lse, q, k, v, ranges, None, None, None, o, lse, SCALE)
 
@@ -53,7 +53,7 @@ def _arguments(code, kernel):
 
 
 def _pointwise(code):
-    """The arguments of Inductor's own kernels, but for those that only clear the bitmaps."""
+    """Returns the arguments of Inductor's own kernels, except those that only clear the bitmaps."""
     runs = re.findall(r"^\s+triton_\w+\.run\((.*)\)", code, re.MULTILINE)
     return [args for args in runs if not re.match(r"buf\d+, \S+, stream", args)]
 
@@ -80,7 +80,7 @@ def test_computed_keys_are_read_in_place():
 def test_expanded_and_transposed_inputs():
     def fn(q, k, v, ranges):
         k = k.narrow(2, 0, 1).expand(-1, -1, 2, -1).transpose(1, 2)
-        v = v.permute(0, 2, 3, 1)  # no stride of 1 in the last dimension
+        v = v.permute(0, 2, 3, 1)  # the last dimension has no stride of 1
         return _attention(q, k, v, ranges)
 
     code = _compile(fn, 32)
@@ -112,7 +112,7 @@ def test_dynamic_sizes_stay_symbolic():
         assert re.search(r"\bs\d+\b", _arguments(code, kernel)), kernel
 
 
-def test_above_512_the_reference_is_called_and_said_once(caplog):
+def test_above_512_the_reference_is_called_and_logged_once(caplog):
     with caplog.at_level("WARNING", logger="mhc_inductor"):
         code = _compile(lambda q, k, v, ranges: _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges), 64, D=520)
     assert "torch.ops.mhc_inductor.selection_attention.default" in code

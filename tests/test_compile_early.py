@@ -1,4 +1,4 @@
-"""Our kernels compile beside the rest of the code generation: Inductor's workers get their sources when they are known."""
+"""Kernels compile while code generation continues: Inductor's workers get each source as soon as it is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _layer(x, phi, alpha, bias):
 
 
 def _generate(model=_layer, dtype=torch.bfloat16):
-    """The generated source of ``model``."""
+    """Returns the generated source of ``model``."""
     with (
         fake_cuda(),
         FakeTensorMode(),
@@ -39,7 +39,7 @@ def _generate(model=_layer, dtype=torch.bfloat16):
 
 
 def _kernels(code: str) -> dict[str, str]:
-    """Name and source of each ``async_compile.triton`` of a generated module, as Python reads it."""
+    """Returns the evaluated name and source of each ``async_compile.triton`` call in a generated module."""
     calls = [
         n
         for n in ast.walk(ast.parse(code))
@@ -62,11 +62,11 @@ def test_workers_that_are_ready_get_every_kernel(ready):
         code = _generate()
     kernels = _kernels(code)
     assert {"mhc_post", "mhc_pre_project"} <= set(kernels)
-    # Equal to the character: Inductor knows a kernel on the way by its source.
+    # The sources must be identical, since Inductor recognises a submitted kernel by its source.
     assert submitted == (list(kernels.items()) if ready else [])
 
 
-def test_the_analysis_of_a_kernel_is_asked_for_once():
+def test_each_kernel_is_analysed_once():
     from torch._higher_order_ops import triton_kernel_wrap
 
     def layers(x, phi, alpha, bias):
@@ -85,7 +85,7 @@ def test_the_analysis_of_a_kernel_is_asked_for_once():
     with mock.patch.object(triton_kernel_wrap, "generate_ttir", generate_ttir):
         code = _generate(layers)
         assert sorted(asked) == ["mhc_post", "mhc_pre_collapse", "mhc_pre_project", "mhc_pre_weights"]
-        # fp16 is another question.
+        # Another dtype needs its own analysis.
         _generate(layers, torch.float16)
     assert len(asked) == 8
     assert len(re.findall(r"mhc_post_\d+\.run\(", code)) == 3

@@ -1,4 +1,4 @@
-"""The doctor: its facts, its exit status, and its plain form where rich and typer are absent."""
+"""The doctor: its facts, its exit status, and its plain output without rich and typer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_backend_and_fingerprint(report: doctor.Report) -> None:
     assert doctor._fingerprint() == report.state["cache fingerprint"]
 
 
-def test_enable_shows() -> None:
+def test_enable_is_reported() -> None:
     key = "enable() active in this process"
     assert doctor._state()[key] == "no"
     mhc_inductor.enable()

@@ -34,7 +34,7 @@ def test_trains_eager_and_compiled_alike(example, tmp_path, capsys):
         assert sum(run.loss[-4:]) / 4 < run.loss[0] - 1.5
         assert run.valid[-1][1] < run.valid[0][1] - 1.5
         assert run.tokens_per_s == pytest.approx(size.batch * size.seq / run.median_s)
-    # fp32 sums in another order, carried through 24 optimizer steps.
+    # fp32 sums in another order, over 24 optimizer steps.
     assert max(abs(a - b) for a, b in zip(eager.loss, compiled.loss, strict=True)) < 2e-3
     assert eager.loss[0] == pytest.approx(compiled.loss[0], abs=1e-5)
 

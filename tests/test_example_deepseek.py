@@ -16,7 +16,7 @@ def example():
 def test_three_ways_agree(example, tmp_path, capsys, monkeypatch):
     import matplotlib.pyplot as plt
 
-    # The C++ of the model as it stands is PyTorch's own, and takes as long as all the rest.
+    # The unrouted model's C++ takes as long to compile as everything else, and tests only PyTorch.
     monkeypatch.setitem(example.BACKENDS, "torch.compile", "aot_eager")
     out = tmp_path / "bars.png"
     size = example.Size(

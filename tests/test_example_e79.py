@@ -34,7 +34,7 @@ def test_trains_eager_and_compiled_alike(example, tmp_path, capsys):
         assert 5.0 < run.loss[0] < 7.0, "an untrained model knows nothing: about ln 256 = 5.55"
         assert sum(run.loss[-4:]) / 4 < run.loss[0] - 1.0
         assert run.valid[-1][1] < run.valid[0][1] - 1.0
-    # fp32 sums in another order, carried through 24 optimizer steps.
+    # fp32 sums in another order, over 24 optimizer steps.
     assert max(abs(a - b) for a, b in zip(eager.loss, compiled.loss, strict=True)) < 2e-3
     assert eager.loss[0] == pytest.approx(compiled.loss[0], abs=1e-5)
     assert plt.imread(out).shape[0] > 400
@@ -53,7 +53,7 @@ def test_a_loop_that_stays_a_loop_is_an_error(example, tmp_path, monkeypatch):
 
 
 def test_the_models_loop_is_the_packages_layer(example):
-    """The layer as it stands in the example, uncompiled, against the package's with the same parameters, in fp64."""
+    """Compares the example's layer, uncompiled, with the package's on the same parameters, in fp64."""
     import torch
 
     from mhc_inductor.nn import E79Layer

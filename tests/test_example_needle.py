@@ -1,4 +1,4 @@
-"""The needle example, run as a user runs it, at tiny sizes on the CPU; its task, and what its sparse model begins with."""
+"""The needle example, run as a user runs it, at tiny sizes on the CPU; its task and its sparse model's start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_trains_and_finds_eager_and_compiled_alike(example, tmp_path, capsys):
         assert len(run.loss) == len(run.step_s) == len(run.block) == size.steps
         assert 2.0 < run.loss[0] < 7.0
     assert not any(dense.block) and all(eager.block)
-    # fp32 sums in another order, carried through 12 optimizer steps.
+    # fp32 sums in another order, over 12 optimizer steps.
     assert max(abs(a - b) for a, b in zip(eager.loss, compiled.loss, strict=True)) < 2e-3
     assert eager.loss[0] == pytest.approx(compiled.loss[0], abs=1e-5)
     assert eager.block[-1] < eager.block[0]
@@ -76,7 +76,7 @@ def test_needles_and_questions(example):
 
 
 def test_the_sparse_model_begins_as_the_dense_one(example):
-    """On a text of fewer blocks than are selected, with the selected branch alone, both are one function."""
+    """With fewer blocks than are selected, and only the selected branch, both models are the same function."""
     import torch
 
     torch.manual_seed(0)

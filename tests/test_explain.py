@@ -32,7 +32,7 @@ N, D = 4, 16
 
 
 class Plain(nn.Module):
-    """One sublayer with mHC residuals in plain PyTorch; ``dim`` is where h_res is softmaxed."""
+    """One sublayer with mHC residuals in plain PyTorch; ``dim`` is the softmax dim of h_res."""
 
     def __init__(self, dim: int = -1, broken: bool = False, checkpointed: bool = False) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def test_reports_add_up():
     assert len(FOUND.routed) == 2
 
 
-def test_one_line_a_finding(caplog):
+def test_one_line_per_finding(caplog):
     with caplog.at_level(logging.INFO, logger="mhc_inductor"):
         log_report(FOUND)
         log_report(Report(graphs=1))
@@ -282,7 +282,7 @@ print("level", level)
 
 
 def in_a_process(**variables: str) -> subprocess.CompletedProcess[str]:
-    """MODEL compiled anew; what g++ made of the same code before may stay."""
+    """Runs MODEL in a new process without Inductor's caches; g++ may reuse objects it built from the same code."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     anew = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     env = {**os.environ, "PYTHONPATH": paths, **anew, **variables}

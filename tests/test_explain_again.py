@@ -1,4 +1,4 @@
-"""explain() says the same whatever was compiled or explained before, and leaves later compiles as they would be without it."""
+"""explain() does not depend on earlier compiles or explanations, and does not change later compiles."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fresh():
 
 @pytest.fixture(params=["apart", "older torch"])
 def every_torch(request, monkeypatch):
-    """Also as before torch 2.13, which cannot keep the code of one compile apart."""
+    """Runs each test as is, and as before torch 2.13, which cannot keep the code of one compile separate."""
     if request.param == "older torch":
         plain = compat.captured_apart
 
@@ -60,7 +60,7 @@ def explained(fn, *args):
 
 @pytest.mark.usefixtures("every_torch")
 @pytest.mark.parametrize("fn", [outer, block])
-def test_any_number_of_times(fn):
+def test_explaining_repeatedly_gives_the_same(fn):
     first = explained(fn, streams(), 1)
     assert first[2] == ["mhc_pre", "mhc_post"] * 2
     for _ in range(LIMIT + 1):
@@ -81,7 +81,7 @@ def test_after_a_compile_and_after_the_limit_of_recompiles(calls):
     assert explained(compiled, streams(), 1) == expected
 
 
-def test_later_compiles_are_as_without_it():
+def test_explaining_does_not_change_later_compiles():
     def frames():
         counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
         compiled = torch.compile(outer, backend=counter)

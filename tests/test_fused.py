@@ -1,4 +1,4 @@
-"""The fused ops mhc_post_pre and mhc_post_head: equal to the two ops apart, exact gradients, refusals, one trace."""
+"""The fused ops mhc_post_pre and mhc_post_head: equal to the two separate ops, exact gradients, refusals, one trace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = {**PRE_OPTIONS, "sinkhorn_iters": 3}
 
 
 def apart(inputs, transpose_res, head=False):
-    """The outputs of the two ops, through autograd, under the fused op's names."""
+    """Returns the outputs of the two separate ops, through autograd, under the fused op's names."""
     x, f_out, h_post, h_res, *params = inputs.values()
     x_out = OPS.mhc_post(x, f_out, h_post, h_res, transpose_res)
     after = (
@@ -41,7 +41,7 @@ def apart(inputs, transpose_res, head=False):
 @pytest.mark.parametrize("head", [False, True], ids=["pre", "head"])
 @pytest.mark.parametrize("dtype", [F64, F32, BF16, F16])
 @pytest.mark.parametrize("transpose_res", [False, True], ids=["R", "RT"])
-def test_the_bits_of_the_two_ops_apart(head, dtype, transpose_res):
+def test_equal_bits_to_the_two_separate_ops(head, dtype, transpose_res):
     inputs = make_fused_inputs((2, 3), 4, 40, dtype, head=head)
     got = run_fused(inputs, transpose_res, None, None if head else OPTIONS)
     want = apart(inputs, transpose_res, head)
@@ -74,7 +74,7 @@ def test_a_gradient_of_none_counts_as_zero(missing):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("head", [False, True], ids=["pre", "head"])
 def test_no_less_accurate_than_the_two_ops(dtype, head):
-    """The gradient of x_out is rounded between the two ops and not inside the fused one."""
+    """Compares errors: the two separate ops round the gradient of x_out between them, the fused op does not."""
     inputs = make_fused_inputs((64,), 4, 64, dtype, head=head)
     leaf = {k: t.detach().requires_grad_() for k, t in inputs.items()}
     want = apart(leaf, True, head)
@@ -91,7 +91,7 @@ def test_no_less_accurate_than_the_two_ops(dtype, head):
         assert got[f"d{key}"].dtype is t.dtype
 
 
-def test_every_constant_moved():
+def test_every_constant_off_its_default():
     options = {
         "norm_eps": 0.3, "hc_eps": 0.07, "post_mult": 3.1, "post_eps": 0.4, "sinkhorn_iters": 3, "sinkhorn_eps": 0.01,
         "sinkhorn_form": "exp",

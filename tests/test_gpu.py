@@ -1,4 +1,4 @@
-"""What only a GPU can show: launched kernels by the profiler, CUDA graphs, dynamic shapes, memory, large tensors."""
+"""Tests that need a GPU: launched kernels by the profiler, CUDA graphs, dynamic shapes, memory, large tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def leaves(tokens, width, dtype=BF16, seed=0):
 
 
 def assert_as_accurate(got, eager, exact):
-    """Against fp64, a compiled result errs as the eager one, give or take a rounding inside the bf16 sublayer."""
+    """Asserts that a compiled result's error against fp64 is at most 1.3 times eager's plus one bf16 rounding."""
     for a, b, want in zip(got, eager, exact, strict=True):
         assert h.relative(a, want) <= 1.3 * h.relative(b, want) + h.rounding(BF16)
 
@@ -51,7 +51,7 @@ def exact_gradients(args, g):
 
 
 def kernels_of(run):
-    """Names of everything launched on the device while ``run`` runs."""
+    """Returns the names of everything launched on the device while ``run`` runs."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as p:
         run()
         torch.cuda.synchronize()
@@ -113,7 +113,7 @@ def test_one_compile_serves_every_token_count():
     with torch.no_grad():
         want = layer(*full)
         step(full[0][:2], *full[1:])
-        # Dynamo traces a first time to learn that the float arguments are constants.
+        # Dynamo traces twice at first, to learn that the float arguments are constants.
         first = counter.frame_count
         for tokens in (3, 17, 64, 511, 513, 2048, 8192):
             got = step(full[0][:tokens], *full[1:])
@@ -191,7 +191,7 @@ def test_peak_memory_of_a_training_step():
     assert above <= 500e6, f"{above / 1e6:.0f} MB above inputs, outputs and their gradients"
 
 
-def test_float64_runs_the_reference_and_says_so(caplog):
+def test_float64_runs_the_reference_and_logs_it(caplog):
     from mhc_inductor import log
 
     log._said.clear()
@@ -206,7 +206,7 @@ def test_float64_runs_the_reference_and_says_so(caplog):
     assert out.dtype == torch.float64 and "float64 has no kernel" in caplog.text
 
 
-def test_the_shape_of_record():
+def test_the_example_shape_of_the_specification():
     made = h.make_inputs(h.RECORD["lead"], h.RECORD["n"], h.RECORD["width"], torch.float32, phi_std=1.0, device="cuda")
     up = h.upstream({k: v for k, v in h.run_pre(made).items() if k in ("h_in", "h_post", "h_res")})
     h.compare(h.run_pre(made, up), h.oracle_pre(made, up), 2e-6)
@@ -241,7 +241,7 @@ def test_plain_formulas_run_on_the_kernels(name):
     assert any(n.startswith("mhc_post") for n in names), names
 
 
-def test_a_called_kernel_compiles_beside_the_model():
+def test_a_called_kernel_compiles_in_the_background():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the fused op's Gluon kernel is written for sm_90")
     kernel = pytest.importorskip("mhc_inductor.kernels.mhc.gluon_post_project").mhc_post_project
@@ -255,7 +255,7 @@ def test_a_called_kernel_compiles_beside_the_model():
         return layer(layer(*args), *args[1:])
 
     compile_kernel = kernel._do_compile
-    # Of a width that nothing else compiles.
+    # No other test compiles this width.
     args = [a.detach() for a in leaves(300, 2624)]
     torch._dynamo.reset()
     with torch.no_grad(), mock.patch.object(kernel, "_do_compile", do_compile):

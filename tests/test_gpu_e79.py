@@ -57,9 +57,9 @@ def test_the_op_runs_gluon_and_nothing_else():
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("plain", [False, True])
 def test_compiled_training(monkeypatch, plain, dynamic):
-    """Compiled, the op is called; or, as where Gluon does not run, plain Triton is launched from the generated code."""
+    """Checks that compiled code calls the op, or launches plain Triton where Gluon does not run."""
     torch._dynamo.reset()
-    # The caches know the device, not this test's change of its rule.
+    # Cache keys cover the device, but not this test's patch of runs_gluon.
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     if plain:
         monkeypatch.setattr(plan, "runs_gluon", lambda *_: False)
@@ -106,7 +106,7 @@ def test_decoding_under_cuda_graphs():
 def test_training_step_captured_in_a_cuda_graph():
     inputs = inputs_on_gpu(20, 3, 64)
     ups = h.upstream(inputs)
-    want = train(mhc_inductor.e79_scan, inputs, ups)  # compiles
+    want = train(mhc_inductor.e79_scan, inputs, ups)  # the first call compiles the kernels
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -150,7 +150,7 @@ def test_65536_steps_with_gradients(n):
     torch.cuda.reset_peak_memory_stats()
     out, S, _ = mhc_inductor.e79_scan(kvqm)
     (grad,) = torch.autograd.grad(out[-1].sum() + S.sum(), kvqm)
-    # The chain forgets: the end of the sequence alone, from the state before it, has the same gradients there.
+    # Old states decay: the last steps alone, from the state before them, have the same gradients.
     tail = 64
     with torch.no_grad():
         _, S0, M0 = mhc_inductor.e79_scan(kvqm[:-tail])
@@ -173,7 +173,7 @@ def test_more_than_2_to_the_31_elements():
     assert torch.equal(out[:, -1:], want[0]) and torch.equal(S[-1:], want[1]) and torch.equal(M[-1:], want[2])
 
 
-def test_above_128_the_reference_runs_and_says_so(caplog):
+def test_above_128_the_reference_runs_and_logs_it(caplog):
     inputs = inputs_on_gpu(3, 2, 132)
     with caplog.at_level("WARNING", logger="mhc_inductor"):
         got = h.run_scan(inputs)

@@ -31,12 +31,12 @@ def made(shape=MID, select="corr", seed=0, **kwargs):
 
 
 def fills(name):
-    """Zeroing the bitmaps: eagerly a memset or a fill, compiled a kernel of Inductor's."""
+    """Returns whether a kernel zeroes the bitmaps: a memset or fill in eager mode, Inductor's kernel when compiled."""
     return "memset" in name.lower() or "fill" in name.lower() or name.startswith("triton_poi_fused_selection_attention")
 
 
 def ours(names):
-    """The package's kernels among ``names``; anything else but zeroing a buffer is an error."""
+    """Returns the package's kernels among ``names``; raises for any other kernel that does more than zero a buffer."""
     others = [n for n in names if not n.startswith("selection_") and not fills(n)]
     assert not others, others
     return [n for n in names if not fills(n)]
@@ -47,7 +47,7 @@ def attend(q, k, v, ranges):
 
 
 def train(fn, case, dlse=None):
-    """o, lse and the gradients of q, k and v, the loss gradient of lse included where given."""
+    """Returns o, lse and the gradients of q, k and v; ``dlse`` is the optional gradient of lse."""
     leaves = case.leaves()
     o, lse = fn(*leaves, case.ranges)
     outs, ups = ([o], [case.dout]) if dlse is None else ([o, lse], [case.dout, dlse])
@@ -62,7 +62,7 @@ def assert_equal(got, want):
 
 
 def assert_accurate(got, case):
-    """At most twice the error of dense SDPA in the same dtype on the same selection (without a sink)."""
+    """Asserts errors of at most twice those of dense SDPA in the same dtype on the same selection, without a sink."""
     want = cases.masked_gradients(case, torch.float64)
     bare = dataclasses.replace(case, sink=None)
     exact = want if case.sink is None else cases.masked_gradients(bare, torch.float64)
@@ -119,7 +119,7 @@ def test_sampled_queries_against_fp64(shape, std):
 
 
 def test_wide_heads_with_a_sink():
-    """DeepSeek-V4's: one key head of width 512 for 64 query heads."""
+    """DeepSeek-V4's shape: one key head of width 512 for 64 query heads."""
     case = made(Shape("wide", 256, 1, 64, dim=512, block=32, picks=6), sink=True)
     assert_accurate(cases.both(case, case.leaves()), case)
 
@@ -240,7 +240,7 @@ def test_decoding_under_cuda_graphs():
 @pytest.mark.parametrize("shape", [MID, DECODE], ids=lambda s: s.name)
 def test_training_step_captured_in_a_cuda_graph(shape):
     case = made(shape)
-    want = train(attend, case)  # compiles
+    want = train(attend, case)  # the first call compiles the kernels
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -257,7 +257,7 @@ def test_training_step_captured_in_a_cuda_graph(shape):
     for name in (*INPUTS, "dout"):
         getattr(case, name).copy_(getattr(other, name))
     graph.replay()
-    # Leaves share the case's memory: the graph reads the new values.
+    # Leaves share the case's memory, so the graph reads the new values.
     assert_equal(got, train(attend, other))
 
 
@@ -275,7 +275,7 @@ def test_the_host_never_waits(shape, compiled):
 
 
 def plain(q, k, v, ranges):
-    """What a user writes: a mask from ranges, then dense attention with the keys of a group repeated for its heads."""
+    """Computes what a user writes: a mask from ranges, then dense attention with K and V repeated for the heads."""
     h = q.shape[3]
     at = torch.arange(k.shape[2], device=k.device)
     inside = (at >= ranges[..., 0, None]) & (at < ranges[..., 1, None])
@@ -287,7 +287,7 @@ def plain(q, k, v, ranges):
 
 def test_a_plain_mask_runs_on_the_kernels():
     torch._dynamo.reset()
-    # Long enough for selection to pay (routing/operators/selection/profit.py).
+    # Long enough that selection is faster (routing/operators/selection/profit.py).
     case = made(Shape("plain", 512, 2, 16, keys=4096))
 
     def step(fn):
@@ -341,7 +341,7 @@ def test_more_than_2_to_the_31_elements_of_q():
     )
     want = train(attend, last)
     for name, t in want.items():
-        # The others' gradients are zero: keys get the same from all as from the last.
+        # The other queries have zero gradients, so dK and dV come from the last ones alone.
         part = got[name] if name in ("dk", "dv") else got[name][:, -tail:]
         assert cases.relative(part, t) < ROUNDING, name
     assert not got["dq"][:, : S - tail].any()
@@ -360,7 +360,7 @@ def test_more_than_2_to_the_31_elements_of_k_and_v(queries):
             part.normal_()
         views.append(t.transpose(1, 2))
     q, dout = (torch.randn(1, queries, groups, heads, dim, device="cuda", dtype=BF16) for _ in range(2))
-    # Blocks of both ends, whose keys alone are the second case's.
+    # Selects blocks at both ends; the second case has only the keys of these ends.
     block = torch.rand(1, queries, groups, 2 * ends // 64, device="cuda").argsort(-1)[..., :8]
     start = (block * 64).int()
     near = torch.stack((start, start + 50), -1)
@@ -375,7 +375,7 @@ def test_more_than_2_to_the_31_elements_of_k_and_v(queries):
     assert not got["dk"][:, :, ends : length - ends].any()
 
 
-def test_above_512_the_reference_runs_and_says_so_once(caplog):
+def test_above_512_the_reference_runs_and_logs_it_once(caplog):
     log._said.clear()
     case = made(Shape("too wide", 64, 1, 2, dim=576, block=16, picks=4))
     with caplog.at_level("WARNING", logger="mhc_inductor"):

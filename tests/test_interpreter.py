@@ -1,4 +1,4 @@
-"""The kernels' parity tests under Triton's interpreter, which must be on before triton is imported: a process of its own."""
+"""Runs the kernels' parity tests in processes with Triton's interpreter, which must be on before triton is imported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, cwd=TESTS.parent)
 
 
-def test_bf16_dot_is_mended(tmp_path):
+def test_bf16_dot_is_fixed(tmp_path):
     script = tmp_path / "dot.py"
     script.write_text(BF16_DOT.format(tests=str(TESTS)))
     done = _run(str(script))
@@ -43,9 +43,9 @@ def test_bf16_dot_is_mended(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")
-@pytest.mark.timeout(900)  # each takes one or two minutes of a core alone
+@pytest.mark.timeout(900)  # each takes one or two minutes of one core
 @pytest.mark.parametrize(
-    # of selection's tests the part that conftest.some leaves to the interpreter
+    # of selection's tests, the part that conftest.some keeps for the interpreter
     ("operator", "least"),
     [
         ("mhc", 100),

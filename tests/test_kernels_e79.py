@@ -1,5 +1,7 @@
-"""Parity of the E79 kernels with the fp64 loop, through the launch plans, with every buffer poisoned: on a GPU the Gluon
-and the plain Triton kernels, else plain Triton interpreted."""
+"""Parity of the E79 kernels with the fp64 loop, through the launch plans, with every buffer poisoned.
+
+On a GPU, Gluon and plain Triton run; elsewhere plain Triton runs in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SMALL = DeviceProps(4, "cuda", 90)
-# The interpreter runs a step of n = 128 in a second.
+# The interpreter takes a second per step at n = 128.
 WIDTHS = (16, 20, 32, 48, 64, 96, 128) if GPU else (16, 20, 33)
 
 
@@ -33,7 +35,7 @@ class PlainTriton(Poisoned):
 
 @pytest.fixture(autouse=True, params=["gluon", "triton"] if GPU else ["triton"])
 def builder(request, monkeypatch, device):
-    """The helpers call the launch plans in place of the registered ops."""
+    """Makes the helpers call the launch plans in place of the registered ops."""
     made = (Poisoned if request.param == "gluon" else PlainTriton)(torch.device(device), None if GPU else SMALL)
     kernels = {
         "e79_scan": lambda *args: plan.plan_e79_scan(made, *args),
@@ -70,7 +72,7 @@ def test_mistakes_made_before(device, name):
 
 @pytest.mark.parametrize("segment", [1, 3, 5, 6, 7])
 def test_segments(device, segment):
-    """T = 6: segments that divide it, that do not, one that is as long, one that is longer."""
+    """Tests segments that divide T = 6, do not divide it, equal it, and exceed it."""
     run(device, 6, 1, 16, bias="input", segment=segment)
 
 
@@ -113,7 +115,10 @@ def test_equal_bits_twice_and_in_any_batch(device):
 
 @pytest.mark.parametrize("n", [16, 32, 64, 128] if GPU else [16])
 def test_the_segment_changes_no_bit(device, n):
-    """The length follows from the batch: the states made again must be those of the forward."""
+    """Checks that the backward recomputes the forward's states bit by bit for any segment length.
+
+    The length depends on the batch.
+    """
     inputs = h.make_inputs(7, 2, n, F32, bias="input", device=device)
     ups = h.upstream(inputs)
     one, other = h.run_scan(inputs, ups, 3), h.run_scan(inputs, ups, 7)

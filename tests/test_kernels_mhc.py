@@ -1,4 +1,7 @@
-"""Kernel parity with the fp64 oracle, through the launch plans, with every buffer poisoned: on a GPU, else interpreted."""
+"""Kernel parity with the fp64 oracle, through the launch plans, with every buffer poisoned.
+
+The kernels run on a GPU, elsewhere in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ if not GPU:
 
     mend_dot()
 
-# The interpreter's casts to bf16 and fp16 cut off where a GPU rounds to nearest.
+# The interpreter's casts to bf16 and fp16 truncate where a GPU rounds to nearest.
 ROUNDINGS = 1.05 if GPU else 2.1
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# Few multiprocessors: few programs for the interpreter to run.
+# Few multiprocessors give the interpreter few programs to run.
 SMALL = DeviceProps(4, "cuda", 90)
 
 
@@ -49,7 +52,7 @@ NAMES = [
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """The helpers call the launch plans in place of the registered ops."""
+    """Makes the helpers call the launch plans in place of the registered ops."""
     monkeypatch.setattr(h, "OPS", types.SimpleNamespace(**{name: _kernel(name) for name in NAMES}))
 
 
@@ -199,8 +202,8 @@ def test_equal_bits_in_two_runs_and_in_any_batch(device):
         assert torch.equal(value[77:78], one[key]), key
 
 
-def test_bits_do_not_depend_on_the_sections_a_program(device, monkeypatch):
-    """Decoding runs one section of K a program, a full batch GROUP of them: the sums are the same."""
+def test_bits_do_not_depend_on_the_sections_per_program(device, monkeypatch):
+    """Checks equal bits if a program runs one section of K, as in decoding, or GROUP sections, as in a full batch."""
     inputs = h.make_inputs((3,), 4, 96, BF16, device=device)
     few = h.run_pre(inputs)
     monkeypatch.setattr(plan, "SMALL_T", 1)
@@ -220,7 +223,8 @@ def check_fused(device, lead, n, width, dtype, *, iters=2, transpose_res=True, m
     up = h.upstream({k: out[k] for k in UP if k in out and k not in missing and out[k].numel()})
     got = h.run_fused(inputs, transpose_res, up, options)
     want = h.oracle_fused(inputs, transpose_res, out["x_out"], up, options)
-    # The gradient of x_out is rounded to x's dtype once, as between two ops: whatever comes from it has that error too.
+    # The gradient of x_out is rounded to x's dtype once, as between two ops; everything computed from it has that
+    # error.
     once = ROUNDINGS * h.rounding(dtype) if dtype in (BF16, F16) else 0.0
     through = {k: got.pop(k) for k in ("dx", "df", "dh_post", "dh_res") if k in got}
     h.compare(got, want, 2e-6, ROUNDINGS)
@@ -285,7 +289,7 @@ def test_post_pre_of_strided_inputs(device):
 
 
 def test_post_pre_equal_bits_in_two_runs_and_in_any_batch(device):
-    """Also of the gradients of a token: its sums over D are taken in one order."""
+    """Includes the gradients of a token, whose sums over D have a fixed order."""
     tokens = config.SMALL_T + 3 if GPU else 130
     inputs = h.make_fused_inputs((tokens,), 4, 64, BF16, device=device)
     options = {"sinkhorn_iters": 3}
@@ -299,7 +303,7 @@ def test_post_pre_equal_bits_in_two_runs_and_in_any_batch(device):
             assert torch.equal(value[77:78], one[key]), key
 
 
-def test_post_pre_bits_do_not_depend_on_the_sections_a_program(device, monkeypatch):
+def test_post_pre_bits_do_not_depend_on_the_sections_per_program(device, monkeypatch):
     inputs = h.make_fused_inputs((3,), 4, 1100, BF16, device=device)
     few = h.run_fused(inputs, True)
     monkeypatch.setattr(plan, "SMALL_T", 1)

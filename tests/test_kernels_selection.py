@@ -1,5 +1,7 @@
-"""The tile path of selection attention against the fp64 loop, through its launch plan, with every buffer poisoned: on a GPU
-compiled, else interpreted."""
+"""The tile path of selection attention against the fp64 loop, through its launch plan, with every buffer poisoned.
+
+The kernels run compiled on a GPU, elsewhere in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class Poisoned(EagerBuilder):
 
 @pytest.fixture(autouse=True)
 def builder(monkeypatch, device):
-    """The helpers call the launch plan of the tile path in place of the registered op."""
+    """Makes the helpers call the launch plan of the tile path in place of the registered op."""
     made = Poisoned(torch.device(device), None if GPU else DeviceProps(4, "cuda", 90))
     op = types.SimpleNamespace(selection_attention=lambda *args: plan.plan_tiles(made, *args))
     monkeypatch.setattr(h, "OPS", op)
@@ -93,7 +95,7 @@ def test_ranges(device, kind, range_dtype):
 
 
 @pytest.mark.parametrize("r", some([1, 2, 16, 33, 40, 64], [1, 33, 64]))
-def test_ranges_a_query(device, r):
+def test_ranges_per_query(device, r):
     run(device, "odd", S=18, S_kv=200, B=1, G=1, r=r, size=4)
 
 
@@ -127,7 +129,7 @@ def test_packed_sequences(device, lengths, key_lengths):
 
 
 @pytest.mark.parametrize("shape", [{"B": 0}, {"S": 0}, {"S_kv": 0}, {"r": 0}])
-def test_nothing(device, shape):
+def test_empty_inputs(device, shape):
     inputs = h.make_inputs("odd", F32, **{"S_kv": 9, **shape}, device=device)
     got = h.run(inputs)
     assert not got["o"].any() and bool((got["lse"] == -INF).all())
@@ -181,7 +183,7 @@ def test_equal_bits_twice_and_in_any_batch(device):
 
 @pytest.mark.parametrize("QT", some([1, 2, 4, 8, 16, 32], [1, 8, 32]))
 def test_lists_name_each_tile_once(device, builder, monkeypatch, QT):
-    """In blocks of 4 tiles: the counts run on from block to block."""
+    """Uses blocks of 4 tiles, so that counts continue from block to block."""
     monkeypatch.setattr(lists_plan, "LIST_BLOCK", 4)
     i = h.make_inputs("odd", F32, S=40, S_kv=300, r=5, size=40, device=device)
     i["k"][:, 1, 100] = NAN
@@ -209,7 +211,7 @@ def test_lists_name_each_tile_once(device, builder, monkeypatch, QT):
 
 
 class Counting(Poisoned):
-    """Fails where a tensor is copied."""
+    """Fails if a tensor is copied."""
 
     def contiguous(self, t):
         assert t.is_contiguous()
@@ -272,7 +274,7 @@ def test_keys_that_a_query_does_not_select_never_reach_it(device, name, poison, 
     assert chosen.any() and not chosen.all()
     free = torch.from_numpy(~chosen).to(device)
     for key in got:
-        # A tile of its own path: equal but for the order of the tiles.
+        # A poisoned tile takes a separate path: results are equal except for the order of the tiles.
         assert h.error(got[key][0][free], clean[key][0][free]) < (1e-6 if dtype is F32 else 1e-2)
     seen = got["o"][0][~free]
     if poison != poison or name == "v":
@@ -307,7 +309,7 @@ def test_the_path_follows_from_the_shape(builder):
     assert plan.takes_tiles(types.SimpleNamespace(is_static=lambda _: False), None, 16), "any S"
 
 
-def test_what_has_no_kernel_is_said(builder):
+def test_unsupported_inputs_have_a_reason(builder):
     def why(**made):
         inputs = h.make_inputs(**{"kind": "odd", "dtype": F32, **made})
         return plan.unsupported(builder, *[t for t in inputs.values() if t is not None])

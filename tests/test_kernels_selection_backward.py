@@ -1,5 +1,7 @@
-"""Gradients of selection attention by the launch plan of the backward, with poisoned buffers, against the fp64 loop: on a GPU
-compiled, else interpreted."""
+"""Gradients of selection attention through the backward's launch plan, with poisoned buffers, against the fp64 loop.
+
+The kernels run compiled on a GPU, elsewhere in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ if not GPU:
     mend_sort()
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# Four programs: their runs end within key tiles, and hold several.
+# Four programs: their runs end inside key tiles, and hold several of them.
 SMALL = DeviceProps(2, "cuda", 90)
 
 
 class Poisoned(EagerBuilder):
-    """NaN, and a query that is not in any list by itself, in what was not written."""
+    """Fills floats with NaN first, and integers with 1, a query that no list holds alone."""
 
     def empty(self, shape, dtype):
         return super().empty(shape, dtype).fill_(float("nan") if dtype.is_floating_point else 1)
@@ -37,21 +39,21 @@ class Poisoned(EagerBuilder):
 
 @pytest.fixture(autouse=True)
 def builder(monkeypatch, device):
-    """The helpers call the backward's launch plan, after the reference's forward."""
+    """Makes the helpers call the backward's launch plan after the reference's forward."""
     made = Poisoned(torch.device(device), SMALL)
     ops = types.SimpleNamespace(
         selection_attention=reference.selection_attention,
         selection_attention_backward=lambda *args: backward_plan.plan_selection_attention_backward(made, *args),
     )
     monkeypatch.setattr(h, "OPS", ops)
-    # Small shapes test the kernels of many queries; ``few`` those of few.
+    # Makes small shapes test the kernels for many queries; the fixture ``few`` tests those for few.
     monkeypatch.setattr(backward_plan, "FEW_QUERIES", 0)
     return made
 
 
 @pytest.fixture
 def few(monkeypatch):
-    """Up to 128 queries run ``few.py``; calls of it."""
+    """Makes up to 128 queries run ``few.py``, and yields its calls."""
     calls = []
 
     def counted(*args, plan=backward_plan.plan_dkv_few):
@@ -74,7 +76,7 @@ def run(device, kind="odd", dtype=F32, *, up=h.OUTPUTS, scale=None, tolerance=No
 
 @pytest.mark.parametrize("heads", some([1, 4, 6, 16, 64], [1, 6, 64]))
 def test_heads(device, heads):
-    """Several queries in a row of heads, heads padded, more heads than an iteration has rows."""
+    """Tests several queries in a row of heads, padded heads, and more heads than an iteration has rows."""
     run(device, B=1, S=some(40, 12), S_kv=some(100, 70), h=heads, Dk=16, G=2 if heads < 16 else 1, sink=True)
 
 
@@ -119,13 +121,13 @@ def test_mistakes_made_before(device, name):
 
 @pytest.mark.parametrize("kind", some(["corr", "rand"], ["corr"]))
 def test_blocks(device, kind):
-    """Whole key tiles, and partial ones at the diagonal."""
+    """Tests whole key tiles, and partial ones at the diagonal."""
     run(device, kind, BF16, B=1, S=some(150, 80), S_kv=some(170, 150), G=1, h=4, Dk=16, size=64, r=3)
 
 
 @pytest.mark.parametrize("cap", some([16, 64], [16]))
 def test_many_queries_on_few_keys(device, cap, monkeypatch):
-    """One unit shared by all programs, and rounds of few listed queries."""
+    """Tests one unit shared by all programs, and rounds of few listed queries."""
     monkeypatch.setattr(backward_plan, "CAP", cap)
     S = some(140, 70)
     run(device, "all", B=1, S=S, S_kv=50, G=1, h=8, Dk=16, sink=True)
@@ -137,14 +139,14 @@ def test_rounds_within_a_unit_of_both_kinds(device, monkeypatch):
     run(device, "corr", BF16, B=1, S=some(150, 100), S_kv=some(150, 100), G=1, h=16, Dk=16, size=64, r=2)
 
 
-def test_words_beyond_a_block(device, monkeypatch):
+def test_more_bitmap_words_than_are_read_at_once(device, monkeypatch):
     monkeypatch.setattr(backward_plan, "WORDS", 2)
     run(device, B=1, S=some(140, 70), S_kv=70, G=1, h=some(16, 4), Dk=16)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 50])
 def test_programs(device, multiprocessors, builder):
-    """Many units a program, and many programs without work."""
+    """Tests many units per program, and many programs without work."""
     builder._props = DeviceProps(multiprocessors, "cuda", 90)
     run(device, B=some(2, 1), S=20, S_kv=140, h=4, Dk=16)
 
@@ -155,7 +157,7 @@ def test_many_ranges(device, dtype):
 
 
 @pytest.mark.parametrize("ranges", some([33, 64], [33]))
-def test_more_ranges_than_are_held(device, ranges):
+def test_more_ranges_than_are_held_at_once(device, ranges):
     run(device, "token", B=1, S=20, S_kv=140, G=1, h=4, Dk=16, r=ranges)
 
 
@@ -188,7 +190,7 @@ def test_widths_of_few_queries(device, few, Dk, Dv, dtype):
 
 @pytest.mark.parametrize(("S", "r"), some([*itertools.product([1, 2, 32, 33, 128], [100, 600])], [(1, 600), (34, 70)]))
 def test_many_ranges_of_few_queries(device, few, S, r):
-    """Every bit of a word, the sign too, and several words; more ranges than one step takes."""
+    """Tests every bit of a word, the sign included, several words, and more ranges than one step takes."""
     run(device, "token", BF16, B=1, S=S, S_kv=1500 if r > 512 else 140, G=1, h=4, Dk=16, r=r)
 
 
@@ -198,7 +200,7 @@ def test_strides_and_packed_sequences_of_few_queries(device, few):
 
 
 @pytest.mark.parametrize("sizes", [{"S": 0}, {"B": 0}, {"r": 0}, {"S_kv": 0}, {"kind": "none"}])
-def test_nothing_of_few_queries(device, few, sizes):
+def test_empty_inputs_of_few_queries(device, few, sizes):
     made = {"kind": "all", "dtype": F32, "S": 5, "S_kv": 70, "h": 4, "Dk": 16, "sink": True, **sizes}
     inputs = h.make_inputs(**made, device=device)
     got = h.run(inputs, h.upstream(inputs))
@@ -206,8 +208,8 @@ def test_nothing_of_few_queries(device, few, sizes):
         assert torch.equal(got[f"d{n}"], torch.zeros_like(inputs[n])), n
 
 
-def test_what_one_of_few_queries_holds_stays_at_its_keys(device, few):
-    """A gradient of NaN, and keys of NaN, in tiles that other queries select as well."""
+def test_nan_in_one_of_few_queries_reaches_only_its_keys(device, few):
+    """Puts NaN into one query and its gradient, where other queries select the same tiles."""
     inputs = h.make_inputs("odd", BF16, B=1, S=6, S_kv=70, G=1, h=4, Dk=16, device=device)
     ups = h.upstream(inputs)
     want = h.run(inputs, ups)
@@ -225,8 +227,11 @@ def test_what_one_of_few_queries_holds_stays_at_its_keys(device, few):
 @pytest.mark.parametrize(
     ("S", "r", "chosen"), [(1, 16, True), (16, 16, True), (17, 16, False), (256, 65, True), (257, 65, False)]
 )
-def test_the_choice_is_by_shape(monkeypatch, S, r, chosen):
-    """Few queries, unless neighbours share key tiles, and up to a number whose bitmap is read word by word."""
+def test_the_kernel_follows_from_the_shape(monkeypatch, S, r, chosen):
+    """Checks which shapes run the kernel for few queries.
+
+    Not those whose neighbours share key tiles, nor more queries than it reads bitmap words for.
+    """
     monkeypatch.undo()
     names = []
 
@@ -269,13 +274,13 @@ def test_any_strides_of_queries_and_gradients(device):
     some([*itertools.product([math.nan, math.inf], [4, 16])], [(math.nan, 4), (math.nan, 16), (math.inf, 16)]),
 )
 def test_what_is_not_selected_does_not_leak(device, value, heads):
-    """Keys and values at which no query looks, in tiles at which all look."""
+    """Puts NaN or infinity into keys and values that no query selects, in tiles that all queries read."""
     inputs = h.make_inputs("odd", BF16, B=1, S=20, S_kv=70, G=1, h=heads, Dk=16, device=device)
     ups = h.upstream(inputs)
     unseen = torch.ones(70, dtype=torch.bool)
     for s in range(20):
         unseen[h.selection_of(inputs, 0, s, 0)] = False
-    unseen[::7] = True  # and some are taken away from all
+    unseen[::7] = True  # and some keys are taken from every query
     rows = inputs["ranges"].cpu()
     for at in unseen.nonzero()[:, 0].tolist():
         hit = (rows[..., 0] <= at) & (at < rows[..., 1])
@@ -311,7 +316,7 @@ def test_equal_bits_twice(device):
 
 
 @pytest.mark.parametrize("sizes", [{"S": 0}, {"B": 0}, {"r": 0}, {"S_kv": 0}, {"kind": "none"}])
-def test_nothing(device, sizes):
+def test_empty_inputs(device, sizes):
     inputs = h.make_inputs(
         **{"kind": "all", "dtype": F32, "S": 20, "S_kv": 70, "h": 4, "Dk": 16, "sink": True, **sizes}, device=device
     )
@@ -340,8 +345,8 @@ def test_scale(device, scale):
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("D", [16, 80, 128, 192, 256, 512])
-def test_queries_and_keys_have_one_tile(D, arch):
-    """dK and dV read the bitmaps that dQ's lists were made of; a bit for each key of a tile in two words."""
+def test_dq_and_dkv_have_one_key_tile(D, arch):
+    """Checks that dK and dV use the tiles of dQ's bitmaps, which hold one bit per key in two words."""
     for itemsize in (2, 4):
         found = backward_plan.backward_config(16, D, D, itemsize, "cuda", arch)
         if found is None:
@@ -351,7 +356,7 @@ def test_queries_and_keys_have_one_tile(D, arch):
         assert keys.BN <= 64 and (queries is None or queries.BN == keys.BN)
 
 
-def test_what_does_not_fit_is_said():
+def test_unsupported_sizes_have_a_reason():
     small = EagerBuilder(torch.device("meta"), DeviceProps(100, "cuda", 89))
     q, k, ranges, lse = (
         torch.empty(*n, device="meta") for n in ((1, 3, 1, 2, 512), (1, 1, 9, 512), (1, 3, 1, 2, 2), (1, 3, 1, 2))

@@ -1,4 +1,7 @@
-"""The choice of blocks by its launch plan, with poisoned buffers, against its definition: on a GPU compiled, else interpreted."""
+"""The kernel that chooses blocks, through its launch plan, with poisoned buffers, against the definition.
+
+It runs compiled on a GPU, elsewhere in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ class Poisoned(EagerBuilder):
 
 
 def check(device, q, k, lse, scale, length, stride, block, count, s_kv):
-    """The chosen blocks are those of the definition, in fp64 on the same inputs."""
+    """Checks the chosen blocks against the definition in fp64 on the same inputs."""
     builder = Poisoned(torch.device(device), H200)
     args = (scale, length, stride, block, count, s_kv)
     got = blocks_plan.plan_selection_blocks(builder, *(t.to(device) for t in (q, k, lse.float())), *args).cpu()
     want, margin = chosen_blocks(q.double(), k.double(), lse.double(), *args)
     assert got.shape == (*q.shape[:3], count) and got.dtype is torch.int32
-    assert margin > 1e-5  # of fp32 scores
+    assert margin > 1e-5  # larger than the error of fp32 scores
     for at, blocks in want.items():
         named = [j for j in got[at].tolist() if j >= 0]
         assert len(named) == len(set(named)) and set(named) == blocks, at
@@ -68,18 +71,18 @@ def test_heads_and_widths(device, h, D, dtype):
     [(8, 4, 16, 4), (4, 4, 4, 3), (24, 4, 8, 6), (6, 3, 9, 5), (2, 1, 100, 3), (8, 2, 10, 16)],
 )
 def test_sizes_of_blocks(device, length, stride, block, count):
-    """Compressed keys that reach over several blocks; blocks that are no power of two of strides; more wanted than there are."""
+    """Tests compressed keys that span blocks, blocks that are no power of two of strides, and large counts."""
     S, S_kv = some((70, 230), (30, 130))
     check(device, *made(S, S_kv, length=length, stride=stride, block=block, count=count, G=1, seed=4))
 
 
 def test_a_long_row_of_blocks(device, monkeypatch):
-    """Several steps of the search, most of which find nothing better."""
+    """Tests several steps of the search, most of which find nothing better."""
     monkeypatch.setattr(blocks_plan, "TOP_BLOCKS", 16)
     check(device, *made(9, 700, G=1, length=4, stride=2, block=4, count=7, B=2))
 
 
-def test_pieces_of_the_queries(device, monkeypatch):
+def test_queries_in_pieces_give_the_same(device, monkeypatch):
     monkeypatch.setattr(blocks_plan, "SCORES", 1)
     args = made(75, 80, h=2, G=2, B=2)
     builder = EagerBuilder(torch.device(device), H200)
@@ -94,8 +97,8 @@ def test_any_strides(device):
     check(device, q.transpose(1, 3).contiguous().transpose(1, 3), k.mT.contiguous().mT, lse.mT.contiguous().mT, *sizes)
 
 
-def test_of_equals_the_first(device):
-    """Queries of zeros: every complete compressed key weighs the same."""
+def test_ties_go_to_the_first_block(device):
+    """Checks ties: with zero queries, every complete compressed key has the same weight."""
     q, k, _, *sizes = made(64, 64, h=2, count=4)
     builder = EagerBuilder(torch.device(device), H200)
     seen = ((torch.arange(64) + 1 - 8) // 4 + 1).clamp(min=1).log().view(1, 64, 1, 1).expand(1, 64, 2, 2)
@@ -104,14 +107,14 @@ def test_of_equals_the_first(device):
 
 
 def test_nothing_to_choose_from(device):
-    """No compressed key, and no query."""
+    """Tests inputs without compressed keys, and without queries."""
     check(device, *made(3, 3))
     q, k, lse, *sizes = made(4, 40)
     got = blocks_plan.plan_selection_blocks(EagerBuilder(torch.device(device), H200), q[:, :0], k, lse[:, :0], *sizes)
     assert got.shape == (1, 0, 2, 5)
 
 
-def test_what_is_not_supported_is_said():
+def test_unsupported_inputs_have_a_reason():
     builder = EagerBuilder(torch.device("meta"), H200)
     q, k, lse, *sizes = made(4, 40)
     assert blocks_plan.unsupported(builder, q, k, lse.float()) is None

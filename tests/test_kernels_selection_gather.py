@@ -1,4 +1,7 @@
-"""Parity of the gather path's kernels with the fp64 loop, every buffer poisoned: on a GPU compiled, else interpreted."""
+"""Parity of the gather path's kernels with the fp64 loop, with every buffer poisoned.
+
+The kernels run compiled on a GPU, elsewhere in the interpreter.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if not GPU:
     mend_sort()
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-# The interpreter's casts to bf16 and fp16 cut off where a GPU rounds to nearest.
+# The interpreter's casts to bf16 and fp16 truncate where a GPU rounds to nearest.
 ROUNDINGS = 1.05 if GPU else 2.1
 PARTS = (1, 3)  # splits of a query's keys
 
@@ -44,7 +47,7 @@ def forward(builder, inputs, NS=None, scale=None, config=None):
 
 
 def dq_of(builder, inputs, up, got, NS=None, scale=None):
-    """dq, from delta by its definition."""
+    """Computes dq, with delta by its definition."""
     q, k, v, ranges, sink, cu_q, cu_k = (inputs[n] for n in h.NAMES)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, lse = got["o"].float(), got["lse"]
@@ -59,7 +62,7 @@ def dq_of(builder, inputs, up, got, NS=None, scale=None):
 
 
 def run(builder, *, parts=PARTS, scale=None, up=h.OUTPUTS, **made):
-    """o, lse and dq against fp64, for each number of splits."""
+    """Checks o, lse and dq against fp64, for each number of splits."""
     inputs = h.make_inputs(device=str(builder.device), **{"B": 1, **made})
     dtype = inputs["q"].dtype
     ups = h.upstream(inputs, up)
@@ -69,7 +72,7 @@ def run(builder, *, parts=PARTS, scale=None, up=h.OUTPUTS, **made):
         got = forward(builder, inputs, NS, scale)
         got["dq"] = dq_of(builder, inputs, ups, got, NS, scale)
         for key, base in (("o", 1e-6), ("lse", 1e-6), ("dq", 2e-5)):
-            # A product of bf16 weights, and one rounding of the result; dq's delta is made of the rounded o.
+            # bf16 weights are multiplied, and the result is rounded once; dq's delta is computed from the rounded o.
             low = 0.0 if dtype == F32 or key == "lse" else (1 + (key == "dq")) * ROUNDINGS * h.rounding(dtype)
             error = h.error(got[key], want[key])
             allowed = max(base, 2 * h.error(plain[key], want[key])) + low
@@ -179,7 +182,7 @@ def test_strides_that_no_vector_load_fits(builder):
 
 
 def test_large_logits_in_fp16(builder):
-    """Standard deviation 24: without the true maximum of a row, fp16 or exp overflows."""
+    """Uses logits with standard deviation 24: without a row's true maximum, fp16 or exp overflows."""
     _, _, got = run(builder, dtype=F16, S=3, Dk=64, S_kv=200, kind="all", r=1, spread=24.0)
     assert all(got[k].isfinite().all() for k in ("o", "lse", "dq"))
 
@@ -230,7 +233,7 @@ def test_sinks_far_from_the_logits(builder, value):
 @pytest.mark.parametrize(
     ("B", "S", "S_kv", "r"), [(0, 2, 9, 2), (2, 0, 9, 2), (2, 2, 0, 2), (2, 2, 9, 0), (1, 1, 0, 100)]
 )
-def test_nothing(builder, B, S, S_kv, r):
+def test_empty_inputs(builder, B, S, S_kv, r):
     inputs = h.make_inputs("odd", BF16, B=B, S=S, S_kv=S_kv, r=r, sink=True, device=str(builder.device))
     for NS in (*PARTS, None):
         got = forward(builder, inputs, NS)

@@ -1,4 +1,4 @@
-"""Canonical pieces of ranges, and the tiles they touch, against numpy: on a GPU compiled, else interpreted."""
+"""Canonical pieces of ranges, and the tiles they touch, against numpy: compiled on a GPU, elsewhere interpreted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Poisoned(EagerBuilder):
 
 
 def odd_ranges(B, S, G, r, S_kv, dtype=I32, seed=0):
-    """Short, long, empty, backward, negative, overlapping and far ranges, in no order."""
+    """Returns short, long, empty, backward, negative, overlapping and far ranges, unsorted."""
     rng = np.random.default_rng(seed)
     start = rng.integers(-5, S_kv + 5, (B, S, G, r))
     length = rng.choice([0, 1, 3, 8, 17, S_kv, -4], (B, S, G, r))
@@ -33,12 +33,12 @@ def odd_ranges(B, S, G, r, S_kv, dtype=I32, seed=0):
     far = rng.random(ranges.shape) < 0.05
     big = 2**62 if dtype == I64 else 2**31 - 1
     ranges[far] = rng.choice([-big, big], int(far.sum()))
-    ranges[rng.random((B, S, G)) < 0.1] = 0  # rows of nothing
+    ranges[rng.random((B, S, G)) < 0.1] = 0  # rows that select nothing
     return torch.from_numpy(ranges).to(dtype)
 
 
 def selected(ranges, S_kv, cu_q=None, cu_k=None):
-    """[B, G, S, S_kv] bool, by definition."""
+    """Returns the selected keys by the definition, bool [B, G, S, S_kv]."""
     B, S, G, _, _ = ranges.shape
     want = np.zeros((B, G, S, S_kv), bool)
     for b, s, g in np.ndindex(B, S, G):
@@ -121,7 +121,7 @@ def test_senseless_boundaries_stay_inside(device, cu):
 
 
 @pytest.mark.parametrize(("B", "S", "r", "S_kv"), [(0, 3, 2, 9), (1, 0, 2, 9), (1, 3, 0, 9), (1, 3, 2, 0)])
-def test_nothing(device, B, S, r, S_kv):
+def test_empty_inputs(device, B, S, r, S_kv):
     made = Poisoned(torch.device(device), None if GPU else DeviceProps(4, "cuda", 90))
     ranges = torch.randint(-3, 12, (B, S, 2, r, 2), device=device)
     p = plan_pieces(made, ranges, None, None, S_kv, count=True, tile=16)

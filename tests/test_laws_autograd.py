@@ -1,4 +1,4 @@
-"""Law 5: hooks, aliases, requires_grad and None against zero stay the model's."""
+"""Law 5: hooks, aliases, requires_grad, and None instead of zero gradients stay as in the model."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_states_hooked_and_returned(last: bool) -> None:
 
 @pytest.mark.parametrize("which", [["S1"], ["S3"], ["M2"], ["S1", "S2", "S3"], ["out1"]], ids="+".join)
 def test_states_hooked_after_the_loop(which: list[str]) -> None:
-    """Gradients of the states are clipped once the loop is there, as trainers of recurrences do."""
+    """Hooks the states after the loop, as trainers of recurrences do to clip gradients."""
 
     def program(p: Leaves) -> Any:
         states: list[Tensor] = []
@@ -142,7 +142,7 @@ def test_a_hook_in_an_attention(place: str) -> None:
 
 
 def test_grads_that_are_retained() -> None:
-    """``retain_grad`` on values that stand between the parts."""
+    """Calls ``retain_grad`` on values between the parts."""
 
     def program(p: Leaves) -> Any:
         kept: list[Tensor] = []
@@ -209,7 +209,7 @@ def test_streams_returned_with_what_is_made_of_them(tokens: int) -> None:
     check(lambda p: (p["x"].view(-1), block(p["x"], p), p["x"]), mhc_leaves(tokens=tokens), routed=MHC)
 
 
-# --- what requires grad, and what is out of reach -----------------------------------------------------------
+# --- what requires grad, and what gets no gradient ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ PARTS = {"pre": slice(0, 4), "post": slice(4, 8), "res": slice(8, 24)}
 
 
 def _packed(trained: list[str], name: str) -> Callable[[Leaves], Any]:
-    """phi, alpha or bias from three parts, of which some are constants."""
+    """Returns a program whose phi, alpha or bias is concatenated from three parts, some of them constants."""
 
     def program(p: Leaves) -> Any:
         parts = [p[f"{name}_{k}"] for k in PARTS]
@@ -249,7 +249,7 @@ def test_one_part_of_a_parameter_trains(trained: str, name: str) -> None:
 
 
 def _separate(p: Leaves) -> tuple[Tensor, Tensor, Tensor]:
-    """Three projections, each with parameters of its own."""
+    """Computes three projections, each with its own parameters."""
     x = p["x"]
     v = x.flatten(-2)
     u = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
@@ -273,17 +273,17 @@ def test_outputs_require_grad_only_where_a_part_of_theirs_trains(trained: str) -
 
 
 @pytest.mark.parametrize("used", [[0], [1], [2], [0, 1], [1, 2]], ids=str)
-def test_parts_out_of_reach_get_none(used: list[int]) -> None:
+def test_parts_that_no_output_needs_get_no_gradient(used: list[int]) -> None:
     check(lambda p: [_separate(p)[i] for i in used], _separate_leaves(), named=["mhc"], modes=["train"])
 
 
 @pytest.mark.parametrize("used", [[0], [1], [2], [1, 2]], ids=str)
-def test_values_of_a_block_out_of_reach(used: list[int]) -> None:
+def test_inputs_of_a_block_that_no_output_needs_get_no_gradient(used: list[int]) -> None:
     check(lambda p: [pre(p["x"], p)[i] for i in used], mhc_leaves(), named=["mhc"], modes=["train"])
 
 
 @pytest.mark.parametrize("used", ["outs", "S", "M", "first out", "S and M"])
-def test_inputs_of_a_loop_out_of_reach(used: str) -> None:
+def test_inputs_of_a_loop_that_no_output_needs_get_no_gradient(used: str) -> None:
     def program(p: Leaves) -> Any:
         outs, S, M = e79(p)
         return {"outs": torch.stack(outs), "S": S, "M": M, "first out": outs[0], "S and M": (S, M)}[used]
@@ -309,7 +309,7 @@ def test_frozen_inputs_of_an_attention(frozen: list[str]) -> None:
 
 
 def _slices(p: Leaves) -> list[Tensor]:
-    """k, v, q and m from separate projections, of which some may be frozen."""
+    """Computes k, v, q and m from separate projections, some of which may be frozen."""
     return [p[name] for name in ("k", "v", "q", "m")]
 
 
@@ -327,7 +327,7 @@ def test_one_projection_of_a_loop_trains(trained: str) -> None:
 
 
 def test_truncated_backpropagation_through_chunks() -> None:
-    """The second chunk starts from detached states of the first; each chunk has a backward of its own."""
+    """Starts the second chunk from detached states of the first; each chunk has its own backward."""
     from tests.laws import Compiled
 
     def chunk(kvqm: Tensor, S: Tensor, M: Tensor, b_s: Tensor, b_m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,8 +355,8 @@ def test_truncated_backpropagation_through_chunks() -> None:
         assert compiled.ops["e79_scan"]
 
 
-def test_carried_coefficients_of_which_only_some_train() -> None:
-    """Truncated backpropagation: the streams of the second chunk come detached, the parameters do not."""
+def test_detached_streams_or_parameters() -> None:
+    """Detaches the streams, and then the parameters, as truncated backpropagation does in its second chunk."""
     check(lambda p: block(p["x"].detach(), p), mhc_leaves(), routed=MHC, modes=["train"])
     check(lambda p: block(p["x"], {k: t.detach() for k, t in p.items()}), mhc_leaves(), routed=MHC, modes=["train"])
 
@@ -379,7 +379,7 @@ POLICIES: dict[str, tuple[str, ...] | None] = {
 
 
 def checkpointed(fn: Callable[..., Any], policy: str, *given: Any) -> Any:
-    """``fn(*given)`` under activation checkpointing with a policy."""
+    """Calls ``fn(*given)`` under activation checkpointing with a policy."""
     names = POLICIES[policy]
     if names is None:
         return checkpoint(fn, *given, use_reentrant=False)
@@ -401,7 +401,7 @@ def test_checkpointed_blocks_give_the_same(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["pre and post", "pre"])
 def test_what_a_policy_saves_is_not_computed_again(policy: str) -> None:
-    """Forwards of saved ops in the backward graph: none."""
+    """Checks that the backward graph runs no forward of a saved op."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -435,7 +435,7 @@ def test_what_a_policy_saves_is_not_computed_again(policy: str) -> None:
     forward, backward = counted
     again = [op for op in backward if "backward" not in op]
     saved = POLICIES[policy] or ()
-    # A fused op in the backward computes its parts again.
+    # A fused op in the backward recomputes its parts.
     fused = {"mhc_post_pre": ("mhc_post", "mhc_pre")}
     parts = [p for op in again for p in fused.get(op.split(".")[1], (op.split(".")[1],))]
     assert forward and not [part for part in parts if part in saved], (forward, backward)
@@ -455,7 +455,7 @@ def test_checkpointed_loops_and_attentions_give_the_same(policy: str) -> None:
 
 
 @pytest.mark.parametrize("used", ["outs", "last outs", "biases"])
-def test_results_of_a_loop_stepped_before_the_backward(used: str) -> None:
+def test_results_of_a_loop_written_before_the_backward(used: str) -> None:
     def program(p: Leaves) -> Any:
         p = {**p, "b_s": p["b_s"] * 2, "b_m": p["b_m"] * 2}
         outs, _, _ = e79(p)
@@ -464,7 +464,7 @@ def test_results_of_a_loop_stepped_before_the_backward(used: str) -> None:
     check(program, e79_leaves(), named=["e79"], modes=["train"])
 
 
-def test_a_bias_stepped_before_the_backward() -> None:
+def test_a_bias_written_before_the_backward() -> None:
     def program(p: Leaves) -> Any:
         p = {**p, "bias": p["bias"] * 2}
         return block(p["x"], p), p["bias"]
@@ -472,7 +472,7 @@ def test_a_bias_stepped_before_the_backward() -> None:
     check(program, mhc_leaves(), named=["mhc"], modes=["train"])
 
 
-def test_streams_that_only_the_op_keeps_are_stepped_before_the_backward() -> None:
+def test_streams_that_only_the_op_keeps_are_written_before_the_backward() -> None:
     def program(p: Leaves) -> Any:
         x = p["x"] * 1.0
         with torch.no_grad():
@@ -483,8 +483,8 @@ def test_streams_that_only_the_op_keeps_are_stepped_before_the_backward() -> Non
 
 
 @pytest.mark.parametrize("which", [1, 2])
-def test_coefficients_that_only_the_op_keeps_are_stepped_before_the_backward(which: int) -> None:
-    """f_out and x need no gradients: the formula keeps them, and neither h_post nor h_res."""
+def test_coefficients_that_only_the_op_keeps_are_written_before_the_backward(which: int) -> None:
+    """Writes h_post or h_res, which the formula does not keep for its backward, since f_out and x need no gradients."""
 
     def program(p: Leaves) -> Any:
         x = p["x"]
@@ -497,7 +497,7 @@ def test_coefficients_that_only_the_op_keeps_are_stepped_before_the_backward(whi
 
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_result_of_a_loop_written_through_its_data_before_the_backward(which: int) -> None:
-    """Eager's gradients see such a step where autograd kept the tensor; the op's own never do."""
+    """Writes through ``.data``: eager's gradients see it where autograd kept the tensor, the op's own never do."""
 
     def program(p: Leaves) -> Any:
         outs, S, M = e79(p)

@@ -1,4 +1,4 @@
-"""Law 2: modes belong to places. Grad, inference and autocast state around, inside and between parts of a formula."""
+"""Law 2: grad, inference and autocast modes hold where they are set: around, inside and between parts of a formula."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 def under(mode: str, change: Callable[[Tensor], Tensor] = torch.tanh) -> Callable[[Tensor], Tensor]:
-    """A callback that makes a new tensor under a mode."""
+    """Returns a callback that makes a new tensor under a mode."""
 
     def apply(t: Tensor) -> Tensor:
         with MODES[mode]():
@@ -46,13 +46,13 @@ def under(mode: str, change: Callable[[Tensor], Tensor] = torch.tanh) -> Callabl
 @pytest.mark.parametrize("place", ["phi", "alpha", "bias", "gamma"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_parameter_made_under_a_mode(place: str, mode: str) -> None:
-    """The formula is read again with one tensor that takes no part in autograd."""
+    """Makes one parameter in a mode, so that it may not take part in autograd."""
     check(lambda p: block(p["x"], p, {place: under(mode)}), mhc_leaves(), routed=MHC)
 
 
 @pytest.mark.parametrize("place", ["phi", "alpha", "bias", "gamma"])
 def test_a_parameter_made_without_grad_after_the_formula_began(place: str) -> None:
-    """The norm factor is there before the parameter is: the op must land behind, in the region with grad."""
+    """Makes the parameter after the norm factor: the op must be placed after it, in the region with grad."""
 
     def program(p: Leaves) -> Any:
         late: dict[str, Tensor] = {}
@@ -95,7 +95,7 @@ def test_a_value_inside_a_block_is_detached(place: str) -> None:
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_a_block_wholly_under_a_mode_between_others(mode: str) -> None:
-    """A teacher: one block without grad between two that train."""
+    """Tests a teacher: one block without grad between two that train."""
 
     def program(p: Leaves) -> Any:
         t = block(p["x"], p)
@@ -153,7 +153,7 @@ def test_a_mask_made_without_grad_is_routed() -> None:
 
 
 def test_a_loop_step_by_step_under_other_modes() -> None:
-    """The first steps without grad, the rest with it."""
+    """Runs the first steps without grad, and the rest with grad."""
 
     def program(p: Leaves) -> Any:
         with torch.no_grad():
@@ -167,7 +167,7 @@ def test_a_loop_step_by_step_under_other_modes() -> None:
 # --- autocast -----------------------------------------------------------------------------------------------
 
 LOW = {"dtype": torch.bfloat16, "device_type": "cpu"}
-NARROW = 4e-2  # bf16 products, rounded by eager at other places
+NARROW = 4e-2  # bf16 products that eager rounds at other places
 
 
 def _autocast(enabled: bool = True) -> Any:
@@ -222,7 +222,7 @@ def test_no_grad_around_the_compiled_call() -> None:
 
 
 def test_grad_switched_off_by_a_call_in_the_graph() -> None:
-    """``torch.set_grad_enabled`` as a statement, not a block."""
+    """Calls ``torch.set_grad_enabled`` as a statement, not as a context manager."""
 
     def program(p: Leaves) -> Any:
         first = block(p["x"], p)

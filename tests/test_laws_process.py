@@ -1,4 +1,4 @@
-"""Laws 7 to 10: failures leave the graph alone, the process stays as it was, nothing is silent, work is bounded."""
+"""Laws 7 to 10: failures leave the graph alone, the process stays unchanged, nothing is silent, work is bounded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ INF = float("-inf")
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The backend "mhc_inductor" as users call it, with AOTAutograd in the place of Inductor."""
+    """Prepares the backend "mhc_inductor" as users call it, with AOTAutograd in place of Inductor."""
     import torch._inductor.compile_fx as module
 
     mhc_inductor.enable()
@@ -75,7 +75,7 @@ def _grads(call: Callable[..., Any], p: Leaves) -> list[Tensor]:
 
 
 def _functions_of_the_pass() -> list[tuple[Any, str]]:
-    """(module, name) of every function that routing this graph calls, by a trace of one run."""
+    """Returns the owner and name of every function that routing a block calls, by profiling one run."""
     package = capture.route.__module__
     called: dict[tuple[str, str], None] = {}
 
@@ -92,8 +92,7 @@ def _functions_of_the_pass() -> list[tuple[Any, str]]:
     for module, name in called:
         owner: Any = sys.modules[module]
         *path, last = name.split(".")
-        # The guard cannot guard itself.
-        # What the tests' own backend calls is not the pass's.
+        # Excluded are the function that catches failures, and report functions that the tests' own backend calls.
         if "<" in name or last.startswith("__") or last.strip("_") in ("route", "extend"):
             continue
         for part in path:
@@ -110,7 +109,7 @@ class _Injected(Exception):
 def test_an_exception_anywhere_in_the_pass_leaves_the_graph_unrouted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every function of the pass fails in turn, at its first call and at its last one."""
+    """Makes every function of the pass fail in turn."""
     leaves = mhc_leaves()
 
     def program(p: Leaves) -> Any:
@@ -174,7 +173,7 @@ ONE_OF_TWO: dict[str, tuple[Callable[[Leaves], Any], Callable[[], Leaves], type,
 def test_an_exception_in_the_search_of_one_formula_leaves_the_others_routed(
     which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part that cannot be analysed is named with its line; the rest of the graph is routed."""
+    """Checks that a part that cannot be analysed is named with its line, and that the rest of the graph is routed."""
     program, leaves, owner, name, ops = ONE_OF_TWO[which]
     whole = getattr(owner, name)
     calls = []
@@ -195,7 +194,7 @@ def test_an_exception_in_the_search_of_one_formula_leaves_the_others_routed(
 
 
 def test_an_exception_in_the_pass_of_the_backend(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
-    """An edit half done is taken back, and the graph still compiles."""
+    """Checks that an unfinished edit is undone, and that the graph still compiles."""
     package = capture.route.__module__
     calls = {"erase_node": 3, "call_function": 2, "create_node": 6}
     for name, at in calls.items():
@@ -257,7 +256,7 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_disable_takes_everything_back() -> None:
-    """Functions of torch and sympy, methods of their classes, and the collector's settings, before and after a compile."""
+    """Compares torch's and sympy's functions and methods, and the collector's settings, before and after a compile."""
     done = _python(
         """
         import gc, sys, types, torch
@@ -300,7 +299,7 @@ def test_disable_takes_everything_back() -> None:
 
 
 def test_thresholds_saved_and_restored_by_others_during_a_compile(quick: None) -> None:
-    """A library that saves the collector's thresholds while a graph compiles, and restores them later."""
+    """Saves the collector's thresholds while a graph compiles, as a library may do to restore them later."""
     before, saved = gc.get_threshold(), []
 
     def program(p: Leaves) -> Any:
@@ -324,7 +323,7 @@ def test_thresholds_saved_and_restored_by_others_during_a_compile(quick: None) -
 
 
 def test_buckets_that_share_meta_are_all_routed(quick: None) -> None:
-    """DDPOptimizer cuts a graph in pieces whose ``meta`` is one dict."""
+    """Routes the pieces of a graph cut by DDPOptimizer, whose ``meta`` is one dict."""
     before = mhc_inductor.counters()
     from torch._dynamo.backends.registry import lookup_backend
 
@@ -407,7 +406,7 @@ ODD: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("how", ODD)
-def test_odd_operations_before_and_after_a_block_take_only_themselves_down(how: str) -> None:
+def test_odd_operations_before_and_after_a_block_leave_it_routed(how: str) -> None:
     check(lambda p: ODD[how](block(ODD[how](p["x"]), p)), mhc_leaves(), routed=MHC, modes=["train"])
 
 
@@ -701,7 +700,7 @@ def test_a_causal_mask_in_a_buffer() -> None:
 
 @pytest.mark.parametrize("how", ["new_empty", "slices", "copy_"])
 def test_keys_assembled_in_a_buffer(how: str) -> None:
-    """``new_empty`` and two slice copies, as multi-head latent attention builds its keys."""
+    """Assembles keys by ``new_empty`` and two slice copies, as multi-head latent attention does."""
 
     def program(p: Leaves) -> Any:
         k = p["k"].new_empty(p["k"].shape)
@@ -860,7 +859,7 @@ class _Stopped(BaseException):
 
 @contextlib.contextmanager
 def _stopped(seconds: float) -> Iterator[None]:
-    """Ends what takes more seconds of CPU time than this: work that doubles with each step would take hours."""
+    """Stops the block after this many seconds of CPU time: exponential work would take hours."""
 
     def stop(*_: Any) -> None:
         raise _Stopped
@@ -877,7 +876,7 @@ def _stopped(seconds: float) -> Iterator[None]:
 
 
 def _routed_in_time(fn: Callable[[Leaves], Any], leaves: Leaves, seconds: float = 1.0) -> Compiled:
-    """Route up to three times: the first run imports and traces, and a busy machine slows any; CPU seconds of the pass count."""
+    """Routes up to three times and checks the pass's CPU seconds: the first run imports, and a busy machine is slow."""
     spent = []
     for _ in range(3):
         compiled = Compiled(autograd=False)
@@ -905,7 +904,7 @@ def _routed_in_time(fn: Callable[[Leaves], Any], leaves: Leaves, seconds: float 
 
 
 def _forward_mode(call: Callable[[Tensor], Any], x: Tensor) -> None:
-    """Raises, or gives a tangent to every output that depends on ``x``."""
+    """Checks that a call raises or gives a tangent to every output that depends on ``x``."""
     import torch.autograd.forward_ad as forward
 
     with forward.dual_level():
@@ -959,7 +958,7 @@ def test_a_list_as_a_bias_is_refused_by_name() -> None:
 
 
 def test_heads_of_masks_agree_with_the_formula() -> None:
-    """The helper itself: one mask a group, for all of its heads."""
+    """Checks the helper ``heads``: one mask per group, for all of its heads."""
     p = selection_leaves()
     mask = selected(p)
     assert torch.equal(heads(mask, p)[:, 1], mask[:, :, 0]) and torch.equal(heads(mask, p)[:, 2], mask[:, :, 1])

@@ -1,4 +1,4 @@
-"""Laws 3, 4 and 6: roundings of inputs, rows without keys and every fill, constants in masks."""
+"""Laws 3, 4 and 6: roundings of inputs, rows without keys with every fill, constants in masks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ROUND: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("how", ["bf16", "fp8_e4m3"])
 def test_an_input_of_a_block_stays_rounded(how: str, place: str) -> None:
     program = lambda p: block(p["x"], p, {place: ROUND[how]})  # noqa: E731
-    if place == "x":  # in fp64 the op may leave streams that were narrow to the formula, and say so
+    if place == "x":  # in fp64 routing may leave rounded streams to the formula, with a near miss
         check(program, mhc_leaves(), named=["mhc"])
         check(program, mhc_leaves(dtype=torch.float32), routed=MHC)
     else:
@@ -59,14 +59,14 @@ def test_an_input_of_a_block_stays_rounded(how: str, place: str) -> None:
 @pytest.mark.parametrize("how", [k for k in ROUND if k not in ("bf16", "fp8_e4m3")])
 def test_phi_stays_rounded(how: str) -> None:
     expected: dict[str, Any] = {"routed": MHC}
-    if how == "fake_quantised":  # its factor of 1 / 16 may be the reason not to route
+    if how == "fake_quantised":  # the factor 1 / 16 may be a reason for a near miss
         expected = {"named": ["mhc"]}
     check(lambda p: block(p["x"], p, {"phi": ROUND[how]}), mhc_leaves(), **expected)
 
 
 @pytest.mark.parametrize("how", ["bf16", "fp8_e4m3"])
 def test_streams_rounded_for_the_projection_only(how: str) -> None:
-    """phi meets rounded streams, the collapse reads the streams."""
+    """Rounds the streams for the projection only; the collapse reads them unrounded."""
     check(lambda p: block(p["x"], p, {"v": ROUND[how]}), mhc_leaves(), named=["mhc"])
 
 
@@ -155,7 +155,7 @@ PAIRS: dict[str, tuple[Fill, Fill]] = {
 @pytest.mark.parametrize("empty", [False, True], ids=["full", "empty"])
 @pytest.mark.parametrize("how", PAIRS)
 def test_two_fills(how: str, empty: bool) -> None:
-    """Selection first, causality second: a row that selects nothing averages over what the second leaves open."""
+    """Applies the selection first and causality second: a row that selects nothing averages over its causal keys."""
     leaves = selection_leaves(empty=empty)
     # One row selects future keys only.
     leaves["ranges"][:, 1] = torch.tensor([9, 12])
@@ -172,7 +172,7 @@ def test_two_fills(how: str, empty: bool) -> None:
 
 
 def _leak(fn: Callable[[Leaves], Any], leaves: Leaves, compiled: bool = False) -> list[bool]:
-    """For each query, whether its output depends on values of keys that come after it."""
+    """Returns for each query whether its output depends on values of later keys."""
     call = fn
     if compiled:
         torch._dynamo.reset()
@@ -236,9 +236,9 @@ MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("how", MASKS)
-def test_constants_of_a_mask_count(how: str) -> None:
+def test_constants_of_a_mask_matter(how: str) -> None:
     leaves = selection_leaves()
-    # Ranges that overlap in part, so that "or", "and" and "one only" differ.
+    # The ranges overlap in part, so that "or", "and" and "xor" differ.
     position = torch.arange(6).view(1, -1, 1) + 6
     leaves["ranges"][..., 0, 0], leaves["ranges"][..., 0, 1] = position - 5, position + 1
     leaves["ranges"][..., 1, 0], leaves["ranges"][..., 1, 1] = position - 3, position - 1
@@ -259,7 +259,7 @@ COMPARED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("how", COMPARED)
-def test_constants_of_a_comparison_count(how: str) -> None:
+def test_constants_of_a_comparison_matter(how: str) -> None:
     def mask(p: Leaves) -> Tensor:
         return COMPARED[how](torch.arange(p["k"].shape[1]), p["ranges"]).any(-2)
 
@@ -299,7 +299,7 @@ def test_an_index_out_of_range_raises_as_in_eager(how: str, index: int) -> None:
         assert apart(got.outputs[0], want.outputs[0]) < 1e-9
 
 
-# --- a value that is not the formula's ----------------------------------------------------------------------
+# --- other cases --------------------------------------------------------------------------------------------
 
 
 def test_the_mask_used_as_a_number_too() -> None:

@@ -1,4 +1,4 @@
-"""Law 1: effects are asked of PyTorch. Writes of every kind before, inside and after routed formulas."""
+"""Law 1: PyTorch decides what a call writes. Writes of every kind before, inside and after routed formulas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TWICE = {op: 2 for op in MHC}
 
 
 def _between(write: Callable[[Tensor], Tensor]) -> Callable[[Leaves], Any]:
-    """Two blocks, the streams between them written, and both versions seen."""
+    """Returns a program that writes the streams between two blocks and returns values from before and after."""
 
     def program(p: Leaves) -> Any:
         t = block(p["x"], p)
@@ -58,7 +58,7 @@ def test_streams_written_in_inference_mode_between_two_blocks(name: str) -> None
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_a_step_without_grad_after_a_block_leaves_it_routed(name: str) -> None:
+def test_a_write_without_grad_after_a_block_leaves_it_routed(name: str) -> None:
     def program(p: Leaves) -> Any:
         return written(WRITES[name], False)(block(p["x"], p))
 
@@ -66,7 +66,7 @@ def test_a_step_without_grad_after_a_block_leaves_it_routed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["imul", "relu_by_position", "packet", "out", "foreach", "setitem", "view_written"])
-def test_a_step_without_grad_before_a_block_leaves_it_routed(name: str) -> None:
+def test_a_write_without_grad_before_a_block_leaves_it_routed(name: str) -> None:
     def program(p: Leaves) -> Any:
         return block(written(WRITES[name], False)(p["x"] * 1.5), p)
 
@@ -74,7 +74,7 @@ def test_a_step_without_grad_before_a_block_leaves_it_routed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["imul", "leaky_relu_by_position", "packet", "out", "setitem", "custom_op_other"])
-def test_a_buffer_stepped_without_grad_beside_a_block_leaves_it_routed(name: str) -> None:
+def test_a_buffer_written_without_grad_after_a_block_leaves_it_routed(name: str) -> None:
     def program(p: Leaves) -> Any:
         out = block(p["x"], p)
         with torch.no_grad():
@@ -103,7 +103,7 @@ def test_values_inside_a_block_written_by_name(name: str, place: str) -> None:
 
 @pytest.mark.parametrize("name", ["imul", "packet", "custom_op", "out", "foreach", "hardtanh_by_position", "setitem"])
 def test_streams_written_between_pre_and_post(name: str) -> None:
-    """pre reads the streams before the step, post after it."""
+    """Writes the streams after pre has read them and before post reads them."""
 
     def program(p: Leaves) -> Any:
         x = p["x"] * 1.0
@@ -151,7 +151,7 @@ def test_states_of_a_loop_written_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["imul", "packet", "relu_by_position"])
-def test_a_loop_is_routed_beside_steps_after_it(name: str) -> None:
+def test_a_loop_with_writes_after_it_is_routed(name: str) -> None:
     def program(p: Leaves) -> Any:
         outs, S, M = e79(p)
         out = torch.stack(outs) + 0.0
@@ -181,7 +181,7 @@ def test_the_mask_written_through_a_view() -> None:
 
 
 @pytest.mark.parametrize("name", ["imul", "packet", "relu_by_position"])
-def test_an_attention_is_routed_beside_steps_after_it(name: str) -> None:
+def test_an_attention_with_writes_after_it_is_routed(name: str) -> None:
     def program(p: Leaves) -> Any:
         return written(WRITES[name], False)(sdpa(p) + 0.0)
 
@@ -210,7 +210,7 @@ def test_in_place_activations_of_modules_in_the_sublayer() -> None:
 
 @pytest.mark.parametrize("write", ["detached", "select_written", "set_data", "packet_returning"])
 def test_a_write_after_two_operators_replaced_what_it_writes(write: str) -> None:
-    """The fused op takes the place of ops that took the formula's: views of the first tensor are views of the last."""
+    """Writes a view of a tensor whose producer is replaced twice, by an op and by the fused op."""
     leaves = mhc_leaves()
 
     def fn(p: Leaves) -> Any:
@@ -226,7 +226,7 @@ def test_a_write_after_two_operators_replaced_what_it_writes(write: str) -> None
 @pytest.mark.parametrize("write", ["imul", "zero_", "packet", "set_data"])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_an_input_written_after_the_op_that_keeps_it(which: str, write: str) -> None:
-    """PyTorch's attention keeps scaled copies for its backward, the op the tensors themselves."""
+    """Writes an input of sdpa: PyTorch keeps scaled copies for its backward, the op keeps the tensors themselves."""
 
     def program(p: Leaves) -> Any:
         given = {**p, which: p[which] * 1.0}
@@ -247,8 +247,8 @@ def test_coefficients_that_autograd_does_not_keep_are_returned_and_written() -> 
     check(program, mhc_leaves(), named=["mhc"])
 
 
-def test_a_copy_that_a_refused_match_made_is_forgotten_alone() -> None:
-    """x is the result of one op and, copied because it is returned, the input of another, which a hook then refuses."""
+def test_only_the_copy_of_a_refused_match_is_undone() -> None:
+    """Copies x, a returned result of one op, as the input of another op, which a hook then forbids."""
 
     def program(p: Leaves) -> Any:
         p = {k: t.float() for k, t in p.items()}

@@ -1,4 +1,4 @@
-"""HyperConnection and HyperHead: the start near the identity, loaders, gradients, state."""
+"""HyperConnection and HyperHead: they start near the identity; loaders, gradients, state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ D, N = 32, 4
 
 
 class Sub(nn.Module):
-    """A sublayer that is not linear and takes one more argument."""
+    """A nonlinear sublayer with one more argument."""
 
     def __init__(self, dim=D):
         super().__init__()
@@ -32,7 +32,7 @@ def block(n=N, dim=D, seed=0, **kwargs):
 
 
 def scramble(module, seed=1):
-    """Every parameter of the mixing random, so that no term is small."""
+    """Sets every parameter of the mixing to random values, so that no term is small."""
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in (module.phi, module.alpha, module.bias, module.gamma):
@@ -49,7 +49,7 @@ def test_starts_as_an_ordinary_residual(n, form, transpose):
     x = torch.randn(5, n, D)
     want = x + b.sublayer(x.mean(-2)).unsqueeze(-2)
     assert relative(b(x), want) < 0.02
-    # Equal streams stay nearly equal: n copies of a plain residual network.
+    # Equal streams stay nearly equal: the layer acts as n copies of a plain residual network.
     same = expand(x[:, 0], n)
     assert relative(b(same), same + b.sublayer(same[:, 0]).unsqueeze(-2)) < 0.02
 
@@ -75,7 +75,7 @@ def test_alpha_starts_small_and_depth_does_not_drift():
     assert all(torch.equal(b.alpha, torch.full((3,), 0.01)) for b in blocks)
     x = torch.randn(3, D)
     out = blocks(expand(x, N)).mean(-2)
-    assert relative(out, x * 2.0**16) < 0.2  # identity sublayers double the stream, layer by layer
+    assert relative(out, x * 2.0**16) < 0.2  # identity sublayers double the stream in each layer
 
 
 def test_head_starts_as_the_mean():
@@ -147,7 +147,7 @@ def test_state_dict_roundtrip(kwargs, tmp_path):
 
 
 def test_options_reach_the_formula():
-    """Each option changes the result: none is dropped on the way."""
+    """Checks that each option changes the result."""
     x = torch.randn(3, N, D)
     base = scramble(block())(x)
     for change in (
@@ -210,7 +210,7 @@ def test_load_liger():
     m = N * N + 2 * N
     state = {"phi": torch.randn(N * D, m, generator=g) * 0.1, "b": torch.randn(m, generator=g)}
     state |= {f"alpha_{k}": torch.tensor(v) for k, v in (("pre", 0.4), ("post", -0.8), ("res", 1.3))}
-    state["layer.weight"] = torch.zeros(1)  # the wrapped layer's own: not ours to load
+    state["layer.weight"] = torch.zeros(1)  # the wrapped layer's own parameter, which the loader ignores
     b = block(**CONVENTIONS["liger"], hc_eps=1e-4, sinkhorn_iters=8)
     b.load_liger(state)
 
@@ -228,7 +228,7 @@ def test_load_liger():
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_load_transformer_engine(weighted, padded):
-    """Streams last, [s, b, D, n]; the sinkhorn in logarithms, rows first; x @ H_res."""
+    """Checks TransformerEngine's layout [s, b, D, n]: log-domain Sinkhorn, rows first; x @ H_res."""
     g = torch.Generator().manual_seed(0)
     m = N * N + 2 * N
     state = {
@@ -298,7 +298,7 @@ def test_loaders_refuse_what_does_not_fit(project):
     bad[first] = bad[first][:, :-1]
     with pytest.raises(ValueError, match="phi must have shape"):
         load(b, bad)
-    assert all(torch.equal(p, before[k]) for k, p in b.named_parameters())  # nothing was half loaded
+    assert all(torch.equal(p, before[k]) for k, p in b.named_parameters())  # a refused load changes no parameter
 
 
 def test_a_norm_weight_needs_gamma():

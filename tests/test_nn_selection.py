@@ -1,4 +1,4 @@
-"""SelectionAttention and NativeSparseAttention: the formula query by query, causality, decoding, gradients, compilation."""
+"""SelectionAttention and NativeSparseAttention: the formula by queries, causality, decoding, gradients, compilation."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ def test_selection_attention_names_what_does_not_fit():
 
 
 def chosen_blocks(q, k, lse, scale, length, stride, block, count, s_kv):
-    """Equations 8 to 10 query by query: sets of blocks, and how much the last chosen is ahead of the first left out."""
+    """Applies equations 8 to 10 query by query.
+
+    Returns each query's set of blocks, and the smallest margin of a last chosen block over the next one.
+    """
     b, s, g, _, _ = q.shape
     found, margin = {}, math.inf
     for at in [(i, t, n) for i in range(b) for t in range(s) for n in range(g)]:
@@ -132,7 +135,7 @@ def test_blocks_are_chosen_by_the_definition(S, S_kv, N, chunk, monkeypatch):
     got = OPS.selection_blocks(*args)
     want, margin = chosen_blocks(*args)
     assert got.shape == (2, S, 2, 5) and got.dtype is torch.int32
-    assert margin > 1e-6  # of fp32 scores
+    assert margin > 1e-6  # larger than the error of fp32 scores
     for at, blocks in want.items():
         named = [j for j in got[at].tolist() if j >= 0]
         assert len(named) == len(set(named)) and set(named) == blocks
@@ -172,7 +175,7 @@ def test_bad_input_of_the_choice_is_named(position, value, message, where):
 
 
 def rotated(t, position, base):
-    """Each pair of halves of the vector ``t[D]`` turned by its angle."""
+    """Rotates each pair (t[n], t[n + D/2]) of the vector ``t[D]`` by its angle."""
     half = t.shape[-1] // 2
     out = t.clone()
     for n in range(half):
@@ -184,7 +187,7 @@ def rotated(t, position, base):
 
 
 def naive(layer, x):
-    """The layer in fp64, query by query, with softmax over lists of keys; autograd reaches every parameter."""
+    """Computes the layer in fp64, query by query, with softmax over lists of keys; autograd reaches every parameter."""
     batch, steps, _ = x.shape
     groups, heads, width, value_width = layer.groups, layer.heads, layer.head_dim, layer.value_dim
     length, stride, block = layer.compress_k.length, layer.compress_k.stride, layer.block_size
@@ -307,7 +310,7 @@ def test_selected_blocks_hold_the_fixed_three_and_nothing_ahead():
 
 
 def test_memory_is_not_quadratic(monkeypatch):
-    """Forward and backward make no tensor of S * S_kv elements, not even of S times the compressed keys times heads."""
+    """Checks that no tensor of S * S_kv elements is made, nor one of S times the compressed keys times heads."""
     from test_reference_selection import Largest
 
     from mhc_inductor.reference import selection as reference
@@ -319,7 +322,7 @@ def test_memory_is_not_quadratic(monkeypatch):
     x = torch.randn(1, steps, 24)
     with Largest() as largest:
         layer(x).sum().backward()
-    assert largest.numel < steps * (steps // 4)  # of the compressed keys, one head
+    assert largest.numel < steps * (steps // 4)  # the limit is S times the compressed keys, for one head
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -1,4 +1,4 @@
-"""Every kernel of every plan compiled for GPUs that are not here: it must compile, and spill only where SPILLS says so."""
+"""Compiles every kernel of every plan for absent GPUs: it must compile, and spill only as SPILLS allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mhc_inductor.kernels.mhc import fused_plan, plan
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
-# (target, kernel, case): bytes of spill stores that are known and measured to cost nothing, or untuned targets' own.
+# (target, kernel, case): bytes of spill stores, measured to cost nothing or on targets that are not tuned.
 SPILLS: dict[tuple[str, str, str], int] = {}
 CASES = {
     "bf16": {"dtype": torch.bfloat16, "n": 4, "width": 4096, "iters": 20, "gamma": False},

@@ -1,4 +1,4 @@
-"""The E79 kernels, plain Triton and Gluon, compiled for GPUs that are not here."""
+"""Compiles the E79 kernels, plain Triton and Gluon, for absent GPUs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from mhc_inductor.kernels.e79 import plan
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
-# (target, kernel, case): at most so many bytes of spill stores a thread (registers on ROCm). At n = 128 the backward's dS and
-# dM alone are half of a multiprocessor's registers. Gluon's figure on cuda:90 is measured with it (docs/tuning.md); plain
-# Triton's backward runs there only in packages, and on devices whose shared memory is too small for Gluon's.
+# (target, kernel, case): the most bytes of spill stores per thread (registers on ROCm). At n = 128 the backward's dS
+# and dM alone take half of a multiprocessor's registers. Gluon's performance on cuda:90 includes the spills
+# (docs/tuning.md); plain Triton's backward runs there only in packages, and on devices whose shared memory is too small
+# for Gluon's.
 SPILLS: dict[tuple[str, str, str], int] = {
     ("cuda:90", "e79_backward_gluon", "128"): 224,
     ("cuda:100", "e79_backward_gluon", "128"): 568,

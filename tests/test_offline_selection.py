@@ -1,4 +1,4 @@
-"""The kernels of selection attention compiled for GPUs that are not here: both paths, forward and backward."""
+"""Compiles the kernels of selection attention for absent GPUs: both paths, forward and backward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mhc_inductor.kernels.selection import backward_plan, blocks_plan, plan
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
-# (target, kernel, case): at most so many bytes of spill stores a thread, in steps of 32 (registers on ROCm), as Triton 3.7
-# and its assembler compile them: another version has its own figures.
+# (target, kernel, case): the most bytes of spill stores per thread, in steps of 32 (registers on ROCm), as Triton 3.7
+# and its assembler compile them. Other versions spill differently.
 SPILLS: dict[tuple[str, str, str], int] = {
     ("cuda:100", "selection_dkv", "128"): 384,
     ("cuda:120", "selection_dkv", "128"): 96,
@@ -72,7 +72,7 @@ def launches(builder, *, h, Dk, Dv=None, dtype=BF16, r=16, S=1024, S_kv=4096, va
     return builder.launches
 
 
-# The tuned device compiles every case, the others what is most common; gfx942 the gather path too.
+# The tuned device compiles every case, the others the most common one; gfx942 also the gather path.
 PAIRS = [(t, "128") for t in TARGETS] + [("hip:gfx942", "decoding")]
 PAIRS += [("cuda:90", c) for c in CASES if c != "128"]
 
@@ -101,7 +101,7 @@ def test_the_choice_of_blocks_compiles_without_unnamed_spills(target, tmp_path):
         assert seen == {"selection_block_scores", "selection_block_top"} and not bad
 
 
-# A path, and a launch of it that is quick to compile.
+# For each path, a launch that compiles quickly, and its kernels.
 ONES = {
     "tiles": ({"h": 2, "Dk": 16, "r": 4}, TILES | BACKWARD | {"selection_dkv_count", "selection_dkv_prefix"}),
     "gather": (
@@ -113,7 +113,7 @@ ONES = {
 
 @pytest.mark.parametrize("path", ONES)
 def test_sizes_of_one_are_constants(path, tmp_path):
-    """Generated code passes a size or stride that is 1 as a constant."""
+    """Checks that kernels compile when generated code passes a size or stride of 1 as a constant."""
     case, wanted = ONES[path]
     recorded = []
     for kernel, args, constexprs, *options in launches(Recorder(TARGETS["cuda:90"][1]), **case):

@@ -1,4 +1,4 @@
-"""What every op and public function does at its edges: wrong Python types, forward-mode derivatives, shared memory, huge blocks."""
+"""Edge cases of every op and public function: wrong Python types, forward mode, shared memory, huge blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N, D, T = 4, 16, 3
 
 
 def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
-    """Each public function with arguments that fit, every one given."""
+    """Returns each public function with a valid value for every argument."""
     g = torch.Generator().manual_seed(0)
 
     def r(*shape: int) -> Tensor:
@@ -55,7 +55,7 @@ GOOD = _good()
 
 
 def _bad(value: Any, optional: bool) -> dict[str, Any]:
-    """Values of another kind than ``value``."""
+    """Returns values of other kinds than ``value``."""
     wrong: dict[str, Any] = {} if optional else {"None": None}
     if isinstance(value, Tensor):
         other = torch.int64 if value.is_floating_point() else torch.float32
@@ -91,10 +91,10 @@ def _cases() -> list[Any]:
     return cases
 
 
-def test_what_fits_is_accepted():
+def test_valid_arguments_are_accepted():
     for fn, given in GOOD.values():
         fn(**given)
-    # ops_to_save takes nothing.
+    # ops_to_save takes no arguments.
     assert GOOD.keys() == set(mhc_inductor.api.__all__) - {"ops_to_save"}
 
 
@@ -167,7 +167,7 @@ def test_forward_mode_is_refused_never_dropped(name, argument, mode):
 
 
 def _samples() -> dict[str, tuple[Any, ...]]:
-    """Arguments of every op, in the order of its schema, with one token of one sequence where it can be."""
+    """Returns arguments of every op, in the order of its schema."""
     from test_ops_e79 import SAMPLES as e79
     from test_ops_mhc import SAMPLES as mhc
     from test_ops_selection import SAMPLES as selection
@@ -203,7 +203,7 @@ def test_forward_mode_of_an_op_is_refused(name, functional):
         else:
             with forward_ad.dual_level():
                 call(forward_ad.make_dual(value, torch.ones_like(value)))
-    with forward_ad.dual_level():  # a level alone, or tangents elsewhere, are nothing to refuse
+    with forward_ad.dual_level():  # a dual level without tangents on the inputs is accepted
         call(value)
 
 

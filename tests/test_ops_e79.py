@@ -59,7 +59,7 @@ SAMPLES = [
 @pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
 def test_opcheck(name, sample, variant):
     args = sample(**variant)
-    # Neither a backward op nor a scan without checkpoints has a gradient: that raises, by design.
+    # A backward op, or a scan without checkpoints, raises when differentiated, by design.
     opcheck(op(name), args if name.endswith("_backward") or args[-1] == 0 else trainable(args))
 
 
@@ -76,7 +76,7 @@ def test_every_op_is_sampled():
 
 
 def public(inputs, up):
-    """mhc_inductor.e79_scan and autograd's gradients, under the names of the oracle."""
+    """Returns mhc_inductor.e79_scan's outputs and autograd's gradients, under the oracle's names."""
     leaf = {k: None if t is None else t.detach().requires_grad_() for k, t in inputs.items()}
     out = dict(zip(OUTPUTS, mhc_inductor.e79_scan(**leaf), strict=True))
     wanted = {k: t for k, t in leaf.items() if t is not None}
@@ -223,7 +223,7 @@ def test_double_backward_is_refused_never_zero():
 
 
 def batches(name, sample, variant, batched):
-    """Three samples stacked where ``batched(position)``, each in another dimension; and the results one by one."""
+    """Returns three samples, stacked in varying dimensions where ``batched(position)``, and the results one by one."""
     rows = []
     for k in range(3):
         torch.manual_seed(k)
@@ -304,7 +304,7 @@ def test_jacrev_and_refused_second_derivative():
     x, *rest = make_inputs(2, 1, 2).values()
     jac = torch.func.jacrev(lambda t: mhc_inductor.e79_scan(t, *rest)[0])(x)
     assert jac.shape == (2, 1, 2, 2, 1, 8)
-    assert float(jac[0, :, :, 1].norm()) == 0 and float(jac[1, :, :, 0].norm()) > 0  # causal
+    assert float(jac[0, :, :, 1].norm()) == 0 and float(jac[1, :, :, 0].norm()) > 0  # the scan is causal
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         grad(lambda t: grad(loss_of)(t, *rest).square().sum())(x)
 
@@ -402,7 +402,7 @@ def test_one_trace_serves_every_T_and_B(grads, fresh):
 
 
 def test_dynamic_sizes_with_gradients_compile_once(fresh):
-    """Above one segment (32 steps) and below."""
+    """Tests sequences above one segment (32 steps) and below."""
     scan = torch.compile(mhc_inductor.e79_scan, fullgraph=True, dynamic=True)
     for k, (steps, batch) in enumerate(((40, 3), (33, 2), (300, 4), (5, 3), (32, 2), (31, 4))):
         with torch._dynamo.config.patch(error_on_recompile=k > 0):
@@ -414,7 +414,7 @@ def test_dynamic_sizes_with_gradients_compile_once(fresh):
 @pytest.mark.parametrize("backend", ["inductor", "mhc_inductor"])
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_on_a_cpu_inductor_fuses_the_loop(fullgraph, backend, fresh):
-    """Without gradients the op is a loop around one fused kernel; with checkpoints the generated code calls it."""
+    """Checks that inference compiles to a loop around one fused kernel, and training to a call of the op."""
     inputs = make_inputs(7, 2, 8, F32, bias="input")
     scan = torch.compile(mhc_inductor.e79_scan, fullgraph=fullgraph, backend=backend)
     out, (code,) = run_and_get_code(scan, **inputs)
@@ -442,7 +442,7 @@ def test_every_output_of_the_compiled_op(fresh):
 
 
 def test_sizes_that_are_expressions(fresh):
-    """T and B computed from other sizes, which Inductor's loop does not take."""
+    """Computes T and B from other sizes, which Inductor's loop cannot take."""
 
     @torch.compile(fullgraph=True, dynamic=True)
     def twice(kvqm, S0):
@@ -458,14 +458,17 @@ def test_sizes_that_are_expressions(fresh):
 
 
 def test_compiled_for_a_cpu_is_three_times_as_fast_as_the_loop(fresh, vectorised, one_thread):
-    """B = 8, n = 64, of a few steps as of many. One thread: two wait for one another where other tests run beside them."""
+    """Times B = 8, n = 64 on one thread, since two threads wait for each other when other tests run.
+
+    The ratio depends little on the number of steps.
+    """
     inputs = make_inputs(48, 8, 64, F32)
     compiled = torch.compile(mhc_inductor.e79_scan, fullgraph=True)
     calls = {"compiled": lambda: compiled(**inputs), "loop": lambda: eager_loop(**inputs)}
     best = dict.fromkeys(calls, float("inf"))
     with torch.no_grad():
         assert relative(calls["compiled"]()[0], calls["loop"]()) < 1e-5
-        for _ in range(5):  # in turn, so that both meet the same load
+        for _ in range(5):  # alternate, so that both meet the same load
             for name, call in calls.items():
                 start = time.perf_counter()
                 call()
@@ -475,7 +478,7 @@ def test_compiled_for_a_cpu_is_three_times_as_fast_as_the_loop(fresh, vectorised
 
 
 def eager_loop(kvqm, b_s, b_m, S0, M0):
-    """The loop as one writes it, with matrix products."""
+    """Computes the loop as users write it, with matrix products."""
     mv = lambda a, u: (a @ u.unsqueeze(-1)).squeeze(-1)  # noqa: E731
     S, M, outs = S0, M0, []
     for row in kvqm:
@@ -543,7 +546,7 @@ def test_bad_input_is_named_by_the_fake(case, fresh):
         torch.compile(mhc_inductor.e79_scan, backend="aot_eager", fullgraph=True)(**inputs)
 
 
-def test_what_is_no_tensor_is_named():
+def test_arguments_that_are_not_tensors_are_named():
     inputs = make_inputs(3, 2, 4, F32)
     with pytest.raises(TypeError, match="b_s must be a tensor, got float"):
         mhc_inductor.e79_scan(inputs["kvqm"], 0.5)
@@ -578,8 +581,8 @@ def test_a_negative_segment_is_refused():
         OPS.e79_scan(*scan_sample()[:5], -1)
 
 
-def test_the_oracle_is_not_the_op():
-    """Another formula, such as a gate without its bias, is told apart: the comparison can fail."""
+def test_the_oracle_detects_another_formula():
+    """Checks that the comparison can fail: another formula, a gate without its bias, must differ."""
     inputs = make_inputs(3, 2, 4, F32)
     got = run_scan({**inputs, "b_m": None})
     with pytest.raises(AssertionError, match="relative error"):

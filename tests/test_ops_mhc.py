@@ -157,13 +157,13 @@ SAMPLES = [
 @pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
 def test_opcheck(name, sample, variant):
     args = sample(**variant)
-    # A backward op's own gradient raises by design, so only forward ops are checked with gradients.
+    # A backward op raises when differentiated, by design, so only forward ops are checked with gradients.
     opcheck(op(name), args if name.endswith("_backward") else trainable(args))
 
 
 @pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
 def test_outputs_are_fresh_contiguous_and_as_the_fake_says(name, sample, variant):
-    check_outputs(name, sample(**variant), relative, 2e-5)  # a sum such as dalpha cancels
+    check_outputs(name, sample(**variant), relative, 2e-5)  # a sum such as dalpha may cancel
 
 
 def test_every_op_is_sampled():
@@ -198,7 +198,7 @@ def test_gradcheck_post_sinkhorn_head():
 
 
 def loss_of(x, phi, alpha, bias, gamma):
-    """A layer and a loss in which every output has a different weight."""
+    """Computes a layer and a loss in which every output has a different weight."""
     h_in, h_post, h_res = mhc_inductor.mhc_pre(x, phi, alpha, bias, gamma, sinkhorn_iters=2)
     out = mhc_inductor.mhc_post(x, h_in.sin(), h_post, h_res, transpose_res=True)
     return (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
@@ -354,7 +354,7 @@ def test_mhc_pre_returns_none_without_residual_rows():
 
 
 def batches(name, sample, variant, dims):
-    """Three samples stacked: each tensor along its dim, the others shared; and the loop's results."""
+    """Returns three samples, each tensor stacked along its dim or shared, and the results of a loop over them."""
     rows = []
     for k in range(3):
         torch.manual_seed(k)
@@ -374,8 +374,7 @@ def batches(name, sample, variant, dims):
     return stacked, tuple(in_dims), [torch.stack(column) for column in zip(*out, strict=True)]
 
 
-# Which tensors have a batch: all; the first (x, or a gradient) only, in the last dimension; all but the
-# first.
+# Which tensors have a batch: all; only the first (x, or a gradient), in the last dimension; all but the first.
 BATCHED = {
     "all": lambda first, a: 0,
     "first_last_dim": lambda first, a: a.dim() if first else None,

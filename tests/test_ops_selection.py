@@ -1,4 +1,4 @@
-"""The ops of selection attention and the public functions: opcheck, gradients, validation, vmap, autocast, compilation."""
+"""Selection attention's ops and public functions: opcheck, gradients, validation, vmap, autocast, compilation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SAMPLES = [
 @pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
 def test_opcheck(name, sample, variant):
     args = sample(**variant)
-    # The backward op has no gradient: that raises, by design.
+    # The backward op raises when differentiated, by design.
     opcheck(op(name), args if name.endswith("_backward") else trainable(args))
 
 
@@ -93,7 +93,7 @@ def test_every_op_is_sampled():
 
 
 def public(inputs, up, attention=mhc_inductor.selection_attention, **options):
-    """mhc_inductor.selection_attention and autograd's gradients, under the names of the oracle."""
+    """Returns selection_attention's outputs and autograd's gradients, under the oracle's names."""
     leaf = dict(inputs)
     for name in WANTED:
         if leaf[name] is not None:
@@ -166,7 +166,7 @@ def test_double_backward_is_refused_never_zero():
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 def test_equal_to_gathered_dense_attention(dtype):
-    """Token-level selection, spelled with gather and scaled_dot_product_attention."""
+    """Compares with token-level selection by gather and scaled_dot_product_attention."""
     inputs = make_inputs("token", dtype, S=12, S_kv=64, r=16, Dk=16)
     keys = torch.stack([torch.randperm(64)[:16] for _ in range(2 * 12 * 2)]).view(2, 12, 2, 16)
     inputs["ranges"] = torch.stack((keys, keys + 1), -1)
@@ -180,7 +180,7 @@ def test_equal_to_gathered_dense_attention(dtype):
 
 
 def by_definition(picks, size, s_kv, causal):
-    """The keys of each query, as sets."""
+    """Returns the keys of each query as sets."""
     batch, steps, groups, _ = picks.shape
     found = {}
     for b in range(batch):
@@ -212,7 +212,7 @@ def test_blocks_to_ranges(s, s_kv, size, causal):
 def test_blocks_of_packed_sequences(key_lengths, causal):
     lengths, size = (6, 0, 3, 4), 2
     keys = lengths if key_lengths is None else key_lengths
-    S = 13 if key_lengths is None else 15  # with two queries of no sequence
+    S = 13 if key_lengths is None else 15  # two queries belong to no sequence
     cu_q, cu_k = (torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()]) for n in (lengths, keys))
     picks = torch.randint(-1, 5, (1, S, 2, 3), generator=torch.Generator().manual_seed(0))
     inputs = make_inputs("none", F32, B=1, S=S, S_kv=sum(keys), lengths=lengths, key_lengths=key_lengths)
@@ -234,7 +234,7 @@ def test_blocks_of_packed_sequences(key_lengths, causal):
 def test_blocks_through_the_op():
     picks, _ = block_picks("corr", 2, 40, 2, 40, size=8, k=4)
     picks[:, 3] = -1
-    picks[..., 3] = picks[..., 1]  # named twice
+    picks[..., 3] = picks[..., 1]  # the same block twice
     inputs = make_inputs("none", F32, S=40, S_kv=40)
     inputs["ranges"] = mhc_inductor.blocks_to_ranges(picks, 8, 40)
     up = upstream(inputs)
@@ -268,7 +268,7 @@ def test_bad_blocks_are_named(args, kind, message):
 
 
 def batches(name, sample, variant, batched):
-    """Three samples stacked where ``batched(position)``, each in another dimension; and the results one by one."""
+    """Returns three samples, stacked in varying dimensions where ``batched(position)``, and the results one by one."""
     rows = []
     for k in range(3):
         torch.manual_seed(k)
@@ -423,7 +423,7 @@ def test_blocks_compile_with_the_op(fresh):
             assert error(got, oracle(inputs)["o"]) < 1e-6
 
 
-# Dynamo takes sizes that are equal at first for one size, and the 2 of a range is no variable.
+# Dynamo takes sizes that are equal at first for one symbol, and the 2 of a range is constant.
 SIZES = ((5, 7, 9, 6), (3, 2, 30, 2), (2, 40, 40, 7))
 
 
@@ -455,7 +455,7 @@ def test_dynamic_sizes_with_gradients_compile_once(fresh):
 
 @pytest.mark.parametrize(("s", "s_kv", "calls"), [(20, 33, False), (600, 900, True)])
 def test_on_a_cpu_inductor_fuses_what_is_small(s, s_kv, calls, fresh, vectorised):
-    """Up to 2**20 scores the op is one formula, in training too; beyond, the generated code calls the op."""
+    """Checks that up to 2**20 scores compile to one formula, in training too, and more scores to calls of the op."""
     inputs = make_inputs("odd", F32, S=s, S_kv=s_kv, sink=True)
     up = upstream(inputs)
     attention = torch.compile(mhc_inductor.selection_attention, fullgraph=True)
@@ -467,7 +467,7 @@ def test_on_a_cpu_inductor_fuses_what_is_small(s, s_kv, calls, fresh, vectorised
     assert all(error(got[k], want[k]) < 1e-5 for k in want)
 
 
-def test_compiled_nothing_leaks_from_keys_not_selected(fresh):
+def test_compiled_keys_that_are_not_selected_do_not_leak(fresh):
     inputs = make_inputs("odd", F32, S=9, S_kv=20)
     inputs["ranges"] = inputs["ranges"].clamp(3, 15)
     up = upstream(inputs)
@@ -595,7 +595,7 @@ def test_bad_input_is_named_by_the_fake(case, fresh):
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_named(change, kind, message):
+def test_other_bad_arguments_are_named(change, kind, message):
     with pytest.raises(kind, match=message):
         mhc_inductor.selection_attention(**{**bad(), **change})
 
@@ -625,7 +625,7 @@ def test_bad_input_of_the_backward_op_is_named(case, where):
         OPS.selection_attention_backward(*args)
 
 
-def test_odd_ranges_are_no_bad_input():
+def test_odd_ranges_are_accepted():
     inputs = bad(ranges=torch.tensor([[5, 2], [-9, 99]], dtype=I32).expand(2, 3, 2, 2, 2))
     everything = {**inputs, "ranges": torch.tensor([[0, 5]], dtype=I32).expand(2, 3, 2, 1, 2)}
     assert error(mhc_inductor.selection_attention(**inputs), oracle(everything)["o"]) < 1e-6

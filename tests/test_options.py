@@ -1,4 +1,4 @@
-"""Options of the backend, and that each graph is routed once, whatever graphs share."""
+"""Options of the backend, and that each graph is routed once even if graphs share their meta."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Stages(nn.Sequential):
-    """Dynamo takes a frame of torch's own for no place to begin a graph."""
+    """Replaces nn.Sequential's forward: Dynamo does not start a graph in torch's own frames."""
 
     def forward(self, x):
         for stage in self:
@@ -47,7 +47,7 @@ def fresh():
     torch._dynamo.reset()
 
 
-def test_options_are_parsed_apart_from_inductors():
+def test_options_are_parsed_separately_from_inductors():
     given = {"max_autotune": False, "mhc_inductor.verify": True, "mhc-inductor.empty-rows": "zero"}
     assert parse(given) == (RoutingOptions(verify=True, empty_rows="zero"), {"max_autotune": False})
     assert parse({}) == (RoutingOptions(verify=False, empty_rows="exact"), {})
@@ -73,7 +73,7 @@ def test_bad_options_are_named(options, error, words):
 
 
 def _seen(run):
-    """The options that the routing pass was called with."""
+    """Returns the options that the routing pass was called with."""
     torch._dynamo.reset()
     seen = []
 
@@ -101,7 +101,7 @@ def test_enable_takes_the_same_options():
     x = torch.zeros(2)
     mhc_inductor.enable(verify=True, empty_rows="zero")
     assert _seen(lambda: torch.compile(lambda x: x + 2)(x)) == [RoutingOptions(True, "zero")]
-    # A compile's own options are its own.
+    # A compile through the backend ignores the options of enable().
     own = _seen(lambda: torch.compile(lambda x: x + 3, backend="mhc_inductor")(x))
     assert own == [RoutingOptions()]
     mhc_inductor.enable()
@@ -139,7 +139,7 @@ def test_graphs_that_share_one_meta_dict_are_both_routed():
 def test_every_bucket_of_ddp_is_routed(monkeypatch):
     import torch.distributed as dist
 
-    # A bucket ends at each of the layers that fill one, so that no formula is cut.
+    # A bucket ends at each of the two wide layers, so that no formula is cut.
     cap = 4 * 4096 * judges_mhc.WIDTH
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", cap)
     one_process()

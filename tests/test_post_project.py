@@ -1,4 +1,4 @@
-"""post and the projection of its result in one Gluon kernel (sm_90): parity, bits, what it compiles to, who calls it."""
+"""post and the projection of its result in one Gluon kernel (sm_90): parity, equal bits, compiled code, and its use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 try:
     import mhc_inductor.kernels.mhc.gluon_post_project  # noqa: F401
 except ImportError:
-    USABLE = False  # plain Triton everywhere
+    USABLE = False  # plain Triton is used everywhere
 else:
     USABLE = True
 HOPPER = USABLE and GPU and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
@@ -35,18 +35,18 @@ def on_hopper(test):
 
 @pytest.fixture(autouse=True)
 def narrow(request, monkeypatch):
-    """The kernel also runs, and is tested, at widths where it is not taken."""
+    """Lowers MIN_D, so that the kernel is also tested at widths where it is not used."""
     if "as_shipped" not in request.fixturenames:
         monkeypatch.setattr(gluon, "MIN_D", 1024)
 
 
 @pytest.fixture
 def as_shipped():
-    """The widths at which the kernel is taken."""
+    """Keeps MIN_D: the kernel is used at its shipped widths only."""
 
 
 class Poisoned(EagerBuilder):
-    """Fills every output and workspace with NaN first, and remembers what it launched."""
+    """Fills every output and workspace with NaN first, and collects the names of launched kernels."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -81,7 +81,7 @@ def check(inputs, transpose_res=True, tolerance=2e-6):
     assert torch.equal(got["x_out"], apart)
 
 
-# 1088: the last slice has two blocks; 2560, 4096, 7168: the widths of the benchmark.
+# At 1088 the last slice has two blocks; 2560, 4096, 7168 are the widths of the benchmark.
 @on_hopper
 @pytest.mark.parametrize("width", [1024, 1088, 2560, 4096, 7168])
 @pytest.mark.parametrize("tokens", [1, 77, 300])
@@ -108,7 +108,7 @@ def test_bf16_phi(gamma):
 
 @on_hopper
 def test_many_tokens():
-    """More tiles than programs: each walks several."""
+    """Tests more tiles than programs, so that each program takes several."""
     check(h.make_fused_inputs((5000,), 4, 1024, BF16, device="cuda"))
 
 

@@ -1,4 +1,4 @@
-"""A compile leaves torch and the garbage collector as they were: no function of torch stays replaced, no setting changed."""
+"""A compile leaves torch and the garbage collector as they were: functions and settings are restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.timeout(600)
-def test_nothing_of_the_process_is_changed_beyond_a_compile():
+def test_a_compile_changes_nothing_in_the_process():
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}
     script = pathlib.Path(__file__).with_name("process_state.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env, cwd=script.parent)
@@ -31,7 +31,7 @@ def test_nothing_of_the_process_is_changed_beyond_a_compile():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["left"] == {name: [] for name in found["left"]}
     assert len(found["left"]) == 10
-    # Inside a compile the collector is as ever, too.
+    # The garbage collector's state is also unchanged during a compile.
     assert len(found["inside"]) == 3 and not any(name.startswith("gc") for names in found["inside"] for name in names)
 
 
@@ -58,7 +58,7 @@ def test_the_collector_is_paused_for_a_pass_and_no_longer(monkeypatch, on, fails
     try:
         (gc.enable if on else gc.disable)()
         report = routing.route(gm)
-        # Objects that are frozen die, too.
+        # Frozen objects can be freed, so the count may fall.
         assert gc.get_freeze_count() <= count and bool(gc.get_freeze_count()) is frozen
         assert seen and not any(seen)
         assert bool(report.problems) is fails
@@ -122,7 +122,7 @@ def test_disable_leaves_what_another_library_wrapped_around_the_compiler(monkeyp
 
 
 def test_a_graph_with_ops_under_the_plain_backend_is_compiled_with_the_pass_and_its_key():
-    """Without enable(): patches that travel with this one compile, forward and backward, and with no other."""
+    """Checks that, without enable(), patches apply to this compile's forward and backward, and to no other compile."""
     torch._dynamo.reset()
     seen = []
 

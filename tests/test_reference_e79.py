@@ -15,7 +15,7 @@ EXACT = 1e-12
 
 
 def run_reference(inputs, up=None, segment=8):
-    """The reference's two functions, under the names of the oracle."""
+    """Calls the reference's two functions, and names the results as the oracle does."""
     args = [inputs[k] for k in NAMES]
     *out, checkpoints, gates = reference.e79_scan(*args, segment)
     named = dict(zip(("out", "S", "M"), out, strict=True))
@@ -46,9 +46,9 @@ def test_saturated_gates(gates, bias):
     up = upstream(inputs)
     got, want = run_reference(inputs, up), oracle(inputs, up)
     for key in got:
-        # The gradient of a saturated sigmoid is small against the terms whose difference it is.
+        # A saturated sigmoid's gradient is the difference of much larger terms.
         assert float((got[key] - want[key]).norm()) <= EXACT * (1 + float(want[key].norm())), key
-    # One step of S shows it: everything is kept, or nothing.
+    # One step of S shows the saturation: the old state is kept whole, or not at all.
     step = {k: t[:1] if k in ("kvqm", "b_s", "b_m") and t.dim() == 3 else t for k, t in inputs.items()}
     k, v, _, _ = step["kvqm"][0].chunk(4, -1)
     k = k / k.norm(dim=-1, keepdim=True)
@@ -59,7 +59,7 @@ def test_saturated_gates(gates, bias):
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_made_before(case):
-    """T of 2 and more, biases per step, gradients of final and initial states, T = C-1, C, C+1."""
+    """Tests T of 2 and more, biases per step, gradients of final and initial states, T = C-1, C, C+1."""
     options = dict(MISTAKES[case])
     segment, names = options.pop("segment", 4), options.pop("up", ("out", "S", "M"))
     inputs = make_inputs(**options)
@@ -110,7 +110,7 @@ def test_backward_takes_none_for_zero(gone):
 @pytest.mark.parametrize("part", [0, 3], ids=["k", "m"])
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_a_zero_vector_has_a_finite_gradient(part, dtype):
-    """Both states start at zero or not; the norm's gradient at 0 is 0, and dk = dk^ / 1e-6."""
+    """Checks the gradient of zero vectors: the norm's is 0, so dk = dk^ / 1e-6."""
     inputs = make_inputs(3, 2, 4, dtype, state=True)
     inputs["kvqm"][1, :, part * 4 : part * 4 + 4] = 0
     up = upstream(inputs)
@@ -168,7 +168,7 @@ def test_gradcheck_of_the_formulas(bias):
             return tuple(g for g, a in zip(found, args, strict=False) if a is not None)
 
     assert torch.autograd.gradcheck(Scan.apply, [t.requires_grad_() for t in inputs])
-    # The loop itself, under autograd, twice: what the message on second derivatives points to.
+    # Differentiates the loop itself twice, as the op's error on second derivatives advises.
     args = [dict(zip(present, inputs, strict=True)).get(k) for k in NAMES]
     out = reference.e79_scan(*args, 0)[0]
     (first,) = torch.autograd.grad(out.square().sum(), args[0], create_graph=True)

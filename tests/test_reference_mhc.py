@@ -52,7 +52,7 @@ def test_pre_through_sinkhorn(iters, form):
     check_pre(make_inputs((5,), 4, 20), {"sinkhorn_iters": iters, "sinkhorn_form": form, "sinkhorn_eps": 1e-3})
 
 
-def test_pre_with_every_constant_moved():
+def test_pre_with_every_constant_off_its_default():
     options = {"norm_eps": 0.3, "hc_eps": 0.07, "post_mult": 3.1, "post_eps": 0.4, "sinkhorn_eps": 0.01}
     check_pre(make_inputs((4,), 3, 20), {**options, "sinkhorn_iters": 3})
 
@@ -86,14 +86,14 @@ def test_dx_acc_is_added_before_the_rounding(head):
     got = op(*args, acc, *tail)[0]
     assert got.dtype is torch.bfloat16
     exact = want + acc.double()
-    # One rounding: no element is further off than half a unit in the last place (and fp32's own error).
+    # Rounded once: no element is off by more than half a unit in the last place, plus fp32's own error.
     assert ((got.double() - exact).abs() <= exact.abs() * (2.0**-8) * 1.001 + 1e-5).all()
     twice = op(*args, None, *tail)[0] + acc
     assert relative(got, exact) < relative(twice, exact)
 
 
 def test_pre_intermediates_agree_with_the_closed_form():
-    """dh_mix, dinv and G of the formulas, each apart: that is where mistakes hid."""
+    """Compares dh_mix, dinv and G separately with the formulas, since mistakes show in the intermediates."""
     inputs = make_inputs((2, 5), 4, 24)
     up = upstream({k: t for k, t in oracle_pre(inputs).items() if k in ("h_in", "h_post", "h_res")})
     want = oracle_pre(inputs, up)
@@ -111,8 +111,8 @@ def test_pre_intermediates_agree_with_the_closed_form():
     assert relative((phi * g).sum(0).view_as(gamma), want["dgamma"]) < EXACT
 
 
-def test_record_in_fp32_arithmetic():
-    """The shape of record, bf16 x and fp32 parameters, with phi standard normal."""
+def test_example_shape_in_fp32_arithmetic():
+    """Tests the specification's example shape with bf16 x, fp32 parameters and standard normal phi."""
     inputs = make_inputs(**RECORD, dtype=torch.bfloat16, phi_std=1.0)
     up = upstream({k: t for k, t in run_pre(inputs).items() if k in ("h_in", "h_post", "h_res")})
     got, want = run_pre(inputs, up), oracle_pre(inputs, up)
@@ -130,12 +130,12 @@ def test_sinkhorn(iters, form, n):
         want = oracle_sinkhorn(logits, iters, eps, form, grad)
         assert relative(reference.mhc_sinkhorn(logits, iters, eps, form), want["h_res"]) < EXACT
         got = reference.mhc_sinkhorn_backward(grad, logits, iters, eps, form)
-        # After 20 iterations without eps the true gradient is small against its terms.
+        # After 20 iterations without eps, the true gradient is much smaller than its terms.
         assert float((got - want["dh_res"]).norm()) < EXACT * float(grad.norm())
 
 
 def test_sinkhorn_clamp_stops_the_gradient_through_the_sum():
-    """Form "exp" with column sums under eps: the divisor is the constant eps there."""
+    """Checks form "exp" with column sums below eps, where the divisor is the constant eps."""
     logits = torch.tensor([[8.0, -3.0], [9.0, -2.0]], dtype=torch.float64)
     grad = torch.tensor([[0.3, -1.0], [2.0, 0.7]], dtype=torch.float64)
     want = oracle_sinkhorn(logits, 2, 0.05, "exp", grad)
@@ -153,7 +153,7 @@ def test_sinkhorn_is_doubly_stochastic(form):
 def test_sinkhorn_forms_differ_and_rows_come_first_in_exp():
     logits = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
     one = {form: reference.mhc_sinkhorn(logits, 1, 1e-6, form) for form in ("softmax", "exp")}
-    for c in one.values():  # columns last, in both
+    for c in one.values():  # both forms end with the columns
         assert torch.allclose(c.sum(-2), torch.ones(4).double(), atol=1e-5)
     two = {form: reference.mhc_sinkhorn(logits, 2, 1e-2, form) for form in ("softmax", "exp")}
     assert not torch.allclose(two["softmax"], two["exp"], atol=1e-4)
@@ -170,7 +170,7 @@ def test_post_and_its_gradients(n, transpose, residual):
 
 
 def test_post_orientation_by_hand():
-    """A matrix that moves stream 1 to stream 0: the wrong axis shows at once."""
+    """Uses a matrix that moves stream 1 to stream 0, which exposes a wrong axis."""
     x = torch.stack([torch.full((16,), 10.0), torch.full((16,), 20.0)])
     r = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     zero = torch.zeros(16), torch.zeros(2)

@@ -1,4 +1,4 @@
-"""Selection attention in plain PyTorch, the specification and the CPU's form of it, against an independent fp64 loop."""
+"""The plain-PyTorch reference of selection attention and its CPU form, against an independent fp64 loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Fused:
-    """The formula that Inductor gets, whatever the size."""
+    """Runs the formula that Inductor gets, for any size."""
 
     selection_attention = staticmethod(selection_cpu.fused_attention)
     selection_attention_backward = staticmethod(selection_cpu.fused_attention_backward)
@@ -123,7 +123,7 @@ def test_a_row_without_keys_is_zero_and_so_are_its_gradients(form):
     gone = got["lse"] == -math.inf
     assert 0 < int(gone.sum()) < gone.numel()
     assert not got["o"][gone].any() and not got["dq"][gone].any()
-    # What arrives there reaches nothing.
+    # Gradients that arrive at empty rows reach no input.
     up["o"][gone], up["lse"][gone] = math.nan, math.nan
     again = run(inputs, up, form=form)
     assert all(torch.equal(got[k].nan_to_num(), again[k].nan_to_num()) for k in got)
@@ -145,7 +145,7 @@ def test_sizes_of_zero(name, sizes):
 @pytest.mark.parametrize("sink", [False, True], ids=["plain", "sink"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_gradcheck(packed, sink):
-    """Of the op, whose backward is the closed form; lse of a row without keys is -inf and has no gradient."""
+    """Checks the op, whose backward is the closed form; lse of a row without keys is -inf and has no gradient."""
     from mhc_inductor.api.selection import selection_attention
 
     lengths = {"B": 1, "S": 6, "S_kv": 6, "lengths": (2, 0, 3)} if packed else {}
@@ -171,11 +171,11 @@ def test_the_union_by_the_definition(case):
                 assert mask[b, g, s].nonzero().flatten().tolist() == selection_of(inputs, b, s, g)
 
 
-# --- NaN and inf stay with those who selected them ----------------------------------------------------------
+# --- NaN and inf affect only the queries that select them ---------------------------------------------------
 
 
 def even_keys(S=6, S_kv=10, **options):
-    """Queries of even number select keys of even number, the others the others."""
+    """Returns inputs where even queries select even keys, and odd queries odd keys."""
     inputs = make_inputs("odd", F32, S=S, S_kv=S_kv, G=1, r=S_kv // 2, **options)
     start = torch.arange(0, S_kv, 2)[None, :] + torch.arange(S)[:, None] % 2
     inputs["ranges"] = torch.stack((start, start + 1), -1)[None, :, None].expand(2, -1, -1, -1, -1).contiguous()
@@ -203,7 +203,7 @@ def test_what_neighbours_select_does_not_leak(form, where, value):
     inputs = even_keys()
     up = upstream(inputs)
     want = run(inputs, up, form=form)
-    inputs[where][:, :, 4] = value  # even
+    inputs[where][:, :, 4] = value  # an even key
     got = run(inputs, up, form=form)
     for key in ("o", "lse", "dq"):
         assert error(got[key][:, 1::2], want[key][:, 1::2]) < 1e-6
@@ -236,7 +236,7 @@ def test_a_query_poisons_the_gradients_of_its_own_keys_only(form, where, value):
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation made."""
+    """Records the number of elements of the largest tensor that an operation makes."""
 
     numel = 0
 
@@ -250,12 +250,12 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("width", [8, 600])
 def test_memory_is_bounded(name, width, monkeypatch):
-    """A chunk of scores, however many there are; in chunks the values are the same."""
+    """Checks that tensors hold at most a chunk of scores, and that chunks do not change the values."""
     form = FORMS[name]
     inputs = make_inputs("rand", F32, S=90, S_kv=300, Dk=width, r=5, sink=True)
     up = upstream(inputs)
     want = run(inputs, up, form=form)
-    monkeypatch.setattr(reference, "CHUNK", 4000)  # of 2 * 2 * 3 * 90 * 300 = 324000 scores
+    monkeypatch.setattr(reference, "CHUNK", 4000)  # out of 2 * 2 * 3 * 90 * 300 = 324000 scores
     with Largest() as largest:
         got = run(inputs, up, form=form)
     held = max(t.numel() for t in (*inputs.values(), *got.values()) if t is not None)
@@ -285,8 +285,8 @@ def test_chunks_cover_everything_once(monkeypatch):
         assert (count == 1).all()
 
 
-def test_the_oracle_is_not_the_reference():
-    """Another formula, such as one that counts a key twice, is told apart: the comparison can fail."""
+def test_the_oracle_detects_another_formula():
+    """Checks that the comparison can fail: another formula, without the sink, must differ."""
     inputs = make_inputs("twice", F32, sink=True)
     got = run({**inputs, "sink": None}, form=reference)
     with pytest.raises(AssertionError, match="relative error"):

@@ -1,11 +1,11 @@
-"""Results stand for the sources of this tree, and the numbers of the pages are the results' numbers.
+"""Committed results match this tree's sources, and measured numbers on the pages match the results.
 
-A number in README.md or docs/ that was measured is followed, on its line, by a comment that names its source:
+Each measured number in README.md or docs/ is followed, on its line, by a comment that names its source:
 
     218 µs <!-- from: benchmarks/results/mhc.json rows[what=npu_fb][variant=ops].median_us -->
 
-A path is keys by dots, ``[3]`` for an item and ``[key=value]`` for the one item of a list that has it. The
-number must be the file's, rounded to the digits that the page shows.
+A path is a sequence of keys joined by dots, with ``[3]`` for an item and ``[key=value]`` for the one item of a list
+that has it. The number must be the file's, rounded to the digits that the page shows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NOT_COUNTED = RESULTS / "NOT_YET_COUNTED.md"
 COUNTS = ("routing_fuzz.json", "routing_spellings.json")
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
 MARK = re.compile(r"<!--\s*from:(.*?)-->", re.DOTALL)
-# The last number before the mark on its line; a sign, a dash of a range or a unit may stand around it.
+# Matches numbers; the last one before the mark counts. A sign, a range's dash or a unit may stand around it.
 NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*\d)")
 STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]|\[([^=\[\]]+)=([^\[\]]*)\]")
 
 
 def follow(value: Any, path: str) -> Any:
-    """The value at ``path``; raises LookupError, naming the step that leads nowhere."""
+    """Returns the value at ``path``; raises LookupError, naming the step that does not exist."""
     at = 0
     while at < len(path):
         step = STEP.match(path, at)
@@ -41,7 +41,7 @@ def follow(value: Any, path: str) -> Any:
         key, index, name, wanted = step.groups()
         if name is not None and isinstance(value, list):
             found = [v for v in value if str(v.get(name)) == wanted]
-            # Further [key=value] may still choose among several.
+            # Further [key=value] steps may still choose among several items.
             value = found[0] if len(found) == 1 and path[step.end() : step.end() + 1] != "[" else found
         elif index is not None and isinstance(value, list) and int(index) < len(value):
             value = value[int(index)]
@@ -54,14 +54,14 @@ def follow(value: Any, path: str) -> Any:
 
 
 def shows(text: str, value: float) -> bool:
-    """Whether ``text`` is ``value`` rounded to the digits of ``text``."""
+    """Returns whether ``text`` is ``value`` rounded to the digits of ``text``."""
     shown = decimal.Decimal(text.replace(",", "").replace("−", "-"))
     unit = decimal.Decimal((0, (1,), int(shown.as_tuple().exponent)))
     return abs(decimal.Decimal(str(value)) - shown) <= unit / 2
 
 
 def wrong_numbers(page: str, root: pathlib.Path) -> list[str]:
-    """What is wrong with the marked numbers of a page's text, a line each."""
+    """Returns one line for each marked number of a page that is wrong."""
     wrong = []
     for mark in MARK.finditer(page):
         line = page[page.rfind("\n", 0, mark.start()) + 1 : mark.start()]
@@ -84,15 +84,15 @@ def wrong_numbers(page: str, root: pathlib.Path) -> list[str]:
 
 
 def problems(results: pathlib.Path, tree: str) -> list[str]:
-    """Why the files of ``results`` do not stand for the sources with hash ``tree``, a line each."""
+    """Returns one line for each reason why ``results`` do not match the sources with hash ``tree``."""
     found, measured = [], False
     for file in sorted(results.glob("*.json")):
         result = json.loads(file.read_text())
-        if "device" not in result:  # counts of graphs, which no kernel takes part in
+        if "device" not in result:  # counts of graphs, which do not depend on kernels
             continue
         if not re.fullmatch("[0-9a-f]{64}", str(result.get("kernel_sources_sha256"))):
             found.append(f"{file.name} has no kernel_sources_sha256")
-        # A CPU runs none of the kernels, and a partial run measures few of them.
+        # A CPU runs no kernel, and a partial run measures few of them.
         elif result["device"]["type"] == "cuda" and not file.stem.endswith("-partial"):
             measured |= result["kernel_sources_sha256"] == tree
     note = results / NOT_YET.name

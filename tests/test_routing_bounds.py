@@ -1,4 +1,4 @@
-"""The work of the pass is bounded: what doubles with each step of a formula must not double the time to look at it."""
+"""The work of the pass is bounded: repeating a step of a formula must not double the analysis time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Case = Callable[..., Any]
 
 
 def routed(fn: Case, *inputs: Tensor) -> tuple[Report, float]:
-    """The report of the pass over ``fn``'s graphs, and its seconds of CPU; the second of two runs, nothing imported."""
+    """Returns the report of the pass over ``fn``'s graphs, and its CPU seconds in the second of two runs."""
     report, seconds = Report(), 0.0
 
     def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
@@ -45,11 +45,11 @@ def routed(fn: Case, *inputs: Tensor) -> tuple[Report, float]:
 
 
 def check(make: Callable[[int], Case], inputs: tuple[Tensor, ...], depths: tuple[int, int]) -> Report:
-    """The report at the larger depth, after holding both to a second, and the larger to a multiple of the smaller."""
+    """Returns the report at the larger depth; asserts less than a second, and time about linear in the depth."""
     _, short = routed(make(depths[0]), *inputs)
     report, long = routed(make(depths[1]), *inputs)
     assert long < 1.0, f"{long:.2f} s at depth {depths[1]}, {short:.2f} s at {depths[0]}"
-    # Linear, with room for a busy machine: doubling with each step would be 16 times at the least.
+    # Linear, with tolerance for a busy machine: exponential work would take at least 16 times as long.
     assert long < 6 * (depths[1] / depths[0]) * max(short, 0.01), (short, long)
     return report
 
@@ -79,7 +79,7 @@ def squared_logits(depth: int) -> Case:
 
 
 def squared_streams(depth: int) -> Case:
-    """The streams themselves: their norm and their projection are of a product."""
+    """Squares the streams repeatedly before the norm, the projection and the collapse."""
 
     def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
         for k in range(depth):
@@ -91,7 +91,7 @@ def squared_streams(depth: int) -> Case:
 
 
 def squared_weights(depth: int) -> Case:
-    """h_pre squared over and over before it weighs the streams."""
+    """Squares h_pre repeatedly before it weights the streams."""
 
     def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
         h = torch.sigmoid(alpha[0] * logits(x, phi)[..., :N] + bias[:N])
@@ -103,7 +103,7 @@ def squared_weights(depth: int) -> Case:
 
 
 def matrix_powers(depth: int) -> Case:
-    """Every step doubles the number of different factors: no merging helps, only a cap does."""
+    """Doubles the number of different factors at every step: no merging helps, only a cap."""
 
     def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
         w = phi[: N * D, :]
@@ -126,7 +126,7 @@ def skip_logits(depth: int) -> Case:
 
 
 def skip_mixes(depth: int) -> Case:
-    """Sums of sums in what might be an expand-and-mix."""
+    """Nests sums in an expand-and-mix."""
 
     def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
         z = logits(x, phi)
@@ -142,7 +142,7 @@ def skip_mixes(depth: int) -> Case:
 
 
 def shifted_sums(depth: int) -> Case:
-    """No two addends of one step are the same element, but those of the steps are."""
+    """Sums different elements at each step, where neighbouring steps share elements."""
 
     def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
         z = F.pad(logits(x, phi), (0, depth))
@@ -154,7 +154,7 @@ def shifted_sums(depth: int) -> Case:
 
 
 def nested_factors(depth: int) -> Case:
-    """h_post in a product that holds the same product twice at each step."""
+    """Multiplies f by itself at each step before h_post weights it."""
 
     def fn(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Tensor:
         z = logits(x, phi)
@@ -183,7 +183,7 @@ MHC = [
 
 @pytest.mark.parametrize("make", MHC, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("depths", [(7, 14), (20, 40)], ids=str)
-def test_formulas_of_streams_cost_what_their_depth_does(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
+def test_time_for_formulas_of_streams_is_linear_in_depth(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
     check(make, streams_for(make), depths)
 
 
@@ -200,7 +200,7 @@ def test_a_product_of_very_many_factors_is_a_near_miss() -> None:
     )
 
 
-def test_what_is_not_too_large_is_no_near_miss_of_the_kind() -> None:
+def test_a_small_formula_is_not_called_too_large() -> None:
     report, _ = routed(squared_logits(20), *streams())
     assert not any("too large to follow" in miss.reason for miss in report.near_misses)
 
@@ -233,7 +233,7 @@ def scalings(depth: int) -> Case:
 
 
 def odd_divisions(depth: int) -> Case:
-    """Almost Sinkhorn's: every matrix is in the next one twice, and in its divisor."""
+    """Resembles Sinkhorn iterations: every matrix occurs twice in the next one, and in its divisor."""
 
     def fn(t: Tensor) -> Tensor:
         c = torch.softmax(t, -1)
@@ -257,9 +257,7 @@ def log_domain(depth: int) -> Case:
 
 @pytest.mark.parametrize("make", [divisions, scalings, odd_divisions, log_domain], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("depths", [(10, 20), (20, 40)], ids=str)
-def test_iterations_of_matrices_cost_what_their_number_does(
-    make: Callable[[int], Case], depths: tuple[int, int]
-) -> None:
+def test_time_for_iterations_is_linear_in_their_number(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
     check(make, (torch.randn(TOKENS, N, N),), depths)
 
 
@@ -267,7 +265,7 @@ def test_iterations_of_matrices_cost_what_their_number_does(
 
 
 def recurrence(twist: Callable[[Tensor], Tensor]) -> Case:
-    """One step of E79 whose state, or what is made of it, is put through ``twist``."""
+    """Returns two steps of E79 that apply ``twist`` to the product for a gate and to the state."""
 
     def fn(kvqm: Tensor, S: Tensor, M: Tensor) -> tuple[Tensor, ...]:
         outs = []
@@ -311,7 +309,7 @@ def e79_squares(depth: int) -> Case:
 
 @pytest.mark.parametrize("make", [e79_skips, e79_squares], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("depths", [(7, 14), (20, 40)], ids=str)
-def test_recurrences_cost_what_their_depth_does(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
+def test_time_for_recurrences_is_linear_in_depth(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
     n = 16
     check(make, (torch.randn(2, 3, 4 * n), torch.randn(3, n, n), torch.randn(3, n, n)), depths)
 
@@ -322,7 +320,7 @@ S_KV = 32
 
 
 def attention(masked: Callable[[Tensor, Tensor], Tensor]) -> Case:
-    """softmax(masked(scores)) @ V of keys in ranges."""
+    """Returns softmax(masked(scores)) @ V of keys in ranges."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
         scores = q @ k.transpose(-1, -2) * 0.25
@@ -348,7 +346,7 @@ def shared_masks(depth: int) -> Case:
 
 
 def unlike_masks(depth: int) -> Case:
-    """Each step adds conditions of its own: as many ways to be seen as 2 to the depth."""
+    """Adds different conditions at each step: 2**depth combinations make a key visible."""
 
     def masked(scores: Tensor, starts: Tensor) -> Tensor:
         at = torch.arange(S_KV)
@@ -362,7 +360,7 @@ def unlike_masks(depth: int) -> Case:
 
 
 def counted_masks(depth: int) -> Case:
-    """Masks as numbers: each step fails in one way to look at it and is looked at in another."""
+    """Holds masks as numbers: at each step one analysis fails and another continues."""
 
     def masked(scores: Tensor, starts: Tensor) -> Tensor:
         a, b = selected(starts)
@@ -385,7 +383,7 @@ def scores_in_where(depth: int) -> Case:
 
 
 def scores_added(depth: int) -> Case:
-    """The scores are in every addend."""
+    """Adds the scores to themselves, so that they are in every addend."""
 
     def masked(scores: Tensor, starts: Tensor) -> Tensor:
         a, b = selected(starts)
@@ -398,7 +396,7 @@ def scores_added(depth: int) -> Case:
 
 
 def scores_without_end(depth: int) -> Case:
-    """What is added looks like scores for a long way, and is none."""
+    """Adds a bias that many steps of analysis do not distinguish from scores."""
 
     def masked(scores: Tensor, starts: Tensor) -> Tensor:
         a, b = selected(starts)
@@ -422,7 +420,7 @@ def added_masks(depth: int) -> Case:
 
 
 def whole_numbers(depth: int) -> Case:
-    """Sums of places that are themselves such sums."""
+    """Adds positions to themselves, so that sums nest."""
 
     def masked(scores: Tensor, starts: Tensor) -> Tensor:
         low, high = starts[..., None], starts[..., None] + 4
@@ -436,7 +434,7 @@ def whole_numbers(depth: int) -> Case:
 
 
 def differing_floors(depth: int) -> Case:
-    """Quotients within quotients, each in the next one twice."""
+    """Nests quotients, each twice in the next one."""
 
     def masked(scores: Tensor, starts: Tensor) -> Tensor:
         at = torch.arange(S_KV)
@@ -463,12 +461,12 @@ SELECTION = [
 
 @pytest.mark.parametrize("make", SELECTION, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("depths", [(10, 20), (20, 40)], ids=str)
-def test_masks_cost_what_their_depth_does(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
+def test_time_for_masks_is_linear_in_depth(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
     q, k, v = (torch.randn(2, S_KV, D) for _ in range(3))
     check(make, (q, k, v, torch.randint(0, S_KV - 4, (2, S_KV))), depths)
 
 
-def test_a_mask_of_very_many_ways_is_a_near_miss() -> None:
+def test_a_mask_of_too_many_combinations_is_a_near_miss() -> None:
     q, k, v = (torch.randn(2, S_KV, D) for _ in range(3))
     report, _ = routed(unlike_masks(15), q, k, v, torch.randint(0, S_KV - 4, (2, S_KV)))
     assert any("too large to follow" in m.reason and "test_routing_bounds" in m.source for m in report.near_misses)

@@ -1,6 +1,6 @@
-"""A loop over time in plain Python becomes one E79 scan, however its steps are written, and nothing else does.
+"""A loop over time in plain Python becomes one E79 scan, however its steps are written, and no other loop does.
 
-The graphs come from Dynamo and run without Inductor; a sample goes the whole way through ``backend="mhc_inductor"``.
+The graphs come from Dynamo and run without Inductor; a sample runs through all of ``backend="mhc_inductor"``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _scans(got: Captured) -> list[torch.fx.Node]:
 
 
 def _exact(loop: Loop) -> Captured:
-    """The loop in fp64, on the same numbers."""
+    """Runs the loop in fp64 on the same numbers."""
     grad = loop.settings.mode != "no_grad"
     wide = dataclasses.replace(loop, settings=dataclasses.replace(loop.settings, mode="train"))
     return Captured(*evaluate(wide, [t.double() for t in loop.inputs()], (), grad))
@@ -67,7 +67,7 @@ def test_every_way_to_write_each_part_is_routed(start: int) -> None:
 
 
 def test_random_spellings_are_routed() -> None:
-    """One in five; tests/all_spellings.py takes them all."""
+    """Tests one in five; tests/all_spellings.py tests all of them."""
     for loop in spellings(RANDOM, SEED)[::5]:
         assert_one_scan(loop)
 
@@ -155,7 +155,7 @@ def test_a_mutant_is_not_routed_and_the_report_says_why(start: int) -> None:
 
 @pytest.mark.parametrize("mutant", ["r is softplus", "g plus", "old S in both gates of M", "delta transposed"])
 def test_one_odd_step_in_the_middle_ends_the_scan(mutant: str) -> None:
-    """Steps 0 and 1 are one scan, 3 and 4 another; step 2 stays as it is, and the numbers are those of eager."""
+    """Checks that steps 0 and 1 are one scan, 3 and 4 another, step 2 stays, and the results are eager's."""
     loop = dataclasses.replace(plain(Settings(T=5)), mutant=mutant, where=2)
     got, unrouted = _run(loop)
     assert [node.args[0].meta["example_value"].shape[0] for node in _scans(got)] == [2, 2]
@@ -163,7 +163,7 @@ def test_one_odd_step_in_the_middle_ends_the_scan(mutant: str) -> None:
     assert difference(got, unrouted) < 1e-5
 
 
-# --- judges: code in the style of other projects ------------------------------------------------------------
+# --- reference models in the style of other projects --------------------------------------------------------
 
 
 def _judge(name: str, grad: bool, dtype: torch.dtype = torch.float32) -> tuple[Captured, Captured, Captured]:
@@ -178,7 +178,7 @@ def _judge(name: str, grad: bool, dtype: torch.dtype = torch.float32) -> tuple[C
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", JUDGES)
-def test_judges_are_routed_whole(name: str, grad: bool) -> None:
+def test_reference_models_are_routed_whole(name: str, grad: bool) -> None:
     got, unrouted, exact = _judge(name, grad)
     assert dict(got.ops) == {"e79_scan": JUDGES[name][2]}, reasons(got)
     assert len(got.graphs) == 1 and not got.report.near_misses
@@ -186,7 +186,7 @@ def test_judges_are_routed_whole(name: str, grad: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["fixed bias", "input bias", "layer", "batch first, fp32 inside"])
-def test_judges_in_bf16(name: str) -> None:
+def test_reference_models_in_bf16(name: str) -> None:
     got, unrouted, exact = _judge(name, True, torch.bfloat16)
     assert dict(got.ops) == {"e79_scan": 1}, reasons(got)
     not_worse(name, got, unrouted, exact)
@@ -230,7 +230,7 @@ def test_one_step_is_routed_for_decoding() -> None:
     assert difference(got, eager(cell, (x, *state), (), False)) < 1e-5
 
 
-# --- what is around the loop --------------------------------------------------------------------------------
+# --- the loop's surroundings --------------------------------------------------------------------------------
 
 
 def _cell(S: Tensor, M: Tensor, kvqm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,7 +254,7 @@ def _both(fn: Callable[..., Any], *given: Tensor, grad: bool = True) -> tuple[Ca
 
 
 def test_detached_states_make_a_scan_each() -> None:
-    """Truncated backpropagation: the gradient stops where the loop detaches."""
+    """Detaches the states inside the loop, as truncated backpropagation does."""
 
     def fn(kvqm: Tensor) -> Any:
         S, M = _states(kvqm[0])
@@ -328,7 +328,7 @@ def test_any_choice_of_steps(picked: Sequence[int]) -> None:
 
 
 def test_outputs_fed_back_make_a_scan_of_each_step() -> None:
-    """k of a step that depends on the output before: no scan may run ahead."""
+    """Computes k from the previous output, so that no scan may cover two steps."""
 
     def fn(kvqm: Tensor) -> Any:
         S, M = _states(kvqm[0])
@@ -438,7 +438,7 @@ def test_checkpointed_loops_are_routed_inside() -> None:
 
 
 def test_an_ordinary_recurrence_is_no_near_miss() -> None:
-    """Linear attention, a gated delta rule and a GRU: matrices and gates, but nothing like E79."""
+    """Runs linear attention, a gated delta rule and a GRU, which have matrices and gates but do not resemble E79."""
 
     def fn(x: Tensor, w: Tensor) -> Any:
         S = x.new_zeros(2, 5, 5)
@@ -462,7 +462,7 @@ def test_an_ordinary_recurrence_is_no_near_miss() -> None:
 
 
 def _by_scan(kvqm: Tensor, b: Tensor, S: Tensor, M: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The cell as the body of a scan, its vectors as four tensors."""
+    """Runs the cell as the body of a scan, with its vectors as four tensors."""
     norm = AXES["norm"]["method"]
     loop = plain()
 
@@ -476,7 +476,7 @@ def _by_scan(kvqm: Tensor, b: Tensor, S: Tensor, M: Tensor, **options: Any) -> t
 
 
 def _by_scan_with_projection(x: Tensor, w: Tensor, b: Tensor, S: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
-    """Batch first, backwards, projected within the body; S alone is returned."""
+    """Scans batch-first input backwards, with the projection in the body; returns only S."""
     norm = AXES["norm"]["sqrt"]
     loop = plain(rows="matmul", columns="row_vector")
 
@@ -534,7 +534,7 @@ def test_a_scan_of_something_else_is_left_alone() -> None:
     assert difference(got, eager(fn, (kvqm, S, M), (), False)) < 1e-6
 
 
-def test_explain_covers_all_three_doors() -> None:
+def test_explain_covers_all_three_entry_points() -> None:
     kvqm, b, S, M = _given()
     plainly = mhc_inductor.explain(functools.partial(plain(Settings(n=STATE))), kvqm, b, b).routed
     as_scan = mhc_inductor.explain(_by_scan, kvqm, b, S, M).routed
@@ -544,7 +544,7 @@ def test_explain_covers_all_three_doors() -> None:
     assert found == [[("e79_scan", detail)] for detail in details]
 
 
-# --- the whole way ------------------------------------------------------------------------------------------
+# --- through Inductor ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -573,7 +573,7 @@ def test_compiled_with_inductor(name: str, mode: str, counted: Callable[[], dict
 
 
 def test_a_long_loop_compiles_in_bounded_time(counted: Callable[[], dict[str, int]]) -> None:
-    """64 steps with gradients; plain Inductor takes some seconds a step."""
+    """Routes 64 steps with gradients; plain Inductor takes some seconds per step."""
     steps = 64
     loop = plain(Settings(T=steps, n=8))
     (given, *rest) = loop.inputs()
@@ -607,8 +607,8 @@ def test_explain_says_why_not() -> None:
     assert "max(|k|, eps)" in report.near_misses[0].reason
 
 
-def test_layers_of_the_judges_have_parameters_to_learn() -> None:
-    """A gradient that does not arrive would pass a comparison of gradients that are both missing."""
+def test_gradients_reach_every_parameter_of_a_reference_model() -> None:
+    """Checks that gradients arrive: a comparison also passes if they are missing on both sides."""
     torch.manual_seed(0)
     layer: nn.Module = Layer(bias="input")
     got = run(layer, (torch.randn(2, 5, DIM),), list(layer.named_parameters()))

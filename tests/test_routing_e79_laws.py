@@ -1,4 +1,4 @@
-"""Around an E79 loop nothing changes but the loop: hooks, who requires grad, which gradients are None, who shares memory."""
+"""Routing an E79 loop keeps hooks, requires_grad, None gradients and shared memory as in eager."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NORM = AXES["norm"]["method"]
 
 @dataclasses.dataclass
 class Ran:
-    """What one call gave, and what its caller can see of autograd and memory."""
+    """The results of one call, and what its caller can observe of autograd and memory."""
 
     outputs: list[Tensor]
     grads: list[Tensor | None]
     shared: set[tuple[int, int]]
-    """Pairs of outputs and inputs, counted together, that lie in one storage."""
+    """Pairs that share a storage; indices count the outputs, then the inputs."""
     report: Report = dataclasses.field(default_factory=Report)
     ops: Counter[str] = dataclasses.field(default_factory=Counter)
 
@@ -67,7 +67,7 @@ def _routed(fn: Callable[..., Any], given: Sequence[Tensor], trained: Sequence[b
 def assert_like_eager(
     fn: Callable[..., Any], *given: Tensor, trained: Sequence[bool] | None = None, compiled: bool = False
 ) -> Ran:
-    """Outputs, gradients (None too), requires_grad and shared memory of the routed graph are those of eager."""
+    """Asserts that the routed graph's outputs, gradients (and Nones), requires_grad and shared memory are eager's."""
     flags = [True] * len(given) if trained is None else list(trained)
     want, got = _call(fn, given, flags), _routed(fn, given, flags, compiled)
     reasons = "; ".join([m.reason for m in got.report.near_misses] + got.report.problems)
@@ -147,11 +147,11 @@ def test_a_hook_sees_the_whole_gradient(what: str, where: Sequence[int], returne
         assert_like_eager(_hooked(what, where, returned, late), _kvqm(), _state(1), _state(2))
 
 
-def test_a_state_whose_hook_the_same_step_reads_past_is_left_alone_and_named() -> None:
-    """S' of a step is read by that step's M' and output: the hook sees their gradients too."""
+def test_a_hooked_state_that_its_own_step_reads_is_left_alone_and_named() -> None:
+    """Hooks S' of a step, which that step's M' and output read: the hook sees their gradients too."""
     got = assert_like_eager(_hooked("S", (1,), "all"), _kvqm(), _state(1), _state(2))
     assert got.ops == {"e79_scan": 2}, "the steps before and after the hook are scans"
-    # PyTorch 2.11 puts the hook in as a call that gives another tensor: only what reads that tensor is a step then.
+    # PyTorch 2.11 represents the hook as a call that returns another tensor, so only its readers belong to the step.
     apart = "the row gate of M has 0 products with a state; expected S' m^ + b_m"
     expected = "a hook is on S' of a step, which the step's M' or output reads too"
     assert (apart if torch.__version__ < (2, 12) else expected) in _reasons(got)
@@ -197,7 +197,7 @@ def test_hooked_loops_compile(what: str, returned: str) -> None:
     assert_like_eager(_hooked(what, (T - 1,), returned), _kvqm(), _state(1), _state(2), compiled=True)
 
 
-# --- who requires grad, and who gets one -------------------------------------------------------------------------
+# --- requires_grad, and which gradients are None ------------------------------------------------------------
 
 PARTS = ("k", "v", "q", "m", "b_s", "b_m", "S", "M")
 SHAPES = ((T, B, N),) * 4 + ((N,), (N,), (B, N, N), (B, N, N))
@@ -229,8 +229,8 @@ def test_outputs_require_grad_where_those_of_eager_do(part: str, results: Sequen
 
 
 @pytest.mark.parametrize("results", RESULTS, ids="+".join)
-def test_steps_out_of_reach_get_no_gradient(results: Sequence[str]) -> None:
-    """Each step's vectors are leaves of their own: those that no result needs have None, not zeros."""
+def test_steps_that_no_result_needs_get_no_gradient(results: Sequence[str]) -> None:
+    """Makes each step's vectors separate leaves: those that no result needs have None gradients, not zeros."""
 
     def loose(b_s: Tensor, b_m: Tensor, S: Tensor, M: Tensor, *rows: Tensor) -> Any:
         k, v, q, m = (rows[r * T : r * T + T] for r in range(4))
@@ -261,7 +261,7 @@ def test_what_is_detached_afterwards_asks_for_no_gradient() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_truncated_backpropagation_with_one_part_trained(compiled: bool) -> None:
-    """The second chunk starts from states that did not require grad: its backward may not enter the first."""
+    """Starts the second chunk from states that did not require grad: its backward may not enter the first."""
 
     def chunk(x: Tensor, k: Tensor, v: Tensor, m: Tensor, W: Tensor, S: Tensor, M: Tensor) -> Any:
         outs = []
@@ -412,7 +412,11 @@ def _cell(
     below: Change = _same,
     value: Change = _same,
 ) -> Callable[..., Any]:
-    """The loop with changes: of the gated states, outer products, gates, k and m, those in their norms, and v."""
+    """Returns the loop with changed values.
+
+    The changes apply to the gated states (``keep``), outer products (``write``), gates, k and m outside (``above``) and
+    inside (``below``) their norms, and v (``value``).
+    """
 
     def fn(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
         outs = []
@@ -452,7 +456,7 @@ def test_a_loop_that_stays_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("change", [_same, _rounded])
 def test_a_rounding_of_all_of_k_stays_the_models(change: Change) -> None:
-    """Without gradients: those through two casts are rounded twice in eager, and once in the op."""
+    """Runs without gradients, which eager rounds twice, through both casts, and the op once."""
     got = assert_like_eager(_cell(above=change, below=change), _kvqm(), _state(1), _state(2), trained=[False] * 3)
     assert got.ops == {"e79_scan": 1} or "is rounded to torch.bfloat16" in _reasons(got)
 
@@ -461,7 +465,7 @@ def test_what_the_model_rounded_does_not_cancel() -> None:
     assert_like_eager(_cell(value=lambda v: v + v - _rounded(v)), _kvqm(), _state(1), _state(2))
 
 
-def test_an_output_that_is_not_looked_for_any_further_is_named() -> None:
+def test_a_search_for_outputs_that_stops_is_named() -> None:
     def fn(kvqm: Tensor, S: Tensor, M: Tensor) -> Any:
         extra = []
         for t in range(T):

@@ -1,4 +1,4 @@
-"""What calls write, keep and hook is asked of PyTorch, whatever they are called through; modes belong to positions."""
+"""Finds what calls write, keep and hook by asking PyTorch, and the modes at each position of a graph."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_writes_are_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_what_writes_nothing_is_left(name: str) -> None:
+def test_calls_that_write_nothing_have_no_effects(name: str) -> None:
     view = view_of(lambda x, y: (a := x * 2, PURE[name](a, y)), torch.randn(4, 8), torch.randn(4, 8))
     assert not view.events
     assert not any(view.effects.of(n).watches for n in view.real.nodes)

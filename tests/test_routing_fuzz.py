@@ -1,4 +1,4 @@
-"""A seeded sample of the fuzz: routing breaks nothing. The full run is ``python -m tests.fuzz_routing``."""
+"""A seeded sample of the fuzz test: routing changes no result. The full run is ``python -m tests.fuzz_routing``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.fuzz_routing import MODELS, RESULT, compare, model_case, random_case
 
-SEED = 1  # not the full run's
+SEED = 1  # differs from the full run's seed
 
 
 @pytest.mark.parametrize("start", range(0, 20, 10))

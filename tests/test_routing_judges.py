@@ -1,4 +1,4 @@
-"""Routing finds mHC in models that nobody here wrote: DeepSeek-V4 of transformers, and other projects' formulas."""
+"""Routing finds mHC in other projects' code: DeepSeek-V4 of transformers, and the reference models."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_deepseek_v4_in_fp32_is_routed_with_equal_results(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["training", "checkpointed", "inference"])
 def test_deepseek_v4_with_bf16_streams_and_fp32_parameters_is_routed(mode: str) -> None:
-    """bf16 changes which experts a token takes, so the numbers here are only close."""
+    """Compares loosely: bf16 changes which experts a token takes."""
     model = _deepseek(torch.bfloat16, mode == "checkpointed", mode != "inference")
     assert {p.dtype for name, p in model.named_parameters() if "_hc." in name or "hc_head" in name} == {torch.float32}
     got, plain = _run(model, mode != "inference")
@@ -84,7 +84,7 @@ def test_deepseek_v4_with_bf16_streams_and_fp32_parameters_is_routed(mode: str) 
 
 
 def test_deepseek_v4_counts_grow_with_its_layers() -> None:
-    """The report names each formula's line in transformers, and no near miss."""
+    """Checks that the report names each formula's line in transformers, and no near miss."""
     report = run(functools.partial(_logits, _deepseek(torch.float32)), _ids(), (), False).report
     assert sorted(r.op for r in report.routed if r.op in EXPECTED) == sorted(
         op for op, k in EXPECTED.items() for _ in range(k)
@@ -98,7 +98,7 @@ def _ids() -> tuple[Tensor, ...]:
 
 
 def test_deepseek_v4_through_inductor() -> None:
-    """Two layers forward; one layer of it trains in tests/test_example_deepseek.py."""
+    """Runs two layers forward; one layer trains in tests/test_example_deepseek.py."""
     model = _deepseek(torch.float32)
     torch._dynamo.reset()
     before = mhc_inductor.counters()
@@ -133,7 +133,7 @@ def test_formulas_of_other_projects_are_routed(name: str, dynamic: bool, grad: b
 
 @pytest.mark.parametrize("name", list(JUDGES))
 def test_formulas_of_other_projects_are_routed_for_one_token(name: str) -> None:
-    """As in decoding: a token's vectors have the shapes of weights."""
+    """Runs a single token, as in decoding, where a token's vectors have the shapes of weights."""
     fn, (x,), named = _judge(name, torch.float32)
     inputs = (x[:1, :, :1] if name == "streams_first" else x[:1, :1],)
     for grad in (True, False):
@@ -143,7 +143,7 @@ def test_formulas_of_other_projects_are_routed_for_one_token(name: str) -> None:
         assert difference(got, plain) < 1e-4
 
 
-def test_the_first_token_of_more() -> None:
+def test_one_token_sliced_from_more() -> None:
     fn, inputs, named = _judge("paper", torch.float32)
     got, plain = (how(lambda x: fn(x[:1, :1]), inputs, named) for how in (run, eager))
     assert dict(got.ops) == JUDGES["paper"][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
@@ -161,7 +161,7 @@ def test_formulas_of_other_projects_are_routed_in_bf16(name: str) -> None:
 
 
 def test_sinkhorn_iterations_of_the_transpose_are_counted() -> None:
-    """Columns before rows is the same iteration of the transposed logits, all of it in one op."""
+    """Checks that columns-first iterations of the transposed logits are all in one op."""
     fn, inputs, named = _judge("hyper_connections_sinkhorn", torch.float32)
     got = run(fn, inputs, named)
     calls = [n.args[1:] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)]
@@ -177,7 +177,7 @@ def test_the_report_says_what_differs(name: str) -> None:
 
 
 def _formula(x: Tensor, p: P, rows: str = "pre post res", alpha: bool = True, bias: bool = True) -> Tensor:
-    """The formula with phi's parts in the given order, with or without alpha and bias."""
+    """Computes the formula with phi's parts in the given order, with or without alpha and bias."""
     n, sizes = x.shape[-2], {"pre": N, "post": N, "res": N * N}
     names = rows.split()
     z = F.rms_norm(x.flatten(-2).float(), (n * x.shape[-1],), eps=EPS) @ p["phi"].T
@@ -204,7 +204,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_weights_in_another_order_or_left_out(name: str, dtype: torch.dtype) -> None:
-    """The op's phi, alpha and bias are put together from what the model has; a number takes the place of the rest."""
+    """Checks that the op's phi, alpha and bias are assembled from the model's, with constants for missing ones."""
     _, inputs, named = _judge("paper", dtype)
     fn = functools.partial(_formula, p=dict(named), **VARIANTS[name])
     got, plain = run(fn, inputs, named), eager(fn, inputs, named)
@@ -214,7 +214,7 @@ def test_weights_in_another_order_or_left_out(name: str, dtype: torch.dtype) -> 
 
 
 def test_weights_that_are_computed_after_the_projection() -> None:
-    """Three gates of which each has a function of its own: the op stands where all its inputs are there."""
+    """Computes alpha and bias after the projection: the op must be placed after all its inputs."""
     _, inputs, named = _judge("paper", torch.float32)
 
     def fn(x: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ NORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", list(NORMS))
-def test_norms_in_other_words(name: str) -> None:
+def test_other_spellings_of_the_norm(name: str) -> None:
     _, inputs, named = _judge("paper", torch.float32)
     p = dict(named)
 
@@ -251,7 +251,7 @@ def test_norms_in_other_words(name: str) -> None:
 
 @pytest.mark.parametrize("tokens", [6, N, 1])
 def test_streams_in_another_dim_than_the_last_but_one(tokens: int) -> None:
-    """As many tokens as streams, or one, do not confuse the dims."""
+    """Tests as many tokens as streams, and a single token, which could confuse the dims."""
     fn, _, named = _judge("streams_first", torch.float32)
     x = torch.randn(2, N, tokens, WIDTH, generator=torch.Generator().manual_seed(3))
     got, plain = run(fn, (x,), named), eager(fn, (x,), named)
@@ -261,7 +261,7 @@ def test_streams_in_another_dim_than_the_last_but_one(tokens: int) -> None:
 
 
 def _turned(x: Tensor, p: P, inside: bool = False) -> Tensor:
-    """Iterations of the transposed logits; with ``inside`` alpha multiplies the bias too."""
+    """Iterates on the transposed logits; with ``inside``, alpha also multiplies the bias."""
     n, (alpha, bias) = x.shape[-2], (p["alpha"], p["bias"])
     z = F.rms_norm(x.flatten(-2).float(), (n * x.shape[-1],), eps=EPS) @ p["phi"].T
     pre, post, res = (z + bias if inside else z).split([n, n, n * n], -1)
@@ -286,7 +286,7 @@ def test_transposed_logits_are_balanced_by_an_op_of_their_own() -> None:
 
 
 def test_an_alpha_of_the_bias_is_reported() -> None:
-    """``alpha * Linear(x)`` with a bias: the iterations are routed, the rest is named."""
+    """Tests ``alpha * Linear(x)`` with a bias: the iterations are routed, the rest is a near miss."""
     _, inputs, named = _judge("paper", torch.float32)
     fn = functools.partial(_turned, p=dict(named), inside=True)
     got = run(fn, inputs, named)
@@ -305,7 +305,7 @@ def _balanced_in_place(logits: Tensor, p: P) -> Tensor:
 
 
 def test_iterations_in_place() -> None:
-    """Where no gradient is wanted, ports of the paper divide in place."""
+    """Divides in place, as ports of the paper do in inference."""
     _, inputs, named = _judge("log_domain_sinkhorn", torch.float32)
     fn = functools.partial(_balanced_in_place, p=dict(named))
     got, plain = run(fn, inputs, named, False), eager(fn, inputs, named, False)
@@ -313,7 +313,7 @@ def test_iterations_in_place() -> None:
 
 
 def _kept(logits: Tensor, p: P) -> tuple[Tensor, Tensor]:
-    """The matrix before the iterations is seen after them: it must hold what they left in it."""
+    """Reads the initial matrix after iterations in place, which must have changed it."""
     matrix = torch.exp(logits)
     first = matrix
     for _ in range(2):
@@ -330,7 +330,7 @@ def test_a_matrix_that_is_seen_again_stays_in_place() -> None:
 
 
 def test_potentials_of_other_logits_are_no_iterations() -> None:
-    """The column addend of one step later, or of another temperature, is another function."""
+    """Uses a column addend of another step or of another temperature, which is another function."""
 
     def late(x: Tensor, scale: float) -> Tensor:
         u = -torch.logsumexp(x, dim=-1)
@@ -349,7 +349,10 @@ def test_potentials_of_other_logits_are_no_iterations() -> None:
 
 @pytest.mark.parametrize("transform", ["grad", "jvp"])
 def test_what_a_transform_differentiates_is_left_alone(transform: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The op has no forward-mode derivative, and tensors inside are of the transform's level. Before and after it, all is routed."""
+    """Checks that formulas inside a transform stay, and those before and after it are routed.
+
+    The op has no forward-mode derivative, and tensors inside belong to the transform's level.
+    """
     fn, inputs, named = _judge("paper", torch.float32)
 
     def step(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What a mask says is what the op sees: fills, rows without keys, constants, factors, casts and indices out of range.
+"""The op sees what a mask says: fills, rows without keys, constants, factors, casts and indices out of range.
 
-Each case is a formula that is either equal to eager after routing, gradients and NaN included, or is left alone.
+Each case is either equal to eager after routing, gradients and NaN included, or left alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = 16
 
 
 def _given(seed: int = 0, S: int = T, dtype: torch.dtype = torch.float32, size: float = 1.0) -> tuple[Tensor, ...]:
-    """q, k, v [2, 2, S or T, 8], and ranges [2, 2, S, 2, 2] of which every third query has none."""
+    """Returns q, k, v [2, 2, S or T, 8], and ranges [2, 2, S, 2, 2] that are empty for every third query."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(2, 2, n, 8, generator=g) for n in (S, T, T))
     start = torch.randint(0, T, (2, 2, S, 2), generator=g)
@@ -41,7 +41,7 @@ def _causal() -> Tensor:
 
 
 def _attention(mask: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    """softmax(mask(scores, allowed)) @ V."""
+    """Returns the function softmax(mask(scores, allowed)) @ V."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
         return mask(q @ k.mT * 0.35, _inside(ranges)).softmax(-1) @ v
@@ -54,7 +54,7 @@ def _both(fn: Callable[..., Any], given: tuple[Tensor, ...], grad: bool = True) 
 
 
 def _same(fn: Callable[..., Any], given: tuple[Tensor, ...], routed: bool | None = None, bar: float = 2e-6) -> Captured:
-    """The routed call, which must be equal to the eager one in training and in inference."""
+    """Asserts that the routed call equals the eager one in training and in inference, and returns it."""
     for grad in (True, False):
         got, unrouted = _both(fn, given, grad)
         assert not got.report.problems, got.report.problems
@@ -86,7 +86,7 @@ ONE_FILL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("masked", ONE_FILL)
 def test_rows_without_keys_are_the_formulas(masked: str) -> None:
-    """Zeros, means, NaN, and their gradients: NaN where the model's are."""
+    """Compares zeros, means, NaN and their gradients, which are NaN exactly where the model's are."""
     _same(_attention(ONE_FILL[masked]), _given(), routed=True)
 
 
@@ -103,7 +103,7 @@ def test_rows_without_keys_in_bf16(masked: str) -> None:
 
 @pytest.mark.parametrize("fill", [-INF, MIN])
 def test_rows_without_keys_of_sdpa(fill: float) -> None:
-    """Gradients of a row of finfo.min differ between kernels of fused attention."""
+    """Routes a fill of -inf, but not of finfo.min, where kernels of fused attention give different gradients."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
         bias = torch.zeros(2, 2, T, T).masked_fill(~_inside(ranges), fill)
@@ -146,14 +146,14 @@ SEVERAL_FILLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("masked", SEVERAL_FILLS)
 def test_masks_of_different_fills(masked: str) -> None:
-    """Where some row has no key, the fills say which keys count: nothing of the future may leak in."""
+    """Checks that mixed fills stay: in rows without keys they decide which keys count, so future keys could leak in."""
     got = _same(_attention(SEVERAL_FILLS[masked]), _given(), routed=False)
     assert "a query may see no key" in reasons(got) or "expected -inf" in reasons(got), reasons(got)
 
 
 @pytest.mark.parametrize("masked", SEVERAL_FILLS)
 def test_masks_of_different_fills_where_every_query_sees_a_key(masked: str) -> None:
-    """The own key always counts, so no row is empty."""
+    """Makes each query see its own key, so that no row is empty."""
     fn = _attention(lambda s, m: SEVERAL_FILLS[masked](s, m | (torch.arange(T) == torch.arange(T)[:, None])))
     _same(fn, _given(), routed="-1e4" not in masked)
 
@@ -190,7 +190,7 @@ def test_a_mask_in_fp16_is_its_dtypes_lowest() -> None:
 
 
 def test_finfo_min_of_another_dtype_is_rounded() -> None:
-    """finfo(float32).min is -inf in bf16."""
+    """Rounds finfo(float32).min to bf16, where it is -inf."""
     fn = _attention(lambda s, m: s + torch.zeros(m.shape).masked_fill(~m, MIN).bfloat16())
     _same(fn, _given(dtype=torch.bfloat16), routed=True, bar=2e-2)
 
@@ -246,8 +246,8 @@ EQUAL_OR_LEFT: dict[str, Two] = {
 
 
 @pytest.mark.parametrize("name", EQUAL_OR_LEFT)
-def test_constants_of_masks_count(name: str) -> None:
-    """a and b are masks of one range each; every key of the own place is seen, so that no row is empty."""
+def test_constants_of_masks_matter(name: str) -> None:
+    """Combines masks a and b of one range each; each query also sees its own position, so that no row is empty."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
         t = torch.arange(T)
@@ -270,7 +270,7 @@ _ROUTED = {
     ),
     *("maximum", "nonzero fraction", "additive, against -inf", "half truncated to 0 in int"),
 }
-"""The masks above that are one of the two or their union: recognised through their constants."""
+"""The masks above that equal a, b or their union, which routing recognises through the constants."""
 
 
 def _picks(values: Tensor) -> tuple[Tensor, ...]:
@@ -280,7 +280,7 @@ def _picks(values: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_counts_that_a_float_rounds(dtype: torch.dtype) -> None:
-    """600 starts before 601 ends leave a count of 0 or 1 that 8 bits do not hold."""
+    """Counts 600 starts before 601 ends, which leaves a count of 0 or 1 that 8 bits cannot hold."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
         change = torch.zeros(2, 2, T, T + 1, dtype=dtype)
@@ -438,7 +438,7 @@ def test_softmaxes_over_selected_keys_that_stay_have_a_reason(name: str) -> None
 
 @pytest.mark.parametrize("form", ["bool", "float", "sdpa", "sdpa bool"])
 def test_masks_that_are_given_have_a_reason(form: str) -> None:
-    """A registered buffer or an argument with an element for each query and key: nobody sees what it says."""
+    """Passes the mask as an argument with an element per query and key, whose contents routing cannot know."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         if "sdpa" in form:
@@ -453,7 +453,7 @@ def test_masks_that_are_given_have_a_reason(form: str) -> None:
 
 
 def test_masks_of_positions_and_padding_are_no_near_miss() -> None:
-    """Plain causal attention, a padding mask, -1e4 for a mask: torch.compile's own."""
+    """Runs plain causal attention, a padding mask and a fill of -1e4, which stay torch.compile's."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> tuple[Tensor, ...]:
         s = q @ k.mT
@@ -466,7 +466,7 @@ def test_masks_of_positions_and_padding_are_no_near_miss() -> None:
 
 
 def test_keys_put_together_in_place() -> None:
-    """``new_empty`` and two slice copies, as models join a rotated part to the rest."""
+    """Assembles keys by ``new_empty`` and two slice copies, as models join a rotated part with the rest."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
         joined = k.new_empty(k.shape)

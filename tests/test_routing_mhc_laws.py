@@ -1,4 +1,4 @@
-"""The laws of routing (design.md), held by mHC: the model's roundings, autograd's shape, no silence, lone posts."""
+"""The laws of routing (design.md) for mHC: the model's roundings, autograd's graph, near misses, lone posts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def streams(*lead: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def same(fn: Fn, inputs: tuple[Tensor, ...], named: Any = (), within: float = 1e-5, **options: Any) -> Captured:
-    """Runs ``fn`` routed and not: equal values, gradients, None for None, and requires_grad of every output."""
+    """Runs ``fn`` routed and unrouted, and asserts equal values, gradients, None gradients and requires_grad."""
     got, plain = run(fn, inputs, list(named), **options), eager(fn, inputs, list(named), **options)
     assert not got.report.problems
     assert difference(got, plain) < within, (difference(got, plain), dict(got.ops))
@@ -38,7 +38,7 @@ def same(fn: Fn, inputs: tuple[Tensor, ...], named: Any = (), within: float = 1e
 
 
 def requires(fn: Fn, inputs: tuple[Tensor, ...], routed: bool) -> list[bool]:
-    """requires_grad of every output, where no input requires it."""
+    """Returns requires_grad of every output, where no input requires it."""
 
     def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Fn:
         if routed:
@@ -54,7 +54,7 @@ def reasons(got: Captured) -> list[str]:
     return [f"{m.op}: {m.reason}" for m in got.report.near_misses]
 
 
-# --- a rounding that the model wrote on an input is the model's ----------------------------------------------
+# --- a rounding that the model wrote on an input stays ------------------------------------------------------
 
 FP8 = torch.float8_e4m3fn
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -80,7 +80,7 @@ def test_a_rounded_weight_stays_rounded(which: str, how: str) -> None:
         v = normed(x.flatten(-2))
         return around(x, q, _balanced, (v * q["gamma"].flatten().to(v.dtype)) @ q["phi"].to(v.dtype).T)
 
-    # Gradients of 16 bits are rounded where the op's sums end, and where the model's do.
+    # 16-bit gradients are rounded where the op's sums end, and where the model's do.
     got = same(fn, (streams(),), named, 3e-4)
     if how not in ("int8", "scaled fp8"):
         assert dict(got.ops) == BOTH, reasons(got)
@@ -109,8 +109,8 @@ def test_rounded_streams_stay_rounded(where: str) -> None:
     assert dict(got.ops) == BOTH or reasons(got)
 
 
-def test_roundings_of_values_between_may_go() -> None:
-    """Coefficients in the streams' dtype, a product's output, normed streams: closer to exact without."""
+def test_roundings_of_intermediate_values_may_go() -> None:
+    """Rounds the operands of the projection to bf16: the op may leave these roundings out, closer to exact."""
     p = parameters()
 
     def fn(x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def test_roundings_of_values_between_may_go() -> None:
 
 @pytest.mark.parametrize("how", ["fp8", "bf16", "fp16"])
 @pytest.mark.parametrize("which", ["h_pre", "h_post", "res", "mixed"])
-def test_roundings_between_to_a_dtype_that_no_tensor_has_are_the_models(which: str, how: str) -> None:
+def test_intermediate_roundings_to_a_dtype_that_no_tensor_has_stay(which: str, how: str) -> None:
     p = laws.mhc_leaves(dtype=torch.float32)
     x = p.pop("x")
 
@@ -145,11 +145,11 @@ def test_rounded_inputs_of_a_lone_post_stay_rounded(which: str) -> None:
     assert dict(same(fn, post_inputs()).ops) == {"mhc_post": 1}
 
 
-# --- autograd's shape is the model's ------------------------------------------------------------------------
+# --- autograd's graph stays the model's ---------------------------------------------------------------------
 
 
 def parts(trained: str, seed: int = 0) -> dict[str, Tensor]:
-    """phi, alpha and bias as three leaves each, of which those of the ``trained`` roles require gradients."""
+    """Returns phi, alpha and bias as three leaves each; those of the ``trained`` roles require gradients."""
     p = parameters(seed)
     made = {}
     for k, role in enumerate(("pre", "post", "res")):
@@ -175,7 +175,7 @@ def test_outputs_require_grad_where_the_models_do(trained: str, grad: bool) -> N
 
 @pytest.mark.parametrize("trained", ["pre", "post", "res", "pre post res"])
 @pytest.mark.parametrize("cut", ["pre", "post", "res", "post res"])
-def test_parts_out_of_reach_get_none(cut: str, trained: str) -> None:
+def test_parts_behind_a_detach_get_no_gradient(cut: str, trained: str) -> None:
     p = parts(trained)
 
     def fn(x: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def test_parts_out_of_reach_get_none(cut: str, trained: str) -> None:
 
 
 def test_truncated_backpropagation_over_coefficients() -> None:
-    """h_post of frozen parts is carried from one chunk to the next: no graph hangs on it."""
+    """Carries h_post of frozen parts from one chunk to the next: it must have no autograd graph."""
     p = parts("pre")
 
     def step(x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,14 +208,14 @@ def test_truncated_backpropagation_over_coefficients() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["phi", "alpha", "bias"])
-def test_a_frozen_weight_gets_none(frozen: str) -> None:
+def test_a_frozen_weight_gets_no_gradient(frozen: str) -> None:
     p = parameters()
     p[frozen].requires_grad_(False)
     got = same(lambda x: around(x, p, _balanced), (streams(),), [(k, p[k]) for k in p if k != frozen and k != "gamma"])
     assert dict(got.ops) == BOTH
 
 
-# --- a post whose coefficients come from anywhere -----------------------------------------------------------
+# --- a post whose coefficients come from any operation ------------------------------------------------------
 
 
 def post_inputs(*lead: int, dtype: torch.dtype = torch.float32, static: str = "") -> tuple[Tensor, ...]:
@@ -283,12 +283,12 @@ NO_POSTS: dict[str, Fn] = {
 
 
 @pytest.mark.parametrize("name", [n for n in NO_POSTS if n != "right"])
-def test_what_is_no_post(name: str) -> None:
+def test_formulas_that_are_not_post(name: str) -> None:
     assert not same(NO_POSTS[name], post_inputs()).ops["mhc_post"]
 
 
 def test_wide_matrices_are_no_streams() -> None:
-    """A recurrence of linear attention: as many columns as rows, or more rows than the op has streams."""
+    """Runs linear attention's recurrence: as many columns as rows, or more rows than the op has streams."""
     g = torch.Generator().manual_seed(1)
     for n, d in ((16, 64), (4, 4), (8, 8)):
         given = tuple(torch.randn(s, generator=g) for s in ((2, n, d), (2, d), (2, n), (2, n, n)))
@@ -314,7 +314,7 @@ def test_a_graph_break_within_the_sublayer() -> None:
     assert got.ops["mhc_pre"] == got.ops["mhc_post"] == 1, reasons(got)
 
 
-# --- streams from anywhere ----------------------------------------------------------------------------------
+# --- streams from any operation -----------------------------------------------------------------------------
 
 
 SOURCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -376,7 +376,7 @@ def test_autocast_with_a_linear_projection(dtype: torch.dtype, where: str) -> No
     assert difference(got, plain) < 3e-2
 
 
-# --- no silence ---------------------------------------------------------------------------------------------
+# --- nothing stays unrouted without a near miss -------------------------------------------------------------
 
 
 def test_a_search_that_stops_early_says_so() -> None:

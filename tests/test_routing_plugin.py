@@ -1,4 +1,4 @@
-"""An operator from outside the package plugs into the pass: recognised, placed, explained, and refused where laws forbid it."""
+"""A third-party operator plugs into the pass: it is recognised, placed, explained, and refused where laws forbid it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_differs_is_named(name: str) -> None:
     assert difference(got, eager(fn, inputs())) == 0.0
 
 
-def test_laws_hold_for_it_without_its_knowing() -> None:
+def test_laws_hold_without_code_in_the_operator() -> None:
     def switched(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
         with torch.no_grad():
             rstd = torch.rsqrt((x * x).mean(-1, True) + 1e-5)
@@ -86,12 +86,12 @@ def test_a_name_is_taken_once() -> None:
         register(gated_norm.GatedNorm)
 
 
-def test_explain_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_names_the_operator(capsys: pytest.CaptureFixture[str]) -> None:
     report = mhc_inductor.explain(SPELLINGS["sum"], *inputs())
     assert [r.op for r in report.routed] == ["gated_norm"] and "gated_norm" in capsys.readouterr().out
 
 
-def test_it_is_short_and_documented() -> None:
+def test_the_operator_is_short_and_documented() -> None:
     source = pathlib.Path(gated_norm.__file__)
     assert len(source.read_text().splitlines()) < 150
     page = (source.parent.parent / "docs" / "route_your_own.md").read_text()
@@ -101,7 +101,10 @@ def test_it_is_short_and_documented() -> None:
 
 @pytest.mark.parametrize("method", ["create", "_settled", "_replace", "sweep", "guard"])
 def test_a_failing_edit_leaves_the_model_as_it_was(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every edit fails once, at each of its calls: the graph compiles unrouted, with the nodes that Dynamo made, and says so."""
+    """Makes every edit fail once, at each of its calls.
+
+    The graph must compile unrouted, with the nodes that Dynamo made, and the report must say so.
+    """
     plain = getattr(editing.Edit, method)
     for at in range(8):
         calls = iter(range(1000))

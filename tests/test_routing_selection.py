@@ -1,6 +1,6 @@
-"""Attention under a mask of selected keys becomes one op, however mask and attention are written, and nothing else does.
+"""Attention under a mask of selected keys becomes one op, however both are written, and other attention does not.
 
-The graphs come from Dynamo and run without Inductor; a sample goes the whole way through ``backend="mhc_inductor"``.
+The graphs come from Dynamo and run without Inductor; a sample runs through all of ``backend="mhc_inductor"``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _run(one: Attention) -> tuple[Captured, Captured]:
 
 
 def _exact(one: Attention) -> Captured:
-    """The attention in fp64, on the same numbers."""
+    """Runs the attention in fp64 on the same numbers."""
     given = [t.double() if t.is_floating_point() else t for t in one.inputs()]
     return eager(one, given, (), one.settings.mode != "no_grad")
 
@@ -55,7 +55,7 @@ def assert_routed(one: Attention) -> None:
     assert dict(got.ops) == {"selection_attention": 1}, f"{one.name}: {reasons(got)}"
     names = [str(getattr(node.target, "__name__", node.target)) for node in got.graphs[0].graph.nodes]
     words = ("softmax", "matmul", "bmm", "einsum", "scaled_dot", "one_hot", "cumsum", "repeat_interleave")
-    # What was written in place is left for the compiler, which sees that nobody reads it.
+    # In-place writes stay in the graph for the compiler to remove, since nothing reads them.
     left = [name for name in names if any(word in name for word in words)]
     assert not left or any(name.endswith("_") or name in ("iadd", "setitem") for name in names), f"{one.name}: {left}"
     not_worse(one.name, got, unrouted, _exact(one))
@@ -71,7 +71,7 @@ def test_every_way_to_write_each_part_is_routed(start: int) -> None:
 
 
 def test_random_spellings_are_routed() -> None:
-    """One in five; tests/all_spellings.py takes them all."""
+    """Tests one in five; tests/all_spellings.py tests all of them."""
     for one in spellings(RANDOM, SEED)[::5]:
         assert_routed(one)
 
@@ -82,7 +82,7 @@ def test_the_spellings_hold_every_pick() -> None:
     assert {one.kind for one in spellings(RANDOM, SEED)} == set(KINDS)
 
 
-# --- what is no selection -----------------------------------------------------------------------------------
+# --- what is not a selection --------------------------------------------------------------------------------
 
 REASONS = {
     "end inclusive": "keys below end + 1; expected start <= key < end",
@@ -132,7 +132,7 @@ REASONS = {
     "scores used": "the attention weights or scores are used elsewhere, too",
 }
 SILENT = ("a window", "causal only", "documents", "sigmoid", "over queries", "multiplied")
-"""Attention that nobody would take for a selection, or weights that are no softmax."""
+"""Attention that does not resemble a selection, or whose weights are not a softmax: no near miss is reported."""
 
 
 @pytest.mark.parametrize("start", range(0, len(MUTATIONS), CHUNK))
@@ -146,7 +146,7 @@ def test_a_mutant_is_not_routed_and_the_report_says_why(start: int) -> None:
         assert all(m.op == "selection_attention" and "selection.py" in m.source for m in got.report.near_misses)
 
 
-# --- judges: code in the style of other projects ------------------------------------------------------------
+# --- reference models in the style of other projects --------------------------------------------------------
 
 
 def _judge(name: str) -> tuple[Callable[..., Any], tuple[Tensor, ...], Sequence[tuple[str, Tensor]]]:
@@ -158,7 +158,7 @@ def _judge(name: str) -> tuple[Callable[..., Any], tuple[Tensor, ...], Sequence[
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("name", JUDGES)
-def test_judges_are_routed(name: str, grad: bool) -> None:
+def test_reference_models_are_routed(name: str, grad: bool) -> None:
     fn, given, named = _judge(name)
     got, unrouted = run(fn, given, named, grad), eager(fn, given, named, grad)
     assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
@@ -168,8 +168,11 @@ def test_judges_are_routed(name: str, grad: bool) -> None:
 
 
 @pytest.mark.parametrize("name", JUDGES)
-def test_judges_in_bf16(name: str) -> None:
-    """The picks come from the same bf16 scores; modules that choose by products of their own may round otherwise."""
+def test_reference_models_in_bf16(name: str) -> None:
+    """Compares in bf16: the picks come from the same bf16 scores.
+
+    Modules that select by a product of their own may round it differently.
+    """
     make, given = JUDGES[name]
     torch.manual_seed(0)
     fn = make()
@@ -182,7 +185,7 @@ def test_judges_in_bf16(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["DeepSeek sparse attention", "packed, no batch", "ranges", "window and blocks"])
 def test_one_graph_serves_other_lengths(name: str) -> None:
-    """Compiled for any size, without a graph break, and no more often than without routing."""
+    """Checks that one dynamic graph serves all lengths, with as many compiles as without routing."""
     fn, given, _ = _judge(name)
     dims = {"DeepSeek sparse attention": (1,), "ranges": (1, None, None, 1), "packed, no batch": (0, 0, 0, 1)}
     at = dims.get(name, (2, 2, 2, 1))
@@ -221,7 +224,7 @@ def test_ranges_go_in_as_they_are() -> None:
 
 @pytest.mark.parametrize("form", ["sdpa", "einsum", "bmm", "grouped", "grouped_matmul"])
 def test_queries_and_keys_are_views_of_the_models_tensors(form: str) -> None:
-    """Whatever the model copied for its heads: the op reads q, k and v where they lie."""
+    """Checks that the op reads views of the model's q, k and v, whatever copies the model made for its heads."""
     got, _ = _run(plain(form=form, spread="contiguous"))
     for node in _arguments(got)[:3]:
         while node.op != "placeholder":
@@ -254,7 +257,7 @@ def test_scale_and_groups_are_those_of_the_model() -> None:
 def _empty_rows(
     masked: str, form: str = "matmul", options: RoutingOptions = DEFAULT
 ) -> tuple[Captured, Captured, Tensor]:
-    """Ranges of which every third query has none."""
+    """Runs an attention whose ranges are empty for every third query; returns both results and these queries."""
     one = plain(form=form, masked=masked, softmax="plain")
     *given, picked = one.inputs()
     none = torch.arange(picked.shape[1]) % 3 == 0
@@ -271,7 +274,7 @@ def test_rows_without_keys_are_those_of_sdpa(form: str) -> None:
 
 @pytest.mark.parametrize("masked", ["fill", "where", "add_zeros"])
 def test_rows_without_keys_are_0_where_the_model_has_nan(masked: str) -> None:
-    """Asked for by an option."""
+    """Sets the option that makes such rows zero."""
     got, unrouted, none = _empty_rows(masked, options=RoutingOptions(empty_rows="zero"))
     assert got.ops and bool(unrouted.outputs[0][:, none].isnan().all())
     assert not bool(got.outputs[0][:, none].any())
@@ -294,7 +297,7 @@ def test_nan_of_keys_that_nobody_selects_stays_there() -> None:
     assert got.ops and bool(got.outputs[0].isfinite().all()) and bool(got.grads["input 0"].isfinite().all())  # type: ignore[union-attr]
 
 
-# --- what is around it --------------------------------------------------------------------------------------
+# --- the surroundings of the attention ----------------------------------------------------------------------
 
 
 def _both(fn: Callable[..., Any], *given: Tensor, grad: bool = True) -> tuple[Captured, Captured]:
@@ -417,7 +420,7 @@ def test_masks_without_gradients_are_masks() -> None:
 
 
 def test_plain_attention_is_no_near_miss() -> None:
-    """Causal, sliding, padded, with ALiBi, without a mask: no finding, and no time."""
+    """Runs causal, sliding, padded, ALiBi and unmasked attention, none of which is reported."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, padding: Tensor) -> Any:
         S, T = q.shape[2], k.shape[2]
@@ -441,11 +444,11 @@ def test_plain_attention_is_no_near_miss() -> None:
     assert difference(got, unrouted) == 0.0
 
 
-# --- whether it is worth it ---------------------------------------------------------------------------------
+# --- whether routing is profitable --------------------------------------------------------------------------
 
 
 def _sizes(**changes: Any) -> Sizes:
-    """c2 of the benchmark."""
+    """Returns the sizes of c2 of the benchmark, with changes."""
     return dataclasses.replace(Sizes("cuda", torch.bfloat16, 16384, 16384, 4, 128, 1024), **changes)
 
 
@@ -459,7 +462,7 @@ def test_the_rule_for_cuda() -> None:
     assert not refusal(_sizes(device="cpu", keys=16, dtype=torch.float64))
 
 
-# --- the whole way ------------------------------------------------------------------------------------------
+# --- through Inductor ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["training", "inference"])

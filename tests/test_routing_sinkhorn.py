@@ -1,4 +1,4 @@
-"""Routing finds the iterations of H_res however they are written, and nothing that is not them."""
+"""Routing finds the Sinkhorn iterations of H_res in every spelling, and finds no other iterations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _columns(matrix: Tensor, u: Tensor) -> Tensor:
 
 
 def _knopp(matrix: Tensor, rows: Factor = _rows, columns: Factor = _columns, start: float = 1.0) -> Tensor:
-    """u [..., n, 1] and v [..., 1, n] in turn."""
+    """Updates the factors u [..., n, 1] and v [..., 1, n] in turn."""
     u, v = torch.ones_like(matrix[..., :1]), torch.full_like(matrix[..., :1, :], start)
     for _ in range(ITERS):
         u = 1 / rows(matrix, v)
@@ -33,7 +33,7 @@ def _knopp(matrix: Tensor, rows: Factor = _rows, columns: Factor = _columns, sta
 
 
 def _vectors(matrix: Tensor) -> Tensor:
-    """As optimal transport writes it: products with vectors."""
+    """Computes products with vectors, as optimal transport code does."""
     v = torch.ones(matrix.shape[:-1])
     for _ in range(ITERS):
         u = (matrix @ v.unsqueeze(-1)).squeeze(-1).reciprocal()
@@ -58,7 +58,7 @@ def _by_ones(matrix: Tensor) -> Tensor:
 
 
 def _bounded(logits: Tensor) -> Tensor:
-    """The bound as a tensor in one step, as a number in the other."""
+    """Bounds the sums by a tensor in one step and by a number in the other."""
     matrix = torch.exp(logits - logits.amax(-1, keepdim=True))
     for _ in range(ITERS):
         matrix = matrix / torch.maximum(matrix.sum(-1, keepdim=True), torch.tensor(1e-6))
@@ -93,7 +93,7 @@ def _stale(matrix: Tensor) -> Tensor:
 
 
 def _one_late(matrix: Tensor) -> Tensor:
-    """v of the iteration before the last."""
+    """Uses v of the iteration before the last."""
     v = torch.ones_like(matrix[..., :1, :])
     for _ in range(ITERS):
         u, before = 1 / _rows(matrix, v), v
@@ -138,7 +138,7 @@ def _compiled(matrix: Callable[[Tensor], Tensor]) -> tuple[Captured, Captured]:
 
 
 def _iterations(got: Captured) -> list[int]:
-    """``sinkhorn_iters`` of every mhc_pre."""
+    """Returns ``sinkhorn_iters`` of every mhc_pre."""
     return [n.args[9] for gm in got.graphs for n in gm.graph.nodes if "mhc_pre" in str(n.target)]  # type: ignore[misc]
 
 

@@ -1,6 +1,6 @@
-"""Routing finds the mHC formula however it is written, and nothing that is not mHC.
+"""Routing finds the mHC formula in every spelling, and nothing that is not mHC.
 
-The graphs come from Dynamo and run without Inductor; a sample goes the whole way through ``backend="mhc_inductor"``.
+The graphs come from Dynamo and run without Inductor; a sample runs through all of ``backend="mhc_inductor"``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tests.spellings import AXES, Spelling, singles, spellings
 
 TOTAL, SEED = 500, 0
 EVERY, PARTS = 5, 4
-"""One in so many of the random spellings is drawn here; tests/all_spellings.py takes them all."""
-FP32_SUMS = 2e-6  # sums of a few hundred fp32 products in another order
+"""Every EVERY-th random spelling is tested here, in PARTS parts; tests/all_spellings.py tests all of them."""
+FP32_SUMS = 2e-6  # fp32 sums of a few hundred products in another order
 
 
 def _given(s: Spelling) -> tuple[Any, ...]:
@@ -40,7 +40,7 @@ def _errors(got: Mapping[Any, Tensor | None], exact: Mapping[Any, Tensor | None]
 def _not_worse(
     where: str, got: Mapping[Any, Tensor | None], plain: Mapping[Any, Tensor | None], exact: Mapping[Any, Tensor | None]
 ) -> None:
-    """No error above twice the largest unrouted one; eight times for scalars, sums that may cancel to anything."""
+    """Asserts that no error exceeds twice the largest unrouted one, or eight times for scalars: sums may cancel."""
     largest = max(_errors(plain, exact).values(), default=0.0)
     for key, error in _errors(got, exact).items():
         t = got[key]
@@ -50,7 +50,7 @@ def _not_worse(
 
 
 def _check(s: Spelling, got: Captured, plain: Captured) -> None:
-    """Against fp64: at most twice the unrouted error and one rounding; every gradient is there."""
+    """Asserts errors against fp64 of at most twice the unrouted error and one rounding, and no missing gradient."""
     _, inputs, parameters, grad = _given(s)
     outputs, grads = evaluate(s.module.oracle, inputs, parameters, grad)
     assert [(o.shape, o.dtype) for o in got.outputs] == [(o.shape, o.dtype) for o in plain.outputs], s.name
@@ -64,7 +64,7 @@ def _check(s: Spelling, got: Captured, plain: Captured) -> None:
 
 
 def unrouted(s: Spelling) -> str | None:
-    """What is wrong with the ops found, None where they are as expected; the numbers are asserted."""
+    """Returns what is wrong with the routed ops, or None; asserts the numbers."""
     got = run(*_given(s), dynamic=s.settings.dynamic)
     _check(s, got, eager(*_given(s)))
     if dict(got.ops) == s.ops:
@@ -78,7 +78,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _wrong_numbers(s: Spelling, got: Captured) -> str | None:
-    """The op's norm_eps, hc_eps, post_mult, post_eps and sinkhorn arguments against the settings."""
+    """Compares the op's norm_eps, hc_eps, post_mult, post_eps and sinkhorn arguments with the settings."""
     t, used = s.settings, s.settings.iters if s.settings.uses != "h_in+post" else 0
     head = [t.norm_eps, t.hc_eps]
     post = [t.post_mult, t.post_eps, used]
@@ -105,7 +105,7 @@ def test_random_spellings_are_routed(part: int) -> None:
 
 
 def test_the_committed_counts_are_of_all_random_spellings() -> None:
-    """At least 99 of 100 are routed with the right numbers, and no mutant."""
+    """Requires that 99 of 100 are routed with the right numbers, and no mutant is."""
     from tests.all_spellings import COUNTS, RESULT
 
     found = json.loads(RESULT.read_text())
@@ -116,7 +116,7 @@ def test_the_committed_counts_are_of_all_random_spellings() -> None:
 
 @functools.cache
 def _singles() -> dict[str, list[Spelling]]:
-    """axis -> its spellings without those of an axis before it: the plainest spelling is one of nearly every axis."""
+    """Maps each axis to its spellings that no earlier axis has: most axes share the plainest spelling."""
     found: dict[str, list[Spelling]] = {}
     seen = set()
     for axis in (*AXES, "phi"):
@@ -141,7 +141,7 @@ def test_every_pick_has_a_spelling() -> None:
 
 
 def test_spellings_differ() -> None:
-    """The generator gives distinct graphs, the same ones each time, and every pick turns up."""
+    """Checks that the generator gives distinct graphs, the same ones each time, and draws every pick."""
     made = list(spellings(TOTAL, SEED))
     assert len({tuple(sorted(s.module.picked.items())) for s in made}) == TOTAL
     assert [s.name for s in made[:20]] == [s.name for s in spellings(20, SEED)]
@@ -159,7 +159,7 @@ def test_through_inductor(k: int) -> None:
     got = Captured(*evaluate(compiled, inputs, parameters, grad))
     after = mhc_inductor.counters()
     counted = {op: after.get(f"routed {op}", 0) - before.get(f"routed {op}", 0) for op in s.ops}
-    # Dynamo compiles a graph again when a float that it left open becomes a constant.
+    # Dynamo compiles a graph again when a dynamic float becomes a constant.
     times = {counted[op] // count for op, count in s.ops.items()}
     assert len(times) == 1 and times.pop() >= 1 and all(counted[op] % count == 0 for op, count in s.ops.items()), (
         counted
@@ -168,7 +168,7 @@ def test_through_inductor(k: int) -> None:
 
 
 def _iterations(got: Captured) -> dict[str, int]:
-    """op -> the most sinkhorn iterations that one of its calls holds."""
+    """Maps each op to the most Sinkhorn iterations that one of its calls holds."""
     found: dict[str, int] = {}
     for gm in got.graphs:
         for node in gm.graph.nodes:
@@ -188,14 +188,14 @@ def test_there_are_enough_mutants() -> None:
 
 @pytest.mark.parametrize("axis", sorted({m.axis for m, _, _ in MUTANTS}))
 def test_no_mutant_is_routed(axis: str) -> None:
-    """Neither the op that holds the mutation, nor other numbers than unrouted; the mutation changes the function."""
+    """Checks that the op the mutation breaks is not routed, and that the mutation changes the function."""
     wrong = [w for m, mutant, whole in MUTANTS if m.axis == axis for w in routed_mutant(m, mutant, whole)]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_no_mutant_is_routed_in_a_second_spelling(part: int) -> None:
-    """One in ten; tests/all_spellings.py takes them all."""
+    """Tests one in ten; tests/all_spellings.py tests all of them."""
     table = itertools.islice(mutants(OTHER_SPELLING), 10 * part, None, 10 * PARTS)
     wrong = [w for m, mutant, whole in table for w in routed_mutant(m, mutant, whole)]
     assert not wrong, "\n".join(wrong)
@@ -236,7 +236,7 @@ def routed_mutant(m: Mutation, mutant: Spelling, whole: Spelling) -> list[str]:
 
 
 def test_the_formula_of_the_mutants_is_routed() -> None:
-    """What makes the mutants' test mean something: without the mutation all is routed."""
+    """Checks that the mutants' formulas are routed without the mutation, which the tests of mutants rely on."""
     seen = {(m.settings, tuple(sorted(m.picked.items()))): whole for m, _, whole in MUTANTS}
     missed = [w for whole in seen.values() if (w := _unrouted_whole(whole))]
     assert not missed, "\n".join(missed)

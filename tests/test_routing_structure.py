@@ -1,4 +1,4 @@
-"""How mhc_inductor/routing is built: small functions, operators in their folder only, private APIs in compat.py only."""
+"""The structure of mhc_inductor/routing: small functions, operators in their folder, private APIs in compat.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _functions(file: pathlib.Path) -> Iterator[ast.FunctionDef | ast.AsyncFuncti
 
 
 def _sizes(function: ast.AST) -> tuple[int, int]:
-    """Lines, from the signature to the end; and branches: of if, for, while, except, case and conditional expressions."""
+    """Returns the lines of a function from its signature on, and the number of its branches."""
     lines = function.end_lineno - function.lineno + 1  # type: ignore[attr-defined]
     return lines, sum(isinstance(n, _BRANCHES) for n in ast.walk(function))
 
@@ -43,7 +43,7 @@ def test_functions_are_small() -> None:
 
 
 def _code(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """The identifiers, the names that are imported, and the strings, but for docstrings and texts of several words."""
+    """Yields the lines and texts of identifiers, imported names, and strings without spaces."""
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         match node:

@@ -1,4 +1,4 @@
-"""How calls of a Dynamo graph become values: a template is reused only for a call that is the same."""
+"""Calls of a Dynamo graph become values: a template is reused only for an identical call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_product_is_no_template_for_a_square():
 
 
 def _graph(fn, *inputs, dynamic=False, writes=lambda node: False):
-    """The graph of ``fn``, and what the analysis left changed: random numbers, guards, symbols, modes."""
+    """Returns the graph of ``fn``, and the state around the analysis: random numbers, guards, symbols, modes."""
     found = {}
 
     def state(env):

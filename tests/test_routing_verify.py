@@ -1,4 +1,4 @@
-"""Verification: a formula is run beside its op before the op takes its place, and an op that differs is refused."""
+"""Verification: a formula runs next to its op before the op replaces it, and an op that differs is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def call(
     grad: bool = True,
     dynamic: bool = False,
 ) -> Captured:
-    """One call of ``fn`` compiled with the pass and no code; verified unless ``check`` says how."""
+    """Calls ``fn`` once, routed without code generation, and verified unless ``check`` is another Verifier."""
     got, check = Captured([], {}), check or Verifier()
 
     def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def call(
 
 @pytest.fixture
 def plug() -> Iterator[Callable[[Any], None]]:
-    """Registers an operator in place of any other of its name."""
+    """Registers an operator, replacing any other of its name."""
     names: list[str] = []
 
     def add(operator: Any) -> None:
@@ -78,7 +78,7 @@ def ops(got: Captured) -> list[str]:
     return [r.op for r in got.report.routed]
 
 
-# --- what is right passes ---
+# --- correct ops pass ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fn", [norm, in_place])
@@ -144,7 +144,7 @@ def test_formulas_that_are_equal_run_once(plug: Any) -> None:
     assert check.runs == 2
 
 
-# --- what is wrong does not ---
+# --- wrong ops are refused ----------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("example::gated_norm_half_gradient", mutates_args=())
@@ -229,7 +229,7 @@ def test_a_wrong_op_is_refused(plug: Any, name: str, fn: Any) -> None:
     assert difference(got, eager(fn, inputs())) == 0.0
 
 
-def test_without_it_a_wrong_op_goes_through(plug: Any) -> None:
+def test_without_verification_a_wrong_op_is_routed(plug: Any) -> None:
     plug(_wrong(WRONG["no weight"][0]))
     seen = []
 
@@ -242,14 +242,14 @@ def test_without_it_a_wrong_op_goes_through(plug: Any) -> None:
     assert [r.op for r in seen[0].routed] == ["gated_norm"] and seen[0].routed[0].error is None
 
 
-def test_a_wrong_gradient_is_right_without_gradients(plug: Any) -> None:
+def test_a_wrong_gradient_passes_in_inference(plug: Any) -> None:
     plug(_wrong(WRONG["half of a gradient"][0]))
     got = call(norm, inputs(), grad=False)
     assert ops(got) == ["gated_norm"] and got.report.routed[0].error < 1e-6
 
 
-def test_a_constant_shows_in_every_dtype(plug: Any) -> None:
-    """An epsilon that is off by 1e-5 is far below one rounding of bf16 where the data is of size 1."""
+def test_a_wrong_constant_is_found_in_bf16(plug: Any) -> None:
+    """Tests an epsilon off by 1e-5, far below one bf16 rounding of data of size 1."""
     plug(_wrong(WRONG["eps of 1e-5"][0]))
     got = call(norm, inputs(torch.bfloat16))
     assert not got.report.routed and "output 0" in reasons(got)
@@ -263,21 +263,21 @@ def test_a_refused_formula_is_refused_again_without_running(plug: Any) -> None:
 
 
 def test_a_rounding_of_an_input_is_the_models(plug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example looks through casts: an op that reads the weight from before the model rounded it is wrong."""
+    """Checks that an op which reads the weight from before the model's rounding is refused."""
 
     def rounded(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
         return norm(x, w.bfloat16().float(), g)
 
     got = call(rounded, inputs())
     assert not got.report.routed and "an intermediate result is rounded to torch.bfloat16" in reasons(got)
-    # Were it placed, verification would see it.
+    # Without this check, verification finds the difference.
     monkeypatch.setattr(placement, "check_roundings", lambda *_: None)
     got = call(rounded, inputs())
     assert not got.report.routed and "output 0" in reasons(got)
 
 
-def test_views_that_an_operator_forgets_show(plug: Any) -> None:
-    """The example looks through views too, and puts its op on the tensors behind them."""
+def test_views_that_an_operator_ignores_are_found(plug: Any) -> None:
+    """Checks an op placed on the tensors behind views, which must be refused."""
 
     def turned(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
         return norm(x.transpose(0, 1), w, g)
@@ -292,7 +292,7 @@ def test_views_that_an_operator_forgets_show(plug: Any) -> None:
 
 
 class Picked(GatedNorm):
-    """The norm with its weights picked from a table: integers come in."""
+    """A norm whose weights are picked from a table, so that an input is integer."""
 
     rows = 7
     samples = True
@@ -325,7 +325,7 @@ class Picked(GatedNorm):
 
 
 def test_integers_come_from_the_operator(plug: Any) -> None:
-    """The op clamps the index at 5, which only the operator's own data reaches."""
+    """Clamps the index at 5 in the op, which only the operator's own samples reach."""
 
     def picked(x: Tensor, table: Tensor, g: Tensor, index: Tensor) -> Tensor:
         return norm(x, torch.nn.functional.embedding(index, table), g)
@@ -366,7 +366,7 @@ def test_choices_are_compared_by_the_operator(plug: Any) -> None:
     assert "output 0" in reasons(call(norm, inputs()))
 
 
-# --- what cannot be run is said ---
+# --- formulas that cannot be run are reported ---------------------------------------------------------------
 
 
 def test_what_does_not_fit_in_memory_is_not_run(plug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +449,7 @@ def test_parameters_keep_no_gradient(plug: Any) -> None:
     assert report.routed[0].error is not None and weight.grad is None and x.grad is None
 
 
-# --- the ways to ask for it ---
+# --- ways to ask for verification ---------------------------------------------------------------------------
 
 
 def test_explain_verifies(plug: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -466,7 +466,7 @@ def test_explain_verifies(plug: Any, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_options_reach_it(plug: Any, verify: bool) -> None:
+def test_options_reach_verification(plug: Any, verify: bool) -> None:
     plug(_wrong(WRONG["no weight"][0]))
     gms: list[fx.GraphModule] = []
     torch._dynamo.reset()

@@ -1,7 +1,7 @@
-"""Every view is the map of elements that PyTorch says it is: wrong maps are wrong numbers.
+"""Every view maps elements as PyTorch does: a wrong map gives wrong numbers.
 
-Each case is a call with random legal arguments, made of a node like those of a real graph. The rule's map of every element is
-held against the call itself, run on the numbers of its operand's elements.
+Each case is a call with random legal arguments on a node like those of a real graph. The rule's map of every element is
+compared with the call itself, run on a tensor of the element numbers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mhc_inductor.routing.graph.values import Value, Values
 
 CASES = 60
 Call = tuple[Callable[..., Any], list[Tensor], tuple[Any, ...]]
-"""A function, its tensors, and what else it takes; a function of several tensors takes the list of them."""
+"""A function, its tensors, and its other arguments; cat and stack take the tensors as a list."""
 
 
 def numbered(shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Tensors whose elements are numbered through, so that each says which it is."""
+    """Returns tensors whose elements are numbered consecutively."""
     made, start = [], 0
     for shape in shapes:
         size = math.prod(shape)
@@ -45,7 +45,7 @@ def dim_of(rng: random.Random, rank: int) -> int:
 
 
 def resized(rng: random.Random, size: int) -> list[int]:
-    """A shape of as many elements."""
+    """Returns a random shape with ``size`` elements."""
     if size == 0:
         return [0, *shape_of(rng, 0, 2)]
     shape, left = [], size
@@ -129,7 +129,7 @@ def narrow(rng: random.Random) -> Call:
 
 
 def index(rng: random.Random) -> Call:
-    """``x[...]`` as people write it: slices, whole numbers, None and an ellipsis."""
+    """Returns ``x[...]`` with slices, integers, None and an ellipsis, as people write it."""
     (x,) = numbered([[max(1, s) for s in shape_of(rng, 1)]])
     parts: list[Any] = []
     for size in x.shape[: rng.randint(1, x.dim())]:
@@ -149,7 +149,7 @@ def split(rng: random.Random) -> Call:
     sizes = []
     while sum(sizes) < x.shape[d]:
         sizes.append(rng.randint(0, x.shape[d] - sum(sizes)))
-    each = rng.randint(1, 4) if sizes else [0]  # PyTorch 2.11 cannot split nothing into equal parts of a fake tensor
+    each = rng.randint(1, 4) if sizes else [0]  # PyTorch 2.11 cannot split an empty fake tensor into equal parts
     fn, given = rng.choice([(torch.split, each), (torch.split, sizes or [0]), (torch.chunk, rng.randint(1, 5))])
     return fn, [x], (given, d)
 
@@ -164,7 +164,7 @@ def cat(rng: random.Random) -> Call:
     d = dim_of(rng, len(shape))
     shapes = [[rng.choice([0, 1, 2, 3]) if k == d % len(shape) else s for k, s in enumerate(shape)] for _ in range(3)]
     pieces = numbered(shapes)
-    for _ in range(rng.choice([0, 0, 1, 2])):  # what caches start from
+    for _ in range(rng.choice([0, 0, 1, 2])):  # the empty tensors that caches start from
         pieces.insert(rng.randint(0, len(pieces)), torch.zeros(0, dtype=torch.float64))
     return torch.cat, pieces, (d,)
 
@@ -175,7 +175,7 @@ def stack(rng: random.Random) -> Call:
 
 
 def restack(rng: random.Random) -> Call:
-    """Slices of one tensor, side by side again."""
+    """Returns a call that stacks slices of one tensor."""
     (x,) = numbered([[max(1, s) for s in shape_of(rng, 2)]])
     d = dim_of(rng, x.dim())
     at = [rng.randrange(x.shape[d]) for _ in range(rng.randint(1, 3))] if rng.random() < 0.5 else [*range(x.shape[d])]
@@ -198,7 +198,7 @@ def same(rng: random.Random) -> Call:
 
 
 def composite(rng: random.Random) -> Call:
-    """What PyTorch makes of the views above."""
+    """Returns a call that PyTorch decomposes into the views above."""
     (x,) = numbered([[max(1, s) for s in shape_of(rng, 3)]])
     a, b = sorted(rng.sample(range(x.dim()), 2))
     calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
@@ -225,7 +225,7 @@ def composite(rng: random.Random) -> Call:
 
 
 def several(rng: random.Random) -> Call:
-    """A chain of views."""
+    """Returns a chain of views."""
     steps = [rng.choice([reshape, permute, cut, unsqueeze, transpose, expand, repeat]) for _ in range(4)]
     seeds = [rng.random() for _ in steps]
     (x,) = numbered([[rng.choice([1, 2, 3, 4, 6]) for _ in range(3)]])
@@ -239,7 +239,7 @@ def several(rng: random.Random) -> Call:
 
 
 def _with(t: Tensor, make: Callable[[random.Random], Call], rng: random.Random) -> Tensor:
-    """``t`` after a call like those of ``make``, for its own shape."""
+    """Returns ``t`` after a call like those of ``make``, with arguments for its own shape."""
     rank = t.dim()
     if make is reshape:
         return t.reshape(resized(rng, t.numel()))
@@ -282,7 +282,7 @@ CALLS = [
 
 
 def at(index: Index, point: dict[Var, int]) -> int:
-    """The number that ``index`` is at ``point``."""
+    """Evaluates ``index`` at ``point``."""
 
     def atom(a: Any) -> int:
         if isinstance(a, Part):
@@ -295,12 +295,15 @@ def at(index: Index, point: dict[Var, int]) -> int:
 
 
 def followed(value: Value, result: Tensor, inputs: dict[Value, Tensor]) -> int:
-    """How many elements of ``value`` the rules followed to an input, each of them to one that holds ``result``'s number."""
+    """Returns how many elements of ``value`` the rules follow to an input.
+
+    Asserts that each input element holds ``result``'s number.
+    """
     count = 0
     shape = [s.factor for s in value.shape]
     assert shape == [*result.shape]
     for place in itertools.product(*map(range, shape)):
-        # Element by element, as an index of numbers, and as one of variables.
+        # With an index of variables, and with one of numbers.
         for ref in (whole(value), _fixed(value, place)):
             point = {v: k for i, k in zip(ref.index, place, strict=True) for v in i.variables()}
             for inner in chain(ref):
@@ -320,7 +323,7 @@ def _fixed(value: Value, place: Sequence[int]) -> Ref:
 def values_of(
     fn: Callable[..., Any], given: list[Tensor], rest: tuple[Any, ...]
 ) -> tuple[list[Value], dict[Value, Tensor]]:
-    """The values of a call in a graph of fake tensors, and those of its inputs."""
+    """Returns the values of a call in a graph of fake tensors, and its inputs' values."""
     graph = fx.Graph()
     with FakeTensorMode() as mode:
         nodes = [graph.placeholder(f"x{k}") for k in range(len(given))]
@@ -351,7 +354,7 @@ def test_a_view_is_the_map_that_pytorch_says(make: Callable[[random.Random], Cal
             if result.numel() <= 400:
                 elements += 2 * result.numel()
                 count += followed(value, result, inputs)
-    # What no rule follows is left alone; that most are followed keeps the test from holding nothing.
+    # Elements that no rule follows are skipped, so require that most are followed.
     assert count > 0.4 * elements, (count, elements)
 
 
@@ -366,7 +369,7 @@ def test_every_rule_is_tried() -> None:
                 while ref is not None:
                     tried.add(ref.value.func)
                     ref = step(ref)
-    # PyTorch makes other calls of these; they stay for exported programs.
+    # PyTorch decomposes these calls; the rules remain for exported programs.
     composite_ = {
         aten.reshape.default,
         aten.contiguous.default,

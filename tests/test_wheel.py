@@ -1,4 +1,4 @@
-"""The package as users get it: wheel, editable install, bare checkout, each in its own environment."""
+"""The package as users install it: wheel, editable install, bare checkout, each in a new environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Where a folder of the checkout is installed.
+# Folders of the checkout that are installed inside the package.
 INSIDE = ("kernels", "lowerings")
 FOLDERS = {"mhc_inductor": "mhc_inductor", **{f: f"mhc_inductor/{f}" for f in INSIDE}}
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results")
@@ -60,7 +60,7 @@ print(json.dumps({
 
 
 def run(*command: str | pathlib.Path, cwd: pathlib.Path, **environment: str) -> str:
-    """Run a command without this process's Python settings, with ``environment``; returns its output."""
+    """Runs a command with ``environment`` but without this process's Python settings; returns its output."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "VIRTUAL_ENV"))}
     env |= environment
     done = subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
@@ -69,31 +69,31 @@ def run(*command: str | pathlib.Path, cwd: pathlib.Path, **environment: str) -> 
 
 
 def copy_of_the_tree(to: pathlib.Path) -> pathlib.Path:
-    """The checkout without what tools left in it: nothing is written to the checkout, nor read from it."""
+    """Copies the checkout without files left by tools, so that the tests do not write to it."""
     shutil.copytree(ROOT, to, ignore=LEFT_OUT, symlinks=True)
     return to
 
 
 def new_environment(at: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """An environment that imports what this one does, except this package: Python and site-packages."""
+    """Creates an environment with this one's packages except this package; returns its Python and site-packages."""
     run(sys.executable, "-m", "venv", "--without-pip", at, cwd=at.parent)
     python = at / "bin" / "python"
     site = pathlib.Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=at).strip())
-    # .pth files in these folders, such as an editable install's, are not read from here.
+    # .pth files in these folders, such as an editable install's, are not processed.
     outer = [p for p in sys.path if pathlib.Path(p).name in ("site-packages", "dist-packages")]
     (site / "outer.pth").write_text("\n".join(outer) + "\n")
     return python, site
 
 
 def install(python: pathlib.Path, *what: str | pathlib.Path, cwd: pathlib.Path) -> None:
-    # --ignore-installed: the outer environment's own copy is visible to pip, though not to import.
+    # --ignore-installed: pip sees the outer environment's copy, though imports do not.
     flags = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed", "-q")
     run(sys.executable, "-m", "pip", "--python", python, "install", *flags, *what, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
 def compiler(tmp_path_factory) -> dict[str, str]:
-    """Compiled C++ headers are shared between the tests here; graphs are compiled anew."""
+    """Returns variables that share compiled C++ headers between these tests and disable the graph caches."""
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")),
         "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
@@ -102,7 +102,7 @@ def compiler(tmp_path_factory) -> dict[str, str]:
 
 
 def check(python: pathlib.Path, under: pathlib.Path, tmp_path: pathlib.Path, **environment: str) -> dict:
-    """Run PROGRAM in an empty folder: every module is from ``under``, and compiled agrees with eager."""
+    """Runs PROGRAM in an empty folder; asserts that modules come from ``under`` and that compiled agrees with eager."""
     empty = tmp_path / "empty"
     empty.mkdir()
     out = run(python, "-c", PROGRAM, cwd=empty, **environment)
@@ -118,7 +118,7 @@ def check(python: pathlib.Path, under: pathlib.Path, tmp_path: pathlib.Path, **e
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
-    """The wheel, built from the sdist, which is built from the tree; and the sdist."""
+    """Builds the sdist from the tree and the wheel from the sdist; returns the wheel and the sdist."""
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("built")
     tree = copy_of_the_tree(folder / "tree")
@@ -190,14 +190,14 @@ def test_bare_checkout(compiler, tmp_path):
 
 
 def test_nothing_is_imported_without_an_install(tmp_path):
-    # What the tests above rest on: their environments do not see this checkout.
+    # The tests above require that their environments do not see this checkout.
     python, _ = new_environment(tmp_path / "env")
     out = run(python, "-c", "import importlib.util as u, torch; print(u.find_spec('mhc_inductor'))", cwd=tmp_path)
     assert out.strip() == "None"
 
 
 def test_type_checkers_see_every_module():
-    # stubs/ shows the tree as the installed package looks; mypy reads it.
+    # stubs/ mirrors the installed package for mypy.
     package = {p.name for p in (ROOT / "mhc_inductor").iterdir() if p.name != "__pycache__"}
     links = {p.name: p for p in (ROOT / "stubs" / "mhc_inductor").iterdir()}
     assert set(links) == package | set(INSIDE)
