@@ -1,1 +1,1 @@
-"""Triton kernels and their launch plans, one folder an operator."""
+"""Triton kernels and their launch plans, one package per operator."""

@@ -1,7 +1,7 @@
-"""Kernels compiled on threads while the rest of a model compiles.
+"""Background compilation of kernels on threads, while the rest of a model compiles.
 
-The kernels that generated code launches are compiled by Inductor's workers. Those of an op that generated code calls would
-begin to compile at its first call.
+The kernels that generated code launches are compiled by Inductor's workers. Without this module, the kernels of an op
+that generated code calls would start to compile at its first call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from mhc_inductor.log import logger
 
-# A kernel, its arguments with meta tensors, its constants, its numbers of warps and of stages.
+# (kernel, arguments with meta tensors, constants, number of warps, number of stages)
 Launch = tuple[Any, dict[str, Any], dict[str, Any], int, int]
 
 pending: dict[Any, list[concurrent.futures.Future[None]]] = {}
-"""The kernels that may still be compiling."""
+"""The kernels that may still be compiling, with the futures of their compilations."""
 _started: set[Any] = set()
 _lock = threading.Lock()
 
@@ -30,7 +30,7 @@ def _threads() -> concurrent.futures.Executor:
 
 
 def start(launch: Launch, device: torch.device) -> None:
-    """Begin to compile the kernel of ``launch`` for ``device``, unless that was begun before."""
+    """Starts to compile the kernel of ``launch`` for ``device``, unless that was started before."""
     key = (device.index, *_specialisation(*launch))
     with _lock:
         if key not in _started:
@@ -39,7 +39,7 @@ def start(launch: Launch, device: torch.device) -> None:
 
 
 def finish(kernel: Any) -> None:
-    """Wait for ``kernel``. Where it could not be compiled ahead its launch compiles it, and says why that fails."""
+    """Waits until ``kernel`` is compiled. A failure is only logged: the launch compiles the kernel again and raises."""
     with _lock:
         futures = pending.pop(kernel, [])
     for future in futures:
@@ -51,7 +51,7 @@ def finish(kernel: Any) -> None:
 def _specialisation(
     kernel: Any, args: dict[str, Any], constexprs: dict[str, Any], num_warps: int, num_stages: int
 ) -> tuple[Any, ...]:
-    """What tells two compilations of a kernel apart."""
+    """Returns a key that differs between launches that need different compilations of a kernel."""
     seen = tuple(
         (k, v.dtype) if isinstance(v, torch.Tensor) else (k, type(v), v == 1, isinstance(v, int) and v % 16 == 0)
         for k, v in args.items()

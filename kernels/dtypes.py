@@ -1,4 +1,4 @@
-"""Which dtypes the kernels take."""
+"""The dtypes for which kernels exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FLOATS = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def without_kernel(b: Any, *tensors: Any) -> str | None:
-    """Why tensors of these dtypes run the reference instead of the kernels; None when they run the kernels."""
+    """Returns why tensors of these dtypes run the reference instead of the kernels, or None if they run the kernels."""
     for t in tensors:
         if str(b.dtype(t)) not in FLOATS:
             return f"dtype {b.dtype(t)} has no kernel"

@@ -14,7 +14,7 @@ from mhc_inductor.log import logger, warn_once
 from . import beside
 from .launch import EagerBuilder, Recorder, device_props
 
-# Each op, and the module of its launch plan.
+# The module of each op's launch plan.
 _PLANS = {
     "mhc_pre": "mhc.plan",
     "mhc_pre_backward": "mhc.plan",
@@ -46,14 +46,14 @@ def _module(name: str) -> Any:
 
 
 def plan_of(name: str) -> Callable[..., Any]:
-    """The launch plan of op ``name``."""
+    """Returns the launch plan of op ``name``."""
     return cast("Callable[..., Any]", getattr(_module(name), f"plan_{name}"))
 
 
 def why_not(
     name: str, args: tuple[Any, ...], builder: Any, is_tensor: Callable[[Any], bool] = _is_tensor
 ) -> str | None:
-    """Why op ``name`` with these arguments runs the reference on a CUDA device; None when the kernels run."""
+    """Returns why op ``name`` with these arguments runs the reference on a CUDA device, or None if the kernels run."""
     try:
         module = _module(name)
     except ImportError as error:
@@ -65,7 +65,7 @@ def why_not(
 
 
 def run(name: str, reference: Callable[..., Any], *args: Any) -> Any:
-    """Run op ``name`` by its launch plan, or by ``reference`` with one line in the log."""
+    """Runs op ``name`` by its launch plan, or by ``reference`` with a warning that is logged once."""
     device = next(a for a in args if isinstance(a, torch.Tensor)).device
     with torch.cuda.device(device):
         builder = EagerBuilder(device)
@@ -77,7 +77,10 @@ def run(name: str, reference: Callable[..., Any], *args: Any) -> Any:
 
 
 def compile_beside(name: str, args: Sequence[Any], device: torch.device) -> None:
-    """Begin to compile what op ``name`` will launch on ``device`` for these arguments, given as meta tensors."""
+    """Starts to compile, in the background, the kernels that op ``name`` launches on ``device`` for these arguments.
+
+    ``args`` holds meta tensors in place of tensors.
+    """
     recorder = Recorder(device_props(device.index or 0))
     try:
         plan_of(name)(recorder, *args)
@@ -89,7 +92,7 @@ def compile_beside(name: str, args: Sequence[Any], device: torch.device) -> None
 
 
 def register() -> None:
-    """Register every op's CUDA implementation. Called once, by ``import mhc_inductor``."""
+    """Registers every op's CUDA implementation. Called once, by ``import mhc_inductor``."""
     from mhc_inductor.ops import registry
 
     for name in OPS:

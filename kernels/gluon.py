@@ -1,4 +1,4 @@
-"""Whether Gluon kernels run here. They need CUDA and a Triton whose Gluon is the one they are written for."""
+"""Loading of Gluon kernels, which need CUDA and a Triton with the Gluon version that they are written for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def _load(what: str, names: tuple[str, ...]) -> tuple[Any, ...] | None:
 
 
 def kernels(b: Any, shared: int, what: str, *names: str) -> tuple[Any, ...] | None:
-    """The kernels ``folder.module:name``, or None where plain Triton runs; ``shared``: the bytes of shared memory they need."""
+    """Loads the Gluon kernels ``names`` (``folder.module:name``); returns None if plain Triton must run instead.
+
+    ``shared`` is the shared memory that they need, in bytes; ``what`` names them in the log.
+    """
     if not b.gluon:
         return None
     props = b.device_props()

@@ -1,7 +1,7 @@
-"""Launch plans run eagerly: the builder that executes a plan on torch tensors.
+"""The builder that executes a launch plan eagerly, on torch tensors.
 
-A plan (``kernels/<operator>/plan.py``) is written once against a builder. This one allocates tensors and launches
-kernels at once; ``lowerings/builder.py`` turns the same calls into Inductor IR.
+A plan (``kernels/<operator>/plan.py``) is written once against a builder. This builder allocates tensors and launches
+kernels immediately; ``lowerings/builder.py`` turns the same calls into Inductor IR.
 """
 
 from __future__ import annotations
@@ -18,25 +18,29 @@ from . import beside
 
 @dataclasses.dataclass(frozen=True)
 class DeviceProps:
-    """What a plan may ask about a device: multiprocessors, ``cuda`` or ``hip``, and the architecture (90 = sm_90)."""
+    """What plans may ask about a device."""
 
     sm_count: int
+    """Number of multiprocessors."""
     backend: str
+    """``cuda`` or ``hip``."""
     arch: int
+    """Architecture as a number, 90 for sm_90."""
 
 
-# Bytes of shared memory that one program may have, by architecture.
+# Bytes of shared memory available to one program, by architecture.
 _SHARED = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 _SHARED_OTHER = {"cuda": 99 << 10, "hip": 64 << 10}
 
 
 def shared_limit(backend: str, arch: int) -> int:
-    """Bytes of shared memory that one program may have."""
+    """Returns the bytes of shared memory available to one program."""
     return _SHARED.get(arch, _SHARED_OTHER["cuda"]) if backend == "cuda" else _SHARED_OTHER["hip"]
 
 
 @functools.cache
 def device_props(index: int) -> DeviceProps:
+    """Returns the properties of the CUDA or HIP device ``index``."""
     props = torch.cuda.get_device_properties(index)
     backend = "hip" if torch.version.hip else "cuda"
     return DeviceProps(props.multi_processor_count, backend, props.major * 10 + props.minor)
@@ -56,63 +60,75 @@ class EagerBuilder:
 
     @property
     def gluon(self) -> bool:
-        """Whether Gluon kernels can be launched here."""
+        """Returns whether Gluon kernels can be launched here."""
         return self.device.type == "cuda" and self.device_props().backend == "cuda"
 
     @property
     def precision(self) -> str:
+        """Returns torch's float32 matmul precision."""
         return torch.get_float32_matmul_precision()
 
     def device_props(self) -> DeviceProps:
+        """Returns what plans may ask about the device."""
         if self._props is not None:
             return self._props
         index = self.device.index
         return device_props(torch.cuda.current_device() if index is None else index)
 
     def shape(self, t: torch.Tensor) -> tuple[int, ...]:
+        """Returns the sizes of ``t``."""
         return tuple(t.shape)
 
     def static(self, size: int) -> int:
+        """Returns ``size`` as an int."""
         return size
 
     def dtype(self, t: torch.Tensor) -> torch.dtype:
+        """Returns the dtype of ``t``."""
         return t.dtype
 
     def contiguous(self, t: torch.Tensor) -> torch.Tensor:
+        """Returns ``t``, copied if it is not contiguous."""
         return t.contiguous()
 
     def aligned(self, t: torch.Tensor) -> torch.Tensor:
-        """``t``, copied where it does not start at a multiple of 16 bytes."""
+        """Returns ``t``, copied if it does not start at a multiple of 16 bytes."""
         return t if t.data_ptr() % 16 == 0 else t.clone()
 
     def strided(self, t: torch.Tensor) -> torch.Tensor:
-        """``t`` with neighbours in its last dimension, copied only where they are not; the other strides are any."""
+        """Returns ``t`` with a last stride of 1, copied only if it is another; the other strides may be anything."""
         return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
     def strides(self, t: torch.Tensor) -> tuple[int, ...]:
-        """Strides in elements, 0 where a dimension has one element."""
+        """Returns the strides in elements, 0 where a dimension has one element."""
         return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))
 
     def is_multiple(self, size: int, of: int) -> bool:
-        """Whether ``size`` is known to be a multiple of ``of``."""
+        """Returns whether ``size`` is known to be a multiple of ``of``."""
         return size % of == 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocates an uninitialised tensor."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocates a tensor of zeros."""
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
 
     def is_static(self, expr: Any) -> bool:
+        """Returns whether ``expr`` is a known integer."""
         return isinstance(expr, int)
 
     def cdiv(self, a: int, b: int) -> int:
+        """Returns a / b rounded up."""
         return -(-a // b)
 
     def min(self, a: int, b: int) -> int:
+        """Returns the smaller of two sizes."""
         return min(a, b)
 
     def max(self, a: int, b: int) -> int:
+        """Returns the larger of two sizes."""
         return max(a, b)
 
     def launch(
@@ -124,6 +140,7 @@ class EagerBuilder:
         num_warps: int,
         num_stages: int,
     ) -> None:
+        """Launches ``kernel``, unless the grid is empty. ``args`` are tensors, scalars or None, by parameter name."""
         if any(g == 0 for g in grid):
             return
         if beside.pending:
@@ -132,7 +149,7 @@ class EagerBuilder:
 
 
 class Recorder(EagerBuilder):
-    """Collects the launches of a plan, on meta tensors."""
+    """Records the launches of a plan on meta tensors instead of executing them."""
 
     def __init__(self, props: DeviceProps) -> None:
         super().__init__(torch.device("meta"), props)
@@ -140,6 +157,7 @@ class Recorder(EagerBuilder):
 
     @property
     def gluon(self) -> bool:
+        """Returns whether Gluon kernels can be launched on the recorded device."""
         return self.device_props().backend == "cuda"
 
     def launch(
@@ -151,4 +169,5 @@ class Recorder(EagerBuilder):
         num_warps: int,
         num_stages: int,
     ) -> None:
+        """Records one launch."""
         self.launches.append((kernel, dict(args), dict(constexprs), num_warps, num_stages))

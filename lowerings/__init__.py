@@ -1,1 +1,4 @@
-"""Inductor lowerings, one file an operator. Imported when a graph is compiled, never by ``import mhc_inductor``."""
+"""Inductor lowerings, one module per operator.
+
+Imported when a graph is compiled, never by ``import mhc_inductor``.
+"""

@@ -1,4 +1,4 @@
-"""Launch plans in Inductor: the builder that turns a plan into IR whose generated code launches the kernels itself."""
+"""The builder that turns a launch plan into Inductor IR, whose generated code launches the kernels directly."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from mhc_inductor.kernels.launch import DeviceProps, device_props
 
 
 class LoweringBuilder:
-    """Emits a launch plan as Inductor IR. Sizes are ints, or sympy expressions where the graph is dynamic."""
+    """Emits a launch plan as Inductor IR. Sizes are ints, or sympy expressions in a dynamic graph.
+
+    The methods do what those of :class:`mhc_inductor.kernels.launch.EagerBuilder` do, on IR nodes instead of tensors.
+    """
 
     f32 = torch.float32
     bf16 = torch.bfloat16
     i32 = torch.int32
     i64 = torch.int64
-    gluon = False  # Inductor's Triton-kernel HOP emits it as plain Triton, which fails
+    gluon = False  # Inductor's Triton-kernel HOP emits a Gluon kernel as plain Triton, which fails
 
     def __init__(self, device: torch.device, props: DeviceProps | None = None) -> None:
         self.device = device
@@ -27,52 +30,67 @@ class LoweringBuilder:
 
     @property
     def precision(self) -> str:
-        # Part of Inductor's own cache key, and of Dynamo's guards.
+        """Returns torch's float32 matmul precision."""
+        # It is part of Inductor's cache key and of Dynamo's guards.
         return torch.get_float32_matmul_precision()
 
     def device_props(self) -> DeviceProps:
+        """Returns what plans may ask about the device."""
         return self._props or device_props(self.device.index or 0)
 
     def shape(self, t: Any) -> tuple[Any, ...]:
+        """Returns the sizes of ``t``: ints where they are known, else sympy expressions."""
         return tuple(int(s) if isinstance(s, (int, sympy.Integer)) else s for s in t.get_size())
 
     def static(self, size: Any) -> int:
+        """Returns ``size`` as an int, and guards on it if it is symbolic."""
         return size if isinstance(size, int) else compat.static_int(size)
 
     def dtype(self, t: Any) -> torch.dtype:
+        """Returns the dtype of ``t``."""
         return t.get_dtype()
 
     def contiguous(self, t: Any) -> Any:
+        """Returns ``t`` realised in contiguous layout."""
         return compat.contiguous(t)
 
     def strided(self, t: Any) -> Any:
+        """Returns ``t`` with fixed strides; makes it contiguous if its last stride is not 1."""
         t = compat.fixed_layout(t)
         return t if self.shape(t)[-1] == 1 or self.strides(t)[-1] == 1 else self.contiguous(t)
 
     def strides(self, t: Any) -> tuple[Any, ...]:
+        """Returns the strides in elements, 0 where a dimension has one element."""
         return tuple(0 if n == 1 else self._number(s) for n, s in zip(self.shape(t), t.get_stride(), strict=True))
 
     def is_multiple(self, size: Any, of: int) -> bool:
+        """Returns whether ``size`` is a multiple of ``of`` for all values of its symbols."""
         return compat.statically_multiple(size, of)
 
     def empty(self, shape: Sequence[Any], dtype: torch.dtype) -> Any:
+        """Allocates an uninitialised buffer."""
         return compat.empty(shape, dtype, self.device)
 
     def zeros(self, shape: Sequence[Any], dtype: torch.dtype) -> Any:
+        """Allocates a buffer of zeros."""
         return compat.zeros(shape, dtype, self.device)
 
     def is_static(self, size: Any) -> bool:
+        """Returns whether ``size`` is a known integer."""
         return isinstance(size, (int, sympy.Integer))
 
     def cdiv(self, a: Any, b: Any) -> Any:
+        """Returns a / b rounded up."""
         from torch.utils._sympy.functions import CeilDiv
 
         return -(-a // b) if self.is_static(a) and self.is_static(b) else CeilDiv(a, b)
 
     def min(self, a: Any, b: Any) -> Any:
+        """Returns the smaller of two sizes."""
         return self._number(sympy.Min(a, b))
 
     def max(self, a: Any, b: Any) -> Any:
+        """Returns the larger of two sizes."""
         return self._number(sympy.Max(a, b))
 
     def _number(self, value: Any) -> Any:
@@ -87,6 +105,7 @@ class LoweringBuilder:
         num_warps: int,
         num_stages: int,
     ) -> None:
+        """Emits one launch of ``kernel``. ``args`` are tensors, sizes, scalars or None, by parameter name."""
         configured = compat.configured_kernel(kernel, tuple(sorted(constexprs.items())), num_warps, num_stages)
         constants = {k: v for k, v in args.items() if not compat.is_node(v) and not isinstance(v, sympy.Expr)}
         tensors = {k: v for k, v in args.items() if k not in constants}

@@ -1,4 +1,4 @@
-"""What the lowerings of all operators share: launch plans on a GPU, the reference formula elsewhere."""
+"""Lowering shared by all operators: launch plans on a GPU, the reference formula elsewhere."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .builder import LoweringBuilder
 
 KERNEL_DEVICES = ("cuda",)
 
-# Whether the generated code calls the op instead of launching its plan: (name, args) -> bool.
+# (name, args) -> whether the generated code calls the op instead of launching its plan.
 CallsOp = Callable[[str, tuple[Any, ...]], bool]
 
 
 def lower(name: str, op: Any, calls_op: CallsOp | None, *args: Any, **kwargs: Any) -> Any:
-    """Inductor's lowering of ``op``."""
+    """Lowers op ``name`` to its launch plan, or to a call of the op if there is no kernel or ``calls_op`` holds."""
     args = _positional(op, args, kwargs)
     device = next(a for a in args if compat.is_node(a)).get_device()
-    if device.type == "cpu":  # not decomposed: the op's own implementation
+    if device.type == "cpu":  # an op that was not decomposed: call its own implementation
         return compat.fallback(op)(*args)
     builder = LoweringBuilder(device)
     reason = why_not(name, args, builder, compat.is_node)
@@ -45,7 +45,7 @@ def _positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def _decompose(formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The formula where no kernels are; elsewhere the op stays whole, for its lowering."""
+    """Applies the formula on a device without kernels; else returns NotImplemented, which keeps the op whole."""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
     if tensors[0].device.type in KERNEL_DEVICES:
         return NotImplemented
@@ -53,7 +53,7 @@ def _decompose(formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def register(name: str, formula: Callable[..., Any] | None, calls_op: CallsOp | None = None) -> None:
-    """Register the lowering of op ``name``, and ``formula`` as its decomposition, which Inductor fuses on a CPU."""
+    """Registers the lowering of op ``name``, and ``formula`` as its decomposition on devices without kernels."""
     op = getattr(torch.ops.mhc_inductor, name).default
     compat.register_lowering(op, functools.partial(lower, name, op, calls_op))
     if formula is not None:

@@ -1,7 +1,8 @@
 """Lowerings of the E79 ops.
 
-The fastest kernels are written in Gluon, which Inductor's Triton-kernel HOP cannot carry: the generated code calls the op,
-which launches them. Where the code must run without Python, or Gluon does not run, it launches the plain Triton kernels.
+The fastest kernels are written in Gluon, which Inductor's Triton-kernel HOP cannot express, so the generated code calls
+the op, which launches them. Where the code must run without Python, or where Gluon does not run, it launches the plain
+Triton kernels.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
     if compat.packaging():
         return False
     steps, _, width = kvqm.get_size()
-    # One step, as in decoding: launching costs more than the kernel.
+    # With one step, as in decoding, calling the op costs more than the kernel.
     if steps == 1:
         return False
     return runs_gluon(EagerBuilder(kvqm.get_device()), compat.static_int(width) // 4, name)
 
 
 def register() -> None:
-    """Register every lowering. Called once, when the first graph is compiled."""
+    """Registers all lowerings. Called once, when the first graph is compiled."""
     common.register("e79_scan", e79_cpu.e79_scan, _calls_op)
     common.register("e79_scan_backward", None, _calls_op)

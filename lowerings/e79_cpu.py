@@ -1,4 +1,4 @@
-"""The E79 scan on a CPU: a loop over time whose body Inductor fuses into one C++ kernel."""
+"""The E79 scan compiled for a CPU: a loop over time, whose body Inductor fuses into one C++ kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mhc_inductor.reference.e79 import biases, gated, initial, outer, vectors
 
 
 def _row_sums(matrix: Tensor, vector: Tensor) -> Tensor:
-    """``matrix @ vector``, as a sum: a product would be a call of its own between the fused parts."""
+    """Returns ``matrix @ vector`` as a sum: a matrix product would be a separate call between the fused parts."""
     return (matrix * vector.unsqueeze(-2)).sum(-1)
 
 
@@ -21,7 +21,7 @@ def _column_sums(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def _step(S: Tensor, M: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of :func:`mhc_inductor.reference.e79.e79_scan` on ``x[B, 6n]``: the new S and M, and y."""
+    """Computes one step of :func:`mhc_inductor.reference.e79.e79_scan` on ``x[B, 6n]``; returns the new S, M, and y."""
     k, v, q, m, b_s, b_m = x.chunk(6, -1)
     r = torch.sigmoid(_row_sums(M, k) + b_s)
     c = torch.sigmoid(_column_sums(M, k) + b_s)
@@ -37,13 +37,16 @@ def _step(S: Tensor, M: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Ten
 def e79_scan(
     kvqm: Tensor, b_s: Tensor | None, b_m: Tensor | None, S0: Tensor | None, M0: Tensor | None, segment: int
 ) -> Any:
-    """The op as a decomposition; with checkpoints it stays whole, and the generated code calls it."""
+    """Decomposes the op for Inductor; returns NotImplemented where the generated code should call the op.
+
+    That is on other devices than a CPU, with checkpoints, and if a symbolic size is not a plain symbol.
+    """
     shapes = [t.shape for t in (kvqm, b_s, b_m, S0, M0) if t is not None]
     sizes = list({str(size): size for shape in shapes for size in shape if not isinstance(size, int)}.values())
-    # Inductor's loop finds no value for the symbols within an expression.
+    # Inductor's loop cannot find the values of symbols inside an expression.
     if kvqm.device.type != "cpu" or segment != 0 or not all(compat.is_symbol(size) for size in sizes):
         return NotImplemented
-    # One tensor: the loop would copy each that is a view, in every step.
+    # Concatenated, because the loop would copy each view among its inputs in every step.
     x = torch.cat((*vectors(kvqm), biases(kvqm, b_s), biases(kvqm, b_m)), -1)
     S, M = initial(kvqm, S0), initial(kvqm, M0)
     if kvqm.shape[0] == 1:

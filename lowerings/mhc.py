@@ -1,7 +1,7 @@
 """Lowerings of the mHC ops.
 
-Where the forward of a fused op is a Gluon kernel, which Inductor's Triton-kernel HOP cannot carry, the generated code calls
-the op, which launches it; code that must run without Python launches the plain Triton kernels.
+The forward of a fused op may be a Gluon kernel, which Inductor's Triton-kernel HOP cannot express. Then the generated
+code calls the op, which launches it; code that must run without Python launches the plain Triton kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .builder import LoweringBuilder
 
 
 class _Eager(LoweringBuilder):
-    """What the op itself would be asked when it runs."""
+    """A builder that answers as the eager builder would when the op runs: Gluon kernels are allowed."""
 
     gluon = True
 
@@ -30,7 +30,7 @@ def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def register() -> None:
-    """Register every lowering and decomposition. Called once, when the first graph is compiled."""
+    """Registers all lowerings and decompositions. Called once, when the first graph is compiled."""
     for name in OPS:
         if name.startswith("mhc_"):
             common.register(name, REFERENCE[name], _calls_op if name in ("mhc_post_pre", "mhc_post_head") else None)

@@ -1,4 +1,7 @@
-"""Lowerings of selection attention: its launch plans on a GPU; on a CPU one formula where it is small, else the op."""
+"""Lowerings of selection attention.
+
+On a GPU its launch plans; on a CPU one formula if the problem is small, else a call of the op.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,6 @@ from . import common
 
 
 def register() -> None:
-    """Register every lowering. Called once, when the first graph is compiled."""
+    """Registers all lowerings. Called once, when the first graph is compiled."""
     common.register("selection_attention", selection_cpu.fused_attention)
     common.register("selection_attention_backward", selection_cpu.fused_attention_backward)

@@ -1,8 +1,8 @@
-"""The E79 scan backward: one program a sequence, from the last segment to the first.
+"""The E79 scan, backward: one program per sequence, from the last segment to the first.
 
-A segment's states are made again once, from its checkpoint and the saved gates (no sum is needed for that), into
-scratch; then its steps are undone. What leaves the chain (gradients of k^, m^, v, q and the biases) is written in parts,
-along rows and along columns, and put together in parallel by ``e79_finish``.
+A segment's states are recomputed once from its checkpoint and the saved gates, which needs no sums, and kept in
+scratch; then its steps are undone. The gradients of k^, m^, v, q and the biases, which no later step needs, are written
+in parts, along rows and along columns; ``e79_finish`` adds them in parallel.
 """
 
 import triton
@@ -30,7 +30,7 @@ from .common import (
 
 @triton.jit
 def _gates(p, gates, N: tl.constexpr, R: tl.constexpr, CI: tl.constexpr, C: tl.constexpr):
-    """k and m by columns; r, p, delta, g by rows; c, w by columns."""
+    """Loads k and m by columns; r, p, delta, g by rows; c, w by columns."""
     k = load_columns(p, N, CI, C)
     m = load_columns(p + 3 * N, N, CI, C)
     r = load_rows(gates, N, R)
@@ -44,7 +44,7 @@ def _gates(p, gates, N: tl.constexpr, R: tl.constexpr, CI: tl.constexpr, C: tl.c
 
 @triton.jit
 def _vectors(p, dout, N: tl.constexpr, R: tl.constexpr, CI: tl.constexpr, C: tl.constexpr, DOUT: tl.constexpr):
-    """q by columns; k, m and dout by rows."""
+    """Loads q by columns; k, m and dout by rows."""
     q = load_columns(p + 2 * N, N, CI, C)
     kr = load_rows(p, N, R)
     mr = load_rows(p + 3 * N, N, R)
@@ -66,14 +66,17 @@ def e79_backward(
     N: tl.constexpr, R: tl.constexpr, CI: tl.constexpr, C: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
     DOUT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """parts[T, B, P, N]: gradients of k^, m^, v and b_s along rows, of k^, m^, q along columns; with BS = 2 of b_s along
-    columns; with BM = 2 of b_m along rows and along columns. One bias for all steps: summed over T to dbs, dbm[B, 2, N].
+    """Computes the gradients of the states and the parts of all others.
 
-    KEEP: the states stay in registers for the step, and the next step's are fetched ahead; otherwise they are read
-    again for each of the step's three stages.
+    parts[T, B, P, N]: gradients of k^, m^, v and b_s along rows, of k^, m^ and q along columns; with BS = 2 of b_s
+    along columns; with BM = 2 of b_m along rows and along columns. With one bias for all steps, its gradient is summed
+    over T to dbs, dbm[B, 2, N].
+
+    KEEP: the states stay in registers for the whole step, and the next step's are fetched ahead. Otherwise they are
+    read again for each of the step's three stages.
     """
     b = tl.program_id(0).to(tl.int64)
-    B = b * 0 + B  # in 64 bits, also where it is a constant
+    B = b * 0 + B  # int64 even if B is passed as a constant
     P: tl.constexpr = 7 + BS // 2 + 2 * (BM // 2)
     dS = load_tiles(ds_ptr + b * N * N, has_ds, N, R, CI, C)
     dM = load_tiles(dm_ptr + b * N * N, has_dm, N, R, CI, C)
@@ -92,7 +95,7 @@ def e79_backward(
     for back in range(segments):
         first = (segments - 1 - back) * SEG
         steps = tl.minimum(SEG, T - first)
-        # --- the segment's states again
+        # --- recompute the segment's states
         at = ckpt_ptr + ((segments - 1 - back).to(tl.int64) * 2 * B + b) * N * N
         S = load_tiles(at, 1, N, R, CI, C)
         M = load_tiles(at + B * N * N, 1, N, R, CI, C)
@@ -113,7 +116,7 @@ def e79_backward(
             M = gated(M, h, w, g * norm_inverse(m, C), m, C)
             k, m, r, h, d, g, c, w = k1, m1, r1, h1, d1, g1, c1, w1
         tl.debug_barrier()
-        # --- the segment's steps, last first; p and gates stand at the last
+        # --- undo the segment's steps, last first; p and gates point to the last one
         row += (steps - 1).to(tl.int64) * B
         dout = dout_ptr + row * N
         parts = parts_ptr + row * P * N
@@ -136,7 +139,7 @@ def e79_backward(
                 q1, kr1, mr1, do1 = _vectors(p, dout, N, R, CI, C, DOUT)
             else:
                 S, M = _states(x, N, R, CI, C)
-            # the gates of M
+            # gradients of M's gates
             Sn = gated(S, r, c, d * ik, k, C)
             if DOUT:
                 y = row_sum(Sn, q, C)
@@ -153,7 +156,7 @@ def e79_backward(
             for j in tl.static_range(C):
                 f = f + (sums[j] * w[j] * (1.0 - w[j]),)
                 dq = dq + (sums[C + j],)
-            # the gates of S
+            # gradients of S's gates
             dS = add(add(dS, outer(e * im, m, C), C), add(outer(mr * im, f, C), outer(dy, q, C), C), C)
             if not KEEP:
                 tl.debug_barrier()
@@ -172,7 +175,7 @@ def e79_backward(
             for j in tl.static_range(C):
                 bc = bc + (sums[j] * c[j] * (1.0 - c[j]),)
                 dm_c = dm_c + (sums[C + j],)
-            # what is left: k^, and the states
+            # gradients of k^ and of the states
             if not KEEP:
                 tl.debug_barrier()
                 S, M = _states(x, N, R, CI, C)

@@ -1,8 +1,8 @@
-"""What the E79 kernels share: column tiles of a state, vectors along rows and columns, and their sums.
+"""Shared functions of the E79 kernels: column tiles of a state, vectors along rows and columns, and their sums.
 
-A state [n, n] is a tuple of C tiles [R, CI]: R rows (n padded to a power of two), CI columns each. Held so, Triton gives
-every tile the same layout in every version: a warp covers 4 rows by 8 lanes of 4 columns, and the warps split the rows.
-A sum along a row then needs three shuffles, a sum along a column one exchange between the warps.
+A state [n, n] is a tuple of C tiles [R, CI] of R rows (n padded to a power of two) and CI columns. In this form every
+Triton version gives every tile the same layout: a warp covers 4 rows by 8 lanes of 4 columns, and the warps split the
+rows. A sum along a row then needs three shuffles, a sum along a column one exchange between the warps.
 """
 
 import triton
@@ -16,7 +16,7 @@ def sigmoid(x):
 
 @triton.jit
 def load_columns(p, N: tl.constexpr, CI: tl.constexpr, C: tl.constexpr):
-    """A vector [N] in fp32 as C pieces [CI], one for each column tile; 0 beyond N."""
+    """Loads a vector [N] in fp32 as C pieces [CI], one per column tile; 0 beyond N."""
     v = ()
     for c in tl.static_range(C):
         j = c * CI + tl.arange(0, CI)
@@ -29,7 +29,7 @@ def load_columns(p, N: tl.constexpr, CI: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def store_columns(p, v, N: tl.constexpr, R: tl.constexpr, CI: tl.constexpr, C: tl.constexpr):
-    # By the first row of a whole tile: a store of [CI] alone would change the layout, through shared memory.
+    # Stored by the first row of a whole tile: a store of [CI] alone would change the layout through shared memory.
     i = tl.arange(0, R)[:, None]
     for c in tl.static_range(C):
         j = (c * CI + tl.arange(0, CI))[None, :]
@@ -39,7 +39,7 @@ def store_columns(p, v, N: tl.constexpr, R: tl.constexpr, CI: tl.constexpr, C: t
 
 @triton.jit
 def load_rows(p, N: tl.constexpr, R: tl.constexpr):
-    """A vector [N] in fp32 along the rows [R]; 0 beyond N."""
+    """Loads a vector [N] in fp32 along the rows [R]; 0 beyond N."""
     i = tl.arange(0, R)
     if N == R:
         v = tl.load(p + i)
@@ -56,7 +56,7 @@ def store_rows(p, v, N: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def store_four_rows(p, v0, v1, v2, v3, N: tl.constexpr, R: tl.constexpr):
-    """Four vectors as [4, N]: one change of layout for all."""
+    """Stores four vectors as [4, N], with one change of layout for all."""
     v = tl.reshape(tl.join(tl.join(v0, v2), tl.join(v1, v3)), (R, 4))
     i = tl.arange(0, R)[:, None]
     j = tl.arange(0, 4)[None, :]
@@ -65,7 +65,7 @@ def store_four_rows(p, v0, v1, v2, v3, N: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def load_tiles(p, given, N: tl.constexpr, R: tl.constexpr, CI: tl.constexpr, C: tl.constexpr):
-    """A state [N, N] in fp32 as C tiles [R, CI]; zeros where ``given`` is 0 and beyond N."""
+    """Loads a state [N, N] in fp32 as C tiles [R, CI]; zeros if ``given`` is 0, and beyond N."""
     i = tl.arange(0, R)[:, None]
     s = ()
     for c in tl.static_range(C):
@@ -88,8 +88,9 @@ def store_tiles(p, s, N: tl.constexpr, R: tl.constexpr, CI: tl.constexpr, C: tl.
 
 @triton.jit
 def norm_inverse(v, C: tl.constexpr):
-    """1 / (|v| + 1e-6) of a vector in column pieces."""
-    # Explicit: a product contracted into the first exchange between lanes would differ from lane to lane.
+    """Returns 1 / (|v| + 1e-6) of a vector in column pieces."""
+    # Explicit fma: if the compiler fused a product into the first exchange between lanes, lanes would get different
+    # bits.
     s = tl.fma(v[0], v[0], tl.zeros_like(v[0]))
     for c in tl.static_range(1, C):
         s = tl.fma(v[c], v[c], s)
@@ -98,7 +99,7 @@ def norm_inverse(v, C: tl.constexpr):
 
 @triton.jit
 def row_sum(s, v, C: tl.constexpr):
-    """sum_j s[:, j] * v[j]: [R]"""
+    """Returns sum_j s[:, j] * v[j], [R]."""
     t = s[0] * v[0][None, :]
     for c in tl.static_range(1, C):
         t += s[c] * v[c][None, :]
@@ -107,7 +108,7 @@ def row_sum(s, v, C: tl.constexpr):
 
 @triton.jit
 def scale_rows(s, v, C: tl.constexpr):
-    """s[i, j] * v[i]"""
+    """Returns s[i, j] * v[i]."""
     t = ()
     for c in tl.static_range(C):
         t = t + (s[c] * v[:, None],)
@@ -116,10 +117,10 @@ def scale_rows(s, v, C: tl.constexpr):
 
 @triton.jit
 def gated(s, row, col, d, v, C: tl.constexpr):
-    """row[i] * s[i, j] * col[j] + d[i] * v[j]"""
+    """Returns row[i] * s[i, j] * col[j] + d[i] * v[j]."""
     t = ()
     for c in tl.static_range(C):
-        # Rounded once: forward and backward must compute a state to the same bits.
+        # Rounded once: forward and backward must compute a state with the same bits.
         g = tl.broadcast_to(col[c][None, :], s[c].shape)
         t = t + (tl.fma(s[c] * row[:, None], g, d[:, None] * v[c][None, :]),)
     return t
@@ -127,7 +128,7 @@ def gated(s, row, col, d, v, C: tl.constexpr):
 
 @triton.jit
 def outer(a, v, C: tl.constexpr):
-    """a[i] * v[j]"""
+    """Returns a[i] * v[j]."""
     t = ()
     for c in tl.static_range(C):
         t = t + (a[:, None] * v[c][None, :],)
@@ -177,7 +178,7 @@ def _add8(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
 
 @triton.jit
 def column_sums(tiles, K: tl.constexpr):
-    """Sums over the rows of K tiles [R, CI]: K times [CI], with one exchange between the warps for all."""
+    """Returns the sums over the rows of K tiles [R, CI], K times [CI], with one exchange between the warps for all."""
     tl.static_assert(K == 1 or K == 2 or K == 3 or K == 4 or K == 6 or K == 8)
     if K == 1:
         s = (tl.sum(tiles[0], axis=0),)
@@ -196,7 +197,7 @@ def column_sums(tiles, K: tl.constexpr):
 
 @triton.jit
 def gate(sums, bias, SCALE, HAS_BIAS: tl.constexpr, C: tl.constexpr):
-    """sigmoid(SCALE * sums + bias) of column pieces."""
+    """Returns sigmoid(SCALE * sums + bias) of column pieces."""
     g = ()
     for c in tl.static_range(C):
         z = sums[c] * SCALE

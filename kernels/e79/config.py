@@ -1,4 +1,7 @@
-"""Configurations of the E79 kernels, in closed form from n and the device. Measured on an H200: docs/tuning.md."""
+"""Configurations of the E79 kernels, in closed form from n and the device.
+
+Measured on an H200: docs/tuning.md.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class ScanConfig:
-    """Rows R (n padded), C column tiles of CI; AHEAD: the next step's vectors, or states, are fetched a step ahead."""
+    """Configuration of a plain Triton scan kernel.
+
+    AHEAD: whether the vectors (backward: also the states) of the next step are fetched one step ahead.
+    """
 
     n: int
     num_warps: int
@@ -15,18 +21,22 @@ class ScanConfig:
 
     @property
     def R(self) -> int:
+        """Rows: n padded to a power of two."""
         return max(16, 1 << (self.n - 1).bit_length())
 
     @property
     def CI(self) -> int:
+        """Columns per tile."""
         return 16 if self.n <= 16 or 32 < self.n <= 48 else 32
 
     @property
     def C(self) -> int:
+        """Column tiles per state."""
         return -(-self.n // self.CI)
 
 
 def forward_config(n: int) -> ScanConfig:
+    """Returns the configuration of the plain Triton forward."""
     if n <= 16:
         return ScanConfig(n, 1, True)
     if n <= 64:
@@ -35,6 +45,7 @@ def forward_config(n: int) -> ScanConfig:
 
 
 def backward_config(n: int) -> ScanConfig:
+    """Returns the configuration of the plain Triton backward."""
     if n <= 16:
         return ScanConfig(n, 1, True)
     if n <= 32:
@@ -44,7 +55,10 @@ def backward_config(n: int) -> ScanConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GluonConfig:
-    """NW warps that split the rows; C column tiles a state; MS: how many M of a step fit into shared memory."""
+    """Configuration of a Gluon scan kernel.
+
+    NW: warps, which split the rows. C: column tiles per state. MS: buffers for M in shared memory.
+    """
 
     n: int
     NW: int
@@ -53,23 +67,27 @@ class GluonConfig:
 
     @property
     def R(self) -> int:
+        """Rows: n padded to a power of two."""
         return max(16, 1 << (self.n - 1).bit_length())
 
     @property
     def LC(self) -> int:
+        """Lanes of a warp along a row, with four columns each."""
         return min(8, self.R // 4)
 
     @property
     def backward_shared(self) -> int:
-        """Bytes of shared memory of the backward: states, vectors and gates, parts of the warps."""
+        """Bytes of shared memory of the backward: states, vectors, gates and the warps' partial sums."""
         return 4 * self.R * ((2 + self.MS) * self.R + 28 + 5 * self.NW) + 8 * self.NW
 
 
 def gluon_forward_config(n: int) -> GluonConfig:
+    """Returns the configuration of the Gluon forward."""
     return GluonConfig(n, 1 if n <= 16 else 4 if n <= 64 else 8)
 
 
 def gluon_backward_config(n: int) -> GluonConfig:
+    """Returns the configuration of the Gluon backward."""
     if n <= 64:
         return GluonConfig(n, 1 if n <= 16 else 4)
     return GluonConfig(n, 8, 4, 1)

@@ -1,4 +1,4 @@
-"""What the E79 backward leaves to do in parallel: parts along rows and columns added, the norms' gradient, biases."""
+"""The parallel part of the E79 backward: adds the parts along rows and columns, and applies the norms' gradients."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _unnormalised(dv, v):
-    """The gradient of v from that of v / (|v| + 1e-6), rows of [BR, NP]; the norm's own gradient at 0 is 0."""
+    """Returns the gradient of v from that of v / (|v| + 1e-6), rows of [BR, NP]; the norm's own gradient at 0 is 0."""
     s = tl.sqrt_rn(tl.sum(v * v, axis=1))
     inv = 1.0 / (s + 1e-6)
     along = tl.sum(v * dv, axis=1) * inv * inv / tl.where(s > 0, s, 1.0)
@@ -23,7 +23,7 @@ def e79_finish(
     kvqm_ptr, parts_ptr, dkvqm_ptr, dbs_ptr, dbm_ptr, rows,
     N: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """One row a (step, sequence): dkvqm[rows, 4 N], and dbs, dbm[rows, N] where BS, BM = 2."""
+    """Adds the parts of each step and sequence (row): dkvqm[rows, 4 N], and dbs, dbm[rows, N] where BS, BM = 2."""
     P: tl.constexpr = 7 + BS // 2 + 2 * (BM // 2)
     i = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
     j = tl.arange(0, NP)[None, :]
@@ -47,7 +47,7 @@ def e79_finish(
 
 @triton.jit(do_not_specialize=["B"])
 def e79_bias_sum(part_ptr, out_ptr, B, N: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr):
-    """part[B, 2, N] -> out[N], in a fixed order."""
+    """Sums part[B, 2, N] to out[N] in a fixed order."""
     j = tl.arange(0, NP)[None, :]
     total = tl.zeros((BR, NP), tl.float32)
     for b in range(0, 2 * B, BR):

@@ -1,4 +1,4 @@
-"""The E79 scan forward: one program a sequence, S and M in registers in fp32."""
+"""The E79 scan, forward: one program per sequence, with S and M in registers in fp32."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,10 @@ from .common import (
 def _step_inputs(
     p, bs, bm, N: tl.constexpr, R: tl.constexpr, CI: tl.constexpr, C: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """k, m, q by columns; k, v, m by rows; the biases both ways. Without a bias, k stands in its place, unused."""
+    """Loads k, m, q by columns, k, v, m by rows, and the biases both ways.
+
+    Without a bias, k or m is returned in its place and not used.
+    """
     k = load_columns(p, N, CI, C)
     m = load_columns(p + 3 * N, N, CI, C)
     q = load_columns(p + 2 * N, N, CI, C)
@@ -51,12 +54,13 @@ def e79_forward(
     N: tl.constexpr, R: tl.constexpr, CI: tl.constexpr, C: tl.constexpr, BS: tl.constexpr, BM: tl.constexpr,
     SAVE: tl.constexpr, PF: tl.constexpr,
 ):  # fmt: skip
-    """BS, BM: 0 no bias, 1 one [N] for all steps, 2 [T, B, N]. SAVE: states every SEG steps and the gates of every step.
+    """Runs the scan of one sequence per program.
 
-    gates[T, B, 7, N]: r, p, delta, g, y, c, w. PF: the next step's vectors ride in registers.
+    BS, BM: 0 for no bias, 1 for one [N] for all steps, 2 for [T, B, N]. SAVE: store the states every SEG steps, and the
+    gates[T, B, 7, N] (r, p, delta, g, y, c, w) of every step. PF: prefetch the next step's vectors into registers.
     """
     b = tl.program_id(0).to(tl.int64)
-    B = b * 0 + B  # in 64 bits, also where it is a constant
+    B = b * 0 + B  # int64 even if B is passed as a constant
     S = load_tiles(s0_ptr + b * N * N, has_s, N, R, CI, C)
     M = load_tiles(m0_ptr + b * N * N, has_m, N, R, CI, C)
     p = kvqm_ptr + b * 4 * N
@@ -105,7 +109,7 @@ def e79_forward(
         if BM == 1:
             bmc = fbmc
             bmr = fbmr
-        # The norms scale the sums, so that they are not waited for before them.
+        # The norms scale the sums afterwards, so that the sums need not wait for them.
         ik = norm_inverse(k, C)
         im = norm_inverse(m, C)
         c = gate(column_sums(scale_rows(M, kr, C), C), bsc, ik, BS > 0, C)

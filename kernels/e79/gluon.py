@@ -1,4 +1,4 @@
-"""Whether the Gluon kernels of E79 run here."""
+"""Loading of the Gluon kernels of E79."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from .. import gluon
 
 
 def kernels(b: Any, shared: int) -> Any:
-    """(forward, backward), or None where plain Triton runs; ``shared``: the bytes of shared memory they need."""
+    """Returns (forward, backward), or None if plain Triton must run. ``shared``: bytes of shared memory needed."""
     names = ("e79.gluon_forward:e79_forward_gluon", "e79.gluon_backward:e79_backward_gluon")
     return gluon.kernels(b, shared, "E79", *names)

@@ -1,7 +1,7 @@
-"""The E79 scan backward in Gluon: see ``backward.py`` for the same in plain Triton, with the same arguments.
+"""The E79 scan, backward, in Gluon; ``backward.py`` has the same in plain Triton, with the same arguments.
 
-dS and dM stay in registers, as C column tiles [NW, RW, CI]; the states of a step come from scratch into shared memory a
-step ahead. Every element of a state is copied, read and written by one and the same thread.
+dS and dM stay in registers, as C column tiles [NW, RW, CI]. The states of a step are copied from scratch to shared
+memory one step ahead. Every element of a state is copied, read and written by one and the same thread.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,7 @@ from .gluon_common import gated, inverse, part_of, sigmoid, thread_barrier, vect
 
 @gluon.jit
 def _join(s, C: gl.constexpr):
-    """C parts [NW, CI] as one [NW, R]."""
+    """Joins C parts [NW, CI] to one [NW, R]."""
     if C == 1:
         y = s[0]
     elif C == 2:
@@ -28,13 +28,13 @@ def _join(s, C: gl.constexpr):
 
 @gluon.jit
 def _piece(x, i: gl.constexpr, c: gl.constexpr, CI: gl.constexpr, layout: gl.constexpr):
-    """Column piece c of vector i of x [V, R]."""
+    """Loads column piece c of vector i of x [V, R]."""
     return vector(x, i).slice(c * CI, CI).load(layout)
 
 
 @gluon.jit
 def _inverse(x, i: gl.constexpr, layout: gl.constexpr):
-    """1 / (|v| + 1e-6) of vector i of x [V, R], summed as the forward does."""
+    """Returns 1 / (|v| + 1e-6) of vector i of x [V, R], summed in the same way as in the forward."""
     v = vector(x, i).load(layout)
     return inverse(gl.sum(v * v, axis=0))
 
@@ -46,7 +46,7 @@ def _state_tile(state, c: gl.constexpr, CI: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _load(p, given, row, col, c: gl.constexpr, CI: gl.constexpr, N: gl.constexpr):
-    """Column tile c of a state [N, N]; zeros where ``given`` is 0 and beyond N."""
+    """Loads column tile c of a state [N, N]; zeros if ``given`` is 0, and beyond N."""
     i = row[:, :, None]
     j = c * CI + col[None, None, :]
     return gl.load(p + i * N + j, mask=(i < N) & (j < N) & (given != 0), other=0.0).to(gl.float32)
@@ -61,13 +61,13 @@ def _store(p, x, row, col, c: gl.constexpr, CI: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def _save(p, x, row, col, c: gl.constexpr, CI: gl.constexpr, R: gl.constexpr):
-    """Column tile c of a state [R, R] of scratch."""
+    """Stores column tile c of a state [R, R] in scratch."""
     gl.store(p + row[:, :, None] * R + (c * CI + col[None, None, :]), x)
 
 
 @gluon.jit
 def _tile(held, state, c: gl.constexpr, CI: gl.constexpr, layout: gl.constexpr, C: gl.constexpr):
-    """Column tile c of a state: held in registers where there is one tile, else read again."""
+    """Returns column tile c of a state: from registers if there is one tile, else read again."""
     if C == 1:
         x = held
     else:
@@ -77,13 +77,13 @@ def _tile(held, state, c: gl.constexpr, CI: gl.constexpr, layout: gl.constexpr, 
 
 @gluon.jit
 def _fold(x):
-    """[NW, RW, CI] -> [NW, RW, CI / 4]: neighbours summed inside a thread, a quarter of the registers."""
+    """Sums neighbours inside a thread, [NW, RW, CI] to [NW, RW, CI / 4], which needs a quarter of the registers."""
     return gl.sum(gl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 4, 4]), axis=3)
 
 
 @gluon.jit
 def _rows(folded, layout: gl.constexpr, C: gl.constexpr):
-    """The sums along the rows [NW, RW] of the folded products of C tiles."""
+    """Returns the sums along the rows, [NW, RW], of the folded products of C tiles."""
     s = folded[0]
     for c in gl.static_range(1, C):
         s += folded[c]
@@ -92,7 +92,7 @@ def _rows(folded, layout: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _copy(state, p, row, column, R: gl.constexpr):
-    """Scratch [R, R] into shared memory, asynchronously."""
+    """Copies [R, R] from scratch to shared memory, asynchronously."""
     async_load(state, p + row[:, :, None] * R + column[None, None, :])
 
 
@@ -110,7 +110,7 @@ def e79_backward_gluon(
     N: gl.constexpr, R: gl.constexpr, LC: gl.constexpr, C: gl.constexpr, BS: gl.constexpr, BM: gl.constexpr,
     DOUT: gl.constexpr, MS: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """MS: how many M are held in shared memory, 2 (one fetched ahead) where they fit, or 1."""
+    """As ``e79_backward``. MS: buffers for M in shared memory, 2 (one of them prefetched) if they fit, else 1."""
     P: gl.constexpr = 7 + BS // 2 + 2 * (BM // 2)
     CI: gl.constexpr = R // C
     RW: gl.constexpr = R // NW
@@ -125,7 +125,7 @@ def e79_backward_gluon(
     L4: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W4, NW // W4], [1, 0])
     L8: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W8, NW // W8], [1, 0])
     L1: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
-    # Every thread holds all of [NW].
+    # Every thread holds all NW elements.
     EACH: gl.constexpr = gl.BlockedLayout([NW], [32], [NW], [0])
     SH1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SH2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -145,7 +145,7 @@ def e79_backward_gluon(
     gate_f = gl.allocate_shared_memory(gl.float32, [R], SH1)
     gate_b = gl.allocate_shared_memory(gl.float32, [R], SH1)
     b = gl.program_id(0).to(gl.int64)
-    B = b * 0 + B  # in 64 bits, also where it is a constant
+    B = b * 0 + B  # int64 even if B is passed as a constant
     row = (
         gl.arange(0, NW, layout=gl.SliceLayout(1, ROW))[:, None] * RW
         + gl.arange(0, RW, layout=gl.SliceLayout(0, ROW))[None, :]
@@ -180,7 +180,7 @@ def e79_backward_gluon(
         p = kvqm_ptr + at_row * 4 * N
         gates = gates_ptr + at_row * 7 * N
         scr = scratch
-        # --- the segment's states again; dS and dM wait in shared memory where registers cannot hold all four
+        # --- recompute the segment's states; dS and dM are parked in shared memory if registers cannot hold all four
         S = ()
         M = ()
         base = ckpt_ptr + ((segments - 1 - back).to(gl.int64) * 2 * B + b) * N * N
@@ -226,7 +226,7 @@ def e79_backward_gluon(
                 dS = dS + (_state_tile(s_ring.index(0), c, CI, L),)
                 dM = dM + (_state_tile(s_ring.index(1), c, CI, L),)
         thread_barrier()
-        # --- the segment's steps, last first; p, gates and scr stand at the last
+        # --- undo the segment's steps, last first; p, gates and scr point to the last one
         at_row += (steps - 1).to(gl.int64) * B
         dout = dout_ptr + at_row * N
         parts = parts_ptr + at_row * P * N
@@ -241,7 +241,7 @@ def e79_backward_gluon(
         _copy(m_ring.index(0), scr + R * R, row, column, R)
         async_copy.commit_group()
         for i in range(steps):
-            # what the next step needs sets out
+            # start to fetch what the next step needs
             more = (i + 1 < steps).to(gl.int64) * B
             p -= more * 4 * N
             gates -= more * 7 * N
@@ -267,7 +267,7 @@ def e79_backward_gluon(
             g = vector_by_rows(gts_i, 3, ROW, NW)
             ik = _inverse(vec, 0, COL)
             im = _inverse(vec, 3, COL)
-            # the gates of M
+            # gradients of M's gates
             if MS == 1:
                 async_copy.wait_group(1)
             m0 = _state_tile(m_now, 0, CI, L)
@@ -296,7 +296,7 @@ def e79_backward_gluon(
             gts.index((i + 1) % 2).store(x8)
             if DOUT:
                 vector(dos.index((i + 1) % 2), 0).store(x1)
-            # the gates of S
+            # gradients of S's gates
             s0 = _state_tile(s_now, 0, CI, L)
             mr = vector_by_rows(vec, 3, ROW, NW) * im
             F = ()
@@ -319,7 +319,8 @@ def e79_backward_gluon(
             part_c.store(_join(Z, C))
             a = _rows(F, ROW, C) * r * (1.0 - r)
             dd = _rows(F1, ROW, C) * ik + dg
-            # While the exchange is on its way, m^ and q. S'.T e = c * (S.T (r e)) + k^ (delta . e), likewise S' f and S'.T dy.
+            # m^ and q, while the exchange is in flight. S'.T e = c * (S.T (r e)) + k^ (delta . e), likewise S' f and
+            # S'.T dy.
             re = r * e
             ry = r * dy
             dots_e.store(gl.sum(d * e, axis=1))
@@ -351,7 +352,7 @@ def e79_backward_gluon(
             dm_c = gl.sum(part_m.load(D), axis=0) + u * gl.sum(part_w.load(D), axis=0) + k1 * de
             gl.store(parts + 5 * N + one, dm_c, mask=omask)
             gl.store(parts + 6 * N + one, u * gl.sum(part_q.load(D), axis=0) + k1 * ddy, mask=omask)
-            # what is left: k^, and the states
+            # gradients of k^ and of the states
             kr = vector_by_rows(vec, 0, ROW, NW) * ik
             F = ()
             Z = ()

@@ -1,8 +1,8 @@
-"""What the Gluon kernels of E79 share: sums inside a warp, exchanges between warps, vectors in shared memory.
+"""Shared functions of the Gluon kernels of E79: sums in a warp, exchanges between warps, vectors in shared memory.
 
-A state is a tensor [NW, RW, R]: warp, row in the warp, column (n padded to R). A sum along a row stays inside a warp. A sum
-along a column is a part a warp, exchanged once through shared memory: one thread a column adds the parts and evaluates the
-gate once, where in plain Triton every thread evaluates the gates of all the columns it holds.
+A state is a tensor [NW, RW, R]: warp, row in the warp, column (n padded to R). A sum along a row stays inside a warp. A
+sum along a column is one part per warp, exchanged once through shared memory: one thread per column adds the parts and
+evaluates the gate once, whereas in plain Triton every thread evaluates the gates of all the columns it holds.
 """
 
 from triton.experimental import gluon
@@ -24,31 +24,31 @@ def sigmoid(x):
 
 @gluon.jit
 def inverse(squares):
-    """1 / (|v| + 1e-6) from the sum of v's squares."""
+    """Returns 1 / (|v| + 1e-6) from the sum of v's squares."""
     return reciprocal(gl.sqrt(squares) + 1e-6)
 
 
 @gluon.jit
 def row_sum(s, v):
-    """sum_j s[:, :, j] * v[j]: [NW, RW]"""
+    """Returns sum_j s[:, :, j] * v[j], [NW, RW]."""
     return gl.sum(s * v[None, None, :], axis=2)
 
 
 @gluon.jit
 def gated(s, row, col, d, v):
-    """row[i] * s[i, j] * col[j] + d[i] * v[j]"""
+    """Returns row[i] * s[i, j] * col[j] + d[i] * v[j]."""
     return add_outer(s * row[:, :, None], col, d[:, :, None] * v[None, None, :])
 
 
 @gluon.jit
 def add_outer(s, col, dv):
-    """s[i, j] * col[j] + dv[i, j], rounded once: forward and backward must compute a state to the same bits."""
+    """Returns s[i, j] * col[j] + dv[i, j], rounded once, because forward and backward must compute the same bits."""
     return gl.fma(s, gl.broadcast(col[None, None, :], s)[0], dv)
 
 
 @gluon.jit
 def vector(x, i: gl.constexpr):
-    """Vector i of x [V, R] in shared memory."""
+    """Returns vector i of x [V, R] in shared memory."""
     V: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[1]
     return reinterpret(x, gl.float32, [V, R], gl.SwizzledSharedLayout(1, 1, 1, [0])).index(i)
@@ -56,7 +56,7 @@ def vector(x, i: gl.constexpr):
 
 @gluon.jit
 def vector_by_rows(x, i: gl.constexpr, layout: gl.constexpr, NW: gl.constexpr):
-    """Vector i of x [V, R] in shared memory, loaded in the layout of the rows [NW, RW]."""
+    """Loads vector i of x [V, R] in shared memory in the layout of the rows [NW, RW]."""
     V: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[1]
     y = reinterpret(x, gl.float32, [V, NW, R // NW], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -65,5 +65,5 @@ def vector_by_rows(x, i: gl.constexpr, layout: gl.constexpr, NW: gl.constexpr):
 
 @gluon.jit
 def part_of(s):
-    """A warp's sums over its rows: [NW, R]"""
+    """Returns each warp's sums over its rows, [NW, R]."""
     return gl.sum(s, axis=1)

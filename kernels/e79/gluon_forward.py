@@ -1,4 +1,4 @@
-"""The E79 scan forward in Gluon: see ``forward.py`` for the same in plain Triton, with the same arguments."""
+"""The E79 scan, forward, in Gluon; ``forward.py`` has the same scan in plain Triton, with the same arguments."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,7 +8,7 @@ from .gluon_common import add_outer, gated, inverse, part_of, row_sum, sigmoid, 
 
 @gluon.jit
 def _fetch(p, bs, bm, v4, j4, j1, N: gl.constexpr, BS: gl.constexpr, BM: gl.constexpr):
-    """A step's k, v, q, m [4, R] and its biases [R], each element once in the block."""
+    """Loads a step's k, v, q, m [4, R] and its biases [R], each element once per block."""
     x = gl.load(p + v4 * N + j4, mask=j4 < N, other=0.0).to(gl.float32)
     xs = j1.to(gl.float32)
     xm = xs
@@ -34,16 +34,16 @@ def e79_forward_gluon(
     N: gl.constexpr, R: gl.constexpr, LC: gl.constexpr, BS: gl.constexpr, BM: gl.constexpr, SAVE: gl.constexpr,
     NW: gl.constexpr,
 ):  # fmt: skip
-    """LC: the lanes of a warp along a row, four columns each."""
+    """Runs the scan of one sequence per program. LC: lanes of a warp along a row, with four columns each."""
     RW: gl.constexpr = R // NW
     LR: gl.constexpr = 32 // LC
-    # Where registers allow, a step's loads, and what needs no gate of the columns, come before the gates do.
+    # If registers suffice, loads and what needs no column gate are computed before the gates.
     EARLY: gl.constexpr = R <= 64
     W4: gl.constexpr = 4 if NW >= 4 else NW
     L: gl.constexpr = gl.BlockedLayout([1, RW // LR, 4], [1, LR, LC], [NW, 1, 1], [2, 1, 0])
     ROW: gl.constexpr = gl.SliceLayout(2, L)
     COL: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, L))
-    # One column a thread, the warps' parts in registers.
+    # One column per thread, with the parts of all warps in registers.
     D: gl.constexpr = gl.BlockedLayout([NW, 1], [1, 32], [1, NW], [1, 0])
     ONE: gl.constexpr = gl.SliceLayout(0, D)
     L4: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [W4, NW // W4], [1, 0])
@@ -57,7 +57,7 @@ def e79_forward_gluon(
     gate_c = gl.allocate_shared_memory(gl.float32, [R], SH1)
     gate_w = gl.allocate_shared_memory(gl.float32, [R], SH1)
     b = gl.program_id(0).to(gl.int64)
-    B = b * 0 + B  # in 64 bits, also where it is a constant
+    B = b * 0 + B  # int64 even if B is passed as a constant
     row = (
         gl.arange(0, NW, layout=gl.SliceLayout(1, ROW))[:, None] * RW
         + gl.arange(0, RW, layout=gl.SliceLayout(0, ROW))[None, :]
@@ -91,7 +91,7 @@ def e79_forward_gluon(
     left = 0
     x, xs, xm = _fetch(p, bs, bm, v4, j4, j1, N, BS, BM)
     _stage(vecs.index(0), biases.index(0), x, xs, xm, BS, BM)
-    thread_barrier()  # here, so that the compiler need not place one in the loop
+    thread_barrier()  # placed here so that the compiler does not place one in the loop
     for t in range(T):
         if SAVE:
             if left == 0:
@@ -121,7 +121,7 @@ def e79_forward_gluon(
             bmr = vector_by_rows(bias, 1, ROW, NW)
         ik = inverse(gl.sum(k * k, axis=0))
         im = inverse(gl.sum(m * m, axis=0))
-        # Between the write and the read of an exchange: the sums along rows.
+        # The sums along rows fill the time between the write and the read of an exchange.
         r = row_sum(M, k) * ik
         d = vector_by_rows(vec, 1, ROW, NW) - row_sum(S, k) * ik
         g = d - row_sum(M, m) * im
@@ -139,7 +139,7 @@ def e79_forward_gluon(
             S = S * r[:, :, None]
             dk = (d * ik)[:, :, None] * k[None, None, :]
             c = gate_c.load(COL)
-            # Here, between a barrier and the next read of either buffer, it costs no barrier of its own.
+            # Between a barrier and the next read of either buffer: needs no barrier of its own.
             _stage(vecs.index((t + 1) % 2), biases.index((t + 1) % 2), x, xs, xm, BS, BM)
             S = add_outer(S, c, dk)
         else:

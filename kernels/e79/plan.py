@@ -1,11 +1,11 @@
 """Launch plans of the E79 ops. T and B may be symbolic; the configuration depends on n and the device alone.
 
-Memory of a training step beyond inputs and outputs, in bytes, for segments of C steps::
+Memory of a training step besides inputs and outputs, in bytes, with segments of C steps::
 
     8 B n^2 ceil(T / C)    checkpoints, from forward to backward
     28 T B n               gates, from forward to backward
     8 B R^2 C              scratch of one segment (R: n padded to a power of two), during the backward
-    4 T B P n              parts, during the backward; P = 7, 8 with b_s a step, 2 more with b_m a step
+    4 T B P n              parts, during the backward; P = 7, plus 1 with b_s per step, plus 2 with b_m per step
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MAX_N = 128
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
-    """Why these inputs run the reference instead of the kernels; None when they run the kernels."""
+    """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
     reason = without_kernel(b, *tensors)
     if reason is not None:
         return reason
-    # kvqm's last dimension, 4n, is the longest of all.
+    # The last dimension of kvqm, 4n, is the longest of all three-dimensional tensors.
     n = max((b.static(b.shape(t)[-1]) for t in tensors if len(b.shape(t)) == 3), default=4) // 4
     if n > MAX_N:
         return f"n = {n} is above {MAX_N}"
@@ -42,22 +42,26 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
 
 
 def runs_gluon(b: Any, n: int, name: str) -> bool:
-    """Whether op ``name`` runs its Gluon kernel with this builder."""
+    """Returns whether op ``name`` runs its Gluon kernel with this builder."""
     shared = gluon_backward_config(n).backward_shared if name == "e79_scan_backward" else 0
     return gluon_kernels(b, shared) is not None
 
 
 def _bias_kind(b: Any, bias: Any) -> int:
-    """0 none, 1 one [n] for all steps, 2 one a step and sequence."""
+    """Returns 0 for no bias, 1 for one [n] for all steps, 2 for one per step and sequence."""
     return 0 if bias is None else 1 if len(b.shape(bias)) == 1 else 2
 
 
 def _given(b: Any, other: Any, *tensors: Any) -> list[Any]:
-    """Contiguous; ``other``, never read or written, where there is none."""
+    """Returns the tensors made contiguous, and ``other``, which is then never read or written, for None."""
     return [other if t is None else b.contiguous(t) for t in tensors]
 
 
 def plan_e79_scan(b: Any, kvqm: Any, b_s: Any, b_m: Any, S0: Any, M0: Any, segment: Any) -> tuple[Any, ...]:
+    """Allocates the outputs of ``e79_scan`` and launches its kernel.
+
+    Returns (out, S, M, checkpoints, gates); checkpoints and gates have shape [0] if segment is 0.
+    """
     T, B, n4 = b.shape(kvqm)
     n = b.static(n4) // 4
     save = not (b.is_static(segment) and segment == 0)
@@ -87,6 +91,10 @@ def plan_e79_scan_backward(
     b: Any, dout: Any, dS: Any, dM: Any, kvqm: Any, b_s: Any, b_m: Any, S0: Any, M0: Any, checkpoints: Any, gates: Any,
     segment: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Allocates the outputs of ``e79_scan_backward`` and launches its kernels.
+
+    Returns (dkvqm, db_s, db_m, dS0, dM0), of shape [0] where the input is None.
+    """
     T, B, n4 = b.shape(kvqm)
     n = b.static(n4) // 4
     inputs = (kvqm, b_s, b_m, S0, M0)
@@ -97,7 +105,7 @@ def plan_e79_scan_backward(
     parts = b.empty((T, B, 7 + kinds[0] // 2 + 2 * (kinds[1] // 2), n), b.f32)
     sums = [b.empty((B, 2, n), b.f32) if kind == 1 else parts for kind in kinds]
     scratch = b.empty((B, segment, 2, h.R, h.R), b.f32)
-    # The chain ends here where nobody asked for the gradient of the initial state.
+    # Where the kernel writes the gradient of an initial state that was not given.
     unasked = None if S0 is not None and M0 is not None else b.empty((B, n, n), b.f32)
     kvqm, checkpoints, gates = (b.contiguous(t) for t in (kvqm, checkpoints, gates))
     do, ds, dm = _given(b, kvqm, dout, dS, dM)

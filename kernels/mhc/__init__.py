@@ -1,4 +1,4 @@
-"""mHC: manifold-constrained hyper-connections (arXiv 2512.24880)."""
+"""Triton kernels of mHC (manifold-constrained hyper-connections, arXiv 2512.24880)."""
 
 from . import fused_plan, plan
 

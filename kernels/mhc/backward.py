@@ -1,4 +1,4 @@
-"""mHC pre, backward: <dh_in, x>, the coefficients' gradients, then dx, then dphi, then small sums."""
+"""The backward of mHC's pre: <dh_in, x>, the coefficients' gradients, dx, dphi, and the sums of the parameters."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def mhc_pre_backward_dots(
     dh_in_ptr, x_ptr, dots_ptr,
     D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """dots[t, i] = <dh_in[t], x[t, i]>, one token a program."""
+    """Computes dots[t, i] = <dh_in[t], x[t, i]>, one token per program."""
     t = tl.program_id(0).to(tl.int64)
     acc = ()
     for _ in tl.static_range(N):
@@ -34,7 +34,10 @@ def mhc_pre_backward_dots(
 
 @triton.jit
 def _store_terms(rows_ptr, cols_ptr, row, col, v, mask, T, TP, MP: tl.constexpr, TERMS: tl.constexpr):
-    """v[t, m] as bf16 terms, largest first: rows_ptr[2, T, MP] for dx, cols_ptr[TERMS * MP, TP] for dphi; or both fp32."""
+    """Stores v[t, m] as bf16 terms, largest first, or as fp32 if TERMS is 0.
+
+    rows_ptr[2, T, MP] is for dx, cols_ptr[TERMS * MP, TP] for dphi.
+    """
     if TERMS == 0:
         tl.store(rows_ptr + row * MP + col, v, mask=mask)
         tl.store(cols_ptr + col * TP + row, v, mask=mask)
@@ -55,7 +58,10 @@ def mhc_pre_backward_coefficients(
     BC: tl.constexpr, HAS_DIN: tl.constexpr, HAS_POST: tl.constexpr, HAS_DPOST: tl.constexpr,
     HAS_RES: tl.constexpr, HAS_DRES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """dh_mix[t, :MP] (zero from M on; see _store_terms), cx[t] = dinv * inv^3 / K, and this program's share of dbias (M) and dalpha (3)."""
+    """Computes dh_mix[t, :MP], zero from M on (see _store_terms), cx[t] = dinv * inv^3 / K, and parts of dbias, dalpha.
+
+    Each program writes its part: M sums for dbias, then those for dalpha.
+    """
     # Generated code passes Python floats as fp64.
     post_mult = tl.cast(post_mult, tl.float32)
     sinkhorn_eps = tl.cast(sinkhorn_eps, tl.float32)
@@ -78,7 +84,7 @@ def mhc_pre_backward_coefficients(
     if HAS_DIN:
         lin = a * z + tl.load(bias_ptr + i, mask=i < N, other=0.0).to(tl.float32)[None, :]
         g = tl.load(dots_ptr + row[:, None] * N + i[None, :], mask=nm, other=0.0)
-        # sigmoid(-z) keeps the digits that 1 - sigmoid(z) loses when saturated.
+        # sigmoid(-z) keeps the digits that 1 - sigmoid(z) loses in saturation.
         d = g * tl.sigmoid(lin) * tl.sigmoid(-lin)
     else:
         d = tl.zeros((BC, NP), tl.float32)
@@ -132,12 +138,15 @@ def mhc_pre_backward_dx(
     R: tl.constexpr, BD: tl.constexpr,
     HAS_DIN: tl.constexpr, HAS_ACC: tl.constexpr, HAS_GAMMA: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dx = gamma * (dh_mix @ phi) + h_pre (x) dh_in - cx * x (+ dx_acc): R tokens, BD columns of one stream."""
-    # Streams vary fastest: programs that share columns of dh_in run side by side.
+    """Computes dx = gamma * (dh_mix @ phi) + h_pre (x) dh_in - cx * x (+ dx_acc).
+
+    One program: R tokens, BD columns of one stream.
+    """
+    # Streams vary fastest, so that programs that share columns of dh_in run at the same time.
     DT: tl.constexpr = (D + BD - 1) // BD
     i = tl.program_id(0) % N
     d = (tl.program_id(0) // N % DT) * BD + tl.arange(0, BD)
-    # Last tokens first: they are what the dots left in L2.
+    # Last tokens first, because the dot products left them in L2.
     tile = (T + R - 1) // R - 1 - tl.program_id(0) // (N * DT)
     m = tl.arange(0, MP)
     K: tl.constexpr = N * D
@@ -186,7 +195,10 @@ def mhc_pre_backward_dphi(
     K: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, FOLD: tl.constexpr, C: tl.constexpr, Z: tl.constexpr,
     R: tl.constexpr, BK: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """part[c * Z + z] = G, [MP, K], over every C-th tile of R tokens and the FOLD terms of dh_mix from z * FOLD on."""
+    """Computes part[c * Z + z] of G [MP, K].
+
+    It is the sum over every C-th tile of R tokens and over the FOLD terms of dh_mix from z * FOLD on.
+    """
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     c = tl.program_id(1) // Z
     z = tl.program_id(1) % Z
@@ -222,7 +234,7 @@ def mhc_pre_backward_finish(
     K: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, A: tl.constexpr, RP: tl.constexpr, PARTS: tl.constexpr,
     BK: tl.constexpr, BP: tl.constexpr, HAS_GAMMA: tl.constexpr,
 ):  # fmt: skip
-    """Second stage: dphi = G * gamma, dgamma = sum_j phi[j] * G[j] from the same G; the last program: dbias and dalpha."""
+    """Sums the parts: G, dphi = G * gamma, dgamma = sum_j phi[j] * G[j]; in the last program dbias and dalpha."""
     pid = tl.program_id(0)
     if pid < (K + BK - 1) // BK:
         k = pid * BK + tl.arange(0, BK)

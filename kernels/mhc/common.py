@@ -1,4 +1,4 @@
-"""Vocabulary shared by the mHC kernels: sinkhorn steps, partial sums."""
+"""Shared functions of the mHC kernels: Sinkhorn steps and partial sums."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def sinkhorn_start(logits, valid, eps, FORM: tl.constexpr):
-    """Row softmax + eps, or exp(logits - rowmax).  [T, N, N]"""
+    """Returns the row softmax + eps, or exp(logits - rowmax), [T, N, N]."""
     top = tl.max(tl.where(valid, logits, float("-inf")), axis=2)
     top = tl.where(top == float("-inf"), 0.0, top)
     e = tl.where(valid, tl.exp(logits - top[:, :, None]), 0.0)
@@ -19,14 +19,17 @@ def sinkhorn_start(logits, valid, eps, FORM: tl.constexpr):
 
 @triton.jit
 def divisor(s, ok, eps, FORM: tl.constexpr):
-    """What a normalisation divides sums by: s + eps ("softmax"), max(s, eps) ("exp"); 1 in the padding, not 0.  [T, N]"""
+    """Returns a normalisation's divisor, [T, N]: s + eps ("softmax") or max(s, eps) ("exp"), and 1 in the padding."""
     v = s + eps if FORM == 0 else tl.maximum(s, eps)
     return tl.where(ok, v, 1.0)
 
 
 @triton.jit
 def sinkhorn(logits, valid, ok, eps, ITERS: tl.constexpr, FORM: tl.constexpr):
-    """ITERS iterations on [T, N, N] logits; valid [1, N, N] and ok [1, N] mask the padding to a power of two."""
+    """Applies ITERS iterations to logits [T, N, N].
+
+    valid [1, N, N] and ok [1, N] mask the padding to a power of two.
+    """
     c = sinkhorn_start(logits, valid, eps, FORM)
     if FORM == 1:
         c = c / divisor(tl.sum(c, axis=2), ok, eps, FORM)[:, :, None]
@@ -39,10 +42,13 @@ def sinkhorn(logits, valid, ok, eps, ITERS: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def normalised_grad(g, c, s, raw, AXIS: tl.constexpr, FORM: tl.constexpr):
-    """Gradient through c = c_prev / divisor(sum(c_prev, AXIS)), given c, the divisor s and whether eps was not its value."""
+    """Returns the gradient through c = c_prev / divisor(sum(c_prev, AXIS)).
+
+    c is the result, s the divisor, and raw whether the sum, not its bound eps, was the divisor.
+    """
     inner = tl.sum(g * c, axis=AXIS)
     if FORM == 1:
-        # Where the divisor was clamped to eps it is a constant.
+        # A divisor that was clamped to eps is a constant.
         inner = tl.where(raw, inner, 0.0)
     if AXIS == 2:
         return (g - inner[:, :, None]) / s[:, :, None]
@@ -55,9 +61,10 @@ def sinkhorn_grad(
     g, logits, valid, ok, sums_ptr, t, tm, T, eps,
     N: tl.constexpr, NP: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """dlogits [T, NP, NP]: the iterations run again keeping each divisor (sums_ptr [2 * ITERS, T, N]), then backwards.
+    """Returns dlogits [T, NP, NP].
 
-    c itself is not kept: c_prev = c * divisor undoes a step.
+    The iterations run again and store each divisor (sums_ptr [2 * ITERS, T, N]), then backwards. c is not stored, since
+    c_prev = c * divisor undoes a step.
     """
     j = tl.arange(0, NP)
     at = sums_ptr + t[:, None].to(tl.int64) * N + j[None, :]
@@ -66,7 +73,7 @@ def sinkhorn_grad(
     start = sinkhorn_start(logits, valid, eps, FORM)
     c = start
     for it in range(ITERS):
-        # The softmax form starts with a row softmax in place of its first row step.
+        # The softmax form has a row softmax in place of its first row step.
         s = divisor(tl.sum(c, axis=2), ok, eps, FORM)
         if FORM == 0:
             s = tl.where(it == 0, 1.0, s)
@@ -93,7 +100,7 @@ def sinkhorn_grad(
         p = start - tl.where(valid, eps, 0.0)
         return p * (g - tl.sum(g * p, axis=2)[:, :, None])
     else:
-        # Subtracting rowmax is part of the formula: its gradient goes to the row's largest entry, and cancels there.
+        # rowmax is part of the formula: its gradient goes to the row's largest entry, where it cancels.
         e = start
         ge = g * e
         return exp_grad(ge, logits, valid)
@@ -101,7 +108,10 @@ def sinkhorn_grad(
 
 @triton.jit
 def exp_grad(ge, logits, valid):
-    """Gradient of exp(l - rowmax(l)) times g; rowmax's share goes evenly to the tied maxima, as amax does.  [T, N, N]"""
+    """Returns the gradient of exp(l - rowmax(l)), [T, N, N], from ge = g * exp(l - rowmax(l)).
+
+    Tied maxima share rowmax's gradient evenly, as in amax.
+    """
     masked = tl.where(valid, logits, float("-inf"))
     top = masked == tl.max(masked, axis=2)[:, :, None]
     share = tl.where(top & valid, 1.0, 0.0)
@@ -111,7 +121,7 @@ def exp_grad(ge, logits, valid):
 
 @triton.jit
 def sum_parts(part_ptr, off, mask, stride, PARTS: tl.constexpr):
-    """Sum of PARTS partial results in a fixed order: part_ptr[part * stride + off]."""
+    """Returns the sum of PARTS partial results, part_ptr[part * stride + off], in a fixed order."""
     acc = tl.load(part_ptr + off, mask=mask, other=0.0)
     for part in tl.static_range(1, PARTS):
         acc += tl.load(part_ptr + part * stride + off, mask=mask, other=0.0)

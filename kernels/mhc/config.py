@@ -1,4 +1,7 @@
-"""The one table of launch configurations of the mHC kernels, measured on an H200 (docs/tuning.md)."""
+"""Launch configurations of the mHC kernels, all in this one table.
+
+Measured on an H200: docs/tuning.md.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from typing import Any
 
 
 def pow2(v: int) -> int:
+    """Returns v rounded up to a power of two."""
     return 1 << (v - 1).bit_length()
 
 
-# The projection's K is summed as GROUPS groups of GROUP sections, always in that order; up to SMALL_T tokens each
+# The projection's K is summed as GROUPS groups of GROUP sections, always in this order. Up to SMALL_T tokens, each
 # section is a program of its own.
 GROUPS = 4
 GROUP = 8
@@ -19,7 +23,11 @@ SMALL_T = 512
 
 @dataclasses.dataclass(frozen=True)
 class PreConfig:
-    """BT tokens, BK columns a step (projection); BC tokens (coefficients); BD columns (collapse); WK columns (weights)."""
+    """Configuration of pre.
+
+    The projection takes BT tokens and BK columns per step; a coefficients program BC tokens; a collapse program BD
+    columns; a weights program WK columns.
+    """
 
     BT: int
     BK: int
@@ -33,7 +41,7 @@ class PreConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RowsConfig:
-    """BC tokens a program in kernels on n x n matrices."""
+    """Configuration of kernels on n x n matrices: BC tokens per program."""
 
     BC: int
     num_warps: int
@@ -41,7 +49,7 @@ class RowsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """BD columns of one token."""
+    """Configuration of kernels that process BD columns of one token at a time."""
 
     BD: int
     num_warps: int
@@ -49,7 +57,7 @@ class TileConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DxConfig:
-    """R tokens, BD columns of one stream."""
+    """Configuration of dx: R tokens and BD columns of one stream per program."""
 
     R: int
     BD: int
@@ -59,7 +67,11 @@ class DxConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DphiConfig:
-    """C * Z programs share the tokens, R at a time, and the terms of dh_mix, FOLD at a time, for BK columns."""
+    """Configuration of dphi, with BK columns per program.
+
+    C * Z programs share the work on the same columns: C split the tokens, which each reads R at a time; Z split the
+    bf16 terms of dh_mix, FOLD terms each.
+    """
 
     C: int
     Z: int
@@ -72,7 +84,7 @@ class DphiConfig:
 
 @dataclasses.dataclass(frozen=True)
 class FinishConfig:
-    """BK columns of dphi, BP rows of partial sums."""
+    """Configuration of the second stage: BK columns of dphi per program, BP rows of partial sums at a time."""
 
     BK: int
     BP: int
@@ -80,11 +92,12 @@ class FinishConfig:
 
 
 def _small(props: Any) -> bool:
-    """Devices with 100 kB of shared memory or less a block."""
+    """Returns whether a block of this device has at most about 100 kB of shared memory."""
     return props.backend == "hip" or props.arch in (86, 89, 120, 121)
 
 
 def pre_config(props: Any, K: int, D: int, MP: int, bf16: bool) -> PreConfig:
+    """Returns the configuration of pre, for K = n*D columns and MP padded rows of phi."""
     BT, BK, stages, warps = 128, 64, 4, 8
     if not bf16:
         BT, BK, stages = 64, 32, 3
@@ -97,37 +110,43 @@ def pre_config(props: Any, K: int, D: int, MP: int, bf16: bool) -> PreConfig:
 
 
 def rows_config(n: int) -> RowsConfig:
+    """Returns the configuration of kernels on n x n matrices."""
     return RowsConfig(32 if n <= 4 else 8, 1)
 
 
 def post_config(D: int, n: int) -> TileConfig:
+    """Returns the configuration of post."""
     return TileConfig(min(512, max(128, pow2(D))), 4)
 
 
 def post_backward_config(D: int, n: int, itemsize: int) -> TileConfig:
+    """Returns the configuration of post's backward; ``itemsize`` is that of the widest input."""
     return TileConfig(512 if n <= 4 and D > 256 and itemsize == 2 else 256, 1)
 
 
 def dots_config(D: int, n: int) -> TileConfig:
+    """Returns the configuration of the dot products <dh_in, x>."""
     if n <= 4 and D % 2048 == 0:
         return TileConfig(2048, 8)
     return TileConfig(min(512, max(128, pow2(D))), 4)
 
 
 def dx_config(props: Any, D: int, MP: int, bf16: bool) -> DxConfig:
+    """Returns the configuration of dx."""
     if not bf16 or MP > 32:
         return DxConfig(32, 64, 4, 1)
     return DxConfig(128, 64, 8, 1)
 
 
 def dphi_config(props: Any, K: int, MP: int, terms: int) -> DphiConfig:
+    """Returns the configuration of dphi; ``terms`` is the number of bf16 terms, 0 for fp32."""
     fold = max(1, 128 // MP) if terms else 1
     if terms:
         fold = min(fold, 4)
     Z = -(-terms // fold) if terms else 1
     BK, R, warps, stages = (128, 64, 4, 3) if terms else (64, 32, 4, 2)
     if terms and props.arch not in (90, 100):
-        # Without warpgroup products the accumulator takes twice the warps.
+        # Without warpgroup MMA the accumulator needs twice the warps.
         warps = 8
     if _small(props):
         stages = 2
@@ -136,4 +155,5 @@ def dphi_config(props: Any, K: int, MP: int, terms: int) -> DphiConfig:
 
 
 def finish_config(MP: int) -> FinishConfig:
+    """Returns the configuration of the second stage of the parameter gradients."""
     return FinishConfig(32, 32, 4)

@@ -1,7 +1,8 @@
-"""Launch plans of the fused mHC ops: post and the projection of its result in one kernel where that runs (``gluon.py``),
-elsewhere the kernels of post and of pre, sharing what the two ops apart could not.
+"""Launch plans of the fused mHC ops.
 
-One kernel for both gradients of x_out was measured and is slower (docs/tuning.md).
+Where it can run, one Gluon kernel computes post and the projection of its result (``gluon.py``). Elsewhere the kernels
+of post and of pre run, and share what two separate ops could not. One kernel for both gradients
+of x_out was measured and is slower (docs/tuning.md).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["unsupported"]
 
 
 def runs_gluon(b: Any, x: Any, f_out: Any) -> bool:
-    """Whether the fused ops' forward runs its Gluon kernel with this builder."""
+    """Returns whether the forward of the fused ops runs its Gluon kernel with this builder."""
     return post_project(b, x, f_out) is not None
 
 
@@ -39,7 +40,10 @@ def _slices(
     b: Any, kernel: Any, c: PostProjectConfig, post: tuple[Any, ...], transpose_res: bool, params: tuple[Any, ...],
     floats: tuple[Any, ...], iters: int, form: str, has_post: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Projection by slices of columns, each with its part of every token's sums; then coefficients and collapse."""
+    """Launches the fused kernel, then coefficients and collapse.
+
+    The fused kernel projects slices of columns; each slice writes its part of every token's sums.
+    """
     s = dims(b, post[0], params[0])
     x_out = b.empty(b.shape(post[0]), b.bf16)
     out = pre_outputs(b, s, b.bf16, has_post)
@@ -72,7 +76,7 @@ def _forward(
     b: Any, post: tuple[Any, ...], transpose_res: bool, params: tuple[Any, ...], floats: tuple[Any, ...], iters: int,
     form: str, has_post: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """post: x, f_out, h_post, h_res; params: phi, alpha, bias, gamma."""
+    """Launches the forward of a fused op. post: (x, f_out, h_post, h_res); params: (phi, alpha, bias, gamma)."""
     x, f_out, h_post, h_res = post
     phi, alpha, bias, gamma = params
     found = post_project(b, x, f_out)
@@ -87,6 +91,7 @@ def plan_mhc_post_pre(
     norm_eps: float, hc_eps: float, post_mult: float, post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float,
     sinkhorn_form: str,
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Launches ``mhc_post_pre``; returns (x_out, h_in, next_post, next_res, h_pre, h_mix, inv_rms)."""
     floats = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
     post, params = (x, f_out, h_post, h_res), (phi, alpha, bias, gamma)
     return _forward(b, post, transpose_res, params, floats, sinkhorn_iters, sinkhorn_form, True)
@@ -96,6 +101,7 @@ def plan_mhc_post_head(
     b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool, phi: Any, alpha: Any, bias: Any, gamma: Any,
     norm_eps: float, hc_eps: float,
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Launches ``mhc_post_head``; returns (x_out, h_in, h_pre, h_mix, inv_rms)."""
     floats = (norm_eps, hc_eps, 0.0, 0.0, 0.0)
     post, params = (x, f_out, h_post, h_res), (phi, alpha, bias, gamma)
     x_out, h_in, _, _, h_pre, h_mix, inv_rms = _forward(b, post, transpose_res, params, floats, 0, "softmax", False)
@@ -120,7 +126,7 @@ def _backward(
         b, s, dh_in, dnext_post, dnext_res, x_out, alpha, bias, h_mix, inv_rms, post_mult, iters, sinkhorn_eps, form,
         has_post,
     )  # fmt: skip
-    # The whole gradient of x_out, dx_out added in fp32 and rounded once.
+    # The whole gradient of x_out: dx_out is added in fp32, and the sum is rounded once.
     g = b.empty(b.shape(x_out), b.dtype(x_out))
     pre_dx(b, s, d, dh_in, x_out, phi, gamma, h_pre, dx_out, g)
     post_grads(b, g, x, f_out, h_post, h_res, transpose_res, (dx, df, dh_post, dh_res))
@@ -134,6 +140,7 @@ def plan_mhc_post_pre_backward(
     inv_rms: Any, norm_eps: float, hc_eps: float, post_mult: float, post_eps: float, sinkhorn_iters: int,
     sinkhorn_eps: float, sinkhorn_form: str,
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Launches ``mhc_post_pre_backward``; returns (dx, df, dh_post, dh_res, dphi, dalpha, dbias, dgamma)."""
     return _backward(
         b, dx_out, dh_in, dnext_post, dnext_res, (x, f_out, h_post, h_res), transpose_res, x_out,
         (phi, alpha, bias, gamma), h_pre, h_mix, inv_rms, post_mult, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, True,
@@ -144,6 +151,7 @@ def plan_mhc_post_head_backward(
     b: Any, dx_out: Any, dh_in: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool, x_out: Any,
     phi: Any, alpha: Any, bias: Any, gamma: Any, h_pre: Any, h_mix: Any, inv_rms: Any, norm_eps: float, hc_eps: float,
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Launches ``mhc_post_head_backward``; returns (dx, df, dh_post, dh_res, dphi, dalpha, dbias, dgamma)."""
     return _backward(
         b, dx_out, dh_in, None, None, (x, f_out, h_post, h_res), transpose_res, x_out, (phi, alpha, bias, gamma),
         h_pre, h_mix, inv_rms, 0.0, 0, 0.0, "softmax", False,

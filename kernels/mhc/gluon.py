@@ -1,4 +1,4 @@
-"""Whether, and with which configuration, the fused ops run their Gluon kernel (wgmma: sm_90)."""
+"""Choice and configuration of the fused ops' Gluon kernel (wgmma: sm_90)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import Any
 
 from .. import gluon
 
-# Measured from 2560 to 7168; at 2048 a model's compile took longer and its steps gained nothing (docs/tuning.md).
+# Measured from 2560 to 7168. At 2048 a model takes longer to compile and its steps are not faster (docs/tuning.md).
 MIN_D = 2560
-MAX_D = 16384  # a token's parts, one a slice, are summed as one tile
+MAX_D = 16384  # a token's parts, one per slice, are summed as one tile
 
 
 @dataclasses.dataclass(frozen=True)
 class PostProjectConfig:
-    """NW * 16 tokens a tile, NB blocks of 32 columns a slice, SL tiles of 64 columns in flight; the collapse's BC tokens, BD columns."""
+    """Configuration of the fused kernel and of the collapse that follows it.
+
+    A tile has NW * 16 tokens, a slice NB blocks of 32 columns, and SL tiles of 64 columns are in flight. The collapse
+    takes BC tokens or BD columns per program.
+    """
 
     NW: int
     NB: int
@@ -23,17 +27,18 @@ class PostProjectConfig:
     BD: int
 
     def slices(self, D: int) -> int:
+        """Returns the number of slices of D columns."""
         return -(-D // (32 * self.NB))
 
 
 def post_project_config(D: int) -> PostProjectConfig:
-    """Shared memory is full: 144 KiB of phi, 80 KiB of x and f_out."""
+    """Returns the configuration, which fills shared memory: 144 KiB of phi, 80 KiB of x and f_out."""
     NW, SL = (8, 1) if D <= 4096 else (4, 2)
     return PostProjectConfig(NW, 8, SL, 8, 512)
 
 
 def post_project(b: Any, x: Any, f_out: Any) -> tuple[Any, PostProjectConfig] | None:
-    """The kernel and its configuration, or None where the kernels of post and of pre run."""
+    """Returns the kernel and its configuration, or None if the separate kernels of post and pre must run."""
     *_, n, D = b.shape(x)
     if b.static(n) != 4 or b.dtype(x) != b.bf16 or b.dtype(f_out) != b.bf16:
         return None

@@ -1,8 +1,9 @@
-"""post, and the projection of its result, in one pass over x on wgmma (sm_90): see ``post.py`` and ``pre.py`` for the formulas.
+"""The fused post and projection of its result, in one pass over x, with wgmma (sm_90).
 
-A program keeps its columns of phi in shared memory for all its tokens. x and f_out are copied there a step of 64 columns ahead,
-in whole lines. A thread reads 8 neighbouring columns of two tokens at a time, mixes them, stores them, and multiplies them as
-they are: the columns of phi are permuted so that these registers are the left operand that wgmma wants.
+``post.py`` and ``pre.py`` have the formulas. A program keeps its columns of phi in shared memory for all its tokens. x
+and f_out are copied to shared memory one step of 64 columns ahead, in whole lines. A thread reads 8 neighbouring
+columns of two tokens at a time, mixes them, stores them and multiplies them without a change of layout: the columns of
+phi are permuted so that these registers form the left operand of wgmma.
 """
 
 import triton
@@ -20,13 +21,13 @@ from ..gluon_language import async_load, reinterpret, thread_barrier
 if tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 8):
     raise ImportError("Triton 3.8 and later allow no view beyond a piece of shared memory")
 
-# bf16 terms of an fp32 phi. Also where fewer would do: products hide behind memory, and with fewer ptxas spills.
+# bf16 terms of an fp32 phi, also where fewer would do: memory hides the products, and with fewer terms ptxas spills.
 TERMS = gl.constexpr(3)
 
 
 @gluon.jit
 def _rounded(y):
-    """bf16 of fp32, two neighbours of a thread in one instruction."""
+    """Rounds fp32 to bf16, two neighbours of a thread per instruction."""
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [y], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -34,7 +35,7 @@ def _rounded(y):
 
 @gluon.jit
 def _widened(h):
-    """fp32 of bf16, one instruction each."""
+    """Widens bf16 to fp32, one instruction per element."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a; shl.b32 a, $2, 16; mov.b32 $0, a; and.b32 a, $2, 0xffff0000; mov.b32 $1, a; }", "=f,=f,r", [h],
         dtype=gl.float32, is_pure=True, pack=2,
@@ -43,7 +44,7 @@ def _widened(h):
 
 @gluon.jit
 def _coefficients(h_post_ptr, h_res_ptr, t, HAS_RES: gl.constexpr, TRANSPOSE: gl.constexpr):
-    """h_post, then R row by row, of tokens t in fp32."""
+    """Loads h_post, then R row by row, of tokens t in fp32."""
     c = ()
     for o in gl.static_range(4):
         c = c + (gl.load(h_post_ptr + t * 4 + o).to(gl.float32),)
@@ -57,7 +58,7 @@ def _coefficients(h_post_ptr, h_res_ptr, t, HAS_RES: gl.constexpr, TRANSPOSE: gl
 
 @gluon.jit
 def _fetch(ring, slot, x_ptr, f_ptr, t, d, D: gl.constexpr):
-    """f_out, then the streams of x: [2, BT, 32] each, whole lines of 128 bytes."""
+    """Starts to copy f_out, then the streams of x, [2, BT, 32] each, in whole lines of 128 bytes."""
     async_load(ring.index(slot * 5), f_ptr + (t * D + d))
     for i in gl.static_range(4):
         async_load(ring.index(slot * 5 + 1 + i), x_ptr + (t * (4 * D) + (i * D + d)))
@@ -69,14 +70,17 @@ def _stage_phi(
     w, phi_ptr, gamma_ptr, first, D: gl.constexpr, M: gl.constexpr, MP: gl.constexpr, NB: gl.constexpr,
     HAS_GAMMA: gl.constexpr, TILE: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """w[((stream * NB + block) * TERMS + term) * M8 + m // 8] = phi * gamma [8, 32] as bf16 terms, largest first."""
+    """Stores phi * gamma in shared memory as bf16 terms, largest first.
+
+    w[((stream * NB + block) * TERMS + term) * M8 + m // 8] holds [8, 32].
+    """
     M8: gl.constexpr = (M + 7) // 8
     L: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [NW, 1], [1, 0])
     m = gl.arange(0, MP, layout=gl.SliceLayout(1, L))[:, None]
     k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
-    # Of 8 columns in a row of a thread, wgmma takes two at a time.
+    # Of a thread's 8 neighbouring columns, wgmma takes two at a time.
     p = (k // 2 % 4) * 8 + (k // 16) * 4 + (k // 8 % 2) * 2 + k % 2
-    # As many loads at once as registers hold.
+    # As many loads at once as the registers can hold.
     ROUND: gl.constexpr = NW * 4 // (2 if HAS_GAMMA else 1)
     for start in gl.static_range(0, 4 * NB, ROUND):
         v = ()
@@ -91,7 +95,7 @@ def _stage_phi(
             x = v[i - start]
             for term in gl.static_range(TERMS):
                 h = x.to(gl.bfloat16)
-                # Rows beyond M are the first of what follows, which is stored later.
+                # Rows beyond M overlap the next piece, which is stored later.
                 reinterpret(w.index((i * TERMS + term) * M8), gl.bfloat16, [MP, 32], TILE).store(h)
                 thread_barrier()
                 x = x - h.to(gl.float32)
@@ -103,12 +107,15 @@ def mhc_post_project(
     D: gl.constexpr, M: gl.constexpr, MP: gl.constexpr, NB: gl.constexpr, HAS_RES: gl.constexpr,
     TRANSPOSE: gl.constexpr, HAS_GAMMA: gl.constexpr, SL: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
-    """out = post, part[s, t, :M] = out @ phi.T and part[s, t, M] = sum(out * out) over NB blocks of 32 columns of each stream."""
+    """Computes post and its projection over NB blocks of 32 columns of each stream.
+
+    out = post, part[s, t, :M] = out @ phi.T and part[s, t, M] = sum(out * out).
+    """
     BT: gl.constexpr = NW * 16
     M8: gl.constexpr = (M + 7) // 8
     WARPS: gl.constexpr = [[16, 0], [32, 0], [64, 0]] if NW == 8 else [[16, 0], [32, 0]]
     WARPS3: gl.constexpr = [[0, 16, 0], [0, 32, 0], [0, 64, 0]] if NW == 8 else [[0, 16, 0], [0, 32, 0]]
-    # The rows of wgmma's left operand, 8 columns a thread.
+    # The rows of wgmma's left operand, with 8 columns per thread.
     L: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], WARPS, [], [BT, 32]
     )
@@ -122,14 +129,14 @@ def mhc_post_project(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, L)
     TILE: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    # Where M is not MP, a product reads rows of what follows, for columns that nobody reads.
+    # If M is not MP, a product also reads rows of the next piece; nothing reads the columns that they give.
     w = gl.allocate_shared_memory(gl.bfloat16, [4 * NB * TERMS * M8 + MP // 8 - M8, 8, 32], TILE)
     ring = gl.allocate_shared_memory(gl.bfloat16, [5 * SL, 2, BT, 32], gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0]))
     s = gl.program_id(0)
     first = s * (NB * 32)
     row = gl.arange(0, BT, layout=ROW)
     col = first + gl.arange(0, 32, layout=gl.SliceLayout(0, L))
-    # What a fetch covers: the halves of 64 columns, tokens, columns.
+    # The elements of a fetch: the halves of 64 columns, tokens, columns.
     F: gl.constexpr = gl.BlockedLayout([1, 1, 8], [2, 4, 4], [1, NW, 1], [2, 0, 1])
     frow = gl.arange(0, BT, layout=gl.SliceLayout(0, gl.SliceLayout(2, F)))[None, :, None]
     fcol = (
@@ -196,7 +203,7 @@ def mhc_post_project(
                     ss += gl.convert_layout(q, Q, assert_trivial=True)
                     h = h.reshape([BT, 4, 2, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([BT, 32])
                     h = gl.convert_layout(h, A)
-                    # Tensor cores round their running sum towards zero: short chains, small terms apart, then fp32 adds.
+                    # Tensor cores round their running sum towards zero: short chains, small terms separate, then fp32.
                     if o % 2 == 0:
                         d = gl.zeros([BT, MP], gl.float32, layout=MMA)
                     for term in gl.static_range(TERMS):

@@ -1,8 +1,8 @@
 """Launch plans of the mHC ops: which kernels, on which grid, with which configuration.
 
-Written once against a builder (``kernels/launch.py`` eagerly, ``lowerings/builder.py`` in Inductor). A configuration
-depends on n, D, dtypes and the device, never on the token count T: T may be symbolic, and a token's bits must not
-depend on the batch around it. Small T is served by the same launches, whose grids shrink with T.
+Each plan is written once against a builder (``kernels/launch.py`` eagerly, ``lowerings/builder.py`` in Inductor). A
+configuration depends on n, D, dtypes and the device, never on the token count T, because T may be symbolic and a
+token's bits must not depend on the batch around it. Small T uses the same launches, whose grids shrink with T.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ FORMS = {"softmax": 0, "exp": 1}
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
-    """Why these inputs run the reference instead of the kernels; None when they run the kernels."""
+    """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
     return without_kernel(b, *(t for t in tensors if t is not None))
 
 
 def numel(shape: Any) -> Any:
+    """Returns the product of the sizes."""
     total: Any = 1
     for s in shape:
         total = total * s
@@ -53,11 +54,15 @@ def numel(shape: Any) -> Any:
 
 
 def contiguous(b: Any, *tensors: Any) -> tuple[Any, ...]:
+    """Returns the tensors made contiguous; None stays None."""
     return tuple(None if t is None else b.contiguous(t) for t in tensors)
 
 
 def precision(b: Any, x: Any, *weights: Any) -> tuple[int, str]:
-    """(bf16 terms of an fp32 factor, input_precision of an fp32 product); see docs/design.md, precision."""
+    """Returns the number of bf16 terms of an fp32 factor and the input_precision of an fp32 product.
+
+    See docs/design.md, precision.
+    """
     if b.dtype(x) != b.bf16:
         return 0, "tf32x3" if b.device_props().backend == "cuda" else "ieee"
     if weights and all(w is None for w in weights[1:]) and b.dtype(weights[0]) == b.bf16:
@@ -67,7 +72,7 @@ def precision(b: Any, x: Any, *weights: Any) -> tuple[int, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """Sizes of one call; T, the number of tokens, may be symbolic."""
+    """Sizes of one call: n streams of width D, M rows of phi, T tokens, which may be symbolic."""
 
     lead: tuple[Any, ...]
     n: int
@@ -77,29 +82,33 @@ class Dims:
 
     @property
     def K(self) -> int:
+        """Columns of phi."""
         return self.n * self.D
 
     @property
     def NP(self) -> int:
+        """The number of streams, padded to a power of two."""
         return pow2(self.n)
 
     @property
     def MP(self) -> int:
-        """Rows of phi and one for the sum of squares, padded for the tensor cores."""
+        """Rows of phi plus one for the sum of squares, padded for the tensor cores."""
         return max(16, pow2(self.M + 1))
 
     @property
     def has_res(self) -> bool:
+        """Whether phi has rows for the residual coefficients."""
         return 2 * self.n < self.M
 
 
 def dims(b: Any, x: Any, phi: Any) -> Dims:
+    """Returns the sizes of a call from x and phi."""
     *lead, n, D = b.shape(x)
     return Dims(tuple(lead), b.static(n), b.static(D), b.static(b.shape(phi)[0]), numel(lead))
 
 
 def pre_outputs(b: Any, s: Dims, dtype: Any, has_post: bool) -> tuple[Any, ...]:
-    """h_in, h_post, h_res, h_pre, h_mix, inv_rms, not yet written."""
+    """Allocates h_in, h_post, h_res, h_pre, h_mix and inv_rms; h_post and h_res are None without ``has_post``."""
     res = (s.n, s.n) if s.has_res else (0, 0)
     return (
         b.empty((*s.lead, s.D), dtype),
@@ -112,13 +121,16 @@ def pre_outputs(b: Any, s: Dims, dtype: Any, has_post: bool) -> tuple[Any, ...]:
 
 
 def sections(b: Any, T: Any, groups: int, group: int) -> tuple[Any, Any]:
-    """(sections a program sums, programs that share a token): few tokens, one section each, so that decoding fills the chip."""
+    """Returns the number of sections that a program sums, and the number of programs that share a token.
+
+    With few tokens, each program sums one section, so that decoding fills the device.
+    """
     many = b.min(b.cdiv(T, SMALL_T) - 1, 1)
     return 1 + (group - 1) * many, groups * (group - (group - 1) * many)
 
 
 def weights(b: Any, s: Dims, phi: Any, gamma: Any, columns: int, terms: int) -> Any:
-    """phi * gamma as bf16 terms, or fp32 without terms."""
+    """Returns phi * gamma as bf16 terms, or in fp32 if ``terms`` is 0."""
     w = b.empty((terms or 1, s.MP, s.K), b.bf16 if terms else b.f32)
     b.launch(
         mhc_pre_weights,
@@ -133,7 +145,10 @@ def collapse(
     b: Any, s: Dims, c: PreConfig, x: Any, part: Any, RUN: Any, groups: int, group: int, alpha: Any, bias: Any,
     out: tuple[Any, ...], floats: tuple[Any, ...], iters: int, form: str,
 ) -> None:  # fmt: skip
-    """Coefficients and h_in from the projection's parts. floats: norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps."""
+    """Launches the kernel that computes coefficients and h_in from the projection's parts.
+
+    ``floats``: norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps.
+    """
     launch_collapse(
         b, mhc_pre_collapse, s, c.BC, c.BD, x, part, alpha, bias, out, floats, iters, form, dict(RUN=RUN),
         dict(N=s.n, NP=s.NP, GROUPS=groups, GROUP=group), c.collapse_warps,
@@ -144,7 +159,10 @@ def launch_collapse(
     b: Any, kernel: Any, s: Dims, BC: int, BD: int, x: Any, part: Any, alpha: Any, bias: Any, out: tuple[Any, ...],
     floats: tuple[Any, ...], iters: int, form: str, args: dict[str, Any], constexprs: dict[str, Any], warps: int,
 ) -> None:  # fmt: skip
-    """Launch a kernel of coefficients and collapse; ``args``, ``constexprs``: what it takes besides what all of them take."""
+    """Launches a kernel of coefficients and collapse.
+
+    ``args`` and ``constexprs`` are those that only this kernel takes.
+    """
     h_in, h_post, h_res, h_pre, h_mix, inv_rms = out
     programs = b.cdiv(s.T, BC)
     names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_eps")
@@ -168,6 +186,7 @@ def plan_pre(
     b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, floats: tuple[Any, ...], iters: int, form: str,
     has_post: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Launches pre, or the head without ``has_post``; returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms)."""
     s = dims(b, x, phi)
     out = pre_outputs(b, s, b.dtype(x), has_post)
     if b.is_static(s.T) and s.T == 0:
@@ -175,7 +194,7 @@ def plan_pre(
     x, phi, alpha, bias, gamma = contiguous(b, x, phi, alpha, bias, gamma)
     terms, prec = precision(b, x, phi, gamma)
     c = pre_config(b.device_props(), s.K, s.D, s.MP, b.dtype(x) == b.bf16)
-    # A section is 1 / (GROUPS * GROUP) of K.
+    # A section has about 1 / (GROUPS * GROUP) of K's columns.
     KS = -(-s.K // (GROUPS * GROUP * c.BK)) * c.BK
     RUN, parts = sections(b, s.T, GROUPS, GROUP)
     w = weights(b, s, phi, gamma, c.WK, terms)
@@ -197,6 +216,7 @@ def plan_mhc_pre(
     b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, norm_eps: float, hc_eps: float, post_mult: float,
     post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str,
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Launches ``mhc_pre``; returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms)."""
     floats = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
     return plan_pre(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form, True)
 
@@ -204,6 +224,7 @@ def plan_mhc_pre(
 def plan_mhc_head(
     b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, norm_eps: float, hc_eps: float
 ) -> tuple[Any, ...]:
+    """Launches ``mhc_head``; returns (h_in, h_pre, h_mix, inv_rms)."""
     floats = (norm_eps, hc_eps, 0.0, 0.0, 0.0)
     h_in, _, _, h_pre, h_mix, inv_rms = plan_pre(b, x, phi, alpha, bias, gamma, floats, 0, "softmax", False)
     return h_in, h_pre, h_mix, inv_rms
@@ -211,7 +232,7 @@ def plan_mhc_head(
 
 @dataclasses.dataclass(frozen=True)
 class LogitGrads:
-    """What the coefficients' backward leaves for dx and for the parameters' gradients (see backward.py)."""
+    """Results of the coefficients' backward that dx and the parameter gradients need (see ``backward.py``)."""
 
     rows: Any
     cols: Any
@@ -224,11 +245,12 @@ class LogitGrads:
 
 
 def empty_grads(b: Any, x: Any, *inputs: Any) -> tuple[Any, ...]:
-    """A buffer for each input's gradient, of shape [0] for an input of None."""
+    """Allocates each input's gradient, with shape [0] for an input of None."""
     return tuple(b.empty((0,), b.dtype(x)) if v is None else b.empty(b.shape(v), b.dtype(v)) for v in inputs)
 
 
 def zero_grads(b: Any, x: Any, *inputs: Any) -> tuple[Any, ...]:
+    """Returns zeros for each input's gradient, with shape [0] for an input of None."""
     return tuple(b.empty((0,), b.dtype(x)) if v is None else b.zeros(b.shape(v), b.dtype(v)) for v in inputs)
 
 
@@ -236,7 +258,7 @@ def logit_grads(
     b: Any, s: Dims, dh_in: Any, dh_post: Any, dh_res: Any, x: Any, alpha: Any, bias: Any, h_mix: Any, inv_rms: Any,
     post_mult: float, iters: int, sinkhorn_eps: float, form: str, has_post: bool,
 ) -> LogitGrads:  # fmt: skip
-    """dh_mix and what goes with it, from contiguous tensors."""
+    """Launches the coefficients' backward, which computes dh_mix; all tensors must be contiguous."""
     dots = None
     if dh_in is not None:
         dots = b.empty((s.T, s.n), b.f32)
@@ -251,7 +273,7 @@ def logit_grads(
     r = rows_config(s.n)
     programs = b.cdiv(s.T, r.BC)
     terms, prec = precision(b, x)
-    # dh_mix by rows for dx and by columns, padded to whole tiles, for dphi.
+    # dx reads dh_mix by rows, dphi by columns, which are padded to whole tiles.
     TP = b.cdiv(s.T, 64) * 64
     dt = b.bf16 if terms else b.f32
     rows = b.empty((2 if terms else 1, s.T, s.MP), dt)
@@ -281,7 +303,7 @@ def logit_grads(
 def pre_dx(
     b: Any, s: Dims, d: LogitGrads, dh_in: Any, x: Any, phi: Any, gamma: Any, h_pre: Any, dx_acc: Any, dx: Any
 ) -> None:
-    """dx of pre, in dx's dtype."""
+    """Launches the kernel of pre's dx, which is written in dx's dtype."""
     tile = dx_config(b.device_props(), s.D, s.MP, b.dtype(x) == b.bf16)
     b.launch(
         mhc_pre_backward_dx,
@@ -299,7 +321,7 @@ def pre_dx(
 
 
 def param_grads(b: Any, s: Dims, d: LogitGrads, x: Any, phi: Any, gamma: Any, grads: tuple[Any, ...]) -> None:
-    """dphi, dalpha, dbias and dgamma, one reduction over tokens."""
+    """Launches the kernels of dphi, dalpha, dbias and dgamma: one reduction over tokens."""
     dphi, dalpha, dbias, dgamma = grads
     A = b.static(b.shape(dalpha)[0])
     chunk = dphi_config(b.device_props(), s.K, s.MP, d.terms)
@@ -355,6 +377,7 @@ def plan_mhc_pre_backward(
     h_post: Any, h_mix: Any, inv_rms: Any, dx_acc: Any, norm_eps: float, hc_eps: float, post_mult: float,
     post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str,
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Launches ``mhc_pre_backward``; returns (dx, dphi, dalpha, dbias, dgamma)."""
     return _pre_backward(
         b, dh_in, dh_post, dh_res, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, post_mult,
         sinkhorn_iters, sinkhorn_eps, sinkhorn_form, True,
@@ -365,12 +388,14 @@ def plan_mhc_head_backward(
     b: Any, dh_in: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, h_pre: Any, h_mix: Any, inv_rms: Any,
     dx_acc: Any, norm_eps: float, hc_eps: float,
 ) -> tuple[Any, ...]:  # fmt: skip
+    """Launches ``mhc_head_backward``; returns (dx, dphi, dalpha, dbias, dgamma)."""
     return _pre_backward(
         b, dh_in, None, None, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, 0.0, 0, 0.0, "softmax", False
     )
 
 
 def plan_mhc_sinkhorn(b: Any, h_res: Any, iters: int, eps: float, form: str) -> Any:
+    """Launches ``mhc_sinkhorn``; returns the matrix."""
     *lead, n, _ = b.shape(h_res)
     n = b.static(n)
     T = numel(lead)
@@ -387,6 +412,7 @@ def plan_mhc_sinkhorn(b: Any, h_res: Any, iters: int, eps: float, form: str) -> 
 
 
 def plan_mhc_sinkhorn_backward(b: Any, grad: Any, h_res: Any, iters: int, eps: float, form: str) -> Any:
+    """Launches ``mhc_sinkhorn_backward``; returns the gradient of h_res."""
     *lead, n, _ = b.shape(h_res)
     n = b.static(n)
     T = numel(lead)
@@ -405,6 +431,7 @@ def plan_mhc_sinkhorn_backward(b: Any, grad: Any, h_res: Any, iters: int, eps: f
 
 
 def plan_mhc_post(b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool) -> Any:
+    """Launches ``mhc_post``; returns the new streams."""
     *lead, n, D = b.shape(x)
     n, D = b.static(n), b.static(D)
     T = numel(lead)
@@ -424,6 +451,7 @@ def plan_mhc_post(b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose
 def plan_mhc_post_backward(
     b: Any, g: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool
 ) -> tuple[Any, ...]:
+    """Launches ``mhc_post_backward``; returns (dx, df, dh_post, dh_res)."""
     *lead, _, _ = b.shape(x)
     T = numel(lead)
     grads = empty_grads(b, x, x, f_out, h_post, h_res)
@@ -437,7 +465,7 @@ def plan_mhc_post_backward(
 def post_grads(
     b: Any, g: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool, grads: tuple[Any, ...]
 ) -> None:
-    """dx, df, dh_post and dh_res of post from contiguous tensors."""
+    """Launches the kernel of post's gradients, all contiguous; writes (dx, df, dh_post, dh_res) to ``grads``."""
     dx, df, dh_post, dh_res = grads
     *lead, n, D = b.shape(x)
     n, D = b.static(n), b.static(D)

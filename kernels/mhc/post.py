@@ -1,4 +1,7 @@
-"""mHC post: expand and mix, and its gradient. One token a program; every x-sized tensor is read or written once."""
+"""mHC's post (adds f_out and mixes the streams) and its gradients.
+
+One token per program (in post, some of its columns); every x-sized tensor is read or written once.
+"""
 
 import triton
 import triton.language as tl
@@ -8,7 +11,7 @@ import triton.language as tl
 def load_mix(
     h_post_ptr, h_res_ptr, t, mask, N: tl.constexpr, HAS_RES: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
-    """The mixing coefficients of tokens t (of any shape) in fp32: N of h_post, then R row by row where there is one."""
+    """Loads the mixing coefficients of tokens t (of any shape) in fp32: N of h_post, then R row by row with HAS_RES."""
     other = None if mask is None else 0.0
     c = ()
     for o in tl.static_range(N):
@@ -23,7 +26,7 @@ def load_mix(
 
 @triton.jit
 def mix_stream(c, f, xs, o: tl.constexpr, N: tl.constexpr, HAS_RES: tl.constexpr):
-    """h_post[o] * f + sum_i R[o, i] * x[i] in fp32, not rounded; c as of load_mix."""
+    """Returns h_post[o] * f + sum_i R[o, i] * x[i] in fp32, not rounded; c is the result of load_mix."""
     y = c[o] * f
     if HAS_RES:
         for i in tl.static_range(N):
@@ -38,7 +41,7 @@ def mhc_post(
     x_ptr, f_ptr, h_post_ptr, h_res_ptr, out_ptr,
     D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, HAS_RES: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
-    """out[o] = h_post[o] * f + sum_i R[o, i] * x[i]"""
+    """Computes out[o] = h_post[o] * f + sum_i R[o, i] * x[i]."""
     DT: tl.constexpr = (D + BD - 1) // BD
     t = (tl.program_id(0) // DT).to(tl.int64)
     d = (tl.program_id(0) % DT) * BD + tl.arange(0, BD)
@@ -56,7 +59,7 @@ def mhc_post(
 
 @triton.jit
 def _thread_sum(v, B: tl.constexpr, E: tl.constexpr):
-    """[B] -> [B // E]: neighbours summed inside a thread."""
+    """Sums neighbours inside a thread, [B] to [B // E]."""
     return tl.sum(tl.reshape(v, (B // E, E)), axis=1)
 
 
@@ -65,7 +68,7 @@ def mhc_post_backward(
     g_ptr, x_ptr, f_ptr, h_post_ptr, h_res_ptr, dx_ptr, df_ptr, dh_post_ptr, dh_res_ptr,
     D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, HAS_RES: tl.constexpr, TRANSPOSE: tl.constexpr,
 ):  # fmt: skip
-    """df, dx by the transposed mix; dh_post[o] = <g[o], f>, dR[o, i] = <g[o], x[i]>, summed over D in a fixed order."""
+    """Computes df, dx (the transposed mix), dh_post[o] = <g[o], f> and dR[o, i] = <g[o], x[i]>, in a fixed order."""
     E: tl.constexpr = 8
     t = tl.program_id(0).to(tl.int64)
     c = load_mix(h_post_ptr, h_res_ptr, t, None, N, HAS_RES, TRANSPOSE)

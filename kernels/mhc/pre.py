@@ -1,4 +1,4 @@
-"""mHC pre, forward: a split-K projection, then collapse and coefficients in one launch (arXiv 2512.24880)."""
+"""The forward of mHC's pre: a split-K projection, then collapse and coefficients in one launch (arXiv 2512.24880)."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ def mhc_pre_weights(
     phi_ptr, gamma_ptr, w_ptr,
     K: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, BK: tl.constexpr, HAS_GAMMA: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """w[term, :M] = phi * gamma as TERMS bf16 terms, largest first (TERMS = 0: fp32), rows M .. MP zero."""
+    """Writes w[term, :M] = phi * gamma as TERMS bf16 terms, largest first, or fp32 if TERMS = 0; rows M .. MP are 0."""
     m = tl.program_id(0)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     mask = k < K
@@ -32,9 +32,10 @@ def mhc_pre_project(
     K: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, KS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """part[p, t, :M] = x @ w.T and part[p, t, M] = sum(x * x), over RUN sections of KS columns from p * RUN * KS on.
+    """Writes part[p, t, :M] = x @ w.T and part[p, t, M] = sum(x * x), each over RUN sections of KS columns.
 
-    Sections are summed one by one, whether here or by the reader of part: the bits do not depend on RUN.
+    Part p begins at column p * RUN * KS. Sections are summed one after the other, here or by the reader of part, so the
+    bits do not depend on RUN.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     part = tl.program_id(1)
@@ -56,7 +57,7 @@ def mhc_pre_project(
             w = tl.load(w_ptr + m[None, :] * K + k[:, None], mask=km[:, None], other=0.0)
             acc += tl.dot(x.to(tl.float32), w, input_precision=PREC)
         else:
-            # Tensor cores round their running sum towards zero: smallest terms first, a short chain, then one fp32 add.
+            # Tensor cores round their running sum towards zero: smallest terms first, short chains, then fp32.
             d = tl.zeros((BT, MP), tl.float32)
             for back in tl.static_range(TERMS):
                 at = (TERMS - 1 - back) * MP * K + m[None, :] * K + k[:, None]
@@ -77,7 +78,7 @@ def mhc_pre_project(
 
 @triton.jit
 def _sum_sections(part_ptr, off, mask, stride, RUN, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """Sum of a projection's parts in one order for RUN = GROUP (a part a group) and RUN = 1 (a part a section)."""
+    """Sums a projection's parts, in one order for RUN = GROUP (a part per group) and RUN = 1 (a part per section)."""
     acc = tl.load(part_ptr + off, mask=mask, other=0.0)
     if RUN == 1:
         for s in tl.static_range(1, GROUP):
@@ -107,7 +108,7 @@ def coefficients(
     stride = tl.cast(T, tl.int64) * MP
     nm = tm[:, None] & (m <= M)[None, :]
     mix = tl.zeros((BC, MP), tl.float32)
-    # As _sum_sections, a group at a time: unrolled whole it is most of what the kernel takes to compile.
+    # As _sum_sections, but in a loop over groups: unrolled, it would take most of the kernel's compile time.
     for g in range(GROUPS):
         at = part_ptr + row[:, None] * MP + m[None, :]
         if RUN == 1:
@@ -120,7 +121,7 @@ def coefficients(
         mix += group
     inv = tl.rsqrt(tl.sum(tl.where((m == M)[None, :], mix, 0.0), axis=1) / K + norm_eps)  # [BC]
     tl.store(inv_ptr + row, inv, mask=tm)
-    # Its columns are read again in the shapes that they take.
+    # The columns are read again below, in the shapes that the coefficients need.
     tl.store(h_mix_ptr + row[:, None] * M + m[None, :], mix, mask=nm & (m < M)[None, :])
     tl.debug_barrier()
     i = tl.arange(0, NP)
@@ -149,7 +150,7 @@ def coefficients(
 
 @triton.jit
 def as_fp32(a, b, c, d, e):
-    """Generated code passes Python floats as fp64."""
+    """Casts to fp32, because generated code passes Python floats as fp64."""
     return (
         tl.cast(a, tl.float32), tl.cast(b, tl.float32), tl.cast(c, tl.float32), tl.cast(d, tl.float32),
         tl.cast(e, tl.float32),
@@ -158,18 +159,18 @@ def as_fp32(a, b, c, d, e):
 
 @triton.jit
 def collapse_place(pid, T, D: tl.constexpr, BD: tl.constexpr):
-    """The token and the columns [BD] of a collapse program."""
+    """Returns the token and the columns [BD] of a collapse program."""
     DT: tl.constexpr = (D + BD - 1) // BD
-    # Last tokens first: they are what the projection left in L2.
+    # Last tokens first, because the projection left them in L2.
     return (T - 1 - pid // DT).to(tl.int64), (pid % DT) * BD + tl.arange(0, BD)
 
 
 @triton.jit
 def load_streams(x_ptr, t, d, D: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr):
-    """Columns d of token t's streams: N times [BD]; EVEN: none is beyond D."""
+    """Loads columns d of token t's streams, N times [BD]. EVEN: no column is beyond D."""
     xs = ()
     for i in tl.static_range(N):
-        # What is read here last, post reads first.
+        # post first reads what is read here last, so keep it in L2.
         at = x_ptr + t * (N * D) + i * D + d
         if EVEN:
             xs = xs + (tl.load(at, eviction_policy="evict_last"),)
@@ -180,7 +181,7 @@ def load_streams(x_ptr, t, d, D: tl.constexpr, N: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def store_collapsed(h_in_ptr, t, d, xs, pre, D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr):
-    """h_in[t, d] = sum_i pre[i] * xs[i]; pre [NP]."""
+    """Stores h_in[t, d] = sum_i pre[i] * xs[i]; pre is [NP]."""
     i = tl.arange(0, pre.shape[0])
     o = tl.zeros((BD,), tl.float32)
     for s in tl.static_range(N):
@@ -196,7 +197,7 @@ def mhc_pre_collapse(
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
     HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Programs below CP write the coefficients of BC tokens each; the others collapse one token's BD columns each."""
+    """Writes the coefficients of BC tokens (programs below CP) or BD columns of one token's h_in (the others)."""
     pid = tl.program_id(0)
     K: tl.constexpr = N * D
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps = as_fp32(norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)

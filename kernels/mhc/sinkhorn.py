@@ -1,4 +1,4 @@
-"""mHC sinkhorn on given logits, and its gradient."""
+"""The Sinkhorn iterations of mHC on given logits, and their gradient."""
 
 import triton
 import triton.language as tl

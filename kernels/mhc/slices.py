@@ -1,4 +1,4 @@
-"""Collapse and coefficients from parts by slices of columns, as ``gluon_post_project.py`` leaves them."""
+"""Coefficients and collapse from partial sums over slices of columns, which ``gluon_post_project.py`` writes."""
 
 import triton
 import triton.language as tl
@@ -13,7 +13,7 @@ def mhc_slices_collapse(
     D: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
     HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """``mhc_pre_collapse`` of four streams; the S parts of a token are summed as one tile."""
+    """Does what ``mhc_pre_collapse`` does, for four streams; the S parts of a token are summed as one tile."""
     pid = tl.program_id(0)
     N: tl.constexpr = 4
     K: tl.constexpr = N * D

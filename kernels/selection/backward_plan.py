@@ -1,8 +1,8 @@
-"""Launch plan of the backward of selection attention. B, S and S_kv may be symbolic; everything else is known.
+"""Launch plans of the backward of selection attention. B, S and S_kv may be symbolic; everything else is known.
 
-Memory beyond inputs and outputs, in bytes: 8 a row (b, s, g, h), 4 more with a sink and dlse, the bitmaps and lists of the
-forward's tile path, 8 a key tile, and what follows from the device alone: P programs with two slots of a key tile in fp32
-and scratch of 12 CAP each.
+Memory besides inputs and outputs, in bytes: 8 per row (b, s, g, h), plus 4 with a sink and dlse; the bitmaps and lists
+of the forward's tile path; 24 per key tile. Further memory depends on the device alone: P programs have two slots of
+one key tile in fp32 each, and 12 CAP bytes of scratch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ DELTA_ROWS = 32
 DSINK_PARTS = 128
 DSINK_ROWS = 16
 CAP = 2048  # queries of a key tile that a program lists at a time
-SETUP = 16  # iterations that setting out on a key tile is worth
-WORDS = 64  # words of a bitmap's column that it reads at a time
-FEW_QUERIES = 256  # whose pieces are read tile by tile, without lists
-FEW_TILES = 16  # key tiles of a program where queries are few, fewer than the bits of a word
+SETUP = 16  # cost of starting on a key tile, in iterations
+WORDS = 64  # words of a bitmap's column that a program reads at a time
+FEW_QUERIES = 256  # up to so many queries, pieces are read tile by tile, without lists
+FEW_TILES = 16  # key tiles per program where queries are few; less than the bits of a word
 
 
 @dataclasses.dataclass(frozen=True)
 class KeyConfig:
-    """dK, dV: key tiles of BN, ROWS rows of queries x heads an iteration, D in tiles of DC, ``per`` programs a multiprocessor."""
+    """Configuration of dK and dV.
+
+    Key tiles of BN keys, ROWS rows of queries x heads per iteration, D in tiles of DC, ``per`` programs per
+    multiprocessor.
+    """
 
     BN: int
     ROWS: int
@@ -41,8 +45,8 @@ class KeyConfig:
     per: int = 2
 
 
-# Key tiles, rows of dQ's programs (0: the gather path), its warps and stages; rows, warps and stages of dK and dV.
-# The rows that dK and dV gather are fetched one iteration ahead with three stages and two with five: their places are loaded too.
+# (key tile, dQ's rows (0: the gather path), warps, stages, then rows, warps, stages of dK and dV). The rows that dK and
+# dV gather are fetched one iteration ahead with three stages and two with five, because their addresses are loaded too.
 Choices = tuple[tuple[int, int, int, int, int, int, int], ...]
 _NARROW: Choices = ((64, 64, 4, 2, 32, 4, 5), (64, 32, 4, 1, 32, 4, 1), (32, 32, 4, 1, 16, 4, 1))
 _WIDE: Choices = (
@@ -59,18 +63,18 @@ _WIDE_FP32: Choices = ((32, 0, 0, 0, 16, 8, 1), (16, 0, 0, 0, 16, 8, 1))
 def backward_config(
     h: int, DK: int, DV: int, itemsize: int, backend: str, arch: int
 ) -> tuple[config.ForwardConfig | None, KeyConfig] | None:
-    """dQ's tiles (None: it gathers keys), and those of dK and dV; None where shared memory holds neither."""
+    """Returns dQ's tiles (None if dQ gathers keys) and those of dK and dV, or None if shared memory holds neither."""
     KP, VP = config.padded(DK), config.padded(DV)
     D = max(KP, VP)
-    # What exchanges between warps take besides.
+    # Reserves shared memory for exchanges between warps.
     limit = config.shared_limit(backend, arch) - ((2 if D <= 256 else 6) << 10)
-    # fp32's products hold each factor in parts.
+    # An fp32 product keeps each factor in parts.
     room = limit * 7 // 8 if itemsize == 4 and D > 128 else limit
     choices = {(4, True): _WIDE_FP32, (4, False): _NARROW_FP32, (2, True): _WIDE, (2, False): _NARROW}[
         itemsize, D > 128
     ]
     for BN, rows, warps, stages, key_rows, key_warps, key_stages in choices:
-        if D > 256 and (rows == 64 or BN * itemsize == 128):  # the sums would not fit into the registers
+        if D > 256 and (rows == 64 or BN * itemsize == 128):  # the accumulators would not fit into the registers
             continue
         ahead = (key_stages + 1) // 2
         if itemsize * (KP + VP) * max(rows + stages * BN, BN + ahead * key_rows) <= room:
@@ -80,8 +84,8 @@ def backward_config(
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
-    """Why these inputs run the reference's backward instead of the kernels; None when they run the kernels."""
-    from . import plan  # which imports this module
+    """Returns why these inputs run the reference's backward instead of the kernels, or None if they run the kernels."""
+    from . import plan
 
     reason = plan.unsupported(b, *tensors)
     if reason is None:
@@ -96,7 +100,10 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
 
 
 def plan_delta(b: Any, dout: Any, dlse: Any, sink: Any, o: Any, lse: Any) -> tuple[Any, Any, Any]:
-    """lse2, delta[B, S, G, h] and dsink[G, h], [0] without a sink. dout, dlse: contiguous, or None."""
+    """Launches the kernels of lse2, delta[B, S, G, h] and dsink[G, h] (shape [0] without a sink).
+
+    dout and dlse must be contiguous, or None.
+    """
     B, S, G, h, DV = b.shape(o)
     G, h, DV = (b.static(x) for x in (G, h, DV))
     lse2, delta = b.empty((B, S, G, h), b.f32), b.empty((B, S, G, h), b.f32)
@@ -136,7 +143,7 @@ def _strides(b: Any, q: Any, k: Any, v: Any) -> dict[str, Any]:
 def plan_dq(
     b: Any, c: config.ForwardConfig, x: TileLists, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any
 ) -> Any:
-    """dq of the tile path, over the forward's lists."""
+    """Launches dq's kernel on the tile path, over lists of key tiles for ``c``."""
     B, S, G, h, DK = b.shape(q)
     S_kv, DV = b.shape(v)[2:]
     h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(x.pieces.starts)[3]))
@@ -158,7 +165,7 @@ def _key_call(
     b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any, dk: Any,
     dv: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Arguments and constants that both kernels of dk and dv take."""
+    """Returns the arguments and constants that both kernels of dk and dv take."""
     S, G, h, DK = b.shape(q)[1:]
     S_kv, DV = b.shape(v)[2:]
     h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(pieces.starts)[3]))
@@ -178,11 +185,14 @@ def _key_call(
 def plan_dkv(
     b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any
 ) -> tuple[Any, Any]:
-    """dk, dv from pieces with bitmaps of key tiles of c.BN."""
+    """Launches the kernels of dk and dv; returns (dk, dv).
+
+    The pieces must have bitmaps of key tiles of c.BN keys.
+    """
     B, S, G, h, DK = b.shape(q)
     S_kv, DV = b.shape(v)[2:]
     h, DK, DV, r = (b.static(n) for n in (h, DK, DV, b.shape(pieces.starts)[3]))
-    # Key tiles without queries are left out.
+    # The kernels skip key tiles that no query selects.
     dk, dv = b.zeros((B, G, S_kv, DK), b.dtype(k)), b.zeros((B, G, S_kv, DV), b.dtype(v))
     W, NT = b.cdiv(S, 32), b.cdiv(S_kv, c.BN)
     units = B * G * NT
@@ -223,7 +233,7 @@ def plan_dkv(
 
 
 def few_config(h: int, DK: int, DV: int, itemsize: int) -> KeyConfig:
-    """Tiles of the keys, rows and warps where queries are few."""
+    """Returns the configuration of dk and dv where queries are few."""
     D = max(config.padded(DK), config.padded(DV))
     if D > 128 or itemsize == 4:
         return KeyConfig(16, 16, min(D, 64 if itemsize == 4 else 128), 8, 1)
@@ -233,7 +243,10 @@ def few_config(h: int, DK: int, DV: int, itemsize: int) -> KeyConfig:
 def plan_dkv_few(
     b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any
 ) -> tuple[Any, Any]:
-    """dk, dv of at most FEW_QUERIES queries, from pieces with bitmaps of key tiles of c.BN."""
+    """Launches the kernel of dk and dv for at most FEW_QUERIES queries; returns (dk, dv).
+
+    The pieces must have bitmaps of key tiles of c.BN keys.
+    """
     B, S, G = b.shape(q)[:3]
     dk, dv = b.empty(b.shape(k), b.dtype(k)), b.empty(b.shape(v), b.dtype(v))
     args, constexprs = _key_call(b, c, pieces, q, k, v, dout, lse2, delta, scale, dk, dv)
@@ -251,7 +264,8 @@ def plan_selection_attention_backward(
     b: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, o: Any, lse: Any,
     scale: Any,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    from .plan import takes_tiles  # which imports this module
+    """Launches ``selection_attention_backward``; returns (dq, dk, dv, dsink)."""
+    from .plan import takes_tiles
 
     S, h, DK = b.shape(q)[1], b.static(b.shape(q)[3]), b.static(b.shape(q)[4])
     S_kv, DV, r = b.shape(k)[2], b.static(b.shape(v)[3]), b.static(b.shape(ranges)[3])

@@ -1,4 +1,4 @@
-"""Which blocks of keys each query selects (arXiv 2502.11089, equations 8 to 10): their scores, and the best of them."""
+"""Selection of blocks of keys for each query (arXiv 2502.11089, equations 8 to 10): scores, and the best of them."""
 
 import triton
 import triton.language as tl
@@ -31,10 +31,11 @@ def selection_block_scores(
     BK: tl.constexpr, BP: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr, SHIFTS: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """q[B, S, G, H, D], compressed k[B, G, N, D], lse[B, S, G, H] -> score[SHIFTS, B, G, rows, NB] of queries ``first`` and on.
+    """Computes score[SHIFTS, B, G, rows, NB] of the queries from ``first`` on.
 
-    A compressed key covers LENGTH / STRIDE strides, a block BK. ``score[d, ..., j]``: what the compressed keys that begin in block j
-    give to block j + d. Written up to the query's own block. One program: QT queries x HB >= H heads; NT blocks at a time.
+    From q[B, S, G, H, D], compressed k[B, G, N, D] and lse[B, S, G, H]. A compressed key covers LENGTH / STRIDE
+    strides, a block BK. ``score[d, ..., j]`` is what the compressed keys that begin in block j contribute to block j +
+    d, written up to the query's own block. One program: QT queries x HB >= H heads, NT blocks at a time.
     """
     M: tl.constexpr = QT * HB
     BN: tl.constexpr = NT * BP
@@ -47,16 +48,16 @@ def selection_block_scores(
     d = tl.arange(0, DP)
     q = load_queries(q_ptr, b, s, g, head, live, sqb, sqs, sqg, sqh, d, D, ALIGN)  # [M, DP]
     line = ((b * S + s) * G + g) * H + head
-    # exp2(-inf) = 0 for rows that are none.
+    # Padding rows get exp2(-inf) = 0.
     lse = tl.load(lse_ptr + line, mask=live, other=float("inf")).to(tl.float32) * 1.4426950408889634
     qk = tl.cast(scale, tl.float32) * 1.4426950408889634
     seen = past + s + 1 - LENGTH
-    seen = tl.where(seen >= 0, seen // STRIDE + 1, 0)  # compressed keys that are complete
+    seen = tl.where(seen >= 0, seen // STRIDE + 1, 0)  # number of complete compressed keys
 
     k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
     skn = tl.multiple_of(tl.cast(skn, tl.int64), ALIGN)
     n = tl.arange(0, BN)
-    place_in = n % BP  # of the key in its block
+    place_in = n % BP  # index of the key in its block
     ql = qt * QT + tl.arange(0, QT)
     out = score_ptr + (bg * rows + ql)[:, None] * NB
     shift = tl.num_programs(0).to(tl.int64) // NQ * rows * NB
@@ -70,7 +71,7 @@ def selection_block_scores(
         p = tl.sum(tl.reshape(p, (QT, HB, BN)), axis=1)  # [QT, BN]
         j = j0 + tl.arange(0, NT)
         for c in tl.static_range(SHIFTS):
-            # Strides of the key within the block that comes c later.
+            # Strides that the key shares with the c-th block after the one it begins in.
             w = tl.minimum(place_in + LENGTH // STRIDE, (c + 1) * BK) - tl.maximum(place_in, c * BK)
             part = tl.reshape(p * tl.maximum(w, 0).to(tl.float32)[None, :], (QT, NT, BP))
             tl.store(out + c * shift + j[None, :], tl.sum(part, axis=2), mask=(ql < rows)[:, None] & (j < NB)[None, :])
@@ -81,9 +82,11 @@ def selection_block_top(
     score_ptr, blocks_ptr, S, NB, G, first, rows, past, COUNT: tl.constexpr, CP: tl.constexpr, BLOCK: tl.constexpr,
     SHIFTS: tl.constexpr, ROWS: tl.constexpr, JB: tl.constexpr,
 ):  # fmt: skip
-    """score[SHIFTS, B, G, rows, NB] -> blocks[B, S, G, COUNT] (int32, -1: none): 0, the own, the one before, the best of the others.
+    """Selects blocks[B, S, G, COUNT] (int32, -1 for none) from score[SHIFTS, B, G, rows, NB].
 
-    One program: ROWS queries, JB blocks at a time. A candidate is an integer, score above and index below: of equals the first.
+    Selected are block 0, the query's own block, the one before it and the best of the others. One program: ROWS
+    queries, JB blocks at a time. A candidate is an integer with the score in the upper and the index in the lower bits,
+    so that ties go to the lower index.
     """
     groups = (rows + ROWS - 1) // ROWS
     pid = tl.program_id(0)
@@ -103,7 +106,7 @@ def selection_block_top(
             score += tl.load(score_ptr + c * shift + line + (j - c), mask=mask, other=0.0)
         fixed = (j == 0) | (j == own[:, None]) | (j == own[:, None] - 1)
         score = tl.where(fixed, float("inf"), score)
-        # Bits of a number that is not negative stand in its order.
+        # The bits of non-negative floats sort like the floats.
         x = (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - j).to(tl.int64)
         x = tl.where(live[:, None] & (j <= own[:, None]), x, -1)
         if tl.max(tl.max(x, axis=1) - tl.min(tl.where(slot < COUNT, best, 9223372036854775807), axis=1), axis=0) > 0:

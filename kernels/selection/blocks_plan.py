@@ -1,6 +1,7 @@
-"""Launch plan of the choice of blocks; eager only, since it goes through the queries in pieces that bound its memory.
+"""Launch plan of the selection of blocks.
 
-Memory beyond inputs and outputs: SCORES numbers of 4 bytes, or those of one tile of queries of each sequence and group where they are more.
+It runs eagerly only, because it loops over chunks of queries to bound its memory. Memory besides inputs and outputs:
+SCORES numbers of 4 bytes, or the scores of one tile of queries of each sequence and group if those are more.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from .lists_plan import alignment, dot_precision
 from .pieces_plan import power_of_two
 from .plan import MAX_HEADS
 
-ROWS = 64  # queries x heads of a program
-TILES = ((64, 2), (64, 1), (32, 1), (16, 1))  # compressed keys at a time and stages, the best first
+ROWS = 64  # queries x heads per program
+TILES = ((64, 2), (64, 1), (32, 1), (16, 1))  # (compressed keys at a time, stages), the best first
 TOP_ROWS, TOP_BLOCKS = 4, 256
 SCORES = 1 << 24
 MAX_D = 256
 
 
 def tile(b: Any, D: int, BP: int, itemsize: int) -> tuple[int, int] | None:
-    """Blocks at a time, each padded to BP keys, and stages; None where shared memory does not hold them."""
+    """Returns (blocks at a time, each padded to BP keys, stages), or None if shared memory is too small."""
     props = b.device_props()
     limit = config.shared_limit(props.backend, props.arch) * 3 // 4
-    if itemsize == 4:  # a product holds both factors in two parts
+    if itemsize == 4:  # an fp32 product keeps both factors in two parts
         itemsize *= 2
     for keys, stages in TILES:
         NT = max(1, keys // BP)
@@ -35,7 +36,7 @@ def tile(b: Any, D: int, BP: int, itemsize: int) -> tuple[int, int] | None:
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
-    """Why these inputs run the reference instead of the kernels; None when they run the kernels."""
+    """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
     for t in tensors:
         if reason := without_kernel(b, t):
             return reason
@@ -50,7 +51,7 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
 def unsupported_sizes(
     b: Any, q: Any, k: Any, lse: Any, scale: float, length: int, stride: int, block: int, count: int, s_kv: int
 ) -> str | None:
-    """The same for what depends on the other arguments too."""
+    """Returns the reason that depends on all arguments why the reference runs, or None if the kernels run."""
     if tile(b, b.shape(q)[4], power_of_two(block // stride), b.dtype(q).itemsize) is None:
         return f"shared memory does not hold blocks of {block // stride} strides at D = {b.shape(q)[4]}, {b.dtype(q)}"
     return None
@@ -59,7 +60,7 @@ def unsupported_sizes(
 def plan_selection_blocks(
     b: Any, q: Any, k: Any, lse: Any, scale: float, length: int, stride: int, block: int, count: int, s_kv: int
 ) -> Any:
-    """blocks[B, S, G, count] int32."""
+    """Launches ``selection_blocks``; returns blocks[B, S, G, count] int32."""
     B, S, G, h, D = b.shape(q)
     N, NB = b.shape(k)[2], b.cdiv(s_kv, block)
     blocks = b.empty((B, S, G, count), b.i32)
@@ -72,7 +73,7 @@ def plan_selection_blocks(
     NT, stages = found
     sqb, sqs, sqg, sqh = b.strides(q)[:4]
     skb, skg, skn = b.strides(k)[:3]
-    # Queries at a time: whole tiles.
+    # Number of queries at a time, in whole tiles.
     step = max(QT, SCORES // max(1, shifts * B * G * NB) // QT * QT)
     for first in range(0, S, step):
         rows = min(step, S - first)

@@ -1,6 +1,6 @@
-"""What the selection kernels share: entries of the lists of key tiles, and which keys of a tile a query selects.
+"""Shared functions of the selection kernels: list entries of key tiles, and a query's keys in a tile.
 
-Rows of a program are QT neighbouring queries x HB heads of one group: row = query * HB + head.
+The rows of a program are QT neighbouring queries x HB heads of one group: row = query * HB + head.
 """
 
 import triton
@@ -9,7 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def place(NQ, G, H: tl.constexpr, HB: tl.constexpr):
-    """Programs [B, G, NQ, heads / HB], the last queries first: b, g, bg (int64), the tile of queries, the block of heads."""
+    """Returns b, g, bg (int64), the tile of queries and the block of heads of programs [B, G, NQ, heads / HB].
+
+    The last queries come first.
+    """
     HN: tl.constexpr = (H + HB - 1) // HB
     pid = tl.program_id(0)
     tile = pid // HN
@@ -19,7 +22,7 @@ def place(NQ, G, H: tl.constexpr, HB: tl.constexpr):
 
 @triton.jit
 def load_queries(q_ptr, b, s_row, g, head, live, sqb, sqs, sqg, sqh, d, D: tl.constexpr, ALIGN: tl.constexpr):
-    """q[b, s_row, g, head] of the rows [M]: [M, DP]; 0 where there is none."""
+    """Loads q[b, s_row, g, head] of the rows [M] as [M, DP]; 0 where there is no such row."""
     q_row = (
         q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
         + tl.multiple_of(s_row.to(tl.int64) * sqs, ALIGN) + tl.multiple_of(head.to(tl.int64) * sqh, ALIGN)
@@ -29,7 +32,7 @@ def load_queries(q_ptr, b, s_row, g, head, live, sqb, sqs, sqg, sqh, d, D: tl.co
 
 @triton.jit
 def pack_entry(tile, bits, QT: tl.constexpr):
-    """One entry of a list: the key tile, and a bit for each of the QT queries that select any of it."""
+    """Packs a list entry: the key tile, and a bit for each of the QT queries that select any key of it."""
     return (tile.to(bits.dtype) << QT) | bits
 
 
@@ -51,29 +54,32 @@ def finite(x):
 
 @triton.jit
 def _ones(x):
-    """The lowest x bits set, x from 0 to 64."""
+    """Returns an integer with the lowest x bits set, x from 0 to 64."""
     one = tl.full(x.shape, 1, tl.int64)
     return tl.where(x >= 64, -1, (one << (x & 63)) - 1)
 
 
 @triton.jit
 def _words(start, end, first, BN: tl.constexpr):
-    """Pieces [QT, RC] as bits of the BN <= 64 keys from ``first`` on: int64[QT]."""
+    """Returns the pieces [QT, RC] as bits of the BN <= 64 keys from ``first`` on, int64[QT]."""
     a = tl.minimum(tl.maximum(start - first, 0), BN)
     e = tl.minimum(tl.maximum(end - first, 0), BN)
-    # Pieces are disjoint: their sum is their union.
+    # Pieces are disjoint, so their sum is their union.
     return tl.sum(_ones(e) & ~_ones(a), axis=1)
 
 
 @triton.jit
 def load_pieces(p, rows, i, QS, R: tl.constexpr):
-    """starts or ends [QT, RC] of pieces i of the queries at rows [QT]; 0 where there is no such query or piece."""
+    """Loads starts or ends [QT, RC] of pieces i of the queries at rows [QT]; 0 where a query or piece is missing."""
     return tl.load(p + (rows * R)[:, None] + i[None, :], mask=(rows < QS)[:, None] & (i < R)[None, :], other=0)
 
 
 @triton.jit
 def key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R: tl.constexpr, RC: tl.constexpr, BN: tl.constexpr):
-    """Bit j of int64[QT]: the query selects key ``first`` + j. start, end [QT, RC]: the first RC of its R pieces."""
+    """Returns int64[QT], in which bit j says whether the query selects key ``first`` + j.
+
+    start and end [QT, RC] are the first RC of its R pieces.
+    """
     words = _words(start, end, first, BN)
     if R > RC:
         for c in range(RC, R, RC):
@@ -84,13 +90,13 @@ def key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R: tl.constexpr
 
 @triton.jit
 def to_rows(x, QT: tl.constexpr, HB: tl.constexpr):
-    """[QT] -> [QT * HB], each value once for each head."""
+    """Repeats each value of [QT] for each head: [QT * HB]."""
     return tl.reshape(tl.broadcast_to(x[:, None], (QT, HB)), (QT * HB,))
 
 
 @triton.jit
 def row_keys(words, BN: tl.constexpr):
-    """int64[M] -> bool[M, BN]: whether the row selects the key."""
+    """Unpacks int64[M] to bool[M, BN]: whether the row selects the key."""
     j = tl.arange(0, BN)
     if BN <= 32:
         bits = words.to(tl.int32)[:, None]
@@ -101,7 +107,7 @@ def row_keys(words, BN: tl.constexpr):
 
 @triton.jit
 def load_tile(p, mask_n, mask_d, MASK_N: tl.constexpr, MASK_D: tl.constexpr):
-    """A tile [BN, DP]; masks only where the tile may end within it."""
+    """Loads a tile [BN, DP], masked only in dimensions in which it may end early."""
     if MASK_N and MASK_D:
         x = tl.load(p, mask=mask_n[:, None] & mask_d[None, :], other=0.0)
     elif MASK_N:

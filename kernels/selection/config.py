@@ -1,6 +1,6 @@
-"""Configurations of the selection kernels' tile path, in closed form from h, Dk, Dv, the dtype and the device.
+"""Configurations of the tile path of selection attention, in closed form from h, Dk, Dv, the dtype and the device.
 
-Measured on an H200: docs/tuning.md. A script that tunes replaces ``forward_config``.
+Measured on an H200: docs/tuning.md. Tuning scripts replace ``forward_config``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .pieces_plan import power_of_two
 
 @dataclasses.dataclass(frozen=True)
 class ForwardConfig:
-    """A program: QT neighbouring queries x HB heads; key tiles of BN."""
+    """Configuration of a program: QT neighbouring queries x HB heads, and key tiles of BN keys."""
 
     QT: int
     HB: int
@@ -23,35 +23,36 @@ class ForwardConfig:
 
 
 def padded(D: int) -> int:
-    """D as the kernels hold it."""
+    """Returns D padded to a power of two of at least 16, as the kernels hold it."""
     return max(16, power_of_two(D))
 
 
 def tile_of(rows: int, h: int) -> tuple[int, int]:
-    """QT, HB of a program with so many rows: neighbours of one group, at most 32, then more heads."""
+    """Returns (QT, HB) of a program with ``rows`` rows: the heads of a group by neighbouring queries, at most 32."""
     HB = max(min(power_of_two(h), rows), -(-rows // 32))
     return rows // HB, HB
 
 
-# Rows, keys, warps and stages, the best first; the first that fits is taken.
+# (rows, keys, warps, stages), the best first. The first that fits is used.
 _NARROW = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
 _WIDE = ((64, 32, 8, 3), (64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1), (16, 16, 4, 1))
-# fp32's products hold each factor in two parts.
+# An fp32 product keeps each factor in two parts.
 _FLOAT = ((32, 32, 8, 2), (16, 16, 4, 1))
 
 
 def forward_config(h: int, DK: int, DV: int, itemsize: int, backend: str, arch: int) -> ForwardConfig:
+    """Returns the forward's configuration: the first choice whose tiles fit into shared memory."""
     KP, VP = padded(DK), padded(DV)
     wide = max(KP, VP) > 128
     choices: tuple[tuple[int, int, int, int], ...] = (
         (_FLOAT[1:] if wide else _FLOAT) if itemsize == 4 else _WIDE if wide else _NARROW
     )
     if choices is _NARROW and h < 16:
-        choices = _NARROW[1:]  # measured with 4 heads a group: docs/tuning.md
+        choices = _NARROW[1:]  # measured with 4 heads per group: docs/tuning.md
     limit = shared_limit(backend, arch)
 
     def held(rows: int, BN: int, stages: int) -> int:
-        """Keys and values in flight, and the queries where they are read from shared memory."""
+        """Returns the bytes of the keys and values in flight, plus the queries where they stay in shared memory."""
         return itemsize * (stages * BN * (KP + VP) + (0 if backend == "hip" else rows * KP))
 
     fitting = (c for c in choices if held(c[0], c[1], c[3]) <= limit)

@@ -1,4 +1,4 @@
-"""What the backward needs of each row: the normaliser of its softmax in log2 units, and delta; the gradient of the sinks."""
+"""Per-row inputs of the backward (the softmax's normaliser in log2 units, and delta), and the gradient of the sinks."""
 
 import triton
 import triton.language as tl
@@ -10,9 +10,11 @@ def selection_delta(
     GH: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, DOUT: tl.constexpr, DLSE: tl.constexpr,
     SINK: tl.constexpr,
 ):  # fmt: skip
-    """Rows are [B, S, G, h]. lse2 = log2 of the denominator; delta: dscore = P (dout . v - delta); dot = dout . o.
+    """Computes lse2, delta and dot of rows [B, S, G, h].
 
-    dot is written apart from delta only where both DLSE and SINK are given. A row of nothing has lse2 = inf, delta = 0.
+    lse2 is log2 of the softmax's denominator, dot = dout . o, and delta is such that dscore = P (dout . v - delta). dot
+    is written separately from delta only if both DLSE and SINK are set. A row without keys has lse2 = inf and delta =
+    0.
     """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = i < rows
@@ -22,7 +24,7 @@ def selection_delta(
     if SINK:
         sink = tl.load(sink_ptr + i % GH, mask=mask, other=0.0).to(tl.float32)
         top = tl.maximum(lse, sink)
-        # Infinite where the sink is: exp2 of what is left is then 0, not NaN.
+        # If the sink is infinite, so is total: the exp2 below is then 0, not NaN.
         rest = tl.where(some & (top != float("inf")), tl.exp(tl.minimum(lse, sink) - top), 0.0)
         total = top + tl.log(1.0 + rest)
     dot = tl.zeros((ROWS,), tl.float32)
@@ -37,7 +39,7 @@ def selection_delta(
         dlse = tl.where(some, tl.load(dlse_ptr + i, mask=mask, other=0.0), 0.0)
         if SINK:
             tl.store(dot_ptr + i, dot, mask=mask)
-            # Kept finite: beyond e^80 the probabilities that it multiplies are 0 in fp32.
+            # Kept finite: beyond e^80, the probabilities that it multiplies are 0 in fp32.
             dlse *= tl.exp(tl.minimum(tl.where(some, total - lse, 0.0), 80.0))
         delta -= dlse
     tl.store(lse2_ptr + i, tl.where(some, total * 1.4426950408889634, float("inf")), mask=mask)
@@ -49,7 +51,10 @@ def selection_dsink_parts(
     dot_ptr, lse2_ptr, sink_ptr, part_ptr, tokens,
     GH: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """part[PARTS, GH] of dsink[GH] = -sum over tokens of exp(sink - lse_total) dot: tokens in PARTS equal runs."""
+    """Computes part[PARTS, GH] of dsink[GH] = -sum over tokens of exp(sink - lse_total) dot.
+
+    The tokens are cut into PARTS equal runs.
+    """
     p = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * COLS + tl.arange(0, COLS)
     sink = tl.load(sink_ptr + c, mask=c < GH, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -68,7 +73,7 @@ def selection_dsink_parts(
 
 @triton.jit
 def selection_dsink(part_ptr, out_ptr, GH: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr):
-    """dsink[GH] from part[PARTS, GH]."""
+    """Sums part[PARTS, GH] to dsink[GH]."""
     c = tl.program_id(0) * COLS + tl.arange(0, COLS)
     p = tl.arange(0, PARTS)
     part = tl.load(part_ptr + p[:, None] * GH + c[None, :], mask=(c < GH)[None, :], other=0.0)

@@ -1,7 +1,8 @@
-"""dK and dV, key by key: a key tile gathers the queries that select it. Units (b, g, key tile) are shared out evenly.
+"""dK and dV, key by key: a key tile gathers the queries that select it.
 
-The iterations of all units (ROWS rows of queries x heads each) are one line, cut into P equal runs, one a program. A unit
-inside a run is written at once; of a unit that runs share, each program keeps its part in a slot, and slots are added in order.
+A unit is (b, g, key tile). The iterations of all units (ROWS rows of queries x heads each) form one sequence, cut into
+P equal runs, one per program. A program writes a unit that lies inside its run at once. If several runs share a unit,
+each program writes its part to a slot, and the slots are added in order.
 """
 
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def popcount(x):
-    """Set bits of int32."""
+    """Returns the number of set bits of int32."""
     x = x.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -20,7 +21,7 @@ def popcount(x):
 
 @triton.jit
 def find_unit(prefix_ptr, units, x):
-    """The unit to which iteration x belongs, prefix[0] <= x < prefix[units]."""
+    """Returns the unit to which iteration x belongs, for prefix[0] <= x < prefix[units]."""
     u = 0
     left = units - 1
     while left > 0:
@@ -32,7 +33,7 @@ def find_unit(prefix_ptr, units, x):
 
 @triton.jit
 def share(prefix_ptr, units, p, P: tl.constexpr):
-    """Iterations [first, last) of program p."""
+    """Returns the iterations [first, last) of program p."""
     total = tl.load(prefix_ptr + units)
     each = (total + P - 1) // P
     first = tl.minimum(p * each, total)
@@ -41,9 +42,10 @@ def share(prefix_ptr, units, p, P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["W", "NT"])
 def selection_dkv_count(sel_ptr, full_ptr, counts_ptr, W, NT, TB: tl.constexpr, WB: tl.constexpr):
-    """counts[units, 4]: queries that select all of a key tile and some of it, and the first words with such.
+    """Counts the queries of each unit: counts[units, 4].
 
-    Bitmaps are [B, G, W, NT]; programs [B G, NT / TB].
+    They are the number of queries that select all of a key tile, the number that select a part of it, and the first
+    words that hold such queries. Bitmaps are [B, G, W, NT]; programs [B G, NT / TB].
     """
     bg = tl.program_id(0).to(tl.int64)
     t = tl.program_id(1) * TB + tl.arange(0, TB)
@@ -70,7 +72,7 @@ def selection_dkv_count(sel_ptr, full_ptr, counts_ptr, W, NT, TB: tl.constexpr, 
 
 @triton.jit
 def iterations(n, QB: tl.constexpr, CHUNKS: tl.constexpr):
-    """Iterations over n queries of a kind."""
+    """Returns the number of iterations over n queries of one kind."""
     return (n + QB - 1) // QB * CHUNKS
 
 
@@ -78,9 +80,11 @@ def iterations(n, QB: tl.constexpr, CHUNKS: tl.constexpr):
 def selection_dkv_prefix(
     counts_ptr, prefix_ptr, units, QB: tl.constexpr, CHUNKS: tl.constexpr, COST: tl.constexpr, UB: tl.constexpr
 ):
-    """prefix[units + 1] (int64): what is to do before each unit, its iterations and COST more to set out; nothing for a unit
-    without queries. One program."""
-    total = tl.cast(units * 0, tl.int64)  # units may be a constant
+    """Computes prefix[units + 1] (int64), the work before each unit: its iterations plus COST for starting on it.
+
+    A unit without queries counts 0. One program.
+    """
+    total = tl.cast(units * 0, tl.int64)  # units may be a constexpr
     tl.store(prefix_ptr, total)
     for u in range(0, units, UB):
         i = u + tl.arange(0, UB)
@@ -94,7 +98,10 @@ def selection_dkv_prefix(
 
 @triton.jit
 def _compact(sel_ptr, full_ptr, list_ptr, word, rank, first, last, W, NT, WB: tl.constexpr, MASKED: tl.constexpr):
-    """Write the queries of ranks [first, last) of one kind to list[0...]; word, rank: where to begin, and where to go on."""
+    """Writes the queries of ranks [first, last) of one kind to list[0...].
+
+    word and rank say where to begin; those returned say where to continue.
+    """
     more = rank < last
     while more:
         i = word + tl.arange(0, WB)
@@ -110,7 +117,7 @@ def _compact(sel_ptr, full_ptr, list_ptr, word, rank, first, last, W, NT, WB: tl
         mask = (((bits[:, None] >> j) & 1) != 0) & (place >= first) & (place < last)
         tl.store(list_ptr + (place - first), i[:, None] * 32 + j, mask=mask)
         after = rank + tl.sum(n, axis=0)
-        # A block of words that reaches beyond the round is read again by the next one.
+        # The next round reads a block of words again that reaches beyond this round.
         more = after < last
         word = tl.where(after <= last, word + WB, word)
         rank = tl.where(after <= last, after, rank)
@@ -119,7 +126,7 @@ def _compact(sel_ptr, full_ptr, list_ptr, word, rank, first, last, W, NT, WB: tl
 
 @triton.jit
 def ones(a, b):
-    """Bits [a, b) of int32, for 0 <= a <= b <= 32."""
+    """Returns an int32 with the bits [a, b) set, for 0 <= a <= b <= 32."""
     one = tl.full(a.shape, 1, tl.int64)
     return ((one << b.to(tl.int64)) - (one << a.to(tl.int64))).to(tl.int32)
 
@@ -128,10 +135,10 @@ def ones(a, b):
 def _search(
     starts_ptr, ends_ptr, row, mask, key, BN: tl.constexpr, R: tl.constexpr, STEPS: tl.constexpr, EB: tl.constexpr
 ):
-    """The bits of :func:`_masks` where there are many pieces: those in the tile, from a binary search on."""
+    """Returns the bits of :func:`_masks` for many pieces: a binary search finds the first one in the tile."""
     piece = tl.zeros((EB,), tl.int32)
     left = tl.full((EB,), R, tl.int32)
-    # How many pieces start at or before the tile; the last of them may reach into it.
+    # Count the pieces that start at or before the tile; the last of them may reach into it.
     for _ in range(STEPS):
         half = (left + 1) // 2
         inside = mask & (left > 0)
@@ -163,7 +170,10 @@ def _masks(
     starts_ptr, ends_ptr, list_ptr, bits_ptr, n, key, BN: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     STEPS: tl.constexpr, EB: tl.constexpr,
 ):  # fmt: skip
-    """bits[n, 2]: which of the BN keys from ``key`` on each listed query selects. starts, ends [S, R] of this unit's group."""
+    """Writes bits[n, 2]: which of the BN keys from ``key`` on each listed query selects.
+
+    starts, ends [S, R] are those of this unit's batch entry and group.
+    """
     for e in range(0, n, EB):
         i = e + tl.arange(0, EB)
         q = tl.load(list_ptr + i, mask=i < n, other=0)
@@ -175,7 +185,7 @@ def _masks(
             end = tl.load(ends_ptr + row[:, None] + j, mask=here, other=0)
             a = tl.minimum(tl.maximum(start - key, 0), BN)  # [EB, RP]
             b = tl.maximum(tl.minimum(tl.maximum(end - key, 0), BN), a)
-            # Pieces are disjoint: their sum is their union.
+            # Pieces are disjoint, so their sum is their union.
             low = tl.sum(ones(tl.minimum(a, 32), tl.minimum(b, 32)), axis=1)
             high = tl.sum(ones(tl.maximum(a - 32, 0), tl.maximum(b - 32, 0)), axis=1)
         else:
@@ -186,7 +196,7 @@ def _masks(
 
 @triton.jit
 def tiles(p, row, mask, D: tl.constexpr, DC: tl.constexpr, N: tl.constexpr):
-    """Rows at p + row as N tiles [ROWS, DC]; 0 outside mask and beyond D."""
+    """Loads the rows at p + row as N tiles [ROWS, DC]; 0 outside mask and beyond D."""
     tiles = ()
     for c in tl.static_range(N):
         d = c * DC + tl.arange(0, DC)
@@ -216,7 +226,7 @@ def store(p, tiles, row, factor, mask, D: tl.constexpr, DC: tl.constexpr, N: tl.
 
 @triton.jit
 def product(a, b, s, N: tl.constexpr, PREC: tl.constexpr):
-    """s + sum over the tiles of a_c b_c'."""
+    """Returns s + the sum over the tiles of a_c b_c'."""
     for c in tl.static_range(N):
         s = tl.dot(a[c], tl.trans(b[c]), s, input_precision=PREC)
     return s
@@ -224,7 +234,7 @@ def product(a, b, s, N: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def add_product(acc, a, b, N: tl.constexpr, PREC: tl.constexpr):
-    """acc_c + a b_c."""
+    """Returns acc_c + a b_c for each tile c."""
     out = ()
     for c in tl.static_range(N):
         out = out + (tl.dot(a, b[c], acc[c], input_precision=PREC),)
@@ -239,7 +249,11 @@ def _round(
     DC: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, BN: tl.constexpr, DOUT: tl.constexpr,
     MASKED: tl.constexpr, ALIGN: tl.constexpr, DOUT_ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Iterations [begin, end): list[i // CHUNKS * QB - group_begin ...] are queries, i % CHUNKS which HB of their heads."""
+    """Runs the iterations [begin, end) on one list of queries.
+
+    Iteration i takes the QB queries from list[i // CHUNKS * QB - group_begin] on, and the (i % CHUNKS)-th HB of their
+    heads.
+    """
     ROWS: tl.constexpr = QB * HB
     j = tl.arange(0, ROWS)
     for i in range(begin, end):
@@ -253,7 +267,7 @@ def _round(
         q_row = tl.multiple_of(at * sqs, ALIGN) + tl.multiple_of(head.to(tl.int64) * sqh, ALIGN)
         q = tiles(q_ptr, q_row, mask, DK, DC, NK)
         row = at * row_stride + head
-        # Zeros in the padding: of q and dout too, so that a probability of 1 there adds nothing.
+        # Zeros in the padding, also of q and dout, so that a probability of 1 there adds nothing.
         lse2 = tl.load(lse2_ptr + row, mask=mask, other=0.0)
         delta = tl.load(delta_ptr + row, mask=mask, other=0.0)
         scores = product(k, q, tl.zeros((BN, ROWS), tl.float32), NK, PREC)
@@ -268,7 +282,7 @@ def _round(
                 chosen = (low[None, :] >> x) & 1
             p = tl.where(chosen != 0, p, 0.0)
         if DOUT:
-            # Said outright: triton 3.6 takes row, a loaded index and a head, for a multiple of HB.
+            # Stated explicitly, since triton 3.6 assumes row, a loaded index plus a head, to be a multiple of HB.
             dout = tiles(dout_ptr, tl.multiple_of(row * DV, DOUT_ALIGN), mask, DV, DC, NV)
             dv = add_product(dv, p.to(dout[0].dtype), dout, NV, PREC)
             ds = p * (product(v, dout, tl.zeros((BN, ROWS), tl.float32), NV, PREC) - delta[None, :])
@@ -292,9 +306,10 @@ def selection_dkv(
     STEPS: tl.constexpr, COST: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, WB: tl.constexpr, EB: tl.constexpr, DOUT: tl.constexpr,
     ALIGN: tl.constexpr, DOUT_ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv[B, G, S_kv, D], zeros before, of the units inside a program's run; slots [P, 2, BN, D] fp32: 0 began before it, 1 goes on after.
+    """Writes dk, dv[B, G, S_kv, D] (zero-initialised) of the units inside a program's run, and slots of the others.
 
-    Scratch of a program: list[CAP + QB] queries of one unit at a time, bits[CAP + QB, 2] their keys.
+    Slots [P, 2, BN, D] fp32: 0 for a unit that began before the run, 1 for one that continues after it. Scratch of a
+    program: list[CAP + QB] holds queries of one unit at a time, bits[CAP + QB, 2] their keys.
     """
     pid = tl.program_id(0).to(tl.int64)
     now, last = share(prefix_ptr, units, pid, P)
@@ -328,7 +343,7 @@ def selection_dkv(
         for kind in tl.static_range(2):
             n = tl.load(counts_ptr + 4 * u + kind)
             count = (n + QB - 1) // QB * CHUNKS
-            # Iterations of this kind in this run; ranks of their queries.
+            # This kind's iterations in this run, and the ranks of their queries.
             begin = tl.minimum(tl.maximum(now - first - base, 0), count).to(tl.int32)
             end = tl.maximum(tl.minimum(stop - first - base, count).to(tl.int32), begin)
             lowest = begin // CHUNKS * QB
@@ -382,13 +397,16 @@ def selection_dkv_fix(
     slot_ptr, prefix_ptr, out_ptr, units, S_kv, NT,
     P: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """out[B, G, S_kv, D] of the unit in which the run of program p ends: its slots added in order. Programs [P, BN / BR]."""
+    """Adds, in order, the slots of the unit in which program p's run ends, to out[B, G, S_kv, D].
+
+    Programs [P, BN / BR].
+    """
     pid = tl.program_id(0).to(tl.int64)
     now, last = share(prefix_ptr, units, pid, P)
     if now < last:
         u = find_unit(prefix_ptr, units, last - 1).to(tl.int64)
         end = tl.load(prefix_ptr + u + 1)
-        # The first of the programs that share a unit adds all parts of it.
+        # The first of the programs that share a unit adds all its parts.
         if (tl.load(prefix_ptr + u) >= now) & (end > last):
             i = tl.program_id(1) * BR + tl.arange(0, BR)
             d = tl.arange(0, DP)[None, :]

@@ -1,4 +1,7 @@
-"""dQ of selection attention, the tile path: as the forward, a tile of queries x heads walks the union of its key tiles again."""
+"""dQ of selection attention, the tile path.
+
+As in the forward, a program takes a tile of queries x heads over the union of its key tiles.
+"""
 
 import triton
 import triton.language as tl
@@ -19,7 +22,7 @@ from .common import (
 
 @triton.jit
 def _dscores(q, dout, k, v, keep, qk, lse2, delta, DOUT: tl.constexpr, PREC: tl.constexpr):
-    """Gradient of the scores [M, BN] of the keys that each row selects (keep); 0, whatever k and v hold, elsewhere."""
+    """Returns the gradient of the scores [M, BN] where ``keep`` is set, and 0, whatever k and v hold, elsewhere."""
     p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * qk - lse2[:, None])
     if DOUT:
         ds = p * (tl.dot(dout, tl.trans(v), input_precision=PREC) - delta[:, None])
@@ -38,7 +41,7 @@ def selection_dq(
     RC: tl.constexpr, QT: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, DOUT: tl.constexpr, ALIGN: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """dout[B, S, G, H, DV], lse2, delta[B, S, G, H], pieces and lists -> dq[B, S, G, H, DK].
+    """Computes dq[B, S, G, H, DK] from dout[B, S, G, H, DV], lse2 and delta[B, S, G, H], pieces and lists.
 
     One program: QT queries x HB heads = M rows.
     """
@@ -75,7 +78,7 @@ def selection_dq(
     MASK_V: tl.constexpr = DV != VP
     acc = tl.zeros((M, KP), tl.float32)
 
-    # Tiles of which every query has all or nothing. The next entry is loaded a step ahead of the tile.
+    # Tiles of which each query selects all keys or none. The next entry is loaded one step ahead of its tile.
     entries = tiles_ptr + list_row * NT
     nf = tl.load(counts_ptr + list_row * 2)
     np = tl.load(counts_ptr + list_row * 2 + 1)
@@ -91,7 +94,7 @@ def selection_dq(
         acc = tl.dot(ds, k, acc, input_precision=PREC)
         entry = tl.load(entries + i + 1, mask=i + 1 < nf, other=0)
 
-    # Tiles of which a query selects a part; the last nd hold a NaN or infinity.
+    # Tiles of which a query selects a part; the last nd hold a NaN or an infinity.
     if np > 0:
         nd = tl.load(dirty_ptr + list_row)
         ql = tl.arange(0, QT)
@@ -113,7 +116,7 @@ def selection_dq(
             ds = _dscores(q, dout, k, v, keep, qk, lse2, delta, DOUT, PREC)
             acc = tl.dot(ds, k, acc, input_precision=PREC)
             entry = tl.load(entries + NT - 2 - i, mask=i + 1 < np, other=0)
-        # The product takes the finite keys; the others make NaN of the queries that select them.
+        # The product uses the finite keys; the other keys give NaN to the queries that select them.
         for i in tl.range(nd, num_stages=1):
             first = entry_tile(tl.load(entries + NT - 1 - (np - nd + i)), QT) * BN
             at = first.to(tl.int64)

@@ -1,4 +1,7 @@
-"""dK and dV where there are few queries, decoding above all: most key tiles are zeros, which are written on the way."""
+"""dK and dV for few queries, as in decoding.
+
+Most key tiles are selected by no query; the same kernel writes their zeros.
+"""
 
 import triton
 import triton.language as tl
@@ -8,13 +11,13 @@ from .dkv import add_product, ones, popcount, product, store, tiles, zeros
 
 @triton.jit
 def lowest_bit(x):
-    """The place of the lowest set bit of int32 x, which is not 0."""
+    """Returns the index of the lowest set bit of int32 x, which must not be 0."""
     return popcount((x & -x) - 1)
 
 
 @triton.jit
 def _chosen(starts_ptr, ends_ptr, row, key, BN: tl.constexpr, R: tl.constexpr, RC: tl.constexpr):
-    """Which of the BN <= 32 keys from ``key`` on the pieces [R] at ``row`` hold."""
+    """Returns which of the BN <= 32 keys from ``key`` on are in the pieces [R] at ``row``."""
     bits = key * 0
     for c in tl.static_range(0, R, RC):
         j = c + tl.arange(0, RC)
@@ -22,14 +25,14 @@ def _chosen(starts_ptr, ends_ptr, row, key, BN: tl.constexpr, R: tl.constexpr, R
         end = tl.load(ends_ptr + row + j, mask=j < R, other=0)
         a = tl.minimum(tl.maximum(start - key, 0), BN)
         b = tl.maximum(tl.minimum(tl.maximum(end - key, 0), BN), a)
-        # Pieces are disjoint: their sum is their union.
+        # Pieces are disjoint, so their sum is their union.
         bits += tl.sum(ones(a, b), axis=0)
     return ((bits >> tl.arange(0, BN)) & 1) != 0
 
 
 @triton.jit
 def _any(words, t, mask, W: tl.constexpr, NT):
-    """The queries of key tiles t, all words of them in one."""
+    """Returns the queries that select key tiles t, with all words combined into one."""
     word = t * 0
     for i in tl.static_range(W):
         word |= tl.load(words + i * NT + t, mask=mask, other=0)
@@ -38,7 +41,7 @@ def _any(words, t, mask, W: tl.constexpr, NT):
 
 @triton.jit
 def _where(chosen, new, old, N: tl.constexpr):
-    """A key that the query does not select keeps its sum, whatever the query's rows hold."""
+    """Returns ``new`` for chosen keys and ``old`` for the others, whatever the query's rows hold."""
     out = ()
     for c in tl.static_range(N):
         out = out + (tl.where(chosen, new[c], old[c]),)
@@ -55,9 +58,10 @@ def selection_dkv_few(
     NV: tl.constexpr, R: tl.constexpr, RC: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr, DOUT: tl.constexpr,
     ALIGN: tl.constexpr, DOUT_ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv[B, G, S_kv, D], all written, where queries are few: sel[B, G, W, NT], W = S / 32, has a bit for each that selects of a tile.
+    """Writes all of dk, dv[B, G, S_kv, D] where queries are few.
 
-    Programs [B, G, NT / TILES]; a tile, one query and ROWS of its heads at a time.
+    sel[B, G, W, NT], W = S / 32, has a bit for each query that selects any key of a tile. Programs [B, G, NT / TILES],
+    one tile, one query and ROWS of its heads at a time.
     """
     groups = (NT + TILES - 1) // TILES
     pid = tl.program_id(0)
@@ -100,7 +104,7 @@ def selection_dkv_few(
                     q_row = tl.multiple_of(s * sqs, ALIGN) + tl.multiple_of(head.to(tl.int64) * sqh, ALIGN)
                     q = tiles(qp, q_row, mask, DK, DC, NK)
                     row = ((b * S + s) * G + g) * H + head
-                    # Zeros in the padding: of q and dout too, so that a probability of 1 there adds nothing.
+                    # Zeros in the padding, also of q and dout, so that a probability of 1 there adds nothing.
                     lse2 = tl.load(lse2_ptr + row, mask=mask, other=0.0)
                     delta = tl.load(delta_ptr + row, mask=mask, other=0.0)
                     scores = product(k, q, tl.zeros((BN, ROWS), tl.float32), NK, PREC)

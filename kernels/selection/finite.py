@@ -1,4 +1,4 @@
-"""Which key tiles hold a NaN or an infinity, which a product with a probability of 0 would spread."""
+"""Flags of key tiles that hold a NaN or an infinity, which a product would spread even with a probability of 0."""
 
 import triton
 import triton.language as tl
@@ -25,7 +25,7 @@ def selection_finite(
     k_ptr, v_ptr, flags_ptr, S_kv, NT, G, skb, skg, skn, svb, svg, svn,
     DK: tl.constexpr, DV: tl.constexpr, DC: tl.constexpr, BN: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """flags[B, G, NT] int32: 1 where keys or values of the tile are not all finite. One program: a tile."""
+    """Writes flags[B, G, NT] int32: 1 if not all keys and values of the tile are finite. One program: one tile."""
     pid = tl.program_id(0)
     t = pid % NT
     bg = pid // NT

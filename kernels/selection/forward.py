@@ -1,4 +1,7 @@
-"""Selection attention forward, the tile path: QT neighbouring queries x HB heads of a group walk the union of their key tiles."""
+"""The forward of selection attention, the tile path.
+
+A program takes QT neighbouring queries x HB heads of a group over the union of their key tiles.
+"""
 
 import triton
 import triton.language as tl
@@ -19,9 +22,12 @@ from .common import (
 
 @triton.jit
 def _softmax(s, m, total, qk):
-    """Logits s[M, BN] (-inf: not selected) -> weights p, the new maximum and sum, and what the old sums are multiplied by."""
+    """Returns the weights p, the new maximum and sum, and the factor of the old sums, from logits s[M, BN].
+
+    -inf means not selected.
+    """
     m_new = tl.maximum(m, tl.max(s, axis=1) * qk)
-    # A row with nothing yet: exp2(-inf - 0) = 0.
+    # A row without keys so far has m_new = -inf: exp2(-inf - 0) = 0.
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * qk - safe[:, None])
     alpha = tl.exp2(m - safe)
@@ -38,7 +44,7 @@ def selection_forward(
     RC: tl.constexpr, QT: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, SINK: tl.constexpr, ALIGN: tl.constexpr,
     PREC: tl.constexpr, POSITIVE: tl.constexpr,
 ):  # fmt: skip
-    """q[B, S, G, H, DK], k[B, G, S_kv, DK], v[B, G, S_kv, DV], pieces and lists -> o[B, S, G, H, DV], lse[B, S, G, H].
+    """Computes o[B, S, G, H, DV] and lse[B, S, G, H] from q[B, S, G, H, DK], k, v[B, G, S_kv, D], pieces and lists.
 
     One program: QT queries x HB heads = M rows.
     """
@@ -56,7 +62,7 @@ def selection_forward(
     q = load_queries(q_ptr, b, s_row, g, head, live, sqb, sqs, sqg, sqh, dk, DK, ALIGN)  # [M, KP]
     qk = tl.cast(scale, tl.float32)
     if not POSITIVE:
-        # The running maximum takes a positive scale; the sign (or a scale of 0) goes to q, exactly.
+        # The running maximum needs a positive scale: q takes its sign (or a scale of 0), which is exact.
         q = (q.to(tl.float32) * tl.where(qk < 0, -1.0, tl.where(qk == 0, 0.0, 1.0))).to(q.dtype)
         qk = tl.where(qk == 0, 1.0, tl.abs(qk))
     qk *= 1.4426950408889634
@@ -75,7 +81,7 @@ def selection_forward(
     total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, VP), tl.float32)
 
-    # Tiles of which every query has all or nothing. The next entry is loaded a step ahead of the tile.
+    # Tiles of which each query selects all keys or none. The next entry is loaded one step ahead of its tile.
     entries = tiles_ptr + list_row * NT
     nf = tl.load(counts_ptr + list_row * 2)
     np = tl.load(counts_ptr + list_row * 2 + 1)
@@ -91,7 +97,7 @@ def selection_forward(
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
         entry = tl.load(entries + i + 1, mask=i + 1 < nf, other=0)
 
-    # Tiles of which a query selects a part.
+    # Tiles of which some query selects a part.
     if np > 0:
         nd = tl.load(dirty_ptr + list_row)
         ql = tl.arange(0, QT)
@@ -113,7 +119,8 @@ def selection_forward(
             p, m, total, alpha = _softmax(x, m, total, qk)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
             entry = tl.load(entries + NT - 2 - i, mask=i + 1 < np, other=0)
-        # Tiles with a NaN or infinity: the product takes the finite values, each query adds the others that it selects.
+        # Tiles with a NaN or an infinity: the product uses the finite values; each query adds the others that it
+        # selects.
         for i in tl.range(nd, num_stages=1):
             first = entry_tile(tl.load(entries + NT - 1 - (np - nd + i)), QT) * BN
             at = first.to(tl.int64)

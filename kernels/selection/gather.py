@@ -1,6 +1,6 @@
-"""Selection attention, the gather path: one program takes some of the selected keys of one query, for up to HB heads of a group.
+"""Selection attention, the gather path: a program takes some of the keys that one query selects, for up to HB heads.
 
-Only selected keys and values are read. Position p of a selection of n keys is its key number p, in increasing order.
+Only selected keys and values are read. Position p of a selection of n keys is its p-th key in increasing order.
 """
 
 import triton
@@ -13,7 +13,10 @@ from .pieces import load_ranges, query_bounds, trim
 def _few_pieces(
     ranges_ptr, cu_q_ptr, cu_k_ptr, s, row, S_kv, N, R: tl.constexpr, RP: tl.constexpr, VARLEN: tl.constexpr
 ):
-    """Pieces of the ranges at ``row``, in their own order: first position, length, and key minus position; all [1, RP]."""
+    """Returns the pieces of the ranges at ``row``, in their order, as [1, RP] each.
+
+    They are the first position, the length, and the key minus the position.
+    """
     one = tl.zeros((1,), tl.int32)
     lo, hi = query_bounds(one + s, cu_q_ptr, cu_k_ptr, N, S_kv, VARLEN)
     lo = lo[:, None]
@@ -29,7 +32,7 @@ def _selection(
     ranges_ptr, cu_q_ptr, cu_k_ptr, totals_row, s, row, S_kv, N, R: tl.constexpr, RP: tl.constexpr, FEW: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Pieces as of :func:`_few_pieces` where there are few (zeros else), and how many keys the query selects."""
+    """Returns the pieces of :func:`_few_pieces` (zeros without FEW), and the number of keys that the query selects."""
     if FEW:
         first, length, shift = _few_pieces(ranges_ptr, cu_q_ptr, cu_k_ptr, s, row, S_kv, N, R, RP, VARLEN)
         n = tl.sum(tl.sum(length, axis=1), axis=0)
@@ -43,14 +46,14 @@ def _selection(
 def _keys(
     p, n, first, length, shift, ends_row, totals_row, R: tl.constexpr, RP: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """The keys (int64) at positions p [BN]; beyond the last, the last."""
-    # Columns, summed over axis 0: else each thread would do this for all the rows of K of which it loads a part.
+    """Returns the keys (int64) at positions p [BN]; a position beyond the last gives the last key."""
+    # Summed over axis 0: otherwise each thread would repeat this for all the rows of K of which it loads a part.
     p = tl.minimum(p, n - 1)
     if FEW:
         i = p[None, :] - tl.trans(first)  # [RP, BN]
         key = tl.sum(tl.where((i >= 0) & (i < tl.trans(length)), p[None, :] + tl.trans(shift), 0), axis=0)
     else:
-        # How many totals are <= p.
+        # Count the totals that are <= p.
         p = p[None, :]
         i = p * 0
         half: tl.constexpr = RP
@@ -66,7 +69,7 @@ def _keys(
 
 @triton.jit
 def _share(n, split, NS):
-    """[from, to): the share of a split in n positions."""
+    """Returns [from, to), the positions of one split of n."""
     each = n // NS
     rest = n - each * NS
     begin = split * each + tl.minimum(split, rest)
@@ -75,7 +78,7 @@ def _share(n, split, NS):
 
 @triton.jit
 def _tile(p, at, mask, c: tl.constexpr, D: tl.constexpr, DC: tl.constexpr):
-    """Columns c * DC to (c + 1) * DC of the rows that begin at p + at [ROWS]: [ROWS, DC], zeros outside mask and beyond D."""
+    """Loads columns c * DC to (c + 1) * DC of the rows at p + at [ROWS], as [ROWS, DC]; 0 outside mask and beyond D."""
     d = c * DC + tl.arange(0, DC)
     if (c + 1) * DC <= D:
         x = tl.load(p + at[:, None] + d[None, :], mask=mask[:, None], other=0.0)
@@ -102,7 +105,7 @@ def _store(p, at, mask, tiles, factor, N: tl.constexpr, D: tl.constexpr, DC: tl.
 
 @triton.jit
 def _place(NS, S, HN: tl.constexpr):
-    """Programs [B * G, S, HN, NS]: bg (int64), s, block of heads, split."""
+    """Returns bg (int64), s, the block of heads and the split of programs [B * G, S, HN, NS]."""
     pid = tl.program_id(0)
     split = pid % NS
     rest = pid // NS
@@ -121,10 +124,10 @@ def selection_gather(
     NV: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, VARLEN: tl.constexpr, SINK: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """q[B, S, G, H, DK], k[B, G, S_kv, DK], v[B, G, S_kv, DV] -> o[B, S, G, H, DV], lse[B, S, G, H].
+    """Computes o[B, S, G, H, DV] and lse[B, S, G, H] from q[B, S, G, H, DK], k[B, G, S_kv, DK] and v[B, G, S_kv, DV].
 
-    FEW: from ranges[B, S, G, R, 2]; else from ends and totals[B, G, S, R]. With more than one split: normalised part[B, S, G,
-    NS, H, DV] and plse[B, S, G, NS, H] in log2 units.
+    FEW: reads ranges[B, S, G, R, 2], else ends and totals[B, G, S, R]. With several splits it writes normalised part[B,
+    S, G, NS, H, DV] and plse[B, S, G, NS, H] in log2 units instead.
     """
     HN: tl.constexpr = (H + HB - 1) // HB
     bg, s, hb, split = _place(NS, S, HN)
@@ -160,14 +163,14 @@ def selection_gather(
     acc = ()
     for _ in tl.static_range(NV):
         acc = acc + (tl.zeros((HB, VC), tl.float32),)
-    # The keys' numbers are found one tile ahead of their loads.
+    # Key indices are computed one tile ahead of their loads.
     key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
     for start in range(begin, end, BN):
         mask = start + i < end
         k_at = key * skn
         v_at = key * svn
         key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
-        # True; a mask of their own keeps the second reads where they are, out of registers and shared memory.
+        # Always true: a separate mask keeps the compiler from holding the first read in registers or shared memory.
         again = live & (start < end)
         x = tl.zeros((HB, BN), tl.float32)
         for c in tl.static_range(NK):
@@ -211,7 +214,10 @@ def selection_combine(
     part_ptr, plse_ptr, sink_ptr, o_ptr, lse_ptr, G, NS,
     H: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, CS: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """part[B, S, G, NS, H, DV], plse[B, S, G, NS, H] -> o[B, S, G, H, DV], lse[B, S, G, H]. Programs [B, S, G, H]; none if NS = 1."""
+    """Combines part[B, S, G, NS, H, DV] and plse[B, S, G, NS, H] to o[B, S, G, H, DV] and lse[B, S, G, H].
+
+    Programs [B, S, G, H]; they do nothing if NS = 1.
+    """
     pid = tl.program_id(0).to(tl.int64)
     row = pid // H
     head = pid % H
@@ -256,9 +262,9 @@ def selection_gather_dq(
     NV: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, VARLEN: tl.constexpr, DOUT: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq[B, S, G, H, DK] from dout[B, S, G, H, DV] and, for each row, log2 of the denominator (inf: nothing) and delta.
+    """Computes dq[B, S, G, H, DK] from dout[B, S, G, H, DV], lse2 (log2 of the denominator; inf for no keys) and delta.
 
-    As ``selection_gather``; with more than one split part[B, S, G, NS, H, DK].
+    As ``selection_gather``; with several splits it writes part[B, S, G, NS, H, DK] instead.
     """
     HN: tl.constexpr = (H + HB - 1) // HB
     bg, s, hb, split = _place(NS, S, HN)
@@ -304,7 +310,7 @@ def selection_gather_dq(
         k_at = key * skn
         v_at = key * svn
         key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
-        # True; a mask of their own keeps the second reads where they are, out of registers and shared memory.
+        # Always true: a separate mask keeps the compiler from holding the first read in registers or shared memory.
         again = live & (start < end)
         x = tl.zeros((HB, BN), tl.float32)
         ks = ()
@@ -340,7 +346,7 @@ def selection_gather_dq(
 def selection_dq_sum(
     part_ptr, dq_ptr, NS, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CS: tl.constexpr,
 ):  # fmt: skip
-    """part[B, S, G, NS, H, D] -> dq[B, S, G, H, D]. Programs [B, S, G, H]; nothing if NS = 1."""
+    """Sums part[B, S, G, NS, H, D] to dq[B, S, G, H, D]. Programs [B, S, G, H]; they do nothing if NS = 1."""
     pid = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, DP)
     acc = tl.zeros((DP,), tl.float32)

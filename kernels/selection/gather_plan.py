@@ -1,7 +1,8 @@
 """Launch plans of the gather path. B, S and S_kv may be symbolic.
 
-Workspace beyond inputs and outputs, in bytes, where a query's keys are split: 4 G h (Dv + 1) for each of B S NS splits, at most
-32 (Dv + 1) h for each multiprocessor; none where B S G queries fill the device. Above FEW ranges a query: 12 B G S r for pieces.
+Workspace besides inputs and outputs, in bytes: where the keys of a query are split, 4 G h (Dv + 1) for each of B S NS
+splits, which is at most 32 (Dv + 1) h per multiprocessor; nothing where B S G queries fill the device. Above FEW ranges
+per query, 12 B G S r for pieces.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from .gather import selection_combine, selection_dq_sum, selection_gather, selec
 from .lists_plan import alignment, dot_precision
 from .pieces_plan import Pieces, plan_pieces, power_of_two
 
-FEW = 64  # ranges a query that each program makes disjoint for itself
+FEW = 64  # ranges per query up to which each program makes them disjoint itself
 MAX_SPLITS = 128
 COMBINE = 8  # splits that the combining kernels read at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class GatherConfig:
-    """HB heads a program (padded), tiles of BN keys, widths in pieces of DC; per: programs a multiprocessor that splitting
-    aims at; held: the query stays in shared memory, or is read again for every tile."""
+    """Configuration of the gather path.
+
+    HB heads per program (padded), tiles of BN keys, D in tiles of DC. per: programs per multiprocessor that splitting
+    aims at. held: whether the query stays in shared memory or is read again for every tile.
+    """
 
     HB: int
     BN: int
@@ -33,13 +37,14 @@ class GatherConfig:
 
 
 def shared_memory(arch: int, backend: str) -> int:
-    """Bytes that one program may take so that several share a multiprocessor."""
+    """Returns the bytes that one program may use so that several share a multiprocessor."""
     if backend == "hip":
         return 60 << 10
     return {80: 80, 90: 100, 100: 100}.get(arch, 48) << 10
 
 
 def gather_config(h: int, DK: int, DV: int, itemsize: int, arch: int, backend: str) -> GatherConfig:
+    """Returns the configuration of the gather path, in closed form from h, Dk, Dv, the dtype and the device."""
     KP, VP = (max(16, power_of_two(D)) for D in (DK, DV))
     HB = max(16, min(power_of_two(h), 8192 // max(KP, VP)))
     room = shared_memory(arch, backend) // ((KP + VP) * itemsize)
@@ -50,7 +55,7 @@ def gather_config(h: int, DK: int, DV: int, itemsize: int, arch: int, backend: s
 
 
 def splits(b: Any, rows: Any, per: int) -> Any:
-    """Into how many parts each of ``rows`` selections is cut, so that ``per`` programs run on a multiprocessor."""
+    """Returns the number of parts of each of ``rows`` selections that gives ``per`` programs per multiprocessor."""
     wanted = per * b.device_props().sm_count
     rows = b.max(rows, 1)
     return b.max(1, b.min(MAX_SPLITS, b.cdiv(wanted + 1, rows) - 1))
@@ -58,7 +63,7 @@ def splits(b: Any, rows: Any, per: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What both directions share: where the selections come from, sizes, and the grid."""
+    """Arguments shared by forward and backward: the selections' source, sizes and the grid."""
 
     args: dict[str, Any]
     constexprs: dict[str, Any]
@@ -67,15 +72,16 @@ class _Call:
     NS: Any
 
     def grid(self) -> tuple[Any, int, int]:
+        """Returns the grid: one program per selection, block of heads and split."""
         H, HB = self.constexprs["H"], self.config.HB
         return (self.rows * -(-H // HB) * self.NS, 1, 1)
 
     def parts(self, b: Any, *shape: int) -> Any:
-        """A buffer [rows, NS, *shape]; of no size where nothing is split."""
+        """Allocates a buffer [rows, NS, *shape], which is empty where nothing is split."""
         return b.empty((self.rows * self.NS * b.min(self.NS - 1, 1), *shape), b.f32)
 
     def combines(self, b: Any) -> Any:
-        """Programs of a kernel that adds up the parts; at least one where the number of splits is not known here."""
+        """Returns the programs of a kernel that combines the parts; at least 1 if the number of splits is symbolic."""
         H = self.constexprs["H"]
         if b.is_static(self.NS):
             return 0 if self.NS == 1 else self.rows * H
@@ -122,7 +128,7 @@ def plan_gather(
     b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: float,
     config: GatherConfig | None = None, NS: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """o[B, S, G, h, Dv], lse[B, S, G, h]. ``config``, ``NS``: for measurements."""
+    """Launches the forward; returns o[B, S, G, h, Dv], lse[B, S, G, h]. ``config``, ``NS``: for measurements."""
     call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS)
     B, S, G, h, _ = b.shape(q)
     DV = call.constexprs["DV"]
@@ -154,8 +160,11 @@ def plan_gather_dq(
     b: Any, dout: Any, q: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, lse2: Any, delta: Any, scale: float,
     config: GatherConfig | None = None, NS: Any = None, pieces: Pieces | None = None,
 ) -> Any:  # fmt: skip
-    """dq like q, contiguous. dout[B, S, G, h, Dv] contiguous or None; lse2, delta[B, S, G, h] of ``plan_delta``; pieces with
-    totals, where they are at hand."""
+    """Launches dq's kernels; returns dq, contiguous, in q's shape and dtype.
+
+    dout[B, S, G, h, Dv] is contiguous or None; lse2 and delta[B, S, G, h] come from ``plan_delta``; pieces, if the
+    caller has them, must have totals.
+    """
     call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS, pieces)
     h, DK = call.constexprs["H"], call.constexprs["DK"]
     dq = b.empty(b.shape(q), b.dtype(q))

@@ -1,4 +1,4 @@
-"""The key tiles that each tile of queries visits."""
+"""The lists of key tiles that each tile of queries visits."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from .common import pack_entry
 
 @triton.jit
 def _low(word, shift, QT: tl.constexpr):
-    """QT bits of 32."""
+    """Returns QT bits of a word of 32."""
     return ((word.to(tl.int64) & 0xFFFFFFFF) >> shift) & ((1 << QT) - 1)
 
 
@@ -16,11 +16,12 @@ def _low(word, shift, QT: tl.constexpr):
 def selection_lists(
     sel_ptr, full_ptr, flags_ptr, tiles_ptr, counts_ptr, dirty_ptr, S, NT, NQ, QT: tl.constexpr, TB: tl.constexpr,
 ):  # fmt: skip
-    """sel, full[B, G, cdiv(S, 32), NT], flags[B, G, NT] -> tiles[B, G, NQ, NT], counts[B, G, NQ, 2], dirty[B, G, NQ].
+    """Builds tiles[B, G, NQ, NT], counts[B, G, NQ, 2] and dirty[B, G, NQ] from bitmaps and flags.
 
-    A row of tiles: from the front the ``counts[0]`` tiles of which every query that selects any key selects all; from the back
-    the ``counts[1]`` others, and of these the ``dirty`` ones last that hold a NaN or an infinity (flags). Each in increasing order.
-    An entry holds the tile and a bit for each query (``common.entry_tile``). One program: QT queries.
+    sel, full are [B, G, cdiv(S, 32), NT], flags [B, G, NT]. A row of tiles has, from the front, the ``counts[0]`` tiles
+    of which each query selects all keys or none; from the back the ``counts[1]`` others, and last of these the
+    ``dirty`` ones that hold a NaN or an infinity (flags). Each part is in increasing order. An entry packs the tile and
+    a bit for each query (``common.entry_tile``). One program: QT queries.
     """
     pid = tl.program_id(0).to(tl.int64)
     bg = pid // NQ

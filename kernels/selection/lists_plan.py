@@ -1,4 +1,4 @@
-"""The launches that say which key tiles each tile of queries visits; the forward's and dQ's tile paths start with them."""
+"""The launches that build the lists of key tiles, with which the tile paths of the forward and of dQ start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIST_BLOCK = 256
 
 @dataclasses.dataclass(frozen=True)
 class TileLists:
-    """Pieces of the ranges, and the key tiles of each tile of QT queries (``lists.py``)."""
+    """Pieces of the ranges, and the key tiles of each tile of QT queries (see ``lists.py``)."""
 
     pieces: Pieces
     tiles: Any
@@ -26,7 +26,7 @@ class TileLists:
 
 
 def alignment(b: Any, *tensors: Any) -> int:
-    """The elements, a power of two and at most 16 bytes, that divide every stride but the last one's 1."""
+    """Returns the largest power of two of elements, at most 16 bytes, that divides every stride except the last one."""
     most = 16 // b.dtype(tensors[0]).itemsize
     strides = [s for t in tensors for s in b.strides(t)[:-1]]
     while most > 1 and not all(b.is_multiple(s, most) for s in strides):
@@ -35,14 +35,14 @@ def alignment(b: Any, *tensors: Any) -> int:
 
 
 def dot_precision(b: Any, dtype: Any) -> str:
-    """input_precision of a product of ``dtype``."""
+    """Returns the input_precision of a product of ``dtype``."""
     if dtype != b.f32 or b.device_props().backend != "cuda":
         return "ieee"
     return "tf32x3" if b.precision == "highest" else "tf32"
 
 
 def plan_lists(b: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, QT: int, BN: int) -> TileLists:
-    """Bitmaps, lists and flags for key tiles of BN and query tiles of QT."""
+    """Launches the kernels of bitmaps, flags and lists, for key tiles of BN keys and query tiles of QT queries."""
     B, S, G = b.shape(ranges)[:3]
     S_kv, DK, DV = b.shape(k)[2], b.static(b.shape(k)[3]), b.static(b.shape(v)[3])
     NT, NQ = b.cdiv(S_kv, BN), b.cdiv(S, QT)
@@ -56,7 +56,7 @@ def plan_lists(b: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, QT: in
         dict(k_ptr=k, v_ptr=v, flags_ptr=flags, S_kv=S_kv, NT=NT, G=G, skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn),
         dict(DK=DK, DV=DV, DC=min(128, config.padded(max(DK, DV))), BN=BN, ALIGN=alignment(b, k, v)), 4, 1,
     )  # fmt: skip
-    # Tile and bits in one integer.
+    # One integer holds the tile and QT bits.
     tiles = b.empty((B, G, NQ, NT), b.i32 if QT <= 4 else b.i64)
     counts, dirty = b.empty((B, G, NQ, 2), b.i32), b.empty((B, G, NQ), b.i32)
     b.launch(

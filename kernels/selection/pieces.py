@@ -1,7 +1,8 @@
-"""Ranges made canonical: for each query sorted, disjoint pieces of absolute key positions, clipped to its own keys.
+"""Canonical ranges: for each query sorted, disjoint pieces of absolute key positions, clipped to its own keys.
 
-Pieces i of a row are ``[starts[i], ends[i])``. Starts do not decrease; what an earlier piece already covers is cut off, which
-may leave an empty piece ``[x, x)``. A key x is selected if and only if the last piece with ``starts[i] <= x`` has ``x < ends[i]``.
+Pieces i of a row are ``[starts[i], ends[i])``. Starts do not decrease. The part that an earlier piece already covers is
+cut off, which may leave an empty piece ``[x, x)``. A key x is selected if and only if the last piece with
+``starts[i] <= x`` has ``x < ends[i]``.
 """
 
 import triton
@@ -10,11 +11,14 @@ import triton.language as tl
 
 @triton.jit
 def query_bounds(s, cu_q_ptr, cu_k_ptr, N, S_kv, VARLEN: tl.constexpr):
-    """lo, hi (int32, like s): the keys of the sequence to which packed query s belongs; lo = hi for a query of none."""
+    """Returns lo, hi (int32, shaped like s), the keys of the sequence to which packed query s belongs.
+
+    lo = hi for a query of no sequence.
+    """
     lo = s * 0
     hi = s * 0 + S_kv
     if VARLEN:
-        # The last boundary n with cu_q[n] <= s. Any content of cu_q keeps n within 0..N.
+        # The last boundary n with cu_q[n] <= s. n stays within 0..N for any contents of cu_q.
         n = s * 0
         left = N
         while left > 0:
@@ -32,10 +36,13 @@ def query_bounds(s, cu_q_ptr, cu_k_ptr, N, S_kv, VARLEN: tl.constexpr):
 
 @triton.jit
 def load_ranges(p, lo, hi, mask, R: tl.constexpr, RP: tl.constexpr):
-    """Ranges at p, lo, hi, mask [ROWS, 1] as absolute start, end [ROWS, RP], clipped; an empty one is [hi, hi)."""
+    """Loads the ranges at p as absolute start, end [ROWS, RP], clipped; an empty one becomes [hi, hi).
+
+    lo, hi and mask are [ROWS, 1].
+    """
     i = tl.arange(0, RP)[None, :]
     mask = mask & (i < R)
-    # Clipped in the input's own width, which int64 beyond 32 bits needs.
+    # Clipped in the input's own dtype, because int64 values may not fit into 32 bits.
     start = tl.load(p + 2 * i, mask=mask, other=0)
     end = tl.load(p + 2 * i + 1, mask=mask, other=0)
     start = tl.minimum(tl.maximum(start, 0), hi - lo).to(tl.int32) + lo
@@ -46,13 +53,17 @@ def load_ranges(p, lo, hi, mask, R: tl.constexpr, RP: tl.constexpr):
 
 @triton.jit
 def trim(start, end, lo, RP: tl.constexpr):
-    """Pieces [ROWS, RP] in any order made disjoint: start, end, and before[ROWS, RP, RP], the order by starts (j before i)."""
+    """Makes pieces [ROWS, RP] in any order disjoint.
+
+    Returns start, end, reach (the furthest end of the pieces before) and before[ROWS, RP, RP], the order by starts (j
+    before i).
+    """
     i = tl.arange(0, RP)[None, :, None]
     j = tl.arange(0, RP)[None, None, :]
     mine = tl.expand_dims(start, 2)
     other = tl.expand_dims(start, 1)
     before = (other < mine) | ((other == mine) & (j < i))
-    # The furthest end of any piece before.
+    # The furthest end of the pieces before.
     reach = tl.max(tl.where(before, tl.expand_dims(end, 1), tl.expand_dims(lo, 1)), axis=2)
     start = tl.maximum(start, reach)
     return start, tl.maximum(end, start), reach, before
@@ -60,7 +71,7 @@ def trim(start, end, lo, RP: tl.constexpr):
 
 @triton.jit
 def _reach(p1, m1, p2, m2):
-    """Running maxima: of all before an element (p), and with it (m)."""
+    """Combines running maxima: p of all elements before, m including the element."""
     return tl.maximum(m1, p2), tl.maximum(m1, m2)
 
 
@@ -75,10 +86,11 @@ def selection_pieces(
     R: tl.constexpr, RP: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, VARLEN: tl.constexpr, COUNT: tl.constexpr,
     MARK: tl.constexpr,
 ):  # fmt: skip
-    """ranges[B, S, G, R, 2] -> starts, ends[B, G, S, R]. COUNT: totals[B, G, S, R], how many keys up to and with each piece.
+    """Computes starts, ends[B, G, S, R] from ranges[B, S, G, R, 2].
 
-    MARK: bit s % 32 of sel[B, G, cdiv(S, 32), NT] where query s selects any key of a tile of BN, of full where all.
-    One program: ROWS neighbouring queries of one group; programs [B, G, cdiv(S, ROWS)].
+    COUNT: also totals[B, G, S, R], the number of keys up to and including each piece. MARK: also bit s % 32 of sel[B,
+    G, cdiv(S, 32), NT] if query s selects any key of a tile of BN, and of full if it selects all. One program: ROWS
+    neighbouring queries of one group; programs [B, G, cdiv(S, ROWS)].
     """
     blocks = (S + ROWS - 1) // ROWS
     pid = tl.program_id(0)
@@ -92,7 +104,7 @@ def selection_pieces(
     start, end = load_ranges(ranges_ptr + row[:, None] * (2 * R), lo, hi, mask[:, None], R, RP)
     i = tl.arange(0, RP)[None, :]
     if RP <= 32:
-        # Few ranges: their order from all comparisons, without a sort.
+        # Few ranges: all pairwise comparisons give their order, without a sort.
         start, end, reach, before = trim(start, end, lo, RP)
         rank = tl.sum(before.to(tl.int32), axis=2)
         upto = before | (tl.arange(0, RP)[None, :, None] == tl.arange(0, RP)[None, None, :])
@@ -121,7 +133,7 @@ def selection_pieces(
     if COUNT:
         tl.store(totals_ptr + out, total, mask=keep)
     if MARK:
-        # run: where the unbroken stretch of pieces begins to which this one belongs.
+        # run: the start of the unbroken stretch of pieces to which this piece belongs.
         bit = tl.full((ROWS, RP), 1, tl.int32) << (s % 32)[:, None]
         words = ((bg * ((S + 31) // 32) + s // 32) * NT)[:, None]
         t = start // BN

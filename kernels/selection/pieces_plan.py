@@ -1,4 +1,4 @@
-"""The launch of ``selection_pieces``, which every plan of selection attention starts with."""
+"""The launch of ``selection_pieces``, with which most plans of selection attention start."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 from .pieces import selection_pieces
 
 MAX_RANGES = 4096
-FEW_ROWS = 16  # queries: the time of one row's program counts, not the multiprocessors' throughput
+FEW_ROWS = 16  # up to so many queries, the time of one row counts, not the throughput
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """starts, ends, totals[B, G, S, r] int32; sel, full[B, G, cdiv(S, 32), NT] int32; None what was not asked for."""
+    """Results of ``selection_pieces``.
+
+    starts, ends, totals[B, G, S, r] int32; sel, full[B, G, cdiv(S, 32), NT] int32; None for what was not requested.
+    """
 
     starts: Any
     ends: Any
@@ -23,7 +26,10 @@ class Pieces:
 
 
 def rows_and_warps(r: int, few: bool) -> tuple[int, int]:
-    """(rows a program, warps). A sort within one warp needs no exchange through shared memory; of few rows each gets several."""
+    """Returns (rows per program, warps).
+
+    A sort within one warp needs no exchange through shared memory; with few rows, each row gets several warps.
+    """
     RP = power_of_two(r)
     if few and RP > 128:
         return 1, 4
@@ -33,13 +39,17 @@ def rows_and_warps(r: int, few: bool) -> tuple[int, int]:
 
 
 def power_of_two(n: int) -> int:
+    """Returns n rounded up to a power of two."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def plan_pieces(
     b: Any, ranges: Any, cu_q: Any, cu_k: Any, S_kv: Any, *, count: bool = False, tile: int | None = None
 ) -> Pieces:
-    """Pieces of ranges[B, S, G, r, 2]; totals with ``count``, tiles of ``tile`` keys marked in sel and full where given."""
+    """Launches ``selection_pieces`` on ranges[B, S, G, r, 2].
+
+    ``count`` asks for totals; ``tile``, the number of keys of a tile, for sel and full.
+    """
     B, S, G, r, _ = b.shape(ranges)
     r = b.static(r)
     starts, ends = b.empty((B, G, S, r), b.i32), b.empty((B, G, S, r), b.i32)

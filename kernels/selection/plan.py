@@ -1,7 +1,7 @@
 """Launch plans of selection attention. B, S and S_kv may be symbolic; everything else is known.
 
-Memory beyond inputs and outputs on the tile path, in bytes a group: S * S_kv / 4 / BN for the bitmaps of queries x key tiles,
-4 or 8 * S / QT * S_kv / BN for the lists, 8 S r for the pieces.
+Memory besides inputs and outputs on the tile path, in bytes per batch entry and group: S * S_kv / 4 / BN for the
+bitmaps of queries x key tiles, 4 or 8 * S / QT * S_kv / BN for the lists, 8 S r for the pieces.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .pieces_plan import MAX_RANGES, power_of_two
 
 MAX_D = 512
 MAX_HEADS = 64
-# Token-level selection: neighbours share little, and masks would compare each tile with hundreds of pieces.
+# Beyond (token-level selection), neighbours share few keys and masks would compare each tile with hundreds of pieces.
 MOST_TILE_RANGES = 64
 FEW_QUERIES = 16
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
-    """Why these inputs run the reference instead of the kernels; None when they run the kernels."""
+    """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
     for t in tensors:
         shape, dtype = b.shape(t), str(b.dtype(t))
-        if len(shape) < 4:  # a sink, boundaries
+        if len(shape) < 4:  # a sink or boundaries
             continue
         if not dtype.startswith(("torch.float", "torch.bfloat")):
             if b.static(shape[3]) > MAX_RANGES:
@@ -42,13 +42,14 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
 
 
 def takes_tiles(b: Any, S: Any, r: int) -> bool:
-    """Whether the tile path runs: neighbouring queries share key tiles, and there are enough of them."""
+    """Returns whether the tile path runs: enough queries, and so few ranges that neighbours share key tiles."""
     return r <= MOST_TILE_RANGES and not (b.is_static(S) and S <= FEW_QUERIES)
 
 
 def plan_tiles(
     b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any
 ) -> tuple[Any, Any]:
+    """Launches the tile path; returns o[B, S, G, h, Dv] and lse[B, S, G, h]."""
     B, S, G, h, DK = b.shape(q)
     S_kv, DV = b.shape(v)[2:]
     h, DK, DV, r = (b.static(x) for x in (h, DK, DV, b.shape(ranges)[3]))
@@ -78,6 +79,7 @@ def plan_tiles(
 def plan_selection_attention(
     b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any
 ) -> tuple[Any, Any]:
+    """Launches ``selection_attention`` on the tile path or the gather path; returns (o, lse)."""
     if takes_tiles(b, b.shape(q)[1], b.static(b.shape(ranges)[3])):
         return plan_tiles(b, q, k, v, ranges, sink, cu_q, cu_k, scale)
     return plan_gather(b, q, k, v, ranges, sink, cu_q, cu_k, scale)

@@ -1,4 +1,4 @@
-"""The public functions."""
+"""The public functions that call the ops."""
 
 from mhc_inductor.api.checkpoint import ops_to_save
 from mhc_inductor.api.e79 import e79_scan

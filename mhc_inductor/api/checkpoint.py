@@ -1,4 +1,4 @@
-"""Names for the policies of selective activation checkpointing."""
+"""Helpers for policies of selective activation checkpointing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ _NAMES = ("mhc_pre", "mhc_post", "mhc_sinkhorn", "mhc_head", "e79_scan", "select
 
 
 def ops_to_save() -> list[Any]:
-    """Returns the op overloads that routing puts in the place of formulas, for a checkpoint policy to name.
+    """Returns the ops that replace routed formulas, for a selective checkpointing policy to name.
 
     Where a formula is routed, a policy of ``create_selective_checkpoint_contexts`` no longer sees the matrix products
-    that the formula was made of; it sees these ops. They keep their names: in a region with a policy, no two of them
-    are fused into one::
+    that the formula was made of; it sees these ops instead. In a region with a policy they are never fused with each
+    other, so the policy always sees these ops::
 
         def policy(ctx, op, *args, **kwargs):
             saved = op in mhc_inductor.ops_to_save() or op is torch.ops.aten.mm.default
             return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    Returns:
+        The op overloads of ``mhc_pre``, ``mhc_post``, ``mhc_sinkhorn``, ``mhc_head``, ``e79_scan`` and
+        ``selection_attention``.
     """
     return [getattr(torch.ops.mhc_inductor, name).default for name in _NAMES]

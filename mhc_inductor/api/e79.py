@@ -1,7 +1,7 @@
 """The E79 scan (coupled memory-modulation matrix recurrence): the public function.
 
-It takes any strides, and works with autograd, ``torch.compile``, ``torch.func`` and vmap. Second derivatives raise
-RuntimeError.
+It accepts tensors of any strides and works with autograd, ``torch.compile``, ``torch.func`` and vmap. Second
+derivatives raise RuntimeError, forward-mode derivatives NotImplementedError.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def e79_scan(
     S0: Tensor | None = None,
     M0: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the E79 recurrence over all time steps: two n x n states a sequence, S (content) and M (modulation).
+    """Runs the E79 recurrence over all time steps, with two n x n states per sequence: S (content) and M (modulation).
 
     ::
 
@@ -33,28 +33,31 @@ def e79_scan(
         M' = p[:, None] * M * w[None, :] + outer(g, m^)
         out = y * silu(y),  y = S' q
 
-    Gradients reach every input, from out and from the final states. Where they are needed, the states are kept
-    every :func:`~mhc_inductor.ops.e79.segment_length` steps and computed again in between.
+    Every input gets a gradient, from out and from the final states. Where gradients are needed, the forward keeps the
+    states every :func:`~mhc_inductor.ops.e79.segment_length` steps, and the backward recomputes those in between.
+    All arithmetic and the states are fp32 (fp64 if kvqm is fp64). CUDA kernels run for n up to 128 and for kvqm in
+    bf16, fp16 or fp32; everything else runs the formula in plain PyTorch.
 
     Args:
-        kvqm: the projected input ``[T, B, 4n]``, k, v, q, m in this order, T and n at least 1; bf16, fp16 or fp32
-            (fp64 without kernels). All arithmetic and the states are fp32 (fp64 for fp64).
-        b_s: bias of r and c: None (zero), fixed ``[n]`` or input-dependent ``[T, B, n]``.
-        b_m: bias of p and w, likewise, independently.
-        S0: initial S ``[B, n, n]``; None for zero.
-        M0: initial M, likewise.
-
-    The biases and initial states may each be fp32, bf16 or fp16.
+        kvqm: Projected input ``[T, B, 4n]``, the concatenation of k, v, q and m in this order. T and n are at least 1;
+            bf16, fp16, fp32 or fp64.
+        b_s: Bias of r and c: None (zero), fixed ``[n]``, or input-dependent ``[T, B, n]``. Each bias and each initial
+            state may have another floating dtype than kvqm (fp64 only if kvqm is fp64).
+        b_m: Bias of p and w, with the same choices, independent of those for b_s.
+        S0: Initial S ``[B, n, n]``, or None for zero.
+        M0: Initial M ``[B, n, n]``, or None for zero.
 
     Returns:
-        ``(out, S, M)``: out ``[T, B, n]`` in kvqm's dtype, the final S and M ``[B, n, n]`` in fp32. Given to the next
-        call as S0 and M0 they continue the sequence.
+        ``(out, S, M)``: out ``[T, B, n]`` in kvqm's dtype, and the final states S and M ``[B, n, n]`` in fp32 (fp64 if
+        kvqm is fp64). Passing these states to the next call as S0 and M0 continues the sequence.
 
     Raises:
-        ValueError: a shape or device that does not fit, or no time step; the message names it.
-        TypeError: something that is no floating-point tensor.
+        ValueError: A shape or device does not fit, or T is 0. The message names the argument.
+        TypeError: An argument is not a tensor, or has a dtype that is not allowed.
+
+    Source: the E79 model's recurrence.
     """
-    if torch.compiler.is_compiling():  # the op's fake checks the rest
+    if torch.compiler.is_compiling():  # the op's fake checks shapes and dtypes
         typed("e79_scan", kvqm, b_s, b_m, S0, M0)
     else:
         checks_e79.e79_inputs(kvqm, b_s, b_m, S0, M0)
@@ -67,7 +70,7 @@ def e79_scan(
 
 
 def _differentiable(*tensors: Tensor | None) -> bool:
-    """Whether a gradient can arrive: inside torch.func a tensor does not show the gradients of outer levels."""
+    """Returns whether a gradient can arrive: inside torch.func, requires_grad does not show those of outer levels."""
     if not torch.compiler.is_compiling() and compat.functorch_active():
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -1,13 +1,14 @@
 """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880): the public functions.
 
-A token carries ``n`` residual streams of width ``D``. Around a sublayer f, with one set of parameters a
-sublayer::
+Each token carries ``n`` residual streams of width ``D``. A sublayer f, which has its own set of parameters, is applied
+like this::
 
     h_in, h_post, h_res = mhc_pre(x, phi, alpha, bias, sinkhorn_iters=20)
     x = mhc_post(x, f(h_in), h_post, h_res, transpose_res=False)
 
-Each takes any leading dimensions, any strides, and works with autograd, ``torch.compile``, ``torch.func`` and
-vmap. On CUDA they run on Triton kernels, elsewhere as plain PyTorch. Second derivatives raise RuntimeError.
+The functions accept any leading dimensions and any strides, and work with autograd, ``torch.compile``, ``torch.func``
+and vmap. They run as Triton kernels on CUDA and as plain PyTorch elsewhere. Second derivatives raise RuntimeError,
+forward-mode derivatives NotImplementedError.
 """
 
 from __future__ import annotations
@@ -34,10 +35,9 @@ def mhc_pre(
     sinkhorn_eps: float = 1e-6,
     sinkhorn_form: str = "softmax",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute the mixing coefficients of each token and collapse its streams to the sublayer's input.
+    """Computes each token's mixing coefficients and collapses its streams to the sublayer's input.
 
-    Equations 14 to 18 of arXiv 2512.24880 (section 4.3.1; with the iterations of equation 19 in the same
-    launch), as in DeepSeek-V4 and ``npu_mhc_pre``::
+    ::
 
         v       = vec(x) ;  inv_rms = rsqrt(mean(v*v) + norm_eps)
         z       = (v * vec(gamma)) @ phi.T * inv_rms                        # split n | n | n*n
@@ -46,40 +46,45 @@ def mhc_pre(
         h_res   = alpha[2]*z_res + b_res                                    # [n, n], row-major
         h_in    = sum_i h_pre[i] * x[i]
 
-    Args:
-        x: residual streams ``[..., n, D]``, n from 2 to 8, D at least 16; bf16, fp16 or fp32 (fp64 without
-            kernels).
-        phi: projection ``[n*n + 2n, n*D]``, or ``[2n, n*D]`` for a layer without residual coefficients.
-        alpha: scales ``[3]`` (pre, post, res), or ``[2]`` with 2n rows in phi.
-        bias: ``[rows of phi]``.
-        gamma: weight ``[n, D]`` of the RMS norm; None for ones.
-        norm_eps: added to the mean of squares; finite, at least 0. So are hc_eps and post_eps.
-        hc_eps: added to h_pre.
-        post_mult: the upper end of h_post's range, above 0.
-        post_eps: added to h_post.
-        sinkhorn_iters: 0 returns the raw logits, k > 0 the matrix after k iterations (:func:`mhc_sinkhorn`).
-        sinkhorn_eps: in [0, 1), see :func:`mhc_sinkhorn`.
-        sinkhorn_form: ``"softmax"`` (DeepSeek-V4) or ``"exp"`` (Megatron).
+    With ``sinkhorn_iters > 0``, h_res also goes through :func:`mhc_sinkhorn`, on CUDA in the same launch. All
+    arithmetic is fp32 (fp64 if x is fp64). There are no kernels for fp64: it runs the formula in plain PyTorch.
 
-    phi, alpha, bias and gamma may each be fp32, bf16 or fp16, and are used as fp32 (all arithmetic is fp32).
+    Args:
+        x: Residual streams ``[..., n, D]``, n from 2 to 8, D at least 16; bf16, fp16, fp32 or fp64.
+        phi: Projection ``[n*n + 2n, n*D]``, or ``[2n, n*D]`` for a layer without residual coefficients. phi, alpha,
+            bias and gamma may each have another floating dtype than x (fp64 only if x is fp64).
+        alpha: Scales ``[3]`` of the pre, post and residual logits, or ``[2]`` (pre, post) if phi has 2n rows.
+        bias: Biases of the logits, ``[n*n + 2n]`` or ``[2n]``, one for each row of phi.
+        gamma: Weight ``[n, D]`` of the RMS norm, or None for ones.
+        norm_eps: Added to the mean of squares; finite and at least 0.
+        hc_eps: Added to h_pre; finite and at least 0.
+        post_mult: Factor of h_post's sigmoid; finite and above 0.
+        post_eps: Added to h_post; finite and at least 0.
+        sinkhorn_iters: Number of Sinkhorn iterations on h_res; 0 returns the raw logits. It must be 0 if phi has 2n
+            rows.
+        sinkhorn_eps: In [0, 1); see :func:`mhc_sinkhorn`.
+        sinkhorn_form: ``"softmax"`` (DeepSeek-V4) or ``"exp"`` (Megatron); see :func:`mhc_sinkhorn`.
 
     Returns:
-        ``(h_in, h_post, h_res)``: h_in ``[..., D]`` in x's dtype, h_post ``[..., n]`` in fp32, h_res ``[...,
-        n, n]`` in fp32, or None when phi has 2n rows. Pass all three on to :func:`mhc_post`.
+        ``(h_in, h_post, h_res)``: h_in ``[..., D]`` in x's dtype, h_post ``[..., n]`` and h_res ``[..., n, n]`` in fp32
+        (fp64 if x is fp64). h_res is None if phi has 2n rows. Pass h_post and h_res on to :func:`mhc_post`.
 
     Raises:
-        ValueError: a shape, device, number or form that does not fit; the message names it.
-        TypeError: something that is no floating-point tensor, or no number.
+        ValueError: A shape, device, number or form does not fit. The message names the argument.
+        TypeError: An argument is not a tensor or not a number where it must be, or has a dtype that is not allowed.
+
+    Source: arXiv 2512.24880, equations 14 to 18 (section 4.3.1) and 19 (Sinkhorn), as in DeepSeek-V4 and
+    ``npu_mhc_pre``.
     """
     options = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
-    if not torch.compiler.is_compiling():  # compiled, the op's fake checks
+    if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks.mhc_pre(x, phi, alpha, bias, gamma, *options)
     h_in, h_post, h_res, _, _, _ = call("mhc_pre", x, phi, alpha, bias, gamma, *options)
     return h_in, h_post, None if phi.shape[0] == 2 * x.shape[-2] else h_res
 
 
 def mhc_sinkhorn(h_res: Tensor, iters: int = 20, eps: float = 1e-6, form: str = "softmax") -> Tensor:
-    """Scale logits to a nearly doubly stochastic matrix (Sinkhorn-Knopp, equation 19 of arXiv 2512.24880).
+    """Scales logits to a nearly doubly stochastic matrix by Sinkhorn-Knopp iterations.
 
     ::
 
@@ -93,18 +98,20 @@ def mhc_sinkhorn(h_res: Tensor, iters: int = 20, eps: float = 1e-6, form: str = 
     The gradient goes through every iteration.
 
     Args:
-        h_res: logits ``[..., n, n]``, n from 2 to 8; bf16, fp16, fp32 or fp64. The arithmetic is fp32 (fp64
-            for fp64).
-        iters: number of iterations; 0 returns a copy of h_res.
-        eps: in [0, 1).
+        h_res: Logits ``[..., n, n]``, n from 2 to 8; bf16, fp16, fp32 or fp64. The arithmetic is fp32 (fp64 if h_res is
+            fp64).
+        iters: Number of iterations, at least 0; 0 returns a copy of h_res.
+        eps: In [0, 1).
         form: ``"softmax"`` or ``"exp"``.
 
     Returns:
-        The matrix, in h_res's shape and dtype.
+        The matrix ``[..., n, n]`` in h_res's dtype.
 
     Raises:
-        ValueError: a shape, number or form that does not fit; the message names it.
-        TypeError: something that is no floating-point tensor, or no number.
+        ValueError: A shape, number or form does not fit. The message names the argument.
+        TypeError: h_res is not a floating-point tensor, iters not an int, or eps not a number.
+
+    Source: arXiv 2512.24880, equation 19.
     """
     if not torch.compiler.is_compiling():
         checks.mhc_sinkhorn(h_res, iters, eps, form)
@@ -112,27 +119,29 @@ def mhc_sinkhorn(h_res: Tensor, iters: int = 20, eps: float = 1e-6, form: str = 
 
 
 def mhc_post(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, *, transpose_res: bool) -> Tensor:
-    """Expand the sublayer's output to all streams, and mix the streams (equation 3 of arXiv 2512.24880).
+    """Adds the sublayer's output to all streams and mixes the streams.
 
-    ``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]``, with fp32 arithmetic and one rounding.
+    ``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]``, computed in fp32 (fp64 if x is fp64) and rounded once.
 
     Args:
-        x: residual streams ``[..., n, D]``, n from 2 to 8, D at least 16; bf16, fp16 or fp32 (fp64 without
-            kernels).
-        f_out: the sublayer's output ``[..., D]``. f_out, h_post and h_res may each have another floating
-            dtype than x.
-        h_post: ``[..., n]``, from :func:`mhc_pre`.
-        h_res: ``[..., n, n]``, from :func:`mhc_pre` or :func:`mhc_sinkhorn`; None mixes nothing (R is the
-            identity).
+        x: Residual streams ``[..., n, D]``, n from 2 to 8, D at least 16; bf16, fp16, fp32 or fp64 (no kernels for
+            fp64).
+        f_out: The sublayer's output ``[..., D]``. f_out, h_post and h_res may each have another floating dtype than x
+            (fp64 only if x is fp64).
+        h_post: Weights ``[..., n]`` of f_out in each stream, from :func:`mhc_pre`.
+        h_res: Mixing matrix ``[..., n, n]`` from :func:`mhc_pre` or :func:`mhc_sinkhorn`, or None for the identity.
         transpose_res: False for ``R = h_res`` (the paper, Liger), True for ``R = h_res.T`` (DeepSeek-V4 in
-            transformers, TransformerEngine, TileKernels). It has no default: the wrong one trains, badly.
+            transformers, TransformerEngine, TileKernels). There is no default, because a model with the wrong
+            orientation still trains, only worse.
 
     Returns:
-        The new streams, in x's shape and dtype.
+        The new streams ``[..., n, D]`` in x's dtype.
 
     Raises:
-        ValueError: a shape or device that does not fit; the message names it.
-        TypeError: something that is no floating-point tensor, or a transpose_res that is no bool.
+        ValueError: A shape or device does not fit. The message names the argument.
+        TypeError: An argument is not a tensor or has a dtype that is not allowed, or transpose_res is not a bool.
+
+    Source: arXiv 2512.24880, equation 3.
     """
     if not torch.compiler.is_compiling():
         checks.mhc_post(x, f_out, h_post, h_res, transpose_res)
@@ -149,24 +158,33 @@ def mhc_head(
     norm_eps: float = 1e-6,
     hc_eps: float = 1e-6,
 ) -> Tensor:
-    """Collapse the streams before the LM head: :func:`mhc_pre` with the n coefficients of h_pre only.
+    """Collapses the streams before the LM head.
+
+    It is :func:`mhc_pre` with the n coefficients of h_pre only::
+
+        h_pre = sigmoid(alpha[0]*z + bias) + hc_eps ;  h_in = sum_i h_pre[i] * x[i]
+
+    with z as in :func:`mhc_pre`.
 
     Args:
-        x: residual streams ``[..., n, D]``, n from 2 to 8, D at least 16; bf16, fp16 or fp32 (fp64 without
-            kernels).
-        phi: projection ``[n, n*D]``.
-        alpha: scale ``[1]``.
-        bias: ``[n]``.
-        gamma: weight ``[n, D]`` of the RMS norm; None for ones.
-        norm_eps: added to the mean of squares; finite, at least 0. So is hc_eps.
-        hc_eps: added to the coefficients.
+        x: Residual streams ``[..., n, D]``, n from 2 to 8, D at least 16; bf16, fp16, fp32 or fp64 (no kernels for
+            fp64).
+        phi: Projection ``[n, n*D]``. phi, alpha, bias and gamma may each have another floating dtype than x (fp64 only
+            if x is fp64).
+        alpha: Scale ``[1]`` of the logits.
+        bias: Biases of the logits, ``[n]``.
+        gamma: Weight ``[n, D]`` of the RMS norm, or None for ones.
+        norm_eps: Added to the mean of squares; finite and at least 0.
+        hc_eps: Added to the coefficients; finite and at least 0.
 
     Returns:
-        ``h_in[..., D]`` in x's dtype.
+        h_in ``[..., D]`` in x's dtype.
 
     Raises:
-        ValueError: a shape, device or number that does not fit; the message names it.
-        TypeError: something that is no floating-point tensor, or no number.
+        ValueError: A shape, device or number does not fit. The message names the argument.
+        TypeError: An argument is not a tensor or not a number where it must be, or has a dtype that is not allowed.
+
+    Source: the pre mapping of arXiv 2512.24880, as DeepSeek-V4 uses it before its LM head.
     """
     args = (x, phi, alpha, bias, gamma, norm_eps, hc_eps)
     if not torch.compiler.is_compiling():

@@ -1,7 +1,7 @@
 """Selection attention: the public functions.
 
-They take any strides, and work with autograd, ``torch.compile``, ``torch.func`` and vmap. Second derivatives raise
-RuntimeError.
+They accept tensors of any strides and work with autograd, ``torch.compile``, ``torch.func`` and vmap. Second
+derivatives raise RuntimeError, forward-mode derivatives NotImplementedError.
 """
 
 from __future__ import annotations
@@ -59,42 +59,52 @@ def selection_attention(
     cu_seqlens_k: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend from each query to the union of its ranges of keys, which all heads of a group share.
+    """Computes softmax attention of each query over the union of its ranges of keys.
 
-    The selected branch of native sparse attention (arXiv 2502.11089, section 3.3.2)::
+    All heads of a group share the ranges::
 
         sel = union of [start, end) in ranges[b, s, g], clipped to [0, S_kv)
         o[b, s, g] = softmax(scale * q[b, s, g] @ k[b, g, sel].T) @ v[b, g, sel]
 
-    Ranges may be empty, unsorted, overlapping, negative or past the end; nothing else masks, so a causal model gives
-    causal ranges. Where nothing is selected o is exactly 0, and so are the gradients. NaN and inf in keys and values
-    that a query does not select do not reach it. NaN in a query reaches its row of o and dq, and the gradients of the
-    keys and values that it selects; a dense softmax under a mask would spread it to those of all keys.
+    Ranges may be empty, unsorted, overlapping, negative or past the end. They are the only mask: a causal model passes
+    causal ranges. A query that selects nothing gives o and gradients of exactly 0. NaN and inf in keys and values reach
+    only the queries that select them. NaN in a query reaches its own rows of o and dq and the gradients of the keys and
+    values that it selects, on CUDA also those of other keys in a tile of up to 64 keys that it selects in part; a dense
+    softmax under a mask would spread it to the gradients of all keys.
+
+    The values of ranges, cu_seqlens_q and cu_seqlens_k are never read on the host. CUDA kernels run for bf16, fp16 and
+    fp32, Dk and Dv up to 512, h up to 64 and r up to 4096; everything else runs the formula in plain PyTorch.
 
     Args:
-        q: ``[B, S, G, h, Dk]``, h query heads in each of G groups; bf16, fp16 or fp32 (fp64 without kernels).
-        k: ``[B, G, S_kv, Dk]`` in q's dtype; any strides, such as a view of ``[B, S_kv, G, Dk]``.
-        v: ``[B, G, S_kv, Dv]`` likewise.
-        ranges: ``[B, S, G, r, 2]`` of ``[start, end)``, int32 or int64; :func:`blocks_to_ranges` makes them of blocks.
-        scale: of the scores; None for 1/sqrt(Dk).
-        sink: a logit ``[G, h]`` a head that joins the softmax's denominator only, any floating dtype.
-        cu_seqlens_q: ``[N+1]`` int32 or int64, from 0 on: where packed sequences begin and end in S; B is then 1. Ranges
-            count from the start of the query's own sequence and are clipped to it.
-        cu_seqlens_k: likewise in S_kv; None for cu_seqlens_q.
-        return_lse: also return lse.
+        q: Queries ``[B, S, G, h, Dk]``, h heads in each of G groups; bf16, fp16, fp32 or fp64.
+        k: Keys ``[B, G, S_kv, Dk]`` in q's dtype; any strides, for example a view of ``[B, S_kv, G, Dk]``.
+        v: Values ``[B, G, S_kv, Dv]`` in q's dtype; any strides.
+        ranges: ``[start, end)`` pairs of key positions, ``[B, S, G, r, 2]``, int32 or int64. :func:`blocks_to_ranges`
+            makes them from blocks.
+        scale: Factor of the scores; finite. None for 1/sqrt(Dk).
+        sink: One logit per head, ``[G, h]``, added to the softmax's denominator only; any floating dtype (fp64 only if
+            q is fp64). None for no sink.
+        cu_seqlens_q: Boundaries ``[N+1]`` of packed sequences in S, starting with 0, int32 or int64; B must then be 1.
+            Ranges count from the start of the query's own sequence and are clipped to it. None for no packing.
+        cu_seqlens_k: The same boundaries in S_kv; None for cu_seqlens_q.
+        return_lse: Whether to return lse as well.
 
     Returns:
-        o ``[B, S, G, h, Dv]`` in q's dtype, or (o, lse) with lse ``[B, S, G, h]`` in fp32, the natural logarithm of the
-        sum of exp over the selected keys (without the sink), -inf where there are none. Both are differentiable.
+        o ``[B, S, G, h, Dv]`` in q's dtype, or ``(o, lse)`` with return_lse. lse ``[B, S, G, h]`` in fp32 (fp64 if q is
+        fp64) is the natural logarithm of the sum of exp(score) over the selected keys, without the sink, and -inf where
+        nothing is selected. Both are differentiable.
 
     Raises:
-        ValueError: a shape or device that does not fit, or a scale that is not finite; the message names it.
-        TypeError: a dtype that does not fit, something that is no tensor, or a return_lse that is no bool.
+        ValueError: A shape or device does not fit, or scale is not finite. The message names the argument.
+        TypeError: A dtype does not fit, an argument is not a tensor or not a number where it must be, or return_lse is
+            not a bool.
+
+    Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2.
     """
     if scale is None:
-        # index: one number even where sizes are dynamic. Something else than q is for the check to say.
+        # operator.index: a plain number even for dynamic sizes. If q is not a tensor, the check below reports it.
         scale = 1 / math.sqrt(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
-    if not torch.compiler.is_compiling():  # compiled, the op's fake checks
+    if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks_selection.selection_attention(q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale)
     if not isinstance(return_lse, bool):
         raise TypeError(f"selection_attention: return_lse must be a bool, got {type(return_lse).__name__}")
@@ -111,35 +121,39 @@ def blocks_to_ranges(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
-    """Turn selected blocks of keys into the ranges of :func:`selection_attention`.
+    """Converts selected blocks of keys to the ranges of :func:`selection_attention`.
 
-    Block i holds the keys ``[i * block_size, (i + 1) * block_size)``; a block named twice counts once. The queries are the
-    last S of the S_kv positions.
+    Block i holds the keys ``[i * block_size, (i + 1) * block_size)``. :func:`selection_attention` attends to the union
+    of the ranges, so a block that is named twice counts once. The queries are the last S of the S_kv positions.
 
     Args:
-        block_indices: ``[B, S, G, k]`` int32 or int64; a negative index, such as -1, is no block.
-        block_size: keys a block, at least 1.
-        S_kv: number of keys, below 2**31.
-        causal: clip each range at its query's own position, which it keeps.
-        cu_seqlens_q: boundaries ``[N+1]`` of packed sequences, int32 or int64, as for :func:`selection_attention`. Blocks
-            count from the start of the query's own sequence, whose queries are the last of its keys.
-        cu_seqlens_k: likewise of the keys; None for cu_seqlens_q.
+        block_indices: Selected blocks ``[B, S, G, k]``, int32 or int64. A negative index, such as -1, means no block.
+        block_size: Keys per block, at least 1.
+        S_kv: Number of keys, at least 0 and below 2**31.
+        causal: Whether to clip each range after its query's own position.
+        cu_seqlens_q: Boundaries ``[N+1]`` of packed sequences, int32 or int64, as for :func:`selection_attention`.
+            Blocks then count from the start of the query's own sequence, whose queries are the last of its keys. None
+            for no packing.
+        cu_seqlens_k: The same boundaries of the keys; None for cu_seqlens_q.
 
     Returns:
-        ranges ``[B, S, G, k, 2]``, int32.
+        Ranges ``[B, S, G, k, 2]``, int32.
 
     Raises:
-        ValueError: another shape, a block_size below 1 or an S_kv out of its range.
-        TypeError: another dtype, or another Python type.
+        ValueError: A shape or device does not fit, or block_size or S_kv is out of range. The message names the
+            argument.
+        TypeError: A tensor is not int32 or int64, or another argument has the wrong Python type.
+
+    Source: the selected blocks of native sparse attention, arXiv 2502.11089, section 3.3.2.
     """
     checks_selection.blocks_to_ranges(block_indices, block_size, S_kv, cu_seqlens_q, cu_seqlens_k)
     if not isinstance(causal, bool):
         raise TypeError(f"blocks_to_ranges: causal must be a bool, got {type(causal).__name__}")
-    if block_size > 2**31:  # more keys than there can be: products of it would overflow
+    if block_size > 2**31:  # larger than any S_kv: products with it would overflow
         block_size = 2**31
     s = block_indices.shape[1]
     blocks = (S_kv + block_size - 1) // block_size
-    # Clipped before the product, which could overflow.
+    # Clip before the product, which could overflow.
     first = block_indices.to(torch.int64).clamp(-1, blocks)
     start = first.clamp(min=0) * block_size
     end = torch.where(first < 0, start, (start + block_size).clamp(max=S_kv))
@@ -150,14 +164,14 @@ def blocks_to_ranges(
         else:
             position = position + _offsets(position, cu_seqlens_q, cu_seqlens_k)
         end = torch.minimum(end, (position + 1).view(1, s, 1, 1))
-    # Nothing selected is [start, start).
+    # An empty range is [start, start).
     return torch.stack((start.clamp(max=S_kv), torch.maximum(end, start).clamp(max=S_kv)), -1).to(torch.int32)
 
 
 def _offsets(query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None) -> Tensor:
-    """From where a query stands in S to its position in its own sequence of keys."""
+    """Returns, for each query, the shift from its position in S to its position in its own sequence of keys."""
     ends_q = cu_seqlens_q.to(torch.int64)
     ends_k = ends_q if cu_seqlens_k is None else cu_seqlens_k.to(torch.int64)
-    # The last query of a sequence stands at the last of its keys; one more entry for queries beyond all sequences.
+    # The last query of a sequence is at its last key. One more entry is for queries after all sequences.
     shift = torch.cat(((ends_k[1:] - ends_k[:-1]) - ends_q[1:], ends_q.new_zeros(1)))
     return shift[torch.searchsorted(ends_q[1:], query, right=True)]

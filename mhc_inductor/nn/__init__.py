@@ -1,5 +1,8 @@
-"""Modules on the ops: mHC residuals (:class:`HyperConnection`, :class:`HyperHead`), E79 (:class:`E79Layer`), sparse
-attention (:class:`SelectionAttention`, :class:`NativeSparseAttention`)."""
+"""Modules built on the ops.
+
+mHC residuals (:class:`HyperConnection`, :class:`HyperHead`), E79 (:class:`E79Cell`, :class:`E79Layer`) and sparse
+attention (:class:`SelectionAttention`, :class:`NativeSparseAttention`).
+"""
 
 from mhc_inductor.nn.e79 import E79Cell, E79Layer, E79State
 from mhc_inductor.nn.mhc import CONVENTIONS, HyperConnection, HyperHead, expand

@@ -1,10 +1,10 @@
-"""Modules with the E79 recurrence: :class:`E79Cell`, the projections and the scan, and :class:`E79Layer` around it.
+"""Modules with the E79 recurrence: :class:`E79Cell` (projections and scan) and :class:`E79Layer` (a layer around it).
 
 ::
 
     layer = E79Layer(dim, n_state=64, conv=4)
     y, state = layer(x)                                  # [B, T, dim] -> [B, T, dim]
-    y_next, state = layer(x_next, state)                 # the sequence goes on
+    y_next, state = layer(x_next, state)                 # continues the sequence
     y_one, state = layer.step(x_one, state)              # one step of decoding, [B, dim] -> [B, dim]
 """
 
@@ -20,12 +20,12 @@ from mhc_inductor.api.e79 import e79_scan
 
 BIASES = ("none", "fixed", "input")
 
-# Fixed biases start the gates at 0.88 and 0.92: what was stored stays for some tens of steps.
+# Sigmoids of 0.88 and 0.92: fixed biases start with gates that keep a state for some tens of steps.
 _S_GATE, _M_GATE = 2.0, 2.5
 
 
 class E79Cell(nn.Module):
-    """The projections and the scan of :func:`mhc_inductor.e79_scan`: ``x[T, B, dim] -> out[T, B, n]``.
+    """Projects the input and runs :func:`mhc_inductor.e79_scan`: ``x[T, B, dim] -> out[T, B, n]``.
 
     ::
 
@@ -34,17 +34,20 @@ class E79Cell(nn.Module):
         bias "fixed":  out, S, M = e79_scan(kvqm, b_s_gate, b_m_gate, S, M)
         bias "input":  out, S, M = e79_scan(kvqm, x @ W_bs.T, x @ W_bm.T, S, M)
 
-    Parameters: ``W_kvqm[4n, dim]`` in the order k, v, q, m; with "fixed" ``b_s_gate[n]`` and ``b_m_gate[n]``; with
-    "input" ``W_bs[n, dim]`` and ``W_bm[n, dim]``.
+    Parameters: ``W_kvqm[4n, dim]`` in the order k, v, q, m; with "fixed" also ``b_s_gate[n]`` and ``b_m_gate[n]``; with
+    "input" also ``W_bs[n, dim]`` and ``W_bm[n, dim]``.
 
     Args:
-        dim: width of x.
-        n_state: n, rows and columns of both states (kernels for n up to 128).
-        bias: of the gates: "none", "fixed" or "input".
-        device, dtype: of the parameters.
+        dim: Width of x, at least 1.
+        n_state: n, the number of rows and columns of both states, at least 1 (kernels run for n up to 128).
+        bias: Biases of the gates: ``"none"``, ``"fixed"`` or ``"input"``.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: dim or n_state below 1, or another bias.
+        ValueError: dim or n_state is below 1, or bias is unknown.
+
+    Source: the E79 model's recurrence.
     """
 
     b_s_gate: nn.Parameter | None
@@ -71,7 +74,11 @@ class E79Cell(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise: k, v, q, m and input biases of variance 1 for an x of variance 1, fixed gates mostly open."""
+        """Initialises the parameters.
+
+        For an x of variance 1, k, v, q, m and input-dependent biases get variance 1. Fixed biases start with the gates
+        mostly open.
+        """
         for weight in (self.W_kvqm, self.W_bs, self.W_bm):
             if weight is not None:
                 nn.init.normal_(weight, std=self.dim**-0.5)
@@ -80,10 +87,19 @@ class E79Cell(nn.Module):
             nn.init.constant_(self.b_m_gate, _M_GATE)
 
     def forward(self, x: Tensor, S: Tensor | None = None, M: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the cell over ``x[T, B, dim]`` from the states S and M ``[B, n, n]`` (zero when absent).
+        """Runs the cell over all time steps of x, from the states S and M.
 
-        Returns (out, S, M): out ``[T, B, n]`` in the projections' dtype, the final states in fp32 (fp64 for fp64).
-        Raises ValueError for a shape that does not fit, or without a time step.
+        Args:
+            x: Input ``[T, B, dim]``, T at least 1.
+            S: Initial S ``[B, n, n]``, or None for zero.
+            M: Initial M ``[B, n, n]``, or None for zero.
+
+        Returns:
+            ``(out, S, M)``: out ``[T, B, n]`` in the projections' dtype, and the final states ``[B, n, n]`` in fp32
+            (fp64 if the projections are fp64).
+
+        Raises:
+            ValueError: A shape does not fit, or T is 0.
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"E79Cell: x must have shape [T, B, dim] = [T, B, {self.dim}], got {list(x.shape)}")
@@ -93,22 +109,22 @@ class E79Cell(nn.Module):
         return e79_scan(F.linear(x, self.W_kvqm), b_s, b_m, S, M)
 
     def extra_repr(self) -> str:
-        """Sizes and bias mode, for ``repr``."""
+        """Returns the sizes and the bias mode, for ``repr``."""
         return f"dim={self.dim}, n_state={self.n_state}, bias={self.bias!r}"
 
 
 class E79State(NamedTuple):
-    """What an :class:`E79Layer` carries from one call to the next."""
+    """State that an :class:`E79Layer` carries from one call to the next."""
 
     S: Tensor
-    """Content ``[B, n, n]``, fp32."""
+    """Content state ``[B, n, n]``, fp32 (fp64 for an fp64 layer)."""
     M: Tensor
-    """Modulation ``[B, n, n]``, fp32."""
+    """Modulation state ``[B, n, n]``, fp32 (fp64 for an fp64 layer)."""
     tail: Tensor | None
-    """The convolution's last inputs ``[B, inner, conv - 1]``; None without a convolution."""
+    """The convolution's last inputs ``[B, inner, conv - 1]``, or None without a convolution."""
 
     def detach(self) -> E79State:
-        """The same values without their history: backpropagation is truncated here."""
+        """Returns the state detached from the graph, to truncate backpropagation here."""
         return E79State(self.S.detach(), self.M.detach(), None if self.tail is None else self.tail.detach())
 
 
@@ -123,15 +139,18 @@ class E79Layer(nn.Module):
         y = out_proj(out)
 
     Args:
-        dim: width of x and of the result.
-        n_state: n, rows and columns of both states.
-        bias: of the gates, see :class:`E79Cell`.
-        inner: width between in_proj and the cell; None for dim.
-        conv: width of the convolution; 0 for none.
-        device, dtype: of the parameters.
+        dim: Width of x and of the result, at least 1.
+        n_state: n, the number of rows and columns of both states, at least 1.
+        bias: Biases of the gates, see :class:`E79Cell`.
+        inner: Width between in_proj and the cell, at least 1; None for dim.
+        conv: Width of the convolution; 0 for none.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: a size below 1 (conv: below 0), or an unknown bias.
+        ValueError: A size is out of range, or bias is unknown.
+
+    Source: the E79 model's recurrence.
     """
 
     def __init__(
@@ -157,10 +176,18 @@ class E79Layer(nn.Module):
         self.out_proj = nn.Linear(n_state, dim, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, state: E79State | None = None) -> tuple[Tensor, E79State]:
-        """Run the layer over ``x[B, T, dim]``, T at least 1, from ``state`` (the beginning of a sequence when absent).
+        """Runs the layer over all time steps of x.
 
-        Returns (y, state): given to the next call, the state continues the sequences as if there were one call.
-        Raises ValueError for a shape that does not fit, or without a time step.
+        Args:
+            x: Input ``[B, T, dim]``, T at least 1.
+            state: State that the previous call returned, or None at the start of the sequences.
+
+        Returns:
+            ``(y, state)``: y ``[B, T, dim]``, and the state that continues the sequences in the next call, with the
+            same result as one call over both parts.
+
+        Raises:
+            ValueError: A shape does not fit, or T is 0.
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"E79Layer: x must have shape [B, T, dim] = [B, T, {self.dim}], got {list(x.shape)}")
@@ -170,7 +197,18 @@ class E79Layer(nn.Module):
         return self.out_proj(out.transpose(0, 1)), E79State(S, M, tail)
 
     def step(self, x: Tensor, state: E79State | None = None) -> tuple[Tensor, E79State]:
-        """One time step, for decoding: ``x[B, dim]`` to (y ``[B, dim]``, the next state). Raises ValueError."""
+        """Runs one time step, for decoding.
+
+        Args:
+            x: Input ``[B, dim]`` of the step.
+            state: State that the previous call returned, or None at the start of the sequences.
+
+        Returns:
+            ``(y, state)``: y ``[B, dim]``, and the state for the next step.
+
+        Raises:
+            ValueError: A shape does not fit.
+        """
         if x.dim() != 2:
             raise ValueError(f"E79Layer: step takes x of shape [B, dim] = [B, {self.dim}], got {list(x.shape)}")
         y, state = self(x.unsqueeze(1), state)
@@ -189,7 +227,7 @@ class E79Layer(nn.Module):
         return self.conv1d(h).transpose(1, 2), h[..., h.shape[-1] - tail.shape[-1] :].clone()
 
     def extra_repr(self) -> str:
-        """Sizes, for ``repr``."""
+        """Returns the sizes, for ``repr``."""
         return f"dim={self.dim}, inner={self.inner}, conv={self.conv}"
 
 

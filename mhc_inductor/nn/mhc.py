@@ -1,5 +1,4 @@
-"""Modules with mHC residuals (arXiv 2512.24880): :class:`HyperConnection` around any sublayer,
-:class:`HyperHead`.
+"""Modules with mHC residuals (arXiv 2512.24880): :class:`HyperConnection` around a sublayer, and :class:`HyperHead`.
 
 ::
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from mhc_inductor.api.mhc import mhc_head, mhc_post, mhc_pre
 
-# What other projects fix about the formula: HyperConnection(dim, n, sublayer, **CONVENTIONS["liger"]).
+# The conventions of other projects, as arguments: HyperConnection(dim, n, sublayer, **CONVENTIONS["liger"]).
 CONVENTIONS: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"transpose_res": True, "sinkhorn_form": "softmax", "post_mult": 2.0, "post_eps": 0.0},
     "liger": {"transpose_res": False, "sinkhorn_form": "softmax", "post_eps": 0.0},
@@ -35,12 +34,20 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-_ALPHA = 0.01  # the paper's initial gate
-_DIAGONAL = 8.0  # logit on R's diagonal: exp(-8) = 3e-4 of a stream goes to each other one
+_ALPHA = 0.01  # initial alpha of the paper
+_DIAGONAL = 8.0  # logit on R's diagonal: each stream starts with exp(-8) = 3e-4 of each other one
 
 
 def expand(x: Tensor, n: int = 4) -> Tensor:
-    """Start the residual streams: ``[..., D]`` to ``[..., n, D]``, n equal copies (contiguous)."""
+    """Starts the residual streams as n equal copies of x.
+
+    Args:
+        x: Hidden states ``[..., D]``.
+        n: Number of streams.
+
+    Returns:
+        The streams ``[..., n, D]``, contiguous, in x's dtype.
+    """
     return x.unsqueeze(-2).expand(*x.shape[:-1], n, x.shape[-1]).contiguous()
 
 
@@ -50,7 +57,7 @@ def _logit(p: float) -> float:
 
 
 class _Coefficients(nn.Module):
-    """The parameters that turn streams into coefficients, all fp32; gamma only with ``gamma=True``."""
+    """Holds the fp32 parameters of the coefficients: phi, alpha and bias, and gamma only with ``gamma=True``."""
 
     phi: nn.Parameter
     alpha: nn.Parameter
@@ -68,9 +75,8 @@ class _Coefficients(nn.Module):
         self.gamma = empty(n, dim) if gamma else None
 
     def reset_parameters(self) -> None:
-        """Initialise near the identity."""
-        # z = normalised v @ phi.T has unit variance, so every logit starts within a few hundredths of its
-        # bias.
+        """Initialises phi, alpha and gamma so that all logits start near their biases."""
+        # z = normalised v @ phi.T has variance 1: with alpha = 0.01 logits start within a few hundredths of the bias.
         nn.init.normal_(self.phi, std=(self.n * self.dim) ** -0.5)
         nn.init.constant_(self.alpha, _ALPHA)
         if self.gamma is not None:
@@ -83,7 +89,7 @@ class _Coefficients(nn.Module):
         new = {"phi": phi, "alpha": alpha, "bias": bias}
         if self.gamma is not None:
             new["gamma"] = torch.ones_like(self.gamma) if gamma is None else gamma
-        for name, value in new.items():  # all are checked before any is written
+        for name, value in new.items():  # check all before writing any
             if value.shape != getattr(self, name).shape:
                 raise ValueError(f"{name} must have shape {list(getattr(self, name).shape)}, got {list(value.shape)}")
         for name, value in new.items():
@@ -98,34 +104,40 @@ def _take(state: Mapping[str, Tensor], prefix: str, *names: str) -> list[Tensor]
 
 
 class HyperConnection(_Coefficients):
-    """A sublayer ``f: [..., D] -> [..., D]`` between n residual streams: ``[..., n, D] -> [..., n, D]``.
+    """Wraps a sublayer ``f: [..., D] -> [..., D]`` in n residual streams: ``[..., n, D] -> [..., n, D]``.
 
     ::
 
         h_in, h_post, h_res = mhc_pre(x, phi, alpha, bias, gamma, ...)
         x_out = mhc_post(x, f(h_in), h_post, h_res, transpose_res=transpose_res)
 
-    It starts near an ordinary residual: h_in is close to the mean of the streams, h_post to 1, the mixing
+    It starts near an ordinary residual connection: h_in is close to the mean of the streams, h_post to 1 and the mixing
     matrix to the identity, and alpha is 0.01 as in the paper. The parameters are fp32: ``phi[n*n+2n, n*D]``,
-    ``alpha[3]``, ``bias[n*n+2n]`` and, with ``gamma=True``, ``gamma[n, D]``; after ``.bfloat16()`` they are
-    upcast inside.
+    ``alpha[3]``, ``bias[n*n+2n]`` and, with ``gamma=True``, ``gamma[n, D]``. After ``.bfloat16()`` the ops compute with
+    them in fp32.
 
     Args:
-        dim: width D of a stream, at least 16.
-        n: number of streams, 2 to 8.
-        sublayer: any module; further arguments of :meth:`forward` go to it.
-        transpose_res: the residual mixing is ``R @ x`` with R = h_res (False: the paper, Liger) or R =
-            h_res.T (True: DeepSeek-V4, TransformerEngine). A trained model works with its own only.
-        residual: False for a layer without residual coefficients: phi has 2n rows, R is the identity.
-        gamma: whether the RMS norm has a weight.
-        sinkhorn_iters, sinkhorn_eps, sinkhorn_form: see :func:`mhc_inductor.mhc_sinkhorn`; ignored without
-            residual.
-        norm_eps, hc_eps, post_mult, post_eps: see :func:`mhc_inductor.mhc_pre`.
-        device: where the parameters are made.
+        dim: Width D of a stream, at least 16.
+        n: Number of streams, from 2 to 8.
+        sublayer: Any module; further arguments of :meth:`forward` are passed to it.
+        transpose_res: Orientation of the residual mixing ``R @ x``: False for R = h_res (the paper, Liger), True for
+            R = h_res.T (DeepSeek-V4, TransformerEngine). A trained model needs the orientation it was trained with.
+        residual: False for a layer without residual coefficients: phi has 2n rows and R is the identity.
+        gamma: Whether the RMS norm has a weight.
+        sinkhorn_iters: Number of Sinkhorn iterations, see :func:`mhc_inductor.mhc_sinkhorn`; ignored without residual.
+        sinkhorn_eps: See :func:`mhc_inductor.mhc_sinkhorn`.
+        sinkhorn_form: ``"softmax"`` or ``"exp"``, see :func:`mhc_inductor.mhc_sinkhorn`.
+        norm_eps: See :func:`mhc_inductor.mhc_pre`.
+        hc_eps: See :func:`mhc_inductor.mhc_pre`.
+        post_mult: See :func:`mhc_inductor.mhc_pre`.
+        post_eps: See :func:`mhc_inductor.mhc_pre`.
+        device: Device of the parameters.
 
     Raises:
-        TypeError: sublayer is no module.
-        ValueError: n or dim out of range.
+        TypeError: sublayer is not a module.
+        ValueError: n or dim is out of range.
+
+    Source: arXiv 2512.24880.
     """
 
     def __init__(
@@ -160,17 +172,31 @@ class HyperConnection(_Coefficients):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise near the identity: h_in the streams' mean, h_post 1, the mixing matrix the identity."""
+        """Initialises near the identity: h_in the mean of the streams, h_post 1, the mixing matrix the identity."""
         super().reset_parameters()
         n = self.n
         self.bias.zero_()
         self.bias[:n] = _logit(1 / n)
         self.bias[n : 2 * n] = _logit((1 - self.post_eps) / self.post_mult)
-        if self.residual:  # without sinkhorn iterations the logits are the matrix
+        if self.residual:  # without Sinkhorn iterations h_res is the mixing matrix itself
             self.bias[2 * n :].view(n, n).fill_diagonal_(_DIAGONAL if self.sinkhorn_iters else 1.0)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """``x[..., n, D]`` to the same shape and dtype; further arguments go to the sublayer."""
+        """Applies the sublayer between the streams.
+
+        Args:
+            x: Residual streams ``[..., n, D]``; bf16, fp16, fp32 or fp64.
+            *args: Passed to the sublayer after h_in.
+            **kwargs: Passed to the sublayer.
+
+        Returns:
+            The new streams, in x's shape and dtype.
+
+        Raises:
+            ValueError: A shape, device or number does not fit; see :func:`mhc_inductor.mhc_pre` and
+                :func:`mhc_inductor.mhc_post`.
+            TypeError: A dtype or type does not fit.
+        """
         h_in, h_post, h_res = mhc_pre(
             x,
             self.phi,
@@ -188,28 +214,53 @@ class HyperConnection(_Coefficients):
         return mhc_post(x, self.sublayer(h_in, *args, **kwargs), h_post, h_res, transpose_res=self.transpose_res)
 
     def load_deepseek_v4(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Load ``fn[m, n*D]``, ``base[m]``, ``scale[3]`` of DeepSeek-V4 in transformers (its ``attn_hc``,
-        ``ffn_hc``).
+        """Loads the parameters of a hyper-connection of DeepSeek-V4 in transformers (``attn_hc`` or ``ffn_hc``).
 
-        Raises KeyError for a missing name, ValueError for a shape, or where this module was constructed with
-        another convention than ``CONVENTIONS["deepseek_v4"]``. So do the other loaders.
+        Args:
+            state: State dict with ``fn[m, n*D]``, ``base[m]`` and ``scale[3]``, m = n*n + 2n.
+            prefix: Prefix of these names in the state dict.
+
+        Raises:
+            KeyError: A name is missing.
+            ValueError: A shape does not fit, or this module was constructed with another convention than
+                ``CONVENTIONS["deepseek_v4"]``.
         """
         self._require("deepseek_v4")
         fn, base, scale = _take(state, prefix, "fn", "base", "scale")
         self._load(fn, scale, base, None)
 
     def load_liger(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Load ``phi[n*D, m]``, ``b[m]`` and the scalars ``alpha_pre|post|res`` of Liger's ``LigerMHC``."""
+        """Loads the parameters of Liger's ``LigerMHC``.
+
+        Args:
+            state: State dict with ``phi[n*D, m]``, ``b[m]`` and the scalars ``alpha_pre``, ``alpha_post`` and
+                ``alpha_res``, m = n*n + 2n.
+            prefix: Prefix of these names in the state dict.
+
+        Raises:
+            KeyError: A name is missing.
+            ValueError: A shape does not fit, or this module was constructed with another convention than
+                ``CONVENTIONS["liger"]``.
+        """
         self._require("liger")
         phi, b, *alphas = _take(state, prefix, "phi", "b", "alpha_pre", "alpha_post", "alpha_res")
         self._load(phi.t(), torch.stack([a.reshape(()) for a in alphas]), b, None)
 
     def load_transformer_engine(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Load ``phi[m or 32, D*n]``, ``alpha[3]``, ``beta[1, m]``, ``norm_weight[D*n]`` (optional) of
-        TransformerEngine.
+        """Loads the parameters of a hyper-connection of TransformerEngine.
 
-        Its streams are the last dimension, ``x[..., D, n]``: give this module ``x.transpose(-1, -2)``. phi
-        may be padded to 32 rows.
+        TransformerEngine's streams are the last dimension, ``x[..., D, n]``: pass ``x.transpose(-1, -2)`` to this
+        module.
+
+        Args:
+            state: State dict with ``phi[m, D*n]`` (or padded to 32 rows), ``alpha[3]``, ``beta[1, m]`` and optionally
+                ``norm_weight[D*n]``, m = n*n + 2n.
+            prefix: Prefix of these names in the state dict.
+
+        Raises:
+            KeyError: A name is missing.
+            ValueError: A shape does not fit, the state has a norm weight and this module no gamma, or this module was
+                constructed with another convention than ``CONVENTIONS["transformer_engine"]``.
         """
         self._require("transformer_engine")
         phi, alpha, beta = _take(state, prefix, "phi", "alpha", "beta")
@@ -230,7 +281,7 @@ class HyperConnection(_Coefficients):
                 )
 
     def extra_repr(self) -> str:
-        """Sizes and conventions, for ``repr``."""
+        """Returns the sizes and conventions, for ``repr``."""
         text = f"dim={self.dim}, n={self.n}, transpose_res={self.transpose_res}"
         if not self.residual:
             return text + ", residual=False"
@@ -238,21 +289,23 @@ class HyperConnection(_Coefficients):
 
 
 class HyperHead(_Coefficients):
-    """The end of the streams, before the LM head: ``[..., n, D] -> [..., D]`` by
-    :func:`mhc_inductor.mhc_head`.
+    """Collapses the streams before the LM head by :func:`mhc_inductor.mhc_head`: ``[..., n, D] -> [..., D]``.
 
-    It starts close to the mean of the streams. Parameters, fp32: ``phi[n, n*D]``, ``alpha[1]``, ``bias[n]``
-    and, with ``gamma=True``, ``gamma[n, D]``.
+    It starts close to the mean of the streams. The parameters are fp32: ``phi[n, n*D]``, ``alpha[1]``, ``bias[n]`` and,
+    with ``gamma=True``, ``gamma[n, D]``.
 
     Args:
-        dim: width D of a stream, at least 16.
-        n: number of streams, 2 to 8.
-        gamma: whether the RMS norm has a weight.
-        norm_eps, hc_eps: see :func:`mhc_inductor.mhc_head`.
-        device: where the parameters are made.
+        dim: Width D of a stream, at least 16.
+        n: Number of streams, from 2 to 8.
+        gamma: Whether the RMS norm has a weight.
+        norm_eps: See :func:`mhc_inductor.mhc_head`.
+        hc_eps: See :func:`mhc_inductor.mhc_head`.
+        device: Device of the parameters.
 
     Raises:
-        ValueError: n or dim out of range.
+        ValueError: n or dim is out of range.
+
+    Source: the pre mapping of arXiv 2512.24880, as DeepSeek-V4 uses it before its LM head.
     """
 
     def __init__(
@@ -272,21 +325,41 @@ class HyperHead(_Coefficients):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise close to the mean of the streams."""
+        """Initialises close to the mean of the streams."""
         super().reset_parameters()
         self.bias.fill_(_logit(1 / self.n))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x[..., n, D]`` to ``[..., D]`` in x's dtype."""
+        """Collapses the streams.
+
+        Args:
+            x: Residual streams ``[..., n, D]``; bf16, fp16, fp32 or fp64.
+
+        Returns:
+            The collapsed streams ``[..., D]`` in x's dtype.
+
+        Raises:
+            ValueError: A shape, device or number does not fit; see :func:`mhc_inductor.mhc_head`.
+            TypeError: A dtype or type does not fit.
+        """
         return mhc_head(x, self.phi, self.alpha, self.bias, self.gamma, norm_eps=self.norm_eps, hc_eps=self.hc_eps)
 
     def load_deepseek_v4(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
-        """Load ``hc_fn[n, n*D]``, ``hc_base[n]``, ``hc_scale[1]`` of transformers' DeepSeek-V4."""
+        """Loads the parameters of the head of DeepSeek-V4 in transformers.
+
+        Args:
+            state: State dict with ``hc_fn[n, n*D]``, ``hc_base[n]`` and ``hc_scale[1]``.
+            prefix: Prefix of these names in the state dict.
+
+        Raises:
+            KeyError: A name is missing.
+            ValueError: A shape does not fit.
+        """
         fn, base, scale = _take(state, prefix, "hc_fn", "hc_base", "hc_scale")
         self._load(fn, scale, base, None)
 
     def extra_repr(self) -> str:
-        """Sizes, for ``repr``."""
+        """Returns the sizes, for ``repr``."""
         return f"dim={self.dim}, n={self.n}"
 
 

@@ -1,4 +1,4 @@
-"""Selection attention as a module: :class:`SelectionAttention`, without projections.
+"""Selection attention as a module without projections: :class:`SelectionAttention`.
 
 ::
 
@@ -17,20 +17,23 @@ from mhc_inductor.api.selection import blocks_to_ranges, selection_attention
 
 
 class SelectionAttention(nn.Module):
-    """:func:`mhc_inductor.selection_attention` with its scale, its sink and its block size.
+    """Runs :func:`mhc_inductor.selection_attention` with a fixed scale and block size and an optional learned sink.
 
-    Parameter: ``sink[G, h]`` fp32 with ``sink=True``, else None.
+    Parameter: ``sink[G, h]`` in fp32 with ``sink=True``; otherwise ``sink`` is None.
 
     Args:
-        groups: G, groups of query heads, each with one head of keys and values.
-        heads: h, query heads a group.
-        scale: of the scores; None for 1/sqrt(Dk).
-        sink: learn a logit a head that joins the softmax's denominator only.
-        block_size: the selection is blocks of so many keys, clipped causally; None: it is ranges.
-        device: of the sink, fp32.
+        groups: G, the number of groups of query heads; each group has one head of keys and values.
+        heads: h, the number of query heads per group.
+        scale: Factor of the scores; None for 1/sqrt(Dk).
+        sink: Whether to learn one logit per head that is added to the softmax's denominator only.
+        block_size: Keys per block if the selection consists of block indices, which are then clipped causally; None if
+            it consists of ranges.
+        device: Device of the sink.
 
     Raises:
-        ValueError: groups, heads or block_size below 1.
+        ValueError: groups, heads or block_size is below 1.
+
+    Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2.
     """
 
     sink: nn.Parameter | None
@@ -54,7 +57,7 @@ class SelectionAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise: sinks of 0, as one more key that is orthogonal to the query."""
+        """Initialises the sinks to 0, like one more key that is orthogonal to the query and has the value 0."""
         if self.sink is not None:
             nn.init.zeros_(self.sink)
 
@@ -67,12 +70,24 @@ class SelectionAttention(nn.Module):
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
     ) -> Tensor:
-        """Attend from ``q[B, S, G, h, Dk]`` to the selected of ``k[B, G, S_kv, Dk]`` and ``v[B, G, S_kv, Dv]``.
+        """Attends from each query to the keys that it selects.
 
-        ``selection``: with a block size block_indices ``[B, S, G, k]`` (-1 for none; the queries are the last S of the
-        S_kv positions), without ranges ``[B, S, G, r, 2]``. ``cu_seqlens_q`` and ``cu_seqlens_k`` pack sequences, to which
-        blocks and ranges are relative then. Returns o ``[B, S, G, h, Dv]``; raises as :func:`mhc_inductor.selection_attention`, and
-        ValueError for q of other groups or heads.
+        Args:
+            q: Queries ``[B, S, G, h, Dk]``.
+            k: Keys ``[B, G, S_kv, Dk]``.
+            v: Values ``[B, G, S_kv, Dv]``.
+            selection: With a block size, block indices ``[B, S, G, k]`` (-1 for no block; the queries are the last S of
+                the S_kv positions); without one, ranges ``[B, S, G, r, 2]``. int32 or int64.
+            cu_seqlens_q: Boundaries ``[N+1]`` of packed sequences in S, int32 or int64; blocks and ranges are then
+                relative to the query's own sequence. None for no packing.
+            cu_seqlens_k: The same boundaries in S_kv; None for cu_seqlens_q.
+
+        Returns:
+            o ``[B, S, G, h, Dv]`` in q's dtype.
+
+        Raises:
+            ValueError: q has other groups or heads, or a shape or device does not fit.
+            TypeError: A dtype or type does not fit; see :func:`mhc_inductor.selection_attention`.
         """
         if q.dim() != 5 or q.shape[2] != self.groups or q.shape[3] != self.heads:
             expected = f"[B, S, {self.groups}, {self.heads}, Dk]"
@@ -95,7 +110,7 @@ class SelectionAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Sizes, for ``repr``."""
+        """Returns the sizes and options, for ``repr``."""
         return (
             f"groups={self.groups}, heads={self.heads}, scale={self.scale}, sink={self.sink is not None}, "
             f"block_size={self.block_size}"

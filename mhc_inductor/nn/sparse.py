@@ -21,31 +21,44 @@ from mhc_inductor.ops.selection_blocks import call
 
 
 class NSACache(NamedTuple):
-    """What :class:`NativeSparseAttention` carries from one call to the next; ``[B, G, length, width]`` each."""
+    """State that :class:`NativeSparseAttention` carries between calls: tensors ``[B, G, length, width]``."""
 
     k: Tensor
     """Keys of the selected branch, of every position."""
     v: Tensor
+    """Values of the selected branch, of every position."""
     k_window: Tensor
-    """Keys of the window, of the last positions that a next query may see."""
+    """Keys of the window branch, of the last positions that a next query can see."""
     v_window: Tensor
+    """Values of the window branch, of the same positions as k_window."""
     k_compressed: Tensor
-    """Compressed keys, of every complete block."""
+    """Compressed keys, one for each complete block."""
     v_compressed: Tensor
+    """Compressed values, one for each complete block."""
     k_tail: Tensor
-    """Keys that later compressed blocks begin with."""
+    """Keys not yet compressed, with which the next compressed blocks begin."""
     v_tail: Tensor
+    """Values not yet compressed, of the same positions as k_tail."""
 
 
 class Compression(nn.Module):
-    """Learned compression of blocks of keys or values: ``[B, G, S, D] -> [B, G, N, D]``, N complete blocks.
+    """Compresses blocks of keys or values by a learned map: ``[B, G, S, D] -> [B, G, N, D]``, N complete blocks.
 
-    Block i, of the positions ``[i * stride, i * stride + length)``, becomes its mean plus a small network of it
-    (equation 7)::
+    Block i, which covers the positions ``[i * stride, i * stride + length)``, becomes its mean plus the output of a
+    small network::
 
         c[i] = mean(x) + W2 silu(W1 vec(x + position))
 
     Parameters: ``position[length, D]``, ``inner`` (W1, ``[D, length * D]``), ``outer`` (W2, ``[D, D]``).
+
+    Args:
+        width: D, the width of a key or value.
+        length: Positions per block, a multiple of stride.
+        stride: Positions from the start of one block to the start of the next.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+
+    Source: arXiv 2502.11089, equation 7.
     """
 
     def __init__(self, width: int, length: int, stride: int, *, device: Any = None, dtype: Any = None) -> None:
@@ -57,12 +70,20 @@ class Compression(nn.Module):
         nn.init.normal_(self.position, std=0.02)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the compressed blocks of ``x[B, G, S, D]``, and what of x later blocks begin with."""
+        """Compresses all complete blocks of x.
+
+        Args:
+            x: Keys or values ``[B, G, S, D]``.
+
+        Returns:
+            ``(c, tail)``: c ``[B, G, N, D]``, one row for each complete block, and the last positions of x, with which
+            later blocks begin.
+        """
         size = x.shape[2]
         if size < self.length:
             return x[:, :, :0], x
         count = (size - self.length) // self.stride + 1
-        # Blocks overlap: each is a few neighbouring strides.
+        # Blocks overlap: each one consists of several neighbouring strides.
         strides = self.length // self.stride
         whole = x[:, :, : (count + strides - 1) * self.stride].unflatten(2, (-1, self.stride))
         blocks = torch.cat([whole[:, :, k : k + count] for k in range(strides)], 3)  # [B, G, N, length, D]
@@ -70,41 +91,47 @@ class Compression(nn.Module):
         return blocks.mean(3) + self.outer(hidden), x[:, :, count * self.stride :]
 
     def extra_repr(self) -> str:
-        """Sizes, for ``repr``."""
+        """Returns the sizes, for ``repr``."""
         return f"length={self.length}, stride={self.stride}"
 
 
 class NativeSparseAttention(nn.Module):
-    """Causal attention over compressed blocks, selected blocks and a window, mixed by gates: ``[B, S, dim] -> [B, S, dim]``.
+    """Causal attention over compressed blocks, selected blocks and a window: ``[B, S, dim] -> [B, S, dim]``.
 
     ::
 
-        q, k, v  = projections of x, k and v for each branch of its own
-        compressed: attention over the compressed blocks that are complete at the query
-        selected:   over the top_k blocks: 0, the own and the previous one, and the best by the compressed attention's
-                    probabilities, summed over the heads of a group
-        window:     over the last ``window`` positions
+        q, k, v  = projections of x; each branch has its own k and v
+        compressed: attention over the compressed blocks that are complete at the query's position
+        selected:   attention over top_k blocks: block 0, the query's own block, the previous one, and those that score
+                    best by the compressed branch's probabilities, summed over the heads of a group
+        window:     attention over the last ``window`` positions
         y        = o_proj(sum over branches of sigmoid(gate) * o)
 
-    All three run on :func:`mhc_inductor.selection_attention` (a prefix and a window are ranges, too); nothing of size
-    ``[S, S_kv]`` exists. Which blocks are selected has no gradient; the compression learns from its own branch.
+    All three branches run on :func:`mhc_inductor.selection_attention` (a prefix and a window are ranges too), and no
+    tensor of size ``[S, S_kv]`` is made. The choice of blocks has no gradient; the compression learns through its own
+    branch.
 
     Args:
-        dim: width of x and of the result.
-        heads: query heads, a multiple of groups.
-        groups: heads of keys and values.
-        head_dim: width of a head of queries and keys; None for dim / heads.
-        value_dim: width of a head of values; None for head_dim.
-        block_size: keys a selected block.
-        top_k: blocks selected for each query, the three fixed ones included; at least 3.
-        compress: keys a compressed block.
-        stride: from one compressed block to the next; compress and block_size are multiples of it.
-        window: positions the window sees, the query's own included.
-        rope: base of rotary embeddings for the selected branch and the window; None for none.
-        device, dtype: of the parameters.
+        dim: Width of x and of the result.
+        heads: Number of query heads, a multiple of groups.
+        groups: Number of heads of keys and values.
+        head_dim: Width of a head of queries and keys; None for dim // heads.
+        value_dim: Width of a head of values; None for head_dim.
+        block_size: Keys per selected block, a multiple of stride.
+        top_k: Blocks selected for each query, at least 3: the first, the own and the previous block are always
+            selected.
+        compress: Keys per compressed block, a multiple of stride.
+        stride: Keys from the start of one compressed block to the start of the next.
+        window: Positions that the window sees, the query's own included.
+        rope: Base of the rotary embedding in the selected and window branches, which needs an even head_dim; None for
+            no rotary embedding.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: sizes that do not fit.
+        ValueError: A size is below its minimum or is not a multiple of the size it must be a multiple of.
+
+    Source: arXiv 2502.11089.
     """
 
     def __init__(
@@ -156,9 +183,18 @@ class NativeSparseAttention(nn.Module):
     def forward(
         self, x: Tensor, cache: NSACache | None = None, *, return_cache: bool = False
     ) -> Tensor | tuple[Tensor, NSACache]:
-        """Run the layer over ``x[B, S, dim]``, which follows on the positions in ``cache``.
+        """Runs the layer over x, whose positions follow those in the cache.
 
-        Returns y ``[B, S, dim]``, with return_cache (y, cache for the next call). Raises ValueError for another shape.
+        Args:
+            x: Input ``[B, S, dim]``.
+            cache: Cache that the previous call returned, or None at the start of the sequences.
+            return_cache: Whether to return the cache for the next call as well.
+
+        Returns:
+            y ``[B, S, dim]``, or ``(y, cache)`` with return_cache.
+
+        Raises:
+            ValueError: x does not have the shape ``[B, S, dim]``.
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             expected = f"[B, S, dim] = [B, S, {self.dim}]"
@@ -168,7 +204,14 @@ class NativeSparseAttention(nn.Module):
 
     @torch.no_grad()
     def selected_blocks(self, x: Tensor) -> Tensor:
-        """The blocks that each query of ``x[B, S, dim]`` selects, ``[B, S, G, top_k]`` int32, -1 for none."""
+        """Returns the blocks that each query selects, without gradients and without a cache.
+
+        Args:
+            x: Input ``[B, S, dim]``.
+
+        Returns:
+            Block indices ``[B, S, G, top_k]``, int32, in no particular order; -1 where there are fewer blocks.
+        """
         return self._run(x, None)[2]
 
     def _run(self, x: Tensor, cache: NSACache | None) -> tuple[Tensor, NSACache, Tensor]:
@@ -226,12 +269,12 @@ class NativeSparseAttention(nn.Module):
         return self.o_proj(o.flatten(2)), state, blocks
 
     def _ranges(self, x: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """One range a position, ``[S]`` twice, for all groups: ``[B, S, G, 1, 2]``."""
+        """Returns one range per position for all groups, ``[B, S, G, 1, 2]``, from its start and end ``[S]``."""
         pair = torch.stack((start, end), -1).to(torch.int32)
         return pair.view(1, -1, 1, 1, 2).expand(x.shape[0], -1, self.groups, 1, 2)
 
     def extra_repr(self) -> str:
-        """Sizes, for ``repr``."""
+        """Returns the sizes, for ``repr``."""
         return (
             f"dim={self.dim}, groups={self.groups}, heads a group={self.heads}, block_size={self.block_size}, "
             f"top_k={self.top_k}, window={self.window}, rope={self.rope}"
@@ -239,7 +282,10 @@ class NativeSparseAttention(nn.Module):
 
 
 def _rotate(t: Tensor, position: Tensor, base: float) -> Tensor:
-    """Rotary embedding of ``t[..., D]``, the halves of D as pairs; ``position`` broadcasts against the dimensions before."""
+    """Returns the rotary embedding of ``t[..., D]``, which pairs the two halves of D.
+
+    ``position`` broadcasts against the dimensions of t before D.
+    """
     half = t.shape[-1] // 2
     wide = torch.promote_types(t.dtype, torch.float32)
     rate = base ** (-torch.arange(half, device=t.device, dtype=wide) / half)

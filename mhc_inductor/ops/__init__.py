@@ -1,4 +1,4 @@
-"""The ops: schemas, fakes, autograd, vmap and the reference implementation of ``torch.ops.mhc_inductor``."""
+"""The ops ``torch.ops.mhc_inductor.*``: schemas, fakes, autograd, vmap rules and validation."""
 
 from mhc_inductor.ops import e79, fused, mhc, selection, selection_blocks
 

@@ -1,8 +1,8 @@
-"""Validation of arguments, shared by the public functions, the ops and their fakes, so that errors appear at
-trace time.
+"""Validation of the mHC arguments, shared by the public functions, the ops and their fakes.
 
-Every message names the op, the argument, what was expected and what came. Sizes are compared with
-``torch._check_value``: with symbolic sizes it records what must hold, and nothing more.
+Since the fakes validate too, errors appear while tracing. Every message names the op, the argument, what was expected
+and what came. Sizes are compared with ``torch._check_value``, which records for symbolic sizes that the comparison must
+hold and adds no other guard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _text(sizes: Sequence[Any]) -> str:
 
 
 def _floating(op: str, **tensors: Tensor | None) -> None:
-    """Each is a floating-point tensor on the first one's device; fp64 only where the first is fp64."""
+    """Checks that all are floating-point tensors on the first one's device, and fp64 only where the first is fp64."""
     first_name, first = next(iter(tensors.items()))
     for name, t in tensors.items():
         if t is None and name in _OPTIONAL:
@@ -78,7 +78,7 @@ def _streams(op: str, name: str, n: int) -> None:
 
 
 def _x(op: str, x: Tensor) -> tuple[int, int]:
-    """x[..., n, D]: returns (n, D)."""
+    """Checks the shape of ``x[..., n, D]`` and returns (n, D)."""
     if x.dim() < 2:
         raise ValueError(f"{op}: x must have shape [..., n, D], got {_text(x.shape)}")
     n, d = x.shape[-2:]
@@ -91,7 +91,7 @@ def _x(op: str, x: Tensor) -> tuple[int, int]:
 def _coefficients(
     op: str, x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, kinds: dict[str, int]
 ) -> None:
-    """``kinds``: for each allowed number of rows of phi (its meaning -> number) see :func:`_pre_kinds`."""
+    """Checks the shapes of the parameters. ``kinds`` maps each allowed number of phi's rows, as text, to the number."""
     n, d = x.shape[-2:]
     allowed = " or ".join(f"[{text}, n*D] = [{rows}, {n * d}]" for text, rows in kinds.items())
     if phi.dim() != 2 or phi.shape[0] not in kinds.values() or phi.shape[1] != n * d:
@@ -120,7 +120,7 @@ def mhc_pre(
     *,
     op: str = "mhc_pre",
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_pre`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``mhc_pre`` fit together."""
     _floating(op, x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
     n, _ = _x(op, x)
     _coefficients(op, x, phi, alpha, bias, gamma, {"n*n+2n": n * n + 2 * n, "2n": 2 * n})
@@ -156,7 +156,7 @@ def mhc_pre_backward(
     sinkhorn_eps: float,
     sinkhorn_form: str,
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_pre_backward`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``mhc_pre_backward`` fit together."""
     op = "mhc_pre_backward"
     mhc_pre(
         x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps,
@@ -183,7 +183,7 @@ def _tokens(
     dx_acc: Tensor | None,
     m: int,
 ) -> None:
-    """The per-token tensors that both backward ops of the collapse take."""
+    """Checks the per-token tensors that the backward ops of pre and of the head both take."""
     lead, (n, d) = x.shape[:-2], x.shape[-2:]
     _floating(op, x=x, h_pre=h_pre, h_mix=h_mix, inv_rms=inv_rms, dh_in=dh_in, dx_acc=dx_acc)
     _shape(op, "h_pre", h_pre, [*lead, n], "[..., n]")
@@ -196,8 +196,8 @@ def _tokens(
 
 
 def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str, *, op: str = "mhc_sinkhorn") -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_sinkhorn`` fit together."""
-    if not isinstance(h_res, Tensor):  # optional elsewhere
+    """Raises ValueError or TypeError unless the arguments of ``mhc_sinkhorn`` fit together."""
+    if not isinstance(h_res, Tensor):  # _floating lets a None h_res pass
         raise TypeError(f"{op}: h_res must be a tensor, got {type(h_res).__name__}")
     _floating(op, h_res=h_res)
     if h_res.dim() < 2:
@@ -211,7 +211,7 @@ def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str, *, op: str = 
 
 
 def mhc_sinkhorn_backward(grad: Tensor, h_res: Tensor, iters: int, eps: float, form: str) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_sinkhorn_backward`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``mhc_sinkhorn_backward`` fit together."""
     op = "mhc_sinkhorn_backward"
     mhc_sinkhorn(h_res, iters, eps, form, op=op)
     _floating(op, h_res=h_res, grad=grad)
@@ -227,7 +227,7 @@ def mhc_post(
     *,
     op: str = "mhc_post",
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_post`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``mhc_post`` fit together."""
     _floating(op, x=x, f_out=f_out, h_post=h_post, h_res=h_res)
     n, d = _x(op, x)
     lead = x.shape[:-2]
@@ -242,7 +242,7 @@ def mhc_post(
 def mhc_post_backward(
     g: Tensor, x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_post_backward`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``mhc_post_backward`` fit together."""
     op = "mhc_post_backward"
     mhc_post(x, f_out, h_post, h_res, transpose_res, op=op)
     _floating(op, x=x, g=g)
@@ -260,7 +260,7 @@ def mhc_head(
     *,
     op: str = "mhc_head",
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_head`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``mhc_head`` fit together."""
     _floating(op, x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
     n, _ = _x(op, x)
     _coefficients(op, x, phi, alpha, bias, gamma, {"n": n})
@@ -281,7 +281,7 @@ def mhc_head_backward(
     norm_eps: float,
     hc_eps: float,
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_head_backward`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``mhc_head_backward`` fit together."""
     op = "mhc_head_backward"
     mhc_head(x, phi, alpha, bias, gamma, norm_eps, hc_eps, op=op)
     _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, dx_acc, phi.shape[0])
@@ -300,7 +300,10 @@ def mhc_post_pre(
     *options: Any,
     op: str = "mhc_post_pre",
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_post_pre`` fit together; options: as mhc_pre's."""
+    """Raises ValueError or TypeError unless the arguments of ``mhc_post_pre`` fit together.
+
+    ``options`` are those of ``mhc_pre``.
+    """
     mhc_post(x, f_out, h_post, h_res, transpose_res, op=op)
     mhc_pre(x, phi, alpha, bias, gamma, *options, op=op)
 
@@ -318,7 +321,10 @@ def mhc_post_head(
     *options: Any,
     op: str = "mhc_post_head",
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_post_head`` fit together; options: as mhc_head's."""
+    """Raises ValueError or TypeError unless the arguments of ``mhc_post_head`` fit together.
+
+    ``options`` are those of ``mhc_head``.
+    """
     mhc_post(x, f_out, h_post, h_res, transpose_res, op=op)
     mhc_head(x, phi, alpha, bias, gamma, *options, op=op)
 
@@ -344,7 +350,7 @@ def mhc_post_pre_backward(
     inv_rms: Tensor,
     *options: Any,
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_post_pre_backward`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``mhc_post_pre_backward`` fit together."""
     op = "mhc_post_pre_backward"
     mhc_post_pre(x, f_out, h_post, h_res, transpose_res, phi, alpha, bias, gamma, *options, op=op)
     _between(op, x, x_out, dx_out)
@@ -377,7 +383,7 @@ def mhc_post_head_backward(
     inv_rms: Tensor,
     *options: Any,
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``mhc_post_head_backward`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``mhc_post_head_backward`` fit together."""
     op = "mhc_post_head_backward"
     mhc_post_head(x, f_out, h_post, h_res, transpose_res, phi, alpha, bias, gamma, *options, op=op)
     _between(op, x, x_out, dx_out)
@@ -385,7 +391,7 @@ def mhc_post_head_backward(
 
 
 def _between(op: str, x: Tensor, x_out: Tensor, dx_out: Tensor | None) -> None:
-    """The streams between the two halves of a fused op, and their gradient."""
+    """Checks the streams between the two halves of a fused op, and their gradient."""
     _floating(op, x=x, x_out=x_out, dx_out=dx_out)
     _shape(op, "x_out", x_out, x.shape, "x's")
     if x_out.dtype is not x.dtype:

@@ -1,4 +1,4 @@
-"""Validation of E79's arguments, as ``checks.py`` has it for mHC: by the public function, the ops and their fakes."""
+"""Validation of the E79 arguments, shared by the public function, the ops and their fakes (see ``checks.py``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _segment(op: str, segment: int, least: int, meaning: str) -> None:
 def e79_inputs(
     kvqm: Tensor, b_s: Tensor | None, b_m: Tensor | None, S0: Tensor | None, M0: Tensor | None, *, op: str = "e79_scan"
 ) -> None:
-    """Raise ValueError or TypeError unless the inputs of the scan fit together."""
+    """Raises ValueError or TypeError unless the inputs of the scan fit together."""
     _floating(op, kvqm=kvqm, b_s=b_s, b_m=b_m, S0=S0, M0=M0)
     if kvqm.dim() != 3 or kvqm.shape[2] % 4 or kvqm.shape[2] < 4:
         raise ValueError(f"{op}: kvqm must have shape [T, B, 4n] with n of at least 1, got {_text(kvqm.shape)}")
@@ -46,7 +46,7 @@ def e79_inputs(
 def e79_scan(
     kvqm: Tensor, b_s: Tensor | None, b_m: Tensor | None, S0: Tensor | None, M0: Tensor | None, segment: int
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``e79_scan`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``e79_scan`` fit together."""
     e79_inputs(kvqm, b_s, b_m, S0, M0)
     _segment("e79_scan", segment, 0, "0 (no checkpoints) or more")
 
@@ -64,7 +64,7 @@ def e79_scan_backward(
     gates: Tensor,
     segment: int,
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``e79_scan_backward`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``e79_scan_backward`` fit together."""
     op = "e79_scan_backward"
     e79_inputs(kvqm, b_s, b_m, S0, M0, op=op)
     _segment(op, segment, 1, "at least 1 (0 leaves no checkpoints to start from)")

@@ -1,6 +1,7 @@
-"""Validation of selection attention's arguments, as ``checks.py`` has it for mHC.
+"""Validation of the selection attention arguments, shared by the public functions, the ops and their fakes.
 
-Values of ranges and of cu_seqlens are never read: odd ranges select what they can, which may be nothing.
+See ``checks.py``. The values of ranges and cu_seqlens are never read: invalid ranges select the keys that they cover,
+which may be none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def integers(op: str, name: str, t: Tensor, like: Tensor | None = None, like_name: str = "q") -> None:
-    """``t`` is an int32 or int64 tensor on the device of ``like``."""
+    """Raises TypeError or ValueError unless ``t`` is an int32 or int64 tensor on the device of ``like``."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
     if t.dtype not in _INTEGERS:
@@ -66,7 +67,7 @@ def selection_attention(
     *,
     op: str = "selection_attention",
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``selection_attention`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``selection_attention`` fit together."""
     _floating(op, q=q, k=k, v=v)
     if q.dim() != 5:
         raise ValueError(f"{op}: q must have shape [B, S, G, h, Dk], got {_text(q.shape)}")
@@ -119,7 +120,7 @@ def selection_attention_backward(
     lse: Tensor,
     scale: float,
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``selection_attention_backward`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``selection_attention_backward`` fit together."""
     op = "selection_attention_backward"
     selection_attention(q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, op=op)
     out, row = [*q.shape[:4], v.shape[3]], q.shape[:4]
@@ -141,12 +142,12 @@ def blocks_to_ranges(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``blocks_to_ranges`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``blocks_to_ranges`` fit together."""
     op = "blocks_to_ranges"
     integers(op, "block_indices", block_indices)
     if block_indices.dim() != 4:
         raise ValueError(f"{op}: block_indices must have shape [B, S, G, k], got {_text(block_indices.shape)}")
-    # Plain comparisons: Dynamo traces this function, and takes no message about a symbolic size.
+    # Plain comparisons: Dynamo traces this function and cannot build a message about a symbolic size.
     for name, value, least in (("block_size", block_size, 1), ("S_kv", S_kv, 0)):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")

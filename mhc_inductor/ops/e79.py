@@ -1,8 +1,9 @@
-"""The E79 ops (coupled memory-modulation matrix recurrence), namespace ``torch.ops.mhc_inductor``.
+"""The E79 ops (coupled memory-modulation matrix recurrence) in the namespace ``torch.ops.mhc_inductor``.
 
-Here the scan and its backward op get their schema, fake, gradient and vmap rule; ``registry.py`` does the rest.
+This module defines the schemas, fakes, gradients and vmap rules of the scan and its backward op; ``registry.py``
+registers them.
 
-No gradient flows into the checkpoints and gates: they exist for the backward op. Double backward raises RuntimeError.
+The checkpoints and gates have no gradient: they exist for the backward op. Double backward raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ SCHEMAS = {
     "(Tensor dkvqm, Tensor db_s, Tensor db_m, Tensor dS0, Tensor dM0)",
 }
 
-# The states of one segment, computed again in the backward, should stay in a GPU's second-level cache.
+# The states of one segment, recomputed in the backward, should stay in a GPU's L2 cache.
 _SCRATCH_BYTES = 24 * 2**20
 _MOST_CHECKPOINTS = 256
 
 
 def segment_length(n: int, batch: int, steps: int) -> int:
-    """Steps from one checkpoint to the next, where gradients are needed.
+    """Returns the number of steps from one checkpoint to the next, for a scan that needs gradients.
 
-    From 8 to 32, as many as keep the states of a segment (8*n*n bytes a sequence and step) within 24 MiB; more where
-    T would need more than 256 checkpoints; at most T. Batch and steps may be symbolic.
+    It is between 8 and 32 and as large as keeps the states of a segment (8*n*n bytes per sequence and step) within
+    24 MiB. It grows beyond that where T would need more than 256 checkpoints, and is at most T. ``batch`` and ``steps``
+    may be symbolic.
     """
     states = _most(batch * 8 * n * n, 1)
     base = _most(8, _least(32, _SCRATCH_BYTES // states))
@@ -43,7 +45,7 @@ def segment_length(n: int, batch: int, steps: int) -> int:
 
 
 def _most(a: int, b: int) -> int:
-    # Dynamo of torch 2.11 does not take torch.sym_max of two integers.
+    # Dynamo of torch 2.11 does not support torch.sym_max of two integers.
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_max(a, b)
 
 
@@ -102,11 +104,14 @@ def _grad(ctx: Any, dout: Any, dS: Any, dM: Any, *others: Any) -> tuple[Tensor |
     return needed(ctx, *call("e79_scan_backward", dout, dS, dM, *ctx.saved_tensors, ctx.segment))
 
 
-# --- vmap: the batch joins B --------------------------------------------------------------------------------
+# --- vmap: batch merged into B -----------------------------------------------------------------------------
 
 
 def _fold(a: Tensor | None, dim: int | None, size: int, at: int) -> Tensor | None:
-    """``a`` with the batch in front of dimension ``at`` (B, or where it would stand), merged into it."""
+    """Returns ``a`` with the vmap dimension merged into dimension ``at``, which is B.
+
+    A tensor without a vmap dimension is expanded first.
+    """
     if a is None:
         return None
     batched = a.unsqueeze(at).expand(*a.shape[:at], size, *a.shape[at:]) if dim is None else a.movedim(dim, at)
@@ -116,9 +121,10 @@ def _fold(a: Tensor | None, dim: int | None, size: int, at: int) -> Tensor | Non
 def _fold_bias(
     bias: Tensor | None, dim: int | None, size: int, kvqm: Tensor, apart: bool
 ) -> tuple[Tensor | None, bool]:
-    """A bias for the folded kvqm, and whether it was one ``[n]`` a batch entry, now ``[T, size*B, n]``.
+    """Returns a bias for the folded kvqm, and whether it was expanded from ``[n]`` to ``[T, size*B, n]``.
 
-    An ``[n]`` that has no batch stays so, unless its gradients are wanted ``apart``.
+    An ``[n]`` bias per vmap entry is expanded. An ``[n]`` bias without a vmap dimension is left as it is, unless its
+    gradients are wanted ``apart``, one per entry.
     """
     if bias is None:
         return None, False
@@ -128,7 +134,7 @@ def _fold_bias(
         return bias, False
     rows = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
     steps, batch = kvqm.shape[0], kvqm.shape[1] // size
-    # In the arithmetic's dtype, so that its gradient is rounded once, after the sum over the steps.
+    # In the arithmetic's dtype, so that the gradient is rounded once, after the sum over the steps.
     rows = rows.to(acc_dtype(kvqm.dtype))[None, :, None].expand(steps, size, batch, rows.shape[-1])
     return rows.flatten(1, 2), True
 
@@ -145,7 +151,7 @@ def _fold_inputs(
 
 
 def _unfold(t: Tensor, size: int, at: int, batch: int) -> tuple[Tensor, int | None]:
-    """An output with its batch dimension apart again; a placeholder of shape [0] has none."""
+    """Returns an output with its vmap dimension split off again; a placeholder of shape [0] has no such dimension."""
     if t.dim() == 1:
         return t, None
     return t.unflatten(at, (size, batch)), at
@@ -169,7 +175,7 @@ def _scan_backward_vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *ar
     out = op(*grads, *inputs, _fold(args[8], in_dims[8], size, 1), _fold(args[9], in_dims[9], size, 1), args[10])
     pairs = [_unfold(t, size, at, batch) for t, at in zip(out, (1, 1, 1, 0, 0), strict=True)]
     for k, apart in enumerate(summed, 1):
-        if apart:  # [T, size, B, n] to the [n] of each
+        if apart:  # [T, size, B, n] -> one [n] per vmap entry
             pairs[k] = pairs[k][0].sum((0, 2)).to(args[3 + k].dtype), 0
     return tuple(t for t, _ in pairs), tuple(dim for _, dim in pairs)
 

@@ -1,4 +1,4 @@
-"""The E79 scan on a CPU: the reference's formulas in as few calls a step as possible, on buffers made once."""
+"""The E79 scan on a CPU: the reference's formulas with few calls per step and preallocated buffers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from mhc_inductor.reference.mhc import acc_dtype, as_given
 def e79_scan(
     kvqm: Tensor, b_s: Tensor | None, b_m: Tensor | None, S0: Tensor | None, M0: Tensor | None, segment: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """:func:`mhc_inductor.reference.e79.e79_scan` in 15 calls a step.
+    """Computes :func:`mhc_inductor.reference.e79.e79_scan` with 15 calls per step.
 
-    S and M are the halves of one buffer, changed in place; the biases, and v, enter as the products' addends.
+    S and M are the two halves of one buffer and are updated in place. The biases and v are the addends of the batched
+    matrix products.
     """
     steps, batch, width = kvqm.shape
     n, acc = width // 4, acc_dtype(kvqm.dtype)
@@ -30,7 +31,7 @@ def e79_scan(
         gates = torch.empty((steps, batch, 7, n), dtype=acc)
         saved = torch.empty((2 * -(-steps // segment), batch, n, n), dtype=acc)
 
-    # A few vectors times a transposed matrix is several times faster here than the matrix times the vectors.
+    # On a CPU, vectors times a transposed matrix are several times faster than the matrix times the vectors.
     # [k; m] [S; M].T + [[-v, b_s], [0, 0]] = [[-delta, M k + b_s], [S m, M m]] ; [m; q] S'.T + [b_m; 0]
     first = torch.empty((batch, 2, 2, n), dtype=acc)
     second = torch.empty((steps, batch, 2, n), dtype=acc)
@@ -73,6 +74,6 @@ def e79_scan(
     if segment > 0:
         gates[:, :, 2:4].neg_()
         gates[:, :, 4] = y
-    # Of one sequence the halves are contiguous as they are: outputs must not share memory.
+    # With one sequence the halves are already contiguous, so clone: outputs must not share memory.
     S, M = (t.clone(memory_format=torch.contiguous_format) for t in (S, M))
     return out, S, M, saved, gates

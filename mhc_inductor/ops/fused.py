@@ -1,7 +1,7 @@
-"""Fused mHC ops: ``post`` of one sublayer and ``pre`` (or ``head``) of what follows, each with one backward op.
+"""Fused mHC ops: ``post`` of one sublayer and the next ``pre`` (or ``head``) in one op, each with one backward op.
 
-x_out is an output like the others: its gradient enters the backward op as ``dx_out`` and is added inside. No gradient
-flows into h_pre, h_mix and inv_rms.
+x_out is an ordinary output: its gradient enters the backward op as ``dx_out`` and is added there. h_pre, h_mix and
+inv_rms have no gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GRADS = (
     "(Tensor dx, Tensor df, Tensor dh_post, Tensor dh_res, Tensor dphi, Tensor dalpha, Tensor dbias, Tensor dgamma)"
 )
 _INTERNAL = ("h_pre", "h_mix", "inv_rms")
-# Where phi stands among the arguments of both forwards.
+# Index of phi in the arguments of both forwards.
 _PHI = 5
 
 SCHEMAS = {
@@ -78,7 +78,7 @@ def _mhc_post_head_backward_fake(dx_out: Any, dh_in: Any, *args: Any) -> tuple[T
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, f_out, h_post, h_res, ctx.transpose_res, phi, alpha, bias, gamma, *ctx.options = inputs
     x_out, _, *coefficients, h_pre, h_mix, inv_rms = output
-    # Of mhc_post_pre also next_post; next_res is made again.
+    # mhc_post_pre also saves next_post; its backward recomputes next_res.
     saved = (h_pre, *coefficients[:1], h_mix, inv_rms)
     ctx.save_for_backward(x, f_out, h_post, h_res, x_out, phi, alpha, bias, gamma, *saved)
     ctx.mark_non_differentiable(h_pre, h_mix, inv_rms)

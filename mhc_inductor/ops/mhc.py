@@ -1,9 +1,9 @@
-"""The mHC ops (arXiv 2512.24880), namespace ``torch.ops.mhc_inductor``.
+"""The mHC ops (arXiv 2512.24880) in the namespace ``torch.ops.mhc_inductor``.
 
-Here each gets its schema, its fake and its gradient, a backward op of its own; ``registry.py`` does the rest.
+This module defines the schema, fake and gradient of each op; a gradient is an op of its own. ``registry.py`` registers
+them.
 
-No gradient flows into h_pre, h_mix and inv_rms: they exist for the backward op. Double backward raises
-RuntimeError.
+h_pre, h_mix and inv_rms have no gradient: they exist for the backward op. Double backward raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -44,15 +44,18 @@ SCHEMAS = {
 
 
 def like(t: Tensor) -> Tensor:
+    """Returns an empty contiguous tensor with the shape, dtype and device of ``t``."""
     return t.new_empty(t.shape)
 
 
 def param_grads(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None) -> tuple[Tensor, ...]:
+    """Returns fake gradients of x, phi, alpha, bias and gamma; gamma's has shape [0] without gamma."""
     dgamma = x.new_empty((0,)) if gamma is None else like(gamma)
     return like(x), like(phi), like(alpha), like(bias), dgamma
 
 
 def mhc_pre_fake(x: Tensor, phi: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """Returns fake outputs of ``mhc_pre``: h_in, h_post, h_res, h_pre, h_mix, inv_rms."""
     lead, (n, d), m, acc = x.shape[:-2], x.shape[-2:], phi.shape[0], acc_dtype(x.dtype)
     k = 0 if m == 2 * n else n
     return (
@@ -76,28 +79,34 @@ def mhc_pre_backward_fake(
     gamma: Any,
     *_: Any,
 ) -> tuple[Tensor, ...]:
+    """Returns fake gradients of x, phi, alpha, bias and gamma."""
     return param_grads(x, phi, alpha, bias, gamma)
 
 
 def mhc_sinkhorn_fake(h_res: Tensor, *_: Any) -> Tensor:
+    """Returns the fake output of ``mhc_sinkhorn``."""
     return like(h_res)
 
 
 def mhc_sinkhorn_backward_fake(grad: Tensor, h_res: Tensor, *_: Any) -> Tensor:
+    """Returns the fake gradient of h_res."""
     return like(h_res)
 
 
 def mhc_post_fake(x: Tensor, *_: Any) -> Tensor:
+    """Returns the fake output of ``mhc_post``."""
     return like(x)
 
 
 def mhc_post_backward_fake(
     g: Tensor, x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool
 ) -> tuple[Tensor, ...]:
+    """Returns fake gradients of x, f_out, h_post and h_res; that of h_res has shape [0] without h_res."""
     return like(x), like(f_out), like(h_post), x.new_empty((0,)) if h_res is None else like(h_res)
 
 
 def mhc_head_fake(x: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """Returns fake outputs of ``mhc_head``: h_in, h_pre, h_mix, inv_rms."""
     lead, (n, d), acc = x.shape[:-2], x.shape[-2:], acc_dtype(x.dtype)
     per_stream = (*lead, n)
     return (
@@ -111,6 +120,7 @@ def mhc_head_fake(x: Tensor, *_: Any) -> tuple[Tensor, ...]:
 def mhc_head_backward_fake(
     dh_in: Any, x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Any, *_: Any
 ) -> tuple[Tensor, ...]:
+    """Returns fake gradients of x, phi, alpha, bias and gamma."""
     return param_grads(x, phi, alpha, bias, gamma)
 
 

@@ -1,7 +1,8 @@
-"""What every op is given: schema, reference, fake, gradient, vmap rule, validation, in one call of :func:`define`.
+"""Registration of the ops: :func:`define` registers schema, reference, fake, gradient, vmap rule and validation.
 
-Opaque and functional: nothing decomposes an op before Inductor's lowering sees it. The reference formula is the
-implementation of every device; kernels register over that, a device at a time, from ``mhc_inductor.kernels``.
+The ops are opaque and functional: nothing decomposes one before Inductor's lowering sees it. The reference formula is
+the implementation for every device; kernels are registered over it, one device at a time, from
+``mhc_inductor.kernels``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import Tensor
 from mhc_inductor import compat
 from mhc_inductor.ops import checks
 
-# An op's own vmap rule: (op, info, in_dims, *args) -> (outputs, out_dims).
+# The vmap rule of one op: (op, info, in_dims, *args) -> (outputs, out_dims).
 VmapRule = Callable[..., tuple[Any, Any]]
 
 REFERENCE: dict[str, Callable[..., Any]] = {}
-"""The reference formula of each op defined so far."""
+"""The reference formula of each op defined so far, by the op's name."""
 
 _CHECKS: dict[str, Callable[..., None]] = {}
-# Of each op's arguments: name, kind, whether None is one.
+# For each argument of each op: its name, its kind, and whether it may be None.
 _TYPES: dict[str, tuple[tuple[str, str, bool], ...]] = {}
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "Tensor": (Tensor,),
@@ -35,13 +36,13 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 _WORDS = {"Tensor": "a tensor", "float": "a number", "int": "an int", "bool": "a bool", "str": "a string"}
 _RULES: dict[str, VmapRule] = {}
 
-# Arguments that are parameters, shared by all tokens; every other tensor has the leading dimensions of x.
+# Parameters, which all tokens share. Every other tensor has the leading dimensions of x.
 _PARAM_NAMES = frozenset({"phi", "alpha", "bias", "gamma"})
 
-# A fragment: further operators define theirs in the same namespace.
+# A fragment, since further operators define theirs in the same namespace.
 LIBRARY = torch.library.Library("mhc_inductor", "FRAGMENT")
 
-# An op's gradient: what autograd's setup_context and backward do.
+# The gradient of an op: autograd's setup_context and backward.
 Gradient = tuple[Callable[..., None], Callable[..., Any]]
 
 
@@ -53,20 +54,20 @@ def _op(name: str) -> Any:
 
 
 def typed(name: str, *args: Any) -> None:
-    """Raise TypeError unless the leading arguments of op ``name`` are of its schema's Python types.
+    """Raises TypeError unless the leading arguments of op ``name`` have the Python types of its schema.
 
-    For what is compiled: shapes and dtypes are the fake's to check, which only tensors reach.
+    Used under torch.compile: the fake checks shapes and dtypes, but is reached only by arguments of the right types.
     """
     for (argument, kind, optional), value in zip(_TYPES[name], args, strict=False):
         if value is None and optional:
             continue
-        # bool is an int, and no number here.
+        # bool is a subclass of int but not accepted as a number
         if not isinstance(value, _PYTHON_TYPES[kind]) or (kind in ("float", "int") and isinstance(value, bool)):
             raise TypeError(f"{name}: {argument} must be {_WORDS[kind]}, got {type(value).__name__}")
 
 
 def call(name: str, *args: Any) -> Any:
-    """Call op ``name``; inside torch.func, which refuses its gradient, by an equal Function."""
+    """Calls op ``name``; inside torch.func, which rejects the op's own gradient, calls an equivalent Function."""
     if torch.compiler.is_compiling():
         typed(name, *args)
     if torch.compiler.is_compiling() or not compat.functorch_active():
@@ -75,13 +76,14 @@ def call(name: str, *args: Any) -> Any:
 
 
 def needed(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of the leading arguments, None where none is asked for, padded with None."""
+    """Returns one gradient per input: those given that are needed, else None, padded with None to all inputs."""
     wanted = ctx.needs_input_grad
     kept = [g if need else None for g, need in zip(grads, wanted, strict=False)]
     return (*kept, *[None] * (len(wanted) - len(kept)))
 
 
 def refuse(op: str, names: tuple[str, ...], grads: tuple[Tensor | None, ...]) -> None:
+    """Raises RuntimeError if a gradient arrived for one of the outputs ``names``, which have none."""
     for name, grad in zip(names, grads, strict=True):
         if grad is not None:
             raise RuntimeError(f"mhc_inductor: {op} has no gradient for its output {name}, but one arrived")
@@ -100,7 +102,7 @@ def _double_grad(name: str, ctx: Any, *grads: Any) -> None:
 
 
 def _refuse_tangents(name: str, *args: Any) -> None:
-    """Raise NotImplementedError where forward-mode AD comes in: torch would drop the tangents without a word."""
+    """Raises NotImplementedError if an argument carries a forward-mode tangent, which torch would silently drop."""
     if compat.any_tangent(args):
         raise _no_tangents(name)
 
@@ -120,7 +122,10 @@ def _no_jvp(name: str, ctx: Any, *tangents: Any) -> None:
 
 
 def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    """The op's own rule, or: a batch becomes a leading dimension, unless parameters or their gradients have it too."""
+    """Applies the op's own vmap rule, or else makes the vmap dimension a leading dimension.
+
+    If parameters or their gradients are batched too, the op is called once per entry instead.
+    """
     if name in _RULES:
         return _RULES[name](op, info, in_dims, *args)
     names = [a.name for a in _op(name)._schema.arguments]
@@ -143,7 +148,7 @@ def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | Non
     out = op(*[fold(k, a, dim) for k, a, dim in zip(names, args, in_dims, strict=True)])
     if isinstance(out, Tensor):
         return out, 0
-    # A placeholder of shape [0] (no h_res) has no batch.
+    # A placeholder of shape [0] (for a missing h_res) has no vmap dimension.
     return out, tuple(None if t.dim() == 1 and t.shape[0] == 0 and info.batch_size else 0 for t in out)
 
 
@@ -151,7 +156,7 @@ def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | Non
 
 
 def _checked(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` behind the validation of op ``name``."""
+    """Returns ``fn`` with the validation of op ``name`` in front."""
     check = _CHECKS[name]
 
     @functools.wraps(fn)
@@ -163,7 +168,7 @@ def _checked(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """``fake``, which also sees to the lowerings when a graph is being compiled, whatever the backend."""
+    """Returns ``fake`` wrapped so that the lowerings are registered when a graph is compiled, whatever the backend."""
 
     @functools.wraps(fake)
     def run(*args: Any) -> Any:
@@ -177,12 +182,12 @@ def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def implement(name: str, fn: Callable[..., Any], dispatch_key: str) -> None:
-    """Register ``fn``, behind the op's validation, as op ``name`` for a dispatch key such as "CUDA"."""
+    """Registers ``fn``, with the op's validation in front, as op ``name`` for a dispatch key such as "CUDA"."""
     LIBRARY.impl(name, _checked(name, fn), dispatch_key)
 
 
 def _function(name: str, setup: Callable[..., None], grad: Callable[..., Any]) -> type[torch.autograd.Function]:
-    """The op with the same gradient and vmap rule in the form that torch.func composes."""
+    """Builds an autograd.Function of the op, with the same gradient and vmap rule, which torch.func can compose."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         setup(ctx, inputs, output)
@@ -210,10 +215,17 @@ def define(
     vmap_rule: VmapRule | None = None,
     integers: bool = False,
 ) -> None:
-    """Define op ``name``; without a gradient of its own (the backward ops) a second derivative raises RuntimeError.
+    """Defines op ``name`` with its schema, reference implementation, fake, gradient, validation and vmap rule.
 
-    ``check`` validates the arguments (default: the function of that name in ``checks.py``); ``vmap_rule`` replaces the
-    rule of ops on tokens with leading dimensions; outputs that are ``integers`` have no derivative to miss.
+    Args:
+        name: Name of the op in ``torch.ops.mhc_inductor``.
+        schema: Arguments and results in the schema language, without the name.
+        reference: Implementation for every device.
+        fake: Computes outputs for fake tensors.
+        grad: setup_context and backward of autograd. None for a backward op, whose differentiation raises RuntimeError.
+        check: Validates the arguments; None for the function of that name in ``checks.py``.
+        vmap_rule: Replaces the default rule, which is for ops on tokens with leading dimensions.
+        integers: Whether the outputs are integers, so that forward-mode tangents may be ignored.
     """
     REFERENCE[name] = reference
     _CHECKS[name] = check or getattr(checks, name)

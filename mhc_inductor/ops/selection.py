@@ -1,6 +1,7 @@
-"""The ops of selection attention (the selected branch of native sparse attention), ``torch.ops.mhc_inductor``.
+"""The selection attention ops (the selected branch of native sparse attention) in ``torch.ops.mhc_inductor``.
 
-Here the attention and its backward op get their schema, fake, gradient and vmap rule; ``registry.py`` does the rest.
+This module defines the schemas, fakes, gradients and the vmap rule of the attention and its backward op;
+``registry.py`` registers them.
 
 The second output, lse, has a gradient too; ranges and boundaries have none. Double backward raises RuntimeError.
 """
@@ -58,11 +59,11 @@ def _grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | 
     return needed(ctx, dq, dk, dv, None, dsink)
 
 
-# --- vmap: the batch joins B --------------------------------------------------------------------------------
+# --- vmap: batch merged into B -----------------------------------------------------------------------------
 
 
 def _fold(a: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """``a`` with the batch merged into its first dimension."""
+    """Returns ``a`` with the vmap dimension merged into its first dimension."""
     if a is None:
         return None
     batched = a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)
@@ -76,9 +77,9 @@ def _one_by_one(op: Any, size: int, in_dims: tuple[int | None, ...], args: tuple
 
 def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     size = info.batch_size
-    first = 0 if len(args) == 8 else 2  # of the inputs q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k
+    first = 0 if len(args) == 8 else 2  # index of the first of q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k
     sink, packed = args[first + 4], args[first + 5] is not None
-    # A sink's gradient is a sum over B; packed sequences have a B of 1.
+    # These entries cannot join B: a sink's gradient is a sum over B, and packed sequences have a B of 1.
     apart = in_dims[first + 4] is not None or (sink is not None and first > 0)
     if packed or apart:
         return _one_by_one(op, size, in_dims, args)

@@ -1,7 +1,8 @@
-"""The op that chooses blocks of keys for native sparse attention (arXiv 2502.11089, section 3.3.2).
+"""The op that selects blocks of keys for native sparse attention (arXiv 2502.11089, section 3.3.2).
 
-A loop over chunks of queries bounds its memory, which a graph of a dynamic size cannot hold: generated code calls the op, so
-that a package of AOTInductor needs Python for it. It has no gradient: the choice is an integer.
+It loops over chunks of queries to bound its memory, which a graph with dynamic sizes cannot express. Therefore
+generated code calls the op, and an AOTInductor package that holds it needs Python. It has no gradient: its outputs are
+integers.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ SCHEMA = (
 )
 
 CHUNK = 2**24
-"""Scores (queries x heads x compressed keys) that are held at once, unless one query has more."""
+"""Scores (queries x heads x compressed keys) held at once, unless a single query has more."""
 
 
 def check(
     q: Tensor, k: Tensor, lse: Tensor, scale: float, length: int, stride: int, block: int, count: int, s_kv: int
 ) -> None:
-    """Raise ValueError or TypeError unless the arguments of ``selection_blocks`` fit together."""
+    """Raises ValueError or TypeError unless the arguments of ``selection_blocks`` fit together."""
     op = "selection_blocks"
     _floating(op, q=q, k=k, lse=lse)
     if q.dim() != 5:
@@ -50,17 +51,33 @@ def check(
 def selection_blocks(
     q: Tensor, k: Tensor, lse: Tensor, scale: float, length: int, stride: int, block: int, count: int, s_kv: int
 ) -> Tensor:
-    """The blocks that each query selects, by the probabilities of attention over compressed keys.
+    """Returns the blocks that each query selects, by the probabilities of attention over compressed keys.
 
-    Compressed key i stands for the keys ``[i * stride, i * stride + length)``, and a query sees those that are complete at
-    its position. Equations 8 to 10, with ``lse`` of that attention::
+    Compressed key i stands for the keys ``[i * stride, i * stride + length)``. A query sees the compressed keys that
+    are complete at its position. With the ``lse`` of that attention::
 
         p[i]     = sum_h exp(scale * q[h] @ k[i] - lse[h])
-        score[j] = sum_i p[i] * (strides that compressed key i and block j have in common)
+        score[j] = sum_i p[i] * (number of strides that compressed key i and block j share)
 
-    Block 0, the query's own block and the one before are always chosen, the rest are the ``count - 3`` best of the blocks
-    before, of equals the first. The queries are the last S of the ``s_kv`` positions. Returns ``[B, S, G, count]`` int32, in no order, -1 for
-    no block.
+    Block 0, the query's own block and the one before it are always selected. The others are the ``count - 3`` blocks of
+    the highest score among those before the query's own block; ties go to the lower index. The queries are the last S
+    of the ``s_kv`` positions.
+
+    Args:
+        q: Queries ``[B, S, G, h, D]``.
+        k: Compressed keys ``[B, G, N, D]``.
+        lse: Log-sum-exp ``[B, S, G, h]`` of the attention over the compressed keys.
+        scale: Factor of the scores.
+        length: Keys per compressed key, a multiple of stride.
+        stride: Keys from the start of one compressed key to the start of the next.
+        block: Keys per block, a multiple of stride.
+        count: Number of blocks to select, at least 3.
+        s_kv: Number of keys.
+
+    Returns:
+        Block indices ``[B, S, G, count]``, int32, in no particular order; -1 where there are fewer blocks.
+
+    Source: arXiv 2502.11089, equations 8 to 10.
     """
     b, s, g, h, _ = q.shape
     n = -(-s_kv // block)
@@ -69,7 +86,7 @@ def selection_blocks(
     for first in range(0, s, step):
         at = slice(first, min(first + step, s))
         position = torch.arange(s_kv - s + at.start, s_kv - s + at.stop, device=q.device).view(-1, 1)
-        # Compressed keys that the chunk's last query sees.
+        # Number of compressed keys that the chunk's last query sees.
         seen = max(0, min(k.shape[2], (s_kv - s + at.stop - length) // stride + 1))
         complete = torch.arange(seen, device=q.device) * stride + length <= position + 1
         query = q[:, at].permute(0, 2, 1, 3, 4).flatten(2, 3)
@@ -79,7 +96,7 @@ def selection_blocks(
         score = _block_scores(p, length // stride, block // stride, n)
         j, own = torch.arange(n, device=q.device), position // block
         score = torch.where((j == 0) | (j == own) | (j == own - 1), torch.inf, score)
-        # Bits of a number that is not negative stand in its order; below them the index, so that the first of equals wins.
+        # The bits of non-negative floats sort like the floats. The index below them breaks ties for the lower index.
         key = (score.to(torch.float32).view(torch.int32).to(torch.int64) << 32) + (2**31 - 1 - j)
         best, index = torch.where(j > own, -1, key).topk(min(count, n), -1)
         index = torch.where(best < 0, -1, index)
@@ -88,7 +105,10 @@ def selection_blocks(
 
 
 def _block_scores(p: Tensor, length: int, block: int, n: int) -> Tensor:
-    """Compressed keys' probabilities ``[..., N]``, of ``length`` strides each, to ``n`` blocks' of ``block`` strides."""
+    """Returns the scores of ``n`` blocks of ``block`` strides each, ``[..., n]``.
+
+    ``p[..., N]`` are the probabilities of the compressed keys, of ``length`` strides each.
+    """
     strides = p.new_zeros((*p.shape[:-1], n * block))
     for k in range(length):
         part = strides[..., k : k + p.shape[-1]]

@@ -1,7 +1,7 @@
-"""Selection attention on a CPU: the reference's formulas over the keys that a few neighbouring queries select.
+"""Selection attention on a CPU: the reference's formulas, restricted to the keys that neighbouring queries select.
 
-Eagerly, a chunk of queries multiplies with the union of its keys, gathered. Compiled, up to 2**20 scores become one
-formula, which Inductor fuses; beyond, and where sizes are symbolic, the generated code calls the op.
+Eager calls multiply each chunk of queries with the gathered union of its keys. Under torch.compile, up to 2**20 scores
+become one formula, which Inductor fuses; with more scores, or symbolic sizes, the generated code calls the op.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from mhc_inductor.reference import selection as reference
 from mhc_inductor.reference.mhc import acc_dtype, as_given
 from mhc_inductor.reference.selection import Rows, Slices
 
-# Rows of a product: enough for the processor, few enough that neighbours share their keys.
+# Rows of a product: enough to use the processor, few enough that neighbouring queries share keys.
 _ROWS = 128
 
-# Scores up to which the fused formula beats the op (measured; four times as many, and it loses in training).
+# Scores up to which the fused formula is faster than the op (measured; with four times as many it loses in training).
 _FUSED = 2**20
 
 _ALL: Slices = (slice(None),) * 3
 
 
 def _steps(q: Tensor, k: Tensor) -> int:
-    """Queries a chunk."""
+    """Returns the number of queries per chunk."""
     h = q.shape[3]
     most = reference.CHUNK // max(1, h * k.shape[2])
     return max(1, min(-(-_ROWS // h), most))
 
 
 def _union(start: Tensor, end: Tensor, s_kv: int) -> tuple[Any, Tensor]:
-    """The keys that any of the queries selects, as an index into k, and which of them each selects: ``[c, r]`` twice."""
+    """Returns the keys that any of the queries selects, as an index into k, and a mask of them for each query.
+
+    ``start`` and ``end`` are ``[c, r]``, for c queries.
+    """
     used = reference.selected(start.flatten(), end.flatten(), s_kv)
     keys = used.nonzero().squeeze(-1)
     count = keys.shape[0]
@@ -41,7 +44,7 @@ def _union(start: Tensor, end: Tensor, s_kv: int) -> tuple[Any, Tensor]:
         return keys, used.new_zeros((start.shape[0], 0))
     first, last = int(keys[0]), int(keys[-1]) + 1
     index: Any = slice(first, last) if last - first == count else keys
-    # Positions among those keys.
+    # Rank of each key position among the selected keys.
     rank = torch.cat((used.new_zeros(1, dtype=torch.int64), used.cumsum(0)))
     return index, reference.selected(rank[start], rank[end], count)
 
@@ -49,7 +52,7 @@ def _union(start: Tensor, end: Tensor, s_kv: int) -> tuple[Any, Tensor]:
 def _walk(
     q: Tensor, k: Tensor, ranges: Tensor, bounds: reference.Bounds
 ) -> Iterator[tuple[Slices, Iterator[tuple[Slices, Any, Tensor]]]]:
-    """For each batch entry and group its chunks of queries: where they stand, their keys' index and mask."""
+    """Yields, for each batch entry and group, its slices and its chunks of queries with their keys' index and mask."""
     lo, hi = bounds
     steps = _steps(q, k)
 
@@ -68,7 +71,7 @@ def _walk(
 
 
 def _odd(*tensors: Tensor) -> bool:
-    """Whether anything is NaN or inf; where sums overflow, too, which costs time only."""
+    """Returns whether any value may be NaN or inf. A sum that overflows also returns True, which costs only time."""
     return not all(bool(t.sum().isfinite()) for t in tensors)
 
 
@@ -83,7 +86,7 @@ def selection_attention(
     cu_seqlens_k: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`mhc_inductor.reference.selection.selection_attention`, with products over selected keys only."""
+    """Computes :func:`mhc_inductor.reference.selection.selection_attention` with products over selected keys only."""
     b, s, g, h, _ = q.shape
     acc = acc_dtype(q.dtype)
     o = q.new_zeros((b, s, g, h, v.shape[3]))
@@ -115,7 +118,7 @@ def selection_attention_backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`mhc_inductor.reference.selection.selection_attention_backward`, over selected keys only."""
+    """Computes :func:`mhc_inductor.reference.selection.selection_attention_backward` over selected keys only."""
     h, acc = q.shape[3], acc_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     row, dsink = reference.backward_rows(dout, dlse, sink, o, lse)
@@ -141,7 +144,7 @@ def selection_attention_backward(
 
 
 def fits(q: Tensor, k: Tensor) -> bool:
-    """Whether the fused formula runs: B * S * G * h * S_kv scores up to 2**20, of static sizes."""
+    """Returns whether the fused formula is used: static sizes and at most 2**20 scores (B * S * G * h * S_kv)."""
     sizes = (*q.shape, *k.shape)
     if q.device.type != "cpu" or not all(isinstance(size, int) for size in sizes):
         return False
@@ -159,7 +162,7 @@ def fused_attention(
     cu_seqlens_k: Tensor | None,
     scale: float,
 ) -> Any:
-    """The op as a decomposition for Inductor; NotImplemented where it stays whole, and the generated code calls it."""
+    """Decomposes the op for Inductor; returns NotImplemented where the generated code should call the op."""
     if not fits(q, k):
         return NotImplemented
     acc, h = acc_dtype(q.dtype), q.shape[3]
@@ -185,7 +188,7 @@ def fused_attention_backward(
     lse: Tensor,
     scale: float,
 ) -> Any:
-    """The backward op as a decomposition, likewise."""
+    """Decomposes the backward op for Inductor; returns NotImplemented where the generated code should call the op."""
     if not fits(q, k):
         return NotImplemented
     acc, h = acc_dtype(q.dtype), q.shape[3]

@@ -1,1 +1,1 @@
-"""Plain PyTorch formulas of every operator: the specification that the kernels are tested against."""
+"""Reference implementations of the ops in plain PyTorch."""

@@ -1,9 +1,9 @@
 """E79 (coupled memory-modulation matrix recurrence) in plain PyTorch: the specification.
 
-Both functions have the name, the arguments and the outputs of the op ``torch.ops.mhc_inductor.<name>``. Tensors:
-``kvqm[T, B, 4n]`` in the order k, v, q, m; states S and M ``[B, n, n]``. The arithmetic is fp32 (fp64 when kvqm is
-fp64); only results that live in an input's dtype are rounded, once. Nothing here uses autograd, but autograd of the
-forward works too.
+:func:`e79_scan` and :func:`e79_scan_backward` have the name, the arguments and the outputs of the op
+``torch.ops.mhc_inductor.<name>``. Tensors: ``kvqm[T, B, 4n]`` in the order k, v, q, m; states S and M ``[B, n, n]``.
+The arithmetic is fp32 (fp64 if kvqm is fp64), and only results in an input's dtype are rounded, once. Nothing here uses
+autograd, but autograd of the forward works too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EPS = 1e-6  # added to the norms of k and m
 
 
 class _Step(NamedTuple):
-    """What one step computes: the new states, the output's argument y, and what its backward needs."""
+    """The results of one step: the new states, y, and what its backward needs."""
 
     S: Tensor
     M: Tensor
@@ -33,27 +33,30 @@ class _Step(NamedTuple):
 
 
 def mv(matrix: Tensor, vector: Tensor) -> Tensor:
-    """``matrix[B, n, n] @ vector[B, n]``."""
+    """Returns ``matrix[B, n, n] @ vector[B, n]``, ``[B, n]``."""
     return torch.matmul(matrix, vector.unsqueeze(-1)).squeeze(-1)
 
 
 def outer(a: Tensor, b: Tensor) -> Tensor:
-    """``a[B, n] b[B, n].T`` [B, n, n]."""
+    """Returns the outer products of ``a[B, n]`` and ``b[B, n]``, ``[B, n, n]``."""
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
 def gated(matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """``rows[:, None] * matrix * columns[None, :]``, batched."""
+    """Returns ``rows[:, None] * matrix * columns[None, :]``, batched."""
     return rows.unsqueeze(-1) * matrix * columns.unsqueeze(-2)
 
 
 def unit(u: Tensor) -> Tensor:
-    """``u / (|u| + 1e-6)`` over the last dimension."""
+    """Returns ``u / (|u| + 1e-6)`` over the last dimension."""
     return u / (torch.linalg.vector_norm(u, dim=-1, keepdim=True) + EPS)
 
 
 def unit_backward(grad: Tensor, u: Tensor) -> Tensor:
-    """Gradient of :func:`unit`: ``i*grad - i^2 <grad, u> u/|u|``, ``i = 1/(|u| + 1e-6)``; ``i*grad`` where u is 0."""
+    """Returns the gradient of :func:`unit` at u.
+
+    ``i*grad - i^2 <grad, u> u/|u|`` with ``i = 1/(|u| + 1e-6)``; ``i*grad`` where u is 0.
+    """
     norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
     scale = 1 / (norm + EPS)
     along = (grad * u).sum(-1, keepdim=True) * (u / torch.where(norm == 0, 1.0, norm))
@@ -61,13 +64,13 @@ def unit_backward(grad: Tensor, u: Tensor) -> Tensor:
 
 
 def vectors(kvqm: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k and m of norm 1, v and q, ``[T, B, n]`` each, in the arithmetic's dtype: (k^, v, q, m^)."""
+    """Splits kvqm into (k^, v, q, m^), ``[T, B, n]`` each in the arithmetic's dtype, with k and m normalised."""
     k, v, q, m = kvqm.to(acc_dtype(kvqm.dtype)).chunk(4, -1)
     return unit(k), v, q, unit(m)
 
 
 def biases(kvqm: Tensor, bias: Tensor | None) -> Tensor:
-    """A bias of any mode as ``[T, B, n]`` (a view)."""
+    """Returns a bias of any mode as ``[T, B, n]`` in the arithmetic's dtype, expanded as a view."""
     steps, batch, width = kvqm.shape
     acc = acc_dtype(kvqm.dtype)
     value = torch.zeros((), dtype=acc, device=kvqm.device) if bias is None else bias.to(acc)
@@ -75,7 +78,7 @@ def biases(kvqm: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def initial(kvqm: Tensor, state: Tensor | None) -> Tensor:
-    """A state, or its gradient, ``[B, n, n]`` in the arithmetic's dtype; zero when absent."""
+    """Returns a state, or the gradient of one, ``[B, n, n]`` in the arithmetic's dtype; zeros for None."""
     n, acc = kvqm.shape[2] // 4, acc_dtype(kvqm.dtype)
     if state is None:
         return torch.zeros((kvqm.shape[1], n, n), dtype=acc, device=kvqm.device)
@@ -98,7 +101,7 @@ def _step(S: Tensor, M: Tensor, k: Tensor, v: Tensor, q: Tensor, m: Tensor, b_s:
 def e79_scan(
     kvqm: Tensor, b_s: Tensor | None, b_m: Tensor | None, S0: Tensor | None, M0: Tensor | None, segment: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The recurrence over ``t = 0 .. T-1`` from S = S0 and M = M0 (zero when absent).
+    """Runs the recurrence over ``t = 0 .. T-1`` from S = S0 and M = M0.
 
     ::
 
@@ -109,10 +112,20 @@ def e79_scan(
         M' = p[:, None] * M * w[None, :] + outer(g, m^)
         out = y * silu(y),  y = S' q
 
-    ``b_s`` and ``b_m`` are each None (zero), ``[n]`` or ``[T, B, n]``. Returns (out, S, M, checkpoints,
-    gates): out ``[T, B, n]`` in kvqm's dtype, the final S and M ``[B, n, n]``, and for the backward the states
-    ``[2 * ceil(T/segment), B, n, n]`` before the steps 0, segment, 2*segment, ... (S, then M) and every step's r, p,
-    delta, g, y, c, w ``[T, B, 7, n]``; with segment = 0 neither, and shape [0].
+    Args:
+        kvqm: Projected input ``[T, B, 4n]``, k, v, q, m in this order.
+        b_s: Bias of r and c: None (zero), ``[n]`` or ``[T, B, n]``.
+        b_m: Bias of p and w: None (zero), ``[n]`` or ``[T, B, n]``.
+        S0: Initial S ``[B, n, n]``, or None for zero.
+        M0: Initial M ``[B, n, n]``, or None for zero.
+        segment: Steps from one checkpoint to the next; 0 saves nothing for the backward.
+
+    Returns:
+        ``(out, S, M, checkpoints, gates)``: out ``[T, B, n]`` in kvqm's dtype, and the final S and M ``[B, n, n]``.
+        checkpoints ``[2 * ceil(T/segment), B, n, n]`` holds S, then M, before the steps 0, segment, 2*segment, ...;
+        gates ``[T, B, 7, n]`` holds r, p, delta, g, y, c, w of every step. Both have shape [0] with segment = 0.
+
+    Source: the E79 model's recurrence.
     """
     S, M = initial(kvqm, S0), initial(kvqm, M0)
     ys, saved, gates = [], [], []
@@ -146,11 +159,11 @@ def e79_scan_backward(
     gates: Tensor,
     segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of :func:`e79_scan`; a gradient of None counts as zero.
+    """Computes the gradients of :func:`e79_scan`; a gradient of None counts as zero.
 
-    Segment by segment from the last: the states are computed again from the checkpoint and the gates, then, from the
-    last step to the first, with dS' and dM' the gradients of a step's results (a and h, e and f at the arguments of the
-    sigmoids)::
+    It goes from the last segment to the first: it recomputes the segment's states from the checkpoint and the gates,
+    then undoes the steps from the last to the first. dS' and dM' are the gradients of a step's results, a and h, e and
+    f those of the sigmoids' arguments::
 
         dy = dout * (2 y s + y^2 s (1-s)),  s = sigmoid(y) ;  dS' += dy q.T ;  dq = S'.T dy
         e = (dM' * M) w * p(1-p) ;  f = (dM' * M).T p * w(1-w) ;  dg = dM' m^
@@ -159,8 +172,25 @@ def e79_scan_backward(
         dk^ = dS'.T delta - S.T dv + M.T a + M h ;  db_s = a + h
         dS = r dS' c - dv k^.T ;  dM = p dM' w - dg m^.T + a k^.T + k^ h.T
 
-    and dk = dk^/(|k| + 1e-6) - <dk^, k> k / (|k| (|k| + 1e-6)^2), without the second term where k is 0; likewise dm.
-    Returns (dkvqm, db_s, db_m, dS0, dM0), each in its input's shape and dtype, of shape [0] where there is no input.
+    and dk = dk^/(|k| + 1e-6) - <dk^, k> k / (|k| (|k| + 1e-6)^2), without the second term where k is 0; dm likewise.
+
+    Args:
+        dout: Gradient ``[T, B, n]`` of out, or None.
+        dS: Gradient ``[B, n, n]`` of the final S, or None.
+        dM: Gradient ``[B, n, n]`` of the final M, or None.
+        kvqm: As for :func:`e79_scan`.
+        b_s: As for :func:`e79_scan`.
+        b_m: As for :func:`e79_scan`.
+        S0: As for :func:`e79_scan`.
+        M0: As for :func:`e79_scan`.
+        checkpoints: Output of :func:`e79_scan`.
+        gates: Output of :func:`e79_scan`.
+        segment: As for :func:`e79_scan`, at least 1.
+
+    Returns:
+        ``(dkvqm, db_s, db_m, dS0, dM0)``, each in its input's shape and dtype, of shape [0] where the input is None.
+
+    Source: derived from the E79 model's recurrence.
     """
     acc, steps = acc_dtype(kvqm.dtype), kvqm.shape[0]
     k, _, q, m = vectors(kvqm)
@@ -193,7 +223,7 @@ def e79_scan_backward(
 
 
 def _again(S: Tensor, M: Tensor, gates: Tensor, k: Tensor, m: Tensor) -> _Step:
-    """A step computed before, from its gates ``[B, 7, n]``."""
+    """Recomputes a step's new states from its saved gates ``[B, 7, n]``."""
     r, p, delta, g, y, c, w = gates.unbind(1)
     S, M = gated(S, r, c) + outer(delta, k), gated(M, p, w) + outer(g, m)
     return _Step(S, M, y, r, c, delta, p, w, g)
@@ -205,7 +235,7 @@ def _output_gradient(dout: Tensor, y: Tensor) -> Tensor:
 
 
 def reduced(grad: Tensor, bias: Tensor | None) -> Tensor:
-    """A bias's gradient ``[T, B, n]`` in the bias's shape and dtype; of shape [0] without one."""
+    """Reduces a bias's gradient ``[T, B, n]`` to the bias's shape and dtype; returns shape [0] without a bias."""
     if bias is None:
         return grad.new_empty((0,))
     return (grad.sum((0, 1)) if bias.dim() == 1 else grad).to(bias.dtype)
@@ -222,7 +252,7 @@ def _step_backward(
     q: Tensor,
     m: Tensor,
 ) -> tuple[Tensor, ...]:
-    """From the gradients of a step's new states to (dS, dM, dk^, dv, dq, dm^, db_s, db_m)."""
+    """Returns (dS, dM, dk^, dv, dq, dm^, db_s, db_m) from the gradients of a step's new states."""
     if dy is None:
         dq = torch.zeros_like(q)
     else:

@@ -1,9 +1,9 @@
-"""mHC (manifold-constrained hyper-connections, arXiv 2512.24880) in plain PyTorch: the specification.
+"""Manifold-constrained hyper-connections (mHC, arXiv 2512.24880) in plain PyTorch: the specification.
 
-Every function here has the name, the arguments and the outputs of the op ``torch.ops.mhc_inductor.<name>``.
-Tensors: ``x[..., n, D]`` residual streams with free leading dimensions, ``m`` rows of ``phi``. The arithmetic
-is fp32 (fp64 when x is fp64); only results that live in x's dtype are rounded, once. Nothing here uses
-autograd: the backward functions are closed forms, so the whole file can be traced and fused by Inductor.
+The functions ``mhc_*`` have the name, the arguments and the outputs of the op ``torch.ops.mhc_inductor.<name>``.
+Tensors: ``x[..., n, D]`` are residual streams with any leading dimensions; m is the number of rows of ``phi``. The
+arithmetic is fp32 (fp64 if x is fp64), and only results in an input's dtype are rounded, once. Nothing here uses
+autograd: the backward functions are closed forms, so Inductor can trace and fuse the whole file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ R = TypeVar("R")
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype the arithmetic runs in: fp64 for fp64, else fp32."""
+    """Returns the dtype of the arithmetic: fp64 for fp64, else fp32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def as_given(fn: Callable[P, R]) -> Callable[P, R]:
-    """Run ``fn`` with autocast off: the formulas choose their own dtypes."""
+    """Wraps ``fn`` so that it runs without autocast, because the formulas choose their own dtypes."""
 
     @functools.wraps(fn)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -39,24 +39,24 @@ def as_given(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _norms(x: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
-    """``v = vec(x)`` [..., n*D] in the arithmetic's dtype, and its ``inv_rms`` [...]."""
+    """Returns ``v = vec(x)`` [..., n*D] in the arithmetic's dtype, and its ``inv_rms`` [...]."""
     v = x.flatten(-2).to(acc_dtype(x.dtype))
     return v, torch.rsqrt((v * v).mean(-1) + norm_eps)
 
 
 def _project(v: Tensor, phi: Tensor, gamma: Tensor | None) -> Tensor:
-    """``h_mix = (v * vec(gamma)) @ phi.T`` [..., m]."""
+    """Returns ``h_mix = (v * vec(gamma)) @ phi.T`` [..., m]."""
     weighted = v if gamma is None else v * gamma.flatten().to(v.dtype)
     return torch.matmul(weighted, phi.to(v.dtype).t())
 
 
 def _collapse(x: Tensor, h_pre: Tensor) -> Tensor:
-    """``h_in = sum_i h_pre[i] * x[i]`` [..., D] in x's dtype."""
+    """Returns ``h_in = sum_i h_pre[i] * x[i]`` [..., D] in x's dtype."""
     return _output((h_pre.unsqueeze(-1) * x.to(h_pre.dtype)).sum(-2), x.dtype)
 
 
 def _output(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """A computed ``t`` in an output's dtype, contiguous: elementwise operations would keep x's strides."""
+    """Returns ``t`` in an output's dtype and contiguous; elementwise operations alone would keep x's strides."""
     return t.to(dtype).contiguous()
 
 
@@ -75,7 +75,7 @@ def mhc_pre(
     sinkhorn_eps: float,
     sinkhorn_form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Coefficients and collapse.
+    """Computes the coefficients and collapses the streams.
 
     ::
 
@@ -88,8 +88,26 @@ def mhc_pre(
         h_res   = sinkhorn(alpha[2]*z_res + b_res)        # raw logits for 0 iterations
         h_in    = sum_i h_pre[i] * x[i]
 
-    With 2n rows in phi there is no residual part and h_res has shape [..., 0, 0].
-    Returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms).
+    Args:
+        x: Residual streams ``[..., n, D]``.
+        phi: Projection ``[n*n + 2n, n*D]``, or ``[2n, n*D]`` for no residual coefficients.
+        alpha: Scales ``[3]``, or ``[2]`` if phi has 2n rows.
+        bias: ``[m]``, m the number of rows of phi.
+        gamma: Norm weight ``[n, D]``, or None for ones.
+        norm_eps: Added to the mean of squares.
+        hc_eps: Added to h_pre.
+        post_mult: Factor of h_post's sigmoid.
+        post_eps: Added to h_post.
+        sinkhorn_iters: Number of iterations, see :func:`mhc_sinkhorn`; 0 for the raw logits.
+        sinkhorn_eps: See :func:`mhc_sinkhorn`.
+        sinkhorn_form: See :func:`mhc_sinkhorn`.
+
+    Returns:
+        ``(h_in, h_post, h_res, h_pre, h_mix, inv_rms)``: h_in ``[..., D]`` in x's dtype; h_post and h_pre ``[..., n]``,
+        h_res ``[..., n, n]`` (``[..., 0, 0]`` if phi has 2n rows), h_mix ``[..., m]`` and inv_rms ``[...]`` in the
+        arithmetic's dtype. The backward needs the last three.
+
+    Source: arXiv 2512.24880, equations 14 to 19.
     """
     n = x.shape[-2]
     v, inv_rms = _norms(x, norm_eps)
@@ -129,7 +147,7 @@ def mhc_pre_backward(
     sinkhorn_eps: float,
     sinkhorn_form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of :func:`mhc_pre`; a gradient of None counts as zero.
+    """Computes the gradients of :func:`mhc_pre`; a gradient of None counts as zero.
 
     ::
 
@@ -143,8 +161,14 @@ def mhc_pre_backward(
         G     = sum_t dh_mix_t (x) v_t                     # [m, n*D]: one reduction over tokens
         dphi  = G * vec(gamma) ;  dgamma = sum_j phi[j] * G[j]
 
-    ``dx_acc`` (x's shape) is added to dx before its one rounding. Returns (dx, dphi, dalpha, dbias, dgamma),
-    each in its input's shape and dtype; dgamma has shape [0] without gamma.
+    dh_in, dh_post and dh_res are the gradients of the first three outputs of :func:`mhc_pre`, each of which may be
+    None; h_pre, h_post, h_mix and inv_rms are its outputs; dx_acc (x's shape, or None) is added to dx before its one
+    rounding; the rest are the arguments of :func:`mhc_pre`.
+
+    Returns:
+        ``(dx, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype; dgamma has shape [0] without gamma.
+
+    Source: derived from arXiv 2512.24880, equations 14 to 19.
     """
     d = pre_logit_gradients(
         dh_in, dh_post, dh_res, x, phi, alpha, bias, h_pre, h_post, h_mix, inv_rms,
@@ -173,7 +197,7 @@ def pre_logit_gradients(
     sinkhorn_eps: float,
     sinkhorn_form: str,
 ) -> list[Tensor]:
-    """``d_pre, d_post, d_res`` of :func:`mhc_pre_backward`, the last only with n*n + 2n rows in phi."""
+    """Returns ``d_pre, d_post, d_res`` of :func:`mhc_pre_backward`, the last only if phi has n*n + 2n rows."""
     n, acc = x.shape[-2], acc_dtype(x.dtype)
     h = h_post - post_eps
     d = [
@@ -192,7 +216,7 @@ def pre_logit_gradients(
 
 
 def head_logit_gradient(dh_in: Tensor | None, x: Tensor, h_pre: Tensor, hc_eps: float) -> Tensor:
-    """Gradient at the input of h_pre's sigmoid, [..., n]."""
+    """Returns the gradient at the argument of h_pre's sigmoid, [..., n]."""
     if dh_in is None:
         return torch.zeros_like(h_pre)
     s = h_pre - hc_eps
@@ -212,7 +236,10 @@ def coefficients_backward(
     inv_rms: Tensor,
     dx_acc: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From the gradients ``d`` at the logits, one tensor an alpha, to those of all inputs; dx is not rounded yet."""
+    """Returns the gradients of x, phi, alpha, bias and gamma from those at the logits; dx is not rounded yet.
+
+    ``d`` has one tensor for each element of alpha.
+    """
     acc, m, width = h_pre.dtype, phi.shape[0], phi.shape[1]
     phi_, scale = phi.to(acc), alpha.to(acc)
     flat = torch.cat(d, -1)
@@ -245,14 +272,14 @@ def coefficients_backward(
 
 
 def _scale(c: Tensor, dim: int, eps: float, form: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Divide ``c`` by its sums over ``dim``: (result, divisor, raw sums)."""
+    """Divides ``c`` by its sums over ``dim``; returns (result, divisor, raw sums)."""
     sums = c.sum(dim, keepdim=True)
     divisor = sums + eps if form == "softmax" else sums.clamp(min=eps)
     return c / divisor, divisor, sums
 
 
 def _first(logits: Tensor, eps: float, form: str) -> tuple[Tensor, Tensor, list[int]]:
-    """The positive matrix before any scaling (without and with eps), and the axes of the first round."""
+    """Returns the positive matrix before any scaling, without and with eps, and the axes of the first iteration."""
     if form == "softmax":
         p = torch.softmax(logits, -1)
         return p, p + eps, [-2]
@@ -281,17 +308,17 @@ def _sinkhorn_backward(grad: Tensor, logits: Tensor, iters: int, eps: float, for
     g = grad
     for dim, (c, divisor, sums) in zip(reversed(axes), reversed(steps), strict=True):
         through_sum = (g * c).sum(dim, keepdim=True)
-        if form == "exp":  # a clamped sum is a constant
+        if form == "exp":  # a clamped sum has no gradient
             through_sum = torch.where(sums >= eps, through_sum, 0.0)
         g = (g - through_sum) / divisor
-    if form == "exp":  # the row maximum cancels in the first division, so its gradient is zero
+    if form == "exp":  # the row maximum cancels in the first division: it has no gradient
         return g * p
     return p * (g - (g * p).sum(-1, keepdim=True))
 
 
 @as_given
 def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str) -> Tensor:
-    """Logits ``[..., n, n]`` to a nearly doubly stochastic matrix.
+    """Scales logits to a nearly doubly stochastic matrix.
 
     ::
 
@@ -302,7 +329,16 @@ def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str) -> Tensor:
             c = exp(h_res - rowmax)
             repeat iters times:  c = c / max(c.sum(-1), eps) ;  c = c / max(c.sum(-2), eps)
 
-    ``iters = 0`` returns a copy of the input.
+    Args:
+        h_res: Logits ``[..., n, n]``.
+        iters: Number of iterations; 0 returns a copy of h_res.
+        eps: Added to the sums, or their lower bound.
+        form: ``"softmax"`` or ``"exp"``.
+
+    Returns:
+        The matrix ``[..., n, n]`` in h_res's dtype.
+
+    Source: arXiv 2512.24880, equation 19.
     """
     if iters == 0:
         return h_res.clone(memory_format=torch.contiguous_format)
@@ -311,7 +347,22 @@ def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str) -> Tensor:
 
 @as_given
 def mhc_sinkhorn_backward(grad: Tensor, h_res: Tensor, iters: int, eps: float, form: str) -> Tensor:
-    """Gradient of :func:`mhc_sinkhorn` through every iteration; of ``c / s(c) = y``: ``(g - <g, y>) / s``."""
+    """Computes the gradient of :func:`mhc_sinkhorn` through every iteration.
+
+    The gradient of ``y = c / s(c)``, s(c) the sums, is ``(g - <g, y>) / s``.
+
+    Args:
+        grad: Gradient ``[..., n, n]`` of the result.
+        h_res: As for :func:`mhc_sinkhorn`.
+        iters: As for :func:`mhc_sinkhorn`.
+        eps: As for :func:`mhc_sinkhorn`.
+        form: As for :func:`mhc_sinkhorn`.
+
+    Returns:
+        The gradient of h_res, in its shape and dtype.
+
+    Source: derived from arXiv 2512.24880, equation 19.
+    """
     if iters == 0:
         return grad.to(h_res.dtype).clone(memory_format=torch.contiguous_format)
     acc = acc_dtype(h_res.dtype)
@@ -320,9 +371,22 @@ def mhc_sinkhorn_backward(grad: Tensor, h_res: Tensor, iters: int, eps: float, f
 
 @as_given
 def mhc_post(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool) -> Tensor:
-    """Expand and mix: ``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]`` in x's dtype.
+    """Adds the sublayer's output to all streams and mixes the streams.
 
-    ``R = h_res``, or ``h_res.T`` with ``transpose_res``, or the identity when h_res is None.
+    ``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]``, with ``R = h_res``, or ``h_res.T`` with transpose_res, or
+    the identity if h_res is None.
+
+    Args:
+        x: Residual streams ``[..., n, D]``.
+        f_out: The sublayer's output ``[..., D]``.
+        h_post: Weights ``[..., n]`` of f_out.
+        h_res: Mixing matrix ``[..., n, n]``, or None.
+        transpose_res: Whether R is ``h_res.T``.
+
+    Returns:
+        The new streams ``[..., n, D]`` in x's dtype.
+
+    Source: arXiv 2512.24880, equation 3.
     """
     acc = acc_dtype(x.dtype)
     mixed = x.to(acc)
@@ -334,7 +398,7 @@ def mhc_post(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, tra
 
 
 def _mix(r: Tensor, x: Tensor) -> Tensor:
-    """``out[o] = sum_i r[o, i] * x[i]``, as n multiply-adds a stream: an n x n matmul a token is slower."""
+    """Returns ``out[o] = sum_i r[o, i] * x[i]`` by n multiply-adds per stream; an n x n matmul per token is slower."""
     n = x.shape[-2]
     out = r[..., :, 0:1] * x[..., 0:1, :]
     for i in range(1, n):
@@ -346,14 +410,26 @@ def _mix(r: Tensor, x: Tensor) -> Tensor:
 def mhc_post_backward(
     g: Tensor, x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, transpose_res: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of :func:`mhc_post`.
+    """Computes the gradients of :func:`mhc_post`.
 
     ::
 
-        df = sum_o h_post[o] g[o] ; dh_post[o] = <g[o], f_out> ; dR[o, i] = <g[o], x[i]> ; dx[i] = sum_o R[o,
-        i] g[o]
+        df = sum_o h_post[o] g[o] ; dh_post[o] = <g[o], f_out>
+        dR[o, i] = <g[o], x[i]> ; dx[i] = sum_o R[o, i] g[o]
 
-    dh_res is dR, transposed where R is; it has shape [0] when h_res is None. Each in its input's dtype.
+    Args:
+        g: Gradient ``[..., n, D]`` of the new streams.
+        x: As for :func:`mhc_post`.
+        f_out: As for :func:`mhc_post`.
+        h_post: As for :func:`mhc_post`.
+        h_res: As for :func:`mhc_post`.
+        transpose_res: As for :func:`mhc_post`.
+
+    Returns:
+        ``(dx, df, dh_post, dh_res)``, each in its input's shape and dtype. dh_res is dR, transposed if R is; it has
+        shape [0] if h_res is None.
+
+    Source: derived from arXiv 2512.24880, equation 3.
     """
     acc = acc_dtype(x.dtype)
     g_ = g.to(acc)
@@ -372,10 +448,24 @@ def mhc_post_backward(
 def mhc_head(
     x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, norm_eps: float, hc_eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The collapse with n coefficients only, before the LM head: phi[n, n*D], alpha[1], bias[n].
+    """Collapses the streams with n coefficients only, before the LM head.
 
-    ``h_pre = sigmoid(alpha[0]*z + bias) + hc_eps`` with z as in :func:`mhc_pre`. Returns (h_in, h_pre, h_mix,
-    inv_rms).
+    ``h_pre = sigmoid(alpha[0]*z + bias) + hc_eps`` and ``h_in = sum_i h_pre[i] * x[i]``, with z as in :func:`mhc_pre`.
+
+    Args:
+        x: Residual streams ``[..., n, D]``.
+        phi: Projection ``[n, n*D]``.
+        alpha: Scale ``[1]``.
+        bias: ``[n]``.
+        gamma: Norm weight ``[n, D]``, or None for ones.
+        norm_eps: Added to the mean of squares.
+        hc_eps: Added to h_pre.
+
+    Returns:
+        ``(h_in, h_pre, h_mix, inv_rms)``: h_in ``[..., D]`` in x's dtype; h_pre and h_mix ``[..., n]`` and inv_rms
+        ``[...]`` in the arithmetic's dtype. The backward needs the last three.
+
+    Source: the pre mapping of arXiv 2512.24880, as DeepSeek-V4 uses it before its LM head.
     """
     v, inv_rms = _norms(x, norm_eps)
     h_mix = _project(v, phi, gamma)
@@ -399,7 +489,14 @@ def mhc_head_backward(
     norm_eps: float,
     hc_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of :func:`mhc_head`, by the formulas of :func:`mhc_pre_backward`."""
+    """Computes the gradients of :func:`mhc_head`, by the formulas of :func:`mhc_pre_backward`.
+
+    dh_in is the gradient of h_in, or None for zero; h_pre, h_mix and inv_rms are outputs of :func:`mhc_head`; dx_acc
+    (x's shape, or None) is added to dx before its one rounding; the rest are the arguments of :func:`mhc_head`.
+
+    Returns:
+        ``(dx, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype; dgamma has shape [0] without gamma.
+    """
     d = [head_logit_gradient(dh_in, x, h_pre, hc_eps)]
     dx, *dparams = coefficients_backward(d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)
     return _output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]

@@ -1,11 +1,15 @@
-"""Selection attention (the selected branch of native sparse attention, arXiv 2502.11089) in plain PyTorch: the specification.
+"""Selection attention (the selected branch of native sparse attention) in plain PyTorch: the specification.
 
-Both functions have the name, the arguments and the outputs of the op ``torch.ops.mhc_inductor.<name>``. Tensors:
-``q[B, S, G, h, Dk]``, ``k[B, G, S_kv, Dk]``, ``v[B, G, S_kv, Dv]``, ``ranges[B, S, G, r, 2]`` integer ``[start, end)``,
-``sink[G, h]``. The arithmetic is fp32 (fp64 when q is fp64); results in an input's dtype are rounded once.
+:func:`selection_attention` and :func:`selection_attention_backward` have the name, the arguments and the outputs of the
+op ``torch.ops.mhc_inductor.<name>``. Tensors: ``q[B, S, G, h, Dk]``, ``k[B, G, S_kv, Dk]``, ``v[B, G, S_kv, Dv]``,
+integer ``ranges[B, S, G, r, 2]`` of ``[start, end)``, ``sink[G, h]``. The arithmetic is fp32 (fp64 if q is fp64), and
+results in an input's dtype are rounded once.
 
-A masked softmax, a chunk of queries at a time: no more than :data:`CHUNK` scores are held at once, unless one query
-of one group has more. The mask only selects; it is never a factor, so that NaN and inf stay where they were selected.
+It is a masked softmax over one chunk of queries at a time: at most :data:`CHUNK` scores are held at once, unless one
+query of one group has more. The mask is applied by selection, never as a factor, so that NaN and inf reach only the
+queries that select them.
+
+Source: arXiv 2502.11089, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -19,14 +23,17 @@ from torch import Tensor
 from mhc_inductor.reference.mhc import acc_dtype, as_given
 
 CHUNK = 2**22
-"""Scores (queries x heads x keys) of one chunk; beside inputs and outputs, a chunk takes some ten buffers of so many."""
+"""Scores (queries x heads x keys) of one chunk, which needs about ten buffers of this size of working memory."""
 
 Bounds = tuple[Tensor, Tensor]
 Slices = tuple[slice, slice, slice]
 
 
 def key_bounds(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Bounds:
-    """Each query's keys ``[lo, hi)``, int64 ``[S]``: those of its own sequence, none beyond the last boundary."""
+    """Returns the bounds ``[lo, hi)``, int64 ``[S]`` each, of each query's own sequence of keys.
+
+    A query after the last boundary belongs to no sequence and gets lo = hi.
+    """
     s, s_kv = q.shape[1], k.shape[2]
     if cu_seqlens_q is None:
         lo = torch.zeros(s, dtype=torch.int64, device=q.device)
@@ -34,7 +41,7 @@ def key_bounds(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: 
     ends = cu_seqlens_q[1:].to(torch.int64)
     n = ends.shape[0]
     sequence = torch.searchsorted(ends, torch.arange(s, device=q.device), right=True)
-    # One more boundary, so that queries of no sequence have lo = hi.
+    # One more boundary gives queries of no sequence lo = hi.
     keys = (cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k).to(torch.int64).clamp(0, s_kv)
     keys = torch.cat((keys, keys[-1:]))
     sequence = sequence.clamp(0, n)
@@ -42,18 +49,18 @@ def key_bounds(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: 
 
 
 def clipped(ranges: Tensor, bounds: Bounds) -> Bounds:
-    """Starts and ends of ``ranges[b, s, g, r, 2]`` as positions in k, int64 ``[b, g, s, r]``; start <= end."""
+    """Returns starts and ends of ``ranges[b, s, g, r, 2]`` as positions in k, int64 ``[b, g, s, r]``; start <= end."""
     lo, hi = (bound.view(-1, 1) for bound in bounds)
-    # From the start of the query's own sequence; clipped before the addition, which could overflow.
+    # Ranges count from the start of the query's own sequence. Clip before the addition, which could overflow.
     pair = ranges.transpose(1, 2).to(torch.int64).clamp(min=0)
     start, end = (torch.minimum(t, hi - lo) + lo for t in pair.unbind(-1))
     return start, torch.maximum(start, end)
 
 
 def selected(start: Tensor, end: Tensor, size: int) -> Tensor:
-    """Whether each query selects each key: the union of its ranges, ``[..., r]`` to bool ``[..., size]``.
+    """Returns whether each query selects each key, the union of its ranges: ``[..., r]`` to bool ``[..., size]``.
 
-    Each start counts 1 up, each end 1 down: a key is selected where the running sum is above 0.
+    Each start counts 1 up and each end 1 down: a key is selected where the running sum is above 0.
     """
     change = torch.zeros((*start.shape[:-1], size + 1), dtype=torch.int32, device=start.device)
     one = torch.ones_like(start, dtype=torch.int32)
@@ -62,7 +69,7 @@ def selected(start: Tensor, end: Tensor, size: int) -> Tensor:
 
 
 def chunks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, Iterator[slice]]]:
-    """Slices of the batch and of the groups, and for each pair the slices of its queries."""
+    """Yields slices of the batch and of the groups, and for each pair an iterator over slices of the queries."""
     b, s, g, h, _ = q.shape
     row = max(1, h * k.shape[2])
     ns = min(s, max(1, CHUNK // row))
@@ -78,23 +85,26 @@ def chunks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, Iterator[slice]
 
 
 def rows(t: Tensor, at: Slices) -> Tensor:
-    """``t[B, S, G, h, ...]`` of a chunk as ``[b, g, s*h, ...]`` in the arithmetic's dtype."""
+    """Returns the chunk ``at`` of ``t[B, S, G, h, ...]`` as ``[b, g, s*h, ...]`` in the arithmetic's dtype."""
     in_b, in_g, in_s = at
     return t[in_b, in_s, in_g].transpose(1, 2).flatten(2, 3).to(acc_dtype(t.dtype))
 
 
 def unrows(t: Tensor, h: int) -> Tensor:
-    """The way back: ``[b, g, s*h, ...] -> [b, s, g, h, ...]``."""
+    """Returns ``t[b, g, s*h, ...]`` as ``[b, s, g, h, ...]``, the inverse of :func:`rows`."""
     return t.unflatten(2, (-1, h)).transpose(1, 2)
 
 
 def finite(t: Tensor) -> Tensor:
-    """``t`` with 0 for NaN and inf."""
+    """Returns ``t`` with 0 in place of NaN and inf."""
     return torch.where(t.isfinite(), t, 0.0)
 
 
 def poison(mask: Tensor, t: Tensor) -> Tensor:
-    """The NaN and inf of the selected rows of ``t[..., m, D]``, added: ``mask[..., n, m]`` to ``[..., n, D]``."""
+    """Returns, for each query, the sum of the NaN and inf in the rows of ``t`` that it selects, and 0 elsewhere.
+
+    ``t`` is ``[..., m, D]``, ``mask`` ``[..., n, m]``, the result ``[..., n, D]``.
+    """
     mask = mask.to(t.dtype)
     total = torch.zeros((), dtype=t.dtype, device=t.device)
     for value, where in ((torch.inf, t == torch.inf), (-torch.inf, t == -torch.inf), (torch.nan, t != t)):
@@ -103,13 +113,16 @@ def poison(mask: Tensor, t: Tensor) -> Tensor:
 
 
 def masked_scores(query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """``scale * query @ keys.T`` with -inf where not selected: ``[..., s*h, D]``, ``[..., m, D]``, ``[..., s, m]``."""
+    """Returns ``scale * query @ keys.T`` with -inf where a key is not selected.
+
+    ``query`` is ``[..., s*h, D]``, ``keys`` ``[..., m, D]``, ``mask`` ``[..., s, m]``.
+    """
     scores = scale * torch.matmul(query, keys.mT)
     return only(mask, scores, -torch.inf)
 
 
 def only(mask: Tensor, scores: Tensor, value: float) -> Tensor:
-    """``scores[..., s*h, m]`` with ``value`` where the query does not select the key, ``mask[..., s, m]``."""
+    """Returns ``scores[..., s*h, m]`` with ``value`` where ``mask[..., s, m]`` is False."""
     if mask.shape[-2] == scores.shape[-2]:
         return torch.where(mask, scores, value)
     apart = scores.unflatten(-2, (mask.shape[-2], -1))
@@ -117,7 +130,7 @@ def only(mask: Tensor, scores: Tensor, value: float) -> Tensor:
 
 
 def total_lse(lse: Tensor, sink: Tensor | None) -> Tensor:
-    """The logarithm of the softmax's denominator ``[..., G, h]``; 0 for a row without keys, whose o is 0."""
+    """Returns the logarithm of the softmax's denominator ``[..., G, h]``; 0 for a row without keys, whose o is 0."""
     total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype))
     return torch.where(lse == -torch.inf, 0.0, total)
 
@@ -125,14 +138,17 @@ def total_lse(lse: Tensor, sink: Tensor | None) -> Tensor:
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sink: Tensor | None, scale: float, odd: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """One chunk's o ``[..., s*h, Dv]`` and lse ``[..., s*h]``; ``sink`` a row. ``odd``: values may hold NaN or inf."""
+    """Returns o ``[..., s*h, Dv]`` and lse ``[..., s*h]`` of one chunk.
+
+    ``sink`` has one logit per row. ``odd``: whether values may hold NaN or inf.
+    """
     scores = masked_scores(query, keys, mask, scale)
     most = scores.amax(-1)
     most = torch.where(most == -torch.inf, 0.0, most)
     p = torch.exp(scores - most.unsqueeze(-1))
     total = p.sum(-1)
     lse = most + torch.log(total)
-    # Not exp(most - lse): a large lse is rounded.
+    # Not exp(most - lse), which is inexact: a large lse is rounded.
     total = total if sink is None else total + torch.exp(sink.to(total.dtype) - most)
     weight = torch.where(lse == -torch.inf, 0.0, 1 / total).unsqueeze(-1)
     if not odd:
@@ -142,7 +158,10 @@ def attend(
 
 
 class Rows(NamedTuple):
-    """What the backward needs of each row, ``[..., h]`` (dout ``[..., h, Dv]``); 0 in a row without keys."""
+    """Inputs of the backward, one per row, ``[..., h]`` (dout ``[..., h, Dv]``).
+
+    In a row without keys, dlse, lse and total are 0.
+    """
 
     dout: Tensor
     dlse: Tensor
@@ -153,7 +172,7 @@ class Rows(NamedTuple):
 def backward_rows(
     dout: Tensor | None, dlse: Tensor | None, sink: Tensor | None, o: Tensor, lse: Tensor
 ) -> tuple[Rows, Tensor]:
-    """:class:`Rows` from the gradients of o and lse, each None for zero, and dsink (of shape [0] without a sink)."""
+    """Returns :class:`Rows`, and dsink (of shape [0] without a sink). Gradients of None count as zero."""
     acc, empty = lse.dtype, lse == -torch.inf
     total = total_lse(lse, sink)
     dout = torch.zeros_like(o) if dout is None else dout
@@ -169,21 +188,21 @@ def backward_rows(
 def attend_backward(
     row: Rows, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, odd: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One chunk's dquery ``[..., s*h, Dk]`` and its parts of dkeys and dvalues.
+    """Returns one chunk's dquery ``[..., s*h, Dk]`` and its parts of dkeys and dvalues.
 
-    ``row`` holds tensors ``[..., s*h]``. ``odd``: anything may hold NaN or inf.
+    ``row`` holds tensors ``[..., s*h]``. ``odd``: whether any input may hold NaN or inf.
     """
     dlse, lse, total = (t.unsqueeze(-1) for t in row[1:])
     scores = masked_scores(query, keys, mask, scale)
     p = torch.exp(scores - total)
     dp = torch.matmul(row.dout, values.mT)
-    # <dout, o>, but exactly dp where one key takes the whole weight: no rounding takes the place of a gradient of 0.
+    # delta = <dout, o>, but exactly dp where one key has the whole weight: a gradient of 0 then stays exactly 0.
     delta = (only(mask, p * dp, 0.0) if odd else p * dp).sum(-1, keepdim=True)
     grad = p * (dp - delta) + dlse * torch.exp(scores - lse)
     if not odd:
         return scale * torch.matmul(grad, keys), scale * torch.matmul(grad.mT, query), torch.matmul(p.mT, row.dout)
     p, grad = only(mask, p, 0.0), only(mask, grad, 0.0)
-    # Heads share the mask: what is not finite in one is so in their sum.
+    # Heads share the mask: if a value is not finite in one head, the sum over heads is not finite.
     spread = torch.where(row.dout.isfinite(), 0.0, row.dout).unflatten(-2, (mask.shape[-2], -1)).sum(-2)
     return (
         scale * torch.matmul(grad, finite(keys)),
@@ -203,7 +222,7 @@ def selection_attention(
     cu_seqlens_k: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of each query over the union of its ranges.
+    """Computes softmax attention of each query over the union of its ranges.
 
     ::
 
@@ -212,9 +231,22 @@ def selection_attention(
         lse = log(sum exp(t)) ;  o = exp(t - lse_total) @ v[b, g, sel]
         lse_total = lse, or logaddexp(lse, sink[g]) with a sink
 
-    With ``cu_seqlens_q`` and ``cu_seqlens_k`` (``[N+1]``; None: as cu_seqlens_q) B is 1 and sequences stand one after
-    the other: ranges count from, and are clipped to, the keys of the query's own sequence. Returns (o, lse): o
-    ``[B, S, G, h, Dv]`` in q's dtype, exactly 0 where nothing is selected; lse ``[B, S, G, h]``, -inf there.
+    Args:
+        q: Queries ``[B, S, G, h, Dk]``.
+        k: Keys ``[B, G, S_kv, Dk]``.
+        v: Values ``[B, G, S_kv, Dv]``.
+        ranges: ``[start, end)`` pairs ``[B, S, G, r, 2]``.
+        sink: Logits ``[G, h]``, or None.
+        cu_seqlens_q: Boundaries ``[N+1]`` of packed sequences in S, or None. B is then 1, and ranges count from the
+            start of the query's own sequence of keys and are clipped to it.
+        cu_seqlens_k: The same boundaries in S_kv, or None for cu_seqlens_q.
+        scale: Factor of the scores.
+
+    Returns:
+        ``(o, lse)``: o ``[B, S, G, h, Dv]`` in q's dtype, exactly 0 where nothing is selected; lse ``[B, S, G, h]`` in
+        the arithmetic's dtype, -inf there.
+
+    Source: arXiv 2502.11089, section 3.3.2.
     """
     b, s, g, h, _ = q.shape
     acc = acc_dtype(q.dtype)
@@ -249,7 +281,7 @@ def selection_attention_backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of :func:`selection_attention`; a gradient of None counts as zero.
+    """Computes the gradients of :func:`selection_attention`; a gradient of None counts as zero.
 
     Over the selected keys, with t the scaled scores::
 
@@ -257,8 +289,26 @@ def selection_attention_backward(
         dv = p.T @ dout ;  dt = p * (dout @ v.T - delta) + dlse * exp(t - lse)
         dq = scale * dt @ k ;  dk = scale * dt.T @ q ;  dsink = -sum exp(sink - lse_total) * delta
 
-    A row without keys takes part in nothing. Returns (dq, dk, dv, dsink), each in its input's shape and dtype, dsink of
-    shape [0] without a sink.
+    A row without keys contributes nothing.
+
+    Args:
+        dout: Gradient ``[B, S, G, h, Dv]`` of o, or None.
+        dlse: Gradient ``[B, S, G, h]`` of lse, or None.
+        q: As for :func:`selection_attention`.
+        k: As for :func:`selection_attention`.
+        v: As for :func:`selection_attention`.
+        ranges: As for :func:`selection_attention`.
+        sink: As for :func:`selection_attention`.
+        cu_seqlens_q: As for :func:`selection_attention`.
+        cu_seqlens_k: As for :func:`selection_attention`.
+        o: Output of :func:`selection_attention`.
+        lse: Output of :func:`selection_attention`.
+        scale: As for :func:`selection_attention`.
+
+    Returns:
+        ``(dq, dk, dv, dsink)``, each in its input's shape and dtype; dsink has shape [0] without a sink.
+
+    Source: derived from arXiv 2502.11089, section 3.3.2.
     """
     h, acc = q.shape[3], acc_dtype(q.dtype)
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
