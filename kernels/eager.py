@@ -11,7 +11,7 @@ import torch
 
 from mhc_inductor.log import logger, warn_once
 
-from . import beside
+from . import background
 from .launch import EagerBuilder, Recorder, device_props
 
 # The module of each op's launch plan.
@@ -76,7 +76,7 @@ def run(name: str, reference: Callable[..., Any], *args: Any) -> Any:
         return plan_of(name)(builder, *args)
 
 
-def compile_beside(name: str, args: Sequence[Any], device: torch.device) -> None:
+def compile_in_background(name: str, args: Sequence[Any], device: torch.device) -> None:
     """Starts to compile, in the background, the kernels that op ``name`` launches on ``device`` for these arguments.
 
     ``args`` holds meta tensors in place of tensors.
@@ -88,7 +88,7 @@ def compile_beside(name: str, args: Sequence[Any], device: torch.device) -> None
         logger.debug("the kernels of %s are compiled at its first call: %s", name, error)
         return
     for launch in recorder.launches:
-        beside.start(launch, device)
+        background.start(launch, device)
 
 
 def register() -> None:

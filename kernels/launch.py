@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import beside
+from . import background
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +143,8 @@ class EagerBuilder:
         """Launches ``kernel``, unless the grid is empty. ``args`` are tensors, scalars or None, by parameter name."""
         if any(g == 0 for g in grid):
             return
-        if beside.pending:
-            beside.finish(kernel)
+        if background.pending:
+            background.finish(kernel)
         kernel[grid](**args, **constexprs, num_warps=num_warps, num_stages=num_stages)
 
 
@@ -153,7 +153,7 @@ class Recorder(EagerBuilder):
 
     def __init__(self, props: DeviceProps) -> None:
         super().__init__(torch.device("meta"), props)
-        self.launches: list[beside.Launch] = []
+        self.launches: list[background.Launch] = []
 
     @property
     def gluon(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mhc_inductor import compat
-from mhc_inductor.kernels.eager import compile_beside, plan_of, why_not
+from mhc_inductor.kernels.eager import compile_in_background, plan_of, why_not
 from mhc_inductor.log import warn_once
 
 from .builder import LoweringBuilder
@@ -34,7 +34,7 @@ def lower(name: str, op: Any, calls_op: CallsOp | None, *args: Any, **kwargs: An
         warn_once(f"{name}: {reason}", f"compiled {name} calls the reference formula on {device}: {reason}")
         return compat.fallback(op)(*args)
     if calls_op is not None and calls_op(name, args):
-        compile_beside(name, [compat.meta_tensor(a) if compat.is_node(a) else compat.hint_of(a) for a in args], device)
+        compile_in_background(name, [compat.meta_tensor(a) if compat.is_node(a) else compat.hint_of(a) for a in args], device)
         return compat.fallback(op)(*args)
     return plan_of(name)(builder, *args)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 _checkout = pathlib.Path(__file__).resolve().parent.parent
 
 
-class _Beside(importlib.abc.MetaPathFinder):
+class _CheckoutFinder(importlib.abc.MetaPathFinder):
     """Finds ``mhc_inductor.kernels`` and ``mhc_inductor.lowerings`` at the root of a source checkout.
 
     In a checkout the folders kernels/ and lowerings/ are siblings of this package; in an installation setuptools maps
@@ -29,7 +29,7 @@ class _Beside(importlib.abc.MetaPathFinder):
 
 
 if (_checkout / "kernels" / "launch.py").exists() and (_checkout / "lowerings").is_dir():
-    sys.meta_path.append(_Beside())
+    sys.meta_path.append(_CheckoutFinder())
 
 from mhc_inductor import ops  # noqa: E402
 from mhc_inductor.api import (  # noqa: E402

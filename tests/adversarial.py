@@ -484,7 +484,7 @@ class Outcome:
     source: str = ""
 
 
-def judged(case: Case, modes: Sequence[str]) -> tuple[Counter[str], int, int, list[str]]:
+def compared(case: Case, modes: Sequence[str]) -> tuple[Counter[str], int, int, list[str]]:
     """Returns the ops, the near misses, the runs that differ without routing too, and the differences.
 
     Every third program trains through AOTAutograd; the others interpret the graph.
@@ -530,7 +530,7 @@ def shrunk(case: Case, modes: Sequence[str]) -> Case:
     """Returns the program without the statements and returned values that the difference does not need."""
 
     def differs(c: Case | None) -> bool:
-        return c is not None and all(runs(c, m) for m in modes) and bool(judged(c, modes)[3])
+        return c is not None and all(runs(c, m) for m in modes) and bool(compared(c, modes)[3])
 
     for i in range(len(case.statements) - 1, 0, -1):
         shorter = _without(case, i)
@@ -553,7 +553,7 @@ def outcome(task: tuple[int, int, bool]) -> Outcome:
     case, refused = random_case(number, seed)
     # Each in training and in one of the two inference modes.
     modes = [m for m in ("train", ("no_grad", "inference")[number % 2]) if runs(case, m)]
-    ops, near, excused, found = judged(case, modes)
+    ops, near, excused, found = compared(case, modes)
     source = ""
     if found:
         with contextlib.suppress(Exception):

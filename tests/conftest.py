@@ -31,10 +31,10 @@ if not GPU:
     torch._inductor.config.cpp.vec_isa_ok = False
 
 if INTERPRETED and not GPU:
-    from interpreting import mend_masks, mend_speed
+    from interpreter_fixes import fix_masks, speed_up
 
-    mend_masks()
-    mend_speed()
+    fix_masks()
+    speed_up()
 
 # After each compile, Dynamo collects garbage, and flushes the CPU's caches to time the new guards: 50 ms that no test
 # needs.

@@ -75,7 +75,7 @@ def fake_cuda() -> Iterator[None]:
     from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
     from torch._inductor.runtime.hints import DeviceProperties
 
-    from mhc_inductor.kernels import beside
+    from mhc_inductor.kernels import background
 
     with contextlib.ExitStack() as stack:
 
@@ -97,8 +97,8 @@ def fake_cuda() -> Iterator[None]:
         }  # fmt: skip
         for name, answer in answers.items():
             patch(torch.cuda, name, lambda *a, answer=answer, **k: answer)
-        # Compiling Gluon kernels in the background takes seconds; test_beside.py tests it.
-        patch(beside, "start", lambda *a: None)
+        # Compiling Gluon kernels in the background takes seconds; test_background.py tests it.
+        patch(background, "start", lambda *a: None)
         patch(torch.cuda, "get_rng_state", lambda *a, **k: torch.empty(0, dtype=torch.uint8))
         interface = {
             "is_available": True, "get_device_properties": H200, "get_compute_capability": 90, "current_device": 0,

@@ -21,7 +21,7 @@ from tests.adversarial import (
     Case,
     Outcome,
     Writer,
-    judged,
+    compared,
     outcome,
     random_case,
     shrunk,
@@ -69,9 +69,9 @@ def _planted(gm: torch.fx.GraphModule, route: Any = laws.route) -> Any:
 def test_a_planted_wrong_rewrite_is_found_and_the_program_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ['x0 = p["x"]', "t1 = x0.sin() + 0.1", "x2 = block(x0, p)", "t3 = head(x0, p)", "t4 = t1.view(-1)"]
     case = Case(0, SEED, tuple(lines), ("x2", "t3", "t4"))
-    assert not judged(case, ["train"])[3]
+    assert not compared(case, ["train"])[3]
     monkeypatch.setattr(laws, "route", _planted)
-    assert judged(case, ["train"])[3]
+    assert compared(case, ["train"])[3]
     small = shrunk(case, ["train"])
     assert small.statements == ('x0 = p["x"]', "x2 = block(x0, p)") and small.returned == ("x2",)
 

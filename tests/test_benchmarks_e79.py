@@ -161,8 +161,8 @@ def test_a_run_has_every_part(result: dict[str, Any]) -> None:
         assert len(r["samples_us"]) == r["rounds"] == 3
         assert "met_bar" not in r  # absolute bars count on an H200 only, the CPU's at its own shape
         assert r.get("correct", True)
-    judged = {(r["what"], *sorted(r["errors"])) for r in result["rows"] if r["variant"] == "ops"}
-    assert judged == {("fwd", "M", "S", "out"), ("fb", "M", "S", "dkvqm", "out")}
+    compared = {(r["what"], *sorted(r["errors"])) for r in result["rows"] if r["variant"] == "ops"}
+    assert compared == {("fwd", "M", "S", "out"), ("fb", "M", "S", "dkvqm", "out")}
     assert {(r["dtype"], r["bias"]) for r in result["further"]} == {
         ("bfloat16", "fixed"),
         ("float32", "input"),

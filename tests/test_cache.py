@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import helpers_e79
 import helpers_selection
-import judges_mhc
 import pytest
+import reference_models_mhc
 import torch
 from helpers_mhc import relative
 from torch import Tensor
@@ -84,9 +84,9 @@ def test_an_upgrade_is_recompiled_and_the_same_version_is_not(tmp_path, backend)
 def _mhc(tokens: int, batch: int) -> tuple[Callable[..., object], Sequence[Tensor | None]]:
     # Parameters are detached: Inductor recompiles the C++ of their gradients, which are sums over tokens, for long
     # sums.
-    p = {name: t.detach() for name, t in judges_mhc.parameters().items()}
-    x = torch.randn(batch, tokens, judges_mhc.N, judges_mhc.WIDTH)
-    return lambda x: judges_mhc.liger(judges_mhc.liger(x, p), p), (x,)
+    p = {name: t.detach() for name, t in reference_models_mhc.parameters().items()}
+    x = torch.randn(batch, tokens, reference_models_mhc.N, reference_models_mhc.WIDTH)
+    return lambda x: reference_models_mhc.liger(reference_models_mhc.liger(x, p), p), (x,)
 
 
 def _e79(steps: int, batch: int) -> tuple[Callable[..., object], Sequence[Tensor | None]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-import judges_mhc
 import pytest
+import reference_models_mhc
 import torch
 import torch._dynamo.testing
 
@@ -14,17 +14,17 @@ from mhc_inductor import compat
 
 ISOLATED = "isolate_recompiles" in torch.compile.__kwdefaults__
 LIMIT = 2
-P = {name: t.detach() for name, t in judges_mhc.parameters().items()}
+P = {name: t.detach() for name, t in reference_models_mhc.parameters().items()}
 
 
 def streams(batch=2, tokens=3):
-    return torch.randn(batch, tokens, judges_mhc.N, judges_mhc.WIDTH)
+    return torch.randn(batch, tokens, reference_models_mhc.N, reference_models_mhc.WIDTH)
 
 
 def block(x, k):
-    x = judges_mhc.liger(x, P)
+    x = reference_models_mhc.liger(x, P)
     torch._dynamo.graph_break()
-    return judges_mhc.liger(x * k, P)
+    return reference_models_mhc.liger(x * k, P)
 
 
 def outer(x, k=1):

@@ -7,8 +7,8 @@ import threading
 from unittest import mock
 
 import helpers_mhc as h
-import judges_mhc
 import pytest
+import reference_models_mhc
 import torch
 import torch._dynamo.testing
 from torch.profiler import ProfilerActivity, profile
@@ -220,12 +220,12 @@ def test_backend_is_listed():
 @pytest.mark.parametrize("name", ["liger", "aiter", "megatron", "paper"])
 def test_plain_formulas_run_on_the_kernels(name):
     torch._dynamo.reset()
-    formula = getattr(judges_mhc, name)
+    formula = getattr(reference_models_mhc, name)
 
     def step(fn):
-        p = {k: v.cuda().requires_grad_() for k, v in judges_mhc.parameters().items()}
+        p = {k: v.cuda().requires_grad_() for k, v in reference_models_mhc.parameters().items()}
         g = torch.Generator().manual_seed(1)
-        x = torch.randn(64, judges_mhc.N, judges_mhc.WIDTH, generator=g).cuda().requires_grad_()
+        x = torch.randn(64, reference_models_mhc.N, reference_models_mhc.WIDTH, generator=g).cuda().requires_grad_()
         out = fn(x, p)
         grads = torch.autograd.grad(out.square().sum(), [x, *p.values()], allow_unused=True)
         return [out.detach(), *(t for t in grads if t is not None)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 
 import helpers_e79 as h
-import judges_e79
 import pytest
+import reference_models_e79
 import torch
 import torch._dynamo.testing
 from test_gpu import kernels_of
@@ -185,8 +185,8 @@ def test_above_128_the_reference_runs_and_logs_it(caplog):
 def test_a_plain_loop_runs_on_the_kernels(bias):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    cell = judges_e79.CoupledCell(bias).cuda()
-    x = torch.randn(12, 3, judges_e79.DIM, device="cuda")
+    cell = reference_models_e79.CoupledCell(bias).cuda()
+    x = torch.randn(12, 3, reference_models_e79.DIM, device="cuda")
 
     def step(cell, x):
         x = x.detach().requires_grad_()

@@ -15,8 +15,8 @@ TESTS = pathlib.Path(__file__).parent
 BF16_DOT = """
 import sys; sys.path.insert(0, {tests!r})
 import torch, triton, triton.language as tl
-from interpreting import mend_dot
-mend_dot()
+from interpreter_fixes import fix_dot
+fix_dot()
 
 @triton.jit
 def dot(a, b, c, B: tl.constexpr):

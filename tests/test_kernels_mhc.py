@@ -18,9 +18,9 @@ from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.mhc import config, plan
 
 if not GPU:
-    from interpreting import mend_dot
+    from interpreter_fixes import fix_dot
 
-    mend_dot()
+    fix_dot()
 
 # The interpreter's casts to bf16 and fp16 truncate where a GPU rounds to nearest.
 ROUNDINGS = 1.05 if GPU else 2.1

@@ -16,13 +16,13 @@ from conftest import GPU, INTERPRETED, some
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
-from mhc_inductor.kernels.selection import config, lists_plan, plan
+from mhc_inductor.kernels.selection import config, plan, tile_lists_plan
 
 if INTERPRETED:
-    from interpreting import mend_dot, mend_rounding
+    from interpreter_fixes import fix_dot, fix_rounding
 
-    mend_dot()
-    mend_rounding()
+    fix_dot()
+    fix_rounding()
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
@@ -184,11 +184,11 @@ def test_equal_bits_twice_and_in_any_batch(device):
 @pytest.mark.parametrize("QT", some([1, 2, 4, 8, 16, 32], [1, 8, 32]))
 def test_lists_name_each_tile_once(device, builder, monkeypatch, QT):
     """Uses blocks of 4 tiles, so that counts continue from block to block."""
-    monkeypatch.setattr(lists_plan, "LIST_BLOCK", 4)
+    monkeypatch.setattr(tile_lists_plan, "LIST_BLOCK", 4)
     i = h.make_inputs("odd", F32, S=40, S_kv=300, r=5, size=40, device=device)
     i["k"][:, 1, 100] = NAN
     i["v"][1, :, 290] = INF
-    x = lists_plan.plan_lists(builder, i["k"], i["v"], i["ranges"], None, None, QT, 16)
+    x = tile_lists_plan.plan_lists(builder, i["k"], i["v"], i["ranges"], None, None, QT, 16)
     wild = (~(i["k"].isfinite().all(-1) & i["v"].isfinite().all(-1))).cpu()
     chosen = np.zeros((2, 2, -(-40 // QT) * QT, 19 * 16), bool)
     for b, s, g in np.ndindex(2, 40, 2):

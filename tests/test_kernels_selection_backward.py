@@ -20,10 +20,10 @@ from mhc_inductor.kernels.selection import backward_plan
 from mhc_inductor.reference import selection as reference
 
 if not GPU:
-    from interpreting import mend_dot, mend_sort
+    from interpreter_fixes import fix_dot, fix_sort
 
-    mend_dot()
-    mend_sort()
+    fix_dot()
+    fix_sort()
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Four programs: their runs end inside key tiles, and hold several of them.

@@ -15,9 +15,9 @@ from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.selection import blocks_plan
 
 if not GPU:
-    from interpreting import mend_dot
+    from interpreter_fixes import fix_dot
 
-    mend_dot()
+    fix_dot()
 
 H200 = DeviceProps(132, "cuda", 90)
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -15,10 +15,10 @@ from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.selection import gather_plan
 
 if not GPU:
-    from interpreting import mend_dot, mend_sort
+    from interpreter_fixes import fix_dot, fix_sort
 
-    mend_dot()
-    mend_sort()
+    fix_dot()
+    fix_sort()
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # The interpreter's casts to bf16 and fp16 truncate where a GPU rounds to nearest.

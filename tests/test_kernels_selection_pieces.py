@@ -12,9 +12,9 @@ from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.selection.pieces_plan import plan_pieces
 
 if not GPU:
-    from interpreting import mend_sort
+    from interpreter_fixes import fix_sort
 
-    mend_sort()
+    fix_sort()
 
 I32, I64 = torch.int32, torch.int64
 

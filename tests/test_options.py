@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from unittest import mock
 
-import judges_mhc
 import pytest
+import reference_models_mhc
 import torch
 from torch import nn
 
@@ -18,12 +18,12 @@ from tests.laws import one_process
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        for name, value in judges_mhc.parameters().items():
+        for name, value in reference_models_mhc.parameters().items():
             self.register_parameter(name, nn.Parameter(value.detach()))
-        self.names = tuple(judges_mhc.parameters())
+        self.names = tuple(reference_models_mhc.parameters())
 
     def forward(self, x):
-        return judges_mhc.liger(x, {name: getattr(self, name) for name in self.names})
+        return reference_models_mhc.liger(x, {name: getattr(self, name) for name in self.names})
 
 
 class Stages(nn.Sequential):
@@ -36,7 +36,7 @@ class Stages(nn.Sequential):
 
 
 def streams():
-    return torch.randn(2, 3, judges_mhc.N, judges_mhc.WIDTH)
+    return torch.randn(2, 3, reference_models_mhc.N, reference_models_mhc.WIDTH)
 
 
 @pytest.fixture(autouse=True)
@@ -140,10 +140,10 @@ def test_every_bucket_of_ddp_is_routed(monkeypatch):
     import torch.distributed as dist
 
     # A bucket ends at each of the two wide layers, so that no formula is cut.
-    cap = 4 * 4096 * judges_mhc.WIDTH
+    cap = 4 * 4096 * reference_models_mhc.WIDTH
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", cap)
     one_process()
-    wide = [nn.Linear(*sizes) for sizes in ((judges_mhc.WIDTH, 4096), (4096, judges_mhc.WIDTH))]
+    wide = [nn.Linear(*sizes) for sizes in ((reference_models_mhc.WIDTH, 4096), (4096, reference_models_mhc.WIDTH))]
     model = Stages(Block(), *wide, nn.Tanh(), Block(), Block())
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap / 2**20)
     before = mhc_inductor.counters().get("routed mhc_pre", 0)

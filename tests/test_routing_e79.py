@@ -18,7 +18,7 @@ from torch._higher_order_ops.scan import scan
 
 import mhc_inductor
 from tests.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
-from tests.judges_e79 import DIM, JUDGES, STATE, CoupledCell, Layer
+from tests.reference_models_e79 import DIM, REFERENCE_MODELS, STATE, CoupledCell, Layer
 from tests.spellings_e79 import AXES, MUTATIONS, Loop, Settings, mutants, plain, singles, spellings
 
 CHUNK, RANDOM, SEED = 13, 65, 0
@@ -166,8 +166,8 @@ def test_one_odd_step_in_the_middle_ends_the_scan(mutant: str) -> None:
 # --- reference models in the style of other projects --------------------------------------------------------
 
 
-def _judge(name: str, grad: bool, dtype: torch.dtype = torch.float32) -> tuple[Captured, Captured, Captured]:
-    make, shape, _ = JUDGES[name]
+def _reference_model(name: str, grad: bool, dtype: torch.dtype = torch.float32) -> tuple[Captured, Captured, Captured]:
+    make, shape, _ = REFERENCE_MODELS[name]
     torch.manual_seed(0)
     module, x = make().to(dtype), torch.randn(shape).to(dtype)
     named = list(module.named_parameters())
@@ -177,17 +177,17 @@ def _judge(name: str, grad: bool, dtype: torch.dtype = torch.float32) -> tuple[C
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("name", JUDGES)
+@pytest.mark.parametrize("name", REFERENCE_MODELS)
 def test_reference_models_are_routed_whole(name: str, grad: bool) -> None:
-    got, unrouted, exact = _judge(name, grad)
-    assert dict(got.ops) == {"e79_scan": JUDGES[name][2]}, reasons(got)
+    got, unrouted, exact = _reference_model(name, grad)
+    assert dict(got.ops) == {"e79_scan": REFERENCE_MODELS[name][2]}, reasons(got)
     assert len(got.graphs) == 1 and not got.report.near_misses
     not_worse(name, got, unrouted, exact)
 
 
 @pytest.mark.parametrize("name", ["fixed bias", "input bias", "layer", "batch first, fp32 inside"])
 def test_reference_models_in_bf16(name: str) -> None:
-    got, unrouted, exact = _judge(name, True, torch.bfloat16)
+    got, unrouted, exact = _reference_model(name, True, torch.bfloat16)
     assert dict(got.ops) == {"e79_scan": 1}, reasons(got)
     not_worse(name, got, unrouted, exact)
 
@@ -562,7 +562,7 @@ def counted() -> Any:
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("name", ["fixed bias", "layer", "batch first, fp32 inside"])
 def test_compiled_with_inductor(name: str, mode: str, counted: Callable[[], dict[str, int]]) -> None:
-    make, shape, count = JUDGES[name]
+    make, shape, count = REFERENCE_MODELS[name]
     torch.manual_seed(0)
     module, x = make(), torch.randn(shape)
     named, grad = list(module.named_parameters()), mode == "training"
@@ -594,7 +594,7 @@ def test_a_long_loop_compiles_in_bounded_time(counted: Callable[[], dict[str, in
 def test_explain_names_the_loop(capsys: pytest.CaptureFixture[str]) -> None:
     report = mhc_inductor.explain(CoupledCell("input"), torch.randn(6, 2, DIM))
     (routed,) = report.routed
-    assert routed.op == "e79_scan" and "judges_e79.py" in routed.source
+    assert routed.op == "e79_scan" and "reference_models_e79.py" in routed.source
     assert f"n = {STATE}, 6 steps" in routed.detail
     assert "e79_scan" in capsys.readouterr().out
 

@@ -15,7 +15,7 @@ import mhc_inductor
 import tests.laws as laws
 from mhc_inductor.routing import route
 from tests.capture import Captured, difference, eager, run
-from tests.judges_mhc import ITERS, WIDTH, N, _balanced, around, normed, parameters, sublayer
+from tests.reference_models_mhc import ITERS, WIDTH, N, _balanced, around, normed, parameters, sublayer
 
 ROWS = [N, N, N * N]
 BOTH = {"mhc_pre": 1, "mhc_post": 1}

@@ -20,7 +20,7 @@ from mhc_inductor.routing import route
 from mhc_inductor.routing.operators.selection.profit import Sizes, refusal
 from tests.capture import Captured, difference, eager, evaluate, not_worse, reasons, run
 from tests.helpers_mhc import relative
-from tests.judges_selection import JUDGES
+from tests.reference_models_selection import REFERENCE_MODELS
 from tests.spellings_selection import AXES, KINDS, MUTATIONS, Attention, Settings, mutants, plain, singles, spellings
 
 CHUNK, RANDOM, SEED = 20, 60, 1
@@ -149,17 +149,17 @@ def test_a_mutant_is_not_routed_and_the_report_says_why(start: int) -> None:
 # --- reference models in the style of other projects --------------------------------------------------------
 
 
-def _judge(name: str) -> tuple[Callable[..., Any], tuple[Tensor, ...], Sequence[tuple[str, Tensor]]]:
-    make, given = JUDGES[name]
+def _reference_model(name: str) -> tuple[Callable[..., Any], tuple[Tensor, ...], Sequence[tuple[str, Tensor]]]:
+    make, given = REFERENCE_MODELS[name]
     torch.manual_seed(0)
     fn = make()
     return fn, given, list(fn.named_parameters()) if isinstance(fn, nn.Module) else ()
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("name", JUDGES)
+@pytest.mark.parametrize("name", REFERENCE_MODELS)
 def test_reference_models_are_routed(name: str, grad: bool) -> None:
-    fn, given, named = _judge(name)
+    fn, given, named = _reference_model(name)
     got, unrouted = run(fn, given, named, grad), eager(fn, given, named, grad)
     assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
     assert not got.report.near_misses
@@ -167,13 +167,13 @@ def test_reference_models_are_routed(name: str, grad: bool) -> None:
     assert difference(got, unrouted) < 2e-6
 
 
-@pytest.mark.parametrize("name", JUDGES)
+@pytest.mark.parametrize("name", REFERENCE_MODELS)
 def test_reference_models_in_bf16(name: str) -> None:
     """Compares in bf16: the picks come from the same bf16 scores.
 
     Modules that select by a product of their own may round it differently.
     """
-    make, given = JUDGES[name]
+    make, given = REFERENCE_MODELS[name]
     torch.manual_seed(0)
     fn = make()
     fn = fn.bfloat16() if isinstance(fn, nn.Module) else fn
@@ -186,7 +186,7 @@ def test_reference_models_in_bf16(name: str) -> None:
 @pytest.mark.parametrize("name", ["DeepSeek sparse attention", "packed, no batch", "ranges", "window and blocks"])
 def test_one_graph_serves_other_lengths(name: str) -> None:
     """Checks that one dynamic graph serves all lengths, with as many compiles as without routing."""
-    fn, given, _ = _judge(name)
+    fn, given, _ = _reference_model(name)
     dims = {"DeepSeek sparse attention": (1,), "ranges": (1, None, None, 1), "packed, no batch": (0, 0, 0, 1)}
     at = dims.get(name, (2, 2, 2, 1))
 
@@ -468,7 +468,7 @@ def test_the_rule_for_cuda() -> None:
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("name", ["DeepSeek sparse attention", "selected blocks", "loop over ranges"])
 def test_compiled_with_inductor(name: str, mode: str) -> None:
-    fn, given, named = _judge(name)
+    fn, given, named = _reference_model(name)
     grad = mode == "training"
     torch._dynamo.reset()
     before = mhc_inductor.counters().get("routed selection_attention", 0)
@@ -479,10 +479,10 @@ def test_compiled_with_inductor(name: str, mode: str) -> None:
 
 
 def test_explain_names_the_attention(capsys: pytest.CaptureFixture[str]) -> None:
-    fn, given, _ = _judge("selected blocks")
+    fn, given, _ = _reference_model("selected blocks")
     report = mhc_inductor.explain(fn, *given)
     (routed,) = report.routed
-    assert routed.op == "selection_attention" and "judges_selection.py" in routed.source
+    assert routed.op == "selection_attention" and "reference_models_selection.py" in routed.source
     assert "scaled_dot_product_attention" in routed.source
     assert routed.detail == "2 groups of 2 heads, 4 blocks of 4 keys a query; rows without keys give 0"
     assert "selection_attention" in capsys.readouterr().out

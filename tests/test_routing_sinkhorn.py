@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.capture import Captured, difference, eager, run
-from tests.judges_mhc import ITERS, WIDTH, N, P, around, parameters
+from tests.reference_models_mhc import ITERS, WIDTH, N, P, around, parameters
 
 Factor = Callable[[Tensor, Tensor], Tensor]
 

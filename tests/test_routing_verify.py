@@ -349,9 +349,9 @@ def test_choices_are_compared_by_the_operator(plug: Any) -> None:
 
         def match(self, view: View, node: fx.Node) -> Any:
             found = super().match(view, node)
-            return dataclasses.replace(found, judge=self.judge) if isinstance(found, Match) else found
+            return dataclasses.replace(found, compare=self.compare) if isinstance(found, Match) else found
 
-        def judge(self, theirs: list[Tensor], mine: list[Tensor]) -> float | None:
+        def compare(self, theirs: list[Tensor], mine: list[Tensor]) -> float | None:
             seen.append((theirs[0].shape, mine[0].shape))
             return self.error
 

@@ -13,11 +13,11 @@ from typing import Any
 from . import config
 from .delta import selection_delta, selection_dsink, selection_dsink_parts
 from .dkv import selection_dkv, selection_dkv_count, selection_dkv_fix, selection_dkv_prefix
+from .dkv_few import selection_dkv_few
 from .dq import selection_dq
-from .few import selection_dkv_few
 from .gather_plan import FEW, plan_gather_dq
-from .lists_plan import TileLists, alignment, dot_precision, plan_lists
 from .pieces_plan import Pieces, plan_pieces, power_of_two
+from .tile_lists_plan import TileLists, alignment, dot_precision, plan_lists
 
 DELTA_ROWS = 32
 DSINK_PARTS = 128

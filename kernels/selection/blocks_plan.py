@@ -11,9 +11,9 @@ from typing import Any
 from ..dtypes import without_kernel
 from . import config
 from .blocks import selection_block_scores, selection_block_top
-from .lists_plan import alignment, dot_precision
 from .pieces_plan import power_of_two
 from .plan import MAX_HEADS
+from .tile_lists_plan import alignment, dot_precision
 
 ROWS = 64  # queries x heads per program
 TILES = ((64, 2), (64, 1), (32, 1), (16, 1))  # (compressed keys at a time, stages), the best first

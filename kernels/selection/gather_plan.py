@@ -11,8 +11,8 @@ import dataclasses
 from typing import Any
 
 from .gather import selection_combine, selection_dq_sum, selection_gather, selection_gather_dq
-from .lists_plan import alignment, dot_precision
 from .pieces_plan import Pieces, plan_pieces, power_of_two
+from .tile_lists_plan import alignment, dot_precision
 
 FEW = 64  # ranges per query up to which each program makes them disjoint itself
 MAX_SPLITS = 128

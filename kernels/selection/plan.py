@@ -12,8 +12,8 @@ from ..dtypes import without_kernel
 from . import config
 from .forward import selection_forward
 from .gather_plan import plan_gather
-from .lists_plan import alignment, dot_precision, plan_lists
 from .pieces_plan import MAX_RANGES, power_of_two
+from .tile_lists_plan import alignment, dot_precision, plan_lists
 
 MAX_D = 512
 MAX_HEADS = 64

@@ -23,7 +23,7 @@ from mhc_inductor.routing.graph import expressions as algebra
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import Knowledge, View
-from mhc_inductor.routing.operator import (
+from mhc_inductor.routing.interface import (
     Match,
     Mismatch,
     Miss,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mhc_inductor.routing.operator import Match
+from mhc_inductor.routing.interface import Match
 
 Results = dict[str, Tensor | None]
 
 _FP32 = torch.finfo(torch.float32).eps
 
 
-def judged(
+def compared(
     match: Match, mine: Results, theirs: Results, want: Results, loose: bool, rounded: float
 ) -> tuple[float, str]:
     """Compares the op's results with the formula's, result by result.
 
-    If ``match.judge`` returns an error for the outputs, only that counts.
+    If ``match.compare`` returns an error for the outputs, only that counts.
 
     Args:
         match: the formula and its op.
@@ -31,9 +31,9 @@ def judged(
         The op's largest relative error, and a description of the first result whose error is larger than the formula's
         own error allows, or "".
     """
-    if match.judge is not None:
+    if match.compare is not None:
         outputs = [[t for k, t in r.items() if k.startswith("output") and t is not None] for r in (theirs, mine)]
-        error = match.judge(*outputs)
+        error = match.compare(*outputs)
         if error is not None:
             return error, "" if error == 0 else f"verified on random data, the op's selection is worse than the formula's by {error:.3g}"
     top = max(

@@ -18,15 +18,15 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
+from mhc_inductor.routing.dead_nodes import pure, share_memory, unneeded
 from mhc_inductor.routing.graph.expressions import VIEWS, is_cast
 from mhc_inductor.routing.graph.index import Size, size_of
 from mhc_inductor.routing.graph.run import run_fake
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import GRAD, View
-from mhc_inductor.routing.operator import Match, Mismatch, Verdict
+from mhc_inductor.routing.interface import Match, Mismatch, Verdict
 from mhc_inductor.routing.placement import TRACES, WRITTEN, Place, Placement, node_of
-from mhc_inductor.routing.saved import saved_by
-from mhc_inductor.routing.sweep import pure, share_memory, unneeded
+from mhc_inductor.routing.saved_tensors import saved_by
 
 __all__ = ["Check", "Edit", "Emit", "Pairs", "node_of"]
 

@@ -10,9 +10,9 @@ from torch import fx
 from mhc_inductor.routing.effects import Modes
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Match, Mismatch, Unplaced
+from mhc_inductor.routing.interface import Match, Mismatch, Unplaced
 from mhc_inductor.routing.rounding import check_roundings
-from mhc_inductor.routing.saved import changed_later
+from mhc_inductor.routing.saved_tensors import changed_later
 
 WRITTEN = "a tensor of the formula is written in place before the formula ends"
 TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack")

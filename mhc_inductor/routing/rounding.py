@@ -10,8 +10,8 @@ from torch import fx
 from mhc_inductor.routing.graph.expressions import is_cast
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.graph.views import loses
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.graph.view_maps import loses
+from mhc_inductor.routing.interface import Mismatch
 
 
 def check_roundings(view: View, around: Iterable[fx.Node], region: Iterable[fx.Node]) -> None:

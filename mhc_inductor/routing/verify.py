@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.comparison import Results, judged
-from mhc_inductor.routing.cut import MODES, Cut, Piece
+from mhc_inductor.routing.comparison import Results, compared
 from mhc_inductor.routing.edit import Edit, Pairs, node_of
-from mhc_inductor.routing.exact import PROMOTED, Exact
+from mhc_inductor.routing.extract import MODES, Cut, Piece
+from mhc_inductor.routing.fp64 import PROMOTED, Exact
 from mhc_inductor.routing.graph.values import Value, example, run, tensors_in
-from mhc_inductor.routing.operator import Match, Mismatch, Verdict
+from mhc_inductor.routing.interface import Match, Mismatch, Verdict
 
 _SMALL = {torch.float16: 2.0**-6}
 """Size of the small random numbers, where it is not 1e-3: numbers of this size can be squared without loss."""
@@ -197,7 +197,7 @@ class _Trial:
                 want, note = self._results(self.cut.formula, feed, exact=True), ""
         if want is None:
             want = theirs
-        off, reason = judged(self.match, mine, theirs, want, bool(note), self.rounded)
+        off, reason = compared(self.match, mine, theirs, want, bool(note), self.rounded)
         return off, reason, note
 
     # --- data ---

@@ -18,7 +18,7 @@ import torch
 from mhc_inductor.routing.graph.bounds import DEPTH, Steps, remembered
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Unsupported, Var, size_of, var
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.graph.views import (
+from mhc_inductor.routing.graph.view_maps import (
     CASTS,
     READABLE,
     VIEWS,

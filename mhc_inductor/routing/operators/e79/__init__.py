@@ -11,7 +11,7 @@ from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Match, Mismatch, Miss, contained
+from mhc_inductor.routing.interface import Match, Mismatch, Miss, contained
 from mhc_inductor.routing.operators.e79.emit import Scan, emit, match_of
 from mhc_inductor.routing.operators.e79.loop import OP, Chain, Search
 from mhc_inductor.routing.operators.e79.outputs import without_end

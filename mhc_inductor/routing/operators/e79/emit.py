@@ -16,7 +16,7 @@ from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import ONE
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Match, Mismatch
+from mhc_inductor.routing.interface import Match, Mismatch
 from mhc_inductor.routing.operators.e79.inputs import Inputs, Packing, of_steps
 from mhc_inductor.routing.operators.e79.loop import OP, Chain
 from mhc_inductor.routing.operators.e79.outputs import Outputs, Stack, Uses, check_closed, unasked

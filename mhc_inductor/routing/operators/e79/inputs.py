@@ -14,7 +14,7 @@ from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.e79.lift import Plan, planned
 from mhc_inductor.routing.operators.e79.slots import Held, Slot, places, sequence, side_by_side
 from mhc_inductor.routing.operators.e79.step import Step

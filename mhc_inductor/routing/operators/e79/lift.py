@@ -12,7 +12,7 @@ from torch import fx
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.values import example, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 
 _UNARY = {"float", "to", "type", "half", "bfloat16", "contiguous", "clone", "silu", "sigmoid", "tanh", "relu", "gelu"}
 _BINARY = {"add", "sub", "mul", "truediv", "div"}

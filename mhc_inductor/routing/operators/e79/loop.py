@@ -19,7 +19,7 @@ from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, Values, example, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Mismatch, Miss, contained
+from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.e79.step import Recogniser, Step
 from mhc_inductor.routing.operators.e79.terms import Frame, vector
 from mhc_inductor.routing.operators.e79.update import Ungated, Weak

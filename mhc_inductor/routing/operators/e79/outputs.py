@@ -12,7 +12,7 @@ from torch import fx
 from mhc_inductor.routing.graph.expressions import VIEWS, aten, is_cast, peel, whole
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.e79.lift import Plan, planned
 from mhc_inductor.routing.operators.e79.loop import Chain
 from mhc_inductor.routing.operators.e79.step import Step

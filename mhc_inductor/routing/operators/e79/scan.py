@@ -15,7 +15,7 @@ from mhc_inductor.routing.graph.expressions import Ref, peel, shown, whole
 from mhc_inductor.routing.graph.index import Var, const, var
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Match, Mismatch
+from mhc_inductor.routing.interface import Match, Mismatch
 from mhc_inductor.routing.operators.e79.emit import Pairs, called, doubled, given, initial, trained
 from mhc_inductor.routing.operators.e79.inputs import BIASES, ROLES, Inputs, Packing
 from mhc_inductor.routing.operators.e79.lift import Lifted, lifted

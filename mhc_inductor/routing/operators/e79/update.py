@@ -12,7 +12,7 @@ from mhc_inductor.routing.graph.expressions import (
 )
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.e79.terms import (
     Frame,
     Product,

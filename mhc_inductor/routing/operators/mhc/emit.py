@@ -11,7 +11,7 @@ from torch import fx
 from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.index import Size, product_of
 from mhc_inductor.routing.graph.values import Value, example
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.mixing import streams_last
 from mhc_inductor.routing.operators.mhc.norm import root_of

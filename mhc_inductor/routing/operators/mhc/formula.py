@@ -27,7 +27,7 @@ from mhc_inductor.routing.graph.index import (
     product_of,
 )
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, covers, norm_of
 
 SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)

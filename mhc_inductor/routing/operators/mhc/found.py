@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operator import Match, Mismatch
+from mhc_inductor.routing.interface import Match, Mismatch
 from mhc_inductor.routing.operators.mhc.formula import Affine, Coefficient
 from mhc_inductor.routing.operators.mhc.mixing import Post
 from mhc_inductor.routing.operators.mhc.norm import Norm, root_of

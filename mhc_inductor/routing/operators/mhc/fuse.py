@@ -14,7 +14,7 @@ from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Match
+from mhc_inductor.routing.interface import Match
 from mhc_inductor.routing.operators.kernels import kernels_of
 
 FEW_TOKENS = 256

@@ -20,7 +20,7 @@ from mhc_inductor.routing.graph.expressions import (
 )
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, linear, product_of, var
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.mixing import Post, read, streams_last
 
 SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.stack.default)

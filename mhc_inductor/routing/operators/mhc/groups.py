@@ -13,7 +13,7 @@ from mhc_inductor.routing.graph.expressions import VIEWS, aten, is_cast, whole
 from mhc_inductor.routing.graph.expressions import chain as chain_of
 from mhc_inductor.routing.graph.index import Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc import mixing
 from mhc_inductor.routing.operators.mhc.formula import NOTHING, Affine, Coefficient, square_matrices

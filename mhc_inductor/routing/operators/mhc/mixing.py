@@ -22,7 +22,7 @@ from mhc_inductor.routing.graph.expressions import (
 )
 from mhc_inductor.routing.graph.index import ONE, Atom, Index, Size, Var, const, linear, product_of, var
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import NOTHING
 from mhc_inductor.routing.operators.mhc.norm import Kept, seen_in
 

@@ -10,7 +10,7 @@ from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Match, Miss
+from mhc_inductor.routing.interface import Match, Miss
 from mhc_inductor.routing.operators.kernels import kernels_of
 from mhc_inductor.routing.operators.mhc.emit import Emission
 from mhc_inductor.routing.operators.mhc.found import PostUse, Pre

@@ -15,7 +15,7 @@ from mhc_inductor.routing.graph.expressions import Ref, addends, aten, product, 
 from mhc_inductor.routing.graph.index import DynamicWidth, Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Mismatch, Miss, contained
+from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc.formula import argument_of, square_matrices
 from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn

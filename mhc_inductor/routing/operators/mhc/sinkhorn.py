@@ -16,7 +16,7 @@ from mhc_inductor.routing.graph.expressions import (
 )
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import COLUMNS, ROWS, square_matrices
 from mhc_inductor.routing.operators.mhc.scalings import Scalings
 from mhc_inductor.routing.operators.mhc.sums import (

@@ -10,7 +10,7 @@ from torch import fx
 
 from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.values import Value, example
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import Piece
 from mhc_inductor.routing.operators.mhc.found import Pre
 

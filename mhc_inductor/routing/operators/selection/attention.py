@@ -26,7 +26,7 @@ from mhc_inductor.routing.graph.index import (
 )
 from mhc_inductor.routing.graph.linear import Key, atom, replaced, variables_of
 from mhc_inductor.routing.graph.values import Value, Values
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection import roles
 from mhc_inductor.routing.operators.selection.digits import Cut, cut_at, digits_of, joined, splits
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows

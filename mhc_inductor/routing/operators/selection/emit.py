@@ -15,7 +15,7 @@ from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var, product_of
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.empty import EmptyRows
 from mhc_inductor.routing.operators.selection.found import Found
 from mhc_inductor.routing.operators.selection.layouts import Layouts

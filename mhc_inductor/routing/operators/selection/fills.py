@@ -19,7 +19,7 @@ from mhc_inductor.routing.graph.bounds import remembered
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.elements import (
     ADD,
     MULTIPLY,

@@ -15,7 +15,7 @@ from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY, SHOWN, constant_of, operand
 from mhc_inductor.routing.operators.selection.found import NotOurs
 from mhc_inductor.routing.operators.selection.masks import Masks

@@ -14,7 +14,7 @@ from mhc_inductor.routing.graph.expressions import Ref, aten, whole
 from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value, example
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.elements import ARANGE, FILLS, SHOWN, constant_of
 from mhc_inductor.routing.operators.selection.layouts import Layouts
 

@@ -11,7 +11,7 @@ from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Datum, Floor, Key, Linear, mapped, of_size
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.keys import All, AnyOf, Compare, Given, Literal
 from mhc_inductor.routing.operators.selection.masks import Masks
 

@@ -14,7 +14,7 @@ from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, size_of
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value, example
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 
 
 def layout(ref: Ref, known: set[Var], equal: set[frozenset[Size]]) -> list[tuple[Any, list[Var]]] | None:

@@ -9,7 +9,7 @@ from torch import fx
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Match, Miss
+from mhc_inductor.routing.interface import Match, Miss
 from mhc_inductor.routing.operators.kernels import kernels_of
 from mhc_inductor.routing.operators.selection.emit import emit_attention, inputs_of
 from mhc_inductor.routing.operators.selection.found import OP

@@ -17,7 +17,7 @@ from mhc_inductor.routing.graph.linear import (
     of_size,
     placed,
 )
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of, operand
 from mhc_inductor.routing.operators.selection.fills import LOWEST
 from mhc_inductor.routing.operators.selection.keys import All, AnyOf, Compare, eliminated

@@ -14,7 +14,7 @@ from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, peel, 
 from mhc_inductor.routing.graph.index import Unsupported, Var, var
 from mhc_inductor.routing.graph.linear import Key
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of
 from mhc_inductor.routing.operators.selection.fills import Fills
 from mhc_inductor.routing.operators.selection.found import NotOurs

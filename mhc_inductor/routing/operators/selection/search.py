@@ -13,7 +13,7 @@ from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupporte
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Mismatch, Miss, contained
+from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.selection.attention import Recogniser
 from mhc_inductor.routing.operators.selection.found import OP, Found, NotOurs
 from mhc_inductor.routing.operators.selection.handmade import behind, is_power, masked_softmax, masks_of

@@ -14,7 +14,7 @@ from mhc_inductor.routing.effects import Modes
 from mhc_inductor.routing.graph.run import fresh
 from mhc_inductor.routing.graph.values import example, run, tensors_in
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operator import Mismatch
+from mhc_inductor.routing.interface import Mismatch
 
 
 def saved_by(node: fx.Node, flows: Callable[[fx.Node], bool], modes: Modes) -> tuple[set[fx.Node], set[int]] | None:

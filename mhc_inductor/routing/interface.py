@@ -103,8 +103,8 @@ class Match:
             bools.
         cases: how many sets of data are tried, with ``case`` from 0. Edge cases such as empty rows or ties get sets of
             their own.
-        judge: compares outputs that need not be equal, such as indices of equally good choices:
-            ``judge(outputs of the formula, outputs of the op)`` returns the error, or None for the usual comparison.
+        compare: compares outputs that need not be equal, such as indices of equally good choices:
+            ``compare(outputs of the formula, outputs of the op)`` returns the error, or None for the usual comparison.
     """
 
     op: str
@@ -116,7 +116,7 @@ class Match:
     at: Value | None = None
     sample: Callable[..., torch.Tensor | None] | None = None
     cases: int = 2
-    judge: Callable[[list[torch.Tensor], list[torch.Tensor]], float | None] | None = None
+    compare: Callable[[list[torch.Tensor], list[torch.Tensor]], float | None] | None = None
 
     @property
     def start(self) -> Value:

@@ -13,7 +13,7 @@ from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit, Pairs, node_of
 from mhc_inductor.routing.effects import Modes
 from mhc_inductor.routing.graph.values import Value, example
-from mhc_inductor.routing.operator import Match
+from mhc_inductor.routing.interface import Match
 
 MODES = "mhc_inductor_modes"
 """Key in the meta of a cut node: the modes that it runs in."""

@@ -294,7 +294,7 @@ def _ranges(*lead: int, T: int) -> Tensor:
 
 
 _LOOPED = _ranges(2, 2, 9, 3, T=12)
-JUDGES: dict[str, tuple[Callable[[], Any], tuple[Tensor, ...]]] = {
+REFERENCE_MODELS: dict[str, tuple[Callable[[], Any], tuple[Tensor, ...]]] = {
     "DeepSeek sparse attention": _modules(DeepseekSparse, 24),
     "DeepSeek sparse attention in a library": _modules(DeepseekSparseInLibrary, 24),
     "selected blocks": _modules(SelectedBlocks),

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from . import config
-from .finite import selection_finite
-from .lists import selection_lists
+from .nonfinite import selection_finite
 from .pieces_plan import Pieces, plan_pieces
+from .tile_lists import selection_lists
 
 LIST_BLOCK = 256
 

@@ -364,7 +364,7 @@ def logsumexp_sinkhorn(logits: Tensor, p: P) -> Tensor:
 
 
 BOTH = {"mhc_pre": 1, "mhc_post": 1}
-JUDGES: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
+REFERENCE_MODELS: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
     "liger": (liger, BOTH),
     "aiter": (aiter, BOTH),
     "npu_pre": (npu_pre, {"mhc_pre": 1}),

@@ -240,7 +240,7 @@ class StepByStep(nn.Module):
         return torch.stack(outs)
 
 
-JUDGES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+REFERENCE_MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "no bias": (lambda: CoupledCell("none"), (5, 2, DIM), 1),
     "fixed bias": (lambda: CoupledCell("fixed"), (5, 2, DIM), 1),
     "input bias": (lambda: CoupledCell("input"), (5, 2, DIM), 1),

@@ -12,18 +12,18 @@ from fakecuda import fake_cuda, generated_code, on_a_cpu_build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
-from mhc_inductor.kernels import beside, eager
+from mhc_inductor.kernels import background, eager
 from mhc_inductor.kernels.e79.gluon_forward import e79_forward_gluon
 from mhc_inductor.kernels.launch import DeviceProps, Recorder
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
-START = beside.start
+START = background.start
 CALL = "torch.ops.mhc_inductor.e79_scan.default("
 
 
 @pytest.fixture(autouse=True)
 def nothing_started():
-    with mock.patch.dict(beside.pending, clear=True), mock.patch.object(beside, "_started", set()):
+    with mock.patch.dict(background.pending, clear=True), mock.patch.object(background, "_started", set()):
         yield
 
 
@@ -42,28 +42,28 @@ def test_a_called_ops_kernels_compile_in_the_background(dynamic):
     with (
         fake_cuda(),
         FakeTensorMode(),
-        mock.patch.object(beside, "start", START),
+        mock.patch.object(background, "start", START),
         mock.patch.object(e79_forward_gluon, "_do_compile", wraps=e79_forward_gluon._do_compile) as compiled,
     ):
         assert CALL in _scan(dynamic=dynamic)
-        assert list(beside.pending) == [e79_forward_gluon]
-        assert [f.exception() for f in beside.pending[e79_forward_gluon]] == [None]
-        beside.finish(e79_forward_gluon)
-        assert beside.pending == {}
+        assert list(background.pending) == [e79_forward_gluon]
+        assert [f.exception() for f in background.pending[e79_forward_gluon]] == [None]
+        background.finish(e79_forward_gluon)
+        assert background.pending == {}
         # The kernel that a launch needs is compiled already, for any number of steps.
         for steps in (8, 16):
             kvqm = torch.empty(steps, 2, 64, device="meta")
             recorder = Recorder(DeviceProps(132, "cuda", 90))
             eager.plan_of("e79_scan")(recorder, kvqm, None, None, None, None, 0)
             (launch,) = recorder.launches
-            beside._compile(torch.device("cuda", 0), *launch)
+            background._compile(torch.device("cuda", 0), *launch)
         assert compiled.call_count == 1
 
 
 def test_kernels_that_generated_code_launches_are_left_to_inductors_workers():
-    with fake_cuda(), FakeTensorMode(), mock.patch.object(beside, "start", START):
+    with fake_cuda(), FakeTensorMode(), mock.patch.object(background, "start", START):
         assert CALL not in _scan(steps=1)
-    assert beside.pending == {}
+    assert background.pending == {}
 
 
 def test_a_launch_waits_for_its_kernel_and_survives_its_failure(caplog):
@@ -83,11 +83,11 @@ def test_a_launch_waits_for_its_kernel_and_survives_its_failure(caplog):
     device = torch.device("cpu")
     builder = eager.EagerBuilder(device)
     with mock.patch.object(torch.cuda, "device", mock.MagicMock()):
-        beside.start((kernel, {"x": torch.empty(2)}, {}, 4, 1), device)
-        concurrent.futures.wait(beside.pending[kernel])
+        background.start((kernel, {"x": torch.empty(2)}, {}, 4, 1), device)
+        concurrent.futures.wait(background.pending[kernel])
     with caplog.at_level(logging.DEBUG, "mhc_inductor"):
         builder.launch(kernel, (1, 1, 1), {}, {}, 4, 1)
-    assert kernel.launched == 1 and beside.pending == {}
+    assert kernel.launched == 1 and background.pending == {}
     assert "no such device" in caplog.text
 
 
@@ -100,5 +100,5 @@ def test_a_plan_that_fails_in_the_background_does_not_fail_the_compile(caplog):
         mock.patch.object(eager, "device_props", lambda index: DeviceProps(132, "cuda", 90)),
         caplog.at_level(logging.DEBUG, "mhc_inductor"),
     ):
-        eager.compile_beside("e79_scan", [torch.empty(1, device="meta")], torch.device("cuda", 0))
-    assert "odd hint" in caplog.text and beside.pending == {}
+        eager.compile_in_background("e79_scan", [torch.empty(1, device="meta")], torch.device("cuda", 0))
+    assert "odd hint" in caplog.text and background.pending == {}

@@ -14,7 +14,19 @@ from torch import Tensor
 import mhc_inductor
 from benchmarks import deepseek_model
 from tests.capture import Captured, difference, eager, evaluate, run
-from tests.judges_mhc import EPS, ITERS, JUDGES, REASONS, WIDTH, N, P, around, normed, parameters, sublayer
+from tests.reference_models_mhc import (
+    EPS,
+    ITERS,
+    REASONS,
+    REFERENCE_MODELS,
+    WIDTH,
+    N,
+    P,
+    around,
+    normed,
+    parameters,
+    sublayer,
+)
 
 TINY = deepseek_model.TINY
 LAYERS = TINY.layers
@@ -110,8 +122,8 @@ def test_deepseek_v4_through_inductor() -> None:
     assert difference(got, eager(functools.partial(_logits, model), _ids(), (), False)) < 1e-3
 
 
-def _judge(name: str, dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Tensor, ...], list[tuple[str, Tensor]]]:
-    fn, _ = JUDGES[name]
+def _reference_model(name: str, dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Tensor, ...], list[tuple[str, Tensor]]]:
+    fn, _ = REFERENCE_MODELS[name]
     p = parameters()
     shape = (2, 6, N, N) if "sinkhorn" in name else (2, N, 6, WIDTH) if name == "streams_first" else (2, 6, N, WIDTH)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -120,57 +132,57 @@ def _judge(name: str, dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Ten
 
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "no_grad"])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", list(JUDGES))
+@pytest.mark.parametrize("name", list(REFERENCE_MODELS))
 def test_formulas_of_other_projects_are_routed(name: str, dynamic: bool, grad: bool) -> None:
-    fn, inputs, named = _judge(name, torch.float32)
+    fn, inputs, named = _reference_model(name, torch.float32)
     tokens = [d for d in (0, 1, 2) if inputs[0].shape[d] in (2, 6)]
     got = run(fn, inputs, named, grad, dynamic=None, symbolic=tokens if dynamic else ())
     plain = eager(fn, inputs, named, grad)
-    assert dict(got.ops) == JUDGES[name][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
+    assert dict(got.ops) == REFERENCE_MODELS[name][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
     _assert_gradients(got, plain)
     assert difference(got, plain) < 1e-4
 
 
-@pytest.mark.parametrize("name", list(JUDGES))
+@pytest.mark.parametrize("name", list(REFERENCE_MODELS))
 def test_formulas_of_other_projects_are_routed_for_one_token(name: str) -> None:
     """Runs a single token, as in decoding, where a token's vectors have the shapes of weights."""
-    fn, (x,), named = _judge(name, torch.float32)
+    fn, (x,), named = _reference_model(name, torch.float32)
     inputs = (x[:1, :, :1] if name == "streams_first" else x[:1, :1],)
     for grad in (True, False):
         got, plain = run(fn, inputs, named, grad), eager(fn, inputs, named, grad)
-        assert dict(got.ops) == JUDGES[name][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
+        assert dict(got.ops) == REFERENCE_MODELS[name][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
         _assert_gradients(got, plain)
         assert difference(got, plain) < 1e-4
 
 
 def test_one_token_sliced_from_more() -> None:
-    fn, inputs, named = _judge("paper", torch.float32)
+    fn, inputs, named = _reference_model("paper", torch.float32)
     got, plain = (how(lambda x: fn(x[:1, :1]), inputs, named) for how in (run, eager))
-    assert dict(got.ops) == JUDGES["paper"][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
+    assert dict(got.ops) == REFERENCE_MODELS["paper"][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
     _assert_gradients(got, plain)
     assert difference(got, plain) < 1e-4
 
 
-@pytest.mark.parametrize("name", [name for name in JUDGES if "sinkhorn" not in name])
+@pytest.mark.parametrize("name", [name for name in REFERENCE_MODELS if "sinkhorn" not in name])
 def test_formulas_of_other_projects_are_routed_in_bf16(name: str) -> None:
-    fn, inputs, named = _judge(name, torch.bfloat16)
+    fn, inputs, named = _reference_model(name, torch.bfloat16)
     got, plain = run(fn, inputs, named), eager(fn, inputs, named)
-    assert dict(got.ops) == JUDGES[name][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
+    assert dict(got.ops) == REFERENCE_MODELS[name][1], [f"{m.op}: {m.reason}" for m in got.report.near_misses]
     _assert_gradients(got, plain)
     assert difference(got, plain) < 2e-2
 
 
 def test_sinkhorn_iterations_of_the_transpose_are_counted() -> None:
     """Checks that columns-first iterations of the transposed logits are all in one op."""
-    fn, inputs, named = _judge("hyper_connections_sinkhorn", torch.float32)
+    fn, inputs, named = _reference_model("hyper_connections_sinkhorn", torch.float32)
     got = run(fn, inputs, named)
     calls = [n.args[1:] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)]
     assert [(c[0], c[2]) for c in calls] == [(ITERS, "exp")]
 
 
-@pytest.mark.parametrize("name", list(JUDGES))
+@pytest.mark.parametrize("name", list(REFERENCE_MODELS))
 def test_the_report_says_what_differs(name: str) -> None:
-    fn, inputs, named = _judge(name, torch.float32)
+    fn, inputs, named = _reference_model(name, torch.float32)
     report = run(fn, inputs, named).report
     said = [f"{m.op}: {m.reason}" for m in report.near_misses]
     assert said[:1] == REASONS.get(name, []) and not report.problems
@@ -205,7 +217,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", list(VARIANTS))
 def test_weights_in_another_order_or_left_out(name: str, dtype: torch.dtype) -> None:
     """Checks that the op's phi, alpha and bias are assembled from the model's, with constants for missing ones."""
-    _, inputs, named = _judge("paper", dtype)
+    _, inputs, named = _reference_model("paper", dtype)
     fn = functools.partial(_formula, p=dict(named), **VARIANTS[name])
     got, plain = run(fn, inputs, named), eager(fn, inputs, named)
     assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, [f"{m.op}: {m.reason}" for m in got.report.near_misses]
@@ -215,7 +227,7 @@ def test_weights_in_another_order_or_left_out(name: str, dtype: torch.dtype) -> 
 
 def test_weights_that_are_computed_after_the_projection() -> None:
     """Computes alpha and bias after the projection: the op must be placed after all its inputs."""
-    _, inputs, named = _judge("paper", torch.float32)
+    _, inputs, named = _reference_model("paper", torch.float32)
 
     def fn(x: Tensor) -> Tensor:
         p = dict(named)
@@ -237,7 +249,7 @@ NORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", list(NORMS))
 def test_other_spellings_of_the_norm(name: str) -> None:
-    _, inputs, named = _judge("paper", torch.float32)
+    _, inputs, named = _reference_model("paper", torch.float32)
     p = dict(named)
 
     def fn(x: Tensor) -> Tensor:
@@ -252,7 +264,7 @@ def test_other_spellings_of_the_norm(name: str) -> None:
 @pytest.mark.parametrize("tokens", [6, N, 1])
 def test_streams_in_another_dim_than_the_last_but_one(tokens: int) -> None:
     """Tests as many tokens as streams, and a single token, which could confuse the dims."""
-    fn, _, named = _judge("streams_first", torch.float32)
+    fn, _, named = _reference_model("streams_first", torch.float32)
     x = torch.randn(2, N, tokens, WIDTH, generator=torch.Generator().manual_seed(3))
     got, plain = run(fn, (x,), named), eager(fn, (x,), named)
     assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, [f"{m.op}: {m.reason}" for m in got.report.near_misses]
@@ -277,7 +289,7 @@ def _turned(x: Tensor, p: P, inside: bool = False) -> Tensor:
 
 
 def test_transposed_logits_are_balanced_by_an_op_of_their_own() -> None:
-    _, inputs, named = _judge("paper", torch.float32)
+    _, inputs, named = _reference_model("paper", torch.float32)
     fn = functools.partial(_turned, p=dict(named))
     got, plain = run(fn, inputs, named), eager(fn, inputs, named)
     assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1}
@@ -287,7 +299,7 @@ def test_transposed_logits_are_balanced_by_an_op_of_their_own() -> None:
 
 def test_an_alpha_of_the_bias_is_reported() -> None:
     """Tests ``alpha * Linear(x)`` with a bias: the iterations are routed, the rest is a near miss."""
-    _, inputs, named = _judge("paper", torch.float32)
+    _, inputs, named = _reference_model("paper", torch.float32)
     fn = functools.partial(_turned, p=dict(named), inside=True)
     got = run(fn, inputs, named)
     assert dict(got.ops) == {"mhc_sinkhorn": 1} and difference(got, eager(fn, inputs, named)) < 1e-4
@@ -306,7 +318,7 @@ def _balanced_in_place(logits: Tensor, p: P) -> Tensor:
 
 def test_iterations_in_place() -> None:
     """Divides in place, as ports of the paper do in inference."""
-    _, inputs, named = _judge("log_domain_sinkhorn", torch.float32)
+    _, inputs, named = _reference_model("log_domain_sinkhorn", torch.float32)
     fn = functools.partial(_balanced_in_place, p=dict(named))
     got, plain = run(fn, inputs, named, False), eager(fn, inputs, named, False)
     assert dict(got.ops) == {"mhc_sinkhorn": 1} and difference(got, plain) < 1e-4
@@ -323,7 +335,7 @@ def _kept(logits: Tensor, p: P) -> tuple[Tensor, Tensor]:
 
 
 def test_a_matrix_that_is_seen_again_stays_in_place() -> None:
-    _, inputs, named = _judge("log_domain_sinkhorn", torch.float32)
+    _, inputs, named = _reference_model("log_domain_sinkhorn", torch.float32)
     fn = functools.partial(_kept, p=dict(named))
     got, plain = run(fn, inputs, named, False), eager(fn, inputs, named, False)
     assert difference(got, plain) < 1e-6
@@ -353,7 +365,7 @@ def test_what_a_transform_differentiates_is_left_alone(transform: str, caplog: p
 
     The op has no forward-mode derivative, and tensors inside belong to the transform's level.
     """
-    fn, inputs, named = _judge("paper", torch.float32)
+    fn, inputs, named = _reference_model("paper", torch.float32)
 
     def step(x: Tensor) -> Tensor:
         inner = x.detach()
@@ -363,6 +375,6 @@ def test_what_a_transform_differentiates_is_left_alone(transform: str, caplog: p
 
     with caplog.at_level("INFO", "mhc_inductor"):
         got, plain = run(step, inputs, named, False), eager(step, inputs, named, False)
-    assert dict(got.ops) == JUDGES["paper"][1] and not got.report.problems
+    assert dict(got.ops) == REFERENCE_MODELS["paper"][1] and not got.report.problems
     assert "torch.func.grad or jvp" in caplog.text
     assert difference(got, plain) < 1e-4

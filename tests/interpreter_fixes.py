@@ -24,12 +24,12 @@ def _dot(builder, a, b, acc, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)
 
 
-def mend_dot() -> None:
+def fix_dot() -> None:
     """Fixes tl.dot of bf16: the interpreter stores bf16 as raw 16-bit integers and multiplies those."""
     interpreter.InterpreterBuilder.create_dot = _dot
 
 
-def mend_sort() -> None:
+def fix_sort() -> None:
     """Speeds up tl.sort: its xor sums run element by element in Python."""
     by_element = interpreter.ReduceOps.apply_impl
 
@@ -58,7 +58,7 @@ def _rounding_cast(builder, src, dst_type):
     return interpreter.TensorHandle(rounded, tl.bfloat16)
 
 
-def mend_rounding() -> None:
+def fix_rounding() -> None:
     """Fixes the cast from fp32 to bf16: the interpreter truncates where a GPU rounds to nearest."""
     interpreter.InterpreterBuilder.cast_impl = _rounding_cast
     interpreter.InterpreterBuilder.create_fp_trunc = _rounding_cast
@@ -112,7 +112,7 @@ def _tensor_of_known_size(self: tl.tensor, handle: Any, type: tl.dtype) -> None:
     vars(self).update(_sizes[key], handle=handle, type=type, dtype=type.scalar)
 
 
-def mend_speed() -> None:
+def speed_up() -> None:
     """Halves the interpreter's time without changing results.
 
     A launch patches triton.language, and each call of a device function patches it again; each value of a kernel builds
@@ -137,7 +137,7 @@ def _masked(plain: Any, at: int) -> Any:
     return run
 
 
-def mend_masks() -> None:
+def fix_masks() -> None:
     """Fixes masks in Triton 3.9: the ``&`` of a block's and a number's comparison is an integer, refused as a mask."""
     builder = interpreter.InterpreterBuilder
     builder.create_masked_load = _masked(builder.create_masked_load, 1)
