@@ -1,4 +1,4 @@
-"""The formulas that the pass knows, one folder an operator. Those listed here run, in this order."""
+"""Registers the operators of the routing pass, one folder per operator, in the order in which they run."""
 
 from mhc_inductor.routing.interface import register
 from mhc_inductor.routing.operators.e79 import E79Scan

@@ -1,4 +1,4 @@
-"""The kernels that each op launches, for reports."""
+"""Names of the kernels that each op launches, for reports."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "mhc_head": _PRE,
     "mhc_post_pre": _POST_PRE,
     "mhc_post_head": _POST_PRE,
-    # Where Gluon does not run, e79_forward and e79_backward.
+    # Where Gluon does not run, the op launches e79_forward and e79_backward instead of the Gluon kernels.
     "e79_scan": ("e79_forward_gluon", "e79_backward_gluon", "e79_finish", "e79_bias_sum"),
-    # With few queries, or many ranges a query, selection_gather, selection_combine and selection_gather_dq.
+    # With few queries or many ranges per query, the op launches selection_gather, selection_combine and
+    # selection_gather_dq.
     "selection_attention": (
         *("selection_pieces", "selection_finite", "selection_lists", "selection_forward"),
         *("selection_delta", "selection_dq"),
         *("selection_dkv_count", "selection_dkv_prefix", "selection_dkv", "selection_dkv_fix"),
     ),
 }
-"""The kernels that an op launches on a GPU: those of its forward, then those that only its backward launches."""
+"""The kernels that each op launches on a GPU: those of its forward, then those that only its backward launches."""
 
 REFERENCE = ("reference formula, fused by Inductor",)
 _LOOP = ("loop over time; fused by Inductor without gradients",)
 
 
 def kernels_of(op: str, device_type: str) -> tuple[str, ...]:
-    """Returns what ``op`` runs on a device of this type: names of kernels on a GPU, elsewhere a word for the formula."""
+    """Returns what ``op`` runs on a type of device: kernel names on a GPU, elsewhere a description of the formula."""
     if device_type == "cuda" and op in KERNELS:
         return KERNELS[op]
     return _LOOP if op == "e79_scan" else REFERENCE

@@ -1,4 +1,4 @@
-"""E79, the coupled memory-modulation matrix recurrence: loops over time and higher-order scans become one op."""
+"""Routing of E79 (coupled memory-modulation matrix recurrence): time loops and higher-order scans become one op."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _BODY_VIEWS = "the inputs of the body cannot be followed through their views"
 
 
 class E79Scan:
-    """Looks at a whole graph at once: where one step ends and the next begins shows in the graph only."""
+    """Routes the E79 recurrences of one graph.
+
+    The whole graph is searched at once, because only the graph shows where one step ends and the next begins.
+    """
 
     name = OP
     kernels = staticmethod(kernels_of)
@@ -36,7 +39,7 @@ class E79Scan:
         self.found: dict[fx.Node, list[Found]] = {}
 
     def candidates(self, view: View) -> Iterable[fx.Node]:
-        """Returns the nodes of scans, chains of steps and what resembles them."""
+        """Returns the nodes of scans, of chains of steps, of near misses and of ops that the model calls itself."""
         self.view, self.found = view, {}
         for node in view.nodes:
             if node.target is torch.ops.mhc_inductor.e79_scan.default:
@@ -56,15 +59,15 @@ class E79Scan:
         return self.found
 
     def match(self, view: View, node: fx.Node) -> Iterable[Found]:
-        """Returns what was found at ``node``."""
+        """Returns the matches, near misses and ops called by the model at ``node``."""
         return self.found[node]
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
-        """Puts the op in."""
+        """Emits the op of one match and returns each replaced value with its new node."""
         return emit_scan(edit, match) if isinstance(match.data, Body) else emit(edit, match)
 
     def smaller(self, match: Match) -> list[Match]:
-        """Returns scans of single steps: what a step gives, a later one may take in."""
+        """Returns one match per step, for loops where a later step's input depends on an earlier step's result."""
         scan = match.data
         if not isinstance(scan, Scan) or len(scan.chain.steps) < 2:
             return []

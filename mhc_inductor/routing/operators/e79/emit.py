@@ -1,4 +1,4 @@
-"""A chain of E79's steps as one call of the op."""
+"""Replaces a chain of E79's steps with one call of the op."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Pairs = list[tuple[Value, fx.Node]]
 
 @dataclasses.dataclass
 class Scan:
-    """What a chain reads and gives."""
+    """The inputs, outputs and initial states of a chain of steps."""
 
     chain: Chain
     inputs: Inputs
     outputs: Outputs
     states: dict[str, fx.Node | None]
-    """S and M before the first step; None for zeros."""
+    """The initial states by name, S and M; None for zeros."""
 
 
 def match_of(view: View, one: Chain) -> Match:
-    """Returns the match of a chain. Raises Mismatch where the steps are no scan."""
+    """Returns the match of a chain. Raises Mismatch where its steps cannot become a scan."""
     known, first = one.recogniser.known, one.steps[0]
     inputs, outputs = of_steps(view, one.frame, one.steps), Uses(view, one).find()
     states = {}
@@ -60,7 +60,7 @@ def match_of(view: View, one: Chain) -> Match:
 
 
 def emit(edit: Edit, match: Match) -> Pairs:
-    """Puts the op in. Returns what it gives with what takes each place."""
+    """Emits the op of a chain and returns each replaced value with its new node."""
     scan: Scan = match.data
     values, frame = edit.view.values, scan.chain.frame
     needs = trained(edit, match)
@@ -77,13 +77,13 @@ def emit(edit: Edit, match: Match) -> Pairs:
 
 
 def trained(edit: Edit, match: Match) -> bool:
-    """Returns whether gradients may be asked of what the op reads."""
+    """Checks whether an input of the op may need a gradient."""
     grad = edit.place is not None and edit.place.modes.grad
     return grad and any(edit.needs_grad(edit.input(v)) for v in match.inputs)
 
 
 def called(edit: Edit, inputs: tuple[fx.Node | None, ...], n: int, steps: Any, needs: bool) -> fx.Node:
-    """Returns the call of the op, which keeps checkpoints where gradients are needed."""
+    """Emits the call of the op and returns its node. The op keeps checkpoints of the states only for gradients."""
     assert inputs[0] is not None
     batch = compat.hint(example(inputs[0]).shape[1])
     segment = segment_length(n, batch, steps) if needs else 0
@@ -91,18 +91,18 @@ def called(edit: Edit, inputs: tuple[fx.Node | None, ...], n: int, steps: Any, n
 
 
 def doubled(edit: Edit, kvqm: fx.Node, states: Any) -> fx.Node:
-    """Returns ``kvqm`` in fp64 where the model's states are: the op's are in fp32 otherwise."""
+    """Returns ``kvqm`` in fp64 where the model's states are fp64; otherwise the op keeps its states in fp32."""
     wide = any(example(state).dtype is torch.float64 for state in states)
     return edit.to(kvqm, torch.float64) if wide else kvqm
 
 
 def given(view: View, value: Value, node: fx.Node) -> fx.Node | None:
-    """Returns an initial state; None for zeros, which the op starts from by itself."""
+    """Returns the node of an initial state; None for zeros without gradients, the op's default."""
     return None if zero(value) and not view.needs_grad[node] else node
 
 
 def initial(edit: Edit, node: fx.Node | None, frame: Frame) -> fx.Node | None:
-    """Returns an initial state as the op takes it."""
+    """Returns an initial state as ``[B, n, n]``, or None."""
     if node is None:
         return None
     real = edit.current(node)
@@ -110,7 +110,7 @@ def initial(edit: Edit, node: fx.Node | None, frame: Frame) -> fx.Node | None:
 
 
 def results(edit: Edit, call: fx.Node, scan: Scan) -> Pairs:
-    """Returns the chain's outputs with what the op gives in their place."""
+    """Returns each output of the chain with the node that takes its place."""
     values, outputs, pairs = edit.view.values, scan.outputs, Pairs()
     if outputs.stacks or outputs.alone:
         out = edit.emit(operator.getitem, call, 0)
@@ -126,7 +126,7 @@ def results(edit: Edit, call: fx.Node, scan: Scan) -> Pairs:
 
 
 def computed(edit: Edit, out: fx.Node, stack: Stack, one: Chain) -> fx.Node:
-    """Returns the stack of what each step computed from its output, from all of them."""
+    """Returns the stack of what each step computes from its output, computed from all outputs at once."""
     first = one.steps[0].out_node
     assert first is not None and stack.plan is not None
     piece = example(first)
@@ -136,7 +136,7 @@ def computed(edit: Edit, out: fx.Node, stack: Stack, one: Chain) -> fx.Node:
 
 
 def stacked(edit: Edit, out: fx.Node, stack: Stack, node: fx.Node) -> fx.Node:
-    """Returns the op's output ``[T, B, n]`` with the dimensions of ``node``, which stacks each step's."""
+    """Returns the op's output ``[T, B, n]`` with the dimensions of ``node``, which stacks the steps' outputs."""
     wanted, dim = list(example(node).shape), stack.dim
     inner = wanted[:dim] + wanted[dim + 1 :]
     value = edit.view.value(node)
@@ -147,7 +147,7 @@ def stacked(edit: Edit, out: fx.Node, stack: Stack, node: fx.Node) -> fx.Node:
 
 
 def _size(out: fx.Node, size: Any) -> Any:
-    """A size of a piece as a number, or as the dynamic size that the op's output has."""
+    """Returns a size of a piece as a number, or as the dynamic size in the shape of the op's output."""
     if not size.symbols:
         return size.factor
     return next((s for s in example(out).shape if not isinstance(s, int)), None)

@@ -1,4 +1,4 @@
-"""The inputs of E79's steps as the tensors of the op: kvqm ``[T, B, 4n]`` and the biases, without copies where they are."""
+"""Builds the op's tensors from the inputs of E79's steps: kvqm ``[T, B, 4n]`` and the biases, if possible as views."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from mhc_inductor.routing.operators.e79.terms import Frame, Leaf
 ROLES = ("k", "v", "q", "m")
 BIASES = ("b_s", "b_m")
 Listed = list[tuple[Value, Slot]]
-"""A tensor of its own for the vector of each step."""
+"""A separate tensor per step, with the place of the step's vector in it."""
 
 
 @dataclasses.dataclass
 class Inputs:
-    """Where k, v, q, m and the biases of all steps lie; None for what there is not."""
+    """Where k, v, q, m and the biases of all steps are stored, by name; None for an absent one."""
 
     frame: Frame
     roles: dict[str, Held | Listed | None]
     count: int | None
-    """How many steps there are; None where a tensor's size says it."""
+    """The number of steps; None where the size of a tensor gives it."""
     plans: dict[str, Plan] = dataclasses.field(default_factory=dict)
-    """How the listed vectors of a role are computed all at once."""
+    """How to compute the listed vectors of a role for all steps at once."""
 
     @property
     def sources(self) -> list[fx.Node]:
-        """The nodes that are read."""
+        """The nodes that the op's inputs are built from."""
         found: list[fx.Node] = []
         for name, held in self.roles.items():
             if isinstance(held, Held):
@@ -50,7 +50,10 @@ class Inputs:
 
     @property
     def together(self) -> str | None:
-        """How one tensor holds k, v, q and m side by side: "last" or "apart" (a dimension of 4), None where none does."""
+        """How one tensor holds k, v, q and m side by side, or None.
+
+        "last": concatenated along the vectors' dimension; "apart": along a dimension of size 4 of their own.
+        """
         held, n = [self.roles[r] for r in ROLES], self.frame.n
         one = [h for h in held if isinstance(h, Held)]
         if len(one) == len(ROLES):
@@ -69,7 +72,7 @@ class Inputs:
 
 
 def of_steps(view: View, frame: Frame, steps: Sequence[Step]) -> Inputs:
-    """Returns where the vectors of an unrolled loop's steps lie. Raises Mismatch."""
+    """Returns where the vectors of an unrolled loop's steps are stored. Raises Mismatch."""
     inputs = Inputs(frame, {}, len(steps))
     for name in (*ROLES, *BIASES):
         leaves = [s.leaves[name] for s in steps]
@@ -77,7 +80,7 @@ def of_steps(view: View, frame: Frame, steps: Sequence[Step]) -> Inputs:
         if not known:
             inputs.roles[name] = None
             continue
-        # q of a step whose output nobody reads: any vector will do.
+        # A step whose output nothing reads has no q: any vector will do.
         filled = [leaf or known[0] for leaf in leaves]
         held = inputs.roles[name] = sequence(filled, frame) or [_single(leaf, frame, name) for leaf in filled]
         if isinstance(held, list) and len(held) > 1 and len({at for _, at in held}) == 1:
@@ -95,7 +98,7 @@ def _single(leaf: Leaf, frame: Frame, name: str) -> tuple[Value, Slot]:
 
 
 class Packing:
-    """Emits the op's tensors. ``unasked``: (role, step) of vectors that no gradient comes back to."""
+    """Emits the op's input tensors. ``unasked``: (role, step) of the vectors that no gradient comes back to."""
 
     def __init__(self, edit: Edit, inputs: Inputs, unasked: Collection[tuple[str, int]] = ()) -> None:
         self.edit = edit
@@ -104,7 +107,7 @@ class Packing:
         self.unasked = unasked
 
     def emit(self) -> tuple[fx.Node, fx.Node | None, fx.Node | None]:
-        """Returns kvqm and the biases."""
+        """Returns kvqm, b_s and b_m; a bias that is absent is None."""
         together, edit = self.inputs.together, self.edit
         if together is not None:
             kvqm = self._tensor("k", together)
@@ -131,13 +134,13 @@ class Packing:
         return self._reached(self._tensor(name, None), name)
 
     def _reached(self, node: fx.Node, name: str, step: int | None = None) -> fx.Node:
-        """``node``, detached where no gradient comes back to it: its leaves have none then, and not zeros."""
+        """Returns ``node``, detached where no gradient comes back to it: its leaves then get None and not zeros."""
         steps = range(self.inputs.count or 1) if step is None else [step]
         unasked = all((name, t) in self.unasked for t in steps) and self.edit.needs_grad(node)
         return self.edit.emit("detach", node) if unasked else node
 
     def _tensor(self, name: str, together: str | None) -> fx.Node:
-        """[T, B, n], or [T, B, 4n]."""
+        """Returns a role as [T, B, n] or, with ``together``, k, v, q and m as [T, B, 4n]."""
         held = self.inputs.roles[name]
         if isinstance(held, list):
             return self._listed(name, held, together)
@@ -153,7 +156,7 @@ class Packing:
         return self._flat(node, together)
 
     def _times(self, node: fx.Node, held: Held) -> tuple[fx.Node, tuple[Any, ...], int | None]:
-        """The tensor with a dimension of time of its own, what its dimensions are, and which is time."""
+        """Returns the tensor with a time dimension of its own, the meaning of its dimensions, and which one is time."""
         dims, time = held.slot.dims, held.time
         if time is None or dims[time][0] not in ("rows", "columns"):
             return node, dims, time
@@ -163,7 +166,7 @@ class Packing:
         return node, (*dims[:time], *pair, *dims[time + 1 :]), time + (not rows)
 
     def _window(self, node: fx.Node, held: Held, time: int) -> fx.Node:
-        """The steps of the loop, in their order."""
+        """Returns the part of a tensor that holds the steps of the loop, in their order."""
         count = self.inputs.count or 1
         low = min(held.start, held.start + held.stride * (count - 1))
         stop = low + abs(held.stride) * (count - 1) + 1
@@ -174,7 +177,7 @@ class Packing:
         return self.edit.emit("flip", node, time) if held.stride < 0 else node
 
     def _steps(self) -> Any:
-        """The number of steps, as something to put into the graph."""
+        """Returns the number of steps as an int or a node. Raises Mismatch."""
         if self.inputs.count is not None:
             return self.inputs.count
         for held in self.inputs.roles.values():
@@ -185,7 +188,7 @@ class Packing:
         raise Mismatch("none of the step's vectors changes from step to step")
 
     def _listed(self, name: str, held: Listed, together: str | None) -> fx.Node:
-        """The vectors of steps that no tensor holds: computed all at once where that can be said, else stacked."""
+        """Returns vectors that no single tensor holds: computed for all steps at once where possible, else stacked."""
         plan, edit = self.inputs.plans.get(name), self.edit
         if plan is not None:
             whole = plan.emit(edit, tuple(node_of(v) for v, _ in held))
@@ -199,7 +202,7 @@ class Packing:
         return self._flat(edit.emit(torch.stack, stacked), together)
 
     def _batch_size(self, held: Held) -> Any:
-        """The batch size, as something to put into the graph."""
+        """Returns the batch size as an int or a node. Raises Mismatch."""
         size, view = self.frame.lead[0].size, self.edit.view
         if not size.symbols:
             return size.factor
@@ -210,7 +213,7 @@ class Packing:
         raise Mismatch("the batch size is dynamic and no input has it", held.value)
 
     def _pick(self, node: fx.Node, at: Slot, time: int | None, together: str | None) -> fx.Node:
-        """Only what the vector is of: other constants selected, the elements sliced."""
+        """Returns the part of ``node`` that holds the vector: indexes constant dimensions and slices the elements."""
         n, picks = self.frame.n, list[Any]()
         apart = _apart(at, time) if together == "apart" else -1
         for d, (kind, c) in enumerate(at.dims):
@@ -225,7 +228,7 @@ class Packing:
         return self.edit.emit(operator.getitem, node, tuple(picks)) if picks else node
 
     def _batched(self, node: fx.Node, at: Slot, time: int | None) -> fx.Node:
-        """[time,] lead..., [4,] n: dimensions in this order, missing ones spread out."""
+        """Returns ``node`` with the dimensions [time,] lead..., [4,] n in this order; missing ones are expanded."""
         left = [(d, kind, c) for d, (kind, c) in enumerate(at.dims) if kind != "const" or d == time]
         if len(example(node).shape) > len(left):
             left = sorted([*left, (_apart(at, time), "four", 0)])
@@ -254,7 +257,7 @@ class Packing:
         return self.edit.emit("expand", node, *sizes)
 
     def _flat(self, node: fx.Node, together: str | None) -> fx.Node:
-        """[T, lead..., (4,) n] as [T, B, n] or [T, B, 4n]."""
+        """Returns [T, lead..., (4,) n] as [T, B, n] or [T, B, 4n]."""
         lead = len(self.frame.lead)
         if together == "apart":
             node = self.edit.emit("flatten", node, -2, -1)
@@ -264,5 +267,5 @@ class Packing:
 
 
 def _apart(at: Slot, time: int | None) -> int:
-    """The dimension of 4 that tells k, v, q and m apart: the last constant one that is not time."""
+    """Returns the dimension of size 4 that separates k, v, q and m: the last constant one that is not time."""
     return max((d for d, (kind, _) in enumerate(at.dims) if kind == "const" and d != time), default=-1)

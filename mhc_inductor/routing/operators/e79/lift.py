@@ -1,4 +1,4 @@
-"""One call over all steps in the place of a call that each step makes: projections and slices inside a loop."""
+"""Replaces a call that each step of a loop makes, such as a projection or a slice, with one call over all steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _TUPLES = {"chunk", "split", "unbind"}
 
 
 class Lifted(NamedTuple):
-    """A node that holds a value of every step, along a first dimension, or (not ``batched``) the same of all."""
+    """A node that holds the values of all steps along its first dimension or, if not ``batched``, one value for all."""
 
     node: fx.Node
     batched: bool
 
 
 def lifted(edit: Edit, node: fx.Node, inputs: Mapping[fx.Node, Lifted]) -> Lifted:
-    """Returns what ``node`` computes, over all steps, from its ``inputs`` over all steps. Raises Mismatch."""
+    """Emits the computation of ``node`` over all steps, from its ``inputs`` over all steps. Raises Mismatch."""
     args, kwargs = node.args, dict(node.kwargs)
     batched = [a for a in node.all_input_nodes if inputs[a].batched]
     if batched:
@@ -38,13 +38,16 @@ def lifted(edit: Edit, node: fx.Node, inputs: Mapping[fx.Node, Lifted]) -> Lifte
 
 
 def arguments(view: View, node: fx.Node, kwargs: dict[str, Any], batched: Sequence[fx.Node]) -> tuple[Any, ...]:
-    """Returns the arguments of ``node`` where its ``batched`` inputs have all steps first; changes ``kwargs`` likewise."""
+    """Returns the arguments of ``node`` for ``batched`` inputs that have the steps as a new first dimension.
+
+    Changes ``kwargs`` accordingly. Raises Mismatch where the call cannot run over all steps.
+    """
     name, args = name_of(node), node.args
     first, rest = args[0], args[1:]
     alone = list(batched) == [first]
     if alone and name in _UNARY and not any(isinstance(a, fx.Node) for a in rest):
         return args
-    # Broadcasting counts dimensions from the last one: the first may be missing of what all steps share only.
+    # Broadcasting aligns the last dimensions, so only inputs that all steps share may have a lower rank.
     if name in _BINARY and not kwargs and all(_rank(a) == _rank(node) for a in batched):
         return args
     product = name in ("matmul", "__matmul__") and bool(rest) and _rank(rest[0]) == 2
@@ -82,9 +85,9 @@ Make = Callable[[Edit, dict[Row, Lifted]], Lifted]
 
 
 class Plan:
-    """The same computation of every step as one of all steps: what it reads, and how to emit it.
+    """One computation over all steps in place of the same one in each step: what it reads, and how to emit it.
 
-    ``given``: nodes, one a step, that the emitter holds in one tensor already.
+    ``given`` are nodes, one per step, whose values the emitter already has in one tensor.
     """
 
     def __init__(self, view: View, given: Row = ()) -> None:
@@ -95,7 +98,7 @@ class Plan:
         self._batched: dict[Row, bool] = {}
 
     def add(self, row: Row) -> bool:
-        """Plans for one node of each step. Returns whether they are the same computation. Raises Mismatch."""
+        """Adds a row of nodes, one per step. Returns whether they are the same computation. Raises Mismatch."""
         if row in self._made:
             return True
         if row == self.given:
@@ -134,15 +137,15 @@ class Plan:
         self._made[row], self._batched[row] = make, batched
 
     def batched(self, row: Row) -> bool:
-        """Returns whether the nodes of ``row`` differ from step to step."""
+        """Checks whether the nodes of ``row`` differ from step to step."""
         return self._batched[row]
 
     def reads(self, row: Row) -> bool:
-        """Returns whether ``row`` is part of the plan."""
+        """Checks whether ``row`` is part of the plan."""
         return row in self._made
 
     def emit(self, edit: Edit, row: Row, given: fx.Node | None = None) -> fx.Node:
-        """Returns the nodes of ``row`` as one; ``given`` holds those that the plan was given."""
+        """Emits the plan and returns one node for ``row``. ``given`` holds the nodes that the plan was given."""
         made: dict[Row, Lifted] = {} if given is None else {self.given: Lifted(given, True)}
         for other, make in self._made.items():
             made[other] = make(edit, made)
@@ -150,7 +153,7 @@ class Plan:
 
 
 def planned(view: View, nodes: Sequence[fx.Node], given: Row = ()) -> Plan | None:
-    """Returns how to compute at once what every step computes, one node each; None where it cannot be said."""
+    """Returns the plan to compute ``nodes``, one per step, at once; None where the steps compute them differently."""
     plan, row = Plan(view, given), tuple(nodes)
     try:
         fits = plan.add(row)
@@ -160,7 +163,7 @@ def planned(view: View, nodes: Sequence[fx.Node], given: Row = ()) -> Plan | Non
 
 
 def _slices(row: Row) -> tuple[fx.Node, slice] | None:
-    """(x, picked) where the nodes are ``x[a], x[a + 1], ...``."""
+    """Returns (x, slice) where the nodes are ``x[a], x[a + 1], ...``, else None."""
     if any(n.target is not operator.getitem or n.args[0] is not row[0].args[0] for n in row):
         return None
     source, at = row[0].args[0], [n.args[1] for n in row]

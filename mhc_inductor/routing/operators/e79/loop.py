@@ -1,7 +1,7 @@
-"""A loop over time that Dynamo has unrolled, found again: E79's steps one by one, and chains of them.
+"""Recognises E79's steps and chains of them in a loop over time that Dynamo has unrolled.
 
-Nothing is assumed about where one step ends and the next begins: each step is recognised by itself, through the
-matrices that it reads and makes, and a chain is steps of which each reads what the one before has made.
+Nothing is assumed about where one step ends and the next begins: each step is recognised by itself, from the matrices
+that it reads and makes. In a chain, each step reads the matrices that the step before it made.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ _REACH = 64
 
 @dataclasses.dataclass
 class Chain:
-    """Steps of which each continues the one before."""
+    """Consecutive steps: each starts from the states that the one before it made."""
 
     steps: list[Step]
     recogniser: Recogniser
 
     @property
     def frame(self) -> Frame:
+        """The index variables that the steps share."""
         return self.recogniser.frame
 
 
 def is_square(node: fx.Node) -> bool:
-    """Whether a node is [..., n, n]."""
+    """Checks whether a node is a floating-point tensor [..., n, n] with n > 1."""
     t = example(node)
     if not isinstance(t, torch.Tensor) or t.dim() < 2 or not t.is_floating_point():
         return False
@@ -50,7 +51,7 @@ def is_square(node: fx.Node) -> bool:
 
 
 def recognisers(graph: fx.Graph, values: Values) -> list[Recogniser]:
-    """One for each shape of matrices in the graph, with the matrices taken in."""
+    """Returns one recogniser for each shape of matrices in the graph, with these matrices added."""
     found: dict[tuple[Any, ...], Recogniser] = {}
     for node in graph.nodes:
         if node.op == "output" or not is_square(node):
@@ -69,16 +70,17 @@ def recognisers(graph: fx.Graph, values: Values) -> list[Recogniser]:
 
 
 class Search:
-    """The chains of a graph, and what is almost a step."""
+    """Finds the chains of steps in a graph, and the near misses."""
 
     def __init__(self, view: View) -> None:
         self.view = view
         self.chains: list[Chain] = []
         self.misses: list[Miss] = []
         self.open: set[str] = set()
-        """Symbols that a vector's size depends on."""
+        """The symbols that the size of a vector depends on."""
 
     def run(self) -> None:
+        """Finds the chains and near misses. Where sizes are dynamic, searches again with their symbols fixed."""
         self._look()
         if self.chains or (self.misses and not self.open):
             return
@@ -91,7 +93,7 @@ class Search:
                 values.forget(before)
 
     def _open(self) -> set[str]:
-        """The symbols in the sizes of matrices that a graph leaves open, where there are gates as well."""
+        """Returns the symbols in dynamic sizes of matrices, if the graph has enough sigmoids for a step's gates."""
         found: set[str] = set()
         gates = 0
         for node in self.view.graph.nodes:
@@ -158,7 +160,7 @@ class Search:
         return []
 
     def _output(self, recogniser: Recogniser, step: Step) -> None:
-        """Look for the step's output among what S' reaches."""
+        """Finds the step's output among the nodes that S' reaches."""
         frame = recogniser.frame
         start = recogniser.known[step.S_new]
         updates = recogniser.update_nodes

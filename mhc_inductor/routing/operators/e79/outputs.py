@@ -1,4 +1,4 @@
-"""What the graph outside a chain of steps needs of it: stacked outputs, outputs of single steps, the last S and M."""
+"""Finds what the graph reads of a chain of steps: stacked outputs, outputs of single steps, and the final S and M."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mhc_inductor.routing.operators.e79.terms import reads
 
 _STACKS = (aten.stack.default, aten.cat.default, aten.select_scatter.default)
 _NEAR = 4
-"""Views and casts between an output and the stack of all of them."""
+"""The most operations between an output and the stack of all outputs."""
 
 
 @dataclasses.dataclass
 class Stack:
-    """A node that stacks every step's output: along which dimension, and what of each step.
+    """A node that stacks the outputs of all steps along ``dim``; ``piece`` is the part of the first step.
 
-    With a ``plan``, the pieces are computed from the outputs, all at once.
+    With a ``plan``, the pieces are computed from the outputs of all steps at once.
     """
 
     dim: int
@@ -42,23 +42,23 @@ class Outputs:
 
     stacks: dict[fx.Node, Stack]
     alone: dict[int, fx.Node]
-    """The outputs of single steps."""
+    """The outputs that something reads outside of a stack, by step."""
     final: dict[str, fx.Node]
-    """The last S and M, where something reads them."""
+    """The final states by name, S and M, where something reads them."""
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """All of them."""
+        """All nodes that the op's outputs replace."""
         return [*self.stacks, *self.alone.values(), *self.final.values()]
 
     @property
     def sources(self) -> list[fx.Node]:
-        """What is read to compute the stacked pieces."""
+        """The nodes that are read to compute the stacked pieces."""
         return [n for stack in self.stacks.values() if stack.plan is not None for n in stack.plan.sources]
 
 
 class Uses:
-    """Looks for the uses of a chain's results."""
+    """Finds the uses of a chain's results."""
 
     def __init__(self, view: View, one: Chain) -> None:
         self.view = view
@@ -68,14 +68,14 @@ class Uses:
         self.paths: set[fx.Node] = set()
 
     def find(self) -> Outputs:
-        """Returns what outside nodes read."""
+        """Returns the outputs that nodes outside the chain read."""
         made = [n for n in self.outs if n is not None]
         if len(made) == len(self.outs):
             for candidate, near in self._candidates(made[0]):
                 inner = self._inner(candidate, set(made))
                 found = self._stack(candidate) if near else None
                 found = found or self._computed(candidate, tuple(made), inner)
-                # A hook sees the gradient of one piece: the pieces stay, and are stacked.
+                # A hook must see the gradient of its own piece, so hooked pieces and their stack stay.
                 if found is not None and not any(self.view.hooked(n) for n in (*made, *inner - {candidate})):
                     self.stacks[candidate] = found
                     self.paths |= inner
@@ -85,7 +85,7 @@ class Uses:
         return Outputs(self.stacks, alone, {k: n for k, n in states.items() if any(u in live for u in n.users)})
 
     def _candidates(self, node: fx.Node) -> list[tuple[fx.Node, bool]]:
-        """The stacks that ``node`` goes into; whether through views and casts alone."""
+        """Returns the stacks that ``node`` goes into, each with whether only views and casts lie between."""
         found: dict[fx.Node, bool] = {}
         todo, seen = [(node, 0, True)], {node}
         while todo:
@@ -102,7 +102,7 @@ class Uses:
         return list(found.items())
 
     def _filled(self, node: fx.Node) -> fx.Node:
-        """The buffer after the last of the pieces that are put into it from ``node`` on."""
+        """Follows a buffer from ``node``, the write of one piece, and returns it after the last such write."""
         while True:
             value = self.view.value(node)
             later = [u for u in node.users if _scatters_into(self.view.value(u), value)]
@@ -111,7 +111,7 @@ class Uses:
             node = later[0]
 
     def _pieces(self, value: Value) -> tuple[int, list[Value]] | None:
-        """The dimension along which ``value`` is a stack, and what is stacked."""
+        """Returns (dim, pieces) of the stack ``value``, or None."""
         if value.func in (aten.stack.default, aten.cat.default):
             pieces = list(value.args[0])
             rank = len(pieces[0].shape) + (value.func is aten.stack.default)
@@ -129,7 +129,7 @@ class Uses:
         return None
 
     def _stack(self, node: fx.Node) -> Stack | None:
-        """``node`` as a stack of the outputs of all steps in their order."""
+        """Returns ``node`` as a stack of the outputs of all steps in order, or None."""
         value = self.view.value(node)
         found = self._pieces(value) if value is not None else None
         if found is None or len(found[1]) != len(self.outs) or len({p.shape for p in found[1]}) != 1:
@@ -143,7 +143,7 @@ class Uses:
         return Stack(found[0], found[1][0])
 
     def _computed(self, node: fx.Node, outs: tuple[fx.Node, ...], inner: set[fx.Node]) -> Stack | None:
-        """``node`` as a stack of what every step computes from its output alike."""
+        """Returns ``node`` as a stack of what every step computes from its output in the same way, or None."""
         row: Any = tuple(node.args[0]) if node.target is torch.stack and isinstance(node.args[0], (tuple, list)) else ()
         if len(row) != len(outs) or len(row) < 2 or not all(isinstance(n, fx.Node) for n in row):
             return None
@@ -159,7 +159,7 @@ class Uses:
         return Stack(dim % (len(value.shape) + 1), value, row, plan) if value is not None else None
 
     def _inner(self, node: fx.Node, outs: Collection[fx.Node]) -> set[fx.Node]:
-        """The nodes through which ``outs`` go into ``node``, itself included."""
+        """Returns the nodes on the paths from ``outs`` to ``node``, including ``node``."""
         order = self.view.order
         first = min(order[n] for n in outs)
         seen, todo = {node}, [node]
@@ -175,7 +175,7 @@ class Uses:
         return found
 
     def _leaves(self, node: fx.Node) -> bool:
-        """Whether something uses ``node`` without passing through a stack."""
+        """Checks whether something uses ``node`` other than through a stack."""
         todo, seen = [node], {node}
         while todo:
             for user in todo.pop().users:
@@ -193,7 +193,7 @@ def _scatters_into(value: Value | None, base: Value | None) -> bool:
 
 
 def check_closed(view: View, one: Chain, sources: Collection[fx.Node], results: Collection[fx.Node]) -> None:
-    """Raises Mismatch where something outside needs a state or a product within the loop."""
+    """Raises Mismatch where something outside the loop reads a state or a product inside it."""
     known, news = one.recogniser.known, {s.S_new for s in one.steps}
     region = _region(sources, results)
     carried = {known[one.steps[0].S], known[one.steps[0].M]}
@@ -224,7 +224,7 @@ def _region(sources: Collection[fx.Node], results: Collection[fx.Node]) -> set[f
 
 
 def unasked(view: View, one: Chain) -> set[tuple[str, int]]:
-    """Returns (role, step) of the vectors that no gradient comes back to, where some come back to the chain."""
+    """Returns (role, step) of the vectors that no gradient comes back to; empty where none comes back to the chain."""
     known, last = one.recogniser.known, one.steps[-1]
 
     def asked(node: fx.Node | None) -> bool:
@@ -243,9 +243,10 @@ def unasked(view: View, one: Chain) -> set[tuple[str, int]]:
 
 
 def without_end(view: View, one: Chain) -> tuple[Chain, Step | None]:
-    """Returns the chain without last steps that nothing reads, and the step that ends it for a hook that the op cannot serve.
+    """Returns the chain without last steps that cannot be routed, and the step whose hook prevents it, or None.
 
-    A hook on S' sees the gradients of that step's M' and output too; the op's result has only those from outside.
+    Last steps whose states nothing reads are cut off. So is a last step with a hook on S': the hook sees the gradients
+    of that step's M' and output too, but the op's final S gets only those from outside.
     """
     known, steps, odd = one.recogniser.known, list(one.steps), None
     while steps:

@@ -1,4 +1,4 @@
-"""``torch._higher_order_ops.scan`` with E79's step as its body: the body is recognised, the call becomes the op."""
+"""Recognises ``torch._higher_order_ops.scan`` with E79's step as its body, and replaces the call with the op."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from mhc_inductor.routing.operators.e79.terms import Frame, Leaf
 
 @dataclasses.dataclass
 class Body:
-    """A scan whose body is one step: its call, and what of the body is what."""
+    """A scan whose body is one step: its call, the step, and the roles of its inputs and results."""
 
     call: fx.Node
     view: View
     step: Step
     at: dict[str, int]
-    """Which of the carried states is S, and which M."""
+    """The positions of S and M among the carried states."""
     inputs: list[fx.Node]
     """The placeholders of the body."""
     taken: dict[fx.Node, int]
-    """The uses of the scan's results, and which result each is."""
+    """The nodes that read the scan's results, each with the position of its result."""
     held: dict[str, Held] = dataclasses.field(default_factory=dict)
-    """The tensors behind the scan's inputs that hold a vector of all steps."""
+    """The tensors behind the scan's inputs that hold a vector of all steps, by role."""
 
 
 def body_of(view: View, node: fx.Node) -> fx.GraphModule | None:
-    """Returns the body of a higher-order scan, None for any other node."""
+    """Returns the body of a higher-order scan, or None for any other node."""
     if node.op != "call_function" or getattr(node.target, "__name__", "") != "scan" or len(node.args) != 4:
         return None
     if not isinstance(node.target, compat.HigherOrderOperator) or not isinstance(node.args[0], fx.Node):
@@ -53,9 +53,10 @@ def body_of(view: View, node: fx.Node) -> fx.GraphModule | None:
 
 
 def match_scan(view: View, node: fx.Node, body: fx.GraphModule) -> Match | None:
-    """Returns the match of a scan; None where its body is no step: it is reported as a graph of its own.
+    """Returns the match of a scan. Raises Mismatch where the scan does not carry the states of the step.
 
-    Raises Mismatch where the step is not what the scan carries.
+    Returns None where nothing reads the results, and where the body is not exactly one step: the body is then reported
+    as a graph of its own.
     """
     search = Search(View(body.graph, view.modes_at(node), view.knowledge, body=True))
     search.run()
@@ -98,7 +99,7 @@ def _checked(view: View, node: fx.Node, search: Search, step: Step) -> Body:
 
 
 def _is(value: Any, wanted: Value) -> bool:
-    """Whether ``value`` shows the elements of ``wanted`` in their order."""
+    """Checks whether ``value`` shows the elements of ``wanted`` in their order."""
     if not isinstance(value, Value):
         return False
     at = whole(value)
@@ -107,7 +108,10 @@ def _is(value: Any, wanted: Value) -> bool:
 
 
 def _read(view: View, found: Body) -> list[Value]:
-    """The tensors that the op will read. Fills ``found.held``: a scan's input is read through its views or not at all."""
+    """Returns the tensors that the op will read, and fills in ``found.held``.
+
+    An input of the scan is replaced by the tensor behind its views only if all vectors in it can be.
+    """
     arguments: Any = found.call.args
     _, init, xs, extra = arguments
     of_x = dict(zip(found.inputs[2:], xs, strict=False))
@@ -135,7 +139,7 @@ def _read(view: View, found: Body) -> list[Value]:
 
 
 def _computed_from(found: Body, direct: Collection[str]) -> set[fx.Node]:
-    """The body's inputs that the vectors are computed from which are no view of one."""
+    """Returns the body's nodes, its inputs included, from which vectors other than ``direct`` are computed."""
     leaves = [leaf for name, leaf in found.step.leaves.items() if leaf is not None and name not in direct]
     todo = [leaf.ref.value.node for leaf in leaves]
     seen = {node for node in todo if node is not None}
@@ -148,7 +152,7 @@ def _computed_from(found: Body, direct: Collection[str]) -> set[fx.Node]:
 
 
 def emit_scan(edit: Edit, match: Match) -> Pairs:
-    """Puts the op in. Returns what it gives with what takes each place."""
+    """Emits the op of a scan and returns each replaced value with its new node."""
     found: Body = match.data
     values, frame = edit.view.values, found.step.frame
     arguments: Any = found.call.args
@@ -174,7 +178,7 @@ def _now(edit: Edit, given: Any) -> Any:
 
 
 class Lifting:
-    """Computes the vectors of a body's step over all steps, outside of the scan."""
+    """Computes the vectors of a body's step for all steps, outside of the scan."""
 
     def __init__(self, edit: Edit, found: Body, outer: dict[fx.Node, Lifted]) -> None:
         self.edit = edit
@@ -184,7 +188,7 @@ class Lifting:
         self.time: Var | None = None
 
     def inputs(self) -> Inputs:
-        """Returns where the vectors of all steps lie. Raises Mismatch."""
+        """Returns where the vectors of all steps are stored. Raises Mismatch."""
         leaves = {name: self.body.step.leaves[name] for name in (*ROLES, *BIASES)}
         roles: dict[str, Any] = {}
         for name, leaf in leaves.items():
@@ -218,7 +222,7 @@ class Lifting:
 
 
 def behind(value: Value, at: Slot, frame: Frame, steps: Var) -> Held:
-    """Returns the innermost tensor behind the views that ``value``, of all steps, is made by."""
+    """Returns the innermost tensor that ``value``, which holds all steps, is a view of."""
     index = [var(steps), *(_index(frame, kind, c) for kind, c in at.dims)]
     best = Held(value, Slot((("const", 0), *at.dims)), 0, full=True)
     for ref in shown(Ref(value, tuple(index))):

@@ -1,4 +1,4 @@
-"""Where the vectors of E79's steps lie: in one tensor along time, side by side, or each in a tensor of its own."""
+"""Finds where the vectors of E79's steps are stored: along time in one tensor, side by side, or one tensor each."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ from mhc_inductor.routing.operators.e79.terms import Frame, Leaf
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """How a tensor holds a vector of one step: what stands in each dimension."""
+    """How a tensor holds a vector of one step: the meaning of each of its dimensions."""
 
     dims: tuple[Any, ...]
-    """("at", offset), ("lead", k), ("const", c) or, for time and batch in one dimension, ("rows", t), ("columns", t)."""
+    """One entry per dimension: ("at", offset) for elements, ("lead", k) for a leading dim, ("const", c) for index c.
+
+    Where one dimension merges time and batch: ("rows", t) if time is the outer of the two, ("columns", t) if the inner.
+    """
 
 
 def slot(ref: Ref, frame: Frame, time: Var | None = None) -> Slot | None:
-    """The place of ``ref``, an element at ``frame.at`` (and ``time``: then of all steps), in its tensor."""
+    """Returns the place of ``ref``, an element at ``frame.at``, in its tensor, or None.
+
+    With ``time``, ``ref`` is of all steps, and the dimension of time is ("time", 0).
+    """
     dims: list[Any] = []
     for index, size in zip(ref.index, ref.value.shape, strict=True):
         terms = dict(index.terms)
@@ -61,14 +67,18 @@ def slot(ref: Ref, frame: Frame, time: Var | None = None) -> Slot | None:
 
 
 def places(leaf: Leaf, frame: Frame) -> list[tuple[Value, Slot]]:
-    """Every tensor that holds the vector, the outermost first, as far as the model's own rounding."""
+    """Returns every tensor that holds the vector, the outermost first, up to a rounding of the model's."""
     every = [(ref.value, slot(ref, frame)) for ref in shown(leaf.ref) if ref.value.node is not None]
     return [(value, at) for value, at in every if at is not None]
 
 
 @dataclasses.dataclass
 class Held:
-    """One tensor that holds a vector of every step: the dimension of time (or the merged one), first step, stride."""
+    """One tensor that holds a vector of every step.
+
+    ``time`` is the dimension of time, or the one that merges time and batch; None where all steps share the vector.
+    ``start`` and ``stride`` are the index of the first step and the distance between steps.
+    """
 
     value: Value
     slot: Slot
@@ -76,16 +86,16 @@ class Held:
     start: int = 0
     stride: int = 1
     full: bool = False
-    """All of the time dimension, whatever its size."""
+    """Whether the steps take all of the time dimension, whatever its size."""
 
     @property
     def node(self) -> fx.Node:
-        """The tensor's node."""
+        """The node of the tensor."""
         return node_of(self.value)
 
 
 def sequence(leaves: Sequence[Leaf], frame: Frame) -> Held | None:
-    """The innermost tensor that holds all of ``leaves`` at evenly spaced places, or None."""
+    """Returns the innermost tensor that holds all of ``leaves`` at evenly spaced places, or None."""
     every = [dict(places(leaf, frame)) for leaf in leaves]
     for value, first in reversed(every[0].items()):
         slots = [each.get(value) for each in every]
@@ -97,7 +107,7 @@ def sequence(leaves: Sequence[Leaf], frame: Frame) -> Held | None:
             merged = [d for d, (kind, _) in enumerate(first.dims) if kind in ("rows", "columns")]
             single = [d for d, (kind, _) in enumerate(first.dims) if kind == "const"]
             if len(leaves) == 1 and single and not merged:
-                moving = single[:1]  # of one step, the first dimension that is neither batch nor vector
+                moving = single[:1]  # with one step, time is the first dimension that is neither batch nor vector
             elif len(merged) == 1:
                 moving = merged
             elif not merged:
@@ -118,6 +128,7 @@ def sequence(leaves: Sequence[Leaf], frame: Frame) -> Held | None:
 
 
 def side_by_side(slots: list[Slot], value: Value, n: int, time: int | None) -> str | None:
+    """Returns how ``value`` holds k, v, q and m: "last" (concatenated), "apart" (a dimension of size 4), or None."""
     first = slots[0]
     differ = [d for d in range(len(first.dims)) if len({s.dims[d] for s in slots}) > 1]
     if len(differ) != 1 or any(len(s.dims) != len(first.dims) for s in slots):

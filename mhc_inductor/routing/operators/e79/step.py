@@ -1,4 +1,4 @@
-"""One step of E79 (coupled memory-modulation matrix recurrence) in normal form: what is left of it without spelling.
+"""Recognises one step of E79 (coupled memory-modulation matrix recurrence) in normal form, however it is spelled.
 
 r = sigmoid(M k^ + b_s) ; c = sigmoid(M.T k^ + b_s) ; delta = v - S k^ ; S' = r S c + delta (x) k^
 p = sigmoid(S' m^ + b_m) ; w = sigmoid(S'.T m^ + b_m) ; g = delta - M m^ ; M' = p M w + g (x) m^
@@ -49,7 +49,7 @@ _CLAMPS = (aten.clamp_min.default, aten.clamp.default, aten.maximum.default, ate
 
 @dataclasses.dataclass
 class Step:
-    """One step: its states, before and after, and its inputs. ``out`` and ``q`` are None where nothing reads S'."""
+    """One step: its states before and after, and its inputs. ``out`` and ``q`` are None where nothing reads S'."""
 
     frame: Frame
     S: Value
@@ -60,11 +60,11 @@ class Step:
     out: Value | None = None
     out_node: fx.Node | None = None
     cut: int | None = None
-    """After how many operations the search for the output stopped, where it did."""
+    """The number of operations after which the search for the output was cut off; None where it was not."""
 
     @property
     def pattern(self) -> tuple[bool, bool]:
-        """Which biases there are: the same in every step of a scan."""
+        """Whether b_s and b_m are absent: the same in every step of a scan."""
         return self.leaves["b_s"] is None, self.leaves["b_m"] is None
 
 
@@ -74,13 +74,13 @@ class Recogniser:
     def __init__(self, frame: Frame) -> None:
         self.frame = frame
         self.known: dict[Value, fx.Node] = {}
-        """The matrices of the graph, and the node that first has each."""
+        """The matrices of the graph, each with the first node that holds it."""
         self._sources: set[Value] = set()
         self._updates: dict[Value, Update | Mismatch | None] = {}
         self._of_state: collections.defaultdict[Value, list[Value]] = collections.defaultdict(list)
 
     def add(self, value: Value, node: fx.Node) -> None:
-        """Take in a matrix of the graph, in the graph's order."""
+        """Adds a matrix of the graph. Matrices must be added in graph order."""
         ref = self.frame.matrix(value)
         here = ref.index
         refs = shown(ref, self._sources)
@@ -88,7 +88,7 @@ class Recogniser:
             self._sources.add(refs[-1].value)
         if refs[-1].index != here or refs[-1].value.shape != value.shape:
             same = [r for r in refs if r.index == here and r.value.shape == value.shape]
-            # A state may be a view of something else; a transposed state, or a vector that is spread out, is none.
+            # A state may be a view of another tensor; skip transposed states and expanded vectors.
             if not self._source(refs[-1]):
                 return
             refs = same
@@ -104,7 +104,7 @@ class Recogniser:
         )
 
     def update(self, value: Value) -> Update | None:
-        """The gated update that ``value`` is, or None; Mismatch where it almost is one."""
+        """Returns the gated update that ``value`` is, or None. Raises Mismatch where it almost is one."""
         if value not in self._updates:
             try:
                 self._updates[value] = made = update(value, self.frame, self._sources, self.known)
@@ -119,7 +119,7 @@ class Recogniser:
         return found
 
     def _rounded(self, value: Value) -> Mismatch | None:
-        """Why ``value`` is no update: it is one but for casts of what is added."""
+        """Returns a Mismatch where only casts of the addends keep ``value`` from being an update, else None."""
         with contextlib.suppress(NoUpdate, Mismatch, Unsupported):
             _, terms = addends(self.frame.matrix(value), self._sources)
             rounded = [t.value for _, t in terms if written(t.value)] if len(terms) == 2 else []
@@ -131,11 +131,11 @@ class Recogniser:
 
     @functools.cached_property
     def update_nodes(self) -> set[fx.Node]:
-        """The nodes of all updates, once every matrix has been asked for its :meth:`update`."""
+        """The nodes of all updates. Valid only after :meth:`update` was called for every matrix."""
         return {self.known[v] for v, u in self._updates.items() if isinstance(u, Update)}
 
     def reads_a_matrix(self, value: Value) -> bool:
-        """Whether ``value`` is an update whose gates are products of matrices with vectors."""
+        """Checks whether ``value`` is an update in which both gates read products of matrices with vectors."""
         found = self._updates.get(value)
         if not isinstance(found, Update):
             return False
@@ -144,7 +144,7 @@ class Recogniser:
     # --- vectors ---
 
     def unit(self, vector: Product, v: Var, name: str, where: Value) -> Leaf:
-        """k of ``k / (|k| + 1e-6)``. Raises Mismatch."""
+        """Returns k of ``k / (|k| + 1e-6)``. Raises Mismatch. ``name`` names the vector in messages."""
         frame = self.frame
         scales = [(f, e) for f, e in vector.factors if v not in variables_of(f)]
         rest = [(f, e) for f, e in vector.factors if v in variables_of(f)]
@@ -192,6 +192,7 @@ class Recogniser:
         return v, real[0]
 
     def applied_unit(self, found: Applied, name: str) -> Leaf:
+        """Returns k of the vector ``k / (|k| + 1e-6)`` that a matrix is applied to. Raises Mismatch."""
         inner = product(found.vector)
         whole = Product(inner.coef * found.coef, inner.factors + found.others, inner.roundings)
         return self.unit(whole, found.bound, name, found.vector.value)
@@ -201,7 +202,11 @@ class Recogniser:
     def _gate(
         self, ref: Ref, matrix: Value, v: Var, unit: Leaf, what: str, states: Collection[Value], names: str
     ) -> Leaf | None:
-        """The bias of ``matrix @ unit + bias`` (``v`` is the row) or of its transpose. Raises Mismatch."""
+        """Returns the bias of the gate argument ``matrix @ unit + bias``, or None without one. Raises Mismatch.
+
+        With ``v`` as the row variable the gate reads the matrix, as the column variable its transpose. ``names`` are
+        those of the matrix, the vector and the bias in messages.
+        """
         constant, found = pieces(ref, states)
         products = [(s, a) for s, _, a in found if a is not None]
         others = [(s, r) for s, r, a in found if a is None]
@@ -248,7 +253,10 @@ class Recogniser:
             raise Mismatch(f"{what} is not taken with the normalised {small} of the outer product", a.vector.value)
 
     def _contents(self, root: Update) -> list[Value]:
-        """What may be S' of the M' that ``root`` is: what its gates read; the update of what else its write reads."""
+        """Returns the candidates for S' of the update ``root`` that makes M'. Raises Mismatch.
+
+        These are the matrices that its gates read, and the updates of other states that its write reads.
+        """
         gates = [a.matrix.value for ref in (root.row, root.col) for _, _, a in pieces(ref, self.known)[1] if a]
         found = {value: None for value in gates if value is not root.state}
         rounded = next((v for v in found if written(v) and self.update(peel(self.frame.matrix(v)).value)), None)
@@ -261,9 +269,9 @@ class Recogniser:
         return [value for value in found if self.update(value) is not None]
 
     def step(self, value: Value) -> Step | None:
-        """The step whose M' is ``value``; None where it is no update of M. Raises Mismatch.
+        """Returns the step whose M' is ``value``, or None where it is not an update of M. Raises Mismatch.
 
-        Every matrix of the graph must have been asked for its :meth:`update` before.
+        :meth:`update` must have been called for every matrix of the graph before.
         """
         root = self.update(value)
         if root is None:
@@ -278,7 +286,7 @@ class Recogniser:
                 parts += (self._written(part.write, part.sign, states) for part in (inner, root))
                 return self._step(value, new, root, inner, parts, states)
             except Mismatch as mismatch:
-                # The M' before and S' look like a step too, but share no v.
+                # The previous M' and this S' look like a step too, but they share no v.
                 if len(parts) == 2 and {leaf.key for leaf in parts[0][0]} & {leaf.key for leaf in parts[1][0]}:
                     raise
                 weak = weak or Weak(mismatch.reason, mismatch.value)
@@ -313,7 +321,7 @@ class Recogniser:
         if len(again) != 1 or again[0].key != v[0].key:
             raise Mismatch("what is written to M is not g = delta - M m^: delta's v is missing", root.write.value)
         if inner.state is root.state and len(both) == 2:
-            # One tensor of zeros is both states: the vectors tell which is which.
+            # One tensor of zeros is both states: tell the products apart by their vectors.
             both.sort(key=lambda a: self.applied_unit(dataclasses.replace(a, coef=1.0), "k").key != k.key)
         elif len(both) == 2:
             both.sort(key=lambda a: a.matrix.value is not inner.state)
@@ -325,7 +333,7 @@ class Recogniser:
         return Step(frame, inner.state, root.state, new, value, leaves)
 
     def output(self, step: Step, ref: Ref) -> bool:
-        """Whether ``ref``, an element at ``Frame.i``, is the step's output; sets ``out`` and q then."""
+        """Checks whether ``ref``, an element at ``Frame.i``, is the step's output; if so, sets ``out`` and q."""
         found = product(ref)
         gated = [(f, z) for f, e in found.factors if (z := _gated(f, e)) is not None]
         if len(gated) != 1:
@@ -342,7 +350,7 @@ class Recogniser:
         if gate.value.func is aten.silu.default:
             powers[y] += 1
         if dict(powers) == {y: 1} and close(found.coef, 1.0):
-            return False  # silu(y), on its way to become the output
+            return False  # silu(y) alone, an intermediate of the output
         if dict(powers) != {y: 2} or not close(found.coef, 1.0):
             raise Mismatch("the output is not y * silu(y) with y = S' q", ref.value)
         if a.matrix.index != (*map(var, self.frame.lead), var(self.frame.i), var(a.bound)):
@@ -355,7 +363,7 @@ class Recogniser:
 
 
 def _gated(ref: Ref, exponent: float) -> Ref | None:
-    """The argument of a silu or of a sigmoid."""
+    """Returns the argument of a silu or of a sigmoid, or None."""
     if exponent == 1.0 and ref.value.func is aten.silu.default:
         return Ref(ref.value.args[0], ref.index)
     return sigmoid_argument(ref, exponent)

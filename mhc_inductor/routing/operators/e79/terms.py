@@ -1,4 +1,4 @@
-"""What a step of E79 is made of: elements of its matrices and vectors, products of factors, products of a matrix with a vector."""
+"""The terms of a step of E79: elements of matrices and vectors, products of factors, matrix-vector products."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from mhc_inductor.routing.graph.linear import placed, variables_of
 from mhc_inductor.routing.graph.values import Value
 
 FULL = (aten.full.default, aten.full_like.default, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-# torch.zeros is recorded as a detached tensor.
+# Operations to look through for a fill: torch.zeros is recorded as a detached tensor.
 _SAME = (aten.detach.default, aten.expand.default, aten.clone.default, aten.view.default, aten.alias.default)
 
 
 class Frame:
-    """The variables that every element of a step is written in: sequences (any leading dims), rows i, columns j."""
+    """The index variables of a step: sequences (any leading dims), rows i, columns j, and ``at`` for vectors."""
 
     def __init__(self, lead: tuple[Size, ...], n: int) -> None:
         self.lead = tuple(Var(s) for s in lead)
@@ -44,11 +44,11 @@ class Frame:
         self.i, self.j, self.at = (Var(Size(n)) for _ in range(3))
 
     def matrix(self, value: Value) -> Ref:
-        """Element [..., i, j]."""
+        """Returns element [..., i, j] of a matrix."""
         return Ref(value, (*map(var, self.lead), var(self.i), var(self.j)))
 
     def along(self, ref: Ref, v: Var) -> Ref:
-        """``ref`` with ``at`` for ``v``: vectors over rows, columns and summed indices become comparable."""
+        """Returns ``ref`` with ``at`` for ``v``: vectors over rows, columns and summed indices become comparable."""
         return placed(ref, v, var(self.at))
 
 
@@ -57,16 +57,19 @@ Dtypes = tuple[torch.dtype, ...]
 
 @dataclasses.dataclass
 class Product:
-    """``coef * product(factor ** exponent)``, sums over more than one element left as factors."""
+    """``coef * product(factor ** exponent)``; a sum over more than one element stays one factor."""
 
     coef: float = 1.0
     factors: list[tuple[Ref, float]] = dataclasses.field(default_factory=list)
     roundings: dict[Ref, set[Dtypes]] = dataclasses.field(default_factory=lambda: collections.defaultdict(set))
-    """What the model has rounded each factor to, wherever it was met."""
+    """The dtypes that the model rounded each factor to, one tuple for each of its occurrences."""
 
 
 def product(ref: Ref, stop: Collection[Value] = ()) -> Product:
-    """``ref`` as a product; outer products count, products that sum do not. Values of ``stop`` are factors."""
+    """Returns ``ref`` as a product; values of ``stop`` are factors.
+
+    Outer products are taken apart, matrix products that sum over more than one element are not.
+    """
     result = Product()
 
     def share(of: Ref | float, weight: float = 1.0) -> Share:
@@ -89,7 +92,7 @@ def product(ref: Ref, stop: Collection[Value] = ()) -> Product:
 
 
 def _parts(ref: Ref, stop: Collection[Value]) -> list[tuple[Ref | float, float]] | None:
-    """The factors that ``ref`` is put together from, None where it is one."""
+    """Returns the factors of ``ref`` with their exponents, or None where it is a single factor."""
     value, func = ref.value, ref.value.func
     if func is None or value in stop:
         return None
@@ -115,7 +118,7 @@ def _parts(ref: Ref, stop: Collection[Value]) -> list[tuple[Ref | float, float]]
 
 @dataclasses.dataclass
 class Applied:
-    """``coef * sum over bound of matrix[..] * vector[..]``."""
+    """``coef * sum over bound of matrix[..] * vector[..]``, times the factors ``others``."""
 
     coef: float
     matrix: Ref
@@ -125,7 +128,7 @@ class Applied:
 
 
 def applied(ref: Ref, matrices: Collection[Value]) -> Applied | None:
-    """``ref`` as a product of one of ``matrices`` with a vector."""
+    """Returns ``ref`` as a product of one of ``matrices`` with a vector, or None."""
     whole = product(ref)
     for at, (factor, e) in enumerate(whole.factors):
         if e != 1.0:
@@ -156,12 +159,12 @@ Piece = tuple[float, Ref, Applied | None]
 
 
 def pieces(ref: Ref, matrices: Collection[Value]) -> tuple[float, list[Piece]]:
-    """``ref`` as a constant and signed addends; sums in which no matrix is applied stay whole. Raises TooLarge."""
+    """Returns ``ref`` as a constant and signed addends; sums without a matrix product stay whole. Raises TooLarge."""
     known: dict[Ref, tuple[float, list[Piece]]] = {}
     steps = Steps("addends", ref.value, DEPTH)
 
     def find(outer: Ref) -> tuple[float, list[Piece]]:
-        # What the model rounded is not what it was: the two do not cancel.
+        # A value that the model rounded differs from the unrounded one: the two do not cancel.
         key = shown(outer, matrices)[-1]
         if key not in known:
             steps.take()
@@ -188,18 +191,18 @@ def pieces(ref: Ref, matrices: Collection[Value]) -> tuple[float, list[Piece]]:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A vector that a step takes in: an element at ``Frame.at`` of what the model has computed."""
+    """An input vector of a step: the element at ``Frame.at`` of a value that the model computed."""
 
     ref: Ref
 
     @property
     def key(self) -> Ref:
-        """The same for the same elements, through views and casts as far as what the model rounded."""
+        """The element behind views and casts, up to a rounding of the model's: equal for the same vector."""
         return shown(self.ref)[-1]
 
 
 def zero(value: Value) -> bool:
-    """Whether every element of ``value`` is 0, as in ``torch.zeros``."""
+    """Checks whether every element of ``value`` is 0, as in ``torch.zeros``."""
     while (func := value.func) in _SAME or is_cast(value):
         value = value.args[0]
     if func in (aten.full.default, aten.full_like.default, aten.new_full.default):
@@ -208,7 +211,7 @@ def zero(value: Value) -> bool:
 
 
 def vector(value: Value, frame: Frame) -> Ref | None:
-    """Element [..., i] of a value with the elements of vectors."""
+    """Returns element [..., i] of a value that has the shape of the vectors, or None."""
     index, wanted = [], [*frame.lead, frame.i]
     for size in value.shape:
         while wanted and wanted[0].size == ONE:
@@ -223,6 +226,6 @@ def vector(value: Value, frame: Frame) -> Ref | None:
 
 
 def reads(value: object, frame: Frame, matrices: Collection[Value]) -> bool:
-    """Whether ``value`` is one of ``matrices`` times a vector."""
+    """Checks whether ``value`` is one of ``matrices`` times a vector."""
     ref = vector(value, frame) if isinstance(value, Value) else None
     return ref is not None and applied(ref, matrices) is not None

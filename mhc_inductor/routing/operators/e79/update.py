@@ -1,4 +1,4 @@
-"""An update of a matrix as both states of E79 have it: ``row[i] * S[i, j] * col[j] + write[i] * unit[j]``."""
+"""The gated update that both states of E79 have: ``row[i] * S[i, j] * col[j] + write[i] * unit[j]``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from mhc_inductor.routing.operators.mhc.formula import argument_of, sigmoid_argu
 
 @dataclasses.dataclass
 class Update:
-    """``row[i] * col[j] * state[i, j] + write[i] * unit[j]``: the arguments of the two gates, and the outer product."""
+    """``sigmoid(row[i]) * sigmoid(col[j]) * state[i, j] + sign * write[i] * unit[j]``.
+
+    ``row`` and ``col`` are the arguments of the two gates, ``write`` and ``unit`` the factors of the outer product.
+    """
 
     state: Value
     row: Ref
@@ -35,19 +38,19 @@ class Update:
 
 
 class NoUpdate(Exception):
-    """Not this formula, and nothing close to it."""
+    """Raised where a value is neither the formula nor close to it."""
 
 
 class Weak(Mismatch):
-    """A mismatch of something that is hardly the formula."""
+    """A mismatch of a value that hardly resembles the formula."""
 
 
 class Ungated(Weak):
-    """Two coupled matrices that nothing gates."""
+    """The mismatch of two coupled matrices that no gate scales."""
 
 
 def update(value: Value, frame: Frame, stop: Collection[Value], known: Collection[Value]) -> Update:
-    """``value`` as a gated update of a matrix. Raises NoUpdate, and Mismatch where it almost is one."""
+    """Returns ``value`` as a gated update of a matrix. Raises NoUpdate, or Mismatch where it almost is one."""
     constant, terms = addends(frame.matrix(value), stop)
     if len(terms) != 2 or constant != 0.0:
         raise NoUpdate
@@ -63,7 +66,7 @@ def update(value: Value, frame: Frame, stop: Collection[Value], known: Collectio
     gates = [(f, e) for f, e in keep.factors if f.index != here]
     read = [z for f, e in gates if (z := sigmoid_argument(f, e) or argument_of(f)) is not None]
     if not any(matrices_in(z, known) for z in read):
-        # Gates of other recurrences do not read a state. Only this one writes from two.
+        # Gates of other recurrences do not read a state either, but only E79 computes its write from two states.
         writes = [matrices_in(f, known) for f, _ in outer[0][1].factors if variables_of(f) & both == {frame.i}]
         if any(state in m and len(m) > 1 for m in writes):
             raise Ungated("a matrix is written as M is, by delta - M m^, but no gate that reads S' keeps it", where)
@@ -82,7 +85,7 @@ def update(value: Value, frame: Frame, stop: Collection[Value], known: Collectio
 
 
 def _gates(gates: list[tuple[Ref, float]], frame: Frame, where: Value) -> tuple[Ref, Ref]:
-    """The arguments of the row gate and of the column gate. Raises Mismatch."""
+    """Returns the arguments of the row gate and of the column gate. Raises Mismatch."""
     both = {frame.i, frame.j}
     rows, cols = ([g for g in gates if variables_of(g[0]) & both == {v}] for v in (frame.i, frame.j))
     if len(rows) != 1 or len(cols) != 1 or len(gates) != 2:
@@ -98,9 +101,10 @@ def _gates(gates: list[tuple[Ref, float]], frame: Frame, where: Value) -> tuple[
 
 
 def matrices_in(ref: Ref, known: Collection[Value]) -> set[Value]:
-    """The matrices whose products with vectors are addends of ``ref``."""
+    """Returns the matrices whose products with vectors are addends of ``ref``."""
     return {a.matrix.value for _, _, a in pieces(ref, known)[1] if a is not None}
 
 
 def word_of(value: Value) -> str:
+    """Returns the name of the operation that made ``value``, for messages."""
     return str(value.func).removeprefix("aten.").partition(".")[0] if value.func is not None else "no known operation"

@@ -1,1 +1,1 @@
-"""mHC: pre, Sinkhorn, post and head."""
+"""Routing of mHC (manifold-constrained hyper-connections): pre, Sinkhorn, post and head."""

@@ -1,4 +1,4 @@
-"""Puts the mHC ops in the place of the formulas that :mod:`.search` found."""
+"""Replaces the formulas that :mod:`.search` found with mHC ops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Pairs = list[tuple[Value, fx.Node]]
 
 
 class Emission:
-    """Emits the ops of one graph; a post reads what the pre before it gave, without the model's casts between."""
+    """Emits the ops of one graph. A post reads the outputs of its pre directly, without the model's casts."""
 
     def __init__(self, edit: Edit) -> None:
         self.edit = edit
@@ -34,7 +34,7 @@ class Emission:
     # --- the three ops ---
 
     def pre(self, pre: Pre) -> Pairs:
-        """Returns the outputs of a pre or a head with the nodes that take their place. Raises Mismatch."""
+        """Emits a pre or a head and returns each replaced value with its new node. Raises Mismatch."""
         edit, x_value = self.edit, pre.norm.x
         x = self._streams[pre] = edit.widened(self._split(x_value, pre.n, pre.norm.width // pre.n), pre.h_in)
         call = edit.emit(getattr(_OPS, pre.op).default, x, *Weights(edit, pre, x).all(), *_numbers(pre))
@@ -45,7 +45,7 @@ class Emission:
                 got = edit.emit("detach", got)
             same = pre.posts if role == "post" else [value]
             if role in ("post", "res") and any(edit.view.hooked(node_of(v)) for v in (value, *same)):
-                # It sees the gradient of everything that reads the value, the ops after it included.
+                # The hook must see the gradients of all readers, but later ops read the op's own output.
                 raise Mismatch(f"a hook is on h_{role}, which the expansion of the streams reads too", value)
             edit.keep(got, value)
             self._given.update(dict.fromkeys(same, got))
@@ -53,13 +53,13 @@ class Emission:
         return pairs
 
     def post(self, use: PostUse) -> Pairs:
-        """Returns x_out with the node that takes its place. Raises Mismatch."""
+        """Emits a post and returns x_out with its new node. Raises Mismatch."""
         edit, found, n = self.edit, use.found, use.found.n
         if use.pre is not None and not self._placed(use.pre):
             raise Mismatch("")
         own = None
         if use.pre is not None and use.pre.norm.x is found.x and not edit.copied(node_of(root_of(found.x)[0])):
-            # The same tensor as the pre's, so that gradients of widened streams are rounded once.
+            # Reuse the pre's x node, so that gradients of widened streams are rounded only once.
             own = self._streams.get(use.pre)
         x = edit.widened(own or self._split(found.x, n, found.width // n, found.x_stream), use.x_out)
         lead, d = list(example(x).shape[:-2]), example(x).shape[-1]
@@ -78,7 +78,7 @@ class Emission:
         return [(use.x_out, edit.as_like(out, use.x_out, x))]
 
     def sinkhorn(self, found: Sinkhorn) -> Pairs:
-        """Returns the last matrix of some iterations with the node that takes its place. Raises Mismatch."""
+        """Emits Sinkhorn iterations and returns their last matrix with its new node. Raises Mismatch."""
         edit, logits = self.edit, found.chain.logits
         own = found.pre if found.pre is not None and self._placed(found.pre) else None
         source = self._own(logits, own) or edit.input(logits)
@@ -97,18 +97,21 @@ class Emission:
         return emit("transpose", mixed, -1, -2) if turned else mixed
 
     def _own(self, value: Value, pre: Pre | None) -> fx.Node | None:
-        """Returns what an op gave for a value, unrounded, to an op of the same formula; None where ops read a copy of it."""
+        """Returns the unrounded op output for ``value``, to be read by an op of the same formula.
+
+        Returns None where no op computed the value, or where ops must read a copy of it.
+        """
         return None if pre is None or self.edit.copied(node_of(value)) else self._given.get(value)
 
     def _placed(self, pre: Pre) -> bool:
-        """Checks whether the op of a pre took its place."""
+        """Checks whether the op of ``pre`` was put into the graph."""
         node = node_of(pre.h_in)
         return self.edit.current(node) is not self.edit.view.node(node)
 
     # --- streams and coefficients ---
 
     def _split(self, x: Value, n: int, d: int, dim: int = -2) -> fx.Node:
-        """Returns x, whose streams are in a dim of their own or in the last one, as [..., n, D]."""
+        """Returns x as [..., n, D]; its streams may have a dim of their own (``dim``) or share the last one with D."""
         root, order = root_of(x)
         node = self.edit.input(root)
         if order != tuple(range(len(order))):
@@ -123,7 +126,7 @@ class Emission:
         return self.edit.emit("reshape", node, -1, n, d)
 
     def _coefficients(self, value: Value, own: list[int], x: fx.Node) -> fx.Node:
-        """Returns coefficients that come from elsewhere as [..., *own]; those without tokens are the same for all."""
+        """Returns coefficients that no op computed as [..., *own]; those without tokens are expanded to all tokens."""
         edit, node = self.edit, self.edit.input(value)
         lead = list(example(x).shape[:-2])
         if product_of(value.shape) != product_of(map(Size, own)):
@@ -132,12 +135,12 @@ class Emission:
         return self._wide(edit.emit("expand", edit.shaped(node, own, x), *sizes, *own))
 
     def _wide(self, node: fx.Node) -> fx.Node:
-        """Returns coefficients as the ops of this package give them, in fp32 at least."""
+        """Returns coefficients in fp32 at least, as the ops of this package return them."""
         return node if torch.finfo(example(node).dtype).bits >= 32 else self.edit.emit("to", node, torch.float32)
 
 
 def _numbers(pre: Pre) -> tuple[Any, ...]:
-    """Returns the numbers among the arguments of mhc_pre or mhc_head."""
+    """Returns the numeric arguments of mhc_pre or mhc_head."""
     if pre.op == "mhc_head":
         return pre.norm.eps, pre.pre.add
     post = (pre.post.mult, pre.post.add) if pre.post is not None else (2.0, 0.0)

@@ -1,4 +1,4 @@
-"""mHC (arXiv 2512.24880) in normal form: what the pieces of its formula look like once spelling is gone."""
+"""The parts of the mHC formula (arXiv 2512.24880) in normal form, however the model spells them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, covers, norm_of
 
 SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
 ROWS, COLUMNS = -1, -2
-"""The dims of a matrix whose sums are those of its rows and of its columns."""
+"""The dims of a matrix to reduce for row sums and for column sums."""
 
 
 def square_matrices(value: Value) -> bool:
-    """Whether ``value`` is [..., n, n] with few streams."""
+    """Checks whether ``value`` is [..., n, n] with a fixed n from 2 to MAX_STREAMS."""
     shape = value.shape
     return len(shape) >= 2 and shape[-1] == shape[-2] and not shape[-1].symbols and 2 <= shape[-1].factor <= MAX_STREAMS
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """``rows`` consecutive rows (or elements) from ``start`` on of a weight; ``columns``: phi lies [n*D, m]."""
+    """``rows`` consecutive rows (or elements) of a weight from ``start``; ``columns``: phi is stored as [n*D, m]."""
 
     value: Value
     start: int
@@ -53,7 +53,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Affine:
-    """``alpha * z[rows] + bias`` of a projection: what goes into a sigmoid or into sinkhorn."""
+    """``alpha * z[rows] + bias`` of a projection: the argument of a sigmoid, or the logits of Sinkhorn iterations."""
 
     norm: Norm
     phi: Piece
@@ -63,20 +63,20 @@ class Affine:
     rows: int
     transposed: bool = False
     scale: float = 1.0
-    """alpha where it is no tensor."""
+    """The value of alpha where it is a number and not a tensor."""
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What the three parts of one projection have in common."""
+        """The x, eps and gamma that the three parts of one projection share."""
         return self.norm.x, self.norm.eps, self.gamma
 
 
 def projection(ref: Ref, stop: Container[Value] = ()) -> Norm | None:
-    """The norm inside the product ``ref``, if it is a projection of normed streams."""
+    """Returns the norm inside the product ``ref`` if that is a projection of normed streams, else None."""
     term = product(ref, stop)
     for factor, exponent in term.factors:
         summed = exponent == -0.5 and bool(term.bound)
-        if exponent < -0.5:  # a power of a projection, which :func:`affine` names
+        if exponent < -0.5:  # a power of a projection: :func:`affine` reports it
             summed = any(e == -2 * exponent and contraction(f) is not None for f, e in term.factors)
         if summed and (norm := norm_of(factor)) is not None:
             return norm
@@ -84,9 +84,9 @@ def projection(ref: Ref, stop: Container[Value] = ()) -> Norm | None:
 
 
 def affine(ref: Ref, out: Ref, kept: Kept) -> Affine:
-    """``ref``, an element of a value's logits, as ``alpha * z + bias``; ``out`` is the element of the value itself.
+    """Returns ``ref``, an element of a value's logits, as ``alpha * z + bias``. Raises Mismatch.
 
-    Raises Mismatch.
+    ``out`` is the element of the value itself.
     """
     constant, terms = addends(ref, kept)
     norms = [(projection(t, kept), sign, t) for sign, t in terms]
@@ -110,7 +110,7 @@ UNNORMED = "x is not normalised: expected inv_rms = rsqrt(mean(x * x) + eps) as 
 
 
 def unnormed_projection(terms: list[tuple[float, Ref]]) -> Value | None:
-    """The value of a projection of [..., n, D] streams to a few rows without a norm."""
+    """Returns the value of a projection of [..., n, D] streams that has no norm, or None."""
     for _, ref in terms:
         term = product(ref)
         if len(term.bound) not in (1, 2):
@@ -152,14 +152,13 @@ def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float,
 
 
 def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float]:
-    """(tokens, feature, width, scale) of a projection of normed streams. Raises Mismatch."""
+    """Returns (tokens, feature, width, scale) of a projection of normed streams. Raises Mismatch."""
     streams = [f for f, e in term.factors if f.value is norm.x and e == 1]
     roots = [f for f, e in term.factors if e == -0.5]
     if len(streams) != 1:
         raise Mismatch("the projection's input is not the tensor that the norm is of", z.value)
     if len(roots) != 1:
         raise Mismatch(f"{len(roots)} norm factors; expected one inv_rms", z.value)
-    # The summed variables of the projection, and the elements of x that they stand for.
     covered = covers(streams[0].flat, term.bound)
     again = norm_of(roots[0])
     if covered is None or again is None or again.x is not norm.x:
@@ -171,7 +170,7 @@ def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float
 
 
 def _weights(norm: Norm, z: Ref, term: Term, tokens: Index) -> tuple[Ref, list[Ref], list[Ref]]:
-    """(phi, gammas, alphas): the weights with rows and columns, with columns, and with neither. Raises Mismatch."""
+    """Returns (phi, gammas, alphas): weights with rows and columns, with columns, and with neither. Raises Mismatch."""
     bound = set(term.bound)
     phis: list[Ref] = []
     gammas: list[Ref] = []
@@ -190,7 +189,7 @@ def _weights(norm: Norm, z: Ref, term: Term, tokens: Index) -> tuple[Ref, list[R
 
 
 def _transposed(out: Ref, base: Index, form: Index) -> bool:
-    """Checks whether the coefficients are laid out as phi's rows turned. Raises Mismatch where they are neither."""
+    """Checks whether the coefficients are phi's rows transposed. Raises Mismatch where they are not its rows at all."""
     if out.flat == base.plus(form):
         return False
     turned = _turned(form)
@@ -215,7 +214,7 @@ def _alpha(alphas: list[Ref], scale: float, z: Ref) -> Piece | None:
 
 
 def _turned(form: Index) -> Index | None:
-    """``n * j + i`` of ``n * i + j``."""
+    """Returns ``n * j + i`` for ``n * i + j``, None for any other index."""
     if len(form.terms) != 2 or None in form.terms:
         return None
     (a, ca), (b, cb) = form.terms.items()
@@ -223,7 +222,7 @@ def _turned(form: Index) -> Index | None:
 
 
 def _phi(phi: Ref, feature: Index, width: int) -> tuple[Piece, Index]:
-    """phi's rows as a piece without its length, and which row an element takes."""
+    """Returns phi's rows as a Piece without its length, and the index of the row of an element. Raises Mismatch."""
     over = {a: c for a, c in phi.flat.terms.items() if a in feature.terms}
     others = {a: c for a, c in phi.flat.terms.items() if a not in feature.terms}
     steps = {over[a].over(c) for a, c in feature.terms.items() if a in over}
@@ -273,7 +272,7 @@ class Coefficient:
 
 
 def sigmoid_argument(ref: Ref, exponent: float) -> Ref | None:
-    """The argument of a sigmoid, or of its reciprocal ``1 + exp(-z)``."""
+    """Returns the argument of a sigmoid, or of its reciprocal ``1 + exp(-z)``; None for anything else."""
     if exponent == 1.0 and ref.value.func in SIGMOIDS:
         return Ref(ref.value.args[0], ref.index)
     if exponent == -1.0:
@@ -286,14 +285,14 @@ def sigmoid_argument(ref: Ref, exponent: float) -> Ref | None:
 
 
 def argument_of(ref: Ref) -> Ref | None:
-    """Returns the argument of an elementwise function of one tensor."""
+    """Returns the argument of an elementwise function of one tensor, None for anything else."""
     tensors = [a for a in ref.value.args if isinstance(a, Value)]
     fits = len(tensors) == 1 and tensors[0].shape == ref.value.shape
     return Ref(tensors[0], ref.index) if fits else None
 
 
 def coefficient(value: Value, kept: Kept) -> Coefficient:
-    """``value`` as ``mult * sigmoid(alpha * z + bias) + add``. Raises Mismatch."""
+    """Returns ``value`` as ``mult * sigmoid(alpha * z + bias) + add``. Raises Mismatch."""
     out = whole(value)
     add, terms = addends(out)
     if len(terms) != 1:

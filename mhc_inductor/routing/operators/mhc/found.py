@@ -1,4 +1,4 @@
-"""What the search finds: pres and heads, posts, Sinkhorn iterations."""
+"""The results of the search: pres and heads, posts, and Sinkhorn iterations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
 
 @dataclasses.dataclass(eq=False)
 class Pre:
-    """A pre, or a head where ``post`` and ``res`` are missing, and the values that its outputs replace."""
+    """A pre, or a head where ``post`` and ``res`` are None, with the values that its outputs replace."""
 
     norm: Norm
     n: int
@@ -22,19 +22,20 @@ class Pre:
     h_in: Value
     post: Coefficient | None = None
     posts: list[Value] = dataclasses.field(default_factory=list)
-    """The values that are h_post, the first one first."""
+    """All values that are h_post; the op's output replaces the first."""
     res: Affine | None = None
     h_res: Value | None = None
     chain: Chain | None = None
     mixed: Value | None = None
     steps: list[Value] = dataclasses.field(default_factory=list)
     fold: bool = False
-    """Whether the iterations are part of the op: nothing else needs the logits."""
+    """Whether the op runs the Sinkhorn iterations too, as nothing else needs the logits."""
     foreign: Mismatch | None = None
-    """Why the sinkhorn iterations of h_res are not the op's: they stay the model's, between pre and post."""
+    """Why the Sinkhorn iterations on h_res do not fit the op; they stay in the graph between pre and post."""
 
     @property
     def op(self) -> str:
+        """The name of the op: mhc_pre, or mhc_head without h_post and h_res."""
         return "mhc_pre" if self.post is not None or self.res is not None else "mhc_head"
 
     @property
@@ -45,12 +46,13 @@ class Pre:
 
     @property
     def outputs(self) -> dict[str, Value]:
-        """The value of each role that the op gives."""
+        """The values that the op's outputs replace, by role."""
         given = {"pre": self.h_in, "post": self.posts[0] if self.post is not None else None}
         given["res"] = self.mixed if self.fold else self.h_res
         return {role: value for role, value in given.items() if value is not None}
 
     def match(self) -> Match:
+        """Returns the match of this pre or head."""
         weights = [p.value for a in self.affines.values() for p in (a.phi, a.alpha, a.bias, a.gamma) if p is not None]
         detail = f"n = {self.n}, D = {self.norm.width // self.n}, norm_eps = {self.norm.eps:g}"
         detail += f", hc_eps = {self.pre.add:g}"
@@ -61,7 +63,7 @@ class Pre:
 
 @dataclasses.dataclass(eq=False)
 class PostUse:
-    """An expand-and-mix that follows ``pre``, or one whose coefficients are no routed pre's."""
+    """An expand-and-mix; ``pre`` computes its coefficients, or is None where no routed pre does."""
 
     pre: Pre | None
     found: Post
@@ -69,12 +71,13 @@ class PostUse:
 
     @property
     def own(self) -> bool:
-        """Whether the matrix is what ``pre`` gives."""
+        """Whether the matrix is h_res of ``pre``, with or without Sinkhorn iterations."""
         return self.pre is not None and self.found.matrix in (self.pre.mixed, self.pre.h_res)
 
     def match(self) -> Match:
+        """Returns the match of this expand-and-mix."""
         found, pre = self.found, self.pre
-        # All values of h_post are one output of the pre.
+        # The pre's one h_post output replaces every value that is h_post.
         h_post = pre.posts[0] if pre is not None and found.h_post in pre.posts else found.h_post
         given = [root_of(found.x)[0], found.f_out, h_post, *found.added]
         given += [found.matrix] if found.matrix is not None else []
@@ -84,12 +87,13 @@ class PostUse:
 
 @dataclasses.dataclass(eq=False)
 class Sinkhorn:
-    """Sinkhorn iterations on logits that ``pre`` gives, or on others."""
+    """Sinkhorn iterations on the logits of ``pre``, or on other logits where it is None."""
 
     chain: Chain
     mixed: Value
     pre: Pre | None = None
 
     def match(self) -> Match:
+        """Returns the match of these iterations."""
         detail = f"{self.chain.iters} iterations ({self.chain.words})"
         return Match("mhc_sinkhorn", [self.chain.logits], [self.mixed], detail, data=self)

@@ -1,4 +1,4 @@
-"""Neighbouring mHC ops as one: the post of a sublayer and the pre (or head) of the next read x_out once."""
+"""Fuses the post of a sublayer with the pre (or head) of the next one, so that x_out is read once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mhc_inductor.routing.interface import Match
 from mhc_inductor.routing.operators.kernels import kernels_of
 
 FEW_TOKENS = 256
-"""Tokens below which the two ops apart are faster in inference (docs/tuning.md): decoding, where latency counts."""
+"""With fewer tokens two separate ops are faster in inference (docs/tuning.md), as in decoding, where latency counts."""
 _OPS = torch.ops.mhc_inductor
 _FUSED: dict[Any, tuple[str, str]] = {
     _OPS.mhc_pre.default: ("mhc_pre", "mhc_post_pre"),
     _OPS.mhc_head.default: ("mhc_head", "mhc_post_head"),
 }
-"""What follows a post: its name, and that of the fused op."""
+"""The ops that may follow a post, each with its name and the name of the fused op."""
 
 
 class Fusion:
@@ -35,12 +35,12 @@ class Fusion:
     kernels = staticmethod(kernels_of)
 
     def candidates(self, view: View) -> Iterable[fx.Node]:
-        """Returns the pres and heads; none where a checkpoint policy decides which of the ops are saved."""
+        """Returns the pre and head nodes; no nodes where a checkpoint policy decides which ops are saved."""
         policy = compat.checkpoint_policy(view.real) is not None
         return [node for node in view.nodes if node.op == "call_function" and node.target in _FUSED and not policy]
 
     def match(self, view: View, node: fx.Node) -> Match | None:
-        """Returns the fusion that ends at ``node``."""
+        """Returns the fusion that ends at ``node``, or None."""
         first = node.args[0]
         if (
             not isinstance(first, fx.Node)
@@ -59,27 +59,27 @@ class Fusion:
         return Match(fused, read, given, parts=("mhc_post", name), data=(first, node))
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
-        """Puts the fused op in the place of both."""
+        """Emits the fused op and returns each output of the two ops with its new node."""
         first, second = match.data
         arguments = fx.node.map_arg((*first.args, *second.args[1:]), edit.current)
         call = edit.emit(getattr(_OPS, match.op).default, *arguments)
         pairs = []
         for value in match.outputs:
-            # The outputs of the second op follow x_out.
+            # The fused op returns x_out first, then the outputs of the second op.
             at = 0 if value.node is first else 1 + value.node.args[1]  # type: ignore[union-attr, operator]
             pairs.append((value, edit.emit(operator.getitem, call, at)))
         return pairs
 
 
 def _few(post: fx.Node) -> bool:
-    """Checks whether a post has few tokens on a GPU, a number that is known."""
+    """Checks whether a post is on a GPU with a static number of tokens below FEW_TOKENS."""
     x = example(post)
     lead = x.shape[:-2]
     return x.device.type == "cuda" and all(isinstance(n, int) for n in lead) and math.prod(lead) < FEW_TOKENS
 
 
 def _movable(view: View, first: fx.Node, second: fx.Node) -> bool:
-    """Checks whether ``first`` may run as late as ``second``: nothing needs it before, in the same grad mode."""
+    """Checks whether ``first`` may run as late as ``second``: no user comes earlier, and the grad mode is the same."""
     end = view.order[second]
     early = any(view.order.get(user, end + 1) < end for user in first.users if user is not second)
     return not early and view.modes_at(first).grad == view.modes_at(second).grad

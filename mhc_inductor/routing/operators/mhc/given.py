@@ -1,4 +1,4 @@
-"""An expand-and-mix whose coefficients come from anywhere: from another graph, as after a graph break, or parameters."""
+"""Finds expand-and-mixes whose coefficients come from elsewhere: parameters, or another graph after a graph break."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ from mhc_inductor.routing.operators.mhc.mixing import Post, read, streams_last
 
 SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.stack.default)
 _MOST = MAX_STREAMS + 2
-"""Addends of a stream that are looked at: h_post * f_out, and one for each stream where the mix is a sum."""
+"""The most addends of a stream that are examined: h_post * f_out, and one per stream where the mix is a sum."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Frame:
-    """An element of x_out: its token, its stream (a variable, or a number where each has an expression), its column."""
+    """An element of x_out, with its token, stream and column.
+
+    ``stream`` is a variable, or a number where each stream has its own expression.
+    """
 
     out: Ref
     tokens: Index
@@ -42,18 +45,22 @@ class _Frame:
 
     @property
     def count(self) -> Size:
-        """How many tokens there are."""
+        """The number of tokens."""
         return product_of(self.out.value.shape).over(Size(self.n * self.d)) or ONE
 
     def flat(self, per: int, at: Index) -> tuple[tuple[Index, Size], ...]:
-        """Where an element of a tensor with ``per`` elements a token lies, or of one without tokens; their elements."""
+        """Returns the two (flat index, total elements) that a tensor with ``per`` elements a token may have at ``at``.
+
+        The first is for a tensor with tokens, the second for one that all tokens share.
+        """
         return (self.tokens.times(Size(per)).plus(at), self.count.times(Size(per))), (at, Size(per))
 
 
 def given_post(value: Value, known: Container[Value]) -> Post | None:
-    """Returns ``value`` as an expand-and-mix, None for something else; ``known`` are sums that are ones already.
+    """Returns ``value`` as an expand-and-mix, or None.
 
-    Raises Mismatch where a stream is expanded and mixed, and something else is done too.
+    ``known`` are the sums that are already known to be expand-and-mixes. Raises Mismatch where the streams are expanded
+    and mixed, but the sum has further terms.
     """
     try:
         if value.func is aten.stack.default:
@@ -72,7 +79,7 @@ def given_post(value: Value, known: Container[Value]) -> Post | None:
 
 
 def _terms(ref: Ref, known: Container[Value]) -> list[tuple[float, Ref]]:
-    """The addends of an element with their signs. Raises Unsupported where there are more than streams would have."""
+    """Returns the addends of an element with their signs. Raises Unsupported where there are too many for streams."""
     terms: list[tuple[float, Ref]] = []
     todo: list[tuple[float, Ref | float]] = [(1.0, ref)]
     while todo:
@@ -90,7 +97,7 @@ def _terms(ref: Ref, known: Container[Value]) -> list[tuple[float, Ref]]:
 
 
 def _frames(value: Value, sizes: set[int]) -> Iterator[_Frame]:
-    """The ways in which ``value`` may hold streams: [..., n, ..., D], or [..., n * D]."""
+    """Yields the layouts in which ``value`` may hold streams: [..., n, ..., D], or [..., n * D]."""
     *shape, last = value.shape
     streams = [n for n in sizes if 2 <= n <= MAX_STREAMS]
     if last.symbols or not streams:
@@ -115,7 +122,7 @@ def _frame(value: Value, dim: int | None, n: int, d: int, stream: Index | None =
 
 
 def _by_streams(value: Value, known: Container[Value]) -> Post | None:
-    """One expression a stream, put side by side."""
+    """Returns the expand-and-mix of a stack that has one expression per stream, or None."""
     dim = value.args[1] if len(value.args) > 1 else 0
     dim, n = dim % len(value.shape), value.shape[dim].factor
     if dim == len(value.shape) - 1 or not 2 <= n <= MAX_STREAMS or value.shape[-1].symbols:
@@ -132,7 +139,7 @@ class _Factors:
 
 
 def _factors(ref: Ref) -> _Factors | None:
-    """The two factors of a product, or of a sum of products over one variable."""
+    """Returns the two factors of a product, or of a sum of products over one variable; None for anything else."""
     ref, bound = peel(ref), None
     reduced = reduction(ref)
     if reduced is not None:
@@ -154,7 +161,7 @@ def _factors(ref: Ref) -> _Factors | None:
 
 
 def _post(frame: _Frame, known: Container[Value]) -> Post | None:
-    """The expand-and-mix of one frame. Raises Mismatch."""
+    """Returns the expand-and-mix of one frame, or None. Raises Mismatch."""
     if frame.d <= frame.n or frame.d < MIN_WIDTH:
         return None
     outer: list[tuple[Value, Value]] = []
@@ -162,7 +169,7 @@ def _post(frame: _Frame, known: Container[Value]) -> Post | None:
     terms = _terms(frame.out, known)
     for sign, ref in terms:
         f = _factors(ref) if sign == 1.0 else None
-        # A stream taken out of x, times its own element of R, looks like h_post * f_out too.
+        # One stream of x times its element of R also looks like h_post * f_out, so try the mix first.
         mixed = _mixed(frame, f) if f is not None else None
         expanded = _expanded(frame, f) if f is not None and mixed is None else None
         outer += [expanded] if expanded is not None else []
@@ -181,7 +188,7 @@ def _post(frame: _Frame, known: Container[Value]) -> Post | None:
 
 
 def _expanded(frame: _Frame, f: _Factors) -> tuple[Value, Value] | None:
-    """(h_post, f_out) of ``h_post[o] * f_out``."""
+    """Returns (h_post, f_out) of ``h_post[o] * f_out``, or None."""
     if f.bound is not None:
         return None
     for a, b in ((f.a, f.b), (f.b, f.a)):
@@ -192,7 +199,7 @@ def _expanded(frame: _Frame, f: _Factors) -> tuple[Value, Value] | None:
 
 
 def _mixed(frame: _Frame, f: _Factors) -> tuple[int, tuple[Value, bool, Value, int]] | None:
-    """(stream or -1 for all, (matrix, transposed, x, x's dim of streams)) of ``R[o, i] * x[i]``."""
+    """Returns (stream or -1 for all, (matrix, transposed, x, x's stream dim)) of ``R[o, i] * x[i]``, or None."""
     n, o = frame.n, frame.stream
     if f.bound is not None and f.bound.size != Size(n):
         return None
@@ -208,7 +215,7 @@ def _mixed(frame: _Frame, f: _Factors) -> tuple[int, tuple[Value, bool, Value, i
 
 
 def _streams(frame: _Frame, ref: Ref, i: Index) -> tuple[Value, int] | None:
-    """(x, its dim of streams) of an element of the i-th stream of a token."""
+    """Returns (x, its stream dim) if ``ref`` is an element of the i-th stream of a token, else None."""
     wanted = frame.tokens.times(Size(frame.n)).plus(i).times(Size(frame.d)).plus(frame.low)
     x = read(ref, (wanted, product_of(frame.out.value.shape)))
     if x is not None:

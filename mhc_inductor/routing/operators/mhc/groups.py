@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mhc_inductor.routing.operators.mhc.search import Search
 
 FEW = MAX_STREAMS * (MAX_STREAMS + 2)
-"""The most rows that coefficients may have: n, 2n, n * n of up to MAX_STREAMS streams, and all of them."""
+"""The most rows that coefficients may have: n + n + n * n with n = MAX_STREAMS."""
 _NO_STREAMS = "sigmoid is taken of a projection of normalised x, which is not [..., n, D] normalised over n * D"
 _LIGHT = {
     aten.mul.Tensor,
@@ -42,9 +42,9 @@ _LIGHT = {
 
 
 def rows_of(norm: Norm) -> int:
-    """Returns the rows of x [..., rows, D] where a norm is of all of a token's; 0 where it is not.
+    """Returns the number of rows of x [..., rows, D] where the norm is over all rows of a token, else 0.
 
-    Streams that were flattened before they were rounded have their rows behind the rounding.
+    Where the model flattened the streams before rounding them, the rows are found behind the rounding.
     """
     for ref in chain_of(whole(norm.x)):
         shape = ref.value.shape
@@ -54,12 +54,12 @@ def rows_of(norm: Norm) -> int:
 
 
 def of_streams(norm: Norm) -> bool:
-    """Checks whether a norm looks like one of all streams of a token."""
+    """Checks whether a norm looks like one over all streams of a token: 2 to MAX_STREAMS rows."""
     return 2 <= rows_of(norm) <= MAX_STREAMS
 
 
 class Group:
-    """Everything around one norm. ``seeds`` are the nodes with the sigmoids of its projections."""
+    """Finds the formulas around one norm. ``seeds`` are the nodes of the sigmoids of its projections."""
 
     def __init__(self, search: Search, norm: Norm, seeds: list[fx.Node]) -> None:
         self.search = search
@@ -75,14 +75,14 @@ class Group:
         self.few = FEW if rows is None else rows.factor * (rows.factor + 2)
 
     def run(self, avoid: set[fx.Node]) -> None:
-        """Finds what is here; ``avoid`` is added what a near miss keeps away from other searches. Raises Unsupported."""
+        """Finds the formulas and adds to ``avoid`` the nodes that other searches must skip. Raises Unsupported."""
         search, x = self.search, self.norm.x
         nodes = search.reached(self.seeds, self._near, 600)
         self._collect(nodes)
         reasons: list[Mismatch] = []
         pre = self._collapse(nodes, reasons)
         if pre is None:
-            # Without its collapse, as where the last sublayer's h_pre takes it, the rest of the formula is still ours.
+            # The previous sublayer's h_pre may collapse x instead; the post can then be routed without a pre.
             around = set() if self._lone_post() else avoid
             self._missed([m for _, m in self.failed] + reasons, around)
             return
@@ -112,7 +112,7 @@ class Group:
     # --- neighbourhoods ---
 
     def per_token(self, node: fx.Node) -> int | None:
-        """Returns the elements of a tensor node a token; None where that is no fixed number."""
+        """Returns the number of elements per token of a tensor node; None where it is not a fixed number."""
         value = self.view.values.of(node)
         if not isinstance(value, Value):
             return None
@@ -128,7 +128,10 @@ class Group:
         return value.func in _LIGHT or value.func in VIEWS or is_cast(value)
 
     def _near(self, node: fx.Node) -> bool:
-        """Past x-sized and h_in-sized tensors only through views, casts and products; past x_out not at all."""
+        """Checks whether the search continues past ``node``.
+
+        It passes tensors as large as x or h_in only by views, casts and products, and never passes x_out.
+        """
         value, per = self.view.values.of(node), self.per_token(node)
         if (per is None and isinstance(value, tuple)) or (per is not None and per <= self.few):
             return True
@@ -145,7 +148,7 @@ class Group:
             try:
                 self.coefficients[value] = mhc.coefficient(value, self.kept)
             except Mismatch as mismatch:
-                # Skips permuted views of a coefficient: they are not separate candidates.
+                # Skip permuted views of a coefficient: they are not separate candidates.
                 views = any(r.value in self.coefficients for r in chain_of(whole(value)))
                 if mismatch.reason != NOTHING and not views:
                     self.failed.append((per, mismatch))
@@ -175,7 +178,7 @@ class Group:
         return None
 
     def _choose_post(self, pre: Pre) -> None:
-        """The coefficient that is h_post: the last scaling of its sigmoid that everything else goes through."""
+        """Chooses the coefficient that is h_post: the last scaling of its sigmoid that all other uses go through."""
         mine = pre.pre.affine
         others = {
             v: c
@@ -204,7 +207,10 @@ class Group:
     # --- near misses ---
 
     def _missed(self, reasons: list[Mismatch], avoid: set[fx.Node]) -> None:
-        """Notes a near miss; an ordinary one where x does not look like streams, as in a gate or a router of a plain model."""
+        """Reports a near miss.
+
+        The miss is ordinary where x does not look like streams, as in a gate or a router of a plain model.
+        """
         start = self.view.value(self.seeds[0])
         assert start is not None
         few = rows_of(self.norm) or any(c.affine.rows <= MAX_STREAMS for c in self.coefficients.values())
@@ -232,7 +238,7 @@ class Group:
             self.search.miss("mhc_post", Mismatch("no sum of h_post[o] * f_out and mixed streams"), pre.posts[0])
 
     def _lone_post(self) -> bool:
-        """Looks for an expand-and-mix of streams that no routed pre collapses. Returns whether there is one."""
+        """Finds an expand-and-mix of streams that no routed pre collapses. Returns whether there is one."""
         n = rows_of(self.norm) if of_streams(self.norm) else 0
         posts = {v for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
         found = None
@@ -246,9 +252,9 @@ class Group:
     def _post_of(
         self, n: int, posts: set[Value], matrices: set[Value] | None, h_res: Value | None
     ) -> tuple[mixing.Post, Value] | None:
-        """The expand-and-mix of x by one of ``posts``: with x itself as the residual, if there is no h_res. Raises Mismatch.
+        """Returns the expand-and-mix of x by one of ``posts`` and the value of x_out, or None. Raises Mismatch.
 
-        ``matrices`` are those that may mix it, None for any.
+        ``matrices`` are those that may mix x, None for any. Where ``h_res`` is None too, x itself may be the residual.
         """
         norm = self.norm
         starts = [v.node for v in posts if v.node is not None]
@@ -277,11 +283,11 @@ class Group:
         return None
 
     def _matrices(self, n: int, ends: list[fx.Node], h_res: Value | None) -> set[Value]:
-        """The n x n matrices of all tokens between x and ``ends``: h_res where it is used raw, or what is made of it."""
+        """Returns the n x n matrices of all tokens between x and ``ends``: h_res or matrices computed from it."""
         norm, order = self.norm, self.view.order
         assert norm.x.node is not None
         last = max((order[node] for node in ends), default=0)
-        # By their shape too: where D is n * n, f_out and the streams of x have as many elements.
+        # The shape is checked too: where D = n * n, f_out and single streams of x also have n * n elements per token.
         found = {
             value
             for node in (self.view.nodes[order[norm.x.node] : last] if norm.width != n * n else ())
@@ -291,13 +297,13 @@ class Group:
             and square_matrices(value)
         }
         behind = {v: {ref.value for ref in chain_of(whole(v))[1:]} for v in found}
-        # Of a matrix and its views and casts, the matrix, but h_res as the op gives it.
+        # Keep each matrix and drop its views and casts, but keep h_res as the op returns it.
         matrices = {v for v in behind if not behind[v] & found}
         return matrices if h_res is None else (matrices - behind.get(h_res, set())) | {h_res}
 
 
 class _Residual:
-    """Chooses the logits h_res of a pre, and the sinkhorn iterations on them."""
+    """Chooses the logits h_res of a pre and the Sinkhorn iterations on them."""
 
     def __init__(self, group: Group, pre: Pre) -> None:
         self.group = group
@@ -308,7 +314,7 @@ class _Residual:
         self._others: set[Value] = set()
 
     def choose(self, nodes: Iterable[fx.Node]) -> None:
-        """Completes the pre. Raises Mismatch."""
+        """Fills in the logits and the Sinkhorn iterations of the pre. Raises Mismatch."""
         almost = self._collect(nodes)
         if not self.logits:
             if almost is not None:
@@ -317,7 +323,7 @@ class _Residual:
         upright = [v for v, affine in self.logits.items() if not affine.transposed]
         if not upright:
             raise Mismatch("h_res is laid out transposed; expected row-major [n, n]", next(iter(self.logits)))
-        # Iterations of the transposed logits are an op of their own.
+        # Iterations on transposed logits are left to a separate Sinkhorn op.
         chains = [(v, c) for v, c in self.chains if c.logits in upright]
         start = next((v for v in upright if len(v.shape) >= 2 and v.shape[-1] == Size(self.pre.n)), upright[0])
         if chains:
@@ -339,8 +345,8 @@ class _Residual:
         pre.fold = not pre.chain.transposed and self._only_through(start, pre.mixed)
 
     def _collect(self, nodes: Iterable[fx.Node]) -> Mismatch | None:
-        """Finds logits and iterations. Returns why the last value on the way to logits is none."""
-        # On the way to the logits every value is almost them: the last one's reason counts.
+        """Finds logits and iterations. Returns the mismatch of the last value that almost is the logits, or None."""
+        # Every value on the way to the logits almost matches, so only the last mismatch is worth reporting.
         almost: Mismatch | None = None
         for node in nodes:
             value = self.view.value(node)
@@ -354,7 +360,7 @@ class _Residual:
         return almost
 
     def _in_chain(self, value: Value) -> bool:
-        """Checks whether ``value`` is a step of sinkhorn iterations on the logits, or of some that do not fit."""
+        """Checks whether ``value`` is a step of Sinkhorn iterations on the logits, or of iterations that do not fit."""
         pre = self.pre
         if not square_matrices(value) or value.shape[-1].factor != pre.n:
             return False
@@ -387,7 +393,7 @@ class _Residual:
         mine = self.pre.pre.affine
         if found.key != mine.key or found.rows != self.pre.n**2:
             return False
-        # z and alpha * z on the way to the logits are none, unless h_pre has no bias or alpha either.
+        # Skip z and alpha * z on the way to the logits, unless h_pre has no bias or no alpha either.
         if (found.alpha is None, found.bias is None) != (mine.alpha is None, mine.bias is None):
             return False
         if found.phi.value is mine.phi.value and found.phi.start != 2 * self.pre.n and self.pre.n == 2:
@@ -396,7 +402,7 @@ class _Residual:
         return True
 
     def _only_through(self, start: Value, end: Value) -> bool:
-        """Checks whether everything that uses ``start`` does so through ``end``."""
+        """Checks whether every use of ``start`` goes through ``end``."""
         assert start.node is not None and end.node is not None
         order = self.view.order
         todo, seen = [start.node], {start.node}
@@ -415,7 +421,7 @@ UNFINISHED = "the sinkhorn iterations do not end after a sum over both dims"
 
 
 def _check(pre: Pre, failed: list[Mismatch]) -> None:
-    """Checks what the parts must have in common. Raises Mismatch."""
+    """Raises Mismatch where a coefficient did not match, or where h_pre is scaled, transposed or has hc_eps < 0."""
     if failed:
         raise failed[0]
     if pre.pre.mult != 1.0:

@@ -1,4 +1,4 @@
-"""Sums over mHC's streams in normal form: the collapse of a token's streams, and their expand-and-mix."""
+"""Weighted sums over mHC's streams in normal form: the collapse of a token's streams, and the expand-and-mix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from mhc_inductor.routing.operators.mhc.norm import Kept, seen_in
 
 @dataclasses.dataclass(frozen=True)
 class StreamSum:
-    """``sum_i weight[i] * x[i]``: the weight's value and flat index, and x's, in terms of the variable of i."""
+    """``sum_i weight[i] * x[i]``.
+
+    ``at`` and ``x`` are the flat indices into the weight and into x, in terms of ``stream``, the variable of i.
+    """
 
     weight: Value
     at: Index
@@ -39,9 +42,9 @@ class StreamSum:
 
 
 def stream_sum(terms: list[tuple[float, Ref]], kept: Kept, weights: Collection[Value]) -> StreamSum:
-    """Returns the terms as one weighted sum of x's streams: a contraction, a sum, or one addend a stream.
+    """Returns the terms as one weighted sum of x's streams. Raises Mismatch.
 
-    Raises Mismatch.
+    The sum may be a matrix product, a reduction, or one addend per stream.
     """
     seen = [_weighted(sign, ref, kept, weights) for sign, ref in terms]
     weight, stream, bound = seen[0]
@@ -52,7 +55,7 @@ def stream_sum(terms: list[tuple[float, Ref]], kept: Kept, weights: Collection[V
     n = len(seen)
     if any(b for _, _, b in seen) or any(w.value is not weight.value for w, _, _ in seen):
         raise Mismatch("not a weighted sum over x's streams", weight.value)
-    # One addend a stream: x's index differs by a constant, the weight's by a multiple of the same count.
+    # One addend per stream: from each to the next, the indices of x and of the weight grow by constant steps.
     by_stream = sorted(seen, key=lambda item: item[1].flat.terms.get(None, Size(0)).factor)
     first_w, first_x, _ = by_stream[0]
     i = Var(Size(n))
@@ -66,7 +69,7 @@ def stream_sum(terms: list[tuple[float, Ref]], kept: Kept, weights: Collection[V
 
 
 def _weighted(sign: float, ref: Ref, kept: Kept, weights: Collection[Value]) -> tuple[Ref, Ref, list[Var]]:
-    """(weight, element of x, summed variables) of a product of the two. Raises Mismatch."""
+    """Returns (weight, element of x, summed variables) of a product of a weight and x. Raises Mismatch."""
     term = kept.product(ref)
     streams = [f for f, e in term.factors if f.value is kept.x and e == 1.0]
     mixed = [f for f, e in term.factors if f.value in weights and e == 1.0]
@@ -82,7 +85,7 @@ def _step(a: Index, b: Index) -> int:
 
 
 def tokens_of(flat: Index, per: int) -> tuple[Index, Index]:
-    """``flat`` as ``per * tokens + rest``."""
+    """Returns (tokens, rest) such that ``flat = per * tokens + rest``."""
     tokens, rest = {}, {}
     for atom, c in flat.terms.items():
         whole_ = c.over(Size(per))
@@ -94,7 +97,7 @@ def tokens_of(flat: Index, per: int) -> tuple[Index, Index]:
 
 
 def collapse(value: Value, x: Value, width: int, weights: Collection[Value]) -> Value:
-    """Returns which of ``weights`` collapses x: ``value[d] = sum_i weight[i] * x[i, d]``. Raises Mismatch."""
+    """Returns the one of ``weights`` that collapses x: ``value[d] = sum_i weight[i] * x[i, d]``. Raises Mismatch."""
     out, kept = whole(value), Kept(x, weights)
     constant, terms = addends(out, kept)
     if constant != 0.0:
@@ -118,7 +121,10 @@ def collapse(value: Value, x: Value, width: int, weights: Collection[Value]) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Post:
-    """``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]``, R one of the given matrices or its transpose."""
+    """``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]``, where R is ``matrix`` or its transpose.
+
+    Where ``matrix`` is None, the residual is x[o] itself.
+    """
 
     x: Value
     h_post: Value
@@ -127,17 +133,17 @@ class Post:
     transpose: bool
     n: int
     width: int
-    """Elements of a token's streams, n * D."""
+    """The number of elements of a token's streams, n * D."""
     added: tuple[Value, ...] = ()
     """Vectors [D] that are added to f_out."""
     stream: int = -2
-    """x_out's dim of streams."""
+    """The stream dim of x_out."""
     x_stream: int = -2
-    """x's dim of streams, where it has one of its own."""
+    """The stream dim of x, where the streams have a dim of their own."""
 
 
 def _toward(ref: Ref, targets: Collection[Value]) -> tuple[Ref, list[Ref]] | None:
-    """``ref`` as an element of one of ``targets`` times others, which are left whole. Raises TooLarge."""
+    """Returns ``ref`` as (element of one of ``targets``, other factors left whole), or None. Raises TooLarge."""
     known: dict[Ref, tuple[Ref, list[Ref]] | None] = {}
     steps = Steps("factors", ref.value, DEPTH)
 
@@ -169,7 +175,7 @@ def _toward(ref: Ref, targets: Collection[Value]) -> tuple[Ref, list[Ref]] | Non
 
 
 def post(value: Value, x: Value, width: int, n: int, posts: Collection[Value], matrices: Collection[Value]) -> Post:
-    """Returns ``value`` as expand and mix of x by one of ``posts`` and one of ``matrices``. Raises Mismatch."""
+    """Returns ``value`` as an expand-and-mix of x by one of ``posts`` and one of ``matrices``. Raises Mismatch."""
     out, search = whole(value), _Expansion(Kept(x, posts, matrices), width, posts, matrices)
     try:
         return search.at(out, out.flat)
@@ -193,14 +199,14 @@ def post(value: Value, x: Value, width: int, n: int, posts: Collection[Value], m
 
 
 def streams_last(rank: int, dim: int) -> list[int]:
-    """The dims with that of the streams before the last."""
+    """Returns the dims in an order with the stream dim ``dim`` second to last."""
     others = [d for d in range(rank) if d != dim]
     return [*others[:-1], dim, *others[-1:]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mix:
-    """What a mixed residual says: its matrix, the number of streams, and where an element of x_out lies."""
+    """A residual: its matrix, the number of streams, and the token, stream and column of an element of x_out."""
 
     matrix: Value | None
     transpose: bool
@@ -212,7 +218,7 @@ class _Mix:
 
 @dataclasses.dataclass(frozen=True)
 class _Expansion:
-    """Proves elements of values to be the expand-and-mix of ``kept.x``. All methods raise Mismatch."""
+    """Proves that elements of values are the expand-and-mix of ``kept.x``. All methods raise Mismatch."""
 
     kept: Kept
     width: int
@@ -220,7 +226,7 @@ class _Expansion:
     matrices: Collection[Value]
 
     def at(self, out: Ref, flat: Index) -> Post:
-        """Returns what ``out`` is, the element of x_out at ``flat``."""
+        """Returns ``out``, the element of x_out at ``flat``, as an expand-and-mix."""
         constant, terms = addends(out, self.kept)
         if constant != 0.0:
             raise Mismatch(f"a constant {constant:g} is added to x_out", out.value)
@@ -237,7 +243,7 @@ class _Expansion:
         return Post(self.kept.x, h.value, f_out, mix.matrix, mix.transpose, mix.n, self.width, added)
 
     def by_streams(self, out: Ref, n: int) -> Post:
-        """Returns what ``out`` is, where each stream has an expression of its own."""
+        """Returns ``out`` as an expand-and-mix where each stream has its own expression."""
         each = []
         for o in range(n):
             at = Ref(out.value, (*out.index[:-2], const(o), out.index[-1]))
@@ -247,7 +253,7 @@ class _Expansion:
         return each[0]
 
     def _outer(self, out: Ref, terms: list[tuple[float, Ref]]) -> tuple[Ref, list[Ref], list[tuple[float, Ref]]]:
-        """(h_post, what it multiplies, the other addends)."""
+        """Returns (h_post, the factors that it multiplies, the other addends)."""
         expanded = [(s, t, _toward(t, self.posts)) for s, t in terms]
         outer = [(s, f) for s, _, f in expanded if f is not None]
         rest = [(s, t) for s, t, f in expanded if f is None]
@@ -259,7 +265,7 @@ class _Expansion:
         return outer[0][1][0], others, rest
 
     def _residual(self, out: Ref, flat: Index, identity: Ref, h: Ref) -> _Mix:
-        """x itself."""
+        """Returns the residual that is x itself."""
         if identity.flat != flat:
             raise Mismatch("the residual is not x at x_out's own place", out.value)
         per = product_of(h.value.shape).over(product_of(self.kept.x.shape).over(Size(self.width)) or ONE)
@@ -270,7 +276,7 @@ class _Expansion:
         return _Mix(None, False, n, tokens, *_by(rest, self.width // n))
 
     def _mixed(self, out: Ref, flat: Index, rest: list[tuple[float, Ref]]) -> _Mix:
-        """x by a matrix."""
+        """Returns the residual that is x times a matrix."""
         found = stream_sum(rest, self.kept, self.matrices)
         n = found.n
         tokens, feature = tokens_of(found.x, self.width)
@@ -292,11 +298,11 @@ class _Expansion:
 
 
 def _sublayer(others: list[Ref], mix: _Mix, d: int, elements: Size, out: Ref) -> tuple[Value, tuple[Value, ...]]:
-    """(f_out, vectors [D] that are added to it) where x has so many ``elements``. Raises Mismatch."""
-    # A bias of the sublayer may be expanded on its own.
+    """Returns (f_out, vectors [D] that are added to it). ``elements`` is the size of x. Raises Mismatch."""
+    # h_post may multiply a bias of the sublayer in an addend of its own.
     vectors = [next((v for r in chain(ref) if (v := _vector(r, mix.low, d)) is not None), None) for ref in others]
     if not mix.tokens.terms:
-        # Of one token f_out is a vector too.
+        # With a single token, f_out is itself a vector [D].
         vectors[0] = None
     added = tuple(v for v in vectors if v is not None)
     others = [ref for ref, v in zip(others, vectors, strict=True) if v is None]
@@ -309,7 +315,10 @@ def _sublayer(others: list[Ref], mix: _Mix, d: int, elements: Size, out: Ref) ->
 
 
 def read(ref: Ref, *wanted: tuple[Index, Size]) -> Value | None:
-    """Returns the innermost tensor that ``ref`` shows, no further than a rounding, at a ``wanted`` (place, elements)."""
+    """Returns the innermost tensor that ``ref`` shows with one of the ``wanted`` (flat index, total elements), or None.
+
+    Once it has found a tensor, it looks no further than a rounding.
+    """
     best = None
     for r in chain(ref):
         if r.value.node is not None and r.value.dtype in READABLE and (r.flat, product_of(r.value.shape)) in wanted:
@@ -320,13 +329,13 @@ def read(ref: Ref, *wanted: tuple[Index, Size]) -> Value | None:
 
 
 def _vector(ref: Ref, low: Index, d: int) -> Value | None:
-    """The vector [D] that ``ref`` is an element of, the one of column ``low``."""
+    """Returns the vector [D] whose element in column ``low`` is ``ref``, or None."""
     found = ref.value.node is not None and ref.flat == low and product_of(ref.value.shape) == Size(d)
     return ref.value if found else None
 
 
 def _by(feature: Index, d: int) -> tuple[Index, Index]:
-    """``feature`` as ``d * stream + low``."""
+    """Returns (stream, low) such that ``feature = d * stream + low``."""
     stream: dict[Atom, Size] = {}
     low: dict[Atom, Size] = {}
     for atom, c in feature.terms.items():

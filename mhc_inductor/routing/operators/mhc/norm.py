@@ -1,4 +1,4 @@
-"""The streams of mHC and their norm: which tensor a formula is of, and which of the model's roundings it keeps."""
+"""The norm of mHC's streams: the tensor that a formula is taken of, and the roundings of the model that it keeps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from mhc_inductor.routing.graph.values import Value
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """``rsqrt(mean(v * v) + eps)`` of the value ``x``, whose last ``width`` elements in memory order are v."""
+    """``rsqrt(mean(v * v) + eps)``, where v is the last ``width`` elements of ``x`` in memory order."""
 
     x: Value
     tokens: Index
@@ -50,12 +50,12 @@ class Norm:
 
     @property
     def count(self) -> Size:
-        """How many tokens x has."""
+        """The number of tokens of x."""
         return product_of(self.x.shape).over(Size(self.width)) or Size(0)
 
 
 def squared(ref: Ref) -> tuple[Ref, float, list[Var]] | None:
-    """(v, factor, bound variables) of ``factor * sum(v * v)``."""
+    """Returns (v, factor, bound variables) of ``factor * sum(v * v)``, or None."""
     scale = 1.0
     bound: list[Var] = []
     while True:
@@ -70,7 +70,7 @@ def squared(ref: Ref) -> tuple[Ref, float, list[Var]] | None:
             root = peel(v)
             if root.value.func is not aten.sqrt.default:
                 return v, scale, bound
-            # The square of a vector norm.
+            # The square of a vector norm: go on with the sum under its root.
             ref = Ref(root.value.args[0], root.index)
         elif func in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
             a, b = operands(ref)
@@ -89,7 +89,7 @@ def squared(ref: Ref) -> tuple[Ref, float, list[Var]] | None:
 
 
 def _squares(ref: Ref) -> Ref | None:
-    """v of ``v ** 2`` or ``v * v``."""
+    """Returns v of ``v ** 2`` or ``v * v``, or None."""
     if ref.value.func is aten.pow.Tensor_Scalar and number(ref.value.args[1]) == 2:
         return Ref(ref.value.args[0], ref.index)
     if ref.value.func is aten.mul.Tensor:
@@ -99,7 +99,10 @@ def _squares(ref: Ref) -> Ref | None:
 
 
 def covers(flat: Index, bound: Collection[Var]) -> tuple[Index, Index, int] | None:
-    """(tokens, feature, width): ``flat = width * tokens + feature``, and the feature takes every value below width."""
+    """Returns (tokens, feature, width) such that ``flat = width * tokens + feature``.
+
+    Returns None unless the feature takes every value below the width. Raises DynamicWidth.
+    """
     feature = {a: c for a, c in flat.terms.items() if a is not None and Index({a: ONE}).variables() <= set(bound)}
     rest = {a: c for a, c in flat.terms.items() if a not in feature}
     expected = ONE
@@ -122,7 +125,7 @@ def covers(flat: Index, bound: Collection[Var]) -> tuple[Index, Index, int] | No
 
 
 def norm_of(inner: Ref) -> Norm | None:
-    """Returns the norm whose ``mean(v * v) + eps`` is ``inner``."""
+    """Returns the norm whose ``mean(v * v) + eps`` is ``inner``, or None."""
     try:
         eps, terms = addends(inner)
         if len(terms) != 1 or terms[0][0] <= 0 or eps < 0:
@@ -139,13 +142,14 @@ def norm_of(inner: Ref) -> Norm | None:
 
 
 def _normed(v: Ref, inner: Ref, bound: Collection[Var]) -> tuple[Value, Index, Index, int] | None:
-    """(x, tokens, feature, width) of the tensor that ``v`` is an element of: the innermost that has just these tokens.
+    """Returns (x, tokens, feature, width) of the tensor that ``v`` is an element of, or None.
 
-    What is inside of a composite operation, as the product of a linear layer, is no tensor that the op could read.
+    Prefers the innermost tensor that has exactly these tokens. Skips values inside a composite operation, such as the
+    product of a linear layer: the op cannot read them.
     """
     best, fits = None, False
     elements = product_of((*inner.value.shape, *(b.size for b in bound)))
-    # What autocast rounded inside the norm is no tensor of the model's.
+    # shown() looks behind casts that autocast inserted inside the norm: no graph node produced them.
     for ref in shown(v):
         covered = covers(ref.flat, bound)
         fit = covered is not None and covered[0] == inner.flat and product_of(ref.value.shape) == elements
@@ -155,16 +159,16 @@ def _normed(v: Ref, inner: Ref, bound: Collection[Var]) -> tuple[Value, Index, I
 
 
 def sources(x: Value) -> dict[Value, tuple[int, ...]]:
-    """Returns the tensors that ``x`` is a permuted view of, and which dim of x each of their dims is."""
+    """Returns the tensors that ``x`` is a permuted view of, each with the dims of x that its own dims are."""
     found: dict[Value, tuple[int, ...]] = {}
     out = whole(x).index
     for ref in shown(whole(x)):
         free, dims = list(range(len(out))), list[int]()
         for i in ref.index:
-            # Dims of size 1 have equal indices.
+            # Dims of size 1 have equal indices: take the first free one.
             dims += [d for d in free if out[d] == i][:1]
             free = [d for d in free if d not in dims]
-        # A slice of one row has the indices of the whole tensor.
+        # Compare shapes too: a slice of one row has the same indices as the whole tensor.
         if len(dims) != len(out) or ref.value.shape != tuple(x.shape[d] for d in dims):
             break
         found[ref.value] = tuple(dims)
@@ -174,7 +178,7 @@ def sources(x: Value) -> dict[Value, tuple[int, ...]]:
 
 
 def root_of(x: Value) -> tuple[Value, tuple[int, ...]]:
-    """Returns the tensor of the graph that ``x`` is a permuted view of, and which of its dims each dim of x is."""
+    """Returns the graph tensor that ``x`` is a permuted view of, and the dim of that tensor for each dim of x."""
     found = {value: dims for value, dims in sources(x).items() if value.node is not None}
     root = next(reversed(found), x)
     dims = found.get(root, tuple(range(len(x.shape))))
@@ -182,7 +186,7 @@ def root_of(x: Value) -> tuple[Value, tuple[int, ...]]:
 
 
 def seen_in(ref: Ref, x: Value, views: Mapping[Value, tuple[int, ...]]) -> Ref:
-    """An element of one of x's :func:`sources` as the element of x."""
+    """Returns an element of one of x's :func:`sources` as the element of x; any other ``ref`` unchanged."""
     if ref.value is x or ref.value not in views:
         return ref
     index = list(ref.index)
@@ -192,10 +196,10 @@ def seen_in(ref: Ref, x: Value, views: Mapping[Value, tuple[int, ...]]) -> Ref:
 
 
 class Kept:
-    """The values that a formula of ``x`` is made of: x and what it is a view of, ``others``, and rounded inputs.
+    """The values at which the analysis of a formula of ``x`` stops: x, its sources, ``others``, and rounded inputs.
 
-    A cast that the model wrote on x or on a weight, on anything that x has no part in, stays the model's. Casts of
-    values between, and those that autocast puts in, are not kept: without them the op is closer to exact.
+    A cast that the model wrote on x, on a weight, or on anything else that does not depend on x is kept. Casts of
+    intermediate values, and those that autocast inserts, are not kept: without them the op is closer to exact.
     """
 
     def __init__(self, x: Value, *others: Collection[Value]) -> None:
@@ -217,7 +221,7 @@ class Kept:
         return not self._made_of_x(value.node) or any(ref.value in self.views for ref in chain(whole(value)))
 
     def _made_of_x(self, node: fx.Node) -> bool:
-        """Checks whether x takes part in what ``node`` computes."""
+        """Checks whether the result of ``node`` depends on x."""
         if self.x.node is None or node is self.x.node:
             return True
         todo, seen = [node], {node}
@@ -231,7 +235,7 @@ class Kept:
         return False
 
     def product(self, ref: Ref) -> Term:
-        """Returns ``ref`` as a product, with every element of what x is a view of as one of x."""
+        """Returns ``ref`` as a product, in which elements of x's sources are written as elements of x."""
         term = product(ref, self)
         term.factors = [(seen_in(f, self.x, self.views), e) for f, e in term.factors]
         return term

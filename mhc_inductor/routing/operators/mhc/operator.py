@@ -1,4 +1,4 @@
-"""mHC as an operator of the pass."""
+"""The mHC operator of the routing pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POLICY = (
 
 
 class Mhc:
-    """Pres, heads, posts and Sinkhorn iterations of one graph."""
+    """Routes the pres, heads, posts and Sinkhorn iterations of one graph."""
 
     name = "mhc"
     kernels = staticmethod(kernels_of)
@@ -33,7 +33,7 @@ class Mhc:
         self._emission: Emission | None = None
 
     def candidates(self, view: View) -> Iterable[fx.Node]:
-        """Searches the graph. Returns the nodes where something is."""
+        """Searches the graph and returns the nodes at which a match or a near miss starts."""
         search = Search(view)
         search.run()
         self._found = {}
@@ -48,11 +48,11 @@ class Mhc:
         return list(self._found)
 
     def match(self, view: View, node: fx.Node) -> Iterable[Match | Miss]:
-        """Returns what the search found at ``node``."""
+        """Returns the matches and near misses that start at ``node``."""
         return self._found[node]
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
-        """Puts one op in. Raises Mismatch."""
+        """Emits the op of one match and returns each replaced value with its new node. Raises Mismatch."""
         if self._emission is None:
             self._emission = Emission(edit)
         found = match.data
@@ -61,5 +61,5 @@ class Mhc:
         return self._emission.post(found) if isinstance(found, PostUse) else self._emission.sinkhorn(found)
 
     def faster_as_written(self, match: Match, device: str) -> bool:
-        """Whether the formula is kept: a CPU has no kernel of ours, and the op is fused there as the formula is."""
+        """Checks whether to keep the formula: on a CPU the op has no kernel and is fused as the formula is."""
         return device == "cpu"

@@ -1,7 +1,7 @@
-"""Sinkhorn and Knopp's iterations as they wrote them: one factor for the rows of ``K = exp(logits)`` and one for its columns.
+"""Sinkhorn and Knopp's iterations in scaling form: one factor for the rows of ``K = exp(logits)``, one for the columns.
 
-``u * K * v`` of ``u = 1 / sum(K * v)`` and ``v = 1 / sum(K * u)`` in turn, from ones: the matrix that dividing K by its row
-and column sums leaves.
+From ones, ``u = 1 / sum(K * v)`` and ``v = 1 / sum(K * u)`` are computed in turn. ``u * K * v`` is the matrix that
+remains after dividing K by its row and column sums in turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mhc_inductor.routing.operators.selection.elements import constant_of
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A ``matrix`` with one of its factors, or, with ``axes``, after the normalisations over them."""
+    """A ``matrix`` times one of its scaling factors or, with ``axes``, after the normalisations over these dims."""
 
     matrix: Value
     axes: tuple[int, ...] = ()
@@ -36,20 +36,20 @@ class _Total:
     others: list[tuple[Ref, float]]
 
     def of(self, index: tuple[Index, ...]) -> bool:
-        """Whether the matrix is at ``index`` but for the summed dim."""
+        """Checks whether the matrix is at ``index``, except in the summed dim."""
         at = len(index) + self.dim
         mine = self.matrix.index
         return (*mine[:at], *mine[at + 1 :]) == (*index[:at], *index[at + 1 :])
 
 
 class Scalings:
-    """What products of matrices with such factors are. Each sum is looked at once."""
+    """Recognises products of matrices with scaling factors. Each sum is analysed once."""
 
     def __init__(self) -> None:
         self._sums: dict[Value, Scaled | None] = {}
 
     def of(self, ref: Ref) -> Scaled | None:
-        """What ``ref``, an element of a product, is; None for anything else. Raises Unsupported."""
+        """Returns the scaled matrix of which ``ref``, a product, is an element, or None. Raises Unsupported."""
         term = product(ref)
         scale, own = _factors(term)
         for factor in own if scale == 1.0 and not term.bound else ():
@@ -71,7 +71,10 @@ class Scalings:
         return None
 
     def _sum(self, value: Value) -> Scaled | None:
-        """The matrix and the normalisations behind ``sum(K / sum(K / ...))``; a constant before the last cancels."""
+        """Returns the matrix and the normalisations behind ``sum(K / sum(K / ...))``, or None.
+
+        Constant factors of the sums before the last one cancel.
+        """
         if value not in self._sums:
             self._sums[value] = None
             with contextlib.suppress(Unsupported):
@@ -106,7 +109,10 @@ def _total(ref: Ref) -> _Total | None:
 
 
 def _factors(term: Term) -> tuple[float, list[tuple[Ref, float]]]:
-    """(number, factors): the iterations start from a tensor that is one everywhere, or another number."""
+    """Returns (number, factors), with constant tensors, such as the ones that iterations start from, in the number.
+
+    Raises Unsupported where a constant is not positive.
+    """
     scale, factors = term.coef, []
     for ref, exponent in term.factors:
         known = constant_of(ref.value)

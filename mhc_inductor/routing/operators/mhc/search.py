@@ -1,4 +1,4 @@
-"""Where in a graph the mHC formula is: candidates by their neighbourhood, proved by the normal forms."""
+"""Finds mHC formulas in a graph: candidates come from neighbourhoods of nodes and are proved by normal forms."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _EXPONENTIALS = (
 
 
 class Search:
-    """Searches one graph: ``found`` and ``misses``."""
+    """Searches one graph and collects matches in ``found`` and near misses in ``misses``."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -57,7 +57,7 @@ class Search:
         self.cut: int | None = None
 
     def run(self) -> None:
-        """Finds everything. Raises DynamicWidth where a formula sums over a width that is not known."""
+        """Finds all formulas. Raises DynamicWidth where a formula sums over a width that the graph leaves dynamic."""
         avoid, settled = set[fx.Node](), set[Value]()
         for norm, seeds in self._groups(avoid):
             self.cut = None
@@ -68,7 +68,7 @@ class Search:
         self._lone_sinkhorns(avoid)
         self._lone_posts()
         first = next(iter(self.view.graph.nodes))
-        if not self.view.body:  # the body may be an autograd.Function's, which has a backward of its own
+        if not self.view.body:  # a body may be that of an autograd.Function, which has its own backward
             reported = [m.start for m in self.misses if m.op == "mhc_sinkhorn" and m.start is not None]
             with contained(self.view, first):
                 self._lone_iterations(avoid, reported)
@@ -82,25 +82,25 @@ class Search:
         except (Unsupported, DynamicWidth):
             raise
         except Exception:
-            del self.found[known:]  # half a block
+            del self.found[known:]  # drop a block that was found only in part
             raise
 
     def miss(self, op: str, mismatch: Mismatch, start: Value, ordinary: bool = False) -> None:
-        """Notes a near miss, and that the search was cut off where it was."""
+        """Records a near miss; its reason says so where the search was cut off."""
         reason = mismatch.reason
         if self.cut is not None:
             reason += f" (the search stopped after {self.cut} operations around it)"
         self.misses.append(Miss(op, reason, mismatch.value, start, ordinary))
 
     def reached(self, starts: Iterable[fx.Node], admit: Callable[[fx.Node], bool], limit: int = 4000) -> list[fx.Node]:
-        """Returns the nodes reached from ``starts``; they belong to a formula of a norm from now on."""
+        """Returns the nodes reached from ``starts`` and claims them for the formula around a norm."""
         nodes = self.view.descendants(starts, admit, limit)
         self.cut = limit if len(nodes) >= limit else self.cut
         self._claimed.update(nodes)
         return nodes
 
     def around(self, node: fx.Node) -> list[fx.Node]:
-        """Returns the part of a formula around a node: what a near miss keeps away from routing."""
+        """Returns the nodes of the formula around ``node``, which a near miss keeps from being routed."""
         up, todo = {node}, [node]
         while todo and len(up) < 64:
             for parent in todo.pop().all_input_nodes:
@@ -110,14 +110,14 @@ class Search:
         return self.reached(up, lambda _: True, 1000)
 
     def _called(self, node: fx.Node, *names: str) -> Value | None:
-        """The value of a live node that calls one of these: what nobody looks into costs nothing."""
+        """Returns the value of ``node`` if it is live and calls one of ``names``; other nodes are not analysed."""
         called = name_of(node).partition(".")[0].strip("_") in names and node.op in ("call_function", "call_method")
         return self.view.value(node) if called and node in self.view.live else None
 
     # --- norms and their projections ---
 
     def _groups(self, avoid: set[fx.Node]) -> Iterable[tuple[Norm, list[fx.Node]]]:
-        """Every norm of streams with the sigmoids of its projections."""
+        """Returns every norm of streams with the sigmoids of its projections."""
         groups: dict[tuple[Value, float], tuple[Norm, list[fx.Node]]] = {}
         unnormed: list[tuple[Value, Mismatch]] = []
         for node in self.view.nodes:
@@ -144,7 +144,7 @@ class Search:
         return groups.values()
 
     def _norm(self, value: Value) -> Norm | None:
-        """The norm of the projection in a sigmoid's or an exp's argument. Raises Mismatch."""
+        """Returns the norm of the projection in the argument of a sigmoid or an exp, or None. Raises Mismatch."""
         _, terms = addends(whole(value.args[0]))
         for _, term in terms:
             norm = mhc.projection(term)
@@ -158,7 +158,7 @@ class Search:
                 _check_unaltered(term)
         return None
 
-    # --- iterations and posts of their own ---
+    # --- Sinkhorn iterations and posts that belong to no routed pre ---
 
     def _lone_sinkhorns(self, avoid: set[fx.Node]) -> None:
         mine = {s.mixed for s in self.found if isinstance(s, (Sinkhorn, Pre))}
@@ -176,7 +176,7 @@ class Search:
                 self.miss("mhc_sinkhorn", mismatch, value)
 
     def _lone_iterations(self, avoid: set[fx.Node], reported: list[Value]) -> None:
-        """Notes matrices that are divided by their own sums again and again in a way that is not the op's."""
+        """Reports matrices that are repeatedly divided by their own sums in a form that the op does not have."""
         mixed = [m for s in self.found if isinstance(s, (Sinkhorn, Pre)) and (m := s.mixed) is not None]
         known = {bare(whole(v)).value for v in (*mixed, *reported)}
         there = self.view.live - _chain_nodes(mixed)
@@ -193,7 +193,7 @@ class Search:
             self.miss("mhc_sinkhorn", why, steps[0])
 
     def _lone_logits(self, avoid: set[fx.Node], known: set[Value]) -> None:
-        """Notes projections of normed streams that no sigmoid takes, and whose iterations are not routed either."""
+        """Reports projections of normed streams that no sigmoid takes and whose Sinkhorn iterations are not routed."""
         mixed = [s.chain.logits for s in self.found if isinstance(s, Sinkhorn)]
         known |= {norm.x for logits in mixed if (norm := streams_behind(logits)) is not None}
         taken = self._claimed | avoid
@@ -209,7 +209,7 @@ class Search:
                 self.miss("mhc_pre", Mismatch(reason, value), value)
 
     def _longest(self, seed: fx.Node, first: Value, avoid: set[fx.Node]) -> Sinkhorn | None:
-        """The longest chain of iterations that starts at ``seed``. Raises Mismatch where there is one that stays."""
+        """Returns the longest chain of iterations from ``seed``, or None. Raises Mismatch where it cannot be routed."""
         found: list[tuple[Value, Chain]] = []
         admit = functools.partial(self._no_larger, shape=first.shape)
         for node in self.view.descendants([seed], admit, 2000):
@@ -243,7 +243,7 @@ class Search:
         return product_of(shape).over(product_of(value.shape)) is not None
 
     def _lone_posts(self) -> None:
-        """Expand-and-mixes that no formula of a norm is near: what is near one is that formula's, or a near miss of it."""
+        """Finds expand-and-mixes whose coefficients no norm's formula claims; that formula handles the others."""
         known = {use.x_out for use in self.found if isinstance(use, PostUse)}
         for node in self.view.nodes:
             value = self._called(node, "add", "sub", "stack", "rsub", "iadd", "addcmul", "baddbmm")
@@ -267,7 +267,7 @@ class Search:
 
 
 def _check_unaltered(term: Ref) -> None:
-    """Raises Mismatch where the argument of a sigmoid is another function of the logits of streams."""
+    """Raises Mismatch where a sigmoid is taken of a function of the logits other than alpha * z + bias."""
     for factor, _ in product(term).factors:
         func, argument = factor.value.func, argument_of(factor)
         if func in _ADDED and streams_behind(factor.value) is not None:
@@ -277,7 +277,7 @@ def _check_unaltered(term: Ref) -> None:
 
 
 def streams_behind(value: Value) -> Norm | None:
-    """Returns the norm of all streams of a token whose projection is an addend of ``value``."""
+    """Returns the norm, over all streams of a token, whose projection is an addend of ``value``; None without one."""
     with contextlib.suppress(Unsupported):
         norms = (mhc.projection(t) for _, t in addends(whole(value))[1])
         return next((norm for norm in norms if norm is not None and of_streams(norm)), None)
@@ -285,7 +285,7 @@ def streams_behind(value: Value) -> Norm | None:
 
 
 def _chain_nodes(mixed: Iterable[Value]) -> set[fx.Node]:
-    """The nodes of iterations, back from their last matrices through tensors whose last two sizes are as small."""
+    """Returns the nodes of iterations: those behind ``mixed``, through tensors whose last two dims are small."""
     found: set[fx.Node] = set()
     todo = [v.node for v in mixed if v.node is not None and square_matrices(v)]
     while todo:

@@ -36,7 +36,7 @@ from mhc_inductor.routing.operators.selection.elements import constant_of
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """``logits`` after the normalisations ``axes`` (each the dim summed over), by softmax or by exp."""
+    """``logits`` after a softmax or an exp and the normalisations ``axes``, each given by the dim summed over."""
 
     logits: Value
     form: str
@@ -44,19 +44,20 @@ class Chain:
     eps: float | None = None
     shift: int | None = None
     shifted: Value | None = None
-    """What exp is of, if something is subtracted from the logits; ``steady``: the dims along which that is constant."""
+    """The argument of exp, where something is subtracted from the logits."""
     steady: tuple[int, ...] = (ROWS, COLUMNS)
+    """The dims along which the subtracted value is constant."""
     log: bool = False
     eps_added: bool = False
 
     @property
     def transposed(self) -> bool:
-        """Whether the first normalisation is over columns: the iterations of the transposed logits."""
+        """Whether the first normalisation is over columns, as in iterations on the transposed logits."""
         return self.axes[:1] == (COLUMNS,)
 
     @property
     def iters(self) -> int | None:
-        """The number of iterations, None in the middle of one or where eps does not fit the form."""
+        """The number of iterations; None within an iteration, in the log domain, or where eps does not fit the form."""
         if self.log or not self.axes or len(self.axes) % 2:
             return None
         if self.form == "softmax" and (self.eps or 0.0) > 0.0 and not self.eps_added:
@@ -65,19 +66,19 @@ class Chain:
 
     @property
     def words(self) -> str:
-        """The form and eps, for a report."""
+        """The form and eps as text for reports."""
         return f"{self.form}, eps = {self.eps or 0.0:g}"
 
 
 class Chains:
-    """The chains that end at values, found once each."""
+    """Finds the chains that end at values, each once."""
 
     def __init__(self) -> None:
         self._of: dict[Value, Chain | Mismatch | None] = {}
         self.scalings = Scalings()
 
     def of(self, value: Value) -> Chain | None:
-        """The chain that ends at ``value``, or None. Raises Mismatch where a step of a chain does not fit."""
+        """Returns the chain that ends at ``value``, or None. Raises Mismatch where a step of a chain does not fit."""
         if value not in self._of:
             try:
                 self._of[value] = self._find(value)
@@ -110,14 +111,14 @@ class Chains:
         return self._quotient(ref) if func in (aten.div.Tensor, aten.mul.Tensor) else None
 
     def _quotient(self, ref: Ref) -> Chain | None:
-        """A matrix divided by its sums, in one step or with the factors of all steps."""
+        """Returns the chain of a matrix divided by its sums, step by step or by the factors of all steps, or None."""
         chain = mismatch = None
         try:
             chain = self._normalised(ref)
         except Mismatch as error:
             mismatch = error
             if any(self._of.get(a.value) is mismatch for a in operands(ref) if isinstance(a, Ref)):
-                raise  # a step before this one does not fit
+                raise  # an earlier step does not fit
         if chain is None:
             chain, halfway = self._scaled(ref)
             if chain is None and mismatch is not None and not halfway:
@@ -125,7 +126,7 @@ class Chains:
         return chain
 
     def _normalised(self, ref: Ref) -> Chain | None:
-        """A matrix divided by its sums, or times their reciprocals."""
+        """Returns the chain of a matrix divided by its sums, or multiplied by their reciprocals; None without one."""
         left, right = operands(ref)
         if ref.value.func is aten.div.Tensor:
             return self._divided(left, right) if isinstance(left, Ref) and isinstance(right, Ref) else None
@@ -137,7 +138,7 @@ class Chains:
         return None
 
     def _scaled(self, ref: Ref) -> tuple[Chain | None, bool]:
-        """The chain of :mod:`.scalings` that ``ref`` is, and whether it is on the way to one."""
+        """Returns the chain that ``ref`` is in scaling form, or None, and whether it is an intermediate of one."""
         known = self.scalings.of(ref)
         if known is None or not known.axes:
             return None, known is not None
@@ -155,7 +156,7 @@ class Chains:
         return Chain(named_value(logits), "exp", (dim,), eps=0.0, log=True)
 
     def _less_logsumexp(self, ref: Ref) -> Chain | None:
-        """``t - logsumexp(t)``: a log-softmax written out."""
+        """Returns the chain of ``t - logsumexp(t)``, a log-softmax written out, or None."""
         if len(ref.value.args) != 2:
             return None
         logits, total = operands(ref)
@@ -168,9 +169,9 @@ class Chains:
         return self._log_step(logits.value, dim) if summand is not None and peel(summand) == peel(logits) else None
 
     def _potentials(self, ref: Ref) -> Chain | None:
-        """``t + u + v``, the iterations as one addend for the rows and one for the columns, in the log domain.
+        """Returns the chain of ``t + u + v``: log-domain iterations with one addend for rows and one for columns.
 
-        Each is ``-logsumexp(t + the other)``. What is constant along the dim of a logsumexp cancels in the step.
+        Each addend is ``-logsumexp(t + the other)``. A term that is constant along the dim of a logsumexp cancels.
         """
         axes: list[int] = []
         own = _addends(ref)
@@ -240,7 +241,7 @@ class Chains:
 
 
 def _own_sums(numerator: Ref, summed: Ref) -> int:
-    """The dim over which ``summed`` is the sum of the matrix ``numerator``. Raises Mismatch."""
+    """Returns the dim over which ``summed`` is the sum of the matrix ``numerator``. Raises Mismatch."""
     found = sum_of(summed)
     assert found is not None
     summand, bound, scale = found
@@ -256,7 +257,7 @@ def _own_sums(numerator: Ref, summed: Ref) -> int:
 
 
 def _with_eps(chain: Chain, kind: str, eps: float, divisor: Value) -> Chain:
-    """``chain`` with the eps of a step, added to its sums or a bound of them. Raises Mismatch."""
+    """Returns ``chain`` with the eps of a step, which is added to the sums or bounds them. Raises Mismatch."""
     if chain.form == "softmax":
         if kind == "max":
             raise Mismatch("sums after a softmax are clamped; expected sum + eps", divisor)
@@ -275,7 +276,7 @@ _Addends = tuple[float, list[tuple[float, Ref]]]
 
 
 def _last_step(ref: Ref, own: list[tuple[float, Ref]], steady: int | None) -> tuple[int, _Addends] | None:
-    """(dim, what was there before) of the step that one of the addends ``own`` of ``ref`` is."""
+    """Returns (dim, addends before it) of the last step, which is one of the addends ``own`` of ``ref``, or None."""
     for term in own:
         sign, total = term
         if sign != -1.0 or total.value.func is not aten.logsumexp.default:
@@ -292,7 +293,7 @@ def _last_step(ref: Ref, own: list[tuple[float, Ref]], steady: int | None) -> tu
 
 
 def _unshifted(chain: Chain, dim: int) -> Chain:
-    """``chain`` before its first sums: where they do not cancel what is subtracted, that is part of the logits."""
+    """Returns ``chain`` before its first sums; a subtracted value that they do not cancel joins the logits."""
     return chain if dim in chain.steady else dataclasses.replace(chain, logits=chain.shifted or chain.logits)
 
 
@@ -306,6 +307,6 @@ def _next(chain: Chain, dim: int, value: Value) -> tuple[int, ...]:
 
 
 def _addends(ref: Ref) -> tuple[float, list[tuple[float, Ref]]]:
-    """Without the zeros that the iterations start from."""
+    """Returns the addends of ``ref`` without the zeros that the iterations start from."""
     constant, terms = addends(ref)
     return constant, [t for t in terms if constant_of(t[1].value) != 0.0]

@@ -1,4 +1,4 @@
-"""A matrix and sums of its own rows or columns: one step of Sinkhorn iterations, however it is written."""
+"""One step of Sinkhorn iterations, however it is written: a matrix and the sums of its own rows or columns."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DIM_NAMES = {ROWS: "-1", COLUMNS: "-2"}
 
 
 def iterated(matrices: Iterable[Value]) -> list[list[Value]]:
-    """Returns each matrix with what is left of it after one, two, ... divisions by its own sums, whatever is added to them.
+    """Returns each matrix with the results of repeated divisions by its own sums, whatever numbers are added to them.
 
-    ``matrices`` are in the order of the graph. Softmax over rows or columns is such a division too.
+    ``matrices`` are in graph order. A softmax over rows or columns counts as such a division.
     """
     runs: dict[Value, list[Value]] = {}
     ended: dict[Value, list[Value]] = {}
@@ -44,7 +44,7 @@ def iterated(matrices: Iterable[Value]) -> list[list[Value]]:
 
 
 def _before(ref: Ref) -> Value | None:
-    """The matrix that ``ref`` is, divided by its own row or column sums."""
+    """Returns the matrix whose division by its own row or column sums gives ``ref``, or None."""
     value, pairs = ref.value, list[tuple[Ref | float, Ref | float]]()
     if value.func in (aten._softmax.default, aten.softmax.int):
         return bare(whole(value.args[0])).value if axis_of(value, value.args[1]) is not None else None
@@ -63,7 +63,7 @@ def _before(ref: Ref) -> Value | None:
 
 
 def bare(ref: Ref) -> Ref:
-    """Returns ``ref`` without views, casts, and numbers that are added to it or bound it."""
+    """Returns ``ref`` without views, casts, added numbers and lower bounds."""
     while True:
         ref = peel(ref)
         low = bound_below(ref)
@@ -74,7 +74,7 @@ def bare(ref: Ref) -> Ref:
 
 
 def inverse_of(ref: Ref | float) -> Ref | None:
-    """u of ``1 / u``."""
+    """Returns u of ``1 / u``, or None."""
     term = product(ref) if isinstance(ref, Ref) else None
     if term is None or term.coef != 1.0 or len(term.factors) != 1 or term.factors[0][1] != -1.0:
         return None
@@ -82,7 +82,10 @@ def inverse_of(ref: Ref | float) -> Ref | None:
 
 
 def logsumexp_of(total: Ref, like: Ref) -> tuple[int | None, Ref | None]:
-    """(dim, summand) of a logsumexp over rows or columns: its operand's element at the indices of ``like``."""
+    """Returns (dim, summand) of a logsumexp over rows or columns, None for what does not fit.
+
+    The summand is the operand's element at the indices of ``like``.
+    """
     operand, dims = total.value.args[:2]
     dims = [dims] if isinstance(dims, int) else list(dims)
     rank = len(operand.shape)
@@ -98,18 +101,19 @@ def logsumexp_of(total: Ref, like: Ref) -> tuple[int | None, Ref | None]:
 
 
 def constant_along(ref: Ref, like: Ref, dim: int) -> bool:
-    """Whether ``ref`` is the same for all elements of ``like`` along a dim."""
+    """Checks whether ``ref`` is the same for all elements of ``like`` along ``dim``."""
     varying = like.index[dim].variables()
     return not any(varying & i.variables() for i in peel(ref).index)
 
 
 def axis_of(value: Value, dim: int) -> int | None:
+    """Returns ``dim`` of ``value`` as ROWS or COLUMNS, None for any other dim."""
     at = dim % len(value.shape) - len(value.shape)
     return at if at in (ROWS, COLUMNS) else None
 
 
 def named_value(value: Value) -> Value:
-    """``value``, or what it is a cast of, as far as a node of the graph."""
+    """Returns ``value`` or, where no graph node produced it, the value behind its casts that one did."""
     ref = whole(value)
     while ref.value.node is None:
         inner = step(ref)
@@ -120,7 +124,10 @@ def named_value(value: Value) -> Value:
 
 
 def maximum_of(top: Ref, logits: Ref) -> int | None:
-    """The dim over which ``top`` is the maximum of ``logits``, detached or not: its gradient cancels."""
+    """Returns the dim over which ``top`` is the maximum of ``logits``, or None.
+
+    The maximum may be detached or not, since its gradient cancels.
+    """
     top = peel(top)
     while top.value.func is aten.detach.default:
         top = peel(Ref(top.value.args[0], top.index))
@@ -138,7 +145,7 @@ def maximum_of(top: Ref, logits: Ref) -> int | None:
 
 
 def sum_of(ref: Ref) -> tuple[Ref, list[Var], float] | None:
-    """(summand, bound variables, factor) of a sum, a mean or a product with a matrix of ones."""
+    """Returns (summand, bound variables, factor) of a sum, a mean or a product with a matrix of ones, or None."""
     contracted = contraction(ref)
     if contracted is None:
         return reduction(ref)
@@ -150,7 +157,10 @@ def sum_of(ref: Ref) -> tuple[Ref, list[Var], float] | None:
 
 
 def divisor_of(ref: Ref) -> tuple[Ref | None, str, float]:
-    """(the sum, "add" or "max" or "", eps) of ``sum + eps``, ``max(sum, eps)`` or a bare sum."""
+    """Returns (sum, kind, eps): "add" for ``sum + eps``, "max" for ``max(sum, eps)``, "" for a bare sum.
+
+    The sum is None for anything else.
+    """
     ref = peel(ref)
     low = bound_below(ref)
     if low is not None:
@@ -162,7 +172,7 @@ def divisor_of(ref: Ref) -> tuple[Ref | None, str, float]:
 
 
 def bound_below(ref: Ref) -> tuple[Ref, float] | None:
-    """(element, least) of what is no less than a number."""
+    """Returns (element, bound) of a clamp or a maximum that bounds an element from below, or None."""
     args, func = ref.value.args, ref.value.func
     if func in (aten.clamp_min.default, aten.clamp.default):
         low = number(args[1]) if len(args) > 1 else number(ref.value.kwargs.get("min"))
@@ -177,6 +187,7 @@ def bound_below(ref: Ref) -> tuple[Ref, float] | None:
 
 
 def dim_summed(numerator: Ref, summand: Ref, bound: Var) -> int | None:
+    """Returns the dim of ``numerator`` (ROWS or COLUMNS) that ``summand`` sums over with ``bound``, or None."""
     if summand.value is not numerator.value:
         numerator = peel(numerator)
         summand = peel(summand)

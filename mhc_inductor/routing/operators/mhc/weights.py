@@ -1,4 +1,4 @@
-"""phi, alpha, bias and gamma of a pre as the op reads them, put together from what the model has."""
+"""Assembles phi, alpha, bias and gamma of a pre, as the op reads them, from the model's tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Parts = Mapping[str, Piece | float]
 
 
 class Weights:
-    """Emits the weights of one pre, whose streams are the node ``x``."""
+    """Emits the weights of one pre; ``x`` is the node of its streams."""
 
     def __init__(self, edit: Edit, pre: Pre, x: fx.Node) -> None:
         self.edit = edit
@@ -29,11 +29,11 @@ class Weights:
         present = set(self.affines)
         self.wanted = ROLES if "res" in present else ROLES[:1] if present == {"pre"} else ROLES[:2]
         ends = {role: edit.view.ends.get(node_of(value), 0) for role, value in pre.outputs.items()}
-        # Parts of which the model asks no gradient: packed with others, they would get zeros.
+        # Roles that no gradient comes back to: packed with others, their weights would get zeros instead of None.
         self.unasked = {role for role in self.wanted if not ends.get(role)}
 
     def all(self) -> tuple[fx.Node | None, ...]:
-        """Returns phi, alpha, bias and gamma. Raises Mismatch where one of them cannot be put together."""
+        """Returns phi, alpha, bias and gamma. Raises Mismatch where one of them cannot be assembled."""
         affines = self.affines.items()
         return (
             self._gathered({r: a.phi for r, a in affines}, "phi"),
@@ -43,7 +43,7 @@ class Weights:
         )
 
     def _gathered(self, parts: _Parts, what: str) -> fx.Node:
-        """phi, alpha or bias of all roles as one tensor; a number stands for all elements of a role."""
+        """Returns phi, alpha or bias of all roles as one tensor; a number stands for all elements of a role."""
         n = self.n
         rows = {"pre": n, "post": n, "res": n * n} if what != "alpha" else dict.fromkeys(ROLES, 1)
         whole = self._stored(parts, {role: rows[role] for role in self.wanted}, what)
@@ -58,7 +58,7 @@ class Weights:
         return self.edit.emit(torch.cat, nodes) if len(nodes) > 1 else nodes[0]
 
     def _stored(self, parts: _Parts, rows: Mapping[str, int], what: str) -> fx.Node | None:
-        """The one tensor that holds all parts in the op's order, None where there is none."""
+        """Returns the one tensor that already holds all parts in the op's order, or None."""
         pieces = [part for part in parts.values() if isinstance(part, Piece)]
         leaves = {piece.value for piece in pieces}
         if len(leaves) != 1 or len(pieces) != len(parts):
@@ -94,7 +94,7 @@ class Weights:
         return total // (self.width if what == "phi" else 1)
 
     def _rowed(self, piece: Piece, what: str) -> fx.Node:
-        """A weight with its rows first."""
+        """Returns a weight with its rows in the first dim."""
         emit, node, width = self.edit.emit, self.edit.input(piece.value), self.width
         shape = tuple(example(node).shape)
         if what != "phi":
