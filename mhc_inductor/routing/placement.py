@@ -140,7 +140,7 @@ class Placement:
             for user in node.users:
                 effect = self.view.effects.of(self.view.reader.get(user, user))
                 if user not in region and (effect.watches or not effect.known):
-                    raise Mismatch("a hook is on an intermediate result of the formula", self.view.value(node))
+                    raise Mismatch("an intermediate result of the formula has a hook", self.view.value(node))
 
     def _check_outputs(self, region: set[fx.Node]) -> None:
         """Raises Mismatch if a result shares memory with a tensor that stays, or is later written by another name."""

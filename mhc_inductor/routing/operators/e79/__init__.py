@@ -20,7 +20,7 @@ from mhc_inductor.routing.operators.kernels import kernels_of
 from mhc_inductor.routing.report import Routed, source_of
 
 Found = Match | Miss | Routed
-_HOOKED = "a hook is on S' of a step, which the step's M' or output reads too"
+_HOOKED = "S' of a step has a hook, and the step's M' or output reads S' too: the hook would miss their gradients"
 _VIEWS = "the inputs of the steps cannot be followed through their views"
 _BODY_VIEWS = "the inputs of the body cannot be followed through their views"
 

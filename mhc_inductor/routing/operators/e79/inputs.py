@@ -185,7 +185,7 @@ class Packing:
                 node = self.edit.current(held.node)
                 size = example(node).shape[held.time]
                 return size if isinstance(size, int) else self.edit.emit("size", node, held.time)
-        raise Mismatch("none of the step's vectors changes from step to step")
+        raise Mismatch("no vector of the step changes from step to step, so the number of steps is not known")
 
     def _listed(self, name: str, held: Listed, together: str | None) -> fx.Node:
         """Returns vectors that no single tensor holds: computed for all steps at once where possible, else stacked."""

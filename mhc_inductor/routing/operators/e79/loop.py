@@ -216,4 +216,4 @@ class Search:
         return chains
 
 
-_CROSSED = "S and M change places from one step to the next"
+_CROSSED = "S and M are swapped between two steps"

@@ -81,7 +81,7 @@ def _checked(view: View, node: fx.Node, search: Search, step: Step) -> Body:
     outputs: Any = inner.graph.output_node().args[0]
     results = [inner.values.of(n) if isinstance(n, fx.Node) else None for n in outputs]
     if len(init) != 2 or len(inputs) != len(init) + len(xs) + len(extra):
-        raise Mismatch("the scan carries something besides S and M")
+        raise Mismatch("the scan carries other tensors than S and M")
     carried = [known.get(step.S), known.get(step.M)]
     if set(carried) != set(inputs[:2]):
         raise Mismatch("the scan's body does not start from the states that it carries", step.S)
@@ -91,10 +91,10 @@ def _checked(view: View, node: fx.Node, search: Search, step: Step) -> Body:
             raise Mismatch(f"the scan does not carry the new {name}", made)
     ends = [u for u in node.users if u in view.live]
     if any(u.target is not operator.getitem for u in ends):
-        raise Mismatch("the scan's results are used together", step.S_new)
+        raise Mismatch("the scan's results are not unpacked one by one", step.S_new)
     taken: dict[fx.Node, Any] = {user: user.args[1] for user in ends}
     if any(k >= 2 and (step.out is None or not _is(results[k], step.out)) for k in taken.values()):
-        raise Mismatch("the scan gives something besides y * silu(y) with y = S' q", step.S_new)
+        raise Mismatch("the scan returns a value other than y * silu(y) with y = S' q", step.S_new)
     return Body(node, inner, step, at, inputs, taken)
 
 
@@ -214,7 +214,7 @@ class Lifting:
     def _over(self, node: fx.Node) -> Lifted:
         if node not in self.lifted:
             if not self.body.view.values.inspectable(node):
-                raise Mismatch("a vector of the step is no plain function of the scan's inputs")
+                raise Mismatch("a vector of the step is computed by an operation that cannot be moved out of the scan")
             for a in node.all_input_nodes:
                 self._over(a)
             self.lifted[node] = lifted(self.edit, node, self.lifted)

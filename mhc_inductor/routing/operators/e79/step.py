@@ -227,7 +227,7 @@ class Recogniser:
         if self.applied_unit(a, small).key != unit.key:
             raise Mismatch(f"{what} is not taken with the normalised {small} of the outer product", a.vector.value)
         if constant != 0.0 or len(others) > 1 or any(s != 1.0 for s, _ in others):
-            raise Mismatch(f"{what} is no sum of {big} {small}^ and one bias", ref.value)
+            raise Mismatch(f"{what} has further addends; expected {big} {small}^ + b_{bias}", ref.value)
         return Leaf(self.frame.along(others[0][1], v)) if others else None
 
     def _written(self, ref: Ref, sign: float, states: Collection[Value]) -> tuple[list[Leaf], list[Applied]]:

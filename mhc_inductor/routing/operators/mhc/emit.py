@@ -46,7 +46,7 @@ class Emission:
             same = pre.posts if role == "post" else [value]
             if role in ("post", "res") and any(edit.view.hooked(node_of(v)) for v in (value, *same)):
                 # The hook must see the gradients of all readers, but later ops read the op's own output.
-                raise Mismatch(f"a hook is on h_{role}, which the expansion of the streams reads too", value)
+                raise Mismatch(f"h_{role} has a hook, and the post that reads it is part of the op: the hook would miss that gradient", value)
             edit.keep(got, value)
             self._given.update(dict.fromkeys(same, got))
             pairs.append((value, edit.as_like(got, value, x)))

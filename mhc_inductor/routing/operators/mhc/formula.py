@@ -101,7 +101,7 @@ def affine(ref: Ref, out: Ref, kept: Kept) -> Affine:
         raise Mismatch(f"a constant {constant:g} is added to the logits; expected alpha * z + bias", ref.value)
     others = [(s, t) for n, s, t in norms if n is None]
     if ref.value.dtype is torch.float64 and norm.x.dtype is not torch.float64:
-        raise Mismatch("the coefficients are computed in float64, more exactly than the op would", ref.value)
+        raise Mismatch("the coefficients are computed in float64 and x is not: the op would compute them in float32", ref.value)
     return _affine(out, norm, sign, z, others, kept)
 
 
@@ -156,7 +156,7 @@ def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float
     streams = [f for f, e in term.factors if f.value is norm.x and e == 1]
     roots = [f for f, e in term.factors if e == -0.5]
     if len(streams) != 1:
-        raise Mismatch("the projection's input is not the tensor that the norm is of", z.value)
+        raise Mismatch("the projection and the norm read different tensors", z.value)
     if len(roots) != 1:
         raise Mismatch(f"{len(roots)} norm factors; expected one inv_rms", z.value)
     covered = covers(streams[0].flat, term.bound)
@@ -180,7 +180,7 @@ def _weights(norm: Norm, z: Ref, term: Term, tokens: Index) -> tuple[Ref, list[R
             continue
         seen = factor.flat.variables()
         if exponent != 1.0 or seen & tokens.variables():
-            raise Mismatch("an unexpected factor of the projection", factor.value)
+            raise Mismatch("the projection has a further factor; expected (x * gamma) @ phi.T * inv_rms", factor.value)
         over = seen & bound
         (phis if over and seen - over else gammas if over else alphas).append(factor)
     if len(phis) != 1:

@@ -417,7 +417,7 @@ class _Residual:
         return True
 
 
-UNFINISHED = "the sinkhorn iterations do not end after a sum over both dims"
+UNFINISHED = "the last Sinkhorn iteration divides by the sums over one dim only; expected rows and columns"
 
 
 def _check(pre: Pre, failed: list[Mismatch]) -> None:

@@ -289,7 +289,7 @@ class _Expansion:
             raise Mismatch("x is taken at another token than x_out", out.value)
         stream, low = _by(place, self.width // n)
         if low != feature:
-            raise Mismatch("x is not mixed within its columns", out.value)
+            raise Mismatch("the mix changes the position within D; expected sum_i R[o, i] * x[i, d]", out.value)
         i, base = var(found.stream), tokens.times(Size(n * n))  # type: ignore[arg-type]
         for transpose, (row, column) in enumerate(((stream, i), (i, stream))):
             if found.at == base.plus(row.times(Size(n))).plus(column):

@@ -17,8 +17,8 @@ from mhc_inductor.routing.operators.mhc.found import PostUse, Pre
 from mhc_inductor.routing.operators.mhc.search import Search
 
 POLICY = (
-    "a checkpoint policy decides what this region saves, and no longer sees the formula's products: "
-    "let it name mhc_inductor.ops_to_save()"
+    "a checkpoint policy decides what this region saves, and no longer sees the formula's products; "
+    "add mhc_inductor.ops_to_save() to what it saves"
 )
 
 

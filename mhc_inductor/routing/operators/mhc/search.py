@@ -34,7 +34,7 @@ _GATES = {
     aten.hardsigmoid.default: "hardsigmoid",
     aten._softmax.default: "softmax",
 }
-_NO_PRE = "only the logits h_res are made: no h_pre = sigmoid(alpha * z + bias) collapses the streams"
+_NO_PRE = "only the logits h_res are computed; expected h_pre = sigmoid(alpha * z + bias) that collapses the streams"
 _NO_START = "sinkhorn iterations of a matrix that is neither softmax(logits) nor exp(logits)"
 _EXPONENTIALS = (
     aten._softmax.default,
@@ -233,7 +233,7 @@ class Search:
         if chain.logits.node is None:
             raise Mismatch("the logits of the sinkhorn iterations are inside a composite operation", value)
         if value.dtype is torch.float64 and chain.logits.dtype is not torch.float64:
-            raise Mismatch("the sinkhorn iterations are in float64, more exactly than the op would", value)
+            raise Mismatch("the Sinkhorn iterations are in float64 and the logits are not: the op would compute them in float32", value)
         return Sinkhorn(chain, value)
 
     def _no_larger(self, node: fx.Node, *, shape: tuple[Size, ...]) -> bool:

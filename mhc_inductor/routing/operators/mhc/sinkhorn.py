@@ -215,7 +215,7 @@ class Chains:
             return None
         if before.log or len(before.axes) != 1 or before.eps is not None or eps < 0.0:
             raise Mismatch(
-                f"{eps:g} is added within the sinkhorn iterations; expected once, after the softmax", ref.value
+                f"{eps:g} is added within the Sinkhorn iterations; expected once, right after the softmax", ref.value
             )
         return dataclasses.replace(before, eps=eps, eps_added=True)
 
@@ -226,7 +226,7 @@ class Chains:
         summed, kind, eps = divisor_of(divisor)
         if summed is None:
             raise Mismatch(
-                "a matrix of the sinkhorn iterations is divided by something else than its own sums", divisor.value
+                "a Sinkhorn iteration divides the matrix by a value other than its own row or column sums", divisor.value
             )
         dim = _own_sums(numerator, summed)
         before = _with_eps(before, kind, eps, divisor.value)
@@ -236,7 +236,7 @@ class Chains:
             what = f"their maximum over {f'dim {DIM_NAMES[before.shift]}' if before.shift is not None else 'nothing'}"
             if before.shift is None and before.shifted is not None:
                 what = "something else than their maximum"
-            raise Mismatch(f"exp is of the logits less {what}; expected dim {DIM_NAMES[dim]}", divisor.value)
+            raise Mismatch(f"exp is taken of the logits minus {what}; expected their maximum over dim {DIM_NAMES[dim]}", divisor.value)
         return dataclasses.replace(before, axes=_next(before, dim, summed.value))
 
 
