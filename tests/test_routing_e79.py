@@ -294,7 +294,7 @@ def test_states_that_change_places_forbid_the_scan() -> None:
         return S, M, out
 
     got, unrouted = _both(fn, _kvqm())
-    assert not got.ops and "change places" in reasons(got)
+    assert not got.ops and "are swapped" in reasons(got)
     assert difference(got, unrouted) == 0.0
 
 
