@@ -1,1 +1,1 @@
-"""Attention under a mask of selected keys."""
+"""Routing of attention under masks of selected keys to the ``selection_attention`` op."""

@@ -1,4 +1,4 @@
-"""Additive masks: where their elements are 0, which shows a key, and where not."""
+"""Additive masks: when an element is 0, which shows the key, and when it is not."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ if TYPE_CHECKING:
 
 
 class Additive:
-    """Evaluates elements of additive masks."""
+    """Finds when elements of additive masks are 0."""
 
     def __init__(self, masks: Masks) -> None:
         self.masks = masks
 
     def of(self, ref: Ref, want: bool = True) -> AnyOf:
-        """Returns when an element of an additive mask is 0 (``want``), or not. Raises Unsupported."""
+        """Returns when an element of an additive mask is 0 (``want``) or is not 0.
+
+        Raises KeyData if the mask is a tensor of unknown contents that is indexed by the key, and Unsupported if its
+        values have both signs or its formula is not recognised.
+        """
         below = uncast(ref)
         if below.value.func is None and keyed(below):
             raise KeyData(below)
@@ -56,7 +60,7 @@ class Additive:
         if func in ADD or func is aten.minimum.default:
             low, high = (_one_sign(self.masks.possible(a)) for a in args[:2])
             if low * high < 0.0 or (func not in ADD and max(low, high) > 0.0):
-                raise Unsupported  # the parts may cancel
+                raise Unsupported  # a sum may cancel to 0; a minimum with a positive part may be 0
             parts = [self._zero(operand(a, ref), want) for a in args[:2] if constant_of(a) != 0.0]
             return both(*parts) if want and len(parts) > 1 else either(*parts)
         if func is aten.log.default:
@@ -75,7 +79,10 @@ class Additive:
         return found
 
     def _scaled(self, ref: Ref, want: bool) -> AnyOf:
-        """Whether ``ref``, which is multiplied by a number, is 0: ``1 - mask``, ``mask - 1``, or ``~mask``."""
+        """Returns when ``ref``, the other factor of a product with a nonzero constant, is 0 (``want``) or is not 0.
+
+        Recognises ``~mask``, ``1 - mask`` and ``mask - 1``.
+        """
         below = uncast(ref)
         if below.value.dtype is torch.bool:
             return self.masks.truth(below, not want)
@@ -92,7 +99,7 @@ class Additive:
         return self._flag(operand(one, below), want)
 
     def _flag(self, ref: Ref, want: bool) -> AnyOf:
-        """Whether a number that is 0 or 1 is 1 (``want``)."""
+        """Returns when a number is 1 (``want``) or 0. Raises Unsupported unless it is one indicator."""
         ref = uncast(ref)
         if ref.value.dtype is not torch.bool:
             counted = self.masks.counts.of(ref)
@@ -102,7 +109,7 @@ class Additive:
 
 
 def _one_sign(values: frozenset[float]) -> float:
-    """Returns the sign of the numbers that are not 0. Raises Unsupported where there are both."""
+    """Returns the sign of the nonzero values, 0.0 if all are 0. Raises Unsupported if both signs occur."""
     signs = {math.copysign(1.0, v) for v in values if v}
     if len(signs) > 1:
         raise Unsupported

@@ -1,5 +1,7 @@
-"""Selection attention (spec: softmax(scale * q K.T) V over a union of key ranges) in normal form: what it looks like once
-spelling is gone. Found from calls of scaled_dot_product_attention and from softmaxes; see :mod:`.keys` for masks."""
+"""Recognises one attention, softmax(scale * q @ k.T) @ v over a union of key ranges, in normal form.
+
+It starts at a call of scaled_dot_product_attention or at a softmax. See :mod:`.keys` for the normal form of masks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from mhc_inductor.routing.operators.selection.weights import Traced, Weights
 
 
 class _Call(NamedTuple):
-    """A call of scaled_dot_product_attention."""
+    """A call of scaled_dot_product_attention: its result and its arguments."""
 
     out: Value
     q: Value
@@ -52,7 +54,10 @@ class _Call(NamedTuple):
 
 
 class Recogniser:
-    """Recognises one attention."""
+    """Recognises the attention of one call or of one softmax.
+
+    ``zero_rows``: the user asked for zeros in rows without keys.
+    """
 
     def __init__(self, values: Values, zero_rows: bool = False) -> None:
         self.values = values
@@ -62,7 +67,10 @@ class Recogniser:
         self._shapes: list[tuple[Size, ...]] = []
 
     def narrow(self, batch: bool) -> set[str]:
-        """Symbols in the sizes of heads, groups and features (and ``batch``), which queries and keys do not share."""
+        """Returns the symbols in the sizes of heads, groups and features, and of the batch if ``batch``.
+
+        The symbols in the number of keys and in the longest other dim of the scores (the queries) are left out.
+        """
         if not self._shapes:
             return set()
         now = self.values.hints
@@ -72,12 +80,16 @@ class Recogniser:
         return {x for shape in self._shapes for size in shape for x in size.symbols if x in now} - wide
 
     def _masks(self) -> Masks:
+        """Returns a new evaluator of masks, and keeps it for :attr:`close`."""
         self._made.append(Masks(self.values.fixed, self.values.hints))
         return self._made[-1]
 
     @property
     def close(self) -> list[Value]:
-        """The masks that were looked at and say, from data, which keys a query sees."""
+        """Returns the masks whose visible keys depend on tensor values, not only on positions.
+
+        If no evaluation so far met one, evaluates the masks given on their own.
+        """
         found = [value for masks in self._made for value in masks.seen]
         if not found:
             for value in self._given:
@@ -90,18 +102,18 @@ class Recogniser:
 
     @property
     def masked(self) -> bool:
-        """Whether a mask was on the scores that were looked at last."""
+        """Checks whether the scores examined last have a mask."""
         return bool(self._given)
 
     @property
     def queries(self) -> Size:
-        """How many queries there are, as the shapes say."""
+        """Returns the number of queries according to the shapes, 1 if it is not known."""
         return self._shapes[0][-2] if self._shapes and len(self._shapes[0]) > 1 else ONE
 
     # --- scaled_dot_product_attention ---
 
     def sdpa(self, node: fx.Node) -> Found:
-        """The call ``node``. Raises NotOurs, Mismatch, Unsupported and DynamicWidth."""
+        """Returns the attention of the call ``node``. Raises NotOurs, Mismatch, Unsupported and DynamicWidth."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         out, q, k, v, mask = (self._value(x) for x in (node, *(given.get(name) for name in names[:4])))
@@ -116,6 +128,7 @@ class Recogniser:
         return found
 
     def _called(self, call: _Call, dims: list[list[Var]]) -> Found:
+        """Builds the attention of a call, with the digits ``dims`` of its result."""
         *lead, s, e = (joined(digits) for digits in dims)
         width, t = Var(call.q.shape[-1]), Key(call.k.shape[-2])
         kv_lead = list(lead)
@@ -137,6 +150,7 @@ class Recogniser:
         return Found(call.out, dims, q, k, v, width, t, _scale(call.scale, width), keys, [call.mask], masks, fills)
 
     def _value(self, node: Any) -> Value:
+        """Returns the value of a tensor's node. Raises NotOurs for anything else."""
         value = self.values.of(node) if isinstance(node, fx.Node) else None
         if not isinstance(value, Value):
             raise NotOurs
@@ -145,12 +159,16 @@ class Recogniser:
     # --- softmax written out ---
 
     def written(self, weights: Weights) -> Found:
-        """The product of a softmax's weights with V."""
+        """Returns the attention in which a softmax's weights are multiplied by V.
+
+        Raises NotOurs, Mismatch, Unsupported and DynamicWidth.
+        """
         softmax, (out,) = weights.softmax, weights.outs
         self._shapes = [_keys_last(softmax), out.shape]
         return self._refined(lambda dims: self._weighed(weights, out, dims), out)
 
     def _weighed(self, weights: Weights, out: Value, dims: list[list[Var]]) -> Found:
+        """Builds the attention of a softmax, with the digits ``dims`` of its product ``out`` with V."""
         softmax, t = weights.softmax, Key(weights.softmax.shape[_dim_of(weights.softmax)])
         traced, v = _sides(weights, Ref(out, tuple(joined(digits) for digits in dims)), t)
         masks, dense = self._masks(), [*weights.same]
@@ -180,16 +198,19 @@ class Recogniser:
         return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, keys, dense, masks, scores.fills)
 
     def selects(self, scores: Value, dim: int) -> bool:
-        """Whether a softmax of ``scores`` is one of scores under the mask of a selection."""
+        """Checks whether ``scores``, with keys in ``dim``, have a mask whose visible keys depend on tensor values."""
         self._given = []
         with contextlib.suppress(Unsupported, DynamicWidth):
             return selects(at_key(scores, dim), self._masks(), self._given)
         return False
 
-    # --- digits of the result's dims, and what they are ---
+    # --- digits of the result's dims, and their roles ---
 
     def _refined(self, build: Callable[[list[list[Var]]], Found], out: Value) -> Found:
-        """``build`` of the result's dims, split into digits until q, k and v are indexed by whole ones."""
+        """Returns the attention that ``build`` makes, with the result's dims split until whole digits index q, k and v.
+
+        Also evaluates its mask, assigns the roles of the digits and sets what rows without keys give.
+        """
         cuts: list[list[Size]] = [[] for _ in out.shape]
         for _ in range(6):
             dims = [digits_of(size, at) for size, at in zip(out.shape, cuts, strict=True)]
@@ -210,7 +231,7 @@ class Recogniser:
         return found
 
     def _rows(self, found: Found) -> Rows:
-        """What a query without a visible key gives. Raises Mismatch."""
+        """Returns what a query without a visible key gives. Raises Mismatch if routing cannot reproduce it."""
         if found.fills.always_zero:
             return Rows.ZERO
         if seen_by_all(found.keys, found.t, found.masks):
@@ -222,7 +243,7 @@ class Recogniser:
 
 
 def _scale(given: Any, width: Var) -> float:
-    """The factor of the scores of a call."""
+    """Returns the factor of a call's scores, 1 / sqrt(width) if none is given."""
     if given is None:
         if width.size.symbols:
             raise DynamicWidth(width.size)
@@ -234,7 +255,10 @@ def _scale(given: Any, width: Var) -> float:
 
 
 def _grouped(digits: list[Var], k: Value) -> Index:
-    """The group of a head, which is the digits above the heads of a group."""
+    """Returns the index of a head's group: the digits above the heads of a group.
+
+    Raises Cut where the digits must be split for that, and NotOurs where the heads are not a multiple of the groups.
+    """
     groups = k.shape[-3]
     for at in range(len(digits) + 1):
         if product_of(v.size for v in digits[:at]) == groups:
@@ -246,7 +270,7 @@ def _grouped(digits: list[Var], k: Value) -> Index:
 
 
 def _aligned(value: Value, index: Sequence[Index]) -> Ref:
-    """The element of a tensor that broadcasts to ``index``."""
+    """Returns the element of a tensor that broadcasts to ``index``."""
     if len(value.shape) > len(index):
         raise NotOurs
     tail = index[len(index) - len(value.shape) :]
@@ -254,7 +278,7 @@ def _aligned(value: Value, index: Sequence[Index]) -> Ref:
 
 
 def _sides(weights: Weights, out: Ref, t: Key) -> tuple[Traced, Ref]:
-    """The softmax's element and V's in a product of both, at the key ``t``."""
+    """Returns the softmax's element and V's in a product of the two, at the key ``t``."""
     summed = dot(peel(out))
     if summed is None:
         raise NotOurs
@@ -275,11 +299,12 @@ def _sides(weights: Weights, out: Ref, t: Key) -> tuple[Traced, Ref]:
 
 
 def _dim_of(softmax: Value) -> int:
+    """Returns the dim over which a softmax is taken."""
     dim: int = softmax.args[1] % max(1, len(softmax.shape))
     return dim
 
 
 def _keys_last(softmax: Value) -> tuple[Size, ...]:
-    """The shape of the weights, keys in the last dim."""
+    """Returns the shape of the weights with the keys in the last dim."""
     dim, shape = _dim_of(softmax), softmax.shape
     return (*shape[:dim], *shape[dim + 1 :], shape[dim])

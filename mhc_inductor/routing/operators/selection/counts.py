@@ -1,4 +1,4 @@
-"""Elements of tensors of numbers as sums of indicators."""
+"""Evaluates elements of number tensors as sums of indicators, conditions that count as 1 where they hold."""
 
 from __future__ import annotations
 
@@ -57,8 +57,11 @@ _CLAMPS = (aten.relu.default, aten.clamp_min.default, aten.clamp.default, aten.c
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Count:
-    """``sum(factor * indicator)``; ``exact``: overlapping indicators add up, else the number is at least the smallest
-    factor that applies; ``unit``: the number is 0 or 1; ``most``: no magnitude above it occurs on the way."""
+    """A number as ``sum(factor * indicator)``.
+
+    ``exact``: indicators that overlap add up; otherwise the number is at least the smallest factor that applies.
+    ``unit``: the number is 0 or 1. ``most``: no intermediate result has a larger magnitude.
+    """
 
     terms: tuple[tuple[float, All], ...]
     exact: bool = True
@@ -67,16 +70,16 @@ class Count:
 
     @property
     def least(self) -> float:
-        """The smallest factor: if none is negative, the smallest number that is not 0."""
+        """Returns the smallest factor. If no factor is negative, it is the smallest nonzero value."""
         return min((factor for factor, _ in self.terms), default=1.0)
 
     def within(self, dtype: torch.dtype) -> Count:
-        """Returns the count as ``dtype`` holds it. Raises Unsupported where that may be another number."""
+        """Returns the count as ``dtype`` stores it. Raises Unsupported if that may be a different number."""
         if not self.terms or dtype is torch.bool:
             return self
         if dtype.is_floating_point:
             factors = [rounded(f, dtype) for f, _ in self.terms]
-            # Sums of numbers of one sign may be rounded; differences must stay whole numbers.
+            # Sums of numbers of one sign tolerate rounding; differences must stay whole numbers.
             if 0.0 in factors or (min(factors) < 0.0 and self.most > 2.0 / torch.finfo(dtype).eps and dtype in _HALVES):
                 raise Unsupported
             terms = tuple((f, c) for f, (_, c) in zip(factors, self.terms, strict=True))
@@ -90,25 +93,28 @@ class Count:
 
 
 def _product(*factors: float) -> float:
+    """Returns the product of ``factors``, with 0 times infinity as 0."""
     return 0.0 if 0.0 in factors else math.prod(factors)
 
 
 def _length(v: Var) -> float:
+    """Returns the number of values of a variable, inf if its size is symbolic."""
     return math.inf if v.size.symbols else float(v.size.factor)
 
 
 def _constant(known: float) -> Count:
+    """Returns a constant as a count."""
     return Count(((known, All()),) if known else (), unit=known in (0.0, 1.0), most=abs(known))
 
 
 class Counts:
-    """Evaluates elements of tensors of numbers."""
+    """Evaluates elements of number tensors."""
 
     def __init__(self, masks: Masks) -> None:
         self.masks = masks
 
     def of(self, ref: Ref) -> Count:
-        """Returns an element of a tensor of numbers as a sum of indicators. Raises Unsupported."""
+        """Returns an element of a number tensor as a sum of indicators. Raises Unsupported."""
         while (below := inner(ref)) is not None and below.value.dtype is ref.value.dtype:
             ref = below
         found: Count = remembered(self.masks.known, (ref, "count"), lambda: self._count(ref), ref.value)
@@ -150,18 +156,18 @@ class Counts:
         return self._placed_count(ref)
 
     def _product(self, ref: Ref) -> Count:
-        """A product, or the smaller of two indicators."""
+        """Returns an element of a product, or of a minimum of two indicators."""
         func = ref.value.func
         a, b = (self._count_side(x, ref) for x in ref.value.args[:2])
         if {v for _, c in a.terms for v in c.bound} & {v for _, c in b.terms for v in c.bound}:
-            raise Unsupported  # the same sum twice: its variables would count for both
+            raise Unsupported  # both operands contain the same sum and would share its bound variables
         if func is aten.minimum.default and not (a.unit and b.unit):
             raise Unsupported
         terms = [(f * g, e) for f, c in a.terms for g, d in b.terms for e in both([c], [d])]
         return Count(tuple(terms), a.exact and b.exact, a.unit and b.unit, _product(a.most, b.most))
 
     def _running(self, ref: Ref) -> Count:
-        """A cumulative sum."""
+        """Returns an element of a cumulative sum."""
         value, args = ref.value, ref.value.args
         d = _dim(value, args[1])
         u = Key(value.shape[d])
@@ -203,7 +209,10 @@ class Counts:
         return Count(terms, False, unit, min(a.most, top))
 
     def _placed_count(self, ref: Ref) -> Count:
-        """Operations that place numbers none of which is negative: the smallest stands for all."""
+        """Returns an element of an op that places numbers, none of them negative (see :mod:`.placed`).
+
+        Every number counts as the smallest one.
+        """
         each: list[Count] = []
 
         def counted(r: Ref, want: bool) -> AnyOf:
@@ -252,10 +261,13 @@ class Counts:
 
 
 def against(counted: Count, op: str, known: float) -> AnyOf:
-    """Returns when a count is ``op`` a number: where 0 and every other count answer differently."""
+    """Returns when ``counted op known`` holds.
+
+    Raises Unsupported unless the comparison has one answer for 0 and the opposite one for all other values.
+    """
     if not counted.exact or all(factor > 0 for factor, _ in counted.terms):
         below = _HOLDS[op](0.0, known)
-        # Counts of one sign only grow from the smallest factor on.
+        # A count of one sign is 0 or at least the smallest factor.
         others = [counted.least, math.inf] if not counted.unit else [1.0]
     else:
         below, others = _HOLDS[op](0.0, known), [1.0, math.inf]
@@ -268,7 +280,7 @@ def against(counted: Count, op: str, known: float) -> AnyOf:
 
 
 def positive(counted: Count, want: bool) -> AnyOf:
-    """Returns when a count is not 0 (``want``), or when it is. Raises Unsupported."""
+    """Returns when a count is nonzero (``want``) or 0. Raises Unsupported."""
     if not want:
         found = positive(counted, True)
         total = TRUE
@@ -285,7 +297,7 @@ def positive(counted: Count, want: bool) -> AnyOf:
 
 
 def _limits(value: Value) -> tuple[float | None, float | None]:
-    """The bounds of a relu or a clamp; NaN where one is no number."""
+    """Returns the bounds of a relu or a clamp: None for a missing one, NaN for one that is not a constant."""
     if value.func is aten.relu.default:
         return 0.0, None
     given = [*value.args[1:], None][:2] if value.func is aten.clamp.default else [value.args[1], None]
@@ -299,7 +311,7 @@ def _number_or_nan(a: float | None) -> float:
 
 
 def _pieces(index: Value, source: Value, d: int) -> list[tuple[Value, Any]]:
-    """The pieces that index and source of a scatter are put together from."""
+    """Returns the pairs of index and source that a scatter is concatenated from, or the one pair itself."""
     a, b = (x.args if x.func is aten.cat.default else None for x in (index, source))
     if a is not None and b is not None:
         same = all(_dim(x, y[1] if len(y) > 1 else 0) == d for x, y in ((index, a), (source, b)))

@@ -1,4 +1,4 @@
-"""The dims of a result as digits: variables that views split and join."""
+"""Splits the dims of a result into digits: index variables that views split and join."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from mhc_inductor.routing.graph.index import ONE, Index, Part, Size, Unsupported
 
 
 class Cut(Exception):
-    """Digits that must be split: (digits, size of the lower part)."""
+    """Raised where digits must be split further.
+
+    ``places``: pairs of (digits, size of the lower part).
+    """
 
     def __init__(self, places: list[tuple[list[Var], Size]]) -> None:
         super().__init__("split")
@@ -17,12 +20,16 @@ class Cut(Exception):
 
 
 def joined(digits: Sequence[Var]) -> Index:
-    """Returns the number whose digits these are."""
+    """Returns the index whose digits these are, the most significant first."""
     return linear([var(v) for v in digits], [v.size for v in digits])
 
 
 def digits_of(size: Size, cuts: list[Size]) -> list[Var]:
-    """Returns variables for a dim that is split at ``cuts``: products of the sizes of its lower digits."""
+    """Returns the variables of a dim that is split at ``cuts``, the most significant first.
+
+    Each cut is the product of the sizes of the digits below it. Raises Unsupported if a cut does not divide the next
+    one.
+    """
     digits, below = [], ONE
     for cut in [*cuts, size]:
         each = cut.over(below)
@@ -35,7 +42,7 @@ def digits_of(size: Size, cuts: list[Size]) -> list[Var]:
 
 
 def cut_at(cuts: list[list[Size]], dims: list[list[Var]], places: list[tuple[list[Var], Size]]) -> bool:
-    """Adds cuts at ``places``. Returns whether any is new."""
+    """Adds ``places`` to the cuts of the dims that have these digits. Returns whether any cut is new."""
     changed = False
     for digits, by in places:
         for d, own in enumerate(dims):
@@ -51,7 +58,7 @@ def cut_at(cuts: list[list[Size]], dims: list[list[Var]], places: list[tuple[lis
 
 
 def splits(part: Any) -> list[tuple[Var, Size]]:
-    """Returns where a variable is split by a part of it."""
+    """Returns, for each split on the way to a part of a variable, (variable, size of the lower part)."""
     path = []
     while isinstance(part, Part):
         path.append(part)

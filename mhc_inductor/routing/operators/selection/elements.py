@@ -1,4 +1,4 @@
-"""Elements of masks: constants, and what views and casts show."""
+"""Elements of masks: the ops that make them, their constants, and what their views and casts show."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ NOT = {aten.bitwise_not.default, aten.logical_not.default}
 ANY = {aten.any.default, aten.any.dim, aten.any.dims, aten.amax.default}
 ALL = {aten.all.default, aten.all.dim, aten.all.dims, aten.amin.default}
 ARANGE = {aten.arange.default: (None, 0, None), aten.arange.start: (0, 1, None), aten.arange.start_step: (0, 1, 2)}
+"""Positions of start, end and step among the arguments of an arange, None for a missing one."""
 _FILLED = {
     aten.zeros.default: 0.0,
     aten.zeros_like.default: 0.0,
@@ -36,6 +37,7 @@ _FULL = {
     aten.scalar_tensor.default: 0,
     aten.fill.Scalar: 1,
 }
+"""Position of the fill value among the arguments."""
 CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
 WHOLE = (torch.int64, torch.int32)
 SUMS = {aten.sum.dim_IntList, aten.sum.default}
@@ -46,7 +48,7 @@ FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 
 
 def rounded(known: float, dtype: torch.dtype) -> float:
-    """Returns a number as a tensor of ``dtype`` holds it: rounded, truncated or wrapped."""
+    """Returns ``known`` as a tensor of ``dtype`` stores it: rounded, truncated or wrapped."""
     if dtype is torch.bool:
         return float(known != 0.0)
     if dtype.is_floating_point:
@@ -57,7 +59,7 @@ def rounded(known: float, dtype: torch.dtype) -> float:
 
 
 def constant_of(a: Any) -> float | None:
-    """Returns a Python number, or the one that every element of a tensor is; else None."""
+    """Returns a Python number, or the number that every element of a tensor equals; None for anything else."""
     if not isinstance(a, Value):
         return float(a) if isinstance(a, (bool, int, float)) else None
     dtypes = []
@@ -75,7 +77,7 @@ def constant_of(a: Any) -> float | None:
 
 
 def _filled_with(a: Value) -> float | None:
-    """The number that an operation without other inputs puts everywhere."""
+    """Returns the number with which an op without other inputs fills its result; None for other ops."""
     if a.node is not None and a.node.target is torch.tensor:
         given = a.node.args[0]
         return float(given) if isinstance(given, (int, float)) else None
@@ -95,18 +97,18 @@ SHOWN = {
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
     *CASTS,
 }
-"""Operations whose elements are elements of their first argument, but for the dtype."""
+"""Ops whose elements are elements of their first argument, apart from the dtype."""
 
 
 def inner(ref: Ref) -> Ref | None:
-    """The element that a view, or a detached tensor of no gradient, shows."""
+    """Returns the element that a view or a ``detach`` shows; None if ``ref`` is neither."""
     if ref.value.func is aten.detach.default:
         return Ref(ref.value.args[0], ref.index)
     return step(ref)
 
 
 def uncast(ref: Ref) -> Ref:
-    """``ref`` behind views and casts, none of them to bool."""
+    """Returns the element behind views and casts, except casts to bool."""
     while True:
         below = inner(ref)
         if below is None and ref.value.func in CASTS and ref.value.dtype is not torch.bool:
@@ -117,11 +119,12 @@ def uncast(ref: Ref) -> Ref:
 
 
 def keyed(ref: Ref) -> bool:
-    """Whether the element depends on the key."""
+    """Checks whether the element depends on the key."""
     return any(isinstance(v, Key) for v in variables_of(ref))
 
 
 def operand(a: Any, ref: Ref) -> Ref:
+    """Returns the element of the operand ``a`` that broadcasts to ``ref``. Raises Unsupported if it is not a tensor."""
     if not isinstance(a, Value):
         raise Unsupported
     return _broadcast(a, ref)

@@ -1,4 +1,4 @@
-"""Puts the op in the place of an attention that was found."""
+"""Emits the op in place of an attention that was found."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ from mhc_inductor.routing.operators.selection.search import best, data_of, order
 
 
 def inputs_of(one: Found) -> list[Value]:
-    """Returns what the op reads: q, k, v and the tensors that say which keys a query sees."""
+    """Returns the tensors that the op reads.
+
+    They are q, k, v, the tensors that determine which keys a query sees, and those that give sizes or are
+    range-checked.
+    """
     refs = [*(source.ref for source in taken(one)), *data_of(one)]
     sized = [value for value, _ in one.masks.sized.values()]
     return list(dict.fromkeys([*(ref.value for ref in refs), *sized, *one.masks.indices.values()]))
 
 
 def taken(one: Found) -> list[Source]:
-    """Returns where q, k and v are read. Raises Unsupported."""
+    """Returns the tensors that q, k and v are read from. Raises Unsupported if one has no usable layout."""
     found = [best(ref, order) for ref, order in orders(one)]
     if any(source is None for source in found):
         raise Unsupported
@@ -41,7 +45,7 @@ def taken(one: Found) -> list[Source]:
 
 
 def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
-    """Emits the op for one attention. Raises Mismatch and Unsupported."""
+    """Emits the op for one attention. Returns its output with the new node. Raises Mismatch and Unsupported."""
     assert edit.place is not None and one.out.node is not None
     if edit.place.overwritten:
         raise Mismatch("a tensor of the formula is written in place before the formula ends", one.out)
@@ -68,7 +72,7 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
 
 
 def _operands(layouts: Layouts, one: Found, refs: Sequence[Ref], dtype: torch.dtype) -> list[fx.Node]:
-    """q [B, S, G, h, Dk], k [B, G, T, Dk] and v [B, G, T, Dv] in one dtype."""
+    """Returns q [B, S, G, h, Dk], k [B, G, T, Dk] and v [B, G, T, Dv] in one dtype."""
     lead = [one.batch, one.groups]
     groups: list[list[list[Var]]] = [
         [one.batch, one.query, one.groups, one.heads, [one.d]],
@@ -80,7 +84,7 @@ def _operands(layouts: Layouts, one: Found, refs: Sequence[Ref], dtype: torch.dt
 
 
 def _check_profit(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> None:
-    """Raises Mismatch where dense attention is faster."""
+    """Raises Mismatch if dense attention is faster or no kernel takes these sizes."""
 
     def now(digits: Iterable[Var]) -> int:
         return _hint(edit, product_of(v.size for v in digits))
@@ -97,7 +101,7 @@ def _check_profit(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> No
 
 
 def _hint(edit: Edit, size: Size) -> int:
-    """A size's present value."""
+    """Returns the present value of a size, with 4096 for a symbol that has none."""
     if not size.symbols:
         return size.factor
     known = edit.view.values.hints
@@ -105,7 +109,7 @@ def _hint(edit: Edit, size: Size) -> int:
 
 
 def _guard_equal(edit: Edit, equal: set[frozenset[Size]]) -> None:
-    """Lets the compile hold only while the sizes that were taken to be equal are. Raises Mismatch."""
+    """Adds guards that the sizes assumed to be equal stay equal. Raises Mismatch if they differ now."""
     known: dict[str, int | torch.SymInt] = {}
     for node in edit.graph.nodes:
         for t in tensors_in(example(node)) if node.op == "placeholder" else ():

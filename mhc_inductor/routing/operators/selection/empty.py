@@ -1,8 +1,8 @@
-"""Emits what the formula gives in rows without a visible key, where that is not the op's 0, and how far NaN spreads there.
+"""Emits what the formula gives in rows without a visible key, where that is not the op's 0, and how NaN spreads.
 
-A softmax written out takes every key into its products, the hidden ones times 0. A query of NaN therefore gives NaN
-gradients to all keys and values, of which the op reaches the selected ones. Where rows have to be mended anyway, the
-rest follows from the means of K and V, in passes that Inductor fuses.
+A softmax written out multiplies every key by its weight, hidden keys by 0. A query that is NaN therefore gives NaN
+gradients to all keys and values; the op gives them to the selected ones only. Where rows without keys are corrected
+anyway, this spread is added too, from the means of K and V, in passes that Inductor fuses.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from mhc_inductor.routing.graph.values import example
 from mhc_inductor.routing.operators.selection.fills import Rows
 
 _ROW = (slice(None), None, slice(None), None)
+"""Index that turns [B, G, D] into [B, 1, G, 1, D]."""
 
 
 class EmptyRows:
-    """Rows of the results of a call of the op: o [B, S, G, h, Dv] and lse [B, S, G, h].
+    """Corrects rows without a visible key in the results of a call of the op: o [B, S, G, h, Dv] and lse [B, S, G, h].
 
-    ``read``: the view's nodes of q, k and v.
+    ``read``: the view's nodes of q, k and v, which tell whose gradients are needed.
     """
 
     def __init__(self, edit: Edit, call: fx.Node, read: Sequence[fx.Node]) -> None:
@@ -37,7 +38,7 @@ class EmptyRows:
         self.grads = [grad and edit.needs_grad(x) for x in read]
 
     def put(self, o: fx.Node, rows: Rows) -> fx.Node:
-        """Returns ``o`` with the rows in which lse is -inf as the formula has them."""
+        """Returns ``o`` with what the formula gives in the rows whose lse is -inf."""
         if rows in (Rows.SEEN, Rows.ZERO):
             return o
         lse = self.emit(operator.getitem, self.call, 1)
@@ -52,10 +53,14 @@ class EmptyRows:
         return self.emit(torch.where, empty, mean, o)
 
     def _mean(self, x: fx.Node) -> fx.Node:
+        """Returns the mean of k or v over the keys, broadcastable to [B, S, G, h, D]."""
         return self.emit(operator.getitem, self.emit("mean", x, -2), _ROW)
 
     def _spread(self, o: fx.Node, nan: fx.Node) -> fx.Node:
-        """``o`` with the gradients that 0 times NaN gives: rows of NaN weights to all of V, and q and K to each other."""
+        """Returns ``o`` with the gradients that 0 times NaN gives in rows whose weights are NaN.
+
+        All of V gets NaN, and q and K get each other's NaN.
+        """
         weight = self.edit.to(self.emit(torch.where, nan, math.nan, 0.0), example(o).dtype)
         reached = self.emit(operator.mul, self._mean(self.v), weight)
         if any(self.grads[:2]):
@@ -64,7 +69,10 @@ class EmptyRows:
         return self.emit(operator.add, o, self.emit(torch.where, nan, reached, 0.0))
 
     def _nan(self, o: fx.Node, empty: fx.Node, scores: bool) -> fx.Node:
-        """NaN, whose gradient is NaN for all of V, and for q and K where the scores themselves are NaN."""
+        """Returns ``o`` with NaN in the rows ``empty``, and a gradient of NaN to all of V.
+
+        ``scores``: the scores themselves are NaN there, so q and K get a gradient of NaN too.
+        """
         if not any(self.grads):
             return self.emit("masked_fill", o, empty, math.nan)
         reached = self._mean(self.v)
@@ -78,13 +86,14 @@ class EmptyRows:
         return self.emit(operator.mul, self.emit(torch.where, empty, reached, o), factor)
 
     def _nothing(self, x: fx.Node) -> fx.Node:
+        """Returns ``x`` times 0, which is NaN where ``x`` is not finite."""
         return self.emit(operator.mul, x, 0.0)
 
     def _with_gradients(self, mean: fx.Node) -> fx.Node:
-        """``mean`` with the gradients of a softmax of equal scores: ds[t] = (do . (v[t] - mean)) / T."""
+        """Returns ``mean`` with the gradients of a softmax of equal scores: ds[t] = (do . (v[t] - mean)) / T."""
         v = self.emit("detach", self.v)
         centred = self.emit(operator.sub, v, self.emit("mean", v, -2, True))
-        # Products and sums, which Inductor fuses; K.T V is the gradient's only tensor.
+        # Written as products and sums, which Inductor fuses: the gradient stores no tensor but K.T V.
         pairs = self.emit(operator.mul, self.emit("unsqueeze", self.k, -1), self.emit("unsqueeze", centred, -2))
         moments = self.emit(operator.getitem, self.emit("mean", pairs, -3), _ROW)
         rows = self.emit(operator.mul, self.emit("unsqueeze", self.q, -1), moments)

@@ -1,8 +1,8 @@
-"""What the scores of masked keys are set to, and what a query without a visible key gives then.
+"""Finds what the scores of masked keys are set to, and what a query without a visible key gives.
 
-A masked score is a number F (``masked_fill``, ``where``), or the score plus F (an added mask), rounded in the dtype in which
-the model computes it. A key counts as masked where F is -inf, ``finfo.min`` of that dtype, or at most :data:`LOWEST`. Only
--inf is exact: docs/design.md, section 16, says where the others differ.
+A masked score is a number F (``masked_fill``, ``where``), or the score plus F (an added mask), rounded in the dtype
+in which the model computes it. A key counts as masked if F is -inf, ``finfo.min`` of that dtype, or at most
+:data:`LOWEST`. Only -inf is exact: docs/design.md, section 16, says where the others differ.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ from mhc_inductor.routing.operators.selection.elements import (
 )
 
 LOWEST = -1e9
-"""The largest finite fill, other than ``finfo.min`` of the scores' dtype, that is taken for a mask."""
-_TOO_MANY = 16  # different values of one mask
-_LOST = 32.0  # up to this magnitude, rounding must remove a score for it to count as removed
+"""The largest finite fill that counts as a mask, other than ``finfo.min`` of the scores' dtype."""
+_TOO_MANY = 16  # limit on the distinct values of a mask, and on the fills of an attention
+_LOST = 32.0  # an added fill must swallow, by rounding, all scores of up to this magnitude
 _INSTEAD = 'mask with -inf, or compile with the option "mhc_inductor.empty_rows": "zero"'
 
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """A masked score: ``value`` or, if ``added``, the score plus ``value``; ``low``: it was below every score when made."""
+    """The value of a masked score: ``value``, or the score plus ``value`` if ``added``.
+
+    ``low``: when it was made, before any scaling, the value was low enough to count as a mask in ``dtype``.
+    """
 
     value: float
     added: bool
@@ -47,12 +50,13 @@ class Fill:
 
 
 def _fill(value: float, added: bool, dtype: torch.dtype) -> Fill:
+    """Returns a fill, rounded to ``dtype``."""
     value = rounded(value, dtype)
     return Fill(value, added, value <= max(LOWEST, torch.finfo(dtype).min), dtype)
 
 
 class Rows(enum.Enum):
-    """What a query without a visible key gives, in words for the report."""
+    """What the formula gives for a query without a visible key, in words for the report."""
 
     SEEN = "every query sees a key"
     ZERO = "rows without keys give 0"
@@ -65,7 +69,8 @@ class Rows(enum.Enum):
 class Fills:
     """The values that masked scores of one attention can have.
 
-    ``no_nan``: rows of -inf give 0; ``fused``: scores and mask meet inside one call; ``guarded``: the model sets the weights of all rows without a visible key to 0.
+    ``no_nan``: rows of -inf give 0. ``fused``: scores and mask meet inside one call. ``guarded``: the model sets the
+    weights of all rows without a visible key to 0.
     """
 
     def __init__(self, no_nan: bool = False, fused: bool = False) -> None:
@@ -75,11 +80,11 @@ class Fills:
         self.guarded = False
 
     def filled(self, value: float, dtype: torch.dtype) -> None:
-        """Takes a ``masked_fill`` into account."""
+        """Records a ``masked_fill`` with ``value``."""
         self.found |= {_fill(value, False, dtype)}
 
     def added(self, values: Iterable[float], dtype: torch.dtype) -> None:
-        """Takes an added mask of these values into account."""
+        """Records an added mask with these values. Raises Unsupported if there are too many fills."""
         values = [v for v in values if v]
         sums = {(f.value + v, f.added) for f in self.found for v in values} | {(v, True) for v in values}
         self.found |= {_fill(v, added, dtype) for v, added in sums}
@@ -87,12 +92,12 @@ class Fills:
             raise Unsupported
 
     def moved(self, by: float, plus: float, dtype: torch.dtype) -> None:
-        """Takes a product of all scores with ``by``, or a sum with ``plus``, into account."""
+        """Records that all scores are multiplied by ``by``, and that ``plus`` is added to them."""
         moved = {dataclasses.replace(f, value=rounded(f.value * by + plus, dtype)) for f in self.found}
         self.found = frozenset(moved)
 
     def check(self, where: Value) -> None:
-        """Raises Mismatch where a masked key may still count."""
+        """Raises Mismatch if a fill is too high to hide a key."""
         for f in sorted(self.found, key=lambda f: -f.value):
             if not (f.value <= -1e4 and f.low):
                 what = f"lowered by {-f.value:g}" if f.added else f"set to {f.value:g}"
@@ -101,11 +106,11 @@ class Fills:
 
     @property
     def always_zero(self) -> bool:
-        """Whether a row without a visible key gives 0 in the formula too."""
+        """Checks whether the formula, like the op, gives 0 in a row without a visible key."""
         return self.guarded or (self.no_nan and all(f.value == -math.inf for f in self.found))
 
     def rows(self, where: Value) -> Rows:
-        """Returns what a row without a visible key gives. Raises Mismatch where that depends on more than V."""
+        """Returns what a row without a visible key gives. Raises Mismatch if that depends on more than V."""
         kinds = {(f.value, f.added) for f in self.found}
         values = sorted({value for value, _ in kinds})
         if self.always_zero:
@@ -119,7 +124,7 @@ class Fills:
         if not only.added:
             return Rows.MEAN
         if self.fused:
-            # Kernels differ: a CPU's backward takes every weight of such a row as 1.
+            # Kernels differ: the backward on a CPU takes every weight of such a row as 1.
             raise Mismatch(f"a query may see no key, and {only.value:g} is added inside one call: {_INSTEAD}", where)
         if spacing(only.value, only.dtype) / 2 < _LOST:
             raise Mismatch(f"a query may see no key, and {only.value:g} plus a score depends on it: {_INSTEAD}", where)
@@ -127,7 +132,7 @@ class Fills:
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
-    """Returns the distance between neighbouring numbers of ``dtype`` at ``value``."""
+    """Returns the distance between adjacent numbers of ``dtype`` at ``value``."""
     return math.ldexp(torch.finfo(dtype).eps, math.frexp(value)[1] - 1)
 
 
@@ -135,15 +140,16 @@ def spacing(value: float, dtype: torch.dtype) -> float:
 
 
 class PossibleValues:
-    """The numbers that elements of masks can be, each tensor looked at once."""
+    """Finds the numbers that elements of masks can be, once for each tensor."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
 
     def __call__(self, a: Any) -> frozenset[float]:
-        """Returns every number that an element of a mask can be, as the model rounds it. Raises Unsupported.
+        """Returns every number that an element of a mask can be, as the model rounds it.
 
-        A number that no element is may be among them, for example one of a piece that a slice leaves out.
+        The set may contain numbers that no element is, for example those of a piece that a slice leaves out. Raises
+        Unsupported if the numbers are not known or too many.
         """
         known = constant_of(a)
         if known is not None:
@@ -205,4 +211,4 @@ _SOURCES: dict[Any, Callable[[Value], Iterable[Any]]] = {
     aten.index.Tensor: lambda a: a.args[:1],
     aten._unsafe_index.Tensor: lambda a: a.args[:1],
 }
-"""The values among which an element of an operation's result is one."""
+"""For each op, the arguments and constants from which it takes the elements of its result."""

@@ -1,4 +1,4 @@
-"""One attention that was recognised, and why one is none."""
+"""The result of recognising an attention, and the exception for what is not one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ OP = "selection_attention"
 
 
 class NotOurs(Exception):
-    """No selection; with a reason, close to one if its mask is."""
+    """Raised for what is not a selection attention.
+
+    With a reason it is reported as a near miss, if a mask of it selects keys from data.
+    """
 
     def __init__(self, reason: str = "", value: Value | None = None) -> None:
         super().__init__(reason)
@@ -29,8 +32,12 @@ class NotOurs(Exception):
 
 @dataclasses.dataclass
 class Found:
-    """One attention. ``dims`` are the digits (variables, most significant first) of each dim of ``out``; ``dense`` are
-    the values with an element for each query and key."""
+    """A recognised attention.
+
+    ``dims``: for each dim of ``out`` its digits (variables, the most significant first). ``q``, ``k``, ``v``: their
+    elements at these digits, at the feature ``d`` of q and k, and at the key ``t``. ``mask`` evaluates which keys are
+    visible. ``dense``: the values that have an element for each query and key.
+    """
 
     out: Value
     dims: list[list[Var]]
@@ -47,7 +54,7 @@ class Found:
     keys: AnyOf = dataclasses.field(default_factory=list)
     rows: Rows = Rows.ZERO
     opted: bool = False
-    """Whether the user asked for zeros in rows without keys, where the formula gives something else."""
+    """Whether rows without keys give 0 because the user asked for it, although the formula gives something else."""
     intervals: list[Interval] = dataclasses.field(default_factory=list)
     batch: list[Var] = dataclasses.field(default_factory=list)
     groups: list[Var] = dataclasses.field(default_factory=list)
@@ -56,11 +63,11 @@ class Found:
     feature: list[Var] = dataclasses.field(default_factory=list)
 
     def deepest(self) -> list[Ref]:
-        """The elements of q, k and v behind all views."""
+        """Returns the elements of q, k and v behind all views and casts."""
         return [[*sources(ref)][-1].ref for ref in (self.q, self.k, self.v)]
 
     def words(self) -> str:
-        """What it is, for the report."""
+        """Returns a description for the report."""
         groups, heads = (product_of(v.size for v in digits) for digits in (self.groups, self.heads))
         kinds = []
         for each in self.intervals:
@@ -72,4 +79,5 @@ class Found:
 
 
 def _words(size: Size) -> str:
+    """Returns a size in words, such as ``4*s0``."""
     return "*".join([*([str(size.factor)] if size.factor != 1 or not size.symbols else []), *size.symbols])

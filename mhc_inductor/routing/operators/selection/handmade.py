@@ -1,5 +1,7 @@
-"""Softmaxes over masked scores that stay, and must not stay in silence: written out as exp(scores) over a sum, or behind
-something that routing cannot see through."""
+"""Reports softmaxes over masked scores that are not routed, so that they do not stay silently.
+
+They are written out as exp(scores) over a sum, or their scores pass through something that routing cannot follow.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from mhc_inductor.routing.operators.selection.weights import REACH, Weights
 
 _NAMES = ("exp", "exp_", "exp2", "exp2_", "special_exp2", "expm1", "special_expm1", "pow")
 _POWERS = {aten.exp.default: 0, aten.exp2.default: 0, aten.expm1.default: 0, aten.pow.Scalar: 1}
-"""Powers of numbers, and which argument is the exponent."""
+"""Exponential ops, and which argument is the exponent."""
 _SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.linalg_vector_norm.default)
 _LOGS = (aten.logsumexp.default, aten._log_softmax.default)
 _MAXIMA = (aten.amax.default, aten.max.dim, *_LOGS)
@@ -33,12 +35,15 @@ _FACTORS = (*MULTIPLY, aten.div.Tensor, aten.div.Scalar)
 
 
 def is_power(node: fx.Node) -> bool:
-    """Whether a node could be the exponential of a softmax."""
+    """Checks whether a node could be the exponential of a softmax."""
     return node.op in ("call_function", "call_method") and name_of(node) in _NAMES
 
 
 def masked_softmax(view: View, node: fx.Node) -> Masks | None:
-    """Returns the masks of the softmax whose exponential is ``node``, None where it is none or has no mask."""
+    """Returns the masks of the softmax whose exponential is ``node``.
+
+    Returns None if the node is not part of a softmax, or if no mask is on the scores.
+    """
     value = view.value(node)
     if value is None or value.func not in _POWERS or not value.shape:
         return None
@@ -51,7 +56,10 @@ def masked_softmax(view: View, node: fx.Node) -> Masks | None:
 
 
 def behind(view: View, scores: Value) -> tuple[Value, Value | None]:
-    """Returns the scores behind calls that routing cannot see through (hooks, in-place steps), and the last such call."""
+    """Returns the scores behind calls that routing cannot see through (hooks, in-place steps).
+
+    Also returns the result of the last such call, or None.
+    """
     cut = None
     for _ in range(REACH):
         of = _given(view, scores) if scores.func is None else None
@@ -62,7 +70,7 @@ def behind(view: View, scores: Value) -> tuple[Value, Value | None]:
 
 
 def _given(view: View, result: Value) -> Value | None:
-    """The argument of the call that made a tensor, or a tuple with it, that is as large as the tensor."""
+    """Returns the argument, of the result's shape, of the call that made a tensor or a tuple with it; else None."""
     call = result.node
     if call is not None and call.target is operator.getitem:
         call = call.all_input_nodes[0]
@@ -71,7 +79,10 @@ def _given(view: View, result: Value) -> Value | None:
 
 
 def _exponent(value: Value) -> tuple[Value, bool]:
-    """The scores behind factors, casts and a maximum that is subtracted; and whether that is the logarithm of their sum."""
+    """Returns the scores behind factors, casts and a subtracted maximum.
+
+    Also returns whether what is subtracted is the logarithm of their sum.
+    """
     summed = False
     while True:
         func, args = value.func, value.args
@@ -89,7 +100,7 @@ def _exponent(value: Value) -> tuple[Value, bool]:
 
 
 def _maximum(value: object) -> Value | None:
-    """The maximum, or logarithm of a sum, of which ``value`` is made by steps on its elements."""
+    """Returns the maximum, or logarithm of a sum, that ``value`` is computed from element by element; else None."""
     todo = [value]
     for _ in range(REACH):
         at = todo.pop(0) if todo else None
@@ -102,13 +113,13 @@ def _maximum(value: object) -> Value | None:
 
 
 def _is_summed(view: View, weights: Weights) -> bool:
-    """Whether something takes the sum of the exponentials."""
+    """Checks whether anything takes the sum of the exponentials."""
     users = {user for value in weights.same if value.node is not None for user in value.node.users if user in view.live}
     return any(_sums(value, weights) for user in users if (value := view.value(user)) is not None)
 
 
 def _sums(value: Value, weights: Weights) -> bool:
-    """Whether one call takes the sum of the exponentials."""
+    """Checks whether one call, seen as the ops that it consists of, takes the sum of the exponentials."""
     todo = [value]
     for _ in range(REACH):
         at = todo.pop() if todo else None
@@ -122,9 +133,9 @@ def _sums(value: Value, weights: Weights) -> bool:
 
 
 def masks_of(view: View, value: Value, guards: Iterable[tuple[Value, bool, Value]] = ()) -> Masks | None:
-    """Returns what hides some of the scores ``value``; None where nothing does.
+    """Returns the masks that hide some of the scores ``value``; None if nothing hides any.
 
-    ``guards``: masks, what they want, and where they are put on the exponentials.
+    ``guards``: masks on the exponentials, each as (mask, the truth value that keeps an element, the masked result).
     """
     if not value.shape or not is_scores(whole(value)):
         return None
@@ -144,14 +155,14 @@ def masks_of(view: View, value: Value, guards: Iterable[tuple[Value, bool, Value
 
 
 def _hides(mask: Value, ref: Ref, sides: list[Ref], masks: Masks) -> bool:
-    """Whether a tensor that scores are filled by, or that is added to them, is a mask and no bias of a product."""
+    """Checks whether a tensor that is filled into scores or added to them is a mask, not a product's bias."""
     if mask.dtype is torch.bool:
         return True
     with contextlib.suppress(Unsupported):
         return min(masks.possible(mask), default=0.0) <= -1e4
     if len(sides) < 2:
         return False
-    # What routing cannot see into is a mask if it has elements for the query, of which keys know nothing, and for the key.
+    # A tensor of unknown contents is a mask if it varies with the query, which K does not, and with the key.
     q, k = map(variables_of, sides)
     own = {v for i, size in zip(ref.index[::-1], mask.shape[::-1], strict=False) if size != ONE for v in i.variables()}
     return bool(own & (q - k)) and bool(own & (k - q))

@@ -1,4 +1,7 @@
-"""Indices that scatter, gather and indexing take: proved to be in range, or checked where the model's call goes away."""
+"""Range checks of the indices that scatter, gather and indexing take.
+
+An index tensor is proved to be in range, or checked at run time where the model's own call is removed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _DEPTH = 32
 
 
 def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
-    """Whether a number, or every element of an integer tensor, is known to be from 0 to ``size`` - 1."""
+    """Checks whether a number, or every element of an integer tensor, is known to be in [0, ``size``)."""
     known = constant_of(a)
     if known is not None:
         return known >= 0 and (known < size.factor or (bool(size.symbols) and known == 0))
@@ -55,7 +58,7 @@ def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
 
 
 def _picked_of(value: Value) -> Size | None:
-    """The size of the dim whose positions a topk or sort returns."""
+    """Returns the size of the dim whose positions a topk or sort returns, None if it is not known."""
     of, *rest = value.args
     at = 1 if value.func is aten.topk.default else 0
     d = value.kwargs.get("dim", rest[at] if len(rest) > at and not isinstance(rest[at], bool) else -1)
@@ -63,11 +66,12 @@ def _picked_of(value: Value) -> Size | None:
 
 
 def _smaller(a: Size, b: Size) -> bool:
+    """Checks whether ``a`` is known to be at most ``b``."""
     return not a.symbols and not b.symbols and a.factor <= b.factor
 
 
 def _clamped(value: Value, each: Callable[..., bool]) -> bool:
-    """A clamp of anything between two numbers in range, or of indices in range by one."""
+    """Checks a clamp: both bounds are in range, or its one bound and its argument are."""
     low, high = [*value.args[1:], None][:2]
     if value.func is aten.clamp_max.default:
         low, high = None, low
@@ -78,7 +82,10 @@ def _clamped(value: Value, each: Callable[..., bool]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """That ``index``, at each value of ``variables``, is in a dim of ``size``; ``wraps``: negative ones count from the end."""
+    """A check that ``index`` is in a dim of ``size`` at each value of ``variables``.
+
+    ``wraps``: negative indices count from the end.
+    """
 
     index: Linear
     variables: tuple[Var, ...]
@@ -87,13 +94,16 @@ class Check:
 
 
 class Indices:
-    """The index tensors of calls that a routed mask does without, and the sizes of the dims that they index."""
+    """The index tensors of calls that routing removes, and the sizes of the dims that they index."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Value, Size, bool], Check | None] = {}
 
     def take(self, index: Value, size: Size, wraps: bool, number: Callable[[Ref], Linear]) -> None:
-        """Takes an index tensor into account, as the ``number`` that an element is: both read the same tensors."""
+        """Records a check of an index tensor, unless it is known to be in range.
+
+        ``number`` gives the whole number that an element is, so that the check reads the same tensors as the mask.
+        """
         key = (index, size, wraps)
         if key in self._found or index.dtype is torch.bool or in_range(index, size):
             return
@@ -104,14 +114,14 @@ class Indices:
         self._found[key] = Check(found, variables, size, wraps) if real and found.data() else None
 
     def values(self) -> list[Value]:
-        """Returns the tensors that checks read."""
+        """Returns the tensors that the checks read."""
         return [d.ref.value for check in self._found.values() if check is not None for d in check.index.data()]
 
     def checked(self, layouts: Layouts, ranges: fx.Node, of: Callable[[Linear, list[Var]], fx.Node]) -> fx.Node:
-        """Returns ``ranges``, computed such that an index out of range raises as in the model's own call.
+        """Returns ``ranges``, computed so that an index out of range raises as in the model's own call.
 
-        ``of`` emits a number, with a dim for each variable. An index into a dim whose size no input has, as a count of
-        blocks of a sequence of any length, is not checked.
+        ``of`` emits a number as a tensor with a dim for each variable. An index is not checked if no input has the
+        size of its dim, for example a number of blocks in a sequence of dynamic length.
         """
         emit = layouts.edit.emit
         for check in filter(None, self._found.values()):
@@ -122,7 +132,7 @@ class Indices:
             index = emit("reshape", emit("to", of(check.index, list(check.variables)), torch.int64), -1)
             places = emit(torch.arange, length, device=example(index).device)
             same = emit(operator.getitem, places, index) if check.wraps else emit("gather", places, 0, index)
-            # 0, or a whole turn.
+            # Always 0: the difference is 0, or ``length`` for a negative index that wraps.
             off = emit("remainder", emit(operator.sub, same, index), length)
             ranges = emit(operator.add, ranges, emit("to", emit("sum", off), example(ranges).dtype))
         return ranges

@@ -1,4 +1,7 @@
-"""Masks in normal form as ranges of keys: for each conjunction the keys from its lower bounds to below its upper ones."""
+"""Converts masks in normal form to ranges of keys.
+
+Each conjunction gives the keys from its lower bounds up to, but not including, its upper bounds.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _MOST = 64
 
 @dataclasses.dataclass
 class Interval:
-    """Keys ``max(lowers) <= t < min(uppers)`` where every one of ``conditions`` holds, for every value of ``bound``."""
+    """Keys ``max(lowers) <= t < min(uppers)`` where all ``conditions`` hold, for every value of ``bound``."""
 
     lowers: list[Linear] = dataclasses.field(default_factory=list)
     uppers: list[Linear] = dataclasses.field(default_factory=list)
@@ -29,16 +32,16 @@ class Interval:
 
     @property
     def selects(self) -> bool:
-        """Whether a tensor says which keys these are."""
+        """Checks whether a bound is read from a tensor."""
         return any(x.data() for x in (*self.lowers, *self.uppers))
 
     def pairs(self) -> list[tuple[Linear, Linear]]:
-        """Each start with each end that come from data."""
+        """Returns every pair of a start and an end that are both read from tensors."""
         return [(low, high) for low in self.lowers for high in self.uppers if low.data() and high.data()]
 
 
 class Judge:
-    """Says what the keys of a mask are, and whether they are a selection."""
+    """Converts the keys of a mask to intervals, and checks that these are a selection."""
 
     def __init__(self, masks: Masks, t: Key) -> None:
         self.masks = masks
@@ -46,13 +49,18 @@ class Judge:
         self.where: Value | None = next(reversed(masks.seen), None)
 
     def intervals(self, keys: AnyOf) -> list[Interval]:
-        """Each conjunction as an interval. Raises Unsupported, and TooLarge where an op would take more ranges than it is worth."""
+        """Returns the intervals of all conjunctions.
+
+        Raises Unsupported for a conjunction that is not an interval, and TooLarge for more ranges than the op is
+        worth.
+        """
         found = [one for conj in rolled(keys) for one in self._interval(conj)]
         if len(found) > _MOST:
             raise TooLarge("ranges of keys a query", _MOST, self.where)
         return found
 
     def _interval(self, conj: All) -> list[Interval]:
+        """Returns the intervals of one conjunction: several if it has inequalities (``!=``)."""
         made = [Interval(bound=conj.bound)]
         for literal in conj.literals:
             if isinstance(literal, Given):
@@ -82,12 +90,12 @@ class Judge:
         return self.t in a.of.variables()
 
     def _bounds(self, literal: Compare, place: object) -> list[tuple[list[Linear], list[Linear]]]:
-        """(lower bounds, upper bounds) of the key, one pair for each way to fulfil ``literal``."""
+        """Returns (lower bounds, upper bounds) of the key, one pair for each way to satisfy ``literal``."""
         c = literal.value.coefficient(place)  # type: ignore[arg-type]
         rest = literal.value.without(place)  # type: ignore[arg-type]
         if abs(c) != 1 or (not isinstance(place, Floor) and self.t in rest.variables()):
             raise Unsupported
-        # place == at; place <= at where c is 1, place >= at where it is -1.
+        # Kind "eq" says place == at; kind "le" says place <= at if c is 1, and place >= at if c is -1.
         at = rest.times(-c)
         below, above = self._below(place, at.shifted(1)), self._below(place, at)
         if literal.kind == "eq":
@@ -97,7 +105,7 @@ class Judge:
         return [([], [above]), ([below], [])]
 
     def _below(self, place: object, at: Linear) -> Linear:
-        """The first key whose ``place`` is not below ``at``."""
+        """Returns the first key whose ``place`` is at least ``at``."""
         if not isinstance(place, Floor):
             return at
         inside = place.of.without(self.t)
@@ -105,10 +113,10 @@ class Judge:
             raise Unsupported
         return at.times(place.by).minus(inside)
 
-    # --- what is a selection ---
+    # --- checks for a selection ---
 
     def check(self, intervals: Sequence[Interval], position: Linear, queries: Size, keys: Size) -> None:
-        """Raises Mismatch where the intervals are almost the ranges of a selection, and something else."""
+        """Raises Mismatch if the intervals differ from the ranges of a selection."""
         if not any(i.pairs() for i in intervals):
             raise Mismatch("the keys of no query are said by starts and ends or blocks", self.where)
         last = position.plus(of_size(keys)).minus(of_size(queries))
@@ -125,7 +133,7 @@ class Judge:
             raise Mismatch("keys beyond the selection are seen without a bound", self.where)
 
     def _check_data(self, one: Interval) -> None:
-        """Raises Mismatch where starts and ends from data are no ranges."""
+        """Raises Mismatch if starts and ends from tensors do not form ranges."""
         pairs = one.pairs()
         if not pairs:
             raise Mismatch("a start without an end, or an end without a start", self.where)
@@ -137,7 +145,7 @@ class Judge:
             raise Mismatch("only keys of several ranges at once are seen; expected those of any", self.where)
 
     def _check_positions(self, one: Interval, last: Linear) -> None:
-        """Raises Mismatch where a bound that moves with the query is not that of a causal mask or a window."""
+        """Raises Mismatch if a bound that moves with the query is not that of a causal mask or a window."""
         for high in one.uppers:
             ahead = high.minus(last).shifted(-1)
             if _of_position(high) and ahead.value != 0:
@@ -150,12 +158,12 @@ class Judge:
 
 
 def _of_position(bound: Linear) -> bool:
-    """Whether a bound moves with the query and with nothing else."""
+    """Checks whether a bound moves with the query and depends on nothing else."""
     return bool(bound.terms) and all(isinstance(a, Var) for a in bound.atoms())
 
 
 def _odd(low: Linear, high: Linear) -> str:
-    """Why a start and an end are none, or nothing."""
+    """Returns why a start and an end do not form a range, an empty string if they do."""
     width = high.minus(low).value
     factors = {c for _, c in low.terms}
     if low.bound_variables() != high.bound_variables():
@@ -178,7 +186,7 @@ def _odd(low: Linear, high: Linear) -> str:
 
 
 def rolled(keys: AnyOf) -> AnyOf:
-    """``keys`` with what differs by evenly spaced constant indices put under one variable."""
+    """Returns ``keys``, merging conjunctions that differ by evenly spaced constant indices under one variable."""
     groups: dict[object, list[tuple[tuple[int, ...], All]]] = {}
     for conj in keys:
         shape, constants = _shape(conj)
@@ -214,7 +222,7 @@ def _rolled(members: list[tuple[tuple[int, ...], All]]) -> AnyOf:
 def _mapped(literal: Literal, fn: object) -> Literal:
     if isinstance(literal, Given):
         return Given(fn(literal.ref), literal.want)  # type: ignore[operator]
-    # One order of the terms for the constants and for what takes their place.
+    # The order of :func:`_constants`, in which ``fn`` takes the steps of the indices.
     total = Linear(constant=literal.value.constant)
     for a, c in _terms(literal.value):
         total = total.plus(mapped(Linear(frozenset({(a, c)})), fn), 1)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Boolean masks in normal form: which keys a query sees, as a union of intervals and conditions.
+"""Boolean masks in normal form: which keys a query sees, as a union of intervals with conditions.
 
-An element of a mask is a disjunction of conjunctions of comparisons between whole numbers (:mod:`.linear`), each under
-variables of its own, "for some j".
+An element of a mask is a disjunction of conjunctions. Each conjunction consists of comparisons between whole numbers
+(:mod:`mhc_inductor.routing.graph.linear`) and has bound variables of its own: "for some j".
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mhc_inductor.routing.graph.linear import (
     variables_of,
 )
 
-MOST = 1024  # conjunctions: loops over ranges are unrolled, more than this are none
+MOST = 1024  # limit on conjunctions: an unrolled loop over ranges has one for each
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compare:
-    """``value <= 0`` ("le"), ``value == 0`` ("eq") or ``value != 0`` ("ne")."""
+    """The comparison ``value <= 0`` (kind "le"), ``value == 0`` ("eq") or ``value != 0`` ("ne")."""
 
     kind: str
     value: Linear
@@ -35,7 +35,7 @@ class Compare:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
-    """An element of a boolean tensor, or that it is false."""
+    """The condition that an element of a boolean tensor is ``want``."""
 
     ref: Ref
     want: bool
@@ -46,23 +46,24 @@ Literal = Compare | Given
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class All:
-    """For some values of ``bound``, every one of ``literals`` holds."""
+    """A conjunction: for some values of ``bound``, all ``literals`` hold."""
 
     literals: frozenset[Literal] = frozenset()
     bound: tuple[Var, ...] = ()
 
     def comparisons(self) -> list[Linear]:
+        """Returns the whole numbers that the conjunction compares with 0."""
         return [x.value for x in self.literals if isinstance(x, Compare)]
 
 
 AnyOf = list[All]
-"""A disjunction."""
+"""A disjunction: holds if any of its conjunctions does, never if it has none."""
 TRUE: AnyOf = [All()]
 FALSE: AnyOf = []
 
 
 class KeyData(Unsupported):
-    """The mask reads a tensor at the key's place."""
+    """Raised where a mask reads a tensor at an index that depends on the key."""
 
     def __init__(self, ref: Ref) -> None:
         super().__init__("a tensor of keys")
@@ -71,12 +72,14 @@ class KeyData(Unsupported):
 
 
 def both(a: AnyOf, b: AnyOf) -> AnyOf:
+    """Returns the conjunction of two disjunctions, multiplied out. Raises TooLarge."""
     if len(a) * len(b) > MOST:
         raise TooLarge("ways for a key to be seen", MOST)
     return [All(x.literals | y.literals, tuple(dict.fromkeys(x.bound + y.bound))) for x in a for y in b]
 
 
 def either(*parts: AnyOf) -> AnyOf:
+    """Returns the disjunction of ``parts``, without duplicates. Raises TooLarge."""
     total = list(dict.fromkeys(itertools.chain(*parts)))
     if len(total) > MOST:
         raise TooLarge("ways for a key to be seen", MOST)
@@ -84,6 +87,7 @@ def either(*parts: AnyOf) -> AnyOf:
 
 
 def _literal(kind: str, value: Linear) -> AnyOf:
+    """Returns the comparison of ``value`` with 0; TRUE or FALSE if it is a constant."""
     known = value.value
     if known is not None:
         return TRUE if {"le": known <= 0, "eq": known == 0, "ne": known != 0}[kind] else FALSE
@@ -91,7 +95,7 @@ def _literal(kind: str, value: Linear) -> AnyOf:
 
 
 def compared(op: str, a: Linear, b: Linear) -> AnyOf:
-    """``a op b``."""
+    """Returns ``a op b`` in normal form; ``op`` is "le", "lt", "ge", "gt", "eq" or "ne"."""
     d = a.minus(b)
     if op in ("eq", "ne"):
         return _literal(op, d)
@@ -101,10 +105,12 @@ def compared(op: str, a: Linear, b: Linear) -> AnyOf:
 
 
 def has_data(conj: All) -> bool:
+    """Checks whether a conjunction depends on elements of tensors."""
     return any(isinstance(x, Given) or x.value.data() for x in conj.literals)
 
 
 def opposite(literal: Literal) -> AnyOf:
+    """Returns the negation of a literal."""
     if isinstance(literal, Given):
         return [All(frozenset({Given(literal.ref, not literal.want)}))]
     if literal.kind == "le":
@@ -113,7 +119,10 @@ def opposite(literal: Literal) -> AnyOf:
 
 
 def differences(terms: Sequence[tuple[float, All]]) -> AnyOf:
-    """Counts of starts less counts of ends: whether some start is passed and its end is not."""
+    """Returns when a count of starts minus a count of ends is positive: some start is passed and its end is not.
+
+    Raises Unsupported unless each start (factor 1) has an end (factor -1).
+    """
     ups = [e for f, c in terms if f == 1.0 and (e := eliminated(c)) is not None]
     downs = [e for f, c in terms if f == -1.0 and (e := eliminated(c)) is not None]
     if len(ups) + len(downs) != len(terms) or len(ups) != len(downs):
@@ -137,13 +146,14 @@ def differences(terms: Sequence[tuple[float, All]]) -> AnyOf:
 
 
 def _rewritten(literal: Literal, old: Var, new: Linear) -> Literal:
+    """Returns a literal with ``new`` in place of ``old``."""
     if isinstance(literal, Given):
         return Given(replaced(literal.ref, old, new), literal.want)
     return Compare(literal.kind, substituted(literal.value, old, new))
 
 
 def eliminated(conj: All) -> All | None:
-    """``conj`` without the bound variables that an equality says, None where it never holds."""
+    """Returns ``conj`` without the bound variables that an equality determines; None if it never holds."""
     bound, literals = list(conj.bound), set(conj.literals)
     again = True
     while again:
@@ -177,17 +187,18 @@ def eliminated(conj: All) -> All | None:
 
 
 def _order(literal: Literal) -> tuple[int, str]:
-    # Equalities of few atoms first: they say the most.
+    # Equalities of few atoms first: they determine the most.
     return (len(literal.value.terms), literal.kind) if isinstance(literal, Compare) else (99, "")
 
 
 def _known(literal: Literal) -> bool | None:
+    """Returns whether a literal holds, None if that depends on variables or data."""
     known = literal.value.value if isinstance(literal, Compare) else None
     return None if known is None else bool({"le": known <= 0, "eq": known == 0, "ne": known != 0}[literal.kind])  # type: ignore[union-attr]
 
 
 def free(conj: All) -> set[Var]:
-    """The variables of ``conj`` that are not bound."""
+    """Returns the variables of ``conj`` that are not bound."""
     found: set[Var] = set()
     for x in conj.literals:
         found |= variables_of(x.ref) if isinstance(x, Given) else x.value.variables()
@@ -195,7 +206,7 @@ def free(conj: All) -> set[Var]:
 
 
 def alike(a: AnyOf, b: AnyOf, t: Key) -> bool:
-    """Whether ``a`` is ``b``, or says for which rows ``b`` holds for some key ``t``."""
+    """Checks whether ``a`` equals ``b``, or says for which rows ``b`` holds for some key ``t``."""
     mine, theirs = ({_canonical(c, t, rows) for c in x if c is not None} for x, rows in ((a, False), (b, False)))
     return mine == theirs or {_canonical(c, t, True) for c in a} == theirs
 
@@ -204,7 +215,10 @@ _STANDINS: dict[tuple[Size, int], Var] = {}
 
 
 def _canonical(conj: All, t: Key, rows: bool) -> All | None:
-    """``conj`` with stand-ins for its bound variables; with ``rows``, ``t`` for the one that runs over keys."""
+    """Returns ``conj`` with stand-ins for its bound variables; None if it never holds.
+
+    With ``rows``, replaces the bound variable that runs over keys by ``t``; None unless there is exactly one.
+    """
     if rows:
         keys = [v for v in conj.bound if v.size == t.size]
         if len(keys) != 1:

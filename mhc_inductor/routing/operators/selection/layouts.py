@@ -1,4 +1,4 @@
-"""Tensors as plain arrays of digits: where an element lies, and the views that put its dims in a wanted order."""
+"""Tensors as arrays of digits, and the views that bring their dims into a wanted order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from mhc_inductor.routing.interface import Mismatch
 
 
 def layout(ref: Ref, known: set[Var], equal: set[frozenset[Size]]) -> list[tuple[Any, list[Var]]] | None:
-    """Returns, for each dim of a tensor, (an index or a slice, digits): where an element is one of a plain array."""
+    """Returns how ``ref`` indexes each dim of its tensor: pairs of (an index or a slice, digits).
+
+    Returns None if the tensor is not a plain array of distinct digits. ``known``: the digits that may occur.
+    ``equal``: pairs of sizes that are the same number.
+    """
     result: list[tuple[Any, list[Var]]] = []
     met: set[Var] = set()
     for index, size in zip(ref.index, ref.value.shape, strict=True):
@@ -43,7 +47,7 @@ def layout(ref: Ref, known: set[Var], equal: set[frozenset[Size]]) -> list[tuple
 
 
 def _digits(terms: dict[Any, Size]) -> tuple[list[Var] | None, Size]:
-    """The digits of a number, the most significant first, and how many numbers they make."""
+    """Returns the digits of a number, the most significant first, and how many values they span."""
     digits: list[Var] = []
     reach = ONE
     while terms:
@@ -57,7 +61,10 @@ def _digits(terms: dict[Any, Size]) -> tuple[list[Var] | None, Size]:
 
 
 class Layouts:
-    """Emits views of inputs. ``equal`` are pairs of sizes that are one number."""
+    """Emits views of inputs.
+
+    ``equal``: pairs of sizes that are the same number. ``sized``: sizes, each with a (tensor, dim) that has it.
+    """
 
     def __init__(self, edit: Edit, refs: Iterable[Ref], sized: Mapping[Size, tuple[Value, int]]) -> None:
         self.edit = edit
@@ -75,7 +82,7 @@ class Layouts:
             self._sizes.setdefault(size, (edit.input(value), d))
 
     def placed(self, ref: Ref, groups: list[list[Var]]) -> fx.Node:
-        """Returns a view with one dim for each of ``groups``, the digits of which it joins."""
+        """Returns a view with one dim for each of ``groups``, made by joining the group's digits."""
         order = [v for digits in groups for v in digits if v.size != ONE]
         node = self.spread(ref, order)
         missing = [v for v in order if v not in variables_of(ref)]
@@ -84,7 +91,7 @@ class Layouts:
         return self.joined(node, groups)
 
     def joined(self, node: fx.Node, groups: list[list[Var]], extra: int = 0) -> fx.Node:
-        """Returns dims of digits as one dim each of ``groups``; ``extra`` more dims are behind them."""
+        """Returns ``node`` with its dims of digits joined to one dim for each of ``groups``; ``extra`` dims follow."""
         at = len(example(node).shape) - extra
         for digits in reversed(groups):
             count = sum(v.size != ONE for v in digits)
@@ -96,7 +103,10 @@ class Layouts:
         return node
 
     def spread(self, ref: Ref, order: list[Var]) -> fx.Node:
-        """Returns a tensor with a dim for each variable of ``order``, of size 1 where it has none. Raises Unsupported."""
+        """Returns a view with a dim for each variable of ``order``, of size 1 if the tensor does not depend on it.
+
+        Raises Unsupported if the tensor is not a plain array of digits.
+        """
         found = layout(ref, set(order), self.equal)
         if found is None:
             raise Unsupported
@@ -121,7 +131,7 @@ class Layouts:
         return node
 
     def back(self, o: fx.Node, groups: list[list[Var]], dims: list[list[Var]]) -> fx.Node:
-        """Returns ``o``, with a dim for each of ``groups``, with the dims ``dims``."""
+        """Returns ``o``, which has a dim for each of ``groups``, with the result's dims ``dims``."""
         at = len(groups)
         for digits in reversed(groups):
             at -= 1
@@ -137,7 +147,7 @@ class Layouts:
         return self.joined(o, dims)
 
     def size(self, size: Size) -> Any:
-        """Returns a size as something to put into the graph. Raises Mismatch."""
+        """Returns a size as an int or a node of the graph. Raises Mismatch if no input has it."""
         if not size.symbols:
             return size.factor
         if size in self._numbers:

@@ -1,7 +1,7 @@
-"""What an element of a mask, or of a tensor of numbers that masks are made of, is in normal form.
+"""Evaluates elements of masks, and of the number tensors that masks are computed from, in normal form.
 
-Comparisons, ``any``, ``one_hot``, ``scatter``, sums and cumulative sums of indicators, ``gather`` of blocks, ``tril`` and
-unrolled ``|=`` all become the same thing (:mod:`.keysets`).
+Comparisons, ``any``, ``one_hot``, ``scatter``, sums and cumulative sums of indicators, ``gather`` of blocks, ``tril``
+and unrolled ``|=`` all get the same form (:mod:`.keys`).
 """
 
 from __future__ import annotations
@@ -59,20 +59,23 @@ _EITHER = {*OR, aten.maximum.default}
 
 
 class Masks:
-    """Evaluates elements of masks. ``seen`` are the values met that say which keys a query sees, from data."""
+    """Evaluates elements of masks.
+
+    ``seen``: the values met whose visible keys depend on tensor values, not only on positions.
+    """
 
     def __init__(self, fixed: Mapping[str, int], hints: Mapping[str, int]) -> None:
         self.fixed = fixed
         self.hints = hints
         self.equal: set[frozenset[Size]] = set()
-        """Sizes that are taken to be one number, which the rewrite must guard."""
+        """Pairs of sizes that are assumed to be equal; the rewrite must guard them."""
         self.sized: dict[Size, tuple[Value, int]] = {}
-        """Where sizes are that negative indices count from."""
+        """Dimension sizes used to resolve negative indices, each with a (value, dim) that has it."""
         self.seen: dict[Value, None] = {}
         self.possible = PossibleValues()
         self.indices = Indices()
         self.known: dict[Any, Any] = {}
-        """What was found of each element, or why nothing was: masks are in other masks more than once."""
+        """The result or the exception for each element evaluated: masks occur in other masks more than once."""
         self.placed = Placed(self)
         self.wholes = Wholes(self)
         self.counts = Counts(self)
@@ -80,7 +83,10 @@ class Masks:
         self.whole = self.wholes.of
 
     def truth(self, ref: Ref, want: bool = True) -> AnyOf:
-        """When ``ref``, an element of a boolean (or nonzero) tensor, is ``want``. Raises Unsupported."""
+        """Returns when ``ref`` is ``want``. Raises Unsupported.
+
+        ``ref`` is an element of a boolean tensor, or of a number tensor, where nonzero counts as true.
+        """
 
         def find() -> AnyOf:
             found = self._find(ref, want)
@@ -91,12 +97,12 @@ class Masks:
         return found
 
     def note(self, ref: Ref, found: AnyOf) -> None:
-        """Remembers what says, from data, which keys a query sees."""
+        """Records ``ref`` in :attr:`seen` if it depends on the key and ``found`` on elements of tensors."""
         if keyed(ref) and any(has_data(conj) for conj in found):
             self.seen[ref.value] = None
 
     def side(self, a: Any, ref: Ref, want: bool) -> AnyOf:
-        """When an operand of ``ref``, a number or a tensor, is ``want``."""
+        """Returns when an operand of ``ref``, a number or a tensor, is ``want``."""
         known = constant_of(a)
         if known is not None:
             return TRUE if bool(known) == want else FALSE
@@ -130,14 +136,17 @@ class Masks:
         return [All(frozenset({Given(ref, want)}))]
 
     def _combined(self, ref: Ref, want: bool) -> AnyOf:
-        """Two conditions joined by and, or by or."""
+        """Evaluates two conditions joined by and, or by or."""
         a, b = (self.side(x, ref, want) for x in ref.value.args[:2])
         if (ref.value.func in _BOTH) != want:
             return either(a, b)
         return a if ref.value.args[0] is ref.value.args[1] else both(a, b)
 
     def _reduced(self, ref: Ref, want: bool) -> AnyOf:
-        """``any`` that holds, or ``all`` that does not."""
+        """Evaluates an ``any`` that is to hold, or an ``all`` that is not to.
+
+        Raises Unsupported for the other two cases, which need a condition on all elements.
+        """
         inside, bound = _reduced(ref)
         if (ref.value.func in ANY) != want:
             self.note(ref, self.truth(inside, not want))
@@ -145,7 +154,7 @@ class Masks:
         return [All(c.literals, c.bound + tuple(bound)) for c in self.truth(inside, want)]
 
     def _among(self, ref: Ref) -> AnyOf:
-        """Whether an element is one of those of another tensor."""
+        """Evaluates ``isin``: whether an element equals one of another tensor's."""
         of, tests = ref.value.args
         bound = [Var(s) for s in tests.shape]
         this = self.whole(operand(of, ref))
@@ -153,7 +162,7 @@ class Masks:
         return [All(c.literals, (*c.bound, *bound)) for c in found]
 
     def _nonzero(self, ref: Ref, want: bool) -> AnyOf:
-        """Whether a number is not 0."""
+        """Returns when a number is nonzero (``want``) or 0."""
         try:
             return compared("ne" if want else "eq", self.whole(ref), number(0))
         except Unsupported:
@@ -172,7 +181,7 @@ class Masks:
             if known is None:
                 raise
         if math.isinf(known):
-            # index_mask == -inf
+            # An additive mask compared with its fill: ``mask == -inf``.
             if op in ("eq", "ne") and known < 0:
                 mask = operand(left, ref)
                 if self.possible(mask.value) <= {0.0, known}:
@@ -183,7 +192,7 @@ class Masks:
         try:
             counted = self.counts.of(operand(left, ref))
         except Unsupported:
-            # index_mask == 0
+            # An additive mask compared with 0: ``mask == 0``.
             if op in ("eq", "ne") and known == 0 and isinstance(left, Value) and left.dtype.is_floating_point:
                 return self.additive(operand(left, ref), op == "eq")
             raise

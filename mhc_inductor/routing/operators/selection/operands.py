@@ -1,4 +1,4 @@
-"""q, k, v and scores behind views, casts and products with numbers, and sums of products."""
+"""Operands of the products: q, k, v and scores behind views, casts and constant factors; sums of products."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FACTORS = (*MULTIPLY, *DIVIDE, aten.neg.default)
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where q, k or v lies: an element of a node's value, and the dtype in which the attention reads it."""
+    """Where q, k or v is read: an element of a node's value, and the dtype in which the attention reads it."""
 
     ref: Ref
     dtype: torch.dtype
 
 
 def sources(ref: Ref) -> Iterator[Source]:
-    """Returns the tensors that hold the same elements, the nearest first, behind views and casts to wider dtypes."""
+    """Yields the tensors that hold the same elements, the nearest first, behind views and casts."""
     dtype = ref.value.dtype
     while True:
         yield Source(ref, dtype)
@@ -38,23 +38,24 @@ def sources(ref: Ref) -> Iterator[Source]:
 
 
 def _same_numbers(ref: Ref, below: Ref) -> bool:
-    """Whether a view or cast changes no number, or only by a rounding that autocast or an operation adds."""
+    """Checks whether a view or cast changes no number, or only by a rounding that autocast or an op adds."""
     now, before = ref.value.dtype, below.value.dtype
     if now is before or not keeps_16_bits(ref, below):
         return now is before
-    # What the model rounded is what the op reads.
+    # The op reads what the model rounded: a narrowing cast that the model wrote stays.
     return ref.value.node is None or torch.promote_types(now, before) is now
 
 
 def keeps_16_bits(ref: Ref, below: Ref) -> bool:
-    """Whether neither side of a view or cast is a float8, whose rounding nobody may drop."""
+    """Checks that neither side of a view or cast is a float8, whose rounding must never be dropped."""
     return all(torch.finfo(x.value.dtype).bits >= 16 for x in (ref, below))
 
 
 class Scaled:
-    """``factor * ref`` behind views, casts, signs and products with numbers; ``met`` are the values on the way to ``end``.
+    """An element as ``factor * ref``, found behind views, casts, signs and products with constants.
 
-    Of ``inputs``, q and k, the roundings that the model wrote stay; of scores only those to less than 16 bits.
+    ``met``: the values on the way to ``end``. For ``inputs`` (q and k) the roundings that the model wrote stay; for
+    scores only those to fewer than 16 bits do.
     """
 
     def __init__(self, ref: Ref, inputs: bool = False) -> None:
@@ -75,6 +76,7 @@ class Scaled:
         self.end = ref
 
     def _times(self, ref: Ref) -> Ref | None:
+        """Returns the other factor of a product with a constant and updates ``factor``; None for other ops."""
         if ref.value.func is aten.neg.default:
             self.factor = -self.factor
             return Ref(ref.value.args[0], ref.index)
@@ -88,12 +90,12 @@ class Scaled:
 
     @property
     def narrowest(self) -> torch.dtype:
-        """The dtype on the way that holds the fewest numbers."""
+        """Returns the narrowest dtype on the way."""
         return min((v.dtype for v in self.met), key=lambda d: (torch.finfo(d).bits, torch.finfo(d).max))
 
 
 def dot(ref: Ref) -> tuple[Ref, Ref, list[Var]] | None:
-    """(left, right, bound variables) of a sum of products."""
+    """Returns (left, right, bound variables) of a sum of products, None if ``ref`` is not one."""
     contracted = contraction(ref)
     if contracted is not None:
         return contracted[0], contracted[1], [contracted[2]]

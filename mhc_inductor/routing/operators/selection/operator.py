@@ -1,4 +1,4 @@
-"""Selection attention as an operator of the pass."""
+"""Selection attention as an operator of the routing pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mhc_inductor.routing.operators.selection.search import Search
 
 
 class SelectionOperator:
-    """Finds attentions whose masks are unions of key ranges, and puts ``selection_attention`` in their place."""
+    """Finds attentions whose masks are unions of key ranges and replaces them with ``selection_attention``."""
 
     name = "selection"
 
@@ -26,7 +26,7 @@ class SelectionOperator:
         self._found: dict[fx.Node, list[Match | Miss]] = {}
 
     def candidates(self, view: View) -> Iterable[fx.Node]:
-        """Returns the nodes of attentions and of what comes close to one."""
+        """Returns the result nodes of the attentions found, and the nodes of near misses."""
         search = Search(view)
         self._found = {}
         for one in search.found:
@@ -41,17 +41,20 @@ class SelectionOperator:
             self._found.setdefault(value.node, []).append(what)
 
     def match(self, view: View, node: fx.Node) -> list[Match | Miss]:
-        """Returns what is at a candidate."""
+        """Returns the matches and near misses found at a candidate."""
         return self._found[node]
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
-        """Puts the op in the place of an attention."""
+        """Emits the op in place of an attention. Returns each replaced output with its new node."""
         return emit_attention(edit, match.data)
 
     def faster_as_written(self, match: Match, device: str) -> bool:
-        """Whether the formula is kept: on a CPU the op is the same dense attention, and its mask is made anew."""
+        """Returns True on a CPU, unless the user asked for zeros in rows without keys.
+
+        There the op runs the same dense attention and has to build its mask anew.
+        """
         return device == "cpu" and not match.data.opted
 
     def kernels(self, op: str, device: str) -> tuple[str, ...]:
-        """Returns the kernels on a GPU, elsewhere a word for the formula."""
+        """Returns the names of the kernels on a GPU; elsewhere a description of the reference formula."""
         return kernels_of(op, device)

@@ -1,4 +1,7 @@
-"""Operations that put elements of tensors, or constants, in places that comparisons say."""
+"""Evaluates ops that put elements of tensors, or constants, in places that comparisons describe.
+
+These are where, masked_fill, tril, triu, scatter, assignments to indices, pad, cat and gather.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +53,16 @@ _GATHERS = (aten.gather.default, aten.index_select.default, aten.index.Tensor, a
 
 
 class Placed:
-    """Follows elements of masks to where they were put."""
+    """Follows elements of masks back to the operands that they come from."""
 
     def __init__(self, masks: Masks) -> None:
         self.masks = masks
 
     def structured(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf | None:
-        """Operations that put elements of other tensors, or constants, in places that comparisons say."""
+        """Returns when ``ref``, an element of the result of such an op, is ``want``; None for other ops.
+
+        ``of`` evaluates an element of an operand. Raises Unsupported.
+        """
         value, func = ref.value, ref.value.func
         if func is aten.where.self:
             when, a, b = value.args
@@ -79,7 +85,7 @@ class Placed:
         return None
 
     def _written(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
-        """A number that a scatter, or an assignment to indices, puts where they say."""
+        """Evaluates a scatter of a constant, or an assignment of one to indices."""
         value = ref.value
         scatters = value.func in (aten.scatter.value, aten.scatter.src)
         x, known = value.args[0], constant_of(value.args[3 if scatters else 2])
@@ -94,14 +100,15 @@ class Placed:
         raise Unsupported
 
     def _either_way(self, when: Any, a: AnyOf, b: AnyOf, ref: Ref) -> AnyOf:
-        """``a`` where ``when`` holds, else ``b``."""
+        """Returns ``a`` where ``when`` holds, else ``b``."""
         yes = both(self.masks.side(when, ref, True), a) if a else FALSE
         if not b:
             return yes
-        # True there, or b: what holds need not be said again.
+        # Where ``a`` always holds, ``when or b`` needs no ``not when``.
         return either(yes, b if a == TRUE else both(self.masks.side(when, ref, False), b))
 
     def _part(self, a: Any, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
+        """Evaluates an operand, a number or a tensor, at ``ref``."""
         known = constant_of(a)
         if known is not None:
             return of(filled(known, ref.value), want)
@@ -118,7 +125,7 @@ class Placed:
         return either(both(kept, of(Ref(x, ref.index), want)), both(left, zero))
 
     def hits(self, ref: Ref, d: int, index: Value) -> AnyOf:
-        """Whether a scatter writes this element."""
+        """Returns when a scatter along ``d`` at ``index`` writes the element ``ref``. Raises Unsupported."""
         d = _dim(ref.value, d)
         for k, (a, b) in enumerate(zip(index.shape, ref.value.shape, strict=True)):
             if k != d and a != b:
@@ -131,7 +138,7 @@ class Placed:
         return [All(c.literals, (*c.bound, j)) for c in found]
 
     def _wrap(self, value: Value, d: int) -> Size:
-        """The size that negative indices of a dim count from."""
+        """Returns the size that negative indices into a dim count from, and records a tensor that has it."""
         size = value.shape[d]
         while value.node is None and isinstance(value.args[0], Value) and value.args[0].shape == value.shape:
             value = value.args[0]
@@ -140,7 +147,10 @@ class Placed:
         return size
 
     def _assume(self, a: Size, b: Size) -> None:
-        """Take two symbols for the same size, if they are now. Raises Unsupported."""
+        """Assumes that two symbols are the same size if their present values are equal; the rewrite guards it.
+
+        Raises Unsupported if they differ, or if a size is not a single symbol.
+        """
         if not all(s.factor == 1 and len(s.symbols) == 1 for s in (a, b)):
             raise Unsupported
         now = {self.masks.hints.get(s.symbols[0]) for s in (a, b)}
@@ -149,7 +159,7 @@ class Placed:
         self.masks.equal.add(frozenset({a, b}))
 
     def _put(self, ref: Ref, indices: Sequence[Any]) -> AnyOf:
-        """Whether ``x[indices] = ...`` writes this element."""
+        """Returns when ``x[indices] = ...`` writes this element."""
         given = [i for i in indices if i is not None]
         if any(i.dtype is torch.bool for i in given):
             raise Unsupported
@@ -197,7 +207,7 @@ class Placed:
         return either(both(within, of(Ref(x, tuple(index)), want)), rest_)
 
     def _joined(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
-        """A cat whose pieces the index spans."""
+        """Evaluates a ``cat``: each piece where the index lies in its span."""
         d, pieces = joined(ref.value)
         at, start, total = of_index(ref.index[d]), number(0), FALSE
         for piece in pieces:
@@ -210,7 +220,10 @@ class Placed:
         return total
 
     def _gathered(self, ref: Ref) -> tuple[Ref, AnyOf] | None:
-        """The element that a gather reads, and the conditions on the variables that stand for its place."""
+        """Returns the element that a gather reads, with the conditions on the variables that stand for its place.
+
+        Returns None for other ops and for elements that do not depend on the key.
+        """
         func, args = ref.value.func, ref.value.args
         if func not in _GATHERS or not keyed(ref):
             return None
@@ -223,7 +236,7 @@ class Placed:
         else:
             given = [d for d, i in enumerate(args[1]) if i is not None]
             indices = [args[1][d] for d in given]
-            # The dims of index tensors stay where they were if they are neighbours.
+            # The dims of adjacent index tensors replace the dims that they index.
             if any(i.dtype is torch.bool for i in indices) or given != [*range(given[0], given[-1] + 1)]:
                 return None
             rank = max(len(i.shape) for i in indices)
@@ -237,7 +250,7 @@ class Placed:
         return Ref(x, tuple(index)), [All(frozenset(more.values()), tuple(more))]
 
     def _place(self, ref: Ref, size: Size, wrap: Size | None, more: dict[Var, Literal]) -> Index:
-        """A whole number as an index; what is none becomes a variable with a condition in ``more``."""
+        """Returns a whole number as an index; if it is not one, a new variable with a condition in ``more``."""
         at = self.masks.whole(ref, wrap)
         if at.data():
             self.masks.indices.take(ref.value, size, wrap is not None, self.masks.whole)
@@ -258,6 +271,7 @@ def filled(known: float, like: Value) -> Ref:
 
 
 def _moved(index: Index, by: Linear) -> Index:
+    """Returns ``index`` minus a constant. Raises Unsupported if ``by`` is not constant."""
     if by.value is None:
         raise Unsupported
     return index.plus(const(-by.value))

@@ -1,4 +1,4 @@
-"""Whether an attention under a mask is worth routing: one closed form in static shapes."""
+"""Decides whether an attention under a mask is worth routing: one closed-form rule on present shapes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import math
 import torch
 
 UNKNOWN = 1024
-"""Keys a query is taken to see where the ranges may have any length: 16 blocks of 64, as public models choose."""
+"""Keys that a query is assumed to see if ranges may have any length: 16 blocks of 64, as in public models."""
 FEW_QUERIES = 16
 MAX_HEADS, MAX_D = 64, 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Present sizes of an attention. ``selected`` is the most keys that a query can see, None where that is open."""
+    """Present sizes of an attention.
+
+    ``selected``: the most keys that a query can see, None if there is no bound.
+    """
 
     device: str
     dtype: torch.dtype
@@ -27,11 +30,12 @@ class Sizes:
 
 
 def refusal(s: Sizes) -> str:
-    """Why the op does not replace dense attention, or nothing.
+    """Returns why the op does not replace dense attention, an empty string if it does.
 
-    Dense attention under a mask reads ``keys`` for every query. The op reads ``selected``, and one of them costs it
-    ``16 / sqrt(h)`` times as much with h heads a group: 8 times with 4 heads and 4 times with 16, as measured on an H200
-    (docs/design.md); with a few queries, where reading is all, twice. On a CPU it always replaces it.
+    Dense attention under a mask reads ``keys`` keys for every query, the op ``selected`` keys. Each of these costs
+    the op ``16 / sqrt(h)`` times as much with h heads per group: 8 times with 4 heads and 4 times with 16, as
+    measured on an H200 (docs/design.md). With few queries, where reading dominates, each costs twice as much. On a
+    CPU the op always replaces dense attention.
     """
     if s.device != "cuda":
         return ""

@@ -1,4 +1,4 @@
-"""Emits which keys every query sees, as ranges [B, S, G, r, 2]."""
+"""Emits the keys that every query sees, as ranges [B, S, G, r, 2]."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from mhc_inductor.routing.operators.selection.layouts import Layouts, layout
 
 
 def ranges(layouts: Layouts, one: Found, device: torch.device) -> fx.Node:
-    """Returns the node of all intervals of an attention."""
+    """Returns the node of the ranges of all intervals of an attention."""
     parts = [_part(layouts, one, each, device) for each in one.intervals]
     return parts[0] if len(parts) == 1 else layouts.edit.emit(torch.cat, parts, -2)
 
 
 def _part(layouts: Layouts, one: Found, each: Interval, device: torch.device) -> fx.Node:
+    """Emits the ranges of one interval."""
     emit = layouts.edit.emit
     lead = [one.batch, one.query, one.groups, list(each.bound)]
     order = [v for digits in lead for v in digits if v.size != ONE]
@@ -52,6 +53,7 @@ def _part(layouts: Layouts, one: Found, each: Interval, device: torch.device) ->
 
 
 def _ranged(layouts: Layouts, node: fx.Node, order: list[Var], lead: list[list[Var]]) -> fx.Node:
+    """Returns starts and ends, which have a dim for each digit, as ranges with one dim for each part of ``lead``."""
     sizes = example(node).shape
     if any(not isinstance(s, torch.SymInt) and s == 1 for s in sizes[: len(order)]):
         node = layouts.edit.emit("expand", node, *[layouts.size(v.size) for v in order], 2)
@@ -59,7 +61,7 @@ def _ranged(layouts: Layouts, node: fx.Node, order: list[Var], lead: list[list[V
 
 
 def _as_they_are(one: Found, each: Interval) -> Ref | None:
-    """The tensor of starts and ends, where nothing else says which keys these are."""
+    """Returns the model's tensor of starts and ends if nothing else determines the keys, None otherwise."""
     ends = [x for x in each.uppers if x != of_size(one.t.size)]
     if len(each.lowers) != 1 or len(ends) != 1 or each.conditions:
         return None
@@ -79,7 +81,10 @@ def _as_they_are(one: Found, each: Interval) -> Ref | None:
 
 
 def _implied(condition: Literal, each: Interval) -> bool:
-    """Whether a block's id is not negative: its keys would lie before the first one."""
+    """Checks whether ``condition`` says no more than that a block's id is not negative.
+
+    It need not be emitted: the keys of a negative block would lie before the first key.
+    """
     if not isinstance(condition, Compare) or len(condition.value.terms) != 1:
         return False
     ((a, c),) = condition.value.terms
@@ -90,7 +95,7 @@ def _implied(condition: Literal, each: Interval) -> bool:
 
 
 class Numbers:
-    """Emits whole numbers as tensors with a dim for each variable of ``order``, of size 1 where it has no part."""
+    """Emits whole numbers as tensors with a dim for each variable of ``order``, of size 1 if independent of it."""
 
     def __init__(self, layouts: Layouts, order: list[Var], device: torch.device) -> None:
         self.layouts = layouts
@@ -99,7 +104,7 @@ class Numbers:
         self.device = device
 
     def of(self, x: Linear) -> fx.Node:
-        """Returns the node of a number."""
+        """Returns the node of a whole number."""
         total: fx.Node | None = None
         for a, c in sorted(x.terms, key=lambda term: not isinstance(term[0], Datum)):
             node = self._atom(a)
@@ -115,6 +120,7 @@ class Numbers:
         return total if constant is None else self.emit(operator.add, total, constant)
 
     def _constant(self, x: Linear) -> Any:
+        """Returns the constant part of a number as an int or a node, None if it is 0."""
         constant: Any = None
         for symbols, c in sorted(x.constant):
             if not symbols:
@@ -126,12 +132,12 @@ class Numbers:
         return constant
 
     def extreme(self, bounds: list[Linear], pick: Any) -> fx.Node | None:
-        """Returns the largest or smallest of some numbers."""
+        """Returns the node of the largest or smallest of ``bounds``, None without bounds."""
         nodes = [self.of(x) for x in dict.fromkeys(bounds)]
         return functools.reduce(lambda a, b: self.emit(pick, a, b), nodes) if nodes else None
 
     def holds(self, condition: Literal) -> fx.Node:
-        """Returns the node of a condition."""
+        """Returns the node of a condition's truth value."""
         if isinstance(condition, Given):
             node = self._element(condition.ref)
             return node if condition.want else self.emit(torch.logical_not, node)

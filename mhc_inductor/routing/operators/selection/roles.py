@@ -1,4 +1,4 @@
-"""What each digit of an attention's result is: batch, group, head, query or feature."""
+"""Assigns a role to each digit of an attention's result: batch, group, head, query or feature."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mhc_inductor.routing.operators.selection.keys import eliminated, free
 
 
 def assign(found: Found) -> None:
-    """Sets the roles of the digits, and the intervals of keys. Raises NotOurs, Mismatch and Unsupported."""
+    """Sets the roles of the digits and the intervals of keys. Raises NotOurs, Mismatch and Unsupported."""
     found.keys = [e for conj in found.keys if (e := eliminated(conj)) is not None]
     if not any(x.data() for conj in found.keys for x in conj.comparisons()):
         raise NotOurs
@@ -30,7 +30,7 @@ def assign(found: Found) -> None:
 
 
 def _features(rest: list[Var], in_k: set[Var], in_v: set[Var], asked: set[Var]) -> list[Var]:
-    """The digit of the result that only V has."""
+    """Returns the digit that only V depends on, in a list. Raises NotOurs for any other combination."""
     features = [v for v in rest if v not in asked]
     if len(features) > 1 or any(v in in_k or v not in in_v for v in features):
         raise NotOurs
@@ -38,7 +38,10 @@ def _features(rest: list[Var], in_k: set[Var], in_v: set[Var], asked: set[Var]) 
 
 
 def _queries(found: Found, asked: set[Var], shared: set[Var]) -> None:
-    """Tells the digits that only q has apart: queries, whose keys differ, and heads, which share them."""
+    """Splits the digits that only q has into queries, which see different keys, and heads, which share them.
+
+    Raises Mismatch if the mask differs between the heads of a group.
+    """
     masked = {v for conj in found.keys for v in free(conj)}
     rows: list[list[Var]] = []
     for digits in found.dims:

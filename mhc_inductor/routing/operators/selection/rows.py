@@ -1,4 +1,4 @@
-"""Proves that every query sees a key, so that nobody has to know what a row without one gives."""
+"""Proves that every query sees a key, so that what a row without keys gives does not matter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from mhc_inductor.routing.operators.selection.masks import Masks
 
 
 def seen_by_all(keys: AnyOf, t: Key, masks: Masks) -> bool:
-    """Whether some key ``t`` of ``keys`` exists whatever the other variables are: the own one, a first block, a top score."""
+    """Checks whether, at all values of the other variables, ``keys`` holds for some key ``t``.
+
+    Such a key is the query's own position, a first block, or the best one by a score.
+    """
     for conj in keys:
         for each in _known(conj, masks):
             if _not_empty(each, t) or _top(each, t, masks):
@@ -34,7 +37,10 @@ def seen_by_all(keys: AnyOf, t: Key, masks: Masks) -> bool:
 
 
 def _known(conj: All, masks: Masks) -> Iterator[All]:
-    """``conj``, and ``conj`` for the pieces of a joined tensor of picks that positions say."""
+    """Yields ``conj``, and ``conj`` at the first pick of each piece if the picks are a concatenation.
+
+    A piece may hold positions instead of data, for example the query's own block.
+    """
     yield conj
     for data in {d for value in conj.comparisons() for d in value.data()}:
         value = data.ref.value
@@ -54,7 +60,10 @@ def _known(conj: All, masks: Masks) -> Iterator[All]:
 
 
 def _instance(conj: All, data: Datum, v: Var, at: int, masks: Masks) -> All | None:
-    """``conj`` with ``v`` = ``at``, and what ``data`` is then. Raises Unsupported."""
+    """Returns ``conj`` with ``v`` = ``at`` and with ``data`` replaced by its value there. Raises Unsupported.
+
+    Returns None if ``data`` or ``v`` remains in the conjunction.
+    """
     ref = placed(data.ref, v, const(at))
     below = step(ref)
     if ref == data.ref or below is None:
@@ -72,7 +81,7 @@ def _instance(conj: All, data: Datum, v: Var, at: int, masks: Masks) -> All | No
 
 
 def _not_empty(conj: All, t: Key) -> bool:
-    """Whether ``low <= t < high`` is all that ``conj`` says, and low < high for all positions."""
+    """Checks whether ``conj`` says only ``low <= t < high``, with low < high at all positions."""
     lows, highs = [number(0)], [of_size(t.size)]
     for x in conj.literals:
         if not isinstance(x, Compare) or x.value.data() or x.kind == "ne":
@@ -86,7 +95,7 @@ def _not_empty(conj: All, t: Key) -> bool:
 
 
 def _bounds(x: Compare, t: Key) -> tuple[list[Linear], list[Linear]] | None:
-    """Lower bounds of ``t``, and numbers that it stays below; None where ``x`` says something else."""
+    """Returns the lower bounds of ``t`` and its exclusive upper bounds; None if ``x`` is not a bound."""
     floors = [a for a, _ in x.value.terms if isinstance(a, Floor) and t in a.of.variables()]
     places: list[Key | Floor] = [t, *floors]
     for place in places:
@@ -98,7 +107,7 @@ def _bounds(x: Compare, t: Key) -> tuple[list[Linear], list[Linear]] | None:
             by, inside = place.by, place.of.without(t)
             if place.of.coefficient(t) != 1 or t in inside.variables():
                 return None
-        first = rest.times(-c).times(by).minus(inside)  # the first key of the place where the comparison is an equality
+        first = rest.times(-c).times(by).minus(inside)  # the first key at which the comparison is an equality
         after = first.shifted(by)
         if x.kind == "eq":
             return [first], [after]
@@ -107,10 +116,10 @@ def _bounds(x: Compare, t: Key) -> tuple[list[Linear], list[Linear]] | None:
 
 
 def _at_least(x: Linear) -> bool:
-    """Whether ``x`` is never negative: sums of positions, sizes and quotients."""
+    """Checks whether ``x``, a sum of positions, sizes and quotients, is never negative."""
     for a, c in x.terms:
         if isinstance(a, Floor):
-            # by * (of // by) is of less a remainder from 0 to by - 1.
+            # by * (of // by) is of minus a remainder in [0, by - 1].
             if c % a.by:
                 return False
             m = c // a.by
@@ -123,12 +132,12 @@ def _at_least(x: Linear) -> bool:
         if c < 0:
             total = total.plus(of_size(a.size), c).shifted(-c)
     sizes = [c for symbols, c in total.constant if symbols]
-    # A size that the graph leaves open is 1 at least.
+    # A dynamic size is at least 1.
     return all(c > 0 for c in sizes) and total.offset + sum(sizes) >= 0
 
 
 def _top(conj: All, t: Key, masks: Masks) -> bool:
-    """Whether ``t`` is any of the best keys by scores, and those that ``conj`` excludes have the lowest scores."""
+    """Checks whether ``t`` is a ``topk`` pick by scores that are lowest at the keys that ``conj`` excludes."""
     picks = [x for x in conj.literals if isinstance(x, Compare) and x.value.data()]
     if len(picks) != 1 or len(conj.bound) != 1 or picks[0].kind != "eq":
         return False
@@ -152,7 +161,10 @@ def _top(conj: All, t: Key, masks: Masks) -> bool:
 
 
 def _unmasked_scores(ref: Ref, masks: Masks) -> AnyOf:
-    """The keys whose scores are not lowered, where exactly one mask lowers scores below all others."""
+    """Returns the keys whose scores are not lowered by the last mask on them.
+
+    Returns an empty list unless that mask is added or filled in, with values of at most :data:`LOWEST`.
+    """
     value, args = ref.value, ref.value.args
     with contextlib.suppress(Unsupported, DynamicWidth, Mismatch):
         if value.func in ADD and len(args) == 2 and not value.kwargs:

@@ -1,4 +1,4 @@
-"""Data for verification: which keys a query sees, drawn so that nothing that reads them raises."""
+"""Sample data for verification: random picks of keys at which no op that reads them raises."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from mhc_inductor.routing.operators.selection.keys import Given
 
 @dataclasses.dataclass
 class _Role:
-    """How a tensor says which keys: ``starts`` and ``ends`` of ranges, ``pick``: the dims that count the picks of a query,
-    ``pair``: the dim that holds start and end, ``want``: what a condition wants of it."""
+    """How a tensor determines which keys a query sees.
+
+    ``starts``, ``ends``: it holds starts or ends of ranges. ``pick``: the dims that count the picks of a query.
+    ``pair``: the dim that holds start and end. ``want``: the truth value that a condition expects of it.
+    """
 
     starts: bool = False
     ends: bool = False
@@ -29,8 +32,11 @@ class _Role:
 
 
 class Sample:
-    """Makes picks of keys. Each query sees one; with ``empty_rows``, for an op that gives in rows without keys what the
-    formula gives there, some see none in every second case."""
+    """Makes the tensors that determine which keys a query sees, such that each query sees at least one.
+
+    With ``empty_rows``, some queries see none in every second case. It is for an op that gives what the formula gives
+    in rows without keys.
+    """
 
     def __init__(self, one: Found, empty_rows: bool = False) -> None:
         widths = [w for i in one.intervals for low, high in i.pairs() if (w := high.minus(low).value) is not None]
@@ -68,7 +74,7 @@ class Sample:
         generator: torch.Generator,
         case: int,
     ) -> Tensor | None:
-        """Returns picks, or None for q, k and v."""
+        """Returns data for a tensor that picks keys, or None, for the default data, for q, k and v."""
         if dtype.is_floating_point:
             return None
         role = self.roles.get(value.node, _Role())
@@ -90,11 +96,12 @@ class Sample:
 
 
 def _data(forms: Iterable[Linear]) -> list[Ref]:
+    """Returns the elements of tensors in these numbers."""
     return [d.ref for form in forms for d in form.data()]
 
 
 def _first(made: Tensor, pick: set[int], without: int | None = None) -> Tensor:
-    """The first pick of every query is 0, which a causal query sees too."""
+    """Returns ``made`` with the first pick of every query set to 0, which a causal query sees too."""
     dims: Sequence[int] = [d - (without is not None and d > without) for d in pick]
     if not dims:
         return torch.zeros_like(made)

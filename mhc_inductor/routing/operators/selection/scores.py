@@ -1,4 +1,4 @@
-"""What a softmax is taken of: scaled products of q and k, and the masks on them."""
+"""The argument of a softmax: scaled products of q and k, and the masks on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from mhc_inductor.routing.operators.selection.operands import Scaled, dot
 
 
 class Scores:
-    """``factor`` times the sum of products ``ref``, where :meth:`keys` hold. ``given``: where masks go, ``dense``: all values."""
+    """Scores that are ``factor`` times the sum of products ``ref`` at the keys that :meth:`keys` returns.
+
+    The masks met are appended to ``given``, and all values that have an element for each query and key to ``dense``.
+    """
 
     def __init__(self, ref: Ref, masks: Masks, dense: list[Value], given: list[Value]) -> None:
         self.masks = masks
@@ -54,14 +57,14 @@ class Scores:
         dense.append(self.ref.value)
 
     def keys(self) -> AnyOf:
-        """Returns which keys are seen, and sets :attr:`fills`. Raises Mismatch and Unsupported."""
+        """Returns which keys are visible, and sets :attr:`fills`. Raises Mismatch and Unsupported."""
         keys = functools.reduce(both, [part() for part in self._parts], [All()])
         for took in reversed(self._steps):
             took()
         return keys
 
     def _unmasked(self, ref: Ref) -> Ref:
-        """The scores before the last mask was put on them."""
+        """Returns the scores before the last mask or constant was put on them. Raises NotOurs and Mismatch."""
         value, func, args = ref.value, ref.value.func, ref.value.args
         if func in FILLS:
             return self._filled(ref, args[1], False, args[0], args[2])
@@ -69,7 +72,7 @@ class Scores:
             want = constant_of(args[2]) is not None
             scores, fill = args[1:] if want else args[:0:-1]
             return self._filled(ref, args[0], want, scores, fill)
-        if not value.kwargs and len(args) == 2:  # not scaled by alpha
+        if not value.kwargs and len(args) == 2:  # no alpha, which scales the second operand
             if func in ADD and any(constant_of(a) is not None for a in args):
                 return self._shifted(ref)
             if func in (aten.add.Tensor, aten.sub.Tensor):
@@ -80,7 +83,7 @@ class Scores:
         raise NotOurs(f"the scores are {changed}; expected scale * q @ k, and masks" if changed else "", value)
 
     def _filled(self, ref: Ref, mask: Value, want: bool, scores: Value, given: Any) -> Ref:
-        """Scores that stay where ``mask`` is ``want``, and are ``given`` elsewhere."""
+        """Returns the scores that stay where ``mask`` is ``want`` and are replaced by ``given`` elsewhere."""
         fill = constant_of(given)
         if fill is None or fill != fill:
             raise NotOurs
@@ -92,7 +95,7 @@ class Scores:
         return _broadcast(scores, ref)
 
     def _shifted(self, ref: Ref) -> Ref:
-        """Scores to all of which a number was added, which a softmax does not see."""
+        """Returns the scores before a constant was added to all of them, which a softmax cancels."""
         a, b = ref.value.args
         known = constant_of(a) if constant_of(a) is not None else constant_of(b)
         if known is None or not abs(known) < 1e4:
@@ -101,7 +104,7 @@ class Scores:
         return _broadcast(a if constant_of(a) is None else b, ref)
 
     def _summed(self, ref: Ref) -> Ref:
-        """Scores to which a mask was added."""
+        """Returns the scores before a mask was added to them."""
         sides = [_broadcast(a, ref) for a in ref.value.args if isinstance(a, Value)]
         own = [is_scores(side) for side in sides]
         sign = 1.0 if ref.value.func is aten.add.Tensor else -1.0
@@ -116,7 +119,7 @@ class Scores:
         return scores
 
     def _added(self, mask: Ref, scores: Ref, factor: float) -> AnyOf:
-        """Which keys an added mask leaves alone. Raises Mismatch and Unsupported."""
+        """Returns which keys an added mask leaves visible. Raises Mismatch and Unsupported."""
         try:
             keys = self.masks.additive(mask)
             if max((factor * v for v in self.masks.possible(mask.value) if v), default=0.0) > -1e4:
@@ -130,10 +133,11 @@ class Scores:
             raise
 
     def _take_added(self, mask: Value, sign: float, dtype: torch.dtype) -> None:
+        """Records the values of an added mask in :attr:`fills`."""
         self.fills.added([sign * v for v in self.masks.possible(mask)], dtype)
 
     def _joined(self, ref: Ref) -> None:
-        """Raises Mismatch where masked scores of a selection are joined with other logits."""
+        """Raises Mismatch if masked scores of a selection are concatenated with other logits."""
         d = ref.value.args[1] if len(ref.value.args) > 1 else 0
         for piece in ref.value.args[0]:
             element = at_key(piece, d)
@@ -154,36 +158,39 @@ _CHANGES = {
     aten.rsub.Scalar: "subtracted from a number",
     aten.rsub.Tensor: "subtracted from something",
 }
-"""What operations do to scores that no selection attention does."""
+"""Ops on scores that are not part of selection attention, and what they do in words."""
 
 
 def before_change(scores: Value) -> Value | None:
-    """Returns the tensor that ``scores`` is computed from, element by element, in a step that is no mask and no scale."""
+    """Returns the argument of the op, neither a mask nor a scale, that computes ``scores``; None without one."""
     end = Scaled(whole(scores)).end.value
     return end.args[0] if end.func in _CHANGES else None
 
 
 def at_key(value: Value, dim: int) -> Ref:
-    """Returns an element of scores, keys in the dim ``dim``."""
+    """Returns an element of scores whose keys are in the dim ``dim``."""
     place = [var(Var(size)) for size in value.shape]
     place[dim] = var(Key(value.shape[dim]))
     return Ref(value, tuple(place))
 
 
 def selects(scores: Ref, masks: Masks, given: list[Value] | None = None) -> bool:
-    """Whether another mask of the scores is a selection. ``given``: where the masks of scores go."""
+    """Checks whether a mask of the scores selects keys from data.
+
+    The masks of scores met are appended to ``given``.
+    """
     other, met = Masks(masks.fixed, masks.hints), [] if given is None else given
     try:
         Scores(scores, other, [], met).keys()
     except (Mismatch, Unsupported):
         return bool(other.seen)
     except NotOurs:
-        met.clear()  # masked, but no scores
+        met.clear()  # masked, but not scores
     return bool(other.seen)
 
 
 def is_scores(ref: Ref) -> bool:
-    """Whether a sum of products is behind masks and scalings."""
+    """Checks whether a sum of products is behind masks and scalings."""
     todo, seen, steps = [ref], set[Ref](), Steps("addends of the scores", ref.value)
     while todo:
         ref = Scaled(todo.pop()).end
@@ -198,7 +205,7 @@ def is_scores(ref: Ref) -> bool:
 
 
 def _parts(ref: Ref) -> list[Ref]:
-    """The elements that may be scores before a mask, a sum or a change."""
+    """Returns the elements that may be the scores before a mask, a sum or another change."""
     func, args = ref.value.func, ref.value.args
     if func is aten.cat.default:
         return [*map(whole, args[0])]

@@ -1,4 +1,4 @@
-"""Finds the attentions of a graph whose masks say, from data, which keys a query sees."""
+"""Finds the attentions of a graph whose visible keys depend on tensor values."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _OPAQUE = (
 
 
 def is_masked_call(node: fx.Node) -> bool:
-    """Whether a node is a fused attention with a mask."""
+    """Checks whether a node is a call of scaled_dot_product_attention with a mask."""
     if node.op != "call_function" or name_of(node) != _CALL:
         return False
     return isinstance(node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask"), fx.Node)
 
 
 def is_softmax(node: fx.Node) -> bool:
-    """Whether a node is a softmax, or a softmin, that could be one of scores."""
+    """Checks whether a node is a softmax or softmin of a tensor that could be scores."""
     name = name_of(node)
     if node.op not in ("call_function", "call_method") or "softm" not in name or "log" in name:
         return False
@@ -55,7 +55,10 @@ def is_softmax(node: fx.Node) -> bool:
 
 
 class Search:
-    """Searches one graph: :attr:`found` are the attentions that can be routed, :attr:`misses` what comes close."""
+    """Searches one graph.
+
+    :attr:`found`: the attentions that can be routed. :attr:`misses`: the near misses.
+    """
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -70,7 +73,10 @@ class Search:
                 self._take_classes(one)
 
     def _take_classes(self, one: Found) -> None:
-        """Has the classes of ``one_hot`` checked: what it computes shows no index, but a class out of range raises."""
+        """Records range checks for the classes given to ``one_hot``.
+
+        Its decomposition has no index, but the call raises for a class out of range.
+        """
         for node in region_of(one):
             if name_of(node) == "one_hot":
                 hot, classes = self.view.value(node), self.view.value(node.all_input_nodes[0])
@@ -78,6 +84,11 @@ class Search:
                     one.masks.indices.take(classes, hot.shape[-1], False, one.masks.whole)
 
     def _all(self) -> list[Found]:
+        """Returns the attentions in the graph, before the check of uses elsewhere.
+
+        Fixes dynamic sizes at their present values where the analysis needs that, and unfixes them if that finds
+        nothing.
+        """
         stages = [False, True]
         before = dict(self.values.fixed)
         while True:
@@ -88,17 +99,18 @@ class Search:
                 if not self._fix(set(dynamic.size.symbols)):
                     return []
                 continue
-            # Where all sizes are open, those of heads are often the reason.
+            # If all sizes are dynamic, the number of heads often is what cannot be followed: fix it and retry.
             if found or not any(self._fix(self._open(stages.pop(0))) for _ in range(len(stages))):
                 if not found:
                     self.values.forget(before)
                 return found
 
     def _open(self, batch: bool) -> set[str]:
+        """Returns the symbols that failed recognisers would fix."""
         return set().union(*(recogniser.narrow(batch) for recogniser in self.failed))
 
     def _fix(self, symbols: set[str]) -> bool:
-        """Counts symbols as their present values from now on. Whether any is new."""
+        """Treats ``symbols`` as their present values from now on. Returns whether any is new."""
         return bool(symbols) and self.values.fix(symbols)
 
     def _attempt(self) -> list[Found]:
@@ -120,7 +132,7 @@ class Search:
         return []
 
     def _handmade(self, node: fx.Node) -> None:
-        """Names a softmax over masked scores that is written out."""
+        """Reports a softmax over masked scores that is written out."""
         masks = masked_softmax(self.view, node)
         if masks is not None:
             self._miss(_HANDMADE, None, node, ordinary=not masks.seen)
@@ -140,7 +152,7 @@ class Search:
         return []
 
     def _recognised(self, recogniser: Recogniser, recognise: Callable[[], Found], node: fx.Node) -> Found | None:
-        """What was found at ``node``; else None, with a near miss where it is close to a selection."""
+        """Returns what is found at ``node``; else None, with a near miss if it resembles a selection."""
         try:
             found = recognise()
             if all(best(ref, order) is not None for ref, order in orders(found)):
@@ -165,7 +177,7 @@ class Search:
         return None
 
     def _softmax(self, node: fx.Node) -> list[Found]:
-        """The attention whose weights ``node`` computes."""
+        """Returns the attention whose weights ``node`` computes."""
         value = self.view.value(node)
         if value is None or value.func not in _SOFTMAXES:
             return []
@@ -177,7 +189,7 @@ class Search:
         return found
 
     def _unseen(self, node: fx.Node, scores: Value) -> None:
-        """Names a softmax whose scores, or what becomes of it, cannot be followed."""
+        """Reports a softmax whose scores or weights cannot be followed."""
         scores, cut = behind(self.view, scores)
         masks = masks_of(self.view, scores)
         if masks is None and (inner := before_change(scores)) is not None:
@@ -186,7 +198,7 @@ class Search:
             self._miss(_CHANGED if cut is None else _CUT, cut, node, ordinary=not masks.seen)
 
     def _weighed(self, node: fx.Node, value: Value, weights: Weights) -> list[Found]:
-        """The attention that puts the softmax ``value`` to use."""
+        """Returns the attention that uses the weights of the softmax ``value``."""
         recogniser = Recogniser(self.values, self.zero_rows)
         if len(weights.outs) != 1:
             count = len(weights.outs) or "no"
@@ -201,10 +213,13 @@ class Search:
             return []
         return found
 
-    # --- what else is used ---
+    # --- uses outside the attention ---
 
     def _unused(self, found: list[Found]) -> list[Found]:
-        """Returns those of which nothing is used elsewhere that has an element for each query and key."""
+        """Returns the attentions whose weights, scores and masks are not used elsewhere.
+
+        Adds a near miss for each of the others.
+        """
         while True:
             regions = [region_of(one) for one in found]
             inside = set().union(*regions) if regions else set()
@@ -225,6 +240,7 @@ class Search:
             found = kept
 
     def _used(self, nodes: Iterable[fx.Node | None], inside: set[fx.Node]) -> fx.Node | None:
+        """Returns the first of ``nodes`` that a live node outside ``inside`` uses, or None."""
         for node in nodes:
             if node is not None and any(u not in inside and u in self.view.live for u in node.users):
                 return node
@@ -232,12 +248,12 @@ class Search:
 
 
 def _rows(ref: Ref) -> list[Size]:
-    """The sizes of the variables, other than keys, that an element depends on."""
+    """Returns the sizes of the variables, other than keys, that an element depends on."""
     return [v.size for v in variables_of(ref) if not isinstance(v, Key)]
 
 
 def orders(one: Found) -> list[tuple[Ref, list[Var]]]:
-    """Returns q, k and v, and the digits that they are made of."""
+    """Returns q, k and v, each with its digits in order."""
     lead = [*one.batch, *one.groups]
     return [
         (one.q, [*lead, *one.query, *one.heads, one.d]),
@@ -247,7 +263,7 @@ def orders(one: Found) -> list[tuple[Ref, list[Var]]]:
 
 
 def best(ref: Ref, order: list[Var]) -> Source | None:
-    """Returns the tensor farthest back that holds q, k or v as a plain array of digits."""
+    """Returns the farthest source that holds q, k or v as a plain array of digits, or None."""
     found = None
     for source in sources(ref):
         if source.ref.value.node is not None and layout(source.ref, set(order), set()) is not None:
@@ -256,7 +272,7 @@ def best(ref: Ref, order: list[Var]) -> Source | None:
 
 
 def data_of(one: Found) -> list[Ref]:
-    """Returns the elements of tensors that say which keys a query sees."""
+    """Returns the elements of tensors that determine which keys a query sees."""
     found: dict[Ref, None] = {}
     for each in one.intervals:
         for x in (*each.lowers, *each.uppers):
@@ -270,7 +286,7 @@ def data_of(one: Found) -> list[Ref]:
 
 
 def region_of(one: Found) -> set[fx.Node]:
-    """Returns the nodes between q, k, v and the data of the mask, and the result."""
+    """Returns the result's node and all nodes between it and q, k, v and the tensors that determine the keys."""
     stop = {s.ref.value.node for ref in (one.q, one.k, one.v) for s in sources(ref)}
     stop |= {ref.value.node for ref in data_of(one)}
     assert one.out.node is not None

@@ -1,4 +1,4 @@
-"""What a softmax becomes on its way to the product with V."""
+"""Follows the weights of a softmax to their product with V."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mhc_inductor.routing.operators.selection.elements import FILLS, MULTIPLY, c
 from mhc_inductor.routing.operators.selection.operands import dot, keeps_16_bits
 
 REACH = 16
-"""Nodes that are looked at around a softmax."""
+"""Limit on the nodes examined around a softmax."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Guarded:
-    """``of``, with 0 where ``mask`` is not ``want``, or, if ``no_nan``, where it is NaN."""
+    """``of``, with 0 where ``mask`` is not ``want`` or, if ``no_nan``, where it is NaN."""
 
     of: Value
     mask: Value | None = None
@@ -29,7 +29,7 @@ class Guarded:
 
 
 def guarded(value: Value, known: Container[Value]) -> Guarded | None:
-    """Returns ``value`` as one of the values ``known`` that differs from it only where something is masked or NaN."""
+    """Returns which of the values ``known`` equals ``value`` except where masked or NaN, or None."""
     func, args = value.func, value.args
     if func is aten.nan_to_num.default and args[0] in known and (len(args) < 2 or args[1] in (None, 0, 0.0)):
         return Guarded(args[0], no_nan=True)
@@ -47,13 +47,16 @@ def guarded(value: Value, known: Container[Value]) -> Guarded | None:
 
 
 def shows(value: Value, known: Container[Value]) -> bool:
-    """Whether ``value`` is a view or cast of one of the values ``known``."""
+    """Checks whether ``value`` is a view or cast of one of the values ``known``."""
     return step(whole(value)) is not None and value.args[0] in known
 
 
 class Weights:
-    """The values that a softmax becomes: ``same`` are the softmax but for rows without keys, ``known`` says how,
-    ``outs`` are their products with V, ``dropped`` is the one after a dropout."""
+    """The values that a softmax becomes.
+
+    ``same``: the values that equal the softmax except in rows without keys. ``known``: how each of them is guarded.
+    ``outs``: their products with V. ``dropped``: the value after a dropout, None without one.
+    """
 
     def __init__(self, view: View, softmax: Value, node: fx.Node) -> None:
         self.view = view
@@ -65,6 +68,7 @@ class Weights:
         view.descendants([node], self._passes, REACH)
 
     def _passes(self, user: fx.Node) -> bool:
+        """Records what ``user`` makes of the weights. Returns whether its users are to be followed."""
         reached = self.view.value(user)
         if reached is None:
             return False
@@ -81,16 +85,16 @@ class Weights:
         if dot(peel(whole(reached))) is not None:
             self.outs.append(reached)
             return False
-        # The products of a sum of products.
+        # The elementwise product in a sum of products.
         return reached.func in MULTIPLY and any(a in self.same for a in reached.args[:2])
 
     def _dropout(self, value: Value, node: fx.Node) -> Value | None:
-        """The first argument of a dropout that changes something."""
+        """Returns the first argument of a dropout, None for one that changes nothing."""
         given = node.args[0] if node.args else None
         return self.view.value(given) if isinstance(given, fx.Node) and step(whole(value)) is None else None
 
     def traced(self, ref: Ref) -> Traced | None:
-        """Returns the element of the softmax that ``ref`` is, None where it is none."""
+        """Returns the element of the softmax that ``ref`` is, with the masks on the way; None if it is not one."""
         guards: list[tuple[Ref, bool]] = []
         no_nan = False
         while ref.value is not self.softmax:
@@ -109,7 +113,7 @@ class Weights:
 
 @dataclasses.dataclass
 class Traced:
-    """An element of a softmax, the masks put on it later, and whether NaN was made 0."""
+    """An element of a softmax, the masks put on it later, and whether NaN became 0."""
 
     ref: Ref
     guards: list[tuple[Ref, bool]]

@@ -1,4 +1,7 @@
-"""Elements of integer tensors as whole numbers: sums of positions, of elements of data, and of quotients of such sums."""
+"""Evaluates elements of integer tensors as whole numbers.
+
+A whole number is a sum of positions, of elements of tensors, and of quotients of such sums.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,7 @@ class Wholes:
         self.masks = masks
 
     def side(self, a: Any, ref: Ref) -> Linear:
+        """Returns an operand of ``ref``, a tensor or a number, as a whole number. Raises Unsupported."""
         return self.of(operand(a, ref)) if isinstance(a, Value) and a.shape else self._scalar(a)
 
     def _scalar(self, a: Any) -> Linear:
@@ -51,7 +55,11 @@ class Wholes:
         return of_scalar(a, self.masks.fixed)
 
     def of(self, ref: Ref, wrap: Size | None = None) -> Linear:
-        """An element of an integer tensor. Raises Unsupported, and for sums of indicators, which counts take."""
+        """Returns an element of an integer tensor as a whole number.
+
+        ``wrap``: the size that negative indices count from. Raises Unsupported, also for sums of indicators, which
+        :mod:`.counts` evaluates.
+        """
         found: Linear = remembered(self.masks.known, (ref, "whole", wrap), lambda: self._whole(ref, wrap), ref.value)
         return found
 
@@ -68,7 +76,7 @@ class Wholes:
                     raise Unsupported
                 return number(int(known))
             return self._datum(outer, wrap)
-        if ref.value.dtype not in WHOLE:  # sums of narrow ones wrap
+        if ref.value.dtype not in WHOLE:  # sums of narrow integers may overflow
             return self._datum(ref, wrap)
         try:
             found = remembered(self.masks.known, (ref, "sum"), lambda: self._arithmetic(ref), ref.value)
@@ -76,12 +84,13 @@ class Wholes:
             raise
         except Unsupported:
             return self._datum(ref, wrap)
-        # Only an element itself, or what is never negative, is the same from both ends.
+        # An index that wraps must be an element itself, or never negative.
         if wrap is None or (not found.data() and found.never_negative):
             return found
         return self._datum(ref, wrap)
 
     def _datum(self, ref: Ref, wrap: Size | None) -> Linear:
+        """Returns the element itself as a number. Raises KeyData if it depends on the key."""
         if keyed(ref):
             raise KeyData(ref)
         return atom(Datum(ref, wrap))
@@ -103,7 +112,7 @@ class Wholes:
         raise Unsupported
 
     def _position(self, ref: Ref) -> Linear:
-        """An element of an arange."""
+        """Returns an element of an arange."""
         args = ref.value.args
         start, _, step = (None if k is None or k >= len(args) else args[k] for k in ARANGE[ref.value.func])
         stride = of_scalar(1 if step is None else step, self.masks.fixed).value
@@ -113,7 +122,7 @@ class Wholes:
         return first.plus(of_index(ref.index[0]) if ref.index else number(0), stride)
 
     def _combined(self, value: Value, a: Linear, b: Linear) -> Linear | None:
-        """A sum, product, quotient or remainder of two numbers; None for a product of what is no constant."""
+        """Returns a sum, product, quotient or remainder; None for a product of two variable numbers."""
         func = value.func
         if func in ADD or func in SUB:
             alpha = value.kwargs.get("alpha", value.args[2] if len(value.args) > 2 else 1)
@@ -139,7 +148,7 @@ class Wholes:
 
 
 def _rounds_down(value: Value, of: Linear) -> bool:
-    """Whether a division with a rounding mode is a floor: it says so, or truncates what is never negative."""
+    """Checks whether a division is a floor: by its rounding mode, or since it truncates nonnegative numbers."""
     mode = value.kwargs.get("rounding_mode", value.args[2] if len(value.args) > 2 else None)
     plain = all(isinstance(a, Var) and c >= 0 for a, c in of.terms) and all(c >= 0 for _, c in of.constant)
     return mode == "floor" or (mode == "trunc" and plain)
