@@ -327,7 +327,9 @@ def readme() -> None:
     from . import pages
 
     changed = pages.write()
-    console.print("\n".join(f"wrote {p.relative_to(pages.ROOT)}" for p in changed) or "no page changed", highlight=False)
+    console.print(
+        "\n".join(f"wrote {p.relative_to(pages.ROOT)}" for p in changed) or "no page changed", highlight=False
+    )
 
 
 if __name__ == "__main__":

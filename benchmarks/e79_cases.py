@@ -62,7 +62,6 @@ class Case:
 
     def sequences(self, pick: list[int]) -> Case:
         """The same for some sequences of the batch."""
-
         return self.map(lambda name, t: picked(name, t, pick))
 
 
@@ -84,7 +83,7 @@ def make_case(
     states: bool = False,
     ups: tuple[str, ...] = ("out",),
 ) -> Case:
-    """kvqm standard normal, biases normal around 1, states 0.3 normal or absent (zero)."""
+    """Kvqm standard normal, biases normal around 1, states 0.3 normal or absent (zero)."""
 
     def normal(*shape: int, to: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, device=device).to(to)

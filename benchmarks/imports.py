@@ -29,7 +29,11 @@ def _imports(root: pathlib.Path) -> Iterator[tuple[str, str]]:
     files = {_module(f.relative_to(root)): f for folder in FOLDERS for f in (root / folder).rglob("*.py")}
     for module, file in files.items():
         for imported in _imported(ast.parse(file.read_text())):
-            name = imported.removeprefix("mhc_inductor.") if imported.split(".")[1:2] in (["kernels"], ["lowerings"]) else imported
+            name = (
+                imported.removeprefix("mhc_inductor.")
+                if imported.split(".")[1:2] in (["kernels"], ["lowerings"])
+                else imported
+            )
             places = _place(module), _place(name if name in files else name.rpartition(".")[0])
             if name.startswith(FOLDERS) and None not in places:
                 yield places  # type: ignore[misc]

@@ -60,7 +60,7 @@ _POST_GRADS = ("dx", "df", "dh_post", "dh_res")
 
 
 def ops_post_pre(p: PostPre, fused: bool = True) -> Named:
-    """post and the next pre, by the fused op or by the two ops."""
+    """Post and the next pre, by the fused op or by the two ops."""
     i = p.inputs
     post, params = (i.x, i.f_out, p.h_post, p.h_res, i.transpose_res), (i.phi, i.alpha, i.bias, i.gamma)
     tail = (*_OPTIONS, i.iters, SINKHORN_EPS, FORM)

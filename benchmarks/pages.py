@@ -79,10 +79,15 @@ def _mhc(results: Results) -> str:
         for dim in (2560, 4096, 7168) if what == "fb" else (4096,):
             ours = _row(result["rows"], what=what, dim=dim, variant="ops")
             peers = ours["measured_separately_us"]
-            compiled = [r["median_us"] for r in result["rows"] if (r["what"], r["dim"], r["variant"]) == (what, dim, COMPILE)]
+            compiled = [
+                r["median_us"] for r in result["rows"] if (r["what"], r["dim"], r["variant"]) == (what, dim, COMPILE)
+            ]
             other = min((n for n in peers if n not in (COMPILE, EAGER)), key=peers.__getitem__)
             cells = [_short(ours["median_us"]), _short(ours["floor_us"])]
-            cells += [_short(compiled[0]) if compiled else f"{_short(peers[COMPILE])}\\*", f"{other} {_short(peers[other])}\\*"]
+            cells += [
+                _short(compiled[0]) if compiled else f"{_short(peers[COMPILE])}\\*",
+                f"{other} {_short(peers[other])}\\*",
+            ]
             lines.append([name, str(dim), *cells])
     table = markdown(["mHC, µs", "D", "this package", "floor", "torch.compile", "fastest other"], lines)
     where = "8192 tokens, n = 4, bf16 streams, fp32 weights"
@@ -94,7 +99,9 @@ def _e79(results: Results) -> str:
     lines = []
     for n in (32, 64, 96, 128):
         rows = [_row(result["rows"], what=what, n=n, variant="ops") for what in ("fwd", "fb")]
-        cells = [_short(r["median_us"]) for r in rows] + [f"{_short(r['measured_separately_us'][AUTHORS])}\\*" for r in rows]
+        cells = [_short(r["median_us"]) for r in rows] + [
+            f"{_short(r['measured_separately_us'][AUTHORS])}\\*" for r in rows
+        ]
         lines.append([str(n), *cells])
     headings = ["E79, µs a step: n", "forward", "with gradients", "authors' CUDA", "with gradients (wrong)"]
     first = result["rows"][0]
@@ -119,7 +126,12 @@ def _selection(results: Results) -> str:
             of = {r["what"]: r["median_ms"] for r in rows if r["variant"].partition(" 0.")[0] == variant}
             cells.append(" / ".join(_short(of[what]) for what in ("fwd", "fb") if what in of))
         lines.append(cells)
-    headings = ["selection attention, ms: forward / with gradients", "this package", "dense, cuDNN", "flash-linear-attention"]
+    headings = [
+        "selection attention, ms: forward / with gradients",
+        "this package",
+        "dense, cuDNN",
+        "flash-linear-attention",
+    ]
     where = "bf16, D = 128, 16 blocks of 64 keys a query"
     return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
 
@@ -127,11 +139,22 @@ def _selection(results: Results) -> str:
 def _deepseek(results: Results) -> str:
     result = results("deepseek_v4")
     lines = []
-    for part, name in (("forward", "forward"), ("training", "training step"), ("checkpointed", "the same, checkpointed")):
+    for part, name in (
+        ("forward", "forward"),
+        ("training", "training step"),
+        ("checkpointed", "the same, checkpointed"),
+    ):
         rows = [_row(result["rows"], part=part, variant=v) for v in (COMPILE, "mhc_inductor")]
         cells = [_short(r["median_ms"]) for r in rows] + [_short(r["compile_s"]) for r in rows]
         lines.append([name, *cells, " / ".join(f"{r['peak_gib']:.1f}" for r in rows)])
-    headings = ["DeepSeek-V4 of transformers", "torch.compile, ms", "with this package, ms", "compile, s", "with, s", "peak, GiB"]
+    headings = [
+        "DeepSeek-V4 of transformers",
+        "torch.compile, ms",
+        "with this package, ms",
+        "compile, s",
+        "with, s",
+        "peak, GiB",
+    ]
     where = "4 layers, D = 2048, 4096 tokens, 155 M parameters, bf16"
     return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
 
@@ -144,7 +167,9 @@ def _readme(results: Results) -> str:
 def _counts(results: Results) -> str:
     spellings, programs, fuzz = results("routing_spellings"), results("adversarial"), results("routing_fuzz")
     kinds = ("mhc", "mhc mutants", "e79", "selection")
-    lines = [[f"spellings: {kind}", str(spellings[kind]["checked"]), str(len(spellings[kind]["problems"]))] for kind in kinds]
+    lines = [
+        [f"spellings: {kind}", str(spellings[kind]["checked"]), str(len(spellings[kind]["problems"]))] for kind in kinds
+    ]
     lines += [["random programs, against eager", str(programs["programs"]), str(len(programs["differences"]))]]
     lines += [["random models and formulas", str(fuzz["compiled"]), str(len(fuzz["problems"]))]]
     return markdown(["checked", "number", "wrong"], lines)
@@ -187,9 +212,16 @@ def groups(results: Results = read) -> Iterator[tuple[str, list[tuple[str, float
     )
     yield (
         "E79, forward and backward, n = 64",
-        [("this package", step["median_us"], "µs a step"), ("authors' CUDA*", step["measured_separately_us"][AUTHORS], "µs a step")],
+        [
+            ("this package", step["median_us"], "µs a step"),
+            ("authors' CUDA*", step["measured_separately_us"][AUTHORS], "µs a step"),
+        ],
     )
-    c1 = {r["variant"].partition(" 0.")[0]: r["median_ms"] for r in attention["rows"] if (r["case"], r["select"], r["what"]) == ("c1", "corr", "fb")}
+    c1 = {
+        r["variant"].partition(" 0.")[0]: r["median_ms"]
+        for r in attention["rows"]
+        if (r["case"], r["select"], r["what"]) == ("c1", "corr", "fb")
+    }
     yield (
         "selection attention, forward and backward, 16384 tokens",
         [("this package", c1["ops"], "ms"), ("dense, cuDNN", c1[CUDNN], "ms"), (FLA, c1[FLA], "ms")],
@@ -222,7 +254,8 @@ def draw(path: pathlib.Path = PICTURE, results: Results = read) -> None:
     axis.set_ylim(y - 0.6, -0.8)
     axis.set_xlim(0, 15)
     axis.set_xlabel(
-        f"time, as multiples of this package's (shorter is faster); dashed: every byte moved once\n* {SEPARATELY}", fontsize=8.5
+        f"time, as multiples of this package's (shorter is faster); dashed: every byte moved once\n* {SEPARATELY}",
+        fontsize=8.5,
     )
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(f"One {results('mhc')['device']['name']}", fontsize=10, loc="left")

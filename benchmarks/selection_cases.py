@@ -150,14 +150,14 @@ def op(case: Case, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
 
 
 def forward(case: Case) -> Named:
-    """o and lse without gradients."""
+    """O and lse without gradients."""
     with torch.no_grad():
         o, lse = op(case, case.q, case.k, case.v, return_lse=True)
     return {"o": o, "lse": lse}
 
 
 def both(case: Case, leaves: list[Tensor]) -> Named:
-    """o and the gradients of q, k and v."""
+    """O and the gradients of q, k and v."""
     o = op(case, *leaves)
     grads = torch.autograd.grad(o, leaves, case.dout)
     return {"o": o.detach(), **{f"d{name}": g for name, g in zip(NAMES, grads, strict=True)}}
@@ -167,7 +167,7 @@ def both(case: Case, leaves: list[Tensor]) -> Named:
 
 
 def mask_of(ranges: Tensor, length: int) -> Tensor:
-    """bool ``[..., length]``: the union of ``ranges [..., r, 2]``."""
+    """Bool ``[..., length]``: the union of ``ranges [..., r, 2]``."""
     start, end = ranges.long().clamp(0, length).unbind(-1)
     end = torch.maximum(start, end)
     steps = torch.zeros(*start.shape[:-1], length + 1, dtype=torch.int32, device=ranges.device)
@@ -186,7 +186,7 @@ def sample(shape: Shape, count: int, device: torch.device) -> Tensor:
 
 
 def _sequences(case: Case, at: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """q ``[n, G, h, D]``, k and v ``[G, S_kv, D]``, mask ``[n, G, S_kv]``, for each sequence, in pieces of queries."""
+    """Q ``[n, G, h, D]``, k and v ``[G, S_kv, D]``, mask ``[n, G, S_kv]``, for each sequence, in pieces of queries."""
     few = max(1, _CHUNK // (case.shape.length * case.shape.groups * case.shape.heads))
     for b in range(case.shape.batch):
         for some in at.split(few):
@@ -194,7 +194,7 @@ def _sequences(case: Case, at: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor,
 
 
 def exact(case: Case, at: Tensor) -> Named:
-    """o ``[B * n, G, h, D]`` and lse in fp64 for the queries ``at``."""
+    """O ``[B * n, G, h, D]`` and lse in fp64 for the queries ``at``."""
     outs, sums = [], []
     for q, k, v, mask in _sequences(case, at):
         s = torch.einsum("nghd,gkd->nghk", q.double(), k.double()) * case.shape.dim**-0.5
@@ -224,7 +224,7 @@ def picked(case: Case, got: Named, at: Tensor) -> Named:
 
 
 def masked_gradients(case: Case, dtype: torch.dtype) -> Named:
-    """o and gradients of every query: the formula in fp64, or dense SDPA in a narrower ``dtype``. B = 1."""
+    """O and gradients of every query: the formula in fp64, or dense SDPA in a narrower ``dtype``. B = 1."""
     h, mask = case.shape.heads, mask_of(case.ranges[0], case.shape.length).movedim(0, 1)
     leaves = [t.to(dtype).detach().requires_grad_() for t in (case.q, case.k, case.v)]
     q, k, v = leaves

@@ -34,7 +34,9 @@ def lower(name: str, op: Any, calls_op: CallsOp | None, *args: Any, **kwargs: An
         warn_once(f"{name}: {reason}", f"compiled {name} calls the reference formula on {device}: {reason}")
         return compat.fallback(op)(*args)
     if calls_op is not None and calls_op(name, args):
-        compile_in_background(name, [compat.meta_tensor(a) if compat.is_node(a) else compat.hint_of(a) for a in args], device)
+        compile_in_background(
+            name, [compat.meta_tensor(a) if compat.is_node(a) else compat.hint_of(a) for a in args], device
+        )
         return compat.fallback(op)(*args)
     return plan_of(name)(builder, *args)
 

@@ -96,7 +96,9 @@ def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_committed_counts_are_of_a_full_run_of_these_sources() -> None:
     result = json.loads(RESULT.read_text())
-    assert result["routing_sha256"] == source_hash(folders=ROUTING), "run python -m tests.adversarial --json " + str(RESULT)
+    assert result["routing_sha256"] == source_hash(folders=ROUTING), "run python -m tests.adversarial --json " + str(
+        RESULT
+    )
     assert result["programs"] >= 3000 and result["differences"] == []
     assert result["with_routed_ops"] >= SHARE * result["programs"]
     assert min(result["runs"][mode] for mode in adversarial.MODES) >= 0.3 * result["programs"]

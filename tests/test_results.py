@@ -113,7 +113,9 @@ def problems(results: pathlib.Path, tree: str) -> list[str]:
 def uncounted(results: pathlib.Path, routing: str) -> list[str]:
     """Returns why the counts of ``results`` do not stand for the routing with hash ``routing``, a line each."""
     counted = {name: json.loads((results / name).read_text()).get("routing_sha256") for name in COUNTS}
-    found = [f"{name} has no routing_sha256" for name, of in counted.items() if not re.fullmatch("[0-9a-f]{64}", str(of))]
+    found = [
+        f"{name} has no routing_sha256" for name, of in counted.items() if not re.fullmatch("[0-9a-f]{64}", str(of))
+    ]
     old = [name for name, of in counted.items() if of != routing]
     note = results / NOT_COUNTED.name
     text = note.read_text() if note.exists() else ""

@@ -403,7 +403,7 @@ NEAR_MISSES: dict[str, tuple[Whole, str]] = {
         lambda q, k, v, r: (
             ((q @ k.mT) + q.sum(-1, True) * v.sum(-1)[..., None, :]).masked_fill(~_inside(r), -INF).softmax(-1) @ v
         ),
-        "something that is no mask is added to the scores",
+        "the tensor added to the scores is not a mask: its values are not all 0 or at most -1e4",
     ),
     "dropout": (
         lambda q, k, v, r: F.dropout(_masked_scores(q, k, r).softmax(-1), 0.5) @ v,
@@ -423,7 +423,7 @@ NEAR_MISSES: dict[str, tuple[Whole, str]] = {
             .softmax(-1)
             @ v
         ),
-        "no union of ranges of keys",
+        "not a union of ranges of keys",
     ),
 }
 

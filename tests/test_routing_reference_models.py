@@ -122,7 +122,9 @@ def test_deepseek_v4_through_inductor() -> None:
     assert difference(got, eager(functools.partial(_logits, model), _ids(), (), False)) < 1e-3
 
 
-def _reference_model(name: str, dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[Tensor, ...], list[tuple[str, Tensor]]]:
+def _reference_model(
+    name: str, dtype: torch.dtype
+) -> tuple[Callable[..., Any], tuple[Tensor, ...], list[tuple[str, Tensor]]]:
     fn, _ = REFERENCE_MODELS[name]
     p = parameters()
     shape = (2, 6, N, N) if "sinkhorn" in name else (2, N, 6, WIDTH) if name == "streams_first" else (2, 6, N, WIDTH)

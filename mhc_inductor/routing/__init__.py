@@ -287,7 +287,9 @@ def _opaque(view: View) -> list[NearMiss]:
     found: dict[str, fx.Node] = {}
     for node in view.real_nodes:
         if node in view.effects.unknown:
-            found.setdefault(f"PyTorch cannot say which tensors {node.target} writes: no formula is routed across this call", node)
+            found.setdefault(
+                f"PyTorch cannot say which tensors {node.target} writes: no formula is routed across this call", node
+            )
         elif node.op == "placeholder" and any(map(compat.is_wrapper, tensors_in(example(node)))):
             kind = type(example(node)).__name__
             found.setdefault(f"formulas of {kind}, a subclass of Tensor, are not analysed", node)

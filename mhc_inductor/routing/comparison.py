@@ -35,7 +35,12 @@ def compared(
         outputs = [[t for k, t in r.items() if k.startswith("output") and t is not None] for r in (theirs, mine)]
         error = match.compare(*outputs)
         if error is not None:
-            return error, "" if error == 0 else f"verified on random data, the op's selection is worse than the formula's by {error:.3g}"
+            return (
+                error,
+                ""
+                if error == 0
+                else f"verified on random data, the op's selection is worse than the formula's by {error:.3g}",
+            )
     top = max(
         (float(t.double().abs().max()) for k, t in want.items() if "grad" in k and t is not None and t.numel()),
         default=0.0,

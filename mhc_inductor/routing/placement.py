@@ -22,7 +22,10 @@ TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack")
 def node_of(value: Value) -> fx.Node:
     """Returns the view's node of a value. Raises Mismatch for a value inside a composite operation."""
     if value.node is None:
-        raise Mismatch("an input or result of the op is inside one call of PyTorch, such as F.rms_norm, and has no graph node", value)
+        raise Mismatch(
+            "an input or result of the op is inside one call of PyTorch, such as F.rms_norm, and has no graph node",
+            value,
+        )
     return value.node
 
 

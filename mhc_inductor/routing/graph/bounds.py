@@ -38,7 +38,9 @@ class TooLarge(Unfollowed):
     """A formula with more parts than a search allows."""
 
     def __init__(self, what: str, limit: int, value: Value | None = None) -> None:
-        super().__init__(f"the formula around this line is too large to follow: it has more than {limit:,} {what}", value)
+        super().__init__(
+            f"the formula around this line is too large to follow: it has more than {limit:,} {what}", value
+        )
 
 
 @contextlib.contextmanager

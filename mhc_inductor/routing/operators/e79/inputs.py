@@ -16,9 +16,9 @@ from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.e79.lift import Plan, planned
-from mhc_inductor.routing.operators.e79.slots import Held, Slot, places, sequence, side_by_side
 from mhc_inductor.routing.operators.e79.step import Step
 from mhc_inductor.routing.operators.e79.terms import Frame, Leaf
+from mhc_inductor.routing.operators.e79.vector_layout import Held, Slot, places, sequence, side_by_side
 
 ROLES = ("k", "v", "q", "m")
 BIASES = ("b_s", "b_m")

@@ -20,9 +20,9 @@ from mhc_inductor.routing.operators.e79.emit import Pairs, called, doubled, give
 from mhc_inductor.routing.operators.e79.inputs import BIASES, ROLES, Inputs, Packing
 from mhc_inductor.routing.operators.e79.lift import Lifted, lifted
 from mhc_inductor.routing.operators.e79.loop import OP, Search
-from mhc_inductor.routing.operators.e79.slots import Held, Slot, places, slot
 from mhc_inductor.routing.operators.e79.step import Step
 from mhc_inductor.routing.operators.e79.terms import Frame, Leaf
+from mhc_inductor.routing.operators.e79.vector_layout import Held, Slot, places, slot
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.index import Size, product_of
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn
+from mhc_inductor.routing.operators.mhc.matches import PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.mixing import streams_last
 from mhc_inductor.routing.operators.mhc.norm import root_of
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
@@ -46,7 +46,10 @@ class Emission:
             same = pre.posts if role == "post" else [value]
             if role in ("post", "res") and any(edit.view.hooked(node_of(v)) for v in (value, *same)):
                 # The hook must see the gradients of all readers, but later ops read the op's own output.
-                raise Mismatch(f"h_{role} has a hook, and the post that reads it is part of the op: the hook would miss that gradient", value)
+                raise Mismatch(
+                    f"h_{role} has a hook, and the post that reads it is part of the op: the hook would miss that gradient",
+                    value,
+                )
             edit.keep(got, value)
             self._given.update(dict.fromkeys(same, got))
             pairs.append((value, edit.as_like(got, value, x)))

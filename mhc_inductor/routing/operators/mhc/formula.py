@@ -101,7 +101,9 @@ def affine(ref: Ref, out: Ref, kept: Kept) -> Affine:
         raise Mismatch(f"a constant {constant:g} is added to the logits; expected alpha * z + bias", ref.value)
     others = [(s, t) for n, s, t in norms if n is None]
     if ref.value.dtype is torch.float64 and norm.x.dtype is not torch.float64:
-        raise Mismatch("the coefficients are computed in float64 and x is not: the op would compute them in float32", ref.value)
+        raise Mismatch(
+            "the coefficients are computed in float64 and x is not: the op would compute them in float32", ref.value
+        )
     return _affine(out, norm, sign, z, others, kept)
 
 

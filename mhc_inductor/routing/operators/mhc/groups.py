@@ -17,7 +17,7 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc import mixing
 from mhc_inductor.routing.operators.mhc.formula import NOTHING, Affine, Coefficient, square_matrices
-from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn
+from mhc_inductor.routing.operators.mhc.matches import PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
 

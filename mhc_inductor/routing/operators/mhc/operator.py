@@ -13,7 +13,7 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Miss
 from mhc_inductor.routing.operators.kernels import kernels_of
 from mhc_inductor.routing.operators.mhc.emit import Emission
-from mhc_inductor.routing.operators.mhc.found import PostUse, Pre
+from mhc_inductor.routing.operators.mhc.matches import PostUse, Pre
 from mhc_inductor.routing.operators.mhc.search import Search
 
 POLICY = (

@@ -17,13 +17,13 @@ from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
+from mhc_inductor.routing.operators.mhc.external_post import SUMS, given_post
 from mhc_inductor.routing.operators.mhc.formula import argument_of, square_matrices
-from mhc_inductor.routing.operators.mhc.found import PostUse, Pre, Sinkhorn
-from mhc_inductor.routing.operators.mhc.given import SUMS, given_post
 from mhc_inductor.routing.operators.mhc.groups import FEW, UNFINISHED, Group, of_streams
+from mhc_inductor.routing.operators.mhc.matches import PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.norm import Norm
+from mhc_inductor.routing.operators.mhc.normalisation import bare, iterated
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
-from mhc_inductor.routing.operators.mhc.sums import bare, iterated
 
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
 _EXPECTED = "expected sigmoid(alpha * z + bias)"
@@ -233,7 +233,10 @@ class Search:
         if chain.logits.node is None:
             raise Mismatch("the logits of the sinkhorn iterations are inside a composite operation", value)
         if value.dtype is torch.float64 and chain.logits.dtype is not torch.float64:
-            raise Mismatch("the Sinkhorn iterations are in float64 and the logits are not: the op would compute them in float32", value)
+            raise Mismatch(
+                "the Sinkhorn iterations are in float64 and the logits are not: the op would compute them in float32",
+                value,
+            )
         return Sinkhorn(chain, value)
 
     def _no_larger(self, node: fx.Node, *, shape: tuple[Size, ...]) -> bool:

@@ -18,8 +18,7 @@ from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import COLUMNS, ROWS, square_matrices
-from mhc_inductor.routing.operators.mhc.scalings import Scalings
-from mhc_inductor.routing.operators.mhc.sums import (
+from mhc_inductor.routing.operators.mhc.normalisation import (
     DIM_NAMES,
     axis_of,
     constant_along,
@@ -31,6 +30,7 @@ from mhc_inductor.routing.operators.mhc.sums import (
     named_value,
     sum_of,
 )
+from mhc_inductor.routing.operators.mhc.scalings import Scalings
 from mhc_inductor.routing.operators.selection.elements import constant_of
 
 
@@ -226,7 +226,8 @@ class Chains:
         summed, kind, eps = divisor_of(divisor)
         if summed is None:
             raise Mismatch(
-                "a Sinkhorn iteration divides the matrix by a value other than its own row or column sums", divisor.value
+                "a Sinkhorn iteration divides the matrix by a value other than its own row or column sums",
+                divisor.value,
             )
         dim = _own_sums(numerator, summed)
         before = _with_eps(before, kind, eps, divisor.value)
@@ -236,7 +237,10 @@ class Chains:
             what = f"their maximum over {f'dim {DIM_NAMES[before.shift]}' if before.shift is not None else 'nothing'}"
             if before.shift is None and before.shifted is not None:
                 what = "something else than their maximum"
-            raise Mismatch(f"exp is taken of the logits minus {what}; expected their maximum over dim {DIM_NAMES[dim]}", divisor.value)
+            raise Mismatch(
+                f"exp is taken of the logits minus {what}; expected their maximum over dim {DIM_NAMES[dim]}",
+                divisor.value,
+            )
         return dataclasses.replace(before, axes=_next(before, dim, summed.value))
 
 

@@ -12,7 +12,7 @@ from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import Piece
-from mhc_inductor.routing.operators.mhc.found import Pre
+from mhc_inductor.routing.operators.mhc.matches import Pre
 
 ROLES = ("pre", "post", "res")
 _Parts = Mapping[str, Piece | float]

@@ -29,15 +29,15 @@ from mhc_inductor.routing.graph.index import (
 from mhc_inductor.routing.graph.linear import Key, atom, replaced, variables_of
 from mhc_inductor.routing.graph.values import Value, Values
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.selection import roles
+from mhc_inductor.routing.operators.selection import dim_roles
 from mhc_inductor.routing.operators.selection.digits import Cut, cut_at, digits_of, joined, splits
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
-from mhc_inductor.routing.operators.selection.found import Found, NotOurs
 from mhc_inductor.routing.operators.selection.keys import AnyOf, alike
 from mhc_inductor.routing.operators.selection.masks import Masks
+from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Scaled, dot
-from mhc_inductor.routing.operators.selection.rows import seen_by_all
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, selects
+from mhc_inductor.routing.operators.selection.visible_rows import seen_by_all
 from mhc_inductor.routing.operators.selection.weights import Traced, Weights
 
 
@@ -191,7 +191,9 @@ class Recogniser:
             total = scores.keys()
             for ref, want in traced.guards:
                 if not alike(masks.truth(ref, want), total, t):
-                    raise Mismatch("the attention weights are masked once more, and differently", ref.value)
+                    raise Mismatch(
+                        "the attention weights are masked again, and not by the mask of the scores", ref.value
+                    )
             scores.fills.guarded = bool(traced.guards)
             return total
 
@@ -225,7 +227,7 @@ class Recogniser:
             if not places or not cut_at(cuts, dims, [([root], by) for root, by in places]):
                 break
         found.keys = found.mask()
-        roles.assign(found)
+        dim_roles.assign(found)
         found.fills.check(found.out)
         found.rows = self._rows(found)
         return found

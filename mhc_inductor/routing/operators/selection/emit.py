@@ -16,9 +16,9 @@ from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var, product_of
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.selection.empty import EmptyRows
-from mhc_inductor.routing.operators.selection.found import Found
+from mhc_inductor.routing.operators.selection.empty_rows import EmptyRows
 from mhc_inductor.routing.operators.selection.layouts import Layouts
+from mhc_inductor.routing.operators.selection.matches import Found
 from mhc_inductor.routing.operators.selection.operands import Source
 from mhc_inductor.routing.operators.selection.profit import Sizes, refusal
 from mhc_inductor.routing.operators.selection.ranges import Numbers, ranges

@@ -118,7 +118,10 @@ class Judge:
     def check(self, intervals: Sequence[Interval], position: Linear, queries: Size, keys: Size) -> None:
         """Raises Mismatch if the intervals differ from the ranges of a selection."""
         if not any(i.pairs() for i in intervals):
-            raise Mismatch("the keys of no query are said by starts and ends or blocks", self.where)
+            raise Mismatch(
+                "no term of the mask gives a start and an end, or a block, for each query; expected start <= key < end, or key // size == block",
+                self.where,
+            )
         last = position.plus(of_size(keys)).minus(of_size(queries))
         for one in intervals:
             self._check(one, last)
@@ -130,19 +133,24 @@ class Judge:
             return
         bounded = all(not x.variables() for x in one.uppers) and one.uppers
         if not (one.lowers and one.uppers) and not bounded:
-            raise Mismatch("keys beyond the selection are seen without a bound", self.where)
+            raise Mismatch(
+                "keys outside the selected ranges are visible without a bound; expected a window or first keys",
+                self.where,
+            )
 
     def _check_data(self, one: Interval) -> None:
         """Raises Mismatch if starts and ends from tensors do not form ranges."""
         pairs = one.pairs()
         if not pairs:
-            raise Mismatch("a start without an end, or an end without a start", self.where)
+            raise Mismatch("a range has only a start or only an end; expected start <= key < end", self.where)
         reasons = [_odd(*pair) for pair in pairs]
         if all(reasons):
             raise Mismatch(reasons[0], self.where)
         lows = {low for (low, _), reason in zip(pairs, reasons, strict=True) if not reason}
         if len(lows) > 1 and len({d.ref.value for low in lows for d in low.data()}) == 1:
-            raise Mismatch("only keys of several ranges at once are seen; expected those of any", self.where)
+            raise Mismatch(
+                "the mask keeps keys that lie in several ranges at once; expected keys of any range", self.where
+            )
 
     def _check_positions(self, one: Interval, last: Linear) -> None:
         """Raises Mismatch if a bound that moves with the query is not that of a causal mask or a window."""
@@ -154,7 +162,7 @@ class Judge:
         for low in one.lowers:
             behind = last.minus(low).value
             if _of_position(low) and (behind is None or behind <= 0):
-                raise Mismatch("keys from the query on are seen; expected those up to it", self.where)
+                raise Mismatch("a window starts at the query or after it; expected key > query - width", self.where)
 
 
 def _of_position(bound: Linear) -> bool:
@@ -167,9 +175,9 @@ def _odd(low: Linear, high: Linear) -> str:
     width = high.minus(low).value
     factors = {c for _, c in low.terms}
     if low.bound_variables() != high.bound_variables():
-        return "starts of one range go with ends of another"
+        return "the start and the end of a range use different indices"
     if any(not isinstance(a, Datum) for x in (low, high) for a, _ in x.terms):
-        return "starts and ends are counted from the query"
+        return "starts and ends are relative to the query's position; expected positions of keys"
     if low.constant:
         return f"keys from start + {low.offset} on; expected start <= key < end"
     if width is None:

@@ -161,4 +161,4 @@ class Layouts:
             per = size.over(other)
             if per is not None and not per.symbols:
                 return self.edit.emit(operator.mul, self.edit.emit("size", *place), per.factor)
-        raise Mismatch("a size is dynamic, and no input has it")
+        raise Mismatch("a dynamic size cannot be read from an input's shape")

@@ -20,7 +20,6 @@ from mhc_inductor.routing.graph.linear import (
 )
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.selection.additive import Additive
-from mhc_inductor.routing.operators.selection.counts import Counts, against, positive
 from mhc_inductor.routing.operators.selection.elements import (
     ALL,
     AND,
@@ -36,6 +35,8 @@ from mhc_inductor.routing.operators.selection.elements import (
 )
 from mhc_inductor.routing.operators.selection.fills import PossibleValues
 from mhc_inductor.routing.operators.selection.index_checks import Indices
+from mhc_inductor.routing.operators.selection.indicator_sums import Counts, against, positive
+from mhc_inductor.routing.operators.selection.integers import Wholes
 from mhc_inductor.routing.operators.selection.keys import (
     FALSE,
     TRUE,
@@ -48,8 +49,7 @@ from mhc_inductor.routing.operators.selection.keys import (
     either,
     has_data,
 )
-from mhc_inductor.routing.operators.selection.placed import Placed
-from mhc_inductor.routing.operators.selection.wholes import Wholes
+from mhc_inductor.routing.operators.selection.scatters import Placed
 
 _OPPOSITE = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt", "eq": "ne", "ne": "eq"}
 _MIRROR = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt", "eq": "eq", "ne": "ne"}

@@ -12,7 +12,7 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Miss
 from mhc_inductor.routing.operators.kernels import kernels_of
 from mhc_inductor.routing.operators.selection.emit import emit_attention, inputs_of
-from mhc_inductor.routing.operators.selection.found import OP
+from mhc_inductor.routing.operators.selection.matches import OP
 from mhc_inductor.routing.operators.selection.sample import Sample
 from mhc_inductor.routing.operators.selection.search import Search
 

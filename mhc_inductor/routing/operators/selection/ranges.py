@@ -13,10 +13,10 @@ from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Atom, Datum, Floor, Linear, of_index, of_size, variables_of
 from mhc_inductor.routing.graph.values import example
-from mhc_inductor.routing.operators.selection.found import Found
 from mhc_inductor.routing.operators.selection.intervals import Interval
 from mhc_inductor.routing.operators.selection.keys import Compare, Given, Literal
 from mhc_inductor.routing.operators.selection.layouts import Layouts, layout
+from mhc_inductor.routing.operators.selection.matches import Found
 
 
 def ranges(layouts: Layouts, one: Found, device: torch.device) -> fx.Node:

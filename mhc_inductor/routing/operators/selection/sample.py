@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view_maps import Ref
-from mhc_inductor.routing.operators.selection.found import Found
 from mhc_inductor.routing.operators.selection.intervals import Interval
 from mhc_inductor.routing.operators.selection.keys import Given
+from mhc_inductor.routing.operators.selection.matches import Found
 
 
 @dataclasses.dataclass

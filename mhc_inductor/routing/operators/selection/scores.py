@@ -17,9 +17,9 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of
 from mhc_inductor.routing.operators.selection.fills import Fills
-from mhc_inductor.routing.operators.selection.found import NotOurs
 from mhc_inductor.routing.operators.selection.keys import All, AnyOf, KeyData, both
 from mhc_inductor.routing.operators.selection.masks import Masks
+from mhc_inductor.routing.operators.selection.matches import NotOurs
 from mhc_inductor.routing.operators.selection.operands import Scaled, dot
 
 
@@ -129,7 +129,9 @@ class Scores:
             raise
         except Unsupported:
             if self.masks.seen or selects(scores, self.masks):
-                raise Mismatch("something that is no mask is added to the scores", mask.value) from None
+                raise Mismatch(
+                    "the tensor added to the scores is not a mask: its values are not all 0 or at most -1e4", mask.value
+                ) from None
             raise
 
     def _take_added(self, mask: Value, sign: float, dtype: torch.dtype) -> None:

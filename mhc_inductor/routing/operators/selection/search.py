@@ -15,23 +15,21 @@ from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.selection.attention import Recogniser
-from mhc_inductor.routing.operators.selection.found import OP, Found, NotOurs
-from mhc_inductor.routing.operators.selection.handmade import behind, is_power, masked_softmax, masks_of
 from mhc_inductor.routing.operators.selection.keys import Given, KeyData
 from mhc_inductor.routing.operators.selection.layouts import layout
+from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Source, sources
 from mhc_inductor.routing.operators.selection.scores import before_change
+from mhc_inductor.routing.operators.selection.unrouted_softmax import behind, is_power, masked_softmax, masks_of
 from mhc_inductor.routing.operators.selection.weights import Weights
 
 _CALL = "scaled_dot_product_attention"
 _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
-_ORDINARY = (
-    "the mask shows keys by position or padding (causal, sliding, documents), no selection: left to torch.compile"
-)
+_ORDINARY = "the mask depends on positions or padding alone (causal, sliding, documents), not on selected keys: left to torch.compile"
 _OTHER = "the scores under the mask are not scale * q @ k alone; expected softmax(scale * q @ k + masks) @ V"
 _HANDMADE = "the softmax of the masked scores is written out as exp(scores) / sum; expected torch.softmax(scores, -1)"
 _CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
-_CUT = "a hook, or another step that is no mask and no scale, stands between the masked scores and their softmax"
+_CUT = "a hook, or a step that is neither a mask nor a scale, lies between the masked scores and their softmax"
 _OPAQUE = (
     "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
     "expected one computed from starts and ends, blocks or indices of keys"
@@ -162,7 +160,7 @@ class Search:
             self._miss(mismatch.reason, mismatch.value, node)
         except KeyData as data:
             if recogniser.close:
-                reason = "the mask also reads a tensor at the key's place"
+                reason = "the mask also indexes a tensor by the key's position"
                 if data.value.func in VIEWS:
                     reason = "the heads of the mask are in another order than those of K"
                 self._miss(reason, data.value, node)
@@ -170,7 +168,7 @@ class Search:
                 self._miss(_OPAQUE, data.value, node)
         except Unsupported:
             if recogniser.close:
-                self._miss("the mask is no union of ranges of keys", recogniser.close[-1], node)
+                self._miss("the mask is not a union of ranges of keys", recogniser.close[-1], node)
         except NotOurs as different:
             if different.reason and recogniser.close:
                 self._miss(different.reason, different.value, node)

@@ -6,9 +6,9 @@ from mhc_inductor.routing.graph.index import ONE, Var, product_of
 from mhc_inductor.routing.graph.linear import of_index, variables_of
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.digits import joined
-from mhc_inductor.routing.operators.selection.found import Found, NotOurs
 from mhc_inductor.routing.operators.selection.intervals import Judge
 from mhc_inductor.routing.operators.selection.keys import eliminated, free
+from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 
 
 def assign(found: Found) -> None:

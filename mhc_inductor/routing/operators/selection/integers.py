@@ -58,7 +58,7 @@ class Wholes:
         """Returns an element of an integer tensor as a whole number.
 
         ``wrap``: the size that negative indices count from. Raises Unsupported, also for sums of indicators, which
-        :mod:`.counts` evaluates.
+        :mod:`.indicator_sums` evaluates.
         """
         found: Linear = remembered(self.masks.known, (ref, "whole", wrap), lambda: self._whole(ref, wrap), ref.value)
         return found

@@ -209,7 +209,7 @@ class Counts:
         return Count(terms, False, unit, min(a.most, top))
 
     def _placed_count(self, ref: Ref) -> Count:
-        """Returns an element of an op that places numbers, none of them negative (see :mod:`.placed`).
+        """Returns an element of an op that places numbers, none of them negative (see :mod:`.scatters`).
 
         Every number counts as the smallest one.
         """

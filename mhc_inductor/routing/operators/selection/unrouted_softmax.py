@@ -19,8 +19,8 @@ from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY, SHOWN, constant_of, operand
-from mhc_inductor.routing.operators.selection.found import NotOurs
 from mhc_inductor.routing.operators.selection.masks import Masks
+from mhc_inductor.routing.operators.selection.matches import NotOurs
 from mhc_inductor.routing.operators.selection.operands import dot
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, is_scores
 from mhc_inductor.routing.operators.selection.weights import REACH, Weights
