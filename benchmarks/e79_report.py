@@ -1,4 +1,4 @@
-"""Table and picture of an E79 run, drawn from its JSON alone."""
+"""Table and picture of an E79 run, made from its JSON alone."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def sections(result: Result) -> Iterator[Section]:
 
 
 def wrong_outputs(result: Result) -> list[str]:
-    """Timed rows whose outputs miss a bar against fp64."""
+    """Returns a line for each timed row whose outputs miss a bar against fp64."""
     bad = []
     for r in [r for part in ("rows", "further", "decode", "cpu") for r in result[part]]:
         names = [k for k, e in r.get("errors", {}).items() if not e["met"]]
@@ -162,7 +162,7 @@ def wrong_outputs(result: Result) -> list[str]:
 
 
 def table(result: Result) -> str:
-    """The whole run as Markdown."""
+    """Returns the whole run as Markdown."""
     lines = [*facts(result), f"{result['settings']['timing']}; medians; times are {result['unit']}"]
     end = []
     if any("errors" in r for part in ("rows", "further", "decode", "cpu") for r in result[part]):
@@ -183,7 +183,7 @@ _COLOURS = {
 
 
 def bars(result: Result, what: str, n: int) -> list[tuple[str, bool, float]]:
-    """``(implementation, measured in this run, µs a step)``: ours first, then the others by time."""
+    """Returns ``(implementation, measured in this run, µs per step)``: ours first, then the others by time."""
     of = [r for r in (*result["rows"], *result["cpu"]) if (r["what"], r["n"]) == (what, n) and "median_us" in r]
     own = [(_title(r), True, r["median_us"]) for r in of if is_ours(r)]
     peers = {name: (name, False, us) for r in of for name, us in r.get("published_us", {}).items()}
@@ -192,7 +192,7 @@ def bars(result: Result, what: str, n: int) -> list[tuple[str, bool, float]]:
 
 
 def plot(result: Result, path: pathlib.Path) -> None:
-    """Microseconds a step by n, logarithmic, and by batch; nothing where nothing was timed."""
+    """Plots microseconds per step by n (logarithmic) and by batch; writes no file if nothing was timed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -245,7 +245,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
 
 
 def _flatness(axis: Any, rows: list[Result]) -> None:
-    """Microseconds a step over the batch, a line for each n and kind."""
+    """Plots microseconds per step over the batch, one line per n and kind."""
     for n in sorted({r["n"] for r in rows}):
         for what, style in zip(_WHAT, ("o-", "s--"), strict=True):
             of = sorted((r["B"], r["median_us"]) for r in rows if (r["n"], r["what"]) == (n, what))

@@ -10,12 +10,12 @@ FOLDERS = ("kernels", "lowerings", "mhc_inductor/ops")
 
 
 def source_hash(root: pathlib.Path = ROOT) -> str:
-    """SHA-256 in hex of the paths and contents of the Python files under ``FOLDERS``, in the paths' order."""
+    """Returns the SHA-256, in hex, of the paths and contents of the Python files under ``FOLDERS``, in path order."""
     digest = hashlib.sha256()
     files = {f.relative_to(root).as_posix(): f for folder in FOLDERS for f in (root / folder).rglob("*.py")}
     for name in sorted(files):
         content = files[name].read_bytes()
-        # The length keeps a byte from moving between one file's end and the next one's name unnoticed.
+        # Hash the length too, so that no byte can move between a file's content and the next file's name.
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
