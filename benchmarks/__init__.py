@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m benchmarks mhc`` measures, ``python -m benchmarks table FILE.json`` prints it."""
+"""Benchmarks: ``python -m benchmarks mhc`` measures; ``python -m benchmarks table FILE.json`` prints a stored run."""

@@ -1,4 +1,4 @@
-"""Command line: ``python -m benchmarks mhc``, ``e79``, ``selection``, ``deepseek_v4``, ``routing``, ``table FILE``, ``readme``."""
+"""Command line of the benchmarks: ``mhc``, ``e79``, ``selection``, ``deepseek_v4``, ``routing``, ``readme`` and ``table FILE``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def mhc(
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
     name: Annotated[str, typer.Option(help="Name of the files; mhc when left out, with -cpu or -partial.")] = "",
 ) -> None:
-    """Measure the mHC operators: time, memory, errors against fp64, equal bits."""
+    """Measures the mHC operators: time, memory, errors against fp64, and bitwise determinism."""
     import torch
 
     from . import mhc as run
@@ -77,7 +77,7 @@ def mhc(
     if where.type == "cuda":
         torch.cuda.set_device(where)
     else:
-        # One small shape stands for every width there.
+        # On a CPU one small shape stands for every width.
         settings.groups = tuple(dict.fromkeys("4096" if g in ("2560", "7168") else g for g in chosen))
         console.print(run.CPU_NOTICE, style="yellow")
     out.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def e79(
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
     name: Annotated[str, typer.Option(help="Name of the files; e79 when left out, with -cpu or -partial.")] = "",
 ) -> None:
-    """Measure the E79 scan: time a step, memory, errors against fp64, equal bits; cpu and rollup need no GPU."""
+    """Measures the E79 scan: time per step, memory, errors against fp64, determinism. cpu and rollup need no GPU."""
     import torch
 
     from . import e79 as run
@@ -178,7 +178,7 @@ def selection(
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNGs.")] = RESULTS,
     name: Annotated[str, typer.Option(help="Name of the files; selection when left out, with -cpu or -partial.")] = "",
 ) -> None:
-    """Measure selection attention: time, memory, errors against fp64, equal bits, where sparse passes dense."""
+    """Measures selection attention: time, memory, errors against fp64, determinism, and where it overtakes dense."""
     import torch
 
     from . import running
@@ -217,7 +217,7 @@ def selection(
 
 
 def write_reports(result: report.Result, path: pathlib.Path) -> list[pathlib.Path]:
-    """The Markdown table and the PNG beside a JSON file; returns what there is now."""
+    """Writes the Markdown table and the PNG next to a JSON file; returns the paths of the files that exist."""
     written = [path, path.with_suffix(".md")]
     written[1].write_text(report.table(result))
     try:
@@ -253,13 +253,13 @@ def deepseek(
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 30,
     jobs: Annotated[
-        int, typer.Option(min=1, help="Processes that compile at once, where they do not compile alone.")
+        int, typer.Option(min=1, help="Jobs that compile at the same time; some always compile alone.")
     ] = 4,
     tiny: Annotated[
         bool, typer.Option("--tiny", help="A tiny model, for trying it out; the only one on a CPU.")
     ] = False,
 ) -> None:
-    """Measure DeepSeek-V4 end to end: eager, compiled, compiled with the plugin, with and without checkpointing."""
+    """Measures DeepSeek-V4 end to end: eager, compiled, compiled with the plugin; with and without checkpointing."""
     from . import deepseek_model, deepseek_v4
     from .deepseek_worker import PARTS, VARIANTS
 
@@ -291,7 +291,7 @@ def routing(
     compiled: Annotated[int, typer.Option(min=0, help="Depth of the whole compile; 0: none.")] = 4,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
 ) -> None:
-    """Measure the routing pass: seconds by depth, a node, and as a share of a compile. A CPU will do."""
+    """Measures the routing pass: seconds by depth, time per node, and share of a compile. Needs no GPU."""
     import torch
 
     from . import routing as run
@@ -306,9 +306,9 @@ def routing(
 @app.command()
 def table(
     file: Annotated[pathlib.Path, typer.Argument(exists=True, dir_okay=False, help="A result's JSON.")],
-    write: Annotated[bool, typer.Option("--write", help="Write the Markdown and PNG beside it again.")] = False,
+    write: Annotated[bool, typer.Option("--write", help="Rewrite the Markdown and the PNG next to it.")] = False,
 ) -> None:
-    """Print a stored run as Markdown."""
+    """Prints a stored run as Markdown."""
     result = json.loads(file.read_text())
     if result["operator"] in ("deepseek_v4", "e79", "routing", "selection"):
         module = importlib.import_module(f".{result['operator']}", __package__)

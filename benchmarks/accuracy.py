@@ -1,4 +1,4 @@
-"""Errors against fp64, with the plain-PyTorch formula's beside them, and tests of equal bits."""
+"""Errors against fp64, next to those of the plain PyTorch formula, and checks of bitwise determinism."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Named = dict[str, torch.Tensor]
 
 
 def _formula(i: Inputs) -> Named:
-    """Forward and all gradients of the plain formula by autograd, in the dtype of ``i.x``."""
+    """Returns the outputs and all gradients of the plain formula by autograd, in the dtypes of ``i``."""
     leaves = [t.requires_grad_() for t in i.leaves()]
     out = plain_coefficients(i.x, i.phi, i.alpha, i.bias, i.gamma, i.iters)
     if i.dx_out is not None:
@@ -33,7 +33,7 @@ def _formula(i: Inputs) -> Named:
 
 
 def reference(i: Inputs) -> Named:
-    """fp64 values of everything, a chunk of tokens (leading dimension) at a time."""
+    """Returns all outputs and gradients in fp64, computed in chunks of tokens (leading dimension)."""
     total: dict[str, Any] = {}
     for start in range(0, i.x.shape[0], CHUNK):
         part = _formula(i.tokens(start, start + CHUNK).detached(torch.float64))
@@ -46,12 +46,12 @@ def reference(i: Inputs) -> Named:
 
 
 def plain(i: Inputs) -> Named:
-    """The same by the plain formula in the case's own dtypes: the error that ours is compared with."""
+    """Returns the plain formula's outputs and gradients in the case's dtypes; ops are compared with their error."""
     return _formula(i.detached())
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """||a - b|| / ||b|| in fp64; NaN where a holds one, so that no bar is met."""
+    """Returns ||a - b|| / ||b|| in fp64; NaN if ``a`` holds a NaN, so that no bar is met."""
     b = b.double()
     return float((a.double() - b).norm() / b.norm())
 
@@ -63,10 +63,10 @@ def _bar(name: str, value: torch.Tensor, exact: torch.Tensor, roundings: int) ->
 
 
 def compare(got: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor], with_post: bool) -> dict[str, Any]:
-    """Relative error of every tensor, the bar it is held to, and whether it is met."""
+    """Returns for every tensor its relative error, its bar, and whether the bar is met."""
     result = {}
     for name, value in got.items():
-        # With post, dx is the sum of two ops' gradients, each rounded once.
+        # With post, dx is the sum of the gradients of two ops, each rounded once.
         bar = _bar(name, value, exact[name], 2 if name == "dx" and with_post else 1)
         error = relative(value, exact[name].reshape(value.shape))
         result[name] = {"relative": error, "bar": bar, "met": error <= bar}
@@ -79,7 +79,7 @@ def _worst(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def case(name: str, i: Inputs, compiled: bool) -> dict[str, Any]:
-    """One accuracy case: ops, the compiled step where asked for, and the plain formula, each against fp64."""
+    """Returns the errors of one case against fp64: ops, plain formula and, if ``compiled``, the compiled step."""
     exact = reference(i)
     grads = i.detached()
     for t in grads.leaves():
@@ -102,7 +102,7 @@ def case(name: str, i: Inputs, compiled: bool) -> dict[str, Any]:
 def _errors(run: Callable[[], Named], exact: Named, with_post: bool) -> dict[str, Any]:
     try:
         return compare(run(), exact, with_post)
-    except Exception as e:  # one implementation's failure must not lose the others' figures
+    except Exception as e:  # one failing implementation must not discard the others' figures
         return {"error": running.message(e)}
 
 
@@ -111,7 +111,7 @@ def _median(values: list[float]) -> float:
 
 
 def _parameter_gradients(i: Inputs, saved: Named, dtype: torch.dtype) -> Named:
-    """The backward of pre (raw logits) written out, from the forward's saved tensors, in ``dtype``."""
+    """Returns pre's parameter gradients (raw logits), written out from the forward's saved tensors, in ``dtype``."""
     assert i.gamma is not None and i.dh_post is not None and i.dh_res is not None
     n, wide = i.n, i.map(lambda _, t: t.to(dtype))
     h_pre, h_post, h_mix, inv_rms = (saved[k].to(dtype) for k in ("h_pre", "h_post", "h_mix", "inv_rms"))
@@ -134,10 +134,10 @@ def _parameter_gradients(i: Inputs, saved: Named, dtype: torch.dtype) -> Named:
 
 
 def record_case(device: torch.device) -> dict[str, Any]:
-    """Largest absolute errors of the parameter gradients at the shape of record, gamma and raw logits.
+    """Returns the largest absolute errors of the parameter gradients at ``RECORD_SHAPE``, with gamma and raw logits.
 
-    The backward op alone: fp64 starts from the same saved fp32 tensors. Standard normal loss gradients.
-    Each figure is the median over ``RECORD_DRAWS`` draws: the last rounding of one sum decides a single one.
+    Measures the backward op alone: the fp64 values start from the same saved fp32 tensors. Loss gradients are standard
+    normal. Each figure is the median of ``RECORD_DRAWS`` draws: in a single draw the last rounding of one sum decides.
     """
     found: dict[str, dict[str, list[float]]] = {"ops": {}, "plain formula": {}}
     for _ in range(RECORD_DRAWS):
@@ -175,13 +175,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def determinism(device: torch.device, dim: int, tokens: int) -> list[dict[str, Any]]:
-    """Equal bits in two runs; and on a GPU a token's bits alone, in small batches and in the whole batch."""
+    """Checks for equal bits in two runs and, on a GPU, of a token alone, in small batches and in the whole batch."""
     i = make_inputs((tokens,), targets.N, dim, device)
     first, second = ours.ops_fb(i), ours.ops_fb(i)
     differ = [k for k in first if not same_bits(first[k], second[k])]
     results = [{"check": "two runs", "shape": list(i.x.shape), "differ": differ, "met": not differ}]
     if device.type == "cpu":
-        return results  # there BLAS chooses the order of a sum by the size of the batch
+        return results  # on a CPU, BLAS picks the summation order by the batch size
     at = tokens // 3
     for count in sorted({1, 2, 8, 64, 65, tokens // 2} & set(range(1, tokens - at + 1))):
         part = ours.ops_fb(i.tokens(at, at + count))

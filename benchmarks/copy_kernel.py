@@ -1,4 +1,4 @@
-"""A kernel that copies: what a large copy reaches is what memory gives a kernel."""
+"""A copy kernel: the bandwidth of a large copy is what a kernel can get from memory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def _copy(src, dst, count, BLOCK: tl.constexpr):
 
 
 def copy(src: torch.Tensor, dst: torch.Tensor) -> None:
-    """Copies ``src`` to ``dst``: contiguous, of one size and dtype."""
+    """Copies ``src`` to ``dst``; both are contiguous and have the same size and dtype."""
     count = src.numel()
     _copy[(triton.cdiv(count, _BLOCK),)](src, dst, count, _BLOCK, num_warps=8)

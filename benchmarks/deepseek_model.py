@@ -1,4 +1,4 @@
-"""DeepSeek-V4 of transformers, unmodified, with random weights: the model that is measured end to end."""
+"""The model of the end-to-end benchmark: DeepSeek-V4 of transformers, unmodified, with random weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The mHC parameters stay in fp32, as DeepSeek-V4's checkpoints have them. The rest of the class's own list is left in
-# bf16: before transformers 5.18 its fp32 norms cannot feed bf16 linear layers.
+# The mHC parameters stay in fp32, as in DeepSeek-V4's checkpoints. The other modules that the model class lists as fp32
+# are left in bf16: before transformers 5.18 its fp32 norms cannot feed bf16 linear layers.
 FP32 = ("attn_hc", "ffn_hc", "hc_head")
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What is measured. The default has 155 M parameters; ``batch`` sequences of ``seq`` tokens."""
+    """Sizes of the model and its input: ``batch`` sequences of ``seq`` tokens. The default has 155 M parameters."""
 
     layers: int = 4
     dim: int = 2048
@@ -38,11 +38,11 @@ class Size:
 
 
 TINY = Size(2, 64, 2, 32, 32, 16, 2, 16, 8, 4, 32, 256, 2, 64)
-"""For a CPU: no figure of it says anything about a GPU."""
+"""For runs on a CPU. Its figures say nothing about a GPU."""
 
 
 def config(size: Size) -> Any:
-    """The ``DeepseekV4Config`` of a size; the same fields in transformers 5.17 and 5.23."""
+    """Returns the ``DeepseekV4Config`` of a size; transformers 5.17 and 5.23 have the same fields."""
     from transformers import DeepseekV4Config
 
     return DeepseekV4Config(
@@ -67,17 +67,17 @@ def config(size: Size) -> Any:
 
 
 def build(size: Size, device: torch.device, dtype: torch.dtype, seed: int = 0) -> torch.nn.Module:
-    """The model with seeded weights on ``device``: ``dtype``, but fp32 for the parameters of mHC."""
+    """Returns the model on ``device`` with seeded weights in ``dtype``; the mHC parameters are fp32."""
     from transformers import DeepseekV4ForCausalLM
 
     torch.manual_seed(seed)
     model = DeepseekV4ForCausalLM(config(size))
     for module in model.modules():
-        # The published initialisation has gates of 1 and no bias; drawn ones show an error in either.
+        # The published initialisation (gates 1, bias 0) would hide an error in either: draw both at random.
         if type(module).__name__ == "DeepseekV4HyperConnection":
             torch.nn.init.normal_(module.base, std=0.5)
             torch.nn.init.uniform_(module.scale, 0.5, 1.5)
-    # Filled from a checkpoint otherwise: without it every token of a hash layer goes to expert 0.
+    # A checkpoint would fill this buffer. Left at zero, it sends every token of a hash layer to expert 0.
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):
             buffer.copy_(torch.randint(size.experts, buffer.shape))
@@ -89,7 +89,7 @@ def build(size: Size, device: torch.device, dtype: torch.dtype, seed: int = 0) -
 
 
 def tokens(size: Size, device: torch.device, seed: int = 0) -> Tensor:
-    """Random token ids, int64 ``[batch, seq]``."""
+    """Returns random token ids, int64 ``[batch, seq]``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(size.vocab, (size.batch, size.seq), generator=generator).to(device)
 
@@ -104,7 +104,7 @@ def _trivial(self: Any, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 @contextlib.contextmanager
 def trivial_coefficients() -> Iterator[None]:
-    """Coefficients that do not depend on the streams: no norm, projection or sinkhorn; collapse and mixing remain."""
+    """Makes the coefficients independent of the streams: no norm, projection or Sinkhorn; collapse and mixing stay."""
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
     with unittest.mock.patch.object(modeling.DeepseekV4HyperConnection, "forward", _trivial):

@@ -1,8 +1,8 @@
-"""DeepSeek-V4 of transformers end to end: time, compile time and memory of every variant, against bars.
+"""DeepSeek-V4 of transformers end to end: time, compile time and memory of every variant, compared with bars.
 
-A process a variant and part (forward, training, training with activation checkpointing), each with cold caches. Those
-of ``ALONE`` compile one after the other, with all processors to themselves, and then the others, several at once; nothing is timed
-while something compiles.
+Each variant and part (forward, training, training with activation checkpointing) runs in its own process with cold
+caches. The jobs in ``ALONE`` compile first, one after the other, with all processors to themselves. The others then
+compile several at once. Nothing is timed while something compiles.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ BARS = {
     "training_peak_gib": (6.0, 5.5),
 }
 RECORD_COMPILE_S = 31.0
-"""What the forward of plain torch.compile took to compile where the bars were set: another machine's processor differs."""
+"""Seconds plain torch.compile took for the forward on the machine of the bars; scales compile times to that machine."""
 ALONE = ("mhc_inductor", "torch.compile-forward", "trivial-forward")
-"""The variants, and single jobs, whose compile times are compared."""
+"""The variants and single jobs whose compile times are compared."""
 _LABELS = {
     "eager": "eager",
     "torch.compile": "torch.compile",
@@ -45,7 +45,7 @@ _LABELS = {
 
 @dataclasses.dataclass
 class Settings:
-    """What to measure. The jobs that ``alone`` names compile alone, of the others ``jobs`` at once."""
+    """What to measure. Jobs named in ``alone`` compile alone; the others compile ``jobs`` at a time."""
 
     device: str
     size: deepseek_model.Size
@@ -56,7 +56,7 @@ class Settings:
     alone: tuple[str, ...] = ALONE
 
     def plan(self) -> list[Job]:
-        """The jobs, those that compile longest first."""
+        """Returns the jobs, longest compile first."""
         slow = ("torch.compile", "mhc_inductor", "trivial", "eager")
         size = dataclasses.asdict(self.size)
         return [
@@ -70,7 +70,7 @@ class Settings:
         return job.variant in self.alone or job.name in self.alone
 
     def threads(self, job: Job) -> int:
-        """Inductor's compile workers: what torch takes by default, shared among the jobs that compile at once."""
+        """Returns the number of Inductor's compile workers: torch's default, shared among jobs that compile at once."""
         return max(1, min(32, os.cpu_count() or 1) // (1 if self.compiles_alone(job) else self.jobs))
 
 
@@ -79,18 +79,22 @@ import torch, torch._inductor.config as config
 config.force_disable_caches = True
 torch.compile(lambda x: (x @ x).sin().sum(-1))(torch.ones(64, 64, device="{device}"))
 """
-"""What imports the modules that a compile imports."""
+"""A script that compiles once, to import the modules that a compile imports and cache their byte code."""
 
 
 def _environment(bytecode: pathlib.Path | None) -> dict[str, str]:
-    """Where the installation cannot keep byte code, every process would compile 360 modules of torch: a folder does."""
+    """Returns the environment of a worker.
+
+    ``bytecode`` is a folder for Python's byte code. If the installation cannot keep byte code, every process would
+    otherwise compile 360 modules of torch.
+    """
     paths = os.pathsep.join(filter(None, [str(environment.ROOT), os.environ.get("PYTHONPATH")]))
     kept = {"PYTHONPYCACHEPREFIX": str(bytecode)} if bytecode else {}
     return {**os.environ, "PYTHONPATH": paths, **kept}
 
 
 class Worker:
-    """The process of one job, told when to compile and when to time."""
+    """The process of one job. The driver tells it when to compile and when to time."""
 
     def __init__(self, job: Job, threads: int, folder: pathlib.Path) -> None:
         self.job = job
@@ -110,7 +114,7 @@ class Worker:
             )
 
     def reach(self, stage: str) -> None:
-        """Wait until the process says ``stage``, or ends."""
+        """Waits until the process prints ``stage`` or ends."""
         assert self.process.stdout is not None
         any(line.strip() == stage for line in iter(self.process.stdout.readline, ""))
 
@@ -121,7 +125,7 @@ class Worker:
             self.process.stdin.flush()
 
     def row(self) -> dict[str, Any]:
-        """Wait for the end: what the process measured, or "error" and the end of its output."""
+        """Waits for the process to end; returns what it measured, or "error" and the end of its output."""
         self.process.communicate()
         failed = {"error": f"the process ended with {self.process.returncode}"}
         row = json.loads(self.path.read_text()) if self.path.exists() else failed
@@ -131,14 +135,14 @@ class Worker:
 
 
 class Driver:
-    """Runs the jobs of ``settings`` and keeps their rows in ``folder``, where a later run finds them."""
+    """Runs the jobs of ``settings`` and keeps their rows in ``folder``, so that a later run can reuse them."""
 
     def __init__(self, settings: Settings, folder: pathlib.Path, step: Callable[[str], None]) -> None:
         self.settings, self.folder, self.step = settings, folder, step
         folder.mkdir(parents=True, exist_ok=True)
 
     def stamp(self, job: Job) -> dict[str, Any]:
-        """What a kept row must have been measured with."""
+        """Returns the stamp a kept row must carry to be reused: job, hash of the sources, commit."""
         return {"job": dataclasses.asdict(job), "sources": environment.sources_hash(), **environment.commit()}
 
     def kept(self, job: Job) -> dict[str, Any] | None:
@@ -150,7 +154,7 @@ class Driver:
         return None
 
     def run(self) -> list[dict[str, Any]]:
-        """The rows of all jobs, in the plan's order; a failed one has "error" and the end of its output."""
+        """Returns the rows of all jobs in the plan's order; a failed row has "error" and the end of its output."""
         plan = self.settings.plan()
         rows = {job.name: row for job in plan if (row := self.kept(job))}
         todo = [job for job in plan if job.name not in rows]
@@ -188,7 +192,7 @@ class Driver:
 
 
 def gather(settings: Settings, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result of a run: the header, a line a variant, and the verdicts where the bars hold."""
+    """Returns the result of a run: header, rows, figures per variant, and verdicts on the device of the bars."""
     import transformers
 
     device = torch.device(settings.device)
@@ -201,14 +205,17 @@ def gather(settings: Settings, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "compiled_alone": settings.alone,
     }
     result["rows"] = [{k: v for k, v in row.items() if k != "stamp"} for row in rows]
-    judged = "H200" in result["device"]["name"] and settings.size == deepseek_model.Size()
+    bars_apply = "H200" in result["device"]["name"] and settings.size == deepseek_model.Size()
     result["variants"] = {v: summary(v, rows) for v in settings.variants}
-    result["verdicts"] = verdicts(result["variants"], settings.alone) if judged else []
+    result["verdicts"] = verdicts(result["variants"], settings.alone) if bars_apply else []
     return result
 
 
 def verdicts(variants: dict[str, dict[str, float]], alone: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Every figure of mhc_inductor that has a bar; compile times also as the processor of the record would take them."""
+    """Returns the verdict on every figure of mhc_inductor that has a bar.
+
+    Compile times appear a second time, scaled to the processor of the machine that set the bars.
+    """
     ours = dict(variants.get("mhc_inductor", {}))
     bars = dict(BARS)
     plain = variants.get("torch.compile", {}).get("forward_compile_s")
@@ -225,7 +232,7 @@ def verdicts(variants: dict[str, dict[str, float]], alone: tuple[str, ...]) -> l
 
 
 def summary(variant: str, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The figures of one variant under flat names, such as ``training_ms``."""
+    """Returns the figures of one variant under flat names such as ``training_ms``."""
     figures = {"median_ms": "ms", "compile_s": "compile_s", "peak_gib": "peak_gib", "loss": "loss"}
     return {
         f"{row['part']}_{short}": row[long]
@@ -241,7 +248,7 @@ def _pair(of: dict[str, float], *names: str, digits: int = 1) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The run as Markdown."""
+    """Returns the run as Markdown."""
     v, d, s = result["versions"], result["device"], result["settings"]["size"]
     commit = (result["commit"] or "unknown")[:12] + (" with local changes" if result["dirty"] else "")
     count = next((r["parameters"] for r in result["rows"] if "parameters" in r), 0)
@@ -296,6 +303,6 @@ def _counted(ops: dict[str, int]) -> str:
 
 
 def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """The JSON, and the table beside it."""
+    """Writes the JSON and, next to it, the table."""
     path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(result))

@@ -1,7 +1,7 @@
-"""One variant of the end-to-end benchmark in a process of its own, with cold caches.
+"""Runs one variant of the end-to-end benchmark in its own process, with cold caches.
 
-It builds the model and says ``ready`` on stdout, compiles and says ``compiled``, and waits for a line on stdin after each, so
-that a driver can let one process compile, or run, while the others rest.
+The process builds the model and prints ``ready``, then compiles and prints ``compiled``. After each it waits for a line
+on stdin, so that a driver can let one process compile or run while the others are idle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARTS = ("forward", "training", "checkpointed")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one process measures; ``size`` holds the fields of :class:`benchmarks.deepseek_model.Size`."""
+    """What one process measures. ``size`` holds the fields of :class:`benchmarks.deepseek_model.Size`."""
 
     variant: str
     part: str
@@ -38,9 +38,9 @@ class Job:
 
 
 def measure(job: Job, wait: Callable[[str], None]) -> dict[str, Any]:
-    """Build, call ``wait("ready")``, compile, call ``wait("compiled")``, time.
+    """Builds, calls ``wait("ready")``, compiles, calls ``wait("compiled")`` and times; returns the row.
 
-    Times in ms, compile times in s, memory in GiB; a loss and a gradient's norm.
+    Times are in ms, compile times in s, memory in GiB. The row also has the loss and the norm of the gradients.
     """
     import torch
 
@@ -119,7 +119,7 @@ def measure(job: Job, wait: Callable[[str], None]) -> dict[str, Any]:
 
 
 def main(words: str, out: str) -> None:
-    """Measure the job in ``words`` (JSON) and write its row to ``out``."""
+    """Measures the job in ``words`` (JSON) and writes its row to the file ``out``."""
     job = Job(**json.loads(words))
     with tempfile.TemporaryDirectory() as cold:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cold, "inductor")

@@ -1,8 +1,9 @@
-"""The E79 benchmark: which rows there are, and how one run of them is made.
+"""The E79 benchmark: its rows, and how one run measures them.
 
-Times are microseconds a time step (a call's time over T), medians of CUDA-graph replays with the L2 flushed before each, the variants of a
-group in turn. The Python loop is called, not replayed: its launches are what it costs. One variant's failure is
-recorded in its row; what no longer fits the run's budget of seconds is skipped, and said so.
+Times are microseconds per time step: the time of a call divided by T. Each is a median of CUDA-graph replays with the
+L2 flushed before each replay; the variants of a group take turns. The Python loop is called instead of replayed,
+because its launches are its cost. A failing variant is recorded in its row. What exceeds the run's budget of seconds is
+skipped, and the result says so.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ ROUNDS, CPU_ROUNDS, LOOP_ROUNDS = 40, 10, 3
 DECODE_CHAIN = 20
 LOOP_STEPS = 64
 ACCURACY_STEPS, ACCURACY_BATCH = 128, 4
-CPU_NOTICE = "CPU run, wall clock: it says nothing of a GPU."
+CPU_NOTICE = "CPU run, wall-clock times: not representative of a GPU."
 LISTS = ("rows", "batch", "further", "decode", "memory", "accuracy", "determinism", "cpu", "rollup")
 
 
 @dataclasses.dataclass
 class Settings:
-    """One run. ``sizes``, ``batch``, ``steps``: other n, B and T than the table's."""
+    """Settings of one run. ``sizes``, ``batch`` and ``steps`` replace the table's n, B and T."""
 
     device: str = "auto"
     parts: tuple[str, ...] = GPU_PARTS
@@ -55,7 +56,7 @@ class Settings:
 
 @dataclasses.dataclass
 class Variant:
-    """One row to be: ``build`` prepares it and returns the call; ``check`` judges the outputs of one call."""
+    """One row to measure. ``build`` prepares and returns the call; ``check`` compares its outputs with fp64."""
 
     what: str
     variant: str
@@ -79,7 +80,7 @@ class Run(running.PartRun[Settings]):
         }
 
     def some_sizes(self) -> tuple[int, ...]:
-        """The n of the parts that do not run at every n."""
+        """Returns the n for the parts that do not run at every n."""
         return tuple(n for n in self.s.sizes if n in targets.BATCH_SIZES) or self.s.sizes[:1]
 
     def case(self, n: int, batch: int = targets.BATCH, steps: int = targets.STEPS, **kwargs: Any) -> Case:
@@ -88,7 +89,7 @@ class Run(running.PartRun[Settings]):
     # ---- variants
 
     def ours(self, case: Case, compiled: bool, whats: tuple[str, ...] = ("fwd", "fb")) -> Iterator[Variant]:
-        """The public function, eager (the op's own launches) and compiled, forward and with gradients."""
+        """Yields variants of the public function: eager (the op launches) and compiled, forward and with gradients."""
         checks = self.checks(case)
         for what in whats:
             for variant in ("ops", "compiled") if compiled and self.s.compiled else ("ops",):
@@ -111,7 +112,7 @@ class Run(running.PartRun[Settings]):
         return lambda: e79_cases.both(scan, leaves)
 
     def checks(self, case: Case) -> dict[str, Callable[[Any], dict[str, Any]]]:
-        """Whether the first and the last sequence's outputs and gradients are the fp64 loop's, computed once."""
+        """Returns checks of the first and last sequence's results against the fp64 loop, which runs once."""
         pick = sorted({0, case.sizes[1] - 1})
         few = case.sequences(pick)
         known: dict[bool, list[Any]] = {}
@@ -119,14 +120,14 @@ class Run(running.PartRun[Settings]):
         def check(got: dict[str, torch.Tensor], full: bool) -> dict[str, Any]:
             if full not in known:
                 known[full] = [e79_cases.exact(few, full, d) for d in (torch.float64, torch.float32)]
-            # A fixed bias's gradient is a sum over all sequences: the accuracy part judges it.
+            # The gradient of a fixed bias is a sum over all sequences, so the accuracy part checks it.
             cut = {k: e79_cases.picked(k, t, pick) for k, t in got.items() if t.dim() == 3}
             return e79_cases.compare(cut, *known[full])
 
         return {"fwd": lambda got: check(got, False), "fb": lambda got: check(got, True)}
 
     def eager_loop(self, case: Case) -> Iterator[Variant]:
-        """The loop as PyTorch runs it, over a few steps: its time a step does not depend on T."""
+        """Yields the eager Python loop over a few steps; its time per step does not depend on T."""
         steps = min(LOOP_STEPS, case.sizes[2])
         short = case.map(
             lambda k, t: t[:steps].contiguous() if k in ("kvqm", "dout") or (t.dim() == 3 and k[:2] == "b_") else t
@@ -140,7 +141,7 @@ class Run(running.PartRun[Settings]):
     # ---- running
 
     def time(self, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
-        """Build, time and check the variants of one group; append their rows."""
+        """Builds, times and checks the variants of one group; appends their rows."""
         ready: dict[int, timing.Runnable] = {}
         made = [self.header(v) for v in variants]
         for at, v in enumerate(variants):
@@ -152,10 +153,10 @@ class Run(running.PartRun[Settings]):
                 made[at]["error"] = running.message(e)
         most = self.s.rounds if self.gpu else min(CPU_ROUNDS, self.s.rounds)
         for captured, rounds in ((True, most), (False, min(LOOP_ROUNDS, most))):
-            # The slow ones apart: a round of them takes longer than all rounds of the others.
+            # Time the slow variants separately: one round of them takes longer than all rounds of the others.
             chosen = {str(at): r for at, r in ready.items() if variants[at].capture is captured}
             for at, t in timing.interleaved(chosen, self.device, self.flush, rounds, 3 if captured else 1).items():
-                self.judge(made[int(at)], t, variants[int(at)].calls)
+                self.add_figures(made[int(at)], t, variants[int(at)].calls)
         for at, r in ready.items():
             check = variants[at].check
             try:
@@ -173,15 +174,15 @@ class Run(running.PartRun[Settings]):
         row |= {"dtype": str(v.case.kvqm.dtype).removeprefix("torch."), "bias": v.case.bias}
         return row
 
-    def judge(self, row: dict[str, Any], t: timing.Timing, calls: int) -> None:
-        """A call's times over T, and the bars where the row has any."""
+    def add_figures(self, row: dict[str, Any], t: timing.Timing, calls: int) -> None:
+        """Adds to a row the call's times divided by T, and the bars if it has any."""
         row |= timing.Timing([s / (calls * row["T"]) for s in t.samples_us]).as_json()
         record = (row["B"], row["T"], row["dtype"], row["bias"]) == (targets.BATCH, targets.STEPS, "float32", "fixed")
         target = targets.TARGETS.get((row["what"], row["n"]))
         if target is None or not record or row["variant"] not in ("ops", "compiled"):
             return
         row |= {"bar_us": target.bar, "goal_us": target.goal, "measured_separately_us": target.peers}
-        if self.judged:
+        if self.bars_apply:
             row |= {"met_bar": row["median_us"] <= target.bar, "met_goal": row["median_us"] <= target.goal}
 
     def tidy(self) -> None:
@@ -191,7 +192,7 @@ class Run(running.PartRun[Settings]):
     # ---- parts
 
     def speed(self) -> None:
-        """The shape of record at every n."""
+        """Measures the shape that the bars are stated for, at every n."""
         for n in self.s.sizes:
             case = self.case(n)
             variants = list(self.ours(case, True))
@@ -203,19 +204,19 @@ class Run(running.PartRun[Settings]):
             self.result["rows"].append(self.compiled_loop())
 
     def batch(self) -> None:
-        """Flat in B up to a sequence a multiprocessor."""
+        """Measures the time by B, which should be flat up to one sequence per multiprocessor."""
         for n in self.some_sizes():
             group = [v for b in targets.BATCHES for v in self.ours(self.case(n, b), False)]
             self.time([dataclasses.replace(v, check=None) for v in group], self.result["batch"])
 
     def further(self) -> None:
-        """Other dtypes and bias modes than the record's."""
+        """Measures the dtypes and bias modes that have no bars."""
         n = self.some_sizes()[0]
         for kwargs in ({"dtype": torch.bfloat16}, {"bias": "input"}, {"dtype": torch.bfloat16, "bias": "input"}):
             self.time(list(self.ours(self.case(n, **kwargs), False)), self.result["further"])
 
     def decode(self) -> None:
-        """One step from given states: a call alone, and a chain in which each call's states are the next one's."""
+        """Measures one step from given states: a single call, and a chain of calls that pass on their states."""
         for n in self.some_sizes():
             for batch in (1, targets.BATCH):
                 case = make_case(n, self.s.batch or batch, 1, self.device, states=True)
@@ -235,7 +236,7 @@ class Run(running.PartRun[Settings]):
             self.tidy()
 
     def memory(self) -> None:
-        """Peak of forward + backward above inputs and outputs, in MB of 10^6 bytes."""
+        """Measures the peak memory of forward + backward above inputs and outputs, in MB (10^6 bytes)."""
         if not self.gpu:
             self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
             return
@@ -255,7 +256,7 @@ class Run(running.PartRun[Settings]):
                 row["error"] = running.message(e)
 
     def accuracy(self) -> None:
-        """out, S, M and each gradient against fp64, the worst of several bias modes, at every n and in bf16."""
+        """Measures the errors of out, S, M and each gradient against fp64: worst bias mode, every n, fp32 and bf16."""
         steps, batch = self.s.steps or ACCURACY_STEPS, self.s.batch or ACCURACY_BATCH
         for n in self.s.sizes:
             self.report(f"accuracy, n = {n}")
@@ -270,7 +271,7 @@ class Run(running.PartRun[Settings]):
             want, loops = (e79_cases.exact(case, True, d) for d in (torch.float64, torch.float32))
             for name, entry in e79_cases.compare(got, want, loops).items():
                 kept = found.get(name)
-                # A NaN is the worst there is.
+                # Written so that a NaN counts as the worst.
                 if kept is None or not entry["relative"] / entry["bar"] <= kept["relative"] / kept["bar"]:
                     found[name] = entry | {"bias": bias}
         return {
@@ -282,7 +283,7 @@ class Run(running.PartRun[Settings]):
         }
 
     def determinism(self) -> None:
-        """Equal bits in two runs; and on a GPU a sequence's bits alone and in the whole batch."""
+        """Checks for equal bits in two runs and, on a GPU, of a sequence alone and in the whole batch."""
         for n in self.some_sizes():
             case = self.case(n, ups=e79_cases.OUTPUTS, states=True)
             runs = [e79_cases.both(e79_cases.eager_scan(), case.leaves()) for _ in range(2)]
@@ -294,14 +295,14 @@ class Run(running.PartRun[Settings]):
                 alone = e79_cases.both(e79_cases.eager_scan(), case.sequences([at]).leaves())
                 differ = []
                 for name, t in runs[0].items():
-                    if t.dim() == 3:  # not the gradients that are sums over the batch
+                    if t.dim() == 3:  # skips gradients that are sums over the batch
                         dim = 0 if name in ("S", "M", "dS0", "dM0") else 1
                         differ += [] if accuracy.same_bits(t.narrow(dim, at, 1), alone[name]) else [name]
                 checks.append({"check": "one sequence alone", "shape": shape, "differ": differ, "met": not differ})
             self.result["determinism"] += checks
 
     def cpu(self) -> None:
-        """The op and the loop on two threads."""
+        """Measures the op and the loop on two threads."""
         n, batch, steps = targets.CPU_SHAPE
         before = torch.get_num_threads()
         torch.set_num_threads(targets.CPU_THREADS)
@@ -323,12 +324,12 @@ class Run(running.PartRun[Settings]):
         for r in self.result["cpu"]:
             if "median_us" in r and r["what"] in eager:
                 r["speedup"] = round(eager[r["what"]] / r["median_us"], 3)
-                judged = case.sizes == targets.CPU_SHAPE and r["what"] == "fwd"
-                if judged and r["variant"] != targets.EAGER:
+                bars_apply = case.sizes == targets.CPU_SHAPE and r["what"] == "fwd"
+                if bars_apply and r["variant"] != targets.EAGER:
                     r |= {"bar_speedup": targets.CPU_SPEEDUP_BAR, "met_bar": r["speedup"] >= targets.CPU_SPEEDUP_BAR}
 
     def rollup(self) -> None:
-        """Compiling a Python loop with the plugin, which rolls it up."""
+        """Measures compiling a Python loop with the plugin, which rolls it up."""
         n, batch = targets.ROLLUP_SHAPE
         for steps in targets.ROLLUP_STEPS if self.s.steps is None else (self.s.steps,):
             self.report(f"compiling a loop of {steps} steps")
@@ -336,7 +337,7 @@ class Run(running.PartRun[Settings]):
             self.result["rollup"].append(e79_rollup.measure(case))
 
     def compiled_loop(self) -> dict[str, Any]:
-        """torch.compile of the loop, forward, in a process of its own that may be ended when it takes too long."""
+        """Measures torch.compile of the loop, forward, in its own process, which is ended if it takes too long."""
         n = self.some_sizes()[0]
         steps = min(LOOP_STEPS, self.s.steps or LOOP_STEPS)
         batch = self.s.batch or targets.BATCH
@@ -373,7 +374,7 @@ def _chain(scan: e79_cases.Scan, case: Case) -> Callable[[], Any]:
 
 
 def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """The JSON, the table beside it, and the picture."""
+    """Writes the JSON and, next to it, the table and the picture."""
     running.save(result, path)
     stored = json.loads(path.read_text())
     path.with_suffix(".md").write_text(table(stored))

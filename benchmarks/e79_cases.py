@@ -1,7 +1,7 @@
-"""Inputs of the E79 rows, the Python loop that they are compared with, and ours behind the same call.
+"""Inputs of the E79 rows, the Python loop they are compared with, and the package's op behind the same signature.
 
-The loop is written here again, apart from the package's own reference: in fp64 it also gives the values that outputs
-are checked by.
+The loop is written independently of the package's reference. In fp64 it also gives the values that outputs are checked
+against.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Scan = Callable[..., Any]
 
 @dataclasses.dataclass
 class Case:
-    """One case's tensors: what the scan reads, and the loss gradients of those outputs that have one."""
+    """The tensors of one case: the inputs of the scan, and the loss gradients ``ups`` of outputs that have one."""
 
     inputs: dict[str, Tensor | None]
     ups: Named
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """n, B, T."""
+        """Returns n, B and T."""
         steps, batch, width = self.kvqm.shape
         return width // 4, batch, steps
 
@@ -53,7 +53,7 @@ class Case:
         return Case(inputs, {k: fn(f"d{k}", t) for k, t in self.ups.items()}, self.bias)
 
     def leaves(self, dtype: torch.dtype | None = None) -> Case:
-        """The same values in fresh tensors, the inputs as leaves."""
+        """Returns a copy of the case in fresh tensors, with the inputs as autograd leaves."""
         made = self.map(lambda _, t: t.detach().to(dtype or t.dtype, copy=True))
         for t in made.inputs.values():
             if t is not None:
@@ -61,12 +61,12 @@ class Case:
         return made
 
     def sequences(self, pick: list[int]) -> Case:
-        """The same for some sequences of the batch."""
+        """Returns the case reduced to the sequences ``pick`` of the batch."""
         return self.map(lambda name, t: picked(name, t, pick))
 
 
 def picked(name: str, t: Tensor, pick: list[int]) -> Tensor:
-    """The sequences ``pick`` of a tensor, the states by their first dimension; all of one without a batch."""
+    """Returns the sequences ``pick`` of a tensor (dimension 0 of states, else 1); unchanged if it has no batch."""
     if t.dim() < 3:
         return t
     return t[pick].contiguous() if name.removeprefix("d") in ("S", "M", "S0", "M0") else t[:, pick].contiguous()
@@ -83,13 +83,13 @@ def make_case(
     states: bool = False,
     ups: tuple[str, ...] = ("out",),
 ) -> Case:
-    """Kvqm standard normal, biases normal around 1, states 0.3 normal or absent (zero)."""
+    """Returns a random case: kvqm standard normal, biases normal around 1, states 0.3 normal or absent (zero)."""
 
     def normal(*shape: int, to: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(*shape, device=device).to(to)
 
     shape: tuple[int, ...] = (n,) if bias == "fixed" else (steps, batch, n)
-    # A fixed bias is a parameter, an input-dependent one comes out of a product.
+    # A fixed bias is an fp32 parameter; an input-dependent one is a product in the inputs' dtype.
     kind = torch.float32 if bias == "fixed" else dtype
     biases = [None if bias == "none" else (1.0 + 0.5 * normal(*shape)).to(kind) for _ in range(2)]
     square = (batch, n, n)
@@ -103,7 +103,7 @@ def make_case(
 
 
 def cell(S: Tensor, M: Tensor, kvqm: Tensor, b_s: Tensor | float, b_m: Tensor | float) -> tuple[Tensor, ...]:
-    """One time step: (out, S, M)."""
+    """Returns (out, S, M) after one time step."""
     k, v, q, m = kvqm.chunk(4, -1)
     k = k / (k.norm(dim=-1, keepdim=True) + EPS)
     m = m / (m.norm(dim=-1, keepdim=True) + EPS)
@@ -126,7 +126,7 @@ def loop(
     S0: Tensor | None = None,
     M0: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """The scan as a plain Python loop over time, in fp32, or in fp64 where kvqm is."""
+    """Returns the scan by a plain Python loop over time, in fp32, or in fp64 if kvqm is fp64."""
     steps, batch, width = kvqm.shape
     n, wide = width // 4, torch.promote_types(kvqm.dtype, torch.float32)
     S, M = (kvqm.new_zeros(batch, n, n, dtype=wide) if s is None else s for s in (S0, M0))
@@ -145,13 +145,13 @@ def loop(
 
 
 def forward(scan: Scan, case: Case) -> Named:
-    """out, S and M without gradients."""
+    """Returns out, S and M, computed without gradients."""
     with torch.no_grad():
         return dict(zip(OUTPUTS, scan(*case.arguments()), strict=True))
 
 
 def both(scan: Scan, case: Case) -> Named:
-    """out, S, M and the gradient of every input of ``case``, whose inputs are leaves."""
+    """Returns out, S, M and the gradient of every input of ``case``, whose inputs are leaves."""
     outs = dict(zip(OUTPUTS, scan(*case.arguments()), strict=True))
     wanted = {k: t for k, t in case.inputs.items() if t is not None}
     grads = torch.autograd.grad([outs[k] for k in case.ups], list(wanted.values()), list(case.ups.values()))
@@ -160,17 +160,17 @@ def both(scan: Scan, case: Case) -> Named:
 
 
 def eager_scan() -> Scan:
-    """The public function; on a GPU it launches the kernels from the op."""
+    """Returns the public function; on a GPU its op launches the kernels."""
     return mhc_inductor.e79_scan
 
 
 def compiled(scan: Scan) -> Scan:
-    """``scan`` compiled by the package's backend."""
+    """Returns ``scan`` compiled by the package's backend."""
     return torch.compile(scan, backend="mhc_inductor", dynamic=False, fullgraph=True)
 
 
 def exact(case: Case, gradients: bool, dtype: torch.dtype = torch.float64) -> Named:
-    """The loop's values in ``dtype``, with the gradients where asked for."""
+    """Returns the loop's outputs in ``dtype``, with the gradients if ``gradients``."""
     wide = case.leaves(dtype)
     return both(loop, wide) if gradients else forward(loop, wide)
 
@@ -179,7 +179,7 @@ def exact(case: Case, gradients: bool, dtype: torch.dtype = torch.float64) -> Na
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b|| in fp64; NaN where a holds one, so that no bar is met."""
+    """Returns ||a - b|| / ||b|| in fp64; NaN if ``a`` holds a NaN, so that no bar is met."""
     b = b.double()
     return float((a.double() - b).norm() / b.norm())
 
@@ -187,9 +187,9 @@ def relative(a: Tensor, b: Tensor) -> float:
 def compare(
     got: Mapping[str, Tensor], want: Mapping[str, Tensor], loops: Mapping[str, Tensor] | None
 ) -> dict[str, Any]:
-    """The relative error of every tensor, the fp32 loop's beside it, the bar, and whether it is met.
+    """Returns for every tensor its relative error, the fp32 loop's error, the bar, and whether it is met.
 
-    The bar is 2e-5, or twice the fp32 loop's own error, and one rounding more where a result is bf16 or fp16.
+    The bar is 2e-5 or twice the fp32 loop's own error, whichever is larger, plus one rounding for bf16 and fp16.
     """
     result = {}
     for name, value in got.items():

@@ -1,4 +1,4 @@
-"""Table and picture of an E79 run, drawn from its JSON alone."""
+"""Table and picture of an E79 run, made from its JSON alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _times(row: Result) -> list[str]:
     return [_us(row["median_us"]), f"{_us(row['q1_us'])} to {_us(row['q3_us'])}"]
 
 
-def _judged(row: Result, key: str) -> str:
+def _verdict(row: Result, key: str) -> str:
     return f"{_us(row.get(key + '_us'))} {_yes(row.get('met_' + key))}".strip()
 
 
@@ -47,7 +47,7 @@ def speed_section(result: Result) -> Section:
     for r in result["rows"]:
         peers = "; ".join(f"{name} {_us(us)}" for name, us in r.get("measured_separately_us", {}).items())
         note = f"compiled in {r['compile_s']:.0f} s" if "compile_s" in r else peers
-        line = [*_shape(r), _WHAT[r["what"]], _title(r), *_times(r), _judged(r, "bar"), _judged(r, "goal"), note]
+        line = [*_shape(r), _WHAT[r["what"]], _title(r), *_times(r), _verdict(r, "bar"), _verdict(r, "goal"), note]
         rows.append(line)
     headings = ["n", "B", "T", "", "implementation", _STEP, "quartiles", "bar", "goal", SEPARATELY]
     return "Speed: fp32, zero initial states, fixed biases", headings, rows
@@ -153,7 +153,7 @@ def sections(result: Result) -> Iterator[Section]:
 
 
 def wrong_outputs(result: Result) -> list[str]:
-    """Timed rows whose outputs miss a bar against fp64."""
+    """Returns a line for each timed row whose outputs miss a bar against fp64."""
     bad = []
     for r in [r for part in ("rows", "further", "decode", "cpu") for r in result[part]]:
         names = [k for k, e in r.get("errors", {}).items() if not e["met"]]
@@ -163,7 +163,7 @@ def wrong_outputs(result: Result) -> list[str]:
 
 
 def table(result: Result) -> str:
-    """The whole run as Markdown."""
+    """Returns the whole run as Markdown."""
     lines = [*facts(result), f"{result['settings']['timing']}; medians; times are {result['unit']}"]
     end = []
     if any("errors" in r for part in ("rows", "further", "decode", "cpu") for r in result[part]):
@@ -184,7 +184,7 @@ _COLOURS = {
 
 
 def bars(result: Result, what: str, n: int) -> list[tuple[str, bool, float]]:
-    """``(implementation, measured in this run, µs a step)``: ours first, then the others by time."""
+    """Returns ``(implementation, measured in this run, µs per step)``: ours first, then the others by time."""
     of = [r for r in (*result["rows"], *result["cpu"]) if (r["what"], r["n"]) == (what, n) and "median_us" in r]
     own = [(_title(r), True, r["median_us"]) for r in of if is_ours(r)]
     peers = {name: (name, False, us) for r in of for name, us in r.get("measured_separately_us", {}).items()}
@@ -193,7 +193,7 @@ def bars(result: Result, what: str, n: int) -> list[tuple[str, bool, float]]:
 
 
 def plot(result: Result, path: pathlib.Path) -> None:
-    """Microseconds a step by n, logarithmic, and by batch; nothing where nothing was timed."""
+    """Plots microseconds per step by n (logarithmic) and by batch; writes no file if nothing was timed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -246,7 +246,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
 
 
 def _flatness(axis: Any, rows: list[Result]) -> None:
-    """Microseconds a step over the batch, a line for each n and kind."""
+    """Plots microseconds per step over the batch, one line per n and kind."""
     for n in sorted({r["n"] for r in rows}):
         for what, style in zip(_WHAT, ("o-", "s--"), strict=True):
             of = sorted((r["B"], r["median_us"]) for r in rows if (r["n"], r["what"]) == (n, what))

@@ -1,4 +1,4 @@
-"""What it takes to compile a Python loop over time: with the plugin, which rolls it up, and without."""
+"""Measures the compilation of a Python loop over time: with the plugin, which rolls it up, and without."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LIMIT_S = 110.0
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Compile ``case``'s loop with gradients from nothing: seconds, what was routed, and how far results are off."""
+    """Compiles the loop of ``case`` with gradients and cold caches; returns seconds, what was routed, and the error."""
     n, batch, steps = case.sizes
     row: dict[str, Any] = {"n": n, "B": batch, "T": steps}
     leaves = case.leaves()
     ours = torch._dynamo.lookup_backend("mhc_inductor")
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        # Dynamo has unrolled the loop; here the package takes over.
+        # Dynamo has unrolled the loop by now.
         row.update(dynamo_s=time.perf_counter() - start, nodes=len(gm.graph.nodes))
         return ours(gm, example_inputs)
 
@@ -43,7 +43,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def compiled_loop(n: int, batch: int, steps: int, device: str, send: Any) -> None:
-    """Time the plainly compiled loop, forward; sends what a row holds. Runs in a process of its own."""
+    """Times the loop's forward under plain torch.compile and sends the figures of a row. Runs in its own process."""
     where = torch.device(device)
     case = make_case(n, batch, steps, where)
     try:

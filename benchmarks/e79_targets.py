@@ -1,8 +1,8 @@
-"""What the E79 rows are judged by: bars, goals and times of others, in microseconds a time step.
+"""Targets of the E79 rows: bars, goals and times of others, in microseconds per time step.
 
 Source: the project's survey on one NVIDIA H200 (torch 2.11, triton 3.6), B = 32, T = 512, L2 flushed, medians. The
-authors' CUDA gradients are wrong compared with fp64, and their fp32 kernel does not run at n = 128. An absolute time
-counts only on such a GPU; elsewhere compare ratios within one run.
+authors' CUDA gradients are wrong compared with fp64, and their fp32 kernel does not run at n = 128. Absolute times
+count only on such a GPU; on another device compare ratios within one run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ AUTHORS, EAGER, COMPILE = "the authors' CUDA", "Python loop", "torch.compile of 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Microseconds a time step; ``peers``: the time of each other implementation."""
+    """Targets of a row in microseconds per time step. ``peers``: times of other implementations."""
 
     bar: float
     goal: float
@@ -38,7 +38,7 @@ TARGETS: dict[tuple[str, int], Target] = {
 
 
 def stated_mb(n: int, batch: int, steps: int, segment: int, input_bias: bool = False) -> float:
-    """What docs and kernels/e79/plan.py state for training beyond inputs and outputs, in MB of 10^6 bytes."""
+    """Returns training memory beyond inputs and outputs by the formula of kernels/e79/plan.py, in MB (10^6 bytes)."""
     padded = max(16, 1 << (n - 1).bit_length())
     checkpoints = 8 * batch * n * n * -(-steps // segment)
     gates = 28 * steps * batch * n
@@ -48,19 +48,19 @@ def stated_mb(n: int, batch: int, steps: int, segment: int, input_bias: bool = F
 
 
 PEAK_BAR_MB = 200.0
-"""Training at T = 512, B = 32, n = 64, above inputs and outputs."""
+"""Peak of training above inputs and outputs at T = 512, B = 32, n = 64."""
 MEMORY_SHAPE = (64, 32, 512)  # n, B, T
 FLAT_UP_TO = 132
-"""One sequence a multiprocessor of an H200: up to there the time should not depend on B."""
+"""Multiprocessors of an H200. With at most one sequence on each, the time should not depend on B."""
 
-RELATIVE_BAR = 2e-5  # of ||a - b|| / ||b|| against fp64, or twice the fp32 loop's own error
-ROUNDING_MARGIN = 1.05  # what the norm of a correctly rounded result may be exceeded by
+RELATIVE_BAR = 2e-5  # ||a - b|| / ||b|| against fp64; twice the fp32 loop's own error also passes
+ROUNDING_MARGIN = 1.05  # allowed factor over the error norm of a correctly rounded result
 
 CPU_SHAPE = (64, 8, 256)  # n, B, T
 CPU_THREADS = 2
 CPU_SPEEDUP_BAR = 3.0
-"""Times faster than the eager loop, forward, at ``CPU_SHAPE`` on two threads."""
+"""Forward speedup over the eager loop at ``CPU_SHAPE`` on two threads."""
 ROLLUP_SHAPE = (64, 2)  # n, B
 ROLLUP_STEPS = (64, 512)
 ROLLUP_BAR_S = 60.0
-"""Compiling a loop of 512 steps, with gradients, on two cores."""
+"""Seconds to compile a loop of 512 steps, with gradients, on two cores."""

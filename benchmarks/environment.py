@@ -1,4 +1,4 @@
-"""What a result depends on: commit, sources, device, versions."""
+"""The environment recorded with a result: commit, sources, device, versions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> dict[str, Any]:
-    """The commit and whether the tree differs from it; MHC_COMMIT and MHC_DIRTY say it where git cannot."""
+    """Returns the commit and whether the tree differs from it. MHC_COMMIT and MHC_DIRTY, if set, replace git."""
     named = os.environ.get("MHC_COMMIT")
     if named:
         return {"commit": named, "dirty": os.environ.get("MHC_DIRTY", "0") not in ("", "0")}
     head = _output("git", "rev-parse", "HEAD")
     if head is None:
         return {"commit": None, "dirty": None}
-    # A run writes its own results: those do not make the tree dirty.
+    # The results that a run writes do not make the tree dirty.
     status = _output("git", "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
     return {"commit": head, "dirty": bool(status)}
 

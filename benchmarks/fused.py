@@ -1,4 +1,4 @@
-"""The case of the fused op: post of one sublayer with the pre of the next, its inputs and its fp64 values."""
+"""Inputs and fp64 values of the fused op: post of one sublayer with pre of the next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _SUMMED = ("dphi", "dalpha", "dbias")
 
 @dataclasses.dataclass
 class PostPre:
-    """``inputs`` as of the ops apart; coefficients of the sublayer that made f_out, and gradients of the next one's."""
+    """One case of the fused op.
+
+    ``inputs`` are those of the separate ops; ``h_post`` and ``h_res`` belong to the sublayer that made f_out;
+    ``dnext_post`` and ``dnext_res`` are the gradients of the next sublayer's coefficients.
+    """
 
     inputs: Inputs
     h_post: torch.Tensor
@@ -32,7 +36,7 @@ class PostPre:
 
 
 def _formula(p: PostPre, start: int, x_out: torch.Tensor, with_grads: bool) -> Named:
-    """Some tokens in fp64: what follows x_out sees its values as the op rounded them."""
+    """Returns a chunk of tokens in fp64. The next pre reads x_out as the op rounded it; gradients flow through."""
     here = slice(start, start + CHUNK)
     i = p.inputs.tokens(start, start + CHUNK).detached(torch.float64)
     h_post, h_res = (t[here].detach().double() for t in (p.h_post, p.h_res))
@@ -51,11 +55,11 @@ def _formula(p: PostPre, start: int, x_out: torch.Tensor, with_grads: bool) -> N
 
 
 THROUGH = ("dx", "df", "dh_post", "dh_res")
-"""Gradients made from that of x_out, which is rounded to x's dtype once, as between two ops."""
+"""Gradients computed from that of x_out, which is rounded once to x's dtype, as it is between two ops."""
 
 
-def judge(errors: dict[str, Any]) -> dict[str, Any]:
-    """``errors`` with the bars of :data:`THROUGH` wider by that rounding, taken as x_out's."""
+def widen_bars(errors: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``errors`` with the bars of :data:`THROUGH` widened by one rounding, taken to be x_out's bar."""
     once = errors["x_out"]["bar"]
     for name in errors.keys() & set(THROUGH):
         e = errors[name]
@@ -65,7 +69,7 @@ def judge(errors: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(p: PostPre, got: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Errors of the outputs, and of the gradients where ``got`` has them, and whether each meets its bar."""
+    """Returns the errors of the outputs, and of gradients if ``got`` has them, and whether each meets its bar."""
     parts = [_formula(p, t, got["x_out"], "dx" in got) for t in range(0, p.h_post.shape[0], CHUNK)]
     exact = {k: sum(q[k] for q in parts) if k in _SUMMED else torch.cat([q[k] for q in parts]) for k in parts[0]}
-    return judge(accuracy.compare(got, exact, with_post=False))
+    return widen_bars(accuracy.compare(got, exact, with_post=False))

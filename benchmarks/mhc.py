@@ -1,8 +1,8 @@
-"""The mHC benchmark: which rows there are, and how one run of them is made.
+"""The mHC benchmark: its rows, and how one run measures them.
 
-A run is a list of groups. The variants of a group are timed round-robin, so that a drift of the clock meets
-all of them. One variant's failure is recorded in its row. After a failure that leaves the device unusable
-the rest of the run goes on in a fresh process without that variant.
+A run is a list of groups. The variants of a group are timed round-robin, so that a drift of the clock affects all of
+them alike. A failing variant is recorded in its row. If a failure leaves the device unusable, the rest of the run
+continues in a fresh process without that variant.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PARTS = ("rows", "decode", "memory", "accuracy", "determinism")
 
 @dataclasses.dataclass
 class Settings:
-    """One run. ``groups``: out of GROUPS; ``exclude``: variants (``group/row/variant``) left out, and why."""
+    """Settings of one run. ``groups``: some of GROUPS; ``exclude``: omitted ``group/row/variant`` keys and why."""
 
     device: str = "auto"
     groups: tuple[str, ...] = GROUPS
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclasses.dataclass
 class Variant:
-    """One row to be: ``build`` prepares inputs and returns the call to time; ``check`` judges its outputs."""
+    """One row to measure. ``build`` prepares inputs and returns the call; ``check`` compares its outputs with fp64."""
 
     what: str
     variant: str
@@ -66,7 +66,7 @@ class Variant:
 
 
 class DeviceLost(RuntimeError):
-    """The device context is unusable after a failure of the variant named by ``args[0]``."""
+    """Raised when a failure of the variant ``args[0]`` has left the device context unusable."""
 
 
 def _device_alive(device: torch.device) -> bool:
@@ -107,7 +107,7 @@ class Run(running.Run[Settings]):
         return make_inputs((tokens,), targets.N, dim, self.device, **kwargs)
 
     def exact(self, i: Inputs) -> dict[str, torch.Tensor]:
-        """fp64 values of a case, computed once."""
+        """Returns the fp64 values of a case, computed once."""
         for known, values in self._fp64:
             if known is i:
                 return values
@@ -117,7 +117,7 @@ class Run(running.Run[Settings]):
     # ---- variants
 
     def case_variants(self, i: Inputs, prefix: str = "", compiled_peer: bool = True) -> Iterator[Variant]:
-        """pre, post, fb and the fused post_pre of one case, by the ops, by a compiled step, and by the peers."""
+        """Yields pre, post, fb and the fused post_pre of one case: by the ops, a compiled step, and the peers."""
         tokens, _, dim = i.x.shape
         with torch.no_grad():
             c = peers.plain_coefficients(i.x, i.phi, i.alpha, i.bias, i.gamma, i.iters)
@@ -151,9 +151,9 @@ class Run(running.Run[Settings]):
             p = fused.PostPre.make(i, h_post, h_res)
             for what, call in (("post_pre", ours.ops_post_pre), ("post_pre_fb", ours.ops_post_pre_fb)):
                 for variant, one in (("ops", True), (TWO_OPS, False)):
-                    # The two ops round the gradient of x_out between them, so that only the fused op is held to one rounding.
-                    judge = (lambda got, p=p: fused.check(p, got)) if one else None
-                    yield row(what, variant, lambda call=call, one=one: lambda: call(p, one), judge)
+                    # The two ops round the gradient of x_out between them: only the fused op must meet one rounding.
+                    check = (lambda got, p=p: fused.check(p, got)) if one else None
+                    yield row(what, variant, lambda call=call, one=one: lambda: call(p, one), check)
         if self.s.compiled:
             yield row("fb", "compiled", lambda: with_leaves(ours.autograd_fb(True))(), check)
         for name, peer in self.peers(i, compiled_peer):
@@ -176,7 +176,7 @@ class Run(running.Run[Settings]):
             return get
 
         yield targets.EAGER, once(targets.EAGER, lambda: peers.Plain(compiled=False))
-        # Compiling the plain formula takes longer than all else: at one width only.
+        # Compiling the plain formula takes longer than everything else, so compile it at one width only.
         if compiled and self.s.compiled and i.x.shape[-1] == self.tokens_and_dim(1, 4096)[1]:
             yield targets.COMPILE, once(targets.COMPILE, lambda: peers.Plain(compiled=True))
         if i.gamma is not None:
@@ -189,7 +189,7 @@ class Run(running.Run[Settings]):
     # ---- running
 
     def time(self, group: str, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
-        """Build, time and check the variants of one group; append their rows."""
+        """Builds, times and checks the variants of one group; appends their rows."""
         ready: dict[str, timing.Runnable] = {}
         done: dict[str, dict[str, Any]] = {}
         for v in variants:
@@ -210,7 +210,7 @@ class Run(running.Run[Settings]):
         for v, (key, row) in zip(variants, done.items(), strict=True):
             if key not in ready:
                 continue
-            row.update(_judge(row, times[key], v.calls, self.judged))
+            row.update(_figures(row, times[key], v.calls, self.bars_apply))
             try:
                 if v.check is not None:
                     row["errors"] = v.check(ready[key].run_poisoned())
@@ -278,7 +278,7 @@ class Run(running.Run[Settings]):
             self.time("decode", cold + chained, self.result["decode"])
 
     def memory(self) -> None:
-        """Peak of forward + backward above inputs and outputs, in MB of 10^6 bytes."""
+        """Measures the peak memory of forward + backward above inputs and outputs, in MB (10^6 bytes)."""
         if not self.gpu:
             self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
             return
@@ -339,10 +339,10 @@ class Run(running.Run[Settings]):
             for (
                 part,
                 length,
-            ) in lengths.items():  # a group that was cut short is measured whole by the new process
+            ) in lengths.items():  # the new process measures the whole interrupted group again
                 del self.result[part][length:]
             key, text = lost.args
-            self.report(f"{key} left the device unusable: going on in a new process")
+            self.report(f"{key} left the device unusable; continuing in a new process")
             self.relaunch(remaining, {**self.s.exclude, key: text})
             raise _Relaunched from lost
         except Exception as e:
@@ -352,7 +352,7 @@ class Run(running.Run[Settings]):
                 raise _Relaunched from e
 
     def relaunch(self, groups: tuple[str, ...], exclude: dict[str, str]) -> None:
-        """Run the remaining groups in a new process and merge what it measured."""
+        """Runs the remaining groups in a new process and merges its results."""
         if not groups:
             return
         settings = dataclasses.asdict(dataclasses.replace(self.s, groups=groups, exclude=exclude, seed=self.seed + 1))
@@ -370,7 +370,7 @@ class Run(running.Run[Settings]):
 
 
 class _Relaunched(Exception):
-    """A new process has measured the rest."""
+    """Raised after a new process has measured the remaining groups."""
 
 
 def _no_grad(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -381,12 +381,12 @@ def _no_grad(call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def _judge(row: dict[str, Any], t: timing.Timing, calls: int, judged: bool) -> dict[str, Any]:
-    """Figures of one row: a chain's times are divided by its calls."""
+def _figures(row: dict[str, Any], t: timing.Timing, calls: int, bars_apply: bool) -> dict[str, Any]:
+    """Returns the figures of one row; the times of a chain are divided by its number of calls."""
     if calls > 1:
         t = timing.Timing([s / calls for s in t.samples_us])
     out = {**t.as_json(), "ratio_to_floor": round(t.median / row["floor_us"], 4)}
-    if judged and row.get("bar_us") is not None and row["variant"] in ("ops", "compiled"):
+    if bars_apply and row.get("bar_us") is not None and row["variant"] in ("ops", "compiled"):
         out["met_bar"] = t.median <= row["bar_us"]
         out["met_goal"] = t.median <= row["goal_us"]
         if row["best_peer_us"] is not None:

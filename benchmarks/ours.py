@@ -1,4 +1,4 @@
-"""This package behind the calls that rows are made of: ops called directly, and a compiled training step."""
+"""The calls that rows measure, made with this package: direct op calls, and a compiled training step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ops_post(i: Inputs, h_post: torch.Tensor, h_res: torch.Tensor) -> Named:
 
 
 def ops_fb(i: Inputs) -> Named:
-    """Forward and all gradients as a compiled graph calls them: dx of post is added in pre's backward."""
+    """Runs forward and backward as a compiled graph does: the backward of pre adds the dx of post."""
     out = ops_pre(i)
     dx_acc, dh_post, dh_res = None, i.dh_post, i.dh_res
     if i.dx_out is not None:
@@ -60,7 +60,7 @@ _POST_GRADS = ("dx", "df", "dh_post", "dh_res")
 
 
 def ops_post_pre(p: PostPre, fused: bool = True) -> Named:
-    """Post and the next pre, by the fused op or by the two ops."""
+    """Runs post and the next pre, by the fused op or by the two ops."""
     i = p.inputs
     post, params = (i.x, i.f_out, p.h_post, p.h_res, i.transpose_res), (i.phi, i.alpha, i.bias, i.gamma)
     tail = (*_OPTIONS, i.iters, SINKHORN_EPS, FORM)
@@ -71,7 +71,7 @@ def ops_post_pre(p: PostPre, fused: bool = True) -> Named:
 
 
 def ops_post_pre_fb(p: PostPre, fused: bool = True) -> Named:
-    """The same and all gradients; by the two ops as a compiled graph calls them."""
+    """Runs post and the next pre with all gradients: the fused op, or the two ops as a compiled graph calls them."""
     out, i = ops_post_pre(p, fused), p.inputs
     post, params = (i.x, i.f_out, p.h_post, p.h_res, i.transpose_res), (i.phi, i.alpha, i.bias, i.gamma)
     ups, tail = (i.dh_in, p.dnext_post, p.dnext_res), (*_OPTIONS, i.iters, SINKHORN_EPS, FORM)
@@ -95,7 +95,7 @@ def _forward(x, phi, alpha, bias, gamma, f_out, iters, transpose_res, with_post)
 
 
 def autograd_fb(compiled: bool) -> Callable[[Inputs], Named]:
-    """Forward and backward through the public functions, compiled by the package's backend or eager."""
+    """Returns forward and backward through the public functions, compiled by the package's backend or eager."""
     forward = torch.compile(_forward, backend="mhc_inductor", dynamic=False, fullgraph=True) if compiled else _forward
 
     def fb(i: Inputs) -> Named:

@@ -1,7 +1,7 @@
-"""What ours is measured against: the plain PyTorch formula (eager and compiled), and Liger's kernels.
+"""The peers of the ops: the plain PyTorch formula, eager and compiled, and Liger's kernels.
 
-The plain formula is written here again, apart from the package's own reference: it also computes the fp64
-values that outputs are checked by.
+The plain formula is written independently of the package's reference. It also computes the fp64 values that outputs are
+checked against.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ITERS = 20
 
 @dataclasses.dataclass
 class Inputs:
-    """One case's tensors: what the two ops read, and the loss gradients of what they return."""
+    """The tensors of one case: the inputs of the two ops, and the loss gradients of their outputs."""
 
     x: torch.Tensor
     phi: torch.Tensor
@@ -43,7 +43,7 @@ class Inputs:
         return self.dx_out is not None
 
     def leaves(self) -> list[torch.Tensor]:
-        """The tensors that gradients are taken for: x, phi, alpha, bias, then gamma or f_out."""
+        """Returns the tensors that receive gradients: x, phi, alpha, bias, then gamma or f_out."""
         last = self.f_out if self.with_post else self.gamma
         return [t for t in (self.x, self.phi, self.alpha, self.bias, last) if t is not None]
 
@@ -52,12 +52,12 @@ class Inputs:
         return Inputs(**{k: fn(k, v) if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
 
     def tokens(self, start: int, stop: int) -> Inputs:
-        """The same case for a range of tokens (leading dimension of x)."""
+        """Returns the case reduced to a range of tokens (leading dimension of x)."""
         per_token = {"x", "f_out", "dh_in", "dx_out", "dh_post", "dh_res"}
         return self.map(lambda k, v: v[start:stop].contiguous() if k in per_token else v)
 
     def detached(self, dtype: torch.dtype | None = None) -> Inputs:
-        """Fresh leaves of the same values, in ``dtype`` if given."""
+        """Returns a copy of the case in fresh leaves, in ``dtype`` if given."""
         return self.map(lambda _, v: v.detach().to(dtype or v.dtype).clone())
 
 
@@ -72,13 +72,13 @@ def make_inputs(
     transpose_res: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Inputs:
-    """Random inputs. ``npu``: gamma and raw h_res; ``record``: phi and gamma standard normal."""
+    """Returns random inputs. ``npu``: with gamma and raw h_res; ``record``: phi and gamma standard normal."""
     m = n * n + 2 * n
 
     def normal(*shape: int, out: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(*shape, device=device).to(out)
 
-    # Logits of unit size, as a trained model has; the shape of record saturates its sigmoids.
+    # Logits of unit size, as in a trained model; with ``record`` the sigmoids saturate.
     scale = 1.0 if record else (n * dim) ** -0.5
     gamma = normal(n, dim) if record else 1.0 + 0.1 * normal(n, dim)
     return Inputs(
@@ -151,7 +151,7 @@ def plain_post(
 
 
 class Plain:
-    """The plain formula, eager or compiled, behind the three calls that rows are made of."""
+    """The three calls that rows measure, made with the plain formula, eager or compiled."""
 
     def __init__(self, compiled: bool) -> None:
         wrap = (lambda f: torch.compile(f, dynamic=False, fullgraph=True)) if compiled else (lambda f: f)
@@ -177,7 +177,7 @@ class Plain:
 
 
 class Liger:
-    """liger-kernel's mHC functions. phi in bf16, transposed; three scalar alphas; no gamma."""
+    """The three calls by liger-kernel's mHC functions: phi in bf16 and transposed, three scalar alphas, no gamma."""
 
     def __init__(self) -> None:
         from liger_kernel.transformers import functional
@@ -211,11 +211,11 @@ class Liger:
 
 
 def liger_missing() -> str | None:
-    """Why Liger cannot be measured here, or None."""
+    """Returns why Liger cannot be measured on this machine, or None."""
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed"
     try:
         from liger_kernel.transformers import functional
-    except Exception as e:  # whatever its import raises on this machine
+    except Exception as e:  # its import may raise anything
         return f"liger-kernel cannot be imported: {e}"
     return None if hasattr(functional, "liger_mhc_coeffs") else "this liger-kernel has no mHC functions"

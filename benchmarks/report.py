@@ -1,4 +1,4 @@
-"""Tables and the picture of a run, drawn from its JSON alone."""
+"""Tables and the picture of a run, made from its JSON alone."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ Section = tuple[str, list[str], list[list[str]]]
 
 
 def sections_of(result: Result, makers: Mapping[str, Callable[[Result], Section]]) -> Iterator[Section]:
-    """A section for each list of the result that holds anything, in the order of ``makers``."""
+    """Yields a section for each non-empty list of the result, in the order of ``makers``."""
     for part, make in makers.items():
         if result.get(part):
             yield make(result)
 
 
 def outputs_section(bad: list[str], fine: str) -> str:
-    """What the comparison of timed outputs with fp64 found."""
+    """Returns a section with the timed outputs that miss a bar, or ``fine`` if none does."""
     return "## Outputs of the timed calls\n\n" + ("\n".join(f"- {b}" for b in bad) if bad else fine)
 
 
 def document(title: str, lines: list[str], sections: Iterable[Section], *further: str) -> str:
-    """A whole run as Markdown: ``lines`` of facts, the sections' tables, then what is given as it stands."""
+    """Returns a run as Markdown: a list of ``lines``, the sections' tables, then ``further`` verbatim."""
     parts = [f"# {title} benchmark", "\n".join(f"- {line}" for line in lines)]
     parts += [f"## {name}\n\n{markdown(headings, rows)}" for name, headings, rows in sections]
     return "\n\n".join([*parts, *further]) + "\n"
@@ -132,7 +132,7 @@ def memory_section(result: Result) -> Section:
 
 
 def _number(value: Any) -> float:
-    return float(value)  # "nan" and "inf" are stored as words
+    return float(value)  # NaN and infinity are stored as strings
 
 
 def accuracy_section(result: Result) -> Section:
@@ -147,8 +147,8 @@ def accuracy_section(result: Result) -> Section:
                 continue
             for name, e in errors.items():
                 key = "absolute" if "absolute" in e else "relative"
-                beside = plain.get(name, {}).get(key)
-                shown = "" if beside is None else f"{_number(beside):.2g}"
+                plain_error = plain.get(name, {}).get(key)
+                shown = "" if plain_error is None else f"{_number(plain_error):.2g}"
                 bar = _number(e["bar_absolute" if key == "absolute" else "bar"])
                 rows.append(
                     [
@@ -187,7 +187,7 @@ def sections(result: Result) -> Iterator[Section]:
 
 
 def facts(result: Result) -> list[str]:
-    """The lines above the tables: device, versions, commit, bandwidth, notices."""
+    """Returns the lines above the tables: device, versions, commit, bandwidth, notices."""
     v, d = result["versions"], result["device"]
     commit = (result["commit"] or "unknown")[:12] + (" with local changes" if result["dirty"] else "")
     lines = [
@@ -209,7 +209,7 @@ def facts(result: Result) -> list[str]:
 
 
 def wrong_outputs(result: Result) -> list[str]:
-    """Timed rows whose outputs miss a bar against fp64."""
+    """Returns a line for each timed row whose outputs miss a bar against fp64."""
     bad = []
     for r in [*result["rows"], *result["decode"]]:
         names = [k for k, e in r.get("errors", {}).items() if not e["met"]]
@@ -219,7 +219,7 @@ def wrong_outputs(result: Result) -> list[str]:
 
 
 def table(result: Result) -> str:
-    """The whole run as Markdown."""
+    """Returns the whole run as Markdown."""
     end = []
     if any(is_ours(r) and "errors" in r for r in result["rows"]):
         fine = "Outputs of every timed row of ours meet their bars against fp64."
@@ -243,21 +243,21 @@ SEPARATE, MEASURED = targets.SEPARATELY, "this run"
 
 
 def bars(result: Result, what: str, dim: int) -> list[tuple[str, str, float, float]]:
-    """``(implementation, source, µs, floor µs)`` of one row: ours first, then peers by time."""
+    """Returns ``(implementation, source, µs, floor µs)`` of one row: ours first, then peers by time."""
     of = [r for r in result["rows"] if r["what"] == what and r["dim"] == dim]
     own = [(_title(r), MEASURED, r["median_us"], r["floor_us"]) for r in of if is_ours(r) and "median_us" in r]
     peers: dict[str, tuple[str, str, float, float]] = {}
     for r in of:
         for name, us in r.get("measured_separately_us", {}).items():
             peers[name] = (name, SEPARATE, us, r["floor_us"])
-    for r in of:  # what was measured beside ours counts before a separate measurement
+    for r in of:  # a time of this run replaces a separate one
         if not is_ours(r) and "median_us" in r:
             peers[r["variant"]] = (r["variant"], MEASURED, r["median_us"], r["floor_us"])
     return own + sorted(peers.values(), key=lambda b: b[2])
 
 
 def plot(result: Result, path: pathlib.Path) -> None:
-    """Bars of the share of memory speed that is reached; raises ImportError without matplotlib."""
+    """Plots bars of the achieved share of the memory bandwidth. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

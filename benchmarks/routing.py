@@ -1,4 +1,4 @@
-"""What the routing pass costs: seconds by the depth of DeepSeek-V4, a node, and as a share of a whole compile."""
+"""Measures the routing pass: seconds by depth of DeepSeek-V4, time per node, and share of a whole compile."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from . import deepseek_model, environment, report
 
 DEPTHS = (2, 4, 8, 16, 43)
 BAR_SECONDS, BAR_SHARE, BAR_DEPTH = 6.0, 0.20, 43
-"""At most 6 s of the CPU on a model of 43 layers, and 20 % of the compile time."""
+"""Bars: 6 s of CPU time on a model of 43 layers, and 20 % of the compile time."""
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Any]]:
-    """The reports of every run of the pass inside, wherever the package holds a reference to it."""
+    """Yields a list that collects the report of every run of the pass inside the context.
+
+    Patches every module of the package that holds a reference to ``route``.
+    """
     original = importlib.import_module("mhc_inductor.routing").route
     reports: list[Any] = []
 
@@ -46,7 +49,7 @@ def watched() -> Iterator[list[Any]]:
 
 
 def summary(reports: list[Any]) -> dict[str, Any]:
-    """Sums over the reports: graphs, nodes, seconds, what was routed, fused and nearly so."""
+    """Returns sums over the reports: graphs, nodes, seconds, routed and fused ops, near misses."""
     return {
         "graphs": len(reports),
         "nodes": sum(r.nodes for r in reports),
@@ -59,7 +62,7 @@ def summary(reports: list[Any]) -> dict[str, Any]:
 
 
 def _traced(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, Any]:
-    """The pass over the graphs of one forward, without compiling them."""
+    """Measures the pass over the graphs of one forward, without compiling them."""
     from mhc_inductor.routing import route
     from mhc_inductor.routing.explain import copied
 
@@ -69,7 +72,7 @@ def _traced(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, Any]:
         nonlocal nodes, seconds, cpu
         nodes += len(gm.graph.nodes)
         unrouted = copied(gm)
-        # Dynamo's own module, as in a compile: it makes Python code of a changed graph only where someone calls it.
+        # Route Dynamo's own module, as in a compile: it generates Python code of a changed graph only when called.
         start, start_cpu = time.perf_counter(), time.thread_time()
         reports.append(route(gm))
         seconds += time.perf_counter() - start
@@ -81,12 +84,12 @@ def _traced(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, Any]:
     torch.compile(model, backend=capture)(input_ids=ids)
     whole = time.perf_counter() - start
     found = summary(reports) | {"nodes": nodes, "seconds": seconds, "microseconds_a_node": 1e6 * seconds / nodes}
-    # On a busy machine the thread's own time says more than the clock.
+    # On a busy machine the CPU time of the thread is more reliable than the wall clock.
     return found | {"cpu_seconds": cpu, "dynamo_seconds": whole - seconds}
 
 
 def _compiled(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, Any]:
-    """The pass inside a whole compile, forward and backward, from nothing."""
+    """Measures the pass inside a whole compile, forward and backward, with cold caches."""
     torch._dynamo.reset()
     with watched() as reports, torch._inductor.config.patch(force_disable_caches=True):
         start = time.perf_counter()
@@ -100,7 +103,7 @@ def _compiled(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, Any]:
 def run(
     device: torch.device, depths: tuple[int, ...], compile_depth: int, step: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure the pass at each depth, and the whole compile at ``compile_depth`` (0: not at all)."""
+    """Measures the pass at each depth, and the whole compile at ``compile_depth`` (0: skipped)."""
     import transformers
 
     result = environment.header(device) | {"operator": "routing", "rows": [], "compile": None}
@@ -120,7 +123,7 @@ def run(
 
 
 def table(result: dict[str, Any]) -> str:
-    """The run as Markdown."""
+    """Returns the run as Markdown."""
     where = result["device"]["name"]
     rows = [
         [
@@ -159,11 +162,11 @@ def _counted(ops: dict[str, int]) -> str:
     return ", ".join(f"{n} {op}" for op, n in ops.items()) or "none"
 
 
-def _verdict(judged: bool, met: bool) -> str:
-    return "" if not judged else " (bar met)" if met else " (**bar not met**)"
+def _verdict(bars_apply: bool, met: bool) -> str:
+    return "" if not bars_apply else " (bar met)" if met else " (**bar not met**)"
 
 
 def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """The JSON, and the table beside it."""
+    """Writes the JSON and, next to it, the table."""
     path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(result))

@@ -1,4 +1,4 @@
-"""What the runs of all benchmarks share: their state and order, the device, failures, peak memory, results as JSON."""
+"""Shared parts of all benchmark runs: state and order, device, failures, peak memory, results as JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from . import environment, timing
 
 BARS_DEVICE = "H200"
-"""Absolute times are judged on such a GPU alone."""
+"""Absolute times are compared with bars only on this GPU."""
 REPLAYED = "CUDA-graph replay, L2 flushed before each"
 
 
 class Settings(Protocol):
-    """What every run is told."""
+    """The settings that every run has."""
 
     rounds: int
     seed: int | None
@@ -39,7 +39,7 @@ P = TypeVar("P", bound=PartSettings)
 
 
 def device_of(name: str, gpu: bool = True) -> torch.device:
-    """The device of this name; "auto" is a GPU where there is one and the run wants it (``gpu``)."""
+    """Returns the device of this name; "auto" is a GPU if there is one and ``gpu`` is set, else the CPU."""
     if name == "auto":
         name = "cuda" if gpu and torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -49,12 +49,12 @@ def device_of(name: str, gpu: bool = True) -> torch.device:
 
 
 def message(e: BaseException) -> str:
-    """A failure as a row records it."""
+    """Returns the text that a row records for a failure."""
     return f"{type(e).__name__}: {e}"[:2000]
 
 
 def free(device: torch.device) -> None:
-    """Give back what earlier groups held."""
+    """Frees the memory that earlier groups held."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -62,7 +62,7 @@ def free(device: torch.device) -> None:
 
 
 def peak_memory(call: Callable[[], Any], device: torch.device, bar_mb: float) -> dict[str, Any]:
-    """Peak memory of ``call`` above what was allocated before and what it returns, in MB of 10^6 bytes."""
+    """Returns the peak memory of ``call`` above earlier allocations and its outputs, in MB (10^6 bytes)."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -80,7 +80,7 @@ def peak_memory(call: Callable[[], Any], device: torch.device, bar_mb: float) ->
 
 
 def cleaned(value: Any) -> Any:
-    """The same with NaN and infinities as words: JSON has none."""
+    """Returns ``value`` with NaN and infinities as strings, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {k: cleaned(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -91,19 +91,19 @@ def cleaned(value: Any) -> Any:
 
 
 def save(result: dict[str, Any], path: pathlib.Path) -> None:
-    """The result as JSON: after each group or part, so that a crash loses one at most."""
+    """Writes the result as JSON. Called after each group or part, so that a crash loses at most one."""
     path.write_text(json.dumps(cleaned(result), indent=1) + "\n")
 
 
 class Run(Generic[S]):
-    """State of one run: the result so far and where it is kept."""
+    """State of one run: its settings, its device, and the result so far."""
 
     operator: ClassVar[str]
     notice: ClassVar[str]
     unit: ClassVar[str | None] = None
     how: ClassVar[str] = REPLAYED
     lists: ClassVar[tuple[str, ...]]
-    """The result's lists of rows."""
+    """Names of the result's lists of rows."""
 
     def __init__(self, settings: S, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]) -> None:
         self.s, self.save, self.report = settings, save, report
@@ -130,12 +130,12 @@ class Run(Generic[S]):
         self._started = time.monotonic()
 
     def recorded(self) -> dict[str, Any]:
-        """The settings that the result keeps, beside rounds and timing."""
+        """Returns the settings that the result keeps, in addition to rounds and timing."""
         raise NotImplementedError
 
     @property
-    def judged(self) -> bool:
-        """Whether absolute bars count on this device."""
+    def bars_apply(self) -> bool:
+        """Returns whether absolute bars count on this device."""
         return self.gpu and BARS_DEVICE in self.result["device"]["name"]
 
     def finish(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Run(Generic[S]):
 
 
 class PartRun(Run[P]):
-    """A run of parts, each a method of its name, within a budget of seconds."""
+    """A run made of parts within a budget of seconds; each part is a method of the same name."""
 
     @property
     def spent(self) -> bool:
@@ -161,7 +161,7 @@ class PartRun(Run[P]):
     def part(self, name: str) -> None:
         try:
             getattr(self, name)()
-        except Exception as e:  # one part's failure must not lose the others' figures
+        except Exception as e:  # one failing part must not discard the others' figures
             self.result["skipped"][name] = message(e)
         self.tidy()
 

@@ -1,7 +1,7 @@
-"""The selection-attention benchmark: which rows there are, and how one run of them is made.
+"""The selection-attention benchmark: its rows, and how one run measures them.
 
-Times are medians of CUDA-graph replays with the L2 flushed before each, the variants of a case in turn, fewer rounds
-where a call is long. One variant's failure is recorded in its row.
+Times are medians of CUDA-graph replays with the L2 flushed before each replay. The variants of a case take turns; long
+calls get fewer rounds. A failing variant is recorded in its row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CPU_PARTS = ("cpu",)
 PARTS = (*GPU_PARTS, *CPU_PARTS)
 ROUNDS, CPU_ROUNDS, LAYER_ROUNDS, FEW = 40, 10, 8, 4
 ROUND_US = 120e3
-"""What the rounds of one variant may take together; at least ``FEW`` are run."""
+"""Microseconds that all rounds of one variant may take together; at least ``FEW`` rounds are run."""
 SAMPLED, CHECKED = 384, 48
 TIMES = {
     targets.DENSE: "times_dense",
@@ -38,14 +38,14 @@ TIMES = {
     targets.GATHER: "times_gather",
     targets.MASKED: "times_masked",
 }
-CPU_NOTICE = "CPU run, wall clock: it says nothing of a GPU."
+CPU_NOTICE = "CPU run, wall-clock times: not representative of a GPU."
 LISTS = ("rows", "crossing", "errors", "determinism", "memory", "layers", "cpu")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @dataclasses.dataclass
 class Settings:
-    """One run. ``small``: tiny shapes in place of every one; ``warm``: compile side by side first."""
+    """Settings of one run. ``small``: use tiny shapes; ``warm``: first compile in parallel processes."""
 
     device: str = "auto"
     parts: tuple[str, ...] = GPU_PARTS
@@ -62,7 +62,7 @@ class Settings:
 
 @dataclasses.dataclass
 class Variant:
-    """One row to be: ``build`` prepares it and returns the call; ``note`` says what else it measures or leaves out."""
+    """One row to measure. ``build`` prepares and returns the call; ``note`` says what it includes or leaves out."""
 
     what: str
     variant: str
@@ -82,7 +82,7 @@ class Run(running.PartRun[Settings]):
         try:
             peers.fla_module()
             self.fla: str | None = peers.fla_version()
-        except Exception as e:  # it also needs a Triton and a driver that it knows
+        except Exception as e:  # it also needs a Triton and a driver that it supports
             self.fla = None
             self.result["skipped"][targets.FLA] = running.message(e)
 
@@ -96,8 +96,8 @@ class Run(running.PartRun[Settings]):
         }
 
     @property
-    def judged(self) -> bool:
-        return super().judged and not self.s.small
+    def bars_apply(self) -> bool:
+        return super().bars_apply and not self.s.small
 
     def shape(self, shape: Shape) -> Shape:
         return shape.small() if self.s.small else shape
@@ -126,7 +126,7 @@ class Run(running.PartRun[Settings]):
         return Variant(what, "ops", build)
 
     def from_blocks(self, case: Case) -> Variant:
-        """The forward from block indices: the ranges are made of them in the same call."""
+        """Returns the forward from block indices; the same call makes the ranges from them."""
         shape, chosen = case.shape, case.blocks
         assert chosen is not None
 
@@ -155,7 +155,7 @@ class Run(running.PartRun[Settings]):
     # ---- running
 
     def time(self, case: Case, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
-        """Build, time and check the variants of one case; append their rows."""
+        """Builds, times and checks the variants of one case; appends their rows."""
         made, ready = [self.header(case, v) for v in variants], {}
         for at, v in enumerate(variants):
             self.report(f"{case.shape.name} {case.select}: preparing {v.what} {v.variant}")
@@ -168,7 +168,7 @@ class Run(running.PartRun[Settings]):
         for rounds, some in self.by_length(ready).items():
             chosen = {str(at): ready[at] for at in some}
             for name, t in timing.interleaved(chosen, self.device, self.flush, rounds, min(3, rounds // 2)).items():
-                self.judge(case, made[int(name)], t)
+                self.add_figures(case, made[int(name)], t)
         for at, r in ready.items():
             try:
                 made[at] |= self.checked(case, made[at], r.run_poisoned())
@@ -188,7 +188,7 @@ class Run(running.PartRun[Settings]):
         except Exception:
             if v.variant == "ops" or not self.gpu:
                 raise
-            # A peer that cannot be captured is called, its launches included.
+            # A peer that cannot be captured is called instead, with the cost of its launches.
             torch.cuda.synchronize(self.device)
             row["captured"] = False
             return timing.Runnable(call, self.device, capture=False)
@@ -196,7 +196,7 @@ class Run(running.PartRun[Settings]):
             row["prepared_s"] = round(time.perf_counter() - start, 2)
 
     def by_length(self, ready: dict[int, timing.Runnable]) -> dict[int, list[int]]:
-        """The variants by the number of rounds that the time of one call allows: a long one gets few."""
+        """Returns the variants grouped by the number of rounds; the longer a call takes, the fewer rounds it gets."""
         most = self.s.rounds if self.gpu else min(CPU_ROUNDS, self.s.rounds)
         found: dict[int, list[int]] = {}
         for at, r in ready.items():
@@ -212,20 +212,20 @@ class Run(running.PartRun[Settings]):
         row |= {"B": s.batch, "S": s.queries, "S_kv": s.length, "G": s.groups, "h": s.heads, "D": s.dim}
         return row | {"ranges": case.ranges.shape[-2], "dtype": str(case.q.dtype).removeprefix("torch.")}
 
-    def judge(self, case: Case, row: dict[str, Any], t: timing.Timing) -> None:
-        """The times of a row, and the bars where it has any."""
+    def add_figures(self, case: Case, row: dict[str, Any], t: timing.Timing) -> None:
+        """Adds to a row its times, and the bars if it has any."""
         row |= t.as_json()
         row["median_ms"] = round(row["median_us"] / 1e3, 6)
         target = targets.target(case.shape.name, row["what"], case.select)
         if target is None or row["variant"] != "ops" or self.s.small:
             return
         row |= {"bar_us": target.bar, "goal_us": target.goal, "measured_separately_us": target.peers}
-        if self.judged:
+        if self.bars_apply:
             row["met_bar"] = row["median_us"] <= target.bar
             row["met_goal"] = None if target.goal is None else row["median_us"] <= target.goal
 
     def checked(self, case: Case, row: dict[str, Any], got: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """That every output was written, and o of some queries against fp64 where the layout is ours."""
+        """Checks that outputs are finite; for our op and flash-linear-attention compares sampled queries with fp64."""
         found: dict[str, Any] = {"finite": all(bool(t.isfinite().all()) for k, t in got.items() if k != "lse")}
         if row["variant"].split(",")[0] == "ops":
             at = cases.sample(case.shape, CHECKED, self.device)
@@ -237,7 +237,7 @@ class Run(running.PartRun[Settings]):
         return found
 
     def compare(self, case: Case, made: list[dict[str, Any]]) -> None:
-        """Each of our rows over the dense one of its shape, measured once."""
+        """Adds to our rows the ratio to the dense row of the same shape, which is measured once."""
         key = case.shape.name
         for r in made:
             if r["variant"] == targets.DENSE and "median_us" in r:
@@ -245,9 +245,9 @@ class Run(running.PartRun[Settings]):
         for r in made:
             if r["variant"] != "ops" or "median_us" not in r:
                 continue
-            beside = {x["variant"]: x["median_us"] for x in made if x["what"] == r["what"] and "median_us" in x}
-            beside.setdefault(targets.DENSE, self.dense_us.get((key, r["what"])))
-            for peer, us in beside.items():
+            peer_times = {x["variant"]: x["median_us"] for x in made if x["what"] == r["what"] and "median_us" in x}
+            peer_times.setdefault(targets.DENSE, self.dense_us.get((key, r["what"])))
+            for peer, us in peer_times.items():
                 name = next((short for start, short in TIMES.items() if peer.startswith(start)), None)
                 if name is not None and us is not None:
                     r[name] = round(us / r["median_us"], 3)
@@ -255,7 +255,7 @@ class Run(running.PartRun[Settings]):
     # ---- parts
 
     def speed(self) -> None:
-        """The shapes of record, a few thousand tokens, and single keys."""
+        """Measures the shapes that have bars, a few thousand tokens, and single keys."""
         for shape in map(self.shape, (targets.C1, targets.C2, targets.C3, targets.DECODE)):
             for select in cases.SELECTS:
                 self.case(shape, select, with_dense=select == "corr", with_fla=select == "corr")
@@ -269,7 +269,7 @@ class Run(running.PartRun[Settings]):
                 variants.append(Variant(what, targets.GATHER, lambda w=what, c=case: peers.gather(c, w)))
             self.time(case, variants, self.result["rows"])
         for r in self.result["rows"]:
-            # A ratio within one run: it counts on any GPU.
+            # A ratio within one run counts on any GPU.
             if "times_gather" in r and self.gpu and not self.s.small:
                 r["met_bar"] = r["times_gather"] >= 1.0
         self.save(self.result)
@@ -290,7 +290,7 @@ class Run(running.PartRun[Settings]):
             self.result["union"] = union_sizes(case)
 
     def crossing(self) -> None:
-        """Where the op passes dense attention: by length, for both sizes of a group."""
+        """Measures op and dense attention by length for both group sizes, to find where the op overtakes."""
         known = {(r["S"], r["h"], r["what"], r["variant"]): r for r in self.result["rows"] if r["select"] == "corr"}
         for heads, groups in targets.CROSSING_HEADS.items():
             for length in targets.CROSSING_LENGTHS:
@@ -308,7 +308,7 @@ class Run(running.PartRun[Settings]):
         self.save(self.result)
 
     def errors(self) -> None:
-        """Sampled queries, and all gradients of a small shape, against fp64, beside dense SDPA's; and equal bits."""
+        """Measures errors (sampled queries; all gradients of small shapes) next to dense SDPA's, and determinism."""
         c1, c2, decode, tokens = map(self.shape, (targets.C1, targets.C2, targets.DECODE, targets.TOKENS))
         for shape, select, dtype, std in (
             (c1, "corr", BF16, 1.0),
@@ -352,14 +352,14 @@ class Run(running.PartRun[Settings]):
         self.result["errors"].append(row)
 
     def determinism(self, shape: Shape) -> None:
-        """Equal bits of o, lse and gradients in two runs."""
+        """Checks o, lse and gradients for equal bits in two runs."""
         case = make_case(shape, "corr", self.device)
         runs = [cases.forward(case) | cases.both(case, case.leaves()) for _ in range(2)]
         differ = [k for k in runs[0] if not accuracy.same_bits(runs[0][k], runs[1][k])]
         self.result["determinism"].append({"case": shape.name, "differ": differ, "met": not differ})
 
     def memory(self) -> None:
-        """Peak of a training step at c1, everything that it reads included, over Q, K, V, O and their gradients."""
+        """Measures a training step's peak at c1, inputs included, relative to Q, K, V, O and their gradients."""
         if not self.gpu:
             self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
             return
@@ -387,7 +387,7 @@ class Run(running.PartRun[Settings]):
         )
 
     def layers(self) -> None:
-        """A whole layer beside a dense one, and where the time of its forward goes."""
+        """Measures a whole layer and a dense one, and the parts of the layer's forward."""
         selection_layer.measure(self)
 
     @property
@@ -395,7 +395,7 @@ class Run(running.PartRun[Settings]):
         return min(self.s.rounds, LAYER_ROUNDS)
 
     def cpu(self) -> None:
-        """The op and dense SDPA with a boolean mask on two threads."""
+        """Measures the op and dense SDPA with a boolean mask on two threads."""
         before = torch.get_num_threads()
         torch.set_num_threads(targets.CPU_THREADS)
         try:
@@ -411,7 +411,7 @@ class Run(running.PartRun[Settings]):
 
 
 def union_sizes(case: Case) -> dict[str, float]:
-    """Mean number of blocks that 1, 4 and 16 neighbouring queries select together."""
+    """Returns the mean number of blocks that 1, 4 and 16 neighbouring queries select together."""
     assert case.blocks is not None
     count = -(-case.shape.length // case.shape.block)
     chosen = torch.where(case.blocks < 0, count, case.blocks).long()
@@ -426,7 +426,7 @@ def union_sizes(case: Case) -> dict[str, float]:
 
 
 def write(result: dict[str, Any], path: pathlib.Path) -> None:
-    """The JSON, the table beside it, and the pictures."""
+    """Writes the JSON and, next to it, the table and the pictures."""
     running.save(result, path)
     stored = json.loads(path.read_text())
     path.with_suffix(".md").write_text(table(stored))

@@ -1,6 +1,6 @@
 """Inputs of the selection-attention rows, and the formula in fp64 and as dense SDPA with a mask.
 
-The formula is written here again, apart from the package's own reference: it gives the values that outputs are judged by.
+The formula is written independently of the package's reference. It gives the values that outputs are checked against.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Named = dict[str, Tensor]
 
 @dataclasses.dataclass
 class Case:
-    """One case's tensors: what the op reads, the gradient of its output, and the blocks that the ranges came from."""
+    """The tensors of one case: the op's inputs, its output's gradient, and the blocks that the ranges came from."""
 
     shape: Shape
     select: str
@@ -43,7 +43,7 @@ class Case:
 
 
 def positions(shape: Shape, device: torch.device) -> Tensor:
-    """``[S]``: where the queries stand among the keys."""
+    """Returns the positions of the queries among the keys, ``[S]``."""
     return torch.arange(shape.length - shape.queries, shape.length, device=device)
 
 
@@ -51,10 +51,11 @@ def positions(shape: Shape, device: torch.device) -> Tensor:
 
 
 def blocks(shape: Shape, select: str, device: torch.device) -> Tensor:
-    """int32 ``[B, S, G, picks]``: block 0, the query's own and the one before, the rest random and distinct, -1 for none.
+    """Returns the selected blocks, int32 ``[B, S, G, picks]``, -1 for none.
 
-    "rand" draws for every query, "corr" once for each run of ``RUN`` queries, each pick redrawn by a query with
-    probability ``REDRAWN``.
+    Every query selects block 0, its own block and the one before; the rest are random and distinct. "rand" draws them
+    for every query. "corr" draws once for each run of ``RUN`` queries, and a query redraws each pick with probability
+    ``REDRAWN``.
     """
     own = positions(shape, device) // shape.block
     count, drawn = -(-shape.length // shape.block), shape.picks - FIXED
@@ -75,7 +76,7 @@ def _blocks(own: Tensor, count: int, drawn: int, picks: int, select: str) -> Ten
     found = _top(score.masked_fill(~free, -1), drawn)
     if select == "corr":
         shared = score[::RUN].repeat_interleave(RUN, 0)[: len(own)]
-        # The run's own blocks differ where it is not aligned with the blocks: what is not free is none.
+        # Queries of one run may lie in different blocks, so mask what is not free for each query.
         base = _top(shared.masked_fill(~free, -1), drawn)
         other = torch.rand(free.shape, device=own.device).masked_fill(~free, -1)
         other = other.scatter(1, base.clamp(min=0).long(), -1)
@@ -96,7 +97,7 @@ def _top(score: Tensor, count: int) -> Tensor:
 
 
 def tokens(shape: Shape, device: torch.device) -> Tensor:
-    """int32 ``[B, S, G, tokens]``: distinct causal keys in no order; every query needs as many before it."""
+    """Returns distinct causal keys, unordered, int32 ``[B, S, G, tokens]``; ValueError if a query has too few."""
     reach = positions(shape, device)[:, None] + 1
     if int(reach[0]) < shape.tokens:
         raise ValueError(f"{shape.name}: the first query has {int(reach[0])} keys, fewer than {shape.tokens}")
@@ -121,7 +122,7 @@ def make_case(
     std: float = 1.0,
     sink: bool = False,
 ) -> Case:
-    """q, k, v standard normal, but for logits of standard deviation ``std``; sinks standard normal or absent."""
+    """Returns a random case: k, v and sinks standard normal; q normal, logits of standard deviation ``std``."""
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, device=device, dtype=dtype)
@@ -150,14 +151,14 @@ def op(case: Case, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
 
 
 def forward(case: Case) -> Named:
-    """O and lse without gradients."""
+    """Returns o and lse, computed without gradients."""
     with torch.no_grad():
         o, lse = op(case, case.q, case.k, case.v, return_lse=True)
     return {"o": o, "lse": lse}
 
 
 def both(case: Case, leaves: list[Tensor]) -> Named:
-    """O and the gradients of q, k and v."""
+    """Returns o and the gradients of q, k and v."""
     o = op(case, *leaves)
     grads = torch.autograd.grad(o, leaves, case.dout)
     return {"o": o.detach(), **{f"d{name}": g for name, g in zip(NAMES, grads, strict=True)}}
@@ -167,7 +168,7 @@ def both(case: Case, leaves: list[Tensor]) -> Named:
 
 
 def mask_of(ranges: Tensor, length: int) -> Tensor:
-    """Bool ``[..., length]``: the union of ``ranges [..., r, 2]``."""
+    """Returns the union of ``ranges [..., r, 2]`` as a mask, bool ``[..., length]``."""
     start, end = ranges.long().clamp(0, length).unbind(-1)
     end = torch.maximum(start, end)
     steps = torch.zeros(*start.shape[:-1], length + 1, dtype=torch.int32, device=ranges.device)
@@ -177,7 +178,7 @@ def mask_of(ranges: Tensor, length: int) -> Tensor:
 
 
 def sample(shape: Shape, count: int, device: torch.device) -> Tensor:
-    """Query positions ``[n]``: the first, the last and random ones between."""
+    """Returns query positions ``[n]``: the first, the last and random ones between."""
     if shape.queries <= count:
         return torch.arange(shape.queries, device=device)
     middle = torch.randperm(shape.queries - 2, device=device)[: count - 2] + 1
@@ -186,7 +187,7 @@ def sample(shape: Shape, count: int, device: torch.device) -> Tensor:
 
 
 def _sequences(case: Case, at: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Q ``[n, G, h, D]``, k and v ``[G, S_kv, D]``, mask ``[n, G, S_kv]``, for each sequence, in pieces of queries."""
+    """Yields q ``[n, G, h, D]``, k and v ``[G, S_kv, D]``, mask ``[n, G, S_kv]`` per sequence and chunk of queries."""
     few = max(1, _CHUNK // (case.shape.length * case.shape.groups * case.shape.heads))
     for b in range(case.shape.batch):
         for some in at.split(few):
@@ -194,7 +195,7 @@ def _sequences(case: Case, at: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor,
 
 
 def exact(case: Case, at: Tensor) -> Named:
-    """O ``[B * n, G, h, D]`` and lse in fp64 for the queries ``at``."""
+    """Returns o ``[B * n, G, h, D]`` and lse in fp64 for the queries ``at``."""
     outs, sums = [], []
     for q, k, v, mask in _sequences(case, at):
         s = torch.einsum("nghd,gkd->nghk", q.double(), k.double()) * case.shape.dim**-0.5
@@ -208,7 +209,7 @@ def exact(case: Case, at: Tensor) -> Named:
 
 
 def dense_masked(case: Case, at: Tensor) -> Named:
-    """The same by ``scaled_dot_product_attention`` in the case's dtype, with a boolean mask; without a sink."""
+    """Returns o by ``scaled_dot_product_attention`` in the case's dtype, with a boolean mask and without a sink."""
     outs = []
     h = case.shape.heads
     for q, k, v, mask in _sequences(case, at):
@@ -219,12 +220,12 @@ def dense_masked(case: Case, at: Tensor) -> Named:
 
 
 def picked(case: Case, got: Named, at: Tensor) -> Named:
-    """The rows of the queries ``at``, as ``exact`` has them."""
+    """Returns the rows of o and lse of the queries ``at``, in the layout of ``exact``."""
     return {name: t[:, at].flatten(0, 1) for name, t in got.items() if name in ("o", "lse")}
 
 
 def masked_gradients(case: Case, dtype: torch.dtype) -> Named:
-    """O and gradients of every query: the formula in fp64, or dense SDPA in a narrower ``dtype``. B = 1."""
+    """Returns o and all gradients, for B = 1: the formula in fp64, or dense SDPA in a narrower ``dtype``."""
     h, mask = case.shape.heads, mask_of(case.ranges[0], case.shape.length).movedim(0, 1)
     leaves = [t.to(dtype).detach().requires_grad_() for t in (case.q, case.k, case.v)]
     q, k, v = leaves
@@ -246,6 +247,6 @@ def masked_gradients(case: Case, dtype: torch.dtype) -> Named:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b|| in fp64; NaN where a holds one, so that no bar is met."""
+    """Returns ||a - b|| / ||b|| in fp64; NaN if ``a`` holds a NaN, so that no bar is met."""
     b = b.double()
     return float((a.double() - b).norm() / b.norm())

@@ -1,6 +1,6 @@
-"""A whole attention layer: ``nn.NativeSparseAttention`` beside dense causal attention with the same projections.
+"""Times a whole attention layer: ``nn.NativeSparseAttention`` and dense causal attention with the same projections.
 
-The parts of its forward are timed apart: both choosing blocks and the two other branches are code of torch and our op.
+The parts of its forward (the three branches and the choice of blocks) are also timed separately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPARSE, DENSE = "NativeSparseAttention", "dense causal SDPA, the same projection
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Sizes of a layer and of what it sees; bf16, without rotary embeddings."""
+    """Sizes of a layer and its input; bf16, without rotary embeddings."""
 
     tokens: int
     dim: int = 2048
@@ -39,7 +39,7 @@ LAYERS = (Layer(8192), Layer(16384), Layer(32768))
 
 
 class Dense(nn.Module):
-    """Causal attention of ``heads`` query heads on ``groups`` of keys and values: ``[B, S, dim] -> [B, S, dim]``."""
+    """Causal attention ``[B, S, dim] -> [B, S, dim]``: ``heads`` query heads, ``groups`` heads of keys and values."""
 
     def __init__(self, size: Layer, **kwargs: Any) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Dense(nn.Module):
 
 
 def calls(size: Layer, device: torch.device) -> dict[tuple[str, str], Callable[[], Any]]:
-    """(what, variant): the call that measures it."""
+    """Returns the call to time for each (what, variant)."""
     kwargs: dict[str, Any] = {"device": device, "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32}
     sparse = NativeSparseAttention(size.dim, size.heads, size.groups, head_dim=size.head_dim, **kwargs)
     dense = Dense(size, **kwargs)
@@ -87,7 +87,7 @@ def calls(size: Layer, device: torch.device) -> dict[tuple[str, str], Callable[[
 
 
 def parts(layer: NativeSparseAttention, size: Layer, kwargs: dict[str, Any]) -> dict[str, Callable[[], Any]]:
-    """The three branches and the choice of blocks, on random queries and keys of the layer's sizes."""
+    """Returns calls of the three branches and of the choice of blocks, on random inputs of the layer's sizes."""
     g, d, n = size.groups, size.head_dim, size.tokens
     q = torch.randn(1, n, g, size.heads // g, d, **kwargs)
     k = torch.randn(1, g, n, d, **kwargs)
@@ -120,7 +120,7 @@ def parts(layer: NativeSparseAttention, size: Layer, kwargs: dict[str, Any]) -> 
 
 
 def measure(run: Any) -> None:
-    """Append the rows of every layer to ``run.result["layers"]``: times, and for whole layers the peak memory."""
+    """Appends the rows of every layer to ``run.result["layers"]``: times and, for whole layers, the peak memory."""
     for size in LAYERS:
         size = size.small() if run.s.small else size
         made = calls(size, run.device)

@@ -1,4 +1,4 @@
-"""What the op is timed against: dense causal SDPA, flash-linear-attention's selected branch, gather + SDPA."""
+"""The peers of the op: dense causal SDPA, flash-linear-attention's selected branch, gather + SDPA, masked SDPA."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _call(fn: Callable[..., Tensor], what: str, inputs: list[Tensor], dout: Tens
 
 
 def dense(case: Case, what: str) -> tuple[Call, str]:
-    """Causal SDPA over all keys, by cuDNN on a GPU, in its own layout ``[B, H, S, D]``; and how K and V are shared."""
+    """Returns causal SDPA over all keys (layout ``[B, H, S, D]``, cuDNN on a GPU), and how K and V are shared."""
 
     def heads(t: Tensor) -> Tensor:
         return t.flatten(2, 3).transpose(1, 2).contiguous()
@@ -56,7 +56,7 @@ def dense(case: Case, what: str) -> tuple[Call, str]:
         with torch.no_grad():
             attend(q[:1, :, :few], k[:1, :, :few], v[:1, :, :few])
     except RuntimeError:
-        # Where cuDNN takes no groups its K and V are repeated before the clock starts.
+        # If cuDNN rejects grouped heads, repeat K and V before timing.
         how = "K and V repeated beforehand"
         k, v = (t.repeat_interleave(case.shape.heads, 1) for t in (k, v))
     return _call(attend, what, [q, k, v], dout if what == "fb" else None), how
@@ -66,7 +66,7 @@ def dense(case: Case, what: str) -> tuple[Call, str]:
 
 
 def fla_module() -> Any:
-    """``fla.ops.nsa.parallel``; raises ImportError where it or what it needs is not there."""
+    """Returns ``fla.ops.nsa.parallel``. Raises ImportError if it or one of its dependencies is missing."""
     return importlib.import_module("fla.ops.nsa.parallel")
 
 
@@ -78,7 +78,7 @@ def fla_version() -> str:
 
 
 def fla_offers(case: Case) -> str | None:
-    """Why it does not run this case, or None."""
+    """Returns why flash-linear-attention does not run this case, or None."""
     if case.blocks is None:
         return "not offered: blocks only"
     if case.shape.heads < 16:
@@ -87,7 +87,7 @@ def fla_offers(case: Case) -> str | None:
 
 
 def fla_selected(case: Case, what: str) -> Call:
-    """Its autograd function of the selected branch on the same blocks, in its own layout ``[B, T, heads, D]``."""
+    """Returns flash-linear-attention's selected branch on the same blocks, in its layout ``[B, T, heads, D]``."""
     module = fla_module()
     assert case.blocks is not None
     picks, block, scale = case.shape.picks, case.shape.block, case.shape.dim**-0.5
@@ -105,7 +105,7 @@ def fla_selected(case: Case, what: str) -> Call:
 
 
 def gather(case: Case, what: str) -> Call:
-    """Single keys: their rows of K and V gathered for every query and group, then SDPA of its heads over them."""
+    """Returns gather + SDPA for single keys: gathers rows of K and V per query and group, then attends to them."""
     B, S, G, h, D = case.q.shape
     length = case.shape.length
     base = torch.arange(B * G, device=case.q.device).view(B, 1, G, 1) * length
@@ -120,7 +120,7 @@ def gather(case: Case, what: str) -> Call:
 
 
 def masked(case: Case, what: str) -> Call:
-    """SDPA over all keys with the selection as a boolean mask, made before the clock starts."""
+    """Returns SDPA over all keys with the selection as a boolean mask, which is made before timing."""
     h = case.shape.heads
     mask = mask_of(case.ranges, case.shape.length).transpose(1, 2).repeat_interleave(h, 1)
     q, dout = (t.flatten(2, 3).transpose(1, 2).contiguous() for t in (case.q, case.dout))

@@ -1,4 +1,4 @@
-"""Tables and pictures of a selection-attention run, drawn from its JSON alone."""
+"""Tables and pictures of a selection-attention run, made from its JSON alone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _WHAT = {"fwd": "forward", "fb": "forward + backward"}
 
 
 def _time(us: float | None) -> str:
-    """Microseconds up to a thousand, then milliseconds."""
+    """Formats a time: microseconds below a thousand, milliseconds above."""
     if us is None:
         return ""
     return f"{_us(us)} µs" if us < 1000 else f"{us / 1000:.3g} ms"
 
 
 def verdict(row: Result) -> str:
-    """The best that a judged row reached: its goal, its bar, or neither."""
+    """Returns the best target that a row with a bar reached: its goal, its bar, or neither."""
     if row.get("met_bar") is None:
         return ""
     return "goal met" if row["met_bar"] and row.get("met_goal") else _yes(row["met_bar"])
@@ -50,10 +50,10 @@ def speed_section(result: Result) -> Section:
     for r in result["rows"]:
         time, quartiles, note = _timed(r)
         separate = "; ".join(f"{name} {_time(us)}" for name, us in r.get("measured_separately_us", {}).items())
-        judged = [_time(r.get("bar_us")), _time(r.get("goal_us")), verdict(r)]
+        bars_apply = [_time(r.get("bar_us")), _time(r.get("goal_us")), verdict(r)]
         others = [_times(r, k) for k in ("times_dense", "times_fla", "times_gather")]
         note = "; ".join(filter(None, (note, separate and f"{SEPARATELY}: {separate}")))
-        rows.append([*_shape(r), _title(r), time, quartiles, *judged, *others, note])
+        rows.append([*_shape(r), _title(r), time, quartiles, *bars_apply, *others, note])
     headings = ["case", "selection", "S", "S_kv", "G x h", "", "implementation", "time", "quartiles", "bar", "goal", ""]
     headings += ["x dense", "x fla", "x gather", "note"]
     return "Speed: bf16, D = 128 (x dense: how many times faster than dense attention of the same run)", headings, rows
@@ -144,7 +144,7 @@ def sections(result: Result) -> Iterator[Section]:
 
 
 def table(result: Result) -> str:
-    """The whole run as Markdown."""
+    """Returns the whole run as Markdown."""
     lines = [*facts(result), f"{result['settings']['timing']}; medians"]
     if "union" in result:
         sizes = ", ".join(f"{n}: {count:g}" for n, count in result["union"].items())
@@ -164,20 +164,20 @@ def _colour(variant: str) -> str:
 
 
 def bars(rows: list[Result], case: str, what: str) -> list[tuple[str, str, bool, float]]:
-    """``(label, colour, measured in this run, µs)`` of a case: ours by selection, then the others by time."""
+    """Returns ``(label, colour, measured in this run, µs)`` of a case: ours by selection, then the others by time."""
     of = [r for r in rows if (r["case"], r["what"]) == (case, what) and "median_us" in r]
     own = [(f"{_title(r)}, {r['select']}", _colour(r["variant"]), True, r["median_us"]) for r in of if is_ours(r)]
     known = [r["variant"] for r in of if not is_ours(r)]
     peers = [(r["variant"], _colour(r["variant"]), True, r["median_us"]) for r in of if not is_ours(r)]
     for name, us in next((r["measured_separately_us"] for r in of if "measured_separately_us" in r), {}).items():
-        # What ran beside ours counts before a separate measurement.
+        # A time of this run replaces a separate one.
         if not any(v.startswith(name) for v in known):
             peers.append((name, _colour(name), False, us))
     return own + sorted(peers, key=lambda b: b[3])
 
 
 def plot(result: Result, path: pathlib.Path) -> None:
-    """Times by case, logarithmic, a panel each for forward and forward + backward; nothing where nothing was timed."""
+    """Plots times by case (logarithmic), forward and forward + backward; writes no file if nothing was timed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -227,7 +227,7 @@ def plot(result: Result, path: pathlib.Path) -> None:
 
 
 def crossings(points: dict[str, list[tuple[int, float]]]) -> float | None:
-    """The length from which the op is faster for good, between two measured ones by logarithms; None: never."""
+    """Returns the length from which the op stays faster, interpolated logarithmically; None if it never does."""
     ours, dense = (dict(points[k]) for k in ("ops", targets.DENSE))
     lengths = sorted(ours.keys() & dense.keys())
     gain = [math.log(dense[n] / ours[n]) for n in lengths]
@@ -241,7 +241,7 @@ def crossings(points: dict[str, list[tuple[int, float]]]) -> float | None:
 
 
 def plot_crossing(result: Result, path: pathlib.Path) -> None:
-    """Times over the sequence length, sparse and dense, for both sizes of a group; nothing where nothing was timed."""
+    """Plots sparse and dense times by sequence length, for both group sizes; writes no file if nothing was timed."""
     import matplotlib
 
     matplotlib.use("Agg")

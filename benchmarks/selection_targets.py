@@ -1,8 +1,8 @@
-"""What the selection-attention rows are judged by: shapes, bars, goals and times of others, in microseconds.
+"""Targets of the selection-attention rows: shapes, bars, goals and times of others, in microseconds.
 
 Source: the project's survey on one NVIDIA H200 (torch 2.11, triton 3.6): bf16, D = 128, 16 blocks of 64 selected per
-query, L2 flushed, medians. The sparse peers are block-aligned and causal only. An absolute time counts only on such a
-GPU; elsewhere compare ratios within one run.
+query, L2 flushed, medians. The sparse peers are block-aligned and causal only. Absolute times count only on such a GPU;
+on another device compare ratios within one run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ XUNHAO, FSA, FLEX = "XunhaoLai's Triton", "Flash-Sparse-Attention", "flex_attent
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The last ``queries`` positions of each of ``batch`` sequences of ``keys``; ``heads`` query heads a group.
+    """A shape: the last ``queries`` positions of ``batch`` sequences of ``keys``, ``heads`` query heads per group.
 
-    A query selects ``picks`` blocks of ``block`` keys, or ``tokens`` single keys where that is not 0.
+    A query selects ``picks`` blocks of ``block`` keys, or ``tokens`` single keys if ``tokens`` is not 0.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Shape:
         return self.queries != self.length
 
     def small(self) -> Shape:
-        """The same in kind, a few hundred times less work: to try the run out."""
+        """Returns a shape of the same kind with a few hundred times less work, for trial runs."""
         keys = max(64, min(256, self.length // 256))
         queries = min(self.queries, 3) if self.decodes else keys
         return Shape(
@@ -60,7 +60,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Microseconds; ``goal`` None where there is only a bar; ``peers``: times of others."""
+    """Targets of a row in microseconds. ``goal``: None if there is only a bar; ``peers``: times of others."""
 
     bar: float
     goal: float | None
@@ -77,10 +77,10 @@ TOKENS_DECODE = Shape("tokens, decode", 1, 4, 16, keys=65536, batch=16, tokens=5
 GRADIENTS = (Shape("gradients, 16 heads a group", 1024, 2, 16), Shape("gradients, 4 heads a group", 1024, 2, 4))
 CROSSING_LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 CROSSING_HEADS = {16: 4, 4: 8}
-"""Query heads a group, and the groups: 64 and 32 heads in all, as c1 and c2."""
+"""Groups by query heads per group: 64 and 32 heads in all, as in c1 and c2."""
 
 RAND_FACTOR = 1.35
-"""What "rand" may take of the bar, which is stated for "corr"."""
+"""The bar of "rand" as a multiple of the bar, which is stated for "corr"."""
 
 TARGETS: dict[tuple[str, str], Target] = {
     ("c1", "fwd"): Target(3900, 2600, {DENSE: 7540, FLA: 5000, XUNHAO: 4680, FSA: 17000, FLEX: 55900}),
@@ -94,9 +94,9 @@ TARGETS: dict[tuple[str, str], Target] = {
 """``fwd``: the op without gradients; ``fb``: the op and the gradients of its output for q, k and v."""
 
 ERROR_FACTOR = 2.0
-"""Times the error of dense SDPA in the same dtype on the same selection, both against fp64."""
+"""Bar of the error, as a multiple of dense SDPA's in the same dtype on the same selection, both against fp64."""
 MEMORY_FACTOR = 1.2
-"""Times the bytes of Q, K, V, O and their gradients: the peak of a training step at c1."""
+"""Bar of a training step's peak at c1, as a multiple of the bytes of Q, K, V, O and their gradients."""
 
 CPU_SHAPES = (
     Shape("cpu", 1024, 2, 4, dim=64, block=32, picks=8),
@@ -106,7 +106,7 @@ CPU_THREADS = 2
 
 
 def target(name: str, what: str, select: str) -> Target | None:
-    """What a row is judged by: "rand" at ``RAND_FACTOR`` times the bar, without a goal."""
+    """Returns the target of a row, or None; that of "rand" is ``RAND_FACTOR`` times the bar, without a goal."""
     found = TARGETS.get((name, what))
     if found is None or select != "rand":
         return found

@@ -1,6 +1,6 @@
-"""Compiles what a run will launch in processes side by side, so that the run finds it in Triton's cache on disk.
+"""Compiles the kernels of a run in parallel processes, so that the run finds them in Triton's cache on disk.
 
-Nothing is timed meanwhile. A process that fails or takes too long costs the run only the time of compiling it itself.
+Nothing is timed meanwhile. If a process fails or takes too long, the run compiles those kernels itself.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LIMIT_S = 75.0
 
 
 class _Nothing:
-    """A kernel that is not launched: another process compiles it."""
+    """Stands in for a kernel that another process compiles: launching it does nothing."""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
 
 def ours(name: str, dtype: torch.dtype = torch.bfloat16, gradients: bool = True, sink: bool = False) -> None:
-    """The op at the real shape: plans look at sizes."""
+    """Runs the op at the real shape, because launch plans depend on sizes."""
     every = (targets.C1, targets.C2, *targets.SHORT, targets.DECODE, targets.TOKENS, targets.TOKENS_DECODE)
     shape = next(s for s in (*every, *targets.GRADIENTS) if s.name == name)
     case = cases.make_case(shape, "corr", torch.device("cuda"), dtype=dtype, sink=sink)
@@ -39,7 +39,7 @@ def ours(name: str, dtype: torch.dtype = torch.bfloat16, gradients: bool = True,
 
 
 def fla(without: tuple[str, ...], what: str) -> None:
-    """flash-linear-attention's kernels but for those named, whose results nobody looks at here."""
+    """Runs flash-linear-attention without the kernels named in ``without``; its results are not used."""
     module = peers.fla_module()
     for kernel in without:
         setattr(module, f"parallel_nsa_{kernel}", _Nothing())
@@ -67,14 +67,14 @@ FLA_JOBS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
 
 @dataclasses.dataclass
 class Warmed:
-    """Seconds it took, and what did not finish."""
+    """The seconds that warming took, and the jobs that failed or did not finish."""
 
     seconds: float
     failed: list[str]
 
 
 def warm(with_fla: bool) -> Warmed:
-    """Run the jobs in spawned processes on the current GPU and wait for them, ``LIMIT_S`` at most."""
+    """Runs the jobs in spawned processes on the current GPU and waits for them for at most ``LIMIT_S`` seconds."""
     start = time.monotonic()
     context = multiprocessing.get_context("spawn")
     jobs = JOBS | (FLA_JOBS if with_fla else {})

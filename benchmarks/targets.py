@@ -1,9 +1,9 @@
-"""What a row is judged by: floors, bars, goals, and times of other implementations measured separately.
+"""Targets of the mHC rows: floors, bars, goals, and times of others of other implementations.
 
 Source: the project's survey of other implementations on one NVIDIA H200 (torch 2.11, triton 3.6):
 CUDA-graph replay with the L2 cache flushed, medians, random data, 8192 tokens, n = 4, bf16 x, fp32 phi.
 TransformerEngine and TileKernels multiply in tf32, Liger keeps phi in bf16, torch.compile and eager
-multiply in fp32. An absolute time counts only on such a GPU; elsewhere compare ratios within one run.
+multiply in fp32. Absolute times count only on such a GPU; on another device compare ratios within one run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import dataclasses
 TOKENS = 8192
 N = 4
 FLOOR_BYTES_PER_US = 4.3e6
-"""The rate that floors are stated at: 4.3 TB/s, what a large copy reaches on an H200."""
+"""The bandwidth that floors assume: 4.3 TB/s, which a large copy reaches on an H200."""
 PEAK_BAR_MB = 500.0
 SEPARATELY = "measured separately, 2026-11-21"
 """How peers' times are labelled that another run of ours measured: their authors published none of them."""
@@ -21,7 +21,7 @@ SEPARATELY = "measured separately, 2026-11-21"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Microseconds. ``peers``: time of each other implementation, in the order of the source."""
+    """Targets of a row in microseconds. ``peers``: times of others, in the order of the source."""
 
     bar: float
     goal: float
@@ -59,26 +59,30 @@ TARGETS: dict[tuple[str, int], Target] = {
     ("npu_pre", 4096): _row(140, 100, 200, 223, None, 563, 2088),
     ("npu_fb", 4096): _row(600, 400, 882, 1677, None, 1584, 6908),
 }
-"""``pre``: coefficients, 20 sinkhorn iterations, collapse. ``post``: expand and mix. ``fb``: forward and all
-gradients of both. ``post_pre``: post of one sublayer with the pre of the next; no other implementation is known. ``npu_*``: with gamma and raw h_res, as the operator ``npu_mhc_pre``."""
+"""Targets by row and D.
+
+``pre``: coefficients, 20 Sinkhorn iterations, collapse. ``post``: expand and mix. ``fb``: forward and all gradients of
+both. ``post_pre``: post of one sublayer with the pre of the next; no other implementation is known.
+``npu_*``: with gamma and raw h_res, as the operator ``npu_mhc_pre``.
+"""
 
 DECODE_PEERS = "one boundary by their authors: sglang #38475 12.4 us (40 tokens, sm_120), mirage #677 15.7 us"
 
-# Of ||a - b|| / ||b|| against fp64 (bf16 x, fp32 phi, "highest"): gradients and fp32 intermediates.
+# Bar of ||a - b|| / ||b|| against fp64 for gradients and fp32 intermediates (bf16 x, fp32 phi, "highest").
 RELATIVE_BAR = 2e-5
-# One rounding of the output type, and what the norm of a correctly rounded result may be exceeded by.
+# Outputs are allowed the error norm of one correct rounding to their dtype, times this factor.
 ROUNDING_MARGIN = 1.05
-# Largest absolute error at the shape of record (2, 64, 4, 128).
+# Bars of the largest absolute error at the shape (2, 64, 4, 128).
 RECORD_SHAPE = (2, 64, 4, 128)
 RECORD_BARS = {"dphi": 8e-6, "dalpha": 1.2e-4, "dbias": 4e-6, "dgamma": 6.9e-5}
 
-# Passes over one stream's elements (tokens * D * element size): forward pre reads n and writes 1, and so on.
+# Passes over one stream's elements (tokens * D * element size): the forward of pre reads n and writes 1.
 _UNITS = {
     "pre": lambda n: n + 1,
     "post": lambda n: 2 * n + 1,
-    # backward of post: read g, x, f, write dx, df; backward of pre: read x, dh_in, dx of post, write dx.
+    # The backward of post reads g, x, f and writes dx, df; that of pre reads x, dh_in, dx of post and writes dx.
     "fb": lambda n: (n + 1) + (2 * n + 1) + (3 * n + 2) + (3 * n + 1),
-    # reads x, f, writes x_out, h_in; its backward reads dx_out, dh_in, x, f, x_out and writes dx, df.
+    # Reads x, f and writes x_out, h_in; its backward reads dx_out, dh_in, x, f, x_out and writes dx, df.
     "post_pre": lambda n: 2 * n + 2,
     "post_pre_fb": lambda n: (2 * n + 2) + (4 * n + 3),
     "npu_pre": lambda n: n + 1,
@@ -87,7 +91,7 @@ _UNITS = {
 
 
 def floor_bytes(what: str, tokens: int, dim: int, *, n: int = N, itemsize: int = 2, phi: bool = False) -> int:
-    """The fewest bytes through device memory. ``phi=True`` counts fp32 phi, which rules at a few tokens."""
+    """Returns the fewest bytes through device memory. ``phi=True`` adds fp32 phi, which dominates at a few tokens."""
     total = _UNITS[what](n) * tokens * dim * itemsize
     if phi and what != "post":
         total += (n * n + 2 * n) * n * dim * 4
@@ -95,5 +99,5 @@ def floor_bytes(what: str, tokens: int, dim: int, *, n: int = N, itemsize: int =
 
 
 def floor_us(what: str, tokens: int, dim: int, *, n: int = N, itemsize: int = 2, phi: bool = False) -> float:
-    """``floor_bytes`` at 4.3 TB/s, in microseconds."""
+    """Returns the time of ``floor_bytes`` at 4.3 TB/s, in microseconds."""
     return floor_bytes(what, tokens, dim, n=n, itemsize=itemsize, phi=phi) / FLOOR_BYTES_PER_US

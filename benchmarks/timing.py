@@ -1,6 +1,6 @@
-"""Timing: CUDA-graph replays between events, the L2 cache flushed before each, variants in turn.
+"""Timing: CUDA-graph replays between events, with the L2 cache flushed before each replay; variants take turns.
 
-On a CPU the same interface reads the wall clock. Times are microseconds throughout.
+On a CPU the same interface reads the wall clock. All times are in microseconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WARM_CALLS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Samples of one variant, in the order they were taken."""
+    """The samples of one variant, in the order they were taken."""
 
     samples_us: list[float]
 
@@ -44,7 +44,7 @@ class Timing:
 
 
 def tensors(result: Any) -> list[torch.Tensor]:
-    """The tensors of a nested result, in order."""
+    """Returns the tensors of a nested result, in order."""
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, Mapping):
@@ -55,9 +55,9 @@ def tensors(result: Any) -> list[torch.Tensor]:
 
 
 class Runnable:
-    """A variant made ready: ``run()`` repeats it, ``outputs`` are the tensors that it writes.
+    """A prepared variant: ``run()`` repeats the call, ``outputs`` is its result.
 
-    ``capture=False`` calls it each time instead of replaying a CUDA graph: what Python's launches cost shows.
+    ``capture=False`` calls the function each time instead of replaying a CUDA graph, so that Python's launches count.
     """
 
     def __init__(self, fn: Callable[[], Any], device: torch.device, capture: bool = True) -> None:
@@ -66,7 +66,7 @@ class Runnable:
         if device.type != "cuda" or not capture:
             self.outputs = fn()
             return
-        # Compiling and tuning happen here, on a side stream as graph capture wants it.
+        # Compile and tune here, on a side stream, as graph capture requires.
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
@@ -87,9 +87,9 @@ class Runnable:
             self.outputs = self._fn()
 
     def run_poisoned(self) -> Any:
-        """Fill every output with NaN, run once, return the outputs: what was not written shows."""
+        """Fills every output with NaN, runs once and returns the outputs, so that unwritten elements show."""
         if self.graph is None:
-            self.run()  # a call allocates its own outputs: there is nothing to poison
+            self.run()  # each call allocates new outputs: nothing to poison
             return self.outputs
         for t in tensors(self.outputs):
             t.detach().fill_(float("nan"))
@@ -126,7 +126,7 @@ def interleaved(
     rounds: int,
     warm_rounds: int = 3,
 ) -> dict[str, Timing]:
-    """Time every variant once a round, in turn, ``rounds`` times after ``warm_rounds`` that do not count."""
+    """Times every variant once per round, in turn, for ``rounds`` rounds after ``warm_rounds`` untimed ones."""
     if device.type != "cuda":
         wall: dict[str, list[float]] = {name: [] for name in runnables}
         for i in range(warm_rounds + rounds):
@@ -146,12 +146,12 @@ def interleaved(
             end.record()
             if i >= warm_rounds:
                 events[name].append((start, end))
-        torch.cuda.synchronize(device)  # bounds the queue; the next round's flush covers the launch
+        torch.cuda.synchronize(device)  # bounds the queue; the next flush hides the launch latency
     return {name: Timing([a.elapsed_time(b) * 1e3 for a, b in pairs]) for name, pairs in events.items()}
 
 
 def chain(fn: Callable[[], Any], length: int) -> Callable[[], Any]:
-    """``length`` calls of ``fn`` as one variant: latency with warm caches, as in a decoding loop."""
+    """Returns ``length`` calls of ``fn`` as one call: latency with warm caches, as in a decoding loop."""
 
     def run() -> Any:
         out = None
@@ -163,7 +163,7 @@ def chain(fn: Callable[[], Any], length: int) -> Callable[[], Any]:
 
 
 def _copy(src: torch.Tensor, dst: torch.Tensor) -> Callable[[], Any]:
-    """A copy by a kernel; by ``copy_`` on a CPU. In a CUDA graph ``copy_`` is a node of its own kind, and slower."""
+    """Returns a copy by a kernel; on a CPU by ``copy_``, which in a CUDA graph is another kind of node, and slower."""
     if src.device.type != "cuda":
         return lambda: dst.copy_(src)
     from .copy_kernel import copy
@@ -172,7 +172,7 @@ def _copy(src: torch.Tensor, dst: torch.Tensor) -> Callable[[], Any]:
 
 
 def copy_bandwidth(device: torch.device, flush: Callable[[], None], rounds: int) -> dict[str, Any]:
-    """A large copy by a kernel, in TB/s (bytes read plus bytes written), and what an almost empty graph costs."""
+    """Measures a large copy by a kernel, in TB/s (bytes read plus written), and the cost of an almost empty graph."""
     count = (1 << 29) if device.type == "cuda" else (1 << 22)
     src = torch.empty(count // 4, dtype=torch.int32, device=device).random_()
     dst, tiny = torch.empty_like(src), torch.zeros(1, device=device)

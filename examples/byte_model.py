@@ -13,20 +13,20 @@ HEAD_DIM = 32
 
 
 class Linear(nn.Linear):
-    """fp32 weight, product in the dtype of the streams: bf16 compute without autocast."""
+    """Linear layer with an fp32 weight that multiplies in the dtype of its input: bf16 compute without autocast."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight.to(input.dtype))
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions. x ``[B, heads, S, 2 * half]``; cos and sin ``[S, half]``."""
+    """Applies rotary positions to x ``[B, heads, S, 2 * half]``; cos and sin are ``[S, half]``."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 class Attention(nn.Module):
-    """Causal self-attention on the collapsed input ``[B, S, D]``, its norm included."""
+    """Norm and causal self-attention on the collapsed input ``[B, S, D]``."""
 
     cos: Tensor
     sin: Tensor
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated MLP on the collapsed input ``[B, S, D]``, its norm included."""
+    """Norm and gated MLP on the collapsed input ``[B, S, D]``."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -66,9 +66,9 @@ class MLP(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """``[B, S]`` byte values (int64) to logits ``[B, S, 256]`` in fp32.
+    """Maps byte values ``[B, S]`` (int64) to logits ``[B, S, 256]`` in fp32.
 
-    The ``n`` residual streams ``[B, S, n, D]`` have dtype ``streams``; a sublayer sees only their collapse.
+    The ``n`` residual streams ``[B, S, n, D]`` have dtype ``streams``. A sublayer reads only their collapse.
     """
 
     def __init__(self, dim: int, layers: int, seq: int, n: int = 4, streams: torch.dtype = torch.float32) -> None:

@@ -1,7 +1,7 @@
-"""DeepSeek-V4 of transformers, unmodified: eager, compiled, and compiled with mhc_inductor.
+"""Runs DeepSeek-V4 of transformers, unmodified: eager, compiled, and compiled with mhc_inductor.
 
 The model has random weights and reads the sources of Python's standard library as bytes. The report says which
-formulas of the model became ops, the table and the picture compare the three ways of running it.
+formulas of the model became ops. The table and the picture compare the three ways of running the model.
 
     python examples/deepseek_v4.py            # two minutes or so on two CPU cores; larger sizes on a GPU
     python examples/deepseek_v4.py --help
@@ -40,9 +40,9 @@ console = Console(highlight=False)
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """Sizes of the model and of one call; ``heads`` of width ``head_dim``, ``experts`` of hidden width ``hidden``.
+    """Sizes of the model and of one call: ``heads`` of width ``head_dim``, ``experts`` of hidden width ``hidden``.
 
-    A vocabulary larger than the 256 bytes only makes the two embeddings larger.
+    A vocabulary larger than the 256 byte values only enlarges the two embeddings.
     """
 
     layers: int
@@ -62,7 +62,7 @@ DEFAULTS = {"cpu": Size(1, 64, 2, 32, 2, 32, 2, 64, 10), "cuda": Size(4, 2048, 1
 
 @dataclasses.dataclass
 class Run:
-    """One way of running the model: seconds, bytes, and what came out."""
+    """The figures of one way of running the model: seconds, bytes, and results."""
 
     name: str
     forward_s: float = 0.0
@@ -75,7 +75,7 @@ class Run:
 
 
 def build(size: Size, device: torch.device, seed: int) -> torch.nn.Module:
-    """``DeepseekV4ForCausalLM`` with seeded weights: fp32 on a CPU; bf16 on a GPU, mHC's own parameters in fp32."""
+    """Returns ``DeepseekV4ForCausalLM`` with seeded weights: fp32 on a CPU; bf16 on a GPU, mHC parameters in fp32."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     torch.manual_seed(seed)
@@ -102,7 +102,7 @@ def build(size: Size, device: torch.device, seed: int) -> torch.nn.Module:
     if device.type == "cuda":
         model.to(torch.bfloat16)
         for name, parameter in model.named_parameters():
-            # As DeepSeek-V4's checkpoints have them.
+            # DeepSeek-V4's checkpoints keep these parameters in fp32.
             if not {"attn_hc", "ffn_hc", "hc_head"}.isdisjoint(name.split(".")):
                 parameter.data = parameter.data.float()
     return model
@@ -122,7 +122,7 @@ def timed(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def measure(name: str, model: torch.nn.Module, ids: Tensor, rounds: int, advance: Callable[[str], None]) -> Run:
-    """Compile ``model`` where ``name`` says so; time the forward without and the step with gradients."""
+    """Compiles ``model`` if ``name`` has a backend; times the forward without gradients and the step with them."""
     run, device = Run(name), ids.device
     torch._dynamo.reset()
     call: Any = torch.compile(model, backend=BACKENDS[name]) if name in BACKENDS else model
@@ -163,12 +163,12 @@ def measure(name: str, model: torch.nn.Module, ids: Tensor, rounds: int, advance
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """``||a - b|| / ||b||``."""
+    """Returns ``||a - b|| / ||b||``."""
     return ((a - b).norm() / b.norm()).item()
 
 
 def agreement(run: Run, eager: Run) -> dict[str, float]:
-    """Relative differences of logits, loss and, together, of the gradients from the eager run's."""
+    """Returns the relative differences from the eager run: logits, loss, and all gradients together."""
     assert run.logits is not None and eager.logits is not None
     if set(run.gradients) != set(eager.gradients):
         raise RuntimeError(f"{run.name}: other parameters have gradients: {set(run.gradients) ^ set(eager.gradients)}")
@@ -205,7 +205,7 @@ def table_of(runs: list[Run]) -> Table:
 
 
 def draw(runs: list[Run], out: pathlib.Path, subtitle: str) -> None:
-    """Write bars of times, compile times and, on a GPU, memory."""
+    """Draws bars of times, compile times and, on a GPU, memory."""
     panels: list[tuple[str, str, list[float]]] = [
         ("forward", "ms", [r.forward_s * 1e3 for r in runs]),
         ("forward + backward", "ms", [r.both_s * 1e3 for r in runs]),
@@ -229,7 +229,7 @@ def draw(runs: list[Run], out: pathlib.Path, subtitle: str) -> None:
 
 
 def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> tuple[Report, list[Run]]:
-    """Explain, measure the three ways, print the table, draw the picture."""
+    """Explains the model, measures it in three ways, prints the table and draws the picture."""
     import transformers
 
     corpus = stdlib_text.load().to(device)
@@ -271,7 +271,7 @@ def main(
     out: Annotated[pathlib.Path, typer.Option(help="The picture to write.")] = pathlib.Path("deepseek_v4.png"),
     seed: Annotated[int, typer.Option(help="Seed of weights and text.")] = 0,
 ) -> None:
-    """Run DeepSeek-V4 eager, compiled, and compiled with mhc_inductor; compare times and results."""
+    """Runs DeepSeek-V4 eager, compiled, and compiled with mhc_inductor; compares times and results."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type not in DEFAULTS:
         raise typer.BadParameter(f"--device must be cpu or cuda, got {where}")

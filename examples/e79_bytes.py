@@ -1,13 +1,14 @@
-"""Train a byte-level E79 language model on the sources of Python's standard library, twice.
+"""Trains a byte-level E79 language model on the sources of Python's standard library, twice.
 
-The model is plain PyTorch with a Python loop over time. Eager and ``torch.compile(model, backend="mhc_inductor")``,
-which makes each loop one scan, start from the same weights and see the same batches.
+The model is plain PyTorch with a Python loop over time. One run is eager; the other uses
+``torch.compile(model, backend="mhc_inductor")``, which turns each loop into one scan. Both start from the same weights
+and see the same batches.
 
     python examples/e79_bytes.py            # two to three minutes on two CPU cores; larger sizes on a GPU
     python examples/e79_bytes.py --help
 
-Dynamo unrolls ``--seq`` times ``--layers`` time steps before the plugin rolls them up, which takes seconds at 64: keep
-sequences short here. ``mhc_inductor.nn.E79Layer`` has no such limit.
+Dynamo unrolls ``--seq`` times ``--layers`` time steps before the plugin rolls them up. This takes seconds at 64 steps,
+so keep sequences short here. ``mhc_inductor.nn.E79Layer`` has no such limit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SUBJECT = training.Subject(
 
 @dataclasses.dataclass(frozen=True)
 class Size(training.Size):
-    """``n``: rows and columns of the states."""
+    """Sizes of a run; ``n``: rows and columns of the states."""
 
     n: int
 
@@ -43,7 +44,7 @@ DEFAULTS = {"cpu": Size(150, 128, 2, 16, 64, 32), "cuda": Size(150, 512, 4, 32, 
 
 
 def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path, sample: int = 200) -> list[Run]:
-    """Train eager, then compiled; print, draw and return both runs. Raises RuntimeError where a loop stayed a loop."""
+    """Trains eager, then compiled; prints, draws and returns both runs; RuntimeError if no loop became a scan."""
     before = mhc_inductor.counters().get("routed e79_scan", 0)
     detail = f"states of {size.n} x {size.n}"
     runs = training.compare(
@@ -67,7 +68,7 @@ def main(
     out: Annotated[pathlib.Path, typer.Option(help="The picture to write.")] = pathlib.Path("e79_bytes.png"),
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and the sample.")] = 0,
 ) -> None:
-    """Train eager and compiled from one seed on the same batches; compare losses and speeds."""
+    """Trains eager and compiled from one seed on the same batches; compares losses and speeds."""
     given = {"steps": steps, "dim": dim, "layers": layers, "batch": batch, "seq": seq, "n": n}
     try:
         where, size = training.chosen(device, DEFAULTS, given)

@@ -1,6 +1,6 @@
 """A byte-level E79 language model in plain PyTorch: the recurrence is a Python loop over time.
 
-Nothing here knows of mhc_inductor. Compiled with its backend, the loop that Dynamo unrolled becomes one scan again.
+This module does not use mhc_inductor. Compiled with its backend, the loop that Dynamo unrolled becomes one scan again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ EPS = 1e-6
 
 
 class E79Cell(nn.Module):
-    """The coupled memory-modulation matrix recurrence over ``[T, B, dim]``, with fixed biases; zero initial states.
+    """The coupled memory-modulation matrix recurrence over ``[T, B, dim]`` with fixed biases and zero initial states.
 
-    Two n x n states a sequence: S holds content, M decides what S keeps, and S what M keeps.
+    Each sequence has two n x n states: S holds content. M decides what S keeps, and S decides what M keeps.
     """
 
     def __init__(self, dim: int, n: int) -> None:
@@ -24,7 +24,7 @@ class E79Cell(nn.Module):
         self.n = n
         self.W_kvqm = nn.Parameter(torch.empty(4 * n, dim))
         nn.init.xavier_uniform_(self.W_kvqm)
-        # Gates near sigmoid(2) = 0.88 each: what is stored fades over some steps.
+        # Gates start near sigmoid(2) = 0.88, so that stored content fades over several steps.
         self.b_s_gate = nn.Parameter(torch.full((n,), 2.0))
         self.b_m_gate = nn.Parameter(torch.full((n,), 2.5))
 
@@ -55,9 +55,9 @@ class E79Cell(nn.Module):
 
 
 class E79Layer(nn.Module):
-    """In-projection, causal depthwise convolution, SiLU, cell, out-projection: ``[B, T, dim]``.
+    """In-projection, causal depthwise convolution, SiLU, cell and out-projection on ``[B, T, dim]``.
 
-    The parameters are those of ``mhc_inductor.nn.E79Layer(dim, n, conv=4)``, by name and shape.
+    The parameters have the names and shapes of those of ``mhc_inductor.nn.E79Layer(dim, n, conv=4)``.
     """
 
     def __init__(self, dim: int, n: int, width: int = 4) -> None:
@@ -74,7 +74,7 @@ class E79Layer(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated MLP: ``[B, T, dim]``."""
+    """Gated MLP on ``[B, T, dim]``."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class MLP(nn.Module):
 
 
 class E79LM(nn.Module):
-    """``[B, T]`` byte values (int64) to logits ``[B, T, 256]``, fp32."""
+    """Maps byte values ``[B, T]`` (int64) to logits ``[B, T, 256]`` in fp32."""
 
     def __init__(self, dim: int, layers: int, n: int) -> None:
         super().__init__()

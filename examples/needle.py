@@ -1,8 +1,9 @@
-"""Find needles in long real text: dense attention against ``nn.NativeSparseAttention``, eager against compiled.
+"""Finds needles in long real text: dense attention against ``nn.NativeSparseAttention``, eager against compiled.
 
-A small model learns to look up ``<ab=x>`` in the sources of Python's standard library. First on short texts, where 16 selected
-blocks are everything, so that one dense model serves; then, from its weights, on long texts: with dense attention, and with
-selected attention eagerly and compiled with ``backend="mhc_inductor"`` from the same seed on the same batches.
+A small model learns to look up ``<ab=x>`` in the sources of Python's standard library. It first trains on short texts,
+where the 16 selected blocks cover the whole text, so that one dense model is enough. From its weights three runs then
+train on long texts, from the same seed on the same batches: dense attention, selected attention eagerly, and selected
+attention compiled with ``backend="mhc_inductor"``.
 
     python examples/needle.py            # about four minutes on two CPU cores; longer texts and more steps on a GPU
     python examples/needle.py --help
@@ -35,14 +36,14 @@ import mhc_inductor
 BLOCK, TOP_K, COMPRESS, WINDOW = 32, 16, 8, 32
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SHORT = ((0.25, 64, 24, 2), (0.35, 32, 48, 4), (0.4, 16, 96, 8))
-"""Lessons on short texts: their share of the steps, sequences, bytes, needles."""
+"""Lessons on short texts: share of the steps, sequences, bytes, needles."""
 DENSE, EAGER, COMPILED = "dense, eager", "selected, eager", "selected, compiled"
 DENSE_COMPILED = "dense, compiled"
 
 
 @dataclasses.dataclass(frozen=True)
 class Size(training.Size):
-    """``steps`` on long texts of ``seq`` bytes after ``short`` ones; evaluated on texts up to ``longest`` bytes."""
+    """``short`` steps on short texts, then ``steps`` on texts of ``seq`` bytes; evaluation up to ``longest`` bytes."""
 
     short: int
     heads: int
@@ -50,7 +51,7 @@ class Size(training.Size):
     needles: int
     longest: int
     tried: int
-    """Bytes that each length is evaluated on, in all."""
+    """Total number of bytes evaluated at each length."""
 
 
 DEFAULTS = {
@@ -61,7 +62,7 @@ DEFAULTS = {
 
 @dataclasses.dataclass
 class Run:
-    """One training on long texts: nats an answer, nats a block, seconds a step."""
+    """One training run on long texts: nats per answer, nats per block, seconds per step."""
 
     name: str
     model: NeedleModel
@@ -76,7 +77,7 @@ class Run:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up over 5 % of the steps, then a cosine to a tenth of the peak."""
+    """Returns the learning rate: linear warm-up over 5 % of the steps, then a cosine to a tenth of the peak."""
     return 5e-3 * min(1.0, (step + 1) / (0.05 * steps)) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
@@ -95,7 +96,7 @@ def long_texts(text: Tensor, size: Size, seed: int) -> Iterator[needle_task.Batc
 
 
 def train(run: Run, batches: Iterator[needle_task.Batch], steps: int, bar: Progress, compiled: bool = False) -> Run:
-    """Train ``run.model`` in place on ``steps`` batches and time every step."""
+    """Trains ``run.model`` in place on ``steps`` batches and times every step."""
     model, device = run.model, next(run.model.parameters()).device
     call = torch.compile(model.loss, backend="mhc_inductor", dynamic=False) if compiled else model.loss
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
@@ -116,7 +117,7 @@ def train(run: Run, batches: Iterator[needle_task.Batch], steps: int, bar: Progr
         run.loss.append(nats.item())
         run.block.append(block.item())
         bar.update(task, advance=1, note=f"{run.loss[-1]:.3f} nats an answer, {run.step_s[-1] * 1e3:.0f} ms a step")
-    # The first call compiles; its own work is a step's.
+    # The first call compiles and then does the work of one step.
     run.compile_s = max(0.0, run.step_s[0] - run.median_s)
     return run
 
@@ -125,7 +126,7 @@ def train(run: Run, batches: Iterator[needle_task.Batch], steps: int, bar: Progr
 def accuracy(
     model: NeedleModel, text: Tensor, length: int, size: Size, seed: int, step: Callable[[], None]
 ) -> list[float]:
-    """The share of right answers by the needle's depth, on texts of ``length`` bytes."""
+    """Returns the share of right answers by the depth of the needle, on texts of ``length`` bytes."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     right = torch.zeros(size.needles)
@@ -141,7 +142,7 @@ def accuracy(
 
 @torch.no_grad()
 def forward_seconds(call: Callable[[Tensor, Tensor], Tensor], batch: needle_task.Batch, calls: int) -> float:
-    """The median time of a forward over one sequence, after one that does not count."""
+    """Returns the median time of a forward over one sequence, after one untimed call."""
     device = batch.tokens.device
     samples = []
     for _ in range(calls + 1):
@@ -154,7 +155,7 @@ def forward_seconds(call: Callable[[Tensor, Tensor], Tensor], batch: needle_task
 
 
 def chosen_blocks(model: NeedleModel, batch: needle_task.Batch) -> tuple[list[list[bool]], list[int]]:
-    """For each question of the first sequence the blocks that it selected, and the block of its answer."""
+    """Returns for each question of the first sequence the selected blocks, and the block that holds its answer."""
     count = -(-batch.tokens.shape[1] // BLOCK)
     blocks = model.selected(batch.tokens)[0, batch.ask].long()
     marks = torch.zeros(len(blocks), count + 1, dtype=torch.bool, device=blocks.device)
@@ -163,7 +164,7 @@ def chosen_blocks(model: NeedleModel, batch: needle_task.Batch) -> tuple[list[li
 
 
 def launched(model: NeedleModel, batch: needle_task.Batch) -> dict[str, int]:
-    """Names and counts of the package's kernels in one compiled training step, from the profiler."""
+    """Returns names and counts of the package's kernels in one compiled training step, from the profiler."""
     call = torch.compile(model.loss, backend="mhc_inductor", dynamic=False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         sum(call(batch.tokens, batch.ask, batch.answer, batch.where)).backward()
@@ -198,7 +199,7 @@ def table_of(runs: list[Run], p: needle_picture.Picture) -> Table:
 
 
 def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> tuple[list[Run], needle_picture.Picture]:
-    """Train the three, evaluate, time, print and draw. Returns the runs and what was drawn."""
+    """Trains the three runs, evaluates, times, prints and draws; returns the runs and the picture's data."""
     corpus = stdlib_text.load()
     torch.manual_seed(seed)
     model = NeedleModel(size.dim, size.heads, size.head_dim).to(device)
@@ -206,7 +207,7 @@ def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> t
     columns = (TextColumn("{task.description:>18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
         train(Run("short texts", model), short_texts(corpus.train, size.short, seed), size.short, bar)
-        # Below TOP_K blocks everything is selected: there the two kinds of attention are one.
+        # With at most TOP_K blocks all are selected, so both kinds of attention share the model for short texts.
         runs = [
             Run(EAGER, sparse(model, BLOCK, TOP_K, COMPRESS, WINDOW)),
             Run(COMPILED, sparse(model, BLOCK, TOP_K, COMPRESS, WINDOW)),
@@ -249,7 +250,7 @@ def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> t
     )
     console.print(table_of(runs, p))
     gaps = [abs(a - b) for a, b in zip(runs[1].loss, runs[2].loss, strict=True)]
-    # Rounding apart, one query that selects another block makes a step another one: runs part after some dozens of steps.
+    # Once rounding makes one query select another block, the two runs diverge: after some dozens of steps.
     console.print(
         f"selected, eager against compiled: largest difference of the loss {max(gaps[:20]):.2e} nats in the first "
         f"{len(gaps[:20])} steps, {max(gaps):.2e} in all"
@@ -286,7 +287,7 @@ def main(
     out: Annotated[pathlib.Path, typer.Option(help="The picture to write.")] = pathlib.Path("needle.png"),
     seed: Annotated[int, typer.Option(help="Seed of weights, texts and needles.")] = 0,
 ) -> None:
-    """Train dense and selected attention to find needles; compare answers and speeds, eager and compiled."""
+    """Trains dense and selected attention to find needles; compares answers and speeds, eager and compiled."""
     given = {"steps": steps, "short": short, "dim": dim, "heads": heads, "head_dim": head_dim}
     given |= {"batch": batch, "seq": seq, "longest": longest}
     try:

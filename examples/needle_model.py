@@ -1,7 +1,8 @@
-"""A byte-level model that looks things up: a short convolution, attention, an MLP.
+"""A byte-level model for look-ups: a short convolution, attention, an MLP.
 
-Its attention is causal over everything (:class:`DenseAttention`) or :class:`mhc_inductor.nn.NativeSparseAttention` over
-compressed blocks, selected blocks and a window; :func:`sparse` makes the second model of the first one.
+Its attention is either causal over all positions (:class:`DenseAttention`) or
+:class:`mhc_inductor.nn.NativeSparseAttention` over compressed blocks, selected blocks and a window. :func:`sparse`
+converts a model with the first into one with the second.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CONV = 4
 
 
 class DenseAttention(nn.Module):
-    """Causal attention ``[B, S, dim] -> [B, S, dim]``, all heads on one head of keys and values; no positions."""
+    """Causal attention ``[B, S, dim] -> [B, S, dim]``: one head of keys and values for all heads, no positions."""
 
     def __init__(self, dim: int, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -29,7 +30,7 @@ class DenseAttention(nn.Module):
         self.v_proj = nn.Linear(dim, head_dim, bias=False)
         self.o_proj = nn.Linear(heads * head_dim, dim, bias=False)
         with torch.no_grad():
-            # Sharper at the beginning than the default: a look-up needs one key of many.
+            # Start with sharper scores than the default: a look-up attends to one key of many.
             self.q_proj.weight.mul_(2)
             self.k_proj.weight.mul_(2)
 
@@ -41,7 +42,7 @@ class DenseAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Norm, causal convolution, attention; norm, gated MLP."""
+    """Norm, causal convolution and attention, then norm and gated MLP, each with a residual."""
 
     def __init__(self, dim: int, attention: nn.Module) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * dim, dim, bias=False)
 
     def mixed(self, x: Tensor) -> Tensor:
-        """What attention reads: each position with the three before it, ``[B, S, dim]``."""
+        """Returns the input of attention, ``[B, S, dim]``: each position mixed with the three before it."""
         h = F.rms_norm(x, x.shape[-1:])
         return h + self.conv(F.pad(h.mT, (CONV - 1, 0))).mT
 
@@ -62,7 +63,7 @@ class Block(nn.Module):
 
 
 class NeedleModel(nn.Module):
-    """Bytes ``tokens[B, S]`` and positions ``ask[n]`` to logits ``[B, n, 256]`` of the byte that follows each."""
+    """Maps bytes ``tokens[B, S]`` and positions ``ask[n]`` to logits ``[B, n, 256]`` of the byte after each."""
 
     def __init__(self, dim: int, heads: int, head_dim: int) -> None:
         super().__init__()
@@ -75,22 +76,22 @@ class NeedleModel(nn.Module):
         return self.head(F.rms_norm(x, x.shape[-1:]))
 
     def loss(self, tokens: Tensor, ask: Tensor, answer: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Nats an answer, and nats a block (:meth:`block_loss`), 0 with dense attention."""
+        """Returns nats per answer and nats per block (:meth:`block_loss`; 0 with dense attention)."""
         nats = F.cross_entropy(self(tokens, ask).flatten(0, 1), answer.flatten())
         sparse = isinstance(self.block.attention, NativeSparseAttention)
         return nats, self.block_loss(tokens, ask, where) if sparse else nats.new_zeros(())
 
     def block_loss(self, tokens: Tensor, ask: Tensor, where: Tensor) -> Tensor:
-        """How badly the compressed keys point at the block that holds the answer, in nats.
+        """Returns the cross-entropy, in nats, of the compressed scores against the block that holds the answer.
 
-        What is selected follows the compressed scores, and has no gradient. In a large model these scores learn from what they
-        are worth on their own; here they are taught, as DeepSeek-V3.2's indexer is.
+        The compressed scores decide which blocks are selected, and the selection has no gradient. In a large model the
+        scores learn without help; here this second loss teaches them, as DeepSeek-V3.2 does with its indexer.
         """
         layer = self.block.attention
         assert isinstance(layer, NativeSparseAttention)
         x = self.block.mixed(self.embed(tokens))
         q = layer.q_proj(x[:, ask]).unflatten(-1, (layer.heads, layer.head_dim))
-        keys = layer.k_proj(x)[..., : layer.head_dim].unsqueeze(1)  # the compressed branch's are the first
+        keys = layer.k_proj(x)[..., : layer.head_dim].unsqueeze(1)  # the compressed branch's keys come first
         keys = layer.compress_k(keys)[0].squeeze(1)
         length, stride = layer.compress_k.length, layer.compress_k.stride
         scores = torch.einsum("bnhd,bcd->bnhc", q, keys) * layer.head_dim**-0.5
@@ -101,14 +102,14 @@ class NeedleModel(nn.Module):
 
     @torch.no_grad()
     def selected(self, tokens: Tensor) -> Tensor:
-        """The blocks that each position selects, ``[B, S, top_k]``, -1 for none."""
+        """Returns the blocks that each position selects, ``[B, S, top_k]``, -1 for none."""
         layer = self.block.attention
         assert isinstance(layer, NativeSparseAttention)
         return layer.selected_blocks(self.block.mixed(self.embed(tokens)))[:, :, 0]
 
 
 def sparse(model: NeedleModel, block: int, top_k: int, compress: int, window: int) -> NeedleModel:
-    """The same model with sparse attention: every branch begins with the dense keys and values."""
+    """Returns a copy of the model with sparse attention; every branch starts with the dense key and value weights."""
     made = copy.deepcopy(model)
     dense = made.block.attention
     assert isinstance(dense, DenseAttention)

@@ -22,10 +22,11 @@ TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10}
 
 @dataclasses.dataclass
 class Picture:
-    """What is drawn: ``accuracy[kind][length]``: a share for each depth; ``seconds[variant][length]``, a forward.
+    """The data of the picture.
 
-    ``losses[variant]``: nats an answer by step. ``blocks``: a row for each question, of which blocks it selected; ``holds``:
-    the block of its answer.
+    ``accuracy[kind][length]``: the share of right answers for each depth. ``seconds[variant][length]``: the time of a
+    forward. ``losses[variant]``: nats per answer by step. ``blocks``: for each question, which blocks it selected.
+    ``holds``: the block that holds its answer.
     """
 
     accuracy: dict[str, dict[int, list[float]]]
@@ -41,7 +42,7 @@ def tokens(count: int) -> str:
 
 
 def draw(p: Picture, out: pathlib.Path, subtitle: str) -> None:
-    """Write a PNG (or what ``out``'s suffix names)."""
+    """Writes the picture to ``out``, as PNG or in the format of its suffix."""
     layout = [["dense", "selected"], ["speed", "loss"], ["blocks", "blocks"]]
     figure, panels = plt.subplot_mosaic(layout, figsize=(11, 9.5), height_ratios=[3, 3, 1.6], layout="constrained")
     for kind, by_length in p.accuracy.items():

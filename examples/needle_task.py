@@ -1,6 +1,7 @@
-"""Needles in real text: ``<ab=x>`` hidden in Python's standard library, and asked for at the end.
+"""Needles in real text: ``<ab=x>`` is hidden in Python's standard library and asked for at the end.
 
-A sequence is text with needles in it, then each needle again in another order: the byte after ``=`` is what the model has to know.
+A sequence is text with needles, followed by the same needles in another order. The model has to predict the byte after
+each ``=`` of the second part.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from torch import Tensor
 LETTERS = torch.tensor(list(b"abcdefghijklmnopqrstuvwxyz"))
 WIDTH = len("<ab=x>")
 ASK, ANSWER = WIDTH - 3, WIDTH - 2
-"""Where ``=`` and the answer stand in a needle."""
+"""Positions of ``=`` and of the answer in a needle."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """``tokens[B, S]`` bytes; ``ask[n]``: positions of the last ``=`` of each question, the answer comes next.
+    """A batch of sequences with questions.
 
-    ``answer[B, n]``: that byte; ``where[B, n]``: the position of the answer in the text; ``depth[B, n]``: its needle's number,
-    from the beginning of the text.
+    ``tokens[B, S]``: bytes. ``ask[n]``: position of the ``=`` of each question; the answer is the next byte.
+    ``answer[B, n]``: that byte. ``where[B, n]``: position of the answer in the text. ``depth[B, n]``: number of the
+    needle, counted from the beginning of the text.
     """
 
     tokens: Tensor
@@ -35,7 +37,7 @@ class Batch:
 
 
 def needles(batch: int, count: int, generator: torch.Generator) -> Tensor:
-    """``[batch, count, WIDTH]`` bytes: distinct names of two letters in a sequence, any letter as value."""
+    """Returns random needles, bytes ``[batch, count, WIDTH]``: two-letter names, distinct in a sequence; any value."""
     pairs = len(LETTERS) ** 2
     names = torch.rand(batch, pairs, generator=generator).argsort(1)[:, :count]
     made = torch.empty(batch, count, WIDTH, dtype=torch.int64)
@@ -46,7 +48,10 @@ def needles(batch: int, count: int, generator: torch.Generator) -> Tensor:
 
 
 def make(text: Tensor, batch: int, seq: int, count: int, generator: torch.Generator) -> Batch:
-    """``batch`` sequences of ``seq`` bytes with ``count`` needles each, one in every ``count``-th part of the text."""
+    """Returns ``batch`` sequences of ``seq`` bytes with ``count`` needles each, one in each of ``count`` equal parts.
+
+    Raises ValueError if ``seq`` is too short for them.
+    """
     body = seq - WIDTH * count
     part = body // count
     if part < WIDTH:

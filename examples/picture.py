@@ -1,4 +1,4 @@
-"""The picture of the training examples: two loss curves, their difference, two speeds."""
+"""The picture of the training examples: two loss curves, their difference, and two speeds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10}
 
 
 class Curve(Protocol):
-    """What is drawn of a run: nats a byte by step, tokens a second, seconds."""
+    """The data of a run that is drawn: nats per byte by step, tokens per second, seconds."""
 
     name: str
     loss: list[float]
@@ -27,7 +27,7 @@ class Curve(Protocol):
 
 
 def draw(runs: Sequence[Curve], out: pathlib.Path, title: str, subtitle: str) -> None:
-    """Write a PNG (or what ``out``'s suffix names) comparing the runs; the first is the baseline."""
+    """Draws the runs to ``out``, as PNG or in the format of its suffix. The first run is the baseline."""
     figure, panels = plt.subplot_mosaic(
         [["loss", "speed"], ["gap", "speed"]],
         figsize=(11, 5.5),

@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the sources of its standard library, split by file."""
+"""Real text that every machine with Python has: the sources of the standard library, split by file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Odd fixtures, character tables, generated text; and packages, which differ from machine to machine.
+# Skips odd fixtures, character tables, generated text, and packages, which differ between machines.
 _SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """uint8 tensors of concatenated files; no file is in both."""
+    """Two uint8 tensors of concatenated files, ``train`` and ``valid``, without a common file."""
 
     train: Tensor
     valid: Tensor
@@ -29,12 +29,12 @@ class Corpus:
 
 
 def _is_valid(name: str) -> bool:
-    # By the name's hash, not by order or a seed: the split is the same wherever the file exists.
+    # Hashing the name gives every machine the same split, whatever files it has.
     return hashlib.sha256(name.encode()).digest()[0] < 20
 
 
 def load() -> Corpus:
-    """Read ``*.py`` below the standard library's folder; about 8 % of the files are for validation."""
+    """Reads the ``*.py`` files below the standard library's folder; about 8 % of them are for validation."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for path in sorted(root.rglob("*.py")):
@@ -53,7 +53,7 @@ def load() -> Corpus:
 
 
 def batches(text: Tensor, batch: int, seq: int, count: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """``count`` pairs (inputs, targets), int64 ``[batch, seq]`` on text's device; equal for equal seeds."""
+    """Yields ``count`` pairs (inputs, targets), int64 ``[batch, seq]`` on text's device; equal for equal seeds."""
     generator = torch.Generator().manual_seed(seed)
     span = torch.arange(seq + 1)
     for _ in range(count):

@@ -1,7 +1,7 @@
-"""Train a byte-level transformer with mHC residuals on the sources of Python's standard library, twice.
+"""Trains a byte-level transformer with mHC residuals on the sources of Python's standard library, twice.
 
-Eager and ``torch.compile(model, backend="mhc_inductor")`` start from the same weights and see the same
-batches. The table and the picture at the end compare their losses and speeds.
+One run is eager; the other uses ``torch.compile(model, backend="mhc_inductor")``. Both start from the same weights and
+see the same batches. The table and the picture at the end compare their losses and speeds.
 
     python examples/train_bytes.py            # a few minutes on two CPU cores; larger sizes on a GPU
     python examples/train_bytes.py --help
@@ -26,7 +26,7 @@ DEFAULTS = {"cpu": Size(250, 128, 2, 8, 128), "cuda": Size(600, 768, 8, 16, 1024
 
 
 def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path, sample: int = 200) -> list[Run]:
-    """Train eager, then compiled; print, draw and return both runs."""
+    """Trains eager, then compiled; prints, draws and returns both runs."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def build() -> ByteTransformer:
@@ -46,7 +46,7 @@ def main(
     out: Annotated[pathlib.Path, typer.Option(help="The picture to write.")] = pathlib.Path("train_bytes.png"),
     seed: Annotated[int, typer.Option(help="Seed of weights, batches and the sample.")] = 0,
 ) -> None:
-    """Train eager and compiled from one seed on the same batches; compare losses and speeds."""
+    """Trains eager and compiled from one seed on the same batches; compares losses and speeds."""
     given = {"steps": steps, "dim": dim, "layers": layers, "batch": batch, "seq": seq}
     try:
         where, size = training.chosen(device, DEFAULTS, given)

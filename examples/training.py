@@ -1,4 +1,4 @@
-"""Train a model on bytes twice from one seed, eager and compiled, and compare losses and speeds."""
+"""Trains a model on bytes twice from one seed, eager and compiled, and compares losses and speeds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Call = Callable[[Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What one training step does; ``batch`` sequences of ``seq`` bytes."""
+    """Sizes of the model and of a run: ``steps`` steps on ``batch`` sequences of ``seq`` bytes."""
 
     steps: int
     dim: int
@@ -38,10 +38,10 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is trained: its name in titles, and what runs it.
+    """The model to train, as reports name it.
 
-    ``kernels``: part of the names of the package's GPU kernels; ``without``: what ran instead of them on a CPU;
-    ``valid_batches``: batches of one validation.
+    ``title``: its name in titles. ``kernels``: a part of the names of the package's GPU kernels. ``without``: what runs
+    instead of them on a CPU. ``valid_batches``: batches of one validation.
     """
 
     title: str
@@ -52,7 +52,7 @@ class Subject:
 
 @dataclasses.dataclass
 class Run:
-    """One training run: losses in nats a byte, times in seconds."""
+    """One training run: losses in nats per byte, times in seconds."""
 
     name: str
     loss: list[float] = dataclasses.field(default_factory=list)
@@ -67,7 +67,7 @@ class Run:
 
 
 def learning_rate(step: int, size: Size) -> float:
-    """Linear warm-up over 5 % of the steps, then a cosine to a tenth of the peak."""
+    """Returns the learning rate: linear warm-up over 5 % of the steps, then a cosine to a tenth of the peak."""
     peak = 4e-3 * math.sqrt(128 / size.dim)
     warm = max(1, size.steps // 20)
     if step < warm:
@@ -85,7 +85,7 @@ def loss_of(call: Call, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def validate(call: Call, corpus: stdlib_text.Corpus, size: Size, count: int) -> float:
-    # Gradients stay enabled: the training graph serves here too, and nothing is compiled a second time.
+    # Gradients stay enabled so that the compiled training graph is reused and nothing is compiled again.
     pairs = stdlib_text.batches(corpus.valid, size.batch, size.seq, count, seed=0)
     return sum(loss_of(call, inputs, targets).item() for inputs, targets in pairs) / count
 
@@ -100,7 +100,7 @@ def train(
     bar: Progress,
     valid_batches: int,
 ) -> Run:
-    """Train ``model`` in place through ``call`` (itself, or itself compiled) and time every step."""
+    """Trains ``model`` in place through ``call`` (the model, or the compiled model) and times every step."""
     run, device = Run(name), corpus.train.device
     task: TaskID = bar.add_task(name, total=size.steps, note="first call: compiling" if call is not model else "")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
@@ -131,13 +131,13 @@ def train(
         run.loss.append(loss.item())
         bar.update(task, advance=1, note=f"loss {run.loss[-1]:.3f}, {run.step_s[-1] * 1e3:.1f} ms a step")
     run.valid.append((size.steps, validate(call, corpus, size, valid_batches)))
-    run.compile_s -= 2 * run.median_s  # two steps' worth of work were done while compiling
+    run.compile_s -= 2 * run.median_s  # the calls that compile also do the work of two steps
     run.tokens_per_s = size.batch * size.seq / run.median_s
     return run
 
 
 def launched_kernels(call: Call, corpus: stdlib_text.Corpus, size: Size, word: str) -> dict[str, int]:
-    """Names and counts of this package's GPU kernels in one more forward and backward, from the profiler."""
+    """Returns names and counts of this package's GPU kernels in one more forward and backward, from the profiler."""
     inputs, targets = next(stdlib_text.batches(corpus.train, size.batch, size.seq, 1, seed=0))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         loss_of(call, inputs, targets).backward()
@@ -184,7 +184,7 @@ def say_what_ran(call: Call, corpus: stdlib_text.Corpus, size: Size, subject: Su
 
 @torch.no_grad()
 def continue_text(model: nn.Module, prompt: bytes, length: int, seq: int, seed: int) -> bytes:
-    """Sample ``length`` bytes after ``prompt`` (temperature 0.8) from the last ``seq`` bytes each time."""
+    """Samples ``length`` bytes after ``prompt`` (temperature 0.8), each from the last ``seq`` bytes."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
@@ -205,7 +205,7 @@ def compare(
     sample: int = 200,
     detail: str = "",
 ) -> list[Run]:
-    """Train eager, then compiled; print table, sample and what ran; draw the picture. Returns both runs."""
+    """Trains eager, then compiled; prints table, sample and kernels, draws the picture, and returns both runs."""
     corpus = stdlib_text.load()
     console.print(
         f"text: {len(corpus.train) / 1e6:.1f} MB of {corpus.train_files} files to train on, "
@@ -252,7 +252,7 @@ AnySize = TypeVar("AnySize", bound=Size)
 def chosen(
     device: str | None, defaults: Mapping[str, AnySize], given: Mapping[str, int | None]
 ) -> tuple[torch.device, AnySize]:
-    """The device of ``--device`` and its default size with what was given; raises ValueError, naming the option."""
+    """Returns the device of ``--device`` and its default size updated by ``given``; ValueError for another device."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type not in defaults:
         raise ValueError(f"--device must be cpu or cuda, got {where}")

@@ -43,7 +43,7 @@ gated_norm.register_autograd(_backward, setup_context=_setup)
 
 
 class GatedNorm:
-    """Finds the formula among products: spelling is gone in an expression's factors."""
+    """Finds the formula among products. An expression's factors are the same for every spelling."""
 
     name = "gated_norm"
 

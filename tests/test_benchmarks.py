@@ -75,7 +75,7 @@ def on_h200(result: report.Result) -> report.Result:
             if variant == "compiled" and not what.endswith("fb"):
                 continue
             row = runner.row_header(mhc.Variant(what, variant, targets.TOKENS, dim, lambda: lambda: None))
-            row.update(mhc._judge(row, timing.Timing([us - 1, us, us + 1]), 1, True))
+            row.update(mhc._figures(row, timing.Timing([us - 1, us, us + 1]), 1, True))
             made["rows"].append(row)
     made["memory"] = [
         {"variant": "ops", "dim": 4096, "bar_mb": 500.0, "peak_above_mb": 300.0, "met_bar": True},
@@ -133,7 +133,7 @@ def test_median_and_quartiles() -> None:
 
 def test_a_chain_is_divided_by_its_calls() -> None:
     row = {"floor_us": 1.0, "variant": "ops"}
-    assert mhc._judge(row, timing.Timing([40.0, 60.0]), 20, True)["median_us"] == 2.5
+    assert mhc._figures(row, timing.Timing([40.0, 60.0]), 20, True)["median_us"] == 2.5
     calls: list[int] = []
     timing.chain(lambda: calls.append(1), 20)()
     assert len(calls) == 20
@@ -319,11 +319,11 @@ def test_commit_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bars_count_on_an_h200_only() -> None:
     row = {"floor_us": 78.0, "variant": "ops", "bar_us": 160.0, "goal_us": 105.0, "best_peer_us": 190.0}
-    good = mhc._judge(row, timing.Timing([150.0]), 1, True)
+    good = mhc._figures(row, timing.Timing([150.0]), 1, True)
     assert (good["met_bar"], good["met_goal"], good["not_slower_than_best_peer"]) == (True, False, True)
-    assert mhc._judge(row, timing.Timing([math.nan]), 1, True)["met_bar"] is False
-    assert "met_bar" not in mhc._judge(row, timing.Timing([150.0]), 1, False)
-    assert "met_bar" not in mhc._judge({**row, "variant": "eager"}, timing.Timing([150.0]), 1, True)
+    assert mhc._figures(row, timing.Timing([math.nan]), 1, True)["met_bar"] is False
+    assert "met_bar" not in mhc._figures(row, timing.Timing([150.0]), 1, False)
+    assert "met_bar" not in mhc._figures({**row, "variant": "eager"}, timing.Timing([150.0]), 1, True)
 
 
 def test_one_failing_variant_keeps_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:

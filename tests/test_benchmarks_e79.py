@@ -57,7 +57,7 @@ def on_h200(result: dict[str, Any]) -> dict[str, Any]:
         for variant, us in (("ops", 0.9 * target.bar), ("compiled", 1.5 * target.bar), (targets.EAGER, 300.0)):
             row: dict[str, Any] = {"what": what, "variant": variant, "n": n, "B": 32, "T": 512}
             row |= {"dtype": "float32", "bias": "fixed"}
-            runner.judge(row, timing.Timing([512 * us]), 1)
+            runner.add_figures(row, timing.Timing([512 * us]), 1)
             made["rows"].append(row)
             made["batch"] += [{**row, "B": b} for b in targets.BATCHES if variant == "ops" and n in targets.BATCH_SIZES]
     made["memory"] = [
@@ -183,7 +183,7 @@ def test_times_are_per_step(on_h200: dict[str, Any]) -> None:
     assert row["median_us"] == pytest.approx(0.9 * 0.9) and row["met_bar"] and not row["met_goal"]
     chained: dict[str, Any] = {"what": "fwd", "variant": "ops", "n": 64, "B": 1, "T": 1, "dtype": "float32"}
     made = chained | {"bias": "fixed"}
-    object.__new__(e79.Run).judge(made, timing.Timing([40.0, 60.0]), 20)
+    object.__new__(e79.Run).add_figures(made, timing.Timing([40.0, 60.0]), 20)
     assert made["median_us"] == 2.5 and "bar_us" not in made
 
 

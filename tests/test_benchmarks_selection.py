@@ -63,7 +63,7 @@ def on_h200(result: dict[str, Any]) -> dict[str, Any]:
                 for variant, us in (("ops", 0.95 * target.bar), (targets.DENSE, target.peers[targets.DENSE])):
                     if variant == "ops" or select == "corr":
                         row = row_of(shape, select, what, variant)
-                        runner.judge(case, row, timing.Timing([us] * 4))
+                        runner.add_figures(case, row, timing.Timing([us] * 4))
                         group.append(row)
             runner.compare(case, group)
             made["rows"] += group
@@ -71,7 +71,7 @@ def on_h200(result: dict[str, Any]) -> dict[str, Any]:
         for what in ("fwd", "fb"):
             group = [row_of(Shape("x", length, 4, 16), "corr", what, v) for v in ("ops", targets.DENSE)]
             for row, us in zip(group, (length, length * length / 5000), strict=True):
-                runner.judge(
+                runner.add_figures(
                     types.SimpleNamespace(shape=Shape("x", length, 4, 16), select="corr"), row, timing.Timing([us] * 4)
                 )
             made["crossing"] += group
