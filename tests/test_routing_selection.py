@@ -358,7 +358,7 @@ def test_ranges_changed_afterwards_forbid_it() -> None:
         return F.scaled_dot_product_attention(q, k, v, mask)
 
     got, unrouted = _both(fn, *_given())
-    assert not got.ops and "changed in place" in reasons(got)
+    assert not got.ops and "written in place" in reasons(got)
     assert difference(got, unrouted) == 0.0
 
 
