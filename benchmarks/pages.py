@@ -171,7 +171,8 @@ def _counts(results: Results) -> str:
         [f"spellings: {kind}", str(spellings[kind]["checked"]), str(len(spellings[kind]["problems"]))] for kind in kinds
     ]
     lines += [["random programs, against eager", str(programs["programs"]), str(len(programs["differences"]))]]
-    lines += [["random models and formulas", str(fuzz["compiled"]), str(len(fuzz["problems"]))]]
+    earlier = "" if fuzz["routing_sha256"] == programs["routing_sha256"] else ", of an earlier routing"
+    lines += [[f"random models and formulas{earlier}", str(fuzz["compiled"]), str(len(fuzz["problems"]))]]
     return markdown(["checked", "number", "wrong"], lines)
 
 
