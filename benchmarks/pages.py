@@ -160,8 +160,11 @@ def _deepseek(results: Results) -> str:
 
 
 def _readme(results: Results) -> str:
+    picture = (
+        "![Time on one H200 of this package, torch.compile and other implementations](benchmarks/results/overview.png)"
+    )
     parts = [make(results) for make in (_deepseek, _mhc, _e79, _selection)]
-    return "\n\n".join([*parts, f"\\* {SEPARATELY} on the same kind of GPU, with the projects' own code."])
+    return "\n\n".join([picture, *parts, f"\\* {SEPARATELY} on the same kind of GPU, with the projects' own code."])
 
 
 def _counts(results: Results) -> str:
