@@ -18,10 +18,10 @@ except ImportError as e:
     sys.exit(f"the benchmarks need typer, rich and matplotlib: {e}")
 
 from . import report
+from .pages import RESULTS
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 console = Console(width=None if sys.stdout.isatty() else 140)
-RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 KEPT = pathlib.Path(tempfile.gettempdir(), "mhc_inductor_deepseek_v4")
 
 

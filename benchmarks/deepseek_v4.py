@@ -143,7 +143,7 @@ class Driver:
 
     def stamp(self, job: Job) -> dict[str, Any]:
         """Returns the stamp a kept row must carry to be reused: job, hash of the sources, commit."""
-        return {"job": dataclasses.asdict(job), "sources": environment.sources_hash(), **environment.commit()}
+        return {"job": dataclasses.asdict(job), "sources": environment.source_hash(), **environment.commit()}
 
     def kept(self, job: Job) -> dict[str, Any] | None:
         path = self.folder / f"{job.name}.json"

@@ -23,6 +23,7 @@ from . import accuracy, e79_cases, e79_rollup, running, timing
 from . import e79_targets as targets
 from .e79_cases import Case, make_case
 from .e79_report import plot, table
+from .running import CPU_NOTICE
 
 GPU_PARTS = ("speed", "batch", "further", "decode", "memory", "accuracy", "determinism")
 CPU_PARTS = ("cpu", "rollup")
@@ -31,7 +32,6 @@ ROUNDS, CPU_ROUNDS, LOOP_ROUNDS = 40, 10, 3
 DECODE_CHAIN = 20
 LOOP_STEPS = 64
 ACCURACY_STEPS, ACCURACY_BATCH = 128, 4
-CPU_NOTICE = "CPU run, wall-clock times: not representative of a GPU."
 LISTS = ("rows", "batch", "further", "decode", "memory", "accuracy", "determinism", "cpu", "rollup")
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
-import pathlib
 import platform
 import subprocess
 from typing import Any
 
 import torch
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from .source_hash import ROOT, source_hash
 
 
 def _output(*command: str) -> str | None:
@@ -32,14 +31,6 @@ def commit() -> dict[str, Any]:
     # The results that a run writes do not make the tree dirty.
     status = _output("git", "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
     return {"commit": head, "dirty": bool(status)}
-
-
-def sources_hash() -> str | None:
-    try:
-        from .source_hash import source_hash
-    except ImportError:
-        return None
-    return source_hash()
 
 
 def versions() -> dict[str, str | None]:
@@ -87,7 +78,7 @@ def header(device: torch.device) -> dict[str, Any]:
         "operator": "mhc",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         **commit(),
-        "kernel_sources_sha256": sources_hash(),
+        "kernel_sources_sha256": source_hash(),
         "device": device_facts(device),
         "versions": versions(),
     }

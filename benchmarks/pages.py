@@ -11,14 +11,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from .e79_targets import AUTHORS
+from .imports import diagram
 from .report import markdown
+from .selection_targets import DENSE, FLA
+from .source_hash import ROOT
 from .targets import COMPILE, EAGER, SEPARATELY
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = RESULTS / "overview.png"
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
-CUDNN, FLA, AUTHORS = "dense causal SDPA (cuDNN)", "flash-linear-attention", "the authors' CUDA"
 
 Row = dict[str, Any]
 Results = Callable[[str], dict[str, Any]]
@@ -55,12 +57,10 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _us(rows: Sequence[Row], **where: Any) -> str:
-    return _short(_row(rows, **where)["median_us"])
-
-
-def _ms(rows: Sequence[Row], **where: Any) -> str:
-    return _short(_row(rows, **where)["median_us"] / 1e3)
+def _by_variant(rows: Sequence[Row], case: str, what: str) -> dict[str, float]:
+    """Returns the times in ms of one case of selection attention by implementation, without its version."""
+    of = [r for r in rows if (r["case"], r["select"], r["what"]) == (case, "corr", what) and "median_ms" in r]
+    return {r["variant"].partition(" 0.")[0]: r["median_ms"] for r in of}
 
 
 def _measured(result: dict[str, Any]) -> str:
@@ -120,12 +120,8 @@ def _selection(results: Results) -> str:
     }
     lines = []
     for case, shape in shapes.items():
-        rows = [r for r in result["rows"] if r["case"] == case and r["select"] == "corr" and "median_ms" in r]
-        cells = [shape]
-        for variant in ("ops", CUDNN, FLA):
-            of = {r["what"]: r["median_ms"] for r in rows if r["variant"].partition(" 0.")[0] == variant}
-            cells.append(" / ".join(_short(of[what]) for what in ("fwd", "fb") if what in of))
-        lines.append(cells)
+        times = [_by_variant(result["rows"], case, what) for what in ("fwd", "fb")]
+        lines.append([shape, *(" / ".join(_short(t[v]) for t in times if v in t) for v in ("ops", DENSE, FLA))])
     headings = [
         "selection attention, ms: forward / with gradients",
         "this package",
@@ -180,8 +176,6 @@ def _counts(results: Results) -> str:
 
 
 def _imports(results: Results) -> str:
-    from .imports import diagram
-
     return f"```mermaid\n{diagram(ROOT)}\n```"
 
 
@@ -221,14 +215,10 @@ def groups(results: Results = read) -> Iterator[tuple[str, list[tuple[str, float
             ("authors' CUDA*", step["measured_separately_us"][AUTHORS], "µs a step"),
         ],
     )
-    c1 = {
-        r["variant"].partition(" 0.")[0]: r["median_ms"]
-        for r in attention["rows"]
-        if (r["case"], r["select"], r["what"]) == ("c1", "corr", "fb")
-    }
+    c1 = _by_variant(attention["rows"], "c1", "fb")
     yield (
         "selection attention, forward and backward, 16384 tokens",
-        [("this package", c1["ops"], "ms"), ("dense, cuDNN", c1[CUDNN], "ms"), (FLA, c1[FLA], "ms")],
+        [("this package", c1["ops"], "ms"), ("dense, cuDNN", c1[DENSE], "ms"), (FLA, c1[FLA], "ms")],
     )
 
 

@@ -17,6 +17,7 @@ from . import environment, timing
 
 BARS_DEVICE = "H200"
 """Absolute times are compared with bars only on this GPU."""
+CPU_NOTICE = "CPU run, wall-clock times: not representative of a GPU."
 REPLAYED = "CUDA-graph replay, L2 flushed before each"
 
 

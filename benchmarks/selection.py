@@ -21,6 +21,7 @@ from . import accuracy, running, selection_layer, selection_warm, timing
 from . import selection_cases as cases
 from . import selection_peers as peers
 from . import selection_targets as targets
+from .running import CPU_NOTICE
 from .selection_cases import Case, make_case
 from .selection_report import plot, plot_crossing, table
 from .selection_targets import Shape
@@ -38,7 +39,6 @@ TIMES = {
     targets.GATHER: "times_gather",
     targets.MASKED: "times_masked",
 }
-CPU_NOTICE = "CPU run, wall-clock times: not representative of a GPU."
 LISTS = ("rows", "crossing", "errors", "determinism", "memory", "layers", "cpu")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -50,10 +50,10 @@ def speed_section(result: Result) -> Section:
     for r in result["rows"]:
         time, quartiles, note = _timed(r)
         separate = "; ".join(f"{name} {_time(us)}" for name, us in r.get("measured_separately_us", {}).items())
-        bars_apply = [_time(r.get("bar_us")), _time(r.get("goal_us")), verdict(r)]
+        verdicts = [_time(r.get("bar_us")), _time(r.get("goal_us")), verdict(r)]
         others = [_times(r, k) for k in ("times_dense", "times_fla", "times_gather")]
         note = "; ".join(filter(None, (note, separate and f"{SEPARATELY}: {separate}")))
-        rows.append([*_shape(r), _title(r), time, quartiles, *bars_apply, *others, note])
+        rows.append([*_shape(r), _title(r), time, quartiles, *verdicts, *others, note])
     headings = ["case", "selection", "S", "S_kv", "G x h", "", "implementation", "time", "quartiles", "bar", "goal", ""]
     headings += ["x dense", "x fla", "x gather", "note"]
     return "Speed: bf16, D = 128 (x dense: how many times faster than dense attention of the same run)", headings, rows

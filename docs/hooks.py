@@ -10,18 +10,15 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-OUTSIDE = ("CONTRIBUTING.md", "examples/README.md", "benchmarks/results/*.md", "benchmarks/results/*.png")
+_PATTERNS = ("CONTRIBUTING.md", "examples/README.md", "benchmarks/results/*.md", "benchmarks/results/*.png")
+OUTSIDE = {p.relative_to(ROOT).as_posix(): p for pattern in _PATTERNS for p in sorted(ROOT.glob(pattern))}
+"""Files by their path in the site, which is their path in the checkout."""
 _LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)#]+)")
-
-
-def _outside() -> dict[str, pathlib.Path]:
-    """Returns the files by their path in the site: the path in the checkout."""
-    return {p.relative_to(ROOT).as_posix(): p for pattern in OUTSIDE for p in sorted(ROOT.glob(pattern))}
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages and pictures that stand outside the folder of the documentation."""
-    for name, path in _outside().items():
+    for name, path in OUTSIDE.items():
         files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
@@ -29,7 +26,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Turns links between places of the checkout into links inside the site."""
     here = posixpath.dirname(page.file.src_uri)
-    base = here if page.file.src_uri in _outside() else posixpath.join("docs", here)
+    base = here if page.file.src_uri in OUTSIDE else posixpath.join("docs", here)
 
     def moved(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(base, match.group(2))).removeprefix("docs/")

@@ -6,7 +6,7 @@ import gc
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -84,6 +84,27 @@ def pytest_collection_finish() -> None:
 def pytest_report_header() -> str:
     where = torch.cuda.get_device_name() if GPU else "Triton's interpreter, on the CPU; tests marked gpu are deselected"
     return f"mhc_inductor: kernels run on {where}"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Prepares the backend "mhc_inductor" as users call it, with AOTAutograd in place of Inductor."""
+    import torch._inductor.compile_fx as module
+    from torch._dynamo.backends.debugging import aot_eager
+
+    import mhc_inductor
+
+    mhc_inductor.enable()
+    mhc_inductor.disable()
+
+    def compile_fx(gm: Any, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return aot_eager(gm, example_inputs)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    yield
+    mhc_inductor.disable()
+    torch._dynamo.reset()
 
 
 @pytest.fixture

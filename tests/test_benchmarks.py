@@ -305,7 +305,7 @@ def test_a_run_has_every_part(result: report.Result) -> None:
 
 
 def test_a_run_says_what_it_measured(result: report.Result) -> None:
-    assert result["kernel_sources_sha256"] == environment.sources_hash()
+    assert result["kernel_sources_sha256"] == environment.source_hash()
     assert result["versions"]["torch"] == torch.__version__
     assert result["settings"]["seed"] == 5
     assert result["settings"]["float32_matmul_precision"] == "highest"

@@ -209,7 +209,7 @@ def test_no_verdict_on_a_cpu():
     made = settings(variants=("eager", "mhc_inductor"))
     result = deepseek_v4.gather(made, made_rows())
     assert result["verdicts"] == []
-    assert result["kernel_sources_sha256"] == environment.sources_hash()
+    assert result["kernel_sources_sha256"] == environment.source_hash()
     assert result["versions"]["transformers"]
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
 
 import mhc_inductor
 from mhc_inductor.routing.operators.e79.step import Recogniser as Steps
@@ -46,23 +45,6 @@ from tests.laws import (
 )
 
 INF = float("-inf")
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Prepares the backend "mhc_inductor" as users call it, with AOTAutograd in place of Inductor."""
-    import torch._inductor.compile_fx as module
-
-    mhc_inductor.enable()
-    mhc_inductor.disable()
-
-    def compile_fx(gm: Any, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return aot_eager(gm, example_inputs)
-
-    torch._dynamo.reset()
-    monkeypatch.setattr(module, "compile_fx", compile_fx)
-    yield
-    torch._dynamo.reset()
 
 
 def _grads(call: Callable[..., Any], p: Leaves) -> list[Tensor]:

@@ -6,16 +6,13 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.backends.debugging import aot_eager
 
-import mhc_inductor
-import mhc_inductor.routing
 from benchmarks import deepseek_model, pages
 
 ROOT = pages.ROOT
@@ -55,23 +52,6 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {"README.md": _readme, "docs/ro
 WITH_CODE = [p for p in PAGES if CODE.search((ROOT / p).read_text())]
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """AOTAutograd in the place of Inductor: the code of a page is tested here, not the code that Inductor makes."""
-    import torch._inductor.compile_fx as module
-
-    def compile_fx(gm: Any, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return aot_eager(gm, example_inputs)
-
-    torch._dynamo.reset()
-    mhc_inductor.enable()
-    mhc_inductor.disable()
-    monkeypatch.setattr(module, "compile_fx", compile_fx)
-    yield
-    mhc_inductor.disable()
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_the_code_of_a_page_runs(page: str, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks run one after the other, as a reader would run them."""
@@ -79,8 +59,9 @@ def test_the_code_of_a_page_runs(page: str, quick: None, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, module.__name__, module)
     names = vars(module)
     names.update(GIVEN.get(page, dict)())
-    for match in CODE.finditer((ROOT / page).read_text()):
-        line = (ROOT / page).read_text()[: match.start()].count("\n") + 1
+    text = (ROOT / page).read_text()
+    for match in CODE.finditer(text):
+        line = text[: match.start()].count("\n") + 1
         exec(compile("\n" * line + match.group(1), str(ROOT / page), "exec"), names)
 
 

@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pages import pages
 from benchmarks.source_hash import FOLDERS, ROOT, ROUTING, source_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_YET = RESULTS / "NOT_YET_MEASURED.md"
 NOT_COUNTED = RESULTS / "NOT_YET_COUNTED.md"
 COUNTS = ("routing_fuzz.json", "routing_spellings.json")
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.md")])
+PAGES = [*pages(), *sorted((ROOT / "examples").glob("*.md"))]
 MARK = re.compile(r"<!--\s*from:(.*?)-->", re.DOTALL)
 # Matches numbers; the last one before the mark counts. A sign, a range's dash or a unit may stand around it.
 NUMBER = re.compile(r"(?<![\w.])[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*\d)")
@@ -83,6 +84,12 @@ def wrong_numbers(page: str, root: pathlib.Path) -> list[str]:
     return wrong
 
 
+def _read_note(note: pathlib.Path, digest: str) -> tuple[bool, bool]:
+    """Returns whether a note names the hash, and whether it gives a reason."""
+    text = note.read_text() if note.exists() else ""
+    return digest in text, len(text.replace(digest, "").split()) >= 8
+
+
 def problems(results: pathlib.Path, tree: str) -> list[str]:
     """Returns one line for each reason why ``results`` do not match the sources with hash ``tree``."""
     found, measured = [], False
@@ -96,16 +103,16 @@ def problems(results: pathlib.Path, tree: str) -> list[str]:
         elif result["device"]["type"] == "cuda" and not file.stem.endswith("-partial"):
             measured |= result["kernel_sources_sha256"] == tree
     note = results / NOT_YET.name
+    named, why = _read_note(note, tree)
     if measured and note.exists():
         found.append(f"{note.name} is there though the sources are measured: delete it")
     if not measured:
-        text = note.read_text() if note.exists() else ""
-        if tree not in text:
+        if not named:
             found.append(
                 f"no results of a GPU have this tree's hash, {tree}: run python -m benchmarks mhc on a GPU, "
                 f"or name the hash and the reason in {note.name}"
             )
-        elif len(text.replace(tree, "").split()) < 8:
+        elif not why:
             found.append(f"{note.name} names the hash but no reason")
     return found
 
@@ -118,10 +125,9 @@ def uncounted(results: pathlib.Path, routing: str) -> list[str]:
     ]
     old = [name for name, of in counted.items() if of != routing]
     note = results / NOT_COUNTED.name
-    text = note.read_text() if note.exists() else ""
-    if not old and text:
+    if not old and note.exists():
         found.append(f"{note.name} is there though everything is counted: delete it")
-    if old and (routing not in text or len(text.replace(routing, "").split()) < 8):
+    if old and not all(_read_note(note, routing)):
         found.append(
             f"{', '.join(old)}: of another routing than {routing}: run python -m tests.all_spellings and "
             f"tests.fuzz_routing, or name the hash and the reason in {note.name}"
