@@ -32,6 +32,8 @@ _PLANS = {
     "e79_scan_backward": "e79.plan",
     "selection_attention": "selection.plan",
     "selection_attention_backward": "selection.backward_plan",
+    "selection_list_attention": "selection.lists_plan",
+    "selection_list_attention_backward": "selection.lists_plan",
     "selection_blocks": "selection.blocks_plan",
 }
 OPS = tuple(_PLANS)

@@ -51,6 +51,7 @@ class EagerBuilder:
 
     f32 = torch.float32
     bf16 = torch.bfloat16
+    i16 = torch.int16
     i32 = torch.int32
     i64 = torch.int64
 

@@ -1,0 +1,140 @@
+"""dK and dV of selection attention over lists of keys.
+
+For a chunk of queries: the rows that each pair of query and key adds to dK and dV, then their sum over the queries of
+each key, one after the other in the order of the queries. The sums are therefore the same for any size of the chunks.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _product(
+    factor_ptr, row_ptr, rows_at, head0, j, n, d, N, acc, H: tl.constexpr, D: tl.constexpr, HB: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """Adds factor[heads, j].T @ row[heads, d] to acc."""
+    head = head0 + tl.arange(0, HB)
+    live = head < H
+    f = tl.load(factor_ptr + (head * N)[:, None] + j[None, :], mask=live[:, None] & (j < n)[None, :], other=0.0)
+    x = tl.load(row_ptr + rows_at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+    return tl.dot(tl.trans(f), x, acc, input_precision=PREC)
+
+
+@triton.jit(do_not_specialize=["S", "G", "first", "rows", "sqb", "sqs", "sqg", "sqh"])
+def selection_list_rows(
+    dout_ptr, q_ptr, p_ptr, ds_ptr, counts_ptr, part_k_ptr, part_v_ptr, S, G, N, first, rows, sqb, sqs, sqg, sqh,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr,
+    DC: tl.constexpr, NKC: tl.constexpr, NVC: tl.constexpr, SHARED: tl.constexpr, DOUT: tl.constexpr,
+    ALIGN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Computes part_k[B, G, rows, N, DK] = ds.T @ q and part_v[B, G, rows, N, DV] = p.T @ dout over the heads.
+
+    SHARED: part_v is added to the first DV columns of part_k. Programs [B, G, rows, key tiles] x [columns of part_k,
+    then of part_v].
+    """
+    pid = tl.program_id(0)
+    TILES = (N + BN - 1) // BN
+    j = pid % TILES * BN + tl.arange(0, BN)
+    line = (pid // TILES).to(tl.int64)
+    bg = line // rows
+    b = bg // G
+    g = bg % G
+    s = first + line % rows
+    row = (b * S + s) * G + g
+    n = tl.load(counts_ptr + row)
+    if pid % TILES * BN < n:
+        column = tl.program_id(1)
+        acc = tl.zeros((BN, DC), tl.float32)
+        factors = line * (H * N)
+        heads = tl.arange(0, HB)
+        if column < NKC:
+            d = column * DC + tl.arange(0, DC)
+            q_base = q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s * sqs, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
+            for head0 in tl.static_range(0, H, HB):
+                q_at = (head0 + heads).to(tl.int64) * tl.multiple_of(tl.cast(sqh, tl.int64), ALIGN)
+                acc = _product(ds_ptr + factors, q_base, q_at, head0, j, n, d, N, acc, H, DK, HB, PREC)
+                if SHARED and DOUT:
+                    do_at = (row * H + head0 + heads) * DV
+                    acc = _product(p_ptr + factors, dout_ptr, do_at, head0, j, n, d, N, acc, H, DV, HB, PREC)
+            to = part_k_ptr + ((line * N + j) * DK)[:, None] + d[None, :]
+            tl.store(to, acc, mask=(j < n)[:, None] & (d < DK)[None, :])
+        else:
+            d = (column - NKC) * DC + tl.arange(0, DC)
+            for head0 in tl.static_range(0, H, HB):
+                do_at = (row * H + head0 + heads) * DV
+                acc = _product(p_ptr + factors, dout_ptr, do_at, head0, j, n, d, N, acc, H, DV, HB, PREC)
+            to = part_v_ptr + ((line * N + j) * DV)[:, None] + d[None, :]
+            tl.store(to, acc, mask=(j < n)[:, None] & (d < DV)[None, :])
+
+
+@triton.jit(do_not_specialize=["S", "S_kv", "G", "CQ", "first", "rows"])
+def selection_list_slots(
+    keys_ptr, counts_ptr, slots_ptr, S, S_kv, G, N, CQ, first, rows, NB: tl.constexpr
+):  # fmt: skip
+    """Writes slots[B, G, S_kv, CQ]: for a key and a query of the chunk, 1 + the key's place in the query's list.
+
+    slots must be 0 before. Programs [B, G, rows].
+    """
+    line = tl.program_id(0).to(tl.int64)
+    bg = line // rows
+    local = line % rows
+    row = (bg // G * S + first + local) * G + bg % G
+    n = tl.load(counts_ptr + row)
+    for start in range(0, n, NB):
+        j = start + tl.arange(0, NB)
+        key = tl.load(keys_ptr + row * N + j, mask=j < n, other=0)
+        tl.store(slots_ptr + (bg * S_kv + key) * CQ + local, (j + 1).to(tl.int16), mask=j < n)
+
+
+@triton.jit(do_not_specialize=["units", "CQ"])
+def selection_list_invert(
+    slots_ptr, inverse_ptr, sizes_ptr, units, N, CQ, CP: tl.constexpr, KB: tl.constexpr
+):  # fmt: skip
+    """Computes inverse[B, G, S_kv, CQ] from slots: query * N + place of the pairs of each key, in query order.
+
+    sizes[B, G, S_kv] is their number; units is B * G * S_kv. One program: KB keys.
+    """
+    unit = tl.program_id(0).to(tl.int64) * KB + tl.arange(0, KB)
+    c = tl.arange(0, CP)
+    at = (unit * CQ)[:, None] + c[None, :]
+    slot = tl.load(slots_ptr + at, mask=(unit < units)[:, None] & (c < CQ)[None, :], other=0).to(tl.int32)
+    some = slot > 0
+    rank = tl.cumsum(some.to(tl.int32), axis=1)
+    tl.store(inverse_ptr + (unit * CQ)[:, None] + rank - 1, c[None, :] * N + slot - 1, mask=some)
+    tl.store(sizes_ptr + unit, tl.max(rank, axis=1), mask=unit < units)
+
+
+@triton.jit(do_not_specialize=["S_kv", "CQ", "rows"])
+def selection_list_sum(
+    part_ptr, inverse_ptr, sizes_ptr, acc_ptr, out_ptr, S_kv, N, CQ, rows,
+    D: tl.constexpr, DC: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Adds the rows part[B, G, rows, N, D] of each key to acc[B, G, S_kv, D], which starts at 0 (FIRST).
+
+    LAST: writes out[B, G, S_kv, D] instead. Programs [B, G, S_kv] x blocks of DC columns.
+    """
+    unit = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * DC + tl.arange(0, DC)
+    inside = d < D
+    size = tl.load(sizes_ptr + unit)
+    base = part_ptr + unit // S_kv * (rows * D) * N + d
+    entries = inverse_ptr + unit * CQ
+    to = unit * D + d
+    if FIRST:
+        acc = tl.zeros((DC,), tl.float32)
+    else:
+        acc = tl.load(acc_ptr + to, mask=inside, other=0.0)
+    for start in range(0, size, UNROLL):
+        x = ()
+        for i in tl.static_range(UNROLL):
+            there = start + i < size
+            at = tl.load(entries + start + i, mask=there, other=0).to(tl.int64)
+            x = x + (tl.load(base + at * D, mask=inside & there, other=0.0),)
+        for i in tl.static_range(UNROLL):
+            acc += x[i]
+    if LAST:
+        tl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        tl.store(acc_ptr + to, acc, mask=inside)

@@ -1,0 +1,97 @@
+"""dQ of selection attention over lists of keys, and the factors of dK and dV."""
+
+import triton
+import triton.language as tl
+
+from .list_tiles import list_place, share, store_tiles, tile_at, tiles_at, zero_tiles
+
+
+@triton.jit(do_not_specialize=[
+    "S", "G", "first", "rows", "NS", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn",
+])  # fmt: skip
+def selection_list_dq(
+    dout_ptr, q_ptr, k_ptr, v_ptr, keys_ptr, counts_ptr, lse2_ptr, delta_ptr, dq_ptr, part_ptr, p_ptr, ds_ptr, scale,
+    S, G, N, first, rows, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KM: tl.constexpr, VM: tl.constexpr, MC: tl.constexpr,
+    KT: tl.constexpr, VT: tl.constexpr, HELD: tl.constexpr, SHARED: tl.constexpr, HB: tl.constexpr,
+    BN: tl.constexpr, DOUT: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Computes dq[B, S, G, H, DK] of ``rows`` queries from ``first`` on, from dout[B, S, G, H, DV], lse2 and delta.
+
+    It also writes p[B, G, rows, H, N] (with DOUT) and ds[B, G, rows, H, N], the softmax's weights and the scaled
+    gradients of the scores, rounded to the dtype of the products. With several splits it writes part[B, G, rows, NS, H,
+    DK] in place of dq. lse2: log2 of the denominator, inf for no keys. One program: as in the forward.
+    """
+    HN: tl.constexpr = (H + HB - 1) // HB
+    bg, local, hb, split = list_place(NS, rows, HN)
+    s = first + local
+    b = bg // G
+    g = bg % G
+    row = (b * S + s) * G + g
+    head = hb * HB + tl.arange(0, HB)
+    live = head < H
+    q_base = q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s * sqs, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
+    q_at = head.to(tl.int64) * tl.multiple_of(tl.cast(sqh, tl.int64), ALIGN)
+    if HELD:
+        q = tiles_at(q_base, q_at, live, DK, KM, MC, KT)
+    at = row * H + head
+    if DOUT and HELD:
+        do = tiles_at(dout_ptr, at * DV, live, DV, VM, MC, VT)
+    lse2 = tl.load(lse2_ptr + at, mask=live, other=float("inf"))
+    delta = tl.load(delta_ptr + at, mask=live, other=0.0)
+    n = tl.load(counts_ptr + row)
+    begin, end = share(n, split, NS)
+    keys_row = keys_ptr + row * N
+    factors = ((bg * rows + local) * H + head) * N
+    k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
+    v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
+    skn = tl.multiple_of(tl.cast(skn, tl.int64), ALIGN)
+    svn = tl.multiple_of(tl.cast(svn, tl.int64), ALIGN)
+    scale = tl.cast(scale, tl.float32)
+    qk = scale * 1.4426950408889634
+    i = tl.arange(0, BN)
+    acc = zero_tiles(HB, KM, MC, KT)
+    key = tl.load(keys_row + begin + i, mask=begin + i < end, other=0)
+    for start in range(begin, end, BN):
+        mask = start + i < end
+        k_at = key.to(tl.int64) * skn
+        v_at = key.to(tl.int64) * svn
+        key = tl.load(keys_row + start + BN + i, mask=start + BN + i < end, other=0)
+        # Always true: a separate mask keeps the compiler from holding the first read in registers or shared memory.
+        again = live & (start < end)
+        x = tl.zeros((HB, BN), tl.float32)
+        ks = ()
+        for c in tl.static_range(KM + (KT > 0)):
+            k = tile_at(k_base, k_at, mask, c, DK, KM, MC, KT)
+            if HELD:
+                ks = ks + (k,)
+            qc = q[c] if HELD else tile_at(q_base, q_at, again, c, DK, KM, MC, KT)
+            x = tl.dot(qc, tl.trans(k), x, input_precision=PREC)
+        p = tl.exp2(x * qk - lse2[:, None])
+        y = tl.zeros((HB, BN), tl.float32)
+        if DOUT:
+            for c in tl.static_range(VM + (VT > 0)):
+                if SHARED and HELD:
+                    v = ks[c]
+                else:
+                    v = tile_at(v_base, v_at, mask, c, DV, VM, MC, VT)
+                dc = do[c] if HELD else tile_at(dout_ptr, at * DV, again, c, DV, VM, MC, VT)
+                y = tl.dot(dc, tl.trans(v), y, input_precision=PREC)
+        ds = tl.where(mask[None, :], p * (y - delta[:, None]), 0.0)
+        to = factors[:, None] + (start + i)[None, :]
+        inside = live[:, None] & mask[None, :]
+        tl.store(ds_ptr + to, (ds * scale).to(ds_ptr.dtype.element_ty), mask=inside)
+        if DOUT:
+            tl.store(p_ptr + to, p.to(p_ptr.dtype.element_ty), mask=inside)
+        old = acc
+        acc = ()
+        for c in tl.static_range(KM + (KT > 0)):
+            k = ks[c] if HELD else tile_at(k_base, k_at, mask & (start < end), c, DK, KM, MC, KT)
+            acc = acc + (tl.dot(ds.to(k.dtype), k, old[c], input_precision=PREC),)
+
+    factor = tl.full((HB,), 1.0, tl.float32) * scale
+    if NS == 1:
+        store_tiles(dq_ptr, at * DK, live, acc, factor, DK, KM, MC, KT)
+    else:
+        to = (row * NS + split) * H + head
+        store_tiles(part_ptr, to * DK, live, acc, factor, DK, KM, MC, KT)

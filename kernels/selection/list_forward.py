@@ -1,0 +1,91 @@
+"""The forward of selection attention over lists of keys."""
+
+import triton
+import triton.language as tl
+
+from .list_tiles import list_place, share, store_tiles, tile_at, tiles_at, zero_tiles
+
+
+@triton.jit(do_not_specialize=["S", "G", "NS", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn"])
+def selection_list_forward(
+    q_ptr, k_ptr, v_ptr, keys_ptr, counts_ptr, sink_ptr, o_ptr, lse_ptr, part_ptr, plse_ptr, scale, S, G, N, NS,
+    sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KM: tl.constexpr, VM: tl.constexpr, MC: tl.constexpr,
+    KT: tl.constexpr, VT: tl.constexpr, HELD: tl.constexpr, SHARED: tl.constexpr, HB: tl.constexpr,
+    BN: tl.constexpr, SINK: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Computes o[B, S, G, H, DV] and lse[B, S, G, H] from q[B, S, G, H, DK], k, v[B, G, S_kv, D] and keys[B, S, G, N].
+
+    SHARED: v is the first DV columns of k, which are read once. With several splits it writes normalised part[B, S, G,
+    NS, H, DV] and plse[B, S, G, NS, H] in log2 units instead. One program: one split of one query's keys, HB heads.
+    """
+    HN: tl.constexpr = (H + HB - 1) // HB
+    bg, s, hb, split = list_place(NS, S, HN)
+    b = bg // G
+    g = bg % G
+    row = (b * S + s) * G + g
+    head = hb * HB + tl.arange(0, HB)
+    live = head < H
+    q_base = q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s * sqs, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
+    q_at = head.to(tl.int64) * tl.multiple_of(tl.cast(sqh, tl.int64), ALIGN)
+    if HELD:
+        q = tiles_at(q_base, q_at, live, DK, KM, MC, KT)
+    n = tl.load(counts_ptr + row)
+    begin, end = share(n, split, NS)
+    keys_row = keys_ptr + row * N
+    k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
+    v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
+    skn = tl.multiple_of(tl.cast(skn, tl.int64), ALIGN)
+    svn = tl.multiple_of(tl.cast(svn, tl.int64), ALIGN)
+    qk = tl.cast(scale, tl.float32) * 1.4426950408889634
+    i = tl.arange(0, BN)
+    m = tl.full((HB,), float("-inf"), tl.float32)
+    norm = tl.zeros((HB,), tl.float32)
+    acc = zero_tiles(HB, VM, MC, VT)
+    # Keys are loaded one tile ahead of the rows that they name.
+    key = tl.load(keys_row + begin + i, mask=begin + i < end, other=0)
+    for start in range(begin, end, BN):
+        mask = start + i < end
+        k_at = key.to(tl.int64) * skn
+        v_at = key.to(tl.int64) * svn
+        key = tl.load(keys_row + start + BN + i, mask=start + BN + i < end, other=0)
+        # Always true: a separate mask keeps the compiler from holding the first read in registers or shared memory.
+        again = live & (start < end)
+        x = tl.zeros((HB, BN), tl.float32)
+        ks = ()
+        for c in tl.static_range(KM + (KT > 0)):
+            k = tile_at(k_base, k_at, mask, c, DK, KM, MC, KT)
+            if SHARED and c < VM:
+                ks = ks + (k,)
+            qc = q[c] if HELD else tile_at(q_base, q_at, again, c, DK, KM, MC, KT)
+            x = tl.dot(qc, tl.trans(k), x, input_precision=PREC)
+        x = tl.where(mask[None, :], x * qk, float("-inf"))
+        m_new = tl.maximum(m, tl.max(x, axis=1))
+        # Nothing but -inf so far: exp2(-inf - 0) = 0.
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(x - safe[:, None])
+        alpha = tl.exp2(m - safe)
+        norm = norm * alpha + tl.sum(p, axis=1)
+        old = acc
+        acc = ()
+        for c in tl.static_range(VM + (VT > 0)):
+            v = ks[c] if SHARED else tile_at(v_base, v_at, mask, c, DV, VM, MC, VT)
+            acc = acc + (tl.dot(p.to(v.dtype), v, old[c] * alpha[:, None], input_precision=PREC),)
+        m = m_new
+
+    lse = tl.where(norm == 0.0, float("-inf"), m + tl.log2(norm))
+    if NS == 1:
+        factor = tl.full((HB,), 1.0, tl.float32)
+        if SINK:
+            sink = tl.load(sink_ptr + g * H + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.maximum(m, sink)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            factor = tl.exp2(m - top)
+            norm = norm * factor + tl.exp2(sink - top)
+        to = row * H + head
+        store_tiles(o_ptr, to * DV, live, acc, factor / tl.where(norm == 0.0, 1.0, norm), DV, VM, MC, VT)
+        tl.store(lse_ptr + to, lse * 0.6931471805599453, mask=live)
+    else:
+        to = (row * NS + split) * H + head
+        store_tiles(part_ptr, to * DV, live, acc, 1.0 / tl.where(norm == 0.0, 1.0, norm), DV, VM, MC, VT)
+        tl.store(plse_ptr + to, lse, mask=live)

@@ -1,0 +1,66 @@
+"""Canonical lists of keys: for each query the distinct keys that it selects and sees, in increasing order."""
+
+import triton
+import triton.language as tl
+
+from .pieces import query_bounds
+
+# The id of a key that queries of every segment see: ops/segments.py.
+ANY = tl.constexpr(-2147483648)
+
+
+@triton.jit
+def _before(p1, m1, p2, m2):
+    """Combines running maxima: p of all elements before, m including the element."""
+    return tl.maximum(m1, p2), tl.maximum(m1, m2)
+
+
+@triton.jit
+def _fresh(key, NP: tl.constexpr):
+    """Returns whether each of key [1, NP] is above all keys before it. A key of -1 never is."""
+    none = tl.full((1, NP), -1, tl.int32)
+    before, _ = tl.associative_scan((none, key), 1, _before)
+    return key > before
+
+
+@triton.jit
+def _store(keys_row, key, keep, NP: tl.constexpr):
+    """Stores the keys to keep next to each other; returns their number."""
+    rank = tl.cumsum(keep.to(tl.int32), axis=1)
+    tl.store(keys_row + rank - 1, key, mask=keep)
+    return tl.max(tl.max(rank, axis=1), axis=0)
+
+
+@triton.jit(do_not_specialize=["S", "S_kv", "G", "NSEQ", "NI"])
+def selection_list_keys(
+    indices_ptr, cu_q_ptr, cu_k_ptr, seg_q_ptr, seg_k_ptr, keys_ptr, counts_ptr, S, S_kv, G, NSEQ, NI, N,
+    NP: tl.constexpr, VARLEN: tl.constexpr, SEG: tl.constexpr,
+):  # fmt: skip
+    """Computes keys[B, S, G, N], of which counts[B, S, G] are written, from indices[B, S, G, NI].
+
+    Dropped are positions outside the query's own sequence, keys of other segments and repeated keys. One program: one
+    row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    s = (row // G % S).to(tl.int32)
+    b = row // G // S
+    i = tl.arange(0, NP)[None, :]
+    lo, hi = query_bounds(tl.zeros((1,), tl.int32) + s, cu_q_ptr, cu_k_ptr, NSEQ, S_kv, VARLEN)
+    lo = lo[:, None]
+    index = tl.load(indices_ptr + row * NI + i, mask=i < NI, other=-1)
+    # Compared in the input's own dtype, because int64 values may not fit into 32 bits.
+    seen = (index >= 0) & (index < hi[:, None] - lo)
+    key = tl.where(seen, index.to(tl.int32) + lo, -1)
+    if SEG:
+        mine = tl.load(seg_q_ptr + b * S + s)
+        ids = tl.load(seg_k_ptr + b * S_kv + key, mask=seen, other=0)
+        key = tl.where((ids == mine) | (ids == ANY), key, -1)
+    seen = key >= 0
+    keys_row = keys_ptr + row * N
+    fresh = _fresh(key, NP)
+    if tl.max(tl.max((seen & ~fresh).to(tl.int32), axis=1), axis=0) == 0:
+        n = _store(keys_row, key, seen, NP)
+    else:
+        key = tl.sort(tl.where(seen, key, -1))
+        n = _store(keys_row, key, _fresh(key, NP), NP)
+    tl.store(counts_ptr + row, n)

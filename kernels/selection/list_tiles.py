@@ -1,0 +1,72 @@
+"""Rows of a matrix as a tuple of tiles: NM tiles of MC columns, then one of TC columns if TC is not 0."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def column_tile(p, at, mask, first: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """Loads columns ``first`` to ``first`` + W of the rows at p + at [ROWS]; 0 outside mask and beyond D."""
+    d = first + tl.arange(0, W)
+    if first + W <= D:
+        x = tl.load(p + at[:, None] + d[None, :], mask=mask[:, None], other=0.0)
+    else:
+        x = tl.load(p + at[:, None] + d[None, :], mask=mask[:, None] & (d < D)[None, :], other=0.0)
+    return x
+
+
+@triton.jit
+def tile_at(p, at, mask, c: tl.constexpr, D: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr):
+    """Loads tile c of the rows at p + at."""
+    if c < NM:
+        x = column_tile(p, at, mask, c * MC, MC, D)
+    else:
+        x = column_tile(p, at, mask, NM * MC, TC, D)
+    return x
+
+
+@triton.jit
+def tiles_at(p, at, mask, D: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr):
+    """Loads all tiles of the rows at p + at."""
+    t = ()
+    for c in tl.static_range(NM + (TC > 0)):
+        t = t + (tile_at(p, at, mask, c, D, NM, MC, TC),)
+    return t
+
+
+@triton.jit
+def zero_tiles(ROWS: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr):
+    """Returns accumulators."""
+    t = ()
+    for c in tl.static_range(NM + (TC > 0)):
+        t = t + (tl.zeros((ROWS, MC if c < NM else TC), tl.float32),)
+    return t
+
+
+@triton.jit
+def store_tiles(p, at, mask, tiles, factor, D: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr):
+    """Stores tiles * factor [ROWS] to the rows at p + at."""
+    for c in tl.static_range(NM + (TC > 0)):
+        d = c * MC + tl.arange(0, MC if c < NM else TC)
+        x = (tiles[c] * factor[:, None]).to(p.dtype.element_ty)
+        tl.store(p + at[:, None] + d[None, :], x, mask=mask[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def list_place(NS, S, HN: tl.constexpr):
+    """Returns bg, s (int64), the block of heads and the split of programs [B * G, S, HN, NS]."""
+    pid = tl.program_id(0)
+    split = pid % NS
+    rest = pid // NS
+    hb = rest % HN
+    rest = rest // HN
+    return (rest // S).to(tl.int64), (rest % S).to(tl.int64), hb, split
+
+
+@triton.jit
+def share(n, split, NS):
+    """Returns [from, to), the positions of one split of n."""
+    each = n // NS
+    rest = n - each * NS
+    begin = split * each + tl.minimum(split, rest)
+    return begin, begin + each + (split < rest).to(tl.int32)

@@ -1,0 +1,64 @@
+"""Configurations of the kernels for lists of keys, in closed form from h, Dk, Dv, the dtype and the device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .config import padded, shared_limit
+from .pieces_plan import power_of_two
+
+
+@dataclasses.dataclass(frozen=True)
+class ListConfig:
+    """Configuration of the forward or of dQ.
+
+    HB heads per program (padded), tiles of BN keys, rows in tiles of MC columns and a rest. held: whether queries (and
+    dO) stay on the chip or are read again for every tile. per: programs per multiprocessor that splitting aims at.
+    """
+
+    HB: int
+    BN: int
+    MC: int
+    num_warps: int
+    num_stages: int
+    held: bool = True
+    per: int = 2
+
+
+def widths(D: int, MC: int) -> tuple[int, int]:
+    """Returns how many tiles of MC columns hold D columns, and the width of a narrower tile for the rest (or 0)."""
+    full, rest = divmod(D, MC)
+    if rest == 0:
+        return full, 0
+    if padded(rest) == MC:
+        return full + 1, 0
+    return full, padded(rest)
+
+
+def main_columns(DK: int, DV: int) -> int:
+    """Returns the columns of a tile where a row is held whole: the narrower width, or its largest power of two."""
+    smaller = max(16, min(DK, DV))
+    return power_of_two(smaller + 1) // 2 if smaller & (smaller - 1) else smaller
+
+
+# (heads, keys, warps, stages), the best first. The first that fits is used.
+_NARROW = ((64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 1))
+_WIDE = ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 2), (16, 16, 4, 1))
+
+
+def list_config(
+    h: int, DK: int, DV: int, itemsize: int, backend: str, arch: int, shared: bool, backward: bool = False
+) -> ListConfig:
+    """Returns the configuration of the forward, or of dQ: the first choice whose tiles fit into shared memory."""
+    most = max(16, power_of_two(h))
+    wide = max(DK, DV) > 256
+    if itemsize == 4 or (wide and backend == "hip"):
+        return ListConfig(min(16, most), 16 if wide else 32, min(64, main_columns(DK, DV)), 4, 1, held=not wide)
+    MC = main_columns(DK, DV)
+    KP, VP = (MC * n + rest for n, rest in (widths(D, MC) for D in (DK, DV)))
+    limit = shared_limit(backend, arch) - (8 << 10)
+    for HB, BN, warps, stages in _WIDE if wide else _NARROW:
+        rows = stages * BN * (KP + (0 if shared else VP)) + min(HB, most) * (KP + (VP if backward else 0))
+        if itemsize * rows <= limit:
+            return ListConfig(min(HB, most), BN, MC, warps, stages)
+    return ListConfig(16, 16, 64, 4, 1, held=False)

@@ -1,0 +1,317 @@
+"""Launch plans of selection attention over lists of keys. The forward takes symbolic B, S and S_kv, the backward none.
+
+Workspace besides inputs and outputs, in bytes: 4 B S G (n + 1) for the canonical lists; where the keys of a query are
+split, 4 G h (Dv + 1) for each of B S NS splits, at most 32 (Dv + 1) h per multiprocessor. In the backward 8 per row (b,
+s, g, h), 4 per element of dK and dV, and at most PAIRS for the rows and factors of a chunk of queries (or those of one
+query, if more), with 6 per key and query of the chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..dtypes import without_kernel
+from .backward_plan import plan_delta
+from .gather import selection_combine, selection_dq_sum
+from .gather_plan import COMBINE, splits
+from .list_dkv import selection_list_invert, selection_list_rows, selection_list_slots, selection_list_sum
+from .list_dq import selection_list_dq
+from .list_forward import selection_list_forward
+from .list_keys import selection_list_keys
+from .lists_config import ListConfig, list_config, widths
+from .pieces_plan import power_of_two
+from .tile_lists_plan import alignment, dot_precision
+
+MAX_D = 576
+MAX_HEADS = 128
+MAX_KEYS = 4096
+ROW = 16  # a list takes a multiple of so many entries
+PAIRS = 5 << 28  # bytes of a chunk's rows of dK and dV
+MOST_QUERIES = 1024  # of a chunk
+
+
+def unsupported(b: Any, *tensors: Any) -> str | None:
+    """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
+    for t in tensors:
+        shape, dtype = b.shape(t), str(b.dtype(t))
+        if len(shape) < 4:  # a sink, boundaries or segment ids
+            continue
+        width = b.static(shape[-1])
+        if not dtype.startswith(("torch.float", "torch.bfloat")):
+            if width > MAX_KEYS:
+                return f"n = {width} keys a query are above {MAX_KEYS}"
+            continue
+        if reason := without_kernel(b, t):
+            return reason
+        if width > MAX_D:
+            return f"D = {width} is above {MAX_D}"
+        if len(shape) == 5 and b.static(shape[3]) > MAX_HEADS:
+            return f"h = {b.static(shape[3])} heads a group are above {MAX_HEADS}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """Canonical lists: keys[B, S, G, N] int32, of which counts[B, S, G] are set, in increasing order.
+
+    N is the number of entries rounded up to a multiple of 16.
+    """
+
+    keys: Any
+    counts: Any
+
+
+def plan_keys(b: Any, k: Any, indices: Any, cu_q: Any, cu_k: Any, seg_q: Any, seg_k: Any) -> Lists:
+    """Launches ``selection_list_keys``."""
+    B, S, G, NI = b.shape(indices)
+    NI = b.static(NI)
+    N = max(1, -(-NI // ROW)) * ROW
+    keys = b.empty((B, S, G, N), b.i32)
+    if NI == 0:
+        return Lists(keys, b.zeros((B, S, G), b.i32))
+    counts = b.empty((B, S, G), b.i32)
+    indices = b.contiguous(indices)
+    varlen, seg = cu_q is not None, seg_q is not None
+    cu_q = b.contiguous(cu_q) if varlen else indices
+    cu_k = b.contiguous(cu_k) if cu_k is not None else cu_q
+    NP = power_of_two(NI)
+    b.launch(
+        selection_list_keys,
+        (B * S * G, 1, 1),
+        dict(indices_ptr=indices, cu_q_ptr=cu_q, cu_k_ptr=cu_k, seg_q_ptr=b.contiguous(seg_q) if seg else indices,
+             seg_k_ptr=b.contiguous(seg_k) if seg else indices, keys_ptr=keys, counts_ptr=counts, S=S,
+             S_kv=b.shape(k)[2], G=G, NSEQ=b.shape(cu_q)[0] - 1 if varlen else 0, NI=NI, N=N),
+        dict(NP=NP, VARLEN=varlen, SEG=seg),
+        max(1, min(8, NP // 256)), 1,
+    )  # fmt: skip
+    return Lists(keys, counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What the forward and dQ share: arguments, constants and the configuration."""
+
+    args: dict[str, Any]
+    constexprs: dict[str, Any]
+    config: ListConfig
+
+    @property
+    def heads(self) -> int:
+        """Number of blocks of heads."""
+        return -(-self.constexprs["H"] // self.config.HB)
+
+
+def _call(
+    b: Any, q: Any, k: Any, v: Any, lists: Lists, scale: Any, v_width: int, backward: bool, config: ListConfig | None
+) -> _Call:
+    h, DK, N = (b.static(n) for n in (b.shape(q)[3], b.shape(q)[4], b.shape(lists.keys)[3]))
+    S, G, DV = b.shape(q)[1], b.shape(q)[2], v_width
+    itemsize, props = b.dtype(q).itemsize, b.device_props()
+    c = config or list_config(h, DK, DV, itemsize, props.backend, props.arch, v is None, backward)
+    values = k if v is None else v
+    (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (tuple(b.strides(t))[:-1] for t in (q, k, values))
+    args = dict(
+        q_ptr=q, k_ptr=k, v_ptr=values, keys_ptr=lists.keys, counts_ptr=lists.counts, scale=scale, S=S, G=G, N=N, sqb=sqb,
+        sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn,
+    )  # fmt: skip
+    (KM, KT), (VM, VT) = widths(DK, c.MC), widths(DV, c.MC)
+    # The keys' tiles are the values' only where no tile holds columns beyond Dv.
+    shared = v is None and DV == VM * c.MC
+    constexprs = dict(
+        H=h, DK=DK, DV=DV, KM=KM, VM=VM, MC=c.MC, KT=KT, VT=VT, HELD=c.held, SHARED=shared, HB=c.HB, BN=c.BN,
+        ALIGN=alignment(b, q, k, values), PREC=dot_precision(b, b.dtype(q)),
+    )  # fmt: skip
+    return _Call(args, constexprs, c)
+
+
+def plan_lists_forward(
+    b: Any, q: Any, k: Any, v: Any, lists: Lists, sink: Any, scale: Any, v_width: int,
+    config: ListConfig | None = None, NS: Any = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Launches the forward; returns o[B, S, G, h, Dv], lse[B, S, G, h]. ``config``, ``NS``: for measurements."""
+    call = _call(b, q, k, v, lists, scale, v_width, False, config)
+    B, S, G, h, _ = b.shape(q)
+    h, c = b.static(h), call.config
+    rows = B * S * G
+    NS = splits(b, rows * call.heads, c.per) if NS is None else NS
+    o, lse = b.empty((B, S, G, h, v_width), b.dtype(q)), b.empty((B, S, G, h), b.f32)
+    # Empty where nothing is split.
+    part, plse = (b.empty((rows * NS * b.min(NS - 1, 1), *shape), b.f32) for shape in ((h, v_width), (h,)))
+    has_sink = sink is not None
+    sink = b.contiguous(sink) if has_sink else lse
+    b.launch(
+        selection_list_forward,
+        (rows * call.heads * NS, 1, 1),
+        dict(call.args, NS=NS, sink_ptr=sink, o_ptr=o, lse_ptr=lse, part_ptr=part, plse_ptr=plse),
+        dict(call.constexprs, SINK=has_sink),
+        c.num_warps, c.num_stages,
+    )  # fmt: skip
+    if not (b.is_static(NS) and NS == 1):
+        b.launch(
+            selection_combine,
+            (_combines(b, rows * h, NS), 1, 1),
+            dict(part_ptr=part, plse_ptr=plse, sink_ptr=sink, o_ptr=o, lse_ptr=lse, G=G, NS=NS),
+            dict(H=h, DV=v_width, VP=power_of_two(v_width), CS=COMBINE, SINK=has_sink),
+            1, 1,
+        )  # fmt: skip
+    return o, lse
+
+
+def _combines(b: Any, rows: Any, NS: Any) -> Any:
+    """Returns the programs of a kernel that combines splits; at least 1 if the number of splits is symbolic."""
+    return rows if b.is_static(NS) else b.max(1, rows * b.min(NS - 1, 1))
+
+
+def plan_selection_list_attention(
+    b: Any, q: Any, k: Any, v: Any, indices: Any, sink: Any, cu_q: Any, cu_k: Any, seg_q: Any, seg_k: Any, scale: Any,
+    v_width: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Launches ``selection_list_attention``; returns (o, lse)."""
+    lists = plan_keys(b, k, indices, cu_q, cu_k, seg_q, seg_k)
+    q, k, v = (t if t is None else b.strided(t) for t in (q, k, v))
+    return plan_lists_forward(b, q, k, v, lists, sink, scale, b.static(v_width))
+
+
+# --- backward -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradients:
+    """Tensors of the backward that do not depend on the chunk."""
+
+    dout: Any
+    lse2: Any
+    delta: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    acc_k: Any
+    acc_v: Any
+
+
+def chunk_of(b: Any, S: int, groups: int, N: int, columns: int, programs: int) -> int:
+    """Returns the number of queries of a chunk: whole waves of programs, within the workspace PAIRS.
+
+    ``programs`` is the number of programs of a query.
+    """
+    most = max(1, min(MOST_QUERIES, PAIRS // max(1, groups * N * columns * 4)))
+    wave = max(1, b.device_props().sm_count // programs)
+    return min(S, most // wave * wave if most >= wave else most)
+
+
+def plan_selection_list_attention_backward(
+    b: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, indices: Any, sink: Any, cu_q: Any, cu_k: Any, seg_q: Any,
+    seg_k: Any, o: Any, lse: Any, scale: Any, v_width: Any,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """Launches ``selection_list_attention_backward``; returns (dq, dk, dv, dsink)."""
+    B, S, G, h, DK = b.shape(q)
+    S_kv = b.shape(k)[2]
+    lists = plan_keys(b, k, indices, cu_q, cu_k, seg_q, seg_k)
+    N = b.shape(lists.keys)[3]
+    q, k, v = (t if t is None else b.strided(t) for t in (q, k, v))
+    dout, dlse, sink = (t if t is None else b.contiguous(t) for t in (dout, dlse, sink))
+    lse2, delta, dsink = plan_delta(b, dout, dlse, sink, b.contiguous(o), b.contiguous(lse))
+    dq, dk = b.empty((B, S, G, h, DK), b.dtype(q)), b.empty((B, G, S_kv, DK), b.dtype(k))
+    # Without dO no kernel writes dV.
+    dv = (b.zeros if dout is None else b.empty)((0,) if v is None else (B, G, S_kv, v_width), b.dtype(k))
+    call = _call(b, q, k, v, lists, scale, v_width, True, None)
+    if 0 in (S * B * G, b.shape(indices)[3], S_kv):
+        return b.zeros(b.shape(dq), b.dtype(q)), *(b.zeros(b.shape(t), b.dtype(k)) for t in (dk, dv)), dsink
+    rows = chunk_of(b, S, B * G, N, DK + (0 if v is None else v_width), B * G * call.heads)
+    many = rows < S
+    acc_k, acc_v = (b.empty(b.shape(t) if many else (0,), b.f32) for t in (dk, dv))
+    grads = _Gradients(dout, lse2, delta, dq, dk, dv, acc_k, acc_v)
+    for first in range(0, S, rows):
+        _plan_chunk(b, call, grads, v is None, B, S_kv, rows, first)
+    return dq, dk, dv, dsink
+
+
+def _plan_chunk(
+    b: Any, call: _Call, x: _Gradients, shared: bool, B: int, S_kv: int, size: int, first: int
+) -> None:
+    """Launches the kernels of at most ``size`` queries from ``first`` on."""
+    n = call.constexprs
+    S, G, N, H, DK, DV = *(call.args[name] for name in "SGN"), n["H"], n["DK"], n["DV"]
+    rows = min(size, S - first)
+    dtype = b.dtype(call.args["q_ptr"])
+    lines, has_dout = B * G * rows, x.dout is not None
+    ds = b.empty((lines, H, N), dtype)
+    p = b.empty((lines, H, N), dtype) if has_dout else ds
+    _plan_dq(b, call, x, p, ds, B, first, rows)
+    part_k = b.empty((lines, N, DK), b.f32)
+    part_v = b.empty((0,) if shared else (lines, N, DV), b.f32)
+    chunk = dict(S=S, G=G, N=N, first=first, rows=rows)
+    strides = {name: call.args[name] for name in ("sqb", "sqs", "sqg", "sqh")}
+    with_v = has_dout and not shared
+    wide = dtype.itemsize == 2
+    DC = min(256 if wide else 64, power_of_two(max(16, DK, DV)))
+    BN = min(128 if wide else 32, max(16, power_of_two(N)))
+    NKC, NVC = -(-DK // DC), -(-DV // DC) if with_v else 0
+    b.launch(
+        selection_list_rows,
+        (lines * -(-N // BN), NKC + NVC, 1),
+        dict(dout_ptr=x.dout if has_dout else ds, q_ptr=call.args["q_ptr"], p_ptr=p, ds_ptr=ds, counts_ptr=call.args["counts_ptr"],
+             part_k_ptr=part_k, part_v_ptr=part_v, **chunk, **strides),
+        dict(H=H, DK=DK, DV=DV, HB=min(64 if wide else 16, max(16, power_of_two(H))), BN=BN, DC=DC, NKC=NKC, NVC=NVC,
+             SHARED=shared, DOUT=has_dout, ALIGN=n["ALIGN"], PREC=n["PREC"]),
+        8 if wide and BN * DC >= 128 * 256 else 4, 2 if wide else 1,
+    )  # fmt: skip
+    inverse, sizes = _plan_inverse(b, call, B, S_kv, size, chunk)
+    last = first + rows == S
+    outs = [(part_k, x.acc_k, x.dk, DK)]
+    if not shared:
+        outs.append((part_v, x.acc_v, x.dv, DV))
+    for part, acc, out, D in outs:
+        if out is x.dv and not has_dout:
+            continue
+        columns = min(128, max(16, power_of_two(D)))
+        b.launch(
+            selection_list_sum,
+            (B * G * S_kv, -(-D // columns), 1),
+            dict(part_ptr=part, inverse_ptr=inverse, sizes_ptr=sizes, acc_ptr=acc, out_ptr=out, S_kv=S_kv, N=N,
+                 CQ=size, rows=rows),
+            dict(D=D, DC=columns, FIRST=first == 0, LAST=last, UNROLL=8), 1, 1,
+        )  # fmt: skip
+
+
+def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first: int, rows: int) -> None:
+    n, c = call.constexprs, call.config
+    G, H, DK = call.args["G"], n["H"], n["DK"]
+    lines = B * G * rows
+    NS = splits(b, lines * call.heads, c.per) if rows == call.args["S"] else 1
+    part = b.empty((lines * NS if NS > 1 else 0, H, DK), b.f32)
+    b.launch(
+        selection_list_dq,
+        (lines * call.heads * NS, 1, 1),
+        dict(call.args, dout_ptr=ds if x.dout is None else x.dout, lse2_ptr=x.lse2, delta_ptr=x.delta, dq_ptr=x.dq,
+             part_ptr=part, p_ptr=p, ds_ptr=ds, first=first, rows=rows, NS=NS),
+        dict(n, DOUT=x.dout is not None),
+        c.num_warps, c.num_stages,
+    )  # fmt: skip
+    if NS > 1:
+        b.launch(
+            selection_dq_sum, (lines * H, 1, 1), dict(part_ptr=part, dq_ptr=x.dq, NS=NS),
+            dict(H=H, D=DK, DP=power_of_two(DK), CS=COMBINE), 1, 1,
+        )  # fmt: skip
+
+
+def _plan_inverse(b: Any, call: _Call, B: int, S_kv: int, CQ: int, chunk: dict[str, Any]) -> tuple[Any, Any]:
+    """Launches the kernels that list, for each key, the pairs of the chunk in query order; returns them and numbers."""
+    G, N = chunk["G"], chunk["N"]
+    units = B * G * S_kv
+    slots = b.zeros((units, CQ), b.i16)
+    inverse, sizes = b.empty((units, CQ), b.i32), b.empty((units,), b.i32)
+    lists = dict(keys_ptr=call.args["keys_ptr"], counts_ptr=call.args["counts_ptr"])
+    b.launch(
+        selection_list_slots, (B * G * chunk["rows"], 1, 1), dict(lists, slots_ptr=slots, S_kv=S_kv, CQ=CQ, **chunk),
+        dict(NB=min(1024, power_of_two(N))), 4, 1,
+    )  # fmt: skip
+    CP = power_of_two(CQ)
+    KB = max(1, 2048 // CP)
+    b.launch(
+        selection_list_invert, (-(-units // KB), 1, 1),
+        dict(slots_ptr=slots, inverse_ptr=inverse, sizes_ptr=sizes, units=units, N=N, CQ=CQ),
+        dict(CP=CP, KB=KB), 4, 1,
+    )  # fmt: skip
+    return inverse, sizes

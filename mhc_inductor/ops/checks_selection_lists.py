@@ -1,0 +1,108 @@
+"""Validation of the arguments of selection attention over lists of keys. Values of indices are never read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mhc_inductor.ops.checks import _floating, _shape, _text
+from mhc_inductor.ops.checks_selection import _scale, _sequences, integers
+
+
+def _segments(op: str, q: Tensor, k: Tensor, segments_q: Tensor | None, segments_k: Tensor | None) -> None:
+    if (segments_q is None) != (segments_k is None):
+        missing = "segments_q" if segments_q is None else "segments_k"
+        raise ValueError(f"{op}: segments_q and segments_k must be given together, got {missing} of None")
+    if segments_q is not None and segments_k is not None:
+        integers(op, "segments_q", segments_q, q)
+        integers(op, "segments_k", segments_k, q)
+        _shape(op, "segments_q", segments_q, q.shape[:2], "[B, S]")
+        _shape(op, "segments_k", segments_k, [k.shape[0], k.shape[2]], "[B, S_kv]")
+
+
+def selection_list_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+    scale: float,
+    v_width: int,
+    *,
+    op: str = "selection_list_attention",
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of ``selection_list_attention`` fit together."""
+    _floating(op, q=q, k=k)
+    if q.dim() != 5:
+        raise ValueError(f"{op}: q must have shape [B, S, G, h, Dk], got {_text(q.shape)}")
+    batch, s, groups, heads, width = q.shape
+    if k.dim() != 4:
+        raise ValueError(f"{op}: k must have shape [B, G, S_kv, Dk], got {_text(k.shape)}")
+    _shape(op, "k", k, [batch, groups, k.shape[2], width], "[B, G, S_kv, Dk]")
+    for name, size in (("h", heads), ("Dk", width)):
+        torch._check_value(
+            size >= 1, lambda name=name: f"{op}: q[B, S, G, h, Dk] must have {name} of at least 1, got {_text(q.shape)}"
+        )
+    if k.dtype is not q.dtype:
+        raise TypeError(f"{op}: k must have q's dtype {q.dtype}, got {k.dtype}")
+    if v is None:
+        torch._check_value(v_width <= width, lambda: f"{op}: v_width must be at most Dk = {width}, got {v_width}")
+    else:
+        _values(op, q, k, v, v_width)
+    torch._check_value(v_width >= 1, lambda: f"{op}: v must have Dv of at least 1, got {v_width}")
+    integers(op, "indices", indices, q)
+    if indices.dim() != 4:
+        raise ValueError(f"{op}: indices must have shape [B, S, G, k], got {_text(indices.shape)}")
+    _shape(op, "indices", indices, [batch, s, groups, indices.shape[3]], "[B, S, G, k]")
+    if sink is not None:
+        _floating(op, q=q, sink=sink)
+        _shape(op, "sink", sink, [groups, heads], "[G, h]")
+    _sequences(op, q, k, cu_seqlens_q, cu_seqlens_k)
+    _segments(op, q, k, segments_q, segments_k)
+    _scale(op, scale)
+
+
+def _values(op: str, q: Tensor, k: Tensor, v: Tensor, v_width: int) -> None:
+    _floating(op, q=q, v=v)
+    if v.dim() != 4:
+        raise ValueError(f"{op}: v must have shape [B, G, S_kv, Dv], got {_text(v.shape)}")
+    _shape(op, "v", v, [k.shape[0], k.shape[1], k.shape[2], v_width], "[B, G, S_kv, Dv]")
+    if v.dtype is not q.dtype:
+        raise TypeError(f"{op}: v must have q's dtype {q.dtype}, got {v.dtype}")
+
+
+def selection_list_attention_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    v_width: int,
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of ``selection_list_attention_backward`` fit together."""
+    op = "selection_list_attention_backward"
+    lists = (indices, sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    selection_list_attention(q, k, v, *lists, scale, v_width, op=op)
+    out, row = [*q.shape[:4], v_width], q.shape[:4]
+    _floating(op, q=q, o=o, lse=lse)
+    for name, t in (("o", o), ("dout", dout)):
+        if t is not None:
+            _floating(op, q=q, **{name: t})
+            _shape(op, name, t, out, "[B, S, G, h, Dv]")
+    for name, t in (("lse", lse), ("dlse", dlse)):
+        if t is not None:
+            _floating(op, q=q, **{name: t})
+            _shape(op, name, t, row, "[B, S, G, h]")

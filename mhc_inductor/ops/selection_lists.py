@@ -1,0 +1,104 @@
+"""The ops of selection attention over lists of single keys in ``torch.ops.mhc_inductor``.
+
+``v`` of None means that the values are the first ``v_width`` columns of the keys, which are then read once and get one
+gradient. The second output, lse, has a gradient too; indices, boundaries and segment ids have none. Double backward
+raises RuntimeError.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhc_inductor.ops import checks_selection_lists, selection_lists_cpu
+from mhc_inductor.ops.registry import Gradient, define, implement, needed
+from mhc_inductor.ops.registry import call as call
+from mhc_inductor.reference import selection_lists as reference
+from mhc_inductor.reference.mhc import acc_dtype
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor? v, Tensor indices, Tensor? sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? segments_q, Tensor? segments_k"
+)
+SCHEMAS = {
+    "selection_list_attention": f"({_INPUTS}, float scale, SymInt v_width) -> (Tensor o, Tensor lse)",
+    "selection_list_attention_backward": (
+        f"(Tensor? dout, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, float scale, SymInt v_width) -> "
+        "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
+    ),
+}
+
+
+# --- shapes and dtypes of the outputs (fakes) ---------------------------------------------------------------
+
+
+def _fake(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    batch, s, groups, heads, _width = q.shape
+    row = (batch, s, groups, heads)
+    return q.new_empty((*row, args[-1])), q.new_empty(row, dtype=acc_dtype(q.dtype))
+
+
+def _backward_fake(
+    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, sink: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    dv = k.new_empty((0,)) if v is None else v.new_empty(v.shape)
+    dsink = q.new_empty((0,), dtype=acc_dtype(q.dtype)) if sink is None else sink.new_empty(sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), dv, dsink
+
+
+# --- gradients ----------------------------------------------------------------------------------------------
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.scale, ctx.v_width = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return needed(ctx)
+    saved = ctx.saved_tensors
+    dq, dk, dv, dsink = call("selection_list_attention_backward", dout, dlse, *saved, ctx.scale, ctx.v_width)
+    return needed(ctx, dq, dk, None if saved[2] is None else dv, None, dsink)
+
+
+# --- vmap: batch merged into B -----------------------------------------------------------------------------
+
+
+def _fold(a: Tensor, dim: int | None, size: int) -> Tensor:
+    """Returns ``a`` with the vmap dimension merged into its first dimension."""
+    return (a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)).flatten(0, 1)
+
+
+def _vmap(name: str, op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    names = [a.name for a in getattr(torch.ops.mhc_inductor, name).default._schema.arguments]
+    given = dict(zip(names, args, strict=True))
+    size, dims = info.batch_size, dict(zip(names, in_dims, strict=True))
+    # These cannot join B: a sink's gradient is a sum over B, and packed sequences have a B of 1.
+    apart = dims["sink"] is not None or (given["sink"] is not None and "dout" in given)
+    if given["cu_seqlens_q"] is not None or apart:
+        rows = [op(*[a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]) for i in range(size)]
+        return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
+    out = op(*[_fold(a, dims[n], size) if isinstance(a, Tensor) and n != "sink" else a for n, a in given.items()])
+    # A placeholder of shape [0] has no vmap dimension.
+    pairs = [(t, None) if t.dim() == 1 else (t.unflatten(0, (size, -1)), 0) for t in out]
+    return tuple(t for t, _ in pairs), tuple(dim for _, dim in pairs)
+
+
+_GRADIENTS: dict[str, Gradient] = {"selection_list_attention": (_setup, _grad)}
+
+for _name, _its_fake in (("selection_list_attention", _fake), ("selection_list_attention_backward", _backward_fake)):
+    define(
+        _name,
+        SCHEMAS[_name],
+        getattr(reference, _name),
+        _its_fake,
+        _GRADIENTS.get(_name),
+        getattr(checks_selection_lists, _name),
+        functools.partial(_vmap, _name),
+    )
+    implement(_name, getattr(selection_lists_cpu, _name), "CPU")

@@ -1,0 +1,52 @@
+"""Selection attention over lists of keys on a CPU: that over ranges, of one key each."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mhc_inductor.ops import selection_cpu
+from mhc_inductor.reference import selection_lists as reference
+from mhc_inductor.reference.mhc import as_given
+
+
+@as_given
+def selection_list_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+    scale: float,
+    v_width: int,
+) -> tuple[Tensor, Tensor]:
+    """Computes :func:`mhc_inductor.reference.selection_lists.selection_list_attention` over selected keys only."""
+    ranges = reference.ranges_of(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    return selection_cpu.selection_attention(q, k, reference.values_of(k, v, v_width), ranges, sink, None, None, scale)
+
+
+@as_given
+def selection_list_attention_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    v_width: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes the gradients of :func:`selection_list_attention` over selected keys only."""
+    ranges = reference.ranges_of(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    backward = selection_cpu.selection_attention_backward
+    return reference.gradients(backward, dout, dlse, q, k, v, ranges, sink, o, lse, scale, v_width)

@@ -1,0 +1,184 @@
+"""Inputs, an fp64 oracle and comparisons for the tests of selection attention over lists of keys, on any device.
+
+The oracle loops over queries, with sets of integers, independently of ``mhc_inductor.reference``; gradients come from
+autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from helpers_mhc import rounding
+from helpers_selection import error
+from torch import Tensor
+
+NAMES = ("q", "k", "v", "indices", "sink", "cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k")
+WANTED = ("q", "k", "v", "sink")
+OUTPUTS = ("o", "lse")
+ANY = -(2**31)
+
+
+def make_indices(kind: str, shape: Sequence[int], keys: int, dtype: torch.dtype, g: torch.Generator) -> Tensor:
+    """Returns ``indices[B, S, G, n]``.
+
+    "random": any distinct keys in any order; "sorted": the same, increasing; "odd": repeated ones, -1 and positions far
+    outside among them; "empty": a third of the rows select nothing; "all": every key; "none".
+    """
+    *rows, n = shape
+    draw = torch.rand((*rows, max(keys, n)), generator=g).argsort(-1)[..., :n]
+    draw = torch.where(draw < keys, draw, -1)
+    if kind == "sorted":
+        draw = torch.where(draw < 0, keys + 5, draw).sort(-1).values
+        draw = torch.where(draw < keys, draw, -1)
+    elif kind == "odd":
+        draw = torch.randint(-3, keys + 3, tuple(shape), generator=g)
+        far = torch.rand(tuple(shape), generator=g) < 0.1
+        draw = torch.where(far, torch.iinfo(dtype).max, draw)
+    elif kind == "empty":
+        draw = torch.where(torch.rand((*rows, 1), generator=g) < 1 / 3, -1, draw)
+    elif kind == "none":
+        draw = torch.full_like(draw, -1)
+    else:
+        assert kind in ("random", "all"), kind
+    return draw.to(dtype)
+
+
+def make_inputs(
+    kind: str = "odd",
+    dtype: torch.dtype = torch.float64,
+    *,
+    B: int = 2,
+    S: int = 5,
+    G: int = 2,
+    h: int = 3,
+    Dk: int = 8,
+    Dv: int | None = None,
+    S_kv: int | None = None,
+    n: int = 9,
+    sink: bool = False,
+    shared: bool = False,
+    segments: bool = False,
+    lengths: Sequence[int] | None = None,
+    key_lengths: Sequence[int] | None = None,
+    strided: bool = False,
+    index_dtype: torch.dtype = torch.int32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Returns standard normal q, k, v and sink, and lists of a ``kind`` of :func:`make_indices`.
+
+    ``shared``: v is None, and Dv columns of k are the values. ``lengths``: packed sequences (B = 1), ``key_lengths``
+    where their keys have other lengths. ``strided``: k and v are views of ``[B, S_kv, G, D]``.
+    """
+    g = torch.Generator().manual_seed(seed)
+    S_kv = S if S_kv is None else S_kv
+    Dv = Dk if Dv is None else Dv
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype).to(device)
+
+    def rows(D: int) -> Tensor:
+        return normal(B, S_kv, G, D).transpose(1, 2) if strided else normal(B, G, S_kv, D)
+
+    def boundaries(sizes: Sequence[int] | None) -> Tensor | None:
+        return None if sizes is None else torch.tensor([0, *sizes]).cumsum(0).to(torch.int32).to(device)
+
+    made: dict[str, Any] = {"q": normal(B, S, G, h, Dk), "k": rows(Dk), "v": None if shared else rows(Dv)}
+    made["indices"] = make_indices(kind, (B, S, G, n), S_kv, index_dtype, g).to(device)
+    made["sink"] = normal(G, h).to(torch.float64 if dtype is torch.float64 else torch.float32) if sink else None
+    made["cu_seqlens_q"], made["cu_seqlens_k"] = boundaries(lengths), boundaries(key_lengths)
+    made["segments_q"] = made["segments_k"] = None
+    if segments:
+        wide = 2**32 if index_dtype is torch.int64 else 1
+        made["segments_q"] = (torch.randint(0, 3, (B, S), generator=g) * wide).to(index_dtype).to(device)
+        ids = torch.randint(0, 4, (B, S_kv), generator=g)
+        made["segments_k"] = torch.where(ids == 3, ANY, ids * wide).to(index_dtype).to(device)
+    made["v_width"] = Dv
+    return made
+
+
+def arguments(made: Mapping[str, Any], scale: float) -> tuple[Any, ...]:
+    """Returns the op's positional arguments."""
+    return (*(made[name] for name in NAMES), scale, made["v_width"])
+
+
+def _selected(made: Mapping[str, Any], b: int, s: int, g: int) -> list[int]:
+    k = made["k"]
+    lo, hi = 0, k.shape[2]
+    if made["cu_seqlens_q"] is not None:
+        ends = made["cu_seqlens_q"].tolist()
+        keys = ends if made["cu_seqlens_k"] is None else made["cu_seqlens_k"].tolist()
+        at = [i for i in range(len(ends) - 1) if ends[i] <= s < ends[i + 1]]
+        lo, hi = (keys[at[0]], keys[at[0] + 1]) if at else (0, 0)
+    found = {lo + i for i in made["indices"][b, s, g].tolist() if 0 <= i < hi - lo}
+    if made["segments_q"] is not None:
+        mine = int(made["segments_q"][b, s])
+        found = {i for i in found if int(made["segments_k"][b, i]) in (mine, ANY)}
+    return sorted(found)
+
+
+def oracle(
+    made: Mapping[str, Any],
+    ups: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float64,
+    scale: float | None = None,
+) -> dict[str, Tensor]:
+    """Returns o and lse in ``dtype`` by a loop over queries, and with ``ups`` the gradients of the inputs."""
+    leaf = {n: made[n].detach().cpu().to(dtype).requires_grad_() for n in WANTED if made[n] is not None}
+    q, k = leaf["q"], leaf["k"]
+    v = leaf.get("v", k[..., : made["v_width"]])
+    B, S, G, h, Dk = q.shape
+    scale = Dk**-0.5 if scale is None else scale
+    o, lse = q.new_zeros((B, S, G, h, made["v_width"])), q.new_full((B, S, G, h), -torch.inf)
+    o, lse = o.clone(), lse.clone()
+    for b in range(B):
+        for s in range(S):
+            for g in range(G):
+                sel = _selected(made, b, s, g)
+                if sel:
+                    t = scale * q[b, s, g] @ k[b, g, sel].T
+                    logits = t if "sink" not in leaf else torch.cat((t, leaf["sink"][g][:, None]), -1)
+                    o[b, s, g] = logits.softmax(-1)[:, : len(sel)] @ v[b, g, sel]
+                    lse[b, s, g] = t.logsumexp(-1)
+    out = {"o": o, "lse": lse}
+    result = {name: t.detach() for name, t in out.items()}
+    if ups:
+        # The last term gives an empty sum a gradient.
+        total = sum(((out[n] * u.cpu().to(dtype))[out[n].isfinite()].sum() for n, u in ups.items()), 0.0 * q.sum())
+        grads = torch.autograd.grad(total, list(leaf.values()), allow_unused=True)
+        zeros = [torch.zeros_like(t) for t in leaf.values()]
+        result |= {f"d{n}": z if grad is None else grad for n, grad, z in zip(leaf, grads, zeros, strict=True)}
+    return result
+
+
+def upstream(made: Mapping[str, Any], names: Iterable[str] = OUTPUTS, seed: int = 1) -> dict[str, Tensor]:
+    """Returns gradients of the outputs ``names``."""
+    q = made["q"]
+    g = torch.Generator().manual_seed(seed)
+    shape = {"o": (*q.shape[:4], made["v_width"]), "lse": q.shape[:4]}
+    dtype = {"o": q.dtype, "lse": torch.float64 if q.dtype is torch.float64 else torch.float32}
+    return {n: torch.randn(shape[n], generator=g, dtype=torch.float64).to(dtype[n]).to(q.device) for n in names}
+
+
+def check(
+    got: Mapping[str, Tensor],
+    made: Mapping[str, Any],
+    ups: Mapping[str, Tensor] | None = None,
+    scale: float | None = None,
+    roundings: float = 1.05,
+) -> None:
+    """Asserts errors against fp64 of at most twice the fp32 loop's, plus the roundings of products and results."""
+    want, plain = oracle(made, ups, scale=scale), oracle(made, ups, torch.float32, scale=scale)
+    dtype = made["q"].dtype
+    for name, t in got.items():
+        base = 2e-5 if name.startswith("d") else 1e-6
+        low = 0.0 if dtype.itemsize >= 4 or name == "lse" else (1 + name.startswith("d")) * roundings * rounding(dtype)
+        allowed = max(base, 2 * error(plain[name].double(), want[name])) + low
+        found = error(t.cpu().double(), want[name])
+        assert found <= allowed, f"{name}: {found:.3g} above {allowed:.3g}"
+    empty = (want["lse"] == -torch.inf).to(made["q"].device)
+    assert (got["o"][empty] == 0).all() and (got["lse"][empty] == -torch.inf).all()
+    if "dq" in got:
+        assert (got["dq"][empty] == 0).all()

@@ -1,0 +1,169 @@
+"""Parity of the kernels for lists of keys with the fp64 loop, with every buffer poisoned, in all three parts.
+
+The kernels run compiled on a GPU, elsewhere in the interpreter.
+"""
+
+from __future__ import annotations
+
+import helpers_lists as h
+import pytest
+import torch
+from conftest import GPU, some
+
+import mhc_inductor  # noqa: F401
+from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from mhc_inductor.kernels.selection import lists_plan
+
+if not GPU:
+    from interpreter_fixes import fix_dot, fix_sort
+
+    fix_dot()
+    fix_sort()
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# The interpreter's casts to bf16 and fp16 truncate where a GPU rounds to nearest.
+ROUNDINGS = 1.05 if GPU else 2.1
+
+
+class Poisoned(EagerBuilder):
+    """Fills every output and workspace first: floats with NaN, integers with -7."""
+
+    def empty(self, shape, dtype):
+        return super().empty(shape, dtype).fill_(float("nan") if dtype.is_floating_point else -7)
+
+
+@pytest.fixture
+def builder(device):
+    return Poisoned(torch.device(device), None if GPU else DeviceProps(2, "cuda", 90))
+
+
+def run(builder, *, up=h.OUTPUTS, scale=None, **kwargs):
+    """Checks the outputs and gradients of both plans against fp64; returns inputs and results."""
+    made = h.make_inputs(device=str(builder.device), **{"B": 1, "dtype": F32, **kwargs})
+    ups = h.upstream(made, up)
+    args = h.arguments(made, made["q"].shape[-1] ** -0.5 if scale is None else scale)
+    assert lists_plan.unsupported(builder, *[a for a in args if isinstance(a, torch.Tensor)]) is None
+    o, lse = lists_plan.plan_selection_list_attention(builder, *args)
+    backward = lists_plan.plan_selection_list_attention_backward
+    grads = backward(builder, ups.get("o"), ups.get("lse"), *args[:-2], o, lse, *args[-2:])
+    got = {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=True))}
+    for name, t in list(got.items()):
+        given = made.get(name[1:], t)
+        assert t.is_contiguous()
+        if given is None:
+            assert got.pop(name).shape == (0,)
+        elif name.startswith("d"):
+            assert (t.shape, t.dtype) == (given.shape, given.dtype)
+    h.check(got, made, ups, scale, ROUNDINGS)
+    return made, got
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("shared", [False, True])
+def test_dtypes(builder, dtype, shared):
+    run(builder, kind="odd", dtype=dtype, S=4, S_kv=40, Dk=16, n=21, sink=True, shared=shared, strided=True)
+
+
+@pytest.mark.parametrize("kind", ["random", "sorted", "empty", "all", "none"])
+def test_kinds_of_lists(builder, kind):
+    run(builder, kind=kind, S=3, S_kv=20, n=20, sink=kind == "empty")
+
+
+@pytest.mark.parametrize(
+    ("Dk", "Dv", "shared"),
+    some(
+        [(16, 16, True), (80, 48, False), (24, 40, False), (128, 128, True), (192, 128, True), (512, 512, False),
+         (512, 512, True), (576, 512, True), (576, 512, False), (100, 60, True), (1, 1, True), (33, 7, False)],
+        [(24, 40, False), (80, 64, True), (100, 60, True), (1, 1, True)],
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_widths(builder, Dk, Dv, shared, dtype):
+    run(builder, kind="random", dtype=dtype, S=2, G=1, h=some(20, 3), S_kv=60, n=37, Dk=Dk, Dv=Dv, shared=shared)
+
+
+def test_the_widest_rows(builder):
+    run(builder, kind="odd", dtype=BF16, S=1, G=1, h=2, S_kv=30, n=18, Dk=576, Dv=512, shared=True)
+
+
+@pytest.mark.parametrize("heads", some([1, 2, 17, 64, 65, 128], [1, 17, 65]))
+def test_heads(builder, heads):
+    run(builder, kind="odd", dtype=BF16, S=2, G=1, h=heads, S_kv=30, n=18, Dk=16, sink=True)
+
+
+@pytest.mark.parametrize("up", [("o",), ("lse",)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_gradient_alone(builder, up, shared):
+    run(builder, kind="odd", S=3, S_kv=20, sink=True, up=up, shared=shared)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_segments(builder, index_dtype):
+    run(builder, kind="random", S=5, S_kv=24, n=12, segments=True, index_dtype=index_dtype, B=2)
+
+
+def test_packed_sequences(builder):
+    run(builder, kind="odd", S=9, S_kv=11, lengths=(4, 0, 3), key_lengths=(6, 1, 4), n=6, segments=True)
+    run(builder, kind="odd", S=12, S_kv=12, lengths=(5, 0, 4, 3), n=6, index_dtype=torch.int64)
+
+
+@pytest.mark.parametrize("n", some([1, 15, 17, 64, 130, 1000, 4096], [1, 17, 130]))
+def test_numbers_of_keys(builder, n):
+    run(builder, kind="random", dtype=BF16, S=2, G=1, S_kv=n + 3, n=n)
+
+
+def test_few_queries_split_their_keys(builder, monkeypatch):
+    splits = []
+    monkeypatch.setattr(lists_plan, "splits", lambda b, rows, per: splits.append(3) or 3)
+    run(builder, kind="random", S=1, S_kv=200, n=some(150, 90), sink=True, shared=True)
+    assert splits
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_any_size_of_the_chunks_gives_the_same_bits(builder, monkeypatch, shared):
+    case = {"kind": "odd", "dtype": BF16, "B": 2, "S": 7, "S_kv": 20, "n": 14, "sink": True, "shared": shared}
+    _, whole = run(builder, **case)
+    for rows in (1, 3):
+        monkeypatch.setattr(lists_plan, "MOST_QUERIES", rows)
+        _, parts = run(builder, **case)
+        assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_the_order_of_a_list_does_not_matter(builder):
+    made, got = run(builder, kind="sorted", dtype=BF16, S=4, S_kv=40, n=30)
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(3)).to(builder.device)
+    mixed = torch.cat((made["indices"], made["indices"][..., :7]), -1)[..., torch.cat((order, order.new_tensor([33, 31])))]
+    args = h.arguments({**made, "indices": mixed}, made["q"].shape[-1] ** -0.5)
+    o, lse = lists_plan.plan_selection_list_attention(builder, *args)
+    assert torch.equal(o, got["o"]) and torch.equal(lse, got["lse"])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_in_a_key_reaches_only_the_queries_that_select_it(builder, name, bad):
+    made = h.make_inputs("random", F32, B=1, S=6, G=1, S_kv=30, n=5, device=str(builder.device))
+    if name == "q":
+        made["q"][0, 2] = bad
+        touched = torch.arange(6) == 2
+    else:
+        key = int(made["indices"][0, 0, 0, 0])
+        made[name][0, 0, key] = bad
+        touched = (made["indices"][0, :, 0] == key).any(-1).cpu()
+    assert 0 < touched.sum() < 6
+    args = h.arguments(made, 0.3)
+    o, lse = lists_plan.plan_selection_list_attention(builder, *args)
+    backward = lists_plan.plan_selection_list_attention_backward
+    dq, dk, dv, _ = backward(builder, torch.ones_like(o), None, *args[:-2], o, lse, *args[-2:])
+    for t in (o, dq):
+        finite = t[0].flatten(1).isfinite().all(-1).cpu()
+        assert finite[~touched].all()
+    assert not o[0].flatten(1).isfinite().all(-1).cpu()[touched].any()
+    reached = torch.zeros(30, dtype=torch.bool)
+    reached[made["indices"][0, touched.to(builder.device), 0].flatten().long().cpu()] = True
+    for t in (dk, dv):
+        assert t[0, 0].isfinite().all(-1).cpu()[~reached].all()
+
+
+def test_nothing(builder):
+    for case in ({"S": 0, "S_kv": 4}, {"S": 3, "S_kv": 0}, {"S": 2, "S_kv": 5, "n": 0}, {"B": 0}):
+        run(builder, kind="none", sink=True, **case)
