@@ -96,6 +96,10 @@ class EagerBuilder:
         """Returns ``t``, copied if it does not start at a multiple of 16 bytes."""
         return t if t.data_ptr() % 16 == 0 else t.clone()
 
+    def starts_aligned(self, *tensors: torch.Tensor) -> bool:
+        """Returns whether all tensors start at a multiple of 16 bytes."""
+        return all(t.is_meta or t.data_ptr() % 16 == 0 for t in tensors)
+
     def strided(self, t: torch.Tensor) -> torch.Tensor:
         """Returns ``t`` with a last stride of 1, copied only if it is another; the other strides may be anything."""
         return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()

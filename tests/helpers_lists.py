@@ -174,7 +174,9 @@ def check(
     dtype = made["q"].dtype
     for name, t in got.items():
         base = 2e-5 if name.startswith("d") else 1e-6
-        low = 0.0 if dtype.itemsize >= 4 or name == "lse" else (1 + name.startswith("d")) * roundings * rounding(dtype)
+        # dsink sums products with the rounded o, which cancel.
+        many = {"o": 1, "lse": 0, "dsink": 4}.get(name, 2)
+        low = 0.0 if dtype.itemsize >= 4 else many * roundings * rounding(dtype)
         allowed = max(base, 2 * error(plain[name].double(), want[name])) + low
         found = error(t.cpu().double(), want[name])
         assert found <= allowed, f"{name}: {found:.3g} above {allowed:.3g}"

@@ -9,61 +9,61 @@ import triton.language as tl
 
 
 @triton.jit
-def _product(
-    factor_ptr, row_ptr, rows_at, head0, j, n, d, N, acc, H: tl.constexpr, D: tl.constexpr, HB: tl.constexpr,
-    PREC: tl.constexpr,
-):  # fmt: skip
-    """Adds factor[heads, j].T @ row[heads, d] to acc."""
-    head = head0 + tl.arange(0, HB)
-    live = head < H
-    f = tl.load(factor_ptr + (head * N)[:, None] + j[None, :], mask=live[:, None] & (j < n)[None, :], other=0.0)
-    x = tl.load(row_ptr + rows_at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-    return tl.dot(tl.trans(f), x, acc, input_precision=PREC)
+def _heads(row_ptr, rows_at, live, d, D: tl.constexpr):
+    """Loads row[heads, d]."""
+    return tl.load(row_ptr + rows_at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _factor(factor_ptr, head, live, j, n, N):
+    """Loads factor[heads, j]."""
+    return tl.load(factor_ptr + (head * N)[:, None] + j[None, :], mask=live[:, None] & (j < n)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["S", "G", "first", "rows", "sqb", "sqs", "sqg", "sqh"])
 def selection_list_rows(
     dout_ptr, q_ptr, p_ptr, ds_ptr, counts_ptr, part_k_ptr, part_v_ptr, S, G, N, first, rows, sqb, sqs, sqg, sqh,
-    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr,
-    DC: tl.constexpr, NKC: tl.constexpr, NVC: tl.constexpr, SHARED: tl.constexpr, DOUT: tl.constexpr,
-    ALIGN: tl.constexpr, PREC: tl.constexpr,
+    H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, DC: tl.constexpr,
+    NKC: tl.constexpr, NVC: tl.constexpr, SHARED: tl.constexpr, DOUT: tl.constexpr, ALIGN: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Computes part_k[B, G, rows, N, DK] = ds.T @ q and part_v[B, G, rows, N, DV] = p.T @ dout over the heads.
 
-    SHARED: part_v is added to the first DV columns of part_k. Programs [B, G, rows, key tiles] x [columns of part_k,
-    then of part_v].
+    SHARED: part_v is added to the first DV columns of part_k. Programs [B, G, rows] x [columns of part_k, then of
+    part_v].
     """
-    pid = tl.program_id(0)
-    TILES = (N + BN - 1) // BN
-    j = pid % TILES * BN + tl.arange(0, BN)
-    line = (pid // TILES).to(tl.int64)
+    COLUMNS: tl.constexpr = NKC + NVC
+    column = tl.program_id(0) % COLUMNS
+    line = (tl.program_id(0) // COLUMNS).to(tl.int64)
     bg = line // rows
     b = bg // G
     g = bg % G
     s = first + line % rows
     row = (b * S + s) * G + g
     n = tl.load(counts_ptr + row)
-    if pid % TILES * BN < n:
-        column = tl.program_id(1)
-        acc = tl.zeros((BN, DC), tl.float32)
-        factors = line * (H * N)
-        heads = tl.arange(0, HB)
-        if column < NKC:
-            d = column * DC + tl.arange(0, DC)
-            q_base = q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s * sqs, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
-            for head0 in tl.static_range(0, H, HB):
-                q_at = (head0 + heads).to(tl.int64) * tl.multiple_of(tl.cast(sqh, tl.int64), ALIGN)
-                acc = _product(ds_ptr + factors, q_base, q_at, head0, j, n, d, N, acc, H, DK, HB, PREC)
-                if SHARED and DOUT:
-                    do_at = (row * H + head0 + heads) * DV
-                    acc = _product(p_ptr + factors, dout_ptr, do_at, head0, j, n, d, N, acc, H, DV, HB, PREC)
+    head = tl.arange(0, HB)
+    live = head < H
+    do_at = (row * H + head) * DV
+    factors = line * (H * N)
+    if column < NKC:
+        d = column * DC + tl.arange(0, DC)
+        q_base = q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s * sqs, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
+        q = _heads(q_base, head.to(tl.int64) * tl.multiple_of(tl.cast(sqh, tl.int64), ALIGN), live, d, DK)
+        if SHARED and DOUT:
+            do = _heads(dout_ptr, do_at, live, d, DV)
+        for start in range(0, n, BN):
+            j = start + tl.arange(0, BN)
+            acc = tl.dot(tl.trans(_factor(ds_ptr + factors, head, live, j, n, N)), q, input_precision=PREC)
+            if SHARED and DOUT:
+                acc = tl.dot(tl.trans(_factor(p_ptr + factors, head, live, j, n, N)), do, acc, input_precision=PREC)
             to = part_k_ptr + ((line * N + j) * DK)[:, None] + d[None, :]
             tl.store(to, acc, mask=(j < n)[:, None] & (d < DK)[None, :])
-        else:
-            d = (column - NKC) * DC + tl.arange(0, DC)
-            for head0 in tl.static_range(0, H, HB):
-                do_at = (row * H + head0 + heads) * DV
-                acc = _product(p_ptr + factors, dout_ptr, do_at, head0, j, n, d, N, acc, H, DV, HB, PREC)
+    else:
+        d = (column - NKC) * DC + tl.arange(0, DC)
+        do = _heads(dout_ptr, do_at, live, d, DV)
+        for start in range(0, n, BN):
+            j = start + tl.arange(0, BN)
+            acc = tl.dot(tl.trans(_factor(p_ptr + factors, head, live, j, n, N)), do, input_precision=PREC)
             to = part_v_ptr + ((line * N + j) * DV)[:, None] + d[None, :]
             tl.store(to, acc, mask=(j < n)[:, None] & (d < DV)[None, :])
 

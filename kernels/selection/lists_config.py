@@ -62,3 +62,24 @@ def list_config(
         if itemsize * rows <= limit:
             return ListConfig(min(HB, most), BN, MC, warps, stages)
     return ListConfig(16, 16, 64, 4, 1, held=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsConfig:
+    """Configuration of the rows of dK and dV: all HB heads (padded), tiles of BN keys and DC columns."""
+
+    HB: int
+    BN: int
+    DC: int
+    num_warps: int
+    num_stages: int
+
+
+def rows_config(h: int, DK: int, DV: int, itemsize: int) -> RowsConfig:
+    """Returns the configuration of the rows of dK and dV."""
+    HB, columns = max(16, power_of_two(h)), max(16, power_of_two(max(DK, DV)))
+    if itemsize == 4:
+        return RowsConfig(HB, 32, min(32 if HB > 64 else 64, columns), 4, 1)
+    if HB > 64:
+        return RowsConfig(HB, 128, min(128, columns), 8, 2)
+    return RowsConfig(HB, 64, min(128, columns), 4, 2)

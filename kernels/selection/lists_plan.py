@@ -19,7 +19,8 @@ from .list_dkv import selection_list_invert, selection_list_rows, selection_list
 from .list_dq import selection_list_dq
 from .list_forward import selection_list_forward
 from .list_keys import selection_list_keys
-from .lists_config import ListConfig, list_config, widths
+from .lists_gluon import list_kernels
+from .lists_config import ListConfig, list_config, rows_config, widths
 from .pieces_plan import power_of_two
 from .tile_lists_plan import alignment, dot_precision
 
@@ -95,6 +96,7 @@ class _Call:
     args: dict[str, Any]
     constexprs: dict[str, Any]
     config: ListConfig
+    kernel: Any = None  # the Gluon kernel that runs in place of the plain one
 
     @property
     def heads(self) -> int:
@@ -108,6 +110,9 @@ def _call(
     h, DK, N = (b.static(n) for n in (b.shape(q)[3], b.shape(q)[4], b.shape(lists.keys)[3]))
     S, G, DV = b.shape(q)[1], b.shape(q)[2], v_width
     itemsize, props = b.dtype(q).itemsize, b.device_props()
+    wgmma = None if config else list_kernels(b, q, k, v, DV)
+    if wgmma:
+        return _wgmma_call(b, wgmma[backward], q, k, lists, scale, DV)
     c = config or list_config(h, DK, DV, itemsize, props.backend, props.arch, v is None, backward)
     values = k if v is None else v
     (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (tuple(b.strides(t))[:-1] for t in (q, k, values))
@@ -125,6 +130,17 @@ def _call(
     return _Call(args, constexprs, c)
 
 
+def _wgmma_call(b: Any, kernel: Any, q: Any, k: Any, lists: Lists, scale: Any, DV: int) -> _Call:
+    S, G, h, DK = b.shape(q)[1:]
+    (sqb, sqs, sqg, sqh), (skb, skg, skn) = (tuple(b.strides(t))[:-1] for t in (q, k))
+    args = dict(
+        q_ptr=q, k_ptr=k, keys_ptr=lists.keys, counts_ptr=lists.counts, scale=float(scale), S=S, G=G,
+        N=b.shape(lists.keys)[3], sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn,
+    )  # fmt: skip
+    constexprs = dict(H=h, DK=DK, DV=DV, KT=0 if DK == DV else 64)
+    return _Call(args, constexprs, ListConfig(64, 64, DV, 8, 1, per=1), kernel)
+
+
 def plan_lists_forward(
     b: Any, q: Any, k: Any, v: Any, lists: Lists, sink: Any, scale: Any, v_width: int,
     config: ListConfig | None = None, NS: Any = None,
@@ -140,11 +156,10 @@ def plan_lists_forward(
     part, plse = (b.empty((rows * NS * b.min(NS - 1, 1), *shape), b.f32) for shape in ((h, v_width), (h,)))
     has_sink = sink is not None
     sink = b.contiguous(sink) if has_sink else lse
+    outs = dict(NS=NS, sink_ptr=sink, o_ptr=o, lse_ptr=lse, part_ptr=part, plse_ptr=plse)
     b.launch(
-        selection_list_forward,
-        (rows * call.heads * NS, 1, 1),
-        dict(call.args, NS=NS, sink_ptr=sink, o_ptr=o, lse_ptr=lse, part_ptr=part, plse_ptr=plse),
-        dict(call.constexprs, SINK=has_sink),
+        call.kernel or selection_list_forward,
+        (rows * call.heads * NS, 1, 1), dict(call.args, **outs), dict(call.constexprs, SINK=has_sink),
         c.num_warps, c.num_stages,
     )  # fmt: skip
     if not (b.is_static(NS) and NS == 1):
@@ -244,18 +259,16 @@ def _plan_chunk(
     chunk = dict(S=S, G=G, N=N, first=first, rows=rows)
     strides = {name: call.args[name] for name in ("sqb", "sqs", "sqg", "sqh")}
     with_v = has_dout and not shared
-    wide = dtype.itemsize == 2
-    DC = min(256 if wide else 64, power_of_two(max(16, DK, DV)))
-    BN = min(128 if wide else 32, max(16, power_of_two(N)))
-    NKC, NVC = -(-DK // DC), -(-DV // DC) if with_v else 0
+    c = rows_config(H, DK, DV, dtype.itemsize)
+    NKC, NVC = -(-DK // c.DC), -(-DV // c.DC) if with_v else 0
     b.launch(
         selection_list_rows,
-        (lines * -(-N // BN), NKC + NVC, 1),
+        (lines * (NKC + NVC), 1, 1),
         dict(dout_ptr=x.dout if has_dout else ds, q_ptr=call.args["q_ptr"], p_ptr=p, ds_ptr=ds, counts_ptr=call.args["counts_ptr"],
              part_k_ptr=part_k, part_v_ptr=part_v, **chunk, **strides),
-        dict(H=H, DK=DK, DV=DV, HB=min(64 if wide else 16, max(16, power_of_two(H))), BN=BN, DC=DC, NKC=NKC, NVC=NVC,
-             SHARED=shared, DOUT=has_dout, ALIGN=n["ALIGN"], PREC=n["PREC"]),
-        8 if wide and BN * DC >= 128 * 256 else 4, 2 if wide else 1,
+        dict(H=H, DK=DK, DV=DV, HB=c.HB, BN=c.BN, DC=c.DC, NKC=NKC, NVC=NVC, SHARED=shared, DOUT=has_dout,
+             ALIGN=alignment(b, call.args["q_ptr"]), PREC=dot_precision(b, dtype)),
+        c.num_warps, c.num_stages,
     )  # fmt: skip
     inverse, sizes = _plan_inverse(b, call, B, S_kv, size, chunk)
     last = first + rows == S
@@ -279,15 +292,19 @@ def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first:
     n, c = call.constexprs, call.config
     G, H, DK = call.args["G"], n["H"], n["DK"]
     lines = B * G * rows
+    args = dict(
+        call.args, dout_ptr=ds if x.dout is None else x.dout, lse2_ptr=x.lse2, delta_ptr=x.delta, dq_ptr=x.dq, p_ptr=p,
+        ds_ptr=ds, first=first, rows=rows,
+    )  # fmt: skip
+    constexprs = dict(n, DOUT=x.dout is not None)
+    if call.kernel:
+        b.launch(call.kernel, (lines * call.heads, 1, 1), args, constexprs, c.num_warps, c.num_stages)
+        return
     NS = splits(b, lines * call.heads, c.per) if rows == call.args["S"] else 1
     part = b.empty((lines * NS if NS > 1 else 0, H, DK), b.f32)
     b.launch(
-        selection_list_dq,
-        (lines * call.heads * NS, 1, 1),
-        dict(call.args, dout_ptr=ds if x.dout is None else x.dout, lse2_ptr=x.lse2, delta_ptr=x.delta, dq_ptr=x.dq,
-             part_ptr=part, p_ptr=p, ds_ptr=ds, first=first, rows=rows, NS=NS),
-        dict(n, DOUT=x.dout is not None),
-        c.num_warps, c.num_stages,
+        selection_list_dq, (lines * call.heads * NS, 1, 1), dict(args, part_ptr=part, NS=NS), constexprs, c.num_warps,
+        c.num_stages,
     )  # fmt: skip
     if NS > 1:
         b.launch(
