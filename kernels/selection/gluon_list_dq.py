@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gluon_language import reinterpret, thread_barrier
+from ..gluon_language import thread_barrier
 from .gluon_list_forward import HB, NW, copy_rows, load_keys, rows_layout
 
 BN = gl.constexpr(32)  # keys of a tile
@@ -34,8 +34,8 @@ def selection_list_dq_wgmma(
     L: gl.constexpr = rows_layout(DV, NW)
     LT: gl.constexpr = rows_layout(KT if KT else 64, NW)
     MX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
-    MS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
     MO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, min(256, DV // 2), 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MO, 2)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HN: gl.constexpr = (H + HB - 1) // HB
     pid = gl.program_id(0)
@@ -74,16 +74,16 @@ def selection_list_dq_wgmma(
     async_copy.commit_group()
 
     qk = scale * 1.4426950408889634
-    mine = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, MS))
+    mine = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, A))
     live = mine < H
     lse2 = gl.load(lse2_ptr + row * H + mine, mask=live, other=float("inf"))
     delta = gl.load(delta_ptr + row * H + mine, mask=live, other=0.0)
-    column = gl.arange(0, BN, layout=gl.SliceLayout(0, MS))
+    column = gl.arange(0, BN, layout=gl.SliceLayout(0, A))
     to = ((line * H + mine) * N)[:, None] + column[None, :]
     dq = gl.zeros([HB, DV], gl.float32, layout=MO)
     if KT:
-        MT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KT // 2, 16])
-        dqt = gl.zeros([HB, KT], gl.float32, layout=MT)
+        MQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KT // 2, 16])
+        dqt = gl.zeros([HB, KT], gl.float32, layout=MQ)
     slot = 0
     for start in range(0, n, BN):
         async_copy.wait_group(0)
@@ -93,7 +93,8 @@ def selection_list_dq_wgmma(
         x = gl.zeros([2 * HB, BN], gl.float32, layout=MX)
         x = warpgroup_mma(a_s, ring.index(slot).permute((1, 0)), x, use_acc=False, is_async=True)
         if KT:
-            t = gl.zeros([HB, BN], gl.float32, layout=MS)
+            # Both warpgroups compute all of it, which needs no exchange.
+            t = gl.zeros([HB, BN], gl.float32, layout=MX)
             t = warpgroup_mma(qt_s, tails.index(slot).permute((1, 0)), t, use_acc=False, is_async=True)
         if start + BN < n:
             copy_rows(ring.index(1 - slot), k_base, key * skn, there, 0, DV, DK, L)
@@ -108,25 +109,20 @@ def selection_list_dq_wgmma(
             x = warpgroup_mma_wait(0, deps=(x,))
         x_s.store(x)
         thread_barrier()
-        y = x_s.slice(0, HB).load(MS)
+        # Both warpgroups compute all weights, in the layout of the next product's left operand.
+        y = x_s.slice(0, HB).load(A)
         if KT:
-            y += t
-        dp = x_s.slice(HB, HB).load(MS)
-        inside = (start + column < n)[None, :]
+            y += gl.convert_layout(t, A, assert_trivial=True)
+        dp = x_s.slice(HB, HB).load(A)
         p = gl.exp2(y * qk - lse2[:, None])
-        ds = gl.where(inside, p * (dp - delta[:, None]), 0.0)
-        inside = live[:, None] & inside
-        gl.store(ds_ptr + to + start, (ds * scale).to(dtype), mask=inside)
+        ds = gl.where((start + column < n)[None, :], p * (dp - delta[:, None]), 0.0).to(dtype)
+        inside = live[:, None] & (start + column < N)[None, :]
+        gl.store(ds_ptr + to + start, ds, mask=inside)
         if DOUT:
             gl.store(p_ptr + to + start, p.to(dtype), mask=inside)
-        thread_barrier()
-        ds_s = reinterpret(x_s, dtype, [HB, BN], gl.NVMMASharedLayout(64, 16, 2))
-        ds_s.store(ds.to(dtype))
-        fence_async_shared()
-        thread_barrier()
-        dq = warpgroup_mma(ds_s, ring.index(slot), dq, is_async=True)
+        dq = warpgroup_mma(ds, ring.index(slot), dq, is_async=True)
         if KT:
-            dqt = warpgroup_mma(ds_s, tails.index(slot), dqt, is_async=True)
+            dqt = warpgroup_mma(ds, tails.index(slot), dqt, is_async=True)
             dq, dqt = warpgroup_mma_wait(0, deps=(dq, dqt))
         else:
             dq = warpgroup_mma_wait(0, deps=(dq,))
@@ -140,7 +136,7 @@ def selection_list_dq_wgmma(
     out = dq_ptr + ((row * H + head) * DK)[:, None] + d[None, :]
     gl.store(out, a_s.slice(0, HB).load(L), mask=(head < H)[:, None])
     if KT:
-        theads = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, MT))
-        d = DV + gl.arange(0, KT, layout=gl.SliceLayout(0, MT))
+        theads = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, MQ))
+        d = DV + gl.arange(0, KT, layout=gl.SliceLayout(0, MQ))
         out = dq_ptr + ((row * H + theads) * DK)[:, None] + d[None, :]
         gl.store(out, (dqt * scale).to(dtype), mask=(theads < H)[:, None] & (d < DK)[None, :])

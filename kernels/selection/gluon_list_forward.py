@@ -45,6 +45,14 @@ def load_keys(keys_row, start, end, BN: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
+def row_parts(p):
+    """Sums p[HB, BN] over the columns that a thread holds of a row in the layout of its product: [HB, 8]."""
+    # A column is a warpgroup's half, a block of 8, a thread and one of its two neighbours.
+    x = gl.sum(p.reshape([HB, 2, BN // 16, 4, 2]), axis=4)
+    return gl.sum(x, axis=2).reshape([HB, 8])
+
+
+@gluon.jit
 def share(n, split, NS):
     """Returns [from, to), the positions of one split of n."""
     each = n // NS
@@ -83,7 +91,6 @@ def selection_list_forward_wgmma(
 
     q_s = gl.allocate_shared_memory(dtype, [HB, DV], TILE)
     ring = gl.allocate_shared_memory(dtype, [2, BN, DV], TILE)
-    p_s = gl.allocate_shared_memory(dtype, [HB, BN], TILE)
     # Rows start at multiples of 16 bytes.
     q_base = q_ptr + gl.multiple_of(b * sqb + s * sqs + g * sqg, 8)
     k_base = k_ptr + gl.multiple_of(b * skb + g * skg, 8)
@@ -109,7 +116,7 @@ def selection_list_forward_wgmma(
 
     qk = scale * 1.4426950408889634
     m = gl.full([HB], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MS))
-    norm = gl.full([HB], 0.0, gl.float32, layout=gl.SliceLayout(1, MS))
+    parts = row_parts(gl.zeros([HB, BN], gl.float32, layout=MS))
     acc = gl.zeros([HB, DV], gl.float32, layout=MO)
     column = gl.arange(0, BN, layout=gl.SliceLayout(0, MS))
     slot = 0
@@ -137,17 +144,17 @@ def selection_list_forward_wgmma(
         safe = gl.where(m_new == float("-inf"), 0.0, m_new)
         p = gl.exp2(x - safe[:, None])
         alpha = gl.exp2(m - safe)
-        norm = norm * alpha + gl.sum(p, axis=1)
+        parts = parts * gl.convert_layout(alpha, gl.SliceLayout(1, parts.type.layout))[:, None] + row_parts(p)
         m = m_new
-        p_s.store(p.to(dtype))
-        fence_async_shared()
-        thread_barrier()
+        # In registers: a fence for weights in shared memory would wait for the copies in flight.
+        p = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, MO, 2))
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, MO))[:, None]
-        acc = warpgroup_mma(p_s, ring.index(slot), acc, is_async=True)
+        acc = warpgroup_mma(p, ring.index(slot), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         slot = 1 - slot
     async_copy.wait_group(0)
 
+    norm = gl.convert_layout(gl.sum(parts, axis=1), gl.SliceLayout(1, MS))
     lse = gl.where(norm == 0.0, float("-inf"), m + gl.log2(norm))
     head = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, MS))
     live = head < H

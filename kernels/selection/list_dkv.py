@@ -15,19 +15,19 @@ def _heads(row_ptr, rows_at, live, d, D: tl.constexpr):
 
 
 @triton.jit
-def _factor(factor_ptr, head, live, j, n, N):
-    """Loads factor[heads, j]."""
-    return tl.load(factor_ptr + (head * N)[:, None] + j[None, :], mask=live[:, None] & (j < n)[None, :], other=0.0)
+def _factor(factor_ptr, head, live, j, N):
+    """Loads factor[heads, j], beyond the last key too: columns of no key give rows that are not stored."""
+    return tl.load(factor_ptr + (head * N)[:, None] + j[None, :], mask=live[:, None] & (j < N)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["S", "G", "first", "rows", "sqb", "sqs", "sqg", "sqh"])
 def selection_list_rows(
-    dout_ptr, q_ptr, p_ptr, ds_ptr, counts_ptr, part_k_ptr, part_v_ptr, S, G, N, first, rows, sqb, sqs, sqg, sqh,
+    dout_ptr, q_ptr, p_ptr, ds_ptr, counts_ptr, part_k_ptr, part_v_ptr, scale, S, G, N, first, rows, sqb, sqs, sqg, sqh,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, DC: tl.constexpr,
     NKC: tl.constexpr, NVC: tl.constexpr, SHARED: tl.constexpr, DOUT: tl.constexpr, ALIGN: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """Computes part_k[B, G, rows, N, DK] = ds.T @ q and part_v[B, G, rows, N, DV] = p.T @ dout over the heads.
+    """Computes part_k[B, G, rows, N, DK] = scale * ds.T @ q and part_v[B, G, rows, N, DV] = p.T @ dout over the heads.
 
     SHARED: part_v is added to the first DV columns of part_k. Programs [B, G, rows] x [columns of part_k, then of
     part_v].
@@ -53,9 +53,9 @@ def selection_list_rows(
             do = _heads(dout_ptr, do_at, live, d, DV)
         for start in range(0, n, BN):
             j = start + tl.arange(0, BN)
-            acc = tl.dot(tl.trans(_factor(ds_ptr + factors, head, live, j, n, N)), q, input_precision=PREC)
+            acc = tl.dot(tl.trans(_factor(ds_ptr + factors, head, live, j, N)), q, input_precision=PREC) * scale
             if SHARED and DOUT:
-                acc = tl.dot(tl.trans(_factor(p_ptr + factors, head, live, j, n, N)), do, acc, input_precision=PREC)
+                acc = tl.dot(tl.trans(_factor(p_ptr + factors, head, live, j, N)), do, acc, input_precision=PREC)
             to = part_k_ptr + ((line * N + j) * DK)[:, None] + d[None, :]
             tl.store(to, acc, mask=(j < n)[:, None] & (d < DK)[None, :])
     else:
@@ -63,12 +63,12 @@ def selection_list_rows(
         do = _heads(dout_ptr, do_at, live, d, DV)
         for start in range(0, n, BN):
             j = start + tl.arange(0, BN)
-            acc = tl.dot(tl.trans(_factor(p_ptr + factors, head, live, j, n, N)), do, input_precision=PREC)
+            acc = tl.dot(tl.trans(_factor(p_ptr + factors, head, live, j, N)), do, input_precision=PREC)
             to = part_v_ptr + ((line * N + j) * DV)[:, None] + d[None, :]
             tl.store(to, acc, mask=(j < n)[:, None] & (d < DV)[None, :])
 
 
-@triton.jit(do_not_specialize=["S", "S_kv", "G", "CQ", "first", "rows"])
+@triton.jit(do_not_specialize=["S", "S_kv", "G", "first", "rows"])
 def selection_list_slots(
     keys_ptr, counts_ptr, slots_ptr, S, S_kv, G, N, CQ, first, rows, NB: tl.constexpr
 ):  # fmt: skip
@@ -87,7 +87,7 @@ def selection_list_slots(
         tl.store(slots_ptr + (bg * S_kv + key) * CQ + local, (j + 1).to(tl.int16), mask=j < n)
 
 
-@triton.jit(do_not_specialize=["units", "CQ"])
+@triton.jit(do_not_specialize=["units"])
 def selection_list_invert(
     slots_ptr, inverse_ptr, sizes_ptr, units, N, CQ, CP: tl.constexpr, KB: tl.constexpr
 ):  # fmt: skip
@@ -105,7 +105,7 @@ def selection_list_invert(
     tl.store(sizes_ptr + unit, tl.max(rank, axis=1), mask=unit < units)
 
 
-@triton.jit(do_not_specialize=["S_kv", "CQ", "rows"])
+@triton.jit(do_not_specialize=["S_kv", "rows"])
 def selection_list_sum(
     part_ptr, inverse_ptr, sizes_ptr, acc_ptr, out_ptr, S_kv, N, CQ, rows,
     D: tl.constexpr, DC: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,

@@ -18,8 +18,8 @@ def selection_list_dq(
 ):  # fmt: skip
     """Computes dq[B, S, G, H, DK] of ``rows`` queries from ``first`` on, from dout[B, S, G, H, DV], lse2 and delta.
 
-    It also writes p[B, G, rows, H, N] (with DOUT) and ds[B, G, rows, H, N], the softmax's weights and the scaled
-    gradients of the scores, rounded to the dtype of the products. With several splits it writes part[B, G, rows, NS, H,
+    It also writes p[B, G, rows, H, N] (with DOUT) and ds[B, G, rows, H, N], the softmax's weights and the gradients
+    of the scores, rounded to the dtype of the products. With several splits it writes part[B, G, rows, NS, H,
     DK] in place of dq. lse2: log2 of the denominator, inf for no keys. One program: as in the forward.
     """
     HN: tl.constexpr = (H + HB - 1) // HB
@@ -79,8 +79,9 @@ def selection_list_dq(
                 y = tl.dot(dc, tl.trans(v), y, input_precision=PREC)
         ds = tl.where(mask[None, :], p * (y - delta[:, None]), 0.0)
         to = factors[:, None] + (start + i)[None, :]
-        inside = live[:, None] & mask[None, :]
-        tl.store(ds_ptr + to, (ds * scale).to(ds_ptr.dtype.element_ty), mask=inside)
+        # Without splits beyond the end too: a mask of whole groups of columns lets neighbours be stored together.
+        inside = live[:, None] & (start + i < (N if NS == 1 else end))[None, :]
+        tl.store(ds_ptr + to, ds.to(ds_ptr.dtype.element_ty), mask=inside)
         if DOUT:
             tl.store(p_ptr + to, p.to(p_ptr.dtype.element_ty), mask=inside)
         old = acc

@@ -265,7 +265,7 @@ def _plan_chunk(
         selection_list_rows,
         (lines * (NKC + NVC), 1, 1),
         dict(dout_ptr=x.dout if has_dout else ds, q_ptr=call.args["q_ptr"], p_ptr=p, ds_ptr=ds, counts_ptr=call.args["counts_ptr"],
-             part_k_ptr=part_k, part_v_ptr=part_v, **chunk, **strides),
+             part_k_ptr=part_k, part_v_ptr=part_v, scale=call.args["scale"], **chunk, **strides),
         dict(H=H, DK=DK, DV=DV, HB=c.HB, BN=c.BN, DC=c.DC, NKC=NKC, NVC=NVC, SHARED=shared, DOUT=has_dout,
              ALIGN=alignment(b, call.args["q_ptr"]), PREC=dot_precision(b, dtype)),
         c.num_warps, c.num_stages,
@@ -283,7 +283,7 @@ def _plan_chunk(
             selection_list_sum,
             (B * G * S_kv, -(-D // columns), 1),
             dict(part_ptr=part, inverse_ptr=inverse, sizes_ptr=sizes, acc_ptr=acc, out_ptr=out, S_kv=S_kv, N=N,
-                 CQ=size, rows=rows),
+                 CQ=-(-size // ROW) * ROW, rows=rows),
             dict(D=D, DC=columns, FIRST=first == 0, LAST=last, UNROLL=8), 1, 1,
         )  # fmt: skip
 
@@ -316,7 +316,7 @@ def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first:
 def _plan_inverse(b: Any, call: _Call, B: int, S_kv: int, CQ: int, chunk: dict[str, Any]) -> tuple[Any, Any]:
     """Launches the kernels that list, for each key, the pairs of the chunk in query order; returns them and numbers."""
     G, N = chunk["G"], chunk["N"]
-    units = B * G * S_kv
+    units, CQ = B * G * S_kv, -(-CQ // ROW) * ROW
     slots = b.zeros((units, CQ), b.i16)
     inverse, sizes = b.empty((units, CQ), b.i32), b.empty((units,), b.i32)
     lists = dict(keys_ptr=call.args["keys_ptr"], counts_ptr=call.args["counts_ptr"])
