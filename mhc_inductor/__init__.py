@@ -44,6 +44,7 @@ from mhc_inductor.api import (  # noqa: E402
 )
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
 from mhc_inductor.kernels import eager as _eager  # noqa: E402
+from mhc_inductor.ops.segments import ANY_SEGMENT  # noqa: E402
 from mhc_inductor.routing.explain import explain  # noqa: E402
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "ANY_SEGMENT",
     "blocks_to_ranges",
     "counters",
     "disable",

@@ -19,6 +19,7 @@ MIN_STREAMS, MAX_STREAMS, MIN_WIDTH = 2, 8, 16
 _OPTIONAL = frozenset({"gamma", "h_res", "dh_in", "dh_post", "dh_res", "dx_acc", "dx_out", "dnext_post", "dnext_res"})
 _OPTIONAL |= {"b_s", "b_m", "S0", "M0", "dout", "dS", "dM"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def _text(sizes: Sequence[Any]) -> str:
@@ -50,6 +51,16 @@ def _shape(op: str, name: str, t: Tensor, expected: Sequence[Any], meaning: str)
         raise ValueError(message())
     for got, want in zip(t.shape, expected, strict=True):
         torch._check_value(got == want, message)
+
+
+def integers(op: str, name: str, t: Tensor, like: Tensor | None = None, like_name: str = "q") -> None:
+    """Raises TypeError or ValueError unless ``t`` is an int32 or int64 tensor on the device of ``like``."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+    if t.dtype not in _INTEGERS:
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {t.dtype}")
+    if like is not None and t.device != like.device:
+        raise ValueError(f"{op}: {name} must be on {like_name}'s device {like.device}, got {t.device}")
 
 
 def _eps(op: str, below: float = math.inf, **values: float) -> None:

@@ -12,18 +12,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.ops.checks import _floating, _shape, _text
-
-_INTEGERS = (torch.int32, torch.int64)
-
-
-def integers(op: str, name: str, t: Tensor, like: Tensor | None = None, like_name: str = "q") -> None:
-    """Raises TypeError or ValueError unless ``t`` is an int32 or int64 tensor on the device of ``like``."""
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
-    if t.dtype not in _INTEGERS:
-        raise TypeError(f"{op}: {name} must be int32 or int64, got {t.dtype}")
-    if like is not None and t.device != like.device:
-        raise ValueError(f"{op}: {name} must be on {like_name}'s device {like.device}, got {t.device}")
+from mhc_inductor.ops.checks import integers as integers
 
 
 def _sequences(op: str, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:

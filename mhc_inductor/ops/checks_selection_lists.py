@@ -7,17 +7,7 @@ from torch import Tensor
 
 from mhc_inductor.ops.checks import _floating, _shape, _text
 from mhc_inductor.ops.checks_selection import _scale, _sequences, integers
-
-
-def _segments(op: str, q: Tensor, k: Tensor, segments_q: Tensor | None, segments_k: Tensor | None) -> None:
-    if (segments_q is None) != (segments_k is None):
-        missing = "segments_q" if segments_q is None else "segments_k"
-        raise ValueError(f"{op}: segments_q and segments_k must be given together, got {missing} of None")
-    if segments_q is not None and segments_k is not None:
-        integers(op, "segments_q", segments_q, q)
-        integers(op, "segments_k", segments_k, q)
-        _shape(op, "segments_q", segments_q, q.shape[:2], "[B, S]")
-        _shape(op, "segments_k", segments_k, [k.shape[0], k.shape[2]], "[B, S_kv]")
+from mhc_inductor.ops.segments import segments
 
 
 def selection_list_attention(
@@ -62,7 +52,7 @@ def selection_list_attention(
         _floating(op, q=q, sink=sink)
         _shape(op, "sink", sink, [groups, heads], "[G, h]")
     _sequences(op, q, k, cu_seqlens_q, cu_seqlens_k)
-    _segments(op, q, k, segments_q, segments_k)
+    segments(op, segments_q, segments_k, q.shape[:2], [k.shape[0], k.shape[2]], q)
     _scale(op, scale)
 
 
