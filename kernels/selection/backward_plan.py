@@ -99,6 +99,11 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
     return reason
 
 
+def unsupported_sizes(b: Any, *args: Any) -> str | None:
+    """Returns why these arguments run the reference."""
+    return "segment ids" if len(args) > 12 and args[12] is not None else None
+
+
 def plan_delta(b: Any, dout: Any, dlse: Any, sink: Any, o: Any, lse: Any) -> tuple[Any, Any, Any]:
     """Launches the kernels of lse2, delta[B, S, G, h] and dsink[G, h] (shape [0] without a sink).
 
@@ -262,7 +267,7 @@ def plan_dkv_few(
 
 def plan_selection_attention_backward(
     b: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, o: Any, lse: Any,
-    scale: Any,
+    scale: Any, seg_q: Any = None, seg_k: Any = None,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Launches ``selection_attention_backward``; returns (dq, dk, dv, dsink)."""
     from .plan import takes_tiles

@@ -41,14 +41,20 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
     return None
 
 
+def unsupported_sizes(b: Any, *args: Any) -> str | None:
+    """Returns why these arguments run the reference."""
+    return "segment ids" if len(args) > 8 and args[8] is not None else None
+
+
 def takes_tiles(b: Any, S: Any, r: int) -> bool:
     """Returns whether the tile path runs: enough queries, and so few ranges that neighbours share key tiles."""
     return r <= MOST_TILE_RANGES and not (b.is_static(S) and S <= FEW_QUERIES)
 
 
 def plan_tiles(
-    b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any
-) -> tuple[Any, Any]:
+    b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any, seg_q: Any = None,
+    seg_k: Any = None,
+) -> tuple[Any, Any]:  # fmt: skip
     """Launches the tile path; returns o[B, S, G, h, Dv] and lse[B, S, G, h]."""
     B, S, G, h, DK = b.shape(q)
     S_kv, DV = b.shape(v)[2:]
@@ -77,8 +83,9 @@ def plan_tiles(
 
 
 def plan_selection_attention(
-    b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any
-) -> tuple[Any, Any]:
+    b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any, seg_q: Any = None,
+    seg_k: Any = None,
+) -> tuple[Any, Any]:  # fmt: skip
     """Launches ``selection_attention`` on the tile path or the gather path; returns (o, lse)."""
     if takes_tiles(b, b.shape(q)[1], b.static(b.shape(ranges)[3])):
         return plan_tiles(b, q, k, v, ranges, sink, cu_q, cu_k, scale)
