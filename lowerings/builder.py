@@ -20,6 +20,7 @@ class LoweringBuilder:
 
     f32 = torch.float32
     bf16 = torch.bfloat16
+    i16 = torch.int16
     i32 = torch.int32
     i64 = torch.int64
     gluon = False  # Inductor's Triton-kernel HOP emits a Gluon kernel as plain Triton, which fails
@@ -53,6 +54,10 @@ class LoweringBuilder:
     def contiguous(self, t: Any) -> Any:
         """Returns ``t`` realised in contiguous layout."""
         return compat.contiguous(t)
+
+    def starts_aligned(self, *tensors: Any) -> bool:
+        """Returns True: where a tensor starts is known when the code runs."""
+        return True
 
     def strided(self, t: Any) -> Any:
         """Returns ``t`` with fixed strides; makes it contiguous if its last stride is not 1."""

@@ -132,7 +132,9 @@ def test_any_size_of_the_chunks_gives_the_same_bits(builder, monkeypatch, shared
 def test_the_order_of_a_list_does_not_matter(builder):
     made, got = run(builder, kind="sorted", dtype=BF16, S=4, S_kv=40, n=30)
     order = torch.randperm(30, generator=torch.Generator().manual_seed(3)).to(builder.device)
-    mixed = torch.cat((made["indices"], made["indices"][..., :7]), -1)[..., torch.cat((order, order.new_tensor([33, 31])))]
+    mixed = torch.cat((made["indices"], made["indices"][..., :7]), -1)[
+        ..., torch.cat((order, order.new_tensor([33, 31])))
+    ]
     args = h.arguments({**made, "indices": mixed}, made["q"].shape[-1] ** -0.5)
     o, lse = lists_plan.plan_selection_list_attention(builder, *args)
     assert torch.equal(o, got["o"]) and torch.equal(lse, got["lse"])

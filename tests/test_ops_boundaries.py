@@ -171,11 +171,12 @@ def test_forward_mode_is_refused_never_dropped(name, argument, mode):
 def _samples() -> dict[str, tuple[Any, ...]]:
     """Returns arguments of every op, in the order of its schema."""
     from test_ops_e79 import SAMPLES as e79
+    from test_ops_lists import SAMPLES as lists
     from test_ops_mhc import SAMPLES as mhc
     from test_ops_selection import SAMPLES as selection
 
     found: dict[str, tuple[Any, ...]] = {}
-    for case in (*mhc, *e79, *selection):
+    for case in (*mhc, *e79, *selection, *lists):
         name, sample, variant = case.values
         if name not in found:
             found[name] = sample(**variant)

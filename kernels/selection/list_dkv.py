@@ -57,7 +57,7 @@ def selection_list_rows(
             if SHARED and DOUT:
                 acc = tl.dot(tl.trans(_factor(p_ptr + factors, head, live, j, N)), do, acc, input_precision=PREC)
             to = part_k_ptr + ((line * N + j) * DK)[:, None] + d[None, :]
-            tl.store(to, acc, mask=(j < n)[:, None] & (d < DK)[None, :])
+            tl.store(to, acc.to(part_k_ptr.dtype.element_ty), mask=(j < n)[:, None] & (d < DK)[None, :])
     else:
         d = (column - NKC) * DC + tl.arange(0, DC)
         do = _heads(dout_ptr, do_at, live, d, DV)
@@ -65,7 +65,7 @@ def selection_list_rows(
             j = start + tl.arange(0, BN)
             acc = tl.dot(tl.trans(_factor(p_ptr + factors, head, live, j, N)), do, input_precision=PREC)
             to = part_v_ptr + ((line * N + j) * DV)[:, None] + d[None, :]
-            tl.store(to, acc, mask=(j < n)[:, None] & (d < DV)[None, :])
+            tl.store(to, acc.to(part_v_ptr.dtype.element_ty), mask=(j < n)[:, None] & (d < DV)[None, :])
 
 
 @triton.jit(do_not_specialize=["S", "S_kv", "G", "first", "rows"])
@@ -133,7 +133,7 @@ def selection_list_sum(
             at = tl.load(entries + start + i, mask=there, other=0).to(tl.int64)
             x = x + (tl.load(base + at * D, mask=inside & there, other=0.0),)
         for i in tl.static_range(UNROLL):
-            acc += x[i]
+            acc += x[i].to(tl.float32)
     if LAST:
         tl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=inside)
     else:

@@ -21,7 +21,7 @@ def list_kernels(b: Any, q: Any, k: Any, v: Any, v_width: int) -> tuple[Any, ...
     """
     if v is not None or not b.gluon or b.device_props().arch != 90 or b.dtype(q).itemsize != 2:
         return None
-    h, DK = b.shape(q)[3:]
+    h, DK = (b.static(n) for n in b.shape(q)[3:])
     if v_width != 512 or not 0 <= DK - v_width <= TAIL or h < LEAST_HEADS:
         return None
     aligned = all(b.is_multiple(s, 8) for t in (q, k) for s in b.strides(t)[:-1]) and b.starts_aligned(q, k)

@@ -254,8 +254,9 @@ def _plan_chunk(
     ds = b.empty((lines, H, N), dtype)
     p = b.empty((lines, H, N), dtype) if has_dout else ds
     _plan_dq(b, call, x, p, ds, B, first, rows)
-    part_k = b.empty((lines, N, DK), b.f32)
-    part_v = b.empty((0,) if shared else (lines, N, DV), b.f32)
+    kept = rows_dtype(b, dtype)
+    part_k = b.empty((lines, N, DK), kept)
+    part_v = b.empty((0,) if shared else (lines, N, DV), kept)
     chunk = dict(S=S, G=G, N=N, first=first, rows=rows)
     strides = {name: call.args[name] for name in ("sqb", "sqs", "sqg", "sqh")}
     with_v = has_dout and not shared
@@ -286,6 +287,14 @@ def _plan_chunk(
                  CQ=-(-size // ROW) * ROW, rows=rows),
             dict(D=D, DC=columns, FIRST=first == 0, LAST=last, UNROLL=8), 1, 1,
         )  # fmt: skip
+
+
+def rows_dtype(b: Any, dtype: Any) -> Any:
+    """Returns the dtype in which the rows of dK and dV are kept until they are summed in fp32.
+
+    bf16's rounding is as large as that of the factors that a bf16 product takes. fp16 could lose small gradients.
+    """
+    return b.bf16 if dtype == b.bf16 else b.f32
 
 
 def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first: int, rows: int) -> None:

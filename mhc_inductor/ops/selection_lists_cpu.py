@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from mhc_inductor.ops import selection_cpu
@@ -49,4 +51,52 @@ def selection_list_attention_backward(
     """Computes the gradients of :func:`selection_list_attention` over selected keys only."""
     ranges = reference.ranges_of(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
     backward = selection_cpu.selection_attention_backward
+    return reference.gradients(backward, dout, dlse, q, k, v, ranges, sink, o, lse, scale, v_width)
+
+
+# --- compiled: one formula ----------------------------------------------------------------------------------
+
+
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+    scale: float,
+    v_width: int,
+) -> Any:
+    """Decomposes the op for Inductor; returns NotImplemented where the generated code should call the op."""
+    if not selection_cpu.fits(q, k):
+        return NotImplemented
+    ranges = reference.ranges_of(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    return selection_cpu.fused_attention(q, k, reference.values_of(k, v, v_width), ranges, sink, None, None, scale)
+
+
+def fused_attention_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    v_width: int,
+) -> Any:
+    """Decomposes the backward op for Inductor; returns NotImplemented where the generated code should call the op."""
+    if not selection_cpu.fits(q, k):
+        return NotImplemented
+    ranges = reference.ranges_of(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    backward = selection_cpu.fused_attention_backward
     return reference.gradients(backward, dout, dlse, q, k, v, ranges, sink, o, lse, scale, v_width)

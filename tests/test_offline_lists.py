@@ -1,0 +1,72 @@
+"""Compiles the kernels for lists of keys for absent GPUs, forward and backward, plain Triton and Gluon."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import INTERPRETED
+from offline import TARGETS, Recorder, compile_all
+
+from mhc_inductor.kernels import launch
+from mhc_inductor.kernels.selection import lists_plan
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
+
+# As in test_offline_selection.py.
+SPILLS: dict[tuple[str, str, str], int] = {}
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+CASES = {
+    "128": {"h": 64, "Dk": 128},
+    "512": {"h": 64, "Dk": 512, "shared": True},
+    "576": {"h": 128, "Dk": 576, "Dv": 512, "shared": True, "sink": True},
+    "576-fp32": {"h": 20, "Dk": 576, "Dv": 512, "dtype": F32},
+    "80-fp16": {"h": 3, "Dk": 80, "Dv": 48, "dtype": F16, "n": 40, "packed": True, "sink": True},
+    "decoding": {"h": 16, "Dk": 128, "S": 1},
+}
+PLAIN = {"selection_list_keys", "selection_list_forward", "selection_list_dq", "selection_list_rows",
+         "selection_list_slots", "selection_list_invert", "selection_list_sum", "selection_delta"}  # fmt: skip
+GLUON = PLAIN - {"selection_list_forward", "selection_list_dq"} | {
+    "selection_list_forward_wgmma",
+    "selection_list_dq_wgmma",
+}
+
+
+def launches(builder, *, h, Dk, Dv=None, dtype=BF16, n=512, S=1024, S_kv=4096, shared=False, packed=False, sink=False):
+    def empty(*shape, dtype=dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    Dv = Dk if Dv is None else Dv
+    q, k, v = empty(1, S, 2, h, Dk), empty(1, S_kv, 2, Dk).transpose(1, 2), empty(1, S_kv, 2, Dv).transpose(1, 2)
+    ids = [empty(5, dtype=torch.int32), None, empty(1, S, dtype=torch.int64), empty(1, S_kv, dtype=torch.int64)]
+    indices = empty(1, S, 2, n, dtype=torch.int64)
+    rest = (empty(2, h, dtype=F32) if sink else None, *(ids if packed else [None] * 4))
+    args = (q, k, None if shared else v, indices, *rest)
+    o, lse = lists_plan.plan_selection_list_attention(builder, *args, Dk**-0.5, Dv)
+    lists_plan.plan_selection_list_attention_backward(builder, o, lse, *args, o, lse, Dk**-0.5, Dv)
+    return builder.launches
+
+
+PAIRS = [(t, c) for t in TARGETS for c in ("128", "576")] + [("hip:gfx942", "decoding")]
+PAIRS += [("cuda:90", c) for c in CASES if c not in ("128", "576")]
+
+
+@pytest.mark.parametrize(("target", "case"), PAIRS)
+def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
+    recorded = launches(Recorder(TARGETS[target][1]), **CASES[case])
+    seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
+    assert seen >= PLAIN
+    assert not bad
+
+
+@pytest.mark.parametrize("case", ["512", "576"])
+def test_gluon_kernels_compile_without_spills(case, tmp_path):
+    builder = launch.Recorder(TARGETS["cuda:90"][1])
+    seen, bad = compile_all(launches(builder, **CASES[case]), "cuda:90", case, SPILLS, tmp_path)
+    assert seen >= GLUON and "selection_list_forward" not in seen
+    assert not bad
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t != "cuda:90"])
+def test_elsewhere_plain_kernels_run(target):
+    recorded = launches(launch.Recorder(TARGETS[target][1]), **CASES["512"])
+    assert {kernel.__name__ for kernel, *_ in recorded} >= PLAIN

@@ -1,0 +1,251 @@
+"""Selection attention over lists of keys: opcheck, gradients, validation, vmap, autocast, compilation."""
+
+from __future__ import annotations
+
+import helpers_lists as h
+import pytest
+import torch
+from helpers_selection import error
+from op_contract import check_outputs, op, strided, trainable
+from torch.func import vmap
+from torch.library import opcheck
+
+import mhc_inductor  # noqa: F401
+from mhc_inductor.ops import registry
+from mhc_inductor.reference import selection_lists as reference
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OPS = torch.ops.mhc_inductor
+pytestmark = pytest.mark.usefixtures("one_thread")
+SCALE = 0.4
+PACKED = {"B": 1, "S": 9, "S_kv": 9, "lengths": (4, 0, 3)}
+
+
+def attention_sample(**kwargs):
+    return h.arguments(h.make_inputs(**{"kind": "empty", "dtype": F32, "h": 2, "Dk": 4, **kwargs}), SCALE)
+
+
+def backward_sample(drop=(), **kwargs):
+    args = attention_sample(**kwargs)
+    o, lse = OPS.selection_list_attention(*args)
+    ups = [None if k in drop else torch.randn_like(o if k == 0 else lse) for k in range(2)]
+    return (*ups, *args[:-2], o, lse, *args[-2:])
+
+
+VARIANTS = {
+    "plain": {},
+    "sink": {"sink": True, "kind": "odd"},
+    "shared": {"shared": True, "Dv": 3, "strided": True},
+    "fp64": {"dtype": F64, "sink": True, "segments": True},
+    "bf16_int64": {"dtype": BF16, "sink": True, "index_dtype": torch.int64, "segments": True, "shared": True},
+    "packed": PACKED,
+    "packed_keys": {**PACKED, "S_kv": 11, "key_lengths": (6, 1, 4), "sink": True, "segments": True},
+    "Dk_not_Dv": {"Dv": 3},
+    "one_query": {"S": 1, "S_kv": 9},
+    "no_keys_listed": {"n": 0},
+    "no_keys": {"S_kv": 0},
+}
+SAMPLES = [
+    *[pytest.param("selection_list_attention", attention_sample, v, id=f"forward-{k}") for k, v in VARIANTS.items()],
+    *[
+        pytest.param("selection_list_attention_backward", backward_sample, v, id=f"backward-{k}")
+        for k, v in {**VARIANTS, "no_do": {"drop": (0,)}, "no_dlse": {"drop": (1,), "shared": True}}.items()
+    ],
+]
+
+
+@pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
+def test_opcheck(name, sample, variant):
+    args = sample(**variant)
+    # The backward op raises when differentiated, by design.
+    opcheck(op(name), args if name.endswith("_backward") else trainable(args))
+
+
+@pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
+def test_outputs_are_fresh_contiguous_and_as_the_fake_says(name, sample, variant):
+    check_outputs(name, sample(**variant), error)
+
+
+def test_every_op_is_sampled():
+    assert {p.values[0] for p in SAMPLES} == {name for name in registry.REFERENCE if name.startswith("selection_list")}
+
+
+def run(made, ups, attention=None, scale=SCALE):
+    """Returns the op's outputs and autograd's gradients, under the oracle's names."""
+    leaf = {**made, **{n: made[n].detach().requires_grad_() for n in h.WANTED if made[n] is not None}}
+    out = dict(zip(h.OUTPUTS, (attention or OPS.selection_list_attention)(*h.arguments(leaf, scale)), strict=True))
+    wanted = [n for n in h.WANTED if made[n] is not None]
+    grads = torch.autograd.grad([out[n] for n in ups], [leaf[n] for n in wanted], list(ups.values()))
+    return {n: t.detach() for n, t in out.items()} | {f"d{n}": g for n, g in zip(wanted, grads, strict=True)}
+
+
+@pytest.mark.parametrize("names", [("o",), ("lse",), h.OUTPUTS], ids="-".join)
+@pytest.mark.parametrize("case", [v for v in VARIANTS if VARIANTS[v].get("dtype") is None])
+def test_gradients_against_fp64(case, names):
+    made = h.make_inputs(**{"dtype": F32, "kind": "odd", **VARIANTS[case]})
+    ups = h.upstream(made, names)
+    h.check(run(made, ups), made, ups, SCALE)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("shared", [False, True])
+def test_low_precision(dtype, shared):
+    made = h.make_inputs("random", dtype, S=9, S_kv=30, n=20, shared=shared, sink=True)
+    ups = h.upstream(made)
+    h.check(run(made, ups), made, ups, SCALE)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradcheck_of_the_reference(shared):
+    made = h.make_inputs("odd", B=1, S=2, h=2, Dk=3, S_kv=4, n=3, sink=True, segments=True, shared=shared)
+    args = trainable(h.arguments(made, SCALE))
+    assert torch.autograd.gradcheck(lambda *a: reference.selection_list_attention(*a)[0], args)
+
+
+@pytest.mark.parametrize("shape", [{"h": 129}, {"Dk": 577}, {"n": 4097, "S_kv": 50}])
+def test_any_size(shape):
+    made = h.make_inputs("odd", F32, **{"S": 2, "G": 1, "B": 1, "S_kv": 20, **shape})
+    ups = h.upstream(made)
+    h.check(run(made, ups, scale=0.1), made, ups, 0.1)
+
+
+def test_duplicates_and_order_do_not_matter():
+    made = h.make_inputs("sorted", F64, S_kv=12, n=8)
+    want = OPS.selection_list_attention(*h.arguments(made, SCALE))
+    mixed = torch.cat((made["indices"].flip(-1), made["indices"][..., 2:5]), -1)
+    got = OPS.selection_list_attention(*h.arguments({**made, "indices": mixed}, SCALE))
+    assert all(error(g, w) < 1e-12 for g, w in zip(got, want, strict=True))
+
+
+def test_nan_in_unselected_keys_and_other_segments_does_not_leak():
+    made = h.make_inputs("random", F32, B=1, S=4, G=1, S_kv=20, n=5)
+    made["segments_q"], made["segments_k"] = torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 20, dtype=torch.int64)
+    made["segments_k"][0, :7] = 2**40
+    for name in "kv":
+        made[name][0, 0, :7] = float("nan")
+    ups = h.upstream(made, ("o",))
+    assert all(
+        t[..., 7:, :].isfinite().all() if n in ("dk", "dv") else t.isfinite().all()
+        for n, t in run(made, ups).items()
+        if n != "lse"
+    )
+
+
+def test_double_backward_is_refused_never_zero():
+    made = h.make_inputs("odd", sink=True)
+    made["q"].requires_grad_()
+    o = OPS.selection_list_attention(*h.arguments(made, SCALE))[0]
+    (first,) = torch.autograd.grad(o.square().sum(), made["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        first.square().sum().backward()
+
+
+BATCHED = {"all": lambda k: True, "inputs": lambda k: k < 4, "odd": lambda k: k % 2 == 1, "q": lambda k: k in (0, 2)}
+
+
+@pytest.mark.parametrize("which", BATCHED)
+@pytest.mark.parametrize(
+    ("name", "sample", "variant"), [p for p in SAMPLES if "fp64" in p.id or "shared" in p.id or "packed" in p.id]
+)
+def test_vmap_equals_a_loop(name, sample, variant, which):
+    rows = [list(sample(**{**variant, "seed": k})) for k in range(3)]
+    dims = [
+        k % (a.dim() + 1) if isinstance(a, torch.Tensor) and BATCHED[which](k) else None for k, a in enumerate(rows[0])
+    ]
+    for row in rows[1:]:
+        row[:] = [first if d is None else a for a, first, d in zip(row, rows[0], dims, strict=True)]
+    stacked = [
+        a if d is None else torch.stack([r[k] for r in rows], d)
+        for k, (a, d) in enumerate(zip(rows[0], dims, strict=True))
+    ]
+    want = [torch.stack(column) for column in zip(*(op(name)(*row) for row in rows), strict=True)]
+    got = vmap(op(name), in_dims=tuple(dims))(*stacked)
+    for g, w in zip(got, want, strict=True):
+        if g.numel() or w.numel():
+            assert g.dtype is w.dtype and error(g, w) < (2e-2 if g.dtype is BF16 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_autocast_inserts_no_casts(dtype):
+    made = h.make_inputs("odd", dtype, sink=True, shared=True)
+    ups = h.upstream(made)
+    plain = run(made, ups)
+    with torch.autocast("cpu", BF16):
+        cast = run(made, ups)
+    assert all(plain[k].dtype is cast[k].dtype and torch.equal(plain[k], cast[k]) for k in plain)
+
+
+def test_equal_inputs_give_equal_bits_and_are_not_written():
+    made = h.make_inputs("odd", BF16, S=40, h=8, n=20, sink=True)
+    kept = {k: t.clone() for k, t in made.items() if isinstance(t, torch.Tensor)}
+    ups = h.upstream(made)
+    torch.use_deterministic_algorithms(True)
+    try:
+        one, two = run(made, ups), run(made, ups)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one[k], two[k]) for k in one) and all(torch.equal(made[k], kept[k]) for k in kept)
+
+
+def test_arguments_may_be_strided():
+    made = h.make_inputs("odd", F32, sink=True, segments=True)
+    ups = h.upstream(made)
+    want = run(made, ups)
+    got = run({k: strided(t) for k, t in made.items()}, ups)
+    assert all(error(got[k], want[k]) < 1e-5 for k in want)
+
+
+# --- validation ---------------------------------------------------------------------------------------------
+
+BAD = {
+    "indices of floats": ({"indices": torch.zeros(2, 5, 2, 9)}, TypeError, "indices must be int32 or int64, got torch.float32"),
+    "indices of bools": ({"indices": torch.zeros(2, 5, 2, 9, dtype=torch.bool)}, TypeError, "indices must be int32 or int64"),
+    "rank": ({"indices": torch.zeros(2, 5, 9, dtype=torch.int32)}, ValueError, r"indices must have shape \[B, S, G, k\], got \[2, 5, 9\]"),
+    "groups": ({"indices": torch.zeros(2, 5, 3, 9, dtype=torch.int32)}, ValueError, "indices must have shape"),
+    "q": ({"q": torch.zeros(2, 5, 3, 8)}, ValueError, r"q must have shape \[B, S, G, h, Dk\]"),
+    "k dtype": ({"k": torch.zeros(2, 2, 5, 8, dtype=F16)}, TypeError, "k must have q's dtype"),
+    "v rows": ({"v": torch.zeros(2, 2, 6, 8)}, ValueError, "v must have shape"),
+    "v_width": ({"v": None, "v_width": 9}, ValueError, "v_width must be at most Dk = 8, got 9"),
+    "no v_width": ({"v": None, "v_width": 0}, ValueError, "Dv of at least 1"),
+    "one of the segments": ({"segments_q": torch.zeros(2, 5, dtype=torch.int32)}, ValueError, "segments_q and segments_k"),
+    "segments of floats": ({"segments_q": torch.zeros(2, 5), "segments_k": torch.zeros(2, 5)}, TypeError, "segments_q must be int32 or int64"),
+    "sink": ({"sink": torch.zeros(3, 2)}, ValueError, "sink must have shape"),
+    "packed batch": ({"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, ValueError, "batch of 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named(case, fake):
+    change, kind, message = BAD[case]
+    made = {**h.make_inputs("odd", F32), **change}
+    args = [t.to("meta") if fake and isinstance(t, torch.Tensor) else t for t in h.arguments(made, SCALE)]
+    with pytest.raises(kind, match="selection_list_attention: .*" + message):
+        OPS.selection_list_attention(*args)
+
+
+# --- compilation --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", ["plain", "packed_keys", "bf16_int64"])
+def test_compiled_equals_eager(case, fresh):
+    made = h.make_inputs(**{"kind": "odd", "dtype": F32, **VARIANTS[case]})
+    ups = h.upstream(made)
+    attention = torch.compile(lambda *a: OPS.selection_list_attention(*a), backend="mhc_inductor", fullgraph=True)
+    h.check(run(made, ups, attention), made, ups, SCALE)
+
+
+def test_dynamic_sizes_compile_once(fresh):
+    attention = torch.compile(lambda *a: OPS.selection_list_attention(*a), fullgraph=True, dynamic=True)
+    for n, (S, S_kv, keys) in enumerate(((6, 20, 9), (9, 31, 12), (17, 40, 33))):
+        made = h.make_inputs("odd", F32, S=S, S_kv=S_kv, n=keys)
+        ups = h.upstream(made)
+        with torch._dynamo.config.patch(error_on_recompile=n > 0):
+            h.check(run(made, ups, attention), made, ups, SCALE)
