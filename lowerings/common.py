@@ -42,8 +42,9 @@ def lower(name: str, op: Any, calls_op: CallsOp | None, *args: Any, **kwargs: An
 
 
 def _positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    names = [a.name for a in op._schema.arguments]
-    return (*args, *(kwargs[n] for n in names[len(args) :]))
+    """Returns the arguments by position, with the schema's defaults for those that the graph left out."""
+    missing = op._schema.arguments[len(args) :]
+    return (*args, *(kwargs.get(a.name, a.default_value) for a in missing))
 
 
 def _decompose(formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

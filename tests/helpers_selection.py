@@ -13,8 +13,11 @@ import torch
 from helpers_mhc import relative, rounding
 from torch import Tensor
 
+from mhc_inductor import ANY_SEGMENT
+
 OPS = torch.ops.mhc_inductor
 NAMES = ("q", "k", "v", "ranges", "sink", "cu_seqlens_q", "cu_seqlens_k")
+SEGMENTS = ("segments_q", "segments_k")  # in inputs only where they are given
 WANTED = ("q", "k", "v", "sink")
 OUTPUTS = ("o", "lse")
 FP32_ERROR = 1e-6  # relative error of an output; twice the fp32 loop's own error is also allowed
@@ -34,6 +37,9 @@ MISTAKES: dict[str, dict[str, object]] = {
     "duplicates_count_once": {"kind": "twice"},
     "a_sink": {"kind": "odd", "sink": True},
     "int64_beyond_32_bits": {"kind": "wide", "range_dtype": torch.int64},
+    "segments": {"kind": "odd", "S": 20, "S_kv": 40, "size": 20, "segments": "mixed"},
+    "segments_beyond_32_bits": {"kind": "odd", "S": 20, "size": 20, "segments": "mixed", "segment_dtype": torch.int64},
+    "documents": {"kind": "all", "S": 40, "S_kv": 90, "r": 1, "segments": "documents"},
 }
 
 
@@ -116,6 +122,33 @@ def make_ranges(
     return torch.stack((start, end), -1).to(dtype)
 
 
+def make_segments(
+    kind: str, B: int, S: int, S_kv: int, *, dtype: torch.dtype = torch.int32, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Returns segment ids ``[B, S]`` of the queries and ``[B, S_kv]`` of the keys; int64 ids differ above bit 32 only.
+
+    "mixed": random ids, some keys for every segment, a query without any key of its segment; "documents": increasing
+    ids, with keys of padding at the end, in the last entry of the batch one id and only keys for every segment.
+    """
+    g = torch.Generator().manual_seed(seed + 29)
+    if kind == "mixed":
+        ids_q, ids_k = (torch.randint(0, 3, (B, n), generator=g) for n in (S, S_kv))
+        ids_q[:, -1:] = 7
+        anyone = torch.rand((B, S_kv), generator=g) < 0.15
+        anyone[:, -1:] &= S_kv > 1
+    else:
+        assert kind == "documents", kind
+        ids_k = (torch.arange(S_kv) * 3 // max(S_kv, 1)).repeat(B, 1)
+        ids_q = ids_k.new_zeros(B, S) if S_kv < S else ids_k[:, S_kv - S :].clone()
+        ids_k[:, S_kv - S_kv // 8 :] = -1
+        anyone = torch.zeros((B, S_kv), dtype=torch.bool)
+        if B > 1:
+            ids_q[-1], anyone[-1] = 1, True
+    if dtype is torch.int64:
+        ids_q, ids_k = (t * 2**32 + 2**40 for t in (ids_q, ids_k))
+    return ids_q.to(dtype), torch.where(anyone, ANY_SEGMENT, ids_k).to(dtype)
+
+
 # --- inputs -------------------------------------------------------------------------------------------------
 
 
@@ -139,13 +172,16 @@ def make_inputs(
     strided: bool = False,
     spread: float = 1.0,
     range_dtype: torch.dtype = torch.int32,
+    segments: str | None = None,
+    segment_dtype: torch.dtype = torch.int32,
     device: str = "cpu",
     seed: int = 0,
 ) -> dict[str, Tensor | None]:
     """Returns standard normal q, k, v and sink, and ranges of a ``kind`` of :func:`make_ranges`.
 
     ``lengths``: packed sequences (B = 1), ``key_lengths`` where their keys have other lengths. ``strided``: k and v are
-    views of ``[B, S_kv, G, D]``. ``spread``: standard deviation of the scores at scale 1/sqrt(Dk).
+    views of ``[B, S_kv, G, D]``. ``spread``: standard deviation of the scores at scale 1/sqrt(Dk). ``segments``: a kind
+    of :func:`make_segments`.
     """
     g = torch.Generator().manual_seed(seed)
     S_kv = S + 5 if S_kv is None else S_kv
@@ -165,7 +201,7 @@ def make_inputs(
             return None
         return torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32, device=device)
 
-    return {
+    inputs = {
         "q": normal((B, S, G, h, Dk), dtype, spread),
         "k": keys(Dk),
         "v": keys(Dv),
@@ -174,6 +210,15 @@ def make_inputs(
         "cu_seqlens_q": boundaries(lengths),
         "cu_seqlens_k": boundaries(key_lengths),
     }
+    if segments is None:
+        return inputs
+    ids = make_segments(segments, B, S, S_kv, dtype=segment_dtype, seed=seed)
+    return inputs | {name: t.to(device) for name, t in zip(SEGMENTS, ids, strict=True)}
+
+
+def positional(inputs: Mapping[str, Tensor | None], scale: float) -> tuple[Any, ...]:
+    """Returns the inputs as the op takes them."""
+    return (*(inputs[k] for k in NAMES), scale, *(inputs[k] for k in SEGMENTS if k in inputs))
 
 
 # --- the oracle ---------------------------------------------------------------------------------------------
@@ -193,6 +238,9 @@ def selection_of(inputs: Mapping[str, Tensor | None], b: int, s: int, g: int) ->
     chosen: set[int] = set()
     for start, end in inputs["ranges"][b, s, g].tolist():
         chosen.update(range(max(start, 0) + first, min(end + first, last)))
+    if inputs.get("segments_q") is not None:
+        mine = (int(inputs["segments_q"][b, s]), ANY_SEGMENT)
+        chosen = {i for i in chosen if int(inputs["segments_k"][b, i]) in mine}
     return sorted(chosen)
 
 
@@ -284,12 +332,12 @@ def run(
     Names the results as :func:`oracle` does.
     """
     form = OPS if form is None else form
-    args = [inputs[k] for k in NAMES]
-    scale = args[0].shape[-1] ** -0.5 if scale is None else scale
-    o, lse = form.selection_attention(*args, scale)
+    scale = inputs["q"].shape[-1] ** -0.5 if scale is None else scale
+    args = positional(inputs, scale)
+    o, lse = form.selection_attention(*args)
     named = {"o": o, "lse": lse}
     if up:
-        grads = form.selection_attention_backward(*[up.get(k) for k in OUTPUTS], *args, o, lse, scale)
+        grads = form.selection_attention_backward(*[up.get(k) for k in OUTPUTS], *args[:7], o, lse, *args[7:])
         named |= {f"d{k}": t for k, t in zip(WANTED, grads, strict=True) if inputs[k] is not None}
     return named
 

@@ -128,6 +128,24 @@ def test_packed_sequences(device, lengths, key_lengths):
     run(device, "odd", B=1, S=44, S_kv=44 if key_lengths is None else 63, lengths=lengths, key_lengths=key_lengths)
 
 
+@pytest.mark.parametrize(("r", "index"), [(4, I64), (40, I32)])
+def test_segments(device, r, index):
+    """Tests packed sequences with segments as well, and NaN in keys of no query's segment."""
+    lengths = {"lengths": (20, 24), "key_lengths": (80, 50)}
+    made = {"B": 1, "S": 44, "S_kv": 130, "r": r, "size": 40, "segments": "mixed", "segment_dtype": index, "sink": True}
+    run(device, "odd", **made, **lengths)
+    inputs, _ = run(device, "odd", **made)
+    ids = inputs["segments_q"]
+    inputs["segments_q"] = torch.where(ids == ids.unique()[2], ids.unique()[1], ids)
+    unseen = inputs["segments_k"] == ids.unique()[2]
+    results = []
+    for bad in (1.0, NAN):
+        for name in ("k", "v"):
+            inputs[name] = torch.where(unseen[:, None, :, None], bad, inputs[name])
+        results.append(h.run(inputs))
+    assert unseen.any() and all(torch.equal(results[0][k], results[1][k]) for k in results[0])
+
+
 @pytest.mark.parametrize("shape", [{"B": 0}, {"S": 0}, {"S_kv": 0}, {"r": 0}])
 def test_empty_inputs(device, shape):
     inputs = h.make_inputs("odd", F32, **{"S_kv": 9, **shape}, device=device)

@@ -199,6 +199,26 @@ def test_strides_and_packed_sequences_of_few_queries(device, few):
     run(device, S=4, S_kv=70, h=4, Dk=16, strided=True, scale=-0.7)
 
 
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_segments_of_few_queries(device, few, index):
+    run(device, B=2, S=5, S_kv=90, r=5, size=40, h=4, Dk=16, segments="mixed", segment_dtype=index, sink=True)
+
+
+@pytest.mark.parametrize("S", [5, 40])
+def test_nan_in_keys_of_other_segments_does_not_leak(device, monkeypatch, S):
+    monkeypatch.setattr(backward_plan, "FEW_QUERIES", 16)
+    inputs = h.make_inputs("odd", F32, B=1, S=S, S_kv=90, r=4, size=60, Dk=16, segments="mixed", device=device)
+    inputs["segments_q"][inputs["segments_q"] == 2] = 1
+    unseen = inputs["segments_k"] == 2
+    ups, results = h.upstream(inputs), []
+    for bad in (1.0, math.nan):
+        for name in ("k", "v"):
+            inputs[name] = torch.where(unseen[:, None, :, None], bad, inputs[name])
+        results.append(h.run(inputs, ups))
+    assert all(torch.equal(results[0][k], results[1][k]) for k in results[0])
+    assert not results[0]["dk"][:, :, unseen[0]].any() and results[0]["dk"].any()
+
+
 @pytest.mark.parametrize("sizes", [{"S": 0}, {"B": 0}, {"r": 0}, {"S_kv": 0}, {"kind": "none"}])
 def test_empty_inputs_of_few_queries(device, few, sizes):
     made = {"kind": "all", "dtype": F32, "S": 5, "S_kv": 70, "h": 4, "Dk": 16, "sink": True, **sizes}

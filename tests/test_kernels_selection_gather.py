@@ -12,7 +12,7 @@ from conftest import GPU, some
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
-from mhc_inductor.kernels.selection import gather_plan
+from mhc_inductor.kernels.selection import gather_plan, segments_plan
 
 if not GPU:
     from interpreter_fixes import fix_dot, fix_sort
@@ -38,10 +38,14 @@ def builder(device):
     return Poisoned(torch.device(device), None if GPU else DeviceProps(1, "cuda", 90))
 
 
+def ids_of(builder, inputs):
+    return segments_plan.plan_segments(builder, *(inputs.get(k) for k in h.SEGMENTS))
+
+
 def forward(builder, inputs, NS=None, scale=None, config=None):
     args = [inputs[k] for k in h.NAMES]
     scale = inputs["q"].shape[-1] ** -0.5 if scale is None else scale
-    o, lse = gather_plan.plan_gather(builder, *args, scale, config, NS)
+    o, lse = gather_plan.plan_gather(builder, *args, scale, config, NS, ids_of(builder, inputs))
     assert o.dtype == inputs["q"].dtype and lse.dtype == F32 and o.is_contiguous() and lse.is_contiguous()
     return {"o": o, "lse": lse}
 
@@ -57,7 +61,7 @@ def dq_of(builder, inputs, up, got, NS=None, scale=None):
         delta = delta - torch.where(lse.isinf(), 0.0, up["lse"] * (total - lse).exp())
     lse2 = torch.where(lse.isinf(), torch.inf, total / 0.6931471805599453)
     return gather_plan.plan_gather_dq(
-        builder, up.get("o"), q, k, v, ranges, cu_q, cu_k, lse2, delta, scale, None, NS
+        builder, up.get("o"), q, k, v, ranges, cu_q, cu_k, lse2, delta, scale, None, NS, None, ids_of(builder, inputs)
     )  # fmt: skip
 
 
@@ -90,6 +94,21 @@ def test_dtypes(builder, dtype):
 @pytest.mark.parametrize("kind", ["rand", "twice", "empty", "token", "all", "none"])
 def test_kinds_of_ranges(builder, kind):
     run(builder, kind=kind, dtype=BF16, B=1, S=3, S_kv=40, sink=kind == "empty", parts=PARTS[1:])
+
+
+@pytest.mark.parametrize("r", [3, 70])
+def test_segments(builder, r):
+    """Tests ranges that programs make disjoint themselves and pieces, and NaN in keys of no query's segment."""
+    inputs, ups, got = run(builder, kind="odd", dtype=F32, S=4, S_kv=90, r=r, size=30, segments="mixed", sink=True)
+    unseen = inputs["segments_k"] == 2
+    inputs["segments_q"][inputs["segments_q"] == 2] = 1
+    results = []
+    for bad in (1.0, float("nan")):
+        for name in ("k", "v"):
+            inputs[name] = torch.where(unseen[:, None, :, None], bad, inputs[name])
+        got = forward(builder, inputs, 2)
+        results.append({**got, "dq": dq_of(builder, inputs, ups, got, 2)})
+    assert all(torch.equal(results[0][k], results[1][k]) for k in results[0])
 
 
 @pytest.mark.parametrize("name", h.MISTAKES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import helpers_selection as h
 import numpy as np
 import pytest
 import torch
@@ -10,6 +11,7 @@ from conftest import GPU, some
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.selection.pieces_plan import plan_pieces
+from mhc_inductor.kernels.selection.segments_plan import plan_segments
 
 if not GPU:
     from interpreter_fixes import fix_sort
@@ -110,6 +112,35 @@ def test_packed_sequences(device, r, index):
     check(device, odd_ranges(1, 12, 2, r, 50), 50, 16, [0, 3, 3, 7, 11], [0, 20, 25, 25, 50], index)
     check(device, odd_ranges(1, 12, 2, r, 12), 12, 16, [0, 5, 12], index=index)
     check(device, odd_ranges(1, 12, 2, r, 50), 50, 16, [2, 9], [10, 41], index)
+
+
+@pytest.mark.parametrize("index", [I32, I64])
+@pytest.mark.parametrize("kind", ["mixed", "documents"])
+def test_segments_leave_tiles_out(device, kind, index):
+    """Checks that full tiles hold only keys of the query's segment, and that tiles without such keys are left out."""
+    made = Poisoned(torch.device(device), None if GPU else DeviceProps(4, "cuda", 90))
+    B, S, S_kv, tile, any_id = 2, 40, 200, 16, -(2**31)
+    ids_q, ids_k = (t.to(device) for t in h.make_segments(kind, B, S, S_kv, dtype=index))
+    ids_k[0, 96:112] = any_id
+    ranges = odd_ranges(B, S, 1, 5, S_kv)
+    ranges[:, ::3, :, 0] = torch.tensor([0, S_kv])
+    p = plan_pieces(made, ranges.to(device), None, None, S_kv, tile=tile, segments=plan_segments(made, ids_q, ids_k))
+    q, k = ids_q.cpu().numpy(), ids_k.cpu().numpy()
+    seen = (k[:, None] == q[:, :, None]) | (k[:, None] == any_id)
+    whole = np.zeros((B, S, 13 * tile), bool)
+    whole[..., :S_kv] = selected(ranges, S_kv)[:, 0]
+    own = np.pad(seen, ((0, 0), (0, 0), (0, 13 * tile - S_kv)))
+    count = (whole & own).reshape(B, S, 13, tile).sum(-1)
+    bit = np.arange(S) % 32
+    sel, full = (
+        ((t.cpu().numpy().astype(np.uint32)[:, 0, np.arange(S) // 32] >> bit[:, None]) & 1) for t in (p.sel, p.full)
+    )
+    assert (full == (count == tile)).all() and full.any()
+    assert (sel >= (count > 0)).all() and (sel >= full).all()
+    # Ids between the lowest and the highest of a tile cannot be excluded.
+    mixed = [len(set(k[b, t * tile : (t + 1) * tile].tolist())) > 1 for b in range(B) for t in range(13)]
+    uniform = ~np.array(mixed).reshape(B, 1, 13)
+    assert (np.where(uniform, sel, 0) == np.where(uniform, count > 0, 0)).all()
 
 
 @pytest.mark.parametrize("cu", [[9, 4, -3, 700], [0, 99], [-5, -1], [7], [0, 0, 0]])

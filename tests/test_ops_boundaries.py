@@ -37,7 +37,9 @@ def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     cu = torch.tensor([0, T], dtype=torch.int32)
     ranges = torch.tensor([0, T]).expand(1, T, 1, 1, 2)
     attention = {"q": r(1, T, 1, 2, D), "k": r(1, 1, T, D), "v": r(1, 1, T, D), "ranges": ranges, "scale": 0.3}
-    attention |= {"sink": r(1, 2), "cu_seqlens_q": cu, "cu_seqlens_k": cu, "return_lse": True}
+    ids = torch.zeros(1, T, dtype=torch.int64)
+    attention |= {"sink": r(1, 2), "cu_seqlens_q": cu, "cu_seqlens_k": cu, "segments_q": ids, "segments_k": ids}
+    attention |= {"return_lse": True}
     blocks = {"block_indices": torch.zeros(1, T, 1, 2, dtype=torch.int64), "block_size": 2, "S_kv": T}
     blocks |= {"causal": True, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
     return {

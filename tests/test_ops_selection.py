@@ -17,6 +17,7 @@ from helpers_selection import (
     error,
     make_inputs,
     oracle,
+    positional,
     run,
     selection_of,
     upstream,
@@ -40,14 +41,14 @@ PACKED = {"B": 1, "S": 9, "S_kv": 9, "lengths": (4, 0, 3)}
 
 
 def attention_sample(**kwargs):
-    return (*make_inputs(**{"kind": "empty", "dtype": F32, "S": 5, "h": 2, "Dk": 4, **kwargs}).values(), 0.5)
+    return positional(make_inputs(**{"kind": "empty", "dtype": F32, "S": 5, "h": 2, "Dk": 4, **kwargs}), 0.5)
 
 
 def backward_sample(drop=(), **kwargs):
     args = attention_sample(**kwargs)
     o, lse = OPS.selection_attention(*args)
     ups = [None if k in drop else torch.randn_like(o) if k == 0 else torch.randn_like(lse) for k in range(2)]
-    return (*ups, *args[:-1], o, lse, args[-1])
+    return (*ups, *args[:7], o, lse, *args[7:])
 
 
 VARIANTS = {
@@ -61,6 +62,8 @@ VARIANTS = {
     "Dk_not_Dv": {"Dv": 3, "strided": True},
     "one_query": {"S": 1, "S_kv": 9},
     "no_ranges": {"r": 0},
+    "segments": {"S_kv": 21, "segments": "mixed", "sink": True},
+    "packed_segments": {**PACKED, "segments": "mixed", "segment_dtype": torch.int64},
 }
 SAMPLES = [
     *[pytest.param("selection_attention", attention_sample, v, id=f"forward-{k}") for k, v in VARIANTS.items()],
@@ -174,6 +177,56 @@ def test_equal_to_gathered_dense_attention(dtype):
     k, v = (inputs[n].gather(2, at).unflatten(2, (12, 16)).transpose(1, 2) for n in ("k", "v"))
     want = torch.nn.functional.scaled_dot_product_attention(inputs["q"].double(), k.double(), v.double())
     assert error(mhc_inductor.selection_attention(**inputs), want) < 2 * torch.finfo(dtype).eps + 1e-6
+
+
+# --- segment ids --------------------------------------------------------------------------------------------
+
+
+def test_a_wildcard_counts_for_keys_only():
+    inputs = make_inputs("all", F32, B=1, S=3, S_kv=4, r=1)
+    inputs["segments_q"] = torch.tensor([[5, mhc_inductor.ANY_SEGMENT, 6]])
+    inputs["segments_k"] = torch.tensor([[5, mhc_inductor.ANY_SEGMENT, 7, 5]], dtype=I32)
+    assert [selection_of(inputs, 0, s, 0) for s in range(3)] == [[0, 1, 3], [1], [1]]
+    up = upstream(inputs)
+    check(public(inputs, up), inputs, up)
+
+
+def test_ids_that_differ_beyond_32_bits_differ():
+    inputs = make_inputs("all", F32, B=1, S=2, S_kv=4, r=1)
+    inputs["segments_q"] = torch.tensor([[2**40, 2**40 + 2**32]])
+    inputs["segments_k"] = torch.tensor([[2**40, 2**40 + 2**32, 2**40, -(2**31) + 2**32]])
+    assert [selection_of(inputs, 0, s, 0) for s in range(2)] == [[0, 2], [1]]
+    up = upstream(inputs)
+    check(public(inputs, up), inputs, up)
+
+
+def test_a_query_without_keys_of_its_segment_gives_zero():
+    inputs = make_inputs("all", F32, S=4, S_kv=6, sink=True)
+    inputs |= {"segments_q": torch.full((2, 4), 3), "segments_k": torch.zeros(2, 6, dtype=torch.int64)}
+    got = public(inputs, upstream(inputs))
+    assert (got.pop("lse") == -math.inf).all() and not any(t.any() for t in got.values())
+
+
+def test_nan_in_keys_of_other_segments_does_not_leak():
+    inputs = make_inputs("odd", F32, S=12, S_kv=40, size=20, segments="mixed")
+    up = upstream(inputs)
+    unseen = inputs["segments_k"] == 2
+    inputs["segments_q"][inputs["segments_q"] == 2] = 1
+    want = public(inputs, up)
+    for where in ("k", "v"):
+        inputs[where] = torch.where(unseen[:, None, :, None], math.nan, inputs[where])
+    got = public(inputs, up)
+    assert all(torch.equal(got[k], want[k]) for k in want)
+
+
+def test_segments_are_packed_sequences():
+    """Compares segments = the number of the sequence with cu_seqlens, whose ranges count from its own start."""
+    lengths, S = (5, 3, 8), 16
+    inputs = make_inputs("all", F64, B=1, S=S, S_kv=S, r=1, sink=True)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    segmented = mhc_inductor.selection_attention(**inputs, segments_q=ids, segments_k=ids)
+    packed_inputs = {**inputs, "cu_seqlens_q": torch.tensor([0, 5, 8, 16])}
+    assert error(segmented, mhc_inductor.selection_attention(**packed_inputs)) < 1e-12
 
 
 # --- block_indices ------------------------------------------------------------------------------------------
@@ -397,7 +450,8 @@ def fresh():
 
 
 @pytest.mark.parametrize(
-    ("backend", "case"), [("inductor", "packed_keys"), ("mhc_inductor", "plain"), ("mhc_inductor", "bf16_int64")]
+    ("backend", "case"),
+    [("inductor", "packed_keys"), ("mhc_inductor", "plain"), ("mhc_inductor", "bf16_int64"), ("inductor", "segments")],
 )
 def test_compiled_equals_eager(backend, case, fresh):
     inputs = make_inputs(**{"kind": "empty", "dtype": F32, **VARIANTS[case]})
@@ -427,8 +481,9 @@ def test_blocks_compile_with_the_op(fresh):
 SIZES = ((5, 7, 9, 6), (3, 2, 30, 2), (2, 40, 40, 7))
 
 
+@pytest.mark.parametrize("segments", [None, "mixed"])
 @pytest.mark.parametrize("grads", [True, False])
-def test_one_trace_serves_every_size(grads, fresh):
+def test_one_trace_serves_every_size(grads, segments, fresh):
     traces = []
 
     def backend(module, example):
@@ -437,26 +492,28 @@ def test_one_trace_serves_every_size(grads, fresh):
 
     attention = torch.compile(mhc_inductor.selection_attention, backend=backend, fullgraph=True, dynamic=True)
     for b, s, s_kv, r in SIZES:
-        inputs = make_inputs("odd", F32, B=b, S=s, S_kv=s_kv, r=r, G=3, h=4)
+        inputs = make_inputs("odd", F32, B=b, S=s, S_kv=s_kv, r=r, G=3, h=4, segments=segments)
         inputs["q"].requires_grad_(grads)
         assert torch.equal(attention(**inputs), mhc_inductor.selection_attention(**inputs))
     assert len(traces) == 1
 
 
-def test_dynamic_sizes_with_gradients_compile_once(fresh):
+@pytest.mark.parametrize("segments", [None, "mixed"])
+def test_dynamic_sizes_with_gradients_compile_once(segments, fresh):
     attention = torch.compile(mhc_inductor.selection_attention, fullgraph=True, dynamic=True)
     for k, (b, s, s_kv, r) in enumerate(SIZES):
         with torch._dynamo.config.patch(error_on_recompile=k > 0):
-            inputs = make_inputs("odd", F32, B=b, S=s, S_kv=s_kv, r=r, G=3, h=4, sink=True)
+            inputs = make_inputs("odd", F32, B=b, S=s, S_kv=s_kv, r=r, G=3, h=4, sink=True, segments=segments)
             up = upstream(inputs)
             got, want = public(inputs, up, attention), public(inputs, up)
             assert all(error(got[k], want[k]) < 1e-5 for k in want)
 
 
+@pytest.mark.parametrize("segments", [None, "mixed"])
 @pytest.mark.parametrize(("s", "s_kv", "calls"), [(20, 33, False), (600, 900, True)])
-def test_on_a_cpu_inductor_fuses_what_is_small(s, s_kv, calls, fresh, vectorised):
+def test_on_a_cpu_inductor_fuses_what_is_small(s, s_kv, calls, segments, fresh, vectorised):
     """Checks that up to 2**20 scores compile to one formula, in training too, and more scores to calls of the op."""
-    inputs = make_inputs("odd", F32, S=s, S_kv=s_kv, sink=True)
+    inputs = make_inputs("odd", F32, S=s, S_kv=s_kv, sink=True, segments=segments)
     up = upstream(inputs)
     attention = torch.compile(mhc_inductor.selection_attention, fullgraph=True)
     got, codes = run_and_get_code(lambda: public(inputs, up, attention))
@@ -558,6 +615,31 @@ BAD = {
         ValueError,
         "cu_seqlens_k may be None only where",
     ),
+    "segments_of_queries_only": (
+        bad(segments_q=zeros(2, 3, dtype=I32), segments_k=None),
+        ValueError,
+        "segments_q and segments_k must be given together, got segments_k of None",
+    ),
+    "segments_of_keys_only": (
+        bad(segments_q=None, segments_k=zeros(2, 5, dtype=I32)),
+        ValueError,
+        "segments_q and segments_k must be given together, got segments_q of None",
+    ),
+    "segments_of_queries": (
+        bad(segments_q=zeros(2, 5, dtype=I32), segments_k=zeros(2, 5, dtype=I32)),
+        ValueError,
+        r"segments_q must have shape \[B, S\] = \[2, 3\], got \[2, 5\]",
+    ),
+    "segments_of_keys": (
+        bad(segments_q=zeros(2, 3, dtype=I32), segments_k=zeros(1, 5, dtype=I32)),
+        ValueError,
+        r"segments_k must have shape \[B, S_kv\] = \[2, 5\], got \[1, 5\]",
+    ),
+    "segments_dtype": (
+        bad(segments_q=zeros(2, 3, dtype=torch.int64), segments_k=zeros(2, 5)),
+        TypeError,
+        "segments_k must be int32 or int64, got torch.float32",
+    ),
 }
 
 
@@ -567,7 +649,7 @@ def test_bad_input_is_named(case):
     with pytest.raises(kind, match="selection_attention: .*" + message):
         mhc_inductor.selection_attention(**inputs)
     with pytest.raises(kind, match=message):
-        OPS.selection_attention(*inputs.values(), 0.5)
+        OPS.selection_attention(*positional(inputs, 0.5))
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -575,8 +657,18 @@ def test_bad_input_is_named_by_the_fake(case, fresh):
     inputs, kind, message = BAD[case]
     if case != "other_device":
         with pytest.raises(kind, match=message):
-            OPS.selection_attention(*[None if t is None else t.to("meta") for t in inputs.values()], 0.5)
-    if case in ("q_rank", "k_width", "ranges_dtype", "sink_shape", "other_device", "boundaries_of_keys"):
+            OPS.selection_attention(*positional({k: t if t is None else t.to("meta") for k, t in inputs.items()}, 0.5))
+    if case in (
+        "segments_of_keys_only",
+        "segments_of_queries",
+        "segments_dtype",
+        "q_rank",
+        "k_width",
+        "ranges_dtype",
+        "sink_shape",
+        "other_device",
+        "boundaries_of_keys",
+    ):
         with pytest.raises(Exception, match=message):
             torch.compile(mhc_inductor.selection_attention, backend="aot_eager", fullgraph=True)(**inputs)
 
@@ -592,6 +684,7 @@ def test_bad_input_is_named_by_the_fake(case, fresh):
         ({"ranges": None}, TypeError, "ranges must be a tensor, got NoneType"),
         ({"sink": 0.0}, TypeError, "sink must be a tensor, got float"),
         ({"cu_seqlens_q": [0, 4]}, TypeError, "cu_seqlens_q must be a tensor, got list"),
+        ({"segments_q": 1, "segments_k": 1}, TypeError, "segments_q must be a tensor, got int"),
     ],
     ids=str,
 )

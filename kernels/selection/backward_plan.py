@@ -17,6 +17,7 @@ from .dkv_few import selection_dkv_few
 from .dq import selection_dq
 from .gather_plan import FEW, plan_gather_dq
 from .pieces_plan import Pieces, plan_pieces, power_of_two
+from .segments_plan import NONE, Segments, plan_segments
 from .tile_lists_plan import TileLists, alignment, dot_precision, plan_lists
 
 DELTA_ROWS = 32
@@ -141,8 +142,9 @@ def _strides(b: Any, q: Any, k: Any, v: Any) -> dict[str, Any]:
 
 
 def plan_dq(
-    b: Any, c: config.ForwardConfig, x: TileLists, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any
-) -> Any:
+    b: Any, c: config.ForwardConfig, x: TileLists, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any,
+    segments: Segments = NONE,
+) -> Any:  # fmt: skip
     """Launches dq's kernel on the tile path, over lists of key tiles for ``c``."""
     B, S, G, h, DK = b.shape(q)
     S_kv, DV = b.shape(v)[2:]
@@ -153,9 +155,10 @@ def plan_dq(
         (B * G * x.NQ * -(-h // c.HB), 1, 1),
         dict(q_ptr=q, k_ptr=k, v_ptr=v, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta,
              starts_ptr=x.pieces.starts, ends_ptr=x.pieces.ends, tiles_ptr=x.tiles, counts_ptr=x.counts, dirty_ptr=x.dirty,
-             dq_ptr=dq, scale=scale, S=S, S_kv=S_kv, NT=x.NT, NQ=x.NQ, G=G, **_strides(b, q, k, v)),
+             dq_ptr=dq, scale=scale, S=S, S_kv=S_kv, NT=x.NT, NQ=x.NQ, G=G, **_strides(b, q, k, v), **segments.args()),
         dict(H=h, DK=DK, DV=DV, KP=config.padded(DK), VP=config.padded(DV), R=r, RC=min(32, power_of_two(r)), QT=c.QT,
-             HB=c.HB, BN=c.BN, DOUT=dout is not None, ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q))),
+             HB=c.HB, BN=c.BN, DOUT=dout is not None, ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q)),
+             SEG=segments.given),
         c.num_warps, c.num_stages,
     )  # fmt: skip
     return dq
@@ -163,7 +166,7 @@ def plan_dq(
 
 def _key_call(
     b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any, dk: Any,
-    dv: Any,
+    dv: Any, segments: Segments,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Returns the arguments and constants that both kernels of dk and dv take."""
     S, G, h, DK = b.shape(q)[1:]
@@ -172,19 +175,20 @@ def _key_call(
     args = dict(
         q_ptr=q, k_ptr=k, v_ptr=v, dout_ptr=q if dout is None else dout, lse2_ptr=lse2, delta_ptr=delta,
         sel_ptr=pieces.sel, starts_ptr=pieces.starts, ends_ptr=pieces.ends, dk_ptr=dk, dv_ptr=dv, G=G, S=S, S_kv=S_kv,
-        NT=b.cdiv(S_kv, c.BN), scale=scale, **_strides(b, q, k, v),
+        NT=b.cdiv(S_kv, c.BN), scale=scale, **_strides(b, q, k, v), **segments.args(),
     )  # fmt: skip
     constexprs = dict(
         H=h, DK=DK, DV=DV, DC=c.DC, NK=-(-DK // c.DC), NV=-(-DV // c.DC), R=r, BN=c.BN, DOUT=dout is not None,
         ALIGN=alignment(b, q, k, v), DOUT_ALIGN=min(16 // b.dtype(q).itemsize, DV & -DV),
-        PREC=dot_precision(b, b.dtype(q)),
+        PREC=dot_precision(b, b.dtype(q)), SEG=segments.given,
     )  # fmt: skip
     return args, constexprs
 
 
 def plan_dkv(
-    b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any
-) -> tuple[Any, Any]:
+    b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any,
+    segments: Segments = NONE,
+) -> tuple[Any, Any]:  # fmt: skip
     """Launches the kernels of dk and dv; returns (dk, dv).
 
     The pieces must have bitmaps of key tiles of c.BN keys.
@@ -210,7 +214,7 @@ def plan_dkv(
         selection_dkv_prefix, (1, 1, 1), dict(counts_ptr=counts, prefix_ptr=prefix, units=units),
         dict(QB=QB, CHUNKS=chunks, COST=SETUP, UB=1024), 4, 1,
     )  # fmt: skip
-    args, constexprs = _key_call(b, c, pieces, q, k, v, dout, lse2, delta, scale, dk, dv)
+    args, constexprs = _key_call(b, c, pieces, q, k, v, dout, lse2, delta, scale, dk, dv, segments)
     lists, bits = b.empty((P, CAP + QB), b.i32), b.empty((P, CAP + QB, 2), b.i32)
     slot_k, slot_v = b.empty((P, 2, c.BN, DK), b.f32), b.empty((P, 2, c.BN, DV), b.f32)
     b.launch(
@@ -241,15 +245,16 @@ def few_config(h: int, DK: int, DV: int, itemsize: int) -> KeyConfig:
 
 
 def plan_dkv_few(
-    b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any
-) -> tuple[Any, Any]:
+    b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any,
+    segments: Segments = NONE,
+) -> tuple[Any, Any]:  # fmt: skip
     """Launches the kernel of dk and dv for at most FEW_QUERIES queries; returns (dk, dv).
 
     The pieces must have bitmaps of key tiles of c.BN keys.
     """
     B, S, G = b.shape(q)[:3]
     dk, dv = b.empty(b.shape(k), b.dtype(k)), b.empty(b.shape(v), b.dtype(v))
-    args, constexprs = _key_call(b, c, pieces, q, k, v, dout, lse2, delta, scale, dk, dv)
+    args, constexprs = _key_call(b, c, pieces, q, k, v, dout, lse2, delta, scale, dk, dv, segments)
     b.launch(
         selection_dkv_few,
         (B * G * b.cdiv(args["NT"], FEW_TILES), 1, 1),
@@ -262,7 +267,7 @@ def plan_dkv_few(
 
 def plan_selection_attention_backward(
     b: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, o: Any, lse: Any,
-    scale: Any,
+    scale: Any, seg_q: Any = None, seg_k: Any = None,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Launches ``selection_attention_backward``; returns (dq, dk, dv, dsink)."""
     from .plan import takes_tiles
@@ -274,17 +279,18 @@ def plan_selection_attention_backward(
     dout, dlse, sink = (t if t is None else b.contiguous(t) for t in (dout, dlse, sink))
     o, lse = b.contiguous(o), b.contiguous(lse)
     lse2, delta, dsink = plan_delta(b, dout, dlse, sink, o, lse)
+    segments = plan_segments(b, seg_q, seg_k)
     found = backward_config(h, DK, DV, b.dtype(q).itemsize, props.backend, props.arch)
     assert found is not None, "unsupported"
     queries, keys = found
     if queries is not None and takes_tiles(b, S, r):
-        x = plan_lists(b, k, v, ranges, cu_q, cu_k, queries.QT, queries.BN)
-        dq = plan_dq(b, queries, x, q, k, v, dout, lse2, delta, scale)
-        return dq, *plan_dkv(b, keys, x.pieces, q, k, v, dout, lse2, delta, scale), dsink
+        x = plan_lists(b, k, v, ranges, cu_q, cu_k, queries.QT, queries.BN, segments)
+        dq = plan_dq(b, queries, x, q, k, v, dout, lse2, delta, scale, segments)
+        return dq, *plan_dkv(b, keys, x.pieces, q, k, v, dout, lse2, delta, scale, segments), dsink
     few = b.is_static(S) and S <= FEW_QUERIES
     if few:
         keys = few_config(h, DK, DV, b.dtype(q).itemsize)
-    pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=keys.BN, count=r > FEW)
-    dq = plan_gather_dq(b, dout, q, k, v, ranges, cu_q, cu_k, lse2, delta, scale, pieces=pieces)
+    pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=keys.BN, count=r > FEW, segments=segments)
+    dq = plan_gather_dq(b, dout, q, k, v, ranges, cu_q, cu_k, lse2, delta, scale, pieces=pieces, segments=segments)
     plan = plan_dkv_few if few else plan_dkv
-    return dq, *plan(b, keys, pieces, q, k, v, dout, lse2, delta, scale), dsink
+    return dq, *plan(b, keys, pieces, q, k, v, dout, lse2, delta, scale, segments), dsink

@@ -8,6 +8,8 @@ each program writes its part to a slot, and the slots are added in order.
 import triton
 import triton.language as tl
 
+from .segments import segment_words
+
 
 @triton.jit
 def popcount(x):
@@ -167,8 +169,8 @@ def _search(
 
 @triton.jit
 def _masks(
-    starts_ptr, ends_ptr, list_ptr, bits_ptr, n, key, BN: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-    STEPS: tl.constexpr, EB: tl.constexpr,
+    starts_ptr, ends_ptr, list_ptr, bits_ptr, n, key, seg_q_ptr, seg_k_ptr, batch, S, S_kv, BN: tl.constexpr,
+    R: tl.constexpr, RP: tl.constexpr, STEPS: tl.constexpr, EB: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """Writes bits[n, 2]: which of the BN keys from ``key`` on each listed query selects.
 
@@ -190,6 +192,11 @@ def _masks(
             high = tl.sum(ones(tl.maximum(a - 32, 0), tl.maximum(b - 32, 0)), axis=1)
         else:
             low, high = _search(starts_ptr, ends_ptr, row, i < n, key, BN, R, STEPS, EB)
+        if SEG:
+            mine = tl.load(seg_q_ptr + batch * S + q, mask=i < n, other=0)
+            words = segment_words(seg_k_ptr + batch * S_kv, mine, key, S_kv, BN)
+            low &= words.to(tl.int32)
+            high &= (words >> 32).to(tl.int32)
         tl.store(bits_ptr + 2 * i, low, mask=i < n)
         tl.store(bits_ptr + 2 * i + 1, high, mask=i < n)
 
@@ -299,12 +306,12 @@ def _round(
 ])  # fmt: skip
 def selection_dkv(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, sel_ptr, full_ptr, starts_ptr, ends_ptr, counts_ptr, prefix_ptr,
-    list_ptr, bits_ptr, dk_ptr, dv_ptr, slot_k_ptr, slot_v_ptr,
+    list_ptr, bits_ptr, seg_q_ptr, seg_k_ptr, dk_ptr, dv_ptr, slot_k_ptr, slot_v_ptr,
     units, G, S, S_kv, NT, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn, scale,
     P: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, QB: tl.constexpr, CHUNKS: tl.constexpr, DK: tl.constexpr,
     DV: tl.constexpr, DC: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
     STEPS: tl.constexpr, COST: tl.constexpr, BN: tl.constexpr, CAP: tl.constexpr, WB: tl.constexpr, EB: tl.constexpr, DOUT: tl.constexpr,
-    ALIGN: tl.constexpr, DOUT_ALIGN: tl.constexpr, PREC: tl.constexpr,
+    ALIGN: tl.constexpr, DOUT_ALIGN: tl.constexpr, PREC: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """Writes dk, dv[B, G, S_kv, D] (zero-initialised) of the units inside a program's run, and slots of the others.
 
@@ -367,11 +374,17 @@ def selection_dkv(
                         bits_ptr,
                         r1 - r0,
                         t * BN,
+                        seg_q_ptr,
+                        seg_k_ptr,
+                        b,
+                        S,
+                        S_kv,
                         BN,
                         R,
                         RP,
                         STEPS,
                         EB,
+                        SEG,
                     )
                     tl.debug_barrier()
                 dk, dv = _round(

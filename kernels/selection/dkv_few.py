@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .dkv import add_product, ones, popcount, product, store, tiles, zeros
+from .segments import same_segment
 
 
 @triton.jit
@@ -52,11 +53,12 @@ def _where(chosen, new, old, N: tl.constexpr):
     "G", "S", "S_kv", "NT", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn",
 ])  # fmt: skip
 def selection_dkv_few(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, sel_ptr, starts_ptr, ends_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, sel_ptr, starts_ptr, ends_ptr, seg_q_ptr,
+    seg_k_ptr, dk_ptr, dv_ptr,
     G, S, S_kv, NT, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn, scale,
     H: tl.constexpr, ROWS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, DC: tl.constexpr, NK: tl.constexpr,
     NV: tl.constexpr, R: tl.constexpr, RC: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, W: tl.constexpr, DOUT: tl.constexpr,
-    ALIGN: tl.constexpr, DOUT_ALIGN: tl.constexpr, PREC: tl.constexpr,
+    ALIGN: tl.constexpr, DOUT_ALIGN: tl.constexpr, PREC: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """Writes all of dk, dv[B, G, S_kv, D] where queries are few.
 
@@ -92,12 +94,16 @@ def selection_dkv_few(
         v = tiles(vp, tl.multiple_of(keys * svn, ALIGN), keep, DV, DC, NV)
         dk = zeros(BN, DC, NK)
         dv = zeros(BN, DC, NV)
+        if SEG:
+            ids = tl.load(seg_k_ptr + b * S_kv + keys, mask=keep, other=0)
         for i in tl.static_range(W):
             word = tl.load(words + i * NT + t)
             for _ in range(popcount(word)):
                 s = i * 32 + lowest_bit(word).to(tl.int64)
                 word = word & (word - 1)
                 chosen = _chosen(starts_ptr, ends_ptr, (bg * S + s) * R, t * BN, BN, R, RC)[:, None]
+                if SEG:
+                    chosen = chosen & same_segment(tl.load(seg_q_ptr + b * S + s), ids)[:, None]
                 for h0 in range(0, H, ROWS):
                     head = h0 + tl.arange(0, ROWS)
                     mask = head < H

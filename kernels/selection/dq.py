@@ -18,6 +18,7 @@ from .common import (
     row_keys,
     to_rows,
 )
+from .segments import segment_words
 
 
 @triton.jit
@@ -35,11 +36,11 @@ def _dscores(q, dout, k, v, keep, qk, lse2, delta, DOUT: tl.constexpr, PREC: tl.
     "S", "S_kv", "NT", "NQ", "G", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn",
 ])  # fmt: skip
 def selection_dq(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, starts_ptr, ends_ptr, tiles_ptr, counts_ptr, dirty_ptr, dq_ptr,
-    scale, S, S_kv, NT, NQ, G, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, starts_ptr, ends_ptr, tiles_ptr, counts_ptr, dirty_ptr, seg_q_ptr,
+    seg_k_ptr, dq_ptr, scale, S, S_kv, NT, NQ, G, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, R: tl.constexpr,
     RC: tl.constexpr, QT: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, DOUT: tl.constexpr, ALIGN: tl.constexpr,
-    PREC: tl.constexpr,
+    PREC: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """Computes dq[B, S, G, H, DK] from dout[B, S, G, H, DV], lse2 and delta[B, S, G, H], pieces and lists.
 
@@ -100,6 +101,9 @@ def selection_dq(
         ql = tl.arange(0, QT)
         rows = bg * S + qt * QT + ql
         QS = (bg + 1) * S
+        if SEG:
+            s_query = qt * QT + ql
+            segment = tl.load(seg_q_ptr + b * S + s_query, mask=s_query < S, other=0)
         RI = tl.arange(0, RC)
         start = load_pieces(starts_ptr, rows, RI, QS, R)
         end = load_pieces(ends_ptr, rows, RI, QS, R)
@@ -112,6 +116,8 @@ def selection_dq(
             if DOUT:
                 v = load_tile(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, n < S_kv - first, dv < DV, True, MASK_V)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
+            if SEG:
+                words &= segment_words(seg_k_ptr + b * S_kv, segment, first, S_kv, BN)
             keep = row_keys(to_rows(words, QT, HB), BN)
             ds = _dscores(q, dout, k, v, keep, qk, lse2, delta, DOUT, PREC)
             acc = tl.dot(ds, k, acc, input_precision=PREC)
@@ -126,6 +132,8 @@ def selection_dq(
             if DOUT:
                 v = load_tile(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, n < S_kv - first, dv < DV, True, MASK_V)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
+            if SEG:
+                words &= segment_words(seg_k_ptr + b * S_kv, segment, first, S_kv, BN)
             keep = row_keys(to_rows(words, QT, HB), BN)
             ds = _dscores(q, dout, k, v, keep, qk, lse2, delta, DOUT, PREC)
             acc = tl.dot(ds, tl.where(finite(k), k, 0.0), acc, input_precision=PREC)

@@ -18,6 +18,7 @@ from .common import (
     row_keys,
     to_rows,
 )
+from .segments import segment_words
 
 
 @triton.jit
@@ -38,11 +39,11 @@ def _softmax(s, m, total, qk):
     "S", "S_kv", "NT", "NQ", "G", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn",
 ])  # fmt: skip
 def selection_forward(
-    q_ptr, k_ptr, v_ptr, starts_ptr, ends_ptr, tiles_ptr, counts_ptr, dirty_ptr, sink_ptr, o_ptr, lse_ptr, scale,
+    q_ptr, k_ptr, v_ptr, starts_ptr, ends_ptr, tiles_ptr, counts_ptr, dirty_ptr, sink_ptr, seg_q_ptr, seg_k_ptr, o_ptr, lse_ptr, scale,
     S, S_kv, NT, NQ, G, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, R: tl.constexpr,
     RC: tl.constexpr, QT: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, SINK: tl.constexpr, ALIGN: tl.constexpr,
-    PREC: tl.constexpr, POSITIVE: tl.constexpr,
+    PREC: tl.constexpr, POSITIVE: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """Computes o[B, S, G, H, DV] and lse[B, S, G, H] from q[B, S, G, H, DK], k, v[B, G, S_kv, D], pieces and lists.
 
@@ -104,6 +105,8 @@ def selection_forward(
         s_query = qt * QT + ql
         rows = bg * S + s_query
         QS = (bg + 1) * S
+        if SEG:
+            segment = tl.load(seg_q_ptr + b * S + s_query, mask=s_query < S, other=0)
         RI = tl.arange(0, RC)
         start = load_pieces(starts_ptr, rows, RI, QS, R)
         end = load_pieces(ends_ptr, rows, RI, QS, R)
@@ -115,6 +118,8 @@ def selection_forward(
             v = load_tile(v_base + tl.multiple_of(at * svn, ALIGN) + v_in, n < S_kv - first, dv < DV, True, MASK_V)
             x = tl.dot(q, tl.trans(k), input_precision=PREC)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
+            if SEG:
+                words &= segment_words(seg_k_ptr + b * S_kv, segment, first, S_kv, BN)
             x = tl.where(row_keys(to_rows(words, QT, HB), BN), x, float("-inf"))
             p, m, total, alpha = _softmax(x, m, total, qk)
             acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
@@ -129,6 +134,8 @@ def selection_forward(
             v = load_tile(v_at, n < S_kv - first, dv < DV, True, MASK_V)
             x = tl.dot(q, tl.trans(k), input_precision=PREC)
             words = key_words(starts_ptr, ends_ptr, start, end, rows, QS, first, R, RC, BN)
+            if SEG:
+                words &= segment_words(seg_k_ptr + b * S_kv, segment, first, S_kv, BN)
             x = tl.where(row_keys(to_rows(words, QT, HB), BN), x, float("-inf"))
             p, m, total, alpha = _softmax(x, m, total, qk)
             acc = tl.dot(p.to(v.dtype), tl.where(finite(v), v, 0.0), acc * alpha[:, None], input_precision=PREC)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .pieces import load_ranges, query_bounds, trim
+from .segments import same_segment
 
 
 @triton.jit
@@ -118,11 +119,11 @@ def _place(NS, S, HN: tl.constexpr):
     "S", "S_kv", "G", "N", "NS", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn",
 ])  # fmt: skip
 def selection_gather(
-    q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, sink_ptr, o_ptr, lse_ptr, part_ptr,
-    plse_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
+    q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, seg_q_ptr, seg_k_ptr, sink_ptr,
+    o_ptr, lse_ptr, part_ptr, plse_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, NK: tl.constexpr,
     NV: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, VARLEN: tl.constexpr, SINK: tl.constexpr,
-    ALIGN: tl.constexpr, PREC: tl.constexpr,
+    ALIGN: tl.constexpr, PREC: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """Computes o[B, S, G, H, DV] and lse[B, S, G, H] from q[B, S, G, H, DK], k[B, G, S_kv, DK] and v[B, G, S_kv, DV].
 
@@ -167,6 +168,9 @@ def selection_gather(
     key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
     for start in range(begin, end, BN):
         mask = start + i < end
+        if SEG:
+            ids = tl.load(seg_k_ptr + b * S_kv + key, mask=mask, other=0)
+            mask = mask & same_segment(tl.load(seg_q_ptr + b * S + s), ids)
         k_at = key * skn
         v_at = key * svn
         key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
@@ -256,11 +260,11 @@ def selection_combine(
     "S", "S_kv", "G", "N", "NS", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn",
 ])  # fmt: skip
 def selection_gather_dq(
-    dout_ptr, q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, lse2_ptr, delta_ptr, dq_ptr,
-    part_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
+    dout_ptr, q_ptr, k_ptr, v_ptr, ranges_ptr, cu_q_ptr, cu_k_ptr, ends_ptr, totals_ptr, seg_q_ptr, seg_k_ptr, lse2_ptr,
+    delta_ptr, dq_ptr, part_ptr, scale, S, S_kv, G, N, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KC: tl.constexpr, VC: tl.constexpr, NK: tl.constexpr,
     NV: tl.constexpr, HELD: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, FEW: tl.constexpr, VARLEN: tl.constexpr, DOUT: tl.constexpr,
-    ALIGN: tl.constexpr, PREC: tl.constexpr,
+    ALIGN: tl.constexpr, PREC: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """Computes dq[B, S, G, H, DK] from dout[B, S, G, H, DV], lse2 (log2 of the denominator; inf for no keys) and delta.
 
@@ -307,6 +311,9 @@ def selection_gather_dq(
     key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
     for start in range(begin, end, BN):
         mask = start + i < end
+        if SEG:
+            ids = tl.load(seg_k_ptr + b * S_kv + key, mask=mask, other=0)
+            mask = mask & same_segment(tl.load(seg_q_ptr + b * S + s), ids)
         k_at = key * skn
         v_at = key * svn
         key = _keys(start + BN + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)

@@ -12,6 +12,7 @@ from typing import Any
 
 from .gather import selection_combine, selection_dq_sum, selection_gather, selection_gather_dq
 from .pieces_plan import Pieces, plan_pieces, power_of_two
+from .segments_plan import NONE, Segments
 from .tile_lists_plan import alignment, dot_precision
 
 FEW = 64  # ranges per query up to which each program makes them disjoint itself
@@ -90,7 +91,7 @@ class _Call:
 
 def _call(
     b: Any, q: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, scale: float, c: GatherConfig | None, NS: Any,
-    pieces: Pieces | None = None,
+    segments: Segments, pieces: Pieces | None = None,
 ) -> _Call:  # fmt: skip
     B, S, G, h, DK = b.shape(q)
     S_kv, DV = b.shape(v)[2:]
@@ -114,22 +115,22 @@ def _call(
     args = dict(
         q_ptr=q, k_ptr=k, v_ptr=v, ranges_ptr=ranges, cu_q_ptr=cu_q, cu_k_ptr=cu_k, ends_ptr=ends, totals_ptr=totals,
         scale=scale, S=S, S_kv=S_kv, G=G, N=b.shape(cu_q)[0] - 1 if varlen else 0, NS=NS, sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh,
-        skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn,
+        skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn, **segments.args(),
     )  # fmt: skip
     KC, VC = (max(16, min(c.DC, power_of_two(D))) for D in (DK, DV))
     constexprs = dict(
         H=h, DK=DK, DV=DV, KC=KC, VC=VC, NK=-(-DK // KC), NV=-(-DV // VC), HELD=c.held, R=r, RP=power_of_two(r), HB=c.HB, BN=c.BN, FEW=few, VARLEN=varlen,
-        ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, dtype),
+        ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, dtype), SEG=segments.given,
     )  # fmt: skip
     return _Call(args, constexprs, c, rows, NS)
 
 
 def plan_gather(
     b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: float,
-    config: GatherConfig | None = None, NS: Any = None,
+    config: GatherConfig | None = None, NS: Any = None, segments: Segments = NONE,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Launches the forward; returns o[B, S, G, h, Dv], lse[B, S, G, h]. ``config``, ``NS``: for measurements."""
-    call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS)
+    call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS, segments)
     B, S, G, h, _ = b.shape(q)
     DV = call.constexprs["DV"]
     o, lse = b.empty((B, S, G, h, DV), b.dtype(q)), b.empty((B, S, G, h), b.f32)
@@ -159,13 +160,14 @@ def plan_gather(
 def plan_gather_dq(
     b: Any, dout: Any, q: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, lse2: Any, delta: Any, scale: float,
     config: GatherConfig | None = None, NS: Any = None, pieces: Pieces | None = None,
+    segments: Segments = NONE,
 ) -> Any:  # fmt: skip
     """Launches dq's kernels; returns dq, contiguous, in q's shape and dtype.
 
     dout[B, S, G, h, Dv] is contiguous or None; lse2 and delta[B, S, G, h] come from ``plan_delta``; pieces, if the
     caller has them, must have totals.
     """
-    call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS, pieces)
+    call = _call(b, q, k, v, ranges, cu_q, cu_k, scale, config, NS, segments, pieces)
     h, DK = call.constexprs["H"], call.constexprs["DK"]
     dq = b.empty(b.shape(q), b.dtype(q))
     part = call.parts(b, h, DK)

@@ -8,6 +8,8 @@ cut off, which may leave an empty piece ``[x, x)``. A key x is selected if and o
 import triton
 import triton.language as tl
 
+from .segments import tile_has
+
 
 @triton.jit
 def query_bounds(s, cu_q_ptr, cu_k_ptr, N, S_kv, VARLEN: tl.constexpr):
@@ -82,15 +84,17 @@ def _max(a, b):
 
 @triton.jit(do_not_specialize=["G", "S", "S_kv", "N", "NT"])
 def selection_pieces(
-    ranges_ptr, cu_q_ptr, cu_k_ptr, starts_ptr, ends_ptr, totals_ptr, sel_ptr, full_ptr, G, S, S_kv, N, NT,
+    ranges_ptr, cu_q_ptr, cu_k_ptr, starts_ptr, ends_ptr, totals_ptr, sel_ptr, full_ptr, seg_q_ptr,
+    bounds_ptr, G, S, S_kv, N, NT,
     R: tl.constexpr, RP: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, VARLEN: tl.constexpr, COUNT: tl.constexpr,
-    MARK: tl.constexpr,
+    MARK: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """Computes starts, ends[B, G, S, R] from ranges[B, S, G, R, 2].
 
     COUNT: also totals[B, G, S, R], the number of keys up to and including each piece. MARK: also bit s % 32 of sel[B,
-    G, cdiv(S, 32), NT] if query s selects any key of a tile of BN, and of full if it selects all. One program: ROWS
-    neighbouring queries of one group; programs [B, G, cdiv(S, ROWS)].
+    G, cdiv(S, 32), NT] if query s selects any key of a tile of BN, and of full if it selects all. SEG: full only where
+    all keys are also of the query's segment seg_q[B, S], and sel only where one may be, by bounds[B, NT, 4] of
+    ``selection_segment_tiles``. One program: ROWS neighbouring queries of one group; programs [B, G, cdiv(S, ROWS)].
     """
     blocks = (S + ROWS - 1) // ROWS
     pid = tl.program_id(0)
@@ -137,10 +141,17 @@ def selection_pieces(
         bit = tl.full((ROWS, RP), 1, tl.int32) << (s % 32)[:, None]
         words = ((bg * ((S + 31) // 32) + s // 32) * NT)[:, None]
         t = start // BN
+        if SEG:
+            mine = tl.load(seg_q_ptr + bg // G * S + s, mask=mask, other=0).to(tl.int64)[:, None]
         n = tl.where(mask[:, None] & (end > start), (end - 1) // BN - t + 1, 0)
         for step in range(tl.max(tl.max(n, axis=1), axis=0)):
             some = step < n
+            if SEG:
+                near, own = tile_has(bounds_ptr + (bg // G * NT + t) * 4, mine, some)
+                some = some & near
             tl.atomic_or(sel_ptr + words + t, bit, mask=some, sem="relaxed")
             whole = some & (t * BN >= run) & (t * BN + BN <= end)
+            if SEG:
+                whole = whole & own
             tl.atomic_or(full_ptr + words + t, bit, mask=whole, sem="relaxed")
             t += 1

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from .pieces import selection_pieces
+from .segments_plan import NONE, Segments, plan_segment_tiles
 
 MAX_RANGES = 4096
 FEW_ROWS = 16  # up to so many queries, the time of one row counts, not the throughput
@@ -44,11 +45,13 @@ def power_of_two(n: int) -> int:
 
 
 def plan_pieces(
-    b: Any, ranges: Any, cu_q: Any, cu_k: Any, S_kv: Any, *, count: bool = False, tile: int | None = None
-) -> Pieces:
+    b: Any, ranges: Any, cu_q: Any, cu_k: Any, S_kv: Any, *, count: bool = False, tile: int | None = None,
+    segments: Segments = NONE,
+) -> Pieces:  # fmt: skip
     """Launches ``selection_pieces`` on ranges[B, S, G, r, 2].
 
-    ``count`` asks for totals; ``tile``, the number of keys of a tile, for sel and full.
+    ``count`` asks for totals; ``tile``, the number of keys of a tile, for sel and full; ``segments``, that
+    these leave out keys of other segments.
     """
     B, S, G, r, _ = b.shape(ranges)
     r = b.static(r)
@@ -64,13 +67,15 @@ def plan_pieces(
     varlen = cu_q is not None
     cu_q = b.contiguous(cu_q) if varlen else ranges
     cu_k = cu_q if cu_k is None else b.contiguous(cu_k)
+    bounds = plan_segment_tiles(b, segments, tile) if segments.given and tile is not None else None
     b.launch(
         selection_pieces,
         (b.cdiv(S, rows) * B * G, 1, 1),
         dict(ranges_ptr=ranges, cu_q_ptr=cu_q, cu_k_ptr=cu_k, starts_ptr=starts, ends_ptr=ends,
              totals_ptr=totals if count else starts, sel_ptr=starts if sel is None else sel,
-             full_ptr=starts if full is None else full, G=G, S=S, S_kv=S_kv, N=b.shape(cu_q)[0] - 1 if varlen else 0, NT=NT),
-        dict(R=r, RP=power_of_two(r), ROWS=rows, BN=tile or 1, VARLEN=varlen, COUNT=count, MARK=tile is not None),
+             full_ptr=starts if full is None else full, seg_q_ptr=None if bounds is None else segments.q,
+             bounds_ptr=bounds, G=G, S=S, S_kv=S_kv, N=b.shape(cu_q)[0] - 1 if varlen else 0, NT=NT),
+        dict(R=r, RP=power_of_two(r), ROWS=rows, BN=tile or 1, VARLEN=varlen, COUNT=count, MARK=tile is not None, SEG=bounds is not None),
         warps, 1,
     )  # fmt: skip
     return pieces

@@ -13,6 +13,7 @@ from . import config
 from .forward import selection_forward
 from .gather_plan import plan_gather
 from .pieces_plan import MAX_RANGES, power_of_two
+from .segments_plan import plan_segments
 from .tile_lists_plan import alignment, dot_precision, plan_lists
 
 MAX_D = 512
@@ -47,8 +48,9 @@ def takes_tiles(b: Any, S: Any, r: int) -> bool:
 
 
 def plan_tiles(
-    b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any
-) -> tuple[Any, Any]:
+    b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any, seg_q: Any = None,
+    seg_k: Any = None,
+) -> tuple[Any, Any]:  # fmt: skip
     """Launches the tile path; returns o[B, S, G, h, Dv] and lse[B, S, G, h]."""
     B, S, G, h, DK = b.shape(q)
     S_kv, DV = b.shape(v)[2:]
@@ -57,7 +59,8 @@ def plan_tiles(
     c = config.forward_config(h, DK, DV, b.dtype(q).itemsize, props.backend, props.arch)
     q, k, v = (b.strided(t) for t in (q, k, v))
     o, lse = b.empty((B, S, G, h, DV), b.dtype(q)), b.empty((B, S, G, h), b.f32)
-    x = plan_lists(b, k, v, ranges, cu_q, cu_k, c.QT, c.BN)
+    segments = plan_segments(b, seg_q, seg_k)
+    x = plan_lists(b, k, v, ranges, cu_q, cu_k, c.QT, c.BN, segments)
     sqb, sqs, sqg, sqh = b.strides(q)[:4]
     skb, skg, skn = b.strides(k)[:3]
     svb, svg, svn = b.strides(v)[:3]
@@ -67,19 +70,20 @@ def plan_tiles(
         dict(q_ptr=q, k_ptr=k, v_ptr=v, starts_ptr=x.pieces.starts, ends_ptr=x.pieces.ends, tiles_ptr=x.tiles,
              counts_ptr=x.counts, dirty_ptr=x.dirty, sink_ptr=lse if sink is None else b.contiguous(sink), o_ptr=o,
              lse_ptr=lse, scale=scale, S=S, S_kv=S_kv, NT=x.NT, NQ=x.NQ, G=G, sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb,
-             skg=skg, skn=skn, svb=svb, svg=svg, svn=svn),
+             skg=skg, skn=skn, svb=svb, svg=svg, svn=svn, **segments.args()),
         dict(H=h, DK=DK, DV=DV, KP=config.padded(DK), VP=config.padded(DV), R=r, RC=min(32, power_of_two(r)),
              QT=c.QT, HB=c.HB, BN=c.BN, SINK=sink is not None, ALIGN=alignment(b, q, k, v), PREC=dot_precision(b, b.dtype(q)),
-             POSITIVE=isinstance(scale, float) and scale > 0),
+             POSITIVE=isinstance(scale, float) and scale > 0, SEG=segments.given),
         c.num_warps, c.num_stages,
     )  # fmt: skip
     return o, lse
 
 
 def plan_selection_attention(
-    b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any
-) -> tuple[Any, Any]:
+    b: Any, q: Any, k: Any, v: Any, ranges: Any, sink: Any, cu_q: Any, cu_k: Any, scale: Any, seg_q: Any = None,
+    seg_k: Any = None,
+) -> tuple[Any, Any]:  # fmt: skip
     """Launches ``selection_attention`` on the tile path or the gather path; returns (o, lse)."""
     if takes_tiles(b, b.shape(q)[1], b.static(b.shape(ranges)[3])):
-        return plan_tiles(b, q, k, v, ranges, sink, cu_q, cu_k, scale)
-    return plan_gather(b, q, k, v, ranges, sink, cu_q, cu_k, scale)
+        return plan_tiles(b, q, k, v, ranges, sink, cu_q, cu_k, scale, seg_q, seg_k)
+    return plan_gather(b, q, k, v, ranges, sink, cu_q, cu_k, scale, segments=plan_segments(b, seg_q, seg_k))

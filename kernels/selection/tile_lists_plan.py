@@ -8,6 +8,7 @@ from typing import Any
 from . import config
 from .nonfinite import selection_finite
 from .pieces_plan import Pieces, plan_pieces
+from .segments_plan import NONE, Segments
 from .tile_lists import selection_lists
 
 LIST_BLOCK = 256
@@ -41,12 +42,14 @@ def dot_precision(b: Any, dtype: Any) -> str:
     return "tf32x3" if b.precision == "highest" else "tf32"
 
 
-def plan_lists(b: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, QT: int, BN: int) -> TileLists:
+def plan_lists(
+    b: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, QT: int, BN: int, segments: Segments = NONE
+) -> TileLists:
     """Launches the kernels of bitmaps, flags and lists, for key tiles of BN keys and query tiles of QT queries."""
     B, S, G = b.shape(ranges)[:3]
     S_kv, DK, DV = b.shape(k)[2], b.static(b.shape(k)[3]), b.static(b.shape(v)[3])
     NT, NQ = b.cdiv(S_kv, BN), b.cdiv(S, QT)
-    pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=BN)
+    pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=BN, segments=segments)
     flags = b.empty((B, G, NT), b.i32)
     skb, skg, skn = b.strides(k)[:3]
     svb, svg, svn = b.strides(v)[:3]

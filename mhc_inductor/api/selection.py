@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.ops import checks_selection
-from mhc_inductor.ops.selection import call
+from mhc_inductor.ops.selection import call, given
 
 
 @overload
@@ -28,6 +28,8 @@ def selection_attention(
     sink: Tensor | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
+    segments_q: Tensor | None = ...,
+    segments_k: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -43,6 +45,8 @@ def selection_attention(
     sink: Tensor | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
+    segments_q: Tensor | None = ...,
+    segments_k: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -57,6 +61,8 @@ def selection_attention(
     sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    segments_q: Tensor | None = None,
+    segments_k: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes softmax attention of each query over the union of its ranges of keys.
@@ -66,13 +72,14 @@ def selection_attention(
         sel = union of [start, end) in ranges[b, s, g], clipped to [0, S_kv)
         o[b, s, g] = softmax(scale * q[b, s, g] @ k[b, g, sel].T) @ v[b, g, sel]
 
-    Ranges may be empty, unsorted, overlapping, negative or past the end. They are the only mask: a causal model passes
-    causal ranges. A query that selects nothing gives o and gradients of exactly 0. NaN and inf in keys and values reach
+    Ranges may be empty, unsorted, overlapping, negative or past the end. A causal model passes causal ranges. With
+    segment ids, a key counts for a query only where their ids are equal or the key's id is
+    :data:`mhc_inductor.ANY_SEGMENT` (documents, padding). There is no other mask. A query that selects nothing gives o and gradients of exactly 0. NaN and inf in keys and values reach
     only the queries that select them. NaN in a query reaches its own rows of o and dq and the gradients of the keys and
     values that it selects, on CUDA also those of other keys in a tile of up to 64 keys that it selects in part; a dense
     softmax under a mask would spread it to the gradients of all keys.
 
-    The values of ranges, cu_seqlens_q and cu_seqlens_k are never read on the host. CUDA kernels run for bf16, fp16 and
+    The values of ranges, boundaries and segment ids are never read on the host. CUDA kernels run for bf16, fp16 and
     fp32, Dk and Dv up to 512, h up to 64 and r up to 4096; everything else runs the formula in plain PyTorch.
 
     Args:
@@ -87,6 +94,10 @@ def selection_attention(
         cu_seqlens_q: Boundaries ``[N+1]`` of packed sequences in S, starting with 0, int32 or int64; B must then be 1.
             Ranges count from the start of the query's own sequence and are clipped to it. None for no packing.
         cu_seqlens_k: The same boundaries in S_kv; None for cu_seqlens_q.
+        segments_q: Segment ids ``[B, S]`` of the queries, int32 or int64; segments_k must be given too. None for no
+            segments. May be combined with cu_seqlens_q.
+        segments_k: Segment ids ``[B, S_kv]`` of the keys, int32 or int64. A key with the id ``ANY_SEGMENT`` (-2**31)
+            counts for the queries of every segment.
         return_lse: Whether to return lse as well.
 
     Returns:
@@ -105,10 +116,13 @@ def selection_attention(
         # operator.index: a plain number even for dynamic sizes. If q is not a tensor, the check below reports it.
         scale = 1 / math.sqrt(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
-        checks_selection.selection_attention(q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale)
+        checks_selection.selection_attention(
+            q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, segments_q, segments_k
+        )
     if not isinstance(return_lse, bool):
         raise TypeError(f"selection_attention: return_lse must be a bool, got {type(return_lse).__name__}")
-    o, lse = call("selection_attention", q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale)
+    segments = given(segments_q, segments_k)
+    o, lse = call("selection_attention", q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, *segments)
     return (o, lse) if return_lse else o
 
 

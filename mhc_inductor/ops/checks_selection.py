@@ -1,6 +1,6 @@
 """Validation of the selection attention arguments, shared by the public functions, the ops and their fakes.
 
-See ``checks.py``. The values of ranges and cu_seqlens are never read: invalid ranges select the keys that they cover,
+See ``checks.py``. The values of ranges, cu_seqlens and segment ids are never read: invalid ranges select the keys that they cover,
 which may be none.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mhc_inductor.ops.checks import _floating, _shape, _text
 from mhc_inductor.ops.checks import integers as integers
+from mhc_inductor.ops.segments import segments
 
 
 def _sequences(op: str, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> None:
@@ -53,6 +54,8 @@ def selection_attention(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     scale: float,
+    segments_q: Tensor | None = None,
+    segments_k: Tensor | None = None,
     *,
     op: str = "selection_attention",
 ) -> None:
@@ -85,6 +88,7 @@ def selection_attention(
         _floating(op, q=q, sink=sink)
         _shape(op, "sink", sink, [groups, heads], "[G, h]")
     _sequences(op, q, k, cu_seqlens_q, cu_seqlens_k)
+    segments(op, segments_q, segments_k, q.shape[:2], [batch, k.shape[2]], q)
     _scale(op, scale)
 
 
@@ -108,10 +112,12 @@ def selection_attention_backward(
     o: Tensor,
     lse: Tensor,
     scale: float,
+    segments_q: Tensor | None = None,
+    segments_k: Tensor | None = None,
 ) -> None:
     """Raises ValueError or TypeError unless the arguments of ``selection_attention_backward`` fit together."""
     op = "selection_attention_backward"
-    selection_attention(q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, op=op)
+    selection_attention(q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, segments_q, segments_k, op=op)
     out, row = [*q.shape[:4], v.shape[3]], q.shape[:4]
     _floating(op, q=q, o=o, lse=lse)
     for name, t in (("o", o), ("dout", dout)):

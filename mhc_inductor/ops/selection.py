@@ -3,7 +3,7 @@
 This module defines the schemas, fakes, gradients and the vmap rule of the attention and its backward op;
 ``registry.py`` registers them.
 
-The second output, lse, has a gradient too; ranges and boundaries have none. Double backward raises RuntimeError.
+The second output, lse, has a gradient too; ranges, boundaries and segment ids have none. Double backward raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from mhc_inductor.reference import selection as reference
 from mhc_inductor.reference.mhc import acc_dtype
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor ranges, Tensor? sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_SEGMENTS = "Tensor? segments_q=None, Tensor? segments_k=None"
 SCHEMAS = {
-    "selection_attention": f"({_INPUTS}, float scale) -> (Tensor o, Tensor lse)",
-    "selection_attention_backward": f"(Tensor? dout, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, float scale) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
+    "selection_attention": f"({_INPUTS}, float scale, {_SEGMENTS}) -> (Tensor o, Tensor lse)",
+    "selection_attention_backward": (
+        f"(Tensor? dout, Tensor? dlse, {_INPUTS}, Tensor o, Tensor lse, float scale, {_SEGMENTS}) -> "
+        "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"
+    ),
 }
 
 
@@ -47,16 +50,23 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, ctx.scale = inputs[:8]
+    ctx.save_for_backward(*tensors, *output, *inputs[8:])
     ctx.set_materialize_grads(False)
 
 
 def _grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None and dlse is None:
         return needed(ctx)
-    dq, dk, dv, dsink = call("selection_attention_backward", dout, dlse, *ctx.saved_tensors, ctx.scale)
+    saved = ctx.saved_tensors
+    segments = given(*saved[9:])
+    dq, dk, dv, dsink = call("selection_attention_backward", dout, dlse, *saved[:9], ctx.scale, *segments)
     return needed(ctx, dq, dk, dv, None, dsink)
+
+
+def given(*segments: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Returns the arguments for segments_q and segments_k: none where neither is a tensor."""
+    return () if all(t is None for t in segments) else segments
 
 
 # --- vmap: batch merged into B -----------------------------------------------------------------------------
@@ -77,7 +87,7 @@ def _one_by_one(op: Any, size: int, in_dims: tuple[int | None, ...], args: tuple
 
 def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     size = info.batch_size
-    first = 0 if len(args) == 8 else 2  # index of the first of q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k
+    first = 0 if len(args) <= 10 else 2  # index of the first of q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k
     sink, packed = args[first + 4], args[first + 5] is not None
     # These entries cannot join B: a sink's gradient is a sum over B, and packed sequences have a B of 1.
     apart = in_dims[first + 4] is not None or (sink is not None and first > 0)

@@ -85,6 +85,8 @@ def selection_attention(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     scale: float,
+    segments_q: Tensor | None = None,
+    segments_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes :func:`mhc_inductor.reference.selection.selection_attention` with products over selected keys only."""
     b, s, g, h, _ = q.shape
@@ -95,7 +97,8 @@ def selection_attention(
     for (in_b, in_g, _all), queries in _walk(q, k, ranges, bounds):
         keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
         odd = _odd(values)
-        for at, index, mask in queries:
+        for at, index, chosen in queries:
+            mask = reference.within(chosen, segments_q, segments_k, at, index)
             logit = None if sink is None else sink[in_g].repeat(1, mask.shape[2])
             query = reference.rows(q, at)
             part = reference.attend(query, keys[:, :, index], values[:, :, index], mask, logit, scale, odd)
@@ -117,6 +120,8 @@ def selection_attention_backward(
     o: Tensor,
     lse: Tensor,
     scale: float,
+    segments_q: Tensor | None = None,
+    segments_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes :func:`mhc_inductor.reference.selection.selection_attention_backward` over selected keys only."""
     h, acc = q.shape[3], acc_dtype(q.dtype)
@@ -127,7 +132,8 @@ def selection_attention_backward(
         keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
         odd = _odd(keys, values, q[in_b, :, in_g], *(t[in_b, :, in_g] for t in row))
         grad_k, grad_v = torch.zeros_like(keys), torch.zeros_like(values)
-        for at, index, mask in queries:
+        for at, index, chosen in queries:
+            mask = reference.within(chosen, segments_q, segments_k, at, index)
             part = Rows(*(reference.rows(t, at) for t in row))
             query = reference.rows(q, at)
             grad_q, more_k, more_v = reference.attend_backward(
@@ -161,6 +167,8 @@ def fused_attention(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     scale: float,
+    segments_q: Tensor | None = None,
+    segments_k: Tensor | None = None,
 ) -> Any:
     """Decomposes the op for Inductor; returns NotImplemented where the generated code should call the op."""
     if not fits(q, k):
@@ -168,6 +176,7 @@ def fused_attention(
     acc, h = acc_dtype(q.dtype), q.shape[3]
     bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     mask = reference.selected(*reference.clipped(ranges, bounds), k.shape[2])
+    mask = reference.within(mask, segments_q, segments_k, _ALL)
     logit = None if sink is None else sink.repeat(1, q.shape[1])
     part = reference.attend(reference.rows(q, _ALL), k.to(acc), v.to(acc), mask, logit, scale)
     o, lse = (reference.unrows(t, h) for t in part)
@@ -187,6 +196,8 @@ def fused_attention_backward(
     o: Tensor,
     lse: Tensor,
     scale: float,
+    segments_q: Tensor | None = None,
+    segments_k: Tensor | None = None,
 ) -> Any:
     """Decomposes the backward op for Inductor; returns NotImplemented where the generated code should call the op."""
     if not fits(q, k):
@@ -195,6 +206,7 @@ def fused_attention_backward(
     row, dsink = reference.backward_rows(dout, dlse, sink, o, lse)
     bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     mask = reference.selected(*reference.clipped(ranges, bounds), k.shape[2])
+    mask = reference.within(mask, segments_q, segments_k, _ALL)
     part = Rows(*(reference.rows(t, _ALL) for t in row))
     dq, dk, dv = reference.attend_backward(part, reference.rows(q, _ALL), k.to(acc), v.to(acc), mask, scale)
     dq = reference.unrows(dq, h)

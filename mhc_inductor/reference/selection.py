@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mhc_inductor.ops.segments import same_segment
 from mhc_inductor.reference.mhc import acc_dtype, as_given
 
 CHUNK = 2**22
@@ -27,6 +28,7 @@ CHUNK = 2**22
 
 Bounds = tuple[Tensor, Tensor]
 Slices = tuple[slice, slice, slice]
+_EVERY = slice(None)
 
 
 def key_bounds(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Bounds:
@@ -66,6 +68,16 @@ def selected(start: Tensor, end: Tensor, size: int) -> Tensor:
     one = torch.ones_like(start, dtype=torch.int32)
     change = change.scatter_add(-1, start, one).scatter_add(-1, end, -one)
     return change[..., :size].cumsum(-1, dtype=torch.int32) > 0
+
+
+def within(
+    mask: Tensor, segments_q: Tensor | None, segments_k: Tensor | None, at: Slices, keys: Tensor | slice = _EVERY
+) -> Tensor:
+    """Returns ``mask[b, g, s, m]`` of the chunk ``at`` without keys of other segments; ``keys`` are its m keys."""
+    if segments_q is None or segments_k is None:
+        return mask
+    in_b, _, in_s = at
+    return mask & same_segment(segments_q[in_b, in_s], segments_k[in_b][:, keys]).unsqueeze(1)
 
 
 def chunks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, Iterator[slice]]]:
@@ -221,12 +233,14 @@ def selection_attention(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     scale: float,
+    segments_q: Tensor | None = None,
+    segments_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes softmax attention of each query over the union of its ranges.
 
     ::
 
-        sel = union of [start, end) in ranges[b, s, g], clipped to [0, S_kv)
+        sel = union of [start, end) in ranges[b, s, g], clipped to [0, S_kv), without keys of other segments
         t   = scale * q[b, s, g] @ k[b, g, sel].T                       # [h, keys]
         lse = log(sum exp(t)) ;  o = exp(t - lse_total) @ v[b, g, sel]
         lse_total = lse, or logaddexp(lse, sink[g]) with a sink
@@ -241,6 +255,9 @@ def selection_attention(
             start of the query's own sequence of keys and are clipped to it.
         cu_seqlens_k: The same boundaries in S_kv, or None for cu_seqlens_q.
         scale: Factor of the scores.
+        segments_q: Segment ids ``[B, S]``, or None for no segments. A key i counts for query s only where
+            ``segments_k[b, i]`` is ``segments_q[b, s]`` or :data:`mhc_inductor.ANY_SEGMENT`.
+        segments_k: Segment ids ``[B, S_kv]``, or None.
 
     Returns:
         ``(o, lse)``: o ``[B, S, G, h, Dv]`` in q's dtype, exactly 0 where nothing is selected; lse ``[B, S, G, h]`` in
@@ -261,7 +278,8 @@ def selection_attention(
             at = (in_b, in_g, in_s)
             start, end = clipped(ranges[in_b, in_s, in_g], (lo[in_s], hi[in_s]))
             logit = None if sink is None else sink[in_g].repeat(1, start.shape[2])
-            part = attend(rows(q, at), keys, values, selected(start, end, k.shape[2]), logit, scale)
+            mask = within(selected(start, end, k.shape[2]), segments_q, segments_k, at)
+            part = attend(rows(q, at), keys, values, mask, logit, scale)
             o[in_b, in_s, in_g], lse[in_b, in_s, in_g] = (unrows(t, h) for t in part)
     return o, lse
 
@@ -280,6 +298,8 @@ def selection_attention_backward(
     o: Tensor,
     lse: Tensor,
     scale: float,
+    segments_q: Tensor | None = None,
+    segments_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`selection_attention`; a gradient of None counts as zero.
 
@@ -304,6 +324,8 @@ def selection_attention_backward(
         o: Output of :func:`selection_attention`.
         lse: Output of :func:`selection_attention`.
         scale: As for :func:`selection_attention`.
+        segments_q: As for :func:`selection_attention`.
+        segments_k: As for :func:`selection_attention`.
 
     Returns:
         ``(dq, dk, dv, dsink)``, each in its input's shape and dtype; dsink has shape [0] without a sink.
@@ -323,7 +345,7 @@ def selection_attention_backward(
             at = (in_b, in_g, in_s)
             start, end = clipped(ranges[in_b, in_s, in_g], (lo[in_s], hi[in_s]))
             part = Rows(*(rows(t, at) for t in row))
-            mask = selected(start, end, k.shape[2])
+            mask = within(selected(start, end, k.shape[2]), segments_q, segments_k, at)
             grad_q, more_k, more_v = attend_backward(part, rows(q, at), keys, values, mask, scale)
             dq[in_b, in_s, in_g] = unrows(grad_q, h).to(q.dtype)
             grad_k += more_k
