@@ -1,7 +1,8 @@
 """Selection attention on a CPU in C++: each query reads the rows of its own keys, without gathering them.
 
-The source is ``selection_cpu_source.py``, compiled by Inductor's C++ compiler at the first call that is large enough, about two
-seconds, and then cached on disk. :func:`usable` returns False where there is no compiler; the caller then uses a formula.
+The source is in ``selection_cpu_products.py`` and ``selection_cpu_source.py``. Inductor's C++ compiler builds it at the
+first call that is large enough, in a few seconds, and caches it on disk. :func:`usable` returns False where there is no
+compiler; the caller then uses a formula.
 
 A query's keys are the union of ranges or a list of single keys, optionally of its own segment: :class:`Selected`.
 Results do not depend on the number of threads.
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from mhc_inductor import compat
 from mhc_inductor.log import warn_once
-from mhc_inductor.ops.selection_cpu_source import SOURCE
+from mhc_inductor.ops.selection_cpu_products import PRODUCTS
+from mhc_inductor.ops.selection_cpu_source import ATTENTION
 from mhc_inductor.reference import selection as reference
 from mhc_inductor.reference.mhc import acc_dtype
 
@@ -78,7 +80,7 @@ def _library(dtype: torch.dtype, heads: int) -> Any:
     """Returns the library for products of 1, 2 or 4 heads, or None where it cannot be built."""
     scalar = {torch.float32: "float", torch.float64: "double"}[dtype]
     try:
-        source = f"#define SCALAR {scalar}\n#define HEADS {heads}\n{SOURCE}"
+        source = f"#define SCALAR {scalar}\n#define HEADS {heads}\n{PRODUCTS}{ATTENTION}"
         library = compat.compiled_cpp(source, _FLAGS)
         library.selection.argtypes = [ctypes.POINTER(_Arguments)]
         library.lanes()
@@ -91,7 +93,7 @@ def _library(dtype: torch.dtype, heads: int) -> Any:
 
 
 def _library_of(q: Tensor) -> Any:
-    return _library(acc_dtype(q.dtype), min(q.shape[3], 4) if q.shape[3] != 3 else 4)
+    return _library(acc_dtype(q.dtype), q.shape[3] if q.shape[3] < 3 else 4)
 
 
 def usable(q: Tensor, k: Tensor) -> bool:
