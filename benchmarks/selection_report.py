@@ -14,9 +14,11 @@ _WHAT = {"fwd": "forward", "fb": "forward + backward"}
 
 
 def _time(us: float | None) -> str:
-    """Formats a time: microseconds below a thousand, milliseconds above."""
+    """Formats a time: microseconds below a thousand, milliseconds above, seconds from one on."""
     if us is None:
         return ""
+    if us >= 999.5e3:
+        return f"{us / 1e6:.3g} s"
     return f"{_us(us)} µs" if us < 1000 else f"{us / 1000:.3g} ms"
 
 

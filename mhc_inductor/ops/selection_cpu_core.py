@@ -31,8 +31,9 @@ LEAST = 2**20
 # Inductor's flags forbid fused multiply-adds, half of the speed.
 _FLAGS = ("-ffp-contract=fast",)
 
-# Parts that the backward cuts the queries of a group into; each one sums dk and dv by itself.
-_PARTS, _PART_QUERIES, _PART_ELEMENTS = 32, 64, 8
+# The backward cuts the queries of each group into parts, about 16 in all groups and at least 4 in one. A part has 64
+# queries or more. All sums of a group hold at most 8 chunks of elements, or as many as q.
+_MOST_PARTS, _FEWEST_PARTS, _PART_QUERIES, _PART_CHUNKS = 16, 4, 64, 8
 
 
 class Selected(NamedTuple):
@@ -154,6 +155,14 @@ def attention(
     return o, lse
 
 
+def _parts(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Returns the number of parts of the queries of a group. It depends on shapes only, as results then do."""
+    wanted = max(_FEWEST_PARTS, _MOST_PARTS // (q.shape[0] * q.shape[2]))
+    sums = k.shape[2] * (k.shape[3] + v.shape[3])
+    fit = max(_PART_CHUNKS * reference.CHUNK, q.numel()) // max(1, sums)
+    return max(1, min(wanted, q.shape[1] // _PART_QUERIES, fit))
+
+
 def backward(
     row: reference.Rows, dlse: bool, q: Tensor, k: Tensor, v: Tensor, selected: Selected, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,11 +177,9 @@ def backward(
         selected: The keys of each query.
         scale: Factor of the scores.
     """
-    acc, s = acc_dtype(q.dtype), q.shape[1]
+    acc = acc_dtype(q.dtype)
     dq, dk, dv = (torch.empty(t.shape, dtype=acc) for t in (q, k, v))
-    rows = k.shape[2] * (k.shape[3] + v.shape[3])
-    parts = max(1, min(_PARTS, s // _PART_QUERIES, _PART_ELEMENTS * reference.CHUNK // max(1, rows)))
-    odd = _odd(q, k, v, *row)
+    odd, parts = _odd(q, k, v, *row), _parts(q, k, v)
     given = {"dout": row.dout, "dlse": row.dlse if dlse else None, "row_lse": row.lse, "total": row.total}
     _run(q, k, v, selected, scale, odd, parts, **given, dq=dq, dk=dk, dv=dv)
     return dq, dk, dv

@@ -121,6 +121,29 @@ class Selection {
     int64_t count = 0;
 };
 
+// ---- sums of dk and dv --------------------------------------------------------------------------------------------
+
+constexpr int64_t BLOCK = 64;  // keys whose sums start together
+
+// The sums of one part of the queries, in rows of whole vectors. Only blocks of keys that a query selects are started.
+template <typename T>
+struct Sums {
+    const Arguments& a;
+    T *k, *v;
+    char* started;  // of each block
+
+    void start(Keys keys) const {
+        for (int64_t i = 0, last = -1; i < keys.count; i++) {
+            const int64_t block = keys.at[i] / BLOCK;
+            if (block == last || started[last = block]) continue;
+            started[block] = 1;
+            const int64_t first = block * BLOCK, count = std::min(BLOCK, a.keys - first);
+            std::fill_n(k + first * a.key_width, count * a.key_width, T(0));
+            std::fill_n(v + first * a.value_width, count * a.value_width, T(0));
+        }
+    }
+};
+
 // ---- one query ----------------------------------------------------------------------------------------------------
 
 // Buffers and steps of one thread, for HB heads at a time.
@@ -170,8 +193,8 @@ class Worker {
         }
     }
 
-    // Adds this query's part of dk and dv to the rows of grad_k and grad_v.
-    void backward(int64_t b, int64_t s, int64_t g, T* grad_k, T* grad_v) {
+    // Writes dq, and adds this query's part of dk and dv to the sums.
+    void backward(int64_t b, int64_t s, int64_t g, const Sums<T>& sums) {
         const Keys keys = selection.of(b, s, g);
         const int64_t n = keys.count;
         const T *k = rows(a.k, a.k_strides, b, g), *v = rows(a.v, a.v_strides, b, g);
@@ -182,6 +205,7 @@ class Worker {
             return;
         }
         room(n);
+        sums.start(keys);
         if (a.odd) std::fill(spread.begin(), spread.end(), T(0));
         for (int64_t head = 0; head < a.heads; head += HB) {
             const int count = int(std::min<int64_t>(HB, a.heads - head));
@@ -196,12 +220,12 @@ class Worker {
                 for (int64_t d = 0; d < a.key_columns; d++)
                     dq[(head + i) * a.key_columns + d] = T(a.scale) * result[i * a.key_width + d];
             if (a.odd) separate_odd();
-            spread_rows<T, HB>(grad.data(), x.data(), a.key_width, keys.at, n, grad_k, a.key_width);
-            spread_rows<T, HB>(p.data(), up.data(), a.value_width, keys.at, n, grad_v, a.value_width);
+            spread_rows<T, HB>(grad.data(), x.data(), a.key_width, keys.at, n, sums.k, a.key_width);
+            spread_rows<T, HB>(p.data(), up.data(), a.value_width, keys.at, n, sums.v, a.value_width);
         }
         if (a.odd)
             for (int64_t i = 0; i < n; i++)
-                for (int64_t d = 0; d < a.value_width; d++) grad_v[keys.at[i] * a.value_width + d] += spread[d];
+                for (int64_t d = 0; d < a.value_width; d++) sums.v[keys.at[i] * a.value_width + d] += spread[d];
     }
 
   private:
@@ -327,39 +351,54 @@ int run_forward(const Arguments& a) {
 }
 
 template <typename T>
-inline void add_row(T* to, const T* from, int64_t width) {
-    for (int64_t d = 0; d < width; d += Lanes<T>::count) store(to + d, load(to + d) + load(from + d));
+inline void add(T* to, const T* from, int64_t size) {
+    for (int64_t d = 0; d < size; d += Lanes<T>::count) store(to + d, load(to + d) + load(from + d));
+}
+
+// Writes the columns of `count` rows of whole vectors, times `factor`; zeros where there are no rows.
+template <typename T>
+void write(T* to, const T* from, int64_t count, int64_t columns, int64_t width, T factor) {
+    for (int64_t i = 0; i < count; i++, to += columns)
+        for (int64_t d = 0; d < columns; d++) to[d] = from ? factor * from[i * width + d] : T(0);
 }
 
 // The queries of a group are cut into a.parts parts, whatever the number of threads. Each part sums dk and dv by
 // itself, and the parts are added in order.
 template <typename T, int HB>
 int run_backward(const Arguments& a) {
-    const int64_t width = a.key_width + a.value_width, size = a.keys * width, groups = a.batch * a.groups;
-    const int64_t together = std::min(groups, std::max<int64_t>(1, a.threads / a.parts));
-    std::unique_ptr<T[]> sums(new T[together * a.parts * size]);
+    const int64_t size = a.keys * (a.key_width + a.value_width), blocks = (a.keys + BLOCK - 1) / BLOCK;
+    const int64_t groups = a.batch * a.groups;
+    const int64_t together = std::min(groups, (a.threads + a.parts - 1) / a.parts);
+    std::unique_ptr<T[]> space(new T[together * a.parts * size]);
+    std::vector<char> started(together * a.parts * blocks);
+    auto sums = [&](int64_t task) {
+        T* at = space.get() + task * size;
+        return Sums<T>{a, at, at + a.keys * a.key_width, started.data() + task * blocks};
+    };
     int failed = 0;
     for (int64_t first = 0; first < groups; first += together) {
         const int64_t count = std::min(together, groups - first);
+        std::fill(started.begin(), started.end(), 0);
         failed |= each<T, HB>(a, count * a.parts, [&](Worker<T, HB>& worker, int64_t task) {
             const int64_t at = first + task / a.parts, part = task % a.parts;
-            T* sum = sums.get() + task * size;
-            std::fill_n(sum, size, T(0));
             for (int64_t s = a.queries * part / a.parts; s < a.queries * (part + 1) / a.parts; s++)
-                worker.backward(at / a.groups, s, at % a.groups, sum, sum + a.keys * a.key_width);
+                worker.backward(at / a.groups, s, at % a.groups, sums(task));
         });
 #pragma omp parallel for num_threads(int(a.threads)) schedule(static)
-        for (int64_t row = 0; row < count * a.keys; row++) {
-            const int64_t at = row / a.keys, key = row % a.keys;
-            T *part = sums.get() + at * a.parts * size, *values = part + a.keys * a.key_width;
-            for (int64_t i = 1; i < a.parts; i++) {
-                add_row(part + key * a.key_width, part + i * size + key * a.key_width, a.key_width);
-                add_row(values + key * a.value_width, values + i * size + key * a.value_width, a.value_width);
+        for (int64_t task = 0; task < count * blocks; task++) {
+            const int64_t at = task / blocks, block = task % blocks, key = block * BLOCK;
+            const int64_t rows = std::min(BLOCK, a.keys - key);
+            T *k = nullptr, *v = nullptr;
+            for (int64_t part = at * a.parts; part < (at + 1) * a.parts; part++) {
+                const Sums<T> more = sums(part);
+                if (!more.started[block]) continue;
+                T *more_k = more.k + key * a.key_width, *more_v = more.v + key * a.value_width;
+                if (k) add(k, more_k, rows * a.key_width), add(v, more_v, rows * a.value_width);
+                if (!k) k = more_k, v = more_v;
             }
             const int64_t to = (first + at) * a.keys + key;
-            T *dk = static_cast<T*>(a.dk) + to * a.key_columns, *dv = static_cast<T*>(a.dv) + to * a.value_columns;
-            for (int64_t d = 0; d < a.key_columns; d++) dk[d] = T(a.scale) * part[key * a.key_width + d];
-            for (int64_t d = 0; d < a.value_columns; d++) dv[d] = values[key * a.value_width + d];
+            write(static_cast<T*>(a.dk) + to * a.key_columns, k, rows, a.key_columns, a.key_width, T(a.scale));
+            write(static_cast<T*>(a.dv) + to * a.value_columns, v, rows, a.value_columns, a.value_width, T(1));
         }
     }
     return failed;
