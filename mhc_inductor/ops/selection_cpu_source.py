@@ -413,8 +413,9 @@ EXPORT int lanes() { return Lanes<SCALAR>::count; }
 
 // Returns 0, or 1 where memory ran out.
 EXPORT int selection(const Arguments* a) {
+    constexpr int together = std::min(HEADS, Lanes<SCALAR>::count);
     try {
-        return a->parts ? run_backward<SCALAR, HEADS>(*a) : run_forward<SCALAR, HEADS>(*a);
+        return a->parts ? run_backward<SCALAR, together>(*a) : run_forward<SCALAR, together>(*a);
     } catch (const std::bad_alloc&) {
         return 1;
     }
