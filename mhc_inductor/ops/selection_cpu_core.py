@@ -151,7 +151,7 @@ def attention(
     acc = acc_dtype(q.dtype)
     o = torch.empty((*q.shape[:4], v.shape[3]), dtype=acc)
     lse = torch.empty(q.shape[:4], dtype=acc)
-    _run(q, k, v, selected, scale, _odd(v), 0, sink=sink, o=o, lse=lse)
+    _run(q, k, v, selected, scale, False, 0, sink=sink, o=o, lse=lse)
     return o, lse
 
 

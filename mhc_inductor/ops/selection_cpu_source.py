@@ -15,7 +15,7 @@ struct Arguments {
     int64_t entries, pairs, wide;  // of a query; whether they are [start, end) or single keys; whether they are int64
     int64_t entry_strides[5];      // of b, s, g, entry, and from start to end
     int64_t k_strides[3], v_strides[3];  // of b, g, key
-    int64_t threads, odd, parts;  // parts: of the queries of a group in the backward; 0 for the forward
+    int64_t threads, odd, parts;  // odd: NaN or inf in the backward's inputs; parts of the queries, 0 for the forward
     const void *q, *k, *v, *sink, *entries_at, *low, *high, *segments_q, *segments_k;
     void *o, *lse;
     const void *dout, *dlse, *row_lse, *total;
@@ -172,14 +172,19 @@ class Worker {
             return;
         }
         room(n);
-        if (a.odd) collect_odd(v, keys);
+        bool collected = false;
         for (int64_t head = 0; head < a.heads; head += HB) {
             const int count = int(std::min<int64_t>(HB, a.heads - head));
             const T* query = static_cast<const T*>(a.q) + (row + head) * a.key_columns;
             take(x.data(), query, count, a.key_columns, a.key_width);
             T most[HB], total[HB];
             softmax(k, keys, most, total);
-            sum_rows<T, HB>(a.odd, p.data(), v, a.v_strides[2], keys.at, n, result.data(), a.value_width);
+            sum_rows<T, HB>(false, p.data(), v, a.v_strides[2], keys.at, n, result.data(), a.value_width);
+            // A NaN or inf in a value always shows, whatever its weight.
+            const T *first = result.data(), *last = first + count * a.value_width;
+            const bool odd = !std::all_of(first, last, [](T value) { return value - value == 0; });
+            if (odd) sum_rows<T, HB>(true, p.data(), v, a.v_strides[2], keys.at, n, result.data(), a.value_width);
+            if (odd && !collected) collect_odd(v, keys), collected = true;
             for (int i = 0; i < count; i++) {
                 const T log_sum = most[i] + std::log(total[i]);
                 T sum = total[i];
@@ -188,7 +193,7 @@ class Worker {
                 lse[head + i] = log_sum;
                 T* to = o + (head + i) * a.value_columns;
                 for (int64_t d = 0; d < a.value_columns; d++) to[d] = result[i * a.value_width + d] * weight;
-                for (int64_t d = 0; a.odd && d < a.value_columns; d++) to[d] += spread[d];
+                for (int64_t d = 0; odd && d < a.value_columns; d++) to[d] += spread[d];
             }
         }
     }
