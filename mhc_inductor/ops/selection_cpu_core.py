@@ -105,7 +105,9 @@ def usable(q: Tensor, k: Tensor) -> bool:
 
 def _whole(t: Tensor, acc: torch.dtype, lanes: int) -> Tensor:
     """Returns ``t[..., D]`` in the arithmetic's dtype with rows of whole vectors; copies only what is not so."""
-    t = F.pad(t.to(acc), (0, -t.shape[-1] % lanes))
+    missing = -t.shape[-1] % lanes
+    # A padding of 0 copies too.
+    t = F.pad(t.to(acc), (0, missing)) if missing else t.to(acc)
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
