@@ -74,6 +74,7 @@ def backward_config(
     choices = {(4, True): _WIDE_FP32, (4, False): _NARROW_FP32, (2, True): _WIDE, (2, False): _NARROW}[
         itemsize, D > 128
     ]
+    columns = min(D, 64 if itemsize == 4 and D > 512 else 128)
     for BN, rows, warps, stages, key_rows, key_warps, key_stages in choices:
         if D > 256 and (rows == 64 or BN * itemsize == 128):  # the accumulators would not fit into the registers
             continue
@@ -82,7 +83,7 @@ def backward_config(
         ahead = (key_stages + 1) // 2
         if itemsize * (KP + VP) * max(rows + stages * BN, BN + ahead * key_rows) <= room:
             dq = config.ForwardConfig(*config.tile_of(rows, h), BN, warps, stages) if rows else None
-            return dq, KeyConfig(BN, key_rows, min(D, 128), key_warps, key_stages)
+            return dq, KeyConfig(BN, key_rows, columns, key_warps, key_stages)
     return None
 
 
