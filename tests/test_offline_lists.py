@@ -13,7 +13,16 @@ from mhc_inductor.kernels.selection import lists_plan
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
 # As in test_offline_selection.py.
-SPILLS: dict[tuple[str, str, str], int] = {}
+SPILLS: dict[tuple[str, str, str], int] = {
+    ("cuda:90", "selection_list_dq", "512"): 928,  # where Gluon's kernel cannot run
+    ("cuda:90", "selection_list_dq", "576"): 736,
+    ("cuda:120", "selection_list_dq", "576"): 32,
+    ("cuda:80", "selection_list_forward", "576"): 32,
+    ("cuda:90", "selection_list_forward", "576"): 96,
+    ("cuda:80", "selection_list_rows", "576"): 64,
+    ("cuda:89", "selection_list_rows", "576"): 64,
+    ("cuda:120", "selection_list_rows", "576"): 96,
+}
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CASES = {
     "128": {"h": 64, "Dk": 128},

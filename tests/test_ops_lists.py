@@ -10,7 +10,7 @@ from op_contract import check_outputs, op, strided, trainable
 from torch.func import vmap
 from torch.library import opcheck
 
-import mhc_inductor  # noqa: F401
+import mhc_inductor
 from mhc_inductor.ops import registry
 from mhc_inductor.reference import selection_lists as reference
 
@@ -249,3 +249,76 @@ def test_dynamic_sizes_compile_once(fresh):
         ups = h.upstream(made)
         with torch._dynamo.config.patch(error_on_recompile=n > 0):
             h.check(run(made, ups, attention), made, ups, SCALE)
+
+
+# --- the public function ------------------------------------------------------------------------------------
+
+
+def public(q, k, v, *args):
+    *rest, scale, v_width = args
+    given = dict(zip(h.NAMES[3:], rest, strict=True))
+    values = k if v is None else v
+    width = v_width if v is None else None
+    return mhc_inductor.selection_attention(q, k, values, **given, scale=scale, v_width=width, return_lse=True)
+
+
+@pytest.mark.parametrize("case", ["sink", "shared", "fp64", "packed_keys", "no_keys"])
+def test_the_public_function(case):
+    made = h.make_inputs(**{"dtype": F32, "kind": "odd", **VARIANTS[case]})
+    ups = h.upstream(made)
+    h.check(run(made, ups, public), made, ups, SCALE)
+
+
+def test_values_in_the_keys_memory_are_read_once(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "mhc_inductor.api.selection.call", lambda name, *args: seen.append(args[2] is None) or (None, None)
+    )
+    made = h.make_inputs("odd", F32)
+    attend = lambda k, v, **kw: mhc_inductor.selection_attention(made["q"], k, v, indices=made["indices"], **kw)  # noqa: E731
+    k = made["k"]
+    for v, width, shared in ((k, None, True), (k, 5, True), (k[..., :5], None, True), (k[..., 1:6], None, False),
+                             (k.clone(), None, False), (k.detach(), None, True)):  # fmt: skip
+        attend(k, v, v_width=width)
+        assert seen.pop() == shared
+    leaf = k.clone().requires_grad_()
+    for v, shared in ((leaf, True), (leaf[..., :5], False), (leaf.detach(), False)):
+        attend(leaf, v)
+        assert seen.pop() == shared, "autograd treats a view as a tensor of its own"
+
+
+def test_a_detached_view_of_the_keys_gets_no_gradient():
+    made = h.make_inputs("random", F64)
+    k = made["k"].requires_grad_()
+    for v in (k.detach(), made["k"].detach().clone()):
+        o = mhc_inductor.selection_attention(made["q"], k, v, indices=made["indices"])
+        (got,) = torch.autograd.grad(o.square().sum(), k)
+        want = h.oracle({**made, "v": v.detach(), "k": k.detach()}, {"o": 2 * o.detach()})["dk"]
+        assert error(got, want) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({}, ValueError, "one of ranges and indices must be given, got neither"),
+        ({"indices": 0, "ranges": 0}, ValueError, "one of ranges and indices must be given, got both"),
+        ({"indices": torch.zeros(2, 5, 2, 3)}, TypeError, "indices must be int32 or int64, got torch.float32"),
+        (
+            {"indices": torch.zeros(2, 5, 2, 3, dtype=torch.int32), "v_width": 9},
+            ValueError,
+            "v_width must be from 1 to",
+        ),
+        ({"indices": torch.zeros(2, 5, 2, 3, dtype=torch.int32), "v_width": 2.0}, TypeError, "v_width must be an int"),
+        ({"indices": [1]}, TypeError, "indices must be a tensor, got list"),
+    ],
+)
+def test_bad_arguments_of_the_public_function_are_named(given, kind, message):
+    made = h.make_inputs("odd", F32)
+    with pytest.raises(kind, match="selection_attention: .*" + message):
+        mhc_inductor.selection_attention(made["q"], made["k"], made["v"], **given)
+
+
+def test_the_public_function_compiles_with_shared_values(fresh):
+    made = h.make_inputs("odd", F32, shared=True, Dv=5, sink=True)
+    ups = h.upstream(made)
+    h.check(run(made, ups, torch.compile(public, fullgraph=True)), made, ups, SCALE)

@@ -33,6 +33,7 @@ def selection_list_rows(
     part_v].
     """
     COLUMNS: tl.constexpr = NKC + NVC
+    N = tl.multiple_of(tl.cast(N, tl.int64), 16)
     column = tl.program_id(0) % COLUMNS
     line = (tl.program_id(0) // COLUMNS).to(tl.int64)
     bg = line // rows
@@ -95,6 +96,7 @@ def selection_list_invert(
 
     sizes[B, G, S_kv] is their number; units is B * G * S_kv. One program: KB keys.
     """
+    CQ = tl.multiple_of(tl.cast(CQ, tl.int64), 16)
     unit = tl.program_id(0).to(tl.int64) * KB + tl.arange(0, KB)
     c = tl.arange(0, CP)
     at = (unit * CQ)[:, None] + c[None, :]

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .list_tiles import list_place, share, store_tiles, tile_at, tiles_at, zero_tiles
+from .list_tiles import list_place, product_of_rows, share, store_tiles, tile_at, tiles_at, zero_tiles
 
 
 @triton.jit(do_not_specialize=[
@@ -23,6 +23,7 @@ def selection_list_dq(
     DK] in place of dq. lse2: log2 of the denominator, inf for no keys. One program: as in the forward.
     """
     HN: tl.constexpr = (H + HB - 1) // HB
+    N = tl.multiple_of(tl.cast(N, tl.int64), 16)
     bg, local, hb, split = list_place(NS, rows, HN)
     s = first + local
     b = bg // G
@@ -57,37 +58,32 @@ def selection_list_dq(
         k_at = key.to(tl.int64) * skn
         v_at = key.to(tl.int64) * svn
         key = tl.load(keys_row + start + BN + i, mask=start + BN + i < end, other=0)
-        # Always true: a separate mask keeps the compiler from holding the first read in registers or shared memory.
-        again = live & (start < end)
         x = tl.zeros((HB, BN), tl.float32)
-        ks = ()
-        for c in tl.static_range(KM + (KT > 0)):
-            k = tile_at(k_base, k_at, mask, c, DK, KM, MC, KT)
-            if HELD:
-                ks = ks + (k,)
-            qc = q[c] if HELD else tile_at(q_base, q_at, again, c, DK, KM, MC, KT)
-            x = tl.dot(qc, tl.trans(k), x, input_precision=PREC)
-        p = tl.exp2(x * qk - lse2[:, None])
         y = tl.zeros((HB, BN), tl.float32)
-        if DOUT:
-            for c in tl.static_range(VM + (VT > 0)):
-                if SHARED and HELD:
-                    v = ks[c]
-                else:
-                    v = tile_at(v_base, v_at, mask, c, DV, VM, MC, VT)
-                dc = do[c] if HELD else tile_at(dout_ptr, at * DV, again, c, DV, VM, MC, VT)
-                y = tl.dot(dc, tl.trans(v), y, input_precision=PREC)
+        ks = ()
+        if HELD:
+            ks = tiles_at(k_base, k_at, mask, DK, KM, MC, KT)
+            for c in tl.static_range(KM + (KT > 0)):
+                x = tl.dot(q[c], tl.trans(ks[c]), x, input_precision=PREC)
+            if DOUT:
+                for c in tl.static_range(VM + (VT > 0)):
+                    v = ks[c] if SHARED else tile_at(v_base, v_at, mask, c, DV, VM, MC, VT)
+                    y = tl.dot(do[c], tl.trans(v), y, input_precision=PREC)
+        else:
+            x = product_of_rows(x, q_base, q_at, live, k_base, k_at, mask, DK, KM, MC, KT, PREC)
+            if DOUT:
+                y = product_of_rows(y, dout_ptr, at * DV, live, v_base, v_at, mask, DV, VM, MC, VT, PREC)
+        p = tl.exp2(x * qk - lse2[:, None])
         ds = tl.where(mask[None, :], p * (y - delta[:, None]), 0.0)
         to = factors[:, None] + (start + i)[None, :]
-        # Without splits beyond the end too: a mask of whole groups of columns lets neighbours be stored together.
-        inside = live[:, None] & (start + i < (N if NS == 1 else end))[None, :]
+        inside = live[:, None] & mask[None, :]
         tl.store(ds_ptr + to, ds.to(ds_ptr.dtype.element_ty), mask=inside)
         if DOUT:
             tl.store(p_ptr + to, p.to(p_ptr.dtype.element_ty), mask=inside)
         old = acc
         acc = ()
         for c in tl.static_range(KM + (KT > 0)):
-            k = ks[c] if HELD else tile_at(k_base, k_at, mask & (start < end), c, DK, KM, MC, KT)
+            k = ks[c] if HELD else tile_at(k_base, k_at, mask, c, DK, KM, MC, KT)
             acc = acc + (tl.dot(ds.to(k.dtype), k, old[c], input_precision=PREC),)
 
     factor = tl.full((HB,), 1.0, tl.float32) * scale

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .list_tiles import list_place, share, store_tiles, tile_at, tiles_at, zero_tiles
+from .list_tiles import list_place, product_of_rows, share, store_tiles, tile_at, tiles_at, zero_tiles
 
 
 @triton.jit(do_not_specialize=["S", "G", "NS", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn"])
@@ -20,6 +20,7 @@ def selection_list_forward(
     NS, H, DV] and plse[B, S, G, NS, H] in log2 units instead. One program: one split of one query's keys, HB heads.
     """
     HN: tl.constexpr = (H + HB - 1) // HB
+    N = tl.multiple_of(tl.cast(N, tl.int64), 16)
     bg, s, hb, split = list_place(NS, S, HN)
     b = bg // G
     g = bg % G
@@ -49,16 +50,16 @@ def selection_list_forward(
         k_at = key.to(tl.int64) * skn
         v_at = key.to(tl.int64) * svn
         key = tl.load(keys_row + start + BN + i, mask=start + BN + i < end, other=0)
-        # Always true: a separate mask keeps the compiler from holding the first read in registers or shared memory.
-        again = live & (start < end)
         x = tl.zeros((HB, BN), tl.float32)
         ks = ()
-        for c in tl.static_range(KM + (KT > 0)):
-            k = tile_at(k_base, k_at, mask, c, DK, KM, MC, KT)
-            if SHARED and c < VM:
-                ks = ks + (k,)
-            qc = q[c] if HELD else tile_at(q_base, q_at, again, c, DK, KM, MC, KT)
-            x = tl.dot(qc, tl.trans(k), x, input_precision=PREC)
+        if HELD:
+            for c in tl.static_range(KM + (KT > 0)):
+                k = tile_at(k_base, k_at, mask, c, DK, KM, MC, KT)
+                if SHARED and c < VM:
+                    ks = ks + (k,)
+                x = tl.dot(q[c], tl.trans(k), x, input_precision=PREC)
+        else:
+            x = product_of_rows(x, q_base, q_at, live, k_base, k_at, mask, DK, KM, MC, KT, PREC)
         x = tl.where(mask[None, :], x * qk, float("-inf"))
         m_new = tl.maximum(m, tl.max(x, axis=1))
         # Nothing but -inf so far: exp2(-inf - 0) = 0.
@@ -69,7 +70,7 @@ def selection_list_forward(
         old = acc
         acc = ()
         for c in tl.static_range(VM + (VT > 0)):
-            v = ks[c] if SHARED else tile_at(v_base, v_at, mask, c, DV, VM, MC, VT)
+            v = ks[c] if SHARED and HELD else tile_at(v_base, v_at, mask, c, DV, VM, MC, VT)
             acc = acc + (tl.dot(p.to(v.dtype), v, old[c] * alpha[:, None], input_precision=PREC),)
         m = m_new
 

@@ -35,6 +35,24 @@ def tiles_at(p, at, mask, D: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, T
 
 
 @triton.jit
+def product_of_rows(
+    acc, p, at, live, r, r_at, mask, D: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of the rows at p + at with those at r + r_at to acc, reading one tile of both at a time."""
+    d = tl.arange(0, MC)
+    for c in range(NM):
+        inside = (c * MC + d < D)[None, :]
+        x = tl.load(p + at[:, None] + (c * MC + d)[None, :], mask=live[:, None] & inside, other=0.0)
+        y = tl.load(r + r_at[:, None] + (c * MC + d)[None, :], mask=mask[:, None] & inside, other=0.0)
+        acc = tl.dot(x, tl.trans(y), acc, input_precision=PREC)
+    if TC > 0:
+        x = tile_at(p, at, live, NM, D, NM, MC, TC)
+        acc = tl.dot(x, tl.trans(tile_at(r, r_at, mask, NM, D, NM, MC, TC)), acc, input_precision=PREC)
+    return acc
+
+
+@triton.jit
 def zero_tiles(ROWS: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr):
     """Returns accumulators."""
     t = ()

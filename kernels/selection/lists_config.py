@@ -59,6 +59,8 @@ def list_config(
     MC = main_columns(DK, DV)
     KP, VP = (MC * n + rest for n, rest in (widths(D, MC) for D in (DK, DV)))
     limit = shared_limit(backend, arch) - (8 << 10)
+    if backend == "cuda" and arch >= 100 and wide:  # tiles are kept twice, for products of tensor memory
+        limit //= 2
     for HB, BN, warps, stages in _WIDE if wide else _NARROW_BACKWARD if backward else _NARROW:
         rows = stages * BN * (KP + (0 if shared else VP)) + min(HB, most) * (KP + (VP if backward else 0))
         if itemsize * rows <= limit:

@@ -19,8 +19,8 @@ from .list_dkv import selection_list_invert, selection_list_rows, selection_list
 from .list_dq import selection_list_dq
 from .list_forward import selection_list_forward
 from .list_keys import selection_list_keys
-from .lists_gluon import list_kernels
 from .lists_config import ListConfig, list_config, rows_config, widths
+from .lists_gluon import list_kernels
 from .pieces_plan import power_of_two
 from .tile_lists_plan import alignment, dot_precision
 

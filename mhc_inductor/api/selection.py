@@ -13,7 +13,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops import checks_selection
+from mhc_inductor import compat
+from mhc_inductor.ops import checks_selection, checks_selection_lists
 from mhc_inductor.ops.selection import call, given
 
 
@@ -22,14 +23,16 @@ def selection_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ranges: Tensor,
+    ranges: Tensor | None = ...,
     *,
+    indices: Tensor | None = ...,
     scale: float | None = ...,
     sink: Tensor | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
     segments_q: Tensor | None = ...,
     segments_k: Tensor | None = ...,
+    v_width: int | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -39,14 +42,16 @@ def selection_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ranges: Tensor,
+    ranges: Tensor | None = ...,
     *,
+    indices: Tensor | None = ...,
     scale: float | None = ...,
     sink: Tensor | None = ...,
     cu_seqlens_q: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
     segments_q: Tensor | None = ...,
     segments_k: Tensor | None = ...,
+    v_width: int | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -55,39 +60,45 @@ def selection_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ranges: Tensor,
+    ranges: Tensor | None = None,
     *,
+    indices: Tensor | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     segments_q: Tensor | None = None,
     segments_k: Tensor | None = None,
+    v_width: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes softmax attention of each query over the union of its ranges of keys.
+    """Computes softmax attention of each query over the keys that it selects, by ranges or by a list of positions.
 
-    All heads of a group share the ranges::
+    All heads of a group share the selection::
 
-        sel = union of [start, end) in ranges[b, s, g], clipped to [0, S_kv)
+        sel = union of [start, end) in ranges[b, s, g], or the distinct positions in indices[b, s, g]; within [0, S_kv)
         o[b, s, g] = softmax(scale * q[b, s, g] @ k[b, g, sel].T) @ v[b, g, sel]
 
-    Ranges may be empty, unsorted, overlapping, negative or past the end. A causal model passes causal ranges. With
-    segment ids, a key counts for a query only where their ids are equal or the key's id is
-    :data:`mhc_inductor.ANY_SEGMENT` (documents, padding). There is no other mask. A query that selects nothing gives o and gradients of exactly 0. NaN and inf in keys and values reach
-    only the queries that select them. NaN in a query reaches its own rows of o and dq and the gradients of the keys and
+    Ranges may be empty, unsorted, overlapping, negative or past the end; positions may be unsorted, repeated or, as -1,
+    out of range. A causal model selects causally. With segment ids, a key counts for a query only where their ids are
+    equal or the key's id is :data:`mhc_inductor.ANY_SEGMENT` (documents, padding). There is no other mask. A query that
+    selects nothing gives o and gradients of exactly 0. NaN and inf in keys and values reach only the queries that
+    select them. NaN in a query reaches its own rows of o and dq and the gradients of the keys and
     values that it selects, on CUDA also those of other keys in a tile of up to 64 keys that it selects in part; a dense
     softmax under a mask would spread it to the gradients of all keys.
 
-    The values of ranges, boundaries and segment ids are never read on the host. CUDA kernels run for bf16, fp16 and
-    fp32, Dk and Dv up to 512, h up to 64 and r up to 4096; everything else runs the formula in plain PyTorch.
+    The values of ranges, indices, boundaries and segment ids are never read on the host. CUDA kernels run for bf16,
+    fp16 and fp32, Dk and Dv up to 512 (lists: 576), h up to 64 (lists: 128) and 4096 ranges or positions; everything
+    else runs the formula in plain PyTorch. With ``v=k`` and ``indices``, each selected row is read once for both.
 
     Args:
         q: Queries ``[B, S, G, h, Dk]``, h heads in each of G groups; bf16, fp16, fp32 or fp64.
         k: Keys ``[B, G, S_kv, Dk]`` in q's dtype; any strides, for example a view of ``[B, S_kv, G, Dk]``.
-        v: Values ``[B, G, S_kv, Dv]`` in q's dtype; any strides.
+        v: Values ``[B, G, S_kv, Dv]`` in q's dtype; any strides. May be k itself.
         ranges: ``[start, end)`` pairs of key positions, ``[B, S, G, r, 2]``, int32 or int64. :func:`blocks_to_ranges`
-            makes them from blocks.
+            makes them from blocks. None where indices are given.
+        indices: Key positions ``[B, S, G, n]``, int32 or int64, in any order; -1 for none. None where ranges are given.
+            :func:`index_topk` makes them.
         scale: Factor of the scores; finite. None for 1/sqrt(Dk).
         sink: One logit per head, ``[G, h]``, added to the softmax's denominator only; any floating dtype (fp64 only if
             q is fp64). None for no sink.
@@ -98,6 +109,8 @@ def selection_attention(
             segments. May be combined with cu_seqlens_q.
         segments_k: Segment ids ``[B, S_kv]`` of the keys, int32 or int64. A key with the id ``ANY_SEGMENT`` (-2**31)
             counts for the queries of every segment.
+        v_width: Dv, where the values are the first v_width columns of v (multi-head latent attention: v=k, Dk 576,
+            v_width 512). None for all.
         return_lse: Whether to return lse as well.
 
     Returns:
@@ -106,24 +119,71 @@ def selection_attention(
         nothing is selected. Both are differentiable.
 
     Raises:
-        ValueError: A shape or device does not fit, or scale is not finite. The message names the argument.
+        ValueError: A shape or device does not fit, scale is not finite, or not just one of ranges and indices is given.
+            The message names the argument.
         TypeError: A dtype does not fit, an argument is not a tensor or not a number where it must be, or return_lse is
             not a bool.
 
-    Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2.
+    Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2; DeepSeek sparse attention,
+    arXiv 2512.02556, over lists.
     """
+    if (ranges is None) == (indices is None):
+        found = "neither" if ranges is None else "both"
+        raise ValueError(f"selection_attention: one of ranges and indices must be given, got {found}")
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"selection_attention: return_lse must be a bool, got {type(return_lse).__name__}")
     if scale is None:
         # operator.index: a plain number even for dynamic sizes. If q is not a tensor, the check below reports it.
         scale = 1 / math.sqrt(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
+    if indices is not None:
+        lists = (indices, sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+        o, lse = _attend_lists(q, k, v, lists, scale, v_width)
+        return (o, lse) if return_lse else o
+    v = _columns(v, v_width)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks_selection.selection_attention(
             q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, segments_q, segments_k
         )
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"selection_attention: return_lse must be a bool, got {type(return_lse).__name__}")
     segments = given(segments_q, segments_k)
     o, lse = call("selection_attention", q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, *segments)
     return (o, lse) if return_lse else o
+
+
+def _columns(v: Tensor, v_width: int | None) -> Tensor:
+    """Returns the first ``v_width`` columns of v, or v for None."""
+    if v_width is None or not isinstance(v, Tensor) or not v.dim():
+        return v
+    if isinstance(v_width, bool) or not isinstance(v_width, (int, torch.SymInt)):
+        raise TypeError(f"selection_attention: v_width must be an int, got {type(v_width).__name__}")
+    if not 1 <= v_width <= v.shape[-1]:
+        raise ValueError(f"selection_attention: v_width must be from 1 to v's last size {v.shape[-1]}, got {v_width}")
+    return v[..., :v_width]
+
+
+def _attend_lists(
+    q: Tensor, k: Tensor, v: Tensor, lists: tuple[Tensor | None, ...], scale: float, v_width: int | None
+) -> tuple[Tensor, Tensor]:
+    """Calls the op over lists; with v in k's memory, without a tensor of values of its own."""
+    values = _columns(v, v_width)
+    if not torch.compiler.is_compiling():
+        checks_selection_lists.selection_list_attention(
+            q, k, values, *lists, scale, _last(values), op="selection_attention"
+        )
+    shared = v is k or _reads_keys(k, values)
+    return call("selection_list_attention", q, k, None if shared else values, *lists, scale, _last(values))
+
+
+def _last(v: Tensor) -> int:
+    return v.shape[-1] if isinstance(v, Tensor) and v.dim() else 0
+
+
+def _reads_keys(k: Tensor, v: Tensor) -> bool:
+    """Returns whether v is a view of k's first columns from which autograd needs nothing of its own."""
+    if torch.compiler.is_compiling() or compat.functorch_active() or not (type(k) is type(v) is Tensor):
+        return False
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        return False
+    return k.data_ptr() == v.data_ptr() != 0 and k.stride() == v.stride() and k.shape[:-1] == v.shape[:-1]
 
 
 def blocks_to_ranges(

@@ -81,7 +81,9 @@ def _vmap(name: str, op: Any, info: Any, in_dims: tuple[int | None, ...], *args:
     # These cannot join B: a sink's gradient is a sum over B, and packed sequences have a B of 1.
     apart = dims["sink"] is not None or (given["sink"] is not None and "dout" in given)
     if given["cu_seqlens_q"] is not None or apart:
-        rows = [op(*[a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]) for i in range(size)]
+        rows = [
+            op(*[a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]) for i in range(size)
+        ]
         return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
     out = op(*[_fold(a, dims[n], size) if isinstance(a, Tensor) and n != "sink" else a for n, a in given.items()])
     # A placeholder of shape [0] has no vmap dimension.
