@@ -375,12 +375,12 @@ def test_more_than_2_to_the_31_elements_of_k_and_v(queries):
     assert not got["dk"][:, :, ends : length - ends].any()
 
 
-def test_above_512_the_reference_runs_and_logs_it_once(caplog):
+def test_above_576_the_reference_runs_and_logs_it_once(caplog):
     log._said.clear()
-    case = made(Shape("too wide", 64, 1, 2, dim=576, block=16, picks=4))
+    case = made(Shape("too wide", 64, 1, 2, dim=640, block=16, picks=4))
     with caplog.at_level("WARNING", logger="mhc_inductor"):
         got = cases.both(case, case.leaves())
         cases.forward(case)
     assert_accurate(got, case)
-    said = [r.getMessage() for r in caplog.records if "D = 576 is above 512" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "D = 640 is above 576" in r.getMessage()]
     assert len([m for m in said if m.startswith("selection_attention runs")]) == 1, said

@@ -53,7 +53,7 @@ def run(device, kind="odd", dtype=F32, *, scale=None, **made):
 # --- shapes, dtypes, ranges ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", some([1, 2, 3, 4, 6, 16, 33, 64], [1, 6, 33, 64]))
+@pytest.mark.parametrize("heads", some([1, 2, 3, 4, 6, 16, 33, 64, 100, 128], [1, 6, 33, 64, 100]))
 def test_heads(device, heads):
     run(device, h=heads, S=9, S_kv=70, B=1, size=24)
 
@@ -330,9 +330,11 @@ def test_the_path_follows_from_the_shape(builder):
 def test_unsupported_inputs_have_a_reason(builder):
     def why(**made):
         inputs = h.make_inputs(**{"kind": "odd", "dtype": F32, **made})
-        return plan.unsupported(builder, *[t for t in inputs.values() if t is not None])
+        sizes = plan.unsupported_sizes(builder, *h.positional(inputs, 1.0))
+        return plan.unsupported(builder, *[t for t in inputs.values() if t is not None]) or sizes
 
     assert why() is None and why(Dk=512, h=64, sink=True, range_dtype=torch.int64) is None
+    assert why(Dk=576, Dv=512, h=128, segments="mixed") is None
     assert "float64" in why(dtype=torch.float64)
-    assert "D = 513" in why(Dk=513) and "D = 600" in why(Dv=600)
-    assert "h = 65" in why(h=65) and "r = 5000" in why(r=5000, S=1)
+    assert "D = 577" in why(Dk=577) and "D = 600" in why(Dv=600) and "Dv = 513 is above 512" in why(Dk=576, Dv=513)
+    assert "h = 129" in why(h=129) and "r = 5000" in why(r=5000, S=1)

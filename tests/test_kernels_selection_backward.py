@@ -74,7 +74,7 @@ def run(device, kind="odd", dtype=F32, *, up=h.OUTPUTS, scale=None, tolerance=No
     return inputs, ups, got
 
 
-@pytest.mark.parametrize("heads", some([1, 4, 6, 16, 64], [1, 6, 64]))
+@pytest.mark.parametrize("heads", some([1, 4, 6, 16, 64, 128], [1, 6, 64, 128]))
 def test_heads(device, heads):
     """Tests several queries in a row of heads, padded heads, and more heads than an iteration has rows."""
     run(device, B=1, S=some(40, 12), S_kv=some(100, 70), h=heads, Dk=16, G=2 if heads < 16 else 1, sink=True)
@@ -93,6 +93,12 @@ def test_widths(device, Dk, Dv, dtype):
 
 def test_widest_heads(device):
     run(device, dtype=BF16, B=1, S=6, G=1, S_kv=40, h=2, Dk=512, r=2)
+
+
+@pytest.mark.parametrize(("dtype", "few_queries"), [(BF16, 0), (F32, 0), (BF16, 16)])
+def test_widest_heads_of_latent_attention(device, monkeypatch, dtype, few_queries):
+    monkeypatch.setattr(backward_plan, "FEW_QUERIES", few_queries)
+    run(device, dtype=dtype, B=1, S=4, G=1, S_kv=40, h=20, Dk=576, Dv=512, r=2, sink=True)
 
 
 @pytest.mark.parametrize(

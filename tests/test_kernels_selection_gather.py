@@ -140,7 +140,15 @@ def test_token_level(builder):
     )
 
 
-@pytest.mark.parametrize("heads", some([1, 4, 6, 16, 64], [1, 6, 64]))
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_widest_heads_of_latent_attention(builder, dtype):
+    """Tests Dk = 576, which is several tiles of columns and a part of one, with Dv = 512."""
+    run(
+        builder, dtype=dtype, B=1, S=1, G=1, h=20, Dk=576, Dv=512, S_kv=40, parts=PARTS[1:], up=("o",), segments="mixed"
+    )
+
+
+@pytest.mark.parametrize("heads", some([1, 4, 6, 16, 64, 128], [1, 6, 64, 128]))
 def test_heads(builder, heads):
     run(builder, dtype=F32, B=1, S=2, h=heads, S_kv=30, sink=True)
 

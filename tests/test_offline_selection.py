@@ -17,9 +17,14 @@ SPILLS: dict[tuple[str, str, str], int] = {
     ("cuda:100", "selection_dkv", "128"): 384,
     ("cuda:120", "selection_dkv", "128"): 96,
     ("cuda:80", "selection_dkv", "128"): 192,
+    ("cuda:80", "selection_dkv", "576"): 32,
     ("cuda:89", "selection_dkv", "128"): 64,
     ("cuda:90", "selection_dkv", "128"): 256,
     ("cuda:90", "selection_dkv", "128-fp32"): 352,
+    ("cuda:90", "selection_dkv", "128-segments"): 288,
+    ("cuda:90", "selection_dkv", "576"): 32,
+    ("cuda:90", "selection_dkv", "576-fp32"): 1216,
+    ("cuda:90", "selection_dkv", "tokens-segments"): 64,
     ("cuda:90", "selection_dkv", "512"): 64,
     ("cuda:90", "selection_dkv", "80-fp16"): 256,
     ("cuda:90", "selection_dkv_few", "decoding-512-fp32"): 672,
@@ -32,6 +37,7 @@ SPILLS: dict[tuple[str, str, str], int] = {
     ("cuda:89", "selection_dq", "128"): 224,
     ("cuda:90", "selection_dq", "128"): 160,
     ("cuda:90", "selection_dq", "128-fp32"): 736,
+    ("cuda:90", "selection_dq", "128-segments"): 160,
     ("cuda:90", "selection_dq", "512"): 160,
     ("cuda:90", "selection_dq", "80-fp16"): 192,
     ("cuda:100", "selection_forward", "128"): 32,
@@ -39,7 +45,9 @@ SPILLS: dict[tuple[str, str, str], int] = {
     ("cuda:80", "selection_forward", "128"): 64,
     ("cuda:89", "selection_forward", "128"): 32,
     ("cuda:90", "selection_forward", "128-fp32"): 32,
+    ("cuda:90", "selection_forward", "128-segments"): 32,
     ("cuda:90", "selection_forward", "512"): 544,
+    ("cuda:90", "selection_gather", "576-fp32"): 32,
     ("cuda:90", "selection_gather", "decoding-512-fp32"): 32,
 }
 TILES = {"selection_pieces", "selection_finite", "selection_lists", "selection_forward"}
@@ -53,10 +61,30 @@ CASES = {
     "decoding": {"h": 16, "Dk": 128, "S": 1},
     "decoding-512-fp32": {"h": 64, "Dk": 512, "S": 1, "dtype": F32},
     "tokens": {"h": 8, "Dk": 64, "r": 512},
+    "128-segments": {"h": 16, "Dk": 128, "segments": torch.int32},
+    "tokens-segments": {"h": 8, "Dk": 64, "r": 512, "segments": torch.int64},
+    "decoding-segments": {"h": 16, "Dk": 128, "S": 1, "segments": torch.int64},
+    "576": {"h": 128, "Dk": 576, "Dv": 512},
+    "576-fp32": {"h": 128, "Dk": 576, "Dv": 512, "dtype": F32},
+    "decoding-576": {"h": 128, "Dk": 576, "Dv": 512, "S": 1},
 }
 
 
-def launches(builder, *, h, Dk, Dv=None, dtype=BF16, r=16, S=1024, S_kv=4096, varlen=False, sink=False, backward=True):
+def launches(
+    builder,
+    *,
+    h,
+    Dk,
+    Dv=None,
+    dtype=BF16,
+    r=16,
+    S=1024,
+    S_kv=4096,
+    varlen=False,
+    sink=False,
+    backward=True,
+    segments=None,
+):
     def empty(*shape, dtype=dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -66,14 +94,16 @@ def launches(builder, *, h, Dk, Dv=None, dtype=BF16, r=16, S=1024, S_kv=4096, va
     ranges = empty(1, S, 2, r, 2, dtype=torch.int64)
     boundaries = empty(5, dtype=torch.int32) if varlen else None
     args = (q, k, v, ranges, empty(2, h, dtype=F32) if sink else None, boundaries, boundaries)
-    o, lse = plan.plan_selection_attention(builder, *args, Dk**-0.5)
+    ids = () if segments is None else (empty(1, S, dtype=segments), empty(1, S_kv, dtype=segments))
+    o, lse = plan.plan_selection_attention(builder, *args, Dk**-0.5, *ids)
     if backward and backward_plan.unsupported(builder, *[t for t in (o, lse, *args, o, lse) if t is not None]) is None:
-        backward_plan.plan_selection_attention_backward(builder, o, lse, *args, o, lse, Dk**-0.5)
+        backward_plan.plan_selection_attention_backward(builder, o, lse, *args, o, lse, Dk**-0.5, *ids)
     return builder.launches
 
 
-# The tuned device compiles every case, the others the most common one; gfx942 also the gather path.
+# The tuned device compiles every case, the others the most common one; gfx942 also the gather path and segments.
 PAIRS = [(t, "128") for t in TARGETS] + [("hip:gfx942", "decoding")]
+PAIRS += [("hip:gfx942", "decoding-segments"), ("hip:gfx942", "128-segments"), ("cuda:80", "576")]
 PAIRS += [("cuda:90", c) for c in CASES if c != "128"]
 
 
@@ -81,9 +111,10 @@ PAIRS += [("cuda:90", c) for c in CASES if c != "128"]
 def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
     recorded = launches(Recorder(TARGETS[target][1]), **CASES[case])
     seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
-    if CASES[case].get("S") == 1 or case == "tokens":
+    assert ("selection_segment_tiles" in seen) == ("segments" in CASES[case])
+    if CASES[case].get("S") == 1 or "tokens" in case or "576" in case:
         assert seen >= {"selection_gather", "selection_gather_dq"} and "selection_forward" not in seen
-        assert ("selection_dkv_few" in seen) == (case != "tokens")
+        assert ("selection_dkv_few" in seen) == (CASES[case].get("S") == 1)
     else:
         assert seen >= TILES | BACKWARD
     assert not bad

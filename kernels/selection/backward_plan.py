@@ -65,7 +65,7 @@ def backward_config(
     h: int, DK: int, DV: int, itemsize: int, backend: str, arch: int
 ) -> tuple[config.ForwardConfig | None, KeyConfig] | None:
     """Returns dQ's tiles (None if dQ gathers keys) and those of dK and dV, or None if shared memory holds neither."""
-    KP, VP = config.padded(DK), config.padded(DV)
+    KP, VP = config.tiled(DK), config.tiled(DV)
     D = max(KP, VP)
     # Reserves shared memory for exchanges between warps.
     limit = config.shared_limit(backend, arch) - ((2 if D <= 256 else 6) << 10)
@@ -74,13 +74,16 @@ def backward_config(
     choices = {(4, True): _WIDE_FP32, (4, False): _NARROW_FP32, (2, True): _WIDE, (2, False): _NARROW}[
         itemsize, D > 128
     ]
+    columns = min(D, 64 if itemsize == 4 and D > 512 else 128)
     for BN, rows, warps, stages, key_rows, key_warps, key_stages in choices:
         if D > 256 and (rows == 64 or BN * itemsize == 128):  # the accumulators would not fit into the registers
+            continue
+        if rows and D > 512:  # dQ's tiles are padded to powers of two
             continue
         ahead = (key_stages + 1) // 2
         if itemsize * (KP + VP) * max(rows + stages * BN, BN + ahead * key_rows) <= room:
             dq = config.ForwardConfig(*config.tile_of(rows, h), BN, warps, stages) if rows else None
-            return dq, KeyConfig(BN, key_rows, min(D, 128), key_warps, key_stages)
+            return dq, KeyConfig(BN, key_rows, columns, key_warps, key_stages)
     return None
 
 
@@ -98,6 +101,13 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
                 f"shared memory of this device does not hold the backward's tiles at D = {max(DK, DV)}, {b.dtype(q)}"
             )
     return reason
+
+
+def unsupported_sizes(b: Any, dout: Any, dlse: Any, *args: Any) -> str | None:
+    """Returns why these sizes run the reference instead of the kernels, or None if they run the kernels."""
+    from . import plan
+
+    return plan.unsupported_sizes(b, *args)
 
 
 def plan_delta(b: Any, dout: Any, dlse: Any, sink: Any, o: Any, lse: Any) -> tuple[Any, Any, Any]:
@@ -227,11 +237,12 @@ def plan_dkv(
         c.num_warps, c.num_stages,
     )  # fmt: skip
     for slot, out, D in ((slot_k, dk, DK), (slot_v, dv, DV)):
+        BR = 16 if D <= 512 else 8
         b.launch(
             selection_dkv_fix,
-            (P, c.BN // 16, 1),
+            (P, c.BN // BR, 1),
             dict(slot_ptr=slot, prefix_ptr=prefix, out_ptr=out, units=units, S_kv=S_kv, NT=NT),
-            dict(P=P, D=D, DP=power_of_two(D), BN=c.BN, BR=16), 4, 1,
+            dict(P=P, D=D, DP=power_of_two(D), BN=c.BN, BR=BR), 4, 1,
         )  # fmt: skip
     return dk, dv
 

@@ -12,7 +12,6 @@ from ..dtypes import without_kernel
 from . import config
 from .blocks import selection_block_scores, selection_block_top
 from .pieces_plan import power_of_two
-from .plan import MAX_HEADS
 from .tile_lists_plan import alignment, dot_precision
 
 ROWS = 64  # queries x heads per program
@@ -20,6 +19,7 @@ TILES = ((64, 2), (64, 1), (32, 1), (16, 1))  # (compressed keys at a time, stag
 TOP_ROWS, TOP_BLOCKS = 4, 256
 SCORES = 1 << 24
 MAX_D = 256
+MAX_HEADS = 64
 
 
 def tile(b: Any, D: int, BP: int, itemsize: int) -> tuple[int, int] | None:

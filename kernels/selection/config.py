@@ -27,6 +27,11 @@ def padded(D: int) -> int:
     return max(16, power_of_two(D))
 
 
+def tiled(D: int) -> int:
+    """Returns D padded as kernels hold it that loop over tiles of its columns."""
+    return padded(D) if D <= 512 else -(-D // 128) * 128
+
+
 def tile_of(rows: int, h: int) -> tuple[int, int]:
     """Returns (QT, HB) of a program with ``rows`` rows: the heads of a group by neighbouring queries, at most 32."""
     HB = max(min(power_of_two(h), rows), -(-rows // 32))

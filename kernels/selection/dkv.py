@@ -8,7 +8,7 @@ each program writes its part to a slot, and the slots are added in order.
 import triton
 import triton.language as tl
 
-from .segments import segment_words
+from .segments import segment_bits
 
 
 @triton.jit
@@ -194,9 +194,10 @@ def _masks(
             low, high = _search(starts_ptr, ends_ptr, row, i < n, key, BN, R, STEPS, EB)
         if SEG:
             mine = tl.load(seg_q_ptr + batch * S + q, mask=i < n, other=0)
-            words = segment_words(seg_k_ptr + batch * S_kv, mine, key, S_kv, BN)
-            low &= words.to(tl.int32)
-            high &= (words >> 32).to(tl.int32)
+            ids = seg_k_ptr + batch * S_kv
+            low &= segment_bits(ids, mine, key, S_kv, BN if BN < 32 else 32)
+            if BN > 32:
+                high &= segment_bits(ids, mine, key + 32, S_kv, 32)
         tl.store(bits_ptr + 2 * i, low, mask=i < n)
         tl.store(bits_ptr + 2 * i + 1, high, mask=i < n)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from .config import padded, tiled
 from .gather import selection_combine, selection_dq_sum, selection_gather, selection_gather_dq
 from .pieces_plan import Pieces, plan_pieces, power_of_two
 from .segments_plan import NONE, Segments
@@ -46,8 +47,8 @@ def shared_memory(arch: int, backend: str) -> int:
 
 def gather_config(h: int, DK: int, DV: int, itemsize: int, arch: int, backend: str) -> GatherConfig:
     """Returns the configuration of the gather path, in closed form from h, Dk, Dv, the dtype and the device."""
-    KP, VP = (max(16, power_of_two(D)) for D in (DK, DV))
-    HB = max(16, min(power_of_two(h), 8192 // max(KP, VP)))
+    KP, VP = tiled(DK), tiled(DV)
+    HB = max(16, min(power_of_two(h), 8192 // padded(max(DK, DV))))
     room = shared_memory(arch, backend) // ((KP + VP) * itemsize)
     BN = 64 if room >= 128 and itemsize == 2 else 32 if room >= 64 else 16
     if itemsize == 4 and max(KP, VP) > 256:
@@ -183,6 +184,6 @@ def plan_gather_dq(
     if not (b.is_static(programs) and programs == 0):
         b.launch(
             selection_dq_sum, (programs, 1, 1), dict(part_ptr=part, dq_ptr=dq, NS=call.NS),
-            dict(H=h, D=DK, DP=power_of_two(DK), CS=COMBINE), 1, 1,
+            dict(H=h, D=DK, DP=power_of_two(DK), CS=COMBINE if DK <= 512 else COMBINE // 2), 1, 1,
         )  # fmt: skip
     return dq

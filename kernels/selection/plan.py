@@ -16,8 +16,10 @@ from .pieces_plan import MAX_RANGES, power_of_two
 from .segments_plan import plan_segments
 from .tile_lists_plan import alignment, dot_precision, plan_lists
 
-MAX_D = 512
-MAX_HEADS = 64
+MAX_D = 576
+MAX_DV = 512
+MAX_HEADS = 128
+MAX_TILE_D = 512  # the tile path pads a width to a power of two, the gather path to a multiple of its tiles
 # Beyond (token-level selection), neighbours share few keys and masks would compare each tile with hundreds of pieces.
 MOST_TILE_RANGES = 64
 FEW_QUERIES = 16
@@ -40,6 +42,12 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
         if len(shape) == 5 and b.static(shape[3]) > MAX_HEADS:
             return f"h = {b.static(shape[3])} heads a group are above {MAX_HEADS}"
     return None
+
+
+def unsupported_sizes(b: Any, q: Any, k: Any, v: Any, *_: Any) -> str | None:
+    """Returns why these sizes run the reference instead of the kernels, or None if they run the kernels."""
+    DV = b.static(b.shape(v)[3])
+    return f"Dv = {DV} is above {MAX_DV}" if DV > MAX_DV else None
 
 
 def takes_tiles(b: Any, S: Any, r: int) -> bool:
@@ -84,6 +92,7 @@ def plan_selection_attention(
     seg_k: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Launches ``selection_attention`` on the tile path or the gather path; returns (o, lse)."""
-    if takes_tiles(b, b.shape(q)[1], b.static(b.shape(ranges)[3])):
+    narrow = b.static(b.shape(q)[4]) <= MAX_TILE_D
+    if narrow and takes_tiles(b, b.shape(q)[1], b.static(b.shape(ranges)[3])):
         return plan_tiles(b, q, k, v, ranges, sink, cu_q, cu_k, scale, seg_q, seg_k)
     return plan_gather(b, q, k, v, ranges, sink, cu_q, cu_k, scale, segments=plan_segments(b, seg_q, seg_k))

@@ -16,15 +16,26 @@ def same_segment(mine, ids):
 
 
 @triton.jit
-def segment_words(ids_ptr, mine, first, S_kv, BN: tl.constexpr):
-    """Returns int64[N], in which bit j < BN <= 64 says whether key ``first`` + j counts for the query of id mine[N].
+def segment_bits(ids_ptr, mine, first, S_kv, BN: tl.constexpr):
+    """Returns int32[N], in which bit j < BN <= 32 says whether key ``first`` + j counts for the query of id mine[N].
 
     ``ids_ptr`` points to the ids of one batch entry's keys.
     """
     j = tl.arange(0, BN)
     ids = tl.load(ids_ptr + first + j, mask=first + j < S_kv, other=0)
-    bit = tl.full((1, BN), 1, tl.int64) << j[None, :]
+    bit = tl.full((1, BN), 1, tl.int32) << j[None, :]
     return tl.sum(tl.where(same_segment(mine[:, None], ids[None, :]), bit, 0), axis=1)
+
+
+@triton.jit
+def segment_words(ids_ptr, mine, first, S_kv, BN: tl.constexpr):
+    """Returns the bits of :func:`segment_bits` for BN <= 64 keys, int64[N]."""
+    low: tl.constexpr = min(BN, 32)
+    words = segment_bits(ids_ptr, mine, first, S_kv, low).to(tl.int64)
+    if BN > 32:
+        high = segment_bits(ids_ptr, mine, first + 32, S_kv, 32).to(tl.int64)
+        words = (words & 0xFFFFFFFF) | (high << 32)
+    return words
 
 
 @triton.jit
