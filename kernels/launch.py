@@ -69,6 +69,11 @@ class EagerBuilder:
         """Returns torch's float32 matmul precision."""
         return torch.get_float32_matmul_precision()
 
+    @property
+    def deterministic(self) -> bool:
+        """Returns whether torch's deterministic algorithms are on."""
+        return torch.are_deterministic_algorithms_enabled()
+
     def device_props(self) -> DeviceProps:
         """Returns what plans may ask about the device."""
         if self._props is not None:

@@ -35,6 +35,11 @@ class LoweringBuilder:
         # It is part of Inductor's cache key and of Dynamo's guards.
         return torch.get_float32_matmul_precision()
 
+    @property
+    def deterministic(self) -> bool:
+        """Returns whether torch's deterministic algorithms are on."""
+        return torch.are_deterministic_algorithms_enabled()
+
     def device_props(self) -> DeviceProps:
         """Returns what plans may ask about the device."""
         return self._props or device_props(self.device.index or 0)

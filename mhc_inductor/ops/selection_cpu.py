@@ -94,7 +94,8 @@ def selection_attention(
     """Computes :func:`mhc_inductor.reference.selection.selection_attention` with products over selected keys only."""
     bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     if core.usable(q, k):
-        o, lse = core.attention(q, k, v, core.Selected(ranges, bounds), sink, scale)
+        selected = core.Selected(ranges, bounds, core.segments(segments_q, segments_k))
+        o, lse = core.attention(q, k, v, selected, sink, scale)
         return o.to(q.dtype), lse
     b, s, g, h, _ = q.shape
     acc = acc_dtype(q.dtype)
@@ -134,7 +135,8 @@ def selection_attention_backward(
     row, dsink = reference.backward_rows(dout, dlse, sink, o, lse)
     bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     if core.usable(q, k):
-        grads = core.backward(row, dlse is not None, q, k, v, core.Selected(ranges, bounds), scale)
+        selected = core.Selected(ranges, bounds, core.segments(segments_q, segments_k))
+        grads = core.backward(row, dlse is not None, q, k, v, selected, scale)
         dq, dk, dv = (t.to(q.dtype) for t in grads)
         return dq, dk, dv, dsink
     dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))

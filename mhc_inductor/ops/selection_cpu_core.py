@@ -52,6 +52,11 @@ class Selected(NamedTuple):
     segments: tuple[Tensor, Tensor] | None = None
 
 
+def segments(segments_q: Tensor | None, segments_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Returns the pair that :class:`Selected` takes, or None where either is None."""
+    return None if segments_q is None or segments_k is None else (segments_q, segments_k)
+
+
 _Int = ctypes.c_int64
 _INTS = (
     *("batch", "queries", "groups", "heads", "keys", "key_width", "value_width", "key_columns", "value_columns"),
