@@ -19,9 +19,9 @@ def row_limit(limit_ptr, row, T):
 
 
 @triton.jit
-def visible_keys(limit, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, t, S, T, smb, sms, smt):
-    """Returns which of the keys t [1, N] the queries s [M, 1] of sequence b see; s < S and t < T."""
-    seen = t < limit
+def unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s, t, S, T, smb, sms, smt):
+    """Returns which of the keys t the mask and the segment ids let queries s of sequence b see; s < S and t < T."""
+    seen = (s >= 0) & (t >= 0)
     if mask_ptr is not None:
         at = mask_ptr + b * smb + s.to(tl.int64) * sms + t.to(tl.int64) * smt
         seen = seen & (tl.load(at) != 0)
@@ -37,20 +37,27 @@ def sortable(x):
     """Returns int32 that sort as fp32 x do: -0 as 0, every NaN as the largest; none is HIDDEN."""
     x = x + 0.0
     bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ MOST, bits)
+    bits = bits ^ ((bits >> 31) & MOST)
     return tl.where(x != x, MOST, bits)
 
 
 @triton.jit
 def unsorted(bits):
     """Returns the fp32 of which :func:`sortable` returns ``bits``."""
-    return tl.where(bits < 0, bits ^ MOST, bits).to(tl.float32, bitcast=True)
+    return (bits ^ ((bits >> 31) & MOST)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def store_scores(out, score, seen, there, SORTABLE: tl.constexpr):
-    """Stores scores where ``there``: fp32 with -inf for hidden keys, or their sortable integers with HIDDEN."""
-    if SORTABLE:
-        tl.store(out, tl.where(seen, sortable(score), HIDDEN), mask=there)
-    else:
-        tl.store(out, tl.where(seen, score, float("-inf")), mask=there)
+def store_scores(
+    out, score, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, t, limit, there, S, T, smb, sms, smt, SORTABLE: tl.constexpr
+):
+    """Stores scores of queries s and keys t: fp32 where ``there``, -inf if hidden; or with SORTABLE their integers.
+
+    Integers are stored everywhere, since a mask costs registers: the workspace has whole tiles. Hidden keys get HIDDEN,
+    but those beyond the limit anything.
+    """
+    value = sortable(score) if SORTABLE else tl.where(t < limit, score, float("-inf"))
+    if (mask_ptr is not None) | (seg_q_ptr is not None):
+        seen = unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s, tl.minimum(t, T - 1), S, T, smb, sms, smt)
+        value = tl.where(seen, value, HIDDEN if SORTABLE else float("-inf"))
+    tl.store(out, value, mask=None if SORTABLE else there)

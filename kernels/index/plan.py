@@ -20,7 +20,8 @@ from .topk import index_select
 MAX_D, MAX_HEADS, MAX_TOPK = 256, 128, 4096
 SCORES = 1 << 26
 FEW_ROWS = 32  # up to so many queries, a program scores one query
-PAD = 32  # a row of the workspace is a multiple of so many numbers
+ROWS = 128  # the workspace holds a multiple of so many rows: whole tiles of queries
+PAD = 256  # rows of the workspace are multiples of so many numbers: whole tiles of keys
 
 
 def unsupported(b: Any, q: Any, k: Any, w: Any, *_: Any) -> str | None:
@@ -42,14 +43,25 @@ def unsupported_sizes(b: Any, q: Any, k: Any, w: Any, *rest: Any) -> str | None:
     return None
 
 
+def few(b: Any, S: Any) -> bool:
+    """Returns whether a program scores one query."""
+    return b.is_static(S) and S <= FEW_ROWS
+
+
+def padded_row(T: int) -> int:
+    """Returns the numbers of a row of the workspace."""
+    return -(-T // PAD) * PAD
+
+
 def _plan_scores(
-    b: Any, out: Any, so: Any, q: Any, k: Any, w: Any, scale: float, visible: tuple[Any, ...], where: tuple[Any, ...]
+    b: Any, out: Any, q: Any, k: Any, w: Any, scale: float, visible: tuple[Any, ...], where: tuple[Any, ...]
 ) -> None:
     """Launches the scores of the queries ``where`` = (sequences, first sequence, queries, first query) into ``out``.
 
-    Integers in ``out`` are sortable. Its rows are ``so`` numbers apart.
+    Where ``out`` holds integers, they are sortable.
     """
     (_, S, H, D), T = b.shape(q), b.shape(k)[1]
+    _, stored, so = b.shape(out)
     H, D = b.static(H), b.static(D)
     limit, mask, seg_q, seg_k = visible
     parts, b0, rows, first = where
@@ -59,11 +71,11 @@ def _plan_scores(
     swb, sws, swh = b.strides(w)
     smb, sms, smt = (0, 0, 0) if mask is None else b.strides(mask)
     args = dict(q_ptr=q, k_ptr=k, w_ptr=w, limit_ptr=limit, mask_ptr=mask, seg_q_ptr=seg_q, seg_k_ptr=seg_k, out_ptr=out,
-                scale=float(scale), S=S, T=T, b0=b0, first=first, rows=rows, so=so, sqb=sqb, sqs=sqs, sqh=sqh, skb=skb,
-                skt=skt, swb=swb, sws=sws, swh=swh, smb=smb, sms=sms, smt=smt)  # fmt: skip
+                scale=float(scale), S=S, T=T, b0=b0, first=first, rows=rows, stored=stored, so=so, sqb=sqb, sqs=sqs, sqh=sqh, skb=skb, skt=skt,
+                swb=swb, sws=sws, swh=swh, smb=smb, sms=sms, smt=smt)  # fmt: skip
     constexprs = dict(H=H, D=D, DP=config.padded(D), ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q)),
                       SORTABLE=b.dtype(out) == b.i32)  # fmt: skip
-    if b.is_static(S) and S <= FEW_ROWS:
+    if few(b, S):
         BT = config.row_keys(itemsize)
         NT = b.cdiv(T, BT)
         constexprs |= dict(HP=max(16, power_of_two(H)), BT=BT)
@@ -92,13 +104,13 @@ def plan_index_scores(
     (B, S), T = b.shape(q)[:2], b.shape(k)[1]
     out = b.empty((B, S, T), b.f32)
     q, k, w, visible = _inputs(b, q, k, w, limit, mask, seg_q, seg_k)
-    _plan_scores(b, out, T, q, k, w, scale, visible, (B, 0, S, 0))
+    _plan_scores(b, out, q, k, w, scale, visible, (B, 0, S, 0))
     return out
 
 
 def parts(B: int, S: int, T: int) -> list[tuple[slice, slice]]:
     """Returns the chunks of sequences and queries whose scores ``index_topk`` holds at a time."""
-    return list(chunks(B, S, -(-T // PAD) * PAD, SCORES, 64))
+    return list(chunks(B, S, padded_row(T), SCORES, ROWS))
 
 
 def plan_index_topk(
@@ -110,18 +122,18 @@ def plan_index_topk(
     if topk == 0:
         return out
     q, k, w, visible = _inputs(b, q, k, w, limit, mask, seg_q, seg_k)
-    so = -(-T // PAD) * PAD
+    so = padded_row(T)
     BLOCK, warps = config.select_config(T)
     for at, queries in parts(B, S, T):
         count, rows = at.stop - at.start, queries.stop - queries.start
-        keys = b.empty((count, rows, so), b.i32)
-        where = (count, at.start, rows, queries.start)
-        _plan_scores(b, keys, so, q, k, w, scale, visible, where)
+        stored = rows if few(b, S) else -(-rows // ROWS) * ROWS
+        keys = b.empty((count, stored, so), b.i32)
+        _plan_scores(b, keys, q, k, w, scale, visible, (count, at.start, rows, queries.start))
         b.launch(
             index_select,
             (count * rows, 1, 1),
             dict(keys_ptr=keys, limit_ptr=visible[0], out_ptr=out, S=S, T=T, b0=at.start, first=queries.start, rows=rows,
-                 so=so, topk=topk),
+                 stored=stored, so=so, topk=topk),
             dict(ALL=mask is None and seg_q is None, BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
         )  # fmt: skip
     return out

@@ -3,26 +3,26 @@
 import triton
 import triton.language as tl
 
-from .common import row_limit, store_scores, visible_keys
+from .common import row_limit, store_scores, unmasked
 
 RELU_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit(
     do_not_specialize=[
-        "S", "T", "NS", "NT", "b0", "first", "rows", "so", "sqb", "sqs", "sqh", "skb", "skt", "swb", "sws", "swh", "smb",
-        "sms", "smt",
+        "S", "T", "NS", "NT", "b0", "first", "rows", "stored", "so", "sqb", "sqs", "sqh", "skb", "skt", "swb", "sws", "swh",
+        "smb", "sms", "smt",
     ]
 )  # fmt: skip
 def index_tile_scores(
-    q_ptr, k_ptr, w_ptr, limit_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, out_ptr, scale, S, T, NS, NT, b0, first, rows, so,
-    sqb, sqs, sqh, skb, skt, swb, sws, swh, smb, sms, smt, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    q_ptr, k_ptr, w_ptr, limit_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, out_ptr, scale, S, T, NS, NT, b0, first, rows, stored,
+    so, sqb, sqs, sqh, skb, skt, swb, sws, swh, smb, sms, smt, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BS: tl.constexpr, BT: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr, SORTABLE: tl.constexpr,
 ):  # fmt: skip
-    """Computes out[parts, rows, so] of ``rows`` queries from ``first`` on, of the sequences from ``b0`` on.
+    """Computes out[parts, stored, so] of ``rows`` queries from ``first`` on, of the sequences from ``b0`` on.
 
-    From q[B, S, H, D], k[B, T, D] and w[B, S, H]. One program: BS queries x BT keys, all heads. With SORTABLE, tiles
-    beyond the limits of all queries are not written.
+    From q[B, S, H, D], k[B, T, D] and w[B, S, H]. One program: BS queries x BT keys, all heads. With SORTABLE, stored
+    and so are padded to whole tiles, and tiles beyond the limits of all queries are not written.
     """
     pid = tl.program_id(0)
     tile = pid // NT
@@ -33,15 +33,14 @@ def index_tile_scores(
     s = first + tl.minimum(local, rows - 1)
     t = pid % NT * BT + tl.arange(0, BT)
     key = tl.minimum(t, T - 1)
-    limit = row_limit(limit_ptr, b * S + s, T)
+    limit = tl.where(local < rows, row_limit(limit_ptr, b * S + s, T), 0)
     needed = pid % NT * BT < tl.max(limit, axis=0)
     if SORTABLE:
         if not needed:
             return
     if (mask_ptr is not None) | (seg_q_ptr is not None):
-        seen = visible_keys(
-            limit[:, None], mask_ptr, seg_q_ptr, seg_k_ptr, b, s[:, None], key[None, :], S, T, smb, sms, smt
-        )
+        seen = unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s[:, None], key[None, :], S, T, smb, sms, smt)
+        seen = seen & (t[None, :] < limit[:, None])
         needed = tl.max(tl.max(seen.to(tl.int32), axis=1), axis=0) > 0
     d = tl.arange(0, DP)
     k_row = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(key.to(tl.int64) * skt, ALIGN)
@@ -63,23 +62,21 @@ def index_tile_scores(
         w = tl.load(w_row + h * swh).to(tl.float32)
         x = tl.dot(q, k, input_precision=PREC)
         acc += tl.maximum(x, 0.0, propagate_nan=RELU_NAN) * w[:, None]
-    seen = visible_keys(
-        limit[:, None], mask_ptr, seg_q_ptr, seg_k_ptr, b, s[:, None], key[None, :], S, T, smb, sms, smt
-    )
-    row = (part * rows + local).to(tl.int64) * so
+    row = (part * stored + local).to(tl.int64) * so
     store_scores(
-        out_ptr + row[:, None] + t[None, :], acc * scale, seen, (local < rows)[:, None] & (t < T)[None, :], SORTABLE
-    )
+        out_ptr + row[:, None] + t[None, :], acc * scale, mask_ptr, seg_q_ptr, seg_k_ptr, b, s[:, None], t[None, :],
+        limit[:, None], (local < rows)[:, None] & (t < T)[None, :], S, T, smb, sms, smt, SORTABLE,
+    )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=[
-        "S", "T", "NT", "b0", "first", "rows", "so", "sqb", "sqs", "sqh", "skb", "skt", "swb", "sws", "swh", "smb", "sms",
-        "smt",
+        "S", "T", "NT", "b0", "first", "rows", "stored", "so", "sqb", "sqs", "sqh", "skb", "skt", "swb", "sws", "swh", "smb",
+        "sms", "smt",
     ]
 )  # fmt: skip
 def index_row_scores(
-    q_ptr, k_ptr, w_ptr, limit_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, out_ptr, scale, S, T, NT, b0, first, rows, so, sqb,
+    q_ptr, k_ptr, w_ptr, limit_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, out_ptr, scale, S, T, NT, b0, first, rows, stored, so, sqb,
     sqs, sqh, skb, skt, swb, sws, swh, smb, sms, smt, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, BT: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr, SORTABLE: tl.constexpr,
 ):  # fmt: skip
@@ -94,9 +91,6 @@ def index_row_scores(
     if SORTABLE:
         if pid % NT * BT >= limit:
             return
-    seen = visible_keys(
-        limit, mask_ptr, seg_q_ptr, seg_k_ptr, b, tl.zeros_like(key) + s, key, S, T, smb, sms, smt
-    )  # fmt: skip
     d, h = tl.arange(0, DP), tl.arange(0, HP)
     k_row = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(key.to(tl.int64) * skt, ALIGN)
     q_row = (
@@ -109,5 +103,8 @@ def index_row_scores(
     x = tl.maximum(tl.dot(q, k, input_precision=PREC), 0.0, propagate_nan=RELU_NAN)
     # A missing head has a product of 0 unless the key holds NaN or inf.
     part = tl.where((h < H)[:, None], x * w.to(tl.float32)[:, None], 0.0)
-    out = out_ptr + row.to(tl.int64) * so + t
-    store_scores(out, tl.sum(part, axis=0) * scale, seen, t < T, SORTABLE)
+    out = out_ptr + (row // rows * stored + row % rows).to(tl.int64) * so + t
+    store_scores(
+        out, tl.sum(part, axis=0) * scale, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, t, limit, t < T, S, T, smb, sms, smt,
+        SORTABLE,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """The keys of the largest index scores of each query, in increasing order, from sortable integers (see ``common.py``).
 
-A row is held in registers, and its k-th largest integer is found by counting the keys above a guess. Longer rows are
-read in segments: what is above the k-th largest so far joins a list of candidates, which is cut back when it is full.
+A row is held in registers, and its k-th largest integer is found by counting the keys at or above a guess. Longer rows
+are read in segments: what is above the k-th largest so far joins a list of candidates, which is cut back when full.
 """
 
 import triton
@@ -51,18 +51,81 @@ def cut(key, seen, want):
 
 
 @triton.jit
-def ranks(key, threshold, ties):
-    """Returns which keys are taken, and the number of taken keys before each."""
-    above, equal = key > threshold, key == threshold
-    both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
-    before = tl.cumsum(both, axis=0) - both
-    tied = before >> 16
-    return above | (equal & (tied < ties)), (before & 0xFFFF) + tl.minimum(tied, ties)
+def visible_count(key):
+    """Returns how many keys are not HIDDEN."""
+    return tl.sum((key != HIDDEN).to(tl.int32), axis=0)
 
 
 @triton.jit
-def visible_count(key):
-    return tl.sum((key != HIDDEN).to(tl.int32), axis=0)
+def _store_chosen(row, index_row, n, threshold, ties, keys_out, out, SEG: tl.constexpr):
+    """Stores the keys above the threshold and the first ``ties`` at it of the n keys of ``row``, in their order.
+
+    Their indices, of ``index_row`` or the places in the row, go to ``out``; the keys go to ``keys_out`` unless it is
+    None. Both may be the rows themselves.
+    """
+    above_before, tied_before = n * 0, n * 0
+    for p in range(0, n, SEG):
+        i = p + tl.arange(0, SEG)
+        key = tl.load(row + i, mask=i < n, other=HIDDEN)
+        index = i
+        if index_row is not None:
+            index = tl.load(index_row + i, mask=i < n, other=0)
+        above, equal = key > threshold, key == threshold
+        # Two sums in one: SEG is below 2**15.
+        both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
+        before = tl.cumsum(both, axis=0) - both
+        tied = tied_before + (before >> 16)
+        take = above | (equal & (tied < ties))
+        rank = above_before + (before & 0xFFFF) + tl.minimum(tied, ties)
+        if keys_out is not None:
+            tl.debug_barrier()  # the segment is loaded before its start is overwritten
+            tl.store(keys_out + rank, key, mask=take)
+        tl.store(out + rank, index, mask=take)
+        total = tl.sum(both, axis=0)
+        above_before += total & 0xFFFF
+        tied_before += total >> 16
+
+
+@triton.jit
+def _choose(row, index_row, n, keys_out, out, topk, BLOCK: tl.constexpr, SEG: tl.constexpr):
+    """Chooses from a row of n <= BLOCK keys as ``_store_chosen`` does; returns how many, and the threshold."""
+    i = tl.arange(0, BLOCK)
+    key = tl.load(row + i, mask=i < n, other=HIDDEN)
+    seen = visible_count(key)
+    want = tl.minimum(seen, topk)
+    threshold, ties = cut(key, seen, want)
+    _store_chosen(row, index_row, n, threshold, ties, keys_out, out, SEG)
+    return want, threshold
+
+
+@triton.jit
+def _choose_streaming(row, n, out, topk, BLOCK: tl.constexpr):
+    """Chooses from a row of n > BLOCK keys, of which the first BLOCK are overwritten; returns how many are chosen.
+
+    topk is at most SEG. Candidates are stored as keys row[:CAP] and indices row[CAP:BLOCK].
+    """
+    CAP: tl.constexpr = BLOCK // 2
+    SEG: tl.constexpr = BLOCK // 4
+    count, floor = _choose(row, None, n * 0 + BLOCK, row, out, topk, BLOCK, SEG)
+    # Later keys must be above what is already chosen, unless fewer than topk were visible.
+    floor = tl.where(count == topk, floor, HIDDEN)
+    i = tl.arange(0, SEG)
+    tl.debug_barrier()
+    tl.store(row + CAP + i, tl.load(out + i, mask=i < count), mask=i < count)
+    for p in range(BLOCK, n, SEG):
+        if count + SEG > CAP:
+            tl.debug_barrier()
+            count, floor = _choose(row, row + CAP, count, row, row + CAP, topk, CAP, SEG)
+        j = p + i
+        key = tl.load(row + j, mask=j < n, other=HIDDEN)
+        better = key > floor
+        place = count + tl.cumsum(better.to(tl.int32), axis=0) - 1
+        tl.store(row + place, key, mask=better)
+        tl.store(row + CAP + place, j, mask=better)
+        count += tl.sum(better.to(tl.int32), axis=0)
+    tl.debug_barrier()
+    want, _ = _choose(row, row + CAP, count, None, out, topk, CAP, SEG)
+    return want
 
 
 @triton.jit
@@ -73,98 +136,32 @@ def _fill(out, start, topk, BLOCK: tl.constexpr):
         tl.store(out + i, tl.full((BLOCK,), -1, tl.int32), mask=i < topk)
 
 
-@triton.jit
-def _choose(row, n, out, topk, BLOCK: tl.constexpr):
-    """Chooses from a row of n <= BLOCK keys; returns how many are chosen."""
-    i = tl.arange(0, BLOCK)
-    key = tl.load(row + i, mask=i < n, other=HIDDEN)
-    seen = visible_count(key)
-    want = tl.minimum(seen, topk)
-    threshold, ties = cut(key, seen, want)
-    take, rank = ranks(key, threshold, ties)
-    tl.store(out + rank, i, mask=take)
-    return want
-
-
-@triton.jit
-def _choose_candidates(row, count, keys_out, out, topk, KEEP: tl.constexpr, CAP: tl.constexpr):
-    """Chooses from ``count`` candidates of keys row[:CAP] and indices row[CAP:]; returns how many and the threshold.
-
-    The indices go to ``out``, with KEEP the keys to ``keys_out``.
-    """
-    tl.debug_barrier()  # candidates were stored by other threads
-    j = tl.arange(0, CAP)
-    key = tl.load(row + j, mask=j < count, other=HIDDEN)
-    index = tl.load(row + CAP + j, mask=j < count, other=0)
-    want = tl.minimum(count, topk)
-    threshold, ties = cut(key, count, want)
-    take, rank = ranks(key, threshold, ties)
-    tl.debug_barrier()  # all candidates are loaded before any is overwritten
-    tl.store(out + rank, index, mask=take)
-    if KEEP:
-        tl.store(keys_out + rank, key, mask=take)
-        tl.debug_barrier()
-    return want, threshold
-
-
-@triton.jit
-def _choose_streaming(row, n, out, topk, BLOCK: tl.constexpr):
-    """Chooses from a row of n > BLOCK keys, of which the first BLOCK are overwritten; returns how many are chosen.
-
-    topk is at most BLOCK / 4.
-    """
-    CAP: tl.constexpr = BLOCK // 2
-    SEG: tl.constexpr = BLOCK // 4
-    i = tl.arange(0, BLOCK)
-    key = tl.load(row + i)
-    seen = visible_count(key)
-    count = tl.minimum(seen, topk)
-    threshold, ties = cut(key, seen, count)
-    take, rank = ranks(key, threshold, ties)
-    # Later keys must be above what is already chosen, unless fewer than topk were visible.
-    floor = tl.where(count == topk, threshold, HIDDEN)
-    tl.debug_barrier()  # the row is loaded before its start is overwritten
-    tl.store(row + rank, key, mask=take)
-    tl.store(row + CAP + rank, i, mask=take)
-    for p in range(BLOCK, n, SEG):
-        if count + SEG > CAP:
-            count, floor = _choose_candidates(row, count, row, row + CAP, topk, True, CAP)
-        j = p + tl.arange(0, SEG)
-        more = tl.load(row + j, mask=j < n, other=HIDDEN)
-        better = more > floor
-        place = count + tl.cumsum(better.to(tl.int32), axis=0) - 1
-        tl.store(row + place, more, mask=better)
-        tl.store(row + CAP + place, j, mask=better)
-        count += tl.sum(better.to(tl.int32), axis=0)
-    want, _ = _choose_candidates(row, count, row, out, topk, False, CAP)
-    return want
-
-
-@triton.jit(do_not_specialize=["S", "T", "b0", "first", "rows", "so", "topk"])
+@triton.jit(do_not_specialize=["S", "T", "b0", "first", "rows", "stored", "so", "topk"])
 def index_select(
-    keys_ptr, limit_ptr, out_ptr, S, T, b0, first, rows, so, topk, ALL: tl.constexpr, BLOCK: tl.constexpr,
+    keys_ptr, limit_ptr, out_ptr, S, T, b0, first, rows, stored, so, topk, ALL: tl.constexpr, BLOCK: tl.constexpr,
     STREAM: tl.constexpr,
 ):  # fmt: skip
     """Writes out[B, S, topk] of ``rows`` queries from ``first`` on, of the sequences from ``b0`` on.
 
-    From the sortable integers keys[parts, rows, so]. ALL: every key within the limit is visible. STREAM: rows may be
-    longer than BLOCK. One program: one query; the longest rows come first.
+    From the sortable integers keys[parts, stored, so]. ALL: every key within the limit is visible. STREAM: rows may be
+    longer than BLOCK. One program: one query; the last come first, because they see the most keys of a causal model.
     """
+    SEG: tl.constexpr = BLOCK // 4
     pid = tl.program_id(0)
     part, local = pid // rows, rows - 1 - pid % rows
     at = (b0 + part).to(tl.int64) * S + first + local
     n = row_limit(limit_ptr, at, T)
-    row = keys_ptr + tl.multiple_of((part * rows + local).to(tl.int64) * so, 16)
+    row = keys_ptr + tl.multiple_of((part * stored + local).to(tl.int64) * so, 16)
     out = out_ptr + at * topk
     chosen = tl.minimum(n, topk)
     if ALL & (n <= topk):
-        for j in range(0, n, BLOCK):
-            i = j + tl.arange(0, BLOCK)
+        for j in range(0, n, SEG):
+            i = j + tl.arange(0, SEG)
             tl.store(out + i, i, mask=i < n)
     elif n <= BLOCK // 2:
-        chosen = _choose(row, n, out, topk, BLOCK // 2)
+        chosen, _ = _choose(row, None, n, None, out, topk, BLOCK // 2, SEG)
     elif n <= BLOCK:
-        chosen = _choose(row, n, out, topk, BLOCK)
+        chosen, _ = _choose(row, None, n, None, out, topk, BLOCK, SEG)
     elif STREAM:
         chosen = _choose_streaming(row, n, out, topk, BLOCK)
-    _fill(out, chosen, topk, BLOCK // 4)
+    _fill(out, chosen, topk, SEG)
