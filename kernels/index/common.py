@@ -42,12 +42,6 @@ def sortable(x):
 
 
 @triton.jit
-def unsorted(bits):
-    """Returns the fp32 of which :func:`sortable` returns ``bits``."""
-    return (bits ^ ((bits >> 31) & MOST)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def store_scores(
     out, score, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, t, limit, there, S, T, smb, sms, smt, SORTABLE: tl.constexpr
 ):

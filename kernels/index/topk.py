@@ -7,21 +7,7 @@ are read in segments: what is above the k-th largest so far joins a list of cand
 import triton
 import triton.language as tl
 
-from .common import HIDDEN, MOST, row_limit, sortable, unsorted
-
-
-@triton.jit
-def _guess(lo, hi, above_lo, above_hi, want, step):
-    """Returns a guess in (lo, hi] for the want-th largest: by interpolation of the counts, or halfway.
-
-    ``above_lo`` keys are at least lo, ``above_hi`` are above hi. Every other guess halves the interval of integers, so
-    that the search ends.
-    """
-    low, high = unsorted(lo), unsorted(hi)
-    share = (above_lo - want + 0.5) / (above_lo - above_hi)
-    guess = sortable(low + (high - low) * share)
-    guess = tl.where(step % 2 == 0, guess, (lo | hi) - ((lo ^ hi) >> 1))  # the mean, rounded up, without overflow
-    return tl.minimum(tl.maximum(guess, lo + 1), hi)
+from .common import HIDDEN, MOST, row_limit
 
 
 @triton.jit
@@ -35,18 +21,15 @@ def cut(key, seen, want):
     every = seen == want
     hi = tl.where(every, lo - 1, tl.max(key, axis=0))
     lo = tl.where(every, lo - 1, lo)
-    above_lo, above_hi = seen, tl.where(every, want, 0)
-    step = want * 0
+    above_hi = tl.where(every, want, 0)
+    # At least ``want`` keys are at or above lo, and fewer are above hi.
     while lo < hi:
-        guess = _guess(lo, hi, above_lo, above_hi, want, step)
+        guess = (lo | hi) - ((lo ^ hi) >> 1)  # the mean, rounded up, without overflow
         count = tl.sum((key >= guess).to(tl.int32), axis=0)
-        up = count > want
         # An exact count ends the search: the wanted keys are those above guess - 1.
-        lo = tl.where(up, guess, tl.where(count == want, guess - 1, lo))
-        hi = tl.where(up, hi, guess - 1)
-        above_lo = tl.where(up, count, above_lo)
-        above_hi = tl.where(up, above_hi, count)
-        step += 1
+        lo = tl.where(count > want, guess, tl.where(count == want, guess - 1, lo))
+        above_hi = tl.where(count > want, above_hi, count)
+        hi = tl.where(count > want, hi, guess - 1)
     return lo, want - above_hi
 
 
