@@ -241,7 +241,7 @@ def test_a_scale_of_zero(builder, device):
 @pytest.mark.parametrize(("backend", "arch"), [("cuda", 90), ("cuda", 89), ("hip", 94)])
 def test_tiles_fit(D, itemsize, backend, arch):
     c = config.score_config(D, itemsize, backend, arch)
-    assert plan.PAD % c.BT == 0 and plan.ROWS % c.BS == 0 and plan.PAD % config.row_keys(itemsize) == 0
+    assert plan.PAD % c.BT == 0 and plan.ROWS % c.BS == 0 and plan.PAD % config.row_config(itemsize).BT == 0
 
 
 def test_unsupported_inputs_have_a_reason():

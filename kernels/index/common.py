@@ -14,8 +14,10 @@ MOST = tl.constexpr(2147483647)
 def row_limit(limit_ptr, row, T):
     """Returns how many of the first keys the queries at ``row`` of limit[B * S] see, from 0 to T, int32."""
     if limit_ptr is None:
-        return (row * 0).to(tl.int32) + T
-    return tl.minimum(tl.maximum(tl.load(limit_ptr + row), 0), T).to(tl.int32)
+        n = (row * 0).to(tl.int32) + T
+    else:
+        n = tl.minimum(tl.maximum(tl.load(limit_ptr + row), 0), T).to(tl.int32)
+    return n
 
 
 @triton.jit
@@ -42,16 +44,24 @@ def sortable(x):
 
 
 @triton.jit
-def store_scores(
-    out, score, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, t, limit, there, S, T, smb, sms, smt, SORTABLE: tl.constexpr
-):
-    """Stores scores of queries s and keys t: fp32 where ``there``, -inf if hidden; or with SORTABLE their integers.
+def store_scores(out, score, t, limit, there, SORTABLE: tl.constexpr):
+    """Stores scores of keys t: fp32 where ``there``, -inf at or beyond the limit; or with SORTABLE their integers.
 
-    Integers are stored everywhere, since a mask costs registers: the workspace has whole tiles. Hidden keys get HIDDEN,
-    but those beyond the limit anything.
+    Integers are stored everywhere, since a mask costs registers: the workspace has whole tiles.
     """
-    value = sortable(score) if SORTABLE else tl.where(t < limit, score, float("-inf"))
+    if SORTABLE:
+        tl.store(out, sortable(score))
+    else:
+        tl.store(out, tl.where(t < limit, score, float("-inf")), mask=there)
+
+
+@triton.jit
+def hide(row, value, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, n, S, T, smb, sms, smt, SEG: tl.constexpr):
+    """Stores ``value`` at those of the first n keys of ``row`` that mask and segment ids hide from query s."""
     if (mask_ptr is not None) | (seg_q_ptr is not None):
-        seen = unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s, tl.minimum(t, T - 1), S, T, smb, sms, smt)
-        value = tl.where(seen, value, HIDDEN if SORTABLE else float("-inf"))
-    tl.store(out, value, mask=None if SORTABLE else there)
+        for p in range(0, n, SEG):
+            t = p + tl.arange(0, SEG)
+            key = tl.minimum(t, T - 1)
+            seen = unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s + key * 0, key, S, T, smb, sms, smt)
+            tl.store(row + t, value, mask=(t < n) & ~seen)
+        tl.debug_barrier()

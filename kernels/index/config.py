@@ -38,9 +38,9 @@ def score_config(D: int, itemsize: int, backend: str, arch: int) -> ScoreConfig:
     return ScoreConfig(*next(fitting, choices[-1]))
 
 
-def row_keys(itemsize: int) -> int:
-    """Returns the keys per program where a program scores one query."""
-    return 32 if itemsize == 4 else 64
+def row_config(itemsize: int) -> ScoreConfig:
+    """Returns the configuration of the scores where a program scores one query."""
+    return ScoreConfig(1, 32, 8, 1) if itemsize == 4 else ScoreConfig(1, 64, 4, 1)
 
 
 def select_config(T: int) -> tuple[int, int]:

@@ -14,13 +14,14 @@ from ..dtypes import without_kernel
 from ..selection.pieces_plan import power_of_two
 from ..selection.tile_lists_plan import alignment, dot_precision
 from . import config
-from .scores import index_row_scores, index_tile_scores
+from .scores import index_hide, index_row_scores, index_tile_scores
 from .topk import index_select
 
 MAX_D, MAX_HEADS, MAX_TOPK = 256, 128, 4096
 SCORES = 1 << 26
 FEW_ROWS = 32  # up to so many queries, a program scores one query
 ROWS = 128  # the workspace holds a multiple of so many rows: whole tiles of queries
+HIDE = 1024  # keys at a time of a kernel that hides them
 PAD = 256  # rows of the workspace are multiples of so many numbers: whole tiles of keys
 
 
@@ -54,7 +55,8 @@ def padded_row(T: int) -> int:
 
 
 def _plan_scores(
-    b: Any, out: Any, q: Any, k: Any, w: Any, scale: float, visible: tuple[Any, ...], where: tuple[Any, ...]
+    b: Any, out: Any, q: Any, k: Any, w: Any, scale: float, limit: Any, hidden: dict[str, Any],
+    where: tuple[Any, ...],
 ) -> None:
     """Launches the scores of the queries ``where`` = (sequences, first sequence, queries, first query) into ``out``.
 
@@ -63,38 +65,38 @@ def _plan_scores(
     (_, S, H, D), T = b.shape(q), b.shape(k)[1]
     _, stored, so = b.shape(out)
     H, D = b.static(H), b.static(D)
-    limit, mask, seg_q, seg_k = visible
     parts, b0, rows, first = where
     props, itemsize = b.device_props(), b.dtype(q).itemsize
     sqb, sqs, sqh = b.strides(q)[:3]
     skb, skt = b.strides(k)[:2]
     swb, sws, swh = b.strides(w)
-    smb, sms, smt = (0, 0, 0) if mask is None else b.strides(mask)
-    args = dict(q_ptr=q, k_ptr=k, w_ptr=w, limit_ptr=limit, mask_ptr=mask, seg_q_ptr=seg_q, seg_k_ptr=seg_k, out_ptr=out,
-                scale=float(scale), S=S, T=T, b0=b0, first=first, rows=rows, stored=stored, so=so, sqb=sqb, sqs=sqs, sqh=sqh, skb=skb, skt=skt,
-                swb=swb, sws=sws, swh=swh, smb=smb, sms=sms, smt=smt)  # fmt: skip
+    args = dict(q_ptr=q, k_ptr=k, w_ptr=w, limit_ptr=limit, out_ptr=out, scale=float(scale), S=S, T=T, b0=b0, first=first,
+                rows=rows, stored=stored, so=so, sqb=sqb, sqs=sqs, sqh=sqh, skb=skb, skt=skt, swb=swb, sws=sws,
+                swh=swh)  # fmt: skip
     constexprs = dict(H=H, D=D, DP=config.padded(D), ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q)),
                       SORTABLE=b.dtype(out) == b.i32)  # fmt: skip
     if few(b, S):
-        BT = config.row_keys(itemsize)
-        NT = b.cdiv(T, BT)
-        constexprs |= dict(HP=max(16, power_of_two(H)), BT=BT)
-        b.launch(index_row_scores, (parts * rows * NT, 1, 1), dict(args, NT=NT), constexprs, 4, 1)
+        c = config.row_config(itemsize)
+        NT = b.cdiv(T, c.BT)
+        constexprs |= dict(HP=max(16, power_of_two(H)), BT=c.BT)
+        b.launch(
+            index_row_scores, (parts * rows * NT, 1, 1), dict(args, NT=NT), constexprs, c.num_warps, c.num_stages
+        )
         return
     c = config.score_config(D, itemsize, props.backend, props.arch)
     NS, NT = b.cdiv(rows, c.BS), b.cdiv(T, c.BT)
     constexprs |= dict(BS=c.BS, BT=c.BT)
-    grid = (parts * NS * NT, 1, 1)
-    b.launch(index_tile_scores, grid, dict(args, NS=NS, NT=NT), constexprs, c.num_warps, c.num_stages)
+    b.launch(
+        index_tile_scores, (parts * NS * NT, 1, 1), dict(args, **hidden, NS=NS, NT=NT), constexprs, c.num_warps, c.num_stages
+    )  # fmt: skip
 
 
-def _inputs(b: Any, q: Any, k: Any, w: Any, *visible: Any) -> tuple[Any, Any, Any, tuple[Any, ...]]:
-    """Returns the inputs as the kernels read them: a last stride of 1, or contiguous; the mask as it is."""
-    limit, mask, seg_q, seg_k = visible
-    small = (None if t is None else b.contiguous(t) for t in (limit, seg_q, seg_k))
-    limit, seg_q, seg_k = small
+def _hidden(b: Any, mask: Any, seg_q: Any, seg_k: Any) -> dict[str, Any]:
+    """Returns the kernels' arguments that say which keys mask and segment ids hide. The mask keeps its strides."""
     mask = None if mask is None else b.laid_out(mask)
-    return b.strided(q), b.strided(k), b.laid_out(w), (limit, mask, seg_q, seg_k)
+    smb, sms, smt = (0, 0, 0) if mask is None else b.strides(mask)
+    seg_q, seg_k = (None if t is None else b.contiguous(t) for t in (seg_q, seg_k))
+    return dict(mask_ptr=mask, seg_q_ptr=seg_q, seg_k_ptr=seg_k, smb=smb, sms=sms, smt=smt)
 
 
 def plan_index_scores(
@@ -103,8 +105,11 @@ def plan_index_scores(
     """Launches ``index_scores``; returns scores[B, S, T] fp32."""
     (B, S), T = b.shape(q)[:2], b.shape(k)[1]
     out = b.empty((B, S, T), b.f32)
-    q, k, w, visible = _inputs(b, q, k, w, limit, mask, seg_q, seg_k)
-    _plan_scores(b, out, q, k, w, scale, visible, (B, 0, S, 0))
+    hidden = _hidden(b, mask, seg_q, seg_k)
+    limit = None if limit is None else b.contiguous(limit)
+    _plan_scores(b, out, b.strided(q), b.strided(k), b.laid_out(w), scale, limit, hidden, (B, 0, S, 0))
+    if mask is not None or seg_q is not None:
+        b.launch(index_hide, (B * S, 1, 1), dict(out_ptr=out, S=S, T=T, **hidden), dict(SEG=HIDE), 4, 1)
     return out
 
 
@@ -121,19 +126,20 @@ def plan_index_topk(
     out = b.empty((B, S, topk), b.i32)
     if topk == 0:
         return out
-    q, k, w, visible = _inputs(b, q, k, w, limit, mask, seg_q, seg_k)
+    q, k, w = b.strided(q), b.strided(k), b.laid_out(w)
+    limit, hidden = None if limit is None else b.contiguous(limit), _hidden(b, mask, seg_q, seg_k)
     so = padded_row(T)
     BLOCK, warps = config.select_config(T)
     for at, queries in parts(B, S, T):
         count, rows = at.stop - at.start, queries.stop - queries.start
         stored = rows if few(b, S) else -(-rows // ROWS) * ROWS
         keys = b.empty((count, stored, so), b.i32)
-        _plan_scores(b, keys, q, k, w, scale, visible, (count, at.start, rows, queries.start))
+        _plan_scores(b, keys, q, k, w, scale, limit, hidden, (count, at.start, rows, queries.start))
         b.launch(
             index_select,
             (count * rows, 1, 1),
-            dict(keys_ptr=keys, limit_ptr=visible[0], out_ptr=out, S=S, T=T, b0=at.start, first=queries.start, rows=rows,
-                 stored=stored, so=so, topk=topk),
-            dict(ALL=mask is None and seg_q is None, BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
+            dict(keys_ptr=keys, limit_ptr=limit, out_ptr=out, S=S, T=T, b0=at.start, first=queries.start, rows=rows,
+                 stored=stored, so=so, topk=topk, **hidden),
+            dict(BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
         )  # fmt: skip
     return out

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import row_limit, store_scores, unmasked
+from .common import hide, row_limit, store_scores, unmasked
 
 RELU_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -21,8 +21,9 @@ def index_tile_scores(
 ):  # fmt: skip
     """Computes out[parts, stored, so] of ``rows`` queries from ``first`` on, of the sequences from ``b0`` on.
 
-    From q[B, S, H, D], k[B, T, D] and w[B, S, H]. One program: BS queries x BT keys, all heads. With SORTABLE, stored
-    and so are padded to whole tiles, and tiles beyond the limits of all queries are not written.
+    From q[B, S, H, D], k[B, T, D] and w[B, S, H]. One program: BS queries x BT keys, all heads. Mask and
+    segment ids only decide which tiles are needed: :func:`hide` follows. With SORTABLE, stored and so are padded to
+    whole tiles, and tiles that are not needed are not written.
     """
     pid = tl.program_id(0)
     tile = pid // NT
@@ -35,13 +36,13 @@ def index_tile_scores(
     key = tl.minimum(t, T - 1)
     limit = tl.where(local < rows, row_limit(limit_ptr, b * S + s, T), 0)
     needed = pid % NT * BT < tl.max(limit, axis=0)
-    if SORTABLE:
-        if not needed:
-            return
     if (mask_ptr is not None) | (seg_q_ptr is not None):
         seen = unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s[:, None], key[None, :], S, T, smb, sms, smt)
         seen = seen & (t[None, :] < limit[:, None])
         needed = tl.max(tl.max(seen.to(tl.int32), axis=1), axis=0) > 0
+    if SORTABLE:
+        if not needed:
+            return
     d = tl.arange(0, DP)
     k_row = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(key.to(tl.int64) * skt, ALIGN)
     q_row = q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s.to(tl.int64) * sqs, ALIGN)
@@ -63,24 +64,21 @@ def index_tile_scores(
         x = tl.dot(q, k, input_precision=PREC)
         acc += tl.maximum(x, 0.0, propagate_nan=RELU_NAN) * w[:, None]
     row = (part * stored + local).to(tl.int64) * so
-    store_scores(
-        out_ptr + row[:, None] + t[None, :], acc * scale, mask_ptr, seg_q_ptr, seg_k_ptr, b, s[:, None], t[None, :],
-        limit[:, None], (local < rows)[:, None] & (t < T)[None, :], S, T, smb, sms, smt, SORTABLE,
-    )  # fmt: skip
+    there = (local < rows)[:, None] & (t < T)[None, :]
+    store_scores(out_ptr + row[:, None] + t[None, :], acc * scale, t[None, :], limit[:, None], there, SORTABLE)
 
 
 @triton.jit(
     do_not_specialize=[
-        "S", "T", "NT", "b0", "first", "rows", "stored", "so", "sqb", "sqs", "sqh", "skb", "skt", "swb", "sws", "swh", "smb",
-        "sms", "smt",
+        "S", "T", "NT", "b0", "first", "rows", "stored", "so", "sqb", "sqs", "sqh", "skb", "skt", "swb", "sws", "swh",
     ]
 )  # fmt: skip
 def index_row_scores(
-    q_ptr, k_ptr, w_ptr, limit_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, out_ptr, scale, S, T, NT, b0, first, rows, stored, so, sqb,
-    sqs, sqh, skb, skt, swb, sws, swh, smb, sms, smt, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BT: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr, SORTABLE: tl.constexpr,
+    q_ptr, k_ptr, w_ptr, limit_ptr, out_ptr, scale, S, T, NT, b0, first, rows, stored, so, sqb, sqs, sqh, skb, skt, swb,
+    sws, swh, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr,
+    ALIGN: tl.constexpr, PREC: tl.constexpr, SORTABLE: tl.constexpr,
 ):  # fmt: skip
-    """Computes what ``index_tile_scores`` does. One program: one query, HP >= H heads as the rows of a product, BT keys."""
+    """Computes what ``index_tile_scores`` does. One program: one query, HP >= H heads as rows of a product, BT keys."""
     pid = tl.program_id(0)
     row = pid // NT
     b = (b0 + row // rows).to(tl.int64)
@@ -104,7 +102,14 @@ def index_row_scores(
     # A missing head has a product of 0 unless the key holds NaN or inf.
     part = tl.where((h < H)[:, None], x * w.to(tl.float32)[:, None], 0.0)
     out = out_ptr + (row // rows * stored + row % rows).to(tl.int64) * so + t
-    store_scores(
-        out, tl.sum(part, axis=0) * scale, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, t, limit, t < T, S, T, smb, sms, smt,
-        SORTABLE,
-    )  # fmt: skip
+    store_scores(out, tl.sum(part, axis=0) * scale, t, limit, t < T, SORTABLE)
+
+
+@triton.jit(do_not_specialize=["S", "T", "smb", "sms", "smt"])
+def index_hide(
+    out_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, S, T, smb, sms, smt, SEG: tl.constexpr,
+):  # fmt: skip
+    """Stores -inf in out[B, S, T] where mask or segment ids hide a key. One program: one query."""
+    pid = tl.program_id(0)
+    row = out_ptr + pid.to(tl.int64) * T
+    hide(row, float("-inf"), mask_ptr, seg_q_ptr, seg_k_ptr, (pid // S).to(tl.int64), pid % S, T, S, T, smb, sms, smt, SEG)

@@ -7,7 +7,7 @@ are read in segments: what is above the k-th largest so far joins a list of cand
 import triton
 import triton.language as tl
 
-from .common import HIDDEN, MOST, row_limit
+from .common import HIDDEN, MOST, hide, row_limit
 
 
 @triton.jit
@@ -119,24 +119,26 @@ def _fill(out, start, topk, BLOCK: tl.constexpr):
         tl.store(out + i, tl.full((BLOCK,), -1, tl.int32), mask=i < topk)
 
 
-@triton.jit(do_not_specialize=["S", "T", "b0", "first", "rows", "stored", "so", "topk"])
+@triton.jit(do_not_specialize=["S", "T", "b0", "first", "rows", "stored", "so", "topk", "smb", "sms", "smt"])
 def index_select(
-    keys_ptr, limit_ptr, out_ptr, S, T, b0, first, rows, stored, so, topk, ALL: tl.constexpr, BLOCK: tl.constexpr,
-    STREAM: tl.constexpr,
+    keys_ptr, limit_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, out_ptr, S, T, b0, first, rows, stored, so, topk, smb, sms, smt,
+    BLOCK: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """Writes out[B, S, topk] of ``rows`` queries from ``first`` on, of the sequences from ``b0`` on.
 
-    From the sortable integers keys[parts, stored, so]. ALL: every key within the limit is visible. STREAM: rows may be
-    longer than BLOCK. One program: one query; the last come first, because they see the most keys of a causal model.
+    From the sortable integers keys[parts, stored, so]. STREAM: rows may be longer than BLOCK. One program: one query; the last come first, because they see the most keys of a causal model.
     """
     SEG: tl.constexpr = BLOCK // 4
     pid = tl.program_id(0)
     part, local = pid // rows, rows - 1 - pid % rows
-    at = (b0 + part).to(tl.int64) * S + first + local
+    b, s = (b0 + part).to(tl.int64), first + local
+    at = b * S + s
     n = row_limit(limit_ptr, at, T)
     row = keys_ptr + tl.multiple_of((part * stored + local).to(tl.int64) * so, 16)
     out = out_ptr + at * topk
+    hide(row, HIDDEN, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, n, S, T, smb, sms, smt, SEG)
     chosen = tl.minimum(n, topk)
+    ALL: tl.constexpr = (mask_ptr is None) & (seg_q_ptr is None)
     if ALL & (n <= topk):
         for j in range(0, n, SEG):
             i = j + tl.arange(0, SEG)
