@@ -10,7 +10,16 @@ from mhc_inductor.kernels.index import plan
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # (target, kernel, case): spilled bytes allowed.
-SPILLS: dict[tuple[str, str, str], int] = {}
+SPILLS = {
+    # A tf32x3 product keeps both factors in two parts.
+    ("cuda:90", "index_tile_scores", "256-fp32"): 968,
+    ("cuda:90", "index_row_scores", "decoding-fp32"): 176,
+    # Outside the loop over heads.
+    ("cuda:80", "index_tile_scores", "128"): 40,
+    ("cuda:80", "index_tile_scores", "long"): 40,
+    ("cuda:89", "index_tile_scores", "128"): 16,
+    ("cuda:89", "index_tile_scores", "long"): 16,
+}
 CASES = {
     "128": {"S": 8192, "T": 8192, "limit": True},
     "128-mask": {"S": 2048, "T": 4096, "limit": True, "hidden": True},
@@ -48,7 +57,8 @@ PAIRS += [(t, case) for t in TARGETS if t != "cuda:90" for case in ("128", "long
 def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
     recorded = launches(Recorder(TARGETS[target][1]), **CASES[case])
     seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
-    assert seen == {"index_row_scores" if CASES[case]["S"] == 1 else "index_tile_scores", "index_select"}
+    wanted = {"index_row_scores" if CASES[case]["S"] == 1 else "index_tile_scores", "index_select"}
+    assert seen == (wanted | {"index_hide"} if CASES[case].get("hidden") else wanted)
     assert not bad
 
 
