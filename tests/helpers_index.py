@@ -96,7 +96,8 @@ def first_of(scores: Tensor, hidden: Tensor, topk: int) -> Tensor:
         for s in range(scores.shape[1]):
             row = scores[b, s].tolist()
             order = sorted(
-                (t for t in range(len(row)) if not hidden[b, s, t]), key=lambda t: (row[t] == row[t], -row[t] if row[t] == row[t] else 0, t)
+                (t for t in range(len(row)) if not hidden[b, s, t]),
+                key=lambda t: (row[t] == row[t], -row[t] if row[t] == row[t] else 0, t),
             )
             chosen = sorted(order[:topk])
             out[b, s, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)

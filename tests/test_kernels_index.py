@@ -85,7 +85,11 @@ def test_what_hides_keys(builder, device, kind, S):
 @pytest.mark.parametrize(
     ("S", "H", "D"),
     some(
-        [(S, H, D) for S in (2, 200) for H, D in ((1, 16), (4, 128), (16, 80), (64, 128), (128, 64), (33, 256), (5, 1))],
+        [
+            (S, H, D)
+            for S in (2, 200)
+            for H, D in ((1, 16), (4, 128), (16, 80), (64, 128), (128, 64), (33, 256), (5, 1))
+        ],
         [(2, 1, 16), (2, 33, 80), (40, 5, 24), (40, 2, 256), (2, 3, 1)],
     ),
 )
@@ -215,7 +219,9 @@ def test_two_runs_are_equal(builder, device):
     assert torch.equal(check_topk(builder, args, 50), check_topk(builder, args, 50))
 
 
-@pytest.mark.parametrize(("B", "S", "T", "topk"), [(0, 3, 4, 2), (2, 0, 4, 2), (2, 3, 0, 0), (2, 3, 4, 0), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    ("B", "S", "T", "topk"), [(0, 3, 4, 2), (2, 0, 4, 2), (2, 3, 0, 0), (2, 3, 4, 0), (1, 1, 1, 1)]
+)
 def test_sizes_of_none_and_one(builder, device, B, S, T, topk):
     args = h.make_inputs(B, S, T, 1, 1, device=device)
     check_scores(builder, args)

@@ -83,7 +83,15 @@ def test_chunks_change_nothing(monkeypatch, chunk, kind):
 
 @pytest.mark.parametrize(
     ("batch", "queries", "per", "most", "tile"),
-    [(3, 7, 5, 1, 1), (3, 7, 5, 35, 1), (3, 7, 5, 70, 1), (3, 7, 5, 12, 1), (2, 300, 5, 1000, 64), (0, 3, 1, 1, 1), (2, 0, 1, 1, 1)],
+    [
+        (3, 7, 5, 1, 1),
+        (3, 7, 5, 35, 1),
+        (3, 7, 5, 70, 1),
+        (3, 7, 5, 12, 1),
+        (2, 300, 5, 1000, 64),
+        (0, 3, 1, 1, 1),
+        (2, 0, 1, 1, 1),
+    ],
 )
 def test_chunks_cover_every_query_once(batch, queries, per, most, tile):
     found = torch.zeros(batch, queries, dtype=torch.int)

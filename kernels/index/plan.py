@@ -55,7 +55,14 @@ def padded_row(T: int) -> int:
 
 
 def _plan_scores(
-    b: Any, out: Any, q: Any, k: Any, w: Any, scale: float, limit: Any, hidden: dict[str, Any],
+    b: Any,
+    out: Any,
+    q: Any,
+    k: Any,
+    w: Any,
+    scale: float,
+    limit: Any,
+    hidden: dict[str, Any],
     where: tuple[Any, ...],
 ) -> None:
     """Launches the scores of the queries ``where`` = (sequences, first sequence, queries, first query) into ``out``.
@@ -79,9 +86,7 @@ def _plan_scores(
         c = config.row_config(itemsize)
         NT = b.cdiv(T, c.BT)
         constexprs |= dict(HP=max(16, power_of_two(H)), BT=c.BT)
-        b.launch(
-            index_row_scores, (parts * rows * NT, 1, 1), dict(args, NT=NT), constexprs, c.num_warps, c.num_stages
-        )
+        b.launch(index_row_scores, (parts * rows * NT, 1, 1), dict(args, NT=NT), constexprs, c.num_warps, c.num_stages)
         return
     c = config.score_config(D, itemsize, props.backend, props.arch)
     NS, NT = b.cdiv(rows, c.BS), b.cdiv(T, c.BT)

@@ -40,9 +40,8 @@ def index_tile_scores(
         seen = unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s[:, None], key[None, :], S, T, smb, sms, smt)
         seen = seen & (t[None, :] < limit[:, None])
         needed = tl.max(tl.max(seen.to(tl.int32), axis=1), axis=0) > 0
-    if SORTABLE:
-        if not needed:
-            return
+    if SORTABLE & (needed == 0):
+        return
     d = tl.arange(0, DP)
     k_row = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(key.to(tl.int64) * skt, ALIGN)
     q_row = q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s.to(tl.int64) * sqs, ALIGN)
@@ -86,9 +85,8 @@ def index_row_scores(
     t = pid % NT * BT + tl.arange(0, BT)
     key = tl.minimum(t, T - 1)
     limit = row_limit(limit_ptr, b * S + s, T)
-    if SORTABLE:
-        if pid % NT * BT >= limit:
-            return
+    if SORTABLE & (pid % NT * BT >= limit):
+        return
     d, h = tl.arange(0, DP), tl.arange(0, HP)
     k_row = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(key.to(tl.int64) * skt, ALIGN)
     q_row = (
@@ -112,4 +110,19 @@ def index_hide(
     """Stores -inf in out[B, S, T] where mask or segment ids hide a key. One program: one query."""
     pid = tl.program_id(0)
     row = out_ptr + pid.to(tl.int64) * T
-    hide(row, float("-inf"), mask_ptr, seg_q_ptr, seg_k_ptr, (pid // S).to(tl.int64), pid % S, T, S, T, smb, sms, smt, SEG)
+    hide(
+        row,
+        float("-inf"),
+        mask_ptr,
+        seg_q_ptr,
+        seg_k_ptr,
+        (pid // S).to(tl.int64),
+        pid % S,
+        T,
+        S,
+        T,
+        smb,
+        sms,
+        smt,
+        SEG,
+    )

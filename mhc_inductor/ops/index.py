@@ -6,6 +6,7 @@ queries to bound their memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,7 +80,11 @@ def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tu
     return tuple(t.unflatten(0, (size, -1)) for t in out), (0,) * len(out)
 
 
-_FAKES = {"index_scores": _scores_fake, "index_scores_backward": _backward_fake, "index_topk": _topk_fake}
+_FAKES: dict[str, Callable[..., Any]] = {
+    "index_scores": _scores_fake,
+    "index_scores_backward": _backward_fake,
+    "index_topk": _topk_fake,
+}
 _GRADIENTS: dict[str, Gradient] = {"index_scores": (_setup, _grad)}
 
 for _name, _fake in _FAKES.items():
