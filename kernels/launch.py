@@ -109,6 +109,10 @@ class EagerBuilder:
         """Returns ``t`` with a last stride of 1, copied only if it is another; the other strides may be anything."""
         return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
+    def laid_out(self, t: torch.Tensor) -> torch.Tensor:
+        """Returns ``t`` with fixed strides, whatever they are."""
+        return t
+
     def strides(self, t: torch.Tensor) -> tuple[int, ...]:
         """Returns the strides in elements, 0 where a dimension has one element."""
         return tuple(0 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True))

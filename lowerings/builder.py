@@ -69,6 +69,10 @@ class LoweringBuilder:
         t = compat.fixed_layout(t)
         return t if self.shape(t)[-1] == 1 or self.strides(t)[-1] == 1 else self.contiguous(t)
 
+    def laid_out(self, t: Any) -> Any:
+        """Returns ``t`` with fixed strides, whatever they are."""
+        return compat.fixed_layout(t)
+
     def strides(self, t: Any) -> tuple[Any, ...]:
         """Returns the strides in elements, 0 where a dimension has one element."""
         return tuple(0 if n == 1 else self._number(s) for n, s in zip(self.shape(t), t.get_stride(), strict=True))
