@@ -39,7 +39,7 @@ def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     attention = {"q": r(1, T, 1, 2, D), "k": r(1, 1, T, D), "v": r(1, 1, T, D), "ranges": ranges, "scale": 0.3}
     ids = torch.zeros(1, T, dtype=torch.int64)
     attention |= {"sink": r(1, 2), "cu_seqlens_q": cu, "cu_seqlens_k": cu, "segments_q": ids, "segments_k": ids}
-    attention |= {"return_lse": True}
+    attention |= {"v_width": D, "return_lse": True}
     blocks = {"block_indices": torch.zeros(1, T, 1, 2, dtype=torch.int64), "block_size": 2, "S_kv": T}
     blocks |= {"causal": True, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
     index = {"q": r(1, T, 2, D), "k": r(1, T, D), "w": r(1, T, 2), "scale": 0.3, "limit": torch.arange(T)[None]}
@@ -59,6 +59,15 @@ def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
 
 
 GOOD = _good()
+# Arguments that another one excludes, and what is given with them.
+INSTEAD = {("selection_attention", "indices"): {"ranges": None, "indices": torch.tensor([0, 2]).expand(1, T, 1, 2)}}
+
+
+def _given(name: str, argument: str) -> dict[str, Any]:
+    """Returns valid arguments of a public function, ``argument`` among them."""
+    return {**GOOD[name][1], **INSTEAD.get((name, argument), {})}
+
+
 # Their outputs are integers, so that tangents may be ignored.
 INTEGERS = {"index_topk"}
 
@@ -92,8 +101,10 @@ def _cases() -> list[Any]:
     cases = []
     for name, (fn, given) in GOOD.items():
         defaults = {k: p.default for k, p in inspect.signature(fn).parameters.items()}
-        assert given.keys() == defaults.keys(), "every argument is given"
-        for argument, value in given.items():
+        instead = {argument for other, argument in INSTEAD if other == name}
+        assert given.keys() | instead == defaults.keys(), "every argument is given"
+        for argument in defaults:
+            value = _given(name, argument)[argument]
             for kind, wrong in _bad(
                 value, defaults[argument] is None or (argument == "h_res" and name == "mhc_post")
             ).items():
@@ -104,13 +115,15 @@ def _cases() -> list[Any]:
 def test_valid_arguments_are_accepted():
     for fn, given in GOOD.values():
         fn(**given)
+    for name, argument in INSTEAD:
+        GOOD[name][0](**_given(name, argument))
     # ops_to_save takes no arguments.
     assert GOOD.keys() == set(mhc_inductor.api.__all__) - {"ops_to_save"}
 
 
 @pytest.mark.parametrize(("name", "argument", "wrong"), _cases())
 def test_a_wrong_type_is_named(name, argument, wrong):
-    fn, given = GOOD[name]
+    fn, given = GOOD[name][0], _given(name, argument)
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: {argument}\b"):
         fn(**{**given, argument: wrong})
 
@@ -122,12 +135,13 @@ COMPILED = [
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_wrong_type_is_named_compiled(name):
-    fn, given = GOOD[name]
+    fn = GOOD[name][0]
     silent = []
     for case in (c.values for c in COMPILED if c.values[0] == name):
         _, argument, wrong = case
         torch._dynamo.reset()
-        compiled = torch.compile(lambda *, changed: fn(**{**given, **changed}), backend="eager")
+        valid = _given(name, argument)
+        compiled = torch.compile(lambda *, changed: fn(**{**valid, **changed}), backend="eager")  # noqa: B023
         try:
             compiled(changed={argument: wrong})
         except Exception as error:
@@ -273,7 +287,7 @@ def test_the_reference_of_a_scan_and_its_gradients_share_no_memory(steps, n):
     _apart(op("e79_scan_backward")(*given), given)
 
 
-@pytest.mark.parametrize("name", [n for n in OP_SAMPLES if n.startswith("selection")])
+@pytest.mark.parametrize("name", [n for n in OP_SAMPLES if n.startswith("selection_attention")])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_attention_of_one_query_head_and_key_shares_no_memory(name, queries):
     q, k = torch.randn(1, queries, 1, 1, 1), torch.randn(1, 1, 1, 1)
@@ -283,6 +297,18 @@ def test_attention_of_one_query_head_and_key_shares_no_memory(name, queries):
     if name.endswith("backward"):
         given = (torch.randn_like(out[0]), torch.randn_like(out[1]), *args, *out)
         _apart(op(name)(*given, 1.0), given)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention_over_a_list_of_one_key_shares_no_memory(queries, shared):
+    q, k = torch.randn(1, queries, 1, 1, 1), torch.randn(1, 1, 1, 1)
+    lists = (torch.zeros(1, 1, 1, 1, dtype=torch.int64).expand(1, queries, 1, 1), torch.randn(1, 1), *[None] * 4)
+    args = (q, k, None if shared else k.clone(), *lists)
+    out = op("selection_list_attention")(*args, 1.0, 1)
+    _apart(out, args)
+    given = (torch.randn_like(out[0]), torch.randn_like(out[1]), *args, *out)
+    _apart(op("selection_list_attention_backward")(*given, 1.0, 1), given)
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1)])

@@ -220,7 +220,7 @@ def test_bad_input_is_named(case, fake):
     change, kind, message = BAD[case]
     made = {**h.make_inputs("odd", F32), **change}
     args = [t.to("meta") if fake and isinstance(t, torch.Tensor) else t for t in h.arguments(made, SCALE)]
-    with pytest.raises(kind, match="selection_list_attention: .*" + message):
+    with pytest.raises(kind, match="selection_attention: .*" + message):
         OPS.selection_list_attention(*args)
 
 

@@ -167,9 +167,7 @@ def _attend_lists(
     """Calls the op over lists; with v in k's memory, without a tensor of values of its own."""
     values = _columns(v, v_width)
     if not torch.compiler.is_compiling():
-        checks_selection_lists.selection_list_attention(
-            q, k, values, *lists, scale, _last(values), op="selection_attention"
-        )
+        checks_selection_lists.selection_list_attention(q, k, values, *lists, scale, _last(values))
     shared = v is k or _reads_keys(k, values)
     return call("selection_list_attention", q, k, None if shared else values, *lists, scale, _last(values))
 

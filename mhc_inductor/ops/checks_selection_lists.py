@@ -1,4 +1,7 @@
-"""Validation of the arguments of selection attention over lists of keys. Values of indices are never read."""
+"""Validation of the arguments of selection attention over lists of keys. Values of indices are never read.
+
+Messages name the public function, ``selection_attention``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def selection_list_attention(
     scale: float,
     v_width: int,
     *,
-    op: str = "selection_list_attention",
+    op: str = "selection_attention",
 ) -> None:
     """Raises ValueError or TypeError unless the arguments of ``selection_list_attention`` fit together."""
     _floating(op, q=q, k=k)
@@ -83,7 +86,7 @@ def selection_list_attention_backward(
     v_width: int,
 ) -> None:
     """Raises ValueError or TypeError unless the arguments of ``selection_list_attention_backward`` fit together."""
-    op = "selection_list_attention_backward"
+    op = "selection_attention_backward"
     lists = (indices, sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
     selection_list_attention(q, k, v, *lists, scale, v_width, op=op)
     out, row = [*q.shape[:4], v_width], q.shape[:4]

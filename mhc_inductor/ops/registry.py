@@ -35,6 +35,8 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 }
 _WORDS = {"Tensor": "a tensor", "float": "a number", "int": "an int", "bool": "a bool", "str": "a string"}
 _RULES: dict[str, VmapRule] = {}
+# The public function that messages name, where it is not the op's name.
+_PUBLIC: dict[str, str] = {}
 
 # Parameters, which all tokens share. Every other tensor has the leading dimensions of x.
 _PARAM_NAMES = frozenset({"phi", "alpha", "bias", "gamma"})
@@ -63,7 +65,8 @@ def typed(name: str, *args: Any) -> None:
             continue
         # bool is a subclass of int but not accepted as a number
         if not isinstance(value, _PYTHON_TYPES[kind]) or (kind in ("float", "int") and isinstance(value, bool)):
-            raise TypeError(f"{name}: {argument} must be {_WORDS[kind]}, got {type(value).__name__}")
+            public = _PUBLIC.get(name, name)
+            raise TypeError(f"{public}: {argument} must be {_WORDS[kind]}, got {type(value).__name__}")
 
 
 def call(name: str, *args: Any) -> Any:
@@ -214,6 +217,7 @@ def define(
     check: Callable[..., None] | None = None,
     vmap_rule: VmapRule | None = None,
     integers: bool = False,
+    public: str | None = None,
 ) -> None:
     """Defines op ``name`` with its schema, reference implementation, fake, gradient, validation and vmap rule.
 
@@ -226,9 +230,12 @@ def define(
         check: Validates the arguments; None for the function of that name in ``checks.py``.
         vmap_rule: Replaces the default rule, which is for ops on tokens with leading dimensions.
         integers: Whether the outputs are integers, so that forward-mode tangents may be ignored.
+        public: The public function that messages name; None for the op's name.
     """
     REFERENCE[name] = reference
     _CHECKS[name] = check or getattr(checks, name)
+    if public is not None:
+        _PUBLIC[name] = public
     if vmap_rule is not None:
         _RULES[name] = vmap_rule
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))

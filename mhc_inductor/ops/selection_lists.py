@@ -102,5 +102,6 @@ for _name, _its_fake in (("selection_list_attention", _fake), ("selection_list_a
         _GRADIENTS.get(_name),
         getattr(checks_selection_lists, _name),
         functools.partial(_vmap, _name),
+        public=_name.replace("list_", ""),
     )
     implement(_name, getattr(selection_lists_cpu, _name), "CPU")
