@@ -167,7 +167,7 @@ def e79(
 
 @app.command()
 def selection(
-    part: Annotated[str, typer.Option(help="Some of speed,crossing,errors,memory,cpu.")] = "",
+    part: Annotated[str, typer.Option(help="Some of speed,crossing,errors,memory,layers,cpu,cpu_dense.")] = "",
     peers: Annotated[bool, typer.Option(help="Measure flash-linear-attention too, where it imports.")] = True,
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")] = 40,

@@ -17,7 +17,7 @@ import torch
 
 import mhc_inductor
 
-from . import accuracy, running, selection_layer, selection_warm, timing
+from . import accuracy, running, selection_cpu, selection_layer, selection_warm, timing
 from . import selection_cases as cases
 from . import selection_peers as peers
 from . import selection_targets as targets
@@ -27,7 +27,7 @@ from .selection_report import plot, plot_crossing, table
 from .selection_targets import Shape
 
 GPU_PARTS = ("speed", "crossing", "errors", "memory", "layers")
-CPU_PARTS = ("cpu",)
+CPU_PARTS = ("cpu", "cpu_dense")
 PARTS = (*GPU_PARTS, *CPU_PARTS)
 ROUNDS, CPU_ROUNDS, LAYER_ROUNDS, FEW = 40, 10, 8, 4
 ROUND_US = 120e3
@@ -39,7 +39,7 @@ TIMES = {
     targets.GATHER: "times_gather",
     targets.MASKED: "times_masked",
 }
-LISTS = ("rows", "crossing", "errors", "determinism", "memory", "layers", "cpu")
+LISTS = ("rows", "crossing", "errors", "determinism", "memory", "layers", "cpu", "cpu_dense", "cpu_errors")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -206,7 +206,7 @@ class Run(running.PartRun[Settings]):
             found.setdefault(rounds, []).append(at)
         return found
 
-    def header(self, case: Case, v: Variant) -> dict[str, Any]:
+    def header(self, case: Case, v: Variant | selection_cpu.Call) -> dict[str, Any]:
         s = case.shape
         row: dict[str, Any] = {"case": s.name, "select": case.select, "what": v.what, "variant": v.variant}
         row |= {"B": s.batch, "S": s.queries, "S_kv": s.length, "G": s.groups, "h": s.heads, "D": s.dim}
@@ -337,7 +337,14 @@ class Run(running.PartRun[Settings]):
         self.determinism(c1)
 
     def record(
-        self, case: Case, std: float, got: cases.Named, want: cases.Named, dense: cases.Named, queries: int
+        self,
+        case: Case,
+        std: float,
+        got: cases.Named,
+        want: cases.Named,
+        dense: cases.Named,
+        queries: int,
+        to: str = "errors",
     ) -> None:
         row: dict[str, Any] = {"case": case.shape.name, "select": case.select, "logits_std": std, "queries": queries}
         row["dtype"] = str(case.q.dtype).removeprefix("torch.")
@@ -349,7 +356,7 @@ class Run(running.PartRun[Settings]):
                 entry["bar"] = targets.ERROR_FACTOR * entry["dense"]
                 entry["met"] = entry["relative"] <= entry["bar"]
             row["errors"][name] = entry
-        self.result["errors"].append(row)
+        self.result[to].append(row)
 
     def determinism(self, shape: Shape) -> None:
         """Checks o, lse and gradients for equal bits in two runs."""
@@ -408,6 +415,10 @@ class Run(running.PartRun[Settings]):
                 self.time(case, variants, self.result["cpu"])
         finally:
             torch.set_num_threads(before)
+
+    def cpu_dense(self) -> None:
+        """Measures the op next to dense causal SDPA by length on two threads, and errors against fp64."""
+        selection_cpu.measure(self)
 
 
 def union_sizes(case: Case) -> dict[str, float]:

@@ -14,9 +14,11 @@ _WHAT = {"fwd": "forward", "fb": "forward + backward"}
 
 
 def _time(us: float | None) -> str:
-    """Formats a time: microseconds below a thousand, milliseconds above."""
+    """Formats a time: microseconds below a thousand, milliseconds above, seconds from one on."""
     if us is None:
         return ""
+    if us >= 999.5e3:
+        return f"{us / 1e6:.3g} s"
     return f"{_us(us)} µs" if us < 1000 else f"{us / 1000:.3g} ms"
 
 
@@ -128,6 +130,26 @@ def cpu_section(result: Result) -> Section:
     return f"On a CPU, {targets.CPU_THREADS} threads", [*headings, "x masked", "note"], rows
 
 
+def cpu_dense_section(result: Result) -> Section:
+    rows = []
+    for r in result["cpu_dense"]:
+        time, quartiles, _ = _timed(r)
+        error = f"{_number(r['o_error']):.1e}" if "o_error" in r else ""
+        shape = [r["case"], str(r["S"]), f"{r['G']} x {r['h']}", str(r["D"]), r["dtype"], _WHAT[r["what"]], r["select"]]
+        rows.append([*shape, _title(r), time, quartiles, _times(r, "times_dense"), error])
+    headings = ["case", "tokens", "G x h", "D", "dtype", "", "selection", "implementation", "time", "quartiles"]
+    title = (
+        f"On a CPU next to dense attention, {targets.CPU_THREADS} threads (x dense: the median of the rounds' ratios)"
+    )
+    return title, [*headings, "x dense", "error of o"], rows
+
+
+def cpu_errors_section(result: Result) -> Section:
+    _, headings, rows = errors_section({"errors": result["cpu_errors"]})
+    title = "Relative errors against fp64 on a CPU, and those of dense SDPA with a mask in the same dtype"
+    return title, headings, rows
+
+
 _SECTIONS = {
     "rows": speed_section,
     "crossing": crossing_section,
@@ -136,6 +158,8 @@ _SECTIONS = {
     "memory": memory_section,
     "layers": layers_section,
     "cpu": cpu_section,
+    "cpu_dense": cpu_dense_section,
+    "cpu_errors": cpu_errors_section,
 }
 
 

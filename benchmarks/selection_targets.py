@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 DENSE, FLA, GATHER = "dense causal SDPA (cuDNN)", "flash-linear-attention", "gather + SDPA"
 MASKED = "dense SDPA with a mask"
 XUNHAO, FSA, FLEX = "XunhaoLai's Triton", "Flash-Sparse-Attention", "flex_attention"
@@ -103,6 +105,29 @@ CPU_SHAPES = (
     Shape("cpu, decode", 1, 2, 4, keys=8192, batch=4, dim=64),
 )
 CPU_THREADS = 2
+
+
+def _cpu(name: str, length: int, groups: int, heads: int, dim: int = 64, block: int = 64) -> Shape:
+    return Shape(name, length, groups, heads, dim=dim, block=block, tokens=16 * block)
+
+
+_NEEDLE = "the needle model"
+CPU_DENSE_SHAPES = (
+    *(
+        (shape, torch.float32)
+        for length in (4096, 8192, 16384, 32768)
+        for shape in (
+            _cpu(_NEEDLE, length, 1, 4, 16, 32),
+            _cpu("D = 16", length, 1, 4, 16),
+            _cpu("D = 64", length, 1, 4),
+        )
+    ),
+    (_cpu("2 groups", 8192, 2, 4), torch.float32),
+    (_cpu("16 heads", 8192, 1, 16), torch.float32),
+    (_cpu("D = 64", 8192, 1, 4), torch.bfloat16),
+)
+"""Shapes at which the op is compared with dense attention on a CPU, and their dtypes."""
+CPU_GRADIENTS = _cpu("gradients", 2048, 1, 4)
 
 
 def target(name: str, what: str, select: str) -> Target | None:

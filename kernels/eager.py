@@ -35,6 +35,8 @@ _PLANS = {
     "selection_list_attention": "selection.lists_plan",
     "selection_list_attention_backward": "selection.lists_plan",
     "selection_blocks": "selection.blocks_plan",
+    "index_scores": "index.plan",
+    "index_topk": "index.plan",
 }
 OPS = tuple(_PLANS)
 

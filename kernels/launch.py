@@ -69,6 +69,11 @@ class EagerBuilder:
         """Returns torch's float32 matmul precision."""
         return torch.get_float32_matmul_precision()
 
+    @property
+    def deterministic(self) -> bool:
+        """Returns whether torch's deterministic algorithms are on."""
+        return torch.are_deterministic_algorithms_enabled()
+
     def device_props(self) -> DeviceProps:
         """Returns what plans may ask about the device."""
         if self._props is not None:
@@ -103,6 +108,10 @@ class EagerBuilder:
     def strided(self, t: torch.Tensor) -> torch.Tensor:
         """Returns ``t`` with a last stride of 1, copied only if it is another; the other strides may be anything."""
         return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+    def laid_out(self, t: torch.Tensor) -> torch.Tensor:
+        """Returns ``t`` with fixed strides, whatever they are."""
+        return t
 
     def strides(self, t: torch.Tensor) -> tuple[int, ...]:
         """Returns the strides in elements, 0 where a dimension has one element."""

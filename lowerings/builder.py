@@ -35,6 +35,11 @@ class LoweringBuilder:
         # It is part of Inductor's cache key and of Dynamo's guards.
         return torch.get_float32_matmul_precision()
 
+    @property
+    def deterministic(self) -> bool:
+        """Returns whether torch's deterministic algorithms are on."""
+        return torch.are_deterministic_algorithms_enabled()
+
     def device_props(self) -> DeviceProps:
         """Returns what plans may ask about the device."""
         return self._props or device_props(self.device.index or 0)
@@ -63,6 +68,10 @@ class LoweringBuilder:
         """Returns ``t`` with fixed strides; makes it contiguous if its last stride is not 1."""
         t = compat.fixed_layout(t)
         return t if self.shape(t)[-1] == 1 or self.strides(t)[-1] == 1 else self.contiguous(t)
+
+    def laid_out(self, t: Any) -> Any:
+        """Returns ``t`` with fixed strides, whatever they are."""
+        return compat.fixed_layout(t)
 
     def strides(self, t: Any) -> tuple[Any, ...]:
         """Returns the strides in elements, 0 where a dimension has one element."""

@@ -35,6 +35,8 @@ from mhc_inductor import ops  # noqa: E402
 from mhc_inductor.api import (  # noqa: E402
     blocks_to_ranges,
     e79_scan,
+    index_scores,
+    index_topk,
     mhc_head,
     mhc_post,
     mhc_pre,
@@ -59,6 +61,8 @@ __all__ = [
     "e79_scan",
     "enable",
     "explain",
+    "index_scores",
+    "index_topk",
     "mhc_head",
     "mhc_post",
     "mhc_pre",

@@ -45,11 +45,12 @@ def prepare() -> None:
     if not _registered:
         with _lock:
             if not _registered:
-                from mhc_inductor.lowerings import e79, mhc, selection
+                from mhc_inductor.lowerings import e79, index, mhc, selection
 
                 mhc.register()
                 e79.register()
                 selection.register()
+                index.register()
                 _registered = True
     # Does nothing for torch._inductor.compile on a graph without Dynamo: there enable() adds the passes.
     compat.compile_backend_inside(_stamped)

@@ -332,6 +332,18 @@ def packaging() -> bool:
     return bool(V.graph.aot_mode or V.graph.cpp_wrapper)
 
 
+def compiled_cpp(source: str, flags: Sequence[str]) -> Any:
+    """Returns ``source`` as a loaded shared library (ctypes.CDLL), compiled or read from Inductor's cache on disk.
+
+    Raises what Inductor raises where there is no compiler or it fails.
+    """
+    from torch._inductor.codecache import CppCodeCache
+
+    # Spares three probe programs that look for vector instructions. torch 2.11 has no such parameter.
+    known = "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters
+    return CppCodeCache.load(source, "cpu", extra_flags=flags, **({"needs_vec_isa": False} if known else {}))
+
+
 def compile_fx_module() -> Any:
     """Returns the module whose ``compile_fx`` the ordinary Inductor backend looks up at every compile."""
     from torch._inductor import compile_fx

@@ -31,6 +31,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
+    torch.bool: "*i1",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",

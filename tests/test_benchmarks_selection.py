@@ -18,7 +18,16 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import running, selection, selection_cases, selection_layer, selection_peers, selection_report, timing
+from benchmarks import (
+    running,
+    selection,
+    selection_cases,
+    selection_cpu,
+    selection_layer,
+    selection_peers,
+    selection_report,
+    timing,
+)
 from benchmarks import selection_targets as targets
 from benchmarks.selection_targets import Shape
 
@@ -131,6 +140,15 @@ def test_tokens_are_distinct_and_causal() -> None:
         selection_cases.tokens(Shape("few", 5, 2, 2, keys=30, tokens=31), CPU)
 
 
+def test_single_keys_ascend_and_are_all_keys_where_there_are_fewer() -> None:
+    shape = Shape("single", 40, 2, 2, dim=8, tokens=9)
+    ranges = selection_cpu.single_keys(shape)
+    mask, causal = selection_cases.mask_of(ranges, 40)[0], torch.ones(40, 40).tril().bool()[:, None]
+    count, reach = mask.sum(-1), torch.arange(1, 41).clamp(max=9)
+    assert (ranges[..., 0].diff(dim=-1) >= 0).all() and not (mask & ~causal).any()
+    assert torch.equal(count, reach[:, None].expand(-1, 2))
+
+
 def test_the_mask_is_the_union() -> None:
     ranges = torch.tensor([[[0, 2], [1, 3], [5, 4]], [[-3, 1], [6, 99], [9, 9]]])
     want = [[1, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 1, 1]]
@@ -230,6 +248,13 @@ def test_a_run_has_every_part(result: dict[str, Any]) -> None:
     )
     assert {r["variant"] for r in result["crossing"]} == {"ops", targets.DENSE} and len(result["crossing"]) == 16
     assert {r["variant"] for r in result["cpu"]} == {"ops", targets.MASKED}
+    beside = result["cpu_dense"]
+    assert {r["variant"] for r in beside} == {"ops", selection_cpu.DENSE}
+    assert {(r["what"], r["dtype"]) for r in beside} == {(w, d) for w in ("fwd", "fb") for d in ("float32", "bfloat16")}
+    assert all(("times_dense" in r) is (r["variant"] == "ops") and r["rounds"] == 4 for r in beside)
+    assert all(r["o_error"] < 5e-3 for r in beside if r["variant"] == "ops" and r["what"] == "fwd")
+    found = [e for r in result["cpu_errors"] for e in r["errors"].values()]
+    assert len(found) == 2 * 2 * 4 and all(e["met"] for e in found)
 
 
 def test_errors_are_held_against_dense_attention(result: dict[str, Any]) -> None:

@@ -112,10 +112,12 @@ def test_only_our_kernels_run(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_two_runs_and_any_batch_give_equal_bits(shape):
+def test_two_runs_and_any_batch_give_equal_bits(shape, monkeypatch):
+    """Few queries split their keys, which deterministic algorithms do not."""
     case = made(**SHAPES[shape])
+    assert not equal(train(case), train(case))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     first = train(case)
-    assert not equal(train(case), first)
     part = {n: t[:, 5:60].detach().requires_grad_() if n == "q" else t for n, t in case["leaves"].items()}
     cut = {**case, **{n: case[n][:, 5:60] for n in ("indices", "dout", "dlse")}}
     got = train(cut, leaves=part)
@@ -227,7 +229,7 @@ def test_unselected_keys_do_not_leak(where):
 def test_the_workspace_of_the_backward_is_bounded():
     case = made(B=1, S=8192, S_kv=8192, h=64, Dk=512, n=1024, shared=True)
     x = case["leaves"]
-    o, lse = attend(x["q"], x["k"], x["k"], case["indices"], x["sink"], 512)
+    o, _ = attend(x["q"], x["k"], x["k"], case["indices"], x["sink"], 512)
     given = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     grads = torch.autograd.grad([o], list(x.values()), [case["dout"]])
@@ -236,7 +238,8 @@ def test_the_workspace_of_the_backward_is_bounded():
     assert torch.cuda.max_memory_allocated() - given - out < 2 * 2**30
 
 
-def test_more_than_2_to_the_31_elements():
+def test_more_than_2_to_the_31_elements(monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)  # any number of queries
     S, h, D = 2**31 // (64 * 512) + 64, 64, 512
     q = torch.zeros(1, S, 1, h, D, device="cuda", dtype=BF16)
     k = torch.randn(1, 1, 300, D, device="cuda").to(BF16)

@@ -42,6 +42,9 @@ def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     attention |= {"return_lse": True}
     blocks = {"block_indices": torch.zeros(1, T, 1, 2, dtype=torch.int64), "block_size": 2, "S_kv": T}
     blocks |= {"causal": True, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    index = {"q": r(1, T, 2, D), "k": r(1, T, D), "w": r(1, T, 2), "scale": 0.3, "limit": torch.arange(T)[None]}
+    index |= {"mask": torch.ones(1, T, T, dtype=torch.bool), "segments_q": torch.arange(T)[None]}
+    index |= {"segments_k": torch.arange(T)[None]}
     return {
         "mhc_pre": (mhc_inductor.mhc_pre, pre),
         "mhc_head": (mhc_inductor.mhc_head, head),
@@ -50,10 +53,14 @@ def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "e79_scan": (mhc_inductor.e79_scan, scan),
         "selection_attention": (mhc_inductor.selection_attention, attention),
         "blocks_to_ranges": (mhc_inductor.blocks_to_ranges, blocks),
+        "index_scores": (mhc_inductor.index_scores, index),
+        "index_topk": (mhc_inductor.index_topk, {**index, "topk": 2}),
     }
 
 
 GOOD = _good()
+# Their outputs are integers, so that tangents may be ignored.
+INTEGERS = {"index_topk"}
 
 
 def _bad(value: Any, optional: bool) -> dict[str, Any]:
@@ -68,7 +75,8 @@ def _bad(value: Any, optional: bool) -> dict[str, Any]:
             "a string": "x",
             "a tuple": (value,),
         }
-        wrong |= {"another dtype": value.to(other), "complex": value.to(torch.complex64), "bools": value > 0}
+        wrong |= {"another dtype": value.to(other), "complex": value.to(torch.complex64)}
+        wrong |= {"bools": value > 0} if value.dtype is not torch.bool else {}
     elif isinstance(value, bool):
         wrong |= {"an int": 1, "a string": "yes", "a tensor": torch.tensor(True), "an array": np.bool_(True)}
     elif isinstance(value, str):
@@ -139,7 +147,7 @@ def _differentiable() -> list[Any]:
         pytest.param(name, argument, id=f"{name}-{argument}")
         for name, (_, given) in GOOD.items()
         for argument, value in given.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
+        if isinstance(value, Tensor) and value.is_floating_point() and name not in INTEGERS
     ]
 
 
@@ -171,12 +179,13 @@ def test_forward_mode_is_refused_never_dropped(name, argument, mode):
 def _samples() -> dict[str, tuple[Any, ...]]:
     """Returns arguments of every op, in the order of its schema."""
     from test_ops_e79 import SAMPLES as e79
+    from test_ops_index import SAMPLES as index
     from test_ops_lists import SAMPLES as lists
     from test_ops_mhc import SAMPLES as mhc
     from test_ops_selection import SAMPLES as selection
 
     found: dict[str, tuple[Any, ...]] = {}
-    for case in (*mhc, *e79, *selection, *lists):
+    for case in (*mhc, *e79, *selection, *lists, *index):
         name, sample, variant = case.values
         if name not in found:
             found[name] = sample(**variant)
@@ -190,7 +199,7 @@ def test_every_op_has_a_sample():
     assert registry.REFERENCE.keys() - OP_SAMPLES.keys() <= {"selection_blocks"}
 
 
-@pytest.mark.parametrize("name", OP_SAMPLES)
+@pytest.mark.parametrize("name", [name for name in OP_SAMPLES if name not in INTEGERS])
 @pytest.mark.parametrize("functional", [False, True])
 def test_forward_mode_of_an_op_is_refused(name, functional):
     sample = list(OP_SAMPLES[name])

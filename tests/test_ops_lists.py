@@ -300,7 +300,7 @@ def test_a_detached_view_of_the_keys_gets_no_gradient():
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        ({}, ValueError, "one of ranges and indices must be given, got neither"),
+        ({}, TypeError, "ranges must be a tensor, got NoneType, and no indices"),
         ({"indices": 0, "ranges": 0}, ValueError, "one of ranges and indices must be given, got both"),
         ({"indices": torch.zeros(2, 5, 2, 3)}, TypeError, "indices must be int32 or int64, got torch.float32"),
         (

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mhc_inductor  # noqa: F401  (registers the ops)
-from mhc_inductor.ops import selection_cpu
+from mhc_inductor.ops import selection_cpu, selection_cpu_core
 from mhc_inductor.reference import selection as reference
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -37,7 +37,24 @@ class Fused:
     selection_attention_backward = staticmethod(selection_cpu.fused_attention_backward)
 
 
-FORMS = {"reference": reference, "cpu": selection_cpu, "fused": Fused}
+class Core:
+    """Runs the C++ of the CPU form, which only large calls get, for any size."""
+
+    @staticmethod
+    def selection_attention(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(selection_cpu_core, "LEAST", 0)
+            assert selection_cpu_core.usable(*args[:2]), "no C++ compiler"
+            return selection_cpu.selection_attention(*args)
+
+    @staticmethod
+    def selection_attention_backward(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(selection_cpu_core, "LEAST", 0)
+            return selection_cpu.selection_attention_backward(*args)
+
+
+FORMS = {"reference": reference, "cpu": selection_cpu, "core": Core, "fused": Fused}
 
 
 @pytest.fixture(params=FORMS)

@@ -48,7 +48,9 @@ def selection_list_rows(
     factors = line * (H * N)
     if column < NKC:
         d = column * DC + tl.arange(0, DC)
-        q_base = q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s * sqs, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
+        q_base = (
+            q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s * sqs, ALIGN) + tl.multiple_of(g * sqg, ALIGN)
+        )
         q = _heads(q_base, head.to(tl.int64) * tl.multiple_of(tl.cast(sqh, tl.int64), ALIGN), live, d, DK)
         if SHARED and DOUT:
             do = _heads(dout_ptr, do_at, live, d, DV)

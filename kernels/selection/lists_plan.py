@@ -150,7 +150,7 @@ def plan_lists_forward(
     B, S, G, h, _ = b.shape(q)
     h, c = b.static(h), call.config
     rows = B * S * G
-    NS = splits(b, rows * call.heads, c.per) if NS is None else NS
+    NS = _splits(b, rows * call.heads, c) if NS is None else NS
     o, lse = b.empty((B, S, G, h, v_width), b.dtype(q)), b.empty((B, S, G, h), b.f32)
     # Empty where nothing is split.
     part, plse = (b.empty((rows * NS * b.min(NS - 1, 1), *shape), b.f32) for shape in ((h, v_width), (h,)))
@@ -171,6 +171,14 @@ def plan_lists_forward(
             1, 1,
         )  # fmt: skip
     return o, lse
+
+
+def _splits(b: Any, programs: Any, c: ListConfig) -> Any:
+    """Returns into how many parts the keys of a query are split.
+
+    It depends on the number of queries, and so do the last bits. Deterministic algorithms never split.
+    """
+    return 1 if b.deterministic else splits(b, programs, c.per)
 
 
 def _combines(b: Any, rows: Any, NS: Any) -> Any:
@@ -242,9 +250,7 @@ def plan_selection_list_attention_backward(
     return dq, dk, dv, dsink
 
 
-def _plan_chunk(
-    b: Any, call: _Call, x: _Gradients, shared: bool, B: int, S_kv: int, size: int, first: int
-) -> None:
+def _plan_chunk(b: Any, call: _Call, x: _Gradients, shared: bool, B: int, S_kv: int, size: int, first: int) -> None:
     """Launches the kernels of at most ``size`` queries from ``first`` on."""
     n = call.constexprs
     S, G, N, H, DK, DV = *(call.args[name] for name in "SGN"), n["H"], n["DK"], n["DV"]
@@ -309,7 +315,7 @@ def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first:
     if call.kernel:
         b.launch(call.kernel, (lines * call.heads, 1, 1), args, constexprs, c.num_warps, c.num_stages)
         return
-    NS = splits(b, lines * call.heads, c.per) if rows == call.args["S"] else 1
+    NS = _splits(b, lines * call.heads, c) if rows == call.args["S"] else 1
     part = b.empty((lines * NS if NS > 1 else 0, H, DK), b.f32)
     b.launch(
         selection_list_dq, (lines * call.heads * NS, 1, 1), dict(args, part_ptr=part, NS=NS), constexprs, c.num_warps,

@@ -119,17 +119,18 @@ def selection_attention(
         nothing is selected. Both are differentiable.
 
     Raises:
-        ValueError: A shape or device does not fit, scale is not finite, or not just one of ranges and indices is given.
+        ValueError: A shape or device does not fit, scale is not finite, or ranges and indices are both given.
             The message names the argument.
-        TypeError: A dtype does not fit, an argument is not a tensor or not a number where it must be, or return_lse is
+        TypeError: Neither ranges nor indices are given, a dtype does not fit, an argument is not a tensor or not a number where it must be, or return_lse is
             not a bool.
 
     Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2; DeepSeek sparse attention,
     arXiv 2512.02556, over lists.
     """
-    if (ranges is None) == (indices is None):
-        found = "neither" if ranges is None else "both"
-        raise ValueError(f"selection_attention: one of ranges and indices must be given, got {found}")
+    if ranges is None and indices is None:
+        raise TypeError("selection_attention: ranges must be a tensor, got NoneType, and no indices in their place")
+    if ranges is not None and indices is not None:
+        raise ValueError("selection_attention: one of ranges and indices must be given, got both")
     if not isinstance(return_lse, bool):
         raise TypeError(f"selection_attention: return_lse must be a bool, got {type(return_lse).__name__}")
     if scale is None:

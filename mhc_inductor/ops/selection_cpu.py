@@ -1,7 +1,9 @@
-"""Selection attention on a CPU: the reference's formulas, restricted to the keys that neighbouring queries select.
+"""Selection attention on a CPU: C++ for large calls, else the reference's formulas over fewer keys.
 
-Eager calls multiply each chunk of queries with the gathered union of its keys. Under torch.compile, up to 2**20 scores
-become one formula, which Inductor fuses; with more scores, or symbolic sizes, the generated code calls the op.
+Eager calls of more than 2**20 scores run the C++ of :mod:`mhc_inductor.ops.selection_cpu_core`. Smaller ones, and all
+calls where there is no compiler, multiply each chunk of queries with the gathered union of its keys. Under
+torch.compile, up to 2**20 scores become one formula, which Inductor fuses; with more scores, or symbolic sizes, the
+generated code calls the op.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mhc_inductor.ops import selection_cpu_core as core
 from mhc_inductor.reference import selection as reference
 from mhc_inductor.reference.mhc import acc_dtype, as_given
 from mhc_inductor.reference.selection import Rows, Slices
@@ -89,11 +92,15 @@ def selection_attention(
     segments_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes :func:`mhc_inductor.reference.selection.selection_attention` with products over selected keys only."""
+    bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
+    if core.usable(q, k):
+        selected = core.Selected(ranges, bounds, core.segments(segments_q, segments_k))
+        o, lse = core.attention(q, k, v, selected, sink, scale)
+        return o.to(q.dtype), lse
     b, s, g, h, _ = q.shape
     acc = acc_dtype(q.dtype)
     o = q.new_zeros((b, s, g, h, v.shape[3]))
     lse = q.new_full((b, s, g, h), -torch.inf, dtype=acc)
-    bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
     for (in_b, in_g, _all), queries in _walk(q, k, ranges, bounds):
         keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
         odd = _odd(values)
@@ -125,9 +132,14 @@ def selection_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes :func:`mhc_inductor.reference.selection.selection_attention_backward` over selected keys only."""
     h, acc = q.shape[3], acc_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     row, dsink = reference.backward_rows(dout, dlse, sink, o, lse)
     bounds = reference.key_bounds(q, k, cu_seqlens_q, cu_seqlens_k)
+    if core.usable(q, k):
+        selected = core.Selected(ranges, bounds, core.segments(segments_q, segments_k))
+        grads = core.backward(row, dlse is not None, q, k, v, selected, scale)
+        dq, dk, dv = (t.to(q.dtype) for t in grads)
+        return dq, dk, dv, dsink
+    dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     for (in_b, in_g, _all), queries in _walk(q, k, ranges, bounds):
         keys, values = (t[in_b, in_g].to(acc) for t in (k, v))
         odd = _odd(keys, values, q[in_b, :, in_g], *(t[in_b, :, in_g] for t in row))

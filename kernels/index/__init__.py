@@ -1,0 +1,1 @@
+"""Triton kernels of the index ops: scores of keys, and the keys of the largest scores."""

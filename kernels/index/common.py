@@ -1,0 +1,67 @@
+"""Shared functions of the index kernels: which keys a query sees, and integers that sort as floats."""
+
+import triton
+import triton.language as tl
+
+# The id of a key that queries of every segment see: ops/segments.py.
+ANY = tl.constexpr(-2147483648)
+# The sortable integer of an invisible key, below that of every score.
+HIDDEN = tl.constexpr(-2147483648)
+MOST = tl.constexpr(2147483647)
+
+
+@triton.jit
+def row_limit(limit_ptr, row, T):
+    """Returns how many of the first keys the queries at ``row`` of limit[B * S] see, from 0 to T, int32."""
+    if limit_ptr is None:
+        n = (row * 0).to(tl.int32) + T
+    else:
+        n = tl.minimum(tl.maximum(tl.load(limit_ptr + row), 0), T).to(tl.int32)
+    return n
+
+
+@triton.jit
+def unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s, t, S, T, smb, sms, smt):
+    """Returns which of the keys t the mask and the segment ids let queries s of sequence b see; s < S and t < T."""
+    seen = (s >= 0) & (t >= 0)
+    if mask_ptr is not None:
+        at = mask_ptr + b * smb + s.to(tl.int64) * sms + t.to(tl.int64) * smt
+        seen = seen & (tl.load(at) != 0)
+    if seg_q_ptr is not None:
+        own = tl.load(seg_q_ptr + b * S + s)
+        ids = tl.load(seg_k_ptr + b * T + t)
+        seen = seen & ((ids == own) | (ids == ANY))
+    return seen
+
+
+@triton.jit
+def sortable(x):
+    """Returns int32 that sort as fp32 x do: -0 as 0, every NaN as the largest; none is HIDDEN."""
+    x = x + 0.0
+    bits = x.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & MOST)
+    return tl.where(x != x, MOST, bits)
+
+
+@triton.jit
+def store_scores(out, score, t, limit, there, SORTABLE: tl.constexpr):
+    """Stores scores of keys t: fp32 where ``there``, -inf at or beyond the limit; or with SORTABLE their integers.
+
+    Integers are stored everywhere, since a mask costs registers: the workspace has whole tiles.
+    """
+    if SORTABLE:
+        tl.store(out, sortable(score))
+    else:
+        tl.store(out, tl.where(t < limit, score, float("-inf")), mask=there)
+
+
+@triton.jit
+def hide(row, value, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, n, S, T, smb, sms, smt, SEG: tl.constexpr):
+    """Stores ``value`` at those of the first n keys of ``row`` that mask and segment ids hide from query s."""
+    if (mask_ptr is not None) | (seg_q_ptr is not None):
+        for p in range(0, n, SEG):
+            t = p + tl.arange(0, SEG)
+            key = tl.minimum(t, T - 1)
+            seen = unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s + key * 0, key, S, T, smb, sms, smt)
+            tl.store(row + t, value, mask=(t < n) & ~seen)
+        tl.debug_barrier()

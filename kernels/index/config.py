@@ -1,0 +1,49 @@
+"""Configurations of the index kernels, in closed form from D, the dtype and the device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..launch import shared_limit
+from ..selection.config import padded as padded
+from ..selection.pieces_plan import power_of_two
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreConfig:
+    """Configuration of the scores: tiles of BS queries and BT keys."""
+
+    BS: int
+    BT: int
+    num_warps: int
+    num_stages: int
+
+
+# (queries, keys, warps, stages), the best first. The first that fits is used.
+_TILES = ((64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1))
+# An fp32 product keeps each factor in two parts.
+_FLOAT = ((64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1), (16, 32, 4, 1))
+MOST_BLOCK = 16384
+"""Keys of a row that ``index_select`` holds in registers."""
+ELEMENTS = 32
+"""Keys of a row per thread."""
+
+
+def score_config(D: int, itemsize: int, backend: str, arch: int) -> ScoreConfig:
+    """Returns the configuration of the scores: the first choice whose tiles fit into shared memory."""
+    limit = shared_limit(backend, arch) - (8 << 10)
+    size = itemsize * (2 if itemsize == 4 else 1)
+    choices = _FLOAT if itemsize == 4 else _TILES
+    fitting = (c for c in choices if size * padded(D) * (c[1] + c[3] * c[0]) <= limit)
+    return ScoreConfig(*next(fitting, choices[-1]))
+
+
+def row_config(itemsize: int) -> ScoreConfig:
+    """Returns the configuration of the scores where a program scores one query."""
+    return ScoreConfig(1, 32, 8, 1) if itemsize == 4 else ScoreConfig(1, 64, 4, 1)
+
+
+def select_config(T: int) -> tuple[int, int]:
+    """Returns (keys held in registers, warps) of ``index_select`` for rows of T keys."""
+    block = max(1024, min(power_of_two(T), MOST_BLOCK))
+    return block, block // (32 * ELEMENTS)

@@ -1,0 +1,150 @@
+"""Launch plans of the index ops.
+
+``index_topk`` loops over chunks of queries to bound its memory, which a graph with dynamic sizes cannot express.
+Memory besides inputs and outputs: SCORES numbers of 4 bytes, or the scores of one tile of queries if those are more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mhc_inductor.reference.index import chunks
+
+from ..dtypes import without_kernel
+from ..selection.pieces_plan import power_of_two
+from ..selection.tile_lists_plan import alignment, dot_precision
+from . import config
+from .scores import index_hide, index_row_scores, index_tile_scores
+from .topk import index_select
+
+MAX_D, MAX_HEADS, MAX_TOPK = 256, 128, 4096
+SCORES = 1 << 26
+FEW_ROWS = 32  # up to so many queries, a program scores one query
+ROWS = 128  # the workspace holds a multiple of so many rows: whole tiles of queries
+HIDE = 1024  # keys at a time of a kernel that hides them
+PAD = 256  # rows of the workspace are multiples of so many numbers: whole tiles of keys
+
+
+def unsupported(b: Any, q: Any, k: Any, w: Any, *_: Any) -> str | None:
+    """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
+    if reason := without_kernel(b, q, k, w):
+        return reason
+    H, D = b.shape(q)[2:]
+    if D > MAX_D:
+        return f"D = {D} is above {MAX_D}"
+    if H > MAX_HEADS:
+        return f"H = {H} heads are above {MAX_HEADS}"
+    return None
+
+
+def unsupported_sizes(b: Any, q: Any, k: Any, w: Any, *rest: Any) -> str | None:
+    """Returns the reason that depends on all arguments why the reference runs, or None if the kernels run."""
+    if len(rest) == 6 and rest[0] > MAX_TOPK:
+        return f"topk = {rest[0]} is above {MAX_TOPK}"
+    return None
+
+
+def few(b: Any, S: Any) -> bool:
+    """Returns whether a program scores one query."""
+    return b.is_static(S) and S <= FEW_ROWS
+
+
+def padded_row(T: int) -> int:
+    """Returns the numbers of a row of the workspace."""
+    return -(-T // PAD) * PAD
+
+
+def _plan_scores(
+    b: Any,
+    out: Any,
+    q: Any,
+    k: Any,
+    w: Any,
+    scale: float,
+    limit: Any,
+    hidden: dict[str, Any],
+    where: tuple[Any, ...],
+) -> None:
+    """Launches the scores of the queries ``where`` = (sequences, first sequence, queries, first query) into ``out``.
+
+    Where ``out`` holds integers, they are sortable.
+    """
+    (_, S, H, D), T = b.shape(q), b.shape(k)[1]
+    _, stored, so = b.shape(out)
+    H, D = b.static(H), b.static(D)
+    parts, b0, rows, first = where
+    props, itemsize = b.device_props(), b.dtype(q).itemsize
+    sqb, sqs, sqh = b.strides(q)[:3]
+    skb, skt = b.strides(k)[:2]
+    swb, sws, swh = b.strides(w)
+    args = dict(q_ptr=q, k_ptr=k, w_ptr=w, limit_ptr=limit, out_ptr=out, scale=float(scale), S=S, T=T, b0=b0, first=first,
+                rows=rows, stored=stored, so=so, sqb=sqb, sqs=sqs, sqh=sqh, skb=skb, skt=skt, swb=swb, sws=sws,
+                swh=swh)  # fmt: skip
+    constexprs = dict(H=H, D=D, DP=config.padded(D), ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q)),
+                      SORTABLE=b.dtype(out) == b.i32)  # fmt: skip
+    if few(b, S):
+        c = config.row_config(itemsize)
+        NT = b.cdiv(T, c.BT)
+        constexprs |= dict(HP=max(16, power_of_two(H)), BT=c.BT)
+        b.launch(index_row_scores, (parts * rows * NT, 1, 1), dict(args, NT=NT), constexprs, c.num_warps, c.num_stages)
+        return
+    c = config.score_config(D, itemsize, props.backend, props.arch)
+    NS, NT = b.cdiv(rows, c.BS), b.cdiv(T, c.BT)
+    constexprs |= dict(BS=c.BS, BT=c.BT)
+    b.launch(
+        index_tile_scores, (parts * NS * NT, 1, 1), dict(args, **hidden, NS=NS, NT=NT), constexprs, c.num_warps, c.num_stages
+    )  # fmt: skip
+
+
+def _hidden(b: Any, mask: Any, seg_q: Any, seg_k: Any) -> dict[str, Any]:
+    """Returns the kernels' arguments that say which keys mask and segment ids hide. The mask keeps its strides."""
+    mask = None if mask is None else b.laid_out(mask)
+    smb, sms, smt = (0, 0, 0) if mask is None else b.strides(mask)
+    seg_q, seg_k = (None if t is None else b.contiguous(t) for t in (seg_q, seg_k))
+    return dict(mask_ptr=mask, seg_q_ptr=seg_q, seg_k_ptr=seg_k, smb=smb, sms=sms, smt=smt)
+
+
+def plan_index_scores(
+    b: Any, q: Any, k: Any, w: Any, scale: float, limit: Any, mask: Any, seg_q: Any, seg_k: Any
+) -> Any:
+    """Launches ``index_scores``; returns scores[B, S, T] fp32."""
+    (B, S), T = b.shape(q)[:2], b.shape(k)[1]
+    out = b.empty((B, S, T), b.f32)
+    hidden = _hidden(b, mask, seg_q, seg_k)
+    limit = None if limit is None else b.contiguous(limit)
+    _plan_scores(b, out, b.strided(q), b.strided(k), b.laid_out(w), scale, limit, hidden, (B, 0, S, 0))
+    if mask is not None or seg_q is not None:
+        b.launch(index_hide, (B * S, 1, 1), dict(out_ptr=out, S=S, T=T, **hidden), dict(SEG=HIDE), 4, 1)
+    return out
+
+
+def parts(B: int, S: int, T: int) -> list[tuple[slice, slice]]:
+    """Returns the chunks of sequences and queries whose scores ``index_topk`` holds at a time."""
+    return list(chunks(B, S, padded_row(T), SCORES, ROWS))
+
+
+def plan_index_topk(
+    b: Any, q: Any, k: Any, w: Any, topk: int, scale: float, limit: Any, mask: Any, seg_q: Any, seg_k: Any
+) -> Any:
+    """Launches ``index_topk``; returns indices[B, S, topk] int32."""
+    (B, S), T = b.shape(q)[:2], b.shape(k)[1]
+    out = b.empty((B, S, topk), b.i32)
+    if topk == 0:
+        return out
+    q, k, w = b.strided(q), b.strided(k), b.laid_out(w)
+    limit, hidden = None if limit is None else b.contiguous(limit), _hidden(b, mask, seg_q, seg_k)
+    so = padded_row(T)
+    BLOCK, warps = config.select_config(T)
+    for at, queries in parts(B, S, T):
+        count, rows = at.stop - at.start, queries.stop - queries.start
+        stored = rows if few(b, S) else -(-rows // ROWS) * ROWS
+        keys = b.empty((count, stored, so), b.i32)
+        _plan_scores(b, keys, q, k, w, scale, limit, hidden, (count, at.start, rows, queries.start))
+        b.launch(
+            index_select,
+            (count * rows, 1, 1),
+            dict(keys_ptr=keys, limit_ptr=limit, out_ptr=out, S=S, T=T, b0=at.start, first=queries.start, rows=rows,
+                 stored=stored, so=so, topk=topk, **hidden),
+            dict(BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
+        )  # fmt: skip
+    return out

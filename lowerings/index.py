@@ -1,0 +1,28 @@
+"""Lowerings of the index ops: on a GPU their launch plans, on a CPU a call of the op, which runs in chunks of queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+
+from . import common
+
+MOST_PARTS = 8
+"""Chunks of queries up to which the generated code launches the kernels itself."""
+
+
+def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether generated code calls ``index_topk``: its loop needs known sizes, and should be short."""
+    sizes = (*args[0].get_size()[:2], args[1].get_size()[1], args[3])
+    if not all(isinstance(s, (int, sympy.Integer)) for s in sizes):
+        return True
+    from mhc_inductor.kernels.index import plan  # imports triton
+
+    return len(plan.parts(*(int(s) for s in sizes[:3]))) > MOST_PARTS
+
+
+def register() -> None:
+    """Registers all lowerings. Called once, when the first graph is compiled."""
+    common.register("index_scores", None)
+    common.register("index_topk", None, _calls_op)

@@ -1,0 +1,121 @@
+"""Index scores of keys, and the keys of the largest scores: the public functions.
+
+They accept tensors of any strides and work with ``torch.compile``, ``torch.func`` and vmap. ``index_scores`` also works
+with autograd; second derivatives raise RuntimeError, forward-mode derivatives NotImplementedError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhc_inductor.ops import checks_index
+from mhc_inductor.ops.index import call
+
+
+def index_scores(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    *,
+    scale: float = 1.0,
+    limit: Tensor | None = None,
+    mask: Tensor | None = None,
+    segments_q: Tensor | None = None,
+    segments_k: Tensor | None = None,
+) -> Tensor:
+    """Computes the scores by which an indexer chooses keys.
+
+    ::
+
+        scores[b, s, t] = sum_h w[b, s, h] * relu(scale * <q[b, s, h], k[b, t]>)   where t is visible to s, else -inf
+
+    Key t is visible to query s where all of these hold: ``t < limit[b, s]``; ``mask[b, s, t]``; ``segments_k[b, t]``
+    equals ``segments_q[b, s]`` or is -2**31, which every query sees. What is None hides nothing. Products of bf16 and
+    fp16 inputs are exact and summed in fp32.
+
+    The result has B * S * T numbers: :func:`index_topk` does not. Gradients reach q, k and w; the gradient of a score
+    at an invisible key counts as zero. CUDA kernels run for bf16, fp16 and fp32, D up to 256 and H up to 128; everything
+    else runs the formula in plain PyTorch.
+
+    Args:
+        q: Queries ``[B, S, H, D]``; bf16, fp16, fp32 or fp64.
+        k: Keys ``[B, T, D]`` in q's dtype.
+        w: Weights ``[B, S, H]`` of the heads; any floating dtype (fp64 only if q is fp64).
+        scale: Factor inside the relu, finite and at least 0. A negative factor outside the relu belongs into w.
+        limit: How many of the first keys a query sees, ``[B, S]``, int32 or int64; below 0 is 0, above T is T. A causal
+            model passes ``s + 1 + T - S``. None for T.
+        mask: Which keys a query sees, bool, broadcastable to ``[B, S, T]``; never expanded in memory. None for all.
+        segments_q: Segment ids ``[B, S]`` of the queries, int32 or int64; given together with segments_k.
+        segments_k: Segment ids ``[B, T]`` of the keys.
+
+    Returns:
+        Scores ``[B, S, T]`` in fp32, in fp64 if q is fp64.
+
+    Raises:
+        ValueError: A shape or device does not fit, or scale is negative or not finite. The message names the argument.
+        TypeError: A dtype does not fit, or an argument is not a tensor or not a number where it must be.
+
+    Source: the lightning indexer of DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556, equation 1).
+    """
+    mask = _three_dims(mask)
+    if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
+        checks_index.index_scores(q, k, w, scale, limit, mask, segments_q, segments_k)
+    return call("index_scores", q, k, w, scale, limit, mask, segments_q, segments_k)
+
+
+def index_topk(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    topk: int,
+    *,
+    scale: float = 1.0,
+    limit: Tensor | None = None,
+    mask: Tensor | None = None,
+    segments_q: Tensor | None = None,
+    segments_k: Tensor | None = None,
+) -> Tensor:
+    """Returns, for each query, the visible keys of the ``topk`` largest :func:`index_scores`.
+
+    Exactly ``min(topk, visible keys)`` keys are chosen. Equal scores go to the lower index; NaN counts as the largest
+    score, as in ``torch.topk``; a visible key with a score of -inf comes before any invisible one.
+
+    Scores are held for a part of the queries at a time: up to 256 MiB, or those of 64 queries if these are more. Nothing
+    is read on the host. The indices have no gradient. CUDA kernels run for topk up to 4096 and what
+    :func:`index_scores` says; everything else runs the formula in plain PyTorch, in chunks of queries.
+
+    Args:
+        q: Queries ``[B, S, H, D]``; bf16, fp16, fp32 or fp64.
+        k: Keys ``[B, T, D]`` in q's dtype.
+        w: Weights ``[B, S, H]`` of the heads; any floating dtype (fp64 only if q is fp64).
+        topk: Number of keys, 0 to T; a model whose T may be smaller passes ``min(topk, T)``.
+        scale: As for :func:`index_scores`.
+        limit: As for :func:`index_scores`.
+        mask: As for :func:`index_scores`.
+        segments_q: As for :func:`index_scores`.
+        segments_k: As for :func:`index_scores`.
+
+    Returns:
+        Key indices ``[B, S, topk]``, int32, increasing; then -1 where fewer than topk keys are visible.
+
+    Raises:
+        ValueError: A shape or device does not fit, topk is negative or above T, or scale is negative or not finite. The
+            message names the argument.
+        TypeError: A dtype does not fit, or an argument is not a tensor or not a number where it must be.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556, the token selection after equation 1.
+    """
+    mask = _three_dims(mask)
+    if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
+        checks_index.index_topk(q, k, w, topk, scale, limit, mask, segments_q, segments_k)
+    return call("index_topk", q, k, w, topk, scale, limit, mask, segments_q, segments_k)
+
+
+def _three_dims(mask: Any) -> Any:
+    """Returns the mask with leading dimensions of 1 up to three; anything but a tensor is left to the checks."""
+    while isinstance(mask, Tensor) and mask.dim() < 3:
+        mask = mask.unsqueeze(0)
+    return mask

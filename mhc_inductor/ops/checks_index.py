@@ -1,0 +1,135 @@
+"""Validation of the arguments of the index ops. Values of limits, masks and segment ids are never read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from mhc_inductor.ops.checks import _floating, _shape, _text
+from mhc_inductor.ops.checks_selection import integers
+
+
+def _visibility(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    limit: Tensor | None,
+    mask: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+) -> None:
+    batch, s, t = q.shape[0], q.shape[1], k.shape[1]
+    if limit is not None:
+        integers(op, "limit", limit, q)
+        _shape(op, "limit", limit, [batch, s], "[B, S]")
+    if mask is not None:
+        _mask(op, mask, q, [batch, s, t])
+    if (segments_q is None) != (segments_k is None):
+        name, other = ("segments_q", "segments_k") if segments_q is None else ("segments_k", "segments_q")
+        raise ValueError(f"{op}: {name} must be given where {other} is, got None")
+    if segments_q is not None and segments_k is not None:
+        integers(op, "segments_q", segments_q, q)
+        integers(op, "segments_k", segments_k, q)
+        _shape(op, "segments_q", segments_q, [batch, s], "[B, S]")
+        _shape(op, "segments_k", segments_k, [batch, t], "[B, T]")
+
+
+def _mask(op: str, mask: Tensor, q: Tensor, full: list[Any]) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{op}: mask must be a tensor, got {type(mask).__name__}")
+    if mask.dtype is not torch.bool:
+        raise TypeError(f"{op}: mask must be bool, got {mask.dtype}")
+    if mask.device != q.device:
+        raise ValueError(f"{op}: mask must be on q's device {q.device}, got {mask.device}")
+
+    def message() -> str:
+        return f"{op}: mask must broadcast to [B, S, T] = {_text(full)}, got {_text(mask.shape)}"
+
+    if mask.dim() != 3:
+        raise ValueError(message())
+    for got, want in zip(mask.shape, full, strict=True):
+        if not statically_known_true(got == 1):
+            torch._check_value(got == want, message)
+
+
+def _scale(op: str, scale: float) -> None:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{op}: scale must be a number, got {type(scale).__name__}")
+    number = float(scale)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"{op}: scale must be finite and at least 0 (put a negative scale into w), got {number}")
+
+
+def index_scores(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    scale: float,
+    limit: Tensor | None,
+    mask: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+    *,
+    op: str = "index_scores",
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of ``index_scores`` fit together."""
+    _floating(op, q=q, k=k, w=w)
+    if q.dim() != 4:
+        raise ValueError(f"{op}: q must have shape [B, S, H, D], got {_text(q.shape)}")
+    batch, s, heads, width = q.shape
+    if k.dim() != 3:
+        raise ValueError(f"{op}: k must have shape [B, T, D], got {_text(k.shape)}")
+    _shape(op, "k", k, [batch, k.shape[1], width], "[B, T, D]")
+    _shape(op, "w", w, [batch, s, heads], "[B, S, H]")
+    for name, size in (("H", heads), ("D", width)):
+        torch._check_value(
+            size >= 1, lambda name=name: f"{op}: q[B, S, H, D] must have {name} of at least 1, got {_text(q.shape)}"
+        )
+    if k.dtype is not q.dtype:
+        raise TypeError(f"{op}: k must have q's dtype {q.dtype}, got {k.dtype}")
+    _scale(op, scale)
+    _visibility(op, q, k, limit, mask, segments_q, segments_k)
+
+
+def index_scores_backward(
+    dscores: Tensor,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    scale: float,
+    limit: Tensor | None,
+    mask: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of ``index_scores_backward`` fit together."""
+    op = "index_scores_backward"
+    index_scores(q, k, w, scale, limit, mask, segments_q, segments_k, op=op)
+    _floating(op, q=q, dscores=dscores)
+    _shape(op, "dscores", dscores, [q.shape[0], q.shape[1], k.shape[1]], "[B, S, T]")
+
+
+def index_topk(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    topk: int,
+    scale: float,
+    limit: Tensor | None,
+    mask: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of ``index_topk`` fit together."""
+    op = "index_topk"
+    index_scores(q, k, w, scale, limit, mask, segments_q, segments_k, op=op)
+    if isinstance(topk, bool) or not isinstance(topk, (int, torch.SymInt)):
+        raise TypeError(f"{op}: topk must be an int, got {type(topk).__name__}")
+    torch._check_value(topk >= 0, lambda: f"{op}: topk must be at least 0, got {topk}")
+    torch._check_value(
+        topk <= k.shape[1], lambda: f"{op}: topk must be at most T = {k.shape[1]}, the number of keys, got {topk}"
+    )

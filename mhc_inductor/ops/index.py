@@ -1,0 +1,100 @@
+"""The index ops in ``torch.ops.mhc_inductor``: scores of keys, their gradients, and the keys of the largest scores.
+
+``index_topk`` has no gradient: its outputs are integers. Double backward raises RuntimeError. The ops run in chunks of
+queries to bound their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhc_inductor.ops import checks_index
+from mhc_inductor.ops.registry import Gradient, define, needed
+from mhc_inductor.ops.registry import call as call
+from mhc_inductor.reference import index as reference
+from mhc_inductor.reference.mhc import acc_dtype
+
+_TENSORS = "Tensor q, Tensor k, Tensor w"
+_VISIBLE = "Tensor? limit, Tensor? mask, Tensor? segments_q, Tensor? segments_k"
+SCHEMAS = {
+    "index_scores": f"({_TENSORS}, float scale, {_VISIBLE}) -> Tensor scores",
+    "index_scores_backward": (
+        f"(Tensor dscores, {_TENSORS}, float scale, {_VISIBLE}) -> (Tensor dq, Tensor dk, Tensor dw)"
+    ),
+    "index_topk": f"({_TENSORS}, SymInt topk, float scale, {_VISIBLE}) -> Tensor indices",
+}
+
+
+def _scores_fake(q: Tensor, k: Tensor, *_: Any) -> Tensor:
+    return q.new_empty((*q.shape[:2], k.shape[1]), dtype=acc_dtype(q.dtype))
+
+
+def _backward_fake(dscores: Tensor, q: Tensor, k: Tensor, w: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), w.new_empty(w.shape)
+
+
+def _topk_fake(q: Tensor, k: Tensor, w: Tensor, topk: int, *_: Any) -> Tensor:
+    return q.new_empty((*q.shape[:2], topk), dtype=torch.int32)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    q, k, w, ctx.scale, *visible = inputs
+    ctx.save_for_backward(q, k, w, *visible)
+    ctx.set_materialize_grads(False)
+
+
+def _grad(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dscores is None:
+        return needed(ctx)
+    q, k, w, *visible = ctx.saved_tensors
+    return needed(ctx, *call("index_scores_backward", dscores, q, k, w, ctx.scale, *visible))
+
+
+def _fold(a: Tensor, dim: int | None, size: int) -> Tensor:
+    """Returns ``a`` with the vmap dimension merged into its first dimension."""
+    return (a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)).flatten(0, 1)
+
+
+def _fold_mask(a: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
+    """Returns the mask with the vmap dimension merged into B; unchanged where all entries share it."""
+    if dim is None and a.shape[0] == 1:
+        return a
+    a = a if dim is None else a.movedim(dim, 0)
+    return _fold(a.expand(*a.shape[:-3], batch, *a.shape[-2:]), None if dim is None else 0, size)
+
+
+def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    size, batch = info.batch_size, args[0].shape[1 if in_dims[0] == 0 else 0]
+    folded = []
+    for a, dim in zip(args, in_dims, strict=True):
+        if isinstance(a, Tensor):
+            a = _fold_mask(a, dim, size, batch) if a.dtype is torch.bool else _fold(a, dim, size)
+        folded.append(a)
+    out = op(*folded)
+    if isinstance(out, Tensor):
+        return out.unflatten(0, (size, -1)), 0
+    return tuple(t.unflatten(0, (size, -1)) for t in out), (0,) * len(out)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "index_scores": _scores_fake,
+    "index_scores_backward": _backward_fake,
+    "index_topk": _topk_fake,
+}
+_GRADIENTS: dict[str, Gradient] = {"index_scores": (_setup, _grad)}
+
+for _name, _fake in _FAKES.items():
+    define(
+        _name,
+        SCHEMAS[_name],
+        getattr(reference, _name),
+        _fake,
+        _GRADIENTS.get(_name),
+        getattr(checks_index, _name),
+        _vmap,
+        integers=_name == "index_topk",
+    )

@@ -1,0 +1,262 @@
+"""The kernels of the index ops through their launch plans, with poisoned buffers, against fp64.
+
+They run compiled on a GPU, elsewhere in the interpreter.
+"""
+
+from __future__ import annotations
+
+import helpers_index as h
+import pytest
+import torch
+from conftest import GPU, some
+
+import mhc_inductor  # noqa: F401
+from mhc_inductor.kernels.index import config, plan
+from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+
+if not GPU:
+    from interpreter_fixes import fix_dot
+
+    fix_dot()
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+NONE = (None,) * 4
+EPS = 2.0**-23
+
+
+class Poisoned(EagerBuilder):
+    """Fills every output and workspace first: floats with NaN, integers with the largest value."""
+
+    def empty(self, shape, dtype):
+        return super().empty(shape, dtype).fill_(float("nan") if dtype.is_floating_point else 2**31 - 1)
+
+
+@pytest.fixture
+def builder(device):
+    return Poisoned(torch.device(device), None if GPU else DeviceProps(2, "cuda", 90))
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Makes rows longer than 128 keys stream."""
+    monkeypatch.setattr(config, "select_config", lambda T: (128, 1))
+
+
+def check_scores(builder, args, scale=0.7, visible=NONE):
+    """Checks the scores against fp64; returns them."""
+    assert plan.unsupported(builder, *args) is None
+    got = plan.plan_index_scores(builder, *args, scale, *visible)
+    want = h.oracle(*args, scale, visible)
+    assert got.shape == want.shape and got.dtype is F32 and got.is_contiguous()
+    assert torch.equal(got == -torch.inf, want == -torch.inf)
+    there = want > -torch.inf
+    if there.any():
+        error = float((got.double() - want)[there].abs().max())
+        assert error <= 2 * h.formula_error(*args, scale) + EPS * float(want[there].abs().max()), error
+    return got
+
+
+def check_topk(builder, args, topk, scale=0.7, visible=NONE):
+    """Checks the chosen keys against fp64; returns them."""
+    assert plan.unsupported_sizes(builder, *args, topk, scale, *visible) is None
+    got = plan.plan_index_topk(builder, *args, topk, scale, *visible)
+    h.check_topk(got, args, topk, scale, visible)
+    return got
+
+
+def exact(builder, args, topk, visible=NONE):
+    """Checks the chosen keys where every score is exact, ties included."""
+    got = plan.plan_index_topk(builder, *args, topk, 1.0, *visible)
+    want = h.first_of(h.oracle(*args, 1.0, visible), ~h.seen(*args[:2], visible), topk)
+    assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("kind", h.KINDS)
+@pytest.mark.parametrize("S", [3, 70])
+def test_what_hides_keys(builder, device, kind, S):
+    args = h.make_inputs(2, S, 150, 3, 24, device=device)
+    visible = h.visibility(kind, *args[:2])
+    check_scores(builder, args, visible=visible)
+    check_topk(builder, args, 20, visible=visible)
+    exact(builder, h.make_inputs(2, S, 150, 3, 24, whole=True, device=device), 20, visible)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize(
+    ("S", "H", "D"),
+    some(
+        [
+            (S, H, D)
+            for S in (2, 200)
+            for H, D in ((1, 16), (4, 128), (16, 80), (64, 128), (128, 64), (33, 256), (5, 1))
+        ],
+        [(2, 1, 16), (2, 33, 80), (40, 5, 24), (40, 2, 256), (2, 3, 1)],
+    ),
+)
+def test_heads_and_widths(builder, device, S, H, D, dtype):
+    args = h.make_inputs(1, S, 90, H, D, dtype, device=device)
+    check_scores(builder, args)
+    check_topk(builder, args, 30, visible=h.visibility("causal", *args[:2]))
+
+
+@pytest.mark.parametrize("w_dtype", [BF16, F16, F32])
+def test_dtypes_of_the_weights(builder, device, w_dtype):
+    check_scores(builder, h.make_inputs(1, 40, 60, 4, 16, BF16, w_dtype=w_dtype, device=device))
+
+
+@pytest.mark.parametrize("topk", [1, 2, 31, 128, 149, 150])
+def test_numbers_of_keys(builder, device, topk):
+    args = h.make_inputs(1, 40, 150, 2, 16, device=device)
+    check_topk(builder, args, topk)
+    check_topk(builder, args, topk, visible=h.visibility("limits", *args[:2]))
+
+
+@pytest.mark.parametrize("kind", ["all", "everything", "limits"])
+@pytest.mark.parametrize("topk", [1, 7, 32])
+def test_rows_that_stream(builder, device, short, kind, topk):
+    args = h.make_inputs(2, 4, 700, 2, 16, device=device)
+    check_topk(builder, args, topk, visible=h.visibility(kind, *args[:2]))
+    exact(builder, h.make_inputs(2, 4, 700, 2, 16, whole=True, device=device), topk, h.visibility(kind, *args[:2]))
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "equal", "late"])
+def test_orders_of_scores_that_fill_the_candidates(builder, device, short, order):
+    """Tests rows whose every key beats the ones before, none does, all tie, or only the last ones are above 0."""
+    T = 900
+    value = {
+        "rising": torch.arange(T),
+        "falling": T - torch.arange(T),
+        "equal": torch.ones(T),
+        "late": (torch.arange(T) > T - 5) * 3.0,
+    }[order]
+    k = torch.zeros(1, T, 16)
+    k[0, :, 0] = value
+    q, w = torch.zeros(1, 3, 2, 16), torch.ones(1, 3, 2)
+    q[..., 0] = 1
+    exact(builder, tuple(t.to(device) for t in (q, k, w)), 30)
+
+
+@pytest.mark.parametrize("S", [2, 40])
+def test_ties_go_to_the_first_key(builder, device, S):
+    q, k, w = h.make_inputs(1, S, 200, 2, 16, device=device)
+    got = plan.plan_index_topk(builder, q * 0, k, w, 60, 1.0, *NONE)
+    assert torch.equal(got, torch.arange(60, dtype=torch.int32, device=device).expand(1, S, 60))
+    # Weights of both signs times a relu of 0 give -0 and 0, which tie.
+    got = plan.plan_index_topk(builder, -q.abs(), k.abs(), w, 60, 1.0, *NONE)
+    assert torch.equal(got, torch.arange(60, dtype=torch.int32, device=device).expand(1, S, 60))
+
+
+@pytest.mark.parametrize("S", [2, 40])
+def test_nan_and_inf(builder, device, S):
+    """Checks that NaN comes first, that -inf is chosen before hidden keys, and that NaN reaches its own keys only."""
+    q, k, w = h.make_inputs(1, S, 50, 2, 16, device=device)
+    k[0, 30] = torch.nan
+    k[0, 31] = -torch.nan
+    limit = torch.full((1, S), 40, device=device)
+    scores = plan.plan_index_scores(builder, q, k, w, 1.0, limit, None, None, None)
+    assert scores[0, :, 30:32].isnan().all() and not scores[0, :, :30].isnan().any()
+    assert (scores[0, :, 40:] == -torch.inf).all()
+    got = plan.plan_index_topk(builder, q, k, w, 2, 1.0, limit, None, None, None)
+    assert got.tolist() == [[[30, 31]] * S]
+    got = plan.plan_index_topk(builder, q, k, w, 1, 1.0, limit, None, None, None)
+    assert got.tolist() == [[[30]] * S]
+    q, k, w = q.abs(), k.abs().nan_to_num(1.0), w * 0 + 1
+    k[0, 3], w[...] = torch.inf, -1.0
+    mask = torch.ones(1, 1, 50, dtype=torch.bool, device=device)
+    mask[..., 10:] = False
+    got = plan.plan_index_topk(builder, q, k, w, 12, 1.0, None, mask, None, None)
+    assert got.tolist() == [[[*range(10), -1, -1]] * S]
+
+
+@pytest.mark.parametrize("S", [3, 70])
+def test_any_strides(builder, device, S):
+    B, T, H, D = 2, 90, 4, 16
+    q, k, w = h.make_inputs(B, S, T, H, D, device=device)
+    limit, mask, sq, sk = h.visibility("everything", q, k)
+    mask = torch.rand(B, S, T, generator=torch.Generator().manual_seed(3)).to(device) < 0.7
+    plain = (q, k, w), (limit, mask, sq, sk)
+    odd = (
+        (q.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0), k.mT.contiguous().mT, w.mT.contiguous().mT),
+        (limit.mT.contiguous().mT, mask.mT.contiguous().mT, sq.mT.contiguous().mT, sk.mT.contiguous().mT),
+    )
+    heads = (q.transpose(1, 2).contiguous().transpose(1, 2), torch.cat((k, k), -1)[..., :D], w)
+    for args, visible in (odd, (heads, plain[1])):
+        for p, p_visible in ((args, visible),):
+            assert torch.equal(
+                check_scores(builder, p, visible=p_visible), plan.plan_index_scores(builder, *plain[0], 0.7, *plain[1])
+            )
+            assert torch.equal(
+                check_topk(builder, p, 20, visible=p_visible),
+                plan.plan_index_topk(builder, *plain[0], 20, 0.7, *plain[1]),
+            )
+
+
+def test_a_mask_is_never_expanded(builder, device):
+    """Checks masks with strides of 0, in every dimension."""
+    args = h.make_inputs(2, 70, 90, 2, 16, device=device)
+    g = torch.Generator().manual_seed(5)
+    for shape in ((1, 70, 90), (2, 1, 90), (2, 70, 1), (1, 1, 1)):
+        mask = torch.rand(shape, generator=g).to(device) < 0.7
+        got = check_topk(builder, args, 9, visible=(None, mask, None, None))
+        wide = mask.expand(2, 70, 90)
+        assert torch.equal(got, check_topk(builder, args, 9, visible=(None, wide, None, None)))
+
+
+@pytest.mark.parametrize("S", [3, 150])
+def test_queries_in_parts_give_the_same(builder, device, monkeypatch, S):
+    args = h.make_inputs(3, S, 90, 2, 16, device=device)
+    visible = h.visibility("everything", *args[:2])
+    whole = check_topk(builder, args, 20, visible=visible)
+    for most in (1, 256 * S, 256 * 2 * S):
+        monkeypatch.setattr(plan, "SCORES", most)
+        assert len(plan.parts(3, S, 90)) > 1
+        assert torch.equal(plan.plan_index_topk(builder, *args, 20, 0.7, *visible), whole)
+
+
+def test_two_runs_are_equal(builder, device):
+    args = h.make_inputs(1, 40, 300, 3, 16, BF16, device=device)
+    assert torch.equal(check_scores(builder, args), check_scores(builder, args))
+    assert torch.equal(check_topk(builder, args, 50), check_topk(builder, args, 50))
+
+
+@pytest.mark.parametrize(
+    ("B", "S", "T", "topk"), [(0, 3, 4, 2), (2, 0, 4, 2), (2, 3, 0, 0), (2, 3, 4, 0), (1, 1, 1, 1)]
+)
+def test_sizes_of_none_and_one(builder, device, B, S, T, topk):
+    args = h.make_inputs(B, S, T, 1, 1, device=device)
+    check_scores(builder, args)
+    check_topk(builder, args, topk)
+
+
+def test_nothing_is_visible(builder, device):
+    for S in (2, 40):
+        args = h.make_inputs(1, S, 60, 2, 16, device=device)
+        for visible in ((torch.full((1, S), -5), None, None, None), (None, torch.zeros(1, S, 60).bool(), None, None)):
+            visible = tuple(None if t is None else t.to(device) for t in visible)
+            assert (plan.plan_index_topk(builder, *args, 20, 1.0, *visible) == -1).all()
+            assert (plan.plan_index_scores(builder, *args, 1.0, *visible) == -torch.inf).all()
+
+
+def test_a_scale_of_zero(builder, device):
+    args = h.make_inputs(1, 40, 60, 2, 16, device=device)
+    assert (check_scores(builder, args, 0.0) == 0).all()
+
+
+@pytest.mark.parametrize("D", [16, 128, 256])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("backend", "arch"), [("cuda", 90), ("cuda", 89), ("hip", 94)])
+def test_tiles_fit(D, itemsize, backend, arch):
+    c = config.score_config(D, itemsize, backend, arch)
+    assert plan.PAD % c.BT == 0 and plan.ROWS % c.BS == 0 and plan.PAD % config.row_config(itemsize).BT == 0
+
+
+def test_unsupported_inputs_have_a_reason():
+    builder = EagerBuilder(torch.device("meta"), DeviceProps(132, "cuda", 90))
+    q, k, w = h.make_inputs()
+    assert plan.unsupported(builder, q, k, w) is None
+    assert "float64" in plan.unsupported(builder, q.double(), k.double(), w)
+    assert "float64" in plan.unsupported(builder, q, k, w.double())
+    assert "D = 300" in plan.unsupported(builder, torch.zeros(1, 2, 1, 300), torch.zeros(1, 4, 300), w)
+    assert "H = 129" in plan.unsupported(builder, torch.zeros(1, 2, 129, 8), k, w)
+    assert "topk = 4097" in plan.unsupported_sizes(builder, q, k, w, 4097, 1.0, *NONE)
+    assert plan.unsupported_sizes(builder, q, k, w, 1.0, *NONE) is None

@@ -1,0 +1,74 @@
+"""Compiles the index kernels for absent GPUs: nothing spills, tiles fit into shared memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from offline import TARGETS, Recorder, compile_all
+
+from mhc_inductor.kernels.index import plan
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# (target, kernel, case): spilled bytes allowed.
+SPILLS = {
+    # A tf32x3 product keeps both factors in two parts.
+    ("cuda:90", "index_tile_scores", "256-fp32"): 968,
+    ("cuda:90", "index_row_scores", "decoding-fp32"): 176,
+    # Outside the loop over heads.
+    ("cuda:90", "index_tile_scores", "128-mask"): 40,
+    ("cuda:80", "index_tile_scores", "128"): 40,
+    ("cuda:80", "index_tile_scores", "long"): 40,
+    ("cuda:89", "index_tile_scores", "128"): 16,
+    ("cuda:89", "index_tile_scores", "long"): 16,
+}
+CASES = {
+    "128": {"S": 8192, "T": 8192, "limit": True},
+    "128-mask": {"S": 2048, "T": 4096, "limit": True, "hidden": True},
+    "64": {"S": 2048, "T": 2048, "D": 64, "H": 32},
+    "80-fp16": {"S": 300, "T": 1000, "D": 80, "H": 3, "dtype": F16, "topk": 100},
+    "128-fp32": {"S": 2048, "T": 4096, "dtype": F32},
+    "256": {"S": 2048, "T": 4096, "D": 256},
+    "256-fp32": {"S": 2048, "T": 4096, "D": 256, "dtype": F32},
+    "long": {"S": 256, "T": 65536, "limit": True},
+    "decoding": {"S": 1, "T": 65536, "limit": True, "hidden": True},
+    "decoding-fp32": {"S": 1, "T": 65536, "D": 256, "H": 128, "dtype": F32},
+}
+
+
+def launches(builder, *, S, T, H=64, D=128, dtype=BF16, topk=2048, limit=False, hidden=False):
+    def empty(*shape, dtype=dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    visible = [empty(1, S, dtype=torch.int64) if limit else None, None, None, None]
+    if hidden:
+        visible[1:] = [empty(1, 1, T, dtype=torch.bool), empty(1, S, dtype=torch.int32), empty(1, T, dtype=torch.int32)]
+    args = empty(1, S, H, D), empty(1, T, D), empty(1, S, H, dtype=F32)
+    assert plan.unsupported(builder, *args) is None
+    plan.plan_index_topk(builder, *args, min(topk, T), 1.0, *visible)
+    plan.plan_index_scores(builder, *args, 1.0, *visible)
+    return builder.launches
+
+
+# The tuned device compiles every case, the others the most common ones.
+PAIRS = [("cuda:90", case) for case in CASES]
+PAIRS += [(t, case) for t in TARGETS if t != "cuda:90" for case in ("128", "long", "decoding")]
+
+
+@pytest.mark.parametrize(("target", "case"), PAIRS)
+def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
+    recorded = launches(Recorder(TARGETS[target][1]), **CASES[case])
+    seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
+    wanted = {"index_row_scores" if CASES[case]["S"] == 1 else "index_tile_scores", "index_select"}
+    assert seen == (wanted | {"index_hide"} if CASES[case].get("hidden") else wanted)
+    assert not bad
+
+
+@pytest.mark.parametrize("case", ["128-mask", "decoding"])
+def test_sizes_of_one_are_constants(case, tmp_path):
+    """Checks that kernels compile when generated code passes a size or stride of 1 as a constant."""
+    recorded = []
+    for kernel, args, constexprs, *options in launches(Recorder(TARGETS["cuda:90"][1]), **CASES[case]):
+        ones = {name: 1 for name, value in args.items() if isinstance(value, int)}
+        recorded.append((kernel, args, {**constexprs, **ones}, *options))
+    _, bad = compile_all(recorded, "cuda:90", "ones", SPILLS, tmp_path)
+    assert not bad
