@@ -112,6 +112,23 @@ def test_dynamic_sizes_stay_symbolic():
         assert re.search(r"\bs\d+\b", _arguments(code, kernel)), kernel
 
 
+@pytest.mark.parametrize(("S", "dynamic"), [(64, False), (1, False), (64, True)])
+def test_segments_run_on_the_kernels(S, dynamic):
+    def fn(q, k, v, ranges):
+        own, keys = ranges.sum((2, 3, 4)), k.sum((2, 3)).long()
+        last = (None, None, None, SCALE, own, keys)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        o, lse = OPS.selection_attention(q, k, v, ranges, *last)
+        args = (o, lse, q, k, v, ranges, *last[:3], o, lse, *last[3:])
+        return o, OPS.selection_attention_backward(*args)
+
+    code = _compile(fn, S, 640, dynamic=dynamic)
+    launched = _launches(code)
+    assert launched.count("selection_segment_tiles") == (1 if S == 1 else 2)  # dK and dV have tiles of their own
+    assert ("selection_gather" if S == 1 else "selection_forward") in launched
+    assert "torch.ops.mhc_inductor" not in code
+
+
 def test_above_576_the_reference_is_called_and_logged_once(caplog):
     with caplog.at_level("WARNING", logger="mhc_inductor"):
         code = _compile(lambda q, k, v, ranges: _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges), 64, D=584)

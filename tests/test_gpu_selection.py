@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+import helpers_selection as h
 import pytest
 import torch
 import torch._dynamo.testing
@@ -373,6 +374,61 @@ def test_more_than_2_to_the_31_elements_of_k_and_v(queries):
         part = torch.cat((got[name][:, :, :ends], got[name][:, :, -ends:]), 2) if name in ("dk", "dv") else got[name]
         assert cases.relative(part, t) < ROUNDING, name
     assert not got["dk"][:, :, ends : length - ends].any()
+
+
+# ---- segment ids, and the sizes of latent attention
+
+
+SEGMENTED = {
+    "tiles": {"S": 300, "S_kv": 700, "h": 16, "Dk": 128, "B": 1, "size": 64, "r": 6},
+    "documents": {"kind": "all", "S": 100, "S_kv": 400, "h": 4, "Dk": 64, "r": 1, "segments": "documents"},
+    "packed": {"B": 1, "S": 90, "S_kv": 90, "lengths": (40, 0, 50), "size": 40, "h": 4, "Dk": 64},
+    "decoding": {"S": 3, "S_kv": 500, "h": 16, "Dk": 128, "size": 64},
+    "tokens": {"kind": "token", "S": 40, "S_kv": 300, "r": 100, "h": 8, "Dk": 64},
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", SEGMENTED)
+def test_segments_against_fp64(case, dtype):
+    options = {"kind": "odd", "segments": "mixed", "segment_dtype": torch.int64, "sink": True, **SEGMENTED[case]}
+    inputs = h.make_inputs(dtype=dtype, device="cuda", **options)
+    up = h.upstream(inputs)
+    got = h.run(inputs, up)
+    h.check(got, inputs, up)
+    assert_equal(h.run(inputs, up), got)
+
+
+@pytest.mark.parametrize("queries", [300, 3])
+def test_keys_of_other_segments_do_not_leak(queries):
+    inputs = h.make_inputs("odd", BF16, S=queries, S_kv=700, h=16, Dk=128, size=64, segments="mixed", device="cuda")
+    inputs["segments_q"][inputs["segments_q"] == 2] = 1
+    unseen, up, results = inputs["segments_k"] == 2, h.upstream(inputs), []
+    for bad in (1.0, float("nan")):
+        for name in ("k", "v"):
+            inputs[name] = torch.where(unseen[:, None, :, None], bad, inputs[name])
+        results.append(h.run(inputs, up))
+    assert_equal(*results)
+
+
+def test_compiled_segments_serve_every_length():
+    attention = torch.compile(selection_attention, fullgraph=True, dynamic=True)
+    for n, (queries, keys) in enumerate(((100, 300), (70, 200), (190, 640))):
+        with torch._dynamo.config.patch(error_on_recompile=n > 0):
+            inputs = h.make_inputs("odd", BF16, S=queries, S_kv=keys, h=8, Dk=64, segments="mixed", device="cuda")
+            assert torch.equal(attention(**inputs), selection_attention(**inputs))
+
+
+@pytest.mark.parametrize("queries", [300, 1])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_sizes_of_latent_attention_run_on_the_kernels(dtype, queries):
+    inputs = h.make_inputs(
+        "odd", dtype, B=1, G=1, S=queries, S_kv=300, h=128, Dk=576, Dv=512, size=64, sink=True, device="cuda"
+    )
+    up, got = h.upstream(inputs), {}
+    names = ours(kernels_of(lambda: got.update(h.run(inputs, up))))
+    assert "selection_gather" in names and "selection_gather_dq" in names
+    h.check(got, inputs, up)
 
 
 def test_above_576_the_reference_runs_and_logs_it_once(caplog):

@@ -131,11 +131,21 @@ def test_packed_sequences(device, lengths, key_lengths):
 @pytest.mark.parametrize(("r", "index"), [(4, I64), (40, I32)])
 def test_segments(device, r, index):
     """Tests packed sequences with segments as well, and NaN in keys of no query's segment."""
-    lengths = {"lengths": (20, 24), "key_lengths": (80, 50)}
-    made = {"B": 1, "S": 44, "S_kv": 130, "r": r, "size": 40, "segments": "mixed", "segment_dtype": index, "sink": True}
+    lengths = {"lengths": (5, 9), "key_lengths": (50, 40)}
+    made = {
+        "B": 1,
+        "S": 14,
+        "S_kv": 90,
+        "r": r,
+        "size": 40,
+        "h": 2,
+        "segments": "mixed",
+        "segment_dtype": index,
+        "sink": True,
+    }
     run(device, "odd", **made, **lengths)
     inputs, _ = run(device, "odd", **made)
-    ids = inputs["segments_q"]
+    inputs["segments_q"] = ids = inputs["segments_q"].long().T.contiguous().T  # may differ from the keys' dtype
     inputs["segments_q"] = torch.where(ids == ids.unique()[2], ids.unique()[1], ids)
     unseen = inputs["segments_k"] == ids.unique()[2]
     results = []
@@ -148,9 +158,10 @@ def test_segments(device, r, index):
 
 @pytest.mark.parametrize("shape", [{"B": 0}, {"S": 0}, {"S_kv": 0}, {"r": 0}])
 def test_empty_inputs(device, shape):
-    inputs = h.make_inputs("odd", F32, **{"S_kv": 9, **shape}, device=device)
-    got = h.run(inputs)
-    assert not got["o"].any() and bool((got["lse"] == -INF).all())
+    for segments in (None, "mixed"):
+        inputs = h.make_inputs("odd", F32, **{"S_kv": 9, **shape}, segments=segments, device=device)
+        got = h.run(inputs)
+        assert not got["o"].any() and bool((got["lse"] == -INF).all())
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])

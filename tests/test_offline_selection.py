@@ -139,6 +139,14 @@ ONES = {
         {"h": 2, "Dk": 16, "r": 4, "S": 1},
         {"selection_gather", "selection_combine", "selection_gather_dq", "selection_dq_sum", "selection_dkv_few"},
     ),
+    "segments": (
+        {"h": 2, "Dk": 16, "r": 4, "segments": torch.int64},
+        {"selection_segment_tiles", "selection_pieces", "selection_forward", "selection_dq", "selection_dkv"},
+    ),
+    "gathered segments": (
+        {"h": 2, "Dk": 16, "r": 4, "S": 1, "segments": torch.int32},
+        {"selection_segment_tiles", "selection_gather", "selection_gather_dq", "selection_dkv_few"},
+    ),
 }
 
 

@@ -160,13 +160,14 @@ def test_sizes_of_zero(name, sizes):
 
 
 @pytest.mark.parametrize("sink", [False, True], ids=["plain", "sink"])
+@pytest.mark.parametrize("segments", [None, "mixed"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_gradcheck(packed, sink):
+def test_gradcheck(packed, segments, sink):
     """Checks the op, whose backward is the closed form; lse of a row without keys is -inf and has no gradient."""
     from mhc_inductor.api.selection import selection_attention
 
     lengths = {"B": 1, "S": 6, "S_kv": 6, "lengths": (2, 0, 3)} if packed else {}
-    inputs = make_inputs("empty", h=2, Dk=3, Dv=2, r=2, sink=sink, **lengths)
+    inputs = make_inputs("empty", h=2, Dk=3, Dv=2, r=2, sink=sink, segments=segments, **lengths)
     tensors = {k: inputs[k].requires_grad_() for k in WANTED if inputs[k] is not None}
 
     def fn(*values):

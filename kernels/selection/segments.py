@@ -30,7 +30,7 @@ def segment_bits(ids_ptr, mine, first, S_kv, BN: tl.constexpr):
 @triton.jit
 def segment_words(ids_ptr, mine, first, S_kv, BN: tl.constexpr):
     """Returns the bits of :func:`segment_bits` for BN <= 64 keys, int64[N]."""
-    low: tl.constexpr = min(BN, 32)
+    low: tl.constexpr = BN if BN < 32 else 32
     words = segment_bits(ids_ptr, mine, first, S_kv, low).to(tl.int64)
     if BN > 32:
         high = segment_bits(ids_ptr, mine, first + 32, S_kv, 32).to(tl.int64)

@@ -88,8 +88,8 @@ def selection_attention(
     softmax under a mask would spread it to the gradients of all keys.
 
     The values of ranges, indices, boundaries and segment ids are never read on the host. CUDA kernels run for bf16,
-    fp16 and fp32, Dk and Dv up to 512 (lists: 576), h up to 64 (lists: 128) and 4096 ranges or positions; everything
-    else runs the formula in plain PyTorch. With ``v=k`` and ``indices``, each selected row is read once for both.
+    fp16 and fp32, Dk up to 576, Dv up to 512 (lists: 576), h up to 128 and 4096 ranges or positions; everything else
+    runs the formula in plain PyTorch. With ``v=k`` and ``indices``, each selected row is read once for both.
 
     Args:
         q: Queries ``[B, S, G, h, Dk]``, h heads in each of G groups; bf16, fp16, fp32 or fp64.
