@@ -15,7 +15,7 @@ SPILLS = {
     ("cuda:90", "index_tile_scores", "256-fp32"): 968,
     ("cuda:90", "index_row_scores", "decoding-fp32"): 176,
     # Outside the loop over heads.
-    ("cuda:90", "index_tile_scores", "128-mask"): 40,
+    ("cuda:90", "index_tile_scores", "128-mask"): 128,
     ("cuda:80", "index_tile_scores", "128"): 40,
     ("cuda:80", "index_tile_scores", "long"): 40,
     ("cuda:89", "index_tile_scores", "128"): 16,

@@ -11,23 +11,25 @@ MOST = tl.constexpr(2147483647)
 
 
 @triton.jit
-def row_limit(limit_ptr, row, T):
+def row_limit(limit_ptr, row, T, LIMIT: tl.constexpr):
     """Returns how many of the first keys the queries at ``row`` of limit[B * S] see, from 0 to T, int32."""
-    if limit_ptr is None:
-        n = (row * 0).to(tl.int32) + T
-    else:
+    if LIMIT:
         n = tl.minimum(tl.maximum(tl.load(limit_ptr + row), 0), T).to(tl.int32)
+    else:
+        n = (row * 0).to(tl.int32) + T
     return n
 
 
 @triton.jit
-def unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s, t, S, T, smb, sms, smt):
+def unmasked(
+    mask_ptr, seg_q_ptr, seg_k_ptr, b, s, t, S, T, smb, sms, smt, MASK: tl.constexpr, SEG: tl.constexpr
+):  # fmt: skip
     """Returns which of the keys t the mask and the segment ids let queries s of sequence b see; s < S and t < T."""
     seen = (s >= 0) & (t >= 0)
-    if mask_ptr is not None:
+    if MASK:
         at = mask_ptr + b * smb + s.to(tl.int64) * sms + t.to(tl.int64) * smt
         seen = seen & (tl.load(at) != 0)
-    if seg_q_ptr is not None:
+    if SEG:
         own = tl.load(seg_q_ptr + b * S + s)
         ids = tl.load(seg_k_ptr + b * T + t)
         seen = seen & ((ids == own) | (ids == ANY))
@@ -56,12 +58,15 @@ def store_scores(out, score, t, limit, there, SORTABLE: tl.constexpr):
 
 
 @triton.jit
-def hide(row, value, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, n, S, T, smb, sms, smt, SEG: tl.constexpr):
+def hide(
+    row, value, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, n, S, T, smb, sms, smt, MASK: tl.constexpr, SEG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Stores ``value`` at those of the first n keys of ``row`` that mask and segment ids hide from query s."""
-    if (mask_ptr is not None) | (seg_q_ptr is not None):
-        for p in range(0, n, SEG):
-            t = p + tl.arange(0, SEG)
+    if MASK | SEG:
+        for p in range(0, n, BLOCK):
+            t = p + tl.arange(0, BLOCK)
             key = tl.minimum(t, T - 1)
-            seen = unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s + key * 0, key, S, T, smb, sms, smt)
+            seen = unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s + key * 0, key, S, T, smb, sms, smt, MASK, SEG)
             tl.store(row + t, value, mask=(t < n) & ~seen)
         tl.debug_barrier()

@@ -29,7 +29,7 @@ def unsupported(b: Any, q: Any, k: Any, w: Any, *_: Any) -> str | None:
     """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
     if reason := without_kernel(b, q, k, w):
         return reason
-    H, D = b.shape(q)[2:]
+    H, D = (b.static(x) for x in b.shape(q)[2:])
     if D > MAX_D:
         return f"D = {D} is above {MAX_D}"
     if H > MAX_HEADS:
@@ -38,8 +38,11 @@ def unsupported(b: Any, q: Any, k: Any, w: Any, *_: Any) -> str | None:
 
 
 def unsupported_sizes(b: Any, q: Any, k: Any, w: Any, *rest: Any) -> str | None:
-    """Returns the reason that depends on all arguments why the reference runs, or None if the kernels run."""
-    if len(rest) == 6 and rest[0] > MAX_TOPK:
+    """Returns the reason that depends on all arguments why the reference runs, or None if the kernels run.
+
+    The arguments are those of ``index_scores`` or of ``index_topk``, whose fourth is topk.
+    """
+    if len(rest) == 6 and b.is_static(rest[0]) and rest[0] > MAX_TOPK:
         return f"topk = {rest[0]} is above {MAX_TOPK}"
     return None
 
@@ -81,7 +84,7 @@ def _plan_scores(
                 rows=rows, stored=stored, so=so, sqb=sqb, sqs=sqs, sqh=sqh, skb=skb, skt=skt, swb=swb, sws=sws,
                 swh=swh)  # fmt: skip
     constexprs = dict(H=H, D=D, DP=config.padded(D), ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q)),
-                      SORTABLE=b.dtype(out) == b.i32)  # fmt: skip
+                      SORTABLE=b.dtype(out) == b.i32, LIMIT=limit is not None)  # fmt: skip
     if few(b, S):
         c = config.row_config(itemsize)
         NT = b.cdiv(T, c.BT)
@@ -90,10 +93,9 @@ def _plan_scores(
         return
     c = config.score_config(D, itemsize, props.backend, props.arch)
     NS, NT = b.cdiv(rows, c.BS), b.cdiv(T, c.BT)
-    constexprs |= dict(BS=c.BS, BT=c.BT)
-    b.launch(
-        index_tile_scores, (parts * NS * NT, 1, 1), dict(args, **hidden, NS=NS, NT=NT), constexprs, c.num_warps, c.num_stages
-    )  # fmt: skip
+    constexprs |= dict(BS=c.BS, BT=c.BT, **_flags(hidden))
+    args |= dict(**hidden, NS=NS, NT=NT)
+    b.launch(index_tile_scores, (parts * NS * NT, 1, 1), args, constexprs, c.num_warps, c.num_stages)
 
 
 def _hidden(b: Any, mask: Any, seg_q: Any, seg_k: Any) -> dict[str, Any]:
@@ -102,6 +104,11 @@ def _hidden(b: Any, mask: Any, seg_q: Any, seg_k: Any) -> dict[str, Any]:
     smb, sms, smt = (0, 0, 0) if mask is None else b.strides(mask)
     seg_q, seg_k = (None if t is None else b.contiguous(t) for t in (seg_q, seg_k))
     return dict(mask_ptr=mask, seg_q_ptr=seg_q, seg_k_ptr=seg_k, smb=smb, sms=sms, smt=smt)
+
+
+def _flags(hidden: dict[str, Any]) -> dict[str, bool]:
+    """Returns the kernels' flags for the arguments of :func:`_hidden`."""
+    return dict(MASK=hidden["mask_ptr"] is not None, SEG=hidden["seg_q_ptr"] is not None)
 
 
 def plan_index_scores(
@@ -113,8 +120,9 @@ def plan_index_scores(
     hidden = _hidden(b, mask, seg_q, seg_k)
     limit = None if limit is None else b.contiguous(limit)
     _plan_scores(b, out, b.strided(q), b.strided(k), b.laid_out(w), scale, limit, hidden, (B, 0, S, 0))
-    if mask is not None or seg_q is not None:
-        b.launch(index_hide, (B * S, 1, 1), dict(out_ptr=out, S=S, T=T, **hidden), dict(SEG=HIDE), 4, 1)
+    if any(_flags(hidden).values()):
+        args = dict(out_ptr=out, S=S, T=T, **hidden)
+        b.launch(index_hide, (B * S, 1, 1), args, dict(**_flags(hidden), BLOCK=HIDE), 4, 1)
     return out
 
 
@@ -145,6 +153,6 @@ def plan_index_topk(
             (count * rows, 1, 1),
             dict(keys_ptr=keys, limit_ptr=limit, out_ptr=out, S=S, T=T, b0=at.start, first=queries.start, rows=rows,
                  stored=stored, so=so, topk=topk, **hidden),
-            dict(BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
+            dict(LIMIT=limit is not None, **_flags(hidden), BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
         )  # fmt: skip
     return out

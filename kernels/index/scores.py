@@ -18,6 +18,7 @@ def index_tile_scores(
     q_ptr, k_ptr, w_ptr, limit_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, out_ptr, scale, S, T, NS, NT, b0, first, rows, stored,
     so, sqb, sqs, sqh, skb, skt, swb, sws, swh, smb, sms, smt, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BS: tl.constexpr, BT: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr, SORTABLE: tl.constexpr,
+    LIMIT: tl.constexpr, MASK: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """Computes out[parts, stored, so] of ``rows`` queries from ``first`` on, of the sequences from ``b0`` on.
 
@@ -34,10 +35,10 @@ def index_tile_scores(
     s = first + tl.minimum(local, rows - 1)
     t = pid % NT * BT + tl.arange(0, BT)
     key = tl.minimum(t, T - 1)
-    limit = tl.where(local < rows, row_limit(limit_ptr, b * S + s, T), 0)
+    limit = tl.where(local < rows, row_limit(limit_ptr, b * S + s, T, LIMIT), 0)
     needed = pid % NT * BT < tl.max(limit, axis=0)
-    if (mask_ptr is not None) | (seg_q_ptr is not None):
-        seen = unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s[:, None], key[None, :], S, T, smb, sms, smt)
+    if MASK | SEG:
+        seen = unmasked(mask_ptr, seg_q_ptr, seg_k_ptr, b, s[:, None], key[None, :], S, T, smb, sms, smt, MASK, SEG)
         seen = seen & (t[None, :] < limit[:, None])
         needed = tl.max(tl.max(seen.to(tl.int32), axis=1), axis=0) > 0
     if SORTABLE & (needed == 0):
@@ -75,7 +76,7 @@ def index_tile_scores(
 def index_row_scores(
     q_ptr, k_ptr, w_ptr, limit_ptr, out_ptr, scale, S, T, NT, b0, first, rows, stored, so, sqb, sqs, sqh, skb, skt, swb,
     sws, swh, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr,
-    ALIGN: tl.constexpr, PREC: tl.constexpr, SORTABLE: tl.constexpr,
+    ALIGN: tl.constexpr, PREC: tl.constexpr, SORTABLE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Computes what ``index_tile_scores`` does. One program: one query, HP >= H heads as rows of a product, BT keys."""
     pid = tl.program_id(0)
@@ -84,7 +85,7 @@ def index_row_scores(
     s = first + row % rows
     t = pid % NT * BT + tl.arange(0, BT)
     key = tl.minimum(t, T - 1)
-    limit = row_limit(limit_ptr, b * S + s, T)
+    limit = row_limit(limit_ptr, b * S + s, T, LIMIT)
     if SORTABLE & (pid % NT * BT >= limit):
         return
     d, h = tl.arange(0, DP), tl.arange(0, HP)
@@ -105,24 +106,11 @@ def index_row_scores(
 
 @triton.jit(do_not_specialize=["S", "T", "smb", "sms", "smt"])
 def index_hide(
-    out_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, S, T, smb, sms, smt, SEG: tl.constexpr,
+    out_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, S, T, smb, sms, smt, MASK: tl.constexpr, SEG: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Stores -inf in out[B, S, T] where mask or segment ids hide a key. One program: one query."""
     pid = tl.program_id(0)
     row = out_ptr + pid.to(tl.int64) * T
-    hide(
-        row,
-        float("-inf"),
-        mask_ptr,
-        seg_q_ptr,
-        seg_k_ptr,
-        (pid // S).to(tl.int64),
-        pid % S,
-        T,
-        S,
-        T,
-        smb,
-        sms,
-        smt,
-        SEG,
-    )
+    b, none = (pid // S).to(tl.int64), float("-inf")
+    hide(row, none, mask_ptr, seg_q_ptr, seg_k_ptr, b, pid % S, T, S, T, smb, sms, smt, MASK, SEG, BLOCK)

@@ -40,21 +40,21 @@ def visible_count(key):
 
 
 @triton.jit
-def _store_chosen(row, index_row, n, threshold, ties, keys_out, out, SEG: tl.constexpr):
+def _store_chosen(row, index_row, n, threshold, ties, keys_out, out, STEP: tl.constexpr):
     """Stores the keys above the threshold and the first ``ties`` at it of the n keys of ``row``, in their order.
 
     Their indices, of ``index_row`` or the places in the row, go to ``out``; the keys go to ``keys_out`` unless it is
     None. Both may be the rows themselves.
     """
     above_before, tied_before = n * 0, n * 0
-    for p in range(0, n, SEG):
-        i = p + tl.arange(0, SEG)
+    for p in range(0, n, STEP):
+        i = p + tl.arange(0, STEP)
         key = tl.load(row + i, mask=i < n, other=HIDDEN)
         index = i
         if index_row is not None:
             index = tl.load(index_row + i, mask=i < n, other=0)
         above, equal = key > threshold, key == threshold
-        # Two sums in one: SEG is below 2**15.
+        # Two sums in one: STEP is below 2**15.
         both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
         before = tl.cumsum(both, axis=0) - both
         tied = tied_before + (before >> 16)
@@ -70,14 +70,14 @@ def _store_chosen(row, index_row, n, threshold, ties, keys_out, out, SEG: tl.con
 
 
 @triton.jit
-def _choose(row, index_row, n, keys_out, out, topk, BLOCK: tl.constexpr, SEG: tl.constexpr):
+def _choose(row, index_row, n, keys_out, out, topk, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """Chooses from a row of n <= BLOCK keys as ``_store_chosen`` does; returns how many, and the threshold."""
     i = tl.arange(0, BLOCK)
     key = tl.load(row + i, mask=i < n, other=HIDDEN)
     seen = visible_count(key)
     want = tl.minimum(seen, topk)
     threshold, ties = cut(key, seen, want)
-    _store_chosen(row, index_row, n, threshold, ties, keys_out, out, SEG)
+    _store_chosen(row, index_row, n, threshold, ties, keys_out, out, STEP)
     return want, threshold
 
 
@@ -85,20 +85,20 @@ def _choose(row, index_row, n, keys_out, out, topk, BLOCK: tl.constexpr, SEG: tl
 def _choose_streaming(row, n, out, topk, BLOCK: tl.constexpr):
     """Chooses from a row of n > BLOCK keys, of which the first BLOCK are overwritten; returns how many are chosen.
 
-    topk is at most SEG. Candidates are stored as keys row[:CAP] and indices row[CAP:BLOCK].
+    topk is at most STEP. Candidates are stored as keys row[:CAP] and indices row[CAP:BLOCK].
     """
     CAP: tl.constexpr = BLOCK // 2
-    SEG: tl.constexpr = BLOCK // 4
-    count, floor = _choose(row, None, n * 0 + BLOCK, row, out, topk, BLOCK, SEG)
+    STEP: tl.constexpr = BLOCK // 4
+    count, floor = _choose(row, None, n * 0 + BLOCK, row, out, topk, BLOCK, STEP)
     # Later keys must be above what is already chosen, unless fewer than topk were visible.
     floor = tl.where(count == topk, floor, HIDDEN)
-    i = tl.arange(0, SEG)
+    i = tl.arange(0, STEP)
     tl.debug_barrier()
     tl.store(row + CAP + i, tl.load(out + i, mask=i < count), mask=i < count)
-    for p in range(BLOCK, n, SEG):
-        if count + SEG > CAP:
+    for p in range(BLOCK, n, STEP):
+        if count + STEP > CAP:
             tl.debug_barrier()
-            count, floor = _choose(row, row + CAP, count, row, row + CAP, topk, CAP, SEG)
+            count, floor = _choose(row, row + CAP, count, row, row + CAP, topk, CAP, STEP)
         j = p + i
         key = tl.load(row + j, mask=j < n, other=HIDDEN)
         better = key > floor
@@ -107,7 +107,7 @@ def _choose_streaming(row, n, out, topk, BLOCK: tl.constexpr):
         tl.store(row + CAP + place, j, mask=better)
         count += tl.sum(better.to(tl.int32), axis=0)
     tl.debug_barrier()
-    want, _ = _choose(row, row + CAP, count, None, out, topk, CAP, SEG)
+    want, _ = _choose(row, row + CAP, count, None, out, topk, CAP, STEP)
     return want
 
 
@@ -122,31 +122,30 @@ def _fill(out, start, topk, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["S", "T", "b0", "first", "rows", "stored", "so", "topk", "smb", "sms", "smt"])
 def index_select(
     keys_ptr, limit_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, out_ptr, S, T, b0, first, rows, stored, so, topk, smb, sms, smt,
-    BLOCK: tl.constexpr, STREAM: tl.constexpr,
+    LIMIT: tl.constexpr, MASK: tl.constexpr, SEG: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """Writes out[B, S, topk] of ``rows`` queries from ``first`` on, of the sequences from ``b0`` on.
 
     From the sortable integers keys[parts, stored, so]. STREAM: rows may be longer than BLOCK. One program: one query; the last come first, because they see the most keys of a causal model.
     """
-    SEG: tl.constexpr = BLOCK // 4
+    STEP: tl.constexpr = BLOCK // 4
     pid = tl.program_id(0)
     part, local = pid // rows, rows - 1 - pid % rows
     b, s = (b0 + part).to(tl.int64), first + local
     at = b * S + s
-    n = row_limit(limit_ptr, at, T)
+    n = row_limit(limit_ptr, at, T, LIMIT)
     row = keys_ptr + tl.multiple_of((part * stored + local).to(tl.int64) * so, 16)
     out = out_ptr + at * topk
-    hide(row, HIDDEN, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, n, S, T, smb, sms, smt, SEG)
+    hide(row, HIDDEN, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, n, S, T, smb, sms, smt, MASK, SEG, STEP)
     chosen = tl.minimum(n, topk)
-    ALL: tl.constexpr = (mask_ptr is None) & (seg_q_ptr is None)
-    if ALL & (n <= topk):
-        for j in range(0, n, SEG):
-            i = j + tl.arange(0, SEG)
+    if (not (MASK or SEG)) & (n <= topk):
+        for j in range(0, n, STEP):
+            i = j + tl.arange(0, STEP)
             tl.store(out + i, i, mask=i < n)
     elif n <= BLOCK // 2:
-        chosen, _ = _choose(row, None, n, None, out, topk, BLOCK // 2, SEG)
+        chosen, _ = _choose(row, None, n, None, out, topk, BLOCK // 2, STEP)
     elif n <= BLOCK:
-        chosen, _ = _choose(row, None, n, None, out, topk, BLOCK, SEG)
+        chosen, _ = _choose(row, None, n, None, out, topk, BLOCK, STEP)
     elif STREAM:
         chosen = _choose_streaming(row, n, out, topk, BLOCK)
-    _fill(out, chosen, topk, SEG)
+    _fill(out, chosen, topk, STEP)

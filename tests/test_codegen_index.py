@@ -1,0 +1,102 @@
+"""The CUDA code of compiled graphs with the index ops, without a GPU: which kernels it launches on what."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from fakecuda import fake_cuda, generated_code, on_a_cpu_build
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mhc_inductor
+from mhc_inductor.kernels.index import plan
+
+pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
+
+
+def _compile(fn, S, T, dynamic=None, D=64, *, B=2, mask=(1, 1)):
+    torch._dynamo.reset()
+    with fake_cuda(), FakeTensorMode():
+        q = torch.empty(B, S, 4, D, device="cuda", dtype=torch.bfloat16)
+        k = torch.empty(B, T, D, device="cuda", dtype=torch.bfloat16)
+        w = torch.empty(B, S, 4, device="cuda")
+        limit = torch.empty(B, S, device="cuda", dtype=torch.int32)
+        mask = torch.empty(*mask, T, device="cuda", dtype=torch.bool)
+        codes = generated_code(
+            lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")(q, k, w, limit, mask)
+        )
+    assert len(codes) == 1
+    return codes[0][codes[0].index("def call(") :]
+
+
+def _launches(code):
+    return re.findall(r"^\s+(\w+?)(?:_\d+)?\.run\(", code, re.MULTILINE)
+
+
+def _topk(q, k, w, limit, mask):
+    return mhc_inductor.index_topk(q, k, w, 16, scale=0.1, limit=limit)
+
+
+def test_known_sizes_launch_the_kernels():
+    code = _compile(_topk, 256, 512)
+    assert _launches(code) == ["index_tile_scores", "index_select"]
+    assert "torch.ops.mhc_inductor" not in code
+
+
+def test_few_queries():
+    assert _launches(_compile(_topk, 1, 512)) == ["index_row_scores", "index_select"]
+
+
+def test_a_few_chunks_are_launched_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(plan, "SCORES", 128 * 512)
+    code = _compile(_topk, 256, 512)
+    assert _launches(code) == ["index_tile_scores", "index_select"] * 4
+    assert "torch.ops.mhc_inductor" not in code
+
+
+def test_many_chunks_call_the_op(monkeypatch):
+    monkeypatch.setattr(plan, "SCORES", 1)
+    assert "torch.ops.mhc_inductor.index_topk.default" in _compile(_topk, 2048, 512)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_scores_launch_one_kernel_for_any_sizes(dynamic):
+    code = _compile(lambda q, k, w, limit, mask: mhc_inductor.index_scores(q, k, w, limit=limit), 256, 512, dynamic)
+    assert _launches(code) == ["index_tile_scores"]
+    assert "torch.ops.mhc_inductor" not in code
+
+
+def test_unknown_sizes_call_the_op():
+    code = _compile(_topk, 256, 512, dynamic=True)
+    assert "torch.ops.mhc_inductor.index_topk.default" in code and not _launches(code)
+
+
+def test_a_mask_is_read_in_place():
+    """Checks that an expanded mask is neither copied nor expanded."""
+
+    def fn(q, k, w, limit, mask):
+        wide = mask.expand(2, 256, 512)
+        return mhc_inductor.index_scores(q, k, w, mask=wide), mhc_inductor.index_topk(q, k, w, 9, mask=mask)
+
+    code = _compile(fn, 256, 512)
+    assert sorted(_launches(code)) == sorted(["index_tile_scores", "index_hide", "index_tile_scores", "index_select"])
+    # Two kernels of the scores and two of the choice read it, the first two with strides of 0.
+    assert code.count("reinterpret_tensor(arg0_1, (2, 256, 512), (0, 0, 1), 0)") == 2
+    assert not re.search(r"triton_\w+\.run|empty_strided_cuda\(.*torch\.bool", code)
+
+
+def test_computed_inputs_are_read_in_place():
+    def fn(q, k, w, limit, mask):
+        return mhc_inductor.index_topk(q * 2, k.relu(), w.sigmoid(), 16, limit=limit + 1)
+
+    launched = _launches(_compile(fn, 256, 512))
+    assert [n for n in launched if n.startswith("index")] == ["index_tile_scores", "index_select"]
+    assert len(launched) <= 6, "one kernel for each computed input"
+
+
+def test_above_256_the_reference_is_called_and_logged_once(caplog):
+    with caplog.at_level("WARNING", logger="mhc_inductor"):
+        code = _compile(_topk, 256, 512, D=300)
+    assert "torch.ops.mhc_inductor.index_topk.default" in code
+    assert [r for r in caplog.records if "D = 300 is above 256" in r.getMessage()]

@@ -1,0 +1,204 @@
+"""The index ops on a GPU: parity at real sizes, which kernels run, ties, CUDA graphs, compiled code, memory."""
+
+from __future__ import annotations
+
+import helpers_index as h
+import pytest
+import torch
+import torch._dynamo.testing
+from test_gpu import kernels_of
+
+import mhc_inductor
+from mhc_inductor import index_scores, index_topk, log
+
+pytestmark = pytest.mark.gpu
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NONE = (None,) * 4
+
+
+def made(*sizes, dtype=BF16, kind="causal", **kwargs):
+    args = h.make_inputs(*sizes, dtype, device="cuda", **kwargs)
+    return args, h.visibility(kind, *args[:2])
+
+
+def named(visible):
+    return dict(zip(("limit", "mask", "segments_q", "segments_k"), visible, strict=True))
+
+
+def both(args, visible, topk, scale=0.1):
+    """Checks scores and choice against fp64."""
+    want = h.oracle(*args, scale, visible)
+    got = index_scores(*args, scale=scale, **named(visible))
+    assert torch.equal(got == -torch.inf, want == -torch.inf)
+    there = want > -torch.inf
+    slack = 2 * h.formula_error(*args, scale) + 2.0**-23 * float(want[there].abs().max())
+    assert float((got.double() - want)[there].abs().max()) <= slack
+    h.check_topk(index_topk(*args, topk, scale=scale, **named(visible)), args, topk, scale, visible)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+@pytest.mark.parametrize("kind", ["causal", "everything"])
+@pytest.mark.parametrize(
+    ("sizes", "topk"),
+    [
+        ((2, 300, 700, 64, 128), 256),
+        ((1, 129, 1025, 32, 64), 512),
+        ((2, 3, 3000, 64, 128), 2048),
+        ((3, 65, 77, 5, 80), 13),
+    ],
+)
+def test_parity(sizes, topk, kind, dtype):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    both(*made(*sizes, dtype=dtype, kind=kind), topk)
+
+
+@pytest.mark.parametrize(("T", "topk"), [(16384, 2048), (16385, 4096), (40000, 2048), (131072, 512)])
+@pytest.mark.parametrize("S", [5, 70])
+def test_long_rows(S, T, topk):
+    args, visible = made(1, S, T, 4, 64, kind="limits")
+    both(args, visible, topk)
+
+
+def test_the_choice_is_that_of_the_scores():
+    """Checks 8192 queries against a stable sort of the op's own scores: ties are the lower index's."""
+    args, visible = made(1, 8192, 8192, 2, 64)  # with 2 heads a quarter of the scores is exactly 0
+    topk = 2048
+    scores = index_scores(*args, **named(visible))
+    chosen = index_topk(*args, topk, **named(visible))
+    for first in range(0, 8192, 1024):
+        rows = scores[0, first : first + 1024]
+        order = rows.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+        want = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order, True) & (rows > -torch.inf)
+        got = torch.zeros((1024, 8193), dtype=torch.bool, device="cuda")
+        index = chosen[0, first : first + 1024].long()
+        got.scatter_(1, torch.where(index < 0, 8192, index), True)
+        assert torch.equal(got[:, :8192], want)
+
+
+@pytest.mark.parametrize("T", [4000, 60000])
+def test_ties_and_whole_numbers(T):
+    args, visible = made(1, 40, T, 2, 16, kind="everything", whole=True)
+    got = index_topk(*args, 1000, **named(visible))
+    want = h.first_of(h.oracle(*args, 1.0, visible), ~h.seen(*args[:2], visible), 1000)
+    assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "equal"])
+def test_orders_of_long_rows(order):
+    T = 70000
+    value = {"rising": torch.arange(T), "falling": T - torch.arange(T), "equal": torch.ones(T)}[order].float()
+    k = torch.zeros(1, T, 16, device="cuda")
+    k[0, :, 0] = value.cuda()
+    q = torch.zeros(1, 3, 2, 16, device="cuda")
+    q[..., 0] = 1
+    got = index_topk(q, k, torch.ones(1, 3, 2, device="cuda"), 4096)
+    first = T - 4096 if order == "rising" else 0
+    assert torch.equal(got, torch.arange(first, first + 4096, dtype=torch.int32, device="cuda").expand(1, 3, 4096))
+
+
+def test_which_kernels_run():
+    args, visible = made(1, 300, 900, 8, 64)
+    run = lambda: index_topk(*args, 64, **named(visible))  # noqa: E731
+    run()
+    assert [n for n in kernels_of(run) if n.startswith("index")] == ["index_tile_scores", "index_select"]
+
+
+@pytest.mark.parametrize("S", [1, 300])
+def test_two_runs_and_any_batch_are_equal(S):
+    args, visible = made(3, S, 2000, 64, 128, kind="limits")
+    whole = index_topk(*args, 512, **named(visible)), index_scores(*args, **named(visible))
+    again = index_topk(*args, 512, **named(visible)), index_scores(*args, **named(visible))
+    alone = [t[1:2].contiguous() for t in args]
+    limit = visible[0][1:2]
+    single = index_topk(*alone, 512, limit=limit), index_scores(*alone, limit=limit)
+    for a, b, c in zip(whole, again, single, strict=True):
+        assert torch.equal(a, b) and torch.equal(a[1:2], c)
+
+
+def test_cuda_graph():
+    args, visible = made(1, 300, 900, 8, 64)
+    index_topk(*args, 64, **named(visible))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chosen = index_topk(*args, 64, **named(visible))
+    fresh, _ = made(1, 300, 900, 8, 64, seed=5)
+    for t, new in zip(args, fresh, strict=True):
+        t.copy_(new)
+    graph.replay()
+    assert torch.equal(chosen, index_topk(*args, 64, **named(visible)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    def step(q, k, w, limit, topk):
+        chosen = index_topk(q, k, w, topk, limit=limit)
+        return chosen, index_scores(q, k, w, limit=limit)
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=dynamic)
+    for S, T in ((300, 900), (411, 1200)) if dynamic else ((300, 900),):
+        args, visible = made(2, S, T, 8, 64)
+        for a, b in zip(compiled(*args, visible[0], T // 4), step(*args, visible[0], T // 4), strict=True):
+            assert torch.equal(a, b)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["everything", "row_mask", "segments"])
+def test_compiled_with_masks(kind):
+    torch._dynamo.reset()
+    args, visible = made(2, 300, 900, 8, 64, kind=kind)
+    fn = lambda *a: (index_topk(*a[:3], 64, **named(a[3:])), index_scores(*a[:3], **named(a[3:])))  # noqa: E731
+    for a, b in zip(torch.compile(fn, fullgraph=True)(*args, *visible), fn(*args, *visible), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("sizes", [(2, 300, 700, 64, 128), (1, 3, 3000, 5, 80), (1, 70, 90, 4, 256)])
+def test_gradients(sizes, dtype):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    args, visible = made(*sizes, dtype=dtype, kind="everything")
+    see = h.seen(*args[:2], visible)
+    g = torch.randn(see.shape, device="cuda", dtype=F64)
+    grads = []
+    for exact in (False, True):
+        leaves = [(t.double() if exact else t).detach().requires_grad_() for t in args]
+        out = h.oracle(*leaves, 0.1, visible) if exact else index_scores(*leaves, scale=0.1, **named(visible))
+        grads.append(torch.autograd.grad(out.masked_fill(~see, 0.0), leaves, g.to(out.dtype)))
+    for a, b in zip(*grads, strict=True):
+        assert float((a.double() - b).norm() / b.norm()) < 2 * torch.finfo(dtype).eps + 1e-5
+
+
+def test_memory_is_bounded():
+    S = 32768
+    args = h.make_inputs(1, S, S, 4, 64, BF16, device="cuda")
+    limit = (torch.arange(S, device="cuda", dtype=torch.int32) + 1)[None]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = index_topk(*args, 2048, limit=limit)
+    used = torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+    assert used <= 2**29, used
+
+
+def test_more_than_the_kernels_take_runs_the_reference_and_is_logged_once(caplog):
+    log._said.clear()
+    args, visible = made(1, 8, 6000, 2, 16)
+    with caplog.at_level("WARNING", logger="mhc_inductor"):
+        for _ in range(2):
+            h.check_topk(mhc_inductor.index_topk(*args, 5000, **named(visible)), args, 5000, 1.0, visible)
+    assert len([r for r in caplog.records if "topk = 5000 is above 4096" in r.getMessage()]) == 1
+
+
+def test_more_than_2_31_scores():
+    """Checks offsets beyond 32 bits in the scores."""
+    S, T = 40000, 60000
+    q, k, w = h.make_inputs(1, S, T, 1, 16, BF16, device="cuda")
+    scores = index_scores(q, k, w)
+    assert scores.numel() > 2**31
+    rows = slice(S - 3, S)
+    want = h.oracle(q[:, rows], k, w[:, rows], 1.0, NONE)
+    assert float((scores[:, rows] - want).abs().max()) < 1e-3
+    h.check_topk(index_topk(q, k, w, 100)[:, rows].contiguous(), (q[:, rows], k, w[:, rows]), 100, 1.0, NONE)
