@@ -55,6 +55,7 @@ def test_bf16_dot_is_fixed(tmp_path):
         ("selection_gather", 50),
         ("selection_backward", 80),
         ("index", 85),
+        ("index_backward", 28),
     ],
 )
 def test_kernels_under_the_interpreter(operator, least):

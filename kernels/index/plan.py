@@ -93,12 +93,12 @@ def _plan_scores(
         return
     c = config.score_config(D, itemsize, props.backend, props.arch)
     NS, NT = b.cdiv(rows, c.BS), b.cdiv(T, c.BT)
-    constexprs |= dict(BS=c.BS, BT=c.BT, **_flags(hidden))
+    constexprs |= dict(BS=c.BS, BT=c.BT, **flags(hidden))
     args |= dict(**hidden, NS=NS, NT=NT)
     b.launch(index_tile_scores, (parts * NS * NT, 1, 1), args, constexprs, c.num_warps, c.num_stages)
 
 
-def _hidden(b: Any, mask: Any, seg_q: Any, seg_k: Any) -> dict[str, Any]:
+def hidden_keys(b: Any, mask: Any, seg_q: Any, seg_k: Any) -> dict[str, Any]:
     """Returns the kernels' arguments that say which keys mask and segment ids hide. The mask keeps its strides."""
     mask = None if mask is None else b.laid_out(mask)
     smb, sms, smt = (0, 0, 0) if mask is None else b.strides(mask)
@@ -106,8 +106,8 @@ def _hidden(b: Any, mask: Any, seg_q: Any, seg_k: Any) -> dict[str, Any]:
     return dict(mask_ptr=mask, seg_q_ptr=seg_q, seg_k_ptr=seg_k, smb=smb, sms=sms, smt=smt)
 
 
-def _flags(hidden: dict[str, Any]) -> dict[str, bool]:
-    """Returns the kernels' flags for the arguments of :func:`_hidden`."""
+def flags(hidden: dict[str, Any]) -> dict[str, bool]:
+    """Returns the kernels' flags for the arguments of :func:`hidden_keys`."""
     return dict(MASK=hidden["mask_ptr"] is not None, SEG=hidden["seg_q_ptr"] is not None)
 
 
@@ -117,12 +117,12 @@ def plan_index_scores(
     """Launches ``index_scores``; returns scores[B, S, T] fp32."""
     (B, S), T = b.shape(q)[:2], b.shape(k)[1]
     out = b.empty((B, S, T), b.f32)
-    hidden = _hidden(b, mask, seg_q, seg_k)
+    hidden = hidden_keys(b, mask, seg_q, seg_k)
     limit = None if limit is None else b.contiguous(limit)
     _plan_scores(b, out, b.strided(q), b.strided(k), b.laid_out(w), scale, limit, hidden, (B, 0, S, 0))
-    if any(_flags(hidden).values()):
+    if any(flags(hidden).values()):
         args = dict(out_ptr=out, S=S, T=T, **hidden)
-        b.launch(index_hide, (B * S, 1, 1), args, dict(**_flags(hidden), BLOCK=HIDE), 4, 1)
+        b.launch(index_hide, (B * S, 1, 1), args, dict(**flags(hidden), BLOCK=HIDE), 4, 1)
     return out
 
 
@@ -140,7 +140,7 @@ def plan_index_topk(
     if topk == 0:
         return out
     q, k, w = b.strided(q), b.strided(k), b.laid_out(w)
-    limit, hidden = None if limit is None else b.contiguous(limit), _hidden(b, mask, seg_q, seg_k)
+    limit, hidden = None if limit is None else b.contiguous(limit), hidden_keys(b, mask, seg_q, seg_k)
     so = padded_row(T)
     BLOCK, warps = config.select_config(T)
     for at, queries in parts(B, S, T):
@@ -153,6 +153,6 @@ def plan_index_topk(
             (count * rows, 1, 1),
             dict(keys_ptr=keys, limit_ptr=limit, out_ptr=out, S=S, T=T, b0=at.start, first=queries.start, rows=rows,
                  stored=stored, so=so, topk=topk, **hidden),
-            dict(LIMIT=limit is not None, **_flags(hidden), BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
+            dict(LIMIT=limit is not None, **flags(hidden), BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
         )  # fmt: skip
     return out
