@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..dtypes import without_kernel
 from ..selection.tile_lists_plan import alignment, dot_precision
 from . import config, plan
 from .backward import index_dk, index_dk_sum, index_dq
@@ -15,7 +16,7 @@ BLOCK = 1024
 
 def unsupported(b: Any, dscores: Any, *tensors: Any) -> str | None:
     """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
-    return plan.without_kernel(b, dscores) or plan.unsupported(b, *tensors)
+    return without_kernel(b, dscores) or plan.unsupported(b, *tensors)
 
 
 def plan_index_scores_backward(
