@@ -126,9 +126,15 @@ def plan_index_scores(
     return out
 
 
+def padded_rows(S: int) -> int:
+    """Returns the rows of the workspace that S queries need."""
+    return S if S <= FEW_ROWS else -(-S // ROWS) * ROWS
+
+
 def parts(B: int, S: int, T: int) -> list[tuple[slice, slice]]:
-    """Returns the chunks of sequences and queries whose scores ``index_topk`` holds at a time."""
-    return list(chunks(B, S, padded_row(T), SCORES, ROWS))
+    """Returns the chunks of sequences and queries whose scores ``index_topk`` holds at a time, the largest first."""
+    per_query = -(-padded_row(T) * padded_rows(S) // max(1, S))
+    return list(chunks(B, S, per_query, SCORES, ROWS))
 
 
 def plan_index_topk(
@@ -141,12 +147,13 @@ def plan_index_topk(
         return out
     q, k, w = b.strided(q), b.strided(k), b.laid_out(w)
     limit, hidden = None if limit is None else b.contiguous(limit), hidden_keys(b, mask, seg_q, seg_k)
-    so = padded_row(T)
     BLOCK, warps = config.select_config(T)
+    keys = None
     for at, queries in parts(B, S, T):
         count, rows = at.stop - at.start, queries.stop - queries.start
-        stored = rows if few(b, S) else -(-rows // ROWS) * ROWS
-        keys = b.empty((count, stored, so), b.i32)
+        if keys is None:
+            keys = b.empty((count, padded_rows(rows), padded_row(T)), b.i32)
+        _, stored, so = b.shape(keys)
         _plan_scores(b, keys, q, k, w, scale, limit, hidden, (count, at.start, rows, queries.start))
         b.launch(
             index_select,

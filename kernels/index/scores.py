@@ -5,8 +5,6 @@ import triton.language as tl
 
 from .common import hide, row_limit, store_scores, unmasked
 
-RELU_NAN = tl.constexpr(tl.PropagateNan.ALL)
-
 
 @triton.jit(
     do_not_specialize=[
@@ -62,7 +60,7 @@ def index_tile_scores(
             q = tl.load(q_at + h * sqh, mask=(d < D)[None, :], other=0.0)
         w = tl.load(w_row + h * swh).to(tl.float32)
         x = tl.dot(q, k, input_precision=PREC)
-        acc += tl.maximum(x, 0.0, propagate_nan=RELU_NAN) * w[:, None]
+        acc += tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[:, None]
     row = (part * stored + local).to(tl.int64) * so
     there = (local < rows)[:, None] & (t < T)[None, :]
     store_scores(out_ptr + row[:, None] + t[None, :], acc * scale, t[None, :], limit[:, None], there, SORTABLE)
@@ -97,7 +95,7 @@ def index_row_scores(
     q = tl.load(q_row[:, None] + d[None, :], mask=(h < H)[:, None] & (d < D)[None, :], other=0.0)
     w = tl.load(w_ptr + b * swb + s.to(tl.int64) * sws + h.to(tl.int64) * swh, mask=h < H, other=0.0)
     k = tl.load(k_row[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)  # [DP, BT]
-    x = tl.maximum(tl.dot(q, k, input_precision=PREC), 0.0, propagate_nan=RELU_NAN)
+    x = tl.maximum(tl.dot(q, k, input_precision=PREC), 0.0, propagate_nan=tl.PropagateNan.ALL)
     # A missing head has a product of 0 unless the key holds NaN or inf.
     part = tl.where((h < H)[:, None], x * w.to(tl.float32)[:, None], 0.0)
     out = out_ptr + (row // rows * stored + row % rows).to(tl.int64) * so + t
