@@ -202,6 +202,28 @@ def test_a_mask_is_never_expanded(builder, device):
         assert torch.equal(got, check_topk(builder, args, 9, visible=(None, wide, None, None)))
 
 
+@pytest.mark.parametrize(("B", "S", "T"), [(1, 300, 1000), (5, 40, 600), (9, 20, 600), (40, 1, 3000), (3, 129, 500)])
+def test_the_workspace_is_bounded(builder, monkeypatch, B, S, T):
+    """Checks what a plan allocates besides its output, and that it does so once."""
+    held = []
+
+    class Counting(type(builder)):
+        def empty(self, shape, dtype):
+            held.append(shape)
+            return super().empty(shape, dtype)
+
+        def launch(self, *args):
+            pass
+
+    for most in (128 * 1024, 2**18):
+        held.clear()
+        monkeypatch.setattr(plan, "SCORES", most)
+        args = h.make_inputs(B, S, T, 1, 1, device=str(builder.device))
+        plan.plan_index_topk(Counting(builder.device, builder._props), *args, 3, 1.0, *NONE)
+        (out, keys) = held
+        assert out == (B, S, 3) and keys[0] * keys[1] * keys[2] <= max(most, 128 * plan.padded_row(T))
+
+
 @pytest.mark.parametrize("S", [3, 150])
 def test_queries_in_parts_give_the_same(builder, device, monkeypatch, S):
     args = h.make_inputs(3, S, 90, 2, 16, device=device)

@@ -43,6 +43,16 @@ def row_config(itemsize: int) -> ScoreConfig:
     return ScoreConfig(1, 32, 8, 1) if itemsize == 4 else ScoreConfig(1, 64, 4, 1)
 
 
+def backward_config(D: int, itemsize: int, backend: str) -> ScoreConfig:
+    """Returns the configuration of the gradients."""
+    wide = padded(D) > 128
+    if itemsize == 4:
+        return ScoreConfig(16, 16, 4, 1) if wide else ScoreConfig(32, 32, 8, 1)
+    if backend == "hip":
+        return ScoreConfig(32, 32, 4, 1) if wide else ScoreConfig(64, 64, 4, 2)
+    return ScoreConfig(64, 32, 8, 2) if wide else ScoreConfig(64, 64, 8, 2)
+
+
 def select_config(T: int) -> tuple[int, int]:
     """Returns (keys held in registers, warps) of ``index_select`` for rows of T keys."""
     block = max(1024, min(power_of_two(T), MOST_BLOCK))
