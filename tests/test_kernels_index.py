@@ -136,6 +136,35 @@ def test_orders_of_scores_that_fill_the_candidates(builder, device, short, order
     exact(builder, tuple(t.to(device) for t in (q, k, w)), 30)
 
 
+@pytest.mark.parametrize("few", [0, 5, 31])
+def test_rows_that_begin_with_few_visible_keys(builder, device, short, few):
+    """Tests that keys below the first ones are chosen as long as there are less than topk."""
+    T = 600
+    k = torch.zeros(1, T, 16)
+    k[0, :, 0] = T - torch.arange(T)
+    q, w = torch.zeros(1, 3, 2, 16), torch.ones(1, 3, 2)
+    q[..., 0] = 1
+    mask = (torch.arange(T) < few) | (torch.arange(T) >= 300)
+    exact(builder, tuple(t.to(device) for t in (q, k, w)), 32, (None, mask.view(1, 1, T).to(device), None, None))
+
+
+@pytest.mark.parametrize("few", [100, 1000])
+def test_ties_in_several_segments(builder, device, few):
+    """Tests ties at the threshold that are spread over a row, some of which are taken."""
+    k = torch.zeros(1, 1000, 16)
+    k[0, ::3, 0] = 1  # 334 keys tie
+    k[0, 7::100, 0] = 2
+    q, w = torch.zeros(1, 3, 2, 16), torch.ones(1, 3, 2)
+    q[..., 0] = 1
+    limit = torch.full((1, 3), few)
+    exact(
+        builder,
+        tuple(t.to(device) for t in (q, k, w)),
+        300 if few == 1000 else 40,
+        (limit.to(device), None, None, None),
+    )
+
+
 @pytest.mark.parametrize("S", [2, 40])
 def test_ties_go_to_the_first_key(builder, device, S):
     q, k, w = h.make_inputs(1, S, 200, 2, 16, device=device)
@@ -262,6 +291,9 @@ def test_nothing_is_visible(builder, device):
 def test_a_scale_of_zero(builder, device):
     args = h.make_inputs(1, 40, 60, 2, 16, device=device)
     assert (check_scores(builder, args, 0.0) == 0).all()
+    # 0 times sums of both signs: -0 and 0, which tie.
+    got = plan.plan_index_topk(builder, *args, 9, 0.0, *NONE)
+    assert torch.equal(got, torch.arange(9, dtype=torch.int32, device=device).expand(1, 40, 9))
 
 
 @pytest.mark.parametrize("D", [16, 128, 256])
