@@ -52,7 +52,9 @@ def check_scores(builder, args, scale=0.7, visible=NONE):
     there = want > -torch.inf
     if there.any():
         error = float((got.double() - want)[there].abs().max())
-        assert error <= 2 * h.formula_error(*args, scale) + EPS * float(want[there].abs().max()), error
+        # Tensor cores round every partial sum towards zero; the interpreter does not.
+        slack = 4 if GPU else 1
+        assert error <= slack * (2 * h.formula_error(*args, scale) + EPS * float(want[there].abs().max())), error
     return got
 
 

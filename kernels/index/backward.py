@@ -54,6 +54,7 @@ def index_dq(
     BT: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr, LIMIT: tl.constexpr, MASK: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """Computes dq[B, S, H, D] and dw[B, S, H] from dscores g[B, S, T]. One program: BS queries of one head."""
+    scale = tl.cast(scale, tl.float32)  # generated code passes fp64
     pid = tl.program_id(0)
     h, tile = pid % H, pid // H
     b = (tile // NS).to(tl.int64)
@@ -95,6 +96,7 @@ def index_dk(
     BT: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr, LIMIT: tl.constexpr, MASK: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """Computes the parts dk[P, B, T, D] fp32, each of ``tiles`` tiles of BS queries. One program: BT keys of one part."""
+    scale = tl.cast(scale, tl.float32)  # generated code passes fp64
     pid = tl.program_id(0)
     part = tl.program_id(1)
     b = (pid // NT).to(tl.int64)

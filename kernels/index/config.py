@@ -20,12 +20,12 @@ class ScoreConfig:
 
 
 # (queries, keys, warps, stages), the best first. The first that fits is used.
-_TILES = ((64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1))
+_TILES = ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1))
 # An fp32 product keeps each factor in two parts.
 _FLOAT = ((64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1), (16, 32, 4, 1))
 MOST_BLOCK = 16384
 """Keys of a row that ``index_select`` holds in registers."""
-ELEMENTS = 32
+ELEMENTS = 64
 """Keys of a row per thread."""
 
 

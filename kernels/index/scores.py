@@ -24,6 +24,7 @@ def index_tile_scores(
     segment ids only decide which tiles are needed: :func:`hide` follows. With SORTABLE, stored and so are padded to
     whole tiles, and tiles that are not needed are not written.
     """
+    scale = tl.cast(scale, tl.float32)  # generated code passes fp64
     pid = tl.program_id(0)
     tile = pid // NT
     part = tile // NS
@@ -77,6 +78,7 @@ def index_row_scores(
     ALIGN: tl.constexpr, PREC: tl.constexpr, SORTABLE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Computes what ``index_tile_scores`` does. One program: one query, HP >= H heads as rows of a product, BT keys."""
+    scale = tl.cast(scale, tl.float32)  # generated code passes fp64
     pid = tl.program_id(0)
     row = pid // NT
     b = (b0 + row // rows).to(tl.int64)
