@@ -13,7 +13,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SPILLS = {
     # A tf32x3 product keeps both factors in two parts.
     ("cuda:90", "index_tile_scores", "256-fp32"): 968,
-    ("cuda:90", "index_row_scores", "decoding-fp32"): 176,
+    ("cuda:90", "index_row_scores", "decoding-fp32"): 16,
     ("cuda:90", "index_dk", "128-fp32"): 32,
     ("cuda:90", "index_dq", "256-fp32"): 468,
     ("cuda:90", "index_dk", "256-fp32"): 636,

@@ -88,7 +88,7 @@ def _plan_scores(
     if few(b, S):
         c = config.row_config(itemsize)
         NT = b.cdiv(T, c.BT)
-        constexprs |= dict(HP=max(16, power_of_two(H)), DC=min(64, config.padded(D)), BT=c.BT)
+        constexprs |= dict(HP=max(16, power_of_two(H)), DC=min(16 if itemsize == 4 else 64, config.padded(D)), BT=c.BT)
         if itemsize == 4:
             constexprs["PREC"] = "ieee" if b.precision == "highest" else constexprs["PREC"]
         b.launch(index_row_scores, (parts * rows * NT, 1, 1), dict(args, NT=NT), constexprs, c.num_warps, c.num_stages)
