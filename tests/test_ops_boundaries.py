@@ -194,12 +194,13 @@ def _samples() -> dict[str, tuple[Any, ...]]:
     """Returns arguments of every op, in the order of its schema."""
     from test_ops_e79 import SAMPLES as e79
     from test_ops_index import SAMPLES as index
+    from test_ops_index_loss import SAMPLES as index_loss
     from test_ops_lists import SAMPLES as lists
     from test_ops_mhc import SAMPLES as mhc
     from test_ops_selection import SAMPLES as selection
 
     found: dict[str, tuple[Any, ...]] = {}
-    for case in (*mhc, *e79, *selection, *lists, *index):
+    for case in (*mhc, *e79, *selection, *lists, *index, *index_loss):
         name, sample, variant = case.values
         if name not in found:
             found[name] = sample(**variant)

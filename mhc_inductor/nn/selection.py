@@ -4,6 +4,7 @@
 
     attend = SelectionAttention(groups=4, heads=16, sink=True, block_size=64)
     o = attend(q, k, v, block_indices)          # [B, S, G, h, Dk], [B, G, S_kv, D*], [B, S, G, k] -> [B, S, G, h, Dv]
+    o = attend(q, k, v, indices=keys)           # keys [B, S, G, n], or [B, S, 1, n] for all groups
 """
 
 from __future__ import annotations
@@ -66,9 +67,14 @@ class SelectionAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        selection: Tensor,
+        selection: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
+        *,
+        indices: Tensor | None = None,
+        segments_q: Tensor | None = None,
+        segments_k: Tensor | None = None,
+        v_width: int | None = None,
     ) -> Tensor:
         """Attends from each query to the keys that it selects.
 
@@ -77,24 +83,38 @@ class SelectionAttention(nn.Module):
             k: Keys ``[B, G, S_kv, Dk]``.
             v: Values ``[B, G, S_kv, Dv]``.
             selection: With a block size, block indices ``[B, S, G, k]`` (-1 for no block; the queries are the last S of
-                the S_kv positions); without one, ranges ``[B, S, G, r, 2]``. int32 or int64.
+                the S_kv positions); without one, ranges ``[B, S, G, r, 2]``. int32 or int64. None where indices are
+                given.
             cu_seqlens_q: Boundaries ``[N+1]`` of packed sequences in S, int32 or int64; blocks and ranges are then
                 relative to the query's own sequence. None for no packing.
             cu_seqlens_k: The same boundaries in S_kv; None for cu_seqlens_q.
+            indices: Single keys ``[B, S, G, n]``, or ``[B, S, 1, n]`` for all groups, as :class:`SparseIndexer` makes
+                them; -1 for none. int32 or int64. They are not clipped causally. None where a selection is given.
+            segments_q: Segment ids ``[B, S]`` of the queries, int32 or int64; given together with segments_k. None for
+                no segments.
+            segments_k: Segment ids ``[B, S_kv]`` of the keys.
+            v_width: Dv, where the values are the first v_width columns of v. None for all.
 
         Returns:
             o ``[B, S, G, h, Dv]`` in q's dtype.
 
         Raises:
-            ValueError: q has other groups or heads, or a shape or device does not fit.
-            TypeError: A dtype or type does not fit; see :func:`mhc_inductor.selection_attention`.
+            ValueError: q has other groups or heads, a shape or device does not fit, or selection and indices are both
+                given.
+            TypeError: Neither selection nor indices are given, or a dtype or type does not fit; see :func:`mhc_inductor.selection_attention`.
         """
         if q.dim() != 5 or q.shape[2] != self.groups or q.shape[3] != self.heads:
             expected = f"[B, S, {self.groups}, {self.heads}, Dk]"
             raise ValueError(
                 f"SelectionAttention: q must have shape [B, S, G, h, Dk] = {expected}, got {list(q.shape)}"
             )
-        if self.block_size is not None:
+        if (selection is None) == (indices is None):
+            got = "neither" if indices is None else "both"
+            kind = TypeError if indices is None else ValueError
+            raise kind(f"SelectionAttention: one of selection and indices must be given, got {got}")
+        if isinstance(indices, Tensor) and indices.dim() == 4:
+            indices = indices.expand(-1, -1, self.groups if indices.shape[2] == 1 else -1, -1)
+        if self.block_size is not None and selection is not None:
             selection = blocks_to_ranges(
                 selection, self.block_size, k.shape[2], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
             )
@@ -103,10 +123,14 @@ class SelectionAttention(nn.Module):
             k,
             v,
             selection,
+            indices=indices,
             scale=self.scale,
             sink=self.sink,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k,
+            segments_q=segments_q,
+            segments_k=segments_k,
+            v_width=v_width,
         )
 
     def extra_repr(self) -> str:

@@ -1,5 +1,5 @@
 """The ops ``torch.ops.mhc_inductor.*``: schemas, fakes, autograd, vmap rules and validation."""
 
-from mhc_inductor.ops import e79, fused, index, mhc, selection, selection_blocks, selection_lists
+from mhc_inductor.ops import e79, fused, index, index_loss, mhc, selection, selection_blocks, selection_lists
 
-__all__ = ["e79", "fused", "index", "mhc", "selection", "selection_blocks", "selection_lists"]
+__all__ = ["e79", "fused", "index", "index_loss", "mhc", "selection", "selection_blocks", "selection_lists"]

@@ -1,0 +1,181 @@
+"""The choice of keys for sparse attention, and the loss that trains it: :class:`SparseIndexer`.
+
+::
+
+    index = SparseIndexer(2048)
+    picks = index(q_i, k_i, w_i)                                 # [B, S, H, D], [B, T, D], [B, S, H] -> [B, S, 1, topk]
+    o = SelectionAttention(groups=1, heads=64)(q, k, v, indices=picks)
+    loss = index.loss(q_i, k_i, w_i, picks, q, k)                # no gradient to q and k
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from mhc_inductor.api.index import index_topk
+from mhc_inductor.ops.index_loss import call
+
+
+class SparseIndexer(nn.Module):
+    """Chooses the keys of the largest index scores with :func:`mhc_inductor.index_topk`. It has no parameters.
+
+    The projections that make q, k and w are the model's. The choice has no gradient: :meth:`loss` trains them.
+
+    Args:
+        topk: Number of keys per query, at least 1; all T where T is smaller.
+        scale: Factor of the products inside the relu, at least 0; None for 1/sqrt(D).
+        causal: Whether, without a ``limit``, a query sees the keys up to its own position only; the queries are the
+            last S of the T positions.
+
+    Raises:
+        ValueError: topk is below 1.
+        TypeError: topk is not an int.
+
+    Source: the lightning indexer of DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556, equation 1).
+    """
+
+    def __init__(self, topk: int, *, scale: float | None = None, causal: bool = True) -> None:
+        super().__init__()
+        if isinstance(topk, bool) or not isinstance(topk, int):
+            raise TypeError(f"SparseIndexer: topk must be an int, got {type(topk).__name__}")
+        if topk < 1:
+            raise ValueError(f"SparseIndexer: topk must be at least 1, got {topk}")
+        self.topk, self.scale, self.causal = topk, scale, causal
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        w: Tensor,
+        limit: Tensor | None = None,
+        mask: Tensor | None = None,
+        segments_q: Tensor | None = None,
+        segments_k: Tensor | None = None,
+    ) -> Tensor:
+        """Chooses keys for each query.
+
+        Args:
+            q: Queries ``[B, S, H, D]``; bf16, fp16, fp32 or fp64.
+            k: Keys ``[B, T, D]`` in q's dtype.
+            w: Weights ``[B, S, H]`` of the heads, any floating dtype.
+            limit: How many of the first keys a query sees, ``[B, S]``, int32 or int64. None for ``s + 1 + T - S``, or
+                for T with ``causal=False``.
+            mask: Which keys a query sees, bool, broadcastable to ``[B, S, T]``, or None for all.
+            segments_q: Segment ids ``[B, S]`` of the queries, int32 or int64; given together with segments_k.
+            segments_k: Segment ids ``[B, T]`` of the keys.
+
+        Returns:
+            Indices ``[B, S, 1, min(topk, T)]``, int32, increasing, then -1 where fewer keys are visible. They are the
+            ``indices`` of :class:`SelectionAttention`, and of :func:`mhc_inductor.selection_attention` expanded to its
+            groups.
+
+        Raises:
+            ValueError: A shape or device does not fit; see :func:`mhc_inductor.index_topk`.
+            TypeError: A dtype or type does not fit.
+        """
+        _ranks("SparseIndexer", q, k)
+        s, t = q.shape[1], k.shape[1]
+        if limit is None and self.causal:
+            limit = (torch.arange(1, s + 1, device=q.device) + (t - s)).expand(q.shape[0], s)
+        picks = index_topk(
+            q,
+            k,
+            w,
+            min(self.topk, t),
+            scale=self._scale(q),
+            limit=limit,
+            mask=mask,
+            segments_q=segments_q,
+            segments_k=segments_k,
+        )
+        return picks.unsqueeze(2)
+
+    def loss(
+        self,
+        q: Tensor,
+        k: Tensor,
+        w: Tensor,
+        indices: Tensor,
+        attention_q: Tensor,
+        attention_k: Tensor,
+        *,
+        lse: Tensor | None = None,
+        attention_scale: float | None = None,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+    ) -> Tensor:
+        """Computes how far the index scores are from the attention's own distribution over the listed keys.
+
+        For each query::
+
+            p = the attention's probabilities of the listed keys, summed over all heads, divided by their sum
+            r = softmax of the index scores over the listed keys
+            loss = KL(p || r) = sum of p * (log p - log r)
+
+        With all visible keys listed this is the loss of a dense warm-up. Gradients reach q, k and w. None reach the
+        attention, which is the target. To keep the index's loss from the rest of the model, pass q, k and w that are
+        made of a detached input. Memory is B * S * n numbers, for n listed keys, and a bounded chunk of gathered keys;
+        never S * T. It runs in plain PyTorch on every device, without a kernel, in one op that generated code calls.
+
+        Args:
+            q: Queries of the index, as for :meth:`forward`.
+            k: Keys of the index.
+            w: Weights of the heads.
+            indices: The listed keys ``[B, S, 1, n]``, as :meth:`forward` returns them. In any order; a repeated
+                position counts once, one out of range, such as -1, not at all.
+            attention_q: Queries of the attention ``[B, S, G, h, Dk]``.
+            attention_k: Keys of the attention ``[B, G, T, Dk]``.
+            lse: Natural logarithm ``[B, S, G, h]`` of the sum of the attention's exponentials, where that sum has more
+                terms than the listed keys: ``selection_attention(..., return_lse=True)`` with other keys, or
+                ``torch.logaddexp(lse, sink)``. None for the sum over the listed keys.
+            attention_scale: Factor of the attention's scores; None for 1/sqrt(Dk).
+            reduction: "mean" over the queries that list a key (0 if there are none), "sum", or "none".
+
+        Returns:
+            The loss, a scalar or ``[B, S]``, in fp32, in fp64 if q is fp64. It is 0 for a query that lists no key.
+
+        Raises:
+            ValueError: A shape or device does not fit, or a scale is not finite.
+            TypeError: A dtype or type does not fit.
+            RuntimeError: In a second derivative.
+
+        Source: DeepSeek-V3.2, arXiv 2512.02556, the losses of dense warm-up and of sparse training.
+        """
+        _ranks("SparseIndexer.loss", q, k)
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"SparseIndexer.loss: reduction must be mean, sum or none, got {reduction!r}")
+        if not isinstance(indices, Tensor) or indices.dim() != 4 or indices.shape[2] != 1:
+            got = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
+            raise ValueError(f"SparseIndexer.loss: indices must have shape [B, S, 1, n], got {got}")
+        if attention_scale is None:
+            attention_scale = 1 / math.sqrt(operator.index(attention_q.shape[-1]) or 1)
+        listed = indices.squeeze(2)
+        attention = (attention_q.detach(), attention_k.detach(), None if lse is None else lse.detach())
+        loss, _ = call("index_loss", q, k, w, listed, *attention, self._scale(q), attention_scale)
+        if reduction == "none":
+            return loss
+        total = loss.sum()
+        if reduction == "sum":
+            return total
+        return total / ((listed >= 0) & (listed < k.shape[1])).any(-1).sum().clamp(min=1)
+
+    def _scale(self, q: Tensor) -> float:
+        # operator.index: a plain number even for dynamic sizes. A size of 0 is reported by the op.
+        return 1 / math.sqrt(operator.index(q.shape[-1]) or 1) if self.scale is None else self.scale
+
+    def extra_repr(self) -> str:
+        """Returns the options, for ``repr``."""
+        return f"topk={self.topk}, scale={self.scale}, causal={self.causal}"
+
+
+def _ranks(name: str, q: Tensor, k: Tensor) -> None:
+    """Raises ValueError or TypeError unless q and k have the dimensions whose sizes are read before the op is called."""
+    for argument, t, dims, meaning in (("q", q, 4, "[B, S, H, D]"), ("k", k, 3, "[B, T, D]")):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: {argument} must be a tensor, got {type(t).__name__}")
+        if t.dim() != dims:
+            raise ValueError(f"{name}: {argument} must have shape {meaning}, got {list(t.shape)}")
