@@ -17,8 +17,10 @@ import torch
 
 from . import accuracy, running, timing
 from . import index_cases as cases
-from .index_cases import BOTH, COMPILE, SCORES, TORCH_TOPK, Case, Shape, make_case
+from . import index_targets as targets
+from .index_cases import Case, make_case
 from .index_report import table
+from .index_targets import BOTH, COMPILE, SCORES, TORCH_TOPK, Shape
 from .running import CPU_NOTICE
 from .variants import Clock, Variant, measure
 
@@ -91,7 +93,7 @@ class Run(running.PartRun[Settings]):
         if self.gpu and row["what"] == SCORES:
             pairs = shape.tokens * (shape.tokens + 1) // 2
             row["tflops"] = round(2 * pairs * shape.heads * shape.dim / row["median_us"] / 1e6, 1)
-        target = cases.TARGETS.get((shape.name, row["what"]))
+        target = targets.TARGETS.get((shape.name, row["what"]))
         if target is None or row["variant"] != "ops" or self.s.small:
             return
         row |= {"bar_us": target.bar, "goal_us": target.goal}
@@ -102,7 +104,7 @@ class Run(running.PartRun[Settings]):
 
     def speed(self) -> None:
         """Measures scores, choice and both, next to ``torch.topk`` and the compiled formula."""
-        for shape in map(self.sized, cases.SHAPES):
+        for shape in map(self.sized, targets.SHAPES):
             self.speed_of(make_case(shape, self.device))
             self.compare(shape.name)
 
@@ -134,7 +136,7 @@ class Run(running.PartRun[Settings]):
 
     def errors(self) -> None:
         """Compares scores and choices of sampled queries with fp64, next to the plain formula; checks equal bits."""
-        for shape in map(self.sized, cases.SHAPES):
+        for shape in map(self.sized, targets.SHAPES):
             self.report(f"errors: {shape.name}")
             case = make_case(shape, self.device)
             at = cases.sample_of(shape.tokens, SAMPLED, self.device)
@@ -142,8 +144,13 @@ class Run(running.PartRun[Settings]):
             outs = [{"scores": cases.scores(case), "chosen": cases.chosen(case)} for _ in range(2)]
             error = cases.score_error(outs[0]["scores"][0, at], want)
             plain = cases.score_error(self.plain(case, at), want)
-            wrong = cases.wrongly_chosen(outs[0]["chosen"][0, at], want, cases.RELATIVE_BAR)
-            found = {"relative": error, "plain": plain, "bar": cases.RELATIVE_BAR, "met": error <= cases.RELATIVE_BAR}
+            wrong = cases.wrongly_chosen(outs[0]["chosen"][0, at], want, targets.RELATIVE_BAR)
+            found = {
+                "relative": error,
+                "plain": plain,
+                "bar": targets.RELATIVE_BAR,
+                "met": error <= targets.RELATIVE_BAR,
+            }
             row = {"name": shape.name, "queries": len(at), "errors": {"scores": found}}
             row |= {"wrongly_chosen": wrong, "met": wrong == 0 and found["met"]}
             self.result["errors"].append(row)
@@ -165,17 +172,17 @@ class Run(running.PartRun[Settings]):
         if not self.gpu:
             self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
             return
-        for shape in map(self.sized, (cases.SHAPES[0], cases.LONG)):
+        for shape in map(self.sized, (targets.SHAPES[0], targets.LONG)):
             self.result["memory"].append(self.memory_of(make_case(shape, self.device)))
             self.tidy()
 
     def memory_of(self, case: Case) -> dict[str, Any]:
         cases.chosen(dataclasses.replace(case, **first_queries(case)))
         start = time.perf_counter()
-        found = running.peak_memory(lambda: cases.chosen(case), self.device, cases.MEMORY_BAR_MB)
+        found = running.peak_memory(lambda: cases.chosen(case), self.device, targets.MEMORY_BAR_MB)
         row = {**dataclasses.asdict(case.shape), **found, "seconds": round(time.perf_counter() - start, 3)}
-        row |= {"bar_mb": round(cases.MEMORY_BAR_MB, 1), "goal_mb": round(cases.MEMORY_GOAL_MB, 1)}
-        return row | {"met_goal": found["peak_above_mb"] <= cases.MEMORY_GOAL_MB}
+        row |= {"bar_mb": round(targets.MEMORY_BAR_MB, 1), "goal_mb": round(targets.MEMORY_GOAL_MB, 1)}
+        return row | {"met_goal": found["peak_above_mb"] <= targets.MEMORY_GOAL_MB}
 
 
 def first_queries(case: Case, count: int = 256) -> dict[str, torch.Tensor]:

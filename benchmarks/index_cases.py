@@ -1,8 +1,4 @@
-"""Targets and inputs of the index rows, the formula in fp64, and the formula as models write it.
-
-Source of the targets: the project's survey on one NVIDIA H200 (torch 2.11, triton 3.6), bf16, L2 flushed, medians.
-Absolute times count only on such a GPU; on another device compare ratios within one run.
-"""
+"""Inputs of the index rows, the formula in fp64, and the formula as models write it."""
 
 from __future__ import annotations
 
@@ -14,34 +10,9 @@ from torch import Tensor
 
 import mhc_inductor
 
-from .lists_targets import Target
+from .index_targets import SCORES, Shape
 from .selection_cases import relative as relative
 from .selection_cases import sample_of as sample_of
-from .targets import RELATIVE_BAR as RELATIVE_BAR
-
-SCORES, BOTH = "scores", "scores and top-k"
-COMPILE, TORCH_TOPK = "torch.compile of the models' formula", "torch.topk of given scores"
-MEMORY_BAR_MB, MEMORY_GOAL_MB = 2**30 / 1e6, 2**29 / 1e6
-"""Bar and goal of the peak beyond inputs and output at ``LONG``: 1 and 0.5 GiB."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A shape: S = T = ``tokens`` causal queries and keys, ``heads`` heads of ``dim``, ``topk`` keys chosen."""
-
-    name: str
-    tokens: int
-    heads: int
-    dim: int = 128
-    topk: int = 2048
-
-    def small(self) -> Shape:
-        return Shape(self.name, min(64, self.tokens // 128), max(2, self.heads // 16), 16, 12)
-
-
-SHAPES = (Shape("64 heads", 8192, 64), Shape("32 heads", 8192, 32))
-LONG = Shape("131072 tokens", 131072, 64)
-TARGETS = {("64 heads", SCORES): Target(850, 750), ("64 heads", BOTH): Target(1600, 1100)}
 
 
 @dataclasses.dataclass

@@ -93,7 +93,8 @@ def break_even(points: Points, dense: float) -> float | None:
     return float(points[-1][0])
 
 
-def _up_to(points: Points, dense: Result | None) -> str:
+def up_to(points: Points, dense: Result | None) -> str:
+    """Returns the text of :func:`break_even`."""
     if dense is None:
         return ""
     at = break_even(points, dense["median_us"])
@@ -110,7 +111,7 @@ def crossing_section(result: Result) -> Section:
         times = dict(points)
         name = "" if dense is None else f"{dense['variant']}; {dense.get('note', '')}".strip("; ")
         cells = [_time(times.get(n)) for n in counts]
-        cells += ["" if dense is None else _time(dense["median_us"]), name, _up_to(points, dense)]
+        cells += ["" if dense is None else _time(dense["median_us"]), name, up_to(points, dense)]
         rows.append([case, _WHAT[what], str(tokens), *cells])
     for r in result["crossing"]:
         if "error" in r:

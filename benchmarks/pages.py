@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from . import index_targets, lists_report, lists_targets
 from .e79_targets import AUTHORS
 from .imports import diagram
 from .report import markdown
@@ -132,6 +133,78 @@ def _selection(results: Results) -> str:
     return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
 
 
+NOT_MEASURED = "Not measured yet."
+
+
+def _if_measured(block: Callable[[Row], str], name: str) -> Callable[[Results], str]:
+    """Returns the maker of a block of one results file, which says so where there is no file."""
+
+    def make(results: Results) -> str:
+        try:
+            result = results(name)
+        except FileNotFoundError:
+            return NOT_MEASURED
+        return block(result)
+
+    return make
+
+
+def _times_of(rows: Sequence[Row], **where: Any) -> str:
+    """Returns the times in ms of the one row of "fwd" and, where there is one, of "fb" with these values."""
+    found = (r for what in ("fwd", "fb") for r in rows if r["what"] == what and "median_ms" in r)
+    return " / ".join(_short(r["median_ms"]) for r in found if all(r[k] == v for k, v in where.items()))
+
+
+def _lists(result: Row) -> str:
+    variants = ("ops", lists_targets.RANGES, lists_targets.GATHER, lists_targets.DENSE_MASKED)
+    lines = []
+    for name, meaning in lists_targets.MEANINGS.items():
+        first = next((r for r in result["rows"] if (r["case"], r["variant"]) == (name, "ops")), None)
+        if first is None:
+            continue
+        queries = f"{first['B']} x {first['S']}" if first["B"] > 1 else str(first["S"])
+        shape = f"{queries} queries, {first['n']} of {first['S_kv']} keys, {first['h']} heads, {first['Dk']} / {first['Dv']}"
+        lines.append([meaning, shape, *(_times_of(result["rows"], case=name, variant=v) for v in variants)])
+    headings = ["lists of keys, ms: forward / with gradients", "", "this package"]
+    headings += ["ranges of one key", "torch.compile, gathered keys", "dense SDPA, mask"]
+    picture = "![Lists of keys and dense attention by the length of the lists](../../benchmarks/results/lists.png)"
+    figures = "[All figures](../../benchmarks/results/lists.md)."
+    where = f"bf16, random causal keys; an empty cell ran out of memory or time. {_measured(result)}."
+    return "\n\n".join([markdown(headings, lines), where, _lists_crossing(result), picture, figures])
+
+
+def _lists_crossing(result: Row) -> str:
+    lines = []
+    for case, what, tokens in lists_report.places(result):
+        points, dense = lists_report.curve(result, case, what, tokens)
+        if dense is not None and points:
+            up_to = lists_report.up_to(points, dense)
+            passes = {"fwd": "forward", "fb": "with gradients"}[what]
+            lines.append([case, passes, str(tokens), _short(dense["median_ms"]), up_to])
+    return markdown(["next to dense causal attention", "", "tokens", "dense, ms", "lists are faster up to"], lines)
+
+
+def _index(result: Row) -> str:
+    lines = []
+    for shape in index_targets.SHAPES:
+        for what in (index_targets.SCORES, index_targets.BOTH):
+            times = [
+                next((r["median_ms"] for r in result["rows"] if _is_row(r, shape.name, what, variant)), None)
+                for variant in ("ops", index_targets.COMPILE)
+            ]
+            lines.append([shape.name, what, *("" if t is None else _short(t) for t in times)])
+    long = [r for r in result["memory"] if r["tokens"] == index_targets.LONG.tokens]
+    memory = "".join(f"At S = T = {r['tokens']} a choice takes {_short(r['peak_above_mb'])} MB. " for r in long)
+    shape = index_targets.SHAPES[0]
+    where = f"S = T = {shape.tokens}, causal, bf16, D = {shape.dim}, topk {shape.topk}. {memory}{_measured(result)}."
+    table = markdown(["index scores, ms", "", "this package", "torch.compile of the formula"], lines)
+    return "\n\n".join([table, where, "[All figures](../../benchmarks/results/index.md)."])
+
+
+def _is_row(row: Row, name: str, what: str, variant: str) -> bool:
+    return (row["name"], row["what"], row["variant"]) == (name, what, variant) and "median_ms" in row
+
+
 def _deepseek(results: Results) -> str:
     result = results("deepseek_v4")
     lines = []
@@ -184,6 +257,8 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "mhc": _mhc,
     "e79": _e79,
     "selection": _selection,
+    "lists": _if_measured(_lists, "lists"),
+    "index": _if_measured(_index, "index"),
     "deepseek_v4": _deepseek,
     "counts": _counts,
     "imports": _imports,

@@ -16,12 +16,13 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import index, index_cases, running, timing
+from benchmarks import index, index_cases, index_targets, pages, running, timing
+from tests import test_results
 
 CPU = torch.device("cpu")
 # The shapes are tiny, and one worker makes the run that most tests read.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("benchmarks_index")]
-TINY = index_cases.Shape("tiny", 24, 3, 8, 5)
+TINY = index_targets.Shape("tiny", 24, 3, 8, 5)
 
 
 def run(path: pathlib.Path, **changes: Any) -> dict[str, Any]:
@@ -44,9 +45,9 @@ def on_h200(result: dict[str, Any]) -> dict[str, Any]:
     runner = object.__new__(index.Run)
     runner.gpu, runner.result, runner.s = True, made, index.Settings()
     made["rows"] = []
-    for (name, what), target in index_cases.TARGETS.items():
-        shape = next(s for s in index_cases.SHAPES if s.name == name)
-        for variant, us in (("ops", 0.9 * target.bar), (index_cases.COMPILE, 45000)):
+    for (name, what), target in index_targets.TARGETS.items():
+        shape = next(s for s in index_targets.SHAPES if s.name == name)
+        for variant, us in (("ops", 0.9 * target.bar), (index_targets.COMPILE, 45000)):
             row: dict[str, Any] = {"name": name, "tokens": 8192, "heads": 64, "dim": 128, "topk": 2048}
             row |= {"what": what, "variant": variant}
             runner.add_figures(shape, row, timing.Timing([us] * 4))
@@ -61,8 +62,8 @@ def on_h200(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_targets_are_in_order() -> None:
-    assert all(t.goal < t.bar for t in index_cases.TARGETS.values())
-    assert round(index_cases.MEMORY_BAR_MB, 1) == 1073.7
+    assert all(t.goal < t.bar for t in index_targets.TARGETS.values())
+    assert round(index_targets.MEMORY_BAR_MB, 1) == 1073.7
 
 
 def test_the_ops_and_the_models_formula_are_the_formula() -> None:
@@ -120,14 +121,14 @@ def test_a_run_has_every_part(result: dict[str, Any]) -> None:
     assert result["complete"] and result["operator"] == "index" and result["notice"] == running.CPU_NOTICE
     assert set(result["skipped"]) == {"memory"}
     rows = {(r["name"], r["what"], r["variant"]) for r in result["rows"]}
-    for shape in index_cases.SHAPES:
-        for what in (index_cases.SCORES, index_cases.BOTH):
-            assert {(shape.name, what, "ops"), (shape.name, what, index_cases.COMPILE)} <= rows
-        assert (shape.name, "top-k", index_cases.TORCH_TOPK) in rows
+    for shape in index_targets.SHAPES:
+        for what in (index_targets.SCORES, index_targets.BOTH):
+            assert {(shape.name, what, "ops"), (shape.name, what, index_targets.COMPILE)} <= rows
+        assert (shape.name, "top-k", index_targets.TORCH_TOPK) in rows
     assert [r for r in result["rows"] if "error" in r] == []
     ours = [r for r in result["rows"] if r["variant"] == "ops"]
     assert all("times_compiled" in r for r in ours)
-    assert all("beyond_scores_us" in r for r in ours if r["what"] == index_cases.BOTH)
+    assert all("beyond_scores_us" in r for r in ours if r["what"] == index_targets.BOTH)
     assert len(result["errors"]) == 2 and all(r["met"] for r in result["errors"])
     assert len(result["determinism"]) == 2 and all(d["met"] for d in result["determinism"])
 
@@ -144,7 +145,7 @@ def test_wrong_results_miss_their_bars(tmp_path: pathlib.Path, monkeypatch: pyte
 
 def test_a_spent_budget_leaves_peers_out(tmp_path: pathlib.Path) -> None:
     found = run(tmp_path / "x.json", parts=("speed",), budget_s=0.0)
-    assert {r["variant"] for r in found["rows"]} == {"ops", index_cases.TORCH_TOPK}
+    assert {r["variant"] for r in found["rows"]} == {"ops", index_targets.TORCH_TOPK}
     assert len(found["skipped"]) == 2
 
 
@@ -179,7 +180,22 @@ def test_command_line(tmp_path: pathlib.Path) -> None:
     assert done.exit_code == 0, done.output
     path = tmp_path / "index-cpu-partial.json"  # a partial run never gets the file name of a full run
     stored = json.loads(path.read_text())
-    assert {r["variant"] for r in stored["rows"]} == {"ops", index_cases.TORCH_TOPK}
+    assert {r["variant"] for r in stored["rows"]} == {"ops", index_targets.TORCH_TOPK}
     assert path.with_suffix(".md").read_text() == index.table(stored)
     shown = CliRunner().invoke(cli.app, ["table", str(path)])
     assert shown.output == index.table(stored)
+
+
+# ---- the pages
+
+
+def test_the_pages_block(on_h200: dict[str, Any]) -> None:
+    block = pages.BLOCKS["index"](lambda name: on_h200)
+    assert "| 64 heads | scores and top-k | 1.44 | 45 |" in block
+    assert "At S = T = 131072 a choice takes 600 MB." in block
+
+
+def test_the_committed_bars_are_checked(on_h200: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """Checks that a run's file passes the check of committed results, whatever its rows are called."""
+    running.save(on_h200, tmp_path / "index.json")
+    assert test_results.unmet(tmp_path) == []

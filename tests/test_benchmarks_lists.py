@@ -17,9 +17,10 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import lists, lists_cases, lists_peers, lists_report, lists_warm, running, timing
+from benchmarks import lists, lists_cases, lists_peers, lists_report, lists_warm, pages, running, timing
 from benchmarks import lists_targets as targets
 from benchmarks.lists_targets import Shape
+from tests import test_results
 
 CPU = torch.device("cpu")
 # The shapes are tiny, and one worker makes the run that most tests read.
@@ -354,3 +355,28 @@ def test_unknown_words_are_refused(tmp_path: pathlib.Path) -> None:
     done = CliRunner().invoke(cli.app, ["lists", "--only", "E", "--out", str(tmp_path)])
     assert done.exit_code == 2
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- the pages
+
+
+def test_the_pages_block(on_h200: dict[str, Any]) -> None:
+    block = pages.BLOCKS["lists"](lambda name: on_h200)
+    assert "| 3.04 / 19 |" in block and "../../benchmarks/results/lists.png" in block and "NVIDIA H200" in block
+    assert "| D = 512 | forward | 8192 | 2.05 | 2,049 |" in block
+
+    def none(name: str) -> dict[str, Any]:
+        raise FileNotFoundError(name)
+
+    assert pages.BLOCKS["lists"](none) == pages.NOT_MEASURED
+
+
+def test_the_committed_bars_are_checked(on_h200: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """Checks that a run's file passes the check of committed results, whatever its rows are called."""
+    path = tmp_path / "lists.json"
+    running.save(on_h200, path)
+    assert test_results.unmet(tmp_path) == []
+    row = next(r for r in on_h200["rows"] if (r["case"], r["what"], r["variant"]) == ("B", "fb", "ops"))
+    row |= {"median_us": 1e6, "met_bar": False, "met_goal": False}
+    running.save(on_h200, path)
+    assert [line.partition(":")[0] for line in test_results.unmet(tmp_path)] == ["lists.json B, fb"]
