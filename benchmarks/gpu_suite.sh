@@ -14,8 +14,10 @@ for step in $steps; do
     tests)
         # Many small compiles: the tests share the GPU, all but those that measure it.
         python3 -m pytest -q -p no:cacheprovider -n 14 tests --ignore tests/test_wheel.py --ignore tests/test_gpu.py \
-            --ignore tests/test_gpu_e79.py --ignore tests/test_gpu_selection.py --ignore tests/test_results.py --show-capture=no 2>&1 | tee "$out/tests.log" | tail -25 || status=1
-        python3 -m pytest -q -p no:cacheprovider tests/test_gpu.py tests/test_gpu_e79.py tests/test_gpu_selection.py --show-capture=no 2>&1 |
+            --ignore tests/test_gpu_e79.py --ignore tests/test_gpu_selection.py --ignore tests/test_gpu_lists.py \
+            --ignore tests/test_gpu_index.py --ignore tests/test_results.py --show-capture=no 2>&1 | tee "$out/tests.log" | tail -25 || status=1
+        python3 -m pytest -q -p no:cacheprovider tests/test_gpu.py tests/test_gpu_e79.py tests/test_gpu_selection.py \
+            tests/test_gpu_lists.py tests/test_gpu_index.py --show-capture=no 2>&1 |
             tee "$out/tests_gpu.log" | tail -25 || status=1
         ;;
     sanitize)
@@ -35,12 +37,21 @@ for step in $steps; do
         compute-sanitizer --tool racecheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
             tests/test_kernels_selection.py tests/test_kernels_selection_gather.py -x --show-capture=no -k heads 2>&1 |
             tee "$out/racecheck_selection.log" | tail -15 || status=1
+        compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
+            tests/test_kernels_selection_lists.py tests/test_kernels_index.py -x --show-capture=no \
+            -k "(widths and (512 or 576 or 256)) or dtypes or packed or segments or numbers or nothing" 2>&1 |
+            tee "$out/sanitizer_lists.log" | tail -15 || status=1
+        compute-sanitizer --tool racecheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
+            tests/test_kernels_selection_lists.py tests/test_kernels_index.py -x --show-capture=no \
+            -k "widths and dtype1 and (512 or 576 or 128)" 2>&1 | tee "$out/racecheck_lists.log" | tail -15 || status=1
         ;;
     bench)
         python3 -m benchmarks mhc --peers --out "$out" 2>&1 | tee "$out/bench.log" | tail -80 || status=1
         python3 -m benchmarks e79 --out "$out" 2>&1 | tee "$out/bench_e79.log" | tail -120 || status=1
         # flash-linear-attention is timed beside it where it imports (PYTHONPATH with fla-core and einops will do).
         python3 -m benchmarks selection --out "$out" 2>&1 | tee "$out/bench_selection.log" | tail -200 || status=1
+        python3 -m benchmarks lists --out "$out" 2>&1 | tee "$out/bench_lists.log" | tail -200 || status=1
+        python3 -m benchmarks index --out "$out" 2>&1 | tee "$out/bench_index.log" | tail -60 || status=1
         ;;
     *)
         echo "unknown step $step" >&2

@@ -36,6 +36,7 @@ _PLANS = {
     "selection_list_attention_backward": "selection.lists_plan",
     "selection_blocks": "selection.blocks_plan",
     "index_scores": "index.plan",
+    "index_scores_backward": "index.backward_plan",
     "index_topk": "index.plan",
 }
 OPS = tuple(_PLANS)

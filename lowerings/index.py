@@ -25,4 +25,5 @@ def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
 def register() -> None:
     """Registers all lowerings. Called once, when the first graph is compiled."""
     common.register("index_scores", None)
+    common.register("index_scores_backward", None)
     common.register("index_topk", None, _calls_op)

@@ -72,6 +72,20 @@ def test_unknown_sizes_call_the_op():
     assert "torch.ops.mhc_inductor.index_topk.default" in code and not _launches(code)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_gradients_launch_three_kernels(dynamic):
+    """Computes a forward and its gradients in one graph: autograd itself needs a real device."""
+
+    def fn(q, k, w, limit, mask):
+        none = (None, None, None)
+        scores = torch.ops.mhc_inductor.index_scores(q, k, w, 1.0, limit, *none)
+        return torch.ops.mhc_inductor.index_scores_backward(scores, q, k, w, 1.0, limit, *none)
+
+    code = _compile(fn, 256, 512, dynamic)
+    assert _launches(code) == ["index_tile_scores", "index_dq", "index_dk", "index_dk_sum"]
+    assert "torch.ops.mhc_inductor" not in code
+
+
 def test_a_mask_is_read_in_place():
     """Checks that an expanded mask is neither copied nor expanded."""
 

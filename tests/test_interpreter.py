@@ -56,6 +56,7 @@ def test_bf16_dot_is_fixed(tmp_path):
         ("selection_backward", 80),
         ("selection_lists", 40),
         ("index", 85),
+        ("index_backward", 28),
     ],
 )
 def test_kernels_under_the_interpreter(operator, least):

@@ -52,7 +52,9 @@ def check_scores(builder, args, scale=0.7, visible=NONE):
     there = want > -torch.inf
     if there.any():
         error = float((got.double() - want)[there].abs().max())
-        assert error <= 2 * h.formula_error(*args, scale) + EPS * float(want[there].abs().max()), error
+        # Tensor cores round every partial sum towards zero; the interpreter does not.
+        slack = 4 if GPU else 1
+        assert error <= slack * (2 * h.formula_error(*args, scale) + EPS * float(want[there].abs().max())), error
     return got
 
 
@@ -136,6 +138,35 @@ def test_orders_of_scores_that_fill_the_candidates(builder, device, short, order
     exact(builder, tuple(t.to(device) for t in (q, k, w)), 30)
 
 
+@pytest.mark.parametrize("few", [0, 5, 31])
+def test_rows_that_begin_with_few_visible_keys(builder, device, short, few):
+    """Tests that keys below the first ones are chosen as long as there are less than topk."""
+    T = 600
+    k = torch.zeros(1, T, 16)
+    k[0, :, 0] = T - torch.arange(T)
+    q, w = torch.zeros(1, 3, 2, 16), torch.ones(1, 3, 2)
+    q[..., 0] = 1
+    mask = (torch.arange(T) < few) | (torch.arange(T) >= 300)
+    exact(builder, tuple(t.to(device) for t in (q, k, w)), 32, (None, mask.view(1, 1, T).to(device), None, None))
+
+
+@pytest.mark.parametrize("few", [100, 1000])
+def test_ties_in_several_segments(builder, device, few):
+    """Tests ties at the threshold that are spread over a row, some of which are taken."""
+    k = torch.zeros(1, 1000, 16)
+    k[0, ::3, 0] = 1  # 334 keys tie
+    k[0, 7::100, 0] = 2
+    q, w = torch.zeros(1, 3, 2, 16), torch.ones(1, 3, 2)
+    q[..., 0] = 1
+    limit = torch.full((1, 3), few)
+    exact(
+        builder,
+        tuple(t.to(device) for t in (q, k, w)),
+        300 if few == 1000 else 40,
+        (limit.to(device), None, None, None),
+    )
+
+
 @pytest.mark.parametrize("S", [2, 40])
 def test_ties_go_to_the_first_key(builder, device, S):
     q, k, w = h.make_inputs(1, S, 200, 2, 16, device=device)
@@ -202,6 +233,28 @@ def test_a_mask_is_never_expanded(builder, device):
         assert torch.equal(got, check_topk(builder, args, 9, visible=(None, wide, None, None)))
 
 
+@pytest.mark.parametrize(("B", "S", "T"), [(1, 300, 1000), (5, 40, 600), (9, 20, 600), (40, 1, 3000), (3, 129, 500)])
+def test_the_workspace_is_bounded(builder, monkeypatch, B, S, T):
+    """Checks what a plan allocates besides its output, and that it does so once."""
+    held = []
+
+    class Counting(type(builder)):
+        def empty(self, shape, dtype):
+            held.append(shape)
+            return super().empty(shape, dtype)
+
+        def launch(self, *args):
+            pass
+
+    for most in (128 * 1024, 2**18):
+        held.clear()
+        monkeypatch.setattr(plan, "SCORES", most)
+        args = h.make_inputs(B, S, T, 1, 1, device=str(builder.device))
+        plan.plan_index_topk(Counting(builder.device, builder._props), *args, 3, 1.0, *NONE)
+        (out, keys) = held
+        assert out == (B, S, 3) and keys[0] * keys[1] * keys[2] <= max(most, 128 * plan.padded_row(T))
+
+
 @pytest.mark.parametrize("S", [3, 150])
 def test_queries_in_parts_give_the_same(builder, device, monkeypatch, S):
     args = h.make_inputs(3, S, 90, 2, 16, device=device)
@@ -240,6 +293,9 @@ def test_nothing_is_visible(builder, device):
 def test_a_scale_of_zero(builder, device):
     args = h.make_inputs(1, 40, 60, 2, 16, device=device)
     assert (check_scores(builder, args, 0.0) == 0).all()
+    # 0 times sums of both signs: -0 and 0, which tie.
+    got = plan.plan_index_topk(builder, *args, 9, 0.0, *NONE)
+    assert torch.equal(got, torch.arange(9, dtype=torch.int32, device=device).expand(1, 40, 9))
 
 
 @pytest.mark.parametrize("D", [16, 128, 256])

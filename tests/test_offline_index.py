@@ -6,16 +6,20 @@ import pytest
 import torch
 from offline import TARGETS, Recorder, compile_all
 
-from mhc_inductor.kernels.index import plan
+from mhc_inductor.kernels.index import backward_plan, plan
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # (target, kernel, case): spilled bytes allowed.
 SPILLS = {
     # A tf32x3 product keeps both factors in two parts.
     ("cuda:90", "index_tile_scores", "256-fp32"): 968,
-    ("cuda:90", "index_row_scores", "decoding-fp32"): 176,
+    ("cuda:90", "index_row_scores", "decoding-fp32"): 16,
+    ("cuda:90", "index_dk", "128-fp32"): 32,
+    ("cuda:90", "index_dq", "256-fp32"): 468,
+    ("cuda:90", "index_dk", "256-fp32"): 636,
     # Outside the loop over heads.
     ("cuda:90", "index_tile_scores", "128-mask"): 128,
+    ("cuda:90", "index_dq", "128-mask"): 64,
     ("cuda:80", "index_tile_scores", "128"): 40,
     ("cuda:80", "index_tile_scores", "long"): 40,
     ("cuda:89", "index_tile_scores", "128"): 16,
@@ -63,11 +67,37 @@ def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
     assert not bad
 
 
+def gradients(builder, *, S, T, H=64, D=128, dtype=BF16, limit=False, hidden=False, **_):
+    def empty(*shape, dtype=dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    visible = [empty(1, S, dtype=torch.int64) if limit else None, None, None, None]
+    if hidden:
+        visible[1:] = [empty(1, 1, T, dtype=torch.bool), empty(1, S, dtype=torch.int32), empty(1, T, dtype=torch.int32)]
+    args = empty(1, S, T, dtype=F32), empty(1, S, H, D), empty(1, T, D), empty(1, S, H, dtype=F32)
+    backward_plan.plan_index_scores_backward(builder, *args, 1.0, *visible)
+    return builder.launches
+
+
+BACKWARD = [("cuda:90", case) for case in ("128", "128-mask", "80-fp16", "128-fp32", "256", "256-fp32")]
+BACKWARD += [(t, "128") for t in TARGETS if t != "cuda:90"]
+
+
+@pytest.mark.parametrize(("target", "case"), BACKWARD)
+def test_gradients_compile_without_unnamed_spills(target, case, tmp_path):
+    recorded = gradients(Recorder(TARGETS[target][1]), **CASES[case])
+    seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
+    assert seen == {"index_dq", "index_dk", "index_dk_sum"}
+    assert not bad
+
+
 @pytest.mark.parametrize("case", ["128-mask", "decoding"])
 def test_sizes_of_one_are_constants(case, tmp_path):
     """Checks that kernels compile when generated code passes a size or stride of 1 as a constant."""
     recorded = []
-    for kernel, args, constexprs, *options in launches(Recorder(TARGETS["cuda:90"][1]), **CASES[case]):
+    builder = Recorder(TARGETS["cuda:90"][1])
+    launches(builder, **CASES[case])
+    for kernel, args, constexprs, *options in gradients(builder, **CASES[case]):
         ones = {name: 1 for name, value in args.items() if isinstance(value, int)}
         recorded.append((kernel, args, {**constexprs, **ones}, *options))
     _, bad = compile_all(recorded, "cuda:90", "ones", SPILLS, tmp_path)

@@ -20,12 +20,12 @@ class ScoreConfig:
 
 
 # (queries, keys, warps, stages), the best first. The first that fits is used.
-_TILES = ((64, 128, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1))
+_TILES = ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1))
 # An fp32 product keeps each factor in two parts.
 _FLOAT = ((64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1), (16, 32, 4, 1))
 MOST_BLOCK = 16384
 """Keys of a row that ``index_select`` holds in registers."""
-ELEMENTS = 32
+ELEMENTS = 64
 """Keys of a row per thread."""
 
 
@@ -41,6 +41,16 @@ def score_config(D: int, itemsize: int, backend: str, arch: int) -> ScoreConfig:
 def row_config(itemsize: int) -> ScoreConfig:
     """Returns the configuration of the scores where a program scores one query."""
     return ScoreConfig(1, 32, 8, 1) if itemsize == 4 else ScoreConfig(1, 64, 4, 1)
+
+
+def backward_config(D: int, itemsize: int, backend: str) -> ScoreConfig:
+    """Returns the configuration of the gradients."""
+    wide = padded(D) > 128
+    if itemsize == 4:
+        return ScoreConfig(16, 16, 4, 1) if wide else ScoreConfig(32, 32, 8, 1)
+    if backend == "hip":
+        return ScoreConfig(32, 32, 4, 1) if wide else ScoreConfig(64, 64, 4, 2)
+    return ScoreConfig(64, 32, 8, 2) if wide else ScoreConfig(64, 64, 8, 2)
 
 
 def select_config(T: int) -> tuple[int, int]:

@@ -88,17 +88,19 @@ def _plan_scores(
     if few(b, S):
         c = config.row_config(itemsize)
         NT = b.cdiv(T, c.BT)
-        constexprs |= dict(HP=max(16, power_of_two(H)), BT=c.BT)
+        constexprs |= dict(HP=max(16, power_of_two(H)), DC=min(16 if itemsize == 4 else 64, config.padded(D)), BT=c.BT)
+        if itemsize == 4:
+            constexprs["PREC"] = "ieee" if b.precision == "highest" else constexprs["PREC"]
         b.launch(index_row_scores, (parts * rows * NT, 1, 1), dict(args, NT=NT), constexprs, c.num_warps, c.num_stages)
         return
     c = config.score_config(D, itemsize, props.backend, props.arch)
     NS, NT = b.cdiv(rows, c.BS), b.cdiv(T, c.BT)
-    constexprs |= dict(BS=c.BS, BT=c.BT, **_flags(hidden))
+    constexprs |= dict(BS=c.BS, BT=c.BT, **flags(hidden))
     args |= dict(**hidden, NS=NS, NT=NT)
     b.launch(index_tile_scores, (parts * NS * NT, 1, 1), args, constexprs, c.num_warps, c.num_stages)
 
 
-def _hidden(b: Any, mask: Any, seg_q: Any, seg_k: Any) -> dict[str, Any]:
+def hidden_keys(b: Any, mask: Any, seg_q: Any, seg_k: Any) -> dict[str, Any]:
     """Returns the kernels' arguments that say which keys mask and segment ids hide. The mask keeps its strides."""
     mask = None if mask is None else b.laid_out(mask)
     smb, sms, smt = (0, 0, 0) if mask is None else b.strides(mask)
@@ -106,8 +108,8 @@ def _hidden(b: Any, mask: Any, seg_q: Any, seg_k: Any) -> dict[str, Any]:
     return dict(mask_ptr=mask, seg_q_ptr=seg_q, seg_k_ptr=seg_k, smb=smb, sms=sms, smt=smt)
 
 
-def _flags(hidden: dict[str, Any]) -> dict[str, bool]:
-    """Returns the kernels' flags for the arguments of :func:`_hidden`."""
+def flags(hidden: dict[str, Any]) -> dict[str, bool]:
+    """Returns the kernels' flags for the arguments of :func:`hidden_keys`."""
     return dict(MASK=hidden["mask_ptr"] is not None, SEG=hidden["seg_q_ptr"] is not None)
 
 
@@ -117,18 +119,24 @@ def plan_index_scores(
     """Launches ``index_scores``; returns scores[B, S, T] fp32."""
     (B, S), T = b.shape(q)[:2], b.shape(k)[1]
     out = b.empty((B, S, T), b.f32)
-    hidden = _hidden(b, mask, seg_q, seg_k)
+    hidden = hidden_keys(b, mask, seg_q, seg_k)
     limit = None if limit is None else b.contiguous(limit)
     _plan_scores(b, out, b.strided(q), b.strided(k), b.laid_out(w), scale, limit, hidden, (B, 0, S, 0))
-    if any(_flags(hidden).values()):
+    if any(flags(hidden).values()):
         args = dict(out_ptr=out, S=S, T=T, **hidden)
-        b.launch(index_hide, (B * S, 1, 1), args, dict(**_flags(hidden), BLOCK=HIDE), 4, 1)
+        b.launch(index_hide, (B * S, 1, 1), args, dict(**flags(hidden), BLOCK=HIDE), 4, 1)
     return out
 
 
+def padded_rows(S: int) -> int:
+    """Returns the rows of the workspace that S queries need."""
+    return S if S <= FEW_ROWS else -(-S // ROWS) * ROWS
+
+
 def parts(B: int, S: int, T: int) -> list[tuple[slice, slice]]:
-    """Returns the chunks of sequences and queries whose scores ``index_topk`` holds at a time."""
-    return list(chunks(B, S, padded_row(T), SCORES, ROWS))
+    """Returns the chunks of sequences and queries whose scores ``index_topk`` holds at a time, the largest first."""
+    per_query = -(-padded_row(T) * padded_rows(S) // max(1, S))
+    return list(chunks(B, S, per_query, SCORES, ROWS))
 
 
 def plan_index_topk(
@@ -140,19 +148,20 @@ def plan_index_topk(
     if topk == 0:
         return out
     q, k, w = b.strided(q), b.strided(k), b.laid_out(w)
-    limit, hidden = None if limit is None else b.contiguous(limit), _hidden(b, mask, seg_q, seg_k)
-    so = padded_row(T)
+    limit, hidden = None if limit is None else b.contiguous(limit), hidden_keys(b, mask, seg_q, seg_k)
     BLOCK, warps = config.select_config(T)
+    keys = None
     for at, queries in parts(B, S, T):
         count, rows = at.stop - at.start, queries.stop - queries.start
-        stored = rows if few(b, S) else -(-rows // ROWS) * ROWS
-        keys = b.empty((count, stored, so), b.i32)
+        if keys is None:
+            keys = b.empty((count, padded_rows(rows), padded_row(T)), b.i32)
+        _, stored, so = b.shape(keys)
         _plan_scores(b, keys, q, k, w, scale, limit, hidden, (count, at.start, rows, queries.start))
         b.launch(
             index_select,
             (count * rows, 1, 1),
             dict(keys_ptr=keys, limit_ptr=limit, out_ptr=out, S=S, T=T, b0=at.start, first=queries.start, rows=rows,
                  stored=stored, so=so, topk=topk, **hidden),
-            dict(LIMIT=limit is not None, **_flags(hidden), BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
+            dict(LIMIT=limit is not None, **flags(hidden), BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
         )  # fmt: skip
     return out

@@ -5,8 +5,6 @@ import triton.language as tl
 
 from .common import hide, row_limit, store_scores, unmasked
 
-RELU_NAN = tl.constexpr(tl.PropagateNan.ALL)
-
 
 @triton.jit(
     do_not_specialize=[
@@ -26,6 +24,7 @@ def index_tile_scores(
     segment ids only decide which tiles are needed: :func:`hide` follows. With SORTABLE, stored and so are padded to
     whole tiles, and tiles that are not needed are not written.
     """
+    scale = tl.cast(scale, tl.float32)  # generated code passes fp64
     pid = tl.program_id(0)
     tile = pid // NT
     part = tile // NS
@@ -62,7 +61,7 @@ def index_tile_scores(
             q = tl.load(q_at + h * sqh, mask=(d < D)[None, :], other=0.0)
         w = tl.load(w_row + h * swh).to(tl.float32)
         x = tl.dot(q, k, input_precision=PREC)
-        acc += tl.maximum(x, 0.0, propagate_nan=RELU_NAN) * w[:, None]
+        acc += tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[:, None]
     row = (part * stored + local).to(tl.int64) * so
     there = (local < rows)[:, None] & (t < T)[None, :]
     store_scores(out_ptr + row[:, None] + t[None, :], acc * scale, t[None, :], limit[:, None], there, SORTABLE)
@@ -75,10 +74,11 @@ def index_tile_scores(
 )  # fmt: skip
 def index_row_scores(
     q_ptr, k_ptr, w_ptr, limit_ptr, out_ptr, scale, S, T, NT, b0, first, rows, stored, so, sqb, sqs, sqh, skb, skt, swb,
-    sws, swh, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BT: tl.constexpr,
+    sws, swh, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DC: tl.constexpr, BT: tl.constexpr,
     ALIGN: tl.constexpr, PREC: tl.constexpr, SORTABLE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Computes what ``index_tile_scores`` does. One program: one query, HP >= H heads as rows of a product, BT keys."""
+    scale = tl.cast(scale, tl.float32)  # generated code passes fp64
     pid = tl.program_id(0)
     row = pid // NT
     b = (b0 + row // rows).to(tl.int64)
@@ -88,16 +88,21 @@ def index_row_scores(
     limit = row_limit(limit_ptr, b * S + s, T, LIMIT)
     if SORTABLE & (pid % NT * BT >= limit):
         return
-    d, h = tl.arange(0, DP), tl.arange(0, HP)
+    h = tl.arange(0, HP)
     k_row = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(key.to(tl.int64) * skt, ALIGN)
     q_row = (
         q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s.to(tl.int64) * sqs, ALIGN)
         + tl.multiple_of(h.to(tl.int64) * sqh, ALIGN)
     )  # fmt: skip
-    q = tl.load(q_row[:, None] + d[None, :], mask=(h < H)[:, None] & (d < D)[None, :], other=0.0)
     w = tl.load(w_ptr + b * swb + s.to(tl.int64) * sws + h.to(tl.int64) * swh, mask=h < H, other=0.0)
-    k = tl.load(k_row[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)  # [DP, BT]
-    x = tl.maximum(tl.dot(q, k, input_precision=PREC), 0.0, propagate_nan=RELU_NAN)
+    x = tl.zeros((HP, BT), tl.float32)
+    for first_d in tl.static_range(0, DP, DC):
+        d = first_d + tl.arange(0, DC)
+        q = tl.load(q_row[:, None] + d[None, :], mask=(h < H)[:, None] & (d < D)[None, :], other=0.0)
+        k = tl.load(k_row[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)  # [DC, BT]
+        # Tensor cores round their running sum towards zero: short chains, summed in fp32.
+        x += tl.dot(q, k, input_precision=PREC)
+    x = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     # A missing head has a product of 0 unless the key holds NaN or inf.
     part = tl.where((h < H)[:, None], x * w.to(tl.float32)[:, None], 0.0)
     out = out_ptr + (row // rows * stored + row % rows).to(tl.int64) * so + t

@@ -33,6 +33,7 @@ def selection_list_rows(
     part_v].
     """
     COLUMNS: tl.constexpr = NKC + NVC
+    scale = tl.cast(scale, tl.float32)
     N = tl.multiple_of(tl.cast(N, tl.int64), 16)
     column = tl.program_id(0) % COLUMNS
     line = (tl.program_id(0) // COLUMNS).to(tl.int64)

@@ -83,7 +83,7 @@ def index_topk(
     Exactly ``min(topk, visible keys)`` keys are chosen. Equal scores go to the lower index; NaN counts as the largest
     score, as in ``torch.topk``; a visible key with a score of -inf comes before any invisible one.
 
-    Scores are held for a part of the queries at a time: up to 256 MiB, or those of 64 queries if these are more. Nothing
+    Scores are held for a part of the queries at a time: up to 256 MiB, or those of 128 queries if these are more. Nothing
     is read on the host. The indices have no gradient. CUDA kernels run for topk up to 4096 and what
     :func:`index_scores` says; everything else runs the formula in plain PyTorch, in chunks of queries.
 

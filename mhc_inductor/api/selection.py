@@ -17,6 +17,9 @@ from mhc_inductor import compat
 from mhc_inductor.ops import checks_selection, checks_selection_lists
 from mhc_inductor.ops.selection import call, given
 
+# sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k
+_Rest = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
 
 @overload
 def selection_attention(
@@ -137,9 +140,10 @@ def selection_attention(
         # operator.index: a plain number even for dynamic sizes. If q is not a tensor, the check below reports it.
         scale = 1 / math.sqrt(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
     if indices is not None:
-        lists = (indices, sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-        o, lse = _attend_lists(q, k, v, lists, scale, v_width)
+        rest = (sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+        o, lse = _attend_lists(q, k, v, indices, rest, scale, v_width)
         return (o, lse) if return_lse else o
+    assert ranges is not None
     v = _columns(v, v_width)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks_selection.selection_attention(
@@ -162,14 +166,14 @@ def _columns(v: Tensor, v_width: int | None) -> Tensor:
 
 
 def _attend_lists(
-    q: Tensor, k: Tensor, v: Tensor, lists: tuple[Tensor | None, ...], scale: float, v_width: int | None
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, rest: _Rest, scale: float, v_width: int | None
 ) -> tuple[Tensor, Tensor]:
     """Calls the op over lists; with v in k's memory, without a tensor of values of its own."""
     values = _columns(v, v_width)
     if not torch.compiler.is_compiling():
-        checks_selection_lists.selection_list_attention(q, k, values, *lists, scale, _last(values))
+        checks_selection_lists.selection_list_attention(q, k, values, indices, *rest, scale, _last(values))
     shared = v is k or _reads_keys(k, values)
-    return call("selection_list_attention", q, k, None if shared else values, *lists, scale, _last(values))
+    return call("selection_list_attention", q, k, None if shared else values, indices, *rest, scale, _last(values))
 
 
 def _last(v: Tensor) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mhc_inductor.ops.checks import _floating, _shape, _text
 from mhc_inductor.ops.checks_selection import integers
@@ -38,6 +37,15 @@ def _visibility(
         _shape(op, "segments_k", segments_k, [batch, t], "[B, T]")
 
 
+def _is_one(size: Any) -> bool:
+    """Returns whether ``size`` is known to be 1, without a guard on a symbol."""
+    if isinstance(size, int):
+        return size == 1
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
+    return statically_known_true(size == 1)
+
+
 def _mask(op: str, mask: Tensor, q: Tensor, full: list[Any]) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{op}: mask must be a tensor, got {type(mask).__name__}")
@@ -52,7 +60,7 @@ def _mask(op: str, mask: Tensor, q: Tensor, full: list[Any]) -> None:
     if mask.dim() != 3:
         raise ValueError(message())
     for got, want in zip(mask.shape, full, strict=True):
-        if not statically_known_true(got == 1):
+        if not _is_one(got):
             torch._check_value(got == want, message)
 
 

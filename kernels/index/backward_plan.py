@@ -1,0 +1,62 @@
+"""Launch plan of the gradients of the index scores. Memory besides inputs and outputs: PARTS times dk in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dtypes import without_kernel
+from ..selection.tile_lists_plan import alignment, dot_precision
+from . import config, plan
+from .backward import index_dk, index_dk_sum, index_dq
+
+PARTS = 8  # the queries are summed in so many parts for dk
+PART_TILES = 4  # tiles of queries of a part, at least
+BLOCK = 1024
+
+
+def unsupported(b: Any, dscores: Any, *tensors: Any) -> str | None:
+    """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
+    return without_kernel(b, dscores) or plan.unsupported(b, *tensors)
+
+
+def plan_index_scores_backward(
+    b: Any, dscores: Any, q: Any, k: Any, w: Any, scale: float, limit: Any, mask: Any, seg_q: Any, seg_k: Any
+) -> tuple[Any, Any, Any]:
+    """Launches ``index_scores_backward``; returns (dq, dk, dw)."""
+    (B, S, H, D), T = b.shape(q), b.shape(k)[1]
+    H, D = b.static(H), b.static(D)
+    dq, dk, dw = (b.empty(b.shape(t), b.dtype(t)) for t in (q, k, w))
+    q, k, w, dscores = b.strided(q), b.strided(k), b.laid_out(w), b.contiguous(dscores)
+    hidden = plan.hidden_keys(b, mask, seg_q, seg_k)
+    limit = None if limit is None else b.contiguous(limit)
+    sqb, sqs, sqh = b.strides(q)[:3]
+    skb, skt = b.strides(k)[:2]
+    swb, sws, swh = b.strides(w)
+    args = dict(g_ptr=dscores, q_ptr=q, k_ptr=k, w_ptr=w, limit_ptr=limit, scale=float(scale), S=S, T=T, sqb=sqb, sqs=sqs,
+                sqh=sqh, skb=skb, skt=skt, swb=swb, sws=sws, swh=swh, **hidden)  # fmt: skip
+    c = config.backward_config(D, b.dtype(q).itemsize, b.device_props().backend)
+    precision = dot_precision(b, b.dtype(q))
+    if b.dtype(q).itemsize == 2 and b.device_props().backend == "cuda":
+        precision = "tf32"  # of products with fp16 only, which is exact in it
+    constexprs = dict(H=H, D=D, DP=config.padded(D), BS=c.BS, BT=c.BT, ALIGN=alignment(b, q, k), PREC=precision,
+                      LIMIT=limit is not None, **plan.flags(hidden))  # fmt: skip
+    NS, NT = b.cdiv(S, c.BS), b.cdiv(T, c.BT)
+    b.launch(
+        index_dq,
+        (B * NS * H, 1, 1),
+        dict(args, dq_ptr=dq, dw_ptr=dw, NS=NS),
+        constexprs, c.num_warps, c.num_stages,
+    )  # fmt: skip
+    P = b.max(1, b.min(PARTS, b.cdiv(NS, PART_TILES)))
+    parts = b.empty((P, B, T, D), b.f32)
+    b.launch(
+        index_dk,
+        (B * NT, P, 1),
+        dict(args, dk_ptr=parts, NT=NT, tiles=b.cdiv(NS, P)),
+        constexprs, c.num_warps, c.num_stages,
+    )  # fmt: skip
+    N = B * T * D
+    b.launch(
+        index_dk_sum, (b.cdiv(N, BLOCK), 1, 1), dict(parts_ptr=parts, dk_ptr=dk, P=P, N=N), dict(BLOCK=BLOCK), 4, 1
+    )
+    return dq, dk, dw
