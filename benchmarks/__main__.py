@@ -1,4 +1,7 @@
-"""Command line of the benchmarks: ``mhc``, ``e79``, ``selection``, ``deepseek_v4``, ``routing``, ``readme`` and ``table FILE``."""
+"""Command line of the benchmarks.
+
+``mhc``, ``e79``, ``selection``, ``lists``, ``index``, ``deepseek_v4``, ``routing``, ``readme`` and ``table FILE``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import pathlib
 import sys
 import tempfile
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
@@ -216,6 +219,84 @@ def selection(
         raise typer.Exit(1)
 
 
+@app.command()
+def lists(
+    only: Annotated[
+        str, typer.Option(help="Some of A,B,C,D,decode and of speed,errors,memory,crossing,peers; all when left out.")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Times of the op and errors only; 8 rounds.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu (tiny shapes).")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")] = 20,
+    warm: Annotated[bool, typer.Option(help="Compile everything first, in processes side by side.")] = True,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no crossing and no peer is begun.")] = 200.0,
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the files; lists when left out, with -cpu or -partial.")] = "",
+) -> None:
+    """Measures attention over lists of keys: time, errors against fp64, memory, and where it overtakes dense."""
+    from . import lists as run
+    from . import lists_targets as targets
+
+    words = _words(only, (*targets.SHAPES, *run.PARTS), "case or part") if only else ()
+    parts = tuple(p for p in run.PARTS if p in words) or (run.QUICK_PARTS if quick else run.PARTS)
+    shapes = tuple(n for n in targets.SHAPES if n in words) or tuple(targets.SHAPES)
+    settings = run.Settings(
+        device=device,
+        parts=parts,
+        shapes=shapes,
+        rounds=run.QUICK_ROUNDS if quick else rounds,
+        warm=warm,
+        budget_s=budget,
+        seed=seed,
+    )
+    whole = parts == run.PARTS and shapes == tuple(targets.SHAPES)
+    _run(run, settings, out, name or "lists", whole)
+
+
+@app.command()
+def index(
+    only: Annotated[str, typer.Option(help="Some of speed,errors,memory; all when left out.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Times and errors without other implementations.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu (tiny shapes).")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")] = 20,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no further peer is begun.")] = 50.0,
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the Markdown table.")] = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the files; index when left out, with -cpu or -partial.")] = "",
+) -> None:
+    """Measures index scores and the keys that they choose: time, memory, errors against fp64, equal bits."""
+    from . import index as run
+
+    parts = _words(only, run.PARTS, "part") if only else run.QUICK_PARTS if quick else run.PARTS
+    settings = run.Settings(device=device, parts=parts, peers=not quick, rounds=rounds, budget_s=budget, seed=seed)
+    _run(run, settings, out, name or "index", parts == run.PARTS and not quick)
+
+
+def _run(run: Any, settings: Any, out: pathlib.Path, stem: str, whole: bool) -> None:
+    """Makes a run of a benchmark module, writes its files and prints its table; exits with 1 if a part failed."""
+    import torch
+
+    from . import running
+
+    where = settings.resolve()
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    else:
+        console.print(running.CPU_NOTICE, style="yellow")
+    stem += ("" if where.type == "cuda" else "-cpu") + ("" if whole else "-partial")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{stem}.json"
+    result = run.Run(
+        settings,
+        lambda found: running.save(found, path),
+        lambda text: console.print(text, highlight=False, markup=False, style="dim"),
+    ).run()
+    run.write(result, path)
+    console.print(run.table(json.loads(path.read_text())), highlight=False, markup=False, soft_wrap=True)
+    if result["skipped"].keys() & set(run.PARTS):
+        raise typer.Exit(1)
+
+
 def write_reports(result: report.Result, path: pathlib.Path) -> list[pathlib.Path]:
     """Writes the Markdown table and the PNG next to a JSON file; returns the paths of the files that exist."""
     written = [path, path.with_suffix(".md")]
@@ -310,7 +391,7 @@ def table(
 ) -> None:
     """Prints a stored run as Markdown."""
     result = json.loads(file.read_text())
-    if result["operator"] in ("deepseek_v4", "e79", "routing", "selection"):
+    if result["operator"] in ("deepseek_v4", "e79", "index", "lists", "routing", "selection"):
         module = importlib.import_module(f".{result['operator']}", __package__)
         print(module.table(result), end="")
         if write:

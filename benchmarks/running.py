@@ -93,7 +93,10 @@ def cleaned(value: Any) -> Any:
 
 def save(result: dict[str, Any], path: pathlib.Path) -> None:
     """Writes the result as JSON. Called after each group or part, so that a crash loses at most one."""
-    path.write_text(json.dumps(cleaned(result), indent=1) + "\n")
+    # A run that is cut while it writes leaves the earlier file whole.
+    made = path.with_suffix(".tmp")
+    made.write_text(json.dumps(cleaned(result), indent=1) + "\n")
+    made.replace(path)
 
 
 class Run(Generic[S]):

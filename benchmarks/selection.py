@@ -25,13 +25,12 @@ from .running import CPU_NOTICE
 from .selection_cases import Case, make_case
 from .selection_report import plot, plot_crossing, table
 from .selection_targets import Shape
+from .variants import Clock, Variant, measure
 
 GPU_PARTS = ("speed", "crossing", "errors", "memory", "layers")
 CPU_PARTS = ("cpu", "cpu_dense")
 PARTS = (*GPU_PARTS, *CPU_PARTS)
-ROUNDS, CPU_ROUNDS, LAYER_ROUNDS, FEW = 40, 10, 8, 4
-ROUND_US = 120e3
-"""Microseconds that all rounds of one variant may take together; at least ``FEW`` rounds are run."""
+ROUNDS, LAYER_ROUNDS = 40, 8
 SAMPLED, CHECKED = 384, 48
 TIMES = {
     targets.DENSE: "times_dense",
@@ -58,16 +57,6 @@ class Settings:
 
     def resolve(self) -> torch.device:
         return running.device_of(self.device, gpu=not set(self.parts) <= set(CPU_PARTS))
-
-
-@dataclasses.dataclass
-class Variant:
-    """One row to measure. ``build`` prepares and returns the call; ``note`` says what it includes or leaves out."""
-
-    what: str
-    variant: str
-    build: Callable[[], Callable[[], Any]]
-    note: str = ""
 
 
 class Run(running.PartRun[Settings]):
@@ -154,57 +143,19 @@ class Run(running.PartRun[Settings]):
 
     # ---- running
 
-    def time(self, case: Case, variants: list[Variant], rows: list[dict[str, Any]]) -> None:
+    def time(self, case: Case, found: list[Variant], rows: list[dict[str, Any]]) -> None:
         """Builds, times and checks the variants of one case; appends their rows."""
-        made, ready = [self.header(case, v) for v in variants], {}
-        for at, v in enumerate(variants):
-            self.report(f"{case.shape.name} {case.select}: preparing {v.what} {v.variant}")
-            try:
-                ready[at] = self.runnable(v, made[at])
-            except Exception as e:
-                made[at]["error"] = running.message(e)
-                running.free(self.device)
-            made[at] |= {"note": v.note} if v.note else {}
-        for rounds, some in self.by_length(ready).items():
-            chosen = {str(at): ready[at] for at in some}
-            for name, t in timing.interleaved(chosen, self.device, self.flush, rounds, min(3, rounds // 2)).items():
-                self.add_figures(case, made[int(name)], t)
-        for at, r in ready.items():
-            try:
-                made[at] |= self.checked(case, made[at], r.run_poisoned())
-            except Exception as e:
-                made[at]["error"] = running.message(e)
-            r.close()
+        made = [self.header(case, v) for v in found]
+        measure(
+            Clock(self.device, self.flush, self.s.rounds),
+            found,
+            made,
+            lambda row, t: self.add_figures(case, row, t),
+            lambda row, got: self.checked(case, row, got),
+            lambda text: self.report(f"{case.shape.name} {case.select}: {text}"),
+        )
         self.compare(case, made)
         rows.extend(made)
-        ready.clear()
-        running.free(self.device)
-
-    def runnable(self, v: Variant, row: dict[str, Any]) -> timing.Runnable:
-        call = v.build()
-        start = time.perf_counter()
-        try:
-            return timing.Runnable(call, self.device)
-        except Exception:
-            if v.variant == "ops" or not self.gpu:
-                raise
-            # A peer that cannot be captured is called instead, with the cost of its launches.
-            torch.cuda.synchronize(self.device)
-            row["captured"] = False
-            return timing.Runnable(call, self.device, capture=False)
-        finally:
-            row["prepared_s"] = round(time.perf_counter() - start, 2)
-
-    def by_length(self, ready: dict[int, timing.Runnable]) -> dict[int, list[int]]:
-        """Returns the variants grouped by the number of rounds; the longer a call takes, the fewer rounds it gets."""
-        most = self.s.rounds if self.gpu else min(CPU_ROUNDS, self.s.rounds)
-        found: dict[int, list[int]] = {}
-        for at, r in ready.items():
-            one = timing.interleaved({"": r}, self.device, self.flush, 1, 1)[""].median
-            allowed = int(ROUND_US / one)
-            rounds = most if allowed >= most else min(most, max(FEW, allowed // FEW * FEW))
-            found.setdefault(rounds, []).append(at)
-        return found
 
     def header(self, case: Case, v: Variant | selection_cpu.Call) -> dict[str, Any]:
         s = case.shape

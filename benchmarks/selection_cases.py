@@ -179,10 +179,15 @@ def mask_of(ranges: Tensor, length: int) -> Tensor:
 
 def sample(shape: Shape, count: int, device: torch.device) -> Tensor:
     """Returns query positions ``[n]``: the first, the last and random ones between."""
-    if shape.queries <= count:
-        return torch.arange(shape.queries, device=device)
-    middle = torch.randperm(shape.queries - 2, device=device)[: count - 2] + 1
-    ends = torch.tensor([0, shape.queries - 1], device=device)
+    return sample_of(shape.queries, count, device)
+
+
+def sample_of(queries: int, count: int, device: torch.device) -> Tensor:
+    """Returns positions ``[n]`` of ``queries``: the first, the last and random ones between."""
+    if queries <= count:
+        return torch.arange(queries, device=device)
+    middle = torch.randperm(queries - 2, device=device)[: count - 2] + 1
+    ends = torch.tensor([0, queries - 1], device=device)
     return torch.cat((ends, middle)).sort().values
 
 

@@ -77,13 +77,18 @@ def _same(a: Result, b: Result) -> bool:
     return all(a[k] == b[k] for k in ("S", "h", "what"))
 
 
+def errors_of(found: Result) -> Iterator[list[str]]:
+    """Yields, for each tensor, its name, its error, dense SDPA's, the bar, and whether it is met."""
+    for name, e in found["errors"].items():
+        figures = [f"{_number(e[k]):.3g}" if k in e else "" for k in ("relative", "dense", "bar")]
+        yield [name, *figures, _yes(e.get("met"))]
+
+
 def errors_section(result: Result) -> Section:
     rows = []
     for c in result["errors"]:
-        for name, e in c["errors"].items():
-            figures = [f"{_number(e[k]):.3g}" if k in e else "" for k in ("relative", "dense", "bar")]
-            start = [c["case"], c["select"], c["dtype"], f"{c['logits_std']:g}", str(c["queries"]), name]
-            rows.append([*start, *figures, _yes(e.get("met"))])
+        start = [c["case"], c["select"], c["dtype"], f"{c['logits_std']:g}", str(c["queries"])]
+        rows += [[*start, *figures] for figures in errors_of(c)]
     headings = ["case", "selection", "dtype", "logits' std", "queries", "tensor", "error", "dense SDPA's", "bar", ""]
     title = "Relative errors against fp64, and those of dense SDPA with a mask in the same dtype on the same selection"
     return title, headings, rows

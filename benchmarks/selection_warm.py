@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -74,10 +74,14 @@ class Warmed:
 
 
 def warm(with_fla: bool) -> Warmed:
-    """Runs the jobs in spawned processes on the current GPU and waits for them for at most ``LIMIT_S`` seconds."""
+    """Runs the jobs side by side."""
+    return side_by_side(JOBS | (FLA_JOBS if with_fla else {}))
+
+
+def side_by_side(jobs: Mapping[str, tuple[Callable[..., None], tuple[Any, ...]]]) -> Warmed:
+    """Runs jobs in spawned processes on the current GPU and waits for them for at most ``LIMIT_S`` seconds."""
     start = time.monotonic()
     context = multiprocessing.get_context("spawn")
-    jobs = JOBS | (FLA_JOBS if with_fla else {})
     running = {name: context.Process(target=fn, args=args, daemon=True) for name, (fn, args) in jobs.items()}
     for process in running.values():
         process.start()

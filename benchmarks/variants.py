@@ -1,0 +1,137 @@
+"""Measures the variants of one case: builds their calls, times them in turn, checks their outputs, fills their rows.
+
+Long calls get fewer rounds. A failing variant is recorded in its row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import running, timing
+
+FEW, CPU_ROUNDS = 4, 10
+ROUND_US = 120e3
+"""Microseconds that all rounds of one variant may take together; at least ``FEW`` rounds are run."""
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Variant:
+    """One row to measure. ``build`` prepares and returns the call; ``note`` says what it includes or leaves out."""
+
+    what: str
+    variant: str
+    build: Callable[[], Callable[[], Any]]
+    note: str = ""
+
+
+@dataclasses.dataclass
+class Clock:
+    """How variants are timed. A peer's call above ``long_us`` is called ``few`` times, not captured and replayed."""
+
+    device: torch.device
+    flush: Callable[[], None]
+    rounds: int
+    few: int = FEW
+    long_us: float = math.inf
+
+    @property
+    def gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def runnable(self, v: Variant, row: Row) -> timing.Runnable:
+        """Returns the prepared call of a variant; notes in its row the seconds it took and whether it was captured."""
+        call, ours = v.build(), v.variant == "ops"
+        start = time.perf_counter()
+        try:
+            if not ours and self.gpu and self.long_us < math.inf and self._us(call) > self.long_us:
+                return self._called(call, row)
+            return timing.Runnable(call, self.device)
+        except Exception:
+            if ours or not self.gpu:
+                raise
+            # A peer that cannot be captured is called instead, with the cost of its launches.
+            running.free(self.device)
+            return self._called(call, row)
+        finally:
+            row["prepared_s"] = round(time.perf_counter() - start, 2)
+
+    def _called(self, call: Callable[[], Any], row: Row) -> timing.Runnable:
+        row["captured"] = False
+        return timing.Runnable(call, self.device, capture=False)
+
+    def _us(self, call: Callable[[], Any]) -> float:
+        """Returns the microseconds of the second call: the first one compiles."""
+        call()
+        torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize(self.device)
+        taken = (time.perf_counter() - start) * 1e6
+        torch.cuda.empty_cache()  # the capture takes memory of its own
+        return taken
+
+    def by_length(self, ready: dict[int, timing.Runnable]) -> dict[int, list[int]]:
+        """Returns the variants grouped by the number of rounds; the longer a call takes, the fewer rounds it gets."""
+        most = self.rounds if self.gpu else min(CPU_ROUNDS, self.rounds)
+        found: dict[int, list[int]] = {}
+        for at, r in ready.items():
+            one = timing.interleaved({"": r}, self.device, self.flush, 1, 1)[""].median
+            allowed = int(ROUND_US / one)
+            rounds = most if allowed >= most else min(most, max(FEW, allowed // FEW * FEW))
+            found.setdefault(self.few if one > self.long_us else rounds, []).append(at)
+        return found
+
+    def timed(self, ready: dict[int, timing.Runnable]) -> Iterator[tuple[int, timing.Timing]]:
+        """Yields the times of each prepared variant; those of as many rounds take turns."""
+        for rounds, some in self.by_length(ready).items():
+            chosen = {str(at): ready[at] for at in some}
+            warm = min(3, rounds // 2)
+            for name, t in timing.interleaved(chosen, self.device, self.flush, rounds, warm).items():
+                yield int(name), t
+
+
+def measure(
+    clock: Clock,
+    variants: Sequence[Variant],
+    rows: Sequence[Row],
+    figures: Callable[[Row, timing.Timing], None],
+    check: Callable[[Row, Any], Row],
+    report: Callable[[str], None],
+) -> None:
+    """Builds, times and checks the variants of one case, and fills their rows.
+
+    Args:
+        clock: How they are timed.
+        variants: The variants.
+        rows: A row for each, with what names it.
+        figures: Adds to a row its times.
+        check: Returns what to add to a row for the outputs of a run after they were filled with NaN.
+        report: Gets a line for each variant before it is built.
+    """
+    ready: dict[int, timing.Runnable] = {}
+    for at, v in enumerate(variants):
+        report(f"preparing {v.what} {v.variant}")
+        try:
+            ready[at] = clock.runnable(v, rows[at])
+        except Exception as e:
+            rows[at]["error"] = running.message(e)
+            running.free(clock.device)
+        rows[at].update({"note": v.note} if v.note else {})
+    for at, t in clock.timed(ready):
+        figures(rows[at], t)
+    for at, r in ready.items():
+        try:
+            rows[at].update(check(rows[at], r.run_poisoned()))
+        except Exception as e:
+            rows[at]["error"] = running.message(e)
+        r.close()
+    ready.clear()
+    running.free(clock.device)
