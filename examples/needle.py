@@ -1,9 +1,9 @@
-"""Finds needles in long real text: dense attention against ``nn.NativeSparseAttention``, eager against compiled.
+"""Finds needles in long real text: dense attention, ``nn.NativeSparseAttention`` and ``nn.SparseIndexer``.
 
 A small model learns to look up ``<ab=x>`` in the sources of Python's standard library. It first trains on short texts,
-where the 16 selected blocks cover the whole text, so that one dense model is enough. From its weights three runs then
-train on long texts, from the same seed on the same batches: dense attention, selected attention eagerly, and selected
-attention compiled with ``backend="mhc_inductor"``.
+where the 16 selected blocks cover the whole text, so that one dense model is enough. From its weights four runs then
+train on long texts, from the same seed on the same batches: dense attention, selected attention eagerly, selected
+attention compiled with ``backend="mhc_inductor"``, and attention to single tokens that a trained index chooses.
 
     python examples/needle.py            # about four minutes on two CPU cores; longer texts and more steps on a GPU
     python examples/needle.py --help
@@ -25,7 +25,9 @@ import stdlib_text
 import torch
 import training
 import typer
-from needle_model import NeedleModel, sparse
+from needle_model import NeedleModel, by_token, sparse
+from needle_picture import TOKENS
+from needle_tokens import TokenAttention
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor, nn
@@ -34,11 +36,15 @@ from training import console, device_name, synchronize
 import mhc_inductor
 
 BLOCK, TOP_K, COMPRESS, WINDOW = 32, 16, 8, 32
+CHOSEN = 64
+"""Tokens that the index chooses for a query."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SHORT = ((0.25, 64, 24, 2), (0.35, 32, 48, 4), (0.4, 16, 96, 8))
 """Lessons on short texts: share of the steps, sequences, bytes, needles."""
 DENSE, EAGER, COMPILED = "dense, eager", "selected, eager", "selected, compiled"
 DENSE_COMPILED = "dense, compiled"
+SLOW = 1.0
+"""Seconds of a forward of the run on tokens beyond which it is not timed on longer texts: it chooses for every query."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +68,7 @@ DEFAULTS = {
 
 @dataclasses.dataclass
 class Run:
-    """One training run on long texts: nats per answer, nats per block, seconds per step."""
+    """One training run on long texts: nats per answer, nats per block or of the index's loss, seconds per step."""
 
     name: str
     model: NeedleModel
@@ -134,7 +140,7 @@ def accuracy(
     for _ in range(rounds):
         batch = needle_task.make(text, 1, length, size.needles, generator)
         b = batch.to(device)
-        hit = (model(b.tokens, b.ask).argmax(-1) == b.answer).float().cpu()
+        hit = (model.answers(b.tokens, b.ask).argmax(-1) == b.answer).float().cpu()
         right.scatter_add_(0, batch.depth[0], hit[0])
         step()
     return (right / rounds).tolist()
@@ -163,6 +169,15 @@ def chosen_blocks(model: NeedleModel, batch: needle_task.Batch) -> tuple[list[li
     return marks[:, :count].tolist(), (batch.where[0] // BLOCK).tolist()
 
 
+def chosen_tokens(model: NeedleModel, batch: needle_task.Batch) -> list[list[int]]:
+    """Returns for each question of the first sequence the tokens that its index chose."""
+    layer = model.block.attention
+    assert isinstance(layer, TokenAttention)
+    with torch.no_grad():
+        picks = layer.chosen(model.block.mixed(model.embed(batch.tokens)), batch.ask)
+    return [[at for at in row if at >= 0] for row in picks[0, :, 0].tolist()]
+
+
 def launched(model: NeedleModel, batch: needle_task.Batch) -> dict[str, int]:
     """Returns names and counts of the package's kernels in one compiled training step, from the profiler."""
     call = torch.compile(model.loss, backend="mhc_inductor", dynamic=False)
@@ -178,7 +193,7 @@ def table_of(runs: list[Run], p: needle_picture.Picture) -> Table:
     table.add_column("")
     for run in runs:
         table.add_column(run.name, justify="right")
-    kind = {DENSE: "dense", EAGER: "selected", COMPILED: "selected"}
+    kind = {DENSE: "dense", EAGER: "selected", COMPILED: "selected", TOKENS: "tokens"}
 
     def add(label: str, show: Callable[[Run], str]) -> None:
         table.add_row(label, *(show(run) for run in runs))
@@ -192,14 +207,22 @@ def table_of(runs: list[Run], p: needle_picture.Picture) -> Table:
             f"right answers, {name}",
             lambda r, n=length: "" if r.name == EAGER else f"{statistics.mean(p.accuracy[kind[r.name]][n]):.0%}",
         )
-    longest = max(p.seconds[DENSE])
-    name = needle_picture.tokens(longest)
-    add(f"forward, {name}", lambda r: f"{p.seconds[r.name][longest] * 1e3:.0f} ms")
+    for length in sorted({max(p.seconds[run.name]) for run in runs}):
+        name = needle_picture.tokens(length)
+        shown = {
+            run: f"{by_length[length] * 1e3:.0f} ms" for run, by_length in p.seconds.items() if length in by_length
+        }
+        add(f"forward, {name}", lambda r, shown=shown: shown.get(r.name, ""))
     return table
 
 
-def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> tuple[list[Run], needle_picture.Picture]:
-    """Trains the three runs, evaluates, times, prints and draws; returns the runs and the picture's data."""
+def compare(
+    device: torch.device, size: Size, seed: int, out: pathlib.Path, tokens: bool = False
+) -> tuple[list[Run], needle_picture.Picture]:
+    """Trains three runs, or four with ``tokens``, evaluates, times, prints and draws.
+
+    Returns the runs and the picture's data.
+    """
     corpus = stdlib_text.load()
     torch.manual_seed(seed)
     model = NeedleModel(size.dim, size.heads, size.head_dim).to(device)
@@ -213,10 +236,12 @@ def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> t
             Run(COMPILED, sparse(model, BLOCK, TOP_K, COMPRESS, WINDOW)),
         ]
         runs[1].model.load_state_dict(runs[0].model.state_dict())
+        if tokens:
+            runs.append(Run(TOKENS, by_token(model, CHOSEN)))
         runs.insert(0, Run(DENSE, model))
         for run in runs:
             train(run, long_texts(corpus.train, size, seed + 1), size.steps, bar, compiled=run.name == COMPILED)
-        models = {"dense": runs[0].model, "selected": runs[2].model}
+        models = {"dense": runs[0].model, "selected": runs[2].model} | ({"tokens": runs[3].model} if tokens else {})
         rounds = sum(max(2, size.tried // n) for n in lengths)
         found: dict[str, dict[int, list[float]]] = {}
         for kind, m in models.items():
@@ -229,6 +254,8 @@ def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> t
             EAGER: models["selected"],
             COMPILED: torch.compile(models["selected"], backend="mhc_inductor", dynamic=True),
         }
+        if tokens:
+            calls[TOKENS] = models["tokens"]
         task = bar.add_task("speed", total=len(calls) * len(lengths), note="")
         seconds: dict[str, dict[int, float]] = {name: {} for name in calls}
         for length in lengths:
@@ -236,17 +263,19 @@ def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> t
             batch = needle_task.make(corpus.valid, 1, length, size.needles, generator).to(device)
             for name, call in calls.items():
                 bar.update(task, note=f"{name}, {length} bytes")
-                seconds[name][length] = forward_seconds(call, batch, 5 if device.type == "cuda" else 2)
+                if name != TOKENS or all(s < SLOW for s in seconds[TOKENS].values()):
+                    seconds[name][length] = forward_seconds(call, batch, 5 if device.type == "cuda" else 2)
                 bar.update(task, advance=1)
     blocks, holds = chosen_blocks(models["selected"], batch)
     losses = {run.name: run.loss for run in runs}
-    p = needle_picture.Picture(found, seconds, losses, blocks, holds, BLOCK)
+    chosen = chosen_tokens(models["tokens"], batch) if tokens else None
+    p = needle_picture.Picture(found, seconds, losses, blocks, holds, BLOCK, chosen)
 
     parameters = sum(t.numel() for t in models["selected"].parameters())
     shape = f"trained on {size.batch} x {size.seq} bytes a step, {size.needles} needles each"
     console.print(
         f"model: {parameters / 1e3:.0f} K parameters, {size.heads} heads of {size.head_dim}, {TOP_K} of {BLOCK}-byte blocks a "
-        f"query; {shape}; mhc_inductor {mhc_inductor.__version__}, torch {torch.__version__}, {device_name(device)}"
+        f"query{f', {CHOSEN} tokens with an index' if tokens else ''}; {shape}; mhc_inductor {mhc_inductor.__version__}, torch {torch.__version__}, {device_name(device)}"
     )
     console.print(table_of(runs, p))
     gaps = [abs(a - b) for a, b in zip(runs[1].loss, runs[2].loss, strict=True)]
@@ -286,15 +315,16 @@ def main(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
     out: Annotated[pathlib.Path, typer.Option(help="The picture to write.")] = pathlib.Path("needle.png"),
     seed: Annotated[int, typer.Option(help="Seed of weights, texts and needles.")] = 0,
+    tokens: Annotated[bool, typer.Option(help="Also train attention to tokens that an index chooses.")] = True,
 ) -> None:
-    """Trains dense and selected attention to find needles; compares answers and speeds, eager and compiled."""
+    """Trains dense and sparse attention to find needles; compares answers and speeds, eager and compiled."""
     given = {"steps": steps, "short": short, "dim": dim, "heads": heads, "head_dim": head_dim}
     given |= {"batch": batch, "seq": seq, "longest": longest}
     try:
         where, size = training.chosen(device, DEFAULTS, given)
     except ValueError as e:
         raise typer.BadParameter(str(e)) from None
-    compare(where, size, seed, out)
+    compare(where, size, seed, out, tokens)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """A byte-level model for look-ups: a short convolution, attention, an MLP.
 
-Its attention is either causal over all positions (:class:`DenseAttention`) or
-:class:`mhc_inductor.nn.NativeSparseAttention` over compressed blocks, selected blocks and a window. :func:`sparse`
-converts a model with the first into one with the second.
+Its attention is causal over all positions (:class:`DenseAttention`),
+:class:`mhc_inductor.nn.NativeSparseAttention` over compressed blocks, selected blocks and a window, or
+:class:`TokenAttention` to single tokens. :func:`sparse` and :func:`by_token` convert a model with the first into one
+with the second or the third.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
+from needle_tokens import TokenAttention
 from torch import Tensor, nn
 
 from mhc_inductor.nn import NativeSparseAttention
@@ -57,7 +59,9 @@ class Block(nn.Module):
         return h + self.conv(F.pad(h.mT, (CONV - 1, 0))).mT
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.mixed(x))
+        return self.mlp(x + self.attention(self.mixed(x)))
+
+    def mlp(self, x: Tensor) -> Tensor:
         gate, value = self.up(F.rms_norm(x, x.shape[-1:])).chunk(2, -1)
         return x + self.down(F.silu(gate) * value)
 
@@ -72,13 +76,29 @@ class NeedleModel(nn.Module):
         self.head = nn.Linear(dim, VOCAB, bias=False)
 
     def forward(self, tokens: Tensor, ask: Tensor) -> Tensor:
-        x = self.block(self.embed(tokens))[:, ask]
+        return self.logits(self.block(self.embed(tokens))[:, ask])
+
+    def logits(self, x: Tensor) -> Tensor:
         return self.head(F.rms_norm(x, x.shape[-1:]))
 
+    def answers(self, tokens: Tensor, ask: Tensor) -> Tensor:
+        """Returns the same logits; attention to tokens is computed for the positions ``ask`` only."""
+        attention = self.block.attention
+        if not isinstance(attention, TokenAttention):
+            return self(tokens, ask)
+        x = self.embed(tokens)
+        return self.logits(self.block.mlp(x[:, ask] + attention.at(self.block.mixed(x), ask)))
+
     def loss(self, tokens: Tensor, ask: Tensor, answer: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns nats per answer and nats per block (:meth:`block_loss`; 0 with dense attention)."""
+        """Returns nats per answer, and nats per block (:meth:`block_loss`) or of the index's loss; else 0."""
+        attention = self.block.attention
+        if isinstance(attention, TokenAttention):
+            x = self.embed(tokens)
+            attended, nats_index = attention.with_loss(self.block.mixed(x))
+            logits = self.logits(self.block.mlp((x + attended)[:, ask]))
+            return F.cross_entropy(logits.flatten(0, 1), answer.flatten()), nats_index
         nats = F.cross_entropy(self(tokens, ask).flatten(0, 1), answer.flatten())
-        sparse = isinstance(self.block.attention, NativeSparseAttention)
+        sparse = isinstance(attention, NativeSparseAttention)
         return nats, self.block_loss(tokens, ask, where) if sparse else nats.new_zeros(())
 
     def block_loss(self, tokens: Tensor, ask: Tensor, where: Tensor) -> Tensor:
@@ -131,5 +151,16 @@ def sparse(model: NeedleModel, block: int, top_k: int, compress: int, window: in
             ours.weight.copy_(its.weight.repeat(3, 1))
         nn.init.zeros_(layer.gate.weight)
         nn.init.zeros_(layer.gate.bias)
+    made.block.attention = layer
+    return made
+
+
+def by_token(model: NeedleModel, topk: int) -> NeedleModel:
+    """Returns a copy of the model with attention to tokens: the dense weights, and an index that has learned nothing."""
+    made = copy.deepcopy(model)
+    dense = made.block.attention
+    assert isinstance(dense, DenseAttention)
+    layer = TokenAttention(dense.q_proj.in_features, dense.heads, dense.head_dim, topk).to(dense.q_proj.weight)
+    layer.load_state_dict({**layer.state_dict(), **dense.state_dict()})
     made.block.attention = layer
     return made

@@ -110,3 +110,100 @@ def test_bad_options_are_named():
     done = example_modules.run("needle", "--device", "mps")
     assert done.returncode == 2
     assert "cpu or cuda" in re.sub(r"\s+", " ", done.stderr)
+
+
+# --- attention to tokens ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_token(example):
+    """A dense model that answers on short texts, and one with attention to tokens, trained as the example trains it."""
+    import torch
+
+    text = example.stdlib_text.load().train
+    torch.manual_seed(0)
+    dense = example.NeedleModel(32, 2, 16)
+    with example.Progress(disable=True) as bar:
+        steps = 150
+        dense = example.train(example.Run("", dense), example.short_texts(text, steps, 0), steps, bar).model
+        size = example.Size(
+            steps=60, dim=32, layers=1, batch=4, seq=256, short=0, heads=2, head_dim=16, needles=4, longest=512, tried=0
+        )
+        run = example.Run(example.TOKENS, example.by_token(dense, 16))
+        example.train(run, example.long_texts(text, size, 1), size.steps, bar)
+    return dense, run, text
+
+
+def test_the_token_model_begins_as_the_dense_one(example):
+    """With lists as long as the text, both models are the same function, whatever the index."""
+    import torch
+
+    torch.manual_seed(0)
+    dense = example.NeedleModel(16, 2, 8)
+    model = example.by_token(dense, 40)
+    tokens, ask = torch.randint(256, (2, 40)), torch.tensor([7, 30, 39])
+    torch.testing.assert_close(model(tokens, ask), dense(tokens, ask), atol=1e-5, rtol=1e-5)
+    model = example.by_token(dense, 6)
+    torch.testing.assert_close(model.answers(tokens, ask), model(tokens, ask), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(model(tokens, ask), dense(tokens, ask), atol=1e-3)
+    nats, _ = model.loss(tokens, ask, tokens[:, ask], ask.expand(2, 3))
+    want = torch.nn.functional.cross_entropy(model(tokens, ask).flatten(0, 1), tokens[:, ask].flatten())
+    assert nats.item() == pytest.approx(want.item(), abs=1e-5)
+
+
+def test_each_loss_has_its_own_parameters(example):
+    """The answers train everything but the index; the index's loss trains the index and nothing else."""
+    import torch
+
+    torch.manual_seed(0)
+    model = example.by_token(example.NeedleModel(16, 2, 8), 6)
+    tokens, ask = torch.randint(256, (2, 40)), torch.tensor([7, 30, 39])
+    for which in (0, 1):
+        model.zero_grad()
+        model.loss(tokens, ask, tokens[:, ask], ask.expand(2, 3))[which].backward()
+        for name, parameter in model.named_parameters():
+            trained = parameter.grad is not None and bool(parameter.grad.any())
+            assert trained == (("index_" in name) == bool(which)), name
+
+
+def test_the_index_learns_to_choose_the_answer(example, by_token):
+    """An index that knows nothing chooses an answer as often as chance; the trained one nearly always."""
+    import torch
+
+    dense, run, text = by_token
+    generator = torch.Generator().manual_seed(3)
+    batches = [example.needle_task.make(text, 1, 256, 4, generator) for _ in range(20)]
+
+    def share(model):
+        hits = [at in row for b in batches for at, row in zip(b.where[0], example.chosen_tokens(model, b), strict=True)]
+        return sum(hits) / len(hits)
+
+    assert share(example.by_token(dense, 16)) < 0.5
+    assert share(run.model) > 0.85
+    assert run.block[-1] < 0.7 * run.block[0]
+
+
+def test_the_table_and_the_picture_show_the_tokens(example, by_token, tmp_path, capsys):
+    import matplotlib.pyplot as plt
+    import torch
+
+    _, run, text = by_token
+    batch = example.needle_task.make(text, 1, 512, 4, torch.Generator().manual_seed(4))
+    kinds = ("dense", "selected", "tokens")
+    names = (*example.needle_picture.COLORS, example.TOKENS)
+    seconds = {name: {512: 0.1, 1024: 0.2} for name in names} | {example.TOKENS: {512: 0.123}}
+    picture = example.needle_picture.Picture(
+        {kind: {512: [0.5] * 4, 1024: [0.25] * 4} for kind in kinds},
+        seconds,
+        {name: run.loss for name in (example.DENSE, example.EAGER, example.COMPILED, example.TOKENS)},
+        [[True] * 16] * 4,
+        [3, 4, 5, 6],
+        example.BLOCK,
+        example.chosen_tokens(run.model, batch),
+    )
+    example.needle_picture.draw(picture, tmp_path / "needle.png", "test")
+    assert plt.imread(tmp_path / "needle.png").shape[1] > 1500
+    runs = [example.Run(name, run.model, run.loss, run.block, run.step_s) for name in picture.losses]
+    example.console.print(example.table_of(runs, picture))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "123 ms" in said and "forward, 1K" in said and "tokens" in said
