@@ -45,12 +45,16 @@ def ranges(name: str) -> None:
     torch.cuda.synchronize()
 
 
-def warm(names: Sequence[str], with_peers: bool) -> Warmed:
-    """Runs the jobs of these shapes side by side."""
-    jobs: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {name: (ours, (name,)) for name in names}
-    kinds = (torch.float16, torch.float32)
-    jobs |= {f"{name}, {d}": (gradients, (name, d)) for name in ("A", "D") if name in names for d in kinds}
-    jobs |= {f"crossing, D = {width}": (crossing, (width,)) for width in targets.WIDTHS}
-    if with_peers:
+def warm(names: Sequence[str], parts: Sequence[str]) -> Warmed:
+    """Runs side by side the jobs of these shapes that the parts of the run need."""
+    jobs: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+    if {"speed", "errors", "memory"} & set(parts):
+        jobs |= {name: (ours, (name,)) for name in names}
+    if "errors" in parts:
+        wide = [name for name in ("A", "D") if name in names]
+        jobs |= {f"{name}, {d}": (gradients, (name, d)) for name in wide for d in (torch.float16, torch.float32)}
+    if "crossing" in parts:
+        jobs |= {f"crossing, D = {width}": (crossing, (width,)) for width in targets.WIDTHS}
+    if "peers" in parts:
         jobs |= {f"ranges, {name}": (ranges, (name,)) for name in names}
     return side_by_side(jobs)

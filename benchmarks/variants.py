@@ -1,6 +1,6 @@
 """Measures the variants of one case: builds their calls, times them in turn, checks their outputs, fills their rows.
 
-Long calls get fewer rounds. A failing variant is recorded in its row.
+Long calls get fewer rounds, and a very long one of a peer one. A failing variant is recorded in its row.
 """
 
 from __future__ import annotations
@@ -33,50 +33,70 @@ class Variant:
 
 
 @dataclasses.dataclass
+class Once:
+    """A very long call that was timed when it was tried out: its second call, on the host's clock."""
+
+    us: float
+    outputs: Any
+
+    def run_poisoned(self) -> Any:
+        return self.outputs
+
+    def close(self) -> None:
+        self.outputs = None
+
+
+Ready = timing.Runnable | Once
+
+
+@dataclasses.dataclass
 class Clock:
-    """How variants are timed. A peer's call above ``long_us`` is called ``few`` times, not captured and replayed."""
+    """How variants are timed. A peer's call above ``long_us`` is timed once, without a graph."""
 
     device: torch.device
     flush: Callable[[], None]
     rounds: int
-    few: int = FEW
     long_us: float = math.inf
 
     @property
     def gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def runnable(self, v: Variant, row: Row) -> timing.Runnable:
+    def runnable(self, v: Variant, row: Row) -> Ready:
         """Returns the prepared call of a variant; notes in its row the seconds it took and whether it was captured."""
         call, ours = v.build(), v.variant == "ops"
         start = time.perf_counter()
         try:
-            if not ours and self.gpu and self.long_us < math.inf and self._us(call) > self.long_us:
-                return self._called(call, row)
+            if not ours and self.long_us < math.inf:
+                tried = self._second(call)
+                if tried.us > self.long_us:
+                    row["captured"] = False
+                    return tried
+                tried.close()
+                running.free(self.device)  # the capture takes memory of its own
             return timing.Runnable(call, self.device)
         except Exception:
             if ours or not self.gpu:
                 raise
             # A peer that cannot be captured is called instead, with the cost of its launches.
             running.free(self.device)
-            return self._called(call, row)
+            row["captured"] = False
+            return timing.Runnable(call, self.device, capture=False)
         finally:
             row["prepared_s"] = round(time.perf_counter() - start, 2)
 
-    def _called(self, call: Callable[[], Any], row: Row) -> timing.Runnable:
-        row["captured"] = False
-        return timing.Runnable(call, self.device, capture=False)
-
-    def _us(self, call: Callable[[], Any]) -> float:
-        """Returns the microseconds of the second call: the first one compiles."""
+    def _second(self, call: Callable[[], Any]) -> Once:
+        """Times the second call: the first one compiles."""
         call()
-        torch.cuda.synchronize(self.device)
+        self._wait()
         start = time.perf_counter()
-        call()
-        torch.cuda.synchronize(self.device)
-        taken = (time.perf_counter() - start) * 1e6
-        torch.cuda.empty_cache()  # the capture takes memory of its own
-        return taken
+        outputs = call()
+        self._wait()
+        return Once((time.perf_counter() - start) * 1e6, outputs)
+
+    def _wait(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
 
     def by_length(self, ready: dict[int, timing.Runnable]) -> dict[int, list[int]]:
         """Returns the variants grouped by the number of rounds; the longer a call takes, the fewer rounds it gets."""
@@ -86,13 +106,15 @@ class Clock:
             one = timing.interleaved({"": r}, self.device, self.flush, 1, 1)[""].median
             allowed = int(ROUND_US / one)
             rounds = most if allowed >= most else min(most, max(FEW, allowed // FEW * FEW))
-            found.setdefault(self.few if one > self.long_us else rounds, []).append(at)
+            found.setdefault(rounds, []).append(at)
         return found
 
-    def timed(self, ready: dict[int, timing.Runnable]) -> Iterator[tuple[int, timing.Timing]]:
+    def timed(self, ready: dict[int, Ready]) -> Iterator[tuple[int, timing.Timing]]:
         """Yields the times of each prepared variant; those of as many rounds take turns."""
-        for rounds, some in self.by_length(ready).items():
-            chosen = {str(at): ready[at] for at in some}
+        yield from ((at, timing.Timing([r.us])) for at, r in ready.items() if isinstance(r, Once))
+        repeated = {at: r for at, r in ready.items() if not isinstance(r, Once)}
+        for rounds, some in self.by_length(repeated).items():
+            chosen = {str(at): repeated[at] for at in some}
             warm = min(3, rounds // 2)
             for name, t in timing.interleaved(chosen, self.device, self.flush, rounds, warm).items():
                 yield int(name), t
@@ -116,7 +138,7 @@ def measure(
         check: Returns what to add to a row for the outputs of a run after they were filled with NaN.
         report: Gets a line for each variant before it is built.
     """
-    ready: dict[int, timing.Runnable] = {}
+    ready: dict[int, Ready] = {}
     for at, v in enumerate(variants):
         report(f"preparing {v.what} {v.variant}")
         try:

@@ -267,7 +267,17 @@ def test_failures_are_recorded(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
 def test_a_spent_budget_leaves_peers_out(tmp_path: pathlib.Path) -> None:
     found = run(tmp_path / "x.json", parts=("speed", "peers", "crossing"), shapes=("A",), budget_s=0.0)
     assert {r["variant"] for r in found["rows"]} == {"ops"} and found["crossing"] == []
-    assert {"peers of A, fwd", "crossing, D = 512, 64"} <= found["skipped"].keys()
+    assert {f"{targets.GATHER}, A, fwd", "crossing, D = 512, 64"} <= found["skipped"].keys()
+
+
+def test_a_very_long_call_of_a_peer_is_timed_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists_peers, "compiled", uncompiled)
+    monkeypatch.setattr(lists, "LONG_US", 1.0)
+    found = run(tmp_path / "x.json", parts=("speed", "peers"), shapes=("A",))
+    assert all((r["rounds"] == 4) is (r["variant"] == "ops") for r in found["rows"])
+    peers = [r for r in found["rows"] if r["variant"] != "ops"]
+    assert all(r["rounds"] == 1 and r["captured"] is False and r["finite"] for r in peers) and len(peers) == 8
+    assert "called, not replayed" in lists.table(found)
 
 
 def test_a_cut_run_leaves_what_it_measured(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,9 +297,12 @@ def test_a_cut_run_leaves_what_it_measured(tmp_path: pathlib.Path, monkeypatch: 
 def test_what_is_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(lists_warm, "side_by_side", lambda jobs: seen.update(jobs))
-    lists_warm.warm(("A", "decode"), True)
+    lists_warm.warm(("A", "decode"), lists.PARTS)
     assert {"A", "decode", "ranges, A", "crossing, D = 512", "A, torch.float16"} <= seen.keys()
     assert not {"B", "D, torch.float16"} & seen.keys()
+    seen.clear()
+    lists_warm.warm(("A",), ("speed",))
+    assert seen.keys() == {"A"}
 
 
 # ---- tables and plots
