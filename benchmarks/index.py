@@ -80,7 +80,7 @@ class Run(running.PartRun[Settings]):
             found,
             made,
             lambda row, t: self.add_figures(case.shape, row, t),
-            lambda row, got: {},
+            lambda row, got: {"finite": written(got)},
             lambda text: self.report(f"{case.shape.name}: {text}"),
         )
         self.result["rows"].extend(made)
@@ -183,6 +183,11 @@ class Run(running.PartRun[Settings]):
         row = {**dataclasses.asdict(case.shape), **found, "seconds": round(time.perf_counter() - start, 3)}
         row |= {"bar_mb": round(targets.MEMORY_BAR_MB, 1), "goal_mb": round(targets.MEMORY_GOAL_MB, 1)}
         return row | {"met_goal": found["peak_above_mb"] <= targets.MEMORY_GOAL_MB}
+
+
+def written(outputs: Any) -> bool:
+    """Returns whether no element keeps what ``run_poisoned`` filled the outputs with."""
+    return all(not bool((t.isnan() if t.is_floating_point() else t == -7).any()) for t in timing.tensors(outputs))
 
 
 def first_queries(case: Case, count: int = 256) -> dict[str, torch.Tensor]:

@@ -87,12 +87,12 @@ class Runnable:
             self.outputs = self._fn()
 
     def run_poisoned(self) -> Any:
-        """Fills every output with NaN, runs once and returns the outputs, so that unwritten elements show."""
+        """Fills every output with NaN (integers with -7), runs once and returns the outputs, so that unwritten elements show."""
         if self.graph is None:
             self.run()  # each call allocates new outputs: nothing to poison
             return self.outputs
         for t in tensors(self.outputs):
-            t.detach().fill_(float("nan"))
+            t.detach().fill_(float("nan") if t.is_floating_point() else -7)
         self.run()
         torch.cuda.synchronize()
         return self.outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pathlib
+import types
 from typing import Any
 
 import pytest
@@ -141,6 +142,15 @@ def test_wrong_results_miss_their_bars(tmp_path: pathlib.Path, monkeypatch: pyte
             patch.setattr(index_cases, name, call)
             found = run(tmp_path / "x.json", parts=("errors",))
         assert not any(r["met"] for r in found["errors"])
+
+
+def test_elements_that_a_call_leaves_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    for outputs in ((torch.zeros(2, dtype=torch.int32), torch.zeros(2)), torch.zeros(2, dtype=torch.int64)):
+        ready = timing.Runnable(lambda found=outputs: found, CPU)  # type: ignore[misc]
+        assert index.written(ready.outputs)
+        ready.graph = types.SimpleNamespace(replay=lambda: None)  # type: ignore[assignment]
+        assert not index.written(ready.run_poisoned())
 
 
 def test_a_spent_budget_leaves_peers_out(tmp_path: pathlib.Path) -> None:
