@@ -99,7 +99,8 @@ def _accuracy(axis: Any, kind: str, by_length: dict[int, list[float]]) -> None:
     axis.set_yticks(range(count), [f"{100 * (i + 0.5) / count:.0f} %" for i in range(count)])
     axis.set_xlabel("bytes")
     axis.set_ylabel("depth of the needle")
-    axis.set_title(f"{kind} attention: share of right answers", **TITLE)
+    name = "attention to tokens" if kind == "tokens" else f"{kind} attention"
+    axis.set_title(f"{name}: share of right answers", **TITLE)
 
 
 def _blocks(axis: Any, p: Picture) -> None:
