@@ -56,4 +56,4 @@ def backward_config(D: int, itemsize: int, backend: str) -> ScoreConfig:
 def select_config(T: int) -> tuple[int, int]:
     """Returns (keys held in registers, warps) of ``index_select`` for rows of T keys."""
     block = max(1024, min(power_of_two(T), MOST_BLOCK))
-    return block, block // (32 * ELEMENTS)
+    return block, max(1, block // (32 * ELEMENTS))
