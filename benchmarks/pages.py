@@ -196,7 +196,7 @@ def _index(result: Row) -> str:
     long = [r for r in result["memory"] if r["tokens"] == index_targets.LONG.tokens]
     memory = "".join(f"At S = T = {r['tokens']} a choice takes {_short(r['peak_above_mb'])} MB. " for r in long)
     shape = index_targets.SHAPES[0]
-    where = f"S = T = {shape.tokens}, causal, bf16, D = {shape.dim}, topk {shape.topk}. {memory}{_measured(result)}."
+    where = f"S = T = {shape.tokens}, causal, bf16, D = {shape.dim}, topk {shape.topk}. {memory}\n{_measured(result)}."
     table = markdown(["index scores, ms", "", "this package", "torch.compile of the formula"], lines)
     return "\n\n".join([table, where, "[All figures](../../benchmarks/results/index.md)."])
 
