@@ -124,8 +124,8 @@ def selection_attention(
     Raises:
         ValueError: A shape or device does not fit, scale is not finite, or ranges and indices are both given.
             The message names the argument.
-        TypeError: Neither ranges nor indices are given, a dtype does not fit, an argument is not a tensor or not a number where it must be, or return_lse is
-            not a bool.
+        TypeError: Neither ranges nor indices are given, a dtype does not fit, an argument is not a tensor or not a
+            number where it must be, or return_lse is not a bool.
 
     Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2; DeepSeek sparse attention,
     arXiv 2512.02556, over lists.
