@@ -56,12 +56,14 @@ class _Call(NamedTuple):
 class Recogniser:
     """Recognises the attention of one call or of one softmax.
 
-    ``zero_rows``: the user asked for zeros in rows without keys.
+    ``zero_rows``: the user asked for zeros in rows without keys. ``by_key``: the mask is to become lists of keys, so
+    its conditions may read tensors at the key.
     """
 
-    def __init__(self, values: Values, zero_rows: bool = False) -> None:
+    def __init__(self, values: Values, zero_rows: bool = False, by_key: bool = False) -> None:
         self.values = values
         self.zero_rows = zero_rows
+        self.by_key = by_key
         self._made: list[Masks] = []
         self._given: list[Value] = []
         self._shapes: list[tuple[Size, ...]] = []
@@ -81,7 +83,7 @@ class Recogniser:
 
     def _masks(self) -> Masks:
         """Returns a new evaluator of masks, and keeps it for :attr:`close`."""
-        self._made.append(Masks(self.values.fixed, self.values.hints))
+        self._made.append(Masks(self.values.fixed, self.values.hints, self.by_key))
         return self._made[-1]
 
     @property
@@ -169,13 +171,15 @@ class Recogniser:
 
     def _weighed(self, weights: Weights, out: Value, dims: list[list[Var]]) -> Found:
         """Builds the attention of a softmax, with the digits ``dims`` of its product ``out`` with V."""
-        softmax, t = weights.softmax, Key(weights.softmax.shape[_dim_of(weights.softmax)])
-        traced, v = _sides(weights, Ref(out, tuple(joined(digits) for digits in dims)), t)
+        softmax = weights.softmax
+        traced, v, t = _sides(weights, Ref(out, tuple(joined(digits) for digits in dims)))
         masks, dense = self._masks(), [*weights.same]
         self._given = []
         scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self._given)
         found = dot(scores.ref)
         assert found is not None
+        if scores.sink is None and t.size != softmax.shape[_dim_of(softmax)]:
+            raise NotOurs("the weights of some keys are cut off before the product with V", out)
         self._shapes = [_keys_last(softmax), *(x.value.shape for x in (*found[:2], v))]
         if len(found[2]) != 1:
             raise NotOurs
@@ -197,7 +201,8 @@ class Recogniser:
             scores.fills.guarded = bool(traced.guards)
             return total
 
-        return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, keys, dense, masks, scores.fills)
+        fills = scores.fills
+        return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, keys, dense, masks, fills, sink=scores.sink)
 
     def selects(self, scores: Value, dim: int) -> bool:
         """Checks whether ``scores``, with keys in ``dim``, have a mask whose visible keys depend on tensor values."""
@@ -234,8 +239,8 @@ class Recogniser:
 
     def _rows(self, found: Found) -> Rows:
         """Returns what a query without a visible key gives. Raises Mismatch if routing cannot reproduce it."""
-        if found.fills.always_zero:
-            return Rows.ZERO
+        if found.fills.always_zero or found.sink is not None:
+            return Rows.ZERO  # the sink takes all the weight: every fill that counts as a mask is far below it
         if seen_by_all(found.keys, found.t, found.masks):
             return Rows.SEEN
         if self.zero_rows:
@@ -279,8 +284,8 @@ def _aligned(value: Value, index: Sequence[Index]) -> Ref:
     return Ref(value, tuple(const(0) if s == ONE else i for s, i in zip(value.shape, tail, strict=True)))
 
 
-def _sides(weights: Weights, out: Ref, t: Key) -> tuple[Traced, Ref]:
-    """Returns the softmax's element and V's in a product of the two, at the key ``t``."""
+def _sides(weights: Weights, out: Ref) -> tuple[Traced, Ref, Key]:
+    """Returns the softmax's element and V's in a product of the two, and the key at which they are."""
     summed = dot(peel(out))
     if summed is None:
         raise NotOurs
@@ -290,14 +295,15 @@ def _sides(weights: Weights, out: Ref, t: Key) -> tuple[Traced, Ref]:
         raise NotOurs
     traced, v = (first, b) if first is not None else (second, a)
     assert traced is not None
-    if t.size == ONE:
-        return traced, v
+    keys = [x for x in bound if x.size != ONE]
+    if not keys:
+        return traced, v, Key(ONE)
     over = traced.ref.index[_dim_of(weights.softmax)]
-    if len(over.terms) != 1 or [*over.terms.items()] != [(x, ONE) for x in bound if x.size != ONE]:
+    if len(keys) != 1 or [(x, c) for x, c in over.terms.items() if x is not None] != [(keys[0], ONE)]:
         raise NotOurs
-    (old,) = over.terms
+    old, t = keys[0], Key(keys[0].size)
     guards = [(replaced(ref, old, atom(t)), want) for ref, want in traced.guards]
-    return Traced(replaced(traced.ref, old, atom(t)), guards, traced.no_nan), replaced(v, old, atom(t))
+    return Traced(replaced(traced.ref, old, atom(t)), guards, traced.no_nan), replaced(v, old, atom(t)), t
 
 
 def _dim_of(softmax: Value) -> int:

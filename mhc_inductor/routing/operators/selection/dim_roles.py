@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from mhc_inductor.routing.graph.index import ONE, Var, product_of
+from mhc_inductor.routing.graph.index import ONE, Unsupported, Var, product_of
 from mhc_inductor.routing.graph.linear import of_index, variables_of
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.digits import joined
-from mhc_inductor.routing.operators.selection.intervals import Judge
-from mhc_inductor.routing.operators.selection.keys import eliminated, free
+from mhc_inductor.routing.operators.selection.entries import entries
+from mhc_inductor.routing.operators.selection.intervals import Interval, Judge
+from mhc_inductor.routing.operators.selection.keys import eliminated, free, settled
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
+from mhc_inductor.routing.operators.selection.operands import sources
+from mhc_inductor.routing.operators.selection.scores import OTHER_LOGITS
 
 
 def assign(found: Found) -> None:
     """Sets the roles of the digits and the intervals of keys. Raises NotOurs, Mismatch and Unsupported."""
     found.keys = [e for conj in found.keys if (e := eliminated(conj)) is not None]
-    if not any(x.data() for conj in found.keys for x in conj.comparisons()):
+    by_key = found.masks.by_key
+    if by_key:
+        inside = found.masks.wholes.positions.inside
+        found.keys = [e for conj in found.keys if (e := settled(inside(conj))) is not None]
+    elif not any(x.data() for conj in found.keys for x in conj.comparisons()):
         raise NotOurs
     asked, in_k, in_v = map(variables_of, found.deepest())
     held = in_k | in_v
@@ -25,8 +32,28 @@ def assign(found: Found) -> None:
     _queries(found, {v for v in asked if v not in held}, set(shared))
     judge = Judge(found.masks, found.t)
     found.intervals = judge.intervals(found.keys)
-    position, queries = of_index(joined(found.query)), product_of(v.size for v in found.query)
-    judge.check(found.intervals, position, queries, found.t.size)
+    _check_sink(found)
+    if not by_key:
+        position, queries = of_index(joined(found.query)), product_of(v.size for v in found.query)
+        judge.check(found.intervals, position, queries, found.t.size)
+    if by_key or all(_single(each) for each in found.intervals if each.selects):
+        found.entries = entries(found.intervals, found.t, found.masks.hints)
+    if by_key and found.entries is None:
+        raise Unsupported
+
+
+def _single(each: Interval) -> bool:
+    """Checks whether an interval that is read from tensors has one key for each value of its bound variables."""
+    return any(high.minus(low).value == 1 for low, high in each.pairs())
+
+
+def _check_sink(found: Found) -> None:
+    """Raises Mismatch unless the sink, if there is one, is a number for each head."""
+    if found.sink is None:
+        return
+    *_, source = sources(found.sink)
+    if not variables_of(source.ref) <= {*found.groups, *found.heads}:
+        raise Mismatch(OTHER_LOGITS, found.sink.value)
 
 
 def _features(rest: list[Var], in_k: set[Var], in_v: set[Var], asked: set[Var]) -> list[Var]:

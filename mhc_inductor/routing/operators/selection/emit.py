@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -13,14 +12,16 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.expressions import Ref
-from mhc_inductor.routing.graph.index import Size, Unsupported, Var, product_of
+from mhc_inductor.routing.graph.index import Size, Unsupported, Var, product_of, var
+from mhc_inductor.routing.graph.linear import placed, variables_of
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.empty_rows import EmptyRows
 from mhc_inductor.routing.operators.selection.layouts import Layouts
+from mhc_inductor.routing.operators.selection.lists import lists
 from mhc_inductor.routing.operators.selection.matches import Found
 from mhc_inductor.routing.operators.selection.operands import Source
-from mhc_inductor.routing.operators.selection.profit import Sizes, refusal
+from mhc_inductor.routing.operators.selection.profit import list_refusal, refusal, sizes_of
 from mhc_inductor.routing.operators.selection.ranges import Numbers, ranges
 from mhc_inductor.routing.operators.selection.search import best, data_of, orders
 
@@ -32,6 +33,7 @@ def inputs_of(one: Found) -> list[Value]:
     range-checked.
     """
     refs = [*(source.ref for source in taken(one)), *data_of(one)]
+    refs += [] if one.sink is None else [sink_of(one).ref]
     sized = [value for value, _ in one.masks.sized.values()]
     return list(dict.fromkeys([*(ref.value for ref in refs), *sized, *one.masks.indices.values()]))
 
@@ -55,20 +57,44 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
         dtype = one.out.dtype
     device = example(one.out.node).device
     _check_profit(edit, one, device.type, dtype)
-    layouts = Layouts(edit, [*(s.ref for s in sources), *data_of(one)], one.masks.sized)
+    plain = [ref for ref in data_of(one) if one.t not in variables_of(ref)]
+    layouts = Layouts(edit, [*(s.ref for s in sources), *plain], one.masks.sized)
     layouts.equal = one.masks.equal
-    query, key, value = _operands(layouts, one, [s.ref for s in sources], dtype)
-    op = torch.ops.mhc_inductor.selection_attention.default
-    keys = one.masks.indices.checked(
-        layouts, ranges(layouts, one, device), lambda number, order: Numbers(layouts, order, device).of(number)
-    )
-    call = edit.emit(op, query, key, value, keys, None, None, None, one.scale)
+    given = _operands(layouts, one, [s.ref for s in sources], dtype)
+    call = _call(layouts, one, given, device)
     new = edit.emit(operator.getitem, call, 0)
-    new = EmptyRows(edit, call, [node_of(s.ref.value) for s in sources]).put(new, one.rows)
+    new = EmptyRows(edit, call, given, one.scale, [node_of(s.ref.value) for s in sources]).put(new, one.rows)
     groups = [one.batch, one.query, one.groups, one.heads, one.feature]
-    new = edit.as_like(layouts.back(new, groups, one.dims), one.out, query)
+    new = edit.as_like(layouts.back(new, groups, one.dims), one.out, given[0])
     _guard_equal(edit, one.masks.equal)
     return [(one.out, new)]
+
+
+def _call(layouts: Layouts, one: Found, given: Sequence[fx.Node], device: torch.device) -> fx.Node:
+    """Emits the call of the op over ranges or over lists."""
+    edit, (query, key, value) = layouts.edit, given
+    sink = None if one.sink is None else layouts.placed(sink_of(one).ref, [one.groups, one.heads])
+
+    def checked(keys: fx.Node) -> fx.Node:
+        return one.masks.indices.checked(layouts, keys, lambda x, order: Numbers(layouts, order, device).of(x))
+
+    if one.entries is None:
+        op = torch.ops.mhc_inductor.selection_attention.default
+        keys = checked(ranges(layouts, one, device))
+        return edit.emit(op, query, key, value, keys, sink, None, None, one.scale)
+    op = torch.ops.mhc_inductor.selection_list_attention.default
+    keys, width = checked(lists(layouts, one, device)), layouts.size(product_of(v.size for v in one.feature))
+    shared = None if key is value else value
+    return edit.emit(op, query, key, shared, keys, sink, None, None, None, None, one.scale, width)
+
+
+def sink_of(one: Found) -> Source:
+    """Returns where the sink is read. Raises Unsupported if it is not a plain array of groups and heads."""
+    assert one.sink is not None
+    found = best(one.sink, [*one.groups, *one.heads])
+    if found is None:
+        raise Unsupported
+    return found
 
 
 def _operands(layouts: Layouts, one: Found, refs: Sequence[Ref], dtype: torch.dtype) -> list[fx.Node]:
@@ -79,33 +105,30 @@ def _operands(layouts: Layouts, one: Found, refs: Sequence[Ref], dtype: torch.dt
         [*lead, [one.t], [one.d]],
         [*lead, [one.t], one.feature],
     ]
-    placed = [layouts.placed(ref, dims) for ref, dims in zip(refs, groups, strict=True)]
-    return [layouts.edit.to(node, dtype) for node in placed]
+    laid = [layouts.placed(ref, dims) for ref, dims in zip(refs, groups, strict=True)]
+    query, key, value = (layouts.edit.to(node, dtype) for node in laid)
+    if one.entries is not None and refs[1].value is refs[2].value and _same_layout(one, refs):
+        value = key
+    return [query, key, value]
+
+
+def _same_layout(one: Found, refs: Sequence[Ref]) -> bool:
+    """Checks whether K and V are the same elements of one tensor."""
+    return (
+        len(one.feature) == 1
+        and one.feature[0].size == one.d.size
+        and refs[1] == placed(refs[2], one.feature[0], var(one.d))
+    )
 
 
 def _check_profit(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> None:
     """Raises Mismatch if dense attention is faster or no kernel takes these sizes."""
-
-    def now(digits: Iterable[Var]) -> int:
-        return _hint(edit, product_of(v.size for v in digits))
-
-    selected: int | None = 0
-    for each in one.intervals:
-        widths = [w for low, high in each.pairs() if (w := high.minus(low).value) is not None]
-        if each.selects and selected is not None:
-            selected = selected + min(widths) * now(each.bound) if widths else None
-    width = max(now([one.d]), now(one.feature))
-    reason = refusal(Sizes(device, dtype, now(one.query), now([one.t]), now(one.heads), width, selected))
-    if reason:
+    sizes = sizes_of(one, edit.view.values.hints, device, dtype)
+    assert edit.place is not None
+    training = edit.place.modes.grad and any(edit.needs_grad(node_of(s.ref.value)) for s in taken(one))
+    reason = refusal(sizes) if one.entries is None else list_refusal(sizes, training)
+    if reason and (one.entries is None or device == "cuda"):
         raise Mismatch(reason, one.out)
-
-
-def _hint(edit: Edit, size: Size) -> int:
-    """Returns the present value of a size, with 4096 for a symbol that has none."""
-    if not size.symbols:
-        return size.factor
-    known = edit.view.values.hints
-    return size.factor * math.prod(known.get(name, 1 << 12) for name in size.symbols)
 
 
 def _guard_equal(edit: Edit, equal: set[frozenset[Size]]) -> None:

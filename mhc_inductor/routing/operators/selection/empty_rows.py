@@ -25,15 +25,17 @@ _ROW = (slice(None), None, slice(None), None)
 class EmptyRows:
     """Corrects rows without a visible key in the results of a call of the op: o [B, S, G, h, Dv] and lse [B, S, G, h].
 
-    ``read``: the view's nodes of q, k and v, which tell whose gradients are needed.
+    ``given``: the nodes of q, k and v. ``read``: the view's nodes of these, which tell whose gradients are needed.
     """
 
-    def __init__(self, edit: Edit, call: fx.Node, read: Sequence[fx.Node]) -> None:
+    def __init__(
+        self, edit: Edit, call: fx.Node, given: Sequence[fx.Node], scale: float, read: Sequence[fx.Node]
+    ) -> None:
         self.edit = edit
         self.emit = edit.emit
         self.call = call
-        self.q, self.k, self.v = (a for a in call.args[:3] if isinstance(a, fx.Node))
-        self.scale = call.args[7]
+        self.q, self.k, self.v = given
+        self.scale = scale
         grad = edit.place is not None and edit.place.modes.grad
         self.grads = [grad and edit.needs_grad(x) for x in read]
 

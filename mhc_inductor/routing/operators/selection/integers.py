@@ -28,6 +28,7 @@ from mhc_inductor.routing.operators.selection.elements import (
     operand,
 )
 from mhc_inductor.routing.operators.selection.keys import KeyData
+from mhc_inductor.routing.operators.selection.positions import Positions
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.selection.masks import Masks
@@ -44,6 +45,7 @@ class Wholes:
 
     def __init__(self, masks: Masks) -> None:
         self.masks = masks
+        self.positions = Positions(masks)
 
     def side(self, a: Any, ref: Ref) -> Linear:
         """Returns an operand of ``ref``, a tensor or a number, as a whole number. Raises Unsupported."""
@@ -90,8 +92,8 @@ class Wholes:
         return self._datum(ref, wrap)
 
     def _datum(self, ref: Ref, wrap: Size | None) -> Linear:
-        """Returns the element itself as a number. Raises KeyData if it depends on the key."""
-        if keyed(ref):
+        """Returns the element itself as a number. Raises KeyData if it depends on the key and that is not allowed."""
+        if keyed(ref) and not self.masks.by_key:
             raise KeyData(ref)
         return atom(Datum(ref, wrap))
 
@@ -102,6 +104,9 @@ class Wholes:
             return number(int(known))
         if func in ARANGE:
             return self._position(ref)
+        found = self.positions.of(ref) if self.masks.by_key else None
+        if found is not None:
+            return found
         if func is aten.neg.default:
             return self.of(Ref(args[0], ref.index)).times(-1)
         found = self._combined(value, *(self.side(a, ref) for a in args[:2])) if func in _INTEGER else None

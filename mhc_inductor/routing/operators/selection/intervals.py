@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var
-from mhc_inductor.routing.graph.linear import Datum, Floor, Key, Linear, mapped, of_size
+from mhc_inductor.routing.graph.linear import Datum, Floor, Key, Linear, mapped, of_size, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.keys import All, AnyOf, Compare, Given, Literal
@@ -29,6 +29,8 @@ class Interval:
     uppers: list[Linear] = dataclasses.field(default_factory=list)
     conditions: list[Literal] = dataclasses.field(default_factory=list)
     bound: tuple[Var, ...] = ()
+    keyed: list[Literal] = dataclasses.field(default_factory=list)
+    """Conditions that read tensors at the key: they can be evaluated for single keys only."""
 
     @property
     def selects(self) -> bool:
@@ -63,6 +65,10 @@ class Judge:
         """Returns the intervals of one conjunction: several if it has inequalities (``!=``)."""
         made = [Interval(bound=conj.bound)]
         for literal in conj.literals:
+            if self.masks.by_key and (where := self._by_key(literal)) is not None:
+                for one in made:
+                    (one.keyed if where else one.conditions).append(literal)
+                continue
             if isinstance(literal, Given):
                 for one in made:
                     one.conditions.append(literal)
@@ -79,12 +85,37 @@ class Judge:
             bounds = self._bounds(literal, place[0])
             made = [
                 dataclasses.replace(
-                    one, lowers=one.lowers + low, uppers=one.uppers + high, conditions=[*one.conditions]
+                    one,
+                    lowers=one.lowers + low,
+                    uppers=one.uppers + high,
+                    conditions=[*one.conditions],
+                    keyed=[*one.keyed],
                 )
                 for one in made
                 for low, high in bounds
             ]
         return made
+
+    def _by_key(self, literal: Literal) -> bool | None:
+        """Returns whether a literal must be evaluated at single keys, None if it is a bound of the keys.
+
+        False means that it does not depend on the key.
+        """
+        read = variables_of(literal.ref) if isinstance(literal, Given) else literal.value.bound_variables()
+        if self.t in read:
+            return True
+        if isinstance(literal, Given) or self.t not in literal.value.variables():
+            return False
+        if literal.kind == "ne":
+            return True
+        place = [a for a, _ in literal.value.terms if a is self.t or (isinstance(a, Floor) and self._moves(a))]
+        if len(place) != 1:
+            return True
+        try:
+            self._bounds(literal, place[0])
+        except Unsupported:
+            return True
+        return None
 
     def _moves(self, a: Floor) -> bool:
         return self.t in a.of.variables()

@@ -197,6 +197,14 @@ def _known(literal: Literal) -> bool | None:
     return None if known is None else bool({"le": known <= 0, "eq": known == 0, "ne": known != 0}[literal.kind])  # type: ignore[union-attr]
 
 
+def settled(conj: All) -> All | None:
+    """Returns ``conj`` without the literals that always hold; None if one never does."""
+    known = {x: _known(x) for x in conj.literals}
+    if False in known.values():
+        return None
+    return eliminated(All(frozenset(x for x, holds in known.items() if holds is None), conj.bound))
+
+
 def free(conj: All) -> set[Var]:
     """Returns the variables of ``conj`` that are not bound."""
     found: set[Var] = set()

@@ -69,7 +69,7 @@ class Layouts:
     def __init__(self, edit: Edit, refs: Iterable[Ref], sized: Mapping[Size, tuple[Value, int]]) -> None:
         self.edit = edit
         self.equal: set[frozenset[Size]] = set()
-        self._numbers: dict[Size, fx.Node] = {}
+        self._numbers: dict[Size, Any] = {}
         self._sizes: dict[Size, tuple[fx.Node, int]] = {}
         for ref in refs:
             for d, size in enumerate(ref.value.shape):
@@ -145,6 +145,10 @@ class Layouts:
         if order != sorted(order):
             o = self.edit.emit("permute", o, *order)
         return self.joined(o, dims)
+
+    def give(self, size: Size, number: Any) -> None:
+        """Sets the node, or the number, that a size has."""
+        self._numbers[size] = number
 
     def size(self, size: Size) -> Any:
         """Returns a size as an int or a node of the graph. Raises Mismatch if no input has it."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mhc_inductor.routing.graph.bounds import remembered
+from mhc_inductor.routing.graph.bounds import TooLarge, remembered
 from mhc_inductor.routing.graph.expressions import Ref, _reduced, aten
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.linear import (
@@ -61,11 +61,13 @@ _EITHER = {*OR, aten.maximum.default}
 class Masks:
     """Evaluates elements of masks.
 
-    ``seen``: the values met whose visible keys depend on tensor values, not only on positions.
+    ``seen``: the values met whose visible keys depend on tensor values, not only on positions. ``by_key``: conditions
+    may read tensors at the key, since they are evaluated at each entry of a list of keys.
     """
 
-    def __init__(self, fixed: Mapping[str, int], hints: Mapping[str, int]) -> None:
+    def __init__(self, fixed: Mapping[str, int], hints: Mapping[str, int], by_key: bool = False) -> None:
         self.fixed = fixed
+        self.by_key = by_key
         self.hints = hints
         self.equal: set[frozenset[Size]] = set()
         """Pairs of sizes that are assumed to be equal; the rewrite must guard them."""
@@ -109,13 +111,25 @@ class Masks:
         return self.truth(operand(a, ref), want)
 
     def _find(self, ref: Ref, want: bool) -> AnyOf:
-        value, func = ref.value, ref.value.func
+        value = ref.value
         below = inner(ref)
         if below is not None:
             return self.truth(below, want)
         known = constant_of(value)
         if known is not None:
             return TRUE if bool(known) == want else FALSE
+        if not self.by_key or value.dtype is not torch.bool or value.node is None:
+            return self._evaluated(ref, want)
+        try:
+            return self._evaluated(ref, want)
+        except TooLarge:
+            raise
+        except Unsupported:
+            return [All(frozenset({Given(ref, want)}))]
+
+    def _evaluated(self, ref: Ref, want: bool) -> AnyOf:
+        """Evaluates an element that is neither a view of another nor a constant. Raises Unsupported."""
+        value, func = ref.value, ref.value.func
         if value.dtype is not torch.bool:
             return self._nonzero(ref, want)
         if func in CASTS or func in NOT:
@@ -131,7 +145,7 @@ class Masks:
             return found
         if func is aten.isin.Tensor_Tensor and want and len(value.args) == 2 and not value.kwargs:
             return self._among(ref)
-        if keyed(ref):
+        if keyed(ref) and not self.by_key:
             raise KeyData(ref)
         return [All(frozenset({Given(ref, want)}))]
 

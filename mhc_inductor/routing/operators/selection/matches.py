@@ -9,6 +9,7 @@ from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Size, Var, product_of
 from mhc_inductor.routing.graph.linear import Key
 from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operators.selection.entries import Entries
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
 from mhc_inductor.routing.operators.selection.intervals import Interval
 from mhc_inductor.routing.operators.selection.keys import AnyOf
@@ -53,9 +54,13 @@ class Found:
     fills: Fills
     keys: AnyOf = dataclasses.field(default_factory=list)
     rows: Rows = Rows.ZERO
+    sink: Ref | None = None
+    """The logit, one a head, that joins the softmax's denominator only."""
     opted: bool = False
     """Whether rows without keys give 0 because the user asked for it, although the formula gives something else."""
     intervals: list[Interval] = dataclasses.field(default_factory=list)
+    entries: list[Entries] | None = None
+    """The intervals as lists of single keys; None if the op is to read ranges."""
     batch: list[Var] = dataclasses.field(default_factory=list)
     groups: list[Var] = dataclasses.field(default_factory=list)
     heads: list[Var] = dataclasses.field(default_factory=list)

@@ -1,23 +1,33 @@
-"""Decides whether an attention under a mask is worth routing: one closed-form rule on present shapes."""
+"""Decides whether an attention under a mask is worth routing: closed-form rules on present shapes."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
+
+from mhc_inductor.routing.graph.index import Size, Var, product_of
+from mhc_inductor.routing.operators.selection.entries import MOST
+from mhc_inductor.routing.operators.selection.matches import Found
 
 UNKNOWN = 1024
 """Keys that a query is assumed to see if ranges may have any length: 16 blocks of 64, as in public models."""
 FEW_QUERIES = 16
 MAX_HEADS, MAX_D = 64, 512
+MAX_LIST_HEADS, MAX_LIST_DK, MAX_LIST_DV = 128, 576, 512
+ROWS = 64
+"""Heads that one tensor-core tile of the list kernels holds. With fewer the tile is not full."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Present sizes of an attention.
 
-    ``selected``: the most keys that a query can see, None if there is no bound.
+    ``selected``: the most keys that a query can see, None if there is no bound. ``groups``: groups of heads that list
+    their keys on their own, times the batch. ``values``: the width of V. ``fused``: the model calls
+    scaled_dot_product_attention; otherwise it writes the softmax out.
     """
 
     device: str
@@ -27,10 +37,41 @@ class Sizes:
     heads: int
     width: int
     selected: int | None
+    groups: int = 1
+    values: int = 0
+    fused: bool = False
+
+
+def sizes_of(one: Found, hints: Mapping[str, int], device: str, dtype: torch.dtype) -> Sizes:
+    """Returns the present sizes of an attention that was found."""
+
+    def now(digits: Iterable[Var]) -> int:
+        return present_size(product_of(v.size for v in digits), hints)
+
+    if one.entries is not None:
+        selected: int | None = sum(each.count(hints) for each in one.entries)
+    else:
+        selected = 0
+        for each in one.intervals:
+            widths = [w for low, high in each.pairs() if (w := high.minus(low).value) is not None]
+            if each.selects and selected is not None:
+                selected = selected + min(widths) * now(each.bound) if widths else None
+    groups = now([*one.batch, *one.groups])
+    width, values = now([one.d]), now(one.feature)
+    if one.entries is None:
+        width = max(width, values)
+    return Sizes(
+        device, dtype, now(one.query), now([one.t]), now(one.heads), width, selected, groups, values, one.fills.fused
+    )
+
+
+def present_size(size: Size, hints: Mapping[str, int]) -> int:
+    """Returns the present value of a size, with 4096 for a symbol that has none."""
+    return size.factor * math.prod(hints.get(name, 1 << 12) for name in size.symbols)
 
 
 def refusal(s: Sizes) -> str:
-    """Returns why the op does not replace dense attention, an empty string if it does.
+    """Returns why the op over ranges does not replace dense attention, an empty string if it does.
 
     Dense attention under a mask reads ``keys`` keys for every query, the op ``selected`` keys. Each of these costs
     the op ``16 / sqrt(h)`` times as much with h heads per group: 8 times with 4 heads and 4 times with 16, as
@@ -51,3 +92,51 @@ def refusal(s: Sizes) -> str:
         return ""
     open_ = "as many as " if s.selected is None else ""
     return f"dense attention is faster: {open_}{selected} of {s.keys} keys, {s.heads} heads a group"
+
+
+# --- lists of keys ------------------------------------------------------------------------------------------
+
+LIST_FLOPS = 380e12
+"""Operations a second of the list kernels, forward, with full tiles (benchmarks/results/lists.json)."""
+LIST_TRAINING = 7.6
+"""How many times as long forward and backward take, at most (the same file)."""
+DENSE_FLOPS = 390e12
+"""Operations a second of scaled_dot_product_attention under a mask, forward."""
+DENSE_TRAINING = 3.5
+WRITTEN = 7.5e-12
+"""Seconds for each score of a softmax that is written out and compiled: its passes over memory."""
+WRITTEN_TRAINING = 2.0
+
+
+def list_seconds(s: Sizes, training: bool) -> float:
+    """Returns the estimated time of the op over lists of keys: a tile of 64 rows for every group and key."""
+    pairs = s.groups * s.queries * (s.selected or 0)
+    rows = ROWS * -(-s.heads // ROWS)
+    return pairs * 2 * rows * (s.width + s.values) / LIST_FLOPS * (LIST_TRAINING if training else 1.0)
+
+
+def dense_seconds(s: Sizes, training: bool) -> float:
+    """Returns the estimated time of dense attention under a mask."""
+    scores = s.groups * s.queries * s.heads * s.keys
+    products = scores * 2 * (s.width + s.values) / DENSE_FLOPS * (DENSE_TRAINING if training else 1.0)
+    return products if s.fused else products + scores * WRITTEN * (WRITTEN_TRAINING if training else 1.0)
+
+
+def list_refusal(s: Sizes, training: bool = False) -> str:
+    """Returns why the op over lists does not replace dense attention, an empty string if it does."""
+    assert s.selected is not None
+    if s.selected > MOST:
+        return f"lists of {s.selected} keys a query; the op takes up to {MOST}"
+    if s.device == "cuda":
+        if s.dtype is torch.float64:
+            return "float64 has no kernel"
+        if s.heads > MAX_LIST_HEADS or s.width > MAX_LIST_DK or s.values > MAX_LIST_DV:
+            return (
+                f"{s.heads} heads a group of {s.width} elements, values of {s.values}; the kernels take up to "
+                f"{MAX_LIST_HEADS} of {MAX_LIST_DK}, and {MAX_LIST_DV}"
+            )
+    lists, dense = (f(s, training) * 1e3 for f in (list_seconds, dense_seconds))
+    if lists <= dense:
+        return ""
+    said = f"{s.selected} of {s.keys} keys a query, {s.heads} heads a group"
+    return f"dense attention is faster: {dense:.3g} ms, lists of keys {lists:.3g} ms ({said})"

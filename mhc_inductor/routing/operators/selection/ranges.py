@@ -95,13 +95,17 @@ def _implied(condition: Literal, each: Interval) -> bool:
 
 
 class Numbers:
-    """Emits whole numbers as tensors with a dim for each variable of ``order``, of size 1 if independent of it."""
+    """Emits whole numbers as tensors with a dim for each variable of ``order``, of size 1 if independent of it.
+
+    ``at``: nodes in place of variables that are not in ``order``.
+    """
 
     def __init__(self, layouts: Layouts, order: list[Var], device: torch.device) -> None:
         self.layouts = layouts
         self.emit = layouts.edit.emit
         self.order = order
         self.device = device
+        self.at: dict[Var, fx.Node] = {}
 
     def of(self, x: Linear) -> fx.Node:
         """Returns the node of a whole number."""
@@ -145,6 +149,8 @@ class Numbers:
         return self.emit(kinds[condition.kind], self.of(condition.value), 0)
 
     def _atom(self, a: Atom) -> fx.Node:
+        if isinstance(a, Var) and a in self.at:
+            return self.at[a]
         if isinstance(a, Var):
             node = self.emit(torch.arange, self.layouts.size(a.size), device=self.device)
             return self.emit(operator.getitem, node, tuple(slice(None) if v is a else None for v in self.order))
@@ -156,10 +162,31 @@ class Numbers:
             node = self.emit(torch.where, self.emit(operator.lt, node, 0), wrapped, node)
         return node
 
+    def size_of(self, x: Linear) -> Any:
+        """Returns a sum of sizes as an int or a node."""
+        return self._constant(x)
+
     def _element(self, ref: Ref) -> fx.Node:
-        if not variables_of(ref) <= set(self.order):
+        used = variables_of(ref)
+        if not used <= {*self.order, *self.at}:
             raise Unsupported
         if layout(ref, set(self.order), self.layouts.equal) is not None:
             return self.layouts.spread(ref, self.order)
         node = self.layouts.edit.input(ref.value)
-        return self.emit(operator.getitem, node, tuple(self.of(of_index(i)) for i in ref.index))
+        places = [
+            self._place(i, size, not used.isdisjoint(self.at))
+            for i, size in zip(ref.index, ref.value.shape, strict=True)
+        ]
+        return self.emit(operator.getitem, node, tuple(places))
+
+    def _place(self, index: Index, size: Size, clamped: bool) -> fx.Node:
+        """Returns an index of a dim; ``clamped`` to the dim where a key that is not visible may lie outside."""
+        found = self.of(of_index(index))
+        if not clamped or not any(v in self.at for v in index.variables()):
+            return found
+        found = self.emit("clamp", found, min=0)
+        last = self.layouts.size(size)
+        last = last - 1 if isinstance(last, int) else self.emit(operator.sub, last, 1)
+        return (
+            self.emit(torch.minimum, found, last) if isinstance(last, fx.Node) else self.emit("clamp", found, max=last)
+        )

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mhc_inductor.routing.graph.bounds import Steps
-from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, peel, whole
-from mhc_inductor.routing.graph.index import Unsupported, Var, var
+from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, joined, peel, step, whole
+from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, const, product_of, var
 from mhc_inductor.routing.graph.linear import Key
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
@@ -34,6 +34,7 @@ class Scores:
         self.factor = 1.0
         self.fills = Fills()
         self.given = given
+        self.sink: Ref | None = None
         self._parts: list[Callable[[], AnyOf]] = []
         self._steps: list[Callable[[], None]] = []
         self.ref = ref
@@ -75,10 +76,12 @@ class Scores:
         if not value.kwargs and len(args) == 2:  # no alpha, which scales the second operand
             if func in ADD and any(constant_of(a) is not None for a in args):
                 return self._shifted(ref)
+            if func is aten.sub.Tensor and _is_row_maximum(args[1], args[0], ref):
+                return _broadcast(args[0], ref)
             if func in (aten.add.Tensor, aten.sub.Tensor):
                 return self._summed(ref)
         if func is aten.cat.default:
-            self._joined(ref)
+            return self._joined(ref)
         changed = _CHANGES.get(func)
         raise NotOurs(f"the scores are {changed}; expected scale * q @ k, and masks" if changed else "", value)
 
@@ -138,15 +141,51 @@ class Scores:
         """Records the values of an added mask in :attr:`fills`."""
         self.fills.added([sign * v for v in self.masks.possible(mask)], dtype)
 
-    def _joined(self, ref: Ref) -> None:
-        """Raises Mismatch if masked scores of a selection are concatenated with other logits."""
-        d = ref.value.args[1] if len(ref.value.args) > 1 else 0
-        for piece in ref.value.args[0]:
+    def _joined(self, ref: Ref) -> Ref:
+        """Returns the scores in a concatenation of scores and one logit a row, and sets :attr:`sink` to that logit.
+
+        Raises Mismatch for any other concatenation of masked scores of a selection, and NotOurs for the rest.
+        """
+        d, pieces = joined(ref.value)
+        at = ref.index[d]
+        start, width = at.terms.get(None, Size(0)), product_of(v.size for v in at.variables())
+        if len(pieces) == 2 and self.sink is None and not self._parts and self.factor == 1.0:
+            scores, sink = (0, 1) if not start.factor else (1, 0)
+            spans = pieces[scores].shape[d] == width and pieces[sink].shape[d] == ONE
+            if spans and (not start.factor or start == ONE):
+                place = at.plus(const(-1)) if start.factor else at
+                self.sink = Ref(pieces[sink], (*ref.index[:d], const(0), *ref.index[d + 1 :]))
+                return Ref(pieces[scores], (*ref.index[:d], place, *ref.index[d + 1 :]))
+        below = step(ref)
+        if below is not None:
+            return below
+        for piece in pieces:
             element = at_key(piece, d)
             if is_scores(element) and selects(element, self.masks):
-                raise Mismatch(
-                    "the softmax is over scores and other logits (a sink, more keys); expected scores", ref.value
-                )
+                raise Mismatch(OTHER_LOGITS, ref.value)
+        raise NotOurs
+
+
+OTHER_LOGITS = (
+    "the softmax is over scores and other logits (a sink, more keys); expected scores, and at most one sink a head "
+    "whose weight is cut off again"
+)
+
+
+def _is_row_maximum(value: Any, of: Value, ref: Ref) -> bool:
+    """Checks whether ``value`` is the maximum of ``of`` over the keys; a softmax does not change if it is subtracted."""
+    while isinstance(value, Value) and value.func in (aten.detach.default, aten.alias.default):
+        value = value.args[0]
+    if not isinstance(value, Value) or value.func not in (aten.max.dim, aten.amax.default) or value.out != 0:
+        return False
+    x, *rest = value.args
+    dims = rest[0] if rest else value.kwargs.get("dim")
+    dims = [dims] if isinstance(dims, int) else dims
+    if x is not of or not dims or len(dims) != 1 or len(value.shape) != len(of.shape):
+        return False
+    d = dims[0] % len(of.shape)
+    keys = [k for k, i in enumerate(ref.index) if any(isinstance(v, Key) for v in i.variables())]
+    return keys == [d] or (not keys and d == len(of.shape) - 1)
 
 
 _CHANGES = {

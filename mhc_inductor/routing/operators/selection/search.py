@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import fx
@@ -19,6 +18,7 @@ from mhc_inductor.routing.operators.selection.keys import Given, KeyData
 from mhc_inductor.routing.operators.selection.layouts import layout
 from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Source, sources
+from mhc_inductor.routing.operators.selection.profit import list_refusal, sizes_of
 from mhc_inductor.routing.operators.selection.scores import before_change
 from mhc_inductor.routing.operators.selection.unrouted_softmax import behind, is_power, masked_softmax, masks_of
 from mhc_inductor.routing.operators.selection.weights import Weights
@@ -121,8 +121,7 @@ class Search:
 
     def _at(self, node: fx.Node) -> list[Found]:
         if is_masked_call(node):
-            recogniser = Recogniser(self.values, self.zero_rows)
-            return self._tried(recogniser, functools.partial(recogniser.sdpa, node), node)
+            return self._tried(lambda recogniser: recogniser.sdpa(node), node)[1]
         if is_softmax(node):
             return self._softmax(node)
         if is_power(node):
@@ -138,21 +137,35 @@ class Search:
     def _miss(self, reason: str, value: Value | None, node: fx.Node, ordinary: bool = False) -> None:
         self.misses.append(Miss(OP, reason, value, self.view.value(node), ordinary))
 
-    def _tried(self, recogniser: Recogniser, recognise: Callable[[], Found], node: fx.Node) -> list[Found]:
+    def _tried(self, recognise: Callable[[Recogniser], Found], node: fx.Node) -> tuple[Recogniser, list[Found]]:
+        """Returns the attention at ``node`` with the recogniser that was tried first.
+
+        Looks for ranges of keys first; if there are none, for lists of keys whose conditions may read tensors at the
+        key. Reports what the first search missed if the second finds nothing either.
+        """
         known = len(self.misses)
+        recogniser = Recogniser(self.values, self.zero_rows)
         found = self._recognised(recogniser, recognise, node)
         if found is not None:
-            return [found]
-        if len(self.misses) == known and recogniser.masked:
+            return recogniser, [found]
+        missed = self.misses[known:]
+        del self.misses[known:]
+        listed = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True), recognise, node)
+        if listed is not None and (selects_from_data(listed) or not refused(listed, self.values.hints)):
+            return recogniser, [listed]
+        self.misses[known:] = missed
+        if not missed and recogniser.masked:
             close = recogniser.close
             self._miss(_OTHER if close else _ORDINARY, close[-1] if close else None, node, ordinary=not close)
         self.failed.append(recogniser)
-        return []
+        return recogniser, []
 
-    def _recognised(self, recogniser: Recogniser, recognise: Callable[[], Found], node: fx.Node) -> Found | None:
+    def _recognised(
+        self, recogniser: Recogniser, recognise: Callable[[Recogniser], Found], node: fx.Node
+    ) -> Found | None:
         """Returns what is found at ``node``; else None, with a near miss if it resembles a selection."""
         try:
-            found = recognise()
+            found = recognise(recogniser)
             if all(best(ref, order) is not None for ref, order in orders(found)):
                 return found
             self._miss("q, k or v cannot be followed through their views", found.out, node)
@@ -197,15 +210,15 @@ class Search:
 
     def _weighed(self, node: fx.Node, value: Value, weights: Weights) -> list[Found]:
         """Returns the attention that uses the weights of the softmax ``value``."""
-        recogniser = Recogniser(self.values, self.zero_rows)
         if len(weights.outs) != 1:
+            recogniser = Recogniser(self.values, self.zero_rows)
             count = len(weights.outs) or "no"
             reason = f"the attention weights go into {count} products with V; expected one"
             selects = recogniser.selects(value.args[0], value.args[1])
             if recogniser.masked:
                 self._miss(reason, value, node, ordinary=not selects)
             return []
-        found = self._tried(recogniser, functools.partial(recogniser.written, weights), node)
+        found = self._tried(lambda recogniser: recogniser.written(weights), node)[1]
         if found and weights.dropped is not None:
             self._miss("the attention weights are dropped out", weights.dropped, node)
             return []
@@ -227,7 +240,7 @@ class Search:
                 masks = [v.node for v in one.masks.seen if v.node in region]
                 where = self._used(weights, inside)
                 reason = "the attention weights or scores are used elsewhere, too"
-                if where is None or where in masks:
+                if one.entries is None and (where is None or where in masks):
                     where, reason = self._used(masks, inside) or where, "the mask is used elsewhere, too"
                 if where is None:
                     kept.append(one)
@@ -275,12 +288,23 @@ def data_of(one: Found) -> list[Ref]:
     for each in one.intervals:
         for x in (*each.lowers, *each.uppers):
             found.update(dict.fromkeys(d.ref for d in x.data()))
-        for condition in each.conditions:
+        for condition in (*each.conditions, *each.keyed):
             if isinstance(condition, Given):
                 found[condition.ref] = None
             else:
                 found.update(dict.fromkeys(d.ref for d in condition.value.data()))
     return list(found)
+
+
+def selects_from_data(one: Found) -> bool:
+    """Checks whether the keys that a query sees depend on tensor values other than conditions on single keys."""
+    return any(each.selects for each in one.intervals)
+
+
+def refused(one: Found, hints: Mapping[str, int]) -> str:
+    """Returns why lists of keys are not worth it at present sizes, an empty string if they are."""
+    assert one.out.node is not None
+    return list_refusal(sizes_of(one, hints, example(one.out.node).device.type, one.q.value.dtype))
 
 
 def region_of(one: Found) -> set[fx.Node]:

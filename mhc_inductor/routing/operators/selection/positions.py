@@ -1,0 +1,185 @@
+"""Integer tensors of positions that masks look up: concatenated, indexed, and numbered by segment.
+
+Models number the sequences packed into one row by ``cumsum(diff(position_ids) != 1)``. Inside such a segment the
+positions grow by one from token to token, so ``position_ids[k] - position_ids[q]`` is ``k - q`` where the segments of
+both are equal.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, joined, peel
+from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
+from mhc_inductor.routing.graph.linear import Datum, Linear, atom, number, of_index, substituted, to_index
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operators.selection.elements import constant_of
+from mhc_inductor.routing.operators.selection.keys import FALSE, All, Compare, Literal
+
+if TYPE_CHECKING:
+    from mhc_inductor.routing.operators.selection.masks import Masks
+
+_LOOKUPS = (aten.gather.default, aten.index_select.default, aten.index.Tensor, aten._unsafe_index.Tensor)
+_CUMSUMS = (aten.cumsum.default,)
+
+
+class Positions:
+    """Evaluates elements of integer tensors that are concatenated, looked up at positions, or count segments."""
+
+    def __init__(self, masks: Masks) -> None:
+        self.masks = masks
+
+    def of(self, ref: Ref) -> Linear | None:
+        """Returns an element as a whole number, None for other ops. Raises Unsupported."""
+        func = ref.value.func
+        if func in _LOOKUPS:
+            below = self.looked_up(ref)
+            return None if below is None else self.masks.whole(below)
+        if func is aten.cat.default:
+            return self._joined(ref)
+        if func in _CUMSUMS and self._never(ref):
+            return number(0)
+        return None
+
+    def looked_up(self, ref: Ref) -> Ref | None:
+        """Returns the element that a lookup at known positions reads, None if a position depends on data."""
+        func, args = ref.value.func, ref.value.args
+        x, index = args[0], list(ref.index)
+        if func in (aten.gather.default, aten.index_select.default):
+            d, places = _dim(x, args[1]), args[2]
+            at = ref.index if func is aten.gather.default else (ref.index[d],) if places.shape else ()
+            found = self._place(Ref(places, at))
+            return None if found is None else Ref(x, (*index[:d], found, *index[d + 1 :]))
+        given = [d for d, i in enumerate(args[1]) if i is not None]
+        indices = [args[1][d] for d in given]
+        if given != [*range(given[0], given[-1] + 1)] or any(not i.dtype.is_signed for i in indices):
+            return None
+        rank = max(len(i.shape) for i in indices)
+        spread = ref.index[given[0] : given[0] + rank]
+        index = [*ref.index[: given[0]]]
+        for places in indices:
+            tail = spread[rank - len(places.shape) :]
+            at = tuple(const(0) if s == ONE else i for s, i in zip(places.shape, tail, strict=True))
+            found = self._place(Ref(places, at))
+            if found is None:
+                return None
+            index.append(found)
+        return Ref(x, (*index, *ref.index[given[0] + rank :]))
+
+    def _place(self, ref: Ref) -> Index | None:
+        """Returns an element of an index tensor as an index, None if it depends on data."""
+        at = self.masks.whole(ref)
+        return None if at.data() else to_index(at)
+
+    def _joined(self, ref: Ref) -> Linear | None:
+        """Returns an element of a concatenation if one formula gives it in every piece that the index reaches."""
+        d, pieces = joined(ref.value)
+        at = ref.index[d]
+        first, last = _span(at)
+        found: Linear | None = None
+        start, single = 0, []
+        for piece in pieces:
+            size = piece.shape[d]
+            if size.symbols and piece is not pieces[-1]:
+                return None
+            end = None if size.symbols else start + size.factor
+            if (end is None or first < end) and (last is None or last >= start):
+                if size == ONE:
+                    single.append((start, piece))
+                elif found is not None:
+                    return None
+                else:
+                    index = at.plus(const(-start)) if start else at
+                    found = self.masks.whole(Ref(piece, (*ref.index[:d], index, *ref.index[d + 1 :])))
+            start = start if end is None else end
+        moving = [v for v in at.terms if v is not None]
+        if found is None or not single:
+            return found
+        if len(moving) != 1 or not isinstance(moving[0], Var) or at.terms[moving[0]] != ONE:
+            return None
+        for place, piece in single:
+            here = self.masks.whole(Ref(piece, (*ref.index[:d], const(0), *ref.index[d + 1 :])))
+            if substituted(found, moving[0], number(place - first)) != here:
+                return None
+        return found
+
+    def _never(self, ref: Ref) -> bool:
+        """Checks whether a cumulative sum is over a condition that never holds."""
+        x, dim = ref.value.args[:2]
+        d = _dim(x, dim)
+        everywhere = Ref(x, (*ref.index[:d], var(Var(x.shape[d])), *ref.index[d + 1 :]))
+        return bool(self.masks.truth(everywhere) == FALSE)
+
+    # --- packed sequences ---
+
+    def inside(self, conj: All) -> All:
+        """Returns ``conj`` with differences of position ids replaced by those of the tokens, within equal segments."""
+        literals = set(conj.literals)
+        for same in [x for x in literals if isinstance(x, Compare) and x.kind == "eq"]:
+            pair = _pair(same.value)
+            counted = None if pair is None else self._counted(pair[0].ref)
+            if pair is None or counted is None:
+                continue
+            d = _dim(pair[0].ref.value, counted[1])
+            one, two = (self.masks.whole(Ref(counted[0], p.ref.index)) for p in pair)
+            apart = of_index(pair[0].ref.index[d]).minus(of_index(pair[1].ref.index[d]))
+            literals = {_closer(x, one, two, apart) if x is not same else x for x in literals}
+        return All(frozenset(literals), conj.bound)
+
+    def _counted(self, ref: Ref) -> tuple[Value, int] | None:
+        """Returns the positions whose segments ``ref`` counts, as ``cumsum(diff(x) != 1, dim)``, and the dim."""
+        if ref.value.func not in _CUMSUMS:
+            return None
+        breaks, dim = ref.value.args[:2]
+        d = _dim(breaks, dim)
+        if breaks.func not in (aten.ne.Scalar, aten.ne.Tensor) or constant_of(breaks.args[1]) != 1.0:
+            return None
+        steps = breaks.args[0]
+        if steps.func is not aten.sub.Tensor or len(steps.args) != 2 or steps.kwargs:
+            return None
+        v = Var(steps.shape[d])
+        index = tuple(var(v) if k == d else const(0) for k in range(len(steps.shape)))
+        sides = [peel(Ref(a, index)) for a in steps.args if isinstance(a, Value)]
+        if len(sides) != 2 or sides[0].value is not sides[1].value or sides[0].value.func is not aten.cat.default:
+            return None
+        after, before = sides
+        along, pieces = joined(after.value)
+        apart = of_index(after.index[along]).minus(of_index(before.index[along])).value
+        if along != d or apart != 1 or len(pieces) != 2 or before.index[along] != var(v) or pieces[0].shape[d] != ONE:
+            return None
+        return (pieces[1], d) if pieces[1].shape == ref.value.shape else None
+
+
+def _span(at: Index) -> tuple[int, int | None]:
+    """Returns the smallest and the largest value of an index; None for a largest value that is not known."""
+    first: Size = at.terms.get(None, Size(0))
+    if first.symbols or any(not isinstance(v, Var) or c.symbols or c.factor < 0 for v, c in at.terms.items() if v):
+        raise Unsupported
+    last: int | None = first.factor
+    for v, c in at.terms.items():
+        if v is not None:
+            last = None if last is None or v.size.symbols else last + c.factor * (v.size.factor - 1)
+    return first.factor, last
+
+
+def _pair(value: Linear) -> tuple[Datum, Datum] | None:
+    """Returns the two elements of one tensor of which ``value`` is the difference, None for anything else."""
+    terms = dict(value.terms)
+    if value.constant or sorted(terms.values()) != [-1, 1] or not all(isinstance(a, Datum) for a in terms):
+        return None
+    one, two = sorted(terms, key=lambda a: -terms[a])
+    assert isinstance(one, Datum) and isinstance(two, Datum)
+    return (one, two) if one.ref.value is two.ref.value and one.wrap is None and two.wrap is None else None
+
+
+def _closer(literal: Literal, one: Linear, two: Linear, apart: Linear) -> Literal:
+    """Returns a comparison with the difference of ``one`` and ``two``, if it has that, replaced by ``apart``."""
+    if not isinstance(literal, Compare):
+        return literal
+    for a, _ in one.terms:
+        c = literal.value.coefficient(a)
+        if c and len(one.terms) == 1 and not one.constant and one == atom(a):
+            rest = literal.value.plus(one, -c).plus(two, c)
+            if len(rest.terms) < len(literal.value.terms):
+                return Compare(literal.kind, rest.plus(apart, c))
+    return literal
