@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, joined, peel
+from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, joined, step
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import Datum, Linear, atom, number, of_index, substituted, to_index
 from mhc_inductor.routing.graph.values import Value
@@ -139,15 +139,22 @@ class Positions:
             return None
         v = Var(steps.shape[d])
         index = tuple(var(v) if k == d else const(0) for k in range(len(steps.shape)))
-        sides = [peel(Ref(a, index)) for a in steps.args if isinstance(a, Value)]
-        if len(sides) != 2 or sides[0].value is not sides[1].value or sides[0].value.func is not aten.cat.default:
+        after, before = (_joined_below(Ref(a, index)) if isinstance(a, Value) else None for a in steps.args)
+        if after is None or before is None or after.value is not before.value:
             return None
-        after, before = sides
         along, pieces = joined(after.value)
         apart = of_index(after.index[along]).minus(of_index(before.index[along])).value
         if along != d or apart != 1 or len(pieces) != 2 or before.index[along] != var(v) or pieces[0].shape[d] != ONE:
             return None
         return (pieces[1], d) if pieces[1].shape == ref.value.shape else None
+
+
+def _joined_below(ref: Ref) -> Ref | None:
+    """Returns the element of a concatenation that a view shows, None if it shows something else."""
+    below: Ref | None = ref
+    while below is not None and below.value.func is not aten.cat.default:
+        below = step(below)
+    return below
 
 
 def _span(at: Index) -> tuple[int, int | None]:

@@ -151,7 +151,7 @@ class Search:
         missed = self.misses[known:]
         del self.misses[known:]
         listed = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True), recognise, node)
-        if listed is not None and (selects_from_data(listed) or not refused(listed, self.values.hints)):
+        if listed is not None and worthwhile(listed, self.values.hints):
             return recogniser, [listed]
         self.misses[known:] = missed
         if not missed and recogniser.masked:
@@ -296,15 +296,16 @@ def data_of(one: Found) -> list[Ref]:
     return list(found)
 
 
-def selects_from_data(one: Found) -> bool:
-    """Checks whether the keys that a query sees depend on tensor values other than conditions on single keys."""
-    return any(each.selects for each in one.intervals)
+def worthwhile(one: Found, hints: Mapping[str, int]) -> bool:
+    """Checks whether lists leave out a quarter of the keys at least and, unless tensors hold the lists, are faster.
 
-
-def refused(one: Found, hints: Mapping[str, int]) -> str:
-    """Returns why lists of keys are not worth it at present sizes, an empty string if they are."""
+    Lists that are held in tensors and are slower than dense attention are reported later, when the op is emitted.
+    """
     assert one.out.node is not None
-    return list_refusal(sizes_of(one, hints, example(one.out.node).device.type, one.q.value.dtype))
+    sizes = sizes_of(one, hints, example(one.out.node).device.type, one.q.value.dtype)
+    if sizes.selected is None or 4 * sizes.selected > 3 * sizes.keys:
+        return False
+    return any(each.selects for each in one.intervals) or not list_refusal(sizes)
 
 
 def region_of(one: Found) -> set[fx.Node]:
