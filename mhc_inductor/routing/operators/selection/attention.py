@@ -64,6 +64,8 @@ class Recogniser:
         self.values = values
         self.zero_rows = zero_rows
         self.by_key = by_key
+        self.differs = False
+        """Whether the search found a difference to a selection, not only something that it cannot follow."""
         self._made: list[Masks] = []
         self._given: list[Value] = []
         self._shapes: list[tuple[Size, ...]] = []

@@ -74,6 +74,8 @@ class Masks:
         self.sized: dict[Size, tuple[Value, int]] = {}
         """Dimension sizes used to resolve negative indices, each with a (value, dim) that has it."""
         self.seen: dict[Value, None] = {}
+        self.packed: dict[Value, tuple[int, bool]] = {}
+        """Tensors of packed sequences, each with its dim of tokens: the number of the sequence, or positions in it."""
         self.possible = PossibleValues()
         self.indices = Indices()
         self.known: dict[Any, Any] = {}

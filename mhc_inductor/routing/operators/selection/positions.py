@@ -124,6 +124,8 @@ class Positions:
             one, two = (self.masks.whole(Ref(counted[0], p.ref.index)) for p in pair)
             apart = of_index(pair[0].ref.index[d]).minus(of_index(pair[1].ref.index[d]))
             literals = {_closer(x, one, two, apart) if x is not same else x for x in literals}
+            self.masks.packed[pair[0].ref.value] = (d, True)
+            self.masks.packed.update({x.ref.value: (_dim(x.ref.value, counted[1]), False) for x in one.data()})
         return All(frozenset(literals), conj.bound)
 
     def _counted(self, ref: Ref) -> tuple[Value, int] | None:

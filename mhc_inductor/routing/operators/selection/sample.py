@@ -21,7 +21,8 @@ class _Role:
     """How a tensor determines which keys a query sees.
 
     ``starts``, ``ends``: it holds starts or ends of ranges. ``pick``: the dims that count the picks of a query.
-    ``pair``: the dim that holds start and end. ``want``: the truth value that a condition expects of it.
+    ``pair``: the dim that holds start and end. ``want``: the truth value that a condition expects of it. ``most``: how
+    many values it may have, None if the number of keys says so.
     """
 
     starts: bool = False
@@ -29,6 +30,11 @@ class _Role:
     pick: set[int] = dataclasses.field(default_factory=set)
     pair: int | None = None
     want: bool | None = None
+    most: int | None = None
+
+
+_PACKED = 7
+"""Tokens a sequence in sample data for packed sequences."""
 
 
 class Sample:
@@ -43,13 +49,19 @@ class Sample:
         self.keys = 0 if one.t.size.symbols else one.t.size.factor
         self.most = max(1, self.keys // max([1, *widths]))
         self.empty_rows = empty_rows
+        self.packed = {value.node: what for value, what in one.masks.packed.items()}
         self.roles: dict[fx.Node | None, _Role] = {}
         for each in one.intervals:
             self._learn(each)
 
     def _learn(self, each: Interval) -> None:
-        for ref in _data(each.lowers):
-            self._role(ref, each).starts = True
+        for low in each.lowers:
+            for datum in low.data():
+                role = self._role(datum.ref, each)
+                role.starts = True
+                if self.keys and not any(symbols for symbols, _ in low.constant) and low.coefficient(datum) > 0:
+                    most = (self.keys - low.offset) // low.coefficient(datum)
+                    role.most = most if role.most is None else min(role.most, most)
         for ref in _data(each.uppers):
             self._role(ref, each).ends = True
         for condition in each.conditions:
@@ -77,11 +89,15 @@ class Sample:
         """Returns data for a tensor that picks keys, or None, for the default data, for q, k and v."""
         if dtype.is_floating_point:
             return None
+        if value.node in self.packed:
+            d, segments = self.packed[value.node]
+            place = torch.arange(shape[d], device=device, dtype=dtype).view(-1, *[1] * (len(shape) - d - 1))
+            return (place // _PACKED if segments else place % _PACKED).expand(shape).contiguous()
         role = self.roles.get(value.node, _Role())
         any_row = case % 2 == 1 and self.empty_rows
         if dtype is torch.bool:
             return None if any_row or role.want is None else torch.full(shape, role.want, device=device)
-        most = self.most
+        most = self.most if role.most is None else max(1, min(self.most, role.most))
         made = torch.randint(0, most, shape, dtype=dtype, device=device, generator=generator)
         if any_row:
             return made

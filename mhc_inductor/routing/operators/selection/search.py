@@ -140,8 +140,9 @@ class Search:
     def _tried(self, recognise: Callable[[Recogniser], Found], node: fx.Node) -> tuple[Recogniser, list[Found]]:
         """Returns the attention at ``node`` with the recogniser that was tried first.
 
-        Looks for ranges of keys first; if there are none, for lists of keys whose conditions may read tensors at the
-        key. Reports what the first search missed if the second finds nothing either.
+        Looks for ranges of keys first. If the formula does not contradict them, but they cannot be followed, looks for
+        lists of keys whose conditions may read tensors at the key. Reports what the first search missed if the second
+        finds nothing either.
         """
         known = len(self.misses)
         recogniser = Recogniser(self.values, self.zero_rows)
@@ -150,7 +151,9 @@ class Search:
             return recogniser, [found]
         missed = self.misses[known:]
         del self.misses[known:]
-        listed = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True), recognise, node)
+        listed = None
+        if not recogniser.differs:
+            listed = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True), recognise, node)
         if listed is not None and worthwhile(listed, self.values.hints):
             return recogniser, [listed]
         self.misses[known:] = missed
@@ -170,6 +173,7 @@ class Search:
                 return found
             self._miss("q, k or v cannot be followed through their views", found.out, node)
         except Mismatch as mismatch:
+            recogniser.differs = True
             self._miss(mismatch.reason, mismatch.value, node)
         except KeyData as data:
             if recogniser.close:
