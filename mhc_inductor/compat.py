@@ -664,14 +664,21 @@ def storage_key(t: Any) -> int:
 
 def hints(graph: Any) -> dict[str, int]:
     """Returns the present values, by name, of the symbols that are sizes in a Dynamo graph."""
-    found: dict[str, int] = {}
+    return {str(size.node.expr): int(size.node.hint) for size in _dynamic_sizes(graph) if size.node.expr.is_Symbol}
+
+
+def present_sizes(graph: Any) -> dict[str, int]:
+    """Returns the present values, by their text, of the symbols and expressions that are sizes in a Dynamo graph."""
+    return {str(size.node.expr): int(size.node.hint) for size in _dynamic_sizes(graph)}
+
+
+def _dynamic_sizes(graph: Any) -> Iterator[Any]:
     for node in graph.nodes:
         example = node.meta.get("example_value", node.meta.get("val"))
         sizes = example.shape if isinstance(example, torch.Tensor) else (example,)
         for size in sizes:
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.has_hint():
-                found[str(size.node.expr)] = int(size.node.hint)
-    return found
+            if isinstance(size, torch.SymInt) and size.node.has_hint():
+                yield size
 
 
 def scan(step: Callable[..., Any], state: Sequence[Any], inputs: Sequence[Any], sizes: Sequence[Any] = ()) -> Any:

@@ -102,18 +102,6 @@ def _plain(node: fx.Node) -> tuple[str, Any] | None:
     return ("call_method", name[:-1]) if hasattr(torch.Tensor, name[:-1]) and not name.endswith("__") else None
 
 
-def _copied_into(node: fx.Node) -> fx.Node | None:
-    """Returns the tensor of which ``node``, a call of ``x[index].copy_(value)``, writes a part; None for other nodes."""
-    if node.op != "call_method" or node.target != "copy_" or len(node.args) != 2 or node.kwargs or node.users:
-        return None
-    part = node.args[0]
-    if not isinstance(part, fx.Node) or part.op != "call_function" or part.target is not operator.getitem:
-        return None
-    base, index = part.args
-    basic = all(i is Ellipsis or isinstance(i, (int, slice)) for i in (index if isinstance(index, tuple) else (index,)))
-    return base if basic and isinstance(base, fx.Node) else None
-
-
 @dataclasses.dataclass
 class Functional:
     """A copy of a graph without in-place steps on the graph's own tensors.
@@ -139,11 +127,7 @@ def functional(graph: fx.Graph, effects: Effects, events: list[tuple[int, int, f
     A step stays in place if a view of the tensor from before the step is used after it.
     """
     writers = {node: effects.written(node) for _, _, node in events}
-    steps = {
-        node: written[0]
-        for node, written in writers.items()
-        if len(written) == 1 and (_plain(node) is not None or _copied_into(node) is not None)
-    }
+    steps = {node: written[0] for node, written in writers.items() if len(written) == 1 and _plain(node) is not None}
     return _Functionalised(graph, effects, steps).result if steps else Functional(graph)
 
 
@@ -172,9 +156,7 @@ class _Functionalised:
 
     def _step(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
         """Returns a new node that computes what ``node`` writes to ``before``, or None if the step stays in place."""
-        plain, into = _plain(node), _copied_into(node)
-        if into is not None:
-            plain, before = ("call_function", put), into
+        plain = _plain(node)
         root, fake = self.same.get(before, before), example(before)
         if plain is None or not isinstance(fake, torch.Tensor):
             return None
@@ -185,14 +167,13 @@ class _Functionalised:
             return None
         if root.op not in ("call_function", "call_method") or not self._owns(root):
             return None
-        args = node.args if into is None else (into, node.args[0].args[1], node.args[1])  # type: ignore[union-attr]
-        made = _made(self.result.graph, node, (*plain, args), self.now, fake)
+        made = _made(self.result.graph, node, plain, self.now, fake)
         if made is None:
             return None
         for n in (*family, node):
             self.now[n] = made
         self.same[node] = root
-        self.result.origin[made] = root if into is not None or node.target is operator.setitem else node
+        self.result.origin[made] = root if node.target is operator.setitem else node
         self.result.made[made] = node
         return made
 
@@ -202,12 +183,10 @@ class _Functionalised:
         return isinstance(example(root), torch.Tensor) and not any(key[0] in of(a) for a in root.all_input_nodes)
 
 
-def _made(
-    copy: fx.Graph, node: fx.Node, plain: tuple[str, Any, Any], now: dict[fx.Node, fx.Node], fake: Any
-) -> Any:
+def _made(copy: fx.Graph, node: fx.Node, plain: tuple[str, Any], now: dict[fx.Node, fx.Node], fake: Any) -> Any:
     """Creates the node in ``copy`` that computes the result of an in-place ``node``. Returns None if it cannot."""
-    op, target, given = plain
-    args: Any = fx.node.map_arg(given, lambda n: now[n])
+    op, target = plain
+    args: Any = fx.node.map_arg(node.args, lambda n: now[n])
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: now[n])
     if target is torch.zeros_like:
         args = args[:1]

@@ -206,6 +206,11 @@ class Values:
         """Returns the present values of the symbols in the graph's shapes. Computed once for all callers."""
         return compat.hints(self.graph)
 
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """Returns the present values of the symbols and expressions in the graph's shapes."""
+        return compat.present_sizes(self.graph)
+
     def fix(self, symbols: Collection[str]) -> bool:
         """Fixes these symbols at their present values from now on. Returns whether any of them is new."""
         new = {name: hint for name, hint in self.hints.items() if name in symbols}

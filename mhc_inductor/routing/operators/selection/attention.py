@@ -27,7 +27,7 @@ from mhc_inductor.routing.graph.index import (
     var,
 )
 from mhc_inductor.routing.graph.linear import Key, atom, replaced, variables_of
-from mhc_inductor.routing.graph.values import Value, Values
+from mhc_inductor.routing.graph.values import Value, Values, example
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection import dim_roles
 from mhc_inductor.routing.operators.selection.digits import Cut, cut_at, digits_of, joined, splits
@@ -86,6 +86,7 @@ class Recogniser:
     def _masks(self) -> Masks:
         """Returns a new evaluator of masks, and keeps it for :attr:`close`."""
         self._made.append(Masks(self.values.fixed, self.values.hints, self.by_key))
+        self._made[-1].sizes = self.values.sizes
         return self._made[-1]
 
     @property
@@ -121,7 +122,9 @@ class Recogniser:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         out, q, k, v, mask = (self._value(x) for x in (node, *(given.get(name) for name in names[:4])))
-        call = _Call(out, q, k, v, mask, given.get("scale"), bool(given.get("enable_gqa")))
+        scale = given.get("scale")
+        scale = example(scale) if isinstance(scale, fx.Node) else scale
+        call = _Call(out, q, k, v, mask, scale, bool(given.get("enable_gqa")))
         self._given = [call.mask]
         self._shapes = [(*call.q.shape[:-1], call.k.shape[-2]), call.q.shape, call.k.shape, call.v.shape]
         if given.get("is_causal"):

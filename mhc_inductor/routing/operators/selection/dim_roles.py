@@ -37,7 +37,7 @@ def assign(found: Found) -> None:
         position, queries = of_index(joined(found.query)), product_of(v.size for v in found.query)
         judge.check(found.intervals, position, queries, found.t.size)
     if by_key or all(_single(each) for each in found.intervals if each.selects):
-        found.entries = entries(found.intervals, found.t, found.masks.hints)
+        found.entries = entries(found.intervals, found.t, found.masks.sizes)
     if by_key and found.entries is None:
         raise Unsupported
 

@@ -123,7 +123,7 @@ def _same_layout(one: Found, refs: Sequence[Ref]) -> bool:
 
 def _check_profit(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> None:
     """Raises Mismatch if dense attention is faster or no kernel takes these sizes."""
-    sizes = sizes_of(one, edit.view.values.hints, device, dtype)
+    sizes = sizes_of(one, edit.view.values.sizes, device, dtype)
     assert edit.place is not None
     training = edit.place.modes.grad and any(edit.needs_grad(node_of(s.ref.value)) for s in taken(one))
     reason = refusal(sizes) if one.entries is None else list_refusal(sizes, training)

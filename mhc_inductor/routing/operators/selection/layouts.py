@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import fx
 
 from mhc_inductor import compat
@@ -165,4 +167,20 @@ class Layouts:
             per = size.over(other)
             if per is not None and not per.symbols:
                 return self.edit.emit(operator.mul, self.edit.emit("size", *place), per.factor)
+        place = self._elsewhere.get(size)
+        if place is not None:
+            return self.edit.emit("size", *place)
         raise Mismatch("a dynamic size cannot be read from an input's shape")
+
+    @functools.cached_property
+    def _elsewhere(self) -> dict[Size, tuple[fx.Node, int]]:
+        """Returns the dynamic sizes of all tensors computed before the op, each with a (tensor, dim) that has it."""
+        found: dict[Size, tuple[fx.Node, int]] = {}
+        for node in self.edit.graph.nodes:
+            if self.edit.place is not None and node is self.edit.place.anchor:
+                break
+            fake = example(node)
+            for d, s in enumerate(fake.shape) if isinstance(fake, torch.Tensor) else ():
+                if not isinstance(s, int):
+                    found.setdefault(size_of(s, {}), (node, d))
+        return found

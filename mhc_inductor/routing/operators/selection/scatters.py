@@ -271,7 +271,10 @@ def filled(known: float, like: Value) -> Ref:
 
 
 def _moved(index: Index, by: Linear) -> Index:
-    """Returns ``index`` minus a constant. Raises Unsupported if ``by`` is not constant."""
-    if by.value is None:
+    """Returns ``index`` minus a number or a size. Raises Unsupported if ``by`` is neither."""
+    if by.value is not None:
+        return index.plus(const(-by.value))
+    if by.terms or len(by.constant) != 1:
         raise Unsupported
-    return index.plus(const(-by.value))
+    ((symbols, c),) = by.constant
+    return index.plus(Index({None: Size(-c, symbols)}))

@@ -30,6 +30,7 @@ _OTHER = "the scores under the mask are not scale * q @ k alone; expected softma
 _HANDMADE = "the softmax of the masked scores is written out as exp(scores) / sum; expected torch.softmax(scores, -1)"
 _CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
 _CUT = "a hook, or a step that is neither a mask nor a scale, lies between the masked scores and their softmax"
+_LEARNED = "a tensor that is trained is added to the scores; expected masks, whose values are 0 or at most -1e4"
 _OPAQUE = (
     "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
     "expected one computed from starts and ends, blocks or indices of keys"
@@ -154,7 +155,7 @@ class Search:
         listed = None
         if not recogniser.differs:
             listed = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True), recognise, node)
-        if listed is not None and worthwhile(listed, self.values.hints):
+        if listed is not None and worthwhile(listed, self.values.sizes):
             return recogniser, [listed]
         self.misses[known:] = missed
         if not missed and recogniser.masked:
@@ -182,7 +183,8 @@ class Search:
                     reason = "the heads of the mask are in another order than those of K"
                 self._miss(reason, data.value, node)
             elif recogniser.queries != ONE and recogniser.queries in _rows(data.ref):
-                self._miss(_OPAQUE, data.value, node)
+                learned = data.value.node is not None and self.view.flows(data.value.node)
+                self._miss(_LEARNED if learned else _OPAQUE, data.value, node, ordinary=learned)
         except Unsupported:
             if recogniser.close:
                 self._miss("the mask is not a union of ranges of keys", recogniser.close[-1], node)
