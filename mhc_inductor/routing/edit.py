@@ -143,9 +143,9 @@ class Edit:
         while True:
             if node in self._new:
                 node = self._new[node]
-            elif node in self.view.made and self.view.made[node].target is operator.setitem:
-                # An assignment (setitem) has no result: the tensor it writes holds the value, and may itself have been
-                # replaced.
+            elif node in self.view.made and self.view.origin[node] is not self.view.made[node]:
+                # An assignment (setitem, or a copy into a slice) has no result: the tensor it writes holds the value,
+                # and may itself have been replaced.
                 node = self._unkept(self.view.before[node])
             else:
                 return self.view.node(node)

@@ -120,13 +120,17 @@ class Cut:
                 continue  # a number known at compile time: its present value is used
             real = view.reader.get(v, v)
             read: dict[fx.Node, fx.Node] = {}
+            part = view.through.get(v)
             for a in real.all_input_nodes:
-                meant = self._meant(real, a)
+                meant = view.before[v] if a is part else self._meant(real, a)
                 read[a] = at[meant] if meant in at else piece.input(meant)
+            whole = read[view.effects.written(real)[0]] if v in view.made else None
+            if part is not None and whole is not None:
+                read[part] = piece.copy(part, {part.all_input_nodes[0]: whole}, view.modes_at(v))
             at[v] = made = piece.copy(real, read, view.modes_at(v))
-            if v in view.made:
+            if whole is not None:
                 # Use the tensor that the step writes: an assignment (setitem) returns none.
-                at[v] = held = read[view.effects.written(real)[0]]
+                at[v] = held = whole
                 if held.op == "placeholder":
                     piece.written.add(held)
             if v in ends:

@@ -119,6 +119,10 @@ class Functional:
     """For each node, the real call that it stands for."""
     made: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
     """The nodes that stand for in-place steps, each with the real step."""
+    before: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
+    """For each of these nodes, the node that stands for the tensor before the step."""
+    through: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
+    """For each of these nodes whose step writes a slice of the tensor, the real node of the slice."""
 
 
 def functional(graph: fx.Graph, effects: Effects, events: list[tuple[int, int, fx.Node]]) -> Functional:
@@ -127,7 +131,7 @@ def functional(graph: fx.Graph, effects: Effects, events: list[tuple[int, int, f
     A step stays in place if a view of the tensor from before the step is used after it.
     """
     writers = {node: effects.written(node) for _, _, node in events}
-    steps = {node: written[0] for node, written in writers.items() if len(written) == 1 and _plain(node) is not None}
+    steps = {node: written[0] for node, written in writers.items() if len(written) == 1 and _call(node, written[0])}
     return _Functionalised(graph, effects, steps).result if steps else Functional(graph)
 
 
@@ -156,25 +160,31 @@ class _Functionalised:
 
     def _step(self, node: fx.Node, before: fx.Node) -> fx.Node | None:
         """Returns a new node that computes what ``node`` writes to ``before``, or None if the step stays in place."""
-        plain = _plain(node)
+        part, call = before if _fills_slice(node, before) else None, _call(node, before)
+        before = part.all_input_nodes[0] if part is not None else before
         root, fake = self.same.get(before, before), example(before)
-        if plain is None or not isinstance(fake, torch.Tensor):
+        if call is None or not isinstance(fake, torch.Tensor):
             return None
         at = self.order[node]
         earlier = [n for n in self.held[self.effects.storages(before)[0]] if self.order[n] < at]
         family = [n for n in earlier if self.same.get(n, n) is root]
         if any(self.order[u] > at for n in earlier if self.same.get(n, n) is not root for u in n.users):
             return None
-        if root.op not in ("call_function", "call_method") or not self._owns(root):
+        if before not in family or root.op not in ("call_function", "call_method") or not self._owns(root):
             return None
-        made = _made(self.result.graph, node, plain, self.now, fake)
+        args = (before, part.args[1], node.args[1]) if part is not None else node.args
+        made = _made(self.result.graph, node, call, args, self.now, fake)
         if made is None:
             return None
+        result = self.result
+        result.before[made], result.made[made] = self.now[before], node
+        result.origin[made] = root if node.target is operator.setitem or part is not None else node
+        if part is not None:
+            result.through[made] = part
+        else:
+            self.same[node] = root
         for n in (*family, node):
             self.now[n] = made
-        self.same[node] = root
-        self.result.origin[made] = root if node.target is operator.setitem else node
-        self.result.made[made] = node
         return made
 
     def _owns(self, root: fx.Node) -> bool:
@@ -183,10 +193,26 @@ class _Functionalised:
         return isinstance(example(root), torch.Tensor) and not any(key[0] in of(a) for a in root.all_input_nodes)
 
 
-def _made(copy: fx.Graph, node: fx.Node, plain: tuple[str, Any], now: dict[fx.Node, fx.Node], fake: Any) -> Any:
+def _fills_slice(node: fx.Node, part: fx.Node) -> bool:
+    """Returns whether ``node`` is ``x[index].copy_(y)`` with a result that nothing reads; ``part`` is ``x[index]``."""
+    if node.op != "call_method" or node.target != "copy_" or node.users or len(node.args) != 2 or node.kwargs:
+        return False
+    sliced = part.op == "call_function" and part.target is operator.getitem and len(part.all_input_nodes) == 1
+    base = example(part.all_input_nodes[0]) if sliced else None
+    return isinstance(base, torch.Tensor) and compat.storage_key(base) == compat.storage_key(example(part))
+
+
+def _call(node: fx.Node, before: fx.Node) -> tuple[str, Any] | None:
+    """Returns (op, target) of the call that computes the tensor after an in-place ``node`` wrote ``before``, or None."""
+    return ("call_function", put) if _fills_slice(node, before) else _plain(node)
+
+
+def _made(
+    copy: fx.Graph, node: fx.Node, call: tuple[str, Any], given: Any, now: dict[fx.Node, fx.Node], fake: Any
+) -> Any:
     """Creates the node in ``copy`` that computes the result of an in-place ``node``. Returns None if it cannot."""
-    op, target = plain
-    args: Any = fx.node.map_arg(node.args, lambda n: now[n])
+    op, target = call
+    args: Any = fx.node.map_arg(given, lambda n: now[n])
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: now[n])
     if target is torch.zeros_like:
         args = args[:1]

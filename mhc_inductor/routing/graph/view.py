@@ -55,7 +55,7 @@ class View:
         self.in_place = in_place
         view = Functional(graph) if in_place else functional(graph, self.effects, self.events)
         self.graph, self.origin, self.since, self.resolved = view.graph, view.origin, view.since, view.resolved
-        self.reader, self.made = view.reader, view.made
+        self.reader, self.made, self.before, self.through = view.reader, view.made, view.before, view.through
         self.converted = set(view.made.values())
         self.nodes = list(self.graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
@@ -175,7 +175,7 @@ class View:
 
     def settle(self) -> None:
         """Computes what depends on the unedited graph, before the first edit."""
-        _ = self.roots, self.ends, self.holders, self.live, self.before, self.returned
+        _ = self.roots, self.ends, self.holders, self.live, self.returned
 
     def flows(self, node: fx.Node) -> bool:
         """Returns whether a gradient may flow through a node of the view, of the real graph, or of an edit."""
@@ -212,11 +212,6 @@ class View:
             else:
                 found[node] = any(t.requires_grad for t in wide) or bool(node.meta.get(GRAD, False))
         return found
-
-    @functools.cached_property
-    def before(self) -> dict[fx.Node, fx.Node]:
-        """Returns for each node that an in-place step made the node that stands for the tensor before the step."""
-        return {made: self.resolved[step][self.effects.written(step)[0]] for made, step in self.made.items()}
 
     def _handed_on(self, node: fx.Node) -> list[fx.Node]:
         """Returns the nodes that stand, before the step, for the tensors that ``node`` writes and returns."""

@@ -1,0 +1,289 @@
+"""Absorption of multi-head latent attention: every head attends to the latent itself, not to its own keys and values.
+
+If ``K[h] = [W_k[h] c ; k_rope]`` and ``V[h] = W_v[h] c`` with one latent c for all heads, then
+``q[h] . K[h] = [W_k[h].T q_nope ; q_rope] . [c ; k_rope]`` and ``O[h] = W_v[h] (P c)``: one group of all heads, whose keys
+are ``[c ; k_rope]`` and whose values are the first columns of the keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.edit import Edit
+from mhc_inductor.routing.graph.bounds import TooLarge
+from mhc_inductor.routing.graph.expressions import Ref
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported, Var, const, var
+from mhc_inductor.routing.graph.linear import Key, placed
+from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operators.selection.keys import free
+from mhc_inductor.routing.operators.selection.latent_parts import Left, Part, Weight, farthest, parts_of, rows_of
+from mhc_inductor.routing.operators.selection.layouts import Layouts
+from mhc_inductor.routing.operators.selection.matches import Found
+from mhc_inductor.routing.operators.selection.operands import Source, sources
+
+_SCORES = "bshd,hdl->bshl"
+_OUTPUT = "bshl,hel->bshe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Why an attention over projected keys and values is not absorbed, and the value that does not fit."""
+
+    reason: str
+    value: Value | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Absorbed:
+    """An attention whose keys and values are linear maps of one latent.
+
+    ``c`` is the latent at (batch, key, :attr:`latent`), ``w_k`` and ``w_v`` the weights of the maps. ``q_nope`` is the
+    part of q that meets the map of the latent; ``q_shared`` and ``k_shared`` are the other parts of q and K (rope), which
+    all heads share, in K's order. ``out``, ``batch``, ``query``, ``head`` and ``t`` are those of the attention.
+    """
+
+    out: Value
+    batch: list[Var]
+    query: list[Var]
+    head: Var
+    t: Key
+    latent: Var
+    c: Source
+    w_k: Weight
+    w_v: Weight
+    q_nope: Source
+    q_shared: list[tuple[Source, Var]]
+    k_shared: list[tuple[Source, Var]]
+
+    @property
+    def heads(self) -> int:
+        """Returns the number of heads."""
+        return self.head.size.factor
+
+    @property
+    def nope(self) -> int:
+        """Returns the number of q's and K's features that meet the latent's map."""
+        return self.w_k.feature.size.factor
+
+    @property
+    def rope(self) -> int:
+        """Returns the number of K's features that all heads share."""
+        return sum(v.size.factor for _, v in self.k_shared)
+
+    @property
+    def v(self) -> int:
+        """Returns the number of V's features."""
+        return self.w_v.feature.size.factor
+
+    @property
+    def width(self) -> int:
+        """Returns the size of the latent: ``v_width`` of the op on :meth:`operands`."""
+        return self.latent.size.factor
+
+    @property
+    def read(self) -> list[Source]:
+        """Returns everything that the absorbed attention reads: parts of q, the latent, parts of K, and the weights."""
+        shared = [source for source, _ in (*self.q_shared, *self.k_shared)]
+        return list(dict.fromkeys([self.q_nope, self.c, *shared, self.w_k.source, self.w_v.source]))
+
+    @property
+    def inputs(self) -> list[Value]:
+        """Returns the tensors of :attr:`read`, to be a match's inputs in place of those of q, k and v."""
+        return list(dict.fromkeys(source.ref.value for source in self.read))
+
+    @property
+    def refs(self) -> list[Ref]:
+        """Returns the elements that are read, for :class:`.layouts.Layouts`."""
+        return [source.ref for source in self.read]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype that holds everything that is read."""
+        return functools.reduce(torch.promote_types, [source.dtype for source in self.read])
+
+    def regrouped(self, one: Found) -> Found:
+        """Returns the attention with one group of all heads."""
+        return dataclasses.replace(one, batch=self.batch, groups=[], heads=[self.head])
+
+    # --- emitted nodes ---
+
+    def operands(self, layouts: Layouts, dtype: torch.dtype) -> tuple[fx.Node, fx.Node]:
+        """Emits q [B, S, 1, H, L + R] and the keys [B, 1, T, L + R], whose first L columns are the values."""
+        emit, head = layouts.edit.emit, [self.head]
+
+        def asked(source: Source, feature: Var) -> fx.Node:
+            return layouts.edit.to(layouts.placed(source.ref, [self.batch, self.query, head, [feature]]), dtype)
+
+        def held(source: Source, feature: Var) -> fx.Node:
+            return layouts.edit.to(layouts.placed(source.ref, [self.batch, [self.t], [feature]]), dtype)
+
+        nope, w_k = asked(self.q_nope, self.w_k.feature), self._weight(layouts.edit, self.w_k, dtype)
+        q = [layouts.edit.to(emit(torch.einsum, _SCORES, nope, w_k), dtype)]
+        q += [asked(source, feature) for source, feature in self.q_shared]
+        k = [held(self.c, self.latent), *(held(source, feature) for source, feature in self.k_shared)]
+        both = [emit(torch.cat, each, -1) if len(each) > 1 else each[0] for each in (q, k)]
+        return emit("unsqueeze", both[0], 2), emit("unsqueeze", both[1], 1)
+
+    def output(self, edit: Edit, o: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Emits the attention's result [B, S, 1, H, Dv] of the op's result ``o`` [B, S, 1, H, L]."""
+        flat = edit.emit("squeeze", edit.to(o, dtype), 2)
+        made = edit.emit(torch.einsum, _OUTPUT, flat, self._weight(edit, self.w_v, dtype))
+        return edit.emit("unsqueeze", edit.to(made, dtype), 2)
+
+    def _weight(self, edit: Edit, weight: Weight, dtype: torch.dtype) -> fx.Node:
+        """Emits a weight [H, features, L]."""
+        node, rows = edit.to(edit.input(weight.source.ref.value), dtype), rows_of(weight, self.head)
+        assert rows is not None
+        node = edit.emit("t", node) if rows.dim else node
+        last = rows.first + self.heads * rows.stride
+        picks = (slice(rows.first, last), rows.columns)
+        if tuple(example(node).shape) != (last - rows.first, self.width):
+            node = edit.emit(operator.getitem, node, picks)
+        node = edit.emit("unflatten", node, 0, (self.heads, rows.stride))
+        if rows.stride == rows.count:
+            return node
+        return edit.emit(operator.getitem, node, (slice(None), slice(rows.start, rows.start + rows.count)))
+
+
+def absorption(view: View, one: Found) -> Absorbed | Kept | None:
+    """Returns how an attention can be absorbed, why not, or None if it does not resemble multi-head latent attention."""
+    try:
+        return _absorbed(view, one)
+    except Left as left:
+        return Kept(left.reason, left.value) if left.close else None
+    except (Unsupported, DynamicWidth, TooLarge):
+        return None
+
+
+def _absorbed(view: View, one: Found) -> Absorbed:
+    head, batch = _head(one)
+    rows = [*batch, one.t]
+    (feature,) = one.feature
+    if one.d.size.symbols or feature.size.symbols or head.size.symbols:
+        raise _no_latent()
+    values = _attempt(one.v, feature, rows, head)
+    keys = _attempt(one.k, one.d, rows, head)
+    both = (keys, values)
+    for side in both:
+        if isinstance(side, Left):
+            raise Left(side.reason, side.value, any(x.close if isinstance(x, Left) else len(x) > 1 for x in both))
+    assert not isinstance(keys, Left) and not isinstance(values, Left)
+    (k_part, *more), (v_part, *others) = (_split(x) for x in (keys, values))
+    if more or others or any(p.shared is not None for p in values):
+        raise Left("K or V is put together from more than one projection, or V has a part that all heads share")
+    assert k_part.weight is not None and v_part.weight is not None
+    c = _same(k_part, v_part, len(keys) > 1)
+    if any(head in free(conj) for conj in one.keys):
+        raise Left("the mask differs between the heads, which would share one list of keys", one.dense[-1])
+    asked = [_slice_of(one, part, [*batch, *one.query, head]) for part in keys]
+    shared = [(q, part) for q, part in zip(asked, keys, strict=True) if part.shared is not None]
+    found = Absorbed(
+        out=one.out,
+        batch=batch,
+        query=one.query,
+        head=head,
+        t=one.t,
+        latent=k_part.weight.latent,
+        c=c,
+        w_k=k_part.weight,
+        w_v=v_part.weight,
+        q_nope=asked[keys.index(k_part)],
+        q_shared=[(q, part.feature) for q, part in shared],
+        k_shared=[(part.shared, part.feature) for _, part in shared if part.shared is not None],
+    )
+    _check(view, one, found)
+    return found
+
+
+def _head(one: Found) -> tuple[Var, list[Var]]:
+    """Returns the digit of the head and the digits of the batch. Raises Left unless each head has its own keys."""
+    shared = [v for v in (*one.batch, *one.groups) if v.size != ONE]
+    if not shared or any(v.size != ONE for v in one.heads) or len(one.feature) != 1:
+        raise _no_latent()
+    return shared[-1], shared[:-1]
+
+
+def _no_latent() -> Left:
+    return Left("K and V are no maps of a latent", None, close=False)
+
+
+def _attempt(ref: Ref, feature: Var, rows: list[Var], head: Var) -> list[Part] | Left:
+    """Returns the parts of K or V, one of which is a map of a latent, or why it has none."""
+    try:
+        found = parts_of(ref, feature, rows, head)
+    except Left as left:
+        return left
+    return found if _split(found) else _no_latent()
+
+
+def _split(parts: Iterable[Part]) -> list[Part]:
+    """Returns the parts that are maps of a latent."""
+    return [part for part in parts if part.weight is not None]
+
+
+def _same(keys: Part, values: Part, close: bool) -> Source:
+    """Returns the farthest tensor that both maps read. Raises Left, ``close`` or not, if there is none."""
+    assert keys.weight is not None and values.weight is not None
+    mine, theirs = keys.weight.latent, values.weight.latent
+    known = {placed(s.ref, theirs, var(mine)): s for s in values.c} if mine.size == theirs.size else {}
+    for source in reversed(keys.c):
+        other = known.get(source.ref)
+        if other is not None:
+            wide = torch.finfo(source.dtype).bits > torch.finfo(other.dtype).bits
+            return dataclasses.replace(source, dtype=other.dtype if wide else source.dtype)
+    raise Left("K and V are projections of different tensors", keys.c[-1].ref.value, close)
+
+
+def _slice_of(one: Found, part: Part, digits: list[Var]) -> Source:
+    """Returns the features of q that meet a part of K."""
+    ref = placed(one.q, one.d, var(part.feature).plus(const(part.start)))
+    found = farthest([*sources(ref)], [*digits, part.feature])
+    if found is None:
+        raise Left("a part of q cannot be followed through its views", one.q.value)
+    return found
+
+
+# --- what may not lie between the attention and its new inputs ---
+
+
+def _check(view: View, one: Found, found: Absorbed) -> None:
+    """Raises Left if something holds on to K, V or q, writes them in place, or runs in another mode."""
+    assert one.out.node is not None
+    place, end = view.modes_at(one.out.node), view.defined(one.out.node)
+    for node in _between(one, found):
+        value = view.value(node)
+        if any(_watches(view, user) for user in node.users):
+            raise Left("K, V or q, or a step on the way to it, has a hook", value)
+        if view.written_between(node, end, left=True):
+            raise Left("K, V or q, or a step on the way to it, is written in place", value)
+        modes = view.modes_at(node)
+        if modes.inference != place.inference or (
+            modes.grad != place.grad and any(map(view.flows, node.all_input_nodes))
+        ):
+            raise Left("gradients are switched on or off between the latent and the attention", value)
+
+
+def _watches(view: View, user: fx.Node) -> bool:
+    effect = view.effects.of(view.reader.get(user, user))
+    return user not in view.made and ((effect.watches and not effect.writes) or not effect.known)
+
+
+def _between(one: Found, found: Absorbed) -> list[fx.Node]:
+    """Returns the nodes on the views of q, k and v and above them, up to what is read instead."""
+    ends = {value.node for value in found.inputs}
+    nearest = (next((n for s in sources(ref) if (n := s.ref.value.node)), None) for ref in (one.q, one.k, one.v))
+    between = {n for n in nearest if n is not None and n not in ends and n.op.startswith("call_")}
+    todo = [*between]
+    while todo:
+        for parent in todo.pop().all_input_nodes:
+            if parent not in ends and parent not in between and parent.op.startswith("call_"):
+                between.add(parent)
+                todo.append(parent)
+    return sorted(between)

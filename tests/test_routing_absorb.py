@@ -1,0 +1,430 @@
+"""Absorption of multi-head latent attention: which spellings are recognised, and what the emitted graph computes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from mhc_inductor.options import RoutingOptions
+from mhc_inductor.routing import Match, View
+from mhc_inductor.routing.edit import Edit
+from mhc_inductor.routing.effects import ambient
+from mhc_inductor.routing.graph.view import Knowledge
+from mhc_inductor.routing.operators.selection.absorb import Absorbed, Kept, absorption
+from mhc_inductor.routing.operators.selection.layouts import Layouts
+from mhc_inductor.routing.operators.selection.search import Search
+from tests.capture import Captured, difference, eager, evaluate, reasons, run
+from tests.reference_models_selection import repeat_kv
+
+H, NOPE, V, ROPE, LATENT, DIM, TOPK = 3, 6, 5, 4, 8, 24, 4
+Kv = Callable[["Latent", Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Latent(nn.Module):
+    """Multi-head latent attention over selected keys; ``kv`` makes K and V [B, H, T, D] of the latents [B, 1, T, D]."""
+
+    def __init__(self, kv: Kv, bias: bool = False, rope: bool = True, call: bool = False, heads: int = H) -> None:
+        super().__init__()
+        self.kv, self.call, self.heads, self.rope = kv, call, heads, ROPE if rope else 0
+        self.width = NOPE + self.rope
+        self.q_b_proj = nn.Linear(DIM, heads * self.width, bias=False)
+        self.kv_a_proj = nn.Linear(DIM, LATENT + ROPE, bias=False)
+        self.norm = nn.RMSNorm(LATENT)
+        self.kv_b_proj = nn.Linear(LATENT, heads * (NOPE + V), bias=bias)
+        self.k_b_proj = nn.Linear(LATENT, heads * NOPE, bias=False)
+        self.v_b_proj = nn.Linear(LATENT, heads * V, bias=False)
+        self.own = nn.Parameter(torch.randn(heads))
+        self.o_proj = nn.Linear(heads * V, DIM, bias=False)
+
+    def queries(self, x: Tensor) -> Tensor:
+        q = self.q_b_proj(x).view(*x.shape[:2], self.heads, self.width).transpose(1, 2)
+        q_pass, q_rot = torch.split(q, [NOPE, self.rope], dim=-1)
+        return torch.cat((q_pass, q_rot.sin()), dim=-1) if self.rope else q
+
+    def forward(self, x: Tensor, topk: Tensor, past: Tensor | None = None) -> Tensor:
+        B, S = x.shape[:2]
+        c, rot = torch.split(self.kv_a_proj(x), [LATENT, ROPE], dim=-1)
+        c, rot = self.norm(c).view(B, 1, S, LATENT), rot.cos().view(B, 1, S, ROPE)
+        if past is not None:
+            c, rot = torch.cat((past[..., :LATENT], c), 2), torch.cat((past[..., LATENT:], rot), 2)
+        query, (key, value) = self.queries(x), self.kv(self, c, rot)
+        mask = torch.zeros(B, S, key.shape[2], dtype=torch.bool).scatter(-1, topk, True).unsqueeze(1)
+        if self.call:
+            o = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.37)
+        else:
+            weights = torch.matmul(query, repeat_kv(key, 1).transpose(2, 3)) * 0.37
+            weights = weights.masked_fill(~mask, float("-inf"))
+            weights = F.softmax(weights, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+            o = torch.matmul(weights, repeat_kv(value, 1))
+        return self.o_proj(o.transpose(1, 2).reshape(B, S, -1))
+
+
+# --- spellings that are absorbed ---
+
+
+def _both(m: Latent, c: Tensor) -> tuple[Tensor, Tensor]:
+    kv = m.kv_b_proj(c).view(c.shape[0], c.shape[2], -1, NOPE + V).transpose(1, 2)
+    k, v = torch.split(kv, [NOPE, V], dim=-1)
+    return k, v
+
+
+def _expanded(k: Tensor, rot: Tensor) -> Tensor:
+    return rot.expand(-1, k.shape[1], -1, -1)
+
+
+def cat(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = _both(m, c)
+    return torch.cat([k, _expanded(k, rot)], dim=-1), v
+
+
+def rope_first(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = _both(m, c)
+    return torch.cat([_expanded(k, rot), k], dim=-1), v
+
+
+def copies(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = _both(m, c)
+    key = k.new_empty(*k.shape[:-1], NOPE + ROPE)
+    key[..., :NOPE].copy_(k)
+    key[..., NOPE:].copy_(_expanded(k, rot))
+    return key, v
+
+
+def assigned(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = _both(m, c)
+    key = k.new_empty(*k.shape[:-1], NOPE + ROPE)
+    key[:, :, :, :NOPE] = k
+    key[:, :, :, NOPE:] = rot
+    return key, v
+
+
+def no_rope(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    return _both(m, c)
+
+
+def two_maps(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = (f(c[:, 0]).unflatten(-1, (m.heads, -1)).transpose(1, 2) for f in (m.k_b_proj, m.v_b_proj))
+    return torch.cat([k, _expanded(k, rot)], dim=-1), v
+
+
+def matmul(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    kv = (c[:, 0] @ m.kv_b_proj.weight.t()).unflatten(-1, (m.heads, NOPE + V)).permute(0, 2, 1, 3)
+    k, v = kv[..., :NOPE], kv[..., NOPE:]
+    return torch.cat([k, _expanded(k, rot)], dim=-1), v
+
+
+def einsum(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    w = m.kv_b_proj.weight.view(m.heads, NOPE + V, LATENT)
+    k = torch.einsum("btl,hdl->bhtd", c[:, 0], w[:, :NOPE])
+    v = torch.einsum("btl,hel->bhte", c[:, 0], w[:, NOPE:])
+    return torch.cat([k, _expanded(k, rot)], dim=-1), v
+
+
+def blocks_of_rows(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = (
+        t.unflatten(-1, (m.heads, -1)).transpose(1, 2)
+        for t in m.kv_b_proj(c[:, 0]).split([m.heads * NOPE, m.heads * V], dim=-1)
+    )
+    return torch.cat([k, _expanded(k, rot)], dim=-1), v
+
+
+def values_first(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    v, k = m.kv_b_proj(c[:, 0]).unflatten(-1, (m.heads, V + NOPE)).transpose(1, 2).split([V, NOPE], dim=-1)
+    return torch.cat([k, _expanded(k, rot)], dim=-1), v
+
+
+def repeated(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = _both(m, c)
+    return torch.cat([k, rot.repeat(1, m.heads, 1, 1)], dim=-1).contiguous(), v.contiguous()
+
+
+def two_ropes(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = _both(m, c)
+    first, rest = (_expanded(k, r) for r in (rot[..., :1].exp(), rot[..., 1:].sin()))
+    return torch.cat([first, k, rest], dim=-1), v
+
+
+def in_static_cache(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    cache = torch.zeros(c.shape[0], 1, c.shape[2] + 3, LATENT, dtype=c.dtype)
+    cache = cache.index_copy(2, torch.arange(c.shape[2]), c)
+    return cat(m, cache[:, :, : c.shape[2]], rot)
+
+
+def used_elsewhere(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = cat(m, c, rot)
+    m.seen = k.sum()
+    return k, v
+
+
+SPELLINGS: dict[str, tuple[Kv, dict[str, Any]]] = {
+    "cat": (cat, {}),
+    "cat, sdpa": (cat, {"call": True}),
+    "rope first": (rope_first, {}),
+    "copies": (copies, {}),
+    "copies, sdpa": (copies, {"call": True}),
+    "assigned": (assigned, {}),
+    "no rope": (no_rope, {"rope": False}),
+    "two maps": (two_maps, {}),
+    "matmul": (matmul, {}),
+    "einsum": (einsum, {}),
+    "blocks of rows": (blocks_of_rows, {}),
+    "values first": (values_first, {}),
+    "repeated": (repeated, {}),
+    "two ropes": (two_ropes, {}),
+    "static cache": (in_static_cache, {}),
+}
+
+
+# --- running a graph with absorption ---
+
+
+@dataclasses.dataclass
+class Absorbing:
+    """A backend that absorbs each attention it finds, reading the list of keys from the graph's integer input."""
+
+    found: list[Absorbed | Kept | None] = dataclasses.field(default_factory=list)
+    graphs: list[fx.GraphModule] = dataclasses.field(default_factory=list)
+
+    def __call__(self, gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        view = View(gm.graph, ambient(), Knowledge())
+        edit = Edit(view)
+        for one in Search(view).found:
+            found = absorption(view, one)
+            self.found.append(found)
+            if isinstance(found, Absorbed):
+                indices = next(n for n in view.nodes if n.op == "placeholder" and _is_list(n.meta["example_value"]))
+                listed = view.value(indices)
+                assert listed is not None
+                match = Match("selection_attention", [*found.inputs, listed], [one.out], data=(one, found, indices))
+                edit.apply(match, _emit)
+        edit.guard()
+        gm.graph.lint()
+        edit.sweep()
+        gm.recompile()
+        self.graphs.append(gm)
+        return gm.forward
+
+
+def _is_list(t: Any) -> bool:
+    return isinstance(t, Tensor) and not t.is_floating_point()
+
+
+def _emit(edit: Edit, match: Match) -> list[Any]:
+    one, found, indices = match.data
+    one = found.regrouped(one)
+    layouts = Layouts(edit, found.refs, one.masks.sized)
+    q, k = found.operands(layouts, found.dtype)
+    keys = edit.emit("unsqueeze", edit.current(indices), 2)
+    op = torch.ops.mhc_inductor.selection_list_attention.default
+    call = edit.emit(op, q, k, None, keys, None, None, None, None, None, one.scale, found.width)
+    new = found.output(edit, edit.emit(lambda pair: pair[0], call), found.dtype)
+    groups = [one.batch, one.query, one.groups, one.heads, one.feature]
+    return [(one.out, edit.as_like(layouts.back(new, groups, one.dims), one.out, q))]
+
+
+def absorbed(
+    model: nn.Module, inputs: tuple[Any, ...], grad: bool = True, dynamic: bool | None = False, symbolic: Any = ()
+) -> tuple[Captured, Absorbing]:
+    backend = Absorbing()
+    torch._dynamo.reset()
+    fn = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
+    return Captured(*evaluate(fn, inputs, [*model.named_parameters()], grad, symbolic)), backend
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float64) -> Latent:
+    torch.manual_seed(3)
+    kv, options = SPELLINGS[name]
+    return Latent(kv, **options).to(dtype)
+
+
+def data(S: int = 9, B: int = 2, dtype: torch.dtype = torch.float64, T: int | None = None) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(S)
+    rows = torch.stack([torch.randperm(T or S, generator=g)[:TOPK] for _ in range(B * S)]).view(B, S, TOPK)
+    return torch.randn(B, S, DIM, generator=g, dtype=torch.float64).to(dtype), rows
+
+
+def _expansions(backend: Absorbing) -> list[str]:
+    """Returns the nodes of the last graph that hold keys or values of each head, or write them."""
+    wide, found = {NOPE + V, H * (NOPE + V), H * NOPE, H * V}, list[str]()
+    for node in backend.graphs[-1].graph.nodes:
+        t = node.meta.get("example_value")
+        after = node.op.startswith("call_") and isinstance(t, Tensor) and t.dim() > 2 and t.shape[-1] in wide
+        if (after and t.shape[-1] != H * V) or node.target in ("copy_", "new_empty"):
+            found.append(f"{node.name} {node.target} {tuple(t.shape)}")
+    return found
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_same_values_and_gradients(name: str) -> None:
+    model, inputs = model_of(name), data()
+    got, backend = absorbed(model, inputs)
+    assert [type(x) for x in backend.found] == [Absorbed], backend.found
+    assert difference(got, eager(model, inputs, [*model.named_parameters()])) < 1e-12
+    # Without rope all of q has as many features as the keys.
+    assert name == "no rope" or not _expansions(backend)
+
+
+@pytest.mark.parametrize("name", ["cat", "copies", "einsum", "two ropes", "two maps"])
+def test_dynamic_sizes(name: str) -> None:
+    model = model_of(name)
+    backend = Absorbing()
+    torch._dynamo.reset()
+    fn = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
+    for S, B in ((9, 2), (13, 3), (5, 4)):
+        inputs = data(S, B)
+        got = Captured(*evaluate(fn, inputs, [*model.named_parameters()]))
+        assert difference(got, eager(model, inputs, [*model.named_parameters()])) < 1e-12
+    assert [type(x) for x in backend.found] == [Absorbed]
+
+
+@pytest.mark.parametrize(("S", "B"), [(1, 2), (9, 1), (1, 1)])
+def test_one_query_one_sequence(S: int, B: int) -> None:
+    model, (x, rows) = model_of("copies"), data(S, B, T=7 + S)
+    past = torch.randn(B, 1, 7, LATENT + ROPE, dtype=torch.float64)
+    got, backend = absorbed(model, (x, rows, past))
+    assert [type(x) for x in backend.found] == [Absorbed], backend.found
+    assert difference(got, eager(model, (x, rows, past), [*model.named_parameters()])) < 1e-12
+
+
+# --- what is left as the model wrote it ---
+
+
+def two_latents(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    return cat(m, c, rot)[0], cat(m, c.tanh(), rot)[1]
+
+
+def normed(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = _both(m, c)
+    return torch.cat([F.rms_norm(k, (NOPE,)), _expanded(k, rot)], dim=-1), v
+
+
+def normed_together(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = cat(m, c, rot)
+    return F.rms_norm(k, (NOPE + ROPE,)), v
+
+
+def latent_per_head(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    own = c * m.own[:, None, None]
+    w = m.kv_b_proj.weight.view(m.heads, NOPE + V, LATENT)
+    kv = torch.einsum("bhtl,hdl->bhtd", own, w)
+    return torch.cat([kv[..., :NOPE], _expanded(kv, rot)], dim=-1), kv[..., NOPE:]
+
+
+def scaled_per_head(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = cat(m, c, rot)
+    return k * m.own[:, None, None], v
+
+
+def hooked(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    kv = m.kv_b_proj(c)
+    kv.register_hook(lambda g: g * 2)
+    kv = kv.view(c.shape[0], c.shape[2], -1, NOPE + V).transpose(1, 2)
+    return torch.cat([kv[..., :NOPE], _expanded(kv, rot)], dim=-1), kv[..., NOPE:]
+
+
+def rope_per_head(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = _both(m, c)
+    return torch.cat([k, rot * m.own[:, None, None]], dim=-1), v
+
+
+def dropped_out(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = cat(m, c, rot)
+    return F.dropout(k, 0.5), v
+
+
+def dropped_out_twice(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    return cat(m, F.dropout(c, 0.5), rot)[0], cat(m, F.dropout(c, 0.5), rot)[1]
+
+
+def merged_weight(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    kv = F.linear(c, m.kv_b_proj.weight * 2).view(c.shape[0], c.shape[2], -1, NOPE + V).transpose(1, 2)
+    return torch.cat([kv[..., :NOPE], _expanded(kv, rot)], dim=-1), kv[..., NOPE:]
+
+
+def values_of_another_weight_and_latent(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, _ = cat(m, c, rot)
+    return k, F.silu(m.v_b_proj(c[:, 0])).unflatten(-1, (m.heads, -1)).transpose(1, 2)
+
+
+def partly_written(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = cat(m, c, rot)
+    key = torch.zeros_like(k)
+    key[..., 1:].copy_(k[..., 1:])
+    return key, v
+
+
+def queries_detached(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = cat(m, c, rot)
+    return k.detach(), v
+
+
+def without_gradients(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        k, _ = cat(m, c, rot)
+    return k, cat(m, c, rot)[1]
+
+
+LEFT: dict[str, tuple[Kv, dict[str, Any], str | None]] = {
+    "two latents": (two_latents, {}, "different tensors"),
+    "K normed": (normed, {}, "changed between"),
+    "K and rope normed": (normed_together, {}, None),
+    "bias": (cat, {"bias": True}, "bias"),
+    "bias, copies": (copies, {"bias": True}, "bias"),
+    "a latent for each head": (latent_per_head, {}, "differs between the heads"),
+    "K scaled by head": (scaled_per_head, {}, None),
+    "hook": (hooked, {}, "hook"),
+    "rope of each head": (rope_per_head, {}, "changed between"),
+    "dropout of K": (dropped_out, {}, None),
+    "dropout of the latent, twice": (dropped_out_twice, {}, "different tensors"),
+    "weight computed": (merged_weight, {}, "computed in the graph"),
+    "V activated": (values_of_another_weight_and_latent, {}, "changed between"),
+    "K partly written": (partly_written, {}, "changed between"),
+    "K detached": (queries_detached, {}, None),
+    "K without gradients": (without_gradients, {}, "gradients are switched"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_as_written(name: str) -> None:
+    kv, options, reason = LEFT[name]
+    torch.manual_seed(3)
+    model, inputs = Latent(kv, **options).double(), data()
+    got, backend = absorbed(model, inputs)
+    assert len(backend.found) == 1 and not isinstance(backend.found[0], Absorbed)
+    if reason is None:
+        assert backend.found == [None]
+    else:
+        assert isinstance(backend.found[0], Kept) and reason in backend.found[0].reason, backend.found
+    assert difference(got, eager(model, inputs, [*model.named_parameters()])) == 0.0
+
+
+def test_values_used_elsewhere_stay() -> None:
+    model, inputs = model_of("cat"), data()
+    model.kv = used_elsewhere
+
+    def fn(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return model(x, rows), model.seen
+
+    backend = Absorbing()
+    torch._dynamo.reset()
+    parameters = [*model.named_parameters()]
+    got = Captured(*evaluate(torch.compile(fn, backend=backend, dynamic=False), inputs, parameters))
+    assert [type(x) for x in backend.found] == [Absorbed]
+    assert difference(got, eager(fn, inputs, parameters)) < 1e-12
+    assert _expansions(backend)
+
+
+def test_copies_into_slices_are_routed_and_verified() -> None:
+    """K assembled by copies into slices is an input like any other, in training too."""
+    model, inputs = model_of("copies"), data()
+    parameters = [*model.named_parameters()]
+    got = run(model, inputs, parameters, options=RoutingOptions())
+    assert got.ops["selection_attention"] == 1, reasons(got)
+    assert all(r.error is not None and r.error < 1e-10 for r in got.report.routed)
+    assert difference(got, eager(model, inputs, parameters)) < 1e-12
