@@ -20,7 +20,11 @@ from tests.helpers_mhc import relative, rounding
 FP32_SUMS = 2e-6  # fp32 sums of a few hundred products in another order
 VERIFY: Verifier | None = None if os.environ.get("MHC_INDUCTOR_VERIFY") == "0" else Verifier()
 """Compares each distinct routed formula with its op, once per process; None if MHC_INDUCTOR_VERIFY is 0."""
-FUSED = {"selection_list_attention": ("selection_attention",), "mhc_post_pre": ("mhc_post", "mhc_pre"), "mhc_post_head": ("mhc_post", "mhc_head")}
+FUSED = {
+    "selection_list_attention": ("selection_attention",),
+    "mhc_post_pre": ("mhc_post", "mhc_pre"),
+    "mhc_post_head": ("mhc_post", "mhc_head"),
+}
 
 
 @dataclasses.dataclass

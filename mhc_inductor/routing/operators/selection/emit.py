@@ -32,7 +32,7 @@ def inputs_of(one: Found) -> list[Value]:
     They are q, k, v, the tensors that determine which keys a query sees, and those that give sizes or are
     range-checked.
     """
-    refs = [*(source.ref for source in taken(one)), *data_of(one)]
+    refs = [*(source.ref for source in read(one)), *data_of(one)]
     refs += [] if one.sink is None else [sink_of(one).ref]
     sized = [value for value, _ in one.masks.sized.values()]
     return list(dict.fromkeys([*(ref.value for ref in refs), *sized, *one.masks.indices.values()]))
@@ -46,12 +46,17 @@ def taken(one: Found) -> list[Source]:
     return [source for source in found if source is not None]
 
 
+def read(one: Found) -> list[Source]:
+    """Returns the tensors that the op reads for q, k and v. Raises Unsupported if one has no usable layout."""
+    return taken(one) if one.absorbed is None else one.absorbed.read
+
+
 def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     """Emits the op for one attention. Returns its output with the new node. Raises Mismatch and Unsupported."""
     assert edit.place is not None and one.out.node is not None
     if edit.place.overwritten:
         raise Mismatch("a tensor of the formula is written in place before the formula ends", one.out)
-    sources = taken(one)
+    sources = read(one)
     dtype = functools.reduce(torch.promote_types, [source.dtype for source in sources])
     if torch.finfo(one.out.dtype).bits > torch.finfo(dtype).bits and not edit.narrowed(one.out.node, dtype):
         dtype = one.out.dtype
@@ -60,14 +65,23 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     plain = [ref for ref in data_of(one) if one.t not in variables_of(ref)]
     layouts = Layouts(edit, [*(s.ref for s in sources), *plain], one.masks.sized)
     layouts.equal = one.masks.equal
+    old, one = one, one if one.absorbed is None else one.absorbed.regrouped(one)
     given = _operands(layouts, one, [s.ref for s in sources], dtype)
     call = _call(layouts, one, given, device)
     new = edit.emit(operator.getitem, call, 0)
-    new = EmptyRows(edit, call, given, one.scale, [node_of(s.ref.value) for s in sources]).put(new, one.rows)
+    new = EmptyRows(edit, call, given, one.scale, _gradients(edit, one, sources)).put(new, one.rows)
+    if one.absorbed is not None:
+        new = one.absorbed.output(edit, new, dtype)
     groups = [one.batch, one.query, one.groups, one.heads, one.feature]
     new = edit.as_like(layouts.back(new, groups, one.dims), one.out, given[0])
     _guard_equal(edit, one.masks.equal)
-    return [(one.out, new)]
+    return [(old.out, new)]
+
+
+def _gradients(edit: Edit, one: Found, sources: Sequence[Source]) -> list[bool]:
+    """Returns whether q, k and v need gradients."""
+    needed = [edit.needs_grad(node_of(s.ref.value)) for s in sources]
+    return needed if one.absorbed is None else [any(needed)] * 3
 
 
 def _call(layouts: Layouts, one: Found, given: Sequence[fx.Node], device: torch.device) -> fx.Node:
@@ -85,6 +99,8 @@ def _call(layouts: Layouts, one: Found, given: Sequence[fx.Node], device: torch.
     op = torch.ops.mhc_inductor.selection_list_attention.default
     keys, width = checked(lists(layouts, one, device)), layouts.size(product_of(v.size for v in one.feature))
     shared = None if key is value else value
+    if one.absorbed is not None:
+        shared, width = None, one.absorbed.width
     return edit.emit(op, query, key, shared, keys, sink, None, None, None, None, one.scale, width)
 
 
@@ -99,6 +115,10 @@ def sink_of(one: Found) -> Source:
 
 def _operands(layouts: Layouts, one: Found, refs: Sequence[Ref], dtype: torch.dtype) -> list[fx.Node]:
     """Returns q [B, S, G, h, Dk], k [B, G, T, Dk] and v [B, G, T, Dv] in one dtype."""
+    if one.absorbed is not None:
+        query, key = one.absorbed.operands(layouts, dtype)
+        columns = layouts.edit.emit(operator.getitem, key, (..., slice(one.absorbed.width)))
+        return [query, key, columns]
     lead = [one.batch, one.groups]
     groups: list[list[list[Var]]] = [
         [one.batch, one.query, one.groups, one.heads, [one.d]],
@@ -125,7 +145,7 @@ def _check_profit(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> No
     """Raises Mismatch if dense attention is faster or no kernel takes these sizes."""
     sizes = sizes_of(one, edit.view.values.sizes, device, dtype)
     assert edit.place is not None
-    training = edit.place.modes.grad and any(edit.needs_grad(node_of(s.ref.value)) for s in taken(one))
+    training = edit.place.modes.grad and any(edit.needs_grad(node_of(s.ref.value)) for s in read(one))
     reason = refusal(sizes) if one.entries is None else list_refusal(sizes, training)
     if reason and (one.entries is None or device == "cuda"):
         raise Mismatch(reason, one.out)

@@ -25,11 +25,11 @@ _ROW = (slice(None), None, slice(None), None)
 class EmptyRows:
     """Corrects rows without a visible key in the results of a call of the op: o [B, S, G, h, Dv] and lse [B, S, G, h].
 
-    ``given``: the nodes of q, k and v. ``read``: the view's nodes of these, which tell whose gradients are needed.
+    ``given``: the nodes of q, k and v. ``needed``: whether gradients to them are needed.
     """
 
     def __init__(
-        self, edit: Edit, call: fx.Node, given: Sequence[fx.Node], scale: float, read: Sequence[fx.Node]
+        self, edit: Edit, call: fx.Node, given: Sequence[fx.Node], scale: float, needed: Sequence[bool]
     ) -> None:
         self.edit = edit
         self.emit = edit.emit
@@ -37,7 +37,7 @@ class EmptyRows:
         self.q, self.k, self.v = given
         self.scale = scale
         grad = edit.place is not None and edit.place.modes.grad
-        self.grads = [grad and edit.needs_grad(x) for x in read]
+        self.grads = [grad and x for x in needed]
 
     def put(self, o: fx.Node, rows: Rows) -> fx.Node:
         """Returns ``o`` with what the formula gives in the rows whose lse is -inf."""

@@ -167,9 +167,8 @@ class Layouts:
             per = size.over(other)
             if per is not None and not per.symbols:
                 return self.edit.emit(operator.mul, self.edit.emit("size", *place), per.factor)
-        place = self._elsewhere.get(size)
-        if place is not None:
-            return self.edit.emit("size", *place)
+        if size in self._elsewhere:
+            return self.edit.emit("size", *self._elsewhere[size])
         raise Mismatch("a dynamic size cannot be read from an input's shape")
 
     @functools.cached_property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Size, Var, product_of
@@ -15,6 +16,9 @@ from mhc_inductor.routing.operators.selection.intervals import Interval
 from mhc_inductor.routing.operators.selection.keys import AnyOf
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.operands import sources
+
+if TYPE_CHECKING:
+    from mhc_inductor.routing.operators.selection.absorb import Absorbed
 
 OP = "selection_attention"
 
@@ -61,6 +65,8 @@ class Found:
     intervals: list[Interval] = dataclasses.field(default_factory=list)
     entries: list[Entries] | None = None
     """The intervals as lists of single keys; None if the op is to read ranges."""
+    absorbed: Absorbed | None = None
+    """How the op can read the latent that K and V are maps of; None if it reads K and V."""
     batch: list[Var] = dataclasses.field(default_factory=list)
     groups: list[Var] = dataclasses.field(default_factory=list)
     heads: list[Var] = dataclasses.field(default_factory=list)
@@ -80,7 +86,11 @@ class Found:
             count = product_of(v.size for v in each.bound)
             kind = "ranges" if width is None else f"blocks of {width} keys" if width > 1 else "keys"
             kinds.append(f"{_words(count)} {kind}" if each.selects else "keys near the query")
-        return f"{_words(groups)} groups of {_words(heads)} heads, {' and '.join(kinds)} a query; {self.rows.value}"
+        said = f"{_words(groups)} groups of {_words(heads)} heads"
+        if self.absorbed is not None:
+            said = f"{self.absorbed.heads} heads on one latent of {self.absorbed.width}, whose maps are absorbed"
+        sink = "" if self.sink is None else ", a sink"
+        return f"{said}{sink}, {' and '.join(kinds)} a query; {self.rows.value}"
 
 
 def _words(size: Size) -> str:

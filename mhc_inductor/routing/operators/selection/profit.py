@@ -16,7 +16,8 @@ UNKNOWN = 1024
 """Keys that a query is assumed to see if ranges may have any length: 16 blocks of 64, as in public models."""
 FEW_QUERIES = 16
 MAX_HEADS, MAX_D = 64, 512
-MAX_LIST_HEADS, MAX_LIST_DK, MAX_LIST_DV = 128, 576, 512
+MAX_LIST = (128, 576, 512)
+"""The most heads a group, and the widest keys and values, that the list kernels take."""
 ROWS = 64
 """Heads that one tensor-core tile of the list kernels holds. With fewer the tile is not full."""
 
@@ -27,7 +28,8 @@ class Sizes:
 
     ``selected``: the most keys that a query can see, None if there is no bound. ``groups``: groups of heads that list
     their keys on their own, times the batch. ``values``: the width of V. ``fused``: the model calls
-    scaled_dot_product_attention; otherwise it writes the softmax out.
+    scaled_dot_product_attention; otherwise it writes the softmax out. ``latent``: K and V are maps of one latent that
+    the op reads in their place.
     """
 
     device: str
@@ -40,6 +42,17 @@ class Sizes:
     groups: int = 1
     values: int = 0
     fused: bool = False
+    latent: Latent | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Sizes of absorbed latent attention: heads, the latent's width, that of the part all heads share, the batch."""
+
+    heads: int
+    width: int
+    shared: int
+    batch: int
 
 
 def sizes_of(one: Found, hints: Mapping[str, int], device: str, dtype: torch.dtype) -> Sizes:
@@ -60,8 +73,21 @@ def sizes_of(one: Found, hints: Mapping[str, int], device: str, dtype: torch.dty
     width, values = now([one.d]), now(one.feature)
     if one.entries is None:
         width = max(width, values)
+    latent = None
+    if one.absorbed is not None:
+        latent = Latent(one.absorbed.heads, one.absorbed.width, one.absorbed.rope, now(one.absorbed.batch))
     return Sizes(
-        device, dtype, now(one.query), now([one.t]), now(one.heads), width, selected, groups, values, one.fills.fused
+        device,
+        dtype,
+        now(one.query),
+        now([one.t]),
+        now(one.heads),
+        width,
+        selected,
+        groups,
+        values,
+        one.fills.fused,
+        latent,
     )
 
 
@@ -103,23 +129,39 @@ LIST_TRAINING = 7.6
 DENSE_FLOPS = 390e12
 """Operations a second of scaled_dot_product_attention under a mask, forward."""
 DENSE_TRAINING = 3.5
+PRODUCT_FLOPS = 600e12
+"""Operations a second of a large bf16 product."""
 WRITTEN = 7.5e-12
 """Seconds for each score of a softmax that is written out and compiled: its passes over memory."""
 WRITTEN_TRAINING = 2.0
 
 
 def list_seconds(s: Sizes, training: bool) -> float:
-    """Returns the estimated time of the op over lists of keys: a tile of 64 rows for every group and key."""
-    pairs = s.groups * s.queries * (s.selected or 0)
-    rows = ROWS * -(-s.heads // ROWS)
-    return pairs * 2 * rows * (s.width + s.values) / LIST_FLOPS * (LIST_TRAINING if training else 1.0)
+    """Returns the estimated time of the op over lists of keys: a tile of 64 rows for every group and key.
+
+    With a latent it is that of one group of all heads, and of the products with the absorbed maps.
+    """
+    maps, groups, heads, width = 0.0, s.groups, s.heads, s.width + s.values
+    if s.latent is not None:
+        groups, heads, width = s.latent.batch, s.latent.heads, 2 * s.latent.width + s.latent.shared
+        maps = _maps(s, s.latent, s.queries, training)
+    rows = ROWS * -(-heads // ROWS)
+    lists = groups * s.queries * (s.selected or 0) * 2 * rows * width / LIST_FLOPS
+    return lists * (LIST_TRAINING if training else 1.0) + maps
+
+
+def _maps(s: Sizes, latent: Latent, tokens: int, training: bool) -> float:
+    """Returns the time of the products of ``tokens`` vectors a sequence with the maps of the latent."""
+    operations = 2 * latent.batch * tokens * latent.heads * latent.width * (s.width - latent.shared + s.values)
+    return operations / PRODUCT_FLOPS * (3.0 if training else 1.0)
 
 
 def dense_seconds(s: Sizes, training: bool) -> float:
-    """Returns the estimated time of dense attention under a mask."""
+    """Returns the estimated time of dense attention under a mask, and of expanding a latent to K and V."""
     scores = s.groups * s.queries * s.heads * s.keys
     products = scores * 2 * (s.width + s.values) / DENSE_FLOPS * (DENSE_TRAINING if training else 1.0)
-    return products if s.fused else products + scores * WRITTEN * (WRITTEN_TRAINING if training else 1.0)
+    maps = 0.0 if s.latent is None else _maps(s, s.latent, s.keys, training)
+    return products + maps + (0.0 if s.fused else scores * WRITTEN * (WRITTEN_TRAINING if training else 1.0))
 
 
 def list_refusal(s: Sizes, training: bool = False) -> str:
@@ -130,13 +172,15 @@ def list_refusal(s: Sizes, training: bool = False) -> str:
     if s.device == "cuda":
         if s.dtype is torch.float64:
             return "float64 has no kernel"
-        if s.heads > MAX_LIST_HEADS or s.width > MAX_LIST_DK or s.values > MAX_LIST_DV:
-            return (
-                f"{s.heads} heads a group of {s.width} elements, values of {s.values}; the kernels take up to "
-                f"{MAX_LIST_HEADS} of {MAX_LIST_DK}, and {MAX_LIST_DV}"
+        at = s.latent
+        sizes = (s.heads, s.width, s.values) if at is None else (at.heads, at.width + at.shared, at.width)
+        if any(size > most for size, most in zip(sizes, MAX_LIST, strict=True)):
+            return "{} heads a group of {} elements, values of {}; the kernels take up to {}, {} and {}".format(
+                *sizes, *MAX_LIST
             )
     lists, dense = (f(s, training) * 1e3 for f in (list_seconds, dense_seconds))
     if lists <= dense:
         return ""
-    said = f"{s.selected} of {s.keys} keys a query, {s.heads} heads a group"
+    heads = s.heads if s.latent is None else s.latent.heads
+    said = f"{s.selected} of {s.keys} keys a query, {heads} heads a group"
     return f"dense attention is faster: {dense:.3g} ms, lists of keys {lists:.3g} ms ({said})"

@@ -12,7 +12,7 @@ from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view_maps import Ref
 from mhc_inductor.routing.operators.selection.intervals import Interval
-from mhc_inductor.routing.operators.selection.keys import Given
+from mhc_inductor.routing.operators.selection.keys import Given, Literal
 from mhc_inductor.routing.operators.selection.matches import Found
 
 
@@ -49,6 +49,7 @@ class Sample:
         self.keys = 0 if one.t.size.symbols else one.t.size.factor
         self.most = max(1, self.keys // max([1, *widths]))
         self.empty_rows = empty_rows
+        self.keyed = {ref.value.node for each in one.intervals for ref in _conditions(each.keyed)}
         self.packed = {value.node: what for value, what in one.masks.packed.items()}
         self.roles: dict[fx.Node | None, _Role] = {}
         for each in one.intervals:
@@ -93,6 +94,8 @@ class Sample:
             d, segments = self.packed[value.node]
             place = torch.arange(shape[d], device=device, dtype=dtype).view(-1, *[1] * (len(shape) - d - 1))
             return (place // _PACKED if segments else place % _PACKED).expand(shape).contiguous()
+        if value.node in self.keyed and value.node not in self.roles:
+            return None
         role = self.roles.get(value.node, _Role())
         any_row = case % 2 == 1 and self.empty_rows
         if dtype is torch.bool:
@@ -114,6 +117,11 @@ class Sample:
 def _data(forms: Iterable[Linear]) -> list[Ref]:
     """Returns the elements of tensors in these numbers."""
     return [d.ref for form in forms for d in form.data()]
+
+
+def _conditions(literals: Iterable[Literal]) -> list[Ref]:
+    """Returns the elements of tensors in these conditions."""
+    return [r for x in literals for r in ([x.ref] if isinstance(x, Given) else [d.ref for d in x.value.data()])]
 
 
 def _first(made: Tensor, pick: set[int], without: int | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch, Miss, contained
+from mhc_inductor.routing.operators.selection.absorb import Absorbed, absorption
 from mhc_inductor.routing.operators.selection.attention import Recogniser
 from mhc_inductor.routing.operators.selection.keys import Given, KeyData
 from mhc_inductor.routing.operators.selection.layouts import layout
@@ -170,7 +171,10 @@ class Search:
         """Returns what is found at ``node``; else None, with a near miss if it resembles a selection."""
         try:
             found = recognise(recogniser)
-            if all(best(ref, order) is not None for ref, order in orders(found)):
+            if found.entries is not None:
+                latent = absorption(self.view, found)
+                found.absorbed = latent if isinstance(latent, Absorbed) else None
+            if found.absorbed is not None or all(best(ref, order) is not None for ref, order in orders(found)):
                 return found
             self._miss("q, k or v cannot be followed through their views", found.out, node)
         except Mismatch as mismatch:
@@ -316,7 +320,10 @@ def worthwhile(one: Found, hints: Mapping[str, int]) -> bool:
 
 def region_of(one: Found) -> set[fx.Node]:
     """Returns the result's node and all nodes between it and q, k, v and the tensors that determine the keys."""
-    stop = {s.ref.value.node for ref in (one.q, one.k, one.v) for s in sources(ref)}
+    if one.absorbed is not None:
+        stop = {value.node for value in one.absorbed.inputs}
+    else:
+        stop = {s.ref.value.node for ref in (one.q, one.k, one.v) for s in sources(ref)}
     stop |= {ref.value.node for ref in data_of(one)}
     assert one.out.node is not None
     region, todo = {one.out.node}, [one.out.node]
