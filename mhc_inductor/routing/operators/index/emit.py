@@ -12,6 +12,7 @@ from torch import fx
 from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.index import ONE, Var
 from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.index.matches import Found
 from mhc_inductor.routing.operators.index.visible import Mask
 from mhc_inductor.routing.operators.selection.layouts import Layouts
@@ -42,7 +43,7 @@ class _Emission:
         limit, mask = self._limit(), self._mask()
         if mask is not None and limit is None:
             limit = self._last(mask)
-        count = self._number(one.count)
+        count = self._count()
         op = torch.ops.mhc_inductor.index_topk.default
         chosen = emit(op, q, k, w, count, scale, limit, mask, None, None)
         if mask is not None:
@@ -54,14 +55,24 @@ class _Emission:
         new = self.layouts.back(chosen, [one.batch, one.query, last], [*lead, last])
         return [(value, self.edit.as_like(new, value, q)) for value in one.outs]
 
-    def _number(self, count: Any) -> Any:
-        """Returns k of ``topk`` as a number or as the node that holds it."""
+    def _count(self) -> Any:
+        """Returns k of ``topk`` as a number, or as a node that holds it. Raises Mismatch if only the scores tell it."""
         size = self.one.outs[0].shape[-1]
-        if isinstance(count, int):
-            return count
         if not size.symbols:
             return size.factor
-        return self.layouts.size(size)
+        given = self.one.count
+        if not isinstance(given, fx.Node):
+            return self.layouts.size(size)
+        return self._copied(given, {v.node for v in self.one.formula.met})
+
+    def _copied(self, node: fx.Node, scores: set[fx.Node | None]) -> fx.Node:
+        """Returns a copy of the calls that compute a size: the originals go with the formula that they belong to."""
+        if node in scores:
+            raise Mismatch("the number of chosen keys is computed from the scores", self.one.outs[0])
+        if not isinstance(example(node), torch.SymInt) or not node.op.startswith("call_"):
+            return self.edit.current(node)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: self._copied(a, scores))
+        return self.edit.create(node.op, node.target, args, kwargs)
 
     # --- q, k and w ---
 

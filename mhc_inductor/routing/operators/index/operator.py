@@ -100,14 +100,14 @@ def _found(view: View, scores: Value, start: Value, outs: list[Value]) -> Found:
     t = Key(scores.shape[-1])
     lead = [Var(size) for size in scores.shape[:-1]]
     formula = recognised(Ref(scores, tuple(var(v) for v in (*lead, t))), t)
-    count = _count(start, scores, outs)
+    _check_call(start, scores, outs)
     batch, query = roles(formula, lead)
     q, k, weights = operands(formula, batch, query)
     if any(w.dtype is torch.float64 for w in weights) and torch.float64 not in (q.dtype, k.dtype):
         raise Mismatch("w is float64 and q is not", formula.weights[0].value)
     seen = visible(formula.hidden, t, {*batch, *query}, view.values.fixed, view.values.hints)
     dims = [*lead, Var(outs[0].shape[-1])]
-    found = Found(formula, scores, outs, dims, count, batch, query, seen, q, k, weights)
+    found = Found(formula, scores, outs, dims, _count(outs), batch, query, seen, q, k, weights)
     reason = refusal(found.sizes(view.values), _device(outs[0]))
     if reason:
         raise Mismatch(reason, start)
@@ -120,8 +120,8 @@ def _device(value: Value) -> str:
     return str(example(value.node).device.type) if value.node is not None else "cpu"
 
 
-def _count(start: Value, scores: Value, outs: list[Value]) -> Any:
-    """Returns how many keys ``topk`` chooses. Raises Mismatch unless only the indices of the largest are used."""
+def _check_call(start: Value, scores: Value, outs: list[Value]) -> None:
+    """Raises Mismatch unless only the indices of the largest scores are used."""
     if start.func is not aten.topk.default:
         raise Mismatch(f"the keys are chosen by a sort; {EXPECTED}", start)
     if len(scores.shape) < 2:
@@ -130,14 +130,21 @@ def _count(start: Value, scores: Value, outs: list[Value]) -> Any:
         )
     if any(v.out != 1 for v in outs):
         raise Mismatch("the values of topk are used; expected its indices only", next(v for v in outs if v.out != 1))
-    _, count, *rest = start.args
+    rest = start.args[2:]
     dim = start.kwargs.get("dim", rest[0] if rest else -1)
     largest = start.kwargs.get("largest", rest[1] if len(rest) > 1 else True)
     if dim % len(scores.shape) != len(scores.shape) - 1:
         raise Mismatch("topk is over another dim than the last", start)
     if not largest:
         raise Mismatch("topk takes the smallest scores", start)
-    return count
+
+
+def _count(outs: list[Value]) -> Any:
+    """Returns the argument k of the call of ``topk``: a number or a node."""
+    (call,) = outs[0].node.all_input_nodes if outs[0].node is not None else (None,)
+    if call is None:
+        return None
+    return call.args[1] if len(call.args) > 1 else call.kwargs.get("k")
 
 
 def _sorted(start: Value) -> bool:

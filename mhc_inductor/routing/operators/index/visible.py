@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, Linear, floor, number, of_size
+from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.index.formula import Hidden
 from mhc_inductor.routing.operators.selection.elements import NOT, constant_of, inner
@@ -96,13 +98,22 @@ def _values(one: Hidden) -> frozenset[float]:
     if not one.added:
         return frozenset({one.fill}) if one.fill is not None else frozenset()
     try:
-        return PossibleValues()(one.mask.value)
+        return _Numbers()(one.mask.value)
     except Unsupported:
         raise Mismatch(
             "the mask added to the scores is a tensor whose values routing cannot see; "
             "expected a bool mask, or 0 and -inf made from one in the same graph",
             one.mask.value,
         ) from None
+
+
+class _Numbers(PossibleValues):
+    """Finds the numbers that a mask can hold, also where it is made of booleans that the graph is given."""
+
+    def __call__(self, a: Any) -> frozenset[float]:
+        """Returns every number that an element of ``a`` can be. Raises Unsupported if they are not known."""
+        given = isinstance(a, Value) and a.dtype is torch.bool and a.func is None
+        return frozenset({0.0, 1.0}) if given else super().__call__(a)
 
 
 def _check_levels(hidden: list[Hidden], values: list[frozenset[float]]) -> None:
