@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.capture import Captured, reasons, run
-from tests.indexers import FAMILIES, HEADS, Indexer, inputs
+from tests.indexers import FAMILIES, HEADS, TOPK, Indexer, inputs
 
 pytest.importorskip("transformers.models.deepseek_v4")
 pytest.importorskip("transformers.models.glm5_next")
@@ -49,10 +49,12 @@ def same(got: Captured, fn: Any, x: list[Tensor], family: str, tolerance: float 
     want, scores = chosen(fn, x)
     (mine,) = got.outputs
     assert mine.shape == want.shape and mine.dtype == want.dtype
-    if family == GLM:  # pools that became single keys
-        equal = (mine.sort(-1).values == want.sort(-1).values).all(-1)
-        assert float(equal.float().mean()) >= (1.0 if tolerance < 1e-3 else 0.5)
-        return
+    if family == GLM:
+        if len(x) > 3 or tolerance > 1e-3:  # padded: pools start at the first real key
+            equal = (mine.sort(-1).values == want.sort(-1).values).all(-1)
+            assert float(equal.float().mean()) >= (1.0 if tolerance < 1e-3 else 0.5)
+            return
+        mine, want = (i[..., : TOPK // 2 * 2 : 2] // 2 for i in (mine, want))  # pools of two keys
     if family not in OWN_MASK:
         assert int(mine.min()) >= 0 and bool((mine.sort(-1).values.diff(dim=-1) > 0).all())
     a, b = (

@@ -15,6 +15,7 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operators.index.matches import Found
 from mhc_inductor.routing.operators.index.visible import Mask
 
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _EPS = 16.0
 """Roundings by which scores may differ that are summed in another order, relative to the largest score."""
 
@@ -124,20 +125,20 @@ class Check:
         todo = [end]
         while todo:
             node = todo[-1]
-            missing = [a for a in node.all_input_nodes if a not in known] if node not in known else []
-            if node in known or not missing:
+            sized = isinstance(example(node), _SIZES)
+            missing = [] if node in known or sized else [a for a in node.all_input_nodes if a not in known]
+            todo += missing
+            if not missing:
                 todo.pop()
                 if node not in known:
                     known[node] = self._value(node, known)
-            else:
-                todo += missing
         scores = known[end]
         assert isinstance(scores, Tensor)
         return scores
 
     def _value(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         fake = example(node)
-        if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(fake, _SIZES):
             return fake.node.hint
         if node.op == "get_attr":
             owner: Any = self.view.real.owning_module
