@@ -1,0 +1,1 @@
+"""Index top-k: the lightning indexer of sparse attention as an operator of the routing pass."""

@@ -1,0 +1,105 @@
+"""The result of recognising the choice of an indexer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from mhc_inductor.routing.graph.expressions import Ref
+from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, product_of
+from mhc_inductor.routing.graph.linear import variables_of
+from mhc_inductor.routing.graph.values import Value, Values
+from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.operators.index.formula import EXPECTED, Formula, peeled
+from mhc_inductor.routing.operators.index.profit import Sizes
+from mhc_inductor.routing.operators.index.visible import Visible
+from mhc_inductor.routing.operators.selection.operands import Source, sources
+from mhc_inductor.routing.operators.selection.search import best
+
+OP = "index_topk"
+
+
+@dataclasses.dataclass
+class Found:
+    """A recognised choice of keys.
+
+    ``scores``: the tensor that ``topk`` reads. ``outs``: the indices. ``dims``: the variable of each dim of ``outs``,
+    the last of which counts the chosen keys. ``count``: the argument k of ``topk``. ``q``, ``k``, ``weights``: the
+    tensors that are read.
+    """
+
+    formula: Formula
+    scores: Value
+    outs: list[Value]
+    dims: list[Var]
+    count: Any
+    batch: list[Var]
+    query: list[Var]
+    visible: Visible
+    q: Source
+    k: Source
+    weights: list[Source]
+
+    def values(self) -> list[Value]:
+        """Returns the tensors that the op reads."""
+        refs = [s.ref for s in (self.q, self.k, *self.weights)]
+        refs += [*self.visible.data(), *(m.ref for m in self.visible.masks)]
+        return list(dict.fromkeys(ref.value for ref in refs))
+
+    def sizes(self, values: Values) -> Sizes:
+        """Returns the present sizes, with 4096 for a symbol that has none."""
+
+        def now(size: Size) -> int:
+            return size.factor * math.prod(values.hints.get(name, 1 << 12) for name in size.symbols)
+
+        formula = self.formula
+        rows, heads, width = (
+            now(product_of(v.size for v in digits))
+            for digits in ((*self.batch, *self.query), formula.heads, formula.feature)
+        )
+        return Sizes(self.q.dtype, rows, now(formula.t.size), heads, width, now(self.outs[0].shape[-1]))
+
+    def words(self) -> str:
+        """Returns a description for the report."""
+        size = product_of(v.size for v in self.formula.heads)
+        heads = "*".join([*([str(size.factor)] if size.factor != 1 or not size.symbols else []), *size.symbols])
+        return f"{heads} heads, {_text(self.outs[0].shape[-1])} of {_text(self.formula.t.size)} keys, {self.visible.words()}"
+
+
+def _text(size: Size) -> str:
+    return "*".join([*([str(size.factor)] if size.factor != 1 or not size.symbols else []), *size.symbols])
+
+
+def roles(formula: Formula, lead: list[Var]) -> tuple[list[Var], list[Var]]:
+    """Returns the variables of the batch and of the queries. Raises Mismatch where q, k or w have others."""
+    in_k, in_q = (variables_of(peeled(ref)) for ref in (formula.k, formula.q))
+    rows = [v for v in lead if v.size != ONE]
+    batch = [v for v in rows if v in in_k]
+    query = [v for v in rows if v not in in_k]
+    heads = set(formula.heads)
+    if in_k & heads:
+        raise Mismatch(f"each head has keys of its own; {EXPECTED}", formula.k.value)
+    if batch and not query and len(rows) > 1:
+        raise Mismatch(f"each query has keys of its own; {EXPECTED}", formula.k.value)
+    known = {*rows, *heads}
+    if not in_q - set(formula.feature) <= known or not in_k - set(formula.feature) <= {*batch, formula.t}:
+        raise Unsupported
+    if any(not variables_of(peeled(w)) <= known for w in formula.weights):
+        raise Unsupported
+    return batch, query
+
+
+def operands(formula: Formula, batch: list[Var], query: list[Var]) -> tuple[Source, Source, list[Source]]:
+    """Returns the tensors from which q, k and the factors of w are read. Raises Mismatch."""
+    rows = [*batch, *query, *formula.heads]
+    q = _source(formula.q, [*rows, *formula.feature], "q")
+    k = _source(formula.k, [*batch, formula.t, *formula.feature], "k")
+    return q, k, [_source(w, rows, "w") for w in formula.weights]
+
+
+def _source(ref: Ref, order: list[Var], name: str) -> Source:
+    found = best(ref, order)
+    if found is None or not all(s.ref.value.dtype.is_floating_point for s in sources(ref)):
+        raise Mismatch(f"{name} cannot be followed through its views", ref.value)
+    return found

@@ -1,0 +1,152 @@
+"""Index top-k as an operator of the routing pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_inductor.routing.edit import Edit
+from mhc_inductor.routing.graph.expressions import Ref, aten
+from mhc_inductor.routing.graph.index import Unsupported, Var, var
+from mhc_inductor.routing.graph.linear import Key
+from mhc_inductor.routing.graph.values import Value, example, name_of
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.interface import Match, Mismatch, Miss
+from mhc_inductor.routing.operators.index.check import Check
+from mhc_inductor.routing.operators.index.emit import emit_choice
+from mhc_inductor.routing.operators.index.formula import EXPECTED, Unrelated, has_product, has_relu, recognised
+from mhc_inductor.routing.operators.index.matches import OP, Found, operands, roles
+from mhc_inductor.routing.operators.index.profit import keeps_formula, refusal
+from mhc_inductor.routing.operators.index.uses import check_order, check_scores
+from mhc_inductor.routing.operators.index.visible import visible
+from mhc_inductor.routing.operators.kernels import kernels_of
+
+_FOLLOWED = "the scores cannot be followed through their views"
+
+
+class IndexOperator:
+    """Finds lightning indexers, scores of keys and the ``topk`` of them, and replaces them with ``index_topk``."""
+
+    name = "index"
+
+    def __init__(self) -> None:
+        self._values: Any = None
+
+    def candidates(self, view: View) -> Iterable[fx.Node]:
+        """Returns the calls that choose the largest elements of a tensor."""
+        self._values = view.values
+        return [node for node in view.nodes if node in view.live and name_of(node) in ("topk", "sort", "argsort")]
+
+    def match(self, view: View, node: fx.Node) -> Match | Miss | None:
+        """Returns the choice of keys that a candidate makes, a near miss, or None if it is something else."""
+        outs = _results(view, node)
+        start = next((v for v in outs if v is not None and v.func is not None), None)
+        if start is None or not start.args or not isinstance(start.args[0], Value):
+            return None
+        scores = start.args[0]
+        if not scores.dtype.is_floating_point or not scores.shape:
+            return None
+        try:
+            found = _found(view, scores, start, [v for v in outs if v is not None])
+        except Unrelated:
+            return None
+        except Mismatch as mismatch:
+            return Miss(OP, mismatch.reason, mismatch.value, start)
+        except Unsupported:
+            near = has_relu(scores) and has_product(scores)
+            return Miss(OP, f"{_FOLLOWED}; {EXPECTED}", None, start) if near else None
+        check = Check(view, found)
+        return Match(
+            OP,
+            found.values(),
+            found.outs,
+            found.words(),
+            data=found,
+            sample=check.sample,
+            cases=3,
+            compare=check.compare,
+        )
+
+    def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
+        """Emits the op in place of an indexer. Returns each replaced output with its new node."""
+        return emit_choice(edit, match.data)
+
+    def faster_as_written(self, match: Match, device: str) -> bool:
+        """Returns whether a CPU runs the formula as the model wrote it: see :func:`.profit.keeps_formula`."""
+        return device == "cpu" and keeps_formula(match.data.sizes(self._values))
+
+    def kernels(self, op: str, device: str) -> tuple[str, ...]:
+        """Returns the names of the kernels on a GPU; elsewhere what runs there."""
+        if device == "cuda":
+            return ("index_tile_scores", "index_select")
+        return ("reference formula, in chunks of queries",) if device == "cpu" else kernels_of(op, device)
+
+
+def _results(view: View, node: fx.Node) -> list[Value | None]:
+    """Returns the values of the results of a call that are used: of its getitems, or its own."""
+    if isinstance(example(node), torch.Tensor):
+        return [view.value(node)]
+    users = [u for u in node.users if u in view.live and name_of(u) == "getitem"]
+    if len(users) != len([u for u in node.users if u in view.live]):
+        return []
+    return [view.value(u) for u in users]
+
+
+def _found(view: View, scores: Value, start: Value, outs: list[Value]) -> Found:
+    """Returns the choice of the largest ``scores``. Raises Mismatch, Unrelated, Unsupported and DynamicWidth."""
+    t = Key(scores.shape[-1])
+    lead = [Var(size) for size in scores.shape[:-1]]
+    formula = recognised(Ref(scores, tuple(var(v) for v in (*lead, t))), t)
+    _check_call(start, scores, outs)
+    batch, query = roles(formula, lead)
+    q, k, weights = operands(formula, batch, query)
+    if any(w.dtype is torch.float64 for w in weights) and torch.float64 not in (q.dtype, k.dtype):
+        raise Mismatch("w is float64 and q is not", formula.weights[0].value)
+    seen = visible(formula.hidden, t, {*batch, *query}, view.values.fixed, view.values.hints)
+    dims = [*lead, Var(outs[0].shape[-1])]
+    found = Found(formula, scores, outs, dims, _count(outs), batch, query, seen, q, k, weights)
+    reason = refusal(found.sizes(view.values), _device(outs[0]))
+    if reason:
+        raise Mismatch(reason, start)
+    check_scores(view, found)
+    check_order(view, found, _sorted(start))
+    return found
+
+
+def _device(value: Value) -> str:
+    return str(example(value.node).device.type) if value.node is not None else "cpu"
+
+
+def _check_call(start: Value, scores: Value, outs: list[Value]) -> None:
+    """Raises Mismatch unless only the indices of the largest scores are used."""
+    if start.func is not aten.topk.default:
+        raise Mismatch(f"the keys are chosen by a sort; {EXPECTED}", start)
+    if len(scores.shape) < 2:
+        raise Mismatch(
+            "the keys of one query at a time are chosen, as in a loop over queries; expected all at once", start
+        )
+    if any(v.out != 1 for v in outs):
+        raise Mismatch("the values of topk are used; expected its indices only", next(v for v in outs if v.out != 1))
+    rest = start.args[2:]
+    dim = start.kwargs.get("dim", rest[0] if rest else -1)
+    largest = start.kwargs.get("largest", rest[1] if len(rest) > 1 else True)
+    if dim % len(scores.shape) != len(scores.shape) - 1:
+        raise Mismatch("topk is over another dim than the last", start)
+    if not largest:
+        raise Mismatch("topk takes the smallest scores", start)
+
+
+def _count(outs: list[Value]) -> Any:
+    """Returns the argument k of the call of ``topk``: a number or a node."""
+    (call,) = outs[0].node.all_input_nodes if outs[0].node is not None else (None,)
+    if call is None:
+        return None
+    return call.args[1] if len(call.args) > 1 else call.kwargs.get("k")
+
+
+def _sorted(start: Value) -> bool:
+    rest = start.args[2:]
+    return bool(start.kwargs.get("sorted", rest[2] if len(rest) > 2 else True))

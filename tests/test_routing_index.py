@@ -1,0 +1,278 @@
+"""Indexers in plain PyTorch become index_topk: spellings, masks, models, modes, and what is left alone and named."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.capture import Captured, eager, reasons, run
+from tests.spellings_index import CHOICES, K, MASKS, NEAR, SCORES, SILENT, D, H
+
+B, S, T = 2, 7, 9
+
+
+def given(seed: int = 0, dtype: torch.dtype = torch.bfloat16, s: int = S, t: int = T) -> list[Tensor]:
+    """Returns q, k, w, a mask, positions and padding."""
+    g = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(B, s, H, D, generator=g).to(dtype), torch.randn(B, t, D, generator=g).to(dtype)
+    w = torch.randn(B, s, H, generator=g).to(dtype)
+    seen = torch.rand(B, s, t, generator=g) < 0.5
+    seen[0, 0] = False
+    pos = torch.cat([torch.arange(min(3, s)), torch.arange(max(0, s - 3))]).expand(B, s).contiguous()
+    pad = torch.ones(B, t, dtype=torch.bool)
+    pad[1, :3] = False
+    return [q, k, w, seen, pos, pad]
+
+
+def routed(got: Captured, count: int = 1) -> None:
+    """Asserts that the graph has the op and no tensor of all heads' products."""
+    assert [r.op for r in got.report.routed] == ["index_topk"] * count, reasons(got)
+    assert got.ops["index_topk"] == count
+    for gm in got.graphs:
+        for node in gm.graph.nodes:
+            shape = getattr(node.meta.get("example_value"), "shape", ())
+            assert len(shape) != 4 or node.op == "placeholder" or H not in shape or T not in shape, node
+
+
+def same_choice(mine: Tensor, theirs: Tensor, scores: Tensor, tolerance: float = 1e-5) -> None:
+    """Asserts that ``mine`` are distinct keys whose scores are those of ``theirs``."""
+    assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+    ordered = mine.long().sort(-1).values
+    assert int(ordered.min()) >= 0 and int(ordered.max()) < scores.shape[-1]
+    assert bool((ordered.diff(dim=-1) > 0).all())
+    a, b = (scores.double().gather(-1, x.long()).sort(-1).values for x in (mine, theirs))
+    assert torch.equal(a.isfinite(), b.isfinite())
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def spelled(name: str, mask: str, choice: str) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+    """Returns an indexer and its masked scores."""
+
+    def masked(q: Tensor, k: Tensor, w: Tensor, seen: Tensor, pos: Tensor, pad: Tensor) -> Tensor:
+        return MASKS[mask](SCORES[name](q, k, w), seen, pos, pad)
+
+    return lambda *given: CHOICES[choice](masked(*given)), masked
+
+
+def cases() -> list[Any]:
+    """Returns every spelling of the scores and of the mask, each with others drawn at random."""
+    draw = random.Random(16)
+    names = [(n, draw.choice([*MASKS]), draw.choice([*CHOICES])) for n in SCORES]
+    names += [(draw.choice([*SCORES]), m, draw.choice([*CHOICES])) for m in MASKS for _ in range(2)]
+    return [pytest.param(*n, i, id=" | ".join(n)) for i, n in enumerate(names)]
+
+
+@pytest.mark.parametrize(("name", "mask", "choice", "seed"), cases())
+def test_spellings(name: str, mask: str, choice: str, seed: int) -> None:
+    fn, masked = spelled(name, mask, choice)
+    x = given(seed, (torch.bfloat16, torch.float32, torch.float16)[seed % 3])
+    dynamic = seed % 4 == 0
+    symbolic = [(0, 1), (2, 1), (3, 1), (4, 1), (1, 1), (3, 2), (5, 1)] if dynamic else []
+    got = run(fn, x, grad=seed % 2 == 0, dynamic=None, symbolic=symbolic)
+    routed(got)
+    assert "spellings_index" in got.report.routed[0].source and got.report.routed[0].error == 0.0
+    loose = 3e-2 if name == "matmul of 16 bits" else 1e-5
+    same_choice(got.outputs[0], eager(fn, x, grad=False).outputs[0], masked(*x), loose)
+
+
+def test_at_least_forty_spellings_and_twenty_near_misses() -> None:
+    assert len(cases()) >= 40 and len(NEAR) >= 20
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_near_misses(name: str) -> None:
+    fn, reason = NEAR[name]
+    x = given()[:4]
+    got = run(fn, x, grad=False)
+    assert not got.report.routed and not got.report.problems
+    ours = [m.reason for m in got.report.near_misses if m.op == "index_topk"]
+    assert ours and any(re.search(reason, m) for m in ours), reasons(got)
+    for a, b in zip(got.outputs, eager(fn, x, grad=False).outputs, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_other_choices_are_not_mentioned(name: str) -> None:
+    got = run(SILENT[name], given()[:4], grad=False)
+    assert not got.report.routed and not [m for m in got.report.near_misses if m.op == "index_topk"]
+
+
+# --- modes, gradients, regions -------------------------------------------------------------------------------
+
+
+def v4(q: Tensor, k: Tensor, w: Tensor, seen: Tensor, pos: Tensor, pad: Tensor) -> Tensor:
+    scores = SCORES["DeepSeek-V4"](q, k, w)
+    return MASKS["compressed"](scores, seen, pos, pad).topk(K, -1).indices
+
+
+def v32(q: Tensor, k: Tensor, w: Tensor, seen: Tensor, pos: Tensor, pad: Tensor) -> Tensor:
+    scores = SCORES["DeepSeek-V3.2"](q, k, w)
+    return MASKS["given"](scores, seen, pos, pad).topk(K, -1).indices
+
+
+def node_of(got: Captured) -> torch.fx.Node:
+    """Returns the node of the op."""
+    found = [n for gm in got.graphs for m in gm.modules() if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes
+             if "index_topk" in str(n.target)]  # fmt: skip
+    return found[0]
+
+
+def test_prefixes_become_a_limit_and_no_mask() -> None:
+    for mask in ("causal", "causal, triu", "causal, where", "causal, added", "causal, bf16", "causal, finfo.min"):
+        fn, _ = spelled("DeepSeek-V3.2", mask, "method")
+        limit, given_mask = node_of(run(fn, given(), grad=False)).args[5:7]
+        assert limit is not None and given_mask is None, mask
+        limits = torch.arange(S) + 1 + T - S
+        trace = torch.fx.Interpreter(torch.fx.GraphModule({}, _upto(limit)))
+        assert torch.equal(trace.run().long(), limits.expand(B, S)), mask
+
+
+def _upto(node: torch.fx.Node) -> torch.fx.Graph:
+    """Returns the graph of a node that depends on no input."""
+    graph, at = torch.fx.Graph(), {}
+    for n in node.graph.nodes:
+        if n.op.startswith("call_") and all(a in at for a in n.all_input_nodes):
+            at[n] = graph.node_copy(n, at.__getitem__)
+    graph.output(at[node])
+    return graph
+
+
+def test_the_op_reads_16_bits_where_the_model_casts_them() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        q, k = node_of(run(v32, given(dtype=dtype), grad=False)).args[:2]
+        assert {n.meta["example_value"].dtype for n in (q, k)} == {dtype}
+
+
+@pytest.mark.parametrize("fn", [v32, v4])
+@pytest.mark.parametrize("mode", ["grad", "no_grad around", "no_grad inside", "inference"])
+def test_grad_modes(fn: Callable[..., Tensor], mode: str) -> None:
+    def indexer(q: Tensor, k: Tensor, w: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        q2 = q * 2.0
+        if mode == "no_grad inside":
+            with torch.no_grad():
+                return fn(q2, k, w, *rest), q2 * w.mean()
+        return fn(q2, k, w, *rest), q2 * w.mean()
+
+    x = given(3)
+    if mode == "inference":
+        with torch.inference_mode():
+            got, want = run(indexer, x, grad=False), eager(indexer, x, grad=False)
+    else:
+        got, want = (do(indexer, x, grad=mode != "no_grad around") for do in (run, eager))
+    routed(got)
+    assert not got.outputs[0].requires_grad
+    assert got.grads.keys() == want.grads.keys()
+    for name, g in want.grads.items():
+        mine = got.grads[name]
+        assert (g is None) == (mine is None) and (g is None or mine is None or torch.equal(g, mine)), name
+
+
+@pytest.mark.parametrize("reentrant", [False])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    def layer(q: Tensor, k: Tensor, w: Tensor, *rest: Tensor) -> Tensor:
+        chosen = v4(q, k, w, *rest)
+        return q.sum((2, 3)).unsqueeze(-1) * k.sum(-1)[:, None].expand(-1, q.shape[1], -1).gather(-1, chosen)
+
+    def fn(*x: Tensor) -> Tensor:
+        return checkpoint(layer, *x, use_reentrant=reentrant) + checkpoint(layer, *x, use_reentrant=reentrant)
+
+    x = given(4, torch.float32)
+    x[0], x[1] = x[0].abs(), x[1].abs()  # no scores of 0, which tie
+    x[4] = torch.arange(S).expand(B, S).contiguous() + 2 * T  # every query sees every key
+    got, want = run(fn, x), eager(fn, x)
+    assert [r.op for r in got.report.routed] == ["index_topk"] * 2, reasons(got)
+    torch.testing.assert_close(got.outputs[0].sort(-1).values, want.outputs[0].sort(-1).values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    def fn(*x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return v32(*x)
+
+    x = given(5, dtype)
+    got = run(fn, x, grad=False)
+    routed(got)
+    assert node_of(got).args[0].meta["example_value"].dtype is torch.bfloat16
+    rounded = [t.bfloat16() if t.is_floating_point() else t for t in x]
+    exact = MASKS["given"](SCORES["DeepSeek-V3.2"](*rounded[:3]), *x[3:])
+    same_choice(got.outputs[0], exact.topk(K, -1).indices, exact, 2e-2)
+
+
+def test_verification_finds_wrong_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mhc_inductor.routing.operators.index.emit import _Emission
+
+    def negated(self: Any, groups: Any, sign: float, dtype: Any) -> Any:
+        return self.emit("neg", self._placed(self.one.weights[0], groups, dtype))
+
+    changes: dict[str, Callable[..., Any]] = {
+        "_filled": lambda self, chosen, *_: self.emit("to", self.emit("abs", chosen), torch.int64),
+        "_mask": lambda self: None,
+        "_weights": negated,
+        "_last": lambda self, mask: self.emit("sub", self._spread(self.emit("amax", self.emit("to", mask, torch.int64), -1)), 1),
+    }
+    for name, changed in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(_Emission, name, changed)
+            got = run(v32, given(6, t=12, s=11), grad=False)
+        assert not got.report.routed and "verified on random data" in reasons(got), name
+
+
+def test_rows_without_keys_nan_and_infinity() -> None:
+    for mask in ("given", "causal and padding"):
+        fn, masked = spelled("DeepSeek-V3.2", mask, "method")
+        x = given(8, torch.float32)
+        x[0][0, 2, 0, 0] = float("nan")  # a query: all its scores are NaN
+        x[1][0, 1, 0] = float("nan")  # a key that some queries see
+        x[2][1, 3, 1] = float("inf")
+        x[3][1, 1] = False
+        got, scores = run(fn, x, grad=False), masked(*x)
+        routed(got)
+        mine = got.outputs[0]
+        assert bool((mine.sort(-1).values.diff(dim=-1) > 0).all()) and int(mine.min()) >= 0 and int(mine.max()) < T
+        a, b = (torch.sort(scores.gather(-1, i).nan_to_num(1e9), -1).values for i in (mine, scores.topk(K, -1).indices))
+        torch.testing.assert_close(a, b)
+
+
+def test_float_masks_of_unknown_values_stay_and_bool_ones_go() -> None:
+    def added(q: Tensor, k: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+        return (SCORES["DeepSeek-V3.2"](q, k, w) + mask).topk(K, -1).indices
+
+    q, k, w, seen = given()[:4]
+    got = run(added, [q, k, w, torch.where(seen, 0.0, float("-inf"))], grad=False)
+    assert not got.report.routed and "cannot see" in reasons(got) and "bool mask" in reasons(got)
+
+
+def test_two_indexers_share_a_mask_and_two_results_one_choice() -> None:
+    def fn(q: Tensor, k: Tensor, w: Tensor, seen: Tensor) -> tuple[Tensor, ...]:
+        first = SCORES["DeepSeek-V3.2"](q, k, w).masked_fill(~seen, float("-inf")).topk(K, -1)
+        second = SCORES["Hy4"](q * 0.5, k, w + 1).masked_fill(~seen, float("-inf")).topk(K, -1)
+        return first.indices, first[1].int(), second.indices
+
+    got = run(fn, given()[:4], grad=False)
+    routed(got, 2)
+    assert torch.equal(got.outputs[0], got.outputs[1].long())
+
+
+def test_too_many_keys_stay() -> None:
+    def fn(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+        return SCORES["DeepSeek-V4"](q, k, w).topk(4097, -1).indices
+
+    got = run(fn, given(s=1, t=4100)[:3], grad=False)
+    assert not got.report.routed and "up to 4096" in reasons(got)
+
+
+def test_explain_names_the_line_and_decoding_is_routed() -> None:
+    import mhc_inductor
+
+    report = mhc_inductor.explain(v32, *given(s=1), verify=True)
+    assert [r.op for r in report.routed] == ["index_topk"]
+    assert "topk(K, -1)" in report.routed[0].source and "index_topk" in str(report)

@@ -1,0 +1,136 @@
+"""The indexers of transformers' models are routed: masks, padding, packing, sizes and modes; outputs as in eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.capture import Captured, reasons, run
+from tests.indexers import FAMILIES, HEADS, TOPK, Indexer, inputs
+
+pytest.importorskip("transformers.models.deepseek_v4")
+pytest.importorskip("transformers.models.glm5_next")
+
+OWN_MASK = ("deepseek_v4", "glm5_next")
+"""Models that compute their masks in the indexer."""
+GLM = "glm5_next"
+
+
+def routed(got: Captured, keys: int) -> None:
+    """Asserts that one indexer is routed and no tensor with an element per head, query and key is left."""
+    assert [r.op for r in got.report.routed] == ["index_topk"], reasons(got)
+    assert got.ops["index_topk"] == 1 and not got.report.problems
+    for gm in got.graphs:
+        for node in gm.graph.nodes:
+            shape = [s for s in getattr(node.meta.get("example_value"), "shape", ()) if isinstance(s, int)]
+            assert not (len(shape) == 4 and HEADS in shape and shape[-1] == keys), node
+
+
+def chosen(fn: Any, x: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns what ``fn`` gives in eager, and the scores that it chose from."""
+    scores: list[Tensor] = []
+    own = torch.Tensor.topk
+
+    def topk(self: Tensor, *args: Any, **options: Any) -> Any:
+        scores.append(self.detach())
+        return own(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "topk", topk)
+        out = fn(*x)
+    return out, scores[0]
+
+
+def same(got: Captured, fn: Any, x: list[Tensor], family: str, tolerance: float = 1e-5) -> None:
+    """Asserts that each query has keys with the scores of those that eager chooses, distinct ones."""
+    want, scores = chosen(fn, x)
+    (mine,) = got.outputs
+    assert mine.shape == want.shape and mine.dtype == want.dtype
+    if family == GLM:
+        if len(x) > 3 or tolerance > 1e-3:  # padded: pools start at the first real key
+            equal = (mine.sort(-1).values == want.sort(-1).values).all(-1)
+            assert float(equal.float().mean()) >= (1.0 if tolerance < 1e-3 else 0.5)
+            return
+        mine, want = (i[..., : TOPK // 2 * 2 : 2] // 2 for i in (mine, want))  # pools of two keys
+    if family not in OWN_MASK:
+        assert int(mine.min()) >= 0 and bool((mine.sort(-1).values.diff(dim=-1) > 0).all())
+    a, b = (
+        scores.double().gather(-1, i.long().clamp_min(0)).masked_fill(i < 0, -torch.inf).sort(-1).values
+        for i in (mine, want)
+    )
+    assert torch.equal(a.isfinite(), b.isfinite())
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b[b > -1e30].abs().max()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_masks(family: str, kind: str, padded: bool) -> None:
+    if family in OWN_MASK and kind == "bool":
+        pytest.skip("has a mask of its own")
+    x = inputs(padded=padded)
+    model = Indexer(family, kind)
+    got = run(model, x, [*model.named_parameters()])
+    routed(got, 24)
+    same(got, model, x, family)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != GLM])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_packed_positions(family: str, kind: str) -> None:
+    if family in OWN_MASK and kind == "bool":
+        pytest.skip("has a mask of its own")
+    x = inputs(packed=True)
+    model = Indexer(family, kind, packed=True)
+    got = run(model, x, grad=False)
+    routed(got, 24)
+    same(got, model, x, family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_dynamic_sizes(family: str, batch: int) -> None:
+    x = inputs(B=batch)
+    model = Indexer(family)
+    symbolic = [(i, 1) for i in range(3)] + ([(i, 0) for i in range(3)] if batch > 1 else [])
+    # A graph break of GLM-5-Next forgets the marks.
+    dynamic, symbolic = (True, []) if family == GLM else (None, symbolic)
+    got = run(model, x, grad=False, dynamic=dynamic, symbolic=symbolic)
+    routed(got, 24)
+    same(got, model, x, family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", ["bf16", "autocast"])
+def test_bf16(family: str, how: str) -> None:
+    model = Indexer(family)
+    x = inputs()
+    if how == "bf16":
+        model, x = model.bfloat16(), inputs(dtype=torch.bfloat16)
+
+    def fn(*given: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+            return model(*given)
+
+    got = run(fn, x, grad=False)
+    routed(got, 24)
+    same(got, fn, x, family, 1e-5 if how == "bf16" else 0.05)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in OWN_MASK])
+def test_a_bool_mask_that_the_caller_passes(family: str) -> None:
+    model = Indexer(family, "bool")
+    own, x = model.inner, inputs()
+    seen = torch.rand(2, 24, 24, generator=torch.Generator().manual_seed(2)) < 0.5
+    rope = torch.randn(2, 24, 8)
+
+    def fn(hidden: Tensor, lora: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
+        given = (hidden, (rope, rope)) if family == "mistral_large4" else (hidden, lora, (rope, rope))
+        return own(*given, seen, positions)
+
+    got = run(fn, [*x, seen], grad=False)
+    routed(got, 24)
+    same(got, fn, [*x, seen], family)
