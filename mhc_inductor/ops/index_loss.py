@@ -6,14 +6,15 @@ the attention. Double backward raises RuntimeError.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.checks import _floating, _shape, _text, integers
-from mhc_inductor.ops.index import _fold
 from mhc_inductor.ops.registry import call as call
 from mhc_inductor.ops.registry import define, needed
 from mhc_inductor.reference import index_loss as reference
@@ -124,14 +125,15 @@ def _grad(ctx: Any, dloss: Tensor | None, _: Tensor | None) -> tuple[Tensor | No
     return needed(ctx, *grads, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
-def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    size = info.batch_size
-    folded = [_fold(a, d, size) if isinstance(a, Tensor) else a for a, d in zip(args, in_dims, strict=True)]
-    out = op(*folded)
-    return tuple(t.unflatten(0, (size, -1)) for t in out), (0,) * len(out)
-
-
-define("index_loss", SCHEMAS["index_loss"], reference.index_loss, _fake, (_setup, _grad), check, _vmap)
+define(
+    "index_loss",
+    SCHEMAS["index_loss"],
+    reference.index_loss,
+    _fake,
+    (_setup, _grad),
+    check,
+    functools.partial(into_batch, "index_loss"),
+)
 define(
     "index_loss_backward",
     SCHEMAS["index_loss_backward"],
@@ -139,5 +141,5 @@ define(
     _backward_fake,
     None,
     check_backward,
-    _vmap,
+    functools.partial(into_batch, "index_loss_backward"),
 )
