@@ -131,7 +131,6 @@ def e79(
 
     from . import e79 as run
     from . import e79_targets as targets
-    from . import running
 
     on_gpu = torch.cuda.is_available() and device != "cpu"
     usual = run.GPU_PARTS if on_gpu else run.CPU_PARTS
@@ -147,25 +146,13 @@ def e79(
         batch=batch,
         steps=steps,
     )
-    where = settings.resolve()
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    else:
-        console.print(run.CPU_NOTICE, style="yellow")
-    expected = run.GPU_PARTS if where.type == "cuda" else run.CPU_PARTS
-    whole = settings.parts == expected and settings.sizes == targets.SIZES and batch is None and steps is None
-    stem = name or "e79" + ("" if where.type == "cuda" else "-cpu") + ("" if whole else "-partial")
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{stem}.json"
-    result = run.Run(
-        settings,
-        lambda found: running.save(found, path),
-        lambda text: console.print(text, highlight=False, markup=False, style="dim"),
-    ).run()
-    run.write(result, path)
-    console.print(run.table(json.loads(path.read_text())), highlight=False, markup=False, soft_wrap=True)
-    if result["skipped"]:
-        raise typer.Exit(1)
+    whole = (
+        settings.parts == _parts_of(run, settings)
+        and settings.sizes == targets.SIZES
+        and batch is None
+        and steps is None
+    )
+    _run(run, settings, out, name or "e79", whole, as_named=bool(name))
 
 
 @app.command()
@@ -184,7 +171,6 @@ def selection(
     """Measures selection attention: time, memory, errors against fp64, determinism, and where it overtakes dense."""
     import torch
 
-    from . import running
     from . import selection as run
 
     usual = run.GPU_PARTS if torch.cuda.is_available() and device != "cpu" else run.CPU_PARTS
@@ -198,25 +184,8 @@ def selection(
         seed=seed,
         small=small,
     )
-    where = settings.resolve()
-    if where.type == "cuda":
-        torch.cuda.set_device(where)
-    else:
-        console.print(run.CPU_NOTICE, style="yellow")
-    expected = run.GPU_PARTS if where.type == "cuda" else run.CPU_PARTS
-    whole = settings.parts == expected and not small
-    stem = name or "selection" + ("" if where.type == "cuda" else "-cpu") + ("" if whole else "-partial")
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{stem}.json"
-    result = run.Run(
-        settings,
-        lambda found: running.save(found, path),
-        lambda text: console.print(text, highlight=False, markup=False, style="dim"),
-    ).run()
-    run.write(result, path)
-    console.print(run.table(json.loads(path.read_text())), highlight=False, markup=False, soft_wrap=True)
-    if result["skipped"].keys() & set(run.PARTS):
-        raise typer.Exit(1)
+    whole = settings.parts == _parts_of(run, settings) and not small
+    _run(run, settings, out, name or "selection", whole, as_named=bool(name))
 
 
 @app.command()
@@ -272,8 +241,17 @@ def index(
     _run(run, settings, out, name or "index", parts == run.PARTS and not quick)
 
 
-def _run(run: Any, settings: Any, out: pathlib.Path, stem: str, whole: bool) -> None:
-    """Makes a run of a benchmark module, writes its files and prints its table; exits with 1 if a part failed."""
+def _parts_of(run: Any, settings: Any) -> tuple[str, ...]:
+    """Returns all parts that a benchmark module has for the device of a run."""
+    parts: tuple[str, ...] = run.GPU_PARTS if settings.resolve().type == "cuda" else run.CPU_PARTS
+    return parts
+
+
+def _run(run: Any, settings: Any, out: pathlib.Path, stem: str, whole: bool, as_named: bool = False) -> None:
+    """Makes a run of a benchmark module, writes its files and prints its table; exits with 1 if a part failed.
+
+    The files' stem gets -cpu and -partial where they hold, unless it is ``as_named``.
+    """
     import torch
 
     from . import running
@@ -283,7 +261,8 @@ def _run(run: Any, settings: Any, out: pathlib.Path, stem: str, whole: bool) -> 
         torch.cuda.set_device(where)
     else:
         console.print(running.CPU_NOTICE, style="yellow")
-    stem += ("" if where.type == "cuda" else "-cpu") + ("" if whole else "-partial")
+    if not as_named:
+        stem += ("" if where.type == "cuda" else "-cpu") + ("" if whole else "-partial")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{stem}.json"
     result = run.Run(

@@ -13,20 +13,14 @@ from mhc_inductor.kernels.eager import OPS
 from mhc_inductor.ops.registry import REFERENCE
 
 from . import common
-from .builder import LoweringBuilder
-
-
-class _Eager(LoweringBuilder):
-    """A builder that answers as the eager builder would when the op runs: Gluon kernels are allowed."""
-
-    gluon = True
+from .builder import OpBuilder
 
 
 def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
     from mhc_inductor.kernels.mhc.fused_plan import runs_gluon
 
     x, f_out = args[:2]
-    return not compat.packaging() and runs_gluon(_Eager(x.get_device()), x, f_out)
+    return not compat.packaging() and runs_gluon(OpBuilder(x.get_device()), x, f_out)
 
 
 def register() -> None:

@@ -14,19 +14,13 @@ from mhc_inductor import compat
 from mhc_inductor.ops import selection_cpu, selection_lists_cpu
 
 from . import common
-from .builder import LoweringBuilder
-
-
-class _Eager(LoweringBuilder):
-    """A builder that answers as the eager builder would when the op runs: Gluon kernels are allowed."""
-
-    gluon = True
+from .builder import OpBuilder
 
 
 def _runs_gluon(name: str, args: tuple[Any, ...]) -> bool:
     from mhc_inductor.kernels.selection.lists_gluon import list_kernels
 
-    builder = _Eager(args[0].get_device())
+    builder = OpBuilder(args[0].get_device())
     q, k, v = (t if t is None else builder.strided(t) for t in args[:3])
     return not compat.packaging() and list_kernels(builder, q, k, v, compat.static_int(args[-1])) is not None
 

@@ -1,19 +1,22 @@
-"""The index ops on a GPU: parity at real sizes, which kernels run, ties, CUDA graphs, compiled code, memory."""
+"""The index ops on a GPU: parity at real sizes, which kernels run, ties, CUDA graphs, compiled code, memory, the loss."""
 
 from __future__ import annotations
 
 import helpers_index as h
 import pytest
+import test_ops_index_loss as losses
 import torch
 import torch._dynamo.testing
 from test_gpu import kernels_of
 
 import mhc_inductor
 from mhc_inductor import index_scores, index_topk, log
+from mhc_inductor.reference import index_loss as loss_reference
 
 pytestmark = pytest.mark.gpu
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NONE = (None,) * 4
+DEVICE = "cuda"  # of the tests of the loss, which are the same on any device
 
 
 def made(*sizes, dtype=BF16, kind="causal", **kwargs):
@@ -202,3 +205,118 @@ def test_more_than_2_31_scores():
     want = h.oracle(q[:, rows], k, w[:, rows], 1.0, NONE)
     assert float((scores[:, rows] - want).abs().max()) < 1e-3
     h.check_topk(index_topk(q, k, w, 100)[:, rows].contiguous(), (q[:, rows], k, w[:, rows]), 100, 1.0, NONE)
+
+
+# --- the loss -----------------------------------------------------------------------------------------------
+
+
+LOSSES = {
+    "plain": {"B": 2, "S": 70, "T": 700, "H": 16, "D": 128, "G": 1, "heads": 16, "Dk": 192, "n": 200},
+    "groups": {"B": 1, "S": 129, "T": 1025, "H": 5, "D": 80, "G": 4, "heads": 3, "Dk": 66, "n": 77},
+    "lse": {"B": 2, "S": 33, "T": 300, "H": 8, "D": 64, "G": 2, "heads": 8, "Dk": 128, "n": 130, "with_lse": True},
+    "decoding": {"B": 3, "S": 1, "T": 3000, "H": 64, "D": 128, "G": 1, "heads": 16, "Dk": 576, "n": 512},
+    "longer_lists_than_keys": {"B": 2, "S": 9, "T": 4, "H": 3, "D": 8, "G": 2, "heads": 3, "Dk": 6, "n": 11},
+}
+
+
+def loss_case(case="plain", dtype=BF16, **changes):
+    """Returns arguments of the op, q, k and w as leaves; with more than one query, query 0 lists nothing."""
+    args = [
+        t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in losses.make(dtype=dtype, **LOSSES[case] | changes)
+    ]
+    if args[0].shape[1] == 1:
+        args[3].random_(0, args[1].shape[1])
+    # Factors for which neither distribution is all on one key.
+    args[7:] = [0.3 * args[0].shape[3] ** -0.5, args[4].shape[4] ** -0.5]
+    return [*(t.requires_grad_() for t in args[:3]), *args[3:]]
+
+
+def trained(args, loss_of=losses.loss_of):
+    """Returns the loss and the gradients of q, k and w, for a gradient of the loss that is not the same in all rows."""
+    loss = loss_of(args)
+    up = torch.rand(loss.shape, generator=torch.Generator().manual_seed(3), dtype=F64).to(loss)
+    return loss.detach(), *torch.autograd.grad(loss, args[:3], up)
+
+
+def assert_bits(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("chunk", [2**22, 2**16])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("case", LOSSES)
+def test_loss_and_gradients(case, dtype, chunk, monkeypatch):
+    monkeypatch.setattr(loss_reference, "CHUNK", chunk)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    args = loss_case(case, dtype)
+    exact = [t.detach().cpu() if isinstance(t, torch.Tensor) else t for t in args]
+    exact[:3] = [t.double().requires_grad_() for t in exact[:3]]
+    got, want = trained(args), trained(exact, lambda x: losses.dense(*x))
+    assert got[0].dtype is F32 and got[0].device.type == DEVICE
+    for a, b, like in zip(got, want, (got[0], *args[:3]), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, like.dtype)
+        assert losses.error(a.cpu(), b) < (2 * torch.finfo(a.dtype).eps if a is not got[0] else 0) + 1e-5
+
+
+def test_loss_of_a_query_without_keys():
+    args = loss_case()
+    loss, dq, dk, dw = trained(args)
+    assert not loss[:, 0].any() and not dq[:, 0].any() and not dw[:, 0].any()
+    assert bool((loss[:, 1:] > 0).all()) and dq[:, 1:].any() and all(t.isfinite().all() for t in (loss, dq, dk, dw))
+
+
+@pytest.mark.parametrize("change", [{"B": 0}, {"S": 0}, {"T": 0}, {"n": 0}])
+def test_loss_of_nothing(change):
+    args = loss_case(**change)
+    loss, *grads = trained(args)
+    assert loss.shape == args[0].shape[:2] and not loss.any()
+    for grad, t in zip(grads, args, strict=False):
+        assert grad.shape == t.shape and not grad.any()
+
+
+@pytest.mark.parametrize("case", ["plain", "groups"])
+def test_loss_reads_listed_keys_only(case):
+    args = loss_case(case)
+    bad = torch.arange(0, args[1].shape[1], 3, device=DEVICE)
+    args[3] = torch.where((args[3] >= 0) & (args[3] % 3 == 0), args[3] + 1, args[3])  # multiples of 3 are not listed
+    want = trained(args)
+    with torch.no_grad():
+        args[1][:, bad] = torch.nan
+        args[5][:, :, bad] = torch.nan
+    got = trained(args)
+    assert_bits(got, want)
+    assert not got[2][:, bad].any()
+
+
+def test_loss_writes_every_element():
+    """Fills what the op allocates with NaN."""
+    args = loss_case()
+    want = trained(args)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # which fills memory that is not initialised
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        got = trained(args)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_bits(got, want)
+
+
+@pytest.mark.parametrize("case", ["plain", "groups", "decoding"])
+def test_loss_of_two_runs_is_equal(case):
+    args = loss_case(case, n=500)  # each key is listed by many queries
+    assert_bits(trained(args), trained(args))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_loss_compiled(with_lse, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: losses.loss_of(t), fullgraph=True, dynamic=dynamic)
+    for n, (S, T) in enumerate(((70, 700), (81, 900)) if dynamic else ((70, 700),)):
+        args = loss_case(S=S, T=T, with_lse=with_lse)
+        args[7:] = [0.02, 0.07]
+        with torch._dynamo.config.patch(error_on_recompile=n > 0):
+            got = trained(args, lambda x: compiled(*x))
+        assert_bits(got, trained(args))
+    torch._dynamo.reset()

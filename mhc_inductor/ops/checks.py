@@ -63,14 +63,38 @@ def integers(op: str, name: str, t: Tensor, like: Tensor | None = None, like_nam
         raise ValueError(f"{op}: {name} must be on {like_name}'s device {like.device}, got {t.device}")
 
 
+def _is_number(op: str, name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+
+
+def number(op: str, name: str, value: float, least: float = -math.inf, hint: str = "", *, read: bool = True) -> None:
+    """Raises TypeError or ValueError unless ``value`` is a finite number of at least ``least``.
+
+    Args:
+        op: Name of the op for messages.
+        name: Name of the argument.
+        value: The number. A symbol is guarded to have its value.
+        least: Its lower bound.
+        hint: What the message says after the bound.
+        read: Whether symbols are read; False lets them pass, so that no guard is added.
+    """
+    _is_number(op, name, value)
+    if not read and isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return
+    got = float(value)
+    if not (math.isfinite(got) and got >= least):
+        bound = "" if least == -math.inf else f" and at least {least:g}"
+        raise ValueError(f"{op}: {name} must be finite{bound}{hint}, got {got}")
+
+
 def _eps(op: str, below: float = math.inf, **values: float) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-            raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-        number = float(value)
-        if not (math.isfinite(number) and 0 <= number < below):
+        _is_number(op, name, value)
+        got = float(value)
+        if not (math.isfinite(got) and 0 <= got < below):
             bound = "" if below == math.inf else f" and below {below}"
-            raise ValueError(f"{op}: {name} must be finite, not negative{bound}, got {number}")
+            raise ValueError(f"{op}: {name} must be finite, not negative{bound}, got {got}")
 
 
 def _sinkhorn(op: str, iters: int, eps: float, form: str, prefix: str = "") -> None:

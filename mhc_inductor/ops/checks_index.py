@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops.checks import _floating, _shape, _text
-from mhc_inductor.ops.checks_selection import integers
+from mhc_inductor.ops.checks import _floating, _shape, _text, integers, number
+from mhc_inductor.ops.segments import segments
 
 
 def _visibility(
@@ -30,11 +29,7 @@ def _visibility(
     if (segments_q is None) != (segments_k is None):
         name, other = ("segments_q", "segments_k") if segments_q is None else ("segments_k", "segments_q")
         raise ValueError(f"{op}: {name} must be given where {other} is, got None")
-    if segments_q is not None and segments_k is not None:
-        integers(op, "segments_q", segments_q, q)
-        integers(op, "segments_k", segments_k, q)
-        _shape(op, "segments_q", segments_q, [batch, s], "[B, S]")
-        _shape(op, "segments_k", segments_k, [batch, t], "[B, T]")
+    segments(op, segments_q, segments_k, [batch, s], [batch, t], q, ("[B, S]", "[B, T]"))
 
 
 def _is_one(size: Any) -> bool:
@@ -64,12 +59,17 @@ def _mask(op: str, mask: Tensor, q: Tensor, full: list[Any]) -> None:
             torch._check_value(got == want, message)
 
 
-def _scale(op: str, scale: float) -> None:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{op}: scale must be a number, got {type(scale).__name__}")
-    number = float(scale)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{op}: scale must be finite and at least 0 (put a negative scale into w), got {number}")
+def tensors(op: str, q: Tensor, k: Tensor, w: Tensor) -> None:
+    """Raises ValueError or TypeError unless the queries, the keys and the weights of an index fit together."""
+    _floating(op, q=q, k=k, w=w)
+    if q.dim() != 4:
+        raise ValueError(f"{op}: q must have shape [B, S, H, D], got {_text(q.shape)}")
+    if k.dim() != 3:
+        raise ValueError(f"{op}: k must have shape [B, T, D], got {_text(k.shape)}")
+    _shape(op, "k", k, [q.shape[0], k.shape[1], q.shape[3]], "[B, T, D]")
+    _shape(op, "w", w, q.shape[:3], "[B, S, H]")
+    if k.dtype is not q.dtype:
+        raise TypeError(f"{op}: k must have q's dtype {q.dtype}, got {k.dtype}")
 
 
 def index_scores(
@@ -85,21 +85,12 @@ def index_scores(
     op: str = "index_scores",
 ) -> None:
     """Raises ValueError or TypeError unless the arguments of ``index_scores`` fit together."""
-    _floating(op, q=q, k=k, w=w)
-    if q.dim() != 4:
-        raise ValueError(f"{op}: q must have shape [B, S, H, D], got {_text(q.shape)}")
-    batch, s, heads, width = q.shape
-    if k.dim() != 3:
-        raise ValueError(f"{op}: k must have shape [B, T, D], got {_text(k.shape)}")
-    _shape(op, "k", k, [batch, k.shape[1], width], "[B, T, D]")
-    _shape(op, "w", w, [batch, s, heads], "[B, S, H]")
-    for name, size in (("H", heads), ("D", width)):
+    tensors(op, q, k, w)
+    for name, size in (("H", q.shape[2]), ("D", q.shape[3])):
         torch._check_value(
             size >= 1, lambda name=name: f"{op}: q[B, S, H, D] must have {name} of at least 1, got {_text(q.shape)}"
         )
-    if k.dtype is not q.dtype:
-        raise TypeError(f"{op}: k must have q's dtype {q.dtype}, got {k.dtype}")
-    _scale(op, scale)
+    number(op, "scale", scale, 0.0, " (put a negative scale into w)")
     _visibility(op, q, k, limit, mask, segments_q, segments_k)
 
 

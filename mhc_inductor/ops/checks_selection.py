@@ -6,13 +6,10 @@ which may be none.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops.checks import _floating, _shape, _text
-from mhc_inductor.ops.checks import integers as integers
+from mhc_inductor.ops.checks import _floating, _shape, _text, integers, number
 from mhc_inductor.ops.segments import segments
 
 
@@ -89,14 +86,21 @@ def selection_attention(
         _shape(op, "sink", sink, [groups, heads], "[G, h]")
     _sequences(op, q, k, cu_seqlens_q, cu_seqlens_k)
     segments(op, segments_q, segments_k, q.shape[:2], [batch, k.shape[2]], q)
-    _scale(op, scale)
+    number(op, "scale", scale, read=False)
 
 
-def _scale(op: str, scale: float) -> None:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{op}: scale must be a number, got {type(scale).__name__}")
-    if not isinstance(scale, (torch.SymInt, torch.SymFloat)) and not math.isfinite(scale):
-        raise ValueError(f"{op}: scale must be finite, got {scale}")
+def outputs(op: str, q: Tensor, v_width: int, o: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None) -> None:
+    """Raises ValueError or TypeError unless the outputs and their gradients, if any, fit to q."""
+    out, row = [*q.shape[:4], v_width], q.shape[:4]
+    _floating(op, q=q, o=o, lse=lse)
+    for name, t in (("o", o), ("dout", dout)):
+        if t is not None:
+            _floating(op, q=q, **{name: t})
+            _shape(op, name, t, out, "[B, S, G, h, Dv]")
+    for name, t in (("lse", lse), ("dlse", dlse)):
+        if t is not None:
+            _floating(op, q=q, **{name: t})
+            _shape(op, name, t, row, "[B, S, G, h]")
 
 
 def selection_attention_backward(
@@ -118,16 +122,7 @@ def selection_attention_backward(
     """Raises ValueError or TypeError unless the arguments of ``selection_attention_backward`` fit together."""
     op = "selection_attention_backward"
     selection_attention(q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, segments_q, segments_k, op=op)
-    out, row = [*q.shape[:4], v.shape[3]], q.shape[:4]
-    _floating(op, q=q, o=o, lse=lse)
-    for name, t in (("o", o), ("dout", dout)):
-        if t is not None:
-            _floating(op, q=q, **{name: t})
-            _shape(op, name, t, out, "[B, S, G, h, Dv]")
-    for name, t in (("lse", lse), ("dlse", dlse)):
-        if t is not None:
-            _floating(op, q=q, **{name: t})
-            _shape(op, name, t, row, "[B, S, G, h]")
+    outputs(op, q, v.shape[3], o, lse, dout, dlse)
 
 
 def blocks_to_ranges(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops.checks import _floating, _shape, _text
-from mhc_inductor.ops.checks_selection import _scale, _sequences, integers
+from mhc_inductor.ops.checks import _floating, _shape, _text, integers, number
+from mhc_inductor.ops.checks_selection import _sequences, outputs
 from mhc_inductor.ops.segments import segments
 
 
@@ -56,7 +56,7 @@ def selection_list_attention(
         _shape(op, "sink", sink, [groups, heads], "[G, h]")
     _sequences(op, q, k, cu_seqlens_q, cu_seqlens_k)
     segments(op, segments_q, segments_k, q.shape[:2], [k.shape[0], k.shape[2]], q)
-    _scale(op, scale)
+    number(op, "scale", scale, read=False)
 
 
 def _values(op: str, q: Tensor, k: Tensor, v: Tensor, v_width: int) -> None:
@@ -89,13 +89,4 @@ def selection_list_attention_backward(
     op = "selection_attention_backward"
     lists = (indices, sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
     selection_list_attention(q, k, v, *lists, scale, v_width, op=op)
-    out, row = [*q.shape[:4], v_width], q.shape[:4]
-    _floating(op, q=q, o=o, lse=lse)
-    for name, t in (("o", o), ("dout", dout)):
-        if t is not None:
-            _floating(op, q=q, **{name: t})
-            _shape(op, name, t, out, "[B, S, G, h, Dv]")
-    for name, t in (("lse", lse), ("dlse", dlse)):
-        if t is not None:
-            _floating(op, q=q, **{name: t})
-            _shape(op, name, t, row, "[B, S, G, h]")
+    outputs(op, q, v_width, o, lse, dout, dlse)

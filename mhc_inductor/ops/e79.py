@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.ops import checks_e79, e79_cpu
+from mhc_inductor.ops.batching import fold
 from mhc_inductor.ops.registry import Gradient, define, implement, needed, refuse
 from mhc_inductor.ops.registry import call as call
 from mhc_inductor.reference import e79 as reference
@@ -107,17 +108,6 @@ def _grad(ctx: Any, dout: Any, dS: Any, dM: Any, *others: Any) -> tuple[Tensor |
 # --- vmap: batch merged into B -----------------------------------------------------------------------------
 
 
-def _fold(a: Tensor | None, dim: int | None, size: int, at: int) -> Tensor | None:
-    """Returns ``a`` with the vmap dimension merged into dimension ``at``, which is B.
-
-    A tensor without a vmap dimension is expanded first.
-    """
-    if a is None:
-        return None
-    batched = a.unsqueeze(at).expand(*a.shape[:at], size, *a.shape[at:]) if dim is None else a.movedim(dim, at)
-    return batched.flatten(at, at + 1)
-
-
 def _fold_bias(
     bias: Tensor | None, dim: int | None, size: int, kvqm: Tensor, apart: bool
 ) -> tuple[Tensor | None, bool]:
@@ -129,7 +119,7 @@ def _fold_bias(
     if bias is None:
         return None, False
     if bias.dim() - (dim is not None) == 3:
-        return _fold(bias, dim, size, 1), False
+        return fold(bias, dim, size, 1), False
     if dim is None and not apart:
         return bias, False
     rows = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
@@ -142,11 +132,11 @@ def _fold_bias(
 def _fold_inputs(
     size: int, dims: tuple[int | None, ...], inputs: tuple[Any, ...], apart: bool
 ) -> tuple[tuple[Tensor | None, ...], tuple[bool, bool]]:
-    kvqm = _fold(inputs[0], dims[0], size, 1)
+    kvqm = fold(inputs[0], dims[0], size, 1)
     assert kvqm is not None
     b_s, s_apart = _fold_bias(inputs[1], dims[1], size, kvqm, apart)
     b_m, m_apart = _fold_bias(inputs[2], dims[2], size, kvqm, apart)
-    states = [_fold(a, dim, size, 0) for a, dim in zip(inputs[3:], dims[3:], strict=True)]
+    states = [fold(a, dim, size, 0) for a, dim in zip(inputs[3:], dims[3:], strict=True)]
     return (kvqm, b_s, b_m, *states), (s_apart, m_apart)
 
 
@@ -168,11 +158,11 @@ def _scan_vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) 
 
 def _scan_backward_vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     size = info.batch_size
-    grads = [_fold(a, dim, size, at) for a, dim, at in zip(args[:3], in_dims[:3], (1, 0, 0), strict=True)]
+    grads = [fold(a, dim, size, at) for a, dim, at in zip(args[:3], in_dims[:3], (1, 0, 0), strict=True)]
     inputs, summed = _fold_inputs(size, in_dims[3:8], args[3:8], apart=True)
     assert inputs[0] is not None
     batch = inputs[0].shape[1] // size
-    out = op(*grads, *inputs, _fold(args[8], in_dims[8], size, 1), _fold(args[9], in_dims[9], size, 1), args[10])
+    out = op(*grads, *inputs, fold(args[8], in_dims[8], size, 1), fold(args[9], in_dims[9], size, 1), args[10])
     pairs = [_unfold(t, size, at, batch) for t, at in zip(out, (1, 1, 1, 0, 0), strict=True)]
     for k, apart in enumerate(summed, 1):
         if apart:  # [T, size, B, n] -> one [n] per vmap entry

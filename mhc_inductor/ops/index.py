@@ -6,6 +6,7 @@ queries to bound their memory.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.ops import checks_index
+from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.registry import Gradient, define, needed
 from mhc_inductor.ops.registry import call as call
 from mhc_inductor.reference import index as reference
@@ -54,32 +56,6 @@ def _grad(ctx: Any, dscores: Tensor | None) -> tuple[Tensor | None, ...]:
     return needed(ctx, *call("index_scores_backward", dscores, q, k, w, ctx.scale, *visible))
 
 
-def _fold(a: Tensor, dim: int | None, size: int) -> Tensor:
-    """Returns ``a`` with the vmap dimension merged into its first dimension."""
-    return (a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)).flatten(0, 1)
-
-
-def _fold_mask(a: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """Returns the mask with the vmap dimension merged into B; unchanged where all entries share it."""
-    if dim is None and a.shape[0] == 1:
-        return a
-    a = a if dim is None else a.movedim(dim, 0)
-    return _fold(a.expand(*a.shape[:-3], batch, *a.shape[-2:]), None if dim is None else 0, size)
-
-
-def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    size, batch = info.batch_size, args[0].shape[1 if in_dims[0] == 0 else 0]
-    folded = []
-    for a, dim in zip(args, in_dims, strict=True):
-        if isinstance(a, Tensor):
-            a = _fold_mask(a, dim, size, batch) if a.dtype is torch.bool else _fold(a, dim, size)
-        folded.append(a)
-    out = op(*folded)
-    if isinstance(out, Tensor):
-        return out.unflatten(0, (size, -1)), 0
-    return tuple(t.unflatten(0, (size, -1)) for t in out), (0,) * len(out)
-
-
 _FAKES: dict[str, Callable[..., Any]] = {
     "index_scores": _scores_fake,
     "index_scores_backward": _backward_fake,
@@ -95,6 +71,6 @@ for _name, _fake in _FAKES.items():
         _fake,
         _GRADIENTS.get(_name),
         getattr(checks_index, _name),
-        _vmap,
+        functools.partial(into_batch, _name),
         integers=_name == "index_topk",
     )

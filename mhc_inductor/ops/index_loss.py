@@ -6,14 +6,15 @@ the attention. Double backward raises RuntimeError.
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops.checks import _floating, _shape, _text, integers
-from mhc_inductor.ops.index import _fold
+from mhc_inductor.ops import checks_index
+from mhc_inductor.ops.batching import into_batch
+from mhc_inductor.ops.checks import _floating, _shape, _text, integers, number
 from mhc_inductor.ops.registry import call as call
 from mhc_inductor.ops.registry import define, needed
 from mhc_inductor.reference import index_loss as reference
@@ -62,7 +63,7 @@ def check(
     if lse is not None:
         _floating(op, q=q, lse=lse)
         _shape(op, "lse", lse, rows, "[B, S, G, h]")
-    _number(op, "attention_scale", attention_scale)
+    number(op, "attention_scale", attention_scale)
 
 
 def check_backward(
@@ -77,27 +78,12 @@ def check_backward(
 
 
 def _index(op: str, q: Tensor, k: Tensor, w: Tensor, indices: Tensor, scale: float) -> None:
-    _floating(op, q=q, k=k, w=w)
-    if q.dim() != 4:
-        raise ValueError(f"{op}: q must have shape [B, S, H, D], got {_text(q.shape)}")
-    if k.dim() != 3:
-        raise ValueError(f"{op}: k must have shape [B, T, D], got {_text(k.shape)}")
-    _shape(op, "k", k, [q.shape[0], k.shape[1], q.shape[3]], "[B, T, D]")
-    _shape(op, "w", w, q.shape[:3], "[B, S, H]")
-    if k.dtype is not q.dtype:
-        raise TypeError(f"{op}: k must have q's dtype {q.dtype}, got {k.dtype}")
+    checks_index.tensors(op, q, k, w)
     integers(op, "indices", indices, q)
     if indices.dim() != 3:
         raise ValueError(f"{op}: indices must have shape [B, S, n], got {_text(indices.shape)}")
     _shape(op, "indices", indices, [*q.shape[:2], indices.shape[2]], "[B, S, n]")
-    _number(op, "scale", scale)
-
-
-def _number(op: str, name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(float(value)):
-        raise ValueError(f"{op}: {name} must be finite, got {float(value)}")
+    number(op, "scale", scale)
 
 
 def _fake(q: Tensor, k: Tensor, w: Tensor, indices: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -124,14 +110,15 @@ def _grad(ctx: Any, dloss: Tensor | None, _: Tensor | None) -> tuple[Tensor | No
     return needed(ctx, *grads, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
-def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    size = info.batch_size
-    folded = [_fold(a, d, size) if isinstance(a, Tensor) else a for a, d in zip(args, in_dims, strict=True)]
-    out = op(*folded)
-    return tuple(t.unflatten(0, (size, -1)) for t in out), (0,) * len(out)
-
-
-define("index_loss", SCHEMAS["index_loss"], reference.index_loss, _fake, (_setup, _grad), check, _vmap)
+define(
+    "index_loss",
+    SCHEMAS["index_loss"],
+    reference.index_loss,
+    _fake,
+    (_setup, _grad),
+    check,
+    functools.partial(into_batch, "index_loss"),
+)
 define(
     "index_loss_backward",
     SCHEMAS["index_loss_backward"],
@@ -139,5 +126,5 @@ define(
     _backward_fake,
     None,
     check_backward,
-    _vmap,
+    functools.partial(into_batch, "index_loss_backward"),
 )

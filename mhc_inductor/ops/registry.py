@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mhc_inductor import compat
 from mhc_inductor.ops import checks
+from mhc_inductor.ops.batching import one_by_one
 
 # The vmap rule of one op: (op, info, in_dims, *args) -> (outputs, out_dims).
 VmapRule = Callable[..., tuple[Any, Any]]
@@ -135,13 +136,7 @@ def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | Non
     batched = {k for k, dim in zip(names, in_dims, strict=True) if dim is not None}
     shared = _PARAM_NAMES.isdisjoint(names if name.endswith("_backward") else batched)
     if not shared:
-        rows = [
-            op(*[a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True)])
-            for i in range(info.batch_size)
-        ]
-        if isinstance(rows[0], Tensor):
-            return torch.stack(rows), 0
-        return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
+        return one_by_one(op, info.batch_size, in_dims, args)
 
     def fold(key: str, a: Any, dim: int | None) -> Any:
         if not isinstance(a, Tensor) or key in _PARAM_NAMES:

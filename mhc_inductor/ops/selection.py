@@ -1,19 +1,20 @@
 """The selection attention ops (the selected branch of native sparse attention) in ``torch.ops.mhc_inductor``.
 
-This module defines the schemas, fakes, gradients and the vmap rule of the attention and its backward op;
-``registry.py`` registers them.
+This module defines the schemas, fakes and gradients of the attention and its backward op; ``registry.py`` registers
+them.
 
 The second output, lse, has a gradient too; ranges, boundaries and segment ids have none. Double backward raises RuntimeError.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mhc_inductor.ops import checks_selection, selection_cpu
+from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.registry import Gradient, define, implement, needed
 from mhc_inductor.ops.registry import call as call
 from mhc_inductor.reference import selection as reference
@@ -69,39 +70,6 @@ def given(*segments: Tensor | None) -> tuple[Tensor | None, ...]:
     return () if all(t is None for t in segments) else segments
 
 
-# --- vmap: batch merged into B -----------------------------------------------------------------------------
-
-
-def _fold(a: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """Returns ``a`` with the vmap dimension merged into its first dimension."""
-    if a is None:
-        return None
-    batched = a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)
-    return batched.flatten(0, 1)
-
-
-def _one_by_one(op: Any, size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    rows = [op(*[a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]) for i in range(size)]
-    return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
-
-
-def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    size = info.batch_size
-    first = 0 if len(args) <= 10 else 2  # index of the first of q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k
-    sink, packed = args[first + 4], args[first + 5] is not None
-    # These entries cannot join B: a sink's gradient is a sum over B, and packed sequences have a B of 1.
-    apart = in_dims[first + 4] is not None or (sink is not None and first > 0)
-    if packed or apart:
-        return _one_by_one(op, size, in_dims, args)
-    folded = [
-        _fold(a, d, size) if isinstance(a, Tensor) and k != first + 4 else a
-        for k, (a, d) in enumerate(zip(args, in_dims, strict=True))
-    ]
-    out = op(*folded)
-    pairs = [(t, None) if t.dim() == 1 else (t.unflatten(0, (size, -1)), 0) for t in out]
-    return tuple(t for t, _ in pairs), tuple(dim for _, dim in pairs)
-
-
 _GRADIENTS: dict[str, Gradient] = {"selection_attention": (_setup, _grad)}
 
 for _name, _its_fake in (("selection_attention", _fake), ("selection_attention_backward", _backward_fake)):
@@ -112,6 +80,6 @@ for _name, _its_fake in (("selection_attention", _fake), ("selection_attention_b
         _its_fake,
         _GRADIENTS.get(_name),
         getattr(checks_selection, _name),
-        _vmap,
+        functools.partial(into_batch, _name),
     )
     implement(_name, getattr(selection_cpu, _name), "CPU")

@@ -7,11 +7,12 @@ integers.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
 
+from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.checks import _floating, _shape, _text
 from mhc_inductor.ops.registry import call as call
 from mhc_inductor.ops.registry import define
@@ -122,13 +123,13 @@ def _fake(
     return q.new_empty((*q.shape[:3], count), dtype=torch.int32)
 
 
-def _vmap(op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
-    size = info.batch_size
-    folded = [
-        (a.expand(size, *a.shape) if d is None else a.movedim(d, 0)).flatten(0, 1) if isinstance(a, Tensor) else a
-        for a, d in zip(args, in_dims, strict=True)
-    ]
-    return op(*folded).unflatten(0, (size, -1)), 0
-
-
-define("selection_blocks", SCHEMA, selection_blocks, _fake, None, check, _vmap, integers=True)
+define(
+    "selection_blocks",
+    SCHEMA,
+    selection_blocks,
+    _fake,
+    None,
+    check,
+    functools.partial(into_batch, "selection_blocks"),
+    integers=True,
+)

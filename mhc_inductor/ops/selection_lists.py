@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mhc_inductor.ops import checks_selection_lists, selection_lists_cpu
+from mhc_inductor.ops.batching import into_batch
 from mhc_inductor.ops.registry import Gradient, define, implement, needed
 from mhc_inductor.ops.registry import call as call
 from mhc_inductor.reference import selection_lists as reference
@@ -66,31 +66,6 @@ def _grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | 
     return needed(ctx, dq, dk, None if saved[2] is None else dv, None, dsink)
 
 
-# --- vmap: batch merged into B -----------------------------------------------------------------------------
-
-
-def _fold(a: Tensor, dim: int | None, size: int) -> Tensor:
-    """Returns ``a`` with the vmap dimension merged into its first dimension."""
-    return (a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)).flatten(0, 1)
-
-
-def _vmap(name: str, op: Any, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    names = [a.name for a in getattr(torch.ops.mhc_inductor, name).default._schema.arguments]
-    given = dict(zip(names, args, strict=True))
-    size, dims = info.batch_size, dict(zip(names, in_dims, strict=True))
-    # These cannot join B: a sink's gradient is a sum over B, and packed sequences have a B of 1.
-    apart = dims["sink"] is not None or (given["sink"] is not None and "dout" in given)
-    if given["cu_seqlens_q"] is not None or apart:
-        rows = [
-            op(*[a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]) for i in range(size)
-        ]
-        return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(rows[0])
-    out = op(*[_fold(a, dims[n], size) if isinstance(a, Tensor) and n != "sink" else a for n, a in given.items()])
-    # A placeholder of shape [0] has no vmap dimension.
-    pairs = [(t, None) if t.dim() == 1 else (t.unflatten(0, (size, -1)), 0) for t in out]
-    return tuple(t for t, _ in pairs), tuple(dim for _, dim in pairs)
-
-
 _GRADIENTS: dict[str, Gradient] = {"selection_list_attention": (_setup, _grad)}
 
 for _name, _its_fake in (("selection_list_attention", _fake), ("selection_list_attention_backward", _backward_fake)):
@@ -101,7 +76,7 @@ for _name, _its_fake in (("selection_list_attention", _fake), ("selection_list_a
         _its_fake,
         _GRADIENTS.get(_name),
         getattr(checks_selection_lists, _name),
-        functools.partial(_vmap, _name),
+        functools.partial(into_batch, _name),
         public=_name.replace("list_", ""),
     )
     implement(_name, getattr(selection_lists_cpu, _name), "CPU")

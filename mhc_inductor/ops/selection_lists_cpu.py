@@ -1,4 +1,7 @@
-"""Selection attention over lists of keys on a CPU: C++ for large calls, else that over ranges of one key each."""
+"""Selection attention over lists of keys on a CPU: C++ for large calls, else that over ranges of one key each.
+
+Each function takes the arguments of the op of its name, see :mod:`mhc_inductor.reference.selection_lists`.
+"""
 
 from __future__ import annotations
 
@@ -28,102 +31,41 @@ def _selected(
 
 
 @as_given
-def selection_list_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    scale: float,
-    v_width: int,
-) -> tuple[Tensor, Tensor]:
+def selection_list_attention(*args: Any) -> tuple[Tensor, Tensor]:
     """Computes :func:`mhc_inductor.reference.selection_lists.selection_list_attention` over selected keys only."""
-    if core.usable(q, k):
-        selected = _selected(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-        o, lse = core.attention(q, k, reference.values_of(k, v, v_width), selected, sink, scale)
-        return o.to(q.dtype), lse
-    ranges = reference.ranges_of(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-    return selection_cpu.selection_attention(q, k, reference.values_of(k, v, v_width), ranges, sink, None, None, scale)
+    q, k, v, indices, sink, *visible, scale, v_width = args
+    if not core.usable(q, k):
+        return reference.over_ranges(selection_cpu.selection_attention, *args)
+    values, selected = reference.values_of(k, v, v_width), _selected(q, k, indices, *visible)
+    o, lse = core.attention(q, k, values, selected, sink, scale)
+    return o.to(q.dtype), lse
 
 
 @as_given
-def selection_list_attention_backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    v_width: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def selection_list_attention_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`selection_list_attention` over selected keys only."""
-    if core.usable(q, k):
-        selected = _selected(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-        row, dsink = selection.backward_rows(dout, dlse, sink, o, lse)
-        dq, dk, dv = core.backward(row, dlse is not None, q, k, reference.values_of(k, v, v_width), selected, scale)
-        if v is None:
-            dk, dv = dk + F.pad(dv, (0, k.shape[3] - v_width)), dv.new_empty((0,))
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dsink
-    ranges = reference.ranges_of(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-    backward = selection_cpu.selection_attention_backward
-    return reference.gradients(backward, dout, dlse, q, k, v, ranges, sink, o, lse, scale, v_width)
+    dout, dlse, q, k, v, indices, sink, *visible, o, lse, scale, v_width = args
+    if not core.usable(q, k):
+        return reference.gradients(selection_cpu.selection_attention_backward, *args)
+    values, selected = reference.values_of(k, v, v_width), _selected(q, k, indices, *visible)
+    row, dsink = selection.backward_rows(dout, dlse, sink, o, lse)
+    dq, dk, dv = core.backward(row, dlse is not None, q, k, values, selected, scale)
+    if v is None:
+        dk, dv = dk + F.pad(dv, (0, k.shape[3] - v_width)), dv.new_empty((0,))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), dsink
 
 
 # --- compiled: one formula ----------------------------------------------------------------------------------
 
 
-def fused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    scale: float,
-    v_width: int,
-) -> Any:
+def fused_attention(*args: Any) -> Any:
     """Decomposes the op for Inductor; returns NotImplemented where the generated code should call the op."""
-    if not selection_cpu.fits(q, k):
-        return NotImplemented
-    ranges = reference.ranges_of(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-    return selection_cpu.fused_attention(q, k, reference.values_of(k, v, v_width), ranges, sink, None, None, scale)
+    q, k, *_ = args
+    return reference.over_ranges(selection_cpu.fused_attention, *args) if selection_cpu.fits(q, k) else NotImplemented
 
 
-def fused_attention_backward(
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    indices: Tensor,
-    sink: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    segments_q: Tensor | None,
-    segments_k: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    v_width: int,
-) -> Any:
+def fused_attention_backward(*args: Any) -> Any:
     """Decomposes the backward op for Inductor; returns NotImplemented where the generated code should call the op."""
-    if not selection_cpu.fits(q, k):
-        return NotImplemented
-    ranges = reference.ranges_of(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    _, _, q, k, *_ = args
     backward = selection_cpu.fused_attention_backward
-    return reference.gradients(backward, dout, dlse, q, k, v, ranges, sink, o, lse, scale, v_width)
+    return reference.gradients(backward, *args) if selection_cpu.fits(q, k) else NotImplemented

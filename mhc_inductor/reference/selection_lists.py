@@ -8,6 +8,7 @@ those of :mod:`mhc_inductor.reference.selection`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,8 +102,8 @@ def selection_list_attention(
 
     Source: DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556), over the list that the indexer chose.
     """
-    ranges = ranges_of(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-    return selection.selection_attention(q, k, values_of(k, v, v_width), ranges, sink, None, None, scale)
+    keys = (q, k, v, indices, sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    return over_ranges(selection.selection_attention, *keys, scale, v_width)
 
 
 @as_given
@@ -150,26 +151,26 @@ def selection_list_attention_backward(
 
     Source: derived from arXiv 2512.02556.
     """
-    ranges = ranges_of(q, k, indices, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-    backward = selection.selection_attention_backward
-    return gradients(backward, dout, dlse, q, k, v, ranges, sink, o, lse, scale, v_width)
+    keys = (q, k, v, indices, sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    return gradients(selection.selection_attention_backward, dout, dlse, *keys, o, lse, scale, v_width)
+
+
+def over_ranges(attention: Callable[..., tuple[Tensor, Tensor]], *args: Any) -> tuple[Tensor, Tensor]:
+    """Returns what ``attention`` over ranges gives for the arguments of :func:`selection_list_attention`."""
+    q, k, v, indices, sink, *visible, scale, v_width = args
+    ranges = ranges_of(q, k, indices, *visible)
+    return attention(q, k, values_of(k, v, v_width), ranges, sink, None, None, scale)
 
 
 def gradients(
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    ranges: Tensor,
-    sink: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    v_width: int,
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns what ``backward``, for absolute ranges, gives; if v is None, with dv added to dk."""
+    """Returns what ``backward`` over ranges gives for the arguments of :func:`selection_list_attention_backward`.
+
+    If v is None, dv is added to dk.
+    """
+    dout, dlse, q, k, v, indices, sink, *visible, o, lse, scale, v_width = args
+    ranges = ranges_of(q, k, indices, *visible)
     if v is not None:
         return backward(dout, dlse, q, k, v, ranges, sink, None, None, o, lse, scale)
     # In the arithmetic's dtype, so that the sum is rounded once.
