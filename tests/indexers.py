@@ -105,7 +105,9 @@ class Indexer(nn.Module):
         return self.inner(*given, mask[:, 0], positions)
 
 
-def inputs(B: int = 2, S: int = 24, dtype: torch.dtype = torch.float32, padded: bool = False, packed: bool = False) -> list[Tensor]:
+def inputs(
+    B: int = 2, S: int = 24, dtype: torch.dtype = torch.float32, padded: bool = False, packed: bool = False
+) -> list[Tensor]:
     """Returns hidden states, the latent of the queries, positions, and with ``padded`` a left-padded mask."""
     g = torch.Generator().manual_seed(1)
     hidden = torch.randn(B, S, HIDDEN, generator=g).to(dtype)

@@ -42,7 +42,9 @@ SCORES: dict[str, Scores] = {
         (w.float() * H**-0.5).unsqueeze(-2), F.relu(_products(q, k) * SCALE)
     ).squeeze(-2),
     "DeepSeek-V4": lambda q, k, w: (F.relu(_products(q, k)) * SCALE * (w.float() * H**-0.5).unsqueeze(-1)).sum(dim=2),
-    "Hy4": lambda q, k, w: torch.matmul((w.float() * H**-0.5 * SCALE).unsqueeze(-2), F.relu(_products(q, k))).squeeze(-2),
+    "Hy4": lambda q, k, w: torch.matmul((w.float() * H**-0.5 * SCALE).unsqueeze(-2), F.relu(_products(q, k))).squeeze(
+        -2
+    ),
     "einsum": lambda q, k, w: torch.einsum(
         "bsht,bsh->bst", torch.einsum("bshd,btd->bsht", q.float(), k.float()).relu() * SCALE, w.float()
     ),
@@ -57,9 +59,7 @@ SCORES: dict[str, Scores] = {
     "scale at the end": lambda q, k, w: (F.relu(_products(q, k)) * w.float().unsqueeze(-1)).sum(2) * SCALE,
     "clamp": lambda q, k, w: (_products(q, k).clamp(min=0) * w.float().unsqueeze(-1)).sum(2),
     "clamp_min": lambda q, k, w: (_products(q, k).clamp_min(0.0) * w.float().unsqueeze(-1)).sum(2),
-    "maximum": lambda q, k, w: (
-        torch.maximum(_products(q, k), torch.zeros(())) * w.float().unsqueeze(-1)
-    ).sum(2),
+    "maximum": lambda q, k, w: (torch.maximum(_products(q, k), torch.zeros(())) * w.float().unsqueeze(-1)).sum(2),
     "threshold": lambda q, k, w: (F.threshold(_products(q, k), 0.0, 0.0) * w.float().unsqueeze(-1)).sum(2),
     "relu in place": lambda q, k, w: (_products(q, k).mul_(SCALE).relu_() * w.float().unsqueeze(-1)).sum(2),
     "mean": lambda q, k, w: (F.relu(_products(q, k) * SCALE) * w.float().unsqueeze(-1)).mean(2),
@@ -79,7 +79,9 @@ SCORES: dict[str, Scores] = {
     "weights as a column": lambda q, k, w: torch.matmul(
         F.relu(_products(q, k) * SCALE).transpose(-1, -2), w.float().unsqueeze(-1)
     ).squeeze(-1),
-    "detached": lambda q, k, w: (F.relu(_products(q.detach(), k.detach()) * SCALE) * w.detach().float()[..., None]).sum(2),
+    "detached": lambda q, k, w: (F.relu(_products(q.detach(), k.detach()) * SCALE) * w.detach().float()[..., None]).sum(
+        2
+    ),
 }
 
 Masked = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -100,12 +102,12 @@ def _packed(pos: Tensor, x: Tensor) -> Tensor:
 MASKS: dict[str, Masked] = {
     "none": lambda x, seen, pos, pad: x,
     "causal": lambda x, seen, pos, pad: x.masked_fill(~_causal(x), INF),
-    "causal, triu": lambda x, seen, pos, pad: x
-    + torch.full(x.shape[-2:], INF).triu(1 + x.shape[-1] - x.shape[-2]),
+    "causal, triu": lambda x, seen, pos, pad: x + torch.full(x.shape[-2:], INF).triu(1 + x.shape[-1] - x.shape[-2]),
     "causal, where": lambda x, seen, pos, pad: torch.where(_causal(x), x, INF),
     "causal, added": lambda x, seen, pos, pad: x + torch.where(_causal(x), 0.0, INF),
-    "causal, bf16": lambda x, seen, pos, pad: x
-    + torch.zeros(x.shape[-2:], dtype=torch.bfloat16).masked_fill(~_causal(x), torch.finfo(torch.bfloat16).min),
+    "causal, bf16": lambda x, seen, pos, pad: (
+        x + torch.zeros(x.shape[-2:], dtype=torch.bfloat16).masked_fill(~_causal(x), torch.finfo(torch.bfloat16).min)
+    ),
     "causal, finfo.min": lambda x, seen, pos, pad: torch.where(
         _causal(x).logical_not(), torch.finfo(torch.float32).min, x
     ),
@@ -118,9 +120,9 @@ MASKS: dict[str, Masked] = {
     "padding": lambda x, seen, pos, pad: x.masked_fill(~pad[:, None, :], INF),
     "causal and padding": lambda x, seen, pos, pad: x.masked_fill(~(_causal(x) & pad[:, None, :]), INF),
     "padding after causal": lambda x, seen, pos, pad: x.masked_fill(~_causal(x), INF).masked_fill(~pad[:, None], INF),
-    "added twice": lambda x, seen, pos, pad: x
-    + torch.where(_causal(x), 0.0, INF)
-    + torch.zeros(pad.shape).masked_fill(~pad, INF)[:, None, :],
+    "added twice": lambda x, seen, pos, pad: (
+        x + torch.where(_causal(x), 0.0, INF) + torch.zeros(pad.shape).masked_fill(~pad, INF)[:, None, :]
+    ),
     "given": lambda x, seen, pos, pad: x.masked_fill(~seen, INF),
     "given, finfo.min": lambda x, seen, pos, pad: x.masked_fill(~seen, torch.finfo(x.dtype).min),
     "given, 4 dims": lambda x, seen, pos, pad: x.masked_fill(seen.unsqueeze(1).logical_not()[:, 0], INF),

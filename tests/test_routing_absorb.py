@@ -19,7 +19,8 @@ from mhc_inductor.routing.graph.view import Knowledge
 from mhc_inductor.routing.operators.selection.absorb import Absorbed, Kept, absorption
 from mhc_inductor.routing.operators.selection.layouts import Layouts
 from mhc_inductor.routing.operators.selection.search import Search
-from tests.capture import Captured, difference, eager, evaluate, reasons, run
+from tests.capture import Captured, difference, eager, evaluate, named_tensors, not_worse, reasons, run
+from tests.helpers_mhc import relative
 from tests.reference_models_selection import repeat_kv
 
 H, NOPE, V, ROPE, LATENT, DIM, TOPK = 3, 6, 5, 4, 8, 24, 4
@@ -428,3 +429,181 @@ def test_copies_into_slices_are_routed_and_verified() -> None:
     assert got.ops["selection_attention"] == 1, reasons(got)
     assert all(r.error is not None and r.error < 1e-10 for r in got.report.routed)
     assert difference(got, eager(model, inputs, parameters)) < 1e-12
+
+
+# --- precision, modes, gradients ---
+
+
+def of_size(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"{__name__}.{name}", size)
+
+
+def errors(model: nn.Module, exact: nn.Module, inputs: tuple[Tensor, Tensor]) -> dict[str, tuple[float, float]]:
+    """Returns the errors against fp64 of the absorbed and of the unrouted ``model``, by output and gradient."""
+    exact.load_state_dict(model.state_dict())
+    parameters = [*model.named_parameters()]
+    got, backend = absorbed(model, inputs)
+    assert [type(x) for x in backend.found] == [Absorbed], backend.found
+    mine, theirs = named_tensors(got), named_tensors(eager(model, inputs, parameters))
+    want = named_tensors(eager(exact, (inputs[0].double(), inputs[1]), [*exact.named_parameters()]))
+    return {k: (relative(mine[k], w), relative(theirs[k], w)) for k, w in want.items() if bool(w.any())}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_bf16_is_closer_to_fp64_than_the_model(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Rounds the absorbed q and the op's result instead of K, V and the scores: 0.7 times the error at real widths."""
+    of_size(monkeypatch, H=4, NOPE=64, V=64, ROPE=32, LATENT=256, DIM=256, TOPK=32)
+    torch.manual_seed(seed)
+    model, exact = (Latent(copies, heads=4) for _ in range(2))
+    for key, (mine, theirs) in errors(model.bfloat16(), exact.double(), data(96, 1, torch.bfloat16)).items():
+        assert mine <= 0.9 * theirs, f"{key}: {mine:.3g} from fp64, the model {theirs:.3g}"
+
+
+@pytest.mark.parametrize("large", [3, 30])
+def test_bf16_where_most_of_the_latent_is_not_in_the_keys(monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+    """Costs at most the one rounding of the op's result more, sqrt(3 / 2) of the model's two.
+
+    The products with the absorbed q cancel, but the latent's own rounding, which the model has too, is no smaller. V is
+    nearly the same for all keys: the model's error of V averages out.
+    """
+    of_size(monkeypatch, H=4, NOPE=64, V=64, ROPE=32, LATENT=256, DIM=256, TOPK=32)
+
+    def kv(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+        return cat(m, c + large * torch.where(torch.arange(LATENT) % 3 == 0, -1, 1).to(c.dtype), rot)
+
+    torch.manual_seed(1)
+    model, exact = (Latent(kv, heads=4) for _ in range(2))
+    unit = torch.where(torch.arange(LATENT) % 3 == 0, -1, 1) / LATENT**0.5
+    with torch.no_grad():
+        w = model.kv_b_proj.weight.view(4, NOPE + V, LATENT)[:, :NOPE]
+        w -= (w @ unit)[..., None] * unit
+    for key, (mine, theirs) in errors(model.bfloat16(), exact.double(), data(96, 1, torch.bfloat16)).items():
+        assert mine <= 1.25 * theirs, f"{key}: {mine:.3g} from fp64, the model {theirs:.3g}"
+
+
+@pytest.mark.parametrize("name", ["copies", "cat, sdpa", "two maps"])
+def test_autocast(name: str) -> None:
+    model, exact = model_of(name, torch.float32), model_of(name)
+    exact.load_state_dict(model.state_dict())
+    inputs = data(9, 2, torch.float32)
+
+    def fn(x: Tensor, rows: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x, rows)
+
+    parameters = [*model.named_parameters()]
+    backend = Absorbing()
+    torch._dynamo.reset()
+    got = Captured(*evaluate(torch.compile(fn, backend=backend, dynamic=False), inputs, parameters))
+    assert [type(x) for x in backend.found] == [Absorbed], backend.found
+    assert isinstance(backend.found[0], Absorbed) and backend.found[0].dtype is torch.bfloat16
+    want = eager(exact, (inputs[0].double(), inputs[1]), [*exact.named_parameters()])
+    not_worse(name, got, eager(fn, inputs, parameters), want)
+
+
+@pytest.mark.parametrize("frozen", ["q_b_proj", "kv_b_proj", "kv_a_proj"])
+def test_frozen_weights_get_no_gradient(frozen: str) -> None:
+    model, inputs = model_of("copies"), data()
+    getattr(model, frozen).weight.requires_grad_(False)
+    got, backend = absorbed(model, inputs)
+    assert [type(x) for x in backend.found] == [Absorbed]
+    assert difference(got, eager(model, inputs, [*model.named_parameters()])) < 1e-12
+
+
+def test_without_gradients() -> None:
+    model, inputs = model_of("copies"), data()
+    got, backend = absorbed(model, inputs, grad=False)
+    assert [type(x) for x in backend.found] == [Absorbed] and not _expansions(backend)
+    assert difference(got, eager(model, inputs, grad=False)) < 1e-12
+
+
+def test_sizes() -> None:
+    _, backend = absorbed(model_of("rope first"), data())
+    (found,) = backend.found
+    assert isinstance(found, Absorbed)
+    assert (found.heads, found.nope, found.rope, found.v, found.width) == (H, NOPE, ROPE, V, LATENT)
+
+
+# --- copies into slices, made functional ---
+
+
+def written_once(x: Tensor) -> Tensor:
+    new = x.new_empty(4, 6)
+    new[:, :2].copy_(x[:, :2])
+    new[..., 2:].copy_(x[0, 2:] * 2)
+    return new.sin()
+
+
+def one_element_and_cast(x: Tensor) -> Tensor:
+    new = torch.zeros(4, 6, dtype=torch.float32)
+    new[1].copy_(x[2])
+    new[:, 3].copy_(x[:, 1])
+    return new + 1
+
+
+def slice_used_later(x: Tensor) -> Tensor:
+    new = x * 2
+    part = new[:, :2]
+    part.copy_(x[:, 2:4])
+    return new * part.sum()
+
+
+def slice_of_before_another_write(x: Tensor) -> Tensor:
+    new = x * 2
+    part = new[:, :2]
+    new += 1
+    part.copy_(x[:, 2:4])
+    return new.sin()
+
+
+def result_used(x: Tensor) -> Tensor:
+    new = x * 2
+    part = new[:, :2].copy_(x[:, 2:4])
+    return new * part.sum()
+
+
+def picked_by_a_list(x: Tensor) -> Tensor:
+    new = x * 2
+    new[:, [0, 1]].copy_(x[:, 2:4])
+    return new.sin()
+
+
+def of_an_input(x: Tensor) -> Tensor:
+    y = x.view(6, 4)
+    y[:, :2].copy_(y[:, 2:].detach())
+    return y * 2
+
+
+def of_a_view(x: Tensor) -> Tensor:
+    new = x * 2
+    new.view(6, 4)[:, :2].copy_(x.view(6, 4)[:, 2:])
+    return new.sin()
+
+
+SLICES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "written once": (written_once, 2),
+    "one element, and a cast": (one_element_and_cast, 2),
+    "slice used later": (slice_used_later, 0),
+    "slice of before another write": (slice_of_before_another_write, 0),
+    "result used": (result_used, 0),
+    "picked by a list": (picked_by_a_list, 0),
+    "of an input": (of_an_input, 0),
+    "of a view": (of_a_view, 0),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_copies_into_slices(name: str) -> None:
+    fn, count = SLICES[name]
+    views: list[View] = []
+
+    def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        views.append(View(gm.graph, ambient(), Knowledge()))
+        return fx.GraphModule(gm, views[-1].graph).forward
+
+    x = torch.randn(4, 6, dtype=torch.float64)
+    torch._dynamo.reset()
+    got = torch.compile(fn, backend=backend)(x.clone())
+    assert torch.equal(got, fn(x.clone()))
+    assert [len(v.through) for v in views] == [count]

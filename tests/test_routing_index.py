@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.capture import Captured, eager, reasons, run
-from tests.spellings_index import CHOICES, K, MASKS, NEAR, SCORES, SILENT, D, H
+from tests.spellings_index import CHOICES, MASKS, NEAR, SCORES, SILENT, D, H, K
 
 B, S, T = 2, 7, 9
 
@@ -217,7 +217,9 @@ def test_verification_finds_wrong_choices(monkeypatch: pytest.MonkeyPatch) -> No
         "_filled": lambda self, chosen, *_: self.emit("to", self.emit("abs", chosen), torch.int64),
         "_mask": lambda self: None,
         "_weights": negated,
-        "_last": lambda self, mask: self.emit("sub", self._spread(self.emit("amax", self.emit("to", mask, torch.int64), -1)), 1),
+        "_last": lambda self, mask: self.emit(
+            "sub", self._spread(self.emit("amax", self.emit("to", mask, torch.int64), -1)), 1
+        ),
     }
     for name, changed in changes.items():
         with monkeypatch.context() as patch:

@@ -1,0 +1,264 @@
+"""Tiny models of transformers 5.23 with sparse attention, one configuration a family, with random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TOPK = 8
+VOCAB = 96
+
+LATENT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_topk": TOPK,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes that the families with multi-head latent attention share."""
+
+
+def _latent(class_name: str, **changes: Any) -> Callable[[], Any]:
+    """Returns a function that makes the configuration ``class_name`` of :data:`LATENT` with ``changes``."""
+
+    def config() -> Any:
+        import transformers
+
+        sizes = {**LATENT, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], **changes}
+        return getattr(transformers, class_name)(**{k: v for k, v in sizes.items() if v is not _NONE})
+
+    return config
+
+
+_NONE = object()
+"""Marks a size of :data:`LATENT` that a family does not have."""
+
+
+def _deepseek_v4() -> Any:
+    from transformers import DeepseekV4Config
+
+    return DeepseekV4Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 8},
+        sliding_window=12,
+        num_attention_heads=4,
+        head_dim=32,
+        partial_rotary_factor=0.25,
+        q_lora_rank=32,
+        o_groups=2,
+        o_lora_rank=16,
+        index_n_heads=8,
+        index_head_dim=32,
+        index_topk=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        num_hash_layers=1,
+        hc_sinkhorn_iters=3,
+        max_position_embeddings=256,
+    )
+
+
+def _glm5_next() -> Any:
+    from transformers import Glm5NextConfig
+
+    text = {
+        **LATENT,
+        "qk_rope_head_dim": 0,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "indexer_types": ["full", "full", "shared"],
+        "mlp_layer_types": ["dense", "dense", "sparse"],
+        "index_kpool": 4,
+        "linear_head_dim": 16,
+        "linear_num_heads": 2,
+        "hc_sinkhorn_iters": 3,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+    return Glm5NextConfig(
+        text_config=text,
+        vision_config={**vision, "projection_intermediate_size": 32},
+        **{f"{kind}_token_id": VOCAB - 1 - i for i, kind in enumerate(_SPECIAL)},
+    )
+
+
+_SPECIAL = ("image", "video", "image_start", "image_end", "video_start", "video_end")
+
+
+def _mistral_large4() -> Any:
+    from transformers import MistralLarge4Config
+
+    text = {k: v for k, v in LATENT.items() if k != "q_lora_rank"}
+    text |= {
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "dense", "sparse"],
+        "indexer_types": ["full", "full", "shared"],
+        "kv_source_layers": [0, 0, 2],
+        "no_rope_layers": [1, 1, 1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    vision = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "head_dim": 16, "patch_size": 14, "image_size": 28}
+    return MistralLarge4Config(text_config=text, vision_config=vision, image_token_index=VOCAB - 1)
+
+
+def _minimax_m3_vl() -> Any:
+    from transformers import MiniMaxM3VLTextConfig
+
+    return MiniMaxM3VLTextConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=32,
+        dense_intermediate_size=64,
+        shared_intermediate_size=32,
+        num_hidden_layers=2,
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        mlp_layer_types=["dense", "sparse"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        rotary_dim=16,
+        num_experts_per_tok=2,
+        num_local_experts=4,
+        index_n_heads=2,
+        index_head_dim=32,
+        index_block_size=8,
+        index_topk_blocks=2,
+        index_local_blocks=1,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+_SLIDING = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 32,
+    "swa_kv_lora_rank": 32,
+    "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model class, its tiny configuration, and how many indexers and sparse attentions a call of it has.
+
+    ``indexers`` counts the formulas that ``index_topk`` computes: MiniMax-M3 scores blocks, which is another formula.
+    ``attentions`` counts the attentions under lists or blocks of keys, and DeepSeek-V4's and dots3's windows.
+    """
+
+    model: str
+    config: Callable[[], Any]
+    indexers: int
+    attentions: int
+    implementations: tuple[str, ...] = ("eager", "sdpa")
+
+
+FAMILIES = {
+    "deepseek_v4": Family("DeepseekV4ForCausalLM", _deepseek_v4, 1, 3, ("eager",)),
+    "hy_v4": Family(
+        "HYV4ForCausalLM",
+        _latent("HYV4Config", indexer_types=["full", "shared"]),
+        1,
+        2,
+        ("eager",),
+    ),
+    "deepseek_v32": Family("DeepseekV32ForCausalLM", _latent("DeepseekV32Config"), 2, 2),
+    "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", _latent("GlmMoeDsaConfig", indexer_types=["full", "shared"]), 1, 2),
+    "glm5_next": Family("Glm5NextForConditionalGeneration", _glm5_next, 1, 2),
+    "mistral_large4": Family("MistralLarge4ForConditionalGeneration", _mistral_large4, 2, 3),
+    "axk2": Family("AXK2ForCausalLM", _latent("AXK2Config", n_group=_NONE, topk_group=_NONE, gated_norm_rank=4), 2, 2),
+    "dots3_note": Family(
+        "Dots3NoteForCausalLM",
+        _latent(
+            "Dots3NoteTextConfig",
+            layer_types=["indexed_attention", "sliding_attention"],
+            sliding_window=12,
+            head_dim=24,
+            shared_experts_intermediate_size=32,
+            **_SLIDING,
+        ),
+        1,
+        2,
+    ),
+    "minimax_m3_vl": Family("MiniMaxM3VLForCausalLM", _minimax_m3_vl, 0, 1),
+}
+
+
+def build(family: str, attention: str = "eager", dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """Returns the family's model with seeded weights on the CPU, in eval mode.
+
+    Weights are drawn larger than the published initialisation does, so that attention and selection depend on the
+    input. Parameters that the model class keeps in fp32 are fp32.
+
+    Args:
+        family: a name of :data:`FAMILIES`.
+        attention: "eager" or "sdpa", as ``attn_implementation``.
+        dtype: of all other parameters.
+        seed: of the weights.
+    """
+    import transformers
+
+    torch.manual_seed(seed)
+    one = FAMILIES[family]
+    model = getattr(transformers, one.model)._from_config(one.config(), attn_implementation=attention)
+    _draw(model)
+    model.to(dtype)
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    for name, parameter in model.named_parameters():
+        if any(f".{part}." in f".{name}." for part in kept):
+            parameter.data = parameter.data.float()
+    return model.eval()
+
+
+@torch.no_grad()
+def _draw(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        last = name.rpartition(".")[2]
+        if last == "scale":
+            parameter.uniform_(0.5, 1.5)
+        elif parameter.dim() >= 2:
+            parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))
+        elif "norm" in name and last == "weight":
+            parameter.normal_(1.0, 0.1)
+        else:
+            parameter.normal_(std=0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("tid2eid"):
+            buffer.copy_(torch.randint(4, buffer.shape))
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    """Returns random ids of ordinary tokens, int64 ``[batch, length]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB - len(_SPECIAL), (batch, length), generator=generator)
