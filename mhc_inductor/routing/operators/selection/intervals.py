@@ -174,7 +174,8 @@ class Judge:
         pairs = one.pairs()
         if not pairs:
             raise Mismatch("a range has only a start or only an end; expected start <= key < end", self.where)
-        reasons = [_odd(*pair) for pair in pairs]
+        starts = [x for x in one.lowers if not x.terms]  # where the keys of a concatenated piece begin
+        reasons = [_odd(*_within_piece(low, high, starts)) for low, high in pairs]
         if all(reasons):
             raise Mismatch(reasons[0], self.where)
         lows = {low for (low, _), reason in zip(pairs, reasons, strict=True) if not reason}
@@ -194,6 +195,12 @@ class Judge:
             behind = last.minus(low).value
             if _of_position(low) and (behind is None or behind <= 0):
                 raise Mismatch("a window starts at the query or after it; expected key > query - width", self.where)
+
+
+def _within_piece(low: Linear, high: Linear, starts: Sequence[Linear]) -> tuple[Linear, Linear]:
+    """Returns a start and an end, counted from the start of the piece of keys that they lie in."""
+    piece = next((x for x in starts if x.constant and x.constant == low.constant), None)
+    return (low, high) if piece is None else (low.minus(piece), high.minus(piece))
 
 
 def _of_position(bound: Linear) -> bool:
