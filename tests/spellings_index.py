@@ -99,6 +99,19 @@ def _packed(pos: Tensor, x: Tensor) -> Tensor:
     return (parts[:, : x.shape[1], None] == parts[:, None, :]) & _causal(x)
 
 
+def _transformers(x: Tensor, step: int) -> Tensor:
+    """Returns the mask that transformers makes without position ids, for S = T; ``step`` 1 keeps nothing apart."""
+    S, T = x.shape[-2:]
+    positions = ((torch.arange(T) + 0) * step).unsqueeze(0).expand(x.shape[0], -1)
+    parts = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    b, q, t = (
+        torch.arange(x.shape[0])[:, None, None],
+        (torch.arange(S) + (T - S))[None, :, None],
+        torch.arange(T)[None, None],
+    )
+    return (parts[b, q] == parts[b, t]) & (positions[b, t] <= positions[b, q])
+
+
 MASKS: dict[str, Masked] = {
     "none": lambda x, seen, pos, pad: x,
     "causal": lambda x, seen, pos, pad: x.masked_fill(~_causal(x), INF),
@@ -128,6 +141,8 @@ MASKS: dict[str, Masked] = {
     "given, 4 dims": lambda x, seen, pos, pad: x.masked_fill(seen.unsqueeze(1).logical_not()[:, 0], INF),
     "given, as numbers": lambda x, seen, pos, pad: x + (1.0 - seen.float()) * torch.finfo(torch.float32).min,
     "rows": lambda x, seen, pos, pad: x.masked_fill(~(_causal(x) & pad[:, : x.shape[1], None]), INF),
+    "own positions": lambda x, seen, pos, pad: x.masked_fill(~_transformers(x, 1), INF),
+    "own positions, apart": lambda x, seen, pos, pad: x.masked_fill(~_transformers(x, 2), INF),
     "packed": lambda x, seen, pos, pad: x.masked_fill(~_packed(pos, x), INF),
 }
 

@@ -114,3 +114,25 @@ def test_above_256_the_reference_is_called_and_logged_once(caplog):
         code = _compile(_topk, 256, 512, D=300)
     assert "torch.ops.mhc_inductor.index_topk.default" in code
     assert [r for r in caplog.records if "D = 300 is above 256" in r.getMessage()]
+
+
+def _indexer(q, k, w, limit, mask):
+    scores = torch.matmul(q.float(), k.transpose(-1, -2).float().unsqueeze(1)) * 0.125
+    scores = torch.matmul((w * 0.5).unsqueeze(-2), torch.relu(scores)).squeeze(-2)
+    seen = torch.arange(k.shape[1], device=q.device) < limit.unsqueeze(-1)
+    return torch.where(seen, scores, float("-inf")).topk(16, -1).indices
+
+
+# Folding would make a real tensor on the fake device.
+@torch._inductor.config.patch(joint_graph_constant_folding=False)
+def test_an_indexer_in_plain_pytorch_launches_the_kernels():
+    code = _compile(_indexer, 256, 512)
+    launches = _launches(code)
+    assert "index_tile_scores" in launches and "index_select" in launches
+    assert "extern_kernels.bmm" not in code and "(2, 256, 4, 512)" not in code
+
+
+@torch._inductor.config.patch(joint_graph_constant_folding=False)
+def test_an_indexer_of_unknown_sizes_calls_the_op():
+    code = _compile(_indexer, 256, 512, dynamic=True)
+    assert "torch.ops.mhc_inductor.index_topk.default" in code and "extern_kernels.bmm" not in code

@@ -133,6 +133,18 @@ def test_prefixes_become_a_limit_and_no_mask() -> None:
         assert torch.equal(trace.run().long(), limits.expand(B, S)), mask
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_positions_that_the_model_makes_keep_nothing_apart(dynamic: bool) -> None:
+    symbolic = [(0, 1), (1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (5, 1)] if dynamic else []
+    for mask, proved in (("own positions", True), ("own positions, apart", False)):
+        fn, masked = spelled("DeepSeek-V3.2", mask, "method")
+        x = given(t=S)
+        got = run(fn, x, grad=False, dynamic=None, symbolic=symbolic)
+        assert [r.op for r in got.report.routed] == ["index_topk"], reasons(got)
+        assert (node_of(got).args[6] is None) == proved, mask
+        same_choice(got.outputs[0], eager(fn, x, grad=False).outputs[0], masked(*x))
+
+
 def _upto(node: torch.fx.Node) -> torch.fx.Graph:
     """Returns the graph of a node that depends on no input."""
     graph, at = torch.fx.Graph(), {}

@@ -134,3 +134,52 @@ def test_a_bool_mask_that_the_caller_passes(family: str) -> None:
     got = run(fn, [*x, seen], grad=False)
     routed(got, 24)
     same(got, fn, [*x, seen], family)
+
+
+def whole(family: str) -> torch.nn.Module:
+    """Returns a model of two layers."""
+    sizes = dict(vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+                 q_lora_rank=16, index_n_heads=8, index_head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
+                 max_position_embeddings=128)  # fmt: skip
+    if family == "deepseek_v32":
+        from transformers.models.deepseek_v32 import DeepseekV32Config, DeepseekV32Model
+
+        config = DeepseekV32Config(
+            **sizes, intermediate_size=32, num_key_value_heads=2, kv_lora_rank=16, qk_rope_head_dim=8, v_head_dim=8,
+            qk_nope_head_dim=8, index_topk=4, n_group=1, topk_group=1, first_k_dense_replace=2,
+        )  # fmt: skip
+        made = DeepseekV32Model
+    else:
+        from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4Model
+
+        config = DeepseekV4Config(
+            **sizes, head_dim=16, index_topk=2, sliding_window=4, o_groups=2, o_lora_rank=8, partial_rotary_factor=0.5,
+            layer_types=["compressed_sparse_attention"] * 2,
+        )  # fmt: skip
+        made = DeepseekV4Model
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return made(config).eval()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_whole_models(family: str, padded: bool) -> None:
+    model = whole(family)
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, :5] = 0
+
+    def fn(ids: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = model(input_ids=ids, attention_mask=mask if padded else None, use_cache=False).last_hidden_state
+        return out
+
+    got = run(fn, [ids, mask], grad=False)
+    ours = [r for r in got.report.routed if r.op == "index_topk"]
+    assert len(ours) == 2 and not got.report.problems, reasons(got)
+    assert not [m for m in got.report.near_misses if m.op == "index_topk"]
+    prefix = family == "deepseek_v4" or not padded
+    assert all(("first keys of each query" in r.detail) == prefix for r in ours), ours
+    want = fn(ids, mask)
+    real = mask.bool() if padded else torch.ones_like(mask, dtype=torch.bool)
+    torch.testing.assert_close(got.outputs[0][real], want[real], rtol=1e-4, atol=1e-4)

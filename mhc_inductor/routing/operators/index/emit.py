@@ -145,7 +145,7 @@ class _Emission:
     def _mask(self) -> fx.Node | None:
         """Returns which keys are visible as a bool tensor that broadcasts to [B, S, T]; None without masks."""
         masks = [self._read(mask) for mask in self.one.visible.masks]
-        return functools.reduce(lambda a, b: self.emit(operator.and_, a, b), masks) if masks else None
+        return functools.reduce(lambda a, b: self.emit(torch.logical_and, a, b), masks) if masks else None
 
     def _read(self, mask: Mask) -> fx.Node:
         one, t = self.one, self.one.formula.t
@@ -178,17 +178,17 @@ class _Emission:
         Of the first k keys, at least as many are hidden as are missing. The r-th of them goes to the r-th free place.
         """
         emit = self.emit
-        first = emit(operator.getitem, mask, (Ellipsis, slice(None, count)))
+        first = emit("narrow", mask, -1, 0, count)
         places = emit(torch.arange, count, device=self.device)
         hidden = emit(torch.logical_not, first)
         if self.one.visible.limits or self.one.visible.conditions:
             beyond = emit(operator.ge, places, emit("unsqueeze", limit, -1))
-            hidden = emit(operator.or_, hidden, beyond)
+            hidden = emit(torch.logical_or, hidden, beyond)
         taken = emit("sum", emit(operator.ge, chosen, 0), -1, True)
         at = emit(operator.add, emit("cumsum", hidden, -1), emit(operator.sub, taken, 1))
         # What has no place goes to one more, which is cut off.
-        at = emit(torch.where, emit(operator.and_, hidden, emit(operator.lt, at, count)), at, count)
+        at = emit(torch.where, emit(torch.logical_and, hidden, emit(operator.lt, at, count)), at, count)
         padded = emit(torch.nn.functional.pad, emit("to", chosen, torch.int64), (0, 1))
         source = emit("expand_as", places, at)
         filled = emit("scatter", padded, -1, at, source)
-        return emit(operator.getitem, filled, (Ellipsis, slice(None, count)))
+        return emit("narrow", filled, -1, 0, count)

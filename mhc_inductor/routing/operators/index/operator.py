@@ -24,6 +24,7 @@ from mhc_inductor.routing.operators.index.uses import check_order, check_scores
 from mhc_inductor.routing.operators.index.visible import visible
 from mhc_inductor.routing.operators.kernels import kernels_of
 
+_CHOICES = ("topk", "sort", "argsort")
 _FOLLOWED = "the scores cannot be followed through their views"
 
 
@@ -38,7 +39,7 @@ class IndexOperator:
     def candidates(self, view: View) -> Iterable[fx.Node]:
         """Returns the calls that choose the largest elements of a tensor."""
         self._values = view.values
-        return [node for node in view.nodes if node in view.live and name_of(node) in ("topk", "sort", "argsort")]
+        return [node for node in view.nodes if node in view.live and name_of(node).partition(".")[0] in _CHOICES]
 
     def match(self, view: View, node: fx.Node) -> Match | Miss | None:
         """Returns the choice of keys that a candidate makes, a near miss, or None if it is something else."""

@@ -15,14 +15,16 @@ from mhc_inductor.routing.graph.linear import Key, Linear, floor, number, of_siz
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.index.formula import Hidden
+from mhc_inductor.routing.operators.index.one_sequence import Proved
 from mhc_inductor.routing.operators.selection.elements import NOT, constant_of, inner
-from mhc_inductor.routing.operators.selection.fills import PossibleValues
+from mhc_inductor.routing.operators.selection.fills import PossibleValues, spacing
 from mhc_inductor.routing.operators.selection.keys import AnyOf, Compare, Given, Literal, eliminated
 from mhc_inductor.routing.operators.selection.layouts import layout
-from mhc_inductor.routing.operators.selection.masks import Masks
 
 LOWEST = torch.finfo(torch.bfloat16).min
 """No score reaches this number: masks of bf16 models are added to scores in fp32."""
+
+_LOST = 1e6  # an added fill must swallow, by rounding, all scores of up to this size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +130,8 @@ def _check_levels(hidden: list[Hidden], values: list[frozenset[float]]) -> None:
                 raise Mismatch(
                     f"the scores of hidden keys are {what}, which a visible score may reach; {expected}", one.at
                 )
+            if one.added and math.isfinite(fill) and spacing(fill, one.dtype) / 2 < _LOST:
+                raise Mismatch(f"the scores of hidden keys plus {fill:g} still differ; expected -inf", one.at)
             fills.add(fill)
     finite = {f for f in fills if not math.isinf(f)}
     if finite and (len(fills) > 1 or (len(hidden) > 1 and any(one.added for one in hidden))):
@@ -141,7 +145,7 @@ def _prefix(
     one: Hidden, t: Key, order: set[Var], fixed: Mapping[str, int], hints: Mapping[str, int], total: Visible
 ) -> bool:
     """Adds the limits of a mask that shows the first keys of each query to ``total``; returns whether it does."""
-    masks = Masks(fixed, hints)
+    masks = Proved(fixed, hints)
     try:
         keys = masks.additive(one.mask) if one.added else masks.truth(one.mask, one.want)
         found = _limits(keys, t, order)
