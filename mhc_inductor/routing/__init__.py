@@ -9,7 +9,7 @@ import contextlib
 import gc
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import fx
 
@@ -21,7 +21,7 @@ from mhc_inductor.routing.effects import Modes, ambient, modes_of
 from mhc_inductor.routing.graph import bounds
 from mhc_inductor.routing.graph import expressions as algebra
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
-from mhc_inductor.routing.graph.values import Value, example, tensors_in
+from mhc_inductor.routing.graph.values import Value, example, name_of, tensors_in
 from mhc_inductor.routing.graph.view import Knowledge, View
 from mhc_inductor.routing.interface import (
     Match,
@@ -129,17 +129,20 @@ class _Pass:
         self.lower = lower
         self.knowledge = Knowledge(options)
 
-    def graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
-        """Routes one graph, then the graphs of its higher-order operators."""
+    def graph(self, gm: fx.GraphModule, outer: Modes, body: bool, given: Mapping[fx.Node, Value] | None = None) -> None:
+        """Routes one graph, then the graphs of its higher-order operators.
+
+        ``given``: what the graph around a checkpointed region passes to this graph's inputs.
+        """
         self.report.graphs += 1
         self.report.nodes += len(gm.graph.nodes)
         try:
-            self._graph(gm, outer, body)
+            self._graph(gm, outer, body, given or {})
         except Exception as error:  # on any failure the model compiles as it would without this package
             self.problem("a graph is compiled unrouted", error, _where(gm.graph))
 
-    def _graph(self, gm: fx.GraphModule, outer: Modes, body: bool) -> None:
-        first = View(gm.graph, outer, self.knowledge, body)
+    def _graph(self, gm: fx.GraphModule, outer: Modes, body: bool, given: Mapping[fx.Node, Value]) -> None:
+        first = View(gm.graph, outer, self.knowledge, body, given=given)
         if first.values.transformed:
             where = _where(gm.graph)
             logger.info("not routed: formulas inside torch.func.grad or torch.func.jvp (%s)", where)
@@ -149,17 +152,24 @@ class _Pass:
             for make in registered():
                 ops = getattr(make, "looks_for_ops", False)
                 if view is None or (view.in_place and not ops):
-                    view = View(gm.graph, outer, self.knowledge, body, in_place=ops)
+                    view = View(gm.graph, outer, self.knowledge, body, ops, given)
                 view = self._operator(make, gm, view)
         finally:
             if view is not first:
                 gm.recompile()
         modes = modes_of(gm.graph, outer)
         # Bodies of higher-order operators, such as activation checkpointing, are separate graphs.
+        around: View | None = None
         for node in gm.graph.find_nodes(op="get_attr"):
             inner = getattr(gm, str(node.target), None)
-            if isinstance(inner, fx.GraphModule):
-                self.graph(inner, modes[next(iter(node.users), node)], body=True)
+            if not isinstance(inner, fx.GraphModule):
+                continue
+            user = next(iter(node.users), node)
+            passed: dict[fx.Node, Value] = {}
+            if len(node.users) == 1 and name_of(user) == _CHECKPOINT:
+                around = around or View(gm.graph, outer, self.knowledge, body, given=given)
+                passed = _passed(around, user, inner)
+            self.graph(inner, modes[user], body=True, given=passed)
 
     def _operator(self, make: Callable[[], Operator], gm: fx.GraphModule, view: View) -> View | None:
         """Runs one operator on a graph. Returns ``view`` if it left the graph unchanged, else None."""
@@ -227,6 +237,18 @@ class _Pass:
             self.report.problems.append(message)
         logger.debug("routing failed", exc_info=error)
         warn_once(f"unrouted: {type(error).__name__} {where}", message)
+
+
+_CHECKPOINT = "tag_activation_checkpoint"
+
+
+def _passed(view: View, call: fx.Node, inner: fx.GraphModule) -> dict[fx.Node, Value]:
+    """Returns the values that the call of a checkpointed region passes to the inputs of its body."""
+    inputs = list(inner.graph.find_nodes(op="placeholder"))
+    args = call.args[len(call.args) - len(inputs) :]
+    meant = view.resolved.get(call, {})
+    values = {p: view.value(meant.get(a, a)) for p, a in zip(inputs, args, strict=True) if isinstance(a, fx.Node)}
+    return {p: value for p, value in values.items() if value is not None}
 
 
 def _where(graph: fx.Graph) -> str:

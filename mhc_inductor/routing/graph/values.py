@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,6 +73,33 @@ def _numbers(shape: tuple[int, ...]) -> tuple[Size, ...]:
 
 _NUMBERS = frozenset((int,))
 """The type of sizes that are plain numbers. Other sizes must not be hashed, because that could ask for their value."""
+
+
+def of_positions(value: Value) -> bool:
+    """Checks whether a value is a mask or integers: computed from constants, integers and bools alone."""
+    todo, seen = [value], {value}
+    while todo:
+        one = todo.pop()
+        if not (one.dtype.is_floating_point or one.dtype.is_complex):
+            continue
+        if one.func is None or len(seen) > _LOOKED_AT:
+            return False
+        below = [a for a in _flat(one.args) if isinstance(a, Value) and a not in seen]
+        todo += below
+        seen.update(below)
+    return True
+
+
+def _flat(args: Any) -> Iterator[Any]:
+    for a in args:
+        if isinstance(a, (tuple, list)):
+            yield from _flat(a)
+        else:
+            yield a
+
+
+_LOOKED_AT = 256
+"""Limit on the values behind an input of a checkpointed region that are looked at."""
 
 
 def _alias(value: Value, of: Value) -> None:
@@ -184,6 +211,7 @@ class Values:
         autocast: for each node inside autocast, the (device, dtype, enabled, cache) of its regions, outermost first.
         templates: the calls recorded so far; graphs of one compile share them.
         writes: returns whether a node writes a tensor that it is given. Such nodes stay opaque.
+        given: for inputs of the body of a checkpointed region, the values that the graph around it passes in.
     """
 
     def __init__(
@@ -192,11 +220,13 @@ class Values:
         autocast: dict[fx.Node, tuple[Any, ...]],
         templates: dict[Any, Any],
         writes: Callable[[fx.Node], Any],
+        given: Mapping[fx.Node, Value] | None = None,
     ) -> None:
         self.graph = graph
         self.writes = writes
         self.autocast = autocast
         self.templates = templates
+        self.given = given or {}
         self.fixed: dict[str, int] = {}
         self._of: dict[fx.Node, Any] = {}
         self._inspectable: dict[fx.Node, bool] = {}
@@ -238,7 +268,11 @@ class Values:
         fake = example(node)
         if isinstance(fake, torch.Tensor):
             pending = self._expand if self.inspectable(node) else None
-            return Value(fake, self.fixed, node, pending)
+            made = Value(fake, self.fixed, node, pending)
+            outside = None if self.fixed else self.given.get(node)
+            if outside is not None and outside.shape == made.shape and of_positions(outside):
+                _alias(made, outside)
+            return made
         return self._call(node) if is_tensors(fake) and self.inspectable(node) else None
 
     @functools.cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import collections
 import functools
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from torch import fx
@@ -18,7 +18,7 @@ from mhc_inductor import compat
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.effects import Effects, Modes, modes_of
 from mhc_inductor.routing.graph.functional import Functional, functional
-from mhc_inductor.routing.graph.values import Value, Values, example, is_tensors, tensors_in
+from mhc_inductor.routing.graph.values import Value, Values, example, is_tensors, of_positions, tensors_in
 
 
 class Knowledge:
@@ -37,11 +37,17 @@ class View:
 
     ``body``: the graph is the body of a higher-order operator, so that its inputs do not tell whether they need
     gradients. ``in_place``: in-place steps stay as they are. That is enough to look for ops, and saves a copy of the
-    graph.
+    graph. ``given``: values that the graph around a checkpointed region passes to this graph's inputs.
     """
 
     def __init__(
-        self, graph: fx.Graph, modes: Modes, knowledge: Knowledge, body: bool = False, in_place: bool = False
+        self,
+        graph: fx.Graph,
+        modes: Modes,
+        knowledge: Knowledge,
+        body: bool = False,
+        in_place: bool = False,
+        given: Mapping[fx.Node, Value] | None = None,
     ) -> None:
         self.real = graph
         self.body = body
@@ -58,13 +64,14 @@ class View:
         self.reader, self.made, self.before, self.through = view.reader, view.made, view.before, view.through
         self.converted = set(view.made.values())
         self.nodes = list(self.graph.nodes)
+        self.given = {n: given[real] for n in self.nodes if given and (real := self.origin.get(n, n)) in given}
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.values = self.fresh_values()
 
     def fresh_values(self) -> Values:
         """Returns the values of the view's nodes, with no symbol fixed."""
         states = {n: m.autocast for n in self.graph.nodes if (m := self.modes_at(n)).autocast}
-        return Values(self.graph, states, self.knowledge.templates, self._in_place)
+        return Values(self.graph, states, self.knowledge.templates, self._in_place, self.given)
 
     def _in_place(self, node: fx.Node) -> bool:
         """Returns whether a node of the view writes, or may write, one of its inputs."""
@@ -200,7 +207,8 @@ class View:
             tensors = tensors_in(example(node))
             wide = [t for t in tensors if t.is_floating_point() or t.is_complex()]
             if node.op in ("placeholder", "get_attr"):
-                found[node] = any(t.requires_grad for t in wide) or (self.body and bool(wide))
+                plain = node in self.given and of_positions(self.given[node])
+                found[node] = any(t.requires_grad for t in wide) or (self.body and bool(wide) and not plain)
             elif not wide:
                 found[node] = False
             elif not self.modes_at(node).grad:

@@ -130,7 +130,9 @@ class Recogniser:
         if given.get("is_causal"):
             raise NotOurs
         found = self._refined(lambda dims: self._called(call, dims), call.out)
-        if given.get("dropout_p") not in (None, 0, 0.0):
+        dropped = given.get("dropout_p")
+        dropped = example(dropped) if isinstance(dropped, fx.Node) else dropped
+        if dropped is not None and number(dropped) != 0.0:
             raise Mismatch("the attention weights are dropped out", call.out)
         return found
 
