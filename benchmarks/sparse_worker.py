@@ -143,7 +143,7 @@ def measure(job: Job, save: Callable[[dict[str, Any]], None] = lambda _: None) -
         row["reasons"] = sorted({m.reason for r in reports for m in r.near_misses if not m.ordinary})
     save(row)
     if job.of.checked:
-        row |= process.errors()
+        row = {**row, **process.errors()}
     return row
 
 
