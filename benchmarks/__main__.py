@@ -25,6 +25,7 @@ from .pages import RESULTS
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 console = Console(width=None if sys.stdout.isatty() else 140)
+SPARSE_KEPT = pathlib.Path(tempfile.gettempdir(), "mhc_inductor_sparse_models")
 KEPT = pathlib.Path(tempfile.gettempdir(), "mhc_inductor_deepseek_v4")
 
 
@@ -344,6 +345,51 @@ def deepseek(
         raise typer.Exit(1)
 
 
+@app.command("sparse_models")
+def sparse(
+    only: Annotated[str, typer.Option(help="Words of the cases' names to measure, by comma: deepseek_v32,8192.")] = "",
+    variant: Annotated[str, typer.Option(help="mhc_inductor,torch.compile,eager: some of them.")] = "",
+    transformers: Annotated[
+        str, typer.Option(help="Folders or wheels to import transformers and its dependencies from, as in PYTHONPATH.")
+    ] = "",
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which nothing begins; peers are last.")] = 1500.0,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that one process may take.")] = 300.0,
+    toy: Annotated[bool, typer.Option("--toy", help="Tiny models, for trying it out; the only ones on a CPU.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed calls at most.")] = 20,
+    keep: Annotated[
+        pathlib.Path, typer.Option(help="Where finished rows are kept, so that a run goes on where it stopped.")
+    ] = SPARSE_KEPT,
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
+) -> None:
+    """Measures models with sparse attention end to end: time, memory, compile time, errors against fp32."""
+    from . import sparse_models as run
+    from . import sparse_targets as targets
+
+    where = _device(device)
+    toy = toy or where == "cpu"
+    words = [w.strip() for w in only.split(",") if w.strip()]
+    every = targets.TOY_CASES if toy else targets.CASES
+    cases = tuple(c for c in every if all(w in c.name for w in words))
+    if not cases:
+        raise typer.BadParameter(f"no case has all of {words} in its name; there are {[c.name for c in every]}")
+    try:
+        paths = run.make_importable(transformers, keep / "wheels")
+    except (FileNotFoundError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
+    variants = _words(variant, targets.VARIANTS, "variant")
+    settings = run.Settings(where, cases, variants, rounds, toy, budget, limit, paths)
+    whole = cases == every and set(variants) == set(targets.VARIANTS)
+    path = out / ("sparse_models" + ("-toy" if toy else "") + ("" if whole else "-partial") + ".json")
+    out.mkdir(parents=True, exist_ok=True)
+    driver = run.Driver(settings, keep, lambda text: console.print(text, highlight=False, style="dim"))
+    result = run.gather(settings, driver.run(lambda rows: run.write(run.gather(settings, rows), path)))
+    run.write(result, path)
+    console.print(run.table(json.loads(path.read_text())), highlight=False, markup=False, soft_wrap=True)
+    if any("error" in row for row in result["rows"]):
+        raise typer.Exit(1)
+
+
 @app.command()
 def routing(
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the table.")] = RESULTS,
@@ -370,7 +416,7 @@ def table(
 ) -> None:
     """Prints a stored run as Markdown."""
     result = json.loads(file.read_text())
-    if result["operator"] in ("deepseek_v4", "e79", "index", "lists", "routing", "selection"):
+    if result["operator"] in ("deepseek_v4", "e79", "index", "lists", "routing", "selection", "sparse_models"):
         module = importlib.import_module(f".{result['operator']}", __package__)
         print(module.table(result), end="")
         if write:

@@ -1,4 +1,4 @@
-"""Counts which indexers and attentions of each sparse model are routed, and says why the others are not.
+r"""Counts which indexers and attentions of each sparse model are routed, and says why the others are not.
 
 python -m tests.sparse_models                       # every family, mode and attention implementation
 python -m tests.sparse_models deepseek_v32 --mode prefill --attention sdpa

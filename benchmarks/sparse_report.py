@@ -1,0 +1,125 @@
+"""Tables and the picture of a run of the sparse models, made from its JSON alone."""
+
+from __future__ import annotations
+
+import pathlib
+from collections import Counter
+from typing import Any
+
+from .report import Result, facts, markdown
+from .sparse_targets import COMPILE, EAGER, FORWARD, OURS, VARIANTS
+
+_COLORS = {EAGER: "#bdbdbd", COMPILE: "#b2abd2", OURS: "#1b7837"}
+_NAMES = {EAGER: "eager", COMPILE: "torch.compile", OURS: 'backend="mhc_inductor"'}
+
+
+def _figure(row: Result, name: str, digits: int) -> str:
+    return f"{row[name]:.{digits}f}" if name in row else ""
+
+
+def _small(row: Result, name: str) -> str:
+    return f"{row[name]:.2g}" if name in row else ""
+
+
+def _failure(row: Result) -> str:
+    return row["error"].splitlines()[0].replace("|", "/")[:100] if "error" in row else ""
+
+
+def _rows(result: Result) -> list[list[str]]:
+    found = []
+    for case in result["settings"]["cases"]:
+        name = f"{case['model']}-{case['batch']}x{case['seq']}-{case['part']}"
+        of = {r["variant"]: r for r in result["rows"] if r["case"] == name}
+        base = of.get(COMPILE, {}).get("median_ms")
+        for variant in reversed([v for v in VARIANTS if v in of]):
+            row = of[variant]
+            times = f"{base / row['median_ms']:.2f}" if base and "median_ms" in row else ""
+            cells = [case["model"], f"{case['batch']} x {case['seq']}", case["part"], _NAMES[variant]]
+            cells += [_figure(row, "median_ms", 2), times, _figure(row, "peak_gib", 2), _figure(row, "compile_s", 1)]
+            found.append([*cells, _small(row, "error_logits"), _small(row, "error_gradients"), _failure(row)])
+    return found
+
+
+def _verdict(value: float | None, met: bool | None) -> str:
+    return "" if value is None else f"{value:g} {'met' if met else '**not met**'}"
+
+
+def _parts(result: Result) -> list[str]:
+    headings = ["model", "tokens", "", "run by", "ms", "x torch.compile", "peak, GiB", "compile, s"]
+    parts = [markdown([*headings, "error, logits", "error, gradients", "note"], _rows(result))]
+    if result["verdicts"]:
+        rows = [
+            [v["case"], v["what"], f"{v['value']:.2f}"]
+            + [_verdict(v[level], v[f"met_{level}"]) for level in ("bar", "goal")]
+            for v in result["verdicts"]
+        ]
+        parts.append(markdown(["case", "of this package", "", "bar", "goal"], rows))
+    outside = [e for e in result["errors"] if e["within"] is False]
+    parts += [
+        f"- **error out of bounds**: {e['case']}, {e['what']}: {e['value']:.2g} > {e['bound']:.2g}" for e in outside
+    ]
+    return [*parts, *_routing(result)]
+
+
+def _routing(result: Result) -> list[str]:
+    rows = []
+    for r in result["rows"]:
+        if "routing" in r:
+            of = Counter({**r["routing"]["routed"], **r["routing"]["fused"]})
+            cells = [", ".join(f"{n} {op}" for op, n in of.items()) or "nothing", f"{r['routing']['seconds']:.2f}"]
+            rows.append([r["case"], *cells, "; ".join(r.get("reasons", [])).replace("|", "/")])
+    return [markdown(["case", "routed", "seconds of routing", "near misses"], rows)] if rows else []
+
+
+def table(result: Result) -> str:
+    """Returns the run as Markdown."""
+    lines = [*facts(result), f"transformers {result['versions']['transformers']}, unmodified, random weights"]
+    lines += [
+        "medians of calls on the host's clock; each job in a process of its own with cold caches",
+        "errors: relative, against the same weights run eagerly in fp32",
+    ]
+    top = "# Models with sparse attention, end to end\n\n" + "\n".join(f"- {line}" for line in lines)
+    return "\n\n".join([top, *_parts(result)]) + "\n"
+
+
+def _points(result: Result, model: str, part: str, variant: str, what: str) -> list[tuple[int, float]]:
+    """Returns (tokens, figure) of one line of the picture, by length."""
+    cases = {
+        f"{c['model']}-{c['batch']}x{c['seq']}-{c['part']}": c["batch"] * c["seq"]
+        for c in result["settings"]["cases"]
+        if (c["model"], c["part"]) == (model, part)
+    }
+    rows = [r for r in result["rows"] if r["case"] in cases and r["variant"] == variant and what in r]
+    return sorted((cases[r["case"]], r[what]) for r in rows)
+
+
+def plot(result: Result, path: pathlib.Path) -> None:
+    """Draws time and memory against the number of tokens, a column for each model and part."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    places = list(dict.fromkeys((c["model"], c["part"]) for c in result["settings"]["cases"]))
+    memory = any("peak_gib" in r for r in result["rows"])
+    figures = [("median_ms", "ms"), *([("peak_gib", "peak, GiB")] if memory else [])]
+    size = (3.4 * len(places), 2.9 * len(figures) + 0.6)
+    figure, axes = plt.subplots(len(figures), len(places), figsize=size, squeeze=False, layout="constrained")
+    for line, (what, label) in enumerate(figures):
+        for column, (model, part) in enumerate(places):
+            _draw(axes[line][column], {v: _points(result, model, part, v, what) for v in VARIANTS}, label)
+            if line == 0:
+                axes[line][column].set_title(f"{model}, {'forward' if part == FORWARD else 'forward + backward'}")
+    axes[0][0].legend(frameon=False)
+    v = result["versions"]
+    figure.suptitle(f"{result['device']['name']}, torch {v['torch']}, transformers {v['transformers']}", fontsize=9)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def _draw(axis: Any, lines: dict[str, list[tuple[int, float]]], label: str) -> None:
+    for variant, points in lines.items():
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="o", color=_COLORS[variant], label=_NAMES[variant])
+    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+    axis.grid(alpha=0.3)

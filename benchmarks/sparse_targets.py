@@ -1,0 +1,103 @@
+"""Targets of whole models with sparse attention: what is measured, bars and goals in ms and GiB.
+
+Source: the project's survey on one NVIDIA H200 (torch 2.11, triton 3.6), bf16, batch by tokens as named. Absolute
+figures count only on such a GPU; on another device compare ratios within one run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+V4, V32 = "deepseek_v4", "deepseek_v32"
+FORWARD, TRAINING = "forward", "training"
+EAGER, COMPILE, OURS = "eager", "torch.compile", "mhc_inductor"
+VARIANTS = (OURS, COMPILE, EAGER)
+"""In the order in which they are measured: a budget that ends cuts off eager first, then torch.compile."""
+ERROR_FACTOR = 2.0
+"""Largest error of ours against fp32, as a multiple of the largest of the others in the same run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of one model. ``eager``: also run eagerly; ``checked``: also compared with eager fp32.
+
+    Bars and goals are ms, peak GiB, and how many times torch.compile's time of the same run.
+    """
+
+    model: str
+    batch: int
+    seq: int
+    part: str
+    eager: bool = False
+    checked: bool = False
+    bar_ms: float | None = None
+    goal_ms: float | None = None
+    bar_gib: float | None = None
+    goal_gib: float | None = None
+    bar_times: float | None = None
+    goal_times: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.batch}x{self.seq}-{self.part}"
+
+
+CASES = (
+    Case(V4, 2, 2048, FORWARD, True, True, 6.3, 5.6),
+    Case(V4, 2, 2048, TRAINING, True, True, 17.5, 15.5, goal_gib=4),
+    Case(V4, 1, 8192, FORWARD, True, True, 13.5, 11.5, bar_gib=3),
+    Case(V32, 1, 4096, FORWARD, True, True, 7, 6),
+    Case(V32, 1, 4096, TRAINING, True, True, 19, 17),
+    Case(V32, 1, 8192, FORWARD, False, True, 18, 14, bar_gib=3),
+    Case(V32, 1, 8192, TRAINING, False, False, 57, 45, bar_gib=7, goal_gib=5),
+    Case(V32, 1, 16384, FORWARD, bar_times=4, goal_times=6),
+    Case(V32, 1, 16384, TRAINING, bar_times=2.2, goal_times=3),
+    Case(V32, 1, 32768, FORWARD),
+    Case(V32, 1, 32768, TRAINING),
+)
+TOY_CASES = tuple(
+    Case(model, 2, seq, part, True, True) for model in (V4, V32) for seq in (32, 64) for part in (FORWARD, TRAINING)
+)
+"""For trying the run out on a CPU: their figures say nothing about a GPU."""
+COMPILE_BARS = {FORWARD: (0.55, 0.45), TRAINING: (0.28, 0.22)}
+"""Bar and goal of DeepSeek-V4's compile time at 2 x 2048, as a share of torch.compile's in the same run."""
+
+
+def verdicts(case: Case, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the verdict on each figure of ours that has a bar or a goal, from a case's rows by variant."""
+    ours, peer = rows.get(OURS, {}), rows.get(COMPILE, {})
+    found = []
+    for what, bar, goal in (("median_ms", case.bar_ms, case.goal_ms), ("peak_gib", case.bar_gib, case.goal_gib)):
+        if what in ours and (bar, goal) != (None, None):
+            found.append(_verdict(case, what, ours[what], bar, goal, least=False))
+    if case.bar_times and "median_ms" in ours and "median_ms" in peer:
+        times = peer["median_ms"] / ours["median_ms"]
+        found.append(_verdict(case, "times torch.compile's speed", times, case.bar_times, case.goal_times, least=True))
+    if (case.model, case.seq) == (V4, 2048) and "compile_s" in ours and "compile_s" in peer:
+        share = ours["compile_s"] / peer["compile_s"]
+        found.append(_verdict(case, "share of torch.compile's compile time", share, *COMPILE_BARS[case.part], False))
+    return found
+
+
+def _verdict(case: Case, what: str, value: float, bar: float | None, goal: float | None, least: bool) -> dict[str, Any]:
+    def met(limit: float | None) -> bool | None:
+        return None if limit is None else value >= limit if least else value <= limit
+
+    marks = {"bar": bar, "met_bar": met(bar), "goal": goal, "met_goal": met(goal)}
+    return {"case": case.name, "what": what, "value": value, **marks}
+
+
+def errors(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns each error of ours against fp32 with the largest of the others, and whether it is within bounds.
+
+    The others' error is the noise of bf16: it decides which keys are chosen, so no fixed bound would fit.
+    """
+    ours, found = rows.get(OURS, {}), []
+    for what in ("error_logits", "error_gradients"):
+        others = [r[what] for v, r in rows.items() if v != OURS and what in r]
+        if what in ours:
+            bound = ERROR_FACTOR * max(others) + 1e-6 if others else None
+            within = None if bound is None else ours[what] <= bound
+            found.append({"what": what, "value": ours[what], "bound": bound, "within": within})
+    return found
