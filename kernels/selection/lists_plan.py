@@ -63,11 +63,16 @@ class Lists:
     counts: Any
 
 
+def _whole_rows(n: int) -> int:
+    """Rounds n up to a multiple of ROW."""
+    return -(-n // ROW) * ROW
+
+
 def plan_keys(b: Any, k: Any, indices: Any, cu_q: Any, cu_k: Any, seg_q: Any, seg_k: Any) -> Lists:
     """Launches ``selection_list_keys``."""
     B, S, G, NI = b.shape(indices)
     NI = b.static(NI)
-    N = max(1, -(-NI // ROW)) * ROW
+    N = max(ROW, _whole_rows(NI))
     keys = b.empty((B, S, G, N), b.i32)
     if NI == 0:
         return Lists(keys, b.zeros((B, S, G), b.i32))
@@ -277,7 +282,8 @@ def _plan_chunk(b: Any, call: _Call, x: _Gradients, shared: bool, B: int, S_kv: 
              ALIGN=alignment(b, call.args["q_ptr"]), PREC=dot_precision(b, dtype)),
         c.num_warps, c.num_stages,
     )  # fmt: skip
-    inverse, sizes = _plan_inverse(b, call, B, S_kv, size, chunk)
+    CQ = _whole_rows(size)
+    inverse, sizes = _plan_inverse(b, call, B, S_kv, CQ, chunk)
     last = first + rows == S
     outs = [(part_k, x.acc_k, x.dk, DK)]
     if not shared:
@@ -290,7 +296,7 @@ def _plan_chunk(b: Any, call: _Call, x: _Gradients, shared: bool, B: int, S_kv: 
             selection_list_sum,
             (B * G * S_kv, -(-D // columns), 1),
             dict(part_ptr=part, inverse_ptr=inverse, sizes_ptr=sizes, acc_ptr=acc, out_ptr=out, S_kv=S_kv, N=N,
-                 CQ=-(-size // ROW) * ROW, rows=rows),
+                 CQ=CQ, rows=rows),
             dict(D=D, DC=columns, FIRST=first == 0, LAST=last, UNROLL=8), 1, 1,
         )  # fmt: skip
 
@@ -331,7 +337,7 @@ def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first:
 def _plan_inverse(b: Any, call: _Call, B: int, S_kv: int, CQ: int, chunk: dict[str, Any]) -> tuple[Any, Any]:
     """Launches the kernels that list, for each key, the pairs of the chunk in query order; returns them and numbers."""
     G, N = chunk["G"], chunk["N"]
-    units, CQ = B * G * S_kv, -(-CQ // ROW) * ROW
+    units = B * G * S_kv
     slots = b.zeros((units, CQ), b.i16)
     inverse, sizes = b.empty((units, CQ), b.i32), b.empty((units,), b.i32)
     lists = dict(keys_ptr=call.args["keys_ptr"], counts_ptr=call.args["counts_ptr"])
