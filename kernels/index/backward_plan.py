@@ -29,11 +29,7 @@ def plan_index_scores_backward(
     q, k, w, dscores = b.strided(q), b.strided(k), b.laid_out(w), b.contiguous(dscores)
     hidden = plan.hidden_keys(b, mask, seg_q, seg_k)
     limit = None if limit is None else b.contiguous(limit)
-    sqb, sqs, sqh = b.strides(q)[:3]
-    skb, skt = b.strides(k)[:2]
-    swb, sws, swh = b.strides(w)
-    args = dict(g_ptr=dscores, q_ptr=q, k_ptr=k, w_ptr=w, limit_ptr=limit, scale=float(scale), S=S, T=T, sqb=sqb, sqs=sqs,
-                sqh=sqh, skb=skb, skt=skt, swb=swb, sws=sws, swh=swh, **hidden)  # fmt: skip
+    args = dict(plan.inputs(b, q, k, w, scale, limit), g_ptr=dscores, **hidden)
     c = config.backward_config(D, b.dtype(q).itemsize, b.device_props().backend)
     precision = dot_precision(b, b.dtype(q))
     if b.dtype(q).itemsize == 2 and b.device_props().backend == "cuda":

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-# The id of a key that queries of every segment see: ops/segments.py.
-ANY = tl.constexpr(-2147483648)
+from ..selection.segments import same_segment
+
 # The sortable integer of an invisible key, below that of every score.
 HIDDEN = tl.constexpr(-2147483648)
 MOST = tl.constexpr(2147483647)
@@ -32,7 +32,7 @@ def unmasked(
     if SEG:
         own = tl.load(seg_q_ptr + b * S + s)
         ids = tl.load(seg_k_ptr + b * T + t)
-        seen = seen & ((ids == own) | (ids == ANY))
+        seen = seen & same_segment(own, ids)
     return seen
 
 

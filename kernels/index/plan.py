@@ -57,6 +57,18 @@ def padded_row(T: int) -> int:
     return -(-T // PAD) * PAD
 
 
+def inputs(b: Any, q: Any, k: Any, w: Any, scale: float, limit: Any) -> dict[str, Any]:
+    """Returns the arguments that the kernels of scores and of gradients share: inputs, sizes and strides."""
+    S, T = b.shape(q)[1], b.shape(k)[1]
+    sqb, sqs, sqh = b.strides(q)[:3]
+    skb, skt = b.strides(k)[:2]
+    swb, sws, swh = b.strides(w)
+    return dict(
+        q_ptr=q, k_ptr=k, w_ptr=w, limit_ptr=limit, scale=float(scale), S=S, T=T, sqb=sqb, sqs=sqs, sqh=sqh, skb=skb,
+        skt=skt, swb=swb, sws=sws, swh=swh,
+    )  # fmt: skip
+
+
 def _plan_scores(
     b: Any,
     out: Any,
@@ -77,12 +89,7 @@ def _plan_scores(
     H, D = b.static(H), b.static(D)
     parts, b0, rows, first = where
     props, itemsize = b.device_props(), b.dtype(q).itemsize
-    sqb, sqs, sqh = b.strides(q)[:3]
-    skb, skt = b.strides(k)[:2]
-    swb, sws, swh = b.strides(w)
-    args = dict(q_ptr=q, k_ptr=k, w_ptr=w, limit_ptr=limit, out_ptr=out, scale=float(scale), S=S, T=T, b0=b0, first=first,
-                rows=rows, stored=stored, so=so, sqb=sqb, sqs=sqs, sqh=sqh, skb=skb, skt=skt, swb=swb, sws=sws,
-                swh=swh)  # fmt: skip
+    args = dict(inputs(b, q, k, w, scale, limit), out_ptr=out, b0=b0, first=first, rows=rows, stored=stored, so=so)
     constexprs = dict(H=H, D=D, DP=config.padded(D), ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q)),
                       SORTABLE=b.dtype(out) == b.i32, LIMIT=limit is not None)  # fmt: skip
     if few(b, S):

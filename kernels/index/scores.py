@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..selection.common import load_tile
 from .common import hide, row_limit, store_scores, unmasked
 
 
@@ -47,18 +48,12 @@ def index_tile_scores(
     q_row = q_ptr + tl.multiple_of(b * sqb, ALIGN) + tl.multiple_of(s.to(tl.int64) * sqs, ALIGN)
     w_row = w_ptr + b * swb + s.to(tl.int64) * sws
     q_at, k_at = q_row[:, None] + d[None, :], k_row[None, :] + d[:, None]
-    if D == DP:
-        k = tl.load(k_at)  # [DP, BT]
-    else:
-        k = tl.load(k_at, mask=(d < D)[:, None], other=0.0)
+    k = load_tile(k_at, d < D, d, D != DP, False)  # [DP, BT]
     sqh = tl.multiple_of(tl.cast(sqh, tl.int64), ALIGN)
     swh = tl.cast(swh, tl.int64)
     acc = tl.zeros((BS, BT), tl.float32)
     for h in range(tl.where(needed, H, 0)):
-        if D == DP:
-            q = tl.load(q_at + h * sqh)
-        else:
-            q = tl.load(q_at + h * sqh, mask=(d < D)[None, :], other=0.0)
+        q = load_tile(q_at + h * sqh, d, d < D, False, D != DP)
         w = tl.load(w_row + h * swh).to(tl.float32)
         x = tl.dot(q, k, input_precision=PREC)
         acc += tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) * w[:, None]

@@ -126,7 +126,8 @@ def index_select(
 ):  # fmt: skip
     """Writes out[B, S, topk] of ``rows`` queries from ``first`` on, of the sequences from ``b0`` on.
 
-    From the sortable integers keys[parts, stored, so]. STREAM: rows may be longer than BLOCK. One program: one query; the last come first, because they see the most keys of a causal model.
+    From the sortable integers keys[parts, stored, so]. STREAM: rows may be longer than BLOCK. One program: one query;
+    the last come first, because they see the most keys of a causal model.
     """
     STEP: tl.constexpr = BLOCK // 4
     pid = tl.program_id(0)

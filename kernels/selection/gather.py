@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 
 from .pieces import load_ranges, query_bounds, trim
+from .row_tiles import column_tile, tiles_at, zero_tiles
 from .segments import same_segment
+from .softmax import online_softmax, with_sink
+from .splits import share, split_place, store_dq, store_output
 
 
 @triton.jit
@@ -68,53 +71,6 @@ def _keys(
     return key.to(tl.int64)
 
 
-@triton.jit
-def _share(n, split, NS):
-    """Returns [from, to), the positions of one split of n."""
-    each = n // NS
-    rest = n - each * NS
-    begin = split * each + tl.minimum(split, rest)
-    return begin, begin + each + (split < rest).to(tl.int32)
-
-
-@triton.jit
-def _tile(p, at, mask, c: tl.constexpr, D: tl.constexpr, DC: tl.constexpr):
-    """Loads columns c * DC to (c + 1) * DC of the rows at p + at [ROWS], as [ROWS, DC]; 0 outside mask and beyond D."""
-    d = c * DC + tl.arange(0, DC)
-    if (c + 1) * DC <= D:
-        x = tl.load(p + at[:, None] + d[None, :], mask=mask[:, None], other=0.0)
-    else:
-        x = tl.load(p + at[:, None] + d[None, :], mask=mask[:, None] & (d < D)[None, :], other=0.0)
-    return x
-
-
-@triton.jit
-def _tiles(p, at, mask, N: tl.constexpr, D: tl.constexpr, DC: tl.constexpr):
-    t = ()
-    for c in tl.static_range(N):
-        t = t + (_tile(p, at, mask, c, D, DC),)
-    return t
-
-
-@triton.jit
-def _store(p, at, mask, tiles, factor, N: tl.constexpr, D: tl.constexpr, DC: tl.constexpr):
-    for c in tl.static_range(N):
-        d = c * DC + tl.arange(0, DC)
-        x = tiles[c] * factor[:, None]
-        tl.store(p + at[:, None] + d[None, :], x.to(p.dtype.element_ty), mask=mask[:, None] & (d < D)[None, :])
-
-
-@triton.jit
-def _place(NS, S, HN: tl.constexpr):
-    """Returns bg (int64), s, the block of heads and the split of programs [B * G, S, HN, NS]."""
-    pid = tl.program_id(0)
-    split = pid % NS
-    rest = pid // NS
-    hb = rest % HN
-    rest = rest // HN
-    return (rest // S).to(tl.int64), rest % S, hb, split
-
-
 @triton.jit(do_not_specialize=[
     "S", "S_kv", "G", "N", "NS", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn",
 ])  # fmt: skip
@@ -131,7 +87,7 @@ def selection_gather(
     S, G, NS, H, DV] and plse[B, S, G, NS, H] in log2 units instead.
     """
     HN: tl.constexpr = (H + HB - 1) // HB
-    bg, s, hb, split = _place(NS, S, HN)
+    bg, s, hb, split = split_place(NS, S, HN)
     b = bg // G
     g = bg % G
     row = (b * S + s) * G + g
@@ -144,14 +100,14 @@ def selection_gather(
     )  # fmt: skip
     q_at = head.to(tl.int64) * tl.multiple_of(tl.cast(sqh, tl.int64), ALIGN)
     if HELD:
-        q = _tiles(q_base, q_at, live, NK, DK, KC)  # NK times [HB, KC]
+        q = tiles_at(q_base, q_at, live, DK, NK, KC, 0)  # NK times [HB, KC]
 
     ends_row = ends_ptr + (bg * S + s) * R
     totals_row = totals_ptr + (bg * S + s) * R
     first, length, shift, n = _selection(
         ranges_ptr, cu_q_ptr, cu_k_ptr, totals_row, s, row, S_kv, N, R, RP, FEW, VARLEN
     )
-    begin, end = _share(n, split, NS)
+    begin, end = share(n, split, NS)
 
     k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
     v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
@@ -161,9 +117,7 @@ def selection_gather(
     i = tl.arange(0, BN)
     m = tl.full((HB,), float("-inf"), tl.float32)
     norm = tl.zeros((HB,), tl.float32)
-    acc = ()
-    for _ in tl.static_range(NV):
-        acc = acc + (tl.zeros((HB, VC), tl.float32),)
+    acc = zero_tiles(HB, NV, VC, 0)
     # Key indices are computed one tile ahead of their loads.
     key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
     for start in range(begin, end, BN):
@@ -178,39 +132,20 @@ def selection_gather(
         again = live & (start < end)
         x = tl.zeros((HB, BN), tl.float32)
         for c in tl.static_range(NK):
-            k = _tile(k_base, k_at, mask, c, DK, KC)
-            qc = q[c] if HELD else _tile(q_base, q_at, again, c, DK, KC)
+            k = column_tile(k_base, k_at, mask, c * KC, KC, DK)
+            qc = q[c] if HELD else column_tile(q_base, q_at, again, c * KC, KC, DK)
             x = tl.dot(qc, tl.trans(k), x, input_precision=PREC)
         x = tl.where(mask[None, :], x * qk, float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, axis=1))
-        # Nothing but -inf so far: exp2(-inf - 0) = 0.
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(x - safe[:, None])
-        alpha = tl.exp2(m - safe)
-        norm = norm * alpha + tl.sum(p, axis=1)
+        p, alpha, m, norm = online_softmax(x, m, norm)
         old = acc
         acc = ()
         for c in tl.static_range(NV):
-            v = _tile(v_base, v_at, mask, c, DV, VC)
+            v = column_tile(v_base, v_at, mask, c * VC, VC, DV)
             acc = acc + (tl.dot(p.to(v.dtype), v, old[c] * alpha[:, None], input_precision=PREC),)
-        m = m_new
 
-    lse = tl.where(norm == 0.0, float("-inf"), m + tl.log2(norm))
-    if NS == 1:
-        factor = tl.full((HB,), 1.0, tl.float32)
-        if SINK:
-            sink = tl.load(sink_ptr + g * H + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-            top = tl.maximum(m, sink)
-            top = tl.where(top == float("-inf"), 0.0, top)
-            factor = tl.exp2(m - top)
-            norm = norm * factor + tl.exp2(sink - top)
-        to = row * H + head
-        _store(o_ptr, to * DV, live, acc, factor / tl.where(norm == 0.0, 1.0, norm), NV, DV, VC)
-        tl.store(lse_ptr + to, lse * 0.6931471805599453, mask=live)
-    else:
-        to = (row * NS + split) * H + head
-        _store(part_ptr, to * DV, live, acc, 1.0 / tl.where(norm == 0.0, 1.0, norm), NV, DV, VC)
-        tl.store(plse_ptr + to, lse, mask=live)
+    store_output(
+        o_ptr, lse_ptr, part_ptr, plse_ptr, sink_ptr, acc, m, norm, row, g, head, live, split, NS, H, DV, NV, VC, 0, SINK
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["G", "NS"])
@@ -246,11 +181,8 @@ def selection_combine(
             m = m_new
         lse = tl.where(norm == 0.0, float("-inf"), (m + tl.log2(norm)) * 0.6931471805599453)
         if SINK:
-            sink = tl.load(sink_ptr + (row % G) * H + head).to(tl.float32) * 1.4426950408889634
-            top = tl.maximum(m, sink)
-            top = tl.where(top == float("-inf"), 0.0, top)
-            norm = norm * tl.exp2(m - top) + tl.exp2(sink - top)
-            acc *= tl.exp2(m - top)
+            factor, norm = with_sink(tl.load(sink_ptr + (row % G) * H + head), m, norm)
+            acc *= factor
         acc /= tl.where(norm == 0.0, 1.0, norm)
         tl.store(o_ptr + pid * DV + d, acc.to(o_ptr.dtype.element_ty), mask=d < DV)
         tl.store(lse_ptr + pid + tl.arange(0, 1), lse)
@@ -271,7 +203,7 @@ def selection_gather_dq(
     As ``selection_gather``; with several splits it writes part[B, S, G, NS, H, DK] instead.
     """
     HN: tl.constexpr = (H + HB - 1) // HB
-    bg, s, hb, split = _place(NS, S, HN)
+    bg, s, hb, split = split_place(NS, S, HN)
     b = bg // G
     g = bg % G
     row = (b * S + s) * G + g
@@ -284,10 +216,10 @@ def selection_gather_dq(
     )  # fmt: skip
     q_at = head.to(tl.int64) * tl.multiple_of(tl.cast(sqh, tl.int64), ALIGN)
     if HELD:
-        q = _tiles(q_base, q_at, live, NK, DK, KC)  # NK times [HB, KC]
+        q = tiles_at(q_base, q_at, live, DK, NK, KC, 0)  # NK times [HB, KC]
     at = row * H + head
     if DOUT and HELD:
-        do = _tiles(dout_ptr, at * DV, live, NV, DV, VC)  # NV times [HB, VC]
+        do = tiles_at(dout_ptr, at * DV, live, DV, NV, VC, 0)  # NV times [HB, VC]
     lse2 = tl.load(lse2_ptr + at, mask=live, other=float("inf"))
     delta = tl.load(delta_ptr + at, mask=live, other=0.0)
 
@@ -296,7 +228,7 @@ def selection_gather_dq(
     first, length, shift, n = _selection(
         ranges_ptr, cu_q_ptr, cu_k_ptr, totals_row, s, row, S_kv, N, R, RP, FEW, VARLEN
     )
-    begin, end = _share(n, split, NS)
+    begin, end = share(n, split, NS)
 
     k_base = k_ptr + tl.multiple_of(b * skb, ALIGN) + tl.multiple_of(g * skg, ALIGN)
     v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
@@ -305,9 +237,7 @@ def selection_gather_dq(
     scale = tl.cast(scale, tl.float32)
     qk = scale * 1.4426950408889634
     i = tl.arange(0, BN)
-    acc = ()
-    for _ in tl.static_range(NK):
-        acc = acc + (tl.zeros((HB, KC), tl.float32),)
+    acc = zero_tiles(HB, NK, KC, 0)
     key = _keys(begin + i, n, first, length, shift, ends_row, totals_row, R, RP, FEW)
     for start in range(begin, end, BN):
         mask = start + i < end
@@ -322,31 +252,26 @@ def selection_gather_dq(
         x = tl.zeros((HB, BN), tl.float32)
         ks = ()
         for c in tl.static_range(NK):
-            k = _tile(k_base, k_at, mask, c, DK, KC)
+            k = column_tile(k_base, k_at, mask, c * KC, KC, DK)
             if HELD:
                 ks = ks + (k,)
-            qc = q[c] if HELD else _tile(q_base, q_at, again, c, DK, KC)
+            qc = q[c] if HELD else column_tile(q_base, q_at, again, c * KC, KC, DK)
             x = tl.dot(qc, tl.trans(k), x, input_precision=PREC)
         p = tl.exp2(x * qk - lse2[:, None])
         y = tl.zeros((HB, BN), tl.float32)
         if DOUT:
             for c in tl.static_range(NV):
-                v = _tile(v_base, v_at, mask, c, DV, VC)
-                dc = do[c] if HELD else _tile(dout_ptr, at * DV, again, c, DV, VC)
+                v = column_tile(v_base, v_at, mask, c * VC, VC, DV)
+                dc = do[c] if HELD else column_tile(dout_ptr, at * DV, again, c * VC, VC, DV)
                 y = tl.dot(dc, tl.trans(v), y, input_precision=PREC)
         ds = tl.where(mask[None, :], p * (y - delta[:, None]), 0.0)
         old = acc
         acc = ()
         for c in tl.static_range(NK):
-            k = ks[c] if HELD else _tile(k_base, k_at, mask & (start < end), c, DK, KC)
+            k = ks[c] if HELD else column_tile(k_base, k_at, mask & (start < end), c * KC, KC, DK)
             acc = acc + (tl.dot(ds.to(k.dtype), k, old[c], input_precision=PREC),)
 
-    factor = tl.full((HB,), 1.0, tl.float32) * scale
-    if NS == 1:
-        _store(dq_ptr, at * DK, live, acc, factor, NK, DK, KC)
-    else:
-        to = (row * NS + split) * H + head
-        _store(part_ptr, to * DK, live, acc, factor, NK, DK, KC)
+    store_dq(dq_ptr, part_ptr, acc, scale, row, head, live, split, NS, H, HB, DK, NK, KC, 0)
 
 
 @triton.jit(do_not_specialize=["NS"])

@@ -63,6 +63,21 @@ def splits(b: Any, rows: Any, per: int) -> Any:
     return b.max(1, b.min(MAX_SPLITS, b.cdiv(wanted + 1, rows) - 1))
 
 
+def parts(b: Any, rows: Any, NS: Any, *shape: int) -> Any:
+    """Allocates a buffer [rows * NS, *shape], which is empty where nothing is split."""
+    return b.empty((rows * NS * b.min(NS - 1, 1), *shape), b.f32)
+
+
+def combine_programs(b: Any, rows: Any, NS: Any) -> Any:
+    """Returns the programs of a kernel that combines NS splits of each of ``rows`` rows.
+
+    That is 0 without splits, and at least 1 if their number is symbolic.
+    """
+    if b.is_static(NS):
+        return 0 if NS == 1 else rows
+    return b.max(1, rows * b.min(NS - 1, 1))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """Arguments shared by forward and backward: the selections' source, sizes and the grid."""
@@ -79,15 +94,8 @@ class _Call:
         return (self.rows * -(-H // HB) * self.NS, 1, 1)
 
     def parts(self, b: Any, *shape: int) -> Any:
-        """Allocates a buffer [rows, NS, *shape], which is empty where nothing is split."""
-        return b.empty((self.rows * self.NS * b.min(self.NS - 1, 1), *shape), b.f32)
-
-    def combines(self, b: Any) -> Any:
-        """Returns the programs of a kernel that combines the parts; at least 1 if the number of splits is symbolic."""
-        H = self.constexprs["H"]
-        if b.is_static(self.NS):
-            return 0 if self.NS == 1 else self.rows * H
-        return b.max(1, self.rows * H * b.min(self.NS - 1, 1))
+        """Allocates a buffer [rows * NS, *shape], which is empty where nothing is split."""
+        return parts(b, self.rows, self.NS, *shape)
 
 
 def _call(
@@ -146,16 +154,27 @@ def plan_gather(
         dict(call.constexprs, SINK=has_sink),
         c.num_warps, c.num_stages,
     )  # fmt: skip
-    programs = call.combines(b)
-    if not (b.is_static(programs) and programs == 0):
-        b.launch(
-            selection_combine,
-            (programs, 1, 1),
-            dict(part_ptr=part, plse_ptr=plse, sink_ptr=sink, o_ptr=o, lse_ptr=lse, G=G, NS=call.NS),
-            dict(H=call.constexprs["H"], DV=DV, VP=power_of_two(DV), CS=COMBINE, SINK=has_sink),
-            1, 1,
-        )  # fmt: skip
+    plan_combine(b, part, plse, sink if has_sink else None, o, lse, call.NS)
     return o, lse
+
+
+def plan_combine(b: Any, part: Any, plse: Any, sink: Any, o: Any, lse: Any, NS: Any) -> None:
+    """Launches the kernel that combines NS splits of each query's keys to o and lse, unless NS is 1.
+
+    part[B * S * G * NS, h, Dv] and plse[B * S * G * NS, h] come from the forward; ``sink`` is contiguous or None.
+    """
+    B, S, G, h, DV = b.shape(o)
+    h, DV = b.static(h), b.static(DV)
+    programs = combine_programs(b, B * S * G * h, NS)
+    if b.is_static(programs) and programs == 0:
+        return
+    b.launch(
+        selection_combine,
+        (programs, 1, 1),
+        dict(part_ptr=part, plse_ptr=plse, sink_ptr=lse if sink is None else sink, o_ptr=o, lse_ptr=lse, G=G, NS=NS),
+        dict(H=h, DV=DV, VP=power_of_two(DV), CS=COMBINE, SINK=sink is not None),
+        1, 1,
+    )  # fmt: skip
 
 
 def plan_gather_dq(
@@ -180,7 +199,7 @@ def plan_gather_dq(
         dict(call.constexprs, DOUT=dout is not None),
         c.num_warps, c.num_stages,
     )  # fmt: skip
-    programs = call.combines(b)
+    programs = combine_programs(b, call.rows * h, call.NS)
     if not (b.is_static(programs) and programs == 0):
         b.launch(
             selection_dq_sum, (programs, 1, 1), dict(part_ptr=part, dq_ptr=dq, NS=call.NS),

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .list_tiles import list_place, product_of_rows, share, store_tiles, tile_at, tiles_at, zero_tiles
+from .row_tiles import product_of_rows, tile_at, tiles_at, zero_tiles
+from .splits import share, split_place, store_dq
 
 
 @triton.jit(do_not_specialize=[
@@ -24,7 +25,8 @@ def selection_list_dq(
     """
     HN: tl.constexpr = (H + HB - 1) // HB
     N = tl.multiple_of(tl.cast(N, tl.int64), 16)
-    bg, local, hb, split = list_place(NS, rows, HN)
+    bg, local, hb, split = split_place(NS, rows, HN)
+    local = local.to(tl.int64)
     s = first + local
     b = bg // G
     g = bg % G
@@ -86,9 +88,4 @@ def selection_list_dq(
             k = ks[c] if HELD else tile_at(k_base, k_at, mask, c, DK, KM, MC, KT)
             acc = acc + (tl.dot(ds.to(k.dtype), k, old[c], input_precision=PREC),)
 
-    factor = tl.full((HB,), 1.0, tl.float32) * scale
-    if NS == 1:
-        store_tiles(dq_ptr, at * DK, live, acc, factor, DK, KM, MC, KT)
-    else:
-        to = (row * NS + split) * H + head
-        store_tiles(part_ptr, to * DK, live, acc, factor, DK, KM, MC, KT)
+    store_dq(dq_ptr, part_ptr, acc, scale, row, head, live, split, NS, H, HB, DK, KM, MC, KT)

@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-from .list_tiles import list_place, product_of_rows, share, store_tiles, tile_at, tiles_at, zero_tiles
+from .row_tiles import product_of_rows, tile_at, tiles_at, zero_tiles
+from .softmax import online_softmax
+from .splits import share, split_place, store_output
 
 
 @triton.jit(do_not_specialize=["S", "G", "NS", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn"])
@@ -21,7 +23,8 @@ def selection_list_forward(
     """
     HN: tl.constexpr = (H + HB - 1) // HB
     N = tl.multiple_of(tl.cast(N, tl.int64), 16)
-    bg, s, hb, split = list_place(NS, S, HN)
+    bg, s, hb, split = split_place(NS, S, HN)
+    s = s.to(tl.int64)
     b = bg // G
     g = bg % G
     row = (b * S + s) * G + g
@@ -61,32 +64,13 @@ def selection_list_forward(
         else:
             x = product_of_rows(x, q_base, q_at, live, k_base, k_at, mask, DK, KM, MC, KT, PREC)
         x = tl.where(mask[None, :], x * qk, float("-inf"))
-        m_new = tl.maximum(m, tl.max(x, axis=1))
-        # Nothing but -inf so far: exp2(-inf - 0) = 0.
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(x - safe[:, None])
-        alpha = tl.exp2(m - safe)
-        norm = norm * alpha + tl.sum(p, axis=1)
+        p, alpha, m, norm = online_softmax(x, m, norm)
         old = acc
         acc = ()
         for c in tl.static_range(VM + (VT > 0)):
             v = ks[c] if SHARED and HELD else tile_at(v_base, v_at, mask, c, DV, VM, MC, VT)
             acc = acc + (tl.dot(p.to(v.dtype), v, old[c] * alpha[:, None], input_precision=PREC),)
-        m = m_new
 
-    lse = tl.where(norm == 0.0, float("-inf"), m + tl.log2(norm))
-    if NS == 1:
-        factor = tl.full((HB,), 1.0, tl.float32)
-        if SINK:
-            sink = tl.load(sink_ptr + g * H + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-            top = tl.maximum(m, sink)
-            top = tl.where(top == float("-inf"), 0.0, top)
-            factor = tl.exp2(m - top)
-            norm = norm * factor + tl.exp2(sink - top)
-        to = row * H + head
-        store_tiles(o_ptr, to * DV, live, acc, factor / tl.where(norm == 0.0, 1.0, norm), DV, VM, MC, VT)
-        tl.store(lse_ptr + to, lse * 0.6931471805599453, mask=live)
-    else:
-        to = (row * NS + split) * H + head
-        store_tiles(part_ptr, to * DV, live, acc, 1.0 / tl.where(norm == 0.0, 1.0, norm), DV, VM, MC, VT)
-        tl.store(plse_ptr + to, lse, mask=live)
+    store_output(
+        o_ptr, lse_ptr, part_ptr, plse_ptr, sink_ptr, acc, m, norm, row, g, head, live, split, NS, H, DV, VM, MC, VT, SINK
+    )  # fmt: skip

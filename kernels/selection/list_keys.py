@@ -4,9 +4,7 @@ import triton
 import triton.language as tl
 
 from .pieces import query_bounds
-
-# The id of a key that queries of every segment see: ops/segments.py.
-ANY = tl.constexpr(-2147483648)
+from .segments import same_segment
 
 
 @triton.jit
@@ -54,7 +52,7 @@ def selection_list_keys(
     if SEG:
         mine = tl.load(seg_q_ptr + b * S + s)
         ids = tl.load(seg_k_ptr + b * S_kv + key, mask=seen, other=0)
-        key = tl.where((ids == mine) | (ids == ANY), key, -1)
+        key = tl.where(same_segment(mine, ids), key, -1)
     seen = key >= 0
     keys_row = keys_ptr + row * N
     fresh = _fresh(key, NP)

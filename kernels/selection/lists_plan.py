@@ -13,8 +13,8 @@ from typing import Any
 
 from ..dtypes import without_kernel
 from .backward_plan import plan_delta
-from .gather import selection_combine, selection_dq_sum
-from .gather_plan import COMBINE, splits
+from .gather import selection_dq_sum
+from .gather_plan import COMBINE, parts, plan_combine, splits
 from .list_dkv import selection_list_invert, selection_list_rows, selection_list_slots, selection_list_sum
 from .list_dq import selection_list_dq
 from .list_forward import selection_list_forward
@@ -63,11 +63,16 @@ class Lists:
     counts: Any
 
 
+def _whole_rows(n: int) -> int:
+    """Rounds n up to a multiple of ROW."""
+    return -(-n // ROW) * ROW
+
+
 def plan_keys(b: Any, k: Any, indices: Any, cu_q: Any, cu_k: Any, seg_q: Any, seg_k: Any) -> Lists:
     """Launches ``selection_list_keys``."""
     B, S, G, NI = b.shape(indices)
     NI = b.static(NI)
-    N = max(1, -(-NI // ROW)) * ROW
+    N = max(ROW, _whole_rows(NI))
     keys = b.empty((B, S, G, N), b.i32)
     if NI == 0:
         return Lists(keys, b.zeros((B, S, G), b.i32))
@@ -91,7 +96,7 @@ def plan_keys(b: Any, k: Any, indices: Any, cu_q: Any, cu_k: Any, seg_q: Any, se
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What the forward and dQ share: arguments, constants and the configuration."""
+    """Arguments, constants and configuration shared by the forward and dQ."""
 
     args: dict[str, Any]
     constexprs: dict[str, Any]
@@ -152,8 +157,7 @@ def plan_lists_forward(
     rows = B * S * G
     NS = _splits(b, rows * call.heads, c) if NS is None else NS
     o, lse = b.empty((B, S, G, h, v_width), b.dtype(q)), b.empty((B, S, G, h), b.f32)
-    # Empty where nothing is split.
-    part, plse = (b.empty((rows * NS * b.min(NS - 1, 1), *shape), b.f32) for shape in ((h, v_width), (h,)))
+    part, plse = parts(b, rows, NS, h, v_width), parts(b, rows, NS, h)
     has_sink = sink is not None
     sink = b.contiguous(sink) if has_sink else lse
     outs = dict(NS=NS, sink_ptr=sink, o_ptr=o, lse_ptr=lse, part_ptr=part, plse_ptr=plse)
@@ -162,14 +166,7 @@ def plan_lists_forward(
         (rows * call.heads * NS, 1, 1), dict(call.args, **outs), dict(call.constexprs, SINK=has_sink),
         c.num_warps, c.num_stages,
     )  # fmt: skip
-    if not (b.is_static(NS) and NS == 1):
-        b.launch(
-            selection_combine,
-            (_combines(b, rows * h, NS), 1, 1),
-            dict(part_ptr=part, plse_ptr=plse, sink_ptr=sink, o_ptr=o, lse_ptr=lse, G=G, NS=NS),
-            dict(H=h, DV=v_width, VP=power_of_two(v_width), CS=COMBINE, SINK=has_sink),
-            1, 1,
-        )  # fmt: skip
+    plan_combine(b, part, plse, sink if has_sink else None, o, lse, NS)
     return o, lse
 
 
@@ -179,11 +176,6 @@ def _splits(b: Any, programs: Any, c: ListConfig) -> Any:
     It depends on the number of queries, and so do the last bits. Deterministic algorithms never split.
     """
     return 1 if b.deterministic else splits(b, programs, c.per)
-
-
-def _combines(b: Any, rows: Any, NS: Any) -> Any:
-    """Returns the programs of a kernel that combines splits; at least 1 if the number of splits is symbolic."""
-    return rows if b.is_static(NS) else b.max(1, rows * b.min(NS - 1, 1))
 
 
 def plan_selection_list_attention(
@@ -277,7 +269,8 @@ def _plan_chunk(b: Any, call: _Call, x: _Gradients, shared: bool, B: int, S_kv: 
              ALIGN=alignment(b, call.args["q_ptr"]), PREC=dot_precision(b, dtype)),
         c.num_warps, c.num_stages,
     )  # fmt: skip
-    inverse, sizes = _plan_inverse(b, call, B, S_kv, size, chunk)
+    CQ = _whole_rows(size)
+    inverse, sizes = _plan_inverse(b, call, B, S_kv, CQ, chunk)
     last = first + rows == S
     outs = [(part_k, x.acc_k, x.dk, DK)]
     if not shared:
@@ -290,7 +283,7 @@ def _plan_chunk(b: Any, call: _Call, x: _Gradients, shared: bool, B: int, S_kv: 
             selection_list_sum,
             (B * G * S_kv, -(-D // columns), 1),
             dict(part_ptr=part, inverse_ptr=inverse, sizes_ptr=sizes, acc_ptr=acc, out_ptr=out, S_kv=S_kv, N=N,
-                 CQ=-(-size // ROW) * ROW, rows=rows),
+                 CQ=CQ, rows=rows),
             dict(D=D, DC=columns, FIRST=first == 0, LAST=last, UNROLL=8), 1, 1,
         )  # fmt: skip
 
@@ -304,6 +297,7 @@ def rows_dtype(b: Any, dtype: Any) -> Any:
 
 
 def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first: int, rows: int) -> None:
+    """Launches the kernels of dQ, p and ds of ``rows`` queries from ``first`` on."""
     n, c = call.constexprs, call.config
     G, H, DK = call.args["G"], n["H"], n["DK"]
     lines = B * G * rows
@@ -331,7 +325,7 @@ def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first:
 def _plan_inverse(b: Any, call: _Call, B: int, S_kv: int, CQ: int, chunk: dict[str, Any]) -> tuple[Any, Any]:
     """Launches the kernels that list, for each key, the pairs of the chunk in query order; returns them and numbers."""
     G, N = chunk["G"], chunk["N"]
-    units, CQ = B * G * S_kv, -(-CQ // ROW) * ROW
+    units = B * G * S_kv
     slots = b.zeros((units, CQ), b.i16)
     inverse, sizes = b.empty((units, CQ), b.i32), b.empty((units,), b.i32)
     lists = dict(keys_ptr=call.args["keys_ptr"], counts_ptr=call.args["counts_ptr"])

@@ -68,23 +68,3 @@ def store_tiles(p, at, mask, tiles, factor, D: tl.constexpr, NM: tl.constexpr, M
         d = c * MC + tl.arange(0, MC if c < NM else TC)
         x = (tiles[c] * factor[:, None]).to(p.dtype.element_ty)
         tl.store(p + at[:, None] + d[None, :], x, mask=mask[:, None] & (d < D)[None, :])
-
-
-@triton.jit
-def list_place(NS, S, HN: tl.constexpr):
-    """Returns bg, s (int64), the block of heads and the split of programs [B * G, S, HN, NS]."""
-    pid = tl.program_id(0)
-    split = pid % NS
-    rest = pid // NS
-    hb = rest % HN
-    rest = rest // HN
-    return (rest // S).to(tl.int64), (rest % S).to(tl.int64), hb, split
-
-
-@triton.jit
-def share(n, split, NS):
-    """Returns [from, to), the positions of one split of n."""
-    each = n // NS
-    rest = n - each * NS
-    begin = split * each + tl.minimum(split, rest)
-    return begin, begin + each + (split < rest).to(tl.int32)
