@@ -75,6 +75,27 @@ _NUMBERS = frozenset((int,))
 """The type of sizes that are plain numbers. Other sizes must not be hashed, because that could ask for their value."""
 
 
+def _shadow(value: Value, known: dict[Value, Value]) -> Value:
+    """Returns a copy of a value of another graph, without its nodes: it can be followed, but not read."""
+    found = known.get(value)
+    if found is None:
+        found = known[value] = object.__new__(Value)
+        found.shape, found.dtype, found.node, found.out, found.kwargs = value.shape, value.dtype, None, 0, _NO_OPTIONS
+
+        def expand(made: Value) -> None:
+            if value.func is not None:
+                made.set(value.func, _shadowed(value.args, known), value.kwargs, value.out)
+
+        found._pending = expand
+    return found
+
+
+def _shadowed(a: Any, known: dict[Value, Value]) -> Any:
+    if isinstance(a, (tuple, list)):
+        return type(a)(_shadowed(b, known) for b in a)
+    return _shadow(a, known) if isinstance(a, Value) else a
+
+
 def of_positions(value: Value) -> bool:
     """Checks whether a value is a mask or integers: computed from constants, integers and bools alone."""
     todo, seen = [value], {value}
@@ -227,6 +248,7 @@ class Values:
         self.autocast = autocast
         self.templates = templates
         self.given = given or {}
+        self._shadows: dict[Value, Value] = {}
         self.fixed: dict[str, int] = {}
         self._of: dict[fx.Node, Any] = {}
         self._inspectable: dict[fx.Node, bool] = {}
@@ -271,7 +293,7 @@ class Values:
             made = Value(fake, self.fixed, node, pending)
             outside = None if self.fixed else self.given.get(node)
             if outside is not None and outside.shape == made.shape and of_positions(outside):
-                _alias(made, outside)
+                _alias(made, _shadow(outside, self._shadows))
             return made
         return self._call(node) if is_tensors(fake) and self.inspectable(node) else None
 

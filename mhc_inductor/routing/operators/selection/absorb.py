@@ -256,6 +256,9 @@ def _slice_of(one: Found, part: Part, digits: list[Var]) -> Source:
 def _check(view: View, one: Found, found: Absorbed) -> None:
     """Raises Left if something holds on to K, V or q, writes them in place, or runs in another mode."""
     assert one.out.node is not None
+    nodes = [value.node for value in found.inputs if value.node is not None]
+    if any(found.c.ref.value.node in node.all_input_nodes for node in nodes):
+        raise _no_latent()  # q comes from the latent too: one projection gives q, K and V
     place, end = view.modes_at(one.out.node), view.defined(one.out.node)
     for node in _between(one, found):
         value = view.value(node)

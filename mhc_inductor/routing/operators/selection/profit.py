@@ -164,6 +164,13 @@ def dense_seconds(s: Sizes, training: bool) -> float:
     return products + maps + (0.0 if s.fused else scores * WRITTEN * (WRITTEN_TRAINING if training else 1.0))
 
 
+def absorbs(s: Sizes) -> bool:
+    """Checks whether reading the latent is estimated to be faster than each head's own keys, and a kernel takes it."""
+    if s.latent is None or s.latent.width + s.latent.shared > MAX_LIST[1] or s.latent.width > MAX_LIST[2]:
+        return False
+    return list_seconds(s, True) < list_seconds(dataclasses.replace(s, latent=None), True)
+
+
 def list_refusal(s: Sizes, training: bool = False) -> str:
     """Returns why the op over lists does not replace dense attention, an empty string if it does."""
     assert s.selected is not None

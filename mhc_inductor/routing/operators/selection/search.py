@@ -19,7 +19,7 @@ from mhc_inductor.routing.operators.selection.keys import Given, KeyData
 from mhc_inductor.routing.operators.selection.layouts import layout
 from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Source, sources
-from mhc_inductor.routing.operators.selection.profit import list_refusal, sizes_of
+from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, sizes_of
 from mhc_inductor.routing.operators.selection.scores import before_change
 from mhc_inductor.routing.operators.selection.unrouted_softmax import behind, is_power, masked_softmax, masks_of
 from mhc_inductor.routing.operators.selection.weights import Weights
@@ -174,6 +174,8 @@ class Search:
             if found.entries is not None:
                 latent = absorption(self.view, found)
                 found.absorbed = latent if isinstance(latent, Absorbed) else None
+                if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.q.value.dtype)):
+                    found.absorbed = None
             if found.absorbed is not None or all(best(ref, order) is not None for ref, order in orders(found)):
                 return found
             self._miss("q, k or v cannot be followed through their views", found.out, node)
