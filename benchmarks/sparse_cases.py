@@ -60,17 +60,13 @@ def v4_size(case: Case, toy: bool) -> deepseek_model.Size:
 
 
 def build(case: Case, device: torch.device, dtype: torch.dtype, toy: bool) -> torch.nn.Module:
-    """Returns the case's model with seeded weights in ``dtype``; parameters that stay in fp32 are fp32."""
+    """Returns the case's model with seeded weights in ``dtype``; DeepSeek-V4's mHC parameters are fp32."""
     if case.model == V4:
         return deepseek_model.build(v4_size(case, toy), device, dtype)
     from transformers.models.deepseek_v32 import DeepseekV32ForCausalLM
 
     torch.manual_seed(0)
-    model = DeepseekV32ForCausalLM(v32_config(case.seq, toy)).to(device=device, dtype=dtype)
-    for name, parameter in model.named_parameters():
-        if "indexer.weights_proj" in name:  # the model class lists it as fp32
-            parameter.data = parameter.data.float()
-    return model
+    return DeepseekV32ForCausalLM(v32_config(case.seq, toy)).to(device=device, dtype=dtype)
 
 
 def tokens(case: Case, device: torch.device, toy: bool) -> Tensor:

@@ -163,7 +163,7 @@ class Driver:
         return row
 
 
-def gather(settings: Settings, rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def gather(settings: Settings, measured: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Returns the result of a run: header, rows, verdicts on the device of the bars, and errors within bounds."""
     import transformers
 
@@ -178,7 +178,8 @@ def gather(settings: Settings, rows: Iterable[dict[str, Any]]) -> dict[str, Any]
         "budget_s": settings.budget_s,
         "cases": [dataclasses.asdict(c) for c in settings.cases],
     }
-    result["rows"] = [{k: v for k, v in row.items() if k != "stamp"} for row in rows]
+    result["rows"] = rows = [{k: v for k, v in row.items() if k != "stamp"} for row in measured]
+    result["complete"] = len(rows) == len(settings.plan())
     result["bars_apply"] = running.BARS_DEVICE in result["device"]["name"] and not settings.toy
     by_case = {c: {r["variant"]: r for r in result["rows"] if r["case"] == c.name} for c in settings.cases}
     result["verdicts"] = [v for c, of in by_case.items() if result["bars_apply"] for v in targets.verdicts(c, of)]

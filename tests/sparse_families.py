@@ -174,7 +174,8 @@ class Family:
     """A model class, its tiny configuration, and how many indexers and sparse attentions a call of it has.
 
     ``indexers`` counts the formulas that ``index_topk`` computes: MiniMax-M3 scores blocks, which is another formula.
-    ``attentions`` counts the attentions under lists or blocks of keys, and DeepSeek-V4's and dots3's windows.
+    ``attentions`` counts the attentions under lists or blocks of keys, and DeepSeek-V4's window with its sinks. Ordinary
+    windows (dots3) and GLM-5-Next's linear attention are neither; the tiny GLM-5-Next has no layer of the latter.
     """
 
     model: str
@@ -209,7 +210,7 @@ FAMILIES = {
             **_SLIDING,
         ),
         1,
-        2,
+        1,
     ),
     "minimax_m3_vl": Family("MiniMaxM3VLForCausalLM", _minimax_m3_vl, 0, 1),
 }
@@ -219,7 +220,7 @@ def build(family: str, attention: str = "eager", dtype: torch.dtype = torch.floa
     """Returns the family's model with seeded weights on the CPU, in eval mode.
 
     Weights are drawn larger than the published initialisation does, so that attention and selection depend on the
-    input. Parameters that the model class keeps in fp32 are fp32.
+    input. As in ``from_pretrained``, buffers and the parameters that the model class keeps in fp32 are fp32.
 
     Args:
         family: a name of :data:`FAMILIES`.
@@ -233,11 +234,10 @@ def build(family: str, attention: str = "eager", dtype: torch.dtype = torch.floa
     one = FAMILIES[family]
     model = getattr(transformers, one.model)._from_config(one.config(), attn_implementation=attention)
     _draw(model)
-    model.to(dtype)
-    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    kept = model._keep_in_fp32_modules_strict or ()  # the other list counts in fp16 only
     for name, parameter in model.named_parameters():
-        if any(f".{part}." in f".{name}." for part in kept):
-            parameter.data = parameter.data.float()
+        if not any(f".{part}." in f".{name}." for part in kept):
+            parameter.data = parameter.data.to(dtype)
     return model.eval()
 
 

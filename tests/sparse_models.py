@@ -25,7 +25,7 @@ def show(family: str, attention: str, name: str, folder: pathlib.Path | None) ->
     found = sparse_runs.look(family, sparse_runs.MODES[name], attention)
     seconds, graphs = time.perf_counter() - start, len(found.graphs)
     row = f"{family:16}{attention:7}{name:24}"
-    row += f"{found.indexers}/{one.indexers:<8}{found.attentions}/{one.attentions:<8}{graphs:<8}{seconds:.1f}"
+    row += f"{found.indexers}/{one.indexers:<8}{found.attentions}/{one.attentions:<8}{graphs:<8}{seconds:<9.1f}{found.report.seconds:.1f}"
     print(row + (f"  FAILED {found.error}" if found.error else ""), flush=True)
     if folder is not None:
         stem = f"{family}_{attention}_{name.replace(', ', '_').replace(' ', '_')}"
@@ -45,8 +45,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    heads = ("indexers", "attention", "graphs", "seconds")
-    print(f"{'family':16}{'impl':7}{'mode':24}{heads[0]:10}{heads[1]:10}{heads[2]:8}{heads[3]}")
+    heads = f"{'family':16}{'impl':7}{'mode':24}{'indexers':10}{'attention':10}{'graphs':8}{'seconds':9}of routing"
+    print(heads)
     why: dict[str, dict[str, list[str]]] = {}
     for family in asked.family:
         for attention in asked.attention or FAMILIES[family].implementations:

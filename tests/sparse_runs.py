@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mhc_inductor.options import DEFAULT, RoutingOptions
-from mhc_inductor.routing import route
+from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.report import Report
 from tests import capture, sparse_families
 
@@ -162,7 +162,13 @@ def _line(source: str) -> str:
 
 
 def routed(
-    model: nn.Module, mode: Mode, steps: int = 3, *, routing: bool = True, options: RoutingOptions = DEFAULT
+    model: nn.Module,
+    mode: Mode,
+    steps: int = 3,
+    *,
+    routing: bool = True,
+    options: RoutingOptions = DEFAULT,
+    check: Verifier | None = None,
 ) -> tuple[capture.Captured, Found]:
     """Runs ``model`` with its Dynamo graphs routed and then interpreted, without Inductor.
 
@@ -171,7 +177,8 @@ def routed(
         mode: how it is called.
         steps: tokens to decode in a decoding mode.
         routing: False leaves the graphs as Dynamo made them.
-        options: of the routing pass. Set ``verify`` to compare every routed formula with its op.
+        options: of the routing pass.
+        check: compares routed formulas with their ops, and refuses those that differ.
 
     Returns:
         The results of the call, and what was found in the graphs of the last compile of each frame.
@@ -180,7 +187,7 @@ def routed(
 
     def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         if routing:
-            report.extend(route(gm, options))
+            report.extend(route(gm, options, check=check))
         graphs.append(gm)
         return gm.forward
 

@@ -1,0 +1,144 @@
+"""Unmodified sparse models of transformers: what is routed in each mode, and whether values and gradients stay.
+
+``python -m tests.sparse_models`` prints the whole table, with the reasons for what is not routed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from tests import capture, sparse_families, sparse_runs
+from tests.sparse_families import FAMILIES
+from tests.sparse_runs import MODES
+
+if not all(importlib.util.find_spec(f"transformers.models.{name}") for name in FAMILIES):
+    pytest.skip("this transformers lacks some of the models", allow_module_level=True)
+
+EAGER_MODES = (
+    "training",
+    "training, checkpointed",
+    "training, left padded",
+    "training, packed",
+    "prefill",
+    "prefill, bf16",
+    "prefill, no cache",
+    "prefill, left padded",
+    "prefill, right padded",
+    "prefill, packed",
+    "prefill, dynamic",
+    "decode",
+    "decode, left padded",
+)
+SDPA_MODES = ("training", "prefill", "prefill, left padded", "prefill, packed", "decode")
+CASES = [
+    (family, attention, name)
+    for family, one in FAMILIES.items()
+    for attention in one.implementations
+    for name in (EAGER_MODES if attention == "eager" else SDPA_MODES)
+    if (family, name) != ("glm5_next", "prefill, dynamic")  # 12 graphs, two minutes
+]
+WITHOUT_GRADIENTS = tuple(name for name in EAGER_MODES if not MODES[name].train)
+LATENT = {"prefill": 2, "prefill, bf16": 2, "prefill, dynamic": 2, "decode": 2}
+ROUTED_ATTENTIONS: dict[str, dict[str, dict[str, int]]] = {
+    "deepseek_v32": {"eager": LATENT, "sdpa": {"prefill": 2, "decode": 2}},
+    "glm_moe_dsa": {"eager": LATENT, "sdpa": {"prefill": 2, "decode": 2}},
+    "axk2": {"eager": LATENT, "sdpa": {"prefill": 2, "decode": 2}},
+    "mistral_large4": {"eager": dict.fromkeys(LATENT, 3), "sdpa": {"prefill": 3, "decode": 3}},
+    "dots3_note": {"eager": dict.fromkeys(LATENT, 1), "sdpa": {"prefill": 1, "decode": 1}},
+    "minimax_m3_vl": {"eager": {"training": 1, **dict.fromkeys(LATENT, 1)}},
+    "glm5_next": {
+        "eager": dict.fromkeys(WITHOUT_GRADIENTS, 1),
+        "sdpa": {"training": 1, **dict.fromkeys(WITHOUT_GRADIENTS, 2)},
+    },
+}
+"""How many attentions are routed, by family, implementation and mode; 0 where nothing stands."""
+ROUTED_INDEXERS: dict[str, dict[str, dict[str, int]]] = {}
+"""The same for indexers."""
+GRAPHS = {"glm5_next": 13, "mistral_large4": 7}
+"""Families whose forward breaks Dynamo's graph, and into how many parts at most.
+
+GLM-5-Next keeps the pools that exist (``pool_keys[:, keep]``), whose number depends on data. Mistral-Large-4's
+checkpointed layers write a dictionary of shared keys.
+"""
+
+
+def _expected(family: str, attention: str, name: str) -> tuple[int, int]:
+    of = (table.get(family, {}).get(attention, {}).get(name, 0) for table in (ROUTED_INDEXERS, ROUTED_ATTENTIONS))
+    return next(of), next(of)
+
+
+def test_every_family_has_what_it_is_here_for():
+    layers = {f: sparse_families.build(f).config.get_text_config() for f in FAMILIES}
+    assert layers["deepseek_v4"].layer_types == [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    ]
+    for family in ("glm_moe_dsa", "hy_v4", "glm5_next", "mistral_large4"):
+        assert "shared" in layers[family].indexer_types, family
+    for family, config in layers.items():
+        topk = getattr(config, "index_topk", None) or config.index_topk_blocks * config.index_block_size
+        assert topk < sparse_runs.LENGTH, f"{family}: every key would be chosen"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_and_packing_reach_the_model(family):
+    """Shows that the inputs of a mode change the result, so that a mask that is ignored cannot pass."""
+    model = sparse_runs.prepare(family, MODES["prefill"], "eager")
+    plain, left, packed = (
+        sparse_runs.evaluate(model, model, MODES[name]).outputs[0]
+        for name in ("prefill, no cache", "prefill, left padded", "prefill, packed")
+    )
+    length, pads = sparse_runs.LENGTH, sparse_runs.LENGTH - 7
+    assert (left[:pads] - plain[length - pads : length]).abs().max() > 1e-3
+    # GLM-5-Next has no positions and reads no position ids: to it, packed sequences are one.
+    assert ((plain - packed).abs().max() > 1e-3) == (family != "glm5_next")
+
+
+def _not_worse(got: capture.Captured, want: capture.Captured, exact: capture.Captured) -> None:
+    """Asserts that bf16 logits are as near to fp32 as the eager model's.
+
+    A rounding can change which keys or experts a token of a later layer reads. Few tokens differ that way: the median
+    over tokens is compared strictly, the whole loosely.
+    """
+    ours, eager = ((of.outputs[0].float() - exact.outputs[0]).norm(dim=-1) for of in (got, want))
+    size = exact.outputs[0].norm(dim=-1)
+    assert (ours / size).median() <= 1.5 * (eager / size).median() + 0.01
+    assert ours.norm() <= 2 * eager.norm() + 0.1 * size.norm()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("family", "attention", "name"), CASES)
+def test_routed_of_all_and_the_same_results(family, attention, name):
+    mode, one = MODES[name], FAMILIES[family]
+    model = sparse_runs.prepare(family, mode, attention)
+    want = sparse_runs.evaluate(model, model, mode)
+    got, found = sparse_runs.routed(model, mode, check=capture.VERIFY)
+    assert not found.report.problems
+    if mode.dtype == torch.bfloat16:
+        _not_worse(got, want, sparse_runs.evaluate(model.float(), model, mode))
+    else:
+        apart = capture.difference(got, want)
+        assert apart <= sparse_runs.bound(mode), f"{apart:.3g} from eager"
+    assert all(t.isfinite().all() for t in capture.named_tensors(got).values())
+    indexers, attentions = _expected(family, attention, name)
+    text = (
+        f"{found.indexers}/{one.indexers} indexers, {found.attentions}/{one.attentions} attentions: {found.reasons()}"
+    )
+    if mode.decode:  # Dynamo compiles again as the cache grows
+        assert (found.indexers > 0, found.attentions > 0) == (indexers > 0, attentions > 0), text
+    else:
+        assert (found.indexers, found.attentions) == (indexers, attentions), text
+    assert len(found.graphs) <= GRAPHS.get(family, 1) * (3 if mode.decode else 1), found.breaks
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["training", "prefill, left padded"])
+def test_generated_code_gives_the_same_results(name):
+    model = sparse_runs.prepare("deepseek_v32", MODES[name], "sdpa")
+    want = sparse_runs.evaluate(model, model, MODES[name])
+    got = sparse_runs.compiled(model, MODES[name])
+    assert capture.difference(got, want) <= sparse_runs.bound(MODES[name])
