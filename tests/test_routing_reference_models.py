@@ -96,13 +96,14 @@ def test_deepseek_v4_with_bf16_streams_and_fp32_parameters_is_routed(mode: str) 
 
 
 def test_deepseek_v4_counts_grow_with_its_layers() -> None:
-    """Checks that the report names each formula's line in transformers, and no near miss."""
+    """Checks that the report names each formula's line in transformers, and no near miss but dense attention."""
     report = run(functools.partial(_logits, _deepseek(torch.float32)), _ids(), (), False).report
     assert sorted(r.op for r in report.routed if r.op in EXPECTED) == sorted(
         op for op, k in EXPECTED.items() for _ in range(k)
     )
     assert all("modeling_deepseek_v4.py" in r.source for r in report.routed)
-    assert not report.near_misses and not report.problems
+    # Both attentions see all earlier keys at this length: dense attention, with a sink.
+    assert all(miss.ordinary for miss in report.near_misses) and not report.problems
 
 
 def _ids() -> tuple[Tensor, ...]:

@@ -109,6 +109,11 @@ def has_data(conj: All) -> bool:
     return any(isinstance(x, Given) or x.value.data() for x in conj.literals)
 
 
+def reads_key(conj: All) -> bool:
+    """Checks whether a comparison of a conjunction reads a tensor of numbers at the key."""
+    return any(isinstance(v, Key) for value in conj.comparisons() for v in value.bound_variables())
+
+
 def opposite(literal: Literal) -> AnyOf:
     """Returns the negation of a literal."""
     if isinstance(literal, Given):

@@ -6,8 +6,9 @@ and unrolled ``|=`` all get the same form (:mod:`.keys`).
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from mhc_inductor.routing.operators.selection.keys import (
     compared,
     either,
     has_data,
+    reads_key,
 )
 from mhc_inductor.routing.operators.selection.scatters import Placed
 
@@ -181,10 +183,24 @@ class Masks:
 
     def _nonzero(self, ref: Ref, want: bool) -> AnyOf:
         """Returns when a number is nonzero (``want``) or 0."""
+        return self._either_form(
+            lambda: compared("ne" if want else "eq", self.whole(ref), number(0)),
+            lambda: positive(self.counts.of(ref), want),
+        )
+
+    def _either_form(self, whole: Callable[[], AnyOf], count: Callable[[], AnyOf]) -> AnyOf:
+        """Returns what ``whole`` gives if it reads no tensor at the key, else what ``count`` gives if it can."""
+        found = None
+        with contextlib.suppress(Unsupported):
+            found = whole()
+            if not self.by_key or not any(map(reads_key, found)):
+                return found
         try:
-            return compared("ne" if want else "eq", self.whole(ref), number(0))
+            return count()
         except Unsupported:
-            return positive(self.counts.of(ref), want)
+            if found is None:
+                raise
+            return found
 
     def _comparison(self, ref: Ref, op: str, want: bool) -> AnyOf:
         left, right = ref.value.args[:2]
@@ -192,12 +208,15 @@ class Masks:
             op = _OPPOSITE[op]
         if constant_of(left) is not None and constant_of(right) is None:
             left, right, op = right, left, _MIRROR[op]
-        try:
+        known = constant_of(right)
+
+        def whole() -> AnyOf:
             return compared(op, self.wholes.side(left, ref), self.wholes.side(right, ref))
-        except Unsupported:
-            known = constant_of(right)
-            if known is None:
-                raise
+
+        return whole() if known is None else self._either_form(whole, lambda: self._against(ref, left, op, known))
+
+    def _against(self, ref: Ref, left: Any, op: str, known: float) -> AnyOf:
+        """Evaluates the comparison of an additive mask, a flag or a count with a number. Raises Unsupported."""
         if math.isinf(known):
             # An additive mask compared with its fill: ``mask == -inf``.
             if op in ("eq", "ne") and known < 0:

@@ -1,0 +1,303 @@
+"""Attention over windows, lists and prefixes of keys, with sinks, padding and packed sequences, becomes the op over lists.
+
+The parts are those of DeepSeek-V4 and its relatives, in every combination that they form, each against the formula as it
+stands. Sizes are odd, heads share one group of keys, and every mask leaves out a quarter of the keys at least.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.capture import Captured, difference, eager, reasons, run
+
+S, WINDOW, ENTRIES, PICKED, RATIO, HEADS, D = 41, 7, 18, 3, 5, 4, 8
+MIN = torch.finfo(torch.float32).min
+LISTS = torch.ops.mhc_inductor.selection_list_attention.default
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+def _positions(packed: bool) -> Tensor:
+    """Returns position ids [2, S]: one sequence a row, or three that start at other places in each row."""
+    if not packed:
+        return torch.arange(S).expand(2, S).contiguous()
+    cuts = torch.tensor([[0, 13, 30], [0, 9, 22]])
+    starts = torch.zeros(2, S, dtype=torch.long).scatter_(1, cuts, cuts).cummax(1).values
+    return torch.arange(S) - starts
+
+
+def _padding(side: str) -> Tensor:
+    """Returns an attention mask [2, S] of ones and zeros."""
+    kept = torch.ones(2, S, dtype=torch.long)
+    kept[1, slice(0, 6) if side == "left" else slice(S - 6, S)] = 0
+    return kept
+
+
+# --- the parts of a mask: bool [B, 1, S, keys] ---------------------------------------------------------------
+
+
+def packed_window(position: Tensor, kept: Tensor) -> Tensor:
+    """A sliding window that counts by position ids, within the sequences that they number."""
+    sequence = (torch.diff(position, prepend=position[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    batch = torch.arange(position.shape[0])[:, None, None, None]
+    q, k = torch.arange(S)[None, None, :, None], torch.arange(S)[None, None, None, :]
+    inside = sequence[batch, q] == sequence[batch, k]
+    near = (position[batch, k] > position[batch, q] - WINDOW) & (position[batch, k] <= position[batch, q])
+    return inside & near
+
+
+def padded_window(position: Tensor, kept: Tensor) -> Tensor:
+    """A sliding window of tokens, of which padding is left out."""
+    q, k = torch.arange(S)[:, None], torch.arange(S)
+    return ((k <= q) & (k > q - WINDOW))[None, None] & kept.bool()[:, None, None, :]
+
+
+def causal(position: Tensor, kept: Tensor) -> Tensor:
+    """All keys up to the query's own."""
+    return (torch.arange(S)[None, :] <= torch.arange(S)[:, None])[None, None].expand(position.shape[0], 1, S, S)
+
+
+def prefix(position: Tensor) -> Tensor:
+    """The compressed entries that are complete at a position."""
+    done = (position + 1) // RATIO
+    return torch.arange(ENTRIES).view(1, 1, 1, -1) < done[:, None, :, None]
+
+
+def scattered(indices: Tensor, keys: int) -> Tensor:
+    """The listed keys: True scattered into False."""
+    made = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool)
+    return made.scatter(-1, indices, True).unsqueeze(1)
+
+
+def left_out(indices: Tensor, keys: int) -> Tensor:
+    """The same as the negation of False scattered into True."""
+    made = indices.new_ones((*indices.shape[:2], keys), dtype=torch.bool)
+    return ~made.scatter(-1, indices, False).unsqueeze(1)
+
+
+def counted(indices: Tensor, keys: int) -> Tensor:
+    """The same by counting; indices of -1 list nothing."""
+    valid = indices.ge(0) & indices.lt(keys)
+    counts = torch.zeros(*indices.shape[:2], keys, dtype=torch.int32)
+    return counts.scatter_add_(-1, indices.clamp(0, keys - 1), valid.to(torch.int32)).ne(0).unsqueeze(1)
+
+
+def spare_column(indices: Tensor, keys: int) -> Tensor:
+    """The same as a bias with a column more, in which -1 ends."""
+    valid = indices >= 0
+    safe = torch.where(valid, indices, torch.full_like(indices, keys))
+    bias = torch.full((indices.shape[0], 1, indices.shape[1], keys + 1), -torch.inf)
+    return bias.scatter_(-1, safe.unsqueeze(1), 0.0)[..., :keys] == 0
+
+
+# --- the attention under a mask --------------------------------------------------------------------------------
+
+
+def library(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None) -> Tensor:
+    """Calls scaled_dot_product_attention with a bool mask."""
+    return F.scaled_dot_product_attention(
+        q, k.expand_as(q[..., :1, :].expand(-1, -1, k.shape[2], -1)), v.expand(-1, HEADS, -1, -1), mask
+    )
+
+
+def written(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None) -> Tensor:
+    """Writes the softmax out, over a sink too if there is one, as DeepSeek-V4 does."""
+    bias = torch.where(mask, torch.zeros(()), MIN)
+    scores = q @ k.transpose(2, 3) * D**-0.5 + bias
+    if sink is None:
+        return scores.softmax(-1) @ v
+    logits = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(q.shape[0], -1, S, -1)], -1)
+    logits = logits - logits.max(dim=-1, keepdim=True).values
+    return logits.softmax(-1)[..., :-1] @ v
+
+
+def sink_first(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None) -> Tensor:
+    """The same with the sink before the scores, and no maximum taken off."""
+    assert sink is not None
+    scores = (q @ k.transpose(2, 3) * D**-0.5).masked_fill(~mask, -torch.inf)
+    logits = torch.cat([sink.view(1, -1, 1, 1).expand(q.shape[0], HEADS, S, 1), scores], -1)
+    return logits.softmax(-1)[..., 1:] @ v
+
+
+def inputs(packed: bool = False, side: str = "right", entries: int = 0) -> tuple[Tensor, ...]:
+    """Returns q, k, v, the sink, position ids, an attention mask, and indices of keys or entries that repeat."""
+    g = _generator()
+    q, k = torch.randn(2, HEADS, S, D, generator=g), torch.randn(2, 1, S + entries, D, generator=g)
+    v, sink = torch.randn(2, 1, S + entries, D, generator=g), torch.randn(HEADS, generator=g)
+    indices = torch.randint(0, entries or S, (2, S, PICKED), generator=g)
+    indices[..., 0] = 0 if entries else torch.arange(S)
+    return q, k, v, sink, _positions(packed), _padding(side), indices
+
+
+WINDOWS = {"packed": packed_window, "padded": padded_window}
+SECOND = {
+    "": None,
+    "prefix": None,
+    "scattered": scattered,
+    "left out": left_out,
+    "counted": counted,
+    "spare": spare_column,
+}
+CASES = [(w, second, sink) for w, second, sink in itertools.product(WINDOWS, SECOND, (True, False))]
+
+
+def _model(window: str, second: str, sink: bool, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def fn(q: Tensor, k: Tensor, v: Tensor, logit: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Tensor:
+        mask = WINDOWS[window](position, kept)
+        if second == "prefix":
+            mask = torch.cat([mask, prefix(position)], -1)
+        elif second:
+            more = SECOND[second]
+            assert more is not None
+            mask = torch.cat([mask, more(indices, ENTRIES)], -1)
+        return attend(q, k, v, mask, logit if sink else None)
+
+    return fn
+
+
+def _check(fn: Callable[..., Any], given: tuple[Tensor, ...], bound: float = 2e-6) -> Captured:
+    got, want = run(fn, given), eager(fn, given)
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
+    assert any(node.target is LISTS for node in got.graphs[0].graph.nodes)
+    assert difference(got, want) < bound
+    return got
+
+
+@pytest.mark.parametrize(("window", "second", "sink"), CASES)
+def test_windows_lists_and_prefixes_are_lists_of_keys(window: str, second: str, sink: bool) -> None:
+    given = inputs(window == "packed", "left", ENTRIES if second else 0)
+    if second in ("counted", "spare"):
+        given = (*given[:-1], given[-1].masked_fill(given[-1] % 5 == 4, -1))
+    _check(_model(window, second, sink, written), given)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_sink_may_stand_first(window: str) -> None:
+    _check(_model(window, "prefix", True, sink_first), inputs(window == "packed", "left", ENTRIES))
+
+
+@pytest.mark.parametrize("second", [s for s in SECOND if s])
+def test_masks_of_a_call_are_lists_of_keys(second: str) -> None:
+    given = inputs(True, "right", ENTRIES)
+    _check(_model("packed", second, False, library), given)
+
+
+def test_keys_and_values_of_one_tensor_are_read_once() -> None:
+    def fn(q: Tensor, k: Tensor, _: Tensor, *rest: Tensor) -> Tensor:
+        return _model("padded", "scattered", True, written)(q, k, k, *rest)
+
+    got = _check(fn, inputs(entries=ENTRIES))
+    (call,) = (node for node in got.graphs[0].graph.nodes if node.target is LISTS)
+    assert call.args[2] is None
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_dynamic_sizes_are_routed(grad: bool) -> None:
+    def fn(x: Tensor, indices: Tensor) -> Tensor:
+        q, k, v = x.split([HEADS, 1, 1], 1)
+        place = torch.arange(x.shape[2])
+        return written_plain(q, k, v, scattered(indices, x.shape[2]) & (place <= place[:, None]))
+
+    q, k, v, *_, indices = inputs()
+    given = torch.cat([q, k, v], 1), indices
+    got = run(fn, given, (), grad, dynamic=None, symbolic=[(0, 2), (1, 1)])
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
+    assert difference(got, eager(fn, given, (), grad)) < 2e-6
+
+
+def written_plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Writes the softmax out, without a sink."""
+    return (q @ k.transpose(2, 3) * D**-0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+# --- what stays -------------------------------------------------------------------------------------------------
+
+
+def _weights_used(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor) -> Any:
+    weights = (q @ k.transpose(2, 3) * D**-0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+    return weights @ v, weights
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    return torch.tanh(q @ k.transpose(2, 3)).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def _learned(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    scores = q @ k.transpose(2, 3) + sink.view(1, -1, 1, 1) * k[:, :, :, 0].unsqueeze(2)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def _dropped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    weights = (q @ k.transpose(2, 3)).masked_fill(~mask, -torch.inf).softmax(-1)
+    return F.dropout(weights, 0.5, True) @ v
+
+
+def _sink_of_a_query(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    scores = (q @ k.transpose(2, 3)).masked_fill(~mask, -torch.inf)
+    return torch.cat([scores, q[..., :1]], -1).softmax(-1)[..., :-1] @ v
+
+
+def _cut(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    weights = (q @ k.transpose(2, 3)).masked_fill(~mask, -torch.inf).softmax(-1)
+    return weights[..., :-1] @ v[:, :, :-1]
+
+
+def _scaled_sink(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor) -> Tensor:
+    scores = (q @ k.transpose(2, 3)).masked_fill(~mask, -torch.inf)
+    logits = torch.cat([scores, sink.view(1, -1, 1, 1).expand(2, HEADS, S, 1)], -1) * 0.5
+    return logits.softmax(-1)[..., :-1] @ v
+
+
+KEPT: dict[str, Callable[..., Any]] = {
+    "weights returned": _weights_used,
+    "soft cap": _capped,
+    "learned bias": _learned,
+    "dropout": _dropped,
+    "a sink for each query": _sink_of_a_query,
+    "keys cut off": _cut,
+    "a sink that is scaled": _scaled_sink,
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_other_formulas_stay_and_have_a_reason(name: str) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Any:
+        return KEPT[name](q, k, v, scattered(indices, S) & causal(position, kept), sink)
+
+    given = inputs()
+    got, want = run(fn, given), eager(fn, given)
+    assert not got.ops
+    assert got.report.near_misses and all(miss.reason for miss in got.report.near_misses)
+    assert difference(got, want) == 0.0
+
+
+def test_a_mask_of_most_keys_stays() -> None:
+    """Checks that a list of nearly all keys is not a selection."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Tensor:
+        return written(q, k, v, causal(position, kept) & kept.bool()[:, None, None, :], sink)
+
+    assert not run(fn, inputs()).ops
+
+
+def test_a_key_that_a_list_names_out_of_its_segment_is_not_seen() -> None:
+    """Checks that NaN in keys and values that conditions hide does not reach the result."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Tensor:
+        return written_plain(q, k, v, scattered(indices, S) & causal(position, kept) & kept.bool()[:, None, None, :])
+
+    given = inputs(side="right")
+    poisoned = [t.clone() for t in given]
+    poisoned[1][1, :, S - 6 :] = torch.nan
+    poisoned[2][1, :, S - 6 :] = torch.nan
+    clean = run(fn, given, (), False).outputs[0]
+    torch.testing.assert_close(run(fn, tuple(poisoned), (), False).outputs[0][:, :, : S - 6], clean[:, :, : S - 6])
