@@ -7,6 +7,7 @@ stands. Sizes are odd, heads share one group of keys, and every mask leaves out 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.source_hash import ROOT
+from mhc_inductor.routing.operators.selection import profit
 from tests.capture import Captured, difference, eager, reasons, run
 
 S, WINDOW, ENTRIES, PICKED, RATIO, HEADS, D = 41, 7, 18, 3, 5, 4, 8
@@ -217,6 +220,51 @@ def test_dynamic_sizes_are_routed(grad: bool) -> None:
 def written_plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Writes the softmax out, without a sink."""
     return (q @ k.transpose(2, 3) * D**-0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------
+
+
+def _measured() -> dict[str, dict[str, dict[str, float]]]:
+    """Returns the rows of lists.json for the op, by case and what was run ("fwd", "fb")."""
+    kept = json.loads((ROOT / "benchmarks" / "results" / "lists.json").read_text())
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in kept["rows"]:
+        if row["variant"] == "ops" and row["case"] != "decode":
+            found.setdefault(row["case"], {})[row["what"]] = row
+    return found
+
+
+def test_the_rule_follows_the_measurements() -> None:
+    """Recomputes what the rule assumes of the list kernels from their results: no more speed than was measured."""
+    measured = _measured()
+    assert measured
+    for case, rows in measured.items():
+        fwd, training = rows["fwd"], rows["fb"]
+        operations = 2 * fwd["S"] * fwd["n"] * fwd["h"] * (fwd["Dk"] + fwd["Dv"])
+        assert operations / (fwd["median_us"] * 1e-6) >= 0.9 * profit.LIST_FLOPS, case
+        wide = fwd["Dk"] + fwd["Dv"] >= profit.WIDE
+        slower = profit.WIDE_LIST_TRAINING if wide else profit.LIST_TRAINING
+        assert training["median_us"] / fwd["median_us"] <= slower, case
+
+
+V32 = {"device": "cuda", "dtype": torch.bfloat16, "heads": 1, "width": 192, "values": 128, "fused": True}
+
+
+def _v32(length: int) -> profit.Sizes:
+    """Returns the sizes of DeepSeek-V3.2 with 32 heads: 2048 of ``length`` keys, a latent of 512 and 64 shared."""
+    latent = profit.Latent(32, 512, 64, 1)
+    return profit.Sizes(queries=length, keys=length, selected=2048, groups=32, latent=latent, **V32)
+
+
+@pytest.mark.parametrize(
+    ("length", "training", "lists"),
+    [(4096, False, 0), (8192, False, 0), (16384, False, 1), (8192, True, 0), (16384, True, 1)],
+)
+def test_the_faster_side_is_chosen(length: int, training: bool, lists: int) -> None:
+    refused = profit.list_refusal(_v32(length), training)
+    assert bool(refused) is not bool(lists)
+    assert not refused or refused.startswith("dense attention is faster: ")
 
 
 # --- what stays -------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ _EPS = 16.0
 
 
 class Check:
-    """Makes data for one formula, keeps it, and computes the formula's own scores from it to judge a choice."""
+    """Makes data for one formula, keeps it, and computes the formula's own scores from it to compare a choice with."""
 
     def __init__(self, view: View, found: Found) -> None:
         self.view, self.found = view, found

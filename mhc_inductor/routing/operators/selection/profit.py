@@ -122,13 +122,15 @@ def refusal(s: Sizes) -> str:
 
 # --- lists of keys ------------------------------------------------------------------------------------------
 
+# Measured on one H200 in bf16; docs/operators/selection.md, "What is routed", says where each figure comes from.
 LIST_FLOPS = 380e12
 """Operations a second of the list kernels, forward, with full tiles (benchmarks/results/lists.json)."""
-LIST_TRAINING = 7.6
-"""How many times as long forward and backward take, at most (the same file)."""
+WIDE = 1024
+LIST_TRAINING, WIDE_LIST_TRAINING = 7.7, 5.5
+"""How many times as long forward and backward take; the second if a key and its value have WIDE elements or more."""
 DENSE_FLOPS = 390e12
 """Operations a second of scaled_dot_product_attention under a mask, forward."""
-DENSE_TRAINING = 3.5
+DENSE_TRAINING = 5.6
 PRODUCT_FLOPS = 600e12
 """Operations a second of a large bf16 product."""
 WRITTEN = 7.5e-12
@@ -147,7 +149,8 @@ def list_seconds(s: Sizes, training: bool) -> float:
         maps = _maps(s, s.latent, s.queries, training)
     rows = ROWS * -(-heads // ROWS)
     lists = groups * s.queries * (s.selected or 0) * 2 * rows * width / LIST_FLOPS
-    return lists * (LIST_TRAINING if training else 1.0) + maps
+    slower = WIDE_LIST_TRAINING if width >= WIDE else LIST_TRAINING
+    return lists * (slower if training else 1.0) + maps
 
 
 def _maps(s: Sizes, latent: Latent, tokens: int, training: bool) -> float:
