@@ -20,7 +20,7 @@ from mhc_inductor.routing.comparison import Results, compared
 from mhc_inductor.routing.edit import Edit, Pairs, node_of
 from mhc_inductor.routing.extract import MODES, Cut, Piece
 from mhc_inductor.routing.fp64 import PROMOTED, Exact
-from mhc_inductor.routing.graph.values import Value, example, run, tensors_in
+from mhc_inductor.routing.graph.values import Value, example, of_positions, run, tensors_in
 from mhc_inductor.routing.interface import Match, Mismatch, Verdict
 
 _SMALL = {torch.float16: 2.0**-6}
@@ -110,8 +110,15 @@ class _Trial:
     def _spec(self, node: fx.Node) -> Any:
         """Returns an outside tensor's description, or the value itself if it does not depend on data."""
         fake = example(node)
+        outside = self.cut.view.given.get(node)
+        if outside is not None and of_positions(outside):
+            # The mask that a checkpointed region is given: the op was made from how the graph around computes it.
+            if outside.node is None or not outside.node.op.startswith("call_") or self.cut.reads(outside.node):
+                raise _NotRun("not verified: the mask comes from outside the checkpointed region, and depends on data")
+            self.constants[node] = made = fixed(outside.node, {})
+            return made
         if isinstance(fake, Tensor) and node.op.startswith("call_") and not self.cut.reads(node):
-            self.constants[node] = made = _fixed(node, {})
+            self.constants[node] = made = fixed(node, {})
             return made
         if node.op == "get_attr":
             owner = functools.reduce(getattr, str(node.target).split("."), self.cut.view.real.owning_module)
@@ -244,14 +251,14 @@ class _Trial:
         return t.detach().requires_grad_(isinstance(spec, _Tensor) and spec.grad)
 
 
-def _fixed(node: fx.Node, known: Feed) -> Any:
+def fixed(node: fx.Node, known: Feed) -> Any:
     """Returns the value of a node that depends only on sizes and constants. Nodes of the view write nothing."""
     if node not in known:
         fake = example(node)
         if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             known[node] = fake.node.hint
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: _fixed(a, known))
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: fixed(a, known))
             with compat.outside_compile(), torch.no_grad():
                 known[node] = run(node, args, kwargs)
     return known[node]

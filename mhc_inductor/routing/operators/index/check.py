@@ -14,6 +14,7 @@ from mhc_inductor.routing.graph.values import Value, example, run
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operators.index.matches import Found
 from mhc_inductor.routing.operators.index.visible import Mask
+from mhc_inductor.routing.verify import fixed
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _EPS = 16.0
@@ -140,6 +141,9 @@ class Check:
         fake = example(node)
         if isinstance(fake, _SIZES):
             return fake.node.hint
+        outside = self.view.given.get(node)
+        if outside is not None and outside.node is not None:
+            return fixed(outside.node, {})  # the mask that a checkpointed region is given
         if node.op == "get_attr":
             owner: Any = self.view.real.owning_module
             for name in str(node.target).split("."):
