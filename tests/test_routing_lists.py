@@ -222,6 +222,20 @@ def written_plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return (q @ k.transpose(2, 3) * D**-0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
 
 
+def test_segments_of_another_row_are_not_ones_own() -> None:
+    """Checks a window by the positions of the first row's sequences, in every row."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Tensor:
+        sequence = (torch.diff(position, prepend=position[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        same = sequence[:, None, :, None] == sequence[:1, None, None, :]
+        near = position[:1, None, None, :] > position[:, None, :, None] - WINDOW
+        late = position[:1, None, None, :] <= position[:, None, :, None]
+        return written(q, k, v, same & near & late & scattered(indices, S), sink)
+
+    given = inputs(packed=True)
+    assert difference(run(fn, given), eager(fn, given)) < 2e-6
+
+
 # --- the rule ---------------------------------------------------------------------------------------------------
 
 

@@ -121,6 +121,9 @@ class Positions:
             if pair is None or counted is None:
                 continue
             d = _dim(pair[0].ref.value, counted[1])
+            places = zip(pair[0].ref.index, pair[1].ref.index, strict=True)
+            if any(a != b for k, (a, b) in enumerate(places) if k != d):
+                continue  # segments of different rows
             one, two = (self.masks.whole(Ref(counted[0], p.ref.index)) for p in pair)
             apart = of_index(pair[0].ref.index[d]).minus(of_index(pair[1].ref.index[d]))
             literals = {_closer(x, one, two, apart) if x is not same else x for x in literals}
