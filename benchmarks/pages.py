@@ -228,11 +228,31 @@ def _deepseek(results: Results) -> str:
     return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
 
 
+_SPARSE = {"deepseek_v4": "DeepSeek-V4, 4 layers", "deepseek_v32": "DeepSeek-V3.2, 2 layers"}
+
+
+def _sparse_models(results: Results) -> str:
+    """Returns the table of whole models with sparse attention: what was measured of them."""
+    result = results("sparse_models-partial")
+    cases = {f"{c['model']}-{c['batch']}x{c['seq']}-{c['part']}": c for c in result["settings"]["cases"]}
+    lines = []
+    for row in result["rows"]:
+        if "median_ms" not in row:
+            continue
+        case = cases[row["case"]]
+        bar = "" if case["bar_ms"] is None else _short(case["bar_ms"])
+        size = f"{case['batch']} x {case['seq']}"
+        cells = [_SPARSE[case["model"]], size, case["part"], _short(row["median_ms"]), bar]
+        lines.append([*cells, f"{row['peak_gib']:.1f}", _short(row["compile_s"])])
+    headings = ["of transformers, unmodified", "tokens", "", "with this package, ms", "bar", "peak, GiB", "compile, s"]
+    return f"{markdown(headings, lines)}\n\nbf16, random weights; torch.compile was not run beside it. {_measured(result)}."
+
+
 def _readme(results: Results) -> str:
     picture = (
         "![Time on one H200 of this package, torch.compile and other implementations](benchmarks/results/overview.png)"
     )
-    parts = [make(results) for make in (_deepseek, _mhc, _e79, _selection)]
+    parts = [make(results) for make in (_deepseek, _sparse_models, _mhc, _e79, _selection)]
     return "\n\n".join([picture, *parts, f"\\* {SEPARATELY} on the same kind of GPU, with the projects' own code."])
 
 
