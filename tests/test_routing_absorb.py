@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from mhc_inductor.options import RoutingOptions
-from mhc_inductor.routing import Match, View
+from mhc_inductor.routing import Match, Verifier, View
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.view import Knowledge
@@ -30,9 +30,11 @@ Kv = Callable[["Latent", Tensor, Tensor], tuple[Tensor, Tensor]]
 class Latent(nn.Module):
     """Multi-head latent attention over selected keys; ``kv`` makes K and V [B, H, T, D] of the latents [B, 1, T, D]."""
 
-    def __init__(self, kv: Kv, bias: bool = False, rope: bool = True, call: bool = False, heads: int = H) -> None:
+    def __init__(
+        self, kv: Kv, bias: bool = False, rope: bool = True, call: bool = False, heads: int = H, rotate: bool = True
+    ) -> None:
         super().__init__()
-        self.kv, self.call, self.heads, self.rope = kv, call, heads, ROPE if rope else 0
+        self.kv, self.call, self.heads, self.rope, self.rotate = kv, call, heads, ROPE if rope else 0, rope and rotate
         self.width = NOPE + self.rope
         self.q_b_proj = nn.Linear(DIM, heads * self.width, bias=False)
         self.kv_a_proj = nn.Linear(DIM, LATENT + ROPE, bias=False)
@@ -46,7 +48,7 @@ class Latent(nn.Module):
     def queries(self, x: Tensor) -> Tensor:
         q = self.q_b_proj(x).view(*x.shape[:2], self.heads, self.width).transpose(1, 2)
         q_pass, q_rot = torch.split(q, [NOPE, self.rope], dim=-1)
-        return torch.cat((q_pass, q_rot.sin()), dim=-1) if self.rope else q
+        return torch.cat((q_pass, q_rot.sin()), dim=-1) if self.rotate else q
 
     def forward(self, x: Tensor, topk: Tensor, past: Tensor | None = None) -> Tensor:
         B, S = x.shape[:2]
@@ -166,6 +168,7 @@ def used_elsewhere(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
 SPELLINGS: dict[str, tuple[Kv, dict[str, Any]]] = {
     "cat": (cat, {}),
     "cat, sdpa": (cat, {"call": True}),
+    "q as projected": (cat, {"rotate": False}),
     "rope first": (rope_first, {}),
     "copies": (copies, {}),
     "copies, sdpa": (copies, {"call": True}),
@@ -191,6 +194,8 @@ class Absorbing:
 
     found: list[Absorbed | Kept | None] = dataclasses.field(default_factory=list)
     graphs: list[fx.GraphModule] = dataclasses.field(default_factory=list)
+    check: Verifier | None = None
+    errors: list[float | None] = dataclasses.field(default_factory=list)
 
     def __call__(self, gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         view = View(gm.graph, ambient(), Knowledge())
@@ -203,7 +208,8 @@ class Absorbing:
                 listed = view.value(indices)
                 assert listed is not None
                 match = Match("selection_attention", [*found.inputs, listed], [one.out], data=(one, found, indices))
-                edit.apply(match, _emit)
+                edit.apply(match, _emit, self.check)
+                self.errors.append(edit.verdict.error)
         edit.guard()
         gm.graph.lint()
         edit.sweep()
@@ -213,7 +219,7 @@ class Absorbing:
 
 
 def _is_list(t: Any) -> bool:
-    return isinstance(t, Tensor) and not t.is_floating_point()
+    return isinstance(t, Tensor) and not t.is_floating_point() and t.dim() == 3
 
 
 def _emit(edit: Edit, match: Match) -> list[Any]:
@@ -516,6 +522,69 @@ def test_without_gradients() -> None:
     got, backend = absorbed(model, inputs, grad=False)
     assert [type(x) for x in backend.found] == [Absorbed] and not _expansions(backend)
     assert difference(got, eager(model, inputs, grad=False)) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["cat", "copies", "assigned", "einsum"])
+def test_verified(name: str) -> None:
+    """The formula that is cut out of the graph and its op agree on the verifier's own data."""
+    backend = Absorbing(check=Verifier())
+    torch._dynamo.reset()
+    evaluate(torch.compile(model_of(name), backend=backend, dynamic=False), data())
+    assert len(backend.errors) == 1 and backend.errors[0] is not None and backend.errors[0] < 1e-10
+
+
+def test_static_cache_written_in_place() -> None:
+    model, (x, rows) = model_of("cat"), data(2, 2, T=7)
+    at = torch.tensor([5, 6])
+
+    def kv(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+        m.latents.index_copy_(2, m.at, c)
+        m.ropes.index_copy_(2, m.at, rot)
+        return copies(m, m.latents, m.ropes)
+
+    model.kv = kv
+    outputs = []
+    for compiled in (False, True):
+        model.at, model.latents = at, torch.randn(2, 1, 7, LATENT, dtype=torch.float64).fill_(0.3)
+        model.ropes = torch.linspace(-1, 1, 7, dtype=torch.float64).view(1, 1, 7, 1).repeat(2, 1, 1, ROPE)
+        backend = Absorbing()
+        torch._dynamo.reset()
+        fn = torch.compile(model, backend=backend, dynamic=False) if compiled else model
+        with torch.no_grad():
+            outputs += [fn(x, rows), model.latents]
+    assert [type(f) for f in backend.found] == [Absorbed]
+    assert (outputs[0] - outputs[2]).abs().max() < 1e-12 and torch.equal(outputs[1], outputs[3])
+
+
+def test_heads_with_lists_of_their_own_are_left() -> None:
+    model, (x, rows) = model_of("cat"), data()
+
+    def fn(x: Tensor, rows: Tensor) -> Tensor:
+        c, rot = torch.split(model.kv_a_proj(x).unsqueeze(1), [LATENT, ROPE], dim=-1)
+        query, (key, value) = model.queries(x), cat(model, c, rot)
+        mask = torch.zeros(2, H, 9, 9, dtype=torch.bool).scatter(-1, rows, True)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    own = torch.stack([rows, (rows + 1) % 9, (rows + 2) % 9], 1)
+    backend = Absorbing()
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, dynamic=False)(x, own)
+    (found,) = backend.found
+    assert isinstance(found, Kept) and "differs between the heads" in found.reason
+
+
+@pytest.mark.parametrize("name", ["plain", "plain, bias", "rope of all features"])
+def test_ordinary_attention_has_no_reason(name: str) -> None:
+    """K and V of one projection each are no multi-head latent attention; a bias of theirs is no near miss."""
+
+    def kv(m: Latent, c: Tensor, rot: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = _both(m, c)
+        return (k * rot[..., :1] if name.startswith("rope") else k), v
+
+    torch.manual_seed(3)
+    model = Latent(kv, rope=False, bias="bias" in name).double()
+    _, backend = absorbed(model, data())
+    assert len(backend.found) == 1 and not isinstance(backend.found[0], Kept)
 
 
 def test_sizes() -> None:
