@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
+
+from .cold import cold_caches
 
 VARIANTS = ("eager", "torch.compile", "trivial", "mhc_inductor")
 PARTS = ("forward", "training", "checkpointed")
@@ -121,10 +121,7 @@ def measure(job: Job, wait: Callable[[str], None]) -> dict[str, Any]:
 def main(words: str, out: str) -> None:
     """Measures the job in ``words`` (JSON) and writes its row to the file ``out``."""
     job = Job(**json.loads(words))
-    with tempfile.TemporaryDirectory() as cold:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cold, "inductor")
-        os.environ["TRITON_CACHE_DIR"] = os.path.join(cold, "triton")
-        os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    with cold_caches():
         import torch
 
         if job.variant == "mhc_inductor":

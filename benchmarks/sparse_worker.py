@@ -6,15 +6,14 @@ import contextlib
 import dataclasses
 import gc
 import json
-import os
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
+from .cold import cold_caches
 from .sparse_targets import COMPILE, EAGER, OURS, TRAINING, Case
 
 BACKENDS = {COMPILE: "inductor", OURS: "mhc_inductor"}
@@ -150,10 +149,7 @@ def measure(job: Job, save: Callable[[dict[str, Any]], None] = lambda _: None) -
 def main(words: str, out: str) -> None:
     """Measures the job in ``words`` (JSON) and writes its row to the file ``out``."""
     job = Job(**json.loads(words))
-    with tempfile.TemporaryDirectory() as cold:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cold, "inductor")
-        os.environ["TRITON_CACHE_DIR"] = os.path.join(cold, "triton")
-        os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    with cold_caches():
         if job.variant == OURS:
             import mhc_inductor  # noqa: F401  (registers the backend in a checkout that is not installed)
 

@@ -51,6 +51,8 @@ MODES = {
     "training": Mode(train=True),
     "training, bf16": Mode(train=True, dtype=torch.bfloat16),
     "training, checkpointed": Mode(train=True, checkpointed=True, use_cache=False),
+    "training, checkpointed, packed": Mode(train=True, checkpointed=True, use_cache=False, packed=True),
+    "training, checkpointed, left padded": Mode(train=True, checkpointed=True, use_cache=False, padding="left"),
     "training, left padded": Mode(train=True, padding="left"),
     "training, packed": Mode(train=True, packed=True, use_cache=False),
     "training, dynamic": Mode(train=True, dynamic=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import sys
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_a_failing_variant_is_a_row(tmp_path, monkeypatch):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(deepseek_worker, "measure", fail)
-    monkeypatch.setattr(deepseek_worker.os, "environ", dict(deepseek_worker.os.environ))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     deepseek_worker.main(json.dumps(dataclasses.asdict(job())), str(tmp_path / "row.json"))
     row = json.loads((tmp_path / "row.json").read_text())
     assert row == {"variant": "eager", "part": "forward", "error": "RuntimeError: out of luck"}

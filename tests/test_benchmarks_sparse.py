@@ -131,7 +131,7 @@ def test_a_failing_process_keeps_its_times(tmp_path, monkeypatch):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(sparse_worker.Process, "errors", fail)
-    monkeypatch.setattr(sparse_worker.os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     sparse_worker.main(json.dumps(dataclasses.asdict(job())), str(tmp_path / "row.json"))
     row = json.loads((tmp_path / "row.json").read_text())
     assert row["error"] == "RuntimeError: out of luck" and row["median_ms"] > 0

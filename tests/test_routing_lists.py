@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.source_hash import ROOT
 from mhc_inductor.routing.operators.selection import profit
@@ -234,6 +235,59 @@ def test_segments_of_another_row_are_not_ones_own() -> None:
 
     given = inputs(packed=True)
     assert difference(run(fn, given), eager(fn, given)) < 2e-6
+
+
+@pytest.mark.parametrize(("window", "second", "sink"), CASES)
+def test_a_checkpointed_region_reads_the_mask_that_it_is_given(window: str, second: str, sink: bool) -> None:
+    """Checks masks made of padding and position ids outside the region, of which the region has the result alone."""
+
+    def attend(*given: Any) -> Tensor:
+        return checkpoint(written, *given, use_reentrant=False)
+
+    fn = _model(window, second, sink, attend)
+    given = inputs(window == "packed", "left", ENTRIES if second else 0)
+    got = run(fn, given)
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
+    assert difference(got, eager(fn, given)) < 2e-6
+
+
+def test_a_given_mask_that_is_negated_in_the_region() -> None:
+    """Checks a bool mask of hidden keys, and one of which the region reads a slice."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, indices: Tensor) -> Tensor:
+        return library(q, k, v, ~hidden[..., 1:] & scattered(indices, S), None)
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Tensor:
+        hidden = ~(packed_window(position, kept) & kept.bool()[:, None, None, :])
+        hidden = torch.cat([torch.ones(2, 1, S, 1, dtype=torch.bool), hidden], -1)
+        return checkpoint(attend, q, k, v, hidden, indices, use_reentrant=False)
+
+    got = run(fn, inputs(True))
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
+    assert difference(got, eager(fn, inputs(True))) < 2e-6
+
+
+LOOKUPS = {
+    "before": lambda place: place[place - 1],
+    "from the end": lambda place: place[-place - 1],
+    "last": lambda place: place + place[torch.full((1,), -1)] - (S - 1),
+    "without a check": lambda place: torch.ops.aten._unsafe_index(place, [place - 1]),
+    "gathered": lambda place: place.gather(0, (place - 1).clamp(min=0)),
+    "itself": lambda place: place[place],
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_positions_are_looked_up_from_either_end(name: str) -> None:
+    """Checks windows around a position that is looked up; negative indices count from the end."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Tensor:
+        at = LOOKUPS[name](torch.arange(S))[:, None]
+        near = (torch.arange(S) <= at + 1) & (torch.arange(S) > at - WINDOW)
+        first = packed_window(position, kept)[:, :, :1, :]
+        return written(q, k, v, first | (near & kept.bool()[:, None, None, :]), sink)
+
+    _check(fn, inputs(packed=True))
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------

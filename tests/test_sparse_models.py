@@ -34,8 +34,18 @@ EAGER_MODES = (
     "prefill, dynamic",
     "decode",
     "decode, left padded",
+    "training, dynamic",
+    "training, checkpointed, packed",
+    "training, checkpointed, left padded",
 )
-SDPA_MODES = ("training", "prefill", "prefill, left padded", "prefill, packed", "decode")
+SDPA_MODES = (
+    "training",
+    "prefill",
+    "prefill, left padded",
+    "prefill, packed",
+    "decode",
+    "training, checkpointed, packed",
+)
 ALL = os.environ.get("SPARSE_MODELS") == "all"
 CASES = [
     (family, attention, name)
@@ -43,16 +53,23 @@ CASES = [
     for attention in one.implementations
     for k, name in enumerate(EAGER_MODES if attention == "eager" else SDPA_MODES)
     if ALL or name == "training" or k % 3 == turn % 3
-    if (family, name) != ("glm5_next", "prefill, dynamic")  # 12 graphs, two minutes
+    if family != "glm5_next" or "dynamic" not in name  # 12 graphs, two minutes
 ]
-PADDED = ("training, left padded", "prefill, left padded", "prefill, right padded", "decode, left padded")
+CHECKPOINTED = [name for name in EAGER_MODES if "checkpointed" in name]
+PADDED = (
+    "training, checkpointed, left padded",
+    "training, left padded",
+    "prefill, left padded",
+    "prefill, right padded",
+    "decode, left padded",
+)
 ROUTED: dict[tuple[str, str, str], tuple[int, int]] = {
     # Its layers write a dictionary inside the checkpoint, which breaks the graph between index and attention.
-    ("mistral_large4", "eager", "training, checkpointed"): (0, 0),
-    ("mistral_large4", "sdpa", "training, checkpointed"): (1, 2),
+    **{("mistral_large4", "eager", name): (0, 0) for name in CHECKPOINTED},
+    **{("mistral_large4", "sdpa", name): (1, 2) for name in CHECKPOINTED},
     # Graph breaks return the attention weights of its shared layer; checkpoints hide the mask of its pools.
     **{("glm5_next", "eager", name): (1, 1) for name in EAGER_MODES},
-    **{("glm5_next", attention, "training, checkpointed"): (0, 1) for attention in ("eager", "sdpa")},
+    **{("glm5_next", attention, name): (0, 1) for attention in ("eager", "sdpa") for name in CHECKPOINTED},
     # A plain window, which is not counted among its attentions, is routed too.
     **{("dots3_note", "eager", name): (1, 2) for name in EAGER_MODES},
     # Its blocks stay where rows may lack keys and the fill is added inside one call, or is under padding.

@@ -21,7 +21,7 @@ from mhc_inductor.routing.effects import Modes, ambient, modes_of
 from mhc_inductor.routing.graph import bounds
 from mhc_inductor.routing.graph import expressions as algebra
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
-from mhc_inductor.routing.graph.values import Value, example, name_of, tensors_in
+from mhc_inductor.routing.graph.values import Value, example, name_of, of_positions, tensors_in
 from mhc_inductor.routing.graph.view import Knowledge, View
 from mhc_inductor.routing.interface import (
     Match,
@@ -132,7 +132,7 @@ class _Pass:
     def graph(self, gm: fx.GraphModule, outer: Modes, body: bool, given: Mapping[fx.Node, Value] | None = None) -> None:
         """Routes one graph, then the graphs of its higher-order operators.
 
-        ``given``: what the graph around a checkpointed region passes to this graph's inputs.
+        ``given``: the masks and integers that the graph around a checkpointed region passes to this graph's inputs.
         """
         self.report.graphs += 1
         self.report.nodes += len(gm.graph.nodes)
@@ -243,12 +243,12 @@ _CHECKPOINT = "tag_activation_checkpoint"
 
 
 def _passed(view: View, call: fx.Node, inner: fx.GraphModule) -> dict[fx.Node, Value]:
-    """Returns the values that the call of a checkpointed region passes to the inputs of its body."""
+    """Returns the masks and integers that the call of a checkpointed region passes to the inputs of its body."""
     inputs = list(inner.graph.find_nodes(op="placeholder"))
     args = call.args[len(call.args) - len(inputs) :]
     meant = view.resolved.get(call, {})
     values = {p: view.value(meant.get(a, a)) for p, a in zip(inputs, args, strict=True) if isinstance(a, fx.Node)}
-    return {p: value for p, value in values.items() if value is not None}
+    return {p: value for p, value in values.items() if value is not None and of_positions(value)}
 
 
 def _where(graph: fx.Graph) -> str:

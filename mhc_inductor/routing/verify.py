@@ -20,7 +20,7 @@ from mhc_inductor.routing.comparison import Results, compared
 from mhc_inductor.routing.edit import Edit, Pairs, node_of
 from mhc_inductor.routing.extract import MODES, Cut, Piece
 from mhc_inductor.routing.fp64 import PROMOTED, Exact
-from mhc_inductor.routing.graph.values import Value, example, of_positions, run, tensors_in
+from mhc_inductor.routing.graph.values import Value, example, run, tensors_in
 from mhc_inductor.routing.interface import Match, Mismatch, Verdict
 
 _SMALL = {torch.float16: 2.0**-6}
@@ -111,7 +111,7 @@ class _Trial:
         """Returns an outside tensor's description, or the value itself if it does not depend on data."""
         fake = example(node)
         outside = self.cut.view.given.get(node)
-        if outside is not None and of_positions(outside):
+        if outside is not None:
             # The mask that a checkpointed region is given: the op was made from how the graph around computes it.
             if outside.node is None or not outside.node.op.startswith("call_") or self.cut.reads(outside.node):
                 raise _NotRun("not verified: the mask comes from outside the checkpointed region, and depends on data")

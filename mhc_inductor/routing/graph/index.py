@@ -7,6 +7,7 @@ So "tokens * streams * width" divides by "streams * width" whether or not the nu
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +56,16 @@ class Size(NamedTuple):
 
 ONE = Size(1)
 _NUMBER = functools.lru_cache(1 << 14)(Size)
+
+
+def present_size(size: Size, known: Mapping[str, int]) -> int:
+    """Returns the present value of a size, with 4096 for a symbol that is not ``known``."""
+    return size.factor * math.prod(known.get(name, 1 << 12) for name in size.symbols)
+
+
+def words_of(size: Size) -> str:
+    """Returns a size in words, such as ``4*s0``."""
+    return "*".join([*([str(size.factor)] if size.factor != 1 or not size.symbols else []), *size.symbols])
 
 
 def size_of(value: Any, fixed: Mapping[str, int]) -> Size:

@@ -75,6 +75,10 @@ _NUMBERS = frozenset((int,))
 """The type of sizes that are plain numbers. Other sizes must not be hashed, because that could ask for their value."""
 
 
+def OUTSIDE() -> None:
+    """Stands for the operation of a tensor that the graph around a checkpointed region does not compute itself."""
+
+
 def _shadow(value: Value, known: dict[Value, Value]) -> Value:
     """Returns a copy of a value of another graph, without its nodes: it can be followed, but not read."""
     found = known.get(value)
@@ -83,8 +87,8 @@ def _shadow(value: Value, known: dict[Value, Value]) -> Value:
         found.shape, found.dtype, found.node, found.out, found.kwargs = value.shape, value.dtype, None, 0, _NO_OPTIONS
 
         def expand(made: Value) -> None:
-            if value.func is not None:
-                made.set(value.func, _shadowed(value.args, known), value.kwargs, value.out)
+            func = OUTSIDE if value.func is None else value.func
+            made.set(func, _shadowed(value.args or (), known), value.kwargs or _NO_OPTIONS, value.out)
 
         found._pending = expand
     return found
@@ -125,6 +129,11 @@ _LOOKED_AT = 256
 
 def _alias(value: Value, of: Value) -> None:
     value.set(aten.alias.default, (of,), {})
+
+
+def is_given(value: Value) -> bool:
+    """Checks whether a value is an input of a checkpointed region whose formula in the graph around it is known."""
+    return value.func is aten.alias.default and value.node is not None and value.node.op == "placeholder"
 
 
 class _Recorder(compat.TorchDispatchMode):
@@ -232,7 +241,7 @@ class Values:
         autocast: for each node inside autocast, the (device, dtype, enabled, cache) of its regions, outermost first.
         templates: the calls recorded so far; graphs of one compile share them.
         writes: returns whether a node writes a tensor that it is given. Such nodes stay opaque.
-        given: for inputs of the body of a checkpointed region, the values that the graph around it passes in.
+        given: for inputs of the body of a checkpointed region, the masks and integers that the graph around passes in.
     """
 
     def __init__(
@@ -292,7 +301,7 @@ class Values:
             pending = self._expand if self.inspectable(node) else None
             made = Value(fake, self.fixed, node, pending)
             outside = None if self.fixed else self.given.get(node)
-            if outside is not None and outside.shape == made.shape and of_positions(outside):
+            if outside is not None and outside.shape == made.shape:
                 _alias(made, _shadow(outside, self._shadows))
             return made
         return self._call(node) if is_tensors(fake) and self.inspectable(node) else None

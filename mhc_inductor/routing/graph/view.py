@@ -18,7 +18,7 @@ from mhc_inductor import compat
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.effects import Effects, Modes, modes_of
 from mhc_inductor.routing.graph.functional import Functional, functional
-from mhc_inductor.routing.graph.values import Value, Values, example, is_tensors, of_positions, tensors_in
+from mhc_inductor.routing.graph.values import Value, Values, example, is_tensors, tensors_in
 
 
 class Knowledge:
@@ -37,7 +37,7 @@ class View:
 
     ``body``: the graph is the body of a higher-order operator, so that its inputs do not tell whether they need
     gradients. ``in_place``: in-place steps stay as they are. That is enough to look for ops, and saves a copy of the
-    graph. ``given``: values that the graph around a checkpointed region passes to this graph's inputs.
+    graph. ``given``: masks and integers that the graph around a checkpointed region passes to this graph's inputs.
     """
 
     def __init__(
@@ -207,8 +207,8 @@ class View:
             tensors = tensors_in(example(node))
             wide = [t for t in tensors if t.is_floating_point() or t.is_complex()]
             if node.op in ("placeholder", "get_attr"):
-                plain = node in self.given and of_positions(self.given[node])
-                found[node] = any(t.requires_grad for t in wide) or (self.body and bool(wide) and not plain)
+                unknown = self.body and node not in self.given
+                found[node] = any(t.requires_grad for t in wide) or (unknown and bool(wide))
             elif not wide:
                 found[node] = False
             elif not self.modes_at(node).grad:

@@ -180,6 +180,8 @@ def joined(value: Value) -> tuple[int, list[Value]]:
 
 def _concatenated(ref: Ref) -> Ref:
     d, pieces = joined(ref.value)
+    if len(pieces) == 1:
+        return Ref(pieces[0], ref.index)
     start = 0
     at = ref.index[d]
     low, high = _range(at)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from mhc_inductor.routing.graph.expressions import Ref
-from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, product_of
+from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, present_size, product_of, words_of
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value, Values
 from mhc_inductor.routing.interface import Mismatch
@@ -51,7 +50,7 @@ class Found:
         """Returns the present sizes, with 4096 for a symbol that has none."""
 
         def now(size: Size) -> int:
-            return size.factor * math.prod(values.hints.get(name, 1 << 12) for name in size.symbols)
+            return present_size(size, values.hints)
 
         formula = self.formula
         rows, heads, width = (
@@ -62,13 +61,8 @@ class Found:
 
     def words(self) -> str:
         """Returns a description for the report."""
-        size = product_of(v.size for v in self.formula.heads)
-        heads = "*".join([*([str(size.factor)] if size.factor != 1 or not size.symbols else []), *size.symbols])
-        return f"{heads} heads, {_text(self.outs[0].shape[-1])} of {_text(self.formula.t.size)} keys, {self.visible.words()}"
-
-
-def _text(size: Size) -> str:
-    return "*".join([*([str(size.factor)] if size.factor != 1 or not size.symbols else []), *size.symbols])
+        heads = words_of(product_of(v.size for v in self.formula.heads))
+        return f"{heads} heads, {words_of(self.outs[0].shape[-1])} of {words_of(self.formula.t.size)} keys, {self.visible.words()}"
 
 
 def roles(formula: Formula, lead: list[Var]) -> tuple[list[Var], list[Var]]:

@@ -15,11 +15,11 @@ from mhc_inductor.routing.graph.linear import Key, Linear, floor, number, of_siz
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.index.formula import Hidden
-from mhc_inductor.routing.operators.index.one_sequence import Proved
 from mhc_inductor.routing.operators.selection.elements import NOT, constant_of, inner
 from mhc_inductor.routing.operators.selection.fills import PossibleValues, spacing
 from mhc_inductor.routing.operators.selection.keys import AnyOf, Compare, Given, Literal, eliminated
 from mhc_inductor.routing.operators.selection.layouts import layout
+from mhc_inductor.routing.operators.selection.masks import Masks
 
 LOWEST = torch.finfo(torch.bfloat16).min
 """No score reaches this number: masks of bf16 models are added to scores in fp32."""
@@ -145,7 +145,7 @@ def _prefix(
     one: Hidden, t: Key, order: set[Var], fixed: Mapping[str, int], hints: Mapping[str, int], total: Visible
 ) -> bool:
     """Adds the limits of a mask that shows the first keys of each query to ``total``; returns whether it does."""
-    masks = Proved(fixed, hints)
+    masks = Masks(fixed, hints, by_key=True)
     try:
         keys = masks.additive(one.mask) if one.added else masks.truth(one.mask, one.want)
         found = _limits(keys, t, order)

@@ -16,6 +16,7 @@ from mhc_inductor.routing.graph.expressions import (
     product,
     reduction,
     step,
+    summed,
     whole,
 )
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
@@ -55,8 +56,8 @@ def _before(ref: Ref) -> Value | None:
         left, right = operands(ref)
         pairs = [(a, inverse) for a, b in ((left, right), (right, left)) if (inverse := inverse_of(b)) is not None]
     for a, b in pairs:
-        summed = divisor_of(b)[0] if isinstance(a, Ref) and isinstance(b, Ref) else None
-        found = sum_of(summed) if summed is not None else None
+        total = divisor_of(b)[0] if isinstance(a, Ref) and isinstance(b, Ref) else None
+        found = sum_of(total) if total is not None else None
         if found is not None and isinstance(a, Ref) and bare(found[0]).value is bare(a).value:
             return bare(a).value
     return None
@@ -67,10 +68,16 @@ def bare(ref: Ref) -> Ref:
     while True:
         ref = peel(ref)
         low = bound_below(ref)
-        terms = addends(ref)[1] if low is None else [(1.0, low[0])]
-        if len(terms) != 1 or terms[0][0] != 1.0 or terms[0][1] == ref:
+        terms = [(1.0, low[0])] if low is not None else _added(ref)
+        if len(terms) != 1 or terms[0][0] != 1.0:
             return ref
         ref = terms[0][1]
+
+
+def _added(ref: Ref) -> list[tuple[float, Ref]]:
+    """Returns the operands of a sum or a difference that are no numbers, with their coefficients."""
+    sides = [(weight, peel(a) if isinstance(a, Ref) else a) for weight, a in summed(ref) or ()]
+    return [(weight, a) for weight, a in sides if isinstance(a, Ref) and number(a.value) is None]
 
 
 def inverse_of(ref: Ref | float) -> Ref | None:

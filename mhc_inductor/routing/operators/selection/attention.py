@@ -122,16 +122,13 @@ class Recogniser:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         out, q, k, v, mask = (self._value(x) for x in (node, *(given.get(name) for name in names[:4])))
-        scale = given.get("scale")
-        scale = example(scale) if isinstance(scale, fx.Node) else scale
+        scale, dropped = (example(a) if isinstance(a := given.get(x), fx.Node) else a for x in ("scale", "dropout_p"))
         call = _Call(out, q, k, v, mask, scale, bool(given.get("enable_gqa")))
         self._given = [call.mask]
         self._shapes = [(*call.q.shape[:-1], call.k.shape[-2]), call.q.shape, call.k.shape, call.v.shape]
         if given.get("is_causal"):
             raise NotOurs
         found = self._refined(lambda dims: self._called(call, dims), call.out)
-        dropped = given.get("dropout_p")
-        dropped = example(dropped) if isinstance(dropped, fx.Node) else dropped
         if dropped is not None and number(dropped) != 0.0:
             raise Mismatch("the attention weights are dropped out", call.out)
         return found

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
-from mhc_inductor.routing.graph.index import Size, product_of
+from mhc_inductor.routing.graph.index import Size, present_size, product_of
 from mhc_inductor.routing.graph.linear import Key, Linear, number, of_size
 from mhc_inductor.routing.operators.selection.intervals import Interval
 
@@ -33,7 +32,7 @@ class Entries:
 
     def count(self, hints: Mapping[str, int]) -> int:
         """Returns the present number of candidates a query."""
-        return present(self.width, hints) * _size(product_of(v.size for v in self.interval.bound), hints)
+        return present(self.width, hints) * present_size(product_of(v.size for v in self.interval.bound), hints)
 
 
 def entries(intervals: Sequence[Interval], t: Key, hints: Mapping[str, int]) -> list[Entries] | None:
@@ -57,9 +56,5 @@ def _shortest(each: Interval, t: Key, hints: Mapping[str, int]) -> Entries | Non
 
 
 def present(width: Linear, hints: Mapping[str, int]) -> int:
-    """Returns the present value of a sum of sizes, with 4096 for a symbol that has none."""
-    return sum(c * math.prod(hints.get(x, 1 << 12) for x in symbols) for symbols, c in width.constant)
-
-
-def _size(size: Size, hints: Mapping[str, int]) -> int:
-    return size.factor * math.prod(hints.get(x, 1 << 12) for x in size.symbols)
+    """Returns the present value of a sum of sizes."""
+    return sum(present_size(Size(c, symbols), hints) for symbols, c in width.constant)

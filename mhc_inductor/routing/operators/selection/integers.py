@@ -66,7 +66,7 @@ class Wholes:
         return found
 
     def _whole(self, ref: Ref, wrap: Size | None) -> Linear:
-        outer = ref
+        outer, given = ref, self.masks.inside.input(ref)
         while (below := inner(ref)) is not None or (
             ref.value.func in CASTS and ref.value.dtype in WHOLE and ref.value.args[0].dtype in WHOLE
         ):
@@ -86,6 +86,8 @@ class Wholes:
             raise
         except Unsupported:
             return self._datum(ref, wrap)
+        if given is not None and any(d.ref.value.node is None for d in found.data()):
+            return self._datum(given, wrap)
         # An index that wraps must be an element itself, or never negative.
         if wrap is None or (not found.data() and found.never_negative):
             return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import Ref
@@ -185,10 +185,14 @@ def eliminated(conj: All) -> All | None:
                 break
             if again:
                 break
-    used: set[Var] = set()
-    for x in literals:
-        used |= variables_of(x.ref) if isinstance(x, Given) else x.value.variables()
-    return All(frozenset(literals), tuple(v for v in bound if v in used))
+    return conjunction(literals, bound)
+
+
+def conjunction(literals: Iterable[Literal], bound: Iterable[Var]) -> All:
+    """Returns the conjunction of ``literals``, with those variables of ``bound`` that they have."""
+    made = frozenset(literals)
+    used = free(All(made))
+    return All(made, tuple(v for v in bound if v in used))
 
 
 def _order(literal: Literal) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from mhc_inductor.routing.graph.index import Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.linear import (
     number,
 )
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, is_given
 from mhc_inductor.routing.operators.selection.additive import Additive
 from mhc_inductor.routing.operators.selection.elements import (
     ALL,
@@ -37,6 +37,7 @@ from mhc_inductor.routing.operators.selection.elements import (
 from mhc_inductor.routing.operators.selection.fills import PossibleValues
 from mhc_inductor.routing.operators.selection.index_checks import Indices
 from mhc_inductor.routing.operators.selection.indicator_sums import Counts, against, positive
+from mhc_inductor.routing.operators.selection.inside import Inside
 from mhc_inductor.routing.operators.selection.integers import Wholes
 from mhc_inductor.routing.operators.selection.keys import (
     FALSE,
@@ -89,6 +90,7 @@ class Masks:
         self.counts = Counts(self)
         self.additive = Additive(self).of
         self.whole = self.wholes.of
+        self.inside = Inside(self)
 
     def truth(self, ref: Ref, want: bool = True) -> AnyOf:
         """Returns when ``ref`` is ``want``. Raises Unsupported.
@@ -120,7 +122,8 @@ class Masks:
         value = ref.value
         below = inner(ref)
         if below is not None:
-            return self.truth(below, want)
+            found = self.truth(below, want)
+            return self.inside.read(ref, want, found) if is_given(value) else found
         known = constant_of(value)
         if known is not None:
             return TRUE if bool(known) == want else FALSE

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mhc_inductor.routing.graph.expressions import Ref
-from mhc_inductor.routing.graph.index import Size, Var, product_of
+from mhc_inductor.routing.graph.index import Var, product_of, words_of
 from mhc_inductor.routing.graph.linear import Key
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.selection.entries import Entries
@@ -85,14 +85,9 @@ class Found:
             width = next((w for low, high in each.pairs() if (w := high.minus(low).value) is not None), None)
             count = product_of(v.size for v in each.bound)
             kind = "ranges" if width is None else f"blocks of {width} keys" if width > 1 else "keys"
-            kinds.append(f"{_words(count)} {kind}" if each.selects else "keys near the query")
-        said = f"{_words(groups)} groups of {_words(heads)} heads"
+            kinds.append(f"{words_of(count)} {kind}" if each.selects else "keys near the query")
+        said = f"{words_of(groups)} groups of {words_of(heads)} heads"
         if self.absorbed is not None:
             said = f"{self.absorbed.heads} heads on one latent of {self.absorbed.width}, whose maps are absorbed"
         sink = "" if self.sink is None else ", a sink"
         return f"{said}{sink}, {' and '.join(kinds)} a query; {self.rows.value}"
-
-
-def _words(size: Size) -> str:
-    """Returns a size in words, such as ``4*s0``."""
-    return "*".join([*([str(size.factor)] if size.factor != 1 or not size.symbols else []), *size.symbols])

@@ -15,11 +15,11 @@ from mhc_inductor.routing.graph.linear import Datum, Linear, atom, number, of_in
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.selection.elements import constant_of
 from mhc_inductor.routing.operators.selection.keys import FALSE, All, Compare, Literal
+from mhc_inductor.routing.operators.selection.scatters import GATHERS, looked_up
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.selection.masks import Masks
 
-_LOOKUPS = (aten.gather.default, aten.index_select.default, aten.index.Tensor, aten._unsafe_index.Tensor)
 _CUMSUMS = (aten.cumsum.default,)
 
 
@@ -32,8 +32,8 @@ class Positions:
     def of(self, ref: Ref) -> Linear | None:
         """Returns an element as a whole number, None for other ops. Raises Unsupported."""
         func = ref.value.func
-        if func in _LOOKUPS:
-            below = self.looked_up(ref)
+        if func in GATHERS:
+            below = looked_up(ref, self._place)
             return None if below is None else self.masks.whole(below)
         if func is aten.cat.default:
             return self._joined(ref)
@@ -41,35 +41,10 @@ class Positions:
             return number(0)
         return None
 
-    def looked_up(self, ref: Ref) -> Ref | None:
-        """Returns the element that a lookup at known positions reads, None if a position depends on data."""
-        func, args = ref.value.func, ref.value.args
-        x, index = args[0], list(ref.index)
-        if func in (aten.gather.default, aten.index_select.default):
-            d, places = _dim(x, args[1]), args[2]
-            at = ref.index if func is aten.gather.default else (ref.index[d],) if places.shape else ()
-            found = self._place(Ref(places, at))
-            return None if found is None else Ref(x, (*index[:d], found, *index[d + 1 :]))
-        given = [d for d, i in enumerate(args[1]) if i is not None]
-        indices = [args[1][d] for d in given]
-        if given != [*range(given[0], given[-1] + 1)] or any(not i.dtype.is_signed for i in indices):
-            return None
-        rank = max(len(i.shape) for i in indices)
-        spread = ref.index[given[0] : given[0] + rank]
-        index = [*ref.index[: given[0]]]
-        for places in indices:
-            tail = spread[rank - len(places.shape) :]
-            at = tuple(const(0) if s == ONE else i for s, i in zip(places.shape, tail, strict=True))
-            found = self._place(Ref(places, at))
-            if found is None:
-                return None
-            index.append(found)
-        return Ref(x, (*index, *ref.index[given[0] + rank :]))
-
-    def _place(self, ref: Ref) -> Index | None:
-        """Returns an element of an index tensor as an index, None if it depends on data."""
+    def _place(self, ref: Ref, x: Value, d: int, wraps: bool) -> Index | None:
+        """Returns an element of an index tensor as an index, None if it depends on data or may count from the end."""
         at = self.masks.whole(ref)
-        return None if at.data() else to_index(at)
+        return None if at.data() or (wraps and not at.never_negative) else to_index(at)
 
     def _joined(self, ref: Ref) -> Linear | None:
         """Returns an element of a concatenation if one formula gives it in every piece that the index reaches."""
@@ -112,8 +87,11 @@ class Positions:
 
     # --- packed sequences ---
 
-    def inside(self, conj: All) -> All:
-        """Returns ``conj`` with differences of position ids replaced by those of the tokens, within equal segments."""
+    def inside(self, conj: All, note: bool = True) -> All:
+        """Returns ``conj`` with differences of position ids replaced by those of the tokens, within equal segments.
+
+        ``note``: whether the numbers of the segments and the position ids are entered in ``masks.packed``.
+        """
         literals = set(conj.literals)
         for same in [x for x in literals if isinstance(x, Compare) and x.kind == "eq"]:
             pair = _pair(same.value)
@@ -127,8 +105,9 @@ class Positions:
             one, two = (self.masks.whole(Ref(counted[0], p.ref.index)) for p in pair)
             apart = of_index(pair[0].ref.index[d]).minus(of_index(pair[1].ref.index[d]))
             literals = {_closer(x, one, two, apart) if x is not same else x for x in literals}
-            self.masks.packed[pair[0].ref.value] = (d, True)
-            self.masks.packed.update({x.ref.value: (_dim(x.ref.value, counted[1]), False) for x in one.data()})
+            if note:
+                self.masks.packed[pair[0].ref.value] = (d, True)
+                self.masks.packed.update({x.ref.value: (_dim(x.ref.value, counted[1]), False) for x in one.data()})
         return All(frozenset(literals), conj.bound)
 
     def _counted(self, ref: Ref) -> tuple[Value, int] | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from mhc_inductor.routing.graph.index import Size, Var, product_of
+from mhc_inductor.routing.graph.index import Var, present_size, product_of
 from mhc_inductor.routing.operators.selection.entries import MOST
 from mhc_inductor.routing.operators.selection.matches import Found
 
@@ -77,23 +77,18 @@ def sizes_of(one: Found, hints: Mapping[str, int], device: str, dtype: torch.dty
     if one.absorbed is not None:
         latent = Latent(one.absorbed.heads, one.absorbed.width, one.absorbed.rope, now(one.absorbed.batch))
     return Sizes(
-        device,
-        dtype,
-        now(one.query),
-        now([one.t]),
-        now(one.heads),
-        width,
-        selected,
-        groups,
-        values,
-        one.fills.fused,
-        latent,
+        device=device,
+        dtype=dtype,
+        queries=now(one.query),
+        keys=now([one.t]),
+        heads=now(one.heads),
+        width=width,
+        selected=selected,
+        groups=groups,
+        values=values,
+        fused=one.fills.fused,
+        latent=latent,
     )
-
-
-def present_size(size: Size, hints: Mapping[str, int]) -> int:
-    """Returns the present value of a size, with 4096 for a symbol that has none."""
-    return size.factor * math.prod(hints.get(name, 1 << 12) for name in size.symbols)
 
 
 def refusal(s: Sizes) -> str:
@@ -122,7 +117,7 @@ def refusal(s: Sizes) -> str:
 
 # --- lists of keys ------------------------------------------------------------------------------------------
 
-# Measured on one H200 in bf16; docs/operators/selection.md, "What is routed", says where each figure comes from.
+# Measured on one H200 in bf16; docs/operators/selection.md, "When it is routed", says where each figure comes from.
 LIST_FLOPS = 380e12
 """Operations a second of the list kernels, forward, with full tiles (benchmarks/results/lists.json)."""
 WIDE = 1024

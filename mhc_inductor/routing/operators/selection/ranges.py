@@ -144,7 +144,9 @@ class Numbers:
         """Returns the node of a condition's truth value."""
         if isinstance(condition, Given):
             node = self._element(condition.ref)
-            return node if condition.want else self.emit(torch.logical_not, node)
+            if not condition.want:
+                return self.emit(torch.logical_not, node)
+            return node if condition.ref.value.dtype is torch.bool else self.emit(operator.ne, node, 0)
         kinds = {"le": operator.le, "eq": operator.eq, "ne": operator.ne}
         return self.emit(kinds[condition.kind], self.of(condition.value), 0)
 

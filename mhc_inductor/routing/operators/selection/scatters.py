@@ -49,7 +49,7 @@ _WRITES = (
     *(aten.scatter.value, aten.scatter.src),
     *(aten.index_put.default, aten._unsafe_index_put.default),
 )
-_GATHERS = (aten.gather.default, aten.index_select.default, aten.index.Tensor, aten._unsafe_index.Tensor)
+GATHERS = (aten.gather.default, aten.index_select.default, aten.index.Tensor, aten._unsafe_index.Tensor)
 
 
 class Placed:
@@ -140,7 +140,12 @@ class Placed:
     def _wrap(self, value: Value, d: int) -> Size:
         """Returns the size that negative indices into a dim count from, and records a tensor that has it."""
         size = value.shape[d]
-        while value.node is None and isinstance(value.args[0], Value) and value.args[0].shape == value.shape:
+        while (
+            value.node is None
+            and value.args
+            and isinstance(value.args[0], Value)
+            and value.args[0].shape == value.shape
+        ):
             value = value.args[0]
         if size.symbols and value.node is not None:
             self.masks.sized[size] = value, d
@@ -224,30 +229,15 @@ class Placed:
 
         Returns None for other ops and for elements that do not depend on the key.
         """
-        func, args = ref.value.func, ref.value.args
-        if func not in _GATHERS or not keyed(ref):
+        if ref.value.func not in GATHERS or not keyed(ref):
             return None
         more: dict[Var, Literal] = {}
-        x, index = args[0], list(ref.index)
-        if func in (aten.gather.default, aten.index_select.default):
-            d, places = _dim(x, args[1]), args[2]
-            at = ref.index if func is aten.gather.default else (ref.index[d],) if places.shape else ()
-            index[d] = self._place(Ref(places, at), x.shape[d], None, more)
-        else:
-            given = [d for d, i in enumerate(args[1]) if i is not None]
-            indices = [args[1][d] for d in given]
-            # The dims of adjacent index tensors replace the dims that they index.
-            if any(i.dtype is torch.bool for i in indices) or given != [*range(given[0], given[-1] + 1)]:
-                return None
-            rank = max(len(i.shape) for i in indices)
-            spread = ref.index[given[0] : given[0] + rank]
-            index = [*ref.index[: given[0]]]
-            for d, places in zip(given, indices, strict=True):
-                tail = spread[rank - len(places.shape) :]
-                at = tuple(const(0) if s == ONE else i for s, i in zip(places.shape, tail, strict=True))
-                index.append(self._place(Ref(places, at), x.shape[d], self._wrap(x, d), more))
-            index += ref.index[given[0] + rank :]
-        return Ref(x, tuple(index)), [All(frozenset(more.values()), tuple(more))]
+
+        def place(at: Ref, x: Value, d: int, wraps: bool) -> Index:
+            return self._place(at, x.shape[d], self._wrap(x, d) if wraps else None, more)
+
+        below = looked_up(ref, place)
+        return None if below is None else (below, [All(frozenset(more.values()), tuple(more))])
 
     def _place(self, ref: Ref, size: Size, wrap: Size | None, more: dict[Var, Literal]) -> Index:
         """Returns a whole number as an index; if it is not one, a new variable with a condition in ``more``."""
@@ -260,6 +250,37 @@ class Placed:
         v = Key(size)
         more[v] = Compare("eq", atom(v).minus(at))
         return var(v)
+
+
+def looked_up(ref: Ref, place: Callable[[Ref, Value, int, bool], Index | None]) -> Ref | None:
+    """Returns the element that a call of :data:`GATHERS` reads, None if a place or the form of the call is not known.
+
+    ``place`` returns an element of an index tensor as an index of a dim of a tensor. It gets the element, the tensor, the
+    dim, and whether negative indices count from the end.
+    """
+    func, args = ref.value.func, ref.value.args
+    x, index = args[0], list(ref.index)
+    if func in (aten.gather.default, aten.index_select.default):
+        d, places = _dim(x, args[1]), args[2]
+        at = ref.index if func is aten.gather.default else (ref.index[d],) if places.shape else ()
+        found = place(Ref(places, at), x, d, False)
+        return None if found is None else Ref(x, (*index[:d], found, *index[d + 1 :]))
+    given = [d for d, i in enumerate(args[1]) if i is not None]
+    indices = [args[1][d] for d in given]
+    # The dims of adjacent index tensors replace the dims that they index.
+    if any(i.dtype in (torch.bool, torch.uint8) for i in indices) or given != [*range(given[0], given[-1] + 1)]:
+        return None
+    rank = max(len(i.shape) for i in indices)
+    spread = ref.index[given[0] : given[0] + rank]
+    index = [*ref.index[: given[0]]]
+    for d, places in zip(given, indices, strict=True):
+        tail = spread[rank - len(places.shape) :]
+        at = tuple(const(0) if s == ONE else i for s, i in zip(places.shape, tail, strict=True))
+        found = place(Ref(places, at), x, d, True)
+        if found is None:
+            return None
+        index.append(found)
+    return Ref(x, (*index, *ref.index[given[0] + rank :]))
 
 
 def filled(known: float, like: Value) -> Ref:

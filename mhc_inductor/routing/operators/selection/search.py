@@ -123,7 +123,7 @@ class Search:
 
     def _at(self, node: fx.Node) -> list[Found]:
         if is_masked_call(node):
-            return self._tried(lambda recogniser: recogniser.sdpa(node), node)[1]
+            return self._tried(lambda recogniser: recogniser.sdpa(node), node)
         if is_softmax(node):
             return self._softmax(node)
         if is_power(node):
@@ -139,8 +139,8 @@ class Search:
     def _miss(self, reason: str, value: Value | None, node: fx.Node, ordinary: bool = False) -> None:
         self.misses.append(Miss(OP, reason, value, self.view.value(node), ordinary))
 
-    def _tried(self, recognise: Callable[[Recogniser], Found], node: fx.Node) -> tuple[Recogniser, list[Found]]:
-        """Returns the attention at ``node`` with the recogniser that was tried first.
+    def _tried(self, recognise: Callable[[Recogniser], Found], node: fx.Node) -> list[Found]:
+        """Returns the attention at ``node``.
 
         Looks for ranges of keys first. If the formula does not contradict them, but they cannot be followed, looks for
         lists of keys whose conditions may read tensors at the key. Reports what the first search missed if the second
@@ -150,20 +150,20 @@ class Search:
         recogniser = Recogniser(self.values, self.zero_rows)
         found = self._recognised(recogniser, recognise, node)
         if found is not None:
-            return recogniser, [found]
+            return [found]
         missed = self.misses[known:]
         del self.misses[known:]
         listed = None
         if not recogniser.differs:
             listed = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True), recognise, node)
         if listed is not None and worthwhile(listed, self.values.sizes):
-            return recogniser, [listed]
+            return [listed]
         self.misses[known:] = missed
         if not missed and recogniser.masked:
             close = recogniser.close
             self._miss(_OTHER if close else _ORDINARY, close[-1] if close else None, node, ordinary=not close)
         self.failed.append(recogniser)
-        return recogniser, []
+        return []
 
     def _recognised(
         self, recogniser: Recogniser, recognise: Callable[[Recogniser], Found], node: fx.Node
@@ -171,11 +171,7 @@ class Search:
         """Returns what is found at ``node``; else None, with a near miss if it resembles a selection."""
         try:
             found = recognise(recogniser)
-            if found.entries is not None:
-                latent = absorption(self.view, found)
-                found.absorbed = latent if isinstance(latent, Absorbed) else None
-                if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.q.value.dtype)):
-                    found.absorbed = None
+            self._absorb(found)
             if found.absorbed is not None or all(best(ref, order) is not None for ref, order in orders(found)):
                 return found
             self._miss("q, k or v cannot be followed through their views", found.out, node)
@@ -198,6 +194,14 @@ class Search:
             if different.reason and recogniser.close:
                 self._miss(different.reason, different.value, node)
         return None
+
+    def _absorb(self, found: Found) -> None:
+        """Sets how the op can read the latent that K and V are maps of, if lists are read and that is faster."""
+        latent = None if found.entries is None else absorption(self.view, found)
+        if isinstance(latent, Absorbed):
+            found.absorbed = latent
+            if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.q.value.dtype)):
+                found.absorbed = None
 
     def _softmax(self, node: fx.Node) -> list[Found]:
         """Returns the attention whose weights ``node`` computes."""
@@ -230,7 +234,7 @@ class Search:
             if recogniser.masked:
                 self._miss(reason, value, node, ordinary=not selects)
             return []
-        found = self._tried(lambda recogniser: recogniser.written(weights), node)[1]
+        found = self._tried(lambda recogniser: recogniser.written(weights), node)
         if found and weights.dropped is not None:
             self._miss("the attention weights are dropped out", weights.dropped, node)
             return []
