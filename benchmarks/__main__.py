@@ -348,7 +348,9 @@ def deepseek(
 @app.command("sparse_models")
 def sparse(
     only: Annotated[str, typer.Option(help="Words of the cases' names to measure, by comma: deepseek_v32,8192.")] = "",
-    variant: Annotated[str, typer.Option(help="mhc_inductor,torch.compile,eager: some of them.")] = "",
+    variant: Annotated[
+        str, typer.Option(help="mhc_inductor,torch.compile,eager, the first two also with +graphs: some of them.")
+    ] = "",
     transformers: Annotated[
         str, typer.Option(help="Folders or wheels to import transformers and its dependencies from, as in PYTHONPATH.")
     ] = "",

@@ -51,7 +51,7 @@ class Settings:
             Job(v, dataclasses.asdict(c), self.device, self.toy, self.rounds)
             for v in order
             for c in self.cases
-            if v != targets.EAGER or c.eager
+            if c.takes(v)
         ]
 
 

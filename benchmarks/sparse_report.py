@@ -7,10 +7,11 @@ from collections import Counter
 from typing import Any
 
 from .report import Result, facts, markdown
-from .sparse_targets import COMPILE, EAGER, FORWARD, OURS, VARIANTS
+from .sparse_targets import COMPILE, COMPILE_GRAPHS, EAGER, FORWARD, OURS, OURS_GRAPHS, VARIANTS
 
-_COLORS = {EAGER: "#bdbdbd", COMPILE: "#b2abd2", OURS: "#1b7837"}
+_COLORS = {EAGER: "#bdbdbd", COMPILE: "#b2abd2", OURS: "#1b7837", COMPILE_GRAPHS: "#5e3c99", OURS_GRAPHS: "#00441b"}
 _NAMES = {EAGER: "eager", COMPILE: "torch.compile", OURS: 'backend="mhc_inductor"'}
+_NAMES |= {v: f'{_NAMES[of]}, mode="reduce-overhead"' for v, of in ((COMPILE_GRAPHS, COMPILE), (OURS_GRAPHS, OURS))}
 
 
 def _figure(row: Result, name: str, digits: int) -> str:

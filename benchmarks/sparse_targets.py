@@ -7,20 +7,25 @@ figures count only on such a GPU; on another device compare ratios within one ru
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import field
 from typing import Any
 
 V4, V32 = "deepseek_v4", "deepseek_v32"
 FORWARD, TRAINING = "forward", "training"
 EAGER, COMPILE, OURS = "eager", "torch.compile", "mhc_inductor"
-VARIANTS = (OURS, COMPILE, EAGER)
-"""In the order in which they are measured: a budget that ends cuts off eager first, then torch.compile."""
+OURS_GRAPHS, COMPILE_GRAPHS = f"{OURS}+graphs", f"{COMPILE}+graphs"
+"""The same compilers with ``mode="reduce-overhead"``: the device is given whole CUDA graphs, not single launches."""
+VARIANTS = (OURS, COMPILE, OURS_GRAPHS, COMPILE_GRAPHS, EAGER)
+"""In the order in which they are measured: a budget that ends cuts off eager first, then CUDA graphs."""
 ERROR_FACTOR = 2.0
 """Largest error of ours against fp32, as a multiple of the largest of the others in the same run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of one model. ``eager``: also run eagerly; ``checked``: also compared with eager fp32.
+    """One call of one model.
+
+    ``eager``: also run eagerly; ``checked``: also compared with eager fp32; ``graphs``: also run in CUDA graphs.
 
     Bars and goals are ms, peak GiB, and how many times torch.compile's time of the same run.
     """
@@ -31,6 +36,7 @@ class Case:
     part: str
     eager: bool = False
     checked: bool = False
+    graphs: bool = field(default=False, kw_only=True)
     bar_ms: float | None = None
     goal_ms: float | None = None
     bar_gib: float | None = None
@@ -38,14 +44,18 @@ class Case:
     bar_times: float | None = None
     goal_times: float | None = None
 
+    def takes(self, variant: str) -> bool:
+        """Returns whether the case is run in this way."""
+        return {EAGER: self.eager, OURS_GRAPHS: self.graphs, COMPILE_GRAPHS: self.graphs}.get(variant, True)
+
     @property
     def name(self) -> str:
         return f"{self.model}-{self.batch}x{self.seq}-{self.part}"
 
 
 CASES = (
-    Case(V4, 2, 2048, FORWARD, True, True, 6.3, 5.6),
-    Case(V4, 2, 2048, TRAINING, True, True, 17.5, 15.5, goal_gib=4),
+    Case(V4, 2, 2048, FORWARD, True, True, 6.3, 5.6, graphs=True),
+    Case(V4, 2, 2048, TRAINING, True, True, 17.5, 15.5, goal_gib=4, graphs=True),
     Case(V4, 1, 8192, FORWARD, True, True, 13.5, 11.5, bar_gib=3),
     Case(V32, 1, 4096, FORWARD, True, True, 7, 6),
     Case(V32, 1, 4096, TRAINING, True, True, 19, 17),
@@ -57,7 +67,10 @@ CASES = (
     Case(V32, 1, 32768, TRAINING),
 )
 TOY_CASES = tuple(
-    Case(model, 2, seq, part, True, True) for model in (V4, V32) for seq in (32, 64) for part in (FORWARD, TRAINING)
+    Case(model, 2, seq, part, True, True, graphs=model == V4)
+    for model in (V4, V32)
+    for seq in (32, 64)
+    for part in (FORWARD, TRAINING)
 )
 """For trying the run out on a CPU: their figures say nothing about a GPU."""
 COMPILE_BARS = {FORWARD: (0.55, 0.45), TRAINING: (0.28, 0.22)}
@@ -93,11 +106,11 @@ def errors(rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
     The others' error is the noise of bf16: it decides which keys are chosen, so no fixed bound would fit.
     """
-    ours, found = rows.get(OURS, {}), []
+    mine, found = (OURS, OURS_GRAPHS), []
     for what in ("error_logits", "error_gradients"):
-        others = [r[what] for v, r in rows.items() if v != OURS and what in r]
-        if what in ours:
+        others = [r[what] for v, r in rows.items() if v not in mine and what in r]
+        for value in (rows[v][what] for v in mine if what in rows.get(v, {})):
             bound = ERROR_FACTOR * max(others) + 1e-6 if others else None
-            within = None if bound is None else ours[what] <= bound
-            found.append({"what": what, "value": ours[what], "bound": bound, "within": within})
+            within = None if bound is None else value <= bound
+            found.append({"what": what, "value": value, "bound": bound, "within": within})
     return found

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .cold import cold_caches
-from .sparse_targets import COMPILE, EAGER, OURS, TRAINING, Case
+from .sparse_targets import COMPILE, COMPILE_GRAPHS, EAGER, OURS, OURS_GRAPHS, TRAINING, Case
 
-BACKENDS = {COMPILE: "inductor", OURS: "mhc_inductor"}
+BACKENDS = {COMPILE: "inductor", OURS: "mhc_inductor", COMPILE_GRAPHS: "inductor", OURS_GRAPHS: "mhc_inductor"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +54,18 @@ class Process:
         self.trains = self.case.part == TRAINING
         self.model = sparse_cases.build(self.case, self.device, self.dtype, job.toy).train(self.trains)
         self.ids = sparse_cases.tokens(self.case, self.device, job.toy)
-        backend = BACKENDS.get(job.variant)
-        self.call: Any = self.model if backend is None else torch.compile(self.model, backend=backend, dynamic=False)
+        self.graphs = job.variant in (OURS_GRAPHS, COMPILE_GRAPHS)
+        self.call: Any = self.model
+        if backend := BACKENDS.get(job.variant):
+            mode = "reduce-overhead" if self.graphs else None
+            self.call = torch.compile(self.model, backend=backend, dynamic=False, mode=mode)
 
     def step(self) -> Any:
         """Makes one call: logits without gradients, or a loss and its gradients."""
         import torch
 
+        if self.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         if not self.trains:
             with torch.no_grad():
                 return self.call(input_ids=self.ids, use_cache=False).logits
@@ -103,10 +108,11 @@ class Process:
 
     def errors(self) -> dict[str, float]:
         """Returns the relative errors of logits and gradients against the same weights run eagerly in fp32."""
-        logits, grads = self.step(), self._gradients()
+        # A CUDA graph's results are overwritten by the next call.
+        logits, grads = self.step().clone(), {n: g.clone() for n, g in self._gradients().items()}
         self.model.zero_grad(set_to_none=True)
         self.model.float()
-        self.call = self.model
+        self.call, self.graphs = self.model, False
         gc.collect()
         want, exact = self.step(), self._gradients()
         row = {"error_logits": _relative([logits], [want])}
@@ -134,7 +140,7 @@ def measure(job: Job, save: Callable[[dict[str, Any]], None] = lambda _: None) -
     process = Process(job)
     row: dict[str, Any] = {"variant": job.variant, "case": job.of.name, "part": job.of.part}
     row["parameters"] = sum(p.numel() for p in process.model.parameters())
-    ours = job.variant == OURS
+    ours = job.variant in (OURS, OURS_GRAPHS)
     with routing.watched() if ours else contextlib.nullcontext() as reports:
         row |= process.times()
     if reports is not None:
@@ -150,7 +156,7 @@ def main(words: str, out: str) -> None:
     """Measures the job in ``words`` (JSON) and writes its row to the file ``out``."""
     job = Job(**json.loads(words))
     with cold_caches():
-        if job.variant == OURS:
+        if BACKENDS.get(job.variant) == "mhc_inductor":
             import mhc_inductor  # noqa: F401  (registers the backend in a checkout that is not installed)
 
         def save(row: dict[str, Any]) -> None:

@@ -16,7 +16,18 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as cli
 from benchmarks import sparse_cases, sparse_models, sparse_worker
 from benchmarks import sparse_targets as targets
-from benchmarks.sparse_targets import COMPILE, EAGER, FORWARD, OURS, TRAINING, V4, V32, Case
+from benchmarks.sparse_targets import (
+    COMPILE,
+    COMPILE_GRAPHS,
+    EAGER,
+    FORWARD,
+    OURS,
+    OURS_GRAPHS,
+    TRAINING,
+    V4,
+    V32,
+    Case,
+)
 
 CPU = torch.device("cpu")
 
@@ -69,8 +80,20 @@ def test_a_budget_cuts_off_peers_first():
     assert order.count(OURS) == order.count(COMPILE) == len(targets.CASES)
     assert all(j.of.eager for j in plan if j.variant == EAGER) and 0 < order.count(EAGER) < len(targets.CASES)
 
+    graphs = [j.of for j in plan if j.variant in (OURS_GRAPHS, COMPILE_GRAPHS)]
+    assert graphs and {(c.model, c.seq) for c in graphs} == {(V4, 2048)}, "the host's share is largest there"
+
 
 # ---- one process
+
+
+@pytest.mark.parametrize(("variant", "backend"), [(OURS_GRAPHS, "mhc_inductor"), (COMPILE_GRAPHS, "inductor")])
+def test_cuda_graphs_are_a_mode_of_the_same_compiler(variant, backend, monkeypatch):
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "compile", lambda model, **given: asked.update(given) or model)
+    process = sparse_worker.Process(job(variant, part=TRAINING))
+    assert asked == {"backend": backend, "dynamic": False, "mode": "reduce-overhead"}
+    assert process.errors()["error_gradients"] == 0
 
 
 @pytest.mark.parametrize("model", [V4, V32])

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.source_hash import ROOT
+from mhc_inductor.routing import route
 from mhc_inductor.routing.operators.selection import profit
 from tests.capture import Captured, difference, eager, reasons, run
 
@@ -265,6 +266,70 @@ def test_a_given_mask_that_is_negated_in_the_region() -> None:
     got = run(fn, inputs(True))
     assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
     assert difference(got, eager(fn, inputs(True))) < 2e-6
+
+
+def test_a_body_of_two_calls_is_not_bounded_by_the_mask_of_one() -> None:
+    """Checks a window and all keys as masks of two regions that run one graph."""
+
+    def region(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, indices: Tensor) -> Tensor:
+        return written_plain(q, k, v, mask & scattered(indices, S))
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Tensor:
+        masks = padded_window(position, kept), causal(position, kept)
+        return sum(checkpoint(region, q, k, v, mask, indices, use_reentrant=False) for mask in masks)
+
+    def backend(gm: torch.fx.GraphModule, given: Any) -> Any:
+        bodies = gm.graph.find_nodes(op="get_attr")
+        first = bodies[0].target
+        assert len(bodies) == 2
+        bodies[1].target = first
+        gm.recompile()
+        want = gm(*given)[0]
+        assert route(gm).routed
+        assert difference(Captured([gm(*given)[0]], {}), Captured([want], {})) < 2e-6
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(fn, backend=backend)(*inputs())
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "a step through a view": lambda mask: mask.view(-1)[::2].fill_(True),
+    "a filled slice": lambda mask: mask[:, :, 5:, :4].fill_(True),
+    "a slice with steps": lambda mask: mask[:, :, ::2, ::3].fill_(True),
+    "out": lambda mask: torch.logical_or(mask, torch.ones_like(mask), out=mask),
+    "data": lambda mask: mask.data.fill_(True),
+    "index": lambda mask: mask.index_fill_(-1, torch.arange(0, S, 3), True),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("place", ["before", "behind", "inside", "inside the first"])
+def test_a_mask_that_is_written_in_place_is_read_as_it_is(place: str, write: str) -> None:
+    """Checks writes to a mask before regions read it, to the tensor that it is made of, and in the regions."""
+
+    def region(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, indices: Tensor, writes: bool) -> Tensor:
+        if writes:
+            WRITES[write](mask)
+        return written_plain(q, k, v, mask & scattered(indices, S))
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Tensor:
+        made = padded_window(position, kept).clone()
+        if place == "behind":
+            mask = made & kept.bool()[:, None, None, :]
+            WRITES[write](made)
+            mask = mask | made
+        else:
+            mask = made
+        if place == "before":
+            WRITES[write](mask)
+        out = checkpoint(region, q, k, v, mask, indices, place.startswith("inside"), use_reentrant=False)
+        more = checkpoint(region, q, k, v, mask, indices, place == "inside", use_reentrant=False)
+        return out + more
+
+    # Eager checkpoints refuse gradients of a region that writes what it is given.
+    grad = not place.startswith("inside")
+    assert difference(run(fn, inputs(), (), grad), eager(fn, inputs(), (), grad)) < 2e-6
 
 
 LOOKUPS = {

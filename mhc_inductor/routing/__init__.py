@@ -160,16 +160,15 @@ class _Pass:
         modes = modes_of(gm.graph, outer)
         # Bodies of higher-order operators, such as activation checkpointing, are separate graphs.
         around: View | None = None
-        for node in gm.graph.find_nodes(op="get_attr"):
-            inner = getattr(gm, str(node.target), None)
-            if not isinstance(inner, fx.GraphModule):
+        for inner, users in _bodies(gm).items():
+            if len({modes[user] for user in users}) > 1:
+                logger.info("not routed: the body of several calls in different modes (%s)", _where(inner.graph))
                 continue
-            user = next(iter(node.users), node)
             passed: dict[fx.Node, Value] = {}
-            if len(node.users) == 1 and name_of(user) == _CHECKPOINT:
+            if len(users) == 1 and name_of(users[0]) == _CHECKPOINT:
                 around = around or View(gm.graph, outer, self.knowledge, body, given=given)
-                passed = _passed(around, user, inner)
-            self.graph(inner, modes[user], body=True, given=passed)
+                passed = _passed(around, users[0], inner)
+            self.graph(inner, modes[users[0]], body=True, given=passed)
 
     def _operator(self, make: Callable[[], Operator], gm: fx.GraphModule, view: View) -> View | None:
         """Runs one operator on a graph. Returns ``view`` if it left the graph unchanged, else None."""
@@ -242,13 +241,43 @@ class _Pass:
 _CHECKPOINT = "tag_activation_checkpoint"
 
 
+def _bodies(gm: fx.GraphModule) -> dict[fx.GraphModule, list[fx.Node]]:
+    """Returns the graphs that higher-order operators of a graph run, each with the nodes that use it."""
+    found: dict[fx.GraphModule, list[fx.Node]] = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        inner = getattr(gm, str(node.target), None)
+        if isinstance(inner, fx.GraphModule):
+            found.setdefault(inner, []).extend(node.users or [node])
+    return found
+
+
 def _passed(view: View, call: fx.Node, inner: fx.GraphModule) -> dict[fx.Node, Value]:
     """Returns the masks and integers that the call of a checkpointed region passes to the inputs of its body."""
     inputs = list(inner.graph.find_nodes(op="placeholder"))
     args = call.args[len(call.args) - len(inputs) :]
-    meant = view.resolved.get(call, {})
-    values = {p: view.value(meant.get(a, a)) for p, a in zip(inputs, args, strict=True) if isinstance(a, fx.Node)}
-    return {p: value for p, value in values.items() if value is not None and of_positions(value)}
+    meant, found = view.resolved.get(call, {}), dict[fx.Node, Value]()
+    for place, a in zip(inputs, args, strict=True):
+        node = meant.get(a, a) if isinstance(a, fx.Node) else None
+        value = view.value(node) if node is not None else None
+        if node is not None and value is not None and of_positions(value) and not _written(view, node, call):
+            found[place] = value
+    return found
+
+
+def _written(view: View, node: fx.Node, call: fx.Node) -> bool:
+    """Returns whether what a view's node is computed from is written in place before a real call that reads it.
+
+    Only steps that the view could not make functional count: the others are part of the formula.
+    """
+    todo, seen, end = [node], {node}, view.position[call]
+    while todo:
+        one = todo.pop()
+        if view.written_between(one, end, left=True):
+            return True
+        below = [a for a in one.all_input_nodes if a not in seen]
+        todo += below
+        seen.update(below)
+    return False
 
 
 def _where(graph: fx.Graph) -> str:

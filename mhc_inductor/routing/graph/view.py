@@ -64,9 +64,15 @@ class View:
         self.reader, self.made, self.before, self.through = view.reader, view.made, view.before, view.through
         self.converted = set(view.made.values())
         self.nodes = list(self.graph.nodes)
-        self.given = {n: given[real] for n in self.nodes if given and (real := self.origin.get(n, n)) in given}
+        self.given = self._unwritten(given or {})
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.values = self.fresh_values()
+
+    def _unwritten(self, given: Mapping[fx.Node, Value]) -> dict[fx.Node, Value]:
+        """Returns what is passed to the inputs of this graph, without inputs that the graph writes in place."""
+        written = {storage for _, storage, _ in self.events} if given else set()
+        kept = {real for real in given if written.isdisjoint(self.effects.storages(real))}
+        return {n: given[real] for n in self.nodes if (real := self.origin.get(n, n)) in kept}
 
     def fresh_values(self) -> Values:
         """Returns the values of the view's nodes, with no symbol fixed."""
