@@ -259,7 +259,7 @@ def _elements(parts: Sequence[Share]) -> list[tuple[tuple[Ref, bool], bool]]:
     return [((part.of, part.final), False) for part in reversed(parts) if isinstance(part.of, Ref)]
 
 
-def _key(stop: Container[Value]) -> Hashable:
+def key_of(stop: Container[Value]) -> Hashable:
     """Returns a hashable key of the values to stop at. A container that is hashable is its own key."""
     return stop if isinstance(stop, Hashable) else frozenset(stop)  # type: ignore[call-overload]
 
@@ -269,7 +269,7 @@ def product(ref: Ref, stop: Container[Value] = ()) -> Term:
 
     Values of ``stop`` are factors whatever they are. rsqrt(u) becomes the factor (u, -0.5). Raises TooLarge.
     """
-    key = product, ref.index, _key(stop)
+    key = product, ref.index, key_of(stop)
     term: Term = remembered(ref.value.memo, key, lambda: _product(ref, stop))
     return Term(term.coef, [*term.factors], [*term.bound])
 
@@ -369,7 +369,7 @@ def addends(ref: Ref, stop: Container[Value] = ()) -> tuple[float, list[tuple[fl
     An element that is added twice appears once, with the sum of its coefficients, which may be 0. Raises Unsupported
     and TooLarge.
     """
-    key = addends, ref.index, _key(stop)
+    key = addends, ref.index, key_of(stop)
     constant, terms = remembered(ref.value.memo, key, lambda: _addends(ref, stop))
     return constant, [*terms]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 
 from mhc_inductor.ops.checks import MAX_STREAMS
+from mhc_inductor.routing.graph.bounds import Steps
 from mhc_inductor.routing.graph.expressions import (
     Ref,
     Term,
@@ -15,8 +17,10 @@ from mhc_inductor.routing.graph.expressions import (
     aten,
     close,
     contraction,
+    key_of,
     peel,
     product,
+    summed,
     whole,
 )
 from mhc_inductor.routing.graph.index import (
@@ -24,6 +28,7 @@ from mhc_inductor.routing.graph.index import (
     DynamicWidth,
     Index,
     Size,
+    Unsupported,
     product_of,
 )
 from mhc_inductor.routing.graph.values import Value
@@ -81,6 +86,34 @@ def projection(ref: Ref, stop: Container[Value] = ()) -> Norm | None:
         if summed and (norm := norm_of(factor)) is not None:
             return norm
     return None
+
+
+def norm_behind(value: Value, fits: Callable[[Norm], bool], stop: Container[Value] = ()) -> Norm | None:
+    """Returns the first norm that ``fits`` and whose projection is an addend of ``value``; None without one.
+
+    It is asked of every sum of a long chain of sums: what has no such addend is not followed again.
+    """
+    key = norm_behind, fits, key_of(stop)
+    todo, seen, steps = [peel(whole(value), stop)], set[Ref](), Steps("addends", value)
+    with contextlib.suppress(Unsupported):
+        while todo:
+            ref = todo.pop()
+            if ref in seen or key in ref.value.memo:
+                continue
+            steps.take()
+            seen.add(ref)
+            sides = None if ref.value in stop else summed(ref)
+            norm = projection(ref, stop) if sides is None else None
+            if norm is not None and fits(norm):
+                return norm
+            todo += [peel(a, stop) for _, a in reversed(sides or ()) if isinstance(a, Ref)]
+    value.memo[key] = None
+    return None
+
+
+def any_norm(norm: Norm) -> bool:
+    """Takes every norm."""
+    return True
 
 
 def affine(ref: Ref, out: Ref, kept: Kept) -> Affine:

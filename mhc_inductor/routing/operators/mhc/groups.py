@@ -381,6 +381,8 @@ class _Residual:
         if value.node is None or value in self._others:
             return False
         self._others.add(value)
+        if mhc.norm_behind(value, mhc.any_norm, self.group.kept) is None:
+            return False
         try:
             out = whole(value)
             found = mhc.affine(out, out, self.group.kept)

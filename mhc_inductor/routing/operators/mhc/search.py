@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
-from mhc_inductor.routing.graph.bounds import Steps
-from mhc_inductor.routing.graph.expressions import Ref, addends, aten, peel, product, summed, whole
+from mhc_inductor.routing.graph.expressions import Ref, addends, aten, product, whole
 from mhc_inductor.routing.graph.index import DynamicWidth, Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
@@ -282,22 +281,7 @@ def _check_unaltered(term: Ref) -> None:
 
 def streams_behind(value: Value) -> Norm | None:
     """Returns the norm, over all streams of a token, whose projection is an addend of ``value``; None without one."""
-    todo, seen, steps = [peel(whole(value))], set[Ref](), Steps("addends", value)
-    with contextlib.suppress(Unsupported):
-        while todo:
-            ref = todo.pop()
-            # Each sum of a long chain of sums is asked about: what has no such addend is not followed again.
-            if ref in seen or streams_behind in ref.value.memo:
-                continue
-            steps.take()
-            seen.add(ref)
-            sides = summed(ref)
-            norm = mhc.projection(ref) if sides is None else None
-            if norm is not None and of_streams(norm):
-                return norm
-            todo += [peel(a) for _, a in reversed(sides or ()) if isinstance(a, Ref)]
-    value.memo[streams_behind] = None
-    return None
+    return mhc.norm_behind(value, of_streams)
 
 
 def _chain_nodes(mixed: Iterable[Value]) -> set[fx.Node]:
