@@ -19,6 +19,12 @@ def test_random_modules_give_the_same_with_and_without_routing(start: int) -> No
     assert not any(o.ops for o in outcomes if o.kind == "plain" and "balanced" not in o.name)
 
 
+@pytest.mark.parametrize("number", [15, 116, 254])
+def test_modules_of_the_full_run_that_once_met_a_failure_of_the_pass(number: int) -> None:
+    # A sum of scalars next to streams, and sizes that new nodes read from tensors of a formula.
+    assert compare(random_case(number, 0)).problem == ""
+
+
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt_oss", "t5"])
 def test_small_models_give_the_same_with_and_without_routing(name: str) -> None:
     outcome = compare(model_case(name))

@@ -27,11 +27,15 @@ def unneeded(view: View, formulas: set[fx.Node]) -> set[fx.Node]:
 
 
 def _unread(view: View, formulas: set[fx.Node]) -> set[fx.Node]:
-    """Returns nodes computed from the formulas that nothing reads: Dynamo leaves dead code in its graphs."""
+    """Returns nodes computed from the formulas that nothing reads: Dynamo leaves dead code in its graphs.
+
+    New nodes, which read sizes of the formulas' tensors, are not among them.
+    """
     found: set[fx.Node] = set()
     todo = list(formulas)
     while todo:
-        new = [user for user in todo.pop().users if user not in view.live and user not in found]
+        users = (user for user in todo.pop().users if user in view.order)
+        new = [user for user in users if user not in view.live and user not in found]
         found.update(new)
         todo += new
     return found

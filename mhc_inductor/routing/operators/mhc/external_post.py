@@ -222,7 +222,9 @@ def _streams(frame: _Frame, ref: Ref, i: Index) -> tuple[Value, int] | None:
         return x, -2
     for r in chain(ref):
         shape = r.value.shape
-        for dim in range(len(shape) - 1) if r.value.node is not None and shape[-1] == Size(frame.d) else ():
+        if r.value.node is None or shape[-1:] != (Size(frame.d),):
+            shape = ()
+        for dim in range(len(shape) - 1):
             order = streams_last(len(shape), dim)
             if shape[dim] == Size(frame.n) and linear([r.index[k] for k in order], [shape[k] for k in order]) == wanted:
                 return r.value, dim - len(shape)
