@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import sys
@@ -245,8 +244,7 @@ def test_every_run_of_the_pass_is_watched():
     assert len(reports) == 1 and reports[0].nodes == 3 and reports[0].seconds > 0
 
 
-def test_routing_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli.console, "file", io.StringIO())
+def test_routing_command(tmp_path):
     done = CliRunner().invoke(cli.app, ["routing", "--layers", "1,2", "--compiled", "0", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "routing.json").read_text())
