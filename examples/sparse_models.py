@@ -241,7 +241,7 @@ def table_of(runs: list[Run], title: str) -> Table:
     """Returns a row for each length and way of running the model."""
     table = Table(title=title, title_justify="left")
     for heading in ("tokens", "", "ms", "x eager", "peak, MiB", "compile, s", "difference from eager"):
-        table.add_column(heading, justify="left" if not heading else "right")
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=not heading)
     for run in runs:
         eager = next(r for r in runs if r.name == "eager" and r.length == run.length)
         if run.failed:
@@ -316,6 +316,11 @@ def compare(
                 bar.update(task, advance=1, note="")
     title = f"{model} of transformers, unmodified: {what} ({where})"
     console.print(table_of(runs, title))
+    console.print(
+        "compile: torch.compile goes first, and mhc_inductor finds the kernels that both share in its caches; "
+        "python -m benchmarks sparse_models compares with cold caches",
+        style="dim",
+    )
     draw(runs, out, title)
     console.print(f"picture: {out.resolve()}", soft_wrap=True)
     return report, runs
