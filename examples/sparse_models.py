@@ -317,8 +317,8 @@ def compare(
     title = f"{model} of transformers, unmodified: {what} ({where})"
     console.print(table_of(runs, title))
     console.print(
-        "compile: torch.compile goes first, and mhc_inductor finds the kernels that both share in its caches; "
-        "python -m benchmarks sparse_models compares with cold caches",
+        "torch.compile compiles first, so mhc_inductor finds its caches filled: "
+        "python -m benchmarks sparse_models compares compile times with cold caches",
         style="dim",
     )
     draw(runs, out, title)

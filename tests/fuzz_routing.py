@@ -97,7 +97,7 @@ def _by_shape(b: Block, x: Tensor) -> Tensor:
 
 
 def _by_value(b: Block, x: Tensor) -> Tensor:
-    # Not the sum of all of x: behind a layer norm that is 0 up to rounding, and its sign is anyone's.
+    # The sum of all of x would be 0 up to rounding after a layer norm, so the branch would depend on rounding.
     return x * 2 if float(x.detach()[..., 0].sum()) > 0 else x * 0.5
 
 
