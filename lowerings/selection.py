@@ -2,19 +2,24 @@
 
 On a GPU its launch plans; on a CPU one formula if the problem is small, else a call of the op.
 
-Two launches are made by the op itself, which the generated code calls: the forward over lists of keys where it is a
-Gluon kernel, and its backward, which loops over chunks of queries to bound its memory.
+Attention over lists of keys is launched by the op itself, which the generated code calls, where it is a Gluon kernel. So
+is its backward where sizes are symbolic, and above MOST_CHUNKS chunks of queries, which bound its memory.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import sympy
+
 from mhc_inductor import compat
 from mhc_inductor.ops import selection_cpu, selection_lists_cpu
 
 from . import common
 from .builder import OpBuilder
+
+MOST_CHUNKS = 4
+"""Chunks of queries up to which the generated code launches the kernels of the backward."""
 
 
 def _runs_gluon(name: str, args: tuple[Any, ...]) -> bool:
@@ -25,8 +30,17 @@ def _runs_gluon(name: str, args: tuple[Any, ...]) -> bool:
     return not compat.packaging() and list_kernels(builder, q, k, v, compat.static_int(args[-1])) is not None
 
 
-def _always(name: str, args: tuple[Any, ...]) -> bool:
-    return True
+def _backward_calls_op(name: str, args: tuple[Any, ...]) -> bool:
+    from mhc_inductor.kernels.selection import lists_plan
+
+    q, k, v, indices = args[2:6]
+    sizes = (*q.get_size(), *k.get_size(), indices.get_size()[-1], args[-1])
+    if _runs_gluon(name, args[2:]) or not all(isinstance(s, (int, sympy.Integer)) for s in sizes):
+        return True
+    builder = OpBuilder(q.get_device())
+    S, N = builder.shape(q)[1], lists_plan.list_width(builder.shape(indices)[-1])
+    rows = lists_plan.backward_chunk(builder, q, k, v, N, int(args[-1]))
+    return -(-S // max(1, rows)) > MOST_CHUNKS
 
 
 def register() -> None:
@@ -34,4 +48,6 @@ def register() -> None:
     common.register("selection_attention", selection_cpu.fused_attention)
     common.register("selection_attention_backward", selection_cpu.fused_attention_backward)
     common.register("selection_list_attention", selection_lists_cpu.fused_attention, _runs_gluon)
-    common.register("selection_list_attention_backward", selection_lists_cpu.fused_attention_backward, _always)
+    common.register(
+        "selection_list_attention_backward", selection_lists_cpu.fused_attention_backward, _backward_calls_op
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -58,17 +59,46 @@ def test_rows_of_latent_attention_call_the_op_for_its_gluon_kernel():
     assert "torch.ops.mhc_inductor.selection_list_attention.default" in code
 
 
-def test_the_backward_calls_the_op():
-    def both(q, k, indices):
-        k = k.transpose(1, 2)
-        args = (q, k, None, indices, *[None] * 5)
-        ops = torch.ops.mhc_inductor
-        o, lse = ops.selection_list_attention(*args, 0.1, 32)
-        return ops.selection_list_attention_backward(o, None, *args, o, lse, 0.1, 32)
+def _both(q, k, indices):
+    k = k.transpose(1, 2)
+    args = (q, k, None, indices, *[None] * 5)
+    D = q.shape[-1]
+    ops = torch.ops.mhc_inductor
+    o, lse = ops.selection_list_attention(*args, 0.1, D)
+    return ops.selection_list_attention_backward(o, None, *args, o, lse, 0.1, D)
 
-    code = _compile(both)
-    assert "torch.ops.mhc_inductor.selection_list_attention_backward.default" in code
-    assert "selection_list_forward" in _launches(code)
+
+CHUNK = [f"selection_list_{what}" for what in ("dq", "rows", "slots", "invert", "sum")]
+
+
+@pytest.mark.parametrize(("most", "chunks"), [(2048, [300]), (256, [198, 102]), (132, [132, 132, 36])])
+def test_the_backward_is_launched_from_the_code(monkeypatch, most, chunks):
+    from mhc_inductor.kernels.selection import lists_plan
+
+    monkeypatch.setattr(lists_plan, "MOST_QUERIES", most)
+    code = _compile(_both, 300)
+    ours = [n for n in _launches(code) if n.startswith("selection_")]
+    forward = ["selection_list_keys", "selection_list_forward"]
+    assert ours == [*forward, "selection_list_keys", "selection_delta", *CHUNK * len(chunks)]
+    assert "torch.ops.mhc_inductor" not in code
+    # 20 keys are rows of 32 times 32 columns. Each chunk's are freed before the next chunk's are made, or taken over.
+    shape = r"\((\d+), 32, 32\), \(1024, 32, 1\)"
+    made = re.findall(rf"^\s+(\w+) = empty_strided_cuda\({shape}, torch.bfloat16\)", code, re.MULTILINE)
+    assert [int(rows) for _, rows in made] == [2 * rows for i, rows in enumerate(chunks) if rows not in chunks[:i]]
+    for (first, _), (second, _) in itertools.pairwise(made):
+        gone = re.search(rf"del {first}\b|{first}  # reuse", code)
+        assert gone.start() < code.index(f" {second} = empty_strided_cuda")
+
+
+def test_unknown_sizes_many_chunks_and_gluon_kernels_call_the_op_of_the_backward(monkeypatch):
+    from mhc_inductor.kernels.selection import lists_plan
+
+    name = "torch.ops.mhc_inductor.selection_list_attention_backward.default"
+    code = _compile(_both, dynamic=True)
+    assert name in code and "selection_list_forward" in _launches(code)
+    assert name in _compile(_both, h=64, D=512)
+    monkeypatch.setattr(lists_plan, "MOST_QUERIES", 64)
+    assert name in _compile(_both, 300)
 
 
 def test_above_the_kernels_sizes_the_reference_is_called_and_logged(caplog):

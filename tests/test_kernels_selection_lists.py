@@ -129,6 +129,37 @@ def test_any_size_of_the_chunks_gives_the_same_bits(builder, monkeypatch, shared
         assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
+def test_a_chunk_of_many_queries(builder):
+    # The interpreter would take a minute: there the next test is alone with so many.
+    run(builder, kind="random", dtype=BF16, S=some(1500, 18), G=1, h=1, Dk=16, S_kv=5, n=2)
+
+
+@pytest.mark.parametrize("CQ", [16, 48, 1024, 1504, 2048])
+def test_the_pairs_of_each_key_in_the_order_of_the_queries(builder, CQ):
+    generator = torch.Generator().manual_seed(0)
+    units, n = 5, 32
+    slots = torch.randint(-40, n + 1, (units, CQ), generator=generator).clamp(min=0).short()
+    slots[1], slots[2] = 0, n
+    inverse, sizes = builder.empty((units, CQ), torch.int32), builder.empty((units,), torch.int32)
+    lists_plan.plan_invert(builder, slots.to(builder.device), inverse, sizes, n)
+    for unit in range(units):
+        want = [c * n + int(slot) - 1 for c, slot in enumerate(slots[unit]) if slot]
+        assert inverse[unit, : len(want)].tolist() == want and int(sizes[unit]) == len(want)
+
+
+@pytest.mark.parametrize("S_kv", [100, 40_000, 4_000_000])
+@pytest.mark.parametrize("S", [1, 900, 2048, 2100, 8192])
+@pytest.mark.parametrize("n", [16, 640, 4096])
+@pytest.mark.parametrize("programs", [1, 2, 200])
+def test_chunks_stay_within_their_workspaces(builder, S, S_kv, n, programs):
+    rows = lists_plan.chunk_of(builder, S, 2, n, 512, programs, S_kv)
+    assert 1 <= rows <= min(S, 2048)
+    assert 4 * 2 * rows * n * 512 <= max(lists_plan.PAIRS, 4 * 2 * n * 512)
+    assert 6 * 2 * rows * S_kv <= max(lists_plan.TABLE, 6 * 2 * 1024 * S_kv)
+    if 2 * rows < min(S, 2048):  # one more chunk would not do
+        assert 4 * 2 * 2 * rows * n * 512 > lists_plan.PAIRS or 6 * 2 * 2 * rows * S_kv > lists_plan.TABLE
+
+
 def test_the_order_of_a_list_does_not_matter(builder):
     made, got = run(builder, kind="sorted", dtype=BF16, S=4, S_kv=40, n=30)
     order = torch.randperm(30, generator=torch.Generator().manual_seed(3)).to(builder.device)

@@ -29,7 +29,7 @@ CASES = {
     "512": {"h": 64, "Dk": 512, "shared": True},
     "576": {"h": 128, "Dk": 576, "Dv": 512, "shared": True, "sink": True},
     "576-fp32": {"h": 20, "Dk": 576, "Dv": 512, "dtype": F32},
-    "80-fp16": {"h": 3, "Dk": 80, "Dv": 48, "dtype": F16, "n": 40, "packed": True, "sink": True},
+    "80-fp16": {"S": 2048, "h": 3, "Dk": 80, "Dv": 48, "dtype": F16, "n": 40, "packed": True, "sink": True},
     "decoding": {"h": 16, "Dk": 128, "S": 1},
 }
 PLAIN = {"selection_list_keys", "selection_list_forward", "selection_list_dq", "selection_list_rows",

@@ -2,8 +2,8 @@
 
 Workspace besides inputs and outputs, in bytes: 4 B S G (n + 1) for the canonical lists; where the keys of a query are
 split, 4 G h (Dv + 1) for each of B S NS splits, at most 32 (Dv + 1) h per multiprocessor. In the backward 8 per row (b,
-s, g, h), 4 per element of dK and dV, and at most PAIRS for the rows and factors of a chunk of queries (or those of one
-query, if more), with 6 per key and query of the chunk.
+s, g, h), 4 per element of dK and dV, and of a chunk of queries at most PAIRS for its rows and factors (or those of one
+query, if more), with 6 per key and query: at most TABLE, or those of FEW_QUERIES, if more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ MAX_HEADS = 128
 MAX_KEYS = 4096
 ROW = 16  # a list takes a multiple of so many entries
 PAIRS = 5 << 28  # bytes of a chunk's rows of dK and dV
-MOST_QUERIES = 1024  # of a chunk
+MOST_QUERIES = 2048  # of a chunk
+TABLE = 1 << 28  # bytes of the table of a chunk's pairs, 6 a key and query, above FEW_QUERIES
+FEW_QUERIES = 1024
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
@@ -68,11 +70,16 @@ def _whole_rows(n: int) -> int:
     return -(-n // ROW) * ROW
 
 
+def list_width(n: int) -> int:
+    """Returns N, the entries of a canonical list made of n."""
+    return max(ROW, _whole_rows(n))
+
+
 def plan_keys(b: Any, k: Any, indices: Any, cu_q: Any, cu_k: Any, seg_q: Any, seg_k: Any) -> Lists:
     """Launches ``selection_list_keys``."""
     B, S, G, NI = b.shape(indices)
     NI = b.static(NI)
-    N = max(ROW, _whole_rows(NI))
+    N = list_width(NI)
     keys = b.empty((B, S, G, N), b.i32)
     if NI == 0:
         return Lists(keys, b.zeros((B, S, G), b.i32))
@@ -114,11 +121,10 @@ def _call(
 ) -> _Call:
     h, DK, N = (b.static(n) for n in (b.shape(q)[3], b.shape(q)[4], b.shape(lists.keys)[3]))
     S, G, DV = b.shape(q)[1], b.shape(q)[2], v_width
-    itemsize, props = b.dtype(q).itemsize, b.device_props()
     wgmma = None if config else list_kernels(b, q, k, v, DV)
     if wgmma:
         return _wgmma_call(b, wgmma[backward], q, k, lists, scale, DV)
-    c = config or list_config(h, DK, DV, itemsize, props.backend, props.arch, v is None, backward)
+    c = config or _plain_config(b, q, v, v_width, backward)
     values = k if v is None else v
     (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (tuple(b.strides(t))[:-1] for t in (q, k, values))
     args = dict(
@@ -133,6 +139,11 @@ def _call(
         ALIGN=alignment(b, q, k, values), PREC=dot_precision(b, b.dtype(q)),
     )  # fmt: skip
     return _Call(args, constexprs, c)
+
+
+def _plain_config(b: Any, q: Any, v: Any, v_width: int, backward: bool) -> ListConfig:
+    props, (h, DK) = b.device_props(), (b.static(n) for n in b.shape(q)[3:])
+    return list_config(h, DK, v_width, b.dtype(q).itemsize, props.backend, props.arch, v is None, backward)
 
 
 def _wgmma_call(b: Any, kernel: Any, q: Any, k: Any, lists: Lists, scale: Any, DV: int) -> _Call:
@@ -205,14 +216,33 @@ class _Gradients:
     acc_v: Any
 
 
-def chunk_of(b: Any, S: int, groups: int, N: int, columns: int, programs: int) -> int:
-    """Returns the number of queries of a chunk: whole waves of programs, within the workspace PAIRS.
+def chunk_of(b: Any, S: int, groups: int, N: int, columns: int, programs: int, S_kv: int) -> int:
+    """Returns the number of queries of a chunk, within the workspaces PAIRS and TABLE.
 
-    ``programs`` is the number of programs of a query.
+    Of whole waves of programs and of equal chunks it is what takes the fewest waves. ``programs`` is the number of
+    programs of a query.
     """
-    most = max(1, min(MOST_QUERIES, PAIRS // max(1, groups * N * columns * 4)))
-    wave = max(1, b.device_props().sm_count // programs)
-    return min(S, most // wave * wave if most >= wave else most)
+    table = max(FEW_QUERIES, TABLE // max(1, 6 * groups * S_kv))
+    most = max(1, min(MOST_QUERIES, table, PAIRS // max(1, groups * N * columns * 4)))
+    if most >= S:
+        return S
+    sms = b.device_props().sm_count
+    wave = max(1, sms // programs)
+
+    def waves(rows: int) -> int:
+        full, rest = divmod(S, rows)
+        return full * -(-rows * programs // sms) + -(-rest * programs // sms)
+
+    equal = -(-S // -(-S // most))
+    return min(equal, most // wave * wave or equal, key=waves)
+
+
+def backward_chunk(b: Any, q: Any, k: Any, v: Any, N: int, v_width: int, config: ListConfig | None = None) -> int:
+    """Returns the number of queries that the backward takes at a time, of lists of N entries."""
+    B, S, G, h, DK = b.shape(q)
+    config = config or _plain_config(b, q, v, v_width, True)
+    columns = DK + (0 if v is None else v_width)
+    return chunk_of(b, S, B * G, N, columns, B * G * -(-h // config.HB), b.shape(k)[2])
 
 
 def plan_selection_list_attention_backward(
@@ -233,7 +263,7 @@ def plan_selection_list_attention_backward(
     call = _call(b, q, k, v, lists, scale, v_width, True, None)
     if 0 in (S * B * G, b.shape(indices)[3], S_kv):
         return b.zeros(b.shape(dq), b.dtype(q)), *(b.zeros(b.shape(t), b.dtype(k)) for t in (dk, dv)), dsink
-    rows = chunk_of(b, S, B * G, N, DK + (0 if v is None else v_width), B * G * call.heads)
+    rows = backward_chunk(b, q, k, v, N, v_width, call.config)
     many = rows < S
     acc_k, acc_v = (b.empty(b.shape(t) if many else (0,), b.f32) for t in (dk, dv))
     grads = _Gradients(dout, lse2, delta, dq, dk, dv, acc_k, acc_v)
@@ -333,6 +363,13 @@ def _plan_inverse(b: Any, call: _Call, B: int, S_kv: int, CQ: int, chunk: dict[s
         selection_list_slots, (B * G * chunk["rows"], 1, 1), dict(lists, slots_ptr=slots, S_kv=S_kv, CQ=CQ, **chunk),
         dict(NB=min(1024, power_of_two(N))), 4, 1,
     )  # fmt: skip
+    plan_invert(b, slots, inverse, sizes, N)
+    return inverse, sizes
+
+
+def plan_invert(b: Any, slots: Any, inverse: Any, sizes: Any, N: int) -> None:
+    """Launches ``selection_list_invert`` on slots[units, CQ]."""
+    units, CQ = b.shape(slots)
     CP = power_of_two(CQ)
     KB = max(1, 2048 // CP)
     b.launch(
@@ -340,4 +377,3 @@ def _plan_inverse(b: Any, call: _Call, B: int, S_kv: int, CQ: int, chunk: dict[s
         dict(slots_ptr=slots, inverse_ptr=inverse, sizes_ptr=sizes, units=units, N=N, CQ=CQ),
         dict(CP=CP, KB=KB), 4, 1,
     )  # fmt: skip
-    return inverse, sizes
