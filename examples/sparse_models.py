@@ -305,6 +305,13 @@ def compare(
     with torch.set_grad_enabled(training):
         report = explain(made, input_ids=first, **({"labels": first} if training else {}))
     console.print(f"routed: {counts(report)}")
+    if report.routed and all(r.as_written for r in report.routed):
+        console.print(
+            f"On this device mhc_inductor keeps these formulas as written at {first.shape[1]} tokens, since Inductor's "
+            "code for them is faster: it then runs what torch.compile runs, and their times differ by noise. The kernels "
+            "are for GPUs.",
+            style="dim",
+        )
     runs: list[Run] = []
     columns = (TextColumn("{task.description:>13}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:

@@ -102,6 +102,8 @@ def test_formulas_are_found_with_their_lines(mode, checkpointed, capsys):
         line = int(rest.partition(",")[0])
         assert first <= line < first + len(lines)
         assert lines[line - first].strip() in routed.source
+    assert all(r.as_written for r in report.routed)
+    assert str(report).count("reference formula, fused by Inductor; a compile keeps the formula as written") == 2
     said = capsys.readouterr().out
     assert "mhc_pre" in said and HERE in said and report.totals() in " ".join(said.split())
 

@@ -12,7 +12,11 @@ import os
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
+from mhc_inductor import compat
+from mhc_inductor.routing.operators.index.operator import IndexOperator
+from mhc_inductor.routing.operators.selection.operator import SelectionOperator
 from tests import capture, sparse_families, sparse_runs
 from tests.sparse_families import FAMILIES
 from tests.sparse_runs import MODES
@@ -156,9 +160,17 @@ def test_routed_of_all_and_the_same_results(family, attention, name):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["training", "prefill, left padded"])
-def test_generated_code_gives_the_same_results(name):
+@pytest.mark.parametrize(("name", "ops"), [("training", False), ("prefill, left padded", False), ("training", True)])
+def test_generated_code_gives_the_same_results(name, ops, monkeypatch):
+    """Runs what a CPU runs, which at this size keeps the formulas, and what it would run if it did not."""
     model = sparse_runs.prepare("deepseek_v32", MODES[name], "sdpa")
     want = sparse_runs.evaluate(model, model, MODES[name])
-    got = sparse_runs.compiled(model, MODES[name])
+    if ops:
+        for operator in (SelectionOperator, IndexOperator):
+            monkeypatch.setattr(operator, "faster_as_written", lambda *_: False)
+    compat.counters().clear()
+    got, codes = run_and_get_code(sparse_runs.compiled, model, MODES[name])
     assert capture.difference(got, want) <= sparse_runs.bound(MODES[name])
+    assert compat.counters()["routed index_topk"] == compat.counters()["routed selection_attention"] == 2
+    # Inductor fuses the formula of the attention: only the choice is a call.
+    assert ("mhc_inductor.index_topk" in "".join(codes)) is ops

@@ -199,11 +199,12 @@ class _Pass:
 
         A match that finds no position may be replaced in ``todo`` by smaller ones.
         """
-        kept = getattr(operator, "faster_as_written", None) if self.lower else None
+        faster = getattr(operator, "faster_as_written", None)
         try:
-            if kept is not None and kept(match, _device(match.start)):
+            kept = faster is not None and faster(match, _device(match.start))
+            if kept and self.lower:
                 edit.prove(match)
-                found.routed.append(_routed(match, AS_WRITTEN, Verdict()))
+                found.routed.append(_routed(match, AS_WRITTEN, Verdict(), kept))
                 return
             edit.apply(match, operator.emit, self.check)
         except (Mismatch, Unsupported, DynamicWidth, ValueError, TypeError) as error:
@@ -221,7 +222,7 @@ class _Pass:
                 place = source_of(match.start.node)
                 found.fused.append(Fused(match.op, match.parts, place, kernels, verdict.error, verdict.note))
             else:
-                found.routed.append(_routed(match, kernels, verdict))
+                found.routed.append(_routed(match, kernels, verdict, kept))
 
     def _report_failures(self) -> None:
         """Reports the nodes at which the search of an operator failed."""
@@ -352,8 +353,8 @@ def _unfollowed(error: bounds.Unfollowed) -> NearMiss:
     return NearMiss("any op", str(error), source_of(node), node.name if node is not None else "")
 
 
-def _routed(match: Match, kernels: tuple[str, ...], verdict: Verdict) -> Routed:
-    return Routed(match.op, source_of(match.start.node), match.detail, kernels, verdict.error, verdict.note)
+def _routed(match: Match, kernels: tuple[str, ...], verdict: Verdict, kept: bool) -> Routed:
+    return Routed(match.op, source_of(match.start.node), match.detail, kernels, verdict.error, verdict.note, kept)
 
 
 def _device(value: Value) -> str:

@@ -16,7 +16,8 @@ ARTIFACT = "mhc_inductor_routing"
 """Name of the artifact in a ``TORCH_TRACE`` log."""
 
 AS_WRITTEN = ("kept as written: Inductor's code is faster on this device",)
-"""Shown instead of kernels for a formula that is kept as the model wrote it."""
+"""Shown instead of kernels for a formula that a compile kept as the model wrote it."""
+_WOULD_KEEP = "a compile keeps the formula as written, which is faster on this device"
 
 
 def source_of(node: fx.Node | None) -> str:
@@ -40,7 +41,8 @@ class Routed:
 
     ``source`` is "file.py:line, in function: code" in the user's file. ``error`` is the op's largest relative error
     over outputs and gradients, compared with the formula in higher precision, if it was verified. ``note`` says why it
-    was not verified, or what it was compared with instead.
+    was not verified, or what it was compared with instead. ``as_written`` says that a compile keeps the formula as the
+    model wrote it, since Inductor's code for it is faster on this device: there ``kernels`` run only if the op is called.
     """
 
     op: str
@@ -49,6 +51,12 @@ class Routed:
     kernels: tuple[str, ...] = ()
     error: float | None = None
     note: str = ""
+    as_written: bool = False
+
+    def runs(self) -> str:
+        """Returns what runs in place of the formula, as text."""
+        kept = (_WOULD_KEEP,) if self.as_written and self.kernels != AS_WRITTEN else ()
+        return "; ".join((", ".join(self.kernels), *kept))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +138,7 @@ class Report:
         Equal findings share a row. Near misses that differ only in the node also share one, which names the first node.
         """
         routed: list[Row] = [
-            (f"{n} x", r.op, r.source, r.detail, ", ".join(r.kernels), _error(r)) for r, n in _grouped(self.routed)
+            (f"{n} x", r.op, r.source, r.detail, r.runs(), _error(r)) for r, n in _grouped(self.routed)
         ]
         fused: list[Row] = [
             (f"{n} x", f.op, " + ".join(f.parts), f.source, ", ".join(f.kernels), _error(f))

@@ -118,7 +118,7 @@ def refusal(s: Sizes) -> str:
 # --- lists of keys ------------------------------------------------------------------------------------------
 
 # Measured on one H200 in bf16; docs/operators/selection.md, "When it is routed", says where each figure comes from.
-LIST_FLOPS = 380e12
+LIST_FLOPS = 375e12
 """Operations a second of the list kernels, forward, with full tiles (benchmarks/results/lists.json)."""
 WIDE = 1024
 LIST_TRAINING, WIDE_LIST_TRAINING = 7.7, 5.5
