@@ -71,7 +71,8 @@ def build(size: Size, device: torch.device, dtype: torch.dtype, seed: int = 0) -
     from transformers import DeepseekV4ForCausalLM
 
     torch.manual_seed(seed)
-    model = DeepseekV4ForCausalLM(config(size))
+    with device:  # a GPU draws the weights in a fraction of the time
+        model = DeepseekV4ForCausalLM(config(size))
     for module in model.modules():
         # The published initialisation (gates 1, bias 0) would hide an error in either: draw both at random.
         if type(module).__name__ == "DeepseekV4HyperConnection":
@@ -80,7 +81,7 @@ def build(size: Size, device: torch.device, dtype: torch.dtype, seed: int = 0) -
     # A checkpoint would fill this buffer. Left at zero, it sends every token of a hash layer to expert 0.
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):
-            buffer.copy_(torch.randint(size.experts, buffer.shape))
+            buffer.copy_(torch.randint(size.experts, buffer.shape, device=device))
     model.to(device=device, dtype=dtype)
     for name, parameter in model.named_parameters():
         if not set(FP32).isdisjoint(name.split(".")):

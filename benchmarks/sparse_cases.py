@@ -66,7 +66,9 @@ def build(case: Case, device: torch.device, dtype: torch.dtype, toy: bool) -> to
     from transformers.models.deepseek_v32 import DeepseekV32ForCausalLM
 
     torch.manual_seed(0)
-    return DeepseekV32ForCausalLM(v32_config(case.seq, toy)).to(device=device, dtype=dtype)
+    with device:
+        model = DeepseekV32ForCausalLM(v32_config(case.seq, toy))
+    return model.to(device=device, dtype=dtype)
 
 
 def tokens(case: Case, device: torch.device, toy: bool) -> Tensor:
