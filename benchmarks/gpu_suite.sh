@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go: correctness first, then the memory checker on small shapes, then the benchmark.
-#   benchmarks/gpu_suite.sh OUT_FOLDER [tests|sanitize|bench ...]      (default: all three)
+#   benchmarks/gpu_suite.sh OUT_FOLDER [tests|sanitize|bench|sparse ...]      (default: the first three)
+# sparse: whole models, which need transformers 5.23 (PYTHONPATH with it will do) and half an hour. Jobs that are done are
+# kept in OUT_FOLDER/sparse, from which a second call goes on.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${1:?usage: benchmarks/gpu_suite.sh OUT_FOLDER [tests|sanitize|bench ...]}
+out=${1:?usage: benchmarks/gpu_suite.sh OUT_FOLDER [tests|sanitize|bench|sparse ...]}
 shift
 steps=${*:-tests sanitize bench}
 mkdir -p "$out"
@@ -52,6 +54,9 @@ for step in $steps; do
         python3 -m benchmarks selection --out "$out" 2>&1 | tee "$out/bench_selection.log" | tail -200 || status=1
         python3 -m benchmarks lists --out "$out" 2>&1 | tee "$out/bench_lists.log" | tail -200 || status=1
         python3 -m benchmarks index --out "$out" 2>&1 | tee "$out/bench_index.log" | tail -60 || status=1
+        ;;
+    sparse)
+        python3 -m benchmarks sparse_models --keep "$out/sparse" --out "$out" 2>&1 | tee "$out/bench_sparse.log" | tail -80 || status=1
         ;;
     *)
         echo "unknown step $step" >&2
