@@ -117,7 +117,7 @@ class Run(running.Run[Settings]):
     # ---- variants
 
     def case_variants(self, i: Inputs, prefix: str = "", compiled_peer: bool = True) -> Iterator[Variant]:
-        """Yields pre, post, fb and the fused post_pre of one case: by the ops, a compiled step, and the peers."""
+        """Yields pre, post, fb and the fused ops of one case: by the ops, a compiled step, and the peers."""
         tokens, _, dim = i.x.shape
         with torch.no_grad():
             c = peers.plain_coefficients(i.x, i.phi, i.alpha, i.bias, i.gamma, i.iters)
@@ -148,12 +148,18 @@ class Run(running.Run[Settings]):
             yield row("post", "ops", lambda: lambda: ours.ops_post(i, h_post, h_res), check_post)
         yield row("fb", "ops", lambda: lambda: ours.ops_fb(i), check)
         if i.with_post:
-            p = fused.PostPre.make(i, h_post, h_res)
-            for what, call in (("post_pre", ours.ops_post_pre), ("post_pre_fb", ours.ops_post_pre_fb)):
+            two_passes = fused.PostPre.make(i, h_post, h_res)
+            one_pass = two_passes.single_pass()
+            for what, call, p in (
+                ("post_pre", ours.ops_post_pre, two_passes),
+                ("post_pre_fb", ours.ops_post_pre_fb, two_passes),
+                ("single_pass", ours.ops_single_pass, one_pass),
+                ("single_pass_fb", ours.ops_single_pass_fb, one_pass),
+            ):
                 for variant, one in (("ops", True), (TWO_OPS, False)):
                     # The two ops round the gradient of x_out between them: only the fused op must meet one rounding.
                     check = (lambda got, p=p: fused.check(p, got)) if one else None
-                    yield row(what, variant, lambda call=call, one=one: lambda: call(p, one), check)
+                    yield row(what, variant, lambda call=call, p=p, one=one: lambda: call(p, one), check)
         if self.s.compiled:
             yield row("fb", "compiled", lambda: with_leaves(ours.autograd_fb(True))(), check)
         for name, peer in self.peers(i, compiled_peer):

@@ -85,6 +85,41 @@ def ops_post_pre_fb(p: PostPre, fused: bool = True) -> Named:
     return out
 
 
+_COEFFICIENTS = ("next_pre", "next_post", "next_res", "h_mix", "inv_rms")
+
+
+def ops_single_pass(p: PostPre, fused: bool = True) -> Named:
+    """Runs everything between two sublayers of single-pass mHC, by one op or by its parts."""
+    i = p.inputs
+    params, tail = (i.phi, i.alpha, i.bias, i.gamma), (*_OPTIONS, i.iters, SINKHORN_EPS, FORM)
+    if fused:
+        out = _ops.mhc_single_pass(i.x, i.f_out, p.h_post, p.h_res, p.h_pre, i.transpose_res, *params, *tail)
+        return dict(zip(("x_out", "h_in", *_COEFFICIENTS), out, strict=True))
+    x_out = _ops.mhc_post(i.x, i.f_out, p.h_post, p.h_res, i.transpose_res)
+    rest = dict(zip(_COEFFICIENTS, _ops.mhc_coefficients(x_out, *params, *tail), strict=True))
+    return {"x_out": x_out, "h_in": _ops.mhc_collapse(x_out, p.h_pre), **rest}
+
+
+def ops_single_pass_fb(p: PostPre, fused: bool = True) -> Named:
+    """Runs the same with all gradients; the parts as a compiled graph calls them."""
+    out, i = ops_single_pass(p, fused), p.inputs
+    params, tail = (i.phi, i.alpha, i.bias, i.gamma), (*_OPTIONS, i.iters, SINKHORN_EPS, FORM)
+    ups = (p.dnext_pre, p.dnext_post, p.dnext_res)
+    saved = [out[k] for k in ("next_pre", "next_post", "h_mix", "inv_rms")]
+    if fused:
+        site = (i.x, i.f_out, p.h_post, p.h_res, p.h_pre, i.transpose_res)
+        grads = _ops.mhc_single_pass_backward(
+            i.dx_out, i.dh_in, *ups, *site, out["x_out"], *params, *saved, *tail
+        )  # fmt: skip
+    else:
+        dx, dh_pre = _ops.mhc_collapse_backward(i.dh_in, out["x_out"], p.h_pre)
+        g, *dparams = _ops.mhc_coefficients_backward(*ups, out["x_out"], *params, *saved, dx + i.dx_out, *tail)
+        dpost = _ops.mhc_post_backward(g, i.x, i.f_out, p.h_post, p.h_res, i.transpose_res)
+        grads = (*dpost, dh_pre, *dparams)
+    out.update(zip((*_POST_GRADS, "dh_pre", "dphi", "dalpha", "dbias"), grads[:8], strict=True))
+    return out
+
+
 def _forward(x, phi, alpha, bias, gamma, f_out, iters, transpose_res, with_post):  # type: ignore[no-untyped-def]
     h_in, h_post, h_res = mhc_inductor.mhc_pre(
         x, phi, alpha, bias, gamma, sinkhorn_iters=iters, sinkhorn_form=FORM, norm_eps=NORM_EPS, hc_eps=HC_EPS

@@ -16,6 +16,8 @@ _ROW_NAMES = {
     "fb": "forward + backward",
     "post_pre": "post fused with pre",
     "post_pre_fb": "post fused with pre: forward + backward",
+    "single_pass": "single pass (V4.1)",
+    "single_pass_fb": "single pass (V4.1): forward + backward",
     "npu_pre": "npu_mhc_pre: pre",
     "npu_fb": "npu_mhc_pre: forward + backward",
 }

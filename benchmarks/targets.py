@@ -56,13 +56,16 @@ TARGETS: dict[tuple[str, int], Target] = {
     ("post", 7168): _row(256, 252, 254, 258, 1044, 2306),
     ("fb", 7168): _row(2000, 1500, 3172, 2477, 12873, 9967),
     ("post_pre", 4096): Target(280, 200, {}),
+    ("single_pass", 4096): Target(205, 180, {}),
+    ("single_pass_fb", 4096): Target(790, 600, {}),
     ("npu_pre", 4096): _row(140, 100, 200, 223, None, 563, 2088),
     ("npu_fb", 4096): _row(600, 400, 882, 1677, None, 1584, 6908),
 }
 """Targets by row and D.
 
 ``pre``: coefficients, 20 Sinkhorn iterations, collapse. ``post``: expand and mix. ``fb``: forward and all gradients of
-both. ``post_pre``: post of one sublayer with the pre of the next; no other implementation is known.
+both. ``post_pre``: post of one sublayer with the pre of the next; no other implementation is known. ``single_pass``:
+everything between two sublayers of DeepSeek-V4.1; no other implementation for this GPU is known.
 ``npu_*``: with gamma and raw h_res, as the operator ``npu_mhc_pre``.
 """
 
@@ -85,6 +88,9 @@ _UNITS = {
     # Reads x, f and writes x_out, h_in; its backward reads dx_out, dh_in, x, f, x_out and writes dx, df.
     "post_pre": lambda n: 2 * n + 2,
     "post_pre_fb": lambda n: (2 * n + 2) + (4 * n + 3),
+    # As post_pre; its backward makes x_out again.
+    "single_pass": lambda n: 2 * n + 2,
+    "single_pass_fb": lambda n: (2 * n + 2) + (3 * n + 3),
     "npu_pre": lambda n: n + 1,
     "npu_fb": lambda n: (n + 1) + (2 * n + 1),
 }

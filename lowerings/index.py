@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
-
 from . import common
+from .builder import OpBuilder
 
 MOST_PARTS = 8
 """Chunks of queries up to which the generated code launches the kernels itself."""
@@ -14,8 +13,9 @@ MOST_PARTS = 8
 
 def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
     """Returns whether generated code calls ``index_topk``: its loop needs known sizes, and should be short."""
-    sizes = (*args[0].get_size()[:2], args[1].get_size()[1], args[3])
-    if not all(isinstance(s, (int, sympy.Integer)) for s in sizes):
+    builder = OpBuilder(args[0].get_device())
+    sizes = (*builder.shape(args[0])[:2], builder.shape(args[1])[1], args[3])
+    if not all(builder.is_static(s) for s in sizes):
         return True
     from mhc_inductor.kernels.index import plan  # imports triton
 

@@ -15,6 +15,8 @@ from mhc_inductor.ops.registry import REFERENCE
 from . import common
 from .builder import OpBuilder
 
+_FUSED = ("mhc_post_pre", "mhc_post_head", "mhc_single_pass")
+
 
 def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
     from mhc_inductor.kernels.mhc.fused_plan import runs_gluon
@@ -27,4 +29,4 @@ def register() -> None:
     """Registers all lowerings and decompositions. Called once, when the first graph is compiled."""
     for name in OPS:
         if name.startswith("mhc_"):
-            common.register(name, REFERENCE[name], _calls_op if name in ("mhc_post_pre", "mhc_post_head") else None)
+            common.register(name, REFERENCE[name], _calls_op if name in _FUSED else None)

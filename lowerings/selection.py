@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
-
 from mhc_inductor import compat
 from mhc_inductor.ops import selection_cpu, selection_lists_cpu
 
@@ -33,11 +31,12 @@ def _runs_gluon(name: str, args: tuple[Any, ...]) -> bool:
 def _backward_calls_op(name: str, args: tuple[Any, ...]) -> bool:
     from mhc_inductor.kernels.selection import lists_plan
 
+    """Returns whether generated code calls the backward of lists: its loop needs known sizes, and should be short."""
     q, k, v, indices = args[2:6]
-    sizes = (*q.get_size(), *k.get_size(), indices.get_size()[-1], args[-1])
-    if _runs_gluon(name, args[2:]) or not all(isinstance(s, (int, sympy.Integer)) for s in sizes):
-        return True
     builder = OpBuilder(q.get_device())
+    sizes = (*builder.shape(q), *builder.shape(k), builder.shape(indices)[-1], args[-1])
+    if _runs_gluon(name, args[2:]) or not all(builder.is_static(s) for s in sizes):
+        return True
     S, N = builder.shape(q)[1], lists_plan.list_width(builder.shape(indices)[-1])
     rows = lists_plan.backward_chunk(builder, q, k, v, N, int(args[-1]))
     return -(-S // max(1, rows)) > MOST_CHUNKS

@@ -24,6 +24,7 @@ FUSED = {
     "selection_list_attention": ("selection_attention",),
     "mhc_post_pre": ("mhc_post", "mhc_pre"),
     "mhc_post_head": ("mhc_post", "mhc_head"),
+    "mhc_single_pass": ("mhc_post", "mhc_collapse", "mhc_coefficients"),
 }
 
 

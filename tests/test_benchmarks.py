@@ -25,10 +25,20 @@ from benchmarks import accuracy, environment, fused, mhc, ours, peers, report, r
 pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests read
 CPU = torch.device("cpu")
 TOKENS, DIM = 12, 48
+FUSED = ("post_pre", "post_pre_fb", "single_pass", "single_pass_fb")
 # The floors that the targets were given with, in whole microseconds.
 FLOORS = {
     2560: {"pre": 49, "post": 88, "fb": 400},
-    4096: {"pre": 78, "post": 140, "fb": 640, "post_pre": 156, "npu_pre": 78, "npu_fb": 218},
+    4096: {
+        "pre": 78,
+        "post": 140,
+        "fb": 640,
+        "post_pre": 156,
+        "npu_pre": 78,
+        "npu_fb": 218,
+        "single_pass": 156,
+        "single_pass_fb": 390,
+    },
     7168: {"pre": 137, "post": 246, "fb": 1120},
 }
 
@@ -96,7 +106,7 @@ def test_every_target_is_above_its_floor_and_in_order() -> None:
     assert {(w, d) for d, of in FLOORS.items() for w in of} == set(targets.TARGETS)
     for (what, dim), t in targets.TARGETS.items():
         assert targets.floor_us(what, targets.TOKENS, dim) < t.goal < t.bar
-        assert (t.best_peer is None) == (what == "post_pre")
+        assert (t.best_peer is None) == (what in ("post_pre", "single_pass", "single_pass_fb"))
         assert t.best_peer is None or t.best_peer[1] == min(t.peers.values())
 
 
@@ -275,7 +285,7 @@ def test_a_run_has_every_part(result: report.Result) -> None:
     assert result["notice"] == mhc.CPU_NOTICE
     named = {(r["what"], r["variant"]) for r in result["rows"]}
     both = {(w, v) for w in ("pre", "post", "fb", "npu_pre", "npu_fb") for v in ("ops", "eager")}
-    assert named == both | {(w, v) for w in ("post_pre", "post_pre_fb") for v in ("ops", mhc.TWO_OPS)}
+    assert named == both | {(w, v) for w in FUSED for v in ("ops", mhc.TWO_OPS)}
     for r in result["rows"]:
         assert "error" not in r
         assert len(r["samples_us"]) == r["rounds"] == 3
@@ -296,7 +306,7 @@ def test_a_run_has_every_part(result: report.Result) -> None:
         "dalpha",
         "dbias",
     } <= set(errors)
-    assert {r["what"] for r in result["decode"] if r["variant"] == "ops"} == {"pre", "post", "post_pre"}
+    assert {r["what"] for r in result["decode"] if r["variant"] == "ops"} == {"pre", "post", "post_pre", "single_pass"}
     assert len(result["accuracy"]) == 4
     assert result["determinism"][0]["met"]
     assert result["copy"]["tb_per_s"] > 0
@@ -374,8 +384,8 @@ def test_a_lost_device_goes_on_in_a_new_process(monkeypatch: pytest.MonkeyPatch)
     assert seen["groups"] == ["4096", "npu"]
     assert rows["post", "ops"]["error"] == "RuntimeError: illegal address"
     assert {k for k, r in rows.items() if "median_us" in r} == {
-        *((w, "ops") for w in ("pre", "fb", "post_pre", "post_pre_fb", "npu_pre", "npu_fb")),
-        *((w, mhc.TWO_OPS) for w in ("post_pre", "post_pre_fb")),
+        *((w, "ops") for w in ("pre", "fb", *FUSED, "npu_pre", "npu_fb")),
+        *((w, mhc.TWO_OPS) for w in FUSED),
     }
 
 
@@ -423,6 +433,18 @@ def test_a_wrong_gradient_of_the_fused_op_is_seen() -> None:
     got["dh_res"] = got["dh_res"].transpose(-1, -2)
     got["df"] = got["df"] * 1.01
     assert {k for k, e in fused.check(p, got).items() if not e["met"]} == {"dh_res", "df"}
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_a_wrong_gradient_of_the_single_pass_is_seen(one: bool) -> None:
+    i = peers.make_inputs((TOKENS,), 4, DIM, CPU, transpose_res=True)
+    p = fused.PostPre.make(i, torch.rand(TOKENS, 4), torch.rand(TOKENS, 4, 4)).single_pass()
+    got = ours.ops_single_pass_fb(p, one)
+    bad = [k for k, e in fused.check(p, got).items() if not e["met"]]
+    assert set(bad) <= (set() if one else {"dx", "df", "dh_post", "dh_res"}), "between parts the gradient is rounded"
+    got["dh_pre"] = got["dh_pre"] * 1.001
+    got["next_pre"] = got["next_post"]
+    assert {"dh_pre", "next_pre"} <= {k for k, e in fused.check(p, got).items() if not e["met"]}
 
 
 def test_wrong_outputs_are_listed(result: report.Result) -> None:

@@ -133,6 +133,33 @@ def test_fused_ops_launch_the_fused_kernels(dynamic):
     assert len(sized) == 3, "x_out, its gradient and dx"
 
 
+def _single_pass_and_gradients(x, phi, alpha, bias, w, g):
+    """Computes a site of single-pass mHC, and everything between it and the next, with all gradients."""
+    h_pre, h_post, h_res, *saved = OPS.mhc_coefficients(x, phi, alpha, bias, None, *FLOATS)
+    site, params = (x, torch.tanh(OPS.mhc_collapse(x, h_pre) @ w), h_post, h_res, h_pre, True), (phi, alpha, bias, None)
+    x_out, h_in, *coefficients, h_mix, inv = OPS.mhc_single_pass(*site, *params, *FLOATS)
+    after = (*coefficients[:2], h_mix, inv)
+    dx, df, dh_post, dh_res, dh_pre, *dparams = OPS.mhc_single_pass_backward(
+        g, h_in, *coefficients, *site, x_out, *params, *after, *FLOATS
+    )
+    dx2, dh_pre2 = OPS.mhc_collapse_backward(df, x, h_pre)
+    dx3, *dparams2 = OPS.mhc_coefficients_backward(
+        dh_pre + dh_pre2, dh_post, dh_res, x, *params, h_pre, h_post, *saved, dx2, *FLOATS
+    )
+    return x_out, dx + dx3, dparams[:3], dparams2[:3]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_single_pass_launches_its_kernels(dynamic):
+    code = _compile(_single_pass_and_gradients, extra="g", backend="mhc_inductor", dynamic=dynamic)
+    ours = [k for k in _launches(code) if k.startswith("mhc_")]
+    coefficients = ("mhc_pre_weights", "mhc_pre_project", "mhc_coefficients")
+    backward = PRE_BACKWARD[1:]
+    between = ("mhc_post", *coefficients, "mhc_post_backward", *backward)
+    assert sorted(ours) == sorted([*coefficients, "mhc_collapse", *between, "mhc_collapse_backward", *backward])
+    assert "torch.ops.mhc_inductor" not in code
+
+
 @pytest.mark.parametrize(("batch", "grad", "fused"), [(1, False, 0), (2, False, 1), (1, True, 1)])
 def test_few_tokens_in_inference_stay_two_ops(batch, grad, fused):
     """Checks that inference fuses from 256 tokens on, since separate kernels are faster below; training always fuses.

@@ -340,6 +340,7 @@ def test_kernels_are_those_of_the_plan(op):
         "x": torch.empty(64, N, 128, dtype=torch.bfloat16),
         "f_out": torch.empty(64, 128, dtype=torch.bfloat16),
         "h_post": torch.empty(64, N),
+        "h_pre": torch.empty(64, N),
         "h_res": torch.empty(64, N, N),
         "phi": torch.empty(N * N + 2 * N, N * 128),
         "alpha": torch.empty(3),
@@ -366,10 +367,11 @@ def test_kernels_are_those_of_the_plan(op):
         "grad": "h_res",
         "dx_out": "x",
         "dh_in": "f_out",
+        "dnext_pre": "h_pre",
         "dnext_post": "h_post",
         "dnext_res": "h_res",
     }
-    gradients |= {"dh_post": "h_post", "dh_res": "h_res"}
+    gradients |= {"dh_pre": "h_pre", "dh_post": "h_post", "dh_res": "h_res"}
     known = {**arguments, **named, **{k: given[v] for k, v in gradients.items()}, "dx_acc": None}
     eager.plan_of(f"{op}_backward")(builder, *[known[a.name] for a in backward.arguments])
     assert tuple(dict.fromkeys(builder.names)) == KERNELS[op]

@@ -49,6 +49,8 @@ def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "mhc_pre": (mhc_inductor.mhc_pre, pre),
         "mhc_head": (mhc_inductor.mhc_head, head),
         "mhc_post": (mhc_inductor.mhc_post, post),
+        "mhc_coefficients": (mhc_inductor.mhc_coefficients, pre),
+        "mhc_collapse": (mhc_inductor.mhc_collapse, {"x": r(T, N, D), "h_pre": r(T, N)}),
         "mhc_sinkhorn": (mhc_inductor.mhc_sinkhorn, {"h_res": r(T, N, N), "iters": 2, "eps": 1e-6, "form": "exp"}),
         "e79_scan": (mhc_inductor.e79_scan, scan),
         "selection_attention": (mhc_inductor.selection_attention, attention),

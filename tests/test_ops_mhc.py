@@ -101,6 +101,39 @@ def fused_backward_sample(drop=(), head=False, **kwargs):
     return (*ups, *args[:5], x_out, *args[5:9], *saved, *args[9:])
 
 
+def coefficients_backward_sample(drop=(), acc=False, **kwargs):
+    args = pre_sample(**kwargs)
+    h_pre, h_post, h_res, h_mix, inv_rms = OPS.mhc_coefficients(*args)
+    ups = [None if k in drop else torch.randn_like(t) for k, t in enumerate((h_pre, h_post, h_res))]
+    dx_acc = torch.randn_like(args[0]) if acc else None
+    return (*ups, *args[:5], h_pre, h_post, h_mix, inv_rms, dx_acc, *args[5:])
+
+
+def collapse_sample(dtype=F32, h_dtype=None, lead=(2, 3), n=4):
+    inputs = make_post_inputs(lead, n, 16, dtype, h_dtype=h_dtype)
+    return inputs["x"], inputs["h_post"]
+
+
+def collapse_backward_sample(**kwargs):
+    x, h_pre = collapse_sample(**kwargs)
+    return torch.randn_like(x[..., 0, :]), x, h_pre
+
+
+def single_pass_sample(lead=(2, 3), n=4, **kwargs):
+    """Returns a fused sample with the weights of the collapse among the inputs of post."""
+    dtype = kwargs.get("dtype", F32)
+    weights = torch.rand(*lead, n, dtype=F64).to(F64 if dtype is F64 else F32)
+    args = fused_sample(**kwargs)
+    return (*args[:4], weights, *args[4:])
+
+
+def single_pass_backward_sample(drop=(), **kwargs):
+    args = single_pass_sample(**kwargs)
+    x_out, *outs, h_mix, inv_rms = OPS.mhc_single_pass(*args)
+    ups = [None if k in drop else torch.randn_like(t) for k, t in enumerate((x_out, *outs))]
+    return (*ups, *args[:6], x_out, *args[6:10], *outs[1:3], h_mix, inv_rms, *args[10:])
+
+
 FUSED_VARIANTS = {
     "full": {"iters": 2},
     "2n_none": {"full": False, "residual": False, "gamma": False},
@@ -144,6 +177,26 @@ SAMPLES = [
         pytest.param(f"mhc_post_{op}_backward", fused_backward_sample, {**v, "head": op == "head"}, id=f"{op}_grad-{k}")
         for op in ("pre", "head")
         for k, v in {**FUSED_VARIANTS, "no_dx_out": {"drop": (0,)}, "no_dh_in": {"drop": (1,)}}.items()
+    ],
+    *[pytest.param("mhc_coefficients", pre_sample, v, id=f"coefficients-{k}") for k, v in PRE_VARIANTS.items()],
+    *[
+        pytest.param("mhc_coefficients_backward", coefficients_backward_sample, v, id=f"coefficients_backward-{k}")
+        for k, v in {**PRE_VARIANTS, "none-acc": {"drop": (0, 2), "acc": True}}.items()
+    ],
+    *[
+        pytest.param(f"mhc_collapse{suffix}", sample, {"dtype": dtype, "h_dtype": h_dtype}, id=f"collapse{suffix}-{k}")
+        for suffix, sample in (("", collapse_sample), ("_backward", collapse_backward_sample))
+        for k, (dtype, h_dtype) in {"fp32": (F32, F32), "bf16": (BF16, F32), "low": (BF16, BF16)}.items()
+    ],
+    *[pytest.param("mhc_single_pass", single_pass_sample, v, id=f"single_pass-{k}") for k, v in FUSED_VARIANTS.items()],
+    *[
+        pytest.param("mhc_single_pass_backward", single_pass_backward_sample, v, id=f"single_pass_backward-{k}")
+        for k, v in {
+            **FUSED_VARIANTS,
+            "no_dx_out": {"drop": (0,)},
+            "no_dh_in": {"drop": (1,)},
+            "dh_in": {"drop": (0, 2, 3, 4)},
+        }.items()
     ],
     pytest.param("mhc_sinkhorn", sinkhorn_sample, {}, id="sinkhorn"),
     pytest.param("mhc_sinkhorn", sinkhorn_sample, {"iters": 0}, id="sinkhorn-0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import helpers_mhc as h
+import helpers_single_pass as one
 import pytest
 import torch
 from conftest import GPU, INTERPRETED
@@ -13,7 +14,7 @@ from fakecuda import on_a_cpu_build
 import mhc_inductor
 from mhc_inductor import compat
 from mhc_inductor.kernels.launch import EagerBuilder
-from mhc_inductor.kernels.mhc import fused_plan, gluon
+from mhc_inductor.kernels.mhc import fused_plan, gluon, single_pass_plan
 
 BF16, F32 = torch.bfloat16, torch.float32
 try:
@@ -81,6 +82,23 @@ def check(inputs, transpose_res=True, tolerance=2e-6):
     assert torch.equal(got["x_out"], apart)
 
 
+def run_single_pass(inputs, transpose_res=True):
+    b = Poisoned(torch.device("cuda", torch.cuda.current_device()))
+    tensors = list(inputs.values())
+    o = {**h.PRE_OPTIONS, **SIZED}
+    out = single_pass_plan.plan_mhc_single_pass(b, *tensors[:5], transpose_res, *tensors[5:], *o.values())
+    assert b.names == ([] if inputs["x"].numel() == 0 else ["mhc_post_project", "mhc_coefficients"])
+    return dict(zip((*one.UP, "h_mix", "inv_rms"), out, strict=True))
+
+
+def check_single_pass(inputs, transpose_res=True):
+    got = run_single_pass(inputs, transpose_res)
+    want = one.oracle(inputs, transpose_res, got["x_out"], None, SIZED)
+    h.compare({k: v for k, v in got.items() if v.numel()}, want, 2e-6, 1.05)
+    apart = torch.ops.mhc_inductor.mhc_post(*(inputs[k] for k in ("x", "f_out", "h_post", "h_res")), transpose_res)
+    assert torch.equal(got["x_out"], apart)
+
+
 # At 1088 the last slice has two blocks; 2560, 4096, 7168 are the widths of the benchmark.
 @on_hopper
 @pytest.mark.parametrize("width", [1024, 1088, 2560, 4096, 7168])
@@ -96,6 +114,37 @@ def test_parity(width, tokens):
 @pytest.mark.parametrize("transpose_res", [False, True])
 def test_variants(made, transpose_res):
     check(h.make_fused_inputs((3, 50), 4, 1024, BF16, device="cuda", **made), transpose_res)
+
+
+@on_hopper
+@pytest.mark.parametrize("width", [1024, 1088, 2560, 4096, 7168])
+@pytest.mark.parametrize("tokens", [1, 77, 300])
+def test_single_pass(width, tokens):
+    check_single_pass(one.make_inputs((tokens,), 4, width, BF16, device="cuda"))
+
+
+@on_hopper
+@pytest.mark.parametrize("made", [{"gamma": False}, {"residual": False}, {"full": False}], ids=str)
+@pytest.mark.parametrize("transpose_res", [False, True])
+def test_single_pass_variants(made, transpose_res, monkeypatch):
+    if "full" in made:
+        monkeypatch.setitem(SIZED, "sinkhorn_iters", 0)
+    inputs = one.make_inputs((3, 50), 4, 1024, BF16, device="cuda", **made)
+    inputs["h_pre"] = inputs["h_pre"].bfloat16()
+    check_single_pass(inputs, transpose_res)
+
+
+@on_hopper
+def test_single_pass_of_no_token_and_of_many():
+    assert run_single_pass(one.make_inputs((0, 3), 4, 1024, BF16, device="cuda"))["h_in"].shape == (0, 3, 1024)
+    inputs = one.make_inputs((5000,), 4, 1088, BF16, device="cuda")
+    check_single_pass(inputs)
+    whole, again = run_single_pass(inputs), run_single_pass(inputs)
+    alone = {k: t if k in one.PARAMS else t[4321:4322].clone() for k, t in inputs.items()}
+    single = run_single_pass(alone)
+    for k, t in whole.items():
+        assert torch.equal(t, again[k]), k
+        assert torch.equal(t[4321:4322], single[k]), k
 
 
 @on_hopper
@@ -182,6 +231,31 @@ def test_compiles_without_spills(width, case, tmp_path):
         fused_plan.plan_mhc_post_pre(b, *post, *params, *{**h.PRE_OPTIONS, "sinkhorn_iters": 20}.values())
     seen, bad = compile_all(b.launches, "cuda:90", case, {}, tmp_path)
     assert seen == {"mhc_post_project", "mhc_slices_collapse"}
+    assert not bad
+
+
+# Bytes of spill stores of the fused kernel with the collapse, by width: not measured yet.
+SPILLS = {1088: 76, 4096: 76, 7168: 64}
+
+
+@pytest.mark.skipif(INTERPRETED or not USABLE, reason="compiling and interpreting exclude each other; another Gluon")
+@pytest.mark.parametrize("width", [1088, 4096, 7168])
+@pytest.mark.parametrize("gamma", [False, True])
+def test_single_pass_spills_no_more_than_named(width, gamma, tmp_path):
+    from offline import TARGETS, Recorder, compile_all
+
+    b = Recorder(TARGETS["cuda:90"][1])
+    b.gluon = True
+
+    def empty(*shape, dtype=F32):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    T = 8192
+    site = (empty(T, 4, width, dtype=BF16), empty(T, width, dtype=BF16), empty(T, 4), empty(T, 4, 4), empty(T, 4), True)
+    params = (empty(24, 4 * width), empty(3), empty(24), empty(4, width) if gamma else None)
+    single_pass_plan.plan_mhc_single_pass(b, *site, *params, *{**h.PRE_OPTIONS, "sinkhorn_iters": 20}.values())
+    seen, bad = compile_all(b.launches, "cuda:90", "", {("cuda:90", "mhc_post_project", ""): SPILLS[width]}, tmp_path)
+    assert seen == {"mhc_post_project", "mhc_coefficients"}
     assert not bad
 
 

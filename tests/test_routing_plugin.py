@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 import pathlib
 import re
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from torch.nn.functional import silu
 import mhc_inductor
 from mhc_inductor.routing import edit as editing
 from mhc_inductor.routing import register, registered, unregister
+from mhc_inductor.routing.interface import Match
 from tests import gated_norm
 from tests.capture import difference, eager, reasons, run
 
@@ -126,6 +129,50 @@ def test_a_failing_edit_leaves_the_model_as_it_was(method: str, monkeypatch: pyt
             node.op != "call_function" or "gated_norm" not in str(node.target) for node in got.graphs[0].graph.nodes
         )
     assert at > 0
+
+
+class _LateScale(gated_norm.GatedNorm):
+    """Reads a number that the graph computes after the formula, and names it or does not."""
+
+    name = "late_scale"
+    named = False
+
+    def match(self, view, node):
+        found = super().match(view, node)
+        if isinstance(found, Match) and self.named:
+            return dataclasses.replace(found, numbers=[self._late(view)])
+        return found
+
+    def emit(self, edit, match):
+        pairs = [*super().emit(edit, match)]
+        edit.emit(operator.mul, edit.current(self._late(edit.view)), 1.0)
+        return pairs
+
+    @staticmethod
+    def _late(view):
+        return next(n for n in view.nodes if n.target == "item")
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_number_that_comes_later(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that a match names moves the op behind it; one that it does not name leaves the formula as it is."""
+
+    def fn(x: Tensor, w: Tensor, g: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        normed = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w * silu(g)
+        return normed, torch.full((2,), scale.item())
+
+    monkeypatch.setattr(_LateScale, "named", named)
+    unregister("gated_norm")
+    register(_LateScale)
+    try:
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            got = run(fn, [*inputs(), torch.tensor(2.0)], grad=False)
+    finally:
+        unregister("late_scale")
+        register(gated_norm.GatedNorm)
+    assert difference(got, eager(fn, [*inputs(), torch.tensor(2.0)], grad=False)) < 1e-6
+    assert not got.report.problems and bool(got.report.routed) == named
+    assert named or "computed after the place" in reasons(got)
 
 
 def test_operators_run_in_the_order_of_registration() -> None:

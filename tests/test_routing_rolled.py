@@ -26,6 +26,7 @@ class Named(NamedTuple):
     name: str
 
 
+# Values are compared by identity: one name is always one tensor.
 named = functools.cache(Named)
 
 
@@ -55,6 +56,8 @@ def unrolled(keys: AnyOf) -> set[All]:
 
 
 def _fixed(literal: Compare | Given, j: Var, place: int) -> Compare | Given:
+    """Puts a number in place of a variable, independently of the function of the pass that does so."""
+
     def at(ref: Ref) -> Ref:
         terms = ({a: c for a, c in i.terms.items() if a is not j} for i in ref.index)
         steps = (const(i.terms[j].factor * place) if j in i.terms else Index({}) for i in ref.index)

@@ -83,7 +83,7 @@ def mhc_pre_backward_coefficients(
     a = tl.load(alpha_ptr).to(tl.float32)
     if HAS_DIN:
         lin = a * z + tl.load(bias_ptr + i, mask=i < N, other=0.0).to(tl.float32)[None, :]
-        g = tl.load(dots_ptr + row[:, None] * N + i[None, :], mask=nm, other=0.0)
+        g = tl.load(dots_ptr + row[:, None] * N + i[None, :], mask=nm, other=0.0).to(tl.float32)
         # sigmoid(-z) keeps the digits that 1 - sigmoid(z) loses in saturation.
         d = g * tl.sigmoid(lin) * tl.sigmoid(-lin)
     else:

@@ -114,14 +114,24 @@ def rows_config(n: int) -> RowsConfig:
     return RowsConfig(32 if n <= 4 else 8, 1)
 
 
+def coefficients_config(n: int) -> RowsConfig:
+    """Returns the configuration of the coefficients alone; more tokens spill."""
+    return RowsConfig(8, 1)
+
+
 def post_config(D: int, n: int) -> TileConfig:
     """Returns the configuration of post."""
     return TileConfig(min(512, max(128, pow2(D))), 4)
 
 
-def post_backward_config(D: int, n: int, itemsize: int) -> TileConfig:
-    """Returns the configuration of post's backward; ``itemsize`` is that of the widest input."""
-    return TileConfig(512 if n <= 4 and D > 256 and itemsize == 2 else 256, 1)
+def post_backward_config(props: Any, D: int, n: int, itemsize: int, collapse: bool) -> TileConfig:
+    """Returns the configuration of post's backward.
+
+    ``itemsize`` is that of the widest input, ``collapse`` whether x_out was collapsed with given weights too.
+    """
+    BD = 512 if n <= 4 and D > 256 and itemsize == 2 else 256
+    # The collapse takes registers; half the columns keep it from spilling.
+    return TileConfig(BD // 2 if collapse and (n > 4 or props.arch >= 100) else BD, 1)
 
 
 def dots_config(D: int, n: int) -> TileConfig:

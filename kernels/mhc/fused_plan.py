@@ -12,6 +12,8 @@ from typing import Any
 from .config import pow2
 from .gluon import PostProjectConfig, post_project
 from .plan import (
+    Dims,
+    collapse_dots,
     contiguous,
     dims,
     empty_grads,
@@ -51,25 +53,39 @@ def _slices(
         return x_out, *out
     x, f_out, h_post, h_res, phi, alpha, bias, gamma = contiguous(b, *post, *params)
     S = c.slices(s.D)
-    part = b.empty((S, s.T, s.MP), b.f32)
-    b.launch(
-        kernel,
-        (S, b.min(b.cdiv(s.T, c.NW * 16), max(1, b.device_props().sm_count // S)), 1),
-        dict(
-            x_ptr=b.aligned(x), f_ptr=b.aligned(f_out), h_post_ptr=h_post, h_res_ptr=h_res, phi_ptr=phi,
-            gamma_ptr=gamma, out_ptr=x_out, part_ptr=part, T=s.T,
-        ),
-        dict(
-            D=s.D, M=s.M, MP=s.MP, NB=c.NB, HAS_RES=h_res is not None, TRANSPOSE=transpose_res,
-            HAS_GAMMA=gamma is not None, SL=c.SL, NW=c.NW,
-        ),
-        c.NW, 1,
-    )  # fmt: skip
+    part = launch_post_project(b, kernel, c, s, (x, f_out, h_post, h_res, None), transpose_res, phi, gamma, x_out, None)
     launch_collapse(
         b, mhc_slices_collapse, s, c.BC, c.BD, x_out, part, alpha, bias, out, floats, iters, form, {},
         dict(S=S, SP=pow2(S)), 1,
     )  # fmt: skip
     return x_out, *out
+
+
+def launch_post_project(
+    b: Any, kernel: Any, c: PostProjectConfig, s: Dims, site: tuple[Any, ...], transpose_res: bool, phi: Any, gamma: Any,
+    x_out: Any, h_in: Any,
+) -> Any:  # fmt: skip
+    """Launches the fused kernel on contiguous tensors, which writes x_out; returns each slice's part of the sums.
+
+    site: (x, f_out, h_post, h_res, h_pre). With weights h_pre it also writes what they collapse x_out to, to ``h_in``.
+    """
+    x, f_out, h_post, h_res, h_pre = site
+    S = c.slices(s.D)
+    part = b.empty((S, s.T, s.MP), b.f32)
+    b.launch(
+        kernel,
+        (S, b.min(b.cdiv(s.T, c.NW * 16), max(1, b.device_props().sm_count // S)), 1),
+        dict(
+            x_ptr=b.aligned(x), f_ptr=b.aligned(f_out), h_post_ptr=h_post, h_res_ptr=h_res, h_pre_ptr=h_pre,
+            phi_ptr=phi, gamma_ptr=gamma, out_ptr=x_out, h_in_ptr=h_in, part_ptr=part, T=s.T,
+        ),
+        dict(
+            D=s.D, M=s.M, MP=s.MP, NB=c.NB, HAS_RES=h_res is not None, TRANSPOSE=transpose_res,
+            COLLAPSE=h_pre is not None, HAS_GAMMA=gamma is not None, SL=c.SL, NW=c.NW,
+        ),
+        c.NW, 1,
+    )  # fmt: skip
+    return part
 
 
 def _forward(
@@ -122,8 +138,9 @@ def _backward(
     x_out, h_pre, h_mix, inv_rms, dx_out, dh_in, dnext_post, dnext_res = contiguous(
         b, x_out, h_pre, h_mix, inv_rms, dx_out, dh_in, dnext_post, dnext_res
     )
+    dots = collapse_dots(b, s, dh_in, x_out)
     d = logit_grads(
-        b, s, dh_in, dnext_post, dnext_res, x_out, alpha, bias, h_mix, inv_rms, post_mult, iters, sinkhorn_eps, form,
+        b, s, dots, dnext_post, dnext_res, x_out, alpha, bias, h_mix, inv_rms, post_mult, iters, sinkhorn_eps, form,
         has_post,
     )  # fmt: skip
     # The whole gradient of x_out: dx_out is added in fp32, and the sum is rounded once.

@@ -103,13 +103,14 @@ def _stage_phi(
 
 @gluon.jit(do_not_specialize=["T"])
 def mhc_post_project(
-    x_ptr, f_ptr, h_post_ptr, h_res_ptr, phi_ptr, gamma_ptr, out_ptr, part_ptr, T,
+    x_ptr, f_ptr, h_post_ptr, h_res_ptr, h_pre_ptr, phi_ptr, gamma_ptr, out_ptr, h_in_ptr, part_ptr, T,
     D: gl.constexpr, M: gl.constexpr, MP: gl.constexpr, NB: gl.constexpr, HAS_RES: gl.constexpr,
-    TRANSPOSE: gl.constexpr, HAS_GAMMA: gl.constexpr, SL: gl.constexpr, NW: gl.constexpr,
+    TRANSPOSE: gl.constexpr, COLLAPSE: gl.constexpr, HAS_GAMMA: gl.constexpr, SL: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Computes post and its projection over NB blocks of 32 columns of each stream.
 
-    out = post, part[s, t, :M] = out @ phi.T and part[s, t, M] = sum(out * out).
+    out = post, part[s, t, :M] = out @ phi.T and part[s, t, M] = sum(out * out). With COLLAPSE also
+    h_in = sum_o h_pre[o] * out[o].
     """
     BT: gl.constexpr = NW * 16
     M8: gl.constexpr = (M + 7) // 8
@@ -164,6 +165,10 @@ def mhc_post_project(
         t = gl.minimum(tile * BT + row, T - 1).to(gl.int64)
         inside = (tile * BT + row < T)[:, None]
         c = _coefficients(h_post_ptr, h_res_ptr, t, HAS_RES, TRANSPOSE)
+        if COLLAPSE:
+            weights = ()
+            for o in gl.static_range(4):
+                weights = weights + (gl.load(h_pre_ptr + t * 4 + o).to(gl.float32),)
         total = gl.zeros([BT, MP], gl.float32, layout=MMA)
         ss = gl.zeros([BT, 4], gl.float32, layout=Q)
         for step in range(steps):
@@ -187,6 +192,8 @@ def mhc_post_project(
                 for i in gl.static_range(4):
                     xs = xs + (_widened(halves[j][1 + i]),)
                 ds = ()
+                if COLLAPSE:
+                    h_in = gl.zeros([BT, 32], gl.float32, layout=L)
                 small = gl.zeros([BT, MP], gl.float32, layout=MMA)
                 for o in gl.static_range(4):
                     y = c[o][:, None] * f
@@ -199,6 +206,8 @@ def mhc_post_project(
                     at = (t * (4 * D) + o * D)[:, None] + (b * 32 + col)[None, :]
                     gl.store(out_ptr + at, h, mask=inside)
                     y = _widened(h)
+                    if COLLAPSE:
+                        h_in += weights[o][:, None] * y
                     q = gl.sum((y * y).reshape([BT, 4, 8]), axis=2)
                     ss += gl.convert_layout(q, Q, assert_trivial=True)
                     h = h.reshape([BT, 4, 2, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([BT, 32])
@@ -215,6 +224,9 @@ def mhc_post_project(
                             small = warpgroup_mma(h, p, small, use_acc=o + term > 1, is_async=True)
                     if o % 2 == 1:
                         ds = ds + (d,)
+                if COLLAPSE:
+                    at = (t * D)[:, None] + (b * 32 + col)[None, :]
+                    gl.store(h_in_ptr + at, _rounded(h_in), mask=inside)
                 ds = warpgroup_mma_wait(0, deps=ds + (small,))
                 total += (ds[0] + ds[1]) + ds[2]
         out = part_ptr + (s.to(gl.int64) * T) * MP

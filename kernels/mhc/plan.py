@@ -192,8 +192,15 @@ def plan_pre(
     if b.is_static(s.T) and s.T == 0:
         return out
     x, phi, alpha, bias, gamma = contiguous(b, x, phi, alpha, bias, gamma)
-    terms, prec = precision(b, x, phi, gamma)
     c = pre_config(b.device_props(), s.K, s.D, s.MP, b.dtype(x) == b.bf16)
+    part, RUN = project(b, s, c, x, phi, gamma)
+    collapse(b, s, c, x, part, RUN, GROUPS, GROUP, alpha, bias, out, floats, iters, form)
+    return out
+
+
+def project(b: Any, s: Dims, c: PreConfig, x: Any, phi: Any, gamma: Any) -> tuple[Any, Any]:
+    """Launches the projection of contiguous tensors; returns its parts, and the number of sections in each."""
+    terms, prec = precision(b, x, phi, gamma)
     # A section has about 1 / (GROUPS * GROUP) of K's columns.
     KS = -(-s.K // (GROUPS * GROUP * c.BK)) * c.BK
     RUN, parts = sections(b, s.T, GROUPS, GROUP)
@@ -208,8 +215,7 @@ def plan_pre(
         ),
         c.num_warps, c.num_stages,
     )  # fmt: skip
-    collapse(b, s, c, x, part, RUN, GROUPS, GROUP, alpha, bias, out, floats, iters, form)
-    return out
+    return part, RUN
 
 
 def plan_mhc_pre(
@@ -254,19 +260,24 @@ def zero_grads(b: Any, x: Any, *inputs: Any) -> tuple[Any, ...]:
     return tuple(b.empty((0,), b.dtype(x)) if v is None else b.zeros(b.shape(v), b.dtype(v)) for v in inputs)
 
 
+def collapse_dots(b: Any, s: Dims, dh_in: Any, x: Any) -> Any:
+    """Launches the kernel of <dh_in, x[i]> [T, n], the gradient of h_pre; returns None without ``dh_in``."""
+    if dh_in is None:
+        return None
+    dots = b.empty((s.T, s.n), b.f32)
+    c = dots_config(s.D, s.n)
+    b.launch(
+        mhc_pre_backward_dots, (s.T, 1, 1), dict(dh_in_ptr=dh_in, x_ptr=x, dots_ptr=dots),
+        dict(D=s.D, N=s.n, BD=c.BD), c.num_warps, 1,
+    )  # fmt: skip
+    return dots
+
+
 def logit_grads(
-    b: Any, s: Dims, dh_in: Any, dh_post: Any, dh_res: Any, x: Any, alpha: Any, bias: Any, h_mix: Any, inv_rms: Any,
+    b: Any, s: Dims, dh_pre: Any, dh_post: Any, dh_res: Any, x: Any, alpha: Any, bias: Any, h_mix: Any, inv_rms: Any,
     post_mult: float, iters: int, sinkhorn_eps: float, form: str, has_post: bool,
 ) -> LogitGrads:  # fmt: skip
     """Launches the coefficients' backward, which computes dh_mix; all tensors must be contiguous."""
-    dots = None
-    if dh_in is not None:
-        dots = b.empty((s.T, s.n), b.f32)
-        c = dots_config(s.D, s.n)
-        b.launch(
-            mhc_pre_backward_dots, (s.T, 1, 1), dict(dh_in_ptr=dh_in, x_ptr=x, dots_ptr=dots),
-            dict(D=s.D, N=s.n, BD=c.BD), c.num_warps, 1,
-        )  # fmt: skip
     if not s.has_res:
         dh_res = None
     RP = pow2(s.M + b.static(b.shape(alpha)[0]))
@@ -285,13 +296,13 @@ def logit_grads(
         mhc_pre_backward_coefficients,
         (programs, 1, 1),
         dict(
-            dots_ptr=dots, dh_post_ptr=dh_post, dh_res_ptr=dh_res, alpha_ptr=alpha, bias_ptr=bias, h_mix_ptr=h_mix,
+            dots_ptr=dh_pre, dh_post_ptr=dh_post, dh_res_ptr=dh_res, alpha_ptr=alpha, bias_ptr=bias, h_mix_ptr=h_mix,
             inv_ptr=inv_rms, rows_ptr=rows, cols_ptr=cols, cx_ptr=cx, sums_ptr=sums, red_ptr=red, T=s.T, TP=TP,
             post_mult=post_mult,
             sinkhorn_eps=sinkhorn_eps,
         ),
         dict(
-            K=s.K, N=s.n, NP=s.NP, M=s.M, MP=s.MP, RP=RP, BC=r.BC, HAS_DIN=dh_in is not None, HAS_POST=has_post,
+            K=s.K, N=s.n, NP=s.NP, M=s.M, MP=s.MP, RP=RP, BC=r.BC, HAS_DIN=dh_pre is not None, HAS_POST=has_post,
             HAS_DPOST=dh_post is not None, HAS_RES=s.has_res, HAS_DRES=dh_res is not None,
             ITERS=iters if s.has_res else 0, FORM=FORMS[form], TERMS=terms,
         ),
@@ -365,8 +376,9 @@ def _pre_backward(
         b, x, *params, h_pre, h_mix, inv_rms, dh_in, dh_post, dh_res, dx_acc
     )
     d = logit_grads(
-        b, s, dh_in, dh_post, dh_res, x, alpha, bias, h_mix, inv_rms, post_mult, iters, sinkhorn_eps, form, has_post
-    )
+        b, s, collapse_dots(b, s, dh_in, x), dh_post, dh_res, x, alpha, bias, h_mix, inv_rms, post_mult, iters,
+        sinkhorn_eps, form, has_post,
+    )  # fmt: skip
     pre_dx(b, s, d, dh_in, x, phi, gamma, h_pre, dx_acc, dx)
     param_grads(b, s, d, x, phi, gamma, tuple(dparams))
     return dx, *dparams
@@ -432,20 +444,31 @@ def plan_mhc_sinkhorn_backward(b: Any, grad: Any, h_res: Any, iters: int, eps: f
 
 def plan_mhc_post(b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool) -> Any:
     """Launches ``mhc_post``; returns the new streams."""
+    return post(b, x, f_out, h_post, h_res, None, transpose_res)[0]
+
+
+def post(b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, h_pre: Any, transpose_res: bool) -> tuple[Any, Any]:
+    """Launches post; returns the new streams and, with weights ``h_pre``, what these collapse them to, else None."""
     *lead, n, D = b.shape(x)
     n, D = b.static(n), b.static(D)
     T = numel(lead)
     out = b.empty(b.shape(x), b.dtype(x))
+    h_in = None if h_pre is None else b.empty((*lead, D), b.dtype(x))
     if b.is_static(T) and T == 0:
-        return out
-    x, f_out, h_post, h_res = contiguous(b, x, f_out, h_post, h_res)
+        return out, h_in
+    x, f_out, h_post, h_res, h_pre = contiguous(b, x, f_out, h_post, h_res, h_pre)
     c = post_config(D, n)
     b.launch(
         mhc_post, (T * (-(-D // c.BD)), 1, 1),
-        dict(x_ptr=x, f_ptr=f_out, h_post_ptr=h_post, h_res_ptr=h_res, out_ptr=out),
-        dict(D=D, N=n, BD=c.BD, HAS_RES=h_res is not None, TRANSPOSE=transpose_res), c.num_warps, 1,
+        dict(
+            x_ptr=x, f_ptr=f_out, h_post_ptr=h_post, h_res_ptr=h_res, out_ptr=out, h_pre_ptr=h_pre, h_in_ptr=h_in,
+        ),
+        dict(
+            D=D, N=n, BD=c.BD, HAS_RES=h_res is not None, TRANSPOSE=transpose_res, COLLAPSE=h_pre is not None,
+        ),
+        c.num_warps, 1,
     )  # fmt: skip
-    return out
+    return out, h_in
 
 
 def plan_mhc_post_backward(
@@ -463,18 +486,26 @@ def plan_mhc_post_backward(
 
 
 def post_grads(
-    b: Any, g: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool, grads: tuple[Any, ...]
-) -> None:
-    """Launches the kernel of post's gradients, all contiguous; writes (dx, df, dh_post, dh_res) to ``grads``."""
+    b: Any, g: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool, grads: tuple[Any, ...],
+    dh_in: Any = None, dh_pre: Any = None,
+) -> None:  # fmt: skip
+    """Launches the kernel of post's gradients, all contiguous; writes (dx, df, dh_post, dh_res) to ``grads``.
+
+    With ``dh_in``, the gradient of the collapsed streams, also writes that of the collapse's weights to ``dh_pre``.
+    """
     dx, df, dh_post, dh_res = grads
     *lead, n, D = b.shape(x)
     n, D = b.static(n), b.static(D)
-    c = post_backward_config(D, n, max(b.dtype(v).itemsize for v in (x, f_out, g)))
+    itemsize = max(b.dtype(v).itemsize for v in (x, f_out, g))
+    c = post_backward_config(b.device_props(), D, n, itemsize, dh_in is not None)
     b.launch(
         mhc_post_backward, (numel(lead), 1, 1),
         dict(
-            g_ptr=g, x_ptr=x, f_ptr=f_out, h_post_ptr=h_post, h_res_ptr=h_res, dx_ptr=dx, df_ptr=df,
-            dh_post_ptr=dh_post, dh_res_ptr=dh_res if h_res is not None else None,
+            g_ptr=g, x_ptr=x, f_ptr=f_out, h_post_ptr=h_post, h_res_ptr=h_res, dh_in_ptr=dh_in, dx_ptr=dx, df_ptr=df,
+            dh_post_ptr=dh_post, dh_res_ptr=dh_res if h_res is not None else None, dh_pre_ptr=dh_pre,
         ),
-        dict(D=D, N=n, BD=c.BD, HAS_RES=h_res is not None, TRANSPOSE=transpose_res), c.num_warps, 1,
+        dict(
+            D=D, N=n, BD=c.BD, HAS_RES=h_res is not None, TRANSPOSE=transpose_res, COLLAPSE=dh_in is not None,
+        ),
+        c.num_warps, 1,
     )  # fmt: skip

@@ -38,10 +38,11 @@ def mix_stream(c, f, xs, o: tl.constexpr, N: tl.constexpr, HAS_RES: tl.constexpr
 
 @triton.jit
 def mhc_post(
-    x_ptr, f_ptr, h_post_ptr, h_res_ptr, out_ptr,
+    x_ptr, f_ptr, h_post_ptr, h_res_ptr, out_ptr, h_pre_ptr, h_in_ptr,
     D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, HAS_RES: tl.constexpr, TRANSPOSE: tl.constexpr,
+    COLLAPSE: tl.constexpr,
 ):  # fmt: skip
-    """Computes out[o] = h_post[o] * f + sum_i R[o, i] * x[i]."""
+    """Computes out[o] = h_post[o] * f + sum_i R[o, i] * x[i], and with COLLAPSE h_in = sum_o h_pre[o] * out[o]."""
     DT: tl.constexpr = (D + BD - 1) // BD
     t = (tl.program_id(0) // DT).to(tl.int64)
     d = (tl.program_id(0) % DT) * BD + tl.arange(0, BD)
@@ -52,9 +53,15 @@ def mhc_post(
         xs = xs + (tl.load(x_ptr + (t * N + i) * D + d, mask=dm, other=0.0),)
     c = load_mix(h_post_ptr, h_res_ptr, t, None, N, HAS_RES, TRANSPOSE)
     f = f.to(tl.float32)
+    if COLLAPSE:
+        h_in = tl.zeros((BD,), tl.float32)
     for o in tl.static_range(N):
-        y = mix_stream(c, f, xs, o, N, HAS_RES)
-        tl.store(out_ptr + (t * N + o) * D + d, y.to(out_ptr.dtype.element_ty), mask=dm)
+        y = mix_stream(c, f, xs, o, N, HAS_RES).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (t * N + o) * D + d, y, mask=dm)
+        if COLLAPSE:
+            h_in += tl.load(h_pre_ptr + t * N + o).to(tl.float32) * y.to(tl.float32)
+    if COLLAPSE:
+        tl.store(h_in_ptr + t * D + d, h_in.to(h_in_ptr.dtype.element_ty), mask=dm)
 
 
 @triton.jit
@@ -65,17 +72,24 @@ def _thread_sum(v, B: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def mhc_post_backward(
-    g_ptr, x_ptr, f_ptr, h_post_ptr, h_res_ptr, dx_ptr, df_ptr, dh_post_ptr, dh_res_ptr,
+    g_ptr, x_ptr, f_ptr, h_post_ptr, h_res_ptr, dh_in_ptr, dx_ptr, df_ptr, dh_post_ptr, dh_res_ptr, dh_pre_ptr,
     D: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, HAS_RES: tl.constexpr, TRANSPOSE: tl.constexpr,
+    COLLAPSE: tl.constexpr,
 ):  # fmt: skip
-    """Computes df, dx (the transposed mix), dh_post[o] = <g[o], f> and dR[o, i] = <g[o], x[i]>, in a fixed order."""
+    """Computes df, dx (the transposed mix), dh_post[o] = <g[o], f> and dR[o, i] = <g[o], x[i]>, in a fixed order.
+
+    With COLLAPSE also dh_pre[o] = <dh_in, out[o]>; out is computed again, and rounded to g's dtype as the forward did.
+    """
     E: tl.constexpr = 8
     t = tl.program_id(0).to(tl.int64)
     c = load_mix(h_post_ptr, h_res_ptr, t, None, N, HAS_RES, TRANSPOSE)
     dp = ()
     dr = ()
+    dc = ()
     for _ in tl.static_range(N):
         dp = dp + (tl.zeros((BD // E,), tl.float32),)
+        if COLLAPSE:
+            dc = dc + (tl.zeros((BD // E,), tl.float32),)
         if HAS_RES:
             for _ in tl.static_range(N):
                 dr = dr + (tl.zeros((BD // E,), tl.float32),)
@@ -87,13 +101,16 @@ def mhc_post_backward(
         f = tl.load(f_ptr + t * D + d, mask=dm, other=0.0)
         for o in tl.static_range(N):
             gs = gs + (tl.load(g_ptr + (t * N + o) * D + d, mask=dm, other=0.0),)
-        if HAS_RES:
+        if HAS_RES or COLLAPSE:
             for i in tl.static_range(N):
                 xs = xs + (tl.load(x_ptr + (t * N + i) * D + d, mask=dm, other=0.0),)
+        if COLLAPSE:
+            dh_in = tl.load(dh_in_ptr + t * D + d, mask=dm, other=0.0)
         f = f.to(tl.float32)
         df = tl.zeros((BD,), tl.float32)
         new_p = ()
         new_r = ()
+        new_c = ()
         for o in tl.static_range(N):
             g = gs[o].to(tl.float32)
             df += c[o] * g
@@ -101,8 +118,12 @@ def mhc_post_backward(
             if HAS_RES:
                 for i in tl.static_range(N):
                     new_r = new_r + (dr[o * N + i] + _thread_sum(g * xs[i].to(tl.float32), BD, E),)
+            if COLLAPSE:
+                y = mix_stream(c, f, xs, o, N, HAS_RES).to(g_ptr.dtype.element_ty).to(tl.float32)
+                new_c = new_c + (dc[o] + _thread_sum(dh_in.to(tl.float32) * y, BD, E),)
         dp = new_p
         dr = new_r
+        dc = new_c
         tl.store(df_ptr + t * D + d, df.to(df_ptr.dtype.element_ty), mask=dm)
         for i in tl.static_range(N):
             if HAS_RES:
@@ -114,6 +135,8 @@ def mhc_post_backward(
             tl.store(dx_ptr + (t * N + i) * D + d, dx.to(dx_ptr.dtype.element_ty), mask=dm)
     for o in tl.static_range(N):
         tl.store(dh_post_ptr + t * N + o, tl.sum(dp[o], axis=0).to(dh_post_ptr.dtype.element_ty))
+        if COLLAPSE:
+            tl.store(dh_pre_ptr + t * N + o, tl.sum(dc[o], axis=0).to(dh_pre_ptr.dtype.element_ty))
         if HAS_RES:
             for i in tl.static_range(N):
                 at = i * N + o if TRANSPOSE else o * N + i

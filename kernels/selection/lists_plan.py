@@ -31,7 +31,7 @@ ROW = 16  # a list takes a multiple of so many entries
 PAIRS = 5 << 28  # bytes of a chunk's rows of dK and dV
 MOST_QUERIES = 2048  # of a chunk
 TABLE = 1 << 28  # bytes of the table of a chunk's pairs, 6 a key and query, above FEW_QUERIES
-FEW_QUERIES = 1024
+FEW_QUERIES = 1024  # of a chunk, which may take them whatever its table needs
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
@@ -219,8 +219,8 @@ class _Gradients:
 def chunk_of(b: Any, S: int, groups: int, N: int, columns: int, programs: int, S_kv: int) -> int:
     """Returns the number of queries of a chunk, within the workspaces PAIRS and TABLE.
 
-    Of whole waves of programs and of equal chunks it is what takes the fewest waves. ``programs`` is the number of
-    programs of a query.
+    A chunk either fills whole waves of programs, or is one of equal chunks: whichever takes fewer waves in all.
+    ``programs`` is the number of programs of a query.
     """
     table = max(FEW_QUERIES, TABLE // max(1, 6 * groups * S_kv))
     most = max(1, min(MOST_QUERIES, table, PAIRS // max(1, groups * N * columns * 4)))

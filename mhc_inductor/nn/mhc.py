@@ -6,6 +6,13 @@
     for block in blocks:                                 # HyperConnection(dim, n, sublayer)
         x = block(x)
     logits = lm_head(HyperHead(dim, n)(x))               # [..., n, D] -> [..., D]
+
+Single-pass mHC (DeepSeek-V4.1) hands the weights of the next collapse on with the streams::
+
+    x, h_pre = expand(embedding(tokens), n), None        # None: the first site takes the first stream
+    for block in blocks:                                 # HyperConnection(dim, n, sublayer, single_pass=True)
+        x, h_pre = block((x, h_pre))
+    logits = lm_head(mhc_collapse(x, h_pre))             # [..., n, D] -> [..., D]
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mhc_inductor.api.mhc import mhc_head, mhc_post, mhc_pre
+from mhc_inductor.api.single_pass import mhc_coefficients, mhc_collapse
 
 # The conventions of other projects, as arguments: HyperConnection(dim, n, sublayer, **CONVENTIONS["liger"]).
 CONVENTIONS: dict[str, dict[str, Any]] = {
@@ -111,6 +119,13 @@ class HyperConnection(_Coefficients):
         h_in, h_post, h_res = mhc_pre(x, phi, alpha, bias, gamma, ...)
         x_out = mhc_post(x, f(h_in), h_post, h_res, transpose_res=transpose_res)
 
+    With ``single_pass=True`` (DeepSeek-V4.1), a site collapses its streams with the weights that the site before it
+    predicted, and takes and returns them with the streams::
+
+        h_in = mhc_collapse(x, h_pre)                      # x[..., 0, :] where h_pre is None, at the first site
+        next_pre, h_post, h_res = mhc_coefficients(x, phi, alpha, bias, gamma, ...)
+        x_out = mhc_post(x, f(h_in), h_post, h_res, transpose_res=transpose_res)
+
     It starts near an ordinary residual connection: h_in is close to the mean of the streams, h_post to 1 and the mixing
     matrix to the identity, and alpha is 0.01 as in the paper. The parameters are fp32: ``phi[n*n+2n, n*D]``,
     ``alpha[3]``, ``bias[n*n+2n]`` and, with ``gamma=True``, ``gamma[n, D]``. After ``.bfloat16()`` the ops compute with
@@ -131,6 +146,7 @@ class HyperConnection(_Coefficients):
         hc_eps: See :func:`mhc_inductor.mhc_pre`.
         post_mult: See :func:`mhc_inductor.mhc_pre`.
         post_eps: See :func:`mhc_inductor.mhc_pre`.
+        single_pass: Whether :meth:`forward` takes and returns the pair of streams and weights.
         device: Device of the parameters.
 
     Raises:
@@ -156,6 +172,7 @@ class HyperConnection(_Coefficients):
         hc_eps: float = 1e-6,
         post_mult: float = 2.0,
         post_eps: float = 0.0,
+        single_pass: bool = False,
         device: Any = None,
     ) -> None:
         if not isinstance(sublayer, nn.Module):
@@ -168,6 +185,7 @@ class HyperConnection(_Coefficients):
         self.sinkhorn_iters = sinkhorn_iters if residual else 0
         self.sinkhorn_eps, self.sinkhorn_form = sinkhorn_eps, sinkhorn_form
         self.norm_eps, self.hc_eps, self.post_mult, self.post_eps = norm_eps, hc_eps, post_mult, post_eps
+        self.single_pass = single_pass
         self.reset_parameters()
 
     @torch.no_grad()
@@ -181,37 +199,42 @@ class HyperConnection(_Coefficients):
         if self.residual:  # without Sinkhorn iterations h_res is the mixing matrix itself
             self.bias[2 * n :].view(n, n).fill_diagonal_(_DIAGONAL if self.sinkhorn_iters else 1.0)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Applies the sublayer between the streams.
 
         Args:
-            x: Residual streams ``[..., n, D]``; bf16, fp16, fp32 or fp64.
+            x: Residual streams ``[..., n, D]``; bf16, fp16, fp32 or fp64. With ``single_pass=True`` a pair: the streams,
+                and the weights ``[..., n]`` that the site before returned, or None at the first site.
             *args: Passed to the sublayer after h_in.
             **kwargs: Passed to the sublayer.
 
         Returns:
-            The new streams, in x's shape and dtype.
+            The new streams, in x's shape and dtype. With ``single_pass=True`` a pair: the new streams, and the weights
+            ``[..., n]`` of the next collapse in fp32 (fp64 if the streams are fp64).
 
         Raises:
             ValueError: A shape, device or number does not fit; see :func:`mhc_inductor.mhc_pre` and
                 :func:`mhc_inductor.mhc_post`.
             TypeError: A dtype or type does not fit.
         """
-        h_in, h_post, h_res = mhc_pre(
-            x,
-            self.phi,
-            self.alpha,
-            self.bias,
-            self.gamma,
-            norm_eps=self.norm_eps,
-            hc_eps=self.hc_eps,
-            post_mult=self.post_mult,
-            post_eps=self.post_eps,
-            sinkhorn_iters=self.sinkhorn_iters,
-            sinkhorn_eps=self.sinkhorn_eps,
-            sinkhorn_form=self.sinkhorn_form,
-        )
+        if self.single_pass:
+            return self._single_pass(x, *args, **kwargs)
+        h_in, h_post, h_res = mhc_pre(x, self.phi, self.alpha, self.bias, self.gamma, **self._options())
         return mhc_post(x, self.sublayer(h_in, *args, **kwargs), h_post, h_res, transpose_res=self.transpose_res)
+
+    def _single_pass(self, pair: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            got = "a tensor" if isinstance(pair, Tensor) else f"{type(pair).__name__}"
+            raise TypeError(f"HyperConnection: with single_pass=True x must be a pair (streams, weights), got {got}")
+        x, h_pre = pair
+        h_in = x[..., 0, :] if h_pre is None else mhc_collapse(x, h_pre)
+        next_pre, h_post, h_res = mhc_coefficients(x, self.phi, self.alpha, self.bias, self.gamma, **self._options())
+        f_out = self.sublayer(h_in, *args, **kwargs)
+        return mhc_post(x, f_out, h_post, h_res, transpose_res=self.transpose_res), next_pre
+
+    def _options(self) -> dict[str, Any]:
+        names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_iters", "sinkhorn_eps", "sinkhorn_form")
+        return {name: getattr(self, name) for name in names}
 
     def load_deepseek_v4(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
         """Loads the parameters of a hyper-connection of DeepSeek-V4 in transformers (``attn_hc`` or ``ffn_hc``).
@@ -283,6 +306,8 @@ class HyperConnection(_Coefficients):
     def extra_repr(self) -> str:
         """Returns the sizes and conventions, for ``repr``."""
         text = f"dim={self.dim}, n={self.n}, transpose_res={self.transpose_res}"
+        if self.single_pass:
+            text += ", single_pass=True"
         if not self.residual:
             return text + ", residual=False"
         return text + f", sinkhorn_iters={self.sinkhorn_iters}, sinkhorn_form={self.sinkhorn_form!r}"

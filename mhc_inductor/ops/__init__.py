@@ -1,5 +1,25 @@
 """The ops ``torch.ops.mhc_inductor.*``: schemas, fakes, autograd, vmap rules and validation."""
 
-from mhc_inductor.ops import e79, fused, index, index_loss, mhc, selection, selection_blocks, selection_lists
+from mhc_inductor.ops import (
+    e79,
+    fused,
+    index,
+    index_loss,
+    mhc,
+    selection,
+    selection_blocks,
+    selection_lists,
+    single_pass,
+)
 
-__all__ = ["e79", "fused", "index", "index_loss", "mhc", "selection", "selection_blocks", "selection_lists"]
+__all__ = [
+    "e79",
+    "fused",
+    "index",
+    "index_loss",
+    "mhc",
+    "selection",
+    "selection_blocks",
+    "selection_lists",
+    "single_pass",
+]

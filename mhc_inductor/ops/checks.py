@@ -17,6 +17,7 @@ from torch import Tensor
 FORMS = ("softmax", "exp")
 MIN_STREAMS, MAX_STREAMS, MIN_WIDTH = 2, 8, 16
 _OPTIONAL = frozenset({"gamma", "h_res", "dh_in", "dh_post", "dh_res", "dx_acc", "dx_out", "dnext_post", "dnext_res"})
+_OPTIONAL |= {"dh_pre", "dnext_pre"}
 _OPTIONAL |= {"b_s", "b_m", "S0", "M0", "dout", "dS", "dM"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
@@ -197,15 +198,8 @@ def mhc_pre_backward(
         x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps,
         sinkhorn_iters, sinkhorn_eps, sinkhorn_form, op=op,
     )  # fmt: skip
-    lead, n = x.shape[:-2], x.shape[-2]
-    full = phi.shape[0] != 2 * n
     _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, dx_acc, phi.shape[0])
-    _floating(op, x=x, h_post=h_post, dh_post=dh_post, dh_res=dh_res)
-    _shape(op, "h_post", h_post, [*lead, n], "[..., n]")
-    if dh_post is not None:
-        _shape(op, "dh_post", dh_post, [*lead, n], "[..., n]")
-    if dh_res is not None:
-        _shape(op, "dh_res", dh_res, [*lead, n, n] if full else [*lead, 0, 0], "h_res's")
+    _of_coefficients(op, x, phi, h_post=h_post, dh_post=dh_post, dh_res=dh_res)
 
 
 def _tokens(
@@ -217,11 +211,12 @@ def _tokens(
     dh_in: Tensor | None,
     dx_acc: Tensor | None,
     m: int,
+    name: str = "h_pre",
 ) -> None:
-    """Checks the per-token tensors that the backward ops of pre and of the head both take."""
+    """Checks the per-token tensors that the backward ops take of pre, the head and their like; ``name`` is h_pre's."""
     lead, (n, d) = x.shape[:-2], x.shape[-2:]
-    _floating(op, x=x, h_pre=h_pre, h_mix=h_mix, inv_rms=inv_rms, dh_in=dh_in, dx_acc=dx_acc)
-    _shape(op, "h_pre", h_pre, [*lead, n], "[..., n]")
+    _floating(op, x=x, **{name: h_pre}, h_mix=h_mix, inv_rms=inv_rms, dh_in=dh_in, dx_acc=dx_acc)
+    _shape(op, name, h_pre, [*lead, n], "[..., n]")
     _shape(op, "h_mix", h_mix, [*lead, m], "[..., m]")
     _shape(op, "inv_rms", inv_rms, [*lead], "[...]")
     if dh_in is not None:
@@ -390,14 +385,7 @@ def mhc_post_pre_backward(
     mhc_post_pre(x, f_out, h_post, h_res, transpose_res, phi, alpha, bias, gamma, *options, op=op)
     _between(op, x, x_out, dx_out)
     _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, None, phi.shape[0])
-    lead, n = x.shape[:-2], x.shape[-2]
-    _floating(op, x=x, next_post=next_post, dnext_post=dnext_post, dnext_res=dnext_res)
-    _shape(op, "next_post", next_post, [*lead, n], "[..., n]")
-    if dnext_post is not None:
-        _shape(op, "dnext_post", dnext_post, [*lead, n], "[..., n]")
-    if dnext_res is not None:
-        k = 0 if phi.shape[0] == 2 * n else n
-        _shape(op, "dnext_res", dnext_res, [*lead, k, k], "next_res's")
+    _of_coefficients(op, x, phi, next_post=next_post, dnext_post=dnext_post, dnext_res=dnext_res)
 
 
 def mhc_post_head_backward(
@@ -433,3 +421,115 @@ def _between(op: str, x: Tensor, x_out: Tensor, dx_out: Tensor | None) -> None:
         raise TypeError(f"{op}: x_out must have x's dtype {x.dtype}, got {x_out.dtype}")
     if dx_out is not None:
         _shape(op, "dx_out", dx_out, x.shape, "x's")
+
+
+def mhc_coefficients(*args: Any, op: str = "mhc_coefficients") -> None:
+    """Raises ValueError or TypeError unless the arguments of ``mhc_coefficients``, those of ``mhc_pre``, fit together."""
+    mhc_pre(*args, op=op)
+
+
+def mhc_coefficients_backward(
+    dh_pre: Tensor | None,
+    dh_post: Tensor | None,
+    dh_res: Tensor | None,
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    h_pre: Tensor,
+    h_post: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    dx_acc: Tensor | None,
+    *options: Any,
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of ``mhc_coefficients_backward`` fit together."""
+    op = "mhc_coefficients_backward"
+    mhc_pre(x, phi, alpha, bias, gamma, *options, op=op)
+    _tokens(op, x, h_pre, h_mix, inv_rms, None, dx_acc, phi.shape[0])
+    _of_coefficients(op, x, phi, h_post=h_post, dh_pre=dh_pre, dh_post=dh_post, dh_res=dh_res)
+
+
+def _of_coefficients(op: str, x: Tensor, phi: Tensor, **tensors: Tensor | None) -> None:
+    """Checks coefficients and their gradients, which may be None; a name that ends in "res" is a matrix a token."""
+    lead, n = x.shape[:-2], x.shape[-2]
+    _floating(op, x=x, **tensors)
+    k = 0 if phi.shape[0] == 2 * n else n
+    for name, t in tensors.items():
+        if t is not None and name.endswith("res"):
+            _shape(op, name, t, [*lead, k, k], f"{name.removeprefix('d')}'s")
+        elif t is not None:
+            _shape(op, name, t, [*lead, n], "[..., n]")
+
+
+def mhc_collapse(x: Tensor, h_pre: Tensor, *, op: str = "mhc_collapse") -> None:
+    """Raises ValueError or TypeError unless the arguments of ``mhc_collapse`` fit together."""
+    _floating(op, x=x, h_pre=h_pre)
+    n, _ = _x(op, x)
+    _shape(op, "h_pre", h_pre, [*x.shape[:-2], n], "[..., n]")
+
+
+def mhc_collapse_backward(dh_in: Tensor, x: Tensor, h_pre: Tensor) -> None:
+    """Raises ValueError or TypeError unless the arguments of ``mhc_collapse_backward`` fit together."""
+    op = "mhc_collapse_backward"
+    mhc_collapse(x, h_pre, op=op)
+    if dh_in is None:  # _floating lets a None dh_in pass
+        raise TypeError(f"{op}: dh_in must be a tensor, got NoneType")
+    _floating(op, x=x, dh_in=dh_in)
+    _shape(op, "dh_in", dh_in, [*x.shape[:-2], x.shape[-1]], "[..., D]")
+
+
+def mhc_single_pass(
+    x: Tensor,
+    f_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    h_pre: Tensor,
+    transpose_res: bool,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    *options: Any,
+    op: str = "mhc_single_pass",
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of ``mhc_single_pass`` fit together.
+
+    ``options`` are those of ``mhc_pre``.
+    """
+    mhc_post(x, f_out, h_post, h_res, transpose_res, op=op)
+    mhc_collapse(x, h_pre, op=op)
+    mhc_pre(x, phi, alpha, bias, gamma, *options, op=op)
+
+
+def mhc_single_pass_backward(
+    dx_out: Tensor | None,
+    dh_in: Tensor | None,
+    dnext_pre: Tensor | None,
+    dnext_post: Tensor | None,
+    dnext_res: Tensor | None,
+    x: Tensor,
+    f_out: Tensor,
+    h_post: Tensor,
+    h_res: Tensor | None,
+    h_pre: Tensor,
+    transpose_res: bool,
+    x_out: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    next_pre: Tensor,
+    next_post: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    *options: Any,
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of ``mhc_single_pass_backward`` fit together."""
+    op = "mhc_single_pass_backward"
+    mhc_single_pass(x, f_out, h_post, h_res, h_pre, transpose_res, phi, alpha, bias, gamma, *options, op=op)
+    _between(op, x, x_out, dx_out)
+    _tokens(op, x, next_pre, h_mix, inv_rms, dh_in, None, phi.shape[0], name="next_pre")
+    grads = {"dnext_pre": dnext_pre, "dnext_post": dnext_post, "dnext_res": dnext_res}
+    _of_coefficients(op, x, phi, next_post=next_post, **grads)

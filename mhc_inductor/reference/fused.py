@@ -9,7 +9,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from mhc_inductor.reference import mhc
-from mhc_inductor.reference.mhc import as_given, coefficients_backward, head_logit_gradient, pre_logit_gradients
+from mhc_inductor.reference.mhc import (
+    as_given,
+    coefficients_backward,
+    collapse_dots,
+    head_logit_gradient,
+    pre_logit_gradients,
+)
 
 
 @as_given
@@ -109,7 +115,7 @@ def mhc_post_pre_backward(
     Source: derived from arXiv 2512.24880, equations 3 and 14 to 19.
     """
     d = pre_logit_gradients(
-        dh_in, dnext_post, dnext_res, x_out, phi, alpha, bias, h_pre, next_post, h_mix, inv_rms,
+        collapse_dots(dh_in, x_out), dnext_post, dnext_res, phi, alpha, bias, h_pre, next_post, h_mix, inv_rms,
         hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form,
     )  # fmt: skip
     return _through_post(
@@ -174,7 +180,7 @@ def mhc_post_head_backward(
         ``(dx, df, dh_post, dh_res, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype. dh_res has
         shape [0] without h_res, dgamma without gamma.
     """
-    d = [head_logit_gradient(dh_in, x_out, h_pre, hc_eps)]
+    d = [head_logit_gradient(collapse_dots(dh_in, x_out), h_pre, hc_eps)]
     return _through_post(
         d, dx_out, dh_in, x, f_out, h_post, h_res, transpose_res, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms
     )

@@ -50,14 +50,45 @@ def _project(v: Tensor, phi: Tensor, gamma: Tensor | None) -> Tensor:
     return torch.matmul(weighted, phi.to(v.dtype).t())
 
 
-def _collapse(x: Tensor, h_pre: Tensor) -> Tensor:
+def collapse(x: Tensor, h_pre: Tensor) -> Tensor:
     """Returns ``h_in = sum_i h_pre[i] * x[i]`` [..., D] in x's dtype."""
-    return _output((h_pre.unsqueeze(-1) * x.to(h_pre.dtype)).sum(-2), x.dtype)
+    acc = acc_dtype(x.dtype)
+    return output((h_pre.to(acc).unsqueeze(-1) * x.to(acc)).sum(-2), x.dtype)
 
 
-def _output(t: Tensor, dtype: torch.dtype) -> Tensor:
+def output(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns ``t`` in an output's dtype and contiguous; elementwise operations alone would keep x's strides."""
     return t.to(dtype).contiguous()
+
+
+def coefficients(
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    post_mult: float,
+    post_eps: float,
+    sinkhorn_iters: int,
+    sinkhorn_eps: float,
+    sinkhorn_form: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns h_pre, h_post, h_res, h_mix and inv_rms of :func:`mhc_pre`."""
+    n = x.shape[-2]
+    v, inv_rms = _norms(x, norm_eps)
+    h_mix = _project(v, phi, gamma)
+    z = h_mix * inv_rms.unsqueeze(-1)
+    a, b = alpha.to(v.dtype), bias.to(v.dtype)
+    h_pre = torch.sigmoid(a[0] * z[..., :n] + b[:n]) + hc_eps
+    h_post = post_mult * torch.sigmoid(a[1] * z[..., n : 2 * n] + b[n : 2 * n]) + post_eps
+    if phi.shape[0] == 2 * n:
+        h_res = z.new_empty((*x.shape[:-2], 0, 0))
+    else:
+        logits = (a[2] * z[..., 2 * n :] + b[2 * n :]).unflatten(-1, (n, n))
+        h_res = _sinkhorn(logits, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
+    return h_pre, h_post, h_res, h_mix, inv_rms
 
 
 @as_given
@@ -109,19 +140,10 @@ def mhc_pre(
 
     Source: arXiv 2512.24880, equations 14 to 19.
     """
-    n = x.shape[-2]
-    v, inv_rms = _norms(x, norm_eps)
-    h_mix = _project(v, phi, gamma)
-    z = h_mix * inv_rms.unsqueeze(-1)
-    a, b = alpha.to(v.dtype), bias.to(v.dtype)
-    h_pre = torch.sigmoid(a[0] * z[..., :n] + b[:n]) + hc_eps
-    h_post = post_mult * torch.sigmoid(a[1] * z[..., n : 2 * n] + b[n : 2 * n]) + post_eps
-    if phi.shape[0] == 2 * n:
-        h_res = z.new_empty((*x.shape[:-2], 0, 0))
-    else:
-        logits = (a[2] * z[..., 2 * n :] + b[2 * n :]).unflatten(-1, (n, n))
-        h_res = _sinkhorn(logits, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
-    return _collapse(x, h_pre), h_post, h_res, h_pre, h_mix, inv_rms
+    h_pre, h_post, h_res, h_mix, inv_rms = coefficients(
+        x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form
+    )
+    return collapse(x, h_pre), h_post, h_res, h_pre, h_mix, inv_rms
 
 
 @as_given
@@ -171,18 +193,17 @@ def mhc_pre_backward(
     Source: derived from arXiv 2512.24880, equations 14 to 19.
     """
     d = pre_logit_gradients(
-        dh_in, dh_post, dh_res, x, phi, alpha, bias, h_pre, h_post, h_mix, inv_rms,
+        collapse_dots(dh_in, x), dh_post, dh_res, phi, alpha, bias, h_pre, h_post, h_mix, inv_rms,
         hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form,
     )  # fmt: skip
     dx, *dparams = coefficients_backward(d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)
-    return _output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]
+    return output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]
 
 
 def pre_logit_gradients(
-    dh_in: Tensor | None,
+    dh_pre: Tensor | None,
     dh_post: Tensor | None,
     dh_res: Tensor | None,
-    x: Tensor,
     phi: Tensor,
     alpha: Tensor,
     bias: Tensor,
@@ -198,10 +219,10 @@ def pre_logit_gradients(
     sinkhorn_form: str,
 ) -> list[Tensor]:
     """Returns ``d_pre, d_post, d_res`` of :func:`mhc_pre_backward`, the last only if phi has n*n + 2n rows."""
-    n, acc = x.shape[-2], acc_dtype(x.dtype)
+    n, acc = h_pre.shape[-1], h_pre.dtype
     h = h_post - post_eps
     d = [
-        head_logit_gradient(dh_in, x, h_pre, hc_eps),
+        head_logit_gradient(dh_pre, h_pre, hc_eps),
         torch.zeros_like(h_post) if dh_post is None else dh_post.to(acc) * h * (1 - h / post_mult),
     ]
     if phi.shape[0] != 2 * n:
@@ -215,12 +236,20 @@ def pre_logit_gradients(
     return d
 
 
-def head_logit_gradient(dh_in: Tensor | None, x: Tensor, h_pre: Tensor, hc_eps: float) -> Tensor:
-    """Returns the gradient at the argument of h_pre's sigmoid, [..., n]."""
+def collapse_dots(dh_in: Tensor | None, x: Tensor) -> Tensor | None:
+    """Returns ``dh_pre[i] = <dh_in, x[i]>`` [..., n] in the arithmetic's dtype, or None without ``dh_in``."""
     if dh_in is None:
+        return None
+    acc = acc_dtype(x.dtype)
+    return (dh_in.to(acc).unsqueeze(-2) * x.to(acc)).sum(-1)
+
+
+def head_logit_gradient(dh_pre: Tensor | None, h_pre: Tensor, hc_eps: float) -> Tensor:
+    """Returns the gradient at the argument of h_pre's sigmoid, [..., n], from that of h_pre."""
+    if dh_pre is None:
         return torch.zeros_like(h_pre)
     s = h_pre - hc_eps
-    return (dh_in.to(h_pre.dtype).unsqueeze(-2) * x.to(h_pre.dtype)).sum(-1) * s * (1 - s)
+    return dh_pre.to(h_pre.dtype) * s * (1 - s)
 
 
 def coefficients_backward(
@@ -342,7 +371,7 @@ def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str) -> Tensor:
     """
     if iters == 0:
         return h_res.clone(memory_format=torch.contiguous_format)
-    return _output(_sinkhorn(h_res.to(acc_dtype(h_res.dtype)), iters, eps, form), h_res.dtype)
+    return output(_sinkhorn(h_res.to(acc_dtype(h_res.dtype)), iters, eps, form), h_res.dtype)
 
 
 @as_given
@@ -366,7 +395,7 @@ def mhc_sinkhorn_backward(grad: Tensor, h_res: Tensor, iters: int, eps: float, f
     if iters == 0:
         return grad.to(h_res.dtype).clone(memory_format=torch.contiguous_format)
     acc = acc_dtype(h_res.dtype)
-    return _output(_sinkhorn_backward(grad.to(acc), h_res.to(acc), iters, eps, form), h_res.dtype)
+    return output(_sinkhorn_backward(grad.to(acc), h_res.to(acc), iters, eps, form), h_res.dtype)
 
 
 @as_given
@@ -394,7 +423,7 @@ def mhc_post(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, tra
         r = h_res.to(acc)
         r = r.transpose(-1, -2) if transpose_res else r
         mixed = _mix(r, mixed)
-    return _output(h_post.to(acc).unsqueeze(-1) * f_out.to(acc).unsqueeze(-2) + mixed, x.dtype)
+    return output(h_post.to(acc).unsqueeze(-1) * f_out.to(acc).unsqueeze(-2) + mixed, x.dtype)
 
 
 def _mix(r: Tensor, x: Tensor) -> Tensor:
@@ -433,14 +462,14 @@ def mhc_post_backward(
     """
     acc = acc_dtype(x.dtype)
     g_ = g.to(acc)
-    df = _output((h_post.to(acc).unsqueeze(-1) * g_).sum(-2), f_out.dtype)
-    dh_post = _output((g_ * f_out.to(acc).unsqueeze(-2)).sum(-1), h_post.dtype)
+    df = output((h_post.to(acc).unsqueeze(-1) * g_).sum(-2), f_out.dtype)
+    dh_post = output((g_ * f_out.to(acc).unsqueeze(-2)).sum(-1), h_post.dtype)
     if h_res is None:
         return g.to(x.dtype).clone(memory_format=torch.contiguous_format), df, dh_post, x.new_empty((0,))
     r = h_res.to(acc)
-    dx = _output(_mix(r if transpose_res else r.transpose(-1, -2), g_), x.dtype)
+    dx = output(_mix(r if transpose_res else r.transpose(-1, -2), g_), x.dtype)
     left, right = (x.to(acc), g_) if transpose_res else (g_, x.to(acc))
-    dh_res = _output(torch.matmul(left, right.transpose(-1, -2)), h_res.dtype)
+    dh_res = output(torch.matmul(left, right.transpose(-1, -2)), h_res.dtype)
     return dx, df, dh_post, dh_res
 
 
@@ -471,7 +500,7 @@ def mhc_head(
     h_mix = _project(v, phi, gamma)
     z = h_mix * inv_rms.unsqueeze(-1)
     h_pre = torch.sigmoid(alpha.to(v.dtype)[0] * z + bias.to(v.dtype)) + hc_eps
-    return _collapse(x, h_pre), h_pre, h_mix, inv_rms
+    return collapse(x, h_pre), h_pre, h_mix, inv_rms
 
 
 @as_given
@@ -497,6 +526,6 @@ def mhc_head_backward(
     Returns:
         ``(dx, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype; dgamma has shape [0] without gamma.
     """
-    d = [head_logit_gradient(dh_in, x, h_pre, hc_eps)]
+    d = [head_logit_gradient(collapse_dots(dh_in, x), h_pre, hc_eps)]
     dx, *dparams = coefficients_backward(d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)
-    return _output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]
+    return output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]

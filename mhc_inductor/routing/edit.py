@@ -167,9 +167,17 @@ class Edit:
         return self.create("call_method" if isinstance(target, str) else "call_function", target, args, options)
 
     def create(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """Creates a node like :meth:`emit`, from arguments that may hold nodes at any depth."""
+        """Creates a node like :meth:`emit`, from arguments that may hold nodes at any depth.
+
+        Raises Mismatch if an argument is computed after the current position.
+        """
         node = self.graph.create_node(op, target, tuple(args), dict(kwargs))
         self.created.append(node)
+        if self.place is not None:
+            position = self.view.position
+            here = position[self.place.anchor]
+            if any(position.get(n, -1) >= here for n in node.all_input_nodes):
+                raise Mismatch("an input of the op is computed after the place where the op would stand")
         mode = compat.fake_mode_of([t for n in self._nearby(node) for t in tensors_in(example(n))])
         # A call without tensor inputs, such as arange, needs the fake mode to return a fake tensor.
         with mode or contextlib.nullcontext():
@@ -419,9 +427,11 @@ class Edit:
         fresh = set(self._fresh)
         region = {self.view.reader.get(n, n) for n in self.place.region} if self.place else set()
         steps = {n for n in region if self.view.effects.written(n)}
+        here = self.view.position[self.place.anchor] if self.place else 0
         for user, a in self._readers(old, real, steps):
             # An in-place step of the formula that stays for another reason must not write the op's result.
-            if user not in fresh and user not in steps:
+            # What the formula itself reads before the op's place stays too: the result does not exist there yet.
+            if user not in fresh and user not in steps and self.view.position.get(user, here) >= here:
                 self._redirect(user, a, new)
         self._learn(old, new)
 

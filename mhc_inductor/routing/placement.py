@@ -166,7 +166,7 @@ class Placement:
         """Returns the node to insert before: the first result, or a later node if an input is computed later."""
         view = self.view
         real = view.real_nodes
-        late = max((view.defined(n) for n in self.ins), default=-1)
+        late = max((view.defined(n) for n in (*self.ins, *self.match.numbers)), default=-1)
         start = view.defined(self.first)
         uses = [view.defined(u) for o in self.outs for u in o.users if u not in region]
         end = min(uses, default=len(real) - 1)

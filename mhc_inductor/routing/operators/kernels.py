@@ -12,6 +12,8 @@ _POST_PRE = (
     *("mhc_post", "mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse"),
     *(*_LOGITS_BACKWARD, "mhc_pre_backward_dx", "mhc_post_backward", *_PARAMETERS_BACKWARD),
 )
+_COEFFICIENTS = ("mhc_pre_weights", "mhc_pre_project", "mhc_coefficients")
+_COEFFICIENTS_BACKWARD = ("mhc_pre_backward_coefficients", "mhc_pre_backward_dx")
 KERNELS: dict[str, tuple[str, ...]] = {
     "mhc_pre": _PRE,
     "mhc_sinkhorn": ("mhc_sinkhorn", "mhc_sinkhorn_backward"),
@@ -19,6 +21,12 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "mhc_head": _PRE,
     "mhc_post_pre": _POST_PRE,
     "mhc_post_head": _POST_PRE,
+    "mhc_coefficients": (*_COEFFICIENTS, *_COEFFICIENTS_BACKWARD, *_PARAMETERS_BACKWARD),
+    "mhc_collapse": ("mhc_collapse", "mhc_collapse_backward"),
+    "mhc_single_pass": (
+        *("mhc_post", *_COEFFICIENTS),
+        *(*_COEFFICIENTS_BACKWARD, "mhc_post_backward", *_PARAMETERS_BACKWARD),
+    ),
     # Where Gluon does not run, the op launches e79_forward and e79_backward instead of the Gluon kernels.
     "e79_scan": ("e79_forward_gluon", "e79_backward_gluon", "e79_finish", "e79_bias_sum"),
     # With few queries or many ranges per query, the op launches selection_gather, selection_combine and

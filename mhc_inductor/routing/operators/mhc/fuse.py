@@ -1,4 +1,8 @@
-"""Fuses the post of a sublayer with the pre (or head) of the next one, so that x_out is read once."""
+"""Fuses the post of a sublayer with what reads its streams next, so that x_out is read once.
+
+That is the pre or the head of the next sublayer or, in single-pass mHC, a collapse with known weights and the next
+coefficients.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +31,32 @@ _FUSED: dict[Any, tuple[str, str]] = {
 """The ops that may follow a post, each with its name and the name of the fused op."""
 
 
+_SINGLE = _OPS.mhc_coefficients.default
+
+
 class Fusion:
-    """Fuses every post with the pre or head that reads its result."""
+    """Fuses every post with the pre or head, or with the collapse and the coefficients, that read its result."""
 
     name = "mhc_fusion"
     looks_for_ops = True
     kernels = staticmethod(kernels_of)
 
     def candidates(self, view: View) -> Iterable[fx.Node]:
-        """Returns the pre and head nodes; no nodes where a checkpoint policy decides which ops are saved."""
-        policy = compat.checkpoint_policy(view.real) is not None
-        return [node for node in view.nodes if node.op == "call_function" and node.target in _FUSED and not policy]
+        """Returns the nodes that may end a fusion; no nodes where a checkpoint policy decides which ops are saved."""
+        if compat.checkpoint_policy(view.real) is not None:
+            return []
+        return [n for n in view.nodes if n.op == "call_function" and (n.target in _FUSED or n.target is _SINGLE)]
 
     def match(self, view: View, node: fx.Node) -> Match | None:
         """Returns the fusion that ends at ``node``, or None."""
         first = node.args[0]
-        if (
-            not isinstance(first, fx.Node)
-            or first.target is not _OPS.mhc_post.default
-            or not _movable(view, first, node)
-        ):
+        if not isinstance(first, fx.Node) or first.target is not _OPS.mhc_post.default:
             return None
         if not view.modes_at(first).grad and _few(first):
+            return None
+        if node.target is _SINGLE:
+            return _single_pass(view, first, node)
+        if not _movable(view, first, node):
             return None
         outputs = [view.value(user) for user in node.users if user.target is operator.getitem]
         inputs = [view.value(a) for a in (*first.args, *node.args[1:]) if isinstance(a, fx.Node)]
@@ -56,19 +64,52 @@ class Fusion:
             return None
         name, fused = _FUSED[node.target]
         read, given = [v for v in inputs if v is not None], [v for v in (*outputs, view.value(first)) if v is not None]
-        return Match(fused, read, given, parts=("mhc_post", name), data=(first, node))
+        numbers = _numbers(view, first, node)
+        return Match(fused, read, given, parts=("mhc_post", name), data=(first, node), numbers=numbers)
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
         """Emits the fused op and returns each output of the two ops with its new node."""
-        first, second = match.data
-        arguments = fx.node.map_arg((*first.args, *second.args[1:]), edit.current)
+        first, second, *collapse = match.data
+        *site, transpose_res = first.args
+        # The fused op returns x_out first, then h_in of a collapse, then the outputs of the second op.
+        place: dict[Any, int] = {first: 0, **{c: 1 for c in collapse}}
+        weights = [c.args[1] for c in collapse]
+        arguments = fx.node.map_arg((*site, *weights, transpose_res, *second.args[1:]), edit.current)
         call = edit.emit(getattr(_OPS, match.op).default, *arguments)
         pairs = []
         for value in match.outputs:
-            # The fused op returns x_out first, then the outputs of the second op.
-            at = 0 if value.node is first else 1 + value.node.args[1]  # type: ignore[union-attr, operator]
+            node = value.node
+            at = place[node] if node in place else len(place) + node.args[1]  # type: ignore[union-attr, operator]
             pairs.append((value, edit.emit(operator.getitem, call, at)))
         return pairs
+
+
+def _single_pass(view: View, first: fx.Node, second: fx.Node) -> Match | None:
+    """Returns the fusion of a post with the coefficients and the collapse of its result, or None."""
+    collapse = next((u for u in first.users if u.target is _OPS.mhc_collapse.default and u.args[0] is first), None)
+    if collapse is None:
+        return None
+    ours = {first, second, collapse, *second.users}
+    nodes = [a for node in (first, second, collapse) for a in node.args if isinstance(a, fx.Node) and a is not first]
+    uses = [view.order[u] for node in ours for u in node.users if u not in ours and u in view.order]
+    ready = max((view.order[n] for n in nodes), default=-1)
+    modes = {view.modes_at(n).grad for n in (first, second, collapse)}
+    # Weights among the coefficients are those of mhc_pre: the collapse has to wait for them.
+    if ours.intersection(nodes) or len(modes) > 1 or ready >= min(uses, default=ready + 1):
+        return None
+    outputs = [view.value(n) for n in (*second.users, first, collapse)]
+    inputs = [view.value(n) for n in nodes]
+    if any(u.target is not operator.getitem for u in second.users):
+        return None
+    read, given = [v for v in inputs if v is not None], [v for v in outputs if v is not None]
+    parts = ("mhc_post", "mhc_collapse", "mhc_coefficients")
+    numbers = _numbers(view, first, second)
+    return Match("mhc_single_pass", read, given, parts=parts, data=(first, second, collapse), numbers=numbers)
+
+
+def _numbers(view: View, *nodes: fx.Node) -> list[fx.Node]:
+    """Returns the nodes among the arguments that are no tensors."""
+    return [a for node in nodes for a in node.args if isinstance(a, fx.Node) and view.value(a) is None]
 
 
 def _few(post: fx.Node) -> bool:
