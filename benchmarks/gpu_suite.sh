@@ -24,7 +24,7 @@ for step in $steps; do
         ;;
     sanitize)
         compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
-            tests/test_kernels_mhc.py -x --show-capture=no \
+            tests/test_kernels_mhc.py tests/test_kernels_single_pass.py -x --show-capture=no \
             -k "test_pre_without or test_pre_odd or test_head or no_token or strided or dx_acc or transpose" 2>&1 | tee "$out/sanitizer.log" | tail -15 || status=1
         compute-sanitizer --tool memcheck --error-exitcode 9 python3 -m pytest -q -p no:cacheprovider \
             tests/test_kernels_e79.py -x --show-capture=no -k "widths or one_step or no_sequence or non_contiguous" 2>&1 |
