@@ -12,7 +12,7 @@ from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.index import Size, product_of
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.mhc.matches import PostUse, Pre, Sinkhorn
+from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.mixing import streams_last
 from mhc_inductor.routing.operators.mhc.norm import root_of
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
@@ -36,7 +36,10 @@ class Emission:
     def pre(self, pre: Pre) -> Pairs:
         """Emits a pre or a head and returns each replaced value with its new node. Raises Mismatch."""
         edit, x_value = self.edit, pre.norm.x
-        x = self._streams[pre] = edit.widened(self._split(x_value, pre.n, pre.norm.width // pre.n), pre.h_in)
+        x = self._split(x_value, pre.n, pre.norm.width // pre.n)
+        if pre.h_in is not None:
+            x = edit.widened(x, pre.h_in)
+        self._streams[pre] = x
         call = edit.emit(getattr(_OPS, pre.op).default, x, *Weights(edit, pre, x).all(), *_numbers(pre))
         pairs = []
         for role, value in pre.outputs.items():
@@ -51,7 +54,7 @@ class Emission:
                     value,
                 )
             edit.keep(got, value)
-            self._given.update(dict.fromkeys(same, got))
+            self._given.update(dict.fromkeys(same if value is not pre.collapsed else pre.weights, got))
             pairs.append((value, edit.as_like(got, value, x)))
         return pairs
 
@@ -79,6 +82,13 @@ class Emission:
             order = streams_last(len(wanted), found.stream % len(wanted))
             out = edit.emit("movedim", edit.shaped(out, [wanted[k] for k in order], x), -2, found.stream)
         return [(use.x_out, edit.as_like(out, use.x_out, x))]
+
+    def collapse(self, use: CollapseUse) -> Pairs:
+        """Emits a collapse with given weights and returns h_in with its new node. Raises Mismatch."""
+        edit = self.edit
+        x = edit.widened(self._split(use.x, use.n, use.d, use.stream), use.h_in)
+        h_in = edit.emit(_OPS.mhc_collapse.default, x, self._coefficients(use.weight, [use.n], x))
+        return [(use.h_in, edit.as_like(h_in, use.h_in, x))]
 
     def sinkhorn(self, found: Sinkhorn) -> Pairs:
         """Emits Sinkhorn iterations and returns their last matrix with its new node. Raises Mismatch."""
@@ -108,7 +118,7 @@ class Emission:
 
     def _placed(self, pre: Pre) -> bool:
         """Checks whether the op of ``pre`` was put into the graph."""
-        node = node_of(pre.h_in)
+        node = node_of(pre.collapsed)
         return self.edit.current(node) is not self.edit.view.node(node)
 
     # --- streams and coefficients ---

@@ -65,8 +65,8 @@ def given_post(value: Value, known: Container[Value]) -> Post | None:
     try:
         if value.func is aten.stack.default:
             return _by_streams(value, known)
-        terms = _terms(whole(value), known)
-        sizes = {f.bound.size.factor for _, t in terms if (f := _factors(t)) is not None and f.bound is not None}
+        terms = terms_of(whole(value), known)
+        sizes = {f.bound.size.factor for _, t in terms if (f := factors(t)) is not None and f.bound is not None}
         if len(terms) < 2:
             return None
         for frame in _frames(value, sizes):
@@ -78,7 +78,7 @@ def given_post(value: Value, known: Container[Value]) -> Post | None:
     return None
 
 
-def _terms(ref: Ref, known: Container[Value]) -> list[tuple[float, Ref]]:
+def terms_of(ref: Ref, known: Container[Value]) -> list[tuple[float, Ref]]:
     """Returns the addends of an element with their signs. Raises Unsupported where there are too many for streams."""
     terms: list[tuple[float, Ref]] = []
     todo: list[tuple[float, Ref | float]] = [(1.0, ref)]
@@ -132,13 +132,15 @@ def _by_streams(value: Value, known: Container[Value]) -> Post | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Factors:
+class Factors:
+    """The two factors of a product, and the variable that it is summed over, if any."""
+
     a: Ref
     b: Ref
     bound: Var | None
 
 
-def _factors(ref: Ref) -> _Factors | None:
+def factors(ref: Ref) -> Factors | None:
     """Returns the two factors of a product, or of a sum of products over one variable; None for anything else."""
     ref, bound = peel(ref), None
     reduced = reduction(ref)
@@ -153,11 +155,11 @@ def _factors(ref: Ref) -> _Factors | None:
         left, right, k = contracted
         if k.size != ONE and bound is not None:
             return None
-        return _Factors(left, right, bound if k.size == ONE else k)
+        return Factors(left, right, bound if k.size == ONE else k)
     if ref.value.func is not aten.mul.Tensor:
         return None
     a, b = operands(ref)
-    return _Factors(a, b, bound) if isinstance(a, Ref) and isinstance(b, Ref) else None
+    return Factors(a, b, bound) if isinstance(a, Ref) and isinstance(b, Ref) else None
 
 
 def _post(frame: _Frame, known: Container[Value]) -> Post | None:
@@ -166,9 +168,9 @@ def _post(frame: _Frame, known: Container[Value]) -> Post | None:
         return None
     outer: list[tuple[Value, Value]] = []
     mixes: list[tuple[int, tuple[Value, bool, Value, int]]] = []
-    terms = _terms(frame.out, known)
+    terms = terms_of(frame.out, known)
     for sign, ref in terms:
-        f = _factors(ref) if sign == 1.0 else None
+        f = factors(ref) if sign == 1.0 else None
         # One stream of x times its element of R also looks like h_post * f_out, so try the mix first.
         mixed = _mixed(frame, f) if f is not None else None
         expanded = _expanded(frame, f) if f is not None and mixed is None else None
@@ -187,7 +189,7 @@ def _post(frame: _Frame, known: Container[Value]) -> Post | None:
     return Post(x, h_post, f_out, matrix, transpose, frame.n, width, stream=frame.dim, x_stream=x_stream)
 
 
-def _expanded(frame: _Frame, f: _Factors) -> tuple[Value, Value] | None:
+def _expanded(frame: _Frame, f: Factors) -> tuple[Value, Value] | None:
     """Returns (h_post, f_out) of ``h_post[o] * f_out``, or None."""
     if f.bound is not None:
         return None
@@ -198,7 +200,7 @@ def _expanded(frame: _Frame, f: _Factors) -> tuple[Value, Value] | None:
     return None
 
 
-def _mixed(frame: _Frame, f: _Factors) -> tuple[int, tuple[Value, bool, Value, int]] | None:
+def _mixed(frame: _Frame, f: Factors) -> tuple[int, tuple[Value, bool, Value, int]] | None:
     """Returns (stream or -1 for all, (matrix, transposed, x, x's stream dim)) of ``R[o, i] * x[i]``, or None."""
     n, o = frame.n, frame.stream
     if f.bound is not None and f.bound.size != Size(n):
@@ -217,16 +219,24 @@ def _mixed(frame: _Frame, f: _Factors) -> tuple[int, tuple[Value, bool, Value, i
 def _streams(frame: _Frame, ref: Ref, i: Index) -> tuple[Value, int] | None:
     """Returns (x, its stream dim) if ``ref`` is an element of the i-th stream of a token, else None."""
     wanted = frame.tokens.times(Size(frame.n)).plus(i).times(Size(frame.d)).plus(frame.low)
-    x = read(ref, (wanted, product_of(frame.out.value.shape)))
+    return streams_of(ref, wanted, product_of(frame.out.value.shape), frame.n, frame.d)
+
+
+def streams_of(ref: Ref, wanted: Index, elements: Size, n: int, d: int) -> tuple[Value, int] | None:
+    """Returns (x, its stream dim) if ``ref`` is the element ``wanted`` of streams of n times d, else None.
+
+    ``wanted`` is the flat index into [..., n, d], and ``elements`` the size of that.
+    """
+    x = read(ref, (wanted, elements))
     if x is not None:
         return x, -2
     for r in chain(ref):
         shape = r.value.shape
-        if r.value.node is None or shape[-1:] != (Size(frame.d),):
+        if r.value.node is None or shape[-1:] != (Size(d),):
             shape = ()
         for dim in range(len(shape) - 1):
             order = streams_last(len(shape), dim)
-            if shape[dim] == Size(frame.n) and linear([r.index[k] for k in order], [shape[k] for k in order]) == wanted:
+            if shape[dim] == Size(n) and linear([r.index[k] for k in order], [shape[k] for k in order]) == wanted:
                 return r.value, dim - len(shape)
         if rounds(r.value):
             break

@@ -36,6 +36,7 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, covers, norm_of
 
 SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
+LOG_SIGMOIDS = (aten.log_sigmoid.default, aten.log_sigmoid_forward.default)
 ROWS, COLUMNS = -1, -2
 """The dims of a matrix to reduce for row sums and for column sums."""
 
@@ -69,6 +70,8 @@ class Affine:
     transposed: bool = False
     scale: float = 1.0
     """The value of alpha where it is a number and not a tensor."""
+    outer: float | None = None
+    """The number that, with alpha, multiplies the bias too, as in ``alpha * (z + b)``; None where nothing does."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -106,6 +109,8 @@ def norm_behind(value: Value, fits: Callable[[Norm], bool], stop: Container[Valu
             norm = projection(ref, stop) if sides is None else None
             if norm is not None and fits(norm):
                 return norm
+            inner = sum_factor(ref, stop) if sides is None and norm is None else None
+            todo += [peel(inner[0], stop)] if inner is not None else []
             todo += [peel(a, stop) for _, a in reversed(sides or ()) if isinstance(a, Ref)]
     value.memo[key] = None
     return None
@@ -116,12 +121,32 @@ def any_norm(norm: Norm) -> bool:
     return True
 
 
-def affine(ref: Ref, out: Ref, kept: Kept) -> Affine:
-    """Returns ``ref``, an element of a value's logits, as ``alpha * z + bias``. Raises Mismatch.
+def sum_factor(ref: Ref, stop: Container[Value] = ()) -> tuple[Ref, float, list[Ref]] | None:
+    """Returns (sum, number, other factors) of a product whose one factor is a sum, as in ``alpha * (z + b)``, or None."""
+    term = product(ref, stop)
+    sums = [f for f, e in term.factors if e == 1.0 and f.value not in stop and summed(f) is not None]
+    if len(sums) != 1 or term.bound or any(e != 1.0 for _, e in term.factors):
+        return None
+    return sums[0], term.coef, [f for f, _ in term.factors if f is not sums[0]]
 
-    ``out`` is the element of the value itself.
+
+def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
+    """Returns ``scale * ref``, an element of a value's logits, as ``alpha * z + bias``. Raises Mismatch.
+
+    ``out`` is the element of the value itself. In ``alpha * (z + b)``, the bias is ``alpha * b``.
     """
     constant, terms = addends(ref, kept)
+    constant, terms = constant * scale, [(sign * scale, t) for sign, t in terms]
+    inner = sum_factor(terms[0][1], kept) if len(terms) == 1 and constant == 0.0 else None
+    if inner is not None and projection(terms[0][1], kept) is None:
+        found, factor = affine(inner[0], out, kept), terms[0][0] * inner[1]
+        if not inner[2] and close(factor, 1.0):
+            return found
+        if found.alpha is not None or found.outer is not None:
+            raise Mismatch("alpha multiplies z twice; expected alpha * z + bias", ref.value)
+        alpha = _alpha(inner[2], factor * found.scale, terms[0][1])
+        outer = factor if found.bias is not None else None
+        return dataclasses.replace(found, alpha=alpha, scale=factor * found.scale, outer=outer)
     norms = [(projection(t, kept), sign, t) for sign, t in terms]
     found = [(n, sign, t) for n, sign, t in norms if n is not None]
     if len(found) != 1:
@@ -306,17 +331,41 @@ class Coefficient:
     add: float
 
 
-def sigmoid_argument(ref: Ref, exponent: float) -> Ref | None:
-    """Returns the argument of a sigmoid, or of its reciprocal ``1 + exp(-z)``; None for anything else."""
-    if exponent == 1.0 and ref.value.func in SIGMOIDS:
-        return Ref(ref.value.args[0], ref.index)
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """``span * sigmoid(scale * argument) + offset``."""
+
+    argument: Ref
+    scale: float = 1.0
+    span: float = 1.0
+    offset: float = 0.0
+
+
+def gate_of(ref: Ref, exponent: float) -> Gate | None:
+    """Returns a sigmoid, the reciprocal of ``1 + exp(-z)``, or what is one in other words; None for anything else.
+
+    ``tanh(t) = 2 sigmoid(2 t) - 1``, and ``exp(logsigmoid(t))`` is a sigmoid.
+    """
+    func = ref.value.func
+    if exponent == 1.0 and func in (*SIGMOIDS, aten.tanh.default):
+        argument = Ref(ref.value.args[0], ref.index)
+        return Gate(argument) if func in SIGMOIDS else Gate(argument, 2.0, 2.0, -1.0)
+    if exponent == 1.0 and func is aten.exp.default:
+        inner = peel(Ref(ref.value.args[0], ref.index))
+        return Gate(Ref(inner.value.args[0], inner.index)) if inner.value.func in LOG_SIGMOIDS else None
     if exponent == -1.0:
         one, terms = addends(ref)
         if one == 1.0 and len(terms) == 1 and terms[0][0] == 1.0 and terms[0][1].value.func is aten.exp.default:
             inner = peel(Ref(terms[0][1].value.args[0], terms[0][1].index))
             if inner.value.func is aten.neg.default:
-                return Ref(inner.value.args[0], inner.index)
+                return Gate(Ref(inner.value.args[0], inner.index))
     return None
+
+
+def sigmoid_argument(ref: Ref, exponent: float) -> Ref | None:
+    """Returns the argument of a sigmoid, None for anything else."""
+    gate = gate_of(ref, exponent)
+    return gate.argument if gate is not None and not gate.offset else None
 
 
 def argument_of(ref: Ref) -> Ref | None:
@@ -330,11 +379,20 @@ def coefficient(value: Value, kept: Kept) -> Coefficient:
     """Returns ``value`` as ``mult * sigmoid(alpha * z + bias) + add``. Raises Mismatch."""
     out = whole(value)
     add, terms = addends(out)
+    while len(terms) == 1 and (inner := sum_factor(terms[0][1])) is not None and not inner[2]:
+        # A number times a sum, as in (1 + tanh(z / 2)) / 2.
+        number, (constant, below) = terms[0][0] * inner[1], addends(inner[0])
+        add, terms = add + number * constant, [(number * sign, t) for sign, t in below]
     if len(terms) != 1:
         raise Mismatch(NOTHING, value)
     sign, ref = terms[0]
     term = product(ref)
-    argument = sigmoid_argument(*term.factors[0]) if len(term.factors) == 1 and not term.bound else None
-    if argument is None:
+    gate = gate_of(*term.factors[0]) if len(term.factors) == 1 and not term.bound else None
+    if gate is None:
         raise Mismatch(NOTHING, value)
-    return Coefficient(affine(argument, out, kept), sign * term.coef, add)
+    scale = sign * term.coef
+    add += scale * gate.offset
+    if gate.offset and add < -1e-12:  # a tanh that nothing shifts up to a sigmoid
+        raise Mismatch(NOTHING, value)
+    add = add if abs(add) > 1e-15 else 0.0
+    return Coefficient(affine(gate.argument, out, kept, gate.scale), scale * gate.span, add)

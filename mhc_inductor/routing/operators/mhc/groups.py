@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -17,7 +17,8 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc import mixing
 from mhc_inductor.routing.operators.mhc.formula import NOTHING, Affine, Coefficient, square_matrices
-from mhc_inductor.routing.operators.mhc.matches import PostUse, Pre, Sinkhorn
+from mhc_inductor.routing.operators.mhc.given_collapse import given_collapse
+from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
 
@@ -69,6 +70,7 @@ class Group:
         self.kept = Kept(norm.x)
         self.coefficients: dict[Value, Coefficient] = {}
         self.failed: list[tuple[int, Mismatch]] = []
+        self.uses: list[CollapseUse] = []
         self._per_token: dict[tuple[Size, ...], int | None] = {}
         streams = len(norm.x.shape) >= 2 and not norm.x.shape[-2].symbols
         rows = norm.x.shape[-2] if streams and norm.x.shape[-2].times(norm.x.shape[-1]) == Size(norm.width) else None
@@ -80,9 +82,9 @@ class Group:
         nodes = search.reached(self.seeds, self._near, 600)
         self._collect(nodes)
         reasons: list[Mismatch] = []
-        pre = self._collapse(nodes, reasons)
+        pre = self._collapse(nodes, reasons) or self._coefficients_alone()
         if pre is None:
-            # The previous sublayer's h_pre may collapse x instead; the post can then be routed without a pre.
+            # The post can be routed without a pre.
             around = set() if self._lone_post() else avoid
             self._missed([m for _, m in self.failed] + reasons, around)
             return
@@ -92,7 +94,7 @@ class Group:
             _Residual(self, pre).choose(search.reached([x.node], self._near, 1500))
             _check(pre, [m for per, m in self.failed if per == pre.n])
         except Mismatch as mismatch:
-            search.miss("mhc_pre", mismatch, pre.h_in)
+            search.miss("mhc_pre", mismatch, pre.collapsed)
             avoid.update(search.reached([x.node], self._near))
             return
         self._enter(pre, avoid)
@@ -100,6 +102,7 @@ class Group:
     def _enter(self, pre: Pre, avoid: set[fx.Node]) -> None:
         search = self.search
         search.found.append(pre)
+        search.found += self.uses
         avoid.update(v.node for v in pre.steps if v.node is not None)
         if pre.mixed is not None and pre.chain is not None and not pre.fold:
             search.found.append(Sinkhorn(pre.chain, pre.mixed, pre))
@@ -176,6 +179,40 @@ class Group:
                 continue
             return Pre(norm, n, self.coefficients[weight], value)
         return None
+
+    def _coefficients_alone(self) -> Pre | None:
+        """Returns the coefficients where h_pre collapses other streams than x, as in a single pass, or None."""
+        n = rows_of(self.norm) if of_streams(self.norm) else 0
+        weights = {v: c for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
+        starts = [v.node for v in weights if v.node is not None]
+        uses = self._collapses(starts, n, weights, None) if starts else []
+        if not uses:
+            return None
+        mine = weights[uses[0].weight]
+        self.uses = [use for use in uses if _piece(weights[use.weight]) == _piece(mine)]
+        same = [v for v, c in weights.items() if v.node is not None and _piece(c) == _piece(mine)]
+        same.sort(key=lambda v: self.view.defined(v.node))
+        x = self.norm.x
+        # The first site's weights are the model's own.
+        self.uses += self._collapses([x.node], n, None, x) if x.node is not None else []
+        return Pre(self.norm, n, mine, None, same)
+
+    def _collapses(
+        self, starts: list[fx.Node], n: int, weights: Collection[Value] | None, x: Value | None
+    ) -> list[CollapseUse]:
+        """Returns the collapses after ``starts`` that no other formula has, without what reads one of them."""
+        known = {use.h_in for use in (*self.search.found, *self.uses) if isinstance(use, CollapseUse)}
+        found = []
+        for node in self.search.reached(starts, self._near, 600):
+            value = self.view.value(node)
+            if value is None or self.per_token(node) != self.norm.width // n:
+                continue
+            if known.isdisjoint(r.value for r in chain_of(whole(value))):
+                with contextlib.suppress(Unsupported):
+                    use = given_collapse(value, n, weights, x)
+                    found += [use] if use is not None else []
+                    known |= {value} if use is not None else set()
+        return found
 
     def _choose_post(self, pre: Pre) -> None:
         """Chooses the coefficient that is h_post: the last scaling of its sigmoid that all other uses go through."""
@@ -302,6 +339,11 @@ class Group:
         return matrices if h_res is None else (matrices - behind.get(h_res, set())) | {h_res}
 
 
+def _piece(c: Coefficient) -> tuple[Value, int, float, float]:
+    """Returns what two values that are one coefficient have in common."""
+    return c.affine.phi.value, c.affine.phi.start, c.mult, c.add
+
+
 class _Residual:
     """Chooses the logits h_res of a pre and the Sinkhorn iterations on them."""
 
@@ -426,9 +468,11 @@ def _check(pre: Pre, failed: list[Mismatch]) -> None:
     """Raises Mismatch where a coefficient did not match, or where h_pre is scaled, transposed or has hc_eps < 0."""
     if failed:
         raise failed[0]
+    if pre.h_in is None and pre.post is None:
+        raise Mismatch("h_pre collapses other streams and has no h_post", pre.collapsed)
     if pre.pre.mult != 1.0:
-        raise Mismatch(f"h_pre is scaled by {pre.pre.mult:g}", pre.h_in)
+        raise Mismatch(f"h_pre is scaled by {pre.pre.mult:g}", pre.collapsed)
     if pre.pre.add < 0.0:
-        raise Mismatch(f"{pre.pre.add:g} is added to h_pre; expected hc_eps >= 0", pre.h_in)
+        raise Mismatch(f"{pre.pre.add:g} is added to h_pre; expected hc_eps >= 0", pre.collapsed)
     if pre.pre.affine.transposed:
-        raise Mismatch("h_pre is not in the order of phi's rows", pre.h_in)
+        raise Mismatch("h_pre is not in the order of phi's rows", pre.collapsed)

@@ -1,4 +1,4 @@
-"""The results of the search: pres and heads, posts, and Sinkhorn iterations."""
+"""The results of the search: pres and heads, coefficients, posts, collapses, and Sinkhorn iterations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
 
 @dataclasses.dataclass(eq=False)
 class Pre:
-    """A pre, or a head where ``post`` and ``res`` are None, with the values that its outputs replace."""
+    """A pre, or a head where ``post`` and ``res`` are None, with the values that its outputs replace.
+
+    Where other streams than these are collapsed with h_pre, as in a single pass, ``h_in`` is None and the op returns the
+    coefficients alone.
+    """
 
     norm: Norm
     n: int
     pre: Coefficient
-    h_in: Value
+    h_in: Value | None
+    weights: list[Value] = dataclasses.field(default_factory=list)
+    """All values that are h_pre, where it is an output; the op's output replaces the first."""
     post: Coefficient | None = None
     posts: list[Value] = dataclasses.field(default_factory=list)
     """All values that are h_post; the op's output replaces the first."""
@@ -35,8 +41,15 @@ class Pre:
 
     @property
     def op(self) -> str:
-        """The name of the op: mhc_pre, or mhc_head without h_post and h_res."""
+        """The name of the op: mhc_pre, mhc_head without h_post and h_res, or mhc_coefficients without h_in."""
+        if self.h_in is None:
+            return "mhc_coefficients"
         return "mhc_pre" if self.post is not None or self.res is not None else "mhc_head"
+
+    @property
+    def collapsed(self) -> Value:
+        """The value that the op's first output replaces: h_in, or h_pre where other streams are collapsed."""
+        return self.weights[0] if self.h_in is None else self.h_in
 
     @property
     def affines(self) -> dict[str, Affine]:
@@ -47,7 +60,7 @@ class Pre:
     @property
     def outputs(self) -> dict[str, Value]:
         """The values that the op's outputs replace, by role."""
-        given = {"pre": self.h_in, "post": self.posts[0] if self.post is not None else None}
+        given = {"pre": self.collapsed, "post": self.posts[0] if self.post is not None else None}
         given["res"] = self.mixed if self.fold else self.h_res
         return {role: value for role, value in given.items() if value is not None}
 
@@ -56,7 +69,7 @@ class Pre:
         weights = [p.value for a in self.affines.values() for p in (a.phi, a.alpha, a.bias, a.gamma) if p is not None]
         detail = f"n = {self.n}, D = {self.norm.width // self.n}, norm_eps = {self.norm.eps:g}"
         detail += f", hc_eps = {self.pre.add:g}"
-        if self.op == "mhc_pre" and self.fold and self.chain is not None:
+        if self.op != "mhc_head" and self.fold and self.chain is not None:
             detail += f", {self.chain.iters} sinkhorn iterations ({self.chain.words})"
         return Match(self.op, [root_of(self.norm.x)[0], *weights], [*self.outputs.values()], detail, data=self)
 
@@ -83,6 +96,24 @@ class PostUse:
         given += [found.matrix] if found.matrix is not None else []
         detail = "residual x" if found.matrix is None else "h_res" if self.own else "the model's own matrix"
         return Match("mhc_post", given, [self.x_out], detail + " transposed" * found.transpose, data=self)
+
+
+@dataclasses.dataclass(frozen=True)
+class CollapseUse:
+    """A collapse ``h_in`` of n streams with weights that were computed before them, as in a single pass."""
+
+    n: int
+    d: int
+    weight: Value
+    x: Value
+    stream: int
+    """The stream dim of x, where the streams have a dim of their own."""
+    h_in: Value
+
+    def match(self) -> Match:
+        """Returns the match of this collapse."""
+        inputs, detail = [root_of(self.x)[0], self.weight], f"n = {self.n}, D = {self.d}, weights known before"
+        return Match("mhc_collapse", inputs, [self.h_in], detail, data=self)
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,7 +13,7 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Miss
 from mhc_inductor.routing.operators.kernels import kernels_of
 from mhc_inductor.routing.operators.mhc.emit import Emission
-from mhc_inductor.routing.operators.mhc.matches import PostUse, Pre
+from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre
 from mhc_inductor.routing.operators.mhc.search import Search
 
 POLICY = (
@@ -23,7 +23,7 @@ POLICY = (
 
 
 class Mhc:
-    """Routes the pres, heads, posts and Sinkhorn iterations of one graph."""
+    """Routes the pres, heads, coefficients, collapses, posts and Sinkhorn iterations of one graph."""
 
     name = "mhc"
     kernels = staticmethod(kernels_of)
@@ -58,6 +58,8 @@ class Mhc:
         found = match.data
         if isinstance(found, Pre):
             return self._emission.pre(found)
+        if isinstance(found, CollapseUse):
+            return self._emission.collapse(found)
         return self._emission.post(found) if isinstance(found, PostUse) else self._emission.sinkhorn(found)
 
     def faster_as_written(self, match: Match, device: str) -> bool:

@@ -20,7 +20,7 @@ from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc.external_post import SUMS, given_post
 from mhc_inductor.routing.operators.mhc.formula import argument_of, square_matrices
 from mhc_inductor.routing.operators.mhc.groups import FEW, UNFINISHED, Group, of_streams
-from mhc_inductor.routing.operators.mhc.matches import PostUse, Pre, Sinkhorn
+from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.norm import Norm
 from mhc_inductor.routing.operators.mhc.normalisation import bare, iterated
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
@@ -51,7 +51,7 @@ class Search:
     def __init__(self, view: View) -> None:
         self.view = view
         self.chains = Chains()
-        self.found: list[Pre | PostUse | Sinkhorn] = []
+        self.found: list[Pre | PostUse | CollapseUse | Sinkhorn] = []
         self.misses: list[Miss] = []
         self._claimed: set[fx.Node] = set()
         self.cut: int | None = None
@@ -121,10 +121,10 @@ class Search:
         groups: dict[tuple[Value, float], tuple[Norm, list[fx.Node]]] = {}
         unnormed: list[tuple[Value, Mismatch]] = []
         for node in self.view.nodes:
-            value = self._called(node, "sigmoid", "special_expit", "expit", "exp")
+            value = self._called(node, "sigmoid", "special_expit", "expit", "exp", "tanh")
             if value is None or not value.shape or value.shape[-1].factor > FEW or value.shape[-1].symbols:
                 continue
-            if value.func not in (*mhc.SIGMOIDS, aten.exp.default):
+            if value.func not in (*mhc.SIGMOIDS, aten.exp.default, aten.tanh.default):
                 continue
             try:
                 with contained(self.view, node):
@@ -146,7 +146,10 @@ class Search:
     def _norm(self, value: Value) -> Norm | None:
         """Returns the norm of the projection in the argument of a sigmoid or an exp, or None. Raises Mismatch."""
         _, terms = addends(whole(value.args[0]))
-        for _, term in terms:
+        if len(terms) == 1 and (gate := mhc.gate_of(whole(value), 1.0)) is not None and value.func is aten.exp.default:
+            _, terms = addends(gate.argument)
+        inner = mhc.sum_factor(terms[0][1]) if len(terms) == 1 else None
+        for _, term in (*terms, *(addends(inner[0])[1] if inner is not None else ())):
             norm = mhc.projection(term)
             if norm is not None:
                 return norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 from mhc_inductor.routing.graph.expressions import (
     Ref,
@@ -34,6 +35,10 @@ from mhc_inductor.routing.operators.mhc.scalings import Scalings
 from mhc_inductor.routing.operators.selection.elements import constant_of
 
 
+_ROUNDED = 1e-6
+"""The largest logarithm of a factor that is 1 but for rounding: log n is often computed in fp32."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Chain:
     """``logits`` after a softmax or an exp and the normalisations ``axes``, each given by the dim summed over."""
@@ -49,6 +54,8 @@ class Chain:
     """The dims along which the subtracted value is constant."""
     log: bool = False
     eps_added: bool = False
+    offset: float = 0.0
+    """The logarithm of a number that multiplies the matrix, as log marginals do."""
 
     @property
     def transposed(self) -> bool:
@@ -57,8 +64,11 @@ class Chain:
 
     @property
     def iters(self) -> int | None:
-        """The number of iterations; None within an iteration, in the log domain, or where eps does not fit the form."""
-        if self.log or not self.axes or len(self.axes) % 2:
+        """The number of iterations; None within an iteration, in the log domain, or where eps does not fit the form.
+
+        None too where the sums are another number than 1.
+        """
+        if self.log or not self.axes or len(self.axes) % 2 or abs(self.offset) > _ROUNDED:
             return None
         if self.form == "softmax" and (self.eps or 0.0) > 0.0 and not self.eps_added:
             return None
@@ -108,7 +118,18 @@ class Chains:
             return self._plus_eps(ref) or self._potentials(ref)
         if func is aten.sub.Tensor:
             return self._less_logsumexp(ref) or self._potentials(ref)
-        return self._quotient(ref) if func in (aten.div.Tensor, aten.mul.Tensor) else None
+        if func in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+            return self._times_number(ref) or self._quotient(ref)
+        return None
+
+    def _times_number(self, ref: Ref) -> Chain | None:
+        """Returns the chain of a matrix of log-domain iterations times a positive number, or None."""
+        sides = operands(ref)
+        inner, number = next((a for a in sides if isinstance(a, Ref)), None), _number(ref)
+        before = self.of(inner.value) if inner is not None and number is not None else None
+        if before is None or number is None or before.log or not before.offset:
+            return None
+        return dataclasses.replace(before, offset=before.offset + math.log(number))
 
     def _quotient(self, ref: Ref) -> Chain | None:
         """Returns the chain of a matrix divided by its sums, step by step or by the factors of all steps, or None."""
@@ -152,7 +173,7 @@ class Chains:
             return None
         before = self.of(named_value(logits))
         if before is not None and before.log:
-            return dataclasses.replace(before, axes=_next(before, dim, logits))
+            return dataclasses.replace(before, axes=_next(before, dim, logits), offset=0.0)
         return Chain(named_value(logits), "exp", (dim,), eps=0.0, log=True)
 
     def _less_logsumexp(self, ref: Ref) -> Chain | None:
@@ -175,18 +196,21 @@ class Chains:
         """
         axes: list[int] = []
         own = _addends(ref)
-        while own[0] == 0.0 and len(own[1]) > 1:
+        offset = own[0]
+        while len(own[1]) > 1:
             found = _last_step(ref, own[1], axes[-1] if axes else None)
             if found is None:
                 return None
+            if not axes:  # numbers before the last step cancel
+                offset -= found[1][0]
             axes.append(found[0])
             own = found[1]
-        if not axes or own[0] != 0.0 or len(own[1]) != 1 or own[1][0][0] != 1.0:
+        if not axes or len(own[1]) != 1 or own[1][0][0] != 1.0:
             return None
         logits = own[1][0][1]
         if logits.index != ref.index or any(a == b for a, b in itertools.pairwise(axes)):
             return None
-        return Chain(named_value(logits.value), "exp", tuple(reversed(axes)), eps=0.0, log=True)
+        return Chain(named_value(logits.value), "exp", tuple(reversed(axes)), eps=0.0, log=True, offset=offset)
 
     def _exp(self, ref: Ref) -> Chain | None:
         inner = self.of(named_value(ref.value))
@@ -241,7 +265,8 @@ class Chains:
                 f"exp is taken of the logits minus {what}; expected their maximum over dim {DIM_NAMES[dim]}",
                 divisor.value,
             )
-        return dataclasses.replace(before, axes=_next(before, dim, summed.value))
+        offset = 0.0 if eps == 0.0 else before.offset  # its own sums take a factor away, but not from eps
+        return dataclasses.replace(before, axes=_next(before, dim, summed.value), offset=offset)
 
 
 def _own_sums(numerator: Ref, summed: Ref) -> int:
@@ -291,7 +316,7 @@ def _last_step(ref: Ref, own: list[tuple[float, Ref]], steady: int | None) -> tu
         before = _addends(summand)
         rest = [t for t in own if t is not term]
         apart = [t for t in (*before[1], *rest) if not (t in before[1] and t in rest)]
-        if before[0] == 0.0 and all(steady is not None and constant_along(t, ref, steady) for _, t in apart):
+        if all(steady is not None and constant_along(t, ref, steady) for _, t in apart):
             return dim, before
     return None
 
@@ -311,6 +336,18 @@ def _next(chain: Chain, dim: int, value: Value) -> tuple[int, ...]:
 
 
 def _addends(ref: Ref) -> tuple[float, list[tuple[float, Ref]]]:
-    """Returns the addends of ``ref`` without the zeros that the iterations start from."""
+    """Returns the addends of ``ref``, with those of one value, such as zeros to start from and marginals, as numbers."""
     constant, terms = addends(ref)
-    return constant, [t for t in terms if constant_of(t[1].value) != 0.0]
+    known = [(sign, t, constant_of(t.value)) for sign, t in terms]
+    constant += sum(sign * number for sign, _, number in known if number is not None)
+    return constant, [(sign, t) for sign, t, number in known if number is None]
+
+
+def _number(ref: Ref) -> float | None:
+    """Returns the positive number that an element is multiplied by, or None."""
+    a, b = operands(ref)
+    divides = ref.value.func in (aten.div.Tensor, aten.div.Scalar)
+    number = b if isinstance(b, float) else a if isinstance(a, float) and not divides else None
+    if number is None or number <= 0.0:
+        return None
+    return 1 / number if divides else number

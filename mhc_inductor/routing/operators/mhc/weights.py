@@ -46,7 +46,8 @@ class Weights:
         """Returns phi, alpha or bias of all roles as one tensor; a number stands for all elements of a role."""
         n = self.n
         rows = {"pre": n, "post": n, "res": n * n} if what != "alpha" else dict.fromkeys(ROLES, 1)
-        whole = self._stored(parts, {role: rows[role] for role in self.wanted}, what)
+        outer = what == "bias" and any(a.outer is not None for a in self.affines.values())
+        whole = None if outer else self._stored(parts, {role: rows[role] for role in self.wanted}, what)
         if whole is not None:
             return whole
         missing = [role for role in self.wanted if role not in parts]
@@ -83,7 +84,17 @@ class Weights:
         node = self._rowed(part, what)
         if self._rows(part.value, what) != rows:
             node = edit.emit(operator.getitem, node, slice(part.start, part.start + rows))
-        return edit.emit("detach", node) if role in self.unasked and edit.needs_grad(node) else node
+        node = edit.emit("detach", node) if role in self.unasked and edit.needs_grad(node) else node
+        return self._scaled(node, role) if what == "bias" and self.affines[role].outer is not None else node
+
+    def _scaled(self, bias: fx.Node, role: str) -> fx.Node:
+        """Returns a bias times what multiplies it and z."""
+        edit, affine = self.edit, self.affines[role]
+        wide = torch.promote_types(example(bias).dtype, torch.float32)
+        bias = edit.to(bias, wide)
+        if affine.alpha is not None:
+            bias = edit.emit(operator.mul, bias, edit.to(self._part(role, affine.alpha, 1, "alpha"), wide))
+        return bias if affine.outer == 1.0 else edit.emit(operator.mul, bias, affine.outer)
 
     def _rows(self, value: Value, what: str) -> int:
         total = 1
