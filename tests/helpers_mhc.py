@@ -130,6 +130,12 @@ def sinkhorn(logits: Tensor, iters: int, eps: float, form: str) -> Tensor:
             c = c / (c.sum(-1, keepdim=True) + eps)
             c = c / (c.sum(-2, keepdim=True) + eps)
         return c
+    if form == "exp_eps":
+        c = torch.exp(logits)
+        for _ in range(iters):
+            c = c / (c.sum(-1, keepdim=True) + eps)
+            c = c / (c.sum(-2, keepdim=True) + eps)
+        return c
     assert form == "exp"
     c = torch.exp(logits - logits.max(-1, keepdim=True).values)
     for _ in range(iters):

@@ -6,10 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def sinkhorn_start(logits, valid, eps, FORM: tl.constexpr):
-    """Returns the row softmax + eps, or exp(logits - rowmax), [T, N, N]."""
-    top = tl.max(tl.where(valid, logits, float("-inf")), axis=2)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    e = tl.where(valid, tl.exp(logits - top[:, :, None]), 0.0)
+    """Returns the row softmax + eps, exp(logits - rowmax), or exp(logits), [T, N, N]."""
+    if FORM == 2:
+        e = tl.where(valid, tl.exp(logits), 0.0)
+    else:
+        top = tl.max(tl.where(valid, logits, float("-inf")), axis=2)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        e = tl.where(valid, tl.exp(logits - top[:, :, None]), 0.0)
     if FORM == 0:
         s = tl.sum(e, axis=2)
         s = tl.where(s == 0.0, 1.0, s)
@@ -19,8 +22,8 @@ def sinkhorn_start(logits, valid, eps, FORM: tl.constexpr):
 
 @triton.jit
 def divisor(s, ok, eps, FORM: tl.constexpr):
-    """Returns a normalisation's divisor, [T, N]: s + eps ("softmax") or max(s, eps) ("exp"), and 1 in the padding."""
-    v = s + eps if FORM == 0 else tl.maximum(s, eps)
+    """Returns a normalisation's divisor, [T, N]: max(s, eps) for "exp", else s + eps, and 1 in the padding."""
+    v = tl.maximum(s, eps) if FORM == 1 else s + eps
     return tl.where(ok, v, 1.0)
 
 
@@ -31,7 +34,7 @@ def sinkhorn(logits, valid, ok, eps, ITERS: tl.constexpr, FORM: tl.constexpr):
     valid [1, N, N] and ok [1, N] mask the padding to a power of two.
     """
     c = sinkhorn_start(logits, valid, eps, FORM)
-    if FORM == 1:
+    if FORM > 0:
         c = c / divisor(tl.sum(c, axis=2), ok, eps, FORM)[:, :, None]
     c = c / divisor(tl.sum(c, axis=1), ok, eps, FORM)[:, None, :]
     for _ in range(ITERS - 1):
@@ -99,6 +102,8 @@ def sinkhorn_grad(
     if FORM == 0:
         p = start - tl.where(valid, eps, 0.0)
         return p * (g - tl.sum(g * p, axis=2)[:, :, None])
+    elif FORM == 2:
+        return g * start
     else:
         # rowmax is part of the formula: its gradient goes to the row's largest entry, where it cancels.
         e = start

@@ -37,7 +37,7 @@ from .post import mhc_post, mhc_post_backward
 from .pre import mhc_pre_collapse, mhc_pre_project, mhc_pre_weights
 from .sinkhorn import mhc_sinkhorn, mhc_sinkhorn_backward
 
-FORMS = {"softmax": 0, "exp": 1}
+FORMS = {"softmax": 0, "exp": 1, "exp_eps": 2}
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:

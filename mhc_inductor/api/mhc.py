@@ -63,7 +63,7 @@ def mhc_pre(
         sinkhorn_iters: Number of Sinkhorn iterations on h_res; 0 returns the raw logits. It must be 0 if phi has 2n
             rows.
         sinkhorn_eps: In [0, 1); see :func:`mhc_sinkhorn`.
-        sinkhorn_form: ``"softmax"`` (DeepSeek-V4) or ``"exp"`` (Megatron); see :func:`mhc_sinkhorn`.
+        sinkhorn_form: ``"softmax"`` (DeepSeek-V4), ``"exp"`` (Megatron) or ``"exp_eps"``; see :func:`mhc_sinkhorn`.
 
     Returns:
         ``(h_in, h_post, h_res)``: h_in ``[..., D]`` in x's dtype, h_post ``[..., n]`` and h_res ``[..., n, n]`` in fp32
@@ -94,6 +94,9 @@ def mhc_sinkhorn(h_res: Tensor, iters: int = 20, eps: float = 1e-6, form: str = 
         form "exp" (Megatron):
             c = exp(h_res - rowmax)
             iters times:  c = c / max(c.sum(-1), eps) ;  c = c / max(c.sum(-2), eps)
+        form "exp_eps" (ports that add eps to the sums; large logits overflow, as they do there):
+            c = exp(h_res)
+            iters times:  c = c / (c.sum(-1) + eps) ;  c = c / (c.sum(-2) + eps)
 
     The gradient goes through every iteration.
 
@@ -102,7 +105,7 @@ def mhc_sinkhorn(h_res: Tensor, iters: int = 20, eps: float = 1e-6, form: str = 
             fp64).
         iters: Number of iterations, at least 0; 0 returns a copy of h_res.
         eps: In [0, 1).
-        form: ``"softmax"`` or ``"exp"``.
+        form: ``"softmax"``, ``"exp"`` or ``"exp_eps"``.
 
     Returns:
         The matrix ``[..., n, n]`` in h_res's dtype.

@@ -54,7 +54,7 @@ def mhc_coefficients(
         sinkhorn_iters: Number of Sinkhorn iterations on h_res; 0 returns the raw logits. It must be 0 if phi has 2n
             rows.
         sinkhorn_eps: In [0, 1); see :func:`mhc_inductor.mhc_sinkhorn`.
-        sinkhorn_form: ``"softmax"`` or ``"exp"``; see :func:`mhc_inductor.mhc_sinkhorn`.
+        sinkhorn_form: ``"softmax"``, ``"exp"`` or ``"exp_eps"``; see :func:`mhc_inductor.mhc_sinkhorn`.
 
     Returns:
         ``(h_pre, h_post, h_res)``: h_pre and h_post ``[..., n]`` and h_res ``[..., n, n]``, in fp32 (fp64 if x is

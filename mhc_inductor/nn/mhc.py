@@ -141,7 +141,7 @@ class HyperConnection(_Coefficients):
         gamma: Whether the RMS norm has a weight.
         sinkhorn_iters: Number of Sinkhorn iterations, see :func:`mhc_inductor.mhc_sinkhorn`; ignored without residual.
         sinkhorn_eps: See :func:`mhc_inductor.mhc_sinkhorn`.
-        sinkhorn_form: ``"softmax"`` or ``"exp"``, see :func:`mhc_inductor.mhc_sinkhorn`.
+        sinkhorn_form: ``"softmax"``, ``"exp"`` or ``"exp_eps"``, see :func:`mhc_inductor.mhc_sinkhorn`.
         norm_eps: See :func:`mhc_inductor.mhc_pre`.
         hc_eps: See :func:`mhc_inductor.mhc_pre`.
         post_mult: See :func:`mhc_inductor.mhc_pre`.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FORMS = ("softmax", "exp")
+FORMS = ("softmax", "exp", "exp_eps")
 MIN_STREAMS, MAX_STREAMS, MIN_WIDTH = 2, 8, 16
 _OPTIONAL = frozenset({"gamma", "h_res", "dh_in", "dh_post", "dh_res", "dx_acc", "dx_out", "dnext_post", "dnext_res"})
 _OPTIONAL |= {"dh_pre", "dnext_pre"}

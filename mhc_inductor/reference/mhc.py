@@ -303,7 +303,7 @@ def coefficients_backward(
 def _scale(c: Tensor, dim: int, eps: float, form: str) -> tuple[Tensor, Tensor, Tensor]:
     """Divides ``c`` by its sums over ``dim``; returns (result, divisor, raw sums)."""
     sums = c.sum(dim, keepdim=True)
-    divisor = sums + eps if form == "softmax" else sums.clamp(min=eps)
+    divisor = sums.clamp(min=eps) if form == "exp" else sums + eps
     return c / divisor, divisor, sums
 
 
@@ -312,7 +312,7 @@ def _first(logits: Tensor, eps: float, form: str) -> tuple[Tensor, Tensor, list[
     if form == "softmax":
         p = torch.softmax(logits, -1)
         return p, p + eps, [-2]
-    c = torch.exp(logits - logits.amax(-1, keepdim=True))
+    c = torch.exp(logits - logits.amax(-1, keepdim=True)) if form == "exp" else torch.exp(logits)
     return c, c, [-1, -2]
 
 
@@ -340,7 +340,7 @@ def _sinkhorn_backward(grad: Tensor, logits: Tensor, iters: int, eps: float, for
         if form == "exp":  # a clamped sum has no gradient
             through_sum = torch.where(sums >= eps, through_sum, 0.0)
         g = (g - through_sum) / divisor
-    if form == "exp":  # the row maximum cancels in the first division: it has no gradient
+    if form != "softmax":  # the row maximum of "exp" cancels in the first division: it has no gradient
         return g * p
     return p * (g - (g * p).sum(-1, keepdim=True))
 
@@ -357,12 +357,15 @@ def mhc_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str) -> Tensor:
         form "exp" (Megatron):
             c = exp(h_res - rowmax)
             repeat iters times:  c = c / max(c.sum(-1), eps) ;  c = c / max(c.sum(-2), eps)
+        form "exp_eps":
+            c = exp(h_res)
+            repeat iters times:  c = c / (c.sum(-1) + eps) ;  c = c / (c.sum(-2) + eps)
 
     Args:
         h_res: Logits ``[..., n, n]``.
         iters: Number of iterations; 0 returns a copy of h_res.
         eps: Added to the sums, or their lower bound.
-        form: ``"softmax"`` or ``"exp"``.
+        form: ``"softmax"``, ``"exp"`` or ``"exp_eps"``.
 
     Returns:
         The matrix ``[..., n, n]`` in h_res's dtype.

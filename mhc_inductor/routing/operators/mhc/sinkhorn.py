@@ -292,8 +292,10 @@ def _with_eps(chain: Chain, kind: str, eps: float, divisor: Value) -> Chain:
             raise Mismatch("sums after a softmax are clamped; expected sum + eps", divisor)
         if chain.eps is None and len(chain.axes) == 1:
             chain = dataclasses.replace(chain, eps=0.0)
-    elif kind == "add":
-        raise Mismatch("eps is added to sums after exp; expected max(sum, eps)", divisor)
+    elif kind == "add" and not chain.axes:
+        chain = dataclasses.replace(chain, form="exp_eps", logits=chain.shifted or chain.logits)
+    elif (kind == "add") != (chain.form == "exp_eps") and eps:
+        raise Mismatch("eps is added to some sums after exp and bounds others", divisor)
     if chain.eps is None:
         return dataclasses.replace(chain, eps=eps)
     if not close(chain.eps, eps):
