@@ -68,7 +68,7 @@ def check_pre(device, lead, n, width, dtype, tolerance=2e-6, iters=0, form="soft
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("iters, form", [(0, "softmax"), (3, "softmax"), (2, "exp")])
+@pytest.mark.parametrize("iters, form", [(0, "softmax"), (3, "softmax"), (2, "exp"), (2, "exp_eps")])
 def test_pre(device, dtype, iters, form):
     check_pre(device, (2, 5), 4, 128, dtype, iters=iters, form=form)
 
@@ -149,7 +149,10 @@ def test_post_without_residual_matrix(device):
 
 
 @pytest.mark.parametrize("n", [2, 4, 5])
-@pytest.mark.parametrize("iters, form", [(1, "softmax"), (6, "softmax"), (1, "exp"), (6, "exp"), (0, "softmax")])
+@pytest.mark.parametrize(
+    "iters, form",
+    [(1, "softmax"), (6, "softmax"), (1, "exp"), (6, "exp"), (0, "softmax"), (1, "exp_eps"), (6, "exp_eps")],
+)
 def test_sinkhorn(device, n, iters, form):
     logits = h.upstream({"h": torch.empty(9, n, n)}, seed=3)["h"].to(device)
     grad = h.upstream({"h": torch.empty(9, n, n)}, seed=4)["h"].to(device)

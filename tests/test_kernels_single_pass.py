@@ -67,7 +67,7 @@ def test_backward_without_some_gradients(device, missing):
 
 
 @pytest.mark.parametrize(
-    "made", [{"residual": False}, {"full": False, "iters": 0}, {"gamma": False}, {"form": "exp"}], ids=str
+    "made", [{"residual": False}, {"full": False, "iters": 0}, {"gamma": False}, {"form": "exp"}, {"form": "exp_eps"}], ids=str
 )
 def test_variants(device, made):
     check(device, (5,), 4, 48, BF16, **made)
@@ -137,7 +137,7 @@ def check_coefficients(device, lead, n, width, dtype, iters=2, form="softmax", m
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("iters, form", [(0, "softmax"), (3, "softmax"), (2, "exp")])
+@pytest.mark.parametrize("iters, form", [(0, "softmax"), (3, "softmax"), (2, "exp"), (2, "exp_eps")])
 def test_coefficients(device, dtype, iters, form):
     check_coefficients(device, (2, 5), 4, 128, dtype, iters, form)
 

@@ -42,7 +42,7 @@ def scramble(module, seed=1):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
-@pytest.mark.parametrize("form", ["softmax", "exp"])
+@pytest.mark.parametrize("form", ["softmax", "exp", "exp_eps"])
 @pytest.mark.parametrize("transpose", [False, True])
 def test_starts_as_an_ordinary_residual(n, form, transpose):
     b = block(n, sinkhorn_form=form, transpose_res=transpose)

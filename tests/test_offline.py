@@ -45,8 +45,9 @@ def launches(props, *, dtype, n, width, iters, gamma, tokens=8192):
     )
     single_pass_plan.plan_mhc_collapse(b, x, h_pre)
     single_pass_plan.plan_mhc_collapse_backward(b, f, x, h_pre)
-    plan.plan_mhc_sinkhorn(b, h_res, 20, 1e-6, "exp")
-    plan.plan_mhc_sinkhorn_backward(b, h_res, h_res, 20, 1e-6, "exp")
+    for form in ("exp", "exp_eps"):
+        plan.plan_mhc_sinkhorn(b, h_res, 20, 1e-6, form)
+        plan.plan_mhc_sinkhorn_backward(b, h_res, h_res, 20, 1e-6, form)
     return b.launches
 
 

@@ -333,7 +333,7 @@ def test_mhc_of_one_token_shares_no_memory(lead):
 
 
 @pytest.mark.parametrize("iters", [0, 1])
-@pytest.mark.parametrize("form", ["softmax", "exp"])
+@pytest.mark.parametrize("form", ["softmax", "exp", "exp_eps"])
 def test_sinkhorn_never_returns_its_input(iters, form):
     c = torch.rand(2, N, N)
     _apart(mhc_inductor.mhc_sinkhorn(c, iters, form=form), (c,))

@@ -146,6 +146,7 @@ PRE_VARIANTS = {
     "2n": {"full": False},
     "softmax": {"iters": 3},
     "exp_bf16": {"iters": 3, "form": "exp", "dtype": BF16},
+    "exp_eps": {"iters": 3, "form": "exp_eps"},
     "bf16_params": {"dtype": BF16, "param_dtype": BF16, "gamma": False},
     "fp64": {"dtype": F64, "iters": 2},
 }
@@ -204,6 +205,8 @@ SAMPLES = [
     pytest.param("mhc_sinkhorn_backward", sinkhorn_backward_sample, {}, id="sinkhorn_backward"),
     pytest.param("mhc_sinkhorn_backward", sinkhorn_backward_sample, {"iters": 0}, id="sinkhorn_backward-0"),
     pytest.param("mhc_sinkhorn_backward", sinkhorn_backward_sample, {"form": "exp"}, id="sinkhorn_backward-exp"),
+    pytest.param("mhc_sinkhorn", sinkhorn_sample, {"form": "exp_eps"}, id="sinkhorn-exp_eps"),
+    pytest.param("mhc_sinkhorn_backward", sinkhorn_backward_sample, {"form": "exp_eps"}, id="sinkhorn_backward-exp_eps"),
 ]
 
 
@@ -244,7 +247,7 @@ def test_gradcheck_post_sinkhorn_head():
         fn = lambda *a, t=transpose: mhc_inductor.mhc_post(*a, transpose_res=t)  # noqa: E731
         assert torch.autograd.gradcheck(fn, post, fast_mode=True)
     logits = torch.randn(2, 3, 3, dtype=F64, requires_grad=True)
-    for form in ("softmax", "exp"):
+    for form in ("softmax", "exp", "exp_eps"):
         assert torch.autograd.gradcheck(lambda t, f=form: mhc_inductor.mhc_sinkhorn(t, 3, 1e-3, f), [logits])
     head = [t.requires_grad_() for t in make_inputs((2,), 2, 16, head=True).values()]
     assert torch.autograd.gradcheck(lambda *a: mhc_inductor.mhc_head(*a), head, fast_mode=True)

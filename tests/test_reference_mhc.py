@@ -30,7 +30,7 @@ import mhc_inductor  # noqa: F401  (registers the ops)
 from mhc_inductor.reference import mhc as reference
 
 EXACT = 1e-12
-FORMS = [(0, "softmax"), (1, "softmax"), (20, "softmax"), (1, "exp"), (20, "exp")]
+FORMS = [(0, "softmax"), (1, "softmax"), (20, "softmax"), (1, "exp"), (20, "exp"), (1, "exp_eps"), (20, "exp_eps")]
 
 
 def check_pre(inputs, options=None, tolerance=EXACT):
@@ -121,7 +121,7 @@ def test_example_shape_in_fp32_arithmetic():
 
 
 @pytest.mark.parametrize("iters", [0, 1, 2, 20])
-@pytest.mark.parametrize("form", ["softmax", "exp"])
+@pytest.mark.parametrize("form", ["softmax", "exp", "exp_eps"])
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_sinkhorn(iters, form, n):
     logits = torch.randn(3, 2, n, n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) * 2
@@ -143,7 +143,7 @@ def test_sinkhorn_clamp_stops_the_gradient_through_the_sum():
     assert relative(reference.mhc_sinkhorn_backward(grad, logits, 2, 0.05, "exp"), want["dh_res"]) < EXACT
 
 
-@pytest.mark.parametrize("form", ["softmax", "exp"])
+@pytest.mark.parametrize("form", ["softmax", "exp", "exp_eps"])
 def test_sinkhorn_is_doubly_stochastic(form):
     c = reference.mhc_sinkhorn(torch.randn(7, 4, 4, dtype=torch.float64), 200, 1e-9, form)
     assert torch.allclose(c.sum(-1), torch.ones(7, 4).double(), atol=1e-6)
@@ -203,5 +203,5 @@ def test_gradcheck_of_the_other_references():
         fn = functools.partial(reference.mhc_post, transpose_res=transpose)
         assert torch.autograd.gradcheck(fn, post, fast_mode=True)
     logits = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
-    for form in ("softmax", "exp"):
+    for form in ("softmax", "exp", "exp_eps"):
         assert torch.autograd.gradcheck(lambda t, form=form: reference.mhc_sinkhorn(t, 4, 1e-3, form), [logits])
