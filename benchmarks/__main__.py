@@ -1,6 +1,6 @@
 """Command line of the benchmarks.
 
-``mhc``, ``e79``, ``selection``, ``lists``, ``index``, ``deepseek_v4``, ``routing``, ``readme`` and ``table FILE``.
+``mhc``, ``e79``, ``selection``, ``lists``, ``index``, ``rule``, ``sparse_models``, ``deepseek_v4``, ``routing``, ``readme`` and ``table FILE``.
 """
 
 from __future__ import annotations
@@ -240,6 +240,22 @@ def index(
     parts = _words(only, run.PARTS, "part") if only else run.QUICK_PARTS if quick else run.PARTS
     settings = run.Settings(device=device, parts=parts, peers=not quick, rounds=rounds, budget_s=budget, seed=seed)
     _run(run, settings, out, name or "index", parts == run.PARTS and not quick)
+
+
+@app.command()
+def rule(
+    only: Annotated[str, typer.Option(help="Some of sides,product,written; all when left out.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu (tiny shapes).")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")] = 12,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the Markdown table.")] = RESULTS,
+) -> None:
+    """Measures what the rule between dense attention and lists of keys assumes: both sides, a product, a softmax."""
+    from . import rule as run
+
+    parts = _words(only, run.PARTS, "part") if only else run.PARTS
+    settings = run.Settings(device=device, parts=parts, rounds=rounds, seed=seed)
+    _run(run, settings, out, "rule", parts == run.PARTS)
 
 
 def _parts_of(run: Any, settings: Any) -> tuple[str, ...]:

@@ -231,28 +231,61 @@ def _deepseek(results: Results) -> str:
 _SPARSE = {"deepseek_v4": "DeepSeek-V4, 4 layers", "deepseek_v32": "DeepSeek-V3.2, 2 layers"}
 
 
-def _sparse_models(results: Results) -> str:
-    """Returns the table of whole models with sparse attention: what was measured of them."""
-    result = results("sparse_models-partial")
-    cases = {f"{c['model']}-{c['batch']}x{c['seq']}-{c['part']}": c for c in result["settings"]["cases"]}
+_GRAPHS = "mhc_inductor+graphs"
+
+
+def _models(results: Results, cases: tuple[str, ...] = ()) -> str:
+    """Returns the table of whole models with sparse attention: those of ``cases``, or all that were measured."""
+    result = results("sparse_models")
     lines = []
-    for row in result["rows"]:
-        if "median_ms" not in row:
+    for case in result["settings"]["cases"]:
+        name = f"{case['model']}-{case['batch']}x{case['seq']}-{case['part']}"
+        rows = {r["variant"]: r for r in result["rows"] if r["case"] == name and "median_ms" in r}
+        if "mhc_inductor" not in rows or (cases and name not in cases):
             continue
-        case = cases[row["case"]]
-        bar = "" if case["bar_ms"] is None else _short(case["bar_ms"])
+        found = [rows.get(v, {}) for v in (COMPILE, "mhc_inductor", _GRAPHS)]
+        times = [_short(r["median_ms"]) if r else "" for r in found]
+        memory, compiles = ([f"{r[k]:.1f}" if r else "" for r in found[:2]] for k in ("peak_gib", "compile_s"))
         size = f"{case['batch']} x {case['seq']}"
-        cells = [_SPARSE[case["model"]], size, case["part"], _short(row["median_ms"]), bar]
-        lines.append([*cells, f"{row['peak_gib']:.1f}", _short(row["compile_s"])])
-    headings = ["of transformers, unmodified", "tokens", "", "with this package, ms", "bar", "peak, GiB", "compile, s"]
-    return f"{markdown(headings, lines)}\n\nbf16, random weights; torch.compile was not run in this run. {_measured(result)}."
+        lines.append([_SPARSE[case["model"]], size, case["part"], *times, " / ".join(memory), " / ".join(compiles)])
+    headings = ["of transformers, unmodified", "tokens", "", "torch.compile, ms", "with this package, ms"]
+    table = markdown([*headings, "in CUDA graphs, ms", "peak, GiB", "compile, s"], lines)
+    return f"{table}\n\nbf16, random weights; peak and compile: torch.compile / with this package. {_measured(result)}."
+
+
+_OF_THE_README = tuple(
+    f"{model}-{size}-{part}"
+    for model, size in (
+        ("deepseek_v4", "2x2048"),
+        ("deepseek_v4", "1x8192"),
+        ("deepseek_v32", "1x8192"),
+        ("deepseek_v32", "1x16384"),
+    )
+    for part in ("forward", "training")
+)
+
+
+def _sparse_models(results: Results) -> str:
+    return _models(results)
+
+
+def _rule(results: Results) -> str:
+    """Returns the table of one layer of latent attention computed both ways, by tokens."""
+    result = results("rule")
+    rows = {(r["tokens"], r["variant"], r["what"]): _short(r["median_ms"]) for r in result["rows"] if "tokens" in r}
+    lines = [
+        [str(tokens), *(" / ".join(rows[tokens, v, what] for what in ("fwd", "fb")) for v in ("dense", "ops"))]
+        for tokens in sorted({t for t, *_ in rows})
+    ]
+    table = markdown(["tokens", "dense, ms: forward / with gradients", "lists, ms"], lines)
+    return f"{table}\n\nOne layer of DeepSeek-V3.2 from its latent, 32 heads, 2048 keys a query, bf16. {_measured(result)}."
 
 
 def _readme(results: Results) -> str:
     picture = (
         "![Time on one H200 of this package, torch.compile and other implementations](benchmarks/results/overview.png)"
     )
-    parts = [make(results) for make in (_deepseek, _mhc, _e79, _selection)]
+    parts = [_models(results, _OF_THE_README), *(make(results) for make in (_mhc, _e79, _selection))]
     return "\n\n".join([picture, *parts, f"\\* {SEPARATELY} on the same kind of GPU, with the projects' own code."])
 
 
@@ -281,6 +314,7 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "index": _if_measured(_index, "index"),
     "deepseek_v4": _deepseek,
     "sparse_models": _sparse_models,
+    "rule": _rule,
     "counts": _counts,
     "imports": _imports,
 }
@@ -291,10 +325,11 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
 
 def groups(results: Results = read) -> Iterator[tuple[str, list[tuple[str, float, str]]]]:
     """Yields each group of the picture: its title, and the name, time and unit of each bar, ours first."""
-    v4, mhc, e79, attention = (results(name) for name in ("deepseek_v4", "mhc", "e79", "selection"))
+    v4, mhc, e79, attention = (results(name) for name in ("sparse_models", "mhc", "e79", "selection"))
     ours = _row(mhc["rows"], what="fb", dim=4096, variant="ops")
     step = _row(e79["rows"], what="fb", n=64, variant="ops")
-    runs = {v: _row(v4["rows"], part="training", variant=v)["median_ms"] for v in ("mhc_inductor", COMPILE)}
+    case = "deepseek_v4-2x2048-training"
+    runs = {v: _row(v4["rows"], case=case, variant=v)["median_ms"] for v in ("mhc_inductor", COMPILE)}
     yield "DeepSeek-V4, training step", [("this package", runs["mhc_inductor"], "ms"), (COMPILE, runs[COMPILE], "ms")]
     yield (
         "mHC, forward and backward, D = 4096",

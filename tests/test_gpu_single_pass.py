@@ -62,7 +62,10 @@ def test_registered_ops_run_the_kernels_and_agree(width):
     want = one.oracle(inputs, True, got["x_out"], up, options)
     # The gradient of x_out is rounded once; dx, df, dh_post and dh_res are computed from it.
     through = {k: got.pop(k) for k in ("dx", "df_out", "dh_post", "dh_res")}
+    # The backward computes x_out again, with other fused multiply-adds: about 1 of 10,000 elements rounds the other way.
+    again = {"dh_pre": got.pop("dh_pre")}
     h.compare(got, want, 2e-6, 1.05)
+    h.compare(again, want, 3e-5, 1.05)
     h.compare(through, want, 2e-6 + h.rounding(BF16), 1.05)
     assert {n for n in names if "mhc_" in n} >= {"mhc_coefficients", "mhc_post_backward", "mhc_pre_backward_dx"}
     assert all("mhc_" in n for n in names), names

@@ -33,13 +33,18 @@ def check(device, lead, n, width, dtype, *, iters=2, form="softmax", transpose_r
     up = h.upstream({k: out[k] for k in one.UP if k not in missing and (out[k].numel() or 0 in lead)})
     got = one.run(inputs, transpose_res, up, options)
     want = one.oracle(inputs, transpose_res, out["x_out"], up, options)
-    # The gradient of x_out is rounded to x's dtype once; everything computed from it has that error.
+    # The gradient of x_out is rounded to x's dtype once; everything computed from it has that error. dh_pre is computed
+    # from x_out, which the backward computes again: a GPU's compiler may choose other fused multiply-adds there, so that
+    # an element rounds the other way. dalpha may cancel.
     once = ROUNDINGS * h.rounding(dtype) if dtype in (BF16, F16) else 0.0
-    through = {k: got.pop(k) for k in ("dx", "df_out", "dh_post", "dh_res") if k in got}
-    h.compare(got, want, 2e-6, ROUNDINGS)
-    h.compare(through, want, 2e-6 + once, ROUNDINGS)
+    errors = dict.fromkeys(("dx", "df_out", "dh_post", "dh_res"), once) | {
+        "dh_pre": 3 * once if GPU else 0.0,
+        "dalpha": 8e-6,
+    }
+    for key, value in got.items():
+        h.compare({key: value}, want, 2e-6 + errors.get(key, 0.0), ROUNDINGS)
     apart = h.OPS.mhc_post(*(inputs[k] for k in ("x", "f_out", "h_post", "h_res")), transpose_res)
-    assert torch.equal(out["x_out"], apart)
+    assert h.relative(out["x_out"], apart) <= 2 * once + 1e-6 if GPU else torch.equal(out["x_out"], apart)
     return got
 
 
@@ -67,7 +72,9 @@ def test_backward_without_some_gradients(device, missing):
 
 
 @pytest.mark.parametrize(
-    "made", [{"residual": False}, {"full": False, "iters": 0}, {"gamma": False}, {"form": "exp"}, {"form": "exp_eps"}], ids=str
+    "made",
+    [{"residual": False}, {"full": False, "iters": 0}, {"gamma": False}, {"form": "exp"}, {"form": "exp_eps"}],
+    ids=str,
 )
 def test_variants(device, made):
     check(device, (5,), 4, 48, BF16, **made)
@@ -130,7 +137,7 @@ def check_coefficients(device, lead, n, width, dtype, iters=2, form="softmax", m
     out = one.run_coefficients(inputs, None, options)
     up = h.upstream({k: out[k] for k in one.COEFFICIENTS[:3] if k not in missing and (out[k].numel() or 0 in lead)})
     got = one.run_coefficients(inputs, up, options)
-    h.compare(got, one.oracle_coefficients(inputs, up, options), 5e-6, ROUNDINGS)  # dalpha may cancel
+    h.compare(got, one.oracle_coefficients(inputs, up, options), 1e-5, ROUNDINGS)  # dalpha may cancel
     whole = h.OPS.mhc_pre(*inputs.values(), *{**h.PRE_OPTIONS, **options}.values())
     for key, want in zip(("h_post", "h_res", "h_pre", "h_mix", "inv_rms"), whole[1:], strict=True):
         assert torch.equal(got[key], want), f"{key} of mhc_pre has other bits"

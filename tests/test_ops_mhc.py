@@ -206,7 +206,9 @@ SAMPLES = [
     pytest.param("mhc_sinkhorn_backward", sinkhorn_backward_sample, {"iters": 0}, id="sinkhorn_backward-0"),
     pytest.param("mhc_sinkhorn_backward", sinkhorn_backward_sample, {"form": "exp"}, id="sinkhorn_backward-exp"),
     pytest.param("mhc_sinkhorn", sinkhorn_sample, {"form": "exp_eps"}, id="sinkhorn-exp_eps"),
-    pytest.param("mhc_sinkhorn_backward", sinkhorn_backward_sample, {"form": "exp_eps"}, id="sinkhorn_backward-exp_eps"),
+    pytest.param(
+        "mhc_sinkhorn_backward", sinkhorn_backward_sample, {"form": "exp_eps"}, id="sinkhorn_backward-exp_eps"
+    ),
 ]
 
 

@@ -381,6 +381,35 @@ def test_the_rule_follows_the_measurements() -> None:
         assert training["median_us"] / fwd["median_us"] <= slower, case
 
 
+def _of_the_rule() -> list[dict[str, Any]]:
+    return json.loads((ROOT / "benchmarks" / "results" / "rule.json").read_text())["rows"]
+
+
+def test_the_rule_follows_what_dense_attention_takes() -> None:
+    """Recomputes the figures of the dense side: a large product, and a softmax that is written out."""
+    rows = {(r["variant"], r["what"]): r for r in _of_the_rule() if "tokens" not in r}
+    product = rows["torch", "product"]
+    assert 2 * product["size"] ** 3 / (product["median_us"] * 1e-6) >= profit.PRODUCT_FLOPS
+    for what, times in (("fwd", 1.0), ("fb", profit.WRITTEN_TRAINING)):
+        whole, alone = rows["softmax written out", what], rows["products alone", what]
+        scores = whole["batch"] * whole["heads"] * whole["queries"] * whole["keys"]
+        seconds = (whole["median_us"] - alone["median_us"]) * 1e-6 / scores
+        assert seconds == pytest.approx(profit.WRITTEN * times, rel=0.05), what
+
+
+@pytest.mark.parametrize("what", ["fwd", "fb"])
+@pytest.mark.parametrize("length", [4096, 8192, 16384])
+def test_the_rule_chooses_the_side_that_was_faster(length: int, what: str) -> None:
+    """Compares the rule's estimates and its choice with a layer of DeepSeek-V3.2 that was measured both ways."""
+    rows = {
+        r["variant"]: r["median_us"] * 1e-6 for r in _of_the_rule() if (r.get("tokens"), r["what"]) == (length, what)
+    }
+    sizes, training = _v32(length), what == "fb"
+    assert profit.dense_seconds(sizes, training) == pytest.approx(rows["dense"], rel=0.08)
+    assert rows["ops"] < profit.list_seconds(sizes, training) * 1.05 < rows["ops"] * 1.6
+    assert (not profit.list_refusal(sizes, training)) is (rows["ops"] < rows["dense"])
+
+
 V32 = {"device": "cuda", "dtype": torch.bfloat16, "heads": 1, "width": 192, "values": 128, "fused": True}
 
 

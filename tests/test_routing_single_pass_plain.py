@@ -37,9 +37,9 @@ COLLAPSES: dict[str, Fn] = {
     "flat": lambda w, x: (w.unsqueeze(-1) * x.flatten(-2).unflatten(-1, (N, D))).sum(dim=-2).to(x.dtype),
 }
 MIXES: dict[str, Fn] = {
-    "matmul": lambda p, f, c, x: (
-        p.unsqueeze(-1) * f.unsqueeze(-2) + torch.matmul(c.transpose(-1, -2), x.float())
-    ).to(x.dtype),
+    "matmul": lambda p, f, c, x: (p.unsqueeze(-1) * f.unsqueeze(-2) + torch.matmul(c.transpose(-1, -2), x.float())).to(
+        x.dtype
+    ),
     "einsum": lambda p, f, c, x: (
         torch.einsum("...n,...d->...nd", p, f.float()) + torch.einsum("...io,...id->...od", c, x.float())
     ).to(x.dtype),

@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-_NAMES = ("mhc_pre", "mhc_post", "mhc_sinkhorn", "mhc_head", "e79_scan", "selection_attention")
+_NAMES = (
+    "mhc_pre",
+    "mhc_coefficients",
+    "mhc_collapse",
+    "mhc_post",
+    "mhc_sinkhorn",
+    "mhc_head",
+    "e79_scan",
+    "selection_attention",
+)
 
 
 def ops_to_save() -> list[Any]:
@@ -21,7 +30,7 @@ def ops_to_save() -> list[Any]:
             return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     Returns:
-        The op overloads of ``mhc_pre``, ``mhc_post``, ``mhc_sinkhorn``, ``mhc_head``, ``e79_scan`` and
-        ``selection_attention``.
+        The op overloads of ``mhc_pre``, ``mhc_coefficients``, ``mhc_collapse``, ``mhc_post``, ``mhc_sinkhorn``,
+        ``mhc_head``, ``e79_scan`` and ``selection_attention``.
     """
     return [getattr(torch.ops.mhc_inductor, name).default for name in _NAMES]

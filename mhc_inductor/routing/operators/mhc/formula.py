@@ -130,6 +130,16 @@ def sum_factor(ref: Ref, stop: Container[Value] = ()) -> tuple[Ref, float, list[
     return sums[0], term.coef, [f for f, _ in term.factors if f is not sums[0]]
 
 
+def _scaled_sum(found: Affine, factor: float, others: list[Ref], ref: Ref) -> Affine:
+    """Returns ``factor`` times ``others``, at most one alpha, times the sum ``found``. Raises Mismatch."""
+    if not others and close(factor, 1.0):
+        return found
+    if found.alpha is not None or found.outer is not None:
+        raise Mismatch("alpha multiplies z twice; expected alpha * z + bias", ref.value)
+    scale, outer = factor * found.scale, factor if found.bias is not None else None
+    return dataclasses.replace(found, alpha=_alpha(others, scale, ref), scale=scale, outer=outer)
+
+
 def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
     """Returns ``scale * ref``, an element of a value's logits, as ``alpha * z + bias``. Raises Mismatch.
 
@@ -139,14 +149,7 @@ def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
     constant, terms = constant * scale, [(sign * scale, t) for sign, t in terms]
     inner = sum_factor(terms[0][1], kept) if len(terms) == 1 and constant == 0.0 else None
     if inner is not None and projection(terms[0][1], kept) is None:
-        found, factor = affine(inner[0], out, kept), terms[0][0] * inner[1]
-        if not inner[2] and close(factor, 1.0):
-            return found
-        if found.alpha is not None or found.outer is not None:
-            raise Mismatch("alpha multiplies z twice; expected alpha * z + bias", ref.value)
-        alpha = _alpha(inner[2], factor * found.scale, terms[0][1])
-        outer = factor if found.bias is not None else None
-        return dataclasses.replace(found, alpha=alpha, scale=factor * found.scale, outer=outer)
+        return _scaled_sum(affine(inner[0], out, kept), terms[0][0] * inner[1], inner[2], terms[0][1])
     norms = [(projection(t, kept), sign, t) for sign, t in terms]
     found = [(n, sign, t) for n, sign, t in norms if n is not None]
     if len(found) != 1:

@@ -190,8 +190,8 @@ class Group:
             return None
         mine = weights[uses[0].weight]
         self.uses = [use for use in uses if _piece(weights[use.weight]) == _piece(mine)]
-        same = [v for v, c in weights.items() if v.node is not None and _piece(c) == _piece(mine)]
-        same.sort(key=lambda v: self.view.defined(v.node))
+        places = {v: self.view.defined(v.node) for v in weights if v.node is not None}
+        same = sorted((v for v in places if _piece(weights[v]) == _piece(mine)), key=places.__getitem__)
         x = self.norm.x
         # The first site's weights are the model's own.
         self.uses += self._collapses([x.node], n, None, x) if x.node is not None else []

@@ -34,7 +34,6 @@ from mhc_inductor.routing.operators.mhc.normalisation import (
 from mhc_inductor.routing.operators.mhc.scalings import Scalings
 from mhc_inductor.routing.operators.selection.elements import constant_of
 
-
 _ROUNDED = 1e-6
 """The largest logarithm of a factor that is 1 but for rounding: log n is often computed in fp32."""
 

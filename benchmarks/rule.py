@@ -1,0 +1,232 @@
+"""Both sides of the rule that chooses between dense attention under a mask and lists of keys, and its other figures.
+
+The two sides are one layer of DeepSeek-V3.2's attention from the same latent: ``dense`` expands it to every head's keys
+and values and calls scaled_dot_product_attention under the lists as a mask; ``ops`` absorbs the maps into the queries
+and the output and reads the latent by the lists. Then a large product, and what a softmax that is written out costs
+beyond its two products. ``tests/test_routing_lists.py`` recomputes the rule's figures from the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mhc_inductor
+
+from . import running, timing
+from .lists_cases import mask_of
+from .report import Result, Section, document, facts, sections_of
+from .variants import Clock, Variant, measure
+
+__all__ = ["PARTS", "Run", "Settings", "table", "write"]
+PARTS = ("sides", "product", "written")
+DENSE, PRODUCTS, WRITTEN = "dense", "products alone", "softmax written out"
+BF16 = torch.bfloat16
+Leaves = dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Sizes of latent attention: heads, their width without and with position, the latent's, and keys a query reads."""
+
+    tokens: int
+    heads: int = 32
+    nope: int = 128
+    rope: int = 64
+    latent: int = 512
+    selected: int = 2048
+
+    @property
+    def keys(self) -> int:
+        return self.latent + self.rope
+
+    def leaves(self, device: torch.device) -> Leaves:
+        """Returns random bf16 queries ``[1, S, h, .]``, latents ``[1, S, .]`` and the maps ``[h, nope, latent]``."""
+        sizes = {
+            "q": (1, self.tokens, self.heads, self.nope),
+            "q_rope": (1, self.tokens, self.heads, self.rope),
+            "latent": (1, self.tokens, self.latent),
+            "k_rope": (1, self.tokens, self.rope),
+            "to_k": (self.heads, self.nope, self.latent),
+            "to_v": (self.heads, self.nope, self.latent),
+        }
+        scale = {"to_k": self.latent**-0.5, "to_v": self.latent**-0.5}
+        made = {k: torch.randn(*s, device=device) * scale.get(k, 1.0) for k, s in sizes.items()}
+        return {k: t.to(BF16).requires_grad_() for k, t in made.items()}
+
+    def indices(self, device: torch.device) -> Tensor:
+        """Returns for each query uniform random earlier positions, sorted, int32 ``[1, S, selected]``, -1 for none."""
+        found = []
+        for some in torch.arange(self.tokens, device=device).split(1024):
+            score = torch.rand(len(some), self.tokens, device=device)
+            score.masked_fill_(torch.arange(self.tokens, device=device) > some[:, None], -1.0)
+            best = score.topk(min(self.selected, self.tokens), -1)
+            found.append(best.indices.masked_fill(best.values < 0, -1).sort(-1).values.int())
+        return torch.cat(found)[None]
+
+    def dense(self, a: Leaves, mask: Tensor) -> Tensor:
+        """Returns o ``[1, S, h, nope]`` of attention under ``mask`` ``[1, 1, S, S]`` over the expanded latents."""
+        k = torch.einsum("btc,hdc->bhtd", a["latent"], a["to_k"])
+        k = torch.cat((k, a["k_rope"][:, None].expand(-1, self.heads, -1, -1)), -1)
+        v = torch.einsum("btc,hdc->bhtd", a["latent"], a["to_v"])
+        q = torch.cat((a["q"], a["q_rope"]), -1).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+    def lists(self, a: Leaves, indices: Tensor) -> Tensor:
+        """Returns the same from the latents themselves, by lists ``[1, S, n]``."""
+        q = torch.cat((torch.einsum("bshd,hdc->bshc", a["q"], a["to_k"]), a["q_rope"]), -1)
+        k = torch.cat((a["latent"], a["k_rope"]), -1)[:, None]
+        o = mhc_inductor.selection_attention(
+            q[:, :, None], k, k, indices=indices[:, :, None], scale=(self.nope + self.rope) ** -0.5, v_width=self.latent
+        )
+        return torch.einsum("bshc,hdc->bshd", o[:, :, 0], a["to_v"])
+
+
+LAYERS = (Layer(4096), Layer(8192), Layer(16384))
+SMALL = (Layer(32, 2, 16, 16, 32, 8),)
+WRITTEN_SIZE, SMALL_SIZE = (2, 16, 2048, 2560, 128), (1, 2, 16, 24, 16)
+"""Batch, heads, queries, keys and width of the softmax that is written out: a layer of DeepSeek-V4's benchmark."""
+
+
+@dataclasses.dataclass
+class Settings:
+    """Settings of one run. ``small``: use tiny shapes."""
+
+    device: str = "auto"
+    parts: tuple[str, ...] = PARTS
+    rounds: int = 12
+    budget_s: float = 120.0
+    seed: int | None = None
+    small: bool = False
+
+    def resolve(self) -> torch.device:
+        return running.device_of(self.device)
+
+
+def both(fn: Callable[[], Tensor], leaves: Leaves, training: bool) -> Callable[[], Any]:
+    """Returns a call of ``fn``, with the gradients of all leaves if ``training``."""
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return fn()
+
+    def step() -> tuple[Tensor, ...]:
+        o = fn()
+        return (o.detach(), *torch.autograd.grad(o, list(leaves.values()), torch.ones_like(o)))
+
+    return step if training else forward
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor) -> Tensor:
+    """Returns the two products of attention, without a softmax between them."""
+    return (q @ k.mT) @ v
+
+
+def written(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor) -> Tensor:
+    """Returns attention with sinks ``[h]`` under an additive mask as models write it out."""
+    s = (q @ k.mT) * q.shape[-1] ** -0.5 + mask
+    s = torch.cat((s, sink[None, :, None, None].expand(*s.shape[:3], 1)), -1)
+    p = torch.softmax(s - s.amax(-1, keepdim=True), -1, dtype=torch.float32)
+    return p[..., :-1].to(v.dtype) @ v
+
+
+class Run(running.PartRun[Settings]):
+    operator, notice, unit, lists = "rule", running.CPU_NOTICE, "microseconds", ("rows",)
+
+    def __init__(
+        self, settings: Settings, save: Callable[[dict[str, Any]], None], report: Callable[[str], None]
+    ) -> None:
+        settings.small = settings.small or settings.resolve().type != "cuda"
+        super().__init__(settings, save, report)
+
+    def recorded(self) -> dict[str, Any]:
+        return {"parts": list(self.s.parts), "seed": self.seed, "small": self.s.small}
+
+    def time(self, sizes: dict[str, Any], found: list[Variant]) -> None:
+        made = [{**sizes, "what": v.what, "variant": v.variant} for v in found]
+
+        def figures(row: dict[str, Any], t: timing.Timing) -> None:
+            row |= t.as_json()
+            row["median_ms"] = round(row["median_us"] / 1e3, 6)
+
+        def finite(row: dict[str, Any], out: Any) -> dict[str, Any]:
+            return {"finite": all(bool(t.isfinite().all()) for t in timing.tensors(out))}
+
+        measure(Clock(self.device, self.flush, self.s.rounds), found, made, figures, finite, self.report)
+        self.result["rows"].extend(made)
+        self.save(self.result)
+
+    # ---- parts
+
+    def sides(self) -> None:
+        """Measures a layer from its latent both ways, by tokens."""
+        for layer in SMALL if self.s.small else LAYERS:
+            leaves, indices = layer.leaves(self.device), layer.indices(self.device)
+            mask = mask_of(indices, layer.tokens)[:, None]
+            calls = {DENSE: lambda: layer.dense(leaves, mask), "ops": lambda: layer.lists(leaves, indices)}  # noqa: B023
+            got = [calls[name]().detach() for name in calls]
+            error = float((got[1] - got[0]).float().norm() / got[0].float().norm())
+            for name, call in calls.items():
+                for what in ("fwd", "fb"):
+                    variant = Variant(what, name, lambda: both(call, leaves, what == "fb"))  # noqa: B023
+                    self.time(dataclasses.asdict(layer) | {"differ": error}, [variant])
+            self.tidy()
+
+    def product(self) -> None:
+        """Measures one large product."""
+        size = 64 if self.s.small else 8192
+        a, b = (torch.randn(size, size, device=self.device, dtype=BF16) for _ in range(2))
+        self.time({"size": size}, [Variant("product", "torch", lambda: lambda: a @ b)])
+
+    def written(self) -> None:
+        """Measures a softmax that is written out and compiled, and its two products alone."""
+        batch, heads, queries, keys, width = SMALL_SIZE if self.s.small else WRITTEN_SIZE
+        shapes = {"q": (batch, heads, queries, width), "k": (batch, 1, keys, width), "v": (batch, 1, keys, width)}
+        made = {k: torch.randn(*s, device=self.device, dtype=BF16) for k, s in shapes.items()} | {
+            "sink": torch.randn(heads, device=self.device, dtype=BF16)
+        }
+        mask = torch.zeros(batch, 1, queries, keys, device=self.device, dtype=BF16)
+        mask.masked_fill_(torch.rand(mask.shape, device=self.device) < 0.5, float("-inf"))
+        sizes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys, "width": width}
+        for name, fn in ((PRODUCTS, products), (WRITTEN, written)):
+            leaves = {k: t.detach().requires_grad_() for k, t in made.items() if name == WRITTEN or k != "sink"}
+            given = {k: leaves.get(k, made[k]) for k in made}
+            run = torch.compile(fn, dynamic=False)
+            for what in ("fwd", "fb"):
+                call = both(lambda: run(**given, mask=mask), leaves, what == "fb")  # noqa: B023
+                self.time(sizes, [Variant(what, name, lambda: call)])  # noqa: B023
+
+
+def _rows(result: Result) -> Section:
+    rows = []
+    for r in result["rows"]:
+        size = (
+            f"{r['tokens']} tokens" if "tokens" in r else f"{r['size']} cubed" if "size" in r else f"{r['keys']} keys"
+        )
+        time = f"{r['median_ms']:.4g}" if "median_ms" in r else f"failed: {r.get('error', '')}"
+        rows.append([size, r["what"], r["variant"], time, f"{r['differ']:.2g}" if "differ" in r else ""])
+    return "Times in ms", ["", "", "variant", "ms", "the two sides differ by"], rows
+
+
+def sections(result: Result) -> Iterator[Section]:
+    return sections_of(result, {"rows": _rows})
+
+
+def table(result: Result) -> str:
+    """Returns the whole run as Markdown."""
+    return document(
+        "The rule's figures", [*facts(result), f"{result['settings']['timing']}; medians"], sections(result)
+    )
+
+
+def write(result: dict[str, Any], path: pathlib.Path) -> None:
+    """Writes the JSON and, next to it, the table."""
+    running.save(result, path)
+    path.with_suffix(".md").write_text(table(json.loads(path.read_text())))
