@@ -253,20 +253,23 @@ def _models(results: Results, cases: tuple[str, ...] = ()) -> str:
     return f"{table}\n\nbf16, random weights; peak and compile: torch.compile / with this package. {_measured(result)}."
 
 
-_OF_THE_README = tuple(
-    f"{model}-{size}-{part}"
-    for model, size in (
-        ("deepseek_v4", "2x2048"),
-        ("deepseek_v4", "1x8192"),
-        ("deepseek_v32", "1x8192"),
-        ("deepseek_v32", "1x16384"),
-    )
-    for part in ("forward", "training")
-)
+_OF_THE_README = ("deepseek_v4-2x2048-training", "deepseek_v4-1x8192-forward", "deepseek_v32-1x16384-training")
 
 
 def _sparse_models(results: Results) -> str:
     return _models(results)
+
+
+def _single_pass(results: Results) -> str:
+    """Returns the table of single-pass mHC: the fused op and its parts, with bars."""
+    result = results("mhc-partial")
+    lines = []
+    for what, name in (("single_pass", "forward"), ("single_pass_fb", "with all gradients")):
+        fused, parts = (_row(result["rows"], what=what, variant=v) for v in ("ops", "ops, one after the other"))
+        figures = (fused["median_us"], parts["median_us"], fused["floor_us"], fused["bar_us"])
+        lines.append([name, *map(_short, figures)])
+    table = markdown(["single pass, µs", "one op", "its parts", "floor", "bar"], lines)
+    return f"{table}\n\n8192 tokens, n = 4, D = 4096, bf16 streams, fp32 weights. {_measured(result)}."
 
 
 def _rule(results: Results) -> str:
@@ -315,6 +318,7 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "deepseek_v4": _deepseek,
     "sparse_models": _sparse_models,
     "rule": _rule,
+    "single_pass": _single_pass,
     "counts": _counts,
     "imports": _imports,
 }

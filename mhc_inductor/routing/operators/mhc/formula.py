@@ -168,6 +168,7 @@ def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
     return _affine(out, norm, sign, z, others, kept)
 
 
+EXPECTED = "expected sigmoid(alpha * z + bias)"
 NOTHING = "no projection of normalised streams"
 UNNORMED = "x is not normalised: expected inv_rms = rsqrt(mean(x * x) + eps) as a factor of z"
 

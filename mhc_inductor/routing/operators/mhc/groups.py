@@ -255,10 +255,17 @@ class Group:
             if self.coefficients:
                 self.search.miss("mhc_pre", Mismatch(_NO_STREAMS), start, ordinary=True)
             return
-        mismatch = next(iter(reasons), None) or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
-        self.search.miss("mhc_pre", mismatch, start)
+        mismatch = next(iter(reasons), None) or self._unshifted()
+        why = mismatch or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
+        self.search.miss("mhc_pre", why, start)
         for seed in self.seeds:
             avoid.update(self.search.around(seed))
+
+    def _unshifted(self) -> Mismatch | None:
+        """Returns why no coefficient was found where a tanh is taken of the logits and nothing makes it a sigmoid."""
+        values = [] if self.coefficients else [self.view.value(seed) for seed in self.seeds]
+        tanh = next((v for v in values if v is not None and v.func is aten.tanh.default), None)
+        return None if tanh is None else Mismatch(f"tanh is applied to the logits; {mhc.EXPECTED}", tanh)
 
     # --- expand and mix ---
 

@@ -26,7 +26,6 @@ from mhc_inductor.routing.operators.mhc.normalisation import bare, iterated
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
 
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
-_EXPECTED = "expected sigmoid(alpha * z + bias)"
 _GATES = {
     aten.tanh.default: "tanh",
     aten.relu.default: "relu",
@@ -208,7 +207,7 @@ class Search:
             norm = streams_behind(value.args[0] if gate else value) if gate or square_matrices(value) else None
             if norm is not None and norm.x not in known:
                 known.add(norm.x)
-                reason = f"{_GATES[value.func]} is applied to the logits; {_EXPECTED}" if gate else _NO_PRE
+                reason = f"{_GATES[value.func]} is applied to the logits; {mhc.EXPECTED}" if gate else _NO_PRE
                 self.miss("mhc_pre", Mismatch(reason, value), value)
 
     def _longest(self, seed: fx.Node, first: Value, avoid: set[fx.Node]) -> Sinkhorn | None:
@@ -277,9 +276,9 @@ def _check_unaltered(term: Ref) -> None:
     for factor, _ in product(term).factors:
         func, argument = factor.value.func, argument_of(factor)
         if func in _ADDED and streams_behind(factor.value) is not None:
-            raise Mismatch(f"alpha multiplies z and a bias; {_EXPECTED}", term.value)
+            raise Mismatch(f"alpha multiplies z and a bias; {mhc.EXPECTED}", term.value)
         if func not in _ADDED and argument is not None and streams_behind(argument.value) is not None:
-            raise Mismatch(f"{func.overloadpacket.__name__} is applied to the logits; {_EXPECTED}", term.value)
+            raise Mismatch(f"{func.overloadpacket.__name__} is applied to the logits; {mhc.EXPECTED}", term.value)
 
 
 def streams_behind(value: Value) -> Norm | None:
