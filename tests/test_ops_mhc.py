@@ -613,7 +613,7 @@ BAD_PRE = {
     "form": (
         {"sinkhorn_form": "log"},
         ValueError,
-        r"sinkhorn_form must be one of \('softmax', 'exp'\), got 'log'",
+        r"sinkhorn_form must be one of \('softmax', 'exp', 'exp_eps'\), got 'log'",
     ),
 }
 
