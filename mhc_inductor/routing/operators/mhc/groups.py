@@ -84,20 +84,29 @@ class Group:
         reasons: list[Mismatch] = []
         pre = self._collapse(nodes, reasons) or self._coefficients_alone()
         if pre is None:
-            # The post can be routed without a pre.
-            around = set() if self._lone_post() else avoid
-            self._missed([m for _, m in self.failed] + reasons, around)
+            self._without_pre([m for _, m in self.failed] + reasons, avoid)
             return
         assert x.node is not None
         self._choose_post(pre)
         try:
             _Residual(self, pre).choose(search.reached([x.node], self._near, 1500))
-            _check(pre, [m for per, m in self.failed if per == pre.n])
+            for per, mismatch in self.failed:
+                if per == pre.n:
+                    raise mismatch
         except Mismatch as mismatch:
             search.miss("mhc_pre", mismatch, pre.collapsed)
             avoid.update(search.reached([x.node], self._near))
             return
+        unfit = _unfit(pre)
+        if unfit is not None:
+            self._without_pre([unfit], avoid)
+            return
         self._enter(pre, avoid)
+
+    def _without_pre(self, reasons: list[Mismatch], avoid: set[fx.Node]) -> None:
+        """Reports why there is no pre. The post and the iterations can be routed without one."""
+        around = set() if self._lone_post() else avoid
+        self._missed(reasons, around)
 
     def _enter(self, pre: Pre, avoid: set[fx.Node]) -> None:
         search = self.search
@@ -471,15 +480,14 @@ class _Residual:
 UNFINISHED = "the last Sinkhorn iteration divides by the sums over one dim only; expected rows and columns"
 
 
-def _check(pre: Pre, failed: list[Mismatch]) -> None:
-    """Raises Mismatch where a coefficient did not match, or where h_pre is scaled, transposed or has hc_eps < 0."""
-    if failed:
-        raise failed[0]
+def _unfit(pre: Pre) -> Mismatch | None:
+    """Returns why the op cannot give h_pre: it is scaled, transposed, has hc_eps < 0 or no h_post beside it; or None."""
     if pre.h_in is None and pre.post is None:
-        raise Mismatch("h_pre collapses other streams and has no h_post", pre.collapsed)
+        return Mismatch("h_pre collapses other streams and has no h_post", pre.collapsed)
     if pre.pre.mult != 1.0:
-        raise Mismatch(f"h_pre is scaled by {pre.pre.mult:g}", pre.collapsed)
+        return Mismatch(f"h_pre is scaled by {pre.pre.mult:g}", pre.collapsed)
     if pre.pre.add < 0.0:
-        raise Mismatch(f"{pre.pre.add:g} is added to h_pre; expected hc_eps >= 0", pre.collapsed)
+        return Mismatch(f"{pre.pre.add:g} is added to h_pre; expected hc_eps >= 0", pre.collapsed)
     if pre.pre.affine.transposed:
-        raise Mismatch("h_pre is not in the order of phi's rows", pre.collapsed)
+        return Mismatch("h_pre is not in the order of phi's rows", pre.collapsed)
+    return None
