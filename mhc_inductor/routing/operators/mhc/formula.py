@@ -135,7 +135,7 @@ def _scaled_sum(found: Affine, factor: float, others: list[Ref], ref: Ref) -> Af
     if not others and close(factor, 1.0):
         return found
     if found.alpha is not None or found.outer is not None:
-        raise Mismatch("alpha multiplies z twice; expected alpha * z + bias", ref.value)
+        raise Mismatch(NOTHING, ref.value)
     scale, outer = factor * found.scale, factor if found.bias is not None else None
     return dataclasses.replace(found, alpha=_alpha(others, scale, ref), scale=scale, outer=outer)
 
