@@ -724,7 +724,8 @@ def test_a_recurrence_and_a_chain_that_stay_are_named() -> None:
 
 
 STARTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "exp, eps added": lambda z: z.exp(),
+    "exp2, eps added": lambda z: z.exp2(),
+    "cosh": torch.cosh,
     "sigmoid": torch.sigmoid,
     "softplus": torch.nn.functional.softplus,
     "absolute": torch.abs,
@@ -741,6 +742,17 @@ def test_iterations_of_any_matrix_are_named(start: str) -> None:
         return c
 
     check(program, mhc_leaves(), unrouted="mhc_sinkhorn")
+
+
+def test_iterations_of_an_exp_with_eps_added_are_a_form_of_the_op() -> None:
+    def program(p: Leaves) -> Any:
+        c = p["x"][..., :4].exp()
+        for _ in range(2):
+            c = c / (c.sum(-1, keepdim=True) + 1e-6)
+            c = c * (1 / (c.sum(-2, keepdim=True) + 1e-6))
+        return c
+
+    check(program, mhc_leaves(), routed={"mhc_sinkhorn": 1})
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
         unnormed = unnormed_projection(terms)
         if unnormed is not None:
             raise Mismatch(UNNORMED, unnormed)
-        raise Mismatch(NOTHING, ref.value)
+        raise Mismatch(SEVERAL if len(terms) > 1 else NOTHING, ref.value)
     norm, sign, z = found[0]
     if constant != 0.0:
         raise Mismatch(f"a constant {constant:g} is added to the logits; expected alpha * z + bias", ref.value)
@@ -170,6 +170,7 @@ def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
 
 EXPECTED = "expected sigmoid(alpha * z + bias)"
 NOTHING = "no projection of normalised streams"
+SEVERAL = "several values are added, and not one projection of normalised streams and a bias"
 UNNORMED = "x is not normalised: expected inv_rms = rsqrt(mean(x * x) + eps) as a factor of z"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
-from mhc_inductor.routing.graph.expressions import VIEWS, aten, is_cast, whole
+from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten, is_cast, peel, summed, whole
 from mhc_inductor.routing.graph.expressions import chain as chain_of
 from mhc_inductor.routing.graph.index import Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value
@@ -162,7 +162,7 @@ class Group:
             except Mismatch as mismatch:
                 # Skip permuted views of a coefficient: they are not separate candidates.
                 views = any(r.value in self.coefficients for r in chain_of(whole(value)))
-                if mismatch.reason != NOTHING and not views:
+                if mismatch.reason not in (NOTHING, mhc.SEVERAL) and not views:
                     self.failed.append((per, mismatch))
             except Unsupported:
                 continue
@@ -370,6 +370,8 @@ class _Residual:
         self.logits: dict[Value, Affine] = {}
         self.chains: list[tuple[Value, Chain]] = []
         self._others: set[Value] = set()
+        self._never: set[Value] = set()
+        """Sums that are no logits, and that no further addend makes logits."""
 
     def choose(self, nodes: Iterable[fx.Node]) -> None:
         """Fills in the logits and the Sinkhorn iterations of the pre. Raises Mismatch."""
@@ -439,17 +441,9 @@ class _Residual:
         if value.node is None or value in self._others:
             return False
         self._others.add(value)
-        if mhc.norm_behind(value, mhc.any_norm, self.group.kept) is None:
+        found = self._affine(value)
+        if found is None:
             return False
-        try:
-            out = whole(value)
-            found = mhc.affine(out, out, self.group.kept)
-        except Unsupported:
-            return False
-        except Mismatch as mismatch:
-            if mismatch.reason in (NOTHING, mhc.UNNORMED):
-                return False
-            raise
         mine = self.pre.pre.affine
         if found.key != mine.key or found.rows != self.pre.n**2:
             return False
@@ -460,6 +454,28 @@ class _Residual:
             return False
         self.logits[value] = found
         return True
+
+    def _affine(self, value: Value) -> Affine | None:
+        """Returns ``value`` as logits, None where it is something else. Raises Mismatch.
+
+        It is asked of every sum of a long chain of sums, each as long as what it sums.
+        """
+        if not self._never.isdisjoint(_addends(value)):
+            self._never.add(value)
+            return None
+        if mhc.norm_behind(value, mhc.any_norm, self.group.kept) is None:
+            return None
+        try:
+            out = whole(value)
+            return mhc.affine(out, out, self.group.kept)
+        except Unsupported:
+            self._never.add(value)
+        except Mismatch as mismatch:
+            if mismatch.reason not in (NOTHING, mhc.UNNORMED, mhc.SEVERAL):
+                raise
+            if mismatch.reason == mhc.SEVERAL:
+                self._never.add(value)
+        return None
 
     def _only_through(self, start: Value, end: Value) -> bool:
         """Checks whether every use of ``start`` goes through ``end``."""
@@ -475,6 +491,14 @@ class _Residual:
                 seen.add(user)
                 todo.append(user)
         return True
+
+
+def _addends(value: Value) -> list[Value]:
+    """Returns what ``value`` is a view of, and the operands where that is a sum, behind their views and casts."""
+    ref = peel(whole(value))
+    with contextlib.suppress(Unsupported):
+        return [ref.value, *(peel(a).value for _, a in summed(ref) or () if isinstance(a, Ref))]
+    return [ref.value]
 
 
 UNFINISHED = "the last Sinkhorn iteration divides by the sums over one dim only; expected rows and columns"
