@@ -445,3 +445,25 @@ def test_ops_to_save_are_ops_that_the_pass_puts_in() -> None:
     parts = {"mhc_pre", "mhc_coefficients", "mhc_collapse", "mhc_post", "mhc_sinkhorn", "mhc_head"}
     assert names == {*parts, "e79_scan", "selection_attention"}
     assert dict(same(_checkpointed(parameters(), _save(ops)), (streams(),)).ops) == {"mhc_pre": 2, "mhc_post": 2}
+
+
+# --- what stays routed where one part is another formula ----------------------------------------------------
+
+PARTS: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
+    "h_pre scaled": ("h_pre", lambda h: 1.25 * h, "h_pre is scaled by 1.25"),
+    "h_pre less a number": ("h_pre", lambda h: h - 0.5, "added to h_pre; expected hc_eps >= 0"),
+    "h_pre in another order": ("h_pre", lambda h: h.flip(-1), "not a weighted sum of x's streams"),
+}
+REST = {"mhc_sinkhorn": 1, "mhc_post": 1}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_post_and_the_iterations_need_no_pre(part: str) -> None:
+    place, change, why = PARTS[part]
+    compiled = laws.check(lambda p: laws.block(p["x"], p, {place: change}), laws.mhc_leaves(), routed=REST)
+    assert [m.op for m in compiled.report.near_misses if why in m.reason] == ["mhc_pre"]
+
+
+def test_logits_that_two_numbers_scale_are_left_to_the_iterations() -> None:
+    changed = {"logits": lambda c: 0.88 * c}
+    laws.check(lambda p: laws.block(p["x"], p, changed), laws.mhc_leaves(), routed={"mhc_pre": 1, **REST})
