@@ -505,7 +505,7 @@ UNFINISHED = "the last Sinkhorn iteration divides by the sums over one dim only;
 
 
 def _unfit(pre: Pre) -> Mismatch | None:
-    """Returns why the op cannot give h_pre: it is scaled, transposed, has hc_eps < 0 or no h_post beside it; or None."""
+    """Returns why the op cannot give h_pre: it is scaled, transposed, has hc_eps < 0 or no h_post next to it; or None."""
     if pre.h_in is None and pre.post is None:
         return Mismatch("h_pre collapses other streams and has no h_post", pre.collapsed)
     if pre.pre.mult != 1.0:
