@@ -6,16 +6,7 @@ from typing import Any
 
 import torch
 
-_NAMES = (
-    "mhc_pre",
-    "mhc_coefficients",
-    "mhc_collapse",
-    "mhc_post",
-    "mhc_sinkhorn",
-    "mhc_head",
-    "e79_scan",
-    "selection_attention",
-)
+from mhc_inductor.ops import registry
 
 
 def ops_to_save() -> list[Any]:
@@ -30,7 +21,8 @@ def ops_to_save() -> list[Any]:
             return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     Returns:
-        The op overloads of ``mhc_pre``, ``mhc_coefficients``, ``mhc_collapse``, ``mhc_post``, ``mhc_sinkhorn``,
-        ``mhc_head``, ``e79_scan`` and ``selection_attention``.
+        The op overload of every op of this package but two kinds: those that compute gradients, and those that stand
+        for several others (``mhc_post_pre``, ``mhc_post_head`` and ``mhc_single_pass``).
     """
-    return [getattr(torch.ops.mhc_inductor, name).default for name in _NAMES]
+    names = [n for n in registry.REFERENCE if n not in registry.FUSED and not n.endswith("_backward")]
+    return [getattr(torch.ops.mhc_inductor, name).default for name in names]

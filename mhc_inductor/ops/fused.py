@@ -115,4 +115,4 @@ _GRADIENTS: dict[str, Gradient] = {
 }
 
 for _name, _schema in SCHEMAS.items():
-    define(_name, _schema, getattr(reference, _name), globals()[f"_{_name}_fake"], _GRADIENTS.get(_name))
+    define(_name, _schema, getattr(reference, _name), globals()[f"_{_name}_fake"], _GRADIENTS.get(_name), fused=True)

@@ -24,6 +24,9 @@ VmapRule = Callable[..., tuple[Any, Any]]
 REFERENCE: dict[str, Callable[..., Any]] = {}
 """The reference formula of each op defined so far, by the op's name."""
 
+FUSED: set[str] = set()
+"""The ops that stand for several others. Only the routing pass puts them in, and never where a policy names the parts."""
+
 _CHECKS: dict[str, Callable[..., None]] = {}
 # For each argument of each op: its name, its kind, and whether it may be None.
 _TYPES: dict[str, tuple[tuple[str, str, bool], ...]] = {}
@@ -213,6 +216,7 @@ def define(
     vmap_rule: VmapRule | None = None,
     integers: bool = False,
     public: str | None = None,
+    fused: bool = False,
 ) -> None:
     """Defines op ``name`` with its schema, reference implementation, fake, gradient, validation and vmap rule.
 
@@ -226,11 +230,14 @@ def define(
         vmap_rule: Replaces the default rule, which is for ops on tokens with leading dimensions.
         integers: Whether the outputs are integers, so that forward-mode tangents may be ignored.
         public: The public function that messages name; None for the op's name.
+        fused: Whether the op stands for several others.
     """
     REFERENCE[name] = reference
     _CHECKS[name] = check or getattr(checks, name)
     if public is not None:
         _PUBLIC[name] = public
+    if fused:
+        FUSED.add(name)
     if vmap_rule is not None:
         _RULES[name] = vmap_rule
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))

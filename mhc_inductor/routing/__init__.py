@@ -161,6 +161,8 @@ class _Pass:
         # Bodies of higher-order operators, such as activation checkpointing, are separate graphs.
         around: View | None = None
         for inner, users in _bodies(gm).items():
+            if first.has_policy:
+                self.knowledge.in_policies.add(inner.graph)
             if len({modes[user] for user in users}) > 1:
                 logger.info("not routed: the body of several calls in different modes (%s)", _where(inner.graph))
                 continue

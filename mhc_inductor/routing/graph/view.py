@@ -30,6 +30,8 @@ class Knowledge:
         self.effects = Effects()
         self.failures: list[tuple[fx.Node, Exception]] = []
         """Nodes at which an operator's search failed, until the pass reports them."""
+        self.in_policies: set[fx.Graph] = set()
+        """Bodies of higher-order operators inside a region with a checkpoint policy, which sees their ops too."""
 
 
 class View:
@@ -78,6 +80,11 @@ class View:
         """Returns the values of the view's nodes, with no symbol fixed."""
         states = {n: m.autocast for n in self.graph.nodes if (m := self.modes_at(n)).autocast}
         return Values(self.graph, states, self.knowledge.templates, self._in_place, self.given)
+
+    @functools.cached_property
+    def has_policy(self) -> bool:
+        """Returns whether a checkpoint policy, of this region or of one around it, decides which ops are saved."""
+        return self.real in self.knowledge.in_policies or compat.checkpoint_policy(self.real) is not None
 
     def _in_place(self, node: fx.Node) -> bool:
         """Returns whether a node of the view writes, or may write, one of its inputs."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
@@ -43,7 +42,7 @@ class Fusion:
 
     def candidates(self, view: View) -> Iterable[fx.Node]:
         """Returns the nodes that may end a fusion; no nodes where a checkpoint policy decides which ops are saved."""
-        if compat.checkpoint_policy(view.real) is not None:
+        if view.has_policy:
             return []
         return [n for n in view.nodes if n.op == "call_function" and (n.target in _FUSED or n.target is _SINGLE)]
 

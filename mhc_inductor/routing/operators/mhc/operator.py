@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
@@ -39,7 +38,7 @@ class Mhc:
         self._found = {}
         self._emission = None
         each: list[Match | Miss] = [*(found.match() for found in search.found), *search.misses]
-        if search.found and compat.checkpoint_policy(view.real) is not None:
+        if search.found and view.has_policy:
             each.append(Miss("mhc_pre", POLICY, None, each[0].start))
         for one in each:
             start = one.start
