@@ -46,6 +46,7 @@ from mhc_inductor.api import (  # noqa: E402
     ops_to_save,
     selection_attention,
 )
+from mhc_inductor.api.warmup import warmup  # noqa: E402
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
 from mhc_inductor.kernels import eager as _eager  # noqa: E402
 from mhc_inductor.ops.segments import ANY_SEGMENT  # noqa: E402
@@ -75,6 +76,7 @@ __all__ = [
     "ops",
     "ops_to_save",
     "selection_attention",
+    "warmup",
 ]
 
 

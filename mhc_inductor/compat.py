@@ -573,6 +573,31 @@ def uncompiled(fn: Any) -> Any:
     return getattr(fn, "_torchdynamo_orig_callable", fn)
 
 
+def has_compiled(module: torch.nn.Module) -> bool:
+    """Returns whether a module or one inside it is compiled, by torch.compile or in place (torch 2.11 to 2.15)."""
+    from torch._dynamo import OptimizedModule
+
+    return any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in module.modules())
+
+
+def captured_graphs() -> int:
+    """Returns how many graphs Dynamo has captured in this process since it was reset (torch 2.11 to 2.15)."""
+    from torch._dynamo.utils import counters as dynamo_counters
+
+    return int(dynamo_counters["stats"]["unique_graphs"])
+
+
+def start_compile_workers() -> None:
+    """Starts the processes that compile Triton kernels, if there is a GPU, without waiting (torch 2.11 to 2.15).
+
+    A compile sends its kernels to them only once they run.
+    """
+    if torch.cuda.is_available():
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.use_process_pool()
+
+
 def hides_writes(node: Any) -> bool:
     """Returns whether a Dynamo node is ``t.data``, through which autograd sees no write (torch 2.11 to 2.15)."""
     return node.target is getattr(torch._C._autograd, "_get_data_attr", None) and node.op == "call_function"

@@ -1,0 +1,242 @@
+"""warmup compiles everything that later calls need, leaves no trace, and names the arguments of a call that fails."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import process_state
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mhc_inductor
+from mhc_inductor import compat
+from mhc_inductor.nn import HyperConnection
+
+D, N = 16, 4
+
+
+class Model(nn.Module):
+    """Writes all kinds of state in its forward."""
+
+    cache: Tensor
+    wide: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(8, D, max_norm=0.5)
+        self.block = HyperConnection(D, N, nn.Linear(D, D), transpose_res=True)
+        self.norm = nn.BatchNorm1d(D)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("cache", torch.zeros(4, D))
+        self.register_buffer("wide", torch.ones(1, D).expand(4, D))
+        self.register_buffer("last", None)
+        self.seen: list[int] = []
+        self.calls = 0
+        self.scratch = torch.zeros(D)
+
+    def forward(self, ids: Tensor, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        self.added = scale
+        self.seen.append(self.calls)
+        x = self.block(x + self.table(ids)[:, None]).mean(1)
+        self.cache[: x.shape[0]].copy_(x.detach()[:4])
+        self.scratch.add_(1)
+        self.last = x.detach().clone()
+        return self.drop(self.norm(x)) * scale
+
+    def forget(self) -> None:
+        """Undoes what Dynamo guards on."""
+        self.seen.clear()
+        self.calls, self.last = 0, None
+        del self.added
+
+
+def arguments(tokens: int = 4) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(tokens)
+    return torch.randint(0, 8, (tokens,), generator=g), torch.randn(tokens, N, D, generator=g)
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Returns the values and identities of all that a call may change."""
+    found: dict[str, Any] = {"random": torch.get_rng_state().tolist()}
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        found[name] = (id(t), t.detach().numpy().tobytes(), id(t.grad), None if t.grad is None else t.grad.tolist())
+    for name, m in model.named_modules():
+        own = {k: v for k, v in vars(m).items() if not k.startswith("_")}
+        found[f"module {name}"] = {k: v.tolist() if isinstance(v, Tensor) else repr(v) for k, v in own.items()}
+        found[f"buffers {name}"] = {k: id(b) for k, b in m._buffers.items()}
+    return found
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch, no_caches: None) -> Iterator[list[str]]:
+    """Lists the graphs, forward and backward, that are compiled, with AOTAutograd in place of Inductor."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[str] = []
+
+    def compiler(kind: str) -> Any:
+        def compile_graph(gm: Any, example: Any) -> Any:
+            graphs.append(kind)
+            return compat_boxed(gm)
+
+        return compile_graph
+
+    def compat_boxed(gm: Any) -> Any:
+        from functorch.compile import make_boxed_func
+
+        return make_boxed_func(gm.forward)
+
+    whole = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
+    monkeypatch.setattr(compat.compile_fx_module(), "compile_fx", lambda gm, inputs, **_: whole(gm, inputs))
+    torch._dynamo.reset()
+    yield graphs
+    torch._dynamo.reset()
+
+
+def _compiled(model: nn.Module, how: str) -> nn.Module:
+    if how == "module":
+        return torch.compile(model, backend="mhc_inductor")
+    if how == "in place":
+        model.compile(backend="mhc_inductor")
+    else:
+        model.block.compile(backend="mhc_inductor")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "mode"), [("module", "train"), ("layer", "train"), ("in place", "no_grad"), ("module", "inference")]
+)
+def test_a_warm_model_compiles_nothing_and_has_the_state_it_had(seen, how, mode):
+    model = Model().train(mode == "train")
+    model.norm.eval()
+    for p in list(model.parameters())[::2]:
+        p.grad = torch.full_like(p, 2.0)
+    compiled, grad = _compiled(model, how), mode == "train"
+    args = [arguments(4), arguments(7), arguments(9)]
+    args[0][1].requires_grad_(grad)
+    before, given = _state(model), [a.clone() for pair in args for a in pair]
+    context = {"train": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
+    with context():
+        shapes = [args[0], lambda: args[1], {"ids": args[2][0], "x": args[2][1], "scale": 0.5}]
+        found = mhc_inductor.warmup(compiled, shapes, backward=grad)
+        assert _state(model) == before
+        assert all(torch.equal(a, b) for a, b in zip((t for pair in args for t in pair), given, strict=True))
+        assert args[0][1].grad is None
+        assert len(found.shapes) == 3 and found.shapes[0].graphs and found.graphs == seen.count("forward")
+        assert found.seconds > 0 and "float32[7, 4, 16]" in str(found)
+        assert ("backward" in seen) is grad
+        del seen[:]
+        with torch.compiler.set_stance("fail_on_recompile"):
+            out = compiled(*args[0])
+            if grad:
+                out.sum().backward()
+            model.forget()
+            compiled(args[2][0], args[2][1], scale=0.5)
+    assert seen == [] and out.requires_grad is grad
+
+
+def test_a_backward_by_a_loss_of_ones_own_and_a_second_warmup(seen):
+    model = torch.compile(Model(), backend="mhc_inductor")
+    shapes = [arguments()]
+    first = mhc_inductor.warmup(model, shapes, backward=lambda out: out.square().sum())
+    assert seen == ["forward", "backward"] and first.graphs == 1
+    again = mhc_inductor.warmup(model, shapes, backward=True)
+    assert len(seen) == 2 and again.graphs == 0
+
+
+class Counting(nn.Module):
+    """Writes a cache that it is given."""
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+        cache.add_(1)
+        return x * cache.sum()
+
+
+def test_tensors_among_the_arguments_are_put_back(seen):
+    x, cache = torch.ones(2, requires_grad=True), torch.zeros(2, 3).expand(2, 2, 3)[0].t()
+    x.grad = torch.full((2,), 5.0)
+    mhc_inductor.warmup(torch.compile(Counting(), backend="mhc_inductor"), [(x, cache)], backward=True)
+    assert seen == ["forward", "backward"] and not cache.any() and x.grad.tolist() == [5.0, 5.0]
+
+
+def test_a_warmup_changes_nothing_in_the_process(seen):
+    mhc_inductor.warmup(torch.compile(Model(), backend="mhc_inductor"), [arguments()], backward=True)
+    torch._dynamo.reset()
+    model = torch.compile(Model(), backend="mhc_inductor")
+    before = process_state.snapshot()
+    mhc_inductor.warmup(model, [arguments()], backward=True)
+    assert process_state.changed(before, process_state.snapshot()) == []
+
+
+def test_a_call_that_fails_names_its_arguments_and_leaves_no_trace(seen):
+    model, wrong = Model(), (arguments()[0], torch.zeros(4, N, D + 1))
+    compiled, before = torch.compile(model, backend="mhc_inductor"), _state(model)
+    with pytest.raises(RuntimeError, match=r"^warmup: shapes\[1\] \(int64\[4\], float32\[4, 4, 17\]\): ") as raised:
+        mhc_inductor.warmup(compiled, [arguments(), wrong], backward=True)
+    assert raised.value.__cause__ is not None and _state(model) == before
+
+    def broken() -> None:
+        raise KeyError("gone")
+
+    with pytest.raises(RuntimeError, match=r"^warmup: shapes\[0\], a function: KeyError: 'gone'"):
+        mhc_inductor.warmup(compiled, [broken])
+    with torch.no_grad(), pytest.raises(ValueError, match=r"^warmup: shapes\[0\] \(int64.*no output requires a grad"):
+        mhc_inductor.warmup(compiled, [arguments()], backward=True)
+    assert _state(model) == before
+
+
+def test_wrong_arguments_are_named(seen):
+    model = torch.compile(nn.Linear(2, 2), backend="mhc_inductor")
+    for shapes in (torch.zeros(2), "x", {"input": torch.zeros(2)}, 3):
+        with pytest.raises(TypeError, match=r"^warmup: shapes must be a list of argument tuples, got"):
+            mhc_inductor.warmup(model, shapes)
+    for entry in (torch.zeros(1, 2), 3, lambda: 3):
+        with pytest.raises(TypeError, match=r"^warmup: shapes\[1\] must be a tuple of arguments"):
+            mhc_inductor.warmup(model, [(torch.zeros(1, 2),), entry])
+    with pytest.raises(TypeError, match=r"^warmup: model must be an nn.Module that is compiled, got function"):
+        mhc_inductor.warmup(lambda x: x, [])
+    with pytest.raises(ValueError, match=r"^warmup: nothing is compiled"):
+        mhc_inductor.warmup(nn.Linear(2, 2), [(torch.zeros(1, 2),)])
+    with pytest.raises(ValueError, match=r"^warmup: parameter _orig_mod.weight is not initialised"):
+        mhc_inductor.warmup(torch.compile(nn.LazyLinear(2)), [(torch.zeros(1, 2),)])
+
+
+def test_a_bar_is_shown_only_where_asked_and_only_with_rich(seen, monkeypatch, capsys):
+    model = torch.compile(nn.Linear(2, 2), backend="mhc_inductor")
+    shapes = [(torch.zeros(n, 2),) for n in (1, 2)]
+    mhc_inductor.warmup(model, shapes)
+    assert capsys.readouterr().err == ""
+    pytest.importorskip("rich")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws nothing where it sees no terminal
+    mhc_inductor.warmup(model, shapes, progress=True)
+    assert "compiling" in capsys.readouterr().err
+    whole = importlib.import_module
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.startswith("rich"):
+            raise ImportError(name)
+        return whole(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    assert len(mhc_inductor.warmup(model, shapes, progress=True).shapes) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_inductor_compiles_both_graphs_ahead_of_the_traffic(no_caches):
+    compiled: list[int] = []
+    torch._dynamo.reset()
+    model = HyperConnection(D, N, nn.Linear(D, D), transpose_res=True)
+    step = torch.compile(model, backend="mhc_inductor", options={"post_grad_custom_post_pass": compiled.append})
+    x = arguments()[1]
+    before = [p.clone() for p in model.parameters()]
+    mhc_inductor.warmup(step, [(x,)], backward=True)
+    assert len(compiled) == 2 and all(p.grad is None for p in model.parameters())
+    with torch.compiler.set_stance("fail_on_recompile"):
+        step(x).sum().backward()
+    assert len(compiled) == 2 and all(map(torch.equal, before, model.parameters()))
+    assert all(p.grad is not None for p in model.parameters())
