@@ -92,7 +92,27 @@ def _compile(plain: Callable[..., Any], *args: Any, config_patches: Mapping[str,
     else:
         kwargs["inner_compile"] = _inside(kwargs.get("inner_compile", compat.compile_fx_module().compile_fx_inner))
     with compat.symbolic_extremes:
-        return plain(*args, config_patches=_patches(config_patches), **kwargs)
+        compiled = plain(*args, config_patches=_patches(config_patches), **kwargs)
+    compat.guard_dual_level()
+    return _without_tangents(compiled) if compat.in_dual_level() else compiled
+
+
+def _without_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``compiled`` with a check that no argument carries a forward-mode tangent, which Inductor's code drops.
+
+    Needed only for what is compiled inside a dual level: a guard makes Dynamo compile again outside of it.
+    """
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        if compat.any_tangent(args):
+            raise NotImplementedError(
+                "mhc_inductor: compiled code has no forward-mode derivative (torch.autograd.forward_ad); use reverse "
+                "mode, or call the formulas in plain PyTorch uncompiled"
+            )
+        return compiled(*args)
+
+    return run
 
 
 def _wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:

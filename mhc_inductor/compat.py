@@ -41,9 +41,38 @@ def any_tangent(args: Sequence[Any]) -> bool:
     """Returns whether forward-mode AD differentiates with respect to one of the arguments."""
     from torch.autograd import forward_ad
 
-    if forward_ad._current_level < 0:
+    if not in_dual_level():
         return False
     return any(isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)
+
+
+def in_dual_level() -> bool:
+    """Returns whether a level of forward-mode AD is open (torch 2.11 to 2.15)."""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level >= 0
+
+
+def guard_dual_level() -> None:
+    """Makes Dynamo compile the graph that it is tracing again where another level of forward-mode AD is open.
+
+    Dynamo has this guard but installs it nowhere (seen in torch 2.13); without it, compiled code drops tangents.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import GlobalStateSource
+
+    guard = getattr(GuardBuilder, "DUAL_LEVEL", None)
+    if guard is not None:
+        context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(guard))
+
+
+def any_tracked(args: Sequence[Any]) -> bool:
+    """Returns whether torch.func.grad or vjp differentiates with respect to one of the arguments."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    return any(map(torch._C._functorch.is_gradtrackingtensor, tensors))
 
 
 def register_autograd(
@@ -72,6 +101,35 @@ def register_autograd(
             library.impl(name, run, key, **kwargs)
 
     torch.library.register_autograd(qualname, backward, setup_context=setup, lib=cast("Any", Guarded()))
+
+
+def register_nested(qualname: str, refuse: Callable[..., None], library: Any) -> None:
+    """Makes an op call ``refuse`` for jagged nested tensors where it is called below autograd (torch 2.11 to 2.15)."""
+    from torch.nested._internal.nested_tensor import NestedTensor
+
+    def rule(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse(*args)
+        return NotImplemented
+
+    torch.library.register_torch_dispatch(qualname, NestedTensor, rule, lib=library)
+
+
+def real_among_fakes(args: Sequence[Any]) -> tuple[int, int] | None:
+    """Returns the places of a real tensor and of a fake one whose mode takes no real ones, or None.
+
+    Seen in torch 2.11 to 2.15.
+    """
+    plain = (torch.Tensor, torch.nn.Parameter)
+    tensors = [t for t in args if isinstance(t, torch.Tensor)]
+    kinds = {type(t) for t in tensors}
+    if len(kinds) < 2 or kinds.isdisjoint(plain):
+        return None
+    from torch._subclasses.fake_tensor import FakeTensor, fake_tensor_tls
+
+    fake = next((i for i, t in enumerate(args) if isinstance(t, FakeTensor)), None)
+    if fake is None or args[fake].fake_mode.allow_non_fake_inputs or fake_tensor_tls.allow_non_fake_inputs_override:
+        return None
+    return next(i for i, t in enumerate(args) if type(t) in plain), fake
 
 
 def schema_types(op: Any) -> tuple[tuple[str, str, bool], ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mhc_inductor import compat
 from mhc_inductor.ops import checks_selection, checks_selection_lists
+from mhc_inductor.ops.checks import strided
 from mhc_inductor.ops.selection import call, given
 
 # sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k
@@ -158,6 +159,7 @@ def _columns(v: Tensor, v_width: int | None) -> Tensor:
     """Returns the first ``v_width`` columns of v, or v for None."""
     if v_width is None or not isinstance(v, Tensor) or not v.dim():
         return v
+    strided("selection_attention", "v", v)
     if isinstance(v_width, bool) or not isinstance(v_width, (int, torch.SymInt)):
         raise TypeError(f"selection_attention: v_width must be an int, got {type(v_width).__name__}")
     if not 1 <= v_width <= v.shape[-1]:

@@ -27,14 +27,27 @@ def _text(sizes: Sequence[Any]) -> str:
     return "[" + ", ".join(str(s) for s in sizes) + "]"
 
 
+def strided(op: str, name: str, t: Any) -> None:
+    """Raises TypeError unless ``t`` is a tensor in dense memory: not nested, sparse or of another library's layout."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+    if t.is_nested:
+        kind, instead = "nested", f"{name}.to_padded_tensor(0.0), or its values"
+    elif t.layout is not torch.strided:
+        kind, instead = str(t.layout), f"{name}.to_dense()"
+    else:
+        return
+    raise TypeError(f"{op}: {name} must be a strided tensor, got a {kind} one; pass {instead}")
+
+
 def _floating(op: str, **tensors: Tensor | None) -> None:
     """Checks that all are floating-point tensors on the first one's device, and fp64 only where the first is fp64."""
     first_name, first = next(iter(tensors.items()))
     for name, t in tensors.items():
         if t is None and name in _OPTIONAL:
             continue
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        strided(op, name, t)
+        assert isinstance(t, Tensor)
         if t.dtype not in _FLOATS:
             raise TypeError(f"{op}: {name} must be bfloat16, float16, float32 or float64, got {t.dtype}")
         assert isinstance(first, Tensor)
@@ -56,8 +69,7 @@ def _shape(op: str, name: str, t: Tensor, expected: Sequence[Any], meaning: str)
 
 def integers(op: str, name: str, t: Tensor, like: Tensor | None = None, like_name: str = "q") -> None:
     """Raises TypeError or ValueError unless ``t`` is an int32 or int64 tensor on the device of ``like``."""
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+    strided(op, name, t)
     if t.dtype not in _INTEGERS:
         raise TypeError(f"{op}: {name} must be int32 or int64, got {t.dtype}")
     if like is not None and t.device != like.device:

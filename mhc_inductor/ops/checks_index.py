@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhc_inductor.ops.checks import _floating, _shape, _text, integers, number
+from mhc_inductor.ops.checks import _floating, _shape, _text, integers, number, strided
 from mhc_inductor.ops.segments import segments
 
 
@@ -42,8 +42,7 @@ def _is_one(size: Any) -> bool:
 
 
 def _mask(op: str, mask: Tensor, q: Tensor, full: list[Any]) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{op}: mask must be a tensor, got {type(mask).__name__}")
+    strided(op, "mask", mask)
     if mask.dtype is not torch.bool:
         raise TypeError(f"{op}: mask must be bool, got {mask.dtype}")
     if mask.device != q.device:

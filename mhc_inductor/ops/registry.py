@@ -30,6 +30,8 @@ FUSED: set[str] = set()
 _CHECKS: dict[str, Callable[..., None]] = {}
 # For each argument of each op: its name, its kind, and whether it may be None.
 _TYPES: dict[str, tuple[tuple[str, str, bool], ...]] = {}
+# For each op: the names of its arguments.
+_NAMES: dict[str, tuple[str, ...]] = {}
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "Tensor": (Tensor,),
     "float": (int, float, torch.SymInt, torch.SymFloat),
@@ -106,6 +108,42 @@ def _double_grad(name: str, ctx: Any, *grads: Any) -> None:
         "(create_graph=True, or torch.func.grad of a grad); "
         f"use the formulas of {REFERENCE[name].__module__} for second derivatives"
     )
+
+
+def _strided(name: str, *args: Any) -> None:
+    """Raises TypeError if an argument of op ``name`` is no strided tensor."""
+    for argument, value in zip(_NAMES[name], args, strict=False):
+        if isinstance(value, Tensor):
+            checks.strided(_PUBLIC.get(name, name), argument, value)
+
+
+def _all_fake(name: str, *args: Any) -> None:
+    """Raises TypeError if only some of the tensors of op ``name`` are fake."""
+    mixed = compat.real_among_fakes(args)
+    if mixed is not None:
+        real, fake = (_NAMES[name][at] for at in mixed)
+        raise TypeError(
+            f"{_PUBLIC.get(name, name)}: {real} must be a fake tensor as {fake} is, got a real one; "
+            f"pass {fake}.fake_mode.from_tensor({real}), or only real tensors"
+        )
+
+
+def _refuse_transforms(name: str, *args: Any) -> None:
+    """Raises NotImplementedError if torch.func.grad or vjp differentiates op ``name`` itself, which it cannot."""
+    if torch.is_grad_enabled() and compat.functorch_active() and compat.any_tracked(args):
+        raise NotImplementedError(
+            f"mhc_inductor: {name} cannot be differentiated by torch.func.grad, vjp or jacrev inside a compiled function; "
+            "transform outside of torch.compile, or use torch.autograd"
+        )
+
+
+def _guard(name: str, integers: bool, *args: Any) -> None:
+    """Raises TypeError or NotImplementedError for arguments that would fail below autograd, or lose a derivative."""
+    _strided(name, *args)
+    _all_fake(name, *args)
+    if not integers:
+        _refuse_tangents(name, *args)
+    _refuse_transforms(name, *args)
 
 
 def _refuse_tangents(name: str, *args: Any) -> None:
@@ -243,10 +281,14 @@ def define(
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     qualname = f"mhc_inductor::{name}"
     _TYPES[name] = compat.schema_types(_op(name))
+    _NAMES[name] = tuple(argument for argument, _, _ in _TYPES[name])
     implement(name, reference, "CompositeExplicitAutograd")
+    for key in ("NestedTensorCPU", "NestedTensorCUDA"):  # not among the backends of the key above
+        LIBRARY.impl(name, functools.partial(_strided, name), key)
+    compat.register_nested(qualname, functools.partial(_strided, name), LIBRARY)
     torch.library.register_fake(qualname, _checked(name, _traced(fake)), lib=LIBRARY)
     setup, backward = grad or (_double_setup, functools.partial(_double_grad, name))
-    guard = (lambda *args: None) if integers else functools.partial(_refuse_tangents, name)
+    guard = functools.partial(_guard, name, integers)
     compat.register_autograd(qualname, backward, setup, LIBRARY, guard)
     torch.library.register_vmap(qualname, functools.partial(_vmap, name, _op(name)), lib=LIBRARY)
     _FUNCTIONS[name] = _function(name, setup, backward)
