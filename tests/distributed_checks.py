@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TIMEOUT = datetime.timedelta(seconds=20)
+TIMEOUT = datetime.timedelta(seconds=60)
 CHECKS: dict[str, Callable[[], None]] = {}
 GROUP: Any = None
 """The group of the running check; None for all ranks."""
@@ -268,7 +268,8 @@ def keys_that_are_the_values_of_ranges() -> None:
 def nan_and_inf_reach_only_their_queries() -> None:
     import helpers_selection as helpers
 
-    made = helpers.make_inputs("odd", torch.float32, sink=True, S=16, S_kv=30, size=4, r=2)
+    # Scores of hundreds: most weights are 0, and a selected value of inf counts all the same.
+    made = helpers.make_inputs("odd", sink=True, S=16, S_kv=30, size=4, r=2, spread=300.0)
     made["v"][0, 0, 3, 1], made["v"][0, 0, 20, 1], made["v"][1, 1, 25, 0] = torch.inf, -torch.inf, torch.nan
     made["k"][1, 0, 7, 2] = torch.nan
     want = helpers.run(made)
@@ -276,14 +277,14 @@ def nan_and_inf_reach_only_their_queries() -> None:
     for method in ("gather", "ring"):
         got = attended(made, None, method, shares(16), shares(30))
         for name in ("o", "lse"):
-            assert helpers.error(got[name], want[name]) < 1e-6, (method, name)
+            assert helpers.error(got[name], want[name]) < 1e-11, (method, name)
 
 
 @check
 def two_runs_give_equal_bits() -> None:
     import helpers_selection as helpers
 
-    made = helpers.make_inputs("odd", torch.bfloat16, sink=True, S=20, S_kv=40)
+    made = helpers.make_inputs("odd", torch.float32, sink=True, S=20, S_kv=40)
     up = helpers.upstream(made)
     for method in ("gather", "ring"):
         one, two = (attended(made, up, method, shares(20), uneven(40)) for _ in range(2))

@@ -11,7 +11,10 @@ import tempfile
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed"),
+    pytest.mark.xdist_group("distributed"),
+]
 
 import distributed_checks  # noqa: E402
 

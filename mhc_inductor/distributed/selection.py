@@ -41,15 +41,13 @@ def selection_attention(
 
     ``"gather"`` joins K and V on every rank and calls the local op; the backward sends each rank's dK and dV to the
     ranks that hold the keys. ``"ring"`` passes the parts from rank to rank, attends to one while the next one travels,
-    and joins the partial results by their lse; the backward passes K and V round again. With P ranks, part bytes
-    ``K = B * G * S_kv/P * (Dk + Dv) * itemsize`` (without Dv if v is k), a rank sends, and receives as much:
+    and joins the partial results by their lse; the backward passes K and V round again, and computes each part's forward
+    again.
 
-    ======  ===============  ========================================  ======================================
-    method  forward          backward                                  memory for keys and values until then
-    ======  ===============  ========================================  ======================================
-    gather  ``(P - 1) * K``  ``(P - 1) * K``: dK, dV                   ``P * K``
-    ring    ``(P - 1) * K``  ``2 * (P - 1) * K``: K, V again, dK, dV   ``K``, and ``2 * K`` while it runs
-    ======  ===============  ========================================  ======================================
+    With P equal parts, ``K = B * G * L * (Dk + Dv) * itemsize`` bytes each (without Dv if v is k), a rank sends, and
+    receives as much: gather ``(P - 1) * K`` forward and ``(P - 1) * K`` backward (dK, dV), and it keeps the joined
+    ``P * K`` for the backward; ring ``(P - 1) * K`` forward and ``2 * (P - 1) * K`` backward (K, V; dK, dV), and it
+    keeps its own ``K``. Segment ids add 8 bytes a key.
 
     dK and dV of each rank's queries travel in k's dtype and are added in fp32 in the order of the ranks (ring: of the
     steps), so that two runs give equal bits. dq is this rank's own. dsink is the share of this rank's queries, like the
