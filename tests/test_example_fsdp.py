@@ -29,7 +29,7 @@ def test_killed_and_resumed_has_the_same_losses(tmp_path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     killed = _torchrun(tmp_path, "first")
-    assert killed.returncode != 0 and "SIGKILL" in killed.stderr, killed.stderr[-3000:]
+    assert killed.returncode != 0 and (tmp_path / "whole1.json").exists(), killed.stderr[-3000:]
     saved = sorted(f.name for f in (tmp_path / "cut").iterdir())
     assert saved == ["step_000002"] and not (tmp_path / "resumed0.json").exists()
     # A checkpoint whose writing was cut off has no metadata, and is passed over.
