@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -14,6 +14,44 @@ from mhc_inductor.distributed.ring import ring_attention
 
 _OP = "selection_attention"
 _METHODS = ("gather", "ring")
+
+
+@overload
+def selection_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor | None = ...,
+    *,
+    indices: Tensor | None = ...,
+    scale: float | None = ...,
+    sink: Tensor | None = ...,
+    segments_q: Tensor | None = ...,
+    segments_k: Tensor | None = ...,
+    v_width: int | None = ...,
+    return_lse: Literal[False] = ...,
+    group: Any = ...,
+    method: Literal["gather", "ring"] = ...,
+) -> Tensor: ...
+
+
+@overload
+def selection_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranges: Tensor | None = ...,
+    *,
+    indices: Tensor | None = ...,
+    scale: float | None = ...,
+    sink: Tensor | None = ...,
+    segments_q: Tensor | None = ...,
+    segments_k: Tensor | None = ...,
+    v_width: int | None = ...,
+    return_lse: Literal[True],
+    group: Any = ...,
+    method: Literal["gather", "ring"] = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 @eagerly
