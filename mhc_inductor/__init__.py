@@ -53,7 +53,7 @@ from mhc_inductor.ops.segments import ANY_SEGMENT  # noqa: E402
 from mhc_inductor.routing.explain import explain  # noqa: E402
 
 if TYPE_CHECKING:
-    from mhc_inductor import nn
+    from mhc_inductor import distributed, nn
 
 __version__ = "0.1.0"
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "blocks_to_ranges",
     "counters",
     "disable",
+    "distributed",
     "e79_scan",
     "enable",
     "explain",
@@ -81,8 +82,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        return importlib.import_module("mhc_inductor.nn")
+    if name in ("distributed", "nn"):
+        return importlib.import_module(f"mhc_inductor.{name}")
     raise AttributeError(f"module 'mhc_inductor' has no attribute {name!r}")
 
 

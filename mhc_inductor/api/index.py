@@ -60,7 +60,7 @@ def index_scores(
 
     Source: the lightning indexer of DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556, equation 1).
     """
-    mask = _three_dims(mask)
+    mask = three_dims(mask)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks_index.index_scores(q, k, w, scale, limit, mask, segments_q, segments_k)
     return call("index_scores", q, k, w, scale, limit, mask, segments_q, segments_k)
@@ -108,13 +108,13 @@ def index_topk(
 
     Source: DeepSeek-V3.2, arXiv 2512.02556, the token selection after equation 1.
     """
-    mask = _three_dims(mask)
+    mask = three_dims(mask)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks_index.index_topk(q, k, w, topk, scale, limit, mask, segments_q, segments_k)
     return call("index_topk", q, k, w, topk, scale, limit, mask, segments_q, segments_k)
 
 
-def _three_dims(mask: Any) -> Any:
+def three_dims(mask: Any) -> Any:
     """Returns the mask with leading dimensions of 1 up to three; anything but a tensor is left to the checks."""
     while isinstance(mask, Tensor) and mask.dim() < 3:
         mask = mask.unsqueeze(0)

@@ -131,6 +131,35 @@ def selection_attention(
     Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2; DeepSeek sparse attention,
     arXiv 2512.02556, over lists.
     """
+    scale, values = prepared(q, v, ranges, indices, scale, v_width, return_lse)
+    rest = (sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
+        check(q, k, values, ranges, indices, rest, scale)
+    if indices is not None:
+        shared = v is k or _reads_keys(k, values)
+        own = None if shared else values
+        o, lse = call("selection_list_attention", q, k, own, indices, *rest, scale, _last(values))
+    else:
+        segments = given(segments_q, segments_k)
+        o, lse = call("selection_attention", q, k, values, ranges, *rest[:3], scale, *segments)
+    return (o, lse) if return_lse else o
+
+
+def prepared(
+    q: Tensor,
+    v: Tensor,
+    ranges: Tensor | None,
+    indices: Tensor | None,
+    scale: float | None,
+    v_width: int | None,
+    return_lse: bool,
+) -> tuple[float, Tensor]:
+    """Returns the scale, 1/sqrt(Dk) for None, and the v_width columns of v that are the values.
+
+    Raises:
+        TypeError: Neither ranges nor indices are given, or v_width or return_lse has another type.
+        ValueError: Ranges and indices are both given, or v_width is out of range.
+    """
     if ranges is None and indices is None:
         raise TypeError("selection_attention: ranges must be a tensor, got NoneType, and no indices in their place")
     if ranges is not None and indices is not None:
@@ -138,21 +167,21 @@ def selection_attention(
     if not isinstance(return_lse, bool):
         raise TypeError(f"selection_attention: return_lse must be a bool, got {type(return_lse).__name__}")
     if scale is None:
-        # operator.index: a plain number even for dynamic sizes. If q is not a tensor, the check below reports it.
+        # operator.index: a plain number even for dynamic sizes. If q is not a tensor, the checks report it.
         scale = 1 / math.sqrt(operator.index(q.shape[-1])) if isinstance(q, Tensor) and q.dim() and q.shape[-1] else 1.0
+    return scale, _columns(v, v_width)
+
+
+def check(
+    q: Tensor, k: Tensor, values: Tensor, ranges: Tensor | None, indices: Tensor | None, rest: _Rest, scale: float
+) -> None:
+    """Raises ValueError or TypeError unless the arguments fit together; one of ranges and indices is given."""
     if indices is not None:
-        rest = (sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
-        o, lse = _attend_lists(q, k, v, indices, rest, scale, v_width)
-        return (o, lse) if return_lse else o
+        checks_selection_lists.selection_list_attention(q, k, values, indices, *rest, scale, _last(values))
+        return
     assert ranges is not None
-    v = _columns(v, v_width)
-    if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
-        checks_selection.selection_attention(
-            q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, segments_q, segments_k
-        )
-    segments = given(segments_q, segments_k)
-    o, lse = call("selection_attention", q, k, v, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, *segments)
-    return (o, lse) if return_lse else o
+    sink, cu_seqlens_q, cu_seqlens_k, *segments = rest
+    checks_selection.selection_attention(q, k, values, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, *segments)
 
 
 def _columns(v: Tensor, v_width: int | None) -> Tensor:
@@ -165,17 +194,6 @@ def _columns(v: Tensor, v_width: int | None) -> Tensor:
     if not 1 <= v_width <= v.shape[-1]:
         raise ValueError(f"selection_attention: v_width must be from 1 to v's last size {v.shape[-1]}, got {v_width}")
     return v[..., :v_width]
-
-
-def _attend_lists(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, rest: _Rest, scale: float, v_width: int | None
-) -> tuple[Tensor, Tensor]:
-    """Calls the op over lists; with v in k's memory, without a tensor of values of its own."""
-    values = _columns(v, v_width)
-    if not torch.compiler.is_compiling():
-        checks_selection_lists.selection_list_attention(q, k, values, indices, *rest, scale, _last(values))
-    shared = v is k or _reads_keys(k, values)
-    return call("selection_list_attention", q, k, None if shared else values, indices, *rest, scale, _last(values))
 
 
 def _last(v: Tensor) -> int:

@@ -1,0 +1,56 @@
+"""The example of FSDP2 on two processes of torchrun: killed in a step and started again, it loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import example_modules
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+
+
+def _torchrun(folder: pathlib.Path, turn: str) -> subprocess.CompletedProcess[str]:
+    program = pathlib.Path(__file__).with_name("fsdp_ranks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run([*command, str(folder), turn], capture_output=True, text=True, env=env, timeout=300)
+
+
+def test_killed_and_resumed_has_the_same_losses(tmp_path: pathlib.Path) -> None:
+    for name in ("typer", "rich", "matplotlib"):
+        pytest.importorskip(name)
+    import matplotlib.pyplot as plt
+
+    killed = _torchrun(tmp_path, "first")
+    assert killed.returncode != 0 and (tmp_path / "whole1.json").exists(), killed.stderr[-3000:]
+    saved = sorted(f.name for f in (tmp_path / "cut").iterdir())
+    assert saved == ["step_000002"] and not (tmp_path / "resumed0.json").exists()
+    # A checkpoint whose writing was cut off has no metadata, and is passed over.
+    (tmp_path / "cut" / "step_000004").mkdir()
+    done = _torchrun(tmp_path, "again")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed after step 2" in done.stdout and "tokens a second" in done.stdout
+    for rank in (0, 1):
+        whole, resumed, graphs = (
+            json.loads((tmp_path / f"{name}{rank}.json").read_text()) for name in ("whole", "resumed", "graphs")
+        )
+        assert len(whole) == 5 and whole == resumed
+        assert graphs == [2], "one graph of the attentions' hyper-connections, one of the MLPs'"
+    assert len(set(whole)) == 5 and 5.0 < whole[0] < 7.0
+    kept = sorted(f.name for f in (tmp_path / "cut").iterdir() if (f / ".metadata").exists())
+    assert kept == ["step_000004", "step_000005"]
+    picture = plt.imread(tmp_path / "cut.png")
+    assert len({tuple(c) for c in picture[::3, ::3, :3].reshape(-1, 3).round(2).tolist()}) > 20, "an empty canvas"
+
+
+def test_it_says_how_it_is_started() -> None:
+    pytest.importorskip("typer")
+    done = example_modules.run("train_fsdp")
+    assert done.returncode == 2 and "torchrun" in re.sub(r"\s+", " ", done.stderr)
