@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import compat
-from mhc_inductor.ops import checks
+from mhc_inductor.ops import checks, sharding
 from mhc_inductor.ops.batching import one_by_one
 
 # The vmap rule of one op: (op, info, in_dims, *args) -> (outputs, out_dims).
@@ -105,6 +105,13 @@ def _double_grad(name: str, ctx: Any, *grads: Any) -> None:
     )
 
 
+def _before(name: str, integers: bool, *args: Any) -> None:
+    """Runs before each call: makes the op known to DTensor, and refuses tangents unless its outputs are integers."""
+    sharding.register_if_used()
+    if not integers:
+        _refuse_tangents(name, *args)
+
+
 def _refuse_tangents(name: str, *args: Any) -> None:
     """Raises NotImplementedError if an argument carries a forward-mode tangent, which torch would silently drop."""
     if compat.any_tangent(args):
@@ -170,6 +177,7 @@ def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fake)
     def run(*args: Any) -> Any:
+        sharding.register_if_used()  # inference mode skips the autograd kernel; DTensor calls this before it looks
         if compat.tracing():
             from mhc_inductor import backend
 
@@ -239,7 +247,6 @@ def define(
     implement(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(qualname, _checked(name, _traced(fake)), lib=LIBRARY)
     setup, backward = grad or (_double_setup, functools.partial(_double_grad, name))
-    guard = (lambda *args: None) if integers else functools.partial(_refuse_tangents, name)
-    compat.register_autograd(qualname, backward, setup, LIBRARY, guard)
+    compat.register_autograd(qualname, backward, setup, LIBRARY, functools.partial(_before, name, integers))
     torch.library.register_vmap(qualname, functools.partial(_vmap, name, _op(name)), lib=LIBRARY)
     _FUNCTIONS[name] = _function(name, setup, backward)
