@@ -132,6 +132,26 @@ def real_among_fakes(args: Sequence[Any]) -> tuple[int, int] | None:
     return next(i for i, t in enumerate(args) if type(t) in plain), fake
 
 
+def register_sharding(op: Any, strategies: Callable[..., Any]) -> None:
+    """Registers an op's sharding strategies for DTensor, by ``torch.distributed.tensor.experimental.register_sharding``.
+
+    That function lets torch's cache of decisions compare tensors, and whatever follows the first integer. Sources of
+    torch before 2.13 leave an argument of None before it out of the key, so every argument is made part of the key
+    (torch 2.13 compares None).
+
+    Args:
+        op: the overload.
+        strategies: called with the op's arguments; returns its acceptable placements.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import register_sharding as register
+
+    register(op)(strategies)
+    info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info.get(op)
+    if info is not None:
+        info.static_argnum = 0
+
+
 def schema_types(op: Any) -> tuple[tuple[str, str, bool], ...]:
     """Returns (name, type, whether None is accepted) of each of an op's arguments.
 
@@ -500,13 +520,14 @@ def register_backend(name: str, fn: Callable[..., Any]) -> None:
 
 
 def fake_mode_of(tensors: Sequence[Any]) -> Any:
-    """Returns the fake mode of the first fake tensor, or None.
+    """Returns the fake mode of the first fake tensor, or of the first one inside a DTensor, or None.
 
     Does not ask for Dynamo's current fake mode, because one compile has several.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+    inside = [local_tensor(t) if is_dtensor(t) else t for t in tensors]
+    return next((t.fake_mode for t in inside if isinstance(t, FakeTensor)), None)
 
 
 def no_new_guards(mode: Any) -> Any:
@@ -733,6 +754,17 @@ def is_wrapper(t: Any) -> bool:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return bool(is_traceable_wrapper_subclass(t))
+
+
+def is_dtensor(t: Any) -> bool:
+    """Returns whether a tensor is a DTensor. Imports nothing: where there is one, its module has been imported."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(t, kind)
+
+
+def local_tensor(t: Any) -> Any:
+    """Returns the tensor inside a DTensor, without the step of autograd that ``to_local`` makes (seen in torch 2.13)."""
+    return t._local_tensor
 
 
 def storage_key(t: Any) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import compat
-from mhc_inductor.ops import checks
+from mhc_inductor.ops import checks, sharding
 from mhc_inductor.ops.batching import one_by_one
 
 # The vmap rule of one op: (op, info, in_dims, *args) -> (outputs, out_dims).
@@ -138,7 +138,11 @@ def _refuse_transforms(name: str, *args: Any) -> None:
 
 
 def _guard(name: str, integers: bool, *args: Any) -> None:
-    """Raises TypeError or NotImplementedError for arguments that would fail below autograd, or lose a derivative."""
+    """Runs before each call of op ``name``: makes it known to DTensor, and checks what only autograd's level can see.
+
+    Raises TypeError or NotImplementedError for arguments that would fail below autograd, or lose a derivative.
+    """
+    sharding.register_if_used()
     _strided(name, *args)
     _all_fake(name, *args)
     if not integers:
@@ -211,6 +215,7 @@ def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fake)
     def run(*args: Any) -> Any:
+        sharding.register_if_used()  # inference mode skips the autograd kernel; DTensor calls this before it looks
         if compat.tracing():
             from mhc_inductor import backend
 

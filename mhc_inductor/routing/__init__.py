@@ -36,6 +36,7 @@ from mhc_inductor.routing.interface import (
     unregister,
 )
 from mhc_inductor.routing.report import AS_WRITTEN, Fused, NearMiss, Report, Routed, source_of
+from mhc_inductor.routing.sharded import as_whole
 from mhc_inductor.routing.verify import Verifier
 from mhc_inductor.scope import Change
 
@@ -83,7 +84,9 @@ def route(
     routing = _Pass(report, check, options, lower)
     try:
         # A check's tensors may be in reference cycles, which only the garbage collector frees.
-        with _collector_paused if check is None else contextlib.nullcontext(), bounds.watch() as unfollowed:
+        paused = _collector_paused if check is None else contextlib.nullcontext()
+        with paused, bounds.watch() as unfollowed, as_whole(gm) as memory:
+            routing.knowledge.effects.memory = memory
             routing.graph(gm, ambient(), body=False)
         report.near_misses += dict.fromkeys(map(_unfollowed, unfollowed))
     except Exception as error:  # on any failure the model compiles as it would without this package

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
+from mhc_inductor.routing import sharded
 from mhc_inductor.routing.dead_nodes import pure, share_memory, unneeded
 from mhc_inductor.routing.graph.expressions import VIEWS, is_cast
 from mhc_inductor.routing.graph.index import Size, size_of
@@ -88,6 +89,7 @@ class Edit:
             self._keep_overwritten(self.place)
             with self.graph.inserting_before(self.place.anchor), self.place.modes.entered():
                 pairs = self._settled(match, [*emit(self, match)])
+                sharded.check(self.view, self._fresh, pairs)
             self.verdict = Verdict() if check is None else check(self, match, pairs)
             for value, new in pairs:
                 self._replace(value, new)

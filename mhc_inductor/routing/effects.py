@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.compat import tree_flatten, tree_unflatten
 from mhc_inductor.routing.graph.run import fresh
-from mhc_inductor.routing.graph.values import example, run, tensors_in
+from mhc_inductor.routing.graph.values import SHARDED, example, given, run, tensors_in
 
 _DISTINCT = frozenset((int, bool, str, type(None)))
 """Types whose values serve as keys themselves. Other types are compared by their text, floats among them."""
@@ -52,8 +52,8 @@ class _Writes(compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for given in _written_arguments(func, args, kwargs):
-            self.storages.update(compat.storage_key(t) for t in tree_flatten(given)[0] if isinstance(t, torch.Tensor))
+        for written in _written_arguments(func, args, kwargs):
+            self.storages.update(compat.storage_key(t) for t in tree_flatten(written)[0] if isinstance(t, torch.Tensor))
         return func(*args, **kwargs)
 
 
@@ -72,6 +72,8 @@ class Effects:
         self._of_node: dict[fx.Node, Effect] = {}
         self.unknown: dict[fx.Node, None] = {}
         """Calls whose effects PyTorch could not determine."""
+        self.memory: Mapping[int, int] = {}
+        """For storages that stand for another one, that one."""
         self._described: dict[int, tuple[torch.Tensor, Any]] = {}
         self._storages: dict[fx.Node, tuple[int, ...]] = {}
         self._autocast: dict[fx.Node, tuple[AutocastState, ...]] = {}
@@ -105,7 +107,10 @@ class Effects:
         key = target, autocast, self._key(node.args), self._key(node.kwargs)
         if key not in self._known:
             self._known[key] = _asked(node, Modes(autocast=autocast))
-        return self._known[key]
+        found = self._known[key]
+        if not found.known and any(SHARDED in a.meta for a in node.all_input_nodes):
+            return _asked(node, Modes(autocast=autocast), given)  # a method of DTensors, such as redistribute
+        return found
 
     def _key(self, tree: Any) -> Any:
         """Returns a key of what a call's effects may depend on: argument structure, numbers and tensor metadata."""
@@ -148,7 +153,8 @@ class Effects:
         """Returns the storage key of each tensor of a node's result."""
         found = self._storages.get(node)
         if found is None:
-            found = self._storages[node] = tuple(map(compat.storage_key, tensors_in(example(node))))
+            keys = map(compat.storage_key, tensors_in(example(node)))
+            found = self._storages[node] = tuple(self.memory.get(key, key) for key in keys)
         return found
 
     def move(self, node: fx.Node, was: int, now: int) -> None:
@@ -200,12 +206,18 @@ def _description(t: torch.Tensor) -> Any:
 
 
 def _made(t: Any) -> Any:
-    return fresh(t, t.requires_grad and t.is_floating_point()) if isinstance(t, torch.Tensor) else t
+    if not isinstance(t, torch.Tensor):
+        return t
+    grad = t.requires_grad and t.is_floating_point()
+    return torch.empty_like(t).requires_grad_(grad) if compat.is_dtensor(t) else fresh(t, grad)
 
 
-def _asked(node: fx.Node, modes: Modes) -> Effect:
-    """Runs ``node`` on new fake tensors and returns its effect. Leaves modes and the graph's tensors as they were."""
-    flat, spec = tree_flatten(fx.node.map_arg((node.args, node.kwargs), example))
+def _asked(node: fx.Node, modes: Modes, value: Callable[[fx.Node], Any] = example) -> Effect:
+    """Runs ``node`` on new fake tensors and returns its effect. Leaves modes and the graph's tensors as they were.
+
+    ``value`` returns the fake value of an input.
+    """
+    flat, spec = tree_flatten(fx.node.map_arg((node.args, node.kwargs), value))
     mode = compat.fake_mode_of([t for t in flat if isinstance(t, torch.Tensor)])
     if mode is None:
         return Effect(known=False)
@@ -219,10 +231,10 @@ def _asked(node: fx.Node, modes: Modes) -> Effect:
     except Exception as error:  # not every call can be run alone
         # Reading a number from data (item) aborts the run; until then the call may have only read.
         return Effect(known=compat.reads_data(error) and not writes.storages)
-    tensors = [(t, given) for t, given in zip(made, flat, strict=True) if isinstance(t, torch.Tensor)]
+    tensors = [(t, old) for t, old in zip(made, flat, strict=True) if isinstance(t, torch.Tensor)]
     changed = [
-        compat.storage_key(t) in writes.storages or t.requires_grad != (given.requires_grad and t.is_floating_point())
-        for t, given in tensors
+        compat.storage_key(t) in writes.storages or t.requires_grad != (old.requires_grad and t.is_floating_point())
+        for t, old in tensors
     ]
     return Effect(tuple(i for i, c in enumerate(changed) if c), watches=not _plain(out))
 

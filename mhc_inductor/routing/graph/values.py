@@ -214,6 +214,15 @@ def example(node: fx.Node) -> Any:
     return node.meta.get("val") if found is None else found
 
 
+SHARDED = "mhc_inductor_sharded"
+"""Key in a node's meta: its fake value with DTensors, while the pass sees whole tensors."""
+
+
+def given(node: fx.Node) -> Any:
+    """Returns the fake value or values that Dynamo left in a node, with their DTensors."""
+    return node.meta.get(SHARDED, example(node))
+
+
 def run(node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Returns the result of the call of ``node`` on other arguments."""
     if node.op == "call_method":
