@@ -44,6 +44,7 @@ from mhc_inductor.api import (  # noqa: E402
     mhc_pre,
     mhc_sinkhorn,
     ops_to_save,
+    route_exported,
     selection_attention,
 )
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
@@ -74,6 +75,7 @@ __all__ = [
     "nn",
     "ops",
     "ops_to_save",
+    "route_exported",
     "selection_attention",
 ]
 

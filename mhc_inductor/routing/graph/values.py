@@ -229,8 +229,9 @@ def is_tensors(fake: Any) -> bool:
 
 
 def name_of(node: fx.Node) -> str:
-    """Returns the name of what a node calls."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    """Returns the name of what a node calls, for an ATen operation without its overload."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.partition(".")[0] if isinstance(node.target, compat.OpOverload) else name
 
 
 class Values:
@@ -242,6 +243,7 @@ class Values:
         templates: the calls recorded so far; graphs of one compile share them.
         writes: returns whether a node writes a tensor that it is given. Such nodes stay opaque.
         given: for inputs of the body of a checkpointed region, the masks and integers that the graph around passes in.
+        may_fix: whether symbols may be fixed at their present values. An exported program promises its dynamic sizes.
     """
 
     def __init__(
@@ -251,8 +253,10 @@ class Values:
         templates: dict[Any, Any],
         writes: Callable[[fx.Node], Any],
         given: Mapping[fx.Node, Value] | None = None,
+        may_fix: bool = True,
     ) -> None:
         self.graph = graph
+        self.may_fix = may_fix
         self.writes = writes
         self.autocast = autocast
         self.templates = templates
@@ -274,6 +278,8 @@ class Values:
 
     def fix(self, symbols: Collection[str]) -> bool:
         """Fixes these symbols at their present values from now on. Returns whether any of them is new."""
+        if not self.may_fix:
+            return False
         new = {name: hint for name, hint in self.hints.items() if name in symbols}
         if not new.keys() - self.fixed.keys():
             return False
