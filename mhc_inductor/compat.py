@@ -332,6 +332,29 @@ def packaging() -> bool:
     return bool(V.graph.aot_mode or V.graph.cpp_wrapper)
 
 
+def packaging_formulas() -> bool:
+    """Returns whether decompositions are being applied for a package that will run without Python (torch 2.11 to 2.15).
+
+    Before lowering there is no graph that :func:`packaging` could ask.
+    """
+    from torch._inductor.virtualized import V
+
+    return bool(V.aot_compilation)
+
+
+def keep_loop_outputs() -> None:
+    """Keeps Inductor from reusing the buffers that the loops lowered so far write in place.
+
+    Its C++ wrapper declares such a buffer a second time where it reuses one (torch 2.11 to 2.13).
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    for operation in V.graph.operations:
+        if isinstance(operation, ir.WhileLoop):
+            V.graph.never_reuse_buffers.update(out.get_name() for out in operation.mutation_outputs)
+
+
 def compiled_cpp(source: str, flags: Sequence[str]) -> Any:
     """Returns ``source`` as a loaded shared library (ctypes.CDLL), compiled or read from Inductor's cache on disk.
 

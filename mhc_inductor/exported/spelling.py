@@ -85,7 +85,7 @@ class Spelling:
         first = next(n for n in self.gm.graph.nodes if n.op != "placeholder")
         users = list(placeholder.users)
         with self.gm.graph.inserting_before(first):
-            options = {"dtype": value.dtype, "device": value.device}
+            options: Any = {"dtype": value.dtype, "device": value.device}
             made = self.gm.graph.call_function(torch.tensor, (value.item(),), options)
         made.meta["val"] = placeholder.meta["val"]
         for user in users:
