@@ -24,6 +24,11 @@ def lower(name: str, op: Any, calls_op: CallsOp | None, *args: Any, **kwargs: An
     """Lowers op ``name`` to its launch plan, or to a call of the op if there is no kernel or ``calls_op`` holds."""
     args = _positional(op, args, kwargs)
     device = next(a for a in args if compat.is_node(a)).get_device()
+    if device.type == "cpu" and compat.packaging_formulas():
+        raise RuntimeError(
+            f"mhc_inductor: {name} would need Python in this package. If the program was loaded from a file, route it first: "
+            "aoti_compile_and_package(mhc_inductor.route_exported(program)). Backward ops cannot be packaged for a CPU"
+        )
     if device.type == "cpu":  # an op that was not decomposed: call its own implementation
         return compat.fallback(op)(*args)
     builder = LoweringBuilder(device)

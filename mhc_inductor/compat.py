@@ -28,8 +28,8 @@ from mhc_inductor.scope import Change, replace
 
 
 def tracing() -> bool:
-    """Returns whether Dynamo or AOTAutograd is compiling a graph on this thread."""
-    return torch._guards.TracingContext.try_get() is not None
+    """Returns whether Dynamo, AOTAutograd or AOTInductor is compiling a graph on this thread."""
+    return torch._guards.TracingContext.try_get() is not None or packaging_formulas()
 
 
 def functorch_active() -> bool:
@@ -333,13 +333,12 @@ def packaging() -> bool:
 
 
 def packaging_formulas() -> bool:
-    """Returns whether decompositions are being applied for a package that will run without Python (torch 2.11 to 2.15).
+    """Returns whether a package that will run without Python is being compiled (torch 2.11 to 2.15).
 
     Before lowering there is no graph that :func:`packaging` could ask.
     """
-    from torch._inductor.virtualized import V
-
-    return bool(V.aot_compilation)
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and bool(virtualized.V.aot_compilation)
 
 
 def keep_loop_outputs() -> None:

@@ -39,9 +39,12 @@ def route_exported(program: ExportedProgram, *, verify: bool = False, empty_rows
             "export the model first: torch.export.export(model, args)"
         )
     options = RoutingOptions(verify, empty_rows)
+    from mhc_inductor.backend import prepare
     from mhc_inductor.exported.program import routed
     from mhc_inductor.routing.report import log_report
 
+    # A package is compiled from the copy without Dynamo, which would register the lowerings.
+    prepare()
     result, report = routed(program, options)
     log_report(report)
     return result
