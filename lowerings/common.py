@@ -52,6 +52,10 @@ def _positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return (*args, *(kwargs.get(a.name, a.default_value) for a in missing))
 
 
+FORMULAS: dict[Any, Callable[..., Any]] = {}
+"""The formula of each op that a package without kernels holds in its place."""
+
+
 def _decompose(formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Applies the formula on a device without kernels; else returns NotImplemented, which keeps the op whole."""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
@@ -65,4 +69,5 @@ def register(name: str, formula: Callable[..., Any] | None, calls_op: CallsOp | 
     op = getattr(torch.ops.mhc_inductor, name).default
     compat.register_lowering(op, functools.partial(lower, name, op, calls_op))
     if formula is not None:
+        FORMULAS[op] = formula
         compat.inductor_decompositions()[op] = functools.partial(_decompose, formula)

@@ -51,12 +51,12 @@ def e79_scan(
     sizes = list({str(size): size for shape in shapes for size in shape if not isinstance(size, int)}.values())
     # Inductor's loop cannot find the values of symbols inside an expression.
     plain = all(compat.is_symbol(size) for size in sizes)
-    if packaged and kvqm.device.type == "cpu" and not plain:
+    if packaged and not plain:
         raise RuntimeError(
             f"mhc_inductor: e79_scan in a package for a CPU has the size {next(s for s in sizes if not compat.is_symbol(s))}; "
             "its loop takes sizes that are dynamic by themselves or static: export the model with such sizes"
         )
-    if kvqm.device.type != "cpu" or (segment != 0 and not packaged) or not plain:
+    if not packaged and (kvqm.device.type != "cpu" or segment != 0 or not plain):
         return NotImplemented
     # Concatenated, because the loop would copy each view among its inputs in every step.
     x = torch.cat((*vectors(kvqm), biases(kvqm, b_s), biases(kvqm, b_m)), -1)
@@ -66,7 +66,7 @@ def e79_scan(
         y = y.unsqueeze(0)
     else:
         S, M, y = compat.scan(_step, (S, M), (x,), sizes)
-        y = torch.ops.mhc_inductor.loop_output.default(y) if packaged else y
+        y = torch.ops.mhc_inductor.loop_output.default(y) if compat.in_package() else y
     out = (y * y * torch.sigmoid(y)).to(kvqm.dtype)
     return out, S, M, *_unread(S, kvqm.shape[0], segment)
 

@@ -34,6 +34,7 @@ if (_checkout / "kernels" / "launch.py").exists() and (_checkout / "lowerings").
 from mhc_inductor import ops  # noqa: E402
 from mhc_inductor.api import (  # noqa: E402
     blocks_to_ranges,
+    decompositions,
     e79_scan,
     index_scores,
     index_topk,
@@ -60,6 +61,7 @@ __all__ = [
     "ANY_SEGMENT",
     "blocks_to_ranges",
     "counters",
+    "decompositions",
     "disable",
     "e79_scan",
     "enable",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import contextvars
 import copy
 import functools
 import inspect
@@ -29,7 +30,7 @@ from mhc_inductor.scope import Change, replace
 
 def tracing() -> bool:
     """Returns whether Dynamo, AOTAutograd or AOTInductor is compiling a graph on this thread."""
-    return torch._guards.TracingContext.try_get() is not None or packaging_formulas()
+    return torch._guards.TracingContext.try_get() is not None or in_package()
 
 
 def functorch_active() -> bool:
@@ -332,13 +333,31 @@ def packaging() -> bool:
     return bool(V.graph.aot_mode or V.graph.cpp_wrapper)
 
 
-def packaging_formulas() -> bool:
-    """Returns whether a package that will run without Python is being compiled (torch 2.11 to 2.15).
+_without_ops: contextvars.ContextVar[bool] = contextvars.ContextVar("mhc_inductor_without_ops", default=False)
+
+
+def in_package() -> bool:
+    """Returns whether AOTInductor is compiling a package, which will run without Python (torch 2.11 to 2.15).
 
     Before lowering there is no graph that :func:`packaging` could ask.
     """
     virtualized = sys.modules.get("torch._inductor.virtualized")
     return virtualized is not None and bool(virtualized.V.aot_compilation)
+
+
+def packaging_formulas() -> bool:
+    """Returns whether decompositions must leave no op: in a package, and inside :func:`without_ops`."""
+    return _without_ops.get() or in_package()
+
+
+@contextlib.contextmanager
+def without_ops() -> Iterator[None]:
+    """Makes decompositions leave no op while the body runs."""
+    token = _without_ops.set(True)
+    try:
+        yield
+    finally:
+        _without_ops.reset(token)
 
 
 def keep_loop_outputs() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 from torch.export import ExportedProgram
 
 from mhc_inductor.options import RoutingOptions
@@ -48,3 +52,33 @@ def route_exported(program: ExportedProgram, *, verify: bool = False, empty_rows
     result, report = routed(program, options)
     log_report(report)
     return result
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Returns the plain formulas of this package's ops, as a table for ``ExportedProgram.run_decompositions``.
+
+    Use it where a consumer of a program knows only ATen operations: ONNX, ``torch.jit.trace`` of ``program.module()``,
+    other runtimes. ``program.run_decompositions(mhc_inductor.decompositions())`` gives a program that needs nothing of
+    this package. Attention becomes dense attention under a mask. An E79 recurrence becomes a ``scan``.
+
+    Returns:
+        The table of ``torch.export.default_decompositions()`` with one more entry for each op. Backward ops of E79 and
+        of index scores have none.
+    """
+    from torch.export import default_decompositions
+
+    from mhc_inductor.backend import prepare
+    from mhc_inductor.lowerings.common import FORMULAS
+
+    prepare()
+    table: dict[Any, Callable[..., Any]] = dict(default_decompositions().items())
+    table.update({op: functools.partial(_decomposed, formula) for op, formula in FORMULAS.items()})
+    return table
+
+
+def _decomposed(formula: Callable[..., Any], *args: Any) -> Any:
+    """Applies the formula that a package holds."""
+    from mhc_inductor import compat
+
+    with compat.without_ops():
+        return formula(*args)

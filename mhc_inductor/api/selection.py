@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mhc_inductor import compat
 from mhc_inductor.ops import checks_selection, checks_selection_lists
+from mhc_inductor.ops.registry import refuse_trace
 from mhc_inductor.ops.selection import call, given
 
 # sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k
@@ -130,6 +131,7 @@ def selection_attention(
     Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2; DeepSeek sparse attention,
     arXiv 2512.02556, over lists.
     """
+    refuse_trace("selection_attention")
     if ranges is None and indices is None:
         raise TypeError("selection_attention: ranges must be a tensor, got NoneType, and no indices in their place")
     if ranges is not None and indices is not None:
