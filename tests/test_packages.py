@@ -100,6 +100,7 @@ def test_a_process_without_this_package_loads_it(package: pathlib.Path) -> None:
 
 # Only what the tests need of libtorch: its large headers would take a minute to compile.
 PROGRAM = """
+#include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <cstdio>
 #include <fstream>

@@ -74,9 +74,11 @@ class Spelling:
             if made in present:
                 made.replace_all_uses_with(placeholder)
                 self.gm.graph.erase_node(made)
+        order = {node: i for i, node in enumerate(self.gm.graph.nodes)}
         for node, target, args, kwargs, meta in self._checks:
-            if node in present:
-                with self.gm.graph.inserting_after(node):
+            # Not right after the tensor: a check belongs to the module that reads it.
+            if node in order and node.users:
+                with self.gm.graph.inserting_before(min(node.users, key=lambda user: order.get(user, len(order)))):
                     self.gm.graph.call_function(target, args, kwargs).meta.update(meta)
         self.gm.recompile()
 

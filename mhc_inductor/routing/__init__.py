@@ -21,7 +21,7 @@ from mhc_inductor.routing.edit import Check, Edit
 from mhc_inductor.routing.effects import Modes, ambient, modes_of
 from mhc_inductor.routing.graph import bounds
 from mhc_inductor.routing.graph import expressions as algebra
-from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
+from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, may_fix, sizes_stay
 from mhc_inductor.routing.graph.values import Value, example, name_of, of_positions, tensors_in
 from mhc_inductor.routing.graph.view import Knowledge, View
 from mhc_inductor.routing.interface import (
@@ -91,7 +91,11 @@ def route(
     routing = _Pass(report, check, Knowledge(options, exported), lower)
     try:
         # A check's tensors may be in reference cycles, which only the garbage collector frees.
-        with _collector_paused if check is None else contextlib.nullcontext(), bounds.watch() as unfollowed:
+        with (
+            _collector_paused if check is None else contextlib.nullcontext(),
+            sizes_stay(exported),
+            bounds.watch() as unfollowed,
+        ):
             routing.graph(gm, ambient(), body=False)
         report.near_misses += dict.fromkeys(map(_unfollowed, unfollowed))
     except Exception as error:  # on any failure the model compiles as it would without this package
@@ -323,7 +327,7 @@ def _match(operator: Operator, view: View, node: fx.Node) -> Any:
     try:
         return operator.match(view, node)
     except DynamicWidth:
-        if view.values.may_fix:
+        if may_fix():
             raise
         return Miss(operator.name, DYNAMIC, view.value(node), view.value(node))
 

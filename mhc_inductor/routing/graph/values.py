@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.graph.index import Size, size_of
+from mhc_inductor.routing.graph.index import Size, may_fix, size_of
 
 aten = torch.ops.aten
 _NO_OPTIONS: dict[str, Any] = {}
@@ -243,7 +243,6 @@ class Values:
         templates: the calls recorded so far; graphs of one compile share them.
         writes: returns whether a node writes a tensor that it is given. Such nodes stay opaque.
         given: for inputs of the body of a checkpointed region, the masks and integers that the graph around passes in.
-        may_fix: whether symbols may be fixed at their present values. An exported program promises its dynamic sizes.
     """
 
     def __init__(
@@ -253,10 +252,8 @@ class Values:
         templates: dict[Any, Any],
         writes: Callable[[fx.Node], Any],
         given: Mapping[fx.Node, Value] | None = None,
-        may_fix: bool = True,
     ) -> None:
         self.graph = graph
-        self.may_fix = may_fix
         self.writes = writes
         self.autocast = autocast
         self.templates = templates
@@ -278,7 +275,7 @@ class Values:
 
     def fix(self, symbols: Collection[str]) -> bool:
         """Fixes these symbols at their present values from now on. Returns whether any of them is new."""
-        if not self.may_fix:
+        if not may_fix():
             return False
         new = {name: hint for name, hint in self.hints.items() if name in symbols}
         if not new.keys() - self.fixed.keys():

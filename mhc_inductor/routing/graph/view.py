@@ -83,8 +83,7 @@ class View:
     def fresh_values(self) -> Values:
         """Returns the values of the view's nodes, with no symbol fixed."""
         states = {n: m.autocast for n in self.graph.nodes if (m := self.modes_at(n)).autocast}
-        may_fix = not self.knowledge.exported
-        return Values(self.graph, states, self.knowledge.templates, self._in_place, self.given, may_fix)
+        return Values(self.graph, states, self.knowledge.templates, self._in_place, self.given)
 
     def _in_place(self, node: fx.Node) -> bool:
         """Returns whether a node of the view writes, or may write, one of its inputs."""

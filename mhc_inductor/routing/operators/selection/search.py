@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var, may_fix
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
@@ -121,7 +121,7 @@ class Search:
                     try:
                         found += self._at(node)
                     except DynamicWidth:
-                        if self.values.may_fix:
+                        if may_fix():
                             raise
                         self._miss(DYNAMIC, None, node)
         return found
