@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from capture import Captured, difference, evaluate, ops_of
 from reference_models_e79 import Layer
-from reference_models_mhc import deepseek, liger, parameters
+from reference_models_mhc import _balanced, deepseek, liger, parameters
 from reference_models_selection import DeepseekSparse, Indexer, window_and_blocks
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -240,23 +240,31 @@ def test_no_parameter_gets_zeros_where_the_program_gives_none() -> None:
         assert found[0] == found[1]
 
 
+class Iterations(nn.Module):
+    """A submodule whose result is the formula's own."""
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return _balanced(logits)
+
+
 class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Site()
+        self.site, self.inner = Site(), Iterations()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x * 2.0) + 1.0
+        return torch.tanh(self.inner(self.site(x * 2.0)[..., :4]))
 
 
 def test_a_preserved_submodule_can_be_unflattened() -> None:
     x = randn(2, 3, 4, 32)
     program = torch.export.export(Outer(), (x,), preserve_module_call_signature=("inner",))
     routed = route_exported(program)
-    assert ops_of(routed.graph_module)["mhc_pre"] == 1
+    assert ops_of(routed.graph_module) == Counter(mhc_pre=1, mhc_post=1, mhc_sinkhorn=1)
     module = torch.export.unflatten(routed)
     assert torch.allclose(module(x), program.module()(x), rtol=1e-5, atol=1e-6)
-    assert torch.allclose(module.inner(x), Site()(x), rtol=1e-5, atol=1e-6)
+    logits = randn(2, 3, 4, 4)
+    assert torch.allclose(module.inner(logits), _balanced(logits), rtol=1e-5, atol=1e-6)
 
 
 def test_a_routed_module_compiles() -> None:
