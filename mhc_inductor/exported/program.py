@@ -42,8 +42,8 @@ def routed(
         examples.fill(gm, _needs_grad(program))
         with _kept(gm, calls):
             report = route(gm, options, check=check, exported=True)
-        spelling.undo()
-        lowering.lower(gm, compat.for_training(program))
+            spelling.undo()
+            lowering.lower(gm, compat.for_training(program))
         _rename_outputs(gm, signature)
         if regions:
             gm, signature = compat.with_mode_regions(gm, signature)
