@@ -24,6 +24,11 @@ def lower(name: str, op: Any, calls_op: CallsOp | None, *args: Any, **kwargs: An
     """Lowers op ``name`` to its launch plan, or to a call of the op if there is no kernel or ``calls_op`` holds."""
     args = _positional(op, args, kwargs)
     device = next(a for a in args if compat.is_node(a)).get_device()
+    if device.type == "cpu" and compat.packaging_formulas():
+        raise RuntimeError(
+            f"mhc_inductor: {name} would need Python in this package. If the program was loaded from a file, route it first: "
+            "aoti_compile_and_package(mhc_inductor.route_exported(program)). Backward ops cannot be packaged for a CPU"
+        )
     if device.type == "cpu":  # an op that was not decomposed: call its own implementation
         return compat.fallback(op)(*args)
     builder = LoweringBuilder(device)
@@ -47,6 +52,10 @@ def _positional(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return (*args, *(kwargs.get(a.name, a.default_value) for a in missing))
 
 
+FORMULAS: dict[Any, Callable[..., Any]] = {}
+"""The formula of each op that a package without kernels holds in its place."""
+
+
 def _decompose(formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Applies the formula on a device without kernels; else returns NotImplemented, which keeps the op whole."""
     tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
@@ -60,4 +69,5 @@ def register(name: str, formula: Callable[..., Any] | None, calls_op: CallsOp | 
     op = getattr(torch.ops.mhc_inductor, name).default
     compat.register_lowering(op, functools.partial(lower, name, op, calls_op))
     if formula is not None:
+        FORMULAS[op] = formula
         compat.inductor_decompositions()[op] = functools.partial(_decompose, formula)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import compat
+from mhc_inductor.ops.registry import LIBRARY
 from mhc_inductor.reference.e79 import biases, gated, initial, outer, vectors
 
 
@@ -39,12 +40,23 @@ def e79_scan(
 ) -> Any:
     """Decomposes the op for Inductor; returns NotImplemented where the generated code should call the op.
 
-    That is on other devices than a CPU, with checkpoints, and if a symbolic size is not a plain symbol.
+    That is on other devices than a CPU, with checkpoints, and if a symbolic size is not a plain symbol. A package, which
+    runs without Python, has no backward, so that nothing reads its checkpoints: they are NaN.
+
+    Raises:
+        RuntimeError: in a package, if a symbolic size is not a plain symbol.
     """
+    packaged = compat.packaging_formulas()
     shapes = [t.shape for t in (kvqm, b_s, b_m, S0, M0) if t is not None]
     sizes = list({str(size): size for shape in shapes for size in shape if not isinstance(size, int)}.values())
     # Inductor's loop cannot find the values of symbols inside an expression.
-    if kvqm.device.type != "cpu" or segment != 0 or not all(compat.is_symbol(size) for size in sizes):
+    plain = all(compat.is_symbol(size) for size in sizes)
+    if packaged and not plain:
+        raise RuntimeError(
+            f"mhc_inductor: e79_scan in a package for a CPU has the size {next(s for s in sizes if not compat.is_symbol(s))}; "
+            "its loop takes sizes that are dynamic by themselves or static: export the model with such sizes"
+        )
+    if not packaged and (kvqm.device.type != "cpu" or segment != 0 or not plain):
         return NotImplemented
     # Concatenated, because the loop would copy each view among its inputs in every step.
     x = torch.cat((*vectors(kvqm), biases(kvqm, b_s), biases(kvqm, b_m)), -1)
@@ -54,4 +66,27 @@ def e79_scan(
         y = y.unsqueeze(0)
     else:
         S, M, y = compat.scan(_step, (S, M), (x,), sizes)
-    return (y * y * torch.sigmoid(y)).to(kvqm.dtype), S, M, S.new_empty((0,)), S.new_empty((0,))
+        y = torch.ops.mhc_inductor.loop_output.default(y) if compat.in_package() else y
+    out = (y * y * torch.sigmoid(y)).to(kvqm.dtype)
+    return out, S, M, *_unread(S, kvqm.shape[0], segment)
+
+
+def _unread(S: Tensor, steps: Any, segment: int) -> tuple[Tensor, Tensor]:
+    """Returns tensors in the shapes of the checkpoints and the gates."""
+    if segment == 0:
+        return S.new_empty((0,)), S.new_empty((0,))
+    count = 2 * ((steps + segment - 1) // segment)
+    return S.new_full((count, *S.shape), torch.nan), S.new_full((steps, S.shape[0], 7, S.shape[-1]), torch.nan)
+
+
+def _kept(y: Any) -> Any:
+    compat.keep_loop_outputs()
+    return y
+
+
+def register_loop_output() -> None:
+    """Defines the op that stands behind a loop in a package: it returns its input, whose buffer is not reused."""
+    LIBRARY.define("loop_output(Tensor y) -> Tensor")
+    LIBRARY.impl("loop_output", torch.clone, "CompositeExplicitAutograd")
+    torch.library.register_fake("mhc_inductor::loop_output", torch.empty_like, lib=LIBRARY)
+    compat.register_lowering(torch.ops.mhc_inductor.loop_output.default, _kept)

@@ -1,10 +1,13 @@
-"""Lowerings of the index ops: on a GPU their launch plans, on a CPU a call of the op, which runs in chunks of queries."""
+"""Lowerings of the index ops.
+
+On a GPU their launch plans; on a CPU a call of the op, which runs in chunks of queries, or in a package one formula.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import common
+from . import common, index_cpu
 from .builder import OpBuilder
 
 MOST_PARTS = 8
@@ -24,6 +27,6 @@ def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
 
 def register() -> None:
     """Registers all lowerings. Called once, when the first graph is compiled."""
-    common.register("index_scores", None)
+    common.register("index_scores", index_cpu.index_scores)
     common.register("index_scores_backward", None)
-    common.register("index_topk", None, _calls_op)
+    common.register("index_topk", index_cpu.index_topk, _calls_op)

@@ -34,6 +34,7 @@ if (_checkout / "kernels" / "launch.py").exists() and (_checkout / "lowerings").
 from mhc_inductor import ops  # noqa: E402
 from mhc_inductor.api import (  # noqa: E402
     blocks_to_ranges,
+    decompositions,
     e79_scan,
     index_scores,
     index_topk,
@@ -44,6 +45,7 @@ from mhc_inductor.api import (  # noqa: E402
     mhc_pre,
     mhc_sinkhorn,
     ops_to_save,
+    route_exported,
     selection_attention,
 )
 from mhc_inductor.api.warmup import warmup  # noqa: E402
@@ -60,6 +62,7 @@ __all__ = [
     "ANY_SEGMENT",
     "blocks_to_ranges",
     "counters",
+    "decompositions",
     "disable",
     "distributed",
     "e79_scan",
@@ -76,6 +79,7 @@ __all__ = [
     "nn",
     "ops",
     "ops_to_save",
+    "route_exported",
     "selection_attention",
     "warmup",
 ]

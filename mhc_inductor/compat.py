@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import contextvars
 import copy
 import functools
 import inspect
@@ -28,8 +29,8 @@ from mhc_inductor.scope import Change, replace
 
 
 def tracing() -> bool:
-    """Returns whether Dynamo or AOTAutograd is compiling a graph on this thread."""
-    return torch._guards.TracingContext.try_get() is not None
+    """Returns whether Dynamo, AOTAutograd or AOTInductor is compiling a graph on this thread."""
+    return torch._guards.TracingContext.try_get() is not None or in_package()
 
 
 def functorch_active() -> bool:
@@ -408,6 +409,46 @@ def packaging() -> bool:
     from torch._inductor.virtualized import V
 
     return bool(V.graph.aot_mode or V.graph.cpp_wrapper)
+
+
+_without_ops: contextvars.ContextVar[bool] = contextvars.ContextVar("mhc_inductor_without_ops", default=False)
+
+
+def in_package() -> bool:
+    """Returns whether AOTInductor is compiling a package, which will run without Python (torch 2.11 to 2.15).
+
+    Before lowering there is no graph that :func:`packaging` could ask.
+    """
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and bool(virtualized.V.aot_compilation)
+
+
+def packaging_formulas() -> bool:
+    """Returns whether decompositions must leave no op: in a package, and inside :func:`without_ops`."""
+    return _without_ops.get() or in_package()
+
+
+@contextlib.contextmanager
+def without_ops() -> Iterator[None]:
+    """Makes decompositions leave no op while the body runs."""
+    token = _without_ops.set(True)
+    try:
+        yield
+    finally:
+        _without_ops.reset(token)
+
+
+def keep_loop_outputs() -> None:
+    """Keeps Inductor from reusing the buffers that the loops lowered so far write in place.
+
+    Its C++ wrapper declares such a buffer a second time where it reuses one (torch 2.11 to 2.13).
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    for operation in V.graph.operations:
+        if isinstance(operation, ir.WhileLoop):
+            V.graph.never_reuse_buffers.update(out.get_name() for out in operation.mutation_outputs)
 
 
 def compiled_cpp(source: str, flags: Sequence[str]) -> Any:
@@ -876,3 +917,83 @@ def free_memory(device: torch.device) -> int:
             return next(int(fields[1]) * 1024 for fields in found if fields[0] == "MemAvailable:")
     except (OSError, StopIteration):
         return 1 << 33  # not Linux: assume 8 GiB
+
+
+def is_mode_region(node: Any) -> bool:
+    """Returns whether a node of an exported graph calls a region under another grad mode, or under autocast."""
+    from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_enabled
+
+    return node.op == "call_function" and node.target in (wrap_with_autocast, wrap_with_set_grad_enabled)
+
+
+def mode_region(node: Any) -> tuple[tuple[Any, Any], tuple[Any, Any], Any, tuple[Any, ...]]:
+    """Returns the parts of a call for which :func:`is_mode_region` holds (torch 2.11 to 2.15).
+
+    Returns:
+        (call that enters the mode, its arguments), (call that leaves it, its arguments; None for what the first call
+        returned), the node that holds the region's graph, and the inputs of that graph.
+    """
+    from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled
+    from torch.amp import autocast_mode
+
+    if node.target is wrap_with_set_grad_enabled:
+        enabled, holder, *inputs = node.args
+        change: Any = torch._C._set_grad_enabled
+        return (change, (enabled,)), (change, (not enabled,)), holder, tuple(inputs)
+    *mode, holder = node.args[:5]
+    enter, leave = autocast_mode._enter_autocast, autocast_mode._exit_autocast
+    return (enter, tuple(mode)), (leave, None), holder, tuple(node.args[5:])
+
+
+def with_mode_regions(gm: Any, signature: Any) -> tuple[Any, Any]:
+    """Returns an exported graph, and its signature, with regions made of calls that switch modes (torch 2.11 to 2.15)."""
+    from torch._export.passes.replace_autocast_with_hop_pass import replace_autocast_with_hop_pass
+    from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
+
+    return replace_autocast_with_hop_pass(*replace_set_grad_with_hop_pass(gm, signature))
+
+
+def traced(fn: Callable[..., Any], inputs: Sequence[Any], mode: Any, composite: bool) -> Any:
+    """Returns the graph of the ATen operations that ``fn`` runs on fake tensors and sizes. Adds no guards.
+
+    Args:
+        fn: a function of tensors and sizes.
+        inputs: its arguments.
+        mode: the fake mode of the tensors, or None.
+        composite: keep composite operations, such as ``reshape``. Else the graph has core ATen operations only.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    table = None if composite else _core_decompositions()
+    with torch.no_grad(), mode or contextlib.nullcontext(), no_new_guards(mode):
+        return make_fx(fn, decomposition_table=table, tracing_mode="real", pre_dispatch=composite)(*inputs)
+
+
+@functools.cache
+def _core_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    from torch._decomp import core_aten_decompositions
+
+    return core_aten_decompositions()
+
+
+def for_training(program: Any) -> bool:
+    """Returns whether an exported program still holds composite and in-place operations (torch 2.11 to 2.15)."""
+    return any(verifier.dialect == "TRAINING" for verifier in program.verifiers)
+
+
+def with_graph(program: Any, gm: Any, signature: Any, calls: Any) -> Any:
+    """Returns an exported program with another graph, signature and module call graph, and the same parameters.
+
+    torch checks the new program (torch 2.11 to 2.15).
+    """
+    return torch.export.ExportedProgram(
+        root=gm,
+        graph=gm.graph,
+        graph_signature=signature,
+        state_dict=program.state_dict,
+        range_constraints=copy.deepcopy(program.range_constraints),
+        module_call_graph=calls,
+        example_inputs=program.example_inputs,
+        constants=program.constants,
+        verifiers=program.verifiers,
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from mhc_inductor import compat
 from mhc_inductor.ops import checks_e79
 from mhc_inductor.ops.e79 import call, segment_length
-from mhc_inductor.ops.registry import typed
+from mhc_inductor.ops.registry import refuse_trace, typed
 
 
 def e79_scan(
@@ -57,6 +57,7 @@ def e79_scan(
 
     Source: the E79 model's recurrence.
     """
+    refuse_trace("e79_scan")
     if torch.compiler.is_compiling():  # the op's fake checks shapes and dtypes
         typed("e79_scan", kvqm, b_s, b_m, S0, M0)
     else:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mhc_inductor.ops import checks_index
 from mhc_inductor.ops.index import call
+from mhc_inductor.ops.registry import refuse_trace
 
 
 def index_scores(
@@ -60,6 +61,7 @@ def index_scores(
 
     Source: the lightning indexer of DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556, equation 1).
     """
+    refuse_trace("index_scores")
     mask = three_dims(mask)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks_index.index_scores(q, k, w, scale, limit, mask, segments_q, segments_k)
@@ -108,6 +110,7 @@ def index_topk(
 
     Source: DeepSeek-V3.2, arXiv 2512.02556, the token selection after equation 1.
     """
+    refuse_trace("index_topk")
     mask = three_dims(mask)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks_index.index_topk(q, k, w, topk, scale, limit, mask, segments_q, segments_k)

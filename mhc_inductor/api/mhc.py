@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mhc_inductor.ops import checks
 from mhc_inductor.ops.mhc import call
+from mhc_inductor.ops.registry import refuse_trace
 
 
 def mhc_pre(
@@ -76,6 +77,7 @@ def mhc_pre(
     Source: arXiv 2512.24880, equations 14 to 18 (section 4.3.1) and 19 (Sinkhorn), as in DeepSeek-V4 and
     ``npu_mhc_pre``.
     """
+    refuse_trace("mhc_pre")
     options = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks.mhc_pre(x, phi, alpha, bias, gamma, *options)
@@ -116,6 +118,7 @@ def mhc_sinkhorn(h_res: Tensor, iters: int = 20, eps: float = 1e-6, form: str = 
 
     Source: arXiv 2512.24880, equation 19.
     """
+    refuse_trace("mhc_sinkhorn")
     if not torch.compiler.is_compiling():
         checks.mhc_sinkhorn(h_res, iters, eps, form)
     return call("mhc_sinkhorn", h_res, iters, eps, form)
@@ -146,6 +149,7 @@ def mhc_post(x: Tensor, f_out: Tensor, h_post: Tensor, h_res: Tensor | None, *, 
 
     Source: arXiv 2512.24880, equation 3.
     """
+    refuse_trace("mhc_post")
     if not torch.compiler.is_compiling():
         checks.mhc_post(x, f_out, h_post, h_res, transpose_res)
     return call("mhc_post", x, f_out, h_post, h_res, transpose_res)
@@ -189,6 +193,7 @@ def mhc_head(
 
     Source: the pre mapping of arXiv 2512.24880, as DeepSeek-V4 uses it before its LM head.
     """
+    refuse_trace("mhc_head")
     args = (x, phi, alpha, bias, gamma, norm_eps, hc_eps)
     if not torch.compiler.is_compiling():
         checks.mhc_head(*args)

@@ -16,6 +16,7 @@ from torch import Tensor
 from mhc_inductor import compat
 from mhc_inductor.ops import checks_selection, checks_selection_lists
 from mhc_inductor.ops.checks import strided
+from mhc_inductor.ops.registry import refuse_trace
 from mhc_inductor.ops.selection import call, given
 
 # sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k
@@ -131,6 +132,7 @@ def selection_attention(
     Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2; DeepSeek sparse attention,
     arXiv 2512.02556, over lists.
     """
+    refuse_trace("selection_attention")
     scale, values = prepared(q, v, ranges, indices, scale, v_width, return_lse)
     rest = (sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks

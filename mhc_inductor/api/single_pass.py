@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.ops import checks
-from mhc_inductor.ops.registry import call
+from mhc_inductor.ops.registry import call, refuse_trace
 
 
 def mhc_coefficients(
@@ -66,6 +66,7 @@ def mhc_coefficients(
 
     Source: arXiv 2512.24880, equations 14 to 19.
     """
+    refuse_trace("mhc_coefficients")
     options = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks.mhc_coefficients(x, phi, alpha, bias, gamma, *options)
@@ -90,6 +91,7 @@ def mhc_collapse(x: Tensor, h_pre: Tensor) -> Tensor:
 
     Source: arXiv 2512.24880, equation 3.
     """
+    refuse_trace("mhc_collapse")
     if not torch.compiler.is_compiling():
         checks.mhc_collapse(x, h_pre)
     return call("mhc_collapse", x, h_pre)

@@ -75,6 +75,16 @@ def typed(name: str, *args: Any) -> None:
             raise TypeError(f"{public}: {argument} must be {_WORDS[kind]}, got {type(value).__name__}")
 
 
+def refuse_trace(function: str) -> None:
+    """Raises RuntimeError while torch.jit.trace runs: its graph would have the sizes of the example as constants."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"mhc_inductor: torch.jit.trace, and torch.onnx.export(dynamo=False), cannot hold {function}. Take "
+            "torch.export.export(model, args).run_decompositions(mhc_inductor.decompositions()) instead: that program "
+            "holds the plain formula, and its module() can be traced and exported to ONNX"
+        )
+
+
 def call(name: str, *args: Any) -> Any:
     """Calls op ``name``; inside torch.func, which rejects the op's own gradient, calls an equivalent Function."""
     if torch.compiler.is_compiling():

@@ -3,7 +3,7 @@
 Eager calls of more than 2**20 scores run the C++ of :mod:`mhc_inductor.ops.selection_cpu_core`. Smaller ones, and all
 calls where there is no compiler, multiply each chunk of queries with the gathered union of its keys. Under
 torch.compile, up to 2**20 scores become one formula, which Inductor fuses; with more scores, or symbolic sizes, the
-generated code calls the op.
+generated code calls the op. A package without Python has the formula at every size.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mhc_inductor import compat
 from mhc_inductor.ops import selection_cpu_core as core
 from mhc_inductor.reference import selection as reference
 from mhc_inductor.reference.mhc import acc_dtype, as_given
@@ -162,7 +163,12 @@ def selection_attention_backward(
 
 
 def fits(q: Tensor, k: Tensor) -> bool:
-    """Returns whether the fused formula is used: static sizes and at most 2**20 scores (B * S * G * h * S_kv)."""
+    """Returns whether the fused formula is used: static sizes and at most 2**20 scores (B * S * G * h * S_kv).
+
+    A package, which runs without Python, has no other way than the formula.
+    """
+    if compat.packaging_formulas():
+        return True
     sizes = (*q.shape, *k.shape)
     if q.device.type != "cpu" or not all(isinstance(size, int) for size in sizes):
         return False

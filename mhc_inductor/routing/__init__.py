@@ -10,6 +10,7 @@ import gc
 import importlib
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import fx
 
@@ -20,10 +21,11 @@ from mhc_inductor.routing.edit import Check, Edit
 from mhc_inductor.routing.effects import Modes, ambient, modes_of
 from mhc_inductor.routing.graph import bounds
 from mhc_inductor.routing.graph import expressions as algebra
-from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported
+from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, may_fix, sizes_stay
 from mhc_inductor.routing.graph.values import Value, example, name_of, of_positions, tensors_in
 from mhc_inductor.routing.graph.view import Knowledge, View
 from mhc_inductor.routing.interface import (
+    DYNAMIC,
     Match,
     Mismatch,
     Miss,
@@ -63,7 +65,12 @@ _UNFOLLOWED = "an input of the formula is a view that the analysis cannot map to
 
 
 def route(
-    gm: fx.GraphModule, options: RoutingOptions = DEFAULT, *, check: Check | None = None, lower: bool = False
+    gm: fx.GraphModule,
+    options: RoutingOptions = DEFAULT,
+    *,
+    check: Check | None = None,
+    lower: bool = False,
+    exported: bool = False,
 ) -> Report:
     """Rewrites formulas of ``gm`` to ops, in place. Never raises: what cannot be analysed stays as it is.
 
@@ -73,6 +80,7 @@ def route(
         check: is called with each formula and its op before the op replaces the formula, and may refuse it. By default
             none, or with ``options.verify`` a new :class:`~mhc_inductor.routing.verify.Verifier`.
         lower: keep a formula as the model wrote it if that is faster than the op. It counts as routed.
+        exported: the graph is an exported program's: no dynamic size may be fixed, and it may run uncompiled.
 
     Returns:
         What was routed and fused, the near misses and the problems.
@@ -81,11 +89,11 @@ def route(
     start = time.perf_counter()
     if check is None and options.verify:
         check = Verifier()
-    routing = _Pass(report, check, options, lower)
+    routing = _Pass(report, check, Knowledge(options, exported), lower)
     try:
         # A check's tensors may be in reference cycles, which only the garbage collector frees.
         paused = _collector_paused if check is None else contextlib.nullcontext()
-        with paused, bounds.watch() as unfollowed, as_whole(gm) as memory:
+        with paused, sizes_stay(exported), bounds.watch() as unfollowed, as_whole(gm) as memory:
             routing.knowledge.effects.memory = memory
             routing.graph(gm, ambient(), body=False)
         report.near_misses += dict.fromkeys(map(_unfollowed, unfollowed))
@@ -126,11 +134,11 @@ Dynamo made, again and again, for a quarter of the pass.
 class _Pass:
     """One run over a graph and the bodies of its higher-order operators."""
 
-    def __init__(self, report: Report, check: Check | None, options: RoutingOptions, lower: bool) -> None:
+    def __init__(self, report: Report, check: Check | None, knowledge: Knowledge, lower: bool) -> None:
         self.report = report
         self.check = check
         self.lower = lower
-        self.knowledge = Knowledge(options)
+        self.knowledge = knowledge
 
     def graph(self, gm: fx.GraphModule, outer: Modes, body: bool, given: Mapping[fx.Node, Value] | None = None) -> None:
         """Routes one graph, then the graphs of its higher-order operators.
@@ -301,7 +309,7 @@ def _found(operator: Operator, view: View) -> tuple[list[Match], Report]:
         try:
             for node in operator.candidates(view):
                 with contained(view, node):
-                    found = operator.match(view, node)
+                    found = _match(operator, view, node)
                     for one in [found] if isinstance(found, (Match, Miss, Routed)) else found or ():
                         if isinstance(one, Match):
                             matches.append(one)
@@ -313,6 +321,16 @@ def _found(operator: Operator, view: View) -> tuple[list[Match], Report]:
             if view.values.fix(dynamic.size.symbols):
                 continue
         return matches, report
+
+
+def _match(operator: Operator, view: View, node: fx.Node) -> Any:
+    """Returns what ``operator`` finds at a node; a near miss where it needs a dynamic size that may not be fixed."""
+    try:
+        return operator.match(view, node)
+    except DynamicWidth:
+        if may_fix():
+            raise
+        return Miss(operator.name, DYNAMIC, view.value(node), view.value(node))
 
 
 def _position(view: View) -> Callable[[Match], int]:

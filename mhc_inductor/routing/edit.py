@@ -410,10 +410,7 @@ class Edit:
             todo += [n for n in parents if n not in given and n not in view.position and self.needs_grad(n)]
         for node in reached & given.keys():
             roots |= given[node]
-        # A compiled graph is one autograd node: what any of its results reaches gets a gradient anyway.
-        for result in view.results:
-            roots &= ~view.roots[result]
-        if roots:
+        if roots & ~view.reached_anyway(old):
             raise Mismatch(
                 "the op would give a parameter a gradient of zeros where the model gives none",
                 self.view.value(old),

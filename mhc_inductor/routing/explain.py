@@ -40,7 +40,8 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
     compiled and no counter changes.
 
     Args:
-        fn: a function or module, compiled or not.
+        fn: a function or module, compiled or not. Or an exported program, which is not run and takes no arguments: the
+            report is that of :func:`mhc_inductor.route_exported`.
         *args: positional arguments of ``fn``.
         verify: also run each distinct formula and its op on random data of its shapes and dtypes. ``error`` of a routed
             formula is then the op's largest relative error over outputs and gradients, compared with the formula in
@@ -52,17 +53,19 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
         The :class:`~mhc_inductor.routing.report.Report` over all graphs of the call.
 
     Raises:
+        TypeError: if arguments are given with an exported program.
         Exception: whatever ``fn`` raises, and Dynamo's own errors.
     """
+    checks: dict[str, Any] = {"check": Verifier()} if verify else {}
+    if isinstance(fn, torch.export.ExportedProgram):
+        return _explain_exported(fn, args, kwargs, checks)
     target = compat.uncompiled(fn)
     report = Report()
-    checks: dict[str, Any] = {"check": Verifier()} if verify else {}
 
     def capture(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         before = dict(compat.counters())
         report.extend(route(copied(gm), **checks))
-        compat.counters().clear()
-        compat.counters().update(before)
+        _reset_counters(before)
         return gm.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -74,3 +77,21 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
         torch.compile(own, backend=capture, **options)(*args, **kwargs)
     show(report)
     return report
+
+
+def _explain_exported(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any], checks: dict[str, Any]) -> Report:
+    """Prints and returns what routing finds in an exported program."""
+    if args or kwargs:
+        raise TypeError("explain: an exported program is not run and takes no arguments; call explain(program)")
+    from mhc_inductor.exported.program import routed
+
+    before = dict(compat.counters())
+    _, report = routed(program, **checks)
+    _reset_counters(before)
+    show(report)
+    return report
+
+
+def _reset_counters(before: dict[str, int]) -> None:
+    compat.counters().clear()
+    compat.counters().update(before)

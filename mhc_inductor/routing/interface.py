@@ -126,6 +126,12 @@ class Match:
         return self.at or self.outputs[0]
 
 
+DYNAMIC = (
+    "a size of the formula must be known, and the exported program leaves it dynamic: export it with that size static"
+)
+"""Reason of the near misses at a dynamic size that a compile would fix at its present value."""
+
+
 class Operator(Protocol):
     """Interface of an operator. One instance is made per graph, so it may keep what it learns about the graph.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mhc_inductor.routing.graph.bounds import DEPTH, Steps, remembered
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Unsupported, Var, size_of, var
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Size, Unsupported, Var, may_fix, size_of, var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view_maps import (
     CASTS,
@@ -85,7 +85,8 @@ class Term:
 def number(a: Any) -> float | None:
     """Returns the number that ``a`` is, or that it holds if it is a constant tensor, else None.
 
-    A symbolic float is fixed at its value; a guard keeps it there. Raises DynamicWidth for a symbolic integer.
+    A symbolic float is fixed at its value; a guard keeps it there. Raises DynamicWidth for a symbolic integer, and for
+    such a float where no size may be fixed.
     """
     if isinstance(a, Value):
         while not a.shape and a.func is aten.lift_fresh.default and isinstance(a.args[0], Value):
@@ -95,6 +96,8 @@ def number(a: Any) -> float | None:
         return number(a.args[0]) if not a.shape and a.func is aten.scalar_tensor.default else None
     if isinstance(a, torch.SymInt):
         raise DynamicWidth(size_of(a, {}))
+    if isinstance(a, torch.SymFloat) and not may_fix():
+        raise DynamicWidth(Size(1, (str(a),)))
     return float(a) if isinstance(a, (int, float, torch.SymFloat)) and not isinstance(a, bool) else None
 
 

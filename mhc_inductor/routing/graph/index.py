@@ -6,9 +6,11 @@ So "tokens * streams * width" divides by "streams * width" whether or not the nu
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mhc_inductor import compat
@@ -16,6 +18,24 @@ from mhc_inductor import compat
 
 class Unsupported(Exception):
     """Raised for an index that is not a sum of variables: the views cannot be followed."""
+
+
+_sizes_stay: contextvars.ContextVar[bool] = contextvars.ContextVar("mhc_inductor_sizes_stay", default=False)
+
+
+def may_fix() -> bool:
+    """Returns whether dynamic sizes may be fixed at their present values: an exported program promises its own."""
+    return not _sizes_stay.get()
+
+
+@contextlib.contextmanager
+def sizes_stay(wanted: bool = True) -> Iterator[None]:
+    """Keeps dynamic sizes from being fixed inside the context, if ``wanted``."""
+    token = _sizes_stay.set(wanted)
+    try:
+        yield
+    finally:
+        _sizes_stay.reset(token)
 
 
 class DynamicWidth(Exception):

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.graph.index import Size, size_of
+from mhc_inductor.routing.graph.index import Size, may_fix, size_of
 
 aten = torch.ops.aten
 _NO_OPTIONS: dict[str, Any] = {}
@@ -238,8 +238,9 @@ def is_tensors(fake: Any) -> bool:
 
 
 def name_of(node: fx.Node) -> str:
-    """Returns the name of what a node calls."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    """Returns the name of what a node calls, for an ATen operation without its overload."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.partition(".")[0] if isinstance(node.target, compat.OpOverload) else name
 
 
 class Values:
@@ -283,6 +284,8 @@ class Values:
 
     def fix(self, symbols: Collection[str]) -> bool:
         """Fixes these symbols at their present values from now on. Returns whether any of them is new."""
+        if not may_fix():
+            return False
         new = {name: hint for name, hint in self.hints.items() if name in symbols}
         if not new.keys() - self.fixed.keys():
             return False

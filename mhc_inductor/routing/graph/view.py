@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import collections
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
@@ -22,10 +23,15 @@ from mhc_inductor.routing.graph.values import Value, Values, example, is_tensors
 
 
 class Knowledge:
-    """What all graphs of a compile share: the user's options, how calls expand, and what they write."""
+    """What all graphs of a compile share: the user's options, how calls expand, and what they write.
 
-    def __init__(self, options: RoutingOptions = DEFAULT) -> None:
+    ``exported``: the graphs are an exported program's. Its dynamic sizes stay dynamic, and it may run uncompiled, so
+    that each op is an autograd node of its own.
+    """
+
+    def __init__(self, options: RoutingOptions = DEFAULT, exported: bool = False) -> None:
         self.options = options
+        self.exported = exported
         self.templates: dict[Any, Any] = {}
         self.effects = Effects()
         self.failures: list[tuple[fx.Node, Exception]] = []
@@ -289,6 +295,21 @@ class View:
         """Returns the nodes that write in place in this view too, and run in grad mode."""
         writers = {node for _, _, node in self.events} - self.converted
         return {n: None for n in self.nodes if self.reader.get(n, n) in writers and self.modes_at(n).grad}
+
+    def reached_anyway(self, node: fx.Node) -> int:
+        """Returns the graph inputs that get a gradient anyway where one flows through ``node``, as a bit mask.
+
+        A compiled graph is one autograd node: what any of its results reaches gets one. Uncompiled, it is what every
+        result that ``node`` flows into reaches.
+        """
+        reached = [self.roots[result] for result in self.results]
+        if not self.knowledge.exported:
+            return functools.reduce(operator.or_, reached, 0)
+        ends = self.ends.get(node, 0)
+        if ends >> len(reached):
+            return 0  # the tensor is written or kept by a call, and gradients may come back from there alone
+        flows = [roots for i, roots in enumerate(reached) if ends >> i & 1]
+        return functools.reduce(operator.and_, flows, ~0)
 
     def escapes(self, node: fx.Node) -> bool:
         """Returns whether the memory of a view's node is returned by the graph, or written in place later."""

@@ -8,11 +8,11 @@ import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var, may_fix
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.interface import Mismatch, Miss, contained
+from mhc_inductor.routing.interface import DYNAMIC, Mismatch, Miss, contained
 from mhc_inductor.routing.operators.selection.absorb import Absorbed, absorption
 from mhc_inductor.routing.operators.selection.attention import Recogniser
 from mhc_inductor.routing.operators.selection.keys import Given, KeyData
@@ -118,7 +118,12 @@ class Search:
         for node in self.view.nodes:
             if node in self.view.live:
                 with contained(self.view, node):
-                    found += self._at(node)
+                    try:
+                        found += self._at(node)
+                    except DynamicWidth:
+                        if may_fix():
+                            raise
+                        self._miss(DYNAMIC, None, node)
         return found
 
     def _at(self, node: fx.Node) -> list[Found]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Container
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,7 +13,16 @@ from torch import fx
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, peel, step, whole
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operators.selection.elements import FILLS, MULTIPLY, constant_of, uncast
+from mhc_inductor.routing.operators.selection.elements import (
+    ALL,
+    ANY,
+    CASTS,
+    FILLS,
+    MULTIPLY,
+    NOT,
+    constant_of,
+    uncast,
+)
 from mhc_inductor.routing.operators.selection.operands import dot, keeps_16_bits
 
 REACH = 16
@@ -38,12 +49,37 @@ def guarded(value: Value, known: Container[Value]) -> Guarded | None:
     if func is aten.where.self and args[1] in known and constant_of(args[2]) == 0.0:
         return Guarded(args[1], args[0])
     if func is aten.where.self and args[2] in known and constant_of(args[1]) == 0.0:
+        if _hidden_rows(args[0], args[2]):
+            return Guarded(args[2], no_nan=True)
         return Guarded(args[2], args[0], False)
     if func in MULTIPLY:
         for a, b in (args[:2], args[1::-1]):
             if a in known and isinstance(b, Value) and uncast(whole(b)).value.dtype is torch.bool:
                 return Guarded(a, b)
     return None
+
+
+def _hidden_rows(mask: Any, softmax: Value) -> bool:
+    """Checks whether a mask is true in the rows whose scores are all -inf: a decomposed safe softmax gives 0 there."""
+    inner = mask.args[0] if isinstance(mask, Value) and mask.func in NOT else mask
+    reduced = ANY if inner is not mask else ALL
+    if not isinstance(inner, Value) or inner.func not in reduced or softmax.func is not aten._softmax.default:
+        return False
+    at, *rest = inner.args
+    dims = [*rest[:1]] if rest and isinstance(rest[0], int) else list(rest[0] if rest else ())
+    if inner is not mask:
+        at = at.args[0] if isinstance(at, Value) and at.func in NOT else None
+    if not isinstance(at, Value) or at.func is not aten.eq.Scalar or constant_of(at.args[1]) != -math.inf:
+        return False
+    rank = len(softmax.shape)
+    same_dims = [d % rank for d in dims] == [softmax.args[1] % rank] and len(inner.shape) == rank
+    return same_dims and _before_casts(at.args[0]) is _before_casts(softmax.args[0])
+
+
+def _before_casts(value: Any) -> Any:
+    while isinstance(value, Value) and value.func in CASTS:
+        value = value.args[0]
+    return value
 
 
 def shows(value: Value, known: Container[Value]) -> bool:
