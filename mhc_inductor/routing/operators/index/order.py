@@ -17,7 +17,7 @@ from mhc_inductor import compat
 from mhc_inductor.routing.graph.bounds import Steps, TooLarge
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast, _dim, _reduced, aten, contraction, joined, whole
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, bound_of, product_of, var
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.index.matches import Found
@@ -127,7 +127,7 @@ class _Ranks:
             return _without(self._together([left, right], ref), [k])
         if torch.Tag.pointwise in func.tags or func in FILLS or func in CASTS:
             return self._together([_broadcast(a, ref) for a in args if isinstance(a, Value)], ref)
-        if any(map(self._ranked, _tensors(args))):
+        if any(map(self._ranked, values_in(args))):
             raise Unsupported
         return None
 
@@ -347,15 +347,6 @@ def _digits(atom: Any) -> tuple[Var, Size, Size]:
 def _by_rank(value: Value) -> Mismatch:
     reason = "the chosen keys are combined by their rank with something else; expected uses in which their order does not count"
     return Mismatch(reason, value)
-
-
-def _tensors(args: Iterable[Any]) -> Iterable[Value]:
-    """Yields the tensors in nested arguments."""
-    for a in args:
-        if isinstance(a, Value):
-            yield a
-        elif isinstance(a, (tuple, list)):
-            yield from _tensors(a)
 
 
 _RULES: dict[Any, Callable[[_Ranks, Ref], Index | None]] = {

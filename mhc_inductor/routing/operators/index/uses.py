@@ -9,6 +9,7 @@ from mhc_inductor.routing.graph.values import example
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.index.matches import Found
+from mhc_inductor.routing.operators.selection.elements import constant_of
 
 
 def check_scores(view: View, found: Found) -> None:
@@ -17,9 +18,14 @@ def check_scores(view: View, found: Found) -> None:
     ends = {a for v in found.outs if v.node is not None for a in (v.node, *v.node.all_input_nodes)}
     for value in found.formula.met:
         for user in value.node.users if value.node is not None else ():
-            if user not in inside and user not in ends and user in view.live and _tensor(user):
+            if user not in inside and user not in ends and user in view.live and _reads(view, user):
                 raise Mismatch("the scores are used elsewhere, too", view.value(user) or value)
 
 
-def _tensor(node: fx.Node) -> bool:
-    return node.op == "output" or not isinstance(example(node), (int, torch.SymInt, torch.Size, bool))
+def _reads(view: View, user: fx.Node) -> bool:
+    """Checks whether a node reads more of its arguments than their sizes: ``zeros_like`` does not."""
+    if user.op == "output":
+        return True
+    return (
+        not isinstance(example(user), (int, torch.SymInt, torch.Size, bool)) and constant_of(view.value(user)) is None
+    )
