@@ -6,6 +6,7 @@ The graphs come from Dynamo and run without Inductor; a sample runs through all 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mhc_inductor
+from benchmarks.source_hash import ROOT
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing import interface, route
 from mhc_inductor.routing.operators.selection.profit import Sizes, refusal
@@ -24,6 +26,7 @@ from tests.reference_models_selection import REFERENCE_MODELS
 from tests.spellings_selection import AXES, KINDS, MUTATIONS, Attention, Settings, mutants, plain, singles, spellings
 
 CHUNK, RANDOM, SEED = 20, 60, 1
+DENSE = "dense causal SDPA (cuDNN)"
 OP = torch.ops.mhc_inductor.selection_attention.default
 
 
@@ -467,6 +470,23 @@ def test_the_rule_for_cuda() -> None:
     assert "up to 64" in refusal(_sizes(heads=65)) and "up to 512" in refusal(_sizes(width=576))
     assert "float64" in refusal(_sizes(dtype=torch.float64))
     assert not refusal(_sizes(device="cpu", keys=16, dtype=torch.float64))
+
+
+def test_the_rule_for_cuda_follows_the_measurements() -> None:
+    """Compares the choice with each pair that was measured: within 5 % it is the faster side, the dense one causal."""
+    kept = json.loads((ROOT / "benchmarks" / "results" / "selection.json").read_text())
+    pairs: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in (*kept["rows"], *kept["crossing"]):
+        if row["variant"] in ("ops", DENSE) and row["select"] == "corr":
+            key = *(row[x] for x in ("S", "S_kv", "h", "D", "ranges")), row["what"]
+            pairs.setdefault(key, {})[row["variant"]] = row["median_us"]
+    both = {key: times for key, times in pairs.items() if len(times) == 2}
+    assert len(both) >= 17 and {key[2] for key in both} == {4, 16}
+    for key, times in both.items():
+        queries, keys, heads, width, ranges, _ = key
+        routed = not refusal(Sizes("cuda", torch.bfloat16, queries, keys, heads, width, 64 * ranges))
+        chosen, other = (times[x] for x in (("ops", DENSE) if routed else (DENSE, "ops")))
+        assert chosen <= 1.05 * other, key
 
 
 # --- through Inductor ---------------------------------------------------------------------------------------

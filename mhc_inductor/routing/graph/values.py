@@ -109,18 +109,19 @@ def of_positions(value: Value) -> bool:
             continue
         if one.func is None or len(seen) > _LOOKED_AT:
             return False
-        below = [a for a in _flat(one.args) if isinstance(a, Value) and a not in seen]
+        below = [a for a in values_in(one.args) if a not in seen]
         todo += below
         seen.update(below)
     return True
 
 
-def _flat(args: Any) -> Iterator[Any]:
+def values_in(args: Any) -> Iterator[Value]:
+    """Yields the values in nested arguments, in order."""
     for a in args:
-        if isinstance(a, (tuple, list)):
-            yield from _flat(a)
-        else:
+        if isinstance(a, Value):
             yield a
+        elif isinstance(a, (tuple, list)):
+            yield from values_in(a)
 
 
 _LOOKED_AT = 256

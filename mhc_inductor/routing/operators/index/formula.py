@@ -224,6 +224,8 @@ class _Walk:
         below = _nearest(ref.value, lambda v: v.func in _CHANGES)
         reason = _CHANGES[below.func] if below is not None else ""
         if below is None or not (has_relu(ref.value) or reason == _MAXIMUM) or not has_product(below):
+            if (by_hand := _nearest(ref.value, _is_comparison)) is not None and has_product(by_hand):
+                return Mismatch(f"{_BY_HAND}; {EXPECTED}", by_hand)
             if not has_relu(self.scores.value) or not has_product(self.scores.value):
                 return Unrelated()
             reason, below = "what is between the relu and topk is not a weighted sum over heads", ref.value
@@ -296,6 +298,21 @@ def _is_relu(value: Value) -> bool:
     return func is aten.maximum.default and constant_of(args[1]) == 0.0
 
 
+def _is_comparison(value: Value) -> bool:
+    """Checks whether a value is a relu written with a comparison: where(x > 0, x, 0), or x * (x > 0)."""
+    if value.func is aten.where.self:
+        return constant_of(value.args[2]) == 0.0 and _is_positive(value.args[0], value.args[1])
+    sides = value.args[:2] if value.func in MULTIPLY else ()
+    return any(_is_positive(a, b) for a, b in (sides, sides[::-1]) if isinstance(a, Value)) if sides else False
+
+
+def _is_positive(value: Value, of: Any) -> bool:
+    """Checks whether a value, or what it is cast from, is ``of > 0`` or ``of >= 0``."""
+    while value.func in SHOWN:
+        value = value.args[0]
+    return value.func in _ABOVE and value.args[0] is of and constant_of(value.args[1]) == 0.0
+
+
 def relu_of(ref: Ref) -> Ref | None:
     """Returns the argument of a relu in any spelling; None for anything else."""
     return _broadcast(ref.value.args[0], ref) if _is_relu(ref.value) else None
@@ -346,6 +363,8 @@ def _is_parameter(value: Value) -> bool:
     return value.node is not None and isinstance(value.node.meta.get("example_value"), torch.nn.Parameter)
 
 
+_ABOVE = (aten.gt.Scalar, aten.ge.Scalar, aten.gt.Tensor, aten.ge.Tensor)
+_BY_HAND = "the relu is written with a comparison, which gives other numbers for NaN and infinity"
 _MAXIMUM = "the scores are a maximum, not a sum over heads"
 _CHANGES = {
     aten.tanh.default: "the scores are capped by a tanh",

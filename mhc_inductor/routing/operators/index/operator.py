@@ -19,8 +19,9 @@ from mhc_inductor.routing.operators.index.check import Check
 from mhc_inductor.routing.operators.index.emit import emit_choice
 from mhc_inductor.routing.operators.index.formula import EXPECTED, Unrelated, has_product, has_relu, recognised
 from mhc_inductor.routing.operators.index.matches import OP, Found, operands, roles
+from mhc_inductor.routing.operators.index.order import check_order
 from mhc_inductor.routing.operators.index.profit import keeps_formula, refusal
-from mhc_inductor.routing.operators.index.uses import check_order, check_scores
+from mhc_inductor.routing.operators.index.uses import check_scores
 from mhc_inductor.routing.operators.index.visible import visible
 from mhc_inductor.routing.operators.kernels import kernels_of
 

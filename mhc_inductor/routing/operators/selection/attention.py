@@ -106,9 +106,9 @@ class Recogniser:
         return found
 
     @property
-    def masked(self) -> bool:
-        """Checks whether the scores examined last have a mask."""
-        return bool(self._given)
+    def given(self) -> list[Value]:
+        """Returns the masks of the scores examined last."""
+        return self._given
 
     @property
     def queries(self) -> Size:

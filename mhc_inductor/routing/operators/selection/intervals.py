@@ -174,7 +174,7 @@ class Judge:
             self._check_data(one)
             self._check_positions(one, last)
             return
-        bounded = all(not x.variables() for x in one.uppers) and one.uppers
+        bounded = any(not x.variables() for x in one.uppers)
         if not (one.lowers and one.uppers) and not bounded:
             raise Mismatch(
                 "keys outside the selected ranges are visible without a bound; expected a window or first keys",

@@ -265,22 +265,25 @@ def looked_up(ref: Ref, place: Callable[[Ref, Value, int, bool], Index | None]) 
         at = ref.index if func is aten.gather.default else (ref.index[d],) if places.shape else ()
         found = place(Ref(places, at), x, d, False)
         return None if found is None else Ref(x, (*index[:d], found, *index[d + 1 :]))
-    given = [d for d, i in enumerate(args[1]) if i is not None]
-    indices = [args[1][d] for d in given]
-    # The dims of adjacent index tensors replace the dims that they index.
-    if any(i.dtype in (torch.bool, torch.uint8) for i in indices) or given != [*range(given[0], given[-1] + 1)]:
+    given = {d: i for d, i in enumerate(args[1]) if i is not None}
+    if any(i.dtype in (torch.bool, torch.uint8) for i in given.values()):
         return None
-    rank = max(len(i.shape) for i in indices)
-    spread = ref.index[given[0] : given[0] + rank]
-    index = [*ref.index[: given[0]]]
-    for d, places in zip(given, indices, strict=True):
-        tail = spread[rank - len(places.shape) :]
-        at = tuple(const(0) if s == ONE else i for s, i in zip(places.shape, tail, strict=True))
-        found = place(Ref(places, at), x, d, True)
+    rank = max(len(i.shape) for i in given.values())
+    # The dims of adjacent index tensors replace the dims that they index; those of others come first.
+    first = min(given) if max(given) - min(given) + 1 == len(given) else 0
+    spread, rest = ref.index[first : first + rank], [*ref.index[:first], *ref.index[first + rank :]]
+    index = []
+    for d in range(len(x.shape)):
+        if d not in given:
+            index.append(rest.pop(0))
+            continue
+        tail = spread[rank - len(given[d].shape) :]
+        at = tuple(const(0) if s == ONE else i for s, i in zip(given[d].shape, tail, strict=True))
+        found = place(Ref(given[d], at), x, d, True)
         if found is None:
             return None
         index.append(found)
-    return Ref(x, (*index, *ref.index[given[0] + rank :]))
+    return Ref(x, tuple(index))
 
 
 def filled(known: float, like: Value) -> Ref:

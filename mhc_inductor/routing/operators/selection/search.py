@@ -21,7 +21,16 @@ from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Source, sources
 from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, sizes_of
 from mhc_inductor.routing.operators.selection.scores import before_change
-from mhc_inductor.routing.operators.selection.unrouted_softmax import behind, is_power, masked_softmax, masks_of
+from mhc_inductor.routing.operators.selection.unrouted_softmax import (
+    behind,
+    by_choice,
+    gathered,
+    gathered_keys,
+    is_power,
+    masked_softmax,
+    masks_of,
+    picked_scores,
+)
 from mhc_inductor.routing.operators.selection.weights import Weights
 
 _CALL = "scaled_dot_product_attention"
@@ -32,6 +41,15 @@ _HANDMADE = "the softmax of the masked scores is written out as exp(scores) / su
 _CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
 _CUT = "a hook, or a step that is neither a mask nor a scale, lies between the masked scores and their softmax"
 _LEARNED = "a tensor that is trained is added to the scores; expected masks, whose values are 0 or at most -1e4"
+_GATHERED = (
+    "the keys are gathered before their product with q; expected the product with all keys and a mask of the chosen "
+    "ones, or a call of mhc_inductor.selection_attention with their indices"
+)
+_THRESHOLD = "the mask is computed from values that topk or sort returns; expected one computed from their indices"
+_PICKED = (
+    "the softmax is over scores that were chosen after the product with all keys; "
+    "expected masks on scale * q @ k, made from indices"
+)
 _OPAQUE = (
     "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
     "expected one computed from starts and ends, blocks or indices of keys"
@@ -67,7 +85,7 @@ class Search:
         self.failed: list[Recogniser] = []
         self.misses: list[Miss] = []
         self.found: list[Found] = []
-        if any(is_masked_call(node) or is_softmax(node) or is_power(node) for node in view.nodes):
+        if any(name_of(node) == _CALL or is_softmax(node) or is_power(node) for node in view.nodes):
             self.found = self._unused(self._all())
             for one in self.found:
                 self._take_classes(one)
@@ -131,6 +149,8 @@ class Search:
             return self._tried(lambda recogniser: recogniser.sdpa(node), node)
         if is_softmax(node):
             return self._softmax(node)
+        if name_of(node) == _CALL:
+            self._gathered(node, len(self.misses))
         if is_power(node):
             self._handmade(node)
         return []
@@ -164,11 +184,29 @@ class Search:
         if listed is not None and worthwhile(listed, self.values.sizes):
             return [listed]
         self.misses[known:] = missed
-        if not missed and recogniser.masked:
-            close = recogniser.close
-            self._miss(_OTHER if close else _ORDINARY, close[-1] if close else None, node, ordinary=not close)
         self.failed.append(recogniser)
+        if not self._gathered(node, known) and not missed and recogniser.given:
+            close = recogniser.close or [v for v in (by_choice(recogniser.given),) if v is not None]
+            reason = _OTHER if recogniser.close else _THRESHOLD if close else _ORDINARY
+            self._miss(reason, close[-1] if close else None, node, ordinary=not close)
         return []
+
+    def _gathered(self, node: fx.Node, known: int) -> bool:
+        """Reports an attention whose keys are gathered, in place of the misses from ``known`` on.
+
+        Returns whether they are.
+        """
+        value = self.view.value(node)
+        if name_of(node) == _CALL:
+            keys = node.args[1] if len(node.args) > 1 else node.kwargs.get("key")
+            of = self.view.value(keys) if isinstance(keys, fx.Node) else None
+            found = None if of is None else gathered(of)
+        else:
+            found = gathered_keys(value.args[0]) if value is not None and value.func in _SOFTMAXES else None
+        if found is not None:
+            del self.misses[known:]
+            self._miss(_GATHERED, found, node)
+        return found is not None
 
     def _recognised(
         self, recogniser: Recogniser, recognise: Callable[[Recogniser], Found], node: fx.Node
@@ -222,6 +260,10 @@ class Search:
 
     def _unseen(self, node: fx.Node, scores: Value) -> None:
         """Reports a softmax whose scores or weights cannot be followed."""
+        picked = picked_scores(scores)
+        if picked is not None:
+            self._miss(_PICKED, picked, node)
+            return
         scores, cut = behind(self.view, scores)
         masks = masks_of(self.view, scores)
         if masks is None and (inner := before_change(scores)) is not None:
@@ -236,7 +278,7 @@ class Search:
             count = len(weights.outs) or "no"
             reason = f"the attention weights go into {count} products with V; expected one"
             selects = recogniser.selects(value.args[0], value.args[1])
-            if recogniser.masked:
+            if recogniser.given:
                 self._miss(reason, value, node, ordinary=not selects)
             return []
         found = self._tried(lambda recogniser: recogniser.written(weights), node)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx
@@ -15,19 +15,23 @@ from torch import fx
 from mhc_inductor.routing.graph.expressions import Ref, aten, whole
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.linear import variables_of
-from mhc_inductor.routing.graph.values import Value, name_of
+from mhc_inductor.routing.graph.values import Value, name_of, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.operators.index.formula import has_product
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY, SHOWN, constant_of, operand
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import NotOurs
-from mhc_inductor.routing.operators.selection.operands import dot
+from mhc_inductor.routing.operators.selection.operands import Scaled, dot
+from mhc_inductor.routing.operators.selection.scatters import GATHERS
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, is_scores
 from mhc_inductor.routing.operators.selection.weights import REACH, Weights
 
+_LOOK = 256  # values that a search visits
 _NAMES = ("exp", "exp_", "exp2", "exp2_", "special_exp2", "expm1", "special_expm1", "pow")
 _POWERS = {aten.exp.default: 0, aten.exp2.default: 0, aten.expm1.default: 0, aten.pow.Scalar: 1}
 """Exponential ops, and which argument is the exponent."""
+_CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.kthvalue.default)
 _SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.linalg_vector_norm.default)
 _LOGS = (aten.logsumexp.default, aten._log_softmax.default)
 _MAXIMA = (aten.amax.default, aten.max.dim, *_LOGS)
@@ -130,6 +134,67 @@ def _sums(value: Value, weights: Weights) -> bool:
             return True
         todo += [a for a in at.args if isinstance(a, Value) and a.node is None] if at is not None else []
     return False
+
+
+def gathered(keys: Value) -> Value | None:
+    """Returns the gather, at places that tensors hold, that keys or values [..., keys, D] come from; None without one."""
+    at = Scaled(whole(keys)).end.value
+    places = at.args[1:] if at.func in (*GATHERS, aten.embedding.default) else ()
+    return at if any(_from_data(place) for place in values_in(places)) else None
+
+
+def gathered_keys(scores: Value) -> Value | None:
+    """Returns the gather that the keys of attention scores come from; None without one."""
+    if not scores.shape or not is_scores(whole(scores)):
+        return None
+    found = None
+    with contextlib.suppress(NotOurs, Unsupported, DynamicWidth, Mismatch):
+        sides = dot(Scores(at_key(scores, -1), Masks({}, {}), [], []).ref)
+        found = next((g for side in sides[:2] if (g := gathered(side.value)) is not None), None) if sides else None
+    return found
+
+
+def _from_data(value: Value) -> bool:
+    """Checks whether integers are a choice, or are given for each sequence, query and key: no beams, no pages."""
+
+    def chosen(at: Value) -> bool:
+        given = at.func is None and not at.dtype.is_floating_point
+        return at.func in _CHOICES or (given and min(map(_rank, (at, value))) > 2)
+
+    return _behind(value, chosen) is not None
+
+
+def _rank(value: Value) -> int:
+    """Returns the number of dims, without those of size 1."""
+    return sum(size != ONE for size in value.shape)
+
+
+def by_choice(masks: Iterable[Value]) -> Value | None:
+    """Returns the first mask that is computed from values that a topk or sort returns; None without one."""
+    return next((m for m in masks if _behind(m, lambda at: at.func in _CHOICES and at.out == 0) is not None), None)
+
+
+def picked_scores(scores: Value) -> Value | None:
+    """Returns the gather or scatter by which a softmax gets some scores of all that were computed; None without one."""
+    at = Scaled(whole(scores)).end.value if scores.shape else scores
+    if at.func is aten.scatter.src:
+        fill = constant_of(at.args[0])
+        return at if fill is not None and fill <= -1e4 and has_product(at.args[3]) else None
+    picks = at.func is aten.gather.default or (at.func is aten.topk.default and at.out == 0)
+    return at if picks and has_product(at.args[0]) else None
+
+
+def _behind(value: Value, wanted: Callable[[Value], bool]) -> Value | None:
+    """Returns the nearest value that ``value`` is computed from and that is ``wanted``, itself included; else None."""
+    todo, seen = [value], {value}
+    while todo and len(seen) < _LOOK:
+        at = todo.pop(0)
+        if wanted(at):
+            return at
+        below = [a for a in values_in(at.args) if a not in seen]
+        todo += below
+        seen.update(below)
+    return None
 
 
 def masks_of(view: View, value: Value, guards: Iterable[tuple[Value, bool, Value]] = ()) -> Masks | None:

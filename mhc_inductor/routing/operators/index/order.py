@@ -1,0 +1,364 @@
+"""Checks that nothing depends on the rank of a key among the chosen ones: the op returns them by position.
+
+An element that is computed from the choice belongs to one chosen key. Which one, its rank, is an index in variables of
+the element. Gathers, comparisons and masks keep the rank; scatters and sums over it end it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from mhc_inductor import compat
+from mhc_inductor.routing.graph.bounds import Steps, TooLarge
+from mhc_inductor.routing.graph.expressions import Ref, _broadcast, _dim, _reduced, aten, contraction, joined, whole
+from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, bound_of, product_of, var
+from mhc_inductor.routing.graph.values import Value, values_in
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.operators.index.matches import Found
+from mhc_inductor.routing.operators.selection.elements import ALL, ANY, CASTS, FILLS, SUMS, constant_of, inner
+from mhc_inductor.routing.operators.selection.scatters import GATHERS, looked_up
+
+_MOST = 4096  # nodes that use the choice
+_SET = {*SUMS, *ANY, *ALL, aten.mean.dim, aten.prod.dim_int, aten.logsumexp.default, aten.max.dim, aten.min.dim}
+_SOFTMAXES = {aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default}
+_SCATTERS = {
+    *(aten.scatter.value, aten.scatter.src, aten.scatter_add.default),
+    *(aten.scatter.value_reduce, aten.scatter_reduce.two),
+}
+_PUTS = {aten.index_put.default, aten._unsafe_index_put.default}
+_ORDERED: dict[Any, tuple[int, int]] = {
+    **dict.fromkeys((aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default), (1, 0)),
+    **dict.fromkeys((aten.flip.default, aten.argmax.default, aten.argmin.default), (1, 0)),
+    aten.roll.default: (2, 0),
+    aten.sort.default: (1, -1),
+    aten.sort.stable: (2, -1),
+    aten.topk.default: (2, -1),
+}
+"""Ops in which the order along some dims counts: the position of the dims among the arguments, and their default."""
+_SHAPES = {aten.empty_like.default, aten.rand_like.default, aten.randn_like.default, aten.new_empty.default}
+_UNKNOWN = "the chosen keys are used in a way in which their order may count; expected masks, scatters, gathers and sums of them"
+_CALL = "scaled_dot_product"
+
+
+def check_order(view: View, found: Found, ordered: bool) -> None:
+    """Raises Mismatch if some use of the chosen keys depends on their rank.
+
+    Args:
+        view: the graph.
+        found: the choice.
+        ordered: whether ``topk`` returns the chosen keys by falling score.
+    """
+    count = found.outs[0].shape[-1]
+    if not ordered or count == ONE:
+        return
+    ranks = _Ranks(found.outs)
+    todo = [view.order[node] for node in ranks.reached]
+    seen = set(todo)
+    while todo:
+        # In graph order: the operands of a node are known before the node.
+        node = view.nodes[heapq.heappop(todo)]
+        if not ranks.reach(node, view.values.of(node)):
+            continue
+        for at in (view.order[user] for user in node.users if user in view.live and user.op.startswith("call_")):
+            if at not in seen:
+                seen.add(at)
+                heapq.heappush(todo, at)
+        if len(seen) > _MOST:
+            raise TooLarge("uses of the chosen keys", _MOST, found.outs[0])
+
+
+class _Ranks:
+    """The ranks of elements that are computed from the choice ``outs``."""
+
+    def __init__(self, outs: Sequence[Value]) -> None:
+        self.dims = {v: len(v.shape) - 1 for v in outs}
+        """The values with a dim of ranks, and which one it is."""
+        self.reached: dict[fx.Node, bool] = {v.node: True for v in outs if v.node is not None}
+        """The nodes that use the choice, and whether their elements have a rank."""
+        self.steps = Steps("uses of the chosen keys", outs[0])
+
+    def reach(self, node: fx.Node, value: Any) -> bool:
+        """Takes in a node that uses the choice. Returns whether its elements have a rank. Raises Mismatch."""
+        self.reached[node] = True
+        if not isinstance(value, Value):
+            return isinstance(value, tuple)  # its parts are nodes of their own
+        if value.func is None:
+            self.reached[node] = False  # an op that routing does not know: it takes the keys as a set
+            return False
+        try:
+            rank = self.of(at := whole(value))
+        except TooLarge:
+            raise
+        except Unsupported:
+            raise Mismatch(_UNKNOWN, value) from None
+        self.reached[node] = rank is not None
+        if rank in at.index:
+            self.dims[value] = at.index.index(rank)
+        return rank is not None
+
+    def of(self, ref: Ref) -> Index | None:
+        """Returns the rank of an element, None if it has none. Raises Mismatch and Unsupported."""
+        self.steps.take()
+        value, func, args = ref.value, ref.value.func, ref.value.args
+        if value in self.dims:
+            return self._own(ref, self.dims[value])
+        if (
+            (value.node is not None and not self.reached.get(value.node))
+            or func in _SHAPES
+            or constant_of(value) is not None
+        ):
+            return None
+        if func is None:
+            raise Unsupported
+        below = inner(ref)
+        if below is not None:
+            return self.of(below)
+        rule = _RULES.get(func, _Ranks._attended if _CALL in func.__name__ else None)
+        if rule is not None:
+            return rule(self, ref)
+        if (contracted := contraction(ref)) is not None:
+            left, right, k = contracted
+            return _without(self._together([left, right], ref), [k])
+        if torch.Tag.pointwise in func.tags or func in FILLS or func in CASTS:
+            return self._together([_broadcast(a, ref) for a in args if isinstance(a, Value)], ref)
+        if any(map(self._ranked, values_in(args))):
+            raise Unsupported
+        return None
+
+    def _ranked(self, value: Value) -> bool:
+        return self.of(whole(value)) is not None
+
+    def _own(self, ref: Ref, dim: int) -> Index:
+        """Returns the rank of an element of a value with ranks in ``dim``. Raises Mismatch if some are left out."""
+        rank = ref.index[dim]
+        if product_of(bound_of(a) for a in rank.atoms()) != ref.value.shape[dim]:
+            raise Mismatch("keys are taken by their rank among the chosen ones; expected all of them", ref.value)
+        return rank
+
+    def _together(self, refs: Iterable[Ref], at: Ref) -> Index | None:
+        """Returns the rank of elements that are computed with each other. Raises Mismatch and Unsupported."""
+        refs = list(refs)
+        ranks = [self.of(ref) for ref in refs]
+        own = dict.fromkeys(rank for rank in ranks if rank is not None)
+        if not own:
+            return None
+        if len(own) > 1:
+            raise Unsupported
+        (rank,) = own
+        if any(_varies(ref, rank) for ref, r in zip(refs, ranks, strict=True) if r is None):
+            raise _by_rank(at.value)
+        return rank
+
+    def _joined(self, ref: Ref) -> Index | None:
+        d, pieces = joined(ref.value)
+        found, start = None, 0
+        for piece in pieces:
+            rank = self._piece(ref, piece, {d: start})
+            if rank is not None and found not in (None, rank):
+                raise Unsupported
+            found = rank if rank is not None else found
+            start = start + piece.shape[d].factor if not piece.shape[d].symbols else 0
+        return found
+
+    def _stacked(self, ref: Ref) -> Index | None:
+        pieces, *rest = ref.value.args
+        d = _dim(ref.value, rest[0] if rest else 0)
+        index = (*ref.index[:d], *ref.index[d + 1 :])
+        rank = self._together([Ref(piece, index) for piece in pieces], ref)
+        return None if rank is None else self._distinct(rank, ref.index[d])
+
+    def _distinct(self, rank: Index, other: Index) -> Index:
+        """Returns the rank if a dim has nothing in common with it. Raises Unsupported otherwise."""
+        if rank.variables() & other.variables():
+            raise Unsupported
+        return rank
+
+    def _embedded(self, ref: Ref) -> Index | None:
+        table, index = ref.value.args[:2]
+        rank = self.of(Ref(index, ref.index[:-1]))
+        if self._ranked(table):
+            raise Unsupported
+        return rank
+
+    def _softmax(self, ref: Ref) -> Index | None:
+        return self.of(Ref(ref.value.args[0], ref.index))
+
+    def _padded(self, ref: Ref) -> Index | None:
+        x, pads = ref.value.args[:2]
+        # The sign of a dynamic padding is guarded by the op itself.
+        pads = [compat.hint(p) for p in pads]
+        places = {len(x.shape) - 1 - k: pads[2 * k] for k in range(len(pads) // 2)}
+        if min(pads) < 0:
+            raise Unsupported
+        return self._piece(ref, x, places)
+
+    def _piece(self, ref: Ref, piece: Value, starts: dict[int, int]) -> Index | None:
+        """Returns the rank of an element that may lie in a piece, which starts at ``starts`` in some dims.
+
+        Along these dims every place counts as a rank of its own. Raises Mismatch if the piece is not taken whole.
+        """
+        own = {d: Var(piece.shape[d]) for d in starts}
+        rank = self.of(Ref(piece, tuple(var(own[d]) if d in own else i for d, i in enumerate(ref.index))))
+        for d, v in own.items():
+            if rank is None or v not in rank.variables():
+                continue
+            at = ref.index[d]
+            size = product_of(bound_of(a) for a in at.atoms())
+            cut = not size.symbols and not v.size.symbols and size.factor < starts[d] + v.size.factor
+            if rank.variables() != {v} or None in at.terms or cut:
+                raise Unsupported
+            return at
+        return rank
+
+    def _gathered(self, ref: Ref) -> Index | None:
+        places: list[Ref] = []
+        fresh: set[Var] = set()
+
+        def place(at: Ref, x: Value, d: int, wraps: bool) -> Index:
+            places.append(at)
+            fresh.add(v := Var(x.shape[d]))
+            return var(v)
+
+        below = looked_up(ref, place)
+        if below is None:
+            raise Unsupported
+        rank = self.of(below)
+        if rank is not None and rank.variables() & fresh:
+            raise _by_rank(ref.value)
+        return self._together([below, *places], ref)
+
+    def _scattered(self, ref: Ref) -> Index | None:
+        x, d, index, *source = ref.value.args
+        d, at = _dim(x, d), whole(index)
+        refs = [at, *(Ref(a, at.index) for a in source if isinstance(a, Value) and a.shape)]
+        rank = self._together(refs, ref)
+        if self._ranked(x):
+            raise Unsupported
+        if rank is None or rank == at.index[d]:
+            return None
+        if rank not in at.index:
+            raise Unsupported
+        return ref.index[at.index.index(rank)]
+
+    def _put(self, ref: Ref) -> Index | None:
+        """Checks a write at all chosen keys: what it gives has no rank."""
+        x, indices, values = ref.value.args[:3]
+        given = [i for i in (*indices, values) if isinstance(i, Value)]
+        longest = max(given, key=lambda i: len(i.shape))
+        spread = [next((s for s in sizes if s != ONE), ONE) for sizes in _aligned([i.shape for i in given])]
+        at = Ref(longest, tuple(var(Var(s)) for s in spread))
+        rank = self._together([_broadcast(i, at) for i in given], ref)
+        if self._ranked(x) or any(i.dtype is torch.bool for i in given[:-1]):
+            raise Unsupported
+        return _without(rank, [v for i in at.index for v in i.variables()])
+
+    def _ordered(self, ref: Ref) -> Index | None:
+        """Returns the rank after an op in which the order along some dims counts. Raises Mismatch along the rank."""
+        x, *rest = ref.value.args
+        place, usual = _ORDERED[ref.value.func]
+        given = ref.value.kwargs.get("dim", rest[place - 1] if len(rest) >= place else usual)
+        dims = {_dim(x, d) for d in (given if isinstance(given, (list, tuple)) else (given,)) if isinstance(d, int)}
+        if len(ref.index) != len(x.shape):
+            if self._ranked(x):
+                raise Unsupported
+            return None
+        along = {d: Var(x.shape[d]) for d in dims}
+        rank = self.of(Ref(x, tuple(var(along[d]) if d in dims else i for d, i in enumerate(ref.index))))
+        if rank is None or not rank.variables() & {*along.values()}:
+            return rank
+        if ref.value.func in (aten.sort.default, aten.sort.stable, aten.topk.default) and ref.value.out == 0:
+            return None  # sorted again: the same whatever the order was
+        raise _by_rank(ref.value)
+
+    def _reduced(self, ref: Ref) -> Index | None:
+        operand, bound = _reduced(ref)
+        rank = self.of(operand)
+        if ref.value.out and rank is not None and rank.variables() & {*bound}:
+            raise _by_rank(ref.value)
+        return _without(rank, bound)
+
+    def _attended(self, ref: Ref) -> Index | None:
+        """Returns the rank of an element of scaled_dot_product_attention, a sum over the keys and the features."""
+        names = [a.name for a in ref.value.func._schema.arguments]
+        given = {**dict(zip(names, ref.value.args, strict=False)), **ref.value.kwargs}
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        mask = [m for m in (given.get("attn_mask"), given.get("attn_bias")) if isinstance(m, Value)]
+        *lead, s, e = ref.index
+        if (
+            ref.value.out
+            or given.get("is_causal")
+            or given.get("dropout_p")
+            or len({len(x.shape) for x in (q, k, v)}) > 1
+        ):
+            raise Unsupported
+        t, d = Var(k.shape[-2]), Var(k.shape[-1])
+
+        def at(value: Value, *tail: Index) -> Ref:
+            return _broadcast(value, Ref(ref.value, (*lead, *tail)))
+
+        refs = [at(q, s, var(d)), at(k, var(t), var(d)), at(v, var(t), e), *(at(m, s, var(t)) for m in mask)]
+        return _without(self._together(refs, ref), [t, d])
+
+
+def _without(rank: Index | None, bound: Sequence[Var]) -> Index | None:
+    """Returns the rank after a sum over ``bound``: None if the sum is over all ranks. Raises Unsupported if it is not."""
+    if rank is None or not rank.variables() & {*bound}:
+        return rank
+    if not rank.variables() <= {*bound}:
+        raise Unsupported
+    return None
+
+
+def _aligned(shapes: Sequence[Sequence[Size]]) -> list[list[Size]]:
+    """Returns the sizes of each dim of the broadcast of some shapes."""
+    longest = max(map(len, shapes))
+    padded = [[*(ONE,) * (longest - len(shape)), *shape] for shape in shapes]
+    return [list(sizes) for sizes in zip(*padded, strict=True)]
+
+
+def _varies(ref: Ref, rank: Index) -> bool:
+    """Checks whether an element may differ with the rank."""
+    while (below := inner(ref)) is not None:
+        ref = below
+    shared = any(_overlap(a, b) for i in ref.index for a in i.atoms() for b in rank.atoms())
+    return shared and constant_of(ref.value) is None
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    """Checks whether two atoms may have digits of one variable in common."""
+    (one, low, high), (other, start, end) = map(_digits, (a, b))
+    return one is other and start.over(high) is None and low.over(end) is None
+
+
+def _digits(atom: Any) -> tuple[Var, Size, Size]:
+    """Returns the variable of an atom, and the units of its lowest digit and of the first above it."""
+    if isinstance(atom, Var):
+        return atom, ONE, atom.size
+    variable, low, high = _digits(atom.of)
+    return (variable, low, low.times(atom.by)) if atom.mod else (variable, low.times(atom.by), high)
+
+
+def _by_rank(value: Value) -> Mismatch:
+    reason = "the chosen keys are combined by their rank with something else; expected uses in which their order does not count"
+    return Mismatch(reason, value)
+
+
+_RULES: dict[Any, Callable[[_Ranks, Ref], Index | None]] = {
+    aten.cat.default: _Ranks._joined,
+    aten.stack.default: _Ranks._stacked,
+    aten.constant_pad_nd.default: _Ranks._padded,
+    aten.embedding.default: _Ranks._embedded,
+    **dict.fromkeys(GATHERS, _Ranks._gathered),
+    **dict.fromkeys(_SCATTERS, _Ranks._scattered),
+    **dict.fromkeys(_PUTS, _Ranks._put),
+    **dict.fromkeys(_ORDERED, _Ranks._ordered),
+    **dict.fromkeys(_SET, _Ranks._reduced),
+    **dict.fromkeys(_SOFTMAXES, _Ranks._softmax),
+}
+"""The rank of an element of an op's result."""

@@ -1,0 +1,127 @@
+"""The op returns chosen keys by position: an indexer whose keys are used by their rank stays, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.capture import Captured, difference, eager, reasons, run
+
+B, S, H, D, K = 2, 20, 16, 8, 6
+BATCH = torch.arange(B)[:, None, None]
+CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
+
+
+def chosen(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+    """Returns an indexer's choice; 16 heads, so that no two scores are 0."""
+    scores = (torch.einsum("bshd,btd->bsht", q, k).relu() * w[..., None]).sum(2)
+    return scores.masked_fill(~CAUSAL, -torch.inf).topk(K, -1).indices
+
+
+def attend(x: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Attends to gathered keys [B, S, n, D]."""
+    scores = torch.einsum("bsd,bsnd->bsn", x, keys)
+    scores = scores if bias is None else scores + bias
+    scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+    return torch.einsum("bsn,bsnd->bsd", scores.softmax(-1), values)
+
+
+def seen(i: Tensor) -> Tensor:
+    return i <= torch.arange(S)[:, None]
+
+
+Use = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of a choice [B, S, K], another choice, queries and keys [B, S, D]."""
+RANK, UNKNOWN = "by their rank", "their order may count"
+
+BY_RANK: dict[str, tuple[Use, str]] = {
+    "values of other keys": (lambda i, j, x, y: attend(x, y[BATCH, i], y[BATCH, i.flip(-1)], seen(i)), RANK),
+    "values of another choice": (lambda i, j, x, y: attend(x, y[BATCH, i], y[BATCH, j]), RANK),
+    "a bias of ranks": (lambda i, j, x, y: attend(x, y[BATCH, i], y[BATCH, i], bias=torch.arange(K) * 0.1), RANK),
+    "an embedding of ranks": (lambda i, j, x, y: attend(x, y[BATCH, i] + y[0, :K], y[BATCH, i]), RANK),
+    "the better half": (lambda i, j, x, y: attend(x, y[BATCH, i][:, :, :3], y[BATCH, i][:, :, :3]), RANK),
+    "weights of ranks": (lambda i, j, x, y: torch.einsum("bsnd,n->bsd", y[BATCH, i], x[0, 0, :K]), RANK),
+    "scattered ranks": (lambda i, j, x, y: x.new_zeros(B, S, S).scatter(-1, i, (torch.arange(K) + 1.0).expand(B, S, K)) @ y,
+                        RANK),
+    "running sums": (lambda i, j, x, y: (y[BATCH, i].cumsum(2) * y[BATCH, i]).sum(2), RANK),
+    "a causal call": (
+        lambda i, j, x, y: F.scaled_dot_product_attention(x[:, :, None].expand(-1, -1, K, -1), y[BATCH, i], y[BATCH, i],
+                                                          is_causal=True), UNKNOWN),
+    "sums of pairs": (lambda i, j, x, y: (y[BATCH, i].view(B, S, 2, 3, D).sum(3) * torch.tensor([[1.0], [2.0]])).sum(2),
+                      UNKNOWN),
+    "cut after a cat": (lambda i, j, x, y: y[BATCH, torch.cat([i, i * 0], -1)[..., :4]].sum(2), "taken by their rank"),
+    "the nearer of two": (
+        lambda i, j, x, y: (y[BATCH, i] * (i[..., None] - i[..., None, :]).abs().tril(-1).sum(-1, True)).sum(2), UNKNOWN),
+}  # fmt: skip
+
+
+def _run(use: Use) -> tuple[Captured, Captured]:
+    def fn(q: Tensor, k: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return use(chosen(q, k, w), chosen(q.flip(2), k, w), x, y)
+
+    g = torch.Generator().manual_seed(2)
+    shapes = ((B, S, H, D), (B, S, D), (B, S, H), (B, S, D), (B, S, D))
+    given = [torch.randn(*shape, generator=g) for shape in shapes]
+    return run(fn, given), eager(fn, given)
+
+
+@pytest.mark.parametrize("name", BY_RANK)
+def test_keys_that_are_used_by_their_rank_stay(name: str) -> None:
+    use, reason = BY_RANK[name]
+    got, want = _run(use)
+    assert difference(got, want) == 0.0
+    assert not got.ops["index_topk"] and reason in reasons(got), reasons(got)
+
+
+def _window(i: Tensor, j: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    near = (torch.arange(S)[:, None] - torch.arange(3)).expand(B, -1, -1)
+    both = torch.cat([i, near], -1)
+    return attend(x, y[BATCH, both.clamp(min=0)], y[BATCH, both.clamp(min=0)], torch.cat([seen(i), near >= 0], -1))
+
+
+def _flat(i: Tensor, j: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    rows = y.reshape(B * S, D).index_select(0, (i + BATCH * S).reshape(-1)).view(B, S, K, D)
+    return attend(x, rows, rows, seen(i))
+
+
+def _called(i: Tensor, j: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    rows = y[BATCH, i].reshape(B * S, 1, K, D)
+    mask = seen(i).reshape(B * S, 1, 1, K)
+    return F.scaled_dot_product_attention(x.reshape(B * S, 1, 1, D), rows, rows, attn_mask=mask)
+
+
+def _written(i: Tensor, j: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    mask = torch.zeros(B, S, S, dtype=torch.bool)
+    mask[BATCH, torch.arange(S)[:, None], i] = True
+    return ((x @ y.mT).masked_fill(~(mask & CAUSAL), -torch.inf).softmax(-1) ** 2) @ y
+
+
+def _gathered(i: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    rows = torch.take_along_dim(y[:, None], i[..., None], 2)
+    return attend(x, rows, rows, seen(i))
+
+
+AS_A_SET: dict[str, Use] = {
+    "rows": lambda i, j, x, y: attend(x, y[BATCH, i], y[BATCH, i], seen(i)),
+    "rows of a table": lambda i, j, x, y: attend(x, *[torch.stack([F.embedding(i[b], y[b]) for b in range(B)])] * 2, seen(i)),
+    "gathered": lambda i, j, x, y: _gathered(i, x, y),
+    "rows of all sequences": _flat,
+    "next to a window": _window,
+    "a call": _called,
+    "a mask": _written,
+    "scores": lambda i, j, x, y: (
+        torch.zeros(B, S, S).scatter(-1, i, (x @ y.mT).masked_fill(~CAUSAL, -torch.inf).gather(-1, i).softmax(-1)) @ y),
+    "sorted again": lambda i, j, x, y: _gathered(i.sort(-1).values, x, y),
+    "the farthest": lambda i, j, x, y: y.gather(1, i.amin(-1, True).expand(-1, -1, D)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AS_A_SET)
+def test_keys_that_are_used_as_a_set_are_routed(name: str) -> None:
+    got, want = _run(AS_A_SET[name])
+    assert got.ops["index_topk"] == 1, reasons(got)
+    assert difference(got, want) < 2e-6

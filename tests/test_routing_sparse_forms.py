@@ -1,0 +1,166 @@
+"""Forms of sparse attention as small projects write them: routed, or left with a reason that says what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.capture import Captured, difference, eager, reasons, run
+
+B, S, H, HEADS, D, K = 2, 20, 2, 16, 8, 4
+INF = float("inf")
+BATCH = torch.arange(B)[:, None, None]
+CAUSAL = torch.ones(S, S, dtype=torch.bool).tril()
+
+
+def index_scores(i: Tensor, j: Tensor, w: Tensor) -> Tensor:
+    """Returns causal index scores; 16 heads, so that no two of them are 0."""
+    scores = (torch.einsum("bshd,btd->bsht", i, j).relu() * w[..., None]).sum(2)
+    return scores.masked_fill(~CAUSAL, -INF)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attends under a mask that all heads share."""
+    return (q @ k.mT * D**-0.5).masked_fill(~mask[:, None], -INF).softmax(-1) @ v
+
+
+def _run(fn: Callable[..., Tensor]) -> tuple[Captured, Captured]:
+    """Runs a function of q, k, v [B, H, S, D], the tensors of an index, and indices [B, S, K] of distinct keys."""
+    g = torch.Generator().manual_seed(4)
+    shapes = ((B, H, S, D),) * 3 + ((B, S, HEADS, D), (B, S, D), (B, S, HEADS))
+    given = [torch.randn(*shape, generator=g) for shape in shapes]
+    given.append(torch.rand(B, S, S, generator=g).topk(K).indices)
+    return run(fn, given), eager(fn, given)
+
+
+# --- routed --------------------------------------------------------------------------------------------------
+
+
+def _in_place(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, w: Tensor, given: Tensor) -> Tensor:
+    with torch.no_grad():
+        scores = (torch.einsum("bshd,btd->bsht", i, j).relu() * w[..., None]).sum(2)
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -INF)
+        mask = (scores.topk(K, -1, sorted=False)[1][..., None] == torch.arange(S)).any(-2)
+    return attend(q, k, v, mask & CAUSAL)
+
+
+def _first_keys(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, w: Tensor, given: Tensor) -> Tensor:
+    row, key = torch.arange(S)[:, None], torch.arange(S)
+    scores = index_scores(i, j, w)
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(K).indices, True)
+    mask = (mask | (key < 2) | (row - key < 3)) & (key <= row)
+    return F.scaled_dot_product_attention(q, k, v, mask[:, None])
+
+
+def _dropped(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, w: Tensor, given: Tensor) -> Tensor:
+    scores = index_scores(i, j, w)
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(K).indices, True) & CAUSAL
+    return F.dropout((q @ k.mT).masked_fill(~mask[:, None], -INF).softmax(-1), 0.3) @ v
+
+
+@pytest.mark.parametrize(
+    ("fn", "ops"),
+    [(_in_place, {"index_topk", "selection_attention"}), (_first_keys, {"index_topk", "selection_attention"}),
+     (_dropped, {"index_topk"})],
+)  # fmt: skip
+def test_routed(fn: Callable[..., Tensor], ops: set[str]) -> None:
+    """Sizes of scores may be read elsewhere; first keys may be bounded by the query too; dropout keeps the index."""
+    got, want = _run(fn)
+    assert set(got.ops) == ops, reasons(got)
+    assert difference(got, want) < 2e-6
+
+
+# --- named ---------------------------------------------------------------------------------------------------
+
+Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of q, k, v, index scores and given indices."""
+
+
+def _gathered(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+    place = at[:, None, :, :, None].expand(-1, H, -1, -1, D)
+    keys, values = (x[:, :, None].expand(-1, -1, S, -1, -1).gather(3, place) for x in (k, v))
+    weights = torch.einsum("bhsd,bhskd->bhsk", q, keys).masked_fill((at > torch.arange(S)[:, None])[:, None], -INF)
+    return torch.einsum("bhsk,bhskd->bhsd", weights.softmax(-1), values)
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Tensor:
+    best, at = scores.topk(K)
+    at = at.masked_fill(best == -INF, -1)
+    keys, values = (x.transpose(1, 2)[BATCH, at.clamp(min=0)] for x in (k, v))
+    weights = torch.einsum("bhsd,bskhd->bshk", q, keys).masked_fill((at < 0)[:, :, None], -INF).softmax(-1)
+    return torch.einsum("bshk,bskhd->bhsd", weights, values)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Tensor:
+    place = scores[:, -1].topk(K).indices[:, None, :, None].expand(-1, H, -1, D)
+    return F.scaled_dot_product_attention(q[:, :, -1:], k.gather(2, place), v.gather(2, place))
+
+
+def _own_scores(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Tensor:
+    best, at = (q @ k.mT).masked_fill(~CAUSAL, -INF).topk(K)
+    return (q @ k.mT).new_full((B, H, S, S), -INF).scatter(-1, at, best).softmax(-1) @ v
+
+
+def _picked(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Tensor:
+    at = scores.topk(K).indices[:, None].expand(-1, H, -1, -1)
+    weights = (q @ k.mT).masked_fill(~CAUSAL, -INF).gather(-1, at).softmax(-1)
+    return torch.zeros(B, H, S, S).scatter(-1, at, weights) @ v
+
+
+def _valid(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Tensor:
+    best, at = scores.topk(K)
+    return attend(q, k, v, torch.zeros(B, S, S, dtype=torch.bool).scatter(-1, at, best > -INF))
+
+
+GATHERED, VALUES, PICKED = "the keys are gathered", "from values that topk", "after the product with all keys"
+NAMED: dict[str, tuple[Form, str]] = {
+    "gathered at a choice": (lambda q, k, v, x, i: _gathered(q, k, v, x.topk(K).indices), GATHERED),
+    "gathered at given keys": (lambda q, k, v, x, i: _gathered(q, k, v, i), GATHERED),
+    "rows, -1 for none": (_rows, GATHERED),
+    "one query of a cache": (_one_query, GATHERED),
+    "at least the worst of the best": (
+        lambda q, k, v, x, i: attend(q, k, v, (x >= x.topk(K).values[..., -1:]) & CAUSAL), VALUES),
+    "scattered where valid": (_valid, VALUES),
+    "the best of its own scores": (_own_scores, PICKED),
+    "scores at chosen keys": (_picked, PICKED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named(name: str) -> None:
+    form, reason = NAMED[name]
+    got, want = _run(lambda q, k, v, i, j, w, given: form(q, k, v, index_scores(i, j, w), given))
+    assert not got.ops["selection_attention"] and difference(got, want) < 2e-6
+    ours = [m for m in got.report.near_misses if m.op == "selection_attention" and not m.ordinary]
+    assert [reason in m.reason for m in ours] == [True], reasons(got)
+
+
+def test_a_relu_written_with_a_comparison_is_named() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, w: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+        scores = torch.einsum("bshd,btd->bsht", i, j)
+        relus = torch.where(scores > 0, scores, 0.0), scores * (scores > 0), scores * (scores >= 0).float()
+        return tuple((x * w[..., None]).sum(2).topk(K).indices for x in relus)
+
+    got, want = _run(fn)
+    assert not got.ops and difference(got, want) == 0.0
+    assert [m.reason.partition(",")[0] for m in got.report.near_misses] == ["the relu is written with a comparison"] * 3
+
+
+def test_beams_pages_and_routers_are_not_mentioned() -> None:
+    """Gathers along the batch, of pages of a cache, and the choice of experts are no sparse attention."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, w: Tensor, given: Tensor) -> tuple[Tensor, ...]:
+        beams, pages = given[:, 0, 0] % B, given[0, :2] % S
+        paged = k[0].transpose(0, 1)[pages].flatten(1, 2)[:, None]
+        best, at = (i.flatten(2) @ weight).topk(2)
+        gates = torch.full((B, S, 3), -INF).scatter(-1, at, best).softmax(-1)
+        called = F.scaled_dot_product_attention(q, k.index_select(0, beams), v.index_select(0, beams))
+        return called, F.scaled_dot_product_attention(q[:, :1], paged, paged), gates @ weight[:3]
+
+    weight = torch.nn.Parameter(torch.randn(HEADS * D, 3, generator=torch.Generator().manual_seed(1)))
+    got, want = _run(fn)
+    assert got.report.empty and difference(got, want) == 0.0, reasons(got)
