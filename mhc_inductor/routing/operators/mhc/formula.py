@@ -78,6 +78,11 @@ class Affine:
         """The x, eps and gamma that the three parts of one projection share."""
         return self.norm.x, self.norm.eps, self.gamma
 
+    @property
+    def rows_at(self) -> tuple[Value, int]:
+        """The weight that holds the rows of phi, and the first of them."""
+        return self.phi.value, self.phi.start
+
 
 def projection(ref: Ref, stop: Container[Value] = ()) -> Norm | None:
     """Returns the norm inside the product ``ref`` if that is a projection of normed streams, else None."""
@@ -169,6 +174,7 @@ def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
 
 
 EXPECTED = "expected sigmoid(alpha * z + bias)"
+APART = "the projection and the norm read different tensors"
 NOTHING = "no projection of normalised streams"
 SEVERAL = "several values are added, and not one projection of normalised streams and a bias"
 UNNORMED = "x is not normalised: expected inv_rms = rsqrt(mean(x * x) + eps) as a factor of z"
@@ -221,7 +227,7 @@ def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float
     streams = [f for f, e in term.factors if f.value is norm.x and e == 1]
     roots = [f for f, e in term.factors if e == -0.5]
     if len(streams) != 1:
-        raise Mismatch("the projection and the norm read different tensors", z.value)
+        raise Mismatch(APART, z.value)
     if len(roots) != 1:
         raise Mismatch(f"{len(roots)} norm factors; expected one inv_rms", z.value)
     covered = covers(streams[0].flat, term.bound)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -82,7 +82,7 @@ class Group:
         nodes = search.reached(self.seeds, self._near, 600)
         self._collect(nodes)
         reasons: list[Mismatch] = []
-        pre = self._collapse(nodes, reasons) or self._coefficients_alone()
+        pre = self._collapse(nodes, reasons) or self._coefficients_alone() or self._coefficients_given_away()
         if pre is None:
             self._without_pre([m for _, m in self.failed] + reasons, avoid)
             return
@@ -162,10 +162,17 @@ class Group:
             except Mismatch as mismatch:
                 # Skip permuted views of a coefficient: they are not separate candidates.
                 views = any(r.value in self.coefficients for r in chain_of(whole(value)))
-                if mismatch.reason not in (NOTHING, mhc.SEVERAL) and not views:
+                if mismatch.reason not in (NOTHING, mhc.SEVERAL) and not views and not self._of_another(mismatch):
                     self.failed.append((per, mismatch))
             except Unsupported:
                 continue
+
+    def _of_another(self, mismatch: Mismatch) -> bool:
+        """Checks whether a mismatch is of a projection of other streams, with a norm of their own."""
+        if mismatch.reason != mhc.APART or mismatch.value is None:
+            return False
+        norm = mhc.norm_behind(mismatch.value, mhc.any_norm)
+        return norm is not None and norm.x is not self.norm.x
 
     def _collapse(self, nodes: Iterable[fx.Node], reasons: list[Mismatch]) -> Pre | None:
         norm = self.norm
@@ -206,6 +213,25 @@ class Group:
         self.uses += self._collapses([x.node], n, None, x) if x.node is not None else []
         return Pre(self.norm, n, mine, None, same)
 
+    def _coefficients_given_away(self) -> Pre | None:
+        """Returns the coefficients where h_pre leaves the graph, as where every layer is compiled by itself, or None.
+
+        h_pre is what the expand-and-mix of x does not use.
+        """
+        n = rows_of(self.norm) if of_streams(self.norm) else 0
+        each = {v: c for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
+        found = None
+        with contextlib.suppress(Mismatch):
+            found = self._post_of(n, set(each), None, None) if each else None
+        if found is None or found[0].matrix is None:
+            return None
+        post = each[found[0].h_post].affine
+        weights = {v: c for v, c in each.items() if c.affine.rows_at != post.rows_at and c.affine.key == post.key}
+        if len({c.affine.rows_at for c in weights.values()}) != 1:
+            return None
+        mine = weights[self._along(weights)[-1]]
+        return Pre(self.norm, n, mine, None, [v for v, c in weights.items() if _piece(c) == _piece(mine)])
+
     def _collapses(
         self, starts: list[fx.Node], n: int, weights: Collection[Value] | None, x: Value | None
     ) -> list[CollapseUse]:
@@ -231,19 +257,22 @@ class Group:
             for v, c in self.coefficients.items()
             if c.affine.rows == pre.n
             and not c.affine.transposed
-            and (c.affine.phi.value, c.affine.phi.start) != (mine.phi.value, mine.phi.start)
+            and c.affine.rows_at != mine.rows_at
             and c.affine.key == mine.key
         }
         if not others:
             return
-        current = next(iter(others))
-        along = [current]
-        while (after := self._only_user(current)) is not None and after in others:
-            current = after
-            along.append(current)
-        last = pre.post = others[current]
+        along = self._along(others)
+        last = pre.post = others[along[-1]]
         first = next(v for v in along if (others[v].mult, others[v].add) == (last.mult, last.add))
         pre.posts = [first, *(v for v, c in others.items() if (c.mult, c.add) == (last.mult, last.add) and v != first)]
+
+    def _along(self, coefficients: Mapping[Value, Coefficient]) -> list[Value]:
+        """Returns the first of ``coefficients`` and, while each is the only use of the one before, those after it."""
+        along = [next(iter(coefficients))]
+        while (after := self._only_user(along[-1])) is not None and after in coefficients:
+            along.append(after)
+        return along
 
     def _only_user(self, value: Value) -> Value | None:
         assert value.node is not None
@@ -330,7 +359,7 @@ class Group:
             except Unsupported:
                 continue
             if found.n == n and (found.matrix is not None or (raw and h_res is None)):
-                return found, value
+                return found, self.search.rounded(found, value)
         if first is not None:
             raise first
         return None
@@ -357,7 +386,7 @@ class Group:
 
 def _piece(c: Coefficient) -> tuple[Value, int, float, float]:
     """Returns what two values that are one coefficient have in common."""
-    return c.affine.phi.value, c.affine.phi.start, c.mult, c.add
+    return *c.affine.rows_at, c.mult, c.add
 
 
 class _Residual:
@@ -389,7 +418,8 @@ class _Residual:
         if chains:
             start = chains[0][1].logits
         self.pre.res, self.pre.h_res = self.logits[start], start
-        self.pre.steps += [v for v, _ in chains]
+        if self.pre.foreign is not None or any(c.axes for _, c in chains):
+            self.pre.steps += [v for v, _ in chains]  # else an exp alone, which may start iterations of other logits
         self._choose_chain(start, chains)
 
     def _choose_chain(self, start: Value, chains: list[tuple[Value, Chain]]) -> None:
@@ -430,10 +460,11 @@ class _Residual:
             pre.foreign = pre.foreign or mismatch
             pre.steps.append(value)
             return True
-        if chain is None or not self._is_logits(chain.logits):
-            return False
-        self.chains.append((value, chain))
-        return True
+        with contextlib.suppress(Mismatch):  # iterations of something else, such as logits minus their maximum
+            if chain is not None and self._is_logits(chain.logits):
+                self.chains.append((value, chain))
+                return True
+        return False
 
     def _is_logits(self, value: Value) -> bool:
         if value in self.logits:

@@ -34,7 +34,7 @@ from mhc_inductor.routing.graph.index import (
     bound_of,
     product_of,
 )
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, elements_read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,12 +221,12 @@ class Kept:
         return not self._made_of_x(value.node) or any(ref.value in self.views for ref in chain(whole(value)))
 
     def _made_of_x(self, node: fx.Node) -> bool:
-        """Checks whether the result of ``node`` depends on x."""
+        """Checks whether the result of ``node`` depends on elements of x."""
         if self.x.node is None or node is self.x.node:
             return True
         todo, seen = [node], {node}
         while todo:
-            for parent in todo.pop().all_input_nodes:
+            for parent in elements_read(todo.pop()):
                 if parent is self.x.node:
                     return True
                 if parent not in seen and self.x.node < parent:

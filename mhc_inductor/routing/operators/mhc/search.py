@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
-from mhc_inductor.routing.graph.expressions import Ref, addends, aten, product, whole
+from mhc_inductor.routing.graph.expressions import Ref, addends, aten, is_cast, peel, product, whole
 from mhc_inductor.routing.graph.index import DynamicWidth, Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
@@ -21,7 +21,8 @@ from mhc_inductor.routing.operators.mhc.external_post import SUMS, given_post
 from mhc_inductor.routing.operators.mhc.formula import argument_of, square_matrices
 from mhc_inductor.routing.operators.mhc.groups import FEW, UNFINISHED, Group, of_streams
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
-from mhc_inductor.routing.operators.mhc.norm import Norm
+from mhc_inductor.routing.operators.mhc.mixing import Post
+from mhc_inductor.routing.operators.mhc.norm import Norm, root_of
 from mhc_inductor.routing.operators.mhc.normalisation import bare, iterated
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
 
@@ -107,6 +108,16 @@ class Search:
                     up.add(parent)
                     todo.append(parent)
         return self.reached(up, lambda _: True, 1000)
+
+    def rounded(self, found: Post, value: Value) -> Value:
+        """Returns x_out: ``value``, or its cast to x's dtype where nothing else reads it.
+
+        The next sublayer's formula then reads the op's own result, and can be fused with it.
+        """
+        users = [u for u in value.node.users if u in self.view.live] if value.node is not None else []
+        after = self.view.value(users[0]) if len(users) == 1 and users[0].op != "output" else None
+        casts = after is not None and is_cast(after) and after.dtype == root_of(found.x)[0].dtype
+        return after if after is not None and casts else value
 
     def _called(self, node: fx.Node, *names: str) -> Value | None:
         """Returns the value of ``node`` if it is live and calls one of ``names``; other nodes are not analysed."""
@@ -249,7 +260,8 @@ class Search:
 
     def _lone_posts(self) -> None:
         """Finds expand-and-mixes whose coefficients no norm's formula claims; that formula handles the others."""
-        known = {use.x_out for use in self.found if isinstance(use, PostUse)}
+        outs = [use.x_out for use in self.found if isinstance(use, PostUse)]
+        known = {value for out in outs for value in (out, peel(whole(out)).value)}
         for node in self.view.nodes:
             value = self._called(node, "add", "sub", "stack", "rsub", "iadd", "addcmul", "baddbmm")
             if value is None or value.func not in SUMS or not value.dtype.is_floating_point or value in known:
@@ -268,7 +280,7 @@ class Search:
         known.add(value)
         given = {v.node for v in (found.h_post, found.matrix) if v is not None}
         if not given & self._claimed:
-            self.found.append(PostUse(None, found, value))
+            self.found.append(PostUse(None, found, self.rounded(found, value)))
 
 
 def _check_unaltered(term: Ref) -> None:
