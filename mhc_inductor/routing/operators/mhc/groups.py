@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FEW = MAX_STREAMS * (MAX_STREAMS + 2)
 """The most rows that coefficients may have: n + n + n * n with n = MAX_STREAMS."""
 _NO_STREAMS = "sigmoid is taken of a projection of normalised x, which is not [..., n, D] normalised over n * D"
+_NO_POST = "no h_post = post_mult * sigmoid(alpha * z + bias) next to h_pre and h_res"
 _LIGHT = {
     aten.mul.Tensor,
     aten.mul.Scalar,
@@ -57,6 +58,29 @@ def rows_of(norm: Norm) -> int:
 def of_streams(norm: Norm) -> bool:
     """Checks whether a norm looks like one over all streams of a token: 2 to MAX_STREAMS rows."""
     return 2 <= rows_of(norm) <= MAX_STREAMS
+
+
+_GATES = {
+    aten.tanh.default: "tanh",
+    aten.relu.default: "relu",
+    aten.silu.default: "silu",
+    aten.softplus.default: "softplus",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten._softmax.default: "softmax",
+}
+
+
+def streams_behind(value: Value) -> Norm | None:
+    """Returns the norm, over all streams of a token, whose projection is an addend of ``value``; None without one."""
+    return mhc.norm_behind(value, of_streams)
+
+
+def gate_of_streams(value: Value) -> tuple[Norm, str] | None:
+    """Returns (norm, reason) where another function than a sigmoid is taken of a projection of streams, or None."""
+    if value.func not in _GATES or not value.shape or value.shape[-1].factor > MAX_STREAMS:
+        return None
+    norm = streams_behind(value.args[0])
+    return (norm, f"{_GATES[value.func]} is applied to the logits; {mhc.EXPECTED}") if norm is not None else None
 
 
 class Group:
@@ -120,6 +144,8 @@ class Group:
             search.miss("mhc_sinkhorn", pre.foreign, pre.h_res)
         if pre.post is not None:
             self._find_post(pre)
+        elif pre.res is not None:
+            search.miss("mhc_post", self._other_gate() or Mismatch(_NO_POST), pre.collapsed)
 
     # --- neighbourhoods ---
 
@@ -216,21 +242,30 @@ class Group:
     def _coefficients_given_away(self) -> Pre | None:
         """Returns the coefficients where h_pre leaves the graph, as where every layer is compiled by itself, or None.
 
-        h_pre is what the expand-and-mix of x does not use.
+        h_pre is then what the expand-and-mix of x does not use, or the one without a factor where both leave.
         """
         n = rows_of(self.norm) if of_streams(self.norm) else 0
         each = {v: c for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
+        parts: dict[object, dict[Value, Coefficient]] = {}
+        for value, c in each.items():
+            parts.setdefault((*c.affine.rows_at, *c.affine.key), {})[value] = c
+        leaving = [part for part in parts.values() if not self._multiplies(part, n)]
+        if len(parts) != 2 or not leaving:
+            return None
         found = None
         with contextlib.suppress(Mismatch):
-            found = self._post_of(n, set(each), None, None) if each else None
-        if found is None or found[0].matrix is None:
+            found = self._post_of(n, set(each), None, None)
+        if len(leaving) == 1 and (found is None or found[0].matrix is None or found[0].h_post in leaving[0]):
             return None
-        post = each[found[0].h_post].affine
-        weights = {v: c for v, c in each.items() if c.affine.rows_at != post.rows_at and c.affine.key == post.key}
-        if len({c.affine.rows_at for c in weights.values()}) != 1:
-            return None
-        mine = weights[self._along(weights)[-1]]
-        return Pre(self.norm, n, mine, None, [v for v, c in weights.items() if _piece(c) == _piece(mine)])
+        last = [part[self._along(part)[-1]] for part in leaving]
+        mine = next((c for c in last if c.mult == 1.0), last[0])
+        return Pre(self.norm, n, mine, None, [v for v, c in each.items() if _piece(c) == _piece(mine)])
+
+    def _multiplies(self, weights: Iterable[Value], n: int) -> bool:
+        """Checks whether weights, or what is computed of them, multiply something as wide as a stream."""
+        starts, width = [v.node for v in weights if v.node is not None], self.norm.width // n
+        nodes = self.search.reached(starts, lambda node: (self.per_token(node) or width) < width, 200)
+        return any((self.per_token(node) or 0) >= width for node in nodes)
 
     def _collapses(
         self, starts: list[fx.Node], n: int, weights: Collection[Value] | None, x: Value | None
@@ -289,21 +324,31 @@ class Group:
         start = self.view.value(self.seeds[0])
         assert start is not None
         few = rows_of(self.norm) or any(c.affine.rows <= MAX_STREAMS for c in self.coefficients.values())
+        narrow = next((m for m in reasons if m.reason.startswith(mhc.WIDTHS)), None)
+        if narrow is not None:  # each stream is normalised by itself
+            self.search.miss("mhc_pre", narrow, start)
+            return
         if not few or not (self.coefficients or of_streams(self.norm)):
             if self.coefficients:
                 self.search.miss("mhc_pre", Mismatch(_NO_STREAMS), start, ordinary=True)
             return
-        mismatch = next(iter(reasons), None) or self._unshifted()
+        mismatch = next(iter(reasons), None) or self._other_gate()
         why = mismatch or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
         self.search.miss("mhc_pre", why, start)
         for seed in self.seeds:
             avoid.update(self.search.around(seed))
 
-    def _unshifted(self) -> Mismatch | None:
-        """Returns why no coefficient was found where a tanh is taken of the logits and nothing makes it a sigmoid."""
-        values = [] if self.coefficients else [self.view.value(seed) for seed in self.seeds]
-        tanh = next((v for v in values if v is not None and v.func is aten.tanh.default), None)
-        return None if tanh is None else Mismatch(f"tanh is applied to the logits; {mhc.EXPECTED}", tanh)
+    def _other_gate(self) -> Mismatch | None:
+        """Returns the first function of the logits that stands where a sigmoid is expected, or None."""
+        known = {seed for c in self.coefficients if (seed := c.node) is not None}
+        for node in self.search.reached([self.norm.x.node] if self.norm.x.node is not None else [], self._near, 600):
+            value = self.view.value(node) if node not in known else None
+            gate = gate_of_streams(value) if value is not None else None
+            # A tanh may be part of a sigmoid.
+            mine = gate is not None and gate[0].x is self.norm.x and self.per_token(node) == rows_of(self.norm)
+            if gate is not None and mine and not (self.coefficients and node in self.seeds):
+                return Mismatch(gate[1], value)
+        return None
 
     # --- expand and mix ---
 
@@ -316,7 +361,7 @@ class Group:
             return
         if found is not None:
             self.search.found.append(PostUse(pre, *found))
-        elif self.search.cut is not None:
+        elif self.search.cut is not None or self._multiplies(pre.posts, pre.n):
             self.search.miss("mhc_post", Mismatch("no sum of h_post[o] * f_out and mixed streams"), pre.posts[0])
 
     def _lone_post(self) -> bool:
@@ -502,7 +547,7 @@ class _Residual:
         except Unsupported:
             self._never.add(value)
         except Mismatch as mismatch:
-            if mismatch.reason not in (NOTHING, mhc.UNNORMED, mhc.SEVERAL):
+            if mismatch.reason not in mhc.NO_LOGITS:
                 raise
             if mismatch.reason == mhc.SEVERAL:
                 self._never.add(value)

@@ -98,6 +98,21 @@ def _squares(ref: Ref) -> Ref | None:
     return None
 
 
+def bound_below(ref: Ref) -> tuple[Ref, float] | None:
+    """Returns (element, bound) of a clamp or a maximum that bounds an element from below, or None."""
+    args, func = ref.value.args, ref.value.func
+    if func in (aten.clamp_min.default, aten.clamp.default):
+        low = number(args[1]) if len(args) > 1 else number(ref.value.kwargs.get("min"))
+        if low is not None and len(args) <= 2 and ref.value.kwargs.get("max") is None:
+            return peel(Ref(args[0], ref.index)), low
+    elif func is aten.maximum.default:
+        a, b = operands(ref)
+        a, b = (b, a) if isinstance(a, float) else (a, b)
+        if isinstance(a, Ref) and isinstance(b, float):
+            return peel(a), b
+    return None
+
+
 def covers(flat: Index, bound: Collection[Var]) -> tuple[Index, Index, int] | None:
     """Returns (tokens, feature, width) such that ``flat = width * tokens + feature``.
 
