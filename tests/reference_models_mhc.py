@@ -449,7 +449,7 @@ def eps_outside_the_root(x: Tensor, p: P) -> Tensor:
 
 
 def normalised_by_torch(x: Tensor, p: P) -> Tensor:
-    """lucidrains' norm, F.normalize. The op has no such norm."""
+    """The norm of lucidrains' code, F.normalize. The op has no such norm."""
     v = x.flatten(-2).float()
     return around(x, p, _balanced, F.normalize(v, dim=-1) * math.sqrt(v.shape[-1]) @ p["phi"].T)
 

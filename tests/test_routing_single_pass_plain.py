@@ -137,9 +137,9 @@ def test_bf16_streams_are_fused(cast: str) -> None:
     for site in model.sites:
         site.sublayer.bfloat16()
     if cast == "type_as":
-        model.mix = lambda p, f, c, x: (p[..., None] * f[..., None, :] + (c[..., None] * x[..., None, :]).sum(-3)).type_as(
-            f
-        )
+        model.mix = lambda p, f, c, x: (
+            p[..., None] * f[..., None, :] + (c[..., None] * x[..., None, :]).sum(-3)
+        ).type_as(f)
     got = check(model, streams(dtype=torch.bfloat16), bar=2e-2)
     assert {k: got.ops[k] for k in WHOLE} == WHOLE and fused(got) == {"mhc_single_pass": 2}, reasons(got)
 

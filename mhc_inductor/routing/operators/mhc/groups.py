@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FEW = MAX_STREAMS * (MAX_STREAMS + 2)
 """The most rows that coefficients may have: n + n + n * n with n = MAX_STREAMS."""
 _NO_STREAMS = "sigmoid is taken of a projection of normalised x, which is not [..., n, D] normalised over n * D"
+_APART = "each stream is a tensor of its own, and stacked for the projection only; expected one tensor [..., n, D]"
 _NO_POST = "no h_post = post_mult * sigmoid(alpha * z + bias) next to h_pre and h_res"
 _LIGHT = {
     aten.mul.Tensor,
@@ -332,11 +333,19 @@ class Group:
             if self.coefficients:
                 self.search.miss("mhc_pre", Mismatch(_NO_STREAMS), start, ordinary=True)
             return
-        mismatch = next(iter(reasons), None) or self._other_gate()
+        mismatch = self._apart() or next(iter(reasons), None) or self._other_gate()
         why = mismatch or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
         self.search.miss("mhc_pre", why, start)
         for seed in self.seeds:
             avoid.update(self.search.around(seed))
+
+    def _apart(self) -> Mismatch | None:
+        """Returns a mismatch where x is stacked for the projection only, and the streams are read one by one."""
+        x = peel(whole(self.norm.x)).value
+        if x.func not in (aten.stack.default, aten.cat.default):
+            return None
+        streams = [a.node for a in x.args[0] if isinstance(a, Value) and a.node is not None]
+        return Mismatch(_APART, x) if any(len(s.users) > 1 for s in streams) else None
 
     def _other_gate(self) -> Mismatch | None:
         """Returns the first function of the logits that stands where a sigmoid is expected, or None."""
