@@ -19,11 +19,12 @@ from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc.external_post import SUMS, WIDER, given_post
 from mhc_inductor.routing.operators.mhc.formula import argument_of, square_matrices
-from mhc_inductor.routing.operators.mhc.groups import FEW, UNFINISHED, Group, gate_of_streams, streams_behind
+from mhc_inductor.routing.operators.mhc.groups import FEW, Group, gate_of_streams, streams_behind
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.mixing import Post
 from mhc_inductor.routing.operators.mhc.norm import Norm, root_of
 from mhc_inductor.routing.operators.mhc.normalisation import bare, iterated
+from mhc_inductor.routing.operators.mhc.residual import UNFINISHED
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
 
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
