@@ -71,7 +71,7 @@ def given_post(value: Value, known: Container[Value]) -> Post | None:
             return _by_streams(value, known)
         terms = terms_of(whole(value), known)
         sizes = {f.bound.size.factor for _, t in terms if (f := factors(t)) is not None and f.bound is not None}
-        if len(terms) < 2:
+        if len(terms) < 2 or not value.shape:
             return None
         for frame in _frames(value, sizes):
             found = _post(frame, known)
