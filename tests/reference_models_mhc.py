@@ -402,7 +402,7 @@ def alpha_of_the_sum(x: Tensor, p: P) -> Tensor:
 
 
 def eps_after_maximum(x: Tensor, p: P) -> Tensor:
-    """Several ports: exp of the logits minus their row maximum, eps added to the sums."""
+    """Several ports: exp of the logits minus their row maximum, eps added to the sums. These stay."""
     return around(x, p, lambda m: _exp_and_eps(m - m.amax(-1, keepdim=True)))
 
 
@@ -503,14 +503,14 @@ REFERENCE_MODELS: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
     "half_tanh": (half_tanh, BOTH),
     "log_sigmoid": (log_sigmoid, BOTH),
     "alpha_of_the_sum": (alpha_of_the_sum, BOTH),
-    "eps_after_maximum": (eps_after_maximum, {**BOTH, "mhc_sinkhorn": 1}),
+    "eps_after_maximum": (eps_after_maximum, BOTH),
     "inline_marginals_sinkhorn": (inline_marginals_sinkhorn, {"mhc_sinkhorn": 1}),
     "loops": (loops, BOTH),
     "layer_alone": (layer_alone, {"mhc_coefficients": 1, "mhc_post": 1}),
     "coefficients_alone": (coefficients_alone, {"mhc_coefficients": 1}),
     "eps_outside_the_root": (eps_outside_the_root, REST),
     "normalised_by_torch": (normalised_by_torch, REST),
-    "softmaxed_post": (softmaxed_post, BOTH),
+    "softmaxed_post": (softmaxed_post, {"mhc_pre": 1}),
     "tanh_hyper_connections": (tanh_hyper_connections, {}),
 }
 """Maps each name to its function and the ops that it must become, counted."""
@@ -524,6 +524,9 @@ REASONS = {
     ],
     "normalised_by_torch": [
         "mhc_pre: the norm is bounded below by eps: expected inv_rms = rsqrt(mean(x * x) + eps)",
+    ],
+    "eps_after_maximum": [
+        "mhc_sinkhorn: sinkhorn iterations of a matrix that is neither softmax(logits) nor exp(logits)",
     ],
     "softmaxed_post": ["mhc_post: softmax is applied to the logits; expected sigmoid(alpha * z + bias)"],
     "tanh_hyper_connections": [

@@ -65,8 +65,7 @@ class Residual:
         if chains:
             start = chains[0][1].logits
         self.pre.res, self.pre.h_res = self.logits[start], start
-        if self.pre.foreign is not None or any(c.axes for _, c in chains):
-            self.pre.steps += [v for v, _ in chains]  # else an exp alone, which may start iterations of other logits
+        self.pre.steps += [v for v, _ in chains]
         self._choose_chain(start, chains)
 
     def _choose_chain(self, start: Value, chains: list[tuple[Value, Chain]]) -> None:

@@ -277,9 +277,7 @@ class Search:
             return
         known.add(value)
         given = {v.node for v in (found.h_post, found.matrix) if v is not None}
-        # The weights of a pre without h_post may be any.
-        free = {s.mixed or s.h_res for s in self.found if isinstance(s, Pre) and s.post is None}
-        if not given & self._claimed or (found.matrix is not None and found.matrix in free):
+        if not given & self._claimed:
             self.found.append(PostUse(None, found, self.rounded(found, value)))
 
     def _other_weights(self) -> None:
