@@ -401,7 +401,81 @@ def alpha_of_the_sum(x: Tensor, p: P) -> Tensor:
     return gates_written_out(x, p, torch.sigmoid, inside=True)
 
 
+def eps_after_maximum(x: Tensor, p: P) -> Tensor:
+    """Several ports: exp of the logits minus their row maximum, eps added to the sums. These stay."""
+    return around(x, p, lambda m: _exp_and_eps(m - m.amax(-1, keepdim=True)))
+
+
+def inline_marginals_sinkhorn(logits: Tensor, p: P) -> Tensor:
+    """Balances with the log-softmax written out and log marginals of 1 / n subtracted in place of potentials."""
+    n = logits.shape[-1]
+    for _ in range(ITERS):
+        logits = logits - torch.logsumexp(logits, -1, keepdim=True) - math.log(n)
+        logits = logits - torch.logsumexp(logits, -2, keepdim=True) - math.log(n)
+    return logits.exp() * n
+
+
+def loops(x: Tensor, p: P) -> Tensor:
+    """Sums the streams in a loop that starts from zeros, and casts by ``type_as``."""
+    pre, post, logits = _gates(normed(x.flatten(-2)) @ p["phi"].T, p)
+    h_in = torch.zeros_like(x[..., 0, :], dtype=torch.float32)
+    for i in range(x.shape[-2]):
+        h_in += pre[..., i : i + 1] * x[..., i, :].float()
+    f_out = sublayer(h_in.type_as(x), p)
+    out = torch.matmul(_balanced(logits).mT, x.float())
+    out += post.unsqueeze(-1) * f_out.float().unsqueeze(-2)
+    return out.type_as(f_out)
+
+
+def layer_alone(x: Tensor, p: P) -> tuple[Tensor, Tensor]:
+    """DeepSeek-V4.1, each layer compiled by itself: returns x_out, and h_pre for the next layer."""
+    pre, post, logits = _gates(normed(x.flatten(-2)) @ p["phi"].T, p)
+    f_out = sublayer(x[..., 0, :], p)
+    mixed = _balanced(logits).mT @ x.float()
+    return (mixed + post.unsqueeze(-1) * f_out.unsqueeze(-2).float()).to(x.dtype), pre
+
+
+def coefficients_alone(x: Tensor, p: P) -> tuple[Tensor, Tensor, Tensor]:
+    """Liger's coefficients: a function of their own returns h_pre, h_post and h_res."""
+    pre, post, logits = _gates(normed(x.flatten(-2)) @ p["phi"].T, p)
+    return pre, post, _balanced(logits)
+
+
+def eps_outside_the_root(x: Tensor, p: P) -> Tensor:
+    """Megatron-LM's norm, |x| / sqrt(n D) + eps. The op has no such norm."""
+    v = x.flatten(-2).float()
+    inverse = 1.0 / (v.norm(dim=-1, keepdim=True) / math.sqrt(v.shape[-1]) + EPS)
+    return around(x, p, _balanced, (v @ p["phi"].T) * inverse)
+
+
+def normalised_by_torch(x: Tensor, p: P) -> Tensor:
+    """The norm of lucidrains' code, F.normalize. The op has no such norm."""
+    v = x.flatten(-2).float()
+    return around(x, p, _balanced, F.normalize(v, dim=-1) * math.sqrt(v.shape[-1]) @ p["phi"].T)
+
+
+def softmaxed_post(x: Tensor, p: P) -> Tensor:
+    """Takes a softmax for h_post. The op has no such weights."""
+    n, z = x.shape[-2], normed(x.flatten(-2)) @ p["phi"].T
+    pre, _, logits = _gates(z, p)
+    post = torch.softmax(z[..., n : 2 * n] * p["alpha"][1] + p["bias"][n : 2 * n], -1)
+    f_out = sublayer((pre.unsqueeze(-1) * x.float()).sum(-2).to(x.dtype), p)
+    return (_balanced(logits) @ x.float() + post.unsqueeze(-1) * f_out.unsqueeze(-2).float()).to(x.dtype)
+
+
+def tanh_hyper_connections(x: Tensor, p: P) -> Tensor:
+    """The first hyper-connections (arXiv 2409.19606): tanh weights, of each stream by itself, around static ones."""
+    n, d = x.shape[-2:]
+    z = torch.tanh(F.layer_norm(x.float(), (d,)) @ p["phi"][: n + 2, :d].T)
+    alpha = z[..., : n + 1] * p["alpha"][0] + torch.eye(n + 1)[1:]
+    beta = z[..., n + 1] * p["alpha"][1] + 1
+    mixed = alpha.transpose(-1, -2) @ x.float()
+    f_out = sublayer(mixed[..., 0, :].to(x.dtype), p)
+    return (torch.einsum("...d,...n->...nd", f_out.float(), beta) + mixed[..., 1:, :]).to(x.dtype)
+
+
 BOTH = {"mhc_pre": 1, "mhc_post": 1}
+REST = {"mhc_sinkhorn": 1, "mhc_post": 1}
 REFERENCE_MODELS: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
     "liger": (liger, BOTH),
     "aiter": (aiter, BOTH),
@@ -429,6 +503,15 @@ REFERENCE_MODELS: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
     "half_tanh": (half_tanh, BOTH),
     "log_sigmoid": (log_sigmoid, BOTH),
     "alpha_of_the_sum": (alpha_of_the_sum, BOTH),
+    "eps_after_maximum": (eps_after_maximum, BOTH),
+    "inline_marginals_sinkhorn": (inline_marginals_sinkhorn, {"mhc_sinkhorn": 1}),
+    "loops": (loops, BOTH),
+    "layer_alone": (layer_alone, {"mhc_coefficients": 1, "mhc_post": 1}),
+    "coefficients_alone": (coefficients_alone, {"mhc_coefficients": 1}),
+    "eps_outside_the_root": (eps_outside_the_root, REST),
+    "normalised_by_torch": (normalised_by_torch, REST),
+    "softmaxed_post": (softmaxed_post, {"mhc_pre": 1}),
+    "tanh_hyper_connections": (tanh_hyper_connections, {}),
 }
 """Maps each name to its function and the ops that it must become, counted."""
 IN_TRAINING = {"own_backward": {**BOTH, "mhc_sinkhorn": 1}}
@@ -436,6 +519,20 @@ IN_TRAINING = {"own_backward": {**BOTH, "mhc_sinkhorn": 1}}
 REASONS = {
     # Nothing reads the h_pre of the last sublayer.
     "single_pass": ["mhc_pre: h_pre does not collapse x: no sum_i h_pre[i] * x[i]"],
+    "eps_outside_the_root": [
+        "mhc_pre: eps is added outside the root: expected inv_rms = rsqrt(mean(x * x) + eps)",
+    ],
+    "normalised_by_torch": [
+        "mhc_pre: the norm is bounded below by eps: expected inv_rms = rsqrt(mean(x * x) + eps)",
+    ],
+    "eps_after_maximum": [
+        "mhc_sinkhorn: sinkhorn iterations of a matrix that is neither softmax(logits) nor exp(logits)",
+    ],
+    "softmaxed_post": ["mhc_post: softmax is applied to the logits; expected sigmoid(alpha * z + bias)"],
+    "tanh_hyper_connections": [
+        "mhc_post: the streams are mixed by part of a larger tensor, as in hyper-connections with static or tanh "
+        "weights; expected a matrix [..., n, n]",
+    ],
     "motif": ["mhc_pre: clamp is applied to the logits; expected sigmoid(alpha * z + bias)"],
 }
 """The report's near misses for the formulas that differ from the op's."""

@@ -130,6 +130,54 @@ def test_bf16_streams() -> None:
     assert {k: got.ops[k] for k in WHOLE} == WHOLE, reasons(got)
 
 
+@pytest.mark.parametrize("cast", ["to", "type_as"])
+def test_bf16_streams_are_fused(cast: str) -> None:
+    """The op's result is the cast of the sum, so that the next site reads it, and not a copy in fp32 rounded again."""
+    model = Model(mix="matmul")
+    for site in model.sites:
+        site.sublayer.bfloat16()
+    if cast == "type_as":
+        model.mix = lambda p, f, c, x: (
+            p[..., None] * f[..., None, :] + (c[..., None] * x[..., None, :]).sum(-3)
+        ).type_as(f)
+    got = check(model, streams(dtype=torch.bfloat16), bar=2e-2)
+    assert {k: got.ops[k] for k in WHOLE} == WHOLE and fused(got) == {"mhc_single_pass": 2}, reasons(got)
+
+
+def _filled(x: Tensor) -> Tensor:
+    pre = x.new_zeros(x.shape[:-1])
+    pre.select(-1, 0).fill_(1.0)
+    return pre
+
+
+FIRST: dict[str, Fn] = {
+    "one_hot": lambda x: F.one_hot(torch.zeros(x.shape[:-2], dtype=torch.long), N).float(),
+    "cat": lambda x: torch.cat([torch.ones(*x.shape[:-2], 1), torch.zeros(*x.shape[:-2], N - 1)], -1),
+    "filled": _filled,
+    "fewer": lambda x: F.pad(torch.ones(*x.shape[:-2], 1), (0, N - 1)),
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_first_weights(first: str) -> None:
+    """A write to the first weights keeps nothing else from being routed: ``type_as`` reads no element of f_out."""
+    model = Model()
+
+    def forward(x: Tensor) -> Tensor:
+        pre = FIRST[first](x)
+        for site in model.sites:
+            h_in = model.collapse(pre, x)
+            pre, post, comb = site.coefficients(x)
+            f = site.sublayer(h_in)
+            x = (post[..., None] * f[..., None, :] + (comb[..., None] * x[..., None, :]).sum(-3)).type_as(f)
+        return model.collapse(pre, x)
+
+    named = [*model.named_parameters()]
+    got, plain = run(forward, [streams()], named), eager(forward, [streams()], named)
+    assert difference(got, plain) < 1e-6 and fused(got) == {"mhc_single_pass": 2}, reasons(got)
+    assert {k: got.ops[k] for k in WHOLE} == WHOLE, reasons(got)
+
+
 def test_another_write_to_the_streams_ends_the_fusion() -> None:
     got = check(Model(between=lambda x: x.index_add(0, torch.tensor([0]), x[:1])), streams())
     assert {k: got.ops[k] for k in WHOLE} == WHOLE and not fused(got), reasons(got)

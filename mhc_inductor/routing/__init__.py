@@ -6,6 +6,7 @@ This module is the whole pass and knows no specific operator.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import time
@@ -181,7 +182,11 @@ class _Pass:
             if len(users) == 1 and name_of(users[0]) == _CHECKPOINT:
                 around = around or View(gm.graph, outer, self.knowledge, body, given=given)
                 passed = _passed(around, users[0], inner)
+            known = len(self.report.routed)
             self.graph(inner, modes[users[0]], body=True, given=passed)
+            if name_of(users[0]) == _FUNCTION:
+                inside = [dataclasses.replace(r, detail=r.detail + _OWN_BACKWARD) for r in self.report.routed[known:]]
+                self.report.routed[known:] = inside
 
     def _operator(self, make: Callable[[], Operator], gm: fx.GraphModule, view: View) -> View | None:
         """Runs one operator on a graph. Returns ``view`` if it left the graph unchanged, else None."""
@@ -253,6 +258,8 @@ class _Pass:
 
 
 _CHECKPOINT = "tag_activation_checkpoint"
+_FUNCTION = "autograd_function_apply"
+_OWN_BACKWARD = "; inside an autograd.Function, whose own backward stays"
 
 
 def _bodies(gm: fx.GraphModule) -> dict[fx.GraphModule, list[fx.Node]]:

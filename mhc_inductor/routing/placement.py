@@ -8,15 +8,13 @@ from typing import Any
 from torch import fx
 
 from mhc_inductor.routing.effects import Modes
-from mhc_inductor.routing.graph.values import Value, name_of
+from mhc_inductor.routing.graph.values import Value, elements_read
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Mismatch, Unplaced
 from mhc_inductor.routing.rounding import check_roundings
 from mhc_inductor.routing.saved_tensors import changed_later
 
 WRITTEN = "a tensor of the formula is written in place before the formula ends"
-_SHAPES = ("new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like")
-"""Calls that read no element of their first argument."""
 TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack")
 """Keys in a node's meta that say where in the user's code it comes from."""
 
@@ -101,7 +99,7 @@ class Placement:
         ins, region, todo = set(self.ins), set(self.outs), list(self.outs)
         while todo:
             node = todo.pop()
-            for parent in () if name_of(node) in _SHAPES else node.all_input_nodes:
+            for parent in elements_read(node):
                 known = parent in ins or parent in region or parent not in self.view.order
                 if not known and parent.op.startswith("call_"):
                     region.add(parent)

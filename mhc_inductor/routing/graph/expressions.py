@@ -89,10 +89,14 @@ def number(a: Any) -> float | None:
     such a float where no size may be fixed.
     """
     if isinstance(a, Value):
-        while not a.shape and a.func is aten.lift_fresh.default and isinstance(a.args[0], Value):
+        while a.func is aten.detach.default or (not a.shape and a.func is aten.lift_fresh.default):
+            if not isinstance(a.args[0], Value):
+                break
             a = a.args[0]
         if a.func is aten.full.default:
             return number(a.args[1])
+        if a.func is aten.zeros_like.default and a.dtype.is_floating_point:
+            return 0.0
         return number(a.args[0]) if not a.shape and a.func is aten.scalar_tensor.default else None
     if isinstance(a, torch.SymInt):
         raise DynamicWidth(size_of(a, {}))

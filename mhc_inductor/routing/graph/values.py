@@ -459,6 +459,20 @@ class Values:
         return _map(fill, result)
 
 
+_SHAPES = ("new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like")
+"""Calls that read no element of their first argument."""
+_LIKE = ("type_as", "view_as", "reshape_as", "expand_as", "to")
+"""Calls that read no element of a second tensor, only its shape or dtype."""
+
+
+def elements_read(node: fx.Node) -> list[fx.Node]:
+    """Returns the inputs of a call whose elements it reads, without those whose shape or dtype it asks for."""
+    name, given = name_of(node), node.all_input_nodes
+    if name in _SHAPES:
+        return []
+    return given[:1] if name in _LIKE and node.args[:1] == (*given[:1],) else given
+
+
 def _functional(func: Any) -> Any:
     """Returns the functional variant of an in-place ATen operator: ``add`` for ``add_``. Returns others unchanged."""
     packet, _, overload = func.__name__.partition(".")

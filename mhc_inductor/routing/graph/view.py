@@ -19,7 +19,7 @@ from mhc_inductor import compat
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.effects import Effects, Modes, modes_of
 from mhc_inductor.routing.graph.functional import Functional, functional
-from mhc_inductor.routing.graph.values import Value, Values, example, is_tensors, tensors_in
+from mhc_inductor.routing.graph.values import Value, Values, elements_read, example, is_tensors, tensors_in
 
 
 class Knowledge:
@@ -122,7 +122,7 @@ class View:
     def descendants(
         self, starts: Iterable[fx.Node], admit: Callable[[fx.Node], bool], limit: int = 4000
     ) -> list[fx.Node]:
-        """Returns the live nodes that can be reached from ``starts``, in graph order.
+        """Returns the live nodes that read elements of ``starts``, or of nodes that do, in graph order.
 
         Args:
             starts: the nodes to start from; they are included.
@@ -133,8 +133,10 @@ class View:
         todo = collections.deque(seen)
         # Breadth first, so that the limit drops the farthest nodes.
         while todo and len(seen) < limit:
-            for user in todo.popleft().users:
-                if user not in seen and user in live and user.op in ("call_function", "call_method"):
+            node = todo.popleft()
+            for user in node.users:
+                calls = user not in seen and user in live and user.op in ("call_function", "call_method")
+                if calls and node in elements_read(user):
                     seen[user] = None
                     if admit(user):
                         todo.append(user)

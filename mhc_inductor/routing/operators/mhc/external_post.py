@@ -26,6 +26,10 @@ from mhc_inductor.routing.operators.mhc.mixing import Post, read, streams_last
 SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.stack.default)
 _MOST = MAX_STREAMS + 2
 """The most addends of a stream that are examined: h_post * f_out, and one per stream where the mix is a sum."""
+WIDER = (
+    "the streams are mixed by part of a larger tensor, as in hyper-connections with static or tanh weights; "
+    "expected a matrix [..., n, n]"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,7 @@ def given_post(value: Value, known: Container[Value]) -> Post | None:
             return _by_streams(value, known)
         terms = terms_of(whole(value), known)
         sizes = {f.bound.size.factor for _, t in terms if (f := factors(t)) is not None and f.bound is not None}
-        if len(terms) < 2:
+        if len(terms) < 2 or not value.shape:
             return None
         for frame in _frames(value, sizes):
             found = _post(frame, known)
@@ -176,6 +180,8 @@ def _post(frame: _Frame, known: Container[Value]) -> Post | None:
         expanded = _expanded(frame, f) if f is not None and mixed is None else None
         outer += [expanded] if expanded is not None else []
         mixes += [mixed] if mixed is not None else []
+    if outer and not mixes and any(_wider(frame, factors(ref)) for _, ref in terms):
+        raise Mismatch(WIDER, frame.out.value)
     if not outer or not mixes:
         return None
     streams = sorted(at for at, _ in mixes)
@@ -187,6 +193,13 @@ def _post(frame: _Frame, known: Container[Value]) -> Post | None:
     h_post, f_out = outer[0]
     width = frame.n * frame.d
     return Post(x, h_post, f_out, matrix, transpose, frame.n, width, stream=frame.dim, x_stream=x_stream)
+
+
+def _wider(frame: _Frame, f: Factors | None) -> bool:
+    """Checks whether a term is a sum of streams with weights that are no matrix [n, n] of their own."""
+    if f is None or f.bound is None or f.bound.size != Size(frame.n):
+        return False
+    return any(_streams(frame, b, var(f.bound)) is not None for b in (f.a, f.b))
 
 
 def _expanded(frame: _Frame, f: Factors) -> tuple[Value, Value] | None:

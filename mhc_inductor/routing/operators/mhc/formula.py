@@ -33,7 +33,7 @@ from mhc_inductor.routing.graph.index import (
 )
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, covers, norm_of
+from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, bound_below, covers, norm_of, squared
 
 SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
 LOG_SIGMOIDS = (aten.log_sigmoid.default, aten.log_sigmoid_forward.default)
@@ -77,6 +77,11 @@ class Affine:
     def key(self) -> tuple[object, ...]:
         """The x, eps and gamma that the three parts of one projection share."""
         return self.norm.x, self.norm.eps, self.gamma
+
+    @property
+    def rows_at(self) -> tuple[Value, int]:
+        """The weight that holds the rows of phi, and the first of them."""
+        return self.phi.value, self.phi.start
 
 
 def projection(ref: Ref, stop: Container[Value] = ()) -> Norm | None:
@@ -153,9 +158,7 @@ def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
     norms = [(projection(t, kept), sign, t) for sign, t in terms]
     found = [(n, sign, t) for n, sign, t in norms if n is not None]
     if len(found) != 1:
-        unnormed = unnormed_projection(terms)
-        if unnormed is not None:
-            raise Mismatch(UNNORMED, unnormed)
+        check_normed(terms)
         raise Mismatch(SEVERAL if len(terms) > 1 else NOTHING, ref.value)
     norm, sign, z = found[0]
     if constant != 0.0:
@@ -169,13 +172,22 @@ def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
 
 
 EXPECTED = "expected sigmoid(alpha * z + bias)"
+APART = "the projection and the norm read different tensors"
+WIDTHS = "the norm is over"
 NOTHING = "no projection of normalised streams"
 SEVERAL = "several values are added, and not one projection of normalised streams and a bias"
 UNNORMED = "x is not normalised: expected inv_rms = rsqrt(mean(x * x) + eps) as a factor of z"
 
 
-def unnormed_projection(terms: list[tuple[float, Ref]]) -> Value | None:
-    """Returns the value of a projection of [..., n, D] streams that has no norm, or None."""
+OUTSIDE = "eps is added outside the root: expected inv_rms = rsqrt(mean(x * x) + eps)"
+BOUNDED = "the norm is bounded below by eps: expected inv_rms = rsqrt(mean(x * x) + eps)"
+OTHER_NORMS = (OUTSIDE, BOUNDED)
+NO_LOGITS = (NOTHING, SEVERAL, UNNORMED, *OTHER_NORMS)
+"""Why a value is no ``alpha * z + bias`` at all, which is no near miss."""
+
+
+def check_normed(terms: list[tuple[float, Ref]]) -> None:
+    """Raises Mismatch if one of the terms is a projection of [..., n, D] streams without a norm, or with another."""
     for _, ref in terms:
         term = product(ref)
         if len(term.bound) not in (1, 2):
@@ -186,8 +198,21 @@ def unnormed_projection(terms: list[tuple[float, Ref]]) -> Value | None:
             if exponent != 1 or len(shape) < 3 or not 2 <= shape[-2].factor <= MAX_STREAMS:
                 continue
             if shape[-2].times(shape[-1]) == width:
-                return ref.value
-    return None
+                reasons = [reason for f, e in term.factors if e < 0 and (reason := _other_norm(f)) is not None]
+                raise Mismatch(next(iter(reasons), UNNORMED), ref.value)
+
+
+def _other_norm(divisor: Ref) -> str | None:
+    """Returns how the divisor of a norm differs from ``sqrt(mean(x * x) + eps)``, None for no such divisor."""
+    low = bound_below(divisor)
+    eps, terms = addends(divisor if low is None else low[0])
+    if len(terms) != 1:
+        return None
+    factors = product(terms[0][1]).factors
+    root = len(factors) == 1 and factors[0][1] == 0.5 and squared(factors[0][0]) is not None
+    if low is not None:
+        return BOUNDED if root or squared(terms[0][1]) is not None else None
+    return OUTSIDE if root and eps > 0 else None
 
 
 def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float, Ref]], kept: Kept) -> Affine:
@@ -221,7 +246,7 @@ def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float
     streams = [f for f, e in term.factors if f.value is norm.x and e == 1]
     roots = [f for f, e in term.factors if e == -0.5]
     if len(streams) != 1:
-        raise Mismatch("the projection and the norm read different tensors", z.value)
+        raise Mismatch(APART, z.value)
     if len(roots) != 1:
         raise Mismatch(f"{len(roots)} norm factors; expected one inv_rms", z.value)
     covered = covers(streams[0].flat, term.bound)
@@ -230,7 +255,7 @@ def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float
         raise Mismatch("the projection does not run over all n * D elements of x", z.value)
     tokens, feature, width = covered
     if width != again.width or again.tokens != tokens:
-        raise Mismatch(f"the norm is over {again.width} elements of x, the projection over {width}", z.value)
+        raise Mismatch(f"{WIDTHS} {again.width} elements of x, the projection over {width}", z.value)
     return tokens, feature, width, term.coef * again.scale
 
 

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
-from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten, is_cast, peel, summed, whole
+from mhc_inductor.routing.graph.expressions import VIEWS, aten, is_cast, peel, whole
 from mhc_inductor.routing.graph.expressions import chain as chain_of
 from mhc_inductor.routing.graph.index import Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc import mixing
-from mhc_inductor.routing.operators.mhc.formula import NOTHING, Affine, Coefficient, square_matrices
+from mhc_inductor.routing.operators.mhc.formula import NOTHING, Coefficient, square_matrices
 from mhc_inductor.routing.operators.mhc.given_collapse import given_collapse
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm
-from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
+from mhc_inductor.routing.operators.mhc.residual import LIGHT, Residual
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.mhc.search import Search
@@ -28,18 +28,8 @@ if TYPE_CHECKING:
 FEW = MAX_STREAMS * (MAX_STREAMS + 2)
 """The most rows that coefficients may have: n + n + n * n with n = MAX_STREAMS."""
 _NO_STREAMS = "sigmoid is taken of a projection of normalised x, which is not [..., n, D] normalised over n * D"
-_LIGHT = {
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-    aten.pow.Tensor_Scalar,
-    aten.rsqrt.default,
-    aten.sqrt.default,
-    aten.reciprocal.default,
-    aten.add.Tensor,
-    aten.add.Scalar,
-}
+_APART = "each stream is a tensor of its own, and stacked for the projection only; expected one tensor [..., n, D]"
+_NO_POST = "no h_post = post_mult * sigmoid(alpha * z + bias) next to h_pre and h_res"
 
 
 def rows_of(norm: Norm) -> int:
@@ -57,6 +47,29 @@ def rows_of(norm: Norm) -> int:
 def of_streams(norm: Norm) -> bool:
     """Checks whether a norm looks like one over all streams of a token: 2 to MAX_STREAMS rows."""
     return 2 <= rows_of(norm) <= MAX_STREAMS
+
+
+_GATES = {
+    aten.tanh.default: "tanh",
+    aten.relu.default: "relu",
+    aten.silu.default: "silu",
+    aten.softplus.default: "softplus",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten._softmax.default: "softmax",
+}
+
+
+def streams_behind(value: Value) -> Norm | None:
+    """Returns the norm, over all streams of a token, whose projection is an addend of ``value``; None without one."""
+    return mhc.norm_behind(value, of_streams)
+
+
+def gate_of_streams(value: Value) -> tuple[Norm, str] | None:
+    """Returns (norm, reason) where another function than a sigmoid is taken of a projection of streams, or None."""
+    if value.func not in _GATES or not value.shape or value.shape[-1].factor > MAX_STREAMS:
+        return None
+    norm = streams_behind(value.args[0])
+    return (norm, f"{_GATES[value.func]} is applied to the logits; {mhc.EXPECTED}") if norm is not None else None
 
 
 class Group:
@@ -82,14 +95,14 @@ class Group:
         nodes = search.reached(self.seeds, self._near, 600)
         self._collect(nodes)
         reasons: list[Mismatch] = []
-        pre = self._collapse(nodes, reasons) or self._coefficients_alone()
+        pre = self._collapse(nodes, reasons) or self._coefficients_alone() or self._coefficients_given_away()
         if pre is None:
             self._without_pre([m for _, m in self.failed] + reasons, avoid)
             return
         assert x.node is not None
         self._choose_post(pre)
         try:
-            _Residual(self, pre).choose(search.reached([x.node], self._near, 1500))
+            Residual(self, pre).choose(search.reached([x.node], self._near, 1500))
             for per, mismatch in self.failed:
                 if per == pre.n:
                     raise mismatch
@@ -120,6 +133,8 @@ class Group:
             search.miss("mhc_sinkhorn", pre.foreign, pre.h_res)
         if pre.post is not None:
             self._find_post(pre)
+        elif pre.res is not None:
+            search.miss("mhc_post", self._other_gate() or Mismatch(_NO_POST), pre.collapsed)
 
     # --- neighbourhoods ---
 
@@ -137,7 +152,7 @@ class Group:
         value = self.view.values.of(node)
         if not isinstance(value, Value):
             return isinstance(value, tuple)
-        return value.func in _LIGHT or value.func in VIEWS or is_cast(value)
+        return value.func in LIGHT or value.func in VIEWS or is_cast(value)
 
     def _near(self, node: fx.Node) -> bool:
         """Checks whether the search continues past ``node``.
@@ -162,10 +177,17 @@ class Group:
             except Mismatch as mismatch:
                 # Skip permuted views of a coefficient: they are not separate candidates.
                 views = any(r.value in self.coefficients for r in chain_of(whole(value)))
-                if mismatch.reason not in (NOTHING, mhc.SEVERAL) and not views:
+                if mismatch.reason not in (NOTHING, mhc.SEVERAL) and not views and not self._of_another(mismatch):
                     self.failed.append((per, mismatch))
             except Unsupported:
                 continue
+
+    def _of_another(self, mismatch: Mismatch) -> bool:
+        """Checks whether a mismatch is of a projection of other streams, with a norm of their own."""
+        if mismatch.reason != mhc.APART or mismatch.value is None:
+            return False
+        norm = mhc.norm_behind(mismatch.value, mhc.any_norm)
+        return norm is not None and norm.x is not self.norm.x
 
     def _collapse(self, nodes: Iterable[fx.Node], reasons: list[Mismatch]) -> Pre | None:
         norm = self.norm
@@ -206,6 +228,34 @@ class Group:
         self.uses += self._collapses([x.node], n, None, x) if x.node is not None else []
         return Pre(self.norm, n, mine, None, same)
 
+    def _coefficients_given_away(self) -> Pre | None:
+        """Returns the coefficients where h_pre leaves the graph, as where every layer is compiled by itself, or None.
+
+        h_pre is then what the expand-and-mix of x does not use, or the one without a factor where both leave.
+        """
+        n = rows_of(self.norm) if of_streams(self.norm) else 0
+        each = {v: c for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
+        parts: dict[object, dict[Value, Coefficient]] = {}
+        for value, c in each.items():
+            parts.setdefault((*c.affine.rows_at, *c.affine.key), {})[value] = c
+        leaving = [part for part in parts.values() if not self._multiplies(part, n)]
+        if len(parts) != 2 or not leaving:
+            return None
+        found = None
+        with contextlib.suppress(Mismatch):
+            found = self._post_of(n, set(each), None, None)
+        if len(leaving) == 1 and (found is None or found[0].matrix is None or found[0].h_post in leaving[0]):
+            return None
+        last = [part[self._along(part)[-1]] for part in leaving]
+        mine = next((c for c in last if c.mult == 1.0), last[0])
+        return Pre(self.norm, n, mine, None, [v for v, c in each.items() if _piece(c) == _piece(mine)])
+
+    def _multiplies(self, weights: Iterable[Value], n: int) -> bool:
+        """Checks whether weights, or what is computed of them, multiply something as wide as a stream."""
+        starts, width = [v.node for v in weights if v.node is not None], self.norm.width // n
+        nodes = self.search.reached(starts, lambda node: (self.per_token(node) or width) < width, 200)
+        return any((self.per_token(node) or 0) >= width for node in nodes)
+
     def _collapses(
         self, starts: list[fx.Node], n: int, weights: Collection[Value] | None, x: Value | None
     ) -> list[CollapseUse]:
@@ -231,19 +281,22 @@ class Group:
             for v, c in self.coefficients.items()
             if c.affine.rows == pre.n
             and not c.affine.transposed
-            and (c.affine.phi.value, c.affine.phi.start) != (mine.phi.value, mine.phi.start)
+            and c.affine.rows_at != mine.rows_at
             and c.affine.key == mine.key
         }
         if not others:
             return
-        current = next(iter(others))
-        along = [current]
-        while (after := self._only_user(current)) is not None and after in others:
-            current = after
-            along.append(current)
-        last = pre.post = others[current]
+        along = self._along(others)
+        last = pre.post = others[along[-1]]
         first = next(v for v in along if (others[v].mult, others[v].add) == (last.mult, last.add))
         pre.posts = [first, *(v for v, c in others.items() if (c.mult, c.add) == (last.mult, last.add) and v != first)]
+
+    def _along(self, coefficients: Mapping[Value, Coefficient]) -> list[Value]:
+        """Returns the first of ``coefficients`` and, while each is the only use of the one before, those after it."""
+        along = [next(iter(coefficients))]
+        while (after := self._only_user(along[-1])) is not None and after in coefficients:
+            along.append(after)
+        return along
 
     def _only_user(self, value: Value) -> Value | None:
         assert value.node is not None
@@ -260,21 +313,39 @@ class Group:
         start = self.view.value(self.seeds[0])
         assert start is not None
         few = rows_of(self.norm) or any(c.affine.rows <= MAX_STREAMS for c in self.coefficients.values())
+        narrow = next((m for m in reasons if m.reason.startswith(mhc.WIDTHS)), None)
+        if narrow is not None:  # each stream is normalised by itself
+            self.search.miss("mhc_pre", narrow, start)
+            return
         if not few or not (self.coefficients or of_streams(self.norm)):
             if self.coefficients:
                 self.search.miss("mhc_pre", Mismatch(_NO_STREAMS), start, ordinary=True)
             return
-        mismatch = next(iter(reasons), None) or self._unshifted()
+        mismatch = self._apart() or next(iter(reasons), None) or self._other_gate()
         why = mismatch or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
         self.search.miss("mhc_pre", why, start)
         for seed in self.seeds:
             avoid.update(self.search.around(seed))
 
-    def _unshifted(self) -> Mismatch | None:
-        """Returns why no coefficient was found where a tanh is taken of the logits and nothing makes it a sigmoid."""
-        values = [] if self.coefficients else [self.view.value(seed) for seed in self.seeds]
-        tanh = next((v for v in values if v is not None and v.func is aten.tanh.default), None)
-        return None if tanh is None else Mismatch(f"tanh is applied to the logits; {mhc.EXPECTED}", tanh)
+    def _apart(self) -> Mismatch | None:
+        """Returns a mismatch where x is stacked for the projection only, and the streams are read one by one."""
+        x = peel(whole(self.norm.x)).value
+        if x.func not in (aten.stack.default, aten.cat.default):
+            return None
+        streams = [a.node for a in x.args[0] if isinstance(a, Value) and a.node is not None]
+        return Mismatch(_APART, x) if any(len(s.users) > 1 for s in streams) else None
+
+    def _other_gate(self) -> Mismatch | None:
+        """Returns the first function of the logits that stands where a sigmoid is expected, or None."""
+        known = {seed for c in self.coefficients if (seed := c.node) is not None}
+        for node in self.search.reached([self.norm.x.node] if self.norm.x.node is not None else [], self._near, 600):
+            value = self.view.value(node) if node not in known else None
+            gate = gate_of_streams(value) if value is not None else None
+            # A tanh may be part of a sigmoid.
+            mine = gate is not None and gate[0].x is self.norm.x and self.per_token(node) == rows_of(self.norm)
+            if gate is not None and mine and not (self.coefficients and node in self.seeds):
+                return Mismatch(gate[1], value)
+        return None
 
     # --- expand and mix ---
 
@@ -287,7 +358,7 @@ class Group:
             return
         if found is not None:
             self.search.found.append(PostUse(pre, *found))
-        elif self.search.cut is not None:
+        elif self.search.cut is not None or self._multiplies(pre.posts, pre.n):
             self.search.miss("mhc_post", Mismatch("no sum of h_post[o] * f_out and mixed streams"), pre.posts[0])
 
     def _lone_post(self) -> bool:
@@ -330,7 +401,7 @@ class Group:
             except Unsupported:
                 continue
             if found.n == n and (found.matrix is not None or (raw and h_res is None)):
-                return found, value
+                return found, self.search.rounded(found, value)
         if first is not None:
             raise first
         return None
@@ -357,151 +428,7 @@ class Group:
 
 def _piece(c: Coefficient) -> tuple[Value, int, float, float]:
     """Returns what two values that are one coefficient have in common."""
-    return c.affine.phi.value, c.affine.phi.start, c.mult, c.add
-
-
-class _Residual:
-    """Chooses the logits h_res of a pre and the Sinkhorn iterations on them."""
-
-    def __init__(self, group: Group, pre: Pre) -> None:
-        self.group = group
-        self.view = group.view
-        self.pre = pre
-        self.logits: dict[Value, Affine] = {}
-        self.chains: list[tuple[Value, Chain]] = []
-        self._others: set[Value] = set()
-        self._never: set[Value] = set()
-        """Sums that are no logits, and that no further addend makes logits."""
-
-    def choose(self, nodes: Iterable[fx.Node]) -> None:
-        """Fills in the logits and the Sinkhorn iterations of the pre. Raises Mismatch."""
-        almost = self._collect(nodes)
-        if not self.logits:
-            if almost is not None:
-                raise almost
-            return
-        upright = [v for v, affine in self.logits.items() if not affine.transposed]
-        if not upright:
-            raise Mismatch("h_res is laid out transposed; expected row-major [n, n]", next(iter(self.logits)))
-        # Iterations on transposed logits are left to a separate Sinkhorn op.
-        chains = [(v, c) for v, c in self.chains if c.logits in upright]
-        start = next((v for v in upright if len(v.shape) >= 2 and v.shape[-1] == Size(self.pre.n)), upright[0])
-        if chains:
-            start = chains[0][1].logits
-        self.pre.res, self.pre.h_res = self.logits[start], start
-        self.pre.steps += [v for v, _ in chains]
-        self._choose_chain(start, chains)
-
-    def _choose_chain(self, start: Value, chains: list[tuple[Value, Chain]]) -> None:
-        pre = self.pre
-        complete = [(v, c) for v, c in chains if c.iters is not None]
-        steps = max((len(c.axes) for _, c in chains), default=0)
-        if pre.foreign is None and steps > max((len(c.axes) for _, c in complete), default=0):
-            last = next(v for v, c in chains if len(c.axes) == steps)
-            pre.foreign = Mismatch(UNFINISHED, last)
-        if not complete or pre.foreign is not None:
-            return
-        pre.mixed, pre.chain = next((v, c) for v, c in complete if len(c.axes) == steps)
-        pre.fold = not pre.chain.transposed and self._only_through(start, pre.mixed)
-
-    def _collect(self, nodes: Iterable[fx.Node]) -> Mismatch | None:
-        """Finds logits and iterations. Returns the mismatch of the last value that almost is the logits, or None."""
-        # Every value on the way to the logits almost matches, so only the last mismatch is worth reporting.
-        almost: Mismatch | None = None
-        for node in nodes:
-            value = self.view.value(node)
-            if value is None or self.group.per_token(node) != self.pre.n**2 or self._in_chain(value):
-                continue
-            if value.func in _LIGHT or value.func in VIEWS or is_cast(value):
-                try:
-                    self._is_logits(value)
-                except Mismatch as mismatch:
-                    almost = mismatch if square_matrices(value) else almost
-        return almost
-
-    def _in_chain(self, value: Value) -> bool:
-        """Checks whether ``value`` is a step of Sinkhorn iterations on the logits, or of iterations that do not fit."""
-        pre = self.pre
-        if not square_matrices(value) or value.shape[-1].factor != pre.n:
-            return False
-        try:
-            chain = self.group.search.chains.of(value)
-        except Mismatch as mismatch:
-            pre.foreign = pre.foreign or mismatch
-            pre.steps.append(value)
-            return True
-        if chain is None or not self._is_logits(chain.logits):
-            return False
-        self.chains.append((value, chain))
-        return True
-
-    def _is_logits(self, value: Value) -> bool:
-        if value in self.logits:
-            return True
-        if value.node is None or value in self._others:
-            return False
-        self._others.add(value)
-        found = self._affine(value)
-        if found is None:
-            return False
-        mine = self.pre.pre.affine
-        if found.key != mine.key or found.rows != self.pre.n**2:
-            return False
-        # Skip z and alpha * z on the way to the logits, unless h_pre has no bias or no alpha either.
-        if (found.alpha is None, found.bias is None) != (mine.alpha is None, mine.bias is None):
-            return False
-        if found.phi.value is mine.phi.value and found.phi.start != 2 * self.pre.n and self.pre.n == 2:
-            return False
-        self.logits[value] = found
-        return True
-
-    def _affine(self, value: Value) -> Affine | None:
-        """Returns ``value`` as logits, None where it is something else. Raises Mismatch.
-
-        It is asked of every sum of a long chain of sums, each as long as what it sums.
-        """
-        if not self._never.isdisjoint(_addends(value)):
-            self._never.add(value)
-            return None
-        if mhc.norm_behind(value, mhc.any_norm, self.group.kept) is None:
-            return None
-        try:
-            out = whole(value)
-            return mhc.affine(out, out, self.group.kept)
-        except Unsupported:
-            self._never.add(value)
-        except Mismatch as mismatch:
-            if mismatch.reason not in (NOTHING, mhc.UNNORMED, mhc.SEVERAL):
-                raise
-            if mismatch.reason == mhc.SEVERAL:
-                self._never.add(value)
-        return None
-
-    def _only_through(self, start: Value, end: Value) -> bool:
-        """Checks whether every use of ``start`` goes through ``end``."""
-        assert start.node is not None and end.node is not None
-        order = self.view.order
-        todo, seen = [start.node], {start.node}
-        while todo:
-            for user in todo.pop().users:
-                if user is end.node or user in seen or user not in self.view.live:
-                    continue
-                if user.op == "output" or order[user] > order[end.node]:
-                    return False
-                seen.add(user)
-                todo.append(user)
-        return True
-
-
-def _addends(value: Value) -> list[Value]:
-    """Returns what ``value`` is a view of, and the operands where that is a sum, behind their views and casts."""
-    ref = peel(whole(value))
-    with contextlib.suppress(Unsupported):
-        return [ref.value, *(peel(a).value for _, a in summed(ref) or () if isinstance(a, Ref))]
-    return [ref.value]
-
-
-UNFINISHED = "the last Sinkhorn iteration divides by the sums over one dim only; expected rows and columns"
+    return *c.affine.rows_at, c.mult, c.add
 
 
 def _unfit(pre: Pre) -> Mismatch | None:

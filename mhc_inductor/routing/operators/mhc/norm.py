@@ -34,7 +34,7 @@ from mhc_inductor.routing.graph.index import (
     bound_of,
     product_of,
 )
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, elements_read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,21 @@ def _squares(ref: Ref) -> Ref | None:
     if ref.value.func is aten.mul.Tensor:
         a, b = operands(ref)
         return a if isinstance(a, Ref) and isinstance(b, Ref) and peel(a) == peel(b) else None
+    return None
+
+
+def bound_below(ref: Ref) -> tuple[Ref, float] | None:
+    """Returns (element, bound) of a clamp or a maximum that bounds an element from below, or None."""
+    args, func = ref.value.args, ref.value.func
+    if func in (aten.clamp_min.default, aten.clamp.default):
+        low = number(args[1]) if len(args) > 1 else number(ref.value.kwargs.get("min"))
+        if low is not None and len(args) <= 2 and ref.value.kwargs.get("max") is None:
+            return peel(Ref(args[0], ref.index)), low
+    elif func is aten.maximum.default:
+        a, b = operands(ref)
+        a, b = (b, a) if isinstance(a, float) else (a, b)
+        if isinstance(a, Ref) and isinstance(b, float):
+            return peel(a), b
     return None
 
 
@@ -221,12 +236,12 @@ class Kept:
         return not self._made_of_x(value.node) or any(ref.value in self.views for ref in chain(whole(value)))
 
     def _made_of_x(self, node: fx.Node) -> bool:
-        """Checks whether the result of ``node`` depends on x."""
+        """Checks whether the result of ``node`` depends on elements of x."""
         if self.x.node is None or node is self.x.node:
             return True
         todo, seen = [node], {node}
         while todo:
-            for parent in todo.pop().all_input_nodes:
+            for parent in elements_read(todo.pop()):
                 if parent is self.x.node:
                     return True
                 if parent not in seen and self.x.node < parent:

@@ -22,6 +22,7 @@ from mhc_inductor.routing.graph.expressions import (
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.mhc.formula import COLUMNS, ROWS
+from mhc_inductor.routing.operators.mhc.norm import bound_below
 from mhc_inductor.routing.operators.selection.elements import constant_of
 
 DIM_NAMES = {ROWS: "-1", COLUMNS: "-2"}
@@ -176,21 +177,6 @@ def divisor_of(ref: Ref) -> tuple[Ref | None, str, float]:
     if len(terms) != 1 or terms[0][0] != 1.0 or eps < 0.0 or sum_of(terms[0][1]) is None:
         return None, "", 0.0
     return terms[0][1], "add" if eps else "", eps
-
-
-def bound_below(ref: Ref) -> tuple[Ref, float] | None:
-    """Returns (element, bound) of a clamp or a maximum that bounds an element from below, or None."""
-    args, func = ref.value.args, ref.value.func
-    if func in (aten.clamp_min.default, aten.clamp.default):
-        low = number(args[1]) if len(args) > 1 else number(ref.value.kwargs.get("min"))
-        if low is not None and len(args) <= 2 and ref.value.kwargs.get("max") is None:
-            return peel(Ref(args[0], ref.index)), low
-    elif func is aten.maximum.default:
-        a, b = operands(ref)
-        a, b = (b, a) if isinstance(a, float) else (a, b)
-        if isinstance(a, Ref) and isinstance(b, float):
-            return peel(a), b
-    return None
 
 
 def dim_summed(numerator: Ref, summand: Ref, bound: Var) -> int | None:

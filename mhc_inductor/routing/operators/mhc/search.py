@@ -11,29 +11,28 @@ import torch
 from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
-from mhc_inductor.routing.graph.expressions import Ref, addends, aten, product, whole
+from mhc_inductor.routing.graph.expressions import Ref, addends, aten, is_cast, peel, product, whole
 from mhc_inductor.routing.graph.index import DynamicWidth, Size, Unsupported, product_of
-from mhc_inductor.routing.graph.values import Value, example, name_of
+from mhc_inductor.routing.graph.values import Value, elements_read, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
-from mhc_inductor.routing.operators.mhc.external_post import SUMS, given_post
+from mhc_inductor.routing.operators.mhc.external_post import SUMS, WIDER, given_post
 from mhc_inductor.routing.operators.mhc.formula import argument_of, square_matrices
-from mhc_inductor.routing.operators.mhc.groups import FEW, UNFINISHED, Group, of_streams
+from mhc_inductor.routing.operators.mhc.groups import FEW, Group, gate_of_streams, streams_behind
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
-from mhc_inductor.routing.operators.mhc.norm import Norm
+from mhc_inductor.routing.operators.mhc.mixing import Post
+from mhc_inductor.routing.operators.mhc.norm import Norm, root_of
 from mhc_inductor.routing.operators.mhc.normalisation import bare, iterated
+from mhc_inductor.routing.operators.mhc.residual import UNFINISHED
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
 
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
-_GATES = {
-    aten.tanh.default: "tanh",
-    aten.relu.default: "relu",
-    aten.softplus.default: "softplus",
-    aten.hardsigmoid.default: "hardsigmoid",
-    aten._softmax.default: "softmax",
-}
 _NO_PRE = "only the logits h_res are computed; expected h_pre = sigmoid(alpha * z + bias) that collapses the streams"
+_OTHER_WEIGHTS = (
+    "the weights of the post are computed from x, but not as h_post = post_mult * sigmoid(alpha * z + bias) "
+    "with z = (x @ phi.T) * rsqrt(mean(x * x) + eps)"
+)
 _NO_START = "sinkhorn iterations of a matrix that is neither softmax(logits) nor exp(logits)"
 _EXPONENTIALS = (
     aten._softmax.default,
@@ -73,6 +72,7 @@ class Search:
                 self._lone_iterations(avoid, reported)
         with contained(self.view, first):
             self._lone_logits(avoid, settled)
+            self._other_weights()
 
     def _group(self, group: Group, avoid: set[fx.Node]) -> None:
         known = len(self.found)
@@ -108,6 +108,16 @@ class Search:
                     todo.append(parent)
         return self.reached(up, lambda _: True, 1000)
 
+    def rounded(self, found: Post, value: Value) -> Value:
+        """Returns x_out: ``value``, or its cast to x's dtype where nothing else reads it.
+
+        The next sublayer's formula then reads the op's own result, and can be fused with it.
+        """
+        users = [u for u in value.node.users if u in self.view.live] if value.node is not None else []
+        after = self.view.value(users[0]) if len(users) == 1 and users[0].op != "output" else None
+        casts = after is not None and is_cast(after) and after.dtype == root_of(found.x)[0].dtype
+        return after if after is not None and casts else value
+
     def _called(self, node: fx.Node, *names: str) -> Value | None:
         """Returns the value of ``node`` if it is live and calls one of ``names``; other nodes are not analysed."""
         called = name_of(node).partition(".")[0].strip("_") in names and node.op in ("call_function", "call_method")
@@ -137,7 +147,8 @@ class Search:
         for value, why in unnormed:
             assert value.node is not None
             self.miss("mhc_pre", why, value)
-            around = self.around(value.node)
+            # Where only the norm differs, the iterations and the post are still those of the op.
+            around = self.around(value.node) if why.reason not in mhc.OTHER_NORMS else []
             if why.reason == mhc.UNNORMED:
                 avoid.update(around)
         return groups.values()
@@ -153,9 +164,7 @@ class Search:
             if norm is not None:
                 return norm
         if value.func in mhc.SIGMOIDS:
-            found = mhc.unnormed_projection(terms)
-            if found is not None:
-                raise Mismatch(mhc.UNNORMED, found)
+            mhc.check_normed(terms)
             for _, term in terms:
                 _check_unaltered(term)
         return None
@@ -194,21 +203,21 @@ class Search:
                 why = mismatch
             self.miss("mhc_sinkhorn", why, steps[0])
 
-    def _lone_logits(self, avoid: set[fx.Node], known: set[Value]) -> None:
+    def _lone_logits(self, avoid: set[fx.Node], settled: set[Value]) -> None:
         """Reports projections of normed streams that no sigmoid takes and whose Sinkhorn iterations are not routed."""
         mixed = [s.chain.logits for s in self.found if isinstance(s, Sinkhorn)]
-        known |= {norm.x for logits in mixed if (norm := streams_behind(logits)) is not None}
+        known = settled | {norm.x for logits in mixed if (norm := streams_behind(logits)) is not None}
         taken = self._claimed | avoid
         for node in self.view.nodes:
             value = self.view.value(node) if node in self.view.live and node not in taken else None
             if value is None or not value.shape:
                 continue
-            gate = value.shape[-1].factor <= MAX_STREAMS and value.func in _GATES
-            norm = streams_behind(value.args[0] if gate else value) if gate or square_matrices(value) else None
-            if norm is not None and norm.x not in known:
+            gate = gate_of_streams(value)
+            norm = gate[0] if gate is not None else streams_behind(value) if square_matrices(value) else None
+            if norm is not None and norm.x not in (settled if gate is not None else known):
                 known.add(norm.x)
-                reason = f"{_GATES[value.func]} is applied to the logits; {mhc.EXPECTED}" if gate else _NO_PRE
-                self.miss("mhc_pre", Mismatch(reason, value), value)
+                settled.add(norm.x)
+                self.miss("mhc_pre", Mismatch(gate[1] if gate is not None else _NO_PRE, value), value)
 
     def _longest(self, seed: fx.Node, first: Value, avoid: set[fx.Node]) -> Sinkhorn | None:
         """Returns the longest chain of iterations from ``seed``, or None. Raises Mismatch where it cannot be routed."""
@@ -249,7 +258,8 @@ class Search:
 
     def _lone_posts(self) -> None:
         """Finds expand-and-mixes whose coefficients no norm's formula claims; that formula handles the others."""
-        known = {use.x_out for use in self.found if isinstance(use, PostUse)}
+        outs = [use.x_out for use in self.found if isinstance(use, PostUse)]
+        known = {value for out in outs for value in (out, peel(whole(out)).value)}
         for node in self.view.nodes:
             value = self._called(node, "add", "sub", "stack", "rsub", "iadd", "addcmul", "baddbmm")
             if value is None or value.func not in SUMS or not value.dtype.is_floating_point or value in known:
@@ -258,7 +268,7 @@ class Search:
                 with contained(self.view, node):
                     self._lone_post(value, known)
             except Mismatch as mismatch:
-                if node not in self._claimed:
+                if node not in self._claimed or mismatch.reason == WIDER:
                     self.miss("mhc_post", mismatch, value)
 
     def _lone_post(self, value: Value, known: set[Value]) -> None:
@@ -268,7 +278,28 @@ class Search:
         known.add(value)
         given = {v.node for v in (found.h_post, found.matrix) if v is not None}
         if not given & self._claimed:
-            self.found.append(PostUse(None, found, value))
+            self.found.append(PostUse(None, found, self.rounded(found, value)))
+
+    def _other_weights(self) -> None:
+        """Reports posts whose weights are computed from their streams in another way than h_post."""
+        if any(m.op in ("mhc_pre", "mhc_post") for m in self.misses):
+            return
+        for use in self.found:
+            if isinstance(use, PostUse) and use.pre is None and self._made_of(use.found.h_post, use.found.x):
+                self.miss("mhc_pre", Mismatch(_OTHER_WEIGHTS, use.found.h_post), use.found.h_post)
+
+    def _made_of(self, value: Value, x: Value) -> bool:
+        """Checks whether ``value`` is computed from x in this graph, in few steps."""
+        node, wanted = value.node, {v.node for v in (x, root_of(x)[0])}
+        todo, seen = [node] if node is not None else [], {node}
+        while todo and len(seen) < 64:
+            for parent in elements_read(todo.pop(0)):
+                if parent in wanted:
+                    return True
+                if parent not in seen:
+                    seen.add(parent)
+                    todo.append(parent)
+        return False
 
 
 def _check_unaltered(term: Ref) -> None:
@@ -279,11 +310,6 @@ def _check_unaltered(term: Ref) -> None:
             raise Mismatch(f"alpha multiplies z and a bias; {mhc.EXPECTED}", term.value)
         if func not in _ADDED and argument is not None and streams_behind(argument.value) is not None:
             raise Mismatch(f"{func.overloadpacket.__name__} is applied to the logits; {mhc.EXPECTED}", term.value)
-
-
-def streams_behind(value: Value) -> Norm | None:
-    """Returns the norm, over all streams of a token, whose projection is an addend of ``value``; None without one."""
-    return mhc.norm_behind(value, of_streams)
 
 
 def _chain_nodes(mixed: Iterable[Value]) -> set[fx.Node]:

@@ -13,6 +13,7 @@ from mhc_inductor.routing.graph.expressions import (
     close,
     operands,
     peel,
+    summed,
     whole,
 )
 from mhc_inductor.routing.graph.index import Unsupported
@@ -114,9 +115,9 @@ class Chains:
         if func is aten.exp.default:
             return self._exp(Ref(ref.value.args[0], ref.index))
         if func in (aten.add.Tensor, aten.add.Scalar):
-            return self._plus_eps(ref) or self._potentials(ref)
+            return self._plus_number(ref) or self._plus_eps(ref) or self._potentials(ref)
         if func is aten.sub.Tensor:
-            return self._less_logsumexp(ref) or self._potentials(ref)
+            return self._plus_number(ref) or self._less_logsumexp(ref) or self._potentials(ref)
         if func in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
             return self._times_number(ref) or self._quotient(ref)
         return None
@@ -129,6 +130,14 @@ class Chains:
         if before is None or number is None or before.log or not before.offset:
             return None
         return dataclasses.replace(before, offset=before.offset + math.log(number))
+
+    def _plus_number(self, ref: Ref) -> Chain | None:
+        """Returns the chain of a matrix of log-domain iterations plus a number, such as a log marginal, or None."""
+        (sign, inner), (weight, number) = summed(ref) or [(0.0, 0.0)] * 2
+        before = self.of(inner.value) if sign == 1.0 and isinstance(inner, Ref) and isinstance(number, float) else None
+        if before is None or not before.log or not isinstance(number, float):
+            return None
+        return dataclasses.replace(before, offset=before.offset + weight * number)
 
     def _quotient(self, ref: Ref) -> Chain | None:
         """Returns the chain of a matrix divided by its sums, step by step or by the factors of all steps, or None."""
