@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import compat
-from mhc_inductor.ops.registry import LIBRARY
 from mhc_inductor.reference.e79 import biases, gated, initial, outer, vectors
+
+# A namespace of its own: what is in the package's is an op for users, with a gradient and a sharding.
+_INTERNAL = torch.library.Library("mhc_inductor_internal", "FRAGMENT")
 
 
 def _row_sums(matrix: Tensor, vector: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ def e79_scan(
         y = y.unsqueeze(0)
     else:
         S, M, y = compat.scan(_step, (S, M), (x,), sizes)
-        y = torch.ops.mhc_inductor.loop_output.default(y) if compat.in_package() else y
+        y = torch.ops.mhc_inductor_internal.loop_output.default(y) if compat.in_package() else y
     out = (y * y * torch.sigmoid(y)).to(kvqm.dtype)
     return out, S, M, *_unread(S, kvqm.shape[0], segment)
 
@@ -86,7 +88,7 @@ def _kept(y: Any) -> Any:
 
 def register_loop_output() -> None:
     """Defines the op that stands behind a loop in a package: it returns its input, whose buffer is not reused."""
-    LIBRARY.define("loop_output(Tensor y) -> Tensor")
-    LIBRARY.impl("loop_output", torch.clone, "CompositeExplicitAutograd")
-    torch.library.register_fake("mhc_inductor::loop_output", torch.empty_like, lib=LIBRARY)
-    compat.register_lowering(torch.ops.mhc_inductor.loop_output.default, _kept)
+    _INTERNAL.define("loop_output(Tensor y) -> Tensor")
+    _INTERNAL.impl("loop_output", torch.clone, "CompositeExplicitAutograd")
+    torch.library.register_fake("mhc_inductor_internal::loop_output", torch.empty_like, lib=_INTERNAL)
+    compat.register_lowering(torch.ops.mhc_inductor_internal.loop_output.default, _kept)

@@ -136,9 +136,9 @@ def real_among_fakes(args: Sequence[Any]) -> tuple[int, int] | None:
 def register_sharding(op: Any, strategies: Callable[..., Any]) -> None:
     """Registers an op's sharding strategies for DTensor, by ``torch.distributed.tensor.experimental.register_sharding``.
 
-    That function lets torch's cache of decisions compare tensors, and whatever follows the first integer. Sources of
-    torch before 2.13 leave an argument of None before it out of the key, so every argument is made part of the key
-    (torch 2.13 compares None).
+    Two things that torch 2.11 lacks are added: its cache of decisions leaves an argument of None before the first integer
+    out of the key, so every argument is made part of it; and the mesh is looked for in the first argument alone, so a
+    strategy finds it in any (torch 2.13 does both).
 
     Args:
         op: the overload.
@@ -148,9 +148,22 @@ def register_sharding(op: Any, strategies: Callable[..., Any]) -> None:
     from torch.distributed.tensor.experimental import register_sharding as register
 
     register(op)(strategies)
-    info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info.get(op)
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    info = propagator.op_to_schema_info.get(op)
     if info is not None:
         info.static_argnum = 0
+    strategy = propagator.op_strategy_funcs.get(op)
+    if strategy is not None:
+        propagator.op_strategy_funcs[op] = functools.partial(_with_mesh, strategy)
+
+
+def _with_mesh(strategy: Callable[..., Any], schema: Any) -> Any:
+    """Calls an op's strategy with a schema whose mesh is that of its first argument that has one."""
+    if schema.args_schema and schema.args_schema[0] is None:
+        mesh = next((a.mesh for a in schema.args_schema if hasattr(a, "mesh")), None)
+        if mesh is not None:
+            schema.get_mesh_from_args = lambda validate=True: mesh
+    return strategy(schema)
 
 
 def schema_types(op: Any) -> tuple[tuple[str, str, bool], ...]:
