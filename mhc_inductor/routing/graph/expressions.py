@@ -89,9 +89,7 @@ def number(a: Any) -> float | None:
     such a float where no size may be fixed.
     """
     if isinstance(a, Value):
-        while a.func is aten.detach.default or (not a.shape and a.func is aten.lift_fresh.default):
-            if not isinstance(a.args[0], Value):
-                break
+        while not a.shape and a.func is aten.lift_fresh.default and isinstance(a.args[0], Value):
             a = a.args[0]
         if a.func is aten.full.default:
             return number(a.args[1])
@@ -394,11 +392,18 @@ def _addends(ref: Ref, stop: Container[Value]) -> tuple[float, list[tuple[float,
     return constant, terms
 
 
+def _undetached(value: Value) -> Value:
+    """Returns what ``value`` is behind ``detach``, which ``zeros_like`` ends in. As a factor a state's start is kept."""
+    while value.func is aten.detach.default and isinstance(value.args[0], Value):
+        value = value.args[0]
+    return value
+
+
 def addends_of(ref: Ref, stop: Container[Value]) -> list[Share] | None:
     """Returns the addends of a sum or a difference, None for anything else. Raises Unsupported."""
     if ref.value in stop:
         return None
-    if (n := number(ref.value)) is not None:
+    if (n := number(_undetached(ref.value))) is not None:
         return [Share(n)]
     sides = summed(ref)
     return None if sides is None else [_part(a, stop, weight) for weight, a in sides]
