@@ -34,7 +34,6 @@ if (_checkout / "kernels" / "launch.py").exists() and (_checkout / "lowerings").
 from mhc_inductor import ops  # noqa: E402
 from mhc_inductor.api import (  # noqa: E402
     blocks_to_ranges,
-    decompositions,
     e79_scan,
     index_scores,
     index_topk,
@@ -45,9 +44,9 @@ from mhc_inductor.api import (  # noqa: E402
     mhc_pre,
     mhc_sinkhorn,
     ops_to_save,
-    route_exported,
     selection_attention,
 )
+from mhc_inductor.api.export import decompositions, route_exported  # noqa: E402
 from mhc_inductor.api.warmup import warmup  # noqa: E402
 from mhc_inductor.backend import counters, disable, enable  # noqa: E402
 from mhc_inductor.kernels import eager as _eager  # noqa: E402

@@ -2,7 +2,6 @@
 
 from mhc_inductor.api.checkpoint import ops_to_save
 from mhc_inductor.api.e79 import e79_scan
-from mhc_inductor.api.export import decompositions, route_exported
 from mhc_inductor.api.index import index_scores, index_topk
 from mhc_inductor.api.mhc import mhc_head, mhc_post, mhc_pre, mhc_sinkhorn
 from mhc_inductor.api.selection import blocks_to_ranges, selection_attention
@@ -10,7 +9,6 @@ from mhc_inductor.api.single_pass import mhc_coefficients, mhc_collapse
 
 __all__ = [
     "blocks_to_ranges",
-    "decompositions",
     "e79_scan",
     "index_scores",
     "index_topk",
@@ -21,6 +19,5 @@ __all__ = [
     "mhc_pre",
     "mhc_sinkhorn",
     "ops_to_save",
-    "route_exported",
     "selection_attention",
 ]
