@@ -45,7 +45,8 @@ def check(device, lead, n, width, dtype, *, iters=2, form="softmax", transpose_r
     # from x_out, which the backward computes again: a GPU's compiler may choose other fused multiply-adds there, so that
     # an element rounds the other way.
     once = ROUNDINGS * h.rounding(dtype) if dtype in (BF16, F16) else 0.0
-    errors = dict.fromkeys(("dx", "df_out", "dh_post", "dh_res"), once)
+    # Sums over D of rounded products may cancel a little: of one token, dh_post was 1.012 roundings apart on a GPU.
+    errors = {"dx": once, "df_out": once, "dh_post": 2 * once if GPU else once, "dh_res": 2 * once if GPU else once}
     errors["dh_pre"] = 3 * once if GPU else 0.0
     for key in got.keys() - {"dalpha"}:
         h.compare({key: got[key]}, want, 2e-6 + errors.get(key, 0.0), ROUNDINGS)
