@@ -408,6 +408,23 @@ def sparse(
         raise typer.Exit(1)
 
 
+@app.command("sparse_fill")
+def sparse_fill(
+    later: Annotated[pathlib.Path, typer.Argument(exists=True, dir_okay=False, help="JSON of the later run.")],
+    into: Annotated[pathlib.Path, typer.Option(help="JSON of the run to complete.")] = RESULTS / "sparse_models.json",
+) -> None:
+    """Completes a run of sparse_models with the peers' rows that it had no time for. Measures nothing."""
+    from . import sparse_fill as run
+    from . import sparse_models
+
+    try:
+        result = run.fill(json.loads(into.read_text()), json.loads(later.read_text()))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    sparse_models.write(result, into)
+    console.print(sparse_models.table(result), highlight=False, markup=False, soft_wrap=True)
+
+
 @app.command()
 def routing(
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the table.")] = RESULTS,
