@@ -393,6 +393,7 @@ def _compile_early(codegen: Callable[[Any], None], wrapper: Any) -> None:
     define = wrapper.define_kernel
 
     def defined(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
+        body = launched_statically(body)
         submit_kernel(body)
         return define(name, body, *args, **kwargs)
 
@@ -401,6 +402,24 @@ def _compile_early(codegen: Callable[[Any], None], wrapper: Any) -> None:
         codegen(wrapper)
     finally:
         del wrapper.define_kernel
+
+
+_USER_AUTOTUNE = "@triton_heuristics.user_autotune("
+_FIXED = (
+    "@(lambda configs, **made: triton_heuristics.cached_autotune("
+    "None, [*map(triton_heuristics.config_from_dict, configs)], "
+    "heuristic_type=triton_heuristics.HeuristicType.FIXED, **made))("
+)
+
+
+def launched_statically(body: str) -> str:
+    """Returns the generated source of a user kernel, marked as Inductor marks its own kernels of one configuration.
+
+    Inductor launches those from a C function of torch, user kernels from a Python module that Triton generates and a C
+    compiler builds, kernel by kernel: slower to compile and to launch (torch 2.11 to 2.15). Where torch cannot launch a
+    kernel so, it falls back to Triton's launcher by itself.
+    """
+    return body.replace(_USER_AUTOTUNE, _FIXED, 1)
 
 
 def submit_kernel(body: str) -> None:

@@ -123,6 +123,27 @@ def test_one_compile_serves_every_token_count():
         assert counter.frame_count <= 2 * first
 
 
+def test_generated_code_launches_by_torch_s_own_launcher():
+    from torch._inductor.codecache import PyCodeCache
+
+    torch._dynamo.reset()
+    PyCodeCache.modules.clear()
+    step = torch.compile(layer, backend="mhc_inductor", fullgraph=True)
+    args = leaves(64, 256)
+    gradients_of(step, args, torch.randn(64, N, 256, device="cuda", dtype=BF16))
+    kernels = {
+        k: v
+        for m in PyCodeCache.modules
+        for k, v in vars(m).items()
+        if hasattr(v, "launchers") and k.startswith("mhc_")
+    }
+    launched = {k: [getattr(launcher, "_is_static", False) for launcher in v.launchers] for k, v in kernels.items()}
+    assert {"mhc_pre_project", "mhc_post"} <= {k.rsplit("_", 1)[0] if k[-1].isdigit() else k for k in launched}, (
+        launched
+    )
+    assert all(launchers and all(launchers) for launchers in launched.values()), launched
+
+
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 def test_modes(mode):
     torch._dynamo.reset()
