@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mhc_inductor as mi
 
-from .rank import Ranks
+from .rank import Ranks, worst
 
 Outputs = tuple[Tensor, ...]
 
@@ -201,11 +201,11 @@ def _compared(op: Operator, name: str, whole: tuple[list[Tensor], list[Tensor]],
             grad = grad.clone()
             dist.all_reduce(grad)
         grads.append(_error(grad, want if dim is None else share(want, dim, ranks)))
-    every = ranks.everywhere((bits, max(errors), max(grads)))
+    every = ranks.everywhere((bits, worst(errors), worst(grads)))
     return {
         "equal_bits": all(b for b, _, _ in every),
-        "output_error": max(e for _, e, _ in every),
-        "gradient_error": max(g for _, _, g in every),
+        "output_error": worst(e for _, e, _ in every),
+        "gradient_error": worst(g for _, _, g in every),
     }
 
 

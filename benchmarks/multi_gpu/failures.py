@@ -13,7 +13,7 @@ from torch import nn
 
 from . import model as models
 from .model import Size
-from .rank import Ranks
+from .rank import Ranks, worst
 from .training import deterministic
 
 DEAD = 17
@@ -49,7 +49,7 @@ def one_process(ranks: Ranks) -> dict[str, Any]:
         thread.join()
     errors = [t for t in threaded.values() if isinstance(t, str)]
     results = [*others, *(t for t in threaded.values() if not isinstance(t, str))]
-    apart = max(_apart(first, r) for r in results)
+    apart = worst(_apart(first, r) for r in results)
     return {
         "devices": [str(d) for d in devices],
         "threads_failed": errors,
@@ -69,7 +69,7 @@ def _step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor], device: to
 
 def _apart(one: list[torch.Tensor], two: list[torch.Tensor]) -> float:
     assert len(one) == len(two)
-    return max(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(one, two, strict=True))
+    return worst(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in zip(one, two, strict=True))
 
 
 def _ops(devices: list[torch.device]) -> dict[str, bool]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
+import math
 import os
 import pathlib
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -122,6 +123,12 @@ class Ranks:
         call()
         self.wait()
         return round((torch.cuda.max_memory_allocated(self.device) - before) / 1e6, 1)
+
+
+def worst(values: Iterable[float]) -> float:
+    """Returns the largest of some errors; NaN if one is NaN, which ``max`` may pass over."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def main(words: str) -> None:

@@ -62,8 +62,8 @@ def _losses(jobs: list[Job]) -> list[str]:
     rows = [
         [
             name,
-            f"{of['losses'][0]:.5f} to {of['losses'][-1]:.5f}",
-            f"{of['difference']:.1e}",
+            f"{float(of['losses'][0]):.5f} to {float(of['losses'][-1]):.5f}",
+            f"{float(of['difference']):.1e}",
             f"{of['equal_bits']} of {len(of['losses'])}",
             ", ".join(f"{k.removeprefix('routed ')} {n}" for k, n in of["counters"].items() if k.startswith("routed")),
             str(of.get("graphs", "")),
@@ -132,8 +132,8 @@ def _cells(r: dict[str, Any], what: str) -> list[str]:
     results = r["results"]
     return [
         *cells,
-        "equal" if results["equal_bits"] else f"{results['output_error']:.1e}",
-        f"{results['gradient_error']:.1e}",
+        "equal" if results["equal_bits"] else f"{float(results['output_error']):.1e}",
+        f"{float(results['gradient_error']):.1e}",
     ]
 
 
@@ -160,7 +160,7 @@ def _one_process(jobs: list[Job]) -> list[str]:
         [
             ", ".join(row["devices"]),
             words(row["equal_losses"]),
-            f"{row['gradient_difference']:.1e}",
+            f"{float(row['gradient_difference']):.1e}",
             words(all(row["ops"].values())),
         ]
         for _, row in _of(jobs, "failures", "devices")

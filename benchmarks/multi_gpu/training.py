@@ -12,7 +12,7 @@ from torch import nn
 
 from . import model as models
 from .model import Size
-from .rank import Ranks
+from .rank import Ranks, worst
 
 BAR, BAR_RANKS = 0.93, 4
 """Weak scaling: a rank's speed as a share of one rank's alone, on this many ranks."""
@@ -44,7 +44,7 @@ def losses(ranks: Ranks) -> dict[str, Any]:
     want = found["variants"]["one rank"]["losses"]
     for row in found["variants"].values():
         pairs = list(zip(row["losses"], want, strict=True))
-        row["difference"] = max(abs(a - b) / b for a, b in pairs)
+        row["difference"] = worst(abs(a - b) / b for a, b in pairs)
         row["equal_bits"] = sum(a == b for a, b in pairs)
         row["routed"] = all(row["counters"].get(f"routed {op}", 0) > 0 for op in ("mhc_pre", "mhc_post"))
     return found
@@ -142,6 +142,7 @@ def scaling(ranks: Ranks) -> dict[str, Any]:
     for step in steps.values():
         for _ in range(2):
             step()
+        ranks.free()
     parameters = sum(p.numel() for p in plain.parameters())
     row: dict[str, Any] = {"size": dataclasses.asdict(size), "parameters": parameters, "counters": _counters()}
     ranks.note(**row)

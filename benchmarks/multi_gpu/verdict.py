@@ -6,6 +6,7 @@ from typing import Any
 
 from .failures import DEAD
 from .jobs import Job, Outcome
+from .rank import worst
 
 CONTEXT_ERROR, ONE_PROCESS_ERROR = 2e-2, 1e-2
 """Largest relative errors: of bf16 gradients summed over ranks, and of gradients on two devices of one process."""
@@ -82,9 +83,9 @@ def _example(rows: list[dict[str, Any]]) -> str:
 def _context(rows: list[dict[str, Any]]) -> str:
     said = []
     for row in rows[0]["rows"][1:]:
-        worst = max(row["results"]["output_error"], row["results"]["gradient_error"])
-        if not worst <= CONTEXT_ERROR:
-            said.append(f"{row['variant']}: error {worst:.2g}")
+        error = worst(row["results"][what] for what in ("output_error", "gradient_error"))
+        if not error <= CONTEXT_ERROR:
+            said.append(f"{row['variant']}: error {error:.2g}")
     return "; ".join(said)
 
 
