@@ -6,6 +6,7 @@ oracles of one process. A failed check ends its rank, and the others with it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -13,18 +14,21 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TIMEOUT = datetime.timedelta(seconds=60)
 CHECKS: dict[str, Callable[[], None]] = {}
 GROUP: Any = None
 """The group of the running check; None for all ranks."""
+DEVICE = torch.device("cpu")
+"""Where the functions under test run; the oracles stay on the CPU."""
 
 
 def check(fn: Callable[[], None]) -> Callable[[], None]:
@@ -81,8 +85,17 @@ def uneven(n: int) -> list[slice]:
 def everywhere(value: Any) -> list[Any]:
     """Returns the values of all ranks, without the package's own messages."""
     values: list[Any] = [None] * ranks()
-    dist.all_gather_object(values, value, group=GROUP)
+    dist.all_gather_object(values, tree_map(_on_host, value), group=GROUP)
     return values
+
+
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def here(t: Tensor | None) -> Any:
+    """Returns a tensor on the device of the functions under test."""
+    return None if t is None else t.to(DEVICE)
 
 
 def joined(t: Tensor, dim: int) -> Tensor:
@@ -95,7 +108,7 @@ def total(t: Tensor) -> Tensor:
 
 
 def leaf(t: Tensor | None, at: tuple[Any, ...] = (), grad: bool = True) -> Tensor | None:
-    return None if t is None else t[at].clone().requires_grad_(grad)
+    return None if t is None else here(t[at].clone()).requires_grad_(grad)
 
 
 def message(fn: Callable[[], Any]) -> str:
@@ -129,8 +142,8 @@ def attended(
     q, k = leaf(made["q"], (_ALL, s), grad), leaf(made["k"], (_ALL, _ALL, t), grad)
     v = k if made["v"] is None else leaf(made["v"], (_ALL, _ALL, t), grad)
     sink = leaf(made["sink"], grad=grad)
-    ids = [None if made.get(n) is None else made[n][:, at] for n, at in (("segments_q", s), ("segments_k", t))]
-    chosen = {"indices" if listed else "ranges": made["indices" if listed else "ranges"][:, s]}
+    ids = [None if made.get(n) is None else here(made[n][:, at]) for n, at in (("segments_q", s), ("segments_k", t))]
+    chosen = {"indices" if listed else "ranges": here(made["indices" if listed else "ranges"][:, s])}
     o, lse = selection_attention(
         q,
         k,
@@ -148,7 +161,7 @@ def attended(
     if up is None:
         return results
     outputs = [{"o": o, "lse": lse}[n] for n in up]
-    torch.autograd.backward(outputs, [u[:, s] for u in up.values()])
+    torch.autograd.backward(outputs, [here(u[:, s]) for u in up.values()])
     results |= {"dq": joined(q.grad, 1), "dk": joined(k.grad, 2)}
     if made["v"] is not None:
         results["dv"] = joined(v.grad, 2)
@@ -316,19 +329,19 @@ def gradients_that_only_some_ranks_need() -> None:
     for method in ("gather", "ring"):
         q = leaf(made["q"], (_ALL, s), me() == 0)
         k = leaf(made["k"], (_ALL, _ALL, t), last)
-        v, sink = made["v"][:, :, t], made["sink"]
-        o = selection_attention(q, k, v, made["ranges"][:, s], sink=sink, method=method, group=GROUP)
+        v, sink, ranges = (here(r) for r in (made["v"][:, :, t], made["sink"], made["ranges"][:, s]))
+        o = selection_attention(q, k, v, ranges, sink=sink, method=method, group=GROUP)
         assert o.requires_grad or (method == "gather" and not last)
         if o.requires_grad:
-            o.backward(up["o"][:, s])
+            o.backward(here(up["o"][:, s]))
         # gather: q needs no message, k needs all ranks
         assert (q.grad is None) == (me() != 0) and (k.grad is None) == (not last)
         if q.grad is not None:
-            assert helpers.error(q.grad, want["dq"][:, s]) < 2e-5
+            assert helpers.error(q.grad.cpu(), want["dq"][:, s]) < 2e-5
         if k.grad is not None:
-            assert helpers.error(k.grad, want["dk"][:, :, t]) < 2e-5
+            assert helpers.error(k.grad.cpu(), want["dk"][:, :, t]) < 2e-5
         with torch.no_grad():
-            frozen = selection_attention(q, k, v, made["ranges"][:, s], sink=sink, method=method, group=GROUP)
+            frozen = selection_attention(q, k, v, ranges, sink=sink, method=method, group=GROUP)
         assert not frozen.requires_grad and torch.equal(frozen, o)
 
 
@@ -389,7 +402,7 @@ def _scan(
     states = [leaf(made[n]) if replicated or me() == 0 else None for n in ("S0", "M0")]
     inputs = [leaf(made["kvqm"], (at,)), *biases, *states]
     out, S, M = e79_scan(*inputs, group=GROUP, chunks=chunks)
-    torch.autograd.backward([{"out": out, "S": S, "M": M}[n] for n in names], [ups[me()][n] for n in names])
+    torch.autograd.backward([{"out": out, "S": S, "M": M}[n] for n in names], [here(ups[me()][n]) for n in names])
     pieces = everywhere({"out": out.detach(), "S": S.detach(), "M": M.detach()})
     grads = {"dkvqm": joined(inputs[0].grad, 0)}
     for n, t in zip(("b_s", "b_m"), biases, strict=True):
@@ -486,10 +499,11 @@ def index_of_all_keys() -> None:
     s, t = shares(10)[me()], uneven(14)[me()]
     up = torch.randn((2, 10, 14), generator=g)
     mine = [leaf(q, (_ALL, s)), leaf(k, (_ALL, t)), leaf(w, (_ALL, s))]
-    here = {"limit": limit[:, s], "mask": mask[:, s], "segments_q": ids[0][:, s], "segments_k": ids[1][:, t]}
-    scores = index_scores(*mine, scale=0.5, group=GROUP, **here)
-    scores.backward(up[:, s])
-    chosen = joined(index_topk(*mine, 5, scale=0.5, group=GROUP, **here), 1)
+    own = {"limit": limit[:, s], "mask": mask[:, s], "segments_q": ids[0][:, s], "segments_k": ids[1][:, t]}
+    own = {name: here(tensor) for name, tensor in own.items()}
+    scores = index_scores(*mine, scale=0.5, group=GROUP, **own)
+    scores.backward(here(up[:, s]))
+    chosen = joined(index_topk(*mine, 5, scale=0.5, group=GROUP, **own), 1)
     got = [joined(scores, 1), joined(mine[0].grad, 1), joined(mine[1].grad, 1), joined(mine[2].grad, 1)]
     wide = [t.double().requires_grad_() for t in (q, k, w)]
     there = {"limit": limit, "mask": mask, "segments_q": ids[0], "segments_k": ids[1]}
@@ -500,7 +514,8 @@ def index_of_all_keys() -> None:
     want = [exact.detach(), *(t.grad for t in wide)]
     for a, b in zip(got, want, strict=True):
         assert helpers_error(a, b) < 1e-6
-    assert torch.equal(chosen, local_topk(q, k, w, 5, scale=0.5, **there))
+    there = {name: here(tensor) for name, tensor in there.items()}
+    assert torch.equal(chosen, local_topk(*map(here, (q, k, w)), 5, scale=0.5, **there).cpu())
 
 
 def helpers_error(got: Tensor, want: Tensor) -> float:
@@ -573,11 +588,9 @@ def _scan_of(group: Any) -> Tensor:
     return e79_scan(torch.ones(2, 1, 4), group=group)[0]
 
 
-@check
-def bytes_are_those_of_the_docstrings() -> None:
-    import helpers_e79
-    import helpers_selection as helpers
-
+@contextlib.contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Yields a list of one number: the bytes that this rank sent to others inside the context."""
     from mhc_inductor.distributed import moves
 
     sent = [0]
@@ -595,13 +608,24 @@ def bytes_are_those_of_the_docstrings() -> None:
         sent[0] += sum(op.tensor.numel() for op in ops if op.op is dist.isend)
         return plain[2](ops)
 
+    moves._all_gather, dist.all_to_all_single, dist.batch_isend_irecv = gathers, scatters, passes
+    try:
+        yield sent
+    finally:
+        moves._all_gather, dist.all_to_all_single, dist.batch_isend_irecv = plain
+
+
+@check
+def bytes_are_those_of_the_docstrings() -> None:
+    import helpers_e79
+    import helpers_selection as helpers
+
     made = helpers.make_inputs("odd", torch.bfloat16, S=12, S_kv=24, Dk=16, Dv=8)
     up, others = helpers.upstream(made), ranks() - 1
     part = 2 * 2 * 24 // ranks() * (16 + 8) * 2
     row = 20 * 8 * others
     measured = []
-    moves._all_gather, dist.all_to_all_single, dist.batch_isend_irecv = gathers, scatters, passes
-    try:
+    with counted_bytes() as sent:
         for run in (
             lambda: attended(made, None, "gather", shares(12), shares(24)),
             lambda: attended(made, up, "gather", shares(12), shares(24)),
@@ -612,8 +636,6 @@ def bytes_are_those_of_the_docstrings() -> None:
             sent[0] = 0
             run()
             measured.append(sent[0] - row)
-    finally:
-        moves._all_gather, dist.all_to_all_single, dist.batch_isend_irecv = plain
     states = 2 * 4 * 5 * 5 * 4
     both = states * ((me() > 0) + (me() < others))
     assert measured == [others * part, 2 * others * part, others * part, 3 * others * part, both], measured

@@ -128,51 +128,72 @@ def outputs(out: Any) -> list[Any]:
 
 def ops_are_sharded_without_communication(mesh: Any) -> None:
     """Every sample of every op, sharded in each way: whole results equal, local ones the op's on local arguments."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    seen = set()
-    for op, case, args in samples():
-        call = getattr(torch.ops.mhc_inductor, op).default
-        given, plain = named(op, args), outputs(call(*args))
-        for kind in SPLITS[op.split("_")[0]]:
-            dims = split_of(op, kind, given, mesh.size())
-            if not dims:
-                continue
-            seen.add((op, kind))
-            # Boundaries of packed sequences, and the blocks that a query sees, count positions of the whole tensor.
-            packed = given.get("cu_seqlens_q") is not None and kind == "queries"
-            gathered = packed or (op == "selection_blocks" and kind in ("queries", "heads"))
-            distributed = spread(given, dims, mesh)
-            with CommDebugMode() as comm:
-                got = outputs(call(*distributed))
-            assert (comm.get_total_counts() > 0) == gathered, f"{op} {case} {kind}: {comm.get_comm_counts()}"
-            where = f"{op} {case} {kind}: {[a.placements[0] for a in got]}"
-            whole = [a.full_tensor() for a in got]
-            assert all(map(close, whole, plain)), f"{where}, errors {list(map(error, whole, plain))}"
-            if not gathered:
-                local = outputs(call(*[t.to_local() if isinstance(t, Tensor) else t for t in distributed]))
-                assert all(torch.equal(a.to_local(), mine) for a, mine in zip(got, local, strict=True)), where
-                assert not any(a.placements[0].is_replicate() for a in got if a.numel()), where
+    seen = {(op, kind) for op, case, args in samples() for kind in sharded_sample(op, case, args, mesh)}
     wanted = {(op, kind) for op, _, _ in samples() for kind in SPLITS[op.split("_")[0]]}
     assert wanted == seen, wanted - seen
 
 
+def sharded_sample(op: str, case: str, args: Sequence[Any], mesh: Any) -> dict[str, bool]:
+    """Checks a sample sharded in each way; returns whether all results have the bits of the unsharded op, by way."""
+    args = placed(args, mesh)
+    call = getattr(torch.ops.mhc_inductor, op).default
+    given, plain = named(op, args), outputs(call(*args))
+    found = {}
+    for kind in SPLITS[op.split("_")[0]]:
+        if dims := split_of(op, kind, given, mesh.size()):
+            whole = _sharded(op, f"{case} {kind}", given, dims, mesh)
+            assert all(map(close, whole, plain)), f"{op} {case} {kind}: errors {list(map(error, whole, plain))}"
+            found[kind] = all(map(torch.equal, whole, plain))
+    return found
+
+
+def _sharded(op: str, case: str, given: dict[str, Any], dims: dict[str, int], mesh: Any) -> list[Tensor]:
+    """Returns the whole results of an op on sharded arguments; checks what it communicates, and the local results."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    call = getattr(torch.ops.mhc_inductor, op).default
+    # Boundaries of packed sequences, and the blocks that a query sees, count positions of the whole tensor.
+    packed = given.get("cu_seqlens_q") is not None and case.endswith(" queries")
+    gathered = packed or (op == "selection_blocks" and case.endswith((" queries", " heads")))
+    distributed = spread(given, dims, mesh)
+    with CommDebugMode() as comm:
+        got = outputs(call(*distributed))
+    assert (comm.get_total_counts() > 0) == gathered, f"{op} {case}: {comm.get_comm_counts()}"
+    where = f"{op} {case}: {[a.placements[0] for a in got]}"
+    if not gathered:
+        local = outputs(call(*[t.to_local() if isinstance(t, Tensor) else t for t in distributed]))
+        assert all(torch.equal(a.to_local(), mine) for a, mine in zip(got, local, strict=True)), where
+        assert not any(a.placements[0].is_replicate() for a in got if a.numel()), where
+    return [a.full_tensor() for a in got]
+
+
+def placed(args: Sequence[Any], mesh: Any) -> list[Any]:
+    """Returns arguments with their tensors on the mesh's device."""
+    return [t.to(mesh.device_type) if isinstance(t, Tensor) else t for t in args]
+
+
 def other_placements_are_redistributed(mesh: Any) -> None:
     """The first argument of each op, sharded at each dimension or partial: the results stay what they are."""
-    from torch.distributed.tensor import DTensor, Partial
-
     first = {op: (case, args) for op, case, args in reversed(samples())}
     assert first.keys() == sharding.TABLE.keys()
     for op, (case, args) in first.items():
-        call = getattr(torch.ops.mhc_inductor, op).default
-        given, plain = named(op, args), outputs(call(*args))
-        name, t = next((k, t) for k, t in given.items() if isinstance(t, Tensor))
-        whole = spread(given, {}, mesh)
-        part = t if mesh.get_local_rank() == 0 else torch.zeros_like(t)
-        whole[list(given).index(name)] = DTensor.from_local(part, mesh, [Partial("sum")])
-        for distributed in (whole, *(spread(given, {name: d}, mesh) for d in range(t.dim()) if t.shape[d] > 1)):
-            for a, want in zip(outputs(call(*distributed)), plain, strict=True):
-                assert close(a.full_tensor(), want), f"{op} {case} {name}: {a.placements}"
+        redistributed_sample(op, case, args, mesh)
+
+
+def redistributed_sample(op: str, case: str, args: Sequence[Any], mesh: Any) -> None:
+    """Checks a sample whose first tensor is sharded at each of its dimensions, or partial."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    args = placed(args, mesh)
+    call = getattr(torch.ops.mhc_inductor, op).default
+    given, plain = named(op, args), outputs(call(*args))
+    name, t = next((k, t) for k, t in given.items() if isinstance(t, Tensor))
+    whole = spread(given, {}, mesh)
+    part = t if mesh.get_local_rank() == 0 else torch.zeros_like(t)
+    whole[list(given).index(name)] = DTensor.from_local(part, mesh, [Partial("sum")])
+    for distributed in (whole, *(spread(given, {name: d}, mesh) for d in range(t.dim()) if t.shape[d] > 1)):
+        for a, want in zip(outputs(call(*distributed)), plain, strict=True):
+            assert close(a.full_tensor(), want), f"{op} {case} {name}: {a.placements}"
 
 
 # --- public functions, with gradients -----------------------------------------------------------------------
@@ -210,29 +231,32 @@ def trained(fn: Callable[..., Any], args: Sequence[Tensor]) -> list[Tensor]:
 def same(fn: Callable[..., Any], args: Sequence[Tensor], placements: Sequence[Any], mesh: Any) -> None:
     from torch.distributed.tensor import distribute_tensor
 
+    args = placed(args, mesh)
     want = trained(fn, args)
     got = trained(fn, [distribute_tensor(t, mesh, p) for t, p in zip(args, placements, strict=True)])
     errors = [error(a, b) for a, b in zip(got, want, strict=True)]
-    assert max(errors) < 1e-12, errors
+    assert max(errors) < TOLERANCE[args[0].dtype], errors
 
 
-def mhc_trains(mesh: Any) -> None:
+def mhc_trains(mesh: Any, dtype: torch.dtype = torch.float64) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
-    args = mhc_inputs()
+    args = mhc_inputs(dtype=dtype)
     for placement in (Shard(0), Shard(1), Shard(-2), Shard(-1), Replicate()):
         same(mhc_layer, args, [[placement], *[[Replicate()]] * 4], mesh)
     # Parameters that are sharded themselves, as FSDP keeps them, are gathered.
     same(mhc_layer, args, [[Shard(0)], *[[Shard(0)]] * 4], mesh)
 
 
-def e79_trains(mesh: Any) -> None:
+def e79_trains(mesh: Any, dtype: torch.dtype = torch.float64) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     import mhc_inductor as mi
 
     g = torch.Generator().manual_seed(4)
-    args = [torch.randn(s, generator=g, dtype=torch.float64) for s in ((5, 3, 16), (4,), (3, 4, 4), (3, 4, 4))]
+    args = [
+        torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in ((5, 3, 16), (4,), (3, 4, 4), (3, 4, 4))
+    ]
 
     def scan(kvqm: Tensor, b_s: Tensor, S0: Tensor, M0: Tensor) -> Any:
         return mi.e79_scan(kvqm, b_s, None, S0, M0)
@@ -242,14 +266,14 @@ def e79_trains(mesh: Any) -> None:
         same(scan, args, split, mesh)
 
 
-def selection_trains(mesh: Any) -> None:
+def selection_trains(mesh: Any, dtype: torch.dtype = torch.float64) -> None:
     from torch.distributed.tensor import Replicate, Shard
 
     import mhc_inductor as mi
 
     g = torch.Generator().manual_seed(5)
-    q, k, v = (torch.randn(s, generator=g, dtype=torch.float64) for s in ((2, 5, 3, 2, 8), (2, 3, 7, 8), (2, 3, 7, 6)))
-    sink = torch.randn(3, 2, generator=g, dtype=torch.float64)
+    shapes = ((2, 5, 3, 2, 8), (2, 3, 7, 8), (2, 3, 7, 6), (3, 2))
+    q, k, v, sink = (torch.randn(s, generator=g, dtype=torch.float64).to(dtype) for s in shapes)
     start = torch.randint(0, 6, (2, 5, 3, 2, 1), generator=g)
     ranges, indices = torch.cat([start, start + 2], -1), torch.randint(-1, 7, (2, 5, 3, 4), generator=g)
 

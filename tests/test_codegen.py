@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor import backend
+from mhc_inductor.tuning import table
 
 OPS = torch.ops.mhc_inductor
 N, D = 4, 256
@@ -89,6 +90,17 @@ def test_training_graphs_launch_the_kernels_and_fold_the_sum():
     # One pointwise kernel is left, tanh: dx + dx2 takes no pass of its own.
     assert len([k for k in launches if not k.startswith("mhc_")]) == 1
     assert mhc_inductor.counters()["dx_acc folded"] == before + 1
+
+
+def test_a_tuned_table_reaches_the_generated_launch():
+    def programs():
+        return int(
+            re.search(r"mhc_post_\d+\.run\(.*?, (\d+), 1, 1, stream", _compile(_layer, backend="mhc_inductor"))[1]
+        )
+
+    assert programs() == 2 * 128
+    with table.use({f"mhc.post({D}, {N})": {"BD": 128, "num_warps": 8, "N": 1}}):
+        assert programs() == 2 * 128 * 2
 
 
 def test_no_fp32_copy_of_x():

@@ -13,9 +13,11 @@ import torch
 from conftest import GPU
 
 import mhc_inductor  # noqa: F401
+from mhc_inductor.kernels import tuned
 from mhc_inductor.kernels.eager import plan_of
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.mhc import config, plan
+from mhc_inductor.tuning import table
 
 if not GPU:
     from interpreter_fixes import fix_dot
@@ -140,6 +142,26 @@ def test_post_other_n_and_dtypes(device, n):
     inputs = h.make_post_inputs((3,), n, 40, BF16, f_dtype=F32, h_dtype=BF16, device=device)
     up = h.upstream({"x": inputs["x"]})["x"]
     h.compare(h.run_post(inputs, True, up), h.oracle_post(inputs, True, up), 1e-6, ROUNDINGS)
+
+
+@pytest.mark.parametrize("run", ["pre", "post"])
+def test_sizes_that_a_tuned_table_may_choose_change_no_bit(device, run):
+    """Forward: a program's columns of elements that no sum joins."""
+    pre, post = h.make_inputs((3,), 4, 300, BF16, device=device), h.make_post_inputs((3,), 4, 300, BF16, device=device)
+
+    def results():
+        found = h.run_pre(pre) if run == "pre" else h.run_post(post, True)
+        return {k: v.clone() for k, v in found.items()}
+
+    with tuned.recorded() as asked:
+        want = results()
+    (key,) = (k for k in asked if k.startswith(f"mhc.{run}("))
+    tried = [{f: v} for f in ("BD", "WK") for v in asked[key].choices.get(f, ()) if v != getattr(asked[key].default, f)]
+    assert len(tried) >= 4
+    for values in tried:
+        with table.use({key: values}):
+            got = results()
+        assert got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want), values
 
 
 def test_post_without_residual_matrix(device):
