@@ -28,6 +28,15 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 from mhc_inductor.scope import Change, replace
 
 
+def onnx_exporting() -> bool:
+    """Returns whether ``torch.onnx.export`` runs.
+
+    The public function imports the exporter, so it is asked only where that is imported already. The name of the module
+    is that of 2.11 to 2.13.
+    """
+    return "torch.onnx._internal.exporter._flags" in sys.modules and torch.onnx.is_in_onnx_export()
+
+
 def tracing() -> bool:
     """Returns whether Dynamo, AOTAutograd or AOTInductor is compiling a graph on this thread."""
     return torch._guards.TracingContext.try_get() is not None or in_package()

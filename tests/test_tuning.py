@@ -182,16 +182,23 @@ def test_the_command_runs_the_workloads_of_every_operator(
     """On a CPU the ops run their formulas: nothing asks for a configuration, and every output has a gradient."""
     monkeypatch.setattr(workloads, "SIZES", (5, 1))
     plan = workloads.workloads(workloads.KINDS, (64,), torch.device("cpu"))
-    assert len(plan) == 1 + 2 + 3 + 2 + 5
-    some = [
-        w
-        for w in plan
-        if w.name in ("mHC, D = 64", "selection, 4 heads of 128", "index, 64 heads of 64", "E79, n = 16")
-    ]
-    results = {w.name: list(w.make().outputs()) for w in some}
-    assert {name: len(found) for name, found in results.items()} == {
-        "mHC, D = 64": 2 * 7, "selection, 4 heads of 128": 2 * 4, "index, 64 heads of 64": 2 * 4, "E79, n = 16": 2 * 4,
-    }  # fmt: skip
+    assert len(plan) == 2 * (2 + 2 + 3 + 2 + 5)
+    names = {
+        "mHC pre, D = 64": 3 + 4,
+        "mHC post, D = 64": 1 + 4,
+        "selection, 4 heads of 128": 4,
+        "index, 64 heads of 64": 4,
+    }
+    names["E79, n = 16"] = 3 + 1
+    some = [w for w in plan if w.name.rpartition(", ")[0] in names]
+    assert [w.name.rpartition(", ")[2] for w in some] == ["forward"] * 2 + ["training"] * 2 + [
+        "forward",
+        "training",
+    ] * 3
+    for workload in some:
+        calls = workload.make()
+        assert len(calls.outputs()) == 2 * names[workload.name.rpartition(", ")[0]], workload.name
+        assert (calls.timed() is None) == workload.name.endswith("forward")
     content = command.search(some[:1], tmp_path / "t.json", {"device": "cpu"}, lambda call: 1.0, 1.0)
     assert content == {"header": {"device": "cpu"}, "entries": {}, "measured": {}} == table.read(tmp_path / "t.json")
 

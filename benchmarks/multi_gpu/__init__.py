@@ -63,7 +63,7 @@ def _checks(s: Settings, out: pathlib.Path) -> list[Job]:
             "checks:sharded_ops",
             s.ranks,
             150,
-            options={"share": i, "shares": shares, "seconds": 90, **most},
+            options={"share": i, "shares": shares, "seconds": 60, **most},
         )
         for i in range(shares)
     ]

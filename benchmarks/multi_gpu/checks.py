@@ -30,7 +30,7 @@ CONTEXT = (
 )
 """Names in ``tests/distributed_checks.py``."""
 TRAINED = ("mhc_trains", "e79_trains", "selection_trains")
-"""Names in ``tests/sharded_checks.py`` of checks with gradients."""
+"""Names in ``tests/sharded_training.py``."""
 PER_TOKEN = ("batch", "sequence", "queries")
 """Ways of sharding that leave a token's arithmetic as it is: its results must have equal bits."""
 
@@ -57,8 +57,9 @@ def sharded_ops(ranks: Ranks) -> dict[str, Any]:
 
     The first sample of each op comes first, then the second: what the seconds do not allow is left out, and counted.
     """
-    import sharded_checks as checks
     from torch.distributed.tensor import init_device_mesh
+
+    from tests import sharded_ops as checks
 
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     plan = _samples(checks, ranks.options["share"], ranks.options["shares"], ranks.options.get("most"))
@@ -97,8 +98,9 @@ def _samples(checks: Any, share: int, shares: int, most: int | None) -> list[tup
 
 def trained(ranks: Ranks) -> dict[str, Any]:
     """Runs the public functions on DTensors with gradients, in fp32: every split of the tests, against one rank."""
-    import sharded_checks as checks
     from torch.distributed.tensor import init_device_mesh
+
+    from tests import sharded_training as checks
 
     mesh, names = init_device_mesh(ranks.device.type, (ranks.size,)), TRAINED[: ranks.options.get("most")]
     return _all(ranks, {name: functools.partial(getattr(checks, name), mesh, torch.float32) for name in names})
@@ -129,6 +131,7 @@ def _try(ranks: Ranks, name: str, check: Callable[[], T], failed: dict[str, str]
 def context(ranks: Ranks) -> dict[str, Any]:
     """Runs the checks of context parallelism, forward and backward, against the fp64 oracles of one process."""
     import distributed_checks as checks
+    import distributed_tools
 
-    checks.DEVICE = ranks.device
+    distributed_tools.DEVICE = ranks.device
     return _all(ranks, {name: checks.CHECKS[name] for name in CONTEXT[: ranks.options.get("most")]})

@@ -141,7 +141,7 @@ def _measured(
     name: str, fn: Callable[..., Outputs], inputs: list[Tensor], everyone: bool, rounds: int, ranks: Ranks
 ) -> dict[str, Any]:
     """Returns ms and the bytes that a rank sends, forward and with the backward, and the peak of memory."""
-    import distributed_checks
+    import distributed_tools
 
     def forward() -> None:
         with torch.no_grad():
@@ -162,7 +162,7 @@ def _measured(
     for what, call in calls.items():
         sent, peak = 0, None
         if everyone or ranks.rank == 0:
-            with distributed_checks.counted_bytes() as counted:
+            with distributed_tools.counted_bytes() as counted:
                 peak = ranks.peak_mb(call)
             sent = counted[0]
         every = ranks.everywhere((sent, peak))

@@ -21,9 +21,12 @@ Op = Callable[..., Any]
 
 
 def workloads(kinds: Sequence[str], widths: Sequence[int], device: torch.device) -> list[Workload]:
-    """Returns the workloads of these kinds; ``widths`` are D of mHC."""
+    """Returns the workloads of these kinds; ``widths`` are D of mHC.
+
+    Forwards come first: a configuration is measured where it is most of the time.
+    """
     every = {
-        "mhc": [(f"mHC, D = {D}", functools.partial(_mhc, D)) for D in widths],
+        "mhc": [(f"mHC {part}, D = {D}", functools.partial(_MHC[part], D)) for D in widths for part in _MHC],
         "selection": [
             (f"selection, {h} heads of {D}", functools.partial(_ranges, h, D)) for h, D in ((16, 128), (4, 128))
         ],
@@ -31,16 +34,27 @@ def workloads(kinds: Sequence[str], widths: Sequence[int], device: torch.device)
         "index": [(f"index, 64 heads of {D}", functools.partial(_index, D)) for D in (64, 128)],
         "e79": [(f"E79, n = {n}", functools.partial(_e79, n)) for n in (16, 32, 64, 96, 128)],
     }
-    return [Workload(name, functools.partial(_calls, make, device)) for kind in kinds for name, make in every[kind]]
+    return [
+        Workload(f"{name}, {'training' if trains else 'forward'}", functools.partial(_calls, make, device, trains))
+        for kind in kinds
+        for trains in (False, True)
+        for name, make in every[kind]
+    ]
 
 
-def _calls(make: Callable[[int, Any], tuple[Op, list[Tensor]]], device: torch.device) -> Calls:
-    runs = []
+def _calls(make: Callable[[int, Any], tuple[Op, list[Tensor]]], device: torch.device, trains: bool) -> Calls:
+    runs, timed = [], None
     for size in SIZES:
-        generator = torch.Generator(device).manual_seed(size)
-        op, inputs = make(size, _Draw(generator, device))
+        op, inputs = make(size, _Draw(torch.Generator(device).manual_seed(size), device))
         runs.append(functools.partial(_trained, op, inputs))
-    return Calls(lambda: [t for run in runs for t in run()], runs[0])
+        timed = timed or (runs[0] if trains else functools.partial(_forward, op, inputs))
+    assert timed is not None
+    return Calls(lambda: [t for run in runs for t in run()], timed)
+
+
+@torch.no_grad()
+def _forward(op: Op, inputs: Sequence[Tensor]) -> None:
+    op(*inputs)
 
 
 def _trained(op: Op, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -70,18 +84,24 @@ class _Draw:
 # --- the operators, each as (tokens, draw) -> (call, inputs) -------------------------------------------------
 
 
-def _mhc(D: int, T: int, draw: _Draw) -> tuple[Op, list[Tensor]]:
+def _pre(D: int, T: int, draw: _Draw) -> tuple[Op, list[Tensor]]:
     n, fp32 = 4, torch.float32
     m = n * n + 2 * n
-    inputs = [draw.normal(T, n, D), draw.normal(T, D), draw.normal(m, n * D, scale=(n * D) ** -0.5, dtype=fp32)]
-    inputs += [draw.normal(size, dtype=fp32) for size in (3, m)]
+    inputs = [draw.normal(T, n, D), draw.normal(m, n * D, scale=(n * D) ** -0.5, dtype=fp32)]
+    return functools.partial(mi.mhc_pre, sinkhorn_iters=20), [
+        *inputs,
+        draw.normal(3, dtype=fp32),
+        draw.normal(m, dtype=fp32),
+    ]
 
-    def layer(x: Tensor, f: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        h_in, h_post, h_res = mi.mhc_pre(x, phi, alpha, bias, sinkhorn_iters=20)
-        assert h_res is not None
-        return h_in, mi.mhc_post(x, f, h_post, h_res, transpose_res=True)
 
-    return layer, inputs
+def _post(D: int, T: int, draw: _Draw) -> tuple[Op, list[Tensor]]:
+    n, fp32 = 4, torch.float32
+    inputs = [draw.normal(T, n, D), draw.normal(T, D), draw.normal(T, n, dtype=fp32), draw.normal(T, n, n, dtype=fp32)]
+    return functools.partial(mi.mhc_post, transpose_res=True), inputs
+
+
+_MHC = {"pre": _pre, "post": _post}
 
 
 def _ranges(h: int, D: int, S: int, draw: _Draw) -> tuple[Op, list[Tensor]]:
