@@ -11,7 +11,7 @@ import torch
 from mhc_inductor import compat
 from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import Ref
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, divmod_index
 
 _LARGEST = 256
 """Largest number of atoms in one integer, those inside its quotients included."""
@@ -334,7 +334,7 @@ def replaced(ref: Ref, old: Var, new: Linear) -> Ref:
 
 
 def placed(ref: Ref, old: Var, new: Index) -> Ref:
-    """Returns ``ref`` with ``old`` replaced by the index ``new``. Raises Unsupported if a quotient would change."""
+    """Returns ``ref`` with ``old`` replaced by the index ``new``. Raises Unsupported if a quotient is not an index."""
     return Ref(ref.value, tuple(_with(i, old, new) for i in ref.index))
 
 
@@ -344,20 +344,21 @@ def _with(index: Index, old: Var, new: Index) -> Index:
         if a is old:
             total = total.plus(new.times(c))
         elif isinstance(a, Part) and old in Index({a: ONE}).variables():
-            # A quotient stays valid only if one variable replaces another.
-            (only,) = new.terms.items() if len(new.terms) == 1 else ((None, ONE),)
-            if not isinstance(only[0], Var) or only[1] != ONE:
-                raise Unsupported
-            total = total.plus(Index({_renamed(a, old, only[0]): c}))
+            total = total.plus(_divided(a, old, new).times(c))
         else:
             total = total.plus(Index({a: c}))
     return total
 
 
-def _renamed(a: Any, old: Var, new: Var) -> Any:
-    if isinstance(a, Part):
-        return Part(_renamed(a.of, old, new), a.by, a.mod)
-    return new if a is old else a
+def _divided(a: Any, old: Var, new: Index) -> Index:
+    """Returns a variable, or a part of one, with ``old`` replaced by ``new``. Raises Unsupported if that is no index."""
+    if not isinstance(a, Part):
+        return new if a is old else Index({a: ONE})
+    of = _divided(a.of, old, new)
+    (only,) = of.terms.items() if len(of.terms) == 1 else ((None, ONE),)
+    if only[0] is not None and only[1] == ONE:
+        return Index({Part(only[0], a.by, a.mod): ONE})
+    return divmod_index(of, a.by)[a.mod]
 
 
 def mapped(value: Linear, fn: Callable[[Ref], Ref]) -> Linear:

@@ -35,7 +35,7 @@ from mhc_inductor.routing.operators.selection.fills import Fills, Rows
 from mhc_inductor.routing.operators.selection.keys import AnyOf, alike
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
-from mhc_inductor.routing.operators.selection.operands import Scaled, dot
+from mhc_inductor.routing.operators.selection.operands import Pair, Scaled, dot
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, selects
 from mhc_inductor.routing.operators.selection.visible_rows import seen_by_all
 from mhc_inductor.routing.operators.selection.weights import Traced, Weights
@@ -153,7 +153,8 @@ class Recogniser:
         q = _aligned(call.q, (*lead, s, var(width)))
         k = _aligned(call.k, (*kv_lead, var(t), var(width)))
         v = _aligned(call.v, (*kv_lead, var(t), e))
-        return Found(call.out, dims, q, k, v, width, t, _scale(call.scale, width), keys, [call.mask], masks, fills)
+        scale = _scale(call.scale, width)
+        return Found(call.out, dims, [Pair(q, k, width)], v, t, scale, keys, [call.mask], masks, fills)
 
     def _value(self, node: Any) -> Value:
         """Returns the value of a tensor's node. Raises NotOurs for anything else."""
@@ -180,19 +181,14 @@ class Recogniser:
         masks, dense = self._masks(), [*weights.same]
         self._given = []
         scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self._given)
-        found = dot(scores.ref)
-        assert found is not None
         if scores.sink is None and t.size != softmax.shape[_dim_of(softmax)]:
             raise NotOurs("the weights of some keys are cut off before the product with V", out)
-        self._shapes = [_keys_last(softmax), *(x.value.shape for x in (*found[:2], v))]
-        if len(found[2]) != 1:
-            raise NotOurs
-        scaled = [Scaled(side, inputs=True) for side in found[:2]]
-        has = [t in variables_of(x.end) for x in scaled]
-        if has[0] == has[1]:
-            raise NotOurs
-        q, k = scaled if has[1] else scaled[::-1]
-        factor = scores.factor * q.factor * k.factor
+        self._shapes = [
+            _keys_last(softmax),
+            *(x.value.shape for _, *sides, _ in scores.products for x in sides),
+            v.value.shape,
+        ]
+        pairs, factor = _paired(scores, v, t)
         scores.fills.no_nan = traced.no_nan or softmax.func is aten._safe_softmax.default
 
         def keys() -> AnyOf:
@@ -206,7 +202,7 @@ class Recogniser:
             return total
 
         fills = scores.fills
-        return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, keys, dense, masks, fills, sink=scores.sink)
+        return Found(out, dims, pairs, v, t, factor, keys, dense, masks, fills, sink=scores.sink)
 
     def selects(self, scores: Value, dim: int) -> bool:
         """Checks whether ``scores``, with keys in ``dim``, have a mask whose visible keys depend on tensor values."""
@@ -251,6 +247,39 @@ class Recogniser:
             found.opted = True
             return Rows.ZERO
         return found.fills.rows(found.out)
+
+
+def _paired(scores: Scores, v: Ref, t: Key) -> tuple[list[Pair], float]:
+    """Returns q and k of each product that the scores are the sum of, and the factor of all of them.
+
+    Raises NotOurs for other products, and for products that one product of concatenated vectors cannot replace.
+    """
+    made: list[tuple[float, Pair]] = []
+    for factor, *sides, bound in scores.products:
+        if len(bound) != 1:
+            raise NotOurs
+        scaled = [Scaled(side, inputs=True) for side in sides]
+        has = [t in variables_of(x.end) for x in scaled]
+        if has[0] == has[1]:
+            raise NotOurs
+        q, k = scaled if has[1] else scaled[::-1]
+        made.append((factor * q.factor * k.factor, Pair(q.ref, k.ref, bound[0])))
+    if len(made) > 1:
+        _check_sum(made, v, t, scores.ref.value)
+    return [pair for _, pair in made], scores.factor * made[0][0]
+
+
+def _check_sum(made: Sequence[tuple[float, Pair]], v: Ref, t: Key, where: Value) -> None:
+    """Raises NotOurs unless concatenated vectors give the sum of products, and no key is copied for every query."""
+    for factor, pair in made:
+        if pair.d.size.symbols:
+            raise DynamicWidth(pair.d.size)
+        if factor != made[0][0]:
+            raise NotOurs(
+                "the products that are added have different factors; expected scale * (q1 @ k1 + q2 @ k2)", where
+            )
+        if not variables_of(pair.k) <= {*variables_of(v), t, pair.d}:
+            raise NotOurs("keys of one of the products that are added differ where V does not", where)
 
 
 def _scale(given: Any, width: Var) -> float:

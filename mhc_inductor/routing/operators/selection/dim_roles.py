@@ -23,7 +23,8 @@ def assign(found: Found) -> None:
         found.keys = [e for conj in found.keys if (e := settled(inside(conj))) is not None]
     elif not any(x.data() for conj in found.keys for x in conj.comparisons()):
         raise NotOurs
-    asked, in_k, in_v = map(variables_of, found.deepest())
+    *sides, in_v = map(variables_of, found.deepest())
+    asked, in_k = (set[Var]().union(*each) for each in (sides[::2], sides[1::2]))
     held = in_k | in_v
     ours = [v for digits in found.dims for v in digits if v.size != ONE]
     shared = [v for v in ours if v in held and v in asked]

@@ -70,7 +70,7 @@ def sizes_of(one: Found, hints: Mapping[str, int], device: str, dtype: torch.dty
             if each.selects and selected is not None:
                 selected = selected + min(widths) * now(each.bound) if widths else None
     groups = now([*one.batch, *one.groups])
-    width, values = now([one.d]), now(one.feature)
+    width, values = present_size(one.width, hints), now(one.feature)
     if one.entries is None:
         width = max(width, values)
     latent = None

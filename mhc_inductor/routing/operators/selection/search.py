@@ -243,7 +243,7 @@ class Search:
         latent = None if found.entries is None else absorption(self.view, found)
         if isinstance(latent, Absorbed):
             found.absorbed = latent
-            if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.q.value.dtype)):
+            if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.v.value.dtype)):
                 found.absorbed = None
 
     def _softmax(self, node: fx.Node) -> list[Found]:
@@ -327,13 +327,11 @@ def _rows(ref: Ref) -> list[Size]:
 
 
 def orders(one: Found) -> list[tuple[Ref, list[Var]]]:
-    """Returns q, k and v, each with its digits in order."""
+    """Returns q and k of each pair, and v, each with its digits in order."""
     lead = [*one.batch, *one.groups]
-    return [
-        (one.q, [*lead, *one.query, *one.heads, one.d]),
-        (one.k, [*lead, one.t, one.d]),
-        (one.v, [*lead, one.t, *one.feature]),
-    ]
+    asked, held = [*lead, *one.query, *one.heads], [*lead, one.t]
+    pairs = [each for p in one.pairs for each in ((p.q, [*asked, p.d]), (p.k, [*held, p.d]))]
+    return [*pairs, (one.v, [*held, *one.feature])]
 
 
 def best(ref: Ref, order: list[Var]) -> Source | None:
@@ -365,7 +363,7 @@ def worthwhile(one: Found, hints: Mapping[str, int]) -> bool:
     Lists that are held in tensors and are slower than dense attention are reported later, when the op is emitted.
     """
     assert one.out.node is not None
-    sizes = sizes_of(one, hints, example(one.out.node).device.type, one.q.value.dtype)
+    sizes = sizes_of(one, hints, example(one.out.node).device.type, one.v.value.dtype)
     if sizes.selected is None or 4 * sizes.selected > 3 * sizes.keys:
         return False
     return any(each.selects for each in one.intervals) or not list_refusal(sizes)
@@ -376,7 +374,7 @@ def region_of(one: Found) -> set[fx.Node]:
     if one.absorbed is not None:
         stop = {value.node for value in one.absorbed.inputs}
     else:
-        stop = {s.ref.value.node for ref in (one.q, one.k, one.v) for s in sources(ref)}
+        stop = {s.ref.value.node for ref in one.refs for s in sources(ref)}
     stop |= {ref.value.node for ref in data_of(one)}
     assert one.out.node is not None
     region, todo = {one.out.node}, [one.out.node]

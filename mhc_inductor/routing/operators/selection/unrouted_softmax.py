@@ -149,8 +149,8 @@ def gathered_keys(scores: Value) -> Value | None:
         return None
     found = None
     with contextlib.suppress(NotOurs, Unsupported, DynamicWidth, Mismatch):
-        sides = dot(Scores(at_key(scores, -1), Masks({}, {}), [], []).ref)
-        found = next((g for side in sides[:2] if (g := gathered(side.value)) is not None), None) if sides else None
+        sides = [x for _, *each, _ in Scores(at_key(scores, -1), Masks({}, {}), [], []).products for x in each]
+        found = next((g for side in sides if (g := gathered(side.value)) is not None), None)
     return found
 
 
@@ -209,7 +209,7 @@ def masks_of(view: View, value: Value, guards: Iterable[tuple[Value, bool, Value
     sides: list[Ref] = []
     with contextlib.suppress(NotOurs, Unsupported, DynamicWidth, Mismatch):
         scores = Scores(ref, masks, [], given)
-        sides += (dot(scores.ref) or ())[:2]
+        sides += [x for _, *each, _ in scores.products for x in each]
         scores.keys()
     hidden = any(_hides(mask, ref, sides, masks) for mask in given)
     for mask, want, of in guards:
@@ -225,9 +225,7 @@ def _hides(mask: Value, ref: Ref, sides: list[Ref], masks: Masks) -> bool:
         return True
     with contextlib.suppress(Unsupported):
         return min(masks.possible(mask), default=0.0) <= -1e4
-    if len(sides) < 2:
-        return False
     # A tensor of unknown contents is a mask if it varies with the query, which K does not, and with the key.
-    q, k = map(variables_of, sides)
     own = {v for i, size in zip(ref.index[::-1], mask.shape[::-1], strict=False) if size != ONE for v in i.variables()}
-    return bool(own & (q - k)) and bool(own & (k - q))
+    pairs = zip(*(map(variables_of, each) for each in (sides[::2], sides[1::2])), strict=True)
+    return any(own & (q - k) and own & (k - q) for q, k in pairs)
