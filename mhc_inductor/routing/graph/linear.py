@@ -361,6 +361,27 @@ def _divided(a: Any, old: Var, new: Index) -> Index:
     return divmod_index(of, a.by)[a.mod]
 
 
+def at_least_zero(x: Linear) -> bool:
+    """Checks whether ``x``, a sum of positions, sizes and quotients, is never negative."""
+    for a, c in x.terms:
+        if isinstance(a, Floor):
+            # by * (of // by) is of minus a remainder in [0, by - 1].
+            if c % a.by:
+                return False
+            m = c // a.by
+            rest = x.plus(atom(a), -c).plus(a.of, m)
+            return at_least_zero(rest if m < 0 else rest.shifted(-m * (a.by - 1)))
+    total = Linear(constant=x.constant)
+    for a, c in x.terms:
+        if not isinstance(a, Var):
+            return False
+        if c < 0:
+            total = total.plus(of_size(a.size), c).shifted(-c)
+    sizes = [c for symbols, c in total.constant if symbols]
+    # A dynamic size is at least 1.
+    return all(c > 0 for c in sizes) and total.offset + sum(sizes) >= 0
+
+
 def mapped(value: Linear, fn: Callable[[Ref], Ref]) -> Linear:
     """Returns ``value`` with ``fn`` applied to every tensor element in it."""
     total = Linear(constant=value.constant)

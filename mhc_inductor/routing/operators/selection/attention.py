@@ -36,6 +36,7 @@ from mhc_inductor.routing.operators.selection.keys import AnyOf, alike
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Pair, Scaled, dot
+from mhc_inductor.routing.operators.selection.picks import Picks, is_gathered
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, selects
 from mhc_inductor.routing.operators.selection.visible_rows import seen_by_all
 from mhc_inductor.routing.operators.selection.weights import Traced, Weights
@@ -57,13 +58,16 @@ class Recogniser:
     """Recognises the attention of one call or of one softmax.
 
     ``zero_rows``: the user asked for zeros in rows without keys. ``by_key``: the mask is to become lists of keys, so
-    its conditions may read tensors at the key.
+    its conditions may read tensors at the key. ``gathered``: K and V are gathered, and the op is to gather them.
     """
 
-    def __init__(self, values: Values, zero_rows: bool = False, by_key: bool = False) -> None:
+    def __init__(self, values: Values, zero_rows: bool = False, by_key: bool = False, gathered: bool = False) -> None:
         self.values = values
         self.zero_rows = zero_rows
         self.by_key = by_key
+        self.gathered = gathered
+        self.gathers = False
+        """Whether the values that the weights meet are gathered."""
         self.differs = False
         """Whether the search found a difference to a selection, not only something that it cannot follow."""
         self._made: list[Masks] = []
@@ -179,6 +183,11 @@ class Recogniser:
         softmax = weights.softmax
         traced, v, t = _sides(weights, Ref(out, tuple(joined(digits) for digits in dims)))
         masks, dense = self._masks(), [*weights.same]
+        self.gathers, picks = is_gathered(v, t), None
+        if self.gathered:
+            place = Var(t.size)
+            traced, v = traced.at(t, place), replaced(v, t, atom(place))
+            t, picks = place, Picks(masks, place)
         self._given = []
         scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self._given)
         if scores.sink is None and t.size != softmax.shape[_dim_of(softmax)]:
@@ -189,6 +198,9 @@ class Recogniser:
             v.value.shape,
         ]
         pairs, factor = _paired(scores, v, t)
+        if picks is not None:
+            v = picks.below(v)
+            pairs = [Pair(p.q, picks.below(p.k), p.d) for p in pairs]
         scores.fills.no_nan = traced.no_nan or softmax.func is aten._safe_softmax.default
 
         def keys() -> AnyOf:
@@ -199,10 +211,14 @@ class Recogniser:
                         "the attention weights are masked again, and not by the mask of the scores", ref.value
                     )
             scores.fills.guarded = bool(traced.guards)
-            return total
+            return total if picks is None else picks.keys(total)
 
         fills = scores.fills
-        return Found(out, dims, pairs, v, t, factor, keys, dense, masks, fills, sink=scores.sink)
+        key = t if picks is None else picks.t
+        assert isinstance(key, Key)
+        found = Found(out, dims, pairs, v, key, factor, keys, dense, masks, fills, sink=scores.sink)
+        found.gathered = picks is not None
+        return found
 
     def selects(self, scores: Value, dim: int) -> bool:
         """Checks whether ``scores``, with keys in ``dim``, have a mask whose visible keys depend on tensor values."""
@@ -246,10 +262,12 @@ class Recogniser:
         if self.zero_rows:
             found.opted = True
             return Rows.ZERO
+        if found.gathered:
+            raise Mismatch(_NO_KEY, found.out)
         return found.fills.rows(found.out)
 
 
-def _paired(scores: Scores, v: Ref, t: Key) -> tuple[list[Pair], float]:
+def _paired(scores: Scores, v: Ref, t: Var) -> tuple[list[Pair], float]:
     """Returns q and k of each product that the scores are the sum of, and the factor of all of them.
 
     Raises NotOurs for other products, and for products that one product of concatenated vectors cannot replace.
@@ -269,7 +287,7 @@ def _paired(scores: Scores, v: Ref, t: Key) -> tuple[list[Pair], float]:
     return [pair for _, pair in made], scores.factor * made[0][0]
 
 
-def _check_sum(made: Sequence[tuple[float, Pair]], v: Ref, t: Key, where: Value) -> None:
+def _check_sum(made: Sequence[tuple[float, Pair]], v: Ref, t: Var, where: Value) -> None:
     """Raises NotOurs unless concatenated vectors give the sum of products, and no key is copied for every query."""
     for factor, pair in made:
         if pair.d.size.symbols:
@@ -280,6 +298,12 @@ def _check_sum(made: Sequence[tuple[float, Pair]], v: Ref, t: Key, where: Value)
             )
         if not variables_of(pair.k) <= {*variables_of(v), t, pair.d}:
             raise NotOurs("keys of one of the products that are added differ where V does not", where)
+
+
+_NO_KEY = (
+    "the keys are gathered, and a query may see none of its list: what the softmax then gives depends on where hidden "
+    'indices point; expected a sink, a mask that leaves a key, or the option "mhc_inductor.empty_rows": "zero"'
+)
 
 
 def _scale(given: Any, width: Var) -> float:
@@ -317,7 +341,7 @@ def _aligned(value: Value, index: Sequence[Index]) -> Ref:
     return Ref(value, tuple(const(0) if s == ONE else i for s, i in zip(value.shape, tail, strict=True)))
 
 
-def _sides(weights: Weights, out: Ref) -> tuple[Traced, Ref, Key]:
+def _sides(weights: Weights, out: Ref) -> tuple[Traced, Ref, Var]:
     """Returns the softmax's element and V's in a product of the two, and the key at which they are."""
     summed = dot(peel(out))
     if summed is None:
@@ -335,8 +359,7 @@ def _sides(weights: Weights, out: Ref) -> tuple[Traced, Ref, Key]:
     if len(keys) != 1 or [(x, c) for x, c in over.terms.items() if x is not None] != [(keys[0], ONE)]:
         raise NotOurs
     old, t = keys[0], Key(keys[0].size)
-    guards = [(replaced(ref, old, atom(t)), want) for ref, want in traced.guards]
-    return Traced(replaced(traced.ref, old, atom(t)), guards, traced.no_nan), replaced(v, old, atom(t)), t
+    return traced.at(old, t), replaced(v, old, atom(t)), t
 
 
 def _dim_of(softmax: Value) -> int:

@@ -40,7 +40,7 @@ def inputs_of(one: Found) -> list[Value]:
 
 def taken(one: Found) -> list[Source]:
     """Returns the tensors that q and k of each pair, and v, are read from. Raises Unsupported if one has no usable layout."""
-    found = [best(ref, order) for ref, order in orders(one)]
+    found = [best(ref, order, one.masks.equal) for ref, order in orders(one)]
     if any(source is None for source in found):
         raise Unsupported
     return [source for source in found if source is not None]

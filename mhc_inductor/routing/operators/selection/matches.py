@@ -59,6 +59,8 @@ class Found:
     rows: Rows = Rows.ZERO
     sink: Ref | None = None
     """The logit, one a head, that joins the softmax's denominator only."""
+    gathered: bool = False
+    """Whether the model gathers each query's keys, at indices that differ where they are visible."""
     opted: bool = False
     """Whether rows without keys give 0 because the user asked for it, although the formula gives something else."""
     intervals: list[Interval] = dataclasses.field(default_factory=list)

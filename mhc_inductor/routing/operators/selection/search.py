@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 
 import torch
 from torch import fx
@@ -184,12 +184,30 @@ class Search:
         if listed is not None and worthwhile(listed, self.values.sizes):
             return [listed]
         self.misses[known:] = missed
+        gathered = self._gathered(node, known)
+        if gathered or recogniser.gathers:
+            found = self._picked(recognise, node, known)
+            if found is not None:
+                return [found]
         self.failed.append(recogniser)
-        if not self._gathered(node, known) and not missed and recogniser.given:
+        if not gathered and not self.misses[known:] and recogniser.given:
             close = recogniser.close or [v for v in (by_choice(recogniser.given),) if v is not None]
             reason = _OTHER if recogniser.close else _THRESHOLD if close else _ORDINARY
             self._miss(reason, close[-1] if close else None, node, ordinary=not close)
         return []
+
+    def _picked(self, recognise: Callable[[Recogniser], Found], node: fx.Node, known: int) -> Found | None:
+        """Returns the attention over gathered keys at ``node``.
+
+        If there is none, its near misses replace those from ``known`` on, if it has any.
+        """
+        missed = self.misses[known:]
+        del self.misses[known:]
+        found = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True, gathered=True), recognise, node)
+        if found is not None:
+            return found
+        self.misses[known:] = self.misses[known:] or missed
+        return None
 
     def _gathered(self, node: fx.Node, known: int) -> bool:
         """Reports an attention whose keys are gathered, in place of the misses from ``known`` on.
@@ -215,7 +233,9 @@ class Search:
         try:
             found = recognise(recogniser)
             self._absorb(found)
-            if found.absorbed is not None or all(best(ref, order) is not None for ref, order in orders(found)):
+            if found.absorbed is not None or all(
+                best(ref, order, found.masks.equal) is not None for ref, order in orders(found)
+            ):
                 return found
             self._miss("q, k or v cannot be followed through their views", found.out, node)
         except Mismatch as mismatch:
@@ -334,11 +354,14 @@ def orders(one: Found) -> list[tuple[Ref, list[Var]]]:
     return [*pairs, (one.v, [*held, *one.feature])]
 
 
-def best(ref: Ref, order: list[Var]) -> Source | None:
-    """Returns the farthest source that holds q, k or v as a plain array of digits, or None."""
+def best(ref: Ref, order: list[Var], equal: Set[frozenset[Size]] = frozenset()) -> Source | None:
+    """Returns the farthest source that holds q, k or v as a plain array of digits, or None.
+
+    ``equal``: pairs of sizes that are the same number.
+    """
     found = None
     for source in sources(ref):
-        if source.ref.value.node is not None and layout(source.ref, set(order), set()) is not None:
+        if source.ref.value.node is not None and layout(source.ref, set(order), equal) is not None:
             found = source
     return found
 
@@ -364,6 +387,8 @@ def worthwhile(one: Found, hints: Mapping[str, int]) -> bool:
     """
     assert one.out.node is not None
     sizes = sizes_of(one, hints, example(one.out.node).device.type, one.v.value.dtype)
+    if one.gathered:
+        return True
     if sizes.selected is None or 4 * sizes.selected > 3 * sizes.keys:
         return False
     return any(each.selects for each in one.intervals) or not list_refusal(sizes)
