@@ -20,6 +20,7 @@ from mhc_inductor.routing.operators.selection.layouts import layout
 from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Source, sources
 from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, sizes_of
+from mhc_inductor.routing.operators.selection.renormalised import renormalised
 from mhc_inductor.routing.operators.selection.scores import before_change
 from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     behind,
@@ -39,6 +40,10 @@ _ORDINARY = "the mask depends on positions or padding alone (causal, sliding, do
 _OTHER = "the scores under the mask are not scale * q @ k alone; expected softmax(scale * q @ k + masks) @ V"
 _HANDMADE = "the softmax of the masked scores is written out as exp(scores) / sum; expected torch.softmax(scores, -1)"
 _CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
+_RENORMALISED = (
+    "the weights of a softmax over more keys are masked and divided by their sum again, which is 0 / 0 where hidden scores "
+    "are far above the others; expected masks on the scores, before the softmax"
+)
 _CUT = "a hook, or a step that is neither a mask nor a scale, lies between the masked scores and their softmax"
 _LEARNED = "a tensor that is trained is added to the scores; expected masks, whose values are 0 or at most -1e4"
 _GATHERED = (
@@ -270,6 +275,10 @@ class Search:
         """Returns the attention whose weights ``node`` computes."""
         value = self.view.value(node)
         if value is None or value.func not in _SOFTMAXES:
+            return []
+        again = renormalised(self.view, value, node)
+        if again is not None and (masks := masks_of(self.view, value.args[0], again.guards)) is not None:
+            self._miss(_RENORMALISED, again.result, node, ordinary=not masks.seen)
             return []
         weights = Weights(self.view, value, node)
         known = len(self.misses)
