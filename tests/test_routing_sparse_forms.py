@@ -62,13 +62,18 @@ def _dropped(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, w: Tensor, g
     return F.dropout((q @ k.mT).masked_fill(~mask[:, None], -INF).softmax(-1), 0.3) @ v
 
 
+def _one_query(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, w: Tensor, given: Tensor) -> Tensor:
+    place = index_scores(i, j, w)[:, -1].topk(K).indices[:, None, :, None].expand(-1, H, -1, D)
+    return F.scaled_dot_product_attention(q[:, :, -1:], k.gather(2, place), v.gather(2, place))
+
+
 @pytest.mark.parametrize(
     ("fn", "ops"),
     [(_in_place, {"index_topk", "selection_attention"}), (_first_keys, {"index_topk", "selection_attention"}),
-     (_dropped, {"index_topk"})],
+     (_one_query, {"index_topk", "selection_attention"}), (_dropped, {"index_topk"})],
 )  # fmt: skip
 def test_routed(fn: Callable[..., Tensor], ops: set[str]) -> None:
-    """Sizes of scores may be read elsewhere; first keys may be bounded by the query too; dropout keeps the index."""
+    """Sizes of scores may be read elsewhere, keys bounded by the query too, or gathered; dropout keeps the index."""
     got, want = _run(fn)
     assert set(got.ops) == ops, reasons(got)
     assert difference(got, want) < 2e-6
@@ -95,11 +100,6 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Ten
     return torch.einsum("bshk,bskhd->bhsd", weights, values)
 
 
-def _one_query(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Tensor:
-    place = scores[:, -1].topk(K).indices[:, None, :, None].expand(-1, H, -1, D)
-    return F.scaled_dot_product_attention(q[:, :, -1:], k.gather(2, place), v.gather(2, place))
-
-
 def _own_scores(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Tensor:
     best, at = (q @ k.mT).masked_fill(~CAUSAL, -INF).topk(K)
     return (q @ k.mT).new_full((B, H, S, S), -INF).scatter(-1, at, best).softmax(-1) @ v
@@ -121,7 +121,6 @@ NAMED: dict[str, tuple[Form, str]] = {
     "gathered at a choice": (lambda q, k, v, x, i: _gathered(q, k, v, x.topk(K).indices), GATHERED),
     "gathered at given keys": (lambda q, k, v, x, i: _gathered(q, k, v, i), GATHERED),
     "rows, -1 for none": (_rows, GATHERED),
-    "one query of a cache": (_one_query, GATHERED),
     "at least the worst of the best": (
         lambda q, k, v, x, i: attend(q, k, v, (x >= x.topk(K).values[..., -1:]) & CAUSAL), VALUES),
     "scattered where valid": (_valid, VALUES),

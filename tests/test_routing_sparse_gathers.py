@@ -139,10 +139,67 @@ def windows_and_prefix(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor)
     return attend(q, kv, kv, at != -1, sink)
 
 
+def flashmla(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    """One sequence, as in FlashMLA's reference: invalid indices are replaced by 0, and the product is a matmul."""
+    at, q, kv = causal(x[0]).topk(K)[1], q[0], k[0]
+    at = at.masked_fill(at > rows(), -1)
+    invalid = (at < 0) | (at >= S)
+    at = at.masked_fill(invalid, 0)
+    kv = kv.index_select(0, at.flatten()).reshape(S, K, D)
+    scores = (q @ kv.transpose(1, 2) * 0.3).masked_fill(invalid.unsqueeze(1), -INF)
+    return scores.softmax(-1) @ kv[..., : D // 2]
+
+
+def flat(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K)[1]
+    places = (at + torch.arange(B)[:, None, None] * S).view(-1)
+    return attend(q, k.reshape(-1, D)[places].view(B, S, K, D), v.flatten(0, 1)[places].view(B, S, K, D), at <= rows())
+
+
+def called(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    """One call of scaled_dot_product_attention for all queries, each with its own keys."""
+    at = causal(x).topk(K)[1]
+    keys, values = (rows_of(t, at).view(-1, 1, K, D).expand(-1, H, -1, -1) for t in (k, v))
+    o = F.scaled_dot_product_attention(q.reshape(-1, H, 1, D), keys, values, (at <= rows()).view(-1, 1, 1, K))
+    return o.view(q.shape)
+
+
+def one_query(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    place = x[:, -1].topk(K).indices[:, None, :, None].expand(-1, H, -1, D)
+    keys, values = (t.unsqueeze(1).expand(-1, H, -1, -1).gather(2, place) for t in (k, v))
+    return F.scaled_dot_product_attention(q[:, -1:].transpose(1, 2), keys, values)
+
+
+def decoding(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    kv = k.gather(1, x[:, -1].topk(K).indices.unsqueeze(-1).expand(-1, -1, D))
+    return torch.einsum("bhk,bkd->bhd", torch.einsum("bhd,bkd->bhk", q[:, -1], kv).softmax(-1), kv)
+
+
+def along_dim(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K)[1]
+    kv = torch.take_along_dim(k.unsqueeze(1), at.unsqueeze(-1), 2)
+    return attend(q, kv, kv, at <= rows())
+
+
+def finite_fill(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K)[1].to(torch.int32)
+    valid = at <= rows()
+    kv = rows_of(k, torch.where(valid, at, 0).long())
+    scores = torch.where(valid.unsqueeze(2), torch.einsum("bshd,bskd->bshk", q, kv), torch.finfo(q.dtype).min)
+    return torch.einsum("bshk,bskd->bshd", scores.softmax(-1), kv)
+
+
+def added(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K)[1]
+    kv, bias = rows_of(k, at), torch.zeros(at.shape).masked_fill(at > rows(), -INF)
+    scores = torch.einsum("bshd,bskd->bshk", q, kv) + bias.unsqueeze(2)
+    return torch.einsum("bshk,bskd->bshd", scores.softmax(-1), kv)
+
+
 FORMS = {
     f.__name__: f
     for f in (chosen, latent, with_sink, wrapped, best_sorted, in_two_parts, heads_apart, windows_and_choice,
-              windows_and_prefix)
+              windows_and_prefix, flashmla, flat, called, one_query, decoding, along_dim, finite_fill, added)
 }  # fmt: skip
 
 
@@ -268,11 +325,30 @@ def smallest_of_rows(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -
     return attend(q, rows_of(k, at), rows_of(v, at))
 
 
+def added_to_the_sum(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    """The sink is added to a sum of exponentials that is written out."""
+    at = causal(x).topk(K)[1]
+    kv = rows_of(k, at)
+    scores = torch.einsum("bshd,bskd->bshk", q, kv).masked_fill((at > rows()).unsqueeze(2), -INF)
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    return torch.einsum("bshk,bskd->bshd", weights / (weights.sum(-1, keepdim=True) + (sink[:, None] - top).exp()), kv)
+
+
+def outside(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    """Scores of more keys than there are: what is hidden is gathered at the last key."""
+    at = torch.cat([causal(x), torch.full((B, S, 2), -INF)], -1).topk(K)[1]
+    kv = rows_of(k, at.clamp(max=S - 1))
+    return attend(q, kv, kv, at <= rows())
+
+
 REPEAT, NO_KEY = "may repeat", "may see none of its list"
 LEFT: dict[str, tuple[Form, str]] = {
     **{f.__name__: (f, REPEAT) for f in (given_indices, twice, repeated, overlapping, offset_too_small, fills_visible,
                                          another_fill_hidden, other_dim, clamped_high, smallest_of_rows)},
     "other values": (other_values, "gathered at different indices"),
+    "of more scores than keys": (outside, REPEAT),
+    "a sink in a sum": (added_to_the_sum, "written out as exp(scores) / sum"),
     "-inf in empty rows": (hidden(-INF), NO_KEY),
     "-1e9 in empty rows": (hidden(-1e9), NO_KEY),
 }  # fmt: skip

@@ -64,6 +64,8 @@ def stored(dtype: torch.dtype, step: Any, *args: Any, **kwargs: Any) -> torch.Te
 def _put_by_tensors(x: torch.Tensor, index: tuple[Any, ...], value: Any) -> torch.Tensor:
     if not all(isinstance(i, torch.Tensor) or i == slice(None) for i in index):
         raise NotImplementedError
+    if len(index) == 1 and index[0].dtype is torch.bool and not isinstance(value, torch.Tensor):
+        return x.masked_fill(index[0].reshape(*index[0].shape, *[1] * (x.dim() - index[0].dim())), value)
     value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
     places = [i if isinstance(i, torch.Tensor) else None for i in index]
     return torch.ops.aten.index_put.default(x, places, value)

@@ -32,7 +32,7 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection import dim_roles
 from mhc_inductor.routing.operators.selection.digits import Cut, cut_at, digits_of, joined, splits
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
-from mhc_inductor.routing.operators.selection.keys import AnyOf, alike
+from mhc_inductor.routing.operators.selection.keys import TRUE, AnyOf, alike
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Pair, Scaled, dot
@@ -49,7 +49,7 @@ class _Call(NamedTuple):
     q: Value
     k: Value
     v: Value
-    mask: Value
+    mask: Value | None
     scale: Any
     grouped: bool
 
@@ -125,10 +125,11 @@ class Recogniser:
         """Returns the attention of the call ``node``. Raises NotOurs, Mismatch, Unsupported and DynamicWidth."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        out, q, k, v, mask = (self._value(x) for x in (node, *(given.get(name) for name in names[:4])))
+        out, q, k, v = (self._value(x) for x in (node, *(given.get(name) for name in names[:3])))
+        mask = None if given.get("attn_mask") is None else self._value(given["attn_mask"])
         scale, dropped = (example(a) if isinstance(a := given.get(x), fx.Node) else a for x in ("scale", "dropout_p"))
         call = _Call(out, q, k, v, mask, scale, bool(given.get("enable_gqa")))
-        self._given = [call.mask]
+        self._given = [] if mask is None else [mask]
         self._shapes = [(*call.q.shape[:-1], call.k.shape[-2]), call.q.shape, call.k.shape, call.v.shape]
         if given.get("is_causal"):
             raise NotOurs
@@ -145,20 +146,32 @@ class Recogniser:
         if call.grouped and lead:
             kv_lead[-1] = _grouped(dims[len(lead) - 1], call.k)
         masks, fills = self._masks(), Fills(no_nan=True, fused=True)
-        element = _aligned(call.mask, (*lead, s, var(t)))
+        place = Var(t.size) if self.gathered else t
+        picks = Picks(masks, place) if self.gathered else None
+        element = None if call.mask is None else _aligned(call.mask, (*lead, s, var(place)))
 
-        def keys() -> AnyOf:
-            if call.mask.dtype is torch.bool:
+        def visible() -> AnyOf:
+            if element is None:
+                return TRUE
+            if element.value.dtype is torch.bool:
                 return masks.truth(element)
             found = masks.additive(element)
-            fills.added(masks.possible(call.mask), call.q.dtype)
+            fills.added(masks.possible(element.value), call.q.dtype)
             return found
 
         q = _aligned(call.q, (*lead, s, var(width)))
-        k = _aligned(call.k, (*kv_lead, var(t), var(width)))
-        v = _aligned(call.v, (*kv_lead, var(t), e))
-        scale = _scale(call.scale, width)
-        return Found(call.out, dims, [Pair(q, k, width)], v, t, scale, keys, [call.mask], masks, fills)
+        k = _aligned(call.k, (*kv_lead, var(place), var(width)))
+        v = _aligned(call.v, (*kv_lead, var(place), e))
+        self.gathers = is_gathered(v, place)
+        if picks is not None:
+            v, k = picks.below(v), picks.below(k)
+            t = picks.t
+        found = Found(call.out, dims, [Pair(q, k, width)], v, t, _scale(call.scale, width), visible, [], masks, fills)
+        if picks is not None:
+            found.gathered, found.mask = True, lambda: picks.keys(visible())
+        if call.mask is not None:
+            found.dense.append(call.mask)
+        return found
 
     def _value(self, node: Any) -> Value:
         """Returns the value of a tensor's node. Raises NotOurs for anything else."""

@@ -74,7 +74,8 @@ def _queries(found: Found, asked: set[Var], shared: set[Var]) -> None:
     rows: list[list[Var]] = []
     for digits in found.dims:
         own = [v for v in digits if v in asked]
-        if any(v in shared for v in digits):
+        # Sequences that are flattened with their queries give a row too: heads of a group have its list.
+        if any(v in shared for v in digits) and not (found.gathered and masked & {*own}):
             found.heads += own
         elif own:
             rows.append(own)

@@ -12,11 +12,12 @@ import contextlib
 import dataclasses
 import functools
 
-from mhc_inductor.routing.graph.bounds import Steps
+from mhc_inductor.routing.graph.bounds import Steps, remembered
 from mhc_inductor.routing.graph.expressions import Ref, aten, joined
-from mhc_inductor.routing.graph.index import Index, Unsupported, Var, const, var
+from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import (
     Datum,
+    Floor,
     Key,
     Linear,
     at_least_zero,
@@ -47,6 +48,7 @@ REPEATS = (
 )
 _OTHER = "q meets keys, or weights meet values, that are gathered at different indices"
 _OUTSIDE = "the keys are gathered at indices that are not known to lie inside K"
+_MOST = 128  # steps from indices to what they are where they are visible
 _Range = tuple[Linear | None, Linear | None]
 """The smallest and the largest value of a number, None for one that is not known."""
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
@@ -104,9 +106,15 @@ class Picks:
             entry = self.masks.whole(at)
             if self.j not in entry.variables():
                 return to_index(self.masks.whole(at, x.shape[d] if wraps else None))
-            found.append((Key(x.shape[d]), entry))
+            row, entry = self._row(self._unwrapped(entry), x.shape[d])
             self._read[at.value, wraps] = None
-            return var(found[-1][0])
+            if row is None:
+                found.append((Key(x.shape[d]), entry))
+                return var(found[-1][0])
+            per = x.shape[d].over(row.size)
+            assert per is not None
+            found.append((Key(per), entry))
+            return var(row).times(per).plus(var(found[-1][0]))
 
         below = looked_up(last.ref, place) if last.ref.value.func in GATHERS else None
         if below is None or len(found) != 1 or self.j in variables_of(below):
@@ -120,12 +128,40 @@ class Picks:
             raise Mismatch(_OTHER, last.ref.value)
         return replaced(below, key, atom(self.t))
 
+    def _unwrapped(self, entry: Linear) -> Linear:
+        """Returns a number without quotients that are always 0: ``i % length`` is ``i`` where i is in range."""
+        for a, c in entry.terms:
+            if isinstance(a, Floor):
+                low, high = self._range(a.of)
+                inside = low is not None and high is not None and at_least_zero(low)
+                if inside and high is not None and at_least_zero(number(a.by - 1).minus(high)):
+                    entry = entry.plus(atom(a), -c)
+        return entry
+
+    def _row(self, entry: Linear, size: Size) -> tuple[Var | None, Linear]:
+        """Returns the variable that tells which row of a flat tensor an entry lies in, and the place in that row.
+
+        Keys of all sequences in one tensor are gathered at ``row * length + place``. Without rows the variable is None.
+        """
+        for a, c in entry.terms:
+            if isinstance(a, Var) and a is not self.j and a.size != ONE and a.size.times(Size(c)) == size:
+                rest = entry.without(a)
+                low, high = self._range(rest)
+                if (
+                    low is not None
+                    and high is not None
+                    and at_least_zero(low)
+                    and at_least_zero(number(c - 1).minus(high))
+                ):
+                    return a, rest
+        return None, entry
+
     def keys(self, visible: AnyOf) -> AnyOf:
         """Returns which keys are visible, of which places are. Raises Mismatch if a key may count twice."""
         assert self._found is not None
         _, at = self._found
         where, wraps = next(iter(self._read))[0], any(wraps for _, wraps in self._read)
-        self._steps = Steps("pieces of the lists", where)
+        self._steps = Steps("pieces of the lists", where, _MOST)
         entries = [e for c in visible for e in self._resolved(_Entry(at, self.j, c.literals, c.bound))]
         self._check_range([e.at for e in entries])
         for one in entries:
@@ -203,14 +239,34 @@ class Picks:
         value, args = d.ref.value, d.ref.value.args
         when, a, b = (args[1], args[2], args[0]) if value.func in FILLS else args
         fill, kept, want = (constant_of(a), b, False) if constant_of(a) is not None else (constant_of(b), a, True)
-        if fill is None or not isinstance(kept, Value) or not self._excludes(one, atom(d), int(fill)):
-            return None
+        if fill is None or not isinstance(kept, Value):
+            return self._chosen(one, d, when, {True: a, False: b})
         new = self.masks.whole(operand(kept, d.ref))
         holds = self.masks.truth(operand(when, d.ref), want)
+        if self._implied(one, holds):
+            return _exchanged(one, d, new)
+        if not self._excludes(one, atom(d), int(fill)):
+            return None
         if len(holds) != 1 or holds[0].bound:
             return dataclasses.replace(one, at=_with(one.at, d, new))
         made = _exchanged(one, d, new)
         return self._settled(dataclasses.replace(made, literals=made.literals | holds[0].literals), new)
+
+    def _chosen(self, one: _Entry, d: Datum, when: Value, sides: dict[bool, Value]) -> _Entry | None:
+        """Returns the entry with the one number of two that a condition always chooses, None if it depends."""
+        for want, side in sides.items():
+            if self._implied(one, self.masks.truth(operand(when, d.ref), want)):
+                return _exchanged(one, d, self.masks.whole(operand(side, d.ref)))
+        return None
+
+    def _implied(self, one: _Entry, holds: AnyOf) -> bool:
+        """Checks whether a condition holds wherever the entry is visible."""
+        return any(not c.bound and all(x in one.literals or self._sure(x) for x in c.literals) for c in holds)
+
+    def _sure(self, x: Literal) -> bool:
+        """Checks whether a comparison always holds, by what its numbers can be."""
+        high = self._range(x.value)[1] if isinstance(x, Compare) and x.kind == "le" else None
+        return high is not None and at_least_zero(high.times(-1))
 
     def _clamped(self, one: _Entry, d: Datum) -> _Entry | None:
         """Returns the entry with the number before a clamp, if that changes no visible entry."""
@@ -256,7 +312,7 @@ class Picks:
         low, _ = self._span(dataclasses.replace(one, literals=frozenset()), x)
         if low is None:
             return one
-        kept = [c for c in one.literals if not (isinstance(c, Compare) and _always(c, x, low))]
+        kept = [c for c in one.literals if not (self._sure(c) or (isinstance(c, Compare) and _always(c, x, low)))]
         return dataclasses.replace(one, literals=frozenset(kept))
 
     # --- what is known of an entry ---
@@ -323,6 +379,10 @@ class Picks:
         """Returns the range of an element of a tensor."""
         if not isinstance(a, Datum):
             return None, None
+        found: _Range = remembered(self.masks.known, (a.ref, "range"), lambda: self._of_element(a), a.ref.value)
+        return found
+
+    def _of_element(self, a: Datum) -> _Range:
         value = a.ref.value
         if value.func in PICKS and value.out == 1:
             d = picked_dim(value)
@@ -330,8 +390,8 @@ class Picks:
             return number(0), None if size is None else of_size(size).shifted(-1)
         with contextlib.suppress(Unsupported):
             if value.func is aten.where.self or value.func in FILLS:
-                sides = value.args[1:] if value.func not in FILLS else value.args[::2]
-                return self._either(*(self._side(x, a.ref) for x in sides))
+                when, one, other = value.args if value.func not in FILLS else (value.args[1], *value.args[2::-2])
+                return self._either(self._side(one, a.ref, when, True), self._side(other, a.ref, when, False))
             if value.func in _CLAMPS and (limits := self._limits(value)) is not None:
                 low, high = limits
                 inside = self._side(value.args[0], a.ref)[1]
@@ -348,10 +408,15 @@ class Picks:
         index = [tuple(var(Var(p.shape[dim])) if d == dim else i for d, i in enumerate(ref.index)) for p in parts]
         return [self._range(self.masks.whole(Ref(p, at))) for p, at in zip(parts, index, strict=True)]
 
-    def _side(self, x: object, ref: Ref) -> _Range:
-        """Returns the range of an operand, a number or a tensor."""
+    def _side(self, x: object, ref: Ref, when: Value | None = None, want: bool = True) -> _Range:
+        """Returns the range of an operand, a number or a tensor, where the condition ``when``, if any, is ``want``."""
         known = constant_of(x)
-        return self._range(number(int(known)) if known is not None else self.masks.whole(operand(x, ref)))
+        if known is not None:
+            return self._range(number(int(known)))
+        found = self.masks.whole(operand(x, ref))
+        holds = [] if when is None else self.masks.truth(operand(when, ref), want)
+        literals = holds[0].literals if len(holds) == 1 and not holds[0].bound else frozenset[Literal]()
+        return self._span(_Entry(found, self.j, literals, ()), found)
 
     def _either(self, one: _Range, other: _Range) -> _Range:
         """Returns the range of a number that lies in one of two ranges."""

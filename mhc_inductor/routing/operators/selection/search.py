@@ -154,17 +154,19 @@ class Search:
             return self._tried(lambda recogniser: recogniser.sdpa(node), node)
         if is_softmax(node):
             return self._softmax(node)
-        if name_of(node) == _CALL:
-            self._gathered(node, len(self.misses))
+        known = len(self.misses)
+        if name_of(node) == _CALL and self._gathered(node, known):
+            found = self._picked(lambda recogniser: recogniser.sdpa(node), node, known)
+            return [] if found is None else [found]
         if is_power(node):
             self._handmade(node)
         return []
 
     def _handmade(self, node: fx.Node) -> None:
         """Reports a softmax over masked scores that is written out."""
-        masks = masked_softmax(self.view, node)
-        if masks is not None:
-            self._miss(_HANDMADE, None, node, ordinary=not masks.seen)
+        selects = masked_softmax(self.view, node)
+        if selects is not None:
+            self._miss(_HANDMADE, None, node, ordinary=not selects)
 
     def _miss(self, reason: str, value: Value | None, node: fx.Node, ordinary: bool = False) -> None:
         self.misses.append(Miss(OP, reason, value, self.view.value(node), ordinary))

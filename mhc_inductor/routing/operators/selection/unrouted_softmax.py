@@ -43,8 +43,8 @@ def is_power(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and name_of(node) in _NAMES
 
 
-def masked_softmax(view: View, node: fx.Node) -> Masks | None:
-    """Returns the masks of the softmax whose exponential is ``node``.
+def masked_softmax(view: View, node: fx.Node) -> bool | None:
+    """Returns whether keys are selected from data, by masks or a gather, in the softmax whose exponential is ``node``.
 
     Returns None if the node is not part of a softmax, or if no mask is on the scores.
     """
@@ -56,7 +56,9 @@ def masked_softmax(view: View, node: fx.Node) -> Masks | None:
     if not (summed or _is_summed(view, weights)):
         return None
     guards = [(g.mask, g.want, at) for at, g in weights.known.items() if g.mask is not None]
-    return masks_of(view, behind(view, scores)[0], guards)
+    scores, _ = behind(view, scores)
+    masks = masks_of(view, scores, guards)
+    return None if masks is None else bool(masks.seen) or gathered_keys(scores) is not None
 
 
 def behind(view: View, scores: Value) -> tuple[Value, Value | None]:
