@@ -914,9 +914,8 @@ def hint(size: Any) -> int:
 
 def same_size(a: Any, b: Any) -> bool:
     """Returns whether two sizes are the same number or the same expression, without adding a guard."""
-    if isinstance(a, int) or isinstance(b, int):
-        return isinstance(a, int) and isinstance(b, int) and a == b
-    return bool(expression(a) == expression(b))
+    one, two = (s if isinstance(s, int) else expression(s) for s in (a, b))
+    return bool(one == two)
 
 
 def is_symbol(size: Any) -> bool:

@@ -222,7 +222,7 @@ def free(conj: All) -> set[Var]:
     return found - set(conj.bound)
 
 
-def alike(a: AnyOf, b: AnyOf, t: Key) -> bool:
+def alike(a: AnyOf, b: AnyOf, t: Var) -> bool:
     """Checks whether ``a`` equals ``b``, or says for which rows ``b`` holds for some key ``t``."""
     mine, theirs = ({_canonical(c, t, rows) for c in x if c is not None} for x, rows in ((a, False), (b, False)))
     return mine == theirs or {_canonical(c, t, True) for c in a} == theirs
@@ -231,7 +231,7 @@ def alike(a: AnyOf, b: AnyOf, t: Key) -> bool:
 _STANDINS: dict[tuple[Size, int], Var] = {}
 
 
-def _canonical(conj: All, t: Key, rows: bool) -> All | None:
+def _canonical(conj: All, t: Var, rows: bool) -> All | None:
     """Returns ``conj`` with stand-ins for its bound variables; None if it never holds.
 
     With ``rows``, replaces the bound variable that runs over keys by ``t``; None unless there is exactly one.
