@@ -12,7 +12,7 @@ import helpers_single_pass as one
 import pytest
 import torch
 from conftest import GPU
-from test_kernels_mhc import BF16, F16, F32, ROUNDINGS, _kernel
+from test_kernels_mhc import BF16, F16, F32, OUTSIDE, ROUNDINGS, _kernel
 
 from mhc_inductor.kernels.mhc import config, plan
 
@@ -26,9 +26,9 @@ def kernels(monkeypatch):
     monkeypatch.setattr(h, "OPS", types.SimpleNamespace(**{name: _kernel(name) for name in NAMES}))
 
 
-def check(device, lead, n, width, dtype, *, iters=2, form="softmax", transpose_res=True, missing=(), **made):
+def check(device, lead, n, width, dtype, *, iters=2, form="softmax", transpose_res=True, missing=(), more=None, **made):
     inputs = one.make_inputs(lead, n, width, dtype, device=device, **made)
-    options = {"sinkhorn_iters": iters, "sinkhorn_form": form}
+    options = {"sinkhorn_iters": iters, "sinkhorn_form": form, **(more or {})}
     out = one.run(inputs, transpose_res, None, options)
     up = h.upstream({k: out[k] for k in one.UP if k not in missing and (out[k].numel() or 0 in lead)})
     got = one.run(inputs, transpose_res, up, options)
@@ -78,6 +78,11 @@ def test_backward_without_some_gradients(device, missing):
 )
 def test_variants(device, made):
     check(device, (5,), 4, 48, BF16, **made)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_eps_outside_the_root(device, dtype):
+    check(device, (5,), 4, 48, dtype, more=OUTSIDE)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -131,9 +136,9 @@ def test_bits_do_not_depend_on_the_sections_per_program(device, monkeypatch):
     assert all(torch.equal(few[k], many[k]) for k in few)
 
 
-def check_coefficients(device, lead, n, width, dtype, iters=2, form="softmax", missing=(), **made):
+def check_coefficients(device, lead, n, width, dtype, iters=2, form="softmax", missing=(), more=None, **made):
     inputs = h.make_inputs(lead, n, width, dtype, device=device, **made)
-    options = {"sinkhorn_iters": iters, "sinkhorn_form": form}
+    options = {"sinkhorn_iters": iters, "sinkhorn_form": form, **(more or {})}
     out = one.run_coefficients(inputs, None, options)
     up = h.upstream({k: out[k] for k in one.COEFFICIENTS[:3] if k not in missing and (out[k].numel() or 0 in lead)})
     got = one.run_coefficients(inputs, up, options)
@@ -147,6 +152,10 @@ def check_coefficients(device, lead, n, width, dtype, iters=2, form="softmax", m
 @pytest.mark.parametrize("iters, form", [(0, "softmax"), (3, "softmax"), (2, "exp"), (2, "exp_eps")])
 def test_coefficients(device, dtype, iters, form):
     check_coefficients(device, (2, 5), 4, 128, dtype, iters, form)
+
+
+def test_coefficients_with_eps_outside_the_root(device):
+    check_coefficients(device, (5,), 4, 48, F32, more=OUTSIDE)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
