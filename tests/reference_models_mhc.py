@@ -522,6 +522,10 @@ REASONS = {
     "normalised_by_torch": [
         "mhc_pre: the norm is bounded below by eps: expected inv_rms = rsqrt(mean(x * x) + eps)",
     ],
+    "own_backward": [
+        "mhc_sinkhorn: the backward of this autograd.Function is not the derivative of its forward: run in fp64, gradients "
+        "differ by 1.4e+00",
+    ],
     "eps_after_maximum": [
         "mhc_sinkhorn: sinkhorn iterations of a matrix that is neither softmax(logits) nor exp(logits)",
     ],
