@@ -221,3 +221,15 @@ def test_compiled_with_gradients() -> None:
     compiled = torch.compile(lambda t: balanced(t), backend="mhc_inductor", fullgraph=True)
     for a, b in zip(results(compiled), results(balanced), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_many_tokens_are_proved_on_fewer_or_where_the_size_is_in_the_body_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(own_backward, "_ELEMENTS", 64)
+    p, shapes, run_on = parameters(), list[object](), own_backward._data
+    monkeypatch.setattr(own_backward, "_data", lambda shape: (shapes.append(tuple(shape)), run_on(shape))[1])
+    for backward in (by_hand, lambda form, logits, grad: by_hand(form, logits, grad.reshape(2, 3, N, N))):
+        got = both(functools.partial(around, p=p, matrix=function(backward, "softmax")), p)
+        assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
+    assert shapes == [(1, 3, N, N), (1, 3, N, N), (2, 3, N, N)]
