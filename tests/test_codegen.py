@@ -103,6 +103,26 @@ def test_a_tuned_table_reaches_the_generated_launch():
         assert programs() == 2 * 128 * 2
 
 
+def test_eps_outside_the_root_is_a_constant_of_the_same_kernels():
+    """Checks that the backward's kernel takes norm_eps in that form only."""
+
+    def fn(x, phi, alpha, bias, w, g):
+        floats = (*FLOATS, form)
+        h_in, h_post, h_res, h_pre, h_mix, inv = OPS.mhc_pre(x, phi, alpha, bias, None, 0.125, *floats[1:])
+        ups = (h_in, h_post, h_res)
+        saved = (h_pre, h_post, h_mix, inv, g)
+        return OPS.mhc_pre_backward(*ups, x, phi, alpha, bias, None, *saved, 0.125, *floats[1:])[:4]
+
+    launched = {}
+    for form in ("inside", "outside"):
+        code = _compile(fn, extra="g", backend="mhc_inductor")
+        assert sorted(_launches(code)) == sorted([*PRE, *PRE_BACKWARD]) and "torch.ops.mhc_inductor" not in code
+        launched[form] = [
+            line for line in code.splitlines() if "mhc_pre_backward_coefficients" in line and ".run(" in line
+        ]
+    assert ["0.125" in line for lines in launched.values() for line in lines] == [False, True]
+
+
 def test_no_fp32_copy_of_x():
     code = _compile(_layer_and_gradients, extra="g", backend="mhc_inductor")
     sized = re.findall(r"empty_strided_cuda\(\(2, 128, 4, 256\), .*?, (torch\.\w+)\)", code)

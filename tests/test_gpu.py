@@ -69,6 +69,28 @@ def test_registered_ops_run_the_kernels_and_agree():
     assert all("mhc_" in n for n in names), names
 
 
+def test_eps_outside_the_root_eagerly_and_compiled():
+    """Checks the kernels' other norm, with a token of zeros, and the same step compiled."""
+    options = {"sinkhorn_iters": 20, "norm_eps": 0.1, "norm_form": "outside"}
+    inputs = h.make_inputs((130,), N, 256, BF16, device="cuda")
+    inputs["x"][7] = 0
+    up = h.upstream({k: v for k, v in h.run_pre(inputs, None, options).items() if k in ("h_in", "h_post", "h_res")})
+    got, want = {}, h.oracle_pre(inputs, up, options)
+    names = kernels_of(lambda: got.update(h.run_pre(inputs, up, options)))
+    h.compare(got, want, 2e-6)
+    h.compare({"dx": got["dx"][7]}, {"dx": want["dx"][7]}, 2e-6)
+    assert all("mhc_" in n for n in names), names
+
+    def step(*a):
+        outs = mhc_pre(*a, **options)
+        return [*outs, *torch.autograd.grad(outs, a, [up["h_in"], up["h_post"], up["h_res"]])]
+
+    torch._dynamo.reset()
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    for a, b in zip(torch.compile(step, backend="mhc_inductor")(*leaves), step(*leaves), strict=True):
+        assert h.relative(a, b) < 1e-6
+
+
 @pytest.mark.parametrize("backend", ["mhc_inductor", "inductor"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_training_step(backend, dynamic):

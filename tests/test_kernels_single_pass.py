@@ -12,7 +12,7 @@ import helpers_single_pass as one
 import pytest
 import torch
 from conftest import GPU
-from test_kernels_mhc import BF16, F16, F32, ROUNDINGS, _kernel
+from test_kernels_mhc import BF16, F16, F32, OUTSIDE, ROUNDINGS, _kernel
 
 from mhc_inductor.kernels.mhc import config, plan
 
@@ -34,9 +34,9 @@ def check_dalpha(got, want, of_tokens, n, tolerance):
         assert not got["dalpha"].any()
 
 
-def check(device, lead, n, width, dtype, *, iters=2, form="softmax", transpose_res=True, missing=(), **made):
+def check(device, lead, n, width, dtype, *, iters=2, form="softmax", transpose_res=True, missing=(), more=None, **made):
     inputs = one.make_inputs(lead, n, width, dtype, device=device, **made)
-    options = {"sinkhorn_iters": iters, "sinkhorn_form": form}
+    options = {"sinkhorn_iters": iters, "sinkhorn_form": form, **(more or {})}
     out = one.run(inputs, transpose_res, None, options)
     up = h.upstream({k: out[k] for k in one.UP if k not in missing and (out[k].numel() or 0 in lead)})
     got = one.run(inputs, transpose_res, up, options)
@@ -91,6 +91,11 @@ def test_variants(device, made):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
+def test_eps_outside_the_root(device, dtype):
+    check(device, (5,), 4, 48, dtype, more=OUTSIDE)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("lead", [(0,), (1,), (0, 3)])
 def test_no_token_and_one_token(device, lead, dtype):
     got = check(device, lead, 4, 32, dtype)
@@ -141,9 +146,9 @@ def test_bits_do_not_depend_on_the_sections_per_program(device, monkeypatch):
     assert all(torch.equal(few[k], many[k]) for k in few)
 
 
-def check_coefficients(device, lead, n, width, dtype, iters=2, form="softmax", missing=(), **made):
+def check_coefficients(device, lead, n, width, dtype, iters=2, form="softmax", missing=(), more=None, **made):
     inputs = h.make_inputs(lead, n, width, dtype, device=device, **made)
-    options = {"sinkhorn_iters": iters, "sinkhorn_form": form}
+    options = {"sinkhorn_iters": iters, "sinkhorn_form": form, **(more or {})}
     out = one.run_coefficients(inputs, None, options)
     up = h.upstream({k: out[k] for k in one.COEFFICIENTS[:3] if k not in missing and (out[k].numel() or 0 in lead)})
     got = one.run_coefficients(inputs, up, options)
@@ -160,6 +165,10 @@ def check_coefficients(device, lead, n, width, dtype, iters=2, form="softmax", m
 @pytest.mark.parametrize("iters, form", [(0, "softmax"), (3, "softmax"), (2, "exp"), (2, "exp_eps")])
 def test_coefficients(device, dtype, iters, form):
     check_coefficients(device, (2, 5), 4, 128, dtype, iters, form)
+
+
+def test_coefficients_with_eps_outside_the_root(device):
+    check_coefficients(device, (5,), 4, 48, F32, more=OUTSIDE)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])

@@ -192,7 +192,8 @@ def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | Non
     if name in _RULES:
         return _RULES[name](op, info, in_dims, *args)
     names = [a.name for a in _op(name)._schema.arguments]
-    batched = {k for k, dim in zip(names, in_dims, strict=True) if dim is not None}
+    # strict=False: arguments that have their default may be left out.
+    batched = {k for k, dim in zip(names, in_dims, strict=False) if dim is not None}
     shared = _PARAM_NAMES.isdisjoint(names if name.endswith("_backward") else batched)
     if not shared:
         return one_by_one(op, info.batch_size, in_dims, args)
@@ -202,7 +203,7 @@ def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | Non
             return a
         return a.expand(info.batch_size, *a.shape) if dim is None else a.movedim(dim, 0)
 
-    out = op(*[fold(k, a, dim) for k, a, dim in zip(names, args, in_dims, strict=True)])
+    out = op(*[fold(k, a, dim) for k, a, dim in zip(names, args, in_dims, strict=False)])
     if isinstance(out, Tensor):
         return out, 0
     # A placeholder of shape [0] (for a missing h_res) has no vmap dimension.
