@@ -67,12 +67,19 @@ def _checks(s: Settings, out: pathlib.Path) -> list[Job]:
         )
         for i in range(shares)
     ]
-    few = {"most": 2} if s.toy else {}
-    return [
-        *sharded,
-        Job("sharded training", "checks", "checks:trained", s.ranks, 150, options=few),
-        Job("context parallel", "checks", "checks:context", s.ranks, 150, options=few),
+    few = {"seconds": 60, **({"most": 2} if s.toy else {})}
+    parallel = [
+        Job(
+            f"context parallel {i + 1} of {shares}",
+            "checks",
+            "checks:context",
+            s.ranks,
+            150,
+            options={"share": i, "shares": shares, **few},
+        )
+        for i in range(shares)
     ]
+    return [*sharded, *parallel, Job("sharded training", "checks", "checks:trained", s.ranks, 150, options=few)]
 
 
 def _fsdp(s: Settings, out: pathlib.Path) -> list[Job]:

@@ -107,13 +107,22 @@ def trained(ranks: Ranks) -> dict[str, Any]:
 
 
 def _all(ranks: Ranks, checks: Mapping[str, Callable[[], None]]) -> dict[str, Any]:
-    """Runs checks on every rank; returns what failed. A check that fails on one rank has failed on all."""
+    """Runs checks on every rank, as many as the seconds allow; returns which, and what failed.
+
+    A check that fails on one rank has failed on all.
+    """
     failed: dict[str, str] = {}
+    done: list[str] = []
+    began = time.monotonic()
     with fallbacks() as logged:
         for name, check in checks.items():
+            if max(ranks.everywhere(time.monotonic() - began)) > ranks.options["seconds"]:
+                break
             _try(ranks, name, check, failed)
-            ranks.note(failed=failed)
-    return {"checks": list(checks), "failed": failed, "fallbacks": sorted(logged)}
+            done.append(name)
+            ranks.note(checks=done, failed=failed)
+    left = [name for name in checks if name not in done]
+    return {"checks": done, "left_out": left, "failed": failed, "fallbacks": sorted(logged)}
 
 
 def _try(ranks: Ranks, name: str, check: Callable[[], T], failed: dict[str, str]) -> T | None:
@@ -134,4 +143,5 @@ def context(ranks: Ranks) -> dict[str, Any]:
     import distributed_tools
 
     distributed_tools.DEVICE = ranks.device
-    return _all(ranks, {name: checks.CHECKS[name] for name in CONTEXT[: ranks.options.get("most")]})
+    names = CONTEXT[ranks.options["share"] :: ranks.options["shares"]][: ranks.options.get("most")]
+    return _all(ranks, {name: checks.CHECKS[name] for name in names})

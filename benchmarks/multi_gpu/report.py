@@ -53,7 +53,8 @@ def _checks(jobs: list[Job]) -> list[str]:
     rows = []
     for job, row in _of(jobs, "checks", "failed"):
         count = f"{row['samples']} of {row['planned']} samples, {row['ways']} shardings" if "samples" in row else ""
-        done = count or f"{len(row.get('checks', ()))} checks"
+        left = f", not {', '.join(row['left_out'])}: no time" if row.get("left_out") else ""
+        done = count or f"{len(row.get('checks', ()))} checks{left}"
         rows.append([job["job"], done, str(len(row["failed"])), str(len(row.get("fallbacks", ())))])
     return _part("Checks on every rank", ("job", "done", "failed", "messages of inputs without a kernel"), rows)
 
