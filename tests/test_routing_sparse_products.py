@@ -249,3 +249,19 @@ def test_a_step_in_place_keeps_the_dtype_of_its_tensor() -> None:
 
     got, want = run(fn, given(dtype=torch.bfloat16)), eager(fn, given(dtype=torch.bfloat16))
     assert [o.dtype for o in got.outputs] == [torch.bfloat16] * 2 and difference(got, want) == 0.0
+
+
+@pytest.mark.parametrize("first", [3, 6])
+def test_keys_put_at_a_short_range_are_no_more_than_it(first: int) -> None:
+    """The second part has six keys, of which the first three, or all, are visible to every query."""
+
+    def fn(qn: Tensor, qp: Tensor, c: Tensor, pe: Tensor, at: Tensor, sink: Tensor) -> Tensor:
+        one = torch.zeros(B, S, T, dtype=torch.bool).scatter(-1, at, True)
+        two = torch.zeros(B, S, 6, dtype=torch.bool).scatter(-1, torch.arange(first).expand(B, S, first), True)
+        mask, keys = torch.cat([one, two], -1), torch.cat([c, c[:, :6].cos()], 1)
+        scores = torch.einsum("bshc,btc->bhst", qn, keys).masked_fill(~mask[:, None], -INF)
+        return torch.einsum("bhst,btc->bshc", scores.softmax(-1), keys)
+
+    got, want = run(fn, given()), eager(fn, given())
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
+    assert difference(got, want) < 2e-6
