@@ -78,18 +78,27 @@ def check_scan(
     names: Sequence[str] = ("out", "S", "M"),
     replicated: bool = False,
 ) -> None:
+    pieces, grads, ups = scanned(made, names, cut, chunks, replicated)
+    tools.on_first(lambda: _compare(made, pieces, grads, ups, cut))
+
+
+def _compare(
+    made: Mapping[str, Any],
+    pieces: Sequence[Mapping[str, Tensor]],
+    grads: Mapping[str, Tensor],
+    ups: Sequence[Mapping[str, Tensor]],
+    cut: Sequence[slice],
+) -> None:
     from helpers_mhc import relative, rounding
 
-    pieces, grads, ups = scanned(made, names, cut, chunks, replicated)
-    if me() != 0:
-        return
     want, plain = (_pieces(made, ups, cut, dtype) for dtype in (torch.float64, torch.float32))
     rows = [(f"{n} of rank {i}", t, want[0][i][n], plain[0][i][n]) for i, p in enumerate(pieces) for n, t in p.items()]
     assert grads.keys() == want[1].keys()
     rows += [(n, t, want[1][n], plain[1][n]) for n, t in grads.items()]
     for name, got, exact, formula in rows:
         low = 1.01 * rounding(got.dtype) if got.dtype in (torch.bfloat16, torch.float16) else 0.0
-        allowed = max(2 * relative(formula, exact), 1e-6) + low
+        # A GPU's exp and its sums in another order: the bound of the kernels' own tests.
+        allowed = max(2 * relative(formula, exact), 1e-6 if tools.DEVICE.type == "cpu" else 1e-5) + low
         assert relative(got, exact) <= allowed, f"{name}: {relative(got, exact):.3g} above {allowed:.3g}"
 
 
@@ -130,6 +139,9 @@ def scans_in_fp64_and_without_gradients() -> None:
     assert out.requires_grad
     out.backward(torch.ones_like(out))
     up = {"out": torch.ones(9, 4, 5, dtype=torch.float64)}
-    if me() == 0:
+
+    def compare() -> None:
         exact = helpers.oracle({**made, "M0": None}, up)["dS0"]
         assert helpers.relative(S0.grad, exact) < 1e-12
+
+    tools.on_first(compare)

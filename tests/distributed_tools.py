@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,6 +51,18 @@ def everywhere(value: Any) -> list[Any]:
     values: list[Any] = [None] * ranks()
     dist.all_gather_object(values, tree_map(_on_host, value), group=GROUP)
     return values
+
+
+def on_first(body: Callable[[], None]) -> None:
+    """Runs a comparison on the first rank. Where it fails, every rank raises: none goes on to messages alone."""
+    failure = None
+    if me() == 0:
+        try:
+            body()
+        except Exception:
+            failure = traceback.format_exc()
+    (failure, *_) = everywhere(failure)
+    assert failure is None, f"on rank 0: {failure}"
 
 
 def _on_host(value: Any) -> Any:

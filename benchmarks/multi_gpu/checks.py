@@ -52,10 +52,22 @@ def fallbacks() -> Iterator[set[str]]:
         logger.removeHandler(handler)
 
 
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Runs the body with deterministic algorithms."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def sharded_ops(ranks: Ranks) -> dict[str, Any]:
     """Checks samples of every op of this job's share, forward and backward, and redistributes their first argument.
 
     The first sample of each op comes first, then the second: what the seconds do not allow is left out, and counted.
+    Deterministic algorithms are on: without them, few queries split their keys, and add in an order that depends on it.
     """
     from torch.distributed.tensor import init_device_mesh
 
@@ -65,7 +77,7 @@ def sharded_ops(ranks: Ranks) -> dict[str, Any]:
     plan = _samples(checks, ranks.options["share"], ranks.options["shares"], ranks.options.get("most"))
     began, failed = time.monotonic(), dict[str, str]()
     row: dict[str, Any] = {"planned": len(plan), "samples": 0, "ways": 0, "ops": [], "other_bits": []}
-    with fallbacks() as logged:
+    with fallbacks() as logged, deterministic():
         for turn, op, case, args in plan:
             if max(ranks.everywhere(time.monotonic() - began)) > ranks.options["seconds"]:
                 break

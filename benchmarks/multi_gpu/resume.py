@@ -51,6 +51,7 @@ def _device(words: dict[str, Any]) -> torch.device:
         _without_inductor()
     # Losses are compared in bits; the backward of flash attention adds in any order otherwise.
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has no deterministic form
     if words["device"] == "cpu":
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
