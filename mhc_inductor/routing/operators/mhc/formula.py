@@ -192,7 +192,11 @@ TWICE = (
 )
 BOUNDED = "the norm is bounded below by eps: expected inv_rms = rsqrt(mean(x * x) + eps)"
 MULTIPLE = "the norm is a multiple of the root of the mean, plus eps: expected 1 / (sqrt(mean(x * x)) + eps)"
-OTHER_NORMS = (TWICE, MULTIPLE, BOUNDED)
+LISTED = (
+    "each stream is a tensor of its own, and projection and norm are sums over these tensors; "
+    "expected one tensor [..., n, D], as torch.stack makes it"
+)
+OTHER_NORMS = (TWICE, MULTIPLE, BOUNDED, LISTED)
 NO_LOGITS = (NOTHING, SEVERAL, UNNORMED, *OTHER_NORMS)
 """Why a value is no ``alpha * z + bias`` at all, which is no near miss."""
 
@@ -211,6 +215,31 @@ def check_normed(terms: list[tuple[float, Ref]]) -> None:
             if shape[-2].times(shape[-1]) == width:
                 reasons = [reason for f, e in term.factors if e < 0 and (reason := _other_norm(f, width)) is not None]
                 raise Mismatch(next(iter(reasons), UNNORMED), ref.value)
+
+
+def check_one_tensor(terms: list[tuple[float, Ref]]) -> None:
+    """Raises Mismatch if one of the terms is divided by a norm whose squares are summed over several tensors."""
+    inner = [found[0] for _, ref in terms if (found := sum_factor(ref)) is not None]
+    for _, ref in (*terms, *(term for each in inner for term in addends(each)[1])):
+        for factor, exponent in product(ref).factors:
+            under = _norm_addends(factor)[: MAX_STREAMS + 1] if exponent < 0 else []
+            tensors = {peel(square[0]).value for _, r in under if (square := squared(r)) is not None}
+            if 2 <= len(tensors) == len(under) <= MAX_STREAMS:
+                raise Mismatch(LISTED, ref.value)
+
+
+def _norm_addends(divisor: Ref) -> list[tuple[float, Ref]]:
+    """Returns what is added under the root of a norm, behind numbers that are added or multiplied."""
+    while True:
+        _, terms = addends(divisor)
+        inner = sum_factor(terms[0][1]) if len(terms) == 1 else None
+        root = product(terms[0][1]).factors if len(terms) == 1 and inner is None else []
+        if inner is not None:
+            divisor = inner[0]
+        elif len(root) == 1 and root[0][1] == 0.5:
+            divisor = root[0][0]
+        else:
+            return terms
 
 
 def _other_norm(divisor: Ref, width: Size) -> str | None:

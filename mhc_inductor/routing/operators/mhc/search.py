@@ -166,6 +166,7 @@ class Search:
                 return norm
         if value.func in mhc.SIGMOIDS:
             mhc.check_normed(terms)
+            mhc.check_one_tensor(terms)
             for _, term in terms:
                 _check_unaltered(term)
         return None
