@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import mhc_inductor
 from tests.capture import Captured, difference, eager, reasons, run
 
 B, S, H, HEADS, D, K = 2, 20, 2, 16, 8, 4
@@ -222,3 +223,20 @@ def test_renormalised_weights_under_other_masks_and_of_routers_are_not_mentioned
     got, want = _run(fn)
     assert not got.ops and difference(got, want) == 0.0
     assert all(m.ordinary for m in got.report.near_misses), reasons(got)
+
+
+def test_a_list_of_the_first_of_two_parts_of_the_keys_is_verified() -> None:
+    """Checks that sample data for positions that a topk returns stay in the part that the topk chose from."""
+
+    def attend(q: Tensor, kept: Tensor, near: Tensor, scores: Tensor) -> Tensor:
+        chosen = torch.full((2, 12, 13), -torch.inf).scatter(-1, scores.topk(4, -1).indices, 0.0)
+        apart = torch.arange(12)[:, None] - torch.arange(12)
+        window = torch.where((apart >= 0) & (apart < 4), 0.0, -torch.inf).expand(2, 12, 12)
+        mask = torch.cat([chosen, window], -1)[:, None]
+        k = torch.cat([kept, near], 1)[:, None].expand(2, 2, 25, 16)
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+
+    shapes = ((2, 2, 12, 16), (2, 13, 16), (2, 12, 16), (2, 12, 13))
+    report = mhc_inductor.explain(attend, *(torch.randn(s) for s in shapes), verify=True)
+    (routed,) = report.routed
+    assert isinstance(routed.error, float) and routed.error < 1e-5, routed.error

@@ -39,7 +39,7 @@ def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
         return all(in_range(v, size, depth - 1) for v in values)
 
     if func in PICKS:
-        return a.out == 1 and _picked_of(a) == size
+        return picked_size(a) == size
     if func in ARANGE and len(args) == 1:
         return a.shape[0] == size or _smaller(a.shape[0], size)
     if func in SHOWN:
@@ -65,9 +65,9 @@ def picked_dim(value: Value) -> int | None:
     return d % len(of.shape) if of.shape and isinstance(d, int) else None
 
 
-def _picked_of(value: Value) -> Size | None:
-    """Returns the size of the dim whose positions a topk or sort returns, None if it is not known."""
-    d = picked_dim(value)
+def picked_size(value: Value) -> Size | None:
+    """Returns the size of the dim whose positions ``value`` holds as a topk's or sort's, None if it is not known."""
+    d = picked_dim(value) if value.func in PICKS and value.out == 1 else None
     return None if d is None else value.args[0].shape[d]
 
 

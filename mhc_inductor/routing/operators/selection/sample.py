@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view_maps import Ref
+from mhc_inductor.routing.operators.selection.index_checks import picked_size
 from mhc_inductor.routing.operators.selection.intervals import Interval
 from mhc_inductor.routing.operators.selection.keys import Given, Literal
 from mhc_inductor.routing.operators.selection.matches import Found
@@ -61,6 +62,9 @@ class Sample:
             for datum in low.data():
                 role = self._role(datum.ref, each)
                 role.starts = True
+                size = picked_size(datum.ref.value)
+                if size is not None and not size.symbols:  # ops that read the positions before the keys see them
+                    role.most = size.factor if role.most is None else min(role.most, size.factor)
                 if self.keys and not any(symbols for symbols, _ in low.constant) and low.coefficient(datum) > 0:
                     most = (self.keys - low.offset) // low.coefficient(datum)
                     role.most = most if role.most is None else min(role.most, most)
