@@ -1,7 +1,7 @@
 """Launch plans of the fused mHC ops.
 
-Where it can run, one Gluon kernel computes post and the projection of its result (``gluon.py``). Elsewhere the kernels
-of post and of pre run, and share what two separate ops could not. One kernel for both gradients
+Where they can run, one Gluon kernel computes all of it (``one_read_plan.py``), or another post and the projection of its
+result (``gluon.py``). Elsewhere the kernels of post and of pre run, and share what two separate ops could not. One kernel for both gradients
 of x_out was measured and is slower (docs/tuning.md).
 """
 
@@ -11,11 +11,9 @@ from typing import Any
 
 from .config import pow2
 from .gluon import PostProjectConfig, post_project
+from .one_read_plan import plan_one_read
 from .plan import (
-    Dims,
     collapse_dots,
-    contiguous,
-    dims,
     empty_grads,
     launch_collapse,
     logit_grads,
@@ -24,18 +22,13 @@ from .plan import (
     plan_pre,
     post_grads,
     pre_dx,
-    pre_outputs,
     unsupported,
     zero_grads,
 )
+from .sizes import Dims, contiguous, dims, pre_outputs
 from .slices import mhc_slices_collapse
 
 __all__ = ["unsupported"]
-
-
-def runs_gluon(b: Any, x: Any, f_out: Any) -> bool:
-    """Returns whether the forward of the fused ops runs its Gluon kernel with this builder."""
-    return post_project(b, x, f_out) is not None
 
 
 def _slices(
@@ -95,6 +88,9 @@ def _forward(
     """Launches the forward of a fused op. post: (x, f_out, h_post, h_res); params: (phi, alpha, bias, gamma)."""
     x, f_out, h_post, h_res = post
     phi, alpha, bias, gamma = params
+    done = plan_one_read(b, x, (f_out, h_post, h_res), transpose_res, params, floats, iters, form, has_post)
+    if done is not None:
+        return done
     found = post_project(b, x, f_out)
     if found is not None:
         return _slices(b, *found, post, transpose_res, params, floats, iters, form, has_post)
