@@ -1,7 +1,7 @@
 """Launch plans of the fused mHC ops.
 
-Where they can run, one Gluon kernel computes all of it (``one_read_plan.py``), or another post and the projection of its
-result (``gluon.py``). Elsewhere the kernels of post and of pre run, and share what two separate ops could not. One kernel for both gradients
+Where it can run, one Gluon kernel computes post and the projection of its result (``gluon.py``). Elsewhere the kernels
+of post and of pre run, and share what two separate ops could not. One kernel for both gradients
 of x_out was measured and is slower (docs/tuning.md).
 """
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from .config import pow2
 from .gluon import PostProjectConfig, post_project
-from .one_read_plan import plan_one_read
 from .plan import (
     collapse_dots,
     empty_grads,
@@ -29,6 +28,11 @@ from .sizes import Dims, contiguous, dims, pre_outputs
 from .slices import mhc_slices_collapse
 
 __all__ = ["unsupported"]
+
+
+def runs_gluon(b: Any, x: Any, f_out: Any) -> bool:
+    """Returns whether the forward of the fused ops runs its Gluon kernel with this builder."""
+    return post_project(b, x, f_out) is not None
 
 
 def _slices(
@@ -88,9 +92,6 @@ def _forward(
     """Launches the forward of a fused op. post: (x, f_out, h_post, h_res); params: (phi, alpha, bias, gamma)."""
     x, f_out, h_post, h_res = post
     phi, alpha, bias, gamma = params
-    done = plan_one_read(b, x, (f_out, h_post, h_res), transpose_res, params, floats, iters, form, has_post)
-    if done is not None:
-        return done
     found = post_project(b, x, f_out)
     if found is not None:
         return _slices(b, *found, post, transpose_res, params, floats, iters, form, has_post)

@@ -53,36 +53,22 @@ def post_project(b: Any, x: Any, f_out: Any) -> tuple[Any, PostProjectConfig] | 
 
 COLUMNS = 256  # of each stream, per program of a group
 COUNTERS = 256  # words before the exchange
-# Widths of pre alone and of post and pre whose kernel reads x once (docs/tuning.md).
-ONE_READ_PRE = range(0)
-ONE_READ_POST = range(0)
+# Widths of pre whose kernel reads x once, in steps of 512 (docs/tuning.md). range(0) switches it off.
+ONE_READ_PRE = range(2560, 4097)
 refused: set[Any] = set()
 """Devices that could not hold a group's programs at once."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OneReadConfig:
-    """Configuration of the kernel with one read of x: W warps, a ring of R tiles, LAG tiles until the collapse."""
-
-    W: int
-    R: int
-    LAG: int
-
-
-def one_read(b: Any, x: Any, post: tuple[Any, ...] | None) -> tuple[Any, OneReadConfig] | None:
-    """Returns the kernel and its configuration, or None if other kernels must run. post: (f_out, h_post, h_res)."""
+def one_read(b: Any, x: Any) -> Any | None:
+    """Returns the kernel of pre with one read of x, or None if the kernels of ``pre.py`` must run."""
     *_, n, D = b.shape(x)
-    if b.static(n) != 4 or not b.gluon or b.device in refused:
+    if b.static(n) != 4 or b.dtype(x) != b.bf16 or not b.gluon or b.device in refused:
         return None
     D = b.static(D)
-    if D not in (ONE_READ_PRE if post is None else ONE_READ_POST) or D % (2 * COLUMNS) or D > 32 * COLUMNS:
+    if D not in ONE_READ_PRE or D % (2 * COLUMNS) or D > 32 * COLUMNS:
         return None
-    if post is not None:
-        f_out, *weights = post
-        if b.dtype(f_out) != b.bf16 or any(w is not None and b.dtype(w) != b.f32 for w in weights):
-            return None
     props = b.device_props()
-    if b.dtype(x) != b.bf16 or props.arch != 90 or props.sm_count < D // COLUMNS:
+    if props.arch != 90 or props.sm_count < D // COLUMNS:
         return None
     loaded = gluon.kernels(b, 227 << 10, "mHC", "mhc.gluon_one_read:mhc_one_read")
-    return None if loaded is None else (loaded[0], OneReadConfig(8, 6 if post is None else 5, 2))
+    return None if loaded is None else loaded[0]

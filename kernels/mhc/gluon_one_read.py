@@ -1,9 +1,9 @@
-"""pre, and the fused post and pre, with one read of x (sm_90): sums are exchanged while x stays in shared memory.
+"""pre with one read of x (sm_90): sums are exchanged while x stays in shared memory.
 
-``post.py`` and ``pre.py`` have the formulas. A group of G programs takes tiles of 16 tokens, a program 256 columns of
-each stream. phi's columns stay in registers for all tiles. A program projects its part of a tile, publishes five sums
-per token, goes on with the next tiles, and collapses the tile from shared memory once all parts of it are there. At the
-end, the group shares the coefficients' tokens. All programs must be resident: the launch is cooperative.
+``pre.py`` has the formulas. A group of G programs of 8 warps takes tiles of 16 tokens, a program 256 columns of each
+stream. phi's columns stay in registers for all tiles. A program projects its part of a tile, publishes five sums per
+token, goes on with the next tiles, and collapses the tile from shared memory once all parts of it are there. At the end,
+the group shares the coefficients' tokens. All programs must be resident: the launch is cooperative.
 
 Words of the exchange start as 0, and a sum of 0 is written as -0, so that a word is its own flag.
 """
@@ -17,6 +17,9 @@ from ..gluon_language import async_load, reinterpret, thread_barrier
 
 # bf16 terms of an fp32 phi, also where fewer would do: the products are hidden.
 TERMS = gl.constexpr(3)
+# Tiles in shared memory, and after how many a tile is collapsed.
+RING = gl.constexpr(6)
+LAG = gl.constexpr(2)
 # Words before the exchange: a counter per group.
 COUNTERS = gl.constexpr(256)
 # Looks until a missing sum stops the kernel with an error: tens of seconds. Residency makes every sum come.
@@ -60,38 +63,20 @@ def _counter_asm(last):
 
 
 @constexpr_function
-def _copy_layout(W):
+def _copy_layout():
     """[4 blocks, 8 (stream, half), 16 tokens, 32 columns] of x: a warp has two tokens."""
-    half = [0, 1, 0, 0]
     return gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]] + ([half] if W == 8 else []) + [[0, 2, 0, 0], [0, 4, 0, 0]],
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
         [[0, 0, 0, 8], [0, 0, 0, 16], [0, 0, 1, 0], [1, 0, 0, 0], [2, 0, 0, 0]],
-        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0]] + ([half] if W == 16 else []), [], [4, 8, 16, 32],
+        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0]], [], [4, 8, 16, 32],
     )  # fmt: skip
 
 
 @constexpr_function
-def _f_layout(W):
-    """[4 blocks, 2 halves, 16 tokens, 32 columns] of f_out, as ``_copy_layout`` has a stream."""
-    half = [0, 1, 0, 0]
-    return gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4]] + ([half] if W == 8 else []),
-        [[0, 0, 0, 8], [0, 0, 0, 16], [0, 0, 1, 0], [1, 0, 0, 0], [2, 0, 0, 0]],
-        [[0, 0, 2, 0], [0, 0, 4, 0], [0, 0, 8, 0]] + ([half] if W == 16 else []), [], [4, 2, 16, 32],
-    )  # fmt: skip
-
-
-@constexpr_function
-def _token_layout(W, width, bases):
+def _token_layout(width, bases):
     """[16 tokens, width values in registers]: a thread has the values of its token in ``_copy_layout``."""
-    warps = [[2, 0], [4, 0], [8, 0]] + ([[0, 0]] if W == 16 else [])
-    return gl.DistributedLinearLayout(bases, [[0, 0], [0, 0], [1, 0], [0, 0], [0, 0]], warps, [], [16, width])
-
-
-@constexpr_function
-def _spread(W, warps, zero):
-    """Bases of W warps: ``warps``, then ones that hold the same."""
-    return warps + [zero] * ((3 if W == 8 else 4) - len(warps))
+    lanes = [[0, 0], [0, 0], [1, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(bases, lanes, [[2, 0], [4, 0], [8, 0]], [], [16, width])
 
 
 @gluon.jit
@@ -149,83 +134,22 @@ def _offsets(g, D: gl.constexpr, HALVES: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(ring, at, x_thread, t0, T, D: gl.constexpr, W: gl.constexpr):
+def _fetch(ring, at, x_thread, t0, T, D: gl.constexpr):
     """Starts to copy x of 16 tokens."""
-    async_load(ring.index(at), x_thread + t0.to(gl.int64) * (4 * D), mask=t0 + _tokens(_copy_layout(W)) < T)
+    async_load(ring.index(at), x_thread + t0.to(gl.int64) * (4 * D), mask=t0 + _tokens(_copy_layout()) < T)
 
 
 @gluon.jit
-def _fetch_post(
-    rings, at, f_thread, h_post_ptr, h_res_ptr, t0, T, D: gl.constexpr, W: gl.constexpr, HAS_MIX: gl.constexpr
-):
-    """Starts to copy f_out, h_post and h_res of 16 tokens."""
-    fring, cring, rring = rings
-    async_load(fring.index(at), f_thread + t0.to(gl.int64) * D, mask=t0 + _tokens(_f_layout(W)) < T)
-    P: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]], [[1, 0], [2, 0], [4, 0], [8, 0], [0, 0]], _spread(W, [], [0, 0]), [], [16, 4]
-    )
-    t = gl.arange(0, 16, layout=gl.SliceLayout(1, P))[:, None]
-    i = gl.arange(0, 4, layout=gl.SliceLayout(0, P))[None, :]
-    async_load(cring.index(at), h_post_ptr + t0.to(gl.int64) * 4 + (t * 4 + i), mask=t0 + t < T)
-    if HAS_MIX:
-        M: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], _spread(W, [[8, 0]], [0, 0]), [], [16, 16]
-        )
-        t = gl.arange(0, 16, layout=gl.SliceLayout(1, M))[:, None]
-        i = gl.arange(0, 16, layout=gl.SliceLayout(0, M))[None, :]
-        async_load(rring.index(at), h_res_ptr + t0.to(gl.int64) * 16 + (t * 16 + i), mask=t0 + t < T)
-
-
-@gluon.jit
-def _mix(
-    slot, rings, at, out_thread, t0, T, D: gl.constexpr, W: gl.constexpr, HAS_MIX: gl.constexpr, TRANSPOSE: gl.constexpr
-):
-    """Replaces x in ``slot`` by post of it, and stores that too."""
-    fring, cring, rring = rings
-    C: gl.constexpr = _copy_layout(W)
-    x0, x1, x2, x3 = _streams(slot.load(C))
-    XL: gl.constexpr = x0.type.layout
-    S: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, XL)))
-    f = _widened(fring.index(at).load(XL))
-    xs = (_widened(x0), _widened(x1), _widened(x2), _widened(x3))
-    cs = _columns4(cring.index(at).load(_token_layout(W, 4, [[0, 1], [0, 2]])), S)
-    if HAS_MIX:
-        m = rring.index(at).load(_token_layout(W, 16, [[0, 1], [0, 2], [0, 4], [0, 8]])).reshape([16, 4, 4])
-        if not TRANSPOSE:
-            m = m.permute((0, 2, 1))
-        # [16, i, o]
-        even, odd = gl.split(m.reshape([16, 4, 2, 2]))
-        m0, m2 = gl.split(even)
-        m1, m3 = gl.split(odd)
-        ms = (_columns4(m0, S), _columns4(m1, S), _columns4(m2, S), _columns4(m3, S))
-    ys = ()
-    for o in gl.static_range(4):
-        y = cs[o][None, None, :, None] * f
-        if HAS_MIX:
-            for i in gl.static_range(4):
-                y += ms[o][i][None, None, :, None] * xs[i]
-        else:
-            y += xs[o]
-        ys = ys + (_rounded(y),)
-    y = gl.join(gl.join(ys[0], ys[2]), gl.join(ys[1], ys[3]))
-    y = y.reshape([4, 2, 16, 32, 4]).permute((0, 4, 1, 2, 3)).reshape([4, 8, 16, 32])
-    y = gl.convert_layout(y, C, assert_trivial=True)
-    slot.store(y)
-    gl.store(out_thread + t0.to(gl.int64) * (4 * D), y, mask=t0 + _tokens(C) < T)
-
-
-@gluon.jit
-def _terms(phi_ptr, gamma_ptr, g, D: gl.constexpr, M: gl.constexpr, HAS_GAMMA: gl.constexpr, W: gl.constexpr):
-    """Phi * gamma as bf16 terms, largest first: right operands [W, 32, 8], by block, 8 rows of phi and term."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8])
+def _terms(phi_ptr, gamma_ptr, g, D: gl.constexpr, M: gl.constexpr, HAS_GAMMA: gl.constexpr):
+    """Phi * gamma as bf16 terms, largest first: right operands [8 warps, 32, 8], by block, 8 rows of phi and term."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[8, 1, 1], instr_shape=[1, 16, 8])
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     k = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(2, B)))[None, :, None]
-    w = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None, None]
+    w = gl.arange(0, 8, layout=gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None, None]
     m = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
     ws = ()
-    for b in gl.static_range(32 // W):
-        block = b * W + w
-        at = g * 256 + k + block // 8 * 32 + (block % 8 // 2 * D + block % 2 * 128)
+    for b in gl.static_range(4):
+        at = g * 256 + k + b * 32 + (w // 2 * D + w % 2 * 128)
         for j in gl.static_range((M + 7) // 8):
             # The mask has the shape of the pointers.
             v = gl.load(phi_ptr + ((m + j * 8) * (4 * D) + at), mask=(m + j * 8 < M) & (at >= 0), other=0.0)
@@ -240,19 +164,18 @@ def _terms(phi_ptr, gamma_ptr, g, D: gl.constexpr, M: gl.constexpr, HAS_GAMMA: g
 
 
 @gluon.jit
-def _products(blocks, slot, ws, sums, M8: gl.constexpr, W: gl.constexpr):
+def _products(blocks, slot, ws, sums, M8: gl.constexpr):
     """Multiplies a tile by phi; stores each warp's sums, and those of squares."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[8, 1, 1], instr_shape=[1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    NB: gl.constexpr = 32 // W
     # Tensor cores round their running sum towards zero: small terms have their own.
     big = ()
     small = ()
     for _ in gl.static_range(M8):
-        big = big + (gl.zeros([W, 16, 8], gl.float32, layout=MMA),)
-        small = small + (gl.zeros([W, 16, 8], gl.float32, layout=MMA),)
-    for b in gl.static_range(NB):
-        a = blocks.index(slot * NB + b).load(A)
+        big = big + (gl.zeros([8, 16, 8], gl.float32, layout=MMA),)
+        small = small + (gl.zeros([8, 16, 8], gl.float32, layout=MMA),)
+    for b in gl.static_range(4):
+        a = blocks.index(slot * 4 + b).load(A)
         new = ()
         rest = ()
         for j in gl.static_range(M8):
@@ -261,7 +184,7 @@ def _products(blocks, slot, ws, sums, M8: gl.constexpr, W: gl.constexpr):
             rest = rest + (mma_v2(a, ws[(b * M8 + j) * TERMS + 2], s),)
         big = new
         small = rest
-        lo, hi = gl.split(_widened(a).reshape([W, 16, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)))
+        lo, hi = gl.split(_widened(a).reshape([8, 16, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)))
         y0, y1 = gl.split(lo)
         y2, y3 = gl.split(hi)
         if b == 0:
@@ -270,21 +193,21 @@ def _products(blocks, slot, ws, sums, M8: gl.constexpr, W: gl.constexpr):
             qs = gl.fma(y0, y0, qs)
         qs = gl.fma(y3, y3, gl.fma(y2, y2, gl.fma(y1, y1, qs)))
     q = gl.convert_layout(gl.sum(gl.sum(qs, axis=2), axis=2), gl.SliceLayout(2, MMA), assert_trivial=True)
-    q = q[:, :, None] + gl.zeros([W, 16, 8], gl.float32, layout=MMA)
+    q = q[:, :, None] + gl.zeros([8, 16, 8], gl.float32, layout=MMA)
     s0 = big[0] + small[0]
     # Rows beyond M are not read.
     s1 = big[1] + small[1] if M8 > 1 else q
     s2 = big[2] + small[2] if M8 > 2 else q
-    sums.store(gl.join(gl.join(s0, s2), gl.join(s1, q)).reshape([W, 16, 8, 4]).permute((3, 0, 1, 2)))
+    sums.store(gl.join(gl.join(s0, s2), gl.join(s1, q)).reshape([8, 16, 8, 4]).permute((3, 0, 1, 2)))
 
 
 @gluon.jit
-def _publish(sums, exch, part, M: gl.constexpr, W: gl.constexpr):
+def _publish(sums, exch, part, M: gl.constexpr):
     """Adds the warps' sums in a fixed order, publishes h_pre's and the sum of squares, stores the others in part."""
     Q: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]] + ([[0, 8, 0, 0]] if W == 16 else [[2, 0, 0, 0]]),
+        [[0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0], [2, 0, 0, 0]],
         [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0]],
-        [[0, 0, 4, 0], [0, 0, 8, 0], [1, 0, 0, 0]] + ([[2, 0, 0, 0]] if W == 16 else []), [], [4, W, 16, 8],
+        [[0, 0, 4, 0], [0, 0, 8, 0], [1, 0, 0, 0]], [], [4, 8, 16, 8],
     )  # fmt: skip
     r = gl.sum(sums.load(Q), axis=1)
     P: gl.constexpr = r.type.layout
@@ -300,18 +223,17 @@ def _publish(sums, exch, part, M: gl.constexpr, W: gl.constexpr):
         "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0; }", "=r,l,r,r",
         [exch + word, bits, yes.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    if M > 4:
-        m = q * 8 + i
-        gl.store(part + (t * 20 + m - 4), r, mask=(m >= 4) & (m < M) & (t >= 0))
+    m = q * 8 + i
+    gl.store(part + (t * 20 + m - 4), r, mask=(m >= 4) & (m < M) & (t >= 0))
 
 
 @gluon.jit
-def _exchange_offsets(G: gl.constexpr, GP: gl.constexpr, W: gl.constexpr):
+def _exchange_offsets(G: gl.constexpr, GP: gl.constexpr):
     """Offsets of [GP parts, 16 tokens, 8]: five sums per token; beyond the fifth, the fifth again."""
+    # Triton 3.6 sums over neighbouring bits of a lane's number only, whatever the layout says: sums, tokens, parts.
     E: gl.constexpr = gl.DistributedLinearLayout(
         [[2, 0, 0], [4, 0, 0], [8, 0, 0]] + ([[16, 0, 0]] if GP == 32 else []),
-        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 0, 4], [1, 0, 0]], _spread(W, [[0, 2, 0], [0, 4, 0], [0, 8, 0]], [0, 0, 0]),
-        [], [GP, 16, 8],
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [1, 0, 0]], [[0, 2, 0], [0, 4, 0], [0, 8, 0]], [], [GP, 16, 8],
     )  # fmt: skip
     p = gl.arange(0, GP, layout=gl.SliceLayout(1, gl.SliceLayout(2, E)))[:, None, None]
     t = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, E)))[None, :, None]
@@ -327,8 +249,17 @@ def _peek(at, G: gl.constexpr, GP: gl.constexpr):
 
 
 @gluon.jit
+def _norm_factor(square, eps, OUTSIDE: gl.constexpr):
+    """As ``pre.norm_factor``, of the mean of squares."""
+    if OUTSIDE:
+        return 1.0 / (gl.sqrt(square) + eps)
+    else:
+        return gl.rsqrt(square + eps)
+
+
+@gluon.jit
 def _weights(
-    seen, at, alpha, bias, norm_eps, hc_eps, K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, W: gl.constexpr
+    seen, at, alpha, bias, norm_eps, hc_eps, K: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, OUTSIDE: gl.constexpr
 ):
     """h_pre of a tile's 16 tokens, [16, 4], from all parts of its sums."""
     v = gl.inline_asm_elementwise(
@@ -339,17 +270,17 @@ def _weights(
     H: gl.constexpr = h.type.layout
     i = gl.arange(0, 8, layout=gl.SliceLayout(0, H))[None, :]
     ss = gl.sum(gl.where(i == 4, h, 0.0), axis=1)
-    z = alpha * (h * gl.rsqrt(ss / K + norm_eps)[:, None]) + bias[None, :]
+    z = alpha * (h * _norm_factor(ss / K, norm_eps, OUTSIDE)[:, None]) + bias[None, :]
     h_pre = 1.0 / (1.0 + gl.exp(-z)) + hc_eps
-    h_pre = gl.convert_layout(h_pre, _token_layout(W, 8, [[0, 1], [0, 2], [0, 4]]))
+    h_pre = gl.convert_layout(h_pre, _token_layout(8, [[0, 1], [0, 2], [0, 4]]))
     low, _ = gl.split(h_pre.reshape([16, 2, 4]).permute((0, 2, 1)))
-    return gl.convert_layout(low, _token_layout(W, 4, [[0, 1], [0, 2]]), assert_trivial=True)
+    return gl.convert_layout(low, _token_layout(4, [[0, 1], [0, 2]]), assert_trivial=True)
 
 
 @gluon.jit
-def _collapse(slot, weights, to, left, D: gl.constexpr, W: gl.constexpr):
+def _collapse(slot, weights, to, left, D: gl.constexpr):
     """Stores h_in of 16 tokens."""
-    x0, x1, x2, x3 = _streams(slot.load(_copy_layout(W)))
+    x0, x1, x2, x3 = _streams(slot.load(_copy_layout()))
     XL: gl.constexpr = x0.type.layout
     S: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, XL)))
     w0, w1, w2, w3 = _columns4(weights, S)
@@ -401,15 +332,15 @@ def _scaled(words, row, m, inv, alpha_ptr, which: gl.constexpr, bias_ptr, h_mix_
 @gluon.jit
 def _coefficients(
     first, count, group, NG, exch_ptr, part_ptr, alpha_ptr, bias_ptr, out, floats, T,
-    D: gl.constexpr, G: gl.constexpr, M: gl.constexpr, HAS_POST: gl.constexpr, HAS_RES: gl.constexpr,
-    ITERS: gl.constexpr, FORM: gl.constexpr, W: gl.constexpr,
+    D: gl.constexpr, G: gl.constexpr, M: gl.constexpr, HAS_RES: gl.constexpr, ITERS: gl.constexpr, FORM: gl.constexpr,
+    OUTSIDE: gl.constexpr,
 ):  # fmt: skip
     """Writes the coefficients of the group's tokens first .. first + 63."""
     h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr = out
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps = floats
     R: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2]], [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        _spread(W, [[8, 0, 0], [16, 0, 0], [32, 0, 0]], [0, 0, 0]), [], [64, 4, 4],
+        [[8, 0, 0], [16, 0, 0], [32, 0, 0]], [], [64, 4, 4],
     )  # fmt: skip
     V: gl.constexpr = gl.SliceLayout(2, R)
     at = gl.minimum(first + gl.arange(0, 64, layout=gl.SliceLayout(1, V)), count * 16 - 1)
@@ -421,29 +352,27 @@ def _coefficients(
     rest = (part_ptr + (tile * (G * 320) + at % 16 * 20))[:, None] + i
     ss = gl.load(words + 4, cache_modifier=".cg").to(gl.float32, bitcast=True)
     pre = gl.load(words[:, None] + i, cache_modifier=".cg").to(gl.float32, bitcast=True)
-    if HAS_POST:
-        post = gl.load(rest, cache_modifier=".cg")
+    post = gl.load(rest, cache_modifier=".cg")
     if HAS_RES:
         cells = rest[:, :, None] + (4 + 3 * i[:, :, None] + j)
         res = gl.load(cells, cache_modifier=".cg")
     for p in gl.static_range(1, G):
         ss += gl.load(words + (p * 80 + 4), cache_modifier=".cg").to(gl.float32, bitcast=True)
         pre += gl.load(words[:, None] + (p * 80 + i), cache_modifier=".cg").to(gl.float32, bitcast=True)
-        if HAS_POST:
-            post += gl.load(rest + p * 320, cache_modifier=".cg")
+        post += gl.load(rest + p * 320, cache_modifier=".cg")
         if HAS_RES:
             res += gl.load(cells + p * 320, cache_modifier=".cg")
-    inv = gl.rsqrt(ss / (4 * D) + norm_eps)
+    ss = ss / (4 * D)
+    inv = _norm_factor(ss, norm_eps, OUTSIDE)
     ok = row < T
-    gl.store(inv_ptr + row, inv, mask=ok)
+    gl.store(inv_ptr + row, gl.sqrt(ss) if OUTSIDE else inv, mask=ok)
     row = row[:, None]
     inv = inv[:, None]
     ok = ok[:, None] & (i >= 0)
     z = _scaled(pre, row, i, inv, alpha_ptr, 0, bias_ptr, h_mix_ptr, ok, M)
     gl.store(h_pre_ptr + (row * 4 + i), 1.0 / (1.0 + gl.exp(-z)) + hc_eps, mask=ok)
-    if HAS_POST:
-        z = _scaled(post, row, 4 + i, inv, alpha_ptr, 1, bias_ptr, h_mix_ptr, ok, M)
-        gl.store(h_post_ptr + (row * 4 + i), post_mult / (1.0 + gl.exp(-z)) + post_eps, mask=ok)
+    z = _scaled(post, row, 4 + i, inv, alpha_ptr, 1, bias_ptr, h_mix_ptr, ok, M)
+    gl.store(h_post_ptr + (row * 4 + i), post_mult / (1.0 + gl.exp(-z)) + post_eps, mask=ok)
     if HAS_RES:
         ok = ok[:, :, None] & (j >= 0)
         ij = i[:, :, None] * 4 + j
@@ -455,97 +384,78 @@ def _coefficients(
 
 @gluon.jit(do_not_specialize=["T", "tiles"])
 def mhc_one_read(
-    x_ptr, f_ptr, h_post_ptr, h_res_ptr, out_ptr, phi_ptr, gamma_ptr, alpha_ptr, bias_ptr, words_ptr, part_ptr,
-    h_in_ptr, next_pre_ptr, next_post_ptr, next_res_ptr, h_mix_ptr, inv_ptr, T, tiles,
-    norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
-    D: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, M: gl.constexpr, HAS_GAMMA: gl.constexpr, POST: gl.constexpr,
-    HAS_MIX: gl.constexpr, TRANSPOSE: gl.constexpr, HAS_POST: gl.constexpr, HAS_RES: gl.constexpr,
-    ITERS: gl.constexpr, FORM: gl.constexpr, R: gl.constexpr, LAG: gl.constexpr, W: gl.constexpr,
+    x_ptr, phi_ptr, gamma_ptr, alpha_ptr, bias_ptr, words_ptr, part_ptr, h_in_ptr, h_pre_ptr, h_post_ptr, h_res_ptr,
+    h_mix_ptr, inv_ptr, T, tiles, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
+    D: gl.constexpr, G: gl.constexpr, GP: gl.constexpr, M: gl.constexpr, HAS_GAMMA: gl.constexpr, HAS_RES: gl.constexpr,
+    ITERS: gl.constexpr, FORM: gl.constexpr, OUTSIDE: gl.constexpr,
 ):  # fmt: skip
-    """Computes pre of x, or with POST of post of it, which is stored to out; program (group, g) of NG groups."""
+    """Computes pre of x; program (group, g) of NG groups."""
     g = gl.program_id(0) % G
     group = gl.program_id(0) // G
     NG = gl.num_programs(0) // G
     counter = words_ptr + group
     exch_ptr = words_ptr + COUNTERS
-    F1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     F3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     # Swizzled, so that rows of 64 bytes can be read as matrices without conflicts of banks.
     X3: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [3, 2, 1, 0])
     X2: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0])
-    ring = gl.allocate_shared_memory(gl.bfloat16, [R, 4, 8, 16, 32], X3)
-    # The same memory, W warps' 32 columns at a time.
-    blocks = reinterpret(ring, gl.bfloat16, [R * 32 // W, W, 16, 32], X2)
-    sums = gl.allocate_shared_memory(gl.float32, [4, W, 16, 8], F3)
-    C: gl.constexpr = _copy_layout(W)
+    ring = gl.allocate_shared_memory(gl.bfloat16, [RING, 4, 8, 16, 32], X3)
+    # The same memory, 32 columns of each warp at a time.
+    blocks = reinterpret(ring, gl.bfloat16, [RING * 4, 8, 16, 32], X2)
+    sums = gl.allocate_shared_memory(gl.float32, [4, 8, 16, 8], F3)
+    C: gl.constexpr = _copy_layout()
     columns = _tokens(C) * (4 * D) + _offsets(g, D, 8, C)
     x_thread = x_ptr + columns
-    if POST:
-        fring = gl.allocate_shared_memory(gl.bfloat16, [R, 4, 2, 16, 32], F3)
-        cring = gl.allocate_shared_memory(gl.float32, [R, 16, 4], F1)
-        rring = gl.allocate_shared_memory(gl.float32, [R, 16, 16], F1)
-        rings = (fring, cring, rring)
-        FL: gl.constexpr = _f_layout(W)
-        f_thread = f_ptr + (_tokens(FL) * D + _offsets(g, D, 2, FL))
-        out_thread = out_ptr + columns
-    for n in gl.static_range(R - LAG):
+    for n in gl.static_range(RING - LAG):
         t0 = (group + n * NG) * 16
-        _fetch(ring, n, x_thread, t0, T, D, W)
-        if POST:
-            _fetch_post(rings, n, f_thread, h_post_ptr, h_res_ptr, t0, T, D, W, HAS_MIX)
+        _fetch(ring, n, x_thread, t0, T, D)
         async_copy.commit_group()
-    ws = _terms(phi_ptr, gamma_ptr, g, D, M, HAS_GAMMA, W)
-    offsets = _exchange_offsets(G, GP, W)
+    ws = _terms(phi_ptr, gamma_ptr, g, D, M, HAS_GAMMA)
+    offsets = _exchange_offsets(G, GP)
     i = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, offsets.type.layout)))
     bias = gl.load(bias_ptr + gl.minimum(i, 3)).to(gl.float32)
     alpha = gl.load(alpha_ptr).to(gl.float32)
-    weights = gl.zeros([16, 4], gl.float32, layout=_token_layout(W, 4, [[0, 1], [0, 2]]))
+    weights = gl.zeros([16, 4], gl.float32, layout=_token_layout(4, [[0, 1], [0, 2]]))
     count = (tiles - group + NG - 1) // NG
     for n in range(count + LAG):
-        async_copy.wait_group(R - LAG - 1)
+        async_copy.wait_group(RING - LAG - 1)
         thread_barrier()
         if n == count:
             # All of the program's sums are stored.
             gl.atomic_add(counter, 1, sem="release", scope="gpu")
-        slot = n % R
-        old = (n + R - LAG) % R
+        slot = n % RING
+        old = (n + RING - LAG) % RING
         done = (group + (n - LAG) * NG) * 16
         to = h_in_ptr + done.to(gl.int64) * D + g * 256
-        if POST:  # noqa: SIM102 (a constant, then a value)
-            if n < count:
-                _mix(ring.index(slot), rings, slot, out_thread, (group + n * NG) * 16, T, D, W, HAS_MIX, TRANSPOSE)
-                thread_barrier()
         # One block of instructions for both, so that each hides the other's latencies.
         if (n >= LAG) & (n < count):
-            _collapse(ring.index(old), weights, to, T - done, D, W)
-            _products(blocks, slot, ws, sums, (M + 7) // 8, W)
+            _collapse(ring.index(old), weights, to, T - done, D)
+            _products(blocks, slot, ws, sums, (M + 7) // 8)
         elif n < count:
-            _products(blocks, slot, ws, sums, (M + 7) // 8, W)
+            _products(blocks, slot, ws, sums, (M + 7) // 8)
         elif n >= LAG:
-            _collapse(ring.index(old), weights, to, T - done, D, W)
+            _collapse(ring.index(old), weights, to, T - done, D)
         soon = gl.minimum(gl.maximum(n + 1 - LAG, 0), count - 1)
         at = exch_ptr + ((group + soon * NG).to(gl.int64) * (G * 80) + offsets)
         seen = _peek(at, G, GP)
         thread_barrier()
-        if n + R - LAG < count:
-            t0 = (group + (n + R - LAG) * NG) * 16
-            _fetch(ring, old, x_thread, t0, T, D, W)
-            if POST:
-                _fetch_post(rings, old, f_thread, h_post_ptr, h_res_ptr, t0, T, D, W, HAS_MIX)
+        if n + RING - LAG < count:
+            t0 = (group + (n + RING - LAG) * NG) * 16
+            _fetch(ring, old, x_thread, t0, T, D)
         async_copy.commit_group()
         if n < count:
             place = (group + n * NG).to(gl.int64) * G + g
-            _publish(sums, exch_ptr + place * 80, part_ptr + place * 320, M, W)
+            _publish(sums, exch_ptr + place * 80, part_ptr + place * 320, M)
         if (n + 1 >= LAG) & (n + 1 < count + LAG):
-            weights = _weights(seen, at, alpha, bias, norm_eps, hc_eps, 4 * D, G, GP, W)
+            weights = _weights(seen, at, alpha, bias, norm_eps, hc_eps, 4 * D, G, GP, OUTSIDE)
     async_copy.wait_group(0)
-    one = gl.arange(0, 32 * W, layout=gl.BlockedLayout([1], [32], [W], [0]))
+    one = gl.arange(0, 256, layout=gl.BlockedLayout([1], [32], [8], [0]))
     gl.inline_asm_elementwise(_counter_asm(G), "=&r,l", [counter + one * 0], dtype=gl.int32, is_pure=False, pack=1)
     thread_barrier()
-    out = (next_pre_ptr, next_post_ptr, next_res_ptr, h_mix_ptr, inv_ptr)
+    out = (h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr)
     floats = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
     for chunk in range(g, (count * 16 + 63) // 64, G):
         _coefficients(
             chunk * 64, count, group, NG, exch_ptr, part_ptr, alpha_ptr, bias_ptr, out, floats, T,
-            D, G, M, HAS_POST, HAS_RES, ITERS, FORM, W,
+            D, G, M, HAS_RES, ITERS, FORM, OUTSIDE,
         )  # fmt: skip

@@ -124,9 +124,6 @@ def plan_pre(
     has_post: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches pre, or the head without ``has_post``; returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms)."""
-    done = plan_one_read(b, x, None, False, (phi, alpha, bias, gamma), floats, iters, form, has_post)
-    if done is not None:
-        return done[1:]
     s = dims(b, x, phi)
     out = pre_outputs(b, s, b.dtype(x), has_post)
     if b.is_static(s.T) and s.T == 0:
@@ -164,6 +161,9 @@ def plan_mhc_pre(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_pre``; returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms)."""
     floats = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
+    done = plan_one_read(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form)
+    if done is not None:
+        return done
     return plan_pre(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form, True)
 
 
