@@ -1,6 +1,7 @@
 """Command line of the benchmarks.
 
-``mhc``, ``e79``, ``selection``, ``lists``, ``index``, ``rule``, ``sparse_models``, ``deepseek_v4``, ``routing``, ``readme`` and ``table FILE``.
+``mhc``, ``e79``, ``selection``, ``lists``, ``index``, ``rule``, ``sparse_models``, ``deepseek_v4``, ``multi_gpu``, ``routing``, ``readme`` and
+``table FILE``.
 """
 
 from __future__ import annotations
@@ -408,6 +409,54 @@ def sparse(
         raise typer.Exit(1)
 
 
+@app.command("multi_gpu")
+def many(
+    parts: Annotated[str, typer.Option(help="Some of checks,fsdp,scaling,context,failures.")] = "",
+    only: Annotated[str, typer.Option(help="Words of jobs' names, by comma: losses,e79.")] = "",
+    ranks: Annotated[int, typer.Option(min=0, help="Processes, each with a GPU; 0: as many as there are GPUs.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cuda (NCCL) or cpu (gloo).")] = "auto",
+    toy: Annotated[bool, typer.Option("--toy", help="Tiny sizes, for trying it out; the only ones on a CPU.")] = False,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds after which all is ended.")] = 290.0,
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the table and the picture.")] = RESULTS,
+) -> None:
+    """Checks and measures several GPUs of one host: sharded ops, FSDP2, scaling, context parallelism, failures."""
+    import torch
+
+    from . import multi_gpu as run
+
+    where = _device(device)
+    count = ranks or (torch.cuda.device_count() if where == "cuda" else 2)
+    if count < 2 or (where == "cuda" and count > torch.cuda.device_count()):
+        raise typer.BadParameter(f"--ranks {count}: it takes at least 2, and a GPU for each")
+    words = tuple(w.strip() for w in only.split(",") if w.strip())
+    toy = toy or where == "cpu"
+    settings = run.Settings(where, count, toy, _words(parts, run.PARTS, "part"), budget, words)
+    stem = "multi_gpu" + ("-toy" if toy else "")
+    stem += "" if set(settings.parts) == set(run.PARTS) and not words else "-partial"
+    out.mkdir(parents=True, exist_ok=True)
+    result = run.run(settings, out / f"{stem}.json", lambda text: console.print(text, highlight=False, markup=False))
+    console.print(run.table(result), highlight=False, markup=False, soft_wrap=True)
+    if not result["complete"] or not all(job["passed"] for job in result["jobs"]):
+        raise typer.Exit(1)
+
+
+@app.command("sparse_fill")
+def sparse_fill(
+    later: Annotated[pathlib.Path, typer.Argument(exists=True, dir_okay=False, help="JSON of the later run.")],
+    into: Annotated[pathlib.Path, typer.Option(help="JSON of the run to complete.")] = RESULTS / "sparse_models.json",
+) -> None:
+    """Completes a run of sparse_models with the peers' rows that it had no time for. Measures nothing."""
+    from . import sparse_fill as run
+    from . import sparse_models
+
+    try:
+        result = run.fill(json.loads(into.read_text()), json.loads(later.read_text()))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    sparse_models.write(result, into)
+    console.print(sparse_models.table(result), highlight=False, markup=False, soft_wrap=True)
+
+
 @app.command()
 def routing(
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the table.")] = RESULTS,
@@ -434,7 +483,8 @@ def table(
 ) -> None:
     """Prints a stored run as Markdown."""
     result = json.loads(file.read_text())
-    if result["operator"] in ("deepseek_v4", "e79", "index", "lists", "routing", "selection", "sparse_models"):
+    own = ("deepseek_v4", "e79", "index", "lists", "multi_gpu", "routing", "selection", "sparse_models")
+    if result["operator"] in own:
         module = importlib.import_module(f".{result['operator']}", __package__)
         print(module.table(result), end="")
         if write:

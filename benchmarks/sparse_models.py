@@ -181,10 +181,15 @@ def gather(settings: Settings, measured: Iterable[dict[str, Any]]) -> dict[str, 
     result["rows"] = rows = [{k: v for k, v in row.items() if k != "stamp"} for row in measured]
     result["complete"] = len(rows) == len(settings.plan())
     result["bars_apply"] = running.BARS_DEVICE in result["device"]["name"] and not settings.toy
-    by_case = {c: {r["variant"]: r for r in result["rows"] if r["case"] == c.name} for c in settings.cases}
+    judge(result, settings.cases)
+    return result
+
+
+def judge(result: dict[str, Any], cases: Iterable[Case]) -> None:
+    """Sets the verdicts of ``result`` on its rows, and its errors."""
+    by_case = {c: {r["variant"]: r for r in result["rows"] if r["case"] == c.name} for c in cases}
     result["verdicts"] = [v for c, of in by_case.items() if result["bars_apply"] for v in targets.verdicts(c, of)]
     result["errors"] = [{"case": c.name, **e} for c, of in by_case.items() for e in targets.errors(of)]
-    return result
 
 
 def write(result: dict[str, Any], path: pathlib.Path) -> None:

@@ -22,8 +22,11 @@ def _small(row: Result, name: str) -> str:
     return f"{row[name]:.2g}" if name in row else ""
 
 
-def _failure(row: Result) -> str:
-    return row["error"].splitlines()[0].replace("|", "/")[:100] if "error" in row else ""
+def _note(row: Result) -> str:
+    """Returns why a row has no figures, and which later run measured it."""
+    said = [row["error"].splitlines()[0].replace("|", "/")[:100]] if "error" in row else []
+    said += [f"run of {row['of_run']['date'][:10]}, commit {row['of_run']['commit'][:7]}"] if "of_run" in row else []
+    return "; ".join(said)
 
 
 def _rows(result: Result) -> list[list[str]]:
@@ -37,7 +40,7 @@ def _rows(result: Result) -> list[list[str]]:
             times = f"{base / row['median_ms']:.2f}" if base and "median_ms" in row else ""
             cells = [case["model"], f"{case['batch']} x {case['seq']}", case["part"], _NAMES[variant]]
             cells += [_figure(row, "median_ms", 2), times, _figure(row, "peak_gib", 2), _figure(row, "compile_s", 1)]
-            found.append([*cells, _small(row, "error_logits"), _small(row, "error_gradients"), _failure(row)])
+            found.append([*cells, _small(row, "error_logits"), _small(row, "error_gradients"), _note(row)])
     return found
 
 

@@ -1,19 +1,20 @@
-"""Runs ``python -m mhc_inductor doctor``, which reports what this machine runs as kernels and why not."""
+"""Runs ``python -m mhc_inductor``: ``doctor`` reports what this machine runs as kernels, ``tune`` measures them."""
 
 from __future__ import annotations
 
+import pathlib
 import sys
 
 from mhc_inductor import doctor
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command line and returns the exit status. Parses the only command by hand if typer is missing."""
+    """Runs the command line and returns the exit status. Without typer there is ``doctor`` only, parsed by hand."""
     try:
         import typer
     except ImportError:
         if arguments not in (["doctor"], []):
-            print("usage: python -m mhc_inductor doctor", file=sys.stderr)
+            print("usage: python -m mhc_inductor doctor (tune needs typer)", file=sys.stderr)
             return 2
         return doctor.main()
 
@@ -27,6 +28,24 @@ def main(arguments: list[str]) -> int:
     def command() -> None:
         """Print versions, devices, what runs as kernels, and why not. Exits with 1 if this torch is not supported."""
         raise typer.Exit(doctor.main())
+
+    @app.command(name="tune")
+    def tune(
+        only: str = typer.Option("", help="Operators, by comma: mhc,selection,lists,index,e79; all if left out."),
+        widths: str = typer.Option("", help="Widths D of mHC, by comma; 2560,4096,7168 if left out."),
+        minutes: float = typer.Option(30.0, min=0, help="After these, the next call goes on where this one ended."),
+        again: bool = typer.Option(False, "--again", help="Measure anew what the table has."),
+        out: pathlib.Path | None = typer.Option(None, help="The table's file; the one that is read if left out."),  # noqa: B008
+    ) -> None:
+        """Measure launch configurations on this GPU and write the table that the package reads."""
+        from mhc_inductor.tuning import command
+        from mhc_inductor.tuning.workloads import KINDS, WIDTHS
+
+        kinds = tuple(w.strip() for w in only.split(",") if w.strip()) or KINDS
+        if unknown := [k for k in kinds if k not in KINDS]:
+            raise typer.BadParameter(f"no such operator: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+        sizes = tuple(int(w) for w in widths.split(",") if w.strip()) or WIDTHS
+        raise typer.Exit(command.main(kinds, sizes, minutes, again, out))
 
     result = app(arguments, standalone_mode=False)
     return int(result or 0)

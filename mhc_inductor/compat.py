@@ -28,6 +28,15 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 from mhc_inductor.scope import Change, replace
 
 
+def onnx_exporting() -> bool:
+    """Returns whether ``torch.onnx.export`` runs.
+
+    The public function imports the exporter, so it is asked only where that is imported already. The name of the module
+    is that of 2.11 to 2.13.
+    """
+    return "torch.onnx._internal.exporter._flags" in sys.modules and torch.onnx.is_in_onnx_export()
+
+
 def tracing() -> bool:
     """Returns whether Dynamo, AOTAutograd or AOTInductor is compiling a graph on this thread."""
     return torch._guards.TracingContext.try_get() is not None or in_package()
@@ -393,6 +402,7 @@ def _compile_early(codegen: Callable[[Any], None], wrapper: Any) -> None:
     define = wrapper.define_kernel
 
     def defined(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
+        body = launched_statically(body)
         submit_kernel(body)
         return define(name, body, *args, **kwargs)
 
@@ -401,6 +411,24 @@ def _compile_early(codegen: Callable[[Any], None], wrapper: Any) -> None:
         codegen(wrapper)
     finally:
         del wrapper.define_kernel
+
+
+_USER_AUTOTUNE = "@triton_heuristics.user_autotune("
+_FIXED = (
+    "@(lambda configs, **made: triton_heuristics.cached_autotune("
+    "None, [*map(triton_heuristics.config_from_dict, configs)], "
+    "heuristic_type=triton_heuristics.HeuristicType.FIXED, **made))("
+)
+
+
+def launched_statically(body: str) -> str:
+    """Returns the generated source of a user kernel, marked as Inductor marks its own kernels of one configuration.
+
+    Inductor launches those from a C function of torch, user kernels from a Python module that Triton generates and a C
+    compiler builds, kernel by kernel: slower to compile and to launch (torch 2.11 to 2.15). Where torch cannot launch a
+    kernel so, it falls back to Triton's launcher by itself.
+    """
+    return body.replace(_USER_AUTOTUNE, _FIXED, 1)
 
 
 def submit_kernel(body: str) -> None:
@@ -886,9 +914,8 @@ def hint(size: Any) -> int:
 
 def same_size(a: Any, b: Any) -> bool:
     """Returns whether two sizes are the same number or the same expression, without adding a guard."""
-    if isinstance(a, int) or isinstance(b, int):
-        return isinstance(a, int) and isinstance(b, int) and a == b
-    return bool(expression(a) == expression(b))
+    one, two = (s if isinstance(s, int) else expression(s) for s in (a, b))
+    return bool(one == two)
 
 
 def is_symbol(size: Any) -> bool:

@@ -19,6 +19,7 @@ import torch
 TORCH_FROM, TORCH_BELOW = (2, 11), (2, 16)
 ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
+    "MHC_INDUCTOR_TUNED",
     "TORCH_LOGS",
     "TORCH_COMPILE_DEBUG",
     "TORCHINDUCTOR_CACHE_DIR",
@@ -26,7 +27,7 @@ ENVIRONMENT = (
     "TRITON_CACHE_DIR",
     "TRITON_INTERPRET",
 )
-"""Environment variables of torch and Triton that change what runs here. This package reads none of its own."""
+"""Environment variables that change what runs here: one of this package, and those of torch and Triton."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -159,6 +160,7 @@ def _state() -> dict[str, str]:
     backend = importlib.import_module("mhc_inductor.backend")
     enabled = getattr(backend, "is_enabled", None)
     state["enable() active in this process"] = "unknown" if enabled is None else "yes" if enabled() else "no"
+    state["tuned configurations"] = str(importlib.import_module("mhc_inductor.tuning").found())
     state["cache fingerprint"] = _fingerprint()
     state["float32 matmul precision"] = torch.get_float32_matmul_precision()
     return state

@@ -22,8 +22,16 @@ def _folders() -> list[tuple[str, pathlib.Path]]:
     return [("mhc_inductor", package), ("kernels", kernels), ("lowerings", lowerings)]
 
 
-@functools.cache
 def fingerprint() -> str:
+    """Returns a hex SHA-256 digest of what decides the generated code: :func:`sources`, and the tuned configurations."""
+    from mhc_inductor.tuning import table
+
+    tuned = table.digest()
+    return hashlib.sha256(f"{sources()}{tuned}".encode()).hexdigest() if tuned else sources()
+
+
+@functools.cache
+def sources() -> str:
     """Returns a hex SHA-256 digest of this package's sources and the versions of torch and Triton."""
     digest = hashlib.sha256()
     for name, folder in _folders():

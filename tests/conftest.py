@@ -17,6 +17,7 @@ from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 pytest.register_assert_rewrite("op_contract")
 GPU = torch.cuda.is_available()
+os.environ["MHC_INDUCTOR_TUNED"] = "0"  # the closed forms are tested, also on a machine that was tuned
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # Without a GPU, tests/test_interpreter.py runs these in processes that turn the interpreter on.

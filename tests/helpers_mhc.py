@@ -151,11 +151,15 @@ def _grads(outputs: list[Tensor], up: list[Tensor], inputs: Mapping[str, Tensor 
     return {f"d{k}": torch.zeros_like(t) if g is None else g for (k, t), g in zip(wanted.items(), got, strict=True)}
 
 
-def _coefficients(t: dict[str, Tensor | None], norm_eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _coefficients(t: dict[str, Tensor | None], o: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns vec(x), h_mix and the factor of z."""
     x, phi, gamma = t["x"], t["phi"], t["gamma"]
     assert x is not None and phi is not None
     v = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-    inv_rms = 1 / torch.sqrt((v**2).mean(-1) + norm_eps)
+    if o.get("norm_form", "inside") == "inside":
+        inv_rms = 1 / torch.sqrt((v**2).mean(-1) + o["norm_eps"])
+    else:
+        inv_rms = 1 / (v.norm(dim=-1) / v.shape[-1] ** 0.5 + o["norm_eps"])
     weighted = v if gamma is None else v * gamma.reshape(-1)
     return v, torch.einsum("...k,jk->...j", weighted, phi), inv_rms
 
@@ -179,7 +183,7 @@ def _pre(t: dict[str, Tensor | None], options: Mapping[str, Any] | None) -> tupl
     x, alpha, bias = t["x"], t["alpha"], t["bias"]
     assert x is not None and alpha is not None and bias is not None
     n = x.shape[-2]
-    v, h_mix, inv_rms = _coefficients(t, o["norm_eps"])
+    v, h_mix, inv_rms = _coefficients(t, o)
     z = h_mix * inv_rms[..., None]
     h_pre = torch.sigmoid(alpha[0] * z[..., :n] + bias[:n]) + o["hc_eps"]
     h_post = o["post_mult"] * torch.sigmoid(alpha[1] * z[..., n : 2 * n] + bias[n : 2 * n]) + o["post_eps"]
@@ -189,7 +193,14 @@ def _pre(t: dict[str, Tensor | None], options: Mapping[str, Any] | None) -> tupl
         out["h_res"] = sinkhorn(logits, o["sinkhorn_iters"], o["sinkhorn_eps"], o["sinkhorn_form"])
     else:
         out["h_res"] = x.new_empty((*x.shape[:-2], 0, 0))
-    return {**out, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": inv_rms}, v
+    return {**out, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": _saved_norm(v, inv_rms, o)}, v
+
+
+def _saved_norm(v: Tensor, factor: Tensor, o: Mapping[str, Any]) -> Tensor:
+    """Returns the op's output inv_rms: the factor of z, or the root itself where eps is added to it."""
+    if o.get("norm_form", "inside") == "inside":
+        return factor
+    return v.detach().norm(dim=-1) / v.shape[-1] ** 0.5
 
 
 def _with_intermediates(
@@ -200,9 +211,11 @@ def _with_intermediates(
 ) -> dict[str, Tensor]:
     h_mix, inv = out["h_mix"], out["inv_rms"]
     keys = [k for k in up if out[k].requires_grad]
-    grads = _grads([out[k] for k in keys], [up[k] for k in keys], {**t, "h_mix": h_mix, "inv_rms": inv})
+    inside = {"inv_rms": inv} if inv.requires_grad else {}
+    grads = _grads([out[k] for k in keys], [up[k] for k in keys], {**t, "h_mix": h_mix, **inside})
     flat = grads["dh_mix"].reshape(-1, h_mix.shape[-1])
-    grads["dinv"] = grads.pop("dinv_rms")
+    if inside:
+        grads["dinv"] = grads.pop("dinv_rms")
     return {**grads, "G": flat.T @ v.reshape(-1, v.shape[-1])}
 
 
@@ -224,10 +237,10 @@ def _head(t: dict[str, Tensor | None], options: Mapping[str, Any] | None) -> tup
     o = {**HEAD_OPTIONS, **(options or {})}
     x, alpha, bias = t["x"], t["alpha"], t["bias"]
     assert x is not None and alpha is not None and bias is not None
-    v, h_mix, inv_rms = _coefficients(t, o["norm_eps"])
+    v, h_mix, inv_rms = _coefficients(t, o)
     h_pre = torch.sigmoid(alpha[0] * h_mix * inv_rms[..., None] + bias) + o["hc_eps"]
     h_in = torch.einsum("...i,...id->...d", h_pre, x)
-    return {"h_in": h_in, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": inv_rms}, v
+    return {"h_in": h_in, "h_pre": h_pre, "h_mix": h_mix, "inv_rms": _saved_norm(v, inv_rms, o)}, v
 
 
 def oracle_sinkhorn(h_res: Tensor, iters: int, eps: float, form: str, grad: Tensor | None = None) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ autograd.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import helpers_mhc as h
@@ -108,6 +109,30 @@ def run_coefficients(
     ups = [up.get(k) for k in COEFFICIENTS[:3]]
     grads = h.OPS.mhc_coefficients_backward(*ups, *inputs.values(), *saved, dx_acc, *o)
     return named | {f"d{k}": g for k, g in zip(inputs, grads, strict=True) if inputs[k] is not None}
+
+
+def alone(tensors: Inputs, lead: tuple[int, ...]) -> Iterator[dict[str, Tensor | None]]:
+    """Yields, for each token, the tensors of that token with one leading dimension of 1; parameters stay whole."""
+    for i in range(math.prod(lead)):
+        whole = {k for k, t in tensors.items() if k in PARAMS or t is None}
+        yield {k: t if k in whole or t is None else t.flatten(0, len(lead) - 1)[i : i + 1] for k, t in tensors.items()}
+
+
+def dalpha_terms(of_tokens: Iterable[Mapping[str, Tensor]], n: int) -> Tensor:
+    """Returns the sums of the sizes of dalpha's terms, from the oracle's results for each token alone."""
+    of_columns = sum((r["dbias"] * r["h_mix"][0] * r["inv_rms"][0]).abs() for r in of_tokens)
+    assert isinstance(of_columns, Tensor)
+    return torch.stack([part.sum() for part in (of_columns[:n], of_columns[n : 2 * n], of_columns[2 * n :])])
+
+
+def compare_dalpha(got: Tensor, want: Tensor, terms: Tensor, tolerance: float, roundings: float) -> None:
+    """Asserts that dalpha is right relative to the sizes of what it sums, since the sum itself may cancel.
+
+    A dalpha of low precision may be ``roundings`` roundings of itself apart as well.
+    """
+    error, size = float((got.cpu().double() - want).norm()), float(terms.norm())
+    low = 0.0 if got.dtype is torch.float32 else roundings * h.rounding(got.dtype) * float(want.norm())
+    assert error <= tolerance * size + low, f"dalpha: {error / size:.3g} of its terms, above {tolerance:.3g}"
 
 
 def oracle_collapse(x: Tensor, h_pre: Tensor, dh_in: Tensor) -> dict[str, Tensor]:

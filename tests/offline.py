@@ -79,8 +79,12 @@ def _without_cubin(backend=None, stages=None, *_):
 
 @contextlib.contextmanager
 def _assembled_once() -> Iterator[None]:
-    """Stops Triton at PTX, since :func:`spilled` runs the assembler itself to read its statistics."""
-    with triton.knobs.runtime.scope():
+    """Stops Triton at PTX, since :func:`spilled` runs the assembler itself to read its statistics.
+
+    The cache is one of its own: Triton 3.6 does not count the hook into the key, and a GPU would get the empty cubin.
+    """
+    with triton.knobs.runtime.scope(), triton.knobs.cache.scope():
+        triton.knobs.cache.dir = os.path.join(triton.knobs.cache.dir, "without_cubin")
         triton.knobs.runtime.add_stages_inspection_hook = _without_cubin
         yield
 
@@ -92,12 +96,12 @@ def spilled(compiled, folder: pathlib.Path) -> int:
     ptx = folder / "kernel.ptx"
     ptx.write_text(compiled.asm["ptx"])
     arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
-    tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
-    for ptxas in ("ptxas", "ptxas-blackwell"):
-        if not os.path.exists(tools / ptxas):
+    # Triton writes PTX for the assembler that it would run, which Inductor replaces by CUDA's own where there is one.
+    for tool in (triton.knobs.nvidia.ptxas, triton.knobs.nvidia.ptxas_blackwell):
+        if not os.path.exists(tool.path):
             continue
         done = subprocess.run(
-            [tools / ptxas, "-v", f"--gpu-name={arch}", ptx, "-o", folder / "kernel.cubin"],
+            [tool.path, "-v", f"--gpu-name={arch}", ptx, "-o", folder / "kernel.cubin"],
             capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode == 0:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as cli
 from benchmarks import sparse_cases, sparse_models, sparse_worker
 from benchmarks import sparse_targets as targets
+from benchmarks.sparse_fill import fill
 from benchmarks.sparse_targets import (
     COMPILE,
     COMPILE_GRAPHS,
@@ -262,6 +263,34 @@ def test_the_page_names_bars_failures_and_bad_errors(tmp_path, monkeypatch):
     assert {"commit", "routing_sha256", "kernel_sources_sha256", "device", "versions"} <= kept.keys()
     printed = CliRunner().invoke(cli.app, ["table", str(tmp_path / "sparse_models.json")])
     assert printed.output == page
+
+
+def _run(rows, **changes):
+    device, versions = {"type": "cuda", "name": "NVIDIA H200"}, {"torch": "2", "triton": "3", "transformers": "5"}
+    made = {"settings": {"cases": [dataclasses.asdict(targets.CASES[2])]}, "bars_apply": True, "commit": "abcdef12"}
+    return {"device": device, "versions": versions, "rows": rows, "date": "2026-11-24T00", **made, **changes}
+
+
+def test_rows_of_peers_are_filled_from_a_later_run():
+    name, spent = targets.CASES[2].name, {"error": sparse_models.SPENT}
+    row = {"case": name, "part": FORWARD, "median_ms": 10.0, "error_logits": 0.01}
+    first = _run(
+        [
+            {**row, "variant": OURS},
+            {**row, "variant": COMPILE, "median_ms": 50.0},
+            {"case": name, "variant": EAGER} | spent,
+        ]
+    )
+    later = _run([{**row, "variant": v, "median_ms": 70.0, "error_logits": 0.02} for v in (OURS, COMPILE, EAGER)])
+    filled = fill(first, later)
+    assert filled["rows"][:2] == first["rows"][:2], "a row that was measured stays, and ours are never taken"
+    assert filled["rows"][2]["median_ms"] == 70 and filled["rows"][2]["of_run"]["commit"] == "abcdef12"
+    assert [e["bound"] for e in filled["errors"]] == [2 * 0.02 + 1e-6] and filled["verdicts"]
+    assert "error" in first["rows"][2], "the first run is not changed"
+    with pytest.raises(ValueError, match="none of the rows"):
+        fill(filled, later)
+    with pytest.raises(ValueError, match="device's name"):
+        fill(first, _run(later["rows"], device={"type": "cuda", "name": "NVIDIA H100"}))
 
 
 def test_the_command(tmp_path):

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor import backend
+from mhc_inductor.tuning import table
 
 OPS = torch.ops.mhc_inductor
 N, D = 4, 256
@@ -89,6 +90,37 @@ def test_training_graphs_launch_the_kernels_and_fold_the_sum():
     # One pointwise kernel is left, tanh: dx + dx2 takes no pass of its own.
     assert len([k for k in launches if not k.startswith("mhc_")]) == 1
     assert mhc_inductor.counters()["dx_acc folded"] == before + 1
+
+
+def test_a_tuned_table_reaches_the_generated_launch():
+    def programs():
+        return int(
+            re.search(r"mhc_post_\d+\.run\(.*?, (\d+), 1, 1, stream", _compile(_layer, backend="mhc_inductor"))[1]
+        )
+
+    assert programs() == 2 * 128
+    with table.use({f"mhc.post({D}, {N})": {"BD": 128, "num_warps": 8, "N": 1}}):
+        assert programs() == 2 * 128 * 2
+
+
+def test_eps_outside_the_root_is_a_constant_of_the_same_kernels():
+    """Checks that the backward's kernel takes norm_eps in that form only."""
+
+    def fn(x, phi, alpha, bias, w, g):
+        floats = (*FLOATS, form)
+        h_in, h_post, h_res, h_pre, h_mix, inv = OPS.mhc_pre(x, phi, alpha, bias, None, 0.125, *floats[1:])
+        ups = (h_in, h_post, h_res)
+        saved = (h_pre, h_post, h_mix, inv, g)
+        return OPS.mhc_pre_backward(*ups, x, phi, alpha, bias, None, *saved, 0.125, *floats[1:])[:4]
+
+    launched = {}
+    for form in ("inside", "outside"):
+        code = _compile(fn, extra="g", backend="mhc_inductor")
+        assert sorted(_launches(code)) == sorted([*PRE, *PRE_BACKWARD]) and "torch.ops.mhc_inductor" not in code
+        launched[form] = [
+            line for line in code.splitlines() if "mhc_pre_backward_coefficients" in line and ".run(" in line
+        ]
+    assert ["0.125" in line for lines in launched.values() for line in lines] == [False, True]
 
 
 def test_no_fp32_copy_of_x():

@@ -66,6 +66,19 @@ def test_workers_that_are_ready_get_every_kernel(ready):
     assert submitted == (list(kernels.items()) if ready else [])
 
 
+def test_our_kernels_are_marked_for_launches_without_triton_s_launcher():
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime.hints import HeuristicType
+
+    sources = _kernels(_generate())
+    names = [n for n in sources if n.startswith("mhc_")]
+    assert len(names) >= 4
+    for name in names:
+        kernel = getattr(PyCodeCache.load(sources[name]), name)
+        assert kernel.heuristic_type is HeuristicType.FIXED and kernel.custom_kernel
+        assert len(kernel.configs) == 1 and kernel.configs[0].kwargs, "constants are still bound"
+
+
 def test_each_kernel_is_analysed_once():
     from torch._higher_order_ops import triton_kernel_wrap
 

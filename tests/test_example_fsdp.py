@@ -17,10 +17,13 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="th
 
 
 def _torchrun(folder: pathlib.Path, turn: str) -> subprocess.CompletedProcess[str]:
-    program = pathlib.Path(__file__).with_name("fsdp_ranks.py")
+    program = pathlib.Path(__file__).parent.parent / "benchmarks" / "multi_gpu" / "resume.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    size = {"steps": 5, "dim": 32, "layers": 1, "batch": 2, "seq": 16}
+    killed = {"every": 2, "killed_after": 3}  # the last checkpoint is of step 2
+    words = {"folder": str(folder), "turn": turn, "size": size, "device": "cpu", "inductor": False, **killed}
     env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.run([*command, str(folder), turn], capture_output=True, text=True, env=env, timeout=300)
+    return subprocess.run([*command, json.dumps(words)], capture_output=True, text=True, env=env, timeout=300)
 
 
 def test_killed_and_resumed_has_the_same_losses(tmp_path: pathlib.Path) -> None:

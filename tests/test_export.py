@@ -332,3 +332,20 @@ def test_a_trace_names_the_way_out() -> None:
     program = torch.export.export(Balanced(), (scores,)).run_decompositions(mhc_inductor.decompositions())
     traced = torch.jit.trace(program.module(check_guards=False), (scores,))
     assert torch.allclose(traced(scores * 2), balanced(scores * 2))
+
+
+def test_an_export_to_onnx_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Does what torch.onnx.export does with the ops, without onnxscript: its flag, and programs of torch.export."""
+    from torch.onnx._internal.exporter import _flags
+
+    args = randn(5, 2, 32), randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64)
+    program = torch.export.export(Ops(), args)
+    plain = program.run_decompositions(mhc_inductor.decompositions())
+    monkeypatch.setattr(_flags, "_is_onnx_exporting", True)
+    words = r"torch\.onnx\.export cannot hold e79_scan.*run_decompositions\(mhc_inductor.decompositions"
+    for strict in (False, True):
+        with pytest.raises(Exception, match=words):
+            torch.export.export(Ops(), args, strict=strict)
+    with pytest.raises(RuntimeError, match=words):
+        program.run_decompositions({})
+    assert plain.run_decompositions({}).graph_module.code

@@ -69,6 +69,28 @@ def test_registered_ops_run_the_kernels_and_agree():
     assert all("mhc_" in n for n in names), names
 
 
+def test_eps_outside_the_root_eagerly_and_compiled():
+    """Checks the kernels' other norm, with a token of zeros, and the same step compiled."""
+    options = {"sinkhorn_iters": 20, "norm_eps": 0.1, "norm_form": "outside"}
+    inputs = h.make_inputs((130,), N, 256, BF16, device="cuda")
+    inputs["x"][7] = 0
+    up = h.upstream({k: v for k, v in h.run_pre(inputs, None, options).items() if k in ("h_in", "h_post", "h_res")})
+    got, want = {}, h.oracle_pre(inputs, up, options)
+    names = kernels_of(lambda: got.update(h.run_pre(inputs, up, options)))
+    h.compare(got, want, 2e-6)
+    h.compare({"dx": got["dx"][7]}, {"dx": want["dx"][7]}, 2e-6)
+    assert all("mhc_" in n for n in names), names
+
+    def step(*a):
+        outs = mhc_pre(*a, **options)
+        return [*outs, *torch.autograd.grad(outs, a, [up["h_in"], up["h_post"], up["h_res"]])]
+
+    torch._dynamo.reset()
+    leaves = [t.requires_grad_() for t in inputs.values()]
+    for a, b in zip(torch.compile(step, backend="mhc_inductor")(*leaves), step(*leaves), strict=True):
+        assert h.relative(a, b) < 1e-6
+
+
 @pytest.mark.parametrize("backend", ["mhc_inductor", "inductor"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_training_step(backend, dynamic):
@@ -121,6 +143,27 @@ def test_one_compile_serves_every_token_count():
         assert counter.frame_count == first
         assert h.relative(step(full[0][:1], *full[1:]), want[:1]) < 3e-3
         assert counter.frame_count <= 2 * first
+
+
+def test_generated_code_launches_by_torch_s_own_launcher():
+    from torch._inductor.codecache import PyCodeCache
+
+    torch._dynamo.reset()
+    PyCodeCache.modules.clear()
+    step = torch.compile(layer, backend="mhc_inductor", fullgraph=True)
+    args = leaves(64, 256)
+    gradients_of(step, args, torch.randn(64, N, 256, device="cuda", dtype=BF16))
+    kernels = {
+        k: v
+        for m in PyCodeCache.modules
+        for k, v in vars(m).items()
+        if hasattr(v, "launchers") and k.startswith("mhc_")
+    }
+    launched = {k: [getattr(launcher, "_is_static", False) for launcher in v.launchers] for k, v in kernels.items()}
+    assert {"mhc_pre_project", "mhc_post"} <= {k.rsplit("_", 1)[0] if k[-1].isdigit() else k for k in launched}, (
+        launched
+    )
+    assert all(launchers and all(launchers) for launchers in launched.values()), launched
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])

@@ -13,9 +13,11 @@ import torch
 from conftest import GPU
 
 import mhc_inductor  # noqa: F401
+from mhc_inductor.kernels import tuned
 from mhc_inductor.kernels.eager import plan_of
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
 from mhc_inductor.kernels.mhc import config, plan
+from mhc_inductor.tuning import table
 
 if not GPU:
     from interpreter_fixes import fix_dot
@@ -71,6 +73,28 @@ def check_pre(device, lead, n, width, dtype, tolerance=2e-6, iters=0, form="soft
 @pytest.mark.parametrize("iters, form", [(0, "softmax"), (3, "softmax"), (2, "exp"), (2, "exp_eps")])
 def test_pre(device, dtype, iters, form):
     check_pre(device, (2, 5), 4, 128, dtype, iters=iters, form=form)
+
+
+OUTSIDE = {"norm_eps": 0.1, "norm_form": "outside"}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("made", [{}, {"full": False, "gamma": False}, {"x_scale": 1e-4}], ids=str)
+def test_pre_with_eps_outside_the_root(device, dtype, made):
+    inputs = h.make_inputs((5,), 4, 48, dtype, device=device, **made)
+    inputs["x"][2] = 0
+    options = {**OUTSIDE, "sinkhorn_iters": 0 if "full" in made else 2}
+    out = h.run_pre(inputs, None, options)
+    up = h.upstream({k: out[k] for k in ("h_in", "h_post", "h_res") if out[k].numel()})
+    got, want = h.run_pre(inputs, up, options), h.oracle_pre(inputs, up, options)
+    h.compare(got, want, 2e-6, ROUNDINGS)
+    h.compare({"dx": got["dx"][2]}, {"dx": want["dx"][2]}, 2e-6, ROUNDINGS)
+
+
+def test_head_with_eps_outside_the_root(device):
+    inputs = h.make_inputs((2, 3), 4, 48, F32, head=True, device=device)
+    up = h.upstream({"h_in": h.run_head(inputs)["h_in"]})
+    h.compare(h.run_head(inputs, up, OUTSIDE), h.oracle_head(inputs, up, OUTSIDE), 2e-6, ROUNDINGS)
 
 
 def test_pre_twenty_iterations(device):
@@ -140,6 +164,26 @@ def test_post_other_n_and_dtypes(device, n):
     inputs = h.make_post_inputs((3,), n, 40, BF16, f_dtype=F32, h_dtype=BF16, device=device)
     up = h.upstream({"x": inputs["x"]})["x"]
     h.compare(h.run_post(inputs, True, up), h.oracle_post(inputs, True, up), 1e-6, ROUNDINGS)
+
+
+@pytest.mark.parametrize("run", ["pre", "post"])
+def test_sizes_that_a_tuned_table_may_choose_change_no_bit(device, run):
+    """Forward: a program's columns of elements that no sum joins."""
+    pre, post = h.make_inputs((3,), 4, 300, BF16, device=device), h.make_post_inputs((3,), 4, 300, BF16, device=device)
+
+    def results():
+        found = h.run_pre(pre) if run == "pre" else h.run_post(post, True)
+        return {k: v.clone() for k, v in found.items()}
+
+    with tuned.recorded() as asked:
+        want = results()
+    (key,) = (k for k in asked if k.startswith(f"mhc.{run}("))
+    tried = [{f: v} for f in ("BD", "WK") for v in asked[key].choices.get(f, ()) if v != getattr(asked[key].default, f)]
+    assert len(tried) >= 4
+    for values in tried:
+        with table.use({key: values}):
+            got = results()
+        assert got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want), values
 
 
 def test_post_without_residual_matrix(device):
@@ -220,8 +264,9 @@ UP = ("x_out", "h_in", "next_post", "next_res")
 
 
 def check_fused(device, lead, n, width, dtype, *, iters=2, transpose_res=True, missing=(), **made):
+    given = made.pop("options", {})
     inputs = h.make_fused_inputs(lead, n, width, dtype, device=device, **made)
-    options = None if made.get("head") else {"sinkhorn_iters": iters}
+    options = {**given, **({} if made.get("head") else {"sinkhorn_iters": iters})}
     out = h.run_fused(inputs, transpose_res, None, options)
     up = h.upstream({k: out[k] for k in UP if k in out and k not in missing and out[k].numel()})
     got = h.run_fused(inputs, transpose_res, up, options)
@@ -260,6 +305,11 @@ def test_post_pre_backward_without_some_gradients(device, missing):
 @pytest.mark.parametrize("made", [{"residual": False}, {"full": False, "iters": 0}, {"gamma": False}])
 def test_post_pre_variants(device, made):
     check_fused(device, (5,), 4, 48, BF16, **made)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_fused_with_eps_outside_the_root(device, head):
+    check_fused(device, (5,), 4, 48, BF16, head=head, options=OUTSIDE)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

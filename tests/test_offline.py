@@ -45,6 +45,11 @@ def launches(props, *, dtype, n, width, iters, gamma, tokens=8192):
     )
     single_pass_plan.plan_mhc_collapse(b, x, h_pre)
     single_pass_plan.plan_mhc_collapse_backward(b, f, x, h_pre)
+    outside = (*floats, "outside")
+    plan.plan_mhc_pre(b, x, *params, *outside)
+    plan.plan_mhc_pre_backward(b, f, h_post, h_res, x, *params, h_pre, h_post, h_mix, inv, x, *outside)
+    plan.plan_mhc_head(b, x, empty(n, n * width), empty(1), empty(n), None, 1e-6, 1e-6, "outside")
+    single_pass_plan.plan_mhc_coefficients(b, x, *params, *outside)
     for form in ("exp", "exp_eps"):
         plan.plan_mhc_sinkhorn(b, h_res, 20, 1e-6, form)
         plan.plan_mhc_sinkhorn_backward(b, h_res, h_res, 20, 1e-6, form)

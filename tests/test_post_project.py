@@ -63,7 +63,7 @@ class Poisoned(EagerBuilder):
 
 def run(inputs, transpose_res=True, options=None):
     head = inputs["phi"].shape[0] == 4
-    o = {**h.HEAD_OPTIONS} if head else {**h.PRE_OPTIONS, **SIZED, **(options or {})}
+    o = {**h.HEAD_OPTIONS, **(options or {})} if head else {**h.PRE_OPTIONS, **SIZED, **(options or {})}
     b = Poisoned(torch.device("cuda", torch.cuda.current_device()))
     plan = fused_plan.plan_mhc_post_head if head else fused_plan.plan_mhc_post_pre
     tensors = list(inputs.values())
@@ -73,27 +73,28 @@ def run(inputs, transpose_res=True, options=None):
     return dict(zip(("x_out", "h_in", *middle, "h_pre", "h_mix", "inv_rms"), out, strict=True))
 
 
-def check(inputs, transpose_res=True, tolerance=2e-6):
+def check(inputs, transpose_res=True, tolerance=2e-6, options=None):
     head = inputs["phi"].shape[0] == 4
-    got = run(inputs, transpose_res)
-    want = h.oracle_fused(inputs, transpose_res, got["x_out"], None, None if head else SIZED)
+    got = run(inputs, transpose_res, options)
+    sized = {**(options or {}), **({} if head else SIZED)}
+    want = h.oracle_fused(inputs, transpose_res, got["x_out"], None, sized)
     h.compare({k: v for k, v in got.items() if v.numel()}, want, tolerance, 1.05)
     apart = torch.ops.mhc_inductor.mhc_post(*(inputs[k] for k in ("x", "f_out", "h_post", "h_res")), transpose_res)
     assert torch.equal(got["x_out"], apart)
 
 
-def run_single_pass(inputs, transpose_res=True):
+def run_single_pass(inputs, transpose_res=True, options=None):
     b = Poisoned(torch.device("cuda", torch.cuda.current_device()))
     tensors = list(inputs.values())
-    o = {**h.PRE_OPTIONS, **SIZED}
+    o = {**h.PRE_OPTIONS, **SIZED, **(options or {})}
     out = single_pass_plan.plan_mhc_single_pass(b, *tensors[:5], transpose_res, *tensors[5:], *o.values())
     assert b.names == ([] if inputs["x"].numel() == 0 else ["mhc_post_project", "mhc_coefficients"])
     return dict(zip((*one.UP, "h_mix", "inv_rms"), out, strict=True))
 
 
-def check_single_pass(inputs, transpose_res=True):
-    got = run_single_pass(inputs, transpose_res)
-    want = one.oracle(inputs, transpose_res, got["x_out"], None, SIZED)
+def check_single_pass(inputs, transpose_res=True, options=None):
+    got = run_single_pass(inputs, transpose_res, options)
+    want = one.oracle(inputs, transpose_res, got["x_out"], None, {**SIZED, **(options or {})})
     h.compare({k: v for k, v in got.items() if v.numel()}, want, 2e-6, 1.05)
     apart = torch.ops.mhc_inductor.mhc_post(*(inputs[k] for k in ("x", "f_out", "h_post", "h_res")), transpose_res)
     assert torch.equal(got["x_out"], apart)
@@ -114,6 +115,15 @@ def test_parity(width, tokens):
 @pytest.mark.parametrize("transpose_res", [False, True])
 def test_variants(made, transpose_res):
     check(h.make_fused_inputs((3, 50), 4, 1024, BF16, device="cuda", **made), transpose_res)
+
+
+@on_hopper
+@pytest.mark.parametrize("tokens", [1, 77])
+def test_eps_outside_the_root(tokens):
+    outside = {"norm_eps": 0.1, "norm_form": "outside"}
+    for head in (False, True):
+        check(h.make_fused_inputs((tokens,), 4, 1088, BF16, device="cuda", head=head), options=outside)
+    check_single_pass(one.make_inputs((tokens,), 4, 1088, BF16, device="cuda"), options=outside)
 
 
 @on_hopper
@@ -211,7 +221,7 @@ def test_compiled(dynamic):
 
 @pytest.mark.skipif(INTERPRETED or not USABLE, reason="compiling and interpreting exclude each other; another Gluon")
 @pytest.mark.parametrize("width", [1088, 4096, 7168])
-@pytest.mark.parametrize("case", ["pre", "gamma", "head", "plain", "bf16"])
+@pytest.mark.parametrize("case", ["pre", "gamma", "head", "plain", "bf16", "outside"])
 def test_compiles_without_spills(width, case, tmp_path):
     from offline import TARGETS, Recorder, compile_all
 
@@ -228,7 +238,8 @@ def test_compiles_without_spills(width, case, tmp_path):
     if case == "head":
         fused_plan.plan_mhc_post_head(b, *post, *params, 1e-6, 1e-6)
     else:
-        fused_plan.plan_mhc_post_pre(b, *post, *params, *{**h.PRE_OPTIONS, "sinkhorn_iters": 20}.values())
+        more = {"norm_form": "outside"} if case == "outside" else {}
+        fused_plan.plan_mhc_post_pre(b, *post, *params, *{**h.PRE_OPTIONS, "sinkhorn_iters": 20, **more}.values())
     seen, bad = compile_all(b.launches, "cuda:90", case, {}, tmp_path)
     assert seen == {"mhc_post_project", "mhc_slices_collapse"}
     assert not bad

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import mhc_inductor
 from tests.capture import Captured, difference, eager, reasons, run
 
 B, S, H, HEADS, D, K = 2, 20, 2, 16, 8, 4
@@ -62,13 +63,18 @@ def _dropped(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, w: Tensor, g
     return F.dropout((q @ k.mT).masked_fill(~mask[:, None], -INF).softmax(-1), 0.3) @ v
 
 
+def _one_query(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, w: Tensor, given: Tensor) -> Tensor:
+    place = index_scores(i, j, w)[:, -1].topk(K).indices[:, None, :, None].expand(-1, H, -1, D)
+    return F.scaled_dot_product_attention(q[:, :, -1:], k.gather(2, place), v.gather(2, place))
+
+
 @pytest.mark.parametrize(
     ("fn", "ops"),
     [(_in_place, {"index_topk", "selection_attention"}), (_first_keys, {"index_topk", "selection_attention"}),
-     (_dropped, {"index_topk"})],
+     (_one_query, {"index_topk", "selection_attention"}), (_dropped, {"index_topk"})],
 )  # fmt: skip
 def test_routed(fn: Callable[..., Tensor], ops: set[str]) -> None:
-    """Sizes of scores may be read elsewhere; first keys may be bounded by the query too; dropout keeps the index."""
+    """Sizes of scores may be read elsewhere, keys bounded by the query too, or gathered; dropout keeps the index."""
     got, want = _run(fn)
     assert set(got.ops) == ops, reasons(got)
     assert difference(got, want) < 2e-6
@@ -95,11 +101,6 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Ten
     return torch.einsum("bshk,bskhd->bhsd", weights, values)
 
 
-def _one_query(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Tensor:
-    place = scores[:, -1].topk(K).indices[:, None, :, None].expand(-1, H, -1, D)
-    return F.scaled_dot_product_attention(q[:, :, -1:], k.gather(2, place), v.gather(2, place))
-
-
 def _own_scores(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Tensor:
     best, at = (q @ k.mT).masked_fill(~CAUSAL, -INF).topk(K)
     return (q @ k.mT).new_full((B, H, S, S), -INF).scatter(-1, at, best).softmax(-1) @ v
@@ -121,7 +122,6 @@ NAMED: dict[str, tuple[Form, str]] = {
     "gathered at a choice": (lambda q, k, v, x, i: _gathered(q, k, v, x.topk(K).indices), GATHERED),
     "gathered at given keys": (lambda q, k, v, x, i: _gathered(q, k, v, i), GATHERED),
     "rows, -1 for none": (_rows, GATHERED),
-    "one query of a cache": (_one_query, GATHERED),
     "at least the worst of the best": (
         lambda q, k, v, x, i: attend(q, k, v, (x >= x.topk(K).values[..., -1:]) & CAUSAL), VALUES),
     "scattered where valid": (_valid, VALUES),
@@ -164,3 +164,79 @@ def test_beams_pages_and_routers_are_not_mentioned() -> None:
     weight = torch.nn.Parameter(torch.randn(HEADS * D, 3, generator=torch.Generator().manual_seed(1)))
     got, want = _run(fn)
     assert got.report.empty and difference(got, want) == 0.0, reasons(got)
+
+
+# --- weights that are masked after the softmax -----------------------------------------------------------------
+
+
+def _renormalised(mask: Callable[[Tensor], Tensor], divide: Callable[[Tensor], Tensor]) -> Form:
+    return lambda q, k, v, x, i: divide((q @ k.mT).softmax(-1) * mask(x)[:, None]) @ v
+
+
+def _listed(scores: Tensor) -> Tensor:
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(K).indices, True) & CAUSAL
+
+
+def _divided_in_place(p: Tensor) -> Tensor:
+    p = p.clone()
+    p /= p.sum(-1, keepdim=True)
+    return p
+
+
+RENORMALISED: dict[str, Form] = {
+    "plain": _renormalised(_listed, lambda p: p / p.sum(-1, keepdim=True)),
+    "with an epsilon": _renormalised(_listed, lambda p: p / (p.sum(-1, keepdim=True) + 1e-9)),
+    "not below": _renormalised(lambda x: _listed(x).float(), lambda p: p / p.sum(-1, keepdim=True).clamp(min=1e-6)),
+    "normalize": _renormalised(_listed, lambda p: F.normalize(p, p=1, dim=-1)),
+    "in place": _renormalised(_listed, _divided_in_place),
+    "filled": lambda q, k, v, x, i: _divided_in_place(
+        (q @ k.mT).softmax(-1).masked_fill(~_listed(x)[:, None], 0.0)) @ v,
+    "numbers": _renormalised(lambda x: torch.zeros_like(x).scatter(-1, x.topk(K).indices, 1.0).tril(), _divided_in_place),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RENORMALISED)
+def test_weights_masked_and_divided_by_their_sum_are_named(name: str) -> None:
+    form = RENORMALISED[name]
+    got, want = _run(lambda q, k, v, i, j, w, given: form(q, k, v, index_scores(i, j, w), given))
+    assert not got.ops["selection_attention"] and difference(got, want) < 2e-6
+    ours = [m for m in got.report.near_misses if m.op == "selection_attention" and not m.ordinary]
+    assert ["divided by their sum again" in m.reason for m in ours] == [True], reasons(got)
+
+
+def test_hidden_scores_far_above_the_others_tell_the_two_formulas_apart() -> None:
+    """Why masked weights stay: 0 / 0 here, where masked scores give the mean of the visible values."""
+    scores, mask = torch.tensor([0.0, 0.0, 200.0]), torch.tensor([True, True, False])
+    weights = scores.softmax(-1) * mask
+    assert (weights / weights.sum()).isnan().all()
+    assert scores.masked_fill(~mask, -INF).softmax(-1).tolist() == [0.5, 0.5, 0.0]
+
+
+def test_renormalised_weights_under_other_masks_and_of_routers_are_not_mentioned() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, w: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        causal = (q @ k.mT).softmax(-1) * torch.ones(S, S).tril()
+        gates = (q @ weight).softmax(-1)
+        gates = gates * torch.zeros_like(gates).scatter(-1, gates.topk(2).indices, 1.0)
+        return causal / causal.sum(-1, keepdim=True) @ v, gates / gates.sum(-1, keepdim=True) @ weight.mT
+
+    weight = torch.nn.Parameter(torch.randn(D, 5, generator=torch.Generator().manual_seed(1)))
+    got, want = _run(fn)
+    assert not got.ops and difference(got, want) == 0.0
+    assert all(m.ordinary for m in got.report.near_misses), reasons(got)
+
+
+def test_a_list_of_the_first_of_two_parts_of_the_keys_is_verified() -> None:
+    """Checks that sample data for positions that a topk returns stay in the part that the topk chose from."""
+
+    def attend(q: Tensor, kept: Tensor, near: Tensor, scores: Tensor) -> Tensor:
+        chosen = torch.full((2, 12, 13), -torch.inf).scatter(-1, scores.topk(4, -1).indices, 0.0)
+        apart = torch.arange(12)[:, None] - torch.arange(12)
+        window = torch.where((apart >= 0) & (apart < 4), 0.0, -torch.inf).expand(2, 12, 12)
+        mask = torch.cat([chosen, window], -1)[:, None]
+        k = torch.cat([kept, near], 1)[:, None].expand(2, 2, 25, 16)
+        return F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+
+    shapes = ((2, 2, 12, 16), (2, 13, 16), (2, 12, 16), (2, 12, 13))
+    report = mhc_inductor.explain(attend, *(torch.randn(s) for s in shapes), verify=True)
+    (routed,) = report.routed
+    assert isinstance(routed.error, float) and routed.error < 1e-5, routed.error

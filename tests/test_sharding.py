@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mhc_inductor.ops import registry, sharding
-from tests import sharded_checks
+from tests import sharded_checks, sharded_ops
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -58,7 +58,7 @@ def test_every_tensor_has_names(op):
 def test_only_gradients_are_partial(op):
     """What an op computes of all tokens, heads or groups together is a gradient; its inputs are never partial."""
     done = set()
-    for name, _, args in sharded_checks.samples():
+    for name, _, args in sharded_ops.samples():
         if name != op:
             continue
         for results, inputs in sharding.strategies(op, *args):

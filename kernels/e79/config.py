@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..tuned import tunable
+
 
 @dataclasses.dataclass(frozen=True)
 class ScanConfig:
@@ -35,6 +37,7 @@ class ScanConfig:
         return -(-self.n // self.CI)
 
 
+@tunable("e79.forward", AHEAD=(False, True))
 def forward_config(n: int) -> ScanConfig:
     """Returns the configuration of the plain Triton forward."""
     if n <= 16:
@@ -44,6 +47,7 @@ def forward_config(n: int) -> ScanConfig:
     return ScanConfig(n, 8, False)
 
 
+@tunable("e79.backward", AHEAD=(False, True))
 def backward_config(n: int) -> ScanConfig:
     """Returns the configuration of the plain Triton backward."""
     if n <= 16:
@@ -86,6 +90,7 @@ def gluon_forward_config(n: int) -> GluonConfig:
     return GluonConfig(n, 1 if n <= 16 else 4 if n <= 64 else 8)
 
 
+@tunable("e79.gluon_backward", MS=(1, 2))
 def gluon_backward_config(n: int) -> GluonConfig:
     """Returns the configuration of the Gluon backward."""
     if n <= 64:

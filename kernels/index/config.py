@@ -7,6 +7,7 @@ import dataclasses
 from ..launch import shared_limit
 from ..selection.config import padded as padded
 from ..selection.pieces_plan import power_of_two
+from ..tuned import tunable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ ELEMENTS = 64
 """Keys of a row per thread."""
 
 
+@tunable("index.scores", num_warps=(4, 8), num_stages=(1, 2, 3, 4))
 def score_config(D: int, itemsize: int, backend: str, arch: int) -> ScoreConfig:
     """Returns the configuration of the scores: the first choice whose tiles fit into shared memory."""
     limit = shared_limit(backend, arch) - (8 << 10)
@@ -43,6 +45,7 @@ def row_config(itemsize: int) -> ScoreConfig:
     return ScoreConfig(1, 32, 8, 1) if itemsize == 4 else ScoreConfig(1, 64, 4, 1)
 
 
+@tunable("index.backward", num_stages=(1, 2, 3))
 def backward_config(D: int, itemsize: int, backend: str) -> ScoreConfig:
     """Returns the configuration of the gradients."""
     wide = padded(D) > 128

@@ -53,14 +53,16 @@ def _store_terms(rows_ptr, cols_ptr, row, col, v, mask, T, TP, MP: tl.constexpr,
 @triton.jit
 def mhc_pre_backward_coefficients(
     dots_ptr, dh_post_ptr, dh_res_ptr, alpha_ptr, bias_ptr, h_mix_ptr, inv_ptr, rows_ptr, cols_ptr, cx_ptr,
-    sums_ptr, red_ptr, T, TP, post_mult, sinkhorn_eps,
+    sums_ptr, red_ptr, T, TP, post_mult, sinkhorn_eps, norm_eps,
     K: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, RP: tl.constexpr,
     BC: tl.constexpr, HAS_DIN: tl.constexpr, HAS_POST: tl.constexpr, HAS_DPOST: tl.constexpr,
     HAS_RES: tl.constexpr, HAS_DRES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr, TERMS: tl.constexpr,
+    OUTSIDE: tl.constexpr,
 ):  # fmt: skip
     """Computes dh_mix[t, :MP], zero from M on (see _store_terms), cx[t] = dinv * inv^3 / K, and parts of dbias, dalpha.
 
-    Each program writes its part: M sums for dbias, then those for dalpha.
+    Each program writes its part: M sums for dbias, then those for dalpha. OUTSIDE: inv_ptr holds the root of the mean
+    of squares, to which norm_eps is added; cx is dinv * inv^2 / (K * root), and 0 where the root is 0.
     """
     # Generated code passes Python floats as fp64.
     post_mult = tl.cast(post_mult, tl.float32)
@@ -73,7 +75,11 @@ def mhc_pre_backward_coefficients(
     m = tl.arange(0, MP)
     ok = (i < N)[None, :]
     nm = tm[:, None] & ok
-    inv = tl.load(inv_ptr + row, mask=tm, other=0.0)  # [BC]
+    if OUTSIDE:
+        root = tl.load(inv_ptr + row, mask=tm, other=1.0)  # [BC]
+        inv = 1.0 / (root + tl.cast(norm_eps, tl.float32))
+    else:
+        inv = tl.load(inv_ptr + row, mask=tm, other=0.0)  # [BC]
     pad = tm[:, None] & (m >= M)[None, :]
     _store_terms(rows_ptr, cols_ptr, row[:, None], m[None, :], tl.zeros((BC, MP), tl.float32), pad, T, TP, MP, TERMS)
     red = red_ptr + pid * RP
@@ -128,7 +134,12 @@ def mhc_pre_backward_coefficients(
         dinv += tl.sum(tl.sum(a * d3 * h3, axis=2), axis=1)
         tl.store(red + 2 * N + ij, tl.sum(d3, axis=0), mask=valid)
         tl.store(red + M + 2, tl.sum(tl.sum(tl.sum(d3 * z3, axis=2), axis=1), axis=0))
-    tl.store(cx_ptr + row, dinv * inv * inv * inv / K, mask=tm)
+    if OUTSIDE:
+        # Divided by 1 where there is no direction: a vector norm's gradient at 0 is 0.
+        cx = tl.where(root > 0.0, dinv * inv * (inv / tl.where(root > 0.0, root, 1.0)) / K, 0.0)
+        tl.store(cx_ptr + row, cx, mask=tm)
+    else:
+        tl.store(cx_ptr + row, dinv * inv * inv * inv / K, mask=tm)
 
 
 @triton.jit

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from ..tuned import tunable
+
 
 def pow2(v: int) -> int:
     """Returns v rounded up to a power of two."""
@@ -96,6 +98,7 @@ def _small(props: Any) -> bool:
     return props.backend == "hip" or props.arch in (86, 89, 120, 121)
 
 
+@tunable("mhc.pre", num_stages=(1, 2, 3, 4, 5), BD=(128, 256, 512, 1024), WK=(512, 1024, 2048))
 def pre_config(props: Any, K: int, D: int, MP: int, bf16: bool) -> PreConfig:
     """Returns the configuration of pre, for K = n*D columns and MP padded rows of phi."""
     BT, BK, stages, warps = 128, 64, 4, 8
@@ -119,6 +122,7 @@ def coefficients_config(n: int) -> RowsConfig:
     return RowsConfig(8, 1)
 
 
+@tunable("mhc.post", BD=(128, 256, 512, 1024, 2048), num_warps=(1, 2, 4, 8))
 def post_config(D: int, n: int) -> TileConfig:
     """Returns the configuration of post."""
     return TileConfig(min(512, max(128, pow2(D))), 4)
@@ -141,6 +145,7 @@ def dots_config(D: int, n: int) -> TileConfig:
     return TileConfig(min(512, max(128, pow2(D))), 4)
 
 
+@tunable("mhc.dx", num_warps=(4, 8), num_stages=(1, 2, 3))
 def dx_config(props: Any, D: int, MP: int, bf16: bool) -> DxConfig:
     """Returns the configuration of dx."""
     if not bf16 or MP > 32:
@@ -148,6 +153,7 @@ def dx_config(props: Any, D: int, MP: int, bf16: bool) -> DxConfig:
     return DxConfig(128, 64, 8, 1)
 
 
+@tunable("mhc.dphi", num_stages=(1, 2, 3, 4))
 def dphi_config(props: Any, K: int, MP: int, terms: int) -> DphiConfig:
     """Returns the configuration of dphi; ``terms`` is the number of bf16 terms, 0 for fp32."""
     fold = max(1, 128 // MP) if terms else 1

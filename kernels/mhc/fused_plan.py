@@ -37,7 +37,7 @@ def runs_gluon(b: Any, x: Any, f_out: Any) -> bool:
 
 def _slices(
     b: Any, kernel: Any, c: PostProjectConfig, post: tuple[Any, ...], transpose_res: bool, params: tuple[Any, ...],
-    floats: tuple[Any, ...], iters: int, form: str, has_post: bool,
+    floats: tuple[Any, ...], iters: int, form: str, has_post: bool, norm_form: str,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches the fused kernel, then coefficients and collapse.
 
@@ -53,7 +53,7 @@ def _slices(
     part = launch_post_project(b, kernel, c, s, (x, f_out, h_post, h_res, None), transpose_res, phi, gamma, x_out, None)
     launch_collapse(
         b, mhc_slices_collapse, s, c.BC, c.BD, x_out, part, alpha, bias, out, floats, iters, form, {},
-        dict(S=S, SP=pow2(S)), 1,
+        dict(S=S, SP=pow2(S)), 1, norm_form,
     )  # fmt: skip
     return x_out, *out
 
@@ -87,44 +87,46 @@ def launch_post_project(
 
 def _forward(
     b: Any, post: tuple[Any, ...], transpose_res: bool, params: tuple[Any, ...], floats: tuple[Any, ...], iters: int,
-    form: str, has_post: bool,
+    form: str, has_post: bool, norm_form: str,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches the forward of a fused op. post: (x, f_out, h_post, h_res); params: (phi, alpha, bias, gamma)."""
     x, f_out, h_post, h_res = post
     phi, alpha, bias, gamma = params
     found = post_project(b, x, f_out)
     if found is not None:
-        return _slices(b, *found, post, transpose_res, params, floats, iters, form, has_post)
+        return _slices(b, *found, post, transpose_res, params, floats, iters, form, has_post, norm_form)
     x_out = plan_mhc_post(b, x, f_out, h_post, h_res, transpose_res)
-    return (x_out, *plan_pre(b, x_out, phi, alpha, bias, gamma, floats, iters, form, has_post))
+    return (x_out, *plan_pre(b, x_out, phi, alpha, bias, gamma, floats, iters, form, has_post, norm_form))
 
 
 def plan_mhc_post_pre(
     b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool, phi: Any, alpha: Any, bias: Any, gamma: Any,
     norm_eps: float, hc_eps: float, post_mult: float, post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float,
-    sinkhorn_form: str,
+    sinkhorn_form: str, norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_post_pre``; returns (x_out, h_in, next_post, next_res, h_pre, h_mix, inv_rms)."""
     floats = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
     post, params = (x, f_out, h_post, h_res), (phi, alpha, bias, gamma)
-    return _forward(b, post, transpose_res, params, floats, sinkhorn_iters, sinkhorn_form, True)
+    return _forward(b, post, transpose_res, params, floats, sinkhorn_iters, sinkhorn_form, True, norm_form)
 
 
 def plan_mhc_post_head(
     b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool, phi: Any, alpha: Any, bias: Any, gamma: Any,
-    norm_eps: float, hc_eps: float,
+    norm_eps: float, hc_eps: float, norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_post_head``; returns (x_out, h_in, h_pre, h_mix, inv_rms)."""
     floats = (norm_eps, hc_eps, 0.0, 0.0, 0.0)
     post, params = (x, f_out, h_post, h_res), (phi, alpha, bias, gamma)
-    x_out, h_in, _, _, h_pre, h_mix, inv_rms = _forward(b, post, transpose_res, params, floats, 0, "softmax", False)
+    x_out, h_in, _, _, h_pre, h_mix, inv_rms = _forward(
+        b, post, transpose_res, params, floats, 0, "softmax", False, norm_form
+    )
     return x_out, h_in, h_pre, h_mix, inv_rms
 
 
 def _backward(
     b: Any, dx_out: Any, dh_in: Any, dnext_post: Any, dnext_res: Any, post: tuple[Any, ...], transpose_res: bool,
     x_out: Any, params: tuple[Any, ...], h_pre: Any, h_mix: Any, inv_rms: Any, post_mult: float, iters: int,
-    sinkhorn_eps: float, form: str, has_post: bool,
+    sinkhorn_eps: float, form: str, has_post: bool, norm_eps: float, norm_form: str,
 ) -> tuple[Any, ...]:  # fmt: skip
     s = dims(b, post[0], params[0])
     if b.is_static(s.T) and s.T == 0:
@@ -138,7 +140,7 @@ def _backward(
     dots = collapse_dots(b, s, dh_in, x_out)
     d = logit_grads(
         b, s, dots, dnext_post, dnext_res, x_out, alpha, bias, h_mix, inv_rms, post_mult, iters, sinkhorn_eps, form,
-        has_post,
+        has_post, norm_eps, norm_form,
     )  # fmt: skip
     # The whole gradient of x_out: dx_out is added in fp32, and the sum is rounded once.
     g = b.empty(b.shape(x_out), b.dtype(x_out))
@@ -152,21 +154,23 @@ def plan_mhc_post_pre_backward(
     b: Any, dx_out: Any, dh_in: Any, dnext_post: Any, dnext_res: Any, x: Any, f_out: Any, h_post: Any, h_res: Any,
     transpose_res: bool, x_out: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, h_pre: Any, next_post: Any, h_mix: Any,
     inv_rms: Any, norm_eps: float, hc_eps: float, post_mult: float, post_eps: float, sinkhorn_iters: int,
-    sinkhorn_eps: float, sinkhorn_form: str,
+    sinkhorn_eps: float, sinkhorn_form: str, norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_post_pre_backward``; returns (dx, df, dh_post, dh_res, dphi, dalpha, dbias, dgamma)."""
     return _backward(
         b, dx_out, dh_in, dnext_post, dnext_res, (x, f_out, h_post, h_res), transpose_res, x_out,
         (phi, alpha, bias, gamma), h_pre, h_mix, inv_rms, post_mult, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, True,
+        norm_eps, norm_form,
     )  # fmt: skip
 
 
 def plan_mhc_post_head_backward(
     b: Any, dx_out: Any, dh_in: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, transpose_res: bool, x_out: Any,
     phi: Any, alpha: Any, bias: Any, gamma: Any, h_pre: Any, h_mix: Any, inv_rms: Any, norm_eps: float, hc_eps: float,
+    norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_post_head_backward``; returns (dx, df, dh_post, dh_res, dphi, dalpha, dbias, dgamma)."""
     return _backward(
         b, dx_out, dh_in, None, None, (x, f_out, h_post, h_res), transpose_res, x_out, (phi, alpha, bias, gamma),
-        h_pre, h_mix, inv_rms, 0.0, 0, 0.0, "softmax", False,
+        h_pre, h_mix, inv_rms, 0.0, 0, 0.0, "softmax", False, norm_eps, norm_form,
     )  # fmt: skip

@@ -7,14 +7,15 @@ from typing import Any
 from mhc_inductor.log import warn_once
 
 from . import gluon
-from .sizes import FORMS, contiguous, dims, pre_outputs
+from .sizes import FORMS, OUTSIDE, contiguous, dims, pre_outputs
 
 WARPS = 8  # the kernel's layouts are written for them
 
 
 def plan_one_read(
-    b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, floats: tuple[Any, ...], iters: int, form: str
-) -> tuple[Any, ...] | None:
+    b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, floats: tuple[Any, ...], iters: int, form: str,
+    norm_form: str,
+) -> tuple[Any, ...] | None:  # fmt: skip
     """Launches the kernel; returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms), or None if others must run."""
     kernel = gluon.one_read(b, x)
     if kernel is None:
@@ -37,7 +38,7 @@ def plan_one_read(
     )  # fmt: skip
     constexprs = dict(
         D=s.D, G=G, GP=16 if G <= 16 else 32, M=s.M, HAS_GAMMA=gamma is not None, HAS_RES=s.has_res, ITERS=iters,
-        FORM=FORMS[form], launch_cooperative_grid=True,
+        FORM=FORMS[form], OUTSIDE=OUTSIDE[norm_form], launch_cooperative_grid=True,
     )  # fmt: skip
     groups = min(tiles, b.device_props().sm_count // G)
     try:

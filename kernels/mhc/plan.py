@@ -37,7 +37,7 @@ from .one_read_plan import plan_one_read
 from .post import mhc_post, mhc_post_backward
 from .pre import mhc_pre_collapse, mhc_pre_project, mhc_pre_weights
 from .sinkhorn import mhc_sinkhorn, mhc_sinkhorn_backward
-from .sizes import FORMS, Dims, contiguous, dims, numel, pre_outputs
+from .sizes import FORMS, OUTSIDE, Dims, contiguous, dims, numel, pre_outputs
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
@@ -80,7 +80,7 @@ def weights(b: Any, s: Dims, phi: Any, gamma: Any, columns: int, terms: int) -> 
 
 def collapse(
     b: Any, s: Dims, c: PreConfig, x: Any, part: Any, RUN: Any, groups: int, group: int, alpha: Any, bias: Any,
-    out: tuple[Any, ...], floats: tuple[Any, ...], iters: int, form: str,
+    out: tuple[Any, ...], floats: tuple[Any, ...], iters: int, form: str, norm_form: str,
 ) -> None:  # fmt: skip
     """Launches the kernel that computes coefficients and h_in from the projection's parts.
 
@@ -88,13 +88,14 @@ def collapse(
     """
     launch_collapse(
         b, mhc_pre_collapse, s, c.BC, c.BD, x, part, alpha, bias, out, floats, iters, form, dict(RUN=RUN),
-        dict(N=s.n, NP=s.NP, GROUPS=groups, GROUP=group), c.collapse_warps,
+        dict(N=s.n, NP=s.NP, GROUPS=groups, GROUP=group), c.collapse_warps, norm_form,
     )  # fmt: skip
 
 
 def launch_collapse(
     b: Any, kernel: Any, s: Dims, BC: int, BD: int, x: Any, part: Any, alpha: Any, bias: Any, out: tuple[Any, ...],
     floats: tuple[Any, ...], iters: int, form: str, args: dict[str, Any], constexprs: dict[str, Any], warps: int,
+    norm_form: str,
 ) -> None:  # fmt: skip
     """Launches a kernel of coefficients and collapse.
 
@@ -113,7 +114,7 @@ def launch_collapse(
         ),
         dict(
             D=s.D, M=s.M, MP=s.MP, **constexprs, BC=BC, BD=BD, HAS_POST=h_post is not None, HAS_RES=s.has_res,
-            ITERS=iters if s.has_res else 0, FORM=FORMS[form],
+            ITERS=iters if s.has_res else 0, FORM=FORMS[form], OUTSIDE=OUTSIDE[norm_form],
         ),
         warps, 1,
     )  # fmt: skip
@@ -121,7 +122,7 @@ def launch_collapse(
 
 def plan_pre(
     b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, floats: tuple[Any, ...], iters: int, form: str,
-    has_post: bool,
+    has_post: bool, norm_form: str,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches pre, or the head without ``has_post``; returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms)."""
     s = dims(b, x, phi)
@@ -131,7 +132,7 @@ def plan_pre(
     x, phi, alpha, bias, gamma = contiguous(b, x, phi, alpha, bias, gamma)
     c = pre_config(b.device_props(), s.K, s.D, s.MP, b.dtype(x) == b.bf16)
     part, RUN = project(b, s, c, x, phi, gamma)
-    collapse(b, s, c, x, part, RUN, GROUPS, GROUP, alpha, bias, out, floats, iters, form)
+    collapse(b, s, c, x, part, RUN, GROUPS, GROUP, alpha, bias, out, floats, iters, form, norm_form)
     return out
 
 
@@ -158,21 +159,23 @@ def project(b: Any, s: Dims, c: PreConfig, x: Any, phi: Any, gamma: Any) -> tupl
 def plan_mhc_pre(
     b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, norm_eps: float, hc_eps: float, post_mult: float,
     post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str,
+    norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_pre``; returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms)."""
     floats = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
-    done = plan_one_read(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form)
+    done = plan_one_read(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form, norm_form)
     if done is not None:
         return done
-    return plan_pre(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form, True)
+    return plan_pre(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form, True, norm_form)
 
 
 def plan_mhc_head(
-    b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, norm_eps: float, hc_eps: float
-) -> tuple[Any, ...]:
+    b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, norm_eps: float, hc_eps: float,
+    norm_form: str = "inside",
+) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_head``; returns (h_in, h_pre, h_mix, inv_rms)."""
     floats = (norm_eps, hc_eps, 0.0, 0.0, 0.0)
-    h_in, _, _, h_pre, h_mix, inv_rms = plan_pre(b, x, phi, alpha, bias, gamma, floats, 0, "softmax", False)
+    h_in, _, _, h_pre, h_mix, inv_rms = plan_pre(b, x, phi, alpha, bias, gamma, floats, 0, "softmax", False, norm_form)
     return h_in, h_pre, h_mix, inv_rms
 
 
@@ -216,6 +219,7 @@ def collapse_dots(b: Any, s: Dims, dh_in: Any, x: Any) -> Any:
 def logit_grads(
     b: Any, s: Dims, dh_pre: Any, dh_post: Any, dh_res: Any, x: Any, alpha: Any, bias: Any, h_mix: Any, inv_rms: Any,
     post_mult: float, iters: int, sinkhorn_eps: float, form: str, has_post: bool,
+    norm_eps: float, norm_form: str,
 ) -> LogitGrads:  # fmt: skip
     """Launches the coefficients' backward, which computes dh_mix; all tensors must be contiguous."""
     if not s.has_res:
@@ -239,12 +243,12 @@ def logit_grads(
             dots_ptr=dh_pre, dh_post_ptr=dh_post, dh_res_ptr=dh_res, alpha_ptr=alpha, bias_ptr=bias, h_mix_ptr=h_mix,
             inv_ptr=inv_rms, rows_ptr=rows, cols_ptr=cols, cx_ptr=cx, sums_ptr=sums, red_ptr=red, T=s.T, TP=TP,
             post_mult=post_mult,
-            sinkhorn_eps=sinkhorn_eps,
+            sinkhorn_eps=sinkhorn_eps, norm_eps=norm_eps if OUTSIDE[norm_form] else None,
         ),
         dict(
             K=s.K, N=s.n, NP=s.NP, M=s.M, MP=s.MP, RP=RP, BC=r.BC, HAS_DIN=dh_pre is not None, HAS_POST=has_post,
             HAS_DPOST=dh_post is not None, HAS_RES=s.has_res, HAS_DRES=dh_res is not None,
-            ITERS=iters if s.has_res else 0, FORM=FORMS[form], TERMS=terms,
+            ITERS=iters if s.has_res else 0, FORM=FORMS[form], TERMS=terms, OUTSIDE=OUTSIDE[norm_form],
         ),
         r.num_warps, 1,
     )  # fmt: skip
@@ -306,6 +310,7 @@ def param_grads(b: Any, s: Dims, d: LogitGrads, x: Any, phi: Any, gamma: Any, gr
 def _pre_backward(
     b: Any, dh_in: Any, dh_post: Any, dh_res: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, h_pre: Any,
     h_mix: Any, inv_rms: Any, dx_acc: Any, post_mult: float, iters: int, sinkhorn_eps: float, form: str, has_post: bool,
+    norm_eps: float, norm_form: str,
 ) -> tuple[Any, ...]:  # fmt: skip
     s = dims(b, x, phi)
     params = (phi, alpha, bias, gamma)
@@ -317,7 +322,7 @@ def _pre_backward(
     )
     d = logit_grads(
         b, s, collapse_dots(b, s, dh_in, x), dh_post, dh_res, x, alpha, bias, h_mix, inv_rms, post_mult, iters,
-        sinkhorn_eps, form, has_post,
+        sinkhorn_eps, form, has_post, norm_eps, norm_form,
     )  # fmt: skip
     pre_dx(b, s, d, dh_in, x, phi, gamma, h_pre, dx_acc, dx)
     param_grads(b, s, d, x, phi, gamma, tuple(dparams))
@@ -327,23 +332,24 @@ def _pre_backward(
 def plan_mhc_pre_backward(
     b: Any, dh_in: Any, dh_post: Any, dh_res: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, h_pre: Any,
     h_post: Any, h_mix: Any, inv_rms: Any, dx_acc: Any, norm_eps: float, hc_eps: float, post_mult: float,
-    post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str,
+    post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str, norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_pre_backward``; returns (dx, dphi, dalpha, dbias, dgamma)."""
     return _pre_backward(
         b, dh_in, dh_post, dh_res, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, post_mult,
-        sinkhorn_iters, sinkhorn_eps, sinkhorn_form, True,
+        sinkhorn_iters, sinkhorn_eps, sinkhorn_form, True, norm_eps, norm_form,
     )  # fmt: skip
 
 
 def plan_mhc_head_backward(
     b: Any, dh_in: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, h_pre: Any, h_mix: Any, inv_rms: Any,
-    dx_acc: Any, norm_eps: float, hc_eps: float,
+    dx_acc: Any, norm_eps: float, hc_eps: float, norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_head_backward``; returns (dx, dphi, dalpha, dbias, dgamma)."""
     return _pre_backward(
-        b, dh_in, None, None, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, 0.0, 0, 0.0, "softmax", False
-    )
+        b, dh_in, None, None, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, 0.0, 0, 0.0, "softmax", False,
+        norm_eps, norm_form,
+    )  # fmt: skip
 
 
 def plan_mhc_sinkhorn(b: Any, h_res: Any, iters: int, eps: float, form: str) -> Any:

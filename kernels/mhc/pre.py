@@ -95,11 +95,21 @@ def _sum_sections(part_ptr, off, mask, stride, RUN, GROUPS: tl.constexpr, GROUP:
 
 
 @triton.jit
+def norm_factor(ss, K: tl.constexpr, norm_eps, OUTSIDE: tl.constexpr):
+    """Returns the factor of z from the sums of squares, with eps under the root, or added to it."""
+    if OUTSIDE:
+        return 1.0 / (tl.sqrt(ss / K) + norm_eps)
+    else:
+        return tl.rsqrt(ss / K + norm_eps)
+
+
+@triton.jit
 def coefficients(
     pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
     K: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
+    OUTSIDE: tl.constexpr = False,
 ):  # fmt: skip
     t = pid * BC + tl.arange(0, BC)
     tm = t < T
@@ -119,8 +129,10 @@ def coefficients(
         else:
             group = tl.load(at + g * stride, mask=nm, other=0.0)
         mix += group
-    inv = tl.rsqrt(tl.sum(tl.where((m == M)[None, :], mix, 0.0), axis=1) / K + norm_eps)  # [BC]
-    tl.store(inv_ptr + row, inv, mask=tm)
+    ss = tl.sum(tl.where((m == M)[None, :], mix, 0.0), axis=1)  # [BC]
+    inv = norm_factor(ss, K, norm_eps, OUTSIDE)
+    # The backward needs the root itself: 1 / inv - eps would lose the digits of a small one.
+    tl.store(inv_ptr + row, tl.sqrt(ss / K) if OUTSIDE else inv, mask=tm)
     # The columns are read again below, in the shapes that the coefficients need.
     tl.store(h_mix_ptr + row[:, None] * M + m[None, :], mix, mask=nm & (m < M)[None, :])
     tl.debug_barrier()
@@ -195,7 +207,7 @@ def mhc_pre_collapse(
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
-    HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr, OUTSIDE: tl.constexpr,
 ):  # fmt: skip
     """Writes the coefficients of BC tokens (programs below CP) or BD columns of one token's h_in (the others)."""
     pid = tl.program_id(0)
@@ -205,7 +217,7 @@ def mhc_pre_collapse(
         coefficients(
             pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,
             norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
-            K, N, NP, M, MP, GROUPS, GROUP, BC, HAS_POST, HAS_RES, ITERS, FORM,
+            K, N, NP, M, MP, GROUPS, GROUP, BC, HAS_POST, HAS_RES, ITERS, FORM, OUTSIDE,
         )  # fmt: skip
     else:
         t, d = collapse_place(pid - CP, T, D, BD)
@@ -214,7 +226,7 @@ def mhc_pre_collapse(
         stride = tl.cast(T, tl.int64) * MP
         at = tl.where(i < N, i, 0)
         ss = _sum_sections(part_ptr, t * MP + M + 0 * at, i < N, stride, RUN, GROUPS, GROUP)  # [NP], all equal
-        inv = tl.rsqrt(ss / K + norm_eps)
+        inv = norm_factor(ss, K, norm_eps, OUTSIDE)
         h = _sum_sections(part_ptr, t * MP + at, i < N, stride, RUN, GROUPS, GROUP)  # [NP]
         bias = tl.load(bias_ptr + i, mask=i < N, other=0.0).to(tl.float32)
         pre = tl.sigmoid(tl.load(alpha_ptr).to(tl.float32) * (h * inv) + bias) + hc_eps

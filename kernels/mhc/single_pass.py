@@ -12,13 +12,14 @@ def mhc_coefficients(
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
     K: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, BC: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
+    OUTSIDE: tl.constexpr,
 ):  # fmt: skip
     """Writes the coefficients of BC tokens from the projection's parts."""
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps = as_fp32(norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
     coefficients(
         tl.program_id(0), part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,
         norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
-        K, N, NP, M, MP, GROUPS, GROUP, BC, True, HAS_RES, ITERS, FORM,
+        K, N, NP, M, MP, GROUPS, GROUP, BC, True, HAS_RES, ITERS, FORM, OUTSIDE,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from .plan import (
     zero_grads,
 )
 from .single_pass import mhc_coefficients, mhc_collapse, mhc_collapse_backward
-from .sizes import FORMS, Dims, contiguous, dims, numel
+from .sizes import FORMS, OUTSIDE, Dims, contiguous, dims, numel
 
 __all__ = ["unsupported"]
 
@@ -41,7 +41,7 @@ def _outputs(b: Any, s: Dims) -> tuple[Any, ...]:
 
 def _coefficients(
     b: Any, s: Dims, part: Any, RUN: Any, groups: int, group: int, alpha: Any, bias: Any, out: tuple[Any, ...],
-    floats: Floats, iters: int, form: str,
+    floats: Floats, iters: int, form: str, norm_form: str,
 ) -> None:  # fmt: skip
     """Launches the kernel that computes the coefficients ``out`` from the projection's parts."""
     h_pre, h_post, h_res, h_mix, inv_rms = out
@@ -57,25 +57,26 @@ def _coefficients(
         ),
         dict(
             K=s.K, N=s.n, NP=s.NP, M=s.M, MP=s.MP, GROUPS=groups, GROUP=group, BC=r.BC, HAS_RES=s.has_res,
-            ITERS=iters if s.has_res else 0, FORM=FORMS[form],
+            ITERS=iters if s.has_res else 0, FORM=FORMS[form], OUTSIDE=OUTSIDE[norm_form],
         ),
         r.num_warps, 1,
     )  # fmt: skip
 
 
 def _of_streams(
-    b: Any, s: Dims, x: Any, params: tuple[Any, ...], out: tuple[Any, ...], floats: Floats, iters: int, form: str
-) -> None:
+    b: Any, s: Dims, x: Any, params: tuple[Any, ...], out: tuple[Any, ...], floats: Floats, iters: int, form: str,
+    norm_form: str,
+) -> None:  # fmt: skip
     """Launches the projection of contiguous streams, and the coefficients ``out`` that follow from it."""
     phi, alpha, bias, gamma = params
     c = pre_config(b.device_props(), s.K, s.D, s.MP, b.dtype(x) == b.bf16)
     part, RUN = project(b, s, c, x, phi, gamma)
-    _coefficients(b, s, part, RUN, GROUPS, GROUP, alpha, bias, out, floats, iters, form)
+    _coefficients(b, s, part, RUN, GROUPS, GROUP, alpha, bias, out, floats, iters, form, norm_form)
 
 
 def plan_mhc_coefficients(
     b: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, norm_eps: float, hc_eps: float, post_mult: float,
-    post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str,
+    post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str, norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_coefficients``; returns (h_pre, h_post, h_res, h_mix, inv_rms)."""
     s = dims(b, x, phi)
@@ -84,14 +85,14 @@ def plan_mhc_coefficients(
         return out
     x, *params = contiguous(b, x, phi, alpha, bias, gamma)
     floats = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
-    _of_streams(b, s, x, tuple(params), out, floats, sinkhorn_iters, sinkhorn_form)
+    _of_streams(b, s, x, tuple(params), out, floats, sinkhorn_iters, sinkhorn_form, norm_form)
     return out
 
 
 def plan_mhc_coefficients_backward(
     b: Any, dh_pre: Any, dh_post: Any, dh_res: Any, x: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, h_pre: Any,
     h_post: Any, h_mix: Any, inv_rms: Any, dx_acc: Any, norm_eps: float, hc_eps: float, post_mult: float,
-    post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str,
+    post_eps: float, sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str, norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_coefficients_backward``; returns (dx, dphi, dalpha, dbias, dgamma)."""
     s = dims(b, x, phi)
@@ -104,7 +105,7 @@ def plan_mhc_coefficients_backward(
     )
     d = logit_grads(
         b, s, dh_pre, dh_post, dh_res, x, alpha, bias, h_mix, inv_rms, post_mult, sinkhorn_iters, sinkhorn_eps,
-        sinkhorn_form, True,
+        sinkhorn_form, True, norm_eps, norm_form,
     )  # fmt: skip
     pre_dx(b, s, d, None, x, phi, gamma, None, dx_acc, dx)
     param_grads(b, s, d, x, phi, gamma, tuple(dparams))
@@ -149,7 +150,7 @@ def plan_mhc_collapse_backward(b: Any, dh_in: Any, x: Any, h_pre: Any) -> tuple[
 def plan_mhc_single_pass(
     b: Any, x: Any, f_out: Any, h_post: Any, h_res: Any, h_pre: Any, transpose_res: bool, phi: Any, alpha: Any, bias: Any,
     gamma: Any, norm_eps: float, hc_eps: float, post_mult: float, post_eps: float, sinkhorn_iters: int,
-    sinkhorn_eps: float, sinkhorn_form: str,
+    sinkhorn_eps: float, sinkhorn_form: str, norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_single_pass``; returns (x_out, h_in, next_pre, next_post, next_res, h_mix, inv_rms)."""
     s = dims(b, x, phi)
@@ -160,7 +161,7 @@ def plan_mhc_single_pass(
         x_out, h_in = post(b, x, f_out, h_post, h_res, h_pre, transpose_res)
         if not (b.is_static(s.T) and s.T == 0):
             params = contiguous(b, phi, alpha, bias, gamma)
-            _of_streams(b, s, x_out, params, out, floats, sinkhorn_iters, sinkhorn_form)
+            _of_streams(b, s, x_out, params, out, floats, sinkhorn_iters, sinkhorn_form, norm_form)
         return x_out, h_in, *out
     x_out, h_in = b.empty(b.shape(x), b.bf16), b.empty((*s.lead, s.D), b.bf16)
     if not (b.is_static(s.T) and s.T == 0):
@@ -168,7 +169,7 @@ def plan_mhc_single_pass(
         phi, alpha, bias, gamma = contiguous(b, phi, alpha, bias, gamma)
         part = launch_post_project(b, *found, s, site, transpose_res, phi, gamma, x_out, h_in)
         S = found[1].slices(s.D)
-        _coefficients(b, s, part, S, S, S, alpha, bias, out, floats, sinkhorn_iters, sinkhorn_form)
+        _coefficients(b, s, part, S, S, S, alpha, bias, out, floats, sinkhorn_iters, sinkhorn_form, norm_form)
     return x_out, h_in, *out
 
 
@@ -176,7 +177,7 @@ def plan_mhc_single_pass_backward(
     b: Any, dx_out: Any, dh_in: Any, dnext_pre: Any, dnext_post: Any, dnext_res: Any, x: Any, f_out: Any, h_post: Any,
     h_res: Any, h_pre: Any, transpose_res: bool, x_out: Any, phi: Any, alpha: Any, bias: Any, gamma: Any, next_pre: Any,
     next_post: Any, h_mix: Any, inv_rms: Any, norm_eps: float, hc_eps: float, post_mult: float, post_eps: float,
-    sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str,
+    sinkhorn_iters: int, sinkhorn_eps: float, sinkhorn_form: str, norm_form: str = "inside",
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_single_pass_backward``.
 
@@ -196,7 +197,7 @@ def plan_mhc_single_pass_backward(
     )
     d = logit_grads(
         b, s, dnext_pre, dnext_post, dnext_res, x_out, alpha, bias, h_mix, inv_rms, post_mult, sinkhorn_iters,
-        sinkhorn_eps, sinkhorn_form, True,
+        sinkhorn_eps, sinkhorn_form, True, norm_eps, norm_form,
     )  # fmt: skip
     # The whole gradient of x_out, rounded once.
     g = b.empty(b.shape(x_out), b.dtype(x_out))

@@ -8,6 +8,7 @@ from typing import Any
 from .config import pow2
 
 FORMS = {"softmax": 0, "exp": 1, "exp_eps": 2}
+OUTSIDE = {"inside": False, "outside": True}
 
 
 def numel(shape: Any) -> Any:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .pre import as_fp32, coefficients, collapse_place, load_streams, store_collapsed
+from .pre import as_fp32, coefficients, collapse_place, load_streams, norm_factor, store_collapsed
 
 
 @triton.jit
@@ -11,7 +11,7 @@ def mhc_slices_collapse(
     x_ptr, part_ptr, alpha_ptr, bias_ptr, h_in_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, CP,
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
     D: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
-    HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr, OUTSIDE: tl.constexpr,
 ):  # fmt: skip
     """Does what ``mhc_pre_collapse`` does, for four streams; the S parts of a token are summed as one tile."""
     pid = tl.program_id(0)
@@ -22,7 +22,7 @@ def mhc_slices_collapse(
         coefficients(
             pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, S,
             norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
-            K, N, N, M, MP, S, S, BC, HAS_POST, HAS_RES, ITERS, FORM,
+            K, N, N, M, MP, S, S, BC, HAS_POST, HAS_RES, ITERS, FORM, OUTSIDE,
         )  # fmt: skip
     else:
         t, d = collapse_place(pid - CP, T, D, BD)
@@ -32,7 +32,7 @@ def mhc_slices_collapse(
         at = part_ptr + (tl.cast(T, tl.int64) * s + t) * MP
         ss = tl.sum(tl.load(at + M, mask=s < S, other=0.0), axis=0)
         h = tl.sum(tl.load(at[:, None] + i[None, :], mask=(s < S)[:, None], other=0.0), axis=0)  # [N]
-        inv = tl.rsqrt(ss / K + norm_eps)
+        inv = norm_factor(ss, K, norm_eps, OUTSIDE)
         bias = tl.load(bias_ptr + i).to(tl.float32)
         pre = tl.sigmoid(tl.load(alpha_ptr).to(tl.float32) * (h * inv) + bias) + hc_eps
         store_collapsed(h_in_ptr, t, d, xs, pre, D, N, BD)

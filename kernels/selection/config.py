@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..launch import shared_limit as shared_limit
+from ..tuned import tunable
 from .pieces_plan import power_of_two
 
 
@@ -45,6 +46,7 @@ _WIDE = ((64, 32, 8, 3), (64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 1), (16, 16
 _FLOAT = ((32, 32, 8, 2), (16, 16, 4, 1))
 
 
+@tunable("selection.forward", num_stages=(1, 2, 3, 4))
 def forward_config(h: int, DK: int, DV: int, itemsize: int, backend: str, arch: int) -> ForwardConfig:
     """Returns the forward's configuration: the first choice whose tiles fit into shared memory."""
     KP, VP = padded(DK), padded(DV)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..tuned import tunable
 from .config import padded, shared_limit
 from .pieces_plan import power_of_two
 
@@ -48,6 +49,7 @@ _NARROW_BACKWARD = ((64, 32, 4, 3), *_NARROW[2:])
 _WIDE = ((64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 4, 2), (16, 16, 4, 1))
 
 
+@tunable("lists.tiles", num_stages=(1, 2, 3, 4))
 def list_config(
     h: int, DK: int, DV: int, itemsize: int, backend: str, arch: int, shared: bool, backward: bool = False
 ) -> ListConfig:
@@ -79,6 +81,7 @@ class RowsConfig:
     num_stages: int
 
 
+@tunable("lists.rows", num_stages=(1, 2, 3, 4))
 def rows_config(h: int, DK: int, DV: int, itemsize: int) -> RowsConfig:
     """Returns the configuration of the rows of dK and dV."""
     HB, columns = max(16, power_of_two(h)), max(16, power_of_two(max(DK, DV)))

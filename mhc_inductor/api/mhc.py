@@ -35,12 +35,13 @@ def mhc_pre(
     sinkhorn_iters: int = 0,
     sinkhorn_eps: float = 1e-6,
     sinkhorn_form: str = "softmax",
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes each token's mixing coefficients and collapses its streams to the sublayer's input.
 
     ::
 
-        v       = vec(x) ;  inv_rms = rsqrt(mean(v*v) + norm_eps)
+        v       = vec(x) ;  inv_rms = rsqrt(mean(v*v) + norm_eps)           # or 1 / (sqrt(mean(v*v)) + norm_eps)
         z       = (v * vec(gamma)) @ phi.T * inv_rms                        # split n | n | n*n
         h_pre   = sigmoid(alpha[0]*z_pre + b_pre) + hc_eps
         h_post  = post_mult * sigmoid(alpha[1]*z_post + b_post) + post_eps
@@ -57,7 +58,7 @@ def mhc_pre(
         alpha: Scales ``[3]`` of the pre, post and residual logits, or ``[2]`` (pre, post) if phi has 2n rows.
         bias: Biases of the logits, ``[n*n + 2n]`` or ``[2n]``, one for each row of phi.
         gamma: Weight ``[n, D]`` of the RMS norm, or None for ones.
-        norm_eps: Added to the mean of squares; finite and at least 0.
+        norm_eps: Added to the mean of squares, or to its root; finite and at least 0.
         hc_eps: Added to h_pre; finite and at least 0.
         post_mult: Factor of h_post's sigmoid; finite and above 0.
         post_eps: Added to h_post; finite and at least 0.
@@ -65,6 +66,8 @@ def mhc_pre(
             rows.
         sinkhorn_eps: In [0, 1); see :func:`mhc_sinkhorn`.
         sinkhorn_form: ``"softmax"`` (DeepSeek-V4), ``"exp"`` (Megatron) or ``"exp_eps"``; see :func:`mhc_sinkhorn`.
+        norm_form: Where norm_eps is added: ``"inside"`` the root (DeepSeek-V4, Liger) or ``"outside"`` (Megatron:
+            ``1 / (|v| / sqrt(n*D) + norm_eps)``). Outside, a token of zeros gets no gradient through the norm.
 
     Returns:
         ``(h_in, h_post, h_res)``: h_in ``[..., D]`` in x's dtype, h_post ``[..., n]`` and h_res ``[..., n, n]`` in fp32
@@ -78,7 +81,7 @@ def mhc_pre(
     ``npu_mhc_pre``.
     """
     refuse_trace("mhc_pre")
-    options = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
+    options = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks.mhc_pre(x, phi, alpha, bias, gamma, *options)
     h_in, h_post, h_res, _, _, _ = call("mhc_pre", x, phi, alpha, bias, gamma, *options)
@@ -164,6 +167,7 @@ def mhc_head(
     *,
     norm_eps: float = 1e-6,
     hc_eps: float = 1e-6,
+    norm_form: str = "inside",
 ) -> Tensor:
     """Collapses the streams before the LM head.
 
@@ -181,20 +185,21 @@ def mhc_head(
         alpha: Scale ``[1]`` of the logits.
         bias: Biases of the logits, ``[n]``.
         gamma: Weight ``[n, D]`` of the RMS norm, or None for ones.
-        norm_eps: Added to the mean of squares; finite and at least 0.
+        norm_eps: Added to the mean of squares, or to its root; finite and at least 0.
         hc_eps: Added to the coefficients; finite and at least 0.
+        norm_form: Where norm_eps is added, ``"inside"`` or ``"outside"`` the root; see :func:`mhc_pre`.
 
     Returns:
         h_in ``[..., D]`` in x's dtype.
 
     Raises:
-        ValueError: A shape, device or number does not fit. The message names the argument.
+        ValueError: A shape, device, number or form does not fit. The message names the argument.
         TypeError: An argument is not a tensor or not a number where it must be, or has a dtype that is not allowed.
 
     Source: the pre mapping of arXiv 2512.24880, as DeepSeek-V4 uses it before its LM head.
     """
     refuse_trace("mhc_head")
-    args = (x, phi, alpha, bias, gamma, norm_eps, hc_eps)
+    args = (x, phi, alpha, bias, gamma, norm_eps, hc_eps, norm_form)
     if not torch.compiler.is_compiling():
         checks.mhc_head(*args)
     return call("mhc_head", *args)[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,26 @@ from mhc_inductor.ops.selection import call, given
 _Rest = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class Options(TypedDict, total=False):
+        """Keyword arguments that the function for one process and the one for a group of ranks have in common."""
+
+        indices: Tensor | None
+        scale: float | None
+        sink: Tensor | None
+        segments_q: Tensor | None
+        segments_k: Tensor | None
+        v_width: int | None
+
+    class Packed(Options, total=False):
+        """Those of one process, which may have packed sequences too."""
+
+        cu_seqlens_q: Tensor | None
+        cu_seqlens_k: Tensor | None
+
+
 @overload
 def selection_attention(
     q: Tensor,
@@ -30,15 +50,8 @@ def selection_attention(
     v: Tensor,
     ranges: Tensor | None = ...,
     *,
-    indices: Tensor | None = ...,
-    scale: float | None = ...,
-    sink: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    cu_seqlens_k: Tensor | None = ...,
-    segments_q: Tensor | None = ...,
-    segments_k: Tensor | None = ...,
-    v_width: int | None = ...,
     return_lse: Literal[False] = ...,
+    **options: Unpack[Packed],
 ) -> Tensor: ...
 
 
@@ -49,15 +62,8 @@ def selection_attention(
     v: Tensor,
     ranges: Tensor | None = ...,
     *,
-    indices: Tensor | None = ...,
-    scale: float | None = ...,
-    sink: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    cu_seqlens_k: Tensor | None = ...,
-    segments_q: Tensor | None = ...,
-    segments_k: Tensor | None = ...,
-    v_width: int | None = ...,
     return_lse: Literal[True],
+    **options: Unpack[Packed],
 ) -> tuple[Tensor, Tensor]: ...
 
 

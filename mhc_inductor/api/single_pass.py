@@ -33,6 +33,7 @@ def mhc_coefficients(
     sinkhorn_iters: int = 0,
     sinkhorn_eps: float = 1e-6,
     sinkhorn_form: str = "softmax",
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes each token's mixing coefficients without collapsing its streams.
 
@@ -47,7 +48,7 @@ def mhc_coefficients(
         alpha: Scales ``[3]`` of the pre, post and residual logits, or ``[2]`` (pre, post) if phi has 2n rows.
         bias: Biases of the logits, one for each row of phi.
         gamma: Weight ``[n, D]`` of the RMS norm, or None for ones.
-        norm_eps: Added to the mean of squares; finite and at least 0.
+        norm_eps: Added to the mean of squares, or to its root; finite and at least 0.
         hc_eps: Added to h_pre; finite and at least 0.
         post_mult: Factor of h_post's sigmoid; finite and above 0.
         post_eps: Added to h_post; finite and at least 0.
@@ -55,6 +56,7 @@ def mhc_coefficients(
             rows.
         sinkhorn_eps: In [0, 1); see :func:`mhc_inductor.mhc_sinkhorn`.
         sinkhorn_form: ``"softmax"``, ``"exp"`` or ``"exp_eps"``; see :func:`mhc_inductor.mhc_sinkhorn`.
+        norm_form: Where norm_eps is added, ``"inside"`` or ``"outside"`` the root; see :func:`mhc_inductor.mhc_pre`.
 
     Returns:
         ``(h_pre, h_post, h_res)``: h_pre and h_post ``[..., n]`` and h_res ``[..., n, n]``, in fp32 (fp64 if x is
@@ -67,7 +69,7 @@ def mhc_coefficients(
     Source: arXiv 2512.24880, equations 14 to 19.
     """
     refuse_trace("mhc_coefficients")
-    options = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
+    options = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks.mhc_coefficients(x, phi, alpha, bias, gamma, *options)
     h_pre, h_post, h_res, _, _ = call("mhc_coefficients", x, phi, alpha, bias, gamma, *options)

@@ -73,27 +73,30 @@ def e79_scan(
     Source: the E79 model's recurrence.
     """
     group = members(_OP, group)
-
-    def describe() -> Facts:
-        checks_e79.e79_inputs(kvqm, b_s, b_m, S0, M0)
-        group.check_device(_OP, "kvqm", kvqm)
-        batch, inputs = kvqm.shape[1], (kvqm, b_s, b_m, S0, M0)
-        same = {
-            "kvqm's dtype": kvqm.dtype,
-            "kvqm's B, 4n": list(kvqm.shape[1:]),
-            "chunks": _count(chunks, batch, group.size),
-            "the form of b_s": None if b_s is None else b_s.dim(),
-            "the form of b_m": None if b_m is None else b_m.dim(),
-        }
-        return Facts(same, (int(S0 is not None), int(M0 is not None)), requires(*inputs))
-
-    agreed = agree(_OP, group, describe)
+    inputs = kvqm, b_s, b_m, S0, M0
+    agreed = agree(_OP, group, lambda: _facts(inputs, chunks, group))
     for i, name in enumerate(("S0", "M0")):
         if not agreed.sizes[0][i] and any(sizes[i] for sizes in agreed.sizes):
             raise ValueError(f"{_OP}: {name} must be given on the group's first rank if it is on any")
     anchor = agreed.anchor(kvqm.device)
     pipeline = _Pipeline(group, _count(chunks, kvqm.shape[1], group.size), anchor.requires_grad)
-    return _Scan.apply(anchor, pipeline, kvqm, b_s, b_m, S0, M0)
+    return _Scan.apply(anchor, pipeline, *inputs)
+
+
+def _facts(inputs: tuple[Any, ...], chunks: int | None, group: Members) -> Facts:
+    """Checks this rank's arguments."""
+    checks_e79.e79_inputs(*inputs)
+    kvqm, b_s, b_m, *states = inputs
+    group.check_device(_OP, "kvqm", kvqm)
+    same = {
+        "kvqm's dtype": kvqm.dtype,
+        "kvqm's B, 4n": list(kvqm.shape[1:]),
+        "chunks": _count(chunks, kvqm.shape[1], group.size),
+        "the form of b_s": None if b_s is None else b_s.dim(),
+        "the form of b_m": None if b_m is None else b_m.dim(),
+    }
+    given = (int(states[0] is not None), int(states[1] is not None))
+    return Facts(same, given, requires(*inputs))
 
 
 def _count(chunks: int | None, batch: int, ranks: int) -> int:

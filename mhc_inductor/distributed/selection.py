@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from torch import Tensor
 
@@ -12,7 +12,11 @@ from mhc_inductor.distributed.gather import gather, gather_ids
 from mhc_inductor.distributed.groups import Members, eagerly, members
 from mhc_inductor.distributed.ring import ring_attention
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _OP = "selection_attention"
+Method = Literal["gather", "ring"]
 _METHODS = ("gather", "ring")
 
 
@@ -23,15 +27,10 @@ def selection_attention(
     v: Tensor,
     ranges: Tensor | None = ...,
     *,
-    indices: Tensor | None = ...,
-    scale: float | None = ...,
-    sink: Tensor | None = ...,
-    segments_q: Tensor | None = ...,
-    segments_k: Tensor | None = ...,
-    v_width: int | None = ...,
     return_lse: Literal[False] = ...,
     group: Any = ...,
-    method: Literal["gather", "ring"] = ...,
+    method: Method = ...,
+    **options: Unpack[local.Options],
 ) -> Tensor: ...
 
 
@@ -42,15 +41,10 @@ def selection_attention(
     v: Tensor,
     ranges: Tensor | None = ...,
     *,
-    indices: Tensor | None = ...,
-    scale: float | None = ...,
-    sink: Tensor | None = ...,
-    segments_q: Tensor | None = ...,
-    segments_k: Tensor | None = ...,
-    v_width: int | None = ...,
     return_lse: Literal[True],
     group: Any = ...,
-    method: Literal["gather", "ring"] = ...,
+    method: Method = ...,
+    **options: Unpack[local.Options],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -69,7 +63,7 @@ def selection_attention(
     v_width: int | None = None,
     return_lse: bool = False,
     group: Any = None,
-    method: Literal["gather", "ring"] = "gather",
+    method: Method = "gather",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes :func:`mhc_inductor.selection_attention` where each rank holds a part of the queries and of the keys.
 
@@ -137,29 +131,54 @@ def selection_attention(
 
     agreed = agree(_OP, group, describe)
     factor, values = local.prepared(q, v, ranges, indices, scale, v_width, return_lse)
-    own = None if v is k else values
-    if method == "ring":
-        selection = ranges if indices is None else indices
-        width = values.shape[3]
-        o, lse = ring_attention(
-            (q, k, own, sink), selection, (segments_q, segments_k), factor, width, indices is not None, agreed, group
-        )
-    else:
-        keys, values, ids = _joined(k, own, segments_k, agreed, group)
-        o, lse = local.selection_attention(
-            q,
-            keys,
-            values,
-            ranges,
-            indices=indices,
-            scale=factor,
-            sink=sink,
-            segments_q=segments_q,
-            segments_k=ids,
-            v_width=v_width if own is None else None,  # values of their own came without the other columns
-            return_lse=True,
-        )
+    shares = _Shares(q, k, None if v is k else values, ranges, indices, factor, rest)
+    o, lse = (
+        _by_ring(shares, values.shape[3], agreed, group)
+        if method == "ring"
+        else _by_gather(shares, v_width, agreed, group)
+    )
     return (o, lse) if return_lse else o
+
+
+class _Shares(NamedTuple):
+    """This rank's share of a call that is checked; v is None where the values are the keys."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None
+    ranges: Tensor | None
+    indices: Tensor | None
+    scale: float
+    rest: Any
+    """The sink, None twice, and the segment ids of queries and keys."""
+
+
+def _by_ring(own: _Shares, width: int, agreed: Agreed, group: Members) -> tuple[Tensor, Tensor]:
+    """Returns o and lse where the parts of the keys travel; ``width`` is that of the values."""
+    sink, _, _, *ids = own.rest
+    listed = own.indices is not None
+    selection = own.indices if listed else own.ranges
+    inputs = own.q, own.k, own.v, sink
+    return ring_attention(inputs, selection, (ids[0], ids[1]), own.scale, width, listed, agreed, group)
+
+
+def _by_gather(own: _Shares, v_width: int | None, agreed: Agreed, group: Members) -> tuple[Tensor, Tensor]:
+    """Returns o and lse of one local call on the keys of all ranks."""
+    sink, _, _, segments_q, segments_k = own.rest
+    keys, values, ids = _joined(own.k, own.v, segments_k, agreed, group)
+    return local.selection_attention(
+        own.q,
+        keys,
+        values,
+        own.ranges,
+        indices=own.indices,
+        scale=own.scale,
+        sink=sink,
+        segments_q=segments_q,
+        segments_k=ids,
+        v_width=v_width if own.v is None else None,  # values of their own came without the other columns
+        return_lse=True,
+    )
 
 
 def _joined(

@@ -29,8 +29,14 @@ from mhc_inductor.api.single_pass import mhc_coefficients, mhc_collapse
 
 # The conventions of other projects, as arguments: HyperConnection(dim, n, sublayer, **CONVENTIONS["liger"]).
 CONVENTIONS: dict[str, dict[str, Any]] = {
-    "deepseek_v4": {"transpose_res": True, "sinkhorn_form": "softmax", "post_mult": 2.0, "post_eps": 0.0},
-    "liger": {"transpose_res": False, "sinkhorn_form": "softmax", "post_eps": 0.0},
+    "deepseek_v4": {
+        "transpose_res": True,
+        "sinkhorn_form": "softmax",
+        "post_mult": 2.0,
+        "post_eps": 0.0,
+        "norm_form": "inside",
+    },
+    "liger": {"transpose_res": False, "sinkhorn_form": "softmax", "post_eps": 0.0, "norm_form": "inside"},
     "transformer_engine": {
         "transpose_res": True,
         "sinkhorn_form": "exp",
@@ -39,6 +45,7 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
         "hc_eps": 0.0,
         "post_mult": 2.0,
         "post_eps": 0.0,
+        "norm_form": "inside",
     },
 }
 
@@ -71,6 +78,7 @@ class _Coefficients(nn.Module):
     alpha: nn.Parameter
     bias: nn.Parameter
     gamma: nn.Parameter | None
+    norm_form: str = "inside"  # of modules that were pickled before this option existed
 
     def __init__(self, dim: int, n: int, rows: int, kinds: int, gamma: bool, device: Any) -> None:
         super().__init__()
@@ -148,6 +156,7 @@ class HyperConnection(_Coefficients):
         post_eps: See :func:`mhc_inductor.mhc_pre`.
         single_pass: Whether :meth:`forward` takes and returns the pair of streams and weights.
         device: Device of the parameters.
+        norm_form: Where norm_eps is added, see :func:`mhc_inductor.mhc_pre`.
 
     Raises:
         TypeError: sublayer is not a module.
@@ -174,6 +183,7 @@ class HyperConnection(_Coefficients):
         post_eps: float = 0.0,
         single_pass: bool = False,
         device: Any = None,
+        norm_form: str = "inside",
     ) -> None:
         if not isinstance(sublayer, nn.Module):
             raise TypeError(f"HyperConnection: sublayer must be a torch.nn.Module, got {type(sublayer).__name__}")
@@ -185,7 +195,7 @@ class HyperConnection(_Coefficients):
         self.sinkhorn_iters = sinkhorn_iters if residual else 0
         self.sinkhorn_eps, self.sinkhorn_form = sinkhorn_eps, sinkhorn_form
         self.norm_eps, self.hc_eps, self.post_mult, self.post_eps = norm_eps, hc_eps, post_mult, post_eps
-        self.single_pass = single_pass
+        self.norm_form, self.single_pass = norm_form, single_pass
         self.reset_parameters()
 
     @torch.no_grad()
@@ -234,7 +244,7 @@ class HyperConnection(_Coefficients):
 
     def _options(self) -> dict[str, Any]:
         names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_iters", "sinkhorn_eps", "sinkhorn_form")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*names, "norm_form")}
 
     def load_deepseek_v4(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
         """Loads the parameters of a hyper-connection of DeepSeek-V4 in transformers (``attn_hc`` or ``ffn_hc``).
@@ -308,6 +318,8 @@ class HyperConnection(_Coefficients):
         text = f"dim={self.dim}, n={self.n}, transpose_res={self.transpose_res}"
         if self.single_pass:
             text += ", single_pass=True"
+        if self.norm_form != "inside":
+            text += f", norm_form={self.norm_form!r}"
         if not self.residual:
             return text + ", residual=False"
         return text + f", sinkhorn_iters={self.sinkhorn_iters}, sinkhorn_form={self.sinkhorn_form!r}"
@@ -326,6 +338,7 @@ class HyperHead(_Coefficients):
         norm_eps: See :func:`mhc_inductor.mhc_head`.
         hc_eps: See :func:`mhc_inductor.mhc_head`.
         device: Device of the parameters.
+        norm_form: See :func:`mhc_inductor.mhc_head`.
 
     Raises:
         ValueError: n or dim is out of range.
@@ -342,10 +355,11 @@ class HyperHead(_Coefficients):
         norm_eps: float = 1e-6,
         hc_eps: float = 1e-6,
         device: Any = None,
+        norm_form: str = "inside",
     ) -> None:
         _check_sizes("HyperHead", dim, n)
         super().__init__(dim, n, n, 1, gamma, device)
-        self.norm_eps, self.hc_eps = norm_eps, hc_eps
+        self.norm_eps, self.hc_eps, self.norm_form = norm_eps, hc_eps, norm_form
         self.reset_parameters()
 
     @torch.no_grad()
@@ -367,7 +381,8 @@ class HyperHead(_Coefficients):
             ValueError: A shape, device or number does not fit; see :func:`mhc_inductor.mhc_head`.
             TypeError: A dtype or type does not fit.
         """
-        return mhc_head(x, self.phi, self.alpha, self.bias, self.gamma, norm_eps=self.norm_eps, hc_eps=self.hc_eps)
+        options: dict[str, Any] = {"norm_eps": self.norm_eps, "hc_eps": self.hc_eps, "norm_form": self.norm_form}
+        return mhc_head(x, self.phi, self.alpha, self.bias, self.gamma, **options)
 
     def load_deepseek_v4(self, state: Mapping[str, Tensor], prefix: str = "") -> None:
         """Loads the parameters of the head of DeepSeek-V4 in transformers.
@@ -378,8 +393,12 @@ class HyperHead(_Coefficients):
 
         Raises:
             KeyError: A name is missing.
-            ValueError: A shape does not fit.
+            ValueError: A shape does not fit, or this module was constructed with another norm_form.
         """
+        if self.norm_form != "inside":
+            raise ValueError(
+                f"deepseek_v4 has norm_form='inside', this module {self.norm_form!r}: construct it with that"
+            )
         fn, base, scale = _take(state, prefix, "hc_fn", "hc_base", "hc_scale")
         self._load(fn, scale, base, None)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 FORMS = ("softmax", "exp", "exp_eps")
+NORM_FORMS = ("inside", "outside")
 MIN_STREAMS, MAX_STREAMS, MIN_WIDTH = 2, 8, 16
 _OPTIONAL = frozenset({"gamma", "h_res", "dh_in", "dh_post", "dh_res", "dx_acc", "dx_out", "dnext_post", "dnext_res"})
 _OPTIONAL |= {"dh_pre", "dnext_pre"}
@@ -120,6 +121,12 @@ def _sinkhorn(op: str, iters: int, eps: float, form: str, prefix: str = "") -> N
         raise ValueError(f"{op}: {prefix}form must be one of {FORMS}, got {form!r}")
 
 
+def _norm(op: str, eps: float, form: str) -> None:
+    _eps(op, norm_eps=eps)
+    if form not in NORM_FORMS:
+        raise ValueError(f"{op}: norm_form must be one of {NORM_FORMS} (where norm_eps is added), got {form!r}")
+
+
 def _streams(op: str, name: str, n: int) -> None:
     if not MIN_STREAMS <= n <= MAX_STREAMS:
         raise ValueError(f"{op}: {name} must hold {MIN_STREAMS} to {MAX_STREAMS} streams (n), got {n}")
@@ -165,6 +172,7 @@ def mhc_pre(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str = "inside",
     *,
     op: str = "mhc_pre",
 ) -> None:
@@ -172,7 +180,8 @@ def mhc_pre(
     _floating(op, x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
     n, _ = _x(op, x)
     _coefficients(op, x, phi, alpha, bias, gamma, {"n*n+2n": n * n + 2 * n, "2n": 2 * n})
-    _eps(op, norm_eps=norm_eps, hc_eps=hc_eps, post_mult=post_mult, post_eps=post_eps)
+    _norm(op, norm_eps, norm_form)
+    _eps(op, hc_eps=hc_eps, post_mult=post_mult, post_eps=post_eps)
     if post_mult == 0:
         raise ValueError(f"{op}: post_mult must be above 0, got {post_mult}")
     _sinkhorn(op, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, "sinkhorn_")
@@ -203,12 +212,13 @@ def mhc_pre_backward(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str = "inside",
 ) -> None:
     """Raises ValueError or TypeError unless the arguments of ``mhc_pre_backward`` fit together."""
     op = "mhc_pre_backward"
     mhc_pre(
         x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps,
-        sinkhorn_iters, sinkhorn_eps, sinkhorn_form, op=op,
+        sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form, op=op,
     )  # fmt: skip
     _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, dx_acc, phi.shape[0])
     _of_coefficients(op, x, phi, h_post=h_post, dh_post=dh_post, dh_res=dh_res)
@@ -299,6 +309,7 @@ def mhc_head(
     gamma: Tensor | None,
     norm_eps: float,
     hc_eps: float,
+    norm_form: str = "inside",
     *,
     op: str = "mhc_head",
 ) -> None:
@@ -306,7 +317,8 @@ def mhc_head(
     _floating(op, x=x, phi=phi, alpha=alpha, bias=bias, gamma=gamma)
     n, _ = _x(op, x)
     _coefficients(op, x, phi, alpha, bias, gamma, {"n": n})
-    _eps(op, norm_eps=norm_eps, hc_eps=hc_eps)
+    _norm(op, norm_eps, norm_form)
+    _eps(op, hc_eps=hc_eps)
 
 
 def mhc_head_backward(
@@ -322,10 +334,11 @@ def mhc_head_backward(
     dx_acc: Tensor | None,
     norm_eps: float,
     hc_eps: float,
+    norm_form: str = "inside",
 ) -> None:
     """Raises ValueError or TypeError unless the arguments of ``mhc_head_backward`` fit together."""
     op = "mhc_head_backward"
-    mhc_head(x, phi, alpha, bias, gamma, norm_eps, hc_eps, op=op)
+    mhc_head(x, phi, alpha, bias, gamma, norm_eps, hc_eps, norm_form, op=op)
     _tokens(op, x, h_pre, h_mix, inv_rms, dh_in, dx_acc, phi.shape[0])
 
 

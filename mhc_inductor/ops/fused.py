@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mhc_inductor.ops.mhc import PARAMS, POST, PRE_FLOATS, SINKHORN, like, mhc_head_fake, mhc_pre_fake, param_grads
+from mhc_inductor.ops.mhc import HEAD_OPTIONS, PARAMS, POST, PRE_OPTIONS, like, mhc_head_fake, mhc_pre_fake, param_grads
 from mhc_inductor.ops.registry import Gradient, call, define, needed, refuse
 from mhc_inductor.reference import fused as reference
 
-_HEAD_FLOATS = "float norm_eps, float hc_eps"
 _GRADS = (
     "(Tensor dx, Tensor df, Tensor dh_post, Tensor dh_res, Tensor dphi, Tensor dalpha, Tensor dbias, Tensor dgamma)"
 )
@@ -23,15 +22,15 @@ _INTERNAL = ("h_pre", "h_mix", "inv_rms")
 _PHI = 5
 
 SCHEMAS = {
-    "mhc_post_pre": f"({POST}, {PARAMS}, {PRE_FLOATS}, {SINKHORN}) -> "
+    "mhc_post_pre": f"({POST}, {PARAMS}, {PRE_OPTIONS}) -> "
     "(Tensor x_out, Tensor h_in, Tensor next_post, Tensor next_res, Tensor h_pre, Tensor h_mix, Tensor inv_rms)",
     "mhc_post_pre_backward": "(Tensor? dx_out, Tensor? dh_in, Tensor? dnext_post, Tensor? dnext_res, "
     f"{POST}, Tensor x_out, {PARAMS}, Tensor h_pre, Tensor next_post, Tensor h_mix, Tensor inv_rms, "
-    f"{PRE_FLOATS}, {SINKHORN}) -> {_GRADS}",
-    "mhc_post_head": f"({POST}, {PARAMS}, {_HEAD_FLOATS}) -> "
+    f"{PRE_OPTIONS}) -> {_GRADS}",
+    "mhc_post_head": f"({POST}, {PARAMS}, {HEAD_OPTIONS}) -> "
     "(Tensor x_out, Tensor h_in, Tensor h_pre, Tensor h_mix, Tensor inv_rms)",
     "mhc_post_head_backward": "(Tensor? dx_out, Tensor? dh_in, "
-    f"{POST}, Tensor x_out, {PARAMS}, Tensor h_pre, Tensor h_mix, Tensor inv_rms, {_HEAD_FLOATS}) -> {_GRADS}",
+    f"{POST}, Tensor x_out, {PARAMS}, Tensor h_pre, Tensor h_mix, Tensor inv_rms, {HEAD_OPTIONS}) -> {_GRADS}",
 }
 
 

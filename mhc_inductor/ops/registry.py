@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -78,11 +78,15 @@ def typed(name: str, *args: Any) -> None:
 def refuse_trace(function: str) -> None:
     """Raises RuntimeError while torch.jit.trace runs: its graph would have the sizes of the example as constants."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise RuntimeError(
-            f"mhc_inductor: torch.jit.trace, and torch.onnx.export(dynamo=False), cannot hold {function}. Take "
-            "torch.export.export(model, args).run_decompositions(mhc_inductor.decompositions()) instead: that program "
-            "holds the plain formula, and its module() can be traced and exported to ONNX"
-        )
+        _refuse_consumer("torch.jit.trace, and torch.onnx.export(dynamo=False),", function)
+
+
+def _refuse_consumer(consumer: str, function: str) -> NoReturn:
+    raise RuntimeError(
+        f"mhc_inductor: {consumer} cannot hold {function}. Take "
+        "torch.export.export(model, args).run_decompositions(mhc_inductor.decompositions()) instead: that program "
+        "holds the plain formula, and its module() can be traced and exported to ONNX"
+    )
 
 
 def call(name: str, *args: Any) -> Any:
@@ -188,7 +192,8 @@ def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | Non
     if name in _RULES:
         return _RULES[name](op, info, in_dims, *args)
     names = [a.name for a in _op(name)._schema.arguments]
-    batched = {k for k, dim in zip(names, in_dims, strict=True) if dim is not None}
+    # strict=False: arguments that have their default may be left out.
+    batched = {k for k, dim in zip(names, in_dims, strict=False) if dim is not None}
     shared = _PARAM_NAMES.isdisjoint(names if name.endswith("_backward") else batched)
     if not shared:
         return one_by_one(op, info.batch_size, in_dims, args)
@@ -198,7 +203,7 @@ def _vmap(name: str, op: Callable[..., Any], info: Any, in_dims: tuple[int | Non
             return a
         return a.expand(info.batch_size, *a.shape) if dim is None else a.movedim(dim, 0)
 
-    out = op(*[fold(k, a, dim) for k, a, dim in zip(names, args, in_dims, strict=True)])
+    out = op(*[fold(k, a, dim) for k, a, dim in zip(names, args, in_dims, strict=False)])
     if isinstance(out, Tensor):
         return out, 0
     # A placeholder of shape [0] (for a missing h_res) has no vmap dimension.
@@ -220,11 +225,16 @@ def _checked(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _traced(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``fake`` wrapped so that the lowerings are registered when a graph is compiled, whatever the backend."""
+def _traced(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``fake`` wrapped so that the lowerings are registered when a graph is compiled, whatever the backend.
+
+    An exporter to ONNX would otherwise find out at its end that it does not know the op.
+    """
 
     @functools.wraps(fake)
     def run(*args: Any) -> Any:
+        if compat.onnx_exporting():
+            _refuse_consumer("torch.onnx.export", name)
         sharding.register_if_used()  # inference mode skips the autograd kernel; DTensor calls this before it looks
         if compat.tracing():
             from mhc_inductor import backend
@@ -301,7 +311,7 @@ def define(
     for key in ("NestedTensorCPU", "NestedTensorCUDA"):  # not among the backends of the key above
         LIBRARY.impl(name, functools.partial(_strided, name), key)
     compat.register_nested(qualname, functools.partial(_strided, name), LIBRARY)
-    torch.library.register_fake(qualname, _checked(name, _traced(fake)), lib=LIBRARY)
+    torch.library.register_fake(qualname, _checked(name, _traced(name, fake)), lib=LIBRARY)
     setup, backward = grad or (_double_setup, functools.partial(_double_grad, name))
     guard = functools.partial(_guard, name, integers)
     compat.register_autograd(qualname, backward, setup, LIBRARY, guard)

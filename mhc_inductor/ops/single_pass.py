@@ -9,28 +9,27 @@ from typing import Any
 
 from torch import Tensor
 
-from mhc_inductor.ops.mhc import PARAMS, POST, PRE_FLOATS, SINKHORN, like, mhc_pre_fake, param_grads
+from mhc_inductor.ops.mhc import PARAMS, POST, PRE_OPTIONS, like, mhc_pre_fake, param_grads
 from mhc_inductor.ops.registry import Gradient, call, define, needed, refuse
 from mhc_inductor.reference import single_pass as reference
 
-_OPTIONS = f"{PRE_FLOATS}, {SINKHORN}"
 _SITE = POST.replace(", bool", ", Tensor h_pre, bool")
 _COEFFICIENTS = "Tensor h_pre, Tensor h_post, Tensor h_res, Tensor h_mix, Tensor inv_rms"
 _PARAM_GRADS = "Tensor dphi, Tensor dalpha, Tensor dbias, Tensor dgamma"
 _INTERNAL = ("h_mix", "inv_rms")
 
 SCHEMAS = {
-    "mhc_coefficients": f"(Tensor x, {PARAMS}, {_OPTIONS}) -> ({_COEFFICIENTS})",
+    "mhc_coefficients": f"(Tensor x, {PARAMS}, {PRE_OPTIONS}) -> ({_COEFFICIENTS})",
     "mhc_coefficients_backward": "(Tensor? dh_pre, Tensor? dh_post, Tensor? dh_res, "
-    f"Tensor x, {PARAMS}, Tensor h_pre, Tensor h_post, Tensor h_mix, Tensor inv_rms, Tensor? dx_acc, {_OPTIONS}) -> "
+    f"Tensor x, {PARAMS}, Tensor h_pre, Tensor h_post, Tensor h_mix, Tensor inv_rms, Tensor? dx_acc, {PRE_OPTIONS}) -> "
     f"(Tensor dx, {_PARAM_GRADS})",
     "mhc_collapse": "(Tensor x, Tensor h_pre) -> Tensor",
     "mhc_collapse_backward": "(Tensor dh_in, Tensor x, Tensor h_pre) -> (Tensor dx, Tensor dh_pre)",
-    "mhc_single_pass": f"({_SITE}, {PARAMS}, {_OPTIONS}) -> (Tensor x_out, Tensor h_in, "
+    "mhc_single_pass": f"({_SITE}, {PARAMS}, {PRE_OPTIONS}) -> (Tensor x_out, Tensor h_in, "
     "Tensor next_pre, Tensor next_post, Tensor next_res, Tensor h_mix, Tensor inv_rms)",
     "mhc_single_pass_backward": "(Tensor? dx_out, Tensor? dh_in, "
     f"Tensor? dnext_pre, Tensor? dnext_post, Tensor? dnext_res, {_SITE}, Tensor x_out, {PARAMS}, "
-    f"Tensor next_pre, Tensor next_post, Tensor h_mix, Tensor inv_rms, {_OPTIONS}) -> "
+    f"Tensor next_pre, Tensor next_post, Tensor h_mix, Tensor inv_rms, {PRE_OPTIONS}) -> "
     f"(Tensor dx, Tensor df, Tensor dh_post, Tensor dh_res, Tensor dh_pre, {_PARAM_GRADS})",
 }
 

@@ -36,6 +36,7 @@ def mhc_post_pre(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes :func:`mhc.mhc_post`, then :func:`mhc.mhc_pre` of its result, which is rounded to x's dtype first.
 
@@ -56,6 +57,7 @@ def mhc_post_pre(
         sinkhorn_iters: See :func:`mhc.mhc_pre`.
         sinkhorn_eps: See :func:`mhc.mhc_pre`.
         sinkhorn_form: See :func:`mhc.mhc_pre`.
+        norm_form: See :func:`mhc.mhc_pre`.
 
     Returns:
         ``(x_out, h_in, next_post, next_res, h_pre, h_mix, inv_rms)``: the output of :func:`mhc.mhc_post`, then the
@@ -66,7 +68,7 @@ def mhc_post_pre(
     x_out = mhc.mhc_post(x, f_out, h_post, h_res, transpose_res)
     return x_out, *mhc.mhc_pre(
         x_out, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps,
-        sinkhorn_form,
+        sinkhorn_form, norm_form,
     )  # fmt: skip
 
 
@@ -97,6 +99,7 @@ def mhc_post_pre_backward(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`mhc_post_pre`; a gradient of None counts as zero.
 
@@ -116,11 +119,12 @@ def mhc_post_pre_backward(
     """
     d = pre_logit_gradients(
         collapse_dots(dh_in, x_out), dnext_post, dnext_res, phi, alpha, bias, h_pre, next_post, h_mix, inv_rms,
-        hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form,
+        norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
     )  # fmt: skip
     return _through_post(
-        d, dx_out, dh_in, x, f_out, h_post, h_res, transpose_res, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms
-    )
+        d, dx_out, dh_in, x, f_out, h_post, h_res, transpose_res, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms,
+        norm_eps, norm_form,
+    )  # fmt: skip
 
 
 @as_given
@@ -136,6 +140,7 @@ def mhc_post_head(
     gamma: Tensor | None,
     norm_eps: float,
     hc_eps: float,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes :func:`mhc.mhc_post`, then :func:`mhc.mhc_head` of its result, which is rounded to x's dtype first.
 
@@ -148,7 +153,7 @@ def mhc_post_head(
     Source: arXiv 2512.24880, equation 3, and the head as in :func:`mhc.mhc_head`.
     """
     x_out = mhc.mhc_post(x, f_out, h_post, h_res, transpose_res)
-    return x_out, *mhc.mhc_head(x_out, phi, alpha, bias, gamma, norm_eps, hc_eps)
+    return x_out, *mhc.mhc_head(x_out, phi, alpha, bias, gamma, norm_eps, hc_eps, norm_form)
 
 
 @as_given
@@ -170,6 +175,7 @@ def mhc_post_head_backward(
     inv_rms: Tensor,
     norm_eps: float,
     hc_eps: float,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`mhc_post_head`, by the formulas of :func:`mhc_post_pre_backward`.
 
@@ -182,8 +188,9 @@ def mhc_post_head_backward(
     """
     d = [head_logit_gradient(collapse_dots(dh_in, x_out), h_pre, hc_eps)]
     return _through_post(
-        d, dx_out, dh_in, x, f_out, h_post, h_res, transpose_res, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms
-    )
+        d, dx_out, dh_in, x, f_out, h_post, h_res, transpose_res, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms,
+        norm_eps, norm_form,
+    )  # fmt: skip
 
 
 def _through_post(
@@ -203,10 +210,12 @@ def _through_post(
     h_pre: Tensor,
     h_mix: Tensor,
     inv_rms: Tensor,
+    norm_eps: float,
+    norm_form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of all inputs from those of the second half's logits."""
     g, dphi, dalpha, dbias, dgamma = coefficients_backward(
-        d, dh_in, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_out
+        d, dh_in, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_out, norm_eps, norm_form
     )
     dx, df, dh_post, dh_res = mhc.mhc_post_backward(g, x, f_out, h_post, h_res, transpose_res)
     return dx, df, dh_post, dh_res, dphi, dalpha, dbias, dgamma

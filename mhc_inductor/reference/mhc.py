@@ -38,10 +38,27 @@ def as_given(fn: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def _norms(x: Tensor, norm_eps: float) -> tuple[Tensor, Tensor]:
-    """Returns ``v = vec(x)`` [..., n*D] in the arithmetic's dtype, and its ``inv_rms`` [...]."""
+def _norms(x: Tensor, norm_eps: float, norm_form: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ``v = vec(x)`` [..., n*D] in the arithmetic's dtype, the factor of z [...], and what backward saves of it.
+
+    That is the factor itself, or ``rms`` for the form "outside": ``1 / factor - eps`` would lose the digits of a small rms.
+    """
     v = x.flatten(-2).to(acc_dtype(x.dtype))
-    return v, torch.rsqrt((v * v).mean(-1) + norm_eps)
+    mean = (v * v).mean(-1)
+    inv_rms = torch.rsqrt(mean + norm_eps) if norm_form == "inside" else torch.sqrt(mean)
+    return v, _norm_factor(inv_rms, norm_eps, norm_form), inv_rms
+
+
+def _norm_factor(inv_rms: Tensor, norm_eps: float, norm_form: str) -> Tensor:
+    """Returns the factor of z from the output ``inv_rms`` of a forward."""
+    return inv_rms if norm_form == "inside" else 1 / (inv_rms + norm_eps)
+
+
+def _norm_slope(dinv: Tensor, factor: Tensor, inv_rms: Tensor, norm_form: str) -> Tensor:
+    """Returns c [...] of ``dv = -c / (n*D) * v``, the gradient through the factor of z; 0 where all of v is 0."""
+    if norm_form == "inside":
+        return dinv * factor**3
+    return torch.where(inv_rms > 0, dinv * factor * (factor / inv_rms), 0.0)
 
 
 def _project(v: Tensor, phi: Tensor, gamma: Tensor | None) -> Tensor:
@@ -74,12 +91,13 @@ def coefficients(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns h_pre, h_post, h_res, h_mix and inv_rms of :func:`mhc_pre`."""
     n = x.shape[-2]
-    v, inv_rms = _norms(x, norm_eps)
+    v, factor, inv_rms = _norms(x, norm_eps, norm_form)
     h_mix = _project(v, phi, gamma)
-    z = h_mix * inv_rms.unsqueeze(-1)
+    z = h_mix * factor.unsqueeze(-1)
     a, b = alpha.to(v.dtype), bias.to(v.dtype)
     h_pre = torch.sigmoid(a[0] * z[..., :n] + b[:n]) + hc_eps
     h_post = post_mult * torch.sigmoid(a[1] * z[..., n : 2 * n] + b[n : 2 * n]) + post_eps
@@ -105,6 +123,7 @@ def mhc_pre(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the coefficients and collapses the streams.
 
@@ -112,7 +131,7 @@ def mhc_pre(
 
         v       = vec(x)                                  # [..., n*D]
         h_mix   = (v * vec(gamma)) @ phi.T                # [..., m]; gamma = 1 when absent
-        inv_rms = rsqrt(mean(v*v) + norm_eps)             # [...]
+        inv_rms = rsqrt(mean(v*v) + norm_eps)             # [...]; norm_form "outside": 1 / (sqrt(mean(v*v)) + norm_eps)
         z       = h_mix * inv_rms                         # split n | n | n*n
         h_pre   = sigmoid(alpha[0]*z_pre + b_pre) + hc_eps
         h_post  = post_mult * sigmoid(alpha[1]*z_post + b_post) + post_eps
@@ -125,24 +144,27 @@ def mhc_pre(
         alpha: Scales ``[3]``, or ``[2]`` if phi has 2n rows.
         bias: ``[m]``, m the number of rows of phi.
         gamma: Norm weight ``[n, D]``, or None for ones.
-        norm_eps: Added to the mean of squares.
+        norm_eps: Added to the mean of squares, or to its root.
         hc_eps: Added to h_pre.
         post_mult: Factor of h_post's sigmoid.
         post_eps: Added to h_post.
         sinkhorn_iters: Number of iterations, see :func:`mhc_sinkhorn`; 0 for the raw logits.
         sinkhorn_eps: See :func:`mhc_sinkhorn`.
         sinkhorn_form: See :func:`mhc_sinkhorn`.
+        norm_form: ``"inside"`` adds norm_eps under the root, ``"outside"`` to the root.
 
     Returns:
         ``(h_in, h_post, h_res, h_pre, h_mix, inv_rms)``: h_in ``[..., D]`` in x's dtype; h_post and h_pre ``[..., n]``,
         h_res ``[..., n, n]`` (``[..., 0, 0]`` if phi has 2n rows), h_mix ``[..., m]`` and inv_rms ``[...]`` in the
-        arithmetic's dtype. The backward needs the last three.
+        arithmetic's dtype. The backward needs the last three. With ``norm_form="outside"`` the last is the root
+        ``rms = sqrt(mean(v*v))``, from which 1 / (rms + norm_eps) and its gradient follow without a loss of digits.
 
     Source: arXiv 2512.24880, equations 14 to 19.
     """
     h_pre, h_post, h_res, h_mix, inv_rms = coefficients(
-        x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form
-    )
+        x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form,
+        norm_form,
+    )  # fmt: skip
     return collapse(x, h_pre), h_post, h_res, h_pre, h_mix, inv_rms
 
 
@@ -168,6 +190,7 @@ def mhc_pre_backward(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`mhc_pre`; a gradient of None counts as zero.
 
@@ -183,6 +206,9 @@ def mhc_pre_backward(
         G     = sum_t dh_mix_t (x) v_t                     # [m, n*D]: one reduction over tokens
         dphi  = G * vec(gamma) ;  dgamma = sum_j phi[j] * G[j]
 
+    With ``norm_form="outside"``, inv_rms**3 in dv is ``inv_rms**2 / rms`` instead, and that term is 0 where all of v is 0,
+    as the gradient of a vector norm is.
+
     dh_in, dh_post and dh_res are the gradients of the first three outputs of :func:`mhc_pre`, each of which may be
     None; h_pre, h_post, h_mix and inv_rms are its outputs; dx_acc (x's shape, or None) is added to dx before its one
     rounding; the rest are the arguments of :func:`mhc_pre`.
@@ -194,9 +220,11 @@ def mhc_pre_backward(
     """
     d = pre_logit_gradients(
         collapse_dots(dh_in, x), dh_post, dh_res, phi, alpha, bias, h_pre, h_post, h_mix, inv_rms,
-        hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form,
+        norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
     )  # fmt: skip
-    dx, *dparams = coefficients_backward(d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)
+    dx, *dparams = coefficients_backward(
+        d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, norm_eps, norm_form
+    )
     return output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]
 
 
@@ -211,12 +239,14 @@ def pre_logit_gradients(
     h_post: Tensor,
     h_mix: Tensor,
     inv_rms: Tensor,
+    norm_eps: float,
     hc_eps: float,
     post_mult: float,
     post_eps: float,
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str,
 ) -> list[Tensor]:
     """Returns ``d_pre, d_post, d_res`` of :func:`mhc_pre_backward`, the last only if phi has n*n + 2n rows."""
     n, acc = h_pre.shape[-1], h_pre.dtype
@@ -226,7 +256,8 @@ def pre_logit_gradients(
         torch.zeros_like(h_post) if dh_post is None else dh_post.to(acc) * h * (1 - h / post_mult),
     ]
     if phi.shape[0] != 2 * n:
-        z_res = (h_mix[..., 2 * n :] * inv_rms.unsqueeze(-1)).unflatten(-1, (n, n))
+        factor = _norm_factor(inv_rms, norm_eps, norm_form)
+        z_res = (h_mix[..., 2 * n :] * factor.unsqueeze(-1)).unflatten(-1, (n, n))
         if dh_res is None:
             d_res = torch.zeros_like(z_res)
         else:
@@ -264,6 +295,8 @@ def coefficients_backward(
     h_mix: Tensor,
     inv_rms: Tensor,
     dx_acc: Tensor | None,
+    norm_eps: float,
+    norm_form: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of x, phi, alpha, bias and gamma from those at the logits; dx is not rounded yet.
 
@@ -272,18 +305,19 @@ def coefficients_backward(
     acc, m, width = h_pre.dtype, phi.shape[0], phi.shape[1]
     phi_, scale = phi.to(acc), alpha.to(acc)
     flat = torch.cat(d, -1)
-    z = h_mix * inv_rms.unsqueeze(-1)
+    factor = _norm_factor(inv_rms, norm_eps, norm_form)
+    z = h_mix * factor.unsqueeze(-1)
     dbias = flat.reshape(-1, m).sum(0)
     dalpha = torch.stack([part.sum() for part in (flat * z).split([p.shape[-1] for p in d], -1)])
     dz = torch.cat([scale[k] * part for k, part in enumerate(d)], -1)
-    dh_mix = dz * inv_rms.unsqueeze(-1)
+    dh_mix = dz * factor.unsqueeze(-1)
     dinv = (dz * h_mix).sum(-1)
 
     v = x.flatten(-2).to(acc)
     dv = torch.matmul(dh_mix, phi_)
     if gamma is not None:
         dv = gamma.flatten().to(acc) * dv
-    dv = dv - (dinv * inv_rms**3 / width).unsqueeze(-1) * v
+    dv = dv - (_norm_slope(dinv, factor, inv_rms, norm_form) / width).unsqueeze(-1) * v
     dx = dv.unflatten(-1, x.shape[-2:])
     if dh_in is not None:
         dx = dx + h_pre.unsqueeze(-1) * dh_in.to(acc).unsqueeze(-2)
@@ -478,7 +512,14 @@ def mhc_post_backward(
 
 @as_given
 def mhc_head(
-    x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, gamma: Tensor | None, norm_eps: float, hc_eps: float
+    x: Tensor,
+    phi: Tensor,
+    alpha: Tensor,
+    bias: Tensor,
+    gamma: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Collapses the streams with n coefficients only, before the LM head.
 
@@ -490,18 +531,19 @@ def mhc_head(
         alpha: Scale ``[1]``.
         bias: ``[n]``.
         gamma: Norm weight ``[n, D]``, or None for ones.
-        norm_eps: Added to the mean of squares.
+        norm_eps: Added to the mean of squares, or to its root.
         hc_eps: Added to h_pre.
+        norm_form: See :func:`mhc_pre`.
 
     Returns:
         ``(h_in, h_pre, h_mix, inv_rms)``: h_in ``[..., D]`` in x's dtype; h_pre and h_mix ``[..., n]`` and inv_rms
-        ``[...]`` in the arithmetic's dtype. The backward needs the last three.
+        ``[...]`` in the arithmetic's dtype (see :func:`mhc_pre`). The backward needs the last three.
 
     Source: the pre mapping of arXiv 2512.24880, as DeepSeek-V4 uses it before its LM head.
     """
-    v, inv_rms = _norms(x, norm_eps)
+    v, factor, inv_rms = _norms(x, norm_eps, norm_form)
     h_mix = _project(v, phi, gamma)
-    z = h_mix * inv_rms.unsqueeze(-1)
+    z = h_mix * factor.unsqueeze(-1)
     h_pre = torch.sigmoid(alpha.to(v.dtype)[0] * z + bias.to(v.dtype)) + hc_eps
     return collapse(x, h_pre), h_pre, h_mix, inv_rms
 
@@ -520,6 +562,7 @@ def mhc_head_backward(
     dx_acc: Tensor | None,
     norm_eps: float,
     hc_eps: float,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`mhc_head`, by the formulas of :func:`mhc_pre_backward`.
 
@@ -530,5 +573,7 @@ def mhc_head_backward(
         ``(dx, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype; dgamma has shape [0] without gamma.
     """
     d = [head_logit_gradient(collapse_dots(dh_in, x), h_pre, hc_eps)]
-    dx, *dparams = coefficients_backward(d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)
+    dx, *dparams = coefficients_backward(
+        d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, norm_eps, norm_form
+    )
     return output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]

@@ -27,6 +27,7 @@ def mhc_coefficients(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the coefficients of :func:`mhc.mhc_pre`, which has the formulas and the arguments, without h_in.
 
@@ -38,8 +39,9 @@ def mhc_coefficients(
     Source: arXiv 2512.24880, equations 14 to 19.
     """
     return mhc.coefficients(
-        x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form
-    )
+        x, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form,
+        norm_form,
+    )  # fmt: skip
 
 
 @as_given
@@ -64,6 +66,7 @@ def mhc_coefficients_backward(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`mhc_coefficients`; a gradient of None counts as zero.
 
@@ -79,9 +82,11 @@ def mhc_coefficients_backward(
     """
     d = mhc.pre_logit_gradients(
         dh_pre, dh_post, dh_res, phi, alpha, bias, h_pre, h_post, h_mix, inv_rms,
-        hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form,
+        norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
     )  # fmt: skip
-    dx, *dparams = coefficients_backward(d, None, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc)
+    dx, *dparams = coefficients_backward(
+        d, None, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, norm_eps, norm_form
+    )
     return output(dx, x.dtype), dparams[0], dparams[1], dparams[2], dparams[3]
 
 
@@ -139,6 +144,7 @@ def mhc_single_pass(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes everything between two sublayers: post, collapse with known weights, and the next coefficients.
 
@@ -166,6 +172,7 @@ def mhc_single_pass(
         sinkhorn_iters: See :func:`mhc.mhc_pre`.
         sinkhorn_eps: See :func:`mhc.mhc_pre`.
         sinkhorn_form: See :func:`mhc.mhc_pre`.
+        norm_form: See :func:`mhc.mhc_pre`.
 
     Returns:
         ``(x_out, h_in, next_pre, next_post, next_res, h_mix, inv_rms)``: x_out ``[..., n, D]`` and h_in ``[..., D]`` in
@@ -176,7 +183,7 @@ def mhc_single_pass(
     x_out = mhc.mhc_post(x, f_out, h_post, h_res, transpose_res)
     return x_out, mhc.collapse(x_out, h_pre), *mhc.coefficients(
         x_out, phi, alpha, bias, gamma, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps,
-        sinkhorn_form,
+        sinkhorn_form, norm_form,
     )  # fmt: skip
 
 
@@ -209,6 +216,7 @@ def mhc_single_pass_backward(
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
+    norm_form: str = "inside",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the gradients of :func:`mhc_single_pass`; a gradient of None counts as zero.
 
@@ -229,11 +237,11 @@ def mhc_single_pass_backward(
     """
     d = mhc.pre_logit_gradients(
         dnext_pre, dnext_post, dnext_res, phi, alpha, bias, next_pre, next_post, h_mix, inv_rms,
-        hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form,
+        norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
     )  # fmt: skip
     weights = h_pre.to(acc_dtype(x.dtype))
     g, dphi, dalpha, dbias, dgamma = coefficients_backward(
-        d, dh_in, x_out, phi, alpha, bias, gamma, weights, h_mix, inv_rms, dx_out
+        d, dh_in, x_out, phi, alpha, bias, gamma, weights, h_mix, inv_rms, dx_out, norm_eps, norm_form
     )
     dots = collapse_dots(dh_in, x_out)
     dh_pre = weights.new_zeros(h_pre.shape) if dots is None else dots

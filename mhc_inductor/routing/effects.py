@@ -186,7 +186,9 @@ class Effects:
         for body in bodies:
             starts = [n for n in body.graph.nodes if n.op in ("placeholder", "get_attr")]
             inputs = {storage for n in starts for storage in self.storages(n)}
-            if any(storage in inputs for _, storage, _ in self.events(body.graph)):
+            # Inside a body torch.autograd.grad is a barrier, but it writes none of what it is given.
+            events = [e for e in self.events(body.graph) if e[2].target is not torch.autograd.grad]
+            if any(storage in inputs for _, storage, _ in events):
                 return Effect(tuple(range(len(arguments))), watches=handed_on)
         return Effect(watches=handed_on)
 

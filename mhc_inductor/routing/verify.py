@@ -122,6 +122,9 @@ class _Trial:
             return made
         if node.op == "get_attr":
             owner = functools.reduce(getattr, str(node.target).split("."), self.cut.view.real.owning_module)
+            if isinstance(owner, fx.GraphModule):  # the body of a higher-order operator
+                self.constants[node] = owner
+                return owner
             real = isinstance(owner, Tensor) and compat.fake_mode_of([owner]) is None
             if not isinstance(owner, Tensor) or (real and not owner.requires_grad):
                 self.constants[node] = owner

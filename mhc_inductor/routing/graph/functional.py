@@ -53,9 +53,19 @@ def put(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
     return torch.where(within, value, x)
 
 
+def stored(dtype: torch.dtype, step: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns what an in-place step leaves in a tensor of ``dtype``; ``step`` is a function or the name of a method."""
+    result: torch.Tensor = (
+        getattr(args[0], step[1:])(*args[1:], **kwargs) if isinstance(step, str) else step(*args, **kwargs)
+    )
+    return result.to(dtype)
+
+
 def _put_by_tensors(x: torch.Tensor, index: tuple[Any, ...], value: Any) -> torch.Tensor:
     if not all(isinstance(i, torch.Tensor) or i == slice(None) for i in index):
         raise NotImplementedError
+    if len(index) == 1 and index[0].dtype is torch.bool and not isinstance(value, torch.Tensor):
+        return x.masked_fill(index[0].reshape(*index[0].shape, *[1] * (x.dim() - index[0].dim())), value)
     value = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
     places = [i if isinstance(i, torch.Tensor) else None for i in index]
     return torch.ops.aten.index_put.default(x, places, value)
@@ -210,22 +220,26 @@ def _call(node: fx.Node, before: fx.Node) -> tuple[str, Any] | None:
 def _made(
     copy: fx.Graph, node: fx.Node, call: tuple[str, Any], given: Any, now: dict[fx.Node, fx.Node], fake: Any
 ) -> Any:
-    """Creates the node in ``copy`` that computes the result of an in-place ``node``. Returns None if it cannot."""
+    """Creates the node in ``copy`` that computes the result of an in-place ``node``. Returns None if it cannot.
+
+    A result of another dtype is cast, as the step casts it.
+    """
     op, target = call
     args: Any = fx.node.map_arg(given, lambda n: now[n])
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: now[n])
     if target is torch.zeros_like:
         args = args[:1]
-    new = copy.create_node(op, target, args, kwargs)
-    try:
-        result = run_fake(new)
-    except Exception:  # what cannot be computed this way stays in place
+    step = f".{target}" if op == "call_method" else target
+    spellings: list[tuple[str, Any, Any]] = [(op, target, args), ("call_function", stored, (fake.dtype, step, *args))]
+    for kind, called, given_to in spellings:
+        new = copy.create_node(kind, called, given_to, kwargs)
+        try:
+            result = run_fake(new)
+        except Exception:  # what cannot be computed this way stays in place
+            result = None
+        alike = isinstance(result, torch.Tensor) and result.dtype == fake.dtype and result.dim() == fake.dim()
+        if alike and all(map(compat.same_size, result.shape, fake.shape)):
+            new.meta = {**node.meta, "example_value": result}
+            return new
         copy.erase_node(new)
-        return None
-    alike = isinstance(result, torch.Tensor) and result.dtype == fake.dtype and result.dim() == fake.dim()
-    if not alike or not all(map(compat.same_size, result.shape, fake.shape)):
-        copy.erase_node(new)
-        return None
-    new.meta = dict(node.meta)
-    new.meta["example_value"] = result
-    return new
+    return None

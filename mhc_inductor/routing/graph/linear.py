@@ -11,7 +11,7 @@ import torch
 from mhc_inductor import compat
 from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import Ref
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, divmod_index
 
 _LARGEST = 256
 """Largest number of atoms in one integer, those inside its quotients included."""
@@ -334,7 +334,7 @@ def replaced(ref: Ref, old: Var, new: Linear) -> Ref:
 
 
 def placed(ref: Ref, old: Var, new: Index) -> Ref:
-    """Returns ``ref`` with ``old`` replaced by the index ``new``. Raises Unsupported if a quotient would change."""
+    """Returns ``ref`` with ``old`` replaced by the index ``new``. Raises Unsupported if a quotient is not an index."""
     return Ref(ref.value, tuple(_with(i, old, new) for i in ref.index))
 
 
@@ -344,20 +344,42 @@ def _with(index: Index, old: Var, new: Index) -> Index:
         if a is old:
             total = total.plus(new.times(c))
         elif isinstance(a, Part) and old in Index({a: ONE}).variables():
-            # A quotient stays valid only if one variable replaces another.
-            (only,) = new.terms.items() if len(new.terms) == 1 else ((None, ONE),)
-            if not isinstance(only[0], Var) or only[1] != ONE:
-                raise Unsupported
-            total = total.plus(Index({_renamed(a, old, only[0]): c}))
+            total = total.plus(_divided(a, old, new).times(c))
         else:
             total = total.plus(Index({a: c}))
     return total
 
 
-def _renamed(a: Any, old: Var, new: Var) -> Any:
-    if isinstance(a, Part):
-        return Part(_renamed(a.of, old, new), a.by, a.mod)
-    return new if a is old else a
+def _divided(a: Any, old: Var, new: Index) -> Index:
+    """Returns a variable, or a part of one, with ``old`` replaced by ``new``. Raises Unsupported if that is no index."""
+    if not isinstance(a, Part):
+        return new if a is old else Index({a: ONE})
+    of = _divided(a.of, old, new)
+    (only,) = of.terms.items() if len(of.terms) == 1 else ((None, ONE),)
+    if only[0] is not None and only[1] == ONE:
+        return Index({Part(only[0], a.by, a.mod): ONE})
+    return divmod_index(of, a.by)[a.mod]
+
+
+def at_least_zero(x: Linear) -> bool:
+    """Checks whether ``x``, a sum of positions, sizes and quotients, is never negative."""
+    for a, c in x.terms:
+        if isinstance(a, Floor):
+            # by * (of // by) is of minus a remainder in [0, by - 1].
+            if c % a.by:
+                return False
+            m = c // a.by
+            rest = x.plus(atom(a), -c).plus(a.of, m)
+            return at_least_zero(rest if m < 0 else rest.shifted(-m * (a.by - 1)))
+    total = Linear(constant=x.constant)
+    for a, c in x.terms:
+        if not isinstance(a, Var):
+            return False
+        if c < 0:
+            total = total.plus(of_size(a.size), c).shifted(-c)
+    sizes = [c for symbols, c in total.constant if symbols]
+    # A dynamic size is at least 1.
+    return all(c > 0 for c in sizes) and total.offset + sum(sizes) >= 0
 
 
 def mapped(value: Linear, fn: Callable[[Ref], Ref]) -> Linear:

@@ -5,10 +5,12 @@ from mhc_inductor.routing.operators.e79 import E79Scan
 from mhc_inductor.routing.operators.index.operator import IndexOperator
 from mhc_inductor.routing.operators.mhc.fuse import Fusion
 from mhc_inductor.routing.operators.mhc.operator import Mhc
+from mhc_inductor.routing.operators.mhc.own_backward import SinkhornFunction
 from mhc_inductor.routing.operators.selection.operator import SelectionOperator
 
 register(SelectionOperator)
 register(IndexOperator)  # after selection, which reads the model's own topk
 register(E79Scan)
 register(Mhc)
+register(SinkhornFunction)
 register(Fusion)

@@ -154,9 +154,10 @@ class Emission:
 
 def _numbers(pre: Pre) -> tuple[Any, ...]:
     """Returns the numeric arguments of mhc_pre or mhc_head."""
+    form = () if pre.norm.form == "inside" else (pre.norm.form,)
     if pre.op == "mhc_head":
-        return pre.norm.eps, pre.pre.add
+        return pre.norm.eps, pre.pre.add, *form
     post = (pre.post.mult, pre.post.add) if pre.post is not None else (2.0, 0.0)
     folded = pre.chain if pre.fold else None
     iterations = (folded.iters or 0, folded.eps or 0.0, folded.form) if folded is not None else (0, 1e-6, "softmax")
-    return pre.norm.eps, pre.pre.add, *post, *iterations
+    return pre.norm.eps, pre.pre.add, *post, *iterations, *form

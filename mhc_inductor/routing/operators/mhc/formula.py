@@ -76,7 +76,7 @@ class Affine:
     @property
     def key(self) -> tuple[object, ...]:
         """The x, eps and gamma that the three parts of one projection share."""
-        return self.norm.x, self.norm.eps, self.gamma
+        return *self.norm.key, self.gamma
 
     @property
     def rows_at(self) -> tuple[Value, int]:
@@ -88,12 +88,21 @@ def projection(ref: Ref, stop: Container[Value] = ()) -> Norm | None:
     """Returns the norm inside the product ``ref`` if that is a projection of normed streams, else None."""
     term = product(ref, stop)
     for factor, exponent in term.factors:
+        if exponent == -1.0 and term.bound and (norm := norm_of(factor, exponent)) is not None:
+            return norm if _fits(term, norm) else None
         summed = exponent == -0.5 and bool(term.bound)
         if exponent < -0.5:  # a power of a projection: :func:`affine` reports it
             summed = any(e == -2 * exponent and contraction(f) is not None for f, e in term.factors)
-        if summed and (norm := norm_of(factor)) is not None:
+        if summed and (norm := norm_of(factor, -0.5)) is not None:
             return norm
     return None
+
+
+def _fits(term: Term, norm: Norm) -> bool:
+    """Checks whether a projection is over what its norm is over, and scaled by a number or by a tensor, not by both."""
+    tensors = [f for f, e in term.factors if e == 1.0 and not f.flat.variables() & set(term.bound)]
+    whole = product_of(v.size for v in term.bound) == Size(norm.width)
+    return whole and (not tensors or close(term.coef * norm.scale, 1.0))
 
 
 def norm_behind(value: Value, fits: Callable[[Norm], bool], stop: Container[Value] = ()) -> Norm | None:
@@ -178,10 +187,16 @@ NOTHING = "no projection of normalised streams"
 SEVERAL = "several values are added, and not one projection of normalised streams and a bias"
 UNNORMED = "x is not normalised: expected inv_rms = rsqrt(mean(x * x) + eps) as a factor of z"
 
-
-OUTSIDE = "eps is added outside the root: expected inv_rms = rsqrt(mean(x * x) + eps)"
+TWICE = (
+    "eps is added under the root and to the root: expected rsqrt(mean(x * x) + eps) or 1 / (sqrt(mean(x * x)) + eps)"
+)
 BOUNDED = "the norm is bounded below by eps: expected inv_rms = rsqrt(mean(x * x) + eps)"
-OTHER_NORMS = (OUTSIDE, BOUNDED)
+MULTIPLE = "the norm is a multiple of the root of the mean, plus eps: expected 1 / (sqrt(mean(x * x)) + eps)"
+LISTED = (
+    "each stream is a tensor of its own, and projection and norm are sums over these tensors; "
+    "expected one tensor [..., n, D], as torch.stack makes it"
+)
+OTHER_NORMS = (TWICE, MULTIPLE, BOUNDED, LISTED)
 NO_LOGITS = (NOTHING, SEVERAL, UNNORMED, *OTHER_NORMS)
 """Why a value is no ``alpha * z + bias`` at all, which is no near miss."""
 
@@ -198,12 +213,37 @@ def check_normed(terms: list[tuple[float, Ref]]) -> None:
             if exponent != 1 or len(shape) < 3 or not 2 <= shape[-2].factor <= MAX_STREAMS:
                 continue
             if shape[-2].times(shape[-1]) == width:
-                reasons = [reason for f, e in term.factors if e < 0 and (reason := _other_norm(f)) is not None]
+                reasons = [reason for f, e in term.factors if e < 0 and (reason := _other_norm(f, width)) is not None]
                 raise Mismatch(next(iter(reasons), UNNORMED), ref.value)
 
 
-def _other_norm(divisor: Ref) -> str | None:
-    """Returns how the divisor of a norm differs from ``sqrt(mean(x * x) + eps)``, None for no such divisor."""
+def check_one_tensor(terms: list[tuple[float, Ref]]) -> None:
+    """Raises Mismatch if one of the terms is divided by a norm whose squares are summed over several tensors."""
+    inner = [found[0] for _, ref in terms if (found := sum_factor(ref)) is not None]
+    for _, ref in (*terms, *(term for each in inner for term in addends(each)[1])):
+        for factor, exponent in product(ref).factors:
+            under = _norm_addends(factor)[: MAX_STREAMS + 1] if exponent < 0 else []
+            tensors = {peel(square[0]).value for _, r in under if (square := squared(r)) is not None}
+            if 2 <= len(tensors) == len(under) <= MAX_STREAMS:
+                raise Mismatch(LISTED, ref.value)
+
+
+def _norm_addends(divisor: Ref) -> list[tuple[float, Ref]]:
+    """Returns what is added under the root of a norm, behind numbers that are added or multiplied."""
+    while True:
+        _, terms = addends(divisor)
+        inner = sum_factor(terms[0][1]) if len(terms) == 1 else None
+        root = product(terms[0][1]).factors if len(terms) == 1 and inner is None else []
+        if inner is not None:
+            divisor = inner[0]
+        elif len(root) == 1 and root[0][1] == 0.5:
+            divisor = root[0][0]
+        else:
+            return terms
+
+
+def _other_norm(divisor: Ref, width: Size) -> str | None:
+    """Returns how the divisor of a norm differs from those of the op, None for no norm; ``width`` is the projection's."""
     low = bound_below(divisor)
     eps, terms = addends(divisor if low is None else low[0])
     if len(terms) != 1:
@@ -212,7 +252,14 @@ def _other_norm(divisor: Ref) -> str | None:
     root = len(factors) == 1 and factors[0][1] == 0.5 and squared(factors[0][0]) is not None
     if low is not None:
         return BOUNDED if root or squared(terms[0][1]) is not None else None
-    return OUTSIDE if root and eps > 0 else None
+    if root and eps > 0:
+        norm = norm_of(divisor, -1.0)
+        narrow = norm is not None and Size(norm.width) != width and not width.symbols
+        return (
+            f"{WIDTHS} {norm.width} elements of x, the projection over {width.factor}" if norm and narrow else MULTIPLE
+        )
+    inner = addends(factors[0][0]) if len(factors) == 1 and factors[0][1] == 0.5 and eps > 0 else (0.0, [])
+    return TWICE if inner[0] > 0 and len(inner[1]) == 1 and squared(inner[1][0][1]) is not None else None
 
 
 def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float, Ref]], kept: Kept) -> Affine:
@@ -244,19 +291,23 @@ def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float,
 def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float]:
     """Returns (tokens, feature, width, scale) of a projection of normed streams. Raises Mismatch."""
     streams = [f for f, e in term.factors if f.value is norm.x and e == 1]
-    roots = [f for f, e in term.factors if e == -0.5]
+    roots = [(f, e) for f, e in term.factors if _is_root(f, e)]
     if len(streams) != 1:
         raise Mismatch(APART, z.value)
     if len(roots) != 1:
         raise Mismatch(f"{len(roots)} norm factors; expected one inv_rms", z.value)
     covered = covers(streams[0].flat, term.bound)
-    again = norm_of(roots[0])
+    again = norm_of(*roots[0])
     if covered is None or again is None or again.x is not norm.x:
         raise Mismatch("the projection does not run over all n * D elements of x", z.value)
     tokens, feature, width = covered
     if width != again.width or again.tokens != tokens:
         raise Mismatch(f"{WIDTHS} {again.width} elements of x, the projection over {width}", z.value)
     return tokens, feature, width, term.coef * again.scale
+
+
+def _is_root(factor: Ref, exponent: float) -> bool:
+    return exponent == -0.5 or norm_of(factor, exponent) is not None
 
 
 def _weights(norm: Norm, z: Ref, term: Term, tokens: Index) -> tuple[Ref, list[Ref], list[Ref]]:
@@ -266,7 +317,7 @@ def _weights(norm: Norm, z: Ref, term: Term, tokens: Index) -> tuple[Ref, list[R
     gammas: list[Ref] = []
     alphas: list[Ref] = []
     for factor, exponent in term.factors:
-        if factor.value is norm.x or exponent == -0.5:
+        if factor.value is norm.x or _is_root(factor, exponent):
             continue
         seen = factor.flat.variables()
         if exponent != 1.0 or seen & tokens.variables():

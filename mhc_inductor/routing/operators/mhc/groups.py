@@ -29,6 +29,9 @@ FEW = MAX_STREAMS * (MAX_STREAMS + 2)
 """The most rows that coefficients may have: n + n + n * n with n = MAX_STREAMS."""
 _NO_STREAMS = "sigmoid is taken of a projection of normalised x, which is not [..., n, D] normalised over n * D"
 _APART = "each stream is a tensor of its own, and stacked for the projection only; expected one tensor [..., n, D]"
+_WRITTEN_APART = (
+    "each stream is a tensor of its own, and written as such; expected one tensor [..., n, D] of new streams"
+)
 _NO_POST = "no h_post = post_mult * sigmoid(alpha * z + bias) next to h_pre and h_res"
 
 
@@ -96,6 +99,7 @@ class Group:
         self._collect(nodes)
         reasons: list[Mismatch] = []
         pre = self._collapse(nodes, reasons) or self._coefficients_alone() or self._coefficients_given_away()
+        pre = pre or self._coefficients_of_list()
         if pre is None:
             self._without_pre([m for _, m in self.failed] + reasons, avoid)
             return
@@ -250,6 +254,23 @@ class Group:
         mine = next((c for c in last if c.mult == 1.0), last[0])
         return Pre(self.norm, n, mine, None, [v for v, c in each.items() if _piece(c) == _piece(mine)])
 
+    def _coefficients_of_list(self) -> Pre | None:
+        """Returns the coefficients where each stream is a tensor of its own, stacked for the projection, or None.
+
+        The collapse and the expand-and-mix of single tensors stay the model's. The op's outputs are h_pre and h_post by
+        their formulas: h_pre is the one without a factor.
+        """
+        streams = self._stacked()
+        n = len(streams)
+        each = {v: c for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
+        starts = {c.affine.rows_at: c for c in each.values() if c.mult == 1.0}
+        if not 2 <= n <= MAX_STREAMS or len({c.affine.rows_at for c in each.values()}) != 2 or not starts:
+            return None
+        first = min(starts, key=lambda at: at[1])
+        part = {v: c for v, c in each.items() if c.affine.rows_at == first}
+        mine = part[self._along(part)[-1]]
+        return Pre(self.norm, n, mine, None, [v for v, c in each.items() if _piece(c) == _piece(mine)])
+
     def _multiplies(self, weights: Iterable[Value], n: int) -> bool:
         """Checks whether weights, or what is computed of them, multiply something as wide as a stream."""
         starts, width = [v.node for v in weights if v.node is not None], self.norm.width // n
@@ -329,11 +350,18 @@ class Group:
 
     def _apart(self) -> Mismatch | None:
         """Returns a mismatch where x is stacked for the projection only, and the streams are read one by one."""
+        return Mismatch(_APART, self.norm.x) if self._stacked() else None
+
+    def _stacked(self) -> list[fx.Node]:
+        """Returns the streams where x is made of them, of equal width, and where they are read one by one too."""
         x = peel(whole(self.norm.x)).value
         if x.func not in (aten.stack.default, aten.cat.default):
-            return None
-        streams = [a.node for a in x.args[0] if isinstance(a, Value) and a.node is not None]
-        return Mismatch(_APART, x) if any(len(s.users) > 1 for s in streams) else None
+            return []
+        streams = [a for a in x.args[0] if isinstance(a, Value) and a.node is not None]
+        alike = all(s.shape[-1:] == (Size(self.norm.width // len(x.args[0])),) for s in streams)
+        nodes = [s.node for s in streams if s.node is not None]
+        used = any(len(node.users) > 1 for node in nodes)
+        return nodes if used and alike and len(nodes) == len(x.args[0]) else []
 
     def _other_gate(self) -> Mismatch | None:
         """Returns the first function of the logits that stands where a sigmoid is expected, or None."""
@@ -354,10 +382,13 @@ class Group:
         try:
             found = self._post_of(pre.n, set(pre.posts), matrices, pre.h_res)
         except Mismatch as mismatch:
-            self.search.miss("mhc_post", mismatch, pre.posts[0])
+            why = Mismatch(_WRITTEN_APART, mismatch.value) if self._stacked() else mismatch
+            self.search.miss("mhc_post", why, pre.posts[0])
             return
         if found is not None:
             self.search.found.append(PostUse(pre, *found))
+        elif self._stacked():
+            self.search.miss("mhc_post", Mismatch(_WRITTEN_APART), pre.posts[0])
         elif self.search.cut is not None or self._multiplies(pre.posts, pre.n):
             self.search.miss("mhc_post", Mismatch("no sum of h_post[o] * f_out and mixed streams"), pre.posts[0])
 

@@ -39,7 +39,10 @@ from mhc_inductor.routing.graph.values import Value, elements_read
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """``rsqrt(mean(v * v) + eps)``, where v is the last ``width`` elements of ``x`` in memory order."""
+    """``scale * rsqrt(mean(v * v) + eps)``, where v is the last ``width`` elements of ``x`` in memory order.
+
+    With the form "outside" it is ``scale / (sqrt(mean(v * v)) + eps)``.
+    """
 
     x: Value
     tokens: Index
@@ -47,6 +50,12 @@ class Norm:
     width: int
     eps: float
     scale: float
+    form: str = "inside"
+
+    @property
+    def key(self) -> tuple[Value, float, str]:
+        """What two norms have in common if they are the same."""
+        return self.x, self.eps, self.form
 
     @property
     def count(self) -> Size:
@@ -139,7 +148,33 @@ def covers(flat: Index, bound: Collection[Var]) -> tuple[Index, Index, int] | No
     return Index(tokens), Index(feature), width.factor
 
 
-def norm_of(inner: Ref) -> Norm | None:
+def norm_of(factor: Ref, exponent: float) -> Norm | None:
+    """Returns the norm that a factor of a product is, or None.
+
+    It is ``mean(v * v) + eps`` to the power of -1/2, or ``sqrt(mean(v * v)) + eps`` to that of -1.
+    """
+    form = {-0.5: _inside, -1.0: _outside}.get(exponent)
+    return form(factor) if form is not None else None
+
+
+def _outside(divisor: Ref) -> Norm | None:
+    """Returns the norm whose ``sqrt(mean(v * v)) + eps`` is ``divisor``, or None."""
+    try:
+        eps, terms = addends(divisor)
+        term = product(terms[0][1]) if len(terms) == 1 and terms[0][0] > 0 and eps > 0 else None
+        if term is None or term.coef <= 0 or term.bound or [e for _, e in term.factors] != [0.5]:
+            return None
+        norm = _inside(term.factors[0][0])
+        if norm is None or norm.eps != 0.0:
+            return None
+        # The divisor is (sqrt(mean(v * v)) + eps * scale) / scale.
+        scale = norm.scale / (terms[0][0] * term.coef)
+        return dataclasses.replace(norm, eps=eps * scale, scale=scale, form="outside")
+    except Unsupported:
+        return None
+
+
+def _inside(inner: Ref) -> Norm | None:
     """Returns the norm whose ``mean(v * v) + eps`` is ``inner``, or None."""
     try:
         eps, terms = addends(inner)

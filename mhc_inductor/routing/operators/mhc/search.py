@@ -127,7 +127,7 @@ class Search:
 
     def _groups(self, avoid: set[fx.Node]) -> Iterable[tuple[Norm, list[fx.Node]]]:
         """Returns every norm of streams with the sigmoids of its projections."""
-        groups: dict[tuple[Value, float], tuple[Norm, list[fx.Node]]] = {}
+        groups: dict[tuple[Value, float, str], tuple[Norm, list[fx.Node]]] = {}
         unnormed: list[tuple[Value, Mismatch]] = []
         for node in self.view.nodes:
             value = self._called(node, "sigmoid", "special_expit", "expit", "exp", "tanh")
@@ -139,7 +139,7 @@ class Search:
                 with contained(self.view, node):
                     norm = self._norm(value)
                     if norm is not None:
-                        groups.setdefault((norm.x, norm.eps), (norm, []))[1].append(node)
+                        groups.setdefault(norm.key, (norm, []))[1].append(node)
             except Mismatch as mismatch:
                 unnormed.append((value, mismatch))
             except Unsupported:
@@ -148,7 +148,8 @@ class Search:
             assert value.node is not None
             self.miss("mhc_pre", why, value)
             # Where only the norm differs, the iterations and the post are still those of the op.
-            around = self.around(value.node) if why.reason not in mhc.OTHER_NORMS else []
+            other = why.reason in mhc.OTHER_NORMS or why.reason.startswith(mhc.WIDTHS)
+            around = [] if other else self.around(value.node)
             if why.reason == mhc.UNNORMED:
                 avoid.update(around)
         return groups.values()
@@ -165,6 +166,7 @@ class Search:
                 return norm
         if value.func in mhc.SIGMOIDS:
             mhc.check_normed(terms)
+            mhc.check_one_tensor(terms)
             for _, term in terms:
                 _check_unaltered(term)
         return None

@@ -26,7 +26,7 @@ from mhc_inductor.routing.operators.selection.keys import free
 from mhc_inductor.routing.operators.selection.latent_parts import Left, Part, Weight, farthest, parts_of, rows_of
 from mhc_inductor.routing.operators.selection.layouts import Layouts
 from mhc_inductor.routing.operators.selection.matches import Found
-from mhc_inductor.routing.operators.selection.operands import Source, sources
+from mhc_inductor.routing.operators.selection.operands import Pair, Source, sources
 
 _SCORES = "bshd,hdl->bshl"
 _OUTPUT = "bshl,hel->bshe"
@@ -166,10 +166,10 @@ def _absorbed(view: View, one: Found) -> Absorbed:
     head, batch = _head(one)
     rows = [*batch, one.t]
     (feature,) = one.feature
-    if one.d.size.symbols or feature.size.symbols or head.size.symbols:
+    if any(pair.d.size.symbols for pair in one.pairs) or feature.size.symbols or head.size.symbols:
         raise _no_latent()
-    values = _attempt(one.v, feature, rows, head)
-    keys = _attempt(one.k, one.d, rows, head)
+    values = _attempt([(one.v, feature)], rows, head)
+    keys = _attempt([(pair.k, pair.d) for pair in one.pairs], rows, head)
     both = (keys, values)
     for side in both:
         if isinstance(side, Left):
@@ -182,7 +182,8 @@ def _absorbed(view: View, one: Found) -> Absorbed:
     c = _same(k_part, v_part, len(keys) > 1)
     if any(head in free(conj) for conj in one.keys):
         raise Left("the mask differs between the heads, which would share one list of keys", one.dense[-1])
-    asked = [_slice_of(one, part, [*batch, *one.query, head]) for part in keys]
+    of = {pair.k: pair for pair in one.pairs}
+    asked = [_slice_of(of[part.of], part, [*batch, *one.query, head]) for part in keys]
     shared = [(q, part) for q, part in zip(asked, keys, strict=True) if part.shared is not None]
     found = Absorbed(
         out=one.out,
@@ -214,10 +215,13 @@ def _no_latent() -> Left:
     return Left("K and V are no maps of a latent", None, close=False)
 
 
-def _attempt(ref: Ref, feature: Var, rows: list[Var], head: Var) -> list[Part] | Left:
-    """Returns the parts of K or V, one of which is a map of a latent, or why it has none."""
+def _attempt(sides: Iterable[tuple[Ref, Var]], rows: list[Var], head: Var) -> list[Part] | Left:
+    """Returns the parts of K, each (element, feature) of which is a product's, or of V.
+
+    One of them is a map of a latent; else returns why none is.
+    """
     try:
-        found = parts_of(ref, feature, rows, head)
+        found = [part for ref, feature in sides for part in parts_of(ref, feature, rows, head)]
     except Left as left:
         return left
     return found if _split(found) else _no_latent()
@@ -241,12 +245,12 @@ def _same(keys: Part, values: Part, close: bool) -> Source:
     raise Left("K and V are projections of different tensors", keys.c[-1].ref.value, close)
 
 
-def _slice_of(one: Found, part: Part, digits: list[Var]) -> Source:
+def _slice_of(pair: Pair, part: Part, digits: list[Var]) -> Source:
     """Returns the features of q that meet a part of K."""
-    ref = placed(one.q, one.d, var(part.feature).plus(const(part.start)))
+    ref = placed(pair.q, pair.d, var(part.feature).plus(const(part.start)))
     found = farthest([*sources(ref)], [*digits, part.feature])
     if found is None:
-        raise Left("a part of q cannot be followed through its views", one.q.value)
+        raise Left("a part of q cannot be followed through its views", pair.q.value)
     return found
 
 
@@ -281,7 +285,7 @@ def _watches(view: View, user: fx.Node) -> bool:
 def _between(one: Found, found: Absorbed) -> list[fx.Node]:
     """Returns the nodes on the views of q, k and v and above them, up to what is read instead."""
     ends = {value.node for value in found.inputs}
-    nearest = (next((n for s in sources(ref) if (n := s.ref.value.node)), None) for ref in (one.q, one.k, one.v))
+    nearest = (next((n for s in sources(ref) if (n := s.ref.value.node)), None) for ref in one.refs)
     between = {n for n in nearest if n is not None and n not in ends and n.op.startswith("call_")}
     todo = [*between]
     while todo:

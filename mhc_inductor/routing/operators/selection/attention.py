@@ -32,10 +32,11 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection import dim_roles
 from mhc_inductor.routing.operators.selection.digits import Cut, cut_at, digits_of, joined, splits
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
-from mhc_inductor.routing.operators.selection.keys import AnyOf, alike
+from mhc_inductor.routing.operators.selection.keys import TRUE, AnyOf, alike
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
-from mhc_inductor.routing.operators.selection.operands import Scaled, dot
+from mhc_inductor.routing.operators.selection.operands import Pair, Scaled, dot
+from mhc_inductor.routing.operators.selection.picks import Picks, is_gathered
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, selects
 from mhc_inductor.routing.operators.selection.visible_rows import seen_by_all
 from mhc_inductor.routing.operators.selection.weights import Traced, Weights
@@ -48,7 +49,7 @@ class _Call(NamedTuple):
     q: Value
     k: Value
     v: Value
-    mask: Value
+    mask: Value | None
     scale: Any
     grouped: bool
 
@@ -57,13 +58,16 @@ class Recogniser:
     """Recognises the attention of one call or of one softmax.
 
     ``zero_rows``: the user asked for zeros in rows without keys. ``by_key``: the mask is to become lists of keys, so
-    its conditions may read tensors at the key.
+    its conditions may read tensors at the key. ``gathered``: K and V are gathered, and the op is to gather them.
     """
 
-    def __init__(self, values: Values, zero_rows: bool = False, by_key: bool = False) -> None:
+    def __init__(self, values: Values, zero_rows: bool = False, by_key: bool = False, gathered: bool = False) -> None:
         self.values = values
         self.zero_rows = zero_rows
         self.by_key = by_key
+        self.gathered = gathered
+        self.gathers = False
+        """Whether the values that the weights meet are gathered."""
         self.differs = False
         """Whether the search found a difference to a selection, not only something that it cannot follow."""
         self._made: list[Masks] = []
@@ -121,10 +125,11 @@ class Recogniser:
         """Returns the attention of the call ``node``. Raises NotOurs, Mismatch, Unsupported and DynamicWidth."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        out, q, k, v, mask = (self._value(x) for x in (node, *(given.get(name) for name in names[:4])))
+        out, q, k, v = (self._value(x) for x in (node, *(given.get(name) for name in names[:3])))
+        mask = None if given.get("attn_mask") is None else self._value(given["attn_mask"])
         scale, dropped = (example(a) if isinstance(a := given.get(x), fx.Node) else a for x in ("scale", "dropout_p"))
         call = _Call(out, q, k, v, mask, scale, bool(given.get("enable_gqa")))
-        self._given = [call.mask]
+        self._given = [] if mask is None else [mask]
         self._shapes = [(*call.q.shape[:-1], call.k.shape[-2]), call.q.shape, call.k.shape, call.v.shape]
         if given.get("is_causal"):
             raise NotOurs
@@ -141,19 +146,32 @@ class Recogniser:
         if call.grouped and lead:
             kv_lead[-1] = _grouped(dims[len(lead) - 1], call.k)
         masks, fills = self._masks(), Fills(no_nan=True, fused=True)
-        element = _aligned(call.mask, (*lead, s, var(t)))
+        place = Var(t.size) if self.gathered else t
+        picks = Picks(masks, place) if self.gathered else None
+        element = None if call.mask is None else _aligned(call.mask, (*lead, s, var(place)))
 
-        def keys() -> AnyOf:
-            if call.mask.dtype is torch.bool:
+        def visible() -> AnyOf:
+            if element is None:
+                return TRUE
+            if element.value.dtype is torch.bool:
                 return masks.truth(element)
             found = masks.additive(element)
-            fills.added(masks.possible(call.mask), call.q.dtype)
+            fills.added(masks.possible(element.value), call.q.dtype)
             return found
 
         q = _aligned(call.q, (*lead, s, var(width)))
-        k = _aligned(call.k, (*kv_lead, var(t), var(width)))
-        v = _aligned(call.v, (*kv_lead, var(t), e))
-        return Found(call.out, dims, q, k, v, width, t, _scale(call.scale, width), keys, [call.mask], masks, fills)
+        k = _aligned(call.k, (*kv_lead, var(place), var(width)))
+        v = _aligned(call.v, (*kv_lead, var(place), e))
+        self.gathers = is_gathered(v, place)
+        if picks is not None:
+            v, k = picks.below(v), picks.below(k)
+            t = picks.t
+        found = Found(call.out, dims, [Pair(q, k, width)], v, t, _scale(call.scale, width), visible, [], masks, fills)
+        if picks is not None:
+            found.gathered, found.mask = True, lambda: picks.keys(visible())
+        if call.mask is not None:
+            found.dense.append(call.mask)
+        return found
 
     def _value(self, node: Any) -> Value:
         """Returns the value of a tensor's node. Raises NotOurs for anything else."""
@@ -178,21 +196,24 @@ class Recogniser:
         softmax = weights.softmax
         traced, v, t = _sides(weights, Ref(out, tuple(joined(digits) for digits in dims)))
         masks, dense = self._masks(), [*weights.same]
+        self.gathers, picks = is_gathered(v, t), None
+        if self.gathered:
+            place = Var(t.size)
+            traced, v = traced.at(t, place), replaced(v, t, atom(place))
+            t, picks = place, Picks(masks, place)
         self._given = []
         scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self._given)
-        found = dot(scores.ref)
-        assert found is not None
         if scores.sink is None and t.size != softmax.shape[_dim_of(softmax)]:
             raise NotOurs("the weights of some keys are cut off before the product with V", out)
-        self._shapes = [_keys_last(softmax), *(x.value.shape for x in (*found[:2], v))]
-        if len(found[2]) != 1:
-            raise NotOurs
-        scaled = [Scaled(side, inputs=True) for side in found[:2]]
-        has = [t in variables_of(x.end) for x in scaled]
-        if has[0] == has[1]:
-            raise NotOurs
-        q, k = scaled if has[1] else scaled[::-1]
-        factor = scores.factor * q.factor * k.factor
+        self._shapes = [
+            _keys_last(softmax),
+            *(x.value.shape for _, *sides, _ in scores.products for x in sides),
+            v.value.shape,
+        ]
+        pairs, factor = _paired(scores, v, t)
+        if picks is not None:
+            v = picks.below(v)
+            pairs = [Pair(p.q, picks.below(p.k), p.d) for p in pairs]
         scores.fills.no_nan = traced.no_nan or softmax.func is aten._safe_softmax.default
 
         def keys() -> AnyOf:
@@ -203,10 +224,14 @@ class Recogniser:
                         "the attention weights are masked again, and not by the mask of the scores", ref.value
                     )
             scores.fills.guarded = bool(traced.guards)
-            return total
+            return total if picks is None else picks.keys(total)
 
         fills = scores.fills
-        return Found(out, dims, q.ref, k.ref, v, found[2][0], t, factor, keys, dense, masks, fills, sink=scores.sink)
+        key = t if picks is None else picks.t
+        assert isinstance(key, Key)
+        found = Found(out, dims, pairs, v, key, factor, keys, dense, masks, fills, sink=scores.sink)
+        found.gathered = picks is not None
+        return found
 
     def selects(self, scores: Value, dim: int) -> bool:
         """Checks whether ``scores``, with keys in ``dim``, have a mask whose visible keys depend on tensor values."""
@@ -250,7 +275,48 @@ class Recogniser:
         if self.zero_rows:
             found.opted = True
             return Rows.ZERO
+        if found.gathered:
+            raise Mismatch(_NO_KEY, found.out)
         return found.fills.rows(found.out)
+
+
+def _paired(scores: Scores, v: Ref, t: Var) -> tuple[list[Pair], float]:
+    """Returns q and k of each product that the scores are the sum of, and the factor of all of them.
+
+    Raises NotOurs for other products, and for products that one product of concatenated vectors cannot replace.
+    """
+    made: list[tuple[float, Pair]] = []
+    for factor, *sides, bound in scores.products:
+        if len(bound) != 1:
+            raise NotOurs
+        scaled = [Scaled(side, inputs=True) for side in sides]
+        has = [t in variables_of(x.end) for x in scaled]
+        if has[0] == has[1]:
+            raise NotOurs
+        q, k = scaled if has[1] else scaled[::-1]
+        made.append((factor * q.factor * k.factor, Pair(q.ref, k.ref, bound[0])))
+    if len(made) > 1:
+        _check_sum(made, v, t, scores.ref.value)
+    return [pair for _, pair in made], scores.factor * made[0][0]
+
+
+def _check_sum(made: Sequence[tuple[float, Pair]], v: Ref, t: Var, where: Value) -> None:
+    """Raises NotOurs unless concatenated vectors give the sum of products, and no key is copied for every query."""
+    for factor, pair in made:
+        if pair.d.size.symbols:
+            raise DynamicWidth(pair.d.size)
+        if factor != made[0][0]:
+            raise NotOurs(
+                "the products that are added have different factors; expected scale * (q1 @ k1 + q2 @ k2)", where
+            )
+        if not variables_of(pair.k) <= {*variables_of(v), t, pair.d}:
+            raise NotOurs("keys of one of the products that are added differ where V does not", where)
+
+
+_NO_KEY = (
+    "the keys are gathered, and a query may see none of its list: what the softmax then gives depends on where hidden "
+    'indices point; expected a sink, a mask that leaves a key, or the option "mhc_inductor.empty_rows": "zero"'
+)
 
 
 def _scale(given: Any, width: Var) -> float:
@@ -288,7 +354,7 @@ def _aligned(value: Value, index: Sequence[Index]) -> Ref:
     return Ref(value, tuple(const(0) if s == ONE else i for s, i in zip(value.shape, tail, strict=True)))
 
 
-def _sides(weights: Weights, out: Ref) -> tuple[Traced, Ref, Key]:
+def _sides(weights: Weights, out: Ref) -> tuple[Traced, Ref, Var]:
     """Returns the softmax's element and V's in a product of the two, and the key at which they are."""
     summed = dot(peel(out))
     if summed is None:
@@ -306,8 +372,7 @@ def _sides(weights: Weights, out: Ref) -> tuple[Traced, Ref, Key]:
     if len(keys) != 1 or [(x, c) for x, c in over.terms.items() if x is not None] != [(keys[0], ONE)]:
         raise NotOurs
     old, t = keys[0], Key(keys[0].size)
-    guards = [(replaced(ref, old, atom(t)), want) for ref, want in traced.guards]
-    return Traced(replaced(traced.ref, old, atom(t)), guards, traced.no_nan), replaced(v, old, atom(t)), t
+    return traced.at(old, t), replaced(v, old, atom(t)), t
 
 
 def _dim_of(softmax: Value) -> int:

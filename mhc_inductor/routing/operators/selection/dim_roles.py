@@ -23,7 +23,8 @@ def assign(found: Found) -> None:
         found.keys = [e for conj in found.keys if (e := settled(inside(conj))) is not None]
     elif not any(x.data() for conj in found.keys for x in conj.comparisons()):
         raise NotOurs
-    asked, in_k, in_v = map(variables_of, found.deepest())
+    *sides, in_v = map(variables_of, found.deepest())
+    asked, in_k = (set[Var]().union(*each) for each in (sides[::2], sides[1::2]))
     held = in_k | in_v
     ours = [v for digits in found.dims for v in digits if v.size != ONE]
     shared = [v for v in ours if v in held and v in asked]
@@ -73,7 +74,8 @@ def _queries(found: Found, asked: set[Var], shared: set[Var]) -> None:
     rows: list[list[Var]] = []
     for digits in found.dims:
         own = [v for v in digits if v in asked]
-        if any(v in shared for v in digits):
+        # Sequences that are flattened with their queries give a row too: heads of a group have its list.
+        if any(v in shared for v in digits) and not (found.gathered and masked & {*own}):
             found.heads += own
         elif own:
             rows.append(own)

@@ -39,8 +39,8 @@ def inputs_of(one: Found) -> list[Value]:
 
 
 def taken(one: Found) -> list[Source]:
-    """Returns the tensors that q, k and v are read from. Raises Unsupported if one has no usable layout."""
-    found = [best(ref, order) for ref, order in orders(one)]
+    """Returns the tensors that q and k of each pair, and v, are read from. Raises Unsupported if one has no usable layout."""
+    found = [best(ref, order, one.masks.equal) for ref, order in orders(one)]
     if any(source is None for source in found):
         raise Unsupported
     return [source for source in found if source is not None]
@@ -66,8 +66,8 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     layouts = Layouts(edit, [*(s.ref for s in sources), *plain], one.masks.sized)
     layouts.equal = one.masks.equal
     old, one = one, one if one.absorbed is None else one.absorbed.regrouped(one)
-    given = _operands(layouts, one, [s.ref for s in sources], dtype)
-    call = _call(layouts, one, given, device)
+    given, inside = _operands(layouts, one, [s.ref for s in sources], dtype)
+    call = _call(layouts, one, given, inside, device)
     new = edit.emit(operator.getitem, call, 0)
     new = EmptyRows(edit, call, given, one.scale, _gradients(edit, one, sources)).put(new, one.rows)
     if one.absorbed is not None:
@@ -81,11 +81,13 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
 def _gradients(edit: Edit, one: Found, sources: Sequence[Source]) -> list[bool]:
     """Returns whether q, k and v need gradients."""
     needed = [edit.needs_grad(node_of(s.ref.value)) for s in sources]
-    return needed if one.absorbed is None else [any(needed)] * 3
+    if one.absorbed is not None:
+        return [any(needed)] * 3
+    return [any(needed[:-1:2]), any(needed[1:-1:2]), needed[-1]]
 
 
-def _call(layouts: Layouts, one: Found, given: Sequence[fx.Node], device: torch.device) -> fx.Node:
-    """Emits the call of the op over ranges or over lists."""
+def _call(layouts: Layouts, one: Found, given: Sequence[fx.Node], inside: bool, device: torch.device) -> fx.Node:
+    """Emits the call of the op over ranges or over lists; ``inside``: the values are the keys' first columns."""
     edit, (query, key, value) = layouts.edit, given
     sink = None if one.sink is None else layouts.placed(sink_of(one).ref, [one.groups, one.heads])
 
@@ -98,10 +100,9 @@ def _call(layouts: Layouts, one: Found, given: Sequence[fx.Node], device: torch.
         return edit.emit(op, query, key, value, keys, sink, None, None, one.scale)
     op = torch.ops.mhc_inductor.selection_list_attention.default
     keys, width = checked(lists(layouts, one, device)), layouts.size(product_of(v.size for v in one.feature))
-    shared = None if key is value else value
     if one.absorbed is not None:
-        shared, width = None, one.absorbed.width
-    return edit.emit(op, query, key, shared, keys, sink, None, None, None, None, one.scale, width)
+        width = one.absorbed.width
+    return edit.emit(op, query, key, None if inside else value, keys, sink, None, None, None, None, one.scale, width)
 
 
 def sink_of(one: Found) -> Source:
@@ -113,32 +114,42 @@ def sink_of(one: Found) -> Source:
     return found
 
 
-def _operands(layouts: Layouts, one: Found, refs: Sequence[Ref], dtype: torch.dtype) -> list[fx.Node]:
-    """Returns q [B, S, G, h, Dk], k [B, G, T, Dk] and v [B, G, T, Dv] in one dtype."""
+def _operands(layouts: Layouts, one: Found, refs: Sequence[Ref], dtype: torch.dtype) -> tuple[list[fx.Node], bool]:
+    """Returns q [B, S, G, h, Dk], k [B, G, T, Dk] and v [B, G, T, Dv] in one dtype, and whether v is k's first columns."""
+    emit = layouts.edit.emit
     if one.absorbed is not None:
         query, key = one.absorbed.operands(layouts, dtype)
-        columns = layouts.edit.emit(operator.getitem, key, (..., slice(one.absorbed.width)))
-        return [query, key, columns]
-    lead = [one.batch, one.groups]
-    groups: list[list[list[Var]]] = [
-        [one.batch, one.query, one.groups, one.heads, [one.d]],
-        [*lead, [one.t], [one.d]],
-        [*lead, [one.t], one.feature],
-    ]
-    laid = [layouts.placed(ref, dims) for ref, dims in zip(refs, groups, strict=True)]
-    query, key, value = (layouts.edit.to(node, dtype) for node in laid)
-    if one.entries is not None and refs[1].value is refs[2].value and _same_layout(one, refs):
-        value = key
-    return [query, key, value]
+        return [query, key, emit(operator.getitem, key, (..., slice(one.absorbed.width)))], True
+    lead, *sides = [one.batch, one.groups], refs[:-1:2], refs[1:-1:2]
+    pairs = list(zip(one.pairs, *sides, strict=True))
+    first = None if one.entries is None else _holding(one, sides[1], refs[-1])
+    if first is not None:  # the pair whose keys hold the values comes first
+        pairs.insert(0, pairs.pop(first))
+
+    def laid(ref: Ref, *groups: list[Var]) -> fx.Node:
+        return layouts.edit.to(layouts.placed(ref, [*groups]), dtype)
+
+    asked = [laid(q, one.batch, one.query, one.groups, one.heads, [pair.d]) for pair, q, _ in pairs]
+    held = [laid(k, *lead, [one.t], [pair.d]) for pair, _, k in pairs]
+    query, key = (emit(torch.cat, each, -1) if len(each) > 1 else each[0] for each in (asked, held))
+    if first is None:
+        return [query, key, laid(refs[-1], *lead, [one.t], one.feature)], False
+    (feature,) = one.feature
+    if feature.size == one.width:
+        return [query, key, key], True
+    return [query, key, emit(operator.getitem, key, (..., slice(layouts.size(feature.size))))], True
 
 
-def _same_layout(one: Found, refs: Sequence[Ref]) -> bool:
-    """Checks whether K and V are the same elements of one tensor."""
-    return (
-        len(one.feature) == 1
-        and one.feature[0].size == one.d.size
-        and refs[1] == placed(refs[2], one.feature[0], var(one.d))
-    )
+def _holding(one: Found, keys: Sequence[Ref], v: Ref) -> int | None:
+    """Returns which pair's keys hold the values in their first columns, elements of one tensor; None without one."""
+    if len(one.feature) != 1 or one.feature[0].size.symbols:
+        return None
+    (feature,) = one.feature
+    for at, (pair, k) in enumerate(zip(one.pairs, keys, strict=True)):
+        fits = not pair.d.size.symbols and feature.size.factor <= pair.d.size.factor
+        if fits and k.value is v.value and k == placed(v, feature, var(pair.d)):
+            return at
+    return None
 
 
 def _check_profit(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> None:

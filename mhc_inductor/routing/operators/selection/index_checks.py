@@ -21,7 +21,7 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.elements import ARANGE, FILLS, SHOWN, constant_of
 from mhc_inductor.routing.operators.selection.layouts import Layouts
 
-_PICKS = (aten.topk.default, aten.sort.default)
+PICKS = (aten.topk.default, aten.sort.default, aten.sort.stable)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 _DEPTH = 32
 
@@ -38,8 +38,8 @@ def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
     def each(*values: Any) -> bool:
         return all(in_range(v, size, depth - 1) for v in values)
 
-    if func in _PICKS:
-        return a.out == 1 and _picked_of(a) == size
+    if func in PICKS:
+        return picked_size(a) == size
     if func in ARANGE and len(args) == 1:
         return a.shape[0] == size or _smaller(a.shape[0], size)
     if func in SHOWN:
@@ -57,12 +57,18 @@ def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
     return False
 
 
-def _picked_of(value: Value) -> Size | None:
-    """Returns the size of the dim whose positions a topk or sort returns, None if it is not known."""
+def picked_dim(value: Value) -> int | None:
+    """Returns the dim whose positions a topk or sort returns, None if it is not known."""
     of, *rest = value.args
     at = 1 if value.func is aten.topk.default else 0
     d = value.kwargs.get("dim", rest[at] if len(rest) > at and not isinstance(rest[at], bool) else -1)
-    return of.shape[d] if of.shape and isinstance(d, int) else None
+    return d % len(of.shape) if of.shape and isinstance(d, int) else None
+
+
+def picked_size(value: Value) -> Size | None:
+    """Returns the size of the dim whose positions ``value`` holds as a topk's or sort's, None if it is not known."""
+    d = picked_dim(value) if value.func in PICKS and value.out == 1 else None
+    return None if d is None else value.args[0].shape[d]
 
 
 def _smaller(a: Size, b: Size) -> bool:

@@ -16,7 +16,9 @@ from mhc_inductor.routing.graph.index import Size, Unsupported, Var
 from mhc_inductor.routing.graph.linear import (
     Key,
     Linear,
+    at_least_zero,
     atom,
+    of_size,
     replaced,
     substituted,
     variables_of,
@@ -173,7 +175,7 @@ def eliminated(conj: All) -> All | None:
                     continue
                 new = rest.times(-c)
                 try:
-                    moved = {_rewritten(x, v, new) for x in literals if x is not literal}
+                    moved = {_rewritten(x, v, new) for x in literals if x is not literal} | _within(v, new)
                 except Unsupported:
                     continue
                 kept = [(x, _known(x)) for x in moved]
@@ -186,6 +188,17 @@ def eliminated(conj: All) -> All | None:
             if again:
                 break
     return conjunction(literals, bound)
+
+
+def _within(v: Var, new: Linear) -> set[Literal]:
+    """Returns what must hold for ``new`` to be a value of the bound variable ``v``, without what always holds.
+
+    A place that a tensor holds is in range, or the model's own call raises.
+    """
+    if isinstance(v, Key):
+        return set()
+    ends = (new.times(-1), new.minus(of_size(v.size)).shifted(1))
+    return {Compare("le", x) for x in ends if not at_least_zero(x.times(-1))}
 
 
 def conjunction(literals: Iterable[Literal], bound: Iterable[Var]) -> All:
@@ -222,7 +235,7 @@ def free(conj: All) -> set[Var]:
     return found - set(conj.bound)
 
 
-def alike(a: AnyOf, b: AnyOf, t: Key) -> bool:
+def alike(a: AnyOf, b: AnyOf, t: Var) -> bool:
     """Checks whether ``a`` equals ``b``, or says for which rows ``b`` holds for some key ``t``."""
     mine, theirs = ({_canonical(c, t, rows) for c in x if c is not None} for x, rows in ((a, False), (b, False)))
     return mine == theirs or {_canonical(c, t, True) for c in a} == theirs
@@ -231,7 +244,7 @@ def alike(a: AnyOf, b: AnyOf, t: Key) -> bool:
 _STANDINS: dict[tuple[Size, int], Var] = {}
 
 
-def _canonical(conj: All, t: Key, rows: bool) -> All | None:
+def _canonical(conj: All, t: Var, rows: bool) -> All | None:
     """Returns ``conj`` with stand-ins for its bound variables; None if it never holds.
 
     With ``rows``, replaces the bound variable that runs over keys by ``t``; None unless there is exactly one.

@@ -49,12 +49,13 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The features ``[start, start + size)`` of K or V.
+    """The features ``[start, start + size)`` of ``of``, an element of K or V.
 
     ``shared``: the element of what all heads have there, None for a linear map of the latent. ``c`` and ``weight``: the
     candidates for the latent, the nearest first, and the map; None for a shared part.
     """
 
+    of: Ref
     start: int
     feature: Var
     shared: Source | None = None
@@ -64,8 +65,9 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """Elements below K or V that start at its feature ``start``, which ``feature`` counts from there."""
+    """Elements below ``of``, K or V, that start at its feature ``start``, which ``feature`` counts from there."""
 
+    of: Ref
     start: int
     ref: Ref
     dtype: torch.dtype
@@ -84,7 +86,7 @@ def parts_of(ref: Ref, feature: Var, rows: Sequence[Var], head: Var) -> list[Par
         head: the digit of the head.
     """
     steps, found, failed = Steps("parts of K", ref.value), list[Part](), list[Left]()
-    todo = [_Piece(0, ref, ref.value.dtype, feature)]
+    todo = [_Piece(ref, 0, ref, ref.value.dtype, feature)]
     while todo:
         steps.take()
         piece = todo.pop()
@@ -93,7 +95,7 @@ def parts_of(ref: Ref, feature: Var, rows: Sequence[Var], head: Var) -> list[Par
         try:
             if any(head not in variables_of(s.ref) for s in below):
                 found.append(_shared(piece, [*rows, piece.feature]))
-            elif (cut := _cut(piece.start, last, piece.feature)) is not None:
+            elif (cut := _cut(piece, last)) is not None:
                 todo += reversed(cut)
             else:
                 found.append(_projected(last, piece, rows, head))
@@ -120,12 +122,12 @@ def _shared(piece: _Piece, digits: Sequence[Var]) -> Part:
     found = farthest([*sources(piece.ref)], digits)
     if found is None:
         raise Left("a part of K that all heads share cannot be followed through its views", piece.ref.value)
-    return Part(piece.start, piece.feature, shared=_narrowed(found, piece.dtype))
+    return Part(piece.of, piece.start, piece.feature, shared=_narrowed(found, piece.dtype))
 
 
-def _cut(start: int, source: Source, feature: Var) -> list[_Piece] | None:
-    """Returns the pieces of a concatenation, or of a tensor that slices were written to, along ``feature``."""
-    ref = source.ref
+def _cut(piece: _Piece, source: Source) -> list[_Piece] | None:
+    """Returns the pieces of a concatenation, or of a tensor that slices were written to, along the feature."""
+    ref, feature = source.ref, piece.feature
     sections = _sections(ref.value)
     if sections is None:
         return None
@@ -141,7 +143,7 @@ def _cut(start: int, source: Source, feature: Var) -> list[_Piece] | None:
         if first < last:
             inner, index = Var(Size(last - first)), list(ref.index)
             index[dim] = var(inner).plus(const(first + offset.factor - shift))
-            pieces.append(_Piece(start + first, Ref(value, tuple(index)), source.dtype, inner))
+            pieces.append(_Piece(piece.of, piece.start + first, Ref(value, tuple(index)), source.dtype, inner))
     return pieces
 
 
@@ -186,7 +188,8 @@ def _projected(source: Source, piece: _Piece, rows: Sequence[Var], head: Var) ->
     held = tuple(_narrowed(s, source.dtype) for s in sources(c) if _plain(s, [*rows, latent]))
     if not held:
         raise Left("the latent of K and V cannot be followed through its views", c.value)
-    return Part(piece.start, piece.feature, None, held, _weight(sides[0], source.dtype, head, piece.feature, latent))
+    weight = _weight(sides[0], source.dtype, head, piece.feature, latent)
+    return Part(piece.of, piece.start, piece.feature, None, held, weight)
 
 
 def _plain(source: Source, digits: Sequence[Var]) -> bool:

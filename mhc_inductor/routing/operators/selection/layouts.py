@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
 
 
-def layout(ref: Ref, known: set[Var], equal: set[frozenset[Size]]) -> list[tuple[Any, list[Var]]] | None:
+def layout(ref: Ref, known: set[Var], equal: Set[frozenset[Size]]) -> list[tuple[Any, list[Var]]] | None:
     """Returns how ``ref`` indexes each dim of its tensor: pairs of (an index or a slice, digits).
 
     Returns None if the tensor is not a plain array of distinct digits. ``known``: the digits that may occur.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mhc_inductor.routing.graph.expressions import Ref
-from mhc_inductor.routing.graph.index import Var, product_of, words_of
+from mhc_inductor.routing.graph.index import Size, Var, product_of, words_of
 from mhc_inductor.routing.graph.linear import Key
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.selection.entries import Entries
@@ -15,7 +15,7 @@ from mhc_inductor.routing.operators.selection.fills import Fills, Rows
 from mhc_inductor.routing.operators.selection.intervals import Interval
 from mhc_inductor.routing.operators.selection.keys import AnyOf
 from mhc_inductor.routing.operators.selection.masks import Masks
-from mhc_inductor.routing.operators.selection.operands import sources
+from mhc_inductor.routing.operators.selection.operands import Pair, sources
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.selection.absorb import Absorbed
@@ -39,17 +39,16 @@ class NotOurs(Exception):
 class Found:
     """A recognised attention.
 
-    ``dims``: for each dim of ``out`` its digits (variables, the most significant first). ``q``, ``k``, ``v``: their
-    elements at these digits, at the feature ``d`` of q and k, and at the key ``t``. ``mask`` evaluates which keys are
+    ``dims``: for each dim of ``out`` its digits (variables, the most significant first). ``pairs``, ``v``: the elements of
+    q, k and v at these digits, at the features of q and k, and at the key ``t``; with several pairs, q and k are the
+    concatenations of theirs. ``mask`` evaluates which keys are
     visible. ``dense``: the values that have an element for each query and key.
     """
 
     out: Value
     dims: list[list[Var]]
-    q: Ref
-    k: Ref
+    pairs: list[Pair]
     v: Ref
-    d: Var
     t: Key
     scale: float
     mask: Callable[[], AnyOf]
@@ -60,6 +59,8 @@ class Found:
     rows: Rows = Rows.ZERO
     sink: Ref | None = None
     """The logit, one a head, that joins the softmax's denominator only."""
+    gathered: bool = False
+    """Whether the model gathers each query's keys, at indices that differ where they are visible."""
     opted: bool = False
     """Whether rows without keys give 0 because the user asked for it, although the formula gives something else."""
     intervals: list[Interval] = dataclasses.field(default_factory=list)
@@ -74,8 +75,19 @@ class Found:
     feature: list[Var] = dataclasses.field(default_factory=list)
 
     def deepest(self) -> list[Ref]:
-        """Returns the elements of q, k and v behind all views and casts."""
-        return [[*sources(ref)][-1].ref for ref in (self.q, self.k, self.v)]
+        """Returns the elements of q and k of each pair, and that of v, behind all views and casts."""
+        return [[*sources(ref)][-1].ref for ref in self.refs]
+
+    @property
+    def refs(self) -> list[Ref]:
+        """Returns the elements of q and k of each pair, and that of v."""
+        return [*(ref for pair in self.pairs for ref in (pair.q, pair.k)), self.v]
+
+    @property
+    def width(self) -> Size:
+        """Returns the number of features of q and k: a sum that is a number, or the one size that there is."""
+        sizes = [pair.d.size for pair in self.pairs]
+        return sizes[0] if len(sizes) == 1 else Size(sum(size.factor for size in sizes))
 
     def words(self) -> str:
         """Returns a description for the report."""

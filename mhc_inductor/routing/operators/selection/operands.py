@@ -7,12 +7,15 @@ from collections.abc import Iterator
 
 import torch
 
-from mhc_inductor.routing.graph.expressions import Ref, aten, contraction, operands, peel, reduction, step
+from mhc_inductor.routing.graph.expressions import Ref, aten, contraction, operands, peel, reduction, step, summed
 from mhc_inductor.routing.graph.index import Var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY
 
 DIVIDE = (aten.div.Tensor, aten.div.Scalar)
+MOST_PRODUCTS = 4
+"""The most products that scores are the sum of: one of features without positions, one of rotary features."""
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _FACTORS = (*MULTIPLY, *DIVIDE, aten.neg.default)
 
 
@@ -94,6 +97,42 @@ class Scaled:
     def narrowest(self) -> torch.dtype:
         """Returns the narrowest dtype on the way."""
         return min((v.dtype for v in self.met), key=lambda d: (torch.finfo(d).bits, torch.finfo(d).max))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One of the products whose sum the scores are: ``sum over d of q * k``."""
+
+    q: Ref
+    k: Ref
+    d: Var
+
+
+def products(ref: Ref) -> tuple[list[tuple[float, Ref, Ref, list[Var]]], list[Value]] | None:
+    """Returns the sums of products that an element is the sum of, None if it is anything else.
+
+    Each is (factor, left, right, bound variables). Also returns the values on the way to them. A sum of products is one
+    product of concatenated vectors.
+    """
+    found, met, todo = list[tuple[float, Ref, Ref, list[Var]]](), list[Value](), [(1.0, ref)]
+    while todo:
+        factor, at = todo.pop()
+        one = dot(at)
+        if one is not None:
+            found.append((factor, *one))
+            continue
+        sides = summed(at) if at.value.func in _SUMS else None
+        if sides is None or len(found) + len(todo) + len(sides) > MOST_PRODUCTS:
+            return None
+        for weight, side in reversed(sides):
+            if side == 0.0:
+                continue  # where ``sum`` starts
+            if not isinstance(side, Ref):
+                return None
+            scaled = Scaled(side)
+            met += scaled.met
+            todo.append((factor * weight * scaled.factor, scaled.end))
+    return found, met
 
 
 def dot(ref: Ref) -> tuple[Ref, Ref, list[Var]] | None:

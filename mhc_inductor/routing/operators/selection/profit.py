@@ -29,7 +29,7 @@ class Sizes:
     ``selected``: the most keys that a query can see, None if there is no bound. ``groups``: groups of heads that list
     their keys on their own, times the batch. ``values``: the width of V. ``fused``: the model calls
     scaled_dot_product_attention; otherwise it writes the softmax out. ``latent``: K and V are maps of one latent that
-    the op reads in their place.
+    the op reads in their place. ``gathered``: the model gathers each query's keys; otherwise it reads all keys.
     """
 
     device: str
@@ -43,6 +43,7 @@ class Sizes:
     values: int = 0
     fused: bool = False
     latent: Latent | None = None
+    gathered: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,7 @@ def sizes_of(one: Found, hints: Mapping[str, int], device: str, dtype: torch.dty
             if each.selects and selected is not None:
                 selected = selected + min(widths) * now(each.bound) if widths else None
     groups = now([*one.batch, *one.groups])
-    width, values = now([one.d]), now(one.feature)
+    width, values = present_size(one.width, hints), now(one.feature)
     if one.entries is None:
         width = max(width, values)
     latent = None
@@ -88,6 +89,7 @@ def sizes_of(one: Found, hints: Mapping[str, int], device: str, dtype: torch.dty
         values=values,
         fused=one.fills.fused,
         latent=latent,
+        gathered=one.gathered,
     )
 
 
@@ -126,6 +128,8 @@ LIST_TRAINING, WIDE_LIST_TRAINING = 7.7, 5.5
 DENSE_FLOPS = 345e12
 """Operations a second of scaled_dot_product_attention under a mask, forward (benchmarks/results/rule.json)."""
 DENSE_TRAINING = 5.2
+MEMORY = 4.8e12
+"""Bytes a second of an H200's memory, by its data sheet: a bound for attention over gathered keys, not a measurement."""
 PRODUCT_FLOPS = 600e12
 """Operations a second of a large bf16 product."""
 WRITTEN = 6e-12
@@ -162,6 +166,17 @@ def dense_seconds(s: Sizes, training: bool) -> float:
     return products + maps + (0.0 if s.fused else scores * WRITTEN * (WRITTEN_TRAINING if training else 1.0))
 
 
+def gathered_seconds(s: Sizes, training: bool) -> float:
+    """Returns the least time of attention over keys that the model gathers: their way through memory, and its products.
+
+    Every listed key is read, written and read again; gradients take the same way back at least once more.
+    """
+    each = s.groups * s.queries * (s.selected or 0)
+    moved = each * s.width * torch.finfo(s.dtype).bits // 8 * 3 / MEMORY * (3.0 if training else 1.0)
+    products = each * s.heads * 2 * (s.width + s.values) / DENSE_FLOPS * (DENSE_TRAINING if training else 1.0)
+    return moved + products
+
+
 def absorbs(s: Sizes) -> bool:
     """Checks whether reading the latent is estimated to be faster than each head's own keys, and a kernel takes it."""
     if s.latent is None or s.latent.width + s.latent.shared > MAX_LIST[1] or s.latent.width > MAX_LIST[2]:
@@ -183,9 +198,10 @@ def list_refusal(s: Sizes, training: bool = False) -> str:
             return "{} heads a group of {} elements, values of {}; the kernels take up to {}, {} and {}".format(
                 *sizes, *MAX_LIST
             )
-    lists, dense = (f(s, training) * 1e3 for f in (list_seconds, dense_seconds))
+    lists, dense = (f(s, training) * 1e3 for f in (list_seconds, gathered_seconds if s.gathered else dense_seconds))
     if lists <= dense:
         return ""
     heads = s.heads if s.latent is None else s.latent.heads
     said = f"{s.selected} of {s.keys} keys a query, {heads} heads a group"
-    return f"dense attention is faster: {dense:.3g} ms, lists of keys {lists:.3g} ms ({said})"
+    faster = "gathering the keys is estimated to be faster" if s.gathered else "dense attention is faster"
+    return f"{faster}: {dense:.3g} ms, lists of keys {lists:.3g} ms ({said})"

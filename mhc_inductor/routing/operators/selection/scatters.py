@@ -5,6 +5,7 @@ These are where, masked_fill, tril, triu, scatter, assignments to indices, pad, 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,16 @@ class Placed:
         if None in now or len(now) != 1:
             raise Unsupported
         self.masks.equal.add(frozenset({a, b}))
+
+    def along(self, index: Value, x: Value) -> None:
+        """Assumes that a gather takes all of ``x`` along dims that have another symbol for the same size.
+
+        The indices of a gather may have fewer elements there, so PyTorch itself says nothing of them.
+        """
+        for a, b in zip(index.shape, x.shape, strict=True):
+            if a != b:
+                with contextlib.suppress(Unsupported):
+                    self._assume(a, b)
 
     def _put(self, ref: Ref, indices: Sequence[Any]) -> AnyOf:
         """Returns when ``x[indices] = ...`` writes this element."""

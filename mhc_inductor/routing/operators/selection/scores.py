@@ -20,7 +20,7 @@ from mhc_inductor.routing.operators.selection.fills import Fills
 from mhc_inductor.routing.operators.selection.keys import All, AnyOf, KeyData, both
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import NotOurs
-from mhc_inductor.routing.operators.selection.operands import Scaled, dot
+from mhc_inductor.routing.operators.selection.operands import Scaled, dot, products
 
 
 class Scores:
@@ -38,6 +38,7 @@ class Scores:
         self._parts: list[Callable[[], AnyOf]] = []
         self._steps: list[Callable[[], None]] = []
         self.ref = ref
+        self.products: list[tuple[float, Ref, Ref, list[Var]]] = []
         negated = None
         while True:
             scaled = Scaled(self.ref)
@@ -45,7 +46,9 @@ class Scores:
             self.factor *= scaled.factor
             self._steps.append(functools.partial(self.fills.moved, scaled.factor, 0.0, scaled.narrowest))
             self.ref = scaled.end
-            if dot(self.ref) is not None:
+            if (found := products(self.ref)) is not None:
+                self.products = found[0]
+                dense += found[1]
                 break
             if not 0.0 < abs(self.factor) < math.inf:
                 raise NotOurs

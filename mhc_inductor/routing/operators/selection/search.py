@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 
 import torch
 from torch import fx
@@ -20,6 +20,7 @@ from mhc_inductor.routing.operators.selection.layouts import layout
 from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Source, sources
 from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, sizes_of
+from mhc_inductor.routing.operators.selection.renormalised import renormalised
 from mhc_inductor.routing.operators.selection.scores import before_change
 from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     behind,
@@ -39,6 +40,10 @@ _ORDINARY = "the mask depends on positions or padding alone (causal, sliding, do
 _OTHER = "the scores under the mask are not scale * q @ k alone; expected softmax(scale * q @ k + masks) @ V"
 _HANDMADE = "the softmax of the masked scores is written out as exp(scores) / sum; expected torch.softmax(scores, -1)"
 _CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
+_RENORMALISED = (
+    "the weights of a softmax over more keys are masked and divided by their sum again, which is 0 / 0 where hidden scores "
+    "are far above the others; expected masks on the scores, before the softmax"
+)
 _CUT = "a hook, or a step that is neither a mask nor a scale, lies between the masked scores and their softmax"
 _LEARNED = "a tensor that is trained is added to the scores; expected masks, whose values are 0 or at most -1e4"
 _GATHERED = (
@@ -149,17 +154,19 @@ class Search:
             return self._tried(lambda recogniser: recogniser.sdpa(node), node)
         if is_softmax(node):
             return self._softmax(node)
-        if name_of(node) == _CALL:
-            self._gathered(node, len(self.misses))
+        known = len(self.misses)
+        if name_of(node) == _CALL and self._gathered(node, known):
+            found = self._picked(lambda recogniser: recogniser.sdpa(node), node, known)
+            return [] if found is None else [found]
         if is_power(node):
             self._handmade(node)
         return []
 
     def _handmade(self, node: fx.Node) -> None:
         """Reports a softmax over masked scores that is written out."""
-        masks = masked_softmax(self.view, node)
-        if masks is not None:
-            self._miss(_HANDMADE, None, node, ordinary=not masks.seen)
+        selects = masked_softmax(self.view, node)
+        if selects is not None:
+            self._miss(_HANDMADE, None, node, ordinary=not selects)
 
     def _miss(self, reason: str, value: Value | None, node: fx.Node, ordinary: bool = False) -> None:
         self.misses.append(Miss(OP, reason, value, self.view.value(node), ordinary))
@@ -184,12 +191,30 @@ class Search:
         if listed is not None and worthwhile(listed, self.values.sizes):
             return [listed]
         self.misses[known:] = missed
+        gathered = self._gathered(node, known)
+        if gathered or recogniser.gathers:
+            found = self._picked(recognise, node, known)
+            if found is not None:
+                return [found]
         self.failed.append(recogniser)
-        if not self._gathered(node, known) and not missed and recogniser.given:
+        if not gathered and not self.misses[known:] and recogniser.given:
             close = recogniser.close or [v for v in (by_choice(recogniser.given),) if v is not None]
             reason = _OTHER if recogniser.close else _THRESHOLD if close else _ORDINARY
             self._miss(reason, close[-1] if close else None, node, ordinary=not close)
         return []
+
+    def _picked(self, recognise: Callable[[Recogniser], Found], node: fx.Node, known: int) -> Found | None:
+        """Returns the attention over gathered keys at ``node``.
+
+        If there is none, its near misses replace those from ``known`` on, if it has any.
+        """
+        missed = self.misses[known:]
+        del self.misses[known:]
+        found = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True, gathered=True), recognise, node)
+        if found is not None:
+            return found
+        self.misses[known:] = self.misses[known:] or missed
+        return None
 
     def _gathered(self, node: fx.Node, known: int) -> bool:
         """Reports an attention whose keys are gathered, in place of the misses from ``known`` on.
@@ -215,7 +240,9 @@ class Search:
         try:
             found = recognise(recogniser)
             self._absorb(found)
-            if found.absorbed is not None or all(best(ref, order) is not None for ref, order in orders(found)):
+            if found.absorbed is not None or all(
+                best(ref, order, found.masks.equal) is not None for ref, order in orders(found)
+            ):
                 return found
             self._miss("q, k or v cannot be followed through their views", found.out, node)
         except Mismatch as mismatch:
@@ -243,13 +270,17 @@ class Search:
         latent = None if found.entries is None else absorption(self.view, found)
         if isinstance(latent, Absorbed):
             found.absorbed = latent
-            if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.q.value.dtype)):
+            if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.v.value.dtype)):
                 found.absorbed = None
 
     def _softmax(self, node: fx.Node) -> list[Found]:
         """Returns the attention whose weights ``node`` computes."""
         value = self.view.value(node)
         if value is None or value.func not in _SOFTMAXES:
+            return []
+        again = renormalised(self.view, value, node)
+        if again is not None and (masks := masks_of(self.view, value.args[0], again.guards)) is not None:
+            self._miss(_RENORMALISED, again.result, node, ordinary=not masks.seen)
             return []
         weights = Weights(self.view, value, node)
         known = len(self.misses)
@@ -327,20 +358,21 @@ def _rows(ref: Ref) -> list[Size]:
 
 
 def orders(one: Found) -> list[tuple[Ref, list[Var]]]:
-    """Returns q, k and v, each with its digits in order."""
+    """Returns q and k of each pair, and v, each with its digits in order."""
     lead = [*one.batch, *one.groups]
-    return [
-        (one.q, [*lead, *one.query, *one.heads, one.d]),
-        (one.k, [*lead, one.t, one.d]),
-        (one.v, [*lead, one.t, *one.feature]),
-    ]
+    asked, held = [*lead, *one.query, *one.heads], [*lead, one.t]
+    pairs = [each for p in one.pairs for each in ((p.q, [*asked, p.d]), (p.k, [*held, p.d]))]
+    return [*pairs, (one.v, [*held, *one.feature])]
 
 
-def best(ref: Ref, order: list[Var]) -> Source | None:
-    """Returns the farthest source that holds q, k or v as a plain array of digits, or None."""
+def best(ref: Ref, order: list[Var], equal: Set[frozenset[Size]] = frozenset()) -> Source | None:
+    """Returns the farthest source that holds q, k or v as a plain array of digits, or None.
+
+    ``equal``: pairs of sizes that are the same number.
+    """
     found = None
     for source in sources(ref):
-        if source.ref.value.node is not None and layout(source.ref, set(order), set()) is not None:
+        if source.ref.value.node is not None and layout(source.ref, set(order), equal) is not None:
             found = source
     return found
 
@@ -365,7 +397,9 @@ def worthwhile(one: Found, hints: Mapping[str, int]) -> bool:
     Lists that are held in tensors and are slower than dense attention are reported later, when the op is emitted.
     """
     assert one.out.node is not None
-    sizes = sizes_of(one, hints, example(one.out.node).device.type, one.q.value.dtype)
+    sizes = sizes_of(one, hints, example(one.out.node).device.type, one.v.value.dtype)
+    if one.gathered:
+        return True
     if sizes.selected is None or 4 * sizes.selected > 3 * sizes.keys:
         return False
     return any(each.selects for each in one.intervals) or not list_refusal(sizes)
@@ -376,7 +410,7 @@ def region_of(one: Found) -> set[fx.Node]:
     if one.absorbed is not None:
         stop = {value.node for value in one.absorbed.inputs}
     else:
-        stop = {s.ref.value.node for ref in (one.q, one.k, one.v) for s in sources(ref)}
+        stop = {s.ref.value.node for ref in one.refs for s in sources(ref)}
     stop |= {ref.value.node for ref in data_of(one)}
     assert one.out.node is not None
     region, todo = {one.out.node}, [one.out.node]

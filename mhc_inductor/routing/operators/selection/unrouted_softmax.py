@@ -43,8 +43,8 @@ def is_power(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and name_of(node) in _NAMES
 
 
-def masked_softmax(view: View, node: fx.Node) -> Masks | None:
-    """Returns the masks of the softmax whose exponential is ``node``.
+def masked_softmax(view: View, node: fx.Node) -> bool | None:
+    """Returns whether keys are selected from data, by masks or a gather, in the softmax whose exponential is ``node``.
 
     Returns None if the node is not part of a softmax, or if no mask is on the scores.
     """
@@ -56,7 +56,9 @@ def masked_softmax(view: View, node: fx.Node) -> Masks | None:
     if not (summed or _is_summed(view, weights)):
         return None
     guards = [(g.mask, g.want, at) for at, g in weights.known.items() if g.mask is not None]
-    return masks_of(view, behind(view, scores)[0], guards)
+    scores, _ = behind(view, scores)
+    masks = masks_of(view, scores, guards)
+    return None if masks is None else bool(masks.seen) or gathered_keys(scores) is not None
 
 
 def behind(view: View, scores: Value) -> tuple[Value, Value | None]:
@@ -149,8 +151,8 @@ def gathered_keys(scores: Value) -> Value | None:
         return None
     found = None
     with contextlib.suppress(NotOurs, Unsupported, DynamicWidth, Mismatch):
-        sides = dot(Scores(at_key(scores, -1), Masks({}, {}), [], []).ref)
-        found = next((g for side in sides[:2] if (g := gathered(side.value)) is not None), None) if sides else None
+        sides = [x for _, *each, _ in Scores(at_key(scores, -1), Masks({}, {}), [], []).products for x in each]
+        found = next((g for side in sides if (g := gathered(side.value)) is not None), None)
     return found
 
 
@@ -209,7 +211,7 @@ def masks_of(view: View, value: Value, guards: Iterable[tuple[Value, bool, Value
     sides: list[Ref] = []
     with contextlib.suppress(NotOurs, Unsupported, DynamicWidth, Mismatch):
         scores = Scores(ref, masks, [], given)
-        sides += (dot(scores.ref) or ())[:2]
+        sides += [x for _, *each, _ in scores.products for x in each]
         scores.keys()
     hidden = any(_hides(mask, ref, sides, masks) for mask in given)
     for mask, want, of in guards:
@@ -225,9 +227,7 @@ def _hides(mask: Value, ref: Ref, sides: list[Ref], masks: Masks) -> bool:
         return True
     with contextlib.suppress(Unsupported):
         return min(masks.possible(mask), default=0.0) <= -1e4
-    if len(sides) < 2:
-        return False
     # A tensor of unknown contents is a mask if it varies with the query, which K does not, and with the key.
-    q, k = map(variables_of, sides)
     own = {v for i, size in zip(ref.index[::-1], mask.shape[::-1], strict=False) if size != ONE for v in i.variables()}
-    return bool(own & (q - k)) and bool(own & (k - q))
+    pairs = zip(*(map(variables_of, each) for each in (sides[::2], sides[1::2])), strict=True)
+    return any(own & (q - k) and own & (k - q) for q, k in pairs)

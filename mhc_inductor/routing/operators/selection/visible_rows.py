@@ -12,6 +12,7 @@ from mhc_inductor.routing.graph.linear import (
     Floor,
     Key,
     Linear,
+    at_least_zero,
     atom,
     number,
     of_size,
@@ -20,6 +21,7 @@ from mhc_inductor.routing.graph.linear import (
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of, operand
 from mhc_inductor.routing.operators.selection.fills import LOWEST
+from mhc_inductor.routing.operators.selection.index_checks import PICKS
 from mhc_inductor.routing.operators.selection.keys import All, AnyOf, Compare, eliminated
 from mhc_inductor.routing.operators.selection.masks import Masks
 
@@ -91,7 +93,7 @@ def _not_empty(conj: All, t: Key) -> bool:
             return False
         lows += found[0]
         highs += found[1]
-    return all(_at_least(high.minus(low).shifted(-1)) for low in lows for high in highs)
+    return all(at_least_zero(high.minus(low).shifted(-1)) for low in lows for high in highs)
 
 
 def _bounds(x: Compare, t: Key) -> tuple[list[Linear], list[Linear]] | None:
@@ -115,27 +117,6 @@ def _bounds(x: Compare, t: Key) -> tuple[list[Linear], list[Linear]] | None:
     return None
 
 
-def _at_least(x: Linear) -> bool:
-    """Checks whether ``x``, a sum of positions, sizes and quotients, is never negative."""
-    for a, c in x.terms:
-        if isinstance(a, Floor):
-            # by * (of // by) is of minus a remainder in [0, by - 1].
-            if c % a.by:
-                return False
-            m = c // a.by
-            rest = x.plus(atom(a), -c).plus(a.of, m)
-            return _at_least(rest if m < 0 else rest.shifted(-m * (a.by - 1)))
-    total = Linear(constant=x.constant)
-    for a, c in x.terms:
-        if not isinstance(a, Var):
-            return False
-        if c < 0:
-            total = total.plus(of_size(a.size), c).shifted(-c)
-    sizes = [c for symbols, c in total.constant if symbols]
-    # A dynamic size is at least 1.
-    return all(c > 0 for c in sizes) and total.offset + sum(sizes) >= 0
-
-
 def _top(conj: All, t: Key, masks: Masks) -> bool:
     """Checks whether ``t`` is a ``topk`` pick by scores that are lowest at the keys that ``conj`` excludes."""
     picks = [x for x in conj.literals if isinstance(x, Compare) and x.value.data()]
@@ -143,10 +124,11 @@ def _top(conj: All, t: Key, masks: Masks) -> bool:
         return False
     (data,) = picks[0].value.data()
     value = data.ref.value
-    if (
-        picks[0].value not in (atom(t).minus(atom(data)), atom(data).minus(atom(t)))
-        or value.func is not aten.topk.default
-    ):
+    same = picks[0].value in (atom(t).minus(atom(data)), atom(data).minus(atom(t)))
+    wanted = conj.literals - {picks[0]}
+    if same and not wanted and value.func in PICKS and value.out == 1:
+        return True  # every pick is visible, and there is one
+    if not same or value.func is not aten.topk.default:
         return False
     scores, k, *rest = value.args
     largest = rest[1] if len(rest) > 1 else value.kwargs.get("largest", True)
@@ -155,7 +137,6 @@ def _top(conj: All, t: Key, masks: Masks) -> bool:
         return False
     if conj.bound[0] not in data.ref.index[-1].variables():
         return False
-    wanted = conj.literals - {picks[0]}
     ref = Ref(scores, (*data.ref.index[:-1], var(t)))
     return any(wanted <= c.literals and _not_empty(c, t) for c in _unmasked_scores(ref, masks))
 

@@ -11,6 +11,8 @@ import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, peel, step, whole
+from mhc_inductor.routing.graph.index import Var
+from mhc_inductor.routing.graph.linear import atom, replaced
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.operators.selection.elements import (
@@ -154,3 +156,8 @@ class Traced:
     ref: Ref
     guards: list[tuple[Ref, bool]]
     no_nan: bool
+
+    def at(self, old: Var, new: Var) -> Traced:
+        """Returns the element with another variable in place of ``old``."""
+        guards = [(replaced(ref, old, atom(new)), want) for ref, want in self.guards]
+        return Traced(replaced(self.ref, old, atom(new)), guards, self.no_nan)

@@ -1,0 +1,214 @@
+"""Context parallelism at full length: each operator on one rank, and with its sequence on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mhc_inductor as mi
+
+from .rank import Ranks, worst
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclasses.dataclass
+class Operator:
+    """An operator as one rank alone calls it, and as all ranks call it together.
+
+    ``whole`` and ``part`` are the inputs that get gradients. ``dims``: where each is split, None for a parameter, whose
+    gradients the ranks sum. ``out_dims`` is the same for the outputs; the last ones may be None: not compared.
+    """
+
+    name: str
+    alone: Callable[..., Outputs]
+    together: dict[str, Callable[..., Outputs]]
+    whole: Sequence[Tensor]
+    dims: Sequence[int | None]
+    out_dims: Sequence[int | None]
+
+    def part(self, ranks: Ranks) -> list[Tensor]:
+        """Returns this rank's inputs."""
+        return [
+            t.detach().clone() if d is None else share(t, d, ranks) for t, d in zip(self.whole, self.dims, strict=True)
+        ]
+
+
+def share(t: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """Returns this rank's run of a dimension, in memory of its own."""
+    length = t.shape[dim] // ranks.size
+    return t.detach().narrow(dim, ranks.rank * length, length).clone()
+
+
+# --- the operators ------------------------------------------------------------------------------------------
+
+
+def _normal(ranks: Ranks, *shape: int, scale: float = 1.0) -> Tensor:
+    g = torch.Generator(ranks.device).manual_seed(sum(shape))
+    dtype = torch.bfloat16 if ranks.cuda else torch.float32
+    return torch.randn(shape, generator=g, device=ranks.device, dtype=torch.float32).mul_(scale).to(dtype)
+
+
+def selection(ranks: Ranks, tokens: int) -> Operator:
+    """Causal selection of blocks, as native sparse attention's: 16 blocks of 64 keys for each of 64 heads' queries."""
+    from ..selection_cases import blocks
+    from ..selection_targets import Shape
+
+    shape = Shape("context", tokens, *((2, 2) if ranks.toy else (4, 16)))
+    shape = dataclasses.replace(shape, dim=16, block=8, picks=5) if ranks.toy else shape
+    torch.manual_seed(0)  # blocks draws from the default generator: all ranks get the same
+    ranges = mi.blocks_to_ranges(blocks(shape, "corr", ranks.device), shape.block, tokens)
+    mine = share(ranges, 1, ranks)
+    heads = (shape.groups, shape.heads)
+    q = _normal(ranks, 1, tokens, *heads, shape.dim)
+    k, v = (_normal(ranks, 1, shape.groups, tokens + i, shape.dim)[:, :, i:].contiguous() for i in (0, 1))
+
+    def joined(method: Any) -> Callable[..., Outputs]:
+        return lambda q, k, v: (mi.distributed.selection_attention(q, k, v, mine, method=method),)
+
+    return Operator(
+        "selection attention",
+        lambda q, k, v: (mi.selection_attention(q, k, v, ranges),),
+        {"all-gather": joined("gather"), "ring": joined("ring")},
+        (q, k, v),
+        (1, 2, 2),
+        (1,),
+    )
+
+
+def scan(ranks: Ranks, tokens: int) -> Operator:
+    """The E79 scan of two long sequences; states travel from rank to rank."""
+    n = 4 if ranks.toy else 32
+    kvqm = _normal(ranks, tokens, 2, 4 * n)
+
+    def joined(chunks: int) -> Callable[..., Outputs]:
+        return lambda kvqm: mi.distributed.e79_scan(kvqm, chunks=chunks)[:1]
+
+    return Operator(
+        "E79 scan",
+        lambda kvqm: mi.e79_scan(kvqm)[:1],
+        {"hand-over, 1 chunk": joined(1), "hand-over, 2 chunks": joined(2)},
+        (kvqm,),
+        (0,),
+        (0,),
+    )
+
+
+def connection(ranks: Ranks, tokens: int) -> Operator:
+    """A hyper-connection's pre and post on streams split by tokens; only gradients of parameters are summed."""
+    n, width = 4, 32 if ranks.toy else 2560
+    x = _normal(ranks, 1, tokens, n, width)
+    phi = _normal(ranks, n * n + 2 * n, n * width, scale=(n * width) ** -0.5).float()
+    alpha, bias = (_normal(ranks, size).float() for size in (3, n * n + 2 * n))
+
+    def layer(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor) -> Outputs:
+        h_in, h_post, h_res = mi.mhc_pre(x, phi, alpha, bias, sinkhorn_iters=20)
+        return (mi.mhc_post(x, h_in, h_post, h_res, transpose_res=True),)
+
+    return Operator("mHC pre and post", layer, {"by tokens": layer}, (x, phi, alpha, bias), (1, None, None, None), (1,))
+
+
+OPERATORS = {"selection": selection, "e79": scan, "mhc": connection}
+
+
+# --- measuring ----------------------------------------------------------------------------------------------
+
+
+def run(ranks: Ranks) -> dict[str, Any]:
+    """Measures one operator: equal results first, which also compile; then, alone on the machine, time and memory."""
+    op = OPERATORS[ranks.options["operator"]](ranks, ranks.options["tokens"])
+    gradients = _gradients_of(op, ranks)
+    checked = {name: _compared(op, name, gradients, ranks) for name in op.together}
+    del gradients
+    ranks.note(operator=op.name, tokens=ranks.options["tokens"], checked=checked)
+    ranks.gate()
+    rounds = ranks.options["rounds"]
+    rows = [_measured("one rank", op.alone, list(op.whole), False, rounds, ranks)]
+    mine = op.part(ranks)
+    for name, fn in op.together.items():
+        rows.append(_measured(name, fn, mine, True, rounds, ranks) | {"results": checked[name]})
+    for row in rows[1:]:
+        row["speedup"] = {what: rows[0]["ms"][what] / row["ms"][what] for what in row["ms"]}
+    return {"operator": op.name, "tokens": ranks.options["tokens"], "rows": rows}
+
+
+def _measured(
+    name: str, fn: Callable[..., Outputs], inputs: list[Tensor], everyone: bool, rounds: int, ranks: Ranks
+) -> dict[str, Any]:
+    """Returns ms and the bytes that a rank sends, forward and with the backward, and the peak of memory."""
+    import distributed_tools
+
+    def forward() -> None:
+        with torch.no_grad():
+            fn(*inputs)
+
+    up: list[Tensor] = []
+
+    def step() -> None:
+        leaves = [t.requires_grad_() for t in (i.detach() for i in inputs)]
+        outs = fn(*leaves)
+        if not up:
+            up.extend(torch.ones_like(o) for o in outs)
+        torch.autograd.backward(list(outs), up)
+
+    calls = {"forward": forward, "forward + backward": step}
+    row: dict[str, Any] = {"variant": name, "sent_bytes": {}, "peak_mb": {}}
+    row["ms"] = {what: ranks.milliseconds(call, rounds, everyone) for what, call in calls.items()}
+    for what, call in calls.items():
+        sent, peak = 0, None
+        if everyone or ranks.rank == 0:
+            with distributed_tools.counted_bytes() as counted:
+                peak = ranks.peak_mb(call)
+            sent = counted[0]
+        every = ranks.everywhere((sent, peak))
+        row["sent_bytes"][what] = max(s for s, _ in every)
+        row["peak_mb"][what] = max((p for _, p in every if p is not None), default=None)
+    return row
+
+
+def _gradients_of(op: Operator, ranks: Ranks) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns outputs and gradients of the operator on one rank; every rank computes them."""
+    leaves = [t.detach().requires_grad_() for t in op.whole]
+    outs = op.alone(*leaves)
+    torch.autograd.backward(list(outs), [_upstream(o) for o in outs])
+    return [o.detach() for o in outs], [t.grad for t in leaves if t.grad is not None]
+
+
+def _upstream(out: Tensor) -> Tensor:
+    """Returns a gradient that depends on the last dimension only, so that every rank makes its part of it."""
+    return torch.linspace(0.5, 1.5, out.shape[-1], device=out.device).to(out.dtype).expand_as(out).contiguous()
+
+
+def _compared(op: Operator, name: str, whole: tuple[list[Tensor], list[Tensor]], ranks: Ranks) -> dict[str, Any]:
+    """Returns whether outputs have the bits of one rank's, and the relative errors of outputs and gradients."""
+    leaves = [t.requires_grad_() for t in op.part(ranks)]
+    outs = op.together[name](*leaves)
+    torch.autograd.backward(list(outs), [_upstream(o) for o in outs])
+    bits, errors = True, []
+    for out, want, dim in zip(outs, whole[0], op.out_dims, strict=True):
+        bits = bits and torch.equal(out, share(want, dim or 0, ranks))
+        errors.append(_error(out, share(want, dim or 0, ranks)))
+    grads = []
+    for leaf, want, dim in zip(leaves, whole[1], op.dims, strict=True):
+        grad = leaf.grad
+        assert grad is not None
+        if dim is None:
+            grad = grad.clone()
+            dist.all_reduce(grad)
+        grads.append(_error(grad, want if dim is None else share(want, dim, ranks)))
+    every = ranks.everywhere((bits, worst(errors), worst(grads)))
+    return {
+        "equal_bits": all(b for b, _, _ in every),
+        "output_error": worst(e for _, e, _ in every),
+        "gradient_error": worst(g for _, _, g in every),
+    }
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    got, want = got.detach().float(), want.detach().float()
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))

@@ -1,0 +1,175 @@
+"""Training on several ranks: losses against one rank's, and weak scaling."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import model as models
+from .model import Size
+from .rank import Ranks, worst
+
+BAR, BAR_RANKS = 0.93, 4
+"""Weak scaling: a rank's speed as a share of one rank's alone, on this many ranks."""
+ALLOWED = {True: 5e-3, False: 1e-5}
+"""Largest relative difference of losses by whether the streams are bf16, whose products round by their size."""
+
+
+# --- losses -------------------------------------------------------------------------------------------------
+
+
+def losses(ranks: Ranks) -> dict[str, Any]:
+    """Trains on every rank's batches in one process, with FSDP2 and with DDP in many buckets; compares the losses."""
+    deterministic()
+    size = Size(**ranks.options["size"])
+    found: dict[str, Any] = {"size": dataclasses.asdict(size), "allowed": ALLOWED[ranks.cuda], "variants": {}}
+    for name, run in {"one rank": _alone, "FSDP2": _fsdp, "DDP": _ddp}.items():
+        torch._dynamo.reset()
+        before = _counters()
+        values = run(size, ranks)
+        row = {
+            "losses": values,
+            "counters": {k: v - before.get(k, 0) for k, v in _counters().items() if v != before.get(k)},
+        }
+        if name == "DDP":
+            row["graphs"] = _GRAPHS[-1]
+        found["variants"][name] = row
+        ranks.free()
+        ranks.note(**found)
+    want = found["variants"]["one rank"]["losses"]
+    for row in found["variants"].values():
+        pairs = list(zip(row["losses"], want, strict=True))
+        row["difference"] = worst(abs(a - b) / b for a, b in pairs)
+        row["equal_bits"] = sum(a == b for a, b in pairs)
+        row["routed"] = all(row["counters"].get(f"routed {op}", 0) > 0 for op in ("mhc_pre", "mhc_post"))
+    return found
+
+
+def deterministic() -> None:
+    """Makes runs comparable: the backward of flash attention adds in any order otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+_GRAPHS: list[int] = []
+
+
+def _counters() -> dict[str, int]:
+    import mhc_inductor
+
+    return {k: v for k, v in mhc_inductor.counters().items() if k.startswith(("routed", "fused", "near"))}
+
+
+def _alone(size: Size, ranks: Ranks) -> list[float]:
+    """Trains one model on the batches of all ranks, one after the other, each in a call of its own."""
+    model = models.by_layer(models.built(size, ranks), ranks)
+    optimizer, values = models.optimizer_of(model), []
+    streams = [models.batches(size, ranks, rank) for rank in range(ranks.size)]
+    for _ in range(ranks.options["steps"]):
+        total = 0.0
+        for stream in streams:
+            loss = models.loss_of(model, next(stream)) / ranks.size
+            loss.backward()
+            total += loss.detach().double().item()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(total)
+    return values
+
+
+def _parallel(call: Any, model: nn.Module, size: Size, ranks: Ranks) -> list[float]:
+    optimizer, values = models.optimizer_of(model), []
+    stream = models.batches(size, ranks, ranks.rank)
+    for _ in range(ranks.options["steps"]):
+        loss = models.loss_of(call, next(stream))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        shares = ranks.everywhere((loss.detach() / ranks.size).double().item())
+        values.append(sum(shares))
+    return values
+
+
+def _fsdp(size: Size, ranks: Ranks) -> list[float]:
+    model = models.fully_sharded(models.built(size, ranks), ranks)
+    return _parallel(model, model, size, ranks)
+
+
+def _ddp(size: Size, ranks: Ranks) -> list[float]:
+    """Compiles the whole DDP model, which Dynamo splits at the buckets."""
+    dist._DEFAULT_FIRST_BUCKET_BYTES = ranks.options["bucket"]  # type: ignore[attr-defined]
+    devices = [ranks.device] if ranks.cuda else None
+    model = models.built(size, ranks)
+    ddp = nn.parallel.DistributedDataParallel(model, devices, bucket_cap_mb=ranks.options["bucket"] / 2**20)
+    _GRAPHS.append(0)
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        return _parallel(torch.compile(ddp, backend=_counting(models.backend(ranks))), ddp, size, ranks)
+
+
+def _counting(backend: Any) -> Callable[..., Any]:
+    """Returns a backend that counts the graphs which it gets: one a bucket."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compiled = lookup_backend(backend) if isinstance(backend, str) else backend
+
+    def counted(gm: Any, inputs: Any) -> Any:
+        _GRAPHS[-1] += 1
+        return compiled(gm, inputs)
+
+    return counted
+
+
+# --- weak scaling -------------------------------------------------------------------------------------------
+
+
+def scaling(ranks: Ranks) -> dict[str, Any]:
+    """Measures steps of equal size a rank: the first rank alone, all ranks with FSDP2, and all with DDP by layers.
+
+    A step is forward, backward and AdamW. Every variant has its own model; all layers are compiled with the plugin.
+    """
+    size = Size(**ranks.options["size"])
+    plain = models.by_layer(models.built(size, ranks), ranks)
+    sharded = models.fully_sharded(models.built(size, ranks), ranks)
+    devices = [ranks.device] if ranks.cuda else None
+    ddp = nn.parallel.DistributedDataParallel(
+        models.by_layer(models.built(size, ranks), ranks), devices, gradient_as_bucket_view=True
+    )
+    steps = {name: _step(m, size, ranks) for name, m in {"plain": plain, "FSDP2": sharded, "DDP": ddp}.items()}
+    for step in steps.values():
+        for _ in range(2):
+            step()
+        ranks.free()
+    parameters = sum(p.numel() for p in plain.parameters())
+    row: dict[str, Any] = {"size": dataclasses.asdict(size), "parameters": parameters, "counters": _counters()}
+    ranks.note(**row)
+    ranks.gate()
+    rounds = ranks.options["rounds"]
+    times = {
+        "one rank": ranks.milliseconds(steps["plain"], rounds, everyone=False),
+        "all ranks, no messages": ranks.milliseconds(steps["plain"], rounds),
+        "FSDP2": ranks.milliseconds(steps["FSDP2"], rounds),
+        "DDP": ranks.milliseconds(steps["DDP"], rounds),
+    }
+    peaks = {name: ranks.peak_mb(steps[name]) for name in ("plain", "FSDP2", "DDP")}
+    return {**row, "rows": [_speed(name, t, times["one rank"], size) for name, t in times.items()], "peak_mb": peaks}
+
+
+def _step(model: nn.Module, size: Size, ranks: Ranks) -> Callable[[], None]:
+    optimizer, stream = models.optimizer_of(model), models.batches(size, ranks, ranks.rank)
+    batch = next(stream)  # the speed does not depend on the text
+
+    def step() -> None:
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _speed(name: str, ms: float | None, alone: float | None, size: Size) -> dict[str, Any]:
+    assert ms is not None and alone is not None
+    return {"variant": name, "median_ms": ms, "tokens_a_second_a_rank": 1e3 * size.tokens / ms, "ratio": alone / ms}

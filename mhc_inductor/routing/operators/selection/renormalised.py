@@ -1,0 +1,97 @@
+"""Finds weights of a softmax that are masked and divided by their sum again: another formula than masked scores.
+
+Both agree where the softmax leaves something for the visible keys. Where hidden scores are so far above the others that
+the visible weights are rounded to 0, this formula gives 0 / 0 or loses its digits, and masked scores do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from mhc_inductor.routing.graph.expressions import aten
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operators.index.formula import has_product
+from mhc_inductor.routing.operators.selection.elements import ADD, MULTIPLY, SHOWN, SUMS, constant_of
+from mhc_inductor.routing.operators.selection.operands import DIVIDE
+from mhc_inductor.routing.operators.selection.weights import REACH, guarded, shows
+
+_LIFTS = (*ADD, aten.clamp_min.default, aten.clamp.default, aten.maximum.default)
+"""Ops that keep a sum from being 0, with a number as their second operand."""
+_NORMS = {*SUMS, aten.linalg_vector_norm.default}
+
+
+@dataclasses.dataclass
+class Renormalised:
+    """``result``: the weights after the division. ``guards``: each mask, the truth value that keeps, and its result."""
+
+    result: Value
+    guards: list[tuple[Value, bool, Value]]
+
+
+def renormalised(view: View, softmax: Value, node: fx.Node) -> Renormalised | None:
+    """Returns how the weights of an attention are masked and divided by their sum, None if they are not.
+
+    Scores are products of tensors: the choice of a router, which multiplies by a parameter, is none.
+    """
+    if not has_product(softmax.args[0]):
+        return None
+    known: dict[Value, None] = {softmax: None}
+    guards: list[tuple[Value, bool, Value]] = []
+    found: list[Value] = []
+
+    def passes(user: fx.Node) -> bool:
+        value = view.value(user)
+        if value is None or found:
+            return False
+        mask = _masked(value, known)
+        if mask is not None:
+            guards.append((*mask, value))
+        if mask is not None or shows(value, known):
+            known[value] = None
+            return True
+        divided = (v for v in _within(value) if v.func in DIVIDE and v.args[0] in known)
+        found.extend(value for v in divided if _is_sum(v.args[1], known))
+        return value.func in _NORMS or value.func in _LIFTS
+
+    view.descendants([node], passes, REACH)
+    return Renormalised(found[0], guards) if found and guards else None
+
+
+def _within(value: Value) -> list[Value]:
+    """Returns a value and the operands of its call that no graph node produced: a call may consist of several ops."""
+    met = [value]
+    for at in met[:REACH]:
+        met += [a for a in at.args if isinstance(a, Value) and a.node is None]
+    return met
+
+
+def _masked(value: Value, known: dict[Value, None]) -> tuple[Value, bool] | None:
+    """Returns the tensor that weights are multiplied by or masked with, and the truth value that keeps them."""
+    guard = guarded(value, known)
+    if guard is not None:
+        return None if guard.mask is None else (guard.mask, guard.want)
+    if value.func not in MULTIPLY:
+        return None
+    for a, b in (value.args[:2], value.args[1::-1]):
+        if a in known and isinstance(b, Value) and b not in known and b.shape[-1:] == value.shape[-1:]:
+            return b, True
+    return None
+
+
+def _is_sum(value: object, known: dict[Value, None]) -> bool:
+    """Checks whether a divisor is the sum of the weights, whatever keeps it from being 0."""
+    summed = False
+    for _ in range(REACH):
+        if not isinstance(value, Value) or value.func is None:
+            return False
+        if value in known:
+            return summed
+        summed = summed or value.func in _NORMS
+        lifted = value.func in _LIFTS and constant_of(value.args[1]) is not None
+        if not lifted and value.func not in (*SHOWN, *_NORMS, aten.abs.default):
+            return False
+        value = value.args[0]
+    return False

@@ -1,0 +1,140 @@
+"""Checks of compiled formulas on DTensors: which are routed, and which stay as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.sharded_tools import compiled as _compiled
+from tests.sharded_tools import error, trained
+
+
+def formulas_on_dtensors_are_routed(mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.utils.checkpoint import checkpoint
+
+    from tests.laws import block, mhc_leaves
+
+    names = list(mhc_leaves())
+
+    def layer(*tensors: Tensor) -> Tensor:
+        p = dict(zip(names, tensors, strict=True))
+        return block(p["x"], p)
+
+    for count, placement in ((5, Shard(0)), (6, Replicate())):
+        leaves = mhc_leaves(tokens=count)
+        args = [distribute_tensor(t, mesh, [placement if k == "x" else Replicate()]) for k, t in leaves.items()]
+        compiled, seen = _compiled(layer)
+        got, want = trained(compiled, args), trained(layer, list(leaves.values()))
+        assert max(map(error, got, want)) < 1e-12
+        assert seen.ops == {"mhc_pre": 1, "mhc_post": 1} and not seen.near and not seen.report.problems, seen
+    compiled, seen = _compiled(lambda *tensors: checkpoint(layer, *tensors, use_reentrant=False))
+    assert max(map(error, trained(compiled, args), want)) < 1e-12
+    assert seen.ops == {"mhc_pre": 1, "mhc_post": 1} and not seen.report.problems, seen
+
+
+def other_placements_of_results_stay_the_formulas(mesh: Any) -> None:
+    """Streams sharded along n: the op would gather them, the formula's results are partial sums, so it is kept."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from tests.laws import block, mhc_leaves
+
+    leaves = mhc_leaves()
+    given = {k: distribute_tensor(t, mesh, [Shard(1) if k == "x" else Replicate()]) for k, t in leaves.items()}
+    compiled, seen = _compiled(lambda p: block(p["x"], p))
+    with torch.no_grad():
+        got, want = compiled(given), block(given["x"], given)
+    assert got.placements == want.placements and error(got.full_tensor(), want.full_tensor()) < 1e-12
+    assert not seen.ops and not seen.report.problems
+    assert "the op's result would be (Replicate(),) where the formula's is" in seen.near["mhc_pre"], seen.near
+
+
+def local_tensors_in_a_formula_are_followed(mesh: Any) -> None:
+    """A look at, then a write to, the local tensor of the streams in the middle of a formula that reads them later."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from tests.laws import block, mhc_leaves
+
+    whole = {k: distribute_tensor(t, mesh, [Replicate()]) for k, t in mhc_leaves().items()}
+
+    def model(x: Tensor, write: bool) -> tuple[Tensor, Tensor]:
+        streams, seen = x * 1, []
+
+        def touch(t: Tensor) -> Tensor:
+            local = streams.redistribute(placements=[Shard(0)]).to_local()
+            seen.append(local.mul_(2).sum() if write else local.sum())
+            return t
+
+        return block(streams, whole, {"h_pre": touch}), seen[0]
+
+    x = distribute_tensor(mhc_leaves()["x"], mesh, [Shard(0)])
+    for write in (False, True):
+        compiled, seen = _compiled(lambda x, write=write: model(x, write))
+        with torch.no_grad():
+            got, want = compiled(x), model(x, write)
+        assert error(got[0].full_tensor(), want[0].full_tensor()) < 1e-12 and error(got[1], want[1]) < 1e-12
+        assert seen.ops["mhc_pre"] == (not write) and bool(seen.near) == write, (write, seen.ops, seen.near)
+        assert not seen.report.problems, seen.report.problems
+
+
+def explain_verifies_formulas_on_dtensors(mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import mhc_inductor as mi
+    from tests.laws import block, mhc_leaves
+
+    given = {k: distribute_tensor(t, mesh, [Shard(0) if k == "x" else Replicate()]) for k, t in mhc_leaves().items()}
+    report = mi.explain(lambda p: block(p["x"], p), given, verify=True)
+    assert [(r.op, r.error is not None and r.error < 1e-9) for r in report.routed] == [
+        ("mhc_pre", True),
+        ("mhc_post", True),
+    ], report
+
+
+def a_recurrence_on_dtensors_is_routed(mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from tests.laws import e79, e79_leaves
+
+    names = list(e79_leaves())
+
+    def scan(*tensors: Tensor) -> Any:
+        outs, S, M = e79(dict(zip(names, tensors, strict=True)))
+        return torch.stack(outs), S, M
+
+    leaves = e79_leaves(batch=3)
+    split = {"kvqm": Shard(1), "S": Shard(0), "M": Shard(0)}
+    args = [distribute_tensor(t, mesh, [split.get(k, Replicate())]) for k, t in leaves.items()]
+    compiled, seen = _compiled(scan)
+    assert max(map(error, trained(compiled, args), trained(scan, list(leaves.values())))) < 1e-12
+    assert seen.ops["e79_scan"] == 1 and not seen.report.problems, (seen.ops, seen.near, seen.report.problems)
+
+
+def local_tensors_and_redistribution_are_kept(mesh: Any) -> None:
+    """Formulas between from_local, redistribute and to_local, and a write to the local tensor of their input."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    from tests.laws import block, mhc_leaves
+
+    leaves = mhc_leaves(tokens=6)
+    whole = {k: distribute_tensor(t, mesh, [Replicate()]) for k, t in leaves.items()}
+
+    def model(x: Tensor, write: bool) -> tuple[Tensor, Tensor]:
+        streams = DTensor.from_local(x * 1, mesh, [Shard(0)], run_check=False)
+        y = block(streams, {**whole, "x": streams})
+        if write:
+            streams.to_local().mul_(2)
+        z = block(y.redistribute(placements=[Replicate()]), whole)
+        return y.to_local(), (z + streams).full_tensor()
+
+    mine = leaves["x"].chunk(mesh.size())[mesh.get_local_rank()]
+    for write in (False, True):
+        compiled, seen = _compiled(lambda x, write=write: model(x, write))
+        with torch.no_grad():
+            got, want = compiled(mine), model(mine, write)
+        assert all(map(torch.equal, [got[0].isfinite()], [want[0].isfinite()]))
+        assert max(map(error, got, want)) < 1e-12, write
+        assert not seen.report.problems, seen.report.problems
+        assert seen.ops["mhc_pre"] == 2, (write, seen.ops, seen.near)

@@ -1,0 +1,235 @@
+"""Sinkhorn iterations in an autograd.Function: looked through where the backward is the derivative of the forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mhc_inductor.routing.operators.mhc import own_backward
+from tests.capture import Captured, difference, eager, run
+from tests.reference_models_mhc import ITERS, WIDTH, N, P, around, parameters
+from tests.test_routing_mhc_laws import reasons
+
+EPS = 1e-6
+LOOKED_THROUGH = {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1}
+OWN = "of an autograd.Function whose backward is their derivative"
+DIFFERS = "mhc_sinkhorn: the backward of this autograd.Function is not the derivative of its forward: run in fp64, "
+Fn = Callable[..., Any]
+
+
+def steps(form: str, logits: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
+    """Yields (matrix, sums, divisor, dim) after each division."""
+    m = logits.softmax(-1) + EPS if form == "softmax" else torch.exp(logits - logits.amax(-1, keepdim=True))
+    for dim in [-2, *[-1, -2] * (ITERS - 1)] if form == "softmax" else [-1, -2] * ITERS:
+        sums = m.sum(dim, keepdim=True)
+        divisor = sums + EPS if form == "softmax" else sums.clamp(min=EPS)
+        m = m / divisor
+        yield m, sums, divisor, dim
+
+
+def iterations(form: str, logits: Tensor) -> Tensor:
+    return [m for m, *_ in steps(form, logits)][-1]
+
+
+def by_hand(form: str, logits: Tensor, grad: Tensor) -> Tensor:
+    """Returns the gradient by the closed form of each step."""
+    for m, sums, divisor, dim in reversed([*steps(form, logits)]):
+        inner = (grad * m).sum(dim, keepdim=True)
+        grad = (grad - (inner if form == "softmax" else torch.where(sums >= EPS, inner, 0.0))) / divisor
+    if form == "exp":
+        return grad * torch.exp(logits - logits.amax(-1, keepdim=True))
+    p = logits.softmax(-1)
+    return p * (grad - (grad * p).sum(-1, keepdim=True))
+
+
+def by_autograd(form: str, logits: Tensor, grad: Tensor) -> Tensor:
+    with torch.enable_grad():
+        again = logits.detach().requires_grad_(True)
+        return torch.autograd.grad(iterations(form, again), again, grad)[0]
+
+
+def by_backward(form: str, logits: Tensor, grad: Tensor) -> Tensor:
+    """Megatron-LM's: runs the iterations again, and their backward."""
+    with torch.enable_grad():
+        again = logits.detach().requires_grad_(True)
+        iterations(form, again).backward(grad)
+    assert again.grad is not None
+    return again.grad
+
+
+def function(backward: Callable[[str, Tensor, Tensor], Tensor], form: str, wide: bool = False) -> Fn:
+    """Returns the ``apply`` of a Function of the iterations with this backward."""
+
+    class Balanced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor) -> Tensor:
+            ctx.save_for_backward(logits)
+            return iterations(form, logits.float()).to(logits.dtype) if wide else iterations(form, logits)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            (logits,) = ctx.saved_tensors
+            if wide:
+                return backward(form, logits.float(), grad.float()).to(logits.dtype)
+            return backward(form, logits, grad)
+
+    return Balanced.apply
+
+
+def both(fn: Fn, p: P, lead: tuple[int, ...] = (2, 3), symbolic: Any = (), within: float = 1e-5) -> Captured:
+    """Runs ``fn`` routed and eagerly, and asserts equal values and gradients."""
+    x = torch.randn(*lead, N, WIDTH, generator=torch.Generator().manual_seed(3))
+    got = run(fn, (x,), list(p.items()), dynamic=None, symbolic=symbolic)
+    plain = eager(fn, (x,), list(p.items()))
+    assert not got.report.problems and difference(got, plain) < within
+    assert {k for k, g in got.grads.items() if g is None} == {k for k, g in plain.grads.items() if g is None}
+    return got
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("form", ["softmax", "exp"])
+def test_a_derivative_written_by_hand(form: str, dynamic: bool) -> None:
+    p, balanced = parameters(), function(by_hand, form)
+    got = both(lambda x: around(x, p, balanced), p, symbolic=(0, 1) if dynamic else ())
+    assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
+    assert [r.op for r in got.report.routed if r.detail.endswith(OWN)] == ["mhc_sinkhorn"]
+    assert not got.report.near_misses and "autograd_function_apply" not in str(got.graphs[0].graph)
+
+
+@pytest.mark.skipif(not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="Dynamo breaks the graph there")
+@pytest.mark.parametrize("backward", [by_autograd, by_backward])
+def test_a_backward_that_runs_the_iterations_again(backward: Fn) -> None:
+    """Megatron's, where Dynamo traces it: then all leaf tensors are arguments of the Function's call."""
+    p, balanced = parameters(), function(backward, "softmax")
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        got = both(lambda x: around(x, p, balanced), p)
+    assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
+    assert not got.report.near_misses
+
+
+def test_a_backward_that_breaks_the_graph_stays_right() -> None:
+    p, balanced = parameters(), function(by_backward, "softmax")
+    got = both(lambda x: around(x, p, balanced), p)
+    assert got.ops["mhc_pre"] == got.ops["mhc_post"] == 1
+
+
+def test_wider_arithmetic_inside_and_the_transpose() -> None:
+    """Checks bf16 logits that the Function computes in fp32, and iterations that begin with columns."""
+    p, balanced = parameters(), function(by_hand, "exp", wide=True)
+    got = both(lambda x: around(x, p, lambda m: balanced(m.bfloat16()).float()), p, within=2e-2)
+    assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
+
+    class Turned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor) -> Tensor:
+            ctx.save_for_backward(logits)
+            m = torch.exp(logits - logits.amax(-2, keepdim=True))
+            for dim in [-2, -1] * ITERS:
+                m = m / m.sum(dim, keepdim=True).clamp(min=EPS)
+            return m
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            (logits,) = ctx.saved_tensors
+            return by_hand("exp", logits.transpose(-1, -2), grad.transpose(-1, -2)).transpose(-1, -2)
+
+    got = both(lambda x: around(x, p, Turned.apply), p)
+    assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
+
+
+def test_layers_are_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, balanced, calls = parameters(), function(by_hand, "softmax"), list[object]()
+    proof = own_backward._difference
+    monkeypatch.setattr(own_backward, "_difference", lambda f: (calls.append(f), proof(f))[1])
+    got = both(lambda x: around(around(x, p, balanced), p, balanced), p)
+    assert dict(got.ops) == {k: 2 * n for k, n in LOOKED_THROUGH.items()} and len(calls) == 1
+
+
+def _constant_sums(form: str, logits: Tensor, grad: Tensor) -> Tensor:
+    for *_, divisor, _ in reversed([*steps(form, logits)]):
+        grad = grad / divisor
+    p = logits.softmax(-1)
+    return p * (grad - (grad * p).sum(-1, keepdim=True))
+
+
+def _last_step_only(form: str, logits: Tensor, grad: Tensor) -> Tensor:
+    m, _, divisor, dim = [*steps(form, logits)][-1]
+    return (grad - (grad * m).sum(dim, keepdim=True)) / divisor
+
+
+def _without_clamp(form: str, logits: Tensor, grad: Tensor) -> Tensor:
+    """Differs only where a sum is below eps."""
+    for m, _, divisor, dim in reversed([*steps(form, logits)]):
+        grad = (grad - (grad * m).sum(dim, keepdim=True)) / divisor
+    return grad * torch.exp(logits - logits.amax(-1, keepdim=True))
+
+
+WRONG: dict[str, tuple[str, Callable[[str, Tensor, Tensor], Tensor]]] = {
+    "straight through": ("softmax", lambda form, logits, grad: grad),
+    "sums as constants": ("softmax", _constant_sums),
+    "the last step only": ("softmax", _last_step_only),
+    "no clamp": ("exp", _without_clamp),
+    "twice": ("softmax", lambda *a: 2 * by_hand(*a)),
+    "almost": ("softmax", lambda *a: (1 + 1e-7) * by_hand(*a)),
+    "clipped": ("softmax", lambda form, logits, grad: by_hand(form, logits, grad.clamp(-100.0, 100.0))),
+    "small ones dropped": (
+        "softmax",
+        lambda form, logits, grad: torch.where(grad.abs() < 1e-5, 0.0, by_hand(form, logits, grad)),
+    ),
+    "no NaN": ("softmax", lambda *a: by_hand(*a).nan_to_num()),
+    "not of large logits": ("exp", lambda form, logits, grad: by_hand(form, logits, grad) * (logits.abs() < 80)),
+    "transposed": ("softmax", lambda *a: by_hand(*a).mT),
+}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_another_backward_stays_and_is_named(name: str) -> None:
+    """The forward's iterations are the op inside the Function; its gradient is the model's."""
+    p = parameters()
+    form, backward = WRONG[name]
+    got = both(functools.partial(around, p=p, matrix=function(backward, form)), p)
+    assert reasons(got)[0].startswith(DIFFERS + "gradients differ by "), reasons(got)
+    assert not [r for r in got.report.routed if r.detail.endswith(OWN)]
+    assert "autograd_function_apply" in str(got.graphs[0].graph)
+
+
+def test_a_backward_that_cannot_be_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> object:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(own_backward, "_run", broken)
+    p = parameters()
+    got = both(functools.partial(around, p=p, matrix=function(by_hand, "softmax")), p)
+    assert "could not be compared with the derivative of its forward: RuntimeError: out of order" in reasons(got)[0]
+    assert "autograd_function_apply" in str(got.graphs[0].graph)
+
+
+def test_compiled_with_gradients() -> None:
+    balanced = function(by_hand, "softmax")
+    logits = torch.randn(5, N, N, requires_grad=True)
+
+    def results(fn: Fn) -> list[Tensor]:
+        out = fn(logits)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), [logits])]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda t: balanced(t), backend="mhc_inductor", fullgraph=True)
+    for a, b in zip(results(compiled), results(balanced), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_many_tokens_are_proved_on_fewer_or_where_the_size_is_in_the_body_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(own_backward, "_ELEMENTS", 64)
+    p, shapes, run_on = parameters(), list[object](), own_backward._data
+    monkeypatch.setattr(own_backward, "_data", lambda shape: (shapes.append(tuple(shape)), run_on(shape))[1])
+    for backward in (by_hand, lambda form, logits, grad: by_hand(form, logits, grad.reshape(2, 3, N, N))):
+        got = both(functools.partial(around, p=p, matrix=function(backward, "softmax")), p)
+        assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
+    assert shapes == [(1, 3, N, N), (1, 3, N, N), (2, 3, N, N)]

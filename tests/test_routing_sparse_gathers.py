@@ -1,0 +1,392 @@
+"""Attention over gathered keys, as inference references and single files write it: routed where no key counts twice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mhc_inductor.options import RoutingOptions
+from mhc_inductor.routing.operators.selection import profit
+from tests.capture import difference, eager, not_worse, reasons, run
+
+B, S, H, D, K, W, RATIO = 2, 13, 3, 8, 4, 3, 2
+N = S // RATIO
+INF = float("inf")
+LISTS = torch.ops.mhc_inductor.selection_list_attention.default
+Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of q [B, S, H, D], keys [B, S, D], values [B, S, D], index scores [B, S, S] and sinks [H]."""
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    g = torch.Generator().manual_seed(2)
+    shapes = ((B, S, H, D), (B, S, D), (B, S, D), (B, S, S), (H,))
+    return [torch.randn(*shape, generator=g).to(dtype) for shape in shapes]
+
+
+def rows() -> Tensor:
+    return torch.arange(S)[:, None]
+
+
+def causal(scores: Tensor) -> Tensor:
+    return scores + torch.full((S, S), -INF).triu(1)
+
+
+def rows_of(kv: Tensor, at: Tensor) -> Tensor:
+    """Keys [B, S, K, D] by indexing with the batch."""
+    return kv[torch.arange(kv.shape[0])[:, None, None], at]
+
+
+def gather_of(kv: Tensor, at: Tensor) -> Tensor:
+    """The same by ``gather`` on an expanded tensor."""
+    places = at.unsqueeze(-1).expand(-1, -1, -1, kv.shape[-1])
+    return torch.gather(kv.unsqueeze(1).expand(-1, at.shape[1], -1, -1), 2, places)
+
+
+def select_of(kv: Tensor, at: Tensor) -> Tensor:
+    """The same by one ``index_select`` a sequence, as the reference of FlashMLA does."""
+    return torch.stack([x.index_select(0, i.flatten()).view(*i.shape, -1) for x, i in zip(kv, at, strict=True)])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, sink: Tensor | None = None) -> Tensor:
+    """Attends to gathered keys [B, S, K, D] that are kept [B, S, K]."""
+    scores = torch.einsum("bshd,bskd->bshk", q, k) * 0.4
+    if keep is not None:
+        scores = scores.masked_fill(~keep.unsqueeze(2), -INF)
+    if sink is not None:
+        scores = torch.cat([scores, sink.view(1, 1, -1, 1).expand(*scores.shape[:3], 1)], -1)
+        return torch.einsum("bshk,bskd->bshd", scores.softmax(-1)[..., :-1], v)
+    return torch.einsum("bshk,bskd->bshd", scores.softmax(-1), v)
+
+
+def chosen(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K).indices
+    return attend(q, rows_of(k, at), rows_of(v, at), at <= rows())
+
+
+def latent(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K)[1]
+    at = torch.where(at > rows(), -1, at)
+    kv = gather_of(k, at.clamp(min=0))
+    return attend(q, kv, kv[..., : D // 2], at != -1)
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    best, at = causal(x).topk(K)
+    at = at.masked_fill(best == -INF, -1).int()
+    kv = gather_of(k, at.clamp(0, S - 1).long())
+    return attend(q, kv, kv, at.ge(0), sink)
+
+
+def wrapped(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    best, at = causal(x).topk(K)
+    at = torch.where(best > -INF, at, -1)
+    return attend(q, rows_of(k, at), rows_of(v, at), at >= 0, sink)
+
+
+def best_sorted(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = x.argsort(-1, descending=True)[..., :K]
+    return attend(q, rows_of(k, at), rows_of(v, at))
+
+
+def in_two_parts(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K).indices
+    kv, pe = gather_of(k, at), rows_of(v, at)
+    scores = torch.einsum("bshd,bskd->bshk", q, kv) + torch.einsum("bshd,bskd->bshk", q.sin(), pe)
+    scores = scores.masked_fill((at > rows()).unsqueeze(2), -INF)
+    return torch.einsum("bshk,bskd->bshd", scores.softmax(-1), kv)
+
+
+def heads_apart(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    place = x.topk(K).indices[:, None, :, :, None].expand(-1, H, -1, -1, D)
+    k, v = (torch.stack([t, t.sin(), t.cos()], 1) for t in (k, v))
+    keys, values = (t[:, :, None].expand(-1, -1, S, -1, -1).gather(3, place) for t in (k, v))
+    weights = torch.einsum("bshd,bhskd->bhsk", q, keys).softmax(-1)
+    return torch.einsum("bhsk,bhskd->bshd", weights, values)
+
+
+def compressed(k: Tensor) -> Tensor:
+    """One key for every RATIO."""
+    return k[:, : N * RATIO].unflatten(1, (N, RATIO)).mean(2)
+
+
+def window(length: int) -> Tensor:
+    """Indices [S, W] of the last keys, -1 before the first one: those of DeepSeek-V4's reference."""
+    base = torch.arange(length).unsqueeze(1)
+    matrix = (base - W + 1).clamp(0) + torch.arange(min(length, W))
+    return torch.where(matrix > base, -1, matrix)
+
+
+def windows_and_choice(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    scores = x[..., :N]
+    hidden = torch.arange(N).repeat(S, 1) >= torch.arange(1, S + 1).unsqueeze(1) // RATIO
+    more = (scores + torch.where(hidden, -INF, 0)).topk(K, dim=-1)[1]
+    more = torch.where(more >= torch.arange(1, S + 1).unsqueeze(1) // RATIO, -1, more + S)
+    at = torch.cat([window(S).unsqueeze(0).expand(k.shape[0], -1, -1), more], -1).int()
+    kv = gather_of(torch.cat([k, compressed(k)], 1), at.clamp(min=0).long())
+    return attend(q, kv, kv, at != -1, sink)
+
+
+def windows_and_prefix(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    more = torch.arange(N).repeat(S, 1)
+    more = torch.where(more >= torch.arange(1, S + 1).unsqueeze(1) // RATIO, -1, more + S)
+    at = torch.cat([window(S), more], -1).unsqueeze(0).expand(k.shape[0], -1, -1)
+    kv = gather_of(torch.cat([k, compressed(k)], 1), at.clamp(min=0))
+    return attend(q, kv, kv, at != -1, sink)
+
+
+def flashmla(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    """One sequence, as in FlashMLA's reference: invalid indices are replaced by 0, and the product is a matmul."""
+    at, q, kv = causal(x[0]).topk(K)[1], q[0], k[0]
+    at = at.masked_fill(at > rows(), -1)
+    invalid = (at < 0) | (at >= S)
+    at = at.masked_fill(invalid, 0)
+    kv = kv.index_select(0, at.flatten()).reshape(S, K, D)
+    scores = (q @ kv.transpose(1, 2) * 0.3).masked_fill(invalid.unsqueeze(1), -INF)
+    return scores.softmax(-1) @ kv[..., : D // 2]
+
+
+def flat(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K)[1]
+    places = (at + torch.arange(B)[:, None, None] * S).view(-1)
+    return attend(q, k.reshape(-1, D)[places].view(B, S, K, D), v.flatten(0, 1)[places].view(B, S, K, D), at <= rows())
+
+
+def called(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    """One call of scaled_dot_product_attention for all queries, each with its own keys."""
+    at = causal(x).topk(K)[1]
+    keys, values = (rows_of(t, at).view(-1, 1, K, D).expand(-1, H, -1, -1) for t in (k, v))
+    o = F.scaled_dot_product_attention(q.reshape(-1, H, 1, D), keys, values, (at <= rows()).view(-1, 1, 1, K))
+    return o.view(q.shape)
+
+
+def one_query(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    place = x[:, -1].topk(K).indices[:, None, :, None].expand(-1, H, -1, D)
+    keys, values = (t.unsqueeze(1).expand(-1, H, -1, -1).gather(2, place) for t in (k, v))
+    return F.scaled_dot_product_attention(q[:, -1:].transpose(1, 2), keys, values)
+
+
+def decoding(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    kv = k.gather(1, x[:, -1].topk(K).indices.unsqueeze(-1).expand(-1, -1, D))
+    return torch.einsum("bhk,bkd->bhd", torch.einsum("bhd,bkd->bhk", q[:, -1], kv).softmax(-1), kv)
+
+
+def along_dim(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K)[1]
+    kv = torch.take_along_dim(k.unsqueeze(1), at.unsqueeze(-1), 2)
+    return attend(q, kv, kv, at <= rows())
+
+
+def finite_fill(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K)[1].to(torch.int32)
+    valid = at <= rows()
+    kv = rows_of(k, torch.where(valid, at, 0).long())
+    scores = torch.where(valid.unsqueeze(2), torch.einsum("bshd,bskd->bshk", q, kv), torch.finfo(q.dtype).min)
+    return torch.einsum("bshk,bskd->bshd", scores.softmax(-1), kv)
+
+
+def added(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K)[1]
+    kv, bias = rows_of(k, at), torch.zeros(at.shape).masked_fill(at > rows(), -INF)
+    scores = torch.einsum("bshd,bskd->bshk", q, kv) + bias.unsqueeze(2)
+    return torch.einsum("bshk,bskd->bshd", scores.softmax(-1), kv)
+
+
+FORMS = {
+    f.__name__: f
+    for f in (chosen, latent, with_sink, wrapped, best_sorted, in_two_parts, heads_apart, windows_and_choice,
+              windows_and_prefix, flashmla, flat, called, one_query, decoding, along_dim, finite_fill, added)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_gathered_keys_become_lists(name: str) -> None:
+    got, want = run(FORMS[name], inputs()), eager(FORMS[name], inputs())
+    assert got.ops["selection_attention"] == 1, reasons(got)
+    assert any(node.target is LISTS for node in got.graphs[0].graph.nodes)
+    assert difference(got, want) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["latent", "with_sink", "windows_and_choice"])
+def test_in_bf16_the_op_is_as_exact_as_the_formula(name: str) -> None:
+    form, narrow = FORMS[name], inputs(torch.bfloat16)
+    got, plain = run(form, narrow), run(form, narrow, routed=False)
+    assert got.ops["selection_attention"] == 1, reasons(got)
+    not_worse(name, got, plain, eager(form, [t.double() for t in narrow]))
+
+
+@pytest.mark.parametrize("name", ["chosen", "latent", "with_sink"])
+def test_dynamic_batch(name: str) -> None:
+    got, want = run(FORMS[name], inputs(), symbolic=[(i, 0) for i in range(4)]), eager(FORMS[name], inputs())
+    assert got.ops["selection_attention"] == 1, reasons(got)
+    assert difference(got, want) < 2e-6
+
+
+def test_values_in_the_gathered_latent_are_read_once() -> None:
+    got = run(latent, inputs())
+    (call,) = [n for n in got.graphs[0].graph.nodes if n.target is LISTS]
+    assert call.args[2] is None and call.args[-1] == D // 2
+    assert not [n for n in got.graphs[0].graph.nodes if n.target == "gather"]
+
+
+def hidden(fill: float) -> Form:
+    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+        best, at = causal(x).masked_fill(rows() == 2, -INF).topk(K)
+        scores = torch.einsum("bshd,bskd->bshk", q, rows_of(k, at)).masked_fill((best == -INF).unsqueeze(2), fill)
+        return torch.einsum("bshk,bskd->bshd", scores.softmax(-1), rows_of(v, at))
+
+    return fn
+
+
+def test_rows_without_keys_are_zero_if_asked_for() -> None:
+    zero = RoutingOptions(empty_rows="zero")
+    got, want = run(hidden(-INF), inputs(), options=zero), eager(hidden(-INF), inputs())
+    assert got.ops["selection_attention"] == 1, reasons(got)
+    (mine,), (theirs,) = got.outputs, want.outputs
+    assert theirs[:, 2].isnan().all() and not mine[:, 2].any()
+    others = [s for s in range(S) if s != 2]
+    assert torch.allclose(mine[:, others], theirs[:, others], atol=1e-5)
+
+
+def test_a_gpu_compares_lists_with_the_way_of_gathered_keys_through_memory() -> None:
+    """Full tiles of heads win; training with a single head does not by the bound. Dense attention plays no part."""
+    many = profit.Sizes("cuda", torch.bfloat16, 4096, 4096, 64, 576, 2048, values=512, gathered=True)
+    assert not profit.list_refusal(many) and not profit.list_refusal(many, training=True)
+    one = dataclasses.replace(many, heads=1, width=128, values=128)
+    assert not profit.list_refusal(one)
+    assert profit.list_refusal(one, training=True).startswith("gathering the keys is estimated to be faster")
+    assert "dense attention is faster" in profit.list_refusal(dataclasses.replace(one, gathered=False))
+
+
+# --- left, with a reason ---------------------------------------------------------------------------------------
+
+
+def given_indices(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = (x[..., :K] * 10).long().clamp(0, S - 1)
+    return attend(q, rows_of(k, at), rows_of(v, at))
+
+
+def twice(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = x.topk(K).indices
+    at = torch.cat([at, at], -1)
+    return attend(q, rows_of(k, at), rows_of(v, at))
+
+
+def repeated(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = x.topk(K).indices.repeat_interleave(2, -1)
+    return attend(q, rows_of(k, at), rows_of(v, at))
+
+
+def overlapping(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = torch.cat([window(S).unsqueeze(0).expand(k.shape[0], -1, -1), x.topk(K).indices], -1)
+    kv = gather_of(k, at.clamp(min=0))
+    return attend(q, kv, kv, at != -1, sink)
+
+
+def offset_too_small(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = torch.cat([x[..., :N].topk(2)[1], x[..., :N].topk(K)[1] + N - 1], -1)
+    return attend(q, rows_of(k, at), rows_of(v, at))
+
+
+def fills_visible(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K)[1]
+    kv = gather_of(k, torch.where(at > rows(), -1, at).clamp(min=0))
+    return attend(q, kv, kv)
+
+
+def another_fill_hidden(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = causal(x).topk(K)[1]
+    at = torch.where(at > rows(), 0, at)
+    kv = rows_of(k, at)
+    return attend(q, kv, kv, at != 1, sink)
+
+
+def other_dim(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = x.topk(S, dim=1).indices[..., :K]
+    return attend(q, rows_of(k, at), rows_of(v, at))
+
+
+def other_values(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = x.topk(K).indices
+    return attend(q, rows_of(k, at), rows_of(v, (at + 1) % S))
+
+
+def clamped_high(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = x.topk(K).indices.clamp(max=S // 2)
+    return attend(q, rows_of(k, at), rows_of(v, at))
+
+
+def smallest_of_rows(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = x.topk(K).indices // 2
+    return attend(q, rows_of(k, at), rows_of(v, at))
+
+
+def added_to_the_sum(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    """The sink is added to a sum of exponentials that is written out."""
+    at = causal(x).topk(K)[1]
+    kv = rows_of(k, at)
+    scores = torch.einsum("bshd,bskd->bshk", q, kv).masked_fill((at > rows()).unsqueeze(2), -INF)
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp()
+    return torch.einsum("bshk,bskd->bshd", weights / (weights.sum(-1, keepdim=True) + (sink[:, None] - top).exp()), kv)
+
+
+def outside(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    """Scores of more keys than there are: what is hidden is gathered at the last key."""
+    at = torch.cat([causal(x), torch.full((B, S, 2), -INF)], -1).topk(K)[1]
+    kv = rows_of(k, at.clamp(max=S - 1))
+    return attend(q, kv, kv, at <= rows())
+
+
+REPEAT, NO_KEY = "may repeat", "may see none of its list"
+LEFT: dict[str, tuple[Form, str]] = {
+    **{f.__name__: (f, REPEAT) for f in (given_indices, twice, repeated, overlapping, offset_too_small, fills_visible,
+                                         another_fill_hidden, other_dim, clamped_high, smallest_of_rows)},
+    "other values": (other_values, "gathered at different indices"),
+    "of more scores than keys": (outside, REPEAT),
+    "a sink in a sum": (added_to_the_sum, "written out as exp(scores) / sum"),
+    "-inf in empty rows": (hidden(-INF), NO_KEY),
+    "-1e9 in empty rows": (hidden(-1e9), NO_KEY),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_with_a_reason(name: str) -> None:
+    form, reason = LEFT[name]
+    got, want = run(form, inputs()), eager(form, inputs())
+    assert not got.ops["selection_attention"] and difference(got, want) < 2e-6
+    ours = [m for m in got.report.near_misses if m.op == "selection_attention" and not m.ordinary]
+    assert [reason in m.reason for m in ours] == [True], reasons(got)
+
+
+def test_weights_used_elsewhere_stay() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+        at = x.topk(K).indices
+        weights = torch.einsum("bshd,bskd->bshk", q, rows_of(k, at)).softmax(-1)
+        return torch.einsum("bshk,bskd->bshd", weights, rows_of(v, at)), weights
+
+    got, want = run(fn, inputs()), eager(fn, inputs())
+    assert not got.ops and difference(got, want) == 0.0 and "used elsewhere" in reasons(got)
+
+
+def test_gathers_for_other_purposes_stay() -> None:
+    """Keys of another cache entry, of pages, and windows by ``unfold`` are no lists of a choice."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> tuple[Tensor, ...]:
+        beams, pages = (x[:, 0, 0] > 0).long(), (x[0, 0] * 10).long() % B
+        mask = torch.full((S, S), -INF).triu(1)
+        one = (torch.einsum("bshd,btd->bsht", q, k.index_select(0, beams)) + mask[:, None]).softmax(-1)
+        two = torch.einsum("bshd,td->bsht", q, k[pages].flatten(0, 1)).softmax(-1)
+        near = F.pad(k, (0, 0, W - 1, 0)).unfold(1, W, 1)
+        three = torch.einsum("bshd,bsdw->bshw", q, near).softmax(-1)
+        return (torch.einsum("bsht,btd->bshd", one, v.index_select(0, beams)),
+                torch.einsum("bsht,td->bshd", two, v[pages].flatten(0, 1)),
+                torch.einsum("bshw,bsdw->bshd", three, near))  # fmt: skip
+
+    got, want = run(fn, inputs()), eager(fn, inputs())
+    assert not got.ops and difference(got, want) == 0.0
+    assert all(m.ordinary for m in got.report.near_misses), reasons(got)
