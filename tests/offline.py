@@ -121,6 +121,9 @@ def compile_all(
     bad: dict[str, str] = {}
     for kernel, args, constexprs, num_warps, num_stages in launches:
         options = {"num_warps": num_warps, "num_stages": num_stages}
+        constexprs = dict(constexprs)
+        if constexprs.pop("launch_cooperative_grid", False):
+            options["launch_cooperative_grid"] = True
         dtypes = {k: v.dtype if isinstance(v, torch.Tensor) else type(v) for k, v in args.items()}
         name = kernel.__name__
         key = repr((target, name, dtypes, constexprs, options))

@@ -12,10 +12,7 @@ from typing import Any
 from .config import pow2
 from .gluon import PostProjectConfig, post_project
 from .plan import (
-    Dims,
     collapse_dots,
-    contiguous,
-    dims,
     empty_grads,
     launch_collapse,
     logit_grads,
@@ -24,10 +21,10 @@ from .plan import (
     plan_pre,
     post_grads,
     pre_dx,
-    pre_outputs,
     unsupported,
     zero_grads,
 )
+from .sizes import Dims, contiguous, dims, pre_outputs
 from .slices import mhc_slices_collapse
 
 __all__ = ["unsupported"]

@@ -1,4 +1,4 @@
-"""Choice and configuration of the fused ops' Gluon kernel (wgmma: sm_90)."""
+"""Choice and configuration of the Gluon kernels of pre and of the fused ops (sm_90)."""
 
 from __future__ import annotations
 
@@ -47,3 +47,28 @@ def post_project(b: Any, x: Any, f_out: Any) -> tuple[Any, PostProjectConfig] | 
         return None
     loaded = gluon.kernels(b, 227 << 10, "mHC", "mhc.gluon_post_project:mhc_post_project")
     return None if loaded is None else (loaded[0], post_project_config(D))
+
+
+# --- one read of x ---------------------------------------------------------------------------------------------
+
+COLUMNS = 256  # of each stream, per program of a group
+COUNTERS = 256  # words before the exchange
+# Widths of pre whose kernel reads x once, in steps of 512 (docs/tuning.md). range(0) switches it off.
+ONE_READ_PRE = range(2560, 4097)
+refused: set[Any] = set()
+"""Devices that could not hold a group's programs at once."""
+
+
+def one_read(b: Any, x: Any) -> Any | None:
+    """Returns the kernel of pre with one read of x, or None if the kernels of ``pre.py`` must run."""
+    *_, n, D = b.shape(x)
+    if b.static(n) != 4 or b.dtype(x) != b.bf16 or not b.gluon or b.device in refused:
+        return None
+    D = b.static(D)
+    if D not in ONE_READ_PRE or D % (2 * COLUMNS) or D > 32 * COLUMNS:
+        return None
+    props = b.device_props()
+    if props.arch != 90 or props.sm_count < D // COLUMNS:
+        return None
+    loaded = gluon.kernels(b, 227 << 10, "mHC", "mhc.gluon_one_read:mhc_one_read")
+    return None if loaded is None else loaded[0]

@@ -33,30 +33,16 @@ from .config import (
     pre_config,
     rows_config,
 )
+from .one_read_plan import plan_one_read
 from .post import mhc_post, mhc_post_backward
 from .pre import mhc_pre_collapse, mhc_pre_project, mhc_pre_weights
 from .sinkhorn import mhc_sinkhorn, mhc_sinkhorn_backward
-
-FORMS = {"softmax": 0, "exp": 1, "exp_eps": 2}
-OUTSIDE = {"inside": False, "outside": True}
+from .sizes import FORMS, OUTSIDE, Dims, contiguous, dims, numel, pre_outputs
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
     """Returns why these inputs run the reference instead of the kernels, or None if they run the kernels."""
     return without_kernel(b, *(t for t in tensors if t is not None))
-
-
-def numel(shape: Any) -> Any:
-    """Returns the product of the sizes."""
-    total: Any = 1
-    for s in shape:
-        total = total * s
-    return total
-
-
-def contiguous(b: Any, *tensors: Any) -> tuple[Any, ...]:
-    """Returns the tensors made contiguous; None stays None."""
-    return tuple(None if t is None else b.contiguous(t) for t in tensors)
 
 
 def precision(b: Any, x: Any, *weights: Any) -> tuple[int, str]:
@@ -69,56 +55,6 @@ def precision(b: Any, x: Any, *weights: Any) -> tuple[int, str]:
     if weights and all(w is None for w in weights[1:]) and b.dtype(weights[0]) == b.bf16:
         return 1, "ieee"
     return (3 if b.precision == "highest" else 2), "ieee"
-
-
-@dataclasses.dataclass(frozen=True)
-class Dims:
-    """Sizes of one call: n streams of width D, M rows of phi, T tokens, which may be symbolic."""
-
-    lead: tuple[Any, ...]
-    n: int
-    D: int
-    M: int
-    T: Any
-
-    @property
-    def K(self) -> int:
-        """Columns of phi."""
-        return self.n * self.D
-
-    @property
-    def NP(self) -> int:
-        """The number of streams, padded to a power of two."""
-        return pow2(self.n)
-
-    @property
-    def MP(self) -> int:
-        """Rows of phi plus one for the sum of squares, padded for the tensor cores."""
-        return max(16, pow2(self.M + 1))
-
-    @property
-    def has_res(self) -> bool:
-        """Whether phi has rows for the residual coefficients."""
-        return 2 * self.n < self.M
-
-
-def dims(b: Any, x: Any, phi: Any) -> Dims:
-    """Returns the sizes of a call from x and phi."""
-    *lead, n, D = b.shape(x)
-    return Dims(tuple(lead), b.static(n), b.static(D), b.static(b.shape(phi)[0]), numel(lead))
-
-
-def pre_outputs(b: Any, s: Dims, dtype: Any, has_post: bool) -> tuple[Any, ...]:
-    """Allocates h_in, h_post, h_res, h_pre, h_mix and inv_rms; h_post and h_res are None without ``has_post``."""
-    res = (s.n, s.n) if s.has_res else (0, 0)
-    return (
-        b.empty((*s.lead, s.D), dtype),
-        b.empty((*s.lead, s.n), b.f32) if has_post else None,
-        b.empty((*s.lead, *res), b.f32) if has_post else None,
-        b.empty((*s.lead, s.n), b.f32),
-        b.empty((*s.lead, s.M), b.f32),
-        b.empty(s.lead, b.f32),
-    )
 
 
 def sections(b: Any, T: Any, groups: int, group: int) -> tuple[Any, Any]:
@@ -227,6 +163,9 @@ def plan_mhc_pre(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches ``mhc_pre``; returns (h_in, h_post, h_res, h_pre, h_mix, inv_rms)."""
     floats = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
+    done = plan_one_read(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form, norm_form)
+    if done is not None:
+        return done
     return plan_pre(b, x, phi, alpha, bias, gamma, floats, sinkhorn_iters, sinkhorn_form, True, norm_form)
 
 

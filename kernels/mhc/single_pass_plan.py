@@ -13,14 +13,8 @@ from .config import GROUP, GROUPS, coefficients_config, dots_config, post_config
 from .fused_plan import launch_post_project
 from .gluon import post_project
 from .plan import (
-    FORMS,
-    OUTSIDE,
-    Dims,
-    contiguous,
-    dims,
     empty_grads,
     logit_grads,
-    numel,
     param_grads,
     post,
     post_grads,
@@ -30,6 +24,7 @@ from .plan import (
     zero_grads,
 )
 from .single_pass import mhc_coefficients, mhc_collapse, mhc_collapse_backward
+from .sizes import FORMS, OUTSIDE, Dims, contiguous, dims, numel
 
 __all__ = ["unsupported"]
 
