@@ -3,7 +3,20 @@
 import triton
 import triton.language as tl
 
+from .contracted import inverse_rms, logit
 from .pre import as_fp32, coefficients, collapse_place, load_streams, store_collapsed
+
+
+@triton.jit
+def collapse(xs, ss, h, alpha_ptr, bias_ptr, h_in_ptr, t, d, norm_eps, hc_eps, D: tl.constexpr, BD: tl.constexpr):
+    """Stores columns d of token t's h_in from its sum of squares and its products h with the rows of h_pre."""
+    N: tl.constexpr = 4
+    K: tl.constexpr = N * D
+    i = tl.arange(0, N)
+    inv = inverse_rms(ss, K, norm_eps)
+    bias = tl.load(bias_ptr + i).to(tl.float32)
+    pre = tl.sigmoid(logit(tl.load(alpha_ptr).to(tl.float32), h, inv, bias)) + hc_eps
+    store_collapsed(h_in_ptr, t, d, xs, pre, D, N, BD)
 
 
 @triton.jit
@@ -32,7 +45,4 @@ def mhc_slices_collapse(
         at = part_ptr + (tl.cast(T, tl.int64) * s + t) * MP
         ss = tl.sum(tl.load(at + M, mask=s < S, other=0.0), axis=0)
         h = tl.sum(tl.load(at[:, None] + i[None, :], mask=(s < S)[:, None], other=0.0), axis=0)  # [N]
-        inv = tl.rsqrt(ss / K + norm_eps)
-        bias = tl.load(bias_ptr + i).to(tl.float32)
-        pre = tl.sigmoid(tl.load(alpha_ptr).to(tl.float32) * (h * inv) + bias) + hc_eps
-        store_collapsed(h_in_ptr, t, d, xs, pre, D, N, BD)
+        collapse(xs, ss, h, alpha_ptr, bias_ptr, h_in_ptr, t, d, norm_eps, hc_eps, D, BD)
