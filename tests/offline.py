@@ -47,6 +47,12 @@ class Recorder(launch.Recorder):
     gluon = False
 
 
+def split_options(kernel, constexprs) -> tuple[dict, dict]:
+    """Returns the kernel's constants, and the launch options beside them, which are no parameters of the kernel."""
+    constants = {k: v for k, v in constexprs.items() if k in kernel.arg_names}
+    return constants, {k: v for k, v in constexprs.items() if k not in constants}
+
+
 def source(kernel, args, constexprs) -> ASTSource:
     signature, constants, attributes = {}, dict(constexprs), {}
     for i, name in enumerate(kernel.arg_names):
@@ -120,10 +126,8 @@ def compile_all(
     seen: set[str] = set()
     bad: dict[str, str] = {}
     for kernel, args, constexprs, num_warps, num_stages in launches:
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        constexprs = dict(constexprs)
-        if constexprs.pop("launch_cooperative_grid", False):
-            options["launch_cooperative_grid"] = True
+        constexprs, others = split_options(kernel, constexprs)
+        options = {"num_warps": num_warps, "num_stages": num_stages, **others}
         dtypes = {k: v.dtype if isinstance(v, torch.Tensor) else type(v) for k, v in args.items()}
         name = kernel.__name__
         key = repr((target, name, dtypes, constexprs, options))

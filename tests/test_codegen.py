@@ -211,6 +211,24 @@ def test_few_tokens_in_inference_stay_two_ops(batch, grad, fused):
     assert mhc_inductor.counters().get("fused mhc_post_pre", 0) - before == fused
 
 
+@pytest.mark.parametrize(("dynamic", "launches"), [(False, PRE[1:]), (True, PRE)])
+def test_few_tokens_split_phi_in_the_projection_if_their_number_is_static(dynamic, launches):
+    """Checks also that a symbolic number of tokens gets no guard: it runs the kernels for any number."""
+
+    def head(x, *params):
+        return mhc_inductor.mhc_pre(x, *params, sinkhorn_iters=20)[0]
+
+    with fake_cuda(), FakeTensorMode():
+        x = torch.empty(64, N, D, dtype=torch.bfloat16, device="cuda")
+        params = [torch.empty(*shape, device="cuda") for shape in ((24, N * D), (3,), (24,))]
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        compiled = torch.compile(head, fullgraph=True, backend="mhc_inductor")
+        (code,) = generated_code(lambda: compiled(x, *params))
+    code = code[code.index("def call(") :]
+    assert _launches(code) == list(launches)
+
+
 def test_ordinary_backend_launches_the_kernels_too():
     code = _compile(_layer, backend="inductor")
     assert [k for k in _launches(code) if k.startswith("mhc_")] == [*PRE, "mhc_post"]

@@ -49,6 +49,7 @@ def test_bf16_dot_is_fixed(tmp_path):
     ("operator", "least"),
     [
         ("mhc", 100),
+        ("few", 6),
         ("single_pass", 75),
         ("e79", 40),
         ("selection", 75),

@@ -16,7 +16,7 @@ def sinkhorn_start(logits, valid, eps, FORM: tl.constexpr):
     if FORM == 0:
         s = tl.sum(e, axis=2)
         s = tl.where(s == 0.0, 1.0, s)
-        e = tl.where(valid, e / s[:, :, None] + eps, 0.0)
+        e = tl.where(valid, tl.fma(e, (1.0 / s)[:, :, None], eps), 0.0)
     return e
 
 

@@ -21,6 +21,24 @@ def pow2(v: int) -> int:
 GROUPS = 4
 GROUP = 8
 SMALL_T = 512
+# Up to so many tokens, kernels with shorter chains of dependent steps run: of the fused ops, and of pre.
+FEW_TOKENS = 256
+PRE_FEW_TOKENS = 64
+# Registers that ptxas may give a thread of their coefficients and collapse: without it, it loads 14 parts at a time.
+BLOCKS_MAXNREG = 200
+
+
+def few(b: Any, T: Any) -> bool:
+    """Returns whether the fused ops run their kernels for few tokens; never if T is not known.
+
+    The number of tokens may choose, because both give a token the same bits (docs/design.md).
+    """
+    return bool(b.is_static(T) and T <= FEW_TOKENS)
+
+
+def pre_few(b: Any, x: Any, T: Any) -> bool:
+    """As :func:`few`, of pre. Only of bf16: there its products are exact, and both sum them in one order."""
+    return bool(b.dtype(x) == b.bf16 and b.is_static(T) and T <= PRE_FEW_TOKENS)
 
 
 @dataclasses.dataclass(frozen=True)

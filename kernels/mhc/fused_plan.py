@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import pow2
+from .blocks import mhc_blocks_collapse
+from .config import BLOCKS_MAXNREG, few, pow2
 from .gluon import PostProjectConfig, post_project
 from .plan import (
     collapse_dots,
@@ -36,7 +37,7 @@ def runs_gluon(b: Any, x: Any, f_out: Any) -> bool:
 
 
 def _slices(
-    b: Any, kernel: Any, c: PostProjectConfig, post: tuple[Any, ...], transpose_res: bool, params: tuple[Any, ...],
+    b: Any, kernels: Any, c: PostProjectConfig, post: tuple[Any, ...], transpose_res: bool, params: tuple[Any, ...],
     floats: tuple[Any, ...], iters: int, form: str, has_post: bool, norm_form: str,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Launches the fused kernel, then coefficients and collapse.
@@ -49,39 +50,53 @@ def _slices(
     if b.is_static(s.T) and s.T == 0:
         return x_out, *out
     x, f_out, h_post, h_res, phi, alpha, bias, gamma = contiguous(b, *post, *params)
+    part = launch_post_project(
+        b, kernels, c, s, (x, f_out, h_post, h_res, None), transpose_res, phi, gamma, x_out, None
+    )
     S = c.slices(s.D)
-    part = launch_post_project(b, kernel, c, s, (x, f_out, h_post, h_res, None), transpose_res, phi, gamma, x_out, None)
+    if few(b, s.T):
+        kernel, constexprs, tokens = mhc_blocks_collapse, dict(NB=c.NB, maxnreg=BLOCKS_MAXNREG), 1
+    else:
+        kernel, constexprs, tokens = mhc_slices_collapse, {}, 0
     launch_collapse(
-        b, mhc_slices_collapse, s, c.BC, c.BD, x_out, part, alpha, bias, out, floats, iters, form, {},
-        dict(S=S, SP=pow2(S)), 1, norm_form,
+        b, kernel, s, c.BC, c.BD, x_out, part, alpha, bias, out, floats, iters, form, {},
+        dict(S=S, SP=pow2(S), **constexprs), 1, norm_form, tokens,
     )  # fmt: skip
     return x_out, *out
 
 
 def launch_post_project(
-    b: Any, kernel: Any, c: PostProjectConfig, s: Dims, site: tuple[Any, ...], transpose_res: bool, phi: Any, gamma: Any,
+    b: Any, kernels: Any, c: PostProjectConfig, s: Dims, site: tuple[Any, ...], transpose_res: bool, phi: Any, gamma: Any,
     x_out: Any, h_in: Any,
 ) -> Any:  # fmt: skip
-    """Launches the fused kernel on contiguous tensors, which writes x_out; returns each slice's part of the sums.
+    """Launches the fused kernel on contiguous tensors, which writes x_out; returns the parts of the sums.
 
-    site: (x, f_out, h_post, h_res, h_pre). With weights h_pre it also writes what they collapse x_out to, to ``h_in``.
+    A part is a slice of columns, or with few tokens a block. site: (x, f_out, h_post, h_res, h_pre). With weights h_pre
+    it also writes what they collapse x_out to, to ``h_in``.
     """
     x, f_out, h_post, h_res, h_pre = site
-    S = c.slices(s.D)
-    part = b.empty((S, s.T, s.MP), b.f32)
+    args = dict(h_post_ptr=h_post, h_res_ptr=h_res, h_pre_ptr=h_pre, phi_ptr=phi, gamma_ptr=gamma, out_ptr=x_out)
+    constexprs = dict(
+        D=s.D, M=s.M, MP=s.MP, HAS_RES=h_res is not None, TRANSPOSE=transpose_res, COLLAPSE=h_pre is not None,
+        HAS_GAMMA=gamma is not None,
+    )  # fmt: skip
+    x, f_out = b.aligned(x), b.aligned(f_out)
+    if few(b, s.T):
+        kernel, grid, warps = kernels[1], (s.D // 32, b.cdiv(s.T, 64)), 4
+    else:
+        S = c.slices(s.D)
+        groups = b.min(b.cdiv(s.T, c.NW * 16), max(1, b.device_props().sm_count // S))
+        kernel, grid, warps = kernels[0], (S, groups), c.NW
+        constexprs.update(NB=c.NB, SL=c.SL, NW=c.NW)
+    part = b.empty((grid[0], s.T, s.MP), b.f32)
     b.launch(
         kernel,
-        (S, b.min(b.cdiv(s.T, c.NW * 16), max(1, b.device_props().sm_count // S)), 1),
-        dict(
-            x_ptr=b.aligned(x), f_ptr=b.aligned(f_out), h_post_ptr=h_post, h_res_ptr=h_res, h_pre_ptr=h_pre,
-            phi_ptr=phi, gamma_ptr=gamma, out_ptr=x_out, h_in_ptr=h_in, part_ptr=part, T=s.T,
-        ),
-        dict(
-            D=s.D, M=s.M, MP=s.MP, NB=c.NB, HAS_RES=h_res is not None, TRANSPOSE=transpose_res,
-            COLLAPSE=h_pre is not None, HAS_GAMMA=gamma is not None, SL=c.SL, NW=c.NW,
-        ),
-        c.NW, 1,
-    )  # fmt: skip
+        (*grid, 1),
+        dict(x_ptr=x, f_ptr=f_out, **args, h_in_ptr=h_in, part_ptr=part, T=s.T),
+        constexprs,
+        warps,
+        1,
+    )
     return part
 
 

@@ -45,8 +45,9 @@ def post_project(b: Any, x: Any, f_out: Any) -> tuple[Any, PostProjectConfig] | 
     D = b.static(D)
     if D % 64 or not MIN_D <= D <= MAX_D or not b.gluon or b.device_props().arch != 90:
         return None
-    loaded = gluon.kernels(b, 227 << 10, "mHC", "mhc.gluon_post_project:mhc_post_project")
-    return None if loaded is None else (loaded[0], post_project_config(D))
+    names = "mhc.gluon_post_project:mhc_post_project", "mhc.gluon_few:mhc_post_project_few"
+    loaded = gluon.kernels(b, 227 << 10, "mHC", *names)
+    return None if loaded is None else (loaded, post_project_config(D))
 
 
 # --- one read of x ---------------------------------------------------------------------------------------------

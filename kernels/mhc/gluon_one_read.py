@@ -250,7 +250,7 @@ def _peek(at, G: gl.constexpr, GP: gl.constexpr):
 
 @gluon.jit
 def _norm_factor(square, eps, OUTSIDE: gl.constexpr):
-    """As ``pre.norm_factor``, of the mean of squares."""
+    """The factor of ``contracted.norm_factor``, from the mean of squares."""
     if OUTSIDE:
         return 1.0 / (gl.sqrt(square) + eps)
     else:

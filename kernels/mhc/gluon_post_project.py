@@ -17,16 +17,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gluon_language import async_load, reinterpret, thread_barrier
+from . import contracted
 
 if tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 8):
     raise ImportError("Triton 3.8 and later allow no view beyond a piece of shared memory")
 
 # bf16 terms of an fp32 phi, also where fewer would do: memory hides the products, and with fewer terms ptxas spills.
 TERMS = gl.constexpr(3)
+mix_stream = gluon.jit(contracted.mix_stream.fn)
+add_weighted = gluon.jit(contracted.add_weighted.fn)
+product = gluon.jit(contracted.product.fn)
 
 
 @gluon.jit
-def _rounded(y):
+def rounded(y):
     """Rounds fp32 to bf16, two neighbours of a thread per instruction."""
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [y], dtype=gl.bfloat16, is_pure=True, pack=2
@@ -34,7 +38,7 @@ def _rounded(y):
 
 
 @gluon.jit
-def _widened(h):
+def widened(h):
     """Widens bf16 to fp32, one instruction per element."""
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a; shl.b32 a, $2, 16; mov.b32 $0, a; and.b32 a, $2, 0xffff0000; mov.b32 $1, a; }", "=f,=f,r", [h],
@@ -43,7 +47,7 @@ def _widened(h):
 
 
 @gluon.jit
-def _coefficients(h_post_ptr, h_res_ptr, t, HAS_RES: gl.constexpr, TRANSPOSE: gl.constexpr):
+def load_mix(h_post_ptr, h_res_ptr, t, HAS_RES: gl.constexpr, TRANSPOSE: gl.constexpr):
     """Loads h_post, then R row by row, of tokens t in fp32."""
     c = ()
     for o in gl.static_range(4):
@@ -66,6 +70,28 @@ def _fetch(ring, slot, x_ptr, f_ptr, t, d, D: gl.constexpr):
 
 
 @gluon.jit
+def load_phi(
+    phi_ptr, gamma_ptr, first, D: gl.constexpr, M: gl.constexpr, MP: gl.constexpr, NB: gl.constexpr,
+    HAS_GAMMA: gl.constexpr, NW: gl.constexpr, START: gl.constexpr, END: gl.constexpr,
+):  # fmt: skip
+    """Loads pieces START to END of phi * gamma, [MP, 32] each: NB blocks of the first stream, of the second, and so on."""
+    L: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [NW, 1], [1, 0])
+    m = gl.arange(0, MP, layout=gl.SliceLayout(1, L))[:, None]
+    k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
+    # Of a thread's 8 neighbouring columns, wgmma takes two at a time.
+    p = (k // 2 % 4) * 8 + (k // 16) * 4 + (k // 8 % 2) * 2 + k % 2
+    v = ()
+    for i in gl.static_range(START, END):
+        d = first + i % NB * 32 + p
+        ok = (m < M) & (d < D)
+        x = gl.load(phi_ptr + m * (4 * D) + (i // NB * D + d), mask=ok, other=0.0).to(gl.float32)
+        if HAS_GAMMA:
+            x = product(x, gl.load(gamma_ptr + m * 0 + (i // NB * D + d), mask=ok, other=0.0).to(gl.float32))
+        v = v + (x,)
+    return v
+
+
+@gluon.jit
 def _stage_phi(
     w, phi_ptr, gamma_ptr, first, D: gl.constexpr, M: gl.constexpr, MP: gl.constexpr, NB: gl.constexpr,
     HAS_GAMMA: gl.constexpr, TILE: gl.constexpr, NW: gl.constexpr,
@@ -75,22 +101,10 @@ def _stage_phi(
     w[((stream * NB + block) * TERMS + term) * M8 + m // 8] holds [8, 32].
     """
     M8: gl.constexpr = (M + 7) // 8
-    L: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [NW, 1], [1, 0])
-    m = gl.arange(0, MP, layout=gl.SliceLayout(1, L))[:, None]
-    k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
-    # Of a thread's 8 neighbouring columns, wgmma takes two at a time.
-    p = (k // 2 % 4) * 8 + (k // 16) * 4 + (k // 8 % 2) * 2 + k % 2
     # As many loads at once as the registers can hold.
     ROUND: gl.constexpr = NW * 4 // (2 if HAS_GAMMA else 1)
     for start in gl.static_range(0, 4 * NB, ROUND):
-        v = ()
-        for i in gl.static_range(start, start + ROUND):
-            d = first + i % NB * 32 + p
-            ok = (m < M) & (d < D)
-            x = gl.load(phi_ptr + m * (4 * D) + (i // NB * D + d), mask=ok, other=0.0).to(gl.float32)
-            if HAS_GAMMA:
-                x = x * gl.load(gamma_ptr + m * 0 + (i // NB * D + d), mask=ok, other=0.0).to(gl.float32)
-            v = v + (x,)
+        v = load_phi(phi_ptr, gamma_ptr, first, D, M, MP, NB, HAS_GAMMA, NW, start, start + ROUND)
         for i in gl.static_range(start, start + ROUND):
             x = v[i - start]
             for term in gl.static_range(TERMS):
@@ -99,6 +113,72 @@ def _stage_phi(
                 reinterpret(w.index((i * TERMS + term) * M8), gl.bfloat16, [MP, 32], TILE).store(h)
                 thread_barrier()
                 x = x - h.to(gl.float32)
+
+
+@gluon.jit
+def _add_squares(q, y, FIRST: gl.constexpr):
+    """Adds the squares of a thread's 8 columns of y [BT, 32] to q [BT, 4], one after the other."""
+    even, odd = gl.split(y.reshape([y.shape[0], 4, 2, 2, 2]))
+    pairs = gl.split(even) + gl.split(odd)
+    for i in gl.static_range(4):
+        a, b = gl.split(pairs[i])
+        q = add_weighted(add_weighted(q, a, a, FIRST and i == 0), b, b, False)
+    return q
+
+
+@gluon.jit
+def project_block(
+    w, b, c, weights, f, xs, out_ptr, h_in_ptr, t, cols, inside, D: gl.constexpr, MP: gl.constexpr, NB: gl.constexpr,
+    HAS_RES: gl.constexpr, COLLAPSE: gl.constexpr, APART: gl.constexpr, M8: gl.constexpr, L: gl.constexpr,
+    Q: gl.constexpr, TILE: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Mixes 32 columns ``cols`` of tokens t, stores them (and collapsed with COLLAPSE) and projects them.
+
+    Returns the products with block b of w (with APART a tuple of the terms of each stream's piece), and four sums of
+    squares [BT, 4]. Every number is that of its token alone: bits do not depend on other tokens.
+    """
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    BT: gl.constexpr = f.shape[0]
+    ds = ()
+    q = None
+    h_in = None
+    mix = ()
+    for i in gl.static_range(len(c)):
+        mix = mix + (c[i][:, None],)
+    small = gl.zeros([BT, MP], gl.float32, layout=MMA)
+    for o in gl.static_range(4):
+        h = rounded(mix_stream(mix, f, xs, o, 4, HAS_RES))
+        y = widened(h)
+        # Of these two orders ptxas spills less with the one or the other.
+        if COLLAPSE or o == 0:
+            q = _add_squares(q, y, o == 0)
+        else:
+            q = q + _add_squares(None, y, True)
+        gl.store(out_ptr + ((t * (4 * D) + o * D)[:, None] + cols[None, :]), h, mask=inside)
+        if COLLAPSE:
+            h_in = add_weighted(h_in, weights[o][:, None], y, o == 0)
+        h = h.reshape([BT, 4, 2, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([BT, 32])
+        h = gl.convert_layout(h, A)
+        # Tensor cores round their running sum towards zero: short chains, small terms separate, then fp32.
+        if o % 2 == 0:
+            d = gl.zeros([BT, MP], gl.float32, layout=MMA)
+        for term in gl.static_range(TERMS):
+            if APART:
+                p = w[o * TERMS + term].permute((1, 0))
+            else:
+                p = reinterpret(w.index(((o * NB + b) * TERMS + term) * M8), gl.bfloat16, [MP, 32], TILE).permute(
+                    (1, 0)
+                )
+            if term == 0:
+                d = warpgroup_mma(h, p, d, use_acc=o % 2 > 0, is_async=True)
+            else:
+                small = warpgroup_mma(h, p, small, use_acc=o + term > 1, is_async=True)
+        if o % 2 == 1:
+            ds = ds + (d,)
+    if COLLAPSE:
+        gl.store(h_in_ptr + ((t * D)[:, None] + cols[None, :]), rounded(h_in), mask=inside)
+    ds = warpgroup_mma_wait(0, deps=ds + (small,))
+    return (ds[0] + ds[1]) + ds[2], gl.convert_layout(q, Q, assert_trivial=True)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -127,7 +207,6 @@ def mhc_post_project(
     )  # fmt: skip
     Q: gl.constexpr = gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], WARPS, [], [BT, 4])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, MP, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, L)
     TILE: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     # If M is not MP, a product also reads rows of the next piece; nothing reads the columns that they give.
@@ -164,9 +243,9 @@ def mhc_post_project(
     for tile in range(g, tiles, G):
         t = gl.minimum(tile * BT + row, T - 1).to(gl.int64)
         inside = (tile * BT + row < T)[:, None]
-        c = _coefficients(h_post_ptr, h_res_ptr, t, HAS_RES, TRANSPOSE)
+        c = load_mix(h_post_ptr, h_res_ptr, t, HAS_RES, TRANSPOSE)
+        weights = ()
         if COLLAPSE:
-            weights = ()
             for o in gl.static_range(4):
                 weights = weights + (gl.load(h_pre_ptr + t * 4 + o).to(gl.float32),)
         total = gl.zeros([BT, MP], gl.float32, layout=MMA)
@@ -187,48 +266,16 @@ def mhc_post_project(
             slot = gl.where(slot == SL - 1, 0, slot + 1)
             for j in gl.static_range(2):
                 b = step * 2 + j
-                f = _widened(halves[j][0])
+                f = widened(halves[j][0])
                 xs = ()
                 for i in gl.static_range(4):
-                    xs = xs + (_widened(halves[j][1 + i]),)
-                ds = ()
-                if COLLAPSE:
-                    h_in = gl.zeros([BT, 32], gl.float32, layout=L)
-                small = gl.zeros([BT, MP], gl.float32, layout=MMA)
-                for o in gl.static_range(4):
-                    y = c[o][:, None] * f
-                    if HAS_RES:
-                        for i in gl.static_range(4):
-                            y += c[4 + o * 4 + i][:, None] * xs[i]
-                    else:
-                        y += xs[o]
-                    h = _rounded(y)
-                    at = (t * (4 * D) + o * D)[:, None] + (b * 32 + col)[None, :]
-                    gl.store(out_ptr + at, h, mask=inside)
-                    y = _widened(h)
-                    if COLLAPSE:
-                        h_in += weights[o][:, None] * y
-                    q = gl.sum((y * y).reshape([BT, 4, 8]), axis=2)
-                    ss += gl.convert_layout(q, Q, assert_trivial=True)
-                    h = h.reshape([BT, 4, 2, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([BT, 32])
-                    h = gl.convert_layout(h, A)
-                    # Tensor cores round their running sum towards zero: short chains, small terms separate, then fp32.
-                    if o % 2 == 0:
-                        d = gl.zeros([BT, MP], gl.float32, layout=MMA)
-                    for term in gl.static_range(TERMS):
-                        p = w.index(((o * NB + b) * TERMS + term) * M8)
-                        p = reinterpret(p, gl.bfloat16, [MP, 32], TILE).permute((1, 0))
-                        if term == 0:
-                            d = warpgroup_mma(h, p, d, use_acc=o % 2 > 0, is_async=True)
-                        else:
-                            small = warpgroup_mma(h, p, small, use_acc=o + term > 1, is_async=True)
-                    if o % 2 == 1:
-                        ds = ds + (d,)
-                if COLLAPSE:
-                    at = (t * D)[:, None] + (b * 32 + col)[None, :]
-                    gl.store(h_in_ptr + at, _rounded(h_in), mask=inside)
-                ds = warpgroup_mma_wait(0, deps=ds + (small,))
-                total += (ds[0] + ds[1]) + ds[2]
+                    xs = xs + (widened(halves[j][1 + i]),)
+                products, squares = project_block(
+                    w, b, c, weights, f, xs, out_ptr, h_in_ptr, t, b * 32 + col, inside, D, MP, NB, HAS_RES,
+                    COLLAPSE, False, M8, L, Q, TILE, MMA,
+                )  # fmt: skip
+                total += products
+                ss += squares
         out = part_ptr + (s.to(gl.int64) * T) * MP
         tr = tile * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, MMA))
         m = gl.arange(0, MP, layout=gl.SliceLayout(0, MMA))

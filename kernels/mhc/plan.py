@@ -31,6 +31,7 @@ from .config import (
     post_config,
     pow2,
     pre_config,
+    pre_few,
     rows_config,
 )
 from .one_read_plan import plan_one_read
@@ -86,23 +87,25 @@ def collapse(
 
     ``floats``: norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps.
     """
+    one = pre_few(b, x, s.T)
     launch_collapse(
         b, mhc_pre_collapse, s, c.BC, c.BD, x, part, alpha, bias, out, floats, iters, form, dict(RUN=RUN),
-        dict(N=s.n, NP=s.NP, GROUPS=groups, GROUP=group), c.collapse_warps, norm_form,
+        dict(N=s.n, NP=s.NP, GROUPS=groups, GROUP=group, FEW=one), c.collapse_warps, norm_form, int(one),
     )  # fmt: skip
 
 
 def launch_collapse(
     b: Any, kernel: Any, s: Dims, BC: int, BD: int, x: Any, part: Any, alpha: Any, bias: Any, out: tuple[Any, ...],
     floats: tuple[Any, ...], iters: int, form: str, args: dict[str, Any], constexprs: dict[str, Any], warps: int,
-    norm_form: str,
+    norm_form: str, tokens: int = 0,
 ) -> None:  # fmt: skip
     """Launches a kernel of coefficients and collapse.
 
-    ``args`` and ``constexprs`` are those that only this kernel takes.
+    ``args`` and ``constexprs`` are those that only this kernel takes; ``tokens`` is the number of tokens of a
+    coefficients program, if it is not BC.
     """
     h_in, h_post, h_res, h_pre, h_mix, inv_rms = out
-    programs = b.cdiv(s.T, BC)
+    programs = b.cdiv(s.T, tokens or BC)
     names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_eps")
     b.launch(
         kernel,
@@ -142,14 +145,17 @@ def project(b: Any, s: Dims, c: PreConfig, x: Any, phi: Any, gamma: Any) -> tupl
     # A section has about 1 / (GROUPS * GROUP) of K's columns.
     KS = -(-s.K // (GROUPS * GROUP * c.BK)) * c.BK
     RUN, parts = sections(b, s.T, GROUPS, GROUP)
-    w = weights(b, s, phi, gamma, c.WK, terms)
+    # With few tokens a launch costs more than splitting phi in each program.
+    split = pre_few(b, x, s.T)
+    w = phi if split else weights(b, s, phi, gamma, c.WK, terms)
     part = b.empty((parts, s.T, s.MP), b.f32)
     b.launch(
         mhc_pre_project,
         (b.cdiv(s.T, c.BT), parts, 1),
-        dict(x_ptr=x, w_ptr=w, part_ptr=part, T=s.T, RUN=RUN),
+        dict(x_ptr=x, w_ptr=w, gamma_ptr=gamma if split else None, part_ptr=part, T=s.T, RUN=RUN),
         dict(
-            K=s.K, M=s.M, MP=s.MP, KS=KS, BT=c.BT, BK=c.BK, EVEN=s.K == KS * GROUPS * GROUP, TERMS=terms, PREC=prec,
+            K=s.K, M=s.M, MP=s.MP, KS=KS, BT=c.BT, BK=c.BK, EVEN=s.K == KS * GROUPS * GROUP, SPLIT=split,
+            HAS_GAMMA=split and gamma is not None, TERMS=terms, PREC=prec,
         ),
         c.num_warps, c.num_stages,
     )  # fmt: skip

@@ -6,6 +6,8 @@ One token per program (in post, some of its columns); every x-sized tensor is re
 import triton
 import triton.language as tl
 
+from .contracted import add_weighted, mix_stream
+
 
 @triton.jit
 def load_mix(
@@ -22,18 +24,6 @@ def load_mix(
                 at = i * N + o if TRANSPOSE else o * N + i
                 c = c + (tl.load(h_res_ptr + t * (N * N) + at, mask=mask, other=other).to(tl.float32),)
     return c
-
-
-@triton.jit
-def mix_stream(c, f, xs, o: tl.constexpr, N: tl.constexpr, HAS_RES: tl.constexpr):
-    """Returns h_post[o] * f + sum_i R[o, i] * x[i] in fp32, not rounded; c is the result of load_mix."""
-    y = c[o] * f
-    if HAS_RES:
-        for i in tl.static_range(N):
-            y += c[N + o * N + i] * xs[i].to(tl.float32)
-    else:
-        y += xs[o].to(tl.float32)
-    return y
 
 
 @triton.jit
@@ -59,7 +49,7 @@ def mhc_post(
         y = mix_stream(c, f, xs, o, N, HAS_RES).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (t * N + o) * D + d, y, mask=dm)
         if COLLAPSE:
-            h_in += tl.load(h_pre_ptr + t * N + o).to(tl.float32) * y.to(tl.float32)
+            h_in = add_weighted(h_in, tl.load(h_pre_ptr + t * N + o).to(tl.float32), y.to(tl.float32), o == 0)
     if COLLAPSE:
         tl.store(h_in_ptr + t * D + d, h_in.to(h_in_ptr.dtype.element_ty), mask=dm)
 

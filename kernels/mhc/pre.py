@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .common import sinkhorn
+from .contracted import add_weighted, logit, norm_factor, product
 
 
 @triton.jit
@@ -17,7 +18,7 @@ def mhc_pre_weights(
     mask = k < K
     w = tl.load(phi_ptr + m * K + k, mask=mask & (m < M), other=0.0).to(tl.float32)
     if HAS_GAMMA:
-        w = w * tl.load(gamma_ptr + k, mask=mask, other=0.0).to(tl.float32)
+        w = product(w, tl.load(gamma_ptr + k, mask=mask, other=0.0).to(tl.float32))
     if TERMS == 0:
         tl.store(w_ptr + m * K + k, w, mask=mask)
     for term in tl.static_range(TERMS):
@@ -28,14 +29,15 @@ def mhc_pre_weights(
 
 @triton.jit
 def mhc_pre_project(
-    x_ptr, w_ptr, part_ptr, T, RUN,
+    x_ptr, w_ptr, gamma_ptr, part_ptr, T, RUN,
     K: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, KS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, HAS_GAMMA: tl.constexpr, TERMS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Writes part[p, t, :M] = x @ w.T and part[p, t, M] = sum(x * x), each over RUN sections of KS columns.
 
     Part p begins at column p * RUN * KS. Sections are summed one after the other, here or by the reader of part, so the
-    bits do not depend on RUN.
+    bits do not depend on RUN. With SPLIT (if TERMS > 0), w is phi, and the terms of phi * gamma, which
+    ``mhc_pre_weights`` would write, are made here.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     part = tl.program_id(1)
@@ -53,6 +55,16 @@ def mhc_pre_project(
             x = tl.load(x_ptr + rows[:, None] + k[None, :], mask=tm[:, None], other=0.0)  # [BT, BK]
         else:
             x = tl.load(x_ptr + rows[:, None] + k[None, :], mask=tm[:, None] & km[None, :], other=0.0)
+        if SPLIT:
+            w = tl.load(w_ptr + m[None, :] * K + k[:, None], mask=(m < M)[None, :] & km[:, None], other=0.0)
+            w = w.to(tl.float32)
+            if HAS_GAMMA:
+                w = product(w, tl.load(gamma_ptr + k, mask=km, other=0.0).to(tl.float32)[:, None])
+            terms = ()
+            for _ in tl.static_range(TERMS):
+                v = w.to(tl.bfloat16)
+                terms = terms + (v,)
+                w = w - v.to(tl.float32)
         if TERMS == 0:
             w = tl.load(w_ptr + m[None, :] * K + k[:, None], mask=km[:, None], other=0.0)
             acc += tl.dot(x.to(tl.float32), w, input_precision=PREC)
@@ -60,10 +72,13 @@ def mhc_pre_project(
             # Tensor cores round their running sum towards zero: smallest terms first, short chains, then fp32.
             d = tl.zeros((BT, MP), tl.float32)
             for back in tl.static_range(TERMS):
-                at = (TERMS - 1 - back) * MP * K + m[None, :] * K + k[:, None]
-                wm = (m < M)[None, :] if EVEN else (m < M)[None, :] & km[:, None]
-                w = tl.load(w_ptr + at, mask=wm, other=0.0)  # [BK, MP]
-                d = tl.dot(x, w, d)
+                if SPLIT:
+                    v = terms[TERMS - 1 - back]
+                else:
+                    at = (TERMS - 1 - back) * MP * K + m[None, :] * K + k[:, None]
+                    wm = (m < M)[None, :] if EVEN else (m < M)[None, :] & km[:, None]
+                    v = tl.load(w_ptr + at, mask=wm, other=0.0)  # [BK, MP]
+                d = tl.dot(x, v, d)
             acc += d
         xf = x.to(tl.float32)
         ss += tl.sum(xf * xf, axis=1)
@@ -95,12 +110,38 @@ def _sum_sections(part_ptr, off, mask, stride, RUN, GROUPS: tl.constexpr, GROUP:
 
 
 @triton.jit
-def norm_factor(ss, K: tl.constexpr, norm_eps, OUTSIDE: tl.constexpr):
-    """Returns the factor of z from the sums of squares, with eps under the root, or added to it."""
-    if OUTSIDE:
-        return 1.0 / (tl.sqrt(ss / K) + norm_eps)
-    else:
-        return tl.rsqrt(ss / K + norm_eps)
+def _coefficients(
+    t, tm, inv, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr,
+    hc_eps, post_mult, post_eps, sinkhorn_eps,
+    N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Writes the coefficients of tokens t with mask tm, after this program has written their h_mix; inv is inv_rms."""
+    row = t.to(tl.int64)
+    tl.debug_barrier()
+    i = tl.arange(0, NP)
+    ok = (i < N)[None, :]
+    nm = tm[:, None] & ok
+    h = tl.load(h_mix_ptr + row[:, None] * M + i[None, :], mask=nm, other=0.0)  # [BC, NP]
+    bias = tl.load(bias_ptr + i, mask=i < N, other=0.0).to(tl.float32)
+    pre = tl.sigmoid(logit(tl.load(alpha_ptr).to(tl.float32), h, inv[:, None], bias[None, :])) + hc_eps
+    tl.store(h_pre_ptr + row[:, None] * N + i[None, :], pre, mask=nm)
+    if HAS_POST:
+        h = tl.load(h_mix_ptr + row[:, None] * M + N + i[None, :], mask=nm, other=0.0)
+        bias = tl.load(bias_ptr + N + i, mask=i < N, other=0.0).to(tl.float32)
+        z = logit(tl.load(alpha_ptr + 1).to(tl.float32), h, inv[:, None], bias[None, :])
+        post = tl.fma(post_mult, tl.sigmoid(z), post_eps)
+        tl.store(h_post_ptr + row[:, None] * N + i[None, :], post, mask=nm)
+    if HAS_RES:
+        ij = i[:, None] * N + i[None, :]  # [NP, NP]
+        valid = (i < N)[:, None] & (i < N)[None, :]
+        rm = tm[:, None, None] & valid[None, :, :]
+        h3 = tl.load(h_mix_ptr + row[:, None, None] * M + 2 * N + ij[None, :, :], mask=rm, other=0.0)
+        bias3 = tl.load(bias_ptr + 2 * N + ij, mask=valid, other=0.0).to(tl.float32)
+        r = logit(tl.load(alpha_ptr + 2).to(tl.float32), h3, inv[:, None, None], bias3[None, :, :])
+        if ITERS > 0:
+            r = sinkhorn(r, valid[None, :, :], ok, sinkhorn_eps, ITERS, FORM)
+        tl.store(h_res_ptr + row[:, None, None] * (N * N) + ij[None, :, :], r, mask=rm)
 
 
 @triton.jit
@@ -108,9 +149,10 @@ def coefficients(
     pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
     K: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
-    OUTSIDE: tl.constexpr = False,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr,
+    ITERS: tl.constexpr, FORM: tl.constexpr, OUTSIDE: tl.constexpr,
 ):  # fmt: skip
+    """Writes inv_rms (with OUTSIDE the root), h_mix and the coefficients of BC tokens."""
     t = pid * BC + tl.arange(0, BC)
     tm = t < T
     m = tl.arange(0, MP)
@@ -129,35 +171,56 @@ def coefficients(
         else:
             group = tl.load(at + g * stride, mask=nm, other=0.0)
         mix += group
-    ss = tl.sum(tl.where((m == M)[None, :], mix, 0.0), axis=1)  # [BC]
-    inv = norm_factor(ss, K, norm_eps, OUTSIDE)
-    # The backward needs the root itself: 1 / inv - eps would lose the digits of a small one.
-    tl.store(inv_ptr + row, tl.sqrt(ss / K) if OUTSIDE else inv, mask=tm)
+    inv, kept = norm_factor(tl.sum(tl.where((m == M)[None, :], mix, 0.0), axis=1), K, norm_eps, OUTSIDE)  # [BC]
+    tl.store(inv_ptr + row, kept, mask=tm)
     # The columns are read again below, in the shapes that the coefficients need.
     tl.store(h_mix_ptr + row[:, None] * M + m[None, :], mix, mask=nm & (m < M)[None, :])
-    tl.debug_barrier()
-    i = tl.arange(0, NP)
-    ok = (i < N)[None, :]
-    nm = tm[:, None] & ok
-    h = tl.load(h_mix_ptr + row[:, None] * M + i[None, :], mask=nm, other=0.0)  # [BC, NP]
-    bias = tl.load(bias_ptr + i, mask=i < N, other=0.0).to(tl.float32)
-    pre = tl.sigmoid(tl.load(alpha_ptr).to(tl.float32) * (h * inv[:, None]) + bias[None, :]) + hc_eps
-    tl.store(h_pre_ptr + row[:, None] * N + i[None, :], pre, mask=nm)
-    if HAS_POST:
-        h = tl.load(h_mix_ptr + row[:, None] * M + N + i[None, :], mask=nm, other=0.0)
-        bias = tl.load(bias_ptr + N + i, mask=i < N, other=0.0).to(tl.float32)
-        z = tl.load(alpha_ptr + 1).to(tl.float32) * (h * inv[:, None]) + bias[None, :]
-        tl.store(h_post_ptr + row[:, None] * N + i[None, :], post_mult * tl.sigmoid(z) + post_eps, mask=nm)
-    if HAS_RES:
-        ij = i[:, None] * N + i[None, :]  # [NP, NP]
-        valid = (i < N)[:, None] & (i < N)[None, :]
-        rm = tm[:, None, None] & valid[None, :, :]
-        h3 = tl.load(h_mix_ptr + row[:, None, None] * M + 2 * N + ij[None, :, :], mask=rm, other=0.0)
-        bias3 = tl.load(bias_ptr + 2 * N + ij, mask=valid, other=0.0).to(tl.float32)
-        r = tl.load(alpha_ptr + 2).to(tl.float32) * (h3 * inv[:, None, None]) + bias3[None, :, :]
-        if ITERS > 0:
-            r = sinkhorn(r, valid[None, :, :], ok, sinkhorn_eps, ITERS, FORM)
-        tl.store(h_res_ptr + row[:, None, None] * (N * N) + ij[None, :, :], r, mask=rm)
+    _coefficients(
+        t, tm, inv, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr,
+        hc_eps, post_mult, post_eps, sinkhorn_eps, N, NP, M, HAS_POST, HAS_RES, ITERS, FORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def token_coefficients(
+    t, mix, ss, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr,
+    norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
+    K: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, BC: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+):  # fmt: skip
+    """Writes what ``coefficients`` does, of token t from mix [MP] and the sum of squares ss.
+
+    They are computed for BC copies of the token, of which one is stored: in the shapes of ``coefficients``, so that
+    sums inside a token have the same order.
+    """
+    m = tl.arange(0, MP)
+    inv, kept = norm_factor(ss, K, norm_eps, OUTSIDE)
+    tl.store(inv_ptr + t, kept)
+    tl.store(h_mix_ptr + t * M + m, mix, mask=m < M)
+    c = tl.arange(0, BC)
+    _coefficients(
+        t + 0 * c, c == 0, inv + tl.zeros((BC,), tl.float32), alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr,
+        h_mix_ptr, hc_eps, post_mult, post_eps, sinkhorn_eps, N, NP, M, HAS_POST, HAS_RES, ITERS, FORM,
+    )  # fmt: skip
+
+
+@triton.jit
+def _section_coefficients(
+    t, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,
+    norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
+    K: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, BC: tl.constexpr, HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr,
+    FORM: tl.constexpr, OUTSIDE: tl.constexpr,
+):  # fmt: skip
+    """Does for token t what ``coefficients`` does for BC tokens; loads all parts at once."""
+    m = tl.arange(0, MP)
+    mix = _sum_sections(part_ptr, t * MP + m, m <= M, tl.cast(T, tl.int64) * MP, RUN, GROUPS, GROUP)
+    token_coefficients(
+        t, mix, tl.sum(tl.where(m == M, mix, 0.0), axis=0), alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr,
+        h_mix_ptr, inv_ptr, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
+        K, N, NP, M, MP, BC, HAS_POST, HAS_RES, ITERS, FORM, OUTSIDE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -197,7 +260,7 @@ def store_collapsed(h_in_ptr, t, d, xs, pre, D: tl.constexpr, N: tl.constexpr, B
     i = tl.arange(0, pre.shape[0])
     o = tl.zeros((BD,), tl.float32)
     for s in tl.static_range(N):
-        o += tl.sum(tl.where(i == s, pre, 0.0), axis=0) * xs[s].to(tl.float32)
+        o = add_weighted(o, tl.sum(tl.where(i == s, pre, 0.0), axis=0), xs[s].to(tl.float32), s == 0)
     tl.store(h_in_ptr + t * D + d, o.to(h_in_ptr.dtype.element_ty), mask=d < D)
 
 
@@ -206,19 +269,29 @@ def mhc_pre_collapse(
     x_ptr, part_ptr, alpha_ptr, bias_ptr, h_in_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN, CP,
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
     D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, FEW: tl.constexpr,
     HAS_POST: tl.constexpr, HAS_RES: tl.constexpr, ITERS: tl.constexpr, FORM: tl.constexpr, OUTSIDE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the coefficients of BC tokens (programs below CP) or BD columns of one token's h_in (the others)."""
+    """Writes the coefficients of BC tokens (programs below CP) or BD columns of one token's h_in (the others).
+
+    With FEW, a program of coefficients has one token, whose parts it loads all at once.
+    """
     pid = tl.program_id(0)
     K: tl.constexpr = N * D
     norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps = as_fp32(norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
     if pid < CP:
-        coefficients(
-            pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,
-            norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
-            K, N, NP, M, MP, GROUPS, GROUP, BC, HAS_POST, HAS_RES, ITERS, FORM, OUTSIDE,
-        )  # fmt: skip
+        if FEW:
+            _section_coefficients(
+                pid.to(tl.int64), part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T,
+                RUN, norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
+                K, N, NP, M, MP, GROUPS, GROUP, BC, HAS_POST, HAS_RES, ITERS, FORM, OUTSIDE,
+            )  # fmt: skip
+        else:
+            coefficients(
+                pid, part_ptr, alpha_ptr, bias_ptr, h_pre_ptr, h_post_ptr, h_res_ptr, h_mix_ptr, inv_ptr, T, RUN,
+                norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps,
+                K, N, NP, M, MP, GROUPS, GROUP, BC, HAS_POST, HAS_RES, ITERS, FORM, OUTSIDE,
+            )  # fmt: skip
     else:
         t, d = collapse_place(pid - CP, T, D, BD)
         xs = load_streams(x_ptr, t, d, D, N, D % BD == 0)
@@ -226,8 +299,8 @@ def mhc_pre_collapse(
         stride = tl.cast(T, tl.int64) * MP
         at = tl.where(i < N, i, 0)
         ss = _sum_sections(part_ptr, t * MP + M + 0 * at, i < N, stride, RUN, GROUPS, GROUP)  # [NP], all equal
-        inv = norm_factor(ss, K, norm_eps, OUTSIDE)
+        inv, _ = norm_factor(ss, K, norm_eps, OUTSIDE)
         h = _sum_sections(part_ptr, t * MP + at, i < N, stride, RUN, GROUPS, GROUP)  # [NP]
         bias = tl.load(bias_ptr + i, mask=i < N, other=0.0).to(tl.float32)
-        pre = tl.sigmoid(tl.load(alpha_ptr).to(tl.float32) * (h * inv) + bias) + hc_eps
+        pre = tl.sigmoid(logit(tl.load(alpha_ptr).to(tl.float32), h, inv, bias)) + hc_eps
         store_collapsed(h_in_ptr, t, d, xs, pre, D, N, BD)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .contracted import add_weighted
 from .pre import as_fp32, coefficients, collapse_place, load_streams
 
 
@@ -33,7 +34,7 @@ def mhc_collapse(
     xs = load_streams(x_ptr, t, d, D, N, D % BD == 0)
     h_in = tl.zeros((BD,), tl.float32)
     for i in tl.static_range(N):
-        h_in += tl.load(h_pre_ptr + t * N + i).to(tl.float32) * xs[i].to(tl.float32)
+        h_in = add_weighted(h_in, tl.load(h_pre_ptr + t * N + i).to(tl.float32), xs[i].to(tl.float32), i == 0)
     tl.store(h_in_ptr + t * D + d, h_in.to(h_in_ptr.dtype.element_ty), mask=d < D)
 
 

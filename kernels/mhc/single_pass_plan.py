@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import GROUP, GROUPS, coefficients_config, dots_config, post_config, pre_config
+from .blocks import mhc_blocks_coefficients
+from .config import BLOCKS_MAXNREG, GROUP, GROUPS, coefficients_config, dots_config, few, post_config, pow2, pre_config
 from .fused_plan import launch_post_project
 from .gluon import post_project
 from .plan import (
@@ -40,26 +41,40 @@ def _outputs(b: Any, s: Dims) -> tuple[Any, ...]:
 
 
 def _coefficients(
-    b: Any, s: Dims, part: Any, RUN: Any, groups: int, group: int, alpha: Any, bias: Any, out: tuple[Any, ...],
-    floats: Floats, iters: int, form: str, norm_form: str,
+    b: Any, s: Dims, kernel: Any, programs: Any, part: Any, alpha: Any, bias: Any, out: tuple[Any, ...], floats: Floats,
+    iters: int, form: str, norm_form: str, args: dict[str, Any], constexprs: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Launches the kernel that computes the coefficients ``out`` from the projection's parts."""
+    """Launches a kernel that computes the coefficients ``out`` from the projection's parts.
+
+    ``args`` and ``constexprs`` are those that only this kernel takes.
+    """
     h_pre, h_post, h_res, h_mix, inv_rms = out
     r = coefficients_config(s.n)
     names = ("norm_eps", "hc_eps", "post_mult", "post_eps", "sinkhorn_eps")
     b.launch(
-        mhc_coefficients,
-        (b.cdiv(s.T, r.BC), 1, 1),
+        kernel,
+        (programs, 1, 1),
         dict(
             part_ptr=part, alpha_ptr=alpha, bias_ptr=bias, h_pre_ptr=h_pre, h_post_ptr=h_post,
-            h_res_ptr=h_res if s.has_res else None, h_mix_ptr=h_mix, inv_ptr=inv_rms, T=s.T, RUN=RUN,
+            h_res_ptr=h_res if s.has_res else None, h_mix_ptr=h_mix, inv_ptr=inv_rms, T=s.T, **args,
             **dict(zip(names, floats, strict=True)),
         ),
         dict(
-            K=s.K, N=s.n, NP=s.NP, M=s.M, MP=s.MP, GROUPS=groups, GROUP=group, BC=r.BC, HAS_RES=s.has_res,
-            ITERS=iters if s.has_res else 0, FORM=FORMS[form], OUTSIDE=OUTSIDE[norm_form],
+            M=s.M, MP=s.MP, **constexprs, BC=r.BC, HAS_RES=s.has_res, ITERS=iters if s.has_res else 0, FORM=FORMS[form],
+            OUTSIDE=OUTSIDE[norm_form],
         ),
         r.num_warps, 1,
+    )  # fmt: skip
+
+
+def _of_parts(
+    b: Any, s: Dims, part: Any, RUN: Any, groups: int, group: int, alpha: Any, bias: Any, out: tuple[Any, ...],
+    floats: Floats, iters: int, form: str, norm_form: str,
+) -> None:  # fmt: skip
+    """Launches the coefficients ``out`` from ``groups`` groups of parts."""
+    _coefficients(
+        b, s, mhc_coefficients, b.cdiv(s.T, coefficients_config(s.n).BC), part, alpha, bias, out, floats, iters, form,
+        norm_form, dict(RUN=RUN), dict(K=s.K, N=s.n, NP=s.NP, GROUPS=groups, GROUP=group),
     )  # fmt: skip
 
 
@@ -71,7 +86,7 @@ def _of_streams(
     phi, alpha, bias, gamma = params
     c = pre_config(b.device_props(), s.K, s.D, s.MP, b.dtype(x) == b.bf16)
     part, RUN = project(b, s, c, x, phi, gamma)
-    _coefficients(b, s, part, RUN, GROUPS, GROUP, alpha, bias, out, floats, iters, form, norm_form)
+    _of_parts(b, s, part, RUN, GROUPS, GROUP, alpha, bias, out, floats, iters, form, norm_form)
 
 
 def plan_mhc_coefficients(
@@ -169,7 +184,14 @@ def plan_mhc_single_pass(
         phi, alpha, bias, gamma = contiguous(b, phi, alpha, bias, gamma)
         part = launch_post_project(b, *found, s, site, transpose_res, phi, gamma, x_out, h_in)
         S = found[1].slices(s.D)
-        _coefficients(b, s, part, S, S, S, alpha, bias, out, floats, sinkhorn_iters, sinkhorn_form, norm_form)
+        how = alpha, bias, out, floats, sinkhorn_iters, sinkhorn_form, norm_form
+        if few(b, s.T):
+            _coefficients(
+                b, s, mhc_blocks_coefficients, s.T, part, *how, {},
+                dict(D=s.D, NB=found[1].NB, S=S, SP=pow2(S), maxnreg=BLOCKS_MAXNREG),
+            )  # fmt: skip
+        else:
+            _of_parts(b, s, part, S, S, S, *how)
     return x_out, h_in, *out
 
 

@@ -1,0 +1,97 @@
+"""Kernels that must give the same bits leave the compilers no choice: contraction changes none of their instructions."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+
+import helpers_mhc as h
+import pytest
+import torch
+import triton
+from conftest import INTERPRETED
+from offline import TARGETS, Recorder, source, split_options
+from test_post_project import USABLE
+
+from mhc_inductor.kernels.mhc import fused_plan, gluon, plan, single_pass_plan
+
+BF16, F32 = torch.bfloat16, torch.float32
+TOOLS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+pytestmark = pytest.mark.skipif(INTERPRETED or not USABLE, reason="compiling and interpreting exclude each other")
+
+
+def empty(*shape, dtype=F32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def recorded(op: str, tokens: int, norm_form: str, width: int = 2560, gamma: bool = True):
+    b = Recorder(TARGETS["cuda:90"][1])
+    b.gluon = True
+    x, f = empty(tokens, 4, width, dtype=BF16), empty(tokens, width, dtype=BF16)
+    site = (x, f, empty(tokens, 4), empty(tokens, 4, 4))
+    params = (empty(24, 4 * width), empty(3), empty(24), empty(4, width) if gamma else None)
+    options = {**h.PRE_OPTIONS, "sinkhorn_iters": 3, "norm_form": norm_form}.values()
+    if op == "post":
+        plan.plan_mhc_post(b, *site, True)
+    elif op == "single_pass":
+        single_pass_plan.plan_mhc_single_pass(b, *site, empty(tokens, 4), True, *params, *options)
+    elif op == "pre":
+        plan.plan_mhc_pre(b, x, *params, *options)
+    else:
+        fused_plan.plan_mhc_post_pre(b, *site, True, *params, *options)
+    return {launch[0].__name__: launch for launch in b.launches}
+
+
+def ptx(launch, fusion: bool) -> str:
+    """Returns a kernel's PTX without debug information; ``fusion`` allows the compiler to contract."""
+    kernel, args, constexprs, num_warps, num_stages = launch
+    constants, others = split_options(kernel, constexprs)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fusion, **others}
+    code = triton.compile(source(kernel, args, constants), target=TARGETS["cuda:90"][0], options=options).asm["ptx"]
+    lines = [line for line in code.splitlines() if not line.strip().startswith((".loc", "//", ".file", ".section"))]
+    return "\n".join(lines[: lines.index("}") + 1])
+
+
+def chosen(code: str) -> str:
+    """Returns PTX in which instructions that may be contracted look like those that may not."""
+    return re.sub(r"\b(mul|add|sub)\.rn\.f32", r"\1.f32", code)
+
+
+def machine_code(code: str, folder: pathlib.Path) -> str:
+    """Returns the instructions that the assembler makes of PTX."""
+    # A reciprocal ends with a product by a power of two, which is exact: to add it in the same step changes no bit.
+    ones = set(re.findall(r"mov\.b32\s+(%\w+), 0f3F800000;", code))
+    code = re.sub(
+        r"div\.full\.f32(\s+%\w+), (%\w+|0f3F800000), (%\w+);",
+        lambda m: f"rcp.approx.ftz.f32{m[1]}, {m[3]};" if m[2] in ones | {"0f3F800000"} else m[0], code,
+    )  # fmt: skip
+    (folder / "k.ptx").write_text(code)
+    subprocess.run([TOOLS / "ptxas", "--gpu-name=sm_90a", "k.ptx", "-o", "k.cubin"], cwd=folder, check=True)
+    command = [TOOLS / "cuobjdump", "--dump-sass", folder / "k.cubin"]
+    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return "\n".join(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("op", "tokens", "kernels"),
+    [
+        ("post", 64, {"mhc_post"}),
+        ("post_pre", 64, {"mhc_post_project_few", "mhc_blocks_collapse"}),
+        ("post_pre", 8192, {"mhc_post_project", "mhc_slices_collapse"}),
+        ("single_pass", 64, {"mhc_post_project_few", "mhc_blocks_coefficients"}),
+        ("single_pass", 8192, {"mhc_post_project", "mhc_coefficients"}),
+        ("pre", 8192, {"mhc_pre_weights"}),
+        ("pre", 64, {"mhc_pre_collapse"}),
+    ],
+    ids=lambda v: "" if isinstance(v, set) else str(v),
+)  # fmt: skip
+@pytest.mark.parametrize("norm_form", ["inside", "outside"])
+def test_contraction_changes_no_instruction(op, tokens, kernels, norm_form, tmp_path, monkeypatch):
+    monkeypatch.setattr(gluon, "ONE_READ_PRE", range(0))
+    launches = recorded(op, tokens, norm_form)
+    assert kernels <= set(launches)
+    for name in kernels:
+        free, fixed = (ptx(launches[name], fusion) for fusion in (True, False))
+        assert chosen(free) == chosen(fixed), name
+        assert machine_code(free, tmp_path) == machine_code(fixed, tmp_path), name
