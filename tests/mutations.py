@@ -118,7 +118,6 @@ mutate(
     inverse=lambda f, s: 1 / (s + f.norm_eps),
     quarter=lambda f, s: (s + f.norm_eps).pow(-0.25),
     eps_twice=lambda f, s: 1 / (torch.sqrt(s + f.norm_eps) + 0.1),
-    eps_after_the_inverse=lambda f, s: 1 / torch.sqrt(s) + 0.1,
     eps_subtracted=lambda f, s: torch.rsqrt(s - 0.1),
     clamped=lambda f, s: torch.rsqrt(s.clamp(max=0.9) + f.norm_eps),
     doubled=lambda f, s: torch.rsqrt(2 * s + f.norm_eps),

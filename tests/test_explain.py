@@ -347,6 +347,7 @@ def test_kernels_are_those_of_the_plan(op):
         "bias": torch.empty(N * N + 2 * N),
         "gamma": None,
         "transpose_res": True,
+        "norm_form": "inside",
         "iters": 20,
         "sinkhorn_iters": 20,
         "form": "softmax",

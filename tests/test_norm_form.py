@@ -1,4 +1,4 @@
-"""The norm with eps added to the root, ``1 / (sqrt(mean(v * v)) + eps)``: reference, ops, front doors, bad input."""
+"""The norm with eps added to the root, ``1 / (sqrt(mean(v * v)) + eps)``: reference, ops, entry points, bad input."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_another_word_is_refused(name: str) -> None:
             op(name)(*fakes, "under")
 
 
-# --- front doors --------------------------------------------------------------------------------------------
+# --- entry points --------------------------------------------------------------------------------------------
 
 
 def test_compiled_as_eager() -> None:

@@ -31,7 +31,9 @@ def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     collapse = {"norm_eps": 1e-6, "hc_eps": 1e-6}
     pre = {"x": r(T, N, D), "phi": r(m, N * D), "alpha": r(3), "bias": r(m), "gamma": r(N, D), **collapse}
     pre |= {"post_mult": 2.0, "post_eps": 0.0, "sinkhorn_iters": 2, "sinkhorn_eps": 1e-6, "sinkhorn_form": "softmax"}
+    pre |= {"norm_form": "outside"}  # options in the order of the schema
     head = {"x": r(T, N, D), "phi": r(N, N * D), "alpha": r(1), "bias": r(N), "gamma": r(N, D), **collapse}
+    head |= {"norm_form": "outside"}
     post = {"x": r(T, N, D), "f_out": r(T, D), "h_post": r(T, N), "h_res": r(T, N, N), "transpose_res": True}
     scan = {"kvqm": r(T, 1, 4 * N), "b_s": r(N), "b_m": r(N), "S0": r(1, N, N), "M0": r(1, N, N)}
     cu = torch.tensor([0, T], dtype=torch.int32)
