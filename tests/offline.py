@@ -48,7 +48,7 @@ class Recorder(launch.Recorder):
 
 
 def split_options(kernel, constexprs) -> tuple[dict, dict]:
-    """Returns the kernel's constants, and the launch options beside them, which are no parameters of the kernel."""
+    """Returns the kernel's constants, and the launch options among them, which it does not take as parameters."""
     constants = {k: v for k, v in constexprs.items() if k in kernel.arg_names}
     return constants, {k: v for k, v in constexprs.items() if k not in constants}
 

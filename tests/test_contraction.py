@@ -95,3 +95,9 @@ def test_contraction_changes_no_instruction(op, tokens, kernels, norm_form, tmp_
         free, fixed = (ptx(launches[name], fusion) for fusion in (True, False))
         assert chosen(free) == chosen(fixed), name
         assert machine_code(free, tmp_path) == machine_code(fixed, tmp_path), name
+
+
+def test_a_row_of_four_threads_is_summed_as_the_reader_of_blocks_does():
+    """The training kernel's only exchange between threads, whose order ``blocks.py`` repeats: (0 + 2) + (1 + 3)."""
+    code = ptx(recorded("post_pre", 8192)["mhc_post_project"], True)
+    assert re.findall(r"shfl\.sync\.bfly\.b32\s+%\w+, %\w+, (\d+),", code) == ["2", "1", "2", "1"]
