@@ -25,7 +25,7 @@ def empty(*shape, dtype=F32):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def recorded(op: str, tokens: int, norm_form: str, width: int = 2560, gamma: bool = True):
+def recorded(op: str, tokens: int, norm_form: str = "inside", width: int = 2560, gamma: bool = True):
     b = Recorder(TARGETS["cuda:90"][1])
     b.gluon = True
     x, f = empty(tokens, 4, width, dtype=BF16), empty(tokens, width, dtype=BF16)
@@ -74,20 +74,24 @@ def machine_code(code: str, folder: pathlib.Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("op", "tokens", "kernels"),
+    ("op", "tokens", "norm_form", "kernels"),
     [
-        ("post", 64, {"mhc_post"}),
-        ("post_pre", 64, {"mhc_post_project_few", "mhc_blocks_collapse"}),
-        ("post_pre", 8192, {"mhc_post_project", "mhc_slices_collapse"}),
-        ("single_pass", 64, {"mhc_post_project_few", "mhc_blocks_coefficients"}),
-        ("single_pass", 8192, {"mhc_post_project", "mhc_coefficients"}),
-        ("pre", 8192, {"mhc_pre_weights"}),
-        ("pre", 64, {"mhc_pre_collapse"}),
+        ("post", 64, "inside", {"mhc_post"}),
+        ("post_pre", 64, "inside", {"mhc_post_project_few", "mhc_blocks_collapse"}),
+        ("post_pre", 8192, "inside", {"mhc_post_project", "mhc_slices_collapse"}),
+        ("single_pass", 64, "inside", {"mhc_post_project_few", "mhc_blocks_coefficients"}),
+        ("single_pass", 8192, "inside", {"mhc_post_project", "mhc_coefficients"}),
+        ("pre", 8192, "inside", {"mhc_pre_weights"}),
+        ("pre", 64, "inside", {"mhc_pre_collapse"}),
+        ("post_pre", 64, "outside", {"mhc_blocks_collapse"}),
+        ("post_pre", 8192, "outside", {"mhc_slices_collapse"}),
+        ("single_pass", 64, "outside", {"mhc_blocks_coefficients"}),
+        ("single_pass", 8192, "outside", {"mhc_coefficients"}),
+        ("pre", 64, "outside", {"mhc_pre_collapse"}),
     ],
     ids=lambda v: "" if isinstance(v, set) else str(v),
 )  # fmt: skip
-@pytest.mark.parametrize("norm_form", ["inside", "outside"])
-def test_contraction_changes_no_instruction(op, tokens, kernels, norm_form, tmp_path, monkeypatch):
+def test_contraction_changes_no_instruction(op, tokens, norm_form, kernels, tmp_path, monkeypatch):
     monkeypatch.setattr(gluon, "ONE_READ_PRE", range(0))
     launches = recorded(op, tokens, norm_form)
     assert kernels <= set(launches)
