@@ -10,7 +10,8 @@ from fakecuda import fake_cuda, generated_code, on_a_cpu_build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
-from mhc_inductor import backend
+from mhc_inductor import backend, compat
+from mhc_inductor.kernels.mhc import gluon
 from mhc_inductor.tuning import table
 
 OPS = torch.ops.mhc_inductor
@@ -192,21 +193,21 @@ def test_single_pass_launches_its_kernels(dynamic):
     assert "torch.ops.mhc_inductor" not in code
 
 
+def _post_pre(x, phi, alpha, bias, w):
+    h_post, h_res = x.sum(-1, dtype=torch.float32), (x @ x.mT).float()
+    x_out = mhc_inductor.mhc_post(x, x.sum(-2) @ w, h_post, h_res, transpose_res=True)
+    return mhc_inductor.mhc_pre(x_out, phi, alpha, bias, sinkhorn_iters=20)[0], x_out
+
+
 @pytest.mark.parametrize(("batch", "grad", "fused"), [(1, False, 0), (2, False, 1), (1, True, 1)])
 def test_few_tokens_in_inference_stay_two_ops(batch, grad, fused):
     """Checks that inference fuses from 256 tokens on, since separate kernels are faster below; training always fuses.
 
     A sequence has 128 tokens.
     """
-
-    def post_pre(x, phi, alpha, bias, w):
-        h_post, h_res = x.sum(-1, dtype=torch.float32), (x @ x.mT).float()
-        x_out = mhc_inductor.mhc_post(x, x.sum(-2) @ w, h_post, h_res, transpose_res=True)
-        return mhc_inductor.mhc_pre(x_out, phi, alpha, bias, sinkhorn_iters=20)[0], x_out
-
     before = mhc_inductor.counters().get("fused mhc_post_pre", 0)
     with torch.set_grad_enabled(grad):
-        launches = _launches(_compile(post_pre, batch=batch, backend="mhc_inductor"))
+        launches = _launches(_compile(_post_pre, batch=batch, backend="mhc_inductor"))
     assert [k for k in launches if k.startswith("mhc_")] == list(POST_PRE)
     assert mhc_inductor.counters().get("fused mhc_post_pre", 0) - before == fused
 
@@ -227,6 +228,18 @@ def test_few_tokens_split_phi_in_the_projection_if_their_number_is_static(dynami
         (code,) = generated_code(lambda: compiled(x, *params))
     code = code[code.index("def call(") :]
     assert _launches(code) == list(launches)
+
+
+@pytest.mark.parametrize("packaged", [False, True])
+def test_few_tokens_are_fused_where_the_fused_op_has_kernels_for_them(monkeypatch, packaged):
+    pytest.importorskip("mhc_inductor.kernels.mhc.gluon_post_project")
+    monkeypatch.setattr(gluon, "MIN_D", 64)
+    monkeypatch.setattr(compat, "in_package", lambda: packaged)
+    before = mhc_inductor.counters().get("fused mhc_post_pre", 0)
+    with torch.no_grad():
+        code = _compile(_post_pre, batch=1, backend="mhc_inductor")
+    assert mhc_inductor.counters().get("fused mhc_post_pre", 0) - before == (not packaged)
+    assert ("torch.ops.mhc_inductor.mhc_post_pre.default(" in code) == (not packaged)
 
 
 def test_ordinary_backend_launches_the_kernels_too():

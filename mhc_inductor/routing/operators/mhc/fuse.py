@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
@@ -21,7 +22,8 @@ from mhc_inductor.routing.interface import Match
 from mhc_inductor.routing.operators.kernels import kernels_of
 
 FEW_TOKENS = 256
-"""With fewer tokens two separate ops are faster in inference (docs/tuning.md), as in decoding, where latency counts."""
+"""With fewer tokens two ops are faster in inference, as in decoding, where latency counts. Not where the fused op has
+kernels of its own for few tokens: these are faster still (docs/tuning.md)."""
 _OPS = torch.ops.mhc_inductor
 _FUSED: dict[Any, tuple[str, str]] = {
     _OPS.mhc_pre.default: ("mhc_pre", "mhc_post_pre"),
@@ -112,10 +114,20 @@ def _numbers(view: View, *nodes: fx.Node) -> list[fx.Node]:
 
 
 def _few(post: fx.Node) -> bool:
-    """Checks whether a post is on a GPU with a static number of tokens below FEW_TOKENS."""
-    x = example(post)
-    lead = x.shape[:-2]
-    return x.device.type == "cuda" and all(isinstance(n, int) for n in lead) and math.prod(lead) < FEW_TOKENS
+    """Checks whether a post on a GPU has so few tokens, known before it runs, that it is faster alone."""
+    x, f_out = (example(a) for a in post.args[:2] if isinstance(a, fx.Node))
+    if x.device.type != "cuda" or not all(isinstance(n, int) for n in x.shape[:-2]):
+        return False
+    return math.prod(x.shape[:-2]) < FEW_TOKENS and not _has_kernels_for_few(x, f_out)
+
+
+def _has_kernels_for_few(x: torch.Tensor, f_out: torch.Tensor) -> bool:
+    """Checks whether the fused op runs its own kernels, which it has for any number of tokens; never in a package."""
+    from mhc_inductor.kernels.launch import EagerBuilder
+    from mhc_inductor.kernels.mhc.fused_plan import runs_gluon
+
+    static = all(isinstance(n, int) for n in x.shape[-2:])
+    return static and not compat.in_package() and runs_gluon(EagerBuilder(x.device), x, f_out)
 
 
 def _movable(view: View, first: fx.Node, second: fx.Node) -> bool:
