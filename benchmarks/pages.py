@@ -73,11 +73,14 @@ def _measured(result: dict[str, Any]) -> str:
 # ---- blocks
 
 
+APART = "ops, one after the other"
+
+
 def _mhc(results: Results) -> str:
     result = results("mhc")
     lines = []
     for what, name in (("pre", "`mhc_pre`"), ("post", "`mhc_post`"), ("fb", "both, with gradients")):
-        for dim in (2560, 4096, 7168) if what == "fb" else (4096,):
+        for dim in (4096, 7168) if what == "fb" else (4096,):
             ours = _row(result["rows"], what=what, dim=dim, variant="ops")
             peers = ours["measured_separately_us"]
             compiled = [
@@ -90,15 +93,36 @@ def _mhc(results: Results) -> str:
                 f"{other} {_short(peers[other])}\\*",
             ]
             lines.append([name, str(dim), *cells])
+    newer = results("mhc-partial")
+    lines += [_v41(newer), _boundary(newer)]
     table = markdown(["mHC, µs", "D", "this package", "floor", "torch.compile", "fastest other"], lines)
     where = "8192 tokens, n = 4, bf16 streams, fp32 weights"
-    return f"{table}\n\n{where}. {_measured(result)}.\nFloor: every byte moved once at 4.3 TB/s."
+    last = f"The last two rows, and `mhc_pre` since: {_short(_pre(newer))}, are of `mhc-partial.json`, {newer['date'][:10]}."
+    return f"{table}\n\n{where}. {_measured(result)}.\nFloor: every byte moved once at 4.3 TB/s. {last}"
 
 
-def _e79(results: Results) -> str:
+def _pre(result: dict[str, Any]) -> float:
+    return float(_row(result["rows"], what="pre", dim=4096, variant="ops")["median_us"])
+
+
+def _v41(result: dict[str, Any]) -> list[str]:
+    """Returns the row of single-pass mHC: its op between two sublayers, and the parts one after the other."""
+    one, parts = (_row(result["rows"], what="single_pass", dim=4096, variant=v) for v in ("ops", APART))
+    times = [_short(one["median_us"]), _short(one["floor_us"]), "", f"its parts {_short(parts['median_us'])}"]
+    return ["V4.1: post, collapse, coefficients", "4096", *times]
+
+
+def _boundary(result: dict[str, Any]) -> list[str]:
+    """Returns the row of one boundary between two sublayers in decoding, in a chain of launches."""
+    of = [_row(result["decode"], what="post_pre", tokens=t, variant="ops, chain of 20") for t in (1, 64)]
+    times, floors = (" / ".join(_short(r[k]) for r in of) for k in ("median_us", "floor_us"))
+    return ["decoding, 1 / 64 tokens: post, next pre", "4096", times, floors, "", ""]
+
+
+def _e79(results: Results, sizes: Sequence[int] = (32, 64, 96, 128)) -> str:
     result = results("e79")
     lines = []
-    for n in (32, 64, 96, 128):
+    for n in sizes:
         rows = [_row(result["rows"], what=what, n=n, variant="ops") for what in ("fwd", "fb")]
         cells = [_short(r["median_us"]) for r in rows] + [
             f"{_short(r['measured_separately_us'][AUTHORS])}\\*" for r in rows
@@ -265,7 +289,7 @@ def _single_pass(results: Results) -> str:
     result = results("mhc-partial")
     lines = []
     for what, name in (("single_pass", "forward"), ("single_pass_fb", "with all gradients")):
-        fused, parts = (_row(result["rows"], what=what, variant=v) for v in ("ops", "ops, one after the other"))
+        fused, parts = (_row(result["rows"], what=what, dim=4096, variant=v) for v in ("ops", APART))
         figures = (fused["median_us"], parts["median_us"], fused["floor_us"], fused["bar_us"])
         lines.append([name, *map(_short, figures)])
     table = markdown(["single pass, µs", "one op", "its parts", "floor", "bar"], lines)
@@ -288,7 +312,7 @@ def _readme(results: Results) -> str:
     picture = (
         "![Time on one H200 of this package, torch.compile and other implementations](benchmarks/results/overview.png)"
     )
-    parts = [_models(results, _OF_THE_README), *(make(results) for make in (_mhc, _e79, _selection))]
+    parts = [_models(results, _OF_THE_README), _mhc(results), _e79(results, (32, 64, 128)), _selection(results)]
     return "\n\n".join([picture, *parts, f"\\* {SEPARATELY} on the same kind of GPU, with the projects' own code."])
 
 
