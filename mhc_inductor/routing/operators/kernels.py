@@ -14,6 +14,7 @@ _POST_PRE = (
 )
 _COEFFICIENTS = ("mhc_pre_weights", "mhc_pre_project", "mhc_coefficients")
 _COEFFICIENTS_BACKWARD = ("mhc_pre_backward_coefficients", "mhc_pre_backward_dx")
+# With few tokens, mhc_pre_project splits phi itself; on sm_90, wide bf16 streams run the Gluon kernels of kernels/mhc.
 KERNELS: dict[str, tuple[str, ...]] = {
     "mhc_pre": _PRE,
     "mhc_sinkhorn": ("mhc_sinkhorn", "mhc_sinkhorn_backward"),
