@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import GPU, INTERPRETED
 from fakecuda import on_a_cpu_build
+from test_post_project import Poisoned
 
 from mhc_inductor import compat, log
 from mhc_inductor.kernels.launch import EagerBuilder
@@ -36,21 +37,6 @@ def everywhere(monkeypatch):
     """Uses the kernel at every width that it can take, whatever the widths that it is switched on for."""
     monkeypatch.setattr(gluon, "ONE_READ_PRE", range(1024, 8193))
     monkeypatch.setattr(gluon, "refused", set())
-
-
-class Poisoned(EagerBuilder):
-    """Fills every output and workspace with NaN first, and collects the names of launched kernels."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.names = []
-
-    def empty(self, shape, dtype):
-        return super().empty(shape, dtype).fill_(float("nan"))
-
-    def launch(self, kernel, *args):
-        self.names.append(kernel.__name__)
-        super().launch(kernel, *args)
 
 
 def run(inputs, options=OPTIONS):
