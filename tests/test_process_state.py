@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 
+import process_state
 import pytest
 import torch
 
@@ -33,6 +34,13 @@ def test_a_compile_changes_nothing_in_the_process():
     assert len(found["left"]) == 10
     # The garbage collector's state is also unchanged during a compile.
     assert len(found["inside"]) == 3 and not any(name.startswith("gc") for names in found["inside"] for name in names)
+
+
+def test_frozen_objects_may_be_freed_and_none_may_be_added():
+    state = {"gc frozen": 5}
+    assert not process_state.changed(state, {"gc frozen": 4}) and not process_state.changed(state, state)
+    for before, after in ((5, 6), (5, 0), (0, 1)):
+        assert process_state.changed({"gc frozen": before}, {"gc frozen": after}) == ["gc frozen"]
 
 
 @pytest.mark.parametrize("on", [True, False])
