@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -110,6 +111,48 @@ def a_recurrence_on_dtensors_is_routed(mesh: Any) -> None:
     compiled, seen = _compiled(scan)
     assert max(map(error, trained(compiled, args), trained(scan, list(leaves.values())))) < 1e-12
     assert seen.ops["e79_scan"] == 1 and not seen.report.problems, (seen.ops, seen.near, seen.report.problems)
+
+
+def attention_on_dtensors_is_routed(mesh: Any) -> None:
+    """Masks of ranges and of listed keys, sharded by batch and by heads; positions are plain tensors.
+
+    Lists by heads stay the formula: torch cannot gather by indices that a flattened inner dimension shards.
+    """
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    from tests.laws import attention, sdpa, selection_leaves
+
+    leaves = selection_leaves()
+    ranges = leaves.pop("ranges")
+    g = torch.Generator().manual_seed(5)
+    lists = torch.rand(2, 6, 2, 12, generator=g).topk(5).indices
+
+    def scattered(p: dict[str, Tensor]) -> Tensor:
+        return torch.zeros(2, 6, 2, 12, dtype=torch.bool).scatter(-1, p["lists"], True)
+
+    def by_ranges(form: Any, *tensors: Tensor) -> Tensor:
+        return form(dict(zip(("q", "k", "v", "ranges"), tensors, strict=True)))
+
+    def by_lists(form: Any, *tensors: Tensor) -> Tensor:
+        return form(dict(zip(("q", "k", "v", "lists"), tensors, strict=True)), scattered)
+
+    for kind, form, mask, placement, routed in (
+        (by_ranges, attention, ranges, Shard(0), 1),
+        (by_ranges, attention, ranges, Shard(2), 1),
+        (by_ranges, sdpa, ranges, Replicate(), 1),
+        (by_lists, attention, lists, Shard(0), 1),
+        (by_lists, attention, lists, Shard(2), 0),
+    ):
+        args = [*leaves.values(), mask]
+        layer = functools.partial(kind, form)
+        compiled, seen = _compiled(layer)
+        with implicit_replication():
+            got = trained(compiled, [distribute_tensor(t, mesh, [placement]) for t in args])
+        case = kind.__name__, form.__name__, placement
+        assert max(map(error, got, trained(layer, args))) < 1e-12, case
+        assert seen.ops["selection_attention"] == routed and bool(seen.near) is not bool(routed), (case, seen.near)
+        assert not seen.report.problems, (case, seen.report.problems)
 
 
 def local_tensors_and_redistribution_are_kept(mesh: Any) -> None:
