@@ -104,11 +104,15 @@ class _RingAttention(torch.autograd.Function):
         ids_k: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         mine = _Queries(q, selection, ids_q, sink)
-        running = Running((*q.shape[:4], ring.v_width), acc_dtype(q.dtype), q.device)
+        running: Running | None = None
         for step, part in _round(_Part(k, v, ids_k), ring):
-            running.add(*_attend(mine, part, ring, step))
-        o, lse = running.finish(sink)
-        o = o.to(q.dtype)
+            found = _attend(mine, part, ring, step)
+            if running is None:
+                running = Running(*found, acc_dtype(q.dtype))
+            else:
+                running.add(*found)
+        assert running is not None  # a group has a rank
+        o, lse = running.finish(sink, q.dtype)
         ctx.ring, ctx.sends_grads = ring, sends_grads
         ctx.save_for_backward(q, k, v, sink, selection, ids_q, ids_k, o, lse)
         ctx.set_materialize_grads(False)

@@ -17,32 +17,33 @@ class Running:
     0: a selected value of inf is inf in the result, as over all keys at once.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Starts with no keys; ``shape`` is that of o, ``[..., Dv]``."""
-        self.most = torch.full(shape[:-1], -torch.inf, dtype=dtype, device=device)
-        self.total = torch.zeros(shape[:-1], dtype=dtype, device=device)
-        self.sums = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, o: Tensor, lse: Tensor, dtype: torch.dtype) -> None:
+        """Starts with the first part: ``o[..., Dv]``, and ``lse[...]``, -inf where nothing is selected, whose o is 0."""
+        self.most = lse.to(dtype)
+        self.total = (lse != -torch.inf).to(dtype)
+        self.sums = o.to(dtype, copy=True)
 
     def add(self, o: Tensor, lse: Tensor) -> None:
-        """Adds one part: ``o[..., Dv]``, and ``lse[...]``, -inf where nothing is selected, whose o is 0."""
+        """Adds another part."""
         most = torch.maximum(self.most, lse)
         base = torch.where(most == -torch.inf, 0.0, most)
         before, now = torch.exp(self.most - base), torch.exp(lse - base)
         self.total = self.total * before + now
-        self.sums = _weighted(self.sums, before) + _weighted(o.to(self.sums.dtype), now)
+        self.sums.mul_(_kept(before)).addcmul_(o, _kept(now))
         self.most = most
 
-    def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns o and lse; the sink's logits, ``[G, h]``, join the denominator of o only."""
+    def finish(self, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns o in ``dtype``, and lse; the sink's logits, ``[G, h]``, join the denominator of o only."""
         empty = self.most == -torch.inf
         base = torch.where(empty, 0.0, self.most)
         lse = base + torch.log(self.total)
         total = self.total if sink is None else self.total + torch.exp(sink.to(base.dtype) - base)
-        return _weighted(self.sums, torch.where(empty, 0.0, 1 / total)), lse
+        return self.sums.mul_(_kept(torch.where(empty, 0.0, 1 / total))).to(dtype), lse
 
 
-def _weighted(o: Tensor, weight: Tensor) -> Tensor:
-    return torch.where(o.isfinite(), o * weight.unsqueeze(-1), o)
+def _kept(weight: Tensor) -> Tensor:
+    """Returns weights for o, at least the smallest normal number: it vanishes in any sum, and inf times it is inf."""
+    return weight.clamp_min(torch.finfo(weight.dtype).tiny).unsqueeze(-1)
 
 
 class Upstream(NamedTuple):
@@ -73,9 +74,9 @@ class Upstream(NamedTuple):
         nothing = lse == -torch.inf
         weight = torch.exp(lse - total)
         grad = weight * (_dot(dout, o, lse.dtype) - self.dot) + dlse * torch.exp(lse - whole)
-        share = torch.where(nothing.unsqueeze(-1), 0.0, weight.unsqueeze(-1) * dout)
-        return share.to(o.dtype), torch.where(nothing, 0.0, grad)
+        share = torch.mul(dout, weight.unsqueeze(-1), out=torch.empty_like(o))  # rounded once, in one pass
+        return share.masked_fill_(nothing.unsqueeze(-1), 0.0), torch.where(nothing, 0.0, grad)
 
 
 def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    return (a.to(dtype) * b.to(dtype)).sum(-1)
+    return a.to(dtype, copy=True).mul_(b).sum(-1)
