@@ -6,7 +6,8 @@ import helpers_mhc as h
 import helpers_single_pass as one
 import pytest
 import torch
-from test_post_project import Poisoned, narrow, on_hopper, run, run_single_pass  # noqa: F401 (narrow is a fixture)
+from poisoned import Poisoned
+from test_post_project import narrow, on_hopper, run, run_single_pass  # noqa: F401 (narrow is a fixture)
 
 from mhc_inductor.kernels.mhc import config, gluon, plan
 

@@ -11,22 +11,16 @@ import helpers_e79 as h
 import pytest
 import torch
 from conftest import GPU
+from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.e79 import plan
-from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from mhc_inductor.kernels.launch import DeviceProps
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SMALL = DeviceProps(4, "cuda", 90)
 # The interpreter takes a second per step at n = 128.
 WIDTHS = (16, 20, 32, 48, 64, 96, 128) if GPU else (16, 20, 33)
-
-
-class Poisoned(EagerBuilder):
-    """Fills every output and workspace with NaN first."""
-
-    def empty(self, shape, dtype):
-        return super().empty(shape, dtype).fill_(float("nan"))
 
 
 class PlainTriton(Poisoned):

@@ -9,6 +9,7 @@ import helpers_index as h
 import pytest
 import torch
 from conftest import GPU, some
+from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.index import config, plan
@@ -24,16 +25,9 @@ NONE = (None,) * 4
 EPS = 2.0**-23
 
 
-class Poisoned(EagerBuilder):
-    """Fills every output and workspace first: floats with NaN, integers with the largest value."""
-
-    def empty(self, shape, dtype):
-        return super().empty(shape, dtype).fill_(float("nan") if dtype.is_floating_point else 2**31 - 1)
-
-
 @pytest.fixture
 def builder(device):
-    return Poisoned(torch.device(device), None if GPU else DeviceProps(2, "cuda", 90))
+    return Poisoned(torch.device(device), None if GPU else DeviceProps(2, "cuda", 90), integers=2**31 - 1)
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ import helpers_mhc as h
 import pytest
 import torch
 from conftest import GPU
+from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels import tuned
 from mhc_inductor.kernels.eager import plan_of
-from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.mhc import config, plan
 from mhc_inductor.tuning import table
 
@@ -29,13 +30,6 @@ ROUNDINGS = 1.05 if GPU else 2.1
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Few multiprocessors give the interpreter few programs to run.
 SMALL = DeviceProps(4, "cuda", 90)
-
-
-class Poisoned(EagerBuilder):
-    """Fills every output and workspace with NaN first."""
-
-    def empty(self, shape, dtype):
-        return super().empty(shape, dtype).fill_(float("nan"))
 
 
 def _kernel(name: str):

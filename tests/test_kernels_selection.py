@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import GPU, INTERPRETED, some
+from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
-from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import config, plan, tile_lists_plan
 
 if INTERPRETED:
@@ -27,11 +28,6 @@ if INTERPRETED:
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
 NAN, INF = float("nan"), float("inf")
-
-
-class Poisoned(EagerBuilder):
-    def empty(self, shape, dtype):
-        return super().empty(shape, dtype).fill_(NAN if dtype.is_floating_point else -7)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import helpers_selection as h
 import pytest
 import torch
 from conftest import GPU, some
+from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
 from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
@@ -30,17 +31,10 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SMALL = DeviceProps(2, "cuda", 90)
 
 
-class Poisoned(EagerBuilder):
-    """Fills floats with NaN first, and integers with 1, a query that no list holds alone."""
-
-    def empty(self, shape, dtype):
-        return super().empty(shape, dtype).fill_(float("nan") if dtype.is_floating_point else 1)
-
-
 @pytest.fixture(autouse=True)
 def builder(monkeypatch, device):
     """Makes the helpers call the backward's launch plan after the reference's forward."""
-    made = Poisoned(torch.device(device), SMALL)
+    made = Poisoned(torch.device(device), SMALL, integers=1)  # a query that no list holds alone
     ops = types.SimpleNamespace(
         selection_attention=reference.selection_attention,
         selection_attention_backward=lambda *args: backward_plan.plan_selection_attention_backward(made, *args),

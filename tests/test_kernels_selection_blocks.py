@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import GPU, some
+from poisoned import Poisoned
 from test_nn_selection import choice, chosen_blocks
 
 import mhc_inductor
@@ -21,11 +22,6 @@ if not GPU:
 
 H200 = DeviceProps(132, "cuda", 90)
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-
-
-class Poisoned(EagerBuilder):
-    def empty(self, shape, dtype):
-        return super().empty(shape, dtype).fill_(float("nan") if dtype.is_floating_point else -7)
 
 
 def check(device, q, k, lse, scale, length, stride, block, count, s_kv):

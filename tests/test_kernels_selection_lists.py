@@ -9,9 +9,10 @@ import helpers_lists as h
 import pytest
 import torch
 from conftest import GPU, some
+from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
-from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import lists_plan
 
 if not GPU:
@@ -23,13 +24,6 @@ if not GPU:
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # The interpreter's casts to bf16 and fp16 truncate where a GPU rounds to nearest.
 ROUNDINGS = 1.05 if GPU else 2.1
-
-
-class Poisoned(EagerBuilder):
-    """Fills every output and workspace first: floats with NaN, integers with -7."""
-
-    def empty(self, shape, dtype):
-        return super().empty(shape, dtype).fill_(float("nan") if dtype.is_floating_point else -7)
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import GPU, some
+from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
-from mhc_inductor.kernels.launch import DeviceProps, EagerBuilder
+from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection.pieces_plan import plan_pieces
 from mhc_inductor.kernels.selection.segments_plan import plan_segments
 
@@ -19,11 +20,6 @@ if not GPU:
     fix_sort()
 
 I32, I64 = torch.int32, torch.int64
-
-
-class Poisoned(EagerBuilder):
-    def empty(self, shape, dtype):
-        return super().empty(shape, dtype).fill_(-7)
 
 
 def odd_ranges(B, S, G, r, S_kv, dtype=I32, seed=0):

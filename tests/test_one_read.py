@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import GPU, INTERPRETED
 from fakecuda import on_a_cpu_build
-from test_post_project import Poisoned
+from poisoned import Poisoned
 
 from mhc_inductor import compat, log
 from mhc_inductor.kernels.launch import EagerBuilder

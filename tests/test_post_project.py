@@ -10,10 +10,10 @@ import pytest
 import torch
 from conftest import GPU, INTERPRETED
 from fakecuda import on_a_cpu_build
+from poisoned import Poisoned
 
 import mhc_inductor
 from mhc_inductor import compat
-from mhc_inductor.kernels.launch import EagerBuilder
 from mhc_inductor.kernels.mhc import config, fused_plan, gluon, single_pass_plan
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -44,21 +44,6 @@ def narrow(request, monkeypatch):
 @pytest.fixture
 def as_shipped():
     """Keeps MIN_D: the kernel is used at its shipped widths only."""
-
-
-class Poisoned(EagerBuilder):
-    """Fills every output and workspace with NaN first, and collects the names of launched kernels."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.names = []
-
-    def empty(self, shape, dtype):
-        return super().empty(shape, dtype).fill_(float("nan"))
-
-    def launch(self, kernel, *args):
-        self.names.append(kernel.__name__)
-        super().launch(kernel, *args)
 
 
 def launched(x, second, second_of_few):
