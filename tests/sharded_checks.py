@@ -33,6 +33,7 @@ ONE = (
     sharded_formulas.formulas_on_dtensors_are_routed,
     sharded_formulas.a_recurrence_on_dtensors_is_routed,
     sharded_formulas.attention_on_dtensors_is_routed,
+    sharded_formulas.an_indexer_on_dtensors_is_routed,
     sharded_formulas.other_placements_of_results_stay_the_formulas,
     sharded_formulas.local_tensors_in_a_formula_are_followed,
     sharded_formulas.explain_verifies_formulas_on_dtensors,

@@ -155,6 +155,31 @@ def attention_on_dtensors_is_routed(mesh: Any) -> None:
         assert not seen.report.problems, (case, seen.report.problems)
 
 
+def an_indexer_on_dtensors_is_routed(mesh: Any) -> None:
+    """The chosen keys as a mask, whose values do not depend on the order of the choice."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    def chosen(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+        """Returns 1 where a query [B, S, H, D] chooses a key [B, T, D] by its weighted scores, else 0: [B, S, T]."""
+        S, T = q.shape[1], k.shape[1]
+        scores = torch.relu(torch.einsum("bshd,btd->bsht", q.float(), k.float()) * q.shape[-1] ** -0.5)
+        total = (scores * w.float().unsqueeze(-1)).sum(2)
+        total = total.masked_fill(torch.arange(T) > torch.arange(S)[:, None], float("-inf"))
+        return torch.zeros(total.shape).scatter(-1, total.topk(4, -1).indices, 1.0)
+
+    g = torch.Generator().manual_seed(6)
+    args = [torch.randn(shape, generator=g) for shape in ((2, 8, 4, 16), (2, 8, 16), (2, 8, 4))]
+    for placements in ([Shard(0)] * 3, [Shard(1), Replicate(), Shard(1)], [Replicate()] * 3):
+        compiled, seen = _compiled(chosen)
+        with torch.no_grad(), implicit_replication():
+            got = compiled(*(distribute_tensor(t, mesh, [p]) for t, p in zip(args, placements, strict=True)))
+        assert seen.ops["index_topk"] == 1 and not seen.report.problems, (placements, seen.ops, seen.near)
+        want = chosen(*args)
+        # A query that sees fewer than four keys fills its choice with any others.
+        assert torch.equal(got.full_tensor()[:, 3:], want[:, 3:]) and want[:, 3:].sum() == 40, placements
+
+
 def local_tensors_and_redistribution_are_kept(mesh: Any) -> None:
     """Formulas between from_local, redistribute and to_local, and a write to the local tensor of their input."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
