@@ -17,7 +17,7 @@ for step in $steps; do
         # Many small compiles: the tests share the GPU, all but those that measure it. -v writes each result as it comes, so
         # that the log of a run that is cut off names what failed.
         gpu="tests/test_gpu.py tests/test_gpu_e79.py tests/test_gpu_few_tokens.py tests/test_gpu_index.py \
-            tests/test_gpu_lists.py tests/test_gpu_selection.py tests/test_gpu_single_pass.py"
+            tests/test_gpu_lists.py tests/test_gpu_packages.py tests/test_gpu_selection.py tests/test_gpu_single_pass.py"
         python3 -m pytest -v -p no:cacheprovider -n 14 tests --ignore tests/test_wheel.py --ignore tests/test_results.py \
             $(printf -- '--ignore %s ' $gpu) --tb=short --show-capture=no 2>&1 | tee "$out/tests.log" | tail -25 || status=1
         python3 -m pytest -v -p no:cacheprovider $gpu --tb=short --show-capture=no 2>&1 |

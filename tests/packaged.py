@@ -1,0 +1,159 @@
+"""A model for packages (AOTInductor), and what a folder with its package needs to be run by Python and by C++."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import torch
+from reference_models_mhc import deepseek, parameters
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.utils import cpp_extension
+
+import mhc_inductor
+
+GROUPS, HEADS, STREAMS = 2, 2, 4
+CASES = [(2, 6), (3, 17)]
+"""Batch and length of the inputs that a package is exported with, and of others."""
+
+
+class Everything(nn.Module):
+    """A module of each operator, a plain mHC site and a plain masked attention.
+
+    Args:
+        width: columns of a stream.
+        head: columns of a query.
+        picks: also return chosen keys; on a GPU ``index_topk`` has no kernels that run without Python.
+    """
+
+    def __init__(self, width: int, head: int, picks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.picks = head, picks
+        self.site = mhc_inductor.nn.HyperConnection(width, STREAMS, nn.Linear(width, width), sinkhorn_iters=2)
+        self.recurrence = mhc_inductor.nn.E79Layer(width, head, conv=2)
+        self.qkv = nn.Linear(width, GROUPS * (HEADS + 2) * head)
+        self.attention = mhc_inductor.nn.SelectionAttention(GROUPS, HEADS)
+        made = parameters(n=STREAMS, width=width)
+        self.plain = nn.ParameterDict({name: nn.Parameter(t.detach()) for name, t in made.items()})
+
+    def forward(self, x: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+        """Takes x [B, S, n, D] and starts [B, S, G, 1]: each query sees five keys. Returns two or three outputs."""
+        x = self.site(x)
+        h = x.mean(-2)
+        y, _ = self.recurrence(h)
+        B, S = h.shape[:2]
+        q, k, v = self.qkv(y).split([GROUPS * HEADS * self.head, GROUPS * self.head, GROUPS * self.head], -1)
+        q = q.view(B, S, GROUPS, HEADS, self.head)
+        k, v = (t.view(B, S, GROUPS, self.head).transpose(1, 2) for t in (k, v))
+        ranges = torch.stack([starts, starts + 5], -1)
+        o = self.attention(q, k, v, ranges)
+        at = torch.arange(S, device=x.device)
+        chosen = ((at >= starts) & (at < starts + 5)).transpose(1, 2)
+        scores = torch.einsum("bsghd,bgtd->bghst", q, k) * self.head**-0.5
+        weights = scores.masked_fill(~chosen[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+        plain = torch.einsum("bghst,bgtd->bsghd", weights, v)
+        outputs = deepseek(x, self.plain), o + plain
+        if not self.picks:
+            return outputs
+        return *outputs, mhc_inductor.index_topk(q[:, :, 0], k[:, 0], y[..., :HEADS], 3)
+
+
+def inputs(B: int, S: int, width: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(B * S)
+    starts = torch.randint(-3, S, (B, S, GROUPS, 1), generator=g)
+    return torch.randn(B, S, STREAMS, width, generator=g).to(device), starts.to(device)
+
+
+def make(folder: pathlib.Path, width: int, head: int, picks: bool, device: str = "cpu") -> None:
+    """Writes the package ``model.pt2`` into a folder, and inputs and expected outputs of each of ``CASES``."""
+    model = Everything(width, head, picks).to(device)
+    batch, length = Dim("batch", min=1, max=64), Dim("length", min=3, max=512)
+    shapes = ({0: batch, 1: length}, {0: batch, 1: length})
+    with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
+        program = torch.export.export(model, inputs(*CASES[0], width, device), dynamic_shapes=shapes)
+        routed = mhc_inductor.route_exported(program)
+        code = routed.graph_module.code
+        assert code.count("mhc_inductor.mhc_pre.default") == code.count("mhc_inductor.mhc_post.default") == 2
+        assert code.count("mhc_inductor.selection_attention.default") == 2
+        torch._inductor.aoti_compile_and_package(routed, package_path=str(folder / "model.pt2"))
+    for i, sizes in enumerate(CASES):
+        args = inputs(*sizes, width, device)
+        with torch.no_grad():
+            torch.save((args, model(*args)), folder / f"case{i}.pt")
+
+
+LOAD = """
+import sys, torch
+tolerance = float(sys.argv[1])
+run = torch._inductor.aoti_load_package("model.pt2")
+for name in ("case0.pt", "case1.pt"):
+    args, want = torch.load(name)
+    for a, b in zip(run(*args), want, strict=True):
+        assert a.dtype == b.dtype and torch.allclose(a, b, rtol=tolerance, atol=tolerance), (name, (a - b).abs().max())
+assert "mhc_inductor" not in sys.modules
+print("equal")
+"""
+
+
+def run_in_python(folder: pathlib.Path, tolerance: float = 1e-5) -> None:
+    """Runs the package in a process that does not import this package, and compares all cases."""
+    command = [sys.executable, "-c", LOAD, str(tolerance)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "equal", done.stderr[-2000:]
+
+
+# Only what is needed of libtorch: its large headers would take a minute to compile.
+PROGRAM = """
+#include <ATen/ops/empty.h>
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <cstdio>
+#include <fstream>
+
+static at::Tensor read(const std::string& name, at::IntArrayRef sizes, at::ScalarType type, const char* device) {
+  at::Tensor t = at::empty(sizes, type);
+  std::ifstream(name, std::ios::binary).read(static_cast<char*>(t.data_ptr()), t.nbytes());
+  return t.to(at::Device(device));
+}
+
+int main(int, char** argv) {
+  torch::inductor::AOTIModelPackageLoader loader("model.pt2");
+  std::vector<at::Tensor> inputs{
+      read("x.bin", {3, 17, 4, std::atol(argv[2])}, at::kFloat, argv[1]),
+      read("starts.bin", {3, 17, 2, 1}, at::kLong, argv[1])};
+  std::vector<at::Tensor> out = loader.run(inputs);
+  for (size_t i = 0; i < out.size(); ++i) {
+    at::Tensor t = out[i].cpu().contiguous();
+    std::ofstream("out" + std::to_string(i) + ".bin", std::ios::binary)
+        .write(static_cast<const char*>(t.data_ptr()), t.nbytes());
+  }
+  std::printf("%zu outputs\\n", out.size());
+}
+"""
+
+
+def run_in_cpp(folder: pathlib.Path, device: str = "cpu", tolerance: float = 1e-5) -> None:
+    """Builds and runs a C++ program that runs the package, without Python, and compares the last case."""
+    args, want = torch.load(folder / "case1.pt")
+    for name, t in zip(("x.bin", "starts.bin"), args, strict=True):
+        (folder / name).write_bytes(t.cpu().numpy().tobytes())
+    (folder / "main.cpp").write_text(PROGRAM)
+    paths = [f"-I{p}" for p in cpp_extension.include_paths(device)]
+    libraries = [p for path in cpp_extension.library_paths(device) for p in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    command = ["g++", "-std=c++20", "-O0", abi, *paths, "main.cpp", "-o", "main", *libraries]
+    command += ["-ltorch", "-ltorch_cpu", "-lc10"]
+    command += [] if device == "cpu" else ["-Wl,--no-as-needed", "-ltorch_cuda", "-lc10_cuda"]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
+    assert built.returncode == 0, built.stderr[-3000:]
+    program = [str(folder / "main"), device, str(args[0].shape[-1])]
+    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == f"{len(want)} outputs", done.stderr[-2000:]
+    linked = subprocess.run(["ldd", str(folder / "main")], capture_output=True, text=True).stdout
+    assert "libtorch_cpu" in linked and "libpython" not in linked
+    for i, t in enumerate(want):
+        b = t.cpu()
+        got = torch.frombuffer(bytearray((folder / f"out{i}.bin").read_bytes()), dtype=b.dtype).view(b.shape)
+        assert torch.allclose(got, b, rtol=tolerance, atol=tolerance), (i, (got - b).abs().max())
