@@ -55,9 +55,9 @@ def message(e: BaseException) -> str:
 
 
 def free(device: torch.device) -> None:
-    """Frees the memory that earlier groups held."""
-    gc.collect()
+    """Frees the GPU memory that earlier groups held."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 

@@ -19,6 +19,7 @@ pytest.register_assert_rewrite("op_contract")
 GPU = torch.cuda.is_available()
 os.environ["MHC_INDUCTOR_TUNED"] = "0"  # the closed forms are tested, also on a machine that was tuned
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WHOLE = os.environ.get("MHC_INDUCTOR_TESTS") == "whole"  # set by tests/all_offline.py
 
 # Without a GPU, tests/test_interpreter.py runs these in processes that turn the interpreter on.
 collect_ignore_glob = [] if GPU or INTERPRETED else ["test_kernels_*.py"]
@@ -64,21 +65,22 @@ def _mark_open(items: list[pytest.Item]) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_open(items)
-    if GPU:
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if item not in gpu]
+    absent = [] if GPU else ["gpu"]
+    absent += [] if WHOLE else ["whole"]
+    left_out = [item for item in items if any(map(item.get_closest_marker, absent))]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        without = set(left_out)
+        items[:] = [item for item in items if item not in without]
 
 
 def pytest_collection_finish() -> None:
     """Makes the garbage collector run less often: at Python's defaults it takes a sixth of the time.
 
-    Tracing allocates millions of objects and few cycles.
+    Tracing allocates millions of objects and few cycles. They are not frozen: the pass asks for the number of frozen
+    objects, which Python counts one by one.
     """
     gc.collect()
-    gc.freeze()
     gc.set_threshold(100_000, 50, 100)
 
 

@@ -7,8 +7,10 @@ import os
 import pathlib
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -36,6 +38,12 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+
+
+def part(every: Iterable[tuple[Any, ...]], kept: Callable[..., bool]) -> list[Any]:
+    """Returns a test's parameters; those that are not ``kept`` are marked: only ``tests/all_offline.py`` runs them."""
+    return [p if kept(*p) else pytest.param(*p, marks=pytest.mark.whole) for p in every]
+
 
 # Kernels already compiled, in this case or another: spilled bytes or registers, and bytes of shared memory.
 MEASURED: dict[str, tuple[int, int]] = {}

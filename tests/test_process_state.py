@@ -59,7 +59,7 @@ def test_the_collector_is_paused_for_a_pass_and_no_longer(monkeypatch, on, fails
     monkeypatch.setattr(view, "modes_of", watch)
     gm = torch.fx.symbolic_trace(torch.nn.Identity())
     was = gc.isenabled()
-    gc.unfreeze()  # tests freeze what they import
+    gc.unfreeze()
     if frozen:
         gc.freeze()
     count = gc.get_freeze_count()
@@ -72,7 +72,7 @@ def test_the_collector_is_paused_for_a_pass_and_no_longer(monkeypatch, on, fails
         assert bool(report.problems) is fails
         assert gc.isenabled() is on
     finally:
-        gc.freeze()
+        gc.unfreeze()
         (gc.enable if was else gc.disable)()
 
 

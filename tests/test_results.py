@@ -25,6 +25,7 @@ import pytest
 from benchmarks import index_targets, lists_targets
 from benchmarks.pages import pages
 from benchmarks.source_hash import FOLDERS, ROOT, ROUTING, source_hash
+from tests import all_offline
 
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_YET = RESULTS / "NOT_YET_MEASURED.md"
@@ -236,6 +237,13 @@ def test_what_counts_as_counted(tmp_path, counted, note, expected):
         (tmp_path / NOT_COUNTED.name).write_text(note)
     found = uncounted(tmp_path, "a" * 64)
     assert not found if expected is None else [expected in line for line in found] == [True]
+
+
+def test_every_kernel_was_compiled_in_every_case_for_every_target():
+    found = json.loads((RESULTS / "offline.json").read_text())
+    assert found["kernel_sources_sha256"] == source_hash(), "kernels have changed: run python -m tests.all_offline"
+    assert found["passed"].keys() == set(all_offline.FILES) and not found["others"]
+    assert all(found["passed"].values())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())

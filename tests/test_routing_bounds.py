@@ -28,7 +28,6 @@ def routed(fn: Case, *inputs: Tensor) -> tuple[Report, float]:
         nonlocal seconds
         route(copied(gm))
         copy = copied(gm)
-        gc.collect()
         gc.disable()  # a full collection costs more than the pass
         try:
             start = time.thread_time()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -577,18 +578,20 @@ def test_a_long_loop_compiles_in_bounded_time(counted: Callable[[], dict[str, in
     steps = 64
     loop = plain(Settings(T=steps, n=8))
     (given, *rest) = loop.inputs()
-    report = {}
+    report: dict[str, Any] = {}
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
         from mhc_inductor.routing import route
 
+        start = time.process_time()  # other processes may share the cores
         report["found"] = route(gm)
+        report["seconds"] = time.process_time() - start
         return gm.forward
 
     torch.compile(loop, backend=backend)(given, *rest)
-    found = report["found"]
+    found, seconds = report["found"], report["seconds"]
     assert [r.op for r in found.routed] == ["e79_scan"] and found.nodes > 35 * steps
-    assert found.seconds < 0.05 * steps, f"{found.seconds:.1f} s to find {steps} steps"
+    assert seconds < 0.05 * steps, f"{seconds:.1f} s to find {steps} steps"
 
 
 def test_explain_names_the_loop(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,66 @@
+"""Every kernel compiled in every case for every target; the tests of each commit compile the most common cases.
+
+``python -m tests.all_offline`` takes a quarter of an hour on two cores, and writes the committed counts, which
+``tests/test_results.py`` wants of this tree's kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import platform
+import time
+from collections import Counter
+from typing import Annotated, Any
+
+import pytest
+import triton
+import typer
+from rich.console import Console
+
+from benchmarks import running
+from benchmarks.source_hash import source_hash
+
+TESTS = pathlib.Path(__file__).parent
+RESULT = TESTS.parent / "benchmarks" / "results" / "offline.json"
+FILES = [*sorted(f.name for f in TESTS.glob("test_offline*.py")), "test_contraction.py", "test_post_project.py"]
+
+
+class Counted:
+    """Counts the outcomes of each file's tests, and keeps the names of those that do not pass."""
+
+    def __init__(self) -> None:
+        self.passed: Counter[str] = Counter()
+        self.others: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.passed and report.when == "call":
+            self.passed[pathlib.Path(report.nodeid.partition("::")[0]).name] += 1
+        elif not report.passed:
+            self.others.append(f"{report.outcome}: {report.nodeid}")
+
+
+def main(
+    jobs: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
+    out: Annotated[pathlib.Path, typer.Option(help="Where the counts go.")] = RESULT,
+) -> None:
+    """Compile every case for every target; exit with 1 if one fails, spills more than its table says, or is skipped."""
+    os.environ["MHC_INDUCTOR_TESTS"] = "whole"
+    counted, start = Counted(), time.perf_counter()
+    # Of test_post_project.py, only what compiles offline.
+    chosen = ["-k", "not test_post_project or spills", *(str(TESTS / f) for f in FILES)]
+    code = pytest.main(["-n", str(jobs), "-p", "no:cacheprovider", "--tb=short", *chosen], plugins=[counted])
+    result: dict[str, Any] = {
+        "kernel_sources_sha256": source_hash(),
+        "versions": {"triton": triton.__version__, "python": platform.python_version()},
+        "passed": dict(sorted(counted.passed.items())),
+        "others": counted.others,
+    }
+    Console().print(f"{counted.passed.total()} passed, {time.perf_counter() - start:.0f} s")
+    running.save(result, out)
+    if code or counted.others or len(counted.passed) != len(FILES):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
