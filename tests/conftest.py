@@ -74,14 +74,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in without]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Makes the garbage collector run less often: at Python's defaults it takes a sixth of the time.
 
     Tracing allocates millions of objects and few cycles. They are not frozen: the pass asks for the number of frozen
     objects, which Python counts one by one.
     """
+    _check_groups(session)
     gc.collect()
     gc.set_threshold(100_000, 50, 100)
+
+
+def _check_groups(session: pytest.Session) -> None:
+    """Raises where pytest-xdist ignores its groups: each worker would make what the tests of a module share."""
+    if not getattr(session.config.option, "loadgroup", False):
+        return
+    apart = [i.nodeid for i in session.items if i.get_closest_marker("xdist_group") and "@" not in i.nodeid]
+    if apart:
+        raise pytest.UsageError(f"pytest {pytest.__version__}: pytest-xdist does not group {apart[0]} and others")
 
 
 def pytest_report_header() -> str:

@@ -10,7 +10,7 @@ import packaged
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu_packages")]
 # Fp32 products of the model's own layers are compared with those of another library or order.
 TOLERANCE = 1e-3
 

@@ -10,6 +10,8 @@ import pathlib
 import packaged
 import pytest
 
+pytestmark = pytest.mark.xdist_group("packages")
+
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:

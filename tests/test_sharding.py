@@ -11,7 +11,10 @@ import torch
 from mhc_inductor.ops import registry, sharding
 from tests import sharded_checks, sharded_ops
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed"),
+    pytest.mark.xdist_group("sharding"),
+]
 
 
 @pytest.fixture(scope="module")
