@@ -65,8 +65,7 @@ def _mark_open(items: list[pytest.Item]) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_open(items)
-    absent = [] if GPU else ["gpu"]
-    absent += [] if WHOLE else ["whole"]
+    absent = [mark for mark, wanted in (("gpu", GPU), ("whole", WHOLE)) if not wanted]
     left_out = [item for item in items if any(map(item.get_closest_marker, absent))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -96,7 +95,8 @@ def _check_groups(session: pytest.Session) -> None:
 
 def pytest_report_header() -> str:
     where = torch.cuda.get_device_name() if GPU else "Triton's interpreter, on the CPU; tests marked gpu are deselected"
-    return f"mhc_inductor: kernels run on {where}"
+    rest = "" if WHOLE else "; tests marked whole are left to tests/all_offline.py"
+    return f"mhc_inductor: kernels run on {where}{rest}"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -43,6 +43,15 @@ POINTERS = {
 def part(every: Iterable[tuple[Any, ...]], kept: Callable[..., bool]) -> list[Any]:
     """Returns a test's parameters; those that are not ``kept`` are marked: only ``tests/all_offline.py`` runs them."""
     return [p if kept(*p) else pytest.param(*p, marks=pytest.mark.whole) for p in every]
+
+
+def names(launches: Callable[..., Any], pairs: Iterable[tuple[str, str]], cases: Mapping[str, Any]) -> set[str]:
+    """Returns the names of the kernels that ``launches`` records for targets and cases; compiles nothing."""
+    return {
+        kernel.__name__
+        for target, case in pairs
+        for kernel, *_ in launches(Recorder(TARGETS[target][1]), **cases[case])
+    }
 
 
 # Kernels already compiled, in this case or another: spilled bytes or registers, and bytes of shared memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offline import TARGETS, Recorder, compile_all, part
+from offline import TARGETS, Recorder, compile_all, names, part
 
 from mhc_inductor.kernels.index import backward_plan, plan
 
@@ -59,7 +59,14 @@ PAIRS += [(t, case) for t in TARGETS if t != "cuda:90" for case in ("128", "long
 
 
 def _kept(target, case):
+    """Returns whether the tests of each commit compile a case: together they compile every kernel."""
     return case == "128" or (target == "cuda:90" and case in ("128-mask", "decoding"))
+
+
+def test_the_kept_cases_launch_every_kernel():
+    kept = [pair for pair in PAIRS if _kept(*pair)]
+    every, some = (names(launches, pairs, CASES) for pairs in (PAIRS, kept))
+    assert some == every
 
 
 @pytest.mark.parametrize(("target", "case"), part(PAIRS, _kept))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import INTERPRETED
-from offline import TARGETS, Recorder, compile_all, part
+from offline import TARGETS, Recorder, compile_all, names, part
 
 from mhc_inductor.kernels.selection import backward_plan, blocks_plan, plan
 
@@ -108,7 +108,14 @@ PAIRS += [("cuda:90", c) for c in CASES if c != "128"]
 
 
 def _kept(target, case):
-    return case == "128" or (target, case) in (("cuda:90", "decoding"), ("cuda:90", "128-segments"))
+    """Returns whether the tests of each commit compile a case: together they compile every kernel."""
+    return case == "128" or (target, case) in [("cuda:90", c) for c in ("80-fp16", "decoding", "128-segments")]
+
+
+def test_the_kept_cases_launch_every_kernel():
+    kept = [pair for pair in PAIRS if _kept(*pair)]
+    every, some = (names(launches, pairs, CASES) for pairs in (PAIRS, kept))
+    assert some == every
 
 
 @pytest.mark.parametrize(("target", "case"), part(PAIRS, _kept))

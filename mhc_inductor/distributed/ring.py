@@ -104,14 +104,11 @@ class _RingAttention(torch.autograd.Function):
         ids_k: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         mine = _Queries(q, selection, ids_q, sink)
-        running: Running | None = None
-        for step, part in _round(_Part(k, v, ids_k), ring):
-            found = _attend(mine, part, ring, step)
-            if running is None:
-                running = Running(*found, acc_dtype(q.dtype))
-            else:
-                running.add(*found)
-        assert running is not None  # a group has a rank
+        parts = _round(_Part(k, v, ids_k), ring)
+        step, part = next(parts)
+        running = Running(*_attend(mine, part, ring, step), acc_dtype(q.dtype))
+        for step, part in parts:
+            running.add(*_attend(mine, part, ring, step))
         o, lse = running.finish(sink, q.dtype)
         ctx.ring, ctx.sends_grads = ring, sends_grads
         ctx.save_for_backward(q, k, v, sink, selection, ids_q, ids_k, o, lse)
