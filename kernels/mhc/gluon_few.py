@@ -9,7 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..gluon_language import thread_barrier
-from .gluon_post_project import TERMS, load_mix, load_phi, project_block, rounded, widened
+from .gluon_bf16 import rounded, widened
+from .gluon_post_project import TERMS, load_mix, load_phi, project_block
 
 
 @gluon.jit(do_not_specialize=["T"])

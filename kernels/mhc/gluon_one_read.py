@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime.jit import constexpr_function
 
 from ..gluon_language import async_load, reinterpret, thread_barrier
+from .gluon_bf16 import rounded, widened
 
 # bf16 terms of an fp32 phi, also where fewer would do: the products are hidden.
 TERMS = gl.constexpr(3)
@@ -80,23 +81,6 @@ def _token_layout(width, bases):
 
 
 @gluon.jit
-def _widened(h):
-    """Widens bf16 to fp32, one instruction per element."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 a; shl.b32 a, $2, 16; mov.b32 $0, a; and.b32 a, $2, 0xffff0000; mov.b32 $1, a; }", "=f,=f,r", [h],
-        dtype=gl.float32, is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _rounded(y):
-    """Rounds fp32 to bf16, two neighbours of a thread per instruction."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [y], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@gluon.jit
 def _streams(x):
     """The 4 streams [4 blocks, 2 halves, 16, 32] of x [4, 8, 16, 32]."""
     x = x.reshape([4, 4, 2, 16, 32]).permute((0, 2, 3, 4, 1)).reshape([4, 2, 16, 32, 2, 2])
@@ -157,8 +141,8 @@ def _terms(phi_ptr, gamma_ptr, g, D: gl.constexpr, M: gl.constexpr, HAS_GAMMA: g
             if HAS_GAMMA:
                 v = v * gl.load(gamma_ptr + at).to(gl.float32)
             for _ in gl.static_range(TERMS):
-                h = _rounded(v)
-                v = v - _widened(h)
+                h = rounded(v)
+                v = v - widened(h)
                 ws = ws + (h,)
     return ws
 
@@ -184,7 +168,7 @@ def _products(blocks, slot, ws, sums, M8: gl.constexpr):
             rest = rest + (mma_v2(a, ws[(b * M8 + j) * TERMS + 2], s),)
         big = new
         small = rest
-        lo, hi = gl.split(_widened(a).reshape([8, 16, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)))
+        lo, hi = gl.split(widened(a).reshape([8, 16, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)))
         y0, y1 = gl.split(lo)
         y2, y3 = gl.split(hi)
         if b == 0:
@@ -284,12 +268,12 @@ def _collapse(slot, weights, to, left, D: gl.constexpr):
     XL: gl.constexpr = x0.type.layout
     S: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, XL)))
     w0, w1, w2, w3 = _columns4(weights, S)
-    o = _widened(x0) * w0[None, None, :, None]
-    o += _widened(x1) * w1[None, None, :, None]
-    o += _widened(x2) * w2[None, None, :, None]
-    o += _widened(x3) * w3[None, None, :, None]
+    o = widened(x0) * w0[None, None, :, None]
+    o += widened(x1) * w1[None, None, :, None]
+    o += widened(x2) * w2[None, None, :, None]
+    o += widened(x3) * w3[None, None, :, None]
     t = _tokens(XL)
-    gl.store(to + (t * D + _offsets(t * 0, D, 2, XL)), _rounded(o), mask=t < left)
+    gl.store(to + (t * D + _offsets(t * 0, D, 2, XL)), rounded(o), mask=t < left)
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..gluon_language import async_load, reinterpret, thread_barrier
 from . import contracted
+from .gluon_bf16 import rounded, widened
 
 if tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 8):
     raise ImportError("Triton 3.8 and later allow no view beyond a piece of shared memory")
@@ -27,23 +28,6 @@ TERMS = gl.constexpr(3)
 mix_stream = gluon.jit(contracted.mix_stream.fn)
 add_weighted = gluon.jit(contracted.add_weighted.fn)
 product = gluon.jit(contracted.product.fn)
-
-
-@gluon.jit
-def rounded(y):
-    """Rounds fp32 to bf16, two neighbours of a thread per instruction."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [y], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
-
-
-@gluon.jit
-def widened(h):
-    """Widens bf16 to fp32, one instruction per element."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 a; shl.b32 a, $2, 16; mov.b32 $0, a; and.b32 a, $2, 0xffff0000; mov.b32 $1, a; }", "=f,=f,r", [h],
-        dtype=gl.float32, is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @gluon.jit
