@@ -15,8 +15,8 @@ from torch.utils import cpp_extension
 import mhc_inductor
 
 GROUPS, HEADS, STREAMS = 2, 2, 4
-CASES = [(2, 6), (3, 17)]
-"""Batch and length of the inputs that a package is exported with, and of others."""
+CASES = [(2, 6), (3, 13)]
+"""Batch and length of inputs. A package is exported with the second: on a GPU, attention to 5 of 6 keys stays dense."""
 
 
 class Everything(nn.Module):
@@ -73,7 +73,7 @@ def make(folder: pathlib.Path, width: int, head: int, picks: bool, device: str =
     batch, length = Dim("batch", min=1, max=64), Dim("length", min=3, max=512)
     shapes = ({0: batch, 1: length}, {0: batch, 1: length})
     with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
-        program = torch.export.export(model, inputs(*CASES[0], width, device), dynamic_shapes=shapes)
+        program = torch.export.export(model, inputs(*CASES[1], width, device), dynamic_shapes=shapes)
         routed = mhc_inductor.route_exported(program)
         code = routed.graph_module.code
         assert code.count("mhc_inductor.mhc_pre.default") == code.count("mhc_inductor.mhc_post.default") == 2
@@ -121,8 +121,8 @@ static at::Tensor read(const std::string& name, at::IntArrayRef sizes, at::Scala
 int main(int, char** argv) {
   torch::inductor::AOTIModelPackageLoader loader("model.pt2");
   std::vector<at::Tensor> inputs{
-      read("x.bin", {3, 17, 4, std::atol(argv[2])}, at::kFloat, argv[1]),
-      read("starts.bin", {3, 17, 2, 1}, at::kLong, argv[1])};
+      read("x.bin", {3, 13, 4, std::atol(argv[2])}, at::kFloat, argv[1]),
+      read("starts.bin", {3, 13, 2, 1}, at::kLong, argv[1])};
   std::vector<at::Tensor> out = loader.run(inputs);
   for (size_t i = 0; i < out.size(); ++i) {
     at::Tensor t = out[i].cpu().contiguous();
