@@ -62,7 +62,7 @@ def equal(a, b):
 
 
 @on_hopper
-@pytest.mark.parametrize("width", [2560, 3072, 4096])
+@pytest.mark.parametrize("width", [2560, 3072, 4096, 5120])
 def test_values(width):
     assert run(made(0, width))["h_in"].shape == (0, width)
     for tokens in (1, 5, 33, 130):
@@ -95,7 +95,7 @@ def test_variants(kinds, options):
 
 
 @on_hopper
-@pytest.mark.parametrize("width", [1024, 2560, 4096])
+@pytest.mark.parametrize("width", [1024, 2560, 4096, 5120])
 def test_equal_bits_in_two_runs_and_in_any_batch(width):
     inputs = made(5000, width)
     whole = run(inputs)
@@ -198,7 +198,8 @@ def recorded(b, width, case="pre"):
 
 @pytest.mark.skipif(INTERPRETED or not USABLE, reason="compiling and interpreting exclude each other; another Gluon")
 @pytest.mark.parametrize(
-    ("width", "case"), [(4096, "pre"), (4096, "gamma"), (2560, "gamma"), (2560, "plain"), (4096, "outside")]
+    ("width", "case"),
+    [(4096, "pre"), (4096, "gamma"), (2560, "gamma"), (2560, "plain"), (4096, "outside"), (5120, "gamma")],
 )
 def test_compiles_without_spills(width, case, tmp_path):
     from offline import TARGETS, Recorder, compile_all

@@ -55,7 +55,7 @@ def post_project(b: Any, x: Any, f_out: Any) -> tuple[Any, PostProjectConfig] | 
 COLUMNS = 256  # of each stream, per program of a group
 COUNTERS = 256  # words before the exchange
 # Widths of pre whose kernel reads x once, in steps of 512 (docs/tuning.md). range(0) switches it off.
-ONE_READ_PRE = range(2560, 4097)
+ONE_READ_PRE = range(2560, 5121)
 refused: set[Any] = set()
 """Devices that could not hold a group's programs at once."""
 

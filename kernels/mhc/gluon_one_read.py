@@ -18,9 +18,9 @@ from .gluon_bf16 import rounded, widened
 
 # bf16 terms of an fp32 phi, also where fewer would do: the products are hidden.
 TERMS = gl.constexpr(3)
-# Tiles in shared memory, and after how many a tile is collapsed.
+# Tiles in shared memory, and after how many a tile is collapsed: with fewer, programs wait for each other's sums.
 RING = gl.constexpr(6)
-LAG = gl.constexpr(2)
+LAG = gl.constexpr(4)
 # Words before the exchange: a counter per group.
 COUNTERS = gl.constexpr(256)
 # Looks until a missing sum stops the kernel with an error: tens of seconds. Residency makes every sum come.
@@ -43,7 +43,7 @@ def _peek_constraints(n):
 def _await_asm(n, parts, stride):
     """Looks again until none of the words, first those of ``_peek_asm``, is 0."""
     lines = ["{ .reg .pred p; .reg .pred q; .reg .b32 m; .reg .b32 c; mov.b32 c, 0;"]
-    lines += [f"mov.b32 ${i}, ${n + i};" for i in range(n)] + ["bra LOOK; AGAIN:"]
+    lines += [f"mov.b32 ${i}, ${n + i};" for i in range(n)] + ["bra LOOK; AGAIN: nanosleep.u32 40;"]
     lines += [f"ld.relaxed.gpu.global.b32 ${i}, [${2 * n} + {i * stride}];" for i in range(parts)]
     lines += ["LOOK: min.u32 m, $0, $1;"] + [f"min.u32 m, m, ${i};" for i in range(2, parts)]
     lines += [f"add.u32 c, c, 1; setp.gt.u32 q, c, {LOOKS}; @q trap; setp.eq.u32 p, m, 0; @p bra AGAIN;"]
@@ -401,36 +401,37 @@ def mhc_one_read(
     alpha = gl.load(alpha_ptr).to(gl.float32)
     weights = gl.zeros([16, 4], gl.float32, layout=_token_layout(4, [[0, 1], [0, 2]]))
     count = (tiles - group + NG - 1) // NG
-    for n in range(count + LAG):
+    lag = gl.minimum(count, LAG)
+    for n in range(count + lag):
         async_copy.wait_group(RING - LAG - 1)
         thread_barrier()
         if n == count:
             # All of the program's sums are stored.
             gl.atomic_add(counter, 1, sem="release", scope="gpu")
         slot = n % RING
-        old = (n + RING - LAG) % RING
-        done = (group + (n - LAG) * NG) * 16
+        old = (n + RING - lag) % RING
+        done = (group + (n - lag) * NG) * 16
         to = h_in_ptr + done.to(gl.int64) * D + g * 256
         # One block of instructions for both, so that each hides the other's latencies.
-        if (n >= LAG) & (n < count):
+        if (n >= lag) & (n < count):
             _collapse(ring.index(old), weights, to, T - done, D)
             _products(blocks, slot, ws, sums, (M + 7) // 8)
         elif n < count:
             _products(blocks, slot, ws, sums, (M + 7) // 8)
-        elif n >= LAG:
+        else:
             _collapse(ring.index(old), weights, to, T - done, D)
-        soon = gl.minimum(gl.maximum(n + 1 - LAG, 0), count - 1)
+        soon = gl.minimum(gl.maximum(n + 1 - lag, 0), count - 1)
         at = exch_ptr + ((group + soon * NG).to(gl.int64) * (G * 80) + offsets)
         seen = _peek(at, G, GP)
         thread_barrier()
         if n + RING - LAG < count:
             t0 = (group + (n + RING - LAG) * NG) * 16
-            _fetch(ring, old, x_thread, t0, T, D)
+            _fetch(ring, (n + RING - LAG) % RING, x_thread, t0, T, D)
         async_copy.commit_group()
         if n < count:
             place = (group + n * NG).to(gl.int64) * G + g
             _publish(sums, exch_ptr + place * 80, part_ptr + place * 320, M)
-        if (n + 1 >= LAG) & (n + 1 < count + LAG):
+        if (n + 1 >= lag) & (n + 1 < count + lag):
             weights = _weights(seen, at, alpha, bias, norm_eps, hc_eps, 4 * D, G, GP, OUTSIDE)
     async_copy.wait_group(0)
     one = gl.arange(0, 256, layout=gl.BlockedLayout([1], [32], [8], [0]))
