@@ -65,9 +65,10 @@ def _by_variant(rows: Sequence[Row], case: str, what: str) -> dict[str, float]:
 
 
 def _measured(result: dict[str, Any]) -> str:
-    """Returns what a table's times are of: device, versions, commit."""
+    """Returns what a table's times are of: device, versions, and the commit, or the sources that no commit had yet."""
     v = result["versions"]
-    return f"{result['device']['name']}, torch {v['torch'].partition('+')[0]}, Triton {v['triton']}, commit {result['commit'][:7]}"
+    of = f"sources {result['kernel_sources_sha256'][:12]}" if result["dirty"] else f"commit {result['commit'][:7]}"
+    return f"{result['device']['name']}, torch {v['torch'].partition('+')[0]}, Triton {v['triton']}, {of}"
 
 
 # ---- blocks
@@ -93,16 +94,10 @@ def _mhc(results: Results) -> str:
                 f"{other} {_short(peers[other])}\\*",
             ]
             lines.append([name, str(dim), *cells])
-    newer = results("mhc-partial")
-    lines += [_v41(newer), _boundary(newer)]
+    lines += [_v41(result), _boundary(result)]
     table = markdown(["mHC, µs", "D", "this package", "floor", "torch.compile", "fastest other"], lines)
     where = "8192 tokens, n = 4, bf16 streams, fp32 weights"
-    last = f"The last two rows, and `mhc_pre` since: {_short(_pre(newer))}, are of `mhc-partial.json`, {newer['date'][:10]}."
-    return f"{table}\n\n{where}. {_measured(result)}.\nFloor: every byte moved once at 4.3 TB/s. {last}"
-
-
-def _pre(result: dict[str, Any]) -> float:
-    return float(_row(result["rows"], what="pre", dim=4096, variant="ops")["median_us"])
+    return f"{table}\n\n{where}. {_measured(result)}.\nFloor: every byte moved once at 4.3 TB/s."
 
 
 def _v41(result: dict[str, Any]) -> list[str]:
@@ -286,7 +281,7 @@ def _sparse_models(results: Results) -> str:
 
 def _single_pass(results: Results) -> str:
     """Returns the table of single-pass mHC: the fused op and its parts, with bars."""
-    result = results("mhc-partial")
+    result = results("mhc")
     lines = []
     for what, name in (("single_pass", "forward"), ("single_pass_fb", "with all gradients")):
         fused, parts = (_row(result["rows"], what=what, dim=4096, variant=v) for v in ("ops", APART))

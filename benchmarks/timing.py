@@ -15,6 +15,9 @@ import torch
 
 MIN_ROUNDS = 20
 _WARM_CALLS = 3
+_LEAD = 16
+"""Flushes before a round, about 1 ms. A call's clock starts when the device reaches its first event: by then the host
+must have launched the call, or its time counts (docs/tuning.md, "Two rows that differ between runs")."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,15 +141,18 @@ def interleaved(
         return {name: Timing(s) for name, s in wall.items()}
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runnables}
     for i in range(warm_rounds + rounds):
+        for _ in range(_LEAD):
+            flush()
         for name, r in runnables.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush()
+            for _ in range(2):
+                flush()  # twice: the device must not catch up with the host
             start.record()
             r.run()
             end.record()
             if i >= warm_rounds:
                 events[name].append((start, end))
-        torch.cuda.synchronize(device)  # bounds the queue; the next flush hides the launch latency
+        torch.cuda.synchronize(device)  # bounds the queue
     return {name: Timing([a.elapsed_time(b) * 1e3 for a, b in pairs]) for name, pairs in events.items()}
 
 

@@ -34,6 +34,7 @@ FLOORS = {
         "post": 140,
         "fb": 640,
         "post_pre": 156,
+        "post_pre_fb": 453,
         "npu_pre": 78,
         "npu_fb": 218,
         "single_pass": 156,
@@ -106,7 +107,7 @@ def test_every_target_is_above_its_floor_and_in_order() -> None:
     assert {(w, d) for d, of in FLOORS.items() for w in of} == set(targets.TARGETS)
     for (what, dim), t in targets.TARGETS.items():
         assert targets.floor_us(what, targets.TOKENS, dim) < t.goal < t.bar
-        assert (t.best_peer is None) == (what in ("post_pre", "single_pass", "single_pass_fb"))
+        assert (t.best_peer is None) == (what in ("post_pre", "post_pre_fb", "single_pass", "single_pass_fb"))
         assert t.best_peer is None or t.best_peer[1] == min(t.peers.values())
 
 
@@ -224,7 +225,9 @@ def test_the_flush_is_outside_the_timed_events(monkeypatch: pytest.MonkeyPatch) 
     ready = {name: timing.Runnable(lambda: torch.ones(1), device) for name in "ab"}
     cuda.log.clear()
     times = timing.interleaved(ready, device, lambda: cuda.log.append("flush"), rounds=3, warm_rounds=1)
-    assert cuda.log == (["flush", "event", "replay", "event"] * 2 + ["sync"]) * 4
+    # Before each round the host gets ahead of the device, which the second flush of a call keeps so.
+    lead = ["flush"] * timing._LEAD
+    assert cuda.log == (lead + ["flush", "flush", "event", "replay", "event"] * 2 + ["sync"]) * 4
     assert times["a"].samples_us == [2000.0] * 3  # elapsed_time returns milliseconds
 
 
@@ -410,10 +413,10 @@ def test_table_of_a_cpu_run(result: report.Result) -> None:
 def test_table_of_an_h200_run_marks_every_bar(on_h200: report.Result) -> None:
     lines = {tuple(c.strip() for c in x.split("|")[1:4]): x for x in report.table(on_h200).splitlines()}
     ops = lines["4096", "forward + backward", "mhc_inductor, ops"]
-    assert "| 1125 |" in ops
-    assert "| 1250 met | 900 **not met** | TileKernels 1747 met |" in ops
+    assert "| 873 |" in ops
+    assert "| 970 met | 850 **not met** | TileKernels 1747 met |" in ops
     compiled = lines["4096", "forward + backward", "mhc_inductor, compiled"]
-    assert "1250 **not met**" in compiled
+    assert "970 **not met**" in compiled
     assert lines["eager", "4096", "failed: OutOfMemoryError: no"]
     assert lines["ops", "4096", "300.0"]
 
@@ -422,7 +425,7 @@ def test_a_bar_without_a_peer(on_h200: report.Result) -> None:
     row = next(r for r in on_h200["rows"] if (r["what"], r["variant"]) == ("post_pre", "ops"))
     assert row["met_bar"] and not row["met_goal"] and "not_slower_than_best_peer" not in row
     line = next(x for x in report.table(on_h200).splitlines() if "post fused with pre" in x)
-    assert line.endswith("| 280 met | 200 **not met** |  |")
+    assert line.endswith("| 230 met | 190 **not met** |  |")
 
 
 def test_a_wrong_gradient_of_the_fused_op_is_seen() -> None:
@@ -458,7 +461,7 @@ def test_wrong_outputs_are_listed(result: report.Result) -> None:
 
 def test_peers_of_this_run_replace_separate_times(on_h200: report.Result) -> None:
     found = {name: (source, us) for name, source, us, _ in report.bars(on_h200, "fb", 4096)}
-    assert found["Liger"] == (report.MEASURED, 5 * 1250)
+    assert found["Liger"] == (report.MEASURED, 5 * 970)
     assert found["TileKernels"] == (report.SEPARATE, 1747)
     assert next(iter(found)) == "mhc_inductor, ops"
 
