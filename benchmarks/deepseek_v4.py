@@ -250,11 +250,10 @@ def _pair(of: dict[str, float], *names: str, digits: int = 1) -> str:
 def table(result: dict[str, Any]) -> str:
     """Returns the run as Markdown."""
     v, d, s = result["versions"], result["device"], result["settings"]["size"]
-    commit = (result["commit"] or "unknown")[:12] + (" with local changes" if result["dirty"] else "")
     count = next((r["parameters"] for r in result["rows"] if "parameters" in r), 0)
     lines = [
         f"- {d['name']}, torch {v['torch']}, triton {v['triton']}, transformers {v['transformers']}, Python {v['python']}",
-        f"- commit {commit}, sources {(result['kernel_sources_sha256'] or '?')[:12]}, {result['date']}",
+        f"- commit {report.commit_of(result)}, sources {report.sources_of(result)}, {result['date']}",
         f"- DeepSeek-V4 of transformers, unmodified, random weights: {s['layers']} layers, D = {s['dim']}, "
         f"{s['batch']} x {s['seq']} tokens, {count / 1e6:.0f} M parameters",
         f"- compile times are cold but for Python's byte code; alone, with all processors: {', '.join(result['settings']['compiled_alone'])}; "

@@ -14,7 +14,7 @@ from typing import Any
 from . import index_targets, lists_report, lists_targets
 from .e79_targets import AUTHORS
 from .imports import diagram
-from .report import markdown
+from .report import markdown, sources_of
 from .selection_targets import DENSE, FLA
 from .source_hash import ROOT
 from .targets import COMPILE, EAGER, SEPARATELY
@@ -65,9 +65,9 @@ def _by_variant(rows: Sequence[Row], case: str, what: str) -> dict[str, float]:
 
 
 def _measured(result: dict[str, Any]) -> str:
-    """Returns what a table's times are of: device, versions, and the commit, or the sources that no commit had yet."""
+    """Returns the device, the versions, and the commit, or the hash of the sources where the tree differed from it."""
     v = result["versions"]
-    of = f"sources {result['kernel_sources_sha256'][:12]}" if result["dirty"] else f"commit {result['commit'][:7]}"
+    of = f"sources {sources_of(result)}" if result["dirty"] else f"commit {result['commit'][:7]}"
     return f"{result['device']['name']}, torch {v['torch'].partition('+')[0]}, Triton {v['triton']}, {of}"
 
 

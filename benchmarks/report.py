@@ -188,13 +188,22 @@ def sections(result: Result) -> Iterator[Section]:
     return sections_of(result, _SECTIONS)
 
 
+def commit_of(result: Result) -> str:
+    """Returns the commit that a run was made at, and whether the tree differed from it."""
+    return (result["commit"] or "unknown")[:12] + (" with local changes" if result["dirty"] else "")
+
+
+def sources_of(result: Result) -> str:
+    """Returns the first digits of the hash of a run's kernel sources."""
+    return (result["kernel_sources_sha256"] or "?")[:12]
+
+
 def facts(result: Result) -> list[str]:
     """Returns the lines above the tables: device, versions, commit, bandwidth, notices."""
     v, d = result["versions"], result["device"]
-    commit = (result["commit"] or "unknown")[:12] + (" with local changes" if result["dirty"] else "")
     lines = [
         f"{d['name']}, torch {v['torch']}, triton {v['triton']}, Python {v['python']}, driver {v['driver']}",
-        f"commit {commit}, sources {(result['kernel_sources_sha256'] or '?')[:12]}, {result['date']}",
+        f"commit {commit_of(result)}, sources {sources_of(result)}, {result['date']}",
     ]
     if "copy" in result:
         c = result["copy"]

@@ -152,9 +152,9 @@ def table(result: dict[str, Any]) -> str:
 
 def _facts(result: dict[str, Any]) -> str:
     v = result["versions"]
-    commit = (result["commit"] or "unknown")[:12] + (" with local changes" if result["dirty"] else "")
     return (
-        f"torch {v['torch']}, transformers {v['transformers']}, Python {v['python']}, commit {commit}, {result['date']}"
+        f"torch {v['torch']}, transformers {v['transformers']}, Python {v['python']}, "
+        f"commit {report.commit_of(result)}, {result['date']}"
     )
 
 

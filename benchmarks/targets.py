@@ -67,7 +67,7 @@ TARGETS: dict[tuple[str, int], Target] = {
 ``pre``: coefficients, 20 Sinkhorn iterations, collapse. ``post``: expand and mix. ``fb``: forward and all gradients of
 both. ``post_pre``: post of one sublayer with the pre of the next; no other implementation is known. ``single_pass``:
 everything between two sublayers of DeepSeek-V4.1; no other implementation for this GPU is known.
-``npu_*``: with gamma and raw h_res, as the operator ``npu_mhc_pre``.
+``npu_*``: with gamma and raw h_res, as the operator ``npu_mhc_pre``. ``*_fb``: forward and all gradients.
 """
 
 DECODE_PEERS = "one boundary by their authors: sglang #38475 12.4 us (40 tokens, sm_120), mirage #677 15.7 us"

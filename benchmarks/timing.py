@@ -16,8 +16,8 @@ import torch
 MIN_ROUNDS = 20
 _WARM_CALLS = 3
 _LEAD = 16
-"""Flushes before a round, about 1 ms. A call's clock starts when the device reaches its first event: by then the host
-must have launched the call, or its time counts (docs/tuning.md, "Two rows that differ between runs")."""
+"""Flushes before a round, about 1 ms on an H200: by the time the device reaches a call's first event, the host must have
+launched the call, or the host's delay is timed too (docs/tuning.md, "Two rows that differ between runs")."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def interleaved(
         for name, r in runnables.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             for _ in range(2):
-                flush()  # twice: the device must not catch up with the host
+                flush()  # two take longer than the host needs for a launch, so it stays ahead
             start.record()
             r.run()
             end.record()

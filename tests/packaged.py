@@ -16,7 +16,7 @@ import mhc_inductor
 
 GROUPS, HEADS, STREAMS = 2, 2, 4
 CASES = [(2, 6), (3, 13)]
-"""Batch and length of inputs. A package is exported with the second: on a GPU, attention to 5 of 6 keys stays dense."""
+"""Batch and length of inputs. Export uses the second: attention to 5 of 6 keys would stay dense on a GPU."""
 
 
 class Everything(nn.Module):

@@ -225,7 +225,7 @@ def test_the_flush_is_outside_the_timed_events(monkeypatch: pytest.MonkeyPatch) 
     ready = {name: timing.Runnable(lambda: torch.ones(1), device) for name in "ab"}
     cuda.log.clear()
     times = timing.interleaved(ready, device, lambda: cuda.log.append("flush"), rounds=3, warm_rounds=1)
-    # Before each round the host gets ahead of the device, which the second flush of a call keeps so.
+    # Flushes before a round let the host get ahead of the device; two before each call keep it ahead.
     lead = ["flush"] * timing._LEAD
     assert cuda.log == (lead + ["flush", "flush", "event", "replay", "event"] * 2 + ["sync"]) * 4
     assert times["a"].samples_us == [2000.0] * 3  # elapsed_time returns milliseconds
