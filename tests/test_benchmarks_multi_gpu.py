@@ -17,6 +17,7 @@ pytest.importorskip("rich")
 from benchmarks import multi_gpu  # noqa: E402
 from benchmarks.multi_gpu import jobs, verdict  # noqa: E402
 from benchmarks.multi_gpu.jobs import Job, Outcome  # noqa: E402
+from benchmarks.multi_gpu.training import FSDP, MIXED  # noqa: E402
 
 
 @pytest.mark.timeout(200)
@@ -33,7 +34,7 @@ def test_it_scales_and_survives_a_dead_rank(tmp_path: pathlib.Path) -> None:
     assert result["complete"] and result["backend"] == "gloo" and len(result["kernel_sources_sha256"]) == 64
     scaling, death = result["jobs"]
     rows = {row["variant"]: row for row in scaling["found"]["rows"]}
-    assert rows["one rank"]["ratio"] == 1 and rows.keys() == {"one rank", "all ranks, no messages", "FSDP2", "DDP"}
+    assert rows["one rank"]["ratio"] == 1 and rows.keys() == {"one rank", "all ranks, no messages", FSDP, MIXED, "DDP"}
     for row in rows.values():
         assert row["tokens_a_second_a_rank"] == pytest.approx(16e3 / row["median_ms"])
     counted = scaling["found"]["counters"]
@@ -77,8 +78,8 @@ def test_wrong_results_fail() -> None:
         "other bits: mhc_pre plain" in of("checks:sharded_ops", "checks", {**good, "other_bits": ["mhc_pre plain"]})[1]
     )
     assert "AssertionError" in of("checks:trained", "checks", {"failed": {"mhc_trains": "x\nAssertionError: 1"}})[1]
-    variant = {"difference": 1e-9, "routed": True}
-    losses = {"allowed": 1e-5, "variants": {"FSDP2": variant}}
+    variant = {"difference": 1e-9, "allowed": 1e-5, "routed": True}
+    losses = {"variants": {"FSDP2": variant}}
     assert of("training:losses", "fsdp", losses)[0]
     for change in ({"difference": float("nan")}, {"difference": 1e-4}, {"routed": False}):
         assert not of("training:losses", "fsdp", {**losses, "variants": {"FSDP2": {**variant, **change}}})[0]

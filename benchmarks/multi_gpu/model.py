@@ -38,12 +38,13 @@ class Written(HyperConnection):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         n = self.n
         v = x.flatten(-2).float()
-        z = nn.functional.linear(v, self.phi) * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
+        phi, alpha, bias = (p.float() for p in (self.phi, self.alpha, self.bias))  # a policy may have rounded them
+        z = nn.functional.linear(v, phi) * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6)
         pre, post, res = z.split((n, n, n * n), -1)
-        b_pre, b_post, b_res = self.bias.split((n, n, n * n))
-        h_pre = torch.sigmoid(self.alpha[0] * pre + b_pre) + 1e-6
-        h_post = 2 * torch.sigmoid(self.alpha[1] * post + b_post)
-        c = (self.alpha[2] * res + b_res).unflatten(-1, (n, n)).softmax(-1) + 1e-6
+        b_pre, b_post, b_res = bias.split((n, n, n * n))
+        h_pre = torch.sigmoid(alpha[0] * pre + b_pre) + 1e-6
+        h_post = 2 * torch.sigmoid(alpha[1] * post + b_post)
+        c = (alpha[2] * res + b_res).unflatten(-1, (n, n)).softmax(-1) + 1e-6
         c = c / (c.sum(-2, keepdim=True) + 1e-6)
         for _ in range(SINKHORN - 1):
             c = c / (c.sum(-1, keepdim=True) + 1e-6)
@@ -98,15 +99,20 @@ def by_layer(model: nn.Module, ranks: Ranks, compiled: bool = True) -> nn.Module
     return model
 
 
-def fully_sharded(model: nn.Module, ranks: Ranks) -> nn.Module:
-    """Compiles each layer and shards it with FSDP2."""
+def fully_sharded(model: nn.Module, ranks: Ranks, mixed: bool = False) -> nn.Module:
+    """Compiles each layer and shards it with FSDP2.
+
+    ``mixed``: parameters are rounded to bf16 before they travel; gradients are added in fp32, and so is the step made.
+    """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "cast_forward_inputs": False}
+    policy = MixedPrecisionPolicy(**half) if mixed else MixedPrecisionPolicy()  # type: ignore[arg-type]
     for block in by_layer(model, ranks).blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 

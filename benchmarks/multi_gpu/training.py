@@ -16,8 +16,10 @@ from .rank import Ranks, worst
 
 BAR, BAR_RANKS = 0.93, 4
 """Weak scaling: a rank's speed as a share of one rank's alone, on this many ranks."""
+FSDP = "FSDP2"
+MIXED = "FSDP2, parameters travel as bf16"
 ALLOWED = {True: 5e-3, False: 1e-5}
-"""Largest relative difference of losses by whether the streams are bf16, whose products round by their size."""
+"""Largest relative difference of losses by whether products are in bf16, which round by their size."""
 
 
 # --- losses -------------------------------------------------------------------------------------------------
@@ -27,13 +29,14 @@ def losses(ranks: Ranks) -> dict[str, Any]:
     """Trains on every rank's batches in one process, with FSDP2 and with DDP in many buckets; compares the losses."""
     deterministic()
     size = Size(**ranks.options["size"])
-    found: dict[str, Any] = {"size": dataclasses.asdict(size), "allowed": ALLOWED[ranks.cuda], "variants": {}}
-    for name, run in {"one rank": _alone, "FSDP2": _fsdp, "DDP": _ddp}.items():
+    found: dict[str, Any] = {"size": dataclasses.asdict(size), "variants": {}}
+    for name, run in {"one rank": _alone, FSDP: _fsdp, MIXED: _mixed, "DDP": _ddp}.items():
         torch._dynamo.reset()
         before = _counters()
         values = run(size, ranks)
         row = {
             "losses": values,
+            "allowed": ALLOWED[ranks.cuda or name == MIXED],
             "counters": {k: v - before.get(k, 0) for k, v in _counters().items() if v != before.get(k)},
         }
         if name == "DDP":
@@ -94,9 +97,13 @@ def _parallel(call: Any, model: nn.Module, size: Size, ranks: Ranks) -> list[flo
     return values
 
 
-def _fsdp(size: Size, ranks: Ranks) -> list[float]:
-    model = models.fully_sharded(models.built(size, ranks), ranks)
+def _fsdp(size: Size, ranks: Ranks, mixed: bool = False) -> list[float]:
+    model = models.fully_sharded(models.built(size, ranks), ranks, mixed)
     return _parallel(model, model, size, ranks)
+
+
+def _mixed(size: Size, ranks: Ranks) -> list[float]:
+    return _fsdp(size, ranks, mixed=True)
 
 
 def _ddp(size: Size, ranks: Ranks) -> list[float]:
@@ -127,18 +134,19 @@ def _counting(backend: Any) -> Callable[..., Any]:
 
 
 def scaling(ranks: Ranks) -> dict[str, Any]:
-    """Measures steps of equal size a rank: the first rank alone, all ranks with FSDP2, and all with DDP by layers.
+    """Measures steps of equal size a rank: the first rank alone, all ranks with FSDP2 (two policies), and with DDP.
 
     A step is forward, backward and AdamW. Every variant has its own model; all layers are compiled with the plugin.
     """
     size = Size(**ranks.options["size"])
     plain = models.by_layer(models.built(size, ranks), ranks)
-    sharded = models.fully_sharded(models.built(size, ranks), ranks)
+    sharded, mixed = (models.fully_sharded(models.built(size, ranks), ranks, half) for half in (False, True))
     devices = [ranks.device] if ranks.cuda else None
     ddp = nn.parallel.DistributedDataParallel(
         models.by_layer(models.built(size, ranks), ranks), devices, gradient_as_bucket_view=True
     )
-    steps = {name: _step(m, size, ranks) for name, m in {"plain": plain, "FSDP2": sharded, "DDP": ddp}.items()}
+    every = {"plain": plain, FSDP: sharded, MIXED: mixed, "DDP": ddp}
+    steps = {name: _step(model, size, ranks) for name, model in every.items()}
     for step in steps.values():
         for _ in range(2):
             step()
@@ -151,10 +159,9 @@ def scaling(ranks: Ranks) -> dict[str, Any]:
     times = {
         "one rank": ranks.milliseconds(steps["plain"], rounds, everyone=False),
         "all ranks, no messages": ranks.milliseconds(steps["plain"], rounds),
-        "FSDP2": ranks.milliseconds(steps["FSDP2"], rounds),
-        "DDP": ranks.milliseconds(steps["DDP"], rounds),
+        **{name: ranks.milliseconds(steps[name], rounds) for name in (FSDP, MIXED, "DDP")},
     }
-    peaks = {name: ranks.peak_mb(steps[name]) for name in ("plain", "FSDP2", "DDP")}
+    peaks = {name: ranks.peak_mb(step) for name, step in steps.items()}
     return {**row, "rows": [_speed(name, t, times["one rank"], size) for name, t in times.items()], "peak_mb": peaks}
 
 

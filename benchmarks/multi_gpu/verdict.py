@@ -65,7 +65,7 @@ def _losses(rows: list[dict[str, Any]]) -> str:
     said = [
         f"{name}: losses differ by {row['difference']:.2g}"
         for name, row in found["variants"].items()
-        if not row["difference"] <= found["allowed"]
+        if not row["difference"] <= row["allowed"]
     ]
     return "; ".join(said + [f"{name}: not routed" for name, row in found["variants"].items() if not row["routed"]])
 
