@@ -320,3 +320,11 @@ def test_loss_compiled(with_lse, dynamic):
             got = trained(args, lambda x: compiled(*x))
         assert_bits(got, trained(args))
     torch._dynamo.reset()
+
+
+def test_deterministic_algorithms_give_a_query_equal_bits_in_any_batch(monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    args, _ = made(2, 300, 2000, 64, 128)
+    few = args[0][:, 5:9], args[1], args[2][:, 5:9]
+    assert torch.equal(index_scores(*few), index_scores(*args)[:, 5:9])
+    assert torch.equal(index_topk(*few, 512), index_topk(*args, 512)[:, 5:9])

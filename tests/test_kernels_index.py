@@ -310,3 +310,11 @@ def test_unsupported_inputs_have_a_reason():
     assert "H = 129" in plan.unsupported(builder, torch.zeros(1, 2, 129, 8), k, w)
     assert "topk = 4097" in plan.unsupported_sizes(builder, q, k, w, 4097, 1.0, *NONE)
     assert plan.unsupported_sizes(builder, q, k, w, 1.0, *NONE) is None
+
+
+def test_deterministic_algorithms_give_a_query_equal_bits_in_any_batch(builder, device, monkeypatch):
+    args = h.make_inputs(1, 70, 90, 5, 24, device=device)
+    few = args[0][:, 5:9], args[1], args[2][:, 5:9]
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    whole, part = (plan.plan_index_scores(builder, *a, 0.7, *NONE) for a in (args, few))
+    assert torch.equal(whole[:, 5:9], part) and set(builder.names) == {"index_tile_scores"}

@@ -345,3 +345,18 @@ def test_unsupported_inputs_have_a_reason(builder):
     assert "float64" in why(dtype=torch.float64)
     assert "D = 577" in why(Dk=577) and "D = 600" in why(Dv=600) and "Dv = 513 is above 512" in why(Dk=576, Dv=513)
     assert "h = 129" in why(h=129) and "r = 5000" in why(r=5000, S=1)
+
+
+@pytest.mark.parametrize("r", [3, 70])
+def test_deterministic_algorithms_give_a_query_equal_bits_in_any_batch(builder, device, r, monkeypatch):
+    """Few queries have kernels of their own, and split their keys: not with deterministic algorithms."""
+    inputs = h.make_inputs("odd", F32, S=40, S_kv=130, r=r, size=30, h=4, B=1, device=device)
+    few = {**inputs, **{n: inputs[n][:, 5:9] for n in ("q", "ranges")}}
+    forward = lambda made: plan.plan_selection_attention(builder, *(made[n] for n in h.NAMES), 0.3)  # noqa: E731
+    forward(few)
+    assert "selection_gather" in builder.names and "selection_combine" in builder.names
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    builder.names.clear()
+    for whole, part in zip(forward(inputs), forward(few), strict=True):
+        assert torch.equal(whole[:, 5:9], part)
+    assert "selection_combine" not in builder.names

@@ -109,7 +109,7 @@ def _scaling(s: Settings, out: pathlib.Path) -> list[Job]:
         if s.toy
         else {"dim": 3072, "layers": 3, "batch": 4, "seq": 2048}
     )
-    options = {"size": size, "rounds": 2 if s.toy else 10}
+    options = {"size": size, "rounds": 2 if s.toy else 6, "in_a_row": 1 if s.toy else 5}
     return [
         Job("weak scaling", "scaling", "training:scaling", s.ranks, 170, timed=True, timeout_s=120, options=options)
     ]

@@ -9,6 +9,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from ..source_hash import ROOT
@@ -35,6 +36,7 @@ def run(ranks: Ranks) -> dict[str, Any]:
         "losses": found["whole"][0],
         "checkpoints": sorted(f.parent.name for f in (folder / "cut").glob("*/.metadata")),
         "nothing_lost": None not in found["whole"] and found["whole"] == found["resumed"],
+        "first_difference": _first_difference(found["whole"][0] or (), found["resumed"][0] or ()),
         "picture": picture.exists(),
     }
 
@@ -43,6 +45,12 @@ def _losses(folder: pathlib.Path, name: str, rank: int) -> Any:
     with contextlib.suppress(OSError, ValueError):
         return json.loads((folder / f"{name}{rank}.json").read_text())
     return None
+
+
+def _first_difference(a: Sequence[float], b: Sequence[float]) -> tuple[int, float] | None:
+    """Returns the first step whose losses differ, counted from 0, and the largest relative difference of all."""
+    differ = [step for step, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+    return (differ[0], max(abs(a[i] - b[i]) / abs(a[i]) for i in differ)) if differ else None
 
 
 def _torchrun(words: dict[str, Any], count: int) -> dict[str, Any]:

@@ -90,13 +90,16 @@ class Ranks:
         self.wait()
         dist.all_reduce(torch.zeros(1))
 
-    def milliseconds(self, call: Callable[[], Any], rounds: int, everyone: bool = True) -> float | None:
+    def milliseconds(
+        self, call: Callable[[], Any], rounds: int, everyone: bool = True, in_a_row: int = 1
+    ) -> float | None:
         """Returns the median over rounds of the slowest rank's time, or of the first rank's if it runs alone.
 
         Args:
             call: What is timed; called once before the first round.
-            rounds: Timed calls.
+            rounds: Times that are taken.
             everyone: Whether all ranks call it. Otherwise only the first does, and the others wait.
+            in_a_row: Calls a time, which the device gets without waiting in between; the time is divided by them.
         """
         mine = everyone or self.rank == 0
         if mine:
@@ -105,10 +108,10 @@ class Ranks:
         for _ in range(rounds):
             self.together()
             began = time.perf_counter()
-            if mine:
+            for _ in range(in_a_row if mine else 0):
                 call()
             self.wait()
-            taken = 1e3 * (time.perf_counter() - began)
+            taken = 1e3 * (time.perf_counter() - began) / in_a_row
             samples.append(max(t for t in self.everywhere(taken if mine else 0.0)))
         return statistics.median(samples)
 

@@ -47,11 +47,11 @@ def main() -> None:
 
 def _device(words: dict[str, Any]) -> torch.device:
     """Joins the process group, and returns this process's device."""
+    from benchmarks.multi_gpu.training import deterministic
+
     if not words["inductor"]:
         _without_inductor()
-    # Losses are compared in bits; the backward of flash attention adds in any order otherwise.
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has no deterministic form
+    deterministic()  # losses are compared in bits
     if words["device"] == "cpu":
         torch.set_num_threads(1)
         dist.init_process_group("gloo")

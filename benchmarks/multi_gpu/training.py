@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch import nn
 
@@ -54,8 +55,10 @@ def losses(ranks: Ranks) -> dict[str, Any]:
 
 
 def deterministic() -> None:
-    """Makes runs comparable: the backward of flash attention adds in any order otherwise."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Makes runs comparable: attention's backward adds in any order otherwise."""
+    torch.use_deterministic_algorithms(True)  # with warn_only flash attention would stay as it is
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has no deterministic form
+    torch._inductor.config.deterministic = True  # else reductions are as wide as was fastest in this process
 
 
 _GRAPHS: list[int] = []
@@ -136,7 +139,8 @@ def _counting(backend: Any) -> Callable[..., Any]:
 def scaling(ranks: Ranks) -> dict[str, Any]:
     """Measures steps of equal size a rank: the first rank alone, all ranks with FSDP2 (two policies), and with DDP.
 
-    A step is forward, backward and AdamW. Every variant has its own model; all layers are compiled with the plugin.
+    A step is forward, backward and AdamW; as in training, the device gets the next one without waiting. Every variant
+    has its own model; all layers are compiled with the plugin.
     """
     size = Size(**ranks.options["size"])
     plain = models.by_layer(models.built(size, ranks), ranks)
@@ -155,11 +159,14 @@ def scaling(ranks: Ranks) -> dict[str, Any]:
     row: dict[str, Any] = {"size": dataclasses.asdict(size), "parameters": parameters, "counters": _counters()}
     ranks.note(**row)
     ranks.gate()
-    rounds = ranks.options["rounds"]
+
+    def time(name: str, everyone: bool = True) -> float | None:
+        return ranks.milliseconds(steps[name], ranks.options["rounds"], everyone, ranks.options["in_a_row"])
+
     times = {
-        "one rank": ranks.milliseconds(steps["plain"], rounds, everyone=False),
-        "all ranks, no messages": ranks.milliseconds(steps["plain"], rounds),
-        **{name: ranks.milliseconds(steps[name], rounds) for name in (FSDP, MIXED, "DDP")},
+        "one rank": time("plain", everyone=False),
+        "all ranks, no messages": time("plain"),
+        **{name: time(name) for name in (FSDP, MIXED, "DDP")},
     }
     peaks = {name: ranks.peak_mb(step) for name, step in steps.items()}
     return {**row, "rows": [_speed(name, t, times["one rank"], size) for name, t in times.items()], "peak_mb": peaks}

@@ -77,7 +77,11 @@ def _example(rows: list[dict[str, Any]]) -> str:
     if row["again"]["code"] != 0:
         errors = [line for line in row["again"]["output"].splitlines() if "Error" in line]
         return f"the second run ended with {row['again']['code']}: {' '.join(errors[:3])}"
-    return "" if row["nothing_lost"] and row["picture"] else "the resumed losses differ, or there is no picture"
+    if not row["picture"]:
+        return "there is no picture"
+    if differ := row["first_difference"]:
+        return f"the resumed losses differ from step {differ[0]} on, by at most {differ[1]:.2g}"
+    return "" if row["nothing_lost"] else "losses of a rank are missing, or differ between the ranks"
 
 
 def _context(rows: list[dict[str, Any]]) -> str:

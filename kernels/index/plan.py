@@ -48,8 +48,8 @@ def unsupported_sizes(b: Any, q: Any, k: Any, w: Any, *rest: Any) -> str | None:
 
 
 def few(b: Any, S: Any) -> bool:
-    """Returns whether a program scores one query."""
-    return b.is_static(S) and S <= FEW_ROWS
+    """Returns whether a program scores one query: never with deterministic algorithms, whose scores depend on no batch."""
+    return b.is_static(S) and S <= FEW_ROWS and not b.deterministic
 
 
 def padded_row(T: int) -> int:

@@ -57,7 +57,12 @@ def gather_config(h: int, DK: int, DV: int, itemsize: int, arch: int, backend: s
 
 
 def splits(b: Any, rows: Any, per: int) -> Any:
-    """Returns the number of parts of each of ``rows`` selections that gives ``per`` programs per multiprocessor."""
+    """Returns the number of parts of each of ``rows`` selections that gives ``per`` programs per multiprocessor.
+
+    It depends on the number of queries, and so do the last bits. Deterministic algorithms never split.
+    """
+    if b.deterministic:
+        return 1
     wanted = per * b.device_props().sm_count
     rows = b.max(rows, 1)
     return b.max(1, b.min(MAX_SPLITS, b.cdiv(wanted + 1, rows) - 1))

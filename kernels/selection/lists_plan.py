@@ -166,7 +166,7 @@ def plan_lists_forward(
     B, S, G, h, _ = b.shape(q)
     h, c = b.static(h), call.config
     rows = B * S * G
-    NS = _splits(b, rows * call.heads, c) if NS is None else NS
+    NS = splits(b, rows * call.heads, c.per) if NS is None else NS
     o, lse = b.empty((B, S, G, h, v_width), b.dtype(q)), b.empty((B, S, G, h), b.f32)
     part, plse = parts(b, rows, NS, h, v_width), parts(b, rows, NS, h)
     has_sink = sink is not None
@@ -179,14 +179,6 @@ def plan_lists_forward(
     )  # fmt: skip
     plan_combine(b, part, plse, sink if has_sink else None, o, lse, NS)
     return o, lse
-
-
-def _splits(b: Any, programs: Any, c: ListConfig) -> Any:
-    """Returns into how many parts the keys of a query are split.
-
-    It depends on the number of queries, and so do the last bits. Deterministic algorithms never split.
-    """
-    return 1 if b.deterministic else splits(b, programs, c.per)
 
 
 def plan_selection_list_attention(
@@ -339,7 +331,7 @@ def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first:
     if call.kernel:
         b.launch(call.kernel, (lines * call.heads, 1, 1), args, constexprs, c.num_warps, c.num_stages)
         return
-    NS = _splits(b, lines * call.heads, c) if rows == call.args["S"] else 1
+    NS = splits(b, lines * call.heads, c.per) if rows == call.args["S"] else 1
     part = b.empty((lines * NS if NS > 1 else 0, H, DK), b.f32)
     b.launch(
         selection_list_dq, (lines * call.heads * NS, 1, 1), dict(args, part_ptr=part, NS=NS), constexprs, c.num_warps,

@@ -51,8 +51,12 @@ def unsupported_sizes(b: Any, q: Any, k: Any, v: Any, *_: Any) -> str | None:
 
 
 def takes_tiles(b: Any, S: Any, r: int) -> bool:
-    """Returns whether the tile path runs: enough queries, and so few ranges that neighbours share key tiles."""
-    return r <= MOST_TILE_RANGES and not (b.is_static(S) and S <= FEW_QUERIES)
+    """Returns whether the tile path runs: enough queries, and so few ranges that neighbours share key tiles.
+
+    With deterministic algorithms any number of queries is enough: the two paths add in different orders.
+    """
+    few = b.is_static(S) and S <= FEW_QUERIES
+    return r <= MOST_TILE_RANGES and (b.deterministic or not few)
 
 
 def plan_tiles(
