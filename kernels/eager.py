@@ -14,7 +14,7 @@ from mhc_inductor.log import logger, warn_once
 from . import background
 from .launch import EagerBuilder, Recorder, device_props
 
-# The module of each op's launch plan.
+# The module of each launch plan.
 _PLANS = {
     "mhc_pre": "mhc.plan",
     "mhc_pre_backward": "mhc.plan",
@@ -46,6 +46,8 @@ _PLANS = {
     "index_topk": "index.plan",
 }
 OPS = tuple(_PLANS)
+# What is no op: context parallelism calls it between ops.
+_PLANS |= dict.fromkeys(("selection_join", "selection_part_gradients"), "selection.join_plan")
 
 
 def _is_tensor(a: Any) -> bool:
@@ -57,7 +59,7 @@ def _module(name: str) -> Any:
 
 
 def plan_of(name: str) -> Callable[..., Any]:
-    """Returns the launch plan of op ``name``."""
+    """Returns the launch plan ``name``."""
     return cast("Callable[..., Any]", getattr(_module(name), f"plan_{name}"))
 
 
@@ -76,7 +78,10 @@ def why_not(
 
 
 def run(name: str, reference: Callable[..., Any], *args: Any) -> Any:
-    """Runs op ``name`` by its launch plan, or by ``reference`` with a warning that is logged once."""
+    """Runs op ``name`` by its launch plan, or by ``reference`` with a warning that is logged once.
+
+    The first tensor of ``args`` is on a CUDA device.
+    """
     device = next(a for a in args if isinstance(a, torch.Tensor)).device
     with torch.cuda.device(device):
         builder = EagerBuilder(device)

@@ -7,7 +7,7 @@ import torch
 from conftest import INTERPRETED
 from offline import TARGETS, Recorder, compile_all, names, part
 
-from mhc_inductor.kernels.selection import backward_plan, blocks_plan, plan
+from mhc_inductor.kernels.selection import backward_plan, blocks_plan, join_plan, plan
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
@@ -172,3 +172,16 @@ def test_sizes_of_one_are_constants(path, tmp_path):
             recorded.append((kernel, args, {**constexprs, **ones}, *options))
     seen, bad = compile_all(recorded, "cuda:90", "ones", SPILLS, tmp_path)
     assert seen == wanted and not bad
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_joining_parts_compiles_without_spills(target, tmp_path):
+    for DV, dtype in ((128, BF16), (80, F16), (512, BF16), (1024, F32)):
+        builder = Recorder(TARGETS[target][1])
+        o, row, sink = (torch.empty(n, device="meta") for n in ((2, 512, 2, 16, DV), (2, 512, 2, 16), (2, 16)))
+        o = o.to(dtype)
+        state = join_plan.plan_selection_join(builder, o, row, None, o, row, None, False)
+        join_plan.plan_selection_join(builder, *state, o, row, sink, True)
+        join_plan.plan_selection_part_gradients(builder, o, row, o, row, row, o, row)
+        seen, bad = compile_all(builder.launches, target, f"{DV}", {}, tmp_path)
+        assert seen == {"selection_join", "selection_part_gradients"} and not bad

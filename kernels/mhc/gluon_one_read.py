@@ -424,9 +424,10 @@ def mhc_one_read(
         at = exch_ptr + ((group + soon * NG).to(gl.int64) * (G * 80) + offsets)
         seen = _peek(at, G, GP)
         thread_barrier()
-        if n + RING - LAG < count:
-            t0 = (group + (n + RING - LAG) * NG) * 16
-            _fetch(ring, (n + RING - LAG) % RING, x_thread, t0, T, D)
+        ahead = n + RING - LAG
+        if ahead < count:
+            t0 = (group + ahead * NG) * 16
+            _fetch(ring, ahead % RING, x_thread, t0, T, D)
         async_copy.commit_group()
         if n < count:
             place = (group + n * NG).to(gl.int64) * G + g

@@ -13,7 +13,7 @@ from mhc_inductor.distributed.agreement import Agreed
 from mhc_inductor.distributed.groups import Members
 from mhc_inductor.distributed.moves import exchange, wait
 from mhc_inductor.distributed.once import once
-from mhc_inductor.distributed.softmax import Running, Upstream
+from mhc_inductor.distributed.softmax import Running, Upstream, with_sink
 from mhc_inductor.ops.selection import call, given
 from mhc_inductor.reference.mhc import acc_dtype
 
@@ -104,12 +104,7 @@ class _RingAttention(torch.autograd.Function):
         ids_k: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         mine = _Queries(q, selection, ids_q, sink)
-        parts = _round(_Part(k, v, ids_k), ring)
-        step, part = next(parts)
-        running = Running(*_attend(mine, part, ring, step), acc_dtype(q.dtype))
-        for step, part in parts:
-            running.add(*_attend(mine, part, ring, step))
-        o, lse = running.finish(sink, q.dtype)
+        o, lse = _joined(mine, _round(_Part(k, v, ids_k), ring), ring)
         ctx.ring, ctx.sends_grads = ring, sends_grads
         ctx.save_for_backward(q, k, v, sink, selection, ids_q, ids_k, o, lse)
         ctx.set_materialize_grads(False)
@@ -121,21 +116,33 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, sink, selection, ids_q, ids_k, o, lse = ctx.saved_tensors
         mine, ring, acc = _Queries(q, selection, ids_q, sink), ctx.ring, acc_dtype(q.dtype)
         own = _Part(k, v, ids_k)
-        dq = torch.zeros_like(q, dtype=acc)
+        dq: Tensor | None = None
         home = _Home(own, ring, acc) if ctx.sends_grads else None
         up, dsink = Upstream.of(dout, dlse, sink, o, lse)
         for step, part in _round(own, ring):
             # The op's gradients are those of its own outputs, which are computed again.
             outputs = _attend(mine, part, ring, step)
             more, dk_part, dv_part = _attend_backward(up.to_part(*outputs), mine, part, outputs, ring, step)
-            dq += more
+            dq = more.to(acc) if dq is None else dq.add_(more)
             if home is not None:
                 home.send(step, dk_part, dv_part)
         dk, dv = (None, None) if home is None else home.sums()
         wanted = ctx.needs_input_grad[3:7]
+        assert dq is not None
         own_grads = (dq.to(q.dtype), dk, dv, dsink)
         kept = (g if need else None for g, need in zip(own_grads, wanted, strict=True))
         return None, None, None, *kept, None, None, None
+
+
+def _joined(mine: _Queries, parts: Iterator[tuple[int, _Part]], ring: _Ring) -> tuple[Tensor, Tensor]:
+    """Returns o and lse over all parts of the keys."""
+    step, part = next(parts)
+    running, last = Running(*_attend(mine, part, ring, step)), ring.members.size - 1
+    if last == 0:
+        return with_sink(running.sums, running.most, mine.sink), running.most
+    for step, part in parts:
+        running = running.add(*_attend(mine, part, ring, step), step == last, mine.sink)
+    return running.sums, running.most
 
 
 def _round(own: _Part, ring: _Ring) -> Iterator[tuple[int, _Part]]:

@@ -1,44 +1,70 @@
-"""Joins partial softmax results, what attention over each part of the keys returned, and splits their gradients."""
+"""Joins partial softmax results, what attention over each part of the keys returned, and splits their gradients.
+
+CUDA tensors run kernels (``kernels/selection/join.py``), others the formulas here.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mhc_inductor.kernels import eager
 from mhc_inductor.reference.selection import Rows, backward_rows
 
 
-class Running:
+class Running(NamedTuple):
     """The softmax-weighted sum over the parts so far, relative to the largest lse so far.
 
     A part's o counts with the weight exp(lse - most). NaN and inf of an o stay what they are, even where the weight is
     0: a selected value of inf is inf in the result, as over all keys at once.
     """
 
-    def __init__(self, o: Tensor, lse: Tensor, dtype: torch.dtype) -> None:
-        """Starts with the first part: ``o[..., Dv]``, and ``lse[...]``, -inf where nothing is selected, whose o is 0."""
-        self.most = lse.to(dtype)
-        self.total = (lse != -torch.inf).to(dtype)
-        self.sums = o.to(dtype, copy=True)
+    sums: Tensor
+    """``[B, S, G, h, Dv]``; in lse's dtype and overwritten later, or the first part's o."""
+    most: Tensor
+    """``[B, S, G, h]``, in lse's dtype; -inf where nothing is selected, whose o is 0."""
+    total: Tensor | None = None
+    """The sum of the weights, like ``most``; None after the first part."""
 
-    def add(self, o: Tensor, lse: Tensor) -> None:
-        """Adds another part."""
-        most = torch.maximum(self.most, lse)
-        base = torch.where(most == -torch.inf, 0.0, most)
-        before, now = torch.exp(self.most - base), torch.exp(lse - base)
-        self.total = self.total * before + now
-        self.sums.mul_(_kept(before)).addcmul_(o, _kept(now))
-        self.most = most
+    def add(self, o: Tensor, lse: Tensor, last: bool, sink: Tensor | None) -> Running:
+        """Returns the sum with another part; with the ``last``, o and lse of all parts in its first two fields.
 
-    def finish(self, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns o in ``dtype``, and lse; the sink's logits, ``[G, h]``, join the denominator of o only."""
-        empty = self.most == -torch.inf
-        base = torch.where(empty, 0.0, self.most)
-        lse = base + torch.log(self.total)
-        total = self.total if sink is None else self.total + torch.exp(sink.to(base.dtype) - base)
-        return self.sums.mul_(_kept(torch.where(empty, 0.0, 1 / total))).to(dtype), lse
+        The sink's logits, ``[G, h]``, join the denominator of that o only.
+        """
+        return Running(*_run("selection_join", join, *self, o, lse, sink if last else None, last))
+
+
+def _run(name: str, formula: Callable[..., Any], *args: Any) -> Any:
+    return eager.run(name, formula, *args) if args[0].is_cuda else formula(*args)
+
+
+def join(
+    sums: Tensor, most: Tensor, total: Tensor | None, o: Tensor, lse: Tensor, sink: Tensor | None, last: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns sums, most and total with another part, or o, lse and None where it is the ``last``."""
+    if total is None:
+        total, sums = (most != -torch.inf).to(most.dtype), sums.to(most.dtype, copy=True)
+    top = torch.maximum(most, lse)
+    empty = top == -torch.inf
+    base = torch.where(empty, 0.0, top)
+    before, now = torch.exp(most - base), torch.exp(lse - base)
+    total = total * before + now
+    sums.mul_(_kept(before)).addcmul_(o, _kept(now))
+    if not last:
+        return sums, top, total
+    weights = total if sink is None else total + torch.exp(sink.to(base.dtype) - base)
+    return sums.mul_(_kept(torch.where(empty, 0.0, 1 / weights))).to(o.dtype), base + torch.log(total), None
+
+
+def with_sink(o: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """Returns the o of the only part, with the sink's logits, ``[G, h]``, in the denominator."""
+    if sink is None:
+        return o
+    share = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - sink.to(lse.dtype)))
+    return o.to(lse.dtype, copy=True).mul_(_kept(share)).to(o.dtype)
 
 
 def _kept(weight: Tensor) -> Tensor:
@@ -53,12 +79,11 @@ class Upstream(NamedTuple):
     the whole denominator, and dw/dlse_part reaches o through all parts::
 
         do_part   = w do
-        dlse_part = w (<do, o_part> - <do, o>) + dlse exp(lse_part - lse)
+        dlse_part = w <do, o_part - o> + dlse exp(lse_part - lse)
     """
 
     rows: Rows
-    dot: Tensor
-    """<do, o> of each row."""
+    o: Tensor
 
     @classmethod
     def of(
@@ -66,17 +91,24 @@ class Upstream(NamedTuple):
     ) -> tuple[Upstream, Tensor | None]:
         """Returns the gradients to split, and that of the sink, None without one."""
         rows, dsink = backward_rows(dout, dlse, sink, o, lse)
-        return cls(rows, _dot(rows.dout, o, lse.dtype)), None if sink is None else dsink
+        return cls(rows, o), None if sink is None else dsink
 
     def to_part(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gradients of one part's o and lse: 0 in rows that select nothing there."""
         dout, dlse, whole, total = self.rows
-        nothing = lse == -torch.inf
-        weight = torch.exp(lse - total)
-        grad = weight * (_dot(dout, o, lse.dtype) - self.dot) + dlse * torch.exp(lse - whole)
-        share = torch.mul(dout, weight.unsqueeze(-1), out=torch.empty_like(o))  # rounded once, in one pass
-        return share.masked_fill_(nothing.unsqueeze(-1), 0.0), torch.where(nothing, 0.0, grad)
+        found: tuple[Tensor, Tensor] = _run(
+            "selection_part_gradients", part_gradients, dout, dlse, self.o, whole, total, o, lse
+        )
+        return found
 
 
-def _dot(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    return a.to(dtype, copy=True).mul_(b).sum(-1)
+def part_gradients(
+    dout: Tensor, dlse: Tensor, o: Tensor, lse: Tensor, total: Tensor, part: Tensor, part_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of ``part`` and of its lse from those of the joined o and lse."""
+    nothing = part_lse == -torch.inf
+    weight = torch.exp(part_lse - total)
+    dot = part.to(lse.dtype, copy=True).sub_(o).mul_(dout).sum(-1)
+    grad = weight * dot + dlse * torch.exp(part_lse - lse)
+    share = torch.mul(dout, weight.unsqueeze(-1), out=torch.empty_like(part))  # rounded once, in one pass
+    return share.masked_fill_(nothing.unsqueeze(-1), 0.0), torch.where(nothing, 0.0, grad)
