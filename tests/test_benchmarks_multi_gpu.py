@@ -17,7 +17,7 @@ pytest.importorskip("rich")
 from benchmarks import multi_gpu  # noqa: E402
 from benchmarks.multi_gpu import jobs, verdict  # noqa: E402
 from benchmarks.multi_gpu.jobs import Job, Outcome  # noqa: E402
-from benchmarks.multi_gpu.training import FSDP, MIXED  # noqa: E402
+from benchmarks.multi_gpu.training import POLICIES  # noqa: E402
 
 
 @pytest.mark.timeout(200)
@@ -34,7 +34,7 @@ def test_it_scales_and_survives_a_dead_rank(tmp_path: pathlib.Path) -> None:
     assert result["complete"] and result["backend"] == "gloo" and len(result["kernel_sources_sha256"]) == 64
     scaling, death = result["jobs"]
     rows = {row["variant"]: row for row in scaling["found"]["rows"]}
-    assert rows["one rank"]["ratio"] == 1 and rows.keys() == {"one rank", "all ranks, no messages", FSDP, MIXED, "DDP"}
+    assert rows["one rank"]["ratio"] == 1 and rows.keys() == {"one rank", "all ranks, no messages", *POLICIES, "DDP"}
     for row in rows.values():
         assert row["tokens_a_second_a_rank"] == pytest.approx(16e3 / row["median_ms"])
     counted = scaling["found"]["counters"]

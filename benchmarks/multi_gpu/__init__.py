@@ -27,7 +27,7 @@ from .verdict import passed
 
 __all__ = ["PARTS", "Settings", "run", "table", "write"]
 PARTS = ("checks", "fsdp", "scaling", "context", "failures")
-SHARES = 3
+SHARES = 5
 """Jobs that the sharded ops are checked in on a GPU, where kernels take long to compile."""
 
 

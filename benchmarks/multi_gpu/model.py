@@ -99,10 +99,11 @@ def by_layer(model: nn.Module, ranks: Ranks, compiled: bool = True) -> nn.Module
     return model
 
 
-def fully_sharded(model: nn.Module, ranks: Ranks, mixed: bool = False) -> nn.Module:
+def fully_sharded(model: nn.Module, ranks: Ranks, mixed: bool = False, keep: bool = False) -> nn.Module:
     """Compiles each layer and shards it with FSDP2.
 
     ``mixed``: parameters are rounded to bf16 before they travel; gradients are added in fp32, and so is the step made.
+    ``keep``: a layer's whole parameters stay from its forward to its backward, and do not travel again.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -111,7 +112,7 @@ def fully_sharded(model: nn.Module, ranks: Ranks, mixed: bool = False) -> nn.Mod
     half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "cast_forward_inputs": False}
     policy = MixedPrecisionPolicy(**half) if mixed else MixedPrecisionPolicy()  # type: ignore[arg-type]
     for block in by_layer(model, ranks).blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 

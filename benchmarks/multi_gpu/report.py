@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..report import markdown
-from .training import BAR, BAR_RANKS, FSDP, MIXED
+from .training import BAR, BAR_RANKS, POLICIES
 
 Job = dict[str, Any]
 
@@ -91,7 +91,7 @@ def _scaling(jobs: list[Job]) -> list[str]:
         ranks = len(job["processes"])
         rows = []
         for r in row["rows"]:
-            judged = r["variant"] in (FSDP, MIXED, "DDP") and ranks == BAR_RANKS
+            judged = r["variant"] in (*POLICIES, "DDP") and ranks == BAR_RANKS
             verdict = ("met" if r["ratio"] >= BAR else "**not met**") if judged else ""
             speed = f"{r['tokens_a_second_a_rank']:,.0f}"
             rows.append([r["variant"], f"{r['median_ms']:.2f}", speed, f"{r['ratio']:.3f}", verdict])

@@ -19,6 +19,9 @@ BAR, BAR_RANKS = 0.93, 4
 """Weak scaling: a rank's speed as a share of one rank's alone, on this many ranks."""
 FSDP = "FSDP2"
 MIXED = "FSDP2, parameters travel as bf16"
+KEPT = "FSDP2, as bf16, kept for the backward"
+POLICIES: dict[str, dict[str, bool]] = {FSDP: {}, MIXED: {"mixed": True}, KEPT: {"mixed": True, "keep": True}}
+"""What :func:`model.fully_sharded` takes."""
 ALLOWED = {True: 5e-3, False: 1e-5}
 """Largest relative difference of losses by whether products are in bf16, which round by their size."""
 
@@ -137,20 +140,19 @@ def _counting(backend: Any) -> Callable[..., Any]:
 
 
 def scaling(ranks: Ranks) -> dict[str, Any]:
-    """Measures steps of equal size a rank: the first rank alone, all ranks with FSDP2 (two policies), and with DDP.
+    """Measures steps of equal size a rank: the first rank alone, all with FSDP2 (three policies), and all with DDP.
 
     A step is forward, backward and AdamW; as in training, the device gets the next one without waiting. Every variant
     has its own model; all layers are compiled with the plugin.
     """
     size = Size(**ranks.options["size"])
     plain = models.by_layer(models.built(size, ranks), ranks)
-    sharded, mixed = (models.fully_sharded(models.built(size, ranks), ranks, half) for half in (False, True))
+    sharded = {name: models.fully_sharded(models.built(size, ranks), ranks, **of) for name, of in POLICIES.items()}
     devices = [ranks.device] if ranks.cuda else None
     ddp = nn.parallel.DistributedDataParallel(
         models.by_layer(models.built(size, ranks), ranks), devices, gradient_as_bucket_view=True
     )
-    every = {"plain": plain, FSDP: sharded, MIXED: mixed, "DDP": ddp}
-    steps = {name: _step(model, size, ranks) for name, model in every.items()}
+    steps = {name: _step(model, size, ranks) for name, model in {"plain": plain, **sharded, "DDP": ddp}.items()}
     for step in steps.values():
         for _ in range(2):
             step()
@@ -166,7 +168,7 @@ def scaling(ranks: Ranks) -> dict[str, Any]:
     times = {
         "one rank": time("plain", everyone=False),
         "all ranks, no messages": time("plain"),
-        **{name: time(name) for name in (FSDP, MIXED, "DDP")},
+        **{name: time(name) for name in (*POLICIES, "DDP")},
     }
     peaks = {name: ranks.peak_mb(step) for name, step in steps.items()}
     return {**row, "rows": [_speed(name, t, times["one rank"], size) for name, t in times.items()], "peak_mb": peaks}

@@ -56,7 +56,7 @@ def takes_tiles(b: Any, S: Any, r: int) -> bool:
     With deterministic algorithms any number of queries is enough: the two paths add in different orders.
     """
     few = b.is_static(S) and S <= FEW_QUERIES
-    return r <= MOST_TILE_RANGES and (b.deterministic or not few)
+    return r <= MOST_TILE_RANGES and (not few or b.deterministic)
 
 
 def plan_tiles(
