@@ -328,3 +328,5 @@ def test_deterministic_algorithms_give_a_query_equal_bits_in_any_batch(monkeypat
     few = args[0][:, 5:9], args[1], args[2][:, 5:9]
     assert torch.equal(index_scores(*few), index_scores(*args)[:, 5:9])
     assert torch.equal(index_topk(*few, 512), index_topk(*args, 512)[:, 5:9])
+    for kind in h.KINDS:  # a tile has more rows than a sequence has queries
+        both(*made(40, 5, 200, 4, 64, kind=kind), 30)

@@ -256,7 +256,7 @@ def test_queries_in_parts_give_the_same(builder, device, monkeypatch, S):
     whole = check_topk(builder, args, 20, visible=visible)
     for most in (1, 256 * S, 256 * 2 * S):
         monkeypatch.setattr(plan, "SCORES", most)
-        assert len(plan.parts(3, S, 90)) > 1
+        assert len(plan.parts(3, S, 90, S > plan.FEW_ROWS)) > 1
         assert torch.equal(plan.plan_index_topk(builder, *args, 20, 0.7, *visible), whole)
 
 
@@ -318,5 +318,8 @@ def test_deterministic_algorithms_give_a_query_equal_bits_in_any_batch(builder, 
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     whole, part = (plan.plan_index_scores(builder, *a, 0.7, *NONE) for a in (args, few))
     assert set(builder.names) == {"index_tile_scores"}
+    for kind in h.KINDS:  # three sequences: a tile has more rows than one has queries
+        visible = h.visibility(kind, *(several := h.make_inputs(3, 5, 90, 2, 16, device=device))[:2])
+        check_topk(builder, several, 20, visible=visible)
     # The interpreter's products depend on a row's place in the tile.
     torch.testing.assert_close(whole[:, 5:9], part, **({"rtol": 0, "atol": 0} if GPU else {}))

@@ -101,6 +101,7 @@ def _plan_scores(
         b.launch(index_row_scores, (parts * rows * NT, 1, 1), dict(args, NT=NT), constexprs, c.num_warps, c.num_stages)
         return
     c = config.score_config(D, itemsize, props.backend, props.arch)
+    assert not constexprs["SORTABLE"] or stored % c.BS == 0, "tiles are written whole"
     NS, NT = b.cdiv(rows, c.BS), b.cdiv(T, c.BT)
     constexprs |= dict(BS=c.BS, BT=c.BT, **flags(hidden))
     args |= dict(**hidden, NS=NS, NT=NT)
@@ -135,14 +136,14 @@ def plan_index_scores(
     return out
 
 
-def padded_rows(S: int) -> int:
-    """Returns the rows of the workspace that S queries need."""
-    return S if S <= FEW_ROWS else -(-S // ROWS) * ROWS
+def padded_rows(rows: int, tiles: bool) -> int:
+    """Returns the rows of the workspace that queries need; ``tiles``: whether programs write whole tiles of them."""
+    return -(-rows // ROWS) * ROWS if tiles else rows
 
 
-def parts(B: int, S: int, T: int) -> list[tuple[slice, slice]]:
+def parts(B: int, S: int, T: int, tiles: bool) -> list[tuple[slice, slice]]:
     """Returns the chunks of sequences and queries whose scores ``index_topk`` holds at a time, the largest first."""
-    per_query = -(-padded_row(T) * padded_rows(S) // max(1, S))
+    per_query = -(-padded_row(T) * padded_rows(S, tiles) // max(1, S))
     return list(chunks(B, S, per_query, SCORES, ROWS))
 
 
@@ -157,11 +158,11 @@ def plan_index_topk(
     q, k, w = b.strided(q), b.strided(k), b.laid_out(w)
     limit, hidden = None if limit is None else b.contiguous(limit), hidden_keys(b, mask, seg_q, seg_k)
     BLOCK, warps = config.select_config(T)
-    keys = None
-    for at, queries in parts(B, S, T):
+    keys, tiles = None, not few(b, S)
+    for at, queries in parts(B, S, T, tiles):
         count, rows = at.stop - at.start, queries.stop - queries.start
         if keys is None:
-            keys = b.empty((count, padded_rows(rows), padded_row(T)), b.i32)
+            keys = b.empty((count, padded_rows(rows, tiles), padded_row(T)), b.i32)
         _, stored, so = b.shape(keys)
         _plan_scores(b, keys, q, k, w, scale, limit, hidden, (count, at.start, rows, queries.start))
         b.launch(

@@ -120,10 +120,9 @@ class _RingAttention(torch.autograd.Function):
         home = _Home(own, ring, acc) if ctx.sends_grads else None
         up, dsink = Upstream.of(dout, dlse, sink, o, lse)
         for step, part in _round(own, ring):
-            # The op's gradients are those of its own outputs, which are computed again.
-            outputs = _attend(mine, part, ring, step)
-            more, dk_part, dv_part = _attend_backward(up.to_part(*outputs), mine, part, outputs, ring, step)
+            more, dk_part, dv_part = _part_backward(up, mine, part, ring, step)
             dq = more.to(acc) if dq is None else dq.add_(more)
+            del more  # before the next part's dq is made
             if home is not None:
                 home.send(step, dk_part, dv_part)
         dk, dv = (None, None) if home is None else home.sums()
@@ -175,6 +174,15 @@ def _attend(mine: _Queries, part: _Part, ring: _Ring, step: int) -> tuple[Tensor
         return call("selection_list_attention", mine.q, part.k, part.v, *lists, ring.scale, ring.v_width)
     v = _values(part, ring)
     return call("selection_attention", mine.q, part.k, v, chosen, None, None, None, ring.scale, *given(*ids))
+
+
+def _part_backward(
+    up: Upstream, mine: _Queries, part: _Part, ring: _Ring, step: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns dq over one part, and the part's dk and dv (None where v is k)."""
+    # The op's gradients are those of its own outputs, which are computed again.
+    outputs = _attend(mine, part, ring, step)
+    return _attend_backward(up.to_part(*outputs), mine, part, outputs, ring, step)
 
 
 def _attend_backward(
