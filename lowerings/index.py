@@ -22,7 +22,7 @@ def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
         return True
     from mhc_inductor.kernels.index import plan  # imports triton
 
-    return len(plan.parts(*(int(s) for s in sizes[:3]))) > MOST_PARTS
+    return len(plan.parts(builder, *(int(s) for s in sizes[:3]))) > MOST_PARTS
 
 
 def register() -> None:

@@ -256,7 +256,7 @@ def test_queries_in_parts_give_the_same(builder, device, monkeypatch, S):
     whole = check_topk(builder, args, 20, visible=visible)
     for most in (1, 256 * S, 256 * 2 * S):
         monkeypatch.setattr(plan, "SCORES", most)
-        assert len(plan.parts(3, S, 90, S > plan.FEW_ROWS)) > 1
+        assert len(plan.parts(builder, 3, S, 90)) > 1
         assert torch.equal(plan.plan_index_topk(builder, *args, 20, 0.7, *visible), whole)
 
 

@@ -141,9 +141,9 @@ def padded_rows(rows: int, tiles: bool) -> int:
     return -(-rows // ROWS) * ROWS if tiles else rows
 
 
-def parts(B: int, S: int, T: int, tiles: bool) -> list[tuple[slice, slice]]:
+def parts(b: Any, B: int, S: int, T: int) -> list[tuple[slice, slice]]:
     """Returns the chunks of sequences and queries whose scores ``index_topk`` holds at a time, the largest first."""
-    per_query = -(-padded_row(T) * padded_rows(S, tiles) // max(1, S))
+    per_query = -(-padded_row(T) * padded_rows(S, not few(b, S)) // max(1, S))
     return list(chunks(B, S, per_query, SCORES, ROWS))
 
 
@@ -159,7 +159,7 @@ def plan_index_topk(
     limit, hidden = None if limit is None else b.contiguous(limit), hidden_keys(b, mask, seg_q, seg_k)
     BLOCK, warps = config.select_config(T)
     keys, tiles = None, not few(b, S)
-    for at, queries in parts(B, S, T, tiles):
+    for at, queries in parts(b, B, S, T):
         count, rows = at.stop - at.start, queries.stop - queries.start
         if keys is None:
             keys = b.empty((count, padded_rows(rows, tiles), padded_row(T)), b.i32)
