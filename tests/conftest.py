@@ -19,7 +19,7 @@ pytest.register_assert_rewrite("op_contract")
 GPU = torch.cuda.is_available()
 os.environ["MHC_INDUCTOR_TUNED"] = "0"  # the closed forms are tested, also on a machine that was tuned
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WHOLE = os.environ.get("MHC_INDUCTOR_TESTS") == "whole"  # set by tests/all_offline.py
+WHOLE = os.environ.get("MHC_INDUCTOR_TESTS") == "whole"  # every case, not those of each commit
 
 # Without a GPU, tests/test_interpreter.py runs these in processes that turn the interpreter on.
 collect_ignore_glob = [] if GPU or INTERPRETED else ["test_kernels_*.py"]

@@ -1,17 +1,17 @@
 """Unmodified sparse models of transformers: what is routed in each mode, and whether values and gradients stay.
 
-A run takes a third of each family's modes, others for the next family, and training of all. With SPARSE_MODELS=all in the
-environment it takes every mode: do that after a change of ``mhc_inductor/routing/``. ``python -m tests.sparse_models``
-prints the whole table, with the reasons for what is not routed.
+A run takes a third of each family's modes, others for the next family, and training of all. With
+MHC_INDUCTOR_TESTS=whole in the environment it takes every mode: do that after a change of ``mhc_inductor/routing/``.
+``python -m tests.sparse_models`` prints the whole table, with the reasons for what is not routed.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
+from conftest import WHOLE
 from torch._inductor.utils import run_and_get_code
 
 from mhc_inductor import compat
@@ -50,13 +50,12 @@ SDPA_MODES = (
     "decode",
     "training, checkpointed, packed",
 )
-ALL = os.environ.get("SPARSE_MODELS") == "all"
 CASES = [
     (family, attention, name)
     for turn, (family, one) in enumerate(FAMILIES.items())
     for attention in one.implementations
     for k, name in enumerate(EAGER_MODES if attention == "eager" else SDPA_MODES)
-    if ALL or name == "training" or k % 3 == turn % 3
+    if WHOLE or name == "training" or k % 3 == turn % 3
     if family != "glm5_next" or "dynamic" not in name  # 12 graphs, two minutes
 ]
 CHECKPOINTED = [name for name in EAGER_MODES if "checkpointed" in name]
