@@ -48,6 +48,17 @@ def test_few_queries():
     assert _launches(_compile(_topk, 1, 512)) == ["index_row_scores", "index_select"]
 
 
+def test_few_queries_with_deterministic_algorithms():
+    """They take the kernels of many queries, whose tiles the workspace holds whole."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        code = _compile(_topk, 1, 512)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert _launches(code) == ["index_tile_scores", "index_select"]
+    assert f"(2, {plan.ROWS}, 512)" in code
+
+
 def test_a_few_chunks_are_launched_one_after_the_other(monkeypatch):
     monkeypatch.setattr(plan, "SCORES", 128 * 512)
     code = _compile(_topk, 256, 512)

@@ -104,6 +104,25 @@ def test_decoding_and_single_tokens_take_the_gather_path(S, r):
     assert "torch.ops.mhc_inductor" not in code
 
 
+def test_the_compiled_code_follows_deterministic_algorithms():
+    """With them, few queries take the kernels whose bits no batch changes."""
+
+    def fn(q, k, v, ranges):
+        return _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges)
+
+    plain = _launches(_compile(fn, 1, 640))
+    torch.use_deterministic_algorithms(True)
+    try:
+        code = _compile(fn, 1, 640)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {"selection_gather", "selection_combine"} <= set(plain)
+    assert "selection_forward" in _launches(code) and not {"selection_gather", "selection_combine"} & set(
+        _launches(code)
+    )
+    assert _launches(_compile(fn, 1, 640)) == plain
+
+
 def test_dynamic_sizes_stay_symbolic():
     code = _compile(lambda *args: _both(*args[:1], *(t.transpose(1, 2) for t in args[1:3]), args[3]), 64, dynamic=True)
     launched = _launches(code)
