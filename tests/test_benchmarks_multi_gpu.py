@@ -63,6 +63,8 @@ def _dead(row: dict[str, Any] | None, code: int | None, log: str = "") -> tuple[
 
 def test_a_death_must_end_in_an_error() -> None:
     assert _dead({"waits": True, "raised": "RuntimeError: peer"}, 0) == (True, "")
+    assert _dead({"waits": True, "raised": "RuntimeError: op: peer", "op": "op"}, 0) == (True, "")
+    assert "does not name op" in _dead({"waits": True, "raised": "RuntimeError: peer", "op": "op"}, 0)[1]
     assert _dead({"waits": True}, -6, "Watchdog caught collective operation timeout") == (True, "")
     assert _dead({"waits": True}, None) == (False, "rank 0 hung for 9.0 s")
     assert not _dead({"waits": True, "raised": ""}, 0)[0] and not _dead(None, -6, "Watchdog")[0]

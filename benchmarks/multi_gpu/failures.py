@@ -107,7 +107,7 @@ def context_dies(ranks: Ranks) -> dict[str, Any]:
     q, k = (torch.ones(size, device=ranks.device) for size in ((1, 4, 1, 16, 64), (1, 1, 8, 64)))
     ranges = torch.tensor([0, 8], device=ranks.device).expand(1, 4, 1, 1, 2)
     selection_attention(q, k, k + 1, ranges)  # connects the ranks
-    return _survived(ranks, lambda: selection_attention(q, k, k + 1, ranges))
+    return _survived(ranks, lambda: selection_attention(q, k, k + 1, ranges)) | {"op": "selection_attention"}
 
 
 def dtensor_dies(ranks: Ranks) -> dict[str, Any]:

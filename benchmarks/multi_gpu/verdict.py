@@ -48,6 +48,8 @@ def _death(outcomes: list[Outcome]) -> str:
             return f"rank {o.rank} hung for {o.seconds} s"
         if not row.get("raised") and not by_nccl:
             return f"rank {o.rank} ended with {o.code} and no error: {row.get('error', '')}"
+        if row.get("op", "") not in row.get("raised", ""):
+            return f"rank {o.rank}: the error does not name {row['op']}: {row['raised']}"
     return ""
 
 

@@ -137,7 +137,7 @@ class _Relay:
         if self.source is None:
             return None, None
         both = like.new_empty((2, *shape), dtype=acc_dtype(like.dtype))
-        wait(exchange((), 0, (both,), self.source, self.members))
+        wait(exchange((), 0, (both,), self.source, self.members), self.members)
         return both[0], both[1]
 
     def send(self, first: Tensor, second: Tensor) -> None:
@@ -149,7 +149,7 @@ class _Relay:
     def finish(self) -> None:
         """Waits until all is sent."""
         for works, _ in self.sent:
-            wait(works)
+            wait(works, self.members)
 
 
 def _chunk(at: slice, kvqm: Tensor, *biases: Tensor | None) -> list[Tensor | None]:

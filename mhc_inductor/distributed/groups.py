@@ -17,8 +17,10 @@ def eagerly(fn: F) -> F:
 
 
 class Members(NamedTuple):
-    """A process group as one of its ranks sees it."""
+    """A process group as one of its ranks sees it, in a call of a public function."""
 
+    op: str
+    """Name of the function, for messages."""
     group: Any
     rank: int
     size: int
@@ -70,4 +72,4 @@ def members(op: str, group: Any) -> Members:
         raise ValueError(f"{op}: this process (rank {dist.get_rank()}) is not in the group")
     config = dist.get_backend_config(group)
     devices = frozenset(pair.split(":")[0] for pair in config.split(","))
-    return Members(group, rank, dist.get_world_size(group), devices)
+    return Members(op, group, rank, dist.get_world_size(group), devices)

@@ -5,7 +5,8 @@ The backends add nothing: sums are made here, in the order of the ranks, so that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,15 @@ from mhc_inductor.distributed.groups import Members
 
 # torch 2.13 renamed it.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+@contextlib.contextmanager
+def _named(members: Members) -> Iterator[None]:
+    """Makes a backend's error, of its own type, say which function's message failed."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise type(e)(f"{members.op}: a message between the ranks of the group failed: {e}") from e
 
 
 def as_bytes(t: Tensor) -> Tensor:
@@ -37,7 +47,8 @@ def gather_rows(t: Tensor, lengths: Sequence[int], members: Members) -> Tensor:
     parts = t.new_empty((members.size, longest, *row))
     if not parts.numel():
         return t.new_empty((sum(lengths), *row))
-    _all_gather(as_bytes(parts), as_bytes(padded), group=members.group)
+    with _named(members):
+        _all_gather(as_bytes(parts), as_bytes(padded), group=members.group)
     if min(lengths) == longest:
         return parts.flatten(0, 1)
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
@@ -55,7 +66,8 @@ def sum_rows(t: Tensor, lengths: Sequence[int], members: Members, dtype: torch.d
     width = t[:1].numel() * t.element_size()
     # Bytes that each rank gets from this one, and this one from each.
     out, into = [length * width for length in lengths], [own * width] * members.size
-    dist.all_to_all_single(as_bytes(parts), as_bytes(t), into, out, group=members.group)
+    with _named(members):
+        dist.all_to_all_single(as_bytes(parts), as_bytes(t), into, out, group=members.group)
     return parts.sum(0, dtype=dtype)
 
 
@@ -68,14 +80,16 @@ def exchange(
     """
     ops = [_message(dist.isend, t, to, members) for t in sent if t.numel()]
     ops += [_message(dist.irecv, t, source, members) for t in received if t.numel()]
-    return dist.batch_isend_irecv(ops) if ops else []
+    with _named(members):
+        return dist.batch_isend_irecv(ops) if ops else []
 
 
 def _message(kind: Any, t: Tensor, rank: int, members: Members) -> dist.P2POp:
     return dist.P2POp(kind, as_bytes(t), members.global_rank(rank), members.group)
 
 
-def wait(works: Sequence[dist.Work]) -> None:
+def wait(works: Sequence[dist.Work], members: Members) -> None:
     """Waits for messages. On a GPU the current stream waits, and Python goes on."""
-    for work in works:
-        work.wait()
+    with _named(members):
+        for work in works:
+            work.wait()

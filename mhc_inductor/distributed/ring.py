@@ -155,7 +155,7 @@ def _round(own: _Part, ring: _Ring) -> Iterator[tuple[int, _Part]]:
         following = part.like(ring.lengths[ring.owner(step + 1)])
         works = exchange(part.tensors(), rank + 1, following.tensors(), rank - 1, ring.members)
         yield step, part
-        wait(works)
+        wait(works, ring.members)
         part = following
 
 
@@ -233,7 +233,7 @@ class _Home:
         self.pending = (exchange(grads, rank - step, into, rank + step, self.ring.members), grads, into)
 
     def _arrive(self) -> None:
-        wait(self.pending[0])
+        wait(self.pending[0], self.ring.members)
         for total, t in zip(self.totals, self.pending[2], strict=False):
             total += t
 
