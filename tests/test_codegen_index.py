@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor.kernels.index import plan
+from tests.deterministic import deterministic_algorithms
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
 
@@ -50,11 +51,8 @@ def test_few_queries():
 
 def test_few_queries_with_deterministic_algorithms():
     """They take the kernels of many queries, whose tiles the workspace holds whole."""
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         code = _compile(_topk, 1, 512)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert _launches(code) == ["index_tile_scores", "index_select"]
     assert f"(2, {plan.ROWS}, 512)" in code
 

@@ -10,6 +10,7 @@ from fakecuda import fake_cuda, generated_code, on_a_cpu_build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor  # noqa: F401  (registers the ops)
+from tests.deterministic import deterministic_algorithms
 
 OPS = torch.ops.mhc_inductor
 LISTS = ("selection_pieces", "selection_finite", "selection_lists")
@@ -110,16 +111,12 @@ def test_the_compiled_code_follows_deterministic_algorithms():
     def fn(q, k, v, ranges):
         return _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges)
 
+    few = {"selection_gather", "selection_combine"}
     plain = _launches(_compile(fn, 1, 640))
-    torch.use_deterministic_algorithms(True)
-    try:
-        code = _compile(fn, 1, 640)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert {"selection_gather", "selection_combine"} <= set(plain)
-    assert "selection_forward" in _launches(code) and not {"selection_gather", "selection_combine"} & set(
-        _launches(code)
-    )
+    with deterministic_algorithms():
+        launched = _launches(_compile(fn, 1, 640))
+    assert few <= set(plain)
+    assert "selection_forward" in launched and not few & set(launched)
     assert _launches(_compile(fn, 1, 640)) == plain
 
 

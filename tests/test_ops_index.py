@@ -13,6 +13,7 @@ from torch.library import opcheck
 import mhc_inductor
 from mhc_inductor import index_scores, index_topk
 from mhc_inductor.reference import index as reference
+from tests.deterministic import deterministic_algorithms
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor
@@ -219,12 +220,9 @@ def test_autocast_changes_nothing():
 
 def test_two_runs_are_equal_in_deterministic_mode():
     args = h.make_inputs(1, 30, 60)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         assert torch.equal(index_scores(*args), index_scores(*args))
         assert torch.equal(index_topk(*args, 9), index_topk(*args, 9))
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # --- validation ---------------------------------------------------------------------------------------------

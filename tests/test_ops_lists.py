@@ -13,6 +13,7 @@ from torch.library import opcheck
 import mhc_inductor
 from mhc_inductor.ops import registry
 from mhc_inductor.reference import selection_lists as reference
+from tests.deterministic import deterministic_algorithms
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor
@@ -179,11 +180,8 @@ def test_equal_inputs_give_equal_bits_and_are_not_written():
     made = h.make_inputs("odd", BF16, S=40, h=8, n=20, sink=True)
     kept = {k: t.clone() for k, t in made.items() if isinstance(t, torch.Tensor)}
     ups = h.upstream(made)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         one, two = run(made, ups), run(made, ups)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(torch.equal(one[k], two[k]) for k in one) and all(torch.equal(made[k], kept[k]) for k in kept)
 
 

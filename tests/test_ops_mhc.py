@@ -32,6 +32,7 @@ import mhc_inductor
 from mhc_inductor.ops import checks, registry
 from mhc_inductor.ops import mhc as ops
 from mhc_inductor.reference import mhc as reference
+from tests.deterministic import deterministic_algorithms
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ACCURATE = 2e-5  # parameter gradients against fp64
@@ -500,14 +501,11 @@ def test_autocast_inserts_no_casts(dtype):
 
 def test_deterministic_algorithms_give_equal_bits():
     values = [t.requires_grad_() for t in make_inputs((64,), 4, 32, BF16).values()]
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         runs = []
         for _ in range(2):
             out = mhc_inductor.mhc_pre(*values, sinkhorn_iters=3)
             runs.append([*out, *torch.autograd.grad(sum(t.float().sum() for t in out), values)])
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 

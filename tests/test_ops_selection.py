@@ -30,6 +30,7 @@ from torch.library import opcheck
 import mhc_inductor
 from mhc_inductor.ops import registry
 from mhc_inductor.reference import selection as reference
+from tests.deterministic import deterministic_algorithms
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPS = torch.ops.mhc_inductor
@@ -415,11 +416,8 @@ def test_equal_inputs_give_equal_bits_and_are_not_written():
     inputs = make_inputs("odd", BF16, S=40, S_kv=40, h=16, sink=True)
     kept = {k: t.clone() for k, t in inputs.items() if t is not None}
     up = upstream(inputs)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         one, two = public(inputs, up), public(inputs, up)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(torch.equal(one[k], two[k]) for k in one)
     assert all(torch.equal(inputs[k], kept[k]) for k in kept)
 

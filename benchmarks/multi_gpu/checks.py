@@ -52,17 +52,6 @@ def fallbacks() -> Iterator[set[str]]:
         logger.removeHandler(handler)
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Runs the body with deterministic algorithms."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 def sharded_ops(ranks: Ranks) -> dict[str, Any]:
     """Checks samples of every op of this job's share, forward and backward, and redistributes their first argument.
 
@@ -72,12 +61,13 @@ def sharded_ops(ranks: Ranks) -> dict[str, Any]:
     from torch.distributed.tensor import init_device_mesh
 
     from tests import sharded_ops as checks
+    from tests.deterministic import deterministic_algorithms
 
     mesh = init_device_mesh(ranks.device.type, (ranks.size,))
     plan = _samples(checks, ranks.options["share"], ranks.options["shares"], ranks.options.get("most"))
     began, failed = time.monotonic(), dict[str, str]()
     row: dict[str, Any] = {"planned": len(plan), "samples": 0, "ways": 0, "ops": [], "other_bits": []}
-    with fallbacks() as logged, deterministic():
+    with fallbacks() as logged, deterministic_algorithms():
         for turn, op, case, args in plan:
             if max(ranks.everywhere(time.monotonic() - began)) > ranks.options["seconds"]:
                 break

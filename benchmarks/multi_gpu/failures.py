@@ -14,7 +14,7 @@ from torch import nn
 from . import model as models
 from .model import Size
 from .rank import Ranks, worst
-from .training import deterministic
+from .training import make_deterministic
 
 DEAD = 17
 """The exit code of the rank that dies."""
@@ -25,7 +25,7 @@ DEAD = 17
 
 def one_process(ranks: Ranks) -> dict[str, Any]:
     """Trains a compiled model and calls the ops on every device of this process, in turn and from threads at once."""
-    deterministic()
+    make_deterministic()
     count = torch.cuda.device_count() if ranks.cuda else 2
     devices = [torch.device("cuda", i) for i in range(count)] if ranks.cuda else [torch.device("cpu")] * count
     size = Size(**ranks.options["size"])

@@ -47,11 +47,11 @@ def main() -> None:
 
 def _device(words: dict[str, Any]) -> torch.device:
     """Joins the process group, and returns this process's device."""
-    from benchmarks.multi_gpu.training import deterministic
+    from benchmarks.multi_gpu.training import make_deterministic
 
     if not words["inductor"]:
         _without_inductor()
-    deterministic()  # losses are compared in bits
+    make_deterministic()  # losses are compared in bits
     if words["device"] == "cpu":
         torch.set_num_threads(1)
         dist.init_process_group("gloo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,10 +32,11 @@ ALLOWED = {True: 5e-3, False: 1e-5}
 
 def losses(ranks: Ranks) -> dict[str, Any]:
     """Trains on every rank's batches in one process, with FSDP2 and with DDP in many buckets; compares the losses."""
-    deterministic()
+    make_deterministic()
     size = Size(**ranks.options["size"])
     found: dict[str, Any] = {"size": dataclasses.asdict(size), "variants": {}}
-    for name, run in {"one rank": _alone, FSDP: _fsdp, MIXED: _mixed, "DDP": _ddp}.items():
+    sharded = {name: functools.partial(_fsdp, **POLICIES[name]) for name in (FSDP, MIXED)}
+    for name, run in {"one rank": _alone, **sharded, "DDP": _ddp}.items():
         torch._dynamo.reset()
         before = _counters()
         values = run(size, ranks)
@@ -57,11 +59,11 @@ def losses(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def deterministic() -> None:
-    """Makes runs comparable: attention's backward adds in any order otherwise."""
-    torch.use_deterministic_algorithms(True)  # with warn_only flash attention would stay as it is
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward has no deterministic form
-    torch._inductor.config.deterministic = True  # else reductions are as wide as was fastest in this process
+def make_deterministic() -> None:
+    """Makes two runs of this process, or of two processes, give equal bits."""
+    torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward is not deterministic
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is never deterministic
+    torch._inductor.config.deterministic = True  # else each process benchmarks and chooses its own reductions
 
 
 _GRAPHS: list[int] = []
@@ -103,13 +105,9 @@ def _parallel(call: Any, model: nn.Module, size: Size, ranks: Ranks) -> list[flo
     return values
 
 
-def _fsdp(size: Size, ranks: Ranks, mixed: bool = False) -> list[float]:
-    model = models.fully_sharded(models.built(size, ranks), ranks, mixed)
+def _fsdp(size: Size, ranks: Ranks, **policy: bool) -> list[float]:
+    model = models.fully_sharded(models.built(size, ranks), ranks, **policy)
     return _parallel(model, model, size, ranks)
-
-
-def _mixed(size: Size, ranks: Ranks) -> list[float]:
-    return _fsdp(size, ranks, mixed=True)
 
 
 def _ddp(size: Size, ranks: Ranks) -> list[float]:

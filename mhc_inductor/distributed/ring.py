@@ -13,7 +13,7 @@ from mhc_inductor.distributed.agreement import Agreed
 from mhc_inductor.distributed.groups import Members
 from mhc_inductor.distributed.moves import exchange, wait
 from mhc_inductor.distributed.once import once
-from mhc_inductor.distributed.softmax import Running, Upstream, with_sink
+from mhc_inductor.distributed.softmax import Running, Upstream
 from mhc_inductor.ops.selection import call, given
 from mhc_inductor.reference.mhc import acc_dtype
 
@@ -79,7 +79,7 @@ def ring_attention(
         v_width: Number of the values' columns.
         listed: Whether the selection is a list.
         agreed: Its first size is the number of keys of each rank; its needs are those of q, k, v and sink.
-        members: The group.
+        members: The group, of at least two ranks.
     """
     ring = _Ring(members, tuple(sizes[0] for sizes in agreed.sizes), scale, v_width, listed)
     segments = [None if t is None else t.to(torch.int64) for t in ids]
@@ -134,11 +134,11 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _joined(mine: _Queries, parts: Iterator[tuple[int, _Part]], ring: _Ring) -> tuple[Tensor, Tensor]:
-    """Returns o and lse over all parts of the keys."""
+    """Returns o and lse over all parts of the keys, of which there are at least two."""
+    last = ring.members.size - 1
+    assert last > 0, "the sink joins with the last part"
     step, part = next(parts)
-    running, last = Running(*_attend(mine, part, ring, step)), ring.members.size - 1
-    if last == 0:
-        return with_sink(running.sums, running.most, mine.sink), running.most
+    running = Running(*_attend(mine, part, ring, step))
     for step, part in parts:
         running = running.add(*_attend(mine, part, ring, step), step == last, mine.sink)
     return running.sums, running.most

@@ -132,11 +132,8 @@ def selection_attention(
     agreed = agree(_OP, group, describe)
     factor, values = local.prepared(q, v, ranges, indices, scale, v_width, return_lse)
     shares = _Shares(q, k, None if v is k else values, ranges, indices, factor, rest)
-    o, lse = (
-        _by_ring(shares, values.shape[3], agreed, group)
-        if method == "ring"
-        else _by_gather(shares, v_width, agreed, group)
-    )
+    ring = method == "ring" and group.size > 1  # on one rank both are the local call
+    o, lse = _by_ring(shares, values.shape[3], agreed, group) if ring else _by_gather(shares, v_width, agreed, group)
     return (o, lse) if return_lse else o
 
 

@@ -59,14 +59,6 @@ def join(
     return sums.mul_(_kept(torch.where(empty, 0.0, 1 / weights))).to(o.dtype), base + torch.log(total), None
 
 
-def with_sink(o: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """Returns the o of the only part, with the sink's logits, ``[G, h]``, in the denominator."""
-    if sink is None:
-        return o
-    share = torch.where(lse == -torch.inf, 0.0, torch.sigmoid(lse - sink.to(lse.dtype)))
-    return o.to(lse.dtype, copy=True).mul_(_kept(share)).to(o.dtype)
-
-
 def _kept(weight: Tensor) -> Tensor:
     """Returns weights for o, at least the smallest normal number: it vanishes in any sum, and inf times it is inf."""
     return weight.clamp_min(torch.finfo(weight.dtype).tiny).unsqueeze(-1)
