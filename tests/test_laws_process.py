@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +42,7 @@ from tests.laws import (
     selected,
     selection_leaves,
 )
+from tests.work import Work
 
 INF = float("-inf")
 
@@ -821,20 +821,20 @@ DEEP = {
 @pytest.mark.parametrize("place", ["x", "z", "logits", "h_in", "inv", "gamma", "x_out", "phi"])
 @pytest.mark.parametrize("how", DEEP)
 def test_work_near_a_block_is_bounded(how: str, place: str) -> None:
-    report = _routed_in_time(lambda p: block(p["x"], p, {place: lambda t: DEEP[how](t * 0.1)}), mhc_leaves())
+    report = _routed_with(lambda p: block(p["x"], p, {place: lambda t: DEEP[how](t * 0.1)}), mhc_leaves())
     assert report.ops or report.near
 
 
 @pytest.mark.parametrize("place", ["kvqm", "S1", "delta1", "out1"])
 @pytest.mark.parametrize("how", DEEP)
 def test_work_near_a_loop_is_bounded(how: str, place: str) -> None:
-    _routed_in_time(lambda p: e79(p, {place: lambda t: DEEP[how](t * 0.1)})[0], e79_leaves())
+    _routed_with(lambda p: e79(p, {place: lambda t: DEEP[how](t * 0.1)})[0], e79_leaves())
 
 
 @pytest.mark.parametrize("place", ["q", "scores", "masked", "weights"])
 @pytest.mark.parametrize("how", DEEP)
 def test_work_near_an_attention_is_bounded(how: str, place: str) -> None:
-    _routed_in_time(lambda p: attention(p, at={place: lambda t: DEEP[how](t * 0.1)}), selection_leaves())
+    _routed_with(lambda p: attention(p, at={place: lambda t: DEEP[how](t * 0.1)}), selection_leaves())
 
 
 def test_masks_of_many_parts_are_bounded() -> None:
@@ -844,7 +844,7 @@ def test_masks_of_many_parts_are_bounded() -> None:
             m = (m & (torch.arange(12) < 12 - k // 4)) | (m & (torch.arange(12) >= k // 5))
         return m
 
-    _routed_in_time(lambda p: sdpa(p, mask), selection_leaves())
+    _routed_with(lambda p: sdpa(p, mask), selection_leaves())
 
 
 class _Stopped(BaseException):
@@ -869,27 +869,18 @@ def _stopped(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _routed_in_time(fn: Callable[[Leaves], Any], leaves: Leaves, seconds: float = 1.0) -> Compiled:
-    """Routes up to three times and checks the pass's CPU seconds: the first run imports, and a busy machine is slow."""
-    spent = []
-    for _ in range(3):
-        compiled = Compiled(autograd=False)
+def _routed_with(fn: Callable[[Leaves], Any], leaves: Leaves, most: int = 3_000_000) -> Compiled:
+    """Routes once and checks how many calls that took; three million take about a second."""
+    compiled, work = Compiled(autograd=False), Work()
 
-        def backend(gm: torch.fx.GraphModule, inputs: Any, compiled: Compiled = compiled) -> Any:
-            start = time.process_time()
-            try:
-                call = compiled.backend(gm, inputs)
-            finally:
-                spent.append(time.process_time() - start)
-            return call
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        with work.counted():
+            return compiled.backend(gm, inputs)
 
-        torch._dynamo.reset()
-        given = {k: t.clone() for k, t in leaves.items()}
-        with _stopped(10 + 5 * seconds):
-            torch.compile(lambda p: fn(p), backend=backend, dynamic=False)(given)
-        if spent[-1] < seconds:
-            break
-    assert spent[-1] < seconds, f"{spent[-1]:.1f} s"
+    torch._dynamo.reset()
+    with _stopped(120):
+        torch.compile(lambda p: fn(p), backend=backend, dynamic=False)(leaves)
+    assert work.calls < most, work.calls
     assert not compiled.report.problems, compiled.report.problems
     return compiled
 

@@ -1,0 +1,29 @@
+"""Counts the work of Python code: calls, which do not depend on the machine or on what else it does, as seconds do."""
+
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import gc
+from collections.abc import Iterator
+
+
+class Work:
+    """How many functions were called, Python's and builtin ones; the pass makes three to five million a second."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Adds the calls of the block. The garbage collector is off there: it would call finalizers of other code."""
+        collects, profile = gc.isenabled(), cProfile.Profile()
+        gc.disable()
+        profile.enable()
+        try:
+            yield
+        finally:
+            profile.disable()
+            if collects:
+                gc.enable()
+            self.calls += sum(entry.callcount for entry in profile.getstats())
