@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(minutes=5)
 # In this order: the last of the errors leaves no group behind.
 SUBJECTS = (distributed_selection, distributed_e79, distributed_index, distributed_costs, distributed_errors)
 CHECKS = {n: c for s in SUBJECTS for n, c in distributed_tools.CHECKS.items() if c.__module__ == s.__name__}

@@ -51,7 +51,7 @@ def test_a_job_that_hangs_is_ended_and_fails(tmp_path: pathlib.Path) -> None:
     plan = [Job(name, "context", "context:run", 2, 0.3) for name in ("hangs", "late")]
     began = time.monotonic()
     jobs.run(plan, tmp_path, "cpu", True, 1, 0.2, lambda job, ends: found.update({job.name: verdict.passed(job, ends)}))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     assert not found["hangs"][0] and "rank 1: ended by the time limit" in found["hangs"][1], found
     assert found["late"] == (False, "did not begin within the run's budget of seconds")
 

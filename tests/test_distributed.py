@@ -24,7 +24,7 @@ RUNS = {
     2: [name for name in distributed_checks.CHECKS if name not in ONLY_THREE],
     3: [name for name in distributed_checks.CHECKS if name not in ONLY_TWO],
 }
-LIMIT = 240  # seconds
+LIMIT = 500  # seconds
 
 
 @pytest.fixture(scope="module")
