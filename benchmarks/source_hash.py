@@ -1,4 +1,4 @@
-"""Hashes that tie results to the code they are of: ``python -m benchmarks.source_hash`` prints both.
+"""Hashes that tie results to the code they are of: ``python -m benchmarks.source_hash`` prints them.
 
 Only parsed code counts: docstrings, comments and formatting may change. Every supported Python gives the same hash.
 """
@@ -15,6 +15,8 @@ FOLDERS = ("kernels", "lowerings", "mhc_inductor/ops")
 """What the times of an op depend on."""
 ROUTING = ("mhc_inductor/routing",)
 """What decides which formulas are routed."""
+TESTED = ("kernels", "lowerings", "mhc_inductor", "tests", "examples", "benchmarks")
+"""What the tests run, and the tests."""
 
 
 def source_hash(root: pathlib.Path = ROOT, folders: Iterable[str] = FOLDERS) -> str:
@@ -51,3 +53,4 @@ def _is_prose(node: object) -> bool:
 if __name__ == "__main__":
     print("kernels", source_hash())
     print("routing", source_hash(folders=ROUTING))
+    print("tested", source_hash(folders=TESTED))

@@ -10,7 +10,6 @@ import os
 import pathlib
 import platform
 import time
-from collections import Counter
 from typing import Annotated, Any
 
 import pytest
@@ -20,24 +19,11 @@ from rich.console import Console
 
 from benchmarks import running
 from benchmarks.source_hash import source_hash
+from tests.counting import Counted
 
 TESTS = pathlib.Path(__file__).parent
 RESULT = TESTS.parent / "benchmarks" / "results" / "offline.json"
 FILES = [*sorted(f.name for f in TESTS.glob("test_offline*.py")), "test_contraction.py", "test_post_project.py"]
-
-
-class Counted:
-    """Counts the outcomes of each file's tests, and keeps the names of those that do not pass."""
-
-    def __init__(self) -> None:
-        self.passed: Counter[str] = Counter()
-        self.others: list[str] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.passed and report.when == "call":
-            self.passed[pathlib.Path(report.nodeid.partition("::")[0]).name] += 1
-        elif not report.passed:
-            self.others.append(f"{report.outcome}: {report.nodeid}")
 
 
 def main(

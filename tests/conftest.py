@@ -15,11 +15,13 @@ import torch._dynamo.guards
 import torch._inductor.config
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
+from tests import each_commit
+
 pytest.register_assert_rewrite("op_contract")
 GPU = torch.cuda.is_available()
 os.environ["MHC_INDUCTOR_TUNED"] = "0"  # the closed forms are tested, also on a machine that was tuned
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WHOLE = os.environ.get("MHC_INDUCTOR_TESTS") == "whole"  # every case, not those of each commit
+WHOLE = os.environ.get("MHC_INDUCTOR_TESTS") == "whole"  # also what tests/all_offline.py compiles
 
 # Without a GPU, tests/test_interpreter.py runs these in processes that turn the interpreter on.
 collect_ignore_glob = [] if GPU or INTERPRETED else ["test_kernels_*.py"]
@@ -66,7 +68,12 @@ def _mark_open(items: list[pytest.Item]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_open(items)
     absent = [mark for mark, wanted in (("gpu", GPU), ("whole", WHOLE)) if not wanted]
-    left_out = [item for item in items if any(map(item.get_closest_marker, absent))]
+    _deselect(config, items, [item for item in items if any(map(item.get_closest_marker, absent))])
+    if each_commit.COMMIT:
+        _deselect(config, items, each_commit.left_out(items))
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         without = set(left_out)
@@ -96,7 +103,8 @@ def _check_groups(session: pytest.Session) -> None:
 def pytest_report_header() -> str:
     where = torch.cuda.get_device_name() if GPU else "Triton's interpreter, on the CPU; tests marked gpu are deselected"
     rest = "" if WHOLE else "; tests marked whole are left to tests/all_offline.py"
-    return f"mhc_inductor: kernels run on {where}{rest}"
+    some = "; of tests that take long some cases run: python -m tests.suite runs all" if each_commit.COMMIT else ""
+    return f"mhc_inductor: kernels run on {where}{rest}{some}"
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ def check_training(step, args):
         assert h.relative(got.grad, ref.grad) < 5e-6
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", ["mhc_inductor", "inductor"])
 def test_cpu_training_is_fused_without_op_calls(name):
     args = leaves()

@@ -56,6 +56,7 @@ def _started(size: int, names: list[str]) -> list[dict[str, str]]:
         return [json.loads(f.read_text()) if f.exists() else {"": o} for f, o in zip(files, output, strict=True)]
 
 
+@pytest.mark.every_case  # most of the time goes into starting the processes
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in RUNS.items() for name in names])
 def test_ranks(size: int, name: str, results: dict[int, list[dict[str, str]]]) -> None:
     failed = {rank: found.get(name, f"did not run: {found}") for rank, found in enumerate(results[size])}

@@ -17,6 +17,7 @@ def example():
         yield module
 
 
+@pytest.mark.every_case
 def test_trains_eager_and_compiled_alike(example, tmp_path, capsys):
     import matplotlib.pyplot as plt
     import torch

@@ -11,6 +11,8 @@ import sys
 import pytest
 import torch
 
+from tests.each_commit import COMMIT
+
 TESTS = pathlib.Path(__file__).parent
 BF16_DOT = """
 import sys; sys.path.insert(0, {tests!r})
@@ -43,6 +45,7 @@ def test_bf16_dot_is_fixed(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")
+@pytest.mark.every_case  # the processes leave out cases of their own
 @pytest.mark.timeout(900)  # each takes one or two minutes of one core
 @pytest.mark.parametrize(
     # of selection's tests, the part that conftest.some keeps for the interpreter
@@ -63,8 +66,9 @@ def test_bf16_dot_is_fixed(tmp_path):
     ],
 )
 def test_kernels_under_the_interpreter(operator, least):
-    done = _run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / f"test_kernels_{operator}.py"))
+    options = ("-p", "no:cacheprovider", "-vv", "--durations=0", "--durations-min=0")  # tests/counting.py reads them
+    done = _run("-m", "pytest", *options, str(TESTS / f"test_kernels_{operator}.py"))
     print(done.stdout)
     passed = re.search(r"(\d+) passed", done.stdout)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert passed and int(passed[1]) >= least and "skipped" not in done.stdout
+    assert done.returncode == 0, done.stdout.partition("slowest durations")[0][-5000:] + done.stderr[-2000:]
+    assert passed and (COMMIT or int(passed[1]) >= least) and "skipped" not in done.stdout

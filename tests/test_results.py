@@ -24,12 +24,13 @@ import pytest
 
 from benchmarks import index_targets, lists_targets
 from benchmarks.pages import pages
-from benchmarks.source_hash import FOLDERS, ROOT, ROUTING, source_hash
-from tests import all_offline
+from benchmarks.source_hash import FOLDERS, ROOT, ROUTING, TESTED, source_hash
+from tests import all_offline, each_commit
 
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_YET = RESULTS / "NOT_YET_MEASURED.md"
 NOT_COUNTED = RESULTS / "NOT_YET_COUNTED.md"
+NOT_TESTED = RESULTS / "NOT_YET_TESTED.md"
 NOT_MET = RESULTS / "NOT_YET_MET.md"
 BARS = {
     "lists": {f"{name}, {what}": t for (name, what), t in lists_targets.TARGETS.items()},
@@ -136,15 +137,24 @@ def uncounted(results: pathlib.Path, routing: str) -> list[str]:
         f"{name} has no routing_sha256" for name, of in counted.items() if not re.fullmatch("[0-9a-f]{64}", str(of))
     ]
     old = [name for name, of in counted.items() if of != routing]
-    note = results / NOT_COUNTED.name
+    run = "python -m tests.all_spellings and tests.fuzz_routing"
+    return found + list(_unexplained(", ".join(old), "routing", routing, run, results / NOT_COUNTED.name))
+
+
+def untested(results: pathlib.Path, tested: str) -> list[str]:
+    """Returns why the counts of all tests do not stand for the code and tests with hash ``tested``, a line each."""
+    run = json.loads((results / each_commit.RESULT.name).read_text())
+    old = "" if run["tested_sources_sha256"] == tested else each_commit.RESULT.name
+    found = [line for line in run["others"] if not line.startswith("skipped: ")]
+    return found + list(_unexplained(old, "code", tested, "python -m tests.suite", results / NOT_TESTED.name))
+
+
+def _unexplained(old: str, what: str, digest: str, run: str, note: pathlib.Path) -> Iterator[str]:
+    """Yields a line if files are old and no note says why, or if a note stands there for nothing."""
     if not old and note.exists():
-        found.append(f"{note.name} is there though everything is counted: delete it")
-    if old and not all(_read_note(note, routing)):
-        found.append(
-            f"{', '.join(old)}: of another routing than {routing}: run python -m tests.all_spellings and "
-            f"tests.fuzz_routing, or name the hash and the reason in {note.name}"
-        )
-    return found
+        yield f"{note.name} is there though everything is counted: delete it"
+    if old and not all(_read_note(note, digest)):
+        yield f"{old}: of another {what} than {digest}: run {run}, or name the hash and the reason in {note.name}"
 
 
 def _held(result: dict[str, Any], bars: dict[str, Any]) -> Iterator[tuple[str, bool]]:
@@ -236,6 +246,30 @@ def test_what_counts_as_counted(tmp_path, counted, note, expected):
     if note is not None:
         (tmp_path / NOT_COUNTED.name).write_text(note)
     found = uncounted(tmp_path, "a" * 64)
+    assert not found if expected is None else [expected in line for line in found] == [True]
+
+
+def test_every_case_of_every_test_has_run():
+    assert not untested(RESULTS, source_hash(folders=TESTED))
+
+
+@pytest.mark.parametrize(
+    ("tested", "others", "note", "expected"),
+    [
+        ("a" * 64, ["skipped: tests/test_a.py::test"], None, None),
+        ("a" * 64, ["failed: tests/test_a.py::test"], None, "failed: "),
+        ("b" * 64, [], None, "of another code"),
+        ("b" * 64, [], "a" * 64, "of another code"),
+        ("b" * 64, [], "a" * 64 + " Only a test was made shorter since the run of all.", None),
+        ("a" * 64, [], "a" * 64 + " Only a test was made shorter since the run of all.", "delete it"),
+    ],
+)
+def test_what_counts_as_tested(tmp_path, tested, others, note, expected):
+    run = {"tested_sources_sha256": tested, "others": others}
+    (tmp_path / each_commit.RESULT.name).write_text(json.dumps(run))
+    if note is not None:
+        (tmp_path / NOT_TESTED.name).write_text(note)
+    found = untested(tmp_path, "a" * 64)
     assert not found if expected is None else [expected in line for line in found] == [True]
 
 

@@ -27,11 +27,13 @@ def two() -> dict[str, list[str]]:
     return sharded_checks.run((2, 2), [check.__name__ for check in sharded_checks.TWO])
 
 
+@pytest.mark.every_case  # processes run them all, whichever are asked for
 @pytest.mark.parametrize("name", [check.__name__ for check in sharded_checks.ONE])
 def test_two_ranks(one, name):
     assert one[name] == [""] * 2, "\n".join(one[name])
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("name", [check.__name__ for check in sharded_checks.TWO])
 def test_four_ranks(two, name):
     ranks = 3 if "dead" in name else 4
