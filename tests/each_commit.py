@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 RESULT = pathlib.Path(__file__).parent.parent / "benchmarks" / "results" / "tests.json"
-SECONDS = 2.0
+SECONDS = 1.5
 LONGEST = 10.0
 COMMIT = os.environ.get("MHC_INDUCTOR_TESTS") == "commit"
 """Whether this is a run of ``./dev test`` without options."""

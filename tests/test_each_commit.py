@@ -1,4 +1,4 @@
-"""What ``./dev test`` leaves out: cases of tests that take long, never a test; and how the times are read."""
+"""What ``./dev test`` leaves out: cases of tests that take long, tests whose every case does; how times are read."""
 
 from __future__ import annotations
 
