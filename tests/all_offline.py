@@ -9,20 +9,18 @@ from __future__ import annotations
 import os
 import pathlib
 import platform
-import time
 from typing import Annotated, Any
 
-import pytest
 import triton
 import typer
 from rich.console import Console
 
 from benchmarks import running
-from benchmarks.source_hash import source_hash
-from tests.counting import Counted
+from benchmarks.source_hash import ROOT, source_hash
+from tests.counting import run
 
 TESTS = pathlib.Path(__file__).parent
-RESULT = TESTS.parent / "benchmarks" / "results" / "offline.json"
+RESULT = ROOT / "benchmarks" / "results" / "offline.json"
 FILES = [*sorted(f.name for f in TESTS.glob("test_offline*.py")), "test_contraction.py", "test_post_project.py"]
 
 
@@ -32,17 +30,15 @@ def main(
 ) -> None:
     """Compile every case for every target; exit with 1 if one fails, spills more than its table says, or is skipped."""
     os.environ["MHC_INDUCTOR_TESTS"] = "whole"
-    counted, start = Counted(), time.perf_counter()
     # Of test_post_project.py, only what compiles offline.
-    chosen = ["-k", "not test_post_project or spills", *(str(TESTS / f) for f in FILES)]
-    code = pytest.main(["-n", str(jobs), "-p", "no:cacheprovider", "--tb=short", *chosen], plugins=[counted])
+    code, counted = run(jobs, "-k", "not test_post_project or spills", *(str(TESTS / f) for f in FILES))
     result: dict[str, Any] = {
         "kernel_sources_sha256": source_hash(),
         "versions": {"triton": triton.__version__, "python": platform.python_version()},
         "passed": dict(sorted(counted.passed.items())),
         "others": counted.others,
     }
-    Console().print(f"{counted.passed.total()} passed, {time.perf_counter() - start:.0f} s")
+    Console().print(f"{counted.passed.total()} passed, {counted.elapsed():.0f} s")
     running.save(result, out)
     if code or counted.others or len(counted.passed) != len(FILES):
         raise typer.Exit(1)

@@ -103,7 +103,7 @@ def _check_groups(session: pytest.Session) -> None:
 def pytest_report_header() -> str:
     where = torch.cuda.get_device_name() if GPU else "Triton's interpreter, on the CPU; tests marked gpu are deselected"
     rest = "" if WHOLE else "; tests marked whole are left to tests/all_offline.py"
-    some = "; of tests that take long some cases run: python -m tests.suite runs all" if each_commit.COMMIT else ""
+    some = "; slow tests run in part: python -m tests.suite runs all" if each_commit.COMMIT else ""
     return f"mhc_inductor: kernels run on {where}{rest}{some}"
 
 

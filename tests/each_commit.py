@@ -1,16 +1,15 @@
-"""Chooses what ``./dev test`` runs: of a test with many cases that take long in all, some of them.
+"""Chooses the tests that ``./dev test`` runs, so that it takes less than 20 minutes on two cores.
 
-``python -m tests.suite`` runs every case, and writes what each test took. From that this module gives each test
-function ``SECONDS`` and at least one case, and leaves out those of which one case takes more than ``LONGEST``. Tests
-marked ``every_case`` run whole. The cases are the same on every machine: they follow from the committed times and from
-the cases' names.
+``python -m tests.suite`` runs every case of every test and writes how long each test function took. Of a function that
+took more than ``SECONDS``, as many cases run as fit into ``SECONDS``, at least one. A function whose cases took more
+than ``LONGEST`` on average is left out. Functions marked ``every_case`` run whole. The choice is the same on every
+machine: it depends only on the committed times and on the cases' names.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pathlib
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -18,9 +17,13 @@ from typing import NamedTuple
 
 import pytest
 
-RESULT = pathlib.Path(__file__).parent.parent / "benchmarks" / "results" / "tests.json"
+from benchmarks.source_hash import ROOT
+
+RESULT = ROOT / "benchmarks" / "results" / "tests.json"
 SECONDS = 1.5
+"""Seconds for all cases of a test function."""
 LONGEST = 10.0
+"""Seconds of an average case above which a test function is left out."""
 COMMIT = os.environ.get("MHC_INDUCTOR_TESTS") == "commit"
 """Whether this is a run of ``./dev test`` without options."""
 
@@ -32,19 +35,19 @@ class Case(NamedTuple):
     values: frozenset[tuple[str, int]]
 
 
-def recorded(path: pathlib.Path = RESULT) -> dict[str, tuple[int, float]]:
-    """Returns how many cases each test function had and their seconds in all; functions of under a second are left out."""
-    if not path.exists():
-        return {}
-    return {name: (cases, seconds) for name, (cases, seconds) in json.loads(path.read_text())["seconds"].items()}
+def recorded() -> dict[str, tuple[int, float]]:
+    """Returns, for each test function that took at least a second, its number of cases and their seconds."""
+    return json.loads(RESULT.read_text())["seconds"] if RESULT.exists() else {}
 
 
 def spread(cases: Iterable[Case], most: int) -> list[Case]:
-    """Returns ``most`` cases that have as many values of the parameters as possible; they follow from the names alone."""
+    """Returns ``most`` cases that together have many values of the parameters, in any order of ``cases`` the same."""
     left = sorted(cases, key=lambda c: (zlib.crc32(c.name.encode()), c.name))
+    if most >= len(left):
+        return left
     taken: list[Case] = []
     seen: set[tuple[str, int]] = set()
-    while left and len(taken) < most:
+    while len(taken) < most:
         best = max(left, key=lambda c: len(c.values - seen))  # the first of the best
         left.remove(best)
         taken.append(best)
@@ -62,19 +65,19 @@ def chosen(tests: Mapping[str, list[Case]], times: Mapping[str, tuple[int, float
 
 
 def most_of(count: int, seconds: float, cases: int) -> int:
-    """Returns how many of a test's ``cases`` run, if ``count`` of them took ``seconds`` when all ran."""
+    """Returns how many of a test's ``cases`` run, where all cases were ``count`` and took ``seconds`` when last timed."""
     if seconds <= SECONDS:
         return cases
     return max(1, int(SECONDS * count / seconds)) if seconds <= LONGEST * count else 0
 
 
 def function(nodeid: str) -> str:
-    """Returns the name of a case's test function; a group of pytest-xdist stands behind the last @ of a case's name."""
+    """Returns the name of a case's test function: without parameters, and without the @group that pytest-xdist appends."""
     return nodeid.partition("[")[0].partition("@")[0]
 
 
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Returns the collected tests that a commit does not run."""
+    """Returns the collected cases that ``./dev test`` does not run."""
     rest = [item for item in items if not item.get_closest_marker("every_case")]
     tests: dict[str, list[Case]] = defaultdict(list)
     for item in rest:

@@ -94,13 +94,14 @@ def ops_are_sharded_without_communication(mesh: Any) -> None:
 
 
 def _first_of_each_way(ranks: int) -> list[tuple[str, str, tuple[Any, ...]]]:
-    """Returns, of each op, the samples that are the first to be sharded in some way."""
-    first: dict[tuple[str, str], tuple[str, str, tuple[Any, ...]]] = {}
+    """Returns the samples that are the first of their op to be sharded in some way."""
+    found, seen = [], set[tuple[str, str]]()
     for op, case, args in samples():
-        for kind in SPLITS[op.split("_")[0]]:
-            if split_of(op, kind, named(op, args), ranks):
-                first.setdefault((op, kind), (op, case, args))
-    return list({(op, case): (op, case, args) for op, case, args in first.values()}.values())
+        ways = {(op, kind) for kind in SPLITS[op.split("_")[0]] if split_of(op, kind, named(op, args), ranks)}
+        if not ways <= seen:
+            found.append((op, case, args))
+            seen |= ways
+    return found
 
 
 def sharded_sample(op: str, case: str, args: Sequence[Any], mesh: Any) -> dict[str, bool]:

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-import pytest
 import torch
 import typer
 from rich.console import Console
 
 from benchmarks import running
 from benchmarks.source_hash import TESTED, source_hash
-from tests.counting import Counted
+from tests.counting import Counted, run
 from tests.each_commit import RESULT
 
 LEAST = 1.0
 """Seconds of a test function below which its time is not written."""
 
 
-def result_of(counted: Counted, seconds: float) -> dict[str, Any]:
-    """Returns what is committed of a run that took so many seconds."""
+def result_of(counted: Counted) -> dict[str, Any]:
+    """Returns the committed results of a run that has just ended."""
     times = {
         name: [len(counted.cases[name]), round(spent, 1)]
         for name, spent in sorted(counted.seconds.items())
@@ -39,7 +37,7 @@ def result_of(counted: Counted, seconds: float) -> dict[str, Any]:
         "tested_sources_sha256": source_hash(folders=TESTED),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
         "ran_on": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, Triton's interpreter",
-        "seconds_in_all": round(seconds),
+        "seconds_in_all": round(counted.elapsed()),
         "passed": counted.passed.total(),
         "others": sorted(counted.others),
         "seconds": times,
@@ -52,12 +50,10 @@ def main(
 ) -> None:
     """Run every case of every test; exit with 1 if one fails."""
     os.environ.pop("MHC_INDUCTOR_TESTS", None)
-    counted, start = Counted(), time.perf_counter()
-    options = ["-n", str(jobs), "--dist", "loadgroup", "-p", "no:cacheprovider", "--tb=short", "-q"]
     # That test asks for the counts of this very run.
-    without = ["--deselect", "tests/test_results.py::test_every_case_of_every_test_has_run"]
-    code = pytest.main([*options, *without, str(Path(__file__).parent)], plugins=[counted])
-    result = result_of(counted, time.perf_counter() - start)
+    without = ("--deselect", "tests/test_results.py::test_every_case_of_every_test_has_run")
+    code, counted = run(jobs, "-q", *without, str(Path(__file__).parent))
+    result = result_of(counted)
     running.save(result, out)
     Console().print(f"{result['passed']} passed, {len(result['others'])} others, {result['seconds_in_all']} s")
     if code:

@@ -42,7 +42,7 @@ from tests.laws import (
     selected,
     selection_leaves,
 )
-from tests.work import Work
+from tests.work import MOST, Work
 
 INF = float("-inf")
 
@@ -821,20 +821,20 @@ DEEP = {
 @pytest.mark.parametrize("place", ["x", "z", "logits", "h_in", "inv", "gamma", "x_out", "phi"])
 @pytest.mark.parametrize("how", DEEP)
 def test_work_near_a_block_is_bounded(how: str, place: str) -> None:
-    report = _routed_with(lambda p: block(p["x"], p, {place: lambda t: DEEP[how](t * 0.1)}), mhc_leaves())
+    report = _routed_with_bounded_work(lambda p: block(p["x"], p, {place: lambda t: DEEP[how](t * 0.1)}), mhc_leaves())
     assert report.ops or report.near
 
 
 @pytest.mark.parametrize("place", ["kvqm", "S1", "delta1", "out1"])
 @pytest.mark.parametrize("how", DEEP)
 def test_work_near_a_loop_is_bounded(how: str, place: str) -> None:
-    _routed_with(lambda p: e79(p, {place: lambda t: DEEP[how](t * 0.1)})[0], e79_leaves())
+    _routed_with_bounded_work(lambda p: e79(p, {place: lambda t: DEEP[how](t * 0.1)})[0], e79_leaves())
 
 
 @pytest.mark.parametrize("place", ["q", "scores", "masked", "weights"])
 @pytest.mark.parametrize("how", DEEP)
 def test_work_near_an_attention_is_bounded(how: str, place: str) -> None:
-    _routed_with(lambda p: attention(p, at={place: lambda t: DEEP[how](t * 0.1)}), selection_leaves())
+    _routed_with_bounded_work(lambda p: attention(p, at={place: lambda t: DEEP[how](t * 0.1)}), selection_leaves())
 
 
 def test_masks_of_many_parts_are_bounded() -> None:
@@ -844,7 +844,7 @@ def test_masks_of_many_parts_are_bounded() -> None:
             m = (m & (torch.arange(12) < 12 - k // 4)) | (m & (torch.arange(12) >= k // 5))
         return m
 
-    _routed_with(lambda p: sdpa(p, mask), selection_leaves())
+    _routed_with_bounded_work(lambda p: sdpa(p, mask), selection_leaves())
 
 
 class _Stopped(BaseException):
@@ -869,8 +869,8 @@ def _stopped(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _routed_with(fn: Callable[[Leaves], Any], leaves: Leaves, most: int = 3_000_000) -> Compiled:
-    """Routes once and checks how many calls that took; three million take about a second."""
+def _routed_with_bounded_work(fn: Callable[[Leaves], Any], leaves: Leaves) -> Compiled:
+    """Routes a function once and checks that the pass made few calls."""
     compiled, work = Compiled(autograd=False), Work()
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -880,7 +880,7 @@ def _routed_with(fn: Callable[[Leaves], Any], leaves: Leaves, most: int = 3_000_
     torch._dynamo.reset()
     with _stopped(120):
         torch.compile(lambda p: fn(p), backend=backend, dynamic=False)(leaves)
-    assert work.calls < most, work.calls
+    assert work.calls < MOST, work.calls
     assert not compiled.report.problems, compiled.report.problems
     return compiled
 

@@ -16,11 +16,9 @@ from torch import Tensor
 from mhc_inductor.routing import route
 from mhc_inductor.routing.explain import copied
 from mhc_inductor.routing.report import Report
-from tests.work import Work
+from tests.work import MOST, Work
 
 N, D, TOKENS = 4, 16, 6
-MOST = 3_000_000
-"""The calls of about a second."""
 Case = Callable[..., Any]
 
 
