@@ -120,7 +120,8 @@ class LoweringBuilder:
         num_stages: int,
     ) -> None:
         """Emits one launch of ``kernel``. ``args`` are tensors, sizes, scalars or None, by parameter name."""
-        configured = compat.configured_kernel(kernel, tuple(sorted(constexprs.items())), num_warps, num_stages)
+        fixed = tuple(sorted(constexprs.items()))
+        configured = compat.configured_kernel(kernel, fixed, num_warps, num_stages, compat.kernel_mark())
         constants = {k: v for k, v in args.items() if not compat.is_node(v) and not isinstance(v, sympy.Expr)}
         tensors = {k: v for k, v in args.items() if k not in constants}
         compat.launch_kernel(configured, tuple(grid), tensors, constants)

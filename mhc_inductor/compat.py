@@ -8,6 +8,7 @@ import contextvars
 import copy
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -280,13 +281,38 @@ def static_int(expr: Any) -> int:
     return int(V.graph.sizevars.guard_int(expr))
 
 
+def kernel_mark() -> str:
+    """Returns a word that no name in the graph being lowered contains: :func:`configured_kernel` puts it into names.
+
+    In generated code, kernels share one scope with the graph's arguments, saved tensors and constants, which are named
+    after nodes. FX writes the names of calls in lower case, but users choose those of arguments and modules.
+    """
+    from torch._inductor.virtualized import V
+
+    graph: Any = V.graph
+    while getattr(graph, "parent", None) is not None:  # the graph of a branch or of a loop's body
+        graph = graph.parent
+    if not hasattr(graph, "mhc_inductor_mark"):
+        bodies = [m.graph for m in graph.module.modules() if isinstance(m, torch.fx.GraphModule)]
+        named = (name for body in bodies for node in body.nodes for name in (node.name, node.target))
+        names = {name for name in named if isinstance(name, str)}
+        mark = "Kernel"
+        while any(mark in name for name in names):
+            mark += "s"
+        graph.mhc_inductor_mark = mark
+    return str(graph.mhc_inductor_mark)
+
+
 @functools.cache
-def configured_kernel(kernel: Any, constexprs: tuple[tuple[str, Any], ...], num_warps: int, num_stages: int) -> Any:
+def configured_kernel(
+    kernel: Any, constexprs: tuple[tuple[str, Any], ...], num_warps: int, num_stages: int, mark: str
+) -> Any:
     """Returns a copy of ``kernel`` with one fixed configuration, built around a function object of its own.
 
     Inductor tells the user kernels of a graph apart by the identity of their functions, not by their configurations: a
     second configuration of the same function would silently run the first one's code. Results are cached, so that
-    Inductor's kernel table does not grow.
+    Inductor's kernel table does not grow. The copy's name ends in ``mark``: Inductor calls a variable of the generated
+    code by that name and a number.
     """
     import types
 
@@ -298,6 +324,8 @@ def configured_kernel(kernel: Any, constexprs: tuple[tuple[str, Any], ...], num_
     own.__annotations__, own.__doc__ = fn.__annotations__, fn.__doc__
     config = triton.Config(dict(constexprs), num_warps=num_warps, num_stages=num_stages)
     jitted = triton.jit(own)
+    jitted.__name__ = f"{fn.__name__}_{mark}"
+    jitted._unsafe_update_src(jitted.src.replace(f"def {fn.__name__}(", f"def {jitted.__name__}(", 1))
     jitted.mhc_inductor_accesses = {}
     return triton.autotune(configs=[config], key=[])(jitted)
 
@@ -397,12 +425,13 @@ def launch_kernel(kernel: Any, grid: tuple[Any, ...], tensors: Mapping[str, Any]
 def _compile_early(codegen: Callable[[Any], None], wrapper: Any) -> None:
     """Generates the code of a launch, and sends a kernel that it defines to Inductor's compile workers at once.
 
-    Inductor does so with its own kernels, but starts on user kernels only when the generated module is loaded.
+    Inductor does so with its own kernels, but starts on user kernels only when the generated module is loaded. The
+    kernel itself, in a module of its own, keeps the name of its function, by which profiles show it.
     """
     define = wrapper.define_kernel
 
     def defined(name: str, body: str, *args: Any, **kwargs: Any) -> Any:
-        body = launched_statically(body)
+        body = _MARKED.sub(r"\1\2", launched_statically(body))
         submit_kernel(body)
         return define(name, body, *args, **kwargs)
 
@@ -413,6 +442,7 @@ def _compile_early(codegen: Callable[[Any], None], wrapper: Any) -> None:
         del wrapper.define_kernel
 
 
+_MARKED = re.compile(r"(async_compile\.triton\('|^def )(\w+)_Kernels*", re.MULTILINE)
 _USER_AUTOTUNE = "@triton_heuristics.user_autotune("
 _FIXED = (
     "@(lambda configs, **made: triton_heuristics.cached_autotune("

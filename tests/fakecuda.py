@@ -1,19 +1,25 @@
 """Generates Inductor's CUDA code on a machine without a GPU.
 
-A mocked device and Triton driver let Inductor compile fake CUDA tensors. The generated source is captured before it is
-loaded, and stubs that return fake outputs replace it, so that the backward graph gets compiled as well.
+A mocked device and Triton driver let Inductor compile fake CUDA tensors, and autograd differentiate them. The generated
+source is captured before it is loaded, and stubs that return fake outputs replace it, so that ``backward()`` compiles
+the backward graph as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 on_a_cpu_build = pytest.mark.skipif(
     torch.cuda.is_available() or bool(torch.version.cuda or torch.version.hip),
@@ -67,12 +73,79 @@ def _driver() -> Any:
     return Driver()  # fmt: skip
 
 
+_STREAMS = """
+#include <utility>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+using namespace c10;
+struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+    Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
+    Device exchangeDevice(Device) const override { return getDevice(); }
+    Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, getDevice()); }
+    Stream exchangeStream(Stream) const noexcept override { return getStream(getDevice()); }
+    void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
+    void block(void*, const Stream&) const override {}
+} guard;
+struct Hooks : at::CUDAHooksInterface {
+    bool hasCUDA() const override { return true; }
+    bool isBuilt() const override { return true; }
+    bool isAvailable() const override { return true; }
+    bool hasPrimaryContext(DeviceIndex) const override { return true; }
+} hooks;
+// The hooks of a CPU build have been made and handed out before, so their methods are exchanged, not the object.
+extern "C" void change(bool on) {
+    impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(on ? &guard : nullptr);
+    std::swap(*reinterpret_cast<void**>(const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())),
+              *reinterpret_cast<void**>(&hooks));
+}
+"""
+"""Gives a CPU build of torch one CUDA device with one stream, on which nothing happens: autograd asks for both."""
+
+
+@functools.cache
+def _streams() -> Any:
+    """Returns the compiled library of :data:`_STREAMS`, whose ``change(on)`` adds the device or takes it away."""
+    from mhc_inductor import compat
+
+    for name in ("libc10.so", "libtorch_cpu.so"):  # loaded already: now their symbols can be found
+        ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / name), mode=ctypes.RTLD_GLOBAL)
+    return compat.compiled_cpp(_STREAMS, [])
+
+
+@contextlib.contextmanager
+def _autograd() -> Iterator[None]:
+    """Makes autograd run on fake CUDA tensors, in the calling thread: its own threads were counted at its first run."""
+    streams = _streams()
+    streams.change(True)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        streams.change(False)
+
+
+class _OnCpu(TorchDispatchMode):
+    """Makes tensors on the CPU, whatever device they are asked for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _on_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with _OnCpu():
+            return method(*args)
+
+    return run
+
+
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[None]:
     """Makes torch and Inductor see one H200."""
     import triton
     from torch._dynamo.device_interface import CudaInterface
-    from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
+    from torch._inductor.fx_passes import fuse_attention, joint_graph, misc_patterns, pad_mm
     from torch._inductor.runtime.hints import DeviceProperties
 
     from mhc_inductor.kernels import background
@@ -82,6 +155,7 @@ def fake_cuda() -> Iterator[None]:
         def patch(*args: Any) -> None:
             stack.enter_context(mock.patch.object(*args))
 
+        stack.enter_context(_autograd())
         driver = triton.runtime.driver
         before = getattr(driver, "_active", None)
         driver.set_active(_driver())
@@ -90,6 +164,10 @@ def fake_cuda() -> Iterator[None]:
         patch(fuse_attention, "_sfdp_init", lambda *a: None)
         patch(misc_patterns, "_misc_patterns_init", lambda *a: None)
         patch(pad_mm, "_pad_mm_init", lambda *a: None)
+        # Folding computes uniform values, such as zeros, with real tensors of one element.
+        folder = joint_graph.UniformValueConstantFolder
+        patch(folder, "_add_peephole_patterns", _on_cpu(folder._add_peephole_patterns))
+        patch(folder, "_deduce_value", _on_cpu(folder._deduce_value))
         answers = {
             "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": H200,
             "get_device_capability": (9, 0), "synchronize": None, "_lazy_init": None, "set_rng_state": None,

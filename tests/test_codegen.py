@@ -13,6 +13,7 @@ import mhc_inductor
 from mhc_inductor import backend, compat
 from mhc_inductor.kernels.mhc import gluon
 from mhc_inductor.tuning import table
+from tests.generated import launches, runs
 
 OPS = torch.ops.mhc_inductor
 N, D = 4, 256
@@ -68,35 +69,33 @@ def _compile(fn, extra=(), batch=2, **options):
     return "\n".join(line for line in lines if not line.lstrip().startswith("#"))
 
 
-def _launches(code: str) -> list[str]:
-    return re.findall(r"^\s+(\w+?)(?:_\d+)?\.run\(", code, re.MULTILINE)
-
-
 def test_inference_launches_the_kernels_and_no_op():
     code = _compile(_layer, backend="mhc_inductor")
-    ours = [k for k in _launches(code) if k.startswith("mhc_")]
+    ours = [k for k in launches(code) if k.startswith("mhc_")]
     assert ours == [*PRE, "mhc_post"]
-    assert len(_launches(code)) == len(ours) + 1, "the kernels and tanh, and nothing that copies x"
+    assert len(launches(code)) == len(ours) + 1, "the kernels and tanh, and nothing that copies x"
     assert "torch.ops.mhc_inductor" not in code
 
 
 def test_training_graphs_launch_the_kernels_and_fold_the_sum():
     before = mhc_inductor.counters().get("dx_acc folded", 0)
     code = _compile(_layer_and_gradients, extra="g", backend="mhc_inductor")
-    launches = _launches(code)
-    assert sorted(k for k in launches if k.startswith("mhc_")) == sorted(
+    launched = launches(code)
+    assert sorted(k for k in launched if k.startswith("mhc_")) == sorted(
         [*PRE, "mhc_post", "mhc_post_backward", *PRE_BACKWARD]
     )
     assert "torch.ops.mhc_inductor" not in code
     # One pointwise kernel is left, tanh: dx + dx2 takes no pass of its own.
-    assert len([k for k in launches if not k.startswith("mhc_")]) == 1
+    assert len([k for k in launched if not k.startswith("mhc_")]) == 1
     assert mhc_inductor.counters()["dx_acc folded"] == before + 1
 
 
 def test_a_tuned_table_reaches_the_generated_launch():
     def programs():
         return int(
-            re.search(r"mhc_post_\d+\.run\(.*?, (\d+), 1, 1, stream", _compile(_layer, backend="mhc_inductor"))[1]
+            re.search(
+                r", (\d+), 1, 1, stream", runs(_compile(_layer, backend="mhc_inductor"), "mhc_post")[0].arguments
+            )[1]
         )
 
     assert programs() == 2 * 128
@@ -117,7 +116,7 @@ def test_eps_outside_the_root_is_a_constant_of_the_same_kernels():
     launched = {}
     for form in ("inside", "outside"):
         code = _compile(fn, extra="g", backend="mhc_inductor")
-        assert sorted(_launches(code)) == sorted([*PRE, *PRE_BACKWARD]) and "torch.ops.mhc_inductor" not in code
+        assert sorted(launches(code)) == sorted([*PRE, *PRE_BACKWARD]) and "torch.ops.mhc_inductor" not in code
         launched[form] = [
             line for line in code.splitlines() if "mhc_pre_backward_coefficients" in line and ".run(" in line
         ]
@@ -132,7 +131,7 @@ def test_no_fp32_copy_of_x():
 
 def test_dynamic_batch_keeps_one_symbolic_launch():
     code = _compile(_layer_and_gradients, extra="g", backend="mhc_inductor", dynamic=True)
-    grids = re.findall(r"^\s+mhc_\w+\.run\((.*)\)", code, re.MULTILINE)
+    grids = [launch.arguments for launch in runs(code, "mhc_")]
     assert len(grids) == 10
     assert sum(bool(re.search(r"\bs\d+", g)) for g in grids) == 9, "all but the weights' depend on the batch"
     project = next(line for line in code.splitlines() if "mhc_pre_project" in line)
@@ -148,17 +147,17 @@ def test_configurations_of_one_kernel_in_one_graph_stay_apart():
 
     code = _compile(both, extra="g", backend="mhc_inductor")
     for kernel in ("mhc_pre_weights", "mhc_pre_project", "mhc_pre_collapse"):
-        names = re.findall(rf"^\s+({kernel}_\d+)\.run\(", code, re.MULTILINE)
+        names = [launch.variable for launch in runs(code, kernel)]
         assert len(names) == len(set(names)) == 2, names
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_fused_ops_launch_the_fused_kernels(dynamic):
     code = _compile(_fused_and_gradients, extra="g", backend="mhc_inductor", dynamic=dynamic)
-    launches = _launches(code)
-    ours = [k for k in launches if k.startswith("mhc_")]
+    launched = launches(code)
+    ours = [k for k in launched if k.startswith("mhc_")]
     assert sorted(ours) == sorted([*PRE, *POST_PRE, *POST_PRE_BACKWARD])
-    assert len(launches) == len(ours) + 1, "the kernels and tanh"
+    assert len(launched) == len(ours) + 1, "the kernels and tanh"
     assert "torch.ops.mhc_inductor" not in code
     shape = r"\(s\d+, s\d+, 4, 256\)" if dynamic else r"\(2, 128, 4, 256\)"
     sized = re.findall(rf"empty_strided_cuda\({shape}, .*?, (torch\.\w+)\)", code)
@@ -185,7 +184,7 @@ def _single_pass_and_gradients(x, phi, alpha, bias, w, g):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_single_pass_launches_its_kernels(dynamic):
     code = _compile(_single_pass_and_gradients, extra="g", backend="mhc_inductor", dynamic=dynamic)
-    ours = [k for k in _launches(code) if k.startswith("mhc_")]
+    ours = [k for k in launches(code) if k.startswith("mhc_")]
     coefficients = ("mhc_pre_weights", "mhc_pre_project", "mhc_coefficients")
     backward = PRE_BACKWARD[1:]
     between = ("mhc_post", *coefficients, "mhc_post_backward", *backward)
@@ -207,13 +206,13 @@ def test_few_tokens_in_inference_stay_two_ops(batch, grad, fused):
     """
     before = mhc_inductor.counters().get("fused mhc_post_pre", 0)
     with torch.set_grad_enabled(grad):
-        launches = _launches(_compile(_post_pre, batch=batch, backend="mhc_inductor"))
-    assert [k for k in launches if k.startswith("mhc_")] == list(POST_PRE)
+        launched = launches(_compile(_post_pre, batch=batch, backend="mhc_inductor"))
+    assert [k for k in launched if k.startswith("mhc_")] == list(POST_PRE)
     assert mhc_inductor.counters().get("fused mhc_post_pre", 0) - before == fused
 
 
-@pytest.mark.parametrize(("dynamic", "launches"), [(False, PRE[1:]), (True, PRE)])
-def test_few_tokens_split_phi_in_the_projection_if_their_number_is_static(dynamic, launches):
+@pytest.mark.parametrize(("dynamic", "launched"), [(False, PRE[1:]), (True, PRE)])
+def test_few_tokens_split_phi_in_the_projection_if_their_number_is_static(dynamic, launched):
     """Checks also that a symbolic number of tokens gets no guard: it runs the kernels for any number."""
 
     def head(x, *params):
@@ -227,7 +226,7 @@ def test_few_tokens_split_phi_in_the_projection_if_their_number_is_static(dynami
         compiled = torch.compile(head, fullgraph=True, backend="mhc_inductor")
         (code,) = generated_code(lambda: compiled(x, *params))
     code = code[code.index("def call(") :]
-    assert _launches(code) == list(launches)
+    assert launches(code) == list(launched)
 
 
 @pytest.mark.parametrize("packaged", [False, True])
@@ -244,7 +243,7 @@ def test_few_tokens_are_fused_where_the_fused_op_has_kernels_for_them(monkeypatc
 
 def test_ordinary_backend_launches_the_kernels_too():
     code = _compile(_layer, backend="inductor")
-    assert [k for k in _launches(code) if k.startswith("mhc_")] == [*PRE, "mhc_post"]
+    assert [k for k in launches(code) if k.startswith("mhc_")] == [*PRE, "mhc_post"]
 
 
 def test_unsupported_dtype_calls_the_op_and_logs_it(caplog):

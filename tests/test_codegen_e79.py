@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mhc_inductor  # noqa: F401  (registers the ops)
 from mhc_inductor import compat
 from mhc_inductor.kernels.e79 import plan
+from tests.generated import launches, runs
 
 OPS = torch.ops.mhc_inductor
 N = 32
@@ -52,23 +53,19 @@ def _compile(fn, steps, batch, bias, dynamic=None):
     return codes[0][codes[0].index("def call(") :]
 
 
-def _launches(code):
-    return re.findall(r"^\s+(e79_\w+?)(?:_\d+)?\.run\(", code, re.MULTILINE)
-
-
 @pytest.mark.parametrize("bias", ["none", "fixed", "input"])
 @pytest.mark.parametrize(("steps", "batch"), [(20, 3), (1, 1), (2, 1)])
 def test_plain_triton_is_launched_from_the_generated_code(plain_triton, bias, steps, batch):
     code = _compile(_scan, steps, batch, bias)
     sums = ["e79_bias_sum"] if bias == "fixed" else []
-    assert _launches(code)[0] == "e79_forward"
-    assert sorted(_launches(code)) == sorted(["e79_forward", *BACKWARD, *sums])
+    assert launches(code, "e79_")[0] == "e79_forward"
+    assert sorted(launches(code, "e79_")) == sorted(["e79_forward", *BACKWARD, *sums])
     assert "torch.ops.mhc_inductor" not in code
 
 
 def test_gluon_is_called_through_the_op():
     code = _compile(_scan, 20, 3, "fixed")
-    assert _launches(code) == []
+    assert launches(code, "e79_") == []
     assert len(re.findall(r"torch\.ops\.mhc_inductor\.e79_scan\.default\(", code)) == 1
     assert len(re.findall(r"torch\.ops\.mhc_inductor\.e79_scan_backward\.default\(", code)) == 1
 
@@ -78,21 +75,21 @@ def test_one_step_is_launched_from_the_generated_code():
         return OPS.e79_scan(x @ w, bias, bias, S0, S0, 0)[:3]
 
     code = _compile(step, 1, 4, "fixed")
-    assert _launches(code) == ["e79_forward"]
+    assert launches(code, "e79_") == ["e79_forward"]
     assert "torch.ops.mhc_inductor" not in code
 
 
 def test_a_package_launches_plain_triton(monkeypatch):
     monkeypatch.setattr(compat, "packaging", lambda: True)
     code = _compile(_scan, 20, 3, "fixed")
-    assert sorted(_launches(code)) == sorted(["e79_forward", *BACKWARD, "e79_bias_sum"])
+    assert sorted(launches(code, "e79_")) == sorted(["e79_forward", *BACKWARD, "e79_bias_sum"])
 
 
 def test_dynamic_sizes_stay_symbolic(plain_triton):
     code = _compile(_scan, 20, 3, "input", dynamic=True)
-    runs = re.findall(r"^\s+e79_\w+\.run\((.*)\)", code, re.MULTILINE)
-    assert len(runs) == 3
-    assert all(re.search(r"\bs\d+", args) for args in runs)
+    found = runs(code, "e79_")
+    assert len(found) == 3
+    assert all(re.search(r"\bs\d+", launch.arguments) for launch in found)
 
 
 def test_above_128_the_reference_is_called_and_logged_once(caplog):

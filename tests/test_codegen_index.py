@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mhc_inductor
 from mhc_inductor.kernels.index import plan
 from tests.deterministic import deterministic_algorithms
+from tests.generated import launches
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
 
@@ -31,36 +32,32 @@ def _compile(fn, S, T, dynamic=None, D=64, *, B=2, mask=(1, 1)):
     return codes[0][codes[0].index("def call(") :]
 
 
-def _launches(code):
-    return re.findall(r"^\s+(\w+?)(?:_\d+)?\.run\(", code, re.MULTILINE)
-
-
 def _topk(q, k, w, limit, mask):
     return mhc_inductor.index_topk(q, k, w, 16, scale=0.1, limit=limit)
 
 
 def test_known_sizes_launch_the_kernels():
     code = _compile(_topk, 256, 512)
-    assert _launches(code) == ["index_tile_scores", "index_select"]
+    assert launches(code) == ["index_tile_scores", "index_select"]
     assert "torch.ops.mhc_inductor" not in code
 
 
 def test_few_queries():
-    assert _launches(_compile(_topk, 1, 512)) == ["index_row_scores", "index_select"]
+    assert launches(_compile(_topk, 1, 512)) == ["index_row_scores", "index_select"]
 
 
 def test_few_queries_with_deterministic_algorithms():
     """They take the kernels of many queries, whose tiles the workspace holds whole."""
     with deterministic_algorithms():
         code = _compile(_topk, 1, 512)
-    assert _launches(code) == ["index_tile_scores", "index_select"]
+    assert launches(code) == ["index_tile_scores", "index_select"]
     assert f"(2, {plan.ROWS}, 512)" in code
 
 
 def test_a_few_chunks_are_launched_one_after_the_other(monkeypatch):
     monkeypatch.setattr(plan, "SCORES", 128 * 512)
     code = _compile(_topk, 256, 512)
-    assert _launches(code) == ["index_tile_scores", "index_select"] * 4
+    assert launches(code) == ["index_tile_scores", "index_select"] * 4
     assert "torch.ops.mhc_inductor" not in code
 
 
@@ -72,13 +69,13 @@ def test_many_chunks_call_the_op(monkeypatch):
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_scores_launch_one_kernel_for_any_sizes(dynamic):
     code = _compile(lambda q, k, w, limit, mask: mhc_inductor.index_scores(q, k, w, limit=limit), 256, 512, dynamic)
-    assert _launches(code) == ["index_tile_scores"]
+    assert launches(code) == ["index_tile_scores"]
     assert "torch.ops.mhc_inductor" not in code
 
 
 def test_unknown_sizes_call_the_op():
     code = _compile(_topk, 256, 512, dynamic=True)
-    assert "torch.ops.mhc_inductor.index_topk.default" in code and not _launches(code)
+    assert "torch.ops.mhc_inductor.index_topk.default" in code and not launches(code)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -91,7 +88,7 @@ def test_gradients_launch_three_kernels(dynamic):
         return torch.ops.mhc_inductor.index_scores_backward(scores, q, k, w, 1.0, limit, *none)
 
     code = _compile(fn, 256, 512, dynamic)
-    assert _launches(code) == ["index_tile_scores", "index_dq", "index_dk", "index_dk_sum"]
+    assert launches(code) == ["index_tile_scores", "index_dq", "index_dk", "index_dk_sum"]
     assert "torch.ops.mhc_inductor" not in code
 
 
@@ -103,7 +100,7 @@ def test_a_mask_is_read_in_place():
         return mhc_inductor.index_scores(q, k, w, mask=wide), mhc_inductor.index_topk(q, k, w, 9, mask=mask)
 
     code = _compile(fn, 256, 512)
-    assert sorted(_launches(code)) == sorted(["index_tile_scores", "index_hide", "index_tile_scores", "index_select"])
+    assert sorted(launches(code)) == sorted(["index_tile_scores", "index_hide", "index_tile_scores", "index_select"])
     # Two kernels of the scores and two of the choice read it, the first two with strides of 0.
     assert code.count("reinterpret_tensor(arg0_1, (2, 256, 512), (0, 0, 1), 0)") == 2
     assert not re.search(r"triton_\w+\.run|empty_strided_cuda\(.*torch\.bool", code)
@@ -113,7 +110,7 @@ def test_computed_inputs_are_read_in_place():
     def fn(q, k, w, limit, mask):
         return mhc_inductor.index_topk(q * 2, k.relu(), w.sigmoid(), 16, limit=limit + 1)
 
-    launched = _launches(_compile(fn, 256, 512))
+    launched = launches(_compile(fn, 256, 512))
     assert [n for n in launched if n.startswith("index")] == ["index_tile_scores", "index_select"]
     assert len(launched) <= 6, "one kernel for each computed input"
 
@@ -132,16 +129,13 @@ def _indexer(q, k, w, limit, mask):
     return torch.where(seen, scores, float("-inf")).topk(16, -1).indices
 
 
-# Folding would make a real tensor on the fake device.
-@torch._inductor.config.patch(joint_graph_constant_folding=False)
 def test_an_indexer_in_plain_pytorch_launches_the_kernels():
     code = _compile(_indexer, 256, 512)
-    launches = _launches(code)
-    assert "index_tile_scores" in launches and "index_select" in launches
+    launched = launches(code)
+    assert "index_tile_scores" in launched and "index_select" in launched
     assert "extern_kernels.bmm" not in code and "(2, 256, 4, 512)" not in code
 
 
-@torch._inductor.config.patch(joint_graph_constant_folding=False)
 def test_an_indexer_of_unknown_sizes_calls_the_op():
     code = _compile(_indexer, 256, 512, dynamic=True)
     assert "torch.ops.mhc_inductor.index_topk.default" in code and "extern_kernels.bmm" not in code

@@ -11,6 +11,7 @@ from fakecuda import fake_cuda, generated_code, on_a_cpu_build
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
+from tests.generated import launches, runs
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
 
@@ -28,10 +29,6 @@ def _compile(fn, S=64, T=128, n=20, h=4, D=32, dynamic=None):
     return codes[0][codes[0].index("def call(") :]
 
 
-def _launches(code):
-    return re.findall(r"^\s+(\w+?)(?:_\d+)?\.run\(", code, re.MULTILINE)
-
-
 def _attend(q, k, indices):
     k = k.transpose(1, 2)
     return mhc_inductor.selection_attention(q, k, k, indices=indices)
@@ -40,16 +37,16 @@ def _attend(q, k, indices):
 @pytest.mark.parametrize("S", [1, 300])
 def test_the_forward_is_launched_from_the_code_and_reads_views_in_place(S):
     code = _compile(_attend, S)
-    ours = [n for n in _launches(code) if n.startswith("selection_")]
+    ours = [n for n in launches(code) if n.startswith("selection_")]
     # Two sequences of one query split their keys.
     assert ours == ["selection_list_keys", "selection_list_forward", *["selection_combine"] * (S == 1)]
     assert "torch.ops.mhc_inductor" not in code
-    assert not [n for n in _launches(code) if n.startswith("triton_")], "no copy"
+    assert not [n for n in launches(code) if n.startswith("triton_")], "no copy"
 
 
 def test_dynamic_sizes_stay_symbolic():
     code = _compile(_attend, dynamic=True)
-    call = re.search(r"^\s+selection_list_forward\w*\.run\((.*)\)", code, re.MULTILINE)[1]
+    call = runs(code, "selection_list_forward")[0].arguments
     assert re.search(r"\bs\d+\b", call)
     assert "torch.ops.mhc_inductor" not in code
 
@@ -77,7 +74,7 @@ def test_the_backward_is_launched_from_the_code(monkeypatch, most, chunks):
 
     monkeypatch.setattr(lists_plan, "MOST_QUERIES", most)
     code = _compile(_both, 300)
-    ours = [n for n in _launches(code) if n.startswith("selection_")]
+    ours = [n for n in launches(code) if n.startswith("selection_")]
     forward = ["selection_list_keys", "selection_list_forward"]
     assert ours == [*forward, "selection_list_keys", "selection_delta", *CHUNK * len(chunks)]
     assert "torch.ops.mhc_inductor" not in code
@@ -95,7 +92,7 @@ def test_unknown_sizes_many_chunks_and_gluon_kernels_call_the_op_of_the_backward
 
     name = "torch.ops.mhc_inductor.selection_list_attention_backward.default"
     code = _compile(_both, dynamic=True)
-    assert name in code and "selection_list_forward" in _launches(code)
+    assert name in code and "selection_list_forward" in launches(code)
     assert name in _compile(_both, h=64, D=512)
     monkeypatch.setattr(lists_plan, "MOST_QUERIES", 64)
     assert name in _compile(_both, 300)

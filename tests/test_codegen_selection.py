@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor  # noqa: F401  (registers the ops)
 from tests.deterministic import deterministic_algorithms
+from tests.generated import launches, runs
 
 OPS = torch.ops.mhc_inductor
 LISTS = ("selection_pieces", "selection_finite", "selection_lists")
@@ -45,23 +46,18 @@ def _compile(fn, S, S_kv=None, r=4, dynamic=None, D=32):
     return codes[0][codes[0].index("def call(") :]
 
 
-def _launches(code):
-    return re.findall(r"^\s+(\w+?)(?:_\d+)?\.run\(", code, re.MULTILINE)
-
-
 def _arguments(code, kernel):
-    return re.search(rf"^\s+{kernel}\w*\.run\((.*)\)", code, re.MULTILINE)[1]
+    return runs(code, kernel)[0].arguments
 
 
 def _pointwise(code):
     """Returns the arguments of Inductor's own kernels, except those that only clear the bitmaps."""
-    runs = re.findall(r"^\s+triton_\w+\.run\((.*)\)", code, re.MULTILINE)
-    return [args for args in runs if not re.match(r"buf\d+, \S+, stream", args)]
+    return [args for *_, args in runs(code, "triton_") if not re.match(r"buf\d+, \S+, stream", args)]
 
 
 def test_views_of_keys_are_read_in_place():
     code = _compile(lambda q, k, v, ranges: _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges), 64)
-    assert sorted(n for n in _launches(code) if n.startswith("selection")) == sorted([*LISTS, "selection_forward"])
+    assert sorted(n for n in launches(code) if n.startswith("selection")) == sorted([*LISTS, "selection_forward"])
     assert "torch.ops.mhc_inductor" not in code
     assert not _pointwise(code), "no copy"
     assert _arguments(code, "selection_forward").count("reinterpret_tensor(arg") == 2
@@ -73,7 +69,7 @@ def test_computed_keys_are_read_in_place():
         return _attention(q * 2, kv.narrow(3, 0, 32).transpose(1, 2), kv.narrow(3, 32, 32).transpose(1, 2), ranges)
 
     code = _compile(fn, 64)
-    assert _launches(code).count("selection_forward") == 1
+    assert launches(code).count("selection_forward") == 1
     assert len(_pointwise(code)) <= 3, "q, and the keys and values once"
     assert _arguments(code, "selection_forward").count("(8192, 64, 128, 1)") == 2
 
@@ -85,14 +81,14 @@ def test_expanded_and_transposed_inputs():
         return _attention(q, k, v, ranges)
 
     code = _compile(fn, 32)
-    assert _launches(code).count("selection_forward") == 1
+    assert launches(code).count("selection_forward") == 1
     assert "(2048, 0, 64, 1)" in _arguments(code, "selection_forward"), "no copy of what is expanded"
     assert len(_pointwise(code)) == 1, "a copy of v"
 
 
 def test_forward_and_backward_launch_from_the_generated_code():
     code = _compile(lambda q, k, v, ranges: _both(q, k.transpose(1, 2), v.transpose(1, 2), ranges), 64)
-    launched = _launches(code)
+    launched = launches(code)
     assert launched.count("selection_forward") == launched.count("selection_dq") == launched.count("selection_dkv") == 1
     assert "torch.ops.mhc_inductor" not in code
 
@@ -100,7 +96,7 @@ def test_forward_and_backward_launch_from_the_generated_code():
 @pytest.mark.parametrize(("S", "r"), [(1, 4), (64, 100)])
 def test_decoding_and_single_tokens_take_the_gather_path(S, r):
     code = _compile(lambda q, k, v, ranges: _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges), S, 640, r=r)
-    launched = _launches(code)
+    launched = launches(code)
     assert "selection_gather" in launched and "selection_forward" not in launched
     assert "torch.ops.mhc_inductor" not in code
 
@@ -112,17 +108,17 @@ def test_the_compiled_code_follows_deterministic_algorithms():
         return _attention(q, k.transpose(1, 2), v.transpose(1, 2), ranges)
 
     few = {"selection_gather", "selection_combine"}
-    plain = _launches(_compile(fn, 1, 640))
+    plain = launches(_compile(fn, 1, 640))
     with deterministic_algorithms():
-        launched = _launches(_compile(fn, 1, 640))
+        launched = launches(_compile(fn, 1, 640))
     assert few <= set(plain)
     assert "selection_forward" in launched and not few & set(launched)
-    assert _launches(_compile(fn, 1, 640)) == plain
+    assert launches(_compile(fn, 1, 640)) == plain
 
 
 def test_dynamic_sizes_stay_symbolic():
     code = _compile(lambda *args: _both(*args[:1], *(t.transpose(1, 2) for t in args[1:3]), args[3]), 64, dynamic=True)
-    launched = _launches(code)
+    launched = launches(code)
     assert launched.count("selection_forward") == launched.count("selection_dkv") == 1
     for kernel in (*LISTS, "selection_forward", "selection_dq", "selection_dkv"):
         assert re.search(r"\bs\d+\b", _arguments(code, kernel)), kernel
@@ -139,7 +135,7 @@ def test_segments_run_on_the_kernels(S, dynamic):
         return o, OPS.selection_attention_backward(*args)
 
     code = _compile(fn, S, 640, dynamic=dynamic)
-    launched = _launches(code)
+    launched = launches(code)
     assert launched.count("selection_segment_tiles") == (1 if S == 1 else 2)  # dK and dV have tiles of their own
     assert ("selection_gather" if S == 1 else "selection_forward") in launched
     assert "torch.ops.mhc_inductor" not in code

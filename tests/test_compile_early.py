@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from unittest import mock
 
 import pytest
@@ -14,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor import compat
+from tests.generated import runs
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
 
@@ -101,4 +101,4 @@ def test_each_kernel_is_analysed_once():
         # Another dtype needs its own analysis.
         _generate(layers, torch.float16)
     assert len(asked) == 8
-    assert len(re.findall(r"mhc_post_\d+\.run\(", code)) == 3
+    assert len(runs(code, "mhc_post")) == 3
