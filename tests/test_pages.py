@@ -55,10 +55,19 @@ def _no_group() -> dict[str, Any]:
     return {}
 
 
+def _trainers() -> dict[str, Any]:
+    """Nothing: the page needs accelerate, whose list of backends it names."""
+    plugin = pytest.importorskip("accelerate.utils").TorchDynamoPlugin
+    with pytest.raises(ValueError, match="'MHC_INDUCTOR' is not a valid DynamoBackend"):
+        plugin(backend="mhc_inductor")
+    return {}
+
+
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": _readme,
     "docs/route_your_own.md": _own_formula,
     "docs/distributed.md": _no_group,
+    "docs/trainers.md": _trainers,
 }
 WITH_CODE = [p for p in PAGES if CODE.search((ROOT / p).read_text())]
 
