@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import mhc_inductor
+from mhc_inductor import compat
 from mhc_inductor.nn import E79Layer, HyperConnection
 from mhc_inductor.ops import flops, registry
 from mhc_inductor.routing import route
@@ -203,17 +204,21 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_routed_graph_counts_as_the_model(dynamic):
-    """The graphs of a compile, with real and with fake tensors, whose sizes may be symbolic."""
+    """The graph of a compile, on its inputs and on the fake tensors that the compile sees, whose sizes may be symbolic."""
     model, x, found = Block(), torch.randn(B, S, N, D), []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        found.append((counted(gm, *inputs), [r.op for r in route(gm).routed], counted(gm, *inputs)))
+        formula, ops = counted(gm, *inputs), [r.op for r in route(gm).routed]
+        routed = counted(gm, *inputs)
+        fakes = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        with compat.fake_mode_of([t for t in fakes if isinstance(t, Tensor)]):
+            found.append((formula, ops, routed, int(counted(gm, *fakes))))
         return gm.forward
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend, dynamic=dynamic)(x)
-    ((formula, ops, routed),) = found
-    assert len(ops) >= 2 and formula == routed, (ops, formula, routed)
+    ((formula, ops, routed, on_fakes),) = found
+    assert len(ops) >= 2 and formula == routed == on_fakes, (ops, formula, routed, on_fakes)
     assert dynamic or routed == counted(model, x)
 
 
