@@ -108,6 +108,14 @@ def test_formulas_are_found_with_their_lines(mode, checkpointed, capsys):
     assert "mhc_pre" in said and HERE in said and report.totals() in " ".join(said.split())
 
 
+def test_a_report_is_printed_once(capsys):
+    """By the call; what a prompt shows of the returned report is its totals."""
+    report = explain(Plain().eval(), streams())
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count(report.totals()) == 1 and said.count("why not") <= 1 and said.count("mhc_inductor: routed") == 1
+    assert repr(report) == f"<Report: {report.totals()}>"
+
+
 def test_a_function_with_keyword_arguments():
     model = Plain().eval()
 

@@ -55,25 +55,39 @@ def _no_group() -> dict[str, Any]:
     return {}
 
 
+def _trainers() -> dict[str, Any]:
+    """Nothing: the page needs accelerate, whose list of backends it names."""
+    plugin = pytest.importorskip("accelerate.utils").TorchDynamoPlugin
+    with pytest.raises(ValueError, match="'MHC_INDUCTOR' is not a valid DynamoBackend"):
+        plugin(backend="mhc_inductor")
+    return {}
+
+
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": _readme,
     "docs/route_your_own.md": _own_formula,
     "docs/distributed.md": _no_group,
+    "docs/trainers.md": _trainers,
 }
 WITH_CODE = [p for p in PAGES if CODE.search((ROOT / p).read_text())]
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_the_code_of_a_page_runs(page: str, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks run one after the other, as a reader would run them."""
+def test_the_code_of_a_page_runs(
+    page: str, quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks run one after the other, as a reader would run them; each report of ``explain`` is printed once."""
     module = ModuleType(re.sub(r"\W", "_", page))  # Dynamo imports the modules of functions, and remembers them
     monkeypatch.setitem(sys.modules, module.__name__, module)
     names = vars(module)
     names.update(GIVEN.get(page, dict)())
-    text = (ROOT / page).read_text()
+    text, explained = (ROOT / page).read_text(), 0
     for match in CODE.finditer(text):
         line = text[: match.start()].count("\n") + 1
         exec(compile("\n" * line + match.group(1), str(ROOT / page), "exec"), names)
+        explained += re.sub("#.*", "", match.group(1)).count("explain(")
+    said = " ".join(capsys.readouterr().out.split())
+    assert len(re.findall(r"\d+ nodes of \d+ graphs? in", said)) == explained
 
 
 def test_modules_that_the_pages_run_exist() -> None:

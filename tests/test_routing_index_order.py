@@ -77,6 +77,27 @@ def test_keys_that_are_used_by_their_rank_stay(name: str) -> None:
     assert not got.ops["index_topk"] and reason in reasons(got), reasons(got)
 
 
+def test_of_equal_scores_the_lower_position_is_taken() -> None:
+    """A relu gives scores of exactly 0, of which torch.topk takes others: README.md says so."""
+    q, k, w = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(3)) for shape in ((B, S, 1, D), (B, S, D), (B, S, 1))
+    )
+    w = w.abs()
+
+    def fn(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+        return torch.zeros(B, S, S).scatter(-1, chosen(q, k, w), 1.0)
+
+    got, want = run(fn, [q, k, w], grad=False), eager(fn, [q, k, w], grad=False)
+    assert got.ops["index_topk"] == 1, reasons(got)
+    scores = (torch.einsum("bshd,btd->bsht", q, k).relu() * w[..., None]).sum(2)
+    full = torch.arange(S) >= K - 1  # queries that see at least K keys
+    best = scores.masked_fill(~CAUSAL, -torch.inf).sort(dim=-1, descending=True, stable=True).indices[..., :K]
+    assert torch.equal(got.outputs[0][:, full], torch.zeros(B, S, S).scatter(-1, best, 1.0)[:, full])
+    mine, theirs = ((x.outputs[0] * scores)[:, full].sort(-1).values for x in (got, want))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert not torch.equal(got.outputs[0][:, full], want.outputs[0][:, full]), "the scores are equal, the keys are not"
+
+
 def _window(i: Tensor, j: Tensor, x: Tensor, y: Tensor) -> Tensor:
     near = (torch.arange(S)[:, None] - torch.arange(3)).expand(B, -1, -1)
     both = torch.cat([i, near], -1)

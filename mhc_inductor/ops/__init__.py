@@ -2,6 +2,7 @@
 
 from mhc_inductor.ops import (
     e79,
+    flops,
     fused,
     index,
     index_loss,
@@ -14,6 +15,7 @@ from mhc_inductor.ops import (
 
 __all__ = [
     "e79",
+    "flops",
     "fused",
     "index",
     "index_loss",
@@ -23,3 +25,5 @@ __all__ = [
     "selection_lists",
     "single_pass",
 ]
+
+flops.register()

@@ -90,12 +90,13 @@ Row = tuple[str, ...]
 Section = tuple[str, Row, list[Row]]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Report:
     """Everything that routing found in the graphs of one call.
 
-    ``str(report)`` is plain text; rich prints it as tables, as :func:`mhc_inductor.explain` does. ``graphs`` and
-    ``nodes`` count what was analysed; ``seconds`` is the time that analysis and rewriting took.
+    ``str(report)`` is plain text; rich prints it as tables, as :func:`mhc_inductor.explain` does. At a prompt it is one
+    line, since ``explain`` has printed it. ``graphs`` and ``nodes`` count what was analysed; ``seconds`` is the time that
+    analysis and rewriting took.
     """
 
     routed: list[Routed] = dataclasses.field(default_factory=list)
@@ -154,6 +155,9 @@ class Report:
             ("problems", ("", "what"), [(f"{n} x", p) for p, n in _grouped(self.problems)]),
         ]
         return (_shown(part) for part in parts if part[2])
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.totals()}>"
 
     def __str__(self) -> str:
         lines = []
