@@ -553,7 +553,7 @@ def test_a_softmax_by_hand_under_any_mask_is_named(hide: str, by: str) -> None:
 
     compiled = check(program, _masked_leaves(), named=["selection"], frozen=["bias"], modes=["train"], autograd=False)
     missed = compiled.report.near_misses
-    assert "exp(" in missed[0].source and missed[0].ordinary == (by != "data")
+    assert "exp(" in missed[0].source and missed[0].ordinary == (by == "position")
 
 
 def _causal(p: Leaves) -> Tensor:

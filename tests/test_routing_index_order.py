@@ -36,7 +36,7 @@ def seen(i: Tensor) -> Tensor:
 
 Use = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of a choice [B, S, K], another choice, queries and keys [B, S, D]."""
-RANK, UNKNOWN = "by their rank", "their order may count"
+RANK, UNKNOWN = "by their place", "their order may count"
 
 BY_RANK: dict[str, tuple[Use, str]] = {
     "values of other keys": (lambda i, j, x, y: attend(x, y[BATCH, i], y[BATCH, i.flip(-1)], seen(i)), RANK),
@@ -53,7 +53,7 @@ BY_RANK: dict[str, tuple[Use, str]] = {
                                                           is_causal=True), UNKNOWN),
     "sums of pairs": (lambda i, j, x, y: (y[BATCH, i].view(B, S, 2, 3, D).sum(3) * torch.tensor([[1.0], [2.0]])).sum(2),
                       UNKNOWN),
-    "cut after a cat": (lambda i, j, x, y: y[BATCH, torch.cat([i, i * 0], -1)[..., :4]].sum(2), "taken by their rank"),
+    "cut after a cat": (lambda i, j, x, y: y[BATCH, torch.cat([i, i * 0], -1)[..., :4]].sum(2), "some of the chosen keys"),
     "the nearer of two": (
         lambda i, j, x, y: (y[BATCH, i] * (i[..., None] - i[..., None, :]).abs().tril(-1).sum(-1, True)).sum(2), UNKNOWN),
 }  # fmt: skip

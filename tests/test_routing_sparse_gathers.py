@@ -346,7 +346,7 @@ REPEAT, NO_KEY = "may repeat", "may see none of its list"
 LEFT: dict[str, tuple[Form, str]] = {
     **{f.__name__: (f, REPEAT) for f in (given_indices, twice, repeated, overlapping, offset_too_small, fills_visible,
                                          another_fill_hidden, other_dim, clamped_high, smallest_of_rows)},
-    "other values": (other_values, "gathered at different indices"),
+    "other values": (other_values, "cannot tell to be equal"),
     "of more scores than keys": (outside, REPEAT),
     "a sink in a sum": (added_to_the_sum, "written out as exp(scores) / sum"),
     "-inf in empty rows": (hidden(-INF), NO_KEY),

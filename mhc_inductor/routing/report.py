@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
 from mhc_inductor import compat
@@ -20,18 +22,21 @@ AS_WRITTEN = ("kept as written: Inductor's code is faster on this device",)
 _WOULD_KEEP = "a compile keeps the formula as written, which is faster on this device"
 
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
 def source_of(node: fx.Node | None) -> str:
     """Returns "file.py:line, in function: code" of the user's line that made ``node``, or "unknown"."""
     trace = node.meta.get("stack_trace") if node is not None else None
     if not trace:
         return "unknown"
     lines = [line.strip() for line in trace.strip().splitlines()]
-    for i in range(len(lines) - 1, -1, -1):
-        if lines[i].startswith("File "):
-            file, _, rest = lines[i].removeprefix('File "').partition('", line ')
-            line, _, function = rest.partition(", in ")
-            code = f": {lines[i + 1]}" if i + 1 < len(lines) else ""
-            return f"{file}:{line}, in {function}{code}"
+    files = [i for i, line in enumerate(lines) if line.startswith("File ")]
+    for i in reversed([i for i in files if _TORCH not in lines[i]] or files):
+        file, _, rest = lines[i].removeprefix('File "').partition('", line ')
+        line, _, function = rest.partition(", in ")
+        code = f": {lines[i + 1]}" if i + 1 < len(lines) else ""
+        return f"{file}:{line}, in {function}{code}"
     return "unknown"
 
 

@@ -107,7 +107,7 @@ def of_positions(value: Value) -> bool:
         one = todo.pop()
         if not (one.dtype.is_floating_point or one.dtype.is_complex):
             continue
-        if one.func is None or len(seen) > _LOOKED_AT:
+        if one.func is None or len(seen) > LOOKED_AT:
             return False
         below = [a for a in values_in(one.args) if a not in seen]
         todo += below
@@ -124,8 +124,18 @@ def values_in(args: Any) -> Iterator[Value]:
             yield from values_in(a)
 
 
-_LOOKED_AT = 256
-"""Limit on the values behind an input of a checkpointed region that are looked at."""
+def behind(value: Value) -> Iterator[Value]:
+    """Yields a value and those that it is computed from, the nearest first, :data:`LOOKED_AT` at most."""
+    met, seen = [value], {value}
+    for at in met:  # grows
+        yield at
+        new = dict.fromkeys(a for a in values_in(at.args) if a not in seen)
+        met += list(new)[: LOOKED_AT - len(met)]
+        seen.update(met)
+
+
+LOOKED_AT = 256
+"""Limit on the values behind a mask, or an input of a checkpointed region, that are looked at."""
 
 
 def _alias(value: Value, of: Value) -> None:

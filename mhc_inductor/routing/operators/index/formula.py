@@ -282,7 +282,7 @@ def peeled(ref: Ref) -> Ref:
 
 
 def _parameter(ref: Ref) -> bool:
-    return _is_parameter(peeled(ref).value)
+    return is_parameter(peeled(ref).value)
 
 
 def _is_relu(value: Value) -> bool:
@@ -320,7 +320,7 @@ def relu_of(ref: Ref) -> Ref | None:
 
 def has_product(value: Value) -> bool:
     """Checks whether a product of tensors that are no parameters is among what computes ``value``."""
-    return _nearest(value, lambda v: v.func in _PRODUCTS and not any(map(_projects, v.args[:2]))) is not None
+    return _nearest(value, lambda v: v.func in _PRODUCTS and not any(map(projects, v.args[:2]))) is not None
 
 
 def has_relu(value: Value) -> bool:
@@ -348,7 +348,7 @@ def _nearest(value: Value, wanted: Callable[[Value], bool]) -> Value | None:
     return None
 
 
-def _projects(a: Any) -> bool:
+def projects(a: Any) -> bool:
     """Checks whether a factor of a product is a parameter, or a view of one."""
     for _ in range(_LONGEST):
         if not isinstance(a, Value) or a.func is None or not a.args:
@@ -356,10 +356,11 @@ def _projects(a: Any) -> bool:
         if a.func not in SHOWN:
             return False
         a = a.args[0]
-    return isinstance(a, Value) and _is_parameter(a)
+    return isinstance(a, Value) and is_parameter(a)
 
 
-def _is_parameter(value: Value) -> bool:
+def is_parameter(value: Value) -> bool:
+    """Checks whether a value is a parameter of the model."""
     return value.node is not None and isinstance(value.node.meta.get("example_value"), torch.nn.Parameter)
 
 

@@ -43,6 +43,8 @@ _ORDERED: dict[Any, tuple[int, int]] = {
 """Ops in which the order along some dims counts: the position of the dims among the arguments, and their default."""
 _SHAPES = {aten.empty_like.default, aten.rand_like.default, aten.randn_like.default, aten.new_empty.default}
 _UNKNOWN = "the chosen keys are used in a way in which their order may count; expected masks, scatters, gathers and sums of them"
+_ORDER = ", the best first, where the op returns them by position; expected uses in which their order does not count"
+_PART = f"some of the chosen keys are read by their place in what topk returns{_ORDER}"
 _CALL = "scaled_dot_product"
 
 
@@ -138,7 +140,7 @@ class _Ranks:
         """Returns the rank of an element of a value with ranks in ``dim``. Raises Mismatch if some are left out."""
         rank = ref.index[dim]
         if product_of(bound_of(a) for a in rank.atoms()) != ref.value.shape[dim]:
-            raise Mismatch("keys are taken by their rank among the chosen ones; expected all of them", ref.value)
+            raise Mismatch(_PART, ref.value)
         return rank
 
     def _together(self, refs: Iterable[Ref], at: Ref) -> Index | None:
@@ -345,7 +347,7 @@ def _digits(atom: Any) -> tuple[Var, Size, Size]:
 
 
 def _by_rank(value: Value) -> Mismatch:
-    reason = "the chosen keys are combined by their rank with something else; expected uses in which their order does not count"
+    reason = f"the chosen keys are combined with something else by their place in what topk returns{_ORDER}"
     return Mismatch(reason, value)
 
 

@@ -5,7 +5,6 @@ It starts at a call of scaled_dot_product_attention or at a softmax. See :mod:`.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import Ref, aten, number, peel, whole
+from mhc_inductor.routing.graph.expressions import Ref, aten, number, peel
 from mhc_inductor.routing.graph.index import (
     ONE,
     DynamicWidth,
@@ -33,11 +32,12 @@ from mhc_inductor.routing.operators.selection import dim_roles
 from mhc_inductor.routing.operators.selection.digits import Cut, cut_at, digits_of, joined, splits
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
 from mhc_inductor.routing.operators.selection.keys import TRUE, AnyOf, alike
+from mhc_inductor.routing.operators.selection.masked import selecting
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Pair, Scaled, dot
 from mhc_inductor.routing.operators.selection.picks import Picks, is_gathered
-from mhc_inductor.routing.operators.selection.scores import Scores, at_key, selects
+from mhc_inductor.routing.operators.selection.scores import Scores
 from mhc_inductor.routing.operators.selection.visible_rows import seen_by_all
 from mhc_inductor.routing.operators.selection.weights import Traced, Weights
 
@@ -100,14 +100,7 @@ class Recogniser:
         If no evaluation so far met one, evaluates the masks given on their own.
         """
         found = [value for masks in self._made for value in masks.seen]
-        if not found:
-            for value in self._given:
-                masks, ref = self._masks(), whole(value)
-                ref = Ref(value, (*ref.index[:-1], var(Key(value.shape[-1]))))
-                with contextlib.suppress(Unsupported, Mismatch, DynamicWidth):
-                    _ = masks.truth(ref) if value.dtype is torch.bool else masks.additive(ref)
-                found += masks.seen
-        return found
+        return found or selecting(self._given, self._masks())
 
     @property
     def given(self) -> list[Value]:
@@ -115,9 +108,9 @@ class Recogniser:
         return self._given
 
     @property
-    def queries(self) -> Size:
-        """Returns the number of queries according to the shapes, 1 if it is not known."""
-        return self._shapes[0][-2] if self._shapes and len(self._shapes[0]) > 1 else ONE
+    def shape(self) -> tuple[Size, ...]:
+        """Returns the shape of the scores examined last, keys last; empty if it is not known."""
+        return self._shapes[0] if self._shapes else ()
 
     # --- scaled_dot_product_attention ---
 
@@ -232,13 +225,6 @@ class Recogniser:
         found = Found(out, dims, pairs, v, key, factor, keys, dense, masks, fills, sink=scores.sink)
         found.gathered = picks is not None
         return found
-
-    def selects(self, scores: Value, dim: int) -> bool:
-        """Checks whether ``scores``, with keys in ``dim``, have a mask whose visible keys depend on tensor values."""
-        self._given = []
-        with contextlib.suppress(Unsupported, DynamicWidth):
-            return selects(at_key(scores, dim), self._masks(), self._given)
-        return False
 
     # --- digits of the result's dims, and their roles ---
 

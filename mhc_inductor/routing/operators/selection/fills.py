@@ -171,8 +171,8 @@ class PossibleValues:
         func, args = a.func, a.args
         if func in SHOWN:
             return self(args[0])
-        if func in _SOURCES:
-            return [x for source in _SOURCES[func](a) for x in self(source)]
+        if func in SOURCES:
+            return [x for source in SOURCES[func](a) for x in self(source)]
         if func in _COMBINED and len(args) == 2 and not a.kwargs:
             combine = _COMBINED[func]
             return [combine(x, y) for x in self(args[0]) for y in self(args[1])]
@@ -191,7 +191,7 @@ _COMBINED: dict[Any, Callable[[float, float], float]] = {
     aten.maximum.default: max,
     aten.rsub.Scalar: lambda x, y: y - x,
 }
-_SOURCES: dict[Any, Callable[[Value], Iterable[Any]]] = {
+SOURCES: dict[Any, Callable[[Value], Iterable[Any]]] = {
     aten.where.self: lambda a: a.args[1:],
     aten.masked_fill.Scalar: lambda a: (a.args[0], a.args[2]),
     aten.masked_fill.Tensor: lambda a: (a.args[0], a.args[2]),

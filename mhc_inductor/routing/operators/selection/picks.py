@@ -46,7 +46,10 @@ REPEATS = (
     "the keys are gathered at indices that may repeat, and a key counts each time here; expected indices that topk "
     "returns, with others hidden by the mask, or a call of mhc_inductor.selection_attention, where it counts once"
 )
-_OTHER = "q meets keys, or weights meet values, that are gathered at different indices"
+_OTHER = (
+    "q meets keys, or weights meet values, that are gathered at indices which routing cannot tell to be equal; expected "
+    "one tensor of indices for K and V"
+)
 _OUTSIDE = "the keys are gathered at indices that are not known to lie inside K"
 _MOST = 128  # steps from indices to what they are where they are visible
 _Range = tuple[Linear | None, Linear | None]
@@ -103,7 +106,7 @@ class Picks:
         found: list[tuple[Key, Linear]] = []
 
         def place(at: Ref, x: Value, d: int, wraps: bool) -> Index | None:
-            entry = self.masks.whole(at)
+            entry = self._plain(self.masks.whole(at), at.value)
             if self.j not in entry.variables():
                 return to_index(self.masks.whole(at, x.shape[d] if wraps else None))
             row, entry = self._row(self._unwrapped(entry), x.shape[d])
@@ -127,6 +130,12 @@ class Picks:
         elif entry != self._found[1] or key.size != self.t.size:
             raise Mismatch(_OTHER, last.ref.value)
         return replaced(below, key, atom(self.t))
+
+    def _plain(self, entry: Linear, where: Value) -> Linear:
+        """Returns a number without clamps and fills that never change it."""
+        self._steps = Steps("pieces of the lists", where, _MOST)
+        plain = self._resolved(_Entry(entry, self.j, frozenset(), ()))
+        return plain[0].at if len(plain) == 1 else entry
 
     def _unwrapped(self, entry: Linear) -> Linear:
         """Returns a number without quotients that are always 0: ``i % length`` is ``i`` where i is in range."""

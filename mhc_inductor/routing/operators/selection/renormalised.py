@@ -25,10 +25,10 @@ _NORMS = {*SUMS, aten.linalg_vector_norm.default}
 
 @dataclasses.dataclass
 class Renormalised:
-    """``result``: the weights after the division. ``guards``: each mask, the truth value that keeps, and its result."""
+    """``result``: the weights after the division. ``guards``: their masks."""
 
     result: Value
-    guards: list[tuple[Value, bool, Value]]
+    guards: list[Value]
 
 
 def renormalised(view: View, softmax: Value, node: fx.Node) -> Renormalised | None:
@@ -39,7 +39,7 @@ def renormalised(view: View, softmax: Value, node: fx.Node) -> Renormalised | No
     if not has_product(softmax.args[0]):
         return None
     known: dict[Value, None] = {softmax: None}
-    guards: list[tuple[Value, bool, Value]] = []
+    guards: list[Value] = []
     found: list[Value] = []
 
     def passes(user: fx.Node) -> bool:
@@ -48,7 +48,7 @@ def renormalised(view: View, softmax: Value, node: fx.Node) -> Renormalised | No
             return False
         mask = _masked(value, known)
         if mask is not None:
-            guards.append((*mask, value))
+            guards.append(mask)
         if mask is not None or shows(value, known):
             known[value] = None
             return True
@@ -68,16 +68,16 @@ def _within(value: Value) -> list[Value]:
     return met
 
 
-def _masked(value: Value, known: dict[Value, None]) -> tuple[Value, bool] | None:
-    """Returns the tensor that weights are multiplied by or masked with, and the truth value that keeps them."""
+def _masked(value: Value, known: dict[Value, None]) -> Value | None:
+    """Returns the tensor that weights are multiplied by or masked with."""
     guard = guarded(value, known)
     if guard is not None:
-        return None if guard.mask is None else (guard.mask, guard.want)
+        return guard.mask
     if value.func not in MULTIPLY:
         return None
     for a, b in (value.args[:2], value.args[1::-1]):
         if a in known and isinstance(b, Value) and b not in known and b.shape[-1:] == value.shape[-1:]:
-            return b, True
+            return b
     return None
 
 

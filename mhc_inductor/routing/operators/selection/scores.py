@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -85,7 +86,7 @@ class Scores:
                 return self._summed(ref)
         if func is aten.cat.default:
             return self._joined(ref)
-        changed = _CHANGES.get(func)
+        changed = CHANGES.get(func)
         raise NotOurs(f"the scores are {changed}; expected scale * q @ k, and masks" if changed else "", value)
 
     def _filled(self, ref: Ref, mask: Value, want: bool, scores: Value, given: Any) -> Ref:
@@ -126,15 +127,18 @@ class Scores:
 
     def _added(self, mask: Ref, scores: Ref, factor: float) -> AnyOf:
         """Returns which keys an added mask leaves visible. Raises Mismatch and Unsupported."""
+        low = False
+        with contextlib.suppress(Unsupported):
+            low = max((factor * v for v in self.masks.possible(mask.value) if v), default=0.0) <= -1e4
         try:
             keys = self.masks.additive(mask)
-            if max((factor * v for v in self.masks.possible(mask.value) if v), default=0.0) > -1e4:
-                raise Unsupported
-            return keys
+            if low:
+                return keys
+            raise Unsupported
         except KeyData:
             raise
         except Unsupported:
-            if self.masks.seen or selects(scores, self.masks):
+            if not low and (self.masks.seen or selects(scores, self.masks)):
                 raise Mismatch(
                     "the tensor added to the scores is not a mask: its values are not all 0 or at most -1e4", mask.value
                 ) from None
@@ -147,7 +151,7 @@ class Scores:
     def _joined(self, ref: Ref) -> Ref:
         """Returns the scores in a concatenation of scores and one logit a row, and sets :attr:`sink` to that logit.
 
-        Raises Mismatch for any other concatenation of masked scores of a selection, and NotOurs for the rest.
+        Raises NotOurs for any other concatenation.
         """
         d, pieces = joined(ref.value)
         at = ref.index[d]
@@ -162,11 +166,7 @@ class Scores:
         below = step(ref)
         if below is not None:
             return below
-        for piece in pieces:
-            element = at_key(piece, d)
-            if is_scores(element) and selects(element, self.masks):
-                raise Mismatch(OTHER_LOGITS, ref.value)
-        raise NotOurs
+        raise NotOurs(OTHER_LOGITS, ref.value)
 
 
 OTHER_LOGITS = (
@@ -191,7 +191,7 @@ def _is_row_maximum(value: Any, of: Value, ref: Ref) -> bool:
     return keys == [d] or (not keys and d == len(of.shape) - 1)
 
 
-_CHANGES = {
+CHANGES = {
     aten.tanh.default: "capped by a tanh",
     aten.clamp.default: "clamped",
     aten.clamp_min.default: "clamped",
@@ -205,12 +205,6 @@ _CHANGES = {
 """Ops on scores that are not part of selection attention, and what they do in words."""
 
 
-def before_change(scores: Value) -> Value | None:
-    """Returns the argument of the op, neither a mask nor a scale, that computes ``scores``; None without one."""
-    end = Scaled(whole(scores)).end.value
-    return end.args[0] if end.func in _CHANGES else None
-
-
 def at_key(value: Value, dim: int) -> Ref:
     """Returns an element of scores whose keys are in the dim ``dim``."""
     place = [var(Var(size)) for size in value.shape]
@@ -218,18 +212,11 @@ def at_key(value: Value, dim: int) -> Ref:
     return Ref(value, tuple(place))
 
 
-def selects(scores: Ref, masks: Masks, given: list[Value] | None = None) -> bool:
-    """Checks whether a mask of the scores selects keys from data.
-
-    The masks of scores met are appended to ``given``.
-    """
-    other, met = Masks(masks.fixed, masks.hints), [] if given is None else given
-    try:
-        Scores(scores, other, [], met).keys()
-    except (Mismatch, Unsupported):
-        return bool(other.seen)
-    except NotOurs:
-        met.clear()  # masked, but not scores
+def selects(scores: Ref, masks: Masks) -> bool:
+    """Checks whether a mask of the scores selects keys from data."""
+    other = Masks(masks.fixed, masks.hints)
+    with contextlib.suppress(Mismatch, Unsupported, NotOurs):
+        Scores(scores, other, [], []).keys()
     return bool(other.seen)
 
 
@@ -254,7 +241,7 @@ def _parts(ref: Ref) -> list[Ref]:
     if func is aten.cat.default:
         return [*map(whole, args[0])]
     parts: tuple[Any, ...] = ()
-    if func in FILLS or func in _CHANGES:
+    if func in FILLS or func in CHANGES:
         parts = args[:1]
     elif func is aten.where.self:
         parts = args[1:2] if constant_of(args[2]) is not None else args[2:3]

@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var, may_fix
-from mhc_inductor.routing.graph.linear import Key, variables_of
+from mhc_inductor.routing.graph.index import DynamicWidth, Size, Unsupported, Var, may_fix
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import DYNAMIC, Mismatch, Miss, contained
@@ -17,35 +16,32 @@ from mhc_inductor.routing.operators.selection.absorb import Absorbed, absorption
 from mhc_inductor.routing.operators.selection.attention import Recogniser
 from mhc_inductor.routing.operators.selection.keys import Given, KeyData
 from mhc_inductor.routing.operators.selection.layouts import layout
+from mhc_inductor.routing.operators.selection.masked import OPAQUE, Masked, unknown
 from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Source, sources
 from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, sizes_of
 from mhc_inductor.routing.operators.selection.renormalised import renormalised
-from mhc_inductor.routing.operators.selection.scores import before_change
 from mhc_inductor.routing.operators.selection.unrouted_softmax import (
-    behind,
     by_choice,
     gathered,
     gathered_keys,
+    is_log,
     is_power,
+    logged,
     masked_softmax,
-    masks_of,
     picked_scores,
 )
 from mhc_inductor.routing.operators.selection.weights import Weights
 
 _CALL = "scaled_dot_product_attention"
 _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
-_ORDINARY = "the mask depends on positions or padding alone (causal, sliding, documents), not on selected keys: left to torch.compile"
 _OTHER = "the scores under the mask are not scale * q @ k alone; expected softmax(scale * q @ k + masks) @ V"
 _HANDMADE = "the softmax of the masked scores is written out as exp(scores) / sum; expected torch.softmax(scores, -1)"
-_CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
+_LOGARITHM = "the logarithm of a softmax or of its sum is taken of masked scores; expected softmax(scores) @ V"
 _RENORMALISED = (
     "the weights of a softmax over more keys are masked and divided by their sum again, which is 0 / 0 where hidden scores "
     "are far above the others; expected masks on the scores, before the softmax"
 )
-_CUT = "a hook, or a step that is neither a mask nor a scale, lies between the masked scores and their softmax"
-_LEARNED = "a tensor that is trained is added to the scores; expected masks, whose values are 0 or at most -1e4"
 _GATHERED = (
     "the keys are gathered before their product with q; expected the product with all keys and a mask of the chosen "
     "ones, or a call of mhc_inductor.selection_attention with their indices"
@@ -54,10 +50,6 @@ _THRESHOLD = "the mask is computed from values that topk or sort returns; expect
 _PICKED = (
     "the softmax is over scores that were chosen after the product with all keys; "
     "expected masks on scale * q @ k, made from indices"
-)
-_OPAQUE = (
-    "the mask is a tensor with an element for each query and key, whose contents routing cannot see; "
-    "expected one computed from starts and ends, blocks or indices of keys"
 )
 
 
@@ -90,7 +82,9 @@ class Search:
         self.failed: list[Recogniser] = []
         self.misses: list[Miss] = []
         self.found: list[Found] = []
-        if any(name_of(node) == _CALL or is_softmax(node) or is_power(node) for node in view.nodes):
+        self.softmaxes = set[Value]()
+        """The scores of the softmaxes examined."""
+        if any(name_of(node) == _CALL or is_softmax(node) or is_power(node) or is_log(node) for node in view.nodes):
             self.found = self._unused(self._all())
             for one in self.found:
                 self._take_classes(one)
@@ -138,7 +132,9 @@ class Search:
 
     def _attempt(self) -> list[Found]:
         found = []
-        for node in self.view.nodes:
+        # A logarithm of the sum is a part of most softmaxes: those of other scores are looked at last.
+        self.softmaxes = set()
+        for node in sorted(self.view.nodes, key=is_log):
             if node in self.view.live:
                 with contained(self.view, node):
                     try:
@@ -160,13 +156,22 @@ class Search:
             return [] if found is None else [found]
         if is_power(node):
             self._handmade(node)
+        if is_log(node) and (scores := logged(self.view, node)) is not None and scores not in self.softmaxes:
+            self._unrouted(_LOGARITHM, None, node, Masked(self.view, scores))
         return []
 
     def _handmade(self, node: fx.Node) -> None:
         """Reports a softmax over masked scores that is written out."""
-        selects = masked_softmax(self.view, node)
-        if selects is not None:
-            self._miss(_HANDMADE, None, node, ordinary=not selects)
+        masked = masked_softmax(self.view, node)
+        if masked is not None:
+            self._unrouted(_HANDMADE, None, node, masked)
+
+    def _unrouted(self, reason: str, value: Value | None, node: fx.Node, masked: Masked) -> None:
+        """Reports a softmax at ``node`` for ``reason`` if some of its scores are hidden."""
+        self.softmaxes.add(masked.scores)
+        if masked.hidden:
+            ordinary = gathered_keys(masked.scores) is None and masked.ordinary
+            self._miss(reason, value, node, ordinary=ordinary)
 
     def _miss(self, reason: str, value: Value | None, node: fx.Node, ordinary: bool = False) -> None:
         self.misses.append(Miss(OP, reason, value, self.view.value(node), ordinary))
@@ -198,10 +203,20 @@ class Search:
                 return [found]
         self.failed.append(recogniser)
         if not gathered and not self.misses[known:] and recogniser.given:
-            close = recogniser.close or [v for v in (by_choice(recogniser.given),) if v is not None]
-            reason = _OTHER if recogniser.close else _THRESHOLD if close else _ORDINARY
-            self._miss(reason, close[-1] if close else None, node, ordinary=not close)
+            self._masks(recogniser, node)
         return []
+
+    def _masks(self, recogniser: Recogniser, node: fx.Node) -> None:
+        """Reports an attention by what its masks are made of."""
+        value, masks = self.view.value(node), dict.fromkeys(recogniser.given)
+        if value is not None and value.func in _SOFTMAXES:
+            masks |= Masked(self.view, value.args[0]).masks
+        close, chosen = recogniser.close, by_choice(masks)
+        if chosen is not None or close:
+            self._miss(*((_OTHER, close[-1]) if chosen is None else (_THRESHOLD, chosen)), node)
+            return
+        reason, origin = unknown(self.view, masks, recogniser.shape)
+        self._miss(reason, origin, node, ordinary=reason is not OPAQUE)
 
     def _picked(self, recognise: Callable[[Recogniser], Found], node: fx.Node, known: int) -> Found | None:
         """Returns the attention over gathered keys at ``node``.
@@ -254,11 +269,10 @@ class Search:
                 if data.value.func in VIEWS:
                     reason = "the heads of the mask are in another order than those of K"
                 self._miss(reason, data.value, node)
-            elif recogniser.queries != ONE and recogniser.queries in _rows(data.ref):
-                learned = data.value.node is not None and self.view.flows(data.value.node)
-                self._miss(_LEARNED if learned else _OPAQUE, data.value, node, ordinary=learned)
         except Unsupported:
-            if recogniser.close:
+            if (chosen := by_choice(recogniser.given)) is not None:
+                self._miss(_THRESHOLD, chosen, node)
+            elif recogniser.close:
                 self._miss("the mask is not a union of ranges of keys", recogniser.close[-1], node)
         except NotOurs as different:
             if different.reason and recogniser.close:
@@ -278,39 +292,30 @@ class Search:
         value = self.view.value(node)
         if value is None or value.func not in _SOFTMAXES:
             return []
+        self.softmaxes.add(value.args[0])
         again = renormalised(self.view, value, node)
-        if again is not None and (masks := masks_of(self.view, value.args[0], again.guards)) is not None:
-            self._miss(_RENORMALISED, again.result, node, ordinary=not masks.seen)
+        if again is not None:
+            self._unrouted(_RENORMALISED, again.result, node, Masked(self.view, value.args[0], again.guards))
             return []
         weights = Weights(self.view, value, node)
         known = len(self.misses)
         found = self._weighed(node, value, weights)
         if not found and len(self.misses) == known:
-            self._unseen(node, value.args[0])
+            self._unseen(node, value.args[0], weights)
         return found
 
-    def _unseen(self, node: fx.Node, scores: Value) -> None:
+    def _unseen(self, node: fx.Node, scores: Value, weights: Weights) -> None:
         """Reports a softmax whose scores or weights cannot be followed."""
         picked = picked_scores(scores)
         if picked is not None:
             self._miss(_PICKED, picked, node)
-            return
-        scores, cut = behind(self.view, scores)
-        masks = masks_of(self.view, scores)
-        if masks is None and (inner := before_change(scores)) is not None:
-            cut, masks = scores, masks_of(self.view, behind(self.view, inner)[0])
-        if masks is not None:
-            self._miss(_CHANGED if cut is None else _CUT, cut, node, ordinary=not masks.seen)
+        elif weights.over_keys:
+            masked = Masked(self.view, scores)
+            self._unrouted(*(masked.why or weights.why), node, masked)
 
     def _weighed(self, node: fx.Node, value: Value, weights: Weights) -> list[Found]:
         """Returns the attention that uses the weights of the softmax ``value``."""
         if len(weights.outs) != 1:
-            recogniser = Recogniser(self.values, self.zero_rows)
-            count = len(weights.outs) or "no"
-            reason = f"the attention weights go into {count} products with V; expected one"
-            selects = recogniser.selects(value.args[0], value.args[1])
-            if recogniser.given:
-                self._miss(reason, value, node, ordinary=not selects)
             return []
         found = self._tried(lambda recogniser: recogniser.written(weights), node)
         if found and weights.dropped is not None:
@@ -350,11 +355,6 @@ class Search:
             if node is not None and any(u not in inside and u in self.view.live for u in node.users):
                 return node
         return None
-
-
-def _rows(ref: Ref) -> list[Size]:
-    """Returns the sizes of the variables, other than keys, that an element depends on."""
-    return [v.size for v in variables_of(ref) if not isinstance(v, Key)]
 
 
 def orders(one: Found) -> list[tuple[Ref, list[Var]]]:

@@ -6,20 +6,18 @@ They are written out as exp(scores) over a sum, or their scores pass through som
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import Ref, aten, whole
+from mhc_inductor.routing.graph.expressions import aten, whole
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported
-from mhc_inductor.routing.graph.linear import variables_of
-from mhc_inductor.routing.graph.values import Value, name_of, values_in
+from mhc_inductor.routing.graph.values import Value, behind, name_of, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.index.formula import has_product
-from mhc_inductor.routing.operators.selection.elements import MULTIPLY, SHOWN, constant_of, operand
+from mhc_inductor.routing.operators.selection.elements import MULTIPLY, SHOWN, constant_of
+from mhc_inductor.routing.operators.selection.masked import LOGS, MAXIMA, Masked
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import NotOurs
 from mhc_inductor.routing.operators.selection.operands import Scaled, dot
@@ -27,14 +25,11 @@ from mhc_inductor.routing.operators.selection.scatters import GATHERS
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, is_scores
 from mhc_inductor.routing.operators.selection.weights import REACH, Weights
 
-_LOOK = 256  # values that a search visits
 _NAMES = ("exp", "exp_", "exp2", "exp2_", "special_exp2", "expm1", "special_expm1", "pow")
 _POWERS = {aten.exp.default: 0, aten.exp2.default: 0, aten.expm1.default: 0, aten.pow.Scalar: 1}
 """Exponential ops, and which argument is the exponent."""
 _CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.kthvalue.default)
 _SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.linalg_vector_norm.default)
-_LOGS = (aten.logsumexp.default, aten._log_softmax.default)
-_MAXIMA = (aten.amax.default, aten.max.dim, *_LOGS)
 _FACTORS = (*MULTIPLY, aten.div.Tensor, aten.div.Scalar)
 
 
@@ -43,10 +38,21 @@ def is_power(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method") and name_of(node) in _NAMES
 
 
-def masked_softmax(view: View, node: fx.Node) -> bool | None:
-    """Returns whether keys are selected from data, by masks or a gather, in the softmax whose exponential is ``node``.
+def is_log(node: fx.Node) -> bool:
+    """Checks whether a node is a log_softmax or a logsumexp."""
+    return node.op in ("call_function", "call_method") and name_of(node) in ("log_softmax", "logsumexp")
 
-    Returns None if the node is not part of a softmax, or if no mask is on the scores.
+
+def logged(view: View, node: fx.Node) -> Value | None:
+    """Returns the scores of which a node takes the logarithm of a softmax or of its sum."""
+    top = _maximum(view.value(node))
+    return top.args[0] if top is not None and top.func in LOGS else None
+
+
+def masked_softmax(view: View, node: fx.Node) -> Masked | None:
+    """Returns what hides scores in the softmax whose exponential is ``node``.
+
+    Returns None if the node is not part of a softmax.
     """
     value = view.value(node)
     if value is None or value.func not in _POWERS or not value.shape:
@@ -55,33 +61,7 @@ def masked_softmax(view: View, node: fx.Node) -> bool | None:
     weights = Weights(view, value, node)
     if not (summed or _is_summed(view, weights)):
         return None
-    guards = [(g.mask, g.want, at) for at, g in weights.known.items() if g.mask is not None]
-    scores, _ = behind(view, scores)
-    masks = masks_of(view, scores, guards)
-    return None if masks is None else bool(masks.seen) or gathered_keys(scores) is not None
-
-
-def behind(view: View, scores: Value) -> tuple[Value, Value | None]:
-    """Returns the scores behind calls that routing cannot see through (hooks, in-place steps).
-
-    Also returns the result of the last such call, or None.
-    """
-    cut = None
-    for _ in range(REACH):
-        of = _given(view, scores) if scores.func is None else None
-        if of is None:
-            break
-        scores, cut = of, cut or scores
-    return scores, cut
-
-
-def _given(view: View, result: Value) -> Value | None:
-    """Returns the argument, of the result's shape, of the call that made a tensor or a tuple with it; else None."""
-    call = result.node
-    if call is not None and call.target is operator.getitem:
-        call = call.all_input_nodes[0]
-    values = map(view.value, call.all_input_nodes) if call is not None else ()
-    return next((v for v in values if v is not None and v.shape == result.shape), None)
+    return Masked(view, scores, [g.mask for g in weights.known.values() if g.mask is not None])
 
 
 def _exponent(value: Value) -> tuple[Value, bool]:
@@ -100,7 +80,7 @@ def _exponent(value: Value) -> tuple[Value, bool]:
         elif func in MULTIPLY and constant_of(args[0]) is not None:
             value = args[1]
         elif func in (aten.sub.Tensor, aten.add.Tensor) and (top := _maximum(args[1])) is not None:
-            value, summed = args[0], summed or top.func in _LOGS
+            value, summed = args[0], summed or top.func in LOGS
         else:
             return value, summed
 
@@ -111,7 +91,7 @@ def _maximum(value: object) -> Value | None:
     for _ in range(REACH):
         at = todo.pop(0) if todo else None
         if isinstance(at, Value):
-            if at.func in _MAXIMA:
+            if at.func in MAXIMA:
                 return at
             if at.func is not None and dot(whole(at)) is None:
                 todo += at.args
@@ -163,7 +143,7 @@ def _from_data(value: Value) -> bool:
         given = at.func is None and not at.dtype.is_floating_point
         return at.func in _CHOICES or (given and min(map(_rank, (at, value))) > 2)
 
-    return _behind(value, chosen) is not None
+    return any(map(chosen, behind(value)))
 
 
 def _rank(value: Value) -> int:
@@ -173,7 +153,7 @@ def _rank(value: Value) -> int:
 
 def by_choice(masks: Iterable[Value]) -> Value | None:
     """Returns the first mask that is computed from values that a topk or sort returns; None without one."""
-    return next((m for m in masks if _behind(m, lambda at: at.func in _CHOICES and at.out == 0) is not None), None)
+    return next((m for m in masks if any(at.func in _CHOICES and at.out == 0 for at in behind(m))), None)
 
 
 def picked_scores(scores: Value) -> Value | None:
@@ -184,50 +164,3 @@ def picked_scores(scores: Value) -> Value | None:
         return at if fill is not None and fill <= -1e4 and has_product(at.args[3]) else None
     picks = at.func is aten.gather.default or (at.func is aten.topk.default and at.out == 0)
     return at if picks and has_product(at.args[0]) else None
-
-
-def _behind(value: Value, wanted: Callable[[Value], bool]) -> Value | None:
-    """Returns the nearest value that ``value`` is computed from and that is ``wanted``, itself included; else None."""
-    todo, seen = [value], {value}
-    while todo and len(seen) < _LOOK:
-        at = todo.pop(0)
-        if wanted(at):
-            return at
-        below = [a for a in values_in(at.args) if a not in seen]
-        todo += below
-        seen.update(below)
-    return None
-
-
-def masks_of(view: View, value: Value, guards: Iterable[tuple[Value, bool, Value]] = ()) -> Masks | None:
-    """Returns the masks that hide some of the scores ``value``; None if nothing hides any.
-
-    ``guards``: masks on the exponentials, each as (mask, the truth value that keeps an element, the masked result).
-    """
-    if not value.shape or not is_scores(whole(value)):
-        return None
-    masks = Masks(view.values.fixed, view.values.hints)
-    ref, given = at_key(value, -1), list[Value]()
-    sides: list[Ref] = []
-    with contextlib.suppress(NotOurs, Unsupported, DynamicWidth, Mismatch):
-        scores = Scores(ref, masks, [], given)
-        sides += [x for _, *each, _ in scores.products for x in each]
-        scores.keys()
-    hidden = any(_hides(mask, ref, sides, masks) for mask in given)
-    for mask, want, of in guards:
-        hidden = True
-        with contextlib.suppress(Unsupported, DynamicWidth, Mismatch):
-            masks.truth(operand(mask, Ref(of, ref.index)), want)
-    return masks if hidden else None
-
-
-def _hides(mask: Value, ref: Ref, sides: list[Ref], masks: Masks) -> bool:
-    """Checks whether a tensor that is filled into scores or added to them is a mask, not a product's bias."""
-    if mask.dtype is torch.bool:
-        return True
-    with contextlib.suppress(Unsupported):
-        return min(masks.possible(mask), default=0.0) <= -1e4
-    # A tensor of unknown contents is a mask if it varies with the query, which K does not, and with the key.
-    own = {v for i, size in zip(ref.index[::-1], mask.shape[::-1], strict=False) if size != ONE for v in i.variables()}
-    pairs = zip(*(map(variables_of, each) for each in (sides[::2], sides[1::2])), strict=True)
-    return any(own & (q - k) and own & (k - q) for q, k in pairs)

@@ -27,6 +27,7 @@ from mhc_inductor.routing.operators.selection.elements import (
 )
 from mhc_inductor.routing.operators.selection.operands import dot, keeps_16_bits
 
+_CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
 REACH = 16
 """Limit on the nodes examined around a softmax."""
 
@@ -104,6 +105,25 @@ class Weights:
         self.outs: list[Value] = []
         self.dropped: Value | None = None
         view.descendants([node], self._passes, REACH)
+
+    @property
+    def why(self) -> tuple[str, Value | None]:
+        """Returns what is not as expected of the way to V, and the value where that is."""
+        if len(self.outs) == 1:
+            return _CHANGED, None
+        count = f"{len(self.outs)} products with V" if self.outs else "no products with V that routing can follow"
+        return f"the attention weights go into {count}; expected one", self.softmax
+
+    @property
+    def over_keys(self) -> bool:
+        """Checks that no product with V sums over another dim than the softmax."""
+        for out in self.outs:
+            *sides, bound = dot(peel(whole(out)))  # type: ignore[misc]
+            traced = next((t for t in map(self.traced, sides) if t is not None), None)
+            dim = self.softmax.args[1]
+            if traced is not None and not traced.ref.index[dim].variables() & {*bound}:
+                return False
+        return True
 
     def _passes(self, user: fx.Node) -> bool:
         """Records what ``user`` makes of the weights. Returns whether its users are to be followed."""

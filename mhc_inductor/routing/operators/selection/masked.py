@@ -1,0 +1,179 @@
+"""Finds what hides scores of a softmax, whatever lies between the products of q and k and the softmax."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from mhc_inductor.routing.graph.expressions import aten, whole
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported
+from mhc_inductor.routing.graph.values import LOOKED_AT, OUTSIDE, Value, behind, values_in
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.operators.index.formula import is_parameter, projects
+from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, MULTIPLY, SHOWN, SUB, constant_of
+from mhc_inductor.routing.operators.selection.fills import SOURCES, PossibleValues
+from mhc_inductor.routing.operators.selection.masks import Masks
+from mhc_inductor.routing.operators.selection.operands import DIVIDE, dot, products
+from mhc_inductor.routing.operators.selection.scores import CHANGES, OTHER_LOGITS, at_key
+
+LOGS = (aten.logsumexp.default, aten._log_softmax.default)
+MAXIMA = (aten.amax.default, aten.max.dim, *LOGS)
+_ENDS = {*MAXIMA, aten._softmax.default, aten._safe_softmax.default, aten.topk.default, aten.sort.default}
+"""Ops whose results are no scores: what stands above them is another formula."""
+_PLAIN = {*SHOWN, *FILLS, *ADD, *SUB, aten.where.self}
+_JOINED = (aten.cat.default, aten.stack.default)
+_FACTORS = (*MULTIPLY, *DIVIDE)
+_WORDS = {
+    **CHANGES,
+    **dict.fromkeys(MULTIPLY, "multiplied by a tensor"),
+    **dict.fromkeys(DIVIDE, "divided by a tensor"),
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor), "added to other scores"),
+    aten.where.self: "chosen from several",
+    aten.constant_pad_nd.default: "padded",
+    aten.slice_scatter.default: "written to slices of a tensor",
+    aten.neg.default: "negated",
+}
+
+ORDINARY = "the mask depends on positions or padding alone (causal, sliding, documents), not on selected keys: left to torch.compile"
+LEARNED = "a tensor that is trained is added to the scores; expected masks, whose values are 0 or at most -1e4"
+OPAQUE = (
+    "the mask comes from a tensor whose contents routing cannot see (an argument, a buffer, what another op or graph "
+    "returns), and which may have an element for each query and key; expected a mask that is computed in the same graph "
+    "from starts and ends, blocks or indices of keys"
+)
+_CUT = "a hook, or a step that is neither a mask nor a scale, lies between the masked scores and their softmax"
+
+
+def selecting(given: Iterable[Value], masks: Masks) -> list[Value]:
+    """Returns the masks whose visible keys are known to depend on tensor values, each evaluated on its own."""
+    for value in given:
+        ref = at_key(value, -1) if value.shape else whole(value)
+        with contextlib.suppress(Unsupported, Mismatch, DynamicWidth):
+            _ = masks.truth(ref) if value.dtype is torch.bool else masks.additive(ref)
+    return [*masks.seen]
+
+
+def unknown(view: View, masks: Iterable[Value], scores: Sequence[Size]) -> tuple[str, Value | None]:
+    """Returns why masks of scores of this shape are not known to be ordinary, and the tensor that they come from.
+
+    The reason is :data:`ORDINARY` if they are computed from positions and from a number or a flag for each token, and
+    :data:`LEARNED` if the others are trained, and so are no masks.
+    """
+    found: tuple[str, Value | None] = ORDINARY, None
+    for mask in masks:
+        origin = _origin(mask, scores, view.values.sizes)
+        if origin is None:
+            continue
+        trained = mask.dtype.is_floating_point and mask.node is not None and view.flows(mask.node)
+        if not trained and not is_parameter(origin):
+            return OPAQUE, origin
+        found = LEARNED, origin
+    return found
+
+
+def _origin(mask: Value, scores: Sequence[Size], sizes: Mapping[str, int]) -> Value | None:
+    """Returns the nearest tensor behind a mask that may say for each query which keys it sees, None without one."""
+    for met, at in enumerate(behind(mask), 1):
+        random = torch.Tag.nondeterministic_seeded in getattr(at.func, "tags", ())
+        if random or met == LOOKED_AT or (at.func in (None, OUTSIDE) and not _per_token(at, scores, sizes)):
+            return at
+    return None
+
+
+def _per_token(value: Value, scores: Sequence[Size], sizes: Mapping[str, int]) -> bool:
+    """Checks whether a tensor holds at most a number for each token of each sequence: positions, padding, documents."""
+    own = scores[1:] if len(scores) > 2 else scores
+    longest = sorted(own, key=lambda s: s.factor * math.prod(sizes.get(x, 1) for x in s.symbols))[-2:]
+    *lead, last = value.shape or (ONE,)
+    if len(lead) > 1 or (lead and lead[0] in longest and lead[0] != ONE):
+        return False
+    one_query = ONE in own[:-1] and last in longest and value.shape
+    return not one_query or not (value.dtype is torch.bool or value.dtype.is_floating_point)
+
+
+class Masked:
+    """What hides some of the scores that a softmax is taken of.
+
+    ``masks``: the tensors that do, ``guards`` on the weights among them. ``hidden``: whether anything does.
+    """
+
+    def __init__(self, view: View, scores: Value, guards: Iterable[Value] = ()) -> None:
+        self.view = view
+        self.scores = scores
+        self.masks: dict[Value, None] = dict.fromkeys(guards)
+        self.hidden = bool(self.masks)
+        self._possible = PossibleValues()
+        self._known: dict[Value, bool] = {}
+        self.hidden = self._has_products(scores) and self.hidden
+
+    @property
+    def ordinary(self) -> bool:
+        """Checks whether all masks are known to be none of selected keys."""
+        masks = Masks(self.view.values.fixed, self.view.values.hints)
+        return not selecting(self.masks, masks) and unknown(self.view, self.masks, self.scores.shape)[0] is not OPAQUE
+
+    @property
+    def why(self) -> tuple[str, Value | None] | None:
+        """Returns how the scores differ from masked products of q and k, and the value where they do; else None."""
+        at = self.scores
+        while products(whole(at)) is None:
+            below = [a for a in self._sources(at) if isinstance(a, Value) and self._known.get(a)]
+            scaled = at.func in _FACTORS and any(constant_of(a) is not None for a in at.args[:2])
+            if at.func is None:
+                return _CUT, at
+            if at.func in _JOINED:
+                return OTHER_LOGITS, at
+            if len(below) != 1 or not (scaled or at.func in _PLAIN):
+                changed = _WORDS.get(at.func) or f"changed by {at.func.__name__.partition('.')[0]}"
+                return f"the scores are {changed}; expected scale * q @ k, and masks", at
+            at = below[0]
+        return None
+
+    def _sources(self, at: Value) -> list[object]:
+        """Returns what the elements of a value are taken from, numbers included."""
+        if at.func is None:
+            return [a for a in (given(self.view, at),) if a is not None]
+        return [*SOURCES[at.func](at)] if at.func in SOURCES else [*values_in(at.args)]
+
+    def _has_products(self, at: Value) -> bool:
+        """Returns whether products of q and k are behind a value, and takes in what hides some of them."""
+        if at in self._known or len(self._known) >= LOOKED_AT:
+            return self._known.get(at, False)
+        self._known[at] = False
+        if at.func in _ENDS or not at.dtype.is_floating_point:
+            return False
+        product = dot(whole(at))
+        if product is not None:
+            self._known[at] = not any(projects(x.value) for x in product[:2])
+            return self._known[at]
+        sources = self._sources(at)
+        scores = [a for a in sources if isinstance(a, Value) and self._has_products(a)]
+        self._known[at] = bool(scores)
+        if scores and any(self._hides(a, at) for a in sources if a not in scores):
+            self.hidden = True
+            self.masks.update(dict.fromkeys(a for a in values_in(at.args) if a not in scores))
+        return self._known[at]
+
+    def _hides(self, a: object, at: Value) -> bool:
+        """Checks whether an operand next to scores lowers or replaces some of them."""
+        with contextlib.suppress(Unsupported):
+            return max(map(abs, self._possible(a)), default=0.0) >= 1e4
+        # A tensor of unknown contents is a mask if it varies with the query, which K does not, and with the key.
+        return at.func in (*ADD, *SUB) and isinstance(a, Value) and ONE not in (ONE, *a.shape)[-2:]
+
+
+def given(view: View, result: Value) -> Value | None:
+    """Returns the argument, of the result's shape, of the call that made a tensor or a tuple with it; else None.
+
+    Routing cannot see through such a call: a hook, or a step in place.
+    """
+    call = result.node
+    if call is not None and call.target is operator.getitem:
+        call = call.all_input_nodes[0]
+    values = map(view.value, call.all_input_nodes) if call is not None else ()
+    return next((v for v in values if v is not None and v.shape == result.shape), None)
