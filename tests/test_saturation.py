@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import mhc_inductor
+from mhc_inductor.ops import selection_cpu_core
 from mhc_inductor.ops.registry import call
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -173,3 +174,53 @@ def test_gradients_of_saturated_e79_gates(end, bias, device):
         assert error <= 2 * bar + 1e-6 * want.abs().max() + 1e-12, (key, error, bar)
     if end > 0:
         assert got["b_s"].abs().max() < 1e-9 < 1e-3 < got["kvqm"].abs().max()
+
+
+@pytest.mark.parametrize("form", ["formulas", "C++", "compiled"])
+@pytest.mark.parametrize(("scale", "equal"), [(1.0, False), (30.0, False), (100.0, True), (1000.0, True)])
+@pytest.mark.parametrize("sink", [None, -50.0, 2.0])
+def test_gradients_of_attention_with_large_scores(form, scale, equal, sink, device, monkeypatch):
+    """Allows the rounding of a large lse relative to a gradient, not to the terms that it is the difference of.
+
+    With equal keys and values a query's weights have no gradient.
+    """
+    torch._dynamo.reset()
+    monkeypatch.setattr(selection_cpu_core, "LEAST", 0 if form == "C++" else 2**40)
+    g = torch.Generator().manual_seed(7)
+    q, k, v, up = (
+        torch.randn(*s, generator=g) for s in ((1, 8, 1, 2, 8), (1, 1, 16, 8), (1, 1, 16, 8), (1, 8, 1, 2, 8))
+    )
+    if equal:
+        k, v = (t[:, :, :1].expand_as(t).clone() for t in (k, v))
+    q, ranges = q * scale, torch.tensor([0, 16], device=device).expand(1, 8, 1, 1, 2)
+    logits = None if sink is None else torch.full((1, 2), sink, device=device)
+
+    def weights(q: Tensor, k: Tensor) -> Tensor:
+        scores = torch.einsum("bsghd,bgtd->bsght", q, k) * 8**-0.5
+        rest = [] if sink is None else [torch.full_like(scores[..., :1], sink)]
+        return torch.softmax(torch.cat([scores, *rest], -1), -1)[..., :16]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return mhc_inductor.selection_attention(q, k, v, ranges, sink=logits)
+
+    def gradients(fn: Callable[..., Tensor], dtype: torch.dtype, to: str = "cpu") -> tuple[Tensor, ...]:
+        leaves = [t.to(to, dtype, copy=True).requires_grad_() for t in (q, k, v)]
+        found = torch.autograd.grad(fn(*leaves), leaves, up.to(to, dtype))
+        return tuple(t.cpu().double() for t in found)
+
+    def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("bsght,bgtd->bsghd", weights(q, k), v)
+
+    want, plain = gradients(formula, F64), gradients(formula, F32)
+    got = gradients(torch.compile(attention) if form == "compiled" else attention, F32, device)
+    p, dp = weights(q.double(), k.double()), torch.einsum("bsghd,bgtd->bsght", up.double(), v.double())
+    scores = torch.einsum("bsghd,bgtd->bsght", q, k).abs().max() * 8**-0.5
+    difference = p * (dp - (p * dp).sum(-1, keepdim=True)).abs()
+    for key, order, factor in (("q", "bsght,bgtd->bsghd", k), ("k", "bsght,bsghd->bgtd", q)):
+        at = "qk".index(key)
+        terms, left = (
+            torch.einsum(order, t, factor.double().abs()).max() * 8**-0.5 for t in (p * dp.abs(), difference)
+        )
+        bar = 2 * (plain[at] - want[at]).abs().max() + 1e-6 * terms + 1.2e-7 * (scores + 10) * left
+        error = (got[at] - want[at]).abs().max()
+        assert error <= bar, (key, error, bar)
