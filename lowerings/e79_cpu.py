@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,29 +38,53 @@ def _step(S: Tensor, M: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Ten
     return S, M, _row_sums(S, q)
 
 
-def e79_scan(
-    kvqm: Tensor, b_s: Tensor | None, b_m: Tensor | None, S0: Tensor | None, M0: Tensor | None, segment: int
-) -> Any:
-    """Decomposes the op for Inductor; returns NotImplemented where the generated code should call the op.
+def e79_scan(*args: Any) -> Any:
+    """Decomposes the op for Inductor if it is a single step, or in a package, which runs without Python.
 
-    That is on other devices than a CPU, with checkpoints, and if a symbolic size is not a plain symbol. A package, which
-    runs without Python, has no backward, so that nothing reads its checkpoints: they are NaN.
+    Else returns NotImplemented, which keeps the op: torch's caches refuse a graph with a loop, so :func:`expand` puts the
+    loop there after they were asked.
 
     Raises:
         RuntimeError: in a package, if a symbolic size is not a plain symbol.
     """
-    packaged = compat.packaging_formulas()
-    shapes = [t.shape for t in (kvqm, b_s, b_m, S0, M0) if t is not None]
-    sizes = list({str(size): size for shape in shapes for size in shape if not isinstance(size, int)}.values())
-    # Inductor's loop cannot find the values of symbols inside an expression.
-    plain = all(compat.is_symbol(size) for size in sizes)
-    if packaged and not plain:
-        raise RuntimeError(
-            f"mhc_inductor: e79_scan in a package for a CPU has the size {next(s for s in sizes if not compat.is_symbol(s))}; "
-            "its loop takes sizes that are dynamic by themselves or static: export the model with such sizes"
-        )
-    if not packaged and (kvqm.device.type != "cpu" or segment != 0 or not plain):
-        return NotImplemented
+    kvqm, segment = args[0], args[5]
+    if compat.packaging_formulas():
+        compound = next((size for size in _sizes(args) if not compat.is_symbol(size)), None)
+        if compound is not None:
+            raise RuntimeError(
+                f"mhc_inductor: e79_scan in a package for a CPU has the size {compound}; "
+                "its loop takes sizes that are dynamic by themselves or static: export the model with such sizes"
+            )
+        return _formula(*args)
+    return _formula(*args) if kvqm.device.type == "cpu" and segment == 0 and kvqm.shape[0] == 1 else NotImplemented
+
+
+def expand(graph: torch.fx.Graph) -> None:
+    """Replaces ops by loops in a graph that Inductor is about to lower.
+
+    The generated code calls those that stay: on other devices than a CPU, with checkpoints, and if a symbolic size is
+    not a plain symbol.
+    """
+    op = torch.ops.mhc_inductor.e79_scan.default
+    for node in graph.find_nodes(op="call_function", target=op):
+        args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
+        if args[0].device.type == "cpu" and args[5] == 0 and all(map(compat.is_symbol, _sizes(args))):
+            compat.replace_by_traced(node, _formula)
+
+
+def _sizes(args: Sequence[Any]) -> list[Any]:
+    """Returns the symbolic sizes among the arguments' shapes, each once."""
+    sizes = (size for t in args if isinstance(t, Tensor) for size in t.shape if not isinstance(size, int))
+    return list({str(size): size for size in sizes}.values())
+
+
+def _formula(
+    kvqm: Tensor, b_s: Tensor | None, b_m: Tensor | None, S0: Tensor | None, M0: Tensor | None, segment: int
+) -> tuple[Tensor, ...]:
+    """Computes the op by a loop, whose symbolic sizes must be plain symbols: Inductor's loop finds no other values.
+
+    Checkpoints and gates are NaN: nothing reads them, since a package has no backward.
+    """
     # Concatenated, because the loop would copy each view among its inputs in every step.
     x = torch.cat((*vectors(kvqm), biases(kvqm, b_s), biases(kvqm, b_m)), -1)
     S, M = initial(kvqm, S0), initial(kvqm, M0)
@@ -67,7 +92,7 @@ def e79_scan(
         S, M, y = _step(S, M, x[0])
         y = y.unsqueeze(0)
     else:
-        S, M, y = compat.scan(_step, (S, M), (x,), sizes)
+        S, M, y = compat.scan(_step, (S, M), (x,), _sizes((kvqm, b_s, b_m, S0, M0)))
         y = torch.ops.mhc_inductor_internal.loop_output.default(y) if compat.in_package() else y
     out = (y * y * torch.sigmoid(y)).to(kvqm.dtype)
     return out, S, M, *_unread(S, kvqm.shape[0], segment)

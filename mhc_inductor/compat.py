@@ -932,6 +932,25 @@ def scan(step: Callable[..., Any], state: Sequence[Any], inputs: Sequence[Any], 
     return scan_op(step, list(state), list(inputs), tuple(sizes))
 
 
+def replace_by_traced(node: Any, fn: Callable[..., Sequence[Any]]) -> None:
+    """Replaces a node of a graph in Inductor by the nodes that ``fn`` runs on its arguments, by Inductor's pattern matcher.
+
+    Args:
+        node: a call whose results are read by getitems.
+        fn: returns as many results as the call.
+    """
+    from torch._inductor.pattern_matcher import CallFunctionVarArgs
+
+    nodes = node.all_input_nodes
+
+    def run(*values: Any) -> Any:
+        of = dict(zip(nodes, values, strict=True))
+        return fn(*torch.fx.map_arg(node.args, of.__getitem__))
+
+    match: Any = CallFunctionVarArgs(node.target).match(node)
+    match.replace_by_example(run, nodes, run_functional_passes=False)
+
+
 def expression(size: Any) -> Any:
     """Returns the sympy expression of a torch.SymInt."""
     return size.node.expr

@@ -126,7 +126,10 @@ def _layout(node: torch.fx.Node) -> Any:
 
 def post_grad(graph: torch.fx.Graph) -> None:
     """Runs this package's passes on a forward or backward graph."""
+    from mhc_inductor.lowerings import e79_cpu
+
     split_calls(graph)
+    e79_cpu.expand(graph)
     compat.counters()["dx_acc folded"] += fold_dx_acc(graph)
 
 

@@ -273,20 +273,25 @@ class Worker {
         constexpr T none = -std::numeric_limits<T>::infinity();
         scores<T, HB>(x.data(), k, a.k_strides[2], a.key_width, keys.at, n, T(a.scale), none, p.data());
         scores<T, HB>(up.data(), v, a.v_strides[2], a.value_width, keys.at, n, T(1), T(0), grad.data());
-        T total[HB] = {}, lse[HB] = {}, dlse[HB] = {}, sum[HB];
+        T total[HB] = {}, lse[HB] = {}, dlse[HB] = {}, sum[HB], whole[HB];
         std::copy_n(static_cast<const T*>(a.total) + at, count, total);
         std::copy_n(static_cast<const T*>(a.row_lse) + at, count, lse);
         if (a.dlse) std::copy_n(static_cast<const T*>(a.dlse) + at, count, dlse);
         const Vec<T> shift = repeated<T, HB>(total), shift_lse = repeated<T, HB>(lse), factor = repeated<T, HB>(dlse);
-        Vec<T> delta = {};
+        Vec<T> delta = {}, added = {};
         if (a.dlse) second.resize(p.size());
         for (int64_t i = 0; i < n * HB; i += W) {
             const Vec<T> t = load(p.data() + i), e = exponential(t - shift);
             if (a.dlse) store(second.data() + i, factor * exponential(t - shift_lse));
             store(p.data() + i, e);
             delta += e * load(grad.data() + i);
+            added += e;
         }
         by_head<T, HB>(delta, sum, [](T a, T b) { return a + b; });
+        by_head<T, HB>(added, whole, [](T a, T b) { return a + b; });
+        // A large total is rounded, and all p with it: what they add to is 1 where no sink takes a share.
+        for (int i = 0; i < count; i++)
+            if (total[i] == lse[i] && whole[i] > T(0)) sum[i] /= whole[i];
         delta = repeated<T, HB>(sum);
         for (int64_t i = 0; i < n * HB; i += W) {
             Vec<T> e = load(p.data() + i) * (load(grad.data() + i) - delta);

@@ -118,8 +118,8 @@ def mhc_post_pre_backward(
     Source: derived from arXiv 2512.24880, equations 3 and 14 to 19.
     """
     d = pre_logit_gradients(
-        collapse_dots(dh_in, x_out), dnext_post, dnext_res, phi, alpha, bias, h_pre, next_post, h_mix, inv_rms,
-        norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
+        collapse_dots(dh_in, x_out), dnext_post, dnext_res, phi, alpha, bias, h_pre, h_mix, inv_rms,
+        norm_eps, post_mult, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
     )  # fmt: skip
     return _through_post(
         d, dx_out, dh_in, x, f_out, h_post, h_res, transpose_res, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms,
@@ -186,7 +186,7 @@ def mhc_post_head_backward(
         ``(dx, df, dh_post, dh_res, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype. dh_res has
         shape [0] without h_res, dgamma without gamma.
     """
-    d = [head_logit_gradient(collapse_dots(dh_in, x_out), h_pre, hc_eps)]
+    d = [head_logit_gradient(collapse_dots(dh_in, x_out), alpha, bias, h_mix, inv_rms, norm_eps, norm_form)]
     return _through_post(
         d, dx_out, dh_in, x, f_out, h_post, h_res, transpose_res, x_out, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms,
         norm_eps, norm_form,

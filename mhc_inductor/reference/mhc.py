@@ -61,6 +61,14 @@ def _norm_slope(dinv: Tensor, factor: Tensor, inv_rms: Tensor, norm_form: str) -
     return torch.where(inv_rms > 0, dinv * factor * (factor / inv_rms), 0.0)
 
 
+def _logits(
+    h_mix: Tensor, factor: Tensor, alpha: Tensor, bias: Tensor, part: int, first: int, last: int | None
+) -> Tensor:
+    """Returns ``alpha[part] * z + bias`` for the rows ``first`` to ``last`` of phi, where the forward's logits are."""
+    z = h_mix[..., first:last] * factor.unsqueeze(-1)
+    return alpha[part].to(z.dtype) * z + bias[first:last].to(z.dtype)
+
+
 def _project(v: Tensor, phi: Tensor, gamma: Tensor | None) -> Tensor:
     """Returns ``h_mix = (v * vec(gamma)) @ phi.T`` [..., m]."""
     weighted = v if gamma is None else v * gamma.flatten().to(v.dtype)
@@ -97,14 +105,12 @@ def coefficients(
     n = x.shape[-2]
     v, factor, inv_rms = _norms(x, norm_eps, norm_form)
     h_mix = _project(v, phi, gamma)
-    z = h_mix * factor.unsqueeze(-1)
-    a, b = alpha.to(v.dtype), bias.to(v.dtype)
-    h_pre = torch.sigmoid(a[0] * z[..., :n] + b[:n]) + hc_eps
-    h_post = post_mult * torch.sigmoid(a[1] * z[..., n : 2 * n] + b[n : 2 * n]) + post_eps
+    h_pre = torch.sigmoid(_logits(h_mix, factor, alpha, bias, 0, 0, n)) + hc_eps
+    h_post = post_mult * torch.sigmoid(_logits(h_mix, factor, alpha, bias, 1, n, 2 * n)) + post_eps
     if phi.shape[0] == 2 * n:
-        h_res = z.new_empty((*x.shape[:-2], 0, 0))
+        h_res = h_mix.new_empty((*x.shape[:-2], 0, 0))
     else:
-        logits = (a[2] * z[..., 2 * n :] + b[2 * n :]).unflatten(-1, (n, n))
+        logits = _logits(h_mix, factor, alpha, bias, 2, 2 * n, None).unflatten(-1, (n, n))
         h_res = _sinkhorn(logits, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
     return h_pre, h_post, h_res, h_mix, inv_rms
 
@@ -197,14 +203,16 @@ def mhc_pre_backward(
     ::
 
         dh_pre[i] = <dh_in, x[i]>                          # over D
-        s = h_pre - hc_eps ; d_pre = dh_pre*s*(1-s)
-        h = h_post - post_eps ; d_post = dh_post*h*(1 - h/post_mult)
+        l = alpha[0]*z_pre + b_pre ; d_pre = dh_pre * sigmoid(l)*sigmoid(-l)
+        l = alpha[1]*z_post + b_post ; d_post = dh_post * post_mult * sigmoid(l)*sigmoid(-l)
         d_res = dh_res through the sinkhorn iterations, back to the logits
         dbias = sum_t d ; dalpha[k] = sum_t <d_k, z_k> ; dz = alpha (x) d ; dh_mix = dz * inv_rms
         dinv  = <dz, h_mix>
         dv    = vec(gamma) * (dh_mix @ phi) + vec(h_pre (x) dh_in) - dinv * inv_rms**3 / (n*D) * v
         G     = sum_t dh_mix_t (x) v_t                     # [m, n*D]: one reduction over tokens
         dphi  = G * vec(gamma) ;  dgamma = sum_j phi[j] * G[j]
+
+    sigmoid(-l) is ``1 - sigmoid(l)`` with all digits: a gate at 1, hc_eps added and subtracted again, would have a gradient.
 
     With ``norm_form="outside"``, inv_rms**3 in dv is ``inv_rms**2 / rms`` instead, and that term is 0 where all of v is 0,
     as the gradient of a vector norm is.
@@ -219,8 +227,8 @@ def mhc_pre_backward(
     Source: derived from arXiv 2512.24880, equations 14 to 19.
     """
     d = pre_logit_gradients(
-        collapse_dots(dh_in, x), dh_post, dh_res, phi, alpha, bias, h_pre, h_post, h_mix, inv_rms,
-        norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
+        collapse_dots(dh_in, x), dh_post, dh_res, phi, alpha, bias, h_pre, h_mix, inv_rms,
+        norm_eps, post_mult, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
     )  # fmt: skip
     dx, *dparams = coefficients_backward(
         d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, norm_eps, norm_form
@@ -236,13 +244,10 @@ def pre_logit_gradients(
     alpha: Tensor,
     bias: Tensor,
     h_pre: Tensor,
-    h_post: Tensor,
     h_mix: Tensor,
     inv_rms: Tensor,
     norm_eps: float,
-    hc_eps: float,
     post_mult: float,
-    post_eps: float,
     sinkhorn_iters: int,
     sinkhorn_eps: float,
     sinkhorn_form: str,
@@ -250,18 +255,16 @@ def pre_logit_gradients(
 ) -> list[Tensor]:
     """Returns ``d_pre, d_post, d_res`` of :func:`mhc_pre_backward`, the last only if phi has n*n + 2n rows."""
     n, acc = h_pre.shape[-1], h_pre.dtype
-    h = h_post - post_eps
+    factor = _norm_factor(inv_rms, norm_eps, norm_form)
     d = [
-        head_logit_gradient(dh_pre, h_pre, hc_eps),
-        torch.zeros_like(h_post) if dh_post is None else dh_post.to(acc) * h * (1 - h / post_mult),
+        _gate_gradient(dh_pre, _logits(h_mix, factor, alpha, bias, 0, 0, n), 1.0),
+        _gate_gradient(dh_post, _logits(h_mix, factor, alpha, bias, 1, n, 2 * n), post_mult),
     ]
     if phi.shape[0] != 2 * n:
-        factor = _norm_factor(inv_rms, norm_eps, norm_form)
-        z_res = (h_mix[..., 2 * n :] * factor.unsqueeze(-1)).unflatten(-1, (n, n))
+        logits = _logits(h_mix, factor, alpha, bias, 2, 2 * n, None).unflatten(-1, (n, n))
         if dh_res is None:
-            d_res = torch.zeros_like(z_res)
+            d_res = torch.zeros_like(logits)
         else:
-            logits = alpha[2].to(acc) * z_res + bias[2 * n :].to(acc).unflatten(-1, (n, n))
             d_res = _sinkhorn_backward(dh_res.to(acc), logits, sinkhorn_iters, sinkhorn_eps, sinkhorn_form)
         d.append(d_res.flatten(-2))
     return d
@@ -275,12 +278,25 @@ def collapse_dots(dh_in: Tensor | None, x: Tensor) -> Tensor | None:
     return (dh_in.to(acc).unsqueeze(-2) * x.to(acc)).sum(-1)
 
 
-def head_logit_gradient(dh_pre: Tensor | None, h_pre: Tensor, hc_eps: float) -> Tensor:
-    """Returns the gradient at the argument of h_pre's sigmoid, [..., n], from that of h_pre."""
-    if dh_pre is None:
-        return torch.zeros_like(h_pre)
-    s = h_pre - hc_eps
-    return dh_pre.to(h_pre.dtype) * s * (1 - s)
+def head_logit_gradient(
+    dh_pre: Tensor | None,
+    alpha: Tensor,
+    bias: Tensor,
+    h_mix: Tensor,
+    inv_rms: Tensor,
+    norm_eps: float,
+    norm_form: str,
+) -> Tensor:
+    """Returns the gradient at the argument of a head's sigmoid, [..., n], from that of h_pre."""
+    factor = _norm_factor(inv_rms, norm_eps, norm_form)
+    return _gate_gradient(dh_pre, _logits(h_mix, factor, alpha, bias, 0, 0, None), 1.0)
+
+
+def _gate_gradient(grad: Tensor | None, logits: Tensor, scale: float) -> Tensor:
+    """Returns the gradient at the logits from that of ``scale * sigmoid(logits)`` plus a constant."""
+    if grad is None:
+        return torch.zeros_like(logits)
+    return grad.to(logits.dtype) * (scale * torch.sigmoid(logits) * torch.sigmoid(-logits))
 
 
 def coefficients_backward(
@@ -543,8 +559,7 @@ def mhc_head(
     """
     v, factor, inv_rms = _norms(x, norm_eps, norm_form)
     h_mix = _project(v, phi, gamma)
-    z = h_mix * factor.unsqueeze(-1)
-    h_pre = torch.sigmoid(alpha.to(v.dtype)[0] * z + bias.to(v.dtype)) + hc_eps
+    h_pre = torch.sigmoid(_logits(h_mix, factor, alpha, bias, 0, 0, None)) + hc_eps
     return collapse(x, h_pre), h_pre, h_mix, inv_rms
 
 
@@ -572,7 +587,7 @@ def mhc_head_backward(
     Returns:
         ``(dx, dphi, dalpha, dbias, dgamma)``, each in its input's shape and dtype; dgamma has shape [0] without gamma.
     """
-    d = [head_logit_gradient(collapse_dots(dh_in, x), h_pre, hc_eps)]
+    d = [head_logit_gradient(collapse_dots(dh_in, x), alpha, bias, h_mix, inv_rms, norm_eps, norm_form)]
     dx, *dparams = coefficients_backward(
         d, dh_in, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, norm_eps, norm_form
     )

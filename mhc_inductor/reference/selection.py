@@ -208,8 +208,11 @@ def attend_backward(
     scores = masked_scores(query, keys, mask, scale)
     p = torch.exp(scores - total)
     dp = torch.matmul(row.dout, values.mT)
-    # delta = <dout, o>, but exactly dp where one key has the whole weight: a gradient of 0 then stays exactly 0.
-    delta = (only(mask, p * dp, 0.0) if odd else p * dp).sum(-1, keepdim=True)
+    # delta = <dout, o>, but exactly dp where one key has the whole weight: a gradient of 0 then stays exactly 0. A large
+    # total is rounded, and all p with it: what they add to is 1 where no sink takes a share.
+    whole = (only(mask, p, 0.0) if odd else p).sum(-1, keepdim=True)
+    whole = torch.where((total == lse) & (whole > 0), whole, 1.0)
+    delta = (only(mask, p * dp, 0.0) if odd else p * dp).sum(-1, keepdim=True) / whole
     grad = p * (dp - delta) + dlse * torch.exp(scores - lse)
     if not odd:
         return scale * torch.matmul(grad, keys), scale * torch.matmul(grad.mT, query), torch.matmul(p.mT, row.dout)

@@ -81,8 +81,8 @@ def mhc_coefficients_backward(
     Source: derived from arXiv 2512.24880, equations 14 to 19.
     """
     d = mhc.pre_logit_gradients(
-        dh_pre, dh_post, dh_res, phi, alpha, bias, h_pre, h_post, h_mix, inv_rms,
-        norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
+        dh_pre, dh_post, dh_res, phi, alpha, bias, h_pre, h_mix, inv_rms,
+        norm_eps, post_mult, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
     )  # fmt: skip
     dx, *dparams = coefficients_backward(
         d, None, x, phi, alpha, bias, gamma, h_pre, h_mix, inv_rms, dx_acc, norm_eps, norm_form
@@ -236,8 +236,8 @@ def mhc_single_pass_backward(
     Source: derived from arXiv 2512.24880, equations 3 and 14 to 19.
     """
     d = mhc.pre_logit_gradients(
-        dnext_pre, dnext_post, dnext_res, phi, alpha, bias, next_pre, next_post, h_mix, inv_rms,
-        norm_eps, hc_eps, post_mult, post_eps, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
+        dnext_pre, dnext_post, dnext_res, phi, alpha, bias, next_pre, h_mix, inv_rms,
+        norm_eps, post_mult, sinkhorn_iters, sinkhorn_eps, sinkhorn_form, norm_form,
     )  # fmt: skip
     weights = h_pre.to(acc_dtype(x.dtype))
     g, dphi, dalpha, dbias, dgamma = coefficients_backward(
