@@ -25,7 +25,7 @@ import torch
 from .. import environment, running
 from ..report import facts, markdown
 from ..source_hash import source_hash
-from .cell import NAMED, RIGHT, WAYS, WIDE, WRONG
+from .cell import NAMED, RIGHT, STRICT, WAYS, WIDE, WRONG
 from .models import MODELS
 
 __all__ = ["Settings", "run", "table", "write"]
@@ -88,17 +88,17 @@ class Worker:
     def measure(self, cell: Cell, limit: float) -> Row:
         """Returns the row of a cell; where the process ends first, with how and the end of what it printed."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        late = threading.Timer(limit, self.process.kill)
+        late, start = threading.Timer(limit, self.process.kill), time.monotonic()
         late.start()
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(cell) + "\n")
             self.process.stdin.flush()
         answer = self.process.stdout.readline()
-        passed = late.finished.is_set()
         late.cancel()
         if answer:
             return json.loads(answer)  # type: ignore[no-any-return]
         code = self.process.wait()
+        passed = time.monotonic() - start >= limit
         why = f"took longer than {limit:.0f} s" if passed else f"the process ended with {code}"
         return {"status": WRONG, "why": why, "output": self.log.read_text(errors="replace")[-3000:]}
 
@@ -110,7 +110,9 @@ class Worker:
 class Driver:
     """Runs the cells that ``rows`` lacks, and puts their rows there; ``save`` is called after each."""
 
-    def __init__(self, settings: Settings, folder: pathlib.Path, rows: dict[Cell, Row], save: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: Settings, folder: pathlib.Path, rows: dict[Cell, Row], save: Callable[[], None]
+    ) -> None:
         self.settings, self.folder, self.rows, self.save = settings, folder, rows, save
         self.began, self.lock = time.monotonic(), threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +120,7 @@ class Driver:
     def run(self, step: Callable[[str], None]) -> None:
         todo = [c for c in self.settings.plan() if c not in self.rows and self.settings.chosen(c)]
         for wide, jobs in ((False, self.settings.jobs), (True, 1)):  # a model of full width has the device to itself
-            queue = collections.deque(c for c in todo if MODELS[c[0]].wide == wide)
+            queue = collections.deque(c for c in todo if bool(MODELS[c[0]].wide) == wide)
             jobs = min(jobs, len(queue))
             threads = [threading.Thread(target=self._work, args=(queue, k, jobs, step)) for k in range(jobs)]
             for thread in threads:
@@ -194,10 +196,11 @@ def text(row: Row) -> str:
     if row["status"] != RIGHT:
         return row["status"] if row["status"] == NOT_RUN else f"{row['status']}: {row['why']}".replace("|", "/")[:160]
     ours, eager = row.get("from fp32", {}), row.get("eager from fp32", {})
-    ratios = [ours[k] / eager[k] for k in ("logits", "gradients") if eager.get(k)]
+    ratios = [ours[k] / eager[k] for k in STRICT if eager.get(k)]
     errors = f" {max(ratios):.1f}x" if ratios else f" {row['from eager']['logits']:.0e}" if "from eager" in row else ""
     routed = sum(row["routed"].values())
-    return f"ok{errors}, {routed if routed else '**nothing**'} routed"
+    skipped = f", {n} CUDA graphs skipped" if (n := row.get("skipped graphs")) else ""
+    return f"ok{errors}, {routed if routed else '**nothing**'} routed{skipped}"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -211,15 +214,19 @@ def table(result: dict[str, Any]) -> str:
             return text(row)
         return f"{row['status']} [{notes.setdefault(row['why'].replace('|', '/'), len(notes) + 1)}]"
 
-    small, wide = ([m for m, of in MODELS.items() if of.wide == w] for w in (False, True))
+    small, wide = ([m for m, of in MODELS.items() if bool(of.wide) == w] for w in (False, True))
     grid = [[way, *(cell(by[m, way]) for m in small)] for way in WAYS]
     rows = []
     for m, way in ((m, w) for m in wide for w in WIDE):
         row = by[m, way]
         for who in ("ours", "eager"):
-            of, losses = row.get(who, {}), row.get("losses", ())
-            loss = f"{losses[who == 'eager']:.4f}" if way != "forward" and losses and "ms" in of else ""
-            cells = [f"{of['ms']:.1f}" if "ms" in of else of.get("error", ""), f"{of.get('peak_gib', 0):.1f}", loss]
+            of, loss = row.get(who, {}), row.get("loss" if who == "ours" else "eager loss")
+            loss = f"{loss:.4f}" if loss else ""
+            cells = [
+                f"{of['ms']:.1f}" if "ms" in of else of.get("error", ""),
+                f"{of['peak_gib']:.1f}" if "peak_gib" in of else "",
+                loss,
+            ]
             rows.append([m, way, 'backend="mhc_inductor"' if who == "ours" else "eager", *cells])
             rows[-1].append(cell(row) if who == "ours" else "")
     lines = [*facts(result), f"transformers {result['versions'].get('transformers')}, random weights"]
