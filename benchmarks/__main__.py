@@ -1,7 +1,7 @@
 """Command line of the benchmarks.
 
-``mhc``, ``e79``, ``selection``, ``lists``, ``index``, ``rule``, ``sparse_models``, ``deepseek_v4``, ``multi_gpu``, ``routing``, ``readme`` and
-``table FILE``.
+``mhc``, ``e79``, ``selection``, ``lists``, ``index``, ``rule``, ``sparse_models``, ``deepseek_v4``, ``multi_gpu``, ``routing``, ``ways``, ``readme``
+and ``table FILE``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 console = Console(width=None if sys.stdout.isatty() else 140)
 SPARSE_KEPT = pathlib.Path(tempfile.gettempdir(), "mhc_inductor_sparse_models")
 KEPT = pathlib.Path(tempfile.gettempdir(), "mhc_inductor_deepseek_v4")
+WAYS_KEPT = pathlib.Path(tempfile.gettempdir(), "mhc_inductor_ways")
 
 
 def show(result: report.Result) -> None:
@@ -409,6 +410,40 @@ def sparse(
         raise typer.Exit(1)
 
 
+@app.command()
+def ways(
+    only: Annotated[str, typer.Option(help="Words of cells' names, by comma: mhc: train,decode,8192.")] = "",
+    transformers: Annotated[str, typer.Option(help="Folders or wheels, as of sparse_models.")] = "",
+    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 12,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no cell begins.")] = 420.0,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that one cell may take.")] = 150.0,
+    toy: Annotated[bool, typer.Option("--toy", help="Tiny models, for trying it out; the only ones on a CPU.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    keep: Annotated[pathlib.Path, typer.Option(help="Folder for caches of compiled code and logs.")] = WAYS_KEPT,
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, from which a run goes on.")] = RESULTS,
+) -> None:
+    """Checks models in every way of training and serving against eager, many cells at a time."""
+    from . import sparse_models
+    from . import ways as run
+
+    where = _device(device)
+    toy = toy or where == "cpu"
+    try:
+        paths = sparse_models.make_importable(transformers, keep / "wheels")
+    except (FileNotFoundError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
+    words = tuple(w.strip() for w in only.split(",") if w.strip())
+    settings = run.Settings(where, toy, jobs, budget, limit, words, paths)
+    if not any(map(settings.chosen, settings.plan())):
+        raise typer.BadParameter(f"no cell has one of {words} in its name")
+    path = out / f"ways{'-toy' if toy else ''}.json"
+    out.mkdir(parents=True, exist_ok=True)
+    result = run.run(settings, path, keep, lambda line: console.print(line, highlight=False, markup=False))
+    console.print(run.table(json.loads(path.read_text())), highlight=False, markup=False, soft_wrap=True)
+    if not result["complete"]:
+        raise typer.Exit(1)
+
+
 @app.command("multi_gpu")
 def many(
     parts: Annotated[str, typer.Option(help="Some of checks,fsdp,scaling,context,failures.")] = "",
@@ -483,7 +518,7 @@ def table(
 ) -> None:
     """Prints a stored run as Markdown."""
     result = json.loads(file.read_text())
-    own = ("deepseek_v4", "e79", "index", "lists", "multi_gpu", "routing", "selection", "sparse_models")
+    own = ("deepseek_v4", "e79", "index", "lists", "multi_gpu", "routing", "selection", "sparse_models", "ways")
     if result["operator"] in own:
         module = importlib.import_module(f".{result['operator']}", __package__)
         print(module.table(result), end="")
