@@ -73,8 +73,10 @@ def sinkhorn_grad(
     at = sums_ptr + t[:, None].to(tl.int64) * N + j[None, :]
     keep = tm[:, None] & (j < N)[None, :]
     step = tl.cast(T, tl.int64) * N
-    start = sinkhorn_start(logits, valid, eps, FORM)
+    start = sinkhorn_start(logits, valid, 0.0, FORM)
     c = start
+    if FORM == 0:
+        c = tl.where(valid, c + eps, 0.0)
     for it in range(ITERS):
         # The softmax form has a row softmax in place of its first row step.
         s = divisor(tl.sum(c, axis=2), ok, eps, FORM)
@@ -100,8 +102,8 @@ def sinkhorn_grad(
             g = normalised_grad(g, c, s, s > eps, 2, FORM)
         c = c * s[:, :, None]
     if FORM == 0:
-        p = start - tl.where(valid, eps, 0.0)
-        return p * (g - tl.sum(g * p, axis=2)[:, :, None])
+        # Not c - eps, whose rounding would be a gradient where the softmax is saturated.
+        return start * (g - tl.sum(g * start, axis=2)[:, :, None])
     elif FORM == 2:
         return g * start
     else:
