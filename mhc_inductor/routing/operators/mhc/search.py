@@ -84,12 +84,12 @@ class Search:
             del self.found[known:]  # drop a block that was found only in part
             raise
 
-    def miss(self, op: str, mismatch: Mismatch, start: Value, ordinary: bool = False) -> None:
+    def miss(self, op: str, mismatch: Mismatch, start: Value) -> None:
         """Records a near miss; its reason says so where the search was cut off."""
         reason = mismatch.reason
         if self.cut is not None:
             reason += f" (the search stopped after {self.cut} operations around it)"
-        self.misses.append(Miss(op, reason, mismatch.value, start, ordinary))
+        self.misses.append(Miss(op, reason, mismatch.value, start))
 
     def reached(self, starts: Iterable[fx.Node], admit: Callable[[fx.Node], bool], limit: int = 4000) -> list[fx.Node]:
         """Returns the nodes reached from ``starts`` and claims them for the formula around a norm."""
