@@ -156,7 +156,10 @@ SCALED: dict[str, Callable[[Tensor, P], Tensor]] = {
         x, p, _balanced, (v := x.float().flatten(-2)) * torch.rsqrt((v * v).sum(-1, keepdim=True) + EPS) @ p["phi"].T
     ),
     "the root of two": lambda x, p: around(
-        x, p, _balanced, (v := x.float().flatten(-2)) * torch.rsqrt(2 * (v * v).mean(-1, keepdim=True) + EPS) @ p["phi"].T
+        x,
+        p,
+        _balanced,
+        (v := x.float().flatten(-2)) * torch.rsqrt(2 * (v * v).mean(-1, keepdim=True) + EPS) @ p["phi"].T,
     ),
     "minus z": lambda x, p: around(x, p, _balanced, -projected(x, p)),
 }

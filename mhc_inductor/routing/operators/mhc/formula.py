@@ -480,5 +480,6 @@ def coefficient(value: Value, kept: Kept) -> Coefficient:
     try:
         return Coefficient(affine(gate.argument, out, kept, gate.scale), scale * gate.span, add, bool(gate.offset))
     except Mismatch as mismatch:
-        other = gate.offset and mismatch.reason not in NO_LOGITS
-        raise Mismatch(TANH, value) if other else mismatch
+        if not gate.offset or mismatch.reason in NO_LOGITS:
+            raise
+        raise Mismatch(TANH, value) from mismatch

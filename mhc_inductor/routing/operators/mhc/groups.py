@@ -21,6 +21,7 @@ from mhc_inductor.routing.operators.mhc.given_collapse import given_collapse
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm
 from mhc_inductor.routing.operators.mhc.residual import LIGHT, Residual
+from mhc_inductor.routing.operators.mhc.static import WRITTEN_APART
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.mhc.search import Search
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 FEW = MAX_STREAMS * (MAX_STREAMS + 2)
 """The most rows that coefficients may have: n + n + n * n with n = MAX_STREAMS."""
 _APART = "each stream is a tensor of its own, and stacked for the projection only; expected one tensor [..., n, D]"
-_WRITTEN_APART = (
-    "each stream is a tensor of its own, and written as such; expected one tensor [..., n, D] of new streams"
-)
 _SEVERAL_WEIGHTS = (
     "{} weights a stream come out of one sigmoid, as where streams are split into fractions or a matrix collapses them; "
     "expected one weight a stream"
@@ -412,13 +410,13 @@ class Group:
         try:
             found = self._post_of(pre.n, set(pre.posts), matrices, pre.h_res)
         except Mismatch as mismatch:
-            why = Mismatch(_WRITTEN_APART, mismatch.value) if self._stacked() else mismatch
+            why = Mismatch(WRITTEN_APART, mismatch.value) if self._stacked() else mismatch
             self.search.miss("mhc_post", why, pre.posts[0])
             return
         if found is not None:
             self.search.found.append(PostUse(pre, *found))
         elif self._stacked():
-            self.search.miss("mhc_post", Mismatch(_WRITTEN_APART), pre.posts[0])
+            self.search.miss("mhc_post", Mismatch(WRITTEN_APART), pre.posts[0])
         elif self.search.cut is not None or self._multiplies(pre.posts, pre.n):
             self.search.miss("mhc_post", Mismatch("no sum of h_post[o] * f_out and mixed streams"), pre.posts[0])
 

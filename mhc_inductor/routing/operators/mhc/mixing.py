@@ -292,7 +292,8 @@ class _Expansion:
         stream, low = _by(place, self.width // n)
         if low != feature:
             raise Mismatch(
-                "x_out's stream o and column d are not laid out as those of x; expected sum_i R[o, i] * x[i, d]", out.value
+                "x_out's stream o and column d are not laid out as those of x; expected sum_i R[o, i] * x[i, d]",
+                out.value,
             )
         i, base = var(found.stream), tokens.times(Size(n * n))  # type: ignore[arg-type]
         for transpose, (row, column) in enumerate(((stream, i), (i, stream))):
