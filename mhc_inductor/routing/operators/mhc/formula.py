@@ -298,7 +298,7 @@ def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float
         raise Mismatch(APART, z.value)
     if len(roots) != 1:
         raise Mismatch(f"{len(roots)} norm factors; expected one inv_rms", z.value)
-    if not set(term.bound) <= streams[0].flat.variables():
+    if not {v for v in term.bound if v.size != ONE} <= streams[0].flat.variables():
         raise Mismatch(LOW_RANK, z.value)
     covered = covers(streams[0].flat, term.bound)
     again = norm_of(*roots[0])

@@ -66,7 +66,7 @@ class Function:
         """Returns the result of the Function's forward alone, which autograd then differentiates."""
         graph, places = fx.Graph(), self.bodies[0].graph.find_nodes(op="placeholder")
         graph.output(graph.graph_copy(self.bodies[0].graph, {}))
-        for node in graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled):
+        for node in [n for n in graph.nodes if name_of(n) == "_set_grad_enabled"]:
             graph.erase_node(node)
         args = self._args(logits, others)
         result = fx.GraphModule(self.bodies[0], graph)(*[None] * (len(places) - len(args)), *args)
