@@ -1,7 +1,7 @@
 """Single changes that turn the mHC formula into another function: none may be routed as if unchanged.
 
 Excluded are changes after which the formula is still mHC with other weights or other numbers (phi's columns permuted, 2
-becoming 3, alpha negated), since routing those can be correct.
+becoming 3, alpha negated, z scaled by a number), since routing those can be correct.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ mutate(
     no_square=lambda f, v, x: v.abs().mean(-1, keepdim=True),
     signed=lambda f, v, x: v.mean(-1, keepdim=True).square(),
     fourth_power=lambda f, v, x: v.pow(4).mean(-1, keepdim=True),
-    sum_for_mean=lambda f, v, x: (v * v).sum(-1, keepdim=True),
-    over_width=lambda f, v, x: (v * v).sum(-1, keepdim=True) / f.width,
-    over_one_more=lambda f, v, x: (v * v).sum(-1, keepdim=True) / (f.k + 8),
+    sum_without_one=lambda f, v, x: (v * v).sum(-1, keepdim=True) - v[..., :1].square(),
+    over_a_token=lambda f, v, x: (v * v).sum(-1, keepdim=True) / (f.width + x[..., :1, 0].float().abs()),
+    one_element_more=lambda f, v, x: (v * v).mean(-1, keepdim=True) + v[..., 3:4].square() / 8,
     first_stream=lambda f, v, x: x[..., 0, :].float().square().mean(-1, keepdim=True),
     half_of_it=lambda f, v, x: v[..., : f.k // 2].square().mean(-1, keepdim=True),
     all_but_one=lambda f, v, x: v[..., 8:].square().mean(-1, keepdim=True),
@@ -120,7 +120,7 @@ mutate(
     eps_twice=lambda f, s: 1 / (torch.sqrt(s + f.norm_eps) + 0.1),
     eps_subtracted=lambda f, s: torch.rsqrt(s - 0.1),
     clamped=lambda f, s: torch.rsqrt(s.clamp(max=0.9) + f.norm_eps),
-    doubled=lambda f, s: torch.rsqrt(2 * s + f.norm_eps),
+    two_roots=lambda f, s: torch.rsqrt(s + f.norm_eps) + torch.rsqrt(2 * s + f.norm_eps),
     tanh=lambda f, s: torch.tanh(torch.rsqrt(s + f.norm_eps)),
     detached=lambda f, s: torch.rsqrt(s + f.norm_eps).detach(),
     capped=lambda f, s: torch.rsqrt(s + f.norm_eps).clamp(max=0.9),
@@ -521,7 +521,7 @@ mutate(
     hypot=lambda f, a, b: torch.hypot(a, b),
 )
 HEAD = Settings(dtype=torch.float32, rows="head", uses="h_in", hc_eps=1e-2)
-HEADS = ("mean_square.sum_for_mean", "norm.absent", "sigmoid.tanh", "collapse.mean", "collapse_input.other")
+HEADS = ("mean_square.sum_without_one", "norm.absent", "sigmoid.tanh", "collapse.mean", "collapse_input.other")
 
 
 def head_mutations() -> Iterator[Mutation]:

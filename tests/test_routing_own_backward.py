@@ -233,3 +233,68 @@ def test_many_tokens_are_proved_on_fewer_or_where_the_size_is_in_the_body_on_all
         got = both(functools.partial(around, p=p, matrix=function(backward, "softmax")), p)
         assert dict(got.ops) == LOOKED_THROUGH, reasons(got)
     assert shapes == [(1, 3, N, N), (1, 3, N, N), (2, 3, N, N)]
+
+
+def _shifted_steps(logits: Tensor, shift: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
+    m = torch.exp(logits - shift)
+    for dim in [-1, -2] * ITERS:
+        divisor = m.sum(dim, keepdim=True) + EPS
+        m = m / divisor
+        yield m, divisor, dim
+
+
+def _shifted(backward: Callable[[Tensor, Tensor], Tensor], peak: Callable[[Tensor], Tensor]) -> Fn:
+    """Returns the ``apply`` of exp iterations whose sums get an eps, which the maximum does not cancel from."""
+
+    class Shifted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: Tensor) -> Tensor:
+            ctx.save_for_backward(logits)
+            return [m for m, *_ in _shifted_steps(logits, peak(logits))][-1]
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return backward(*ctx.saved_tensors, grad)
+
+    return Shifted.apply
+
+
+def _row_peak(logits: Tensor) -> Tensor:
+    return logits.amax(-1, keepdim=True)
+
+
+def _eps_by_hand(logits: Tensor, grad: Tensor) -> Tensor:
+    for m, divisor, dim in reversed([*_shifted_steps(logits, _row_peak(logits))]):
+        grad = (grad - (grad * m).sum(dim, keepdim=True)) / divisor
+    grad = grad * torch.exp(logits - _row_peak(logits))
+    top = logits == _row_peak(logits)
+    return grad - top * grad.sum(-1, keepdim=True) / top.sum(-1, keepdim=True)
+
+
+SHIFTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "straight through": lambda logits, grad: grad,
+    "twice": lambda *a: 2 * _eps_by_hand(*a),
+    "transposed": lambda *a: _eps_by_hand(*a).mT,
+    "clipped": lambda logits, grad: _eps_by_hand(logits, grad.clamp(-100.0, 100.0)),
+    "no NaN": lambda *a: _eps_by_hand(*a).nan_to_num(),
+    "zero": lambda logits, grad: torch.zeros_like(grad),
+    "the last step only": lambda logits, grad: grad / [d for _, d, _ in _shifted_steps(logits, _row_peak(logits))][-1],
+    "softmax's": lambda logits, grad: by_hand("softmax", logits, grad),
+}
+
+
+@pytest.mark.parametrize("name", list(SHIFTED))
+def test_another_backward_of_exp_and_eps_is_named(name: str) -> None:
+    p = parameters()
+    got = both(functools.partial(around, p=p, matrix=_shifted(SHIFTED[name], _row_peak)), p)
+    assert reasons(got)[0].startswith(DIFFERS + "gradients differ by "), reasons(got)
+    assert "autograd_function_apply" in str(got.graphs[0].graph)
+
+
+def test_the_backward_of_exp_and_eps_is_not_named() -> None:
+    """The op runs inside the Function, and the model's own backward stays."""
+    p = parameters()
+    got = both(functools.partial(around, p=p, matrix=_shifted(_eps_by_hand, _row_peak)), p)
+    assert not got.report.near_misses and got.ops["mhc_sinkhorn"], reasons(got)
+    wrong = _shifted(SHIFTED["twice"], lambda logits: logits.amax((-1, -2), keepdim=True))
+    assert reasons(both(functools.partial(around, p=p, matrix=wrong), p)), "a maximum of the whole matrix"

@@ -117,3 +117,151 @@ def test_weights_of_one_kind_only_or_of_other_widths_stay() -> None:
         got = same(fn, xs, p.items())
         assert not got.ops["mhc_coefficients"] and not got.ops["mhc_pre"]
         assert reasons(got)
+
+
+# --- lists and static weights that no norm's formula claims -------------------------------------------------
+
+Sums = Callable[..., list[Tensor]]
+STATIC = "mhc_collapse: the streams are collapsed with weights that are no projection of them"
+
+
+def root_of_squares(xs: Sequence[Tensor], p: P) -> Tensor:
+    return (sum(x.square().sum(-1, keepdim=True) for x in xs) / (N * WIDTH)).sqrt()  # type: ignore[union-attr]
+
+
+def means(xs: Sequence[Tensor]) -> list[Tensor]:
+    return [x.square().mean(-1, keepdim=True) for x in xs]
+
+
+UNSEEN: dict[str, Layer] = {
+    "each stream normalised": lambda xs, p: apart(xs, projected([normed(x) for x in xs], p), p),
+    "of the mean stream": lambda xs, p: apart(xs, normed(sum(xs) / N) @ p["phi"][:, :WIDTH].T, p),  # type: ignore[arg-type]
+    "of the first stream": lambda xs, p: apart(xs, normed(xs[0]) @ p["phi"][:, :WIDTH].T, p),
+    "no norm": lambda xs, p: apart(xs, projected(xs, p), p),
+    "clamped norm": lambda xs, p: apart(xs, projected(xs, p) / root_of_squares(xs, p).clamp(min=EPS), p),
+    "means stacked": lambda xs, p: apart(
+        xs, projected(xs, p) * torch.rsqrt(torch.stack(means(xs), -1).mean(-1) + EPS), p
+    ),
+    "means put together": lambda xs, p: apart(
+        xs, projected(xs, p) * torch.rsqrt(torch.cat(means(xs), -1).mean(-1, keepdim=True) + EPS), p
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(UNSEEN))
+def test_lists_whose_norm_is_not_found_are_named(name: str) -> None:
+    p = parameters()
+    got = same(lambda *a: UNSEEN[name](a, p), tuple(streams().unbind(-2)), p.items())
+    assert dict(got.ops) == {"mhc_sinkhorn": 1} and reasons(got) == [WRITTEN], reasons(got)
+
+
+def given() -> tuple[Tensor, ...]:
+    """Returns h_post, f_out and R, each with tokens."""
+    g = torch.Generator().manual_seed(8)
+    return tuple(torch.randn(2, 3, *shape, generator=g) for shape in ((N,), (WIDTH,), (N, N)))
+
+
+def written(x: Tensor | Sequence[Tensor], h: Tensor, f: Tensor, m: Tensor) -> list[Tensor]:
+    xs = x.unbind(-2) if isinstance(x, Tensor) else x
+    return [h[..., o, None] * f + sum(m[..., o, i, None] * t for i, t in enumerate(xs)) for o in range(N)]
+
+
+def test_coefficients_from_elsewhere_and_a_list_of_streams_are_named() -> None:
+    fn = lambda *a: written(a[:N], *a[N:])  # noqa: E731
+    got = same(fn, (*streams().unbind(-2), *given()))
+    assert not got.ops and reasons(got) == [WRITTEN], reasons(got)
+
+
+PUT: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "one after another": lambda xs: torch.cat(xs, -1),
+    "in a dim": lambda xs: torch.cat([x.unsqueeze(-2) for x in xs], -2),
+    "in the first dim": lambda xs: torch.cat([x.unsqueeze(0) for x in xs]),
+}
+
+
+@pytest.mark.parametrize("how", PUT)
+def test_streams_put_together_by_cat_are_routed(how: str) -> None:
+    got = same(lambda x, *a: PUT[how](written(x, *a)), (streams(), *given()))
+    assert dict(got.ops) == {"mhc_post": 1} and not reasons(got), reasons(got)
+
+
+def test_cats_of_other_things_stay() -> None:
+    """Parts of other widths, in another order, or with another matrix a stream."""
+    h, f, m = given()
+
+    def uneven(x: Tensor) -> Tensor:
+        return torch.cat([*written(x, h, f, m)[1:], written(x, h, f, m)[0][..., 8:]], -1)
+
+    def turned(x: Tensor) -> Tensor:
+        return torch.cat(written(x, h, f, m)[::-1], -1)
+
+    def two_matrices(x: Tensor) -> Tensor:
+        return torch.cat([*written(x, h, f, m)[:2], *written(x, h, f, m.mT)[2:]], -1)
+
+    for fn in (uneven, turned, two_matrices):
+        assert not same(fn, (streams(),)).ops
+
+
+def _weights() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(4)
+    made = {"w": torch.rand(N, generator=g), "b": torch.rand(N, generator=g), "m": torch.rand(N, N, generator=g)}
+    return {**{k: t.requires_grad_() for k, t in made.items()}, "weight": parameters()["weight"]}
+
+
+def beside(x: Tensor, q: P) -> Tensor:
+    return x + q["b"][:, None] * sublayer((q["w"][:, None] * x).sum(-2), q).unsqueeze(-2)
+
+
+def softmaxed(x: Tensor, q: P) -> Tensor:
+    f_out = sublayer(torch.einsum("n,bsnd->bsd", q["w"].softmax(0), x), q)
+    return x + q["b"].sigmoid()[:, None] * f_out.unsqueeze(-2)
+
+
+def mixed(x: Tensor, q: P) -> Tensor:
+    return q["m"] @ x + q["b"][:, None] * sublayer(q["w"] @ x, q).unsqueeze(-2)
+
+
+@pytest.mark.parametrize("fn", [beside, softmaxed, mixed])
+def test_static_weights_are_named(fn: Callable[[Tensor, P], Tensor]) -> None:
+    q = _weights()
+    got = same(lambda x: fn(x, q), (streams(),), q.items())
+    assert got.ops["mhc_post"] == (fn is mixed) and [r.startswith(STATIC) for r in reasons(got)] == [True], reasons(got)
+
+
+@pytest.mark.parametrize("mix", [False, True])
+def test_static_weights_of_a_list_are_named(mix: bool) -> None:
+    q = _weights()
+
+    def fn(*xs: Tensor) -> list[Tensor]:
+        f_out = sublayer(sum(q["w"][i] * x for i, x in enumerate(xs)), q)  # type: ignore[arg-type]
+        rest = [sum(q["m"][o, i] * x for i, x in enumerate(xs)) for o in range(N)] if mix else xs
+        return [r + q["b"][o] * f_out for o, r in enumerate(rest)]
+
+    got = same(fn, tuple(streams().unbind(-2)), q.items())
+    assert reasons(got) == [WRITTEN], reasons(got)
+
+
+def test_sums_that_resemble_lists_are_not_named() -> None:
+    """A mixture of experts, rotary embeddings, a mean of layers and a gated residual."""
+    q = _weights()
+
+    def experts(x: Tensor) -> Tensor:
+        gates = (x @ q["weight"][:, :N]).softmax(-1)
+        return x + sum(gates[..., i, None] * torch.nn.functional.silu(x * q["w"][i]) for i in range(N))
+
+    def rotary(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        angle = torch.arange(x.shape[1])[:, None] / torch.arange(1, WIDTH // 2 + 1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    def layers(x: Tensor) -> Tensor:
+        each = [x.tanh(), x.sin(), x.cos(), x]
+        return sum(q["w"].softmax(0)[i] * t for i, t in enumerate(each))  # type: ignore[return-value]
+
+    def gated(x: Tensor) -> Tensor:
+        y = x + q["w"][0] * torch.nn.functional.silu(x @ q["weight"])
+        return y + q["w"][1] * torch.nn.functional.silu(y @ q["weight"])
+
+    for fn in (experts, rotary, layers, gated):
+        got = same(fn, (streams()[..., 0, :].contiguous(),), q.items())
+        assert not got.ops and not reasons(got), (fn, reasons(got))

@@ -117,6 +117,7 @@ class Edit:
         for user, args, kwargs in reversed(self._replaced[replaced:]):
             user.args, user.kwargs = args, kwargs
         for node in reversed(self.created[created:]):
+            self.unrounded.pop(node, None)
             self.graph.erase_node(node)
         for node, before, _ in reversed(self._learned[learned:]):
             if before is None:
@@ -131,8 +132,8 @@ class Edit:
         return self.created[self._mark[0] :]
 
     def originals(self) -> dict[fx.Node, fx.Node]:
-        """Returns the new nodes with the nodes of the view that they stand for."""
-        return {new: old for old, new in self._new.items()}
+        """Returns the new nodes with the nodes of the view that they stand for; an op's result and its clone both do."""
+        return {new: old for old, _, new in self._learned}
 
     # --- for operators ---
 

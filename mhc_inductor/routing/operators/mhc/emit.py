@@ -112,9 +112,10 @@ class Emission:
     def _own(self, value: Value, pre: Pre | None) -> fx.Node | None:
         """Returns the unrounded op output for ``value``, to be read by an op of the same formula.
 
-        Returns None where no op computed the value, or where ops must read a copy of it.
+        Returns None where no op computed the value, where that op was refused, or where ops must read a copy of it.
         """
-        return None if pre is None or self.edit.copied(node_of(value)) else self._given.get(value)
+        made = None if pre is None or self.edit.copied(node_of(value)) else self._given.get(value)
+        return made if made in self.edit.unrounded else None
 
     def _placed(self, pre: Pre) -> bool:
         """Checks whether the op of ``pre`` was put into the graph."""

@@ -23,7 +23,7 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.mixing import Post, read, streams_last
 
-SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.stack.default)
+SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.stack.default, aten.cat.default)
 _MOST = MAX_STREAMS + 2
 """The most addends of a stream that are examined: h_post * f_out, and one per stream where the mix is a sum."""
 WIDER = (
@@ -67,7 +67,7 @@ def given_post(value: Value, known: Container[Value]) -> Post | None:
     and mixed, but the sum has further terms.
     """
     try:
-        if value.func is aten.stack.default:
+        if value.func in (aten.stack.default, aten.cat.default):
             return _by_streams(value, known)
         terms = terms_of(whole(value), known)
         sizes = {f.bound.size.factor for _, t in terms if (f := factors(t)) is not None and f.bound is not None}
@@ -126,12 +126,18 @@ def _frame(value: Value, dim: int | None, n: int, d: int, stream: Index | None =
 
 
 def _by_streams(value: Value, known: Container[Value]) -> Post | None:
-    """Returns the expand-and-mix of a stack that has one expression per stream, or None."""
-    dim = value.args[1] if len(value.args) > 1 else 0
-    dim, n = dim % len(value.shape), value.shape[dim].factor
-    if dim == len(value.shape) - 1 or not 2 <= n <= MAX_STREAMS or value.shape[-1].symbols:
+    """Returns the expand-and-mix of a stack, or of tensors put together by cat, with one expression per stream, or None."""
+    dim, parts = (value.args[1] if len(value.args) > 1 else 0) % len(value.shape), value.args[0]
+    n, last = len(parts), dim == len(value.shape) - 1
+    joined = value.func is aten.cat.default
+    if (last and not joined) or not 2 <= n <= MAX_STREAMS or value.shape[-1].symbols:
         return None
-    each = [_post(_frame(value, dim, n, value.shape[-1].factor, const(o)), known) for o in range(n)]
+    if joined and any(
+        p.shape[dim].times(Size(n)) != value.shape[dim] or not (last or p.shape[dim] == ONE) for p in parts
+    ):
+        return None
+    d = value.shape[-1].factor // (n if last else 1)
+    each = [_post(_frame(value, None if last else dim, n, d, const(o)), known) for o in range(n)]
     return each[0] if all(found == each[0] for found in each) else None
 
 
@@ -193,6 +199,13 @@ def _post(frame: _Frame, known: Container[Value]) -> Post | None:
     h_post, f_out = outer[0]
     width = frame.n * frame.d
     return Post(x, h_post, f_out, matrix, transpose, frame.n, width, stream=frame.dim, x_stream=x_stream)
+
+
+def expanded(value: Value, n: int) -> bool:
+    """Checks whether an addend of ``value`` [..., n, D] is ``h_post[o] * f_out``."""
+    frame = _frame(value, len(value.shape) - 2, n, value.shape[-1].factor)
+    found = [factors(ref) for _, ref in terms_of(frame.out, ())]
+    return any(f is not None and _expanded(frame, f) is not None for f in found)
 
 
 def _wider(frame: _Frame, f: Factors | None) -> bool:

@@ -69,7 +69,7 @@ class Affine:
     rows: int
     transposed: bool = False
     scale: float = 1.0
-    """The value of alpha where it is a number and not a tensor."""
+    """A number that multiplies z besides alpha, or the value of alpha where that is no tensor."""
     outer: float | None = None
     """The number that, with alpha, multiplies the bias too, as in ``alpha * (z + b)``; None where nothing does."""
 
@@ -151,7 +151,7 @@ def _scaled_sum(found: Affine, factor: float, others: list[Ref], ref: Ref) -> Af
     if found.alpha is not None or found.outer is not None:
         raise Mismatch(NOTHING, ref.value)
     scale, outer = factor * found.scale, factor if found.bias is not None else None
-    return dataclasses.replace(found, alpha=_alpha(others, scale, ref), scale=scale, outer=outer)
+    return dataclasses.replace(found, alpha=_alpha(others, ref), scale=scale, outer=outer)
 
 
 def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
@@ -181,8 +181,10 @@ def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
 
 
 EXPECTED = "expected sigmoid(alpha * z + bias)"
+TANH = f"tanh is applied to the logits; {EXPECTED}"
 APART = "the projection and the norm read different tensors"
 WIDTHS = "the norm is over"
+LOW_RANK = "z is a product of x and two weights, as in a low-rank gate; expected one phi"
 NOTHING = "no projection of normalised streams"
 SEVERAL = "several values are added, and not one projection of normalised streams and a bias"
 UNNORMED = "x is not normalised: expected inv_rms = rsqrt(mean(x * x) + eps) as a factor of z"
@@ -276,7 +278,7 @@ def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float,
     if len(gammas) > 1:
         raise Mismatch(f"{len(gammas)} weights over x's elements; expected one gamma", gammas[1].value)
     gamma = _gamma(gammas[0], feature, width) if gammas else None
-    alpha = _alpha(alphas, scale, z)
+    alpha = _alpha(alphas, z)
     if len(others) > 1 or any(s != 1.0 for s, _ in others):
         raise Mismatch(f"{len(others)} further addends in the logits; expected alpha * z + bias", out.value)
     rows = per_token.factor
@@ -296,6 +298,8 @@ def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float
         raise Mismatch(APART, z.value)
     if len(roots) != 1:
         raise Mismatch(f"{len(roots)} norm factors; expected one inv_rms", z.value)
+    if not {v for v in term.bound if v.size != ONE} <= streams[0].flat.variables():
+        raise Mismatch(LOW_RANK, z.value)
     covered = covers(streams[0].flat, term.bound)
     again = norm_of(*roots[0])
     if covered is None or again is None or again.x is not norm.x:
@@ -339,15 +343,11 @@ def _transposed(out: Ref, base: Index, form: Index) -> bool:
     return True
 
 
-def _alpha(alphas: list[Ref], scale: float, z: Ref) -> Piece | None:
+def _alpha(alphas: list[Ref], z: Ref) -> Piece | None:
     if not alphas:
         return None
     if len(alphas) > 1:
         raise Mismatch(f"{len(alphas)} scalars multiply z; expected one alpha", z.value)
-    if not close(scale, 1.0):
-        raise Mismatch(
-            f"z is scaled by {scale:g}; expected inv_rms = rsqrt(mean(x * x) + eps) and no constant", z.value
-        )
     at = alphas[0].flat.constant
     if at is None:
         raise Mismatch("alpha is not one scalar for these rows", alphas[0].value)
@@ -405,11 +405,12 @@ def _bias(ref: Ref, form: Index, rows: int) -> Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Coefficient:
-    """``mult * sigmoid(affine) + add``."""
+    """``mult * sigmoid(affine) + add``; ``tanh``: the model writes it with a tanh."""
 
     affine: Affine
     mult: float
     add: float
+    tanh: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,4 +477,9 @@ def coefficient(value: Value, kept: Kept) -> Coefficient:
     if gate.offset and add < -1e-12:  # a tanh that nothing shifts up to a sigmoid
         raise Mismatch(NOTHING, value)
     add = add if abs(add) > 1e-15 else 0.0
-    return Coefficient(affine(gate.argument, out, kept, gate.scale), scale * gate.span, add)
+    try:
+        return Coefficient(affine(gate.argument, out, kept, gate.scale), scale * gate.span, add, bool(gate.offset))
+    except Mismatch as mismatch:
+        if not gate.offset or mismatch.reason in NO_LOGITS:
+            raise
+        raise Mismatch(TANH, value) from mismatch

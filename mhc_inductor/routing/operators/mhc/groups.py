@@ -11,7 +11,7 @@ from torch import fx
 from mhc_inductor.ops.checks import MAX_STREAMS
 from mhc_inductor.routing.graph.expressions import VIEWS, aten, is_cast, peel, whole
 from mhc_inductor.routing.graph.expressions import chain as chain_of
-from mhc_inductor.routing.graph.index import Size, Unsupported, product_of
+from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import formula as mhc
@@ -21,16 +21,17 @@ from mhc_inductor.routing.operators.mhc.given_collapse import given_collapse
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm
 from mhc_inductor.routing.operators.mhc.residual import LIGHT, Residual
+from mhc_inductor.routing.operators.mhc.static import WRITTEN_APART
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.mhc.search import Search
 
 FEW = MAX_STREAMS * (MAX_STREAMS + 2)
 """The most rows that coefficients may have: n + n + n * n with n = MAX_STREAMS."""
-_NO_STREAMS = "sigmoid is taken of a projection of normalised x, which is not [..., n, D] normalised over n * D"
 _APART = "each stream is a tensor of its own, and stacked for the projection only; expected one tensor [..., n, D]"
-_WRITTEN_APART = (
-    "each stream is a tensor of its own, and written as such; expected one tensor [..., n, D] of new streams"
+_SEVERAL_WEIGHTS = (
+    "{} weights a stream come out of one sigmoid, as where streams are split into fractions or a matrix collapses them; "
+    "expected one weight a stream"
 )
 _NO_POST = "no h_post = post_mult * sigmoid(alpha * z + bias) next to h_pre and h_res"
 
@@ -329,24 +330,51 @@ class Group:
     def _missed(self, reasons: list[Mismatch], avoid: set[fx.Node]) -> None:
         """Reports a near miss.
 
-        The miss is ordinary where x does not look like streams, as in a gate or a router of a plain model.
+        A normed projection into a sigmoid is also a gate or a router of a plain model: it is a near miss only where x is
+        seen as streams, too.
         """
         start = self.view.value(self.seeds[0])
         assert start is not None
-        few = rows_of(self.norm) or any(c.affine.rows <= MAX_STREAMS for c in self.coefficients.values())
         narrow = next((m for m in reasons if m.reason.startswith(mhc.WIDTHS)), None)
         if narrow is not None:  # each stream is normalised by itself
             self.search.miss("mhc_pre", narrow, start)
             return
-        if not few or not (self.coefficients or of_streams(self.norm)):
-            if self.coefficients:
-                self.search.miss("mhc_pre", Mismatch(_NO_STREAMS), start, ordinary=True)
+        if not self._streams():
             return
-        mismatch = self._apart() or next(iter(reasons), None) or self._other_gate()
+        mismatch = self._apart() or self._several_weights() or next(iter(reasons), None) or self._other_gate()
         why = mismatch or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
         self.search.miss("mhc_pre", why, start)
         for seed in self.seeds:
             avoid.update(self.search.around(seed))
+
+    def _streams(self) -> int:
+        """Returns the number of streams of x, of a view or parts of it, or of the list that it is made of; else 0.
+
+        In parts of x counts only as many as there are weights.
+        """
+        seen = [rows_of(self.norm) or len(self._stacked())]
+        rows = {c.affine.rows for c in self.coefficients.values()}
+        nodes = self.view.descendants([self.norm.x.node], self._shows, 200) if self.norm.x.node is not None else []
+        for value in [v for node in nodes if self._shows(node) and (v := self.view.value(node)) is not None]:
+            *_, above, last = (ONE, ONE, *value.shape)
+            n = Size(self.norm.width).over(last)
+            seen += [n.factor] if n is not None and (n == above or n.factor in rows) else []
+        return next((n for n in seen if 2 <= n <= MAX_STREAMS), 0)
+
+    def _shows(self, node: fx.Node) -> bool:
+        """Checks whether a node is a view, or parts, of x."""
+        value = self.view.values.of(node)
+        return not isinstance(value, Value) or any(ref.value is self.norm.x for ref in chain_of(whole(value)))
+
+    def _several_weights(self) -> Mismatch | None:
+        """Returns a mismatch where a sigmoid is taken of several weights a stream, which are not split up later."""
+        n, each = self._streams(), {v: c.affine for v, c in self.coefficients.items()}
+        ones = {(a.phi.value, a.phi.start) for a in each.values() if a.rows == n}
+        for value, a in each.items():
+            at = a.phi.start
+            if a.rows > n and a.rows % n == 0 and not any(v is a.phi.value and at <= s < at + a.rows for v, s in ones):
+                return Mismatch(_SEVERAL_WEIGHTS.format(a.rows // n), value)
+        return None
 
     def _apart(self) -> Mismatch | None:
         """Returns a mismatch where x is stacked for the projection only, and the streams are read one by one."""
@@ -382,13 +410,13 @@ class Group:
         try:
             found = self._post_of(pre.n, set(pre.posts), matrices, pre.h_res)
         except Mismatch as mismatch:
-            why = Mismatch(_WRITTEN_APART, mismatch.value) if self._stacked() else mismatch
+            why = Mismatch(WRITTEN_APART, mismatch.value) if self._stacked() else mismatch
             self.search.miss("mhc_post", why, pre.posts[0])
             return
         if found is not None:
             self.search.found.append(PostUse(pre, *found))
         elif self._stacked():
-            self.search.miss("mhc_post", Mismatch(_WRITTEN_APART), pre.posts[0])
+            self.search.miss("mhc_post", Mismatch(WRITTEN_APART), pre.posts[0])
         elif self.search.cut is not None or self._multiplies(pre.posts, pre.n):
             self.search.miss("mhc_post", Mismatch("no sum of h_post[o] * f_out and mixed streams"), pre.posts[0])
 
@@ -466,6 +494,8 @@ def _unfit(pre: Pre) -> Mismatch | None:
     """Returns why the op cannot give h_pre: it is scaled, transposed, has hc_eps < 0 or no h_post next to it; or None."""
     if pre.h_in is None and pre.post is None:
         return Mismatch("h_pre collapses other streams and has no h_post", pre.collapsed)
+    if pre.pre.mult != 1.0 and pre.pre.tanh:
+        return Mismatch(mhc.TANH, pre.collapsed)
     if pre.pre.mult != 1.0:
         return Mismatch(f"h_pre is scaled by {pre.pre.mult:g}", pre.collapsed)
     if pre.pre.add < 0.0:

@@ -26,6 +26,8 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import NOTHING
 from mhc_inductor.routing.operators.mhc.norm import Kept, seen_in
 
+OTHER_WEIGHTS = "x's streams are summed with other weights than those of the formula"
+
 
 @dataclasses.dataclass(frozen=True)
 class StreamSum:
@@ -74,7 +76,7 @@ def _weighted(sign: float, ref: Ref, kept: Kept, weights: Collection[Value]) -> 
     streams = [f for f, e in term.factors if f.value is kept.x and e == 1.0]
     mixed = [f for f, e in term.factors if f.value in weights and e == 1.0]
     if len(term.factors) != 2 or len(streams) != 1 or len(mixed) != 1:
-        raise Mismatch("not a weighted sum of x's streams", ref.value)
+        raise Mismatch(OTHER_WEIGHTS if len(streams) == 1 and len(term.factors) > 1 else NOTHING, ref.value)
     if sign * term.coef != 1.0:
         raise Mismatch(f"the sum of streams is scaled by {sign * term.coef:g}", ref.value)
     return mixed[0], streams[0], term.bound
@@ -289,7 +291,10 @@ class _Expansion:
             raise Mismatch("x is taken at another token than x_out", out.value)
         stream, low = _by(place, self.width // n)
         if low != feature:
-            raise Mismatch("the mix changes the position within D; expected sum_i R[o, i] * x[i, d]", out.value)
+            raise Mismatch(
+                "x_out's stream o and column d are not laid out as those of x; expected sum_i R[o, i] * x[i, d]",
+                out.value,
+            )
         i, base = var(found.stream), tokens.times(Size(n * n))  # type: ignore[arg-type]
         for transpose, (row, column) in enumerate(((stream, i), (i, stream))):
             if found.at == base.plus(row.times(Size(n))).plus(column):

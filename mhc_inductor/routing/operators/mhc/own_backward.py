@@ -47,6 +47,8 @@ class Function:
     at: int
     steps: Chain
     mixed: Value
+    whole: bool = True
+    """Whether the iterations start from the argument itself, and not from what the forward subtracts something from."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -56,6 +58,23 @@ class Function:
 
     def apply(self, logits: Tensor, others: list[Tensor]) -> Tensor:
         """Returns the Function's result on other data; the tensors besides the logits are added to ``others``."""
+        args = self._args(logits, others)
+        result: Tensor = self.call.target(*self.bodies, *args, **self.call.kwargs)[0]  # type: ignore[operator]
+        return result
+
+    def forward(self, logits: Tensor, others: list[Tensor]) -> Tensor:
+        """Returns the result of the Function's forward alone, which autograd then differentiates."""
+        graph, places = fx.Graph(), self.bodies[0].graph.find_nodes(op="placeholder")
+        graph.output(graph.graph_copy(self.bodies[0].graph, {}))
+        for node in [n for n in graph.nodes if name_of(n) == "_set_grad_enabled"]:
+            graph.erase_node(node)
+        args = self._args(logits, others)
+        result = fx.GraphModule(self.bodies[0], graph)(*[None] * (len(places) - len(args)), *args)
+        while not isinstance(result, Tensor):
+            result = result[0]
+        return result
+
+    def _args(self, logits: Tensor, others: list[Tensor]) -> list[Any]:
         args: list[Any] = []
         for a in self.call.args[2:]:
             fake = example(a) if isinstance(a, fx.Node) else a
@@ -65,8 +84,7 @@ class Function:
             else:
                 symbolic = isinstance(fake, (torch.SymInt, torch.SymFloat))
                 args.append(logits if isinstance(fake, Tensor) else compat.hint(fake) if symbolic else fake)
-        result: Tensor = self.call.target(*self.bodies, *args, **self.call.kwargs)[0]  # type: ignore[operator]
-        return result
+        return args
 
 
 def _structure(body: fx.GraphModule) -> tuple[object, ...]:
@@ -102,8 +120,8 @@ class SinkhornFunction:
         if found.key not in self._known:
             self._known[found.key] = _difference(found)
         reason, steps = self._known[found.key], found.steps
-        if reason:
-            return Miss("mhc_sinkhorn", reason, found.mixed, found.mixed)
+        if reason or not found.whole:
+            return Miss("mhc_sinkhorn", reason, found.mixed, found.mixed) if reason else None
         detail = f"{steps.iters} iterations ({steps.words}), of an autograd.Function whose backward is their derivative"
         return Match("mhc_sinkhorn", [steps.logits], [found.mixed], detail, data=Sinkhorn(steps, found.mixed))
 
@@ -123,20 +141,26 @@ def _function(view: View, node: fx.Node) -> Function | None:
     inner = View(bodies[0].graph, view.modes_at(node), view.knowledge, body=True)
     found, args = _iterations(inner), node.args[2:]
     places = [*inner.graph.find_nodes(op="placeholder")][-len(args) :]
-    if found is None or found[1] not in places:
+    like = [i for i, a in enumerate(args) if isinstance(a, fx.Node) and (v := view.value(a)) and _alike(v, mixed)]
+    own = found is not None and found[1] in places
+    if found is None or not (own or len(like) == 1):
         return None
-    steps, at = found[0], places.index(found[1])
+    steps, at = found[0], places.index(found[1]) if own else like[0]
     start = args[at]
     # Dynamo hands over every leaf tensor where the backward runs Tensor.backward.
     apart = all(_leaf(a) for i, a in enumerate(args) if i != at)
     logits = view.value(start) if isinstance(start, fx.Node) and apart else None
-    if logits is None or logits.shape != mixed.shape or not logits.dtype.is_floating_point:
+    if logits is None or not _alike(logits, mixed):
         return None
-    return Function(node, (bodies[0], bodies[1]), at, dataclasses.replace(steps, logits=logits), mixed)
+    return Function(node, (bodies[0], bodies[1]), at, dataclasses.replace(steps, logits=logits), mixed, own)
 
 
-def _iterations(forward: View) -> tuple[Chain, fx.Node] | None:
-    """Returns the iterations that give a forward's one result, and the input of the graph that they start from."""
+def _alike(a: Value, b: Value) -> bool:
+    return a.shape == b.shape and a.dtype.is_floating_point
+
+
+def _iterations(forward: View) -> tuple[Chain, Any] | None:
+    """Returns the iterations that give a forward's one result, and the node of the graph that they start from, if any."""
     returned: Any = forward.graph.output_node().args[0]
     results: Any = returned[0] if isinstance(returned, (tuple, list)) else returned
     results = [results] if isinstance(results, fx.Node) else [*results]
@@ -148,8 +172,7 @@ def _iterations(forward: View) -> tuple[Chain, fx.Node] | None:
         return None
     if steps is None or not steps.iters or len(steps.axes) < 3 or any(written(r.value) for r in seen):
         return None
-    start = seen[-1].value.node if seen[-1].index == seen[0].index else None
-    return (steps, start) if start is not None else None
+    return steps, seen[-1].value.node if seen[-1].index == seen[0].index else None
 
 
 def _leaf(a: Any) -> bool:
@@ -185,7 +208,10 @@ def _compared(function: Function, shape: list[int]) -> str:
     dtype = function.steps.logits.dtype
     for logits, up in _data(shape):
         theirs = _run(function.apply, logits, up, dtype)
-        mine = _run(lambda t, _: _op(t, function.steps), logits, up, None)
+        if function.whole:
+            mine = _run(lambda t, _: _op(t, function.steps), logits, up, None)
+        else:
+            mine = _run(function.forward, logits, up, dtype)
         for what, a, b, size in zip(("results", "gradients"), theirs, mine, (logits, up), strict=True):
             error = _apart(a, b, size)
             if not error <= _EXACT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc.external_post import SUMS, WIDER, given_post
 from mhc_inductor.routing.operators.mhc.formula import argument_of, square_matrices
+from mhc_inductor.routing.operators.mhc.given_collapse import given_collapse
 from mhc_inductor.routing.operators.mhc.groups import FEW, Group, gate_of_streams, streams_behind
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.mixing import Post
@@ -26,6 +27,7 @@ from mhc_inductor.routing.operators.mhc.norm import Norm, root_of
 from mhc_inductor.routing.operators.mhc.normalisation import bare, iterated
 from mhc_inductor.routing.operators.mhc.residual import UNFINISHED
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
+from mhc_inductor.routing.operators.mhc.static import STATIC, lists, residual_of
 
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
 _NO_PRE = "only the logits h_res are computed; expected h_pre = sigmoid(alpha * z + bias) that collapses the streams"
@@ -52,6 +54,8 @@ class Search:
         self.found: list[Pre | PostUse | CollapseUse | Sinkhorn] = []
         self.misses: list[Miss] = []
         self._claimed: set[fx.Node] = set()
+        self._written: dict[Value, int] = {}
+        """Streams to which weights that are no projection write, each with their number."""
         self.cut: int | None = None
 
     def run(self) -> None:
@@ -72,6 +76,7 @@ class Search:
                 self._lone_iterations(avoid, reported)
         with contained(self.view, first):
             self._lone_logits(avoid, settled)
+            self._lone_lists()
             self._other_weights()
 
     def _group(self, group: Group, avoid: set[fx.Node]) -> None:
@@ -84,12 +89,12 @@ class Search:
             del self.found[known:]  # drop a block that was found only in part
             raise
 
-    def miss(self, op: str, mismatch: Mismatch, start: Value, ordinary: bool = False) -> None:
+    def miss(self, op: str, mismatch: Mismatch, start: Value) -> None:
         """Records a near miss; its reason says so where the search was cut off."""
         reason = mismatch.reason
         if self.cut is not None:
             reason += f" (the search stopped after {self.cut} operations around it)"
-        self.misses.append(Miss(op, reason, mismatch.value, start, ordinary))
+        self.misses.append(Miss(op, reason, mismatch.value, start))
 
     def reached(self, starts: Iterable[fx.Node], admit: Callable[[fx.Node], bool], limit: int = 4000) -> list[fx.Node]:
         """Returns the nodes reached from ``starts`` and claims them for the formula around a norm."""
@@ -263,7 +268,7 @@ class Search:
         outs = [use.x_out for use in self.found if isinstance(use, PostUse)]
         known = {value for out in outs for value in (out, peel(whole(out)).value)}
         for node in self.view.nodes:
-            value = self._called(node, "add", "sub", "stack", "rsub", "iadd", "addcmul", "baddbmm")
+            value = self._called(node, "add", "sub", "stack", "cat", "rsub", "iadd", "addcmul", "baddbmm")
             if value is None or value.func not in SUMS or not value.dtype.is_floating_point or value in known:
                 continue
             try:
@@ -276,6 +281,9 @@ class Search:
     def _lone_post(self, value: Value, known: set[Value]) -> None:
         found = given_post(value, known)
         if found is None:
+            with contextlib.suppress(Unsupported):
+                written = residual_of(value) if value.func is aten.add.Tensor else None
+                self._written |= {} if written is None else {written[0]: written[1]}
             return
         known.add(value)
         given = {v.node for v in (found.h_post, found.matrix) if v is not None}
@@ -289,6 +297,46 @@ class Search:
         for use in self.found:
             if isinstance(use, PostUse) and use.pre is None and self._made_of(use.found.h_post, use.found.x):
                 self.miss("mhc_pre", Mismatch(_OTHER_WEIGHTS, use.found.h_post), use.found.h_post)
+        known = {use.h_in for use in self.found if isinstance(use, (Pre, CollapseUse))}
+        posts = [use for use in self.found if isinstance(use, PostUse)]
+        for x, n in {**self._written, **{x: use.found.n for use in posts for x in (use.found.x, use.x_out)}}.items():
+            for h_in in self._collapses(x, n):
+                if h_in not in known:
+                    self.miss("mhc_collapse", Mismatch(STATIC, h_in), h_in)
+
+    def _collapses(self, x: Value, n: int) -> Iterator[Value]:
+        """Yields the first value that is a weighted sum of the n streams of x, whatever the weights are."""
+        near = self.view.descendants([x.node] if x.node is not None else [], functools.partial(self._wide, x=x), 200)
+        for value in map(self.view.value, near):
+            with contextlib.suppress(Unsupported):
+                if (
+                    value is not None
+                    and value is not x
+                    and value.shape
+                    and given_collapse(value, n, None, x) is not None
+                ):
+                    yield value
+                    return
+
+    def _wide(self, node: fx.Node, *, x: Value) -> bool:
+        """Checks whether a node has as many elements as x."""
+        value = self.view.values.of(node)
+        return not isinstance(value, Value) or product_of(value.shape) == product_of(x.shape)
+
+    def _lone_lists(self) -> None:
+        """Reports streams that are tensors of their own and that no norm's formula claims or reports."""
+        if any(m.reason.startswith(mhc.LISTED) for m in self.misses):
+            return
+        nodes = [n for n in self.view.nodes if n in self.view.live and n not in self._claimed]
+        xs = {
+            use.found.x if isinstance(use, PostUse) else use.norm.x
+            for use in self.found
+            if isinstance(use, (Pre, PostUse))
+        }
+        sums = (v for n in nodes if (v := self._called(n, "add", "iadd", "sum")) is not None)
+        for mismatch in lists(sums, {peel(whole(x)).value for x in xs}):
+            assert mismatch.value is not None
+            self.miss("mhc_post", mismatch, mismatch.value)
 
     def _made_of(self, value: Value, x: Value) -> bool:
         """Checks whether ``value`` is computed from x in this graph, in few steps."""

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from mhc_inductor.routing.edit import Edit, node_of
+from mhc_inductor.routing.graph.expressions import close
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import Piece
@@ -47,13 +48,17 @@ class Weights:
         n = self.n
         rows = {"pre": n, "post": n, "res": n * n} if what != "alpha" else dict.fromkeys(ROLES, 1)
         outer = what == "bias" and any(a.outer is not None for a in self.affines.values())
-        whole = None if outer else self._stored(parts, {role: rows[role] for role in self.wanted}, what)
+        scaled = what == "alpha" and any(a.alpha is not None and not close(a.scale, 1.0) for a in self.affines.values())
+        whole = None if outer or scaled else self._stored(parts, {role: rows[role] for role in self.wanted}, what)
         if whole is not None:
             return whole
         missing = [role for role in self.wanted if role not in parts]
         if missing:
             raise Mismatch(f"no {what} for h_{missing[0]}: expected those of h_pre, h_post and h_res in one tensor")
         nodes = [self._part(role, parts[role], rows[role], what) for role in self.wanted]
+        if scaled:
+            factors = [self.affines[role].scale if isinstance(parts[role], Piece) else 1.0 for role in self.wanted]
+            nodes = [self._times(node, factor) for node, factor in zip(nodes, factors, strict=True)]
         if len({example(node).dtype for node in nodes}) > 1:
             nodes = [self.edit.to(node, torch.float32) for node in nodes]
         return self.edit.emit(torch.cat, nodes) if len(nodes) > 1 else nodes[0]
@@ -89,12 +94,18 @@ class Weights:
 
     def _scaled(self, bias: fx.Node, role: str) -> fx.Node:
         """Returns a bias times what multiplies it and z."""
-        edit, affine = self.edit, self.affines[role]
-        wide = torch.promote_types(example(bias).dtype, torch.float32)
-        bias = edit.to(bias, wide)
+        affine = self.affines[role]
         if affine.alpha is not None:
-            bias = edit.emit(operator.mul, bias, edit.to(self._part(role, affine.alpha, 1, "alpha"), wide))
-        return bias if affine.outer == 1.0 else edit.emit(operator.mul, bias, affine.outer)
+            bias = self._times(bias, self._part(role, affine.alpha, 1, "alpha"))
+        return self._times(bias, affine.outer or 1.0)
+
+    def _times(self, weight: fx.Node, factor: fx.Node | float) -> fx.Node:
+        """Returns a weight times another one or a number, in fp32 at least; the weight itself times 1."""
+        if isinstance(factor, float) and close(factor, 1.0):
+            return weight
+        wide = torch.promote_types(example(weight).dtype, torch.float32)
+        factor = self.edit.to(factor, wide) if isinstance(factor, fx.Node) else factor
+        return self.edit.emit(operator.mul, self.edit.to(weight, wide), factor)
 
     def _rows(self, value: Value, what: str) -> int:
         total = 1

@@ -1,0 +1,91 @@
+"""Finds streams that are read and written by weights which are no projection: they are named, not routed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
+
+from mhc_inductor.ops.checks import MAX_STREAMS, MIN_WIDTH
+from mhc_inductor.routing.graph.expressions import Ref, aten, peel
+from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.operators.mhc.external_post import expanded, factors, terms_of
+
+WRITTEN_APART = (
+    "each stream is a tensor of its own, and written as such; expected one tensor [..., n, D] of new streams"
+)
+STATIC = (
+    "the streams are collapsed with weights that are no projection of them, as in hyper-connections with static weights; "
+    "expected h_pre = sigmoid(alpha * z + bias)"
+)
+
+
+class _Sum(NamedTuple):
+    """A sum of tensors: those that are added as they are, and for each tensor of weights those that it multiplies."""
+
+    value: Value
+    plain: frozenset[Ref]
+    weighted: dict[Value, dict[Ref, Index]]
+
+
+def residual_of(value: Value) -> tuple[Value, int] | None:
+    """Returns (x, n) of ``x + h_post[o] * f_out`` with streams x [..., n, D], or None. Raises Unsupported."""
+    *_, n, _ = (Size(0), Size(0), *value.shape)
+    if n.symbols or not 2 <= n.factor <= MAX_STREAMS:
+        return None
+    terms = terms_of(Ref(value, tuple(var(Var(s)) for s in value.shape)), ())
+    plain = [ref.value for _, ref in terms if factors(ref) is None and ref.value.shape == value.shape]
+    written = len(terms) == 2 and len(plain) == 1 and expanded(value, n.factor)
+    return (plain[0], n.factor) if written and plain[0].node is not None else None
+
+
+def lists(values: Iterable[Value], routed: Collection[Value]) -> Iterator[Mismatch]:
+    """Yields a mismatch for each list of tensors that is mixed by a matrix, or collapsed and then written to.
+
+    Streams that are parts of one of the tensors ``routed`` are no such list.
+    """
+    sums = [one for value in _alike(values) if (one := _sum(*value)) is not None]
+    mixes: dict[tuple[Value, frozenset[Ref]], list[_Sum]] = {}
+    for one in sums:
+        for weights, each in one.weighted.items():
+            if len(each) > 1:
+                mixes.setdefault((weights, frozenset(each)), []).append(one)
+    known = set[Ref]()
+    for (weights, streams), mixed in sorted(mixes.items(), key=lambda item: -len(item[0][1])):
+        rows = {tuple(one.weighted[weights].values()) for one in mixed}
+        written = {ref for one in sums if one.weighted and len(one.plain) == 1 for ref in one.plain}
+        apart = any(ref.value not in routed for ref in streams) and known.isdisjoint(streams)
+        if apart and (len(rows) > 1 or streams <= written):
+            known |= streams
+            yield Mismatch(WRITTEN_APART, mixed[-1].value)
+
+
+def _alike(values: Iterable[Value]) -> Iterator[tuple[Value, tuple[Index, ...]]]:
+    """Yields values that may be streams [..., D], each with the index that all values of its shape share."""
+    shared: dict[tuple[Size, ...], tuple[Index, ...]] = {}
+    for value in values:
+        wide = len(value.shape) > 1 and (value.shape[-1].symbols or value.shape[-1].factor >= MIN_WIDTH)
+        if wide and value.func is aten.add.Tensor and value.dtype.is_floating_point:
+            yield value, shared.setdefault(value.shape, tuple(var(Var(s)) for s in value.shape))
+
+
+def _sum(value: Value, index: tuple[Index, ...]) -> _Sum | None:
+    """Returns a sum whose products are of a tensor [..., D] and a number of a tensor of weights; None for other sums."""
+    low, found = index[-1].variables(), _Sum(value, frozenset(), {})
+    with contextlib.suppress(Unsupported):
+        for sign, ref in terms_of(Ref(value, index), ()):
+            pair = factors(ref)
+            if pair is None and sign == 1.0:
+                found = found._replace(plain=found.plain | {peel(ref)})
+                continue
+            if pair is None or pair.bound is not None or sign != 1.0:
+                return None
+            a, b = peel(pair.a), peel(pair.b)
+            a, b = (b, a) if low <= a.flat.variables() else (a, b)
+            if low & a.flat.variables() or not low <= b.flat.variables():
+                return None
+            found.weighted.setdefault(a.value, {})[b] = a.flat
+        return found
+    return None

@@ -1,0 +1,206 @@
+"""Formulas that resemble mHC and are another one: each is named as what it is, and gates of plain models are not named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests import sparse_families
+from tests.capture import difference, eager, reasons, run
+from tests.reference_models_mhc import EPS, WIDTH, N, P, _balanced, around, parameters, sublayer
+from tests.test_routing_mhc_laws import same, streams
+
+Made = dict[str, Tensor]
+HALVES, RANK = 2, 6
+
+
+def made(**shapes: tuple[int, ...]) -> Made:
+    """Returns the usual parameters, and random ones of these shapes."""
+    g = torch.Generator().manual_seed(9)
+    more = {k: (torch.randn(s, generator=g) * 0.2).requires_grad_() for k, s in shapes.items()}
+    return {**parameters(), **more}
+
+
+def normed(v: Tensor) -> Tensor:
+    v = v.float()
+    return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + EPS)
+
+
+def projected(x: Tensor, p: P) -> Tensor:
+    return normed(x.flatten(-2)) @ p["phi"].T
+
+
+# --- plain models -------------------------------------------------------------------------------------------
+
+
+def router(v: Tensor, p: P) -> Tensor:
+    scores = torch.sigmoid(normed(v) @ p["experts"].T)
+    best, at = scores.topk(2, -1)
+    every = torch.stack([F.silu(v @ w) for w in p["each"]], -2)
+    return (best.unsqueeze(-1) * every.gather(-2, at.unsqueeze(-1).expand(*at.shape, v.shape[-1]))).sum(-2)
+
+
+def head_gates(v: Tensor, p: P) -> Tensor:
+    heads = (v @ p["weight"]).unflatten(-1, (N, -1))
+    return (heads * torch.sigmoid(normed(v) @ p["experts"].T).unsqueeze(-1)).flatten(-2)
+
+
+def low_rank_gate(v: Tensor, p: P) -> Tensor:
+    return v * torch.sigmoid(normed(v) @ p["down"].T @ p["up"].T)
+
+
+def tanh_gate(v: Tensor, p: P) -> Tensor:
+    return v * (1 + torch.tanh(normed(v) @ p["experts"][:1].T))
+
+
+@pytest.mark.parametrize("gate", [router, head_gates, low_rank_gate, tanh_gate])
+def test_gates_of_plain_models_are_not_named(gate: Callable[[Tensor, P], Tensor]) -> None:
+    p = made(experts=(N, WIDTH), each=(N, WIDTH, WIDTH), down=(2, WIDTH), up=(1, 2))
+    got = run(lambda v: gate(v, p), (streams()[..., 0, :].contiguous(),), [*p.items()])
+    assert not got.ops and not got.report.near_misses, reasons(got)
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "dots3_note", "minimax_m3_vl"])
+def test_routers_of_models_are_not_named(family: str) -> None:
+    model = sparse_families.build(family)
+    got = run(lambda ids: model(input_ids=ids, use_cache=False).logits, (sparse_families.tokens(1, 12),), [], False)
+    assert not [m for m in got.report.near_misses if m.op.startswith("mhc")], reasons(got)
+
+
+# --- near misses: x is seen as streams, however it is kept --------------------------------------------------
+
+SEEN: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "a dim": lambda v: [*v.unflatten(-1, (N, WIDTH)).unbind(-2)],
+    "chunks": lambda v: [*v.chunk(N, -1)],
+    "slices": lambda v: [v[..., i * WIDTH : (i + 1) * WIDTH] for i in range(N)],
+}
+
+
+@pytest.mark.parametrize("seen", SEEN)
+def test_a_collapse_of_something_else_is_named(seen: str) -> None:
+    p = parameters()
+
+    def fn(v: Tensor) -> Tensor:
+        pre = torch.sigmoid(normed(v) @ p["phi"][:N].T)
+        return sum(pre[..., i : i + 1] * t.square() for i, t in enumerate(SEEN[seen](v)))  # type: ignore[return-value]
+
+    got = run(fn, (streams().flatten(-2),), [*p.items()])
+    assert [m.op for m in got.report.near_misses] == ["mhc_pre"], reasons(got)
+
+
+# --- other families -----------------------------------------------------------------------------------------
+
+
+def low_rank(x: Tensor, p: P) -> Tensor:
+    return around(x, p, _balanced, normed(x.flatten(-2)) @ p["down"].T @ p["up"].T)
+
+
+def tanh_gates(x: Tensor, p: P) -> Tensor:
+    z, (alpha, bias) = projected(x, p), (p["alpha"], p["bias"])
+    pre, post = (1 + torch.tanh(z[..., i * N :][..., :N] * alpha[i] + bias[i * N :][:N]) for i in range(2))
+    matrix = _balanced((z[..., 2 * N :] * alpha[2] + bias[2 * N :]).unflatten(-1, (N, N)))
+    f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
+    return matrix @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
+
+
+def tanh_without_bias(x: Tensor, p: P) -> Tensor:
+    return ((1 + torch.tanh(projected(x, p)[..., :N])).unsqueeze(-1) * x).sum(-2)
+
+
+def fractions(x: Tensor, p: P) -> Tensor:
+    """Every stream is split in halves, each with weights of its own."""
+    z, each = normed(x.flatten(-2)) @ p["wide"].T, N * HALVES
+    pre, post = torch.sigmoid(z[..., :each]).unflatten(-1, (N, HALVES)), torch.sigmoid(z[..., each : 2 * each])
+    parts = x.unflatten(-1, (HALVES, -1))
+    f_out = sublayer((pre.unsqueeze(-1) * parts).sum(-3).flatten(-2), p).unflatten(-1, (1, HALVES, -1))
+    mixed = _balanced(z[..., 2 * each :].unflatten(-1, (N, N))) @ x
+    return mixed + 2 * (post.unflatten(-1, (N, HALVES)).unsqueeze(-1) * f_out).flatten(-2)
+
+
+def frac_connections(x: Tensor, p: P) -> Tensor:
+    """The hidden state itself is split into streams, and a matrix collapses them."""
+    v = x.flatten(-2)
+    z = normed(v) @ p["wide"].T
+    pre, post = torch.sigmoid(z[..., : N * N]).unflatten(-1, (N, N)), torch.sigmoid(z[..., N * N : N * N + N])
+    f_out = F.silu(pre @ v.unflatten(-1, (N, -1)))
+    return (x + 2 * post.unsqueeze(-1) * f_out).flatten(-2)
+
+
+FAMILIES: dict[str, tuple[Callable[[Tensor, P], Tensor], str]] = {
+    "low rank": (low_rank, "z is a product of x and two weights, as in a low-rank gate; expected one phi"),
+    "tanh": (tanh_gates, "tanh is applied to the logits; expected sigmoid(alpha * z + bias)"),
+    "tanh without bias": (tanh_without_bias, "tanh is applied to the logits; expected sigmoid(alpha * z + bias)"),
+    "fractions": (fractions, "2 weights a stream come out of one sigmoid"),
+    "frac-connections": (frac_connections, "4 weights a stream come out of one sigmoid"),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_another_family_is_named(name: str) -> None:
+    fn, reason = FAMILIES[name]
+    rows = N * N + 2 * N
+    p = made(down=(RANK, N * WIDTH), up=(rows, RANK), wide=(2 * HALVES * N + N * N, N * WIDTH))
+    got = same(lambda x: fn(x, p), (streams(),), p.items())
+    assert [m.reason.startswith(reason) for m in got.report.near_misses if m.op == "mhc_pre"] == [True], reasons(got)
+
+
+# --- constants that alpha takes in --------------------------------------------------------------------------
+
+SCALED: dict[str, Callable[[Tensor, P], Tensor]] = {
+    "z": lambda x, p: around(x, p, _balanced, 0.0625 * projected(x, p)),
+    "the norm's mean is a sum": lambda x, p: around(
+        x, p, _balanced, (v := x.float().flatten(-2)) * torch.rsqrt((v * v).sum(-1, keepdim=True) + EPS) @ p["phi"].T
+    ),
+    "the root of two": lambda x, p: around(
+        x,
+        p,
+        _balanced,
+        (v := x.float().flatten(-2)) * torch.rsqrt(2 * (v * v).mean(-1, keepdim=True) + EPS) @ p["phi"].T,
+    ),
+    "minus z": lambda x, p: around(x, p, _balanced, -projected(x, p)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SCALED)
+def test_a_number_that_scales_z_is_a_factor_of_alpha(name: str, dtype: torch.dtype) -> None:
+    p, fn = parameters(), SCALED[name]
+    got, plain = (how(lambda x: fn(x, p), (streams(dtype=dtype),), [*p.items()]) for how in (run, eager))
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+    assert not got.report.near_misses and all(r.error is not None for r in got.report.routed)
+    assert difference(got, plain) < (1e-5 if dtype is torch.float32 else 2e-2)
+
+
+def test_numbers_that_differ_between_the_coefficients() -> None:
+    """One alpha for all three, each with another number, and a bias inside the product."""
+    p = parameters()
+
+    def fn(x: Tensor) -> Tensor:
+        z, bias, a = projected(x, p), p["bias"], p["alpha"][0]
+        pre = torch.sigmoid(0.5 * a * z[..., :N] + bias[:N])
+        post = 2 * torch.sigmoid(a * 3.0 * (z[..., N : 2 * N] / 4.0 + bias[N : 2 * N]))
+        matrix = _balanced((a * z[..., 2 * N :] / 7.0 + bias[2 * N :]).unflatten(-1, (N, N)))
+        f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
+        return matrix @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
+
+    got = same(fn, (streams(),), p.items())
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+
+
+def test_columns_that_come_before_streams_are_told_as_that() -> None:
+    """Each column stays at its place within D: only the layout of x_out is another."""
+    p = parameters()
+
+    def fn(x: Tensor) -> Tensor:
+        z = projected(x, p)
+        pre, post = torch.sigmoid(z[..., :N]), 2 * torch.sigmoid(z[..., N : 2 * N])
+        f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
+        matrix = _balanced(z[..., 2 * N :].unflatten(-1, (N, N)))
+        return x.mT @ matrix.mT + f_out.unsqueeze(-1) * post.unsqueeze(-2)
+
+    got = same(fn, (streams(),), p.items())
+    assert not [r for r in reasons(got) if "within D" in r], reasons(got)
