@@ -44,9 +44,9 @@ def routed(
             report = route(gm, options, check=check, exported=True)
             spelling.undo()
             lowering.lower(gm, compat.for_training(program))
-        _rename_outputs(gm, signature)
         if regions:
             gm, signature = compat.with_mode_regions(gm, signature)
+        _rename(gm, signature)
     return compat.with_graph(program, gm, signature, calls), report
 
 
@@ -108,8 +108,10 @@ def _name_of(argument: Any) -> str:
     return str(getattr(argument, "name", ""))
 
 
-def _rename_outputs(gm: fx.GraphModule, signature: Any) -> None:
-    """Brings the names of the outputs in a program's signature up to date."""
+def _rename(gm: fx.GraphModule, signature: Any) -> None:
+    """Names the inputs of a graph as a program's signature does, and brings the signature's outputs up to date."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    compat.give_names((n, _name(s) or n.name) for n, s in zip(inputs, signature.input_specs, strict=True))
     results: Any = gm.graph.output_node().args[0]
     for node, spec in zip(results, signature.output_specs, strict=True):
         if isinstance(node, fx.Node):
