@@ -117,7 +117,7 @@ result = frozen + mixed"""
 
 def test_arguments_of_regions_and_of_writes() -> None:
     """Checks regions of other modes, which are split into graphs and put together again, and an input that is written."""
-    names = ["input", "id", "input_1", "sum"]
+    names = ["input", "id", "x_1", "sum"]
     model = named(names, False, IN_REGIONS)
     for decomposed in (False, True):
         args, _ = given(names, False, (1,))
