@@ -38,8 +38,9 @@ NUMBERED = [
     "getitem",
     "c_lifted",
 ]
+REPORTED = ("input", "id", "type", "max", "sum", "range", "hash", "filter", "float", "list", "vars", "inf", "nan")
 SETS = {
-    "the report's": "input id type max sum range hash filter float list vars inf nan".split(),
+    "the report's": REPORTED,
     "builtins": BUILTINS[::4],
     "imported": CUSTOM,
     "numbered": NUMBERED,
@@ -124,7 +125,7 @@ def test_arguments_of_regions_and_of_writes() -> None:
         program = torch.export.export(model, args)
         program = program.run_decompositions() if decomposed else program
         routed = route_exported(program)
-        assert ops_of(routed.graph_module).total() >= 2
+        assert decomposed or ops_of(routed.graph_module).total() >= 2
         assert arguments(routed) == arguments(program)
         for one in (routed, through_a_file(routed)):
             (mine, _), (theirs, _) = given(names, False, (1,)), given(names, False, (1,))
