@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -1040,6 +1040,18 @@ def with_mode_regions(gm: Any, signature: Any) -> tuple[Any, Any]:
     from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
 
     return replace_autocast_with_hop_pass(*replace_set_grad_with_hop_pass(gm, signature))
+
+
+def give_names(named: Iterable[tuple[Any, str]]) -> None:
+    """Gives nodes of one graph names that are unique among them, also such as FX avoids (torch 2.11 to 2.15).
+
+    A node that is copied or made anew under the name of a builtin, as an exported argument may have, gets a number after
+    it: ``input`` becomes ``input_1``.
+    """
+    for node, name in named:
+        if node.name != name:
+            node.name = name
+            node.graph._graph_namespace.create_name(name, None)  # no later node gets it
 
 
 def traced(fn: Callable[..., Any], inputs: Sequence[Any], mode: Any, composite: bool) -> Any:

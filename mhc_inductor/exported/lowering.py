@@ -13,6 +13,7 @@ from mhc_inductor.exported.examples import KEY
 from mhc_inductor.exported.inlining import bodies
 from mhc_inductor.routing.graph.values import example, run, tensors_in
 from mhc_inductor.routing.graph.view import GRAD
+from mhc_inductor.routing.placement import KEPT, PASSED_ON
 
 aten = torch.ops.aten
 _MARKS = ("nn_module_stack", "stack_trace", "torch_fn")
@@ -34,8 +35,8 @@ def lower(gm: fx.GraphModule, training: bool) -> None:
         if not _allowed(node):
             _replace(gm.graph, node, training)
     for node in gm.graph.nodes:
-        node.meta.pop(KEY, None)
-        node.meta.pop(GRAD, None)
+        for key in (KEY, GRAD, KEPT, PASSED_ON):
+            node.meta.pop(key, None)
     gm.graph.lint()
     gm.recompile()
     for body in bodies(gm):

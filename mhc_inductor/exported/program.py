@@ -20,6 +20,9 @@ from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing import route
 from mhc_inductor.routing.edit import Check
 from mhc_inductor.routing.explain import copied
+from mhc_inductor.routing.graph.run import run_fake
+from mhc_inductor.routing.graph.values import example
+from mhc_inductor.routing.placement import KEPT, PASSED_ON
 from mhc_inductor.routing.report import Report
 
 
@@ -44,9 +47,9 @@ def routed(
             report = route(gm, options, check=check, exported=True)
             spelling.undo()
             lowering.lower(gm, compat.for_training(program))
-        _rename_outputs(gm, signature)
         if regions:
             gm, signature = compat.with_mode_regions(gm, signature)
+        _rename(gm, signature)
     return compat.with_graph(program, gm, signature, calls), report
 
 
@@ -85,31 +88,63 @@ def _name(spec: Any) -> str:
 def _kept(gm: fx.GraphModule, calls: list[Any]) -> Iterator[None]:
     """Keeps the inputs and outputs of submodules whose calling convention export preserved.
 
-    They are results of the graph while the body runs, so that routing replaces each by a node of the same value. Then
-    their names in ``calls`` are brought up to date.
+    While the body runs, the graph reads each, so that routing replaces each by a node of the same value. Then their
+    names in ``calls`` are brought up to date.
     """
     signatures = [entry.signature for entry in calls if entry.signature is not None]
     nodes = {node.name: node for node in gm.graph.nodes}
     named = [a for s in signatures for a in (*s.inputs, *s.outputs) if _name_of(a) in nodes]
+    _mark(gm, calls, nodes)
     output = gm.graph.output_node()
     plain: Any = output.args[0]
     count = len(plain) if isinstance(plain, (tuple, list)) else 0
     if named:
-        output.args = ((*plain, *(nodes[_name_of(a)] for a in named)),)
+        with gm.graph.inserting_before(output):
+            output.args = ((*plain, *(_reader(nodes[_name_of(a)]) for a in named)),)
     yield
     if named:
         results: Any = output.args[0]
         output.args = (tuple(results[:count]),)
         for a, node in zip(named, results[count:], strict=True):
-            a.name = node.name
+            read = node.target is _READ and not node.users
+            a.name = (node.args[0] if read else node).name
+            if read:
+                gm.graph.erase_node(node)
+
+
+_READ = torch.ops.aten.count_nonzero.default
+"""Reads a tensor and is part of no formula. The tensor itself as a result would escape, and be cloned before ops read it."""
+
+
+def _reader(node: fx.Node) -> fx.Node:
+    """Returns a new node that reads a tensor; ``node`` itself if it is a size."""
+    if not isinstance(example(node), torch.Tensor):
+        return node
+    made = node.graph.call_function(_READ, (node,))
+    made.meta[examples.KEY] = run_fake(made)
+    return made
+
+
+def _mark(gm: fx.GraphModule, calls: list[Any], nodes: dict[str, fx.Node]) -> None:
+    """Marks what lies in submodules that keep their signature, so that no formula crosses their boundary."""
+    kept = {entry.fqn: entry.signature for entry in calls if entry.signature is not None and entry.fqn}
+    for node in gm.graph.nodes if kept else ():
+        inside = [key for key, (path, _) in node.meta.get("nn_module_stack", {}).items() if path in kept]
+        node.meta.update({KEPT: inside[-1]} if inside else {})
+    for path, signature in kept.items():
+        for node in (nodes[_name_of(a)] for a in signature.outputs if _name_of(a) in nodes):
+            *_, (innermost, _) = [("", ""), *node.meta.get("nn_module_stack", {}).values()]
+            node.meta[PASSED_ON] = innermost != path.partition("@")[0]
 
 
 def _name_of(argument: Any) -> str:
     return str(getattr(argument, "name", ""))
 
 
-def _rename_outputs(gm: fx.GraphModule, signature: Any) -> None:
-    """Brings the names of the outputs in a program's signature up to date."""
+def _rename(gm: fx.GraphModule, signature: Any) -> None:
+    """Names the inputs of a graph as a program's signature does, and brings the signature's outputs up to date."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    compat.give_names((n, _name(s) or n.name) for n, s in zip(inputs, signature.input_specs, strict=True))
     results: Any = gm.graph.output_node().args[0]
     for node, spec in zip(results, signature.output_specs, strict=True):
         if isinstance(node, fx.Node):

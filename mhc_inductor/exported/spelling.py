@@ -78,7 +78,10 @@ class Spelling:
         for node, target, args, kwargs, meta in self._checks:
             # Not right after the tensor: a check belongs to the module that reads it.
             if node in order and node.users:
-                with self.gm.graph.inserting_before(min(node.users, key=lambda user: order.get(user, len(order)))):
+                first = min(node.users, key=lambda user: order.get(user, len(order)))
+                if first.meta.get("nn_module_stack"):
+                    meta["nn_module_stack"] = first.meta["nn_module_stack"]
+                with self.gm.graph.inserting_before(first):
                     self.gm.graph.call_function(target, args, kwargs).meta.update(meta)
         self.gm.recompile()
 

@@ -26,7 +26,7 @@ from mhc_inductor.routing.graph.run import run_fake
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import GRAD, View
 from mhc_inductor.routing.interface import Match, Mismatch, Verdict
-from mhc_inductor.routing.placement import TRACES, WRITTEN, Place, Placement, node_of
+from mhc_inductor.routing.placement import TRACES, WRITTEN, Place, Placement, module_of, node_of
 from mhc_inductor.routing.saved_tensors import saved_by
 
 __all__ = ["Check", "Edit", "Emit", "Pairs", "node_of"]
@@ -314,8 +314,10 @@ class Edit:
                     "an input of the formula that is written in place, or returned, is computed in another grad mode",
                     self.view.value(node),
                 )
-            with self.graph.inserting_after(held if late else self.view.real_nodes[at]):
+            after = held if late else self.view.real_nodes[at]
+            with self.graph.inserting_after(after):
                 kept = self.emit("clone", held)
+            kept.meta.update(module_of(self.view, after))
             self._copies.add(kept)
             self._learn(node, kept)
 

@@ -16,8 +16,10 @@ from mhc_inductor.routing.verify import Verifier
 
 
 def copied(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Returns a copy of ``gm`` and of the bodies of its higher-order ops; tensors and modules are shared."""
-    result = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    """Returns a copy of ``gm`` and of the bodies of its higher-order ops; names, tensors and modules are the same."""
+    graph = copy.deepcopy(gm.graph)
+    compat.give_names(zip(graph.nodes, (node.name for node in gm.graph.nodes), strict=True))
+    result = torch.fx.GraphModule(gm, graph)
     result.meta = dict(gm.meta)
     for node in result.graph.find_nodes(op="get_attr"):
         body = getattr(gm, node.target, None)

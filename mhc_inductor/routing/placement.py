@@ -15,8 +15,15 @@ from mhc_inductor.routing.rounding import check_roundings
 from mhc_inductor.routing.saved_tensors import changed_later
 
 WRITTEN = "a tensor of the formula is written in place before the formula ends"
-TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack")
-"""Keys in a node's meta that say where in the user's code it comes from."""
+TRACES = ("stack_trace", "source_fn_stack")
+"""Keys in a node's meta that say which line of the user's code its value comes from."""
+KEPT = "kept_submodule"
+"""Key in the meta of a node of an exported program: the call of the innermost submodule around it that keeps its
+signature. A formula does not cross the boundary of such a call."""
+PASSED_ON = "passed_on"
+"""Key in the meta of a node of an exported program: whether it is a result of such a submodule that a module inside it
+computes. Something outside of that module must read it, or torch.export.unflatten loses it."""
+_MODULES = ("nn_module_stack", KEPT)
 
 
 def node_of(value: Value) -> fx.Node:
@@ -29,11 +36,24 @@ def node_of(value: Value) -> fx.Node:
     return value.node
 
 
+def module_of(view: View, node: fx.Node) -> dict[str, Any]:
+    """Returns the keys of a new node's meta that say in which submodule it stands, if it is put next to ``node``.
+
+    It is the outermost module where ``node`` is an input or the output of the graph.
+    """
+    found = {k: node.meta[k] for k in _MODULES if k in node.meta}
+    if node.op in ("placeholder", "output"):
+        stack = next((n.meta[_MODULES[0]] for n in view.real_nodes if n.meta.get(_MODULES[0])), {})
+        found[_MODULES[0]] = dict([*stack.items()][:1])
+    return found
+
+
 @dataclasses.dataclass
 class Place:
     """The position of an op: it goes before ``anchor`` and runs in ``modes``.
 
-    ``region`` holds the view's nodes of the formula, outputs included. ``trace`` is the op's source location.
+    ``region`` holds the view's nodes of the formula, outputs included. ``trace`` is the op's source location, and the
+    submodule that the anchor stands in: torch.export.unflatten makes a submodule of neighbouring nodes.
     """
 
     anchor: fx.Node
@@ -72,9 +92,11 @@ class Placement:
         modes = self._modes(region)
         self._check_watched(region)
         self._check_outputs(region)
+        self._check_kept(region)
         check_roundings(view, [*self.ins, *self.outs], region)
         anchor = self._anchor(region, modes)
-        trace: dict[str, Any] = {k: self.first.meta[k] for k in TRACES[:2] if k in self.first.meta}
+        trace: dict[str, Any] = {k: self.first.meta[k] for k in TRACES[:1] if k in self.first.meta}
+        trace |= module_of(view, anchor)
         at = view.position.get(anchor, len(view.position))
         overwritten = [n for n, look in looks.items() if view.written_between(n, at, after=look)]
         if any(view.written_between(n, looks[n] + 1, left=True) for n in overwritten):
@@ -160,6 +182,12 @@ class Placement:
                 if shared and any(u not in region and u in view.live for u in other.users) and view.escapes(other):
                     raise Mismatch("a result of the formula shares memory with another result", self.at)
 
+    def _check_kept(self, region: set[fx.Node]) -> None:
+        """Raises Mismatch if the formula lies in part in a submodule whose inputs and outputs must stay the model's."""
+        inside = region - set(self.outs)
+        if len({n.meta.get(KEPT) for n in region}) > 1 or any(n.meta.get(PASSED_ON) for n in inside):
+            raise Mismatch("the formula crosses the boundary of a submodule whose signature export preserves", self.at)
+
     def _anchor(self, region: set[fx.Node], modes: Modes) -> fx.Node:
         """Returns the node to insert before: the first result, or a later node if an input is computed later."""
         view = self.view
@@ -168,9 +196,11 @@ class Placement:
         start = view.defined(self.first)
         uses = [view.defined(u) for o in self.outs for u in o.users if u not in region]
         end = min(uses, default=len(real) - 1)
+        kept = self.first.meta.get(KEPT)
         for at in (start, *range(max(late + 1, start), end + 1)):
             here = view.modes[real[at]]
-            if at > late and here.grad == modes.grad and here.inference == modes.inference:
+            alike = here.grad == modes.grad and here.inference == modes.inference
+            if at > late and alike and real[at].meta.get(KEPT) == kept:
                 return real[at]
         if late >= end:
             raise Unplaced("an input of the op is computed after one of its results is used", self.at)

@@ -186,9 +186,9 @@ class Numbers:
         found = self.of(of_index(index))
         if not clamped or not any(v in self.at for v in index.variables()):
             return found
-        found = self.emit("clamp", found, min=0)
+        # Not clamp or minimum: Inductor follows these into the addresses of loads, and fails there inside a
+        # concatenation (torch 2.11 to 2.13: "The argument '-63 + ((0))' is not comparable"). It does not follow where.
+        found = self.emit(torch.where, self.emit(operator.lt, found, 0), 0, found)
         last = self.layouts.size(size)
         last = last - 1 if isinstance(last, int) else self.emit(operator.sub, last, 1)
-        return (
-            self.emit(torch.minimum, found, last) if isinstance(last, fx.Node) else self.emit("clamp", found, max=last)
-        )
+        return self.emit(torch.where, self.emit(operator.gt, found, last), last, found)
