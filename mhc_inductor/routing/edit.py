@@ -185,6 +185,10 @@ class Edit:
         # A call without tensor inputs, such as arange, needs the fake mode to return a fake tensor.
         with mode or contextlib.nullcontext():
             node.meta["example_value"] = run_fake(node)
+        if (outside := self._viewed_from_outside(node)) is not None:
+            self.graph.erase_node(self.created.pop())
+            copy = self.emit("clone", outside)
+            return self.create(op, target, *fx.node.map_arg((args, kwargs), lambda n: copy if n is outside else n))
         if self.place is not None:
             self.view.since[node] = self.view.position[self.place.anchor]
             node.meta.update(self.place.trace)
@@ -192,6 +196,17 @@ class Edit:
             through = wide and self.place.modes.grad and target != "detach"
             node.meta[GRAD] = through and any(map(self.needs_grad, node.all_input_nodes))
         return node
+
+    def _viewed_from_outside(self, node: fx.Node) -> fx.Node | None:
+        """Returns an input from outside of the inference mode that ``node``, a view of it, stands in.
+
+        AOTAutograd cannot trace such a view: "Cannot set version_counter for inference tensor" (torch 2.11 to 2.13). A
+        view of a copy that is made inside is fine.
+        """
+        if self.place is None or not self.place.modes.inference or not _is_view(node):
+            return None
+        outside = (n for n in node.all_input_nodes if n in self.view.modes and not self.view.modes[n].inference)
+        return next(outside, None)
 
     def _nearby(self, node: fx.Node) -> list[fx.Node]:
         # Inputs that are only sizes carry no fake mode: look at the anchor and its inputs too.
@@ -488,6 +503,14 @@ class Edit:
             for size in sizes:
                 if isinstance(size, torch.SymInt) and str(compat.expression(size)) in fixed:
                     int(size)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Returns whether a call returns a new tensor in the memory of one that it is given."""
+    given = [t for n in node.all_input_nodes for t in tensors_in(example(n))]
+    memory = {compat.storage_key(t) for t in given}
+    results = [t for t in tensors_in(example(node)) if not any(t is other for other in given)]
+    return any(compat.storage_key(t) in memory for t in results)
 
 
 def _check_alike(old: torch.Tensor, new: torch.Tensor, value: Value) -> None:

@@ -1,0 +1,92 @@
+"""Laws 2 and 12: formulas inside ``torch.inference_mode()``, entered in the compiled function, compile as they did.
+
+AOTAutograd fails at views of tensors from outside of the mode, such as ``phi.T``, whoever makes them, and leaves the
+process unusable: each case has a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
+
+from mhc_inductor.routing import route
+from tests import reference_models_e79 as e79
+from tests import test_routing_lists as lists
+from tests.reference_models_selection import REFERENCE_MODELS
+
+Program = tuple[Callable[..., Any], tuple[Tensor, ...]]
+
+
+def _attention(name: str) -> Program:
+    make, given = REFERENCE_MODELS[name]
+    return make(), given
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    # The others choose keys by scores of few heads, of which many are exactly 0: any choice among these is right.
+    **{name: functools.partial(_attention, name) for name in REFERENCE_MODELS if not name.startswith("DeepSeek")},
+    "lists": lambda: (
+        lists._model("padded", "scattered", True, lists.written),
+        lists.inputs(False, "left", lists.ENTRIES),
+    ),
+    "E79": lambda: (e79.Stack(), (torch.randn(3, 2, e79.DIM),)),
+}
+
+
+def _inside(fn: Callable[..., Any], *given: Tensor) -> Any:
+    made = [t + 0 if t.is_floating_point() else t for t in given]
+    with torch.inference_mode():
+        return fn(*made)
+
+
+def _inside_twice(fn: Callable[..., Any], *given: Tensor) -> Any:
+    with torch.inference_mode():
+        made = [t * 1 if t.is_floating_point() else t for t in given]
+    with torch.inference_mode():
+        return fn(*made)
+
+
+def _decorated(fn: Callable[..., Any], *given: Tensor) -> Any:
+    return torch.inference_mode()(lambda *t: fn(*t))(*given)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
+
+
+def _compiled(name: str, way: Callable[..., Any], answers: Any) -> None:
+    """Puts the ops that were routed and the largest difference from eager into ``answers``, or what was raised."""
+    torch.manual_seed(0)
+    fn, given = PROGRAMS[name]()
+    ops: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        ops.extend(r.op for r in route(gm).routed)
+        return aot_eager(gm, inputs)
+
+    try:
+        want = _tensors(way(fn, *given))
+        got = _tensors(torch.compile(functools.partial(way, fn), backend=backend)(*given))
+        answers.put((ops, max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))))
+    except Exception as error:
+        answers.put((ops, str(error)[:300]))
+
+
+@pytest.mark.parametrize("way", [_inside, _inside_twice, _decorated], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_formula_in_inference_mode_inside_a_compiled_function(name: str, way: Callable[..., Any]) -> None:
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    process = fork.Process(target=_compiled, args=(name, way, answers))
+    process.start()
+    ops, apart = answers.get(timeout=120)
+    process.join()
+    assert ops and isinstance(apart, float), (ops, apart)
+    assert apart < 2e-5
