@@ -43,6 +43,17 @@ def wrong(mine: Got, dtype: torch.dtype = torch.bfloat16) -> list[str]:
     return cell.judged({}, mine, got(1, 0.02) if dtype != torch.float32 else exact, exact, dtype)
 
 
+def test_gradients_that_eager_has_not_are_left_out_and_said():
+    eager, mine = got(1, 0.02), got(2, 0.02)
+    eager.grads["a"] = eager.grads["a"] * torch.nan
+    mine.grads["a"] = mine.grads["a"] * torch.nan
+    row: dict[str, Any] = {}
+    assert cell.judged(row, mine, eager, got(dtype=torch.float32), torch.bfloat16) == []
+    assert row["not finite in eager"] == ["a"]
+    mine.grads["b"] = mine.grads["b"] * torch.nan
+    assert cell.judged({}, mine, eager, got(dtype=torch.float32), torch.bfloat16)[0] == "b is not finite"
+
+
 # ---- what is run
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import pathlib
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -316,22 +319,33 @@ def test_decompositions_leave_plain_formulas() -> None:
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_trace_names_the_way_out() -> None:
-    def balanced(scores: Tensor) -> Tensor:
+class Balanced(nn.Module):
+    def forward(self, scores: Tensor) -> Tensor:
         return mhc_inductor.mhc_sinkhorn(scores, 3)
 
-    class Balanced(nn.Module):
-        def forward(self, scores: Tensor) -> Tensor:
-            return balanced(scores)
 
+def test_a_trace_names_the_way_out() -> None:
+    balanced = Balanced().forward
     scores = randn(3, 4, 4)
     with pytest.raises(
         RuntimeError, match=r"cannot hold mhc_sinkhorn.*run_decompositions\(mhc_inductor.decompositions"
     ):
-        torch.jit.trace(balanced, (scores,))
+        torch.jit.trace(Balanced(), (scores,))
     program = torch.export.export(Balanced(), (scores,)).run_decompositions(mhc_inductor.decompositions())
     traced = torch.jit.trace(program.module(check_guards=False), (scores,))
     assert torch.allclose(traced(scores * 2), balanced(scores * 2))
+
+
+def test_a_traced_program_keeps_the_op_and_needs_the_package(tmp_path: pathlib.Path) -> None:
+    """Checks what docs/export.md says of ``torch.jit.trace`` of a program that holds an op."""
+    file, scores = tmp_path / "traced.pt", randn(3, 4, 4)
+    program = torch.export.export(Balanced(), (scores,), dynamic_shapes=({0: Dim.DYNAMIC},))
+    torch.jit.trace(program.module(), (scores,)).save(file)
+    more = randn(7, 4, 4) * 3
+    assert torch.equal(torch.jit.load(file)(more), mhc_inductor.mhc_sinkhorn(more, 3))
+    load = "import torch; torch.jit.load({!r})"
+    done = subprocess.run([sys.executable, "-c", load.format(str(file))], capture_output=True, text=True)
+    assert done.returncode and "mhc_inductor" in done.stderr and "mhc_sinkhorn" in done.stderr
 
 
 def test_an_export_to_onnx_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,7 @@ CROSSED += [("nested", "again"), ("recurrence", "step"), ("attention", "weights"
 @pytest.mark.parametrize(("name", "path"), CROSSED)
 def test_a_submodule_whose_signature_is_kept(name: str, path: str) -> None:
     """Checks that such a submodule still takes the model's inputs and gives its outputs, called alone and as a part."""
-    make, args, ops = MODELS[name]
+    make, args, _ = MODELS[name]
     torch.manual_seed(1)
     model = make()
     seen: list[Any] = []

@@ -55,7 +55,7 @@ class Settings:
     def plan(self) -> list[Cell]:
         """Returns all cells in the order in which they begin: way by way, then models of published widths."""
         small = [(m, w) for w in WAYS for m, of in MODELS.items() if not of.wide]
-        return small + [(m, w) for m, of in MODELS.items() if of.wide for w in WIDE]
+        return small + [(m, w) for w in WIDE for m, of in MODELS.items() if of.wide]
 
     def chosen(self, cell: Cell) -> bool:
         return not self.only or any(word in ": ".join(cell) for word in self.only)
@@ -64,11 +64,12 @@ class Settings:
 class Worker:
     """A process that measures cells, one at a time."""
 
-    def __init__(self, settings: Settings, log: pathlib.Path, jobs: int) -> None:
+    def __init__(self, settings: Settings, log: pathlib.Path, jobs: int, gpu: str) -> None:
         self.log, threads = log, max(1, (os.cpu_count() or 1) // jobs)
         places = [*settings.paths, str(environment.ROOT), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
         env["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
+        env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         for name, folder in (("TORCHINDUCTOR", "inductor"), ("TRITON", "triton")):
             env.setdefault(f"{name}_CACHE_DIR", str(log.parent / folder))
         words = [sys.executable, "-m", "benchmarks.ways.worker", settings.device, str(int(settings.toy)), str(threads)]
@@ -119,24 +120,30 @@ class Driver:
 
     def run(self, step: Callable[[str], None]) -> None:
         todo = [c for c in self.settings.plan() if c not in self.rows and self.settings.chosen(c)]
-        for wide, jobs in ((False, self.settings.jobs), (True, 1)):  # a model of full width has the device to itself
+        gpus = torch.cuda.device_count() if self.settings.device.startswith("cuda") else 0
+        running: list[threading.Thread] = []
+        for wide, jobs in ((False, self.settings.jobs), (True, 1)):  # a model of full width has a device to itself
             queue = collections.deque(c for c in todo if bool(MODELS[c[0]].wide) == wide)
-            jobs = min(jobs, len(queue))
-            threads = [threading.Thread(target=self._work, args=(queue, k, jobs, step)) for k in range(jobs)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            jobs, gpu = min(jobs, len(queue)), str(int(wide)) if gpus > 1 else ""
+            running += [threading.Thread(target=self._work, args=(queue, gpu, k, jobs, step)) for k in range(jobs)]
+            if gpus < 2 or wide:
+                for thread in running:
+                    thread.start()
+                while running:
+                    running.pop().join()
 
-    def _work(self, queue: collections.deque[Cell], number: int, jobs: int, step: Callable[[str], None]) -> None:
+    def _work(
+        self, queue: collections.deque[Cell], gpu: str, number: int, jobs: int, step: Callable[[str], None]
+    ) -> None:
         worker: Worker | None = None
+        name = f"worker{gpu}-{number}.log"
         while time.monotonic() - self.began < self.settings.budget_s:
             with self.lock:
                 if not queue:
                     break
                 cell = queue.popleft()
             start = time.monotonic()
-            worker = worker or Worker(self.settings, self.folder / f"worker{number}.log", jobs)
+            worker = worker or Worker(self.settings, self.folder / name, jobs, gpu)
             row = worker.measure(cell, self.settings.limit_s) | {"seconds": round(time.monotonic() - start, 1)}
             if "output" in row:
                 worker.close()
