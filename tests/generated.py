@@ -37,8 +37,9 @@ def called(code: str) -> set[str]:
 
 def allocated(code: str) -> list[tuple[tuple[str, ...], str]]:
     """Returns the sizes and the dtype of each tensor that the code allocates on the GPU."""
-    found = re.findall(r"empty_strided_cuda\(\((.*?),?\), \(.*?\), (torch\.\w+)\)", code)
-    return [(tuple(size.strip() for size in sizes.split(",")), dtype) for sizes, dtype in found]
+    calls = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+    made = [c.args for c in calls if isinstance(c.func, ast.Name) and c.func.id == "empty_strided_cuda"]
+    return [(tuple(map(ast.unparse, sizes.elts)), ast.unparse(dtype)) for sizes, _, dtype in made]
 
 
 def clashes(code: str) -> list[str]:

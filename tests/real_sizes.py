@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
@@ -238,13 +240,18 @@ def faults(one: Model, way: str, codes: list[str], chosen: set[str]) -> list[str
 
 def _by_keys(one: Model, code: str) -> Iterator[str]:
     """Yields the shapes of the tensors that hold a value for each query and key."""
-    rows = {str(one.shape[1]), str(one.shape[1] * one.heads)}
+    tokens = one.shape[1]
     for sizes, _ in generated.allocated(code):
-        queries = [i for i, size in enumerate(sizes) if size in rows]
-        keys = [i for i, size in enumerate(sizes) if size in map(str, one.keys)]
-        symbols = [i for i, size in enumerate(sizes) if not size.isdigit() and size]
-        if any(i != j for i in queries for j in keys) or (one.keys and len(symbols) > 1):
+        numbers = [_number(size, tokens) for size in sizes]
+        queries = [i for i, size in enumerate(numbers) if size in (tokens, tokens * one.heads)]
+        keys = [i for i, size in enumerate(numbers) if size in one.keys]
+        if any(i != j for i in queries for j in keys):
             yield f"({', '.join(sizes)})"
+
+
+def _number(size: str, tokens: int) -> int:
+    """Returns a size of generated code, in which every symbol is the number of tokens."""
+    return int(eval(re.sub(r"\bs\d+\b", str(tokens), size), {"min": min, "max": max, "math": math}))
 
 
 def main(

@@ -75,6 +75,8 @@ RIGHT = {"argument": "y", "shape": "6144, 512", "op": "mhc_pre", "last": "del bu
         ({"shape": "1, 64, 6144, 7680"}, "allocates (1, 64, 6144, 7680)"),
         ({"shape": "393216, 6192"}, "allocates (393216, 6192)"),
         ({"shape": "s77, s77"}, "allocates (s77, s77)"),
+        ({"shape": "1, s77, s77 + s77 // 4"}, "allocates (1, s77, s77 + s77 // 4)"),
+        ({"shape": "1, s77, 128 + min(512, s77 // 4)"}, None),
         ({"shape": "1, s77, 512"}, None),
     ],
 )

@@ -146,3 +146,23 @@ def test_keys_that_are_used_as_a_set_are_routed(name: str) -> None:
     got, want = _run(AS_A_SET[name])
     assert got.ops["index_topk"] == 1, reasons(got)
     assert difference(got, want) < 2e-6
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+def test_a_fill_that_is_a_dynamic_number_of_keys_has_no_rank(ranked: bool) -> None:
+    """Checks keys that DeepSeek-V4 replaces by their number, one column past the mask, where that number is dynamic."""
+
+    def fn(q: Tensor, k: Tensor, w: Tensor, x: Tensor) -> Tensor:
+        scores = (torch.einsum("bshd,btd->bsht", q, k).relu() * w[..., None]).sum(2)
+        i, n = scores.topk(K, -1).indices, k.shape[1]
+        past = torch.full_like(i, n)
+        kept = torch.where(i < 9, i, past - torch.arange(K) if ranked else past)
+        mask = x.new_full((B, S, n + 1), -torch.inf).scatter(-1, kept, 0.0)[..., :n]
+        return (x @ k.mT + mask).softmax(-1) @ k
+
+    g = torch.Generator().manual_seed(2)
+    given = [torch.randn(*shape, generator=g) for shape in ((B, S, H, D), (B, S + 4, D), (B, S, H), (B, S, D))]
+    got = run(fn, given, dynamic=None, symbolic=[(1, 1)])
+    assert got.ops["index_topk"] == (not ranked), reasons(got)
+    assert ("by their rank" in reasons(got)) == ranked
+    assert difference(got, eager(fn, given)) < 2e-6

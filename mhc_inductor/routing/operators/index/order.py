@@ -42,6 +42,7 @@ _ORDERED: dict[Any, tuple[int, int]] = {
 }
 """Ops in which the order along some dims counts: the position of the dims among the arguments, and their default."""
 _SHAPES = {aten.empty_like.default, aten.rand_like.default, aten.randn_like.default, aten.new_empty.default}
+_UNIFORM = {aten.full.default, aten.full_like.default, aten.new_full.default}
 _UNKNOWN = "the chosen keys are used in a way in which their order may count; expected masks, scatters, gathers and sums of them"
 _ORDER = ", the best first, where the op returns them by position; expected uses in which their order does not count"
 _PART = f"some of the chosen keys are read by their place in what topk returns{_ORDER}"
@@ -112,7 +113,7 @@ class _Ranks:
             return self._own(ref, self.dims[value])
         if (
             (value.node is not None and not self.reached.get(value.node))
-            or func in _SHAPES
+            or func in _SHAPES | _UNIFORM
             or constant_of(value) is not None
         ):
             return None
@@ -329,7 +330,7 @@ def _varies(ref: Ref, rank: Index) -> bool:
     while (below := inner(ref)) is not None:
         ref = below
     shared = any(_overlap(a, b) for i in ref.index for a in i.atoms() for b in rank.atoms())
-    return shared and constant_of(ref.value) is None
+    return shared and ref.value.func not in _UNIFORM and constant_of(ref.value) is None
 
 
 def _overlap(a: Any, b: Any) -> bool:
