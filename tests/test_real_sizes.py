@@ -1,7 +1,7 @@
 """Whole models at published widths, compiled for the simulated CUDA in many ways: what their wrappers hold.
 
-``./dev test`` runs the cases that take seconds, and some of those of layers without attention; ``python -m tests.suite``
-runs all. ``python -m tests.real_sizes`` prints the table.
+``./dev test`` runs all of ``QUICK`` and one case of each other test that takes seconds; ``python -m tests.suite`` runs
+all. ``python -m tests.real_sizes`` prints the table.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import pytest
 from fakecuda import on_a_cpu_build
 
 from tests import generated, real_sizes
-from tests.real_sizes import CASES, MODELS, V4
+from tests.real_sizes import CASES, MODELS, V4, WAYS
 
 pytestmark = on_a_cpu_build
 
-ATTENTION = [case for case in CASES if MODELS[case[0]].keys]
 QUICK = [("mHC 4096", "checkpointed"), ("mHC 7168", "layer by layer"), ("E79 64", "reentrant"), ("E79 128", "fp16")]
-REST = [case for case in CASES if case not in (*ATTENTION, *QUICK)]
+REST = [case for case in CASES if not MODELS[case[0]].keys and case not in QUICK]
 
 with_transformers = pytest.mark.skipif(
     not all(importlib.util.find_spec(f"transformers.models.{name}") for name in ("deepseek_v4", "deepseek_v32")),
@@ -45,9 +44,15 @@ def test_layers_without_attention(name, way):
 
 
 @with_transformers
-@pytest.mark.parametrize(("name", "way"), ATTENTION)
-def test_models_with_attention(name, way):
-    _right(name, way)
+@pytest.mark.parametrize("way", WAYS)
+def test_deepseek_v32(way):
+    _right("DeepSeek-V3.2", way)
+
+
+@with_transformers
+@pytest.mark.parametrize("way", WAYS)
+def test_deepseek_v4(way):
+    _right("DeepSeek-V4-Flash", way)
 
 
 CODE = """
