@@ -133,8 +133,9 @@ def _mark(gm: fx.GraphModule, calls: list[Any], nodes: dict[str, fx.Node]) -> No
         node.meta.update({KEPT: inside[-1]} if inside else {})
     for path, signature in kept.items():
         for node in (nodes[_name_of(a)] for a in signature.outputs if _name_of(a) in nodes):
-            *_, (innermost, _) = [("", ""), *node.meta.get("nn_module_stack", {}).values()]
-            node.meta[PASSED_ON] = innermost != path.partition("@")[0]
+            stack: dict[str, tuple[str, Any]] = node.meta.get("nn_module_stack", {})
+            innermost = [path for path, _ in stack.values()][-1:]
+            node.meta[PASSED_ON] = innermost != [path.partition("@")[0]]
 
 
 def _name_of(argument: Any) -> str:

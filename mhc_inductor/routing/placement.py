@@ -43,7 +43,8 @@ def module_of(view: View, node: fx.Node) -> dict[str, Any]:
     """
     found = {k: node.meta[k] for k in _MODULES if k in node.meta}
     if node.op in ("placeholder", "output"):
-        stack = next((n.meta[_MODULES[0]] for n in view.real_nodes if n.meta.get(_MODULES[0])), {})
+        stacks = (n.meta[_MODULES[0]] for n in view.real_nodes if n.meta.get(_MODULES[0]))
+        stack: dict[str, Any] = next(stacks, {})
         found[_MODULES[0]] = dict([*stack.items()][:1])
     return found
 
