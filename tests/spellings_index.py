@@ -185,8 +185,8 @@ NEAR: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], object], str]] 
     "loop over heads": (lambda q, k, w, m: _loop(q, k, w).topk(K, -1).indices, "added one by one"),
     "loop over queries": (
         lambda q, k, w, m: F.relu(q[0, 0].float() @ k[0].float().mT).sum(0).topk(K, 0).indices, "one query at a time"),
-    "best of the choice": (lambda q, k, w, m: _READ(q, k, w).topk(K, -1).indices[..., :2], "rank"),
-    "first of the choice": (lambda q, k, w, m: _READ(q, k, w).topk(K, -1).indices[..., 0], "rank"),
+    "best of the choice": (lambda q, k, w, m: _READ(q, k, w).topk(K, -1).indices[..., :2], "by their place"),
+    "first of the choice": (lambda q, k, w, m: _READ(q, k, w).topk(K, -1).indices[..., 0], "by their place"),
     "fill of -1e4": (lambda q, k, w, m: _READ(q, k, w).masked_fill(~m, -1e4).topk(K, -1).indices, "-10000"),
     "fill of 0": (lambda q, k, w, m: _READ(q, k, w).masked_fill(~m, 0.0).topk(K, -1).indices, "set to 0"),
     "fill of inf": (lambda q, k, w, m: _READ(q, k, w).masked_fill(~m, math.inf).topk(K, -1).indices, "set to inf"),

@@ -127,7 +127,7 @@ def by_token(example):
         steps = 150
         dense = example.train(example.Run("", dense), example.short_texts(text, steps, 0), steps, bar).model
         size = example.Size(
-            steps=60, dim=32, layers=1, batch=4, seq=256, short=0, heads=2, head_dim=16, needles=4, longest=512, tried=0
+            steps=90, dim=32, layers=1, batch=4, seq=256, short=0, heads=2, head_dim=16, needles=4, longest=512, tried=0
         )
         run = example.Run(example.TOKENS, example.by_token(dense, 16))
         example.train(run, example.long_texts(text, size, 1), size.steps, bar)

@@ -112,15 +112,16 @@ IN_REGIONS = """with torch.no_grad():
     frozen = self.site(streams) + id
 with torch.autocast("cpu", dtype=torch.bfloat16):
     mixed = self.site(streams) * input
-input.mul_(2)
+{}.mul_(2)
 result = frozen + mixed"""
 
 
 def test_arguments_of_regions_and_of_writes() -> None:
     """Checks regions of other modes, which are split into graphs and put together again, and an input that is written."""
     names = ["input", "id", "x_1", "sum"]
-    model = named(names, False, IN_REGIONS)
-    for decomposed in (False, True):
+    # torch itself cannot run a decomposed program that writes to an input called as a builtin is.
+    for decomposed, written in ((False, "input"), (True, "x_1")):
+        model, at = named(names, False, IN_REGIONS.format(written)), 1 + names.index(written)
         args, _ = given(names, False, (1,))
         program = torch.export.export(model, args)
         program = program.run_decompositions() if decomposed else program
@@ -131,7 +132,7 @@ def test_arguments_of_regions_and_of_writes() -> None:
             (mine, _), (theirs, _) = given(names, False, (1,)), given(names, False, (1,))
             got, want = one.module()(*mine), program.module()(*theirs)
             assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-2) for a, b in zip(got, want, strict=True))
-            assert float(mine[1]) == float(theirs[1]) == 2.0
+            assert float(mine[at]) == float(theirs[at]) == 2 * float(args[at])
 
 
 class Held(nn.Module):

@@ -24,7 +24,7 @@ def raw_ops(got: Captured) -> Counter[str]:
 
 def check(fn, inputs, parameters=(), **wanted: int) -> Captured:
     got, plain = run(fn, inputs, parameters), eager(fn, inputs, parameters)
-    assert difference(got, plain) < 1e-6
+    assert difference(got, plain) < 4e-6  # either side's alpha is up to 2.5e-6 from fp64 (40 seeds)
     assert raw_ops(got) == Counter({f"mhc_{k}": v for k, v in wanted.items() if v})
     assert not got.report.problems
     return got

@@ -133,7 +133,10 @@ def _by_streams(value: Value, known: Container[Value]) -> Post | None:
     if (last and not joined) or not 2 <= n <= MAX_STREAMS or value.shape[-1].symbols:
         return None
     if joined and any(
-        p.shape[dim].times(Size(n)) != value.shape[dim] or not (last or p.shape[dim] == ONE) for p in parts
+        len(p.shape) != len(value.shape)  # an empty tensor of any rank may be part of a cat
+        or p.shape[dim].times(Size(n)) != value.shape[dim]
+        or not (last or p.shape[dim] == ONE)
+        for p in parts
     ):
         return None
     d = value.shape[-1].factor // (n if last else 1)
