@@ -148,6 +148,34 @@ def test_another_family_is_named(name: str) -> None:
     assert [m.reason.startswith(reason) for m in got.report.near_misses if m.op == "mhc_pre"] == [True], reasons(got)
 
 
+# --- what eps bounds ----------------------------------------------------------------------------------------
+
+SHIFTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "none": (lambda t: t, "exp is taken of the logits as they are and eps = 0.01 bounds its sums; expected minus"),
+    "of columns": (
+        lambda t: t - t.amax(-2, keepdim=True),
+        "exp is taken of the logits minus their maximum over dim -2",
+    ),
+    "another": (lambda t: t - t.mean((-1, -2), keepdim=True), "exp is taken of the logits minus something else than"),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_what_exp_is_taken_of_where_eps_bounds_its_sums(name: str) -> None:
+    """The bound reaches sums that depend on what was subtracted."""
+    shift, reason = SHIFTS[name]
+    p = parameters()
+
+    def balanced(t: Tensor) -> Tensor:
+        m = torch.exp(shift(t))
+        for i in range(6):
+            m = m / m.sum(-1 - i % 2, keepdim=True).clamp_min(1e-2)
+        return m
+
+    got = same(lambda x: around(x, p, balanced), (streams(),), p.items())
+    assert any(m.reason.startswith(reason) for m in got.report.near_misses), reasons(got)
+
+
 # --- constants that alpha takes in --------------------------------------------------------------------------
 
 SCALED: dict[str, Callable[[Tensor, P], Tensor]] = {

@@ -266,15 +266,20 @@ class Chains:
         if before.form == "exp" and not before.axes and eps == 0.0:
             before = _unshifted(before, dim)
         elif before.form == "exp" and not before.axes and before.shift != dim:
-            what = f"their maximum over {f'dim {DIM_NAMES[before.shift]}' if before.shift is not None else 'nothing'}"
-            if before.shift is None and before.shifted is not None:
-                what = "something else than their maximum"
             raise Mismatch(
-                f"exp is taken of the logits minus {what}; expected their maximum over dim {DIM_NAMES[dim]}",
-                divisor.value,
+                f"{_shift_words(before, eps)}; expected minus their maximum over dim {DIM_NAMES[dim]}", divisor.value
             )
         offset = 0.0 if eps == 0.0 else before.offset  # its own sums take a factor away, but not from eps
         return dataclasses.replace(before, axes=_next(before, dim, summed.value), offset=offset)
+
+
+def _shift_words(chain: Chain, eps: float) -> str:
+    """Returns what exp is taken of, where its sums are bounded by ``eps`` and so depend on what was subtracted."""
+    if chain.shift is not None:
+        return f"exp is taken of the logits minus their maximum over dim {DIM_NAMES[chain.shift]}"
+    if chain.shifted is not None:
+        return "exp is taken of the logits minus something else than their maximum"
+    return f"exp is taken of the logits as they are and eps = {eps:g} bounds its sums"
 
 
 def _own_sums(numerator: Ref, summed: Ref) -> int:
