@@ -416,7 +416,7 @@ def ways(
     transformers: Annotated[str, typer.Option(help="Folders or wheels, as of sparse_models.")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = 12,
     budget: Annotated[float, typer.Option(min=0, help="Seconds after which no cell begins.")] = 420.0,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds that one cell may take.")] = 150.0,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that one cell may take.")] = 400.0,
     toy: Annotated[bool, typer.Option("--toy", help="Tiny models, for trying it out; the only ones on a CPU.")] = False,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     keep: Annotated[pathlib.Path, typer.Option(help="Folder for caches of compiled code and logs.")] = WAYS_KEPT,

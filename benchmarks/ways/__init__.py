@@ -48,7 +48,7 @@ class Settings:
     toy: bool = False
     jobs: int = 12
     budget_s: float = 420.0
-    limit_s: float = 150.0
+    limit_s: float = 400.0
     only: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
 

@@ -324,7 +324,10 @@ class Edit:
                 continue
             held, at = self.current(node), self.view.defined(node)
             late = held in self.view.since and held not in self.view.position and self.view.since[held] > at
-            if self.view.modes[self.view.real_nodes[self.view.since[held] if late else at]].grad != place.modes.grad:
+            copied = self.view.since[held] if late else at
+            if self.view.written_between(node, place.looks[node] + 1, left=True, after=copied):
+                raise Mismatch(WRITTEN, self.view.value(node))  # the formula reads what a write without gradients left
+            if self.view.modes[self.view.real_nodes[copied]].grad != place.modes.grad:
                 raise Mismatch(
                     "an input of the formula that is written in place, or returned, is computed in another grad mode",
                     self.view.value(node),
