@@ -133,6 +133,7 @@ def outside(args: tuple[object, ...], name: str) -> tuple[object, ...]:
 @pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_contract(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)  # dalpha is a sum that may cancel
     args = outside({**FORWARD, **BACKWARD}[name](dtype=dtype), name)
     opcheck(op(name), args if name in BACKWARD else trainable(args))
     check_outputs(name, args, relative, 2e-5)
