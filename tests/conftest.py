@@ -13,7 +13,7 @@ import torch
 import torch._dynamo.config
 import torch._dynamo.guards
 import torch._inductor.config
-from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+from torch._inductor.cpu_vec_isa import VecAMX, VecAVX512, VecAVX512VNNI, valid_vec_isa_list
 
 from tests import each_commit
 
@@ -135,11 +135,18 @@ def device() -> str:
 
 @pytest.fixture
 def vectorised() -> Iterator[None]:
-    """Compiles C++ with the CPU's vector instructions, as users get it."""
+    """Compiles C++ with the CPU's vector instructions, as users get it, whatever this process compiled before.
+
+    torch's key of cached code leaves the instructions out: a process that kept the answers of scalar tests would build
+    code that another one wrote for AVX-512 with AVX2, and leave outputs unwritten.
+    """
+    answers = (valid_vec_isa_list, *(isa.__bool__ for isa in (VecAMX, VecAVX512, VecAVX512VNNI)))
     with torch._inductor.config.patch({"cpp.simdlen": None, "cpp.vec_isa_ok": None}):
-        valid_vec_isa_list.cache_clear()
+        for answer in answers:
+            answer.cache_clear()
         yield
-    valid_vec_isa_list.cache_clear()
+    for answer in answers:
+        answer.cache_clear()
 
 
 @pytest.fixture
