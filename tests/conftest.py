@@ -13,7 +13,7 @@ import torch
 import torch._dynamo.config
 import torch._dynamo.guards
 import torch._inductor.config
-from torch._inductor.cpu_vec_isa import VecAMX, VecAVX512, VecAVX512VNNI, valid_vec_isa_list
+from torch._inductor.cpu_vec_isa import supported_vec_isa_list, valid_vec_isa_list
 
 from tests import each_commit
 
@@ -137,16 +137,20 @@ def device() -> str:
 def vectorised() -> Iterator[None]:
     """Compiles C++ with the CPU's vector instructions, as users get it, whatever this process compiled before.
 
-    torch's key of cached code leaves the instructions out: a process that kept the answers of scalar tests would build
-    code that another one wrote for AVX-512 with AVX2, and leave outputs unwritten.
+    The key of torch's cache on disk leaves the instructions out. If the answers of scalar tests stayed, code that
+    another process had written for AVX-512 would be built with AVX2, which leaves outputs unwritten.
     """
-    answers = (valid_vec_isa_list, *(isa.__bool__ for isa in (VecAMX, VecAVX512, VecAVX512VNNI)))
     with torch._inductor.config.patch({"cpp.simdlen": None, "cpp.vec_isa_ok": None}):
-        for answer in answers:
-            answer.cache_clear()
+        _forget_vec_isa()
         yield
-    for answer in answers:
-        answer.cache_clear()
+    _forget_vec_isa()
+
+
+def _forget_vec_isa() -> None:
+    """Clears what torch remembers of the CPU's vector instructions. Some classes keep an answer of their own."""
+    for answer in (valid_vec_isa_list, *(type(isa).__bool__ for isa in supported_vec_isa_list)):
+        if hasattr(answer, "cache_clear"):
+            answer.cache_clear()
 
 
 @pytest.fixture
