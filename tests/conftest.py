@@ -134,11 +134,11 @@ def device() -> str:
 
 
 @pytest.fixture
-def vectorised() -> Iterator[None]:
+def vectorised(no_caches: None) -> Iterator[None]:
     """Compiles C++ with the CPU's vector instructions, as users get it, whatever this process compiled before.
 
-    The key of torch's cache on disk leaves the instructions out. If the answers of scalar tests stayed, code that
-    another process had written for AVX-512 would be built with AVX2, which leaves outputs unwritten.
+    Takes no code from torch's cache on disk, whose key leaves the instructions out: code that another process wrote
+    for AVX2 and this one builds with AVX-512 writes past its outputs, and the other way round it leaves some unwritten.
     """
     with torch._inductor.config.patch({"cpp.simdlen": None, "cpp.vec_isa_ok": None}):
         _forget_vec_isa()
