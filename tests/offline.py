@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-import pathlib
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -88,58 +87,51 @@ def source(kernel, args, constexprs) -> ASTSource:
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
-def _without_cubin(backend=None, stages=None, *_):
-    """Triton's hook on its compile stages: makes the cubin stage return nothing.
+def _log_as_cubin(backend=None, stages=None, *_):
+    """Triton's hook on its compile stages: has the cubin stage return the log of Triton's own call of the assembler.
 
     Called without arguments, returns what the hook adds to the key of Triton's cache.
     """
     if stages is None:
-        return "without cubin", "without cubin"
+        return "log as cubin", "log as cubin"
     if "cubin" in stages:
-        stages["cubin"] = lambda ptx, metadata: b""
+        assemble = stages["cubin"]
+
+        def log(ptx, metadata):
+            with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as printed:
+                triton.knobs.nvidia.dump_ptxas_log = True
+                assemble(ptx, metadata)
+            return printed.getvalue().encode()
+
+        stages["cubin"] = log
     return None
 
 
 @contextlib.contextmanager
-def _assembled_once() -> Iterator[None]:
-    """Stops Triton at PTX, since :func:`spilled` runs the assembler itself to read its statistics.
-
-    The cache is one of its own: Triton 3.6 does not count the hook into the key, and a GPU would get the empty cubin.
-    """
+def _logged() -> Iterator[None]:
+    """Uses the hook with a cache of its own: Triton 3.6 does not count it into the key, and a GPU would get the log."""
     with triton.knobs.runtime.scope(), triton.knobs.cache.scope():
-        triton.knobs.cache.dir = os.path.join(triton.knobs.cache.dir, "without_cubin")
-        triton.knobs.runtime.add_stages_inspection_hook = _without_cubin
+        triton.knobs.cache.dir = os.path.join(triton.knobs.cache.dir, "log_as_cubin")
+        triton.knobs.runtime.add_stages_inspection_hook = _log_as_cubin
         yield
 
 
-def spilled(compiled, folder: pathlib.Path) -> int:
-    """Returns the bytes (CUDA) or registers (ROCm) that the assembler spilled."""
+def measure(kernel, args, constexprs, target: str, options) -> tuple[int, int]:
+    """Compiles a kernel; returns the bytes (CUDA) or registers (ROCm) spilled, and the bytes of shared memory."""
+    with _logged():
+        compiled = triton.compile(source(kernel, args, constexprs), target=TARGETS[target][0], options=options)
     if "amdgcn" in compiled.asm:
-        return int(re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])[1])
-    ptx = folder / "kernel.ptx"
-    ptx.write_text(compiled.asm["ptx"])
-    arch = re.search(r"\.target (sm_\w+)", compiled.asm["ptx"])[1]
-    # Triton writes PTX for the assembler that it would run, which Inductor replaces by CUDA's own where there is one.
-    for tool in (triton.knobs.nvidia.ptxas, triton.knobs.nvidia.ptxas_blackwell):
-        if not os.path.exists(tool.path):
-            continue
-        done = subprocess.run(
-            [tool.path, "-v", f"--gpu-name={arch}", ptx, "-o", folder / "kernel.cubin"],
-            capture_output=True, text=True,
-        )  # fmt: skip
-        if done.returncode == 0:
-            return int(re.search(r"(\d+) bytes spill stores", done.stderr)[1])
-    raise AssertionError(done.stderr)
+        spilled = re.search(r"\.vgpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])
+    else:
+        spilled = re.search(rb"(\d+) bytes spill stores", compiled.asm["cubin"])
+    return int(spilled[1]), compiled.metadata.shared
 
 
-def compile_all(
-    launches, target: str, case: str, spills: dict, folder: pathlib.Path
-) -> tuple[set[str], dict[str, str]]:
+def compile_all(launches, target: str, case: str, spills: dict) -> tuple[set[str], dict[str, str]]:
     """Compiles each recorded launch once; returns the kernels' names, and a problem for each that fails.
 
     ``spills`` maps (target, kernel, case) to the spills allowed.
     """
-    gpu, _ = TARGETS[target]
     seen: set[str] = set()
     bad: dict[str, str] = {}
     for kernel, args, constexprs, num_warps, num_stages in launches:
@@ -149,9 +141,7 @@ def compile_all(
         name = kernel.__name__
         key = repr((target, name, dtypes, constexprs, options))
         if key not in MEASURED:
-            with _assembled_once():
-                compiled = triton.compile(source(kernel, args, constexprs), target=gpu, options=options)
-            MEASURED[key] = spilled(compiled, folder), compiled.metadata.shared
+            MEASURED[key] = measure(kernel, args, constexprs, target, options)
         bytes_spilled, shared = MEASURED[key]
         seen.add(name)
         if bytes_spilled > spills.get((target, name, case), 0):

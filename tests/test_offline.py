@@ -62,8 +62,8 @@ PAIRS = list(itertools.product(TARGETS, CASES))
 
 
 @pytest.mark.parametrize(("target", "case"), part(PAIRS, lambda target, case: case == "bf16"))
-def test_compiles_without_unnamed_spills(target, case, tmp_path):
+def test_compiles_without_unnamed_spills(target, case):
     recorded = launches(TARGETS[target][1], **CASES[case])
-    seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
+    seen, bad = compile_all(recorded, target, case, SPILLS)
     assert len(seen) == 15
     assert not bad

@@ -70,9 +70,9 @@ def test_the_kept_cases_launch_every_kernel():
 
 
 @pytest.mark.parametrize(("target", "case"), part(PAIRS, _kept))
-def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
+def test_kernels_compile_without_unnamed_spills(target, case):
     recorded = launches(Recorder(TARGETS[target][1]), **CASES[case])
-    seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
+    seen, bad = compile_all(recorded, target, case, SPILLS)
     wanted = {"index_row_scores" if CASES[case]["S"] == 1 else "index_tile_scores", "index_select"}
     assert seen == (wanted | {"index_hide"} if CASES[case].get("hidden") else wanted)
     assert not bad
@@ -95,15 +95,15 @@ BACKWARD += [(t, "128") for t in TARGETS if t != "cuda:90"]
 
 
 @pytest.mark.parametrize(("target", "case"), part(BACKWARD, lambda target, case: case == "128"))
-def test_gradients_compile_without_unnamed_spills(target, case, tmp_path):
+def test_gradients_compile_without_unnamed_spills(target, case):
     recorded = gradients(Recorder(TARGETS[target][1]), **CASES[case])
-    seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
+    seen, bad = compile_all(recorded, target, case, SPILLS)
     assert seen == {"index_dq", "index_dk", "index_dk_sum"}
     assert not bad
 
 
 @pytest.mark.parametrize("case", ["128-mask", "decoding"])
-def test_sizes_of_one_are_constants(case, tmp_path):
+def test_sizes_of_one_are_constants(case):
     """Checks that kernels compile when generated code passes a size or stride of 1 as a constant."""
     recorded = []
     builder = Recorder(TARGETS["cuda:90"][1])
@@ -111,5 +111,5 @@ def test_sizes_of_one_are_constants(case, tmp_path):
     for kernel, args, constexprs, *options in gradients(builder, **CASES[case]):
         ones = {name: 1 for name, value in args.items() if isinstance(value, int)}
         recorded.append((kernel, args, {**constexprs, **ones}, *options))
-    _, bad = compile_all(recorded, "cuda:90", "ones", SPILLS, tmp_path)
+    _, bad = compile_all(recorded, "cuda:90", "ones", SPILLS)
     assert not bad

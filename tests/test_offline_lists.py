@@ -71,17 +71,17 @@ def test_the_kept_cases_launch_every_kernel():
 
 
 @pytest.mark.parametrize(("target", "case"), part(PAIRS, _kept))
-def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
+def test_kernels_compile_without_unnamed_spills(target, case):
     recorded = launches(Recorder(TARGETS[target][1]), **CASES[case])
-    seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
+    seen, bad = compile_all(recorded, target, case, SPILLS)
     assert seen >= PLAIN
     assert not bad
 
 
 @pytest.mark.parametrize("case", ["512", "576"])
-def test_gluon_kernels_compile_without_spills(case, tmp_path):
+def test_gluon_kernels_compile_without_spills(case):
     builder = launch.Recorder(TARGETS["cuda:90"][1])
-    seen, bad = compile_all(launches(builder, **CASES[case]), "cuda:90", case, SPILLS, tmp_path)
+    seen, bad = compile_all(launches(builder, **CASES[case]), "cuda:90", case, SPILLS)
     assert seen >= GLUON and "selection_list_forward" not in seen
     assert not bad
 

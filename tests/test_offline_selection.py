@@ -119,9 +119,9 @@ def test_the_kept_cases_launch_every_kernel():
 
 
 @pytest.mark.parametrize(("target", "case"), part(PAIRS, _kept))
-def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
+def test_kernels_compile_without_unnamed_spills(target, case):
     recorded = launches(Recorder(TARGETS[target][1]), **CASES[case])
-    seen, bad = compile_all(recorded, target, case, SPILLS, tmp_path)
+    seen, bad = compile_all(recorded, target, case, SPILLS)
     assert ("selection_segment_tiles" in seen) == ("segments" in CASES[case])
     if CASES[case].get("S") == 1 or "tokens" in case or "576" in case:
         assert seen >= {"selection_gather", "selection_gather_dq"} and "selection_forward" not in seen
@@ -132,14 +132,14 @@ def test_kernels_compile_without_unnamed_spills(target, case, tmp_path):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_choice_of_blocks_compiles_without_unnamed_spills(target, tmp_path):
+def test_the_choice_of_blocks_compiles_without_unnamed_spills(target):
     cases = {"128": (16, 128, BF16), "256": (4, 256, F16), "256-fp32": (33, 256, F32)}
     for case, (h, D, dtype) in cases.items() if target == "cuda:90" else [("128", cases["128"])]:
         builder = Recorder(TARGETS[target][1])
         q, k = (torch.empty(n, dtype=dtype, device="meta") for n in ((1, 512, 2, h, D), (1, 2, 31, D)))
         lse = torch.empty(1, 512, 2, h, device="meta")
         blocks_plan.plan_selection_blocks(builder, q, k, lse, D**-0.5, 32, 16, 64, 16, 512)
-        seen, bad = compile_all(builder.launches, target, case, SPILLS, tmp_path)
+        seen, bad = compile_all(builder.launches, target, case, SPILLS)
         assert seen == {"selection_block_scores", "selection_block_top"} and not bad
 
 
@@ -162,7 +162,7 @@ ONES = {
 
 
 @pytest.mark.parametrize("path", ONES)
-def test_sizes_of_one_are_constants(path, tmp_path):
+def test_sizes_of_one_are_constants(path):
     """Checks that kernels compile when generated code passes a size or stride of 1 as a constant."""
     case, wanted = ONES[path]
     recorded = []
@@ -170,12 +170,12 @@ def test_sizes_of_one_are_constants(path, tmp_path):
         ones = {name: 1 for name, value in args.items() if isinstance(value, int)}
         if kernel.__name__ in wanted:
             recorded.append((kernel, args, {**constexprs, **ones}, *options))
-    seen, bad = compile_all(recorded, "cuda:90", "ones", SPILLS, tmp_path)
+    seen, bad = compile_all(recorded, "cuda:90", "ones", SPILLS)
     assert seen == wanted and not bad
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_joining_parts_compiles_without_spills(target, tmp_path):
+def test_joining_parts_compiles_without_spills(target):
     for DV, dtype in ((128, BF16), (80, F16), (512, BF16), (1024, F32)):
         builder = Recorder(TARGETS[target][1])
         o, row, sink = (torch.empty(n, device="meta") for n in ((2, 512, 2, 16, DV), (2, 512, 2, 16), (2, 16)))
@@ -183,5 +183,5 @@ def test_joining_parts_compiles_without_spills(target, tmp_path):
         state = join_plan.plan_selection_join(builder, o, row, None, o, row, None, False)
         join_plan.plan_selection_join(builder, *state, o, row, sink, True)
         join_plan.plan_selection_part_gradients(builder, o, row, o, row, row, o, row)
-        seen, bad = compile_all(builder.launches, target, f"{DV}", {}, tmp_path)
+        seen, bad = compile_all(builder.launches, target, f"{DV}", {})
         assert seen == {"selection_join", "selection_part_gradients"} and not bad

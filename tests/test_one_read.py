@@ -201,12 +201,12 @@ def recorded(b, width, case="pre"):
     ("width", "case"),
     [(4096, "pre"), (4096, "gamma"), (2560, "gamma"), (2560, "plain"), (4096, "outside"), (5120, "gamma")],
 )
-def test_compiles_without_spills(width, case, tmp_path):
+def test_compiles_without_spills(width, case):
     from offline import TARGETS, Recorder, compile_all
 
     b = Recorder(TARGETS["cuda:90"][1])
     recorded(b, width, case)
-    seen, bad = compile_all(b.launches, "cuda:90", "", {}, tmp_path)
+    seen, bad = compile_all(b.launches, "cuda:90", "", {})
     assert seen == {"mhc_one_read"}
     assert not bad
 

@@ -221,7 +221,7 @@ def test_compiled(dynamic):
         lambda few, case, width: width == 4096 or case == "pre",
     ),
 )
-def test_compiles_without_spills(width, case, few, tmp_path):
+def test_compiles_without_spills(width, case, few):
     b = Recorder(TARGETS["cuda:90"][1])
     b.gluon = True
 
@@ -237,7 +237,7 @@ def test_compiles_without_spills(width, case, few, tmp_path):
     else:
         more = {"norm_form": "outside"} if case == "outside" else {}
         fused_plan.plan_mhc_post_pre(b, *post, *params, *{**h.PRE_OPTIONS, "sinkhorn_iters": 20, **more}.values())
-    seen, bad = compile_all(b.launches, "cuda:90", case, {}, tmp_path)
+    seen, bad = compile_all(b.launches, "cuda:90", case, {})
     assert seen == set(launched(post[0], "mhc_slices_collapse", "mhc_blocks_collapse"))
     assert not bad
 
@@ -251,7 +251,7 @@ SPILLS = {1088: 40, 4096: 40, 7168: 12}
     ("few", "gamma", "width"),
     part(itertools.product([False, True], [False, True], [1088, 4096, 7168]), lambda few, gamma, width: width == 4096),
 )
-def test_single_pass_spills_no_more_than_named(width, gamma, few, tmp_path):
+def test_single_pass_spills_no_more_than_named(width, gamma, few):
     b = Recorder(TARGETS["cuda:90"][1])
     b.gluon = True
 
@@ -262,7 +262,7 @@ def test_single_pass_spills_no_more_than_named(width, gamma, few, tmp_path):
     site = (empty(T, 4, width, dtype=BF16), empty(T, width, dtype=BF16), empty(T, 4), empty(T, 4, 4), empty(T, 4), True)
     params = (empty(24, 4 * width), empty(3), empty(24), empty(4, width) if gamma else None)
     single_pass_plan.plan_mhc_single_pass(b, *site, *params, *{**h.PRE_OPTIONS, "sinkhorn_iters": 20}.values())
-    seen, bad = compile_all(b.launches, "cuda:90", "", {("cuda:90", "mhc_post_project", ""): SPILLS[width]}, tmp_path)
+    seen, bad = compile_all(b.launches, "cuda:90", "", {("cuda:90", "mhc_post_project", ""): SPILLS[width]})
     assert seen == set(launched(site[0], "mhc_coefficients", "mhc_blocks_coefficients"))
     assert not bad
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..gluon_language import thread_barrier
 from .gluon_bf16 import rounded, widened
-from .gluon_post_project import TERMS, load_mix, load_phi, project_block
+from .gluon_post_project import TERMS, load_mix, load_phi, project_block, store_products
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -32,7 +32,7 @@ def mhc_post_project_few(
     Q: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [BT, 4]
     )
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MP, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     TILE: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     b = gl.program_id(0)
     row = gl.program_id(1) * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, L))
@@ -49,29 +49,27 @@ def mhc_post_project_few(
             weights = weights + (gl.load(h_pre_ptr + t * 4 + o).to(gl.float32),)
     # Keeps the loads in this order: the first use of phi must not delay those of x.
     thread_barrier()
-    phi = load_phi(phi_ptr, gamma_ptr, b * 32, D, M, MP, 1, HAS_GAMMA, 4, 0, 4)
+    phi = load_phi(phi_ptr, gamma_ptr, b * 32, D, M, 1, HAS_GAMMA, 4, 0, 4)
     thread_barrier()
     w = ()
-    for i in gl.static_range(4):
+    for i in gl.static_range(len(phi)):
         v = phi[i]
         for _ in gl.static_range(TERMS):
             h = rounded(v)
             v = v - widened(h)
             # Memory of its own: between stores to one allocation Triton puts barriers.
-            w = w + (gl.allocate_shared_memory(gl.bfloat16, [MP, 32], TILE, h),)
+            w = w + (gl.allocate_shared_memory(gl.bfloat16, [8, 32], TILE, h),)
     fence_async_shared()
     thread_barrier()
     wide = ()
     for i in gl.static_range(4):
         wide = wide + (widened(xs[i]),)
     products, squares = project_block(
-        w, 0, c, weights, widened(f), wide, out_ptr, h_in_ptr, t, col, (row < T)[:, None], D, MP, 1, HAS_RES,
-        COLLAPSE, True, 0, L, Q, TILE, MMA,
+        w, 0, c, weights, widened(f), wide, out_ptr, h_in_ptr, t, col, (row < T)[:, None], D, M, 1, HAS_RES,
+        COLLAPSE, True, Q, MMA,
     )  # fmt: skip
     out = part_ptr + (b.to(gl.int64) * T) * MP
-    tr = gl.program_id(1) * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, MMA))
-    m = gl.arange(0, MP, layout=gl.SliceLayout(0, MMA))
-    gl.store(out + tr[:, None] * MP + m[None, :], products, mask=(tr < T)[:, None] & (m < M)[None, :])
+    store_products(out, products, gl.program_id(1) * BT, T, M, MP, MMA)
     tq = (gl.program_id(1) * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, Q)))[:, None]
     o = gl.arange(0, 4, layout=gl.SliceLayout(0, Q))[None, :]
     gl.store(out + tq * MP + (M + o), squares, mask=tq < T)

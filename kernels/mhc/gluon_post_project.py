@@ -3,10 +3,10 @@
 ``post.py`` and ``pre.py`` have the formulas. A program keeps its columns of phi in shared memory for all its tokens. x
 and f_out are copied to shared memory one step of 64 columns ahead, in whole lines. A thread reads 8 neighbouring
 columns of two tokens at a time, mixes them, stores them and multiplies them without a change of layout: the columns of
-phi are permuted so that these registers form the left operand of wgmma.
+phi are permuted so that these registers form the left operand of wgmma. Of phi's rows, 24 of 32 columns fill shared
+memory: they are multiplied in pieces of 8, since neither a tensor nor a product can have 24.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,12 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..gluon_language import async_load, reinterpret, thread_barrier
+from ..gluon_language import async_load, thread_barrier
 from . import contracted
 from .gluon_bf16 import rounded, widened
-
-if tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 8):
-    raise ImportError("Triton 3.8 and later allow no view beyond a piece of shared memory")
 
 # bf16 terms of an fp32 phi, also where fewer would do: memory hides the products, and with fewer terms ptxas spills.
 TERMS = gl.constexpr(3)
@@ -55,48 +52,51 @@ def _fetch(ring, slot, x_ptr, f_ptr, t, d, D: gl.constexpr):
 
 @gluon.jit
 def load_phi(
-    phi_ptr, gamma_ptr, first, D: gl.constexpr, M: gl.constexpr, MP: gl.constexpr, NB: gl.constexpr,
-    HAS_GAMMA: gl.constexpr, NW: gl.constexpr, START: gl.constexpr, END: gl.constexpr,
+    phi_ptr, gamma_ptr, first, D: gl.constexpr, M: gl.constexpr, NB: gl.constexpr, HAS_GAMMA: gl.constexpr,
+    NW: gl.constexpr, START: gl.constexpr, END: gl.constexpr,
 ):  # fmt: skip
-    """Loads pieces START to END of phi * gamma, [MP, 32] each: NB blocks of the first stream, of the second, and so on."""
+    """Loads blocks START to END of phi * gamma, each in pieces [8, 32].
+
+    They are NB blocks of the first stream, of the second, and so on.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [NW, 1], [1, 0])
-    m = gl.arange(0, MP, layout=gl.SliceLayout(1, L))[:, None]
     k = gl.arange(0, 32, layout=gl.SliceLayout(0, L))[None, :]
     # Of a thread's 8 neighbouring columns, wgmma takes two at a time.
     p = (k // 2 % 4) * 8 + (k // 16) * 4 + (k // 8 % 2) * 2 + k % 2
     v = ()
     for i in gl.static_range(START, END):
         d = first + i % NB * 32 + p
-        ok = (m < M) & (d < D)
-        x = gl.load(phi_ptr + m * (4 * D) + (i // NB * D + d), mask=ok, other=0.0).to(gl.float32)
-        if HAS_GAMMA:
-            x = product(x, gl.load(gamma_ptr + m * 0 + (i // NB * D + d), mask=ok, other=0.0).to(gl.float32))
-        v = v + (x,)
+        for j in gl.static_range((M + 7) // 8):
+            m = j * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, L))[:, None]
+            ok = (m < M) & (d < D)
+            x = gl.load(phi_ptr + m * (4 * D) + (i // NB * D + d), mask=ok, other=0.0).to(gl.float32)
+            if HAS_GAMMA:
+                x = product(x, gl.load(gamma_ptr + m * 0 + (i // NB * D + d), mask=ok, other=0.0).to(gl.float32))
+            v = v + (x,)
     return v
 
 
 @gluon.jit
 def _stage_phi(
-    w, phi_ptr, gamma_ptr, first, D: gl.constexpr, M: gl.constexpr, MP: gl.constexpr, NB: gl.constexpr,
-    HAS_GAMMA: gl.constexpr, TILE: gl.constexpr, NW: gl.constexpr,
+    w, phi_ptr, gamma_ptr, first, D: gl.constexpr, M: gl.constexpr, NB: gl.constexpr, HAS_GAMMA: gl.constexpr,
+    NW: gl.constexpr,
 ):  # fmt: skip
     """Stores phi * gamma in shared memory as bf16 terms, largest first.
 
-    w[((stream * NB + block) * TERMS + term) * M8 + m // 8] holds [8, 32].
+    w[((stream * NB + block) * TERMS + term) * N + piece] holds [8, 32].
     """
-    M8: gl.constexpr = (M + 7) // 8
+    N: gl.constexpr = (M + 7) // 8
     # As many loads at once as the registers can hold.
     ROUND: gl.constexpr = NW * 4 // (2 if HAS_GAMMA else 1)
     for start in gl.static_range(0, 4 * NB, ROUND):
-        v = load_phi(phi_ptr, gamma_ptr, first, D, M, MP, NB, HAS_GAMMA, NW, start, start + ROUND)
-        for i in gl.static_range(start, start + ROUND):
-            x = v[i - start]
-            for term in gl.static_range(TERMS):
-                h = x.to(gl.bfloat16)
-                # Rows beyond M overlap the next piece, which is stored later.
-                reinterpret(w.index((i * TERMS + term) * M8), gl.bfloat16, [MP, 32], TILE).store(h)
-                thread_barrier()
-                x = x - h.to(gl.float32)
+        v = load_phi(phi_ptr, gamma_ptr, first, D, M, NB, HAS_GAMMA, NW, start, start + ROUND)
+        for i in gl.static_range(ROUND):
+            for j in gl.static_range(N):
+                x = v[i * N + j]
+                for term in gl.static_range(TERMS):
+                    h = x.to(gl.bfloat16)
+                    w.index(((start + i) * TERMS + term) * N + j).store(h)
+                    x = x - h.to(gl.float32)
 
 
 @gluon.jit
@@ -112,29 +112,31 @@ def _add_squares(q, y, FIRST: gl.constexpr):
 
 @gluon.jit
 def project_block(
-    w, b, c, weights, f, xs, out_ptr, h_in_ptr, t, cols, inside, D: gl.constexpr, MP: gl.constexpr, NB: gl.constexpr,
-    HAS_RES: gl.constexpr, COLLAPSE: gl.constexpr, APART: gl.constexpr, M8: gl.constexpr, L: gl.constexpr,
-    Q: gl.constexpr, TILE: gl.constexpr, MMA: gl.constexpr,
+    w, b, c, weights, f, xs, out_ptr, h_in_ptr, t, cols, inside, D: gl.constexpr, M: gl.constexpr, NB: gl.constexpr,
+    HAS_RES: gl.constexpr, COLLAPSE: gl.constexpr, APART: gl.constexpr, Q: gl.constexpr, MMA: gl.constexpr,
 ):  # fmt: skip
     """Mixes 32 columns ``cols`` of tokens t, stores them (and collapsed with COLLAPSE) and projects them.
 
-    Returns the products with block b of w (with APART a tuple of the terms of each stream's piece), and four sums of
-    squares [BT, 4]. Every number is that of its token alone: bits do not depend on other tokens.
+    Returns the products [BT, 8] with each piece of block b of w (with APART a tuple: by stream, piece and term), and four
+    sums of squares [BT, 4]. Every number is that of its token alone: bits do not depend on other tokens.
     """
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     BT: gl.constexpr = f.shape[0]
-    ds = ()
+    N: gl.constexpr = (M + 7) // 8
     q = None
     h_in = None
     mix = ()
     for i in gl.static_range(len(c)):
         mix = mix + (c[i][:, None],)
-    small = gl.zeros([BT, MP], gl.float32, layout=MMA)
+    # Tensor cores round their running sum towards zero: short chains, small terms separate, then fp32.
+    first = no_products(BT, N, MMA)
+    second = first
+    small = first
     for o in gl.static_range(4):
         h = rounded(mix_stream(mix, f, xs, o, 4, HAS_RES))
         y = widened(h)
         # Of these two orders ptxas spills less with the one or the other.
-        if COLLAPSE or o == 0:
+        if o == 0:
             q = _add_squares(q, y, o == 0)
         else:
             q = q + _add_squares(None, y, True)
@@ -143,26 +145,52 @@ def project_block(
             h_in = add_weighted(h_in, weights[o][:, None], y, o == 0)
         h = h.reshape([BT, 4, 2, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([BT, 32])
         h = gl.convert_layout(h, A)
-        # Tensor cores round their running sum towards zero: short chains, small terms separate, then fp32.
-        if o % 2 == 0:
-            d = gl.zeros([BT, MP], gl.float32, layout=MMA)
-        for term in gl.static_range(TERMS):
-            if APART:
-                p = w[o * TERMS + term].permute((1, 0))
-            else:
-                p = reinterpret(w.index(((o * NB + b) * TERMS + term) * M8), gl.bfloat16, [MP, 32], TILE).permute(
-                    (1, 0)
-                )
-            if term == 0:
-                d = warpgroup_mma(h, p, d, use_acc=o % 2 > 0, is_async=True)
-            else:
-                small = warpgroup_mma(h, p, small, use_acc=o + term > 1, is_async=True)
-        if o % 2 == 1:
-            ds = ds + (d,)
+        sums = ()
+        rest = ()
+        for j in gl.static_range(N):
+            d = first[j] if o < 2 else second[j]
+            s = small[j]
+            for term in gl.static_range(TERMS):
+                if APART:
+                    p = w[(o * N + j) * TERMS + term].permute((1, 0))
+                else:
+                    p = w.index(((o * NB + b) * TERMS + term) * N + j).permute((1, 0))
+                if term == 0:
+                    d = warpgroup_mma(h, p, d, use_acc=o % 2 > 0, is_async=True)
+                else:
+                    s = warpgroup_mma(h, p, s, use_acc=o + term > 1, is_async=True)
+            sums = sums + (d,)
+            rest = rest + (s,)
+        small = rest
+        if o < 2:
+            first = sums
+        else:
+            second = sums
     if COLLAPSE:
         gl.store(h_in_ptr + ((t * D)[:, None] + cols[None, :]), rounded(h_in), mask=inside)
-    ds = warpgroup_mma_wait(0, deps=ds + (small,))
-    return (ds[0] + ds[1]) + ds[2], gl.convert_layout(q, Q, assert_trivial=True)
+    d = warpgroup_mma_wait(0, deps=first + second + small)
+    products = ()
+    for j in gl.static_range(N):
+        products = products + ((d[j] + d[N + j]) + d[2 * N + j],)
+    return products, gl.convert_layout(q, Q, assert_trivial=True)
+
+
+@gluon.jit
+def no_products(BT: gl.constexpr, N: gl.constexpr, MMA: gl.constexpr):
+    """Returns N zeros [BT, 8]."""
+    z = ()
+    for _ in gl.static_range(N):
+        z = z + (gl.zeros([BT, 8], gl.float32, layout=MMA),)
+    return z
+
+
+@gluon.jit
+def store_products(to, products, first, T, M: gl.constexpr, MP: gl.constexpr, MMA: gl.constexpr):
+    """Stores the products of tokens from ``first`` on as rows of MP numbers."""
+    t = (first + gl.arange(0, products[0].shape[0], layout=gl.SliceLayout(1, MMA)))[:, None]
+    for j in gl.static_range(len(products)):
+        m = (j * 8 + gl.arange(0, 8, layout=gl.SliceLayout(0, MMA)))[None, :]
+        gl.store(to + (t * MP + m), products[j], mask=(t < T) & (m < M))
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -177,7 +205,7 @@ def mhc_post_project(
     h_in = sum_o h_pre[o] * out[o].
     """
     BT: gl.constexpr = NW * 16
-    M8: gl.constexpr = (M + 7) // 8
+    N: gl.constexpr = (M + 7) // 8
     WARPS: gl.constexpr = [[16, 0], [32, 0], [64, 0]] if NW == 8 else [[16, 0], [32, 0]]
     WARPS3: gl.constexpr = [[0, 16, 0], [0, 32, 0], [0, 64, 0]] if NW == 8 else [[0, 16, 0], [0, 32, 0]]
     # The rows of wgmma's left operand, with 8 columns per thread.
@@ -190,11 +218,9 @@ def mhc_post_project(
         [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]], WARPS3, [], [2, BT, 32],
     )  # fmt: skip
     Q: gl.constexpr = gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], WARPS, [], [BT, 4])
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, MP, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, 8, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, L)
-    TILE: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    # If M is not MP, a product also reads rows of the next piece; nothing reads the columns that they give.
-    w = gl.allocate_shared_memory(gl.bfloat16, [4 * NB * TERMS * M8 + MP // 8 - M8, 8, 32], TILE)
+    w = gl.allocate_shared_memory(gl.bfloat16, [4 * NB * TERMS * N, 8, 32], gl.NVMMASharedLayout(64, 16, 2))
     ring = gl.allocate_shared_memory(gl.bfloat16, [5 * SL, 2, BT, 32], gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0]))
     s = gl.program_id(0)
     first = s * (NB * 32)
@@ -221,7 +247,7 @@ def mhc_post_project(
         ft = gl.where(fs == steps, ft + G, ft)
         fs = gl.where(fs == steps, 0, fs)
     slot = 0
-    _stage_phi(w, phi_ptr, gamma_ptr, first, D, M, MP, NB, HAS_GAMMA, TILE, NW)
+    _stage_phi(w, phi_ptr, gamma_ptr, first, D, M, NB, HAS_GAMMA, NW)
     fence_async_shared()
     thread_barrier()
     for tile in range(g, tiles, G):
@@ -232,7 +258,7 @@ def mhc_post_project(
         if COLLAPSE:
             for o in gl.static_range(4):
                 weights = weights + (gl.load(h_pre_ptr + t * 4 + o).to(gl.float32),)
-        total = gl.zeros([BT, MP], gl.float32, layout=MMA)
+        total = no_products(BT, N, MMA)
         ss = gl.zeros([BT, 4], gl.float32, layout=Q)
         for step in range(steps):
             async_copy.wait_group(SL - 1)
@@ -255,15 +281,16 @@ def mhc_post_project(
                 for i in gl.static_range(4):
                     xs = xs + (widened(halves[j][1 + i]),)
                 products, squares = project_block(
-                    w, b, c, weights, f, xs, out_ptr, h_in_ptr, t, b * 32 + col, inside, D, MP, NB, HAS_RES,
-                    COLLAPSE, False, M8, L, Q, TILE, MMA,
+                    w, b, c, weights, f, xs, out_ptr, h_in_ptr, t, b * 32 + col, inside, D, M, NB, HAS_RES,
+                    COLLAPSE, False, Q, MMA,
                 )  # fmt: skip
-                total += products
+                sums = ()
+                for i in gl.static_range(N):
+                    sums = sums + (total[i] + products[i],)
+                total = sums
                 ss += squares
         out = part_ptr + (s.to(gl.int64) * T) * MP
-        tr = tile * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, MMA))
-        m = gl.arange(0, MP, layout=gl.SliceLayout(0, MMA))
-        gl.store(out + tr[:, None] * MP + m[None, :], total, mask=(tr < T)[:, None] & (m < M)[None, :])
+        store_products(out, total, tile * BT, T, M, MP, MMA)
         tq = tile * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, Q))
         gl.store(out + tq * MP + M, gl.sum(ss, axis=1), mask=tq < T)
     async_copy.wait_group(0)
