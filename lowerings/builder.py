@@ -50,7 +50,7 @@ class LoweringBuilder:
 
     def static(self, size: Any) -> int:
         """Returns ``size`` as an int, and guards on it if it is symbolic."""
-        return size if isinstance(size, int) else compat.static_int(size)
+        return size if isinstance(size, int) else compat.lowerings.static_int(size)
 
     def dtype(self, t: Any) -> torch.dtype:
         """Returns the dtype of ``t``."""
@@ -58,7 +58,7 @@ class LoweringBuilder:
 
     def contiguous(self, t: Any) -> Any:
         """Returns ``t`` realised in contiguous layout."""
-        return compat.contiguous(t)
+        return compat.lowerings.contiguous(t)
 
     def starts_aligned(self, *tensors: Any) -> bool:
         """Returns True: where a tensor starts is known when the code runs."""
@@ -66,12 +66,12 @@ class LoweringBuilder:
 
     def strided(self, t: Any) -> Any:
         """Returns ``t`` with fixed strides; makes it contiguous if its last stride is not 1."""
-        t = compat.fixed_layout(t)
+        t = compat.lowerings.fixed_layout(t)
         return t if self.shape(t)[-1] == 1 or self.strides(t)[-1] == 1 else self.contiguous(t)
 
     def laid_out(self, t: Any) -> Any:
         """Returns ``t`` with fixed strides, whatever they are."""
-        return compat.fixed_layout(t)
+        return compat.lowerings.fixed_layout(t)
 
     def strides(self, t: Any) -> tuple[Any, ...]:
         """Returns the strides in elements, 0 where a dimension has one element."""
@@ -79,15 +79,15 @@ class LoweringBuilder:
 
     def is_multiple(self, size: Any, of: int) -> bool:
         """Returns whether ``size`` is a multiple of ``of`` for all values of its symbols."""
-        return compat.statically_multiple(size, of)
+        return compat.lowerings.statically_multiple(size, of)
 
     def empty(self, shape: Sequence[Any], dtype: torch.dtype) -> Any:
         """Allocates an uninitialised buffer."""
-        return compat.empty(shape, dtype, self.device)
+        return compat.lowerings.empty(shape, dtype, self.device)
 
     def zeros(self, shape: Sequence[Any], dtype: torch.dtype) -> Any:
         """Allocates a buffer of zeros."""
-        return compat.zeros(shape, dtype, self.device)
+        return compat.lowerings.zeros(shape, dtype, self.device)
 
     def is_static(self, size: Any) -> bool:
         """Returns whether ``size`` is a known integer."""
@@ -121,10 +121,12 @@ class LoweringBuilder:
     ) -> None:
         """Emits one launch of ``kernel``. ``args`` are tensors, sizes, scalars or None, by parameter name."""
         fixed = tuple(sorted(constexprs.items()))
-        configured = compat.configured_kernel(kernel, fixed, num_warps, num_stages, compat.kernel_mark())
-        constants = {k: v for k, v in args.items() if not compat.is_node(v) and not isinstance(v, sympy.Expr)}
+        configured = compat.lowerings.configured_kernel(
+            kernel, fixed, num_warps, num_stages, compat.lowerings.kernel_mark()
+        )
+        constants = {k: v for k, v in args.items() if not compat.lowerings.is_node(v) and not isinstance(v, sympy.Expr)}
         tensors = {k: v for k, v in args.items() if k not in constants}
-        compat.launch_kernel(configured, tuple(grid), tensors, constants)
+        compat.lowerings.launch_kernel(configured, tuple(grid), tensors, constants)
 
 
 class OpBuilder(LoweringBuilder):

@@ -23,26 +23,31 @@ CallsOp = Callable[[str, tuple[Any, ...]], bool]
 def lower(name: str, op: Any, calls_op: CallsOp | None, *args: Any, **kwargs: Any) -> Any:
     """Lowers op ``name`` to its launch plan, or to a call of the op if there is no kernel or ``calls_op`` holds."""
     args = _positional(op, args, kwargs)
-    device = next(a for a in args if compat.is_node(a)).get_device()
+    device = next(a for a in args if compat.lowerings.is_node(a)).get_device()
     if device.type == "cpu" and compat.packaging_formulas():
         raise RuntimeError(
             f"mhc_inductor: {name} would need Python in this package. If the program was loaded from a file, route it first: "
             "aoti_compile_and_package(mhc_inductor.route_exported(program)). Backward ops cannot be packaged for a CPU"
         )
     if device.type == "cpu":  # an op that was not decomposed: call its own implementation
-        return compat.fallback(op)(*args)
+        return compat.lowerings.fallback(op)(*args)
     builder = LoweringBuilder(device)
-    reason = why_not(name, args, builder, compat.is_node)
+    reason = why_not(name, args, builder, compat.lowerings.is_node)
     if device.type not in KERNEL_DEVICES:
         reason = f"device {device.type} has no kernels"
     if reason is not None:
         warn_once(f"{name}: {reason}", f"compiled {name} calls the reference formula on {device}: {reason}")
-        return compat.fallback(op)(*args)
+        return compat.lowerings.fallback(op)(*args)
     if calls_op is not None and calls_op(name, args):
         compile_in_background(
-            name, [compat.meta_tensor(a) if compat.is_node(a) else compat.hint_of(a) for a in args], device
+            name,
+            [
+                compat.lowerings.meta_tensor(a) if compat.lowerings.is_node(a) else compat.lowerings.hint_of(a)
+                for a in args
+            ],
+            device,
         )
-        return compat.fallback(op)(*args)
+        return compat.lowerings.fallback(op)(*args)
     return plan_of(name)(builder, *args)
 
 
@@ -67,7 +72,7 @@ def _decompose(formula: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def register(name: str, formula: Callable[..., Any] | None, calls_op: CallsOp | None = None) -> None:
     """Registers the lowering of op ``name``, and ``formula`` as its decomposition on devices without kernels."""
     op = getattr(torch.ops.mhc_inductor, name).default
-    compat.register_lowering(op, functools.partial(lower, name, op, calls_op))
+    compat.lowerings.register_lowering(op, functools.partial(lower, name, op, calls_op))
     if formula is not None:
         FORMULAS[op] = formula
-        compat.inductor_decompositions()[op] = functools.partial(_decompose, formula)
+        compat.lowerings.inductor_decompositions()[op] = functools.partial(_decompose, formula)

@@ -21,13 +21,13 @@ def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
     from mhc_inductor.kernels.launch import EagerBuilder
 
     kvqm = args[OPS.index(name) * 3]
-    if compat.packaging():
+    if compat.lowerings.packaging():
         return False
     steps, _, width = kvqm.get_size()
     # With one step, as in decoding, calling the op costs more than the kernel.
     if steps == 1:
         return False
-    return runs_gluon(EagerBuilder(kvqm.get_device()), compat.static_int(width) // 4, name)
+    return runs_gluon(EagerBuilder(kvqm.get_device()), compat.lowerings.static_int(width) // 4, name)
 
 
 def register() -> None:

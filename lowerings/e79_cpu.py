@@ -69,7 +69,7 @@ def expand(graph: torch.fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=op):
         args = torch.fx.map_arg(node.args, lambda n: n.meta["val"])
         if args[0].device.type == "cpu" and args[5] == 0 and all(map(compat.is_symbol, _sizes(args))):
-            compat.replace_by_traced(node, _formula)
+            compat.lowerings.replace_by_traced(node, _formula)
 
 
 def _sizes(args: Sequence[Any]) -> list[Any]:
@@ -92,7 +92,7 @@ def _formula(
         S, M, y = _step(S, M, x[0])
         y = y.unsqueeze(0)
     else:
-        S, M, y = compat.scan(_step, (S, M), (x,), _sizes((kvqm, b_s, b_m, S0, M0)))
+        S, M, y = compat.lowerings.scan(_step, (S, M), (x,), _sizes((kvqm, b_s, b_m, S0, M0)))
         y = torch.ops.mhc_inductor_internal.loop_output.default(y) if compat.in_package() else y
     out = (y * y * torch.sigmoid(y)).to(kvqm.dtype)
     return out, S, M, *_unread(S, kvqm.shape[0], segment)
@@ -107,7 +107,7 @@ def _unread(S: Tensor, steps: Any, segment: int) -> tuple[Tensor, Tensor]:
 
 
 def _kept(y: Any) -> Any:
-    compat.keep_loop_outputs()
+    compat.lowerings.keep_loop_outputs()
     return y
 
 
@@ -116,4 +116,4 @@ def register_loop_output() -> None:
     _INTERNAL.define("loop_output(Tensor y) -> Tensor")
     _INTERNAL.impl("loop_output", torch.clone, "CompositeExplicitAutograd")
     torch.library.register_fake("mhc_inductor_internal::loop_output", torch.empty_like, lib=_INTERNAL)
-    compat.register_lowering(torch.ops.mhc_inductor_internal.loop_output.default, _kept)
+    compat.lowerings.register_lowering(torch.ops.mhc_inductor_internal.loop_output.default, _kept)

@@ -22,7 +22,7 @@ def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
     from mhc_inductor.kernels.mhc.fused_plan import runs_gluon
     from mhc_inductor.kernels.mhc.gluon import one_read
 
-    if compat.packaging():
+    if compat.lowerings.packaging():
         return False
     x, f_out = args[:2]
     b = OpBuilder(x.get_device())

@@ -53,7 +53,7 @@ def prepare() -> None:
                 index.register()
                 _registered = True
     # Does nothing for torch._inductor.compile on a graph without Dynamo: there enable() adds the passes.
-    compat.compile_backend_inside(_stamped)
+    compat.backend.compile_backend_inside(_stamped)
 
 
 def _patches(config_patches: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -65,35 +65,37 @@ def _patches(config_patches: Mapping[str, Any] | None) -> dict[str, Any]:
 
     patches = dict(config_patches or {})
     for name, ours in PASSES.items():
-        theirs = patches.get(name, getattr(compat.inductor_config(), name))
+        theirs = patches.get(name, getattr(compat.backend.inductor_config(), name))
         if not getattr(theirs, "mhc_inductor", False):
             patches[name] = make_pass(theirs, ours)
     return patches
 
 
 def _inside(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``inner_compile`` wrapped to run inside :data:`compat.symbolic_extremes`.
+    """Returns ``inner_compile`` wrapped to run inside :data:`compat.backend.symbolic_extremes`.
 
     A backward graph may be compiled after compile_fx has returned, outside the context that compile_fx ran in.
     """
 
     @functools.wraps(inner_compile)
     def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:
-        with compat.symbolic_extremes:
+        with compat.backend.symbolic_extremes:
             return inner_compile(*args, **kwargs)
 
     return compile_fx_inner
 
 
 def _compile(plain: Callable[..., Any], *args: Any, config_patches: Mapping[str, Any] | None, **kwargs: Any) -> Any:
-    """Calls ``plain``, which is compile_fx, with this package's passes and inside :data:`compat.symbolic_extremes`."""
+    """Calls ``plain``, which is compile_fx, with this package's passes and inside :data:`compat.backend.symbolic_extremes`."""
     if len(args) > 2:
         args = (*args[:2], _inside(args[2]), *args[3:])
     else:
-        kwargs["inner_compile"] = _inside(kwargs.get("inner_compile", compat.compile_fx_module().compile_fx_inner))
-    with compat.symbolic_extremes:
+        kwargs["inner_compile"] = _inside(
+            kwargs.get("inner_compile", compat.backend.compile_fx_module().compile_fx_inner)
+        )
+    with compat.backend.symbolic_extremes:
         compiled = plain(*args, config_patches=_patches(config_patches), **kwargs)
-    compat.guard_dual_level()
+    compat.backend.guard_dual_level()
     return _without_tangents(compiled) if compat.in_dual_level() else compiled
 
 
@@ -133,7 +135,7 @@ def _wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
     return compile_fx
 
 
-_entry = Change(lambda: replace(compat.compile_fx_module(), "compile_fx", _wrapped))
+_entry = Change(lambda: replace(compat.backend.compile_fx_module(), "compile_fx", _wrapped))
 
 
 @contextlib.contextmanager
@@ -231,9 +233,9 @@ def mhc_inductor(
     """
     prepare()
     routing, others = parse(options)
-    patches = {**compat.mode_options(mode), **compat.check_options(others)}
+    patches = {**compat.backend.mode_options(mode), **compat.backend.check_options(others)}
     _route(gm, routing)
-    return _compile(compat.compile_fx_module().compile_fx, gm, example_inputs, config_patches=patches)
+    return _compile(compat.backend.compile_fx_module().compile_fx, gm, example_inputs, config_patches=patches)
 
 
 def _installed() -> bool:
@@ -242,4 +244,4 @@ def _installed() -> bool:
 
 
 if not _installed():
-    compat.register_backend("mhc_inductor", mhc_inductor)
+    compat.backend.register_backend("mhc_inductor", mhc_inductor)

@@ -149,12 +149,12 @@ def make_pass(theirs: Any, ours: Callable[[torch.fx.Graph], None]) -> Any:
     """
     passes = tuple(theirs) if isinstance(theirs, (list, tuple)) else () if theirs is None else (theirs,)
 
-    class Chained(compat.graph_pass_base()):  # type: ignore[misc]
+    class Chained(compat.backend.graph_pass_base()):  # type: ignore[misc]
         mhc_inductor = True
 
         def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
             for user_pass in passes:
-                compat.run_pass(user_pass, graph, is_inference)
+                compat.backend.run_pass(user_pass, graph, is_inference)
             ours(graph)
 
         def uuid(self) -> Any:

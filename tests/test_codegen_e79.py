@@ -80,7 +80,7 @@ def test_one_step_is_launched_from_the_generated_code():
 
 
 def test_a_package_launches_plain_triton(monkeypatch):
-    monkeypatch.setattr(compat, "packaging", lambda: True)
+    monkeypatch.setattr(compat.lowerings, "packaging", lambda: True)
     code = _compile(_scan, 20, 3, "fixed")
     assert sorted(launches(code, "e79_")) == sorted(["e79_forward", *BACKWARD, "e79_bias_sum"])
 

@@ -94,7 +94,7 @@ def test_each_kernel_is_analysed_once():
         asked.append(kernel.fn.__name__)
         return generate(kernel, *args)
 
-    compat.configured_kernel.cache_clear()
+    compat.lowerings.configured_kernel.cache_clear()
     with mock.patch.object(triton_kernel_wrap, "generate_ttir", generate_ttir):
         code = _generate(layers)
         assert sorted(asked) == ["mhc_post", "mhc_pre_collapse", "mhc_pre_project", "mhc_pre_weights"]

@@ -43,14 +43,14 @@ def fresh():
 def every_torch(request, monkeypatch):
     """Runs each test as is, and as before torch 2.13, which cannot keep the code of one compile separate."""
     if request.param == "older torch":
-        plain = compat.captured_apart
+        plain = compat.routing.captured_apart
 
         @contextlib.contextmanager
         def older():
             with plain():
                 yield {}
 
-        monkeypatch.setattr(compat, "captured_apart", older)
+        monkeypatch.setattr(compat.routing, "captured_apart", older)
 
 
 def explained(fn, *args):

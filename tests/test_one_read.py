@@ -307,7 +307,7 @@ def _code(width):
 @pytest.mark.usefixtures("no_caches")
 @pytest.mark.parametrize(("width", "packaged"), [(1024, False), (1024, True), (256, False)])
 def test_generated_code_calls_pre_where_the_kernel_runs(width, packaged, monkeypatch):
-    monkeypatch.setattr(compat, "packaging", lambda: packaged)
+    monkeypatch.setattr(compat.lowerings, "packaging", lambda: packaged)
     code = _code(width)
     calls = USABLE and width == 1024 and not packaged
     assert len(re.findall(r"torch\.ops\.mhc_inductor\.mhc_pre\.default\(", code)) == calls

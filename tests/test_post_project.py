@@ -305,6 +305,6 @@ def test_generated_code_calls_the_op_where_gluon_runs(width, calls):
 @pytest.mark.skipif(INTERPRETED, reason="another Triton")
 @pytest.mark.usefixtures("no_caches")
 def test_a_package_launches_plain_triton(monkeypatch):
-    monkeypatch.setattr(compat, "packaging", lambda: True)
+    monkeypatch.setattr(compat.lowerings, "packaging", lambda: True)
     code = _code(1024)
     assert "torch.ops.mhc_inductor" not in code and "mhc_pre_project" in code

@@ -104,7 +104,7 @@ def test_a_change_lasts_until_the_last_thread_leaves():
 
 
 def test_disable_leaves_what_another_library_wrapped_around_the_compiler(monkeypatch):
-    module = compat.compile_fx_module()
+    module = compat.backend.compile_fx_module()
     plain = module.compile_fx
     calls = []
 
@@ -135,14 +135,14 @@ def test_a_graph_with_ops_under_the_plain_backend_is_compiled_with_the_pass_and_
     seen = []
 
     def spy(graph):
-        config = compat.inductor_config()
+        config = compat.backend.inductor_config()
         seen.append(getattr(config.post_grad_custom_pre_pass, "mhc_inductor", False))
 
     def post(x, f, h, r):
         return mhc_inductor.mhc_post(x, f, h, r, transpose_res=True)
 
     x, f, h, r = torch.randn(2, 4, 16), torch.randn(2, 16), torch.rand(2, 4), torch.rand(2, 4, 4)
-    with compat.inductor_config().patch(post_grad_custom_post_pass=spy, fx_graph_cache=False):
+    with compat.backend.inductor_config().patch(post_grad_custom_post_pass=spy, fx_graph_cache=False):
         torch.compile(post)(x.requires_grad_(), f, h, r).sum().backward()
         assert seen == [True, True]
         torch.compile(lambda x: x.cos() * 7)(f)

@@ -1,4 +1,4 @@
-"""The structure of mhc_inductor/routing: small functions, operators in their folder, private APIs in compat.py."""
+"""The structure of mhc_inductor/routing: small functions, operators in their folder, private APIs in compat."""
 
 from __future__ import annotations
 
@@ -83,4 +83,4 @@ def test_private_apis_of_torch_are_used_in_compat_only(file: pathlib.Path) -> No
             continue
         if _PRIVATE.search(text) and not _ATEN.search(text):
             used.append((node.lineno, text))
-    assert not used, f"{file.name}: move it to compat.py, with the versions it was seen in: {used}"
+    assert not used, f"{file.name}: move it to compat/, with the versions it was seen in: {used}"

@@ -370,7 +370,7 @@ def test_choices_are_compared_by_the_operator(plug: Any) -> None:
 
 
 def test_what_does_not_fit_in_memory_is_not_run(plug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "free_memory", lambda device: 4000)
+    monkeypatch.setattr(compat.routing, "free_memory", lambda device: 4000)
     got = call(norm, inputs())
     (routed,) = got.report.routed
     assert routed.error is None and "GB of memory" in routed.note
@@ -378,7 +378,7 @@ def test_what_does_not_fit_in_memory_is_not_run(plug: Any, monkeypatch: pytest.M
 
 
 def test_without_memory_for_fp64_the_formula_itself_is_the_measure(plug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "free_memory", lambda device: 16000)
+    monkeypatch.setattr(compat.routing, "free_memory", lambda device: 16000)
     got = call(norm, inputs())
     (routed,) = got.report.routed
     assert routed.error is not None and routed.error < 1e-6 and "no higher precision" in routed.note

@@ -174,7 +174,7 @@ def test_without_a_compiler_the_formula_runs(monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("no compiler\nwas found")
 
-    monkeypatch.setattr(compat, "compiled_cpp", fail)
+    monkeypatch.setattr(compat.ops, "compiled_cpp", fail)
     monkeypatch.setattr(core, "LEAST", 0)
     monkeypatch.setattr(log, "_said", set())
     core._library.cache_clear()

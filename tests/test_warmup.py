@@ -92,7 +92,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, no_caches: None) -> Iterator[list[str]
         return make_boxed_func(gm.forward)
 
     whole = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"))
-    monkeypatch.setattr(compat.compile_fx_module(), "compile_fx", lambda gm, inputs, **_: whole(gm, inputs))
+    monkeypatch.setattr(compat.backend.compile_fx_module(), "compile_fx", lambda gm, inputs, **_: whole(gm, inputs))
     torch._dynamo.reset()
     yield graphs
     torch._dynamo.reset()

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.compat import tree_map_only
 from mhc_inductor.exported.inlining import bodies
 from mhc_inductor.routing.effects import ambient, modes_of
 from mhc_inductor.routing.graph.run import fresh
@@ -60,7 +59,7 @@ def _like(value: Any, grad: bool) -> Any:
         with torch.enable_grad():
             return fresh(t, True).view_as(t) if wanted else fresh(t, False)
 
-    return tree_map_only(torch.Tensor, made, value)
+    return compat.tree_map_only(torch.Tensor, made, value)
 
 
 def _run(node: fx.Node) -> Any:

@@ -14,7 +14,7 @@ from mhc_inductor import compat
 def inline(gm: fx.GraphModule) -> bool:
     """Inlines all such regions of a graph and of the bodies of its other operators. Returns whether there were any."""
     found = False
-    while (node := next(filter(compat.is_mode_region, gm.graph.nodes), None)) is not None:
+    while (node := next(filter(compat.exported.is_mode_region, gm.graph.nodes), None)) is not None:
         _inline(gm, node)
         found = True
     if found:
@@ -32,7 +32,7 @@ def bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
 
 def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
     """Replaces one call of a region by its body, between calls that enter and leave the mode."""
-    (enter, entered), (leave, left), holder, inputs = compat.mode_region(node)
+    (enter, entered), (leave, left), holder, inputs = compat.exported.mode_region(node)
     body = getattr(gm, str(holder.target))
     graph = gm.graph
     with graph.inserting_before(node):

@@ -8,7 +8,6 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.compat import tree_map_only
 from mhc_inductor.exported.examples import KEY
 from mhc_inductor.exported.inlining import bodies
 from mhc_inductor.routing.graph.values import example, run, tensors_in
@@ -45,7 +44,7 @@ def lower(gm: fx.GraphModule, training: bool) -> None:
 
 def _plain(value: Any) -> Any:
     """Returns a fake value without its gradient."""
-    return tree_map_only(torch.Tensor, lambda t: t.detach(), value)
+    return compat.tree_map_only(torch.Tensor, lambda t: t.detach(), value)
 
 
 def _allowed(node: fx.Node) -> bool:
@@ -80,7 +79,7 @@ def _replace(graph: fx.Graph, node: fx.Node, training: bool) -> None:
 
     values = [_plain(example(a)) for a in inputs]
     mode = compat.fake_mode_of(tensors_in([*values, node.meta["val"]]))
-    traced = compat.traced(call, values, mode, training)
+    traced = compat.exported.traced(call, values, mode, training)
     env = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
     marks = {k: node.meta[k] for k in _MARKS if k in node.meta}
     with graph.inserting_before(node):

@@ -46,16 +46,16 @@ def routed(
         with _kept(gm, calls):
             report = route(gm, options, check=check, exported=True)
             spelling.undo()
-            lowering.lower(gm, compat.for_training(program))
+            lowering.lower(gm, compat.exported.for_training(program))
         if regions:
-            gm, signature = compat.with_mode_regions(gm, signature)
+            gm, signature = compat.exported.with_mode_regions(gm, signature)
         _rename(gm, signature)
-    return compat.with_graph(program, gm, signature, calls), report
+    return compat.exported.with_graph(program, gm, signature, calls), report
 
 
 def _outer_grad(gm: fx.GraphModule) -> bool:
     """Returns the grad mode outside the graph's regions: export makes a region only where the mode differs."""
-    found = (compat.mode_region(n)[0][1] for n in gm.graph.nodes if compat.is_mode_region(n))
+    found = (compat.exported.mode_region(n)[0][1] for n in gm.graph.nodes if compat.exported.is_mode_region(n))
     return next((not entered[0] for entered in found if isinstance(entered[0], bool)), True)
 
 

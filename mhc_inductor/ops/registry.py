@@ -133,7 +133,7 @@ def _strided(name: str, *args: Any) -> None:
 
 def _all_fake(name: str, *args: Any) -> None:
     """Raises TypeError if only some of the tensors of op ``name`` are fake."""
-    mixed = compat.real_among_fakes(args)
+    mixed = compat.ops.real_among_fakes(args)
     if mixed is not None:
         real, fake = (_NAMES[name][at] for at in mixed)
         raise TypeError(
@@ -144,7 +144,7 @@ def _all_fake(name: str, *args: Any) -> None:
 
 def _refuse_transforms(name: str, *args: Any) -> None:
     """Raises NotImplementedError if torch.func.grad or vjp differentiates op ``name`` itself, which it cannot."""
-    if torch.is_grad_enabled() and compat.functorch_active() and compat.any_tracked(args):
+    if torch.is_grad_enabled() and compat.functorch_active() and compat.ops.any_tracked(args):
         raise NotImplementedError(
             f"mhc_inductor: {name} cannot be differentiated by torch.func.grad, vjp or jacrev inside a compiled function; "
             "transform outside of torch.compile, or use torch.autograd"
@@ -233,10 +233,10 @@ def _traced(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fake)
     def run(*args: Any) -> Any:
-        if compat.onnx_exporting():
+        if compat.ops.onnx_exporting():
             _refuse_consumer("torch.onnx.export", name)
         sharding.register_if_used()  # inference mode skips the autograd kernel; DTensor calls this before it looks
-        if compat.tracing():
+        if compat.ops.tracing():
             from mhc_inductor import backend
 
             backend.prepare()
@@ -305,15 +305,15 @@ def define(
         _RULES[name] = vmap_rule
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     qualname = f"mhc_inductor::{name}"
-    _TYPES[name] = compat.schema_types(_op(name))
+    _TYPES[name] = compat.ops.schema_types(_op(name))
     _NAMES[name] = tuple(argument for argument, _, _ in _TYPES[name])
     implement(name, reference, "CompositeExplicitAutograd")
     for key in ("NestedTensorCPU", "NestedTensorCUDA"):  # not among the backends of the key above
         LIBRARY.impl(name, functools.partial(_strided, name), key)
-    compat.register_nested(qualname, functools.partial(_strided, name), LIBRARY)
+    compat.ops.register_nested(qualname, functools.partial(_strided, name), LIBRARY)
     torch.library.register_fake(qualname, _checked(name, _traced(name, fake)), lib=LIBRARY)
     setup, backward = grad or (_double_setup, functools.partial(_double_grad, name))
     guard = functools.partial(_guard, name, integers)
-    compat.register_autograd(qualname, backward, setup, LIBRARY, guard)
+    compat.ops.register_autograd(qualname, backward, setup, LIBRARY, guard)
     torch.library.register_vmap(qualname, functools.partial(_vmap, name, _op(name)), lib=LIBRARY)
     _FUNCTIONS[name] = _function(name, setup, backward)

@@ -87,7 +87,7 @@ def _library(dtype: torch.dtype, heads: int) -> Any:
     scalar = {torch.float32: "float", torch.float64: "double"}[dtype]
     try:
         source = f"#define SCALAR {scalar}\n#define HEADS {heads}\n{PRODUCTS}{ATTENTION}"
-        library = compat.compiled_cpp(source, _FLAGS)
+        library = compat.ops.compiled_cpp(source, _FLAGS)
         library.selection.argtypes = [ctypes.POINTER(_Arguments)]
         library.lanes()
     except Exception as e:  # no compiler, an old one, a cache folder without the right to execute

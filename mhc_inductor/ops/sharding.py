@@ -235,5 +235,7 @@ def register_if_used() -> None:
     with _lock:
         if not _registered:
             for op in TABLE:
-                compat.register_sharding(getattr(torch.ops.mhc_inductor, op).default, functools.partial(strategies, op))
+                compat.ops.register_sharding(
+                    getattr(torch.ops.mhc_inductor, op).default, functools.partial(strategies, op)
+                )
             _registered = True

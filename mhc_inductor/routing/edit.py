@@ -231,7 +231,7 @@ class Edit:
         Dynamic sizes are read from ``node`` or ``like`` at run time.
         """
         have, wanted = self._known(example(node).shape), self._known(shape)
-        if len(have) == len(wanted) and all(compat.same_size(a, b) for a, b in zip(have, wanted, strict=True)):
+        if len(have) == len(wanted) and all(compat.routing.same_size(a, b) for a, b in zip(have, wanted, strict=True)):
             return node
         sizes: list[Any] = []
         for size in wanted:
@@ -248,7 +248,9 @@ class Edit:
         return self.emit("reshape", node, *sizes)
 
     def _sized(self, size: Any, nodes: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
-        places = ((s, d) for s in nodes for d, other in enumerate(example(s).shape) if compat.same_size(other, size))
+        places = (
+            (s, d) for s in nodes for d, other in enumerate(example(s).shape) if compat.routing.same_size(other, size)
+        )
         return next(places, None)
 
     def _known(self, shape: Sequence[Any]) -> list[Any]:
@@ -504,7 +506,7 @@ class Edit:
             given = example(node)
             sizes = [s for t in tensors_in(given) for s in t.shape] or [given]
             for size in sizes:
-                if isinstance(size, torch.SymInt) and str(compat.expression(size)) in fixed:
+                if isinstance(size, torch.SymInt) and str(compat.routing.expression(size)) in fixed:
                     int(size)
 
 
@@ -526,7 +528,7 @@ def _check_alike(old: torch.Tensor, new: torch.Tensor, value: Value) -> None:
 
 def _may_equal(a: Any, b: Any) -> bool:
     """Returns whether two sizes are equal or at least one is dynamic."""
-    return compat.same_size(a, b) or not (isinstance(a, int) and isinstance(b, int))
+    return compat.routing.same_size(a, b) or not (isinstance(a, int) and isinstance(b, int))
 
 
 def _keeps_order(value: Any, of: Any) -> bool:
@@ -552,6 +554,6 @@ _FRESH = {
 
 def _memory_order(t: torch.Tensor) -> list[int]:
     """Returns the dimensions by falling stride; dimensions of size 1 keep their position."""
-    strides, sizes = ([compat.hint(s) for s in each] for each in (t.stride(), t.shape))
+    strides, sizes = ([compat.routing.hint(s) for s in each] for each in (t.stride(), t.shape))
     real = iter(sorted((d for d in range(t.dim()) if sizes[d] != 1), key=lambda d: -strides[d]))
     return [next(real) if sizes[d] != 1 else d for d in range(t.dim())]

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.compat import tree_flatten, tree_unflatten
 from mhc_inductor.routing.graph.run import fresh
 from mhc_inductor.routing.graph.values import SHARDED, example, given, run, tensors_in
 
@@ -43,7 +42,7 @@ class Effect:
 _NONE = Effect()
 
 
-class _Writes(compat.TorchDispatchMode):
+class _Writes(compat.routing.TorchDispatchMode):
     """Dispatch mode that collects the storages that any operator under it writes."""
 
     def __init__(self) -> None:
@@ -53,7 +52,9 @@ class _Writes(compat.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for written in _written_arguments(func, args, kwargs):
-            self.storages.update(compat.storage_key(t) for t in tree_flatten(written)[0] if isinstance(t, torch.Tensor))
+            self.storages.update(
+                compat.storage_key(t) for t in compat.routing.tree_flatten(written)[0] if isinstance(t, torch.Tensor)
+            )
         return func(*args, **kwargs)
 
 
@@ -165,7 +166,7 @@ class Effects:
         """Returns the effect that an operator's schema declares."""
         arguments = [*_tensor_arguments(node)]
         written = [*_written_arguments(node.target, node.args, node.kwargs)]
-        nodes = {n for v in written for n in tree_flatten(v)[0] if isinstance(n, fx.Node)}
+        nodes = {n for v in written for n in compat.routing.tree_flatten(v)[0] if isinstance(n, fx.Node)}
         return Effect(tuple(i for i, (n, _) in enumerate(arguments) if n in nodes))
 
     def _of_bodies(self, node: fx.Node) -> Effect:
@@ -181,7 +182,7 @@ class Effects:
         given = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         bodies = [b for b in given if isinstance(b, fx.GraphModule)]
         if not bodies:
-            pure = not compat.may_mutate(node.target)
+            pure = not compat.routing.may_mutate(node.target)
             return Effect(watches=handed_on) if pure else Effect(tuple(range(len(arguments))))
         for body in bodies:
             starts = [n for n in body.graph.nodes if n.op in ("placeholder", "get_attr")]
@@ -195,9 +196,9 @@ class Effects:
 
 def _tensor_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, torch.Tensor]]:
     """Yields the tensors among the arguments of ``node`` in flattened order, each with the node that holds it."""
-    for leaf in tree_flatten((node.args, node.kwargs))[0]:
+    for leaf in compat.routing.tree_flatten((node.args, node.kwargs))[0]:
         if isinstance(leaf, fx.Node):
-            for t in tree_flatten(example(leaf))[0]:
+            for t in compat.routing.tree_flatten(example(leaf))[0]:
                 if isinstance(t, torch.Tensor):
                     yield leaf, t
 
@@ -219,20 +220,20 @@ def _asked(node: fx.Node, modes: Modes, value: Callable[[fx.Node], Any] = exampl
 
     ``value`` returns the fake value of an input.
     """
-    flat, spec = tree_flatten(fx.node.map_arg((node.args, node.kwargs), value))
+    flat, spec = compat.routing.tree_flatten(fx.node.map_arg((node.args, node.kwargs), value))
     mode = compat.fake_mode_of([t for t in flat if isinstance(t, torch.Tensor)])
     if mode is None:
         return Effect(known=False)
     writes = _Writes()
     try:
-        with compat.modes_kept(), torch.no_grad(), modes.entered(), mode, compat.no_new_guards(mode):
+        with compat.routing.modes_kept(), torch.no_grad(), modes.entered(), mode, compat.no_new_guards(mode):
             made = [_made(t) for t in flat]
-            args, kwargs = tree_unflatten(made, spec)
+            args, kwargs = compat.routing.tree_unflatten(made, spec)
             with writes:
                 out = run(node, args, kwargs)
     except Exception as error:  # not every call can be run alone
         # Reading a number from data (item) aborts the run; until then the call may have only read.
-        return Effect(known=compat.reads_data(error) and not writes.storages)
+        return Effect(known=compat.routing.reads_data(error) and not writes.storages)
     tensors = [(t, old) for t, old in zip(made, flat, strict=True) if isinstance(t, torch.Tensor)]
     changed = [
         compat.storage_key(t) in writes.storages or t.requires_grad != (old.requires_grad and t.is_floating_point())
@@ -243,7 +244,7 @@ def _asked(node: fx.Node, modes: Modes, value: Callable[[fx.Node], Any] = exampl
 
 def _plain(out: Any) -> bool:
     """Returns whether a result consists of tensors and numbers. A handle does not, and neither does a hook's None."""
-    leaves = tree_flatten(out)[0]
+    leaves = compat.routing.tree_flatten(out)[0]
     kinds = (torch.Tensor, *_PLAIN, *_DESCRIPTIONS)
     return bool(leaves) and all(isinstance(leaf, kinds) for leaf in leaves)
 

@@ -75,7 +75,7 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
 
     # Dynamo stores compiled code on code objects: a new one keeps it off the user's functions.
     own = types.FunctionType(call.__code__.replace(), call.__globals__, "explain", None, call.__closure__)
-    with compat.captured_apart() as options:
+    with compat.routing.captured_apart() as options:
         torch.compile(own, backend=capture, **options)(*args, **kwargs)
     show(report)
     return report

@@ -184,7 +184,7 @@ class Cut:
     def _laid(self, piece: Piece, new: fx.Node) -> fx.Node:
         """Returns the formula's value of an input in the layout and dtype in which an earlier op returns it."""
         wanted, made = example(new), piece.input(self.unrounded[new])
-        for target, argument in (("reshape", [*map(compat.hint, wanted.shape)]), ("to", wanted.dtype)):
+        for target, argument in (("reshape", [*map(compat.routing.hint, wanted.shape)]), ("to", wanted.dtype)):
             made = piece.graph.call_method(target, (made, argument))
             made.meta[MODES] = self.place.modes
         return made

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import compat
-from mhc_inductor.compat import tree_leaves, tree_map_only
 
 PROMOTED = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that are replaced by fp64."""
 
 
-class Exact(compat.TorchDispatchMode):
+class Exact(compat.routing.TorchDispatchMode):
     """Dispatch mode that computes in fp64, except that it keeps roundings of inputs that the model wrote.
 
     ``inputs`` maps the storage key of each input to the dtype that it has in the model.
@@ -32,11 +31,11 @@ class Exact(compat.TorchDispatchMode):
         to = kwargs.get("dtype")
         if func is torch.ops.aten._to_copy.default and to in PROMOTED and self._rounds(args[0], to):
             return func(*args, **kwargs).double()
-        args, kwargs = tree_map_only(torch.dtype, _promoted, (args, kwargs))
+        args, kwargs = compat.tree_map_only(torch.dtype, _promoted, (args, kwargs))
         out = func(*args, **kwargs)
         if any(True for _ in _tensors((args, kwargs))):
             return out
-        return tree_map_only(Tensor, lambda t: t.double() if t.dtype in PROMOTED else t, out)
+        return compat.tree_map_only(Tensor, lambda t: t.double() if t.dtype in PROMOTED else t, out)
 
     def _rounds(self, t: Tensor, to: torch.dtype) -> bool:
         """Returns whether casting ``t`` rounds an input of the formula."""
@@ -45,7 +44,7 @@ class Exact(compat.TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (t for t in tree_leaves(tree) if isinstance(t, Tensor))
+    return (t for t in compat.tree_leaves(tree) if isinstance(t, Tensor))
 
 
 def _promoted(dtype: torch.dtype) -> torch.dtype:

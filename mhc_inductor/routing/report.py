@@ -243,7 +243,7 @@ def log_report(report: Report) -> None:
     for line in findings(report):
         logger.info("%s", line)
     logger.info("%s", report.totals())
-    compat.trace_artifact(ARTIFACT, lambda: str(report))
+    compat.routing.trace_artifact(ARTIFACT, lambda: str(report))
 
 
 def show(report: Report) -> None:

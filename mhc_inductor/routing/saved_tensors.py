@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.compat import tree_map_only
 from mhc_inductor.routing.effects import Modes
 from mhc_inductor.routing.graph.run import fresh
 from mhc_inductor.routing.graph.values import example, run, tensors_in
@@ -33,7 +32,7 @@ def saved_by(node: fx.Node, flows: Callable[[fx.Node], bool], modes: Modes) -> t
         return t
 
     try:
-        with compat.modes_kept(), torch.enable_grad(), modes.entered(), mode, compat.no_new_guards(mode):
+        with compat.routing.modes_kept(), torch.enable_grad(), modes.entered(), mode, compat.no_new_guards(mode):
             given = {a: _fresh(example(a), flows(a)) for a in node.all_input_nodes}
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -48,7 +47,7 @@ def _fresh(of: Any, flows: bool) -> Any:
     def made(t: torch.Tensor) -> torch.Tensor:
         return fresh(t, flows and (t.is_floating_point() or t.is_complex()))
 
-    return tree_map_only(torch.Tensor, made, of)
+    return compat.tree_map_only(torch.Tensor, made, of)
 
 
 def changed_later(view: View, ins: Iterable[fx.Node], region: set[fx.Node], at: int, modes: Modes) -> list[fx.Node]:

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.compat import tree_map_only
 from mhc_inductor.routing.graph.values import SHARDED, Value, example, given, run, tensors_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
@@ -38,7 +37,7 @@ def as_whole(gm: fx.GraphModule) -> Iterator[dict[int, int]]:
     memory: dict[int, int] = {}
     try:
         for node in nodes:
-            whole = tree_map_only(torch.Tensor, lambda t: _whole(t, memory), example(node))
+            whole = compat.tree_map_only(torch.Tensor, lambda t: _whole(t, memory), example(node))
             node.meta[SHARDED], node.meta["example_value"] = example(node), whole
         yield memory
     finally:

@@ -131,7 +131,7 @@ class _Trial:
                 return owner
         if isinstance(fake, Tensor):
             try:
-                shape, stride = (tuple(map(compat.hint, s)) for s in (fake.shape, fake.stride()))
+                shape, stride = (tuple(map(compat.routing.hint, s)) for s in (fake.shape, fake.stride()))
             except Exception as error:  # sizes that depend on data, or a layout without strides
                 raise _NotRun(f"not verified: {node.name} has a size that depends on data ({error})") from error
             wide = fake.is_floating_point() or fake.is_complex()
@@ -151,13 +151,13 @@ class _Trial:
         if any(d.type not in ("cpu", "cuda") or (d.type == "cuda" and not torch.cuda.is_available()) for d in devices):
             raise _NotRun(f"not verified: no device {', '.join(map(str, devices))} here")
         wide, plain = (self._bytes(exact) for exact in (True, False))
-        free = min((compat.free_memory(d) for d in devices), default=0)
+        free = min((compat.routing.free_memory(d) for d in devices), default=0)
         if devices and plain > free:
             return Verdict(
                 None, f"not verified: the formula needs {plain / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
             )
         worst, note = 0.0, ""
-        with compat.outside_compile():
+        with compat.routing.outside_compile():
             for case in range(self.match.cases):
                 for attempt in range(_TRIES):
                     # A rounding that is over the limit by chance passes on other data; a wrong formula never does.
@@ -180,7 +180,7 @@ class _Trial:
         for node in (*self.cut.place.region, *self.cut.inputs):
             for t in tensors_in(example(view.reader.get(node, node))):
                 each = 8 if exact and t.is_floating_point() else t.element_size()
-                count = functools.reduce(lambda a, b: a * b, (max(compat.hint(s), 0) for s in t.shape), 1)
+                count = functools.reduce(lambda a, b: a * b, (max(compat.routing.hint(s), 0) for s in t.shape), 1)
                 key = compat.storage_key(t)
                 sizes[key] = max(sizes.get(key, 0), count * each)
         grad = any(isinstance(s, _Tensor) and s.grad for s in self.specs.values())
@@ -262,7 +262,7 @@ def fixed(node: fx.Node, known: Feed) -> Any:
             known[node] = fake.node.hint
         else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: fixed(a, known))
-            with compat.outside_compile(), torch.no_grad():
+            with compat.routing.outside_compile(), torch.no_grad():
                 known[node] = run(node, args, kwargs)
     return known[node]
 

@@ -238,7 +238,7 @@ def _made(
         except Exception:  # what cannot be computed this way stays in place
             result = None
         alike = isinstance(result, torch.Tensor) and result.dtype == fake.dtype and result.dim() == fake.dim()
-        if alike and all(map(compat.same_size, result.shape, fake.shape)):
+        if alike and all(map(compat.routing.same_size, result.shape, fake.shape)):
             new.meta = {**node.meta, "example_value": result}
             return new
         copy.erase_node(new)

@@ -92,7 +92,7 @@ def size_of(value: Any, fixed: Mapping[str, int]) -> Size:
     """Returns an int or a torch.SymInt as a :class:`Size`. Symbols in ``fixed`` become their values."""
     if isinstance(value, int):
         return _NUMBER(value)
-    return _monomial(compat.expression(value), fixed)
+    return _monomial(compat.routing.expression(value), fixed)
 
 
 def _monomial(expr: Any, fixed: Mapping[str, int]) -> Size:

@@ -190,7 +190,7 @@ def of_scalar(value: Any, fixed: Mapping[str, int]) -> Linear:
         return number(int(value))
     if not isinstance(value, torch.SymInt):
         raise Unsupported
-    expression = compat.expression(value).expand()
+    expression = compat.routing.expression(value).expand()
     total = ZERO
     for part in expression.args if expression.is_Add else (expression,):
         if part.is_Mul and any(a.is_Integer and a < 0 for a in part.args):

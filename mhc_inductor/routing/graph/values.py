@@ -147,7 +147,7 @@ def is_given(value: Value) -> bool:
     return value.func is aten.alias.default and value.node is not None and value.node.op == "placeholder"
 
 
-class _Recorder(compat.TorchDispatchMode):
+class _Recorder(compat.routing.TorchDispatchMode):
     """Records the ATen operations below composite ones, and decomposes a few of them further."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class _Recorder(compat.TorchDispatchMode):
         if _sized_by_data(func, args):
             # Running it would create a symbol that the compiled graph does not know.
             raise NotImplementedError(f"the size of {func} depends on data")
-        further = compat.analysis_decompositions().get(func)
+        further = compat.routing.analysis_decompositions().get(func)
         if further is not None:
             with self:
                 result = further(*args, **kwargs)
@@ -286,12 +286,12 @@ class Values:
     @functools.cached_property
     def hints(self) -> dict[str, int]:
         """Returns the present values of the symbols in the graph's shapes. Computed once for all callers."""
-        return compat.hints(self.graph)
+        return compat.routing.hints(self.graph)
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Returns the present values of the symbols and expressions in the graph's shapes."""
-        return compat.present_sizes(self.graph)
+        return compat.routing.present_sizes(self.graph)
 
     def fix(self, symbols: Collection[str]) -> bool:
         """Fixes these symbols at their present values from now on. Returns whether any of them is new."""
@@ -355,7 +355,7 @@ class Values:
         target = node.target
         if isinstance(target, compat.HigherOrderOperator):
             return False
-        if isinstance(target, (compat.OpOverload, compat.OpOverloadPacket)):
+        if isinstance(target, (compat.OpOverload, compat.routing.OpOverloadPacket)):
             return str(target).partition(".")[0] in ("aten", "prims")
         return not getattr(target, "__name__", "").startswith("_set_grad")
 

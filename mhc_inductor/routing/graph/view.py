@@ -90,7 +90,7 @@ class View:
     @functools.cached_property
     def has_policy(self) -> bool:
         """Returns whether a checkpoint policy, of this region or of one around it, decides which ops are saved."""
-        return self.real in self.knowledge.in_policies or compat.checkpoint_policy(self.real) is not None
+        return self.real in self.knowledge.in_policies or compat.routing.checkpoint_policy(self.real) is not None
 
     def _in_place(self, node: fx.Node) -> bool:
         """Returns whether a node of the view writes, or may write, one of its inputs."""
@@ -193,7 +193,7 @@ class View:
     @functools.cached_property
     def hiding(self) -> list[fx.Node]:
         """Returns the real nodes that are ``t.data``: another name of a tensor, under which autograd sees no write."""
-        return [node for node in self.real_nodes if compat.hides_writes(node)]
+        return [node for node in self.real_nodes if compat.routing.hides_writes(node)]
 
     def storages(self, node: fx.Node) -> tuple[int, ...]:
         """Returns the storage key of each tensor that the real node of a view's node holds."""

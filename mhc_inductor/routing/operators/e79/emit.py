@@ -85,7 +85,7 @@ def trained(edit: Edit, match: Match) -> bool:
 def called(edit: Edit, inputs: tuple[fx.Node | None, ...], n: int, steps: Any, needs: bool) -> fx.Node:
     """Emits the call of the op and returns its node. The op keeps checkpoints of the states only for gradients."""
     assert inputs[0] is not None
-    batch = compat.hint(example(inputs[0]).shape[1])
+    batch = compat.routing.hint(example(inputs[0]).shape[1])
     segment = segment_length(n, batch, steps) if needs else 0
     return edit.emit(torch.ops.mhc_inductor.e79_scan.default, *inputs, segment)
 

@@ -47,7 +47,7 @@ def is_square(node: fx.Node) -> bool:
     if not isinstance(t, torch.Tensor) or t.dim() < 2 or not t.is_floating_point():
         return False
     m, n = t.shape[-2:]
-    return compat.same_size(m, n) and not (isinstance(n, int) and n <= 1)
+    return compat.routing.same_size(m, n) and not (isinstance(n, int) and n <= 1)
 
 
 def recognisers(graph: fx.Graph, values: Values) -> list[Recogniser]:
@@ -100,7 +100,7 @@ class Search:
             gates += "sigmoid" in name_of(node)
             t = example(node)
             if isinstance(t, torch.Tensor) and is_square(node) and not isinstance(n := t.shape[-1], int):
-                found |= {str(symbol) for symbol in compat.expression(n).free_symbols}
+                found |= {str(symbol) for symbol in compat.routing.expression(n).free_symbols}
         return found if gates >= 4 else set()
 
     def _look(self) -> None:

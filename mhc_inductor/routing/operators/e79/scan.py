@@ -164,7 +164,7 @@ def emit_scan(edit: Edit, match: Match) -> Pairs:
         kvqm = edit.widened(kvqm, values.of(user)) if k >= 2 else doubled(edit, kvqm, [user])
     states = [given(edit.view, values.of(node), node) for node in (init[found.at[name]] for name in "SM")]
     S0, M0 = (initial(edit, node, frame) for node in states)
-    steps = compat.hint(example(kvqm).shape[0])
+    steps = compat.routing.hint(example(kvqm).shape[0])
     call = called(edit, (kvqm, b_s, b_m, S0, M0), frame.n, steps, trained(edit, match))
     pairs = Pairs()
     for user, k in found.taken.items():

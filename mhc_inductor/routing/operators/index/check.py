@@ -91,7 +91,7 @@ class Check:
 
     def compare(self, formula: list[Tensor], op: list[Tensor]) -> float | None:
         """Returns 0.0 if the op's keys are distinct keys with the scores of the formula's; else how far they are off."""
-        with torch.no_grad(), compat.outside_compile():
+        with torch.no_grad(), compat.routing.outside_compile():
             scores = self._scores().double()
         return max(self._apart(scores, a, b) for a, b in zip(formula, op, strict=True))
 

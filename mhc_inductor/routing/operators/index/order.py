@@ -195,7 +195,7 @@ class _Ranks:
     def _padded(self, ref: Ref) -> Index | None:
         x, pads = ref.value.args[:2]
         # The sign of a dynamic padding is guarded by the op itself.
-        pads = [compat.hint(p) for p in pads]
+        pads = [compat.routing.hint(p) for p in pads]
         places = {len(x.shape) - 1 - k: pads[2 * k] for k in range(len(pads) // 2)}
         if min(pads) < 0:
             raise Unsupported

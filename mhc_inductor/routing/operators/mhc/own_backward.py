@@ -79,11 +79,13 @@ class Function:
         for a in self.call.args[2:]:
             fake = example(a) if isinstance(a, fx.Node) else a
             if isinstance(fake, Tensor) and len(args) != self.at:
-                others.append(torch.ones([compat.hint(s) for s in fake.shape], dtype=torch.float64).requires_grad_())
+                others.append(
+                    torch.ones([compat.routing.hint(s) for s in fake.shape], dtype=torch.float64).requires_grad_()
+                )
                 args.append(others[-1])
             else:
                 symbolic = isinstance(fake, (torch.SymInt, torch.SymFloat))
-                args.append(logits if isinstance(fake, Tensor) else compat.hint(fake) if symbolic else fake)
+                args.append(logits if isinstance(fake, Tensor) else compat.routing.hint(fake) if symbolic else fake)
         return args
 
 
@@ -182,9 +184,9 @@ def _leaf(a: Any) -> bool:
 
 def _difference(function: Function) -> str:
     """Returns how a Function differs from the op, as a reason, or an empty string if it does not."""
-    shape = [compat.hint(s) for s in example(node_of(function.steps.logits)).shape]
+    shape = [compat.routing.hint(s) for s in example(node_of(function.steps.logits)).shape]
     few = _fewer(shape)
-    with compat.outside_compile():
+    with compat.routing.outside_compile():
         try:
             return _compared(function, few)
         except Exception as error:

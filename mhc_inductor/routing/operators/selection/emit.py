@@ -167,7 +167,7 @@ def _guard_equal(edit: Edit, equal: set[frozenset[Size]]) -> None:
     known: dict[str, int | torch.SymInt] = {}
     for node in edit.graph.nodes:
         for t in tensors_in(example(node)) if node.op == "placeholder" else ():
-            known.update({str(compat.expression(s)): s for s in t.shape if compat.is_symbol(s)})
+            known.update({str(compat.routing.expression(s)): s for s in t.shape if compat.is_symbol(s)})
     for pair in equal:
         a, b = (known[s.symbols[0]] for s in pair)
         if not a == b:

@@ -1,0 +1,153 @@
+"""Private torch APIs that the backend and the graph passes use."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from mhc_inductor.scope import Change
+
+
+def guard_dual_level() -> None:
+    """Makes Dynamo compile the graph that it is tracing again where another level of forward-mode AD is open.
+
+    Dynamo has this guard but installs it nowhere (seen in torch 2.13); without it, compiled code drops tangents.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.source import GlobalStateSource
+
+    guard = getattr(GuardBuilder, "DUAL_LEVEL", None)
+    if guard is not None:
+        context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(guard))
+
+
+def _add_extremes() -> Callable[[], None]:
+    from torch.fx.experimental import symbolic_shapes
+
+    table = symbolic_shapes.SYMPY_INTERP
+    ours = {
+        "min": functools.partial(_extreme, min, torch.sym_min),
+        "max": functools.partial(_extreme, max, torch.sym_max),
+    }
+    for name, fn in ours.items():
+        table.setdefault(name, fn)
+
+    def undo() -> None:
+        for name, fn in ours.items():
+            if table.get(name) is fn:
+                del table[name]
+
+    return undo
+
+
+symbolic_extremes = Change(_add_extremes)
+"""Context in which the guards of a cached graph evaluate ``min`` and ``max`` symbolically.
+
+torch evaluates a cached graph's guards as Python code on symbolic sizes. Python's ``min`` and ``max`` compare the
+sizes, which adds a guard: with a warm cache other sizes would recompile, which they do not with a cold one.
+"""
+
+
+def _extreme(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any], *values: Any) -> Any:
+    """Returns the minimum or maximum of ``values``: symbolic if one of them is, else by the plain function."""
+    if any(isinstance(v, (torch.SymInt, torch.SymFloat)) for v in values):
+        return functools.reduce(symbolic, values)
+    return plain(*values)
+
+
+def compile_fx_module() -> Any:
+    """Returns the module whose ``compile_fx`` the ordinary Inductor backend looks up at every compile."""
+    from torch._inductor import compile_fx
+
+    return compile_fx
+
+
+def compile_backend_inside(context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Makes Dynamo compile the graph that it is tracing on this thread inside ``context()``.
+
+    Only the backend call of this graph is wrapped. Does nothing if Dynamo is not tracing. Relies on Dynamo reading
+    OutputGraph.compiler_fn when it calls the backend (torch 2.11 to 2.15).
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output: Any = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return
+    backend = output.compiler_fn
+    if backend is None or hasattr(backend, "mhc_inductor_inside"):
+        return
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return backend(*args, **kwargs)
+
+    # Error messages read the backend's __name__; a backend object may have no name.
+    if hasattr(backend, "__name__"):
+        inside.__name__ = backend.__name__
+    # Dynamo reads compiler_fn to find out whether this is the eager backend.
+    inside.compiler_fn = inspect.getattr_static(backend, "compiler_fn", backend)  # type: ignore[attr-defined]
+    inside.mhc_inductor_inside = True  # type: ignore[attr-defined]
+    output.compiler_fn = inside
+
+
+def inductor_config() -> Any:
+    """Returns Inductor's configuration module."""
+    from torch._inductor import config
+
+    return config
+
+
+def graph_pass_base() -> type:
+    """Returns the base class of cacheable graph passes.
+
+    From torch 2.12 on it is the class whose passes are told whether the graph is for inference.
+    """
+    from torch._inductor import custom_graph_pass as module
+
+    return getattr(module, "CustomInferenceAwareGraphPass", module.CustomGraphPass)
+
+
+def run_pass(user_pass: Any, graph: Any, is_inference: bool) -> None:
+    """Runs a user's graph pass as Inductor would."""
+    from torch._inductor import custom_graph_pass as module
+
+    aware = getattr(module, "CustomInferenceAwareGraphPass", ())
+    if isinstance(user_pass, aware):
+        user_pass(graph, is_inference)
+    else:
+        user_pass(graph)
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Returns the Inductor configuration that ``torch.compile(mode=...)`` stands for."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options().get(mode, {})) if mode and mode != "default" else {}
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options of ``torch.compile`` under Inductor's own names. Raises RuntimeError for an unknown name."""
+    known = inductor_config().get_config_copy()
+    result = {}
+    for name, value in options.items():
+        key = name.replace("-", "_")
+        if key not in known:
+            raise RuntimeError(f"unexpected option {name!r}: torch._inductor.list_options() has the known ones")
+        result[key] = value
+    return result
+
+
+def register_backend(name: str, fn: Callable[..., Any]) -> None:
+    """Registers ``fn`` as ``torch.compile(backend=name)``. An installed package is also found by its entry point."""
+    from torch._dynamo.backends import registry
+
+    registry.register_backend(compiler_fn=fn, name=name)

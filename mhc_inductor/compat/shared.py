@@ -1,0 +1,210 @@
+"""Private torch APIs that two or more layers use, or the public functions."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+
+def functorch_active() -> bool:
+    """Returns whether a functorch transform (vmap, grad, ...) is active."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def any_tangent(args: Sequence[Any]) -> bool:
+    """Returns whether forward-mode AD differentiates with respect to one of the arguments."""
+    from torch.autograd import forward_ad
+
+    if not in_dual_level():
+        return False
+    return any(isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)
+
+
+def in_dual_level() -> bool:
+    """Returns whether a level of forward-mode AD is open (torch 2.11 to 2.15)."""
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level >= 0
+
+
+_without_ops: contextvars.ContextVar[bool] = contextvars.ContextVar("mhc_inductor_without_ops", default=False)
+
+
+def in_package() -> bool:
+    """Returns whether AOTInductor is compiling a package, which will run without Python (torch 2.11 to 2.15).
+
+    Before lowering there is no graph that :func:`packaging` could ask.
+    """
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    return virtualized is not None and bool(virtualized.V.aot_compilation)
+
+
+def packaging_formulas() -> bool:
+    """Returns whether decompositions must leave no op: in a package, and inside :func:`without_ops`."""
+    return _without_ops.get() or in_package()
+
+
+@contextlib.contextmanager
+def without_ops() -> Iterator[None]:
+    """Makes decompositions leave no op while the body runs."""
+    token = _without_ops.set(True)
+    try:
+        yield
+    finally:
+        _without_ops.reset(token)
+
+
+def counters() -> Any:
+    """Returns this package's counters among Dynamo's."""
+    from torch._dynamo.utils import counters as dynamo_counters
+
+    return dynamo_counters["mhc_inductor"]
+
+
+def fake_mode_of(tensors: Sequence[Any]) -> Any:
+    """Returns the fake mode of the first fake tensor, or of the first one inside a DTensor, or None.
+
+    Does not ask for Dynamo's current fake mode, because one compile has several.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    inside = [local_tensor(t) if is_dtensor(t) else t for t in tensors]
+    return next((t.fake_mode for t in inside if isinstance(t, FakeTensor)), None)
+
+
+def no_new_guards(mode: Any) -> Any:
+    """Returns a context in which operations on ``mode``'s fake tensors add no guard to the compiled function."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    stack = contextlib.ExitStack()
+    shape_env = getattr(mode, "shape_env", None)
+    if shape_env is not None:
+        stack.enter_context(shape_env.suppress_guards())
+        # Data-dependent sizes and numbers (item) belong to this run, not to the graph. Seen in torch 2.11 to 2.15.
+        stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
+        # Composite operations in C++ would specialise a dynamic dimension to its present size.
+        stack.enter_context(enable_python_dispatcher())
+    return stack
+
+
+def uncompiled(fn: Any) -> Any:
+    """Returns what ``torch.compile`` was called with if ``fn`` is its result, else ``fn``."""
+    fn = getattr(fn, "_orig_mod", fn)
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
+
+
+def has_compiled(module: torch.nn.Module) -> bool:
+    """Returns whether a module or one inside it is compiled, by torch.compile or in place (torch 2.11 to 2.15)."""
+    from torch._dynamo import OptimizedModule
+
+    return any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in module.modules())
+
+
+def captured_graphs() -> int:
+    """Returns how many graphs Dynamo has captured in this process since it was reset (torch 2.11 to 2.15)."""
+    from torch._dynamo.utils import counters as dynamo_counters
+
+    return int(dynamo_counters["stats"]["unique_graphs"])
+
+
+def start_compile_workers() -> None:
+    """Starts the processes that compile Triton kernels, if there is a GPU, without waiting (torch 2.11 to 2.15).
+
+    A compile sends its kernels to them only once they run.
+    """
+    if torch.cuda.is_available():
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.use_process_pool()
+
+
+def mode_change(node: Any) -> tuple[str, Any] | None:
+    """Returns how a node of a Dynamo graph changes the grad, inference or autocast mode, or None (torch 2.11 to 2.15).
+
+    Returns:
+        (kind, value). The kind is "grad", "enter_inference", "exit_inference", "enter_autocast" or "exit_autocast"; the
+        value is the new state, or for an exit the node that entered.
+    """
+    if node.op != "call_function":
+        return None
+    kind = _mode_changes().get(node.target)
+    if kind is None:
+        return None
+    if kind == "grad":
+        return kind, bool(node.args[0])
+    if kind == "enter_inference":
+        return kind, bool(node.args[0]) if node.args else True
+    if kind == "enter_autocast":
+        device, dtype, enabled = (*node.args, None, None, None)[:3]
+        return kind, (device, dtype, True if enabled is None else enabled, None)
+    return kind, node.args[0] if node.args else None
+
+
+@functools.cache
+def _mode_changes() -> dict[Any, str]:
+    from torch.amp import autocast_mode
+    from torch.autograd import grad_mode
+
+    return {
+        torch._C._set_grad_enabled: "grad",
+        torch.set_grad_enabled: "grad",
+        grad_mode._enter_inference_mode: "enter_inference",
+        grad_mode._exit_inference_mode: "exit_inference",
+        autocast_mode._enter_autocast: "enter_autocast",
+        autocast_mode._exit_autocast: "exit_autocast",
+    }
+
+
+def is_wrapper(t: Any) -> bool:
+    """Returns whether a tensor's class wraps other tensors, as DTensor does (torch 2.11 to 2.15)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(t))
+
+
+def is_dtensor(t: Any) -> bool:
+    """Returns whether a tensor is a DTensor. Imports nothing: where there is one, its module has been imported."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(t, kind)
+
+
+def local_tensor(t: Any) -> Any:
+    """Returns the tensor inside a DTensor, without the step of autograd that ``to_local`` makes (seen in torch 2.13)."""
+    return t._local_tensor
+
+
+def storage_key(t: Any) -> int:
+    """Returns a key of the storage that a tensor shares with its views."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    try:
+        return int(t.untyped_storage()._cdata)
+    except NotImplementedError:  # this layout has no storage, so there are no views
+        return id(t)
+
+
+def is_symbol(size: Any) -> bool:
+    """Returns whether ``size`` is a single symbol, neither an integer nor a compound expression."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_Symbol)
+
+
+def give_names(named: Iterable[tuple[Any, str]]) -> None:
+    """Gives nodes of one graph names that are unique among them, also such as FX avoids (torch 2.11 to 2.15).
+
+    A node that is copied or made anew under the name of a builtin, as an exported argument may have, gets a number after
+    it: ``input`` becomes ``input_1``.
+    """
+    for node, name in named:
+        if node.name != name:
+            node.name = name
+            node.graph._graph_namespace.create_name(name, None)  # no later node gets it
