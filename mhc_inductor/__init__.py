@@ -31,7 +31,7 @@ class _CheckoutFinder(importlib.abc.MetaPathFinder):
 if (_checkout / "kernels" / "launch.py").exists() and (_checkout / "lowerings").is_dir():
     sys.meta_path.append(_CheckoutFinder())
 
-from mhc_inductor import ops  # noqa: E402
+from mhc_inductor import ops, versions  # noqa: E402
 from mhc_inductor.api import (  # noqa: E402
     blocks_to_ranges,
     e79_scan,
@@ -91,3 +91,4 @@ def __getattr__(name: str) -> Any:
 
 
 _eager.register()
+versions.warn()

@@ -9,14 +9,15 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import pkgutil
 import platform
-import re
 import subprocess
 from typing import Any
 
 import torch
 
-TORCH_FROM, TORCH_BELOW = (2, 11), (2, 16)
+from mhc_inductor import versions
+
 ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
     "MHC_INDUCTOR_TUNED",
@@ -54,13 +55,10 @@ class Report:
 
 def torch_problem(version: str) -> str | None:
     """Returns why this torch version cannot be used, or None."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:
-        return f"torch {version}: not a version that can be read"
-    if TORCH_FROM <= (int(found[1]), int(found[2])) < TORCH_BELOW:
+    low = versions.TESTED["torch"][0]
+    if versions.minor(version) >= low:
         return None
-    low, high = (".".join(map(str, v)) for v in (TORCH_FROM, TORCH_BELOW))
-    return f"torch {version} is out of range: at least {low} and below {high} is needed"
+    return f"torch {version} is too old: at least {'.'.join(map(str, low))} is needed"
 
 
 def _triton() -> tuple[str | None, str]:
@@ -160,10 +158,30 @@ def _state() -> dict[str, str]:
     backend = importlib.import_module("mhc_inductor.backend")
     enabled = getattr(backend, "is_enabled", None)
     state["enable() active in this process"] = "unknown" if enabled is None else "yes" if enabled() else "no"
+    state["kernels that cannot be loaded"] = "; ".join(unloadable()) or "none"
     state["tuned configurations"] = str(importlib.import_module("mhc_inductor.tuning").found())
     state["cache fingerprint"] = _fingerprint()
     state["float32 matmul precision"] = torch.get_float32_matmul_precision()
     return state
+
+
+def unloadable() -> list[str]:
+    """Returns each module of kernels that this Triton cannot load, with the reason; plain Triton runs for a Gluon one.
+
+    Where Triton is missing, there is nothing to say about its version.
+    """
+    if _triton()[0] is None:
+        return []
+    kernels = importlib.import_module("mhc_inductor.kernels")
+    return [*filter(None, (_problem(m.name) for m in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")))]
+
+
+def _problem(module: str) -> str | None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a Triton raises that lacks a feature
+        return f"{module}: {error}"
+    return None
 
 
 def _fingerprint() -> str:
@@ -175,7 +193,7 @@ def _fingerprint() -> str:
 
 
 def _notes(devices: dict[str, str]) -> list[str]:
-    notes = []
+    notes = versions.untested()
     if not any(name.startswith("cuda") for name in devices):
         why = "this torch is built without CUDA" if not (torch.version.cuda or torch.version.hip) else "none is visible"
         notes.append(f"no GPU ({why}): the CPU formulas run, and Inductor fuses them under torch.compile")
@@ -258,7 +276,7 @@ def show(report: Report) -> None:
 
 
 def main() -> int:
-    """Prints the report. Returns 0 if this installation can be used, 1 if the torch version is out of range."""
+    """Prints the report. Returns 0 if this installation can be used, 1 if torch is too old."""
     report = collect()
     show(report)
     return report.exit_code

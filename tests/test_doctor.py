@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mhc_inductor
-from mhc_inductor import doctor
+from mhc_inductor import doctor, versions
 from mhc_inductor.kernels import eager
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -34,13 +34,13 @@ def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ("2.11.0", True),
         ("2.13.0+cpu", True),
         ("2.15.1a0+git123", True),
-        ("2.16.0", False),
-        ("3.0", False),
+        ("2.16.0", True),
+        ("3.0", True),
         ("1.99", False),
         ("main", False),
     ],
 )
-def test_torch_range(version: str, usable: bool) -> None:
+def test_torch_version(version: str, usable: bool) -> None:
     problem = doctor.torch_problem(version)
     assert (problem is None) == usable
     if not usable:
@@ -101,14 +101,39 @@ def test_without_a_gpu_it_says_so_and_is_usable(report: doctor.Report) -> None:
     assert report.exit_code == 0
 
 
-def test_exit_status_when_torch_is_out_of_range(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "TORCH_BELOW", (2, 11))
+def test_exit_status_when_torch_is_too_old(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(versions.TESTED, "torch", ((9, 0), (9, 1)))
     assert doctor.main() == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "not usable" in out
-    assert "out of range" in out
+    assert "too old: at least 9.0 is needed" in out
+
+
+def test_no_version_in_use_here_is_untested_and_every_kernel_loads(report: doctor.Report) -> None:
+    assert versions.untested() == []
+    assert report.state["kernels that cannot be loaded"] == "none"
+
+
+def test_an_untested_version_is_tried_and_named_once() -> None:
+    """In a process of its own: its torch and Triton claim to be newer than any tested."""
+    code = (
+        "import importlib.metadata, logging, torch; logging.basicConfig(format='%(message)s');"
+        "torch.__version__ = '9.1'; read = importlib.metadata.version;"
+        "importlib.metadata.version = lambda name: '9.2' if name == 'triton' else read(name);"
+        "import mhc_inductor; from mhc_inductor import doctor, versions; versions.warn();"
+        "print(*doctor._notes({'cuda:0': ''}), sep='\\n');"
+        "mhc_inductor.mhc_sinkhorn(torch.zeros(1, 4, 4), 2, 1e-6)"
+    )
+    run = _run("-c", code)
+    assert run.returncode == 0, run.stderr
+    said = [f"{name} 9.{i} is untested; tested are " for i, name in ((1, "torch"), (2, "triton"))]
+    for sentence in said:
+        assert run.stderr.count(sentence) == 1 and run.stdout.count(sentence) == 1
+
+
+def test_a_kernel_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mhc_inductor.kernels.mhc.gluon_few", None)
+    assert [line.split(":")[0] for line in doctor.unloadable()] == ["mhc_inductor.kernels.mhc.gluon_few"]
 
 
 def test_plain_form_holds_every_fact(report: doctor.Report) -> None:
