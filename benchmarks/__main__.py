@@ -245,6 +245,22 @@ def index(
 
 
 @app.command()
+def tritons(
+    older: Annotated[pathlib.Path, typer.Argument(help="Folder of runs with one Triton.")],
+    newer: Annotated[pathlib.Path, typer.Argument(help="Folder of the same runs with another.")],
+    out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON and the Markdown table.")] = RESULTS,
+) -> None:
+    """Compares the times, registers and spills of two versions of Triton on one card."""
+    from . import running
+    from . import tritons as run
+
+    result = run.compare(older, newer)
+    running.save(result, out / f"{run.NAME}.json")
+    (out / f"{run.NAME}.md").write_text(run.table(result) + "\n")
+    console.print(run.table(result), highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
 def rule(
     only: Annotated[str, typer.Option(help="Some of sides,product,written; all when left out.")] = "",
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu (tiny shapes).")] = "auto",

@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -52,6 +53,22 @@ def versions() -> dict[str, str | None]:
         "cuda": torch.version.cuda,
         "driver": driver,
     }
+
+
+def kernels() -> dict[str, dict[str, int]]:
+    """Returns, by kernel, the most registers a thread and the most spilled ones of what this process ran on its GPUs.
+
+    Kernels that generated code launches are not among them.
+    """
+    found: dict[str, dict[str, int]] = {}
+    ours = [vars(m) for name, m in sys.modules.items() if name.startswith("mhc_inductor.kernels.")]
+    for jitted in (j for names in ours for j in names.values() if hasattr(j, "device_caches")):
+        compiled = [k for cache, *_ in jitted.device_caches.values() for k in cache.values()]
+        loaded = [k for k in compiled if isinstance(getattr(k, "n_regs", None), int)]
+        if loaded:
+            most = {"registers": max(k.n_regs for k in loaded), "spilled": max(k.n_spills for k in loaded)}
+            found[jitted.__name__] = most
+    return dict(sorted(found.items()))
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:

@@ -144,6 +144,8 @@ class Run(Generic[S]):
 
     def finish(self) -> dict[str, Any]:
         self.result["complete"] = True
+        if self.gpu:
+            self.result["kernels"] = environment.kernels()
         self.result["seconds"] = round(time.monotonic() - self._started, 1)
         self.save(self.result)
         return self.result

@@ -20,7 +20,7 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import accuracy, environment, fused, mhc, ours, peers, report, running, targets, timing
+from benchmarks import accuracy, environment, fused, mhc, ours, peers, report, running, targets, timing, tritons
 
 pytestmark = pytest.mark.xdist_group("benchmarks")  # one worker makes the run that most tests read
 CPU = torch.device("cpu")
@@ -502,3 +502,35 @@ def test_unknown_rows_are_refused(tmp_path: pathlib.Path) -> None:
     done = CliRunner().invoke(cli.app, ["mhc", "--rows", "5000", "--out", str(tmp_path)])
     assert done.exit_code == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def _one_triton(folder: pathlib.Path, version: str, us: float, **changed: Any) -> pathlib.Path:
+    folder.mkdir()
+    run = {
+        "operator": "mhc",
+        "device": {"name": "NVIDIA H100"},
+        "commit": "c",
+        "dirty": False,
+        "kernel_sources_sha256": "a",
+        "date": "d",
+        "versions": {"triton": version, "torch": "2.11.0"},
+        "kernels": {"mhc_post": {"registers": round(us), "spilled": 0}},
+        "rows": [
+            {"what": "post", "dim": 4096, "variant": "ops", "median_us": us},
+            {"what": "post", "dim": 4096, "variant": "eager", "median_us": 900.0},
+        ],
+    }
+    (folder / "mhc-partial.json").write_text(json.dumps({**run, **changed}))
+    return folder
+
+
+def test_two_tritons_are_compared_row_by_row(tmp_path: pathlib.Path) -> None:
+    older, newer = (_one_triton(tmp_path / v, v, us) for v, us in (("3.6.0", 100.0), ("3.9.0", 104.0)))
+    result = tritons.compare(older, newer)
+    assert result["ratios"] == {"mhc what=post dim=4096": 1.04}
+    text = tritons.table(result)
+    assert "| mhc what=post dim=4096 | 100.0 | 104.0 | 1.040 |" in text
+    assert "slower with the second: mhc what=post dim=4096." in text and "| mhc_post | 100 / 0 | 104 / 0 |" in text
+    for name, changed in (("kernel", {"kernel_sources_sha256": "b"}), ("rows", {"rows": []})):
+        with pytest.raises(ValueError, match=name):
+            tritons.compare(older, _one_triton(tmp_path / name, "3.9.0", 1.0, **changed))
