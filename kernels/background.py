@@ -15,6 +15,8 @@ import torch
 
 from mhc_inductor.log import logger
 
+from . import COMPILED
+
 # (kernel, arguments with meta tensors, constants, number of warps, number of stages)
 Launch = tuple[Any, dict[str, Any], dict[str, Any], int, int]
 
@@ -71,4 +73,4 @@ def _compile(
 
     given = {k: MockTensor(v.dtype) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     with torch.cuda.device(device):
-        kernel.warmup(grid=(1, 1, 1), **given, **constexprs, num_warps=num_warps, num_stages=num_stages)
+        kernel.warmup(grid=(1, 1, 1), **given, **constexprs, num_warps=num_warps, num_stages=num_stages, **COMPILED)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import background
+from . import COMPILED, background
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ class EagerBuilder:
             return
         if background.pending:
             background.finish(kernel)
-        kernel[grid](**args, **constexprs, num_warps=num_warps, num_stages=num_stages)
+        kernel[grid](**args, **constexprs, num_warps=num_warps, num_stages=num_stages, **COMPILED)
 
 
 class Recorder(EagerBuilder):
