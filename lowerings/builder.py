@@ -95,9 +95,7 @@ class LoweringBuilder:
 
     def cdiv(self, a: Any, b: Any) -> Any:
         """Returns a / b rounded up."""
-        from torch.utils._sympy.functions import CeilDiv
-
-        return -(-a // b) if self.is_static(a) and self.is_static(b) else CeilDiv(a, b)
+        return -(-a // b) if self.is_static(a) and self.is_static(b) else compat.lowerings.ceil_div(a, b)
 
     def min(self, a: Any, b: Any) -> Any:
         """Returns the smaller of two sizes."""

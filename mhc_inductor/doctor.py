@@ -145,10 +145,10 @@ def _ops(devices: dict[str, str]) -> dict[str, dict[str, str]]:
 
 def _backend_registered() -> str:
     try:
-        from torch._dynamo.backends.registry import list_backends
+        from torch.compiler import list_backends
 
         there = "mhc_inductor" in list_backends(exclude_tags=())
-    except Exception as error:  # a private function: its absence must not abort the report
+    except Exception as error:  # it imports Dynamo: a failure must not abort the report
         return f"unknown: {error}"
     return "yes" if there else "no: torch.compile will not find it"
 

@@ -1,10 +1,9 @@
-"""The structure of mhc_inductor/routing: small functions, operators in their folder, private APIs in compat."""
+"""The structure of mhc_inductor/routing: small functions, operators in their folder."""
 
 from __future__ import annotations
 
 import ast
 import pathlib
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -17,8 +16,6 @@ LINES, BRANCHES = 60, 15
 
 OPERATORS = ("mhc", "e79", "selection", "sinkhorn", "hyper", "recurrence", "attention", "index_topk")
 _BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
-_PRIVATE = re.compile(r"torch(\.\w+)*\._(?!check\b|assert\b)[a-z]")
-_ATEN = re.compile(r"torch\.ops\.(aten|prims)\.")
 
 
 def _functions(file: pathlib.Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -69,18 +66,3 @@ def test_only_operators_name_operators(file: pathlib.Path) -> None:
         if any(name in text.replace("mhc_inductor", "").lower() for name in OPERATORS)
     ]
     assert not named, f"{file.name} names an operator: {named}"
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda f: f.relative_to(ROOT).as_posix())
-def test_private_apis_of_torch_are_used_in_compat_only(file: pathlib.Path) -> None:
-    used = []
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, (ast.Attribute, ast.Import)):
-            text = ast.unparse(node)
-        elif isinstance(node, ast.ImportFrom):
-            text = " ".join(f"{node.module}.{a.name}" for a in node.names)
-        else:
-            continue
-        if _PRIVATE.search(text) and not _ATEN.search(text):
-            used.append((node.lineno, text))
-    assert not used, f"{file.name}: move it to compat/, with the versions it was seen in: {used}"

@@ -1,4 +1,9 @@
-"""All private torch APIs that this package uses: a module for each layer, and here what several layers use."""
+"""All private torch APIs that this package uses: a module for each layer, and here what several layers use.
+
+Each module's docstring says in one line what a name is for. A name without versions is in torch 2.11 to 2.15;
+``tests/test_compat.py`` looks each up in the torch at hand. Where a function works around a torch that does something
+wrong, its docstring says which versions do.
+"""
 
 from __future__ import annotations
 

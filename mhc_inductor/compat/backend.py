@@ -1,4 +1,20 @@
-"""Private torch APIs that the backend and the graph passes use."""
+"""Private torch APIs that the backend and the graph passes use.
+
+- torch._dynamo.backends.registry.register_backend: takes the backend's name
+- torch._dynamo.guards.GuardBuilder.DUAL_LEVEL: the guard on the level of forward-mode AD
+- torch._dynamo.output_graph.OutputGraph.compiler_fn: the backend of the graph that is being traced
+- torch._dynamo.source.GlobalStateSource: what that guard is on
+- torch._dynamo.symbolic_convert.InstructionTranslator.current_tx: the trace on this thread
+- torch._guards.GuardsContext.dynamo_guards: the guards of a trace
+- torch._guards.TracingContext.try_get: the trace on this thread, once its backend runs
+- torch._inductor.compile_fx.compile_fx: what the ordinary backend looks up at each compile
+- torch._inductor.compile_fx.compile_fx_inner: compiles each graph of a model
+- torch._inductor.config.get_config_copy: the names of all options
+- torch._inductor.custom_graph_pass.CustomGraphPass: the base of cacheable passes
+- torch._inductor.custom_graph_pass.CustomInferenceAwareGraphPass (from 2.12): the base of those that know inference
+- torch._inductor.list_mode_options: the options of a mode
+- torch.fx.experimental.symbolic_shapes.SYMPY_INTERP: what names mean in the guards of a cached graph
+"""
 
 from __future__ import annotations
 
@@ -16,7 +32,8 @@ from mhc_inductor.scope import Change
 def guard_dual_level() -> None:
     """Makes Dynamo compile the graph that it is tracing again where another level of forward-mode AD is open.
 
-    Dynamo has this guard but installs it nowhere (seen in torch 2.13); without it, compiled code drops tangents.
+    Dynamo installs this guard only for a level that the traced code opens (torch 2.11 to 2.15). Without it, compiled
+    code drops tangents.
     """
     context = torch._guards.TracingContext.try_get()
     if context is None:
@@ -24,9 +41,7 @@ def guard_dual_level() -> None:
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import GlobalStateSource
 
-    guard = getattr(GuardBuilder, "DUAL_LEVEL", None)
-    if guard is not None:
-        context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(guard))
+    context.guards_context.dynamo_guards.add(GlobalStateSource().make_guard(GuardBuilder.DUAL_LEVEL))
 
 
 def _add_extremes() -> Callable[[], None]:
@@ -64,7 +79,7 @@ def _extreme(plain: Callable[..., Any], symbolic: Callable[[Any, Any], Any], *va
 
 
 def compile_fx_module() -> Any:
-    """Returns the module whose ``compile_fx`` the ordinary Inductor backend looks up at every compile."""
+    """Returns the module whose ``compile_fx`` the ordinary backend looks up at every compile, and ``compile_fx_inner``."""
     from torch._inductor import compile_fx
 
     return compile_fx
@@ -74,7 +89,7 @@ def compile_backend_inside(context: Callable[[], AbstractContextManager[None]]) 
     """Makes Dynamo compile the graph that it is tracing on this thread inside ``context()``.
 
     Only the backend call of this graph is wrapped. Does nothing if Dynamo is not tracing. Relies on Dynamo reading
-    OutputGraph.compiler_fn when it calls the backend (torch 2.11 to 2.15).
+    OutputGraph.compiler_fn when it calls the backend, as torch 2.11 to 2.15 do.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

@@ -1,4 +1,17 @@
-"""Private torch APIs that exported programs need."""
+"""Private torch APIs that exported programs need.
+
+- torch._C._set_grad_enabled: the call that switches grad mode
+- torch._decomp.core_aten_decompositions: the table of a program that is not for training
+- torch._export.passes.replace_autocast_with_hop_pass.replace_autocast_with_hop_pass: makes regions of autocast
+- torch._export.passes.replace_set_grad_with_hop_pass.replace_set_grad_with_hop_pass: makes regions of grad modes
+- torch._export.verifier.Verifier.dialect: TRAINING while a program has composite operations
+- torch._higher_order_ops.wrap.wrap_with_autocast: a region under autocast
+- torch._higher_order_ops.wrap.wrap_with_set_grad_enabled: a region under another grad mode
+- torch.amp.autocast_mode._enter_autocast: the call that enters autocast
+- torch.amp.autocast_mode._exit_autocast: the call that leaves it
+- torch.export.ExportedProgram.verifiers: says what form a program has
+- torch.fx.experimental.proxy_tensor.make_fx: traces operations of core ATen, or composite ones
+"""
 
 from __future__ import annotations
 
@@ -21,7 +34,7 @@ def is_mode_region(node: Any) -> bool:
 
 
 def mode_region(node: Any) -> tuple[tuple[Any, Any], tuple[Any, Any], Any, tuple[Any, ...]]:
-    """Returns the parts of a call for which :func:`is_mode_region` holds (torch 2.11 to 2.15).
+    """Returns the parts of a call for which :func:`is_mode_region` holds.
 
     Returns:
         (call that enters the mode, its arguments), (call that leaves it, its arguments; None for what the first call
@@ -40,7 +53,7 @@ def mode_region(node: Any) -> tuple[tuple[Any, Any], tuple[Any, Any], Any, tuple
 
 
 def with_mode_regions(gm: Any, signature: Any) -> tuple[Any, Any]:
-    """Returns an exported graph, and its signature, with regions made of calls that switch modes (torch 2.11 to 2.15)."""
+    """Returns an exported graph, and its signature, with regions made of calls that switch modes."""
     from torch._export.passes.replace_autocast_with_hop_pass import replace_autocast_with_hop_pass
     from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
 
@@ -71,14 +84,14 @@ def _core_decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def for_training(program: Any) -> bool:
-    """Returns whether an exported program still holds composite and in-place operations (torch 2.11 to 2.15)."""
+    """Returns whether an exported program still holds composite and in-place operations."""
     return any(verifier.dialect == "TRAINING" for verifier in program.verifiers)
 
 
 def with_graph(program: Any, gm: Any, signature: Any, calls: Any) -> Any:
     """Returns an exported program with another graph, signature and module call graph, and the same parameters.
 
-    torch checks the new program (torch 2.11 to 2.15).
+    torch checks the new program.
     """
     return torch.export.ExportedProgram(
         root=gm,

@@ -1,4 +1,47 @@
-"""Private torch APIs that the lowerings use: Inductor's IR and its code generation."""
+"""Private torch APIs that the lowerings use: Inductor's IR and its code generation.
+
+- torch._guards.detect_fake_mode: the fake mode in which a loop is traced
+- torch._higher_order_ops.scan.scan_op: emits a loop; the public scan would start a compile
+- torch._higher_order_ops.triton_kernel_wrap.identify_accessed_tensors (from 2.12): what a kernel reads and writes
+- torch._higher_order_ops.triton_kernel_wrap.identify_mutated_tensors (until 2.11): the same
+- torch._higher_order_ops.triton_kernel_wrap.kernel_side_table: the kernels of a graph
+- torch._higher_order_ops.triton_kernel_wrap.triton_kernel_wrapper_mutation: a launch
+- torch._inductor.async_compile.AsyncCompile.triton: compiles a kernel in a worker, by its source
+- torch._inductor.async_compile.AsyncCompile.use_process_pool: whether the compile workers run
+- torch._inductor.codegen.wrapper.PythonWrapperCodegen.define_kernel: gets the source of each generated kernel
+- torch._inductor.decomposition.decompositions: the table of decompositions
+- torch._inductor.decomposition.fast_random_decomps: caches a copy of that table
+- torch._inductor.graph.GraphLowering.aot_mode: whether AOTInductor compiles this graph
+- torch._inductor.graph.GraphLowering.cpp_wrapper: whether the graph will run without Python
+- torch._inductor.graph.GraphLowering.module: the graph's names
+- torch._inductor.graph.GraphLowering.never_reuse_buffers: keeps buffers of loops apart in C++
+- torch._inductor.graph.GraphLowering.operations: the launch that was just lowered
+- torch._inductor.graph.SubgraphLowering.parent: the graph around a branch or a loop's body
+- torch._inductor.ir.Buffer.freeze_layout: fixes the strides of a kernel's argument
+- torch._inductor.ir.ExternKernel.realize_input: computes a kernel's argument, views excepted
+- torch._inductor.ir.ExternKernel.require_contiguous_strides: copies an argument that is not contiguous
+- torch._inductor.ir.IRNode.get_dtype: the dtype of a tensor
+- torch._inductor.ir.IRNode.get_size: the shape of a tensor
+- torch._inductor.ir.ReinterpretView: a view, whose strides are fixed
+- torch._inductor.ir.TensorBox: a tensor that a lowering returns
+- torch._inductor.ir.UserDefinedTritonKernel.codegen: writes a launch
+- torch._inductor.ir.WhileLoop: a loop, whose buffers are not reused
+- torch._inductor.lowering.fallback_handler: a lowering that calls the op
+- torch._inductor.lowering.lowerings: the lowerings of empty, full and launches
+- torch._inductor.lowering.register_lowering: takes a lowering of an op
+- torch._inductor.pattern_matcher.CallFunctionVarArgs: finds a call that a loop replaces
+- torch._inductor.pattern_matcher.Match.replace_by_example: puts a traced function in its place
+- torch._inductor.runtime.hints.HeuristicType.FIXED: marks kernels of one configuration
+- torch._inductor.runtime.triton_heuristics.cached_autotune: makes a kernel with that mark
+- torch._inductor.runtime.triton_heuristics.config_from_dict: reads a kernel's configuration
+- torch._inductor.runtime.triton_heuristics.user_autotune: marks a user's kernel, whatever its configurations
+- torch._inductor.sizevars.SizeVarAllocator.guard_int: the value of a size, with a guard
+- torch._inductor.sizevars.SizeVarAllocator.optimization_hint: the value of a size, without one
+- torch._inductor.sizevars.SizeVarAllocator.statically_known_multiple_of: whether a size is a multiple
+- torch._inductor.virtualized.V.graph: the graph that is being lowered
+- torch._subclasses.fake_tensor.FakeTensorMode.allow_scalar_outputs: lets a loop have a counter without fullgraph
+- torch.utils._sympy.functions.CeilDiv: a division of sizes that rounds up
+"""
 
 from __future__ import annotations
 
@@ -97,6 +140,13 @@ def hint_of(value: Any) -> Any:
 def meta_tensor(t: Any) -> torch.Tensor:
     """Returns a contiguous meta tensor with the present shape and the dtype of a tensor of Inductor's IR."""
     return torch.empty([hint_of(n) for n in t.get_size()], dtype=t.get_dtype(), device="meta")
+
+
+def ceil_div(a: Any, b: Any) -> Any:
+    """Returns the expression a / b rounded up."""
+    from torch.utils._sympy.functions import CeilDiv
+
+    return CeilDiv(a, b)
 
 
 def static_int(expr: Any) -> int:
@@ -248,8 +298,9 @@ def launched_statically(body: str) -> str:
     """Returns the generated source of a user kernel, marked as Inductor marks its own kernels of one configuration.
 
     Inductor launches those from a C function of torch, user kernels from a Python module that Triton generates and a C
-    compiler builds, kernel by kernel: slower to compile and to launch (torch 2.11 to 2.15). Where torch cannot launch a
-    kernel so, it falls back to Triton's launcher by itself.
+    compiler builds, kernel by kernel: slower to compile and to launch. Where torch cannot launch a kernel so, it falls
+    back to Triton's launcher by itself. Its option ``static_launch_user_defined_triton_kernels`` would do the same, but
+    is not sent to the compile workers, which decide this (torch 2.11 to 2.15).
     """
     return body.replace(_USER_AUTOTUNE, _FIXED, 1)
 
@@ -278,7 +329,8 @@ def packaging() -> bool:
 def keep_loop_outputs() -> None:
     """Keeps Inductor from reusing the buffers that the loops lowered so far write in place.
 
-    Its C++ wrapper declares such a buffer a second time where it reuses one (torch 2.11 to 2.13).
+    Its C++ wrapper declares such a buffer a second time where it reuses one (torch 2.13 to 2.15; that of 2.11 and 2.12
+    cannot write a loop with a counter).
     """
     from torch._inductor import ir
     from torch._inductor.virtualized import V

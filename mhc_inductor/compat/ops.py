@@ -1,4 +1,21 @@
-"""Private torch APIs that the ops use."""
+"""Private torch APIs that the ops use.
+
+- torch._C._functorch.is_gradtrackingtensor: whether torch.func.grad differentiates by a tensor
+- torch._guards.TracingContext.try_get: whether this thread compiles a graph
+- torch._inductor.codecache.CppCodeCache.load: compiles C++, or reads it from Inductor's cache on disk
+- torch._inductor.codecache.CppCodeCache.load_async: has needs_vec_isa from 2.13 on
+- torch._ops.OpOverload._schema: the types of an op's arguments
+- torch._subclasses.fake_tensor.FakeTensor.fake_mode: the fake mode of an argument
+- torch._subclasses.fake_tensor.FakeTensorMode.allow_non_fake_inputs: whether a real tensor next to a fake one works
+- torch._subclasses.fake_tensor.fake_tensor_tls: the same, for this thread
+- torch.distributed.tensor.DTensor._op_dispatcher: the owner of the sharding strategies
+- torch.distributed.tensor._op_schema.OpSchema.get_mesh_from_args: looks at the first argument alone in 2.11
+- torch.distributed.tensor._op_schema.RuntimeSchemaInfo.static_argnum: the first argument in the key of decisions
+- torch.distributed.tensor._sharding_prop.ShardingPropagator.op_strategy_funcs: strategies by op
+- torch.distributed.tensor._sharding_prop.ShardingPropagator.op_to_schema_info: keys of decisions by op
+- torch.nested._internal.nested_tensor.NestedTensor: the type of jagged tensors, which the ops refuse
+- torch.onnx._internal.exporter._flags: imported once torch.onnx.export has run
+"""
 
 from __future__ import annotations
 
@@ -16,8 +33,7 @@ from mhc_inductor.compat import shared
 def onnx_exporting() -> bool:
     """Returns whether ``torch.onnx.export`` runs.
 
-    The public function imports the exporter, so it is asked only where that is imported already. The name of the module
-    is that of 2.11 to 2.13.
+    The public function imports the exporter, so it is asked only where that is imported already.
     """
     return "torch.onnx._internal.exporter._flags" in sys.modules and torch.onnx.is_in_onnx_export()
 
@@ -38,8 +54,8 @@ def register_autograd(
 ) -> None:
     """Registers an op's backward formula, with a guard that runs before the op's autograd kernel.
 
-    Relies on torch.library.register_autograd passing its kernel for the Autograd key to ``lib.impl`` (torch 2.11 to
-    2.15).
+    Relies on torch.library.register_autograd passing its kernel for the Autograd key to ``lib.impl``, as torch 2.11 to
+    2.15 do.
 
     Args:
         qualname: the op's qualified name.
@@ -62,7 +78,7 @@ def register_autograd(
 
 
 def register_nested(qualname: str, refuse: Callable[..., None], library: Any) -> None:
-    """Makes an op call ``refuse`` for jagged nested tensors where it is called below autograd (torch 2.11 to 2.15)."""
+    """Makes an op call ``refuse`` for jagged nested tensors where it is called below autograd."""
     from torch.nested._internal.nested_tensor import NestedTensor
 
     def rule(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,10 +89,7 @@ def register_nested(qualname: str, refuse: Callable[..., None], library: Any) ->
 
 
 def real_among_fakes(args: Sequence[Any]) -> tuple[int, int] | None:
-    """Returns the places of a real tensor and of a fake one whose mode takes no real ones, or None.
-
-    Seen in torch 2.11 to 2.15.
-    """
+    """Returns the places of a real tensor and of a fake one whose mode takes no real ones, or None."""
     plain = (torch.Tensor, torch.nn.Parameter)
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
     kinds = {type(t) for t in tensors}
@@ -93,9 +106,9 @@ def real_among_fakes(args: Sequence[Any]) -> tuple[int, int] | None:
 def register_sharding(op: Any, strategies: Callable[..., Any]) -> None:
     """Registers an op's sharding strategies for DTensor, by ``torch.distributed.tensor.experimental.register_sharding``.
 
-    Two things that torch 2.11 lacks are added: its cache of decisions leaves an argument of None before the first integer
-    out of the key, so every argument is made part of it; and the mesh is looked for in the first argument alone, so a
-    strategy finds it in any (torch 2.13 does both).
+    Two things that torch 2.11 lacks are added: its cache of decisions leaves an argument of None before the first
+    integer out of the key, so every argument is made part of it; and the mesh is looked for in the first argument alone,
+    so a strategy finds it in any. torch 2.12 to 2.15 do both.
 
     Args:
         op: the overload.
@@ -143,6 +156,6 @@ def compiled_cpp(source: str, flags: Sequence[str]) -> Any:
     """
     from torch._inductor.codecache import CppCodeCache
 
-    # Spares three probe programs that look for vector instructions. torch 2.11 has no such parameter.
+    # Spares three probe programs that look for vector instructions (from torch 2.13 on).
     known = "needs_vec_isa" in inspect.signature(CppCodeCache.load_async).parameters
     return CppCodeCache.load(source, "cpu", extra_flags=flags, **({"needs_vec_isa": False} if known else {}))

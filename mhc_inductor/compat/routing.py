@@ -1,4 +1,22 @@
-"""Private torch APIs that the routing pass uses."""
+"""Private torch APIs that the routing pass uses.
+
+- torch._C._autograd._get_data_attr: the call that reads t.data in graphs
+- torch._dynamo.compiled_autograd._disable: switches compiled autograd off
+- torch._dynamo.config: the limits of recompiles
+- torch._dynamo.pgo.get_code_state: the sizes that earlier compiles have seen
+- torch._guards.tracing: switches the trace on this thread off
+- torch._higher_order_ops.wrap.tag_activation_checkpoint: finds a policy in its body's meta
+- torch._logging._internal.trace_structured_artifact: adds a text to the structured log
+- torch._ops.OpOverloadPacket: the type of operations without an overload
+- torch._subclasses.fake_tensor.DataDependentOutputException: a result that depends on data
+- torch.fx.experimental.sym_node.SymNode.expr: the sympy expression of a size
+- torch.fx.experimental.sym_node.SymNode.has_hint: whether a size has a present value
+- torch.fx.experimental.sym_node.SymNode.hint: the present value of a size
+- torch.utils._python_dispatch.TorchDispatchMode: sees the operations that a call runs
+- torch.utils._python_dispatch._disable_current_modes: switches fake and tracing modes off
+- torch.utils._pytree.tree_flatten: flattens arguments
+- torch.utils._pytree.tree_unflatten: puts them together again
+"""
 
 from __future__ import annotations
 
@@ -68,7 +86,7 @@ def analysis_decompositions() -> dict[Any, Callable[..., Any]]:
     They are never used to generate code.
     """
     aten = torch.ops.aten
-    table: dict[Any, Callable[..., Any]] = {
+    return {
         aten.addmm.default: _addmm,
         aten.baddbmm.default: _addmm,
         aten.linear.default: _linear,
@@ -77,18 +95,15 @@ def analysis_decompositions() -> dict[Any, Callable[..., Any]]:
         aten.addcmul.default: _addcmul,
         aten.addcdiv.default: _addcdiv,
         aten.rms_norm.default: _rms_norm,
+        aten._fused_rms_norm.default: _fused_rms_norm,
     }
-    fused = getattr(aten, "_fused_rms_norm", None)
-    if fused is not None:
-        table[fused.default] = _fused_rms_norm
-    return table
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     """Adds a text to the structured log (``TORCH_TRACE``), where tlparse shows it with the graph being compiled."""
-    from torch._logging._internal import trace_structured
+    from torch._logging._internal import trace_structured_artifact
 
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
+    trace_structured_artifact(name, "string", payload)
 
 
 @contextlib.contextmanager
@@ -99,8 +114,7 @@ def captured_apart() -> Iterator[dict[str, Any]]:
     this compile. Without it, functions that reached the recompile limit earlier would run uncompiled.
 
     Yields:
-        Arguments for torch.compile that also isolate its code on the user's functions, where torch has them (seen in
-        torch 2.13).
+        Arguments for torch.compile that also isolate its code on the user's functions (from torch 2.13 on).
     """
     from torch._dynamo import config, pgo
 
@@ -118,12 +132,12 @@ def captured_apart() -> Iterator[dict[str, Any]]:
 
 
 def hides_writes(node: Any) -> bool:
-    """Returns whether a Dynamo node is ``t.data``, through which autograd sees no write (torch 2.11 to 2.15)."""
-    return node.target is getattr(torch._C._autograd, "_get_data_attr", None) and node.op == "call_function"
+    """Returns whether a Dynamo node is ``t.data``, through which autograd sees no write."""
+    return node.op == "call_function" and node.target is torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 
 
 def checkpoint_policy(graph: Any) -> Any:
-    """Returns the context function of the selective checkpoint with body ``graph``, or None (torch 2.11 to 2.15)."""
+    """Returns the context function of the ``tag_activation_checkpoint`` with body ``graph``, or None: not selective."""
     module = graph.owning_module
     return None if module is None else module.meta.get("_checkpoint_context_fn")
 
@@ -135,7 +149,7 @@ def modes_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._set_grad_enabled(grad)
+        torch.set_grad_enabled(grad)
         torch.set_rng_state(random)
 
 
@@ -146,7 +160,7 @@ def may_mutate(operator: Any) -> bool:
 
 
 def reads_data(error: Exception) -> bool:
-    """Returns whether a call on fake tensors failed because its result depends on their data (torch 2.11 to 2.15)."""
+    """Returns whether a call on fake tensors failed because its result depends on their data."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     return isinstance(error, DataDependentOutputException)
@@ -189,7 +203,7 @@ def same_size(a: Any, b: Any) -> bool:
 
 @contextlib.contextmanager
 def outside_compile() -> Iterator[None]:
-    """Runs the body on real tensors during a compile as a plain eager call would run (torch 2.11 to 2.15).
+    """Runs the body on real tensors during a compile as a plain eager call would run.
 
     Switches off fake and tracing modes, autocast, inference mode and compiled autograd. Restores the random state and
     all modes afterwards.

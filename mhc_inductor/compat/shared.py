@@ -1,4 +1,34 @@
-"""Private torch APIs that two or more layers use, or the public functions."""
+"""Private torch APIs that two or more layers use, or the public functions.
+
+- torch._C._are_functorch_transforms_active: whether a vmap or grad of torch.func is active
+- torch._C._functorch.get_unwrapped: the tensor inside a wrapper of torch.func, for its storage
+- torch._C._functorch.is_functorch_wrapped_tensor: tells such a wrapper
+- torch._C._set_grad_enabled: the call that switches grad mode in graphs
+- torch._dispatch.python.enable_python_dispatcher: keeps composite operations from specialising dynamic sizes
+- torch._dynamo.OptimizedModule._orig_mod: the module that torch.compile was called with
+- torch._dynamo.eval_frame._TorchDynamoContext._torchdynamo_orig_callable: the function that it was called with
+- torch._dynamo.utils.counters: torch's counters, and this package's among them
+- torch._inductor.async_compile.AsyncCompile.use_process_pool: starts the compile workers, and says if they run
+- torch._inductor.virtualized.V.aot_compilation: whether AOTInductor compiles, before there is a graph to lower
+- torch._ops.HigherOrderOperator: the type of calls that take graphs
+- torch._ops.OpOverload: the type of calls of operations
+- torch._subclasses.fake_tensor.FakeTensor.fake_mode: the fake mode of a graph's tensors
+- torch.amp.autocast_mode._enter_autocast: the call that enters autocast in graphs
+- torch.amp.autocast_mode._exit_autocast: the call that leaves it
+- torch.autograd.forward_ad._current_level: whether a level of forward-mode AD is open
+- torch.autograd.grad_mode._enter_inference_mode: the call that enters inference mode in graphs
+- torch.autograd.grad_mode._exit_inference_mode: the call that leaves it
+- torch.distributed.tensor.DTensor._local_tensor: the tensor of this rank, without a step of autograd
+- torch.fx.Graph._graph_namespace: the names of a graph's nodes
+- torch.fx.experimental.sym_node.SymNode.expr: the sympy expression of a size
+- torch.fx.experimental.symbolic_shapes.ShapeEnv.ignore_fresh_unbacked_symbols: drops sizes that depend on data
+- torch.fx.experimental.symbolic_shapes.ShapeEnv.suppress_guards: lets an analysis add no guard
+- torch.fx.graph._Namespace.create_name: reserves a name in a graph
+- torch.nn.Module._compiled_call_impl: whether a module was compiled in place
+- torch.utils._python_dispatch.is_traceable_wrapper_subclass: tells tensors that wrap others
+- torch.utils._pytree.tree_leaves: flattens arguments
+- torch.utils._pytree.tree_map_only: replaces the tensors among arguments
+"""
 
 from __future__ import annotations
 
@@ -31,7 +61,7 @@ def any_tangent(args: Sequence[Any]) -> bool:
 
 
 def in_dual_level() -> bool:
-    """Returns whether a level of forward-mode AD is open (torch 2.11 to 2.15)."""
+    """Returns whether a level of forward-mode AD is open."""
     from torch.autograd import forward_ad
 
     return forward_ad._current_level >= 0
@@ -41,7 +71,7 @@ _without_ops: contextvars.ContextVar[bool] = contextvars.ContextVar("mhc_inducto
 
 
 def in_package() -> bool:
-    """Returns whether AOTInductor is compiling a package, which will run without Python (torch 2.11 to 2.15).
+    """Returns whether AOTInductor is compiling a package, which will run without Python.
 
     Before lowering there is no graph that :func:`packaging` could ask.
     """
@@ -104,21 +134,21 @@ def uncompiled(fn: Any) -> Any:
 
 
 def has_compiled(module: torch.nn.Module) -> bool:
-    """Returns whether a module or one inside it is compiled, by torch.compile or in place (torch 2.11 to 2.15)."""
+    """Returns whether a module or one inside it is compiled, by torch.compile or in place."""
     from torch._dynamo import OptimizedModule
 
     return any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in module.modules())
 
 
 def captured_graphs() -> int:
-    """Returns how many graphs Dynamo has captured in this process since it was reset (torch 2.11 to 2.15)."""
+    """Returns how many graphs Dynamo has captured in this process since it was reset."""
     from torch._dynamo.utils import counters as dynamo_counters
 
     return int(dynamo_counters["stats"]["unique_graphs"])
 
 
 def start_compile_workers() -> None:
-    """Starts the processes that compile Triton kernels, if there is a GPU, without waiting (torch 2.11 to 2.15).
+    """Starts the processes that compile Triton kernels, if there is a GPU, without waiting.
 
     A compile sends its kernels to them only once they run.
     """
@@ -129,7 +159,7 @@ def start_compile_workers() -> None:
 
 
 def mode_change(node: Any) -> tuple[str, Any] | None:
-    """Returns how a node of a Dynamo graph changes the grad, inference or autocast mode, or None (torch 2.11 to 2.15).
+    """Returns how a node of a Dynamo graph changes the grad, inference or autocast mode, or None.
 
     Returns:
         (kind, value). The kind is "grad", "enter_inference", "exit_inference", "enter_autocast" or "exit_autocast"; the
@@ -166,7 +196,7 @@ def _mode_changes() -> dict[Any, str]:
 
 
 def is_wrapper(t: Any) -> bool:
-    """Returns whether a tensor's class wraps other tensors, as DTensor does (torch 2.11 to 2.15)."""
+    """Returns whether a tensor's class wraps other tensors, as DTensor does."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return bool(is_traceable_wrapper_subclass(t))
@@ -179,7 +209,7 @@ def is_dtensor(t: Any) -> bool:
 
 
 def local_tensor(t: Any) -> Any:
-    """Returns the tensor inside a DTensor, without the step of autograd that ``to_local`` makes (seen in torch 2.13)."""
+    """Returns the tensor inside a DTensor, without the step of autograd that ``to_local`` makes."""
     return t._local_tensor
 
 
@@ -199,7 +229,7 @@ def is_symbol(size: Any) -> bool:
 
 
 def give_names(named: Iterable[tuple[Any, str]]) -> None:
-    """Gives nodes of one graph names that are unique among them, also such as FX avoids (torch 2.11 to 2.15).
+    """Gives nodes of one graph names that are unique among them, also such as FX avoids.
 
     A node that is copied or made anew under the name of a builtin, as an exported argument may have, gets a number after
     it: ``input`` becomes ``input_1``.
