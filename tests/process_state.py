@@ -45,6 +45,21 @@ def _functions(name: str) -> dict[str, int]:
     return found
 
 
+def collector() -> list[Any]:
+    """Returns the collector's thresholds, whether it is enabled, and how many callbacks it has."""
+    return [*gc.get_threshold(), gc.isenabled(), len(gc.callbacks)]
+
+
+def during_a_compile(backend: str) -> list[Any]:
+    """Returns the collector's state while Inductor compiles a graph, as a library may save it to restore it later."""
+    seen: list[list[Any]] = []
+    with torch._inductor.config.patch(post_grad_custom_post_pass=lambda graph: seen.append(collector())):
+        torch._dynamo.reset()
+        torch.compile(lambda x: x.cos() * 3, backend=backend)(torch.randn(4))
+    (state,) = seen
+    return state
+
+
 def _tables() -> dict[str, Any]:
     from torch._dynamo.backends.registry import list_backends
     from torch._dynamo.callback import callback_handler
@@ -60,7 +75,7 @@ def _tables() -> dict[str, Any]:
         "SYMPY_INTERP": {k: id(v) for k, v in symbolic_shapes.SYMPY_INTERP.items() if k != "__builtins__"},
         "backends": sorted(set(list_backends(exclude_tags=())) - {OURS}),
         "callbacks": len(callback_handler.start_callbacks) + len(callback_handler.end_callbacks),
-        "gc": [*gc.get_threshold(), gc.isenabled(), len(gc.callbacks)],
+        "gc": collector(),
         "gc frozen": gc.get_freeze_count(),
         "modes": [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_float32_matmul_precision()],
     }
@@ -102,19 +117,21 @@ def main() -> None:
     torch.compile(lambda x: x.sin() * 2)(torch.randn(4))
     threshold = (701, 11, 13)
     gc.set_threshold(*threshold)
+    collectors = {"torch alone": during_a_compile("inductor")}
     before = snapshot()
     import mhc_inductor
 
     def post(x: Any, f: Any, h: Any, r: Any) -> Any:
         return mhc_inductor.mhc_post(x, f, h, r, transpose_res=True)
 
-    def step(backend: str = "inductor", failing: bool = False, dynamic: bool = False) -> None:
+    def step(name: str, backend: str = "inductor", failing: bool = False, dynamic: bool = False) -> None:
         torch._dynamo.reset()
         args = [t.requires_grad_() for t in (torch.randn(2, 4, 16), torch.randn(2, 16), torch.rand(2, 4))]
         args.append(torch.rand(2, 4, 4).requires_grad_())
 
         def refuse(graph: Any) -> None:
             seen.append(changed(before, snapshot()))
+            collectors[name] = collector()
             raise ValueError("planted")
 
         with torch._inductor.config.patch(post_grad_custom_post_pass=refuse if failing else None):
@@ -127,43 +144,34 @@ def main() -> None:
             except Exception as error:
                 assert failing and "planted" in str(error), error
 
-    def enabled(failing: bool = False) -> None:
+    def enabled(name: str, failing: bool = False) -> None:
         mhc_inductor.enable()
         try:
-            step(failing=failing)
+            step(name, failing=failing)
         finally:
             mhc_inductor.disable()
 
-    def saved_meanwhile() -> None:
-        """Compiles while a library saves the collector's thresholds, which it restores afterwards."""
-        kept: list[tuple[int, int, int]] = []
-
-        def keep(graph: Any) -> None:
-            kept.append(gc.get_threshold())
-
-        with torch._inductor.config.patch(post_grad_custom_post_pass=keep):
-            torch._dynamo.reset()
-            torch.compile(lambda x: x.cos() * 3, backend=OURS)(torch.randn(4))
-        gc.set_threshold(*kept[0])
+    def watched(name: str) -> None:
+        collectors[name] = during_a_compile(OURS)
 
     seen: list[list[str]] = []
-    scenarios: dict[str, Callable[[], None]] = {
-        "import": lambda: None,
-        "backend": lambda: step(OURS),
-        "backend dynamic": lambda: step(OURS, dynamic=True),
-        "backend fails": lambda: step(OURS, failing=True),
+    scenarios: dict[str, Callable[[str], None]] = {
+        "import": lambda name: None,
+        "backend": lambda name: step(name, OURS),
+        "backend dynamic": lambda name: step(name, OURS, dynamic=True),
+        "backend fails": lambda name: step(name, OURS, failing=True),
         "plain": step,
-        "plain fails": lambda: step(failing=True),
-        "another backend": lambda: step("aot_eager"),
+        "plain fails": lambda name: step(name, failing=True),
+        "another backend": lambda name: step(name, "aot_eager"),
         "enable": enabled,
-        "enable fails": lambda: enabled(failing=True),
-        "thresholds": saved_meanwhile,
+        "enable fails": lambda name: enabled(name, failing=True),
+        "watched": watched,
     }
     left: dict[str, list[str]] = {}
     for name, run in scenarios.items():
-        run()
+        run(name)
         left[name] = changed(before, snapshot())
-    print(json.dumps({"left": left, "inside": seen}))
+    print(json.dumps({"left": left, "inside": seen, "collectors": collectors}))
 
 
 if __name__ == "__main__":

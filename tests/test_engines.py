@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -87,22 +90,49 @@ def test_four_threads_compile_at_once(quick: None) -> None:
     assert routed() - before in (1 + DEPTH, 1 + 2 * DEPTH)
 
 
+def _autograd_may_fork() -> bool:
+    """Returns whether a child of a process that compiled a backward, by torch alone, can run a backward.
+
+    A torch built for CUDA starts the threads of autograd's devices when it traces a backward.
+    """
+    code = """
+        import os, torch
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(2, requires_grad=True))
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.ones(2, requires_grad=True).sum().backward()
+            except RuntimeError as error:
+                os._exit(3 if "Autograd-and-Fork" in str(error) else 1)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) in (0, 3), done.stderr
+    return int(done.stdout) == 0
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore")
 def test_a_forked_process_runs_what_its_parent_compiled_and_compiles_anew(quick: None) -> None:
     model = Layers()
     compiled = torch.compile(model, backend="mhc_inductor")
     want = compiled(streams(1))
+    backward = _autograd_may_fork()
     child = os.fork()
     if child == 0:
         code = 1
         try:
             assert torch.equal(compiled(streams(1)), want)
-            before = routed()
-            close(
-                step(layer := Layer(), streams(1), torch.compile(layer, backend="mhc_inductor")),
-                step(layer, streams(1)),
-            )
+            before, layer = routed(), Layer()
+            fresh = torch.compile(layer, backend="mhc_inductor")
+            if backward:
+                close(step(layer, streams(1), fresh), step(layer, streams(1)))
+            else:
+                with pytest.raises(RuntimeError, match="Autograd-and-Fork"):
+                    step(layer, streams(1))
+                with torch.no_grad():
+                    close([fresh(streams(1))], [layer(streams(1))])
             code = 0 if routed() == before + 1 else 2
         finally:
             os._exit(code)

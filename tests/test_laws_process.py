@@ -281,7 +281,10 @@ def test_disable_takes_everything_back() -> None:
 
 
 def test_thresholds_saved_and_restored_by_others_during_a_compile(quick: None) -> None:
-    """Saves the collector's thresholds while a graph compiles, as a library may do to restore them later."""
+    """Saves the collector's thresholds while a graph compiles, as a library may do to restore them later.
+
+    They must be those during a compile by torch alone, which raises one of them (torch 2.15) or none.
+    """
     before, saved = gc.get_threshold(), []
 
     def program(p: Leaves) -> Any:
@@ -297,11 +300,14 @@ def test_thresholds_saved_and_restored_by_others_during_a_compile(quick: None) -
 
     module.compile_fx = compile_fx
     try:
+        torch.compile(lambda x: x.sin() * 2, backend="inductor")(torch.randn(4))
+        (plain,) = set(saved)
+        saved.clear()
         _grads(torch.compile(program, backend="mhc_inductor"), mhc_leaves())
     finally:
         module.compile_fx = whole
         gc.set_threshold(*before)
-    assert saved and set(saved) == {before}
+    assert saved and set(saved) == {plain}
 
 
 def test_buckets_that_share_meta_are_all_routed(quick: None) -> None:

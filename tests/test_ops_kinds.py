@@ -11,6 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from op_contract import op
 from test_ops_boundaries import GOOD, OP_SAMPLES, _given
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
@@ -150,9 +151,45 @@ def test_a_tangent_is_never_dropped_by_compiled_code(fresh, grad):
         torch.testing.assert_close(compiled(x.clone().requires_grad_(grad)), want)
         with forward_ad.dual_level():
             for _ in range(2):
-                with pytest.raises(NotImplementedError, match="compiled code has no forward-mode derivative"):
+                # The compiled code refuses, or the op where Dynamo leaves calls with a tangent to eager mode.
+                with pytest.raises(NotImplementedError, match=r"(compiled code|mhc_collapse) has no forward-mode"):
                     compiled(forward_ad.make_dual(x.clone().requires_grad_(grad), torch.ones_like(x)))
             torch.testing.assert_close(compiled(x.clone().requires_grad_(grad)), want)
+
+
+def _dynamo_takes_tangents() -> bool:
+    """Returns whether Dynamo captures a call whose argument has a tangent: torch 2.15 leaves it to eager mode."""
+    counter = CompileCounter()
+    torch.compile(lambda x: x.sin(), backend=counter)(forward_ad.make_dual(torch.ones(2), torch.ones(2)))
+    return bool(counter.frame_count)
+
+
+@pytest.mark.parametrize("first", ["outside", "inside"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_tangent_of_a_formula_is_never_dropped_by_compiled_code(fresh, grad, first):
+    """Checks a graph that is compiled first without a tangent, outside of a dual level or inside of it."""
+
+    def formula(x: Tensor) -> Tensor:
+        return x.sin() * 2
+
+    x, compiled = torch.randn(3, 4, 16), torch.compile(formula, backend="mhc_inductor")
+    with torch.set_grad_enabled(grad):
+        if first == "outside":
+            compiled(x.clone().requires_grad_(grad))
+        with forward_ad.dual_level():
+            if first == "inside":
+                compiled(x.clone().requires_grad_(grad))
+            # Code that was compiled at this level is run again, whatever Dynamo does with a call that it has not seen.
+            captured = first == "inside" or _dynamo_takes_tangents()
+            for _ in range(2):
+                dual = forward_ad.make_dual(x.clone().requires_grad_(grad), torch.ones_like(x))
+                if captured:
+                    with pytest.raises(NotImplementedError, match="compiled code has no forward-mode derivative"):
+                        compiled(dual)
+                else:
+                    tangent = forward_ad.unpack_dual(compiled(dual)).tangent
+                    torch.testing.assert_close(tangent, forward_ad.unpack_dual(formula(dual)).tangent)
+            torch.testing.assert_close(compiled(x.clone().requires_grad_(grad)), formula(x))
 
 
 @pytest.mark.parametrize("place", ["around", "inside"])

@@ -32,8 +32,12 @@ def test_a_compile_changes_nothing_in_the_process():
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["left"] == {name: [] for name in found["left"]}
     assert len(found["left"]) == 10
-    # The garbage collector's state is also unchanged during a compile.
-    assert len(found["inside"]) == 3 and not any(name.startswith("gc") for names in found["inside"] for name in names)
+    # The garbage collector's state during a compile is the one during a compile by torch alone: torch 2.15 raises the
+    # threshold of the oldest generation meanwhile.
+    assert len(found["inside"]) == 3 and not any("gc frozen" in names for names in found["inside"])
+    collectors = found["collectors"]
+    assert collectors.keys() == {"torch alone", "backend fails", "plain fails", "enable fails", "watched"}
+    assert collectors == dict.fromkeys(collectors, collectors["torch alone"])
 
 
 def test_frozen_objects_may_be_freed_and_none_may_be_added():

@@ -33,7 +33,8 @@ def guard_dual_level() -> None:
     """Makes Dynamo compile the graph that it is tracing again where another level of forward-mode AD is open.
 
     Dynamo installs this guard only for a level that the traced code opens (torch 2.11 to 2.15). Without it, compiled
-    code drops tangents.
+    code drops tangents. Torch 2.15 leaves a call with a tangent to eager mode where it would trace it, but still runs
+    code that it compiled without one.
     """
     context = torch._guards.TracingContext.try_get()
     if context is None:
