@@ -31,13 +31,13 @@ class PostProjectConfig:
         return -(-D // (32 * self.NB))
 
 
-def post_project_config(D: int) -> PostProjectConfig:
+def post_project_config(D: int, collapse: bool) -> PostProjectConfig:
     """Returns the configuration, which fills shared memory: 144 KiB of phi, 80 KiB of x and f_out."""
-    NW, SL = (8, 1) if D <= 4096 else (4, 2)
+    NW, SL = (8, 1) if D <= 4096 and not collapse else (4, 2)
     return PostProjectConfig(NW, 8, SL, 8, 512)
 
 
-def post_project(b: Any, x: Any, f_out: Any) -> tuple[Any, PostProjectConfig] | None:
+def post_project(b: Any, x: Any, f_out: Any, collapse: bool = False) -> tuple[Any, PostProjectConfig] | None:
     """Returns the kernel and its configuration, or None if the separate kernels of post and pre must run."""
     *_, n, D = b.shape(x)
     if b.static(n) != 4 or b.dtype(x) != b.bf16 or b.dtype(f_out) != b.bf16:
@@ -47,7 +47,7 @@ def post_project(b: Any, x: Any, f_out: Any) -> tuple[Any, PostProjectConfig] | 
         return None
     names = "mhc.gluon_post_project:mhc_post_project", "mhc.gluon_few:mhc_post_project_few"
     loaded = gluon.kernels(b, 227 << 10, "mHC", *names)
-    return None if loaded is None else (loaded, post_project_config(D))
+    return None if loaded is None else (loaded, post_project_config(D, collapse))
 
 
 # --- one read of x ---------------------------------------------------------------------------------------------

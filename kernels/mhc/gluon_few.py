@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..gluon_language import thread_barrier
-from .gluon_bf16 import rounded, widened
-from .gluon_post_project import TERMS, load_mix, load_phi, project_block, store_products
+from .gluon_bf16 import widened
+from .gluon_post_project import load_mix, load_phi, operands, project_block, store_products
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -52,13 +52,14 @@ def mhc_post_project_few(
     phi = load_phi(phi_ptr, gamma_ptr, b * 32, D, M, 1, HAS_GAMMA, 4, 0, 4)
     thread_barrier()
     w = ()
-    for i in gl.static_range(len(phi)):
-        v = phi[i]
-        for _ in gl.static_range(TERMS):
-            h = rounded(v)
-            v = v - widened(h)
+    for i in gl.static_range(4):
+        pieces = ()
+        for j in gl.static_range(len(phi) // 4):
+            pieces = pieces + (phi[i * (len(phi) // 4) + j],)
+        v = operands(pieces)
+        for k in gl.static_range(len(v)):
             # Memory of its own: between stores to one allocation Triton puts barriers.
-            w = w + (gl.allocate_shared_memory(gl.bfloat16, [8, 32], TILE, h),)
+            w = w + (gl.allocate_shared_memory(gl.bfloat16, v[k].shape, TILE, v[k]),)
     fence_async_shared()
     thread_barrier()
     wide = ()
@@ -66,7 +67,7 @@ def mhc_post_project_few(
         wide = wide + (widened(xs[i]),)
     products, squares = project_block(
         w, 0, c, weights, widened(f), wide, out_ptr, h_in_ptr, t, col, (row < T)[:, None], D, M, 1, HAS_RES,
-        COLLAPSE, True, Q, MMA,
+        COLLAPSE, True, Q, 4,
     )  # fmt: skip
     out = part_ptr + (b.to(gl.int64) * T) * MP
     store_products(out, products, gl.program_id(1) * BT, T, M, MP, MMA)

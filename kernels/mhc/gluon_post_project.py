@@ -3,8 +3,9 @@
 ``post.py`` and ``pre.py`` have the formulas. A program keeps its columns of phi in shared memory for all its tokens. x
 and f_out are copied to shared memory one step of 64 columns ahead, in whole lines. A thread reads 8 neighbouring
 columns of two tokens at a time, mixes them, stores them and multiplies them without a change of layout: the columns of
-phi are permuted so that these registers form the left operand of wgmma. Of phi's rows, 24 of 32 columns fill shared
-memory: they are multiplied in pieces of 8, since neither a tensor nor a product can have 24.
+phi are permuted so that these registers form the left operand of wgmma. Its right operand are three bf16 terms of phi's
+24 rows, as 64 and 8 rows, since no tensor of Triton can have 72 (of 8 rows, as 16 and 8). Few products are wanted: from
+Triton 3.8 on each has a copy of the left operand's registers.
 """
 
 from triton.experimental import gluon
@@ -51,6 +52,29 @@ def _fetch(ring, slot, x_ptr, f_ptr, t, d, D: gl.constexpr):
 
 
 @gluon.jit
+def _both_halves(ring, slot, L3: gl.constexpr, L: gl.constexpr):
+    """Loads f_out and the streams of x, as two blocks of 32 columns."""
+    halves = ((), ())
+    for i in gl.static_range(5):
+        lo, hi = gl.split(ring.index(slot * 5 + i).load(L3).permute((1, 2, 0)))
+        halves = (
+            halves[0] + (gl.convert_layout(lo, L, assert_trivial=True),),
+            halves[1] + (gl.convert_layout(hi, L, assert_trivial=True),),
+        )
+    return halves
+
+
+@gluon.jit
+def _half(ring, slot, j: gl.constexpr, L1: gl.constexpr, L: gl.constexpr):
+    """Loads one of the two blocks."""
+    half = ()
+    for i in gl.static_range(5):
+        v = ring.index(slot * 5 + i).slice(j, 1, 0).load(L1)
+        half = half + (gl.convert_layout(v.reshape([v.shape[1], 32]), L, assert_trivial=True),)
+    return half
+
+
+@gluon.jit
 def load_phi(
     phi_ptr, gamma_ptr, first, D: gl.constexpr, M: gl.constexpr, NB: gl.constexpr, HAS_GAMMA: gl.constexpr,
     NW: gl.constexpr, START: gl.constexpr, END: gl.constexpr,
@@ -77,26 +101,49 @@ def load_phi(
 
 
 @gluon.jit
+def _below(a, b):
+    """Returns the rows of b below those of a, both [R, 32]."""
+    return gl.join(a, b).permute((2, 0, 1)).reshape([2 * a.shape[0], 32])
+
+
+@gluon.jit
+def operands(v):
+    """Returns the rows of the largest bf16 terms of an fp32 block, of the second, and of the third.
+
+    The block is given in pieces [8, 32]. All rows but the last 8 are one tensor, those another.
+    """
+    t = ()
+    for _ in gl.static_range(TERMS):
+        rest = ()
+        for j in gl.static_range(len(v)):
+            h = rounded(v[j])
+            rest = rest + (v[j] - widened(h),)
+            t = t + (h,)
+        v = rest
+    rows = _below(t[0], t[1])
+    if len(t) == 9:
+        rows = _below(_below(rows, _below(t[2], t[3])), _below(_below(t[4], t[5]), _below(t[6], t[7])))
+    return rows, t[len(t) - 1]
+
+
+@gluon.jit
 def _stage_phi(
-    w, phi_ptr, gamma_ptr, first, D: gl.constexpr, M: gl.constexpr, NB: gl.constexpr, HAS_GAMMA: gl.constexpr,
+    rows, last, phi_ptr, gamma_ptr, first, D: gl.constexpr, M: gl.constexpr, NB: gl.constexpr, HAS_GAMMA: gl.constexpr,
     NW: gl.constexpr,
 ):  # fmt: skip
-    """Stores phi * gamma in shared memory as bf16 terms, largest first.
-
-    w[((stream * NB + block) * TERMS + term) * N + piece] holds [8, 32].
-    """
+    """Stores phi * gamma in shared memory: the operands of NB blocks of the first stream, of the second, and so on."""
     N: gl.constexpr = (M + 7) // 8
     # As many loads at once as the registers can hold.
     ROUND: gl.constexpr = NW * 4 // (2 if HAS_GAMMA else 1)
     for start in gl.static_range(0, 4 * NB, ROUND):
         v = load_phi(phi_ptr, gamma_ptr, first, D, M, NB, HAS_GAMMA, NW, start, start + ROUND)
         for i in gl.static_range(ROUND):
+            pieces = ()
             for j in gl.static_range(N):
-                x = v[i * N + j]
-                for term in gl.static_range(TERMS):
-                    h = x.to(gl.bfloat16)
-                    w.index(((start + i) * TERMS + term) * N + j).store(h)
-                    x = x - h.to(gl.float32)
+                pieces = pieces + (v[i * N + j],)
+            w = operands(pieces)
+            rows.index(start + i).store(w[0])
+            last.index(start + i).store(w[1])
 
 
 @gluon.jit
@@ -111,67 +158,72 @@ def _add_squares(q, y, FIRST: gl.constexpr):
 
 
 @gluon.jit
+def _halves(x):
+    """Returns the first and the second half of the columns of x."""
+    return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _pieces(x, MMA: gl.constexpr):
+    """Returns the columns of x [BT, 16] or [BT, 64], 8 at a time."""
+    parts = _halves(x)
+    if x.shape[1] == 64:
+        parts = _halves(parts[0]) + _halves(parts[1])
+        parts = _halves(parts[0]) + _halves(parts[1]) + _halves(parts[2]) + _halves(parts[3])
+    pieces = ()
+    for i in gl.static_range(len(parts)):
+        pieces = pieces + (gl.convert_layout(parts[i], MMA, assert_trivial=True),)
+    return pieces
+
+
+@gluon.jit
 def project_block(
     w, b, c, weights, f, xs, out_ptr, h_in_ptr, t, cols, inside, D: gl.constexpr, M: gl.constexpr, NB: gl.constexpr,
-    HAS_RES: gl.constexpr, COLLAPSE: gl.constexpr, APART: gl.constexpr, Q: gl.constexpr, MMA: gl.constexpr,
+    HAS_RES: gl.constexpr, COLLAPSE: gl.constexpr, APART: gl.constexpr, Q: gl.constexpr, NW: gl.constexpr,
 ):  # fmt: skip
     """Mixes 32 columns ``cols`` of tokens t, stores them (and collapsed with COLLAPSE) and projects them.
 
-    Returns the products [BT, 8] with each piece of block b of w (with APART a tuple: by stream, piece and term), and four
-    sums of squares [BT, 4]. Every number is that of its token alone: bits do not depend on other tokens.
+    Returns the products [BT, 8] with each 8 rows of block b of phi, and four sums of squares [BT, 4]. w is the memory of
+    all blocks' operands; with APART it has the operands of each stream. Every number is that of its token alone: bits do
+    not depend on other tokens.
     """
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     BT: gl.constexpr = f.shape[0]
     N: gl.constexpr = (M + 7) // 8
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, 24 * N - 8, 16])
+    MMA8: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, 8, 16])
     q = None
     h_in = None
     mix = ()
     for i in gl.static_range(len(c)):
         mix = mix + (c[i][:, None],)
-    # Tensor cores round their running sum towards zero: short chains, small terms separate, then fp32.
-    first = no_products(BT, N, MMA)
-    second = first
-    small = first
+    # Tensor cores round their running sum towards zero: each term has a sum of its own, and each block.
+    d = gl.zeros([BT, 24 * N - 8], gl.float32, layout=MMA)
+    last = gl.zeros([BT, 8], gl.float32, layout=MMA8)
     for o in gl.static_range(4):
         h = rounded(mix_stream(mix, f, xs, o, 4, HAS_RES))
         y = widened(h)
-        # Of these two orders ptxas spills less with the one or the other.
-        if o == 0:
-            q = _add_squares(q, y, o == 0)
-        else:
-            q = q + _add_squares(None, y, True)
         gl.store(out_ptr + ((t * (4 * D) + o * D)[:, None] + cols[None, :]), h, mask=inside)
         if COLLAPSE:
             h_in = add_weighted(h_in, weights[o][:, None], y, o == 0)
-        h = h.reshape([BT, 4, 2, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([BT, 32])
-        h = gl.convert_layout(h, A)
-        sums = ()
-        rest = ()
-        for j in gl.static_range(N):
-            d = first[j] if o < 2 else second[j]
-            s = small[j]
-            for term in gl.static_range(TERMS):
-                if APART:
-                    p = w[(o * N + j) * TERMS + term].permute((1, 0))
-                else:
-                    p = w.index(((o * NB + b) * TERMS + term) * N + j).permute((1, 0))
-                if term == 0:
-                    d = warpgroup_mma(h, p, d, use_acc=o % 2 > 0, is_async=True)
-                else:
-                    s = warpgroup_mma(h, p, s, use_acc=o + term > 1, is_async=True)
-            sums = sums + (d,)
-            rest = rest + (s,)
-        small = rest
-        if o < 2:
-            first = sums
+        # Of these two orders ptxas spills less with the one or the other.
+        if COLLAPSE or o == 0:
+            q = _add_squares(q, y, o == 0)
         else:
-            second = sums
+            q = q + _add_squares(None, y, True)
+        h = h.reshape([BT, 4, 2, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([BT, 32])
+        h = gl.convert_layout(h, gl.DotOperandLayout(0, MMA, 2))
+        p = w[2 * o] if APART else w[0].index(o * NB + b)
+        d = warpgroup_mma(h, p.permute((1, 0)), d, use_acc=o > 0, is_async=True)
+        h = gl.convert_layout(h, gl.DotOperandLayout(0, MMA8, 2), assert_trivial=True)
+        p = w[2 * o + 1] if APART else w[1].index(o * NB + b)
+        last = warpgroup_mma(h, p.permute((1, 0)), last, use_acc=o > 0, is_async=True)
     if COLLAPSE:
         gl.store(h_in_ptr + ((t * D)[:, None] + cols[None, :]), rounded(h_in), mask=inside)
-    d = warpgroup_mma_wait(0, deps=first + second + small)
+    sums = warpgroup_mma_wait(0, deps=(d, last))
+    p = _pieces(sums[0], MMA8) + (sums[1],)
     products = ()
     for j in gl.static_range(N):
-        products = products + ((d[j] + d[N + j]) + d[2 * N + j],)
+        products = products + (p[j] + (p[N + j] + p[2 * N + j]),)
     return products, gl.convert_layout(q, Q, assert_trivial=True)
 
 
@@ -217,10 +269,17 @@ def mhc_post_project(
         [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0], [1, 0, 0]],
         [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]], WARPS3, [], [2, BT, 32],
     )  # fmt: skip
+    # One of them.
+    L1: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 8, 0]],
+        [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]], WARPS3, [], [1, BT, 32],
+    )  # fmt: skip
     Q: gl.constexpr = gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], WARPS, [], [BT, 4])
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, 8, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, L)
-    w = gl.allocate_shared_memory(gl.bfloat16, [4 * NB * TERMS * N, 8, 32], gl.NVMMASharedLayout(64, 16, 2))
+    TILE: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [4 * NB, 24 * N - 8, 32], TILE)
+    last = gl.allocate_shared_memory(gl.bfloat16, [4 * NB, 8, 32], TILE)
     ring = gl.allocate_shared_memory(gl.bfloat16, [5 * SL, 2, BT, 32], gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0]))
     s = gl.program_id(0)
     first = s * (NB * 32)
@@ -247,7 +306,7 @@ def mhc_post_project(
         ft = gl.where(fs == steps, ft + G, ft)
         fs = gl.where(fs == steps, 0, fs)
     slot = 0
-    _stage_phi(w, phi_ptr, gamma_ptr, first, D, M, NB, HAS_GAMMA, NW)
+    _stage_phi(rows, last, phi_ptr, gamma_ptr, first, D, M, NB, HAS_GAMMA, NW)
     fence_async_shared()
     thread_barrier()
     for tile in range(g, tiles, G):
@@ -262,33 +321,32 @@ def mhc_post_project(
         ss = gl.zeros([BT, 4], gl.float32, layout=Q)
         for step in range(steps):
             async_copy.wait_group(SL - 1)
-            halves = ((), ())
-            for i in gl.static_range(5):
-                lo, hi = gl.split(ring.index(slot * 5 + i).load(L3).permute((1, 2, 0)))
-                halves = (
-                    halves[0] + (gl.convert_layout(lo, L, assert_trivial=True),),
-                    halves[1] + (gl.convert_layout(hi, L, assert_trivial=True),),
-                )
-            _fetch(ring, slot, x_ptr, f_ptr, gl.minimum(ft * BT + frow, T - 1).to(gl.int64), fs * 64 + fcol, D)
-            fs += 1
-            ft = gl.where(fs == steps, ft + G, ft)
-            fs = gl.where(fs == steps, 0, fs)
-            slot = gl.where(slot == SL - 1, 0, slot + 1)
+            halves = ()
+            if not COLLAPSE:
+                halves = _both_halves(ring, slot, L3, L)
+                _fetch(ring, slot, x_ptr, f_ptr, gl.minimum(ft * BT + frow, T - 1).to(gl.int64), fs * 64 + fcol, D)
             for j in gl.static_range(2):
                 b = step * 2 + j
-                f = widened(halves[j][0])
+                # The collapse leaves no registers for the other half.
+                half = _half(ring, slot, j, L1, L) if COLLAPSE else halves[j]
                 xs = ()
-                for i in gl.static_range(4):
-                    xs = xs + (widened(halves[j][1 + i]),)
+                for i in gl.static_range(5):
+                    xs = xs + (widened(half[i]),)
                 products, squares = project_block(
-                    w, b, c, weights, f, xs, out_ptr, h_in_ptr, t, b * 32 + col, inside, D, M, NB, HAS_RES,
-                    COLLAPSE, False, Q, MMA,
+                    (rows, last), b, c, weights, xs[0], xs[1:], out_ptr, h_in_ptr, t, b * 32 + col, inside, D, M, NB,
+                    HAS_RES, COLLAPSE, False, Q, NW,
                 )  # fmt: skip
                 sums = ()
                 for i in gl.static_range(N):
                     sums = sums + (total[i] + products[i],)
                 total = sums
                 ss += squares
+            if COLLAPSE:
+                _fetch(ring, slot, x_ptr, f_ptr, gl.minimum(ft * BT + frow, T - 1).to(gl.int64), fs * 64 + fcol, D)
+            fs += 1
+            ft = gl.where(fs == steps, ft + G, ft)
+            fs = gl.where(fs == steps, 0, fs)
+            slot = gl.where(slot == SL - 1, 0, slot + 1)
         out = part_ptr + (s.to(gl.int64) * T) * MP
         store_products(out, total, tile * BT, T, M, MP, MMA)
         tq = tile * BT + gl.arange(0, BT, layout=gl.SliceLayout(1, Q))

@@ -171,7 +171,7 @@ def plan_mhc_single_pass(
     s = dims(b, x, phi)
     floats = (norm_eps, hc_eps, post_mult, post_eps, sinkhorn_eps)
     out = _outputs(b, s)
-    found = post_project(b, x, f_out)
+    found = post_project(b, x, f_out, collapse=True)
     if found is None:
         x_out, h_in = post(b, x, f_out, h_post, h_res, h_pre, transpose_res)
         if not (b.is_static(s.T) and s.T == 0):
