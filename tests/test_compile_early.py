@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor import compat
+from mhc_inductor.kernels import COMPILED
 from tests.generated import runs
 
 pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
@@ -77,6 +78,7 @@ def test_our_kernels_are_marked_for_launches_without_triton_s_launcher():
         kernel = getattr(PyCodeCache.load(sources[name]), name)
         assert kernel.heuristic_type is HeuristicType.FIXED and kernel.custom_kernel
         assert len(kernel.configs) == 1 and kernel.configs[0].kwargs, "constants are still bound"
+        assert COMPILED.items() <= kernel.triton_meta.items()
 
 
 def test_each_kernel_is_analysed_once():

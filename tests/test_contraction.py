@@ -12,13 +12,15 @@ import torch
 import triton
 from conftest import INTERPRETED
 from offline import TARGETS, Recorder, part, source, split_options
-from test_post_project import USABLE
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler.compiler import make_backend
 
+from mhc_inductor.kernels import COMPILED
+from mhc_inductor.kernels.launch import EagerBuilder
 from mhc_inductor.kernels.mhc import fused_plan, gluon, plan, single_pass_plan
 
 BF16, F32 = torch.bfloat16, torch.float32
-TOOLS = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
-pytestmark = pytest.mark.skipif(INTERPRETED or not USABLE, reason="compiling and interpreting exclude each other")
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
 
 def empty(*shape, dtype=F32):
@@ -67,8 +69,8 @@ def machine_code(code: str, folder: pathlib.Path) -> str:
         lambda m: f"rcp.approx.ftz.f32{m[1]}, {m[3]};" if m[2] in ones | {"0f3F800000"} else m[0], code,
     )  # fmt: skip
     (folder / "k.ptx").write_text(code)
-    subprocess.run([TOOLS / "ptxas", "--gpu-name=sm_90a", "k.ptx", "-o", "k.cubin"], cwd=folder, check=True)
-    command = [TOOLS / "cuobjdump", "--dump-sass", folder / "k.cubin"]
+    subprocess.run([get_ptxas(90).path, "--gpu-name=sm_90a", "k.ptx", "-o", "k.cubin"], cwd=folder, check=True)
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-sass", folder / "k.cubin"]
     sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return "\n".join(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", sass, re.MULTILINE))
 
@@ -105,3 +107,19 @@ def test_a_row_of_four_threads_is_summed_as_the_reader_of_blocks_does():
     """The training kernel's only exchange between threads, whose order ``blocks.py`` repeats: (0 + 2) + (1 + 3)."""
     code = ptx(recorded("post_pre", 8192)["mhc_post_project"], True)
     assert re.findall(r"shfl\.sync\.bfly\.b32\s+%\w+, %\w+, (\d+),", code) == ["2", "1", "2", "1"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_fp_fusion_does_not_depend_on_triton_s_default(target):
+    backend = make_backend(TARGETS[target][0])
+    with triton.knobs.language.scope():
+        for default in (True, False):
+            triton.knobs.language.default_fp_fusion = default
+            assert backend.parse_options(dict(COMPILED)).enable_fp_fusion
+
+
+def test_eager_launches_ask_for_fp_fusion():
+    asked = []
+    kernel = {(2,): lambda **given: asked.append(given)}
+    EagerBuilder(torch.device("cpu")).launch(kernel, (2,), {"x": 1}, {"B": 2}, 4, 3)
+    assert asked == [{"x": 1, "B": 2, "num_warps": 4, "num_stages": 3, **COMPILED}]

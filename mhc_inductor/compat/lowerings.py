@@ -288,8 +288,8 @@ _MARKED = re.compile(r"(async_compile\.triton\('|^def )(\w+)_Kernels*", re.MULTI
 _USER_AUTOTUNE = "@triton_heuristics.user_autotune("
 
 _FIXED = (
-    "@(lambda configs, **made: triton_heuristics.cached_autotune("
-    "None, [*map(triton_heuristics.config_from_dict, configs)], "
+    "@(lambda configs, triton_meta, **made: triton_heuristics.cached_autotune("
+    "None, [*map(triton_heuristics.config_from_dict, configs)], triton_meta={**triton_meta, 'enable_fp_fusion': True}, "
     "heuristic_type=triton_heuristics.HeuristicType.FIXED, **made))("
 )
 
@@ -300,7 +300,8 @@ def launched_statically(body: str) -> str:
     Inductor launches those from a C function of torch, user kernels from a Python module that Triton generates and a C
     compiler builds, kernel by kernel: slower to compile and to launch. Where torch cannot launch a kernel so, it falls
     back to Triton's launcher by itself. Its option ``static_launch_user_defined_triton_kernels`` would do the same, but
-    is not sent to the compile workers, which decide this (torch 2.11 to 2.15).
+    is not sent to the compile workers, which decide this (torch 2.11 to 2.15). FP fusion, of which Inductor says nothing
+    for user kernels, is that of kernels launched eagerly (``kernels.COMPILED``).
     """
     return body.replace(_USER_AUTOTUNE, _FIXED, 1)
 
