@@ -193,7 +193,7 @@ def _fingerprint() -> str:
 
 
 def _notes(devices: dict[str, str]) -> list[str]:
-    notes = versions.untested()
+    notes = [*versions.untested(), *versions.missing()]
     if not any(name.startswith("cuda") for name in devices):
         why = "this torch is built without CUDA" if not (torch.version.cuda or torch.version.hip) else "none is visible"
         notes.append(f"no GPU ({why}): the CPU formulas run, and Inductor fuses them under torch.compile")

@@ -11,6 +11,8 @@ from mhc_inductor.log import warn_once
 
 TESTED = {"torch": ((2, 11), (2, 15)), "triton": ((3, 6), (3, 9))}
 """The oldest and the newest minor version of each that the tests have passed with."""
+MISSING = (((2, 13), "AOTInductor packages that contain E79 do not compile for a CPU: torch fails on their loop"),)
+"""What does not work before a version of torch."""
 
 
 def minor(version: str) -> tuple[int, int]:
@@ -39,6 +41,14 @@ def untested() -> list[str]:
         f"{name} {found[name]} is untested; tested are {'.'.join(map(str, low))} to {'.'.join(map(str, high))}"
         for name, (low, high) in TESTED.items()
         if found[name] is not None and not low <= minor(str(found[name])) <= high
+    ]
+
+
+def missing() -> list[str]:
+    """Returns a sentence for each thing that does not work with this torch and does with a newer one."""
+    found = minor(torch.__version__)
+    return [
+        f"torch {torch.__version__}: {what} (from {low[0]}.{low[1]} on they do)" for low, what in MISSING if found < low
     ]
 
 

@@ -131,6 +131,13 @@ def test_an_untested_version_is_tried_and_named_once() -> None:
         assert run.stderr.count(sentence) == 1 and run.stdout.count(sentence) == 1
 
 
+def test_what_an_older_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    assert any(note.startswith("torch 2.12.1+cpu: ") for note in doctor._notes({"cuda:0": ""}))
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    assert not any(note.startswith("torch 2.13.0: ") for note in doctor._notes({"cuda:0": ""}))
+
+
 def test_a_kernel_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mhc_inductor.kernels.mhc.gluon_few", None)
     assert [line.split(":")[0] for line in doctor.unloadable()] == ["mhc_inductor.kernels.mhc.gluon_few"]
