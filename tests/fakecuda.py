@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 on_a_cpu_build = pytest.mark.skipif(
-    torch.cuda.is_available() or bool(torch.version.cuda or torch.version.hip),
-    reason="a real GPU runs test_gpu*.py, and a torch built for GPUs asks for a driver where this mocks one",
+    torch.cuda.is_available() or bool(torch.version.hip),
+    reason="a real GPU runs test_gpu*.py, and a torch built for AMD GPUs asks for a driver where this mocks one",
 )
 
 H200 = types.SimpleNamespace(
@@ -92,19 +92,20 @@ struct Hooks : at::CUDAHooksInterface {
     bool isAvailable() const override { return true; }
     bool hasPrimaryContext(DeviceIndex) const override { return true; }
 } hooks;
-// The hooks of a CPU build have been made and handed out before, so their methods are exchanged, not the object.
-extern "C" void change(bool on) {
-    impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(on ? &guard : nullptr);
+// The hooks have been made and handed out before, so their methods are exchanged, not the object.
+const impl::DeviceGuardImplInterface* other = &guard;
+extern "C" void exchange() {
+    other = impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].exchange(other);
     std::swap(*reinterpret_cast<void**>(const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())),
               *reinterpret_cast<void**>(&hooks));
 }
 """
-"""Gives a CPU build of torch one CUDA device with one stream, on which nothing happens: autograd asks for both."""
+"""Gives torch one CUDA device with one stream, on which nothing happens: autograd asks for both."""
 
 
 @functools.cache
 def _streams() -> Any:
-    """Returns the compiled library of :data:`_STREAMS`, whose ``change(on)`` adds the device or takes it away."""
+    """Returns the compiled library of :data:`_STREAMS`, whose ``exchange()`` adds the device or takes it away."""
     from mhc_inductor import compat
 
     for name in ("libc10.so", "libtorch_cpu.so"):  # loaded already: now their symbols can be found
@@ -116,12 +117,12 @@ def _streams() -> Any:
 def _autograd() -> Iterator[None]:
     """Makes autograd run on fake CUDA tensors, in the calling thread: its own threads were counted at its first run."""
     streams = _streams()
-    streams.change(True)
+    streams.exchange()
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
-        streams.change(False)
+        streams.exchange()
 
 
 class _OnCpu(TorchDispatchMode):
@@ -147,6 +148,7 @@ def fake_cuda() -> Iterator[None]:
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor.fx_passes import fuse_attention, joint_graph, misc_patterns, pad_mm
     from torch._inductor.runtime.hints import DeviceProperties
+    from torch._subclasses import fake_tensor
 
     from mhc_inductor.kernels import background
 
@@ -160,6 +162,7 @@ def fake_cuda() -> Iterator[None]:
         before = getattr(driver, "_active", None)
         driver.set_active(_driver())
         stack.callback(lambda: setattr(driver, "_active", before))
+        patch(fake_tensor, "init_gpu_context", lambda device: None)
         # Inductor's own pattern tables trace tensors on the real device.
         patch(fuse_attention, "_sfdp_init", lambda *a: None)
         patch(misc_patterns, "_misc_patterns_init", lambda *a: None)
@@ -171,7 +174,7 @@ def fake_cuda() -> Iterator[None]:
         answers = {
             "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": H200,
             "get_device_capability": (9, 0), "synchronize": None, "_lazy_init": None, "set_rng_state": None,
-            "_exchange_device": 0, "_maybe_exchange_device": 0, "set_device": None,
+            "_exchange_device": 0, "_maybe_exchange_device": 0, "set_device": None, "is_current_stream_capturing": False,
         }  # fmt: skip
         for name, answer in answers.items():
             patch(torch.cuda, name, lambda *a, answer=answer, **k: answer)
