@@ -16,13 +16,7 @@ from mhc_inductor.kernels.launch import EagerBuilder
 from mhc_inductor.kernels.mhc import gluon, plan
 
 BF16, F32 = torch.bfloat16, torch.float32
-try:
-    import mhc_inductor.kernels.mhc.gluon_one_read  # noqa: F401
-except ImportError:
-    USABLE = False  # other kernels are used everywhere
-else:
-    USABLE = True
-HOPPER = USABLE and GPU and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
 OPTIONS = {**h.PRE_OPTIONS, "sinkhorn_iters": 20}
 OUTSIDE = {**OPTIONS, "norm_eps": 0.1, "norm_form": "outside"}
 NAMES = ("h_in", "h_post", "h_res", "h_pre", "h_mix", "inv_rms")
@@ -196,17 +190,17 @@ def recorded(b, width, case="pre"):
     return plan.plan_mhc_pre(b, x, *params, *(OUTSIDE if case == "outside" else OPTIONS).values())
 
 
-@pytest.mark.skipif(INTERPRETED or not USABLE, reason="compiling and interpreting exclude each other; another Gluon")
+@pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 @pytest.mark.parametrize(
     ("width", "case"),
     [(4096, "pre"), (4096, "gamma"), (2560, "gamma"), (2560, "plain"), (4096, "outside"), (5120, "gamma")],
 )
-def test_compiles_without_spills(width, case):
+def test_compiles_without_unnamed_spills(width, case):
     from offline import TARGETS, Recorder, compile_all
 
     b = Recorder(TARGETS["cuda:90"][1])
     recorded(b, width, case)
-    seen, bad = compile_all(b.launches, "cuda:90", "", {})
+    seen, bad = compile_all(b.launches, "cuda:90", f"{case} {width}")
     assert seen == {"mhc_one_read"}
     assert not bad
 
@@ -221,7 +215,7 @@ def lanes(ir, layout):
     return [[int(v) for v in b.split(",")] for b in re.findall(r"\[([^\]]*)\]", text)]
 
 
-@pytest.mark.skipif(INTERPRETED or not USABLE, reason="compiling and interpreting exclude each other; another Gluon")
+@pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 def test_sums_run_over_neighbouring_lanes():
     """Tests what Triton 3.6 takes for granted: of a sum's lanes, the bits of their numbers follow one another."""
     import triton
@@ -245,7 +239,7 @@ def test_sums_run_over_neighbouring_lanes():
     assert across >= 4
 
 
-@pytest.mark.skipif(INTERPRETED or not USABLE, reason="another Triton")
+@pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 def test_a_device_that_cannot_hold_all_programs_runs_the_other_kernels(monkeypatch):
     from offline import TARGETS, Recorder
 
@@ -266,7 +260,7 @@ def test_a_device_that_cannot_hold_all_programs_runs_the_other_kernels(monkeypat
     assert len(refusals) == 1, "the second call does not try again"
 
 
-@pytest.mark.skipif(INTERPRETED or not USABLE, reason="another Triton")
+@pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 @pytest.mark.parametrize("width", [1024, 2560, 2816, 4096, 8704])
 def test_where_the_kernel_can_run(width):
     from offline import TARGETS, Recorder
@@ -276,7 +270,7 @@ def test_where_the_kernel_can_run(width):
     assert ("mhc_one_read" in {launch[0].__name__ for launch in b.launches}) == (width not in (2816, 8704))
 
 
-@pytest.mark.skipif(INTERPRETED or not USABLE, reason="another Triton")
+@pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 def test_the_switch_turns_it_off(monkeypatch):
     from offline import TARGETS, Recorder
 
@@ -303,12 +297,12 @@ def _code(width):
 
 
 @on_a_cpu_build
-@pytest.mark.skipif(INTERPRETED, reason="another Triton")
+@pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 @pytest.mark.usefixtures("no_caches")
 @pytest.mark.parametrize(("width", "packaged"), [(1024, False), (1024, True), (256, False)])
 def test_generated_code_calls_pre_where_the_kernel_runs(width, packaged, monkeypatch):
     monkeypatch.setattr(compat.lowerings, "packaging", lambda: packaged)
     code = _code(width)
-    calls = USABLE and width == 1024 and not packaged
+    calls = width == 1024 and not packaged
     assert len(re.findall(r"torch\.ops\.mhc_inductor\.mhc_pre\.default\(", code)) == calls
     assert ("mhc_pre_project" in code) == (not calls)

@@ -14,18 +14,11 @@ from fakecuda import on_a_cpu_build
 from offline import TARGETS, Recorder, compile_all, part
 from poisoned import Poisoned
 
-import mhc_inductor
 from mhc_inductor import compat
 from mhc_inductor.kernels.mhc import config, fused_plan, gluon, single_pass_plan
 
 BF16, F32 = torch.bfloat16, torch.float32
-try:
-    import mhc_inductor.kernels.mhc.gluon_post_project  # noqa: F401
-except ImportError:
-    USABLE = False  # plain Triton is used everywhere
-else:
-    USABLE = True
-HOPPER = USABLE and GPU and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
+HOPPER = GPU and torch.cuda.get_device_capability() == (9, 0) and torch.version.hip is None
 SIZED = {"sinkhorn_iters": 3}
 needs_hopper = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="wgmma")]
 
@@ -213,7 +206,7 @@ def test_compiled(dynamic):
         assert h.relative(b, a) < 2e-3, "the gradients of the loss are rounded where Inductor fuses it"
 
 
-@pytest.mark.skipif(INTERPRETED or not USABLE, reason="compiling and interpreting exclude each other; another Gluon")
+@pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 @pytest.mark.parametrize(
     ("few", "case", "width"),
     part(
@@ -221,7 +214,7 @@ def test_compiled(dynamic):
         lambda few, case, width: width == 4096 or case == "pre",
     ),
 )
-def test_compiles_without_spills(width, case, few):
+def test_compiles_without_unnamed_spills(width, case, few):
     b = Recorder(TARGETS["cuda:90"][1])
     b.gluon = True
 
@@ -237,21 +230,17 @@ def test_compiles_without_spills(width, case, few):
     else:
         more = {"norm_form": "outside"} if case == "outside" else {}
         fused_plan.plan_mhc_post_pre(b, *post, *params, *{**h.PRE_OPTIONS, "sinkhorn_iters": 20, **more}.values())
-    seen, bad = compile_all(b.launches, "cuda:90", case, {})
+    seen, bad = compile_all(b.launches, "cuda:90", f"{case} {width}")
     assert seen == set(launched(post[0], "mhc_slices_collapse", "mhc_blocks_collapse"))
     assert not bad
 
 
-# Bytes of spill stores of the fused kernel with the collapse, by width.
-SPILLS = {1088: 40, 4096: 40, 7168: 12}
-
-
-@pytest.mark.skipif(INTERPRETED or not USABLE, reason="compiling and interpreting exclude each other; another Gluon")
+@pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 @pytest.mark.parametrize(
     ("few", "gamma", "width"),
     part(itertools.product([False, True], [False, True], [1088, 4096, 7168]), lambda few, gamma, width: width == 4096),
 )
-def test_single_pass_spills_no_more_than_named(width, gamma, few):
+def test_single_pass_compiles_without_unnamed_spills(width, gamma, few):
     b = Recorder(TARGETS["cuda:90"][1])
     b.gluon = True
 
@@ -262,7 +251,7 @@ def test_single_pass_spills_no_more_than_named(width, gamma, few):
     site = (empty(T, 4, width, dtype=BF16), empty(T, width, dtype=BF16), empty(T, 4), empty(T, 4, 4), empty(T, 4), True)
     params = (empty(24, 4 * width), empty(3), empty(24), empty(4, width) if gamma else None)
     single_pass_plan.plan_mhc_single_pass(b, *site, *params, *{**h.PRE_OPTIONS, "sinkhorn_iters": 20}.values())
-    seen, bad = compile_all(b.launches, "cuda:90", "", {("cuda:90", "mhc_post_project", ""): SPILLS[width]})
+    seen, bad = compile_all(b.launches, "cuda:90", f"gamma={gamma} {width}")
     assert seen == set(launched(site[0], "mhc_coefficients", "mhc_blocks_coefficients"))
     assert not bad
 
@@ -291,18 +280,17 @@ def _code(width):
 
 
 @on_a_cpu_build
-@pytest.mark.skipif(INTERPRETED, reason="another Triton")
+@pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 @pytest.mark.usefixtures("no_caches", "as_shipped")
 @pytest.mark.parametrize(("width", "calls"), [(2560, 1), (2592, 0), (2048, 0), (256, 0)])
 def test_generated_code_calls_the_op_where_gluon_runs(width, calls):
     code = _code(width)
-    calls *= USABLE
     assert len(re.findall(r"torch\.ops\.mhc_inductor\.mhc_post_pre\.default\(", code)) == calls
     assert ("mhc_pre_project" in code) == (calls == 0)
 
 
 @on_a_cpu_build
-@pytest.mark.skipif(INTERPRETED, reason="another Triton")
+@pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 @pytest.mark.usefixtures("no_caches")
 def test_a_package_launches_plain_triton(monkeypatch):
     monkeypatch.setattr(compat.lowerings, "packaging", lambda: True)
