@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -61,14 +62,15 @@ def _tensors(out: Any) -> list[Tensor]:
     return [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
 
 
-def _compiled(name: str, way: Callable[..., Any], answers: Any) -> None:
+def _compiled(name: str, way: Callable[..., Any], routed: bool, answers: Any) -> None:
     """Puts the ops that were routed and the largest difference from eager into ``answers``, or what was raised."""
     torch.manual_seed(0)
     fn, given = PROGRAMS[name]()
     ops: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
-        ops.extend(r.op for r in route(gm).routed)
+        if routed:
+            ops.extend(r.op for r in route(gm).routed)
         return aot_eager(gm, inputs)
 
     try:
@@ -76,17 +78,30 @@ def _compiled(name: str, way: Callable[..., Any], answers: Any) -> None:
         got = _tensors(torch.compile(functools.partial(way, fn), backend=backend)(*given))
         answers.put((ops, max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))))
     except Exception as error:
-        answers.put((ops, str(error)[:300]))
+        answers.put((ops, re.sub(r"0x\w+", "", str(error)).partition("\n\n")[0]))
+
+
+def _answer(*args: Any) -> tuple[list[str], float | str]:
+    """Returns what :func:`_compiled` puts, in a process of its own."""
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    process = fork.Process(target=_compiled, args=(*args, answers))
+    process.start()
+    answer: tuple[list[str], float | str] = answers.get(timeout=120)
+    process.join()
+    return answer
 
 
 @pytest.mark.parametrize("way", [_inside, _inside_twice, _decorated], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_formula_in_inference_mode_inside_a_compiled_function(name: str, way: Callable[..., Any]) -> None:
-    fork = multiprocessing.get_context("fork")
-    answers = fork.Queue()
-    process = fork.Process(target=_compiled, args=(name, way, answers))
-    process.start()
-    ops, apart = answers.get(timeout=120)
-    process.join()
-    assert ops and isinstance(apart, float), (ops, apart)
-    assert apart < 2e-5
+    """Checks that each is routed and gives the values of eager, or fails as without routing.
+
+    AOTAutograd fails at ``linear`` with a weight from outside of the mode before torch 2.13.
+    """
+    ops, apart = _answer(name, way, True)
+    assert ops
+    if isinstance(apart, str):
+        assert _answer(name, way, False) == ([], apart)
+    else:
+        assert apart < 2e-5
