@@ -137,7 +137,7 @@ def _function(view: View, node: fx.Node) -> Function | None:
     owner, users = view.real.owning_module, [u for u in node.users if u in view.live]
     given = [getattr(owner, str(a.target), None) for a in node.args[:2] if isinstance(a, fx.Node)]
     bodies = [b for b in given if isinstance(b, fx.GraphModule)]
-    mixed = view.value(users[0]) if len(users) == 1 else None
+    mixed = view.value(users[0]) if len(users) == 1 and users[0].args == (node, 0) else None
     if mixed is None or len(bodies) != 2:
         return None
     inner = View(bodies[0].graph, view.modes_at(node), view.knowledge, body=True)
@@ -162,11 +162,12 @@ def _alike(a: Value, b: Value) -> bool:
 
 
 def _iterations(forward: View) -> tuple[Chain, Any] | None:
-    """Returns the iterations that give a forward's one result, and the node of the graph that they start from, if any."""
+    """Returns the iterations that give a forward's first result, and the node of the graph that they start from, if any."""
     returned: Any = forward.graph.output_node().args[0]
     results: Any = returned[0] if isinstance(returned, (tuple, list)) else returned
     results = [results] if isinstance(results, fx.Node) else [*results]
-    result = forward.value(results[0]) if len(results) == 1 and isinstance(results[0], fx.Node) else None
+    # Before torch 2.13 Dynamo returns every step of the forward after its results.
+    result = forward.value(results[0]) if results and isinstance(results[0], fx.Node) else None
     try:
         steps = Chains().of(result) if result is not None else None
         seen = chain(whole(steps.logits)) if steps is not None else []
