@@ -58,7 +58,7 @@ def torch_problem(version: str) -> str | None:
     low = versions.TESTED["torch"][0]
     if versions.minor(version) >= low:
         return None
-    return f"torch {version} is too old: at least {'.'.join(map(str, low))} is needed"
+    return f"torch {version} is too old: at least {versions.written(low)} is needed"
 
 
 def _triton() -> tuple[str | None, str]:

@@ -21,6 +21,11 @@ def minor(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
+def written(version: tuple[int, int]) -> str:
+    """Returns a major and minor number as text."""
+    return ".".join(map(str, version))
+
+
 def _installed(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -38,7 +43,7 @@ def untested() -> list[str]:
     """Returns a sentence for each of torch and Triton that is of no tested version."""
     found = {"torch": torch.__version__, "triton": triton_version()}
     return [
-        f"{name} {found[name]} is untested; tested are {'.'.join(map(str, low))} to {'.'.join(map(str, high))}"
+        f"{name} {found[name]} is untested; tested are {written(low)} to {written(high)}"
         for name, (low, high) in TESTED.items()
         if found[name] is not None and not low <= minor(str(found[name])) <= high
     ]
@@ -48,7 +53,7 @@ def missing() -> list[str]:
     """Returns a sentence for each thing that does not work with this torch and does with a newer one."""
     found = minor(torch.__version__)
     return [
-        f"torch {torch.__version__}: {what} (from {low[0]}.{low[1]} on they do)" for low, what in MISSING if found < low
+        f"torch {torch.__version__}: {what} (from {written(low)} on they do)" for low, what in MISSING if found < low
     ]
 
 

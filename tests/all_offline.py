@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks import running
 from benchmarks.source_hash import ROOT, source_hash
 from tests.counting import run
-from tests.offline import RECORD, SPILLS, minor
+from tests.offline import RECORD, SPILLS, TRITON
 
 TESTS = pathlib.Path(__file__).parent
 RESULT = ROOT / "benchmarks" / "results" / "offline.json"
@@ -34,17 +34,17 @@ def digest() -> str:
     return source_hash(folders=("kernels",))
 
 
-def write_spills(file: pathlib.Path, version: str) -> None:
-    """Puts what ``file`` notes into the table, as the column of a version of Triton. A row a kernel and case."""
-    table = json.loads(SPILLS.read_text()) if SPILLS.exists() else {"versions": [], "spilled": {}}
+def write_spills(noted: str) -> None:
+    """Puts what was noted into the table, as this Triton's column. A row a kernel and case."""
+    table = json.loads(SPILLS.read_text())
     rows: dict[str, dict[str, int]] = table["spilled"]
     for row in rows.values():
-        row.pop(version, None)
-    for key, spilled in map(json.loads, file.read_text().splitlines()):
+        row.pop(TRITON, None)
+    for key, spilled in map(json.loads, noted.splitlines()):
         row = rows.setdefault(key, {})
-        row[version] = max(spilled, row.get(version, 0))
+        row[TRITON] = max(spilled, row.get(TRITON, 0))
     lines = (f"  {json.dumps(k)}: {json.dumps(dict(sorted(row.items())))}" for k, row in sorted(rows.items()) if row)
-    versions = json.dumps(sorted({*table["versions"], version}))
+    versions = json.dumps(sorted({*table["versions"], TRITON}))
     SPILLS.write_text(f'{{"versions": {versions}, "spilled": {{\n' + ",\n".join(lines) + "\n}}\n")
 
 
@@ -55,14 +55,14 @@ def main(
 ) -> None:
     """Compile every case for every target; exit with 1 if one fails, spills more than its table says, or is skipped."""
     os.environ["MHC_INDUCTOR_TESTS"] = "whole"
-    noted = pathlib.Path(tempfile.mkdtemp()) / "spills"
-    noted.touch()
-    if record:
-        os.environ[RECORD] = str(noted)
     others = " and ".join(f"not {pathlib.Path(f).stem}" for f in PARTLY)
-    code, counted = run(jobs, "-k", f"({others}) or spills", *(str(TESTS / f) for f in FILES))
+    with tempfile.NamedTemporaryFile() as noted:
+        if record:
+            os.environ[RECORD] = noted.name
+        code, counted = run(jobs, "-k", f"({others}) or spills", *(str(TESTS / f) for f in FILES))
+        spills = noted.read().decode()
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-    result[minor(triton.__version__)] = {
+    result[TRITON] = {
         "kernels_sha256": digest(),
         "versions": {"triton": triton.__version__, "python": platform.python_version()},
         "passed": dict(sorted(counted.passed.items())),
@@ -73,7 +73,7 @@ def main(
     if code or counted.others or len(counted.passed) != len(FILES):
         raise typer.Exit(1)
     if record:
-        write_spills(noted, minor(triton.__version__))
+        write_spills(spills)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ from typing import Any
 
 import torch
 
+from mhc_inductor.kernels import COMPILED
 from mhc_inductor.scope import Change, replace
 
 
@@ -289,7 +290,8 @@ _USER_AUTOTUNE = "@triton_heuristics.user_autotune("
 
 _FIXED = (
     "@(lambda configs, triton_meta, **made: triton_heuristics.cached_autotune("
-    "None, [*map(triton_heuristics.config_from_dict, configs)], triton_meta={**triton_meta, 'enable_fp_fusion': True}, "
+    "None, [*map(triton_heuristics.config_from_dict, configs)], "
+    f"triton_meta={{**triton_meta, **{COMPILED}}}, "
     "heuristic_type=triton_heuristics.HeuristicType.FIXED, **made))("
 )
 
