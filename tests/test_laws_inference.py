@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
+from mhc_inductor import versions
 from mhc_inductor.routing import route
 from tests import reference_models_e79 as e79
 from tests import test_routing_lists as lists
@@ -102,6 +103,7 @@ def test_a_formula_in_inference_mode_inside_a_compiled_function(name: str, way: 
     ops, apart = _answer(name, way, True)
     assert ops
     if isinstance(apart, str):
+        assert versions.minor(torch.__version__) < (2, 13), apart
         assert _answer(name, way, False) == ([], apart)
     else:
         assert apart < 2e-5

@@ -133,7 +133,7 @@ class SinkhornFunction:
 
 
 def _function(view: View, node: fx.Node) -> Function | None:
-    """Returns the iterations that a Function's forward applies to one of its tensors, as its one result, or None."""
+    """Returns the iterations that a Function's forward applies to one of its tensors, as its one used result, or None."""
     owner, users = view.real.owning_module, [u for u in node.users if u in view.live]
     given = [getattr(owner, str(a.target), None) for a in node.args[:2] if isinstance(a, fx.Node)]
     bodies = [b for b in given if isinstance(b, fx.GraphModule)]
@@ -166,7 +166,7 @@ def _iterations(forward: View) -> tuple[Chain, Any] | None:
     returned: Any = forward.graph.output_node().args[0]
     results: Any = returned[0] if isinstance(returned, (tuple, list)) else returned
     results = [results] if isinstance(results, fx.Node) else [*results]
-    # Before torch 2.13 Dynamo returns every step of the forward after its results.
+    # Dynamo of torch 2.11 returns every step of the forward after its results.
     result = forward.value(results[0]) if results and isinstance(results[0], fx.Node) else None
     try:
         steps = Chains().of(result) if result is not None else None
