@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-on_a_cpu_build = pytest.mark.skipif(
+without_a_gpu = pytest.mark.skipif(
     torch.cuda.is_available() or bool(torch.version.hip),
     reason="a real GPU runs test_gpu*.py, and a torch built for AMD GPUs asks for a driver where this mocks one",
 )

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, on_a_cpu_build
+from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
@@ -16,7 +16,7 @@ from mhc_inductor.kernels import background, eager
 from mhc_inductor.kernels.e79.gluon_forward import e79_forward_gluon
 from mhc_inductor.kernels.launch import DeviceProps, Recorder
 
-pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
+pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 START = background.start
 CALL = "torch.ops.mhc_inductor.e79_scan.default("
 

@@ -11,7 +11,7 @@ import pytest
 import reference_models_e79
 import reference_models_mhc
 import torch
-from fakecuda import fake_cuda, generated_code, on_a_cpu_build
+from fakecuda import fake_cuda, generated_code, without_a_gpu
 from op_contract import op
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -74,7 +74,7 @@ def test_a_graph_with_an_op_on_a_cpu_is_cached(name):
     _twice(*_call(name, OPS[name]))
 
 
-@on_a_cpu_build
+@without_a_gpu
 @pytest.mark.parametrize("name", OPS)
 def test_a_graph_with_an_op_on_cuda_is_cached(name):
     fn, tensors = _call(name, OPS[name])

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, on_a_cpu_build
+from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
@@ -25,7 +25,7 @@ FLOATS = (1e-6, 1e-6, 2.0, 0.0, 20, 1e-6, "softmax")
 
 pytestmark = [
     pytest.mark.usefixtures("no_caches"),
-    on_a_cpu_build,
+    without_a_gpu,
 ]
 
 

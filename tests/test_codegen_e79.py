@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, on_a_cpu_build
+from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor  # noqa: F401  (registers the ops)
@@ -20,7 +20,7 @@ BACKWARD = ("e79_backward", "e79_finish")
 
 pytestmark = [
     pytest.mark.usefixtures("no_caches"),
-    on_a_cpu_build,
+    without_a_gpu,
 ]
 
 

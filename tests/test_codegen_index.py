@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, on_a_cpu_build
+from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
@@ -14,7 +14,7 @@ from mhc_inductor.kernels.index import plan
 from tests.deterministic import deterministic_algorithms
 from tests.generated import launches
 
-pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
+pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 
 
 def _compile(fn, S, T, dynamic=None, D=64, *, B=2, mask=(1, 1)):

@@ -7,13 +7,13 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, on_a_cpu_build
+from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from tests.generated import launches, runs
 
-pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
+pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 
 
 def _compile(fn, S=64, T=128, n=20, h=4, D=32, dynamic=None):

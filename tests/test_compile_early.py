@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, on_a_cpu_build
+from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,7 +16,7 @@ from mhc_inductor import compat
 from mhc_inductor.kernels import COMPILED
 from tests.generated import runs
 
-pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
+pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 
 
 def _layer(x, phi, alpha, bias):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from fakecuda import fake_cuda, generated_code, on_a_cpu_build
+from fakecuda import fake_cuda, generated_code, without_a_gpu
 from torch import fx
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
@@ -18,7 +18,7 @@ import mhc_inductor
 from mhc_inductor import backend
 from tests.generated import clashes, launches, runs
 
-pytestmark = [pytest.mark.usefixtures("no_caches"), on_a_cpu_build]
+pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 
 N, D = 4, 128
 OPS = torch.ops.mhc_inductor

@@ -8,7 +8,7 @@ import helpers_mhc as h
 import pytest
 import torch
 from conftest import GPU, INTERPRETED
-from fakecuda import on_a_cpu_build
+from fakecuda import without_a_gpu
 from poisoned import Poisoned
 
 from mhc_inductor import compat, log
@@ -296,7 +296,7 @@ def _code(width):
     return code[code.index("def call(") :]
 
 
-@on_a_cpu_build
+@without_a_gpu
 @pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 @pytest.mark.usefixtures("no_caches")
 @pytest.mark.parametrize(("width", "packaged"), [(1024, False), (1024, True), (256, False)])

@@ -10,7 +10,7 @@ import helpers_single_pass as one
 import pytest
 import torch
 from conftest import GPU, INTERPRETED
-from fakecuda import on_a_cpu_build
+from fakecuda import without_a_gpu
 from offline import TARGETS, Recorder, compile_all, part
 from poisoned import Poisoned
 
@@ -279,7 +279,7 @@ def _code(width):
     return code[code.index("def call(") :]
 
 
-@on_a_cpu_build
+@without_a_gpu
 @pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 @pytest.mark.usefixtures("no_caches", "as_shipped")
 @pytest.mark.parametrize(("width", "calls"), [(2560, 1), (2592, 0), (2048, 0), (256, 0)])
@@ -289,7 +289,7 @@ def test_generated_code_calls_the_op_where_gluon_runs(width, calls):
     assert ("mhc_pre_project" in code) == (calls == 0)
 
 
-@on_a_cpu_build
+@without_a_gpu
 @pytest.mark.skipif(INTERPRETED, reason="Gluon is not interpreted")
 @pytest.mark.usefixtures("no_caches")
 def test_a_package_launches_plain_triton(monkeypatch):

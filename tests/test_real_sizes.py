@@ -10,12 +10,12 @@ import importlib.util
 from dataclasses import replace
 
 import pytest
-from fakecuda import on_a_cpu_build
+from fakecuda import without_a_gpu
 
 from tests import generated, real_sizes
 from tests.real_sizes import CASES, MODELS, V4, WAYS
 
-pytestmark = on_a_cpu_build
+pytestmark = without_a_gpu
 
 QUICK = [("mHC 4096", "checkpointed"), ("mHC 7168", "layer by layer"), ("E79 64", "reentrant"), ("E79 128", "fp16")]
 REST = [case for case in CASES if not MODELS[case[0]].keys and case not in QUICK]
