@@ -152,8 +152,8 @@ def post_backward_config(props: Any, D: int, n: int, itemsize: int, collapse: bo
     ``itemsize`` is that of the widest input, ``collapse`` whether x_out was collapsed with given weights too.
     """
     BD = 512 if n <= 4 and D > 256 and itemsize == 2 else 256
-    # The collapse takes registers; half the columns keep it from spilling.
-    return TileConfig(BD // 2 if collapse and (n > 4 or props.arch >= 100) else BD, 1)
+    # Each of these takes registers; half the columns keep two of them from spilling.
+    return TileConfig(BD // 2 if collapse + (n > 4) + (props.arch >= 100) > 1 else BD, 1)
 
 
 def dots_config(D: int, n: int) -> TileConfig:

@@ -53,10 +53,7 @@ def mhc_post_project_few(
     thread_barrier()
     w = ()
     for i in gl.static_range(4):
-        pieces = ()
-        for j in gl.static_range(len(phi) // 4):
-            pieces = pieces + (phi[i * (len(phi) // 4) + j],)
-        v = operands(pieces)
+        v = operands(phi, i, len(phi) // 4)
         for k in gl.static_range(len(v)):
             # Memory of its own: between stores to one allocation Triton puts barriers.
             w = w + (gl.allocate_shared_memory(gl.bfloat16, v[k].shape, TILE, v[k]),)

@@ -107,11 +107,14 @@ def _below(a, b):
 
 
 @gluon.jit
-def operands(v):
-    """Returns the rows of the largest bf16 terms of an fp32 block, of the second, and of the third.
+def operands(pieces, i: gl.constexpr, N: gl.constexpr):
+    """Returns the rows of the largest bf16 terms of fp32 block i, of the second, and of the third.
 
-    The block is given in pieces [8, 32]. All rows but the last 8 are one tensor, those another.
+    Each block has N pieces [8, 32]. All rows but the last 8 are one tensor, those another.
     """
+    v = ()
+    for j in gl.static_range(N):
+        v = v + (pieces[i * N + j],)
     t = ()
     for _ in gl.static_range(TERMS):
         rest = ()
@@ -132,16 +135,12 @@ def _stage_phi(
     NW: gl.constexpr,
 ):  # fmt: skip
     """Stores phi * gamma in shared memory: the operands of NB blocks of the first stream, of the second, and so on."""
-    N: gl.constexpr = (M + 7) // 8
     # As many loads at once as the registers can hold.
     ROUND: gl.constexpr = NW * 4 // (2 if HAS_GAMMA else 1)
     for start in gl.static_range(0, 4 * NB, ROUND):
         v = load_phi(phi_ptr, gamma_ptr, first, D, M, NB, HAS_GAMMA, NW, start, start + ROUND)
         for i in gl.static_range(ROUND):
-            pieces = ()
-            for j in gl.static_range(N):
-                pieces = pieces + (v[i * N + j],)
-            w = operands(pieces)
+            w = operands(v, i, (M + 7) // 8)
             rows.index(start + i).store(w[0])
             last.index(start + i).store(w[1])
 

@@ -55,11 +55,14 @@ def mhc_post(
 
 
 @triton.jit
-def _thread_sum(v, B: tl.constexpr):
+def _thread_sum(v, B: tl.constexpr, N: tl.constexpr):
     """Sums 8 neighbours inside a thread, one after the other, [B] to [B // 8].
 
-    ``tl.sum`` adds them in pairs from Triton 3.9 on, which takes more registers.
+    ``tl.sum`` adds them in pairs from Triton 3.9 on, which takes more registers. With more than four streams the splits
+    take more.
     """
+    if N > 4:
+        return tl.sum(tl.reshape(v, (B // 8, 8)), axis=1)
     even, odd = tl.split(tl.reshape(v, (B // 8, 2, 2, 2)))
     v0, v2 = tl.split(even)
     v1, v3 = tl.split(odd)
@@ -114,13 +117,13 @@ def mhc_post_backward(
         for o in tl.static_range(N):
             g = gs[o].to(tl.float32)
             df += c[o] * g
-            new_p = new_p + (dp[o] + _thread_sum(g * f, BD),)
+            new_p = new_p + (dp[o] + _thread_sum(g * f, BD, N),)
             if HAS_RES:
                 for i in tl.static_range(N):
-                    new_r = new_r + (dr[o * N + i] + _thread_sum(g * xs[i].to(tl.float32), BD),)
+                    new_r = new_r + (dr[o * N + i] + _thread_sum(g * xs[i].to(tl.float32), BD, N),)
             if COLLAPSE:
                 y = mix_stream(c, f, xs, o, N, HAS_RES).to(g_ptr.dtype.element_ty).to(tl.float32)
-                new_c = new_c + (dc[o] + _thread_sum(dh_in.to(tl.float32) * y, BD),)
+                new_c = new_c + (dc[o] + _thread_sum(dh_in.to(tl.float32) * y, BD, N),)
         dp = new_p
         dr = new_r
         dc = new_c
