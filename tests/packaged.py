@@ -26,14 +26,15 @@ class Everything(nn.Module):
         width: columns of a stream.
         head: columns of a query.
         picks: also return chosen keys; on a GPU ``index_topk`` has no kernels that run without Python.
+        recurrent: has an E79 layer.
     """
 
-    def __init__(self, width: int, head: int, picks: bool) -> None:
+    def __init__(self, width: int, head: int, picks: bool, recurrent: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.head, self.picks = head, picks
         self.site = mhc_inductor.nn.HyperConnection(width, STREAMS, nn.Linear(width, width), sinkhorn_iters=2)
-        self.recurrence = mhc_inductor.nn.E79Layer(width, head, conv=2)
+        self.recurrence = mhc_inductor.nn.E79Layer(width, head, conv=2) if recurrent else None
         self.qkv = nn.Linear(width, GROUPS * (HEADS + 2) * head)
         self.attention = mhc_inductor.nn.SelectionAttention(GROUPS, HEADS)
         made = parameters(n=STREAMS, width=width)
@@ -43,7 +44,7 @@ class Everything(nn.Module):
         """Takes x [B, S, n, D] and starts [B, S, G, 1]: each query sees five keys. Returns two or three outputs."""
         x = self.site(x)
         h = x.mean(-2)
-        y, _ = self.recurrence(h)
+        y = h if self.recurrence is None else self.recurrence(h)[0]
         B, S = h.shape[:2]
         q, k, v = self.qkv(y).split([GROUPS * HEADS * self.head, GROUPS * self.head, GROUPS * self.head], -1)
         q = q.view(B, S, GROUPS, HEADS, self.head)
@@ -67,9 +68,9 @@ def inputs(B: int, S: int, width: int, device: str = "cpu") -> tuple[Tensor, Ten
     return torch.randn(B, S, STREAMS, width, generator=g).to(device), starts.to(device)
 
 
-def make(folder: pathlib.Path, width: int, head: int, picks: bool, device: str = "cpu") -> None:
+def make(folder: pathlib.Path, width: int, head: int, picks: bool, recurrent: bool = True, device: str = "cpu") -> None:
     """Writes the package ``model.pt2`` into a folder, and inputs and expected outputs of each of ``CASES``."""
-    model = Everything(width, head, picks).to(device)
+    model = Everything(width, head, picks, recurrent).to(device)
     batch, length = Dim("batch", min=1, max=64), Dim("length", min=3, max=512)
     shapes = ({0: batch, 1: length}, {0: batch, 1: length})
     with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):

@@ -166,7 +166,12 @@ class Edit:
         return self._new.get(node) in self._copies
 
     def emit(self, target: Any, *args: Any, **options: Any) -> fx.Node:
-        """Creates a node at the current position and runs it on fake tensors, so that invalid inputs raise here."""
+        """Creates a node at the current position and runs it on fake tensors, so that invalid inputs raise here.
+
+        A conversion to a tensor's own dtype gives its node: :meth:`_viewed_from_outside` must see where that is from.
+        """
+        if target == "to" and example(args[0]).dtype == args[1]:
+            return args[0]
         return self.create("call_method" if isinstance(target, str) else "call_function", target, args, options)
 
     def create(self, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -219,7 +224,7 @@ class Edit:
 
     def to(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Returns ``node`` cast to ``dtype``; ``node`` itself if it has that dtype."""
-        return node if example(node).dtype == dtype else self.emit("to", node, dtype)
+        return self.emit("to", node, dtype)
 
     def size(self, node: fx.Node, d: int) -> Size:
         """Returns the size of dimension ``d`` of a node's tensor."""
