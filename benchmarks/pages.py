@@ -323,6 +323,24 @@ def _counts(results: Results) -> str:
     return markdown(["checked", "number", "wrong"], lines)
 
 
+def _versions(results: Results) -> str:
+    """Returns what ran with each torch: tests on a CPU, cases compiled for absent GPUs, kernels on a GPU, what is off."""
+    compiled = results("offline")
+    ran = {run["versions"]["triton"]: run for run in results("tritons")["runs"]}
+    lines = []
+    for row in results("versions")["rows"]:
+        minor, gpu = row["triton"].rpartition(".")[0], ran.get(row["triton"])
+        cases, others = sum(compiled[minor]["passed"].values()), len(compiled[minor]["others"])
+        device = f"{gpu['device']}, torch {gpu['versions']['torch'].partition('+')[0]}" if gpu else ""
+        tests = f"{sum(row['passed'].values())} / {len(row['failed'])}"
+        off = ", ".join(row["kernels_off"]) or "none"
+        lines.append([row["torch"], row["triton"], off, tests, f"{cases} / {others}", device])
+    headings = ["torch", "Triton", "kernels that are off", "tests on a CPU: passed / failed"]
+    headings += ["kernels compiled for six GPUs: cases / failed", "timed on a GPU"]
+    parts = ", ".join(results("versions")["rows"][0]["passed"])
+    return f"{markdown(headings, lines)}\n\nTests of: {parts}."
+
+
 def _imports(results: Results) -> str:
     return f"```mermaid\n{diagram(ROOT)}\n```"
 
@@ -339,6 +357,7 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "rule": _rule,
     "single_pass": _single_pass,
     "counts": _counts,
+    "versions": _versions,
     "imports": _imports,
 }
 

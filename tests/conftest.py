@@ -107,6 +107,13 @@ def pytest_report_header() -> str:
     return f"mhc_inductor: kernels run on {where}{rest}{some}"
 
 
+@pytest.fixture(autouse=True)
+def no_hooks_of_a_failed_export() -> Iterator[None]:
+    """Removes what torch.export leaves on every module when it fails: Dynamo breaks graphs there (2.11 and 2.12)."""
+    yield
+    torch.nn.modules.module._global_buffer_registration_hooks.clear()
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Prepares the backend "mhc_inductor" as users call it, with AOTAutograd in place of Inductor."""

@@ -25,7 +25,8 @@ import pytest
 from benchmarks import index_targets, lists_targets
 from benchmarks.pages import pages
 from benchmarks.source_hash import FOLDERS, ROOT, ROUTING, TESTED, source_hash
-from tests import all_offline, each_commit
+from mhc_inductor import versions
+from tests import all_offline, each_commit, matrix
 
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_YET = RESULTS / "NOT_YET_MEASURED.md"
@@ -278,8 +279,24 @@ def test_what_counts_as_tested(tmp_path, tested, others, note, expected):
     assert not found if expected is None else [expected in line for line in found] == [True]
 
 
+def _minors(name: str) -> set[tuple[int, int]]:
+    """Returns the minor versions of torch or Triton that this package says it is tested with."""
+    (major, low), (_, high) = versions.TESTED[name]
+    return {(major, minor) for minor in range(low, high + 1)}
+
+
+def test_every_tested_version_has_a_row_in_which_nothing_failed_and_no_kernel_is_off():
+    rows = json.loads((RESULTS / "versions.json").read_text())["rows"]
+    for name in versions.TESTED:
+        assert {versions.minor(row[name]) for row in rows} == _minors(name)
+    for row in rows:
+        assert row["passed"].keys() == matrix.PARTS.keys() and all(row["passed"].values()), row["torch"]
+        assert not row["failed"] and not row["kernels_off"], row["torch"]
+
+
 def test_every_kernel_was_compiled_in_every_case_for_every_target():
     found = json.loads((RESULTS / "offline.json").read_text())
+    assert set(map(versions.minor, found)) == _minors("triton")
     for version, run in found.items():
         assert run["passed"].keys() == set(all_offline.FILES) and not run["others"], version
         assert all(run["passed"].values()), version
