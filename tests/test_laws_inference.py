@@ -75,7 +75,7 @@ def _compiled(name: str, way: Callable[..., Any], routed: bool, answers: Any) ->
             before = set(gm.graph.nodes)
             ops.extend(r.op for r in route(gm).routed)
             made = (n for n in gm.graph.find_nodes(op="call_method", target="to") if n not in before)
-            # Until 2.12 AOTAutograd fails at a view of a conversion that gave the outside tensor itself.
+            # Before torch 2.13 AOTAutograd fails at a view of a conversion that returned the outside tensor itself.
             assert all(example(n).dtype != example(n.args[0]).dtype for n in made)
         return aot_eager(gm, inputs)
 

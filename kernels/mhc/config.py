@@ -152,7 +152,7 @@ def post_backward_config(props: Any, D: int, n: int, itemsize: int, collapse: bo
     ``itemsize`` is that of the widest input, ``collapse`` whether x_out was collapsed with given weights too.
     """
     BD = 512 if n <= 4 and D > 256 and itemsize == 2 else 256
-    # Each of these takes registers; half the columns keep two of them from spilling.
+    # Each of these takes registers: with two of them, half the columns avoid spills.
     return TileConfig(BD // 2 if collapse + (n > 4) + (props.arch >= 100) > 1 else BD, 1)
 
 

@@ -168,7 +168,8 @@ class Edit:
     def emit(self, target: Any, *args: Any, **options: Any) -> fx.Node:
         """Creates a node at the current position and runs it on fake tensors, so that invalid inputs raise here.
 
-        A conversion to a tensor's own dtype gives its node: :meth:`_viewed_from_outside` must see where that is from.
+        Returns the tensor's own node for a conversion to the dtype that it has: :meth:`_viewed_from_outside` must see the
+        origin of what is viewed.
         """
         if target == "to" and example(args[0]).dtype == args[1]:
             return args[0]
