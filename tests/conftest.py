@@ -35,9 +35,10 @@ if not GPU:
     torch._inductor.config.cpp.vec_isa_ok = False
 
 if INTERPRETED and not GPU:
-    from interpreter_fixes import fix_masks, speed_up
+    from interpreter_fixes import fix_masks, fix_numbers, speed_up
 
     fix_masks()
+    fix_numbers()
     speed_up()
 
 # After each compile, Dynamo collects garbage, and flushes the CPU's caches to time the new guards: 50 ms that no test

@@ -1,4 +1,4 @@
-"""Fixes for Triton's interpreter where it differs from a GPU or is needlessly slow (seen in 3.6, 3.7 and 3.9)."""
+"""Fixes for Triton's interpreter where it differs from a GPU or is needlessly slow (seen in 3.6 to 3.9)."""
 
 from __future__ import annotations
 
@@ -142,3 +142,16 @@ def fix_masks() -> None:
     builder = interpreter.InterpreterBuilder
     builder.create_masked_load = _masked(builder.create_masked_load, 1)
     builder.create_masked_store = _masked(builder.create_masked_store, 2)
+
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def fix_numbers() -> None:
+    """Fixes numbers in Triton 3.6: it takes ``int()`` of an array with one element, which numpy 2.4 refuses."""
+    interpreter._patch_lang_tensor = _patch_tensor_and_index
