@@ -7,27 +7,33 @@ import sys
 
 from mhc_inductor import doctor
 
+HELP = """mHC residuals, E79 recurrences, selection attention and indexers on Triton kernels.
+
+Exit status: 0 if it is done; 1 if it cannot be done here (torch is too old; no GPU to measure on); 2 for wrong
+arguments. With --json, standard output is one JSON object and nothing else.
+"""
+
 
 def main(arguments: list[str]) -> int:
-    """Runs the command line and returns the exit status. Without typer there is ``doctor`` only, parsed by hand."""
+    """Runs the command line; returns the exit status. Without typer there is ``doctor`` only, parsed by hand.
+
+    Raises:
+        SystemExit: with the exit status, where typer is installed.
+    """
     try:
         import typer
     except ImportError:
-        if arguments not in (["doctor"], []):
-            print("usage: python -m mhc_inductor doctor (tune needs typer)", file=sys.stderr)
+        if arguments not in (["doctor"], ["doctor", "--json"], []):
+            print("usage: python -m mhc_inductor doctor [--json] (tune needs typer)", file=sys.stderr)
             return 2
-        return doctor.main()
+        return doctor.main(as_json="--json" in arguments)
 
-    app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-
-    @app.callback()
-    def group() -> None:
-        """Manifold-constrained hyper-connections (mHC) on Triton kernels."""
+    app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP)
 
     @app.command(name="doctor")
-    def command() -> None:
+    def command(as_json: bool = typer.Option(False, "--json", help="Print one JSON object.")) -> None:
         """Print versions, devices, what runs as kernels, and why not. Exits with 1 if this torch is not supported."""
-        raise typer.Exit(doctor.main())
+        raise typer.Exit(doctor.main(as_json))
 
     @app.command(name="tune")
     def tune(
@@ -36,6 +42,7 @@ def main(arguments: list[str]) -> int:
         minutes: float = typer.Option(30.0, min=0, help="After these, the next call goes on where this one ended."),
         again: bool = typer.Option(False, "--again", help="Measure anew what the table has."),
         out: pathlib.Path | None = typer.Option(None, help="The table's file; the one that is read if left out."),  # noqa: B008
+        as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     ) -> None:
         """Measure launch configurations on this GPU and write the table that the package reads."""
         from mhc_inductor.tuning import command
@@ -44,11 +51,14 @@ def main(arguments: list[str]) -> int:
         kinds = tuple(w.strip() for w in only.split(",") if w.strip()) or KINDS
         if unknown := [k for k in kinds if k not in KINDS]:
             raise typer.BadParameter(f"no such operator: {', '.join(unknown)}; there are {', '.join(KINDS)}")
-        sizes = tuple(int(w) for w in widths.split(",") if w.strip()) or WIDTHS
-        raise typer.Exit(command.main(kinds, sizes, minutes, again, out))
+        try:
+            sizes = tuple(int(w) for w in widths.split(",") if w.strip()) or WIDTHS
+        except ValueError:
+            raise typer.BadParameter(f"widths must be integers by comma, got {widths!r}") from None
+        raise typer.Exit(command.main(kinds, sizes, minutes, again, out, as_json))
 
-    result = app(arguments, standalone_mode=False)
-    return int(result or 0)
+    app(arguments, prog_name="python -m mhc_inductor")
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import os
 import pkgutil
 import platform
@@ -275,8 +276,11 @@ def show(report: Report) -> None:
     console.print(text(verdict(report), style="bold red" if report.problems else "bold green"))
 
 
-def main() -> int:
-    """Prints the report. Returns 0 if this installation can be used, 1 if torch is too old."""
+def main(as_json: bool = False) -> int:
+    """Prints the report, as tables or as one JSON object. Returns 0 if this torch is supported, 1 if it is too old."""
     report = collect()
-    show(report)
+    if as_json:
+        print(json.dumps({**dataclasses.asdict(report), "usable": not report.problems}, indent=1))
+    else:
+        show(report)
     return report.exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import subprocess
@@ -177,3 +178,32 @@ def test_command_line_without_rich_and_typer() -> None:
 
 def test_wrong_command_fails() -> None:
     assert _run("-m", "mhc_inductor", "nurse").returncode != 0
+
+
+@pytest.mark.parametrize("typer", ["", "import sys; sys.modules['typer'] = None; "])
+def test_json_is_all_that_is_printed(typer: str) -> None:
+    run = _run("-c", f"{typer}from mhc_inductor.__main__ import main; raise SystemExit(main(['doctor', '--json']))")
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["usable"] is True and found["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bogus"], "No such command 'bogus'"),
+        (["tune", "--only", "foo"], "no such operator: foo"),
+        (["tune", "--widths", "a"], "widths must be integers"),
+        ([], "Exit status: 0 if it is done"),
+    ],
+)
+def test_wrong_arguments_end_with_2_and_no_traceback(arguments: list[str], said: str) -> None:
+    run = _run("-m", "mhc_inductor", *arguments)
+    text = " ".join((run.stdout + run.stderr).split())
+    assert run.returncode == 2 and said in text and "Traceback" not in text, text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_nothing_to_measure_on_ends_with_1() -> None:
+    run = _run("-m", "mhc_inductor", "tune", "--json")
+    assert (run.returncode, run.stdout) == (1, "") and "no GPU is visible" in run.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import pathlib
 import sys
 import time
@@ -15,7 +17,14 @@ from mhc_inductor.tuning import table
 from mhc_inductor.tuning.search import Search, Workload
 
 
-def main(kinds: Sequence[str], widths: Sequence[int], minutes: float, again: bool, out: pathlib.Path | None) -> int:
+def main(
+    kinds: Sequence[str],
+    widths: Sequence[int],
+    minutes: float,
+    again: bool,
+    out: pathlib.Path | None,
+    as_json: bool = False,
+) -> int:
     """Measures on the first visible GPU and returns the exit status: 0, or 1 if there is nothing to measure on.
 
     Args:
@@ -24,6 +33,7 @@ def main(kinds: Sequence[str], widths: Sequence[int], minutes: float, again: boo
         minutes: After these, the rest is left for the next call, which goes on there.
         again: Whether to measure anew what the table has.
         out: The table's file; None for the one that the package reads.
+        as_json: Whether to print one JSON object in place of a sentence. Progress goes to standard error.
     """
     if not torch.cuda.is_available():
         print("tune: no GPU is visible, and nothing can be measured without one", file=sys.stderr)
@@ -43,7 +53,9 @@ def main(kinds: Sequence[str], widths: Sequence[int], minutes: float, again: boo
 
     with torch.cuda.device(device):
         content = search(workloads(kinds, widths, device), path, of, measure, minutes)
-    print(f"{path}: {len(content['measured'])} configurations measured, {len(content['entries'])} changed")
+    done = {"table": str(path), "measured": len(content["measured"]), "changed": len(content["entries"])}
+    words = f"{path}: {done['measured']} configurations measured, {done['changed']} changed"
+    print(json.dumps(done) if as_json else words)
     return 0
 
 
@@ -70,9 +82,10 @@ def progress(total: int) -> Iterator[tuple[Callable[[str | None], None], Callabl
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
-        yield (lambda name: print(name) if name else None), print
+        say = functools.partial(print, file=sys.stderr)
+        yield (lambda name: say(name) if name else None), say
         return
-    console = Console()
+    console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=total)
