@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from benchmarks import deepseek_model, pages
 
@@ -142,6 +143,28 @@ def test_the_site_builds_strictly(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "site" / "benchmarks" / "results" / "mhc.png").exists()
 
 
+# ---- how others take part
+
+
+def test_who_finds_a_bug_is_led_from_the_readme_to_a_form_that_asks_for_versions() -> None:
+    assert {"CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md"} <= set(
+        re.findall(r"\((\w+\.md)\)", (ROOT / "README.md").read_text())
+    )
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    forms = [yaml.safe_load(f.read_text()) for f in folder.glob("*.yml") if f.name != "config.yml"]
+    assert len(forms) == 2
+    for form in forms:
+        asked = {part["id"]: part for part in form["body"]}
+        assert "doctor --json" in asked["doctor"]["attributes"]["label"] and asked["doctor"]["validations"]["required"]
+        assert any("explain" in part["attributes"]["label"] for part in form["body"])
+
+
+def test_the_citation_and_the_changelog_are_of_this_version() -> None:
+    version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert re.search(rf"^(## \[{version}\]|{version} will be)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
 # ---- words
 
 
@@ -151,7 +174,7 @@ def test_the_readme_is_short() -> None:
     assert len(re.findall("<!--", text)) == 2, "comments only around the results"
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "examples/README.md"])
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md"])
 def test_lines_of_a_page_are_not_long(page: str) -> None:
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     prose = [line for line in text.splitlines() if not line.startswith(("|", "    ", "<!--", "!["))]
