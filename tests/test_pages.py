@@ -66,6 +66,7 @@ def _trainers() -> dict[str, Any]:
 
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": _readme,
+    "docs/index.md": _readme,
     "docs/route_your_own.md": _own_formula,
     "docs/distributed.md": _no_group,
     "docs/trainers.md": _trainers,
