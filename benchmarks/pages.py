@@ -188,7 +188,7 @@ def _lists(result: Row) -> str:
     headings += ["ranges of one key", "torch.compile, gathered keys", "dense SDPA, mask"]
     picture = "![Lists of keys and dense attention by the length of the lists](../../benchmarks/results/lists.png)"
     figures = "[All figures](../../benchmarks/results/lists.md)."
-    where = f"bf16, random causal keys; an empty cell ran out of memory or time. {_measured(result)}."
+    where = f"bf16, random causal keys; an empty cell was not measured, or ran out of memory:\n[lists.md](../../benchmarks/results/lists.md) says which. {_measured(result)}."
     return "\n\n".join([markdown(headings, lines), where, _lists_crossing(result), picture, figures])
 
 

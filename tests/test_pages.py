@@ -166,6 +166,13 @@ def test_the_citation_and_the_changelog_are_of_this_version() -> None:
     assert re.search(rf"^(## \[{version}\]|{version} will be)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
+def test_the_size_of_routing_is_as_the_design_says() -> None:
+    said = re.search(r"The pass has ([\d,]+) lines", (ROOT / "docs/design.md").read_text())[1]  # type: ignore[index]
+    files = (ROOT / "mhc_inductor/routing").rglob("*.py")
+    lines = sum(len(f.read_text().splitlines()) for f in files)
+    assert abs(lines - int(said.replace(",", ""))) < 200, lines
+
+
 # ---- words
 
 
