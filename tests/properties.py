@@ -1,0 +1,412 @@
+"""Random inputs of every op, against fp64 and against its own fake function.
+
+``python -m tests.properties`` draws 2,000 cases an op and writes the counts to ``benchmarks/results/properties.json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import platform
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import helpers_e79
+import helpers_index
+import helpers_lists
+import helpers_mhc
+import helpers_selection
+import helpers_single_pass
+import hypothesis
+import torch
+import typer
+from hypothesis import strategies as st
+from op_contract import op, strided
+from rich.console import Console
+from torch import Tensor
+
+import mhc_inductor  # noqa: F401  (registers the ops)
+from benchmarks import running
+from benchmarks.source_hash import ROOT, source_hash
+
+RESULT = ROOT / "benchmarks" / "results" / "properties.json"
+FOLDERS = ("mhc_inductor/ops", "mhc_inductor/reference")
+"""What the ops compute with on a CPU."""
+Named = Mapping[str, Any]
+
+DTYPE = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+LEAD = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+SEED = st.integers(0, 2**20)
+MHC: dict[str, st.SearchStrategy[Any]] = {
+    "lead": LEAD,
+    "n": st.integers(2, 8),
+    "width": st.integers(16, 40),
+    "dtype": DTYPE,
+}
+ITERATIONS: dict[str, st.SearchStrategy[Any]] = {
+    "sinkhorn_iters": st.integers(0, 4),
+    "sinkhorn_form": st.sampled_from(["softmax", "exp", "exp_eps"]),
+}
+
+
+def laid_out(t: Any, rng: random.Random) -> Any:
+    """Returns the same values with other strides: contiguous, transposed, or each second element of a larger tensor."""
+    kind = rng.choice(["as it is", "transposed", "every second"])
+    if not isinstance(t, Tensor) or t.dim() == 0 or kind == "as it is":
+        return t
+    if kind == "transposed":
+        return strided(t)
+    wide = t.new_zeros(*t.shape[:-1], 2 * t.shape[-1])
+    wide[..., ::2] = t
+    return wide[..., ::2]
+
+
+def any_strides(made: Named, seed: int) -> dict[str, Any]:
+    """Returns inputs with strides drawn by a seed."""
+    rng = random.Random(seed)
+    return {name: laid_out(t, rng) for name, t in made.items()}
+
+
+def close(got: Named, want: Named, dtype: torch.dtype) -> None:
+    """Asserts that results have no NaN that fp64 has not, and are close to it by what their dtype can hold.
+
+    Gradients may cancel, so that in lower precision they are held to the size of what they sum only.
+    """
+    for name in got.keys() & want.keys():
+        a, b = got[name].detach().double(), want[name].detach().double()
+        assert a.shape == b.shape, name
+        odd = ~b.isfinite()
+        assert torch.equal(~a.isfinite(), odd) and torch.equal(a[odd].nan_to_num(0.5), b[odd].nan_to_num(0.5)), name
+        error, size = float((a - b)[~odd].norm()), float(b[~odd].norm())
+        eps = torch.finfo(torch.promote_types(dtype, got[name].dtype) if dtype.itemsize > 2 else dtype).eps
+        bound = 200 * eps * (size + 1) if name.startswith("d") else 60 * eps * (size + 1e-3)
+        assert error <= bound, f"{name}: {error:.3g} above {bound:.3g}"
+
+
+def pre(seed: int, sinkhorn_iters: int, sinkhorn_form: str, norm_form: str, **sizes: Any) -> Sequence[Any]:
+    sinkhorn_iters *= sizes["full"]  # without a residual matrix there is nothing to balance
+    options = {"sinkhorn_iters": sinkhorn_iters, "sinkhorn_form": sinkhorn_form, "norm_form": norm_form}
+    made = any_strides(helpers_mhc.make_inputs(**sizes, seed=seed), seed)
+    got = helpers_mhc.run_pre(made, None, options)
+    up = helpers_mhc.upstream({k: got[k] for k in ("h_in", "h_post", "h_res") if got[k].numel() or k == "h_in"})
+    close(helpers_mhc.run_pre(made, up, options), helpers_mhc.oracle_pre(made, up, options), sizes["dtype"])
+    return [*made.values(), *{**helpers_mhc.PRE_OPTIONS, **options}.values()]
+
+
+def head(seed: int, norm_form: str, **sizes: Any) -> Sequence[Any]:
+    options = {"norm_form": norm_form}
+    made = any_strides(helpers_mhc.make_inputs(**sizes, head=True, seed=seed), seed)
+    up = helpers_mhc.upstream({"h_in": helpers_mhc.run_head(made, None, options)["h_in"]})
+    close(helpers_mhc.run_head(made, up, options), helpers_mhc.oracle_head(made, up, options), sizes["dtype"])
+    return [*made.values(), *{**helpers_mhc.HEAD_OPTIONS, **options}.values()]
+
+
+def post(seed: int, transpose_res: bool, **sizes: Any) -> Sequence[Any]:
+    made = any_strides(helpers_mhc.make_post_inputs(**sizes, seed=seed), seed)
+    up = helpers_mhc.upstream({"x_out": made["x"]})["x_out"]
+    got = helpers_mhc.run_post(made, transpose_res, up)
+    close(got, helpers_mhc.oracle_post(made, transpose_res, up), sizes["dtype"])
+    return [*made.values(), transpose_res]
+
+
+def sinkhorn(seed: int, lead: tuple[int, ...], n: int, dtype: torch.dtype, iters: int, form: str) -> Sequence[Any]:
+    g = torch.Generator().manual_seed(seed)
+    h_res = laid_out(torch.randn(*lead, n, n, generator=g, dtype=torch.float64).to(dtype), random.Random(seed))
+    up = torch.randn(*lead, n, n, generator=g, dtype=torch.float64).to(dtype)
+    args = (h_res, iters, 1e-6, form)
+    out = op("mhc_sinkhorn")(*args)
+    got = {"out": out, "dh_res": op("mhc_sinkhorn_backward")(up.to(out.dtype), *args)}
+    want = helpers_mhc.oracle_sinkhorn(*args, up)
+    close(got, dict(zip(got, want.values(), strict=True)), dtype)
+    return args
+
+
+def fused(seed: int, transpose_res: bool, residual: bool, head: bool, **sizes: Any) -> Sequence[Any]:
+    made = any_strides(helpers_mhc.make_fused_inputs(**sizes, residual=residual, head=head, seed=seed), seed)
+    got = helpers_mhc.run_fused(made, transpose_res)
+    up = helpers_mhc.upstream({k: got[k] for k in ("x_out", "h_in")})
+    got = helpers_mhc.run_fused(made, transpose_res, up)
+    close(got, helpers_mhc.oracle_fused(made, transpose_res, got["x_out"], up), sizes["dtype"])
+    options = helpers_mhc.HEAD_OPTIONS if head else helpers_mhc.PRE_OPTIONS
+    tensors = list(made.values())
+    return [*tensors[:4], transpose_res, *tensors[4:], *options.values()]
+
+
+def single_pass(seed: int, transpose_res: bool, residual: bool, **sizes: Any) -> Sequence[Any]:
+    made = any_strides(helpers_single_pass.make_inputs(**sizes, residual=residual, seed=seed), seed)
+    got = helpers_single_pass.run(made, transpose_res)
+    up = helpers_mhc.upstream({k: got[k] for k in helpers_single_pass.UP})
+    got = helpers_single_pass.run(made, transpose_res, up)
+    close(got, helpers_single_pass.oracle(made, transpose_res, got["x_out"], up), sizes["dtype"])
+    tensors = list(made.values())
+    return [*tensors[:5], transpose_res, *tensors[5:], *helpers_mhc.PRE_OPTIONS.values()]
+
+
+def coefficients(seed: int, **sizes: Any) -> Sequence[Any]:
+    made = any_strides(helpers_mhc.make_inputs(**sizes, seed=seed), seed)
+    got = helpers_single_pass.run_coefficients(made)
+    up = helpers_mhc.upstream({k: got[k] for k in ("h_pre", "h_post", "h_res")})
+    got = helpers_single_pass.run_coefficients(made, up)
+    close(got, helpers_single_pass.oracle_coefficients(made, up), sizes["dtype"])
+    return [*made.values(), *helpers_mhc.PRE_OPTIONS.values()]
+
+
+def collapse(seed: int, **sizes: Any) -> Sequence[Any]:
+    made = any_strides(helpers_mhc.make_post_inputs(**sizes, seed=seed), seed)
+    x, h_pre, dh_in = made["x"], made["h_post"], made["f_out"]
+    got = helpers_single_pass.run_collapse(x, h_pre, dh_in)
+    close(got, helpers_single_pass.oracle_collapse(x, h_pre, dh_in), sizes["dtype"])
+    return [x, h_pre]
+
+
+def scan(seed: int, segment: int, **sizes: Any) -> Sequence[Any]:
+    made = any_strides(helpers_e79.make_inputs(**sizes, seed=seed), seed)
+    up = helpers_e79.upstream(made)
+    helpers_e79.check(helpers_e79.run_scan(made, up, segment), made, up)
+    return [*made.values(), segment]
+
+
+def attention(seed: int, documents: bool, S: int, S_kv: int, B: int, **sizes: Any) -> Sequence[Any]:
+    if documents:  # two packed sequences
+        B, sizes = (
+            1,
+            {**sizes, "lengths": (S // 2, S - S // 2), "key_lengths": (S_kv // 3, S_kv - S_kv // 3), "segments": None},
+        )
+    made = helpers_selection.make_inputs(**sizes, B=B, S=S, S_kv=S_kv, seed=seed)
+    made = any_strides(made, seed)
+    up = helpers_selection.upstream(made)
+    helpers_selection.check(helpers_selection.run(made), made)
+    close(helpers_selection.run(made, up), helpers_selection.oracle(made, up), sizes["dtype"])
+    return helpers_selection.positional(made, 0.3)
+
+
+def lists(seed: int, documents: bool, S: int, S_kv: int, B: int, **sizes: Any) -> Sequence[Any]:
+    if documents:
+        B, sizes = (
+            1,
+            {**sizes, "lengths": (S // 2, S - S // 2), "key_lengths": (S_kv // 3, S_kv - S_kv // 3), "segments": False},
+        )
+    if sizes["shared"]:
+        sizes["Dv"] = min(sizes["Dv"], sizes["Dk"])
+    made = any_strides(helpers_lists.make_inputs(**sizes, B=B, S=S, S_kv=S_kv, seed=seed), seed)
+    args = helpers_lists.arguments(made, 0.3)
+    o, lse = op("selection_list_attention")(*args)
+    helpers_lists.check({"o": o, "lse": lse}, made, scale=0.3)
+    up = helpers_lists.upstream(made)
+    grads = op("selection_list_attention_backward")(*up.values(), *args[:9], o, lse, *args[9:])
+    got = {f"d{k}": t for k, t in zip(helpers_lists.WANTED, grads, strict=True) if made[k] is not None}
+    close(got, helpers_lists.oracle(made, up, scale=0.3), sizes["dtype"])
+    return args
+
+
+def _index(seed: int, kind: str, **sizes: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    rng = random.Random(seed)
+    made = tuple(laid_out(t, rng) for t in helpers_index.make_inputs(**sizes, seed=seed))
+    return made, helpers_index.visibility(kind, made[0], made[1], seed)
+
+
+def scores(seed: int, kind: str, **sizes: Any) -> Sequence[Any]:
+    made, visible = _index(seed, kind, **sizes)
+    got = op("index_scores")(*made, 0.3, *visible)
+    want = helpers_index.oracle(*made, 0.3, visible)
+    assert torch.equal(got == -torch.inf, want == -torch.inf)
+    seen, dscores = (
+        helpers_index.seen(*made[:2], visible),
+        torch.randn(got.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64),
+    )
+    leaves = [t.double().requires_grad_() for t in made]
+    grads = torch.autograd.grad((helpers_index.oracle(*leaves, 0.3, visible)[seen] * dscores[seen]).sum(), leaves)
+    back = op("index_scores_backward")(dscores.to(got.dtype), *made, 0.3, *visible)
+    close(*({f"d{i}": t for i, t in enumerate(of)} for of in (back, grads)), sizes["dtype"])
+    slack = 2 * helpers_index.formula_error(*made, 0.3) + 1e-6
+    assert bool((got.double() - want).nan_to_num(0.0).abs().le(slack + 1e-6 * want.abs().nan_to_num(0, 0, 0)).all())
+    return (*made, 0.3, *visible)
+
+
+def topk(seed: int, kind: str, topk: int, **sizes: Any) -> Sequence[Any]:
+    made, visible = _index(seed, kind, **sizes)
+    topk = min(topk, sizes["T"])
+    got = op("index_topk")(*made, topk, 0.3, *visible)
+    helpers_index.check_topk(got, made, topk, 0.3, visible)
+    return (*made, topk, 0.3, *visible)
+
+
+_FORM: dict[str, st.SearchStrategy[Any]] = {"norm_form": st.sampled_from(["inside", "outside"]), "gamma": st.booleans()}
+_SITE: dict[str, st.SearchStrategy[Any]] = {"transpose_res": st.booleans(), "residual": st.booleans()}
+_KEYS: dict[str, st.SearchStrategy[Any]] = {
+    "documents": st.booleans(),
+    "dtype": DTYPE,
+    "B": st.integers(0, 2),
+    "S": st.integers(0, 9),
+    "S_kv": st.integers(1, 17),
+    "G": st.integers(1, 2),
+    "h": st.integers(1, 3),
+    "Dk": st.integers(1, 9),
+    "Dv": st.integers(1, 9),
+    "sink": st.booleans(),
+    "strided": st.booleans(),
+}
+_INDEX: dict[str, st.SearchStrategy[Any]] = {
+    "kind": st.sampled_from(helpers_index.KINDS),
+    "B": st.integers(0, 2),
+    "S": st.integers(0, 6),
+    "T": st.integers(1, 19),
+    "H": st.integers(1, 4),
+    "D": st.integers(1, 9),
+    "dtype": DTYPE,
+    "whole": st.booleans(),
+}
+INTEGERS = st.sampled_from([torch.int32, torch.int64])
+
+PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], dict[str, st.SearchStrategy[Any]]]] = {
+    "mhc_pre": (pre, {**MHC, **ITERATIONS, **_FORM, "full": st.booleans()}),
+    "mhc_head": (head, {**MHC, **_FORM}),
+    "mhc_post": (post, {**MHC, **_SITE}),
+    "mhc_post_pre": (fused, {**MHC, **_SITE, "head": st.just(False)}),
+    "mhc_post_head": (fused, {**MHC, **_SITE, "head": st.just(True)}),
+    "mhc_single_pass": (single_pass, {**MHC, **_SITE}),
+    "mhc_coefficients": (coefficients, MHC),
+    "mhc_collapse": (collapse, MHC),
+    "mhc_sinkhorn": (
+        sinkhorn,
+        {
+            "lead": LEAD,
+            "n": st.integers(2, 8),
+            "dtype": DTYPE,
+            "iters": st.integers(1, 4),
+            "form": ITERATIONS["sinkhorn_form"],
+        },
+    ),
+    "e79_scan": (
+        scan,
+        {
+            "T": st.integers(1, 12),
+            "B": st.integers(0, 2),
+            "n": st.integers(1, 9),
+            "dtype": DTYPE,
+            "bias": st.sampled_from(["none", "fixed", "input"]),
+            "state": st.booleans(),
+            "segment": st.integers(1, 9),
+        },
+    ),
+    "selection_attention": (
+        attention,
+        {
+            **_KEYS,
+            "kind": st.sampled_from(["corr", "rand", "odd", "token", "twice", "empty", "all", "none"]),
+            "r": st.integers(0, 4),
+            "range_dtype": INTEGERS,
+            "segments": st.sampled_from([None, "mixed", "documents"]),
+        },
+    ),
+    "selection_list_attention": (
+        lists,
+        {
+            **_KEYS,
+            "kind": st.sampled_from(["random", "sorted", "odd", "empty", "all", "none"]),
+            "n": st.integers(0, 9),
+            "shared": st.booleans(),
+            "segments": st.booleans(),
+            "index_dtype": INTEGERS,
+        },
+    ),
+    "index_scores": (scores, _INDEX),
+    "index_topk": (topk, {**_INDEX, "topk": st.integers(0, 21)}),
+}
+"""Of each op what checks a case and returns the op's arguments, and what is drawn for it."""
+
+
+# ---- bad arguments
+
+
+def spoiled(args: Sequence[Any], rng: random.Random) -> list[Any]:
+    """Returns the arguments with one tensor of another rank, size or dtype."""
+    args = list(args)
+    at = rng.choice([i for i, a in enumerate(args) if isinstance(a, Tensor)])
+    t, kind = args[at], rng.choice(["a dim less", "a dim more", "longer", "dtype"])
+    if kind == "a dim less" and t.dim():
+        args[at] = t.sum(-1)
+    elif kind == "longer" and t.dim():
+        d = rng.randrange(t.dim())
+        args[at] = torch.cat([t, t.narrow(d, 0, min(1, t.shape[d]))], d) if t.shape[d] else t.new_zeros(3)
+    elif kind == "dtype":
+        args[at] = t.to(torch.complex64) if t.is_floating_point() else t.to(torch.float32)
+    else:
+        args[at] = t[None]
+    return args
+
+
+def outcome(name: str, args: Sequence[Any]) -> Any:
+    """Returns the shapes of an op's results, or the error that its boundary raises. Any other error comes through."""
+    try:
+        out = op(name)(*args)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return [tuple(t.shape) for t in ((out,) if isinstance(out, Tensor) else out)]
+
+
+def alike_when_spoiled(name: str, args: Sequence[Any], seed: int) -> str:
+    """Asserts that op and fake function take or refuse the same arguments, in the same words; returns what came."""
+    bad = spoiled(args, random.Random(seed))
+    real, fake = outcome(name, bad), outcome(name, [a.to("meta") if isinstance(a, Tensor) else a for a in bad])
+    assert real == fake, f"{name}: {real} of the op, {fake} of its fake function"
+    return "refused" if isinstance(real, str) else "taken"
+
+
+# ---- runs
+
+
+@dataclasses.dataclass
+class Count:
+    """What was drawn for one op."""
+
+    cases: int = 0
+    spoiled: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+def run(name: str, cases: int, derandomize: bool = False) -> Count:
+    """Draws cases of one op; raises the smallest that fails."""
+    check, strategies = PROPERTIES[name]
+    count = Count()
+
+    @hypothesis.settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        derandomize=derandomize,
+        suppress_health_check=[*hypothesis.HealthCheck],
+    )
+    @hypothesis.given(st.fixed_dictionaries({**strategies, "seed": SEED}))
+    def drawn(case: dict[str, Any]) -> None:
+        args = check(**case)
+        count.cases += 1
+        count.spoiled[alike_when_spoiled(name, args, case["seed"])] += 1
+
+    drawn()
+    return count
+
+
+def main(
+    cases: Annotated[int, typer.Option(help="Cases an op.")] = 2000,
+    only: Annotated[str, typer.Option(help="Ops, by comma; all if left out.")] = "",
+    out: Annotated[pathlib.Path, typer.Option(help="Where the counts go.")] = RESULT,
+) -> None:
+    """Check random inputs of every op; exit with an error at the first that fails."""
+    torch.set_num_threads(1)
+    counts: dict[str, Any] = {}
+    for name in filter(None, only.split(",")) if only else PROPERTIES:
+        start = time.perf_counter()
+        count = run(name, cases)
+        counts[name] = {"cases": count.cases, **count.spoiled}
+        Console().print(f"{name}: {counts[name]}, {time.perf_counter() - start:.0f} s")
+    versions = {"torch": torch.__version__, "python": platform.python_version(), "hypothesis": hypothesis.__version__}
+    running.save({"sources_sha256": source_hash(folders=FOLDERS), "versions": versions, "ops": counts}, out)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    typer.run(main)
