@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks import running
 from benchmarks.source_hash import ROOT, source_hash
 from tests.counting import run
-from tests.offline import RECORD, SPILLS, TRITON
+from tests.offline import RECORD, TABLE, TRITON
 
 TESTS = pathlib.Path(__file__).parent
 RESULT = ROOT / "benchmarks" / "results" / "offline.json"
@@ -34,33 +34,32 @@ def digest() -> str:
     return source_hash(folders=("kernels",))
 
 
-def write_spills(noted: str) -> None:
-    """Puts what was noted into the table, as this Triton's column. A row a kernel and case."""
-    table = json.loads(SPILLS.read_text())
-    rows: dict[str, dict[str, int]] = table["spilled"]
+def write_table(noted: str) -> None:
+    """Puts what was noted into the table, as this Triton's column. A row a kernel, target and case."""
+    table = json.loads(TABLE.read_text())
+    rows: dict[str, dict[str, list[str]]] = table["kernels"]
     for row in rows.values():
         row.pop(TRITON, None)
-    for key, spilled in map(json.loads, noted.splitlines()):
-        row = rows.setdefault(key, {})
-        row[TRITON] = max(spilled, row.get(TRITON, 0))
+    for key, taken in sorted({tuple(json.loads(line)) for line in noted.splitlines()}):
+        rows.setdefault(key, {}).setdefault(TRITON, []).append(taken)
     lines = (f"  {json.dumps(k)}: {json.dumps(dict(sorted(row.items())))}" for k, row in sorted(rows.items()) if row)
     versions = json.dumps(sorted({*table["versions"], TRITON}))
-    SPILLS.write_text(f'{{"versions": {versions}, "spilled": {{\n' + ",\n".join(lines) + "\n}}\n")
+    TABLE.write_text(f'{{"versions": {versions}, "kernels": {{\n' + ",\n".join(lines) + "\n}}\n")
 
 
 def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
     out: Annotated[pathlib.Path, typer.Option(help="Where the counts go.")] = RESULT,
-    record: Annotated[bool, typer.Option(help="Write this Triton's column of tests/spills.json.")] = False,
+    record: Annotated[bool, typer.Option(help="Write this Triton's column of tests/compiled.json.")] = False,
 ) -> None:
-    """Compile every case for every target; exit with 1 if one fails, spills more than its table says, or is skipped."""
+    """Compile every case for every target; exit with 1 if one fails, takes what its table does not have, or is skipped."""
     os.environ["MHC_INDUCTOR_TESTS"] = "whole"
     others = " and ".join(f"not {pathlib.Path(f).stem}" for f in PARTLY)
     with tempfile.NamedTemporaryFile() as noted:
         if record:
             os.environ[RECORD] = noted.name
         code, counted = run(jobs, "-k", f"({others}) or spills", *(str(TESTS / f) for f in FILES))
-        spills = noted.read().decode()
+        compiled = noted.read().decode()
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     result[TRITON] = {
         "kernels_sha256": digest(),
@@ -73,7 +72,7 @@ def main(
     if code or counted.others or len(counted.passed) != len(FILES):
         raise typer.Exit(1)
     if record:
-        write_spills(spills)
+        write_table(compiled)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Compiles every kernel of every plan for absent GPUs: it must compile, and spill only what tests/spills.json says."""
+"""Compiles every kernel of every plan for absent GPUs: it must compile, and take what tests/compiled.json says."""
 
 from __future__ import annotations
 
 import itertools
 
+import offline
 import pytest
 import torch
 from conftest import INTERPRETED
@@ -65,3 +66,16 @@ def test_compiles_without_unnamed_spills(target, case):
     seen, bad = compile_all(recorded, target, case)
     assert len(seen) == 15
     assert not bad
+
+
+def test_numbers_that_the_table_does_not_have_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(offline.RECORD, raising=False)
+    table = {
+        "versions": [offline.TRITON],
+        "kernels": {"cuda:90 k a": {offline.TRITON: ["9 registers, 8 shared, 0 spilled"]}},
+    }
+    monkeypatch.setattr(offline, "_table", lambda: table)
+    assert not offline._unnamed("cuda:90 k a", offline.Taken(9, 8, 0, False))
+    for other in (offline.Taken(10, 8, 0, False), offline.Taken(9, 8, 4, False), offline.Taken(9, 8, 0, True)):
+        assert offline._unnamed("cuda:90 k a", other)
+    assert offline._unnamed("cuda:90 k another case", offline.Taken(9, 8, 0, False))
