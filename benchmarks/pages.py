@@ -341,6 +341,20 @@ def _versions(results: Results) -> str:
     return f"{markdown(headings, lines)}\n\nTests of: {parts}."
 
 
+def _families(results: Results) -> str:
+    """Returns what is routed of each family of transformers, from the table that the tests of whole models assert."""
+    from tests import sparse_families
+
+    lines = []
+    for name, family in sparse_families.FAMILIES.items():
+        for attention in family.implementations:
+            (most, _), *others = sparse_families.by_result(name, attention).items()
+            apart = [f"{i} + {a} in {', '.join(m.replace(',', '') for m in modes)}" for (i, a), modes in others]
+            cells = [f"{family.indexers} + {family.attentions}", "; ".join(["{} + {}".format(*most), *apart])]
+            lines.append([family.model.partition("For")[0], attention, *cells])
+    return markdown(["transformers 5.23", "attention", "indexers + sparse attentions", "of these routed"], lines)
+
+
 def _imports(results: Results) -> str:
     return f"```mermaid\n{diagram(ROOT)}\n```"
 
@@ -358,6 +372,7 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "single_pass": _single_pass,
     "counts": _counts,
     "versions": _versions,
+    "families": _families,
     "imports": _imports,
 }
 

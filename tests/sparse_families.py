@@ -262,3 +262,70 @@ def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
     """Returns random ids of ordinary tokens, int64 ``[batch, length]``."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCAB - len(_SPECIAL), (batch, length), generator=generator)
+
+
+# ---- what is routed
+
+
+EAGER_MODES = (
+    "training",
+    "training, checkpointed",
+    "training, left padded",
+    "training, packed",
+    "prefill",
+    "prefill, bf16",
+    "prefill, no cache",
+    "prefill, left padded",
+    "prefill, right padded",
+    "prefill, packed",
+    "prefill, dynamic",
+    "decode",
+    "decode, left padded",
+    "training, dynamic",
+    "training, checkpointed, packed",
+    "training, checkpointed, left padded",
+)
+SDPA_MODES = (
+    "training",
+    "prefill",
+    "prefill, left padded",
+    "prefill, packed",
+    "decode",
+    "training, checkpointed, packed",
+)
+CHECKPOINTED = [name for name in EAGER_MODES if "checkpointed" in name]
+PADDED = (
+    "training, checkpointed, left padded",
+    "training, left padded",
+    "prefill, left padded",
+    "prefill, right padded",
+    "decode, left padded",
+)
+ROUTED: dict[tuple[str, str, str], tuple[int, int]] = {
+    # Its layers write a dictionary inside the checkpoint, which breaks the graph between index and attention.
+    **{("mistral_large4", "eager", name): (0, 0) for name in CHECKPOINTED},
+    **{("mistral_large4", "sdpa", name): (1, 2) for name in CHECKPOINTED},
+    # Graph breaks return the attention weights of its shared layer; checkpoints hide the mask of its pools.
+    **{("glm5_next", "eager", name): (1, 1) for name in EAGER_MODES},
+    **{("glm5_next", attention, name): (0, 1) for attention in ("eager", "sdpa") for name in CHECKPOINTED},
+    # A plain window, which is not counted among its attentions, is routed too.
+    **{("dots3_note", "eager", name): (1, 2) for name in EAGER_MODES},
+    # Its blocks stay where rows may lack keys and the fill is added inside one call, or is under padding.
+    **{("minimax_m3_vl", "eager", name): (0, 0) for name in PADDED},
+    **{("minimax_m3_vl", "sdpa", name): (0, 0) for name in SDPA_MODES},
+}
+"""How many (indexers, attentions) are routed where not all are, by family, implementation and mode."""
+
+
+def expected(family: str, attention: str, mode: str) -> tuple[int, int]:
+    """Returns how many indexers and attentions are routed in a mode."""
+    one = FAMILIES[family]
+    return ROUTED.get((family, attention, mode), (one.indexers, one.attentions))
+
+
+def by_result(family: str, attention: str) -> dict[tuple[int, int], list[str]]:
+    """Returns the modes by how many indexers and attentions are routed in them, the most common first."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for mode in EAGER_MODES if attention == "eager" else SDPA_MODES:
+        found.setdefault(expected(family, attention, mode), []).append(mode)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))

@@ -24,73 +24,20 @@ from tests.sparse_runs import MODES
 if not all(importlib.util.find_spec(f"transformers.models.{name}") for name in FAMILIES):
     pytest.skip("this transformers lacks some of the models", allow_module_level=True)
 
-EAGER_MODES = (
-    "training",
-    "training, checkpointed",
-    "training, left padded",
-    "training, packed",
-    "prefill",
-    "prefill, bf16",
-    "prefill, no cache",
-    "prefill, left padded",
-    "prefill, right padded",
-    "prefill, packed",
-    "prefill, dynamic",
-    "decode",
-    "decode, left padded",
-    "training, dynamic",
-    "training, checkpointed, packed",
-    "training, checkpointed, left padded",
-)
-SDPA_MODES = (
-    "training",
-    "prefill",
-    "prefill, left padded",
-    "prefill, packed",
-    "decode",
-    "training, checkpointed, packed",
-)
 CASES = [
     (family, attention, name)
     for turn, (family, one) in enumerate(FAMILIES.items())
     for attention in one.implementations
-    for k, name in enumerate(EAGER_MODES if attention == "eager" else SDPA_MODES)
+    for k, name in enumerate(sparse_families.EAGER_MODES if attention == "eager" else sparse_families.SDPA_MODES)
     if WHOLE or name == "training" or k % 3 == turn % 3
     if family != "glm5_next" or "dynamic" not in name  # 12 graphs, two minutes
 ]
-CHECKPOINTED = [name for name in EAGER_MODES if "checkpointed" in name]
-PADDED = (
-    "training, checkpointed, left padded",
-    "training, left padded",
-    "prefill, left padded",
-    "prefill, right padded",
-    "decode, left padded",
-)
-ROUTED: dict[tuple[str, str, str], tuple[int, int]] = {
-    # Its layers write a dictionary inside the checkpoint, which breaks the graph between index and attention.
-    **{("mistral_large4", "eager", name): (0, 0) for name in CHECKPOINTED},
-    **{("mistral_large4", "sdpa", name): (1, 2) for name in CHECKPOINTED},
-    # Graph breaks return the attention weights of its shared layer; checkpoints hide the mask of its pools.
-    **{("glm5_next", "eager", name): (1, 1) for name in EAGER_MODES},
-    **{("glm5_next", attention, name): (0, 1) for attention in ("eager", "sdpa") for name in CHECKPOINTED},
-    # A plain window, which is not counted among its attentions, is routed too.
-    **{("dots3_note", "eager", name): (1, 2) for name in EAGER_MODES},
-    # Its blocks stay where rows may lack keys and the fill is added inside one call, or is under padding.
-    **{("minimax_m3_vl", "eager", name): (0, 0) for name in PADDED},
-    **{("minimax_m3_vl", "sdpa", name): (0, 0) for name in SDPA_MODES},
-}
-"""How many (indexers, attentions) are routed where not all are, by family, implementation and mode."""
 GRAPHS = {"glm5_next": 13, "mistral_large4": 7}
 """Families whose forward breaks Dynamo's graph, and into how many parts at most.
 
 GLM-5-Next keeps the pools that exist (``pool_keys[:, keep]``), whose number depends on data. Mistral-Large-4's
 checkpointed layers write a dictionary of shared keys.
 """
-
-
-def _expected(family: str, attention: str, name: str) -> tuple[int, int]:
-    one = FAMILIES[family]
-    return ROUTED.get((family, attention, name), (one.indexers, one.attentions))
 
 
 def test_every_family_has_what_it_is_here_for():
@@ -147,7 +94,7 @@ def test_routed_of_all_and_the_same_results(family, attention, name):
         apart = capture.difference(got, want)
         assert apart <= sparse_runs.bound(mode), f"{apart:.3g} from eager"
     assert all(t.isfinite().all() for t in capture.named_tensors(got).values())
-    indexers, attentions = _expected(family, attention, name)
+    indexers, attentions = sparse_families.expected(family, attention, name)
     text = (
         f"{found.indexers}/{one.indexers} indexers, {found.attentions}/{one.attentions} attentions: {found.reasons()}"
     )
