@@ -206,10 +206,10 @@ def test_the_command_runs_the_workloads_of_every_operator(
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("typer")
     if not torch.cuda.is_available():
-        with pytest.raises(SystemExit, match="^1$"):
+        with pytest.raises(SystemExit, match=r"^1$"):
             command_line.main(["tune", "--only", "mhc"])
         assert "no GPU is visible" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         command_line.main(["tune", "--only", "mlp"])
     assert "no such operator: mlp; there are mhc, " in " ".join(capsys.readouterr().err.split())
 
