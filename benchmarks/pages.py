@@ -325,12 +325,14 @@ def _counts(results: Results) -> str:
 
 def _versions(results: Results) -> str:
     """Returns what ran with each torch: tests on a CPU, cases compiled for absent GPUs, kernels on a GPU, what is off."""
+    from mhc_inductor.versions import minor, written
+
     compiled = results("offline")
     ran = {run["versions"]["triton"]: run for run in results("tritons")["runs"]}
     lines = []
     for row in results("versions")["rows"]:
-        minor, gpu = row["triton"].rpartition(".")[0], ran.get(row["triton"])
-        cases, others = sum(compiled[minor]["passed"].values()), len(compiled[minor]["others"])
+        of, gpu = compiled[written(minor(row["triton"]))], ran.get(row["triton"])
+        cases, others = sum(of["passed"].values()), len(of["others"])
         device = f"{gpu['device']}, torch {gpu['versions']['torch'].partition('+')[0]}" if gpu else ""
         tests = f"{sum(row['passed'].values())} / {len(row['failed'])}"
         off = ", ".join(row["kernels_off"]) or "none"

@@ -40,8 +40,8 @@ def write_table(noted: str) -> None:
     rows: dict[str, dict[str, list[str]]] = table["kernels"]
     for row in rows.values():
         row.pop(TRITON, None)
-    for key, taken in sorted({tuple(json.loads(line)) for line in noted.splitlines()}):
-        rows.setdefault(key, {}).setdefault(TRITON, []).append(taken)
+    for key, used in sorted({tuple(json.loads(line)) for line in noted.splitlines()}):
+        rows.setdefault(key, {}).setdefault(TRITON, []).append(used)
     lines = (f"  {json.dumps(k)}: {json.dumps(dict(sorted(row.items())))}" for k, row in sorted(rows.items()) if row)
     versions = json.dumps(sorted({*table["versions"], TRITON}))
     TABLE.write_text(f'{{"versions": {versions}, "kernels": {{\n' + ",\n".join(lines) + "\n}}\n")
@@ -52,7 +52,7 @@ def main(
     out: Annotated[pathlib.Path, typer.Option(help="Where the counts go.")] = RESULT,
     record: Annotated[bool, typer.Option(help="Write this Triton's column of tests/compiled.json.")] = False,
 ) -> None:
-    """Compile every case for every target; exit with 1 if one fails, takes what its table does not have, or is skipped."""
+    """Compile every case for every target; exit with 1 if one fails, uses what its table does not have, or is skipped."""
     os.environ["MHC_INDUCTOR_TESTS"] = "whole"
     others = " and ".join(f"not {pathlib.Path(f).stem}" for f in PARTLY)
     with tempfile.NamedTemporaryFile() as noted:

@@ -33,11 +33,11 @@ TARGETS = {
 SHARED_LIMIT = {"cuda:80": 163 << 10, "cuda:89": 99 << 10, "cuda:90": 227 << 10, "cuda:100": 227 << 10,
                 "cuda:120": 99 << 10, "hip:gfx942": 64 << 10}  # fmt: skip
 TABLE = pathlib.Path(__file__).parent / "compiled.json"
-"""What each kernel takes, by target, case and minor version of Triton."""
+"""What each kernel uses, by target, case and minor version of Triton."""
 TRITON = versions.written(versions.minor(triton.__version__))
 """The minor version of the Triton that compiles."""
 RECORD = "MHC_INDUCTOR_COMPILED"
-"""The environment variable by which ``tests/all_offline.py`` names a file for what kernels take."""
+"""The environment variable by which ``tests/all_offline.py`` names a file for what kernels use."""
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -63,8 +63,8 @@ def names(launches: Callable[..., Any], pairs: Iterable[tuple[str, str]], cases:
     }
 
 
-class Taken(NamedTuple):
-    """What a compiled kernel takes: registers a thread, bytes of shared memory a program, and what spills.
+class Resources(NamedTuple):
+    """What a compiled kernel uses: registers a thread, bytes of shared memory a program, and what spills.
 
     ``spilled`` is in bytes of stores a thread (CUDA) or registers (ROCm). ``serialized``: the assembler makes each wgmma
     wait for the one before, for want of registers (a fused kernel of mHC took 369 us then in place of 285).
@@ -81,7 +81,7 @@ class Taken(NamedTuple):
 
 
 # Kernels already compiled, in this case or another.
-MEASURED: dict[str, Taken] = {}
+MEASURED: dict[str, Resources] = {}
 
 
 class Recorder(launch.Recorder):
@@ -149,18 +149,18 @@ def _number(pattern: str, log: str) -> int:
     return int(found[1])
 
 
-def measure(kernel, args, constexprs, target: str, options) -> Taken:
-    """Compiles a kernel; returns what it takes."""
+def measure(kernel, args, constexprs, target: str, options) -> Resources:
+    """Compiles a kernel; returns what it uses."""
     with _logged():
         compiled = triton.compile(source(kernel, args, constexprs), target=TARGETS[target][0], options=options)
     shared = compiled.metadata.shared
     if "amdgcn" in compiled.asm:
         log = compiled.asm["amdgcn"]
-        return Taken(
+        return Resources(
             _number(r"\.vgpr_count:\s*(\d+)", log), shared, _number(r"\.vgpr_spill_count:\s*(\d+)", log), False
         )
     log = compiled.asm["cubin"].decode()
-    return Taken(
+    return Resources(
         _number(r"Used (\d+) registers", log), shared, _number(r"(\d+) bytes spill stores", log), "serialized" in log
     )
 
@@ -170,15 +170,15 @@ def _table() -> dict[str, Any]:
     return json.loads(TABLE.read_text())
 
 
-def _unnamed(key: str, taken: Taken) -> bool:
-    """Returns whether the table has other numbers for this Triton; without a column there, nothing is unnamed.
+def _differs(key: str, used: Resources) -> bool:
+    """Returns whether the table has other numbers for this Triton; without a column there, nothing differs.
 
     Where ``tests/all_offline.py`` makes the table, notes the numbers instead.
     """
     if RECORD not in os.environ:
-        return TRITON in _table()["versions"] and str(taken) not in _table()["kernels"].get(key, {}).get(TRITON, [])
+        return TRITON in _table()["versions"] and str(used) not in _table()["kernels"].get(key, {}).get(TRITON, [])
     with open(os.environ[RECORD], "a") as file:
-        file.write(json.dumps([key, str(taken)]) + "\n")
+        file.write(json.dumps([key, str(used)]) + "\n")
     return False
 
 
@@ -194,10 +194,10 @@ def compile_all(launches, target: str, case: str) -> tuple[set[str], dict[str, s
         key = repr((target, name, dtypes, constexprs, options))
         if key not in MEASURED:
             MEASURED[key] = measure(kernel, args, constexprs, target, options)
-        taken = MEASURED[key]
+        used = MEASURED[key]
         seen.add(name)
-        if _unnamed(f"{target} {name} {case}", taken):
-            bad[name] = f"{taken}, which {TABLE.name} does not have"
-        if taken.shared > SHARED_LIMIT[target]:
-            bad[name] = f"{taken.shared} bytes of shared memory"
+        if _differs(f"{target} {name} {case}", used):
+            bad[name] = f"{used}, which {TABLE.name} does not have"
+        if used.shared > SHARED_LIMIT[target]:
+            bad[name] = f"{used.shared} bytes of shared memory"
     return seen, bad

@@ -68,14 +68,18 @@ def inputs(B: int, S: int, width: int, device: str = "cpu") -> tuple[Tensor, Ten
     return torch.randn(B, S, STREAMS, width, generator=g).to(device), starts.to(device)
 
 
+def exported(model: nn.Module, width: int, device: str = "cpu") -> torch.export.ExportedProgram:
+    """Returns the routed program of a model that takes :func:`inputs`, with dynamic batch and length."""
+    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=3, max=512)}
+    program = torch.export.export(model, inputs(*CASES[1], width, device), dynamic_shapes=(sizes, sizes))
+    return mhc_inductor.route_exported(program)
+
+
 def make(folder: pathlib.Path, width: int, head: int, picks: bool, recurrent: bool = True, device: str = "cpu") -> None:
     """Writes the package ``model.pt2`` into a folder, and inputs and expected outputs of each of ``CASES``."""
     model = Everything(width, head, picks, recurrent).to(device)
-    batch, length = Dim("batch", min=1, max=64), Dim("length", min=3, max=512)
-    shapes = ({0: batch, 1: length}, {0: batch, 1: length})
     with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
-        program = torch.export.export(model, inputs(*CASES[1], width, device), dynamic_shapes=shapes)
-        routed = mhc_inductor.route_exported(program)
+        routed = exported(model, width, device)
         code = routed.graph_module.code
         assert code.count("mhc_inductor.mhc_pre.default") == code.count("mhc_inductor.mhc_post.default") == 2
         assert code.count("mhc_inductor.selection_attention.default") == 2

@@ -10,10 +10,24 @@ import os
 import pathlib
 import platform
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
+
+import hypothesis
+import torch
+import typer
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import Tensor
+
+import mhc_inductor  # noqa: F401  (registers the ops)
+from benchmarks import running
+from benchmarks.source_hash import ROOT, source_hash
+
+sys.path.insert(0, str(ROOT / "tests"))  # the helpers import each other by name, as under pytest
 
 import helpers_e79
 import helpers_index
@@ -21,17 +35,7 @@ import helpers_lists
 import helpers_mhc
 import helpers_selection
 import helpers_single_pass
-import hypothesis
-import torch
-import typer
-from hypothesis import strategies as st
 from op_contract import op, strided
-from rich.console import Console
-from torch import Tensor
-
-import mhc_inductor  # noqa: F401  (registers the ops)
-from benchmarks import running
-from benchmarks.source_hash import ROOT, source_hash
 
 RESULT = ROOT / "benchmarks" / "results" / "properties.json"
 FOLDERS = ("mhc_inductor/ops", "mhc_inductor/reference")
@@ -76,7 +80,8 @@ def close(got: Named, want: Named, dtype: torch.dtype) -> None:
 
     Gradients may cancel, so that in lower precision they are held to the size of what they sum only.
     """
-    for name in got.keys() & want.keys():
+    assert got.keys() <= want.keys(), f"{sorted(got)}, of which fp64 has {sorted(want)}"
+    for name in got:
         a, b = got[name].detach().double(), want[name].detach().double()
         assert a.shape == b.shape, name
         odd = ~b.isfinite()
@@ -87,21 +92,38 @@ def close(got: Named, want: Named, dtype: torch.dtype) -> None:
         assert error <= bound, f"{name}: {error:.3g} above {bound:.3g}"
 
 
+def with_gradients(
+    run: Callable[[Any], Named], oracle: Callable[[Any, Named], Named], outputs: Sequence[str], dtype: torch.dtype
+) -> None:
+    """Compares an op's results and gradients, of normal ones for ``outputs``, with fp64 for the same rounded results."""
+    plain = run(None)
+    up = helpers_mhc.upstream({name: plain[name] for name in outputs})
+    got = run(up)
+    close(got, oracle(up, got), dtype)
+
+
 def pre(seed: int, sinkhorn_iters: int, sinkhorn_form: str, norm_form: str, **sizes: Any) -> Sequence[Any]:
     sinkhorn_iters *= sizes["full"]  # without a residual matrix there is nothing to balance
     options = {"sinkhorn_iters": sinkhorn_iters, "sinkhorn_form": sinkhorn_form, "norm_form": norm_form}
     made = any_strides(helpers_mhc.make_inputs(**sizes, seed=seed), seed)
-    got = helpers_mhc.run_pre(made, None, options)
-    up = helpers_mhc.upstream({k: got[k] for k in ("h_in", "h_post", "h_res") if got[k].numel() or k == "h_in"})
-    close(helpers_mhc.run_pre(made, up, options), helpers_mhc.oracle_pre(made, up, options), sizes["dtype"])
+    with_gradients(
+        lambda up: helpers_mhc.run_pre(made, up, options),
+        lambda up, _: helpers_mhc.oracle_pre(made, up, options),
+        ("h_in", "h_post", "h_res")[: 2 + sizes["full"]],
+        sizes["dtype"],
+    )
     return [*made.values(), *{**helpers_mhc.PRE_OPTIONS, **options}.values()]
 
 
 def head(seed: int, norm_form: str, **sizes: Any) -> Sequence[Any]:
     options = {"norm_form": norm_form}
     made = any_strides(helpers_mhc.make_inputs(**sizes, head=True, seed=seed), seed)
-    up = helpers_mhc.upstream({"h_in": helpers_mhc.run_head(made, None, options)["h_in"]})
-    close(helpers_mhc.run_head(made, up, options), helpers_mhc.oracle_head(made, up, options), sizes["dtype"])
+    with_gradients(
+        lambda up: helpers_mhc.run_head(made, up, options),
+        lambda up, _: helpers_mhc.oracle_head(made, up, options),
+        ("h_in",),
+        sizes["dtype"],
+    )
     return [*made.values(), *{**helpers_mhc.HEAD_OPTIONS, **options}.values()]
 
 
@@ -127,10 +149,12 @@ def sinkhorn(seed: int, lead: tuple[int, ...], n: int, dtype: torch.dtype, iters
 
 def fused(seed: int, transpose_res: bool, residual: bool, head: bool, **sizes: Any) -> Sequence[Any]:
     made = any_strides(helpers_mhc.make_fused_inputs(**sizes, residual=residual, head=head, seed=seed), seed)
-    got = helpers_mhc.run_fused(made, transpose_res)
-    up = helpers_mhc.upstream({k: got[k] for k in ("x_out", "h_in")})
-    got = helpers_mhc.run_fused(made, transpose_res, up)
-    close(got, helpers_mhc.oracle_fused(made, transpose_res, got["x_out"], up), sizes["dtype"])
+    with_gradients(
+        lambda up: helpers_mhc.run_fused(made, transpose_res, up),
+        lambda up, got: helpers_mhc.oracle_fused(made, transpose_res, got["x_out"], up),
+        ("x_out", "h_in"),
+        sizes["dtype"],
+    )
     options = helpers_mhc.HEAD_OPTIONS if head else helpers_mhc.PRE_OPTIONS
     tensors = list(made.values())
     return [*tensors[:4], transpose_res, *tensors[4:], *options.values()]
@@ -138,20 +162,24 @@ def fused(seed: int, transpose_res: bool, residual: bool, head: bool, **sizes: A
 
 def single_pass(seed: int, transpose_res: bool, residual: bool, **sizes: Any) -> Sequence[Any]:
     made = any_strides(helpers_single_pass.make_inputs(**sizes, residual=residual, seed=seed), seed)
-    got = helpers_single_pass.run(made, transpose_res)
-    up = helpers_mhc.upstream({k: got[k] for k in helpers_single_pass.UP})
-    got = helpers_single_pass.run(made, transpose_res, up)
-    close(got, helpers_single_pass.oracle(made, transpose_res, got["x_out"], up), sizes["dtype"])
+    with_gradients(
+        lambda up: helpers_single_pass.run(made, transpose_res, up),
+        lambda up, got: helpers_single_pass.oracle(made, transpose_res, got["x_out"], up),
+        helpers_single_pass.UP,
+        sizes["dtype"],
+    )
     tensors = list(made.values())
     return [*tensors[:5], transpose_res, *tensors[5:], *helpers_mhc.PRE_OPTIONS.values()]
 
 
 def coefficients(seed: int, **sizes: Any) -> Sequence[Any]:
     made = any_strides(helpers_mhc.make_inputs(**sizes, seed=seed), seed)
-    got = helpers_single_pass.run_coefficients(made)
-    up = helpers_mhc.upstream({k: got[k] for k in ("h_pre", "h_post", "h_res")})
-    got = helpers_single_pass.run_coefficients(made, up)
-    close(got, helpers_single_pass.oracle_coefficients(made, up), sizes["dtype"])
+    with_gradients(
+        lambda up: helpers_single_pass.run_coefficients(made, up),
+        lambda up, _: helpers_single_pass.oracle_coefficients(made, up),
+        ("h_pre", "h_post", "h_res"),
+        sizes["dtype"],
+    )
     return [*made.values(), *helpers_mhc.PRE_OPTIONS.values()]
 
 
@@ -170,29 +198,28 @@ def scan(seed: int, segment: int, **sizes: Any) -> Sequence[Any]:
     return [*made.values(), segment]
 
 
-def attention(seed: int, documents: bool, S: int, S_kv: int, B: int, **sizes: Any) -> Sequence[Any]:
-    if documents:  # two packed sequences
-        B, sizes = (
-            1,
-            {**sizes, "lengths": (S // 2, S - S // 2), "key_lengths": (S_kv // 3, S_kv - S_kv // 3), "segments": None},
-        )
-    made = helpers_selection.make_inputs(**sizes, B=B, S=S, S_kv=S_kv, seed=seed)
-    made = any_strides(made, seed)
+def in_documents(S: int, S_kv: int) -> dict[str, Any]:
+    """Returns what makes of the queries and keys two packed sequences."""
+    lengths = {"lengths": (S // 2, S - S // 2), "key_lengths": (S_kv // 3, S_kv - S_kv // 3)}
+    return {"B": 1, **lengths, "segments": None}
+
+
+def attention(seed: int, documents: bool, **sizes: Any) -> Sequence[Any]:
+    if documents:
+        sizes |= in_documents(sizes["S"], sizes["S_kv"])
+    made = any_strides(helpers_selection.make_inputs(**sizes, seed=seed), seed)
     up = helpers_selection.upstream(made)
     helpers_selection.check(helpers_selection.run(made), made)
     close(helpers_selection.run(made, up), helpers_selection.oracle(made, up), sizes["dtype"])
     return helpers_selection.positional(made, 0.3)
 
 
-def lists(seed: int, documents: bool, S: int, S_kv: int, B: int, **sizes: Any) -> Sequence[Any]:
+def lists(seed: int, documents: bool, **sizes: Any) -> Sequence[Any]:
     if documents:
-        B, sizes = (
-            1,
-            {**sizes, "lengths": (S // 2, S - S // 2), "key_lengths": (S_kv // 3, S_kv - S_kv // 3), "segments": False},
-        )
+        sizes |= in_documents(sizes["S"], sizes["S_kv"])
     if sizes["shared"]:
         sizes["Dv"] = min(sizes["Dv"], sizes["Dk"])
-    made = any_strides(helpers_lists.make_inputs(**sizes, B=B, S=S, S_kv=S_kv, seed=seed), seed)
+    made = any_strides(helpers_lists.make_inputs(**sizes, seed=seed), seed)
     args = helpers_lists.arguments(made, 0.3)
     o, lse = op("selection_list_attention")(*args)
     helpers_lists.check({"o": o, "lse": lse}, made, scale=0.3)

@@ -6,19 +6,20 @@ A program that is committed in ``tests/data`` is never made again: a new one get
 from __future__ import annotations
 
 import pathlib
+import sys
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim
 
 import mhc_inductor
 from mhc_inductor.nn import HyperConnection, HyperHead
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # the helpers import each other by name, as under pytest
+
 from tests import packaged
 
 DATA = pathlib.Path(__file__).parent / "data"
 WIDTH = 16
-CASES = packaged.CASES
-"""Batch and length of the inputs that are saved with the outputs. Export uses the second."""
 
 
 class SinglePass(nn.Module):
@@ -51,14 +52,12 @@ MODELS = {
 def save(name: str, folder: pathlib.Path = DATA) -> None:
     """Writes a routed program, and its inputs and outputs for each case."""
     model = MODELS[name]()
-    sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=3, max=512)}
-    program = torch.export.export(model, packaged.inputs(*CASES[1], WIDTH), dynamic_shapes=(sizes, sizes))
-    routed = mhc_inductor.route_exported(program)
+    routed = packaged.exported(model, WIDTH)
     for node in routed.graph.nodes:
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node"):
             node.meta.pop(key, None)  # paths of the machine that saves
     torch.export.save(routed, folder / f"{name}.pt2")
-    inputs = [packaged.inputs(*sizes, WIDTH) for sizes in CASES]
+    inputs = [packaged.inputs(*sizes, WIDTH) for sizes in packaged.CASES]
     with torch.no_grad():
         torch.save([(given, model(*given)) for given in inputs], folder / f"{name}.pt")
 

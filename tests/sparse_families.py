@@ -317,6 +317,11 @@ ROUTED: dict[tuple[str, str, str], tuple[int, int]] = {
 """How many (indexers, attentions) are routed where not all are, by family, implementation and mode."""
 
 
+def modes(attention: str) -> tuple[str, ...]:
+    """Returns the modes that are tested with an implementation of attention."""
+    return EAGER_MODES if attention == "eager" else SDPA_MODES
+
+
 def expected(family: str, attention: str, mode: str) -> tuple[int, int]:
     """Returns how many indexers and attentions are routed in a mode."""
     one = FAMILIES[family]
@@ -326,6 +331,6 @@ def expected(family: str, attention: str, mode: str) -> tuple[int, int]:
 def by_result(family: str, attention: str) -> dict[tuple[int, int], list[str]]:
     """Returns the modes by how many indexers and attentions are routed in them, the most common first."""
     found: dict[tuple[int, int], list[str]] = {}
-    for mode in EAGER_MODES if attention == "eager" else SDPA_MODES:
+    for mode in modes(attention):
         found.setdefault(expected(family, attention, mode), []).append(mode)
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))

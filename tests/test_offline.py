@@ -1,4 +1,4 @@
-"""Compiles every kernel of every plan for absent GPUs: it must compile, and take what tests/compiled.json says."""
+"""Compiles every kernel of every plan for absent GPUs: it must compile, and use what tests/compiled.json says."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PAIRS = list(itertools.product(TARGETS, CASES))
 
 
 @pytest.mark.parametrize(("target", "case"), part(PAIRS, lambda target, case: case == "bf16"))
-def test_compiles_without_unnamed_spills(target, case):
+def test_compiles_without_differs_spills(target, case):
     recorded = launches(TARGETS[target][1], **CASES[case])
     seen, bad = compile_all(recorded, target, case)
     assert len(seen) == 15
@@ -75,7 +75,11 @@ def test_numbers_that_the_table_does_not_have_are_found(monkeypatch: pytest.Monk
         "kernels": {"cuda:90 k a": {offline.TRITON: ["9 registers, 8 shared, 0 spilled"]}},
     }
     monkeypatch.setattr(offline, "_table", lambda: table)
-    assert not offline._unnamed("cuda:90 k a", offline.Taken(9, 8, 0, False))
-    for other in (offline.Taken(10, 8, 0, False), offline.Taken(9, 8, 4, False), offline.Taken(9, 8, 0, True)):
-        assert offline._unnamed("cuda:90 k a", other)
-    assert offline._unnamed("cuda:90 k another case", offline.Taken(9, 8, 0, False))
+    assert not offline._differs("cuda:90 k a", offline.Resources(9, 8, 0, False))
+    for other in (
+        offline.Resources(10, 8, 0, False),
+        offline.Resources(9, 8, 4, False),
+        offline.Resources(9, 8, 0, True),
+    ):
+        assert offline._differs("cuda:90 k a", other)
+    assert offline._differs("cuda:90 k another case", offline.Resources(9, 8, 0, False))

@@ -6,6 +6,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import helpers_mhc
@@ -27,6 +31,15 @@ pytestmark = pytest.mark.skipif(
 def test_random_inputs(name: str) -> None:
     count = properties.run(name, CASES, derandomize=True)
     assert count.cases >= CASES and count.spoiled["refused"] > CASES // 2
+
+
+def test_the_command_runs_from_the_checkout_alone(tmp_path: pathlib.Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    out = tmp_path / "counts.json"
+    command = ["-m", "tests.properties", "--only", "mhc_collapse", "--cases", "2", "--out", str(out)]
+    done = subprocess.run([sys.executable, *command], cwd=properties.ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(out.read_text())["ops"]["mhc_collapse"]["cases"] >= 2
 
 
 def test_another_orientation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ CASES = [
     (family, attention, name)
     for turn, (family, one) in enumerate(FAMILIES.items())
     for attention in one.implementations
-    for k, name in enumerate(sparse_families.EAGER_MODES if attention == "eager" else sparse_families.SDPA_MODES)
+    for k, name in enumerate(sparse_families.modes(attention))
     if WHOLE or name == "training" or k % 3 == turn % 3
     if family != "glm5_next" or "dynamic" not in name  # 12 graphs, two minutes
 ]
