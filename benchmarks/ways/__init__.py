@@ -69,6 +69,7 @@ class Worker:
         places = [*settings.paths, str(environment.ROOT), os.environ.get("PYTHONPATH", "")]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
         env["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
+        env["PYTHONUNBUFFERED"] = "1"  # a process that crashes does not write what Python buffered
         env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         for name, folder in (("TORCHINDUCTOR", "inductor"), ("TRITON", "triton")):
             env.setdefault(f"{name}_CACHE_DIR", str(log.parent / folder))
