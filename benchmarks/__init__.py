@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks: ``python -m benchmarks mhc`` measures; ``python -m benchmarks table FILE.json`` prints a stored run."""

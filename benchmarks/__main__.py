@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command line of the benchmarks.
 
 ``mhc``, ``e79``, ``selection``, ``lists``, ``index``, ``rule``, ``sparse_models``, ``deepseek_v4``, ``multi_gpu``, ``routing``, ``ways``, ``readme``

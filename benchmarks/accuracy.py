@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors against fp64, next to those of the plain PyTorch formula, and checks of bitwise determinism."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compile that finds nothing in any cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A copy kernel: the bandwidth of a large copy is what a kernel can get from memory."""
 
 from __future__ import annotations

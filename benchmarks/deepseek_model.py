@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of the end-to-end benchmark: DeepSeek-V4 of transformers, unmodified, with random weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V4 of transformers end to end: time, compile time and memory of every variant, compared with bars.
 
 Each variant and part (forward, training, training with activation checkpointing) runs in its own process with cold

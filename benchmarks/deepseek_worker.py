@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs one variant of the end-to-end benchmark in its own process, with cold caches.
 
 The process builds the model and prints ``ready``, then compiles and prints ``compiled``. After each it waits for a line

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 benchmark: its rows, and how one run measures them.
 
 Times are microseconds per time step: the time of a call divided by T. Each is a median of CUDA-graph replays with the

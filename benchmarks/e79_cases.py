@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs of the E79 rows, the Python loop they are compared with, and the package's op behind the same signature.
 
 The loop is written independently of the package's reference. In fp64 it also gives the values that outputs are checked

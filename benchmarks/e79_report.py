@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Table and picture of an E79 run, made from its JSON alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the compilation of a Python loop over time: with the plugin, which rolls it up, and without."""
 
 from __future__ import annotations

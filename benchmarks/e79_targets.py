@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets of the E79 rows: bars, goals and times of others, in microseconds per time step.
 
 Source: the project's survey on one NVIDIA H200 (torch 2.11, triton 3.6), B = 32, T = 512, L2 flushed, medians. The

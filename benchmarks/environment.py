@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment recorded with a result: commit, sources, device, versions."""
 
 from __future__ import annotations

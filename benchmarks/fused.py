@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs and fp64 values of the fused ops: post of one sublayer with pre of the next, and single-pass mHC."""
 
 from __future__ import annotations

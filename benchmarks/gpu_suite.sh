@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Everything that needs a GPU, in one go: correctness first, then the memory checker on small shapes, then the benchmark.
 #   benchmarks/gpu_suite.sh OUT_FOLDER [tests|sanitize|bench|sparse ...]      (default: the first three)
 # sparse: whole models, which need transformers 5.23 (PYTHONPATH with it will do) and half an hour. Jobs that are done are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The diagram of the package's imports, in Mermaid's language."""
 
 from __future__ import annotations

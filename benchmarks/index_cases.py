@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs of the index rows, the formula in fp64, and the formula as models write it."""
 
 from __future__ import annotations

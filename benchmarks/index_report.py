@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of a run of the index benchmark, made from its JSON alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets of the index rows: shapes, bars and goals, in microseconds.
 
 Source: the project's survey on one NVIDIA H200 (torch 2.11, triton 3.6), bf16, L2 flushed, medians. Absolute times

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of selection attention over lists of keys: its rows, and how one run measures them.
 
 Times are medians of CUDA-graph replays with the L2 flushed before each replay; a peer's call above ``LONG_US`` is

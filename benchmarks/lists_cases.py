@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs of the rows of attention over lists of keys, and the formula in fp64 and as dense SDPA with a mask.
 
 The formula is written independently of the package's reference. It gives the values that outputs are checked against.

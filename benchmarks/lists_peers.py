@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peers of attention over lists: dense SDPA, torch.compile of plain formulas, the selection op over ranges."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables and the picture of a run of attention over lists of keys, made from its JSON alone."""
 
 from __future__ import annotations

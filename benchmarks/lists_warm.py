@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the kernels of a run of the lists benchmark in parallel processes: see :mod:`benchmarks.selection_warm`."""
 
 from __future__ import annotations

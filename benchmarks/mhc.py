@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mHC benchmark: its rows, and how one run measures them.
 
 A run is a list of groups. The variants of a group are timed round-robin, so that a drift of the clock affects all of

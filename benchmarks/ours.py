@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that rows measure, made with this package: direct op calls, and a compiled training step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results in the pages: ``python -m benchmarks readme`` writes each block between its markers, and the README's picture.
 
 A block begins with ``<!-- results: NAME -->`` and ends with ``<!-- end of results -->``.

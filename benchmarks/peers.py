@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peers of the ops: the plain PyTorch formula, eager and compiled, and Liger's kernels.
 
 The plain formula is written independently of the package's reference. It also computes the fp64 values that outputs are

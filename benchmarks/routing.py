@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the routing pass: seconds by depth of DeepSeek-V4, time per node, and share of a whole compile."""
 
 from __future__ import annotations

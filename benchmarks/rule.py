@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both sides of the rule that chooses between dense attention under a mask and lists of keys, and its other figures.
 
 The two sides are one layer of DeepSeek-V3.2's attention from the same latent: ``dense`` expands it to every head's keys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared parts of all benchmark runs: state and order, device, failures, peak memory, results as JSON."""
 
 from __future__ import annotations

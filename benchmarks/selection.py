@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The selection-attention benchmark: its rows, and how one run measures them.
 
 Times are medians of CUDA-graph replays with the L2 flushed before each replay. The variants of a case take turns; long

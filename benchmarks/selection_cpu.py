@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention and dense causal SDPA on a CPU, by length: blocks and lists of single keys, interleaved rounds.
 
 Dense attention gets K and V repeated for every head beforehand. A ratio is the median of the rounds' own ratios, since

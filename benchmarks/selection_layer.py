@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times a whole attention layer: ``nn.NativeSparseAttention`` and dense causal attention with the same projections.
 
 The parts of its forward (the three branches and the choice of blocks) are also timed separately.

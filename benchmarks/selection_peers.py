@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peers of the op: dense causal SDPA, flash-linear-attention's selected branch, gather + SDPA, masked SDPA."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables and pictures of a selection-attention run, made from its JSON alone."""
 
 from __future__ import annotations

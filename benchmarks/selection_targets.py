@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets of the selection-attention rows: shapes, bars, goals and times of others, in microseconds.
 
 Source: the project's survey on one NVIDIA H200 (torch 2.11, triton 3.6): bf16, D = 128, 16 blocks of 64 selected per

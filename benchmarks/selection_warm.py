@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the kernels of a run in parallel processes, so that the run finds them in Triton's cache on disk.
 
 Nothing is timed meanwhile. If a process fails or takes too long, the run compiles those kernels itself.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hashes that tie results to the code they are of: ``python -m benchmarks.source_hash`` prints them.
 
 Only parsed code counts: docstrings, comments and formatting may change. Every supported Python gives the same hash.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models of the sparse benchmark: DeepSeek-V4 and DeepSeek-V3.2 of transformers with random weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fills rows of peers that a run had no time for with those of a later run on the same kind of machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with sparse attention end to end: eager, torch.compile and this package, each job in its own process.
 
 Jobs run one after the other, so that each has the device and all processors to itself. Ours come first, then

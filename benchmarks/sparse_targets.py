@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets of whole models with sparse attention: what is measured, bars and goals in ms and GiB.
 
 Source: the project's survey on one NVIDIA H200 (torch 2.11, triton 3.6), bf16, batch by tokens as named. Absolute

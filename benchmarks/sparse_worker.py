@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs one case of the sparse benchmark with one compiler, in its own process, with cold caches."""
 
 from __future__ import annotations

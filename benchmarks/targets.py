@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets of the mHC rows: floors, bars, goals, and times of others of other implementations.
 
 Source: the project's survey of other implementations on one NVIDIA H200 (torch 2.11, triton 3.6):

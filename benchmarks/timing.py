@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Timing: CUDA-graph replays between events, with the L2 cache flushed before each replay; variants take turns.
 
 On a CPU the same interface reads the wall clock. All times are in microseconds.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares two versions of Triton on one card: times, registers and spills of the same benchmarks' runs with each.
 
 for each Triton: python -m benchmarks mhc --no-compiled --out FOLDER, lists --quick and index --quick likewise

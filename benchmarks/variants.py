@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures the variants of one case: builds their calls, times them in turn, checks their outputs, fills their rows.
 
 Long calls get fewer rounds, and a very long one of a peer one. A failing variant is recorded in its row.

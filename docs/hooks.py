@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mkdocs hooks: pages of the checkout outside docs/ (results, CONTRIBUTING.md) become pages of the site."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A byte-level transformer whose residuals are manifold-constrained hyper-connections (arXiv 2512.24880)."""
 
 from __future__ import annotations

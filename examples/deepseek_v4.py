@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs DeepSeek-V4 of transformers, unmodified: eager, compiled, and compiled with mhc_inductor.
 
 The model has random weights and reads the sources of Python's standard library as bytes. The report says which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a byte-level E79 language model on the sources of Python's standard library, twice.
 
 The model is plain PyTorch with a Python loop over time. One run is eager; the other uses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A byte-level E79 language model in plain PyTorch: the recurrence is a Python loop over time.
 
 This module does not use mhc_inductor. Compiled with its backend, the loop that Dynamo unrolled becomes one scan again.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture of ``train_fsdp.py``: the loss, and the tokens a second, by step."""
 
 from __future__ import annotations

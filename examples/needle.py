@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds needles in long real text: dense attention, ``nn.NativeSparseAttention`` and ``nn.SparseIndexer``.
 
 A small model learns to look up ``<ab=x>`` in the sources of Python's standard library. It first trains on short texts,

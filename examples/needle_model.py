@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A byte-level model for look-ups: a short convolution, attention, an MLP.
 
 Its attention is causal over all positions (:class:`DenseAttention`),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture of the needle example: accuracy by depth and length, speed by length, losses, selected blocks."""
 
 from __future__ import annotations

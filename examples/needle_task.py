@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Needles in real text: ``<ab=x>`` is hidden in Python's standard library and asked for at the end.
 
 A sequence is text with needles, followed by the same needles in another order. The model has to predict the byte after

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention to single tokens that a learned index chooses, for the needle example: :class:`TokenAttention`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The picture of the training examples: two loss curves, their difference, and two speeds."""
 
 from __future__ import annotations

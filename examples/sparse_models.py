@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs DeepSeek-V3.2 or DeepSeek-V4 of transformers, unmodified, at growing lengths: eager, compiled, with mhc_inductor.
 
 These models select the keys of each query with an indexer and then compute dense attention under a mask. The report

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real text that every machine with Python has: the sources of the standard library, split by file."""
 
 from __future__ import annotations

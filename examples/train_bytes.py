@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a byte-level transformer with mHC residuals on the sources of Python's standard library, twice.
 
 One run is eager; the other uses ``torch.compile(model, backend="mhc_inductor")``. Both start from the same weights and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains the byte-level mHC transformer with FSDP2 on several processes; what is killed resumes where it was.
 
 Each layer is compiled with ``backend="mhc_inductor"`` and sharded with ``fully_shard``; the text is that of

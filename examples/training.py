@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a model on bytes twice from one seed, eager and compiled, and compares losses and speeds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels and their launch plans, one package per operator."""
 
 COMPILED = {"enable_fp_fusion": True}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Background compilation of kernels on threads, while the rest of a model compiles.
 
 The kernels that generated code launches are compiled by Inductor's workers. Without this module, the kernels of an op

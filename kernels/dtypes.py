@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dtypes for which kernels exist."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA implementations of the ops: each op's launch plan, run eagerly."""
 
 from __future__ import annotations

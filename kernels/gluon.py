@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading of Gluon kernels, which need CUDA and a Triton with the Gluon version that they are written for."""
 
 from __future__ import annotations

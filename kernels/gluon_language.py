@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of Gluon that differ between Triton versions."""
 
 from triton.experimental.gluon import language as gl

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The builder that executes a launch plan eagerly, on torch tensors.
 
 A plan (``kernels/<operator>/plan.py``) is written once against a builder. This builder allocates tensors and launches

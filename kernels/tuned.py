@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of configurations from the device's own table, which ``python -m mhc_inductor tune`` measures.
 
 Without a table every configuration is its closed form. A table can change the fields that are named here for a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The builder that turns a launch plan into Inductor IR, whose generated code launches the kernels directly."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowering shared by all operators: launch plans on a GPU, the reference formula elsewhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowerings of the E79 ops.
 
 The fastest kernels are written in Gluon, which Inductor's Triton-kernel HOP cannot express, so the generated code calls

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 scan compiled for a CPU: a loop over time, whose body Inductor fuses into one C++ kernel."""
 
 from __future__ import annotations

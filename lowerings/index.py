@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowerings of the index ops.
 
 On a GPU their launch plans; on a CPU a call of the op, which runs in chunks of queries, or in a package one formula.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index ops in packages for a CPU, which run without Python: one formula over all queries and keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowerings of the mHC ops.
 
 The forward of pre or of a fused op may be a Gluon kernel, which Inductor's Triton-kernel HOP cannot express. Then the

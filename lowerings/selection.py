@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lowerings of selection attention.
 
 On a GPU its launch plans; on a CPU one formula if the problem is small, else a call of the op.

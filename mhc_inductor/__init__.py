@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles mHC, E79 and selection attention formulas to hand-tuned Triton kernels through ``torch.compile``."""
 
 from __future__ import annotations

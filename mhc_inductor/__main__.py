@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs ``python -m mhc_inductor``: ``doctor`` reports what this machine runs as kernels, ``tune`` measures them."""
 
 from __future__ import annotations

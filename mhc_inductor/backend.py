@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend ``torch.compile(model, backend="mhc_inductor")``, and ``enable()`` for the ordinary Inductor backend."""
 
 from __future__ import annotations

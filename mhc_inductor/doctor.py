@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of ``python -m mhc_inductor doctor``: versions, devices, where kernels run, and why not.
 
 ``collect()`` gathers the facts and prints nothing. ``show()`` prints them as rich tables, or as plain lines without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fingerprint of everything that decides what code is generated, for the keys of torch's compile caches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package's logger, and warnings that are logged once per process."""
 
 from __future__ import annotations

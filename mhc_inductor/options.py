@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of the routing pass.
 
 Set by ``torch.compile(backend="mhc_inductor", options={"mhc_inductor.NAME": value})`` or ``enable(NAME=value)``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inductor graph passes over this package's ops.
 
 Each pass carries the package's fingerprint, and so makes it part of torch's cache keys.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Temporary changes of torch, safe on any number of threads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which versions of torch and Triton this package is tested with. Others are tried, and named in a warning, once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random programs that mix routed formulas with constructs that once broke routing: routed and eager must agree.
 
 ``python -m tests.adversarial`` runs 3000 of them, each in training and in inference, and ``--json FILE`` writes the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles every kernel in every case for every target; the tests of each commit compile the most common cases.
 
 ``python -m tests.all_offline`` takes eight minutes on two cores, and writes the committed counts of the Triton that it

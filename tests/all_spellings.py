@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every random spelling of the three formulas, and every mutant of mHC in a second spelling.
 
 The tests draw a sample of these; ``python -m tests.all_spellings`` runs all of them and writes the committed counts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a function's Dynamo graph with and without the routing pass, without Inductor."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configures the tests: kernels run on a GPU if there is one, else in Triton's interpreter in a separate process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs pytest and counts outcomes and seconds, for runs whose counts are committed."""
 
 from __future__ import annotations

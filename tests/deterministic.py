@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deterministic algorithms for a part of a test."""
 
 from __future__ import annotations

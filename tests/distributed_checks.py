@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of ``mhc_inductor.distributed`` that every rank of a gloo group runs; tests/test_distributed.py starts them.
 
 A check splits inputs over the ranks, runs a function, joins the results again, and compares them on rank 0 with the fp64

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of groups and meshes, of the bytes that are sent, and of torch.compile around the functions."""
 
 from __future__ import annotations

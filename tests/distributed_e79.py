@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of the E79 scan whose time steps are on several ranks."""
 
 from __future__ import annotations

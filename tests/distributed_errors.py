@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of wrong calls and of ranks that do not answer: an error on every rank, never a hang."""
 
 from __future__ import annotations

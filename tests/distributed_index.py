@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of index scores and of hyper-connections on sequence shards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of selection attention whose keys are on several ranks."""
 
 from __future__ import annotations

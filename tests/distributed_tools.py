@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the checks of ``mhc_inductor.distributed`` share: the ranks, their shares, and joined results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chooses the tests that ``./dev test`` runs, so that it takes less than 20 minutes on two cores.
 
 ``python -m tests.suite`` runs every case of every test and writes how long each test function took. Of a function that

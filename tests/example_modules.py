@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports the scripts of examples/ as modules, or runs them as a user does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generates Inductor's CUDA code on a machine without a GPU.
 
 A mocked device and Triton driver let Inductor compile fake CUDA tensors, and autograd differentiate them. The generated

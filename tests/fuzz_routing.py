@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random modules and small transformers models, compiled with and without routing: results must agree.
 
 ``python -m tests.fuzz_routing`` runs them all and writes the counts to ``benchmarks/results/routing_fuzz.json``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A third-party operator, which routes ``x * rsqrt(mean(x * x) + eps) * w * silu(gate)`` to one op."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the code that Inductor generates around kernels: what it launches, calls and allocates, and its names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs, an fp64 oracle and comparisons for the tests of E79, on any device.
 
 The oracle is a loop written independently of ``mhc_inductor.reference`` (einsum, one product after the other) and gets

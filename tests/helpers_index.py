@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs, an fp64 oracle and checks for the tests of the index ops, on any device.
 
 The oracle holds all products of all heads, and is written independently of ``mhc_inductor.reference.index``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs, an fp64 oracle and comparisons for the tests of selection attention over lists of keys, on any device.
 
 The oracle loops over queries, with sets of integers, independently of ``mhc_inductor.reference``; gradients come from

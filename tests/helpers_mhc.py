@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs, fp64 oracles and comparisons for the tests of mHC, on any device.
 
 The oracles are written independently of ``mhc_inductor.reference`` and get their gradients from autograd, so that a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs, an fp64 oracle and comparisons for the tests of selection attention, on any device.
 
 The oracle is a loop over queries, written independently of ``mhc_inductor.reference``: it gathers the selected keys and

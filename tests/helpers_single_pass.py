@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inputs, fp64 oracles and calls for the tests of single-pass mHC, in the manner of ``helpers_mhc``.
 
 One set of inputs serves all three ops: x, f_out, h_post, h_res, h_pre, phi, alpha, bias, gamma. Gradients come from

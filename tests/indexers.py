@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The indexers of transformers' models at toy sizes, each as a module of (hidden states, positions, padding)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixes for Triton's interpreter where it differs from a GPU or is needlessly slow (seen in 3.6 to 3.9)."""
 
 from __future__ import annotations

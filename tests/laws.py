@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formulas whose intermediate values can be replaced by name, and a comparison of a routed run with eager.
 
 The comparison covers everything a user can observe: outputs, gradients, inputs after the call, ``requires_grad`` and

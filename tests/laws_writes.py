@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All kinds of in-place writes to a tensor, for the tests of the laws of routing and for random programs."""
 
 from __future__ import annotations

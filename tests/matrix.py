@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a part of the tests with several Pythons, each of which has a torch of its own; writes a row for each.
 
 ``python -m tests.matrix .venv/bin/python /path/to/another/python`` takes some ten minutes a Python on two cores. The row

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single changes that turn the mHC formula into another function: none may be routed as if unchanged.
 
 Excluded are changes after which the formula is still mHC with other weights or other numbers (phi's columns permuted, 2

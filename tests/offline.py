@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles kernels for absent GPUs: launches are recorded on meta tensors, and the assembler reports the spills."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that hold for every op, shared by the tests of each operator."""
 
 from __future__ import annotations

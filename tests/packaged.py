@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model for packages (AOTInductor), and what a folder with its package needs to be run by Python and by C++."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A builder of launch plans whose fresh memory is poisoned: what a kernel forgets to write shows in the results."""
 
 from __future__ import annotations

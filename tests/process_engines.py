@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each process of a test with several does: runs a compiled model that was pickled, and DDP in many buckets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints as JSON what a compile leaves changed in torch and in the garbage collector.
 
 ``tests/test_process_state.py`` runs it in a separate process, because other tests change torch's state.

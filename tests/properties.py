@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random inputs of every op, against fp64 and against its own fake function.
 
 ``python -m tests.properties`` draws 2,000 cases an op and writes the counts to ``benchmarks/results/properties.json``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles whole models at published widths for the simulated CUDA, in many ways, and reads every wrapper that comes out.
 
 ``python -m tests.real_sizes [MODEL] [WAY]`` prints the table. Weights and inputs are fake: a model needs no memory.

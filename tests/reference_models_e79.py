@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reference models of E79 as others write it: cells and layers with a loop over time in plain Python.
 
 Each has a style of its own. Sizes are small, and the code is what such projects publish: lists of outputs, out-of-place

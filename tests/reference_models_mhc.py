@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reference models of mHC as other projects write it: their layouts, conventions and names, for routing to find.
 
 The code is our own. Every function takes ``x [..., n, D]`` and a mapping of parameters made by :func:`parameters`, and

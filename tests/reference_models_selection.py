@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reference models of sparse attention in the style of public code: dense attention masked to selected keys or blocks.
 
 They follow descriptions of such references (DeepSeek sparse attention, NSA's and MoBA's selected blocks, paged top-k

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves programs whose ops later versions must still run: ``python -m tests.saved_programs`` with the oldest torch.
 
 A program that is committed in ``tests/data`` is never made again: a new one gets a new name.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs checks of DTensors, each by every rank of one gloo process group: ``run(shape, names)`` returns what failed.
 
 A check is a function of the mesh, in the files ``sharded_*.py``. Names that begin with ``whole_`` run on a mesh of two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of compiled formulas on DTensors: which are routed, and which stay as they are."""
 
 from __future__ import annotations

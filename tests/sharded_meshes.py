@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks on a mesh of two by two ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of models under the engines that shard them: FSDP2, tensor and sequence parallel plans, pipeline stages."""
 
 from __future__ import annotations

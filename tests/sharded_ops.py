@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of every op on DTensors, with the samples of its tests."""
 
 from __future__ import annotations

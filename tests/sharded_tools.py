@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the checks of ops on DTensors share: errors, placements, and a run with gradients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models of transformers 5.23 with sparse attention, one configuration a family, with random weights."""
 
 from __future__ import annotations

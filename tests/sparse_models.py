@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 r"""Counts which indexers and attentions of each sparse model are routed, and says why the others are not.
 
 python -m tests.sparse_models                       # every family, mode and attention implementation

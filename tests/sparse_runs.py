@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a tiny sparse model eagerly and routed, in every mode that people use, and compares and counts."""
 
 from __future__ import annotations

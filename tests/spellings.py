@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A generator of spellings of the mHC formula (arXiv 2512.24880), and of mutants that are no longer mHC.
 
 A spelling is one pick for each axis of :data:`AXES`: how x is flattened, where the norm is applied, how phi is stored,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A generator of loops over time that are E79, written in many ways, and of mutants that are no longer E79.
 
 A spelling is one pick for each axis of :data:`AXES`, every pick a callable in ordinary PyTorch. :class:`Loop` composes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Spellings of index scores, masks on them and choices from them, and formulas that only resemble them."""
 
 from __future__ import annotations

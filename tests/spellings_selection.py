@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A generator of attentions masked to selected keys, written in many ways, and of mutants that are other formulas.
 
 A spelling is one pick for each axis of :data:`AXES`, every pick a callable in ordinary PyTorch; :class:`Attention`

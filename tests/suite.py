@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs every test but those marked ``whole``, every case of each, and writes the committed counts and times.
 
 ``python -m tests.suite`` takes an hour on two cores. ``./dev test`` runs a part of it, chosen by the times that were

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A seeded sample of the adversarial suite, and tests of the suite itself.
 
 The full run is ``python -m tests.adversarial``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backend, enable(), options, modes and passes, on the CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of ops that generated code calls compile on threads, starting when the graph is lowered."""
 
 from __future__ import annotations

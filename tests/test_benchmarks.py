@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mHC benchmark: its arithmetic, its outputs on a CPU, its handling of crashes, and its tables and plots."""
 
 from __future__ import annotations

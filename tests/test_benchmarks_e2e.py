@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end-to-end benchmark and that of the routing pass: what they measure, save, compare with bars and plot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of index scores: its formula and checks, its outputs on a CPU, its tables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of several GPUs, with tiny sizes on gloo: its jobs, their limits, and what makes one fail."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of the rule's figures: both sides compute one attention, and a run on a CPU writes its table."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The selection-attention benchmark: its inputs and formula, its outputs on a CPU, its tables and plots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The end-to-end benchmark of models with sparse attention: jobs, rows, bars, bounds of errors, pages."""
 
 from __future__ import annotations

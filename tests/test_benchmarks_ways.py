@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of ways to train and serve: cells, what counts as wrong, processes that crash or hang, going on."""
 
 from __future__ import annotations

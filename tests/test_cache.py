@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compile caches: an upgraded package never reuses code compiled by an older version, and cached code stays dynamic."""
 
 from __future__ import annotations

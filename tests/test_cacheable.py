@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What this package puts into a graph can be cached and saved like what it replaces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selective checkpoint policies: which ops they see in a region, what is fused around it, and what ops_to_save names."""
 
 from __future__ import annotations

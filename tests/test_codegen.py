@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA code of compiled graphs, without a GPU: which kernels are launched, and that nothing else touches x."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA code of compiled graphs with the E79 scan, without a GPU: which kernels, or which op, it calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CUDA code of compiled graphs with attention over lists of keys, without a GPU: which kernels it launches on what."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private torch APIs: all in mhc_inductor/compat, in the module of the layer that uses them, with a line for each.
 
 A line of a module's docstring is ``NAME: use``, or ``NAME (from 2.12): use`` and ``NAME (until 2.11): use`` where not

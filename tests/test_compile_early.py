@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels compile while code generation continues: Inductor's workers get each source as soon as it is known."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels that must give the same bits leave the compilers no choice: contraction changes none of their instructions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context parallelism on gloo groups of two and three processes: ``distributed_checks.py`` has what the ranks run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The doctor: its facts, its exit status, and its plain output without rich and typer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``./dev test`` leaves out: cases of tests that take long, tests whose every case does; how times are read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other engines around compiled models: threads, fork, compiled autograd, offloaded activations, layers compiled apart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example with DeepSeek-V4, run as a user runs it, at a tiny size on the CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 example, run as a user runs it, at tiny sizes on the CPU."""
 
 from __future__ import annotations

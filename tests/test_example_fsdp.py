@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The example of FSDP2 on two processes of torchrun: killed in a step and started again, it loses nothing."""
 
 from __future__ import annotations

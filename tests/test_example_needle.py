@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The needle example, run as a user runs it, at tiny sizes on the CPU; its task and its sparse model's start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """explain(), the report, the log and the tlparse artifact."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """explain() does not depend on earlier compiles or explanations, and does not change later compiles."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """route_exported: exported programs of all kinds are routed, stay valid, and give the program's values and gradients."""
 
 from __future__ import annotations

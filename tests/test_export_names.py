@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments, parameters, buffers and constants of exported programs keep names that FX gives to no node of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routed programs are unflattened into submodules that give the program's values, also where formulas cross them."""
 
 from __future__ import annotations

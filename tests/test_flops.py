@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flop formulas: ``FlopCounterMode`` counts an op as it counts the same products written with torch's operators."""
 
 from __future__ import annotations

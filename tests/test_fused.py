@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused ops mhc_post_pre and mhc_post_head: equal to the two separate ops, exact gradients, refusals, one trace."""
 
 from __future__ import annotations

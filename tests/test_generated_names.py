@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names in generated code: no kernel of ours bears one that the graph gives to an argument, a value or a constant."""
 
 from __future__ import annotations

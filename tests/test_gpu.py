@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tests that need a GPU: launched kernels by the profiler, CUDA graphs, dynamic shapes, memory, large tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """E79 on a GPU: which kernels run, compiled training, CUDA graphs, dynamic sizes, memory, long and large inputs."""
 
 from __future__ import annotations

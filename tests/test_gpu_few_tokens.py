@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Few tokens run kernels of their own, which give a token the bits that the kernels for many give it (sm_90)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index ops on a GPU: parity at real sizes, which kernels run, ties, CUDA graphs, compiled code, memory, the loss."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention over lists of keys on a GPU: kernels, compiled code, CUDA graphs, memory, large tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A package for a GPU (AOTInductor), with the operators whose kernels run without Python."""
 
 from __future__ import annotations

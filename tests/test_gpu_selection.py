@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention on a GPU: which kernels run, compiled code, CUDA graphs, memory, large tensors, wide heads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single-pass mHC on a GPU: the registered ops, compiled training steps, CUDA graphs, and no copies of the streams."""
 
 from __future__ import annotations

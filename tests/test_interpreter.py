@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the kernels' parity tests in processes with Triton's interpreter, which must be on before triton is imported."""
 
 from __future__ import annotations

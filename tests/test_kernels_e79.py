@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parity of the E79 kernels with the fp64 loop, through the launch plans, with every buffer poisoned.
 
 On a GPU, Gluon and plain Triton run; elsewhere plain Triton runs in the interpreter.

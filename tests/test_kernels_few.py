@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels that read parts of blocks of columns, under the interpreter or on a GPU: as those that read slices."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of the index ops through their launch plans, with poisoned buffers, against fp64.
 
 They run compiled on a GPU, elsewhere in the interpreter.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernel parity with the fp64 oracle, through the launch plans, with every buffer poisoned.
 
 The kernels run on a GPU, elsewhere in the interpreter.

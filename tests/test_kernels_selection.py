@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tile path of selection attention against the fp64 loop, through its launch plan, with every buffer poisoned.
 
 The kernels run compiled on a GPU, elsewhere in the interpreter.

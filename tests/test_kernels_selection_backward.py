@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of selection attention through the backward's launch plan, with poisoned buffers, against the fp64 loop.
 
 The kernels run compiled on a GPU, elsewhere in the interpreter.

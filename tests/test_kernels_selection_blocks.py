@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel that chooses blocks, through its launch plan, with poisoned buffers, against the definition.
 
 It runs compiled on a GPU, elsewhere in the interpreter.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parity of the gather path's kernels with the fp64 loop, with every buffer poisoned.
 
 The kernels run compiled on a GPU, elsewhere in the interpreter.

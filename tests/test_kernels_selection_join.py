@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels that join attention over parts of the keys, and split its gradients, against the formulas in fp64.
 
 They run compiled on a GPU, elsewhere in the interpreter; all fresh memory is poisoned.

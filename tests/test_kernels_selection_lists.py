@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parity of the kernels for lists of keys with the fp64 loop, with every buffer poisoned, in all three parts.
 
 The kernels run compiled on a GPU, elsewhere in the interpreter.

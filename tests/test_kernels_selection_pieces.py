@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Canonical pieces of ranges, and the tiles they touch, against numpy: compiled on a GPU, elsewhere interpreted."""
 
 from __future__ import annotations

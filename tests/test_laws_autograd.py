@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Law 5: hooks, aliases, requires_grad, and None instead of zero gradients stay as in the model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Laws 2 and 12: formulas inside ``torch.inference_mode()``, entered in the compiled function, compile as they did.
 
 AOTAutograd fails at views of tensors from outside of the mode, such as ``phi.T``, whoever makes them, and leaves the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Law 2: grad, inference and autocast modes hold where they are set: around, inside and between parts of a formula."""
 
 from __future__ import annotations

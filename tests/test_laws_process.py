@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Laws 7 to 10: failures leave the graph alone, the process stays unchanged, nothing is silent, work is bounded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Laws 3, 4 and 6: roundings of inputs, rows without keys with every fill, constants in masks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Law 1: PyTorch decides what a call writes. Writes of every kind before, inside and after routed formulas."""
 
 from __future__ import annotations

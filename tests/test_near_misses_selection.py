@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Near misses of attention are true: what is unknown is not called ordinary, and masked scores are never left silently."""
 
 from __future__ import annotations

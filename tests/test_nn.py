@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HyperConnection and HyperHead: they start near the identity; loaders, gradients, state."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """E79Cell and E79Layer: the formula, streaming, decoding, training, state."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SparseIndexer: the choice, causality, decoding, its loss, compilation; SelectionAttention over lists of keys."""
 
 from __future__ import annotations

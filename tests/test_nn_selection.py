@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SelectionAttention and NativeSparseAttention: the formula by queries, causality, decoding, gradients, compilation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norm with eps added to the root, ``1 / (sqrt(mean(v * v)) + eps)``: reference, ops, entry points, bad input."""
 
 from __future__ import annotations

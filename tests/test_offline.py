@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles every kernel of every plan for absent GPUs: it must compile, and use what tests/compiled.json says."""
 
 from __future__ import annotations

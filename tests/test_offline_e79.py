@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the E79 kernels, plain Triton and Gluon, for absent GPUs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the index kernels for absent GPUs: nothing spills, tiles fit into shared memory."""
 
 from __future__ import annotations

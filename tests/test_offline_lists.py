@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the kernels for lists of keys for absent GPUs, forward and backward, plain Triton and Gluon."""
 
 from __future__ import annotations

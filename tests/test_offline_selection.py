@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the kernels of selection attention for absent GPUs: both paths, forward and backward."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pre with one read of x in one Gluon kernel (sm_90): values, equal bits, residency, compiled code."""
 
 from __future__ import annotations

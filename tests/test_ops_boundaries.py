@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Edge cases of every op and public function: wrong Python types, forward mode, shared memory, huge blocks."""
 
 from __future__ import annotations

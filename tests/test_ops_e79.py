@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 ops and the public function: opcheck, gradients, validation, vmap, autocast, compilation on a CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index ops and public functions: opcheck, gradients, validation, vmap, autocast, compilation on a CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The op of an indexer's training loss: the dense formula, gradients, opcheck, memory, validation, vmap, compilation."""
 
 from __future__ import annotations

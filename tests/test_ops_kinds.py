@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that no op takes are named, with the argument, at every op and public function; transforms say what is meant."""
 
 from __future__ import annotations

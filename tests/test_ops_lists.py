@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention over lists of keys: opcheck, gradients, validation, vmap, autocast, compilation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registered ops and the public functions: opcheck, gradients, validation, vmap, autocast, odd shapes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention's ops and public functions: opcheck, gradients, validation, vmap, autocast, compilation."""
 
 from __future__ import annotations

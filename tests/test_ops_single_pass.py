@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single-pass mHC: the reference against fp64 autograd, the registered ops, the module, compiled graphs, bad input."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of the backend, and that each graph is routed once even if graphs share their meta."""
 
 from __future__ import annotations

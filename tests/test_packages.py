@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A package for a CPU (AOTInductor): loaded without this package, by Python and by C++, at other sizes.
 
 One package holds the modules and routed formulas of all operators, because each takes a C++ compile.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pages: their code runs, their results are the files' results, the site builds, and the words are plain."""
 
 from __future__ import annotations
@@ -209,3 +210,12 @@ def test_the_words_are_plain() -> None:
         for match in re.finditer(word, _prose(file))
     ]
     assert not found, "\n".join(found)
+
+
+def test_every_source_names_its_licence():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    shell = ("dev", *(n for n in listed if n.startswith((".ci/", ".github/workflows/"))))
+    sources = [n for n in listed if n.endswith((".py", ".sh", ".toml")) or n in shell]
+    named = [n for n in sources if "# SPDX-License-Identifier: Apache-2.0\n" in (ROOT / n).read_text()[:100]]
+    assert len(sources) > 500
+    assert set(sources) - set(named) == {".ci/constraints.txt"}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """post and the projection of its result in one Gluon kernel (sm_90): parity, equal bits, compiled code, and its use."""
 
 from __future__ import annotations

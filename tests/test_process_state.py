@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compile leaves torch and the garbage collector as they were: functions and settings are restored."""
 
 from __future__ import annotations

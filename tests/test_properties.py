@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A seeded part of the random inputs of every op, and whether they would find a mistake.
 
 ``python -m tests.properties`` draws 2,000 an op.

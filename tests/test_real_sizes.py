@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole models at published widths, compiled for the simulated CUDA in many ways: what their wrappers hold.
 
 ``./dev test`` runs all of ``QUICK`` and one case of each other test that takes seconds; ``python -m tests.suite`` runs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference (the specification in code) of the E79 scan against an independent fp64 loop under autograd."""
 
 from __future__ import annotations

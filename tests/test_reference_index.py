@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference of the index ops: gradients in fp64, and scores and choices against independent formulas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference (the specification in code) against independent fp64 autograd oracles."""
 
 from __future__ import annotations

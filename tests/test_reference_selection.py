@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plain-PyTorch reference of selection attention and its CPU form, against an independent fp64 loop."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Committed results match this tree's sources, and measured numbers on the pages match the results.
 
 Each measured number in README.md or docs/ is followed, on its line, by a comment that names its source:

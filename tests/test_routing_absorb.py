@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Absorption of multi-head latent attention: which spellings are recognised, and what the emitted graph computes."""
 
 from __future__ import annotations

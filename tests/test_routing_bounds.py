@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The work of the pass is bounded: repeating a step of a formula must not double it.
 
 Work is counted in calls, which are the same on every machine (tests/work.py); seconds are not.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inductor generates code of what routing puts into a graph, whatever it fuses it with."""
 
 from __future__ import annotations

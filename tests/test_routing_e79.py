@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loop over time in plain Python becomes one E79 scan, however its steps are written, and no other loop does.
 
 The graphs come from Dynamo and run without Inductor; a sample runs through all of ``backend="mhc_inductor"``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing an E79 loop keeps hooks, requires_grad, None gradients and shared memory as in eager."""
 
 from __future__ import annotations

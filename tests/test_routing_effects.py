@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds what calls write, keep and hook by asking PyTorch, and the modes at each position of a graph."""
 
 from __future__ import annotations

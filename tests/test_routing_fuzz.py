@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A seeded sample of the fuzz test: routing changes no result. The full run is ``python -m tests.fuzz_routing``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Indexers in plain PyTorch become index_topk: spellings, masks, models, modes, and what is left alone and named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The indexers of transformers' models are routed: masks, padding, packing, sizes and modes; outputs as in eager."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The op returns chosen keys by position: an indexer whose keys are used by their rank stays, and says so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over windows, lists and prefixes of keys, with sinks, padding and packed sequences, becomes the op over lists.
 
 The parts are those of DeepSeek-V4 and its relatives, in every combination that they form, each against the formula as it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The op sees what a mask says: fills, rows without keys, constants, factors, casts and indices out of range.
 
 Each case is either equal to eager after routing, gradients and NaN included, or left alone.

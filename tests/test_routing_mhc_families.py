@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formulas that resemble mHC and are another one: each is named as what it is, and gates of plain models are not named."""
 
 from __future__ import annotations

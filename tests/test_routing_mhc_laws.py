@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The laws of routing (design.md) for mHC: the model's roundings, autograd's graph, near misses, lone posts."""
 
 from __future__ import annotations

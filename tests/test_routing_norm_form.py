@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing of the norm with eps added to the root: every spelling, other places of an eps, two forms in one graph."""
 
 from __future__ import annotations

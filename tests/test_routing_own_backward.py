@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinkhorn iterations in an autograd.Function: looked through where the backward is the derivative of the forward."""
 
 from __future__ import annotations

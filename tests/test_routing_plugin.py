@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A third-party operator plugs into the pass: it is recognised, placed, explained, and refused where laws forbid it."""
 
 from __future__ import annotations

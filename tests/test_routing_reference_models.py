@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing finds mHC in other projects' code: DeepSeek-V4 of transformers, and the reference models."""
 
 from __future__ import annotations

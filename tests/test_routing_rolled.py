@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conjunctions of an unrolled loop are merged into one under a variable only if that gives each of them again."""
 
 from __future__ import annotations

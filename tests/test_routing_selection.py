@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention under a mask of selected keys becomes one op, however both are written, and other attention does not.
 
 The graphs come from Dynamo and run without Inductor; a sample runs through all of ``backend="mhc_inductor"``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single-pass mHC by the package's own functions: what is fused into one op, what stays apart, and equal results."""
 
 from __future__ import annotations

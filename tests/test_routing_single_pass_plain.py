@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single-pass mHC in plain PyTorch (DeepSeek-V4.1): spellings, what stays, and equal results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing finds the Sinkhorn iterations of H_res in every spelling, and finds no other iterations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forms of sparse attention as small projects write them: routed, or left with a reason that says what differs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over gathered keys, as inference references and single files write it: routed where no key counts twice."""
 
 from __future__ import annotations

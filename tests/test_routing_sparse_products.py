@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores that are the sum of products, as absorbed multi-head latent attention writes them, and masks that are put.
 
 A sum of products is one product of concatenated vectors: one part of q and K without positions, one with rotary ones.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing finds the mHC formula in every spelling, and nothing that is not mHC.
 
 The graphs come from Dynamo and run without Inductor; a sample runs through all of ``backend="mhc_inductor"``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streams that are tensors of their own, in a list: what is routed, and what is named."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The structure of mhc_inductor/routing: small functions, operators in their folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of a Dynamo graph become values: a template is reused only for an identical call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verification: a formula runs next to its op before the op replaces it, and an op that differs is refused."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verification compares a formula and its op on the same inputs, whatever else of the graph is returned or written.
 
 A result that the graph returns, or writes later, is read through clones. Both sides must then still be fed the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every view maps elements as PyTorch does: a wrong map gives wrong numbers.
 
 Each case is a call with random legal arguments on a node like those of a real graph. The rule's map of every element is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients where a gate or a softmax is saturated: as small as the formula's, not the rounding of a constant."""
 
 from __future__ import annotations

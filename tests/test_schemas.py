@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schemas of the ops are a contract, since saved programs hold them: none changes, none disappears.
 
 A new op gets a line in ``schemas.txt``. What an op must do otherwise is a new op; the old one stays (CONTRIBUTING.md).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The C++ of selection attention on a CPU: widths and heads, lists of keys, segments, NaN and inf, threads, no compiler."""
 
 from __future__ import annotations

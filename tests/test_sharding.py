@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops on DTensors: the table of dimensions, and the checks of :mod:`tests.sharded_checks` on ranks of their own."""
 
 from __future__ import annotations

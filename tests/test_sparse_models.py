@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unmodified sparse models of transformers: what is routed in each mode, and whether values and gradients stay.
 
 A run takes a third of each family's modes, others for the next family, and training of all. With

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device's own table of configurations: what it may change, how it is measured, which one is read."""
 
 from __future__ import annotations

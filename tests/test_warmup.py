@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """warmup compiles everything that later calls need, leaves no trace, and names the arguments of a call that fails."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package as users install it: wheel, editable install, bare checkout, each in a new environment."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the work of Python code: calls, which do not depend on the machine or on what else it does, as seconds do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several GPUs of one host: correct results, training, weak scaling, context parallelism, and what fails cleanly.
 
 ``python -m benchmarks multi_gpu --out FOLDER``. Each job is processes of its own under a time limit, so that none can

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tests' checks of sharded ops and of context parallelism, on this machine's devices and its own messages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context parallelism at full length: each operator on one rank, and with its sequence on all ranks."""
 
 from __future__ import annotations

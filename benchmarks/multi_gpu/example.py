@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``examples/train_fsdp.py`` under torchrun: trained to the end, killed in a step, and resumed."""
 
 from __future__ import annotations

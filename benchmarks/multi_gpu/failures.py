@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may go wrong with several devices: two in one process, and a rank that dies while the others need it."""
 
 from __future__ import annotations

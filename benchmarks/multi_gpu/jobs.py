@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs jobs of several processes, each under a time limit, side by side where they are not timed.
 
 A timed job does what comes before its timing, imports and compiling, next to the others. Then it waits at a gate, and

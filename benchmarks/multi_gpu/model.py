@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mHC transformer of the training parts: the example's, with the hyper-connections written out in plain PyTorch."""
 
 from __future__ import annotations

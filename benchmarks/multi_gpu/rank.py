@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One process of a job: joins the group, runs the job's function, and writes its row.
 
 The function gets :class:`Ranks`, and returns a dictionary for JSON.

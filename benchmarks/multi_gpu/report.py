@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of a run on several GPUs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains examples/train_fsdp.py as one process of torchrun, and dies by SIGKILL in the middle of a step.
 
 Its argument is JSON: "folder"; "turn", "first", which trains to the end, and again until it is killed, or "again", which

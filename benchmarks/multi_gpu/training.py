@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on several ranks: losses against one rank's, and weak scaling."""
 
 from __future__ import annotations

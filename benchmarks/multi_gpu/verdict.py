@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What makes a job of several GPUs pass."""
 
 from __future__ import annotations

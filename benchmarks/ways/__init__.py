@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that people train and serve, in every way that they do, compiled and compared with eager: a cell for each pair.
 
 Cells run side by side on one device. A process measures one after the other; a cell that raises, crashes or takes too

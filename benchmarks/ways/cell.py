@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One cell: a model called in one way, compiled by this package, and compared with eager in the same dtype and in fp32."""
 
 from __future__ import annotations

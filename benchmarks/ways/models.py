@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models that ``python -m benchmarks ways`` trains and serves, with seeded random weights."""
 
 from __future__ import annotations

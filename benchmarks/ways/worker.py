@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures cells, each named by a line on stdin, and answers with a row of JSON; what else is printed goes to stderr."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels of the E79 scan."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 scan, backward: one program per sequence, from the last segment to the first.
 
 A segment's states are recomputed once from its checkpoint and the saved gates, which needs no sums, and kept in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared functions of the E79 kernels: column tiles of a state, vectors along rows and columns, and their sums.
 
 A state [n, n] is a tuple of C tiles [R, CI] of R rows (n padded to a power of two) and CI columns. In this form every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations of the E79 kernels, in closed form from n and the device.
 
 Measured on an H200: docs/tuning.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parallel part of the E79 backward: adds the parts along rows and columns, and applies the norms' gradients."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 scan, forward: one program per sequence, with S and M in registers in fp32."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading of the Gluon kernels of E79."""
 
 from __future__ import annotations

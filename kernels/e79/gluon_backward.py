@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 scan, backward, in Gluon; ``backward.py`` has the same in plain Triton, with the same arguments.
 
 dS and dM stay in registers, as C column tiles [NW, RW, CI]. The states of a step are copied from scratch to shared

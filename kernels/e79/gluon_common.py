@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared functions of the Gluon kernels of E79: sums in a warp, exchanges between warps, vectors in shared memory.
 
 A state is a tensor [NW, RW, R]: warp, row in the warp, column (n padded to R). A sum along a row stays inside a warp. A

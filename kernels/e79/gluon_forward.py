@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 scan, forward, in Gluon; ``forward.py`` has the same scan in plain Triton, with the same arguments."""
 
 from triton.experimental import gluon

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plans of the E79 ops. T and B may be symbolic; the configuration depends on n and the device alone.
 
 Memory of a training step besides inputs and outputs, in bytes, with segments of C steps::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of the index scores: query-major for q and w, key-major in parts of the queries for k.
 
 With g the gradient of a visible score and x = q @ k.T: dw = scale * sum g * relu(x), dx = g where x is above 0,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plan of the gradients of the index scores. Memory besides inputs and outputs: PARTS times dk in fp32."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared functions of the index kernels: which keys a query sees, and integers that sort as floats."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations of the index kernels, in closed form from D, the dtype and the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plans of the index ops.
 
 ``index_topk`` loops over chunks of queries to bound its memory, which a graph with dynamic sizes cannot express.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index scores: sum over heads of w * relu(scale * q @ k.T), for tiles of queries and for single queries."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The keys of the largest index scores of each query, in increasing order, from sortable integers (see ``common.py``).
 
 A row is held in registers, and its k-th largest integer is found by counting the keys at or above a guess. Longer rows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backward of mHC's pre: <dh_in, x>, the coefficients' gradients, dx, dphi, and the sums of the parameters."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coefficients and collapse of few tokens from partial sums over blocks of columns, which ``gluon_few.py`` writes.
 
 The blocks of a slice are added one after the other, as ``gluon_post_project.py`` adds them; then the slices in the order

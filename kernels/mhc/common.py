@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared functions of the mHC kernels: Sinkhorn steps and partial sums."""
 
 import triton

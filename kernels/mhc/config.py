@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch configurations of the mHC kernels, all in this one table.
 
 Measured on an H200: docs/tuning.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of products whose bits no compiler chooses: each product but the first is added by an explicit fma.
 
 ``a * b + c * d`` may become an fma of either product, and a product may be fused into a sum that follows it. Kernels

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plans of the fused mHC ops.
 
 Where it can run, one Gluon kernel computes post and the projection of its result (``gluon.py``). Elsewhere the kernels

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choice and configuration of the Gluon kernels of pre and of the fused ops (sm_90)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversions between bf16 and fp32 that take one instruction (sm_80 and newer)."""
 
 from triton.experimental import gluon

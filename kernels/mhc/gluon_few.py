@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``gluon_post_project.py`` for few tokens: a program has one block of 32 columns of each stream, not eight (sm_90).
 
 A block's products and sums of squares are those of the other kernel, bit for bit. It adds the blocks of a slice one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """pre with one read of x (sm_90): sums are exchanged while x stays in shared memory.
 
 ``pre.py`` has the formulas. A group of G programs of 8 warps takes tiles of 16 tokens, a program 256 columns of each

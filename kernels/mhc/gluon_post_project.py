@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused post and projection of its result, in one pass over x, with wgmma (sm_90).
 
 ``post.py`` and ``pre.py`` have the formulas. A program keeps its columns of phi in shared memory for all its tokens. x

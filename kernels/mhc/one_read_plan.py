@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plan of pre with one read of x (``gluon_one_read.py``)."""
 
 from __future__ import annotations

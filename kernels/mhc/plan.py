@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plans of the mHC ops: which kernels, on which grid, with which configuration.
 
 Each plan is written once against a builder (``kernels/launch.py`` eagerly, ``lowerings/builder.py`` in Inductor). A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mHC's post (adds f_out and mixes the streams) and its gradients.
 
 One token per program (in post, some of its columns); every x-sized tensor is read or written once.

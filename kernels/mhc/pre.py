@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward of mHC's pre: a split-K projection, then collapse and coefficients in one launch (arXiv 2512.24880)."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kernels of single-pass mHC that pre and post do not have: coefficients alone, collapse with given weights."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plans of single-pass mHC: coefficients, collapse with given weights, and all between two sublayers in one op.
 
 The weights of a collapse are known before its streams are computed, so no pass waits for a projection. Where it can

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Sinkhorn iterations of mHC on given logits, and their gradient."""
 
 import triton

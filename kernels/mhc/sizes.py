@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes and outputs of one call, as all launch plans of the mHC ops need them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coefficients and collapse from partial sums over slices of columns, which ``gluon_post_project.py`` writes."""
 
 import triton

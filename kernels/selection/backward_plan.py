@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plans of the backward of selection attention. B, S and S_kv may be symbolic; everything else is known.
 
 Memory besides inputs and outputs, in bytes: 8 per row (b, s, g, h), plus 4 with a sink and dlse; the bitmaps and lists

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection of blocks of keys for each query (arXiv 2502.11089, equations 8 to 10): scores, and the best of them."""
 
 import triton

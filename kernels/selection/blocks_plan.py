@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plan of the selection of blocks.
 
 It runs eagerly only, because it loops over chunks of queries to bound its memory. Memory besides inputs and outputs:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared functions of the selection kernels: list entries of key tiles, and a query's keys in a tile.
 
 The rows of a program are QT neighbouring queries x HB heads of one group: row = query * HB + head.

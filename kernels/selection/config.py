@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations of the tile path of selection attention, in closed form from h, Dk, Dv, the dtype and the device.
 
 Measured on an H200: docs/tuning.md. Tuning scripts replace ``forward_config``.

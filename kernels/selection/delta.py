@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Per-row inputs of the backward (the softmax's normaliser in log2 units, and delta), and the gradient of the sinks."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dK and dV, key by key: a key tile gathers the queries that select it.
 
 A unit is (b, g, key tile). The iterations of all units (ROWS rows of queries x heads each) form one sequence, cut into

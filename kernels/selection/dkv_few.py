@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dK and dV for few queries, as in decoding.
 
 Most key tiles are selected by no query; the same kernel writes their zeros.

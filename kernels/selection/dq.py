@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dQ of selection attention, the tile path.
 
 As in the forward, a program takes a tile of queries x heads over the union of its key tiles.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward of selection attention, the tile path.
 
 A program takes QT neighbouring queries x HB heads of a group over the union of their key tiles.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention, the gather path: a program takes some of the keys that one query selects, for up to HB heads.
 
 Only selected keys and values are read. Position p of a selection of n keys is its p-th key in increasing order.

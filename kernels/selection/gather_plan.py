@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plans of the gather path. B, S and S_kv may be symbolic.
 
 Workspace besides inputs and outputs, in bytes: where the keys of a query are split, 4 G h (Dv + 1) for each of B S NS

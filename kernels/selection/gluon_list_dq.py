@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dQ over lists of keys whose values are a part of the keys' own rows, and the factors of dK, with wgmma (sm_90).
 
 A program has 64 heads of a query and 8 warps. One product of 128 rows, the queries and dO of its heads, with a tile of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward over lists of keys whose values are a part of the keys' own rows, with wgmma (sm_90).
 
 A program has 64 heads of a query and 8 warps. Each key's row is copied to shared memory once, one tile of 64 keys ahead

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over one part of the keys after the other: joining two parts' results, and splitting their gradients."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plans for attention over one part of the keys after the other. Called eagerly, by context parallelism.
 
 They need no memory besides inputs and outputs, and read and write each element once.

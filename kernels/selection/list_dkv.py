@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dK and dV of selection attention over lists of keys.
 
 For a chunk of queries: the rows that each pair of query and key adds to dK and dV, then their sum over the queries of

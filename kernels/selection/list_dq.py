@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """dQ of selection attention over lists of keys, and the factors of dK and dV."""
 
 import triton

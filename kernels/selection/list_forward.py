@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The forward of selection attention over lists of keys."""
 
 import triton

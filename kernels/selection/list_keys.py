@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Canonical lists of keys: for each query the distinct keys that it selects and sees, in increasing order."""
 
 import triton

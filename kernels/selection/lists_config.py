@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations of the kernels for lists of keys, in closed form from h, Dk, Dv, the dtype and the device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which Gluon kernels for lists of keys run, and where."""
 
 from __future__ import annotations

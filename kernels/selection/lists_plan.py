@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plans of selection attention over lists of keys. The forward takes symbolic B, S and S_kv, the backward none.
 
 Workspace besides inputs and outputs, in bytes: 4 B S G (n + 1) for the canonical lists; where the keys of a query are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flags of key tiles that hold a NaN or an infinity, which a product would spread even with a probability of 0."""
 
 import triton

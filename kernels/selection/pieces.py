@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Canonical ranges: for each query sorted, disjoint pieces of absolute key positions, clipped to its own keys.
 
 Pieces i of a row are ``[starts[i], ends[i])``. Starts do not decrease. The part that an earlier piece already covers is

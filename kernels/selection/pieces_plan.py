@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launch of ``selection_pieces``, with which most plans of selection attention start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launch plans of selection attention. B, S and S_kv may be symbolic; everything else is known.
 
 Memory besides inputs and outputs on the tile path, in bytes per batch entry and group: S * S_kv / 4 / BN for the

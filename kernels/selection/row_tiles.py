@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a matrix as a tuple of tiles: NM tiles of MC columns, then one of TC columns if TC is not 0."""
 
 import triton

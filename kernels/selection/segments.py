@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Segment ids of keys and queries: which keys of a tile count for a query (``ops/segments.py``)."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The segment ids that the launch plans of selection attention pass to their kernels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The softmax over keys that arrive in tiles. Logits are in log2 units."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits of the keys of one query, each of which a program takes for a block of heads, and what it writes."""
 
 import triton

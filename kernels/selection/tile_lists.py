@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lists of key tiles that each tile of queries visits."""
 
 import triton

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The launches that build the lists of key tiles, with which the tile paths of the forward and of dQ start."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public functions that call the ops."""
 
 from mhc_inductor.api.checkpoint import ops_to_save

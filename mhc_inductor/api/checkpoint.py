@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Helpers for policies of selective activation checkpointing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 scan (coupled memory-modulation matrix recurrence): the public function.
 
 It accepts tensors of any strides and works with autograd, ``torch.compile``, ``torch.func`` and vmap. Second

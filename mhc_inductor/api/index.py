@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index scores of keys, and the keys of the largest scores: the public functions.
 
 They accept tensors of any strides and work with ``torch.compile``, ``torch.func`` and vmap. ``index_scores`` also works

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model's state, copied before a call that must leave no trace, and put back after it."""
 
 from __future__ import annotations

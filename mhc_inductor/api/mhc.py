@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880): the public functions.
 
 Each token carries ``n`` residual streams of width ``D``. A sublayer f, which has its own set of parameters, is applied

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention: the public functions.
 
 They accept tensors of any strides and work with autograd, ``torch.compile``, ``torch.func`` and vmap. Second

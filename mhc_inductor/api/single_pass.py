@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single-pass mHC (DeepSeek-V4.1): the public functions.
 
 A sublayer's streams are collapsed with the weights that the sublayer before it predicted::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles a model ahead of its traffic."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All private torch APIs that this package uses: a module for each layer, and here what several layers use.
 
 Each module's docstring says in one line what a name is for. A name without versions is in torch 2.11 to 2.15;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private torch APIs that the backend and the graph passes use.
 
 - torch._dynamo.backends.registry.register_backend: takes the backend's name

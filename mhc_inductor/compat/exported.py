@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private torch APIs that exported programs need.
 
 - torch._C._set_grad_enabled: the call that switches grad mode

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private torch APIs that the lowerings use: Inductor's IR and its code generation.
 
 - torch._guards.detect_fake_mode: the fake mode in which a loop is traced

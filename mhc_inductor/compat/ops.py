@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private torch APIs that the ops use.
 
 - torch._C._functorch.is_gradtrackingtensor: whether torch.func.grad differentiates by a tensor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private torch APIs that the routing pass uses.
 
 - torch._C._autograd._get_data_attr: the call that reads t.data in graphs

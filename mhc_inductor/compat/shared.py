@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Private torch APIs that two or more layers use, or the public functions.
 
 - torch._C._are_functorch_transforms_active: whether a vmap or grad of torch.func is active

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context parallelism: operators over a sequence that is split across the ranks of a process group.
 
 The ranks' messages are those of :mod:`torch.distributed`, through any backend. mHC needs none: its operators treat each

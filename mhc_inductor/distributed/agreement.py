@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks must know of each other before the first tensor moves.
 
 One all-gather of a few integers tells every rank the sizes of all parts, and whether an argument is wrong on any rank

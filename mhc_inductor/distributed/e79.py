@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 scan over time steps that are split across the ranks: each hands its states S and M to the next."""
 
 from __future__ import annotations

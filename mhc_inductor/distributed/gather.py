@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers the keys of all ranks, with a gradient: dK and dV go back to the ranks that hold the keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process group of a call: its ranks, and the devices that its messages may be on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index scores and the keys of the largest ones, over a sequence that is split across the ranks of a group."""
 
 from __future__ import annotations

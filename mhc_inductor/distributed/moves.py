@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between the ranks of a group. They move bytes, so that every dtype goes through every backend.
 
 The backends add nothing: sums are made here, in the order of the ranks, so that two runs give equal bits.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention by a ring: the parts of the keys travel, and each rank joins its partial results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention over a sequence that is split across the ranks of a process group."""
 
 from __future__ import annotations

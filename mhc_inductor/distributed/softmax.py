@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Joins partial softmax results, what attention over each part of the keys returned, and splits their gradients.
 
 CUDA tensors run kernels (``kernels/selection/join.py``), others the formulas here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gives each node of an exported graph the fake value that the routing pass reads.
 
 Export leaves values without gradients and, after loading from a file, without shared memory. Both matter to the pass, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts regions under another grad mode or under autocast into the graph around them, as in Dynamo's graphs.
 
 Export makes such a region the body of a higher-order operator. Dynamo's graphs, which the routing pass reads, have calls

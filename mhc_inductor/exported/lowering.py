@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the nodes that routing added to an exported graph as the ATen calls that exported graphs consist of."""
 
 from __future__ import annotations

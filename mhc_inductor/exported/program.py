@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the routing pass on an exported program."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewrites the ATen calls of an exported graph that Dynamo's graphs spell otherwise, and undoes it where nothing changed.
 
 Exported graphs write in place by operators such as ``aten.add_.Tensor``, index by ``aten.slice.Tensor``, hold a constant

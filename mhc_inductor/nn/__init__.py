@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules built on the ops.
 
 mHC residuals (:class:`HyperConnection`, :class:`HyperHead`), E79 (:class:`E79Cell`, :class:`E79Layer`) and sparse

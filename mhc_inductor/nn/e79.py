@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules with the E79 recurrence: :class:`E79Cell` (projections and scan) and :class:`E79Layer` (a layer around it).
 
 ::

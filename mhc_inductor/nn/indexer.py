@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The choice of keys for sparse attention, and the loss that trains it: :class:`SparseIndexer`.
 
 ::

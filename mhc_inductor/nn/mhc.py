@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules with mHC residuals (arXiv 2512.24880): :class:`HyperConnection` around a sublayer, and :class:`HyperHead`.
 
 ::

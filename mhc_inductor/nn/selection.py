@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention as a module without projections: :class:`SelectionAttention`.
 
 ::

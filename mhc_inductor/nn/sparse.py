@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native sparse attention (arXiv 2502.11089): :class:`NativeSparseAttention`, a causal attention layer.
 
 ::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops ``torch.ops.mhc_inductor.*``: schemas, fakes, autograd, vmap rules and validation."""
 
 from mhc_inductor.ops import (

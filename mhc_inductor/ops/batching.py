@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vmap rules: of ops whose tensors begin with B, which the vmap dimension joins, and of any op, one call per entry."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validation of the mHC arguments, shared by the public functions, the ops and their fakes.
 
 Since the fakes validate too, errors appear while tracing. Every message names the op, the argument, what was expected

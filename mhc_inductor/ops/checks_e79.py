@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validation of the E79 arguments, shared by the public function, the ops and their fakes (see ``checks.py``)."""
 
 from __future__ import annotations

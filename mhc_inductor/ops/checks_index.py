@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validation of the arguments of the index ops. Values of limits, masks and segment ids are never read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validation of the selection attention arguments, shared by the public functions, the ops and their fakes.
 
 See ``checks.py``. The values of ranges, cu_seqlens and segment ids are never read: invalid ranges select the keys that they cover,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Validation of the arguments of selection attention over lists of keys. Values of indices are never read.
 
 Messages name the public function, ``selection_attention``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 ops (coupled memory-modulation matrix recurrence) in the namespace ``torch.ops.mhc_inductor``.
 
 This module defines the schemas, fakes, gradients and vmap rules of the scan and its backward op; ``registry.py``

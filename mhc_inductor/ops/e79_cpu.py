@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The E79 scan on a CPU: the reference's formulas with few calls per step and preallocated buffers."""
 
 from __future__ import annotations

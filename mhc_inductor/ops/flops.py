@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flop formulas: what ``torch.utils.flop_counter.FlopCounterMode`` counts for the ops.
 
 The convention is that of torch's own formulas, so that an op counts what its formula counts where both compute the same

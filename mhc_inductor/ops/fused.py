@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fused mHC ops: ``post`` of one sublayer and the next ``pre`` (or ``head``) in one op, each with one backward op.
 
 x_out is an ordinary output: its gradient enters the backward op as ``dx_out`` and is added there. h_pre, h_mix and

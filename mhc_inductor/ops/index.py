@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index ops in ``torch.ops.mhc_inductor``: scores of keys, their gradients, and the keys of the largest scores.
 
 ``index_topk`` has no gradient: its outputs are integers. Double backward raises RuntimeError. The ops run in chunks of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mHC ops (arXiv 2512.24880) in the namespace ``torch.ops.mhc_inductor``.
 
 This module defines the schema, fake and gradient of each op; a gradient is an op of its own. ``registry.py`` registers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registration of the ops: :func:`define` registers schema, reference, fake, gradient, vmap rule and validation.
 
 The ops are opaque and functional: nothing decomposes one before Inductor's lowering sees it. The reference formula is

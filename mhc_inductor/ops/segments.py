@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Segment ids: a key counts for a query only where their ids are equal, or where the key has the id ANY_SEGMENT."""
 
 from __future__ import annotations

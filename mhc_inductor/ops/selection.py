@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The selection attention ops (the selected branch of native sparse attention) in ``torch.ops.mhc_inductor``.
 
 This module defines the schemas, fakes and gradients of the attention and its backward op; ``registry.py`` registers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The op that selects blocks of keys for native sparse attention (arXiv 2502.11089, section 3.3.2).
 
 It loops over chunks of queries to bound its memory, which a graph with dynamic sizes cannot express. Therefore

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention on a CPU: C++ for large calls, else the reference's formulas over fewer keys.
 
 Eager calls of more than 2**20 scores run the C++ of :mod:`mhc_inductor.ops.selection_cpu_core`. Smaller ones, and all

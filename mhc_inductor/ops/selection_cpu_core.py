@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention on a CPU in C++: each query reads the rows of its own keys, without gathering them.
 
 The source is in ``selection_cpu_products.py`` and ``selection_cpu_source.py``. Inductor's C++ compiler builds it at the

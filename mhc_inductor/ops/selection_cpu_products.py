@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """C++ of selection attention on a CPU: vectors, and products of a query's heads with the rows of its keys.
 
 It needs the vector extensions of GCC or Clang, and no header of PyTorch. A product reads the rows of the selected keys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """C++ of selection attention on a CPU: the keys of a query, one query's forward and backward, the loop over queries.
 
 It follows :data:`mhc_inductor.ops.selection_cpu_products.PRODUCTS`. SCALAR is float or double; HEADS, 1, 2 or 4, is the

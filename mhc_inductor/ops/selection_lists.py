@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops of selection attention over lists of single keys in ``torch.ops.mhc_inductor``.
 
 ``v`` of None means that the values are the first ``v_width`` columns of the keys, which are then read once and get one

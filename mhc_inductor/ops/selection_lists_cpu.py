@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention over lists of keys on a CPU: C++ for large calls, else that over ranges of one key each.
 
 Each function takes the arguments of the op of its name, see :mod:`mhc_inductor.reference.selection_lists`.

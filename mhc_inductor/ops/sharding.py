@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sharding strategies: how the ops run on DTensors (``torch.distributed.tensor``).
 
 Each dimension of each argument and result has a name, in one table. Some names are independent: every entry along such a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ops of single-pass mHC (DeepSeek-V4.1): coefficients, collapse with given weights, and all between two sublayers.
 
 h_mix and inv_rms have no gradient: they exist for the backward ops. Double backward raises RuntimeError.

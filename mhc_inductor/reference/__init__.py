@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reference implementations of the ops in plain PyTorch."""

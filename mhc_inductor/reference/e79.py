@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """E79 (coupled memory-modulation matrix recurrence) in plain PyTorch: the specification.
 
 :func:`e79_scan` and :func:`e79_scan_backward` have the name, the arguments and the outputs of the op

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused mHC ops in plain PyTorch: ``post``, and ``pre`` or ``head`` of its result. The specification.
 
 They are composed of the formulas of ``mhc.py``. The forwards give the same bits as the two separate ops. The backwards

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index scores and the keys that they choose (the lightning indexer) in plain PyTorch: the specification.
 
 :func:`index_scores`, :func:`index_scores_backward` and :func:`index_topk` have the name, the arguments and the outputs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loss of an indexer in plain PyTorch: the specification, and the implementation on every device.
 
 :func:`index_loss` and :func:`index_loss_backward` have the name, the arguments and the outputs of the op

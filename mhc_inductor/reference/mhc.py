@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880) in plain PyTorch: the specification.
 
 The functions ``mhc_*`` have the name, the arguments and the outputs of the op ``torch.ops.mhc_inductor.<name>``.

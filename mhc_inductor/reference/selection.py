@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention (the selected branch of native sparse attention) in plain PyTorch: the specification.
 
 :func:`selection_attention` and :func:`selection_attention_backward` have the name, the arguments and the outputs of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Selection attention over lists of single keys in plain PyTorch: the specification.
 
 :func:`selection_list_attention` and :func:`selection_list_attention_backward` have the name, the arguments and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Single-pass mHC (DeepSeek-V4.1) in plain PyTorch: the specification.
 
 A site collapses its streams with the weights that the site before it predicted, so that everything between two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The routing pass: rewrites formulas in a Dynamo graph to ops, before autograd.
 
 This module is the whole pass and knows no specific operator.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the results of a formula and of its op with the formula's results in higher precision."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds nodes that are no longer needed once formulas are replaced."""
 
 from __future__ import annotations

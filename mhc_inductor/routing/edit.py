@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Edits of a graph. Each is proved correct before the graph changes, and undone exactly if it fails.
 
 A match names the values that its op reads and those that it returns. The same conditions are proved for every operator:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each call of a graph writes and watches, the memory of its tensors, and the modes at every position.
 
 A call's name does not tell: ``torch.ops.ns.f(t)`` may write ``t``, and ``F.relu(t, True)`` does. Each distinct call is

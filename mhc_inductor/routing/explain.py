@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``explain``: reports what the routing pass finds in a model, and why it leaves the rest unrouted."""
 
 from __future__ import annotations

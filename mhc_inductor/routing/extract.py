@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cuts a formula and its op out of the real graph, each as a graph that runs alone."""
 
 from __future__ import annotations

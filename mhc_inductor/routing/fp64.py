@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a formula in fp64, whatever dtypes its calls name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of an operator, and the registry of operators.
 
 An operator says which nodes may hold its formula, which values a match reads and returns, and how to build its op. The

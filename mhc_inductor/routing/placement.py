@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proves that an op may stand where a formula stood, before the graph is changed."""
 
 from __future__ import annotations

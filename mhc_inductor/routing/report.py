@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of a routing pass, which ``explain``, the log and the tlparse artifact show."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks which roundings of a formula an op may drop: only those to dtypes that the op's tensors have, or fp32."""
 
 from __future__ import annotations

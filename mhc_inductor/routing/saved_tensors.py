@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds what autograd saves of a call for its backward, by asking PyTorch."""
 
 from __future__ import annotations

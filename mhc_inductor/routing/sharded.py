@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DTensors in a graph: analysed as the whole tensors that they stand for, and checked where an op replaces a formula.
 
 A formula on DTensors means what it means on whole tensors. So the pass sees, in place of each DTensor, a fake tensor of

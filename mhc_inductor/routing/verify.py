@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verification: runs a formula and its op on the same random data before the op replaces the formula.
 
 The formula is cut out of the real graph. Outputs and gradients are compared with the formula in fp64. The op's error

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device's own table of launch configurations: ``python -m mhc_inductor tune`` measures it.
 
 The closed forms in ``kernels/`` were measured on an H200. On another GPU a table may choose faster values for what no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m mhc_inductor tune``: measures configurations on this GPU and writes the table that the package reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures configurations one field at a time, and keeps what is faster and gives equal bits.
 
 Whatever a field may change in theory, a value is kept only if every output and gradient of the workload, at several

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of measured configurations: where they are, which one this process reads, and how one is written.
 
 A table belongs to one kind of GPU, these sources, and these versions of torch and Triton. Its file is in the user's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``python -m mhc_inductor tune`` runs: each operator forward and backward at the widths that models have."""
 
 from __future__ import annotations

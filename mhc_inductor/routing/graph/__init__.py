@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Dynamo graph as ATen values, indices and expressions. Nothing here knows a specific operator."""

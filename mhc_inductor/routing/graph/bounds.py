@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits on the searches of the analysis. A search that exceeds one is given up and reported, never silently."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normal forms of tensor expressions: a product of factors, summed over variables, and a sum of such terms.
 
 Views and casts become index arithmetic (:mod:`.views`). Matrix products, einsum, ``sum`` and ``mean`` all become

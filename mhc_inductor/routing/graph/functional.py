@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies a graph without its in-place operations, for analysis.
 
 Models often write masks in place, as in ``mask |= ...``.

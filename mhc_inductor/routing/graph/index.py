@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index arithmetic: maps an element of a view to the element of the tensor that it shows, through any chain of views.
 
 An :class:`Index` is a sum of variables times sizes. A size is a monomial: an integer times symbols of a dynamic shape.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normal form of integers: sums of index variables, elements of integer tensors and quotients of such sums."""
 
 from __future__ import annotations

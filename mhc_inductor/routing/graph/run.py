@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs single nodes on fake values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Dynamo graph seen as ATen operations, expanded one node at a time and only on demand.
 
 Each node is run alone on the fake values that Dynamo left in it, under a mode that records the ATen operations. The

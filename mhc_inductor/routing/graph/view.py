@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The graph as operators see it: functional, with the modes, effects and gradients at every position.
 
 In-place steps on the graph's own tensors become calls that make new tensors. Operators work with the nodes of this

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elements of values, and views as maps between them: which element of its operand an element of a view is.
 
 A :class:`Ref` is an element of a value: the value and an index for each of its dimensions. Views and casts between

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Registers the operators of the routing pass, one folder per operator, in the order in which they run."""
 
 from mhc_inductor.routing.interface import register

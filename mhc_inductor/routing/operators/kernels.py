@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of the kernels that each op launches, for reports."""
 
 from __future__ import annotations

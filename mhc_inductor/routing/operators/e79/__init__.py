@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing of E79 (coupled memory-modulation matrix recurrence): time loops and higher-order scans become one op."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replaces a chain of E79's steps with one call of the op."""
 
 from __future__ import annotations

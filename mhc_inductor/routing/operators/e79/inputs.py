@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the op's tensors from the inputs of E79's steps: kvqm ``[T, B, 4n]`` and the biases, if possible as views."""
 
 from __future__ import annotations

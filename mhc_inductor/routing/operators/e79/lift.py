@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replaces a call that each step of a loop makes, such as a projection or a slice, with one call over all steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recognises E79's steps and chains of them in a loop over time that Dynamo has unrolled.
 
 Nothing is assumed about where one step ends and the next begins: each step is recognised by itself, from the matrices

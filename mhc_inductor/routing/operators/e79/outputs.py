@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds what the graph reads of a chain of steps: stacked outputs, outputs of single steps, and the final S and M."""
 
 from __future__ import annotations

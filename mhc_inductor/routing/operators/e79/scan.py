@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recognises ``torch._higher_order_ops.scan`` with E79's step as its body, and replaces the call with the op."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recognises one step of E79 (coupled memory-modulation matrix recurrence) in normal form, however it is spelled.
 
 r = sigmoid(M k^ + b_s) ; c = sigmoid(M.T k^ + b_s) ; delta = v - S k^ ; S' = r S c + delta (x) k^

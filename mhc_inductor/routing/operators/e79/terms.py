@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The terms of a step of E79: elements of matrices and vectors, products of factors, matrix-vector products."""
 
 from __future__ import annotations

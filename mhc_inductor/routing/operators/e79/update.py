@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gated update that both states of E79 have: ``row[i] * S[i, j] * col[j] + write[i] * unit[j]``."""
 
 from __future__ import annotations

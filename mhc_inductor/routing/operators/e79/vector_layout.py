@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds where the vectors of E79's steps are stored: along time in one tensor, side by side, or one tensor each."""
 
 from __future__ import annotations

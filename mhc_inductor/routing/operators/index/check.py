@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verification of choices: sample data, and the comparison of two choices by the scores that they select."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emits the op in place of an indexer that was found, and what stands in for keys that it does not choose."""
 
 from __future__ import annotations

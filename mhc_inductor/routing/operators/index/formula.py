@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recognises index scores, ``sum_h w[h] * relu(scale * <q[h], k>)`` with masks on them, element by element.
 
 The walk starts at the scores that ``topk`` reads and follows the side that depends on the key: masks first, then the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of recognising the choice of an indexer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Index top-k as an operator of the routing pass."""
 
 from __future__ import annotations

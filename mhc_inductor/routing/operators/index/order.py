@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that nothing depends on the rank of a key among the chosen ones: the op returns them by position.
 
 An element that is computed from the choice belongs to one chosen key. Which one, its rank, is an index in variables of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides whether index scores are worth routing: one closed-form rule on present sizes."""
 
 from __future__ import annotations

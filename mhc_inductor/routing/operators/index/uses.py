@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks how a model uses the scores of an indexer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which keys the masks of index scores leave visible: prefixes ``t < limit``, and boolean masks for everything else."""
 
 from __future__ import annotations

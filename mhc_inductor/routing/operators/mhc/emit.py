@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replaces the formulas that :mod:`.search` found with mHC ops."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds expand-and-mixes whose coefficients come from elsewhere: parameters, or another graph after a graph break."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of the mHC formula (arXiv 2512.24880) in normal form, however the model spells them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fuses the post of a sublayer with what reads its streams next, so that x_out is read once.
 
 That is the pre or the head of the next sublayer or, in single-pass mHC, a collapse with known weights and the next

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds collapses of streams with weights that were computed from other streams, as in a single pass."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The formulas around one norm of streams: coefficients, collapse, logits, and the expand-and-mix that follows."""
 
 from __future__ import annotations

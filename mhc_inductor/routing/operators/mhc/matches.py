@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The results of the search: pres and heads, coefficients, posts, collapses, and Sinkhorn iterations."""
 
 from __future__ import annotations

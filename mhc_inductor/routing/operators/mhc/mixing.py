@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weighted sums over mHC's streams in normal form: the collapse of a token's streams, and the expand-and-mix."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The norm of mHC's streams: the tensor that a formula is taken of, and the roundings of the model that it keeps."""
 
 from __future__ import annotations

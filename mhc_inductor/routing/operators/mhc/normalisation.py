@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step of Sinkhorn iterations, however it is written: a matrix and the sums of its own rows or columns."""
 
 from __future__ import annotations

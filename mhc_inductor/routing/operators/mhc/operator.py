@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mHC operator of the routing pass."""
 
 from __future__ import annotations

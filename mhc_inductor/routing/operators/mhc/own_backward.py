@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinkhorn iterations in an ``autograd.Function`` whose backward is the derivative of its forward, as in Megatron.
 
 Dynamo hands over such a Function as a call with two graphs, its forward and its backward. The forward is recognised

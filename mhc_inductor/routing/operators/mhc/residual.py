@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The logits h_res of a pre, and the Sinkhorn iterations on them."""
 
 from __future__ import annotations

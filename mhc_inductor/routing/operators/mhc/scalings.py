@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinkhorn and Knopp's iterations in scaling form: one factor for the rows of ``K = exp(logits)``, one for the columns.
 
 From ones, ``u = 1 / sum(K * v)`` and ``v = 1 / sum(K * u)`` are computed in turn. ``u * K * v`` is the matrix that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds mHC formulas in a graph: candidates come from neighbourhoods of nodes and are proved by normal forms."""
 
 from __future__ import annotations

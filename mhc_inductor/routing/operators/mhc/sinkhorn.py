@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinkhorn iterations in normal form: a chain of steps, each dividing a matrix by its own row or column sums."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds streams that are read and written by weights which are no projection: they are named, not routed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Assembles phi, alpha, bias and gamma of a pre, as the op reads them, from the model's tensors."""
 
 from __future__ import annotations

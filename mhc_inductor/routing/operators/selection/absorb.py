@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Absorption of multi-head latent attention: every head attends to the latent itself, not to its own keys and values.
 
 If ``K[h] = [W_k[h] c ; k_rope]`` and ``V[h] = W_v[h] c`` with one latent c for all heads, then

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Additive masks: when an element is 0, which shows the key, and when it is not."""
 
 from __future__ import annotations

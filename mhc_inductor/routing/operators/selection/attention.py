@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recognises one attention, softmax(scale * q @ k.T) @ v over a union of key ranges, in normal form.
 
 It starts at a call of scaled_dot_product_attention or at a softmax. See :mod:`.keys` for the normal form of masks.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits the dims of a result into digits: index variables that views split and join."""
 
 from __future__ import annotations

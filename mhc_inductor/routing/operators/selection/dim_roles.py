@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Assigns a role to each digit of an attention's result: batch, group, head, query or feature."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Elements of masks: the ops that make them, their constants, and what their views and casts show."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emits the op in place of an attention that was found."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emits what the formula gives in rows without a visible key, where that is not the op's 0, and how NaN spreads.
 
 A softmax written out multiplies every key by its weight, hidden keys by 0. A query that is NaN therefore gives NaN

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Intervals of keys as lists of single keys, for the op that reads lists.
 
 An interval whose length has a bound gives that many candidates from its start on. Whether a candidate is visible is

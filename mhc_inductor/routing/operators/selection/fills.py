@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds what the scores of masked keys are set to, and what a query without a visible key gives.
 
 A masked score is a number F (``masked_fill``, ``where``), or the score plus F (an added mask), rounded in the dtype

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Range checks of the indices that scatter, gather and indexing take.
 
 An index tensor is proved to be in range, or checked at run time where the model's own call is removed.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluates elements of number tensors as sums of indicators, conditions that count as 1 where they hold."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masks that a checkpointed region is given, and whose formula stands in the graph around the region.
 
 The formula bounds the keys that a mask shows. What it reads, such as padding or position ids, cannot be read inside the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluates elements of integer tensors as whole numbers.
 
 A whole number is a sum of positions, of elements of tensors, and of quotients of such sums.

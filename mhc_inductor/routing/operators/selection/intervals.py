@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts masks in normal form to ranges of keys.
 
 Each conjunction gives the keys from its lower bounds up to, but not including, its upper bounds.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boolean masks in normal form: which keys a query sees, as a union of intervals with conditions.
 
 An element of a mask is a disjunction of conjunctions. Each conjunction consists of comparisons between whole numbers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Takes K and V of an attention apart: the parts that are a linear map of a latent, and those that all heads share."""
 
 from __future__ import annotations

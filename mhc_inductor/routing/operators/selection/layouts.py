@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors as arrays of digits, and the views that bring their dims into a wanted order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emits the keys that every query sees, as lists [B, S, G, k] of single keys."""
 
 from __future__ import annotations

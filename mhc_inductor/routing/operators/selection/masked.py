@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds what hides scores of a softmax, whatever lies between the products of q and k and the softmax."""
 
 from __future__ import annotations

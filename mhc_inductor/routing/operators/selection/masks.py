@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluates elements of masks, and of the number tensors that masks are computed from, in normal form.
 
 Comparisons, ``any``, ``one_hot``, ``scatter``, sums and cumulative sums of indicators, ``gather`` of blocks, ``tril``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of recognising an attention, and the exception for what is not one."""
 
 from __future__ import annotations

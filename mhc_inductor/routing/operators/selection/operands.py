@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operands of the products: q, k, v and scores behind views, casts and constant factors; sums of products."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over gathered keys: each query reads the keys that a list names, and its softmax is over the list's places.
 
 A key that a list names twice counts twice in such a softmax, and once in the op. So the visible entries of a list must be

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Integer tensors of positions that masks look up: concatenated, indexed, and numbered by segment.
 
 Models number the sequences packed into one row by ``cumsum(diff(position_ids) != 1)``. Inside such a segment the

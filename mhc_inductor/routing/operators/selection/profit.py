@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides whether an attention under a mask is worth routing: closed-form rules on present shapes."""
 
 from __future__ import annotations

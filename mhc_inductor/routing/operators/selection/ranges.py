@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Emits the keys that every query sees, as ranges [B, S, G, r, 2]."""
 
 from __future__ import annotations

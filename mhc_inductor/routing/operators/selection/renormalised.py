@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds weights of a softmax that are masked and divided by their sum again: another formula than masked scores.
 
 Both agree where the softmax leaves something for the visible keys. Where hidden scores are so far above the others that

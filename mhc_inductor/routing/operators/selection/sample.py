@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sample data for verification: random picks of keys at which no op that reads them raises."""
 
 from __future__ import annotations

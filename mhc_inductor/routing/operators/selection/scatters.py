@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evaluates ops that put elements of tensors, or constants, in places that comparisons describe.
 
 These are where, masked_fill, tril, triu, scatter, assignments to indices, pad, cat and gather.

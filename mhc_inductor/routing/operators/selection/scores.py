@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The argument of a softmax: scaled products of q and k, and the masks on them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the attentions of a graph whose visible keys depend on tensor values."""
 
 from __future__ import annotations

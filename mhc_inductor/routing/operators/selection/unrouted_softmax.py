@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reports softmaxes over masked scores that are not routed, so that they do not stay silently.
 
 They are written out as exp(scores) over a sum, or their scores pass through something that routing cannot follow.

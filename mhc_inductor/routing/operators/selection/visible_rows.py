@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proves that every query sees a key, so that what a row without keys gives does not matter."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows the weights of a softmax to their product with V."""
 
 from __future__ import annotations
