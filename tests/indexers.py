@@ -87,7 +87,11 @@ class Indexer(nn.Module):
         for p in self.parameters():
             nn.init.normal_(p, std=0.5)
 
-    def forward(self, hidden: Tensor, lora: Tensor, positions: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(self, *given: Tensor) -> Tensor:
+        """Returns the choice as a set: by position."""
+        return self._chosen(*given).sort(-1).values
+
+    def _chosen(self, hidden: Tensor, lora: Tensor, positions: Tensor, padding: Tensor | None = None) -> Tensor:
         """Returns the chosen keys."""
         if self.family == "deepseek_v4":
             return self.inner(hidden, lora, positions, None, 0)

@@ -58,7 +58,7 @@ def spelled(name: str, mask: str, choice: str) -> tuple[Callable[..., Any], Call
     def masked(q: Tensor, k: Tensor, w: Tensor, seen: Tensor, pos: Tensor, pad: Tensor) -> Tensor:
         return MASKS[mask](SCORES[name](q, k, w), seen, pos, pad)
 
-    return lambda *given: CHOICES[choice](masked(*given)), masked
+    return lambda *given: CHOICES[choice](masked(*given)).sort(-1).values, masked
 
 
 def cases() -> list[Any]:
@@ -109,12 +109,12 @@ def test_other_choices_are_not_mentioned(name: str) -> None:
 
 def v4(q: Tensor, k: Tensor, w: Tensor, seen: Tensor, pos: Tensor, pad: Tensor) -> Tensor:
     scores = SCORES["DeepSeek-V4"](q, k, w)
-    return MASKS["compressed"](scores, seen, pos, pad).topk(K, -1).indices
+    return MASKS["compressed"](scores, seen, pos, pad).topk(K, -1).indices.sort(-1).values
 
 
 def v32(q: Tensor, k: Tensor, w: Tensor, seen: Tensor, pos: Tensor, pad: Tensor) -> Tensor:
     scores = SCORES["DeepSeek-V3.2"](q, k, w)
-    return MASKS["given"](scores, seen, pos, pad).topk(K, -1).indices
+    return MASKS["given"](scores, seen, pos, pad).topk(K, -1).indices.sort(-1).values
 
 
 def node_of(got: Captured) -> torch.fx.Node:
@@ -259,7 +259,7 @@ def test_rows_without_keys_nan_and_infinity() -> None:
 
 def test_float_masks_of_unknown_values_stay_and_bool_ones_go() -> None:
     def added(q: Tensor, k: Tensor, w: Tensor, mask: Tensor) -> Tensor:
-        return (SCORES["DeepSeek-V3.2"](q, k, w) + mask).topk(K, -1).indices
+        return (SCORES["DeepSeek-V3.2"](q, k, w) + mask).topk(K, -1).indices.sort(-1).values
 
     q, k, w, seen = given()[:4]
     got = run(added, [q, k, w, torch.where(seen, 0.0, float("-inf"))], grad=False)
@@ -270,7 +270,7 @@ def test_two_indexers_share_a_mask_and_two_results_one_choice() -> None:
     def fn(q: Tensor, k: Tensor, w: Tensor, seen: Tensor) -> tuple[Tensor, ...]:
         first = SCORES["DeepSeek-V3.2"](q, k, w).masked_fill(~seen, float("-inf")).topk(K, -1)
         second = SCORES["Hy4"](q * 0.5, k, w + 1).masked_fill(~seen, float("-inf")).topk(K, -1)
-        return first.indices, first[1].int(), second.indices
+        return tuple(i.sort(-1).values for i in (first.indices, first[1].int(), second.indices))
 
     got = run(fn, given()[:4], grad=False)
     routed(got, 2)

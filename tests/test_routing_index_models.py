@@ -20,10 +20,14 @@ OWN_MASK = ("deepseek_v4", "glm5_next")
 GLM = "glm5_next"
 
 
-def routed(got: Captured, keys: int) -> None:
-    """Asserts that one indexer is routed and no tensor with an element per head, query and key is left."""
-    assert [r.op for r in got.report.routed] == ["index_topk"], reasons(got)
-    assert got.ops["index_topk"] == 1 and not got.report.problems
+def routed(got: Captured, keys: int, family: str = "") -> None:
+    """Asserts that one indexer is routed and no tensor with an element per head, query and key is left.
+
+    GLM-5-Next's breaks the graph before it returns: its keys leave in an order.
+    """
+    op = "index_scores" if family == GLM else "index_topk"
+    assert [r.op for r in got.report.routed] == [op], reasons(got)
+    assert got.ops[op] == 1 and not got.report.problems
     for gm in got.graphs:
         for node in gm.graph.nodes:
             shape = [s for s in getattr(node.meta.get("example_value"), "shape", ()) if isinstance(s, int)]
@@ -75,7 +79,7 @@ def test_masks(family: str, kind: str, padded: bool) -> None:
     x = inputs(padded=padded)
     model = Indexer(family, kind)
     got = run(model, x, [*model.named_parameters()])
-    routed(got, 24)
+    routed(got, 24, family)
     same(got, model, x, family)
 
 
@@ -87,7 +91,7 @@ def test_packed_positions(family: str, kind: str) -> None:
     x = inputs(packed=True)
     model = Indexer(family, kind, packed=True)
     got = run(model, x, grad=False)
-    routed(got, 24)
+    routed(got, 24, family)
     same(got, model, x, family)
 
 
@@ -100,7 +104,7 @@ def test_dynamic_sizes(family: str, batch: int) -> None:
     # A graph break of GLM-5-Next forgets the marks.
     dynamic, symbolic = (True, []) if family == GLM else (None, symbolic)
     got = run(model, x, grad=False, dynamic=dynamic, symbolic=symbolic)
-    routed(got, 24)
+    routed(got, 24, family)
     same(got, model, x, family)
 
 
@@ -117,7 +121,7 @@ def test_bf16(family: str, how: str) -> None:
             return model(*given)
 
     got = run(fn, x, grad=False)
-    routed(got, 24)
+    routed(got, 24, family)
     same(got, fn, x, family, 1e-5 if how == "bf16" else 0.05)
 
 
@@ -130,10 +134,10 @@ def test_a_bool_mask_that_the_caller_passes(family: str) -> None:
 
     def fn(hidden: Tensor, lora: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         given = (hidden, (rope, rope)) if family == "mistral_large4" else (hidden, lora, (rope, rope))
-        return own(*given, seen, positions)
+        return own(*given, seen, positions).sort(-1).values
 
     got = run(fn, [*x, seen], grad=False)
-    routed(got, 24)
+    routed(got, 24, family)
     same(got, fn, [*x, seen], family)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.capture import Captured, difference, eager, reasons, run
 
@@ -167,3 +168,44 @@ def test_a_fill_that_is_a_dynamic_number_of_keys_has_no_rank(ranked: bool) -> No
     assert got.ops["index_topk"] == (not ranked), reasons(got)
     assert ("by their place" in reasons(got)) == ranked
     assert difference(got, eager(fn, given)) < 2e-6
+
+
+def _checkpointed(i: Tensor, use: Callable[[Tensor], Tensor]) -> Tensor:
+    return checkpoint(use, i, use_reentrant=False)
+
+
+LEAVING: dict[str, Callable[[Tensor], Tensor]] = {
+    "returned": lambda i: i,
+    "returned as a view": lambda i: i.int().unsqueeze(1),
+    "after a break": lambda i: (torch._dynamo.graph_break(), i[..., 0])[1],
+    "read in a checkpointed region": lambda i: _checkpointed(i, lambda j: j[..., 0] * 2),
+    "kept in a buffer": lambda i: KEPT.copy_(i),
+}
+KEPT = torch.zeros(B, S, K, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", LEAVING)
+def test_keys_that_leave_the_graph_come_best_first(name: str, grad: bool) -> None:
+    def fn(q: Tensor, k: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return LEAVING[name](chosen(q, k, w)), (q * 2).sum() * w.mean()
+
+    g = torch.Generator().manual_seed(2)
+    given = [torch.randn(*shape, generator=g) for shape in ((B, S, H, D), (B, S, D), (B, S, H))]
+    got, want = run(fn, given, grad=grad), eager(fn, given, grad=grad)
+    assert (got.ops["index_scores"], got.ops["index_topk"]) == (1, 0), reasons(got)
+    visible = (slice(None), torch.arange(S) >= K - 1)
+    ours, theirs = got.outputs[0].squeeze(1) if "view" in name else got.outputs[0], want.outputs[0]
+    theirs = theirs.squeeze(1) if "view" in name else theirs
+    assert torch.equal(ours[visible], theirs[visible])
+    assert all(torch.equal(got.grads[n], want.grads[n]) for n in want.grads if want.grads[n] is not None)
+
+
+def test_keys_that_leave_in_no_order_are_chosen_by_position() -> None:
+    def fn(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+        scores = (torch.einsum("bshd,btd->bsht", q, k).relu() * w[..., None]).sum(2)
+        return scores.masked_fill(~CAUSAL, -torch.inf).topk(K, -1, sorted=False).indices
+
+    g = torch.Generator().manual_seed(2)
+    got = run(fn, [torch.randn(*shape, generator=g) for shape in ((B, S, H, D), (B, S, D), (B, S, H))], grad=False)
+    assert (got.ops["index_scores"], got.ops["index_topk"]) == (0, 1), reasons(got)

@@ -22,7 +22,7 @@ from mhc_inductor.routing.operators.selection.ranges import Numbers
 
 
 def emit_choice(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
-    """Emits ``index_topk`` for one choice. Returns its outputs with the new nodes. Raises Mismatch and Unsupported."""
+    """Emits ``index_topk`` for one choice, or ``index_scores`` and ``topk``. Returns its outputs with the new nodes. Raises Mismatch and Unsupported."""
     return _Emission(edit, one).pairs()
 
 
@@ -39,22 +39,36 @@ class _Emission:
 
     def pairs(self) -> list[tuple[Value, fx.Node]]:
         """Emits the op and returns each output with its node."""
-        one, emit = self.one, self.emit
+        one = self.one
         q, k, w, scale = self._operands()
         limit, mask = self._limit(), self._mask()
         if mask is not None and limit is None:
             limit = self._last(mask)
         count = self._count()
-        op = torch.ops.mhc_inductor.index_topk.default
-        chosen = emit(op, q, k, w, count, scale, limit, mask, None, None)
-        if mask is not None:
-            chosen = self._filled(chosen, mask, limit, count)
-        elif limit is not None:
-            places = emit(torch.arange, count, dtype=torch.int32, device=self.device)
-            chosen = emit(torch.where, emit(operator.lt, chosen, 0), places, chosen)
+        given = q, k, w, scale, limit, mask
+        chosen = self._by_score(*given, count) if one.ranked else self._by_position(*given, count)
         *lead, last = ([v] if v.size != ONE else [] for v in one.dims)
         new = self.layouts.back(chosen, [one.batch, one.query, last], [*lead, last])
         return [(value, self.edit.as_like(new, value, q)) for value in one.outs]
+
+    def _by_score(self, *given: Any) -> fx.Node:
+        """Returns the best keys first. Where fewer are visible, ``topk`` takes hidden ones, as the model's does."""
+        *scored, count = given
+        scores = self.emit(torch.ops.mhc_inductor.index_scores.default, *scored, None, None)
+        return self.emit(operator.getitem, self.emit(torch.topk, scores, count, -1), 1)
+
+    def _by_position(
+        self, q: fx.Node, k: fx.Node, w: fx.Node, scale: float, limit: Any, mask: Any, count: Any
+    ) -> fx.Node:
+        emit = self.emit
+        op = torch.ops.mhc_inductor.index_topk.default
+        chosen = emit(op, q, k, w, count, scale, limit, mask, None, None)
+        if mask is not None:
+            return self._filled(chosen, mask, limit, count)
+        if limit is None:
+            return chosen
+        places = emit(torch.arange, count, dtype=torch.int32, device=self.device)
+        return emit(torch.where, emit(operator.lt, chosen, 0), places, chosen)
 
     def _count(self) -> Any:
         """Returns k of ``topk`` as a number, or as a node that holds it. Raises Mismatch if only the scores tell it."""

@@ -17,7 +17,7 @@ from mhc_inductor.routing.operators.index.visible import Visible
 from mhc_inductor.routing.operators.selection.operands import Source, sources
 from mhc_inductor.routing.operators.selection.search import best
 
-OP = "index_topk"
+OP, SCORES = "index_topk", "index_scores"
 
 
 @dataclasses.dataclass
@@ -26,7 +26,7 @@ class Found:
 
     ``scores``: the tensor that ``topk`` reads. ``outs``: the indices. ``dims``: the variable of each dim of ``outs``,
     the last of which counts the chosen keys. ``count``: the argument k of ``topk``. ``q``, ``k``, ``weights``: the
-    tensors that are read.
+    tensors that are read. ``ranked``: whether the indices must come by falling score.
     """
 
     formula: Formula
@@ -40,6 +40,7 @@ class Found:
     q: Source
     k: Source
     weights: list[Source]
+    ranked: bool = False
 
     def values(self) -> list[Value]:
         """Returns the tensors that the op reads."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,8 +20,8 @@ from mhc_inductor.routing.interface import Match, Mismatch, Miss
 from mhc_inductor.routing.operators.index.check import Check
 from mhc_inductor.routing.operators.index.emit import emit_choice
 from mhc_inductor.routing.operators.index.formula import EXPECTED, Unrelated, has_product, has_relu, recognised
-from mhc_inductor.routing.operators.index.matches import OP, Found, operands, roles
-from mhc_inductor.routing.operators.index.order import check_order
+from mhc_inductor.routing.operators.index.matches import OP, SCORES, Found, operands, roles
+from mhc_inductor.routing.operators.index.order import ranked_outside
 from mhc_inductor.routing.operators.index.profit import keeps_formula, refusal
 from mhc_inductor.routing.operators.index.uses import check_scores
 from mhc_inductor.routing.operators.index.visible import visible
@@ -31,7 +32,10 @@ _FOLLOWED = "the scores cannot be followed through their views"
 
 
 class IndexOperator:
-    """Finds lightning indexers, scores of keys and the ``topk`` of them, and replaces them with ``index_topk``."""
+    """Finds lightning indexers, scores of keys and the ``topk`` of them, and replaces them with ``index_topk``.
+
+    Where the chosen keys leave the graph by falling score, ``index_scores`` replaces the scores and ``topk`` stays.
+    """
 
     name = "index"
 
@@ -63,7 +67,7 @@ class IndexOperator:
             return Miss(OP, f"{_FOLLOWED}; {EXPECTED}", None, start) if near else None
         check = Check(view, found)
         return Match(
-            OP,
+            SCORES if found.ranked else OP,
             found.values(),
             found.outs,
             found.words(),
@@ -84,7 +88,7 @@ class IndexOperator:
     def kernels(self, op: str, device: str) -> tuple[str, ...]:
         """Returns the names of the kernels on a GPU; elsewhere what runs there."""
         if device == "cuda":
-            return ("index_tile_scores", "index_select")
+            return ("index_tile_scores",) if op == SCORES else ("index_tile_scores", "index_select")
         return ("reference formula, in chunks of queries",) if device == "cpu" else kernels_of(op, device)
 
 
@@ -115,8 +119,7 @@ def _found(view: View, scores: Value, start: Value, outs: list[Value]) -> Found:
     if reason:
         raise Mismatch(reason, start)
     check_scores(view, found)
-    check_order(view, found, _sorted(start))
-    return found
+    return dataclasses.replace(found, ranked=ranked_outside(view, found, _sorted(start)))
 
 
 def _device(value: Value) -> str:

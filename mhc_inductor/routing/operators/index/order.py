@@ -50,31 +50,52 @@ _PART = f"some of the chosen keys are read by their place in what topk returns{_
 _CALL = "scaled_dot_product"
 
 
-def check_order(view: View, found: Found, ordered: bool) -> None:
-    """Raises Mismatch if some use of the chosen keys depends on their rank.
+def ranked_outside(view: View, found: Found, ordered: bool) -> bool:
+    """Returns whether the chosen keys leave the graph in an order, which whoever reads them there may use.
 
     Args:
         view: the graph.
         found: the choice.
         ordered: whether ``topk`` returns the chosen keys by falling score.
+
+    Raises:
+        Mismatch: if some use of the chosen keys in the graph depends on their rank.
     """
-    count = found.outs[0].shape[-1]
+    count, outside = found.outs[0].shape[-1], False
     if not ordered or count == ONE:
-        return
+        return False
     ranks = _Ranks(found.outs)
     todo = [view.order[node] for node in ranks.reached]
     seen = set(todo)
     while todo:
         # In graph order: the operands of a node are known before the node.
         node = view.nodes[heapq.heappop(todo)]
-        if not ranks.reach(node, view.values.of(node)):
+        value = view.values.of(node)
+        if not ranks.reach(node, value):
+            outside = outside or (isinstance(value, Value) and value.func is None and not _takes_a_set(node))
             continue
+        outside = outside or any(map(_leaves, node.users))
         for at in (view.order[user] for user in node.users if user in view.live and user.op.startswith("call_")):
             if at not in seen:
                 seen.add(at)
                 heapq.heappush(todo, at)
         if len(seen) > _MOST:
             raise TooLarge("uses of the chosen keys", _MOST, found.outs[0])
+    return outside
+
+
+def _leaves(user: fx.Node) -> bool:
+    """Returns whether another graph reads what ``user`` reads: that of the caller, or the body of a higher-order op."""
+    return user.op == "output" or isinstance(user.target, compat.HigherOrderOperator)
+
+
+def _takes_a_set(node: fx.Node) -> bool:
+    """Returns whether ``node`` is a custom op, such as a sparse attention kernel: these take chosen keys as a set.
+
+    Whatever else routing cannot follow, such as a write into a buffer, may keep the keys for someone who reads the best.
+    """
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return isinstance(packet, compat.routing.OpOverloadPacket) and packet.__module__ != "torch._ops.aten"
 
 
 class _Ranks:
