@@ -170,6 +170,13 @@ def _route(gm: Any, options: RoutingOptions) -> None:
     log_report(route(gm, options, lower=True))
 
 
+def unrouted(gm: Any, example_inputs: Any) -> Any:
+    """Compiles a Dynamo graph with Inductor as the model wrote it, also while :func:`enable` is in force."""
+    with _lock:
+        _routed.add(gm)
+    return compat.backend.compile_fx_module().compile_fx(gm, example_inputs)
+
+
 def enable(*, verify: bool = False, empty_rows: str = "exact") -> None:
     """Makes the ordinary ``torch.compile(model)`` do what ``backend="mhc_inductor"`` does.
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 import json
 import logging
 import os
@@ -17,12 +16,12 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from conftest import INTERPRETED
-from rich.console import Console
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mhc_inductor
 from mhc_inductor.routing import explain as module
+from mhc_inductor.routing import measure
 from mhc_inductor.routing.explain import explain
 from mhc_inductor.routing.operators.kernels import KERNELS, REFERENCE, kernels_of
 from mhc_inductor.routing.report import Fused, NearMiss, Report, Routed, log_report
@@ -113,7 +112,7 @@ def test_a_report_is_printed_once(capsys):
     """By the call; what a prompt shows of the returned report is its totals."""
     report = explain(Plain().eval(), streams())
     said = " ".join(capsys.readouterr().out.split())
-    assert said.count(report.totals()) == 1 and said.count("why not") <= 1 and said.count("mhc_inductor: routed") == 1
+    assert said.count(report.totals()) == 1 and said.count("why not") <= 1 and said.count("routed module line ") == 1
     assert repr(report) == f"<Report: {report.totals()}>"
 
 
@@ -171,7 +170,7 @@ def test_the_call_is_an_eager_call():
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_pass_sees_copies(monkeypatch, checkpointed):
-    def destroy(gm: torch.fx.GraphModule) -> Report:
+    def destroy(gm: torch.fx.GraphModule, **_) -> Report:
         bodies = [m for m in gm.modules() if isinstance(m, torch.fx.GraphModule)]
         assert len(bodies) == 1 + checkpointed
         for body in bodies:
@@ -237,22 +236,95 @@ def test_plain_text():
     assert str(Report(graphs=1)).startswith("routed nothing; fused nothing; 0 near misses")
 
 
-def test_rich_tables():
-    file = io.StringIO()
-    Console(file=file, width=200).print(FOUND)
-    text = file.getvalue()
-    for part in ("m.py:3, in f: x[0]", "expected [dim] -1", "mhc_post + mhc_pre", "broken at m.py:8", TOTALS):
-        assert part in text
-    assert [text.index(f"mhc_inductor: {t}") for t in ("routed", "fused", "near misses", "problems")] == sorted(
-        text.index(f"mhc_inductor: {t}") for t in ("routed", "fused", "near misses", "problems")
-    )
+def layer(i: int, name: str = "attn") -> tuple[tuple[str, str], ...]:
+    return (("", "Model"), ("model.layers", "ModuleList"), (f"model.layers.{i}.{name}", "Layer"))
 
 
-def test_without_rich(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    explain(Plain().eval(), streams())
+def test_a_line_for_each_finding():
+    layers = [
+        Routed("mhc_pre", f"/a/long/way/to/{'x' * 40}.py:997, in f: y", "n", ("k1, or k2", "b"), error, modules=place)
+        for error, place in zip((1e-7, 3e-7, 1e-7), (layer(0), layer(1), layer(1, "ffn")), strict=True)
+    ]
+    misses = [NearMiss("mhc_sinkhorn", "because " * 30, "m.py:5, in f: z", f"n{i}", modules=layer(i)) for i in range(9)]
+    report = Report(layers, misses, list(FOUND.fused), ["broken at " + "y" * 200], 1, 12345, 1.5)
+    lines = report.table().splitlines()
+    assert max(map(len, lines)) <= 100
+    counts = [line.split()[:3] for line in lines if line.split()[0].isdigit()]
+    assert counts == [
+        ["2", "mhc_pre", "model.layers.*.attn"],
+        ["1", "mhc_pre", "model.layers.*.ffn"],
+        ["1", "mhc_post_pre", "m.py:3"],
+        ["9", "mhc_sinkhorn", "model.layers.*.attn"],
+        ["1", "broken", "at"],
+    ]
+    first = next(line for line in lines if line.split()[:2] == ["2", "mhc_pre"])
+    assert "…" in first and "x.py:997 " in first and "error 3e-07, k1 + 1 more" in report.table(width=140)
+    assert " ".join(lines).endswith(report.totals())
+
+
+def test_modules_are_those_of_the_model():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Plain(), Plain()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[1](self.layers[0](x))
+
+    model = Model().eval()
+    wanted = [[("", "Model"), ("layers.0", "Plain")], [("", "Model"), ("layers.1", "Plain")]]
+    for fn in (model, torch.compile(model), lambda x: model(x)):
+        report = explain(fn, streams())
+        assert [[*r.modules] for r in report.routed if r.op == "mhc_pre"] == wanted
+        assert [[*f.modules] for f in report.fused] == wanted[1:]
+        assert "    2 mhc_pre       layers.*" in report.table()
+    assert all(f.modules for f in explain(Plain(dim=-2).eval(), streams()).near_misses)
+
+
+def test_details_are_printed_on_request(capsys):
+    report = explain(Plain().eval(), streams(), details=True)
     said = capsys.readouterr().out
-    assert said.startswith("routed:\n") and "1 x mhc_pre" in said
+    assert said.startswith(report.table()) and said.rstrip().endswith(str(report)) and said.count("detail: n = 4") == 1
+
+
+def test_sizes_are_those_of_the_op():
+    (pre,) = (r for r in explain(Plain().eval(), streams()).routed if r.op == "mhc_pre")
+    tokens, m = 10, N * N + 2 * N
+    results = tokens * (D + N + N * N + N + m + 1)
+    assert pre.cost.bytes == 4 * (tokens * N * D + m * N * D + 3 + m + results)
+    assert pre.cost.flops == 2 * tokens * (m * N * D + N * D)
+    assert pre.cost.tensors[:2] == ("x: float32 [2, 5, 4, 16]", "phi: float32 [24, 64]")
+    assert pre.cost.times is None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_formula_and_op_are_measured_on_request(grad, monkeypatch):
+    backends = []
+
+    def seconds(trial, piece, feed, backend):
+        backends.append(backend)
+        return taken(trial, piece, feed, backend)
+
+    taken = measure._seconds
+    monkeypatch.setattr(measure, "_seconds", seconds)
+    monkeypatch.setattr(measure, "_REPEATS", 2)
+    before = mhc_inductor.counters()
+    with torch.set_grad_enabled(grad):
+        report = explain(Plain().eval(), streams(), measure=True)
+    assert mhc_inductor.counters() == before
+    assert len(backends) == 4 and backends[1::2] == ["mhc_inductor"] * 2, "each distinct formula once, then its op"
+    for routed in report.routed:
+        assert not routed.cost.note
+        assert all(0 < t < 1 for t in routed.cost.times)
+
+
+def test_a_formula_that_cannot_be_measured_says_why(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no compiler\nhere")
+
+    monkeypatch.setattr(measure, "_seconds", fail)
+    report = explain(Plain().eval(), streams(), measure=True)
+    assert {r.cost.note for r in report.routed} == {"not measured: RuntimeError: no compiler"}
 
 
 def test_reports_add_up():

@@ -39,7 +39,7 @@ from mhc_inductor.routing.interface import (
     registered,
     unregister,
 )
-from mhc_inductor.routing.report import AS_WRITTEN, Fused, NearMiss, Report, Routed, source_of
+from mhc_inductor.routing.report import AS_WRITTEN, Fused, NearMiss, Report, Routed, modules_of, source_of
 from mhc_inductor.routing.sharded import as_whole
 from mhc_inductor.routing.verify import Verifier
 from mhc_inductor.scope import Change
@@ -238,8 +238,7 @@ class _Pass:
         else:
             kernels, verdict = operator.kernels(match.op, _device(match.start)), edit.verdict
             if match.parts:
-                place = source_of(match.start.node)
-                found.fused.append(Fused(match.op, match.parts, place, kernels, verdict.error, verdict.note))
+                found.fused.append(_fused(match, kernels, verdict))
             else:
                 found.routed.append(_routed(match, kernels, verdict, kept))
 
@@ -362,7 +361,8 @@ def _refused(match: Match, error: Exception) -> Miss | None:
 def _near(miss: Miss) -> NearMiss:
     places = [v.node for v in (miss.value, miss.start) if v is not None and v.node is not None]
     node = places[0] if places else None
-    return NearMiss(miss.op, miss.reason, source_of(node), node.name if node is not None else "", miss.ordinary)
+    name = node.name if node is not None else ""
+    return NearMiss(miss.op, miss.reason, source_of(node), name, miss.ordinary, modules_of(node))
 
 
 def _opaque(view: View) -> list[NearMiss]:
@@ -385,7 +385,13 @@ def _unfollowed(error: bounds.Unfollowed) -> NearMiss:
 
 
 def _routed(match: Match, kernels: tuple[str, ...], verdict: Verdict, kept: bool) -> Routed:
-    return Routed(match.op, source_of(match.start.node), match.detail, kernels, verdict.error, verdict.note, kept)
+    node, said = match.start.node, (verdict.error, verdict.note)
+    return Routed(match.op, source_of(node), match.detail, kernels, *said, kept, modules_of(node), verdict.cost)
+
+
+def _fused(match: Match, kernels: tuple[str, ...], verdict: Verdict) -> Fused:
+    node, said = match.start.node, (verdict.error, verdict.note)
+    return Fused(match.op, match.parts, source_of(node), kernels, *said, modules_of(node), verdict.cost)
 
 
 def _device(value: Value) -> str:

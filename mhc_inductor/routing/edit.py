@@ -90,7 +90,7 @@ class Edit:
             self._keep_overwritten(self.place)
             with self.graph.inserting_before(self.place.anchor), self.place.modes.entered():
                 pairs = self._settled(match, [*emit(self, match)])
-                sharded.check(self.view, self._fresh, pairs)
+                sharded.check(self.view, self.fresh, pairs)
             self.verdict = Verdict() if check is None else check(self, match, pairs)
             for value, new in pairs:
                 self._replace(value, new)
@@ -128,7 +128,7 @@ class Edit:
         del self._replaced[replaced:], self.created[created:], self._learned[learned:], self._regions[regions:]
 
     @property
-    def _fresh(self) -> list[fx.Node]:
+    def fresh(self) -> list[fx.Node]:
         """Returns the nodes created for the match that is being applied."""
         return self.created[self._mark[0] :]
 
@@ -384,11 +384,11 @@ class Edit:
             return True
         if not self.view.escapes(old):
             return False
-        same = [n for n in self._fresh if self.needs_grad(n) and mine in memory(n)]
+        same = [n for n in self.fresh if self.needs_grad(n) and mine in memory(n)]
         # An in-place write to a result must not change what any backward saved, that of a later op included.
         if any(n in self.unrounded or not self.needs_grad(new) for n in same):
             return True
-        if any(mine in self._saved_memory(n) for n in self._fresh):
+        if any(mine in self._saved_memory(n) for n in self.fresh):
             return True
         return claimed.setdefault(mine, theirs) != theirs or self._repeats()
 
@@ -410,7 +410,7 @@ class Edit:
         """
         mine, earlier = (
             [n for n in nodes if isinstance(example(n), (tuple, list))]
-            for nodes in (self._fresh, self.created[: self._mark[0]])
+            for nodes in (self.fresh, self.created[: self._mark[0]])
         )
         return any(a.target == b.target and self._leaves(a) == self._leaves(b) for a in mine for b in earlier)
 
@@ -453,7 +453,7 @@ class Edit:
         for key in TRACES:
             if key in real.meta:
                 new.meta[key] = real.meta[key]
-        fresh = set(self._fresh)
+        fresh = set(self.fresh)
         region = {self.view.reader.get(n, n) for n in self.place.region} if self.place else set()
         steps = {n for n in region if self.view.effects.written(n)}
         here = self.view.position[self.place.anchor] if self.place else 0

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from mhc_inductor import compat
 from mhc_inductor.routing import route
+from mhc_inductor.routing.measure import Inspector
 from mhc_inductor.routing.report import Report, show
-from mhc_inductor.routing.verify import Verifier
 
 
 def copied(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -29,18 +30,25 @@ def copied(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return result
 
 
-def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any) -> Report:
+def explain(
+    fn: Callable[..., Any],
+    *args: Any,
+    verify: bool = False,
+    measure: bool = False,
+    details: bool = False,
+    **kwargs: Any,
+) -> Report:
     """Runs ``fn(*args, **kwargs)`` once; prints and returns what ``backend="mhc_inductor"`` routes in it.
 
     The report lists every formula found of mHC (arXiv 2512.24880), of E79 (a loop over time, a higher-order scan, or
     the op itself) and of attention under a mask of selected keys. Each has its line in the user's file, the op that it
     becomes, and the kernels that the op launches on the inputs' device. The report also lists what is fused and, for
     every near miss, the first node that did not fit and the reason. A graph break gives two graphs, which are reported
-    together. It is printed as tables if rich is installed.
+    together. What is printed is a table with a line for each finding, in which layers that are alike share a line.
 
     ``fn`` runs as it would eagerly, in the ambient grad and autocast modes: Dynamo captures its graphs and the pass
     gets copies of them. Buffers, random state, and gradients of the outputs are those of an eager call. No kernel is
-    compiled and no counter changes.
+    compiled unless ``measure`` is set, and no counter changes.
 
     Args:
         fn: a function or module, compiled or not. Or an exported program, which is not run and takes no arguments: the
@@ -50,7 +58,11 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
             formula is then the op's largest relative error over outputs and gradients, compared with the formula in
             fp64. It is None, with the reason in ``note``, if the formula could not be run. An op that differs is a near
             miss.
-        **kwargs: keyword arguments of ``fn``.
+        measure: also compile each distinct formula, as the model wrote it, and its op, run both on random data of the
+            graph's shapes and dtypes, and report the median of the seconds that they took (``cost.times``), with
+            gradients where the graph has them. ``cost.note`` says why a formula was not measured.
+        details: print all that the report says of each finding, below the table.
+        **kwargs: keyword arguments of ``fn``. An argument of ``fn`` named like one of the above is passed by position.
 
     Returns:
         The :class:`~mhc_inductor.routing.report.Report` over all graphs of the call.
@@ -59,16 +71,26 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
         TypeError: if arguments are given with an exported program.
         Exception: whatever ``fn`` raises, and Dynamo's own errors.
     """
-    checks: dict[str, Any] = {"check": Verifier()} if verify else {}
+    inspector = Inspector(verify, measure)
     if isinstance(fn, torch.export.ExportedProgram):
-        return _explain_exported(fn, args, kwargs, checks)
+        report = _exported(fn, args, kwargs, inspector)
+    else:
+        report = _called(fn, args, kwargs, inspector)
+    if measure:
+        with _counters_kept():
+            inspector.measured()
+    show(report, details)
+    return report
+
+
+def _called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inspector: Inspector) -> Report:
+    """Returns what routing finds in the graphs of one call."""
     target = compat.uncompiled(fn)
     report = Report()
 
     def capture(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        before = dict(compat.counters())
-        report.extend(route(copied(gm), **checks))
-        _reset_counters(before)
+        with _counters_kept():
+            report.extend(route(copied(gm), check=inspector))
         return gm.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -78,23 +100,22 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
     own = types.FunctionType(call.__code__.replace(), call.__globals__, "explain", None, call.__closure__)
     with compat.routing.captured_apart() as options:
         torch.compile(own, backend=capture, **options)(*args, **kwargs)
-    show(report)
     return report
 
 
-def _explain_exported(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any], checks: dict[str, Any]) -> Report:
-    """Prints and returns what routing finds in an exported program."""
+def _exported(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inspector: Inspector) -> Report:
+    """Returns what routing finds in an exported program."""
     if args or kwargs:
         raise TypeError("explain: an exported program is not run and takes no arguments; call explain(program)")
     from mhc_inductor.exported.program import routed
 
+    with _counters_kept():
+        return routed(program, check=inspector)[1]
+
+
+@contextlib.contextmanager
+def _counters_kept() -> Iterator[None]:
     before = dict(compat.counters())
-    _, report = routed(program, **checks)
-    _reset_counters(before)
-    show(report)
-    return report
-
-
-def _reset_counters(before: dict[str, int]) -> None:
+    yield
     compat.counters().clear()
     compat.counters().update(before)

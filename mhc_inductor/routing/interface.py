@@ -21,7 +21,7 @@ from mhc_inductor.routing.graph.values import Value
 if TYPE_CHECKING:
     from mhc_inductor.routing.edit import Edit
     from mhc_inductor.routing.graph.view import View
-    from mhc_inductor.routing.report import Routed
+    from mhc_inductor.routing.report import Cost, Routed
 
 
 class Mismatch(Exception):
@@ -78,11 +78,12 @@ class Verdict:
     """The result of verifying an op against its formula.
 
     ``error`` is the op's largest relative error, or None if the formula was not run; ``note`` says why, or what was
-    compared.
+    compared. ``cost`` is what ``explain`` reports of sizes and times.
     """
 
     error: float | None = None
     note: str = ""
+    cost: Cost | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
+import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -41,6 +44,43 @@ def source_of(node: fx.Node | None) -> str:
     return "unknown"
 
 
+Modules = tuple[tuple[str, str], ...]
+"""Path and class of each module around a line, outermost first. The path of explain's argument is empty."""
+
+_OWN = re.compile(r"^[LG]\['(?:target|self|args|fn)'\]|__closure__\[\d+\]\.cell_contents|\b_(?:orig_mod|modules)\b")
+
+
+def modules_of(node: fx.Node | None) -> Modules:
+    """Returns the modules in whose ``forward`` the user's line of ``node`` runs."""
+    stack = (node.meta.get("nn_module_stack") or {}) if node is not None else {}
+    return tuple((_path(path), _class(kind)) for path, kind in stack.values())
+
+
+def _path(path: str) -> str:
+    parts = re.split(r"[.\[\]'\"]+", _OWN.sub("", path))
+    return ".".join(part for part in parts if part not in ("", "L", "G"))
+
+
+def _class(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
+
+
+@dataclasses.dataclass
+class Cost:
+    """What an op does in its forward, from the shapes that ``explain`` saw.
+
+    ``tensors`` describes what it reads and returns; ``bytes`` is their size, each counted once; ``flops`` is the op's flop
+    formula. ``times`` are the seconds that the compiled formula and the compiled op took if they were measured, with
+    gradients where the graph had them; ``note`` says why they were not.
+    """
+
+    tensors: tuple[str, ...] = ()
+    bytes: int = 0
+    flops: int = 0
+    times: tuple[float, float] | None = None
+    note: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Routed:
     """A formula that became an op.
@@ -49,6 +89,7 @@ class Routed:
     over outputs and gradients, compared with the formula in higher precision, if it was verified. ``note`` says why it
     was not verified, or what it was compared with instead. ``as_written`` says that a compile keeps the formula as the
     model wrote it, since Inductor's code for it is faster on this device: there ``kernels`` run only if the op is called.
+    ``modules`` are the modules around the line. ``cost`` is known where ``explain`` made the report.
     """
 
     op: str
@@ -58,6 +99,8 @@ class Routed:
     error: float | None = None
     note: str = ""
     as_written: bool = False
+    modules: Modules = dataclasses.field(default=(), compare=False)
+    cost: Cost | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def runs(self) -> str:
         """Returns what runs in place of the formula, as text."""
@@ -75,6 +118,7 @@ class NearMiss:
     node: str = ""
     ordinary: bool = False
     """Whether nobody would expect this formula to be routed."""
+    modules: Modules = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +131,8 @@ class Fused:
     kernels: tuple[str, ...] = ()
     error: float | None = None
     note: str = ""
+    modules: Modules = dataclasses.field(default=(), compare=False)
+    cost: Cost | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
 _VERIFIED = "relative error"
@@ -100,9 +146,9 @@ Section = tuple[str, Row, list[Row]]
 class Report:
     """Everything that routing found in the graphs of one call.
 
-    ``str(report)`` is plain text; rich prints it as tables, as :func:`mhc_inductor.explain` does. At a prompt it is one
-    line, since ``explain`` has printed it. ``graphs`` and ``nodes`` count what was analysed; ``seconds`` is the time that
-    analysis and rewriting took.
+    :meth:`table` has a line for each finding, as :func:`mhc_inductor.explain` prints it; ``str(report)`` says everything;
+    :meth:`save` writes a page, and a notebook shows it. At a prompt a report is one line, since ``explain`` has printed
+    it. ``graphs`` and ``nodes`` count what was analysed; ``seconds`` is the time that analysis and rewriting took.
     """
 
     routed: list[Routed] = dataclasses.field(default_factory=list)
@@ -175,21 +221,100 @@ class Report:
                 lines += [f"      {heading}: {text}" for heading, text in pairs if text]
         return "\n".join([*lines, self.totals()])
 
-    def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
+    def table(self, width: int = 100) -> str:
+        """Returns one line for each finding, at most ``width`` columns wide; equal findings of alike layers share it."""
+        kinds: list[tuple[str, str, dict[Row, list[Any]]]] = [
+            ("routed", "kernels", _alike(self.routed)),
+            ("fused", "kernels", _alike(self.fused)),
+            ("near misses", "why not", _alike(self.near_misses)),
+            ("problems", "", {(problem,): [None] * n for problem, n in Counter(self.problems).items()}),
+        ]
+        rows = [("near misses", "module", "line"), *(row for _, last, lines in kinds for row in lines if last)]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        widths = [min(have, most) for have, most in zip(widths, (22, width // 4, width * 26 // 100), strict=True)]
+        shown: list[str] = []
+        for title, last, lines in kinds:
+            if lines:
+                shown.append(
+                    "      " + _columns((title, "module", "line", last) if last else (title,), widths, width - 6)
+                )
+            shown += [
+                f"{len(alike):5} " + _columns(_with_error(row, alike), widths, width - 6)
+                for row, alike in lines.items()
+            ]
+        return "\n".join([*(line.rstrip() for line in shown), *textwrap.wrap(self.totals(), width)])
 
-        parts: list[Any] = []
-        for title, headings, rows in self.sections():
-            table = Table(title=f"mhc_inductor: {title}", title_justify="left", header_style="bold", show_lines=True)
-            for heading in headings:
-                table.add_column(heading, overflow="fold")
-            for row in rows:
-                # Source code contains brackets, which rich would parse as markup.
-                table.add_row(*map(Text, row))
-            parts.append(table)
-        return Group(*parts, Text(self.totals()))
+    def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        """Writes the report as one HTML page, which needs no network: totals, modules, source lines, sizes, times.
+
+        Args:
+            path: the file to write, such as "report.html". It is replaced if it exists.
+
+        Returns:
+            The path.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        from mhc_inductor import page
+
+        file = pathlib.Path(path)
+        file.write_text(page.whole(self), encoding="utf-8")
+        return file
+
+    def _repr_html_(self) -> str:
+        from mhc_inductor import page
+
+        return page.part(self)
+
+
+def _alike(found: Iterable[Any]) -> dict[Row, list[Any]]:
+    """Returns the findings that share a line of a table, by op, module, line and what is said of them."""
+    lines: dict[Row, list[Any]] = {}
+    for one in found:
+        lines.setdefault(_line(one), []).append(one)
+    return lines
+
+
+def _line(found: Routed | Fused | NearMiss) -> Row:
+    module = ".".join("*" if part.isdigit() else part for part in module_name(found).split("."))
+    place = found.source.partition(", in ")[0]
+    if isinstance(found, NearMiss):
+        return found.op, module, place, found.reason
+    kernels = AS_WRITTEN if isinstance(found, Routed) and found.as_written else found.kernels
+    first = re.split(r"[,;:]| formula", kernels[0])[0] if kernels else ""
+    return found.op, module, place, first + (f" + {len(kernels) - 1} more" if len(kernels) > 1 else "")
+
+
+def _with_error(row: Row, alike: list[Any]) -> Row:
+    """Returns a line with the largest error of its findings, if they were verified."""
+    errors = [one.error for one in alike if getattr(one, "error", None) is not None]
+    return (*row[:-1], f"error {max(errors):.0e}, {row[-1]}") if errors else row
+
+
+def module_name(found: Routed | Fused | NearMiss) -> str:
+    """Returns the path of the innermost module around a finding; the class of explain's own argument."""
+    path, kind = found.modules[-1] if found.modules else ("", "")
+    return path or kind
+
+
+def _columns(cells: Row, widths: list[int], width: int) -> str:
+    """Returns the cells of a line in columns. Paths lose their beginning, other texts their end."""
+    if len(cells) == 1:
+        return _ended(cells[0], width)
+    cut = (_ended(cells[0], widths[0]), _begun(cells[1], widths[1]), _begun(cells[2], widths[2]))
+    return _ended("  ".join([*(c.ljust(w) for c, w in zip(cut, widths, strict=True)), cells[3]]), width)
+
+
+def _ended(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _begun(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    cut = text[len(text) - width + 1 :]
+    return "…" + cut[max(cut.find("/"), 0) :]
 
 
 def _error(found: Routed | Fused) -> str:
@@ -247,14 +372,10 @@ def log_report(report: Report) -> None:
     compat.routing.trace_artifact(ARTIFACT, lambda: str(report))
 
 
-def show(report: Report) -> None:
-    """Prints ``report``: as tables if rich is installed, else as plain text."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        print(report)
-        return
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 160)  # a pipe has no width: rich would fold everything to 80 columns
-    console.print(report)
+def show(report: Report, details: bool = False) -> None:
+    """Prints the table of ``report``, and with ``details`` everything that it says."""
+    print(report.table())
+    if details:
+        print(f"\n{report}")
+    elif not report.empty:
+        print("explain(..., details=True) says more; report.save('report.html') writes a page")

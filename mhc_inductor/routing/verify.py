@@ -52,7 +52,7 @@ class Verifier:
         """Returns the op's error. Raises Mismatch if the op differs from the formula."""
         cut = Cut(edit, match, pairs)
         try:
-            trial = _Trial(cut)
+            trial = Trial(cut)
             found = self._known.get(trial.key)
             if found is None:
                 self._kept.append(trial.constants)  # their id() is part of the key
@@ -89,7 +89,7 @@ class _Tensor:
         return made.expand(self.shape)
 
 
-class _Trial:
+class Trial:
     """One formula and its op on data of the present sizes."""
 
     def __init__(self, cut: Cut) -> None:
@@ -192,7 +192,7 @@ class _Trial:
     def _compared(self, case: int, attempt: int, exact: bool) -> tuple[float, str, str]:
         """Returns the op's error, what is wrong with it (or an empty string), and a note."""
         try:
-            feed = self._data(case, 1000 * attempt + case)
+            feed = self.data(case, 1000 * attempt + case)
             theirs = self._results(self.cut.formula, feed)
         except Exception as error:
             raise _NotRun(f"not verified: the formula cannot be run alone: {_said(error)}") from error
@@ -213,7 +213,8 @@ class _Trial:
 
     # --- data ---
 
-    def _data(self, case: int, seed: int) -> Feed:
+    def data(self, case: int, seed: int) -> Feed:
+        """Returns random data of the present sizes, the same for the formula and its op."""
         generators: dict[torch.device, torch.Generator] = {}
         feed: Feed = {}
         for node, spec in self.specs.items():
@@ -231,7 +232,7 @@ class _Trial:
 
     def _results(self, piece: Piece, feed: Feed, exact: bool = False) -> Results:
         """Returns the outputs, and the gradients of the inputs that need one."""
-        leaves = {n: self._leaf(n, t, exact) for n, t in feed.items()}
+        leaves = {n: self.leaf(n, t, exact) for n, t in feed.items()}
         mode = Exact({compat.storage_key(leaves[n]): t.dtype for n, t in feed.items() if isinstance(t, Tensor)})
         wanted = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
         with torch.set_grad_enabled(self.modes.grad and bool(wanted)):
@@ -247,7 +248,8 @@ class _Trial:
         results |= {f"the gradient of {n.name}": g for n, g in zip(wanted, grads, strict=True)}
         return results
 
-    def _leaf(self, node: fx.Node, given: Any, exact: bool) -> Any:
+    def leaf(self, node: fx.Node, given: Any, exact: bool = False) -> Any:
+        """Returns an input as the pieces read it: in fp64 if ``exact``, with gradients where the graph has them."""
         if not isinstance(given, Tensor):
             return given
         spec = self.specs[node]

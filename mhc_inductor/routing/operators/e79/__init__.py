@@ -18,7 +18,7 @@ from mhc_inductor.routing.operators.e79.loop import OP, Chain, Search
 from mhc_inductor.routing.operators.e79.outputs import without_end
 from mhc_inductor.routing.operators.e79.scan import Body, body_of, emit_scan, match_scan
 from mhc_inductor.routing.operators.kernels import kernels_of
-from mhc_inductor.routing.report import Routed, source_of
+from mhc_inductor.routing.report import Routed, modules_of, source_of
 
 Found = Match | Miss | Routed
 _HOOKED = "S' of a step has a hook, and the step's M' or output reads S' too: the hook would miss their gradients"
@@ -46,7 +46,7 @@ class E79Scan:
             if node.target is torch.ops.mhc_inductor.e79_scan.default:
                 device = next(t.device.type for t in tensors_in(example(node)))
                 kernels = self.kernels(OP, device)
-                self._add(node, Routed(OP, source_of(node), "called by the model", kernels))
+                self._add(node, Routed(OP, source_of(node), "called by the model", kernels, modules=modules_of(node)))
             elif (body := body_of(view, node)) is not None:
                 self._scan(node, body)
         search = Search(view)

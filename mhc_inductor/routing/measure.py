@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``explain`` adds to each finding: the sizes that an op works on, and on request what formula and op take."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from mhc_inductor import compat
+from mhc_inductor.routing.edit import Edit, Pairs
+from mhc_inductor.routing.extract import MODES, Cut, Piece
+from mhc_inductor.routing.graph.values import example, tensors_in
+from mhc_inductor.routing.interface import Match, Verdict
+from mhc_inductor.routing.report import Cost
+from mhc_inductor.routing.verify import Trial, Verifier
+
+_REPEATS, _SECONDS = 20, 0.5
+"""A time is the median of at most so many runs, which take at most so long; the first two do not count."""
+
+
+class Inspector:
+    """A check for :meth:`Edit.apply <mhc_inductor.routing.edit.Edit.apply>` that adds each op's cost to its verdict.
+
+    Args:
+        verify: also compare each formula with its op.
+        measure: keep formulas and ops, for :meth:`measured`.
+    """
+
+    def __init__(self, verify: bool, measure: bool) -> None:
+        self._verifier = Verifier() if verify else None
+        self._measure = measure
+        self._kept: list[tuple[Trial, Cost]] = []
+
+    def __call__(self, edit: Edit, match: Match, pairs: Pairs) -> Verdict:
+        """Returns the verdict with the op's cost. Raises Mismatch if the op was verified and differs."""
+        verdict = self._verifier(edit, match, pairs) if self._verifier is not None else Verdict()
+        cost = _cost(edit.fresh)
+        if self._measure:
+            try:
+                self._kept.append((Trial(Cut(edit, match, pairs)), cost))
+            except Exception as error:
+                cost.note = f"not measured: {error}"
+        return dataclasses.replace(verdict, cost=cost)
+
+    def measured(self) -> None:
+        """Compiles and runs each distinct formula and op on random data, and writes what they took into the costs."""
+        known: dict[Any, tuple[float, float] | str] = {}
+        for trial, cost in self._kept:
+            if trial.key not in known:
+                known[trial.key] = _times(trial)
+            found = known[trial.key]
+            if isinstance(found, str):
+                cost.note = found
+            else:
+                cost.times = found
+
+
+def _cost(created: list[fx.Node]) -> Cost:
+    """Returns the cost of the one op among the nodes that a match put in; views and conversions around it are free."""
+    calls = [n for n in created if isinstance(n.target, compat.OpOverload) and n.target.namespace != "aten"]
+    if not calls:
+        return Cost()
+    call = calls[-1]
+    schema: Any = call.target._schema  # type: ignore[union-attr]
+    given = [(a.name, t) for a, value in zip(schema.arguments, call.args, strict=False) for t in _tensors(value)]
+    results = [(r.name or "result", t) for r, t in zip(schema.returns, _tensors(call), strict=False)]
+    size = {compat.storage_key(t): prod(_shape(t)) * t.element_size() for _, t in (*given, *results)}
+    return Cost(tuple(_described(*pair) for pair in (*given, *results)), sum(size.values()), _flops(call))
+
+
+def _tensors(argument: Any) -> list[Tensor]:
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(argument, nodes.append)
+    return [t for node in nodes for t in tensors_in(example(node))]
+
+
+def _shape(t: Tensor) -> list[int]:
+    return [compat.routing.hint(s) for s in t.shape]
+
+
+def _described(name: str, t: Tensor) -> str:
+    return f"{name}: {str(t.dtype).removeprefix('torch.')} {_shape(t)}"
+
+
+def _flops(call: fx.Node) -> int:
+    formula = flop_registry.get(getattr(call.target, "_overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg((call.args, call.kwargs), example)
+    return compat.routing.hint(formula(*args, **kwargs, out_val=example(call)))
+
+
+def _times(trial: Trial) -> tuple[float, float] | str:
+    """Returns the seconds of the formula and of its op, each compiled; or why they could not be measured."""
+    from mhc_inductor.backend import unrouted
+
+    try:
+        feed = trial.data(0, 0)
+        return _seconds(trial, trial.cut.formula, feed, unrouted), _seconds(trial, trial.cut.op, feed, "mhc_inductor")
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        return f"not measured: {type(error).__name__}: {text[0] if text else ''}"
+
+
+def _seconds(trial: Trial, piece: Piece, feed: dict[fx.Node, Any], backend: Any) -> float:
+    leaves = [trial.leaf(node, feed[node]) for node in piece.inputs]
+    leaves = [t.clone() if p in piece.written else t for t, p in zip(leaves, piece.inputs.values(), strict=True)]
+    modes = next(n.meta[MODES] for n in piece.graph.nodes if MODES in n.meta)
+    compiled = torch.compile(_module(piece), backend=backend, dynamic=False)
+    wanted = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+    ups: list[Tensor] = []
+
+    def run() -> None:
+        with torch.set_grad_enabled(bool(modes.grad and wanted)), modes.entered():
+            live = [t for t in compiled(*leaves) if t.requires_grad]
+        if live:
+            ups[:] = ups or [torch.ones_like(t) for t in live]
+            torch.autograd.grad(live, wanted, ups, allow_unused=True)
+
+    return _median(run, {t.device for t in leaves if isinstance(t, Tensor)})
+
+
+def _module(piece: Piece) -> fx.GraphModule:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(piece.graph, copies)
+    graph.output(tuple(copies[o] for o in piece.outputs))
+    return fx.GraphModule({}, graph)
+
+
+def _median(run: Callable[[], None], devices: set[torch.device]) -> float:
+    taken: list[float] = []
+    begin = 0.0
+    for i in range(_REPEATS + 2):
+        begin = begin if i != 2 else time.perf_counter()
+        start = _now(devices)
+        run()
+        taken.append(_now(devices) - start)
+        if i >= 2 and time.perf_counter() - begin > _SECONDS:
+            break
+    return statistics.median(taken[2:])
+
+
+def _now(devices: set[torch.device]) -> float:
+    for device in devices:
+        with contextlib.suppress(RuntimeError, AssertionError):
+            torch.accelerator.synchronize(device)
+    return time.perf_counter()
