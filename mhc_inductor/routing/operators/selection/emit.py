@@ -22,7 +22,7 @@ from mhc_inductor.routing.operators.selection.layouts import Layouts
 from mhc_inductor.routing.operators.selection.lists import lists
 from mhc_inductor.routing.operators.selection.matches import Found
 from mhc_inductor.routing.operators.selection.operands import Source
-from mhc_inductor.routing.operators.selection.profit import list_refusal, refusal, sizes_of
+from mhc_inductor.routing.operators.selection.profit import list_refusal, list_sides, range_sides, refusal, sizes_of
 from mhc_inductor.routing.operators.selection.ranges import Numbers, ranges
 from mhc_inductor.routing.operators.selection.search import best, data_of, orders
 
@@ -62,7 +62,7 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     if torch.finfo(one.out.dtype).bits > torch.finfo(dtype).bits and not edit.narrowed(one.out.node, dtype):
         dtype = one.out.dtype
     device = example(one.out.node).device
-    _check_profit(edit, one, device.type, dtype)
+    one.compared = _compared(edit, one, device.type, dtype)
     plain = [ref for ref in data_of(one) if one.t not in variables_of(ref)]
     layouts = Layouts(edit, [*(s.ref for s in sources), *plain], one.masks.sized)
     layouts.equal = one.masks.equal
@@ -153,14 +153,19 @@ def _holding(one: Found, keys: Sequence[Ref], v: Ref) -> int | None:
     return None
 
 
-def _check_profit(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> None:
-    """Raises Mismatch if dense attention is faster or no kernel takes these sizes."""
+def _compared(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> str:
+    """Returns both figures of the rule, an empty string where it compares nothing: elsewhere than on a GPU.
+
+    Raises Mismatch if dense attention is faster or no kernel takes these sizes.
+    """
     sizes = sizes_of(one, edit.view.values.sizes, device, dtype)
     assert edit.place is not None
     training = edit.place.modes.grad and any(edit.needs_grad(node_of(s.ref.value)) for s in read(one))
     reason = refusal(sizes) if one.entries is None else list_refusal(sizes, training)
     if reason and (one.entries is None or device == "cuda"):
         raise Mismatch(reason, one.out)
+    sides = range_sides(sizes) if one.entries is None else list_sides(sizes, training)
+    return sides.words() if device == "cuda" else ""
 
 
 def _guard_equal(edit: Edit, equal: set[frozenset[Size]]) -> None:

@@ -69,6 +69,8 @@ class Found:
     """The intervals as lists of single keys; None if the op is to read ranges."""
     absorbed: Absorbed | None = None
     """How the op can read the latent that K and V are maps of; None if it reads K and V."""
+    compared: str = ""
+    """Both figures of the rule that chose the op, once it is emitted; empty where nothing was compared."""
     batch: list[Var] = dataclasses.field(default_factory=list)
     groups: list[Var] = dataclasses.field(default_factory=list)
     heads: list[Var] = dataclasses.field(default_factory=list)
@@ -103,4 +105,5 @@ class Found:
         if self.absorbed is not None:
             said = f"{self.absorbed.heads} heads on one latent of {self.absorbed.width}, whose maps are absorbed"
         sink = "" if self.sink is None else ", a sink"
-        return f"{said}{sink}, {' and '.join(kinds)} a query; {self.rows.value}"
+        compared = f"; {self.compared}" if self.compared else ""
+        return f"{said}{sink}, {' and '.join(kinds)} a query; {self.rows.value}{compared}"

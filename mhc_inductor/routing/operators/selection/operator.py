@@ -47,7 +47,9 @@ class SelectionOperator:
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
         """Emits the op in place of an attention. Returns each replaced output with its new node."""
-        return emit_attention(edit, match.data)
+        outputs = emit_attention(edit, match.data)
+        match.detail = match.data.words()  # now with both figures of the rule that chose the op
+        return outputs
 
     def faster_as_written(self, match: Match, device: str) -> bool:
         """Returns True on a CPU, unless the user asked for zeros in rows without keys.

@@ -16,6 +16,9 @@ from mhc_inductor.routing.operators.selection.matches import Found
 UNKNOWN = 1024
 """Keys that a query is assumed to see if ranges may have any length: 16 blocks of 64, as in public models."""
 FEW_QUERIES = 16
+RANGE_KEY, FEW_QUERIES_KEY = 16.0, 2.0
+"""Times as long as dense attention that the op over ranges takes for a key: with one head a group, and with few queries."""
+MEASURED_ON = "estimated from one H200 in bf16"
 MAX_HEADS, MAX_D = 64, 512
 MAX_LIST = (128, 576, 512)
 """The most heads a group, and the widest keys and values, that the list kernels take."""
@@ -94,13 +97,53 @@ def sizes_of(one: Found, hints: Mapping[str, int], device: str, dtype: torch.dty
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """Both figures that the rule compares: the op over ``keys``, and ``other``, the attention that it would replace."""
+
+    op: float
+    dense: float
+    keys: str
+    unit: str
+    sizes: str
+    other: str = "dense attention"
+
+    @property
+    def op_wins(self) -> bool:
+        """Returns whether the op replaces the other side."""
+        return self.op <= self.dense
+
+    def words(self) -> str:
+        """Returns which side is faster, with both figures."""
+        op, dense = (f"{x:.3g}" if x < 1000 else f"{x:.0f}" for x in (self.op, self.dense))
+        if self.op_wins:
+            return f"{self.keys} are faster: {op} {self.unit}, {self.other} {dense} {self.unit} ({self.sizes})"
+        return f"{self.other} is faster: {dense} {self.unit}, {self.keys} {op} {self.unit} ({self.sizes})"
+
+
+def range_sides(s: Sizes) -> Sides:
+    """Returns what ranges and dense attention cost, in units of the time that dense attention takes for a key.
+
+    Dense attention under a mask reads ``keys`` keys for every query, the op ``selected`` keys. Each of these costs
+    the op ``RANGE_KEY / sqrt(h)`` times as much with h heads per group: 8 times with 4 heads and 4 times with 16. With
+    few queries, where reading dominates, each costs twice as much. ``tests/test_routing_selection.py`` recomputes this
+    from benchmarks/results/selection.json.
+    """
+    few = s.queries <= FEW_QUERIES
+    each = FEW_QUERIES_KEY if few else RANGE_KEY / math.sqrt(max(1, s.heads))
+    selected = UNKNOWN if s.selected is None else s.selected
+    sizes = (
+        f"{'an assumed ' if s.selected is None else ''}{selected} of {s.keys} keys a query, {each:.3g} units each with "
+        f"{f'up to {FEW_QUERIES} queries' if few else f'{s.heads} heads a group'}; "
+        f"a unit is a key in dense attention, {MEASURED_ON}"
+    )
+    return Sides(selected * each, s.keys, "ranges of keys", "units", sizes)
+
+
 def refusal(s: Sizes) -> str:
     """Returns why the op over ranges does not replace dense attention, an empty string if it does.
 
-    Dense attention under a mask reads ``keys`` keys for every query, the op ``selected`` keys. Each of these costs
-    the op ``16 / sqrt(h)`` times as much with h heads per group: 8 times with 4 heads and 4 times with 16, as
-    measured on an H200 (docs/design.md). With few queries, where reading dominates, each costs twice as much. On a
-    CPU the op always replaces dense attention.
+    On a CPU the op always replaces dense attention.
     """
     if s.device != "cuda":
         return ""
@@ -110,12 +153,8 @@ def refusal(s: Sizes) -> str:
         return f"{s.heads} heads a group; the kernels take up to {MAX_HEADS}"
     if s.width > MAX_D:
         return f"heads of {s.width} elements; the kernels take up to {MAX_D}"
-    each = 2.0 if s.queries <= FEW_QUERIES else 16.0 / math.sqrt(max(1, s.heads))
-    selected = UNKNOWN if s.selected is None else s.selected
-    if selected * each <= s.keys:
-        return ""
-    open_ = "as many as " if s.selected is None else ""
-    return f"dense attention is faster: {open_}{selected} of {s.keys} keys, {s.heads} heads a group"
+    sides = range_sides(s)
+    return "" if sides.op_wins else sides.words()
 
 
 # --- lists of keys ------------------------------------------------------------------------------------------
@@ -185,6 +224,15 @@ def absorbs(s: Sizes) -> bool:
     return list_seconds(s, True) < list_seconds(dataclasses.replace(s, latent=None), True)
 
 
+def list_sides(s: Sizes, training: bool = False) -> Sides:
+    """Returns the estimated milliseconds of lists, and of dense attention or that over keys that the model gathers."""
+    lists, dense = (f(s, training) * 1e3 for f in (list_seconds, gathered_seconds if s.gathered else dense_seconds))
+    heads = s.heads if s.latent is None else s.latent.heads
+    sizes = f"{s.selected} of {s.keys} keys a query, {heads} heads a group{', with gradients' if training else ''}"
+    other = "gathering the keys" if s.gathered else "dense attention"
+    return Sides(lists, dense, "lists of keys", "ms", f"{sizes}; {MEASURED_ON}", other)
+
+
 def list_refusal(s: Sizes, training: bool = False) -> str:
     """Returns why the op over lists does not replace dense attention, an empty string if it does."""
     assert s.selected is not None
@@ -199,10 +247,5 @@ def list_refusal(s: Sizes, training: bool = False) -> str:
             return "{} heads a group of {} elements, values of {}; the kernels take up to {}, {} and {}".format(
                 *sizes, *MAX_LIST
             )
-    lists, dense = (f(s, training) * 1e3 for f in (list_seconds, gathered_seconds if s.gathered else dense_seconds))
-    if lists <= dense:
-        return ""
-    heads = s.heads if s.latent is None else s.latent.heads
-    said = f"{s.selected} of {s.keys} keys a query, {heads} heads a group"
-    faster = "gathering the keys is estimated to be faster" if s.gathered else "dense attention is faster"
-    return f"{faster}: {dense:.3g} ms, lists of keys {lists:.3g} ms ({said})"
+    sides = list_sides(s, training)
+    return "" if sides.op_wins else sides.words()

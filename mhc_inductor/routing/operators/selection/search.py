@@ -194,7 +194,8 @@ class Search:
         listed = None
         if not recogniser.differs:
             listed = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True), recognise, node)
-        if listed is not None and worthwhile(listed, self.values.sizes):
+        slower = "" if listed is None else left_to_dense(listed, self.values.sizes)
+        if listed is not None and slower is None:
             return [listed]
         self.misses[known:] = missed
         gathered = self._gathered(node, known)
@@ -203,8 +204,11 @@ class Search:
             if found is not None:
                 return [found]
         self.failed.append(recogniser)
-        if not gathered and not self.misses[known:] and recogniser.given:
-            self._masks(recogniser, node)
+        if not gathered and not self.misses[known:] and (slower or recogniser.given):
+            if slower:
+                self._miss(slower, None, node, ordinary=True)
+            else:
+                self._masks(recogniser, node)
         return []
 
     def _masks(self, recogniser: Recogniser, node: fx.Node) -> None:
@@ -392,18 +396,18 @@ def data_of(one: Found) -> list[Ref]:
     return list(found)
 
 
-def worthwhile(one: Found, hints: Mapping[str, int]) -> bool:
-    """Checks whether lists leave out a quarter of the keys at least and, unless tensors hold the lists, are faster.
+def left_to_dense(one: Found, hints: Mapping[str, int]) -> str | None:
+    """Returns why dense attention stays, None if lists are read instead, "" if they leave out less than a quarter of the keys.
 
     Lists that are held in tensors and are slower than dense attention are reported later, when the op is emitted.
     """
     assert one.out.node is not None
     sizes = sizes_of(one, hints, example(one.out.node).device.type, one.v.value.dtype)
     if one.gathered:
-        return True
+        return None
     if sizes.selected is None or 4 * sizes.selected > 3 * sizes.keys:
-        return False
-    return any(each.selects for each in one.intervals) or not list_refusal(sizes)
+        return ""
+    return None if any(each.selects for each in one.intervals) else list_refusal(sizes) or None
 
 
 def region_of(one: Found) -> set[fx.Node]:

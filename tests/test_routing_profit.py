@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule that chooses between the op and dense attention: what it decides, from which figures, and what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakecuda import fake_cuda, without_a_gpu
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import mhc_inductor
+from benchmarks.source_hash import ROOT
+from mhc_inductor.routing.operators.selection import profit
+from mhc_inductor.routing.report import NearMiss, Routed
+
+DENSE = "dense causal SDPA (cuDNN)"
+WIDTH, BLOCK, WINDOW = 128, 64, 128
+Fn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+# --- what it decides --------------------------------------------------------------------------------------------
+
+
+def _sizes(**changes: Any) -> profit.Sizes:
+    return profit.Sizes(
+        **{"device": "cuda", "dtype": torch.bfloat16, "heads": 4, "width": 128, "values": 128, **changes}
+    )
+
+
+FEWEST: dict[str, tuple[dict[str, Any], bool | None, int]] = {
+    "ranges, 1 head": ({"queries": 16384, "heads": 1, "selected": 1024}, None, 16384),
+    "ranges, 3 heads": ({"queries": 16384, "heads": 3, "selected": 1024}, None, 9460),
+    "ranges, 4 heads": ({"queries": 16384, "selected": 1024}, None, 8192),
+    "ranges of any length": ({"queries": 16384, "selected": None}, None, 8192),
+    "ranges, 16 heads": ({"queries": 16384, "heads": 16, "selected": 1024}, None, 4096),
+    "ranges, 17 queries": ({"queries": 17, "heads": 1, "selected": 1024}, None, 16384),
+    "ranges, 16 queries": ({"queries": 16, "heads": 1, "selected": 1024}, None, 2048),
+    "DeepSeek-V3.2": (
+        {
+            "heads": 1,
+            "width": 192,
+            "selected": 2048,
+            "groups": 32,
+            "fused": True,
+            "latent": profit.Latent(32, 512, 64, 1),
+        },
+        False,
+        12813,
+    ),
+    "DeepSeek-V3.2, training": (
+        {
+            "heads": 1,
+            "width": 192,
+            "selected": 2048,
+            "groups": 32,
+            "fused": True,
+            "latent": profit.Latent(32, 512, 64, 1),
+        },
+        True,
+        13552,
+    ),
+    "DeepSeek-V4": ({"heads": 64, "width": 512, "values": 512, "selected": 640}, False, 293),
+    "DeepSeek-V4, training": ({"heads": 64, "width": 512, "values": 512, "selected": 640}, True, 437),
+    "a list a head": ({"heads": 1, "groups": 16, "selected": 512, "fused": True}, False, 30147),
+    "a list a head, training": ({"heads": 1, "groups": 16, "selected": 512, "fused": True}, True, 44641),
+    "decoding by lists": ({"queries": 1, "heads": 16, "groups": 8, "selected": 2048, "fused": True}, False, 7537),
+}
+"""Sizes, whether gradients are needed (None: ranges), and the fewest keys from which on the op replaces dense attention."""
+
+
+def _case(name: str, keys: int) -> tuple[str, profit.Sides]:
+    """Returns why the op does not replace dense attention over so many keys, and both figures."""
+    given, training, _ = FEWEST[name]
+    sizes = _sizes(**{"queries": keys, **given}, keys=keys)
+    if training is None:
+        return profit.refusal(sizes), profit.range_sides(sizes)
+    return profit.list_refusal(sizes, training), profit.list_sides(sizes, training)
+
+
+@pytest.mark.parametrize("name", FEWEST)
+def test_the_fewest_keys_from_which_on_the_op_is_chosen(name: str) -> None:
+    fewest = FEWEST[name][2]
+    assert _case(name, fewest - 1)[0].startswith("dense attention is faster: ")
+    assert not _case(name, fewest)[0] and not _case(name, 4 * fewest)[0]
+
+
+@pytest.mark.parametrize("name", FEWEST)
+def test_the_words_are_those_of_the_decision(name: str) -> None:
+    """The side that is named first has the smaller figure, and is the one that is chosen."""
+    for times in (0.25, 0.9, 1, 1.1, 4):
+        refused, sides = _case(name, int(FEWEST[name][2] * times))
+        words = sides.words()
+        found = re.match(rf"(.+) (?:is|are) faster: ([\d.e+-]+) {sides.unit}, (.+?) ([\d.e+-]+) {sides.unit} \(", words)
+        assert found is not None, words
+        assert (found[1], found[3]) == ((sides.other, sides.keys) if refused else (sides.keys, sides.other))
+        assert float(found[2]) <= float(found[4]) and refused in ("", words)
+        shown = [float(found[i]) for i in ((4, 2) if refused else (2, 4))]
+        assert shown == pytest.approx([sides.op, sides.dense], rel=5e-3)
+        assert words.endswith("estimated from one H200 in bf16)")
+
+
+# --- from which figures -----------------------------------------------------------------------------------------
+
+
+def _times() -> dict[tuple[int, str], dict[int, dict[str, float]]]:
+    """Returns the measured times by heads a group and what was run, then by the number of keys and the side."""
+    kept = json.loads((ROOT / "benchmarks" / "results" / "selection.json").read_text())
+    found: dict[tuple[int, str], dict[int, dict[str, float]]] = {}
+    for row in kept["crossing"]:
+        if row["variant"] in ("ops", DENSE):
+            assert row["ranges"] * BLOCK == 1024 and row["S"] == row["S_kv"]
+            found.setdefault((row["h"], row["what"]), {}).setdefault(row["S_kv"], {})[row["variant"]] = row["median_us"]
+    return found
+
+
+def _crossing(times: dict[int, dict[str, float]]) -> float:
+    """Returns the number of keys at which both sides take as long, on a line between measurements in logarithms."""
+    gains = [(math.log(keys), math.log(t[DENSE] / t["ops"])) for keys, t in sorted(times.items()) if len(t) == 2]
+    ((x, a), (y, b)) = next(pair for pair in itertools.pairwise(gains) if pair[0][1] <= 0 < pair[1][1])
+    return math.exp(x - a * (y - x) / (b - a))
+
+
+def test_the_rule_of_ranges_follows_the_crossings() -> None:
+    """Recomputes what a key costs the op: from the forward; gradients make dense attention slower still."""
+    times = _times()
+    assert {heads for heads, _ in times} == {4, 16}
+    for (heads, what), measured in times.items():
+        figure = _crossing(measured) / 1024 * math.sqrt(heads)
+        if what == "fwd":
+            assert figure == pytest.approx(profit.RANGE_KEY, rel=0.08), heads
+        else:
+            assert figure <= profit.RANGE_KEY, heads
+
+
+def test_the_rule_of_few_queries_is_a_bound() -> None:
+    """Decoding costs the op less for a key than the rule says; what was measured is what the page says."""
+    kept = json.loads((ROOT / "benchmarks" / "results" / "selection.json").read_text())["rows"]
+    rows = {r["variant"]: r for r in kept if (r["case"], r["select"], r["what"]) == ("decode", "corr", "fwd")}
+    op, dense = rows["ops"], rows[DENSE]
+    assert op["S"] <= profit.FEW_QUERIES and dense["note"] == "K and V repeated beforehand"
+    figure = op["median_us"] / (op["ranges"] * BLOCK) / (dense["median_us"] / dense["S_kv"])
+    assert figure <= profit.FEW_QUERIES_KEY and f"{figure:.1f} times was measured" in _page()
+
+
+# --- what explain says ------------------------------------------------------------------------------------------
+
+
+def blocks(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Each query attends to 16 blocks of 64 keys."""
+    at = x[..., : k.shape[2] // BLOCK].topk(16, -1).indices
+    none = torch.zeros(*x.shape[:-1], k.shape[2] // BLOCK, dtype=torch.bool, device=q.device)
+    mask = none.scatter(-1, at, True).repeat_interleave(BLOCK, -1)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+def spans(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Each query attends to two ranges of any length."""
+    start, end = x[..., :2].long(), x[..., 2:4].long()
+    t = torch.arange(k.shape[2], device=q.device)
+    mask = ((t >= start[..., None]) & (t < end[..., None])).any(-2)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+def picks(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Each query attends to 512 keys."""
+    mask = torch.zeros(x.shape, dtype=torch.bool, device=q.device).scatter(-1, x.topk(512, -1).indices, True)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """Each query attends to 512 keys that are gathered for it."""
+    at, batch = x.topk(512, -1).indices[:, 0], torch.arange(q.shape[0], device=q.device)[:, None, None]
+    keys, values = k[:, 0][batch, at], v[:, 0][batch, at]
+    return torch.einsum("bhsk,bskd->bhsd", torch.einsum("bhsd,bskd->bhsk", q, keys).softmax(-1), values)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """A sliding window that leaves out padding."""
+    t, kept = torch.arange(q.shape[2], device=q.device), x[:, :, :1] > 0
+    mask = ((t <= t[:, None]) & (t > t[:, None] - WINDOW))[None, None] & kept
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+def _found(
+    fn: Fn, keys: int, heads: int, groups: int, training: bool = False, device: str = "cuda"
+) -> Routed | NearMiss:
+    """Returns the one finding of attention that ``explain`` reports for ``fn`` at these sizes."""
+    with fake_cuda() if device == "cuda" else contextlib.nullcontext(), FakeTensorMode():
+        q = torch.empty(1, heads, keys, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=training)
+        k, v = (torch.empty(1, groups, keys, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2))
+        report = mhc_inductor.explain(fn, q, k, v, torch.empty(1, 1, keys, keys, device=device))
+    assert not report.problems
+    found: list[Routed | NearMiss] = [*report.routed, *report.near_misses]
+    assert len(found) == 1
+    return found[0]
+
+
+LISTS = "; estimated from one H200 in bf16)"
+RANGES = "; a unit is a key in dense attention, estimated from one H200 in bf16)"
+SAID: list[tuple[Fn, tuple[Any, ...], bool, str]] = [
+    (
+        blocks, (16384, 16, 1), True,
+        "ranges of keys are faster: 4096 units, dense attention 16384 units "
+        "(1024 of 16384 keys a query, 4 units each with 16 heads a group" + RANGES,
+    ),
+    (
+        blocks, (2048, 16, 1, True), False,
+        "dense attention is faster: 2048 units, ranges of keys 4096 units "
+        "(1024 of 2048 keys a query, 4 units each with 16 heads a group" + RANGES,
+    ),
+    (
+        spans, (16384, 16, 1), True,
+        "ranges of keys are faster: 4096 units, dense attention 16384 units "
+        "(an assumed 1024 of 16384 keys a query, 4 units each with 16 heads a group" + RANGES,
+    ),
+    (
+        spans, (4096, 8, 2), False,
+        "dense attention is faster: 4096 units, ranges of keys 8192 units "
+        "(an assumed 1024 of 4096 keys a query, 8 units each with 4 heads a group" + RANGES,
+    ),
+    (
+        picks, (2048, 64, 1), True,
+        "lists of keys are faster: 0.0916 ms, dense attention 0.398 ms (512 of 2048 keys a query, 64 heads a group" + LISTS,
+    ),
+    (
+        picks, (2048, 8, 1, True), False,
+        "dense attention is faster: 0.259 ms, lists of keys 0.706 ms "
+        "(512 of 2048 keys a query, 8 heads a group, with gradients" + LISTS,
+    ),
+    (
+        gathered, (2048, 64, 1, True), True,
+        "lists of keys are faster: 0.706 ms, gathering the keys 1.02 ms "
+        "(512 of 2048 keys a query, 64 heads a group, with gradients" + LISTS,
+    ),
+    (
+        gathered, (2048, 8, 1, True), False,
+        "gathering the keys is faster: 0.568 ms, lists of keys 0.706 ms "
+        "(512 of 2048 keys a query, 8 heads a group, with gradients" + LISTS,
+    ),
+    (
+        window, (4096, 16, 1), True,
+        "lists of keys are faster: 0.0458 ms, dense attention 0.398 ms (128 of 4096 keys a query, 16 heads a group" + LISTS,
+    ),
+    (
+        window, (4096, 16, 16), False,
+        "dense attention is faster: 0.398 ms, lists of keys 0.733 ms (128 of 4096 keys a query, 1 heads a group" + LISTS,
+    ),
+]  # fmt: skip
+
+
+@without_a_gpu
+@pytest.mark.parametrize(("fn", "sizes", "routed", "said"), SAID, ids=[f"{c[0].__name__}-{c[2]}" for c in SAID])
+def test_explain_says_both_figures(fn: Fn, sizes: tuple[Any, ...], routed: bool, said: str) -> None:
+    found = _found(fn, *sizes)
+    if routed:
+        assert isinstance(found, Routed) and found.detail.endswith("; " + said), found
+    else:
+        assert isinstance(found, NearMiss) and found.reason == said, found
+        assert found.ordinary is (fn is window), "nobody expects a window to be routed"
+
+
+@pytest.mark.parametrize("fn", [blocks, picks])
+def test_on_a_cpu_nothing_is_compared(fn: Fn) -> None:
+    found = _found(fn, 2048, 8, 1, device="cpu")
+    assert isinstance(found, Routed) and "faster" not in found.detail and found.as_written
+
+
+def _page() -> str:
+    return " ".join((ROOT / "docs" / "operators" / "selection.md").read_text().split())
+
+
+@pytest.mark.parametrize("said", [c[3] for c in SAID if c[0] in (blocks, picks)])
+def test_the_page_shows_what_is_said(said: str) -> None:
+    assert f"`{said}`" in _page()
