@@ -337,6 +337,57 @@ def test_a_trace_names_the_way_out() -> None:
     assert torch.allclose(traced(scores * 2), balanced(scores * 2))
 
 
+P24 = randn(24, 128), torch.ones(3), torch.zeros(24)
+TRACED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
+    "mhc_pre": (lambda x: mhc_inductor.mhc_pre(x, *P24, sinkhorn_iters=3), (randn(2, 3, 4, 32),), ""),
+    "mhc_post": (
+        lambda *a: mhc_inductor.mhc_post(*a, transpose_res=True),
+        (randn(2, 3, 4, 32), randn(2, 3, 32), randn(2, 3, 4), randn(2, 3, 4, 4)),
+        "",
+    ),
+    "selection_attention": (
+        lambda q, k, at: mhc_inductor.selection_attention(q, k, k, at),
+        (randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64), torch.tensor([1, 4]).expand(2, 6, 1, 2, 2)),
+        "",
+    ),
+    "selection_list_attention": (
+        lambda q, k, at: mhc_inductor.selection_attention(q, k, k, indices=at),
+        (randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64), torch.tensor([1, 4]).expand(2, 6, 1, 2)),
+        "",
+    ),
+    "e79_scan": (mhc_inductor.e79_scan, (randn(5, 2, 32),), "scan"),
+    "index_topk": (
+        lambda q, k: mhc_inductor.index_topk(q, k, q[..., 0], 3),
+        (randn(2, 6, 3, 64), randn(2, 9, 64)),
+        "aten::full",
+    ),
+}
+"""A call of each op, its arguments, and what torch.jit.trace does not take of its formula."""
+
+
+@pytest.mark.parametrize("op", list(TRACED))
+def test_a_trace_of_the_ops_and_of_their_formulas(op: str) -> None:
+    """Checks what docs/export.md says of ``torch.jit.trace``: of models, and of programs with ops and without."""
+    fn, args, untraced = TRACED[op]
+
+    class Calls(nn.Module):
+        def forward(self, *args: Tensor) -> Any:
+            return fn(*args)
+
+    with pytest.raises(RuntimeError, match=r"cannot hold \w+\. .*run_decompositions\(mhc_inductor.decompositions"):
+        torch.jit.trace(Calls(), args)
+    program = torch.export.export(Calls(), args)
+    assert f"mhc_inductor::{op}" in str(torch.jit.trace(program.module(), args).inlined_graph)
+    plain = program.run_decompositions(mhc_inductor.decompositions()).module()
+    if untraced:
+        with pytest.raises(RuntimeError, match=untraced):
+            torch.jit.trace(plain, args)
+        return
+    traced = torch.jit.trace(plain, args)
+    assert "mhc_inductor" not in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(*args), fn(*args))
+
+
 def test_a_traced_program_keeps_the_op_and_needs_the_package(tmp_path: pathlib.Path) -> None:
     """Checks what docs/export.md says of ``torch.jit.trace`` of a program that holds an op."""
     file, scores = tmp_path / "traced.pt", randn(3, 4, 4)

@@ -188,6 +188,10 @@ WRONG: dict[str, tuple[str, Callable[[str, Tensor, Tensor], Tensor]]] = {
 }
 
 
+AMOUNTS = {"twice": 1.0, "almost": 1e-7, "no NaN": float("inf")}
+"""By how much some of them differ from the derivative, relative to it; infinite if NaN is in one of them only."""
+
+
 @pytest.mark.parametrize("name", list(WRONG))
 def test_another_backward_stays_and_is_named(name: str) -> None:
     """The forward's iterations are the op inside the Function; its gradient is the model's."""
@@ -195,8 +199,71 @@ def test_another_backward_stays_and_is_named(name: str) -> None:
     form, backward = WRONG[name]
     got = both(functools.partial(around, p=p, matrix=function(backward, form)), p)
     assert reasons(got)[0].startswith(DIFFERS + "gradients differ by "), reasons(got)
+    said = float(reasons(got)[0].rpartition(" ")[2])
+    assert said == pytest.approx(AMOUNTS.get(name, said), rel=0.06) and said > 0
     assert not [r for r in got.report.routed if r.detail.endswith(OWN)]
     assert "autograd_function_apply" in str(got.graphs[0].graph)
+
+
+class Two(torch.autograd.Function):
+    """Returns the matrix and its sums; the gradient is twice too large."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(logits)
+        m = iterations("softmax", logits)
+        return m, m.sum(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * by_hand("softmax", *ctx.saved_tensors, grad)
+
+
+class Scaled(torch.autograd.Function):
+    """Iterates on the scaled logits; the gradient is twice too large."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, scale)
+        return iterations("softmax", logits * scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        logits, scale = ctx.saved_tensors
+        return 2 * scale * by_hand("softmax", logits * scale, grad), None
+
+
+class Bent(torch.autograd.Function):
+    """Iterates on a function of the logits; the gradient is right."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return iterations("softmax", logits.tanh())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        bent = ctx.saved_tensors[0].tanh()
+        return by_hand("softmax", bent, grad) * (1 - bent.square())
+
+
+UNCOMPARED: dict[str, Fn] = {
+    "two results": lambda t: (lambda m, sums: m + 0.1 * sums)(*Two.apply(t)),
+    "a tensor of the graph": lambda t: Scaled.apply(t, t.detach().abs().mean()),
+    "right, of a changed argument": Bent.apply,
+}
+
+
+@pytest.mark.parametrize("name", list(UNCOMPARED))
+def test_a_backward_that_stays_unnamed(name: str) -> None:
+    """Checks what docs/operators/mhc.md says of Functions of another kind: the finding says that the backward stays."""
+    p = parameters()
+    got = both(functools.partial(around, p=p, matrix=UNCOMPARED[name]), p)
+    assert not reasons(got) and "autograd_function_apply" in str(got.graphs[0].graph), reasons(got)
+    inside = [
+        r for r in got.report.routed if r.detail.endswith("; inside an autograd.Function, whose own backward stays")
+    ]
+    assert inside and {r.op for r in inside} == {"mhc_sinkhorn"}
 
 
 def test_a_backward_that_cannot_be_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,28 @@ def test_streams_that_are_never_stacked_are_named(name: str) -> None:
     assert reasons(got) and all(reason.startswith(LISTED) for reason in reasons(got))
 
 
+HEADS: dict[str, tuple[bool, Callable[[Sequence[Tensor], P], Tensor]]] = {
+    "a sum over the list": (True, lambda xs, p: projected(xs, p) * torch.rsqrt(sum(means(xs)) / N + EPS)),
+    "each stream normalised": (False, lambda xs, p: projected([normed(x) for x in xs], p)),
+    "no norm": (False, projected),
+    "static": (False, lambda xs, p: p["bias"]),
+}
+"""Whether a head with this norm is named."""
+
+
+@pytest.mark.parametrize("name", list(HEADS))
+def test_a_head_of_a_list_is_named_by_its_norm(name: str) -> None:
+    """Checks what docs/operators/mhc.md says of a collapse alone: without the norm it is a weighted sum like any other."""
+    p, (named, z) = parameters(), HEADS[name]
+
+    def head(*a: Tensor) -> Tensor:
+        pre = torch.sigmoid(z(a, p)[..., :N] * p["alpha"][0] + p["bias"][:N])
+        return sum(pre[..., i : i + 1] * a[i] for i in range(N))  # type: ignore[return-value]
+
+    got = same(head, tuple(streams().unbind(-2)), p.items())
+    assert not got.ops and [r.startswith(LISTED) for r in reasons(got)] == [True] * named, reasons(got)
+
+
 def test_weights_of_one_kind_only_or_of_other_widths_stay() -> None:
     p = parameters()
     xs = tuple(streams().unbind(-2))
@@ -227,6 +249,13 @@ def test_static_weights_are_named(fn: Callable[[Tensor, P], Tensor]) -> None:
     q = _weights()
     got = same(lambda x: fn(x, q), (streams(),), q.items())
     assert got.ops["mhc_post"] == (fn is mixed) and [r.startswith(STATIC) for r in reasons(got)] == [True], reasons(got)
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_a_collapse_alone_with_static_weights_is_not_named(softmax: bool) -> None:
+    q = _weights()
+    got = same(lambda x: ((q["w"].softmax(0) if softmax else q["w"])[:, None] * x).sum(-2), (streams(),), q.items())
+    assert not got.ops and not reasons(got)
 
 
 @pytest.mark.parametrize("mix", [False, True])
