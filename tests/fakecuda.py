@@ -92,6 +92,7 @@ struct Hooks : at::CUDAHooksInterface {
     bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }
     bool hasPrimaryContext(DeviceIndex) const override { return true; }
+    long versionRuntimeCuDNN() const override { return 0; }  // scaled_dot_product_attention asks, in builds with CUDA
 } hooks;
 // The hooks have been made and handed out before, so their methods are exchanged, not the object.
 const impl::DeviceGuardImplInterface* other = &guard;
