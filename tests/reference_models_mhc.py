@@ -436,6 +436,40 @@ def layer_alone(x: Tensor, p: P) -> tuple[Tensor, Tensor]:
     return (mixed + post.unsqueeze(-1) * f_out.unsqueeze(-2).float()).to(x.dtype), pre
 
 
+def _memory(x: Tensor, p: P) -> Tensor:
+    """Adds rows of a table to the streams, by a gate on the normed product with keys of each stream."""
+    rows = p["weight"][torch.arange(x.shape[1]) % p["weight"].shape[0]].to(x.dtype).expand(x.shape[0], -1, -1)
+    key, value = (rows.unsqueeze(-2) * p["gamma"].to(x.dtype)).float(), sublayer(rows, p)
+    h = x.float()
+    scale = torch.rsqrt(h.square().mean(-1) + EPS) * torch.rsqrt(key.square().mean(-1) + EPS) * x.shape[-1] ** -0.5
+    product = (h * p["gamma"].float() * key).sum(-1) * scale
+    gate = torch.sigmoid(torch.copysign(product.abs().clamp_min(1e-6).sqrt(), product))
+    return (h + gate.unsqueeze(-1) * value.float().unsqueeze(-2)).to(x.dtype)
+
+
+def automodel(x: Tensor, p: P) -> Tensor:
+    """NeMo Automodel's DeepSeek-V4.1: two layers of two sublayers, and a memory that writes the streams in between.
+
+    Logits by addcmul with expanded scales, comb times x summed over dim 2, results in f_out's dtype. Returns [..., D].
+    """
+    n = x.shape[2]
+    h_pre = torch.zeros(*x.shape[:3], dtype=torch.float32)
+    h_pre[..., 0] = 1
+    for site in range(4):
+        if site == 2:
+            x = _memory(x, p)
+        flat = x.flatten(2).float()
+        z = F.linear(flat, p["phi"].float()) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS)
+        scales = torch.cat([a.expand(k) for a, k in zip(p["alpha"], (n, n, n * n), strict=True)]).float()
+        logits = torch.addcmul(p["bias"].float(), z, scales)
+        pre, post = torch.sigmoid(logits[..., :n]) + EPS, 2 * torch.sigmoid(logits[..., n : 2 * n])
+        comb = _balanced(logits[..., 2 * n :].unflatten(-1, (n, n)))
+        f_out = sublayer(normed((h_pre.unsqueeze(-1) * x.float()).sum(2).to(x.dtype)).to(x.dtype), p)
+        mixed = (comb.unsqueeze(-1) * x.unsqueeze(-2)).sum(2)
+        x, h_pre = (post.unsqueeze(-1) * f_out.unsqueeze(-2) + mixed).to(f_out.dtype), pre
+    return (h_pre.unsqueeze(-1) * x.float()).sum(2).to(x.dtype)
+
+
 def coefficients_alone(x: Tensor, p: P) -> tuple[Tensor, Tensor, Tensor]:
     """Liger's coefficients: a function of their own returns h_pre, h_post and h_res."""
     pre, post, logits = _gates(normed(x.flatten(-2)) @ p["phi"].T, p)
@@ -507,6 +541,7 @@ REFERENCE_MODELS: dict[str, tuple[Callable[..., object], dict[str, int]]] = {
     "eps_after_maximum": (eps_after_maximum, BOTH),
     "inline_marginals_sinkhorn": (inline_marginals_sinkhorn, {"mhc_sinkhorn": 1}),
     "loops": (loops, BOTH),
+    "automodel": (automodel, {"mhc_coefficients": 4, "mhc_collapse": 5, "mhc_post": 4}),
     "layer_alone": (layer_alone, {"mhc_coefficients": 1, "mhc_post": 1}),
     "coefficients_alone": (coefficients_alone, {"mhc_coefficients": 1}),
     "eps_outside_the_root": (eps_outside_the_root, BOTH),

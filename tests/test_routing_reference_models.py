@@ -190,6 +190,14 @@ def test_sinkhorn_iterations_of_the_transpose_are_counted() -> None:
     assert [(c[0], c[2]) for c in calls] == [(ITERS, "exp")]
 
 
+def test_automodels_sublayers_are_fused_except_where_the_memory_writes() -> None:
+    """Counts the passes between two sublayers of four: the memory stands between the second and the third."""
+    fn, inputs, named = _reference_model("automodel", torch.float32)
+    got = run(fn, inputs, named)
+    assert [f.op for f in got.report.fused] == ["mhc_single_pass"] * 2
+    assert difference(got, eager(fn, inputs, named)) < 1e-4
+
+
 @pytest.mark.parametrize("name", list(REFERENCE_MODELS))
 def test_the_report_says_what_differs(name: str) -> None:
     fn, inputs, named = _reference_model(name, torch.float32)
