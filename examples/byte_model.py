@@ -48,8 +48,9 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         cos, sin = self.cos[:S].to(x.dtype), self.sin[:S].to(x.dtype)
         q, k = (rope(F.rms_norm(t, (HEAD_DIM,)), cos, sin) for t in (q, k))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(out.transpose(1, 2).reshape(B, S, D))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.proj(o.transpose(1, 2).reshape(B, S, D))
+        return out
 
 
 class MLP(nn.Module):
@@ -63,7 +64,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.up(F.rms_norm(x, x.shape[-1:])).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * value)
+        out: Tensor = self.down(F.silu(gate) * value)
+        return out
 
 
 class ByteTransformer(nn.Module):
@@ -89,4 +91,5 @@ class ByteTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         h = self.collapse(x)
-        return self.head(F.rms_norm(h, h.shape[-1:])).float()
+        out: Tensor = self.head(F.rms_norm(h, h.shape[-1:])).float()
+        return out

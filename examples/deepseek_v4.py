@@ -22,7 +22,7 @@ import stdlib_text
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
@@ -75,11 +75,10 @@ class Run:
     gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-def build(size: Size, device: torch.device, seed: int) -> torch.nn.Module:
-    """Returns ``DeepseekV4ForCausalLM`` with seeded weights: fp32 on a CPU; bf16 on a GPU, mHC parameters in fp32."""
+def model_of(size: Size) -> torch.nn.Module:
+    """Returns ``DeepseekV4ForCausalLM`` of this size."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-    torch.manual_seed(seed)
     config = DeepseekV4Config(
         vocab_size=size.vocab,
         hidden_size=size.dim,
@@ -95,11 +94,17 @@ def build(size: Size, device: torch.device, seed: int) -> torch.nn.Module:
         n_routed_experts=size.experts,
         num_experts_per_tok=min(2, size.experts),
         moe_intermediate_size=size.hidden,
-        num_hash_layers=0,
+        mlp_layer_types=["moe"] * size.layers,
         max_position_embeddings=max(4096, size.seq),
         use_cache=False,
     )
-    model = DeepseekV4ForCausalLM(config).to(device)
+    return DeepseekV4ForCausalLM(config)
+
+
+def build(size: Size, device: torch.device, seed: int) -> torch.nn.Module:
+    """Returns the model with seeded weights: fp32 on a CPU; bf16 on a GPU, with mHC parameters in fp32."""
+    torch.manual_seed(seed)
+    model = model_of(size).to(device)
     if device.type == "cuda":
         model.to(torch.bfloat16)
         for name, parameter in model.named_parameters():
@@ -130,11 +135,12 @@ def measure(name: str, model: torch.nn.Module, ids: Tensor, rounds: int, advance
 
     @torch.no_grad()
     def forward() -> Tensor:
-        return call(input_ids=ids).logits
+        logits: Tensor = call(input_ids=ids).logits
+        return logits
 
     def both() -> Tensor:
         model.zero_grad()
-        loss = call(input_ids=ids, labels=ids).loss
+        loss: Tensor = call(input_ids=ids, labels=ids).loss
         loss.backward()
         return loss
 
@@ -165,7 +171,7 @@ def measure(name: str, model: torch.nn.Module, ids: Tensor, rounds: int, advance
 
 def relative(a: Tensor, b: Tensor) -> float:
     """Returns ``||a - b|| / ||b||``."""
-    return ((a - b).norm() / b.norm()).item()
+    return float((a - b).norm() / b.norm())
 
 
 def agreement(run: Run, eager: Run) -> dict[str, float]:
@@ -197,9 +203,11 @@ def table_of(runs: list[Run]) -> Table:
     ]
     if eager.peak_bytes is not None:
         rows.insert(4, ("peak memory", lambda r: f"{(r.peak_bytes or 0) / 2**30:.2f} GiB"))
-    for what in ("logits", "loss", "gradients"):
-        show = lambda r, what=what: f"{compiled[r.name][what]:.1e}" if r.name in compiled else ""  # noqa: E731
-        rows.append((f"{what}, relative difference from eager", show))
+
+    def difference(what: str) -> Callable[[Run], str]:
+        return lambda r: f"{compiled[r.name][what]:.1e}" if r.name in compiled else ""
+
+    rows += [(f"{what}, relative difference from eager", difference(what)) for what in ("logits", "loss", "gradients")]
     for label, show in rows:
         table.add_row(label, *(show(run) for run in runs))
     return table
@@ -251,7 +259,11 @@ def compare(device: torch.device, size: Size, seed: int, out: pathlib.Path) -> t
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bar:
         for name in ("eager", *BACKENDS):
             task = bar.add_task(name, total=2 * (size.rounds + 1), note="")
-            runs.append(measure(name, model, ids, size.rounds, lambda t, k=task: bar.update(k, advance=1, note=t)))
+
+            def advance(note: str, task: TaskID = task) -> None:
+                bar.update(task, advance=1, note=note)
+
+            runs.append(measure(name, model, ids, size.rounds, advance))
     console.print(table_of(runs))
     draw(runs, out, f"{shape}, {where}")
     console.print(f"picture: {out.resolve()}", soft_wrap=True)

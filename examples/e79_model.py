@@ -71,7 +71,8 @@ class E79Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = F.pad(self.in_proj(x).mT, (self.conv1d.kernel_size[0] - 1, 0))
         h = F.silu(self.conv1d(h).mT)
-        return self.out_proj(self.cell(h.transpose(0, 1)).transpose(0, 1))
+        out: Tensor = self.out_proj(self.cell(h.transpose(0, 1)).transpose(0, 1))
+        return out
 
 
 class MLP(nn.Module):
@@ -85,7 +86,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * value)
+        out: Tensor = self.down(F.silu(gate) * value)
+        return out
 
 
 class E79LM(nn.Module):
@@ -101,4 +103,5 @@ class E79LM(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = x + block(F.rms_norm(x, x.shape[-1:]))
-        return self.head(F.rms_norm(x, x.shape[-1:]))
+        out: Tensor = self.head(F.rms_norm(x, x.shape[-1:]))
+        return out

@@ -183,7 +183,8 @@ def launched(model: NeedleModel, batch: needle_task.Batch) -> dict[str, int]:
     """Returns names and counts of the package's kernels in one compiled training step, from the profiler."""
     call = torch.compile(model.loss, backend="mhc_inductor", dynamic=False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        sum(call(batch.tokens, batch.ask, batch.answer, batch.where)).backward()
+        nats, block = call(batch.tokens, batch.ask, batch.answer, batch.where)
+        (nats + block).backward()
         synchronize(batch.tokens.device)
     model.zero_grad()
     return {event.key: event.count for event in profile.key_averages() if event.key.startswith("selection_")}
@@ -204,16 +205,19 @@ def table_of(runs: list[Run], p: needle_picture.Picture) -> Table:
     add("nats an answer, first / last 10", lambda r: f"{r.loss[0]:.3f} / {statistics.mean(r.loss[-10:]):.3f}")
     for length in p.accuracy["dense"]:
         name = needle_picture.tokens(length)
-        add(
-            f"right answers, {name}",
-            lambda r, n=length: "" if r.name == EAGER else f"{statistics.mean(p.accuracy[kind[r.name]][n]):.0%}",
-        )
+
+        def right(r: Run, length: int = length) -> str:
+            return "" if r.name == EAGER else f"{statistics.mean(p.accuracy[kind[r.name]][length]):.0%}"
+
+        add(f"right answers, {name}", right)
     for length in sorted({max(p.seconds[run.name]) for run in runs}):
         name = needle_picture.tokens(length)
-        shown = {
-            run: f"{by_length[length] * 1e3:.0f} ms" for run, by_length in p.seconds.items() if length in by_length
-        }
-        add(f"forward, {name}", lambda r, shown=shown: shown.get(r.name, ""))
+
+        def seconds(r: Run, length: int = length) -> str:
+            by_length = p.seconds.get(r.name, {})
+            return f"{by_length[length] * 1e3:.0f} ms" if length in by_length else ""
+
+        add(f"forward, {name}", seconds)
     return table
 
 
@@ -259,17 +263,22 @@ def compare(
             calls[TOKENS] = models["tokens"]
         task = bar.add_task("speed", total=len(calls) * len(lengths), note="")
         seconds: dict[str, dict[int, float]] = {name: {} for name in calls}
+
+        def text(length: int) -> needle_task.Batch:
+            seeded = torch.Generator().manual_seed(seed)
+            return needle_task.make(corpus.valid, 1, length, size.needles, seeded).to(device)
+
         for length in lengths:
-            generator = torch.Generator().manual_seed(seed)
-            batch = needle_task.make(corpus.valid, 1, length, size.needles, generator).to(device)
+            batch = text(length)
             for name, call in calls.items():
                 bar.update(task, note=f"{name}, {length} bytes")
                 if name != TOKENS or all(s < SLOW for s in seconds[TOKENS].values()):
                     seconds[name][length] = forward_seconds(call, batch, 5 if device.type == "cuda" else 2)
                 bar.update(task, advance=1)
-    blocks, holds = chosen_blocks(models["selected"], batch)
+    last = text(lengths[-1])
+    blocks, holds = chosen_blocks(models["selected"], last)
     losses = {run.name: run.loss for run in runs}
-    chosen = chosen_tokens(models["tokens"], batch) if tokens else None
+    chosen = chosen_tokens(models["tokens"], last) if tokens else None
     p = needle_picture.Picture(found, seconds, losses, blocks, holds, BLOCK, chosen)
 
     parameters = sum(t.numel() for t in models["selected"].parameters())

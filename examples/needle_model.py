@@ -41,7 +41,8 @@ class DenseAttention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
         k, v = (p(x).unsqueeze(1).expand(-1, self.heads, -1, -1) for p in (self.k_proj, self.v_proj))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(o.transpose(1, 2).flatten(2))
+        out: Tensor = self.o_proj(o.transpose(1, 2).flatten(2))
+        return out
 
 
 class Block(nn.Module):
@@ -57,14 +58,16 @@ class Block(nn.Module):
     def mixed(self, x: Tensor) -> Tensor:
         """Returns the input of attention, ``[B, S, dim]``: each position mixed with the three before it."""
         h = F.rms_norm(x, x.shape[-1:])
-        return h + self.conv(F.pad(h.mT, (CONV - 1, 0))).mT
+        mixed: Tensor = self.conv(F.pad(h.mT, (CONV - 1, 0))).mT
+        return h + mixed
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(x + self.attention(self.mixed(x)))
 
     def mlp(self, x: Tensor) -> Tensor:
         gate, value = self.up(F.rms_norm(x, x.shape[-1:])).chunk(2, -1)
-        return x + self.down(F.silu(gate) * value)
+        out: Tensor = self.down(F.silu(gate) * value)
+        return x + out
 
 
 class NeedleModel(nn.Module):
@@ -80,13 +83,14 @@ class NeedleModel(nn.Module):
         return self.logits(self.block(self.embed(tokens))[:, ask])
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.head(F.rms_norm(x, x.shape[-1:]))
+        out: Tensor = self.head(F.rms_norm(x, x.shape[-1:]))
+        return out
 
     def answers(self, tokens: Tensor, ask: Tensor) -> Tensor:
         """Returns the same logits; attention to tokens is computed for the positions ``ask`` only."""
         attention = self.block.attention
         if not isinstance(attention, TokenAttention):
-            return self(tokens, ask)
+            return self.forward(tokens, ask)
         x = self.embed(tokens)
         return self.logits(self.block.mlp(x[:, ask] + attention.at(self.block.mixed(x), ask)))
 

@@ -53,19 +53,23 @@ def color(name: str) -> str:
 def draw(p: Picture, out: pathlib.Path, subtitle: str) -> None:
     """Writes the picture to ``out``, as PNG or in the format of its suffix."""
     count = len(p.accuracy)  # panels in the first row, above two
-    layout = [[kind for kind in p.accuracy for _ in "12"], ["speed"] * count + ["loss"] * count, ["blocks"] * 2 * count]
+    layout: list[Any] = [
+        [kind for kind in p.accuracy for _ in "12"],
+        ["speed"] * count + ["loss"] * count,
+        ["blocks"] * 2 * count,
+    ]
     size = (5.5 * count if count == 2 else 13.5, 9.5)
     figure, panels = plt.subplot_mosaic(layout, figsize=size, height_ratios=[3, 3, 1.6], layout="constrained")
     for kind, by_length in p.accuracy.items():
         _accuracy(panels[kind], kind, by_length)
     speed = panels["speed"]
-    for name, by_length in p.seconds.items():
-        lengths = sorted(by_length)
-        rate = [length / by_length[length] for length in lengths]
+    for name, seconds in p.seconds.items():
+        lengths = sorted(seconds)
+        rate = [length / seconds[length] for length in lengths]
         speed.plot(lengths, rate, "o-", color=color(name), markersize=4, label=name)
     speed.set_xscale("log", base=2)
     speed.set_yscale("log")
-    lengths = sorted({length for by_length in p.seconds.values() for length in by_length})
+    lengths = sorted({length for seconds in p.seconds.values() for length in seconds})
     speed.set_xticks(lengths, [tokens(n) for n in lengths])
     speed.minorticks_off()
     speed.set_title("bytes a second, one sequence forward", **TITLE)

@@ -44,7 +44,8 @@ class TokenAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         picks = self.choose(*self.indexed(x, x))
-        return self.o_proj(self.attend(*self.attention(x, x), indices=picks).flatten(2))
+        out: Tensor = self.o_proj(self.attend(*self.attention(x, x), indices=picks).flatten(2))
+        return out
 
     def with_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what :meth:`forward` returns, and the loss of the index in nats a query."""
@@ -56,9 +57,11 @@ class TokenAttention(nn.Module):
     def chosen(self, x: Tensor, at: Tensor) -> Tensor:
         """Returns the tokens ``[B, n, 1, topk]`` that the positions ``at[n]`` choose, -1 for none."""
         limit = (at + 1).expand(x.shape[0], -1)
-        return self.choose(*self.indexed(x, x[:, at]), limit=limit)
+        picks: Tensor = self.choose(*self.indexed(x, x[:, at]), limit=limit)
+        return picks
 
     def at(self, x: Tensor, at: Tensor) -> Tensor:
         """Returns ``forward(x)[:, at]``, computed for these queries only."""
         o = self.attend(*self.attention(x, x[:, at]), indices=self.chosen(x, at))
-        return self.o_proj(o.flatten(2))
+        out: Tensor = self.o_proj(o.flatten(2))
+        return out

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import statistics
 import tempfile
@@ -130,7 +131,7 @@ def _v4(size: Size) -> Any:
         n_routed_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=size.dim // 2,
-        num_hash_layers=0,
+        mlp_layer_types=["moe"] * max(3, size.layers),
         max_position_embeddings=max(4096, *size.lengths),
         use_cache=False,
     )
@@ -180,11 +181,13 @@ class Call:
     def __call__(self) -> Tensor:
         if not self.training:
             with torch.no_grad():
-                return self.call(input_ids=self.ids).logits
+                logits: Tensor = self.call(input_ids=self.ids).logits
+            return logits
         self.model.zero_grad()
         out = self.call(input_ids=self.ids, labels=self.ids)
         out.loss.backward()
-        return out.logits.detach()
+        logits = out.logits.detach()
+        return logits
 
     def seconds(self) -> float:
         self._wait()
@@ -235,7 +238,7 @@ def difference(run: Run, eager: Run) -> float | None:
         raise RuntimeError(f"{run.name}: other parameters have gradients: {set(run.gradients) ^ set(eager.gradients)}")
     pairs = [(run.logits, eager.logits), *((g, eager.gradients[n]) for n, g in run.gradients.items())]
     apart = sum(float((a - b).double().square().sum()) for a, b in pairs)
-    return (apart / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5
+    return math.sqrt(apart / sum(float(b.double().square().sum()) for _, b in pairs))
 
 
 def table_of(runs: list[Run], title: str) -> Table:
@@ -357,7 +360,7 @@ def main(
         asked = tuple(int(w) for w in lengths.split(",") if w.strip())
     except ValueError:
         raise typer.BadParameter(f"--lengths must be whole numbers by comma, got {lengths}") from None
-    given = {"layers": layers, "topk": topk, "rounds": rounds, "lengths": asked or None}
+    given: dict[str, Any] = {"layers": layers, "topk": topk, "rounds": rounds, "lengths": asked or None}
     size = dataclasses.replace(DEFAULTS[where.type], **{k: v for k, v in given.items() if v is not None})
     compare(model, where, size, training, seed, out)
 

@@ -22,13 +22,16 @@ import fsdp_picture
 import stdlib_text
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import training
 import typer
 from byte_model import ByteTransformer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from training import Size, console
@@ -80,7 +83,7 @@ def save(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optimize
     weights, moments = get_state_dict(model, optimizer)
     history = {k: torch.tensor(v, dtype=torch.float64) for k, v in dataclasses.asdict(done).items()}
     state = {"model": weights, "optimizer": moments, "history": history}
-    dcp.save(state, checkpoint_id=folder / f"step_{len(done.losses):06d}")
+    save_shards(state, checkpoint_id=folder / f"step_{len(done.losses):06d}")
     if dist.get_rank() == 0:
         for _, old in complete(folder)[:-2]:
             _remove(old)
@@ -99,14 +102,15 @@ def resumed(folder: pathlib.Path, model: nn.Module, optimizer: torch.optim.Optim
     if not found:
         return Progressed()
     step, last = found[-1]
-    sizes = dcp.FileSystemReader(last).read_metadata().state_dict_metadata
+    sizes = FileSystemReader(last).read_metadata().state_dict_metadata
     weights, moments = get_state_dict(model, optimizer)
-    history = {
-        f.name: torch.empty(sizes[f"history.{f.name}"].size, dtype=torch.float64)
-        for f in dataclasses.fields(Progressed)
-    }
+    history = {}
+    for f in dataclasses.fields(Progressed):
+        stored = sizes[f"history.{f.name}"]
+        assert isinstance(stored, TensorStorageMetadata)
+        history[f.name] = torch.empty(stored.size, dtype=torch.float64)
     state: dict[str, Any] = {"model": weights, "optimizer": moments, "history": history}
-    dcp.load(state, checkpoint_id=last)
+    load(state, checkpoint_id=last)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     losses, seconds, starts = (state["history"][f.name].tolist() for f in dataclasses.fields(Progressed))
     assert len(losses) == step

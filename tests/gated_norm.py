@@ -57,6 +57,7 @@ class GatedNorm:
 
     def match(self, view: View, node: fx.Node) -> Match | Miss | None:
         value = view.value(node)
+        assert value is not None  # of candidates only
         term = algebra.product(algebra.whole(value))
         roots = [ref for ref, exponent in term.factors if exponent == -0.5]
         gates = [ref for ref, _ in term.factors if ref.value.func is aten.silu.default]

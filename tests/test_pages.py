@@ -7,20 +7,18 @@ import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from benchmarks import deepseek_model, pages
+from benchmarks import pages
+from tests.user_code import GIVEN, blocks
 
 ROOT = pages.ROOT
 PAGES = [p.relative_to(ROOT).as_posix() for p in pages.pages()]
 WIDTH = 140
-CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FORBIDDEN = {
     r"\bmends?\b": "fixes",
     r"\bbeside\b": "next to",
@@ -35,44 +33,21 @@ FORBIDDEN = {
 # ---- code blocks
 
 
-def _readme() -> dict[str, Any]:
-    """What the README's example takes as given."""
-    size = deepseek_model.TINY
-    ids = torch.randint(size.vocab, (size.batch, size.seq))
-    return {"config": deepseek_model.config(size), "device": "cpu", "input_ids": ids}
-
-
-def _own_formula() -> dict[str, Any]:
-    """The names of the page's operator, which stands in tests/gated_norm.py."""
-    from tests import gated_norm
-
-    x, w = torch.randn(4, 16), torch.randn(16)
-    return {**vars(gated_norm), "model": lambda x: x, "x": x, "w": w}
-
-
-def _no_group() -> dict[str, Any]:
-    """Nothing: the page starts a process group, which an earlier test may have done."""
+def _no_group() -> None:
+    """Ends the process group of an earlier test: the page starts one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    return {}
 
 
-def _trainers() -> dict[str, Any]:
-    """Nothing: the page needs accelerate, whose list of backends it names."""
+def _trainers() -> None:
+    """Checks what the page says of accelerate's list of backends."""
     plugin = pytest.importorskip("accelerate.utils").TorchDynamoPlugin
     with pytest.raises(ValueError, match="'MHC_INDUCTOR' is not a valid DynamoBackend"):
         plugin(backend="mhc_inductor")
-    return {}
 
 
-GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
-    "README.md": _readme,
-    "docs/index.md": _readme,
-    "docs/route_your_own.md": _own_formula,
-    "docs/distributed.md": _no_group,
-    "docs/trainers.md": _trainers,
-}
-WITH_CODE = [p for p in PAGES if CODE.search((ROOT / p).read_text())]
+BEFORE = {"docs/distributed.md": _no_group, "docs/trainers.md": _trainers}
+WITH_CODE = [p for p in PAGES if blocks((ROOT / p).read_text())]
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
@@ -83,12 +58,12 @@ def test_the_code_of_a_page_runs(
     module = ModuleType(re.sub(r"\W", "_", page))  # Dynamo imports the modules of functions, and remembers them
     monkeypatch.setitem(sys.modules, module.__name__, module)
     names = vars(module)
-    names.update(GIVEN.get(page, dict)())
-    text, explained = (ROOT / page).read_text(), 0
-    for match in CODE.finditer(text):
-        line = text[: match.start()].count("\n") + 1
-        exec(compile("\n" * line + match.group(1), str(ROOT / page), "exec"), names)
-        explained += re.sub("#.*", "", match.group(1)).count("explain(")
+    BEFORE.get(page, lambda: None)()
+    exec(GIVEN.get(page, ""), names)
+    explained = 0
+    for line, code in blocks((ROOT / page).read_text()):
+        exec(compile("\n" * line + code, str(ROOT / page), "exec"), names)
+        explained += re.sub("#.*", "", code).count("explain(")
     said = " ".join(capsys.readouterr().out.split())
     assert len(re.findall(r"\d+ nodes of \d+ graphs? in", said)) == explained
 

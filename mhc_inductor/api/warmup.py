@@ -55,7 +55,7 @@ class Warmup:
 
 
 def warmup(
-    model: nn.Module, shapes: Sequence[Any], *, backward: Backward = False, progress: bool | None = None
+    model: Callable[..., Any], shapes: Sequence[Any], *, backward: Backward = False, progress: bool | None = None
 ) -> Warmup:
     """Compiles a model for given arguments, by one call for each, and returns how long that took.
 

@@ -33,9 +33,9 @@ def copied(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
 def explain(
     fn: Callable[..., Any],
     *args: Any,
-    verify: bool = False,
-    measure: bool = False,
-    details: bool = False,
+    verify: bool | Any = False,
+    measure: bool | Any = False,
+    details: bool | Any = False,
     **kwargs: Any,
 ) -> Report:
     """Runs ``fn(*args, **kwargs)`` once; prints and returns what ``backend="mhc_inductor"`` routes in it.
