@@ -202,12 +202,16 @@ def lists(
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds at most; a long call gets fewer.")] = 20,
     warm: Annotated[bool, typer.Option(help="Compile everything first, in processes side by side.")] = True,
     seed: Annotated[int | None, typer.Option(help="Seed of the inputs; fresh and recorded when left out.")] = None,
-    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no crossing and no peer is begun.")] = 200.0,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds after which no crossing and no peer is begun.")] = 480.0,
+    resume: Annotated[
+        pathlib.Path | None, typer.Option(exists=True, dir_okay=False, help="JSON of a run to go on from.")
+    ] = None,
     out: Annotated[pathlib.Path, typer.Option(help="Folder for the JSON, the Markdown table and the PNG.")] = RESULTS,
     name: Annotated[str, typer.Option(help="Name of the files; lists when left out, with -cpu or -partial.")] = "",
 ) -> None:
     """Measures attention over lists of keys: time, errors against fp64, memory, and where it overtakes dense."""
     from . import lists as run
+    from . import lists_fill
     from . import lists_targets as targets
 
     words = _words(only, (*targets.SHAPES, *run.PARTS), "case or part") if only else ()
@@ -221,9 +225,33 @@ def lists(
         warm=warm,
         budget_s=budget,
         seed=seed,
+        earlier=None if resume is None else json.loads(resume.read_text()),
     )
     whole = parts == run.PARTS and shapes == tuple(targets.SHAPES)
-    _run(run, settings, out, name or "lists", whole)
+    try:
+        _run(run, settings, out, name or "lists", whole)
+    except lists_fill.OtherRun as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command("lists_fill")
+def lists_filled(
+    later: Annotated[pathlib.Path, typer.Argument(exists=True, dir_okay=False, help="JSON of the later run.")],
+    only: Annotated[str, typer.Option(help="Some of its parts: crossing,peers; all when left out.")] = "",
+    into: Annotated[pathlib.Path, typer.Option(help="JSON of the run to complete.")] = RESULTS / "lists.json",
+) -> None:
+    """Puts the parts that a later run of lists has into another's result, with its device and commit. Measures nothing."""
+    from . import lists as run
+    from . import lists_fill
+
+    try:
+        found = json.loads(later.read_text())
+        parts = _words(only, run.PARTS, "part") if only else found["settings"]["parts"]
+        result = lists_fill.fill(json.loads(into.read_text()), found, parts, run.LISTS_OF)
+    except lists_fill.OtherRun as error:
+        raise typer.BadParameter(str(error)) from error
+    run.write(result, into)
+    console.print(run.table(result), highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

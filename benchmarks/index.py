@@ -117,7 +117,7 @@ class Run(running.PartRun[Settings]):
         self.time(case, [both, library])
         for what in (SCORES, BOTH) if self.s.peers else ():
             if self.spent:
-                self.result["skipped"][f"{COMPILE}, {case.shape.name}"] = "the run's budget of seconds was spent"
+                self.result["skipped"][f"{COMPILE}, {case.shape.name}"] = running.SPENT
             else:
                 self.time(case, [self.compiled(case, what)])
 

@@ -2,26 +2,28 @@
 """The benchmark of selection attention over lists of keys: its rows, and how one run measures them.
 
 Times are medians of CUDA-graph replays with the L2 flushed before each replay; a peer's call above ``LONG_US`` is
-timed once, on the host's clock. A failing variant is recorded in its row. The result is written after every case.
+timed once, on the host's clock. A failing variant is recorded in its row. The result is written after every case. What
+the run has no time for is a row with the reason, and the run is not complete; a later one goes on from its file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from . import accuracy, lists_warm, running, timing
+from . import accuracy, lists_fill, lists_warm, running, timing
 from . import lists_cases as cases
 from . import lists_peers as peers
 from . import lists_targets as targets
 from .lists_cases import Case, make_case
-from .lists_report import plot, table
+from .lists_report import TIMES, plot, table
 from .lists_targets import Shape
 from .running import CPU_NOTICE
 from .variants import Clock, Variant, measure
@@ -32,33 +34,42 @@ QUICK_PARTS = ("speed", "errors")
 ROUNDS, QUICK_ROUNDS = 20, 8
 LONG_US = 200e3
 SAMPLED, CHECKED = 32, 8
-SPENT = "the run's budget of seconds was spent"
-TIMES = {
-    targets.DENSE_MASKED: "times_masked",
-    targets.DENSE_ALL: "times_dense",
-    targets.GATHER: "times_gather",
-    targets.RANGES: "times_ranges",
+LISTS_OF = {
+    "speed": ("rows",),
+    "errors": ("errors", "determinism"),
+    "memory": ("memory",),
+    "crossing": ("crossing",),
+    "peers": ("peers",),
 }
-OTHER_KEYS = (targets.DENSE_ALL, targets.DENSE_CAUSAL, targets.PLAIN)
-"""Peers that attend to all keys, not to those of the lists."""
-LISTS = ("rows", "errors", "determinism", "memory", "crossing")
+"""The lists of the result that each part fills."""
+LISTS = tuple(name for names in LISTS_OF.values() for name in names)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 NARROW_AND_FULL = {"A": (BF16, F16, F32), "D": (BF16, F16, F32)}
 """Dtypes in which gradients are compared with fp64; bf16 alone elsewhere."""
 
 
+PLACES = ("crossing", "peers")
+"""Parts that a later run goes on with place by place; the others take seconds and are kept or made as a whole."""
+Row = dict[str, Any]
+
+
 @dataclasses.dataclass
 class Settings:
-    """Settings of one run. ``small``: use tiny shapes; ``warm``: first compile in parallel processes."""
+    """Settings of one run.
+
+    ``small``: use tiny shapes; ``warm``: first compile in parallel processes; ``budget_s``: seconds from the start,
+    compiling included, after which no peer and no crossing is begun; ``earlier``: the result of a run to go on from.
+    """
 
     device: str = "auto"
     parts: tuple[str, ...] = PARTS
     shapes: tuple[str, ...] = tuple(targets.SHAPES)
     rounds: int = ROUNDS
     warm: bool = True
-    budget_s: float = 200.0
+    budget_s: float = 480.0
     seed: int | None = None
     small: bool = False
+    earlier: dict[str, Any] | None = None
 
     def resolve(self) -> torch.device:
         return running.device_of(self.device)
@@ -75,6 +86,10 @@ class Run(running.PartRun[Settings]):
         super().__init__(settings, save, report)
         self.result["seconds_of"] = {}
         self.result["skipped"][targets.FLA] = targets.NO_FLA
+        self.earlier = settings.earlier or {}
+        if self.earlier:
+            lists_fill.same_machine(self.result, self.earlier)
+            self.result["resumed"] = [*self.earlier.get("resumed", ()), self.earlier["date"]]
 
     def recorded(self) -> dict[str, Any]:
         kept = {"parts": list(self.s.parts), "shapes": list(self.s.shapes), "seed": self.seed}
@@ -100,8 +115,27 @@ class Run(running.PartRun[Settings]):
 
     def part(self, name: str) -> None:
         begun = time.monotonic()
-        super().part(name)
+        if name in PLACES or name not in self.earlier.get("seconds_of", {}) or name in self.earlier["skipped"]:
+            super().part(name)
+        else:
+            self.result |= {of: self.earlier[of] for of in LISTS_OF[name]}
         self.result["seconds_of"][name] = round(time.monotonic() - begun, 1)
+
+    def place(self, part: str, wanted: list[Row], measure: Callable[[], None]) -> None:
+        """Fills the ``wanted`` rows of one place of a part: as the earlier run has them, measured, or with a reason.
+
+        A place is measured as a whole, because its rows are compared with each other.
+        """
+        rows = self.result[part]
+        kept = [r for w in wanted if (r := _found(w, self.earlier.get(part, ()))) is not None]
+        if len(kept) == len(wanted):
+            rows += kept
+            return
+        begun = len(rows)
+        if not self.spent:
+            measure()
+        rows += [w | {"reason": running.SPENT} for w in wanted if not _found(w, rows[begun:])]
+        self.save(self.result)
 
     # ---- variants
 
@@ -114,24 +148,15 @@ class Run(running.PartRun[Settings]):
 
         return Variant(what, "ops", build)
 
-    def noted(self, name: str, make: Callable[[Case, str], tuple[peers.Call, str]], case: Case, what: str) -> Variant:
-        """Returns a variant whose note ``make`` gives, when it is built."""
+    def variant(self, case: Case, what: str, name: str) -> Variant:
+        if name == "ops":
+            return self.ours(case, what)
 
         def build() -> Callable[[], Any]:
-            call, variant.note = make(case, what)
+            call, found.note = peers.make(name, case, what)
             return call
 
-        variant = Variant(what, name, build)
-        return variant
-
-    def peers_of(self, case: Case, what: str) -> list[Variant]:
-        found = [
-            Variant(what, targets.RANGES, lambda: peers.ranges(case, what)),
-            Variant(what, targets.GATHER, lambda: peers.compiled_gather(case, what)),
-            self.noted(targets.DENSE_MASKED, peers.masked, case, what),
-        ]
-        if case.shape.dim <= 256 and case.shape.dim == case.shape.v_dim and not case.shape.sink:
-            found.append(self.noted(targets.DENSE_ALL, peers.unmasked, case, what))
+        found = Variant(what, name, build)
         return found
 
     def whats(self, shape: Shape) -> tuple[str, ...]:
@@ -141,16 +166,13 @@ class Run(running.PartRun[Settings]):
 
     def time(self, case: Case, found: list[Variant], rows: list[dict[str, Any]], pairs: int) -> None:
         """Builds, times and checks variants of one case; appends their rows and writes the result."""
-        made = [cases.case_values(case) | {"what": v.what, "variant": v.variant} for v in found]
-        for row in made:
-            if row["variant"] in OTHER_KEYS:
-                row["n"] = row["S_kv"]
+        made = [_header(case.shape, v.what, v.variant) for v in found]
         at = cases.sample_of(case.shape.queries, CHECKED, self.device)
         want = cases.exact(case, at)
 
         def check(row: dict[str, Any], got: cases.Named) -> dict[str, Any]:
             added: dict[str, Any] = {"finite": all(bool(t.isfinite().all()) for k, t in got.items() if k != "lse")}
-            if row["variant"] in OTHER_KEYS:
+            if row["variant"] in targets.OTHER_KEYS:
                 return added
             errors = {n: cases.relative(t, want[n]) for n, t in cases.picked(got, at).items() if n != "lse"}
             return added | {f"{n}_error": e for n, e in errors.items()}
@@ -169,14 +191,17 @@ class Run(running.PartRun[Settings]):
         self.save(self.result)
 
     def add_figures(self, shape: Shape, row: dict[str, Any], t: timing.Timing, pairs: int) -> None:
-        """Adds to a row its times and rate, and the bars if it has any."""
+        """Adds to a row its times and rate."""
         row |= t.as_json()
         row["median_ms"] = round(row["median_us"] / 1e3, 6)
-        if row["variant"] in OTHER_KEYS or not self.gpu:
+        if row["variant"] in targets.OTHER_KEYS or not self.gpu:
             return
         row["tflops"] = round(targets.operations(shape, pairs, row["what"]) / row["median_us"] / 1e6, 1)
-        key = (shape.name, row["what"])
-        if row["variant"] != "ops" or self.s.small:
+
+    def add_bars(self, row: dict[str, Any]) -> None:
+        """Adds to a row of the op the bars that it has."""
+        key = (row["case"], row["what"])
+        if "median_us" not in row or not self.gpu or self.s.small:
             return
         if key in targets.PUBLISHED:
             row["published"] = targets.PUBLISHED[key]
@@ -194,28 +219,33 @@ class Run(running.PartRun[Settings]):
             case = make_case(shape, self.device)
             found = [self.ours(case, what) for what in self.whats(shape)]
             self.time(case, found, self.result["rows"], case.pairs)
+        for row in self.result["rows"]:
+            self.add_bars(row)
 
     def peers(self) -> None:
-        """Measures the other implementations at the same shapes, and adds to the op's rows how many times they take."""
+        """Measures the other implementations at the same shapes next to the op, and how many times as long they take."""
         for shape in self.shapes:
-            case = make_case(shape, self.device)
-            # One at a time: several would not fit into memory together.
-            for v in [v for what in self.whats(shape) for v in self.peers_of(case, what)]:
-                if self.spent:
-                    self.result["skipped"][f"{v.variant}, {shape.name}, {v.what}"] = SPENT
-                else:
-                    self.time(case, [v], self.result["rows"], case.pairs)
-            self.compare(shape.name)
+            for what in self.whats(shape):
+                wanted = [_header(shape, what, name) for name in ("ops", *shape.peers)]
+                self.place("peers", wanted, functools.partial(self.peers_at, shape, what))
 
-    def compare(self, name: str) -> None:
-        """Adds to the op's rows of one case how many times as long each peer takes."""
-        timed = [r for r in self.result["rows"] if r["case"] == name and "median_us" in r]
-        for r in timed:
-            if r["variant"] == "ops":
-                for peer in timed:
-                    if peer["what"] == r["what"] and peer["variant"] in TIMES:
-                        r[TIMES[peer["variant"]]] = round(peer["median_us"] / r["median_us"], 3)
-        self.save(self.result)
+    def peers_at(self, shape: Shape, what: str) -> None:
+        case = make_case(shape, self.device)
+        self.each(case, what, ("ops", *shape.peers), self.result["peers"], case.pairs)
+        self.compare(shape.name, what)
+
+    def each(self, case: Case, what: str, names: Iterable[str], rows: list[Row], pairs: int) -> None:
+        """Times variants one at a time, because several would not fit into memory together, while there is time."""
+        for name in names:
+            if name == "ops" or not self.spent:
+                self.time(case, [self.variant(case, what, name)], rows, pairs)
+
+    def compare(self, name: str, what: str) -> None:
+        """Adds to the op's row of the peers how many times as long each of them takes."""
+        timed = [r for r in self.result["peers"] if (r["case"], r["what"]) == (name, what) and "median_us" in r]
+        for r in (r for r in timed if r["variant"] == "ops"):
+            for peer in (p for p in timed if p["variant"] in TIMES):
+                r[TIMES[peer["variant"]]] = round(peer["median_us"] / r["median_us"], 3)
 
     def crossing(self) -> None:
         """Measures the op by the length of the lists next to dense causal attention, by tokens, for both widths."""
@@ -224,29 +254,19 @@ class Run(running.PartRun[Settings]):
             lengths, counts = (32, 64), (4, 16)
         for width, kind in targets.WIDTHS.items():
             for length in lengths:
-                if self.spent:
-                    self.result["skipped"][f"crossing, D = {width}, {length}"] = SPENT
-                    continue
                 name = f"D = {width}, {'V = K' if kind.shared else 'K and V apart'}"
-                self.crossing_at(name, self.sized(kind), length, counts)
+                shapes = [self.sized(kind).of(length, length, count, name=name) for count in counts]
+                wanted = [_header(shape, what, "ops") for shape in shapes for what in ("fwd", "fb")]
+                wanted += [_header(shapes[-1], what, v) for what in ("fwd", "fb") for v in shapes[-1].dense]
+                self.place("crossing", wanted, functools.partial(self.crossing_at, shapes))
 
-    def crossing_at(self, name: str, kind: Shape, length: int, counts: tuple[int, ...]) -> None:
+    def crossing_at(self, shapes: list[Shape]) -> None:
         rows = self.result["crossing"]
-        for count in counts:
-            case = make_case(kind.of(length, length, count, name=name), self.device)
+        for shape in shapes:
+            case = make_case(shape, self.device)
             self.time(case, [self.ours(case, what) for what in ("fwd", "fb")], rows, case.pairs)
         for what in ("fwd", "fb"):
-            for v in self.dense(case, what):
-                self.time(case, [v], rows, 0)
-
-    def dense(self, case: Case, what: str) -> list[Variant]:
-        """Returns dense causal attention by SDPA and, where no fast SDPA takes the width, by torch.compile."""
-        found = []
-        if case.shape.shared:
-            found.append(Variant(what, targets.PLAIN, lambda: peers.compiled_causal(case, what)))
-        if not case.shape.shared or case.shape.queries <= targets.LONGEST_WIDE_SDPA:
-            found.append(self.noted(targets.DENSE_CAUSAL, peers.unmasked, case, what))
-        return found
+            self.each(case, what, shapes[-1].dense, rows, 0)
 
     def errors(self) -> None:
         """Measures errors next to dense SDPA's (o and dq of sampled queries; all gradients of less), and equal bits."""
@@ -280,7 +300,7 @@ class Run(running.PartRun[Settings]):
                 entry["bar"] = targets.ERROR_FACTOR * entry["dense"]
                 entry["met"] = entry["relative"] <= entry["bar"]
             errors[name] = entry
-        self.result["errors"].append({**cases.case_values(case), "of": of, "errors": errors})
+        self.result["errors"].append({**cases.case_values(case.shape, case.q.dtype), "of": of, "errors": errors})
 
     def memory(self) -> None:
         """Measures the op's peak memory beyond its inputs and outputs."""
@@ -294,8 +314,20 @@ class Run(running.PartRun[Settings]):
                 call()
                 found = running.peak_memory(call, self.device, float("inf"))
                 del found["met_bar"]  # there is no bar
-                self.result["memory"].append({**cases.case_values(case), "what": what, **found})
+                self.result["memory"].append({**cases.case_values(shape), "what": what, **found})
             self.tidy()
+
+
+def _header(shape: Shape, what: str, variant: str) -> Row:
+    """Returns what names a row."""
+    row = cases.case_values(shape) | {"what": what, "variant": variant}
+    return row | ({"n": row["S_kv"]} if variant in targets.OTHER_KEYS else {})
+
+
+def _found(header: Row, rows: Iterable[Row]) -> Row | None:
+    """Returns the row of this header that was measured or failed."""
+    ended = (r for r in rows if "median_us" in r or "error" in r)
+    return next((r for r in ended if header.items() <= r.items()), None)
 
 
 def write(result: dict[str, Any], path: pathlib.Path) -> None:

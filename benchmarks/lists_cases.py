@@ -250,9 +250,8 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None) -
     return torch.einsum("bhnt,btd->bnhd", s.softmax(-1)[..., : k.shape[1]], v)
 
 
-def case_values(case: Case) -> dict[str, Any]:
+def case_values(s: Shape, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """Returns what a row says of its case."""
-    s = case.shape
     sizes: dict[str, Any] = {"case": s.name, "B": s.batch, "S": s.queries, "S_kv": s.length, "h": s.heads}
     sizes |= {"Dk": s.dim, "Dv": s.v_dim, "n": s.entries, "shared": s.shared}
-    return sizes | {"dtype": str(case.q.dtype).removeprefix("torch.")}
+    return sizes | {"dtype": str(dtype).removeprefix("torch.")}

@@ -15,9 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import mhc_inductor
 
 from . import lists_cases as cases
+from . import lists_targets as targets
 from .lists_cases import Case, Named
 
 Call = Callable[[], Named]
+Made = tuple[Call, str]
+"""A call, and a note on how it is made."""
 Attend = Callable[..., Tensor]
 BACKENDS = {
     SDPBackend.MATH: "math",
@@ -51,7 +54,7 @@ def _call(case: Case, what: str, attend: Attend) -> Call:
     return forward
 
 
-def masked(case: Case, what: str) -> tuple[Call, str]:
+def masked(case: Case, what: str) -> Made:
     """Returns SDPA over all keys with the lists as a mask, made before timing, and the backend that PyTorch chose."""
     mask = cases.mask_of(case.indices[:, :, 0], case.shape.length)
     # A decoding model takes its heads as further queries; else each head gets keys of its own, without a copy.
@@ -74,7 +77,7 @@ def masked_backend(case: Case, what: str) -> str:
     return next((name for backend, name in BACKENDS.items() if int(backend) == choice), "unknown")
 
 
-def unmasked(case: Case, what: str) -> tuple[Call, str]:
+def unmasked(case: Case, what: str) -> Made:
     """Returns SDPA without a mask, causal where queries and keys are as many, with the first backend that takes it."""
     causal = case.shape.queries == case.shape.length
     if not case.q.is_cuda:
@@ -140,12 +143,12 @@ def gathered(q: Tensor, k: Tensor, v: Tensor | None, sink: Tensor | None, indice
     return p @ values
 
 
-def compiled_gather(case: Case, what: str) -> Call:
+def compiled_gather(case: Case, what: str) -> Made:
     """Returns torch.compile of the formula over gathered keys."""
     torch.compiler.reset()  # after some recompiles of one function, Dynamo would run it uncompiled
     run = compiled(gathered, dynamic=False)
     indices, v_dim = case.indices[:, :, 0], case.shape.v_dim
-    return _call(case, what, lambda q, k, v, sink: run(q, k, v, sink, indices, v_dim))
+    return _call(case, what, lambda q, k, v, sink: run(q, k, v, sink, indices, v_dim)), ""
 
 
 def plain_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -156,16 +159,16 @@ def plain_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhst,btd->bshd", s.softmax(-1, dtype=torch.float32).to(q.dtype), v)
 
 
-def compiled_causal(case: Case, what: str) -> Call:
+def compiled_causal(case: Case, what: str) -> Made:
     """Returns torch.compile of dense causal attention."""
     run = _causal()
-    return _call(case, what, lambda q, k, v, sink: run(q, k, k[..., : case.shape.v_dim] if v is None else v))
+    return _call(case, what, lambda q, k, v, sink: run(q, k, k[..., : case.shape.v_dim] if v is None else v)), ""
 
 
 # ---- the op over ranges
 
 
-def ranges(case: Case, what: str) -> Call:
+def ranges(case: Case, what: str) -> Made:
     """Returns the selection op over a range of one key for each entry; the ranges are made before timing."""
     chosen = torch.stack((case.indices, case.indices + 1), -1)
 
@@ -176,4 +179,11 @@ def ranges(case: Case, what: str) -> Call:
         assert isinstance(o, Tensor)
         return o[:, :, 0]
 
-    return _call(case, what, attend)
+    return _call(case, what, attend), ""
+
+
+def make(name: str, case: Case, what: str) -> Made:
+    """Returns the call of the peer of this name."""
+    makers = {targets.RANGES: ranges, targets.GATHER: compiled_gather, targets.DENSE_MASKED: masked}
+    makers |= {targets.PLAIN: compiled_causal, targets.DENSE_ALL: unmasked, targets.DENSE_CAUSAL: unmasked}
+    return makers[name](case, what)

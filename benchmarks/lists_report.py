@@ -14,6 +14,15 @@ from .report import OURS, Result, Section, _title, _yes, document, facts, is_our
 from .selection_report import _WHAT, _time, _timed, _times, _tokens, determinism_section, errors_of, verdict
 
 Points = Sequence[tuple[int, float]]
+WRONG = 0.05
+"""A relative error against fp64 above which an output in bf16 is not the formula's."""
+TIMES = {
+    targets.DENSE_MASKED: "times_masked",
+    targets.DENSE_ALL: "times_dense",
+    targets.GATHER: "times_gather",
+    targets.RANGES: "times_ranges",
+}
+"""How many times as long each peer takes, by its name, in the op's row."""
 
 
 def _sizes(row: Result) -> list[str]:
@@ -29,18 +38,31 @@ def _speed_row(r: Result) -> list[str]:
     time, quartiles, note = _timed(r)
     rate = f"{r['tflops']:.0f}" if "tflops" in r else ""
     verdicts = [_time(r.get("bar_us")), _time(r.get("goal_us")), verdict(r)]
-    others = [_times(r, f"times_{name}") for name in ("ranges", "gather", "masked", "dense")]
     note = "; ".join(filter(None, (note, r.get("published", ""))))
-    return [*_sizes(r), _WHAT[r["what"]], _title(r), time, quartiles, rate, *verdicts, *others, note]
+    return [*_sizes(r), _WHAT[r["what"]], _title(r), time, quartiles, rate, *verdicts, note]
 
 
 def speed_section(result: Result) -> Section:
-    names = list(dict.fromkeys(r["case"] for r in result["rows"]))
-    order = sorted(result["rows"], key=lambda r: (names.index(r["case"]), r["what"] == "fb", not is_ours(r)))
-    headings = [*_SIZES, "", "implementation", "time", "quartiles", "TFLOP/s", "bar", "goal", ""]
-    headings += ["x ranges", "x gather", "x masked", "x all keys", "note"]
-    title = "Speed: uniform random causal keys, sorted (x: how many times as long others of the same run take)"
-    return title, headings, [_speed_row(r) for r in order]
+    headings = [*_SIZES, "", "implementation", "time", "quartiles", "TFLOP/s", "bar", "goal", "", "note"]
+    return "Speed: uniform random causal keys, sorted", headings, [_speed_row(r) for r in result["rows"]]
+
+
+def _wrong(row: Result) -> str:
+    """Returns a note on outputs that are not those of the formula."""
+    of = [name for name in ("o", "dq") if not float(row.get(f"{name}_error", 0)) < WRONG]
+    return f"**wrong {', '.join(of)}**" if of else ""
+
+
+def peers_section(result: Result) -> Section:
+    rows = []
+    for r in result["peers"]:
+        ours = next((o for o in result["peers"] if is_ours(o) and (o["case"], o["what"]) == (r["case"], r["what"])), r)
+        time, quartiles, note = _timed(r)
+        note = "; ".join(filter(None, (note, _wrong(r))))
+        times = "" if r is ours else _times(ours, TIMES.get(r["variant"], ""))
+        rows.append([*_sizes(r), _WHAT[r["what"]], _title(r), time, quartiles, times, note])
+    headings = [*_SIZES, "", "implementation", "time", "quartiles", "x", "note"]
+    return f"Other implementations (x: how many times as long as {OURS} next to them)", headings, rows
 
 
 def errors_section(result: Result) -> Section:
@@ -115,8 +137,9 @@ def crossing_section(result: Result) -> Section:
         cells += ["" if dense is None else _time(dense["median_us"]), name, up_to(points, dense)]
         rows.append([case, _WHAT[what], str(tokens), *cells])
     for r in result["crossing"]:
-        if "error" in r:
-            cells = [""] * len(counts) + [_timed(r)[0], _title(r), ""]
+        if "median_us" not in r:
+            name = _title(r) + (f", n = {r['n']}" if is_ours(r) else "")
+            cells = [""] * len(counts) + [_timed(r)[0], name, ""]
             rows.append([r["case"], _WHAT[r["what"]], str(r["S"]), *cells])
     headings = ["case", "", "tokens", *(f"n = {n}" for n in counts), "dense", "by", "lists are faster up to n"]
     return f"{OURS} by the length of the lists, next to the fastest dense causal attention", headings, rows
@@ -124,6 +147,7 @@ def crossing_section(result: Result) -> Section:
 
 _SECTIONS = {
     "rows": speed_section,
+    "peers": peers_section,
     "errors": errors_section,
     "determinism": determinism_section,
     "memory": memory_section,
@@ -135,9 +159,24 @@ def sections(result: Result) -> Iterator[Section]:
     return sections_of(result, _SECTIONS)
 
 
+def part_of(result: Result, part: str) -> Result:
+    """Returns the run that a part is of: what names its device, versions and commit."""
+    found: Result = result.get("origins", {}).get(part, result)
+    return found
+
+
+def _origins(result: Result) -> list[str]:
+    """Returns a line for each other run that parts are of, and for a run that this one went on from."""
+    of: dict[str, list[str]] = {}
+    for part, origin in result.get("origins", {}).items():
+        of.setdefault("; ".join(facts(origin | {"complete": True})), []).append(part)
+    lines = [f"of another run: {', '.join(parts)}: {line}" for line, parts in of.items()]
+    return lines + [f"went on from the run of {date}" for date in result.get("resumed", ())]
+
+
 def table(result: Result) -> str:
     """Returns the whole run as Markdown."""
-    lines = [*facts(result), f"{result['settings']['timing']}; medians"]
+    lines = [*facts(result), *_origins(result), f"{result['settings']['timing']}; medians"]
     known = {r["case"] for r in result["rows"]}
     lines += [f"{name}: {meaning}" for name, meaning in targets.MEANINGS.items() if name in known]
     lines.append("TFLOP/s: 2 products of every listed pair forward, 7 forward and backward")
@@ -168,9 +207,8 @@ def plot(result: Result, path: pathlib.Path) -> None:
         for axis, what in zip(line, _WHAT, strict=True):
             _draw(axis, result, case, what, [t for c, w, t in found if (c, w) == (case, what)])
     heads = max(r["h"] for r in result["crossing"])
-    title = (
-        f"Attention over lists of keys on {result['device']['name']}, {heads} heads (dashed: dense causal attention)"
-    )
+    device = part_of(result, "crossing")["device"]["name"]
+    title = f"Attention over lists of keys on {device}, {heads} heads (dashed: dense causal attention)"
     figure.suptitle(title + (f"\n{result['notice']}" if result["notice"] else ""), fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=150)

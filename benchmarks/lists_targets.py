@@ -15,6 +15,8 @@ from .selection_targets import ERROR_FACTOR as ERROR_FACTOR
 DENSE_MASKED, DENSE_ALL = "dense SDPA with a mask", "dense SDPA, all keys"
 DENSE_CAUSAL, PLAIN = "dense causal SDPA", "torch.compile, dense causal"
 GATHER, RANGES = "torch.compile, gathered keys", "selection op, ranges of one key"
+OTHER_KEYS = (DENSE_ALL, DENSE_CAUSAL, PLAIN)
+"""Peers that attend to all keys, not to those of the lists."""
 FLA = "flash-linear-attention"
 NO_FLA = "its selection takes blocks of at least 16 keys, and D up to 256: no lists of keys"
 
@@ -59,6 +61,17 @@ class Shape:
         """Returns a shape of the same kind and other sizes."""
         return dataclasses.replace(self, queries=queries, keys=keys, listed=listed, **changes)
 
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Returns the other implementations that are measured at this shape."""
+        plain = self.dim <= 256 and self.dim == self.v_dim and not self.sink
+        return (RANGES, GATHER, DENSE_MASKED, *((DENSE_ALL,) if plain else ()))
+
+    @property
+    def dense(self) -> tuple[str, ...]:
+        """Returns the dense causal attentions of the crossing: torch.compile too where no fast SDPA takes the width."""
+        return (PLAIN, DENSE_CAUSAL) if self.shared else (DENSE_CAUSAL,)
+
     def small(self) -> Shape:
         """Returns a shape of the same kind with a few thousand times less work, for trial runs."""
         dim, v_dim, heads = 16 + (8 if self.dim != self.v_dim else 0), 16, min(4, self.heads)
@@ -94,8 +107,6 @@ WIDTHS = {128: D, 512: A}
 """The shapes whose heads and widths the crossing with dense attention takes, by Dk."""
 CROSSING_LENGTHS = (4096, 8192, 16384)
 CROSSING_LISTS = (128, 256, 512, 1024, 2048, 4096)
-LONGEST_WIDE_SDPA = 8192
-"""Tokens up to which dense SDPA of D = 512 is timed in the crossing: beyond, a call takes seconds."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the kernels of a run of the lists benchmark in parallel processes: see :mod:`benchmarks.selection_warm`."""
+"""Compiles the kernels of a run of the lists benchmark in parallel processes: see :mod:`benchmarks.selection_warm`.
+
+Those of torch.compile are not among them: it chooses by their times on the GPU, which must have nothing else to do then.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +45,14 @@ def ranges(name: str) -> None:
     """Runs the selection op over ranges of one key."""
     shape = targets.SHAPES[name]
     case = cases.make_case(shape, torch.device("cuda"))
-    peers.ranges(case, "fwd" if shape.decodes else "fb")()
+    peers.make(targets.RANGES, case, "fwd" if shape.decodes else "fb")[0]()
     torch.cuda.synchronize()
 
 
 def warm(names: Sequence[str], parts: Sequence[str]) -> Warmed:
     """Runs side by side the jobs of these shapes that the parts of the run need."""
     jobs: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {}
-    if {"speed", "errors", "memory"} & set(parts):
+    if {"speed", "errors", "memory", "peers"} & set(parts):
         jobs |= {name: (ours, (name,)) for name in names}
     if "errors" in parts:
         wide = [name for name in ("A", "D") if name in names]

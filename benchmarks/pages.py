@@ -15,7 +15,7 @@ from typing import Any
 from . import index_targets, lists_report, lists_targets
 from .e79_targets import AUTHORS
 from .imports import diagram
-from .report import markdown, sources_of
+from .report import is_ours, markdown, sources_of
 from .selection_targets import DENSE, FLA
 from .source_hash import ROOT
 from .targets import COMPILE, EAGER, SEPARATELY
@@ -169,13 +169,17 @@ def _if_measured(block: Callable[[Row], str], name: str) -> Callable[[Results], 
     return make
 
 
-def _times_of(rows: Sequence[Row], **where: Any) -> str:
-    """Returns the times in ms of the one row of "fwd" and, where there is one, of "fb" with these values."""
-    found = (r for what in ("fwd", "fb") for r in rows if r["what"] == what and "median_ms" in r)
-    return " / ".join(_short(r["median_ms"]) for r in found if all(r[k] == v for k, v in where.items()))
+def _cell(rows: Sequence[Row], **where: Any) -> str:
+    """Returns the times in ms of "fwd" and "fb" of the rows with these values, or why there is none, in two words."""
+    of = [r for what in ("fwd", "fb") for r in rows if r["what"] == what and all(r[k] == v for k, v in where.items())]
+    said = [_short(r["median_ms"]) if "median_ms" in r else r.get("reason", "failed").partition(":")[0] for r in of]
+    if not any("median_ms" in r for r in of):
+        return " / ".join(dict.fromkeys(said)) or "not measured"
+    return " / ".join(said)
 
 
 def _lists(result: Row) -> str:
+    rows = result.get("peers") or result["rows"]
     variants = ("ops", lists_targets.RANGES, lists_targets.GATHER, lists_targets.DENSE_MASKED)
     lines = []
     for name, meaning in lists_targets.MEANINGS.items():
@@ -184,23 +188,27 @@ def _lists(result: Row) -> str:
             continue
         queries = f"{first['B']} x {first['S']}" if first["B"] > 1 else str(first["S"])
         shape = f"{queries} queries, {first['n']} of {first['S_kv']} keys, {first['h']} heads, {first['Dk']} / {first['Dv']}"
-        lines.append([meaning, shape, *(_times_of(result["rows"], case=name, variant=v) for v in variants)])
+        lines.append([meaning, shape, *(_cell(rows, case=name, variant=v) for v in variants)])
     headings = ["lists of keys, ms: forward / with gradients", "", "this package"]
     headings += ["ranges of one key", "torch.compile, gathered keys", "dense SDPA, mask"]
     picture = "![Lists of keys and dense attention by the length of the lists](../../benchmarks/results/lists.png)"
     figures = "[All figures](../../benchmarks/results/lists.md)."
-    where = f"bf16, random causal keys; an empty cell was not measured, or ran out of memory:\n[lists.md](../../benchmarks/results/lists.md) says which. {_measured(result)}."
-    return "\n\n".join([markdown(headings, lines), where, _lists_crossing(result), picture, figures])
+    where = f"bf16, random causal keys, all of one run. {_measured(lists_report.part_of(result, 'peers'))}."
+    dense = f"Lists and dense attention of one run. {_measured(lists_report.part_of(result, 'crossing'))}."
+    return "\n\n".join([markdown(headings, lines), where, _lists_crossing(result), dense, picture, figures])
 
 
 def _lists_crossing(result: Row) -> str:
     lines = []
     for case, what, tokens in lists_report.places(result):
         points, dense = lists_report.curve(result, case, what, tokens)
-        if dense is not None and points:
-            up_to = lists_report.up_to(points, dense)
-            passes = {"fwd": "forward", "fb": "with gradients"}[what]
-            lines.append([case, passes, str(tokens), _short(dense["median_ms"]), up_to])
+        passes = {"fwd": "forward", "fb": "with gradients"}[what]
+        if dense is None:
+            of = [r for r in result["crossing"] if (r["case"], r["what"], r["S"]) == (case, what, tokens)]
+            why = {_cell([r], variant=r["variant"]) for r in of if "median_us" not in r and not is_ours(r)}
+            lines.append([case, passes, str(tokens), ", ".join(sorted(why)), ""])
+        else:
+            lines.append([case, passes, str(tokens), _short(dense["median_ms"]), lists_report.up_to(points, dense)])
     return markdown(["next to dense causal attention", "", "tokens", "dense, ms", "lists are faster up to"], lines)
 
 

@@ -11,6 +11,7 @@ from . import targets
 
 Result = dict[str, Any]
 OURS = "mhc_inductor"
+NOT_COMPLETE = "this run is not complete: a part of it failed, or its budget of seconds was spent before its last cell"
 _ROW_NAMES = {
     "pre": "pre",
     "post": "post",
@@ -35,6 +36,9 @@ def _yes(value: bool | None) -> str:
 
 
 def _error(row: Result) -> str:
+    """Returns why a row has no time: its reason, if one is known, or the first line of what failed."""
+    if "reason" in row:
+        return str(row["reason"])
     return "failed: " + row["error"].splitlines()[0].replace("|", "/")[:80]
 
 
@@ -216,7 +220,7 @@ def facts(result: Result) -> list[str]:
         lines.insert(0, result["notice"])
     lines += [f"skipped: {name}: {why}" for name, why in result.get("skipped", {}).items()]
     if not result.get("complete"):
-        lines.append("this run did not come to its end")
+        lines.append("this run did not come to its end" if "seconds" not in result else NOT_COMPLETE)
     return lines
 
 

@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import pathlib
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -20,6 +21,9 @@ BARS_DEVICE = "H200"
 """Absolute times are compared with bars only on this GPU."""
 CPU_NOTICE = "CPU run, wall-clock times: not representative of a GPU."
 REPLAYED = "CUDA-graph replay, L2 flushed before each"
+SPENT = "not measured: the run's budget of seconds was spent"
+"""The reason of a cell that a run had no time for."""
+_GIB = {"GiB": 1.0, "MiB": 2.0**-10, "KiB": 2.0**-20, "bytes": 2.0**-30}
 
 
 class Settings(Protocol):
@@ -53,6 +57,23 @@ def device_of(name: str, gpu: bool = True) -> torch.device:
 def message(e: BaseException) -> str:
     """Returns the text that a row records for a failure."""
     return f"{type(e).__name__}: {e}"[:2000]
+
+
+def reason(e: BaseException) -> str | None:
+    """Returns why a call ran out of GPU memory, with the least that it needs; None for any other failure."""
+    text = str(e)
+    if "out of memory" not in text:
+        return None
+
+    def gib(before: str, after: str = "") -> float | None:
+        found = re.search(rf"{before} ([\d.]+) (GiB|MiB|KiB|bytes){after}", text)
+        return None if found is None else float(found[1]) * _GIB[found[2]]
+
+    held, tried = gib("allocated memory", " is allocated by PyTorch"), gib("Tried to allocate")
+    total = gib("total capacity of")
+    if held is None or tried is None or total is None:
+        return "out of memory"
+    return f"out of memory: needs at least {held + tried:.0f} GiB, the GPU has {total:.0f}"
 
 
 def free(device: torch.device) -> None:
@@ -132,6 +153,7 @@ class Run(Generic[S]):
             "skipped": {},
         }
         self.flush = timing.Flusher(self.device)
+        self.whole = True
         self._started = time.monotonic()
 
     def recorded(self) -> dict[str, Any]:
@@ -144,7 +166,7 @@ class Run(Generic[S]):
         return self.gpu and BARS_DEVICE in self.result["device"]["name"]
 
     def finish(self) -> dict[str, Any]:
-        self.result["complete"] = True
+        self.result["complete"] = self.whole
         if self.gpu:
             self.result["kernels"] = environment.kernels()
         self.result["seconds"] = round(time.monotonic() - self._started, 1)
@@ -153,11 +175,17 @@ class Run(Generic[S]):
 
 
 class PartRun(Run[P]):
-    """A run made of parts within a budget of seconds; each part is a method of the same name."""
+    """A run made of parts within a budget of seconds; each part is a method of the same name.
+
+    It is complete if no part failed and the budget left nothing out.
+    """
 
     @property
     def spent(self) -> bool:
-        return time.monotonic() - self._started > self.s.budget_s
+        """Returns whether the budget is spent. Who asks leaves something out then, so the run is not complete."""
+        over = time.monotonic() - self._started > self.s.budget_s
+        self.whole &= not over
+        return over
 
     def run(self) -> dict[str, Any]:
         for name in self.s.parts:
@@ -170,6 +198,7 @@ class PartRun(Run[P]):
             getattr(self, name)()
         except Exception as e:  # one failing part must not discard the others' figures
             self.result["skipped"][name] = message(e)
+            self.whole = False
         self.tidy()
 
     def tidy(self) -> None:

@@ -252,7 +252,7 @@ class Run(running.PartRun[Settings]):
                     self.result["crossing"] += rows
                     continue
                 if self.spent:
-                    self.result["skipped"][f"crossing at {shape.name}"] = "the run's budget of seconds was spent"
+                    self.result["skipped"][f"crossing at {shape.name}"] = running.SPENT
                     continue
                 case = make_case(shape, "corr", self.device)
                 variants = [v for w in ("fwd", "fb") for v in (self.ours(case, w), self.dense(case, w))]

@@ -41,6 +41,7 @@ def _timed(row: Result) -> list[str]:
     notes = [row["note"]] if row.get("note") else []
     notes += ["called, not replayed"] if row.get("captured") is False else []
     notes += [] if row.get("finite", True) else ["**not finite**"]
+    notes += [f"**not checked**: {_error(row)}"] if "error" in row else []
     return [_time(row["median_us"]), f"{_time(row['q1_us'])} to {_time(row['q3_us'])}", "; ".join(notes)]
 
 

@@ -65,26 +65,30 @@ class Clock:
 
     def runnable(self, v: Variant, row: Row) -> Ready:
         """Returns the prepared call of a variant; notes in its row the seconds it took and whether it was captured."""
-        call, ours = v.build(), v.variant == "ops"
         start = time.perf_counter()
         try:
-            if not ours and self.long_us < math.inf:
-                tried = self._second(call)
-                if tried.us > self.long_us:
-                    row["captured"] = False
-                    return tried
-                tried.close()
-                running.free(self.device)  # the capture takes memory of its own
+            return self._ready(v.build(), v.variant == "ops", row)
+        finally:
+            row["prepared_s"] = round(time.perf_counter() - start, 2)
+
+    def _ready(self, call: Callable[[], Any], ours: bool, row: Row) -> Ready:
+        if not ours and self.long_us < math.inf:
+            tried = self._second(call)
+            if tried.us > self.long_us:
+                row["captured"] = False
+                return tried
+            tried.close()
+            running.free(self.device)  # the capture takes memory of its own
+        try:
             return timing.Runnable(call, self.device)
         except Exception:
             if ours or not self.gpu:
                 raise
-            # A peer that cannot be captured is called instead, with the cost of its launches.
-            running.free(self.device)
-            row["captured"] = False
-            return timing.Runnable(call, self.device, capture=False)
-        finally:
-            row["prepared_s"] = round(time.perf_counter() - start, 2)
+        # A peer that cannot be captured is called instead, with the cost of its launches. Not in the handler: the
+        # exception holds the tensors of the frames that it passed.
+        running.free(self.device)
+        row["captured"] = False
+        return timing.Runnable(call, self.device, capture=False)
 
     def _second(self, call: Callable[[], Any]) -> Once:
         """Times the second call: the first one compiles."""
@@ -121,6 +125,12 @@ class Clock:
                 yield int(name), t
 
 
+def failure(e: BaseException) -> Row:
+    """Returns what a row says of a failure: its text and, where it is known, the reason in words."""
+    why = running.reason(e)
+    return {"error": running.message(e)} | ({} if why is None else {"reason": why})
+
+
 def measure(
     clock: Clock,
     variants: Sequence[Variant],
@@ -145,8 +155,9 @@ def measure(
         try:
             ready[at] = clock.runnable(v, rows[at])
         except Exception as e:
-            rows[at]["error"] = running.message(e)
-            running.free(clock.device)
+            rows[at].update(failure(e))
+        if at not in ready:
+            running.free(clock.device)  # not in the handler, where the exception still holds tensors
         rows[at].update({"note": v.note} if v.note else {})
     for at, t in clock.timed(ready):
         figures(rows[at], t)
@@ -154,7 +165,7 @@ def measure(
         try:
             rows[at].update(check(rows[at], r.run_poisoned()))
         except Exception as e:
-            rows[at]["error"] = running.message(e)
+            rows[at].update(failure(e))
         r.close()
     ready.clear()
     running.free(clock.device)

@@ -156,6 +156,7 @@ def test_elements_that_a_call_leaves_out_are_seen(monkeypatch: pytest.MonkeyPatc
 
 def test_a_spent_budget_leaves_peers_out(tmp_path: pathlib.Path) -> None:
     found = run(tmp_path / "x.json", parts=("speed",), budget_s=0.0)
+    assert not found["complete"]
     assert {r["variant"] for r in found["rows"]} == {"ops", index_targets.TORCH_TOPK}
     assert len(found["skipped"]) == 2
 

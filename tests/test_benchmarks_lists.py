@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import json
 import pathlib
+import sys
 from typing import Any
 
 import pytest
@@ -18,7 +19,19 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from benchmarks import __main__ as cli
-from benchmarks import lists, lists_cases, lists_peers, lists_report, lists_warm, pages, running, timing
+from benchmarks import (
+    lists,
+    lists_cases,
+    lists_fill,
+    lists_peers,
+    lists_report,
+    lists_warm,
+    pages,
+    report,
+    running,
+    timing,
+    variants,
+)
 from benchmarks import lists_targets as targets
 from benchmarks.lists_targets import Shape
 from tests import test_results
@@ -62,15 +75,15 @@ def on_h200(result: dict[str, Any]) -> dict[str, Any]:
     made["device"], made["notice"] = {"type": "cuda", "name": "NVIDIA H200"}, None
     runner = object.__new__(lists.Run)
     runner.gpu, runner.result, runner.s, runner.save = True, made, lists.Settings(), lambda _: None
-    made["rows"], made["crossing"], made["memory"] = [], [], []
+    made["rows"], made["peers"], made["crossing"], made["memory"] = [], [], [], []
     for (name, what), target in targets.TARGETS.items():
         shape = targets.SHAPES[name]
-        for variant, us in (("ops", 0.95 * target.bar), (targets.GATHER, 3 * target.bar)):
+        for of, variant, us in (("rows", "ops", 0.95), ("peers", "ops", 0.96), ("peers", targets.GATHER, 3)):
             row = row_of(shape, what, variant)
-            runner.add_figures(shape, row, timing.Timing([us] * 4), shape.queries * shape.entries)
-            made["rows"].append(row)
-    for name in targets.SHAPES:
-        runner.compare(name)
+            runner.add_figures(shape, row, timing.Timing([us * target.bar] * 4), shape.queries * shape.entries)
+            made[of].append(row)
+        runner.add_bars(made["rows"][-1])
+        runner.compare(name, what)
     for kind in targets.WIDTHS.values():
         for tokens in targets.CROSSING_LENGTHS:
             for what in ("fwd", "fb"):
@@ -169,19 +182,14 @@ def test_gradients_are_the_formulas(shape: Shape) -> None:
     assert all(lists_cases.relative(dense[k], want[k]) < 2e-6 for k in want)
 
 
-@pytest.mark.parametrize("peer", ["masked", "ranges", "gather"])
+@pytest.mark.parametrize("peer", [targets.DENSE_MASKED, targets.RANGES, targets.GATHER])
 @pytest.mark.parametrize("shape", EVERY, ids=lambda s: s.name)
 def test_peers_compute_the_same(shape: Shape, peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists_peers, "compiled", uncompiled)
     torch.manual_seed(0)
     case = lists_cases.make_case(shape, CPU, dtype=torch.float32)
     want = lists_cases.both(case, case.leaves())
-    make: Any = {
-        "masked": lambda c, w: lists_peers.masked(c, w)[0],
-        "ranges": lists_peers.ranges,
-        "gather": lists_peers.compiled_gather,
-    }[peer]
-    forward, both = make(case, "fwd")(), make(case, "fb")()
+    forward, both = (lists_peers.make(peer, case, what)[0]() for what in ("fwd", "fb"))
     assert forward.keys() == {"o"} and lists_cases.relative(forward["o"], want["o"]) < 1e-5
     assert both.keys() == want.keys()
     assert all(lists_cases.relative(both[k], want[k]) < 1e-5 for k in want)
@@ -195,7 +203,8 @@ def test_dense_peers_are_causal_attention(shape: Shape, monkeypatch: pytest.Monk
     n = 20
     case = lists_cases.make_case(shape.of(n, n, n), CPU, dtype=torch.float32)  # lists of all causal keys
     want = lists_cases.both(case, case.leaves())
-    for call in (lists_peers.unmasked(case, "fb")[0], lists_peers.compiled_causal(case, "fb")):
+    for name in (targets.DENSE_CAUSAL, targets.DENSE_ALL, targets.PLAIN):
+        call, _ = lists_peers.make(name, case, "fb")
         assert all(lists_cases.relative(t, want[k]) < 1e-5 for k, t in call().items())
     lists_peers._causal.cache_clear()
 
@@ -203,7 +212,7 @@ def test_dense_peers_are_causal_attention(shape: Shape, monkeypatch: pytest.Monk
 def test_torch_compile_takes_the_formula() -> None:
     torch.manual_seed(0)
     case = lists_cases.make_case(SHARED, CPU, dtype=torch.float32)
-    got = lists_peers.compiled_gather(case, "fwd")()
+    got = lists_peers.make(targets.GATHER, case, "fwd")[0]()
     assert lists_cases.relative(got["o"], lists_cases.forward(case)["o"]) < 1e-5
 
 
@@ -213,17 +222,19 @@ def test_torch_compile_takes_the_formula() -> None:
 def test_a_run_has_every_part(result: dict[str, Any]) -> None:
     assert result["complete"] and result["operator"] == "lists" and result["notice"] == running.CPU_NOTICE
     assert set(result["skipped"]) == {"memory", targets.FLA}
-    rows = {(r["case"], r["what"], r["variant"]) for r in result["rows"]}
+    rows = {(r["case"], r["what"], r["variant"]) for r in result["peers"]}
     for name in targets.SHAPES:
         for what in ("fwd",) if name == "decode" else ("fwd", "fb"):
             for variant in ("ops", targets.RANGES, targets.GATHER, targets.DENSE_MASKED):
                 assert (name, what, variant) in rows
+            assert (name, what, "ops") in {(r["case"], r["what"], r["variant"]) for r in result["rows"]}
     assert ("D", "fb", targets.DENSE_ALL) in rows
-    assert [r for r in (*result["rows"], *result["crossing"]) if "error" in r or not r["finite"]] == []
-    checked = [r for r in result["rows"] if r["variant"] not in lists.OTHER_KEYS]
+    every = [r for name in ("rows", "peers", "crossing") for r in result[name]]
+    assert [r for r in every if "error" in r or not r["finite"]] == []
+    checked = [r for r in every if r["variant"] not in targets.OTHER_KEYS]
     assert all(r["o_error"] < 5e-3 for r in checked)
     assert all(r["dq_error"] < 8e-3 for r in checked if r["what"] == "fb")
-    ours = [r for r in result["rows"] if r["variant"] == "ops"]
+    ours = [r for r in result["peers"] if r["variant"] == "ops"]
     assert all({"times_masked", "times_gather", "times_ranges"} <= r.keys() for r in ours)
     kinds = {(r["case"], r["variant"]) for r in result["crossing"]}
     assert {c.partition(",")[0] for c, _ in kinds} == {"D = 128", "D = 512"}
@@ -260,23 +271,30 @@ def test_failures_are_recorded(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(lists_peers, "ranges", broken)
     monkeypatch.setattr(lists_peers, "compiled", uncompiled)
     found = run(tmp_path / "x.json", parts=("speed", "errors", "peers"), shapes=("A",))
-    assert found["skipped"]["errors"] == "RuntimeError: no such kernel" and found["complete"]
-    failed = {(r["what"], r["variant"]) for r in found["rows"] if "error" in r}
+    assert found["skipped"]["errors"] == "RuntimeError: no such kernel" and not found["complete"]
+    assert report.NOT_COMPLETE in lists.table(found)
+    failed = {(r["what"], r["variant"]) for r in found["rows"] + found["peers"] if "error" in r}
     assert failed == {("fb", "ops"), ("fwd", targets.RANGES), ("fb", targets.RANGES)}
 
 
 def test_a_spent_budget_leaves_peers_out(tmp_path: pathlib.Path) -> None:
     found = run(tmp_path / "x.json", parts=("speed", "peers", "crossing"), shapes=("A",), budget_s=0.0)
-    assert {r["variant"] for r in found["rows"]} == {"ops"} and found["crossing"] == []
-    assert {f"{targets.GATHER}, A, fwd", "crossing, D = 512, 64"} <= found["skipped"].keys()
+    assert all("median_us" in r for r in found["rows"]) and not found["complete"]
+    left = found["peers"] + found["crossing"]
+    assert {r["reason"] for r in left} == {running.SPENT} and not any("median_us" in r for r in left)
+    # As many cells as a run with time has: four of torch.compile, SDPA or ranges and the op, forward and with gradients.
+    assert len(found["peers"]) == 2 * 5 and len(found["crossing"]) == 2 * 2 * (2 * 2) + 2 * 2 * (1 + 2)
+    made = lists.table(found)
+    assert report.NOT_COMPLETE in made and made.count(running.SPENT) == len(left)
+    assert "| not measured | not measured | not measured |" in pages._lists(found)
 
 
 def test_a_very_long_call_of_a_peer_is_timed_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lists_peers, "compiled", uncompiled)
     monkeypatch.setattr(lists, "LONG_US", 1.0)
     found = run(tmp_path / "x.json", parts=("speed", "peers"), shapes=("A",))
-    assert all((r["rounds"] == 4) is (r["variant"] == "ops") for r in found["rows"])
-    peers = [r for r in found["rows"] if r["variant"] != "ops"]
+    assert all((r["rounds"] == 4) is (r["variant"] == "ops") for r in found["rows"] + found["peers"])
+    peers = [r for r in found["peers"] if r["variant"] != "ops"]
     assert all(r["rounds"] == 1 and r["captured"] is False and r["finite"] for r in peers) and len(peers) == 8
     assert "called, not replayed" in lists.table(found)
 
@@ -295,6 +313,184 @@ def test_a_cut_run_leaves_what_it_measured(tmp_path: pathlib.Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == [path]
 
 
+OOM = (
+    "CUDA out of memory. Tried to allocate 34.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 20.5 GiB is free. "
+    "Process 7 has 119.3 GiB memory in use. Of the allocated memory 103.00 GiB is allocated by PyTorch, and 1.25 GiB is "
+    "reserved by PyTorch but unallocated."
+)
+NEEDS = "out of memory: needs at least 137 GiB, the GPU has 140"
+
+
+def test_what_an_error_says_of_memory() -> None:
+    assert running.reason(torch.OutOfMemoryError(OOM)) == NEEDS
+    assert running.reason(RuntimeError("CUDA error: out of memory")) == "out of memory"
+    assert running.reason(RuntimeError("no such kernel")) is None
+    small = OOM.replace("34.00 GiB", "512.00 MiB").replace("103.00", "1.5")
+    assert running.reason(RuntimeError(small)) == "out of memory: needs at least 2 GiB, the GPU has 140"
+
+
+def test_a_peer_without_memory_says_what_it_needs(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = lists_peers.make
+
+    def make(name: str, case: Any, what: str) -> Any:
+        if (name, what) == (targets.DENSE_MASKED, "fb"):
+            raise torch.OutOfMemoryError(OOM)
+        return right(name, case, what)
+
+    monkeypatch.setattr(lists_peers, "compiled", uncompiled)
+    monkeypatch.setattr(lists_peers, "make", make)
+    found = run(tmp_path / "x.json", parts=("speed", "peers"), shapes=("A",))
+    assert found["complete"], "it was tried"
+    assert [r["reason"] for r in found["peers"] if "reason" in r] == [NEEDS]
+    assert f"| {NEEDS} |" in lists.table(found) and " / out of memory |" in pages._lists(found)
+
+
+def test_a_peer_is_called_again_outside_the_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks that a peer whose capture fails is called without it, with the tensors of the failure free again."""
+    freed: list[torch.device] = []
+
+    def runnable(call: Any, device: torch.device, capture: bool = True) -> str:
+        if capture:
+            raise RuntimeError("not while capturing")
+        assert sys.exc_info()[0] is None, "the exception holds the tensors of its frames"
+        assert freed
+        return "called"
+
+    monkeypatch.setattr(timing, "Runnable", runnable)
+    monkeypatch.setattr(running, "free", freed.append)
+    clock, row = variants.Clock(torch.device("cuda"), lambda: None, 4), {}
+    made = clock.runnable(variants.Variant("fwd", "a peer", lambda: lambda: None), row)
+    assert (made, row["captured"]) == ("called", False)
+    with pytest.raises(RuntimeError, match="while capturing"):
+        clock.runnable(variants.Variant("fwd", "ops", lambda: lambda: None), row)
+
+
+# ---- runs that go on from others
+
+
+def cut_after(monkeypatch: pytest.MonkeyPatch, cells: int) -> None:
+    """Ends a run, as a machine that is taken away does, once it has timed so many groups of rows."""
+    right, done = lists.Run.time, []
+
+    def time(self: lists.Run, *args: Any) -> None:
+        if len(done) == cells:
+            raise KeyboardInterrupt
+        done.append(args)
+        right(self, *args)
+
+    monkeypatch.setattr(lists.Run, "time", time)
+
+
+def test_a_cut_run_is_gone_on_with(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists_peers, "compiled", uncompiled)
+    parts, path = {"parts": ("speed", "peers"), "shapes": ("A", "decode")}, tmp_path / "lists.json"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut_after(patch, 2 + 5 + 3)
+        run(path, **parts)
+    cut = json.loads(path.read_text())
+    assert len(cut["peers"]) == 5 + 3 and not cut["complete"]
+    found = run(path, **parts, earlier=cut)
+    assert found["complete"] and found["resumed"] == [cut["date"]]
+    assert found["rows"] == cut["rows"], "a part that was done is kept"
+    assert found["peers"][:5] == cut["peers"][:5], "so is a place"
+    assert found["peers"][5] != cut["peers"][5], "the op is measured again next to the peers that were missing"
+    cells = [(r["case"], r["what"], r["variant"]) for r in found["peers"]]
+    assert len(cells) == len(set(cells)) == 5 + 5 + 4 and all("median_us" in r for r in found["peers"])
+    assert f"went on from the run of {cut['date']}" in lists.table(found)
+
+
+def test_what_a_budget_left_out_is_measured_by_a_later_run(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lists_peers, "compiled", uncompiled)
+    lists_peers._causal.cache_clear()
+    path = tmp_path / "lists.json"
+    short = run(path, parts=("crossing",), budget_s=0.0)
+    found = run(path, parts=("crossing",), earlier=short)
+    assert not short["complete"] and found["complete"] and len(short["crossing"]) == len(found["crossing"])
+    assert all("median_us" in r for r in found["crossing"])
+    lists_peers._causal.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("of", "change"),
+    [
+        ("device", {"device": {"name": "another"}}),
+        ("kernel_sources_sha256", {"kernel_sources_sha256": "a" * 64}),
+        ("torch", {"versions": {"torch": "1.0", "triton": "1.0"}}),
+    ],
+)
+def test_runs_of_something_else_are_not_gone_on_with(
+    result: dict[str, Any], tmp_path: pathlib.Path, of: str, change: dict[str, Any]
+) -> None:
+    path = tmp_path / "earlier.json"
+    path.write_text(json.dumps({**result, **change}))
+    words = ["--only", "A,speed", "--device", "cpu", "--out", str(tmp_path / "out"), "--resume", str(path)]
+    done = CliRunner().invoke(cli.app, ["lists", *words])
+    assert done.exit_code == 2 and of in done.output and not list((tmp_path / "out").iterdir())
+
+
+def without_peers(on_h200: dict[str, Any]) -> dict[str, Any]:
+    """Returns a result of an H200 as it was before its peers had a list: its budget left them and a crossing out."""
+    old = copy.deepcopy(on_h200)
+    del old["peers"]
+    old["crossing"] = [r for r in old["crossing"] if r["S"] < 16384]
+    spent = dict.fromkeys((f"{targets.GATHER}, A, fwd", "crossing, D = 512, 16384"), running.SPENT.partition(": ")[2])
+    old["skipped"] = {targets.FLA: targets.NO_FLA, **spent}
+    old["settings"] |= {"parts": list(lists.PARTS), "small": False}
+    return old
+
+
+def of_an_h100(on_h200: dict[str, Any]) -> dict[str, Any]:
+    later = copy.deepcopy(on_h200) | {"commit": "b" * 40, "dirty": False, "rows": [], "errors": [], "skipped": {}}
+    later["device"] = {"type": "cuda", "name": "NVIDIA H100"}
+    later["settings"] |= {"parts": ["crossing", "peers"], "small": False}
+    later["seconds_of"] = {"crossing": 60.0, "peers": 90.0}
+    return later
+
+
+def test_peers_of_a_later_run_are_filled_in(on_h200: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = tmp_path / "lists.json", tmp_path / "later.json"
+    for file, made in zip(files, (without_peers(on_h200), of_an_h100(on_h200)), strict=True):
+        running.save(made, file)
+    later = json.loads(files[1].read_text())
+    later["settings"]["parts"] = list(lists.PARTS)  # a whole run, on a card that the bars are not for
+    running.save(later, files[1])
+    words = ["--only", "crossing,peers", "--into", str(files[0])]
+    done = CliRunner().invoke(cli.app, ["lists_fill", str(files[1]), *words])
+    assert done.exit_code == 0, done.output
+    found = json.loads(files[0].read_text())
+    assert found["complete"] and found["skipped"] == {targets.FLA: targets.NO_FLA}
+    assert found["rows"] == json.loads(json.dumps(on_h200["rows"])), "those with bars are of the H200 still"
+    assert found["peers"] and {r["S"] for r in found["crossing"]} == set(targets.CROSSING_LENGTHS)
+    made = files[0].with_suffix(".md").read_text()
+    assert made == lists.table(found) and "\n- NVIDIA H200, torch" in made
+    assert "\n- of another run: crossing, peers: NVIDIA H100, torch" in made and "b" * 12 in made
+    block = pages.BLOCKS["lists"](lambda name: found)
+    assert block.count("NVIDIA H100") == 2 and "NVIDIA H200" not in block
+    assert test_results.unmet(tmp_path) == []
+
+
+def test_a_later_run_that_left_cells_out_does_not_complete(on_h200: dict[str, Any]) -> None:
+    later = of_an_h100(on_h200)
+    row = next(r for r in later["peers"] if r["variant"] == targets.GATHER)
+    row["reason"] = running.SPENT
+    assert not lists_fill.fill(without_peers(on_h200), later, later["settings"]["parts"], lists.LISTS_OF)["complete"]
+    only = of_an_h100(on_h200)
+    found = lists_fill.fill(without_peers(on_h200), only, ["crossing"], lists.LISTS_OF)
+    assert not found["complete"] and f"{targets.GATHER}, A, fwd" in found["skipped"]
+    only["settings"]["shapes"] = ["A"]
+    with pytest.raises(lists_fill.OtherRun, match="shapes"):
+        lists_fill.fill(without_peers(on_h200), only, ["crossing"], lists.LISTS_OF)
+
+
+def test_a_peers_wrong_output_is_named(on_h200: dict[str, Any]) -> None:
+    assert "wrong" not in lists.table(on_h200)
+    on_h200["peers"][1] |= {"o_error": 0.7, "dq_error": "nan"}
+    assert "**wrong o, dq**" in lists.table(on_h200)
+
+
 def test_what_is_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(lists_warm, "side_by_side", lambda jobs: seen.update(jobs))
@@ -304,6 +500,9 @@ def test_what_is_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     seen.clear()
     lists_warm.warm(("A",), ("speed",))
     assert seen.keys() == {"A"}
+    seen.clear()
+    lists_warm.warm(("A",), ("peers",))
+    assert seen.keys() == {"A", "ranges, A"}
 
 
 # ---- tables and plots
@@ -321,7 +520,9 @@ def test_table_of_an_h200_run_marks_every_bar(on_h200: dict[str, Any]) -> None:
     made = [[c.strip() for c in line.split("|")[1:-1]] for line in lists.table(on_h200).splitlines()]
     line = next(x for x in made if x[:1] == ["A"] and x[6:8] == ["forward", "mhc_inductor, ops"])
     assert line[:6] == ["A", "4096", "16384", "64", "512 / 512 in K", "2048"]
-    assert line[8] == "3.04 ms" and line[10:14] == ["362", "3.2 ms", "2 ms", "met"] and line[15] == "3.16"
+    assert line[8] == "3.04 ms" and line[10:14] == ["362", "3.2 ms", "2 ms", "met"]
+    line = next(x for x in made if x[:1] == ["A"] and x[6:8] == ["forward", targets.GATHER])
+    assert line[8] == "9.6 ms" and line[10] == "3.12"
     line = next(x for x in made if x[:1] == ["decode"])
     assert line[8] == "28.5 µs" and line[11:14] == ["30 µs", "20 µs", "met"] and "FlashMLA" in line[-1]
     assert "bars that are" not in lists.table(on_h200)
@@ -376,7 +577,11 @@ def test_unknown_words_are_refused(tmp_path: pathlib.Path) -> None:
 
 def test_the_pages_block(on_h200: dict[str, Any]) -> None:
     block = pages.BLOCKS["lists"](lambda name: on_h200)
-    assert "| 3.04 / 19 |" in block and "../../benchmarks/results/lists.png" in block and "NVIDIA H200" in block
+    assert (
+        "| 3.07 / 19.2 | not measured | 9.6 / 60 | not measured |" in block
+        and "../../benchmarks/results/lists.png" in block
+        and "NVIDIA H200" in block
+    )
     assert "| D = 512 | forward | 8192 | 2.05 | 2,049 |" in block
 
     def none(name: str) -> dict[str, Any]:

@@ -279,7 +279,7 @@ def test_a_parts_failure_is_recorded(tmp_path: pathlib.Path, monkeypatch: pytest
 
     monkeypatch.setattr(selection_cases, "both", broken)
     found = run(tmp_path / "x.json", parts=("cpu", "errors"))
-    assert found["skipped"]["errors"] == "RuntimeError: no such kernel" and found["complete"]
+    assert found["skipped"]["errors"] == "RuntimeError: no such kernel" and not found["complete"]
     assert {r["what"] for r in found["cpu"] if "error" in r} == {"fb"}
 
 

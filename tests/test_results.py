@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import index_targets, lists_targets
+from benchmarks import index_targets, lists_targets, running
 from benchmarks.pages import pages
 from benchmarks.source_hash import FOLDERS, ROOT, ROUTING, TESTED, source_hash
 from mhc_inductor import versions
@@ -190,7 +190,11 @@ def _held(result: dict[str, Any], bars: dict[str, Any]) -> Iterator[tuple[str, b
 def _wrong(result: dict[str, Any]) -> Iterator[str]:
     """Yields what is not right, whatever it costs: errors above their bars, bits that differ, a run that was cut."""
     if not result["complete"]:
-        yield "the run did not come to its end"
+        yield "the run is not complete"
+    said = list(result.get("skipped", {}).values())
+    said += [r.get("reason", "") for rows in result.values() if isinstance(rows, list) for r in rows if type(r) is dict]
+    if spent := sum(running.SPENT.endswith(why or "-") for why in said):
+        yield f"{spent} cells were not measured for lack of time"
     for row in result["errors"]:
         errors = {k: e for k, e in row["errors"].items() if "bar" in e}
         yield from (
@@ -419,7 +423,10 @@ WHY = "index.json 64 heads, scores and top-k: the choice reads its scores twice.
         (_set("errors", 0, "errors", "scores", relative="nan", bar="nan", met=False), None, "scores is nan"),
         (_set("errors", 0, wrongly_chosen=3), None, "3 keys are wrong"),
         (_set("determinism", 0, differ=["chosen"]), None, "differ in two runs"),
-        (_set(complete=False), None, "did not come to its end"),
+        (_set(complete=False), None, "the run is not complete"),
+        (_set("rows", 1, reason=running.SPENT), None, "1 cells were not measured"),
+        (_set(skipped={"a peer": "the run's budget of seconds was spent"}), None, "1 cells were not measured"),
+        (_set(skipped={"a peer": "it takes no lists"}), None, None),
         (_set(errors=[]), None, "not measured"),
     ],
 )
