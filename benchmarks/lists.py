@@ -179,16 +179,18 @@ class Run(running.PartRun[Settings]):
 
         clock = Clock(self.device, self.flush, self.s.rounds, LONG_US)
         name = f"{case.shape.name}, {case.shape.entries} keys: "
-        measure(
-            clock,
-            found,
-            made,
-            lambda row, t: self.add_figures(case.shape, row, t, pairs),
-            check,
-            lambda text: self.report(name + text),
-        )
-        rows.extend(made)
-        self.save(self.result)
+        try:
+            measure(
+                clock,
+                found,
+                made,
+                lambda row, t: self.add_figures(case.shape, row, t, pairs),
+                check,
+                lambda text: self.report(name + text),
+            )
+        finally:  # what failed may have taken the device with it
+            rows.extend(r for r in made if _ended(r))
+            self.save(self.result)
 
     def add_figures(self, shape: Shape, row: dict[str, Any], t: timing.Timing, pairs: int) -> None:
         """Adds to a row its times and rate."""
@@ -231,14 +233,17 @@ class Run(running.PartRun[Settings]):
 
     def peers_at(self, shape: Shape, what: str) -> None:
         case = make_case(shape, self.device)
-        self.each(case, what, ("ops", *shape.peers), self.result["peers"], case.pairs)
+        self.each("peers", case, what, ("ops", *shape.peers), case.pairs)
         self.compare(shape.name, what)
 
-    def each(self, case: Case, what: str, names: Iterable[str], rows: list[Row], pairs: int) -> None:
+    def each(self, part: str, case: Case, what: str, names: Iterable[str], pairs: int) -> None:
         """Times variants one at a time, because several would not fit into memory together, while there is time."""
         for name in names:
-            if name == "ops" or not self.spent:
-                self.time(case, [self.variant(case, what, name)], rows, pairs)
+            before = _found(_header(case.shape, what, name), self.earlier.get(part, ()))
+            if name != "ops" and before is not None and "error" in before:
+                self.result[part].append(before)  # not again: it may have ended the earlier run
+            elif name == "ops" or not self.spent:
+                self.time(case, [self.variant(case, what, name)], self.result[part], pairs)
 
     def compare(self, name: str, what: str) -> None:
         """Adds to the op's row of the peers how many times as long each of them takes."""
@@ -266,7 +271,7 @@ class Run(running.PartRun[Settings]):
             case = make_case(shape, self.device)
             self.time(case, [self.ours(case, what) for what in ("fwd", "fb")], rows, case.pairs)
         for what in ("fwd", "fb"):
-            self.each(case, what, shapes[-1].dense, rows, 0)
+            self.each("crossing", case, what, shapes[-1].dense, 0)
 
     def errors(self) -> None:
         """Measures errors next to dense SDPA's (o and dq of sampled queries; all gradients of less), and equal bits."""
@@ -326,8 +331,11 @@ def _header(shape: Shape, what: str, variant: str) -> Row:
 
 def _found(header: Row, rows: Iterable[Row]) -> Row | None:
     """Returns the row of this header that was measured or failed."""
-    ended = (r for r in rows if "median_us" in r or "error" in r)
-    return next((r for r in ended if header.items() <= r.items()), None)
+    return next((r for r in rows if _ended(r) and header.items() <= r.items()), None)
+
+
+def _ended(row: Row) -> bool:
+    return "median_us" in row or "error" in row
 
 
 def write(result: dict[str, Any], path: pathlib.Path) -> None:

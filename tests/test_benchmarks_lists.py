@@ -412,6 +412,35 @@ def test_what_a_budget_left_out_is_measured_by_a_later_run(
     lists_peers._causal.cache_clear()
 
 
+def test_a_peer_that_ends_a_run_is_not_tried_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks a run on a device that a peer's kernel leaves unusable, as an illegal access does, and the run after it."""
+    right, tried = lists_peers.make, []
+
+    def make(name: str, case: Any, what: str) -> Any:
+        if name == targets.DENSE_MASKED:
+            tried.append(what)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return right(name, case, what)
+
+    def free(_: torch.device) -> None:
+        if tried:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(lists_peers, "compiled", uncompiled)
+    monkeypatch.setattr(lists_peers, "make", make)
+    parts: dict[str, Any] = {"parts": ("peers",), "shapes": ("decode", "A")}
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal"):
+        patch.setattr(running, "free", free)
+        run(tmp_path / "x.json", **parts)
+    dead = json.loads((tmp_path / "x.json").read_text())
+    assert [r["variant"] for r in dead["peers"] if "error" in r] == [targets.DENSE_MASKED]
+    assert not dead["complete"]
+    tried.clear()
+    found = run(tmp_path / "y.json", **parts, earlier=dead)
+    assert tried == ["fwd", "fb"], "of A: decoding was tried by the first run"
+    assert found["complete"] and sum("error" in r for r in found["peers"]) == 3
+
+
 @pytest.mark.parametrize(
     ("of", "change"),
     [
