@@ -39,7 +39,7 @@ import matplotlib.pyplot as plt
 
 COLORS = {"eager": "#bdbdbd", "torch.compile": "#b2abd2", "mhc_inductor": "#1b7837"}
 BACKENDS = {"torch.compile": "inductor", "mhc_inductor": "mhc_inductor"}
-ROUTED = {"indexers": ("index_topk",), "attentions": ("selection_attention", "selection_list_attention")}
+ROUTED = {"indexers": ("index_topk", "index_scores"), "attentions": ("selection_attention", "selection_list_attention")}
 console = Console(highlight=False)
 
 

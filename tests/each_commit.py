@@ -3,8 +3,9 @@
 
 ``python -m tests.suite`` runs every case of every test and writes how long each test function took. Of a function that
 took more than ``SECONDS``, as many cases run as fit into ``SECONDS``, at least one. A function whose cases took more
-than ``LONGEST`` on average is left out. Functions marked ``every_case`` run whole. The choice is the same on every
-machine: it depends only on the committed times and on the cases' names.
+than ``LONGEST`` on average is left out. Functions and cases marked ``every_case`` run whole, and of a function marked
+``law`` at least one case runs. The choice is the same on every machine: it depends only on the committed times and on
+the cases' names.
 """
 
 from __future__ import annotations
@@ -25,6 +26,20 @@ SECONDS = 1.5
 """Seconds for all cases of a test function."""
 LONGEST = 10.0
 """Seconds of an average case above which a test function is left out."""
+LAWS = (
+    "adversarial programs",
+    "disable() takes everything back",
+    "failure at every edit",
+    "families in every kind of mode",
+    "formulas on DTensors",
+    "processes that are spawned",
+    "random modules",
+    "random spellings",
+    "resume after a kill",
+    "state of the process",
+    "through Inductor",
+)
+"""The classes of laws that each commit is tested by: names of the mark ``law``. Issues were closed on them."""
 COMMIT = os.environ.get("MHC_INDUCTOR_TESTS") == "commit"
 """Whether this is a run of ``./dev test`` without options."""
 
@@ -56,12 +71,18 @@ def spread(cases: Iterable[Case], most: int) -> list[Case]:
     return taken
 
 
-def chosen(tests: Mapping[str, list[Case]], times: Mapping[str, tuple[int, float]]) -> set[tuple[str, str]]:
-    """Returns the cases to run, by test and name: every case of a test that is quick or that has no recorded time."""
+def chosen(
+    tests: Mapping[str, list[Case]], times: Mapping[str, tuple[int, float]], laws: Iterable[str] = ()
+) -> set[tuple[str, str]]:
+    """Returns the cases to run, by test and name: every case of a test that is quick or that has no recorded time.
+
+    Of each of ``laws`` at least one case runs.
+    """
+    least = dict.fromkeys(laws, 1)
     return {
         (test, case.name)
         for test, cases in tests.items()
-        for case in spread(cases, most_of(*times.get(test, (1, 0.0)), len(cases)))
+        for case in spread(cases, max(least.get(test, 0), most_of(*times.get(test, (1, 0.0)), len(cases))))
     }
 
 
@@ -85,5 +106,6 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
         call = getattr(item, "callspec", None)
         values = frozenset(call.indices.items()) if call else frozenset()
         tests[function(item.nodeid)].append(Case(item.name, values))
-    names = chosen(tests, recorded())
+    laws = {function(item.nodeid) for item in rest if item.get_closest_marker("law")}
+    names = chosen(tests, recorded(), laws)
     return [item for item in rest if (function(item.nodeid), item.name) not in names]

@@ -318,6 +318,20 @@ ROUTED: dict[tuple[str, str, str], tuple[int, int]] = {
 """How many (indexers, attentions) are routed where not all are, by family, implementation and mode."""
 
 
+EACH_COMMIT: dict[str, tuple[tuple[str, str], ...]] = {
+    "deepseek_v4": (("eager", "training, checkpointed"), ("eager", "decode")),
+    "hy_v4": (("eager", "prefill, left padded"),),
+    "deepseek_v32": (("sdpa", "training"), ("eager", "prefill, dynamic")),
+    "glm_moe_dsa": (("sdpa", "decode"), ("eager", "training, left padded")),
+    "glm5_next": (("eager", "prefill"),),
+    "mistral_large4": (("sdpa", "prefill, packed"),),
+    "axk2": (("sdpa", "training, left padded"),),
+    "dots3_note": (("eager", "prefill, bf16"),),
+    "minimax_m3_vl": (("eager", "training, checkpointed"),),
+}
+"""The implementation and mode of each family that every commit is tested with; the whole suite takes all of them."""
+
+
 def modes(attention: str) -> tuple[str, ...]:
     """Returns the modes that are tested with an implementation of attention."""
     return EAGER_MODES if attention == "eager" else SDPA_MODES

@@ -18,7 +18,7 @@ from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.report import Report
 from tests import capture, sparse_families
 
-INDEXERS = ("index_topk",)
+INDEXERS = ("index_topk", "index_scores")
 ATTENTIONS = ("selection_attention", "selection_list_attention")
 BATCH, LENGTH, PROMPT = 2, 36, 33
 

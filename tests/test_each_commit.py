@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 import types
 
 import pytest
 
+from benchmarks.source_hash import ROOT
 from tests import each_commit
 from tests.counting import Counted
 from tests.each_commit import LONGEST, SECONDS, Case, chosen, function, spread
@@ -107,3 +109,31 @@ def test_outcomes_and_times_are_counted() -> None:
         "tests/b.py::inner": 1.75,
     }
     assert counted.cases["tests/b.py::inner"] == {"tests/b.py::inner[a b]", "tests/b.py::inner[c]"}
+
+
+def test_of_a_law_one_case_runs_however_long_it_takes() -> None:
+    tests = {"tests/test_a.py::test": GRID}
+    times = {"tests/test_a.py::test": (40, 41 * LONGEST)}
+    assert chosen(tests, times) == set()
+    assert len(chosen(tests, times, ["tests/test_a.py::test"])) == 1
+
+
+def test_each_law_is_a_test_that_each_commit_runs() -> None:
+    marked: dict[str, list[str]] = {}
+    for file in sorted((ROOT / "tests").glob("test_*.py")):
+        for name, function in re.findall(
+            r'^@pytest\.mark\.law\("([^"]+)"\)\n(?:[@ )\]].*\n)*def (\w+)', file.read_text(), re.M
+        ):
+            marked.setdefault(name, []).append(f"tests/{file.name}::{function}")
+    assert sorted(marked) == sorted(each_commit.LAWS), "each class of law has a test"
+
+
+def test_the_mark_of_a_law_keeps_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(each_commit, "recorded", lambda: {"a.py::law": (2, 1e3), "a.py::other": (2, 1e3)})
+    items = [
+        _Item(nodeid=f"a.py::{n}[{k}]", name=f"{n}[{k}]", marks=marks, callspec=types.SimpleNamespace(indices={"k": k}))
+        for n, marks in (("law", ("law",)), ("other", ()))
+        for k in range(2)
+    ]
+    left = [item.name for item in each_commit.left_out(items)]  # type: ignore[arg-type]
+    assert len(left) == 3 and left[1:] == ["other[0]", "other[1]"]

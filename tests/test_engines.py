@@ -197,6 +197,7 @@ def test_layers_that_are_compiled_one_by_one_are_all_routed(quick: None) -> None
     assert routed() - before in range(1, DEPTH + 1)
 
 
+@pytest.mark.law("processes that are spawned")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.timeout(240)
 def test_spawned_processes_run_a_pickled_model_and_train_in_many_buckets(tmp_path: Any) -> None:

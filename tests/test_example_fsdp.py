@@ -27,6 +27,7 @@ def _torchrun(folder: pathlib.Path, turn: str) -> subprocess.CompletedProcess[st
     return subprocess.run([*command, json.dumps(words)], capture_output=True, text=True, env=env, timeout=300)
 
 
+@pytest.mark.law("resume after a kill")
 def test_killed_and_resumed_has_the_same_losses(tmp_path: pathlib.Path) -> None:
     for name in ("typer", "rich", "matplotlib"):
         pytest.importorskip(name)

@@ -89,6 +89,7 @@ class _Injected(Exception):
     pass
 
 
+@pytest.mark.law("failure at every edit")
 def test_an_exception_anywhere_in_the_pass_leaves_the_graph_unrouted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,6 +202,7 @@ def test_an_exception_in_the_pass_of_the_backend(monkeypatch: pytest.MonkeyPatch
             assert mhc_inductor.counters().get("unrouted graphs", 0) > before, name
 
 
+@pytest.mark.law("formulas on DTensors")
 def test_a_block_on_dtensors_compiles() -> None:
     done = _python(
         """
@@ -238,6 +240,7 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
 # --- the process --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.law("disable() takes everything back")
 def test_disable_takes_everything_back() -> None:
     """Compares torch's and sympy's functions and methods, and the collector's settings, before and after a compile."""
     done = _python(

@@ -70,6 +70,7 @@ def test_every_way_to_write_each_part_is_routed(start: int) -> None:
         assert_one_scan(loop)
 
 
+@pytest.mark.law("random spellings")
 def test_random_spellings_are_routed() -> None:
     """Tests one in five; tests/all_spellings.py tests all of them."""
     for loop in spellings(RANDOM, SEED)[::5]:

@@ -97,6 +97,7 @@ def _wrong_numbers(s: Spelling, got: Captured) -> str | None:
     return None
 
 
+@pytest.mark.law("random spellings")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_spellings_are_routed(part: int) -> None:
     missed = [
@@ -150,6 +151,7 @@ def test_spellings_differ() -> None:
     assert drawn == {(axis, name) for axis, table in AXES.items() for name in table}
 
 
+@pytest.mark.law("through Inductor")
 @pytest.mark.parametrize("k", range(0, 80, 10))
 def test_through_inductor(k: int) -> None:
     s = next(itertools.islice(spellings(k + 1, seed=1), k, None))

@@ -456,8 +456,9 @@ def test_parameters_keep_no_gradient(plug: Any) -> None:
 def test_explain_verifies(plug: Any, capsys: pytest.CaptureFixture[str]) -> None:
     report = mhc_inductor.explain(norm, *[t.requires_grad_() for t in inputs()], verify=True)
     assert 0 < report.routed[0].error < 1e-6
-    assert f"error {report.routed[0].error:.0e}, " in capsys.readouterr().out and f"relative error: {report.routed[0].error:.2g}" in str(
-        report
+    assert (
+        f"error {report.routed[0].error:.0e}, " in capsys.readouterr().out
+        and f"relative error: {report.routed[0].error:.2g}" in str(report)
     )
     report = mhc_inductor.explain(norm, *inputs())
     assert report.routed[0].error is None and "relative error" not in capsys.readouterr().out

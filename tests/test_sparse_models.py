@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unmodified sparse models of transformers: what is routed in each mode, and whether values and gradients stay.
 
-A run takes a third of each family's modes, others for the next family, and training of all. With
-MHC_INDUCTOR_TESTS=whole in the environment it takes every mode: do that after a change of ``mhc_inductor/routing/``.
+The suite takes every mode of every family; each commit those of ``sparse_families.EACH_COMMIT``.
 ``python -m tests.sparse_models`` prints the whole table, with the reasons for what is not routed.
 """
 
@@ -12,27 +11,26 @@ import importlib.util
 
 import pytest
 import torch
-from conftest import WHOLE
 from torch._inductor.utils import run_and_get_code
 
 from mhc_inductor import compat
 from mhc_inductor.routing.operators.index.operator import IndexOperator
 from mhc_inductor.routing.operators.selection.operator import SelectionOperator
 from tests import capture, sparse_families, sparse_runs
-from tests.sparse_families import FAMILIES
+from tests.sparse_families import EACH_COMMIT, FAMILIES
 from tests.sparse_runs import MODES
 
 if not all(importlib.util.find_spec(f"transformers.models.{name}") for name in FAMILIES):
     pytest.skip("this transformers lacks some of the models", allow_module_level=True)
 
 CASES = [
-    (family, attention, name)
-    for turn, (family, one) in enumerate(FAMILIES.items())
+    pytest.param(family, attention, name, marks=[pytest.mark.every_case] * ((attention, name) in EACH_COMMIT[family]))
+    for family, one in FAMILIES.items()
     for attention in one.implementations
-    for k, name in enumerate(sparse_families.modes(attention))
-    if WHOLE or name == "training" or k % 3 == turn % 3
+    for name in sparse_families.modes(attention)
     if family != "glm5_next" or "dynamic" not in name  # 12 graphs, two minutes
 ]
+KINDS = ("training", "prefill", "decode", "padded", "packed", "checkpointed", "dynamic", "bf16")
 GRAPHS = {"glm5_next": 13, "mistral_large4": 7}
 """Families whose forward breaks Dynamo's graph, and into how many parts at most.
 
@@ -53,6 +51,15 @@ def test_every_family_has_what_it_is_here_for():
     for family, config in layers.items():
         topk = getattr(config, "index_topk", None) or config.index_topk_blocks * config.index_block_size
         assert topk < sparse_runs.LENGTH, f"{family}: every key would be chosen"
+
+
+def test_each_commit_has_every_family_and_every_kind_of_mode():
+    taken = {(family, *case) for family, cases in EACH_COMMIT.items() for case in cases}
+    assert taken <= {case.values for case in CASES}, "each is a case"
+    assert all(EACH_COMMIT[family] for family in FAMILIES) and set(EACH_COMMIT) == set(FAMILIES)
+    kinds = {attention for _, attention, _ in taken}
+    kinds |= {kind for _, _, name in taken for kind in KINDS if kind in name}
+    assert kinds == {"eager", "sdpa", *KINDS}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,6 +88,7 @@ def _not_worse(got: capture.Captured, want: capture.Captured, exact: capture.Cap
     assert ours.norm() <= 2 * eager.norm() + 0.1 * size.norm()
 
 
+@pytest.mark.law("families in every kind of mode")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "attention", "name"), CASES)
 def test_routed_of_all_and_the_same_results(family, attention, name):
