@@ -198,7 +198,7 @@ def _found(
     with fake_cuda() if device == "cuda" else contextlib.nullcontext(), FakeTensorMode():
         q = torch.empty(1, heads, keys, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=training)
         k, v = (torch.empty(1, groups, keys, WIDTH, device=device, dtype=torch.bfloat16) for _ in range(2))
-        report = mhc_inductor.explain(fn, q, k, v, torch.empty(1, 1, keys, keys, device=device))
+        report = mhc_inductor.explain(fn, q, k, v, torch.empty(1, 1, keys, keys, device=device), details=True)
     assert not report.problems
     found: list[Routed | NearMiss] = [*report.routed, *report.near_misses]
     assert len(found) == 1
@@ -260,8 +260,11 @@ SAID: list[tuple[Fn, tuple[Any, ...], bool, str]] = [
 
 @without_a_gpu
 @pytest.mark.parametrize(("fn", "sizes", "routed", "said"), SAID, ids=[f"{c[0].__name__}-{c[2]}" for c in SAID])
-def test_explain_says_both_figures(fn: Fn, sizes: tuple[Any, ...], routed: bool, said: str) -> None:
+def test_explain_says_both_figures(
+    fn: Fn, sizes: tuple[Any, ...], routed: bool, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = _found(fn, *sizes)
+    assert said in " ".join(capsys.readouterr().out.split())
     if routed:
         assert isinstance(found, Routed) and found.detail.endswith("; " + said), found
     else:
