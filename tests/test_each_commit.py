@@ -121,10 +121,10 @@ def test_of_a_law_one_case_runs_however_long_it_takes() -> None:
 def test_each_law_is_a_test_that_each_commit_runs() -> None:
     marked: dict[str, list[str]] = {}
     for file in sorted((ROOT / "tests").glob("test_*.py")):
-        for name, function in re.findall(
+        for name, test in re.findall(
             r'^@pytest\.mark\.law\("([^"]+)"\)\n(?:[@ )\]].*\n)*def (\w+)', file.read_text(), re.M
         ):
-            marked.setdefault(name, []).append(f"tests/{file.name}::{function}")
+            marked.setdefault(name, []).append(f"tests/{file.name}::{test}")
     assert sorted(marked) == sorted(each_commit.LAWS), "each class of law has a test"
 
 
