@@ -105,7 +105,7 @@ _NAMES: dict[str, Any] = {
     "causal": causal,
     "checkpointed": checkpointed,
     **{k: getattr(laws, k) for k in ("block", "pre", "post", "head", "e79", "sdpa", "attention", "sinkhorn")},
-    **{k: getattr(laws, k) for k in ("filled", "added", "selected")},
+    **{k: getattr(laws, k) for k in ("filled", "added", "selected", "chosen", "listed")},
 }
 
 
@@ -147,7 +147,12 @@ class Case:
 
     def leaves(self, dtype: torch.dtype | None = None) -> Leaves:
         to = dtype or DTYPES[self.dtype]
-        made = {**laws.mhc_leaves(), **laws.e79_leaves(), **laws.selection_leaves(empty=self.empty)}
+        made = {
+            **laws.mhc_leaves(),
+            **laws.e79_leaves(),
+            **laws.selection_leaves(empty=self.empty),
+            **laws.index_leaves(),
+        }
         made["mean"] = laws.normal(4, 16, seed=51)
         # Round to the case's dtype first: the values are then the same in every dtype.
         low = DTYPES[self.dtype]
@@ -161,6 +166,7 @@ class Case:
             "x": ("x", "phi", "alpha", "bias", "gamma", "w"),
             "kvqm": ("kvqm", "b_s", "b_m", "S", "M"),
             "q": ("q", "k", "v", "ranges"),
+            "iq": ("iq", "ik", "iw"),
             "mean": ("mean",),
         }
         text = self.source
@@ -175,6 +181,8 @@ def _groups(text: str) -> set[str]:
         found.add("kvqm")
     if any(f"{f}(" in text for f in ("sdpa", "attention")):
         found.add("q")
+    if "chosen(" in text:
+        found.add("iq")
     return found
 
 
@@ -306,6 +314,31 @@ class Writer:
         at = self.places(["q", "k", "v", "scores", "masked", "weights", "o"])
         self.say("attention", self.within(f"{out} = attention(p, {mask}, {fill}{at})"))
 
+    def formula_index(self) -> None:
+        """Adds an indexer in fp64, without effects that make equal scores: of those, topk may take any.
+
+        Nothing but a mask reads keys in no order (``sorted=False``): any order would be right.
+        """
+        keys, smooth, self.smooth = self.name(), self.smooth, True
+        at = self.places(laws.INDEX_PLACES) or ", {}"
+        self.smooth = smooth
+        roll, ordered = self.rng.random(), self.rng.random() < 0.7
+        order = "" if ordered else ", False"
+        self.say("index", self.within(f"{keys} = chosen(p, {self.rng.choice([3, 4, 6])}{at}{order})"))
+        if not ordered or self.rng.random() < 0.6:  # otherwise a later statement may change them, or return them
+            self.others.remove(keys)
+        if roll < 0.15:
+            self.say("graph break", "torch._dynamo.graph_break()")
+        if roll < 0.3 and ordered:
+            self.say("rank", f"{self.name()} = {keys}[..., {self.rng.choice(['0', '-1', ':2'])}] * 1")
+            return
+        mask = self.rng.choice(["{}", "{}", "{} & causal(p)", "{} | selected(p)"]).format(f"listed(p, {keys})")
+        call = f"{self.rng.choice(['attention', 'sdpa'])}(p, lambda p: {mask})"
+        if roll > 0.9:
+            self.say("checkpoint", f'{self.name()} = checkpointed(lambda {keys}: {call}, "none", {keys})')
+        else:
+            self.say("listed", self.within(f"{self.name()} = {call}"))
+
     def meddle(self, target: str) -> None:
         """Adds one statement that does something to an existing value."""
         roll = self.rng.random()
@@ -363,6 +396,8 @@ class Writer:
         ]
         if self.dtensor:
             formulas = formulas[:3]
+        elif self.dtype == "fp64":
+            formulas.append((self.formula_index, 3))
         for _ in range(rng.choice([1, 2, 2, 3])):
             for _ in range(rng.choice([0, 1, 1])):
                 self.meddle(self.any())
@@ -374,7 +409,8 @@ class Writer:
         if self.streams[-1] not in returned:
             returned.append(self.streams[-1])
         frozen = rng.sample(
-            ["x", "phi", "alpha", "bias", "w", "kvqm", "b_s", "S", "q", "k", "v"], rng.choice([0, 0, 0, 1, 3])
+            ["x", "phi", "alpha", "bias", "w", "kvqm", "b_s", "S", "q", "k", "v", "iq", "ik", "iw"],
+            rng.choice([0, 0, 0, 1, 3]),
         )
         around = "autocast" if self.dtype == "fp32" and rng.random() < 0.3 else ""
         return Case(

@@ -238,6 +238,33 @@ def sdpa(p: Leaves, mask: Callable[[Leaves], Tensor] = selected) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, heads(mask(p), p)).transpose(1, 2)
 
 
+def index_leaves(queries: int = 6, keys: int = 12, dtype: torch.dtype = torch.float64) -> Leaves:
+    """Returns q [B, S, 16, 8], k [B, T, 8] and w [B, S, 16] of an indexer; of so many heads no two scores are 0."""
+    return {
+        "iq": normal(2, queries, 16, 8, seed=31, dtype=dtype),
+        "ik": normal(2, keys, 8, seed=32, dtype=dtype),
+        "iw": normal(2, queries, 16, seed=33, dtype=dtype),
+    }
+
+
+def chosen(p: Leaves, topk: int = 4, at: Places = NOWHERE, ordered: bool = True) -> Tensor:
+    """Returns the causal keys of the largest index scores: int64 [B, S, topk], also later keys if there are too few."""
+    q, k, w = (spot(at, name, p[name]) for name in INDEX_PLACES[:3])
+    S, T = q.shape[1], k.shape[1]
+    products = spot(at, "products", torch.einsum("bshd,btd->bsht", q, k) * q.shape[-1] ** -0.5)
+    scores = spot(at, "summed", (products.relu() * w.unsqueeze(-1)).sum(2))
+    late = torch.arange(T) > torch.arange(S).unsqueeze(-1) + (T - S)
+    return scores.masked_fill(late, float("-inf")).topk(topk, -1, sorted=ordered).indices
+
+
+INDEX_PLACES = ("iq", "ik", "iw", "products", "summed")
+
+
+def listed(p: Leaves, indices: Tensor) -> Tensor:
+    """Returns the mask of the listed keys for all heads: bool [B, S, 1, T]."""
+    return torch.zeros(*indices.shape[:2], p["k"].shape[1], dtype=torch.bool).scatter(-1, indices, True).unsqueeze(2)
+
+
 # --- one run ------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks.source_hash import ROUTING, source_hash
+from mhc_inductor.routing.operators.index import operator
 from tests import adversarial, laws
 from tests.adversarial import (
     DTYPES,
@@ -42,7 +43,20 @@ def test_random_programs_give_what_eager_gives(start: int) -> None:
 
 def test_programs_hold_every_kind_of_statement() -> None:
     kinds = Counter(k for number in range(400) for k in Writer(number, SEED).write().kinds)
-    formulas = ["block", "pre", "post", "head", "sinkhorn", "e79", "sdpa", "attention", "checkpoint"]
+    formulas = [
+        "block",
+        "pre",
+        "post",
+        "head",
+        "sinkhorn",
+        "e79",
+        "sdpa",
+        "attention",
+        "checkpoint",
+        "index",
+        "listed",
+        "rank",
+    ]
     transforms = ["func.grad", "func.vmap", "func.jvp"]
     effects = ["hook", "write", "named write", "write under no_grad", "detach", "round", "made under no_grad", "scaled"]
     others = ["mode", "alias", "buffer", "graph break"]
@@ -78,6 +92,16 @@ def test_a_planted_wrong_rewrite_is_found_and_the_program_shrinks(monkeypatch: p
     assert small.statements == ('x0 = p["x"]', "x2 = block(x0, p)") and small.returned == ("x2",)
 
 
+def test_a_choice_that_is_read_by_rank_after_a_break_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ("t1 = chosen(p, 4, {})", "torch._dynamo.graph_break()", "t2 = t1[..., 0] * 1")
+    case = Case(0, SEED, ('x0 = p["x"]', *lines), ("t2",))
+    ops, _, _, found = compared(case, ["no_grad"])
+    assert (dict(ops), found) == ({"index_scores": 1}, [])
+    monkeypatch.setattr(operator, "ranked_outside", lambda *_: False)
+    ops, _, _, found = compared(case, ["no_grad"])
+    assert dict(ops) == {"index_topk": 1} and "output 0" in found[0]
+
+
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
 
@@ -103,4 +127,6 @@ def test_the_committed_counts_are_of_a_full_run_of_these_sources() -> None:
     )
     assert result["programs"] >= 3000 and result["differences"] == []
     assert result["with_routed_ops"] >= SHARE * result["programs"]
+    ops = ("mhc_pre", "mhc_post", "e79_scan", "selection_attention", "index_topk", "index_scores")
+    assert not [op for op in ops if not result["routed_ops"].get(op)], result["routed_ops"]
     assert min(result["runs"][mode] for mode in adversarial.MODES) >= 0.3 * result["programs"]
