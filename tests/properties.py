@@ -36,6 +36,8 @@ import helpers_lists
 import helpers_mhc
 import helpers_selection
 import helpers_single_pass
+import test_nn_selection
+import test_ops_index_loss
 from op_contract import op, strided
 
 RESULT = ROOT / "benchmarks" / "results" / "properties.json"
@@ -263,6 +265,36 @@ def topk(seed: int, kind: str, topk: int, **sizes: Any) -> Sequence[Any]:
     return (*made, topk, 0.3, *visible)
 
 
+def loss(seed: int, **sizes: Any) -> Sequence[Any]:
+    args = [laid_out(a, random.Random(seed)) for a in test_ops_index_loss.make(**sizes, seed=seed)]
+    leaves = [a.double().requires_grad_() if i < 3 else a for i, a in enumerate(args)]
+    got, dscores = op("index_loss")(*args)
+    up = torch.rand(got.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    want = test_ops_index_loss.dense(*leaves)
+    wants = torch.autograd.grad((want * up).sum(), leaves[:3])
+    # Lists and k, without what only the attention's side reads.
+    grads = op("index_loss_backward")(up.to(got.dtype), *args[:4], dscores, args[7])
+    # The attention's weights are fp32 at most, also in fp64: an lse is.
+    dtype = torch.float32 if sizes["with_lse"] and sizes["dtype"] is torch.float64 else sizes["dtype"]
+    error = float((got.double() - want.detach()).abs().max()) if got.numel() else 0.0
+    assert error <= (1e-10 if dtype is torch.float64 else 1e-5), error
+    close(*({f"d{i}": t for i, t in enumerate(of)} for of in (grads, wants)), dtype)
+    return args
+
+
+def blocks(seed: int, S: int, more: int, N: int, dtype: torch.dtype) -> Sequence[Any]:
+    q, k, *rest = test_nn_selection.choice(S, S + more, N, dtype)
+    rng = random.Random(seed)
+    args = (laid_out(q, rng), laid_out(k, rng), *rest)
+    got = op("selection_blocks")(*args)
+    exact = [a.double() if isinstance(a, Tensor) else a for a in args]
+    want, margin = test_nn_selection.chosen_blocks(*exact)
+    for at, chosen in want.items() if margin > 1e-4 else ():
+        named = [j for j in got[at].tolist() if j >= 0]
+        assert len(named) == len(set(named)) and set(named) == chosen, at
+    return args
+
+
 _FORM: dict[str, st.SearchStrategy[Any]] = {"norm_form": st.sampled_from(["inside", "outside"]), "gamma": st.booleans()}
 _SITE: dict[str, st.SearchStrategy[Any]] = {"transpose_res": st.booleans(), "residual": st.booleans()}
 _KEYS: dict[str, st.SearchStrategy[Any]] = {
@@ -344,6 +376,22 @@ PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], dict[str, st.SearchStr
     ),
     "index_scores": (scores, _INDEX),
     "index_topk": (topk, {**_INDEX, "topk": st.integers(0, 21)}),
+    "index_loss": (
+        loss,
+        {
+            **{k: v for k, v in _INDEX.items() if k not in ("kind", "whole", "S")},
+            "S": st.integers(1, 6),
+            "G": st.integers(1, 2),
+            "heads": st.integers(1, 3),
+            "Dk": st.integers(1, 9),
+            "n": st.integers(1, 11),
+            "with_lse": st.booleans(),
+        },
+    ),
+    "selection_blocks": (
+        blocks,
+        {"S": st.integers(0, 9), "more": st.integers(0, 30), "N": st.integers(0, 9), "dtype": DTYPE},
+    ),
 }
 """Of each op what checks a case and returns the op's arguments, and what is drawn for it."""
 
