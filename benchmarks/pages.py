@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results in the pages: ``python -m benchmarks readme`` writes each block between its markers, and the README's picture.
+"""Results in the pages: ``python -m benchmarks readme`` writes each block between its markers, and the pictures.
 
 A block begins with ``<!-- results: NAME -->`` and ends with ``<!-- end of results -->``.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import index_targets, lists_report, lists_targets
@@ -21,7 +21,6 @@ from .source_hash import ROOT
 from .targets import COMPILE, EAGER, SEPARATELY
 
 RESULTS = ROOT / "benchmarks" / "results"
-PICTURE = RESULTS / "overview.png"
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 Row = dict[str, Any]
@@ -366,6 +365,17 @@ def _families(results: Results) -> str:
     return markdown(["transformers 5.23", "attention", "indexers + sparse attentions", "of these routed"], lines)
 
 
+def _picture(name: str) -> Callable[[Results], str]:
+    """Returns the maker of an operator's picture."""
+
+    def make(results: Results) -> str:
+        from . import pictures  # which reads the results as this module does
+
+        return pictures.block(name, results)
+
+    return make
+
+
 def _imports(results: Results) -> str:
     return f"```mermaid\n{diagram(ROOT)}\n```"
 
@@ -385,85 +395,23 @@ BLOCKS: Mapping[str, Callable[[Results], str]] = {
     "versions": _versions,
     "families": _families,
     "imports": _imports,
+    **{f"picture-{name}": _picture(f"operator-{name}") for name in ("mhc", "e79", "selection", "index")},
 }
 
 
-# ---- the picture
-
-
-def groups(results: Results = read) -> Iterator[tuple[str, list[tuple[str, float, str]]]]:
-    """Yields each group of the picture: its title, and the name, time and unit of each bar, ours first."""
-    v4, mhc, e79, attention = (results(name) for name in ("sparse_models", "mhc", "e79", "selection"))
-    ours = _row(mhc["rows"], what="fb", dim=4096, variant="ops")
-    step = _row(e79["rows"], what="fb", n=64, variant="ops")
-    case = "deepseek_v4-2x2048-training"
-    runs = {v: _row(v4["rows"], case=case, variant=v)["median_ms"] for v in ("mhc_inductor", COMPILE)}
-    yield "DeepSeek-V4, training step", [("this package", runs["mhc_inductor"], "ms"), (COMPILE, runs[COMPILE], "ms")]
-    yield (
-        "mHC, forward and backward, D = 4096",
-        [
-            ("this package", ours["median_us"], "µs"),
-            ("TileKernels*", ours["measured_separately_us"]["TileKernels"], "µs"),
-            (COMPILE, _row(mhc["rows"], what="fb", dim=4096, variant=COMPILE)["median_us"], "µs"),
-        ],
-    )
-    yield (
-        "E79, forward and backward, n = 64",
-        [
-            ("this package", step["median_us"], "µs a step"),
-            ("authors' CUDA*", step["measured_separately_us"][AUTHORS], "µs a step"),
-        ],
-    )
-    c1 = _by_variant(attention["rows"], "c1", "fb")
-    yield (
-        "selection attention, forward and backward, 16384 tokens",
-        [("this package", c1["ops"], "ms"), ("dense, cuDNN", c1[DENSE], "ms"), (FLA, c1[FLA], "ms")],
-    )
-
-
-def draw(path: pathlib.Path = PICTURE, results: Results = read) -> None:
-    """Draws the README's picture: how many times as long as this package each other implementation takes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8.5, 4.4))
-    y, ticks, labels = 0.0, [], []
-    for title, bars in groups(results):
-        axis.text(0, y, title, fontsize=9.5, fontweight="bold", va="center")
-        for name, time, unit in bars:
-            y += 1
-            times = time / bars[0][1]
-            axis.barh(y, times, 0.8, color="#1b7837" if name == bars[0][0] else "#bdbdbd")
-            axis.text(times + 0.1, y, f"{_short(time)} {unit}", fontsize=8.5, va="center")
-            ticks.append(y)
-            labels.append(name)
-        y += 1.5
-    floor = _row(results("mhc")["rows"], what="fb", dim=4096, variant="ops")
-    at = labels.index("TileKernels*") - 1
-    axis.plot([floor["floor_us"] / floor["median_us"]] * 2, [ticks[at] - 0.4, ticks[at] + 0.4], "k--", linewidth=1.2)
-    axis.set_yticks(ticks, labels, fontsize=9)
-    axis.set_ylim(y - 0.6, -0.8)
-    axis.set_xlim(0, 15)
-    axis.set_xlabel(
-        f"time, as multiples of this package's (shorter is faster); dashed: every byte moved once\n* {SEPARATELY}",
-        fontsize=8.5,
-    )
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title(f"One {results('mhc')['device']['name']}", fontsize=10, loc="left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+# ---- files
 
 
 def write(root: pathlib.Path = ROOT) -> list[pathlib.Path]:
-    """Writes every page's blocks and the picture. Returns the pages that changed."""
+    """Writes every page's blocks and every picture. Returns the pages that changed."""
+    from . import pictures
+
     changed = []
     for page in pages(root):
         text = page.read_text()
         if (new := filled(text)) != text:
             page.write_text(new)
             changed.append(page)
-    draw()
+    for name in pictures.PICTURES:
+        pictures.draw(pictures.picture(name), pictures.path(name))
     return changed

@@ -109,6 +109,11 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.go(url)
+        self.evaluate(SETTLE)
+
+    def go(self, url: str) -> None:
+        """Opens ``url`` in place of the page, and waits for the event "load". Earlier errors and requests stay."""
         self._loaded = False
         self._document = url.partition("#")[0]
         failed = self.call("Page.navigate", url=url).get("errorText")
@@ -116,7 +121,6 @@ class Page:
             raise RuntimeError(f"{url}: {failed}")
         while not self._loaded:
             self._note(self._next())
-        self.evaluate(SETTLE)
 
     def evaluate(self, script: str) -> Any:
         """Returns the value of a JavaScript expression, or what its promise resolves to. Raises what it throws."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages: their code runs, their results are the files' results, the site builds, and the words are plain."""
+"""The pages: their code runs, their results are the files' results, and the words are plain."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from PIL import Image
 
-from benchmarks import pages
+from benchmarks import pages, pictures
 from tests.user_code import GIVEN, blocks
 
 ROOT = pages.ROOT
@@ -96,28 +97,38 @@ def test_a_block_is_written_between_its_markers() -> None:
 
 
 def test_the_picture_has_a_dozen_bars() -> None:
-    groups = dict(pages.groups())
-    assert sum(map(len, groups.values())) <= 12
-    assert all(bars[0][0] == "this package" for bars in groups.values())
-    assert pages.PICTURE.exists()
+    groups = pictures.picture("overview").groups
+    assert sum(len(group.bars) for group in groups) <= 12
 
 
-# ---- the site
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_shows_the_figures_of_the_results(name: str) -> None:
+    of = pictures.picture(name)
+    assert all(group.bars[0].name == pictures.OURS and not group.bars[0].found for group in of.groups)
+    with Image.open(pictures.path(name)) as image:
+        assert image.info[pictures.FIGURES] == of.figures(), "run python -m benchmarks readme"
 
 
-def test_the_site_builds_strictly(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("mkdocs")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        env={"PATH": "", "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    page = (tmp_path / "site" / "operators" / "mhc" / "index.html").read_text()
-    assert 'id="mhc_inductor.mhc_pre"' in page, "the API comes from the docstrings"
-    assert (tmp_path / "site" / "benchmarks" / "results" / "mhc.png").exists()
+@pytest.mark.parametrize("page", sorted(p.stem for p in (ROOT / "docs/operators").glob("*.md")))
+def test_a_page_of_an_operator_says_what_it_takes_and_saves(page: str) -> None:
+    (name,) = re.findall(r"results/(operator-\w+)\.png", (ROOT / f"docs/operators/{page}.md").read_text())
+    of = pictures.picture(name)
+    units = [group.unit for group in of.groups]
+    assert {"µs", "ms"} & {*units} and {"MB", "GB", "GiB"} & {*units}
+    assert "NVIDIA" in of.measured and any("torch.compile" in peer for peer in of.peers())
+
+
+def test_what_a_picture_shows_is_drawn_whole(tmp_path: pathlib.Path) -> None:
+    """Bars of 2, 40 and 400 times: the long ones are cut at the same place, and no letter stands at an edge."""
+    bars = [pictures.Bar(*bar) for bar in ((pictures.OURS, 1.0), ("b", 2.0), ("c", 40.0), ("long name " * 4, 400.0))]
+    of = pictures.Picture([pictures.Group("Title " * 20, "ms", bars)], "NVIDIA H200")
+    pictures.draw(of, tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as image:
+        assert image.info[pictures.FIGURES] == of.figures()
+        pixels = image.convert("L")
+    edges = [pixels.crop(box) for box in ((0, 0, 4, pixels.height), (pixels.width - 4, 0, *pixels.size))]
+    assert [edge.getextrema() for edge in edges] == [(255, 255)] * 2
+    assert str(of.groups[0]).endswith("b 2 ms (2 x), c 40 ms (40 x), " + "long name " * 4 + " 400 ms (400 x).")
 
 
 # ---- how others take part

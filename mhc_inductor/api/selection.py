@@ -88,7 +88,8 @@ def selection_attention(
 
     All heads of a group share the selection::
 
-        sel = union of [start, end) in ranges[b, s, g], or the distinct positions in indices[b, s, g]; within [0, S_kv)
+        sel = union of [start, end) in ranges[b, s, g], or the distinct positions in indices[b, s, g];
+              within [0, S_kv)
         o[b, s, g] = softmax(scale * q[b, s, g] @ k[b, g, sel].T) @ v[b, g, sel]
 
     Ranges may be empty, unsorted, overlapping, negative or past the end; positions may be unsorted, repeated or, as -1,

@@ -103,8 +103,8 @@ class NativeSparseAttention(nn.Module):
 
         q, k, v  = projections of x; each branch has its own k and v
         compressed: attention over the compressed blocks that are complete at the query's position
-        selected:   attention over top_k blocks: block 0, the query's own block, the previous one, and those that score
-                    best by the compressed branch's probabilities, summed over the heads of a group
+        selected:   attention over top_k blocks: block 0, the query's own block, the previous one, and those that
+                    score best by the compressed branch's probabilities, summed over the heads of a group
         window:     attention over the last ``window`` positions
         y        = o_proj(sum over branches of sigmoid(gate) * o)
 
