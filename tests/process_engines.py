@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process of a test with several does: runs a compiled model that was pickled, and DDP in many buckets."""
+"""What each process of a test with several does: runs compiled models that were pickled, and DDP in many buckets."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,42 +13,22 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from mhc_inductor import backend, counters
 from mhc_inductor.options import RoutingOptions
-from tests.laws import block, mhc_leaves
+from tests.engine_models import DEPTH, KINDS, WIDTH, Kind, counted, gradients, linear
 
-RANKS, DEPTH, WIDE = 2, 2, 2048
-
-
-class Layer(nn.Module):
-    """One block of mHC in plain PyTorch."""
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__()
-        leaves = {k: scale * t.float() for k, t in mhc_leaves().items() if k != "x"}
-        self.p = nn.ParameterDict({k: nn.Parameter(t) for k, t in leaves.items()})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return block(x, self.p)
+RANKS, WIDE = 2, 1024
 
 
 class Stages(nn.Module):
-    """Blocks with wide layers in between, each of which fills a bucket, so that no formula is cut."""
+    """Layers with wide ones in between, each of which fills a bucket, so that no formula is cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind) -> None:
         super().__init__()
         torch.manual_seed(0)
-        stages: list[nn.Module] = []
-        for k in range(DEPTH):
-            stages += [Layer(1.0 - 0.1 * k), nn.Linear(16, WIDE), nn.Linear(WIDE, 16)]
-        self.stages = nn.ModuleList(stages)
+        wide = [nn.Sequential(linear(WIDTH, WIDE), linear(WIDE, WIDTH)) for _ in range(DEPTH)]
+        self.stages = nn.Sequential(*(m for pair in zip(kind.layers(), wide, strict=True) for m in pair))
 
     def forward(self, x: Tensor) -> Tensor:
-        for stage in self.stages:
-            x = stage(x)
-        return x
-
-
-def streams(seed: int) -> Tensor:
-    return torch.randn(3, 4, 16, generator=torch.Generator().manual_seed(seed))
+        return self.stages(x)
 
 
 def routing(gm: Any, inputs: Any) -> Any:
@@ -56,38 +37,43 @@ def routing(gm: Any, inputs: Any) -> Any:
     return aot_eager(gm, inputs)
 
 
-def work(rank: int, path: str, compiled: nn.Module, want: Tensor) -> None:
-    """Raises AssertionError unless everything holds in this process."""
+def work(rank: int, path: str, models: Mapping[str, tuple[nn.Module, Tensor]]) -> None:
+    """Raises AssertionError unless everything holds in this process, for each kind's compiled model and its output."""
     torch.set_num_threads(1)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(streams(9)), want, rtol=2e-5, atol=2e-5)
-    assert counters()["routed mhc_pre"] == 1
+    for kind, (compiled, want) in models.items():
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(KINDS[kind].x()), want)
+        assert counted(kind, {}) == KINDS[kind].expected(), kind
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=dist.FileStore(path, RANKS))
     try:
-        _ddp(rank)
+        for kind in KINDS:
+            _ddp(rank, kind)
     finally:
         dist.destroy_process_group()
 
 
-def _ddp(rank: int) -> None:
+def _ddp(rank: int, kind: str) -> None:
     """Compares outputs and averaged gradients of a compiled DDP model with those of the plain one."""
-    cap = 4 * WIDE * 16
+    cap = 8 * WIDE * WIDTH
     dist._DEFAULT_FIRST_BUCKET_BYTES = cap  # type: ignore[attr-defined]
-    model, plain = Stages(), Stages()
+    made = KINDS[kind]
+    model, plain, x = Stages(made), Stages(made), made.x(rank)
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap / 2**20)
-    graphs, before = [], counters()["routed mhc_pre"]
+    graphs, before = [], dict(counters())
 
     def bucket(gm: Any, inputs: Any) -> Any:
         graphs.append(gm)
         return routing(gm, inputs)
 
+    torch._dynamo.reset()
     with torch._dynamo.config.patch(optimize_ddp=True):
-        out, same = torch.compile(ddp, backend=bucket)(streams(rank)), plain(streams(rank))
-    torch.testing.assert_close(out, same, rtol=2e-5, atol=2e-5)
+        out, same = torch.compile(ddp, backend=bucket)(x), plain(x)
+    torch.testing.assert_close(out, same)
     out.square().mean().backward()
     same.square().mean().backward()
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None, name
-        dist.all_reduce(q.grad)
-        torch.testing.assert_close(p.grad, q.grad / RANKS, rtol=1e-4, atol=1e-5)
-    assert len(graphs) > DEPTH and counters()["routed mhc_pre"] - before == DEPTH, len(graphs)
+    got, want = gradients(model), gradients(plain)
+    assert got.keys() == want.keys(), kind
+    for name, grad in want.items():
+        dist.all_reduce(grad)
+        torch.testing.assert_close(got[name], grad / RANKS)
+    assert len(graphs) > DEPTH and counted(kind, before) == made.expected(), (kind, len(graphs))

@@ -39,18 +39,14 @@ ONE = (
     sharded_formulas.local_tensors_in_a_formula_are_followed,
     sharded_formulas.explain_verifies_formulas_on_dtensors,
     sharded_formulas.local_tensors_and_redistribution_are_kept,
-    sharded_models.fsdp2_layers_are_routed,
-    sharded_models.sequence_parallel_models_are_routed,
-    sharded_models.tensor_and_sequence_parallel_plans_are_routed,
-    sharded_models.plans_over_the_packages_modules,
-    sharded_models.pipeline_stages_are_routed,
 )
 TWO = (
     sharded_meshes.whole_mesh_of_two_dimensions,
     sharded_meshes.whole_empty_shards,
     sharded_meshes.whole_a_dead_rank_ends_in_an_error,
 )
-CHECKS = {check.__name__: check for check in (*ONE, *TWO)}
+ONE_NAMES = [check.__name__ for check in ONE] + list(sharded_models.CHECKS)
+CHECKS = {check.__name__: check for check in (*ONE, *TWO)} | sharded_models.CHECKS
 
 
 def _rank(rank: int, shape: tuple[int, ...], path: str, names: Sequence[str], results: Any) -> None:
@@ -105,6 +101,6 @@ def run(shape: tuple[int, ...], names: Sequence[str], seconds: float = 500) -> d
 
 
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or [f.__name__ for f in ONE]
+    chosen = sys.argv[1:] or ONE_NAMES
     for check, told in run((2, 2) if chosen[0].startswith("whole_") else (2,), chosen).items():
         print(check, "good" if not any(told) else "\n".join(told))

@@ -15,19 +15,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import mhc_inductor
-from mhc_inductor.nn import HyperConnection
-from tests.process_engines import DEPTH, RANKS, Layer, routing, streams, work
-
-D, N = 16, 4
+from mhc_inductor import counters
+from tests.engine_models import DEPTH, KINDS, STREAMS, counted, gradients
+from tests.process_engines import RANKS, routing, work
 
 
 class Layers(nn.Module):
     """Layers in a ModuleDict, as in torchtitan's models."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "mHC") -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(k): Layer(1.0 - 0.1 * k) for k in range(DEPTH)})
+        self.layers = nn.ModuleDict({str(k): layer for k, layer in enumerate(KINDS[kind].layers())})
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers.values():
@@ -35,16 +33,8 @@ class Layers(nn.Module):
         return x
 
 
-class Ops(nn.Module):
-    """Two blocks by the package's own modules, of all ops with a backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.Sequential(*[HyperConnection(D, N, nn.Linear(D, D), transpose_res=True) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
+def streams(seed: int) -> Tensor:
+    return KINDS["mHC"].x(seed)
 
 
 def step(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
@@ -52,22 +42,22 @@ def step(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = 
     model.zero_grad()
     out = (model if call is None else call)(x)
     out.square().sum().backward()
-    return [out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return [out.detach(), *(g.clone() for g in gradients(model).values())]
 
 
 def close(got: list[Tensor], want: list[Tensor]) -> None:
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def routed() -> int:
-    return mhc_inductor.counters().get("routed mhc_pre", 0)
+    return counters().get("routed mhc_pre", 0)
 
 
 def test_four_threads_compile_at_once(quick: None) -> None:
     """Compiles two models of their own, and one that two threads share, forward and backward."""
     shared = Layers()
-    models: list[nn.Module] = [Layer(), Ops(), shared, shared]
+    models: list[nn.Module] = [KINDS["mHC"].layers()[0], KINDS["mHC"].model(written=False), shared, shared]
     compiled = {id(m): torch.compile(m, backend="mhc_inductor") for m in models}
     start, found, before = threading.Barrier(4), dict[int, Any](), routed()
 
@@ -87,7 +77,7 @@ def test_four_threads_compile_at_once(quick: None) -> None:
     assert not [e for e in found.values() if isinstance(e, BaseException)]
     for k, model in enumerate(models):
         close(found[k], step(model, streams(k)))
-    # Layer once, Layers once or, where both threads trace it, twice.
+    # The layer once, Layers once or, where both threads trace it, twice.
     assert routed() - before in (1 + DEPTH, 1 + 2 * DEPTH)
 
 
@@ -125,7 +115,7 @@ def test_a_forked_process_runs_what_its_parent_compiled_and_compiles_anew(quick:
         code = 1
         try:
             assert torch.equal(compiled(streams(1)), want)
-            before, layer = routed(), Layer()
+            before, layer = routed(), KINDS["mHC"].layers()[0]
             fresh = torch.compile(layer, backend="mhc_inductor")
             if backward:
                 close(step(layer, streams(1), fresh), step(layer, streams(1)))
@@ -140,12 +130,19 @@ def test_a_forked_process_runs_what_its_parent_compiled_and_compiles_anew(quick:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize(("make", "forward"), [(Layers, "compiled"), (Ops, "compiled"), (Ops, "eager")])
-def test_compiled_autograd_gives_equal_gradients(quick: None, make: Callable[[], nn.Module], forward: str) -> None:
+ENGINES = pytest.mark.parametrize(
+    ("written", "forward"), [(True, "compiled"), (False, "compiled"), (False, "eager")], ids=str
+)
+"""Formulas, the package's functions compiled, and these as they are."""
+
+
+@ENGINES
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_autograd_gives_equal_gradients(quick: None, kind: str, written: bool, forward: str) -> None:
     from torch._dynamo.compiled_autograd import _enable
 
-    model = make()
-    want, before = step(model, streams(1)), routed()
+    model, x = KINDS[kind].model(written), KINDS[kind].x()
+    want, before = step(model, x), dict(counters())
     call = torch.compile(model, backend="mhc_inductor") if forward == "compiled" else model
     seen = []
 
@@ -154,56 +151,61 @@ def test_compiled_autograd_gives_equal_gradients(quick: None, make: Callable[[],
         return gm.forward
 
     with _enable(torch.compile(backend=backend)):
-        close(step(model, streams(1), call), want)
+        close(step(model, x, call), want)
     assert seen, "compiled autograd took the backward"
-    assert routed() - before == (DEPTH if forward == "compiled" and make is Layers else 0)
+    assert counted(kind, before) == KINDS[kind].expected(DEPTH if written else 0)
 
 
-@pytest.mark.parametrize("make", [Layers, Ops])
-@pytest.mark.parametrize("forward", ["compiled", "eager"])
-def test_activations_may_be_offloaded(quick: None, make: Callable[[], nn.Module], forward: str) -> None:
+@ENGINES
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_may_be_offloaded(quick: None, kind: str, written: bool, forward: str) -> None:
     """Checks that what the ops save goes through autograd's hooks for saved tensors."""
-    model, saved = make(), []
-    want = step(model, streams(1))
+    model, x, saved = KINDS[kind].model(written), KINDS[kind].x(), set()
+    want, before = step(model, x), dict(counters())
     call = torch.compile(model, backend="mhc_inductor") if forward == "compiled" else model
     with torch.autograd.graph.save_on_cpu():
-        close(step(model, streams(1), call), want)
+        close(step(model, x, call), want)
 
     def pack(t: Tensor) -> Tensor:
-        saved.append(tuple(t.shape))
+        saved.add(tuple(t.shape))
         return t.clone()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        close(step(model, streams(1), call), want)
-    # h_mix of mhc_pre, which is no input: 3 tokens, n * n + 2 * n numbers each.
-    assert saved and (make is Layers or (3, N * N + 2 * N) in saved)
+        close(step(model, x, call), want)
+    assert counted(kind, before) == KINDS[kind].expected(DEPTH if written else 0)
+    assert SAVED[kind] in saved, saved
 
 
-def test_layers_that_are_compiled_one_by_one_are_all_routed(quick: None) -> None:
-    model, plain = Layers(), Layers()
+SAVED = {"mHC": (4, 6, STREAMS * STREAMS + 2 * STREAMS), "lists": (4, 8, 2, 2), "E79": (1, 2, 8, 4, 4)}
+"""The shape of a tensor that an op saves and that is no input of it: h_mix of mhc_pre, the logarithms of attention's sums,
+the states at the beginnings of E79's segments."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_that_are_compiled_one_by_one_are_all_routed(quick: None, kind: str) -> None:
+    model, plain, before = Layers(kind), Layers(kind), dict(counters())
     for layer in model.layers.values():
         layer.compile(backend="mhc_inductor", fullgraph=True)
     optimizers = [torch.optim.SGD(m.parameters(), 1e-4) for m in (model, plain)]
-    before, losses = routed(), []
+    losses = []
     for k in range(3):
         for m, optimizer in zip((model, plain), optimizers, strict=True):
             optimizer.zero_grad()
-            loss = m(streams(k)).square().mean()
+            loss = m(KINDS[kind].x(k)).square().mean()
             loss.backward()
             optimizer.step()
             losses.append(float(loss))
-    assert losses[0::2] == pytest.approx(losses[1::2], rel=1e-5)
-    # The layers share one code object, and so one graph.
-    assert routed() - before in range(1, DEPTH + 1)
+    assert losses[0::2] == pytest.approx(losses[1::2], rel=1e-12)
+    # Layers that are alike share one code object, and so one graph.
+    assert counted(kind, before) in [KINDS[kind].expected(times) for times in range(1, DEPTH + 1)]
 
 
 @pytest.mark.law("processes that are spawned")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.timeout(240)
-def test_spawned_processes_run_a_pickled_model_and_train_in_many_buckets(tmp_path: Any) -> None:
-    """Starts two processes, each of which compiles what it is given and a DDP model, and checks both."""
-    model = Layer()
-    compiled = torch.compile(model, backend=routing)
+def test_spawned_processes_run_pickled_models_and_train_in_many_buckets(tmp_path: Any) -> None:
+    """Starts two processes, each of which compiles what it is given and DDP models of every kind, and checks both."""
+    models = {kind: made.model() for kind, made in KINDS.items()}
     with torch.no_grad():
-        want = model(streams(9))
-    torch.multiprocessing.spawn(work, (str(tmp_path / "store"), compiled, want), RANKS)
+        given = {k: (torch.compile(m, backend=routing), m(KINDS[k].x())) for k, m in models.items()}
+    torch.multiprocessing.spawn(work, (str(tmp_path / "store"), given), RANKS)

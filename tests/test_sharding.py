@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def one() -> dict[str, list[str]]:
-    return sharded_checks.run((2,), [check.__name__ for check in sharded_checks.ONE])
+    return sharded_checks.run((2,), sharded_checks.ONE_NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def two() -> dict[str, list[str]]:
 
 
 @pytest.mark.every_case  # processes run them all, whichever are asked for
-@pytest.mark.parametrize("name", [check.__name__ for check in sharded_checks.ONE])
+@pytest.mark.parametrize("name", sharded_checks.ONE_NAMES)
 def test_two_ranks(one, name):
     assert one[name] == [""] * 2, "\n".join(one[name])
 
