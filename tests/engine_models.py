@@ -19,6 +19,7 @@ from tests.laws import e79, mhc_leaves, normal, post, pre
 
 WIDTH, DEPTH = 16, 2
 STREAMS, HEADS, GROUPS, PICKED, STATE = 4, 4, 2, 3, 4
+INDEX = 16  # heads of index scores: with few, several scores are exactly 0, and the choice between them is free
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -64,12 +65,12 @@ class Indexer(nn.Module):
 
     def __init__(self, written: bool) -> None:
         super().__init__()
-        self.q, self.k, self.w = linear(WIDTH, HEADS * 8), linear(WIDTH, 8), linear(WIDTH, HEADS)
+        self.q, self.k, self.w = linear(WIDTH, INDEX * 8), linear(WIDTH, 8), linear(WIDTH, INDEX)
         self.requires_grad_(False)
         self.choose = None if written else SparseIndexer(PICKED)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, w = self.q(x).unflatten(-1, (HEADS, 8)), self.k(x), self.w(x)
+        q, k, w = self.q(x).unflatten(-1, (INDEX, 8)), self.k(x), self.w(x)
         if self.choose is not None:
             return self.choose(q, k, w).squeeze(2)
         scores = (torch.einsum("bshd,btd->bsht", q, k).mul(8**-0.5).relu() * w.unsqueeze(-1)).sum(2)

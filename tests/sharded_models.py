@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of models under the engines that shard them: FSDP2, tensor and sequence parallel plans, pipeline stages.
+"""Checks of models under the engines for several ranks: DDP, FSDP2, tensor and sequence parallel plans, pipeline stages.
 
 Each runs with every kind of model in :mod:`tests.engine_models`, under the name ``CHECK[KIND]``.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,46 @@ def _stepped(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     step.step()
     named = model.named_parameters()
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for name, t in named}
+
+
+class _Stages(nn.Module):
+    """Layers with wide ones in between, each of which fills a bucket, so that no formula is cut."""
+
+    WIDE = 1024
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        from tests.engine_models import KINDS, WIDTH, linear
+
+        layers = KINDS[kind].layers()
+        self.stages = nn.Sequential(
+            *(nn.Sequential(layer, linear(WIDTH, self.WIDE), linear(self.WIDE, WIDTH)) for layer in layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stages(x)
+
+
+def ddp_buckets_are_routed(mesh: Any, kind: str) -> None:
+    import torch.distributed as dist
+
+    from tests.engine_models import DEPTH, KINDS, WIDTH, gradients
+    from tests.laws import Compiled
+
+    made, cap, seen = KINDS[kind], 8 * WIDTH * _Stages.WIDE, Compiled()
+    model, plain, x = _Stages(kind), _Stages(kind), made.x(mesh.get_rank())
+    torch._dynamo.reset()
+    with patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", cap), torch._dynamo.config.patch(optimize_ddp=True):
+        ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap / 2**20)
+        out, want = torch.compile(ddp, backend=seen.backend)(x), plain(x)
+        out.square().mean().backward()
+    want.square().mean().backward()
+    averaged = gradients(plain)
+    for grad in averaged.values():
+        dist.all_reduce(grad.div_(mesh.size()))
+    _agree(gradients(model) | {"output": out.detach()}, averaged | {"output": want.detach()})
+    assert seen.ops == made.expected() and not seen.report.problems, (seen.ops, seen.near)
+    assert len(seen.graphs) > DEPTH, len(seen.graphs)
 
 
 def fsdp2_layers_are_routed(mesh: Any, kind: str) -> None:
@@ -190,6 +231,7 @@ def pipeline_stages_are_routed(mesh: Any, kind: str) -> None:
 
 
 ENGINES = (
+    ddp_buckets_are_routed,
     fsdp2_layers_are_routed,
     dtensor_models_are_routed,
     tensor_and_sequence_parallel_plans_are_routed,

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from mhc_inductor import counters
-from tests.engine_models import DEPTH, KINDS, STREAMS, counted, gradients
-from tests.process_engines import RANKS, routing, work
+from mhc_inductor.routing.operators.index.operator import IndexOperator
+from mhc_inductor.routing.operators.mhc.operator import Mhc
+from mhc_inductor.routing.operators.selection.operator import SelectionOperator
+from tests.engine_models import DEPTH, GROUPS, HEADS, KINDS, STATE, STREAMS, counted, gradients
+from tests.process_engines import routing, work
 
 
 class Layers(nn.Module):
@@ -48,6 +51,13 @@ def step(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor] | None = 
 def close(got: list[Tensor], want: list[Tensor]) -> None:
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def inserted(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts ops where the backend "mhc_inductor" keeps on a CPU what it recognised, because Inductor fuses that too."""
+    for operator in (IndexOperator, Mhc, SelectionOperator):
+        monkeypatch.setattr(operator, "faster_as_written", lambda *_: False)
 
 
 def routed() -> int:
@@ -138,7 +148,7 @@ ENGINES = pytest.mark.parametrize(
 
 @ENGINES
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_autograd_gives_equal_gradients(quick: None, kind: str, written: bool, forward: str) -> None:
+def test_compiled_autograd_gives_equal_gradients(inserted: None, kind: str, written: bool, forward: str) -> None:
     from torch._dynamo.compiled_autograd import _enable
 
     model, x = KINDS[kind].model(written), KINDS[kind].x()
@@ -153,12 +163,12 @@ def test_compiled_autograd_gives_equal_gradients(quick: None, kind: str, written
     with _enable(torch.compile(backend=backend)):
         close(step(model, x, call), want)
     assert seen, "compiled autograd took the backward"
-    assert counted(kind, before) == KINDS[kind].expected(DEPTH if written else 0)
+    assert not written or counted(kind, before) == KINDS[kind].expected()
 
 
 @ENGINES
 @pytest.mark.parametrize("kind", KINDS)
-def test_activations_may_be_offloaded(quick: None, kind: str, written: bool, forward: str) -> None:
+def test_activations_may_be_offloaded(inserted: None, kind: str, written: bool, forward: str) -> None:
     """Checks that what the ops save goes through autograd's hooks for saved tensors."""
     model, x, saved = KINDS[kind].model(written), KINDS[kind].x(), set()
     want, before = step(model, x), dict(counters())
@@ -172,17 +182,21 @@ def test_activations_may_be_offloaded(quick: None, kind: str, written: bool, for
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         close(step(model, x, call), want)
-    assert counted(kind, before) == KINDS[kind].expected(DEPTH if written else 0)
+    assert not written or counted(kind, before) == KINDS[kind].expected()
     assert SAVED[kind] in saved, saved
 
 
-SAVED = {"mHC": (4, 6, STREAMS * STREAMS + 2 * STREAMS), "lists": (4, 8, 2, 2), "E79": (1, 2, 8, 4, 4)}
-"""The shape of a tensor that an op saves and that is no input of it: h_mix of mhc_pre, the logarithms of attention's sums,
-the states at the beginnings of E79's segments."""
+SAVED = {
+    "mHC": (4, 6, STREAMS * STREAMS + 2 * STREAMS),
+    "lists": (4, 8, GROUPS, HEADS // GROUPS),
+    "E79": (2, 8, STATE, STATE),
+}
+"""The shape of a tensor that an op of each kind saves and that is no input of it: h_mix of mhc_pre, the logarithms of the
+sums in attention, the states at the beginning of E79's segments."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_that_are_compiled_one_by_one_are_all_routed(quick: None, kind: str) -> None:
+def test_layers_that_are_compiled_one_by_one_are_all_routed(inserted: None, kind: str) -> None:
     model, plain, before = Layers(kind), Layers(kind), dict(counters())
     for layer in model.layers.values():
         layer.compile(backend="mhc_inductor", fullgraph=True)
@@ -201,11 +215,8 @@ def test_layers_that_are_compiled_one_by_one_are_all_routed(quick: None, kind: s
 
 
 @pytest.mark.law("processes that are spawned")
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.timeout(240)
-def test_spawned_processes_run_pickled_models_and_train_in_many_buckets(tmp_path: Any) -> None:
-    """Starts two processes, each of which compiles what it is given and DDP models of every kind, and checks both."""
+def test_a_spawned_process_runs_pickled_models() -> None:
     models = {kind: made.model() for kind, made in KINDS.items()}
     with torch.no_grad():
         given = {k: (torch.compile(m, backend=routing), m(KINDS[k].x())) for k, m in models.items()}
-    torch.multiprocessing.spawn(work, (str(tmp_path / "store"), given), RANKS)
+    torch.multiprocessing.spawn(work, (given,))
