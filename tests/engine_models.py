@@ -131,7 +131,7 @@ class Recurrence(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         kvqm = self.into(x).unflatten(-1, (-1, 4 * STATE))  # [B, T, heads, 4n]
-        B, T, heads = kvqm.shape[:3]
+        B, _, heads = kvqm.shape[:3]
         kvqm = kvqm.movedim(1, 0).flatten(1, 2)
         if self.written:
             zero = kvqm.new_zeros(B * heads, STATE, STATE)
@@ -184,7 +184,13 @@ class Kind:
 
 KINDS = {
     "mHC": Kind(
-        lambda k: Streams(), lambda k: connection(), (6, STREAMS, WIDTH), {"mhc_pre": 1, "mhc_post": 1}, ("up",), "down", split=1
+        lambda k: Streams(),
+        lambda k: connection(),
+        (6, STREAMS, WIDTH),
+        {"mhc_pre": 1, "mhc_post": 1},
+        ("up",),
+        "down",
+        split=1,
     ),
     "lists": Kind(
         lambda k: Residual(Attention((masked, gathered)[k % 2])),
