@@ -3,7 +3,8 @@
 
 A spelling is one pick for each axis of :data:`AXES`, every pick a callable in ordinary PyTorch; :class:`Attention`
 composes them: ``(q [B, S, H, D], k [B, T, G, D], v [B, T, G, Dv], picked)``, where ``picked`` is ranges
-[B, S, G, r, 2] or block ids [B, S, G, r]. A mutant replaces one part by one of :data:`MUTATIONS`.
+[B, S, G, r, 2], block ids or keys [B, S, G, r], or keys for all heads [B, S, r]. Sinks [H] and what tells segments
+[B, T] follow where they are picked. A mutant replaces one part by one of :data:`MUTATIONS`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -92,6 +93,10 @@ class Attention:
             return MUTATIONS[self.mutant][1]
         return AXES[axis][self.picks[axis]]
 
+    def has(self, axis: str) -> bool:
+        """Returns whether the attention has sinks, or segments."""
+        return self.picks[axis] != "none" or (bool(self.mutant) and MUTATIONS[self.mutant][0] == axis)
+
     def inputs(self) -> tuple[Tensor, ...]:
         s = self.settings
         g = torch.Generator().manual_seed(3)
@@ -109,28 +114,49 @@ class Attention:
         elif self.kind == "tokens":
             picked = torch.stack([torch.randperm(s.T, generator=g)[: s.r] for _ in range(s.B * s.S * s.G)]).view(shape)
             picked[..., 0] = torch.where((picked == position).any(-1), picked[..., 0], position.squeeze(-1))
+        elif self.kind == "lists":
+            picked = torch.stack([torch.randperm(s.T, generator=g)[: s.r] for _ in range(s.B * s.S)])
+            picked = picked.view(s.B, s.S, s.r)
+            if s.negative:
+                picked = torch.where(torch.rand(picked.shape, generator=g) < 0.3, -1, picked)
+            own = position.view(1, -1)
+            picked[..., 0] = torch.where((picked == own[..., None]).any(-1), picked[..., 0], own)
         else:
             start = torch.randint(0, s.T, shape, generator=g)
             picked = torch.stack([start, (start + torch.randint(0, 6, shape, generator=g)).clamp(max=s.T)], -1)
             picked[..., 0, :] = torch.cat([position - 1, position + 1], -1)
-        return (*(t.to(s.dtype) for t in (q, k, v)), picked)
+        sink = [torch.randn(s.G * s.h, generator=g).to(s.dtype)] if self.has("sink") else []
+        told = [_told(s, self.picks["segments"])] if self.has("segments") else []
+        return (*(t.to(s.dtype) for t in (q, k, v)), picked, *sink, *told)
 
     @property
     def symbolic(self) -> list[tuple[int, int]]:
         """Returns (input, dim) of the sizes that are dynamic: batch, queries and keys."""
         if not self.settings.symbolic:
             return []
-        return [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (3, 1), (1, 1), (2, 1)]
+        told = [(4 + self.has("sink"), 0), (4 + self.has("sink"), 1)] if self.has("segments") else []
+        return [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (3, 1), (1, 1), (2, 1), *told]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, picked: Tensor) -> Any:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, picked: Tensor, *more: Tensor) -> Any:
         T, S = k.shape[1], q.shape[1]
-        c = Call(self, q.shape[0], S, T, k.shape[2], q.shape[2] // k.shape[2], self.settings.size)
+        sinks = more[0] if self.has("sink") else None
+        c = Call(self, q.shape[0], S, T, k.shape[2], q.shape[2] // k.shape[2], self.settings.size, sinks)
         mask = self.part(self.kind)(c, picked)
         if self.kind == "blocks":
             mask = self.part("keys")(c, mask) if mask.shape[-1] != T else mask
         mask = self.part("causal")(c, mask)
+        if self.has("segments"):
+            mask = self.part("segments")(c, mask, more[-1])
         out = self.part("form")(c, q, k, v, mask)
         return self.part("out")(out)
+
+
+def _told(s: Settings, pick: str) -> Tensor:
+    """Returns ids of documents, positions in them, or which tokens are no padding: [B, T], other ones in each row."""
+    at, cut = torch.arange(s.T).expand(s.B, -1), torch.tensor([s.T // 2, s.T - 2, 3])[: s.B, None]
+    if pick == "padding":  # of keys before the first query, so that each sees itself
+        return (at >= (cut % 4).clamp(max=s.T - s.S)).long()
+    return at - cut * (at >= cut) if pick == "positions" else (at >= cut).long()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +170,15 @@ class Call:
     G: int
     h: int
     size: int
+    sinks: Tensor | None = None
+
+    def weights(self, s: Tensor, m: Tensor, v: Tensor, *heads: int) -> Tensor:
+        """Returns the softmax of masked scores, whose dims of heads are ``heads`` with 1 for each later one."""
+        s = self.masked(s, m)
+        if self.sinks is None:
+            return self.softmax(s, v)
+        sinks = self.sinks.repeat(self.B) if heads[0] == -self.B else self.sinks
+        return self.sink(s, sinks.view(-1 if heads[0] < 0 else heads[0], *heads[1:]).expand(*s.shape[:-1], 1), v)
 
     @property
     def blocks(self) -> int:
@@ -402,6 +437,36 @@ _picks(
     not_infinite=lambda c, x: torch.full((c.B, c.S, c.G, c.T), -INF).scatter_(-1, x, 0.0) != -INF,
 )
 
+# --- masks [B, S, G, T] from keys for all heads [B, S, r], -1 for none ---------------------------------------
+
+
+def _past(c: Call, x: Tensor) -> Tensor:
+    """Maps negative keys to one extra column after the last key."""
+    return torch.where(x < 0, c.T, x)
+
+
+def _all_heads(c: Call, m: Tensor) -> Tensor:
+    return m.unsqueeze(2).expand(-1, -1, c.G, -1)
+
+
+_picks(
+    "lists",
+    scatter=lambda c, x: _all_heads(
+        c, torch.zeros(c.B, c.S, c.T + 1, dtype=torch.bool).scatter(-1, _past(c, x), True)[..., : c.T]
+    ),
+    left_out=lambda c, x: _all_heads(
+        c, ~torch.ones(c.B, c.S, c.T + 1, dtype=torch.bool).scatter(-1, _past(c, x), False)[..., : c.T]
+    ),
+    counted=lambda c, x: _all_heads(
+        c, torch.zeros(c.B, c.S, c.T, dtype=torch.int32).scatter_add(-1, x.clamp(min=0), x.ge(0).int()).ne(0)
+    ),
+    spare_column=lambda c, x: _all_heads(
+        c, torch.full((c.B, c.S, c.T + 1), -INF).scatter_(-1, _past(c, x), 0.0)[..., : c.T] == 0
+    ),
+    equal=lambda c, x: _all_heads(c, (x[..., None] == c.t).any(-2)),
+    one_hot=lambda c, x: _all_heads(c, F.one_hot(x + 1, c.T + 1).any(-2)[..., 1:]),
+)
+
 # --- causality, on [B, S, G, T] -----------------------------------------------------------------------------
 
 _picks(
@@ -426,6 +491,21 @@ def _causal_in_place(c: Call, m: Tensor) -> Tensor:
     m &= (c.t <= c.positions[:, None])[:, None]
     return m
 
+
+# --- segments, on [B, S, G, T], from a tensor [B, T] ---------------------------------------------------------
+
+
+def _same_segment(c: Call, m: Tensor, segments: Tensor) -> Tensor:
+    return m & (segments[:, c.T - c.S :, None] == segments[:, None])[:, :, None]
+
+
+_picks(
+    "segments",
+    none=lambda c, m, x: m,
+    ids=_same_segment,
+    positions=lambda c, m, x: _same_segment(c, m, (torch.diff(x, prepend=x[:, :1] - 1, dim=-1) != 1).cumsum(-1)),
+    padding=lambda c, m, x: m & x.bool()[:, None, None],
+)
 
 # --- a mask [B, S, G, T] for all heads [B, H, S, T] ----------------------------------------------------------
 
@@ -499,6 +579,20 @@ _picks(
 )
 
 _picks(
+    "sink",
+    none=lambda c, s, b, v: c.softmax(s, v),
+    last=lambda c, s, b, v: c.softmax(torch.cat([s, b], -1), v)[..., :-1],
+    first=lambda c, s, b, v: c.softmax(torch.cat([b, s], dim=-1), v)[..., 1:],
+)
+
+
+@pick("sink")
+def _sink_maximum(c: Call, s: Tensor, b: Tensor, v: Tensor) -> Tensor:
+    logits = torch.cat([s, b], dim=-1)
+    return c.softmax(logits - logits.max(dim=-1, keepdim=True).values, v)[..., : c.T]
+
+
+_picks(
     "scale",
     after=lambda c, q, k, dot: dot(q, k) * q.shape[-1] ** -0.5,
     root=lambda c, q, k, dot: dot(q, k) / math.sqrt(q.shape[-1]),
@@ -561,7 +655,7 @@ def _form_sdpa_groups(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Te
 def _form_matmul(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     q, k, v = q.transpose(1, 2), c.spread(k), c.spread(v)
     s = c.scale(q, k, lambda a, b: a @ b.transpose(-2, -1))
-    p = c.softmax(c.masked(s, c.heads(m)), v)
+    p = c.weights(s, c.heads(m), v, -1, 1, 1)
     return torch.matmul(p, v).transpose(1, 2)
 
 
@@ -569,7 +663,7 @@ def _form_matmul(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
 def _form_einsum(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     k, v = c.spread(k), c.spread(v)
     s = c.scale(q, k, lambda a, b: torch.einsum("bshd,bhtd->bhst", a, b))
-    p = c.softmax(c.masked(s, c.heads(m)), v)
+    p = c.weights(s, c.heads(m), v, -1, 1, 1)
     return torch.einsum("bhst,bhte->bshe", p, v)
 
 
@@ -578,7 +672,7 @@ def _form_einsum_last(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Te
     """Computes scores [B, S, H, T] from K and V [B, T, H, D]."""
     k, v = (x.repeat_interleave(c.h, dim=2) for x in (k, v))
     s = c.scale(q, k, lambda a, b: torch.einsum("bshd,bthd->bsht", a, b))
-    p = c.softmax(c.masked(s, m.repeat_interleave(c.h, 2)), v)
+    p = c.weights(s, m.repeat_interleave(c.h, 2), v, -1, 1)
     return torch.einsum("bsht,bthe->bshe", p, v)
 
 
@@ -588,7 +682,7 @@ def _form_bmm(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     q = q.transpose(1, 2).reshape(c.B * H, c.S, -1)
     k, v = (c.spread(x).reshape(c.B * H, c.T, -1) for x in (k, v))
     s = c.scale(q, k, lambda a, b: torch.bmm(a, b.transpose(1, 2)))
-    p = c.softmax(c.masked(s, c.heads(m).reshape(c.B * H, c.S, c.T)), v)
+    p = c.weights(s, c.heads(m).reshape(c.B * H, c.S, c.T), v, -c.B, 1, 1)
     return torch.bmm(p, v).view(c.B, H, c.S, -1).transpose(1, 2)
 
 
@@ -596,7 +690,7 @@ def _form_bmm(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
 def _form_grouped(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     q = q.view(c.B, c.S, c.G, c.h, -1)
     s = c.scale(q, k, lambda a, b: torch.einsum("bsghd,btgd->bsght", a, b))
-    p = c.softmax(c.masked(s, m[:, :, :, None]), v)
+    p = c.weights(s, m[:, :, :, None], v, c.G, c.h, 1)
     return torch.einsum("bsght,btge->bsghe", p, v).flatten(2, 3)
 
 
@@ -605,7 +699,7 @@ def _form_grouped_matmul(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) ->
     q = q.unflatten(2, (c.G, c.h)).permute(0, 2, 3, 1, 4)
     k, v = (x.permute(0, 2, 1, 3)[:, :, None] for x in (k, v))
     s = c.scale(q, k, lambda a, b: a @ b.mT)
-    p = c.softmax(c.masked(s, m.transpose(1, 2).unsqueeze(2)), v)
+    p = c.weights(s, m.transpose(1, 2).unsqueeze(2), v, c.G, c.h, 1, 1)
     return (p @ v).permute(0, 3, 1, 2, 4).reshape(c.B, c.S, c.G * c.h, -1)
 
 
@@ -614,7 +708,7 @@ def _form_grouped_einsum(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) ->
     q = q.reshape(c.B, c.S, c.G, c.h, q.shape[-1]).permute(0, 2, 3, 1, 4)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     s = c.scale(q, k, lambda a, b: torch.einsum("bghsd,bgtd->bghst", a, b))
-    p = c.softmax(c.masked(s, m.transpose(1, 2)[:, :, None]), v)
+    p = c.weights(s, m.transpose(1, 2)[:, :, None], v, c.G, c.h, 1, 1)
     return torch.einsum("bghst,bgte->bsghe", p, v).reshape(c.B, c.S, c.G * c.h, -1)
 
 
@@ -623,7 +717,7 @@ def _form_multiplied(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Ten
     """Uses elementwise products and sums."""
     q, k, v = q.transpose(1, 2), c.spread(k), c.spread(v)
     s = c.scale(q, k, lambda a, b: (a.unsqueeze(3) * b.unsqueeze(2)).sum(-1))
-    p = c.softmax(c.masked(s, c.heads(m)), v)
+    p = c.weights(s, c.heads(m), v, -1, 1, 1)
     return (p.unsqueeze(-1) * v.unsqueeze(2)).sum(3).transpose(1, 2)
 
 
@@ -785,6 +879,16 @@ _wrong(
 )
 
 
+_wrong(
+    "sink",
+    sink_twice=lambda c, s, b, v: c.softmax(torch.cat([s, b, b], -1), v)[..., :-2],
+    sink_of_each_query=lambda c, s, b, v: c.softmax(torch.cat([s, b * c.positions[:, None]], -1), v)[..., :-1],
+    sink_kept_for_the_first_key=lambda c, s, b, v: c.softmax(torch.cat([b, s], -1), v)[..., :-1],
+    sink_as_a_gate=lambda c, s, b, v: c.softmax(s, v) * torch.sigmoid(b),
+    sink_of_a_key=lambda c, s, b, v: c.softmax(torch.maximum(s, b), v),
+)
+
+
 def _sdpa_with(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor, **options: Any) -> Tensor:
     k, v = c.spread(k), c.spread(v)
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, c.heads(m), **options).transpose(1, 2)
@@ -834,7 +938,7 @@ def _keys_for_values_of_other_groups(c: Call, q: Tensor, k: Tensor, v: Tensor, m
 
 # --- which spellings ----------------------------------------------------------------------------------------
 
-KINDS = ("ranges", "blocks", "tokens")
+KINDS = ("ranges", "blocks", "tokens", "lists")
 VARIANTS = (
     Settings(),
     Settings(S=16, T=16),
@@ -864,10 +968,27 @@ def singles() -> list[Attention]:
     found = [plain(kind, s) for kind in KINDS for s in VARIANTS]
     for axis, parts in AXES.items():
         for name in list(parts)[1:]:
-            kind = axis if axis in KINDS else "blocks" if axis == "keys" else "ranges"
-            form = "matmul" if axis in ("masked", "softmax", "scale") else "sdpa"
+            kind = axis if axis in KINDS else {"keys": "blocks", "segments": "lists"}.get(axis, "ranges")
+            form = "matmul" if axis in ("masked", "softmax", "scale", "sink") else "sdpa"
             found.append(plain(kind, **{"form": form, axis: name}))
     return found
+
+
+def _left_out(one: Attention) -> bool:
+    """Returns whether Dynamo refuses an attention, or it stays as tests/test_routing_selection.py says."""
+    p, s, segments = one.picks, one.settings, one.has("segments")
+    # Dynamo specialises the number of classes of a one_hot, here the number of keys or tied to it.
+    dynamic = s.symbolic and (
+        p["segments"] in ("ids", "positions")
+        or (p.get(one.kind, "").startswith("one_hot") and (one.kind != "blocks" or segments))
+        # Verification cuts the formula at an in-place write there, and draws ids and mask apart.
+        or (one.kind == "blocks" and p["blocks"].startswith("put"))
+    )
+    written_out = not p["form"].startswith("sdpa")
+    rounded = (s.dtype == torch.bfloat16 or s.mode == "autocast") and p["masked"] in ("large", "add_not")
+    # In rows without keys, which verification may draw where segments are, the formula has NaN gradients.
+    empty = segments and p["masked"].startswith("add") and p["softmax"] == "nan_to_num"
+    return dynamic or (written_out and (rounded or empty))
 
 
 def spellings(count: int, seed: int = 0) -> list[Attention]:
@@ -876,18 +997,28 @@ def spellings(count: int, seed: int = 0) -> list[Attention]:
     found: list[Attention] = []
     while len(found) < count:
         picks = {axis: g.choice(list(parts)) for axis, parts in AXES.items()}
-        one = Attention(g.choice(KINDS), picks, g.choice(VARIANTS))
-        # Dynamo specialises the number of classes of a one_hot, here the number of keys.
-        if one.kind != "tokens" or picks["tokens"] != "one_hot" or not one.settings.symbolic:
+        kind = g.choice(KINDS)
+        if kind == "ranges" or g.random() < 0.3:  # segments are read at the entries of lists
+            picks["segments"] = "none"
+        if picks["form"].startswith("sdpa") or g.random() < 0.3:
+            picks["sink"] = "none"
+        one = Attention(kind, picks, g.choice(VARIANTS))
+        if not _left_out(one):
             found.append(one)
     return found
+
+
+def held(drawn: Iterable[Attention]) -> dict[str, int]:
+    """Counts the attentions with segments, with sinks, and over lists of keys for all heads."""
+    each = [(one.has("segments"), one.has("sink"), one.kind == "lists") for one in drawn]
+    return dict(zip(("segments", "sinks", "lists"), map(sum, zip(*each, strict=True)), strict=True))
 
 
 def mutants() -> list[Attention]:
     """Returns every mutation with everything else at its plainest."""
     found = []
     for name, (axis, _) in MUTATIONS.items():
-        form = "matmul" if axis in ("masked", "softmax") else "sdpa"
+        form = "matmul" if axis in ("masked", "softmax", "sink") else "sdpa"
         kind = "blocks" if axis == "blocks" else "ranges"
         found.append(dataclasses.replace(plain(kind, form=form), mutant=name))
     return found

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse models of transformers, routed: a prompt and then single tokens, and chunks of odd sizes, give the full forward.
+
+Graphs are routed and then interpreted, so that a cache that grows costs no compile in Inductor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import capture, sparse_families
+from tests.sparse_families import FAMILIES
+
+if not all(importlib.util.find_spec(f"transformers.models.{name}") for name in FAMILIES):
+    pytest.skip("this transformers lacks some of the models", allow_module_level=True)
+
+BATCH = 2
+SIZES = {"tokens": (21, 1, 1, 1), "chunks": (11, 7, 5)}
+"""Sizes of the calls, each with the cache of the one before."""
+BAR = 1e-4
+
+
+@torch.no_grad()
+def cached(call: Callable[..., Any], ids: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Returns the logits of ``ids``, given in calls of ``sizes`` tokens."""
+    rows, cache = [], None
+    for part in ids.split(sizes, 1):
+        out = call(input_ids=part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        rows.append(out.logits)
+    return torch.cat(rows, 1)
+
+
+def routed(model: nn.Module, ops: Counter[str]) -> Callable[..., Any]:
+    """Returns the model compiled by a backend that routes graphs, counts their ops, and interprets them."""
+
+    def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        report = capture.route(gm, check=capture.VERIFY)
+        assert not report.problems
+        ops.update(capture.ops_of(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend, dynamic=False)
+
+
+def full(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """Returns the largest distance of a token's logits, in units of the largest norm."""
+    return float((a - b).norm(dim=-1).max() / b.norm(dim=-1).max())
+
+
+CASES = [(family, attention) for family, one in FAMILIES.items() for attention in one.implementations]
+
+
+@pytest.mark.parametrize("how", SIZES)
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_transformers_decodes_each_family(family: str, attention: str, how: str) -> None:
+    """Checks what the routed models are compared with: no family of transformers is left out."""
+    model, ids = sparse_families.build(family, attention), sparse_families.tokens(BATCH, sum(SIZES[how]))
+    assert apart(cached(model, ids, SIZES[how]), full(model, ids)) < BAR
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", SIZES)
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_routed_calls_with_a_cache_give_the_full_forward(family: str, attention: str, how: str) -> None:
+    model, ids = sparse_families.build(family, attention), sparse_families.tokens(BATCH, sum(SIZES[how]))
+    want, ops = full(model, ids), Counter[str]()
+    got = cached(routed(model, ops), ids, SIZES[how])
+    for each, whole in zip(got.split(SIZES[how], 1), want.split(SIZES[how], 1), strict=True):
+        assert apart(each, whole) < BAR
+    indexers, attentions = sparse_families.expected(family, attention, "decode")
+    assert (ops["index_topk"] > 0, ops["selection_attention"] > 0) == (indexers > 0, attentions > 0), ops
