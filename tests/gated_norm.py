@@ -51,7 +51,8 @@ class GatedNorm:
     def candidates(self, view: View) -> Iterable[fx.Node]:
         for node in view.nodes:
             value = view.value(node) if node in view.live else None
-            last = not any((u := view.value(user)) is not None and u.func is aten.mul.Tensor for user in node.users)
+            users = [view.value(user) for user in node.users]
+            last = not any(u is not None and u.func is aten.mul.Tensor for u in users)
             if value is not None and value.func is aten.mul.Tensor and value.shape and last:
                 yield node
 
@@ -74,11 +75,13 @@ class GatedNorm:
         if sum(e for _, e in square.factors) != 2.0 or x.shape[-1] != over.size or x not in rest:
             return None
         if not algebra.close(square.coef * over.size.factor, 1.0):
-            return Miss(self.name, "the sum of squares is not divided by the width", squares[0][1].value, value)
+            difference = "the sum of squares is not divided by the width"
+            return Miss(self.name, difference, squares[0][1].value, value)
         if not algebra.close(term.coef, 1.0):
             return Miss(self.name, f"the norm is multiplied by {term.coef:g}; expected 1", value, value)
         weight = next(v for v in rest if v is not x)
-        return Match(self.name, [x, weight, gates[0].value.args[0]], [value], detail=f"eps = {eps:g}", data=eps)
+        gate = gates[0].value.args[0]
+        return Match(self.name, [x, weight, gate], [value], detail=f"eps = {eps:g}", data=eps)
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
         call = edit.emit(torch.ops.example.gated_norm.default, *map(edit.input, match.inputs), match.data)
