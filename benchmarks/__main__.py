@@ -211,8 +211,8 @@ def lists(
 ) -> None:
     """Measures attention over lists of keys: time, errors against fp64, memory, and where it overtakes dense."""
     from . import lists as run
-    from . import lists_fill
     from . import lists_targets as targets
+    from .running import OtherRun
 
     words = _words(only, (*targets.SHAPES, *run.PARTS), "case or part") if only else ()
     parts = tuple(p for p in run.PARTS if p in words) or (run.QUICK_PARTS if quick else run.PARTS)
@@ -230,7 +230,7 @@ def lists(
     whole = parts == run.PARTS and shapes == tuple(targets.SHAPES)
     try:
         _run(run, settings, out, name or "lists", whole)
-    except lists_fill.OtherRun as error:
+    except OtherRun as error:
         raise typer.BadParameter(str(error)) from error
 
 
@@ -243,12 +243,13 @@ def lists_filled(
     """Puts the parts that a later run of lists has into another's result, with its device and commit. Measures nothing."""
     from . import lists as run
     from . import lists_fill
+    from .running import OtherRun
 
     try:
         found = json.loads(later.read_text())
         parts = _words(only, run.PARTS, "part") if only else found["settings"]["parts"]
         result = lists_fill.fill(json.loads(into.read_text()), found, parts, run.LISTS_OF)
-    except lists_fill.OtherRun as error:
+    except OtherRun as error:
         raise typer.BadParameter(str(error)) from error
     run.write(result, into)
     console.print(run.table(result), highlight=False, markup=False, soft_wrap=True)

@@ -7,24 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import running
+from .running import same
 
 Result = dict[str, Any]
 ORIGIN = ("device", "versions", "commit", "dirty", "kernel_sources_sha256", "date")
 """What a result says of a run, and of a part that is of another run."""
 
 
-class OtherRun(ValueError):
-    """Two runs are not of the same thing."""
-
-
 def same_machine(result: Result, earlier: Result) -> None:
     """Raises OtherRun if a run cannot go on from an earlier one: of another device, version, code or size."""
     for what in ("operator", "kernel_sources_sha256"):
-        _same(what, result[what], earlier[what])
-    _same("device", result["device"]["name"], earlier["device"]["name"])
-    _same("small", result["settings"]["small"], earlier["settings"]["small"])
+        same(what, result[what], earlier[what])
+    same("device", result["device"]["name"], earlier["device"]["name"])
+    same("small", result["settings"]["small"], earlier["settings"]["small"])
     for what in ("torch", "triton"):
-        _same(what, result["versions"][what], earlier["versions"][what])
+        same(what, result["versions"][what], earlier["versions"][what])
 
 
 def fill(result: Result, later: Result, parts: Sequence[str], lists_of: dict[str, tuple[str, ...]]) -> Result:
@@ -35,11 +32,11 @@ def fill(result: Result, later: Result, parts: Sequence[str], lists_of: dict[str
     Raises:
         OtherRun: if ``later`` is of other shapes or of another benchmark, or has not begun one of the parts.
     """
-    _same("operator", result["operator"], later["operator"])
+    same("operator", result["operator"], later["operator"])
     for what in ("small", "shapes"):
-        _same(what, result["settings"][what], later["settings"][what])
+        same(what, result["settings"][what], later["settings"][what])
     for part in parts:
-        _same(f"having {part}", True, part in later["seconds_of"])
+        same(f"having {part}", True, part in later["seconds_of"])
     filled = {**result, **{name: later[name] for part in parts for name in lists_of[part]}}
     filled["seconds_of"] = result["seconds_of"] | {part: later["seconds_of"][part] for part in parts}
     origin = {k: later[k] for k in ORIGIN}
@@ -65,8 +62,3 @@ def _whole(result: Result, lists_of: dict[str, tuple[str, ...]]) -> bool:
     rows = (r for names in lists_of.values() for name in names for r in result.get(name, ()))
     left = any(r.get("reason") == running.SPENT for r in rows) or bool(_spent(result))
     return not left and lists_of.keys() == result["seconds_of"].keys() - result["skipped"].keys()
-
-
-def _same(what: str, first: object, second: object) -> None:
-    if first != second:
-        raise OtherRun(f"the runs differ in {what}: {first} and {second}")

@@ -54,6 +54,16 @@ def device_of(name: str, gpu: bool = True) -> torch.device:
     return device
 
 
+class OtherRun(ValueError):
+    """Two runs are not of the same thing."""
+
+
+def same(what: str, first: object, second: object) -> None:
+    """Raises OtherRun if two runs, of which one completes the other, differ in something."""
+    if first != second:
+        raise OtherRun(f"the runs differ in {what}: {first} and {second}")
+
+
 def message(e: BaseException) -> str:
     """Returns the text that a row records for a failure."""
     return f"{type(e).__name__}: {e}"[:2000]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import sparse_targets as targets
+from .running import same
 from .sparse_models import SPENT, judge
 
 Result = dict[str, Any]
@@ -21,9 +22,9 @@ def fill(result: Result, later: Result) -> Result:
         ValueError: if the runs differ in device or versions, or ``later`` has no row that is missing.
     """
     for what in ("name", "type"):
-        _same(f"device's {what}", result["device"].get(what), later["device"].get(what))
+        same(f"device's {what}", result["device"].get(what), later["device"].get(what))
     for what in ("torch", "triton", "transformers"):
-        _same(what, result["versions"].get(what), later["versions"].get(what))
+        same(what, result["versions"].get(what), later["versions"].get(what))
     measured = {(r["case"], r["variant"]): r for r in later["rows"] if r.get("error") != SPENT}
     rows, taken = [], 0
     for row in result["rows"]:
@@ -36,8 +37,3 @@ def fill(result: Result, later: Result) -> Result:
     filled = {**result, "rows": rows}
     judge(filled, [targets.Case(**made) for made in result["settings"]["cases"]])
     return filled
-
-
-def _same(what: str, first: object, second: object) -> None:
-    if first != second:
-        raise ValueError(f"the runs differ in {what}: {first} and {second}")

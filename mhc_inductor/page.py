@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import linecache
+from collections import Counter
 from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from mhc_inductor.routing.operators.selection.profit import MEMORY, PRODUCT_FLOPS
 from mhc_inductor.routing.report import Cost, Fused, NearMiss, Report, Routed, module_name
-
-BANDWIDTH, FLOPS = 4.8e12, 600e12
-"""Bytes a second of an H200's memory by its data sheet, and operations a second of its large bf16 products."""
 
 _AROUND = 2
 """How many lines of code are shown before and after a finding's own."""
@@ -97,8 +96,8 @@ def _explained(report: Report) -> str:
     findings: list[Routed | Fused] = [*report.routed, *report.fused]
     costs = [f.cost for f in findings if f.cost is not None]
     said = (
-        f"Least time: what the op's forward must move or multiply, on an H200 ({BANDWIDTH / 1e12:.1f} TB/s, "
-        f"{FLOPS / 1e12:.0f} TFLOP/s). Attention over ranges counts all keys. "
+        f"Least time: what the op's forward must move or multiply, on an H200 ({MEMORY / 1e12:.1f} TB/s, "
+        f"{PRODUCT_FLOPS / 1e12:.0f} TFLOP/s). Attention over ranges counts all keys. "
     )
     if not any(c.times or c.note for c in costs):
         return said + "Nothing was measured: explain(..., measure=True) does."
@@ -115,7 +114,7 @@ class _Module:
     name: str = ""
     kind: str = ""
     inside: dict[str, _Module] = dataclasses.field(default_factory=dict)
-    found: dict[tuple[str, Finding], list[Finding]] = dataclasses.field(default_factory=dict)
+    found: dict[Finding, list[Finding]] = dataclasses.field(default_factory=dict)
 
     def all(self) -> Iterator[Finding]:
         """Yields every finding in this module and in those inside."""
@@ -125,14 +124,11 @@ class _Module:
 
     def html(self) -> str:
         """Returns the module's part of the tree."""
-        findings = "".join(_finding(kind, alike) for (kind, _), alike in self.found.items())
+        findings = "".join(map(_finding, self.found.values()))
         inner = findings + "".join(module.html() for module in self.inside.values())
         if not self.name and not self.kind:
             return inner
-        counts: dict[str, int] = {}
-        for one in self.all():
-            counts[_kind(one)] = counts.get(_kind(one), 0) + 1
-        said = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+        said = ", ".join(f"{n} {kind}" for kind, n in Counter(map(_kind, self.all())).items())
         title = f"<code>{escape(self.name)}</code> " if self.name else ""
         return f'<details open><summary>{title}{escape(self.kind)} <span class="dim">{said}</span></summary>{inner}</details>'
 
@@ -145,7 +141,7 @@ def _tree(found: list[Finding]) -> _Module:
             at = at.inside.setdefault(f"{path}:{kind}", _Module(path, kind))
         # Near misses that differ in the node alone share a row, which names the first node.
         alike = dataclasses.replace(one, node="") if isinstance(one, NearMiss) else one
-        at.found.setdefault((_kind(one), alike), []).append(one)
+        at.found.setdefault(alike, []).append(one)
     return root
 
 
@@ -153,8 +149,8 @@ def _kind(found: Finding) -> str:
     return {Routed: "routed", Fused: "fused", NearMiss: "missed"}[type(found)]
 
 
-def _finding(kind: str, alike: list[Finding]) -> str:
-    one = alike[0]
+def _finding(alike: list[Finding]) -> str:
+    one, kind = alike[0], _kind(alike[0])
     place, _, code = one.source.partition(", in ")
     count = f"{len(alike)} × " if len(alike) > 1 else ""
     rows = [*_rows(one)]
@@ -164,13 +160,9 @@ def _finding(kind: str, alike: list[Finding]) -> str:
     )
     return (
         f'<details class="{kind}" data-leaf data-words="{words}"><summary><b>{kind}</b> {count}{escape(one.op)} '
-        f'<span class="dim">{escape(_short(place))} {escape(_brief(one))}</span></summary>'
+        f'<span class="dim">{escape(place.rpartition("/")[2])} {escape(_brief(one))}</span></summary>'
         f"<dl><dt>line</dt><dd>{escape(place)}</dd>{listed}</dl>{_code(place) or _line(code)}</details>"
     )
-
-
-def _short(place: str) -> str:
-    return place.rpartition("/")[2]
 
 
 def _brief(one: Finding) -> str:
@@ -199,7 +191,7 @@ def _rows(one: Finding) -> Iterator[tuple[str, str]]:
 def _sizes(cost: Cost) -> Iterator[tuple[str, str]]:
     yield "tensors", ", ".join(cost.tensors)
     if cost.bytes:
-        least = max(cost.bytes / BANDWIDTH, cost.flops / FLOPS)
+        least = max(cost.bytes / MEMORY, cost.flops / PRODUCT_FLOPS)
         yield "least time", f"{_time(least)}: {cost.bytes / 1e6:.3g} MB, {cost.flops / 1e9:.3g} GFLOP"
     yield "measured", _measured(cost) if cost.times else cost.note
 

@@ -40,13 +40,13 @@ class Captured:
     graphs: list[fx.GraphModule] = dataclasses.field(default_factory=list)
 
 
-def ops_of(gm: fx.GraphModule) -> Counter[str]:
-    """Counts calls of this package's ops in ``gm`` and in the bodies of its higher-order operators.
+def ops_of(*graphs: fx.GraphModule) -> Counter[str]:
+    """Counts calls of this package's ops in ``graphs`` and in the bodies of their higher-order operators.
 
     A fused op counts as its parts.
     """
     found: Counter[str] = Counter()
-    for module in gm.modules():
+    for module in (module for gm in graphs for module in gm.modules()):
         if not isinstance(module, fx.GraphModule):
             continue
         for node in module.graph.nodes:
@@ -113,19 +113,29 @@ def run(
     options: RoutingOptions = DEFAULT,
 ) -> Captured:
     """Compiles ``fn`` with a backend that routes and interprets the graph, and runs it and its backward once."""
-    report, ops = Report(), Counter[str]()
-    graphs: list[fx.GraphModule] = []
+    report, graphs = Report(), list[fx.GraphModule]()
+    backend = interpreted(report, graphs, VERIFY, options, routed)
+    torch._dynamo.reset()
+    outputs, grads = evaluate(torch.compile(fn, backend=backend, dynamic=dynamic), inputs, parameters, grad, symbolic)
+    return Captured(outputs, grads, report, ops_of(*graphs) if routed else Counter(), graphs)
+
+
+def interpreted(
+    report: Report,
+    graphs: list[fx.GraphModule],
+    check: Any = None,
+    options: RoutingOptions = DEFAULT,
+    routed: bool = True,
+) -> Callable[..., Any]:
+    """Returns a backend that routes graphs and interprets them, without Inductor; it adds to ``report`` and ``graphs``."""
 
     def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         if routed:
-            report.extend(route(gm, options, check=VERIFY))
-            ops.update(ops_of(gm))
+            report.extend(route(gm, options, check=check))
         graphs.append(gm)
         return gm.forward
 
-    torch._dynamo.reset()
-    outputs, grads = evaluate(torch.compile(fn, backend=backend, dynamic=dynamic), inputs, parameters, grad, symbolic)
-    return Captured(outputs, grads, report, ops, graphs)
+    return backend
 
 
 def difference(a: Captured, b: Captured) -> float:

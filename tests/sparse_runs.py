@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mhc_inductor.options import DEFAULT, RoutingOptions
-from mhc_inductor.routing import Verifier, route
+from mhc_inductor.routing import Verifier
 from mhc_inductor.routing.report import Report
 from tests import capture, sparse_families
 
@@ -186,20 +186,12 @@ def routed(
     Returns:
         The results of the call, and what was found in the graphs of the last compile of each frame.
     """
-    report, graphs = Report(), []
-
-    def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        if routing:
-            report.extend(route(gm, options, check=check))
-        graphs.append(gm)
-        return gm.forward
-
+    report, graphs = Report(), list[torch.fx.GraphModule]()
+    backend = capture.interpreted(report, graphs, check, options, routing)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     got = evaluate(model, torch.compile(model, backend=backend, dynamic=mode.dynamic), mode, steps)
-    ops: collections.Counter[str] = collections.Counter()
-    for gm in graphs:
-        ops.update(capture.ops_of(gm))
+    ops = capture.ops_of(*graphs)
     breaks = [_first(reason) for reason in torch._dynamo.utils.counters["graph_break"]]
     found = Found(sum(ops[o] for o in INDEXERS), sum(ops[o] for o in ATTENTIONS), graphs, report, breaks)
     return got, found

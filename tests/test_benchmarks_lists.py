@@ -510,7 +510,7 @@ def test_a_later_run_that_left_cells_out_does_not_complete(on_h200: dict[str, An
     found = lists_fill.fill(without_peers(on_h200), only, ["crossing"], lists.LISTS_OF)
     assert not found["complete"] and f"{targets.GATHER}, A, fwd" in found["skipped"]
     only["settings"]["shapes"] = ["A"]
-    with pytest.raises(lists_fill.OtherRun, match="shapes"):
+    with pytest.raises(running.OtherRun, match="shapes"):
         lists_fill.fill(without_peers(on_h200), only, ["crossing"], lists.LISTS_OF)
 
 

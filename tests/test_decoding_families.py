@@ -7,7 +7,6 @@ Graphs are routed and then interpreted, so that a cache that grows costs no comp
 from __future__ import annotations
 
 import importlib.util
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mhc_inductor.routing import Report
 from tests import capture, sparse_families
 from tests.sparse_families import FAMILIES
 
@@ -36,19 +36,6 @@ def cached(call: Callable[..., Any], ids: Tensor, sizes: tuple[int, ...]) -> Ten
         cache = out.past_key_values
         rows.append(out.logits)
     return torch.cat(rows, 1)
-
-
-def routed(model: nn.Module, ops: Counter[str]) -> Callable[..., Any]:
-    """Returns the model compiled by a backend that routes graphs, counts their ops, and interprets them."""
-
-    def backend(gm: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        report = capture.route(gm, check=capture.VERIFY)
-        assert not report.problems
-        ops.update(capture.ops_of(gm))
-        return gm.forward
-
-    torch._dynamo.reset()
-    return torch.compile(model, backend=backend, dynamic=False)
 
 
 def full(model: nn.Module, ids: Tensor) -> Tensor:
@@ -77,8 +64,11 @@ def test_transformers_decodes_each_family(family: str, attention: str, how: str)
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_routed_calls_with_a_cache_give_the_full_forward(family: str, attention: str, how: str) -> None:
     model, ids = sparse_families.build(family, attention), sparse_families.tokens(BATCH, sum(SIZES[how]))
-    want, ops = full(model, ids), Counter[str]()
-    got = cached(routed(model, ops), ids, SIZES[how])
+    want, report, graphs = full(model, ids), Report(), list[torch.fx.GraphModule]()
+    torch._dynamo.reset()
+    backend = capture.interpreted(report, graphs, capture.VERIFY)
+    got, ops = cached(torch.compile(model, backend=backend, dynamic=False), ids, SIZES[how]), capture.ops_of(*graphs)
+    assert not report.problems
     for each, whole in zip(got.split(SIZES[how], 1), want.split(SIZES[how], 1), strict=True):
         assert apart(each, whole) < BAR
     indexers, attentions = sparse_families.expected(family, attention, "decode")

@@ -11,8 +11,8 @@ import torch
 from test_explain import FOUND, Plain, layer, streams
 from torch import nn
 
-from mhc_inductor.page import BANDWIDTH, FLOPS
 from mhc_inductor.routing.explain import explain
+from mhc_inductor.routing.operators.selection.profit import MEMORY, PRODUCT_FLOPS
 from mhc_inductor.routing.report import Cost, NearMiss, Report, Routed
 from tests import browser
 
@@ -135,8 +135,8 @@ def test_findings_stand_in_their_modules_and_alike_ones_share_a_row() -> None:
 
 def test_the_least_time_is_that_of_bytes_or_products() -> None:
     for cost, said in (
-        (Cost(bytes=int(BANDWIDTH / 1e5), flops=1), "10 µs"),
-        (Cost(bytes=1, flops=int(FLOPS / 1e2)), "10 ms"),
+        (Cost(bytes=int(MEMORY / 1e5), flops=1), "10 µs"),
+        (Cost(bytes=1, flops=int(PRODUCT_FLOPS / 1e2)), "10 ms"),
         (Cost(bytes=1, times=(3e-3, 1.5e-3)), "formula 3 ms, op 1.5 ms: 2.00 times as fast"),
         (Cost(note="not measured: no compiler"), "not measured: no compiler"),
     ):
