@@ -137,6 +137,16 @@ def test_an_indexer_in_plain_pytorch_launches_the_kernels():
     assert "extern_kernels.bmm" not in code and "(2, 256, 4, 512)" not in code
 
 
+def test_keys_that_leave_are_chosen_by_topk_from_the_kernels_scores():
+    def leaving(q, k, w, limit, mask):
+        scores = (torch.einsum("bshd,btd->bsht", q, k).relu() * w[..., None]).sum(2)
+        seen = torch.arange(k.shape[1], device=q.device) < limit[..., None]
+        return torch.where(seen, scores, float("-inf")).topk(16, -1).indices
+
+    code = _compile(leaving, 256, 512)
+    assert launches(code) == ["index_tile_scores"] and code.count("torch.ops.aten.topk.default(") == 1
+
+
 def test_an_indexer_of_unknown_sizes_calls_the_op():
     code = _compile(_indexer, 256, 512, dynamic=True)
     assert "torch.ops.mhc_inductor.index_topk.default" in code and "extern_kernels.bmm" not in code

@@ -297,6 +297,16 @@ def test_sizes_are_those_of_the_op():
     assert pre.cost.times is None
 
 
+def test_what_cannot_be_told_of_an_op_changes_no_finding(monkeypatch):
+    def fail(_):
+        raise TypeError("no size\nhere")
+
+    monkeypatch.setattr(measure, "_cost", fail)
+    report = explain(Plain().eval(), streams(), measure=True)
+    assert ops(report) == ["mhc_post", "mhc_pre"] and not report.near_misses and not report.problems
+    assert {r.cost.note for r in report.routed} == {"not known: TypeError: no size"}
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_formula_and_op_are_measured_on_request(grad, monkeypatch):
     backends = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -336,6 +337,48 @@ def test_rows_without_keys_are_0_where_the_model_has_nan(masked: str) -> None:
 def test_rows_without_keys_are_means_where_scores_are_finite(masked: str) -> None:
     got, unrouted, _ = _empty_rows(masked)
     assert got.ops and difference(got, unrouted) < 2e-6
+
+
+_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "filled": lambda s, seen: s.masked_fill(~seen, -math.inf),
+    "added": lambda s, seen: s + torch.zeros_like(s).masked_fill(~seen, -math.inf),
+    "filled_lowest": lambda s, seen: s.masked_fill(~seen, torch.finfo(s.dtype).min),
+    "added_lowest": lambda s, seen: s + torch.zeros_like(s).masked_fill(~seen, torch.finfo(s.dtype).min),
+    "both": lambda s, seen: s.masked_fill(~seen, -math.inf) + torch.zeros_like(s).masked_fill(~seen, -math.inf),
+}
+_WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "plain": lambda s, seen: s.softmax(-1),
+    "safe": lambda s, seen: torch.ops.aten._safe_softmax(s, -1),
+    "nan_to_num": lambda s, seen: s.softmax(-1).nan_to_num(),
+    "filled": lambda s, seen: s.softmax(-1).masked_fill(~seen, 0.0),
+    "where": lambda s, seen: torch.where(seen, s.softmax(-1), 0.0),
+    "times": lambda s, seen: s.softmax(-1) * seen,
+    "nan_to_num_times": lambda s, seen: s.softmax(-1).nan_to_num() * seen,
+    "hidden": lambda s, seen: torch.where((s == -math.inf).all(-1, keepdim=True), 0.0, s.softmax(-1)),
+}
+_NAN = {("both", "plain"), ("both", "times")}
+_STAYS = {True: {("both", x) for x in _WEIGHTS if x != "safe"}, False: _NAN}
+"""What routing leaves alone with gradients and without: those to keys whose scores are filled, or added to, differ."""
+
+
+@pytest.mark.parametrize("weights", _WEIGHTS)
+@pytest.mark.parametrize("scores", _SCORES)
+@pytest.mark.parametrize("grad", [True, False])
+def test_rows_without_keys_are_those_of_the_formula(scores: str, weights: str, grad: bool) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, picked: Tensor) -> Tensor:
+        at = torch.arange(k.shape[-2])
+        seen = ((at >= picked[..., :1]) & (at < picked[..., 1:]))[:, None]
+        return _WEIGHTS[weights](_SCORES[scores](q @ k.mT, seen), seen) @ v
+
+    q, k, v = (torch.randn(2, 2, n, 8, requires_grad=grad) for n in (12, 16, 16))
+    start = torch.randint(0, 12, (2, 12, 1))
+    picked = torch.cat([start, start + 4], -1)
+    picked[:, ::3] = 0
+    got, unrouted = run(attend, (q, k, v, picked), (), grad), eager(attend, (q, k, v, picked), (), grad)
+    assert bool(got.ops) == ((scores, weights) not in _STAYS[grad]), reasons(got)
+    for a, b in zip((*got.outputs, *got.grads.values()), (*unrouted.outputs, *unrouted.grads.values()), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def test_nan_of_keys_that_nobody_selects_stays_there() -> None:

@@ -20,7 +20,7 @@ from mhc_inductor.routing.extract import MODES, Cut, Piece
 from mhc_inductor.routing.graph.values import example, tensors_in
 from mhc_inductor.routing.interface import Match, Verdict
 from mhc_inductor.routing.report import Cost
-from mhc_inductor.routing.verify import Trial, Verifier
+from mhc_inductor.routing.verify import Trial, Verifier, said
 
 _REPEATS, _SECONDS = 20, 0.5
 """A time is the median of at most so many runs, which take at most so long; the first two do not count."""
@@ -42,12 +42,13 @@ class Inspector:
     def __call__(self, edit: Edit, match: Match, pairs: Pairs) -> Verdict:
         """Returns the verdict with the op's cost. Raises Mismatch if the op was verified and differs."""
         verdict = self._verifier(edit, match, pairs) if self._verifier is not None else Verdict()
-        cost = _cost(edit.fresh)
-        if self._measure:
-            try:
+        cost = Cost()
+        try:  # what cannot be told of an op, such as sizes that depend on data, changes nothing about the finding
+            cost = _cost(edit.fresh)
+            if self._measure:
                 self._kept.append((Trial(Cut(edit, match, pairs)), cost))
-            except Exception as error:
-                cost.note = f"not measured: {error}"
+        except Exception as error:
+            cost.note = f"not known: {said(error)}"
         return dataclasses.replace(verdict, cost=cost)
 
     def measured(self) -> None:
@@ -106,8 +107,7 @@ def _times(trial: Trial) -> tuple[float, float] | str:
         feed = trial.data(0, 0)
         return _seconds(trial, trial.cut.formula, feed, unrouted), _seconds(trial, trial.cut.op, feed, "mhc_inductor")
     except Exception as error:
-        text = str(error).strip().splitlines()
-        return f"not measured: {type(error).__name__}: {text[0] if text else ''}"
+        return f"not measured: {said(error)}"
 
 
 def _seconds(trial: Trial, piece: Piece, feed: dict[fx.Node, Any], backend: Any) -> float:

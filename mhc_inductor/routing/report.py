@@ -136,7 +136,7 @@ class Fused:
 
 
 _VERIFIED = "relative error"
-"""Heading of the column of errors."""
+"""What an error is called."""
 
 Row = tuple[str, ...]
 Section = tuple[str, Row, list[Row]]
@@ -186,7 +186,7 @@ class Report:
         )
 
     def sections(self) -> Iterator[Section]:
-        """Yields title, headings and rows of each part that has rows.
+        """Yields title, headings and rows of each part that has rows. A row begins with its count and op, without headings.
 
         Equal findings share a row. Near misses that differ only in the node also share one, which names the first node.
         """
@@ -201,12 +201,12 @@ class Report:
         misses = _grouped(dataclasses.replace(m, node="") for m in self.near_misses)
         near: list[Row] = [(f"{n} x", m.op, m.reason, nodes[m], m.source) for m, n in misses]
         parts: list[Section] = [
-            ("routed", ("", "op", "source", "detail", "kernels", _VERIFIED), routed),
-            ("fused", ("", "op", "of", "source", "kernels", _VERIFIED), fused),
-            ("near misses", ("", "resembles", "why not", "node", "source"), near),
-            ("problems", ("", "what"), [(f"{n} x", p) for p, n in _grouped(self.problems)]),
+            ("routed", ("source", "detail", "kernels", _VERIFIED), routed),
+            ("fused", ("of", "source", "kernels", _VERIFIED), fused),
+            ("near misses", ("why not", "node", "source"), near),
+            ("problems", (), [(f"{n} x", p) for p, n in _grouped(self.problems)]),
         ]
-        return (_shown(part) for part in parts if part[2])
+        return (part for part in parts if part[2])
 
     def __repr__(self) -> str:
         return f"<Report: {self.totals()}>"
@@ -217,7 +217,7 @@ class Report:
             lines.append(f"{title}:")
             for count, first, *rest in rows:
                 lines.append(f"  {count} {first}")
-                pairs = zip(headings[2:], rest, strict=True)
+                pairs = zip(headings, rest, strict=True)
                 lines += [f"      {heading}: {text}" for heading, text in pairs if text]
         return "\n".join([*lines, self.totals()])
 
@@ -321,14 +321,6 @@ def _error(found: Routed | Fused) -> str:
     """Returns the verification result of a finding as text, or an empty string."""
     error = "" if found.error is None else f"{found.error:.2g}"
     return f"{error} ({found.note})" if error and found.note else error or found.note
-
-
-def _shown(part: Section) -> Section:
-    """Returns the section without its column of errors if nothing was verified."""
-    title, headings, rows = part
-    if headings[-1] != _VERIFIED or any(row[-1] for row in rows):
-        return part
-    return title, headings[:-1], [row[:-1] for row in rows]
 
 
 def _grouped(found: Iterable[Any]) -> list[tuple[Any, int]]:

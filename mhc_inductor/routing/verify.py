@@ -195,13 +195,13 @@ class Trial:
             feed = self.data(case, 1000 * attempt + case)
             theirs = self._results(self.cut.formula, feed)
         except Exception as error:
-            raise _NotRun(f"not verified: the formula cannot be run alone: {_said(error)}") from error
+            raise _NotRun(f"not verified: the formula cannot be run alone: {said(error)}") from error
         try:
             mine = self._results(self.cut.op, feed)
         except torch.OutOfMemoryError as error:
             raise _NotRun("not verified: out of memory") from error
         except Exception as error:
-            return 0.0, f"verified on random data, the op fails where the formula does not: {_said(error)}", ""
+            return 0.0, f"verified on random data, the op fails where the formula does not: {said(error)}", ""
         want, note = None, "no higher precision to compare with"
         if exact:
             with contextlib.suppress(Exception):  # not everything runs in fp64
@@ -286,7 +286,8 @@ def _hashable(spec: Any) -> Any:
     return spec if isinstance(spec, (_Tensor, int, float, bool, str)) else id(spec)
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """Returns the type of an error and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 

@@ -22,7 +22,10 @@ from mhc_inductor.routing.operators.selection.ranges import Numbers
 
 
 def emit_choice(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
-    """Emits ``index_topk`` for one choice, or ``index_scores`` and ``topk``. Returns its outputs with the new nodes. Raises Mismatch and Unsupported."""
+    """Emits ``index_topk`` for one choice, or ``index_scores`` and ``topk``.
+
+    Returns its outputs with the new nodes. Raises Mismatch and Unsupported.
+    """
     return _Emission(edit, one).pairs()
 
 

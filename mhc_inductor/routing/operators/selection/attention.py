@@ -139,7 +139,7 @@ class Recogniser:
         kv_lead = list(lead)
         if call.grouped and lead:
             kv_lead[-1] = _grouped(dims[len(lead) - 1], call.k)
-        masks, fills = self._masks(), Fills(no_nan=True, fused=True)
+        masks, fills = self._masks(), Fills(fused=True)
         place = Var(t.size) if self.gathered else t
         picks = Picks(masks, place) if self.gathered else None
         element = None if call.mask is None else _aligned(call.mask, (*lead, s, var(place)))
@@ -208,7 +208,8 @@ class Recogniser:
         if picks is not None:
             v = picks.below(v)
             pairs = [Pair(p.q, picks.below(p.k), p.d) for p in pairs]
-        scores.fills.no_nan = traced.no_nan or softmax.func is aten._safe_softmax.default
+        scores.fills.no_nan = traced.no_nan
+        scores.fills.safe = softmax.func is aten._safe_softmax.default
 
         def keys() -> AnyOf:
             total = scores.keys()
@@ -255,13 +256,16 @@ class Recogniser:
 
     def _rows(self, found: Found) -> Rows:
         """Returns what a query without a visible key gives. Raises Mismatch if routing cannot reproduce it."""
-        if found.fills.always_zero or found.sink is not None:
+        zero = found.fills.zero
+        if zero is Rows.ZERO or found.sink is not None:
             return Rows.ZERO  # the sink takes all the weight: every fill that counts as a mask is far below it
         if seen_by_all(found.keys, found.t, found.masks):
             return Rows.SEEN
         if self.zero_rows:
             found.opted = True
             return Rows.ZERO
+        if zero is not None:
+            return Rows.ZERO_MIXED if found.gathered else zero
         if found.gathered:
             raise Mismatch(_NO_KEY, found.out)
         return found.fills.rows(found.out)

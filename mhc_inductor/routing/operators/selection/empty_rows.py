@@ -8,6 +8,7 @@ anyway, this spread is added too, from the means of K and V, in passes that Indu
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -17,10 +18,15 @@ from torch import fx
 
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.values import example
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.fills import Rows
 
 _ROW = (slice(None), None, slice(None), None)
 """Index that turns [B, G, D] into [B, 1, G, 1, D]."""
+_MIXED = (
+    "a query may see no key, and which keys then get gradients of NaN depends on its mask; expected scores filled with "
+    '-inf, where it is added, or the option "mhc_inductor.empty_rows": "zero"'
+)
 
 
 class EmptyRows:
@@ -41,11 +47,16 @@ class EmptyRows:
         self.grads = [grad and x for x in needed]
 
     def put(self, o: fx.Node, rows: Rows) -> fx.Node:
-        """Returns ``o`` with what the formula gives in the rows whose lse is -inf."""
-        if rows in (Rows.SEEN, Rows.ZERO):
+        """Returns ``o`` with what the formula gives in the rows whose lse is -inf. Raises Mismatch if that is unknown."""
+        zero = rows in (Rows.ZERO_SCORES, Rows.ZERO_MIXED)
+        if rows in (Rows.SEEN, Rows.ZERO) or (zero and not any(self.grads[:2])):
             return o
+        if rows is Rows.ZERO_MIXED:
+            raise Mismatch(_MIXED)
         lse = self.emit(operator.getitem, self.call, 1)
         empty = self.emit("unsqueeze", self.emit(operator.eq, lse, -math.inf), -1)
+        if zero:
+            return self._zero(o, empty)
         if any(self.grads):
             o = self._spread(o, self.emit("unsqueeze", self.emit(torch.isnan, lse), -1))
         if rows in (Rows.NAN, Rows.NAN_SCORES):
@@ -78,15 +89,27 @@ class EmptyRows:
         """
         if not any(self.grads):
             return self.emit("masked_fill", o, empty, math.nan)
-        reached = self._mean(self.v)
-        if scores and self.grads[0]:
-            reached = self.emit(operator.add, reached, self._nothing(self.emit("sum", self.q, -1, True)))
-        if scores and self.grads[1]:
-            sums = self.emit("sum", self.k, (-2, -1))
-            of_keys = self.emit(operator.getitem, sums, (*_ROW, None))
-            reached = self.emit(operator.add, reached, self._nothing(of_keys))
+        reached = [self._mean(self.v), *(self._scores() if scores else ())]
         factor = self.edit.to(self.emit(torch.where, empty, math.nan, 1.0), example(o).dtype)
-        return self.emit(operator.mul, self.emit(torch.where, empty, reached, o), factor)
+        return self.emit(operator.mul, self.emit(torch.where, empty, self._sum(reached), o), factor)
+
+    def _zero(self, o: fx.Node, empty: fx.Node) -> fx.Node:
+        """Returns ``o`` with a gradient of NaN to q and K from the rows ``empty``, as that of a softmax made 0 later."""
+        factor = self.edit.to(self.emit(torch.where, empty, math.nan, 0.0), example(o).dtype)
+        reached = self.emit(operator.mul, self._sum(self._scores()), factor)
+        return self.emit(operator.add, o, self.emit("nan_to_num", reached, 0.0))
+
+    def _scores(self) -> list[fx.Node]:
+        """Returns numbers whose gradients reach a row of q and all of K, if these need any."""
+        terms = []
+        if self.grads[0]:
+            terms.append(self.emit("sum", self.q, -1, True))
+        if self.grads[1]:
+            terms.append(self.emit(operator.getitem, self.emit("sum", self.k, (-2, -1)), (*_ROW, None)))
+        return [self._nothing(x) for x in terms]
+
+    def _sum(self, terms: Sequence[fx.Node]) -> fx.Node:
+        return functools.reduce(lambda a, b: self.emit(operator.add, a, b), terms)
 
     def _nothing(self, x: fx.Node) -> fx.Node:
         """Returns ``x`` times 0, which is NaN where ``x`` is not finite."""

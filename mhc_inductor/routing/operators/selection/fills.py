@@ -61,6 +61,8 @@ class Rows(enum.Enum):
 
     SEEN = "every query sees a key"
     ZERO = "rows without keys give 0"
+    ZERO_SCORES = "rows without keys give 0, and gradients of NaN to q and k"
+    ZERO_MIXED = "rows without keys give 0, and gradients of NaN to q and some keys"
     NAN = "rows without keys give NaN"
     NAN_SCORES = "rows without keys give NaN, and gradients of NaN to q and k"
     MEAN = "rows without keys give the mean of V"
@@ -70,15 +72,15 @@ class Rows(enum.Enum):
 class Fills:
     """The values that masked scores of one attention can have.
 
-    ``no_nan``: rows of -inf give 0. ``fused``: scores and mask meet inside one call. ``guarded``: the model sets the
-    weights of all rows without a visible key to 0.
+    ``safe``: the softmax itself gives 0 in rows of -inf, and no gradients. ``no_nan``: the model sets NaN weights to 0
+    later, which leaves the softmax's gradients. ``guarded``: it sets finite weights of rows without a visible key to 0.
+    ``fused``: scores and mask meet inside one call.
     """
 
-    def __init__(self, no_nan: bool = False, fused: bool = False) -> None:
+    def __init__(self, fused: bool = False) -> None:
         self.found: frozenset[Fill] = frozenset()
-        self.no_nan = no_nan
-        self.fused = fused
-        self.guarded = False
+        self.safe = self.fused = fused
+        self.no_nan = self.guarded = False
 
     def filled(self, value: float, dtype: torch.dtype) -> None:
         """Records a ``masked_fill`` with ``value``."""
@@ -106,16 +108,19 @@ class Fills:
                 raise Mismatch(f"scores of other keys are {what}; {expected}", where)
 
     @property
-    def always_zero(self) -> bool:
-        """Checks whether the formula, like the op, gives 0 in a row without a visible key."""
-        return self.guarded or (self.no_nan and all(f.value == -math.inf for f in self.found))
+    def zero(self) -> Rows | None:
+        """Returns how the formula gives 0 in a row without a visible key, None if it gives something else."""
+        infinite = {f for f in self.found if f.value == -math.inf}
+        if (infinite and not (self.no_nan or self.safe)) or (infinite != self.found and not self.guarded):
+            return None
+        if self.safe or not any(f.added for f in infinite):
+            return Rows.ZERO
+        return Rows.ZERO_SCORES if len(self.found) == 1 else Rows.ZERO_MIXED
 
     def rows(self, where: Value) -> Rows:
         """Returns what a row without a visible key gives. Raises Mismatch if that depends on more than V."""
         kinds = {(f.value, f.added) for f in self.found}
         values = sorted({value for value, _ in kinds})
-        if self.always_zero:
-            return Rows.ZERO
         if len(kinds) != 1:
             said = " and ".join(f"{v:g}" for v in values) if len(values) > 1 else "both filled and added numbers"
             raise Mismatch(f"a query may see no key, and scores of other keys are {said}: {_INSTEAD}", where)

@@ -35,7 +35,7 @@ REACH = 16
 
 @dataclasses.dataclass(frozen=True)
 class Guarded:
-    """``of``, with 0 where ``mask`` is not ``want`` or, if ``no_nan``, where it is NaN."""
+    """``of``, with 0 where ``mask`` is not ``want``. ``no_nan``: 0 also where that, or without a mask any of it, is NaN."""
 
     of: Value
     mask: Value | None = None
@@ -49,13 +49,13 @@ def guarded(value: Value, known: Container[Value]) -> Guarded | None:
     if func is aten.nan_to_num.default and args[0] in known and (len(args) < 2 or args[1] in (None, 0, 0.0)):
         return Guarded(args[0], no_nan=True)
     if func in FILLS and args[0] in known and constant_of(args[2]) == 0.0:
-        return Guarded(args[0], args[1], False)
+        return Guarded(args[0], args[1], False, no_nan=True)
     if func is aten.where.self and args[1] in known and constant_of(args[2]) == 0.0:
-        return Guarded(args[1], args[0])
+        return Guarded(args[1], args[0], no_nan=True)
     if func is aten.where.self and args[2] in known and constant_of(args[1]) == 0.0:
         if _hidden_rows(args[0], args[2]):
             return Guarded(args[2], no_nan=True)
-        return Guarded(args[2], args[0], False)
+        return Guarded(args[2], args[0], False, no_nan=True)
     if func in MULTIPLY:
         for a, b in (args[:2], args[1::-1]):
             if a in known and isinstance(b, Value) and uncast(whole(b)).value.dtype is torch.bool:
