@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random inputs of every op, against fp64 and against its own fake function.
+"""Random inputs of every op and public function, against fp64; bad ones against the op's fake function and by name.
 
-``python -m tests.properties`` draws 2,000 cases an op and writes the counts to ``benchmarks/results/properties.json``.
+``python -m tests.properties`` draws 2,000 cases of each and writes the counts to ``benchmarks/results/properties.json``.
+What the public functions do beyond the op of their name is in ``tests/properties_public.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import pathlib
 import platform
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -22,9 +25,10 @@ import torch
 import typer
 from hypothesis import strategies as st
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import ExportedProgram
 
-import mhc_inductor  # noqa: F401  (registers the ops)
+import mhc_inductor
 from benchmarks import running
 from benchmarks.source_hash import ROOT, source_hash
 
@@ -43,6 +47,8 @@ from op_contract import op, strided
 RESULT = ROOT / "benchmarks" / "results" / "properties.json"
 FOLDERS = ("mhc_inductor/ops", "mhc_inductor/reference")
 """What the ops compute with on a CPU."""
+PUBLIC_FOLDERS = (*FOLDERS, "mhc_inductor/api", "mhc_inductor/nn")
+"""What the public functions and modules do."""
 Named = Mapping[str, Any]
 
 DTYPE = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -433,20 +439,95 @@ def alike_when_spoiled(name: str, args: Sequence[Any], seed: int) -> str:
     return "refused" if isinstance(real, str) else "taken"
 
 
+@dataclasses.dataclass
+class Call:
+    """A call of a public function that works.
+
+    ``untyped``: tensors of other dtypes reach torch's own functions. ``inner``: what the function that is called inside
+    calls an argument.
+    """
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    untyped: bool = False
+    inner: Sequence[str] = ()
+
+
+def by_name(name: str, args: Sequence[Any]) -> Call | None:
+    """Asserts that the public function of an op's name, if there is one, gives its bits for its arguments by name."""
+    function = getattr(mhc_inductor, name, None)
+    if function is None:
+        return None
+    schema = getattr(torch.ops.mhc_inductor, name).default._schema.arguments
+    taken = inspect.signature(function).parameters
+    arguments = {a.name: value for a, value in zip(schema, args, strict=False) if a.name in taken}
+    got, want = function(**arguments), op(name)(*args)
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, want)), strict=False):
+        assert a is None or torch.equal(a.nan_to_num(), b.nan_to_num()), name
+    return Call(function, arguments)
+
+
+WRONG: Mapping[type, Sequence[Any]] = {
+    bool: ("yes", None, 3),
+    int: ("two", 1.5, -7, True),
+    float: ("two", float("nan"), float("inf")),
+    str: ("another", 3),
+    list: ("text", 3, [3]),
+    nn.Module: ("text", 3, None),
+    ExportedProgram: ("text", 3, None),
+}
+"""Values in place of an argument of a type. Some may be right: what counts is how the others are refused."""
+
+
+def refused_by_name(call: Call, seed: int) -> str:
+    """Asserts that a wrong argument is refused with TypeError or ValueError that names it; returns what came."""
+    rng = random.Random(seed)
+    name = rng.choice([k for k, v in call.arguments.items() if isinstance(v, (Tensor, *WRONG))])
+    value = call.arguments[name]
+    if not isinstance(value, Tensor):
+        named, wrong = {name}, rng.choice(next(w for kind, w in WRONG.items() if isinstance(value, kind)))
+    elif rng.random() < 0.2:
+        named, wrong = {name}, rng.choice(["text", 3, [value]])
+    else:  # either of two that do not fit each other may be named
+        named, (wrong,) = {*call.arguments, *call.inner}, spoiled([value], rng)
+        if call.untyped and wrong.dtype is not value.dtype:
+            return "taken"
+    try:
+        call.function(**{**call.arguments, name: wrong})
+    except (TypeError, ValueError) as error:
+        words = {*re.findall(r"\w+", str(error))}
+        assert words & named, f"{name} = {wrong!r}: {type(error).__name__}: {error}"
+        return "refused"
+    return "taken"
+
+
 # ---- runs
 
 
 @dataclasses.dataclass
 class Count:
-    """What was drawn for one op."""
+    """What was drawn of one op or public function: cases, and what became of those with a wrong argument."""
 
     cases: int = 0
     spoiled: Counter[str] = dataclasses.field(default_factory=Counter)
+    public: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
-def run(name: str, cases: int, derandomize: bool = False) -> Count:
-    """Draws cases of one op; raises the smallest that fails."""
-    check, strategies = PROPERTIES[name]
+Property = tuple[Callable[..., Any], dict[str, st.SearchStrategy[Any]]]
+
+
+def run(
+    name: str,
+    cases: int,
+    derandomize: bool = False,
+    properties: Mapping[str, Property] = PROPERTIES,
+    smallest: bool = True,
+) -> Count:
+    """Draws cases of one op or, with the properties of ``tests/properties_public.py``, of a public function.
+
+    Raises what a case fails with: the smallest that does, or any.
+    """
+    check, strategies = properties[name]
     count = Count()
 
     @hypothesis.settings(
@@ -454,35 +535,49 @@ def run(name: str, cases: int, derandomize: bool = False) -> Count:
         deadline=None,
         database=None,
         derandomize=derandomize,
+        report_multiple_bugs=False,
+        phases=[p for p in hypothesis.Phase if smallest or p is hypothesis.Phase.generate],
         suppress_health_check=[*hypothesis.HealthCheck],
     )
     @hypothesis.given(st.fixed_dictionaries({**strategies, "seed": SEED}))
     def drawn(case: dict[str, Any]) -> None:
-        args = check(**case)
+        found = check(**case)
         count.cases += 1
-        count.spoiled[alike_when_spoiled(name, args, case["seed"])] += 1
+        if properties is PROPERTIES:
+            count.spoiled[alike_when_spoiled(name, found, case["seed"])] += 1
+            found = by_name(name, found)
+        if found is not None:
+            count.public[refused_by_name(found, case["seed"])] += 1
 
     drawn()
     return count
 
 
 def main(
-    cases: Annotated[int, typer.Option(help="Cases an op.")] = 2000,
-    only: Annotated[str, typer.Option(help="Ops, by comma; all if left out.")] = "",
+    cases: Annotated[int, typer.Option(help="Cases of each.")] = 2000,
+    only: Annotated[str, typer.Option(help="Ops and public functions, by comma; all if left out.")] = "",
     out: Annotated[pathlib.Path, typer.Option(help="Where the counts go.")] = RESULT,
 ) -> None:
-    """Check random inputs of every op; exit with an error at the first that fails."""
+    """Check random inputs of every op and public function; exit with an error at the first that fails."""
+    from tests import properties_public
+
     torch.set_num_threads(1)
-    counts: dict[str, Any] = {}
-    for name in filter(None, only.split(",")) if only else PROPERTIES:
-        start = time.perf_counter()
-        count = run(name, cases)
-        counts[name] = {"cases": count.cases, **count.spoiled}
-        Console().print(f"{name}: {counts[name]}, {time.perf_counter() - start:.0f} s")
+    wanted = {*filter(None, only.split(","))}
+    counts: dict[str, Any] = {"ops": {}, "public": {}}
+    for kind, properties in (("ops", PROPERTIES), ("public", properties_public.PROPERTIES)):
+        for name in [n for n in properties if not wanted or n in wanted]:
+            start = time.perf_counter()
+            count = run(name, cases, properties=properties)
+            by_hand = {f"public, {k}": v for k, v in count.public.items()}
+            counts[kind][name] = {"cases": count.cases, **count.spoiled, **by_hand}
+            Console().print(f"{name}: {counts[kind][name]}, {time.perf_counter() - start:.0f} s")
     versions = {"torch": torch.__version__, "python": platform.python_version(), "hypothesis": hypothesis.__version__}
-    running.save({"sources_sha256": source_hash(folders=FOLDERS), "versions": versions, "ops": counts}, out)
+    hashes = {"sources_sha256": source_hash(folders=FOLDERS), "public_sha256": source_hash(folders=PUBLIC_FOLDERS)}
+    running.save({**hashes, "versions": versions, **counts}, out)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    typer.run(main)
+    from tests import properties
+
+    typer.run(properties.main)  # not this module's: tests/properties_public.py is made of that one's properties

@@ -223,7 +223,7 @@ def test_compiled_whole_and_trained(kwargs):
         (lambda: E79Cell(0, 4), "E79Cell: dim must be at least 1, got 0"),
         (lambda: E79Cell(4, 0), "E79Cell: n_state must be at least 1, got 0"),
         (lambda: E79Cell(4, 4, "yes"), "E79Cell: bias must be one of .*'input'.*, got 'yes'"),
-        (lambda: E79Layer(4, 4, conv=-1), "E79Layer: conv must be 0 .*, got -1"),
+        (lambda: E79Layer(4, 4, conv=-1), "E79Layer: conv must be at least 0, got -1"),
         (lambda: E79Layer(4, 4, inner=0), "E79Layer: inner must be at least 1, got 0"),
         (lambda: E79Cell(4, 4)(torch.ones(3, 2, 5)), r"E79Cell: x must have shape .*\[T, B, 4\], got \[3, 2, 5\]"),
         (lambda: E79Layer(4, 4)(torch.ones(3, 4)), r"E79Layer: x must have shape .*\[B, T, 4\], got \[3, 4\]"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A seeded part of the random inputs of every op, and whether they would find a mistake.
+"""A seeded part of the random inputs of every op and public function, and whether they would find a mistake.
 
-``python -m tests.properties`` draws 2,000 an op.
+``python -m tests.properties`` draws 2,000 of each.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import pkgutil
 import subprocess
 import sys
 from typing import Any
@@ -18,9 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import mhc_inductor
 from benchmarks.source_hash import source_hash
 from mhc_inductor.ops import registry
-from tests import properties
+from tests import properties, properties_public
 
 CASES = 40
 pytestmark = pytest.mark.skipif(
@@ -65,10 +67,61 @@ def test_a_fake_function_that_takes_more_than_the_op_is_found(monkeypatch: pytes
         properties.alike_when_spoiled("mhc_collapse", [torch.zeros(2, 4, 16), torch.zeros(2, 4)], 1)
 
 
-def test_every_op_of_a_forward_has_properties_and_a_committed_count() -> None:
+@pytest.mark.parametrize("name", properties_public.PROPERTIES)
+def test_random_calls_of_public_functions(name: str) -> None:
+    count = properties.run(name, CASES, derandomize=True, properties=properties_public.PROPERTIES)
+    assert count.cases >= CASES and count.public["refused"] > CASES // 3
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        lambda **_: torch._check_value(False, lambda: "does not fit"),
+        lambda **_: torch.ones(2).view(3),
+        lambda **_: [].pop(),
+    ],
+    ids=["without a name", "torch's own", "another kind of error"],
+)
+def test_a_refusal_that_does_not_name_the_argument_is_found(planted: Any) -> None:
+    with pytest.raises((AssertionError, RuntimeError, IndexError), match=r"does not fit|invalid for input|pop from"):
+        properties.refused_by_name(properties.Call(planted, {"size": 3}), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "change"),
+    [
+        (
+            "nn.HyperConnection",
+            "mhc.mhc_post",
+            lambda of: lambda *a, transpose_res: of(*a, transpose_res=not transpose_res),
+        ),
+        ("nn.E79Layer", "e79.E79Layer._convolve", lambda of: lambda self, h, tail: of(self, h, None)),
+        ("nn.NativeSparseAttention", "sparse._rotate", lambda of: lambda t, position, base: of(t, position, 2 * base)),
+        ("nn.SparseIndexer", "indexer.index_topk", lambda of: lambda *a, limit, **k: of(*a, limit=None, **k)),
+        ("nn.SelectionAttention", "selection.selection_attention", lambda of: lambda *a, sink, **k: of(*a, **k)),
+    ],
+)
+def test_a_mistake_of_a_module_is_found(name: str, at: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another orientation, a forgotten tail of a convolution, other frequencies, no causality, no sink."""
+    where = f"mhc_inductor.nn.{at}"
+    monkeypatch.setattr(where, change(pkgutil.resolve_name(where)))
+    with pytest.raises(AssertionError):
+        properties.run(name, CASES, derandomize=True, properties=properties_public.PROPERTIES, smallest=False)
+
+
+def test_every_op_of_a_forward_and_every_public_function_has_properties_and_a_committed_count() -> None:
     forward = {name for name in registry.REFERENCE if not name.endswith("_backward")}
     assert forward == properties.PROPERTIES.keys()
+    public = {*mhc_inductor.__all__, *(f"nn.{name}" for name in mhc_inductor.nn.__all__)}
+    drawn = {name for name in properties_public.PROPERTIES if name != "nn.SparseIndexer.loss"}
+    of_an_op = forward & public
+    assert drawn - {"selection_attention"} | of_an_op | properties_public.WITHOUT.keys() == public
+    assert not properties_public.WITHOUT.keys() & (drawn | of_an_op)
     counted = json.loads(properties.RESULT.read_text())
-    assert counted["sources_sha256"] == source_hash(folders=properties.FOLDERS), "run python -m tests.properties"
+    for key, folders in (("sources_sha256", properties.FOLDERS), ("public_sha256", properties.PUBLIC_FOLDERS)):
+        assert counted[key] == source_hash(folders=folders), "run python -m tests.properties"
     assert counted["ops"].keys() == properties.PROPERTIES.keys()
-    assert all(count["cases"] >= 2000 for count in counted["ops"].values())
+    assert counted["public"].keys() == properties_public.PROPERTIES.keys()
+    for count in (*counted["ops"].values(), *counted["public"].values()):
+        assert count["cases"] >= 2000
+    assert all(counted["ops"][name]["public, refused"] > 1000 for name in of_an_op)

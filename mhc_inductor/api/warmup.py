@@ -79,7 +79,8 @@ def warmup(
         Seconds and graphs of each entry.
 
     Raises:
-        TypeError: if ``model`` is no module, or an entry of ``shapes`` is none of the above.
+        TypeError: if ``model`` is no module, an entry of ``shapes`` is none of the above, or ``backward`` is neither a
+            bool nor a function.
         ValueError: if nothing is compiled, ``backward`` is asked for where no output has a gradient, or a lazy module
             has not made its parameters.
         RuntimeError: if a call fails. It names the entry and its arguments.
@@ -88,6 +89,8 @@ def warmup(
         raise TypeError(f"warmup: model must be an nn.Module that is compiled, got {type(model).__name__}")
     if isinstance(shapes, (str, Tensor, Mapping)) or not isinstance(shapes, Sequence):
         raise TypeError(f"warmup: shapes must be a list of argument tuples, got {type(shapes).__name__}")
+    if not (isinstance(backward, bool) or callable(backward)):
+        raise TypeError(f"warmup: backward must be a bool or a function of the outputs, got {type(backward).__name__}")
     lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
     if lazy:
         raise ValueError(f"warmup: parameter {lazy[0]} is not initialised: call the lazy module once first")

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mhc_inductor.api.e79 import e79_scan
+from mhc_inductor.nn.arguments import sizes
+from mhc_inductor.ops.checks import strided
 
 BIASES = ("none", "fixed", "input")
 
@@ -47,6 +49,7 @@ class E79Cell(nn.Module):
 
     Raises:
         ValueError: dim or n_state is below 1, or bias is unknown.
+        TypeError: dim or n_state is not an int.
 
     Source: the E79 model's recurrence.
     """
@@ -60,7 +63,7 @@ class E79Cell(nn.Module):
         self, dim: int, n_state: int, bias: str = "none", *, device: Any = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        _positive("E79Cell", dim=dim, n_state=n_state)
+        sizes("E79Cell", dim=dim, n_state=n_state)
         if bias not in BIASES:
             raise ValueError(f"E79Cell: bias must be one of {BIASES}, got {bias!r}")
         self.dim, self.n_state, self.bias = dim, n_state, bias
@@ -102,6 +105,7 @@ class E79Cell(nn.Module):
         Raises:
             ValueError: A shape does not fit, or T is 0.
         """
+        strided("E79Cell", "x", x)
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"E79Cell: x must have shape [T, B, dim] = [T, B, {self.dim}], got {list(x.shape)}")
         b_s, b_m = self.b_s_gate, self.b_m_gate
@@ -150,6 +154,7 @@ class E79Layer(nn.Module):
 
     Raises:
         ValueError: A size is out of range, or bias is unknown.
+        TypeError: A size is not an int.
 
     Source: the E79 model's recurrence.
     """
@@ -167,9 +172,8 @@ class E79Layer(nn.Module):
     ) -> None:
         super().__init__()
         inner = dim if inner is None else inner
-        _positive("E79Layer", dim=dim, n_state=n_state, inner=inner)
-        if conv < 0:
-            raise ValueError(f"E79Layer: conv must be 0 (no convolution) or its width, got {conv}")
+        sizes("E79Layer", dim=dim, n_state=n_state, inner=inner)
+        sizes("E79Layer", least=0, conv=conv)
         self.dim, self.inner, self.conv = dim, inner, conv
         self.in_proj = nn.Linear(dim, inner, bias=False, device=device, dtype=dtype)
         self.conv1d = nn.Conv1d(inner, inner, conv, groups=inner, device=device, dtype=dtype) if conv else None
@@ -190,6 +194,7 @@ class E79Layer(nn.Module):
         Raises:
             ValueError: A shape does not fit, or T is 0.
         """
+        strided("E79Layer", "x", x)
         if x.dim() != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"E79Layer: x must have shape [B, T, dim] = [B, T, {self.dim}], got {list(x.shape)}")
         h, tail = self._convolve(self.in_proj(x), None if state is None else state.tail)
@@ -210,6 +215,7 @@ class E79Layer(nn.Module):
         Raises:
             ValueError: A shape does not fit.
         """
+        strided("E79Layer", "x", x)
         if x.dim() != 2:
             raise ValueError(f"E79Layer: step takes x of shape [B, dim] = [B, {self.dim}], got {list(x.shape)}")
         y, state = self(x.unsqueeze(1), state)
@@ -230,9 +236,3 @@ class E79Layer(nn.Module):
     def extra_repr(self) -> str:
         """Returns the sizes, for ``repr``."""
         return f"dim={self.dim}, inner={self.inner}, conv={self.conv}"
-
-
-def _positive(name: str, **sizes: int) -> None:
-    for key, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}: {key} must be at least 1, got {size}")

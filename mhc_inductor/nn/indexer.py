@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from mhc_inductor.api.index import index_topk
+from mhc_inductor.nn.arguments import flags, sizes
+from mhc_inductor.ops.checks import number, strided
 from mhc_inductor.ops.index_loss import call
 
 
@@ -34,18 +36,18 @@ class SparseIndexer(nn.Module):
             last S of the T positions.
 
     Raises:
-        ValueError: topk is below 1.
-        TypeError: topk is not an int.
+        ValueError: topk is below 1, or scale is negative or not finite.
+        TypeError: topk is not an int, scale is not a number, or causal is not a bool.
 
     Source: the lightning indexer of DeepSeek sparse attention (DeepSeek-V3.2, arXiv 2512.02556, equation 1).
     """
 
     def __init__(self, topk: int, *, scale: float | None = None, causal: bool = True) -> None:
         super().__init__()
-        if isinstance(topk, bool) or not isinstance(topk, int):
-            raise TypeError(f"SparseIndexer: topk must be an int, got {type(topk).__name__}")
-        if topk < 1:
-            raise ValueError(f"SparseIndexer: topk must be at least 1, got {topk}")
+        sizes("SparseIndexer", topk=topk)
+        flags("SparseIndexer", causal=causal)
+        if scale is not None:
+            number("SparseIndexer", "scale", scale, 0.0)
         self.topk, self.scale, self.causal = topk, scale, causal
 
     def forward(
@@ -152,8 +154,15 @@ class SparseIndexer(nn.Module):
         if not isinstance(indices, Tensor) or indices.dim() != 4 or indices.shape[2] != 1:
             got = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
             raise ValueError(f"SparseIndexer.loss: indices must have shape [B, S, 1, n], got {got}")
+        for name, t in (("w", w), ("attention_q", attention_q), ("attention_k", attention_k), ("lse", lse)):
+            if t is not None or name != "lse":
+                strided("SparseIndexer.loss", name, t)
+        if attention_q.dim() != 5:
+            got = list(attention_q.shape)
+            raise ValueError(f"SparseIndexer.loss: attention_q must have shape [B, S, G, h, Dk], got {got}")
         if attention_scale is None:
             attention_scale = 1 / math.sqrt(operator.index(attention_q.shape[-1]) or 1)
+        number("SparseIndexer.loss", "attention_scale", attention_scale, read=False)
         listed = indices.squeeze(2)
         attention = (attention_q.detach(), attention_k.detach(), None if lse is None else lse.detach())
         loss, _ = call("index_loss", q, k, w, listed, *attention, self._scale(q), attention_scale)

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 from mhc_inductor.api.mhc import mhc_head, mhc_post, mhc_pre
 from mhc_inductor.api.single_pass import mhc_coefficients, mhc_collapse
+from mhc_inductor.nn.arguments import flags, sizes
+from mhc_inductor.ops.checks import strided
 
 # The conventions of other projects, as arguments: HyperConnection(dim, n, sublayer, **CONVENTIONS["liger"]).
 CONVENTIONS: dict[str, dict[str, Any]] = {
@@ -63,7 +65,15 @@ def expand(x: Tensor, n: int = 4) -> Tensor:
 
     Returns:
         The streams ``[..., n, D]``, contiguous, in x's dtype.
+
+    Raises:
+        ValueError: x has no dimension, or n is below 1.
+        TypeError: x is not a tensor, or n is not an int.
     """
+    strided("expand", "x", x)
+    if not x.dim():
+        raise ValueError("expand: x must have shape [..., D], got []")
+    sizes("expand", n=n)
     return x.unsqueeze(-2).expand(*x.shape[:-1], n, x.shape[-1]).contiguous()
 
 
@@ -160,7 +170,7 @@ class HyperConnection(_Coefficients):
         norm_form: Where norm_eps is added, see :func:`mhc_inductor.mhc_pre`.
 
     Raises:
-        TypeError: sublayer is not a module.
+        TypeError: sublayer is not a module, dim or n is not an int, or residual, gamma or single_pass is not a bool.
         ValueError: n or dim is out of range.
 
     Source: arXiv 2512.24880.
@@ -189,6 +199,7 @@ class HyperConnection(_Coefficients):
         if not isinstance(sublayer, nn.Module):
             raise TypeError(f"HyperConnection: sublayer must be a torch.nn.Module, got {type(sublayer).__name__}")
         _check_sizes("HyperConnection", dim, n)
+        flags("HyperConnection", residual=residual, gamma=gamma, single_pass=single_pass)
         rows = n * n + 2 * n if residual else 2 * n
         super().__init__(dim, n, rows, 3 if residual else 2, gamma, device)
         self.sublayer = sublayer
@@ -359,6 +370,7 @@ class HyperHead(_Coefficients):
         norm_form: str = "inside",
     ) -> None:
         _check_sizes("HyperHead", dim, n)
+        flags("HyperHead", gamma=gamma)
         super().__init__(dim, n, n, 1, gamma, device)
         self.norm_eps, self.hc_eps, self.norm_form = norm_eps, hc_eps, norm_form
         self.reset_parameters()
@@ -409,6 +421,7 @@ class HyperHead(_Coefficients):
 
 
 def _check_sizes(name: str, dim: int, n: int) -> None:
+    sizes(name, dim=dim, n=n)
     if not 2 <= n <= 8:
         raise ValueError(f"{name}: n must be from 2 to 8 streams, got {n}")
     if dim < 16:

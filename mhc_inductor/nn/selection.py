@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mhc_inductor.api.selection import blocks_to_ranges, selection_attention
+from mhc_inductor.nn.arguments import flags, sizes
+from mhc_inductor.ops.checks import integers, strided
 
 
 class SelectionAttention(nn.Module):
@@ -34,6 +36,7 @@ class SelectionAttention(nn.Module):
 
     Raises:
         ValueError: groups, heads or block_size is below 1.
+        TypeError: One of these is not an int, or sink is not a bool.
 
     Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2.
     """
@@ -51,9 +54,13 @@ class SelectionAttention(nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        for name, size in (("groups", groups), ("heads", heads), ("block_size", block_size)):
-            if size is not None and size < 1:
-                raise ValueError(f"SelectionAttention: {name} must be at least 1, got {size}")
+        sizes(
+            "SelectionAttention",
+            groups=groups,
+            heads=heads,
+            **({} if block_size is None else {"block_size": block_size}),
+        )
+        flags("SelectionAttention", sink=sink)
         self.groups, self.heads, self.scale, self.block_size = groups, heads, scale, block_size
         self.sink = nn.Parameter(torch.empty((groups, heads), device=device, dtype=torch.float32)) if sink else None
         self.reset_parameters()
@@ -104,6 +111,7 @@ class SelectionAttention(nn.Module):
                 given.
             TypeError: Neither selection nor indices are given, or a dtype or type does not fit; see :func:`mhc_inductor.selection_attention`.
         """
+        strided("SelectionAttention", "q", q)
         if q.dim() != 5 or q.shape[2] != self.groups or q.shape[3] != self.heads:
             expected = f"[B, S, {self.groups}, {self.heads}, Dk]"
             raise ValueError(
@@ -115,7 +123,16 @@ class SelectionAttention(nn.Module):
             raise kind(f"SelectionAttention: one of selection and indices must be given, got {got}")
         if isinstance(indices, Tensor) and indices.dim() == 4:
             indices = indices.expand(-1, -1, self.groups if indices.shape[2] == 1 else -1, -1)
+        if selection is not None:
+            integers("SelectionAttention", "selection", selection)
+            meaning = "[B, S, G, r, 2]" if self.block_size is None else "[B, S, G, k]"
+            if selection.dim() != (5 if self.block_size is None else 4):
+                got = list(selection.shape)
+                raise ValueError(f"SelectionAttention: selection must have shape {meaning}, got {got}")
         if self.block_size is not None and selection is not None:
+            strided("SelectionAttention", "k", k)
+            if k.dim() != 4:
+                raise ValueError(f"SelectionAttention: k must have shape [B, G, S_kv, Dk], got {list(k.shape)}")
             selection = blocks_to_ranges(
                 selection, self.block_size, k.shape[2], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
             )

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mhc_inductor.api.selection import blocks_to_ranges, selection_attention
+from mhc_inductor.nn.arguments import sizes
+from mhc_inductor.ops.checks import number, strided
 from mhc_inductor.ops.selection_blocks import call
 
 
@@ -131,6 +133,7 @@ class NativeSparseAttention(nn.Module):
 
     Raises:
         ValueError: A size is below its minimum or is not a multiple of the size it must be a multiple of.
+        TypeError: A size is not an int, or rope is not a number.
 
     Source: arXiv 2502.11089.
     """
@@ -153,22 +156,25 @@ class NativeSparseAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _positive(dim=dim, heads=heads, groups=groups)
+        module = "NativeSparseAttention"
+        sizes(module, dim=dim, heads=heads, groups=groups)
         head_dim = dim // heads if head_dim is None else head_dim
         value_dim = head_dim if value_dim is None else value_dim
-        _positive(head_dim=head_dim, value_dim=value_dim, stride=stride)
-        _positive(block_size=block_size, compress=compress, window=window)
+        sizes(module, head_dim=head_dim, value_dim=value_dim, stride=stride)
+        sizes(module, block_size=block_size, compress=compress, window=window, top_k=top_k)
+        if rope is not None:
+            number(module, "rope", rope)
         if heads % groups:
-            raise ValueError(f"NativeSparseAttention: heads must be a multiple of groups = {groups}, got {heads}")
+            raise ValueError(f"{module}: heads must be a multiple of groups = {groups}, got {heads}")
         for name, size in (("compress", compress), ("block_size", block_size)):
             if size % stride:
-                raise ValueError(f"NativeSparseAttention: {name} must be a multiple of stride = {stride}, got {size}")
+                raise ValueError(f"{module}: {name} must be a multiple of stride = {stride}, got {size}")
         if top_k < 3:
             raise ValueError(
-                f"NativeSparseAttention: top_k must be at least 3 (the first, the own and the previous block), got {top_k}"
+                f"{module}: top_k must be at least 3 (the first, the own and the previous block), got {top_k}"
             )
         if rope is not None and head_dim % 2:
-            raise ValueError(f"NativeSparseAttention: head_dim must be even with rope, got {head_dim}")
+            raise ValueError(f"{module}: head_dim must be even with rope, got {head_dim}")
         self.dim, self.groups, self.heads = dim, groups, heads // groups
         self.head_dim, self.value_dim, self.rope = head_dim, value_dim, rope
         self.block_size, self.top_k, self.window = block_size, top_k, window
@@ -197,6 +203,7 @@ class NativeSparseAttention(nn.Module):
         Raises:
             ValueError: x does not have the shape ``[B, S, dim]``.
         """
+        strided("NativeSparseAttention", "x", x)
         if x.dim() != 3 or x.shape[-1] != self.dim:
             expected = f"[B, S, dim] = [B, S, {self.dim}]"
             raise ValueError(f"NativeSparseAttention: x must have shape {expected}, got {list(x.shape)}")
@@ -294,9 +301,3 @@ def _rotate(t: Tensor, position: Tensor, base: float) -> Tensor:
     cos, sin = angle.cos(), angle.sin()
     a, b = t.to(wide).chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(t.dtype)
-
-
-def _positive(**sizes: int) -> None:
-    for key, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"NativeSparseAttention: {key} must be at least 1, got {size}")
