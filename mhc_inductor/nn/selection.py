@@ -127,8 +127,8 @@ class SelectionAttention(nn.Module):
             integers("SelectionAttention", "selection", selection)
             meaning = "[B, S, G, r, 2]" if self.block_size is None else "[B, S, G, k]"
             if selection.dim() != (5 if self.block_size is None else 4):
-                got = list(selection.shape)
-                raise ValueError(f"SelectionAttention: selection must have shape {meaning}, got {got}")
+                came = list(selection.shape)
+                raise ValueError(f"SelectionAttention: selection must have shape {meaning}, got {came}")
         if self.block_size is not None and selection is not None:
             strided("SelectionAttention", "k", k)
             if k.dim() != 4:
