@@ -3,18 +3,20 @@
 
 ``python -m tests.suite`` runs every case of every test and writes how long each test function took. Of a function that
 took more than ``SECONDS``, as many cases run as fit into ``SECONDS``, at least one. A function whose cases took more
-than ``LONGEST`` on average is left out. Functions and cases marked ``every_case`` run whole, and of a function marked
-``law`` at least one case runs. The choice is the same on every machine: it depends only on the committed times and on
-the cases' names.
+than ``LONGEST`` on average is left out, unless ``LAWS`` names it: then one case runs. Functions and cases marked
+``every_case`` run whole. The choice is the same on every machine: it depends only on the committed times and on the
+cases' names.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -26,20 +28,43 @@ SECONDS = 1.5
 """Seconds for all cases of a test function."""
 LONGEST = 10.0
 """Seconds of an average case above which a test function is left out."""
-LAWS = (
-    "adversarial programs",
-    "disable() takes everything back",
-    "failure at every edit",
-    "families in every kind of mode",
-    "formulas on DTensors",
-    "processes that are spawned",
-    "random modules",
-    "random spellings",
-    "resume after a kill",
-    "state of the process",
-    "through Inductor",
-)
-"""The classes of laws that each commit is tested by: names of the mark ``law``. Issues were closed on them."""
+LAWS: dict[str, tuple[str, ...]] = {
+    "adversarial programs": ("test_adversarial.py::test_random_programs_give_what_eager_gives",),
+    "caches of compiled code": (
+        "test_cacheable.py::test_a_routed_model_is_cached",
+        "test_process_state.py::test_a_graph_with_ops_under_the_plain_backend_is_compiled_with_the_pass_and_its_key",
+    ),
+    "disable() takes everything back": ("test_laws_process.py::test_disable_takes_everything_back",),
+    "failure at every edit and in every function of the pass": (
+        "test_laws_process.py::test_a_failure_in_any_function_of_the_pass_leaves_a_graph_that_is_right",
+        "test_routing_plugin.py::test_a_failing_edit_leaves_the_model_as_it_was",
+    ),
+    "families in every kind of mode": ("test_sparse_models.py::test_routed_of_all_and_the_same_results",),
+    "formulas on DTensors": ("test_laws_process.py::test_a_block_on_dtensors_compiles",),
+    "models on several ranks": ("test_sharding.py::test_two_ranks", "test_sharding.py::test_four_ranks"),
+    "planted failures are found": (
+        "test_adversarial.py::test_a_planted_wrong_rewrite_is_found_and_the_program_shrinks",
+        "test_routing_e79.py::test_a_mutant_is_not_routed_and_the_report_says_why",
+        "test_routing_selection.py::test_a_mutant_is_not_routed_and_the_report_says_why",
+        "test_routing_spellings.py::test_no_mutant_is_routed",
+        "test_routing_verify.py::test_a_wrong_op_is_refused",
+    ),
+    "processes that are spawned": ("test_engines.py::test_a_spawned_process_runs_pickled_models",),
+    "random modules": ("test_routing_fuzz.py::test_random_modules_give_the_same_with_and_without_routing",),
+    "random spellings": (
+        "test_routing_e79.py::test_random_spellings_are_routed",
+        "test_routing_index.py::test_spellings",
+        "test_routing_selection.py::test_random_spellings_are_routed",
+        "test_routing_spellings.py::test_random_spellings_are_routed",
+    ),
+    "resume after a kill": ("test_example_fsdp.py::test_killed_and_resumed_has_the_same_losses",),
+    "state of the process": ("test_process_state.py::test_a_compile_changes_nothing_in_the_process",),
+    "through Inductor": (
+        "test_routing_e79.py::test_compiled_with_inductor",
+        "test_routing_spellings.py::test_through_inductor",
+    ),
+}
+"""Test functions of each class of laws. Issues were closed on these, so each commit runs a case of each."""
 COMMIT = os.environ.get("MHC_INDUCTOR_TESTS") == "commit"
 """Whether this is a run of ``./dev test`` without options."""
 
@@ -98,7 +123,16 @@ def function(nodeid: str) -> str:
     return nodeid.partition("[")[0].partition("@")[0]
 
 
-def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+def selected(*files: str) -> set[str]:
+    """Returns the names of the cases of ``files`` that ``./dev test`` runs, as pytest collects them."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *sorted(files)]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"MHC_INDUCTOR_TESTS": "commit"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return {line for line in done.stdout.splitlines() if line.startswith("tests/")}
+
+
+def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Returns the collected cases that ``./dev test`` does not run."""
     rest = [item for item in items if not item.get_closest_marker("every_case")]
     tests: dict[str, list[Case]] = defaultdict(list)
@@ -106,6 +140,7 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
         call = getattr(item, "callspec", None)
         values = frozenset(call.indices.items()) if call else frozenset()
         tests[function(item.nodeid)].append(Case(item.name, values))
-    laws = {function(item.nodeid) for item in rest if item.get_closest_marker("law")}
-    names = chosen(tests, recorded(), laws)
+    laws = {f"tests/{test}" for one in LAWS.values() for test in one}
+    whole = {function(item.nodeid) for item in items if item.get_closest_marker("every_case")}
+    names = chosen(tests, recorded(), laws - whole)
     return [item for item in rest if (function(item.nodeid), item.name) not in names]

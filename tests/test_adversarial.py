@@ -33,7 +33,6 @@ SEED, EACH = 1, 10  # differs from the full run's seed
 SHARE = 0.6
 
 
-@pytest.mark.law("adversarial programs")
 @pytest.mark.parametrize("start", range(0, 50, EACH))
 def test_random_programs_give_what_eager_gives(start: int) -> None:
     done = [outcome((number, SEED, False)) for number in range(start, start + EACH)]

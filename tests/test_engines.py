@@ -214,7 +214,6 @@ def test_layers_that_are_compiled_one_by_one_are_all_routed(inserted: None, kind
     assert counted(kind, before) in [KINDS[kind].expected(times) for times in range(1, DEPTH + 1)]
 
 
-@pytest.mark.law("processes that are spawned")
 def test_a_spawned_process_runs_pickled_models() -> None:
     models = {kind: made.model() for kind, made in KINDS.items()}
     with torch.no_grad():

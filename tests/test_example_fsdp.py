@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of FSDP2 on two processes of torchrun: killed in a step and started again, it loses nothing."""
+"""The example of FSDP2 on one process and on two of torchrun: killed in a step and started again, it loses nothing."""
 
 from __future__ import annotations
 
@@ -17,32 +17,36 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-def _torchrun(folder: pathlib.Path, turn: str) -> subprocess.CompletedProcess[str]:
+def _started(folder: pathlib.Path, turn: str, ranks: int) -> subprocess.CompletedProcess[str]:
     program = pathlib.Path(__file__).parent.parent / "benchmarks" / "multi_gpu" / "resume.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    command, alone = [sys.executable, str(program)], {}
+    if ranks > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    else:  # what torchrun would say, without its process
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     size = {"steps": 5, "dim": 32, "layers": 1, "batch": 2, "seq": 16}
     killed = {"every": 2, "killed_after": 3}  # the last checkpoint is of step 2
     words = {"folder": str(folder), "turn": turn, "size": size, "device": "cpu", "inductor": False, **killed}
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **alone}
     return subprocess.run([*command, json.dumps(words)], capture_output=True, text=True, env=env, timeout=300)
 
 
-@pytest.mark.law("resume after a kill")
-def test_killed_and_resumed_has_the_same_losses(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.every_case), 2])
+def test_killed_and_resumed_has_the_same_losses(tmp_path: pathlib.Path, ranks: int) -> None:
     for name in ("typer", "rich", "matplotlib"):
         pytest.importorskip(name)
     import matplotlib.pyplot as plt
 
-    killed = _torchrun(tmp_path, "first")
-    assert killed.returncode != 0 and (tmp_path / "whole1.json").exists(), killed.stderr[-3000:]
+    killed = _started(tmp_path, "first", ranks)
+    assert killed.returncode != 0 and (tmp_path / f"whole{ranks - 1}.json").exists(), killed.stderr[-3000:]
     saved = sorted(f.name for f in (tmp_path / "cut").iterdir())
     assert saved == ["step_000002"] and not (tmp_path / "resumed0.json").exists()
     # A checkpoint whose writing was cut off has no metadata, and is passed over.
     (tmp_path / "cut" / "step_000004").mkdir()
-    done = _torchrun(tmp_path, "again")
+    done = _started(tmp_path, "again", ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resumed after step 2" in done.stdout and "tokens a second" in done.stdout
-    for rank in (0, 1):
+    for rank in range(ranks):
         whole, resumed, graphs = (
             json.loads((tmp_path / f"{name}{rank}.json").read_text()) for name in ("whole", "resumed", "graphs")
         )

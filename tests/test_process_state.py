@@ -24,7 +24,6 @@ from mhc_inductor.scope import Change
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.law("state of the process")
 @pytest.mark.timeout(600)
 def test_a_compile_changes_nothing_in_the_process():
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0"}

@@ -70,10 +70,10 @@ def test_every_way_to_write_each_part_is_routed(start: int) -> None:
         assert_one_scan(loop)
 
 
-@pytest.mark.law("random spellings")
-def test_random_spellings_are_routed() -> None:
+@pytest.mark.parametrize("start", (0, 5, 10))
+def test_random_spellings_are_routed(start: int) -> None:
     """Tests one in five; tests/all_spellings.py tests all of them."""
-    for loop in spellings(RANDOM, SEED)[::5]:
+    for loop in spellings(RANDOM, SEED)[start::15]:
         assert_one_scan(loop)
 
 
@@ -148,9 +148,9 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("start", range(0, len(MUTATIONS), 12))
+@pytest.mark.parametrize("start", range(0, len(MUTATIONS), 6))
 def test_a_mutant_is_not_routed_and_the_report_says_why(start: int) -> None:
-    for loop in mutants()[start : start + 12]:
+    for loop in mutants()[start : start + 6]:
         got, unrouted = _run(loop)
         assert not got.ops, f"{loop.name} is routed"
         assert REASONS[loop.mutant] in reasons(got), f"{loop.name}: {reasons(got)}"

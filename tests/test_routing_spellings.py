@@ -24,7 +24,7 @@ from tests.mutations import Mutation, mutants
 from tests.spellings import AXES, Spelling, singles, spellings
 
 TOTAL, SEED = 500, 0
-EVERY, PARTS = 5, 4
+EVERY, PARTS = 5, 10
 """Every EVERY-th random spelling is tested here, in PARTS parts; tests/all_spellings.py tests all of them."""
 FP32_SUMS = 2e-6  # fp32 sums of a few hundred products in another order
 
@@ -97,7 +97,6 @@ def _wrong_numbers(s: Spelling, got: Captured) -> str | None:
     return None
 
 
-@pytest.mark.law("random spellings")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_spellings_are_routed(part: int) -> None:
     missed = [
@@ -151,7 +150,6 @@ def test_spellings_differ() -> None:
     assert drawn == {(axis, name) for axis, table in AXES.items() for name in table}
 
 
-@pytest.mark.law("through Inductor")
 @pytest.mark.parametrize("k", range(0, 80, 10))
 def test_through_inductor(k: int) -> None:
     s = next(itertools.islice(spellings(k + 1, seed=1), k, None))

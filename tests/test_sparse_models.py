@@ -16,7 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from mhc_inductor import compat
 from mhc_inductor.routing.operators.index.operator import IndexOperator
 from mhc_inductor.routing.operators.selection.operator import SelectionOperator
-from tests import capture, sparse_families, sparse_runs
+from tests import capture, each_commit, sparse_families, sparse_runs
 from tests.sparse_families import EACH_COMMIT, FAMILIES
 from tests.sparse_runs import MODES
 
@@ -28,7 +28,6 @@ CASES = [
     for family, one in FAMILIES.items()
     for attention in one.implementations
     for name in sparse_families.modes(attention)
-    if family != "glm5_next" or "dynamic" not in name  # 12 graphs, two minutes
 ]
 KINDS = ("training", "prefill", "decode", "padded", "packed", "checkpointed", "dynamic", "bf16")
 GRAPHS = {"glm5_next": 13, "mistral_large4": 7}
@@ -60,6 +59,14 @@ def test_each_commit_has_every_family_and_every_kind_of_mode():
     kinds = {attention for _, attention, _ in taken}
     kinds |= {kind for _, _, name in taken for kind in KINDS if kind in name}
     assert kinds == {"eager", "sdpa", *KINDS}
+    test = f"tests/test_sparse_models.py::{test_routed_of_all_and_the_same_results.__name__}"
+    ids = {f"{test}[{'-'.join(case)}]" for case in taken}
+    assert ids <= each_commit.selected("tests/test_sparse_models.py"), "each is run"
+
+
+def test_the_suite_has_every_mode_of_every_family():
+    every = [(f, a, m) for f, one in FAMILIES.items() for a in one.implementations for m in sparse_families.modes(a)]
+    assert [case.values for case in CASES] == every and len(every) == 186
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -88,7 +95,6 @@ def _not_worse(got: capture.Captured, want: capture.Captured, exact: capture.Cap
     assert ours.norm() <= 2 * eager.norm() + 0.1 * size.norm()
 
 
-@pytest.mark.law("families in every kind of mode")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("family", "attention", "name"), CASES)
 def test_routed_of_all_and_the_same_results(family, attention, name):
