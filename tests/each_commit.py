@@ -65,6 +65,8 @@ LAWS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Test functions of each class of laws. Issues were closed on these, so each commit runs a case of each."""
+FAMILY_CASES = 186
+"""Cases of families and modes (``tests/test_sparse_models.py``), all of which the suite runs."""
 COMMIT = os.environ.get("MHC_INDUCTOR_TESTS") == "commit"
 """Whether this is a run of ``./dev test`` without options."""
 

@@ -262,6 +262,8 @@ def test_what_counts_as_counted(tmp_path, counted, note, expected):
 
 def test_every_case_of_every_test_has_run():
     assert not untested(RESULTS, source_hash(folders=TESTED))
+    families, _ = each_commit.recorded()["tests/test_sparse_models.py::test_routed_of_all_and_the_same_results"]
+    assert families == each_commit.FAMILY_CASES
 
 
 @pytest.mark.parametrize(
