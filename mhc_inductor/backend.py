@@ -219,6 +219,11 @@ def is_enabled() -> bool:
     return _enabled is not None
 
 
+def enabled() -> RoutingOptions | None:
+    """Returns the options of :func:`enable` that are in force, or None."""
+    return _enabled
+
+
 def mhc_inductor(
     gm: Any, example_inputs: Any, *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Any:

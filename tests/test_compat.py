@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 COMPAT = ROOT / "mhc_inductor" / "compat"
 MODULES = {file.stem: file for file in COMPAT.glob("*.py") if file.stem != "__init__"}
 FILES = [f for folder in ("mhc_inductor", "lowerings", "kernels") for f in sorted((ROOT / folder).rglob("*.py"))]
-LAYERS = {"lowerings": "lowerings", "backend.py": "backend", "passes.py": "backend"} | {
+LAYERS = {"api": "processes", "lowerings": "lowerings", "backend.py": "backend", "passes.py": "backend"} | {
     layer: layer for layer in ("exported", "ops", "routing")
 }
 """The module of compat that each folder or file may use, besides what is shared."""

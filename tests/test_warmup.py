@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import pathlib
+import pickle
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +20,7 @@ from torch import Tensor, nn
 
 import mhc_inductor
 from mhc_inductor import compat
+from mhc_inductor.api import side_by_side
 from mhc_inductor.nn import HyperConnection
 
 D, N = 16, 4
@@ -205,6 +212,116 @@ def test_wrong_arguments_are_named(seen):
         mhc_inductor.warmup(nn.Linear(2, 2), [(torch.zeros(1, 2),)])
     with pytest.raises(ValueError, match=r"^warmup: parameter _orig_mod.weight is not initialised"):
         mhc_inductor.warmup(torch.compile(nn.LazyLinear(2)), [(torch.zeros(1, 2),)])
+
+
+# ---- side by side
+
+
+class Half(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sin()
+
+
+class Two(nn.Module):
+    """Two layers, of which one may be compiled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Half(D, D), Half(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.fixture
+def cached(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Gives an empty cache of graphs on disk, and Dynamo's counters."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"fx_graph_cache": True, "cpp_cache_precompile_headers": False}
+    with torch._inductor.config.patch(options), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield counters
+    torch._dynamo.reset()
+
+
+@pytest.mark.every_case
+def test_processes_compile_what_the_warmup_then_finds(cached, capfd, caplog):
+    """The second graph is of any size: the first process makes it, of the first entry and the third."""
+    model = Two()
+    model.second.compile(backend="mhc_inductor")
+    xs = [torch.randn(n, D) for n in (4, 7, 9)]
+    before, wanted = _state(model), [model.second.forward(model.first(x)) for x in xs]
+    pointers = [t.data_ptr() for t in (*xs, *model.parameters())]
+    with torch.no_grad():
+        found = mhc_inductor.warmup(model, [(xs[0],), {"x": xs[1]}, lambda: (xs[2],)], parallel=2)
+        assert _state(model) == before and [t.data_ptr() for t in (*xs, *model.parameters())] == pointers
+        assert {k: n for k, n in cached["inductor"].items() if "graph_cache" in k} == {"fxgraph_cache_hit": 2}
+        assert [one.graphs for one in found.shapes] == [1, 1, 0]
+        assert found.seconds > found.ahead > 0 and "side by side" in str(found)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for x, y in zip(xs, wanted, strict=True):
+                torch.testing.assert_close(model(x), y)
+    assert "warmup" not in caplog.text + capfd.readouterr().err
+
+
+def test_an_entry_that_fails_in_processes_is_named_as_without_them(cached, caplog, capfd):
+    model = torch.compile(Two(), backend="mhc_inductor", dynamic=False)
+    before = _state(model)
+    with pytest.raises(RuntimeError, match=r"^warmup: shapes\[0\] \(float32\[2, 3\]\): "):
+        mhc_inductor.warmup(model, [(torch.zeros(2, 3),), (torch.zeros(2, D),)], parallel=2)
+    assert "1 of 2 processes failed" in caplog.text and "warmup(parallel=2): " in capfd.readouterr().err
+    assert _state(model) == before
+
+
+def test_without_a_cache_or_a_pickle_nothing_runs_ahead(seen, caplog):
+    model = Two()
+    compiled = torch.compile(model, backend="mhc_inductor")
+    assert mhc_inductor.warmup(compiled, [(torch.zeros(2, D),)], parallel=2).graphs == 1
+    assert "Inductor's cache of graphs is off" in caplog.text
+    model.odd = lambda: None
+    with torch._inductor.config.patch(fx_graph_cache=True):
+        assert len(mhc_inductor.warmup(compiled, [(torch.zeros(2, D),)], parallel=2).shapes) == 1
+    assert "pickling failed" in caplog.text
+    with pytest.raises(TypeError, match=r"^warmup: parallel must be an int, got float"):
+        mhc_inductor.warmup(compiled, [], parallel=2.0)
+    with pytest.raises(ValueError, match=r"^warmup: parallel must be at least 1, got 0"):
+        mhc_inductor.warmup(compiled, [], parallel=0)
+
+
+def test_a_process_compiles_as_its_parent_would():
+    """Inside one process: modes and settings, and contexts with ``dynamic=``."""
+    stream = io.BytesIO()
+    model = torch.compile(Two(), backend="mhc_inductor", dynamic=True)
+    side_by_side._Pickler(stream, 4).dump(model)
+    assert pickle.loads(stream.getvalue()).dynamo_ctx._dynamic is True
+    model = Two()
+    model.second.compile(backend="mhc_inductor", dynamic=False)
+    compat.processes.compile_in_place(Two(), found := compat.processes.compiled_in_place(model))
+    assert list(found) == ["second"] and compat.has_compiled(model) and found["second"]._dynamic is False
+    with torch.inference_mode(), torch.autocast("cpu", torch.float16), torch._dynamo.config.patch(recompile_limit=3):
+        modes = pickle.loads(pickle.dumps(side_by_side._modes()))
+    whole = [torch._dynamo.config, torch._functorch.config, torch._inductor.config]
+    with contextlib.ExitStack() as stack:
+        for config in whole:
+            stack.enter_context(config.patch({}))
+            stack.callback(config.load_config, config.get_config_copy())
+        with side_by_side._set(modes, 2):
+            assert torch._dynamo.config.recompile_limit == 3 and torch.is_inference_mode_enabled()
+            assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16
+
+
+def test_a_constant_of_torch_has_one_place_in_all_processes(monkeypatch):
+    """Without the order of the parent, a script that imports torch is where pickle finds the constant."""
+    parent = dict.fromkeys(name for name in sys.modules if name != "__mp_main__")
+    monkeypatch.setattr(
+        sys, "modules", {"__mp_main__": types.SimpleNamespace(torch=torch), **{n: sys.modules[n] for n in parent}}
+    )
+    side_by_side._order_modules(parent)
+    assert [*sys.modules] == [*parent, "__mp_main__"]
 
 
 def test_a_bar_is_shown_only_where_asked_and_only_with_rich(seen, monkeypatch, capsys):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mhc_inductor import compat
+from mhc_inductor.api import side_by_side
 from mhc_inductor.api.kept_state import KeptState
 from mhc_inductor.kernels import background
 
@@ -35,14 +36,18 @@ class Warmed:
 
 @dataclasses.dataclass(frozen=True)
 class Warmup:
-    """The result of :func:`warmup`, one entry per entry of ``shapes``, in order."""
+    """The result of :func:`warmup`, one entry per entry of ``shapes``, in order.
+
+    ``ahead`` is the seconds that ``parallel`` processes took before; entries find in the caches what those compiled.
+    """
 
     shapes: list[Warmed]
+    ahead: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of all entries."""
-        return sum(one.seconds for one in self.shapes)
+        """Returns the seconds of all entries and of what was compiled ahead of them."""
+        return self.ahead + sum(one.seconds for one in self.shapes)
 
     @property
     def graphs(self) -> int:
@@ -51,11 +56,18 @@ class Warmup:
 
     def __str__(self) -> str:
         lines = [f"{one.seconds:7.1f} s  {one.graphs:3} graphs  {one.arguments}" for one in self.shapes]
+        if self.ahead:
+            lines.insert(0, f"{self.ahead:7.1f} s              side by side, ahead of the others")
         return "\n".join([*lines, f"{self.seconds:7.1f} s  {self.graphs:3} graphs  in all"])
 
 
 def warmup(
-    model: Callable[..., Any], shapes: Sequence[Any], *, backward: Backward = False, progress: bool | None = None
+    model: Callable[..., Any],
+    shapes: Sequence[Any],
+    *,
+    backward: Backward = False,
+    progress: bool | None = None,
+    parallel: int | None = None,
 ) -> Warmup:
     """Compiles a model for given arguments, by one call for each, and returns how long that took.
 
@@ -74,15 +86,21 @@ def warmup(
             function without arguments that makes one of these.
         backward: compile the backward too. True sums all outputs; a function gets the outputs and returns the loss.
         progress: show a bar on stderr. By default, if rich is installed and stderr is a terminal.
+        parallel: a number of processes that first compile the graphs of all entries side by side, into Inductor's
+            caches on disk. They pay where cores are free and compiling takes far longer than one more start of Python
+            and trace of all entries. Python starts them as ``multiprocessing`` does with "spawn": a script needs
+            ``if __name__ == "__main__":``. ``model`` and ``backward`` must be such as pickle takes, else a warning is
+            logged and nothing runs ahead. Each process copies what the model keeps on a CPU; memory of a GPU is shared.
+            Functions among ``shapes`` are called once more.
 
     Returns:
         Seconds and graphs of each entry.
 
     Raises:
-        TypeError: if ``model`` is no module, an entry of ``shapes`` is none of the above, or ``backward`` is neither a
-            bool nor a function.
-        ValueError: if nothing is compiled, ``backward`` is asked for where no output has a gradient, or a lazy module
-            has not made its parameters.
+        TypeError: if ``model`` is no module, an entry of ``shapes`` is none of the above, ``backward`` is neither a bool
+            nor a function, or ``parallel`` is no int.
+        ValueError: if nothing is compiled, ``backward`` is asked for where no output has a gradient, a lazy module has
+            not made its parameters, or ``parallel`` is less than 1.
         RuntimeError: if a call fails. It names the entry and its arguments.
     """
     if not isinstance(model, nn.Module):
@@ -94,9 +112,15 @@ def warmup(
     lazy = [name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)]
     if lazy:
         raise ValueError(f"warmup: parameter {lazy[0]} is not initialised: call the lazy module once first")
+    if parallel is not None and (not isinstance(parallel, int) or isinstance(parallel, bool)):
+        raise TypeError(f"warmup: parallel must be an int, got {type(parallel).__name__}")
+    if parallel is not None and parallel < 1:
+        raise ValueError(f"warmup: parallel must be at least 1, got {parallel}")
     compat.start_compile_workers()
-    state = KeptState(compat.uncompiled(model))
+    state, ahead = KeptState(compat.uncompiled(model)), 0.0
     try:
+        if shapes and (parallel or 1) > 1:
+            ahead = _ahead(model, state, shapes, backward, parallel or 1)
         with _bar(len(shapes), progress) as advance:
             done = []
             for at, entry in enumerate(shapes):
@@ -106,7 +130,17 @@ def warmup(
         state.finish()
     if shapes and not compat.has_compiled(model) and not any(one.graphs for one in done):
         raise ValueError("warmup: nothing is compiled: call torch.compile(model), or model.compile(), first")
-    return Warmup(done)
+    return Warmup(done, ahead)
+
+
+def _ahead(model: nn.Module, state: KeptState, shapes: Sequence[Any], backward: Backward, processes: int) -> float:
+    """Compiles what all entries need in several processes, and returns the seconds that took."""
+    start = time.perf_counter()
+    with state.one_call(()):
+        calls = [_arguments(at, entry) for at, entry in enumerate(shapes)]
+    with state.one_call(calls):
+        side_by_side.fill_caches(model, [kwargs or args for args, kwargs in calls], backward, processes)
+    return time.perf_counter() - start
 
 
 def _warm(model: nn.Module, state: KeptState, at: int, entry: Any, backward: Backward) -> Warmed:

@@ -12,6 +12,7 @@ from mhc_inductor.compat import backend as backend
 from mhc_inductor.compat import exported as exported
 from mhc_inductor.compat import lowerings as lowerings
 from mhc_inductor.compat import ops as ops
+from mhc_inductor.compat import processes as processes
 from mhc_inductor.compat import routing as routing
 from mhc_inductor.compat.shared import HigherOrderOperator as HigherOrderOperator
 from mhc_inductor.compat.shared import OpOverload as OpOverload
