@@ -15,7 +15,7 @@ from torch.utils import cpp_extension
 
 import mhc_inductor
 
-GROUPS, HEADS, STREAMS = 2, 2, 4
+GROUPS, HEADS, STREAMS, INDEX_HEADS = 2, 2, 4, 16
 CASES = [(2, 6), (3, 13)]
 """Batch and length of inputs. Export uses the second: attention to 5 of 6 keys would stay dense on a GPU."""
 
@@ -62,31 +62,79 @@ class Everything(nn.Module):
             return outputs
         return *outputs, mhc_inductor.index_topk(q[:, :, 0], k[:, 0], y[..., :HEADS], 3)
 
+    @property
+    def ops(self) -> dict[str, int]:
+        """Counts the ops of the routed program."""
+        return {"mhc_pre": 2, "mhc_post": 2, "selection_attention": 2}
 
-def inputs(B: int, S: int, width: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(B * S)
+
+class Listed(nn.Module):
+    """Index scores, and attention to lists of keys: to those of the largest scores, or to four from a start on.
+
+    Args:
+        width: columns of a stream.
+        head: columns of a query.
+        picks: choose the keys by ``index_topk``.
+    """
+
+    def __init__(self, width: int, head: int, picks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.picks = head, picks
+        self.columns = [GROUPS * HEADS * head, GROUPS * head, GROUPS * head, INDEX_HEADS * head, head, INDEX_HEADS]
+        self.made = nn.Linear(width, sum(self.columns))
+
+    def forward(self, x: Tensor, starts: Tensor) -> tuple[Tensor, ...]:
+        """Takes the inputs of :class:`Everything`. Returns the attention, the scores, and the keys if it chose them."""
+        q, k, v, index_q, index_k, w = self.made(x.mean(-2)).split(self.columns, -1)
+        B, S = x.shape[:2]
+        q = q.view(B, S, GROUPS, HEADS, self.head)
+        k, v = (t.view(B, S, GROUPS, self.head).transpose(1, 2) for t in (k, v))
+        index_q = index_q.view(B, S, INDEX_HEADS, self.head)
+        indices = starts + torch.arange(4, device=x.device)
+        chosen = ()
+        if self.picks:
+            chosen = (mhc_inductor.index_topk(index_q, index_k, w, 3),)
+            indices = chosen[0].unsqueeze(2).expand(-1, -1, GROUPS, -1)
+        o = mhc_inductor.selection_attention(q, k, v, indices=indices)
+        return o, mhc_inductor.index_scores(index_q, index_k, w), *chosen
+
+    @property
+    def ops(self) -> dict[str, int]:
+        """Counts the ops of the routed program."""
+        return {"selection_list_attention": 1, "index_scores": 1, **({"index_topk": 1} if self.picks else {})}
+
+
+def inputs(B: int, S: int, width: int, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(B * S + seed)
     starts = torch.randint(-3, S, (B, S, GROUPS, 1), generator=g)
     return torch.randn(B, S, STREAMS, width, generator=g).to(device), starts.to(device)
 
 
-def exported(model: nn.Module, width: int, device: str = "cpu") -> torch.export.ExportedProgram:
-    """Returns the routed program of a model that takes :func:`inputs`, with dynamic batch and length."""
+def exported(model: nn.Module, width: int, device: str = "cpu", dynamic: bool = True) -> torch.export.ExportedProgram:
+    """Returns the routed program of a model that takes :func:`inputs`, with dynamic batch and length if asked."""
     sizes = {0: Dim("batch", min=1, max=64), 1: Dim("length", min=3, max=512)}
-    program = torch.export.export(model, inputs(*CASES[1], width, device), dynamic_shapes=(sizes, sizes))
-    return mhc_inductor.route_exported(program)
+    shapes = (sizes, sizes) if dynamic else None
+    return mhc_inductor.route_exported(
+        torch.export.export(model, inputs(*CASES[1], width, device), dynamic_shapes=shapes)
+    )
 
 
-def make(folder: pathlib.Path, width: int, head: int, picks: bool, recurrent: bool = True, device: str = "cpu") -> None:
-    """Writes the package ``model.pt2`` into a folder, and inputs and expected outputs of each of ``CASES``."""
-    model = Everything(width, head, picks, recurrent).to(device)
+def make(
+    folder: pathlib.Path, model: Everything | Listed, width: int, device: str = "cpu", dynamic: bool = True
+) -> None:
+    """Writes the package ``model.pt2`` into a folder, and inputs and expected outputs of two cases.
+
+    They have the sizes of ``CASES``, or without ``dynamic`` both that of the second.
+    """
+    model = model.to(device)
     with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):
-        routed = exported(model, width, device)
+        routed = exported(model, width, device, dynamic)
         code = routed.graph_module.code
-        assert code.count("mhc_inductor.mhc_pre.default") == code.count("mhc_inductor.mhc_post.default") == 2
-        assert code.count("mhc_inductor.selection_attention.default") == 2
+        assert {op: code.count(f"mhc_inductor.{op}.default") for op in model.ops} == model.ops
         torch._inductor.aoti_compile_and_package(routed, package_path=str(folder / "model.pt2"))
-    for i, sizes in enumerate(CASES):
-        args = inputs(*sizes, width, device)
+    for i, sizes in enumerate(CASES if dynamic else CASES[1:] * 2):
+        args = inputs(*sizes, width, device, seed=i)
         with torch.no_grad():
             torch.save((args, model(*args)), folder / f"case{i}.pt")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A package for a GPU (AOTInductor), with the operators whose kernels run without Python."""
+"""Packages for a GPU (AOTInductor), with the operators whose kernels run without Python."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu_packages")]
 TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Returns a folder with a package whose symbols are bound to its own definitions.
+MODELS = {
+    "mHC, E79 and ranges": lambda: packaged.Everything(64, 32, picks=False, recurrent=True),
+    "lists and index scores": lambda: packaged.Listed(64, 32, picks=False),
+    "chosen keys": lambda: packaged.Listed(64, 32, picks=True),
+}
 
-    Loading crashes otherwise where g++ 13 built it: the loader takes templates of std::regex from libtorch.
+
+@pytest.fixture(scope="module", params=MODELS)
+def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Returns a folder with a package of a model, whose symbols are bound to its own definitions.
+
+    Loading crashes otherwise where g++ 13 built it: the loader takes templates of std::regex from libtorch. Sizes are
+    static where the model calls ``index_topk``, which needs Python with dynamic ones.
     """
     folder = tmp_path_factory.mktemp("package")
     linker = folder / "g++"
@@ -31,7 +39,7 @@ exec {compiler} "$@"
 """)
     linker.chmod(0o755)
     with torch._inductor.config.patch({"cpp.cxx": (str(linker),)}):
-        packaged.make(folder, width=64, head=32, picks=False, device="cuda")
+        packaged.make(folder, MODELS[request.param](), 64, "cuda", dynamic=request.param != "chosen keys")
     return folder
 
 

@@ -25,8 +25,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     if missing:
         # What the doctor says of this torch.
         with pytest.raises(InductorError):
-            packaged.make(folder, width=16, head=8, picks=True)
-    packaged.make(folder, width=16, head=8, picks=True, recurrent=not missing)
+            packaged.make(folder, packaged.Everything(16, 8, picks=True, recurrent=True), 16)
+    packaged.make(folder, packaged.Everything(16, 8, picks=True, recurrent=not missing), 16)
     return folder
 
 
@@ -38,3 +38,12 @@ def test_a_process_without_this_package_loads_it(package: pathlib.Path) -> None:
 @pytest.mark.every_case
 def test_a_program_in_cpp_runs_it_without_python(package: pathlib.Path) -> None:
     packaged.run_in_cpp(package)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("picks", [False, True], ids=["dynamic", "chosen keys"])
+def test_lists_and_index_scores_run_without_this_package(tmp_path: pathlib.Path, picks: bool) -> None:
+    """Runs on a CPU what tests/test_gpu_packages.py runs on a GPU."""
+    packaged.make(tmp_path, packaged.Listed(16, 8, picks), 16, dynamic=not picks)
+    packaged.run_in_python(tmp_path)
+    packaged.run_in_cpp(tmp_path)
