@@ -582,9 +582,6 @@ def shrunk(case: Case, modes: Sequence[str]) -> Case:
 
 def outcome(task: tuple[int, int, bool]) -> Outcome:
     """Runs the task (number, seed, whether to shrink)."""
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.ERROR)
-    torch.set_num_threads(1)
     number, seed, shrink = task
     start = time.perf_counter()
     case, refused = random_case(number, seed)
@@ -602,13 +599,20 @@ def outcome(task: tuple[int, int, bool]) -> Outcome:
     )
 
 
+def _quiet() -> None:
+    """Prepares a process that does nothing else."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
+
+
 def outcomes(numbers: Iterable[int], seed: int, jobs: int, shrink: bool = True) -> Iterator[Outcome]:
     """Yields every outcome, in order."""
     tasks = [(i, seed, shrink) for i in numbers]
     if jobs == 1:
         yield from map(outcome, tasks)
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _quiet) as pool:
         yield from pool.map(outcome, tasks, chunksize=8)
 
 
@@ -697,4 +701,5 @@ def main(
 
 
 if __name__ == "__main__":
+    _quiet()
     typer.run(main)

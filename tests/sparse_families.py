@@ -295,13 +295,6 @@ SDPA_MODES = (
     "training, checkpointed, packed",
 )
 CHECKPOINTED = [name for name in EAGER_MODES if "checkpointed" in name]
-PADDED = (
-    "training, checkpointed, left padded",
-    "training, left padded",
-    "prefill, left padded",
-    "prefill, right padded",
-    "decode, left padded",
-)
 ROUTED: dict[tuple[str, str, str], tuple[int, int]] = {
     # Its layers write a dictionary inside the checkpoint, which breaks the graph between index and attention.
     **{("mistral_large4", "eager", name): (0, 0) for name in CHECKPOINTED},
@@ -311,8 +304,7 @@ ROUTED: dict[tuple[str, str, str], tuple[int, int]] = {
     **{("glm5_next", attention, name): (0, 1) for attention in ("eager", "sdpa") for name in CHECKPOINTED},
     # A plain window, which is not counted among its attentions, is routed too.
     **{("dots3_note", "eager", name): (1, 2) for name in EAGER_MODES},
-    # Its blocks stay where rows may lack keys and the fill is added inside one call, or is under padding.
-    **{("minimax_m3_vl", "eager", name): (0, 0) for name in PADDED},
+    # Its blocks stay where rows may lack keys and the fill is added inside one call.
     **{("minimax_m3_vl", "sdpa", name): (0, 0) for name in SDPA_MODES},
 }
 """How many (indexers, attentions) are routed where not all are, by family, implementation and mode."""

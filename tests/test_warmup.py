@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import pathlib
 import pickle
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -19,9 +21,11 @@ import torch
 from torch import Tensor, nn
 
 import mhc_inductor
+from benchmarks.source_hash import ROOT
 from mhc_inductor import compat
 from mhc_inductor.api import side_by_side
 from mhc_inductor.nn import HyperConnection
+from tests.warmed import Two
 
 D, N = 16, 4
 
@@ -217,23 +221,6 @@ def test_wrong_arguments_are_named(seen):
 # ---- side by side
 
 
-class Half(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).sin()
-
-
-class Two(nn.Module):
-    """Two layers, of which one may be compiled in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = Half(D, D), Half(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
 @pytest.fixture
 def cached(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Gives an empty cache of graphs on disk, and Dynamo's counters."""
@@ -249,23 +236,12 @@ def cached(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.mark.every_case
-def test_processes_compile_what_the_warmup_then_finds(cached, capfd, caplog):
-    """The second graph is of any size: the first process makes it, of the first entry and the third."""
-    model = Two()
-    model.second.compile(backend="mhc_inductor")
-    xs = [torch.randn(n, D) for n in (4, 7, 9)]
-    before, wanted = _state(model), [model.second.forward(model.first(x)) for x in xs]
-    pointers = [t.data_ptr() for t in (*xs, *model.parameters())]
-    with torch.no_grad():
-        found = mhc_inductor.warmup(model, [(xs[0],), {"x": xs[1]}, lambda: (xs[2],)], parallel=2)
-        assert _state(model) == before and [t.data_ptr() for t in (*xs, *model.parameters())] == pointers
-        assert {k: n for k, n in cached["inductor"].items() if "graph_cache" in k} == {"fxgraph_cache_hit": 2}
-        assert [one.graphs for one in found.shapes] == [1, 1, 0]
-        assert found.seconds > found.ahead > 0 and "side by side" in str(found)
-        with torch.compiler.set_stance("fail_on_recompile"):
-            for x, y in zip(xs, wanted, strict=True):
-                torch.testing.assert_close(model(x), y)
-    assert "warmup" not in caplog.text + capfd.readouterr().err
+def test_processes_compile_what_the_warmup_then_finds(tmp_path: pathlib.Path) -> None:
+    """Runs a script, as a user would: what other tests leave in this process is a part of the keys of the cache."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = {**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "tests.warmed"], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert done.returncode == 0 and "warmup" not in done.stderr, done.stderr[-3000:]
 
 
 def test_an_entry_that_fails_in_processes_is_named_as_without_them(cached, caplog, capfd):
