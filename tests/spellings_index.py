@@ -210,6 +210,23 @@ NEAR: dict[str, tuple[Callable[[Tensor, Tensor, Tensor, Tensor], object], str]] 
 }  # fmt: skip
 """Formulas that resemble an indexer, and a part of the reason why they stay."""
 
+UNSCORED = (
+    "magnitudes",
+    "soft cap",
+    "soft cap inside",
+    "maximum over heads",
+    "maximum of products",
+    "no relu",
+    "gelu",
+    "loop over heads",
+    "loop over queries",
+    "bias of keys",
+    "squared",
+    "weights of keys",
+    "keys of each head",
+)
+"""Those whose scores are not the op's. Of the others ``index_scores`` computes the scores, and the choice stays."""
+
 SILENT: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], object]] = {
     "router": lambda q, k, w, m: torch.softmax(q.float().flatten(2), -1).topk(2, -1).indices,
     "sampling": lambda q, k, w, m: w.float().topk(2, -1),

@@ -578,6 +578,19 @@ _picks(
     dropout_off=lambda c, s, v: F.dropout(s.softmax(-1).to(v.dtype), p=0.1, training=False),
 )
 
+
+@pick("softmax")
+def _softmax_written_out(c: Call, s: Tensor, v: Tensor) -> Tensor:
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return (e / e.sum(-1, keepdim=True)).to(v.dtype)
+
+
+@pick("softmax")
+def _softmax_written_detached(c: Call, s: Tensor, v: Tensor) -> Tensor:
+    e = torch.exp(s - s.max(dim=-1).values[..., None].detach())
+    return (e / e.sum(dim=-1).unsqueeze(-1)).to(v.dtype)
+
+
 _picks(
     "sink",
     none=lambda c, s, b, v: c.softmax(s, v),
@@ -649,6 +662,11 @@ def _form_sdpa_groups(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Te
     k, v = (x.transpose(1, 2).unsqueeze(2) for x in (k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=m.transpose(1, 2).unsqueeze(2))
     return o.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+@pick("form")
+def _form_sdpa_mask_read_again(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    return _form_sdpa(c, q, k, v, m) * m.sum(-1, keepdim=True).sum(2, keepdim=True)
 
 
 @pick("form")
@@ -876,7 +894,20 @@ _wrong(
     dropped=lambda c, s, v: F.dropout(s.softmax(-1).to(v.dtype), p=0.5, training=True),
     squared=lambda c, s, v: s.softmax(-1).to(v.dtype) ** 2,
     doubled=lambda c, s, v: 2.0 * s.softmax(-1).to(v.dtype) + 1e-3,
+    written_without_maximum=lambda c, s, v: _divided(s.exp(), s.exp().sum(-1, True), v),
+    written_with_another_maximum=lambda c, s, v: _divided(e := (s - s.amax(-2, True)).exp(), e.sum(-1, True), v),
+    written_with_a_larger_sum=lambda c, s, v: _divided(e := (s - s.amax(-1, True)).exp(), e.sum(-1, True) + 1.0, v),
+    written_with_the_sum_of_queries=lambda c, s, v: _divided(e := (s - s.amax(-1, True)).exp(), e.sum(-2, True), v),
+    written_with_a_mean=lambda c, s, v: _divided(e := (s - s.amax(-1, True)).exp(), e.mean(-1, True), v),
+    written_as_a_power_of_2=lambda c, s, v: _divided(e := (s - s.amax(-1, True)).exp2(), e.sum(-1, True), v),
+    written_with_a_sharper_sum=lambda c, s, v: _divided(
+        (d := s - s.amax(-1, True)).exp(), (2.0 * d).exp().sum(-1, True), v
+    ),
 )
+
+
+def _divided(e: Tensor, total: Tensor, v: Tensor) -> Tensor:
+    return (e / total).to(v.dtype)
 
 
 _wrong(
@@ -904,16 +935,6 @@ def _a_bias_in_the_mask(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> 
     slopes = torch.arange(c.G * c.h, dtype=q.dtype).view(-1, 1, 1) * -(c.positions[:, None] - c.t).abs()
     bias = c.heads(torch.zeros(m.shape, dtype=q.dtype).masked_fill(~m, -INF)) + slopes
     return F.scaled_dot_product_attention(q.transpose(1, 2), c.spread(k), c.spread(v), bias).transpose(1, 2)
-
-
-@mutation("form")
-def _mask_returned(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Any:
-    return _sdpa_with(c, q, k, v, m), m
-
-
-@mutation("form")
-def _mask_summed(c: Call, q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Any:
-    return _sdpa_with(c, q, k, v, m) * m.sum(-1, keepdim=True).sum(2, keepdim=True)
 
 
 @mutation("form")
@@ -986,7 +1007,9 @@ def _left_out(one: Attention) -> bool:
     )
     written_out = not p["form"].startswith("sdpa")
     rounded = (s.dtype == torch.bfloat16 or s.mode == "autocast") and p["masked"] in ("large", "add_not")
-    return dynamic or (written_out and rounded)
+    # Autocast puts a cast between the difference and its exponential.
+    cast = s.mode == "autocast" and p["softmax"].startswith("written")
+    return dynamic or (written_out and (rounded or cast))
 
 
 def spellings(count: int, seed: int = 0) -> list[Attention]:

@@ -196,6 +196,80 @@ def test_the_mask_written_through_a_view() -> None:
     check(lambda p: attention(p, at={"mask": open_one}), selection_leaves(), named=["selection"])
 
 
+def _halves(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    held = out[..., -4:]
+    out[..., :-4] = x[..., :-4]
+    one, two = x[..., -4:-2], x[..., -2:]
+    held[..., :2] = one * a.cos() - two * a.sin()
+    held[..., 2:] = two * a.cos() + one * a.sin()
+    return out
+
+
+def _pairs(x: Tensor, a: Tensor) -> Tensor:
+    out = x.clone()
+    held = out[..., -4:].unflatten(-1, (-1, 2))
+    one, two = x[..., -4:].unflatten(-1, (-1, 2)).unbind(-1)
+    held[..., 0] = one * a.cos() - two * a.sin()
+    held[..., 1].copy_(two * a.cos() + one * a.sin())
+    return out
+
+
+def _elsewhere(x: Tensor, a: Tensor) -> Tensor:
+    """Fills a buffer that is made of nothing that has gradients."""
+    out = torch.zeros(x.shape, dtype=x.dtype)
+    for part in out.unbind(-1)[::2]:
+        part += (x * a.sum()).sum(-1)
+    out.transpose(0, -1)[1].add_(x.transpose(0, -1)[1])
+    return out
+
+
+FILLED = {"halves": _halves, "pairs": _pairs, "elsewhere": _elsewhere}
+"""Rotary embeddings, and another filling, written into a new tensor through views of it that are held."""
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_queries_and_keys_filled_through_held_views(name: str) -> None:
+    fill = FILLED[name]
+
+    def program(p: Leaves) -> Any:
+        return sdpa({**p, "q": fill(p["q"], p["angle"]), "k": fill(p["k"], p["angle"])})
+
+    leaves = {**selection_leaves(), "angle": normal(2, seed=8)}
+    check(program, leaves, routed={"selection_attention": 1})
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_streams_filled_through_held_views(name: str) -> None:
+    leaves = {**mhc_leaves(), "angle": normal(2, seed=8)}
+    check(lambda p: block(FILLED[name](p["x"], p["angle"]), p), leaves, routed=MHC)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", FILLED)
+def test_queries_filled_again_between_two_attentions(name: str, grad: bool) -> None:
+    def program(p: Leaves) -> Any:
+        out = FILLED[name](p["q"], p["angle"])
+        held = out[..., 2:]
+        first = sdpa({**p, "q": out})
+        with torch.set_grad_enabled(grad):
+            held[..., 0] = p["q"][..., 0] * 2.0
+        return first, sdpa({**p, "q": out}), sdpa({**p, "q": held, "k": p["k"][..., 2:]}), out
+
+    check(program, {**selection_leaves(), "angle": normal(2, seed=8)}, named=["selection"])
+
+
+def test_a_held_view_is_read_before_and_after_the_tensor_is_filled() -> None:
+    def program(p: Leaves) -> Any:
+        out = p["q"] * 1.0
+        held = out.view(*out.shape)
+        first = sdpa({**p, "q": held})
+        out[..., 2:].mul_(p["angle"].sum())
+        return first, sdpa({**p, "q": held})
+
+    check(program, {**selection_leaves(), "angle": normal(2, seed=8)}, named=["selection"])
+
+
 @pytest.mark.parametrize("name", ["imul", "packet", "relu_by_position"])
 def test_an_attention_with_writes_after_it_is_routed(name: str) -> None:
     def program(p: Leaves) -> Any:

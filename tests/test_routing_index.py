@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable
@@ -12,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture import Captured, eager, reasons, run
-from tests.spellings_index import CHOICES, MASKS, NEAR, SCORES, SILENT, D, H, K
+from tests.capture import Captured, difference, eager, reasons, run
+from tests.spellings_index import CHOICES, MASKS, NEAR, SCORES, SILENT, UNSCORED, D, H, K
 
 B, S, T = 2, 7, 9
 
@@ -91,11 +92,43 @@ def test_near_misses(name: str) -> None:
     fn, reason = NEAR[name]
     x = given()[:4]
     got = run(fn, x, grad=False)
-    assert not got.report.routed and not got.report.problems
+    assert got.ops == ({} if name in UNSCORED else {"index_scores": 1}) and not got.report.problems
     ours = [m.reason for m in got.report.near_misses if m.op == "index_topk"]
     assert ours and any(re.search(reason, m) for m in ours), reasons(got)
     for a, b in zip(got.outputs, eager(fn, x, grad=False).outputs, strict=True):
-        assert torch.equal(a, b)
+        assert torch.allclose(a, b, rtol=1e-6) if a.is_floating_point() else torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_scores_that_something_else_reads_have_gradients(dtype: torch.dtype, dynamic: bool) -> None:
+    """A loss reads masked scores beside the choice, as in training of an indexer; the mask is data."""
+
+    def fn(q: Tensor, k: Tensor, w: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        scores = SCORES["DeepSeek-V3.2"](q, k, w) + mask
+        best = scores.topk(K, -1)
+        return best.indices, best.values.relu(), scores.transpose(1, 2).log_softmax(1).sum(-1)
+
+    q, k, w, seen = given(3, dtype)[:4]
+    x = [q, k, w, torch.where(seen, 0.0, -1e9)]
+    got = run(fn, x, dynamic=None, symbolic=[(0, 1), (2, 1), (3, 1), (1, 1), (3, 2)] if dynamic else [])
+    want = eager(fn, x)
+    assert got.ops == {"index_scores": 1} and "values of topk are used" in reasons(got)
+    assert torch.equal(got.outputs[0], want.outputs[0])
+    assert difference(got, want) < (2e-6 if dtype is torch.float32 else 1e-2)
+    assert all((a is None) == (b is None) for a, b in zip(got.grads.values(), want.grads.values(), strict=True))
+
+
+def test_two_choices_share_their_scores() -> None:
+    def fn(q: Tensor, k: Tensor, w: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        scores = SCORES["Hy4"](q, k, w)
+        return (scores + mask).topk(K, -1).indices, scores.topk(K, -1, largest=False).indices
+
+    x = given()[:4]
+    x[3] = torch.where(x[3], 0.0, -math.inf)
+    got = run(fn, x, grad=False)
+    assert got.ops == {"index_scores": 1}, reasons(got)
+    assert all(map(torch.equal, got.outputs, eager(fn, x, grad=False).outputs))
 
 
 @pytest.mark.parametrize("name", SILENT)
@@ -257,13 +290,13 @@ def test_rows_without_keys_nan_and_infinity() -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_float_masks_of_unknown_values_stay_and_bool_ones_go() -> None:
+def test_float_masks_of_unknown_values_stay_with_the_choice() -> None:
     def added(q: Tensor, k: Tensor, w: Tensor, mask: Tensor) -> Tensor:
         return (SCORES["DeepSeek-V3.2"](q, k, w) + mask).topk(K, -1).indices.sort(-1).values
 
     q, k, w, seen = given()[:4]
     got = run(added, [q, k, w, torch.where(seen, 0.0, float("-inf"))], grad=False)
-    assert not got.report.routed and "cannot see" in reasons(got) and "bool mask" in reasons(got)
+    assert got.ops == {"index_scores": 1} and "cannot see" in reasons(got) and "bool mask" in reasons(got)
 
 
 def test_two_indexers_share_a_mask_and_two_results_one_choice() -> None:
@@ -277,12 +310,12 @@ def test_two_indexers_share_a_mask_and_two_results_one_choice() -> None:
     assert torch.equal(got.outputs[0], got.outputs[1].long())
 
 
-def test_too_many_keys_stay() -> None:
+def test_too_many_keys_are_chosen_by_topk() -> None:
     def fn(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
         return SCORES["DeepSeek-V4"](q, k, w).topk(4097, -1).indices
 
     got = run(fn, given(s=1, t=4100)[:3], grad=False)
-    assert not got.report.routed and "up to 4096" in reasons(got)
+    assert got.ops == {"index_scores": 1} and "up to 4096" in reasons(got)
 
 
 def test_explain_names_the_line_and_decoding_is_routed() -> None:

@@ -172,8 +172,6 @@ REASONS = {
     "a little added": "the tensor added to the scores is not a mask: its values are not all 0 or at most -1e4",
     "dropped": "the attention weights are dropped out",
     "dropout": "the attention weights are dropped out",
-    "mask returned": "the mask is used elsewhere, too",
-    "mask summed": "the mask is used elsewhere, too",
     "weights returned": "the attention weights or scores are used elsewhere, too",
     "sink twice": "the weights of some keys are cut off",
     "sink of each query": "at most one sink a head",
@@ -348,6 +346,7 @@ _SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 _WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "plain": lambda s, seen: s.softmax(-1),
+    "written out": lambda s, seen: (lambda e: e / e.sum(-1, True))((s - s.amax(-1, True)).exp()),
     "safe": lambda s, seen: torch.ops.aten._safe_softmax(s, -1),
     "nan_to_num": lambda s, seen: s.softmax(-1).nan_to_num(),
     "filled": lambda s, seen: s.softmax(-1).masked_fill(~seen, 0.0),
@@ -356,7 +355,7 @@ _WEIGHTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nan_to_num_times": lambda s, seen: s.softmax(-1).nan_to_num() * seen,
     "hidden": lambda s, seen: torch.where((s == -math.inf).all(-1, keepdim=True), 0.0, s.softmax(-1)),
 }
-_NAN = {("both", "plain"), ("both", "times")}
+_NAN = {("both", "plain"), ("both", "written out"), ("both", "times")}
 _STAYS = {True: {("both", x) for x in _WEIGHTS if x != "safe"}, False: _NAN}
 """What routing leaves alone with gradients and without: those to keys whose scores are filled, or added to, differ."""
 
@@ -419,15 +418,35 @@ def test_layers_share_a_mask() -> None:
     assert difference(got, unrouted) < 5e-6
 
 
-def test_one_layer_that_needs_the_mask_keeps_it_for_all() -> None:
+def test_one_layer_that_needs_the_mask_keeps_it_for_no_other() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
         mask = _mask(ranges, k.shape[2])
         q = q + F.scaled_dot_product_attention(q, k, v, mask)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=0.1)
 
     got, unrouted = _both(fn, *_given())
-    assert not got.ops and "the mask is used elsewhere" in reasons(got)
-    assert difference(got, unrouted) == 0.0
+    assert dict(got.ops) == {"selection_attention": 1} and "dropped out" in reasons(got)
+    assert difference(got, unrouted) < 5e-6
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_mask_that_a_loss_reads_again_and_the_graph_returns(lists: bool) -> None:
+    """The loss of an indexer compares its scores with the attention's weights, summed over heads, at the chosen keys."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> tuple[Tensor, ...]:
+        if lists:
+            chosen = ranges[:, 0].flatten(-2).clamp(0, 15)
+            mask = q.new_full((2, 1, 16, 16), -math.inf).scatter(-1, chosen[:, None], 0.0)
+        else:
+            mask = torch.zeros(2, 1, 16, 16).masked_fill(~_mask(ranges, k.shape[2])[:, :1], -math.inf)
+        o = F.scaled_dot_product_attention(q, k, v, mask)
+        with torch.no_grad():
+            target = (q @ k.mT + mask).softmax(-1).mean(1)
+        return o, F.kl_div((q.mean(1) @ k.mean(1).mT + mask[:, 0].clamp(min=-1e9)).log_softmax(-1), target), mask
+
+    got, unrouted = _both(fn, *_given())
+    assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
+    assert difference(got, unrouted) < 5e-6
 
 
 def test_checkpointed_attention_is_routed_inside() -> None:

@@ -107,16 +107,10 @@ class Placement:
         return Place(anchor, view.modes[anchor], region, trace, overwritten, looks)
 
     def _looked_at(self, node: fx.Node, region: set[fx.Node]) -> int:
-        """Returns the position just before the formula first reads an input.
-
-        If autograd saw a write to the input before that, it is the input's definition instead.
-        """
-        view = self.view
-        made = view.defined(node)
-        first = min((view.defined(u) for u in node.users if u in region), default=made + 1) - 1
-        writers = view.writers(node, made, first)
-        quiet = all(not view.modes[n].grad or not any(map(view.flows, n.all_input_nodes)) for n in writers)
-        return max(first, made) if quiet else made
+        """Returns the position just before the formula first reads an input."""
+        made = self.view.defined(node)
+        first = min((self.view.defined(u) for u in node.users if u in region), default=made + 1) - 1
+        return max(first, made)
 
     def _region(self) -> set[fx.Node]:
         """Returns the view's nodes between inputs and outputs. Raises Unplaced if an input depends on an output."""

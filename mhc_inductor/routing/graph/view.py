@@ -94,8 +94,21 @@ class View:
         return self.real in self.knowledge.in_policies or compat.routing.checkpoint_policy(self.real) is not None
 
     def _in_place(self, node: fx.Node) -> bool:
-        """Returns whether a node of the view writes, or may write, one of its inputs."""
-        return node not in self.made and bool(self.effects.written(self.reader.get(node, node)))
+        """Returns whether a node of the view writes, or may write, one of its inputs, or its result is filled later."""
+        if node in self.made:
+            return False
+        return bool(self.effects.written(self.reader.get(node, node))) or self._filled(node)
+
+    def _filled(self, node: fx.Node) -> bool:
+        """Returns whether a step that stays in place writes a tensor before anything reads it, except to write it.
+
+        The tensor is then not what its call computes: a buffer, or a copy of which a slice is overwritten.
+        """
+        memory, since = {*self.storages(node)}, self.defined(node)
+        first = min((at for s in memory for at in self._writes[1].get(s, ()) if at > since), default=None)
+        if first is None or node.op not in ("call_function", "call_method"):
+            return False
+        return all(self.defined(u) >= first or not memory.isdisjoint(self.storages(u)) for u in node.users)
 
     def modes_at(self, node: fx.Node) -> Modes:
         """Returns the modes that the call of a view's node runs in."""
@@ -266,6 +279,13 @@ class View:
                     for a in node.all_input_nodes:
                         bits |= found[a]
             found[node] = bits
+            if node in self._steps:  # what it writes is reached under every other name, too
+                memory = {
+                    s for a in self.effects.written(self.reader.get(node, node)) for s in self.effects.storages(a)
+                }
+                for other in found:
+                    if not memory.isdisjoint(self.storages(other)):
+                        found[other] |= bits
         return found
 
     @functools.cached_property

@@ -22,7 +22,7 @@ from mhc_inductor.routing.operators.selection.ranges import Numbers
 
 
 def emit_choice(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
-    """Emits ``index_topk`` for one choice, or ``index_scores`` and ``topk``.
+    """Emits ``index_topk`` for one choice, or ``index_scores`` and ``topk``; for scores, ``index_scores``.
 
     Returns its outputs with the new nodes. Raises Mismatch and Unsupported.
     """
@@ -44,6 +44,10 @@ class _Emission:
         """Emits the op and returns each output with its node."""
         one = self.one
         q, k, w, scale = self._operands()
+        if not one.chooses:
+            scores = self.emit(torch.ops.mhc_inductor.index_scores.default, q, k, w, scale, None, None, None, None)
+            new = self.layouts.back(scores, [one.batch, one.query, [one.formula.t]], [[v] for v in one.dims])
+            return [(one.scores, self.edit.as_like(new, one.scores, q))]
         limit, mask = self._limit(), self._mask()
         if mask is not None and limit is None:
             limit = self._last(mask)
@@ -113,7 +117,9 @@ class _Emission:
         return self.edit.to(self.edit.to(node, source.dtype), dtype)
 
     def _cut(self, node: fx.Node) -> fx.Node:
-        """Returns ``node`` without gradients: a choice has none."""
+        """Returns ``node``, without gradients if they end in a choice, which has none."""
+        if not self.one.chooses:
+            return node
         place = self.edit.place
         needs = place is not None and place.modes.grad and self.edit.needs_grad(node)
         return self.emit("detach", node) if needs else node

@@ -54,7 +54,8 @@ class Formula:
     """Index scores at one query and the key ``t``.
 
     ``weights``: the factors of w. ``factor``: the constant outside the relu; ``scale``: the one inside. ``heads``:
-    the variables summed over. ``feature``: the variable of the product. ``met``: the scores on the way.
+    the variables summed over. ``feature``: the variable of the product. ``met``: the scores on the way. ``unmasked``:
+    the element of the scores before all masks.
     """
 
     t: Key
@@ -67,6 +68,7 @@ class Formula:
     scale: float
     hidden: list[Hidden]
     met: list[Value]
+    unmasked: Ref
 
 
 def recognised(scores: Ref, t: Key) -> Formula:
@@ -87,7 +89,8 @@ class _Walk:
 
     def formula(self) -> Formula:
         """Returns the formula."""
-        inside = self._weighted(self._unmasked(self.scores))
+        unmasked = self._unmasked(self.scores)
+        inside = self._weighted(unmasked)
         scale, (left, right, bound) = self._scaled(inside)
         keyed = [self._keyed(x) for x in (left, right)]
         if keyed[0] == keyed[1]:
@@ -96,7 +99,8 @@ class _Walk:
         feature = [v for v in bound if v.size != ONE]
         if len(feature) > 1:
             raise Mismatch(f"the product inside the relu is summed over several dims; {EXPECTED}", inside.value)
-        return Formula(self.t, q, k, feature, self.heads, self.weights, self.factor, scale, self.hidden, list(self.met))
+        sums = self.heads, self.weights, self.factor, scale
+        return Formula(self.t, q, k, feature, *sums, self.hidden, list(self.met), unmasked)
 
     def _keyed(self, ref: Ref) -> bool:
         return self.t in variables_of(ref)
@@ -117,7 +121,7 @@ class _Walk:
     def _unmasked(self, ref: Ref) -> Ref:
         """Returns the scores before masks, positive factors and shifts, which change no choice but by hiding keys."""
         while True:
-            ref = self._through(ref)
+            masked, ref = ref, self._through(ref)
             func, args = ref.value.func, ref.value.args
             found: Ref | None = None
             if func in FILLS:
@@ -127,7 +131,7 @@ class _Walk:
             elif func in (*ADD, *SUB) and len(args) == 2 and not ref.value.kwargs:
                 found = self._summed(ref)
             if found is None:
-                return ref
+                return masked
             ref = found
 
     def _chosen(self, ref: Ref) -> Ref | None:

@@ -22,11 +22,11 @@ OP, SCORES = "index_topk", "index_scores"
 
 @dataclasses.dataclass
 class Found:
-    """A recognised choice of keys.
+    """A recognised choice of keys, or scores of all keys.
 
-    ``scores``: the tensor that ``topk`` reads. ``outs``: the indices. ``dims``: the variable of each dim of ``outs``,
-    the last of which counts the chosen keys. ``count``: the argument k of ``topk``. ``q``, ``k``, ``weights``: the
-    tensors that are read. ``ranked``: whether the indices must come by falling score.
+    ``scores``: the tensor that ``topk`` reads. ``outs``: the indices, or the scores. ``dims``: the variable of each dim
+    of ``outs``; the last dim of indices counts the chosen keys. ``count``: the argument k of ``topk``. ``q``, ``k``,
+    ``weights``: the tensors that are read. ``ranked``: whether the indices must come by falling score.
     """
 
     formula: Formula
@@ -41,6 +41,11 @@ class Found:
     k: Source
     weights: list[Source]
     ranked: bool = False
+
+    @property
+    def chooses(self) -> bool:
+        """Returns whether these are chosen keys, not scores of all keys."""
+        return self.outs != [self.scores]
 
     def values(self) -> list[Value]:
         """Returns the tensors that the op reads."""
@@ -59,11 +64,14 @@ class Found:
             now(product_of(v.size for v in digits))
             for digits in ((*self.batch, *self.query), formula.heads, formula.feature)
         )
-        return Sizes(self.q.dtype, rows, now(formula.t.size), heads, width, now(self.outs[0].shape[-1]))
+        topk = now(self.outs[0].shape[-1]) if self.chooses else 0
+        return Sizes(self.q.dtype, rows, now(formula.t.size), heads, width, topk)
 
     def words(self) -> str:
         """Returns a description for the report."""
         heads = words_of(product_of(v.size for v in self.formula.heads))
+        if not self.chooses:
+            return f"{heads} heads, {words_of(self.formula.t.size)} keys; masks and topk stay"
         return f"{heads} heads, {words_of(self.outs[0].shape[-1])} of {words_of(self.formula.t.size)} keys, {self.visible.words()}"
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -19,13 +20,14 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Mismatch, Miss
 from mhc_inductor.routing.operators.index.check import Check
 from mhc_inductor.routing.operators.index.emit import emit_choice
-from mhc_inductor.routing.operators.index.formula import EXPECTED, Unrelated, has_product, has_relu, recognised
+from mhc_inductor.routing.operators.index.formula import EXPECTED, Formula, Unrelated, has_product, has_relu, recognised
 from mhc_inductor.routing.operators.index.matches import OP, SCORES, Found, operands, roles
 from mhc_inductor.routing.operators.index.order import ranked_outside
 from mhc_inductor.routing.operators.index.profit import keeps_formula, refusal
 from mhc_inductor.routing.operators.index.uses import check_scores
-from mhc_inductor.routing.operators.index.visible import visible
+from mhc_inductor.routing.operators.index.visible import Visible, visible
 from mhc_inductor.routing.operators.kernels import kernels_of
+from mhc_inductor.routing.operators.selection.operands import Source
 
 _CHOICES = ("topk", "sort", "argsort")
 _FOLLOWED = "the scores cannot be followed through their views"
@@ -34,21 +36,23 @@ _FOLLOWED = "the scores cannot be followed through their views"
 class IndexOperator:
     """Finds lightning indexers, scores of keys and the ``topk`` of them, and replaces them with ``index_topk``.
 
-    Where the chosen keys leave the graph by falling score, ``index_scores`` replaces the scores and ``topk`` stays.
+    Where the chosen keys leave the graph by falling score, or something else stops that (a mask of unknown values, the
+    values of ``topk``, another reader), ``index_scores`` replaces the scores, and masks and ``topk`` stay.
     """
 
     name = "index"
 
     def __init__(self) -> None:
         self._values: Any = None
+        self._routed: set[Value] = set()
 
     def candidates(self, view: View) -> Iterable[fx.Node]:
         """Returns the calls that choose the largest elements of a tensor."""
         self._values = view.values
         return [node for node in view.nodes if node in view.live and name_of(node).partition(".")[0] in _CHOICES]
 
-    def match(self, view: View, node: fx.Node) -> Match | Miss | None:
-        """Returns the choice of keys that a candidate makes, a near miss, or None if it is something else."""
+    def match(self, view: View, node: fx.Node) -> Match | Miss | list[Match | Miss] | None:
+        """Returns the choice of keys that a candidate makes, a near miss with the scores, or None for something else."""
         outs = _results(view, node)
         start = next((v for v in outs if v is not None and v.func is not None), None)
         if start is None or not start.args or not isinstance(start.args[0], Value):
@@ -61,7 +65,7 @@ class IndexOperator:
         except Unrelated:
             return None
         except Mismatch as mismatch:
-            return Miss(OP, mismatch.reason, mismatch.value, start)
+            return [Miss(OP, mismatch.reason, mismatch.value, start), *self._scored(view, scores)]
         except Unsupported:
             near = has_relu(scores) and has_product(scores)
             return Miss(OP, f"{_FOLLOWED}; {EXPECTED}", None, start) if near else None
@@ -76,6 +80,14 @@ class IndexOperator:
             cases=3,
             compare=check.compare,
         )
+
+    def _scored(self, view: View, chosen: Value) -> Iterable[Match]:
+        """Yields the scores below the masks of ``chosen``, once, if the op computes them."""
+        with contextlib.suppress(Mismatch, Unrelated, Unsupported):
+            found = _scores(view, chosen)
+            if found.scores not in self._routed:
+                self._routed.add(found.scores)
+                yield Match(SCORES, found.values(), found.outs, found.words(), data=found)
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
         """Emits the op in place of an indexer. Returns each replaced output with its new node."""
@@ -108,18 +120,45 @@ def _found(view: View, scores: Value, start: Value, outs: list[Value]) -> Found:
     lead = [Var(size) for size in scores.shape[:-1]]
     formula = recognised(Ref(scores, tuple(var(v) for v in (*lead, t))), t)
     _check_call(start, scores, outs)
+    batch, query, q, k, weights = _read(formula, lead)
+    seen = visible(formula.hidden, t, {*batch, *query}, view.values.fixed, view.values.hints)
+    dims = [*lead, Var(outs[0].shape[-1])]
+    found = Found(formula, scores, outs, dims, _count(outs), batch, query, seen, q, k, weights)
+    _check(view, found, start)
+    return dataclasses.replace(found, ranked=ranked_outside(view, found, _sorted(start)))
+
+
+def _scores(view: View, chosen: Value) -> Found:
+    """Returns the scores of all keys below the masks of ``chosen``. Raises as :func:`_found` does."""
+    t = Key(chosen.shape[-1])
+    base = recognised(Ref(chosen, (*(var(Var(size)) for size in chosen.shape[:-1]), var(t))), t).unmasked
+    if var(t) not in base.index or len(base.index) < 2:  # one query of a loop
+        raise Unsupported
+    at, scores = base.index.index(var(t)), base.value
+    lead = [Var(size) for d, size in enumerate(scores.shape) if d != at]
+    dims = [*lead[:at], t, *lead[at:]]
+    formula = recognised(Ref(scores, tuple(map(var, dims))), t)
+    batch, query, q, k, weights = _read(formula, lead)
+    found = Found(formula, scores, [scores], dims, None, batch, query, Visible(), q, k, weights)
+    _check(view, found, scores)
+    return found
+
+
+def _read(formula: Formula, lead: list[Var]) -> tuple[list[Var], list[Var], Source, Source, list[Source]]:
+    """Returns the variables of batch and queries, and where q, k and w are read. Raises Mismatch and Unsupported."""
     batch, query = roles(formula, lead)
     q, k, weights = operands(formula, batch, query)
     if any(w.dtype is torch.float64 for w in weights) and torch.float64 not in (q.dtype, k.dtype):
         raise Mismatch("w is float64 and q is not", formula.weights[0].value)
-    seen = visible(formula.hidden, t, {*batch, *query}, view.values.fixed, view.values.hints)
-    dims = [*lead, Var(outs[0].shape[-1])]
-    found = Found(formula, scores, outs, dims, _count(outs), batch, query, seen, q, k, weights)
-    reason = refusal(found.sizes(view.values), _device(outs[0]))
+    return batch, query, q, k, weights
+
+
+def _check(view: View, found: Found, where: Value) -> None:
+    """Raises Mismatch if no kernel takes these sizes, or something else reads what the op computes on the way."""
+    reason = refusal(found.sizes(view.values), _device(found.outs[0]))
     if reason:
-        raise Mismatch(reason, start)
+        raise Mismatch(reason, where)
     check_scores(view, found)
-    return dataclasses.replace(found, ranked=ranked_outside(view, found, _sorted(start)))
 
 
 def _device(value: Value) -> str:

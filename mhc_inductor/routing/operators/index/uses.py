@@ -14,10 +14,10 @@ from mhc_inductor.routing.operators.selection.elements import constant_of
 
 
 def check_scores(view: View, found: Found) -> None:
-    """Raises Mismatch if the scores are used for anything but the choice: they would be computed twice."""
+    """Raises Mismatch if what the op computes on the way is used elsewhere: it would be computed twice."""
     inside = {v.node for v in found.formula.met if v.node is not None}
     ends = {a for v in found.outs if v.node is not None for a in (v.node, *v.node.all_input_nodes)}
-    for value in found.formula.met:
+    for value in (v for v in found.formula.met if v not in found.outs):
         for user in value.node.users if value.node is not None else ():
             if user not in inside and user not in ends and user in view.live and _reads(view, user):
                 raise Mismatch("the scores are used elsewhere, too", view.value(user) or value)

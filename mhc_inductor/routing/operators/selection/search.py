@@ -33,10 +33,12 @@ from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     picked_scores,
 )
 from mhc_inductor.routing.operators.selection.weights import Weights
+from mhc_inductor.routing.operators.selection.written_out import written_softmax
 
 _CALL = "scaled_dot_product_attention"
 _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
 _OTHER = "the scores under the mask are not scale * q @ k alone; expected softmax(scale * q @ k + masks) @ V"
+_USED = "the attention weights or scores are used elsewhere, too"
 _HANDMADE = "the softmax of the masked scores is written out as exp(scores) / sum; expected torch.softmax(scores, -1)"
 _LOGARITHM = "the logarithm of a softmax or of its sum is taken of masked scores; expected softmax(scores) @ V"
 _RENORMALISED = (
@@ -156,6 +158,8 @@ class Search:
             found = self._picked(lambda recogniser: recogniser.sdpa(node), node, known)
             return [] if found is None else [found]
         if is_power(node):
+            if (weights := written_softmax(self.view, node)) is not None:
+                return self._softmax(weights)
             self._handmade(node)
         if is_log(node) and (scores := logged(self.view, node)) is not None and scores not in self.softmaxes:
             self._unrouted(_LOGARITHM, None, node, Masked(self.view, scores))
@@ -331,7 +335,7 @@ class Search:
     # --- uses outside the attention ---
 
     def _unused(self, found: list[Found]) -> list[Found]:
-        """Returns the attentions whose weights, scores and masks are not used elsewhere.
+        """Returns the attentions whose weights and scores are not used elsewhere. A mask may be.
 
         Adds a near miss for each of the others.
         """
@@ -340,16 +344,12 @@ class Search:
             inside = set().union(*regions) if regions else set()
             kept = []
             for one, region in zip(found, regions, strict=True):
-                weights = [v.node for v in one.dense if v.node in region and v.node is not one.out.node]
-                masks = [v.node for v in one.masks.seen if v.node in region]
-                where = self._used(weights, inside)
-                reason = "the attention weights or scores are used elsewhere, too"
-                if one.entries is None and (where is None or where in masks):
-                    where, reason = self._used(masks, inside) or where, "the mask is used elsewhere, too"
+                dense = [] if one.fills.fused else [v.node for v in one.dense if v.node in region and v is not one.out]
+                where = self._used(dense, inside)
                 if where is None:
                     kept.append(one)
                 else:
-                    self.misses.append(Miss(OP, reason, self.view.value(where), one.out))
+                    self.misses.append(Miss(OP, _USED, self.view.value(where), one.out))
             if len(kept) == len(found):
                 return kept
             found = kept

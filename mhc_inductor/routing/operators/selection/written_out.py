@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds softmaxes that are written out as ``e / e.sum(dim)`` with ``e = exp(s - s.amax(dim))``.
+
+They have the softmax's values and gradients, NaN of rows of -inf included. Without the maximum they overflow where the
+softmax does not, and are another formula.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from mhc_inductor.routing.graph.expressions import aten
+from mhc_inductor.routing.graph.index import ONE
+from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.operators.selection.operands import DIVIDE
+
+_SAME = (aten.detach.default, aten.alias.default)
+
+
+def written_softmax(view: View, node: fx.Node) -> fx.Node | None:
+    """Returns the node of the weights whose exponential is ``node``; their value becomes that of a softmax.
+
+    Returns None if it is none, or something else reads the exponential.
+    """
+    power = view.value(node)
+    if power is None or power.func is not aten.exp.default or power.args[0].func is not aten.sub.Tensor:
+        return None
+    less = power.args[0]
+    scores, top = less.args[:2]
+    dim = _over(top, scores, aten.amax.default, aten.max.dim)
+    if dim is None or less.kwargs or len(less.args) > 2 or less.shape != scores.shape:
+        return None
+    made, sums = None, []
+    for user in node.users:
+        value = view.value(user)
+        if value is None or user not in view.live:
+            continue
+        if value.func in DIVIDE and value.args[0] is power and _over(value.args[1], power, aten.sum.dim_IntList) == dim:
+            value.set(aten._softmax.default, (scores, dim, False), {})
+        if value.func is aten._softmax.default and value.args[:2] == (scores, dim):
+            made = user
+        else:
+            sums.append(value)
+    only = all(value.func is aten.sum.dim_IntList for value in sums) and len(sums) == 1
+    return made if only else None
+
+
+def _over(value: Any, of: Value, *funcs: Any) -> int | None:
+    """Returns the dim of ``of`` that ``value``, broadcast to it, is reduced over; None if it is something else."""
+    while isinstance(value, Value) and value.func in _SAME:
+        value = value.args[0]
+    if not isinstance(value, Value) or len(value.shape) != len(of.shape):
+        return None
+    gone = [d for d, (a, b) in enumerate(zip(value.shape, of.shape, strict=True)) if a != b]
+    if len(gone) != 1 or value.shape[gone[0]] != ONE:
+        return None
+    if value.func is aten.unsqueeze.default and value.args[1] % len(of.shape) == gone[0]:
+        value = value.args[0]
+    if not isinstance(value, Value) or value.func not in funcs or value.out or value.kwargs or len(value.args) < 2:
+        return None
+    given, dims = value.args[:2]
+    while isinstance(given, Value) and given.func in _SAME:
+        given = given.args[0]
+    dims = [dims] if isinstance(dims, int) else [*dims]
+    return gone[0] if given is of and [d % len(of.shape) for d in dims] == gone else None
