@@ -20,7 +20,7 @@ from mhc_inductor import compat
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.effects import Effects, Modes, modes_of
 from mhc_inductor.routing.graph.functional import Functional, functional
-from mhc_inductor.routing.graph.values import Value, Values, elements_read, example, is_tensors, tensors_in
+from mhc_inductor.routing.graph.values import Value, Values, elements_read, example, is_tensors, name_of, tensors_in
 
 
 class Knowledge:
@@ -94,19 +94,21 @@ class View:
         return self.real in self.knowledge.in_policies or compat.routing.checkpoint_policy(self.real) is not None
 
     def _in_place(self, node: fx.Node) -> bool:
-        """Returns whether a node of the view writes, or may write, one of its inputs, or its result is filled later."""
+        """Returns whether a node of the view writes, or may write, one of its inputs, or is a copy that is filled later."""
         if node in self.made:
             return False
         return bool(self.effects.written(self.reader.get(node, node))) or self._filled(node)
 
     def _filled(self, node: fx.Node) -> bool:
-        """Returns whether a step that stays in place writes a tensor before anything reads it, except to write it.
+        """Returns whether a step that stays in place writes a copy before anything reads it, except to write it.
 
-        The tensor is then not what its call computes: a buffer, or a copy of which a slice is overwritten.
+        Whoever reads it later does not read what was copied.
         """
+        if name_of(node) != "clone":
+            return False
         memory, since = {*self.storages(node)}, self.defined(node)
         first = min((at for s in memory for at in self._writes[1].get(s, ()) if at > since), default=None)
-        if first is None or node.op not in ("call_function", "call_method"):
+        if first is None:
             return False
         return all(self.defined(u) >= first or not memory.isdisjoint(self.storages(u)) for u in node.users)
 
