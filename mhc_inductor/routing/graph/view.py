@@ -282,12 +282,11 @@ class View:
                         bits |= found[a]
             found[node] = bits
             if node in self._steps:  # what it writes is reached under every other name, too
-                memory = {
-                    s for a in self.effects.written(self.reader.get(node, node)) for s in self.effects.storages(a)
-                }
-                for other in found:
-                    if not memory.isdisjoint(self.storages(other)):
-                        found[other] |= bits
+                written = self.effects.written(self.reader.get(node, node))
+                for real in {n for a in written for s in self.effects.storages(a) for n in self.holders.get(s, ())}:
+                    for other in self._shown.get(real, [real]):
+                        if other in found:
+                            found[other] |= bits
         return found
 
     @functools.cached_property

@@ -35,7 +35,10 @@ REACH = 16
 
 @dataclasses.dataclass(frozen=True)
 class Guarded:
-    """``of``, with 0 where ``mask`` is not ``want``. ``no_nan``: 0 also where that, or without a mask any of it, is NaN."""
+    """``of``, with 0 where ``mask`` is not ``want``.
+
+    ``no_nan``: the result has no NaN where ``mask`` hides ``of``, or nowhere if there is no mask.
+    """
 
     of: Value
     mask: Value | None = None

@@ -33,25 +33,33 @@ def written_softmax(view: View, node: fx.Node) -> fx.Node | None:
     dim = _over(top, scores, aten.amax.default, aten.max.dim)
     if dim is None or less.kwargs or len(less.args) > 2 or less.shape != scores.shape:
         return None
-    made, sums = None, []
-    for user in node.users:
-        value = view.value(user)
-        if value is None or user not in view.live:
-            continue
-        if value.func in DIVIDE and value.args[0] is power and _over(value.args[1], power, aten.sum.dim_IntList) == dim:
-            value.set(aten._softmax.default, (scores, dim, False), {})
-        if value.func is aten._softmax.default and value.args[:2] == (scores, dim):
-            made = user
-        else:
-            sums.append(value)
-    only = all(value.func is aten.sum.dim_IntList for value in sums) and len(sums) == 1
-    return made if only else None
+    readers = {view.value(user): user for user in node.users if user in view.live}
+    weights = next((v for v in readers if v is not None and _is_softmax(v, power, scores, dim)), None)
+    others = [v for v in readers if v is not weights]
+    if weights is None or len(others) != 1 or others[0] is None or others[0].func is not aten.sum.dim_IntList:
+        return None
+    weights.set(aten._softmax.default, (scores, dim, False), {})
+    return readers[weights]
+
+
+def _is_softmax(value: Value, power: Value, scores: Value, dim: int) -> bool:
+    """Checks whether ``value`` is ``power`` over its sum, or was found to be that softmax before."""
+    if value.func is aten._softmax.default:
+        return value.args[:2] == (scores, dim)
+    divided = value.func in DIVIDE and value.args[0] is power
+    return divided and _over(value.args[1], power, aten.sum.dim_IntList) == dim
+
+
+def _behind(value: Any) -> Any:
+    """Returns the value behind ``detach``."""
+    while isinstance(value, Value) and value.func in _SAME:
+        value = value.args[0]
+    return value
 
 
 def _over(value: Any, of: Value, *funcs: Any) -> int | None:
     """Returns the dim of ``of`` that ``value``, broadcast to it, is reduced over; None if it is something else."""
-    while isinstance(value, Value) and value.func in _SAME:
-        value = value.args[0]
+    value = _behind(value)
     if not isinstance(value, Value) or len(value.shape) != len(of.shape):
         return None
     gone = [d for d, (a, b) in enumerate(zip(value.shape, of.shape, strict=True)) if a != b]
@@ -61,8 +69,5 @@ def _over(value: Any, of: Value, *funcs: Any) -> int | None:
         value = value.args[0]
     if not isinstance(value, Value) or value.func not in funcs or value.out or value.kwargs or len(value.args) < 2:
         return None
-    given, dims = value.args[:2]
-    while isinstance(given, Value) and given.func in _SAME:
-        given = given.args[0]
-    dims = [dims] if isinstance(dims, int) else [*dims]
-    return gone[0] if given is of and [d % len(of.shape) for d in dims] == gone else None
+    dims = [value.args[1]] if isinstance(value.args[1], int) else [*value.args[1]]
+    return gone[0] if _behind(value.args[0]) is of and [d % len(of.shape) for d in dims] == gone else None
