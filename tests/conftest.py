@@ -16,9 +16,10 @@ import torch._dynamo.guards
 import torch._inductor.config
 from torch._inductor.cpu_vec_isa import supported_vec_isa_list, valid_vec_isa_list
 
-from tests import each_commit
+from tests import each_commit, golden
 
 pytest.register_assert_rewrite("op_contract")
+golden.watch()
 GPU = torch.cuda.is_available()
 os.environ["MHC_INDUCTOR_TUNED"] = "0"  # the closed forms are tested, also on a machine that was tuned
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -114,6 +115,17 @@ def no_hooks_of_a_failed_export() -> Iterator[None]:
     """Removes what torch.export leaves on every module when it fails: Dynamo breaks graphs there (2.11 and 2.12)."""
     yield
     torch.nn.modules.module._global_buffer_registration_hooks.clear()
+
+
+@pytest.fixture(autouse=True)
+def golden_table(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compares what the test's formulas became with the golden table."""
+    golden.start()
+    yield
+    name = golden.named(request.node.nodeid)
+    different = None if name is None else golden.check(name)
+    if different:
+        pytest.fail(different, pytrace=False)
 
 
 @pytest.fixture
