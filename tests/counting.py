@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from tests.each_commit import function
+from tests.each_commit import function, ungrouped
 
 PRINTED = re.compile(r"^\s*(\d+\.\d+)s (?:setup|call|teardown) +(\S.*?)\s*$", re.MULTILINE)
 """A line of pytest's ``--durations``."""
@@ -31,7 +31,7 @@ class Counted:
         self.seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        name = re.sub(r"@\w+$", "", report.nodeid)  # without the group that pytest-xdist appends
+        name = ungrouped(report.nodeid)
         self._took(name, report.duration)
         if report.when == "call":
             for seconds, inner in PRINTED.findall(report.capstdout):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -118,6 +119,11 @@ def most_of(count: int, seconds: float, cases: int) -> int:
     if seconds <= SECONDS:
         return cases
     return max(1, int(SECONDS * count / seconds)) if seconds <= LONGEST * count else 0
+
+
+def ungrouped(nodeid: str) -> str:
+    """Returns the name of a case without the @group that pytest-xdist appends."""
+    return re.sub(r"@\w+$", "", nodeid)
 
 
 def function(nodeid: str) -> str:

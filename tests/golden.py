@@ -9,22 +9,24 @@ what changed.
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 
 from mhc_inductor import routing
 from mhc_inductor.routing.report import Report
+from tests.each_commit import ungrouped
 
 TABLE = pathlib.Path(__file__).with_name("golden.txt")
 FILES = ("test_routing_", "test_sparse_models", "test_laws_", "test_decoding_families", "test_adversarial")
 """Beginnings of the names of the test files in the table."""
 _RANDOM = ("test_routing_bounds", "test_laws_process", "test_routing_plugin")
 """Files whose tests end the pass early or put in operators of their own."""
-RECORD = os.environ.get("MHC_INDUCTOR_GOLDEN") == "record"
+RECORD = "MHC_INDUCTOR_GOLDEN"
+"""Environment variable with the file that tests write their lines to, in place of comparing them."""
 _seen: list[str] = []
 
 
@@ -43,13 +45,14 @@ def watch() -> None:
 
 def named(nodeid: str) -> str | None:
     """Returns a test's name in the table, None for a test that is not in it."""
-    name = nodeid.partition("::")[0].rpartition("/")[2]
-    inside = name.startswith(FILES) and not name.startswith(_RANDOM)
-    return f"{name}::{nodeid.partition('::')[2].partition('@')[0]}" if inside else None
+    path, _, case = ungrouped(nodeid).partition("::")
+    file = path.rpartition("/")[2]
+    return f"{file}::{case}" if file.startswith(FILES) and not file.startswith(_RANDOM) else None
 
 
+@functools.cache
 def read() -> dict[str, str]:
-    """Returns the table."""
+    """Returns the table: the ops of each test."""
     lines = (line.partition("\t") for line in TABLE.read_text().splitlines() if line)
     return {name: ops for name, _, ops in lines}
 
@@ -63,26 +66,12 @@ def check(name: str) -> str | None:
     """Returns how the ops seen since the last call differ from the table's, None if they do not."""
     got = "; ".join(f"{n} x ({ops})" if n > 1 else ops for ops, n in sorted(Counter(_seen).items())) or "none"
     _seen.clear()
-    if RECORD:
-        with open(os.environ["MHC_INDUCTOR_GOLDEN_TO"], "a") as out:
+    if RECORD in os.environ:
+        with open(os.environ[RECORD], "a") as out:
             out.write(f"{name}\t{got}\n")
         return None
-    want = read_once().get(name)
+    want = read().get(name)
     return None if want in (None, got) else f"golden table: {want} expected, {got} found"
-
-
-_known: dict[str, str] = {}
-
-
-def read_once() -> dict[str, str]:
-    """Returns the table, read when first asked for."""
-    if not _known:
-        _known.update(read())
-    return _known
-
-
-def _lines(table: dict[str, str]) -> Iterator[str]:
-    return (f"{name}\t{ops}\n" for name, ops in sorted(table.items()))
 
 
 def main(files: list[str]) -> int:
@@ -92,14 +81,13 @@ def main(files: list[str]) -> int:
     """
     made = TABLE.with_suffix(".new")
     made.unlink(missing_ok=True)
-    settings = {"MHC_INDUCTOR_GOLDEN": "record", "MHC_INDUCTOR_GOLDEN_TO": str(made)}
     command = [sys.executable, "-m", "pytest", "-q", *files]
-    failed = subprocess.run(command, env={**os.environ, **settings}).returncode
-    fresh = dict(line.split("\t") for line in made.read_text().splitlines())
+    failed = subprocess.run(command, env={**os.environ, RECORD: str(made)}).returncode
+    fresh = dict(line.split("\t", 1) for line in made.read_text().splitlines())
     whole = not any("::" in f or f.startswith("-") for f in files)
     ran = {name.partition("::")[0] for name in fresh} if whole else set()
     kept = {name: ops for name, ops in read().items() if name.partition("::")[0] not in ran}
-    TABLE.write_text("".join(_lines({**kept, **fresh})))
+    TABLE.write_text("".join(f"{name}\t{ops}\n" for name, ops in sorted({**kept, **fresh}.items())))
     made.unlink()
     return failed
 
