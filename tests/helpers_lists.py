@@ -16,9 +16,29 @@ from helpers_selection import error
 from torch import Tensor
 
 NAMES = ("q", "k", "v", "indices", "sink", "cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k")
+ENTRIES = ("q", "k", "v", "indices", "bias", "sink")
 WANTED = ("q", "k", "v", "sink")
 OUTPUTS = ("o", "lse")
 ANY = -(2**31)
+LOWEST = torch.finfo(torch.float32).min
+
+
+def make_bias(kind: str, shape: Sequence[int], dtype: torch.dtype, g: torch.Generator) -> Tensor:
+    """Returns ``bias[B, S, G, n]``.
+
+    "normal"; "lowest": the lowest finite number; "rows": rows of either, of one or the other, with -inf, and of -inf.
+    """
+    lowest = torch.full(tuple(shape), max(LOWEST, torch.finfo(dtype).min), dtype=torch.float64)
+    normal = torch.randn(tuple(shape), generator=g, dtype=torch.float64)
+    if kind == "rows":
+        one = torch.rand(tuple(shape), generator=g) < 0.4
+        some = torch.where(one, -torch.inf, normal)
+        kinds = torch.stack(
+            (normal, lowest, torch.where(one, lowest, normal), some, torch.full_like(normal, -torch.inf))
+        )
+        draw = torch.randint(len(kinds), tuple(shape[:-1]), generator=g)[..., None].expand(tuple(shape))
+        return kinds.gather(0, draw[None])[0].to(dtype)
+    return {"normal": normal, "lowest": lowest}[kind].to(dtype)
 
 
 def make_indices(kind: str, shape: Sequence[int], keys: int, dtype: torch.dtype, g: torch.Generator) -> Tensor:
@@ -67,8 +87,14 @@ def make_inputs(
     index_dtype: torch.dtype = torch.int32,
     device: str = "cpu",
     seed: int = 0,
+    bias: str | None = None,
+    bias_dtype: torch.dtype | None = None,
+    repeats: bool = False,
 ) -> dict[str, Any]:
     """Returns standard normal q, k, v and sink, and lists of a ``kind`` of :func:`make_indices`.
+
+    ``bias``: a kind of :func:`make_bias`, in ``bias_dtype`` or that of the sink; the arguments are then those of the op
+    with a bias per entry.
 
     ``shared``: v is None, and Dv columns of k are the values. ``lengths``: packed sequences (B = 1), ``key_lengths``
     where their keys have other lengths. ``strided``: k and v are views of ``[B, S_kv, G, D]``.
@@ -96,13 +122,43 @@ def make_inputs(
         made["segments_q"] = (torch.randint(0, 3, (B, S), generator=g) * wide).to(index_dtype).to(device)
         ids = torch.randint(0, 4, (B, S_kv), generator=g)
         made["segments_k"] = torch.where(ids == 3, ANY, ids * wide).to(index_dtype).to(device)
-    made["v_width"] = Dv
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    made["bias"] = None if bias is None else make_bias(bias, (B, S, G, n), bias_dtype or wide, g).to(device)
+    made["v_width"], made["repeats"] = Dv, repeats
     return made
+
+
+def name_of(made: Mapping[str, Any]) -> str:
+    """Returns the op's name."""
+    return "selection_list_attention" if made["bias"] is None else "selection_entry_attention"
 
 
 def arguments(made: Mapping[str, Any], scale: float) -> tuple[Any, ...]:
     """Returns the op's positional arguments."""
+    if made["bias"] is not None:
+        return (*(made[name] for name in ENTRIES), scale, made["v_width"], made["repeats"])
     return (*(made[name] for name in NAMES), scale, made["v_width"])
+
+
+def backward_arguments(ups: Iterable[Tensor | None], args: Sequence[Any], o: Tensor, lse: Tensor) -> tuple[Any, ...]:
+    """Returns the backward op's positional arguments, from the gradients of o and lse and the op's arguments."""
+    scale = next(i for i, a in enumerate(args) if isinstance(a, float))
+    return (*ups, *args[:scale], o, lse, *args[scale:])
+
+
+def _entries(made: Mapping[str, Any], b: int, s: int, g: int) -> tuple[list[int], list[int]]:
+    """Returns the keys of the entries that count, and the entries' places in the list."""
+    if made["bias"] is None:
+        keys = _selected(made, b, s, g)
+        return keys, []
+    found: list[tuple[int, int]] = []
+    for place, (key, bias) in enumerate(
+        zip(made["indices"][b, s, g].tolist(), made["bias"][b, s, g].tolist(), strict=True)
+    ):
+        absent = not 0 <= key < made["k"].shape[2] or bias == -torch.inf
+        if not absent and (made["repeats"] or all(key != k for k, _ in found)):
+            found.append((key, place))
+    return [key for key, _ in found], [place for _, place in found]
 
 
 def _selected(made: Mapping[str, Any], b: int, s: int, g: int) -> list[int]:
@@ -118,6 +174,12 @@ def _selected(made: Mapping[str, Any], b: int, s: int, g: int) -> list[int]:
         mine = int(made["segments_q"][b, s])
         found = {i for i in found if int(made["segments_k"][b, i]) in (mine, ANY)}
     return sorted(found)
+
+
+def logsumexp(t: Tensor) -> Tensor:
+    """Returns ``t.logsumexp(-1)``, whose own gradient is exp(t - lse) with an lse that may be rounded."""
+    most = t.detach().amax(-1, keepdim=True)
+    return (t - most).logsumexp(-1) + most.squeeze(-1)
 
 
 def oracle(
@@ -137,12 +199,14 @@ def oracle(
     for b in range(B):
         for s in range(S):
             for g in range(G):
-                sel = _selected(made, b, s, g)
+                sel, places = _entries(made, b, s, g)
                 if sel:
                     t = scale * q[b, s, g] @ k[b, g, sel].T
+                    if places:
+                        t = t + made["bias"][b, s, g, places].cpu().to(dtype)
                     logits = t if "sink" not in leaf else torch.cat((t, leaf["sink"][g][:, None]), -1)
                     o[b, s, g] = logits.softmax(-1)[:, : len(sel)] @ v[b, g, sel]
-                    lse[b, s, g] = t.logsumexp(-1)
+                    lse[b, s, g] = logsumexp(t)
     out = {"o": o, "lse": lse}
     result = {name: t.detach() for name, t in out.items()}
     if ups:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
         cu_seqlens_q: Tensor | None
         cu_seqlens_k: Tensor | None
+        bias: Tensor | None
+        repeats: bool
 
 
 @overload
@@ -83,6 +85,8 @@ def selection_attention(
     segments_k: Tensor | None = None,
     v_width: int | None = None,
     return_lse: bool = False,
+    bias: Tensor | None = None,
+    repeats: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes softmax attention of each query over the keys that it selects, by ranges or by a list of positions.
 
@@ -94,7 +98,8 @@ def selection_attention(
 
     Ranges may be empty, unsorted, overlapping, negative or past the end; positions may be unsorted, repeated or, as -1,
     out of range. A causal model selects causally. With segment ids, a key counts for a query only where their ids are
-    equal or the key's id is :data:`mhc_inductor.ANY_SEGMENT` (documents, padding). There is no other mask. A query that
+    equal or the key's id is :data:`mhc_inductor.ANY_SEGMENT` (documents, padding). A bias is added to the scaled score of
+    its entry of the list, in fp32 (fp64 if q is fp64). There is no other mask. A query that
     selects nothing gives o and gradients of exactly 0. NaN and inf in keys and values reach only the queries that
     select them. NaN in a query reaches its own rows of o and dq and the gradients of the keys and
     values that it selects, on CUDA also those of other keys in a tile of up to 64 keys that it selects in part; a dense
@@ -125,6 +130,10 @@ def selection_attention(
         v_width: Dv, where the values are the first v_width columns of v (multi-head latent attention: v=k, Dk 576,
             v_width 512). None for all.
         return_lse: Whether to return lse as well.
+        bias: Biases ``[B, S, G, n]`` of the indices; any floating dtype (fp64 only if q is fp64). An entry with a bias of
+            -inf selects nothing; NaN and inf give NaN. It has no gradient. Not with cu_seqlens or segments. None for none.
+        repeats: With a bias, whether entries that repeat a key count each, with its own bias; else the first counts whose
+            bias is not -inf.
 
     Returns:
         o ``[B, S, G, h, Dv]`` in q's dtype, or ``(o, lse)`` with return_lse. lse ``[B, S, G, h]`` in fp32 (fp64 if q is
@@ -132,10 +141,11 @@ def selection_attention(
         nothing is selected. Both are differentiable.
 
     Raises:
-        ValueError: A shape or device does not fit, scale is not finite, or ranges and indices are both given.
-            The message names the argument.
+        ValueError: A shape or device does not fit, scale is not finite, ranges and indices are both given, bias is given
+            without indices or with cu_seqlens or segments, or repeats without bias. The message names the argument.
         TypeError: Neither ranges nor indices are given, a dtype does not fit, an argument is not a tensor or not a
-            number where it must be, or return_lse is not a bool.
+            number where it must be, or return_lse or repeats is not a bool.
+        RuntimeError: bias requires a gradient.
 
     Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2; DeepSeek sparse attention,
     arXiv 2512.02556, over lists.
@@ -143,12 +153,17 @@ def selection_attention(
     refuse_trace("selection_attention")
     scale, values = prepared(q, v, ranges, indices, scale, v_width, return_lse)
     rest = (sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    _check_bias(bias, repeats, indices, rest)
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         check(q, k, values, ranges, indices, rest, scale)
+        if bias is not None and indices is not None:
+            checks_selection_lists.check_bias("selection_attention", q, indices, bias)
     if indices is not None:
-        shared = v is k or _reads_keys(k, values)
-        own = None if shared else values
-        o, lse = call("selection_list_attention", q, k, own, indices, *rest, scale, _last(values))
+        own = None if v is k or _reads_keys(k, values) else values
+        if bias is None:
+            o, lse = call("selection_list_attention", q, k, own, indices, *rest, scale, _last(values))
+        else:
+            o, lse = call("selection_entry_attention", q, k, own, indices, bias, sink, scale, _last(values), repeats)
     else:
         segments = given(segments_q, segments_k)
         o, lse = call("selection_attention", q, k, values, ranges, *rest[:3], scale, *segments)
@@ -192,6 +207,21 @@ def check(
     assert ranges is not None
     sink, cu_seqlens_q, cu_seqlens_k, *segments = rest
     checks_selection.selection_attention(q, k, values, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, *segments)
+
+
+def _check_bias(bias: Tensor | None, repeats: bool, indices: Tensor | None, rest: _Rest) -> None:
+    """Raises ValueError or TypeError unless bias and repeats fit to the other ways of selecting keys."""
+    if not isinstance(repeats, bool):
+        raise TypeError(f"selection_attention: repeats must be a bool, got {type(repeats).__name__}")
+    if bias is None:
+        if repeats:
+            raise ValueError("selection_attention: repeats must be False without bias: repeated positions count once")
+        return
+    if indices is None:
+        raise ValueError("selection_attention: bias must be None with ranges; it belongs to the entries of indices")
+    for name, t in zip(("cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k"), rest[1:], strict=True):
+        if t is not None:
+            raise ValueError(f"selection_attention: {name} must be None with bias; give keys of others a bias of -inf")
 
 
 def _columns(v: Tensor, v_width: int | None) -> Tensor:

@@ -10,6 +10,7 @@ from mhc_inductor.ops import (
     mhc,
     selection,
     selection_blocks,
+    selection_entries,
     selection_lists,
     single_pass,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "mhc",
     "selection",
     "selection_blocks",
+    "selection_entries",
     "selection_lists",
     "single_pass",
 ]

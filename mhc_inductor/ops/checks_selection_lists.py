@@ -91,3 +91,48 @@ def selection_list_attention_backward(
     lists = (indices, sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
     selection_list_attention(q, k, v, *lists, scale, v_width, op=op)
     outputs(op, q, v_width, o, lse, dout, dlse)
+
+
+def selection_entry_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    bias: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    v_width: int,
+    repeats: bool,
+    *,
+    op: str = "selection_attention",
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of ``selection_entry_attention`` fit together."""
+    selection_list_attention(q, k, v, indices, sink, None, None, None, None, scale, v_width, op=op)
+    check_bias(op, q, indices, bias)
+
+
+def check_bias(op: str, q: Tensor, indices: Tensor, bias: Tensor) -> None:
+    """Raises ValueError or TypeError unless ``bias`` is one number of each entry of ``indices``."""
+    _floating(op, q=q, bias=bias)
+    _shape(op, "bias", bias, indices.shape, "indices' shape [B, S, G, k]")
+
+
+def selection_entry_attention_backward(
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    indices: Tensor,
+    bias: Tensor,
+    sink: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    v_width: int,
+    repeats: bool,
+) -> None:
+    """Raises ValueError or TypeError unless the arguments of ``selection_entry_attention_backward`` fit together."""
+    op = "selection_attention_backward"
+    selection_entry_attention(q, k, v, indices, bias, sink, scale, v_width, repeats, op=op)
+    outputs(op, q, v_width, o, lse, dout, dlse)

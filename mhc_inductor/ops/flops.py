@@ -35,6 +35,7 @@ Products = Mapping[str, str]
 _COEFFICIENTS = {"... m nD": ""}
 _COLLAPSE = {"... n D": "h_in"}
 _MIX = {"... o n D": ""}
+_LIST = {"B S G h n D": "", "B S G h n V": "out"}
 _INDEX = {"B S H T D": "", "B S H T": ""}
 _INDEX_OF_LIST = {"B S H n D": "", "B S H n": ""}
 
@@ -50,7 +51,8 @@ PRODUCTS: dict[str, Products] = {
     "mhc_single_pass": {**_MIX, **_COEFFICIENTS, **_COLLAPSE},
     "e79_scan": {"6 T B n n": "", "T B n n": "out"},  # M k, M.T k, S k, S' m, S'.T m, M m; S' q
     "selection_attention": {"pairs h D": "", "pairs h V": "out"},
-    "selection_list_attention": {"B S G h n D": "", "B S G h n V": "out"},
+    "selection_list_attention": _LIST,
+    "selection_entry_attention": _LIST,
     "selection_blocks": {"B S G h T D": ""},
     "index_scores": _INDEX,
     "index_topk": _INDEX,

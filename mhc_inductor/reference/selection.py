@@ -125,13 +125,13 @@ def poison(mask: Tensor, t: Tensor) -> Tensor:
     return total
 
 
-def masked_scores(query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Returns ``scale * query @ keys.T`` with -inf where a key is not selected.
+def masked_scores(query: Tensor, keys: Tensor, mask: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+    """Returns ``scale * query @ keys.T``, plus ``bias`` if given, with -inf where a key is not selected.
 
-    ``query`` is ``[..., s*h, D]``, ``keys`` ``[..., m, D]``, ``mask`` ``[..., s, m]``.
+    ``query`` is ``[..., s*h, D]``, ``keys`` ``[..., m, D]``, ``mask`` ``[..., s, m]``. ``bias`` broadcasts to the scores.
     """
     scores = scale * torch.matmul(query, keys.mT)
-    return only(mask, scores, -torch.inf)
+    return only(mask, scores if bias is None else scores + bias, -torch.inf)
 
 
 def only(mask: Tensor, scores: Tensor, value: float) -> Tensor:
@@ -149,13 +149,20 @@ def total_lse(lse: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sink: Tensor | None, scale: float, odd: bool = True
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    odd: bool = True,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns o ``[..., s*h, Dv]`` and lse ``[..., s*h]`` of one chunk.
 
-    ``sink`` has one logit per row. ``odd``: whether values may hold NaN or inf.
+    ``sink`` has one logit per row. ``odd``: whether values may hold NaN or inf. ``bias`` is added to the scores.
     """
-    scores = masked_scores(query, keys, mask, scale)
+    scores = masked_scores(query, keys, mask, scale, bias)
     most = scores.amax(-1)
     most = torch.where(most == -torch.inf, 0.0, most)
     p = torch.exp(scores - most.unsqueeze(-1))
@@ -199,14 +206,27 @@ def backward_rows(
 
 
 def attend_backward(
-    row: Rows, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, odd: bool = True
+    row: Rows,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    odd: bool = True,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns one chunk's dquery ``[..., s*h, Dk]`` and its parts of dkeys and dvalues.
 
-    ``row`` holds tensors ``[..., s*h]``. ``odd``: whether any input may hold NaN or inf.
+    ``row`` holds tensors ``[..., s*h]``. ``odd``: whether any input may hold NaN or inf. ``bias`` is added to the scores.
     """
     dlse, lse, total = (t.unsqueeze(-1) for t in row[1:])
-    scores = masked_scores(query, keys, mask, scale)
+    scores = masked_scores(query, keys, mask, scale, bias)
+    if bias is not None:
+        # Relative to the row's maximum: next to a bias of -1e9, lse has no digits left for the sum's logarithm.
+        most = scores.amax(-1, keepdim=True)
+        scores = scores - torch.where(most == -torch.inf, 0.0, most)
+        own = torch.where(most == -torch.inf, 0.0, scores.logsumexp(-1, keepdim=True))
+        lse, total = own, own + (total - lse)
     p = torch.exp(scores - total)
     dp = torch.matmul(row.dout, values.mT)
     # delta = <dout, o>, but exactly dp where one key has the whole weight: a gradient of 0 then stays exactly 0. A large
