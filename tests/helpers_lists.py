@@ -78,7 +78,7 @@ def make_inputs(
     Dv: int | None = None,
     S_kv: int | None = None,
     n: int = 9,
-    sink: bool = False,
+    sink: bool | float = False,
     shared: bool = False,
     segments: bool = False,
     lengths: Sequence[int] | None = None,
@@ -93,7 +93,7 @@ def make_inputs(
 ) -> dict[str, Any]:
     """Returns standard normal q, k, v and sink, and lists of a ``kind`` of :func:`make_indices`.
 
-    ``bias``: a kind of :func:`make_bias`, in ``bias_dtype`` or that of the sink; the arguments are then those of the op
+    ``sink``: all logits, or whether there are any. ``bias``: a kind of :func:`make_bias`, in ``bias_dtype`` or that of the sink; the arguments are then those of the op
     with a bias per entry.
 
     ``shared``: v is None, and Dv columns of k are the values. ``lengths``: packed sequences (B = 1), ``key_lengths``
@@ -115,6 +115,8 @@ def make_inputs(
     made: dict[str, Any] = {"q": normal(B, S, G, h, Dk), "k": rows(Dk), "v": None if shared else rows(Dv)}
     made["indices"] = make_indices(kind, (B, S, G, n), S_kv, index_dtype, g).to(device)
     made["sink"] = normal(G, h).to(torch.float64 if dtype is torch.float64 else torch.float32) if sink else None
+    if isinstance(sink, float):
+        made["sink"].fill_(sink)
     made["cu_seqlens_q"], made["cu_seqlens_k"] = boundaries(lengths), boundaries(key_lengths)
     made["segments_q"] = made["segments_k"] = None
     if segments:

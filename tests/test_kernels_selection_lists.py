@@ -13,6 +13,7 @@ from conftest import GPU, some
 from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
+from mhc_inductor.kernels.eager import plan_of, why_not
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import lists_plan
 
@@ -37,10 +38,11 @@ def run(builder, *, up=h.OUTPUTS, scale=None, **kwargs):
     made = h.make_inputs(device=str(builder.device), **{"B": 1, "dtype": F32, **kwargs})
     ups = h.upstream(made, up)
     args = h.arguments(made, made["q"].shape[-1] ** -0.5 if scale is None else scale)
-    assert lists_plan.unsupported(builder, *[a for a in args if isinstance(a, torch.Tensor)]) is None
-    o, lse = lists_plan.plan_selection_list_attention(builder, *args)
-    backward = lists_plan.plan_selection_list_attention_backward
-    grads = backward(builder, ups.get("o"), ups.get("lse"), *args[:-2], o, lse, *args[-2:])
+    name = h.name_of(made)
+    assert why_not(name, args, builder) is None
+    o, lse = plan_of(name)(builder, *args)
+    given = h.backward_arguments((ups.get("o"), ups.get("lse")), args, o, lse)
+    grads = plan_of(f"{name}_backward")(builder, *given)
     got = {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=True))}
     for name, t in list(got.items()):
         given = made.get(name[1:], t)
@@ -53,15 +55,28 @@ def run(builder, *, up=h.OUTPUTS, scale=None, **kwargs):
     return made, got
 
 
+BIASES = [{}, {"bias": "rows"}, {"bias": "rows", "repeats": True}]
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("shared", [False, True])
-def test_dtypes(builder, dtype, shared):
-    run(builder, kind="odd", dtype=dtype, S=4, S_kv=40, Dk=16, n=21, sink=True, shared=shared, strided=True)
+@pytest.mark.parametrize("bias", BIASES, ids=str)
+def test_dtypes(builder, dtype, shared, bias):
+    bias = {"bias_dtype": dtype, **bias} if bias else {}
+    run(builder, kind="odd", dtype=dtype, S=4, S_kv=40, Dk=16, n=21, sink=True, shared=shared, strided=True, **bias)
 
 
 @pytest.mark.parametrize("kind", ["random", "sorted", "empty", "all", "none"])
-def test_kinds_of_lists(builder, kind):
-    run(builder, kind=kind, S=3, S_kv=20, n=20, sink=kind == "empty")
+@pytest.mark.parametrize("bias", BIASES, ids=str)
+def test_kinds_of_lists(builder, kind, bias):
+    run(builder, kind=kind, S=3, S_kv=20, n=20, sink=kind == "empty", **bias)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("sink", [False, 0.5, float("-inf")])
+def test_rows_of_the_lowest_bias(builder, repeats, sink):
+    """Next to the lowest number, only the sum of the weights tells them: 70 entries, of few keys."""
+    run(builder, kind="odd", S=4, S_kv=9, n=70, bias="lowest", repeats=repeats, sink=sink)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +103,9 @@ def test_heads(builder, heads):
 
 @pytest.mark.parametrize("up", [("o",), ("lse",)])
 @pytest.mark.parametrize("shared", [False, True])
-def test_one_gradient_alone(builder, up, shared):
-    run(builder, kind="odd", S=3, S_kv=20, sink=True, up=up, shared=shared)
+@pytest.mark.parametrize("bias", BIASES[::2], ids=str)
+def test_one_gradient_alone(builder, up, shared, bias):
+    run(builder, kind="odd", S=3, S_kv=20, sink=True, up=up, shared=shared, **bias)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
@@ -107,16 +123,18 @@ def test_numbers_of_keys(builder, n):
     run(builder, kind="random", dtype=BF16, S=2, G=1, S_kv=n + 3, n=n)
 
 
-def test_few_queries_split_their_keys(builder, monkeypatch):
+@pytest.mark.parametrize("bias", [{}, {"bias": "rows"}, {"bias": "lowest"}], ids=str)
+def test_few_queries_split_their_keys(builder, monkeypatch, bias):
     splits = []
     monkeypatch.setattr(lists_plan, "splits", lambda b, rows, per: splits.append(3) or 3)
-    run(builder, kind="random", S=1, S_kv=200, n=some(150, 90), sink=True, shared=True)
+    run(builder, kind="random", S=1, S_kv=200, n=some(150, 91), sink=not bias, shared=True, **bias)
     assert splits
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_any_size_of_the_chunks_gives_the_same_bits(builder, monkeypatch, shared):
-    case = {"kind": "odd", "dtype": BF16, "B": 2, "S": 7, "S_kv": 20, "n": 14, "sink": True, "shared": shared}
+@pytest.mark.parametrize("bias", BIASES[::2], ids=str)
+def test_any_size_of_the_chunks_gives_the_same_bits(builder, monkeypatch, shared, bias):
+    case = {"kind": "odd", "dtype": BF16, "B": 2, "S": 7, "S_kv": 20, "n": 14, "sink": True, "shared": shared, **bias}
     _, whole = run(builder, **case)
     for rows in (1, 3):
         monkeypatch.setattr(lists_plan, "MOST_QUERIES", rows)
@@ -192,6 +210,7 @@ def test_nan_in_a_key_reaches_only_the_queries_that_select_it(builder, name, bad
         assert t[0, 0].isfinite().all(-1).cpu()[~reached].all()
 
 
-def test_nothing(builder):
+@pytest.mark.parametrize("bias", [None, "normal"])
+def test_nothing(builder, bias):
     for case in ({"S": 0, "S_kv": 4}, {"S": 3, "S_kv": 0}, {"S": 2, "S_kv": 5, "n": 0}, {"B": 0}):
-        run(builder, kind="none", sink=True, **case)
+        run(builder, kind="none", sink=True, bias=bias, **case)

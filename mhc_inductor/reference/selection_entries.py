@@ -46,8 +46,8 @@ def entries_of(indices: Tensor, bias: Tensor, keys: int, repeats: bool, dtype: t
     seen = (at >= 0) & (at < keys) & (bias != -torch.inf)
     if not repeats:
         ordered, place = torch.where(seen, at, keys).sort(stable=True, dim=-1)
-        first = F.pad(ordered[..., 1:] != ordered[..., :-1], (1, 0), value=True)
-        seen = seen & torch.zeros_like(seen).scatter(-1, place, first)
+        first = ordered != F.pad(ordered[..., :-1], (1, 0), value=-1)
+        seen = seen & first.gather(-1, place.argsort(-1))
     return Entries(torch.where(seen, at, 0), seen.unsqueeze(2), bias.unsqueeze(2))
 
 
