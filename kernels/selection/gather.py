@@ -10,7 +10,7 @@ import triton.language as tl
 from .pieces import load_ranges, query_bounds, trim
 from .row_tiles import column_tile, tiles_at, zero_tiles
 from .segments import same_segment
-from .softmax import online_softmax, power, with_sink
+from .softmax import online_softmax, with_sink
 from .splits import share, split_place, store_dq, store_output
 
 
@@ -176,10 +176,12 @@ def selection_combine(
             )
             m_new = tl.maximum(m, tl.max(x, axis=0))
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            w = power(x - safe, NATURAL)
             if NATURAL:
-                w *= tl.load(pnorm_ptr + at, mask=i < NS, other=0.0)
-            alpha = power(m - safe, NATURAL)
+                w = tl.exp(x - safe) * tl.load(pnorm_ptr + at, mask=i < NS, other=0.0)
+                alpha = tl.exp(m - safe)
+            else:
+                w = tl.exp2(x - safe)
+                alpha = tl.exp2(m - safe)
             norm = norm * alpha + tl.sum(w, axis=0)
             acc = acc * alpha + tl.sum(w[:, None] * y, axis=0)
             m = m_new

@@ -178,7 +178,7 @@ def plan_combine(b: Any, part: Any, plse: Any, sink: Any, o: Any, lse: Any, NS: 
     b.launch(
         selection_combine,
         (programs, 1, 1),
-        dict(part_ptr=part, plse_ptr=plse, pnorm_ptr=plse if pnorm is None else pnorm,
+        dict(part_ptr=part, plse_ptr=plse, pnorm_ptr=pnorm,
              sink_ptr=lse if sink is None else sink, o_ptr=o, lse_ptr=lse, G=G, NS=NS),
         dict(H=h, DV=DV, VP=power_of_two(DV), CS=COMBINE, SINK=sink is not None, NATURAL=pnorm is not None),
         1, 1,

@@ -68,10 +68,11 @@ def selection_list_forward(
                 x = tl.dot(q[c], tl.trans(k), x, input_precision=PREC)
         else:
             x = product_of_rows(x, q_base, q_at, live, k_base, k_at, mask, DK, KM, MC, KT, PREC)
-        x = x * qk
         if BIAS:
-            x += tl.load(bias_ptr + row * N + start + i, mask=mask, other=0.0)[None, :]
-        x = tl.where(mask[None, :], x, float("-inf"))
+            bias = tl.load(bias_ptr + row * N + start + i, mask=mask, other=float("-inf"))
+            x = x * qk + bias[None, :]
+        else:
+            x = tl.where(mask[None, :], x * qk, float("-inf"))
         p, alpha, m, norm = online_softmax(x, m, norm, BIAS)
         old = acc
         acc = ()

@@ -95,9 +95,9 @@ def plan_keys(
     N = list_width(NI)
     keys = b.empty((B, S, G, N), b.i32)
     has_bias = bias is not None
-    biases = b.empty((B, S, G, N), b.f32) if has_bias else keys
+    biases = b.empty((B, S, G, N), b.f32) if has_bias else None
     counts = (b.empty if NI else b.zeros)((B, S, G), b.i32)
-    lists = Lists(keys, counts, NI, biases if has_bias else None, repeats)
+    lists = Lists(keys, counts, NI, biases, repeats)
     if NI == 0:
         return lists
     indices = b.contiguous(indices)
@@ -108,7 +108,7 @@ def plan_keys(
     b.launch(
         selection_list_keys,
         (B * S * G, 1, 1),
-        dict(indices_ptr=indices, bias_ptr=b.contiguous(bias) if has_bias else indices, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
+        dict(indices_ptr=indices, bias_ptr=b.contiguous(bias) if has_bias else None, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
              seg_q_ptr=b.contiguous(seg_q) if seg else indices, seg_k_ptr=b.contiguous(seg_k) if seg else indices,
              keys_ptr=keys, biases_ptr=biases, counts_ptr=counts, S=S, S_kv=b.shape(k)[2], G=G,
              NSEQ=b.shape(cu_q)[0] - 1 if varlen else 0, NI=NI, N=N),
@@ -146,7 +146,7 @@ def _call(
     (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (tuple(b.strides(t))[:-1] for t in (q, k, values))
     args = dict(
         q_ptr=q, k_ptr=k, v_ptr=values, keys_ptr=lists.keys, counts_ptr=lists.counts,
-        bias_ptr=lists.counts if lists.bias is None else lists.bias, scale=scale, S=S, G=G, N=N, sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn,
+        bias_ptr=lists.bias, scale=scale, S=S, G=G, N=N, sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn,
     )  # fmt: skip
     (KM, KT), (VM, VT) = widths(DK, c.MC), widths(DV, c.MC)
     # The keys' tiles are the values' only where no tile holds columns beyond Dv.
@@ -191,7 +191,7 @@ def plan_lists_forward(
     sink = b.contiguous(sink) if has_sink else lse
     outs = dict(NS=NS, sink_ptr=sink, o_ptr=o, lse_ptr=lse, part_ptr=part, plse_ptr=plse)
     if not call.kernel:
-        outs["pnorm_ptr"] = plse if pnorm is None else pnorm
+        outs["pnorm_ptr"] = pnorm
     b.launch(
         call.kernel or selection_list_forward,
         (rows * call.heads * NS, 1, 1), dict(call.args, **outs), dict(call.constexprs, SINK=has_sink),
@@ -370,9 +370,9 @@ def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first:
     if call.kernel:
         b.launch(call.kernel, (lines * call.heads, 1, 1), args, constexprs, c.num_warps, c.num_stages)
         return
-    sink = x.lse2 if x.sink is None else x.sink
-    args |= dict(dlse_ptr=x.lse2 if x.dlse is None else x.dlse, sink_ptr=sink)
-    constexprs |= dict(DLSE=n["BIAS"] and x.dlse is not None, SINK=n["BIAS"] and x.sink is not None)
+    dlse, sink = (t if n["BIAS"] else None for t in (x.dlse, x.sink))
+    args |= dict(dlse_ptr=dlse, sink_ptr=sink)
+    constexprs |= dict(DLSE=dlse is not None, SINK=sink is not None)
     NS = splits(b, lines * call.heads, c.per) if rows == call.args["S"] else 1
     part = b.empty((lines * NS if NS > 1 else 0, H, DK), b.f32)
     b.launch(
