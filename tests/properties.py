@@ -240,11 +240,12 @@ def lists(seed: int, documents: bool, **sizes: Any) -> Sequence[Any]:
         sizes["Dv"] = min(sizes["Dv"], sizes["Dk"])
     made = any_strides(helpers_lists.make_inputs(**sizes, seed=seed), seed)
     args = helpers_lists.arguments(made, 0.3)
-    o, lse = op("selection_list_attention")(*args)
+    name = helpers_lists.name_of(made)
+    o, lse = op(name)(*args)
     exact = helpers_lists.oracle(made, scale=0.3)["lse"]
     helpers_lists.check({"o": o, "lse": without_cancellation(lse, exact, made, 0.3)}, made, scale=0.3)
     up = helpers_lists.upstream(made)
-    grads = op("selection_list_attention_backward")(*up.values(), *args[:9], o, lse, *args[9:])
+    grads = op(f"{name}_backward")(*helpers_lists.backward_arguments(up.values(), args, o, lse))
     got = {f"d{k}": t for k, t in zip(helpers_lists.WANTED, grads, strict=True) if made[k] is not None}
     close(got, helpers_lists.oracle(made, up, scale=0.3), sizes["dtype"])
     return args
@@ -314,6 +315,7 @@ def blocks(seed: int, S: int, more: int, N: int, dtype: torch.dtype) -> Sequence
 
 _FORM: dict[str, st.SearchStrategy[Any]] = {"norm_form": st.sampled_from(["inside", "outside"]), "gamma": st.booleans()}
 _SITE: dict[str, st.SearchStrategy[Any]] = {"transpose_res": st.booleans(), "residual": st.booleans()}
+INTEGERS = st.sampled_from([torch.int32, torch.int64])
 _KEYS: dict[str, st.SearchStrategy[Any]] = {
     "documents": st.booleans(),
     "dtype": DTYPE,
@@ -327,6 +329,14 @@ _KEYS: dict[str, st.SearchStrategy[Any]] = {
     "sink": st.booleans(),
     "strided": st.booleans(),
 }
+_LISTS: dict[str, st.SearchStrategy[Any]] = {
+    **_KEYS,
+    "kind": st.sampled_from(["random", "sorted", "odd", "empty", "all", "none"]),
+    "n": st.integers(0, 9),
+    "shared": st.booleans(),
+    "segments": st.booleans(),
+    "index_dtype": INTEGERS,
+}
 _INDEX: dict[str, st.SearchStrategy[Any]] = {
     "kind": st.sampled_from(helpers_index.KINDS),
     "B": st.integers(0, 2),
@@ -337,7 +347,6 @@ _INDEX: dict[str, st.SearchStrategy[Any]] = {
     "dtype": DTYPE,
     "whole": st.booleans(),
 }
-INTEGERS = st.sampled_from([torch.int32, torch.int64])
 
 PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], dict[str, st.SearchStrategy[Any]]]] = {
     "mhc_pre": (pre, {**MHC, **ITERATIONS, **_FORM, "full": st.booleans()}),
@@ -380,15 +389,14 @@ PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], dict[str, st.SearchStr
             "segments": st.sampled_from([None, "mixed", "documents"]),
         },
     ),
-    "selection_list_attention": (
+    "selection_list_attention": (lists, _LISTS),
+    "selection_entry_attention": (
         lists,
         {
-            **_KEYS,
-            "kind": st.sampled_from(["random", "sorted", "odd", "empty", "all", "none"]),
-            "n": st.integers(0, 9),
-            "shared": st.booleans(),
-            "segments": st.booleans(),
-            "index_dtype": INTEGERS,
+            **_LISTS,
+            **dict.fromkeys(("documents", "segments"), st.just(False)),
+            "bias": st.sampled_from(["normal", "rows"]),
+            "repeats": st.booleans(),
         },
     ),
     "index_scores": (scores, _INDEX),

@@ -77,7 +77,9 @@ def blocks_to_ranges(seed: int, B: int, S: int, more: int, G: int, k: int, size:
 
 
 def selection_lists(seed: int, documents: bool, return_lse: bool, **sizes: Any) -> Call:
-    """The op of lists has no public function of its name."""
+    """The ops of lists have no public functions of their names."""
+    if documents or sizes["segments"] or sizes["bias"] is None:
+        sizes |= {"bias": None, "repeats": False}
     if documents:
         sizes |= in_documents(sizes["S"], sizes["S_kv"])
     if sizes["shared"]:
@@ -342,6 +344,7 @@ _CELL: dict[str, st.SearchStrategy[Any]] = {
 }
 _LOSS = {k: v for k, v in properties.PROPERTIES["index_loss"][1].items() if k != "dtype"}
 _LISTS = properties.PROPERTIES["selection_list_attention"][1]
+_BIASES = {"bias": st.sampled_from([None, "normal", "rows"]), "repeats": st.booleans()}
 
 PROPERTIES: Mapping[str, Property] = {
     "blocks_to_ranges": (
@@ -358,7 +361,7 @@ PROPERTIES: Mapping[str, Property] = {
             "dtype": INTEGERS,
         },
     ),
-    "selection_attention": (selection_lists, {**_LISTS, "return_lse": st.booleans()}),
+    "selection_attention": (selection_lists, {**_LISTS, **_BIASES, "return_lse": st.booleans()}),
     "nn.expand": (started, {"lead": LEAD, "width": st.integers(0, 9), "n": _SIZE, "dtype": DTYPE}),
     "nn.HyperConnection": (
         hyper_connection,
