@@ -65,7 +65,11 @@ def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
 
 GOOD = _good()
 # Arguments that another one excludes, and what is given with them.
-INSTEAD = {("selection_attention", "indices"): {"ranges": None, "indices": torch.tensor([0, 2]).expand(1, T, 1, 2)}}
+LISTED = {"ranges": None, "indices": torch.tensor([0, 2]).expand(1, T, 1, 2)}
+BIASED = {**LISTED, "bias": torch.zeros(1, T, 1, 2), "repeats": True}
+BIASED |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k"))
+INSTEAD = {("selection_attention", name): BIASED for name in ("bias", "repeats")}
+INSTEAD[("selection_attention", "indices")] = LISTED
 
 
 def _given(name: str, argument: str) -> dict[str, Any]:
@@ -307,14 +311,17 @@ def test_attention_of_one_query_head_and_key_shares_no_memory(name, queries):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_attention_over_a_list_of_one_key_shares_no_memory(queries, shared):
-    q, k = torch.randn(1, queries, 1, 1, 1), torch.randn(1, 1, 1, 1)
-    lists = (torch.zeros(1, 1, 1, 1, dtype=torch.int64).expand(1, queries, 1, 1), torch.randn(1, 1), *[None] * 4)
-    args = (q, k, None if shared else k.clone(), *lists)
-    out = op("selection_list_attention")(*args, 1.0, 1)
+@pytest.mark.parametrize("kind", ["list", "entry"])
+def test_attention_over_a_list_of_one_key_shares_no_memory(queries, shared, kind):
+    q, k, sink = torch.randn(1, queries, 1, 1, 1), torch.randn(1, 1, 1, 1), torch.randn(1, 1)
+    lists = torch.zeros(1, 1, 1, 1, dtype=torch.int64).expand(1, queries, 1, 1)
+    biased = kind == "entry"
+    rest = (torch.randn(lists.shape), sink) if biased else (sink, *[None] * 4)
+    args, options = (q, k, None if shared else k.clone(), lists, *rest), (1.0, 1, *[True] * biased)
+    out = op(f"selection_{kind}_attention")(*args, *options)
     _apart(out, args)
     given = (torch.randn_like(out[0]), torch.randn_like(out[1]), *args, *out)
-    _apart(op("selection_list_attention_backward")(*given, 1.0, 1), given)
+    _apart(op(f"selection_{kind}_attention_backward")(*given, *options), given)
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1)])

@@ -12,7 +12,6 @@ import torch
 from helpers_selection import error
 from op_contract import op
 from test_ops_lists import SCALE, leaves, run
-from torch.autograd import forward_ad
 
 from mhc_inductor import selection_attention
 
@@ -119,11 +118,3 @@ def test_a_bias_that_requires_a_gradient_is_refused():
     given = {name: made[name] for name in ("q", "k", "v", "indices", "bias")}
     with pytest.raises(RuntimeError, match="no gradient for bias"):
         torch.compile(lambda: selection_attention(**given), backend="aot_eager")()
-
-
-def test_forward_mode_is_refused():
-    made = h.make_inputs("random", F32, bias="normal")
-    with forward_ad.dual_level():
-        made["q"] = forward_ad.make_dual(made["q"], torch.ones_like(made["q"]))
-        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-            ENTRY(*h.arguments(made, SCALE))

@@ -46,7 +46,7 @@ def _refusal(call: Any, name: str, argument: str) -> str:
     try:
         call()
     except (TypeError, ValueError) as error:
-        public = name.replace("_list", "")
+        public = name.replace("_list", "").replace("_entry", "")
         named = str(error).startswith((f"{name}: {argument} must ", f"{public}: {argument} must "))
         return "" if named and "got " in str(error) else f"{type(error).__name__}: {str(error)[:100]}"
     except Exception as error:
