@@ -125,9 +125,11 @@ def equal(a, b):
 def test_against_fp64(shape, dtype):
     case = made(**{**SHAPES[shape], "dtype": dtype})
     got, want, plain = train(case), exact(case), exact(case, dtype)
-    for name, t in want.items():
-        bar = 2 * relative(plain[name], t) + 1e-6
-        assert relative(got[name], t) <= bar, f"{name}: {relative(got[name], t):.3g} above {bar:.3g}"
+    some = want["lse"] > -1e30  # rows of the lowest bias would hide the others
+    for name in want:
+        a, b, c = (t[name][some] if name == "lse" else t[name] for t in (got, want, plain))
+        bar = 2 * relative(c, b) + 1e-6
+        assert relative(a, b) <= bar, f"{name}: {relative(a, b):.3g} above {bar:.3g}"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
