@@ -124,8 +124,9 @@ def test_a_bias_of_unknown_sizes_calls_the_op_of_the_backward():
     assert "selection_list_forward" in launches(code)
 
 
-def test_above_the_kernels_sizes_the_reference_is_called_and_logged(caplog):
+@pytest.mark.parametrize(("fn", "kind"), [(_attend, "list"), (_both_biased, "entry")])
+def test_above_the_kernels_sizes_the_reference_is_called_and_logged(caplog, fn, kind):
     with caplog.at_level("WARNING", logger="mhc_inductor"):
-        code = _compile(_attend, D=600)
-    assert "torch.ops.mhc_inductor.selection_list_attention.default" in code
+        code = _compile(fn, D=600)
+    assert f"torch.ops.mhc_inductor.selection_{kind}_attention.default" in code
     assert [r for r in caplog.records if "D = 600 is above 576" in r.getMessage()]
