@@ -118,8 +118,10 @@ def test_widths(builder, Dk, Dv, shared, dtype):
     run(builder, kind="random", dtype=dtype, S=2, G=1, h=some(20, 3), S_kv=60, n=37, Dk=Dk, Dv=Dv, shared=shared)
 
 
-def test_the_widest_rows(builder):
-    run(builder, kind="odd", dtype=BF16, S=1, G=1, h=2, S_kv=30, n=18, Dk=576, Dv=512, shared=True)
+@pytest.mark.parametrize("more", [{"dtype": BF16}, {"bias": "rows"}], ids=str)
+def test_the_widest_rows(builder, more):
+    """In fp32 the queries are read again for every tile."""
+    run(builder, kind="odd", S=1, G=2, h=2, S_kv=30, n=18, Dk=576, Dv=512, shared=True, **more)
 
 
 @pytest.mark.parametrize("heads", some([1, 2, 17, 64, 65, 128], [1, 17, 65]))

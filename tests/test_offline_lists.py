@@ -24,6 +24,7 @@ CASES = {
     "128-bias": {"h": 64, "Dk": 128, "bias": True},
     "576-bias": {"h": 128, "Dk": 576, "Dv": 512, "shared": True, "sink": True, "bias": True},
     "80-bias-fp32": {"h": 3, "Dk": 80, "Dv": 48, "S": 1, "n": 4096, "dtype": F32, "bias": True},
+    "576-bias-fp32": {"h": 20, "Dk": 576, "Dv": 512, "dtype": F32, "bias": True},
 }
 PLAIN = {"selection_list_keys", "selection_list_forward", "selection_list_dq", "selection_list_rows",
          "selection_list_slots", "selection_list_invert", "selection_list_sum", "selection_delta"}  # fmt: skip
