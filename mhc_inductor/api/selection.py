@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import compat
-from mhc_inductor.ops import checks_selection, checks_selection_lists
+from mhc_inductor.ops import checks_selection, checks_selection_lists, checks_selection_masks
 from mhc_inductor.ops.checks import strided
 from mhc_inductor.ops.registry import refuse_trace
 from mhc_inductor.ops.selection import call, given
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
         v_width: int | None
 
     class Packed(Options, total=False):
-        """Those of one process, which may have packed sequences too."""
+        """Those of one process, which may have packed sequences and a mask too."""
 
+        mask: Tensor | None
         cu_seqlens_q: Tensor | None
         cu_seqlens_k: Tensor | None
 
@@ -75,6 +76,7 @@ def selection_attention(
     ranges: Tensor | None = None,
     *,
     indices: Tensor | None = None,
+    mask: Tensor | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -84,23 +86,28 @@ def selection_attention(
     v_width: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes softmax attention of each query over the keys that it selects, by ranges or by a list of positions.
+    """Computes softmax attention of each query over the keys that it selects: by ranges, a list of positions or a mask.
 
     All heads of a group share the selection::
 
-        sel = union of [start, end) in ranges[b, s, g], or the distinct positions in indices[b, s, g];
-              within [0, S_kv)
+        sel = union of [start, end) in ranges[b, s, g], or the distinct positions in indices[b, s, g],
+              or the keys that mask[b, s, g] shows; within [0, S_kv)
         o[b, s, g] = softmax(scale * q[b, s, g] @ k[b, g, sel].T) @ v[b, g, sel]
 
     Ranges may be empty, unsorted, overlapping, negative or past the end; positions may be unsorted, repeated or, as -1,
     out of range. A causal model selects causally. With segment ids, a key counts for a query only where their ids are
-    equal or the key's id is :data:`mhc_inductor.ANY_SEGMENT` (documents, padding). There is no other mask. A query that
-    selects nothing gives o and gradients of exactly 0. NaN and inf in keys and values reach only the queries that
+    equal or the key's id is :data:`mhc_inductor.ANY_SEGMENT` (documents, padding). A query that selects nothing gives o
+    and gradients of exactly 0. NaN and inf in keys and values reach only the queries that
     select them. NaN in a query reaches its own rows of o and dq and the gradients of the keys and
     values that it selects, on CUDA also those of other keys in a tile of up to 64 keys that it selects in part; a dense
     softmax under a mask would spread it to the gradients of all keys.
 
-    The values of ranges, indices, boundaries and segment ids are never read on the host. CUDA kernels run for bf16,
+    A mask of bools shows the keys that are True. One of floats is added to the scaled scores, in fp32, and hides the
+    keys that are -inf; finite fills such as finfo.min hide as they do in a written-out softmax, so that a row of nothing
+    else is the mean of all values. Alone, a mask stands for any pattern; with indices, a mask of bools says which of
+    the listed keys count.
+
+    The values of ranges, indices, masks, boundaries and segment ids are never read on the host. CUDA kernels run for bf16,
     fp16 and fp32, Dk up to 576, Dv up to 512 (lists: 576), h up to 128 and 4096 ranges or positions; everything else
     runs the formula in plain PyTorch. With ``v=k`` and ``indices``, each selected row is read once for both.
 
@@ -112,6 +119,8 @@ def selection_attention(
             makes them from blocks. None where indices are given.
         indices: Key positions ``[B, S, G, n]``, int32 or int64, in any order; -1 for none. None where ranges are given.
             :func:`index_topk` makes them.
+        mask: ``[B or 1, S, G or 1, S_kv]``, bool or floating (fp64 only if q is fp64); any strides, also those of an
+            expanded view. It gets no gradient. Alone, or of bools with indices.
         scale: Factor of the scores; finite. None for 1/sqrt(Dk).
         sink: One logit per head, ``[G, h]``, added to the softmax's denominator only; any floating dtype (fp64 only if
             q is fp64). None for no sink.
@@ -132,23 +141,27 @@ def selection_attention(
         nothing is selected. Both are differentiable.
 
     Raises:
-        ValueError: A shape or device does not fit, scale is not finite, or ranges and indices are both given.
-            The message names the argument.
-        TypeError: Neither ranges nor indices are given, a dtype does not fit, an argument is not a tensor or not a
+        ValueError: A shape or device does not fit, scale is not finite, ranges and indices are both given, or a mask
+            with what it cannot be combined with, or one that requires a gradient. The message names the argument.
+        TypeError: None of ranges, indices and mask is given, a dtype does not fit, an argument is not a tensor or not a
             number where it must be, or return_lse is not a bool.
 
     Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2; DeepSeek sparse attention,
     arXiv 2512.02556, over lists.
     """
     refuse_trace("selection_attention")
-    scale, values = prepared(q, v, ranges, indices, scale, v_width, return_lse)
+    scale, values = prepared(q, v, ranges, indices, scale, v_width, return_lse, mask)
     rest = (sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    if mask is not None:
+        _combined(mask, ranges, indices, *rest[1:])
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
-        check(q, k, values, ranges, indices, rest, scale)
+        check(q, k, values, ranges, indices, rest, scale, mask)
+    own = None if v is k or (ranges is None and _reads_keys(k, values)) else values
     if indices is not None:
-        shared = v is k or _reads_keys(k, values)
-        own = None if shared else values
-        o, lse = call("selection_list_attention", q, k, own, indices, *rest, scale, _last(values))
+        listed = indices if mask is None else _shown(mask, q, indices)
+        o, lse = call("selection_list_attention", q, k, own, listed, *rest, scale, _last(values))
+    elif mask is not None:
+        o, lse = call("selection_mask_attention", q, k, own, mask, sink, scale, _last(values))
     else:
         segments = given(segments_q, segments_k)
         o, lse = call("selection_attention", q, k, values, ranges, *rest[:3], scale, *segments)
@@ -163,14 +176,15 @@ def prepared(
     scale: float | None,
     v_width: int | None,
     return_lse: bool,
+    mask: Tensor | None = None,
 ) -> tuple[float, Tensor]:
     """Returns the scale, 1/sqrt(Dk) for None, and the v_width columns of v that are the values.
 
     Raises:
-        TypeError: Neither ranges nor indices are given, or v_width or return_lse has another type.
+        TypeError: None of ranges, indices and mask is given, or v_width or return_lse has another type.
         ValueError: Ranges and indices are both given, or v_width is out of range.
     """
-    if ranges is None and indices is None:
+    if ranges is None and indices is None and mask is None:
         raise TypeError("selection_attention: ranges must be a tensor, got NoneType, and no indices in their place")
     if ranges is not None and indices is not None:
         raise ValueError("selection_attention: one of ranges and indices must be given, got both")
@@ -182,12 +196,47 @@ def prepared(
     return scale, _columns(v, v_width)
 
 
+def _combined(mask: Tensor, ranges: Tensor | None, indices: Tensor | None, *packed: Tensor | None) -> None:
+    """Raises ValueError if the mask is given with what it cannot be combined with."""
+    names = ("ranges", "cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k")
+    given = [n for n, t in zip(names, (ranges, *packed), strict=True) if t is not None]
+    wrong = given if indices is None else [n for n in given if not n.startswith("segments")]
+    if wrong:
+        raise ValueError(
+            f"selection_attention: mask must be given alone, or with indices and segments, got {wrong[0]} too; "
+            "clear the mask outside of them"
+        )
+    if indices is not None and isinstance(mask, Tensor) and mask.dtype is not torch.bool:
+        raise ValueError(f"selection_attention: with indices, mask must be bool, got {mask.dtype}")
+
+
+def _shown(mask: Tensor, q: Tensor, indices: Tensor) -> Tensor:
+    """Returns the indices with -1 in place of keys that the mask hides."""
+    s_kv = mask.shape[3]
+    if not s_kv:
+        return indices
+    shown = mask.expand(*q.shape[:3], s_kv).gather(3, indices.clamp(0, s_kv - 1).to(torch.int64))
+    return torch.where(shown, indices, -1)
+
+
 def check(
-    q: Tensor, k: Tensor, values: Tensor, ranges: Tensor | None, indices: Tensor | None, rest: _Rest, scale: float
+    q: Tensor,
+    k: Tensor,
+    values: Tensor,
+    ranges: Tensor | None,
+    indices: Tensor | None,
+    rest: _Rest,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> None:
-    """Raises ValueError or TypeError unless the arguments fit together; one of ranges and indices is given."""
+    """Raises ValueError or TypeError unless the arguments fit together; one of ranges, indices and mask is given."""
     if indices is not None:
         checks_selection_lists.selection_list_attention(q, k, values, indices, *rest, scale, _last(values))
+        if mask is not None:
+            checks_selection_masks.visible("selection_attention", mask, q, k)
+        return
+    if mask is not None:
+        checks_selection_masks.selection_mask_attention(q, k, values, mask, rest[0], scale, _last(values))
         return
     assert ranges is not None
     sink, cu_seqlens_q, cu_seqlens_k, *segments = rest

@@ -11,6 +11,7 @@ from mhc_inductor.ops import (
     selection,
     selection_blocks,
     selection_lists,
+    selection_masks,
     single_pass,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "selection",
     "selection_blocks",
     "selection_lists",
+    "selection_masks",
     "single_pass",
 ]
 

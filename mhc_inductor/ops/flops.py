@@ -11,8 +11,8 @@ products:
   result. What a kernel computes again counts nothing.
 - Attention over ranges counts the distinct keys in each query's ranges, from their values. Where these are unknown (fake
   tensors, other subclasses), it counts all keys, as torch counts a masked attention. Segment ids are not looked at.
-- Attention over a list counts all entries of the list, also -1 and repeats; index scores and top-k, and the selection
-  of blocks, count all keys.
+- Attention over a list counts all entries of the list, also -1 and repeats; attention under a mask, index scores and
+  top-k, and the selection of blocks, count all keys.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ PRODUCTS: dict[str, Products] = {
     "e79_scan": {"6 T B n n": "", "T B n n": "out"},  # M k, M.T k, S k, S' m, S'.T m, M m; S' q
     "selection_attention": {"pairs h D": "", "pairs h V": "out"},
     "selection_list_attention": {"B S G h n D": "", "B S G h n V": "out"},
+    "selection_mask_attention": {"B S G h T D": "", "B S G h T V": "out"},
     "selection_blocks": {"B S G h T D": ""},
     "index_scores": _INDEX,
     "index_topk": _INDEX,
