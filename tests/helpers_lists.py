@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs, an fp64 oracle and comparisons for the tests of selection attention over lists of keys, on any device.
+"""Inputs, an fp64 oracle and comparisons for the tests of selection attention over lists of keys or masks, on any device.
 
 The oracle loops over queries, with sets of integers, independently of ``mhc_inductor.reference``; gradients come from
 autograd.
@@ -7,7 +7,7 @@ autograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from helpers_mhc import rounding
 from helpers_selection import error
 from torch import Tensor
 
-NAMES = ("q", "k", "v", "indices", "sink", "cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k")
+NAMES = ("q", "k", "v", "indices", "mask", "sink", "cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k")
 WANTED = ("q", "k", "v", "sink")
 OUTPUTS = ("o", "lse")
 ANY = -(2**31)
@@ -102,11 +102,14 @@ def make_inputs(
 
 def arguments(made: Mapping[str, Any], scale: float) -> tuple[Any, ...]:
     """Returns the op's positional arguments."""
-    return (*(made[name] for name in NAMES), scale, made["v_width"])
+    return (*(made[name] for name in NAMES if name in made), scale, made["v_width"])
 
 
 def _selected(made: Mapping[str, Any], b: int, s: int, g: int) -> list[int]:
     k = made["k"]
+    if "mask" in made:
+        shown = mask_row(made, b, s, g)
+        return (shown if shown.dtype is torch.bool else shown != -torch.inf).nonzero().flatten().tolist()
     lo, hi = 0, k.shape[2]
     if made["cu_seqlens_q"] is not None:
         ends = made["cu_seqlens_q"].tolist()
@@ -118,6 +121,12 @@ def _selected(made: Mapping[str, Any], b: int, s: int, g: int) -> list[int]:
         mine = int(made["segments_q"][b, s])
         found = {i for i in found if int(made["segments_k"][b, i]) in (mine, ANY)}
     return sorted(found)
+
+
+def mask_row(made: Mapping[str, Any], b: int, s: int, g: int) -> Tensor:
+    """Returns what the mask says of each key to one query."""
+    mask = made["mask"]
+    return mask[b if mask.shape[0] > 1 else 0, s, g if mask.shape[2] > 1 else 0].cpu()
 
 
 def oracle(
@@ -140,9 +149,12 @@ def oracle(
                 sel = _selected(made, b, s, g)
                 if sel:
                     t = scale * q[b, s, g] @ k[b, g, sel].T
+                    if "mask" in made and made["mask"].is_floating_point():
+                        t = t + mask_row(made, b, s, g)[sel].to(dtype)
                     logits = t if "sink" not in leaf else torch.cat((t, leaf["sink"][g][:, None]), -1)
                     o[b, s, g] = logits.softmax(-1)[:, : len(sel)] @ v[b, g, sel]
-                    lse[b, s, g] = t.logsumexp(-1)
+                    most = t.detach().amax(-1, keepdim=True)  # under a fill, exp(t - lse) would be too large
+                    lse[b, s, g] = (t - most).logsumexp(-1) + most[:, 0]
     out = {"o": o, "lse": lse}
     result = {name: t.detach() for name, t in out.items()}
     if ups:
@@ -163,6 +175,22 @@ def upstream(made: Mapping[str, Any], names: Iterable[str] = OUTPUTS, seed: int 
     return {n: torch.randn(shape[n], generator=g, dtype=torch.float64).to(dtype[n]).to(q.device) for n in names}
 
 
+def _near(lse: Tensor) -> Tensor:
+    """Returns lse with the rows that only fills of finfo.min hide scaled down, so that the others count too."""
+    return torch.where((lse < -1e30) & lse.isfinite(), lse * 1e-36, lse)
+
+
+def run(
+    attention: Callable[..., Any], made: Mapping[str, Any], ups: Mapping[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """Returns the op's outputs and autograd's gradients, under the oracle's names."""
+    wanted = [n for n in WANTED if made[n] is not None]
+    leaf = {**made, **{n: made[n].detach().requires_grad_() for n in wanted}}
+    out = dict(zip(OUTPUTS, attention(*arguments(leaf, scale)), strict=True))
+    grads = torch.autograd.grad([out[n] for n in ups], [leaf[n] for n in wanted], list(ups.values()))
+    return {n: t.detach() for n, t in out.items()} | {f"d{n}": g for n, g in zip(wanted, grads, strict=True)}
+
+
 def check(
     got: Mapping[str, Tensor],
     made: Mapping[str, Any],
@@ -173,6 +201,9 @@ def check(
     """Asserts errors against fp64 of at most twice the fp32 loop's, plus the roundings of products and results."""
     want, plain = oracle(made, ups, scale=scale), oracle(made, ups, torch.float32, scale=scale)
     dtype = made["q"].dtype
+    if "lse" in got:
+        got = {**got, "lse": _near(got["lse"])}
+        want["lse"], plain["lse"] = _near(want["lse"]), _near(plain["lse"])
     for name, t in got.items():
         base = 2e-5 if name.startswith("d") else 1e-6
         # dsink sums products with the rounded o, which cancel.

@@ -7,8 +7,7 @@ import helpers_lists as h
 import pytest
 import torch
 from helpers_selection import error
-from op_contract import check_outputs, op, strided, trainable
-from torch.func import vmap
+from op_contract import check_outputs, check_vmap, op, strided, trainable
 from torch.library import opcheck
 
 import mhc_inductor
@@ -72,13 +71,8 @@ def test_every_op_is_sampled():
     assert {p.values[0] for p in SAMPLES} == {name for name in registry.REFERENCE if name.startswith("selection_list")}
 
 
-def run(made, ups, attention=None, scale=SCALE):
-    """Returns the op's outputs and autograd's gradients, under the oracle's names."""
-    leaf = {**made, **{n: made[n].detach().requires_grad_() for n in h.WANTED if made[n] is not None}}
-    out = dict(zip(h.OUTPUTS, (attention or OPS.selection_list_attention)(*h.arguments(leaf, scale)), strict=True))
-    wanted = [n for n in h.WANTED if made[n] is not None]
-    grads = torch.autograd.grad([out[n] for n in ups], [leaf[n] for n in wanted], list(ups.values()))
-    return {n: t.detach() for n, t in out.items()} | {f"d{n}": g for n, g in zip(wanted, grads, strict=True)}
+def run(made, ups, attention=OPS.selection_list_attention, scale=SCALE):
+    return h.run(attention, made, ups, scale)
 
 
 @pytest.mark.parametrize("names", [("o",), ("lse",), h.OUTPUTS], ids="-".join)
@@ -150,21 +144,7 @@ BATCHED = {"all": lambda k: True, "inputs": lambda k: k < 4, "odd": lambda k: k 
     ("name", "sample", "variant"), [p for p in SAMPLES if "fp64" in p.id or "shared" in p.id or "packed" in p.id]
 )
 def test_vmap_equals_a_loop(name, sample, variant, which):
-    rows = [list(sample(**{**variant, "seed": k})) for k in range(3)]
-    dims = [
-        k % (a.dim() + 1) if isinstance(a, torch.Tensor) and BATCHED[which](k) else None for k, a in enumerate(rows[0])
-    ]
-    for row in rows[1:]:
-        row[:] = [first if d is None else a for a, first, d in zip(row, rows[0], dims, strict=True)]
-    stacked = [
-        a if d is None else torch.stack([r[k] for r in rows], d)
-        for k, (a, d) in enumerate(zip(rows[0], dims, strict=True))
-    ]
-    want = [torch.stack(column) for column in zip(*(op(name)(*row) for row in rows), strict=True)]
-    got = vmap(op(name), in_dims=tuple(dims))(*stacked)
-    for g, w in zip(got, want, strict=True):
-        if g.numel() or w.numel():
-            assert g.dtype is w.dtype and error(g, w) < (2e-2 if g.dtype is BF16 else 1e-5)
+    check_vmap(name, [list(sample(**{**variant, "seed": k})) for k in range(3)], BATCHED[which], error)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -255,7 +235,7 @@ def test_dynamic_sizes_compile_once(fresh):
 
 def public(q, k, v, *args):
     *rest, scale, v_width = args
-    given = dict(zip(h.NAMES[3:], rest, strict=True))
+    given = dict(zip((n for n in h.NAMES[3:] if n != "mask"), rest, strict=True))
     values = k if v is None else v
     width = v_width if v is None else None
     return mhc_inductor.selection_attention(q, k, values, **given, scale=scale, v_width=width, return_lse=True)
