@@ -41,6 +41,8 @@ _PLANS = {
     "selection_attention_backward": "selection.backward_plan",
     "selection_list_attention": "selection.lists_plan",
     "selection_list_attention_backward": "selection.lists_plan",
+    "selection_mask_attention": "selection.masks_plan",
+    "selection_mask_attention_backward": "selection.masks_plan",
     "selection_blocks": "selection.blocks_plan",
     "index_scores": "index.plan",
     "index_scores_backward": "index.backward_plan",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from mhc_inductor import compat
-from mhc_inductor.ops import selection_cpu, selection_lists_cpu
+from mhc_inductor.ops import selection_cpu, selection_lists_cpu, selection_masks_cpu
 
 from . import common
 from .builder import OpBuilder
@@ -54,3 +54,5 @@ def register() -> None:
     common.register(
         "selection_list_attention_backward", selection_lists_cpu.fused_attention_backward, _backward_calls_op
     )
+    common.register("selection_mask_attention", selection_masks_cpu.fused_attention)
+    common.register("selection_mask_attention_backward", selection_masks_cpu.fused_attention_backward)

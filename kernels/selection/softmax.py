@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The softmax over keys that arrive in tiles. Logits are in log2 units."""
+"""The softmax over keys that arrive in tiles."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def online_softmax(x, m, norm):
+def online_softmax(x, m, norm, UNIT: tl.constexpr = 1.0):
     """Returns the weights of the logits x[M, N], the factor of the old sums, and the new maximum and sum of weights.
 
-    -inf means not selected. m and norm [M] are the maximum and the sum so far.
+    -inf means not selected. m and norm [M] are the maximum and the sum so far. Logits and maximum times UNIT are in log2
+    units.
     """
     m_new = tl.maximum(m, tl.max(x, axis=1))
     # Nothing but -inf so far: exp2(-inf - 0) = 0.
     safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(x - safe[:, None])
-    alpha = tl.exp2(m - safe)
+    p = tl.exp2((x - safe[:, None]) * UNIT)
+    alpha = tl.exp2((m - safe) * UNIT)
     return p, alpha, m_new, norm * alpha + tl.sum(p, axis=1)
 
 
