@@ -28,11 +28,9 @@ def selection_mask_shares(
     H: tl.constexpr, DK: tl.constexpr, KM: tl.constexpr, MC: tl.constexpr, KT: tl.constexpr, QT: tl.constexpr,
     HB: tl.constexpr, BN: tl.constexpr, SINK: tl.constexpr, DLSE: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Computes base and share[B, S, G, H], and changes delta, so that with w = exp(score + mask - base)
+    """Computes base and share[B, S, G, H], and changes delta.
 
-        P = w share ;  dscore = w (share dout . v - delta)
-
-    Below a fill lse is rounded by more than 1: the shares of such rows are divided by the sum of all w, which takes one
+    They are such that P = w share and dscore = w (share dout . v - delta), with w = exp(score + mask - base). Below a fill lse is rounded by more than 1: the shares of such rows are divided by the sum of all w, which takes one
     walk over the row's tiles. One program: QT queries x HB heads.
     """
     M: tl.constexpr = QT * HB
