@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .common import finite, place
 from .mask_forward import mask_rows
-from .mask_tiles import entry, logits, shown
+from .mask_tiles import any_wild, entry, logits, shown, walk
 from .row_tiles import product_of_rows, store_tiles, tile_at, zero_tiles
 
 
@@ -89,8 +89,8 @@ def selection_mask_shares(
     "sms", "smg",
 ])  # fmt: skip
 def selection_mask_dq(
-    q_ptr, k_ptr, v_ptr, dout_ptr, mask_ptr, lists_ptr, counts_ptr, base_ptr, share_ptr, delta_ptr, dq_ptr, scale, S, S_kv,
-    NT, NQ, G, lb, lg, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn, smb, sms, smg, smk,
+    q_ptr, k_ptr, v_ptr, dout_ptr, mask_ptr, lists_ptr, counts_ptr, flags_ptr, base_ptr, share_ptr, delta_ptr, dq_ptr, scale,
+    S, S_kv, NT, NQ, G, lb, lg, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn, smb, sms, smg, smk,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KM: tl.constexpr, VM: tl.constexpr, MC: tl.constexpr,
     KT: tl.constexpr, VT: tl.constexpr, QT: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, DOUT: tl.constexpr,
     BIAS: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr,
@@ -100,7 +100,7 @@ def selection_mask_dq(
     Without BIAS, base is log2 of the denominator and share is 1. One program: QT queries x HB heads = M rows.
     """
     M: tl.constexpr = QT * HB
-    b, g, _, qt, hb = place(NQ, G, H, HB)
+    b, g, bg, qt, hb = place(NQ, G, H, HB)
     row = tl.arange(0, M)
     s = qt * QT + row // HB
     head = hb * HB + row % HB
@@ -124,30 +124,31 @@ def selection_mask_dq(
     acc = zero_tiles(M, KM, MC, KT)
     line = b * lb + g * lg + qt
     tiles = lists_ptr + line * NT
-    for MASKED in tl.static_range(2):
-        count = tl.load(counts_ptr + line * 2 + MASKED)
-        tile = entry(tiles, 0, count, NT, MASKED)
-        for i in range(count):
+    wild = any_wild(flags_ptr, bg, NT)
+    for KIND in tl.static_range(3):
+        count = walk(counts_ptr, line, wild, KIND)
+        tile = entry(tiles, 0, count, NT, KIND > 0)
+        for i in tl.range(count, num_stages=1 if KIND == 2 else None):
             key = tile.to(tl.int64) * BN + n
-            tile = entry(tiles, i + 1, count, NT, MASKED)
+            tile = entry(tiles, i + 1, count, NT, KIND > 0)
             inside = key < S_kv
             seen, bias = live, 0.0
-            if MASKED:
+            if KIND > 0:
                 seen, bias = shown(mask_at[:, None] + (key * smk)[None, :], live[:, None] & inside[None, :], BIAS)
             x = tl.zeros((M, BN), tl.float32)
             y = tl.zeros((M, BN), tl.float32)
             x = product_of_rows(x, q_base, q_at, live, k_base, key * skn, inside, DK, KM, MC, KT, PREC)
             if DOUT:
                 y = product_of_rows(y, dout_ptr, at * DV, live, v_base, key * svn, inside, DV, VM, MC, VT, PREC)
-            w = weights(logits(x, scale, seen, bias, MASKED, BIAS), base[:, None], BIAS)
+            w = weights(logits(x, scale, seen, bias, KIND > 0, BIAS), base[:, None], BIAS)
             ds = w * (y * share[:, None] - delta[:, None])
-            if MASKED:
+            if KIND > 0:
                 ds = tl.where(seen, ds, 0.0)
             old = acc
             acc = ()
             for c in tl.static_range(KM + (KT > 0)):
                 k = tile_at(k_base, key * skn, inside, c, DK, KM, MC, KT)
-                if MASKED:
+                if KIND == 2:
                     k = tl.where(finite(k), k, 0.0)
                 acc = acc + (tl.dot(ds.to(k.dtype), k, old[c], input_precision=PREC),)
     factor = tl.full((M,), 1.0, tl.float32) * scale

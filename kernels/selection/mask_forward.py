@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .common import finite, place
-from .mask_tiles import entry, logits, shown
+from .mask_tiles import any_wild, entry, logits, shown, walk
 from .row_tiles import column_tile, product_of_rows, store_tiles, tile_at, tiles_at, zero_tiles
 from .softmax import online_softmax, with_sink
 
@@ -77,16 +77,18 @@ def selection_mask_forward(
     acc = zero_tiles(M, VM, MC, VT)
     line = b * lb + g * lg + qt
     tiles = lists_ptr + line * NT
-    for MASKED in tl.static_range(2):
-        count = tl.load(counts_ptr + line * 2 + MASKED)
+    wild = any_wild(flags_ptr, bg, NT)
+    for KIND in tl.static_range(3):
+        count = walk(counts_ptr, line, wild, KIND)
         # The next entry is loaded one step ahead of its tile.
-        tile = entry(tiles, 0, count, NT, MASKED)
-        for i in range(count):
-            key = tile.to(tl.int64) * BN + n
-            tile = entry(tiles, i + 1, count, NT, MASKED)
+        tile = entry(tiles, 0, count, NT, KIND > 0)
+        for i in tl.range(count, num_stages=1 if KIND == 2 else None):
+            first = tile.to(tl.int64) * BN
+            key = first + n
+            tile = entry(tiles, i + 1, count, NT, KIND > 0)
             inside = key < S_kv
             seen, bias = live, 0.0
-            if MASKED:
+            if KIND > 0:
                 seen, bias = shown(mask_at[:, None] + (key * smk)[None, :], live[:, None] & inside[None, :], BIAS)
             x = tl.zeros((M, BN), tl.float32)
             ks = ()
@@ -98,24 +100,17 @@ def selection_mask_forward(
                     x = tl.dot(q[c], tl.trans(k), x, input_precision=PREC)
             else:
                 x = product_of_rows(x, q_base, q_at, live, k_base, key * skn, inside, DK, KM, MC, KT, PREC)
-            x = logits(x, scale, seen, bias, MASKED, BIAS)
+            x = logits(x, scale, seen, bias, KIND > 0, BIAS)
             p, alpha, m, norm = online_softmax(x, m, norm, UNIT)
             old = acc
             acc = ()
             for c in tl.static_range(VM + (VT > 0)):
                 v = ks[c] if SHARED and HELD else tile_at(v_base, key * svn, inside, c, DV, VM, MC, VT)
-                if MASKED:
+                if KIND == 2:
                     v = tl.where(finite(v), v, 0.0)
                 acc = acc + (tl.dot(p.to(v.dtype), v, old[c] * alpha[:, None], input_precision=PREC),)
-
-    wild = 0
-    for t0 in range(0, NT, 256):
-        t = t0 + tl.arange(0, 256)
-        wild |= tl.max(tl.load(flags_ptr + bg * NT + t, mask=t < NT, other=0), axis=0)
-    count = tl.where(wild != 0, tl.load(counts_ptr + line * 2 + 1), 0)
-    for i in tl.range(count, num_stages=1):
-        first = entry(tiles, i, count, NT, True).to(tl.int64) * BN
-        acc = _add_wild(acc, v_base, svn, mask_at, smk, live, first, S_kv, BN, DV, VM, MC, VT, BIAS)
+            if KIND == 2:
+                acc = _add_wild(acc, v_base, svn, mask_at, smk, live, first, S_kv, BN, DV, VM, MC, VT, BIAS)
 
     to = ((b * S + s) * G + g) * H + head
     lse = (m * UNIT + tl.log2(norm)) * 0.6931471805599453

@@ -104,6 +104,30 @@ def entry(list_ptr, i, count, n, BACK: tl.constexpr):
 
 
 @triton.jit
+def any_wild(flags_ptr, bg, NT):
+    """Returns whether any of the key tiles of flags[B, G, NT] holds a NaN or an infinity."""
+    wild = 0
+    for t0 in range(0, NT, 256):
+        t = t0 + tl.arange(0, 256)
+        wild |= tl.max(tl.load(flags_ptr + bg * NT + t, mask=t < NT, other=0), axis=0)
+    return wild != 0
+
+
+@triton.jit
+def walk(counts_ptr, line, wild, KIND: tl.constexpr):
+    """Returns how many tiles a walk takes: 0, those seen whole; 1, those seen in part; 2, these in place of 1 if wild.
+
+    Only the last one pays for keeping what is not finite from queries that do not see it.
+    """
+    count = tl.load(counts_ptr + line * 2 + (KIND > 0))
+    if KIND == 1:
+        count = tl.where(wild, 0, count)
+    if KIND == 2:
+        count = tl.where(wild, count, 0)
+    return count
+
+
+@triton.jit
 def shown(at, inside, BIAS: tl.constexpr):
     """Returns which keys the mask at ``at`` shows, and what it adds to their scores."""
     if BIAS:

@@ -18,12 +18,11 @@ from .mask_dkv import selection_mask_dkv
 from .mask_dq import selection_mask_dq, selection_mask_shares
 from .mask_forward import selection_mask_forward
 from .mask_tiles import selection_mask_lists, selection_mask_tiles
-from .nonfinite import selection_finite
 from .pieces_plan import power_of_two
-from .tile_lists_plan import LIST_BLOCK, alignment, dot_precision
+from .tile_lists_plan import LIST_BLOCK, alignment, dot_precision, plan_finite
 
 ROWS = 64  # rows of queries x heads a program
-PASS = 4096  # elements of the mask that a program looks at together
+PASS = 2048  # elements of the mask that a program looks at together
 _FILLS = {"torch.float32": -1.7014117331926443e38, "torch.bfloat16": -1.6947657e38}
 """Half of finfo.min. A fill of fp16 is too small to hide a key whatever the scores are, and stays in the lists."""
 
@@ -52,9 +51,12 @@ def tile_config(
 ) -> ListConfig:
     """Returns the configuration of the forward or of dQ, whose HB counts rows: neighbouring queries x heads."""
     c = list_config(ROWS, DK, DV, itemsize, backend, arch, shared, backward)
-    if backward and max(DK, DV) > 256 and c.HB > 16:  # 32 rows x 64 keys take more shared memory than an H100 has
-        return dataclasses.replace(c, HB=16, BN=64, num_warps=4, num_stages=1)
-    return c
+    if not c.held or max(DK, DV) <= 256:
+        return c
+    if not backward:  # tiles of 64 keys would leave shared memory no room for another version of Triton
+        return dataclasses.replace(c, BN=min(32, c.BN))
+    # Rows that are read again leave room in registers and shared memory.
+    return dataclasses.replace(c, HB=ROWS, BN=32, MC=64, num_warps=8, num_stages=1)
 
 
 def _key_config(b: Any, q: Any, DV: int) -> KeyConfig | None:
@@ -83,7 +85,8 @@ class _Masked:
         b.launch(
             selection_mask_tiles, (MB * MG * NQ, 1, 1),
             dict(self.args, codes_ptr=codes, near_ptr=near, S=S, S_kv=S_kv, NT=NT, NQ=NQ, G=MG),
-            dict(QT=QT, BN=BN, TB=max(1, PASS // (QT * BN)), BIAS=self.bias, FILL=fill), 4, 1,
+            dict(QT=QT, BN=BN, TB=max(1, PASS // (QT * BN)), BIAS=self.bias, FILL=fill),
+            8 if QT * BN > PASS else 4, 1,
         )  # fmt: skip
         rows, n = (NT, NQ) if by_key else (NQ, NT)
         lists, counts = b.empty((MB, MG, rows, n), b.i32), b.empty((MB, MG, rows, 2), b.i32)
@@ -126,17 +129,12 @@ def plan_selection_mask_attention(
 ) -> tuple[Any, Any]:
     """Launches ``selection_mask_attention``; returns (o, lse)."""
     q, k, v = (t if t is None else b.strided(t) for t in (q, k, v))
-    (B, S, G, h, _), S_kv, DV = b.shape(q), b.shape(k)[2], b.static(v_width)
+    (B, S, G, *_), S_kv, DV = b.shape(q), b.shape(k)[2], b.static(v_width)
     (args, constexprs), (c, tiling), masked = _operands(b, q, k, v), _tiling(b, q, v, DV, False), _masked(b, mask)
+    h = constexprs["H"]
     o, lse = b.empty((B, S, G, h, DV), b.dtype(q)), b.empty((B, S, G, h), b.f32)
     lists = masked.lists(b, S, S_kv, tiling["QT"], c.BN)
-    flags = b.empty((B, G, lists["NT"]), b.i32)
-    keys = {name: args[name] for name in ("k_ptr", "v_ptr", "G", "skb", "skg", "skn", "svb", "svg", "svn")}
-    DK = constexprs["DK"]
-    b.launch(
-        selection_finite, (B * G * lists["NT"], 1, 1), dict(keys, flags_ptr=flags, S_kv=S_kv, NT=lists["NT"]),
-        dict(DK=DK, DV=DV, DC=min(128, max(16, power_of_two(max(DK, DV)))), BN=c.BN, ALIGN=constexprs["ALIGN"]), 4, 1,
-    )  # fmt: skip
+    flags = plan_finite(b, k, v, DV, c.BN)
     b.launch(
         selection_mask_forward, (B * G * lists["NQ"] * -(-h // tiling["HB"]), 1, 1),
         dict(args, **lists, flags_ptr=flags, sink_ptr=lse if sink is None else b.contiguous(sink), o_ptr=o, lse_ptr=lse,
@@ -165,8 +163,9 @@ def plan_selection_mask_attention_backward(
     """Launches ``selection_mask_attention_backward``; returns (dq, dk, dv, dsink)."""
     dout, dlse, sink = (t if t is None else b.contiguous(t) for t in (dout, dlse, sink))
     o, lse, (q, k, v) = b.contiguous(o), b.contiguous(lse), (t if t is None else b.strided(t) for t in (q, k, v))
-    (B, S, G, h, DK), S_kv, DV = b.shape(q), b.shape(k)[2], b.static(v_width)
+    (B, S, G, *_), S_kv, DV = b.shape(q), b.shape(k)[2], b.static(v_width)
     (args, constexprs), (c, tiling), masked = _operands(b, q, k, v), _tiling(b, q, v, DV, True), _masked(b, mask)
+    h, DK = constexprs["H"], constexprs["DK"]
     base, delta, dsink = plan_delta(b, dout, dlse, sink, o, lse)
     lists = masked.lists(b, S, S_kv, tiling["QT"], c.BN)
     grid = (B * G * lists["NQ"] * -(-h // tiling["HB"]), 1, 1)
@@ -183,11 +182,16 @@ def plan_selection_mask_attention_backward(
                  DLSE=dlse is not None),
             c.num_warps, 1,
         )  # fmt: skip
-    dq = b.empty((B, S, G, h, DK), b.dtype(q))
+    dq, flags = b.empty((B, S, G, h, DK), b.dtype(q)), plan_finite(b, k, v, DV, c.BN)
     args |= dict(dout_ptr=q if dout is None else dout, base_ptr=base, share_ptr=share, delta_ptr=delta, scale=scale)
     constexprs |= dict(DOUT=dout is not None, BIAS=masked.bias)
     b.launch(
-        selection_mask_dq, grid, dict(args, **lists, dq_ptr=dq), dict(constexprs, **tiling), c.num_warps, c.num_stages
+        selection_mask_dq,
+        grid,
+        dict(args, **lists, flags_ptr=flags, dq_ptr=dq),
+        dict(constexprs, **tiling),
+        c.num_warps,
+        c.num_stages,
     )
     kc = _key_config(b, q, DV)
     assert kc is not None  # unsupported_sizes has asked
