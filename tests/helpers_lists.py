@@ -176,8 +176,8 @@ def upstream(made: Mapping[str, Any], names: Iterable[str] = OUTPUTS, seed: int 
 
 
 def _near(lse: Tensor) -> Tensor:
-    """Returns lse with the rows that only fills of finfo.min hide scaled down, so that the others count too."""
-    return torch.where((lse < -1e30) & lse.isfinite(), lse * 1e-36, lse)
+    """Returns lse with a small number in rows that fills of finfo.min hide, beside which the others count too."""
+    return torch.where((lse < -1e30) & lse.isfinite(), -lse.abs().log(), lse)
 
 
 def run(

@@ -34,8 +34,9 @@ def make_mask(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, g
     if dtype is torch.bool:
         return shown.clone()
     values = torch.randn(shape, generator=g) if kind == "biased" else torch.zeros(shape)
+    values = values.to(dtype)
     fill = torch.finfo(dtype).min if kind == "fills" else -torch.inf
-    return torch.where(shown, values, fill).to(dtype)
+    return torch.where(shown, values, fill)
 
 
 def make_inputs(

@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # the helpers import each other by name
 import helpers_e79
 import helpers_index
 import helpers_lists
+import helpers_masks
 import helpers_mhc
 import helpers_selection
 import helpers_single_pass
@@ -236,15 +237,23 @@ def attention(seed: int, documents: bool, **sizes: Any) -> Sequence[Any]:
 def lists(seed: int, documents: bool, **sizes: Any) -> Sequence[Any]:
     if documents:
         sizes |= in_documents(sizes["S"], sizes["S_kv"])
+    return listed_or_masked("selection_list_attention", helpers_lists.make_inputs, seed, **sizes)
+
+
+def masks(seed: int, **sizes: Any) -> Sequence[Any]:
+    return listed_or_masked("selection_mask_attention", helpers_masks.make_inputs, seed, **sizes)
+
+
+def listed_or_masked(name: str, make_inputs: Callable[..., Any], seed: int, **sizes: Any) -> Sequence[Any]:
     if sizes["shared"]:
         sizes["Dv"] = min(sizes["Dv"], sizes["Dk"])
-    made = any_strides(helpers_lists.make_inputs(**sizes, seed=seed), seed)
+    made = any_strides(make_inputs(**sizes, seed=seed), seed)
     args = helpers_lists.arguments(made, 0.3)
-    o, lse = op("selection_list_attention")(*args)
+    o, lse = op(name)(*args)
     exact = helpers_lists.oracle(made, scale=0.3)["lse"]
     helpers_lists.check({"o": o, "lse": without_cancellation(lse, exact, made, 0.3)}, made, scale=0.3)
     up = helpers_lists.upstream(made)
-    grads = op("selection_list_attention_backward")(*up.values(), *args[:9], o, lse, *args[9:])
+    grads = op(f"{name}_backward")(*up.values(), *args[:-2], o, lse, *args[-2:])
     got = {f"d{k}": t for k, t in zip(helpers_lists.WANTED, grads, strict=True) if made[k] is not None}
     close(got, helpers_lists.oracle(made, up, scale=0.3), sizes["dtype"])
     return args
@@ -389,6 +398,15 @@ PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], dict[str, st.SearchStr
             "shared": st.booleans(),
             "segments": st.booleans(),
             "index_dtype": INTEGERS,
+        },
+    ),
+    "selection_mask_attention": (
+        masks,
+        {
+            **{k: v for k, v in _KEYS.items() if k != "documents"},
+            "kind": st.sampled_from(helpers_masks.KINDS),
+            "shared": st.booleans(),
+            "shared_mask": st.sampled_from(["", "B", "G", "BG", "S", "BGS"]),
         },
     ),
     "index_scores": (scores, _INDEX),
