@@ -207,6 +207,13 @@ def test_nan_in_a_key_reaches_only_the_queries_that_see_it(builder, name, bad, k
     assert not got["o"][0].flatten(1).isfinite().all(-1).cpu()[touched].any()
 
 
+def test_nan_in_a_mask_reaches_its_row(builder):
+    made = helpers_masks.make_inputs("causal", F32, mask_dtype=F32, B=1, S=40, S_kv=90, G=1, device=str(builder.device))
+    made["mask"][0, 5, 0, 80] = float("nan")  # in a tile that no query sees otherwise
+    o, _ = masks_plan.plan_selection_mask_attention(builder, *h.arguments(made, 0.3))
+    assert o[0, 5].isnan().all() and o[0, :5].isfinite().all() and o[0, 6:].isfinite().all()
+
+
 def test_equal_bits_in_two_runs(builder):
     _, one = run(builder, kind="random", dtype=BF16, S=20, S_kv=70, h=4, sink=True)
     _, two = run(builder, kind="random", dtype=BF16, S=20, S_kv=70, h=4, sink=True)

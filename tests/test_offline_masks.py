@@ -40,7 +40,8 @@ def launches(builder, *, h, Dk, Dv=None, dtype=BF16, mask=torch.bool, S=1024, S_
     return builder.launches
 
 
-PAIRS = [(t, c) for t in TARGETS for c in ("128", "576")]
+# Shared memory of gfx942 does not hold the backward's tiles of 576 columns: the reference runs.
+PAIRS = [(t, c) for t in TARGETS for c in ("128", "576") if (t, c) != ("hip:gfx942", "576")]
 PAIRS += [("cuda:90", c) for c in CASES if c not in ("128", "576")]
 
 
@@ -61,3 +62,14 @@ def test_kernels_compile_without_unnamed_spills(target, case):
     seen, bad = compile_all(recorded, target, case)
     assert seen >= KERNELS | ({"selection_mask_shares"} if "mask" in CASES[case] else set())
     assert not bad
+
+
+def test_sizes_of_one_are_constants():
+    """Checks that kernels compile when generated code passes a size or stride of 1 as a constant."""
+    recorded = []
+    for kernel, args, constexprs, *options in launches(Recorder(TARGETS["cuda:90"][1]), h=2, Dk=16, mask=F32):
+        ones = {name: 1 for name, value in args.items() if isinstance(value, int)}
+        if kernel.__name__.startswith("selection_mask"):
+            recorded.append((kernel, args, {**constexprs, **ones}, *options))
+    seen, bad = compile_all(recorded, "cuda:90", "ones")
+    assert seen == {name for name in (*KERNELS, "selection_mask_shares") if "mask" in name} and not bad

@@ -51,12 +51,12 @@ def tile_config(
 ) -> ListConfig:
     """Returns the configuration of the forward or of dQ, whose HB counts rows: neighbouring queries x heads."""
     c = list_config(ROWS, DK, DV, itemsize, backend, arch, shared, backward)
-    if not c.held or max(DK, DV) <= 256:
+    if not c.held or max(DK, DV) <= 128:
         return c
-    if not backward:  # tiles of 64 keys would leave shared memory no room for another version of Triton
-        return dataclasses.replace(c, BN=min(32, c.BN))
-    # Rows that are read again leave room in registers and shared memory.
-    return dataclasses.replace(c, HB=ROWS, BN=32, MC=64, num_warps=8, num_stages=1)
+    if not backward:  # tiles of 64 keys spill, and leave shared memory no room for another version of Triton
+        return dataclasses.replace(c, BN=min(32, c.BN), num_warps=8)
+    # Rows that are read again leave room in registers and shared memory. Products of 64 rows need those of sm_90.
+    return dataclasses.replace(c, HB=ROWS if arch >= 90 else ROWS // 2, BN=32, MC=64, num_warps=8, num_stages=1)
 
 
 def _key_config(b: Any, q: Any, DV: int) -> KeyConfig | None:
