@@ -25,6 +25,7 @@ ROWS = 64  # rows of queries x heads a program
 PASS = 2048  # elements of the mask that a program looks at together
 _FILLS = {"torch.float32": -1.7014117331926443e38, "torch.bfloat16": -1.6947657e38}
 """Half of finfo.min. A fill of fp16 is too small to hide a key whatever the scores are, and stays in the lists."""
+_NO_FILL = -1e30  # below all numbers of fp16. Generated code could not spell -inf
 
 
 def unsupported(b: Any, *tensors: Any) -> str | None:
@@ -46,9 +47,7 @@ def unsupported_sizes(b: Any, *args: Any) -> str | None:
     return None
 
 
-def tile_config(
-    h: int, DK: int, DV: int, itemsize: int, backend: str, arch: int, shared: bool, backward: bool
-) -> ListConfig:
+def tile_config(DK: int, DV: int, itemsize: int, backend: str, arch: int, shared: bool, backward: bool) -> ListConfig:
     """Returns the configuration of the forward or of dQ, whose HB counts rows: neighbouring queries x heads."""
     c = list_config(ROWS, DK, DV, itemsize, backend, arch, shared, backward)
     if not c.held or max(DK, DV) <= 128:
@@ -81,7 +80,7 @@ class _Masked:
             for d, stride in ((0, self.args["smb"]), (2, self.args["smg"]))
         )
         codes, near = b.empty((MB, MG, NQ, NT), b.i16), b.empty((MB, MG, NQ), b.i32)
-        fill = _FILLS.get(str(b.dtype(mask)), float("-inf"))
+        fill = _FILLS.get(str(b.dtype(mask)), _NO_FILL)
         b.launch(
             selection_mask_tiles, (MB * MG * NQ, 1, 1),
             dict(self.args, codes_ptr=codes, near_ptr=near, S=S, S_kv=S_kv, NT=NT, NQ=NQ, G=MG),
@@ -118,7 +117,7 @@ def _operands(b: Any, q: Any, k: Any, v: Any) -> tuple[dict[str, Any], dict[str,
 def _tiling(b: Any, q: Any, v: Any, DV: int, backward: bool) -> tuple[ListConfig, dict[str, Any]]:
     """Returns the configuration of the forward or of dQ, and its constants."""
     props, (h, DK) = b.device_props(), (b.static(n) for n in b.shape(q)[3:])
-    c = tile_config(h, DK, DV, b.dtype(q).itemsize, props.backend, props.arch, v is None, backward)
+    c = tile_config(DK, DV, b.dtype(q).itemsize, props.backend, props.arch, v is None, backward)
     (KM, KT), (VM, VT) = widths(DK, c.MC), widths(DV, c.MC)
     HB = min(power_of_two(h), c.HB)
     return c, dict(DV=DV, KM=KM, VM=VM, MC=c.MC, KT=KT, VT=VT, QT=c.HB // HB, HB=HB, BN=c.BN)
@@ -147,19 +146,8 @@ def plan_selection_mask_attention(
 
 
 def plan_selection_mask_attention_backward(
-    b: Any,
-    dout: Any,
-    dlse: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    sink: Any,
-    o: Any,
-    lse: Any,
-    scale: Any,
-    v_width: Any,
-) -> tuple[Any, Any, Any, Any]:
+    b: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, mask: Any, sink: Any, o: Any, lse: Any, scale: Any, v_width: Any
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Launches ``selection_mask_attention_backward``; returns (dq, dk, dv, dsink)."""
     dout, dlse, sink = (t if t is None else b.contiguous(t) for t in (dout, dlse, sink))
     o, lse, (q, k, v) = b.contiguous(o), b.contiguous(lse), (t if t is None else b.strided(t) for t in (q, k, v))
@@ -186,13 +174,9 @@ def plan_selection_mask_attention_backward(
     args |= dict(dout_ptr=q if dout is None else dout, base_ptr=base, share_ptr=share, delta_ptr=delta, scale=scale)
     constexprs |= dict(DOUT=dout is not None, BIAS=masked.bias)
     b.launch(
-        selection_mask_dq,
-        grid,
-        dict(args, **lists, flags_ptr=flags, dq_ptr=dq),
-        dict(constexprs, **tiling),
-        c.num_warps,
+        selection_mask_dq, grid, dict(args, **lists, flags_ptr=flags, dq_ptr=dq), dict(constexprs, **tiling), c.num_warps,
         c.num_stages,
-    )
+    )  # fmt: skip
     kc = _key_config(b, q, DV)
     assert kc is not None  # unsupported_sizes has asked
     HB = min(power_of_two(h), kc.ROWS)
