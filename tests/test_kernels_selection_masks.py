@@ -205,6 +205,21 @@ def test_nan_in_a_key_reaches_only_the_queries_that_see_it(builder, name, bad, k
         finite = t[0].flatten(1).isfinite().all(-1).cpu()
         assert finite[~touched].all()
     assert not got["o"][0].flatten(1).isfinite().all(-1).cpu()[touched].any()
+    if name != "q":  # dK and dV are reached only through the queries that see the key
+        shown = made["mask"] if kind == "random" else made["mask"] != -torch.inf
+        reached = shown[0, :, 0].cpu()[touched].any(0)
+        assert not reached.all() and all(got[n][0, 0][~reached].isfinite().all() for n in ("dk", "dv"))
+
+
+def test_a_sink_of_minus_infinity_beside_fills(builder):
+    made = helpers_masks.make_inputs("fills", F32, B=1, S=9, S_kv=20, G=1, sink=True, device=str(builder.device))
+    assert (made["mask"] < 0).all(-1).any()
+    made["sink"][0, 0] = -torch.inf
+    ups = h.upstream(made)
+    got, want = plans(builder, made, ups, 0.3), plans(builder, {**made, "sink": None}, ups, 0.3)
+    for n in ("o", "lse", "dq"):
+        assert error(got[n][:, :, :, 0], want[n][:, :, :, 0]) < 1e-6
+    assert got["dsink"][0, 0] == 0 and all(t.isfinite().all() for t in got.values())
 
 
 def test_nan_in_a_mask_reaches_its_row(builder):
