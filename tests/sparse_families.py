@@ -304,8 +304,6 @@ ROUTED: dict[tuple[str, str, str], tuple[int, int]] = {
     **{("glm5_next", attention, name): (0, 1) for attention in ("eager", "sdpa") for name in CHECKPOINTED},
     # A plain window, which is not counted among its attentions, is routed too.
     **{("dots3_note", "eager", name): (1, 2) for name in EAGER_MODES},
-    # Its blocks stay where rows may lack keys and the fill is added inside one call.
-    **{("minimax_m3_vl", "sdpa", name): (0, 0) for name in SDPA_MODES},
 }
 """How many (indexers, attentions) are routed where not all are, by family, implementation and mode."""
 

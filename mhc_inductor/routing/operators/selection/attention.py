@@ -139,7 +139,7 @@ class Recogniser:
         kv_lead = list(lead)
         if call.grouped and lead:
             kv_lead[-1] = _grouped(dims[len(lead) - 1], call.k)
-        masks, fills = self._masks(), Fills(fused=True)
+        masks, fills = self._masks(), Fills(call.out)
         place = Var(t.size) if self.gathered else t
         picks = Picks(masks, place) if self.gathered else None
         element = None if call.mask is None else _aligned(call.mask, (*lead, s, var(place)))
@@ -150,7 +150,7 @@ class Recogniser:
             if element.value.dtype is torch.bool:
                 return masks.truth(element)
             found = masks.additive(element)
-            fills.added(masks.possible(element.value), call.q.dtype)
+            fills.added(masks.possible(element.value), element.value.dtype)
             return found
 
         q = _aligned(call.q, (*lead, s, var(width)))

@@ -57,6 +57,8 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     assert edit.place is not None and one.out.node is not None
     if edit.place.overwritten:
         raise Mismatch("a tensor of the formula is written in place before the formula ends", one.out)
+    if one.fills.by_kernel and edit.view.modes_at(one.out.node).kernels:
+        raise Mismatch("a query may see no key, and which kernel runs is chosen in the compiled code", one.out)
     sources = read(one)
     dtype = functools.reduce(torch.promote_types, [source.dtype for source in sources])
     if torch.finfo(one.out.dtype).bits > torch.finfo(dtype).bits and not edit.narrowed(one.out.node, dtype):
