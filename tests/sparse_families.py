@@ -296,7 +296,8 @@ SDPA_MODES = (
 )
 CHECKPOINTED = [name for name in EAGER_MODES if "checkpointed" in name]
 ROUTED: dict[tuple[str, str, str], tuple[int, int]] = {
-    # Its layers write a dictionary inside the checkpoint, which breaks the graph between index and attention.
+    # Its layers write a dictionary inside the checkpoint, which breaks the graph between index and attention, and between
+    # mask and attention: an eager mask of another graph is a float tensor, which may hold anything.
     **{("mistral_large4", "eager", name): (1, 0) for name in CHECKPOINTED},
     **{("mistral_large4", "sdpa", name): (1, 2) for name in CHECKPOINTED},
     # Graph breaks return the attention weights of its shared layer; checkpoints hide the mask of its pools.
