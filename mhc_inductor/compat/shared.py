@@ -38,6 +38,7 @@ import contextlib
 import contextvars
 import functools
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -101,6 +102,13 @@ def counters() -> Any:
     from torch._dynamo.utils import counters as dynamo_counters
 
     return dynamo_counters["mhc_inductor"]
+
+
+def graph_breaks() -> Counter[str]:
+    """Returns the reasons for which Dynamo has broken graphs so far, and how often."""
+    from torch._dynamo.utils import counters as dynamo_counters
+
+    return Counter(dynamo_counters["graph_break"])
 
 
 def fake_mode_of(tensors: Sequence[Any]) -> Any:
