@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from mhc_inductor import explain
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
@@ -180,6 +181,15 @@ def test_dynamic_sizes(dim: int, dtype: torch.dtype) -> None:
 def test_a_kernel_that_is_chosen_around_the_compile() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         check(_called, _leaves(), routed=ROUTED, around=lambda: sdpa_kernel(SDPBackend.MATH))
+
+
+def test_an_exported_program_may_run_where_other_kernels_are_chosen() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, leaves: Leaves) -> Tensor:
+            return _called(leaves)
+
+    report = explain(torch.export.export(Model(), (_leaves(),)))
+    assert not report.routed and ["exported" in miss.reason for miss in report.near_misses] == [True], report
 
 
 def _chosen(p: Leaves) -> Tensor:

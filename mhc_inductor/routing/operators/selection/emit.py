@@ -26,6 +26,11 @@ from mhc_inductor.routing.operators.selection.profit import list_refusal, list_s
 from mhc_inductor.routing.operators.selection.ranges import Numbers, ranges
 from mhc_inductor.routing.operators.selection.search import best, data_of, orders
 
+_LATER = (
+    "a query may see no key, and what it then gives is the choice of a kernel, which is made in the compiled code, or "
+    "where an exported program runs"
+)
+
 
 def inputs_of(one: Found) -> list[Value]:
     """Returns the tensors that the op reads.
@@ -57,8 +62,8 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     assert edit.place is not None and one.out.node is not None
     if edit.place.overwritten:
         raise Mismatch("a tensor of the formula is written in place before the formula ends", one.out)
-    if one.fills.by_kernel and edit.view.modes_at(one.out.node).kernels:
-        raise Mismatch("a query may see no key, and which kernel runs is chosen in the compiled code", one.out)
+    if one.fills.by_kernel and (edit.view.knowledge.exported or edit.view.modes_at(one.out.node).kernels):
+        raise Mismatch(_LATER, one.out)
     sources = read(one)
     dtype = functools.reduce(torch.promote_types, [source.dtype for source in sources])
     if torch.finfo(one.out.dtype).bits > torch.finfo(dtype).bits and not edit.narrowed(one.out.node, dtype):
