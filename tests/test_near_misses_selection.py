@@ -203,9 +203,8 @@ def stacked(a: dict[str, Tensor]) -> Tensor:
 
 
 SCORES: dict[str, tuple[Callable[[dict[str, Tensor]], Tensor], str]] = {
-    "masked, plain": (lambda a: torch.cat([hidden(a, "kc"), plain(a)], -1), "more keys"),
-    "plain, masked": (lambda a: torch.cat([plain(a, "kc"), hidden(a)], -1), "more keys"),
-    "both masked": (lambda a: torch.cat([hidden(a, "kc"), hidden(a)], -1), "more keys"),
+    "masked, plain": (lambda a: torch.cat([hidden(a, "kc"), plain(a)], -1), "different scales"),
+    "plain, masked": (lambda a: torch.cat([plain(a, "kc"), hidden(a)], -1), "different scales"),
     "written to slices": (written, "written to slices"),
     "padded": (lambda a: F.pad(hidden(a, "kc"), (0, T), value=-1e9), "padded"),
 }

@@ -39,6 +39,7 @@ from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Pair, Scaled, dot
 from mhc_inductor.routing.operators.selection.picks import Picks, is_gathered
 from mhc_inductor.routing.operators.selection.scores import Scores
+from mhc_inductor.routing.operators.selection.segments import asks, pairs_of, products_of
 from mhc_inductor.routing.operators.selection.visible_rows import seen_by_all
 from mhc_inductor.routing.operators.selection.weights import Traced, Weights
 
@@ -189,7 +190,7 @@ class Recogniser:
         """Builds the attention of a softmax, with the digits ``dims`` of its product ``out`` with V."""
         softmax = weights.softmax
         traced, v, t = _sides(weights, Ref(out, tuple(joined(digits) for digits in dims)))
-        masks, dense = self._masks(), [*weights.same]
+        masks, dense = self._masks(), [*weights.same, *weights.added]
         self.gathers, picks = is_gathered(v, t), None
         if self.gathered:
             place = Var(t.size)
@@ -197,6 +198,8 @@ class Recogniser:
             t, picks = place, Picks(masks, place)
         self._given = []
         scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self._given)
+        if picks is not None and scores.segments:
+            raise NotOurs
         if scores.sink is None and t.size != softmax.shape[_dim_of(softmax)]:
             raise NotOurs("the weights of some keys are cut off before the product with V", out)
         self._shapes = [
@@ -271,17 +274,25 @@ class Recogniser:
         return found.fills.rows(found.out)
 
 
-def _paired(scores: Scores, v: Ref, t: Var) -> tuple[list[Pair], float]:
+def _paired(scores: Scores, v: Ref, t: Var, like: Sequence[Pair] = ()) -> tuple[list[Pair], float]:
     """Returns q and k of each product that the scores are the sum of, and the factor of all of them.
 
-    Raises NotOurs for other products, and for products that one product of concatenated vectors cannot replace.
+    ``like``: those of other keys, which tell q from a single key. Raises NotOurs for other products, and for products that one product of concatenated vectors cannot replace.
     """
+    if scores.segments:
+        made_of: dict[Scores, tuple[list[Pair], float]] = {}
+        for _, each in sorted(zip(scores.spans, scores.segments, strict=True), key=lambda x: x[0] == ONE):
+            made_of[each] = _paired(each, v, t, like)
+            like = like or made_of[each][0]
+        return pairs_of([made_of[each] for each in scores.segments], scores.spans, t)
     made: list[tuple[float, Pair]] = []
     for factor, *sides, bound in scores.products:
         if len(bound) != 1:
             raise NotOurs
         scaled = [Scaled(side, inputs=True) for side in sides]
         has = [t in variables_of(x.end) for x in scaled]
+        if not any(has) and len(made) < len(like):
+            has = [not asks(x.ref, bound[0], like[len(made)]) for x in scaled]
         if has[0] == has[1]:
             raise NotOurs
         q, k = scaled if has[1] else scaled[::-1]
@@ -347,6 +358,11 @@ def _aligned(value: Value, index: Sequence[Index]) -> Ref:
 
 def _sides(weights: Weights, out: Ref) -> tuple[Traced, Ref, Var]:
     """Returns the softmax's element and V's in a product of the two, and the key at which they are."""
+    return products_of([_side(weights, part) for part in weights.parts(out)], _dim_of(weights.softmax))
+
+
+def _side(weights: Weights, out: Ref) -> tuple[Traced, Ref, Var]:
+    """Returns the softmax's element and V's in one of the products that are added, and the key of its own."""
     summed = dot(peel(out))
     if summed is None:
         raise NotOurs

@@ -21,7 +21,7 @@ from mhc_inductor.routing.operators.selection.empty_rows import EmptyRows
 from mhc_inductor.routing.operators.selection.layouts import Layouts
 from mhc_inductor.routing.operators.selection.lists import lists
 from mhc_inductor.routing.operators.selection.matches import Found
-from mhc_inductor.routing.operators.selection.operands import Source
+from mhc_inductor.routing.operators.selection.operands import Source, held
 from mhc_inductor.routing.operators.selection.profit import list_refusal, list_sides, range_sides, refusal, sizes_of
 from mhc_inductor.routing.operators.selection.ranges import Numbers, ranges
 from mhc_inductor.routing.operators.selection.search import best, data_of, orders
@@ -36,7 +36,7 @@ def inputs_of(one: Found) -> list[Value]:
     refs = [*(source.ref for source in read(one)), *data_of(one)]
     refs += [] if one.sink is None else [sink_of(one).ref]
     sized = [value for value, _ in one.masks.sized.values()]
-    return list(dict.fromkeys([*(ref.value for ref in refs), *sized, *one.masks.indices.values()]))
+    return list(dict.fromkeys([*(x for ref in refs for x in held(ref.value)), *sized, *one.masks.indices.values()]))
 
 
 def taken(one: Found) -> list[Source]:
@@ -79,9 +79,13 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     return [(old.out, new)]
 
 
+def _needs_grad(edit: Edit, source: Source) -> bool:
+    return any(edit.needs_grad(node_of(value)) for value in held(source.ref.value))
+
+
 def _gradients(edit: Edit, one: Found, sources: Sequence[Source]) -> list[bool]:
     """Returns whether q, k and v need gradients."""
-    needed = [edit.needs_grad(node_of(s.ref.value)) for s in sources]
+    needed = [_needs_grad(edit, s) for s in sources]
     if one.absorbed is not None:
         return [any(needed)] * 3
     return [any(needed[:-1:2]), any(needed[1:-1:2]), needed[-1]]
@@ -160,7 +164,7 @@ def _compared(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> str:
     """
     sizes = sizes_of(one, edit.view.values.sizes, device, dtype)
     assert edit.place is not None
-    training = edit.place.modes.grad and any(edit.needs_grad(node_of(s.ref.value)) for s in read(one))
+    training = edit.place.modes.grad and any(_needs_grad(edit, s) for s in read(one))
     reason = refusal(sizes) if one.entries is None else list_refusal(sizes, training)
     if reason and (one.entries is None or device == "cuda"):
         raise Mismatch(reason, one.out)

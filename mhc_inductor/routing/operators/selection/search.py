@@ -19,7 +19,7 @@ from mhc_inductor.routing.operators.selection.keys import Given, KeyData
 from mhc_inductor.routing.operators.selection.layouts import layout
 from mhc_inductor.routing.operators.selection.masked import OPAQUE, Masked, unknown
 from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
-from mhc_inductor.routing.operators.selection.operands import Source, sources
+from mhc_inductor.routing.operators.selection.operands import Joined, Source, held, sources
 from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, sizes_of
 from mhc_inductor.routing.operators.selection.renormalised import renormalised
 from mhc_inductor.routing.operators.selection.unrouted_softmax import (
@@ -87,6 +87,8 @@ class Search:
         self.found: list[Found] = []
         self.softmaxes = set[Value]()
         """The scores of the softmaxes examined."""
+        self._said: tuple[str, Value | None] | None = None
+        """Why the last softmax is none of ours, if its masks were not examined."""
         if any(name_of(node) == _CALL or is_softmax(node) or is_power(node) or is_log(node) for node in view.nodes):
             self.found = self._unused(self._all())
             for one in self.found:
@@ -286,11 +288,14 @@ class Search:
         except NotOurs as different:
             if different.reason and recogniser.close:
                 self._miss(different.reason, different.value, node)
+            elif different.reason:
+                self._said = different.reason, different.value
         return None
 
     def _absorb(self, found: Found) -> None:
         """Sets how the op can read the latent that K and V are maps of, if lists are read and that is faster."""
-        latent = None if found.entries is None else absorption(self.view, found)
+        joined = any(isinstance(ref.value, Joined) for ref in found.refs)
+        latent = None if found.entries is None or joined else absorption(self.view, found)
         if isinstance(latent, Absorbed):
             found.absorbed = latent
             if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.v.value.dtype)):
@@ -306,6 +311,7 @@ class Search:
         if again is not None:
             self._unrouted(_RENORMALISED, again.result, node, Masked(self.view, value.args[0], again.guards))
             return []
+        self._said = None
         weights = Weights(self.view, value, node)
         known = len(self.misses)
         found = self._weighed(node, value, weights)
@@ -320,7 +326,7 @@ class Search:
             self._miss(_PICKED, picked, node)
         elif weights.over_keys:
             masked = Masked(self.view, scores)
-            self._unrouted(*(masked.why or weights.why), node, masked)
+            self._unrouted(*(masked.why or self._said or weights.why), node, masked)
 
     def _weighed(self, node: fx.Node, value: Value, weights: Weights) -> list[Found]:
         """Returns the attention that uses the weights of the softmax ``value``."""
@@ -377,7 +383,7 @@ def best(ref: Ref, order: list[Var], equal: Set[frozenset[Size]] = frozenset()) 
     """
     found = None
     for source in sources(ref):
-        if source.ref.value.node is not None and layout(source.ref, set(order), equal) is not None:
+        if held(source.ref.value) and layout(source.ref, set(order), equal) is not None:
             found = source
     return found
 
@@ -415,7 +421,7 @@ def region_of(one: Found) -> set[fx.Node]:
     if one.absorbed is not None:
         stop = {value.node for value in one.absorbed.inputs}
     else:
-        stop = {s.ref.value.node for ref in one.refs for s in sources(ref)}
+        stop = {value.node for ref in one.refs for s in sources(ref) for value in held(s.ref.value)}
     stop |= {ref.value.node for ref in data_of(one)}
     assert one.out.node is not None
     region, todo = {one.out.node}, [one.out.node]
