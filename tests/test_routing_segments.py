@@ -324,4 +324,4 @@ SAME: dict[str, Form] = {
 def test_what_else_a_program_may_mean(name: str) -> None:
     """Whether these are routed or not, they are what they say."""
     got, want = run(SAME[name], given()), eager(SAME[name], given())
-    assert difference(got, want) < 2e-6
+    assert difference(got, want) < 2e-6 and "verified" not in reasons(got)

@@ -27,6 +27,7 @@ from mhc_inductor.routing.operators.selection.elements import (
     SHOWN,
     SUB,
     constant_of,
+    kept,
     rounded,
 )
 
@@ -199,8 +200,8 @@ _COMBINED: dict[Any, Callable[[float, float], float]] = {
 }
 SOURCES: dict[Any, Callable[[Value], Iterable[Any]]] = {
     aten.where.self: lambda a: a.args[1:],
-    aten.masked_fill.Scalar: lambda a: (a.args[0], a.args[2]),
-    aten.masked_fill.Tensor: lambda a: (a.args[0], a.args[2]),
+    aten.masked_fill.Scalar: lambda a: (kept(a), a.args[2]),
+    aten.masked_fill.Tensor: lambda a: (kept(a), a.args[2]),
     aten.tril.default: lambda a: (a.args[0], 0.0),
     aten.triu.default: lambda a: (a.args[0], 0.0),
     aten.scatter.value: lambda a: (a.args[0], a.args[3]),

@@ -28,6 +28,7 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.selection.elements import (
     FILLS,
     constant_of,
+    kept,
     keyed,
     operand,
     rounded,
@@ -70,8 +71,8 @@ class Placed:
             when, a, b = value.args
             return self._either_way(when, self._part(a, ref, want, of), self._part(b, ref, want, of), ref)
         if func in FILLS:
-            x, when, fill = value.args
-            return self._either_way(when, self._part(fill, ref, want, of), self._part(x, ref, want, of), ref)
+            _, when, fill = value.args
+            return self._either_way(when, self._part(fill, ref, want, of), self._part(kept(value), ref, want, of), ref)
         if func in (aten.tril.default, aten.triu.default):
             return self._triangle(ref, want, of)
         if func in _WRITES:

@@ -17,7 +17,7 @@ from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, const,
 from mhc_inductor.routing.graph.linear import Key, Linear, number, of_size, size_of_sum
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of
+from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of, kept
 from mhc_inductor.routing.operators.selection.fills import Fills
 from mhc_inductor.routing.operators.selection.keys import All, AnyOf, KeyData, both, either
 from mhc_inductor.routing.operators.selection.masks import Masks
@@ -269,7 +269,9 @@ def _parts(ref: Ref) -> list[Ref]:
     if func is aten.cat.default:
         return [*map(whole, args[0])]
     parts: tuple[Any, ...] = ()
-    if func in FILLS or func in CHANGES:
+    if func in FILLS:
+        parts = (kept(ref.value),)
+    elif func in CHANGES:
         parts = args[:1]
     elif func is aten.where.self:
         parts = args[1:2] if constant_of(args[2]) is not None else args[2:3]

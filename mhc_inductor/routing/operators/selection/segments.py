@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 from mhc_inductor.routing.graph.expressions import Ref
@@ -68,7 +69,7 @@ def pairs_of(segments: Sequence[tuple[list[Pair], float]], sizes: Sequence[Size]
     """Returns q and the concatenated keys of each product, from the products of each segment. Raises NotOurs."""
     (first, factor), *_ = segments
     where = first[0].k.value
-    if any(other != factor for _, other in segments):
+    if not all(math.isclose(other, factor, rel_tol=1e-12) for _, other in segments):
         raise NotOurs(_APART.format("have different scales"), where)
     if any(len(pairs) != len(first) for pairs, _ in segments):
         raise NotOurs(_APART.format("are sums of different products"), where)
