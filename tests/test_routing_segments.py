@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture import difference, eager, not_worse, reasons, run
+from mhc_inductor.routing.report import Report
+from tests.capture import VERIFY, difference, eager, interpreted, not_worse, reasons, run
 
 INF = float("inf")
 B, H, S, C, D, K = 2, 4, 6, 8, 16, 3
@@ -160,6 +161,17 @@ def test_segments_of_open_sizes(name: str) -> None:
     got, want = run(FORMS[name], given(), dynamic=True), eager(FORMS[name], given())
     assert dict(got.ops) == {"selection_attention": 1}, reasons(got)
     assert difference(got, want) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["scaled_before", "own_first_and_split", "sink_first"])
+def test_one_graph_serves_all_sizes(name: str) -> None:
+    report, graphs = Report(), list[torch.fx.GraphModule]()
+    torch._dynamo.reset()
+    compiled = torch.compile(FORMS[name], backend=interpreted(report, graphs, VERIFY), dynamic=True)
+    for queries, compressed in ((6, 8), (9, 13), (5, 4), (7, 7)):
+        at = given(queries, compressed)
+        assert torch.allclose(compiled(*at), FORMS[name](*at), atol=2e-6)
+    assert [one.op for one in report.routed] == ["selection_attention"] and len(graphs) == 1
 
 
 @pytest.mark.parametrize(("name", "reason"), [("three", "open sizes"), ("added", "both filled and added")])
