@@ -36,10 +36,30 @@ class Size:
     vocab: int = 4096
     batch: int = 2
     seq: int = 2048
+    out_groups: int = 4
+    per_token: int = 2
+    kinds: tuple[str, ...] | None = None
 
 
 TINY = Size(2, 64, 2, 32, 32, 16, 2, 16, 8, 4, 32, 256, 2, 64)
 """For runs on a CPU. Its figures say nothing about a GPU."""
+PUBLISHED = Size(
+    dim=4096,
+    heads=64,
+    head_dim=512,
+    lora=1024,
+    out_lora=1024,
+    index_heads=64,
+    index_dim=128,
+    index_topk=512,
+    experts=16,
+    expert_dim=2048,
+    vocab=32768,
+    out_groups=8,
+    per_token=6,
+    kinds=("heavily_compressed_attention", "compressed_sparse_attention") * 2,
+)
+"""DeepSeek-V4-Flash's widths, with 4 layers and 16 experts."""
 
 
 def config(size: Size) -> Any:
@@ -53,13 +73,14 @@ def config(size: Size) -> Any:
         num_attention_heads=size.heads,
         head_dim=size.head_dim,
         q_lora_rank=size.lora,
-        o_groups=min(4, size.heads),
+        layer_types=None if size.kinds is None else [*size.kinds],
+        o_groups=min(size.out_groups, size.heads),
         o_lora_rank=size.out_lora,
         index_n_heads=size.index_heads,
         index_head_dim=size.index_dim,
         index_topk=size.index_topk,
         n_routed_experts=size.experts,
-        num_experts_per_tok=2,
+        num_experts_per_tok=size.per_token,
         moe_intermediate_size=size.expert_dim,
         num_hash_layers=1,
         max_position_embeddings=max(4096, size.seq),

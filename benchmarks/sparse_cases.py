@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import deepseek_model
-from .sparse_targets import V4, Case
+from .sparse_targets import V4, V4_WIDE, Case
 
 VOCAB = 4096
 TOY_VOCAB = 256
@@ -56,13 +56,14 @@ def v32_config(seq: int, toy: bool) -> Any:
 
 def v4_size(case: Case, toy: bool) -> deepseek_model.Size:
     """Returns the sizes of DeepSeek-V4: those of its own benchmark, with the case's batch and length."""
-    size = deepseek_model.TINY if toy else deepseek_model.Size()
+    wide = case.model == V4_WIDE
+    size = deepseek_model.TINY if toy else deepseek_model.PUBLISHED if wide else deepseek_model.Size()
     return dataclasses.replace(size, batch=case.batch, seq=case.seq)
 
 
 def build(case: Case, device: torch.device, dtype: torch.dtype, toy: bool) -> torch.nn.Module:
     """Returns the case's model with seeded weights in ``dtype``; DeepSeek-V4's mHC parameters are fp32."""
-    if case.model == V4:
+    if case.model in (V4, V4_WIDE):
         return deepseek_model.build(v4_size(case, toy), device, dtype)
     from transformers.models.deepseek_v32 import DeepseekV32ForCausalLM
 

@@ -8,10 +8,12 @@ from collections import Counter
 from typing import Any
 
 from .report import Result, facts, markdown
-from .sparse_targets import COMPILE, COMPILE_GRAPHS, EAGER, FORWARD, OURS, OURS_GRAPHS, VARIANTS
+from .sparse_targets import COMPILE, COMPILE_GRAPHS, EAGER, FORWARD, OURS, OURS_GRAPHS, OURS_LAYERS, VARIANTS
 
 _COLORS = {EAGER: "#bdbdbd", COMPILE: "#b2abd2", OURS: "#1b7837", COMPILE_GRAPHS: "#5e3c99", OURS_GRAPHS: "#00441b"}
+_COLORS[OURS_LAYERS] = "#a6dba0"
 _NAMES = {EAGER: "eager", COMPILE: "torch.compile", OURS: 'backend="mhc_inductor"'}
+_NAMES[OURS_LAYERS] = f"{_NAMES[OURS]}, layer by layer"
 _NAMES |= {v: f'{_NAMES[of]}, mode="reduce-overhead"' for v, of in ((COMPILE_GRAPHS, COMPILE), (OURS_GRAPHS, OURS))}
 
 

@@ -11,13 +11,17 @@ import dataclasses
 from dataclasses import field
 from typing import Any
 
-V4, V32 = "deepseek_v4", "deepseek_v32"
+V4, V32, V4_WIDE = "deepseek_v4", "deepseek_v32", "deepseek_v4_published"
 FORWARD, TRAINING = "forward", "training"
 EAGER, COMPILE, OURS = "eager", "torch.compile", "mhc_inductor"
 OURS_GRAPHS, COMPILE_GRAPHS = f"{OURS}+graphs", f"{COMPILE}+graphs"
 """The same compilers with ``mode="reduce-overhead"``: the device is given whole CUDA graphs, not single launches."""
-VARIANTS = (OURS, COMPILE, OURS_GRAPHS, COMPILE_GRAPHS, EAGER)
+OURS_LAYERS = f"{OURS}, layer by layer"
+"""Each layer is compiled alone, so that masks are arguments."""
+VARIANTS = (OURS, OURS_LAYERS, COMPILE, OURS_GRAPHS, COMPILE_GRAPHS, EAGER)
 """In the order in which they are measured: a budget that ends cuts off eager first, then CUDA graphs."""
+LAYERS_BAR = 1.5
+"""The longest that a model takes layer by layer, as a multiple of the whole model's time in the same run."""
 ERROR_FACTOR = 2.0
 """Largest error of ours against fp32, as a multiple of the largest of the others in the same run."""
 
@@ -26,7 +30,8 @@ ERROR_FACTOR = 2.0
 class Case:
     """One call of one model.
 
-    ``eager``: also run eagerly; ``checked``: also compared with eager fp32; ``graphs``: also run in CUDA graphs.
+    ``eager``: also run eagerly; ``checked``: also compared with eager fp32; ``graphs``: also run in CUDA graphs; ``layers``:
+    also compiled layer by layer; ``peer``: run by torch.compile.
 
     Bars and goals are ms, peak GiB, and how many times torch.compile's time of the same run.
     """
@@ -38,6 +43,8 @@ class Case:
     eager: bool = False
     checked: bool = False
     graphs: bool = field(default=False, kw_only=True)
+    layers: bool = field(default=False, kw_only=True)
+    peer: bool = field(default=True, kw_only=True)
     bar_ms: float | None = None
     goal_ms: float | None = None
     bar_gib: float | None = None
@@ -47,7 +54,8 @@ class Case:
 
     def takes(self, variant: str) -> bool:
         """Returns whether the case is run in this way."""
-        return {EAGER: self.eager, OURS_GRAPHS: self.graphs, COMPILE_GRAPHS: self.graphs}.get(variant, True)
+        only = {EAGER: self.eager, OURS_GRAPHS: self.graphs, COMPILE_GRAPHS: self.graphs, OURS_LAYERS: self.layers}
+        return {**only, COMPILE: self.peer}.get(variant, True)
 
     @property
     def name(self) -> str:
@@ -57,7 +65,7 @@ class Case:
 CASES = (
     Case(V4, 2, 2048, FORWARD, True, True, 6.3, 5.6, graphs=True),
     Case(V4, 2, 2048, TRAINING, True, True, 17.5, 15.5, goal_gib=4, graphs=True),
-    Case(V4, 1, 8192, FORWARD, True, True, 13.5, 11.5, bar_gib=3),
+    Case(V4, 1, 8192, FORWARD, True, True, 13.5, 11.5, bar_gib=3, layers=True),
     Case(V32, 1, 4096, FORWARD, True, True, 7, 6),
     Case(V32, 1, 4096, TRAINING, True, True, 19, 17),
     Case(V32, 1, 8192, FORWARD, False, True, 18, 14, bar_gib=3),
@@ -66,9 +74,12 @@ CASES = (
     Case(V32, 1, 16384, TRAINING, bar_times=2.2, goal_times=3),
     Case(V32, 1, 32768, FORWARD),
     Case(V32, 1, 32768, TRAINING),
+    Case(V4, 1, 8192, TRAINING, layers=True),
+    Case(V4_WIDE, 1, 8192, FORWARD, layers=True),
+    Case(V4_WIDE, 1, 8192, TRAINING, layers=True, peer=False),  # torch.compile takes minutes to compile it
 )
 TOY_CASES = tuple(
-    Case(model, 2, seq, part, True, True, graphs=model == V4)
+    Case(model, 2, seq, part, True, True, graphs=model == V4, layers=model == V4)
     for model in (V4, V32)
     for seq in (32, 64)
     for part in (FORWARD, TRAINING)
@@ -88,6 +99,10 @@ def verdicts(case: Case, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]
     if case.bar_times and "median_ms" in ours and "median_ms" in peer:
         times = peer["median_ms"] / ours["median_ms"]
         found.append(_verdict(case, "times torch.compile's speed", times, case.bar_times, case.goal_times, least=True))
+    layers = rows.get(OURS_LAYERS, {})
+    if "median_ms" in layers and "median_ms" in ours:
+        times = layers["median_ms"] / ours["median_ms"]
+        found.append(_verdict(case, "layer by layer, of the whole model's time", times, LAYERS_BAR, None, least=False))
     if (case.model, case.seq) == (V4, 2048) and "compile_s" in ours and "compile_s" in peer:
         share = ours["compile_s"] / peer["compile_s"]
         found.append(_verdict(case, "share of torch.compile's compile time", share, *COMPILE_BARS[case.part], False))

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 from .cold import cold_caches
-from .sparse_targets import COMPILE, COMPILE_GRAPHS, EAGER, OURS, OURS_GRAPHS, TRAINING, Case
+from .sparse_targets import COMPILE, COMPILE_GRAPHS, EAGER, OURS, OURS_GRAPHS, OURS_LAYERS, TRAINING, Case
 
-BACKENDS = {COMPILE: "inductor", OURS: "mhc_inductor", COMPILE_GRAPHS: "inductor", OURS_GRAPHS: "mhc_inductor"}
+BACKENDS = {COMPILE: "inductor", COMPILE_GRAPHS: "inductor"}
+BACKENDS |= dict.fromkeys((OURS, OURS_GRAPHS, OURS_LAYERS), "mhc_inductor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,10 @@ class Process:
         self.ids = sparse_cases.tokens(self.case, self.device, job.toy)
         self.graphs = job.variant in (OURS_GRAPHS, COMPILE_GRAPHS)
         self.call: Any = self.model
-        if backend := BACKENDS.get(job.variant):
+        if job.variant == OURS_LAYERS:
+            for layer in self.model.get_submodule("model.layers"):
+                layer.compile(backend=BACKENDS[OURS_LAYERS], dynamic=False)
+        elif backend := BACKENDS.get(job.variant):
             mode = "reduce-overhead" if self.graphs else None
             self.call = torch.compile(self.model, backend=backend, dynamic=False, mode=mode)
 
@@ -141,7 +145,7 @@ def measure(job: Job, save: Callable[[dict[str, Any]], None] = lambda _: None) -
     process = Process(job)
     row: dict[str, Any] = {"variant": job.variant, "case": job.of.name, "part": job.of.part}
     row["parameters"] = sum(p.numel() for p in process.model.parameters())
-    ours = job.variant in (OURS, OURS_GRAPHS)
+    ours = job.variant in (OURS, OURS_GRAPHS, OURS_LAYERS)
     with routing.watched() if ours else contextlib.nullcontext() as reports:
         row |= process.times()
     if reports is not None:

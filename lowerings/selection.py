@@ -3,8 +3,9 @@
 
 On a GPU its launch plans; on a CPU one formula if the problem is small, else a call of the op.
 
-Attention over lists of keys is launched by the op itself, which the generated code calls, where it is a Gluon kernel. So
-is its backward where sizes are symbolic, and above MOST_CHUNKS chunks of queries, which bound its memory.
+Attention over lists of keys is launched by the op itself, which the generated code calls, where it is a Gluon kernel: never
+with a bias per entry. So is its backward where sizes are symbolic, and above MOST_CHUNKS chunks of queries, which bound its
+memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 from typing import Any
 
 from mhc_inductor import compat
-from mhc_inductor.ops import selection_cpu, selection_lists_cpu
+from mhc_inductor.ops import selection_cpu, selection_lists_cpu, selection_masks_cpu
+from mhc_inductor.reference import selection_entries
 
 from . import common
 from .builder import OpBuilder
@@ -37,13 +39,20 @@ def _backward_calls_op(name: str, args: tuple[Any, ...]) -> bool:
 
     """Returns whether generated code calls the backward of lists: its loop needs known sizes, and should be short."""
     q, k, v, indices = args[2:6]
+    biased = "entry" in name
+    v_width = args[-2] if biased else args[-1]
     builder = OpBuilder(q.get_device())
-    sizes = (*builder.shape(q), *builder.shape(k), builder.shape(indices)[-1], args[-1])
-    if _runs_gluon(name, args[2:]) or not all(builder.is_static(s) for s in sizes):
+    sizes = (*builder.shape(q), *builder.shape(k), builder.shape(indices)[-1], v_width)
+    if (not biased and _runs_gluon(name, args[2:])) or not all(builder.is_static(s) for s in sizes):
         return True
     S, N = builder.shape(q)[1], lists_plan.list_width(builder.shape(indices)[-1])
-    rows = lists_plan.backward_chunk(builder, q, k, v, N, int(args[-1]))
+    rows = lists_plan.backward_chunk(builder, q, k, v, N, int(v_width))
     return -(-S // max(1, rows)) > MOST_CHUNKS
+
+
+def _packaged_entries(*args: Any) -> Any:
+    """Decomposes the op in a package for a CPU; elsewhere returns NotImplemented: generated code calls the op."""
+    return selection_entries.attention(*args) if compat.packaging_formulas() else NotImplemented
 
 
 def register() -> None:
@@ -54,3 +63,7 @@ def register() -> None:
     common.register(
         "selection_list_attention_backward", selection_lists_cpu.fused_attention_backward, _backward_calls_op
     )
+    common.register("selection_entry_attention", _packaged_entries)
+    common.register("selection_entry_attention_backward", None, _backward_calls_op)
+    common.register("selection_mask_attention", selection_masks_cpu.fused_attention)
+    common.register("selection_mask_attention_backward", selection_masks_cpu.fused_attention_backward)

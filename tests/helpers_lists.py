@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs, an fp64 oracle and comparisons for the tests of selection attention over lists of keys, on any device.
+"""Inputs, an fp64 oracle and comparisons for the tests of selection attention over lists of keys or masks, on any device.
 
 The oracle loops over queries, with sets of integers, independently of ``mhc_inductor.reference``; gradients come from
 autograd.
@@ -7,7 +7,7 @@ autograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,30 @@ from helpers_mhc import rounding
 from helpers_selection import error
 from torch import Tensor
 
-NAMES = ("q", "k", "v", "indices", "sink", "cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k")
+NAMES = ("q", "k", "v", "indices", "mask", "sink", "cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k")
+ENTRIES = ("q", "k", "v", "indices", "bias", "sink")
 WANTED = ("q", "k", "v", "sink")
 OUTPUTS = ("o", "lse")
 ANY = -(2**31)
+LOWEST = torch.finfo(torch.float32).min
+
+
+def make_bias(kind: str, shape: Sequence[int], dtype: torch.dtype, g: torch.Generator) -> Tensor:
+    """Returns ``bias[B, S, G, n]``.
+
+    "normal"; "lowest": the lowest finite number; "rows": rows of either, of one or the other, with -inf, and of -inf.
+    """
+    lowest = torch.full(tuple(shape), max(LOWEST, torch.finfo(dtype).min), dtype=torch.float64)
+    normal = torch.randn(tuple(shape), generator=g, dtype=torch.float64)
+    if kind == "rows":
+        one = torch.rand(tuple(shape), generator=g) < 0.4
+        some = torch.where(one, -torch.inf, normal)
+        kinds = torch.stack(
+            (normal, lowest, torch.where(one, lowest, normal), some, torch.full_like(normal, -torch.inf))
+        )
+        draw = torch.randint(len(kinds), tuple(shape[:-1]), generator=g)[..., None].expand(tuple(shape))
+        return kinds.gather(0, draw[None])[0].to(dtype)
+    return {"normal": normal, "lowest": lowest}[kind].to(dtype)
 
 
 def make_indices(kind: str, shape: Sequence[int], keys: int, dtype: torch.dtype, g: torch.Generator) -> Tensor:
@@ -58,7 +78,7 @@ def make_inputs(
     Dv: int | None = None,
     S_kv: int | None = None,
     n: int = 9,
-    sink: bool = False,
+    sink: bool | float = False,
     shared: bool = False,
     segments: bool = False,
     lengths: Sequence[int] | None = None,
@@ -67,8 +87,14 @@ def make_inputs(
     index_dtype: torch.dtype = torch.int32,
     device: str = "cpu",
     seed: int = 0,
+    bias: str | None = None,
+    bias_dtype: torch.dtype | None = None,
+    repeats: bool = False,
 ) -> dict[str, Any]:
     """Returns standard normal q, k, v and sink, and lists of a ``kind`` of :func:`make_indices`.
+
+    ``sink``: all logits, or whether there are any. ``bias``: a kind of :func:`make_bias`, in ``bias_dtype`` or that of the sink; the arguments are then those of the op
+    with a bias per entry.
 
     ``shared``: v is None, and Dv columns of k are the values. ``lengths``: packed sequences (B = 1), ``key_lengths``
     where their keys have other lengths. ``strided``: k and v are views of ``[B, S_kv, G, D]``.
@@ -89,6 +115,8 @@ def make_inputs(
     made: dict[str, Any] = {"q": normal(B, S, G, h, Dk), "k": rows(Dk), "v": None if shared else rows(Dv)}
     made["indices"] = make_indices(kind, (B, S, G, n), S_kv, index_dtype, g).to(device)
     made["sink"] = normal(G, h).to(torch.float64 if dtype is torch.float64 else torch.float32) if sink else None
+    if isinstance(sink, float):
+        made["sink"].fill_(sink)
     made["cu_seqlens_q"], made["cu_seqlens_k"] = boundaries(lengths), boundaries(key_lengths)
     made["segments_q"] = made["segments_k"] = None
     if segments:
@@ -96,17 +124,51 @@ def make_inputs(
         made["segments_q"] = (torch.randint(0, 3, (B, S), generator=g) * wide).to(index_dtype).to(device)
         ids = torch.randint(0, 4, (B, S_kv), generator=g)
         made["segments_k"] = torch.where(ids == 3, ANY, ids * wide).to(index_dtype).to(device)
-    made["v_width"] = Dv
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    made["bias"] = None if bias is None else make_bias(bias, (B, S, G, n), bias_dtype or wide, g).to(device)
+    made["v_width"], made["repeats"] = Dv, repeats
     return made
+
+
+def name_of(made: Mapping[str, Any]) -> str:
+    """Returns the op's name."""
+    kind = "mask" if "mask" in made else "list" if made["bias"] is None else "entry"
+    return f"selection_{kind}_attention"
 
 
 def arguments(made: Mapping[str, Any], scale: float) -> tuple[Any, ...]:
     """Returns the op's positional arguments."""
-    return (*(made[name] for name in NAMES), scale, made["v_width"])
+    if made.get("bias") is not None:
+        return (*(made[name] for name in ENTRIES), scale, made["v_width"], made["repeats"])
+    return (*(made[name] for name in NAMES if name in made), scale, made["v_width"])
+
+
+def backward_arguments(ups: Iterable[Tensor | None], args: Sequence[Any], o: Tensor, lse: Tensor) -> tuple[Any, ...]:
+    """Returns the backward op's positional arguments, from the gradients of o and lse and the op's arguments."""
+    scale = next(i for i, a in enumerate(args) if isinstance(a, float))
+    return (*ups, *args[:scale], o, lse, *args[scale:])
+
+
+def _entries(made: Mapping[str, Any], b: int, s: int, g: int) -> tuple[list[int], list[int]]:
+    """Returns the keys of the entries that count, and the entries' places in the list."""
+    if made.get("bias") is None:
+        keys = _selected(made, b, s, g)
+        return keys, []
+    found: list[tuple[int, int]] = []
+    for place, (key, bias) in enumerate(
+        zip(made["indices"][b, s, g].tolist(), made["bias"][b, s, g].tolist(), strict=True)
+    ):
+        absent = not 0 <= key < made["k"].shape[2] or bias == -torch.inf
+        if not absent and (made["repeats"] or all(key != k for k, _ in found)):
+            found.append((key, place))
+    return [key for key, _ in found], [place for _, place in found]
 
 
 def _selected(made: Mapping[str, Any], b: int, s: int, g: int) -> list[int]:
     k = made["k"]
+    if "mask" in made:
+        shown = mask_row(made, b, s, g)
+        return (shown if shown.dtype is torch.bool else shown != -torch.inf).nonzero().flatten().tolist()
     lo, hi = 0, k.shape[2]
     if made["cu_seqlens_q"] is not None:
         ends = made["cu_seqlens_q"].tolist()
@@ -118,6 +180,18 @@ def _selected(made: Mapping[str, Any], b: int, s: int, g: int) -> list[int]:
         mine = int(made["segments_q"][b, s])
         found = {i for i in found if int(made["segments_k"][b, i]) in (mine, ANY)}
     return sorted(found)
+
+
+def logsumexp(t: Tensor) -> Tensor:
+    """Returns ``t.logsumexp(-1)``, whose own gradient is exp(t - lse) with an lse that may be rounded."""
+    most = t.detach().amax(-1, keepdim=True)
+    return (t - most).logsumexp(-1) + most.squeeze(-1)
+
+
+def mask_row(made: Mapping[str, Any], b: int, s: int, g: int) -> Tensor:
+    """Returns what the mask says of each key to one query."""
+    mask = made["mask"]
+    return mask[b if mask.shape[0] > 1 else 0, s, g if mask.shape[2] > 1 else 0].cpu()
 
 
 def oracle(
@@ -137,12 +211,16 @@ def oracle(
     for b in range(B):
         for s in range(S):
             for g in range(G):
-                sel = _selected(made, b, s, g)
+                sel, places = _entries(made, b, s, g)
                 if sel:
                     t = scale * q[b, s, g] @ k[b, g, sel].T
+                    if places:
+                        t = t + made["bias"][b, s, g, places].cpu().to(dtype)
+                    if "mask" in made and made["mask"].is_floating_point():
+                        t = t + mask_row(made, b, s, g)[sel].to(dtype)
                     logits = t if "sink" not in leaf else torch.cat((t, leaf["sink"][g][:, None]), -1)
                     o[b, s, g] = logits.softmax(-1)[:, : len(sel)] @ v[b, g, sel]
-                    lse[b, s, g] = t.logsumexp(-1)
+                    lse[b, s, g] = logsumexp(t)
     out = {"o": o, "lse": lse}
     result = {name: t.detach() for name, t in out.items()}
     if ups:
@@ -163,6 +241,17 @@ def upstream(made: Mapping[str, Any], names: Iterable[str] = OUTPUTS, seed: int 
     return {n: torch.randn(shape[n], generator=g, dtype=torch.float64).to(dtype[n]).to(q.device) for n in names}
 
 
+def run(
+    attention: Callable[..., Any], made: Mapping[str, Any], ups: Mapping[str, Tensor], scale: float
+) -> dict[str, Tensor]:
+    """Returns the op's outputs and autograd's gradients, under the oracle's names."""
+    wanted = [n for n in WANTED if made[n] is not None]
+    leaf = {**made, **{n: made[n].detach().requires_grad_() for n in wanted}}
+    out = dict(zip(OUTPUTS, attention(*arguments(leaf, scale)), strict=True))
+    grads = torch.autograd.grad([out[n] for n in ups], [leaf[n] for n in wanted], list(ups.values()))
+    return {n: t.detach() for n, t in out.items()} | {f"d{n}": g for n, g in zip(wanted, grads, strict=True)}
+
+
 def check(
     got: Mapping[str, Tensor],
     made: Mapping[str, Any],
@@ -173,13 +262,15 @@ def check(
     """Asserts errors against fp64 of at most twice the fp32 loop's, plus the roundings of products and results."""
     want, plain = oracle(made, ups, scale=scale), oracle(made, ups, torch.float32, scale=scale)
     dtype = made["q"].dtype
-    for name, t in got.items():
+    for name in got:
+        a, b, c = (of[name].cpu().double() for of in (got, want, plain))
+        if name == "lse":  # a row of the lowest bias would hide the others
+            a, b, c = (t.masked_fill(t < -1e30, -torch.inf) for t in (a, b, c))
         base = 2e-5 if name.startswith("d") else 1e-6
         # dsink sums products with the rounded o, which cancel.
         many = {"o": 1, "lse": 0, "dsink": 4}.get(name, 2)
         low = 0.0 if dtype.itemsize >= 4 else many * roundings * rounding(dtype)
-        allowed = max(base, 2 * error(plain[name].double(), want[name])) + low
-        found = error(t.cpu().double(), want[name])
+        allowed, found = max(base, 2 * error(c, b)) + low, error(a, b)
         assert found <= allowed, f"{name}: {found:.3g} above {allowed:.3g}"
     empty = (want["lse"] == -torch.inf).to(made["q"].device)
     assert (got["o"][empty] == 0).all() and (got["lse"][empty] == -torch.inf).all()

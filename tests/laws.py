@@ -227,15 +227,20 @@ def attention(
     return spot(at, "o", (weights @ v).transpose(1, 2))
 
 
-def sdpa(p: Leaves, mask: Callable[[Leaves], Tensor] = selected) -> Tensor:
+def sdpa(
+    p: Leaves,
+    mask: Callable[[Leaves], Tensor] = selected,
+    given: Callable[[Tensor], Tensor] = lambda mask: mask,
+    call: Callable[..., Tensor] = F.scaled_dot_product_attention,
+) -> Tensor:
     """Returns the same as :func:`attention` by scaled_dot_product_attention with a bool mask.
 
-    A query without keys gives 0.
+    A query without keys gives 0. ``given``: what the mask is made into.
     """
     h = p["q"].shape[2] // p["k"].shape[2]
     q, k, v = (p[name].transpose(1, 2) for name in ("q", "k", "v"))
     k, v = k.repeat_interleave(h, 1), v.repeat_interleave(h, 1)
-    return F.scaled_dot_product_attention(q, k, v, heads(mask(p), p)).transpose(1, 2)
+    return call(q, k, v, given(heads(mask(p), p))).transpose(1, 2)
 
 
 def index_leaves(queries: int = 6, keys: int = 12, dtype: torch.dtype = torch.float64) -> Leaves:

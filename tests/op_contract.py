@@ -42,3 +42,26 @@ def check_outputs(
         # Another layout sums in another order, which is a small error; a wrong stride gives a large one.
         assert error(o, p) < tolerance + 2 * torch.finfo(o.dtype).eps
     assert len({o.untyped_storage().data_ptr() for o in out if o.numel()}) == sum(o.numel() > 0 for o in out)
+
+
+def check_vmap(
+    name: str,
+    rows: list[list[Any]],
+    batched: Callable[[int], bool],
+    error: Callable[[Tensor, Tensor], float],
+    tolerance: float = 1e-5,
+) -> None:
+    """Asserts that vmap over the tensors at the positions ``batched`` gives what calls of each row give."""
+    first = rows[0]
+    dims = [k % (a.dim() + 1) if isinstance(a, Tensor) and batched(k) else None for k, a in enumerate(first)]
+    for row in rows[1:]:
+        row[:] = [shared if d is None else a for a, shared, d in zip(row, first, dims, strict=True)]
+    stacked = [
+        a if d is None else torch.stack([row[k] for row in rows], d)
+        for k, (a, d) in enumerate(zip(first, dims, strict=True))
+    ]
+    want = [torch.stack(column) for column in zip(*(op(name)(*row) for row in rows), strict=True)]
+    got = torch.func.vmap(op(name), in_dims=tuple(dims))(*stacked)
+    for g, w in zip(got, want, strict=True):
+        if g.numel() or w.numel():
+            assert g.dtype is w.dtype and error(g, w) < (2e-2 if g.dtype is torch.bfloat16 else tolerance)

@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # the helpers import each other by name
 import helpers_e79
 import helpers_index
 import helpers_lists
+import helpers_masks
 import helpers_mhc
 import helpers_selection
 import helpers_single_pass
@@ -236,15 +237,23 @@ def attention(seed: int, documents: bool, **sizes: Any) -> Sequence[Any]:
 def lists(seed: int, documents: bool, **sizes: Any) -> Sequence[Any]:
     if documents:
         sizes |= in_documents(sizes["S"], sizes["S_kv"])
+    return listed_or_masked(helpers_lists.make_inputs, seed, **sizes)
+
+
+def masks(seed: int, **sizes: Any) -> Sequence[Any]:
+    return listed_or_masked(helpers_masks.make_inputs, seed, **sizes)
+
+
+def listed_or_masked(make_inputs: Callable[..., Any], seed: int, **sizes: Any) -> Sequence[Any]:
     if sizes["shared"]:
         sizes["Dv"] = min(sizes["Dv"], sizes["Dk"])
-    made = any_strides(helpers_lists.make_inputs(**sizes, seed=seed), seed)
-    args = helpers_lists.arguments(made, 0.3)
-    o, lse = op("selection_list_attention")(*args)
+    made = any_strides(make_inputs(**sizes, seed=seed), seed)
+    args, name = helpers_lists.arguments(made, 0.3), helpers_lists.name_of(made)
+    o, lse = op(name)(*args)
     exact = helpers_lists.oracle(made, scale=0.3)["lse"]
     helpers_lists.check({"o": o, "lse": without_cancellation(lse, exact, made, 0.3)}, made, scale=0.3)
     up = helpers_lists.upstream(made)
-    grads = op("selection_list_attention_backward")(*up.values(), *args[:9], o, lse, *args[9:])
+    grads = op(f"{name}_backward")(*helpers_lists.backward_arguments(up.values(), args, o, lse))
     got = {f"d{k}": t for k, t in zip(helpers_lists.WANTED, grads, strict=True) if made[k] is not None}
     close(got, helpers_lists.oracle(made, up, scale=0.3), sizes["dtype"])
     return args
@@ -314,6 +323,7 @@ def blocks(seed: int, S: int, more: int, N: int, dtype: torch.dtype) -> Sequence
 
 _FORM: dict[str, st.SearchStrategy[Any]] = {"norm_form": st.sampled_from(["inside", "outside"]), "gamma": st.booleans()}
 _SITE: dict[str, st.SearchStrategy[Any]] = {"transpose_res": st.booleans(), "residual": st.booleans()}
+INTEGERS = st.sampled_from([torch.int32, torch.int64])
 _KEYS: dict[str, st.SearchStrategy[Any]] = {
     "documents": st.booleans(),
     "dtype": DTYPE,
@@ -327,6 +337,14 @@ _KEYS: dict[str, st.SearchStrategy[Any]] = {
     "sink": st.booleans(),
     "strided": st.booleans(),
 }
+_LISTS: dict[str, st.SearchStrategy[Any]] = {
+    **_KEYS,
+    "kind": st.sampled_from(["random", "sorted", "odd", "empty", "all", "none"]),
+    "n": st.integers(0, 9),
+    "shared": st.booleans(),
+    "segments": st.booleans(),
+    "index_dtype": INTEGERS,
+}
 _INDEX: dict[str, st.SearchStrategy[Any]] = {
     "kind": st.sampled_from(helpers_index.KINDS),
     "B": st.integers(0, 2),
@@ -337,7 +355,6 @@ _INDEX: dict[str, st.SearchStrategy[Any]] = {
     "dtype": DTYPE,
     "whole": st.booleans(),
 }
-INTEGERS = st.sampled_from([torch.int32, torch.int64])
 
 PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], dict[str, st.SearchStrategy[Any]]]] = {
     "mhc_pre": (pre, {**MHC, **ITERATIONS, **_FORM, "full": st.booleans()}),
@@ -380,15 +397,23 @@ PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], dict[str, st.SearchStr
             "segments": st.sampled_from([None, "mixed", "documents"]),
         },
     ),
-    "selection_list_attention": (
+    "selection_list_attention": (lists, _LISTS),
+    "selection_entry_attention": (
         lists,
         {
-            **_KEYS,
-            "kind": st.sampled_from(["random", "sorted", "odd", "empty", "all", "none"]),
-            "n": st.integers(0, 9),
+            **_LISTS,
+            **dict.fromkeys(("documents", "segments"), st.just(False)),
+            "bias": st.sampled_from(["normal", "rows"]),
+            "repeats": st.booleans(),
+        },
+    ),
+    "selection_mask_attention": (
+        masks,
+        {
+            **{k: v for k, v in _KEYS.items() if k != "documents"},
+            "kind": st.sampled_from(helpers_masks.KINDS),
             "shared": st.booleans(),
-            "segments": st.booleans(),
-            "index_dtype": INTEGERS,
+            "shared_mask": st.sampled_from(["", "B", "G", "BG", "S", "BGS"]),
         },
     ),
     "index_scores": (scores, _INDEX),

@@ -76,8 +76,11 @@ def blocks_to_ranges(seed: int, B: int, S: int, more: int, G: int, k: int, size:
     return Call(mhc_inductor.blocks_to_ranges, arguments)
 
 
-def selection_lists(seed: int, documents: bool, return_lse: bool, **sizes: Any) -> Call:
-    """The op of lists has no public function of its name."""
+def selection_lists(seed: int, documents: bool, return_lse: bool, masked: bool, **sizes: Any) -> Call:
+    """The ops of lists have no public functions of their names."""
+    masked = masked and not documents
+    if documents or masked or sizes["segments"] or sizes["bias"] is None:
+        sizes |= {"bias": None, "repeats": False}
     if documents:
         sizes |= in_documents(sizes["S"], sizes["S_kv"])
     if sizes["shared"]:
@@ -85,6 +88,12 @@ def selection_lists(seed: int, documents: bool, return_lse: bool, **sizes: Any) 
     made = properties.any_strides(helpers_lists.make_inputs(**sizes, seed=seed), seed)
     shared = {"v": made["k"], "v_width": made["v_width"]} if made["v"] is None else {"v_width": None}
     arguments = {**made, "return_lse": return_lse, **shared}
+    if masked:
+        hidden = _drawn(seed, *made["indices"].shape[:3], made["k"].shape[2]) < 0
+        arguments["mask"] = laid_out(~hidden, random.Random(seed))
+        rows = zip(made["indices"].flatten(0, 2).tolist(), hidden.flatten(0, 2).tolist(), strict=True)
+        kept = [[-1 if 0 <= t < len(row) and row[t] else t for t in keys] for keys, row in rows]
+        made["indices"] = torch.tensor(kept, dtype=torch.int64).view(made["indices"].shape)
     got = mhc_inductor.selection_attention(**arguments)
     o, lse = got if isinstance(got, tuple) else (got, None)
     named = {"o": o} | ({"lse": lse} if return_lse else {})
@@ -342,6 +351,7 @@ _CELL: dict[str, st.SearchStrategy[Any]] = {
 }
 _LOSS = {k: v for k, v in properties.PROPERTIES["index_loss"][1].items() if k != "dtype"}
 _LISTS = properties.PROPERTIES["selection_list_attention"][1]
+_BIASES = {"bias": st.sampled_from([None, "normal", "rows"]), "repeats": st.booleans()}
 
 PROPERTIES: Mapping[str, Property] = {
     "blocks_to_ranges": (
@@ -358,7 +368,10 @@ PROPERTIES: Mapping[str, Property] = {
             "dtype": INTEGERS,
         },
     ),
-    "selection_attention": (selection_lists, {**_LISTS, "return_lse": st.booleans()}),
+    "selection_attention": (
+        selection_lists,
+        {**_LISTS, **_BIASES, "return_lse": st.booleans(), "masked": st.booleans()},
+    ),
     "nn.expand": (started, {"lead": LEAD, "width": st.integers(0, 9), "n": _SIZE, "dtype": DTYPE}),
     "nn.HyperConnection": (
         hyper_connection,

@@ -25,12 +25,14 @@ def samples() -> list[tuple[str, str, tuple[Any, ...]]]:
     import test_ops_index
     import test_ops_index_loss
     import test_ops_lists
+    import test_ops_masks
     import test_ops_mhc
     import test_ops_selection
 
     torch.manual_seed(0)
     found = []
-    for tests in (test_ops_mhc, test_ops_e79, test_ops_selection, test_ops_lists, test_ops_index, test_ops_index_loss):
+    attention = (test_ops_selection, test_ops_lists, test_ops_masks)
+    for tests in (test_ops_mhc, test_ops_e79, *attention, test_ops_index, test_ops_index_loss):
         for case in tests.SAMPLES:
             name, sample, variant = case.values
             if not any(dtype in case.id for dtype in ("fp64", "bf16", "fp16", "low")):
@@ -43,9 +45,9 @@ def samples() -> list[tuple[str, str, tuple[Any, ...]]]:
 # For each family: which dimension of which arguments is one name. Written out here, independently of the table.
 _TOKENS = ("x", "f_out", "h_post", "h_res", "h_pre", "h_mix", "inv_rms", "x_out", "x_acc", "h_in", "g", "grad")
 _TOKENS += ("next_pre", "next_post", "next_res")
-_QUERIES = dict.fromkeys(("q", "o", "out", "lse", "ranges", "indices", "segments_q"), 1)
+_QUERIES = dict.fromkeys(("q", "o", "out", "lse", "ranges", "indices", "bias", "mask", "segments_q"), 1)
 _INDEX = dict.fromkeys(("q", "w", "limit", "mask", "segments_q", "scores", "indices", "attention_q", "lse", "loss"), 1)
-_ALL = ("q", "k", "v", "o", "out", "lse", "ranges", "indices", "segments_q", "segments_k")
+_ALL = ("q", "k", "v", "o", "out", "lse", "ranges", "indices", "bias", "mask", "segments_q", "segments_k")
 SPLITS: dict[str, dict[str, dict[str, int]]] = {
     "mhc": {"batch": dict.fromkeys(_TOKENS, 0), "sequence": dict.fromkeys(_TOKENS, 1)},
     "e79": {
@@ -57,7 +59,12 @@ SPLITS: dict[str, dict[str, dict[str, int]]] = {
     "selection": {
         "batch": dict.fromkeys(_ALL, 0),
         "queries": _QUERIES,
-        "groups": {**dict.fromkeys(("q", "o", "out", "lse", "ranges", "indices"), 2), "k": 1, "v": 1, "sink": 0},
+        "groups": {
+            **dict.fromkeys(("q", "o", "out", "lse", "ranges", "indices", "bias", "mask"), 2),
+            "k": 1,
+            "v": 1,
+            "sink": 0,
+        },
         "heads": {**dict.fromkeys(("q", "o", "out", "lse"), 3), "sink": 1},
     },
     "index": {

@@ -297,15 +297,12 @@ SDPA_MODES = (
 CHECKPOINTED = [name for name in EAGER_MODES if "checkpointed" in name]
 ROUTED: dict[tuple[str, str, str], tuple[int, int]] = {
     # Its layers write a dictionary inside the checkpoint, which breaks the graph between index and attention.
-    **{("mistral_large4", "eager", name): (1, 0) for name in CHECKPOINTED},
-    **{("mistral_large4", "sdpa", name): (1, 2) for name in CHECKPOINTED},
+    **{("mistral_large4", of, name): (1, 2) for of in ("eager", "sdpa") for name in CHECKPOINTED},
     # Graph breaks return the attention weights of its shared layer; checkpoints hide the mask of its pools.
     **{("glm5_next", "eager", name): (1, 1) for name in EAGER_MODES},
     **{("glm5_next", attention, name): (0, 1) for attention in ("eager", "sdpa") for name in CHECKPOINTED},
     # A plain window, which is not counted among its attentions, is routed too.
     **{("dots3_note", "eager", name): (1, 2) for name in EAGER_MODES},
-    # Its blocks stay where rows may lack keys and the fill is added inside one call.
-    **{("minimax_m3_vl", "sdpa", name): (0, 0) for name in SDPA_MODES},
 }
 """How many (indexers, attentions) are routed where not all are, by family, implementation and mode."""
 

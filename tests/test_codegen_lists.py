@@ -66,6 +66,15 @@ def _both(q, k, indices):
     return ops.selection_list_attention_backward(o, None, *args, o, lse, 0.1, D)
 
 
+def _both_biased(q, k, indices):
+    k = k.transpose(1, 2)
+    bias = torch.zeros(indices.shape, device=indices.device)
+    args, options = (q, k, None, indices, bias, None), (0.1, q.shape[-1], True)
+    ops = torch.ops.mhc_inductor
+    o, lse = ops.selection_entry_attention(*args, *options)
+    return ops.selection_entry_attention_backward(o, lse, *args, o, lse, *options)
+
+
 CHUNK = [f"selection_list_{what}" for what in ("dq", "rows", "slots", "invert", "sum")]
 
 
@@ -99,8 +108,25 @@ def test_unknown_sizes_many_chunks_and_gluon_kernels_call_the_op_of_the_backward
     assert name in _compile(_both, 300)
 
 
-def test_above_the_kernels_sizes_the_reference_is_called_and_logged(caplog):
+@pytest.mark.parametrize("D", [32, 512])
+def test_a_bias_runs_the_plain_kernels(D):
+    code = _compile(_both_biased, 300, h=4 if D == 32 else 64, D=D)
+    ours = [n for n in launches(code) if n.startswith("selection_")]
+    chunk = [CHUNK[0], *["selection_list_fold"] * 2, *CHUNK[1:]]
+    first = ["selection_list_keys", "selection_list_forward", "selection_list_keys", "selection_delta"]
+    assert ours[:4] == first and ours[4:] == chunk * (len(ours[4:]) // len(chunk)) != []
+    assert "torch.ops.mhc_inductor" not in code
+
+
+def test_a_bias_of_unknown_sizes_calls_the_op_of_the_backward():
+    code = _compile(_both_biased, dynamic=True)
+    assert "torch.ops.mhc_inductor.selection_entry_attention_backward.default" in code
+    assert "selection_list_forward" in launches(code)
+
+
+@pytest.mark.parametrize(("fn", "kind"), [(_attend, "list"), (_both_biased, "entry")])
+def test_above_the_kernels_sizes_the_reference_is_called_and_logged(caplog, fn, kind):
     with caplog.at_level("WARNING", logger="mhc_inductor"):
-        code = _compile(_attend, D=600)
-    assert "torch.ops.mhc_inductor.selection_list_attention.default" in code
+        code = _compile(fn, D=600)
+    assert f"torch.ops.mhc_inductor.selection_{kind}_attention.default" in code
     assert [r for r in caplog.records if "D = 600 is above 576" in r.getMessage()]

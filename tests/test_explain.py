@@ -136,6 +136,15 @@ def test_graph_breaks_are_reported_together():
     report = explain(Plain(broken=True).eval(), streams())
     assert report.graphs >= 2
     assert "mhc_pre" in ops(report), report
+    assert any("Dynamo breaks the graph" in miss.reason for miss in report.near_misses), report
+
+
+def test_a_checkpointed_region_that_breaks_is_named():
+    """Dynamo compiles nothing of it, so that no graph shows its formulas."""
+    broken = explain(Plain(broken=True, checkpointed=True), streams())
+    assert not ops(broken) and ["checkpointed region" in miss.reason for miss in broken.near_misses] == [True], broken
+    whole = explain(Plain(checkpointed=True), streams())
+    assert ops(whole) and not whole.near_misses, "another call's break is not this one's"
 
 
 def test_nothing_to_find():

@@ -355,6 +355,16 @@ TRACED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str]] = {
         (randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64), torch.tensor([1, 4]).expand(2, 6, 1, 2)),
         "",
     ),
+    "selection_entry_attention": (
+        lambda q, k, at, bias: mhc_inductor.selection_attention(q, k, k, indices=at, bias=bias),
+        (randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64), torch.tensor([1, 4]).expand(2, 6, 1, 2), randn(2, 6, 1, 2)),
+        "",
+    ),
+    "selection_mask_attention": (
+        lambda q, k, shown: mhc_inductor.selection_attention(q, k, k, mask=shown),
+        (randn(2, 6, 1, 3, 64), randn(2, 1, 9, 64), randn(1, 6, 1, 9) < 0),
+        "",
+    ),
     "e79_scan": (mhc_inductor.e79_scan, (randn(5, 2, 32),), "scan"),
     "index_topk": (
         lambda q, k: mhc_inductor.index_topk(q, k, q[..., 0], 3),

@@ -19,14 +19,22 @@ OPS = torch.ops.mhc_inductor
 PLAIN = {"B": 1, "S": 256, "S_kv": 1024, "h": 16, "Dk": 128, "n": 200}
 LATENT = {"B": 1, "S": 192, "S_kv": 700, "h": 128, "Dk": 576, "Dv": 512, "n": 130, "shared": True}
 WIDE = {"B": 2, "S": 100, "S_kv": 600, "h": 64, "Dk": 512, "n": 77, "shared": True}
-SHAPES = {"plain": PLAIN, "latent": LATENT, "wide": WIDE, "apart": {**WIDE, "shared": False}}
+BIASED = {
+    "bias": {**PLAIN, "bias": True},
+    "bias_odd": {"B": 2, "S": 77, "S_kv": 301, "h": 3, "Dk": 80, "Dv": 48, "n": 130, "bias": True},
+    "bias_latent": {**LATENT, "bias": True},
+}
+SHAPES = {"plain": PLAIN, "latent": LATENT, "wide": WIDE, "apart": {**WIDE, "shared": False}, **BIASED}
 
 
 def made(
     *, B: int, S: int, S_kv: int, h: int, Dk: int, n: int, Dv: int | None = None, shared: bool = False,
-    dtype: torch.dtype = BF16, seed: int = 0,
+    dtype: torch.dtype = BF16, seed: int = 0, bias: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns leaves q, k (and v), lists with repeats and -1, a sink, and gradients of o and lse."""
+    """Returns leaves q, k (and v), lists with repeats and -1, a sink, and gradients of o and lse.
+
+    With ``bias``, each entry counts with a bias: of a row either normal ones, of which some are -inf, or the lowest number.
+    """
     g = torch.Generator("cuda").manual_seed(seed)
     normal = lambda *shape, dtype=dtype: torch.randn(shape, generator=g, device="cuda").to(dtype)  # noqa: E731
     Dv = Dk if Dv is None else Dv
@@ -36,7 +44,11 @@ def made(
     for t in case.values():
         t.requires_grad_()
     indices = torch.randint(-S_kv // 8, S_kv, (B, S, 1, n), generator=g, device="cuda")
+    biases = normal(B, S, 1, n, dtype=F32)
+    biases = torch.where(biases > 1.5, -torch.inf, biases)
+    biases = torch.where(normal(B, S, 1, 1, dtype=F32) > 1, torch.finfo(F32).min, biases)
     return {
+        "bias": biases if bias else None,
         "leaves": case,
         "indices": indices,
         "dout": normal(B, S, 1, h, Dv),
@@ -45,14 +57,21 @@ def made(
     }
 
 
-def attend(q, k, v, indices, sink, Dv):
-    return selection_attention(q, k, v, indices=indices, sink=sink, v_width=Dv, return_lse=True)
+def attend(q, k, v, indices, sink, Dv, bias=None):
+    return selection_attention(
+        q, k, v, indices=indices, sink=sink, v_width=Dv, bias=bias, repeats=bias is not None, return_lse=True
+    )
+
+
+def arguments(case, leaves=None):
+    x = case["leaves"] if leaves is None else leaves
+    return x["q"], x["k"], x.get("v", x["k"]), case["indices"], x["sink"], case["Dv"], case["bias"]
 
 
 def train(case, fn=attend, leaves=None):
     """Returns o, lse and the gradients."""
     x = case["leaves"] if leaves is None else leaves
-    o, lse = fn(x["q"], x["k"], x.get("v", x["k"]), case["indices"], x["sink"], case["Dv"])
+    o, lse = fn(*arguments(case, x))
     grads = torch.autograd.grad([o, lse], list(x.values()), [case["dout"].to(o.dtype), case["dlse"].to(lse.dtype)])
     return {"o": o.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(x, grads, strict=True)}}
 
@@ -61,7 +80,19 @@ def exact(case, dtype=torch.float64):
     """Returns what the reference computes in ``dtype``, on the GPU."""
     leaves = {n: t.detach().to(dtype).requires_grad_() for n, t in case["leaves"].items()}
 
-    def formula(q, k, v, indices, sink, Dv):
+    def entries(q, k, v, indices, sink, Dv, bias):
+        at = indices[:, :, 0].clamp(min=0).long()
+        keys, values = (t[torch.arange(len(t), device=t.device)[:, None, None], 0, at] for t in (k[:, 0:1], v[:, 0:1]))
+        t = torch.einsum("bsghd,bsnd->bsghn", q, keys).to(torch.promote_types(dtype, F32)) * q.shape[-1] ** -0.5
+        t = (t + bias.unsqueeze(3).to(t.dtype)).masked_fill(indices.unsqueeze(3) < 0, -torch.inf)
+        p = torch.cat((t, sink[None, None, :, :, None].expand(*t.shape[:4], 1)), -1).softmax(-1)[..., :-1]
+        most = t.detach().amax(-1, keepdim=True)
+        lse = (t - most).logsumexp(-1) + most.squeeze(-1)
+        return torch.einsum("bsghn,bsnd->bsghd", p.to(q.dtype), values[..., :Dv]), lse
+
+    def formula(q, k, v, indices, sink, Dv, bias):
+        if bias is not None:
+            return entries(q, k, v, indices, sink, Dv, bias)
         mask = torch.zeros(*indices.shape[:3], k.shape[2] + 1, dtype=torch.bool, device=q.device)
         mask = mask.scatter(-1, indices.clamp(min=-1) % (k.shape[2] + 1), True)[..., :-1]
         t = torch.einsum("bsghd,bgtd->bsght", q, k) * q.shape[-1] ** -0.5
@@ -94,9 +125,11 @@ def equal(a, b):
 def test_against_fp64(shape, dtype):
     case = made(**{**SHAPES[shape], "dtype": dtype})
     got, want, plain = train(case), exact(case), exact(case, dtype)
-    for name, t in want.items():
-        bar = 2 * relative(plain[name], t) + 1e-6
-        assert relative(got[name], t) <= bar, f"{name}: {relative(got[name], t):.3g} above {bar:.3g}"
+    some = want["lse"] > -1e30  # rows of the lowest bias would hide the others
+    for name in want:
+        a, b, c = (t[name][some] if name == "lse" else t[name] for t in (got, want, plain))
+        bar = 2 * relative(c, b) + 1e-6
+        assert relative(a, b) <= bar, f"{name}: {relative(a, b):.3g} above {bar:.3g}"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -105,7 +138,7 @@ def test_only_our_kernels_run(shape):
     case["indices"] = case["indices"].int()
     names = kernels_of(lambda: train(case))
     ours = {n for n in names if n.startswith("selection_")}
-    wgmma = torch.cuda.get_device_capability() == (9, 0) and SHAPES[shape].get("shared", False)
+    wgmma = torch.cuda.get_device_capability() == (9, 0) and SHAPES[shape].get("shared", False) and shape not in BIASED
     assert f"selection_list_forward{'_wgmma' if wgmma else ''}" in ours
     assert f"selection_list_dq{'_wgmma' if wgmma else ''}" in ours
     others = [n for n in names if n not in ours and not any(w in n.lower() for w in ("memset", "fill", "copy"))]
@@ -121,11 +154,12 @@ def test_two_runs_and_any_batch_give_equal_bits(shape, monkeypatch):
     first = train(case)
     part = {n: t[:, 5:60].detach().requires_grad_() if n == "q" else t for n, t in case["leaves"].items()}
     cut = {**case, **{n: case[n][:, 5:60] for n in ("indices", "dout", "dlse")}}
+    cut["bias"] = case["bias"] if case["bias"] is None else case["bias"][:, 5:60]
     got = train(cut, leaves=part)
     assert all(torch.equal(got[n], first[n][:, 5:60]) for n in ("o", "lse", "dq"))
 
 
-@pytest.mark.parametrize("shape", ["plain", "latent"])
+@pytest.mark.parametrize("shape", ["plain", "latent", "bias"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_equals_eager(shape, dynamic):
     torch._dynamo.reset()
@@ -133,8 +167,7 @@ def test_compiled_equals_eager(shape, dynamic):
     compiled = torch.compile(attend, backend="mhc_inductor", fullgraph=True, dynamic=dynamic)
     assert not equal(train(case, compiled), train(case))
     with torch.no_grad():
-        x = case["leaves"]
-        args = (x["q"], x["k"], x.get("v", x["k"]), case["indices"], x["sink"], case["Dv"])
+        args = arguments(case)
         assert all(torch.equal(a, b) for a, b in zip(compiled(*args), attend(*args), strict=True))
 
 
@@ -148,7 +181,7 @@ def test_one_compile_serves_every_length():
         assert all(relative(got[name], want[name]) < 2**-9 for name in want)
 
 
-@pytest.mark.parametrize("shape", ["plain", "latent", "wide"])
+@pytest.mark.parametrize("shape", ["plain", "latent", "wide", "bias"])
 def test_a_training_step_captured_in_a_cuda_graph(shape):
     case = made(**SHAPES[shape])
     want = train(case)
@@ -168,20 +201,19 @@ def test_a_training_step_captured_in_a_cuda_graph(shape):
     with torch.no_grad():
         for n, t in case["leaves"].items():
             t.copy_(other["leaves"][n])
-        for n in ("indices", "dout", "dlse"):
+        for n in ("indices", "dout", "dlse", *["bias"] * (case["bias"] is not None)):
             case[n].copy_(other[n])
     graph.replay()
     assert not equal(got, train(other))
 
 
-def test_decoding_under_cuda_graphs():
+@pytest.mark.parametrize("bias", [False, True])
+def test_decoding_under_cuda_graphs(bias):
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend="mhc_inductor", mode="reduce-overhead", fullgraph=True)
     with torch.no_grad():
         for seed in range(4):
-            case = made(**{**LATENT, "B": 4, "S": 1}, seed=seed)
-            x = case["leaves"]
-            args = (x["q"], x["k"], x["k"], case["indices"], x["sink"], case["Dv"])
+            args = arguments(made(**{**LATENT, "B": 4, "S": 1, "bias": bias}, seed=seed))
             torch.compiler.cudagraph_mark_step_begin()
             got = [t.clone() for t in compiled(*args)]
             assert all(torch.equal(a, b) for a, b in zip(got, attend(*args), strict=True))

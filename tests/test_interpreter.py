@@ -61,6 +61,7 @@ def test_bf16_dot_is_fixed(tmp_path):
         ("selection_gather", 50),
         ("selection_backward", 80),
         ("selection_lists", 40),
+        ("selection_masks", 80),
         ("selection_join", 40),
         ("index", 85),
         ("index_backward", 28),

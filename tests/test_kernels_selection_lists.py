@@ -6,15 +6,20 @@ The kernels run compiled on a GPU, elsewhere in the interpreter.
 
 from __future__ import annotations
 
+import functools
+
 import helpers_lists as h
 import pytest
 import torch
 from conftest import GPU, some
+from helpers_selection import error
 from poisoned import Poisoned
 
 import mhc_inductor  # noqa: F401
+from mhc_inductor.kernels.eager import plan_of, why_not
 from mhc_inductor.kernels.launch import DeviceProps
 from mhc_inductor.kernels.selection import lists_plan
+from mhc_inductor.ops import registry
 
 if not GPU:
     from interpreter_fixes import fix_dot, fix_sort
@@ -32,16 +37,26 @@ def builder(device):
     return Poisoned(torch.device(device), None if GPU else DeviceProps(2, "cuda", 90))
 
 
+def results(made, ups, scale, op):
+    """Returns the outputs and gradients of ``op(name)`` and of that of the backward."""
+    args = h.arguments(made, made["q"].shape[-1] ** -0.5 if scale is None else scale)
+    name = h.name_of(made)
+    o, lse = op(name)(*args)
+    grads = op(f"{name}_backward")(*h.backward_arguments((ups.get("o"), ups.get("lse")), args, o, lse))
+    return {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=True))}
+
+
+def planned(builder, made, ups, scale=None):
+    """Returns the outputs and gradients of both plans."""
+    assert why_not(h.name_of(made), h.arguments(made, 1.0), builder) is None
+    return results(made, ups, scale, lambda name: functools.partial(plan_of(name), builder))
+
+
 def run(builder, *, up=h.OUTPUTS, scale=None, **kwargs):
     """Checks the outputs and gradients of both plans against fp64; returns inputs and results."""
     made = h.make_inputs(device=str(builder.device), **{"B": 1, "dtype": F32, **kwargs})
     ups = h.upstream(made, up)
-    args = h.arguments(made, made["q"].shape[-1] ** -0.5 if scale is None else scale)
-    assert lists_plan.unsupported(builder, *[a for a in args if isinstance(a, torch.Tensor)]) is None
-    o, lse = lists_plan.plan_selection_list_attention(builder, *args)
-    backward = lists_plan.plan_selection_list_attention_backward
-    grads = backward(builder, ups.get("o"), ups.get("lse"), *args[:-2], o, lse, *args[-2:])
-    got = {"o": o, "lse": lse, **dict(zip(("dq", "dk", "dv", "dsink"), grads, strict=True))}
+    got = planned(builder, made, ups, scale)
     for name, t in list(got.items()):
         given = made.get(name[1:], t)
         assert t.is_contiguous()
@@ -53,15 +68,41 @@ def run(builder, *, up=h.OUTPUTS, scale=None, **kwargs):
     return made, got
 
 
+BIASES = [{}, {"bias": "rows"}, {"bias": "rows", "repeats": True}]
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("shared", [False, True])
-def test_dtypes(builder, dtype, shared):
-    run(builder, kind="odd", dtype=dtype, S=4, S_kv=40, Dk=16, n=21, sink=True, shared=shared, strided=True)
+@pytest.mark.parametrize("bias", BIASES, ids=str)
+def test_dtypes(builder, dtype, shared, bias):
+    bias = {"bias_dtype": dtype, **bias} if bias else {}
+    run(builder, kind="odd", dtype=dtype, S=4, S_kv=40, Dk=16, n=21, sink=True, shared=shared, strided=True, **bias)
 
 
 @pytest.mark.parametrize("kind", ["random", "sorted", "empty", "all", "none"])
-def test_kinds_of_lists(builder, kind):
-    run(builder, kind=kind, S=3, S_kv=20, n=20, sink=kind == "empty")
+@pytest.mark.parametrize("bias", BIASES, ids=str)
+def test_kinds_of_lists(builder, kind, bias):
+    run(builder, kind=kind, S=3, S_kv=20, n=20, sink=kind == "empty", **bias)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("sink", [False, 0.5, float("-inf")])
+def test_rows_of_the_lowest_bias(builder, repeats, sink):
+    """Next to the lowest number, only the sum of the weights tells them: 70 entries, of few keys."""
+    run(builder, kind="odd", S=4, S_kv=9, n=70, bias="lowest", repeats=repeats, sink=sink)
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e9, h.LOWEST / 2])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_low_biases_are_rounded_as_the_reference_does(builder, low, repeats):
+    """All entries of half the rows, and some of the others."""
+    made = h.make_inputs("odd", F32, S=4, S_kv=12, n=40, bias="normal", repeats=repeats, device=str(builder.device))
+    made["bias"] = made["bias"].where(made["bias"] > 0.5, low)
+    made["bias"][:, ::2] = low
+    ups = h.upstream(made)
+    got, want = planned(builder, made, ups), results(made, ups, None, registry.REFERENCE.get)
+    # At -1e4 a score that differs in its last bit may round to the next 2^-10.
+    assert all(error(got[name], want[name]) < 1e-3 for name in want)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +118,10 @@ def test_widths(builder, Dk, Dv, shared, dtype):
     run(builder, kind="random", dtype=dtype, S=2, G=1, h=some(20, 3), S_kv=60, n=37, Dk=Dk, Dv=Dv, shared=shared)
 
 
-def test_the_widest_rows(builder):
-    run(builder, kind="odd", dtype=BF16, S=1, G=1, h=2, S_kv=30, n=18, Dk=576, Dv=512, shared=True)
+@pytest.mark.parametrize("more", [{"dtype": BF16}, {"bias": "rows"}], ids=str)
+def test_the_widest_rows(builder, more):
+    """In fp32 the queries are read again for every tile."""
+    run(builder, kind="odd", S=1, G=2, h=2, S_kv=30, n=18, Dk=576, Dv=512, shared=True, **more)
 
 
 @pytest.mark.parametrize("heads", some([1, 2, 17, 64, 65, 128], [1, 17, 65]))
@@ -88,8 +131,9 @@ def test_heads(builder, heads):
 
 @pytest.mark.parametrize("up", [("o",), ("lse",)])
 @pytest.mark.parametrize("shared", [False, True])
-def test_one_gradient_alone(builder, up, shared):
-    run(builder, kind="odd", S=3, S_kv=20, sink=True, up=up, shared=shared)
+@pytest.mark.parametrize("bias", BIASES[::2], ids=str)
+def test_one_gradient_alone(builder, up, shared, bias):
+    run(builder, kind="odd", S=3, S_kv=20, sink=True, up=up, shared=shared, **bias)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
@@ -107,16 +151,18 @@ def test_numbers_of_keys(builder, n):
     run(builder, kind="random", dtype=BF16, S=2, G=1, S_kv=n + 3, n=n)
 
 
-def test_few_queries_split_their_keys(builder, monkeypatch):
+@pytest.mark.parametrize("bias", [{}, {"bias": "rows"}, {"bias": "lowest"}], ids=str)
+def test_few_queries_split_their_keys(builder, monkeypatch, bias):
     splits = []
     monkeypatch.setattr(lists_plan, "splits", lambda b, rows, per: splits.append(3) or 3)
-    run(builder, kind="random", S=1, S_kv=200, n=some(150, 90), sink=True, shared=True)
+    run(builder, kind="random", S=1, S_kv=200, n=some(150, 91), sink=not bias, shared=True, **bias)
     assert splits
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_any_size_of_the_chunks_gives_the_same_bits(builder, monkeypatch, shared):
-    case = {"kind": "odd", "dtype": BF16, "B": 2, "S": 7, "S_kv": 20, "n": 14, "sink": True, "shared": shared}
+@pytest.mark.parametrize("bias", BIASES[::2], ids=str)
+def test_any_size_of_the_chunks_gives_the_same_bits(builder, monkeypatch, shared, bias):
+    case = {"kind": "odd", "dtype": BF16, "B": 2, "S": 7, "S_kv": 20, "n": 14, "sink": True, "shared": shared, **bias}
     _, whole = run(builder, **case)
     for rows in (1, 3):
         monkeypatch.setattr(lists_plan, "MOST_QUERIES", rows)
@@ -166,32 +212,42 @@ def test_the_order_of_a_list_does_not_matter(builder):
     assert torch.equal(o, got["o"]) and torch.equal(lse, got["lse"])
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_in_a_key_reaches_only_the_queries_that_select_it(builder, name, bad):
-    made = h.make_inputs("random", F32, B=1, S=6, G=1, S_kv=30, n=5, device=str(builder.device))
-    if name == "q":
-        made["q"][0, 2] = bad
+    bias = "normal" if name == "bias" else None
+    made = h.make_inputs("random", F32, B=1, S=6, G=1, S_kv=30, n=5, bias=bias, device=str(builder.device))
+    if name in ("q", "bias"):
+        made[name][0, 2, 0, 1] = bad
         touched = torch.arange(6) == 2
     else:
         key = int(made["indices"][0, 0, 0, 0])
         made[name][0, 0, key] = bad
         touched = (made["indices"][0, :, 0] == key).any(-1).cpu()
     assert 0 < touched.sum() < 6
-    args = h.arguments(made, 0.3)
-    o, lse = lists_plan.plan_selection_list_attention(builder, *args)
-    backward = lists_plan.plan_selection_list_attention_backward
-    dq, dk, dv, _ = backward(builder, torch.ones_like(o), None, *args[:-2], o, lse, *args[-2:])
-    for t in (o, dq):
-        finite = t[0].flatten(1).isfinite().all(-1).cpu()
+    got = planned(builder, made, h.upstream(made, ("o",)), 0.3)
+    for n in ("o", "dq"):
+        finite = got[n][0].flatten(1).isfinite().all(-1).cpu()
         assert finite[~touched].all()
-    assert not o[0].flatten(1).isfinite().all(-1).cpu()[touched].any()
+    assert not got["o"][0].flatten(1).isfinite().all(-1).cpu()[touched].any()
     reached = torch.zeros(30, dtype=torch.bool)
     reached[made["indices"][0, touched.to(builder.device), 0].flatten().long().cpu()] = True
-    for t in (dk, dv):
-        assert t[0, 0].isfinite().all(-1).cpu()[~reached].all()
+    for n in ("dk", "dv"):
+        assert got[n][0, 0].isfinite().all(-1).cpu()[~reached].all()
 
 
-def test_nothing(builder):
+@pytest.mark.parametrize("bias", [None, "normal"])
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [({"n": 4096}, None), ({"n": 4097}, "n = 4097 keys a query are above 4096"), ({"Dk": 577}, "D = 577 is above 576"),
+     ({"h": 129}, "h = 129 heads a group are above 128"), ({"dtype": torch.float64}, "dtype torch.float64 has no kernel")],
+)  # fmt: skip
+def test_what_runs_the_reference(builder, bias, sizes, reason):
+    made = h.make_inputs(**{"dtype": F32, "S": 1, "bias": bias, **sizes})
+    assert why_not(h.name_of(made), h.arguments(made, 0.3), builder) == reason
+
+
+@pytest.mark.parametrize("bias", [None, "normal"])
+def test_nothing(builder, bias):
     for case in ({"S": 0, "S_kv": 4}, {"S": 3, "S_kv": 0}, {"S": 2, "S_kv": 5, "n": 0}, {"B": 0}):
-        run(builder, kind="none", sink=True, **case)
+        run(builder, kind="none", sink=True, bias=bias, **case)

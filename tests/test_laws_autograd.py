@@ -16,11 +16,13 @@ from tests.laws import (
     MHC,
     MHC_PLACES,
     Leaves,
+    added,
     attention,
     block,
     check,
     e79,
     e79_leaves,
+    filled,
     head,
     mhc_leaves,
     normal,
@@ -453,6 +455,63 @@ def test_checkpointed_loops_and_attentions_give_the_same(policy: str) -> None:
 
     check(loop, e79_leaves(), named=["e79"], modes=["train"])
     check(lambda p: checkpointed(lambda q: sdpa({**p, "q": q}), policy, p["q"]), selection_leaves(), modes=["train"])
+
+
+def _hides(scores: Tensor, mask: Tensor) -> Tensor:
+    """Hides some keys in two ways: only without gradients to q and k is it known what rows without keys give."""
+    return added(-torch.inf)(filled(-torch.inf)(scores, mask), mask)
+
+
+def _region(p: Leaves) -> Tensor:
+    return attention(p, fill=_hides, at={"weights": torch.nan_to_num})
+
+
+def _regions(p: Leaves) -> Tensor:
+    inner = functools.partial(checkpoint, _region, use_reentrant=False)
+    return checkpoint(inner, p, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+BEFORE: dict[str, Callable[[Leaves], Tensor]] = {
+    "nothing": lambda p: p["q"],
+    "computed": lambda p: p["q"] * 2,
+    "written": lambda p: p["q"].clone().mul_(2),
+    "trained": lambda p: p["q"] * p["v"].mean(),
+    "written, trained": lambda p: p["q"].clone().mul_(p["v"].mean()),
+    "detached": lambda p: (p["q"] * p["v"].mean()).detach(),
+}
+"""What becomes of q before a checkpointed region."""
+
+
+@pytest.mark.parametrize("region", [_region, _regions])
+@pytest.mark.parametrize("before", BEFORE)
+def test_inputs_of_a_region_without_gradients(before: str, region: Callable[[Leaves], Tensor]) -> None:
+    def program(p: Leaves) -> Any:
+        return checkpoint(region, {**p, "q": BEFORE[before](p)}, use_reentrant=False)
+
+    leaves, trained = selection_leaves(empty=True), before.endswith("trained")
+    how: dict[str, Any] = {"unrouted": "selection_attention"} if trained else {"routed": SELECTION}
+    check(program, leaves, modes=["train"], frozen="qk", **how)
+    check(program, leaves, modes=["train"], frozen="k" if before != "detached" else "q", unrouted="selection_attention")
+
+
+def test_an_input_of_a_region_that_gets_a_gradient_inside() -> None:
+    def program(p: Leaves) -> Any:
+        return checkpoint(lambda q: _region({**p, "q": q * p["v"].mean()}), p["q"], use_reentrant=False)
+
+    check(program, selection_leaves(empty=True), modes=["train"], frozen="qk", unrouted="selection_attention")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_mask_that_is_passed_to_a_region_is_named_as_trained_if_it_is(trained: bool) -> None:
+    def program(p: Leaves) -> Any:
+        def fill(scores: Tensor, mask: Tensor) -> Tensor:
+            return scores + p["mask"]
+
+        return checkpoint(lambda q: attention({**p, "q": q}, fill=fill), p["q"], use_reentrant=False)
+
+    leaves = {**selection_leaves(), "mask": normal(2, 4, 6, 12, seed=25)}
+    found = check(program, leaves, modes=["train"], frozen=() if trained else ["mask"], unrouted="selection_attention")
+    assert ("is trained" in found.near["selection_attention"]) == trained
 
 
 @pytest.mark.parametrize("used", ["outs", "last outs", "biases"])

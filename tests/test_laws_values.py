@@ -132,12 +132,12 @@ def _causal(p: Leaves, mask: Tensor) -> Tensor:
     return (torch.arange(T) <= (torch.arange(S) + T - S).unsqueeze(-1)).expand(mask.shape)
 
 
-@pytest.mark.parametrize("rows", ["full", "empty", "large", "empty and large", "nan"])
+@pytest.mark.parametrize("rows", ["full", "empty", "large", "empty and large", "nan", "empty and nan"])
 @pytest.mark.parametrize("how", SPELLINGS)
 def test_every_fill_gives_what_the_formula_gives(how: str, rows: str) -> None:
     leaves = selection_leaves(empty="empty" in rows, scale=1e5 if "large" in rows else 1.0)
-    if rows == "nan":
-        leaves["q"][:, 2] = float("nan")
+    if "nan" in rows:
+        leaves["q"][:, 2:4] = float("nan")
     check(lambda p: attention(p, fill=SPELLINGS[how]), leaves, named=["selection"], tolerance=1e-7)
 
 

@@ -196,6 +196,26 @@ def test_the_mask_written_through_a_view() -> None:
     check(lambda p: attention(p, at={"mask": open_one}), selection_leaves(), named=["selection"])
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize(
+    "name", ["imul", "copy_", "setitem", "masked_fill_", "view_of_view", "relu_by_position", "detached"]
+)
+def test_streams_that_are_a_slice_of_another_tensor_written(name: str, grad: bool) -> None:
+    """The other tensor is not read any more, is read or is written afterwards."""
+
+    def program(p: Leaves, after: Callable[[Tensor], Any]) -> Any:
+        wide = torch.cat([p["x"].cos(), p["x"]]) * 1.0
+        t = written(WRITES[name], grad)(wide[p["x"].shape[0] :])
+        return after(wide), block(t, p), t
+
+    def zeroed(wide: Tensor) -> None:
+        with torch.no_grad():
+            wide.mul_(0.25)
+
+    for after in (lambda wide: (), torch.sum, zeroed):
+        check(lambda p, after=after: program(p, after), mhc_leaves(), named=["mhc"])
+
+
 def _halves(x: Tensor, a: Tensor) -> Tensor:
     out = torch.empty_like(x)
     held = out[..., -4:]

@@ -9,7 +9,7 @@ from conftest import INTERPRETED
 from offline import TARGETS, Recorder, compile_all, names, part
 
 from mhc_inductor.kernels import launch
-from mhc_inductor.kernels.selection import lists_plan
+from mhc_inductor.kernels.eager import plan_of
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiling and interpreting exclude each other")
 
@@ -21,6 +21,10 @@ CASES = {
     "576-fp32": {"h": 20, "Dk": 576, "Dv": 512, "dtype": F32},
     "80-fp16": {"S": 2048, "h": 3, "Dk": 80, "Dv": 48, "dtype": F16, "n": 40, "packed": True, "sink": True},
     "decoding": {"h": 16, "Dk": 128, "S": 1},
+    "128-bias": {"h": 64, "Dk": 128, "bias": True},
+    "576-bias": {"h": 128, "Dk": 576, "Dv": 512, "shared": True, "sink": True, "bias": True},
+    "80-bias-fp32": {"h": 3, "Dk": 80, "Dv": 48, "S": 1, "n": 4096, "dtype": F32, "bias": True},
+    "576-bias-fp32": {"h": 20, "Dk": 576, "Dv": 512, "dtype": F32, "bias": True},
 }
 PLAIN = {"selection_list_keys", "selection_list_forward", "selection_list_dq", "selection_list_rows",
          "selection_list_slots", "selection_list_invert", "selection_list_sum", "selection_delta"}  # fmt: skip
@@ -30,7 +34,8 @@ GLUON = PLAIN - {"selection_list_forward", "selection_list_dq"} | {
 }
 
 
-def launches(builder, *, h, Dk, Dv=None, dtype=BF16, n=512, S=1024, S_kv=4096, shared=False, packed=False, sink=False):
+def launches(builder, *, h, Dk, Dv=None, dtype=BF16, n=512, S=1024, S_kv=4096, shared=False, packed=False, sink=False,
+             bias=False):  # fmt: skip
     def empty(*shape, dtype=dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -38,20 +43,22 @@ def launches(builder, *, h, Dk, Dv=None, dtype=BF16, n=512, S=1024, S_kv=4096, s
     q, k, v = empty(1, S, 2, h, Dk), empty(1, S_kv, 2, Dk).transpose(1, 2), empty(1, S_kv, 2, Dv).transpose(1, 2)
     ids = [empty(5, dtype=torch.int32), None, empty(1, S, dtype=torch.int64), empty(1, S_kv, dtype=torch.int64)]
     indices = empty(1, S, 2, n, dtype=torch.int64)
-    rest = (empty(2, h, dtype=F32) if sink else None, *(ids if packed else [None] * 4))
-    args = (q, k, None if shared else v, indices, *rest)
-    o, lse = lists_plan.plan_selection_list_attention(builder, *args, Dk**-0.5, Dv)
-    lists_plan.plan_selection_list_attention_backward(builder, o, lse, *args, o, lse, Dk**-0.5, Dv)
+    logits = empty(2, h, dtype=F32) if sink else None
+    rest = (empty(1, S, 2, n, dtype=F32), logits) if bias else (logits, *(ids if packed else [None] * 4))
+    args, options = (q, k, None if shared else v, indices, *rest), (Dk**-0.5, Dv, *[True] * bias)
+    name = "selection_entry_attention" if bias else "selection_list_attention"
+    o, lse = plan_of(name)(builder, *args, *options)
+    plan_of(f"{name}_backward")(builder, o, lse, *args, o, lse, *options)
     return builder.launches
 
 
-PAIRS = [(t, c) for t in TARGETS for c in ("128", "576")] + [("hip:gfx942", "decoding")]
-PAIRS += [("cuda:90", c) for c in CASES if c not in ("128", "576")]
+PAIRS = [(t, c) for t in TARGETS for c in ("128", "576", "128-bias", "576-bias")] + [("hip:gfx942", "decoding")]
+PAIRS += [("cuda:90", c) for c in CASES if c not in ("128", "576", "128-bias", "576-bias")]
 
 
 def _kept(target, case):
     """Returns whether the tests of each commit compile a case: together they compile every kernel."""
-    return case == "128" or (target == "cuda:90" and case in ("80-fp16", "decoding"))
+    return case == "128" or (target == "cuda:90" and case in ("80-fp16", "decoding", "128-bias"))
 
 
 def test_the_kept_cases_launch_every_kernel():

@@ -65,7 +65,16 @@ def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
 
 GOOD = _good()
 # Arguments that another one excludes, and what is given with them.
-INSTEAD = {("selection_attention", "indices"): {"ranges": None, "indices": torch.tensor([0, 2]).expand(1, T, 1, 2)}}
+ALONE = dict.fromkeys(("ranges", "cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k"))
+LISTED = {"ranges": None, "indices": torch.tensor([0, 2]).expand(1, T, 1, 2)}
+BIASED = {**ALONE, **LISTED, "bias": torch.zeros(1, T, 1, 2), "repeats": True}
+INSTEAD = {
+    ("selection_attention", "indices"): LISTED,
+    ("selection_attention", "mask"): {**ALONE, "mask": torch.ones(1, T, 1, T, dtype=torch.bool)},
+    **{("selection_attention", name): BIASED for name in ("bias", "repeats")},
+}
+# Another kind of tensor that an argument may be.
+EITHER = {("selection_attention", "mask", "another dtype")}
 
 
 def _given(name: str, argument: str) -> dict[str, Any]:
@@ -113,6 +122,8 @@ def _cases() -> list[Any]:
             for kind, wrong in _bad(
                 value, defaults[argument] is None or (argument == "h_res" and name == "mhc_post")
             ).items():
+                if (name, argument, kind) in EITHER:
+                    continue
                 cases.append(pytest.param(name, argument, wrong, id=f"{name}-{argument}-{kind}"))
     return cases
 
@@ -201,11 +212,12 @@ def _samples() -> dict[str, tuple[Any, ...]]:
     from test_ops_index import SAMPLES as index
     from test_ops_index_loss import SAMPLES as index_loss
     from test_ops_lists import SAMPLES as lists
+    from test_ops_masks import SAMPLES as masks
     from test_ops_mhc import SAMPLES as mhc
     from test_ops_selection import SAMPLES as selection
 
     found: dict[str, tuple[Any, ...]] = {}
-    for case in (*mhc, *e79, *selection, *lists, *index, *index_loss):
+    for case in (*mhc, *e79, *selection, *lists, *masks, *index, *index_loss):
         name, sample, variant = case.values
         if name not in found:
             found[name] = sample(**variant)
@@ -307,14 +319,17 @@ def test_attention_of_one_query_head_and_key_shares_no_memory(name, queries):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_attention_over_a_list_of_one_key_shares_no_memory(queries, shared):
-    q, k = torch.randn(1, queries, 1, 1, 1), torch.randn(1, 1, 1, 1)
-    lists = (torch.zeros(1, 1, 1, 1, dtype=torch.int64).expand(1, queries, 1, 1), torch.randn(1, 1), *[None] * 4)
-    args = (q, k, None if shared else k.clone(), *lists)
-    out = op("selection_list_attention")(*args, 1.0, 1)
+@pytest.mark.parametrize("kind", ["list", "entry"])
+def test_attention_over_a_list_of_one_key_shares_no_memory(queries, shared, kind):
+    q, k, sink = torch.randn(1, queries, 1, 1, 1), torch.randn(1, 1, 1, 1), torch.randn(1, 1)
+    lists = torch.zeros(1, 1, 1, 1, dtype=torch.int64).expand(1, queries, 1, 1)
+    biased = kind == "entry"
+    rest = (torch.randn(lists.shape), sink) if biased else (sink, *[None] * 4)
+    args, options = (q, k, None if shared else k.clone(), lists, *rest), (1.0, 1, *[True] * biased)
+    out = op(f"selection_{kind}_attention")(*args, *options)
     _apart(out, args)
     given = (torch.randn_like(out[0]), torch.randn_like(out[1]), *args, *out)
-    _apart(op("selection_list_attention_backward")(*given, 1.0, 1), given)
+    _apart(op(f"selection_{kind}_attention_backward")(*given, *options), given)
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (1, 1)])

@@ -46,7 +46,7 @@ def _refusal(call: Any, name: str, argument: str) -> str:
     try:
         call()
     except (TypeError, ValueError) as error:
-        public = name.replace("_list", "")
+        public = name.replace("_list", "").replace("_entry", "").replace("_mask", "")
         named = str(error).startswith((f"{name}: {argument} must ", f"{public}: {argument} must "))
         return "" if named and "got " in str(error) else f"{type(error).__name__}: {str(error)[:100]}"
     except Exception as error:
@@ -106,7 +106,7 @@ def test_fake_tensors_outside_of_their_mode(name):
 @pytest.mark.parametrize("name", GOOD)
 def test_other_kinds_of_tensors_are_named_by_public_functions(name):
     wrong = []
-    for argument in [*GOOD[name][1], *(["indices"] if name == "selection_attention" else [])]:
+    for argument in [*GOOD[name][1], *(["indices", "mask"] if name == "selection_attention" else [])]:
         given = _given(name, argument)
         for kind, bad in kinds(given[argument]).items() if isinstance(given[argument], Tensor) else ():
             refusal = _refusal(lambda: GOOD[name][0](**{**given, argument: bad}), name, argument)  # noqa: B023

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection attention over lists of keys: opcheck, gradients, validation, vmap, autocast, compilation."""
+"""Selection attention over lists of keys, with and without a bias per entry: opcheck, gradients, validation, vmap, ..."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import helpers_lists as h
 import pytest
 import torch
 from helpers_selection import error
-from op_contract import check_outputs, op, strided, trainable
-from torch.func import vmap
+from op_contract import check_outputs, check_vmap, op, strided, trainable
 from torch.library import opcheck
 
 import mhc_inductor
 from mhc_inductor.ops import registry
-from mhc_inductor.reference import selection_lists as reference
 from tests.deterministic import deterministic_algorithms
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -29,9 +27,13 @@ def attention_sample(**kwargs):
 
 def backward_sample(drop=(), **kwargs):
     args = attention_sample(**kwargs)
-    o, lse = OPS.selection_list_attention(*args)
+    o, lse = op(named(kwargs))(*args)
     ups = [None if k in drop else torch.randn_like(o if k == 0 else lse) for k in range(2)]
-    return (*ups, *args[:-2], o, lse, *args[-2:])
+    return h.backward_arguments(ups, args, o, lse)
+
+
+def named(variant):
+    return "selection_entry_attention" if variant.get("bias") else "selection_list_attention"
 
 
 VARIANTS = {
@@ -46,21 +48,37 @@ VARIANTS = {
     "one_query": {"S": 1, "S_kv": 9},
     "no_keys_listed": {"n": 0},
     "no_keys": {"S_kv": 0},
+    "bias": {"bias": "rows", "sink": True, "kind": "odd"},
+    "bias_repeats": {"bias": "rows", "repeats": True, "kind": "odd", "shared": True, "Dv": 3, "strided": True},
+    "bias_fp64": {"bias": "rows", "dtype": F64, "sink": True, "kind": "odd", "repeats": True},
+    "bias_bf16": {"bias": "rows", "dtype": BF16, "bias_dtype": BF16, "index_dtype": torch.int64, "kind": "odd"},
+    "bias_no_keys": {"bias": "normal", "S_kv": 0},
+    "bias_no_keys_listed": {"bias": "normal", "n": 0},
 }
 SAMPLES = [
-    *[pytest.param("selection_list_attention", attention_sample, v, id=f"forward-{k}") for k, v in VARIANTS.items()],
+    *[pytest.param(named(v), attention_sample, v, id=f"forward-{k}") for k, v in VARIANTS.items()],
     *[
-        pytest.param("selection_list_attention_backward", backward_sample, v, id=f"backward-{k}")
-        for k, v in {**VARIANTS, "no_do": {"drop": (0,)}, "no_dlse": {"drop": (1,), "shared": True}}.items()
+        pytest.param(f"{named(v)}_backward", backward_sample, v, id=f"backward-{k}")
+        for k, v in {
+            **VARIANTS,
+            "no_do": {"drop": (0,)},
+            "no_dlse": {"drop": (1,), "shared": True},
+            "bias_no_do": {"drop": (0,), "bias": "rows"},
+        }.items()
     ],
 ]
+
+
+def leaves(name, args):
+    """Returns the arguments as leaves, but for a bias, which has no gradient."""
+    return tuple(args[i] if registry._NAMES[name][i] == "bias" else a for i, a in enumerate(trainable(args)))
 
 
 @pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
 def test_opcheck(name, sample, variant):
     args = sample(**variant)
     # The backward op raises when differentiated, by design.
-    opcheck(op(name), args if name.endswith("_backward") else trainable(args))
+    opcheck(op(name), args if name.endswith("_backward") else leaves(name, args))
 
 
 @pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
@@ -69,16 +87,13 @@ def test_outputs_are_fresh_contiguous_and_as_the_fake_says(name, sample, variant
 
 
 def test_every_op_is_sampled():
-    assert {p.values[0] for p in SAMPLES} == {name for name in registry.REFERENCE if name.startswith("selection_list")}
+    assert {p.values[0] for p in SAMPLES} == {
+        name for name in registry.REFERENCE if name.startswith(("selection_list", "selection_entry"))
+    }
 
 
 def run(made, ups, attention=None, scale=SCALE):
-    """Returns the op's outputs and autograd's gradients, under the oracle's names."""
-    leaf = {**made, **{n: made[n].detach().requires_grad_() for n in h.WANTED if made[n] is not None}}
-    out = dict(zip(h.OUTPUTS, (attention or OPS.selection_list_attention)(*h.arguments(leaf, scale)), strict=True))
-    wanted = [n for n in h.WANTED if made[n] is not None]
-    grads = torch.autograd.grad([out[n] for n in ups], [leaf[n] for n in wanted], list(ups.values()))
-    return {n: t.detach() for n, t in out.items()} | {f"d{n}": g for n, g in zip(wanted, grads, strict=True)}
+    return h.run(attention or op(h.name_of(made)), made, ups, scale)
 
 
 @pytest.mark.parametrize("names", [("o",), ("lse",), h.OUTPUTS], ids="-".join)
@@ -98,10 +113,13 @@ def test_low_precision(dtype, shared):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_gradcheck_of_the_reference(shared):
-    made = h.make_inputs("odd", B=1, S=2, h=2, Dk=3, S_kv=4, n=3, sink=True, segments=True, shared=shared)
-    args = trainable(h.arguments(made, SCALE))
-    assert torch.autograd.gradcheck(lambda *a: reference.selection_list_attention(*a)[0], args)
+@pytest.mark.parametrize("more", [{"segments": True}, {"bias": "normal"}, {"bias": "normal", "repeats": True}], ids=str)
+def test_gradcheck_of_the_reference(shared, more):
+    made = h.make_inputs("odd", B=1, S=2, h=2, Dk=3, S_kv=4, n=3, sink=True, shared=shared, **more)
+    name = h.name_of(made)
+    attention = registry.REFERENCE[name]
+    args = leaves(name, h.arguments(made, SCALE))
+    assert torch.autograd.gradcheck(lambda *a: attention(*a)[0], args)
 
 
 @pytest.mark.parametrize("shape", [{"h": 129}, {"Dk": 577}, {"n": 4097, "S_kv": 50}])
@@ -133,10 +151,11 @@ def test_nan_in_unselected_keys_and_other_segments_does_not_leak():
     )
 
 
-def test_double_backward_is_refused_never_zero():
-    made = h.make_inputs("odd", sink=True)
+@pytest.mark.parametrize("bias", [None, "rows"])
+def test_double_backward_is_refused_never_zero(bias):
+    made = h.make_inputs("odd", sink=True, bias=bias)
     made["q"].requires_grad_()
-    o = OPS.selection_list_attention(*h.arguments(made, SCALE))[0]
+    o = op(h.name_of(made))(*h.arguments(made, SCALE))[0]
     (first,) = torch.autograd.grad(o.square().sum(), made["q"], create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         first.square().sum().backward()
@@ -150,26 +169,13 @@ BATCHED = {"all": lambda k: True, "inputs": lambda k: k < 4, "odd": lambda k: k 
     ("name", "sample", "variant"), [p for p in SAMPLES if "fp64" in p.id or "shared" in p.id or "packed" in p.id]
 )
 def test_vmap_equals_a_loop(name, sample, variant, which):
-    rows = [list(sample(**{**variant, "seed": k})) for k in range(3)]
-    dims = [
-        k % (a.dim() + 1) if isinstance(a, torch.Tensor) and BATCHED[which](k) else None for k, a in enumerate(rows[0])
-    ]
-    for row in rows[1:]:
-        row[:] = [first if d is None else a for a, first, d in zip(row, rows[0], dims, strict=True)]
-    stacked = [
-        a if d is None else torch.stack([r[k] for r in rows], d)
-        for k, (a, d) in enumerate(zip(rows[0], dims, strict=True))
-    ]
-    want = [torch.stack(column) for column in zip(*(op(name)(*row) for row in rows), strict=True)]
-    got = vmap(op(name), in_dims=tuple(dims))(*stacked)
-    for g, w in zip(got, want, strict=True):
-        if g.numel() or w.numel():
-            assert g.dtype is w.dtype and error(g, w) < (2e-2 if g.dtype is BF16 else 1e-5)
+    check_vmap(name, [list(sample(**{**variant, "seed": k})) for k in range(3)], BATCHED[which], error)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_autocast_inserts_no_casts(dtype):
-    made = h.make_inputs("odd", dtype, sink=True, shared=True)
+@pytest.mark.parametrize("bias", [None, "rows"])
+def test_autocast_inserts_no_casts(dtype, bias):
+    made = h.make_inputs("odd", dtype, sink=True, shared=True, bias=bias)
     ups = h.upstream(made)
     plain = run(made, ups)
     with torch.autocast("cpu", BF16):
@@ -177,8 +183,9 @@ def test_autocast_inserts_no_casts(dtype):
     assert all(plain[k].dtype is cast[k].dtype and torch.equal(plain[k], cast[k]) for k in plain)
 
 
-def test_equal_inputs_give_equal_bits_and_are_not_written():
-    made = h.make_inputs("odd", BF16, S=40, h=8, n=20, sink=True)
+@pytest.mark.parametrize("bias", [None, "rows"])
+def test_equal_inputs_give_equal_bits_and_are_not_written(bias):
+    made = h.make_inputs("odd", BF16, S=40, h=8, n=20, sink=True, bias=bias, repeats=True)
     kept = {k: t.clone() for k, t in made.items() if isinstance(t, torch.Tensor)}
     ups = h.upstream(made)
     with deterministic_algorithms():
@@ -186,8 +193,9 @@ def test_equal_inputs_give_equal_bits_and_are_not_written():
     assert all(torch.equal(one[k], two[k]) for k in one) and all(torch.equal(made[k], kept[k]) for k in kept)
 
 
-def test_arguments_may_be_strided():
-    made = h.make_inputs("odd", F32, sink=True, segments=True)
+@pytest.mark.parametrize("more", [{"segments": True}, {"bias": "rows"}], ids=str)
+def test_arguments_may_be_strided(more):
+    made = h.make_inputs("odd", F32, sink=True, **more)
     ups = h.upstream(made)
     want = run(made, ups)
     got = run({k: strided(t) for k, t in made.items()}, ups)
@@ -209,6 +217,9 @@ BAD = {
     "one of the segments": ({"segments_q": torch.zeros(2, 5, dtype=torch.int32)}, ValueError, "segments_q and segments_k"),
     "segments of floats": ({"segments_q": torch.zeros(2, 5), "segments_k": torch.zeros(2, 5)}, TypeError, "segments_q must be int32 or int64"),
     "sink": ({"sink": torch.zeros(3, 2)}, ValueError, "sink must have shape"),
+    "bias of integers": ({"bias": torch.zeros(2, 5, 2, 9, dtype=torch.int32)}, TypeError, "bias must be bfloat16, float16"),
+    "bias of doubles": ({"bias": torch.zeros(2, 5, 2, 9, dtype=F64)}, TypeError, "bias may be float64 only where q is"),
+    "bias of other entries": ({"bias": torch.zeros(2, 5, 2, 8)}, ValueError, "bias must have shape indices' shape"),
     "packed batch": ({"cu_seqlens_q": torch.zeros(3, dtype=torch.int32)}, ValueError, "batch of 1"),
 }  # fmt: skip
 
@@ -220,7 +231,7 @@ def test_bad_input_is_named(case, fake):
     made = {**h.make_inputs("odd", F32), **change}
     args = [t.to("meta") if fake and isinstance(t, torch.Tensor) else t for t in h.arguments(made, SCALE)]
     with pytest.raises(kind, match="selection_attention: .*" + message):
-        OPS.selection_list_attention(*args)
+        op(h.name_of(made))(*args)
 
 
 # --- compilation --------------------------------------------------------------------------------------------
@@ -233,18 +244,20 @@ def fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("case", ["plain", "packed_keys", "bf16_int64"])
+@pytest.mark.parametrize("case", ["plain", "packed_keys", "bf16_int64", "bias", "bias_repeats"])
 def test_compiled_equals_eager(case, fresh):
     made = h.make_inputs(**{"kind": "odd", "dtype": F32, **VARIANTS[case]})
     ups = h.upstream(made)
-    attention = torch.compile(lambda *a: OPS.selection_list_attention(*a), backend="mhc_inductor", fullgraph=True)
+    attention = torch.compile(op(h.name_of(made)), backend="mhc_inductor", fullgraph=True)
     h.check(run(made, ups, attention), made, ups, SCALE)
 
 
-def test_dynamic_sizes_compile_once(fresh):
-    attention = torch.compile(lambda *a: OPS.selection_list_attention(*a), fullgraph=True, dynamic=True)
+@pytest.mark.parametrize("bias", [None, "rows"])
+def test_dynamic_sizes_compile_once(fresh, bias):
+    name = named({"bias": bias})
+    attention = torch.compile(lambda *a: op(name)(*a), fullgraph=True, dynamic=True)
     for n, (S, S_kv, keys) in enumerate(((6, 20, 9), (9, 31, 12), (17, 40, 33))):
-        made = h.make_inputs("odd", F32, S=S, S_kv=S_kv, n=keys)
+        made = h.make_inputs("odd", F32, S=S, S_kv=S_kv, n=keys, bias=bias)
         ups = h.upstream(made)
         with torch._dynamo.config.patch(error_on_recompile=n > 0):
             h.check(run(made, ups, attention), made, ups, SCALE)
@@ -254,14 +267,17 @@ def test_dynamic_sizes_compile_once(fresh):
 
 
 def public(q, k, v, *args):
+    given = {}
+    if isinstance(args[-1], bool):
+        *args, given["repeats"] = args
     *rest, scale, v_width = args
-    given = dict(zip(h.NAMES[3:], rest, strict=True))
+    given |= zip(h.ENTRIES[3:] if given else [n for n in h.NAMES[3:] if n != "mask"], rest, strict=True)
     values = k if v is None else v
     width = v_width if v is None else None
     return mhc_inductor.selection_attention(q, k, values, **given, scale=scale, v_width=width, return_lse=True)
 
 
-@pytest.mark.parametrize("case", ["sink", "shared", "fp64", "packed_keys", "no_keys"])
+@pytest.mark.parametrize("case", ["sink", "shared", "fp64", "packed_keys", "no_keys", "bias", "bias_repeats"])
 def test_the_public_function(case):
     made = h.make_inputs(**{"dtype": F32, "kind": "odd", **VARIANTS[case]})
     ups = h.upstream(made)
@@ -296,19 +312,31 @@ def test_a_detached_view_of_the_keys_gets_no_gradient():
         assert error(got, want) < 1e-12
 
 
+LISTED = {"indices": torch.zeros(2, 5, 2, 3, dtype=torch.int32)}
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
         ({}, TypeError, "ranges must be a tensor, got NoneType, and no indices"),
         ({"indices": 0, "ranges": 0}, ValueError, "one of ranges and indices must be given, got both"),
         ({"indices": torch.zeros(2, 5, 2, 3)}, TypeError, "indices must be int32 or int64, got torch.float32"),
-        (
-            {"indices": torch.zeros(2, 5, 2, 3, dtype=torch.int32), "v_width": 9},
-            ValueError,
-            "v_width must be from 1 to",
-        ),
-        ({"indices": torch.zeros(2, 5, 2, 3, dtype=torch.int32), "v_width": 2.0}, TypeError, "v_width must be an int"),
+        ({**LISTED, "v_width": 9}, ValueError, "v_width must be from 1 to"),
+        ({**LISTED, "v_width": 2.0}, TypeError, "v_width must be an int"),
         ({"indices": [1]}, TypeError, "indices must be a tensor, got list"),
+        ({**LISTED, "bias": torch.zeros(2, 5, 2, 4)}, ValueError, "bias must have shape indices' shape"),
+        ({**LISTED, "bias": [1]}, TypeError, "bias must be a tensor, got list"),
+        ({**LISTED, "repeats": True}, ValueError, "repeats must be False without bias"),
+        ({**LISTED, "bias": torch.zeros(2, 5, 2, 3), "repeats": 1}, TypeError, "repeats must be a bool, got int"),
+        ({"ranges": 0, "bias": torch.zeros(2, 5, 2, 3)}, ValueError, "bias must be None with ranges"),
+        *(
+            (
+                {**LISTED, "bias": torch.zeros(2, 5, 2, 3), name: torch.zeros(2, 5).int()},
+                ValueError,
+                f"{name} must be None with bias",
+            )
+            for name in h.NAMES[6:]
+        ),
     ],
 )
 def test_bad_arguments_of_the_public_function_are_named(given, kind, message):

@@ -87,13 +87,6 @@ Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of q, k, v, index scores and given indices."""
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
-    place = at[:, None, :, :, None].expand(-1, H, -1, -1, D)
-    keys, values = (x[:, :, None].expand(-1, -1, S, -1, -1).gather(3, place) for x in (k, v))
-    weights = torch.einsum("bhsd,bhskd->bhsk", q, keys).masked_fill((at > torch.arange(S)[:, None])[:, None], -INF)
-    return torch.einsum("bhsk,bhskd->bhsd", weights.softmax(-1), values)
-
-
 def _rows(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Tensor:
     best, at = scores.topk(K)
     at = at.masked_fill(best == -INF, -1)
@@ -120,8 +113,6 @@ def _valid(q: Tensor, k: Tensor, v: Tensor, scores: Tensor, given: Tensor) -> Te
 
 GATHERED, VALUES, PICKED = "the keys are gathered", "from values that topk", "after the product with all keys"
 NAMED: dict[str, tuple[Form, str]] = {
-    "gathered at a choice": (lambda q, k, v, x, i: _gathered(q, k, v, x.topk(K).indices), GATHERED),
-    "gathered at given keys": (lambda q, k, v, x, i: _gathered(q, k, v, i), GATHERED),
     "rows, -1 for none": (_rows, GATHERED),
     "at least the worst of the best": (
         lambda q, k, v, x, i: attend(q, k, v, (x >= x.topk(K).values[..., -1:]) & CAUSAL), VALUES),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over gathered keys, as inference references and single files write it: routed where no key counts twice."""
+"""Attention over gathered keys, as inference references and single files write it; keys may count several times."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ B, S, H, D, K, W, RATIO = 2, 13, 3, 8, 4, 3, 2
 N = S // RATIO
 INF = float("inf")
 LISTS = torch.ops.mhc_inductor.selection_list_attention.default
+ENTRIES = torch.ops.mhc_inductor.selection_entry_attention.default
 Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of q [B, S, H, D], keys [B, S, D], values [B, S, D], index scores [B, S, S] and sinks [H]."""
 
@@ -263,7 +264,7 @@ def test_a_gpu_compares_lists_with_the_way_of_gathered_keys_through_memory() -> 
     assert "dense attention is faster" in profit.list_refusal(dataclasses.replace(one, gathered=False))
 
 
-# --- left, with a reason ---------------------------------------------------------------------------------------
+# --- keys that may repeat: every place of a list counts --------------------------------------------------------
 
 
 def given_indices(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
@@ -343,12 +344,55 @@ def outside(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
     return attend(q, kv, kv, at <= rows())
 
 
-REPEAT, NO_KEY = "may repeat", "may see none of its list"
+def cut(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    """Chosen keys and a window, cut to the first places."""
+    at = torch.cat([causal(x).topk(K).indices, window(S).clamp(min=0).expand(k.shape[0], -1, -1)], -1)[..., : K + 2]
+    return attend(q, rows_of(k, at), rows_of(v, at), at <= rows(), sink)
+
+
+def given_bias(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    """Numbers without a gradient that are added to the scores of the places."""
+    at = (x[..., :K] * 10).long().clamp(0, S - 1)
+    scores = torch.einsum("bshd,bskd->bshk", q, rows_of(k, at)) + x.detach()[..., None, -K:].sigmoid()
+    scores = torch.cat([scores, sink.view(1, 1, -1, 1).expand(*scores.shape[:3], 1)], -1)
+    return torch.einsum("bshk,bskd->bshd", scores.softmax(-1)[..., :-1], rows_of(v, at))
+
+
+REPEATING = {
+    f.__name__: f
+    for f in (given_indices, twice, repeated, overlapping, offset_too_small, fills_visible, another_fill_hidden, other_dim,
+              clamped_high, smallest_of_rows, cut, given_bias)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", REPEATING)
+def test_every_place_of_a_list_counts(name: str, dynamic: bool) -> None:
+    got, want = run(REPEATING[name], inputs(), dynamic=dynamic), eager(REPEATING[name], inputs())
+    assert got.ops["selection_attention"] == 1 and not got.report.problems, reasons(got)
+    assert any(node.target is ENTRIES for node in got.graphs[0].graph.nodes)
+    assert difference(got, want) < 2e-6
+
+
+def test_an_index_out_of_range_raises_as_in_eager() -> None:
+    given = inputs()
+    given[3][0, 3, 1] = S
+    for fn in (given_far, lambda *a: run(given_far, a)):
+        with pytest.raises((IndexError, RuntimeError)):
+            fn(*given)
+
+
+def given_far(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    at = x[..., :K].long()
+    return attend(q, gather_of(k, at.clamp(min=0)), gather_of(v, at.clamp(min=0)))
+
+
+# --- left, with a reason ---------------------------------------------------------------------------------------
+
+NO_KEY = "may see none of its list"
 LEFT: dict[str, tuple[Form, str]] = {
-    **{f.__name__: (f, REPEAT) for f in (given_indices, twice, repeated, overlapping, offset_too_small, fills_visible,
-                                         another_fill_hidden, other_dim, clamped_high, smallest_of_rows)},
     "other values": (other_values, "cannot tell to be equal"),
-    "of more scores than keys": (outside, REPEAT),
+    "of more scores than keys": (outside, NO_KEY),
     "a sink in a sum": (added_to_the_sum, "written out as exp(scores) / sum"),
     "-inf in empty rows": (hidden(-INF), NO_KEY),
     "-1e9 in empty rows": (hidden(-1e9), NO_KEY),

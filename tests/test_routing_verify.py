@@ -184,6 +184,10 @@ def _wrong(change: Callable[[Edit, list[fx.Node], float], fx.Node]) -> Any:
     return Wrong
 
 
+def _without_gradient(edit: Any, x: fx.Node) -> fx.Node:
+    return edit.emit("add", edit.emit("detach", x), edit.emit("mul", x, 0.0))
+
+
 WRONG = {
     "eps of 1e-5": (lambda edit, args, eps: edit.emit(plain_op, *args, 10 * eps), "output 0"),
     "no weight": (
@@ -194,8 +198,8 @@ WRONG = {
         lambda edit, args, eps: edit.emit(torch.ops.example.gated_norm_half_gradient.default, *args, eps),
         "the gradient of l_w_",
     ),
-    "no gradient": (
-        lambda edit, args, eps: edit.emit(plain_op, args[0], edit.emit("detach", args[1]), args[2], eps),
+    "a gradient of zeros": (
+        lambda edit, args, eps: edit.emit(plain_op, args[0], _without_gradient(edit, args[1]), args[2], eps),
         "the gradient of l_w_",
     ),
     "NaN": (

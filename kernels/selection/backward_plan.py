@@ -111,10 +111,10 @@ def unsupported_sizes(b: Any, dout: Any, dlse: Any, *args: Any) -> str | None:
     return plan.unsupported_sizes(b, *args)
 
 
-def plan_delta(b: Any, dout: Any, dlse: Any, sink: Any, o: Any, lse: Any) -> tuple[Any, Any, Any]:
+def plan_delta(b: Any, dout: Any, dlse: Any, sink: Any, o: Any, lse: Any, bias: bool = False) -> tuple[Any, Any, Any]:
     """Launches the kernels of lse2, delta[B, S, G, h] and dsink[G, h] (shape [0] without a sink).
 
-    dout and dlse must be contiguous, or None.
+    dout and dlse must be contiguous, or None. ``bias``: whether lse may be as low as the lowest number.
     """
     B, S, G, h, DV = b.shape(o)
     G, h, DV = (b.static(x) for x in (G, h, DV))
@@ -127,7 +127,7 @@ def plan_delta(b: Any, dout: Any, dlse: Any, sink: Any, o: Any, lse: Any) -> tup
         dict(dout_ptr=o if dout is None else dout, dlse_ptr=lse if dlse is None else dlse, o_ptr=o, lse_ptr=lse,
              sink_ptr=lse if sink is None else sink, lse2_ptr=lse2, delta_ptr=delta, dot_ptr=dot, rows=B * S * G * h),
         dict(GH=G * h, DV=DV, VP=power_of_two(DV), ROWS=DELTA_ROWS, DOUT=dout is not None, DLSE=dlse is not None,
-             SINK=sink is not None),
+             SINK=sink is not None, BIAS=bias),
         4, 1,
     )  # fmt: skip
     if sink is None:

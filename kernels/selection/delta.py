@@ -9,13 +9,13 @@ import triton.language as tl
 def selection_delta(
     dout_ptr, dlse_ptr, o_ptr, lse_ptr, sink_ptr, lse2_ptr, delta_ptr, dot_ptr, rows,
     GH: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr, DOUT: tl.constexpr, DLSE: tl.constexpr,
-    SINK: tl.constexpr,
+    SINK: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Computes lse2, delta and dot of rows [B, S, G, h].
 
     lse2 is log2 of the softmax's denominator, dot = dout . o, and delta is such that dscore = P (dout . v - delta). dot
     is written separately from delta only if both DLSE and SINK are set. A row without keys has lse2 = inf and delta =
-    0.
+    0. BIAS: lse may be so low that lse2 would overflow, and is then kept finite.
     """
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = i < rows
@@ -43,6 +43,8 @@ def selection_delta(
             # Kept finite: beyond e^80, the probabilities that it multiplies are 0 in fp32.
             dlse *= tl.exp(tl.minimum(tl.where(some, total - lse, 0.0), 80.0))
         delta -= dlse
+    if BIAS:
+        total = tl.maximum(total, -2.3e38)
     tl.store(lse2_ptr + i, tl.where(some, total * 1.4426950408889634, float("inf")), mask=mask)
     tl.store(delta_ptr + i, delta, mask=mask)
 
@@ -68,7 +70,9 @@ def selection_dsink_parts(
         at = i[:, None] * GH + c[None, :]
         lse2 = tl.load(lse2_ptr + at, mask=mask, other=float("inf"))
         dot = tl.load(dot_ptr + at, mask=mask, other=0.0)
-        acc += tl.where(lse2 == float("inf"), 0.0, tl.exp2(sink[None, :] - lse2) * dot)
+        # Where the denominator of a row of fills is no number in log2 units, neither is a sink of -inf beside it.
+        none = (lse2 == float("inf")) | (sink == float("-inf"))[None, :]
+        acc += tl.where(none, 0.0, tl.exp2(sink[None, :] - lse2) * dot)
     tl.store(part_ptr + p * GH + c, -tl.sum(acc, axis=0), mask=c < GH)
 
 

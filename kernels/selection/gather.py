@@ -151,12 +151,13 @@ def selection_gather(
 
 @triton.jit(do_not_specialize=["G", "NS"])
 def selection_combine(
-    part_ptr, plse_ptr, sink_ptr, o_ptr, lse_ptr, G, NS,
-    H: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, CS: tl.constexpr, SINK: tl.constexpr,
+    part_ptr, plse_ptr, pnorm_ptr, sink_ptr, o_ptr, lse_ptr, G, NS,
+    H: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, CS: tl.constexpr, SINK: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Combines part[B, S, G, NS, H, DV] and plse[B, S, G, NS, H] to o[B, S, G, H, DV] and lse[B, S, G, H].
 
-    Programs [B, S, G, H]; they do nothing if NS = 1.
+    NATURAL: plse and pnorm are the maximum and the sum of weights of :func:`splits.store_output`. Programs [B, S, G, H];
+    they do nothing if NS = 1.
     """
     pid = tl.program_id(0).to(tl.int64)
     row = pid // H
@@ -175,14 +176,21 @@ def selection_combine(
             )
             m_new = tl.maximum(m, tl.max(x, axis=0))
             safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            w = tl.exp2(x - safe)
-            alpha = tl.exp2(m - safe)
+            if NATURAL:
+                w = tl.exp(x - safe) * tl.load(pnorm_ptr + at, mask=i < NS, other=0.0)
+                alpha = tl.exp(m - safe)
+            else:
+                w = tl.exp2(x - safe)
+                alpha = tl.exp2(m - safe)
             norm = norm * alpha + tl.sum(w, axis=0)
             acc = acc * alpha + tl.sum(w[:, None] * y, axis=0)
             m = m_new
-        lse = tl.where(norm == 0.0, float("-inf"), (m + tl.log2(norm)) * 0.6931471805599453)
+        if NATURAL:
+            lse = tl.where(norm == 0.0, float("-inf"), m + tl.log(norm))
+        else:
+            lse = tl.where(norm == 0.0, float("-inf"), (m + tl.log2(norm)) * 0.6931471805599453)
         if SINK:
-            factor, norm = with_sink(tl.load(sink_ptr + (row % G) * H + head), m, norm)
+            factor, norm = with_sink(tl.load(sink_ptr + (row % G) * H + head), m, norm, NATURAL)
             acc *= factor
         acc /= tl.where(norm == 0.0, 1.0, norm)
         tl.store(o_ptr + pid * DV + d, acc.to(o_ptr.dtype.element_ty), mask=d < DV)

@@ -164,10 +164,11 @@ def plan_gather(
     return o, lse
 
 
-def plan_combine(b: Any, part: Any, plse: Any, sink: Any, o: Any, lse: Any, NS: Any) -> None:
+def plan_combine(b: Any, part: Any, plse: Any, sink: Any, o: Any, lse: Any, NS: Any, pnorm: Any = None) -> None:
     """Launches the kernel that combines NS splits of each query's keys to o and lse, unless NS is 1.
 
-    part[B * S * G * NS, h, Dv] and plse[B * S * G * NS, h] come from the forward; ``sink`` is contiguous or None.
+    part[B * S * G * NS, h, Dv] and plse[B * S * G * NS, h] come from the forward; ``sink`` is contiguous or None. With
+    ``pnorm``, of plse's shape, plse holds the maxima of the splits in natural units, and pnorm their sums of weights.
     """
     B, S, G, h, DV = b.shape(o)
     h, DV = b.static(h), b.static(DV)
@@ -177,8 +178,9 @@ def plan_combine(b: Any, part: Any, plse: Any, sink: Any, o: Any, lse: Any, NS: 
     b.launch(
         selection_combine,
         (programs, 1, 1),
-        dict(part_ptr=part, plse_ptr=plse, sink_ptr=lse if sink is None else sink, o_ptr=o, lse_ptr=lse, G=G, NS=NS),
-        dict(H=h, DV=DV, VP=power_of_two(DV), CS=COMBINE, SINK=sink is not None),
+        dict(part_ptr=part, plse_ptr=plse, pnorm_ptr=pnorm,
+             sink_ptr=lse if sink is None else sink, o_ptr=o, lse_ptr=lse, G=G, NS=NS),
+        dict(H=h, DV=DV, VP=power_of_two(DV), CS=COMBINE, SINK=sink is not None, NATURAL=pnorm is not None),
         1, 1,
     )  # fmt: skip
 

@@ -73,13 +73,39 @@ def selection_list_rows(
             tl.store(to, acc.to(part_v_ptr.dtype.element_ty), mask=(j < n)[:, None] & (d < DV)[None, :])
 
 
+@triton.jit
+def _run_sum(k1, x1, k2, x2):
+    """Combines sums over equal keys: of the run that ends an ordered part, with its key."""
+    return k2, tl.where(k1 == k2, x1 + x2, x2)
+
+
+@triton.jit(do_not_specialize=["S", "G", "first", "rows"])
+def selection_list_fold(
+    keys_ptr, counts_ptr, factor_ptr, S, G, N, first, rows, H: tl.constexpr, NP: tl.constexpr
+):  # fmt: skip
+    """Replaces each of factor[B, G, rows, H, N] by its sum with those of the same key before it, in lists that repeat keys.
+
+    The last entry of a key then has the sum over all of them. Programs [B, G, rows, H].
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    line = pid // H
+    bg = line // rows
+    row = (bg // G * S + first + line % rows) * G + bg % G
+    j = tl.arange(0, NP)
+    mask = j < tl.load(counts_ptr + row)
+    key = tl.load(keys_ptr + row * N + j, mask=mask, other=-1)
+    x = tl.load(factor_ptr + pid * N + j, mask=mask, other=0.0).to(tl.float32)
+    _, total = tl.associative_scan((key, x), 0, _run_sum)
+    tl.store(factor_ptr + pid * N + j, total.to(factor_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["S", "S_kv", "G", "first", "rows"])
 def selection_list_slots(
-    keys_ptr, counts_ptr, slots_ptr, S, S_kv, G, N, CQ, first, rows, NB: tl.constexpr
+    keys_ptr, counts_ptr, slots_ptr, S, S_kv, G, N, CQ, first, rows, NB: tl.constexpr, REPEATS: tl.constexpr
 ):  # fmt: skip
     """Writes slots[B, G, S_kv, CQ]: for a key and a query of the chunk, 1 + the key's place in the query's list.
 
-    slots must be 0 before. Programs [B, G, rows].
+    REPEATS: its last place. slots must be 0 before. Programs [B, G, rows].
     """
     line = tl.program_id(0).to(tl.int64)
     bg = line // rows
@@ -89,7 +115,10 @@ def selection_list_slots(
     for start in range(0, n, NB):
         j = start + tl.arange(0, NB)
         key = tl.load(keys_ptr + row * N + j, mask=j < n, other=0)
-        tl.store(slots_ptr + (bg * S_kv + key) * CQ + local, (j + 1).to(tl.int16), mask=j < n)
+        last = j < n
+        if REPEATS:
+            last &= key != tl.load(keys_ptr + row * N + j + 1, mask=j + 1 < n, other=-1)
+        tl.store(slots_ptr + (bg * S_kv + key) * CQ + local, (j + 1).to(tl.int16), mask=last)
 
 
 @triton.jit(do_not_specialize=["units"])

@@ -8,21 +8,59 @@ from .row_tiles import product_of_rows, tile_at, tiles_at, zero_tiles
 from .splits import share, split_place, store_dq
 
 
+@triton.jit
+def _scores(
+    q, q_base, q_at, live, k_base, k_at, mask, HELD: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr,
+    KM: tl.constexpr, MC: tl.constexpr, KT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Returns the products [HB, BN] of the queries, held as tiles or not, with the keys at k_base + k_at."""
+    x = tl.zeros((HB, BN), tl.float32)
+    if HELD:
+        for c in tl.static_range(KM + (KT > 0)):
+            x = tl.dot(q[c], tl.trans(tile_at(k_base, k_at, mask, c, DK, KM, MC, KT)), x, input_precision=PREC)
+    else:
+        x = product_of_rows(x, q_base, q_at, live, k_base, k_at, mask, DK, KM, MC, KT, PREC)
+    return x
+
+
+@triton.jit
+def _row_sums(
+    q, q_base, q_at, live, k_base, skn, keys_row, bias_row, lse, scale, n, HELD: tl.constexpr, HB: tl.constexpr,
+    BN: tl.constexpr, DK: tl.constexpr, KM: tl.constexpr, MC: tl.constexpr, KT: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Returns the sum of exp(score - lse) [HB] over a query's n keys, which is 1 but for the rounding of lse.
+
+    It is computed only where that is worse than 2^-17, as next to a bias of -1e9.
+    """
+    far = tl.max(tl.where((tl.abs(lse) >= 128.0) & (lse != float("inf")), 1, 0), axis=0)
+    i = tl.arange(0, BN)
+    total = tl.zeros((HB,), tl.float32)
+    for start in range(0, n * far, BN):
+        mask = start + i < n
+        k_at = tl.load(keys_row + start + i, mask=mask, other=0).to(tl.int64) * skn
+        x = _scores(q, q_base, q_at, live, k_base, k_at, mask, HELD, HB, BN, DK, KM, MC, KT, PREC) * scale
+        x += tl.load(bias_row + start + i, mask=mask, other=0.0)[None, :]
+        total += tl.sum(tl.where(mask[None, :], tl.exp(x - lse[:, None]), 0.0), axis=1)
+    return tl.where(total == 0.0, 1.0, total)
+
+
 @triton.jit(do_not_specialize=[
     "S", "G", "first", "rows", "NS", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn",
 ])  # fmt: skip
 def selection_list_dq(
-    dout_ptr, q_ptr, k_ptr, v_ptr, keys_ptr, counts_ptr, lse2_ptr, delta_ptr, dq_ptr, part_ptr, p_ptr, ds_ptr, scale,
-    S, G, N, first, rows, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
+    dout_ptr, dlse_ptr, q_ptr, k_ptr, v_ptr, keys_ptr, counts_ptr, bias_ptr, sink_ptr, lse2_ptr, delta_ptr, dq_ptr,
+    part_ptr, p_ptr, ds_ptr, scale, S, G, N, first, rows, NS, sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KM: tl.constexpr, VM: tl.constexpr, MC: tl.constexpr,
     KT: tl.constexpr, VT: tl.constexpr, HELD: tl.constexpr, SHARED: tl.constexpr, HB: tl.constexpr,
-    BN: tl.constexpr, DOUT: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr,
+    BN: tl.constexpr, DOUT: tl.constexpr, DLSE: tl.constexpr, SINK: tl.constexpr, BIAS: tl.constexpr,
+    ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Computes dq[B, S, G, H, DK] of ``rows`` queries from ``first`` on, from dout[B, S, G, H, DV], lse2 and delta.
 
     It also writes p[B, G, rows, H, N] (with DOUT) and ds[B, G, rows, H, N], the softmax's weights and the gradients
     of the scores, rounded to the dtype of the products. With several splits it writes part[B, G, rows, NS, H,
-    DK] in place of dq. lse2: log2 of the denominator, inf for no keys. One program: as in the forward.
+    DK] in place of dq. lse2: log2 of the denominator, inf for no keys. BIAS: lse2 is the forward's lse, delta is dout . o,
+    and dlse and sink are read here, not counted in them. One program: as in the forward.
     """
     HN: tl.constexpr = (H + HB - 1) // HB
     N = tl.multiple_of(tl.cast(N, tl.int64), 16)
@@ -54,6 +92,17 @@ def selection_list_dq(
     scale = tl.cast(scale, tl.float32)
     qk = scale * 1.4426950408889634
     i = tl.arange(0, BN)
+    if BIAS:
+        lse2 = tl.where(lse2 == float("-inf"), float("inf"), lse2)
+        total = _row_sums(
+            q if HELD else (), q_base, q_at, live, k_base, skn, keys_row, bias_ptr + row * N, lse2, scale, n, HELD, HB, BN,
+            DK, KM, MC, KT, PREC,
+        )  # fmt: skip
+        of_lse = tl.zeros((HB,), tl.float32)
+        if DLSE:
+            of_lse = tl.load(dlse_ptr + at, mask=live, other=0.0).to(tl.float32) / total
+        if SINK:
+            total += tl.exp(tl.load(sink_ptr + g * H + head, mask=live, other=0.0).to(tl.float32) - lse2)
     acc = zero_tiles(HB, KM, MC, KT)
     key = tl.load(keys_row + begin + i, mask=begin + i < end, other=0)
     for start in range(begin, end, BN):
@@ -76,8 +125,14 @@ def selection_list_dq(
             x = product_of_rows(x, q_base, q_at, live, k_base, k_at, mask, DK, KM, MC, KT, PREC)
             if DOUT:
                 y = product_of_rows(y, dout_ptr, at * DV, live, v_base, v_at, mask, DV, VM, MC, VT, PREC)
-        p = tl.exp2(x * qk - lse2[:, None])
-        ds = tl.where(mask[None, :], p * (y - delta[:, None]), 0.0)
+        if BIAS:
+            x = x * scale + tl.load(bias_ptr + row * N + start + i, mask=mask, other=0.0)[None, :]
+            own = tl.exp(x - lse2[:, None])
+            p = own / total[:, None]
+            ds = tl.where(mask[None, :], p * (y - delta[:, None]) + own * of_lse[:, None], 0.0)
+        else:
+            p = tl.exp2(x * qk - lse2[:, None])
+            ds = tl.where(mask[None, :], p * (y - delta[:, None]), 0.0)
         to = factors[:, None] + (start + i)[None, :]
         inside = live[:, None] & mask[None, :]
         tl.store(ds_ptr + to, ds.to(ds_ptr.dtype.element_ty), mask=inside)

@@ -11,16 +11,18 @@ from .splits import share, split_place, store_output
 
 @triton.jit(do_not_specialize=["S", "G", "NS", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "svb", "svg", "svn"])
 def selection_list_forward(
-    q_ptr, k_ptr, v_ptr, keys_ptr, counts_ptr, sink_ptr, o_ptr, lse_ptr, part_ptr, plse_ptr, scale, S, G, N, NS,
+    q_ptr, k_ptr, v_ptr, keys_ptr, counts_ptr, bias_ptr, sink_ptr, o_ptr, lse_ptr, part_ptr, plse_ptr, pnorm_ptr, scale,
+    S, G, N, NS,
     sqb, sqs, sqg, sqh, skb, skg, skn, svb, svg, svn,
     H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KM: tl.constexpr, VM: tl.constexpr, MC: tl.constexpr,
     KT: tl.constexpr, VT: tl.constexpr, HELD: tl.constexpr, SHARED: tl.constexpr, HB: tl.constexpr,
-    BN: tl.constexpr, SINK: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr,
+    BN: tl.constexpr, SINK: tl.constexpr, BIAS: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Computes o[B, S, G, H, DV] and lse[B, S, G, H] from q[B, S, G, H, DK], k, v[B, G, S_kv, D] and keys[B, S, G, N].
 
     SHARED: v is the first DV columns of k, which are read once. With several splits it writes normalised part[B, S, G,
-    NS, H, DV] and plse[B, S, G, NS, H] in log2 units instead. One program: one split of one query's keys, HB heads.
+    NS, H, DV] and plse[B, S, G, NS, H] in log2 units instead. BIAS: bias[B, S, G, N] is added to the scores, and a split's
+    maximum and sum are written to plse and pnorm. One program: one split of one query's keys, HB heads.
     """
     HN: tl.constexpr = (H + HB - 1) // HB
     N = tl.multiple_of(tl.cast(N, tl.int64), 16)
@@ -42,7 +44,9 @@ def selection_list_forward(
     v_base = v_ptr + tl.multiple_of(b * svb, ALIGN) + tl.multiple_of(g * svg, ALIGN)
     skn = tl.multiple_of(tl.cast(skn, tl.int64), ALIGN)
     svn = tl.multiple_of(tl.cast(svn, tl.int64), ALIGN)
-    qk = tl.cast(scale, tl.float32) * 1.4426950408889634
+    qk = tl.cast(scale, tl.float32)
+    if not BIAS:
+        qk = qk * 1.4426950408889634
     i = tl.arange(0, BN)
     m = tl.full((HB,), float("-inf"), tl.float32)
     norm = tl.zeros((HB,), tl.float32)
@@ -64,8 +68,12 @@ def selection_list_forward(
                 x = tl.dot(q[c], tl.trans(k), x, input_precision=PREC)
         else:
             x = product_of_rows(x, q_base, q_at, live, k_base, k_at, mask, DK, KM, MC, KT, PREC)
-        x = tl.where(mask[None, :], x * qk, float("-inf"))
-        p, alpha, m, norm = online_softmax(x, m, norm)
+        if BIAS:
+            bias = tl.load(bias_ptr + row * N + start + i, mask=mask, other=float("-inf"))
+            x = x * qk + bias[None, :]
+        else:
+            x = tl.where(mask[None, :], x * qk, float("-inf"))
+        p, alpha, m, norm = online_softmax(x, m, norm, BIAS)
         old = acc
         acc = ()
         for c in tl.static_range(VM + (VT > 0)):
@@ -73,5 +81,6 @@ def selection_list_forward(
             acc = acc + (tl.dot(p.to(v.dtype), v, old[c] * alpha[:, None], input_precision=PREC),)
 
     store_output(
-        o_ptr, lse_ptr, part_ptr, plse_ptr, sink_ptr, acc, m, norm, row, g, head, live, split, NS, H, DV, VM, MC, VT, SINK
+        o_ptr, lse_ptr, part_ptr, plse_ptr, sink_ptr, acc, m, norm, row, g, head, live, split, NS, H, DV, VM, MC, VT, SINK,
+        pnorm_ptr, BIAS,
     )  # fmt: skip

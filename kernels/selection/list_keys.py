@@ -23,22 +23,23 @@ def _fresh(key, NP: tl.constexpr):
 
 
 @triton.jit
-def _store(keys_row, key, keep, NP: tl.constexpr):
-    """Stores the keys to keep next to each other; returns their number."""
+def _store(p, x, keep, NP: tl.constexpr):
+    """Stores the values to keep next to each other; returns their number."""
     rank = tl.cumsum(keep.to(tl.int32), axis=1)
-    tl.store(keys_row + rank - 1, key, mask=keep)
+    tl.store(p + rank - 1, x, mask=keep)
     return tl.max(tl.max(rank, axis=1), axis=0)
 
 
 @triton.jit(do_not_specialize=["S", "S_kv", "G", "NSEQ", "NI"])
 def selection_list_keys(
-    indices_ptr, cu_q_ptr, cu_k_ptr, seg_q_ptr, seg_k_ptr, keys_ptr, counts_ptr, S, S_kv, G, NSEQ, NI, N,
-    NP: tl.constexpr, VARLEN: tl.constexpr, SEG: tl.constexpr,
+    indices_ptr, bias_ptr, cu_q_ptr, cu_k_ptr, seg_q_ptr, seg_k_ptr, keys_ptr, biases_ptr, counts_ptr, S, S_kv, G, NSEQ, NI,
+    N, NP: tl.constexpr, VARLEN: tl.constexpr, SEG: tl.constexpr, BIAS: tl.constexpr, REPEATS: tl.constexpr,
 ):  # fmt: skip
     """Computes keys[B, S, G, N], of which counts[B, S, G] are written, from indices[B, S, G, NI].
 
-    Dropped are positions outside the query's own sequence, keys of other segments and repeated keys. One program: one
-    row.
+    Dropped are positions outside the query's own sequence, keys of other segments and repeated keys. BIAS: entries with a
+    bias[B, S, G, NI] of -inf are dropped too, biases[B, S, G, N] are those of the keys, and of a repeated key the first
+    entry stays, or with REPEATS all in their order. One program: one row.
     """
     row = tl.program_id(0).to(tl.int64)
     s = (row // G % S).to(tl.int32)
@@ -54,11 +55,25 @@ def selection_list_keys(
         mine = tl.load(seg_q_ptr + b * S + s)
         ids = tl.load(seg_k_ptr + b * S_kv + key, mask=seen, other=0)
         key = tl.where(same_segment(mine, ids), key, -1)
+    if BIAS:
+        bias = tl.load(bias_ptr + row * NI + i, mask=i < NI, other=float("-inf")).to(tl.float32)
+        key = tl.where(bias == float("-inf"), -1, key)
     seen = key >= 0
     keys_row = keys_ptr + row * N
     fresh = _fresh(key, NP)
     if tl.max(tl.max((seen & ~fresh).to(tl.int32), axis=1), axis=0) == 0:
         n = _store(keys_row, key, seen, NP)
+        if BIAS:
+            _store(biases_ptr + row * N, bias, seen, NP)
+    elif BIAS:
+        # Sorted with their places, which say where a bias stands.
+        both = tl.sort(tl.where(seen, key.to(tl.int64) * NP + i, -1))
+        seen = both >= 0
+        key = tl.where(seen, both // NP, -1).to(tl.int32)
+        bias = tl.load(bias_ptr + row * NI + both % NP, mask=seen, other=0.0).to(tl.float32)
+        keep = seen if REPEATS else _fresh(key, NP)
+        n = _store(keys_row, key, keep, NP)
+        _store(biases_ptr + row * N, bias, keep, NP)
     else:
         key = tl.sort(tl.where(seen, key, -1))
         n = _store(keys_row, key, _fresh(key, NP), NP)

@@ -16,7 +16,13 @@ from ..dtypes import without_kernel
 from .backward_plan import plan_delta
 from .gather import selection_dq_sum
 from .gather_plan import COMBINE, parts, plan_combine, splits
-from .list_dkv import selection_list_invert, selection_list_rows, selection_list_slots, selection_list_sum
+from .list_dkv import (
+    selection_list_fold,
+    selection_list_invert,
+    selection_list_rows,
+    selection_list_slots,
+    selection_list_sum,
+)
 from .list_dq import selection_list_dq
 from .list_forward import selection_list_forward
 from .list_keys import selection_list_keys
@@ -59,11 +65,15 @@ def unsupported(b: Any, *tensors: Any) -> str | None:
 class Lists:
     """Canonical lists: keys[B, S, G, N] int32, of which counts[B, S, G] are set, in increasing order.
 
-    N is the number of entries rounded up to a multiple of 16.
+    N is ``given``, the number of entries, rounded up to a multiple of 16. With a bias, ``bias`` [B, S, G, N] holds those of the keys in
+    fp32, and ``repeats`` says whether keys may be equal; else it is None.
     """
 
     keys: Any
     counts: Any
+    given: int
+    bias: Any = None
+    repeats: bool = False
 
 
 def _whole_rows(n: int) -> int:
@@ -76,15 +86,20 @@ def list_width(n: int) -> int:
     return max(ROW, _whole_rows(n))
 
 
-def plan_keys(b: Any, k: Any, indices: Any, cu_q: Any, cu_k: Any, seg_q: Any, seg_k: Any) -> Lists:
+def plan_keys(
+    b: Any, k: Any, indices: Any, cu_q: Any, cu_k: Any, seg_q: Any, seg_k: Any, bias: Any = None, repeats: bool = False
+) -> Lists:
     """Launches ``selection_list_keys``."""
     B, S, G, NI = b.shape(indices)
     NI = b.static(NI)
     N = list_width(NI)
     keys = b.empty((B, S, G, N), b.i32)
+    has_bias = bias is not None
+    biases = b.empty((B, S, G, N), b.f32) if has_bias else None
+    counts = (b.empty if NI else b.zeros)((B, S, G), b.i32)
+    lists = Lists(keys, counts, NI, biases, repeats)
     if NI == 0:
-        return Lists(keys, b.zeros((B, S, G), b.i32))
-    counts = b.empty((B, S, G), b.i32)
+        return lists
     indices = b.contiguous(indices)
     varlen, seg = cu_q is not None, seg_q is not None
     cu_q = b.contiguous(cu_q) if varlen else indices
@@ -93,13 +108,14 @@ def plan_keys(b: Any, k: Any, indices: Any, cu_q: Any, cu_k: Any, seg_q: Any, se
     b.launch(
         selection_list_keys,
         (B * S * G, 1, 1),
-        dict(indices_ptr=indices, cu_q_ptr=cu_q, cu_k_ptr=cu_k, seg_q_ptr=b.contiguous(seg_q) if seg else indices,
-             seg_k_ptr=b.contiguous(seg_k) if seg else indices, keys_ptr=keys, counts_ptr=counts, S=S,
-             S_kv=b.shape(k)[2], G=G, NSEQ=b.shape(cu_q)[0] - 1 if varlen else 0, NI=NI, N=N),
-        dict(NP=NP, VARLEN=varlen, SEG=seg),
+        dict(indices_ptr=indices, bias_ptr=b.contiguous(bias) if has_bias else None, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
+             seg_q_ptr=b.contiguous(seg_q) if seg else indices, seg_k_ptr=b.contiguous(seg_k) if seg else indices,
+             keys_ptr=keys, biases_ptr=biases, counts_ptr=counts, S=S, S_kv=b.shape(k)[2], G=G,
+             NSEQ=b.shape(cu_q)[0] - 1 if varlen else 0, NI=NI, N=N),
+        dict(NP=NP, VARLEN=varlen, SEG=seg, BIAS=has_bias, REPEATS=repeats),
         max(1, min(8, NP // 256)), 1,
     )  # fmt: skip
-    return Lists(keys, counts)
+    return lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,22 +138,22 @@ def _call(
 ) -> _Call:
     h, DK, N = (b.static(n) for n in (b.shape(q)[3], b.shape(q)[4], b.shape(lists.keys)[3]))
     S, G, DV = b.shape(q)[1], b.shape(q)[2], v_width
-    wgmma = None if config else list_kernels(b, q, k, v, DV)
+    wgmma = None if config or lists.bias is not None else list_kernels(b, q, k, v, DV)
     if wgmma:
         return _wgmma_call(b, wgmma[backward], q, k, lists, scale, DV)
     c = config or _plain_config(b, q, v, v_width, backward)
     values = k if v is None else v
     (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (tuple(b.strides(t))[:-1] for t in (q, k, values))
     args = dict(
-        q_ptr=q, k_ptr=k, v_ptr=values, keys_ptr=lists.keys, counts_ptr=lists.counts, scale=scale, S=S, G=G, N=N, sqb=sqb,
-        sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn,
+        q_ptr=q, k_ptr=k, v_ptr=values, keys_ptr=lists.keys, counts_ptr=lists.counts,
+        bias_ptr=lists.bias, scale=scale, S=S, G=G, N=N, sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn,
     )  # fmt: skip
     (KM, KT), (VM, VT) = widths(DK, c.MC), widths(DV, c.MC)
     # The keys' tiles are the values' only where no tile holds columns beyond Dv.
     shared = v is None and DV == VM * c.MC
     constexprs = dict(
         H=h, DK=DK, DV=DV, KM=KM, VM=VM, MC=c.MC, KT=KT, VT=VT, HELD=c.held, SHARED=shared, HB=c.HB, BN=c.BN,
-        ALIGN=alignment(b, q, k, values), PREC=dot_precision(b, b.dtype(q)),
+        BIAS=lists.bias is not None, ALIGN=alignment(b, q, k, values), PREC=dot_precision(b, b.dtype(q)),
     )  # fmt: skip
     return _Call(args, constexprs, c)
 
@@ -170,15 +186,18 @@ def plan_lists_forward(
     NS = splits(b, rows * call.heads, c.per) if NS is None else NS
     o, lse = b.empty((B, S, G, h, v_width), b.dtype(q)), b.empty((B, S, G, h), b.f32)
     part, plse = parts(b, rows, NS, h, v_width), parts(b, rows, NS, h)
+    pnorm = parts(b, rows, NS, h) if lists.bias is not None else None
     has_sink = sink is not None
     sink = b.contiguous(sink) if has_sink else lse
     outs = dict(NS=NS, sink_ptr=sink, o_ptr=o, lse_ptr=lse, part_ptr=part, plse_ptr=plse)
+    if not call.kernel:
+        outs["pnorm_ptr"] = pnorm
     b.launch(
         call.kernel or selection_list_forward,
         (rows * call.heads * NS, 1, 1), dict(call.args, **outs), dict(call.constexprs, SINK=has_sink),
         c.num_warps, c.num_stages,
     )  # fmt: skip
-    plan_combine(b, part, plse, sink if has_sink else None, o, lse, NS)
+    plan_combine(b, part, plse, sink if has_sink else None, o, lse, NS, pnorm)
     return o, lse
 
 
@@ -197,9 +216,11 @@ def plan_selection_list_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _Gradients:
-    """Tensors of the backward that do not depend on the chunk."""
+    """Tensors of the backward that do not depend on the chunk. With a bias, ``dlse`` is not in delta, and lse2 is lse."""
 
     dout: Any
+    dlse: Any
+    sink: Any
     lse2: Any
     delta: Any
     dq: Any
@@ -243,29 +264,40 @@ def plan_selection_list_attention_backward(
     seg_k: Any, o: Any, lse: Any, scale: Any, v_width: Any,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Launches ``selection_list_attention_backward``; returns (dq, dk, dv, dsink)."""
+    lists = plan_keys(b, k, indices, cu_q, cu_k, seg_q, seg_k)
+    return plan_lists_backward(b, dout, dlse, q, k, v, lists, sink, o, lse, scale, v_width)
+
+
+def plan_lists_backward(
+    b: Any, dout: Any, dlse: Any, q: Any, k: Any, v: Any, lists: Lists, sink: Any, o: Any, lse: Any, scale: Any,
+    v_width: Any,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """Launches the backward over canonical lists; returns (dq, dk, dv, dsink)."""
     B, S, G, h, DK = b.shape(q)
     S_kv = b.shape(k)[2]
-    lists = plan_keys(b, k, indices, cu_q, cu_k, seg_q, seg_k)
     N = b.shape(lists.keys)[3]
     q, k, v = (t if t is None else b.strided(t) for t in (q, k, v))
-    dout, dlse, sink = (t if t is None else b.contiguous(t) for t in (dout, dlse, sink))
-    lse2, delta, dsink = plan_delta(b, dout, dlse, sink, b.contiguous(o), b.contiguous(lse))
+    dout, dlse, sink, o, lse = (t if t is None else b.contiguous(t) for t in (dout, dlse, sink, o, lse))
+    bias = lists.bias is not None
+    lse2, delta, dsink = plan_delta(b, dout, None if bias else dlse, sink, o, lse, bias)
     dq, dk = b.empty((B, S, G, h, DK), b.dtype(q)), b.empty((B, G, S_kv, DK), b.dtype(k))
     # Without dO no kernel writes dV.
     dv = (b.zeros if dout is None else b.empty)((0,) if v is None else (B, G, S_kv, v_width), b.dtype(k))
     call = _call(b, q, k, v, lists, scale, v_width, True, None)
-    if 0 in (S * B * G, b.shape(indices)[3], S_kv):
+    if 0 in (S * B * G, lists.given, S_kv):
         return b.zeros(b.shape(dq), b.dtype(q)), *(b.zeros(b.shape(t), b.dtype(k)) for t in (dk, dv)), dsink
     rows = backward_chunk(b, q, k, v, N, v_width, call.config)
     many = rows < S
     acc_k, acc_v = (b.empty(b.shape(t) if many else (0,), b.f32) for t in (dk, dv))
-    grads = _Gradients(dout, lse2, delta, dq, dk, dv, acc_k, acc_v)
+    grads = _Gradients(dout, dlse, sink, lse if bias else lse2, delta, dq, dk, dv, acc_k, acc_v)
     for first in range(0, S, rows):
-        _plan_chunk(b, call, grads, v is None, B, S_kv, rows, first)
+        _plan_chunk(b, call, grads, v is None, lists.repeats, B, S_kv, rows, first)
     return dq, dk, dv, dsink
 
 
-def _plan_chunk(b: Any, call: _Call, x: _Gradients, shared: bool, B: int, S_kv: int, size: int, first: int) -> None:
+def _plan_chunk(
+    b: Any, call: _Call, x: _Gradients, shared: bool, repeats: bool, B: int, S_kv: int, size: int, first: int
+) -> None:
     """Launches the kernels of at most ``size`` queries from ``first`` on."""
     n = call.constexprs
     S, G, N, H, DK, DV = *(call.args[name] for name in "SGN"), n["H"], n["DK"], n["DV"]
@@ -279,6 +311,12 @@ def _plan_chunk(b: Any, call: _Call, x: _Gradients, shared: bool, B: int, S_kv: 
     part_k = b.empty((lines, N, DK), kept)
     part_v = b.empty((0,) if shared else (lines, N, DV), kept)
     chunk = dict(S=S, G=G, N=N, first=first, rows=rows)
+    lists = {name: call.args[name] for name in ("keys_ptr", "counts_ptr")}
+    for factor in ((ds, p) if has_dout else (ds,)) if repeats else ():
+        b.launch(
+            selection_list_fold, (lines * H, 1, 1), dict(lists, factor_ptr=factor, **chunk), dict(H=H, NP=power_of_two(N)),
+            4, 1,
+        )  # fmt: skip
     strides = {name: call.args[name] for name in ("sqb", "sqs", "sqg", "sqh")}
     with_v = has_dout and not shared
     c = rows_config(H, DK, DV, dtype.itemsize)
@@ -293,7 +331,7 @@ def _plan_chunk(b: Any, call: _Call, x: _Gradients, shared: bool, B: int, S_kv: 
         c.num_warps, c.num_stages,
     )  # fmt: skip
     CQ = _whole_rows(size)
-    inverse, sizes = _plan_inverse(b, call, B, S_kv, CQ, chunk)
+    inverse, sizes = _plan_inverse(b, lists, repeats, B, S_kv, CQ, chunk)
     last = first + rows == S
     outs = [(part_k, x.acc_k, x.dk, DK)]
     if not shared:
@@ -332,6 +370,9 @@ def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first:
     if call.kernel:
         b.launch(call.kernel, (lines * call.heads, 1, 1), args, constexprs, c.num_warps, c.num_stages)
         return
+    dlse, sink = (t if n["BIAS"] else None for t in (x.dlse, x.sink))
+    args |= dict(dlse_ptr=dlse, sink_ptr=sink)
+    constexprs |= dict(DLSE=dlse is not None, SINK=sink is not None)
     NS = splits(b, lines * call.heads, c.per) if rows == call.args["S"] else 1
     part = b.empty((lines * NS if NS > 1 else 0, H, DK), b.f32)
     b.launch(
@@ -345,16 +386,17 @@ def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first:
         )  # fmt: skip
 
 
-def _plan_inverse(b: Any, call: _Call, B: int, S_kv: int, CQ: int, chunk: dict[str, Any]) -> tuple[Any, Any]:
+def _plan_inverse(
+    b: Any, lists: dict[str, Any], repeats: bool, B: int, S_kv: int, CQ: int, chunk: dict[str, Any]
+) -> tuple[Any, Any]:
     """Launches the kernels that list, for each key, the pairs of the chunk in query order; returns them and numbers."""
     G, N = chunk["G"], chunk["N"]
     units = B * G * S_kv
     slots = b.zeros((units, CQ), b.i16)
     inverse, sizes = b.empty((units, CQ), b.i32), b.empty((units,), b.i32)
-    lists = dict(keys_ptr=call.args["keys_ptr"], counts_ptr=call.args["counts_ptr"])
     b.launch(
         selection_list_slots, (B * G * chunk["rows"], 1, 1), dict(lists, slots_ptr=slots, S_kv=S_kv, CQ=CQ, **chunk),
-        dict(NB=min(1024, power_of_two(N))), 4, 1,
+        dict(NB=min(1024, power_of_two(N)), REPEATS=repeats), 4, 1,
     )  # fmt: skip
     plan_invert(b, slots, inverse, sizes, N)
     return inverse, sizes

@@ -31,25 +31,29 @@ def share(n, split, NS):
 @triton.jit
 def store_output(
     o_ptr, lse_ptr, part_ptr, plse_ptr, sink_ptr, acc, m, norm, row, g, head, live, split, NS, H: tl.constexpr,
-    DV: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr, SINK: tl.constexpr,
+    DV: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr, SINK: tl.constexpr, pnorm_ptr=None,
+    NATURAL: tl.constexpr = False,
 ):  # fmt: skip
     """Stores o and the log-sum-exp of the heads [HB] of ``row``, or those of one split, normalised and without the sink.
 
     acc is the tiles of the sum of the weighted values; m and norm are the largest logit and the sum of the weights, as
     :func:`softmax.online_softmax` returns them. A split's log-sum-exp stays in log2 units.
+    NATURAL: logits are in natural units, and a split stores m and norm apart: the lowest number has no room for a logarithm.
     """
-    lse = tl.where(norm == 0.0, float("-inf"), m + tl.log2(norm))
+    lse = tl.where(norm == 0.0, float("-inf"), m + (tl.log(norm) if NATURAL else tl.log2(norm)))
     if NS == 1:
         factor = tl.full(m.shape, 1.0, tl.float32)
         if SINK:
-            factor, norm = with_sink(tl.load(sink_ptr + g * H + head, mask=live, other=0.0), m, norm)
+            factor, norm = with_sink(tl.load(sink_ptr + g * H + head, mask=live, other=0.0), m, norm, NATURAL)
         to = row * H + head
         store_tiles(o_ptr, to * DV, live, acc, factor / tl.where(norm == 0.0, 1.0, norm), DV, NM, MC, TC)
-        tl.store(lse_ptr + to, lse * 0.6931471805599453, mask=live)
+        tl.store(lse_ptr + to, lse if NATURAL else lse * 0.6931471805599453, mask=live)
     else:
         to = (row * NS + split) * H + head
         store_tiles(part_ptr, to * DV, live, acc, 1.0 / tl.where(norm == 0.0, 1.0, norm), DV, NM, MC, TC)
-        tl.store(plse_ptr + to, lse, mask=live)
+        tl.store(plse_ptr + to, m if NATURAL else lse, mask=live)
+        if NATURAL:
+            tl.store(pnorm_ptr + to, norm, mask=live)
 
 
 @triton.jit

@@ -43,14 +43,14 @@ def dot_precision(b: Any, dtype: Any) -> str:
     return "tf32x3" if b.precision == "highest" else "tf32"
 
 
-def plan_lists(
-    b: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, QT: int, BN: int, segments: Segments = NONE
-) -> TileLists:
-    """Launches the kernels of bitmaps, flags and lists, for key tiles of BN keys and query tiles of QT queries."""
-    B, S, G = b.shape(ranges)[:3]
-    S_kv, DK, DV = b.shape(k)[2], b.static(b.shape(k)[3]), b.static(b.shape(v)[3])
-    NT, NQ = b.cdiv(S_kv, BN), b.cdiv(S, QT)
-    pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=BN, segments=segments)
+def plan_finite(b: Any, k: Any, v: Any, DV: int, BN: int) -> Any:
+    """Launches the kernel of flags[B, G, NT]: which tiles of BN keys and their DV values hold a NaN or an infinity.
+
+    v of None: the values are columns of k.
+    """
+    v = k if v is None else v
+    B, G, S_kv, DK = b.shape(k)
+    DK, NT = b.static(DK), b.cdiv(S_kv, BN)
     flags = b.empty((B, G, NT), b.i32)
     skb, skg, skn = b.strides(k)[:3]
     svb, svg, svn = b.strides(v)[:3]
@@ -60,6 +60,18 @@ def plan_lists(
         dict(k_ptr=k, v_ptr=v, flags_ptr=flags, S_kv=S_kv, NT=NT, G=G, skb=skb, skg=skg, skn=skn, svb=svb, svg=svg, svn=svn),
         dict(DK=DK, DV=DV, DC=min(128, config.padded(max(DK, DV))), BN=BN, ALIGN=alignment(b, k, v)), 4, 1,
     )  # fmt: skip
+    return flags
+
+
+def plan_lists(
+    b: Any, k: Any, v: Any, ranges: Any, cu_q: Any, cu_k: Any, QT: int, BN: int, segments: Segments = NONE
+) -> TileLists:
+    """Launches the kernels of bitmaps, flags and lists, for key tiles of BN keys and query tiles of QT queries."""
+    B, S, G = b.shape(ranges)[:3]
+    S_kv = b.shape(k)[2]
+    NT, NQ = b.cdiv(S_kv, BN), b.cdiv(S, QT)
+    pieces = plan_pieces(b, ranges, cu_q, cu_k, S_kv, tile=BN, segments=segments)
+    flags = plan_finite(b, k, v, b.static(b.shape(v)[3]), BN)
     # One integer holds the tile and QT bits.
     tiles = b.empty((B, G, NQ, NT), b.i32 if QT <= 4 else b.i64)
     counts, dirty = b.empty((B, G, NQ, 2), b.i32), b.empty((B, G, NQ), b.i32)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor import compat
-from mhc_inductor.ops import checks_selection, checks_selection_lists
+from mhc_inductor.ops import checks_selection, checks_selection_lists, checks_selection_masks
 from mhc_inductor.ops.checks import strided
 from mhc_inductor.ops.registry import refuse_trace
 from mhc_inductor.ops.selection import call, given
@@ -38,10 +38,13 @@ if TYPE_CHECKING:
         v_width: int | None
 
     class Packed(Options, total=False):
-        """Those of one process, which may have packed sequences too."""
+        """Those of one process, which may have packed sequences and a mask too."""
 
+        mask: Tensor | None
         cu_seqlens_q: Tensor | None
         cu_seqlens_k: Tensor | None
+        bias: Tensor | None
+        repeats: bool
 
 
 @overload
@@ -75,6 +78,7 @@ def selection_attention(
     ranges: Tensor | None = None,
     *,
     indices: Tensor | None = None,
+    mask: Tensor | None = None,
     scale: float | None = None,
     sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -83,24 +87,32 @@ def selection_attention(
     segments_k: Tensor | None = None,
     v_width: int | None = None,
     return_lse: bool = False,
+    bias: Tensor | None = None,
+    repeats: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes softmax attention of each query over the keys that it selects, by ranges or by a list of positions.
+    """Computes softmax attention of each query over the keys that it selects: by ranges, a list of positions or a mask.
 
     All heads of a group share the selection::
 
-        sel = union of [start, end) in ranges[b, s, g], or the distinct positions in indices[b, s, g];
-              within [0, S_kv)
+        sel = union of [start, end) in ranges[b, s, g], or the distinct positions in indices[b, s, g],
+              or the keys that mask[b, s, g] shows; within [0, S_kv)
         o[b, s, g] = softmax(scale * q[b, s, g] @ k[b, g, sel].T) @ v[b, g, sel]
 
     Ranges may be empty, unsorted, overlapping, negative or past the end; positions may be unsorted, repeated or, as -1,
     out of range. A causal model selects causally. With segment ids, a key counts for a query only where their ids are
-    equal or the key's id is :data:`mhc_inductor.ANY_SEGMENT` (documents, padding). There is no other mask. A query that
-    selects nothing gives o and gradients of exactly 0. NaN and inf in keys and values reach only the queries that
+    equal or the key's id is :data:`mhc_inductor.ANY_SEGMENT` (documents, padding). A bias is added to the scaled score of
+    its entry of the list, in fp32 (fp64 if q is fp64). A query that selects nothing gives o
+    and gradients of exactly 0. NaN and inf in keys and values reach only the queries that
     select them. NaN in a query reaches its own rows of o and dq and the gradients of the keys and
     values that it selects, on CUDA also those of other keys in a tile of up to 64 keys that it selects in part; a dense
     softmax under a mask would spread it to the gradients of all keys.
 
-    The values of ranges, indices, boundaries and segment ids are never read on the host. CUDA kernels run for bf16,
+    A mask of bools shows the keys that are True. One of floats is added to the scaled scores, in fp32, and hides the
+    keys that are -inf; finite fills such as finfo.min hide as they do in a written-out softmax, so that a row of nothing
+    else is the mean of all values. Alone, a mask stands for any pattern; with indices, a mask of bools says which of
+    the listed keys count.
+
+    The values of ranges, indices, masks, boundaries and segment ids are never read on the host. CUDA kernels run for bf16,
     fp16 and fp32, Dk up to 576, Dv up to 512 (lists: 576), h up to 128 and 4096 ranges or positions; everything else
     runs the formula in plain PyTorch. With ``v=k`` and ``indices``, each selected row is read once for both.
 
@@ -112,6 +124,8 @@ def selection_attention(
             makes them from blocks. None where indices are given.
         indices: Key positions ``[B, S, G, n]``, int32 or int64, in any order; -1 for none. None where ranges are given.
             :func:`index_topk` makes them.
+        mask: ``[B or 1, S, G or 1, S_kv]``, bool or floating (fp64 only if q is fp64); any strides, also those of an
+            expanded view. It gets no gradient. Alone, or of bools with indices.
         scale: Factor of the scores; finite. None for 1/sqrt(Dk).
         sink: One logit per head, ``[G, h]``, added to the softmax's denominator only; any floating dtype (fp64 only if
             q is fp64). None for no sink.
@@ -125,6 +139,10 @@ def selection_attention(
         v_width: Dv, where the values are the first v_width columns of v (multi-head latent attention: v=k, Dk 576,
             v_width 512). None for all.
         return_lse: Whether to return lse as well.
+        bias: Biases ``[B, S, G, n]`` of the indices; any floating dtype (fp64 only if q is fp64). An entry with a bias of
+            -inf selects nothing; NaN and inf give NaN. It has no gradient. Not with cu_seqlens or segments. None for none.
+        repeats: With a bias, whether entries that repeat a key count each, with its own bias; else the first counts whose
+            bias is not -inf.
 
     Returns:
         o ``[B, S, G, h, Dv]`` in q's dtype, or ``(o, lse)`` with return_lse. lse ``[B, S, G, h]`` in fp32 (fp64 if q is
@@ -132,23 +150,34 @@ def selection_attention(
         nothing is selected. Both are differentiable.
 
     Raises:
-        ValueError: A shape or device does not fit, scale is not finite, or ranges and indices are both given.
-            The message names the argument.
-        TypeError: Neither ranges nor indices are given, a dtype does not fit, an argument is not a tensor or not a
-            number where it must be, or return_lse is not a bool.
+        ValueError: A shape or device does not fit, scale is not finite, ranges and indices are both given, a mask with
+            what it cannot be combined with, or one that requires a gradient, bias without indices or with cu_seqlens,
+            segments or a mask, or repeats without bias. The message names the argument.
+        TypeError: None of ranges, indices and mask is given, a dtype does not fit, an argument is not a tensor or not a
+            number where it must be, or return_lse or repeats is not a bool.
+        RuntimeError: bias requires a gradient.
 
     Source: the selected branch of native sparse attention, arXiv 2502.11089, section 3.3.2; DeepSeek sparse attention,
     arXiv 2512.02556, over lists.
     """
     refuse_trace("selection_attention")
-    scale, values = prepared(q, v, ranges, indices, scale, v_width, return_lse)
+    scale, values = prepared(q, v, ranges, indices, scale, v_width, return_lse, mask)
     rest = (sink, cu_seqlens_q, cu_seqlens_k, segments_q, segments_k)
+    if mask is not None:
+        _combined(mask, ranges, indices, *rest[1:])
+    _check_bias(bias, repeats, indices, (mask, *rest[1:]))
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
-        check(q, k, values, ranges, indices, rest, scale)
-    if indices is not None:
-        shared = v is k or _reads_keys(k, values)
-        own = None if shared else values
-        o, lse = call("selection_list_attention", q, k, own, indices, *rest, scale, _last(values))
+        check(q, k, values, ranges, indices, rest, scale, mask)
+        if bias is not None and indices is not None:
+            checks_selection_lists.check_bias("selection_attention", q, indices, bias)
+    own = None if v is k or (ranges is None and _reads_keys(k, values)) else values
+    if indices is not None and bias is not None:
+        o, lse = call("selection_entry_attention", q, k, own, indices, bias, sink, scale, _last(values), repeats)
+    elif indices is not None:
+        listed = indices if mask is None else _shown(mask, q, indices)
+        o, lse = call("selection_list_attention", q, k, own, listed, *rest, scale, _last(values))
+    elif mask is not None:
+        o, lse = call("selection_mask_attention", q, k, own, mask, sink, scale, _last(values))
     else:
         segments = given(segments_q, segments_k)
         o, lse = call("selection_attention", q, k, values, ranges, *rest[:3], scale, *segments)
@@ -163,14 +192,15 @@ def prepared(
     scale: float | None,
     v_width: int | None,
     return_lse: bool,
+    mask: Tensor | None = None,
 ) -> tuple[float, Tensor]:
     """Returns the scale, 1/sqrt(Dk) for None, and the v_width columns of v that are the values.
 
     Raises:
-        TypeError: Neither ranges nor indices are given, or v_width or return_lse has another type.
+        TypeError: None of ranges, indices and mask is given, or v_width or return_lse has another type.
         ValueError: Ranges and indices are both given, or v_width is out of range.
     """
-    if ranges is None and indices is None:
+    if ranges is None and indices is None and mask is None:
         raise TypeError("selection_attention: ranges must be a tensor, got NoneType, and no indices in their place")
     if ranges is not None and indices is not None:
         raise ValueError("selection_attention: one of ranges and indices must be given, got both")
@@ -182,16 +212,66 @@ def prepared(
     return scale, _columns(v, v_width)
 
 
+def _combined(mask: Tensor, ranges: Tensor | None, indices: Tensor | None, *packed: Tensor | None) -> None:
+    """Raises ValueError if the mask is given with what it cannot be combined with."""
+    names = ("ranges", "cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k")
+    given = [n for n, t in zip(names, (ranges, *packed), strict=True) if t is not None]
+    wrong = given if indices is None else [n for n in given if not n.startswith("segments")]
+    if wrong:
+        raise ValueError(
+            f"selection_attention: mask must be given alone, or with indices and segments, got {wrong[0]} too; "
+            "clear the mask outside of them"
+        )
+    if indices is not None and isinstance(mask, Tensor) and mask.dtype is not torch.bool:
+        raise ValueError(f"selection_attention: with indices, mask must be bool, got {mask.dtype}")
+
+
+def _shown(mask: Tensor, q: Tensor, indices: Tensor) -> Tensor:
+    """Returns the indices with -1 in place of keys that the mask hides."""
+    s_kv = mask.shape[3]
+    if not s_kv:
+        return indices
+    shown = mask.expand(*q.shape[:3], s_kv).gather(3, indices.clamp(0, s_kv - 1).to(torch.int64))
+    return torch.where(shown, indices, -1)
+
+
 def check(
-    q: Tensor, k: Tensor, values: Tensor, ranges: Tensor | None, indices: Tensor | None, rest: _Rest, scale: float
+    q: Tensor,
+    k: Tensor,
+    values: Tensor,
+    ranges: Tensor | None,
+    indices: Tensor | None,
+    rest: _Rest,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> None:
-    """Raises ValueError or TypeError unless the arguments fit together; one of ranges and indices is given."""
+    """Raises ValueError or TypeError unless the arguments fit together; one of ranges, indices and mask is given."""
     if indices is not None:
         checks_selection_lists.selection_list_attention(q, k, values, indices, *rest, scale, _last(values))
+        if mask is not None:
+            checks_selection_masks.visible("selection_attention", mask, q, k)
+        return
+    if mask is not None:
+        checks_selection_masks.selection_mask_attention(q, k, values, mask, rest[0], scale, _last(values))
         return
     assert ranges is not None
     sink, cu_seqlens_q, cu_seqlens_k, *segments = rest
     checks_selection.selection_attention(q, k, values, ranges, sink, cu_seqlens_q, cu_seqlens_k, scale, *segments)
+
+
+def _check_bias(bias: Tensor | None, repeats: bool, indices: Tensor | None, rest: _Rest) -> None:
+    """Raises ValueError or TypeError unless bias and repeats fit to the other ways of selecting keys."""
+    if not isinstance(repeats, bool):
+        raise TypeError(f"selection_attention: repeats must be a bool, got {type(repeats).__name__}")
+    if bias is None:
+        if repeats:
+            raise ValueError("selection_attention: repeats must be False without bias: repeated positions count once")
+        return
+    if indices is None:
+        raise ValueError("selection_attention: bias must be None with ranges; it belongs to the entries of indices")
+    for name, t in zip(("mask", "cu_seqlens_q", "cu_seqlens_k", "segments_q", "segments_k"), rest, strict=True):
+        if t is not None:
+            raise ValueError(f"selection_attention: {name} must be None with bias; give keys of others a bias of -inf")
 
 
 def _columns(v: Tensor, v_width: int | None) -> Tensor:

@@ -22,6 +22,7 @@ from mhc_inductor.compat.shared import counters as counters
 from mhc_inductor.compat.shared import fake_mode_of as fake_mode_of
 from mhc_inductor.compat.shared import functorch_active as functorch_active
 from mhc_inductor.compat.shared import give_names as give_names
+from mhc_inductor.compat.shared import graph_breaks as graph_breaks
 from mhc_inductor.compat.shared import has_compiled as has_compiled
 from mhc_inductor.compat.shared import in_dual_level as in_dual_level
 from mhc_inductor.compat.shared import in_package as in_package

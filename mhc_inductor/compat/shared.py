@@ -26,6 +26,7 @@
 - torch.fx.experimental.symbolic_shapes.ShapeEnv.suppress_guards: lets an analysis add no guard
 - torch.fx.graph._Namespace.create_name: reserves a name in a graph
 - torch.nn.Module._compiled_call_impl: whether a module was compiled in place
+- torch.nn.attention._sdpa_kernel: the call that chooses kernels of scaled_dot_product_attention in graphs
 - torch.utils._python_dispatch.is_traceable_wrapper_subclass: tells tensors that wrap others
 - torch.utils._pytree.tree_leaves: flattens arguments
 - torch.utils._pytree.tree_map_only: replaces the tensors among arguments
@@ -37,6 +38,7 @@ import contextlib
 import contextvars
 import functools
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -102,6 +104,13 @@ def counters() -> Any:
     return dynamo_counters["mhc_inductor"]
 
 
+def graph_breaks() -> Counter[str]:
+    """Returns the reasons for which Dynamo has broken graphs so far, and how often."""
+    from torch._dynamo.utils import counters as dynamo_counters
+
+    return Counter(dynamo_counters["graph_break"])
+
+
 def fake_mode_of(tensors: Sequence[Any]) -> Any:
     """Returns the fake mode of the first fake tensor, or of the first one inside a DTensor, or None.
 
@@ -160,11 +169,11 @@ def start_compile_workers() -> None:
 
 
 def mode_change(node: Any) -> tuple[str, Any] | None:
-    """Returns how a node of a Dynamo graph changes the grad, inference or autocast mode, or None.
+    """Returns how a node of a Dynamo graph changes the grad, inference or autocast mode, or the kernels of SDPA, or None.
 
     Returns:
-        (kind, value). The kind is "grad", "enter_inference", "exit_inference", "enter_autocast" or "exit_autocast"; the
-        value is the new state, or for an exit the node that entered.
+        (kind, value). The kind is "grad", "enter_inference", "exit_inference", "enter_autocast", "exit_autocast" or
+        "kernels"; the value is the new state, or for an exit the node that entered.
     """
     if node.op != "call_function":
         return None
@@ -185,8 +194,11 @@ def mode_change(node: Any) -> tuple[str, Any] | None:
 def _mode_changes() -> dict[Any, str]:
     from torch.amp import autocast_mode
     from torch.autograd import grad_mode
+    from torch.nn.attention import _sdpa_kernel
 
+    chosen = [f for name, f in vars(torch.backends.cuda).items() if name.startswith("enable_") and "_sdp" in name]
     return {
+        **dict.fromkeys((_sdpa_kernel, *chosen), "kernels"),
         torch._C._set_grad_enabled: "grad",
         torch.set_grad_enabled: "grad",
         grad_mode._enter_inference_mode: "enter_inference",

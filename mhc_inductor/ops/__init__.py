@@ -10,7 +10,9 @@ from mhc_inductor.ops import (
     mhc,
     selection,
     selection_blocks,
+    selection_entries,
     selection_lists,
+    selection_masks,
     single_pass,
 )
 
@@ -23,7 +25,9 @@ __all__ = [
     "mhc",
     "selection",
     "selection_blocks",
+    "selection_entries",
     "selection_lists",
+    "selection_masks",
     "single_pass",
 ]
 

@@ -68,5 +68,5 @@ def _folded_mask(a: Tensor, dim: int | None, size: int, batch: int) -> Tensor | 
     """Returns the mask, whose B may be 1, with the vmap dimension merged into B; unchanged where all entries share it."""
     if dim is None and a.shape[0] == 1:
         return a
-    a = a if dim is None else a.movedim(dim, 0)
-    return fold(a.expand(*a.shape[:-3], batch, *a.shape[-2:]), None if dim is None else 0, size)
+    a, at = (a, 0) if dim is None else (a.movedim(dim, 0), 1)
+    return fold(a.expand(*a.shape[:at], batch, *a.shape[at + 1 :]), None if dim is None else 0, size)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,16 +47,21 @@ def _mask(op: str, mask: Tensor, q: Tensor, full: list[Any]) -> None:
     strided(op, "mask", mask)
     if mask.dtype is not torch.bool:
         raise TypeError(f"{op}: mask must be bool, got {mask.dtype}")
+    broadcasts(op, mask, q, full, f"broadcast to [B, S, T] = {_text(full)}")
+
+
+def broadcasts(op: str, mask: Tensor, q: Tensor, full: list[Any], meaning: str, ones: Sequence[int] = range(3)) -> None:
+    """Raises ValueError unless the mask is on q's device and of shape ``full``, or 1 in the dimensions ``ones``."""
     if mask.device != q.device:
         raise ValueError(f"{op}: mask must be on q's device {q.device}, got {mask.device}")
 
     def message() -> str:
-        return f"{op}: mask must broadcast to [B, S, T] = {_text(full)}, got {_text(mask.shape)}"
+        return f"{op}: mask must {meaning}, got {_text(mask.shape)}"
 
-    if mask.dim() != 3:
+    if mask.dim() != len(full):
         raise ValueError(message())
-    for got, want in zip(mask.shape, full, strict=True):
-        if not _is_one(got):
+    for d, (got, want) in enumerate(zip(mask.shape, full, strict=True)):
+        if d not in ones or not _is_one(got):
             torch._check_value(got == want, message)
 
 

@@ -11,8 +11,8 @@ products:
   result. What a kernel computes again counts nothing.
 - Attention over ranges counts the distinct keys in each query's ranges, from their values. Where these are unknown (fake
   tensors, other subclasses), it counts all keys, as torch counts a masked attention. Segment ids are not looked at.
-- Attention over a list counts all entries of the list, also -1 and repeats; index scores and top-k, and the selection
-  of blocks, count all keys.
+- Attention over a list counts all entries of the list, also -1 and repeats; attention under a mask, index scores and
+  top-k, and the selection of blocks, count all keys.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ Products = Mapping[str, str]
 _COEFFICIENTS = {"... m nD": ""}
 _COLLAPSE = {"... n D": "h_in"}
 _MIX = {"... o n D": ""}
+_LIST = {"B S G h n D": "", "B S G h n V": "out"}
 _INDEX = {"B S H T D": "", "B S H T": ""}
 _INDEX_OF_LIST = {"B S H n D": "", "B S H n": ""}
 
@@ -50,7 +51,9 @@ PRODUCTS: dict[str, Products] = {
     "mhc_single_pass": {**_MIX, **_COEFFICIENTS, **_COLLAPSE},
     "e79_scan": {"6 T B n n": "", "T B n n": "out"},  # M k, M.T k, S k, S' m, S'.T m, M m; S' q
     "selection_attention": {"pairs h D": "", "pairs h V": "out"},
-    "selection_list_attention": {"B S G h n D": "", "B S G h n V": "out"},
+    "selection_list_attention": _LIST,
+    "selection_entry_attention": _LIST,
+    "selection_mask_attention": {"B S G h T D": "", "B S G h T V": "out"},
     "selection_blocks": {"B S G h T D": ""},
     "index_scores": _INDEX,
     "index_topk": _INDEX,

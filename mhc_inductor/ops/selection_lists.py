@@ -36,15 +36,17 @@ SCHEMAS = {
 # --- shapes and dtypes of the outputs (fakes) ---------------------------------------------------------------
 
 
-def _fake(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def fake(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Returns empty outputs; the last argument is v_width."""
     batch, s, groups, heads, _width = q.shape
     row = (batch, s, groups, heads)
     return q.new_empty((*row, args[-1])), q.new_empty(row, dtype=acc_dtype(q.dtype))
 
 
-def _backward_fake(
+def backward_fake(
     dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor, sink: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
+    """Returns empty gradients."""
     dv = k.new_empty((0,)) if v is None else v.new_empty(v.shape)
     dsink = q.new_empty((0,), dtype=acc_dtype(q.dtype)) if sink is None else sink.new_empty(sink.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), dv, dsink
@@ -69,7 +71,7 @@ def _grad(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | 
 
 _GRADIENTS: dict[str, Gradient] = {"selection_list_attention": (_setup, _grad)}
 
-for _name, _its_fake in (("selection_list_attention", _fake), ("selection_list_attention_backward", _backward_fake)):
+for _name, _its_fake in (("selection_list_attention", fake), ("selection_list_attention_backward", backward_fake)):
     define(
         _name,
         SCHEMAS[_name],

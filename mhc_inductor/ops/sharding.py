@@ -106,7 +106,8 @@ FAMILIES = (
             "k": "B G T D",
             "v": "B G T V",
             "ranges": "B S G r 2",
-            "indices": "B S G n",
+            **dict.fromkeys(("indices", "bias"), "B S G n"),
+            "mask": "B S G T",
             "sink": "G h",
             **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "N"),
             "segments_q": "B S",
@@ -116,7 +117,13 @@ FAMILIES = (
             "blocks": "B S G n",
         },
         independent={"": "B S G h", "selection_blocks": "B G"},
-        ops={**_both("selection_attention", "selection_list_attention"), "selection_blocks": ()},
+        ops={
+            **_both(
+                *("selection_attention", "selection_list_attention"),
+                *("selection_entry_attention", "selection_mask_attention"),
+            ),
+            "selection_blocks": (),
+        },
     ),
     Family(
         dims={

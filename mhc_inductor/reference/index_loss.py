@@ -162,11 +162,11 @@ def index_loss_backward(
         dw[b, part] = (x.relu() * g).sum(-1).to(w.dtype)
         dx = torch.where(x <= 0, 0.0, g * (w[b, part].to(dtype) * scale).unsqueeze(-1))
         dq[b, part] = torch.matmul(dx, rows).to(q.dtype)
-        _add_rows(dk[b], at, torch.matmul(dx.mT, query))
+        add_rows(dk[b], at, torch.matmul(dx.mT, query))
     return dq, dk[:, :keys].to(k.dtype).contiguous(), dw
 
 
-def _add_rows(out: Tensor, at: Tensor, rows: Tensor) -> None:
+def add_rows(out: Tensor, at: Tensor, rows: Tensor) -> None:
     """Adds ``rows[B, S, n, D]`` to the rows ``at[B, S, n]`` of ``out[B, T, D]``, with equal bits in every run."""
     flat = (at + torch.arange(out.shape[0], device=at.device).view(-1, 1, 1) * out.shape[1]).flatten()
     out, rows = out.flatten(0, 1), rows.flatten(0, 2)  # out is a view: chunks are slices of the first dimension

@@ -125,12 +125,14 @@ def poison(mask: Tensor, t: Tensor) -> Tensor:
     return total
 
 
-def masked_scores(query: Tensor, keys: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Returns ``scale * query @ keys.T`` with -inf where a key is not selected.
+def masked_scores(query: Tensor, keys: Tensor, mask: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+    """Returns ``scale * query @ keys.T``, plus the bias if there is one, with -inf where a key is not selected.
 
-    ``query`` is ``[..., s*h, D]``, ``keys`` ``[..., m, D]``, ``mask`` ``[..., s, m]``.
+    ``query`` is ``[..., s*h, D]``, ``keys`` ``[..., m, D]``, ``mask`` and ``bias`` ``[..., s, m]``.
     """
     scores = scale * torch.matmul(query, keys.mT)
+    if bias is not None:
+        scores = (scores.unflatten(-2, (bias.shape[-2], -1)) + bias.unsqueeze(-2)).flatten(-3, -2)
     return only(mask, scores, -torch.inf)
 
 
@@ -149,13 +151,14 @@ def total_lse(lse: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sink: Tensor | None, scale: float, odd: bool = True
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sink: Tensor | None, scale: float, odd: bool = True,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns o ``[..., s*h, Dv]`` and lse ``[..., s*h]`` of one chunk.
 
-    ``sink`` has one logit per row. ``odd``: whether values may hold NaN or inf.
+    ``sink`` has one logit per row. ``odd``: whether values may hold NaN or inf. ``bias`` is added to the scores.
     """
-    scores = masked_scores(query, keys, mask, scale)
+    scores = masked_scores(query, keys, mask, scale, bias)
     most = scores.amax(-1)
     most = torch.where(most == -torch.inf, 0.0, most)
     p = torch.exp(scores - most.unsqueeze(-1))
@@ -168,6 +171,12 @@ def attend(
         return torch.matmul(p, values) * weight, lse
     spread = poison(mask, values).repeat_interleave(query.shape[-2] // mask.shape[-2], -2)
     return torch.matmul(p, finite(values)) * weight + spread, lse
+
+
+def total_share(share: Tensor) -> Tensor:
+    """Returns the sum over the last dimension, which it keeps; 1 for a row without keys."""
+    total = share.sum(-1, keepdim=True)
+    return torch.where(total > 0, total, 1.0)
 
 
 class Rows(NamedTuple):
@@ -199,22 +208,29 @@ def backward_rows(
 
 
 def attend_backward(
-    row: Rows, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, odd: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+    row: Rows, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, odd: bool = True,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns one chunk's dquery ``[..., s*h, Dk]`` and its parts of dkeys and dvalues.
 
-    ``row`` holds tensors ``[..., s*h]``. ``odd``: whether any input may hold NaN or inf.
+    ``row`` holds tensors ``[..., s*h]``. ``odd``: whether any input may hold NaN or inf. ``bias`` is added to the scores.
     """
     dlse, lse, total = (t.unsqueeze(-1) for t in row[1:])
-    scores = masked_scores(query, keys, mask, scale)
-    p = torch.exp(scores - total)
+    scores = masked_scores(query, keys, mask, scale, bias)
+    if bias is not None:
+        # Relative to the row's maximum: next to a bias of -1e9, lse has no digits left for the sum's logarithm.
+        most = scores.amax(-1, keepdim=True)
+        scores = scores - torch.where(most == -torch.inf, 0.0, most)
+        own = torch.where(most == -torch.inf, 0.0, scores.logsumexp(-1, keepdim=True))
+        lse, total = own, own + (total - lse)
+    p, share = torch.exp(scores - total), torch.exp(scores - lse)
     dp = torch.matmul(row.dout, values.mT)
     # delta = <dout, o>, but exactly dp where one key has the whole weight: a gradient of 0 then stays exactly 0. A large
     # total is rounded, and all p with it: what they add to is 1 where no sink takes a share.
     whole = (only(mask, p, 0.0) if odd else p).sum(-1, keepdim=True)
     whole = torch.where((total == lse) & (whole > 0), whole, 1.0)
     delta = (only(mask, p * dp, 0.0) if odd else p * dp).sum(-1, keepdim=True) / whole
-    grad = p * (dp - delta) + dlse * torch.exp(scores - lse)
+    grad = p * (dp - delta) + dlse * share
     if not odd:
         return scale * torch.matmul(grad, keys), scale * torch.matmul(grad.mT, query), torch.matmul(p.mT, row.dout)
     p, grad = only(mask, p, 0.0), only(mask, grad, 0.0)

@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import importlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
@@ -25,7 +25,7 @@ from mhc_inductor.routing.graph import bounds
 from mhc_inductor.routing.graph import expressions as algebra
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, may_fix, sizes_stay
 from mhc_inductor.routing.graph.values import Value, example, name_of, of_positions, tensors_in
-from mhc_inductor.routing.graph.view import Knowledge, View
+from mhc_inductor.routing.graph.view import Knowledge, Passed, View
 from mhc_inductor.routing.interface import (
     DYNAMIC,
     Match,
@@ -142,10 +142,10 @@ class _Pass:
         self.lower = lower
         self.knowledge = knowledge
 
-    def graph(self, gm: fx.GraphModule, outer: Modes, body: bool, given: Mapping[fx.Node, Value] | None = None) -> None:
+    def graph(self, gm: fx.GraphModule, outer: Modes, body: bool, given: Passed | None = None) -> None:
         """Routes one graph, then the graphs of its higher-order operators.
 
-        ``given``: the masks and integers that the graph around a checkpointed region passes to this graph's inputs.
+        ``given``: what is known of the tensors that the graph around a checkpointed region passes to this graph's inputs.
         """
         self.report.graphs += 1
         self.report.nodes += len(gm.graph.nodes)
@@ -154,7 +154,7 @@ class _Pass:
         except Exception as error:  # on any failure the model compiles as it would without this package
             self.problem("a graph is compiled unrouted", error, _where(gm.graph))
 
-    def _graph(self, gm: fx.GraphModule, outer: Modes, body: bool, given: Mapping[fx.Node, Value]) -> None:
+    def _graph(self, gm: fx.GraphModule, outer: Modes, body: bool, given: Passed) -> None:
         first = View(gm.graph, outer, self.knowledge, body, given=given)
         if first.values.transformed:
             where = _where(gm.graph)
@@ -179,7 +179,7 @@ class _Pass:
             if len({modes[user] for user in users}) > 1:
                 logger.info("not routed: the body of several calls in different modes (%s)", _where(inner.graph))
                 continue
-            passed: dict[fx.Node, Value] = {}
+            passed: Passed = {}
             if len(users) == 1 and name_of(users[0]) == _CHECKPOINT:
                 around = around or View(gm.graph, outer, self.knowledge, body, given=given)
                 passed = _passed(around, users[0], inner)
@@ -272,16 +272,23 @@ def _bodies(gm: fx.GraphModule) -> dict[fx.GraphModule, list[fx.Node]]:
     return found
 
 
-def _passed(view: View, call: fx.Node, inner: fx.GraphModule) -> dict[fx.Node, Value]:
-    """Returns the masks and integers that the call of a checkpointed region passes to the inputs of its body."""
+def _passed(view: View, call: fx.Node, inner: fx.GraphModule) -> Passed:
+    """Returns what is known of the tensors that the call of a checkpointed region passes to the inputs of its body.
+
+    The values are masks and integers; those of other tensors without gradients are None.
+    """
     inputs = list(inner.graph.find_nodes(op="placeholder"))
     args = call.args[len(call.args) - len(inputs) :]
-    meant, found = view.resolved.get(call, {}), dict[fx.Node, Value]()
+    meant, found = view.resolved.get(call, {}), dict[fx.Node, Value | None]()
     for place, a in zip(inputs, args, strict=True):
         node = meant.get(a, a) if isinstance(a, fx.Node) else None
         value = view.value(node) if node is not None else None
-        if node is not None and value is not None and of_positions(value) and not _written(view, node, call):
+        if node is None or value is None:
+            continue
+        if of_positions(value) and not _written(view, node, call):
             found[place] = value
+        elif not view.flows(node) and not view.written_between(node, view.position[call], left=True):
+            found[place] = None
     return found
 
 

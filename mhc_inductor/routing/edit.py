@@ -64,6 +64,8 @@ class Edit:
         self._copies: set[fx.Node] = set()
         self._saved: dict[fx.Node, set[int]] = {}
         self._seen: dict[int, int] = {}
+        self._reach: dict[fx.Node, int] = {}
+        """The graph inputs that a gradient reaches through the op in place of a node, as a bit mask."""
         self._mark = (0, 0, 0, 0)
         self.committed = False
 
@@ -425,7 +427,7 @@ class Edit:
         return {n for n in seen if n.op in ("placeholder", "get_attr")}
 
     def _check_reach(self, match: Match, old: fx.Node, new: fx.Node) -> None:
-        """Raises Mismatch if a parameter would get a gradient of zeros where the model gives it none."""
+        """Raises Mismatch if a parameter would get a gradient of zeros where the model gives it none, or none for zeros."""
         view, roots = self.view, 0
         if not view.ends.get(old, 0):
             return
@@ -445,6 +447,31 @@ class Edit:
                 "the op would give a parameter a gradient of zeros where the model gives none",
                 self.view.value(old),
             )
+        self._reach[old] = roots
+        if view.roots[old] & ~roots and view.roots[old] & ~(roots | self._reached_past(old)):
+            raise Mismatch(
+                "the op would give a parameter no gradient where the model gives zeros", self.view.value(old)
+            )
+
+    def _reached_past(self, old: fx.Node) -> int:
+        """Returns the graph inputs to which a gradient flows elsewhere than through ``old``, as a bit mask.
+
+        Results that were replaced before reach what their ops read. Nothing counts in a program that may run uncompiled.
+        """
+        view, found, seen = self.view, 0, {old}
+        todo = [] if view.knowledge.exported else [*view.results]
+        while todo:
+            node = todo.pop()
+            if node in seen or not self.needs_grad(node):
+                continue
+            seen.add(node)
+            if node in self._new and node in self._reach:
+                found |= self._reach[node]
+            elif node.op in ("placeholder", "get_attr"):
+                found |= view.roots[node]
+            else:
+                todo += node.all_input_nodes
+        return found
 
     def _replace(self, value: Value, new: fx.Node) -> None:
         """Makes the readers of a formula's result read ``new``."""

@@ -252,11 +252,15 @@ def _plain(out: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Modes:
-    """The grad mode, inference mode and autocast regions, outermost first, at a position of a graph."""
+    """The grad mode, inference mode and autocast regions, outermost first, at a position of a graph.
+
+    ``kernels``: the graph has chosen kernels of scaled_dot_product_attention, so that they may not be the ambient ones.
+    """
 
     grad: bool = True
     inference: bool = False
     autocast: tuple[AutocastState, ...] = ()
+    kernels: bool = False
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -287,6 +291,8 @@ def modes_of(graph: fx.Graph, outer: Modes) -> dict[fx.Node, Modes]:
             kind, value = change
             if kind == "grad":
                 now = dataclasses.replace(now, grad=value)
+            elif kind == "kernels":
+                now = dataclasses.replace(now, kernels=True)
             elif kind == "enter_inference":
                 before[node] = now
                 now = dataclasses.replace(now, inference=value, grad=now.grad and not value)

@@ -14,7 +14,7 @@ import torch
 from mhc_inductor import compat
 from mhc_inductor.routing import route
 from mhc_inductor.routing.measure import Inspector
-from mhc_inductor.routing.report import Report, show
+from mhc_inductor.routing.report import NearMiss, Report, show
 
 
 def copied(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -44,7 +44,7 @@ def explain(
     the op itself) and of attention under a mask of selected keys. Each has its line in the user's file, the op that it
     becomes, and the kernels that the op launches on the inputs' device. The report also lists what is fused and, for
     every near miss, the first node that did not fit and the reason. A graph break gives two graphs, which are reported
-    together. What is printed is a table with a line for each finding, in which layers that are alike share a line.
+    together with Dynamo's reason. What is printed is a table with a line for each finding, in which layers that are alike share a line.
 
     ``fn`` runs as it would eagerly, in the ambient grad and autocast modes: Dynamo captures its graphs and the pass
     gets copies of them. Buffers, random state, and gradients of the outputs are those of an eager call. No kernel is
@@ -98,9 +98,16 @@ def _called(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
     # Dynamo stores compiled code on code objects: a new one keeps it off the user's functions.
     own = types.FunctionType(call.__code__.replace(), call.__globals__, "explain", None, call.__closure__)
+    before = compat.graph_breaks()
     with compat.routing.captured_apart() as options:
         torch.compile(own, backend=capture, **options)(*args, **kwargs)
+    for reason in compat.graph_breaks() - before:
+        said = ". ".join(line.strip() for line in reason.splitlines()[:2])
+        report.near_misses.append(NearMiss("any op", f"{_BROKEN}: {said}", "", ordinary=True))
     return report
+
+
+_BROKEN = "Dynamo breaks the graph, so that no formula is seen across the break, and nothing of a checkpointed region with one"
 
 
 def _exported(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inspector: Inspector) -> Report:

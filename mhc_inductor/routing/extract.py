@@ -81,6 +81,7 @@ class Cut:
         self.edit, self.view, self.place = edit, edit.view, edit.place
         self.match, self.pairs = match, pairs
         self.ins = dict.fromkeys(node_of(v) for v in match.inputs)
+        self.derived = self._derived([node_of(v) for v in match.derived])
         self.asked = [bool(self.view.ends.get(node_of(value), 0)) for value, _ in pairs]
         """For each result, whether the graph uses its gradient."""
         self.stood_for = edit.originals()
@@ -110,9 +111,27 @@ class Cut:
 
     def _formula(self) -> Piece:
         """Builds the formula's piece from the real nodes of the region in graph order, in-place steps included."""
-        piece, view = Piece(), self.view
-        region = sorted(self.place.region, key=view.order.__getitem__)
-        ends = {node_of(value): value for value, _ in self.pairs}
+        piece = Piece()
+        results = self._copied(piece, self.place.region | self.derived, [node_of(value) for value, _ in self.pairs])
+        piece.outputs = [results[node_of(value)] for value, _ in self.pairs]
+        return piece
+
+    def _derived(self, ends: list[fx.Node]) -> set[fx.Node]:
+        """Returns the nodes that compute inputs from other inputs, ``ends`` included."""
+        found, todo = set[fx.Node](), [node for node in ends if node.op.startswith("call_")]
+        while todo:
+            node = todo.pop()
+            found.add(node)
+            above = node.all_input_nodes
+            todo += [
+                a for a in above if a.op.startswith("call_") and a not in found and (a in ends or a not in self.ins)
+            ]
+        return found
+
+    def _copied(self, piece: Piece, nodes: set[fx.Node], ends: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Copies the real nodes of ``nodes`` into a piece. Returns the copies of ``ends``."""
+        view = self.view
+        region = sorted(nodes, key=view.order.__getitem__)
         stepped = any(v in view.made for v in region)
         at: dict[fx.Node, fx.Node] = {}
         results: dict[fx.Node, fx.Node] = {}
@@ -138,8 +157,7 @@ class Cut:
                 # Clone the result, because a later in-place step may write it.
                 results[v] = piece.graph.call_method("clone", (at[v],)) if stepped else at[v]
                 results[v].meta.setdefault(MODES, made.meta[MODES])
-        piece.outputs = [results[node_of(value)] for value, _ in self.pairs]
-        return piece
+        return results
 
     def _meant(self, real: fx.Node, a: fx.Node) -> fx.Node:
         """Returns the node of the view that ``real`` reads under the name ``a``.
@@ -156,7 +174,9 @@ class Cut:
         shown = {self.view.node(v): v for v in self.view.nodes}
         every = set(edit.created)
         needed = set(self._needed(given, every))
-        at: dict[fx.Node, fx.Node] = {}
+        ends = [n for v in self.match.derived if (n := node_of(v)) in self.derived]
+        copied = self._copied(piece, self.derived, ends)
+        at = {new: copied[n] for new, n in given.items() if n in copied}
         for node in edit.created:
             if node in needed:
                 self._load(piece, node.all_input_nodes, given, shown, at)

@@ -105,6 +105,7 @@ class Match:
             bools.
         cases: how many sets of data are tried, with ``case`` from 0. Edge cases such as empty rows or ties get sets of
             their own.
+        derived: those of ``inputs`` that the graph computes from others of them: verification computes them, too.
         numbers: nodes of numbers that the op reads, such as floats that Dynamo leaves dynamic.
         compare: compares outputs that need not be equal, such as indices of equally good choices:
             ``compare(outputs of the formula, outputs of the op)`` returns the error, or None for the usual comparison.
@@ -119,6 +120,7 @@ class Match:
     at: Value | None = None
     sample: Callable[..., torch.Tensor | None] | None = None
     cases: int = 2
+    derived: Sequence[Value] = ()
     numbers: Sequence[fx.Node] = ()
     compare: Callable[[list[torch.Tensor], list[torch.Tensor]], float | None] | None = None
 

@@ -30,6 +30,8 @@ _OPERATORS: dict[Any, Any] = {
     operator.ixor: operator.xor,
 }
 """In-place operators of Python, and the operators that compute their results."""
+_VIEWS = {"view", "unflatten", "unsqueeze", "squeeze", "transpose", "permute", "narrow", "select"}
+"""Methods whose results are views in which each element of a tensor occurs at most once."""
 
 
 def put(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
@@ -199,9 +201,12 @@ class _Functionalised:
         return made
 
     def _owns(self, root: fx.Node) -> bool:
-        """Returns whether a node's result is a new tensor, not a view of an input."""
+        """Returns whether a node's result is a new tensor or a view of one that the graph made, not of an input."""
         key, of = self.effects.storages(root), self.effects.storages
-        return isinstance(example(root), torch.Tensor) and not any(key[0] in of(a) for a in root.all_input_nodes)
+        held = [a for a in root.all_input_nodes if key[0] in of(a)]
+        if len(held) == 1 and (root.target is operator.getitem or (root.op == "call_method" and root.target in _VIEWS)):
+            return self._owns(held[0])
+        return isinstance(example(root), torch.Tensor) and root.op.startswith("call_") and not held
 
 
 def _fills_slice(node: fx.Node, part: fx.Node) -> bool:

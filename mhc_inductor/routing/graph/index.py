@@ -109,8 +109,9 @@ def _monomial(expr: Any, fixed: Mapping[str, int]) -> Size:
         quotient = base.over(divisor)
         if quotient is not None:
             return quotient
-    if fixed and all(str(symbol) in fixed for symbol in expr.free_symbols):
-        return Size(int(expr.subs({symbol: fixed[str(symbol)] for symbol in expr.free_symbols})))
+    known = {symbol: fixed[str(symbol)] for symbol in expr.free_symbols if str(symbol) in fixed}
+    if known:
+        return _monomial(expr.subs(known), {})
     return Size(1, (str(expr),))
 
 

@@ -181,6 +181,15 @@ def of_size(size: Size) -> Linear:
     return Linear(constant=frozenset({(size.symbols, size.factor)})) if size.factor else ZERO
 
 
+def size_of_sum(total: Linear) -> Size:
+    """Returns a sum of sizes as the size of a dim that has it: a symbol that is named as PyTorch names the sum."""
+    import sympy
+
+    if len(total.constant) <= 1:
+        return next((Size(c, symbols) for symbols, c in total.constant), Size(0))
+    return Size(1, (str(sum(c * sympy.prod(map(sympy.Symbol, symbols)) for symbols, c in total.constant)),))
+
+
 def of_scalar(value: Any, fixed: Mapping[str, int]) -> Linear:
     """Returns an int, a whole float or a torch.SymInt as a constant. Raises Unsupported for anything else."""
     if isinstance(value, bool):

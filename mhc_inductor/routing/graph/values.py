@@ -263,7 +263,8 @@ class Values:
         autocast: for each node inside autocast, the (device, dtype, enabled, cache) of its regions, outermost first.
         templates: the calls recorded so far; graphs of one compile share them.
         writes: returns whether a node writes a tensor that it is given. Such nodes stay opaque.
-        given: for inputs of the body of a checkpointed region, the masks and integers that the graph around passes in.
+        given: for inputs of the body of a checkpointed region, the masks and integers that the graph around passes in;
+            None for others.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ class Values:
         autocast: dict[fx.Node, tuple[Any, ...]],
         templates: dict[Any, Any],
         writes: Callable[[fx.Node], Any],
-        given: Mapping[fx.Node, Value] | None = None,
+        given: Mapping[fx.Node, Value | None] | None = None,
     ) -> None:
         self.graph = graph
         self.writes = writes

@@ -41,12 +41,16 @@ class Knowledge:
         """Bodies of higher-order operators inside a region with a checkpoint policy, which sees their ops too."""
 
 
+Passed = Mapping[fx.Node, Value | None]
+"""What is passed to inputs that need no gradient: the value of a mask or of integers, None for any other tensor."""
+
+
 class View:
     """One graph, and what the pass knows about it.
 
     ``body``: the graph is the body of a higher-order operator, so that its inputs do not tell whether they need
     gradients. ``in_place``: in-place steps stay as they are. That is enough to look for ops, and saves a copy of the
-    graph. ``given``: masks and integers that the graph around a checkpointed region passes to this graph's inputs.
+    graph. ``given``: what is known of the tensors that the graph around a checkpointed region passes to this graph's inputs.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class View:
         knowledge: Knowledge,
         body: bool = False,
         in_place: bool = False,
-        given: Mapping[fx.Node, Value] | None = None,
+        given: Passed | None = None,
     ) -> None:
         self.real = graph
         self.body = body
@@ -77,7 +81,7 @@ class View:
         self.order = {node: i for i, node in enumerate(self.nodes)}
         self.values = self.fresh_values()
 
-    def _unwritten(self, given: Mapping[fx.Node, Value]) -> dict[fx.Node, Value]:
+    def _unwritten(self, given: Passed) -> dict[fx.Node, Value | None]:
         """Returns what is passed to the inputs of this graph, without inputs that the graph writes in place."""
         written = {storage for _, storage, _ in self.events} if given else set()
         kept = {real for real in given if written.isdisjoint(self.effects.storages(real))}

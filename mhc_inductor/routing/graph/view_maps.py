@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mhc_inductor import compat
 from mhc_inductor.log import logger
 from mhc_inductor.routing.graph.bounds import Unfollowed
 from mhc_inductor.routing.graph.index import (
@@ -26,6 +27,7 @@ from mhc_inductor.routing.graph.index import (
     divmod_index,
     linear,
     reshape,
+    size_of,
     var,
 )
 from mhc_inductor.routing.graph.values import Value
@@ -125,6 +127,8 @@ def _selected(ref: Ref) -> Ref:
 
 
 def _offset(base: Value, d: int, start: Any) -> Index:
+    if isinstance(start, torch.SymInt) and compat.routing.expression(start).is_nonnegative:
+        return Index({None: size_of(start, {})})
     if not isinstance(start, int):
         raise Unsupported
     if start < 0:
@@ -153,11 +157,8 @@ def _split(ref: Ref) -> Ref:
     d = _dim(base, rest[0] if rest else 0)
     k = ref.value.out
     each = sizes[:k] if isinstance(sizes, (tuple, list)) else (sizes,) * k
-    if not all(isinstance(size, int) for size in each):
-        raise Unsupported
-    before = sum(each)
     index = list(ref.index)
-    index[d] = index[d].plus(_offset(base, d, before))
+    index[d] = index[d].plus(_offset(base, d, sum(each)))
     return Ref(base, tuple(index))
 
 

@@ -23,7 +23,6 @@ from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, placed
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operators.selection.keys import free
 from mhc_inductor.routing.operators.selection.latent_parts import Left, Part, Weight, farthest, parts_of, rows_of
 from mhc_inductor.routing.operators.selection.layouts import Layouts
 from mhc_inductor.routing.operators.selection.matches import Found
@@ -181,7 +180,7 @@ def _absorbed(view: View, one: Found) -> Absorbed:
         raise Left("K or V is put together from more than one projection, or V has a part that all heads share")
     assert k_part.weight is not None and v_part.weight is not None
     c = _same(k_part, v_part, len(keys) > 1)
-    if any(head in free(conj) for conj in one.keys):
+    if head in one.masked:
         raise Left("the mask differs between the heads, which would share one list of keys", one.dense[-1])
     of = {pair.k: pair for pair in one.pairs}
     asked = [_slice_of(of[part.of], part, [*batch, *one.query, head]) for part in keys]

@@ -30,6 +30,7 @@ from mhc_inductor.routing.graph.linear import Key, atom, replaced, variables_of
 from mhc_inductor.routing.graph.values import Value, Values, example
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection import dim_roles
+from mhc_inductor.routing.operators.selection.data_masks import Layers
 from mhc_inductor.routing.operators.selection.digits import Cut, cut_at, digits_of, joined, splits
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
 from mhc_inductor.routing.operators.selection.keys import TRUE, AnyOf, alike
@@ -39,6 +40,7 @@ from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import Pair, Scaled, dot
 from mhc_inductor.routing.operators.selection.picks import Picks, is_gathered
 from mhc_inductor.routing.operators.selection.scores import Scores
+from mhc_inductor.routing.operators.selection.segments import asks, pairs_of, products_of
 from mhc_inductor.routing.operators.selection.visible_rows import seen_by_all
 from mhc_inductor.routing.operators.selection.weights import Traced, Weights
 
@@ -60,10 +62,19 @@ class Recogniser:
 
     ``zero_rows``: the user asked for zeros in rows without keys. ``by_key``: the mask is to become lists of keys, so
     its conditions may read tensors at the key. ``gathered``: K and V are gathered, and the op is to gather them.
+    ``data``: the op is to read the masks as data; of gathered keys it counts every place of the list.
     """
 
-    def __init__(self, values: Values, zero_rows: bool = False, by_key: bool = False, gathered: bool = False) -> None:
+    def __init__(
+        self,
+        values: Values,
+        zero_rows: bool = False,
+        by_key: bool = False,
+        gathered: bool = False,
+        data: bool = False,
+    ) -> None:
         self.values = values
+        self.data = data
         self.zero_rows = zero_rows
         self.by_key = by_key
         self.gathered = gathered
@@ -90,7 +101,7 @@ class Recogniser:
 
     def _masks(self) -> Masks:
         """Returns a new evaluator of masks, and keeps it for :attr:`close`."""
-        self._made.append(Masks(self.values.fixed, self.values.hints, self.by_key))
+        self._made.append(Masks(self.values.fixed, self.values.hints, self.by_key or self.data))
         self._made[-1].sizes = self.values.sizes
         return self._made[-1]
 
@@ -139,19 +150,19 @@ class Recogniser:
         kv_lead = list(lead)
         if call.grouped and lead:
             kv_lead[-1] = _grouped(dims[len(lead) - 1], call.k)
-        masks, fills = self._masks(), Fills(fused=True)
+        masks, fills = self._masks(), Fills(call.out)
+        layers = Layers(masks, self.gathered) if self.data else None
         place = Var(t.size) if self.gathered else t
-        picks = Picks(masks, place) if self.gathered else None
+        picks = Picks(masks, place, self.data) if self.gathered else None
         element = None if call.mask is None else _aligned(call.mask, (*lead, s, var(place)))
 
         def visible() -> AnyOf:
             if element is None:
                 return TRUE
             if element.value.dtype is torch.bool:
-                return masks.truth(element)
-            found = masks.additive(element)
-            fills.added(masks.possible(element.value), call.q.dtype)
-            return found
+                return masks.truth(element) if layers is None else layers.filled(element, True)
+            fills.added(masks.possible(element.value), element.value.dtype)
+            return masks.additive(element) if layers is None else layers.added(element)
 
         q = _aligned(call.q, (*lead, s, var(width)))
         k = _aligned(call.k, (*kv_lead, var(place), var(width)))
@@ -163,6 +174,7 @@ class Recogniser:
         found = Found(call.out, dims, [Pair(q, k, width)], v, t, _scale(call.scale, width), visible, [], masks, fills)
         if picks is not None:
             found.gathered, found.mask = True, lambda: picks.keys(visible())
+        self._read(found, layers)
         if call.mask is not None:
             found.dense.append(call.mask)
         return found
@@ -189,14 +201,17 @@ class Recogniser:
         """Builds the attention of a softmax, with the digits ``dims`` of its product ``out`` with V."""
         softmax = weights.softmax
         traced, v, t = _sides(weights, Ref(out, tuple(joined(digits) for digits in dims)))
-        masks, dense = self._masks(), [*weights.same]
+        masks, dense = self._masks(), [*weights.same, *weights.added]
         self.gathers, picks = is_gathered(v, t), None
         if self.gathered:
             place = Var(t.size)
             traced, v = traced.at(t, place), replaced(v, t, atom(place))
-            t, picks = place, Picks(masks, place)
+            t, picks = place, Picks(masks, place, self.data)
         self._given = []
-        scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self._given)
+        layers = Layers(masks, self.gathered) if self.data else None
+        scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self._given, layers=layers)
+        if (picks is not None or layers is not None) and scores.segments:
+            raise NotOurs
         if scores.sink is None and t.size != softmax.shape[_dim_of(softmax)]:
             raise NotOurs("the weights of some keys are cut off before the product with V", out)
         self._shapes = [
@@ -226,7 +241,14 @@ class Recogniser:
         assert isinstance(key, Key)
         found = Found(out, dims, pairs, v, key, factor, keys, dense, masks, fills, sink=scores.sink)
         found.gathered = picks is not None
+        self._read(found, layers)
         return found
+
+    def _read(self, found: Found, layers: Layers | None) -> None:
+        """Sets which masks of ``found`` the op reads as data, and whether it counts every place of its lists."""
+        if layers is not None:
+            found.read = layers
+            found.repeats = self.gathered
 
     # --- digits of the result's dims, and their roles ---
 
@@ -259,7 +281,7 @@ class Recogniser:
         zero = found.fills.zero
         if zero is Rows.ZERO or found.sink is not None:
             return Rows.ZERO  # the sink takes all the weight: every fill that counts as a mask is far below it
-        if seen_by_all(found.keys, found.t, found.masks):
+        if all(x.exact for x in found.layers) and seen_by_all(found.keys, found.t, found.masks):
             return Rows.SEEN
         if self.zero_rows:
             found.opted = True
@@ -271,17 +293,25 @@ class Recogniser:
         return found.fills.rows(found.out)
 
 
-def _paired(scores: Scores, v: Ref, t: Var) -> tuple[list[Pair], float]:
+def _paired(scores: Scores, v: Ref, t: Var, like: Sequence[Pair] = ()) -> tuple[list[Pair], float]:
     """Returns q and k of each product that the scores are the sum of, and the factor of all of them.
 
-    Raises NotOurs for other products, and for products that one product of concatenated vectors cannot replace.
+    ``like``: those of other keys, which tell q from a single key. Raises NotOurs for other products, and for products that one product of concatenated vectors cannot replace.
     """
+    if scores.segments:
+        made_of: dict[Scores, tuple[list[Pair], float]] = {}
+        for _, each in sorted(zip(scores.spans, scores.segments, strict=True), key=lambda x: x[0] == ONE):
+            made_of[each] = _paired(each, v, t, like)
+            like = like or made_of[each][0]
+        return pairs_of([made_of[each] for each in scores.segments], scores.spans, t)
     made: list[tuple[float, Pair]] = []
     for factor, *sides, bound in scores.products:
         if len(bound) != 1:
             raise NotOurs
         scaled = [Scaled(side, inputs=True) for side in sides]
         has = [t in variables_of(x.end) for x in scaled]
+        if not any(has) and len(made) < len(like):
+            has = [not asks(x.ref, bound[0], like[len(made)]) for x in scaled]
         if has[0] == has[1]:
             raise NotOurs
         q, k = scaled if has[1] else scaled[::-1]
@@ -347,6 +377,11 @@ def _aligned(value: Value, index: Sequence[Index]) -> Ref:
 
 def _sides(weights: Weights, out: Ref) -> tuple[Traced, Ref, Var]:
     """Returns the softmax's element and V's in a product of the two, and the key at which they are."""
+    return products_of([_side(weights, part) for part in weights.parts(out)], _dim_of(weights.softmax))
+
+
+def _side(weights: Weights, out: Ref) -> tuple[Traced, Ref, Var]:
+    """Returns the softmax's element and V's in one of the products that are added, and the key of its own."""
     summed = dot(peel(out))
     if summed is None:
         raise NotOurs

@@ -9,7 +9,7 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.selection.digits import joined
 from mhc_inductor.routing.operators.selection.entries import entries
 from mhc_inductor.routing.operators.selection.intervals import Interval, Judge
-from mhc_inductor.routing.operators.selection.keys import eliminated, free, settled
+from mhc_inductor.routing.operators.selection.keys import eliminated, settled
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 from mhc_inductor.routing.operators.selection.operands import sources
 from mhc_inductor.routing.operators.selection.scores import OTHER_LOGITS
@@ -71,7 +71,7 @@ def _queries(found: Found, asked: set[Var], shared: set[Var]) -> None:
 
     Raises Mismatch if the mask differs between the heads of a group.
     """
-    masked = {v for conj in found.keys for v in free(conj)}
+    masked = found.masked
     rows: list[list[Var]] = []
     for digits in found.dims:
         own = [v for v in digits if v in asked]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, prims, step
+from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, prims, step, whole
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.linear import (
     Key,
@@ -117,6 +117,36 @@ def uncast(ref: Ref) -> Ref:
         if below is None:
             return ref
         ref = below
+
+
+def kept(value: Value) -> Any:
+    """Returns what a masked_fill keeps: a tensor, or the number that it holds wherever it is kept.
+
+    It is a number in ``x.masked_fill(m, a).masked_fill(~m, b)``.
+    """
+    at = whole(value)
+    flag, want = _flag(_broadcast(value.args[1], at))
+    x = shown(_broadcast(value.args[0], at))
+    if x.value.func in FILLS:
+        other, hides = _flag(_broadcast(x.value.args[1], x))
+        if other == flag and hides != want:
+            return x.value.args[2]
+    return value.args[0]
+
+
+def _flag(ref: Ref) -> tuple[Ref, bool]:
+    """Returns the element of a bool tensor behind views and negations, and whether ``ref`` is that or its opposite."""
+    ref, want = shown(ref), True
+    while ref.value.func in NOT and ref.value.args[0].dtype is torch.bool:
+        ref, want = shown(Ref(ref.value.args[0], ref.index)), not want
+    return ref, want
+
+
+def shown(ref: Ref) -> Ref:
+    """Returns the element behind views."""
+    while ref.value.func not in CASTS and (below := inner(ref)) is not None:
+        ref = below
+    return ref
 
 
 def keyed(ref: Ref) -> bool:

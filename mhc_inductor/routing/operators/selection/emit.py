@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,14 +19,31 @@ from mhc_inductor.routing.graph.index import Size, Unsupported, Var, product_of,
 from mhc_inductor.routing.graph.linear import placed, variables_of
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.operators.selection.data_masks import LOW
 from mhc_inductor.routing.operators.selection.empty_rows import EmptyRows
 from mhc_inductor.routing.operators.selection.layouts import Layouts
-from mhc_inductor.routing.operators.selection.lists import lists
+from mhc_inductor.routing.operators.selection.lists import lists, mask
+from mhc_inductor.routing.operators.selection.masked import LEARNED
 from mhc_inductor.routing.operators.selection.matches import Found
-from mhc_inductor.routing.operators.selection.operands import Source
-from mhc_inductor.routing.operators.selection.profit import list_refusal, list_sides, range_sides, refusal, sizes_of
+from mhc_inductor.routing.operators.selection.operands import Source, held
+from mhc_inductor.routing.operators.selection.profit import (
+    list_refusal,
+    list_sides,
+    mask_refusal,
+    range_sides,
+    reads_masks,
+    refusal,
+    sizes_of,
+)
 from mhc_inductor.routing.operators.selection.ranges import Numbers, ranges
 from mhc_inductor.routing.operators.selection.search import best, data_of, orders
+
+SEEN = LOW / 10
+"""Keys that a mask hides have no weight in a row whose lse is above this."""
+_LATER = (
+    "a query may see no key, and what it then gives is the choice of a kernel, which is made in the compiled code, or "
+    "where an exported program runs"
+)
 
 
 def inputs_of(one: Found) -> list[Value]:
@@ -36,7 +55,7 @@ def inputs_of(one: Found) -> list[Value]:
     refs = [*(source.ref for source in read(one)), *data_of(one)]
     refs += [] if one.sink is None else [sink_of(one).ref]
     sized = [value for value, _ in one.masks.sized.values()]
-    return list(dict.fromkeys([*(ref.value for ref in refs), *sized, *one.masks.indices.values()]))
+    return list(dict.fromkeys([*(x for ref in refs for x in held(ref.value)), *sized, *one.masks.indices.values()]))
 
 
 def taken(one: Found) -> list[Source]:
@@ -57,6 +76,8 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     assert edit.place is not None and one.out.node is not None
     if edit.place.overwritten:
         raise Mismatch("a tensor of the formula is written in place before the formula ends", one.out)
+    if one.fills.by_kernel and (edit.view.knowledge.exported or edit.view.modes_at(one.out.node).kernels):
+        raise Mismatch(_LATER, one.out)
     sources = read(one)
     dtype = functools.reduce(torch.promote_types, [source.dtype for source in sources])
     if torch.finfo(one.out.dtype).bits > torch.finfo(dtype).bits and not edit.narrowed(one.out.node, dtype):
@@ -68,9 +89,8 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     layouts.equal = one.masks.equal
     old, one = one, one if one.absorbed is None else one.absorbed.regrouped(one)
     given, inside = _operands(layouts, one, [s.ref for s in sources], dtype)
-    call = _call(layouts, one, given, inside, device)
-    new = edit.emit(operator.getitem, call, 0)
-    new = EmptyRows(edit, call, given, one.scale, _gradients(edit, one, sources)).put(new, one.rows)
+    new, lse = _call(layouts, one, given, inside, device)
+    new = EmptyRows(edit, lse, given, one.scale, _gradients(edit, one, sources)).put(new, one.rows)
     if one.absorbed is not None:
         new = one.absorbed.output(edit, new, dtype)
     groups = [one.batch, one.query, one.groups, one.heads, one.feature]
@@ -79,31 +99,54 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     return [(old.out, new)]
 
 
+def _needs_grad(edit: Edit, source: Source) -> bool:
+    return any(edit.needs_grad(node_of(value)) for value in held(source.ref.value))
+
+
 def _gradients(edit: Edit, one: Found, sources: Sequence[Source]) -> list[bool]:
     """Returns whether q, k and v need gradients."""
-    needed = [edit.needs_grad(node_of(s.ref.value)) for s in sources]
+    needed = [_needs_grad(edit, s) for s in sources]
     if one.absorbed is not None:
         return [any(needed)] * 3
     return [any(needed[:-1:2]), any(needed[1:-1:2]), needed[-1]]
 
 
-def _call(layouts: Layouts, one: Found, given: Sequence[fx.Node], inside: bool, device: torch.device) -> fx.Node:
-    """Emits the call of the op over ranges or over lists; ``inside``: the values are the keys' first columns."""
+def _call(
+    layouts: Layouts, one: Found, given: Sequence[fx.Node], inside: bool, device: torch.device
+) -> tuple[fx.Node, fx.Node]:
+    """Emits the call of the op: returns o and lse. ``inside``: the values are the keys' first columns."""
     edit, (query, key, value) = layouts.edit, given
     sink = None if one.sink is None else layouts.placed(sink_of(one).ref, [one.groups, one.heads])
 
     def checked(keys: fx.Node) -> fx.Node:
         return one.masks.indices.checked(layouts, keys, lambda x, order: Numbers(layouts, order, device).of(x))
 
+    def called(op: str, *args: Any) -> tuple[fx.Node, fx.Node]:
+        call = edit.emit(getattr(torch.ops.mhc_inductor, op).default, query, key, *args)
+        return edit.emit(operator.getitem, call, 0), edit.emit(operator.getitem, call, 1)
+
     if one.entries is None:
-        op = torch.ops.mhc_inductor.selection_attention.default
-        keys = checked(ranges(layouts, one, device))
-        return edit.emit(op, query, key, value, keys, sink, None, None, one.scale)
-    op = torch.ops.mhc_inductor.selection_list_attention.default
-    keys, width = checked(lists(layouts, one, device)), layouts.size(product_of(v.size for v in one.feature))
-    if one.absorbed is not None:
-        width = one.absorbed.width
-    return edit.emit(op, query, key, None if inside else value, keys, sink, None, None, None, None, one.scale, width)
+        return called("selection_attention", value, checked(ranges(layouts, one, device)), sink, None, None, one.scale)
+    held = None if inside else value
+    width = layouts.size(product_of(v.size for v in one.feature)) if one.absorbed is None else one.absorbed.width
+    if one.whole:
+        return called("selection_mask_attention", held, mask(layouts, one), sink, one.scale, width)
+    keys, bias = lists(layouts, one, device)
+    keys = checked(keys)
+    if bias is None:
+        return called("selection_list_attention", held, keys, sink, None, None, None, None, one.scale, width)
+    listed = called("selection_entry_attention", held, keys, bias, sink, one.scale, width, one.repeats)
+    if not one.low:
+        return listed
+    seen = edit.emit(operator.gt, listed[1], SEEN)
+    hidden = edit.emit("unsqueeze", edit.emit("all", seen, -1), -1)
+    rest = edit.emit("masked_fill", mask(layouts, one), hidden, -math.inf)
+    other = called("selection_mask_attention", held, rest, sink, one.scale, width)
+    o, lse = (
+        edit.emit(torch.where, x, a, b)
+        for x, a, b in zip((edit.emit("unsqueeze", seen, -1), seen), listed, other, strict=True)
+    )
+    return o, lse
 
 
 def sink_of(one: Found) -> Source:
@@ -160,8 +203,16 @@ def _compared(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> str:
     """
     sizes = sizes_of(one, edit.view.values.sizes, device, dtype)
     assert edit.place is not None
-    training = edit.place.modes.grad and any(edit.needs_grad(node_of(s.ref.value)) for s in read(one))
+    training = edit.place.modes.grad and any(_needs_grad(edit, s) for s in read(one))
+    if edit.place.modes.grad and any(edit.needs_grad(node_of(x.ref.value)) for x in one.layers):
+        raise Mismatch(LEARNED, one.layers[0].ref.value)
     reason = refusal(sizes) if one.entries is None else list_refusal(sizes, training)
+    if one.layers and not one.repeats and (reason or sizes.crowded):
+        one.whole = reads_masks(sizes, one.sink is not None)
+        reason = mask_refusal(sizes) if one.whole else reason
+        if reason:
+            raise Mismatch(reason, one.out)
+        return ""
     if reason and (one.entries is None or device == "cuda"):
         raise Mismatch(reason, one.out)
     sides = range_sides(sizes) if one.entries is None else list_sides(sizes, training)

@@ -30,17 +30,17 @@ _MIXED = (
 
 
 class EmptyRows:
-    """Corrects rows without a visible key in the results of a call of the op: o [B, S, G, h, Dv] and lse [B, S, G, h].
+    """Corrects rows without a visible key in the op's result o [B, S, G, h, Dv], by its lse [B, S, G, h].
 
     ``given``: the nodes of q, k and v. ``needed``: whether gradients to them are needed.
     """
 
     def __init__(
-        self, edit: Edit, call: fx.Node, given: Sequence[fx.Node], scale: float, needed: Sequence[bool]
+        self, edit: Edit, lse: fx.Node, given: Sequence[fx.Node], scale: float, needed: Sequence[bool]
     ) -> None:
         self.edit = edit
         self.emit = edit.emit
-        self.call = call
+        self.lse = lse
         self.q, self.k, self.v = given
         self.scale = scale
         grad = edit.place is not None and edit.place.modes.grad
@@ -53,22 +53,26 @@ class EmptyRows:
             return o
         if rows is Rows.ZERO_MIXED:
             raise Mismatch(_MIXED)
-        lse = self.emit(operator.getitem, self.call, 1)
-        empty = self.emit("unsqueeze", self.emit(operator.eq, lse, -math.inf), -1)
+        empty = self.emit("unsqueeze", self.emit(operator.eq, self.lse, -math.inf), -1)
         if zero:
             return self._zero(o, empty)
         if any(self.grads):
-            o = self._spread(o, self.emit("unsqueeze", self.emit(torch.isnan, lse), -1))
+            o = self._spread(o, self.emit("unsqueeze", self.emit(torch.isnan, self.lse), -1))
         if rows in (Rows.NAN, Rows.NAN_SCORES):
             return self._nan(o, empty, rows is Rows.NAN_SCORES)
-        mean = self._mean(self.v)
-        if rows is Rows.MEAN_SCORES and any(self.grads[:2]):
-            mean = self._with_gradients(mean)
+        mean, over = self._mean(self.v), "sum" if rows is Rows.MEAN_SUMMED else "mean"
+        if rows is Rows.MEAN_SUMMED and self.grads[2]:
+            mean = self._with_gradient(self.emit("detach", mean), self._mean(self.v, over))
+        if rows is not Rows.MEAN:
+            if any(self.grads[:2]):
+                mean = self._with_gradient(mean, self._change(over))
+            nothing = self._nothing(self.emit("sum", self.emit("detach", self.q), -1, True))
+            mean = self.emit(operator.mul, mean, self.emit(operator.add, nothing, 1.0))
         return self.emit(torch.where, empty, mean, o)
 
-    def _mean(self, x: fx.Node) -> fx.Node:
-        """Returns the mean of k or v over the keys, broadcastable to [B, S, G, h, D]."""
-        return self.emit(operator.getitem, self.emit("mean", x, -2), _ROW)
+    def _mean(self, x: fx.Node, over: str = "mean") -> fx.Node:
+        """Returns the mean, or the sum, of k or v over the keys, broadcastable to [B, S, G, h, D]."""
+        return self.emit(operator.getitem, self.emit(over, x, -2), _ROW)
 
     def _spread(self, o: fx.Node, nan: fx.Node) -> fx.Node:
         """Returns ``o`` with the gradients that 0 times NaN gives in rows whose weights are NaN.
@@ -115,13 +119,19 @@ class EmptyRows:
         """Returns ``x`` times 0, which is NaN where ``x`` is not finite."""
         return self.emit(operator.mul, x, 0.0)
 
-    def _with_gradients(self, mean: fx.Node) -> fx.Node:
-        """Returns ``mean`` with the gradients of a softmax of equal scores: ds[t] = (do . (v[t] - mean)) / T."""
+    def _with_gradient(self, x: fx.Node, of: fx.Node) -> fx.Node:
+        """Returns ``x`` with the gradient of ``of`` too."""
+        return self.emit(operator.add, x, self.emit(operator.sub, of, self.emit("detach", of)))
+
+    def _change(self, over: str) -> fx.Node:
+        """Returns numbers with the gradients of a softmax of equal scores: ds[t] = (do . (v[t] - mean)) / T.
+
+        ``over`` "sum" in place of "mean" leaves the division by T out.
+        """
         v = self.emit("detach", self.v)
         centred = self.emit(operator.sub, v, self.emit("mean", v, -2, True))
         # Written as products and sums, which Inductor fuses: the gradient stores no tensor but K.T V.
         pairs = self.emit(operator.mul, self.emit("unsqueeze", self.k, -1), self.emit("unsqueeze", centred, -2))
-        moments = self.emit(operator.getitem, self.emit("mean", pairs, -3), _ROW)
+        moments = self.emit(operator.getitem, self.emit(over, pairs, -3), _ROW)
         rows = self.emit(operator.mul, self.emit("unsqueeze", self.q, -1), moments)
-        change = self.emit(operator.mul, self.emit("sum", rows, -2), self.scale)
-        return self.emit(operator.add, mean, self.emit(operator.sub, change, self.emit("detach", change)))
+        return self.emit(operator.mul, self.emit("sum", rows, -2), self.scale)

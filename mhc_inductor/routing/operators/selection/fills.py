@@ -27,6 +27,7 @@ from mhc_inductor.routing.operators.selection.elements import (
     SHOWN,
     SUB,
     constant_of,
+    kept,
     rounded,
 )
 
@@ -67,6 +68,7 @@ class Rows(enum.Enum):
     NAN_SCORES = "rows without keys give NaN, and gradients of NaN to q and k"
     MEAN = "rows without keys give the mean of V"
     MEAN_SCORES = "rows without keys give the mean of V, with gradients to q and k"
+    MEAN_SUMMED = "rows without keys give the mean of V, with the gradients of a sum"
 
 
 class Fills:
@@ -74,13 +76,15 @@ class Fills:
 
     ``safe``: the softmax itself gives 0 in rows of -inf, and no gradients. ``no_nan``: the model sets NaN weights to 0
     later, which leaves the softmax's gradients. ``guarded``: it sets finite weights of rows without a visible key to 0.
-    ``fused``: scores and mask meet inside one call.
+    ``call``: the result of the one call inside which scores and mask meet, if they do (``fused``). ``by_kernel``: what
+    rows without keys give depends on the kernel that PyTorch chooses for it.
     """
 
-    def __init__(self, fused: bool = False) -> None:
+    def __init__(self, call: Value | None = None) -> None:
         self.found: frozenset[Fill] = frozenset()
-        self.safe = self.fused = fused
-        self.no_nan = self.guarded = False
+        self.call = call
+        self.safe = self.fused = call is not None
+        self.no_nan = self.guarded = self.by_kernel = False
 
     def filled(self, value: float, dtype: torch.dtype) -> None:
         """Records a ``masked_fill`` with ``value``."""
@@ -129,12 +133,30 @@ class Fills:
             return Rows.NAN_SCORES if only.added else Rows.NAN
         if not only.added:
             return Rows.MEAN
-        if self.fused:
-            # Kernels differ: the backward on a CPU takes every weight of such a row as 1.
-            raise Mismatch(f"a query may see no key, and {only.value:g} is added inside one call: {_INSTEAD}", where)
-        if spacing(only.value, only.dtype) / 2 < _LOST:
+        mean, dtype = Rows.MEAN_SCORES, only.dtype
+        if self.call is not None:
+            self.by_kernel, kernel, dtype = True, self.call.func, torch.promote_types(dtype, torch.float32)
+            other = kernel is None or (kernel not in _KERNELS and "scaled_dot_product" in kernel.__name__)
+            if other or only.dtype is not self.call.dtype:  # autocast rounds the mask first
+                what = f"{only.value:g} is added inside a call of which it is not known what it gives there"
+                raise Mismatch(f"a query may see no key, and {what}: {_INSTEAD}", where)
+            if _KERNELS.get(kernel) and rounded(only.value * math.log2(math.e), dtype) == -math.inf:
+                return Rows.ZERO
+            mean = Rows.MEAN_SUMMED if kernel in _KERNELS else mean
+        if spacing(only.value, dtype) / 2 < _LOST:
             raise Mismatch(f"a query may see no key, and {only.value:g} plus a score depends on it: {_INSTEAD}", where)
-        return Rows.MEAN_SCORES
+        return mean
+
+
+_KERNELS = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: False,
+    aten._scaled_dot_product_efficient_attention.default: True,
+    aten._scaled_dot_product_cudnn_attention.default: True,
+}
+"""Kernels whose backward takes every weight of a row without keys as 1, and whether they compute powers of 2.
+
+Those multiply scores and mask by log2(e) first, which makes -inf of the lowest numbers of fp32 and bf16.
+"""
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
@@ -199,8 +221,8 @@ _COMBINED: dict[Any, Callable[[float, float], float]] = {
 }
 SOURCES: dict[Any, Callable[[Value], Iterable[Any]]] = {
     aten.where.self: lambda a: a.args[1:],
-    aten.masked_fill.Scalar: lambda a: (a.args[0], a.args[2]),
-    aten.masked_fill.Tensor: lambda a: (a.args[0], a.args[2]),
+    aten.masked_fill.Scalar: lambda a: (kept(a), a.args[2]),
+    aten.masked_fill.Tensor: lambda a: (kept(a), a.args[2]),
     aten.tril.default: lambda a: (a.args[0], 0.0),
     aten.triu.default: lambda a: (a.args[0], 0.0),
     aten.scatter.value: lambda a: (a.args[0], a.args[3]),

@@ -18,6 +18,7 @@ from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, size_o
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.operators.selection.operands import Joined
 
 
 def layout(ref: Ref, known: set[Var], equal: Set[frozenset[Size]]) -> list[tuple[Any, list[Var]]] | None:
@@ -72,17 +73,27 @@ class Layouts:
     def __init__(self, edit: Edit, refs: Iterable[Ref], sized: Mapping[Size, tuple[Value, int]]) -> None:
         self.edit = edit
         self.equal: set[frozenset[Size]] = set()
+        self._made: dict[Value, fx.Node] = {}
         self._numbers: dict[Size, Any] = {}
         self._sizes: dict[Size, tuple[fx.Node, int]] = {}
         for ref in refs:
             for d, size in enumerate(ref.value.shape):
                 if size.symbols:
-                    self._sizes.setdefault(size, (edit.input(ref.value), d))
+                    self._sizes.setdefault(size, (self._input(ref.value), d))
         for node in edit.graph.nodes:
             if node.op == "placeholder" and compat.is_symbol(number := example(node)):
                 self._numbers[size_of(number, {})] = node
         for size, (value, d) in sized.items():
             self._sizes.setdefault(size, (edit.input(value), d))
+
+    def _input(self, value: Value) -> fx.Node:
+        """Returns the node of an input, made here if it is concatenated from several."""
+        if not isinstance(value, Joined):
+            return self.edit.input(value)
+        if value not in self._made:
+            pieces = [self.edit.to(self.edit.input(piece), value.dtype) for piece in value.args[0]]
+            self._made[value] = self.edit.emit(torch.cat, pieces, value.args[1])
+        return self._made[value]
 
     def placed(self, ref: Ref, groups: list[list[Var]]) -> fx.Node:
         """Returns a view with one dim for each of ``groups``, made by joining the group's digits."""
@@ -113,7 +124,7 @@ class Layouts:
         found = layout(ref, set(order), self.equal)
         if found is None:
             raise Unsupported
-        node, emit = self.edit.input(ref.value), self.edit.emit
+        node, emit = self._input(ref.value), self.edit.emit
         picks = [pick for pick, _ in found]
         if any(pick != slice(None) for pick in picks):
             node = emit(operator.getitem, node, tuple(picks))

@@ -1,33 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Emits the keys that every query sees, as lists [B, S, G, k] of single keys."""
+"""Emits the keys that every query sees, as lists [B, S, G, k] of single keys or as a mask."""
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
+from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var
-from mhc_inductor.routing.graph.linear import Linear, of_size
+from mhc_inductor.routing.graph.linear import Linear, of_size, variables_of
 from mhc_inductor.routing.operators.selection.entries import Entries
 from mhc_inductor.routing.operators.selection.layouts import Layouts
 from mhc_inductor.routing.operators.selection.matches import Found
 from mhc_inductor.routing.operators.selection.ranges import Numbers
 
 
-def lists(layouts: Layouts, one: Found, device: torch.device) -> fx.Node:
-    """Returns the node of the entries of all intervals of an attention, -1 for an entry that is not visible."""
+def lists(layouts: Layouts, one: Found, device: torch.device) -> tuple[fx.Node, fx.Node | None]:
+    """Returns the entries of all intervals of an attention, -1 for one that is not visible, and the bias of each entry.
+
+    The bias is None where no mask has to be read at the entries.
+    """
     assert one.entries is not None
     parts = [_part(layouts, one, each, device) for each in one.entries]
     if not parts:
         raise Unsupported
-    return parts[0] if len(parts) == 1 else layouts.edit.emit(torch.cat, parts, -1)
+    keys, biases = zip(*parts, strict=True)
+    return _joined(layouts, keys), None if biases[0] is None else _joined(layouts, biases)
 
 
-def _part(layouts: Layouts, one: Found, each: Entries, device: torch.device) -> fx.Node:
-    """Emits the entries of one interval: its candidates, with -1 in place of those that are not visible."""
+def _joined(layouts: Layouts, parts: Sequence[fx.Node]) -> fx.Node:
+    return parts[0] if len(parts) == 1 else layouts.edit.emit(torch.cat, [*parts], -1)
+
+
+def _part(layouts: Layouts, one: Found, each: Entries, device: torch.device) -> tuple[fx.Node, fx.Node | None]:
+    """Emits the entries of one interval: its candidates, with -1 in place of those that are not visible, and a bias."""
     emit = layouts.edit.emit
     step = Var(_width(layouts, each, device))
     lead = [one.batch, one.query, one.groups, [*each.interval.bound, step]]
@@ -42,8 +53,24 @@ def _part(layouts: Layouts, one: Found, each: Entries, device: torch.device) -> 
     if holds:
         visible = functools.reduce(lambda a, b: emit(operator.and_, a, b), holds)
         node = emit(torch.where, visible, node, -1)
-    node = emit("expand", node, *[layouts.size(v.size) for v in order])
-    return layouts.joined(node, lead)
+    sizes = [layouts.size(v.size) for v in order]
+    keys = layouts.joined(emit("expand", node, *sizes), lead)
+    bias = _bias(numbers, one)
+    return keys, None if bias is None else layouts.joined(emit("expand", bias, *sizes), lead)
+
+
+def _bias(numbers: Numbers, one: Found) -> fx.Node | None:
+    """Returns the sum of the masks that are read as data at the entries, None without such a mask."""
+    emit, masks = numbers.emit, [x for x in one.layers if not x.exact]
+    if not masks and not one.repeats:
+        return None
+    total = emit(torch.zeros, [1] * len(numbers.order), dtype=torch.float32, device=numbers.device)
+    for mask in masks:
+        part = numbers.element(mask.ref)
+        if mask.shows is not None:
+            part = emit(torch.where, emit(operator.eq, part, mask.shows), 0.0, -math.inf)
+        total = emit(operator.add, total, emit("to", part, torch.float32))
+    return total
 
 
 def _width(layouts: Layouts, each: Entries, device: torch.device) -> Size:
@@ -72,3 +99,25 @@ def _conditions(numbers: Numbers, one: Found, each: Entries, key: fx.Node) -> li
         *(emit(operator.lt, key, numbers.of(x)) for x in highs),
         *(numbers.holds(x) for x in (*interval.conditions, *interval.keyed)),
     ]
+
+
+def mask(layouts: Layouts, one: Found) -> fx.Node:
+    """Returns the masks on the scores as one mask [B or 1, S, G or 1, T], a sum unless all of them are boolean."""
+    emit = layouts.edit.emit
+    groups: list[list[Var]] = [one.batch, one.query, one.groups, [one.t]]
+    added = [_laid(layouts, x.ref, groups) for x in one.layers if x.shows is None]
+    shown = [(_laid(layouts, x.ref, groups), x.shows) for x in one.layers if x.shows is not None]
+    seen = [node if want else emit(torch.logical_not, node) for node, want in shown]
+    visible = functools.reduce(lambda a, b: emit(operator.and_, a, b), seen) if seen else None
+    if not added:
+        assert visible is not None
+        return visible
+    total = functools.reduce(lambda a, b: emit(operator.add, a, b), added)
+    return total if visible is None else emit(torch.where, visible, total, -math.inf)
+
+
+def _laid(layouts: Layouts, ref: Ref, groups: list[list[Var]]) -> fx.Node:
+    """Returns a mask with a dim for each of ``groups``, of size 1 where it does not depend on the batch or the group."""
+    held = variables_of(ref)
+    kept = [[] if k in (0, 2) and held.isdisjoint(digits) else digits for k, digits in enumerate(groups)]
+    return layouts.placed(ref, kept)

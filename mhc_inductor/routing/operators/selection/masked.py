@@ -121,12 +121,18 @@ class Masked:
     @property
     def why(self) -> tuple[str, Value | None] | None:
         """Returns how the scores differ from masked products of q and k, and the value where they do; else None."""
-        at = self.scores
+        return self._why(self.scores)
+
+    def _why(self, at: Value) -> tuple[str, Value | None] | None:
         while products(whole(at)) is None:
             below = [a for a in self._sources(at) if isinstance(a, Value) and self._known.get(a)]
-            scaled = at.func in _FACTORS and any(constant_of(a) is not None for a in at.args[:2])
+            scaled = at.func in _FACTORS and any(
+                not isinstance(a, Value) or constant_of(a) is not None for a in at.args[:2]
+            )
             if at.func is None:
                 return _CUT, at
+            if at.func is aten.cat.default and all(self._known.get(piece) for piece in at.args[0]):
+                return next(filter(None, map(self._why, at.args[0])), None)
             if at.func in _JOINED:
                 return OTHER_LOGITS, at
             if len(below) != 1 or not (scaled or at.func in _PLAIN):

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Size, Var, product_of, words_of
-from mhc_inductor.routing.graph.linear import Key
+from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.operators.selection.data_masks import Layer, Layers
 from mhc_inductor.routing.operators.selection.entries import Entries
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
 from mhc_inductor.routing.operators.selection.intervals import Interval
-from mhc_inductor.routing.operators.selection.keys import AnyOf
+from mhc_inductor.routing.operators.selection.keys import AnyOf, free
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.operands import Pair, sources
 
@@ -60,6 +61,12 @@ class Found:
     rows: Rows = Rows.ZERO
     sink: Ref | None = None
     """The logit, one a head, that joins the softmax's denominator only."""
+    read: Layers | None = None
+    """The masks that the op reads as data; None if it reads none."""
+    repeats: bool = False
+    """Whether the places of a list are counted each, also where several name one key."""
+    whole: bool = False
+    """Whether the op reads the masks at all keys, not at those of lists."""
     gathered: bool = False
     """Whether the model gathers each query's keys, at indices that differ where they are visible."""
     opted: bool = False
@@ -87,6 +94,21 @@ class Found:
         return [*(ref for pair in self.pairs for ref in (pair.q, pair.k)), self.v]
 
     @property
+    def layers(self) -> list[Layer]:
+        """Returns the masks that the op reads as data."""
+        return [] if self.read is None else self.read.found
+
+    @property
+    def low(self) -> bool:
+        """Returns whether a row in which the masks show no entry of its list depends on other keys."""
+        return self.read is not None and self.read.low and not self.whole
+
+    @property
+    def masked(self) -> set[Var]:
+        """Returns the variables that the visible keys depend on."""
+        return set[Var]().union(*map(free, self.keys), *(variables_of(x.ref) for x in self.layers))
+
+    @property
     def width(self) -> Size:
         """Returns the number of features of q and k: a sum that is a number, or the one size that there is."""
         sizes = [pair.d.size for pair in self.pairs]
@@ -96,7 +118,7 @@ class Found:
         """Returns a description for the report."""
         groups, heads = (product_of(v.size for v in digits) for digits in (self.groups, self.heads))
         kinds = []
-        for each in self.intervals:
+        for each in () if self.whole else self.intervals:
             width = next((w for low, high in each.pairs() if (w := high.minus(low).value) is not None), None)
             count = product_of(v.size for v in each.bound)
             kind = "ranges" if width is None else f"blocks of {width} keys" if width > 1 else "keys"
@@ -104,6 +126,7 @@ class Found:
         said = f"{words_of(groups)} groups of {words_of(heads)} heads"
         if self.absorbed is not None:
             said = f"{self.absorbed.heads} heads on one latent of {self.absorbed.width}, whose maps are absorbed"
+        kinds += ["a mask that is read as data"] if self.whole or not all(x.exact for x in self.layers) else []
         sink = "" if self.sink is None else ", a sink"
         compared = f"; {self.compared}" if self.compared else ""
         return f"{said}{sink}, {' and '.join(kinds)} a query; {self.rows.value}{compared}"

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from mhc_inductor.routing.graph.expressions import Ref, aten, contraction, operands, peel, reduction, step, summed
-from mhc_inductor.routing.graph.index import Var
+from mhc_inductor.routing.graph.index import Size, Var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.selection.elements import MULTIPLY
 
@@ -26,6 +26,23 @@ class Source:
 
     ref: Ref
     dtype: torch.dtype
+
+
+class Joined(Value):
+    """Tensors that are cast and concatenated where the op is placed. No node of the graph holds the result."""
+
+    __slots__ = ()
+
+    def __init__(self, pieces: Sequence[Value], dim: int, shape: tuple[Size, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype, self.node, self._pending = shape, dtype, None, None
+        self.set(aten.cat.default, (tuple(pieces), dim), {})
+
+
+def held(value: Value) -> list[Value]:
+    """Returns the values of the nodes that hold a tensor: its own, the pieces of a :class:`Joined`, or none."""
+    if isinstance(value, Joined):
+        return [*value.args[0]]
+    return [] if value.node is None else [value]
 
 
 def sources(ref: Ref) -> Iterator[Source]:

@@ -13,9 +13,11 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Miss
 from mhc_inductor.routing.operators.kernels import kernels_of
 from mhc_inductor.routing.operators.selection.emit import emit_attention, inputs_of
-from mhc_inductor.routing.operators.selection.matches import OP
+from mhc_inductor.routing.operators.selection.matches import OP, Found
 from mhc_inductor.routing.operators.selection.sample import Sample
-from mhc_inductor.routing.operators.selection.search import Search
+from mhc_inductor.routing.operators.selection.search import Search, data_of
+
+_NEAR = 64
 
 
 class SelectionOperator:
@@ -49,6 +51,7 @@ class SelectionOperator:
         """Emits the op in place of an attention. Returns each replaced output with its new node."""
         outputs = emit_attention(edit, match.data)
         match.detail = match.data.words()  # now with both figures of the rule that chose the op
+        match.derived = _derived(match.data)
         return outputs
 
     def faster_as_written(self, match: Match, device: str) -> bool:
@@ -61,3 +64,22 @@ class SelectionOperator:
     def kernels(self, op: str, device: str) -> tuple[str, ...]:
         """Returns the names of the kernels on a GPU; elsewhere a description of the reference formula."""
         return kernels_of(op, device)
+
+
+def _derived(one: Found) -> list[Value]:
+    """Returns the masks, and the indices of repeated keys, that the model computes from others of the op's inputs."""
+    if one.read is None or one.whole:
+        return []
+    indices = dict.fromkeys(ref.value for ref in data_of(one)) if one.repeats else {}
+    nodes = {value.node for value in indices}
+    made = [value for value in indices if not nodes.isdisjoint(_above(value.node))]
+    return [*(x.ref.value for x in one.layers), *made]
+
+
+def _above(node: fx.Node | None) -> set[fx.Node]:
+    """Returns the nearest nodes that a node is computed from, without itself."""
+    found, todo = set[fx.Node](), [] if node is None else [node]
+    while todo and len(found) < _NEAR:
+        todo += (new := [a for a in todo.pop(0).all_input_nodes if a not in found])
+        found.update(new)
+    return found

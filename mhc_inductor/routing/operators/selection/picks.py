@@ -85,11 +85,15 @@ class _Entry:
 
 
 class Picks:
-    """The lists of one attention over gathered keys; ``j`` is the place in a list."""
+    """The lists of one attention over gathered keys; ``j`` is the place in a list.
 
-    def __init__(self, masks: Masks, j: Var) -> None:
+    With ``repeats`` the op counts every place of a list, as the model does: nothing has to be proved of the indices.
+    """
+
+    def __init__(self, masks: Masks, j: Var, repeats: bool = False) -> None:
         self.masks = masks
         self.j = j
+        self.repeats = repeats
         self._steps: Steps | None = None
         self._found: tuple[Key, Linear] | None = None
         self._read: dict[tuple[Value, bool], None] = {}
@@ -107,7 +111,7 @@ class Picks:
         found: list[tuple[Key, Linear]] = []
 
         def place(at: Ref, x: Value, d: int, wraps: bool) -> Index | None:
-            entry = self._plain(self.masks.whole(at), at.value)
+            entry = self._entry(at, x.shape[d] if wraps else None)
             if self.j not in entry.variables():
                 return to_index(self.masks.whole(at, x.shape[d] if wraps else None))
             row, entry = self._row(self._unwrapped(entry), x.shape[d])
@@ -131,6 +135,11 @@ class Picks:
         elif entry != self._found[1] or key.size != self.t.size:
             raise Mismatch(_OTHER, last.ref.value)
         return replaced(below, key, atom(self.t))
+
+    def _entry(self, at: Ref, wrap: Size | None) -> Linear:
+        if self.repeats:
+            return self.masks.whole(at, wrap)
+        return self._plain(self.masks.whole(at), at.value)
 
     def _plain(self, entry: Linear, where: Value) -> Linear:
         """Returns a number without clamps and fills that never change it."""
@@ -170,6 +179,9 @@ class Picks:
         """Returns which keys are visible, of which places are. Raises Mismatch if a key may count twice."""
         assert self._found is not None
         _, at = self._found
+        if self.repeats:
+            self._check_range([at])
+            return [self._conjunction(_Entry(at, self.j, c.literals, c.bound)) for c in visible]
         where, wraps = next(iter(self._read))[0], any(wraps for _, wraps in self._read)
         self._steps = Steps("pieces of the lists", where, _MOST)
         entries = [e for c in visible for e in self._resolved(_Entry(at, self.j, c.literals, c.bound))]

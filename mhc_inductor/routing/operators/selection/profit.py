@@ -22,6 +22,8 @@ MEASURED_ON = "estimated from one H200 in bf16"
 MAX_HEADS, MAX_D = 64, 512
 MAX_LIST = (128, 576, 512)
 """The most heads a group, and the widest keys and values, that the list kernels take."""
+FUSED_D = 256
+"""The widest heads that torch's fused kernels take; they take no sink."""
 ROWS = 64
 """Heads that one tensor-core tile of the list kernels holds. With fewer the tile is not full."""
 
@@ -48,6 +50,11 @@ class Sizes:
     fused: bool = False
     latent: Latent | None = None
     gathered: bool = False
+
+    @property
+    def crowded(self) -> bool:
+        """Returns whether lists leave out less than a quarter of the keys, as far as is known."""
+        return self.selected is None or 4 * self.selected > 3 * self.keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +231,17 @@ def absorbs(s: Sizes) -> bool:
     return list_seconds(s, True) < list_seconds(dataclasses.replace(s, latent=None), True)
 
 
+def reads_masks(s: Sizes, sink: bool) -> bool:
+    """Checks whether the op over a mask replaces attention that is written out: where torch has no fused kernel for it."""
+    width = max(s.width, s.values) if s.latent is None else s.latent.width + s.latent.shared
+    return not s.fused and (sink or width > FUSED_D)
+
+
+def mask_refusal(s: Sizes) -> str:
+    """Returns why no kernel takes these sizes for the op over a mask, an empty string if one does."""
+    return _beyond(s) if s.device == "cuda" else ""
+
+
 def list_sides(s: Sizes, training: bool = False) -> Sides:
     """Returns the estimated milliseconds of lists, and of dense attention or that over keys that the model gathers."""
     lists, dense = (f(s, training) * 1e3 for f in (list_seconds, gathered_seconds if s.gathered else dense_seconds))
@@ -238,14 +256,20 @@ def list_refusal(s: Sizes, training: bool = False) -> str:
     assert s.selected is not None
     if s.selected > MOST:
         return f"lists of {s.selected} keys a query; the op takes up to {MOST}"
-    if s.device == "cuda":
-        if s.dtype is torch.float64:
-            return "float64 has no kernel"
-        at = s.latent
-        sizes = (s.heads, s.width, s.values) if at is None else (at.heads, at.width + at.shared, at.width)
-        if any(size > most for size, most in zip(sizes, MAX_LIST, strict=True)):
-            return "{} heads a group of {} elements, values of {}; the kernels take up to {}, {} and {}".format(
-                *sizes, *MAX_LIST
-            )
+    if s.device == "cuda" and (reason := _beyond(s)):
+        return reason
     sides = list_sides(s, training)
     return "" if sides.op_wins else sides.words()
+
+
+def _beyond(s: Sizes) -> str:
+    """Returns which size no kernel of lists or masks takes, an empty string if there is none."""
+    if s.dtype is torch.float64:
+        return "float64 has no kernel"
+    at = s.latent
+    sizes = (s.heads, s.width, s.values) if at is None else (at.heads, at.width + at.shared, at.width)
+    if any(size > most for size, most in zip(sizes, MAX_LIST, strict=True)):
+        return "{} heads a group of {} elements, values of {}; the kernels take up to {}, {} and {}".format(
+            *sizes, *MAX_LIST
+        )
+    return ""

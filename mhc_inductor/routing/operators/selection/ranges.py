@@ -144,7 +144,7 @@ class Numbers:
     def holds(self, condition: Literal) -> fx.Node:
         """Returns the node of a condition's truth value."""
         if isinstance(condition, Given):
-            node = self._element(condition.ref)
+            node = self.element(condition.ref)
             if not condition.want:
                 return self.emit(torch.logical_not, node)
             return node if condition.ref.value.dtype is torch.bool else self.emit(operator.ne, node, 0)
@@ -159,7 +159,7 @@ class Numbers:
             return self.emit(operator.getitem, node, tuple(slice(None) if v is a else None for v in self.order))
         if isinstance(a, Floor):
             return self.emit(operator.floordiv, self.of(a.of), a.by)
-        node = self._element(a.ref)
+        node = self.element(a.ref)
         if a.wrap is not None:
             wrapped = self.emit(operator.add, node, self.layouts.size(a.wrap))
             node = self.emit(torch.where, self.emit(operator.lt, node, 0), wrapped, node)
@@ -169,7 +169,8 @@ class Numbers:
         """Returns a sum of sizes as an int or a node."""
         return self._constant(x)
 
-    def _element(self, ref: Ref) -> fx.Node:
+    def element(self, ref: Ref) -> fx.Node:
+        """Returns an element of a tensor, read at indices inside of it."""
         used = variables_of(ref)
         if not used <= {*self.order, *self.at}:
             raise Unsupported

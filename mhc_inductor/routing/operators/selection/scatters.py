@@ -7,7 +7,7 @@ These are where, masked_fill, tril, triu, scatter, assignments to indices, pad, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.selection.elements import (
     FILLS,
     constant_of,
+    kept,
     keyed,
     operand,
     rounded,
@@ -70,8 +71,8 @@ class Placed:
             when, a, b = value.args
             return self._either_way(when, self._part(a, ref, want, of), self._part(b, ref, want, of), ref)
         if func in FILLS:
-            x, when, fill = value.args
-            return self._either_way(when, self._part(fill, ref, want, of), self._part(x, ref, want, of), ref)
+            _, when, fill = value.args
+            return self._either_way(when, self._part(fill, ref, want, of), self._part(kept(value), ref, want, of), ref)
         if func in (aten.tril.default, aten.triu.default):
             return self._triangle(ref, want, of)
         if func in _WRITES:
@@ -225,16 +226,7 @@ class Placed:
 
     def _joined(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
         """Evaluates a ``cat``: each piece where the index lies in its span."""
-        d, pieces = joined(ref.value)
-        at, start, total = of_index(ref.index[d]), number(0), FALSE
-        for piece in pieces:
-            end = start.plus(of_size(piece.shape[d]))
-            here = both(compared("ge", at, start), compared("lt", at, end))
-            moved = ref.index[d] if not start.constant else _moved(ref.index[d], start)
-            index = (*ref.index[:d], moved, *ref.index[d + 1 :])
-            total = either(total, both(here, of(Ref(piece, index), want)))
-            start = end
-        return total
+        return either(*(both(here, of(piece, want)) for here, piece in pieces_of(ref.index, *joined(ref.value))))
 
     def _gathered(self, ref: Ref) -> tuple[Ref, AnyOf] | None:
         """Returns the element that a gather reads, with the conditions on the variables that stand for its place.
@@ -306,11 +298,21 @@ def filled(known: float, like: Value) -> Ref:
     return Ref(made, ())
 
 
-def _moved(index: Index, by: Linear) -> Index:
+def pieces_of(index: tuple[Index, ...], d: int, pieces: Sequence[Value]) -> Iterator[tuple[AnyOf, Ref]]:
+    """Yields the element ``index`` of the concatenation of ``pieces`` along ``d`` in each of them, and when it is there."""
+    at, start = of_index(index[d]), number(0)
+    for piece in pieces:
+        end = start.plus(of_size(piece.shape[d]))
+        here = both(compared("ge", at, start), compared("lt", at, end))
+        place = const(0) if piece.shape[d] == ONE else moved(index[d], start)
+        yield here, Ref(piece, (*index[:d], place, *index[d + 1 :]))
+        start = end
+
+
+def moved(index: Index, by: Linear) -> Index:
     """Returns ``index`` minus a number or a size. Raises Unsupported if ``by`` is neither."""
-    if by.value is not None:
-        return index.plus(const(-by.value))
-    if by.terms or len(by.constant) != 1:
+    if by.terms:
         raise Unsupported
-    ((symbols, c),) = by.constant
-    return index.plus(Index({None: Size(-c, symbols)}))
+    for symbols, c in by.constant:
+        index = index.plus(Index({None: Size(-c, symbols)}))
+    return index

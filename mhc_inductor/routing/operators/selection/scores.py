@@ -12,35 +12,51 @@ from typing import Any
 import torch
 
 from mhc_inductor.routing.graph.bounds import Steps
-from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, joined, peel, step, whole
+from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, joined, step, whole
 from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, const, product_of, var
-from mhc_inductor.routing.graph.linear import Key
+from mhc_inductor.routing.graph.linear import Key, Linear, number, of_size, size_of_sum
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of
+from mhc_inductor.routing.operators.selection.data_masks import Layers
+from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of, kept
 from mhc_inductor.routing.operators.selection.fills import Fills
-from mhc_inductor.routing.operators.selection.keys import All, AnyOf, KeyData, both
+from mhc_inductor.routing.operators.selection.keys import All, AnyOf, KeyData, both, either
 from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import NotOurs
 from mhc_inductor.routing.operators.selection.operands import Scaled, dot, products
+from mhc_inductor.routing.operators.selection.scatters import pieces_of
 
 
 class Scores:
     """Scores that are ``factor`` times the sum of products ``ref`` at the keys that :meth:`keys` returns.
 
     The masks met are appended to ``given``, and all values that have an element for each query and key to ``dense``.
+    ``segments``: scores that are concatenated under the masks, each with masks of its own, and
+    ``spans``, how many keys each has. With ``layers`` the op is to read the masks as data.
     """
 
-    def __init__(self, ref: Ref, masks: Masks, dense: list[Value], given: list[Value]) -> None:
+    def __init__(
+        self,
+        ref: Ref,
+        masks: Masks,
+        dense: list[Value],
+        given: list[Value],
+        factor: float = 1.0,
+        layers: Layers | None = None,
+    ) -> None:
         self.masks = masks
-        self.factor = 1.0
+        self.layers = layers
+        self.factor = factor
         self.fills = Fills()
         self.given = given
         self.sink: Ref | None = None
         self._parts: list[Callable[[], AnyOf]] = []
         self._steps: list[Callable[[], None]] = []
+        self._pieces: list[tuple[AnyOf, Ref]] = []
         self.ref = ref
         self.products: list[tuple[float, Ref, Ref, list[Var]]] = []
+        self.segments: list[Scores] = []
+        self.spans: list[Size] = []
         negated = None
         while True:
             scaled = Scaled(self.ref)
@@ -55,7 +71,12 @@ class Scores:
             if not 0.0 < abs(self.factor) < math.inf:
                 raise NotOurs
             negated = self.ref.value if self.factor < 0.0 else negated
-            self.ref = self._unmasked(self.ref)
+            below = self._unmasked(self.ref)
+            if below is None:
+                self.segments = [Scores(x, masks, dense, given, self.factor) for _, x in self._pieces]
+                self.products = [product for each in self.segments for product in each.products]
+                break
+            self.ref = below
         if negated is not None:
             raise NotOurs(
                 "masked scores are negated (softmin); expected a softmax of scale * q @ k, and masks", negated
@@ -65,12 +86,19 @@ class Scores:
     def keys(self) -> AnyOf:
         """Returns which keys are visible, and sets :attr:`fills`. Raises Mismatch and Unsupported."""
         keys = functools.reduce(both, [part() for part in self._parts], [All()])
+        if self.segments:
+            parts = zip(self._pieces, self.segments, strict=True)
+            keys = both(keys, either(*(both(here, each.keys()) for (here, _), each in parts)))
+            self.fills.found = frozenset().union(*(each.fills.found for each in self.segments))
         for took in reversed(self._steps):
             took()
         return keys
 
-    def _unmasked(self, ref: Ref) -> Ref:
-        """Returns the scores before the last mask or constant was put on them. Raises NotOurs and Mismatch."""
+    def _unmasked(self, ref: Ref) -> Ref | None:
+        """Returns the scores before the last mask or constant was put on them; None if they are in segments.
+
+        Raises NotOurs and Mismatch.
+        """
         value, func, args = ref.value, ref.value.func, ref.value.args
         if func in FILLS:
             return self._filled(ref, args[1], False, args[0], args[2])
@@ -99,7 +127,8 @@ class Scores:
         if not self.factor * fill <= -1e4:
             raise Mismatch(f"scores of other keys are set to {self.factor * fill:g}; expected -inf", ref.value)
         self._steps.append(functools.partial(self.fills.filled, fill, ref.value.dtype))
-        self._parts.append(functools.partial(self.masks.truth, _broadcast(mask, ref), want))
+        truth = self.masks.truth if self.layers is None else self.layers.filled
+        self._parts.append(functools.partial(truth, _broadcast(mask, ref), want))
         return _broadcast(scores, ref)
 
     def _shifted(self, ref: Ref) -> Ref:
@@ -119,9 +148,13 @@ class Scores:
         if sum(own) != 1 or len(own) != 2 or (sign < 0.0 and own[1]):
             raise NotOurs
         scores, mask = sides if own[0] else sides[::-1]
-        if peel(scores).value.func is aten.cat.default:
-            return scores
         self.given.append(mask.value)
+        if self.layers is not None:
+            if sign * self.factor != 1.0:
+                raise Unsupported
+            self._parts.append(functools.partial(self.layers.added, mask))
+            self._steps.append(functools.partial(self.fills.added, [-math.inf], ref.value.dtype))
+            return scores
         self._parts.append(functools.partial(self._added, mask, scores, sign * self.factor))
         self._steps.append(functools.partial(self._take_added, mask.value, sign, ref.value.dtype))
         return scores
@@ -149,21 +182,32 @@ class Scores:
         """Records the values of an added mask in :attr:`fills`."""
         self.fills.added([sign * v for v in self.masks.possible(mask)], dtype)
 
-    def _joined(self, ref: Ref) -> Ref:
+    def _joined(self, ref: Ref) -> Ref | None:
         """Returns the scores in a concatenation of scores and one logit a row, and sets :attr:`sink` to that logit.
 
-        Raises NotOurs for any other concatenation.
+        Returns None if scores of several segments of keys are left. Raises NotOurs for any other concatenation.
         """
         d, pieces = joined(ref.value)
-        at = ref.index[d]
-        start, width = at.terms.get(None, Size(0)), product_of(v.size for v in at.variables())
-        if len(pieces) == 2 and self.sink is None and not self._parts and self.factor == 1.0:
-            scores, sink = (0, 1) if not start.factor else (1, 0)
-            spans = pieces[scores].shape[d] == width and pieces[sink].shape[d] == ONE
-            if spans and (not start.factor or start == ONE):
-                place = at.plus(const(-1)) if start.factor else at
-                self.sink = Ref(pieces[sink], (*ref.index[:d], const(0), *ref.index[d + 1 :]))
-                return Ref(pieces[scores], (*ref.index[:d], place, *ref.index[d + 1 :]))
+        at, last = ref.index[d], len(pieces) - 1
+        width = product_of(v.size for v in at.variables())
+        free = self.sink is None and not self._parts and self.factor == 1.0
+        with contextlib.suppress(Unsupported):
+            for begin, sink in ((0, None), *(((0, last), (1, 0)) if free else ())):
+                kept = [x for k, x in enumerate(pieces) if k != sink]
+                sizes = [x.shape[d] for x in kept]
+                spans = size_of_sum(functools.reduce(Linear.plus, map(of_size, sizes), number(0))) == width
+                if not spans or at.terms.get(None, Size(0)) != Size(begin):
+                    continue
+                if sink is not None:
+                    if pieces[sink].shape[d] != ONE:
+                        continue
+                    self.sink = Ref(pieces[sink], (*ref.index[:d], const(0), *ref.index[d + 1 :]))
+                found = [*pieces_of((*ref.index[:d], at.plus(const(-begin)), *ref.index[d + 1 :]), d, kept)]
+                if len(kept) == 1:
+                    return found[0][1]
+                if all(isinstance(v, Key) for v in at.variables()) and all(is_scores(x) for _, x in found):
+                    self._pieces, self.spans = found, sizes
+                    return None
         below = step(ref)
         if below is not None:
             return below
@@ -242,7 +286,9 @@ def _parts(ref: Ref) -> list[Ref]:
     if func is aten.cat.default:
         return [*map(whole, args[0])]
     parts: tuple[Any, ...] = ()
-    if func in FILLS or func in CHANGES:
+    if func in FILLS:
+        parts = (kept(ref.value),)
+    elif func in CHANGES:
         parts = args[:1]
     elif func is aten.where.self:
         parts = args[1:2] if constant_of(args[2]) is not None else args[2:3]

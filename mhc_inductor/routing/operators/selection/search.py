@@ -19,8 +19,8 @@ from mhc_inductor.routing.operators.selection.keys import Given, KeyData
 from mhc_inductor.routing.operators.selection.layouts import layout
 from mhc_inductor.routing.operators.selection.masked import OPAQUE, Masked, unknown
 from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
-from mhc_inductor.routing.operators.selection.operands import Source, sources
-from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, sizes_of
+from mhc_inductor.routing.operators.selection.operands import Joined, Source, held, sources
+from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, reads_masks, sizes_of
 from mhc_inductor.routing.operators.selection.renormalised import renormalised
 from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     by_choice,
@@ -87,6 +87,8 @@ class Search:
         self.found: list[Found] = []
         self.softmaxes = set[Value]()
         """The scores of the softmaxes examined."""
+        self._said: tuple[str, Value | None] | None = None
+        """Why the last softmax is none of ours, if its masks were not examined."""
         if any(name_of(node) == _CALL or is_softmax(node) or is_power(node) or is_log(node) for node in view.nodes):
             self.found = self._unused(self._all())
             for one in self.found:
@@ -207,6 +209,9 @@ class Search:
             found = self._picked(recognise, node, known)
             if found is not None:
                 return [found]
+        elif (found := self._read(recogniser, recognise, node, known)) is not None:
+            del self.misses[known:]
+            return [found]
         self.failed.append(recogniser)
         if not gathered and not self.misses[known:] and (slower or recogniser.given):
             if slower:
@@ -233,11 +238,38 @@ class Search:
         If there is none, its near misses replace those from ``known`` on, if it has any.
         """
         missed = self.misses[known:]
-        del self.misses[known:]
-        found = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True, gathered=True), recognise, node)
-        if found is not None:
+        for data in (False, True):
+            del self.misses[known:]
+            recogniser = Recogniser(self.values, self.zero_rows, by_key=True, gathered=True, data=data)
+            found = self._recognised(recogniser, recognise, node)
+            if found is not None:
+                del self.misses[known:]
+                return found
+            missed = self.misses[known:] or missed
+        self.misses[known:] = missed
+        return None
+
+    def _read(
+        self, failed: Recogniser, recognise: Callable[[Recogniser], Found], node: fx.Node, known: int
+    ) -> Found | None:
+        """Returns the attention at ``node`` whose masks the op is to read as data.
+
+        If it is not worth it, the reason replaces the near misses from ``known`` on.
+        """
+        if unknown(self.view, failed.given, failed.shape)[0] is not OPAQUE:
+            return None
+        at = len(self.misses)
+        found = self._recognised(Recogniser(self.values, self.zero_rows, data=True), recognise, node)
+        del self.misses[at:]
+        if found is None or found.out.node is None:
+            return None
+        sizes = sizes_of(found, self.values.sizes, example(found.out.node).device.type, found.v.value.dtype)
+        slower = left_to_dense(found, self.values.sizes)
+        if slower is None or reads_masks(sizes, found.sink is not None):
             return found
-        self.misses[known:] = self.misses[known:] or missed
+        if slower:
+            del self.misses[known:]
+            self._miss(slower, None, node)
         return None
 
     def _gathered(self, node: fx.Node, known: int) -> bool:
@@ -286,11 +318,14 @@ class Search:
         except NotOurs as different:
             if different.reason and recogniser.close:
                 self._miss(different.reason, different.value, node)
+            elif different.reason:
+                self._said = different.reason, different.value
         return None
 
     def _absorb(self, found: Found) -> None:
         """Sets how the op can read the latent that K and V are maps of, if lists are read and that is faster."""
-        latent = None if found.entries is None else absorption(self.view, found)
+        joined = any(isinstance(ref.value, Joined) for ref in found.refs)
+        latent = None if found.entries is None or joined else absorption(self.view, found)
         if isinstance(latent, Absorbed):
             found.absorbed = latent
             if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.v.value.dtype)):
@@ -306,6 +341,7 @@ class Search:
         if again is not None:
             self._unrouted(_RENORMALISED, again.result, node, Masked(self.view, value.args[0], again.guards))
             return []
+        self._said = None
         weights = Weights(self.view, value, node)
         known = len(self.misses)
         found = self._weighed(node, value, weights)
@@ -320,7 +356,7 @@ class Search:
             self._miss(_PICKED, picked, node)
         elif weights.over_keys:
             masked = Masked(self.view, scores)
-            self._unrouted(*(masked.why or weights.why), node, masked)
+            self._unrouted(*(masked.why or self._said or weights.why), node, masked)
 
     def _weighed(self, node: fx.Node, value: Value, weights: Weights) -> list[Found]:
         """Returns the attention that uses the weights of the softmax ``value``."""
@@ -377,14 +413,14 @@ def best(ref: Ref, order: list[Var], equal: Set[frozenset[Size]] = frozenset()) 
     """
     found = None
     for source in sources(ref):
-        if source.ref.value.node is not None and layout(source.ref, set(order), equal) is not None:
+        if held(source.ref.value) and layout(source.ref, set(order), equal) is not None:
             found = source
     return found
 
 
 def data_of(one: Found) -> list[Ref]:
     """Returns the elements of tensors that determine which keys a query sees."""
-    found: dict[Ref, None] = {}
+    found = dict.fromkeys(x.ref for x in one.layers)
     for each in one.intervals:
         for x in (*each.lowers, *each.uppers):
             found.update(dict.fromkeys(d.ref for d in x.data()))
@@ -405,7 +441,7 @@ def left_to_dense(one: Found, hints: Mapping[str, int]) -> str | None:
     sizes = sizes_of(one, hints, example(one.out.node).device.type, one.v.value.dtype)
     if one.gathered:
         return None
-    if sizes.selected is None or 4 * sizes.selected > 3 * sizes.keys:
+    if sizes.crowded:
         return ""
     return None if any(each.selects for each in one.intervals) else list_refusal(sizes) or None
 
@@ -415,7 +451,7 @@ def region_of(one: Found) -> set[fx.Node]:
     if one.absorbed is not None:
         stop = {value.node for value in one.absorbed.inputs}
     else:
-        stop = {s.ref.value.node for ref in one.refs for s in sources(ref)}
+        stop = {value.node for ref in one.refs for s in sources(ref) for value in held(s.ref.value)}
     stop |= {ref.value.node for ref in data_of(one)}
     assert one.out.node is not None
     region, todo = {one.out.node}, [one.out.node]

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, peel, step, whole
-from mhc_inductor.routing.graph.index import Var
+from mhc_inductor.routing.graph.index import ONE, Var
 from mhc_inductor.routing.graph.linear import atom, replaced
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
@@ -109,6 +109,25 @@ class Weights:
         self.outs: list[Value] = []
         self.dropped: Value | None = None
         view.descendants([node], self._passes, REACH)
+        self._sums = set[Value]()
+        self.added: dict[Value, None] = {}
+        """Products with V that the graph adds up: their sum stands for them in :attr:`outs`."""
+        while len(self.outs) > 1 and (total := next(filter(None, map(self._sum, self.outs)), None)) is not None:
+            self.added.update(dict.fromkeys(total.args))
+            self._sums.add(total)
+            self.outs = [total, *(out for out in self.outs if out not in total.args)]
+
+    def _sum(self, out: Value) -> Value | None:
+        """Returns the sum of a product with V and another one, None if there is none."""
+        users = () if out.node is None else map(self.view.value, out.node.users)
+        sums = (v for v in users if v is not None and v.func is aten.add.Tensor and not v.kwargs and len(v.args) == 2)
+        return next((v for v in sums if v.args[0] is not v.args[1] and all(a in self.outs for a in v.args)), None)
+
+    def parts(self, out: Ref) -> list[Ref]:
+        """Returns the elements of the products with V that an element of their sum is the sum of."""
+        if out.value not in self._sums:
+            return [out]
+        return [part for a in out.value.args for part in self.parts(_broadcast(a, out))]
 
     @property
     def why(self) -> tuple[str, Value | None]:
@@ -121,11 +140,12 @@ class Weights:
     @property
     def over_keys(self) -> bool:
         """Checks that no product with V sums over another dim than the softmax."""
-        for out in self.outs:
-            *sides, bound = dot(peel(whole(out)))  # type: ignore[misc]
+        for out in (part for total in self.outs for part in self.parts(whole(total))):
+            *sides, bound = dot(peel(out))  # type: ignore[misc]
             traced = next((t for t in map(self.traced, sides) if t is not None), None)
             dim = self.softmax.args[1]
-            if traced is not None and not traced.ref.index[dim].variables() & {*bound}:
+            keys = {v for v in bound if v.size != ONE}
+            if traced is not None and keys and not traced.ref.index[dim].variables() & keys:
                 return False
         return True
 
@@ -133,7 +153,7 @@ class Weights:
         """Records what ``user`` makes of the weights. Returns whether its users are to be followed."""
         reached = self.view.value(user)
         if reached is None:
-            return False
+            return isinstance(self.view.values.of(user), tuple)  # a split, whose parts are its users
         guard = guarded(reached, self.same)
         if guard is None and name_of(user).startswith("dropout"):
             source = self._dropout(reached, user)

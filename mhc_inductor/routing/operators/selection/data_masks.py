@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks that the op reads as data: arguments, buffers, and what other ops or graphs return.
+
+Nothing is proved of their contents. A bound says where such a mask can show a key: everywhere that it is not -inf, or
+not finfo.min. The op reads the mask itself at the keys within the bound, and at all keys in rows where it shows none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+
+from mhc_inductor.routing.graph.expressions import Ref
+from mhc_inductor.routing.graph.index import Unsupported
+from mhc_inductor.routing.operators.selection.elements import ADD, constant_of, inner, operand, uncast
+from mhc_inductor.routing.operators.selection.keys import FALSE, TRUE, AnyOf, both
+from mhc_inductor.routing.operators.selection.masks import Masks
+
+LOW = -1e30
+"""A score plus this number has no weight next to a score plus 0, in any dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A mask on the scores.
+
+    ``shows``: the truth value at which a key counts, None for a mask that is added. ``exact``: the keys that the search
+    found are those that it shows, so that a list of them needs no look at the mask.
+    """
+
+    ref: Ref
+    shows: bool | None
+    exact: bool
+
+
+class Layers:
+    """The masks on the scores of one attention, which the op is to read as data.
+
+    With ``once`` a key that a mask shows in several ways must not be found several times.
+    """
+
+    def __init__(self, masks: Masks, once: bool) -> None:
+        self.masks = masks
+        self.once = once
+        self.low = False
+        """Whether keys beyond the bound may have a number of at most :data:`LOW` in place of -inf."""
+        self.found: list[Layer] = []
+
+    def filled(self, ref: Ref, want: bool) -> AnyOf:
+        """Returns which keys a mask leaves that is filled in, all of them if its formula cannot be followed."""
+        keys: AnyOf | None = None
+        with contextlib.suppress(Unsupported):
+            keys = self.masks.truth(ref, want)
+        return self._taken(ref, want, keys, TRUE)
+
+    def added(self, ref: Ref) -> AnyOf:
+        """Returns the keys at which an added mask may be above :data:`LOW`."""
+        return self._taken(ref, None, self._bare(ref), TRUE if self.once else self._shown(ref))
+
+    def _taken(self, ref: Ref, shows: bool | None, keys: AnyOf | None, bound: AnyOf) -> AnyOf:
+        """Records a mask. Returns the keys that it shows, the ``bound`` if they are not known."""
+        if keys is not None and self.once and (len(keys) != 1 or keys[0].bound):
+            keys = None
+        self.found.append(Layer(_held(ref), shows, keys is not None))
+        return bound if keys is None else keys
+
+    def _bare(self, ref: Ref) -> AnyOf | None:
+        """Returns the keys that an added mask of 0 and -inf alone shows, None for any other mask."""
+        with contextlib.suppress(Unsupported):
+            if self.masks.possible(ref.value) <= {0.0, -math.inf}:
+                return self.masks.additive(ref)
+        return None
+
+    def _hides(self, number: float) -> bool:
+        self.low = self.low or -math.inf < number <= LOW
+        return number <= LOW
+
+    def _shown(self, ref: Ref, _: bool = True) -> AnyOf:
+        """Returns a bound of the keys at which an element is above :data:`LOW`: all of them where nothing is known."""
+        ref = uncast(ref)
+        known = constant_of(ref.value)
+        if known is not None:
+            return FALSE if self._hides(known) else TRUE
+        keys = self._bare(ref)
+        if keys is not None:
+            return keys
+        with contextlib.suppress(Unsupported):
+            if all(x == 0.0 or self._hides(x) for x in self.masks.possible(ref.value)):
+                return self.masks.additive(ref)
+        with contextlib.suppress(Unsupported):
+            if ref.value.func in ADD and len(ref.value.args) == 2 and not ref.value.kwargs:
+                parts = (self._shown(operand(x, ref)) for x in ref.value.args if constant_of(x) is None)
+                return functools.reduce(both, parts, TRUE)
+            found = self.masks.placed.structured(ref, True, self._shown)
+            return TRUE if found is None else found
+        return TRUE
+
+
+def _held(ref: Ref) -> Ref:
+    """Returns the element of a mask in a tensor of the graph, behind views alone. Raises Unsupported without one."""
+    below: Ref | None = ref
+    while below is not None and below.value.node is None:
+        below = inner(below)
+    if below is None:
+        raise Unsupported
+    return below

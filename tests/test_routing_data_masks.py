@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention under masks that routing cannot look into: read at the keys of a bound, or at all keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mhc_inductor.routing import route
+from mhc_inductor.routing.report import Report
+from tests import capture, sparse_runs
+from tests.capture import difference, eager, not_worse, reasons, run
+from tests.sparse_families import FAMILIES
+
+B, H, S, D, K = 2, 3, 12, 8, 4
+INF, LOWEST = float("inf"), torch.finfo(torch.float32).min
+Form = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of q [B, H, S, D], k and v [B, 1, S, D], sinks [H], a mask [1, 1, S, S] and positions of keys [B, S, K]."""
+
+
+def inputs(hide: float = LOWEST, dtype: torch.dtype = torch.float32, empty: bool = False) -> list[Tensor]:
+    """Returns the arguments of a form; a causal mask that hides by ``hide``. ``empty``: some rows hide every key."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, sink = (torch.randn(*shape, generator=g) for shape in ((B, H, S, D), (B, 1, S, D), (B, 1, S, D), (H,)))
+    hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+    if empty:
+        hidden[::5] = True
+    mask = torch.zeros(1, 1, S, S).masked_fill(hidden, hide if dtype is torch.float32 else torch.finfo(dtype).min)
+    indices = torch.rand(B, S, S, generator=g).topk(K).indices
+    return [*(t.to(dtype) for t in (q, k, v, sink, mask)), indices]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None = None) -> Tensor:
+    scores = q @ k.mT * 0.3 + mask
+    if sink is None:
+        return scores.softmax(-1) @ v
+    scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ v
+
+
+def scattered(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    """The positions scattered into -inf, added to the given mask."""
+    chosen = torch.full((B, 1, q.shape[2], k.shape[2]), -INF, dtype=q.dtype).scatter(-1, at.unsqueeze(1), 0.0)
+    return attend(q, k, v, mask + chosen)
+
+
+def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    chosen = torch.full((B, 1, q.shape[2], k.shape[2]), -INF, dtype=q.dtype).scatter(-1, at.unsqueeze(1), 0.0)
+    return attend(q, k, v, chosen + mask, sink)
+
+
+def filled(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    """The given mask filled where a key is not chosen: rows in which it hides all chosen keys depend on the others."""
+    hidden = torch.ones(B, 1, q.shape[2], k.shape[2], dtype=torch.bool).scatter(-1, at.unsqueeze(1), False)
+    return attend(q, k, v, mask.expand(B, -1, -1, -1).masked_fill(hidden, torch.finfo(q.dtype).min))
+
+
+def chosen_by_where(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    chosen = (at.unsqueeze(-1) == torch.arange(k.shape[2])).any(-2).unsqueeze(1)
+    return attend(q, k, v, torch.where(chosen, mask, -INF))
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    """Nothing bounds the given mask."""
+    return attend(q, k, v, mask, sink)
+
+
+def segments(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    """DeepSeek-V4's: the given mask next to positions scattered into -inf, along the keys."""
+    chosen = torch.full((B, 1, q.shape[2], k.shape[2]), -INF, dtype=q.dtype).scatter(-1, at.unsqueeze(1), 0.0)
+    both = torch.cat([mask.expand(B, -1, -1, -1), chosen], -1)
+    return attend(q, torch.cat([k, k.flip(1) * 0.5], 2), torch.cat([v, v * 2], 2), both, sink)
+
+
+LISTED: dict[str, Form] = {f.__name__: f for f in (scattered, with_sink, filled, chosen_by_where)}
+WHOLE: dict[str, Form] = {f.__name__: f for f in (window, segments)}
+ENTRIES = torch.ops.mhc_inductor.selection_entry_attention.default
+MASKS = torch.ops.mhc_inductor.selection_mask_attention.default
+
+
+def detached(form: Form) -> Form:
+    """Returns the form of a mask without a gradient: :func:`tests.capture.run` asks for all of them."""
+    return lambda q, k, v, sink, mask, at: form(q, k, v, sink, mask.detach(), at)
+
+
+def calls(got: capture.Captured, op: object) -> int:
+    return sum(node.target is op for gm in got.graphs for node in gm.graph.nodes)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", {**LISTED, **WHOLE})
+def test_routed(name: str, grad: bool, dynamic: bool) -> None:
+    form, given = detached({**LISTED, **WHOLE}[name]), inputs()
+    got, want = run(form, given, (), grad, dynamic=dynamic), eager(form, given, (), grad)
+    assert got.ops["selection_attention"] == 1 and not got.report.problems, reasons(got)
+    assert calls(got, ENTRIES if name in LISTED else MASKS) == 1 or name == "segments"
+    assert difference(got, want) < 2e-6
+
+
+@pytest.mark.parametrize("hide", [LOWEST, -INF, -1e4, -2.5])
+@pytest.mark.parametrize("name", {**LISTED, **WHOLE})
+def test_rows_in_which_the_mask_hides_every_key(name: str, hide: float) -> None:
+    """NaN and its gradients, means with full gradients, and sums in which a fill of -2.5 is only a smaller score."""
+    form, given = detached({**LISTED, **WHOLE}[name]), inputs(hide, empty=True)
+    got, want = run(form, given), eager(form, given)
+    assert got.ops["selection_attention"] == 1, reasons(got)
+    nan = [t.isnan() for t in (*want.outputs, *(g for g in want.grads.values() if g is not None))]
+    ours = [t.isnan() for t in (*got.outputs, *(g for g in got.grads.values() if g is not None))]
+    assert all(torch.equal(a, b) for a, b in zip(ours, nan, strict=True))
+    assert difference(got, want) < 2e-5 or any(t.any() for t in nan)
+    for a, b in zip(got.outputs, want.outputs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", {**LISTED, **WHOLE})
+def test_bf16(name: str) -> None:
+    form, given = detached({**LISTED, **WHOLE}[name]), inputs(dtype=torch.bfloat16, empty=True)
+    got, exact = run(form, given), [t.double() if t.is_floating_point() else t for t in given]
+    assert got.ops["selection_attention"] == 1, reasons(got)
+    not_worse(name, got, eager(form, given), eager(form, exact))
+
+
+# --- left alone ---------------------------------------------------------------------------------------------------
+
+
+def trained(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    """The mask has a gradient, which no op gives."""
+    return scattered(q, k, v, sink, mask * 1.0, at)
+
+
+def trained_window(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    return window(q, k, v, sink, mask + sink.sum(), at)
+
+
+def scaled(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    chosen = torch.full((B, 1, S, S), -INF).scatter(-1, at.unsqueeze(1), 0.0)
+    return ((q @ k.mT + (mask.detach() + chosen)) * 0.3).softmax(-1) @ v
+
+
+def of_heads(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    """Heads of a group differ in their masks."""
+    return window(q, k, v, sink, mask.detach() * torch.arange(H).view(1, H, 1, 1), at)
+
+
+def narrow(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    """Torch has fused kernels for a mask without a sink and for heads of up to 256 elements."""
+    return attend(q, k, v, mask.detach())
+
+
+def in_a_call(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), attn_mask=mask.detach())
+
+
+LEFT: dict[str, Form] = {f.__name__: f for f in (trained, trained_window, scaled, of_heads, narrow, in_a_call)}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_with_a_reason(name: str) -> None:
+    got, want = run(LEFT[name], inputs()), eager(LEFT[name], inputs())
+    assert not got.ops["selection_attention"] and difference(got, want) < 2e-6
+    assert [m for m in got.report.near_misses if m.op == "selection_attention"], reasons(got)
+
+
+def test_more_than_4096_entries_stay_and_say_so() -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+        chosen = torch.full((1, 1, 2, 8000), -INF).scatter(-1, at.view(1, 1, 2, -1), 0.0)
+        return attend(q, k, v, mask.detach() + chosen)
+
+    g = torch.Generator().manual_seed(1)
+    q, k, v, mask = (
+        torch.randn(*shape, generator=g) for shape in ((1, H, 2, 4), (1, 1, 8000, 4), (1, 1, 8000, 4), (1, 1, 2, 8000))
+    )
+    given = [q, k, v, mask, torch.rand(2, 8000, generator=g).topk(5000).indices]
+    got, want = run(fn, given), eager(fn, given)
+    assert not got.ops["selection_attention"] and difference(got, want) < 2e-6
+    assert "lists of 5000 keys a query; the op takes up to 4096" in reasons(got)
+
+
+def test_a_mask_with_a_gradient_is_read_where_none_is_asked_for() -> None:
+    got, want = run(trained_window, inputs(), (), False), eager(trained_window, inputs(), (), False)
+    assert calls(got, MASKS) == 1 and difference(got, want) < 2e-6
+
+
+# --- models whose layers are compiled one by one --------------------------------------------------------------------
+
+ALONE = [(family, mode) for family in ("deepseek_v4", "hy_v4", "deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note",
+                                       "mistral_large4") for mode in ("training", "prefill, left padded")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "mode"), ALONE)
+def test_layers_compiled_one_by_one(family: str, mode: str) -> None:
+    how = sparse_runs.MODES[mode]
+    model = sparse_runs.prepare(family, how, "eager")
+    report, ops = Report(), Counter[str]()
+
+    def backend(gm: torch.fx.GraphModule, _: list[object]) -> Callable[..., object]:
+        report.extend(route(gm, check=capture.VERIFY))
+        ops.update(capture.ops_of(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    want = sparse_runs.evaluate(model, model, how)
+    for layer in next(m for name, m in model.named_modules() if name.endswith(".layers") and "vision" not in name):
+        layer.compile(backend=backend, dynamic=False)
+    got = sparse_runs.evaluate(model, model, how)
+    assert difference(got, want) < 1e-4 and not report.problems
+    assert not any("positions or padding alone" in m.reason for m in report.near_misses)
+    assert ops["selection_attention"] >= FAMILIES[family].attentions
+    assert ops["index_topk"] + ops["index_scores"] == FAMILIES[family].indexers
