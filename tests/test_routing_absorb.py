@@ -17,8 +17,8 @@ from mhc_inductor.routing import Match, Verifier, View
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.view import Knowledge
+from mhc_inductor.routing.masks.layouts import Layouts
 from mhc_inductor.routing.operators.selection.absorb import Absorbed, Kept, absorption
-from mhc_inductor.routing.operators.selection.layouts import Layouts
 from mhc_inductor.routing.operators.selection.search import Search
 from tests.capture import Captured, difference, eager, evaluate, named_tensors, not_worse, reasons, run
 from tests.helpers_mhc import relative

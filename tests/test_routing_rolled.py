@@ -14,8 +14,8 @@ from torch import Tensor
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Var, const
 from mhc_inductor.routing.graph.linear import Datum, Key, Linear, atom, floor, mapped
+from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Given
 from mhc_inductor.routing.operators.selection.intervals import rolled
-from mhc_inductor.routing.operators.selection.keys import All, AnyOf, Compare, Given
 from tests.capture import difference, eager, run
 
 T = Key(Size(32))

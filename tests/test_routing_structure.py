@@ -67,3 +67,17 @@ def test_only_operators_name_operators(file: pathlib.Path) -> None:
         if any(name in text.replace("mhc_inductor", "").lower() for name in OPERATORS)
     ]
     assert not named, f"{file.name} names an operator: {named}"
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(f.name for f in (ROOT / "operators").iterdir() if (f / "__init__.py").exists())
+)
+def test_no_operator_imports_from_the_folder_of_another(folder: str) -> None:
+    ours = f"mhc_inductor.routing.operators.{folder}."
+    others = [
+        f"{file.name}: {text}"
+        for file in (ROOT / "operators" / folder).rglob("*.py")
+        for _, text in _code(ast.parse(file.read_text()))
+        if text.startswith("mhc_inductor.routing.operators.") and not text.startswith((ours, ours[:-1]))
+    ]
+    assert not [x for x in others if "operators.kernels." not in x]

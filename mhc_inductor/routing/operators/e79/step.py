@@ -26,6 +26,7 @@ from mhc_inductor.routing.graph.expressions import (
     shown,
     written,
 )
+from mhc_inductor.routing.graph.gates import sigmoid_argument, squared
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value
@@ -41,8 +42,6 @@ from mhc_inductor.routing.operators.e79.terms import (
     product,
 )
 from mhc_inductor.routing.operators.e79.update import NoUpdate, Update, Weak, matrices_in, update, word_of
-from mhc_inductor.routing.operators.mhc.formula import sigmoid_argument
-from mhc_inductor.routing.operators.mhc.norm import squared
 
 EPS = 1e-6
 _CLAMPS = (aten.clamp_min.default, aten.clamp.default, aten.maximum.default, aten.clamp_min.Tensor)

@@ -11,6 +11,7 @@ from mhc_inductor.routing.graph.expressions import (
     addends,
     close,
 )
+from mhc_inductor.routing.graph.gates import argument_of, sigmoid_argument
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
@@ -20,7 +21,6 @@ from mhc_inductor.routing.operators.e79.terms import (
     pieces,
     product,
 )
-from mhc_inductor.routing.operators.mhc.formula import argument_of, sigmoid_argument
 
 
 @dataclasses.dataclass

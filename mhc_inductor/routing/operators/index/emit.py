@@ -14,11 +14,11 @@ from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.index import ONE, Var
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.layouts import Layouts
+from mhc_inductor.routing.masks.numbers import Numbers
+from mhc_inductor.routing.masks.operands import Source
 from mhc_inductor.routing.operators.index.matches import Found
 from mhc_inductor.routing.operators.index.visible import Mask
-from mhc_inductor.routing.operators.selection.layouts import Layouts
-from mhc_inductor.routing.operators.selection.operands import Source
-from mhc_inductor.routing.operators.selection.ranges import Numbers
 
 
 def emit_choice(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:

@@ -7,10 +7,8 @@ weighted sum over the heads, the relu, the scale, and the product of q and k.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,13 +18,12 @@ from mhc_inductor.routing.graph.index import ONE, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, MULTIPLY, SHOWN, SUB, constant_of, inner
-from mhc_inductor.routing.operators.selection.operands import DIVIDE, dot, keeps_16_bits
+from mhc_inductor.routing.masks.elements import ADD, FILLS, MULTIPLY, SHOWN, SUB, constant_of, inner
+from mhc_inductor.routing.masks.operands import DIVIDE, dot, keeps_16_bits
+from mhc_inductor.routing.masks.products import has_product, is_parameter, nearest
 
 EXPECTED = "expected sum over heads of w * relu(scale * q @ k), masks, and topk"
-_LOOK = 256  # values that a search visits
 _LONGEST = 64  # steps between topk and the relu
-_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.matmul.default)
 
 
 class Unrelated(Exception):
@@ -226,10 +223,10 @@ class _Walk:
 
     def _unlike(self, ref: Ref) -> Exception:
         """Returns why the scores are not those of an indexer, as Mismatch if they resemble it, else as Unrelated."""
-        below = _nearest(ref.value, lambda v: v.func in _CHANGES)
+        below = nearest(ref.value, lambda v: v.func in _CHANGES)
         reason = _CHANGES[below.func] if below is not None else ""
         if below is None or not (has_relu(ref.value) or reason == _MAXIMUM) or not has_product(below):
-            if (by_hand := _nearest(ref.value, _is_comparison)) is not None and has_product(by_hand):
+            if (by_hand := nearest(ref.value, _is_comparison)) is not None and has_product(by_hand):
                 return Mismatch(f"{_BY_HAND}; {EXPECTED}", by_hand)
             if not has_relu(self.scores.value) or not has_product(self.scores.value):
                 return Unrelated()
@@ -323,50 +320,9 @@ def relu_of(ref: Ref) -> Ref | None:
     return _broadcast(ref.value.args[0], ref) if _is_relu(ref.value) else None
 
 
-def has_product(value: Value) -> bool:
-    """Checks whether a product of tensors that are no parameters is among what computes ``value``."""
-    return _nearest(value, lambda v: v.func in _PRODUCTS and not any(map(projects, v.args[:2]))) is not None
-
-
 def has_relu(value: Value) -> bool:
     """Checks whether a relu is among what computes ``value``, before any product below it."""
-    return _nearest(value, _is_relu) is not None
-
-
-def _nearest(value: Value, wanted: Callable[[Value], bool]) -> Value | None:
-    """Returns the nearest value that computes ``value``, itself included, and is ``wanted``; None without one.
-
-    Looks at floating-point values, and behind no product except ``value`` itself.
-    """
-    todo, seen = collections.deque([value]), {value}
-    while todo and len(seen) < _LOOK:
-        at = todo.popleft()
-        if wanted(at):
-            return at
-        if at.func in _PRODUCTS and at is not value:
-            continue
-        for a in at.args:
-            for one in a if isinstance(a, (list, tuple)) else (a,):
-                if isinstance(one, Value) and one not in seen and one.dtype.is_floating_point:
-                    seen.add(one)
-                    todo.append(one)
-    return None
-
-
-def projects(a: Any) -> bool:
-    """Checks whether a factor of a product is a parameter, or a view of one."""
-    for _ in range(_LONGEST):
-        if not isinstance(a, Value) or a.func is None or not a.args:
-            break
-        if a.func not in SHOWN:
-            return False
-        a = a.args[0]
-    return isinstance(a, Value) and is_parameter(a)
-
-
-def is_parameter(value: Value) -> bool:
-    """Checks whether a value is a parameter of the model."""
-    return value.node is not None and isinstance(value.node.meta.get("example_value"), torch.nn.Parameter)
+    return nearest(value, _is_relu) is not None
 
 
 _ABOVE = (aten.gt.Scalar, aten.ge.Scalar, aten.gt.Tensor, aten.ge.Tensor)

@@ -11,11 +11,11 @@ from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, presen
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value, Values
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.layouts import best
+from mhc_inductor.routing.masks.operands import Source, sources
 from mhc_inductor.routing.operators.index.formula import EXPECTED, Formula, peeled
 from mhc_inductor.routing.operators.index.profit import Sizes
 from mhc_inductor.routing.operators.index.visible import Visible
-from mhc_inductor.routing.operators.selection.operands import Source, sources
-from mhc_inductor.routing.operators.selection.search import best
 
 OP, SCORES = "index_topk", "index_scores"
 

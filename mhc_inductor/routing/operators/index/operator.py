@@ -18,16 +18,17 @@ from mhc_inductor.routing.graph.linear import Key
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Mismatch, Miss
+from mhc_inductor.routing.masks.operands import Source
+from mhc_inductor.routing.masks.products import has_product
 from mhc_inductor.routing.operators.index.check import Check
 from mhc_inductor.routing.operators.index.emit import emit_choice
-from mhc_inductor.routing.operators.index.formula import EXPECTED, Formula, Unrelated, has_product, has_relu, recognised
+from mhc_inductor.routing.operators.index.formula import EXPECTED, Formula, Unrelated, has_relu, recognised
 from mhc_inductor.routing.operators.index.matches import OP, SCORES, Found, operands, roles
 from mhc_inductor.routing.operators.index.order import ranked_outside
 from mhc_inductor.routing.operators.index.profit import keeps_formula, refusal
 from mhc_inductor.routing.operators.index.uses import check_scores
 from mhc_inductor.routing.operators.index.visible import Visible, visible
 from mhc_inductor.routing.operators.kernels import kernels_of
-from mhc_inductor.routing.operators.selection.operands import Source
 
 _CHOICES = ("topk", "sort", "argsort")
 _FOLLOWED = "the scores cannot be followed through their views"

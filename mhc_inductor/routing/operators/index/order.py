@@ -21,9 +21,9 @@ from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var,
 from mhc_inductor.routing.graph.values import Value, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.elements import ALL, ANY, CASTS, FILLS, SUMS, constant_of, inner
+from mhc_inductor.routing.masks.scatters import GATHERS, looked_up
 from mhc_inductor.routing.operators.index.matches import Found
-from mhc_inductor.routing.operators.selection.elements import ALL, ANY, CASTS, FILLS, SUMS, constant_of, inner
-from mhc_inductor.routing.operators.selection.scatters import GATHERS, looked_up
 
 _MOST = 4096  # nodes that use the choice
 _SET = {*SUMS, *ANY, *ALL, aten.mean.dim, aten.prod.dim_int, aten.logsumexp.default, aten.max.dim, aten.min.dim}

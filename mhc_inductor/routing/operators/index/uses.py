@@ -9,8 +9,8 @@ from torch import fx
 from mhc_inductor.routing.graph.values import example
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.elements import constant_of
 from mhc_inductor.routing.operators.index.matches import Found
-from mhc_inductor.routing.operators.selection.elements import constant_of
 
 
 def check_scores(view: View, found: Found) -> None:

@@ -15,7 +15,6 @@ from mhc_inductor.routing.graph.expressions import (
     Ref,
     Term,
     addends,
-    aten,
     close,
     contraction,
     key_of,
@@ -23,6 +22,10 @@ from mhc_inductor.routing.graph.expressions import (
     product,
     summed,
     whole,
+)
+from mhc_inductor.routing.graph.gates import (
+    gate_of,
+    squared,
 )
 from mhc_inductor.routing.graph.index import (
     ONE,
@@ -34,10 +37,8 @@ from mhc_inductor.routing.graph.index import (
 )
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, bound_below, covers, norm_of, squared
+from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, bound_below, covers, norm_of
 
-SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
-LOG_SIGMOIDS = (aten.log_sigmoid.default, aten.log_sigmoid_forward.default)
 ROWS, COLUMNS = -1, -2
 """The dims of a matrix to reduce for row sums and for column sums."""
 
@@ -412,50 +413,6 @@ class Coefficient:
     mult: float
     add: float
     tanh: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Gate:
-    """``span * sigmoid(scale * argument) + offset``."""
-
-    argument: Ref
-    scale: float = 1.0
-    span: float = 1.0
-    offset: float = 0.0
-
-
-def gate_of(ref: Ref, exponent: float) -> Gate | None:
-    """Returns a sigmoid, the reciprocal of ``1 + exp(-z)``, or what is one in other words; None for anything else.
-
-    ``tanh(t) = 2 sigmoid(2 t) - 1``, and ``exp(logsigmoid(t))`` is a sigmoid.
-    """
-    func = ref.value.func
-    if exponent == 1.0 and func in (*SIGMOIDS, aten.tanh.default):
-        argument = Ref(ref.value.args[0], ref.index)
-        return Gate(argument) if func in SIGMOIDS else Gate(argument, 2.0, 2.0, -1.0)
-    if exponent == 1.0 and func is aten.exp.default:
-        inner = peel(Ref(ref.value.args[0], ref.index))
-        return Gate(Ref(inner.value.args[0], inner.index)) if inner.value.func in LOG_SIGMOIDS else None
-    if exponent == -1.0:
-        one, terms = addends(ref)
-        if one == 1.0 and len(terms) == 1 and terms[0][0] == 1.0 and terms[0][1].value.func is aten.exp.default:
-            inner = peel(Ref(terms[0][1].value.args[0], terms[0][1].index))
-            if inner.value.func is aten.neg.default:
-                return Gate(Ref(inner.value.args[0], inner.index))
-    return None
-
-
-def sigmoid_argument(ref: Ref, exponent: float) -> Ref | None:
-    """Returns the argument of a sigmoid, None for anything else."""
-    gate = gate_of(ref, exponent)
-    return gate.argument if gate is not None and not gate.offset else None
-
-
-def argument_of(ref: Ref) -> Ref | None:
-    """Returns the argument of an elementwise function of one tensor, None for anything else."""
-    tensors = [a for a in ref.value.args if isinstance(a, Value)]
-    fits = len(tensors) == 1 and tensors[0].shape == ref.value.shape
-    return Ref(tensors[0], ref.index) if fits else None
 
 
 def coefficient(value: Value, kept: Kept) -> Coefficient:

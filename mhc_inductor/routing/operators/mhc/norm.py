@@ -14,17 +14,16 @@ from mhc_inductor.routing.graph.expressions import (
     addends,
     aten,
     chain,
-    contraction,
     number,
     operands,
     peel,
     product,
-    reduction,
     rounds,
     shown,
     whole,
     written,
 )
+from mhc_inductor.routing.graph.gates import squared
 from mhc_inductor.routing.graph.index import (
     ONE,
     DynamicWidth,
@@ -62,50 +61,6 @@ class Norm:
     def count(self) -> Size:
         """The number of tokens of x."""
         return product_of(self.x.shape).over(Size(self.width)) or Size(0)
-
-
-def squared(ref: Ref) -> tuple[Ref, float, list[Var]] | None:
-    """Returns (v, factor, bound variables) of ``factor * sum(v * v)``, or None."""
-    scale = 1.0
-    bound: list[Var] = []
-    while True:
-        ref = peel(ref)
-        func = ref.value.func
-        reduced = reduction(ref)
-        if reduced is not None:
-            ref, more, factor = reduced
-            bound += more
-            scale *= factor
-        elif (v := _squares(ref)) is not None:
-            root = peel(v)
-            if root.value.func is not aten.sqrt.default:
-                return v, scale, bound
-            # The square of a vector norm: go on with the sum under its root.
-            ref = Ref(root.value.args[0], root.index)
-        elif func in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-            a, b = operands(ref)
-            divides = func in (aten.div.Tensor, aten.div.Scalar)
-            if isinstance(a, Ref) and isinstance(b, float) and b != 0.0:
-                ref, scale = a, scale / b if divides else scale * b
-            elif isinstance(b, Ref) and isinstance(a, float) and not divides:
-                ref, scale = b, scale * a
-            else:
-                return None
-        elif (contracted := contraction(ref)) is not None:
-            left, right, k = contracted
-            return (left, scale, [*bound, k]) if peel(left) == peel(right) else None
-        else:
-            return None
-
-
-def _squares(ref: Ref) -> Ref | None:
-    """Returns v of ``v ** 2`` or ``v * v``, or None."""
-    if ref.value.func is aten.pow.Tensor_Scalar and number(ref.value.args[1]) == 2:
-        return Ref(ref.value.args[0], ref.index)
-    if ref.value.func is aten.mul.Tensor:
-        a, b = operands(ref)
-        return a if isinstance(a, Ref) and isinstance(b, Ref) and peel(a) == peel(b) else None
-    return None
 
 
 def bound_below(ref: Ref) -> tuple[Ref, float] | None:

@@ -22,9 +22,9 @@ from mhc_inductor.routing.graph.expressions import (
 )
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.masks.elements import constant_of
 from mhc_inductor.routing.operators.mhc.formula import COLUMNS, ROWS
 from mhc_inductor.routing.operators.mhc.norm import bound_below
-from mhc_inductor.routing.operators.selection.elements import constant_of
 
 DIM_NAMES = {ROWS: "-1", COLUMNS: "-2"}
 

@@ -14,8 +14,8 @@ from mhc_inductor.routing.graph.expressions import Ref, Term, product, whole
 from mhc_inductor.routing.graph.index import Index, Unsupported, Var, var
 from mhc_inductor.routing.graph.linear import placed
 from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.masks.elements import constant_of
 from mhc_inductor.routing.operators.mhc.formula import COLUMNS, ROWS, square_matrices
-from mhc_inductor.routing.operators.selection.elements import constant_of
 
 
 @dataclasses.dataclass(frozen=True)

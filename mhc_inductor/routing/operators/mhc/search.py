@@ -13,13 +13,14 @@ from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, is_cast, peel, product, whole
+from mhc_inductor.routing.graph.gates import SIGMOIDS, argument_of, gate_of
 from mhc_inductor.routing.graph.index import DynamicWidth, Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value, elements_read, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc.external_post import SUMS, WIDER, given_post
-from mhc_inductor.routing.operators.mhc.formula import argument_of, square_matrices
+from mhc_inductor.routing.operators.mhc.formula import square_matrices
 from mhc_inductor.routing.operators.mhc.given_collapse import given_collapse
 from mhc_inductor.routing.operators.mhc.groups import FEW, Group, gate_of_streams, streams_behind
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
@@ -139,7 +140,7 @@ class Search:
             value = self._called(node, "sigmoid", "special_expit", "expit", "exp", "tanh")
             if value is None or not value.shape or value.shape[-1].factor > FEW or value.shape[-1].symbols:
                 continue
-            if value.func not in (*mhc.SIGMOIDS, aten.exp.default, aten.tanh.default):
+            if value.func not in (*SIGMOIDS, aten.exp.default, aten.tanh.default):
                 continue
             try:
                 with contained(self.view, node):
@@ -163,14 +164,14 @@ class Search:
     def _norm(self, value: Value) -> Norm | None:
         """Returns the norm of the projection in the argument of a sigmoid or an exp, or None. Raises Mismatch."""
         _, terms = addends(whole(value.args[0]))
-        if len(terms) == 1 and (gate := mhc.gate_of(whole(value), 1.0)) is not None and value.func is aten.exp.default:
+        if len(terms) == 1 and (gate := gate_of(whole(value), 1.0)) is not None and value.func is aten.exp.default:
             _, terms = addends(gate.argument)
         inner = mhc.sum_factor(terms[0][1]) if len(terms) == 1 else None
         for _, term in (*terms, *(addends(inner[0])[1] if inner is not None else ())):
             norm = mhc.projection(term)
             if norm is not None:
                 return norm
-        if value.func in mhc.SIGMOIDS:
+        if value.func in SIGMOIDS:
             mhc.check_normed(terms)
             mhc.check_one_tensor(terms)
             for _, term in terms:

@@ -20,6 +20,7 @@ from mhc_inductor.routing.graph.expressions import (
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.elements import constant_of
 from mhc_inductor.routing.operators.mhc.formula import COLUMNS, ROWS, square_matrices
 from mhc_inductor.routing.operators.mhc.normalisation import (
     DIM_NAMES,
@@ -34,7 +35,6 @@ from mhc_inductor.routing.operators.mhc.normalisation import (
     sum_of,
 )
 from mhc_inductor.routing.operators.mhc.scalings import Scalings
-from mhc_inductor.routing.operators.selection.elements import constant_of
 
 _ROUNDED = 1e-6
 """The largest logarithm of a factor that is 1 but for rounding: log n is often computed in fp32."""

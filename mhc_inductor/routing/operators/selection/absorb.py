@@ -23,10 +23,10 @@ from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, placed
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.masks.layouts import Layouts
+from mhc_inductor.routing.masks.operands import Pair, Source, sources
 from mhc_inductor.routing.operators.selection.latent_parts import Left, Part, Weight, farthest, parts_of, rows_of
-from mhc_inductor.routing.operators.selection.layouts import Layouts
 from mhc_inductor.routing.operators.selection.matches import Found
-from mhc_inductor.routing.operators.selection.operands import Pair, Source, sources
 
 _SCORES = "bshd,hdl->bshl"
 _OUTPUT = "bshl,hel->bshe"

@@ -29,15 +29,15 @@ from mhc_inductor.routing.graph.index import (
 from mhc_inductor.routing.graph.linear import Key, atom, replaced, variables_of
 from mhc_inductor.routing.graph.values import Value, Values, example
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.keys import TRUE, AnyOf, alike
+from mhc_inductor.routing.masks.masks import Masks
+from mhc_inductor.routing.masks.operands import Pair, Scaled, dot
 from mhc_inductor.routing.operators.selection import dim_roles
 from mhc_inductor.routing.operators.selection.data_masks import Layers
 from mhc_inductor.routing.operators.selection.digits import Cut, cut_at, digits_of, joined, splits
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
-from mhc_inductor.routing.operators.selection.keys import TRUE, AnyOf, alike
 from mhc_inductor.routing.operators.selection.masked import selecting
-from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
-from mhc_inductor.routing.operators.selection.operands import Pair, Scaled, dot
 from mhc_inductor.routing.operators.selection.picks import Picks, is_gathered
 from mhc_inductor.routing.operators.selection.scores import Scores
 from mhc_inductor.routing.operators.selection.segments import asks, pairs_of, products_of

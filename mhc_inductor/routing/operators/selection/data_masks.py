@@ -14,9 +14,9 @@ import math
 
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Unsupported
-from mhc_inductor.routing.operators.selection.elements import ADD, constant_of, inner, operand, uncast
-from mhc_inductor.routing.operators.selection.keys import FALSE, TRUE, AnyOf, both
-from mhc_inductor.routing.operators.selection.masks import Masks
+from mhc_inductor.routing.masks.elements import ADD, constant_of, inner, operand, uncast
+from mhc_inductor.routing.masks.keys import FALSE, TRUE, AnyOf, both
+from mhc_inductor.routing.masks.masks import Masks
 
 LOW = -1e30
 """A score plus this number has no weight next to a score plus 0, in any dtype."""

@@ -6,12 +6,12 @@ from __future__ import annotations
 from mhc_inductor.routing.graph.index import ONE, Unsupported, Var, product_of
 from mhc_inductor.routing.graph.linear import of_index, variables_of
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.keys import eliminated, settled
+from mhc_inductor.routing.masks.operands import sources
 from mhc_inductor.routing.operators.selection.digits import joined
 from mhc_inductor.routing.operators.selection.entries import entries
 from mhc_inductor.routing.operators.selection.intervals import Interval, Judge
-from mhc_inductor.routing.operators.selection.keys import eliminated, settled
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
-from mhc_inductor.routing.operators.selection.operands import sources
 from mhc_inductor.routing.operators.selection.scores import OTHER_LOGITS
 
 

@@ -19,13 +19,14 @@ from mhc_inductor.routing.graph.index import Size, Unsupported, Var, product_of,
 from mhc_inductor.routing.graph.linear import placed, variables_of
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.layouts import Layouts, best
+from mhc_inductor.routing.masks.numbers import Numbers
+from mhc_inductor.routing.masks.operands import Source, held
 from mhc_inductor.routing.operators.selection.data_masks import LOW
 from mhc_inductor.routing.operators.selection.empty_rows import EmptyRows
-from mhc_inductor.routing.operators.selection.layouts import Layouts
 from mhc_inductor.routing.operators.selection.lists import lists, mask
 from mhc_inductor.routing.operators.selection.masked import LEARNED
 from mhc_inductor.routing.operators.selection.matches import Found
-from mhc_inductor.routing.operators.selection.operands import Source, held
 from mhc_inductor.routing.operators.selection.profit import (
     list_refusal,
     list_sides,
@@ -35,8 +36,8 @@ from mhc_inductor.routing.operators.selection.profit import (
     refusal,
     sizes_of,
 )
-from mhc_inductor.routing.operators.selection.ranges import Numbers, ranges
-from mhc_inductor.routing.operators.selection.search import best, data_of, orders
+from mhc_inductor.routing.operators.selection.ranges import ranges
+from mhc_inductor.routing.operators.selection.search import data_of, orders
 
 SEEN = LOW / 10
 """Keys that a mask hides have no weight in a row whose lse is above this."""

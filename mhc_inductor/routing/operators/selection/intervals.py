@@ -27,8 +27,8 @@ from mhc_inductor.routing.graph.linear import (
 )
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.selection.keys import All, AnyOf, Compare, Given, Literal
-from mhc_inductor.routing.operators.selection.masks import Masks
+from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Given, Literal
+from mhc_inductor.routing.masks.masks import Masks
 
 _MOST = 64
 Constants = tuple[int, ...]

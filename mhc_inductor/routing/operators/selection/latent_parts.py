@@ -14,8 +14,8 @@ from mhc_inductor.routing.graph.expressions import Ref, aten, joined, operands, 
 from mhc_inductor.routing.graph.index import Index, Size, Var, const, var
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operators.selection.layouts import layout
-from mhc_inductor.routing.operators.selection.operands import Source, dot, sources
+from mhc_inductor.routing.masks.layouts import layout
+from mhc_inductor.routing.masks.operands import Source, dot, sources
 
 _BIAS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 _CHANGED = "K or V is changed between its projection from the latent and the attention"

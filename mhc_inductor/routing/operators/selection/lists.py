@@ -14,10 +14,10 @@ from torch import fx
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Linear, of_size, variables_of
+from mhc_inductor.routing.masks.layouts import Layouts
+from mhc_inductor.routing.masks.numbers import Numbers
 from mhc_inductor.routing.operators.selection.entries import Entries
-from mhc_inductor.routing.operators.selection.layouts import Layouts
 from mhc_inductor.routing.operators.selection.matches import Found
-from mhc_inductor.routing.operators.selection.ranges import Numbers
 
 
 def lists(layouts: Layouts, one: Found, device: torch.device) -> tuple[fx.Node, fx.Node | None]:

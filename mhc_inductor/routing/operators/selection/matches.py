@@ -11,13 +11,13 @@ from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Size, Var, product_of, words_of
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.masks.keys import AnyOf, free
+from mhc_inductor.routing.masks.masks import Masks
+from mhc_inductor.routing.masks.operands import Pair, sources
 from mhc_inductor.routing.operators.selection.data_masks import Layer, Layers
 from mhc_inductor.routing.operators.selection.entries import Entries
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
 from mhc_inductor.routing.operators.selection.intervals import Interval
-from mhc_inductor.routing.operators.selection.keys import AnyOf, free
-from mhc_inductor.routing.operators.selection.masks import Masks
-from mhc_inductor.routing.operators.selection.operands import Pair, sources
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.selection.absorb import Absorbed

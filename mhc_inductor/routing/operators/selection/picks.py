@@ -35,13 +35,13 @@ from mhc_inductor.routing.graph.linear import (
 )
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.selection.elements import FILLS, constant_of, operand
-from mhc_inductor.routing.operators.selection.index_checks import PICKS, picked_dim
-from mhc_inductor.routing.operators.selection.keys import All, AnyOf, Compare, Given, Literal
-from mhc_inductor.routing.operators.selection.masks import Masks
+from mhc_inductor.routing.masks.elements import FILLS, constant_of, operand
+from mhc_inductor.routing.masks.index_checks import PICKS, picked_dim
+from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Given, Literal
+from mhc_inductor.routing.masks.masks import Masks
+from mhc_inductor.routing.masks.operands import sources
+from mhc_inductor.routing.masks.scatters import GATHERS, looked_up
 from mhc_inductor.routing.operators.selection.matches import NotOurs
-from mhc_inductor.routing.operators.selection.operands import sources
-from mhc_inductor.routing.operators.selection.scatters import GATHERS, looked_up
 
 REPEATS = (
     "the keys are gathered at indices that may repeat, and a key counts each time here; expected indices that topk "

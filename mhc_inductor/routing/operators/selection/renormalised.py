@@ -14,9 +14,9 @@ from torch import fx
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operators.index.formula import has_product
-from mhc_inductor.routing.operators.selection.elements import ADD, MULTIPLY, SHOWN, SUMS, constant_of
-from mhc_inductor.routing.operators.selection.operands import DIVIDE
+from mhc_inductor.routing.masks.elements import ADD, MULTIPLY, SHOWN, SUMS, constant_of
+from mhc_inductor.routing.masks.operands import DIVIDE
+from mhc_inductor.routing.masks.products import has_product
 from mhc_inductor.routing.operators.selection.weights import REACH, guarded, shows
 
 _LIFTS = (*ADD, aten.clamp_min.default, aten.clamp.default, aten.maximum.default)

@@ -17,14 +17,14 @@ from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, const,
 from mhc_inductor.routing.graph.linear import Key, Linear, number, of_size, size_of_sum
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.elements import ADD, FILLS, constant_of, kept
+from mhc_inductor.routing.masks.keys import All, AnyOf, KeyData, both, either
+from mhc_inductor.routing.masks.masks import Masks
+from mhc_inductor.routing.masks.operands import Scaled, dot, products
+from mhc_inductor.routing.masks.scatters import pieces_of
 from mhc_inductor.routing.operators.selection.data_masks import Layers
-from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of, kept
 from mhc_inductor.routing.operators.selection.fills import Fills
-from mhc_inductor.routing.operators.selection.keys import All, AnyOf, KeyData, both, either
-from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import NotOurs
-from mhc_inductor.routing.operators.selection.operands import Scaled, dot, products
-from mhc_inductor.routing.operators.selection.scatters import pieces_of
 
 
 class Scores:

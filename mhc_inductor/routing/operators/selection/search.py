@@ -3,23 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten
-from mhc_inductor.routing.graph.index import DynamicWidth, Size, Unsupported, Var, may_fix
+from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, Var, may_fix
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import DYNAMIC, Mismatch, Miss, contained
+from mhc_inductor.routing.masks.keys import Given, KeyData
+from mhc_inductor.routing.masks.layouts import best
+from mhc_inductor.routing.masks.operands import Joined, held, sources
 from mhc_inductor.routing.operators.selection.absorb import Absorbed, absorption
 from mhc_inductor.routing.operators.selection.attention import Recogniser
-from mhc_inductor.routing.operators.selection.keys import Given, KeyData
-from mhc_inductor.routing.operators.selection.layouts import layout
 from mhc_inductor.routing.operators.selection.masked import OPAQUE, Masked, unknown
 from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
-from mhc_inductor.routing.operators.selection.operands import Joined, Source, held, sources
 from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, reads_masks, sizes_of
 from mhc_inductor.routing.operators.selection.renormalised import renormalised
 from mhc_inductor.routing.operators.selection.unrouted_softmax import (
@@ -404,18 +404,6 @@ def orders(one: Found) -> list[tuple[Ref, list[Var]]]:
     asked, held = [*lead, *one.query, *one.heads], [*lead, one.t]
     pairs = [each for p in one.pairs for each in ((p.q, [*asked, p.d]), (p.k, [*held, p.d]))]
     return [*pairs, (one.v, [*held, *one.feature])]
-
-
-def best(ref: Ref, order: list[Var], equal: Set[frozenset[Size]] = frozenset()) -> Source | None:
-    """Returns the farthest source that holds q, k or v as a plain array of digits, or None.
-
-    ``equal``: pairs of sizes that are the same number.
-    """
-    found = None
-    for source in sources(ref):
-        if held(source.ref.value) and layout(source.ref, set(order), equal) is not None:
-            found = source
-    return found
 
 
 def data_of(one: Found) -> list[Ref]:

@@ -14,10 +14,10 @@ from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import ONE, Part, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import Key, Linear, number, of_index, of_size, placed, size_of_sum, variables_of
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operators.selection.layouts import layout
+from mhc_inductor.routing.masks.layouts import layout
+from mhc_inductor.routing.masks.operands import Joined, Pair, Source, held, sources
+from mhc_inductor.routing.masks.scatters import moved
 from mhc_inductor.routing.operators.selection.matches import NotOurs
-from mhc_inductor.routing.operators.selection.operands import Joined, Pair, Source, held, sources
-from mhc_inductor.routing.operators.selection.scatters import moved
 from mhc_inductor.routing.operators.selection.weights import Traced
 
 _APART = (

@@ -16,13 +16,13 @@ from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, behind, name_of, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.index.formula import has_product
-from mhc_inductor.routing.operators.selection.elements import MULTIPLY, SHOWN, constant_of
+from mhc_inductor.routing.masks.elements import MULTIPLY, SHOWN, constant_of
+from mhc_inductor.routing.masks.masks import Masks
+from mhc_inductor.routing.masks.operands import Scaled, dot
+from mhc_inductor.routing.masks.products import has_product
+from mhc_inductor.routing.masks.scatters import GATHERS
 from mhc_inductor.routing.operators.selection.masked import LOGS, MAXIMA, Masked
-from mhc_inductor.routing.operators.selection.masks import Masks
 from mhc_inductor.routing.operators.selection.matches import NotOurs
-from mhc_inductor.routing.operators.selection.operands import Scaled, dot
-from mhc_inductor.routing.operators.selection.scatters import GATHERS
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, is_scores
 from mhc_inductor.routing.operators.selection.weights import REACH, Weights
 

@@ -20,11 +20,11 @@ from mhc_inductor.routing.graph.linear import (
     placed,
 )
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.selection.elements import ADD, FILLS, constant_of, operand
+from mhc_inductor.routing.masks.elements import ADD, FILLS, constant_of, operand
+from mhc_inductor.routing.masks.index_checks import PICKS
+from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, eliminated
+from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.operators.selection.fills import LOWEST
-from mhc_inductor.routing.operators.selection.index_checks import PICKS
-from mhc_inductor.routing.operators.selection.keys import All, AnyOf, Compare, eliminated
-from mhc_inductor.routing.operators.selection.masks import Masks
 
 
 def seen_by_all(keys: AnyOf, t: Key, masks: Masks) -> bool:

@@ -16,17 +16,8 @@ from mhc_inductor.routing.graph.index import ONE, Var
 from mhc_inductor.routing.graph.linear import atom, replaced
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operators.selection.elements import (
-    ALL,
-    ANY,
-    CASTS,
-    FILLS,
-    MULTIPLY,
-    NOT,
-    constant_of,
-    uncast,
-)
-from mhc_inductor.routing.operators.selection.operands import dot, keeps_16_bits
+from mhc_inductor.routing.masks.elements import ALL, ANY, CASTS, FILLS, MULTIPLY, NOT, constant_of, uncast
+from mhc_inductor.routing.masks.operands import dot, keeps_16_bits
 
 _CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
 REACH = 16

@@ -15,7 +15,7 @@ from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import ONE
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.operators.selection.operands import DIVIDE
+from mhc_inductor.routing.masks.operands import DIVIDE
 
 _SAME = (aten.detach.default, aten.alias.default)
 

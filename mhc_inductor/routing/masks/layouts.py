@@ -18,7 +18,7 @@ from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, size_o
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.selection.operands import Joined
+from mhc_inductor.routing.masks.operands import Joined, Source, held, sources
 
 
 def layout(ref: Ref, known: set[Var], equal: Set[frozenset[Size]]) -> list[tuple[Any, list[Var]]] | None:
@@ -195,3 +195,15 @@ class Layouts:
                 if not isinstance(s, int):
                     found.setdefault(size_of(s, {}), (node, d))
         return found
+
+
+def best(ref: Ref, order: list[Var], equal: Set[frozenset[Size]] = frozenset()) -> Source | None:
+    """Returns the farthest source that holds q, k or v as a plain array of digits, or None.
+
+    ``equal``: pairs of sizes that are the same number.
+    """
+    found = None
+    for source in sources(ref):
+        if held(source.ref.value) and layout(source.ref, set(order), equal) is not None:
+            found = source
+    return found

@@ -19,8 +19,8 @@ from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.selection.elements import ARANGE, FILLS, SHOWN, constant_of
-from mhc_inductor.routing.operators.selection.layouts import Layouts
+from mhc_inductor.routing.masks.elements import ARANGE, FILLS, SHOWN, constant_of
+from mhc_inductor.routing.masks.layouts import Layouts
 
 PICKS = (aten.topk.default, aten.sort.default, aten.sort.stable)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)

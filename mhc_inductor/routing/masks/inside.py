@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.values import is_given
-from mhc_inductor.routing.operators.selection.elements import CASTS, inner, keyed
-from mhc_inductor.routing.operators.selection.keys import AnyOf, Given, KeyData, Literal, conjunction
+from mhc_inductor.routing.masks.elements import CASTS, inner, keyed
+from mhc_inductor.routing.masks.keys import AnyOf, Given, KeyData, Literal, conjunction
 
 if TYPE_CHECKING:
-    from mhc_inductor.routing.operators.selection.masks import Masks
+    from mhc_inductor.routing.masks.masks import Masks
 
 
 class Inside:

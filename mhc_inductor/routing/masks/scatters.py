@@ -25,28 +25,11 @@ from mhc_inductor.routing.graph.linear import (
     to_index,
 )
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operators.selection.elements import (
-    FILLS,
-    constant_of,
-    kept,
-    keyed,
-    operand,
-    rounded,
-)
-from mhc_inductor.routing.operators.selection.keys import (
-    FALSE,
-    TRUE,
-    All,
-    AnyOf,
-    Compare,
-    Literal,
-    both,
-    compared,
-    either,
-)
+from mhc_inductor.routing.masks.elements import FILLS, constant_of, kept, keyed, operand, rounded
+from mhc_inductor.routing.masks.keys import FALSE, TRUE, All, AnyOf, Compare, Literal, both, compared, either
 
 if TYPE_CHECKING:
-    from mhc_inductor.routing.operators.selection.masks import Masks
+    from mhc_inductor.routing.masks.masks import Masks
 
 _WRITES = (
     *(aten.scatter.value, aten.scatter.src),

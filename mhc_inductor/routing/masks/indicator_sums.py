@@ -17,7 +17,7 @@ from mhc_inductor.routing.graph.expressions import number as scalar
 from mhc_inductor.routing.graph.index import Unsupported, Var, var
 from mhc_inductor.routing.graph.linear import Key, atom, of_index
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operators.selection.elements import (
+from mhc_inductor.routing.masks.elements import (
     ADD,
     CASTS,
     MULTIPLY,
@@ -29,20 +29,10 @@ from mhc_inductor.routing.operators.selection.elements import (
     operand,
     rounded,
 )
-from mhc_inductor.routing.operators.selection.keys import (
-    MOST,
-    TRUE,
-    All,
-    AnyOf,
-    both,
-    compared,
-    differences,
-    either,
-    opposite,
-)
+from mhc_inductor.routing.masks.keys import MOST, TRUE, All, AnyOf, both, compared, differences, either, opposite
 
 if TYPE_CHECKING:
-    from mhc_inductor.routing.operators.selection.masks import Masks
+    from mhc_inductor.routing.masks.masks import Masks
 
 _HOLDS: dict[str, Callable[[float, float], bool]] = {
     "le": operator.le,

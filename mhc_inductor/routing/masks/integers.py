@@ -16,7 +16,7 @@ from mhc_inductor.routing.graph.expressions import Ref, aten
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Datum, Linear, atom, floor, number, of_index, of_scalar
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operators.selection.elements import (
+from mhc_inductor.routing.masks.elements import (
     ADD,
     ARANGE,
     CASTS,
@@ -28,11 +28,11 @@ from mhc_inductor.routing.operators.selection.elements import (
     keyed,
     operand,
 )
-from mhc_inductor.routing.operators.selection.keys import KeyData
-from mhc_inductor.routing.operators.selection.positions import Positions
+from mhc_inductor.routing.masks.keys import KeyData
+from mhc_inductor.routing.masks.positions import Positions
 
 if TYPE_CHECKING:
-    from mhc_inductor.routing.operators.selection.masks import Masks
+    from mhc_inductor.routing.masks.masks import Masks
 
 _SHIFTS = (aten.bitwise_right_shift.Tensor, aten.bitwise_right_shift.Tensor_Scalar, aten.__rshift__.Scalar)
 _DIVISIONS = (aten.div.Tensor_mode, aten.div.Scalar_mode)

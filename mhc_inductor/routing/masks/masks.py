@@ -21,8 +21,8 @@ from mhc_inductor.routing.graph.linear import (
     number,
 )
 from mhc_inductor.routing.graph.values import Value, is_given
-from mhc_inductor.routing.operators.selection.additive import Additive
-from mhc_inductor.routing.operators.selection.elements import (
+from mhc_inductor.routing.masks.additive import Additive
+from mhc_inductor.routing.masks.elements import (
     ALL,
     AND,
     ANY,
@@ -35,12 +35,11 @@ from mhc_inductor.routing.operators.selection.elements import (
     keyed,
     operand,
 )
-from mhc_inductor.routing.operators.selection.fills import PossibleValues
-from mhc_inductor.routing.operators.selection.index_checks import Indices
-from mhc_inductor.routing.operators.selection.indicator_sums import Counts, against, positive
-from mhc_inductor.routing.operators.selection.inside import Inside
-from mhc_inductor.routing.operators.selection.integers import Wholes
-from mhc_inductor.routing.operators.selection.keys import (
+from mhc_inductor.routing.masks.index_checks import Indices
+from mhc_inductor.routing.masks.indicator_sums import Counts, against, positive
+from mhc_inductor.routing.masks.inside import Inside
+from mhc_inductor.routing.masks.integers import Wholes
+from mhc_inductor.routing.masks.keys import (
     FALSE,
     TRUE,
     All,
@@ -53,7 +52,8 @@ from mhc_inductor.routing.operators.selection.keys import (
     has_data,
     reads_key,
 )
-from mhc_inductor.routing.operators.selection.scatters import Placed
+from mhc_inductor.routing.masks.possible import PossibleValues
+from mhc_inductor.routing.masks.scatters import Placed
 
 _OPPOSITE = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt", "eq": "ne", "ne": "eq"}
 _MIRROR = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt", "eq": "eq", "ne": "ne"}

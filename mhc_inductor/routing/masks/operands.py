@@ -11,7 +11,7 @@ import torch
 from mhc_inductor.routing.graph.expressions import Ref, aten, contraction, operands, peel, reduction, step, summed
 from mhc_inductor.routing.graph.index import Size, Var
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operators.selection.elements import MULTIPLY
+from mhc_inductor.routing.masks.elements import MULTIPLY
 
 DIVIDE = (aten.div.Tensor, aten.div.Scalar)
 MOST_PRODUCTS = 4

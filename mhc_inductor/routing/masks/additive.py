@@ -11,19 +11,11 @@ import torch
 from mhc_inductor.routing.graph.bounds import remembered
 from mhc_inductor.routing.graph.expressions import Ref, aten
 from mhc_inductor.routing.graph.index import Unsupported
-from mhc_inductor.routing.operators.selection.elements import (
-    ADD,
-    MULTIPLY,
-    SUB,
-    constant_of,
-    keyed,
-    operand,
-    uncast,
-)
-from mhc_inductor.routing.operators.selection.keys import FALSE, TRUE, AnyOf, KeyData, both, either
+from mhc_inductor.routing.masks.elements import ADD, MULTIPLY, SUB, constant_of, keyed, operand, uncast
+from mhc_inductor.routing.masks.keys import FALSE, TRUE, AnyOf, KeyData, both, either
 
 if TYPE_CHECKING:
-    from mhc_inductor.routing.operators.selection.masks import Masks
+    from mhc_inductor.routing.masks.masks import Masks
 
 
 class Additive:

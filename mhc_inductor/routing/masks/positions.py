@@ -14,12 +14,12 @@ from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, joined, step
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import Datum, Linear, atom, number, of_index, substituted, to_index
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.operators.selection.elements import constant_of
-from mhc_inductor.routing.operators.selection.keys import FALSE, All, Compare, Literal
-from mhc_inductor.routing.operators.selection.scatters import GATHERS, looked_up
+from mhc_inductor.routing.masks.elements import constant_of
+from mhc_inductor.routing.masks.keys import FALSE, All, Compare, Literal
+from mhc_inductor.routing.masks.scatters import GATHERS, looked_up
 
 if TYPE_CHECKING:
-    from mhc_inductor.routing.operators.selection.masks import Masks
+    from mhc_inductor.routing.masks.masks import Masks
 
 _CUMSUMS = (aten.cumsum.default,)
 
