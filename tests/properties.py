@@ -88,7 +88,7 @@ def any_strides(made: Named, seed: int) -> dict[str, Any]:
 def close(got: Named, want: Named, dtype: torch.dtype) -> None:
     """Asserts that results have no NaN that fp64 has not, and are close to it by what their dtype can hold.
 
-    Gradients may cancel, so that in lower precision they are held to the size of what they sum only.
+    Gradients and states may cancel, so that they are held to the size of what they sum only.
     """
     assert got.keys() <= want.keys(), f"{sorted(got)}, of which fp64 has {sorted(want)}"
     for name in got:
@@ -98,7 +98,8 @@ def close(got: Named, want: Named, dtype: torch.dtype) -> None:
         assert torch.equal(~a.isfinite(), odd) and torch.equal(a[odd].nan_to_num(0.5), b[odd].nan_to_num(0.5)), name
         error, size = float((a - b)[~odd].norm()), float(b[~odd].norm())
         eps = torch.finfo(torch.promote_types(dtype, got[name].dtype) if dtype.itemsize > 2 else dtype).eps
-        bound = 200 * eps * (size + 1) if name.startswith("d") else 60 * eps * (size + 1e-3)
+        slack = 1.0 if name[0] in "dSM" else 1e-3
+        bound = (200 if name[0] == "d" else 60) * eps * (size + slack)
         assert error <= bound, f"{name}: {error:.3g} above {bound:.3g}"
 
 
@@ -204,7 +205,9 @@ def collapse(seed: int, **sizes: Any) -> Sequence[Any]:
 def scan(seed: int, segment: int, **sizes: Any) -> Sequence[Any]:
     made = any_strides(helpers_e79.make_inputs(**sizes, seed=seed), seed)
     up = helpers_e79.upstream(made)
-    helpers_e79.check(helpers_e79.run_scan(made, up, segment), made, up)
+    # A state of few elements is a sum over steps whose terms may nearly cancel, which leaves it few digits.
+    tolerance = 2e-5 if sizes["n"] > 3 else 2e-4
+    helpers_e79.check(helpers_e79.run_scan(made, up, segment), made, up, tolerance)
     return [*made.values(), segment]
 
 

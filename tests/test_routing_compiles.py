@@ -39,4 +39,5 @@ def test_lists_of_keys_of_two_parts(window: str, second: str, side: str, grad: b
     """Checks a window, which starts before the first key, joined with other keys; padding is looked up by key."""
     given = tuple(t.requires_grad_(grad and t.is_floating_point()) for t in inputs(window == "packed", side, ENTRIES))
     routed, codes = _compiled(_model(window, second, True, written), given, dynamic)
-    assert routed == ["selection_attention"] and "selection_list_attention" in codes[0]
+    # A fill that Dynamo left dynamic is looked at twice: first as a mask that is data.
+    assert {*routed} == {"selection_attention"} and "selection_list_attention" in codes[0]

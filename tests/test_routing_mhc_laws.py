@@ -444,7 +444,7 @@ def test_ops_to_save_are_ops_that_the_pass_puts_in() -> None:
     assert all(isinstance(op, torch._ops.OpOverload) and op.namespace == "mhc_inductor" for op in ops)
     names = {op.name().split("::")[1] for op in ops}
     parts = {"mhc_pre", "mhc_coefficients", "mhc_collapse", "mhc_post", "mhc_sinkhorn", "mhc_head"}
-    attention = {"selection_attention", "selection_list_attention", "selection_blocks"}
+    attention = {"selection_blocks", *(f"selection_{kind}attention" for kind in ("", "list_", "entry_", "mask_"))}
     assert names == {*parts, *attention, "e79_scan", "index_scores", "index_topk", "index_loss"}
     assert dict(same(_checkpointed(parameters(), _save(ops)), (streams(),)).ops) == {"mhc_pre": 2, "mhc_post": 2}
 

@@ -83,6 +83,8 @@ class Search:
         self.values = view.values
         self.zero_rows = view.knowledge.options.empty_rows == "zero"
         self.failed: list[Recogniser] = []
+        self.reads = self.opaque = False
+        """Whether masks may be read as data, and whether one is met that might be."""
         self.misses: list[Miss] = []
         self.found: list[Found] = []
         self.softmaxes = set[Value]()
@@ -107,6 +109,17 @@ class Search:
 
     def _all(self) -> list[Found]:
         """Returns the attentions in the graph, before the check of uses elsewhere.
+
+        Masks are read as data only where no attention is found otherwise, whatever sizes are fixed for it.
+        """
+        found = self._searched()
+        if self.opaque:
+            self.reads = True
+            found = self._searched()
+        return found
+
+    def _searched(self) -> list[Found]:
+        """Returns the attentions in the graph.
 
         Fixes dynamic sizes at their present values where the analysis needs that, and unfixes them if that finds
         nothing.
@@ -209,7 +222,7 @@ class Search:
             found = self._picked(recognise, node, known)
             if found is not None:
                 return [found]
-        elif (found := self._read(recogniser, recognise, node, known)) is not None:
+        elif (found := self._read(recogniser, recognise, node, known, slower)) is not None:
             del self.misses[known:]
             return [found]
         self.failed.append(recogniser)
@@ -250,13 +263,22 @@ class Search:
         return None
 
     def _read(
-        self, failed: Recogniser, recognise: Callable[[Recogniser], Found], node: fx.Node, known: int
+        self,
+        failed: Recogniser,
+        recognise: Callable[[Recogniser], Found],
+        node: fx.Node,
+        known: int,
+        slower: str | None,
     ) -> Found | None:
         """Returns the attention at ``node`` whose masks the op is to read as data.
 
-        If it is not worth it, the reason replaces the near misses from ``known`` on.
+        If it is not worth it, the reason replaces the near misses from ``known`` on, unless ``slower`` says already that lists
+        are slower.
         """
         if unknown(self.view, failed.given, failed.shape)[0] is not OPAQUE:
+            return None
+        self.opaque = True
+        if not self.reads:
             return None
         at = len(self.misses)
         found = self._recognised(Recogniser(self.values, self.zero_rows, data=True), recognise, node)
@@ -264,12 +286,12 @@ class Search:
         if found is None or found.out.node is None:
             return None
         sizes = sizes_of(found, self.values.sizes, example(found.out.node).device.type, found.v.value.dtype)
-        slower = left_to_dense(found, self.values.sizes)
-        if slower is None or reads_masks(sizes, found.sink is not None):
+        reason = left_to_dense(found, self.values.sizes)
+        if reason is None or reads_masks(sizes, found.sink is not None):
             return found
-        if slower:
+        if reason and not slower:
             del self.misses[known:]
-            self._miss(slower, None, node)
+            self._miss(reason, None, node)
         return None
 
     def _gathered(self, node: fx.Node, known: int) -> bool:
