@@ -16,7 +16,7 @@ def make_mask(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, g
     """Returns a mask ``[B, S, G, S_kv]`` of bools, or one of floats that hides keys by -inf.
 
     "random": half of the keys; "sparse": one in ten; "causal"; "window": the last 3 of those; "empty": a third of the
-    rows see nothing; "all"; "none". "biased" and "fills" are of floats: normal values beside -inf; finfo.min, also in
+    rows see nothing; "all"; "none". "biased" and "fills" are of floats: normal values next to -inf; finfo.min, also in
     all of a row, in place of -inf.
     """
     _, S, _, keys = shape

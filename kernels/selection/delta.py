@@ -70,7 +70,7 @@ def selection_dsink_parts(
         at = i[:, None] * GH + c[None, :]
         lse2 = tl.load(lse2_ptr + at, mask=mask, other=float("inf"))
         dot = tl.load(dot_ptr + at, mask=mask, other=0.0)
-        # Where the denominator of a row of fills is no number in log2 units, neither is a sink of -inf beside it.
+        # Where the denominator of a row of fills is no number in log2 units, neither is a sink of -inf next to it.
         none = (lse2 == float("inf")) | (sink == float("-inf"))[None, :]
         acc += tl.where(none, 0.0, tl.exp2(sink[None, :] - lse2) * dot)
     tl.store(part_ptr + p * GH + c, -tl.sum(acc, axis=0), mask=c < GH)

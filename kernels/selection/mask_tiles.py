@@ -24,7 +24,7 @@ def selection_mask_tiles(
 ):  # fmt: skip
     """Writes codes[B, G, NQ, NT] of mask[B, S, G, S_kv], and near[B, G, NQ]: whether fills hide keys from all queries.
 
-    A fill is a value of at most FILL. It hides a key from a query that sees another key above -1e30: beside that one,
+    A fill is a value of at most FILL. It hides a key from a query that sees another key above -1e30: next to that one,
     its weight is exactly 0. One program: QT queries.
     """
     pid = tl.program_id(0).to(tl.int64)
