@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mhc_inductor.routing import route
 from mhc_inductor.routing.report import Report
 from tests import capture, sparse_runs
 from tests.capture import difference, eager, not_worse, reasons, run
@@ -43,15 +41,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink: Tensor | None = 
     return scores.softmax(-1)[..., :-1] @ v
 
 
+def chosen(q: Tensor, k: Tensor, at: Tensor) -> Tensor:
+    """Returns 0 at the positions and -inf elsewhere, [B, 1, S, S]."""
+    return torch.full((B, 1, q.shape[2], k.shape[2]), -INF, dtype=q.dtype).scatter(-1, at.unsqueeze(1), 0.0)
+
+
 def scattered(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
     """The positions scattered into -inf, added to the given mask."""
-    chosen = torch.full((B, 1, q.shape[2], k.shape[2]), -INF, dtype=q.dtype).scatter(-1, at.unsqueeze(1), 0.0)
-    return attend(q, k, v, mask + chosen)
+    return attend(q, k, v, mask + chosen(q, k, at))
 
 
 def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    chosen = torch.full((B, 1, q.shape[2], k.shape[2]), -INF, dtype=q.dtype).scatter(-1, at.unsqueeze(1), 0.0)
-    return attend(q, k, v, chosen + mask, sink)
+    return attend(q, k, v, chosen(q, k, at) + mask, sink)
 
 
 def filled(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
@@ -61,8 +62,8 @@ def filled(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tens
 
 
 def chosen_by_where(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
-    chosen = (at.unsqueeze(-1) == torch.arange(k.shape[2])).any(-2).unsqueeze(1)
-    return attend(q, k, v, torch.where(chosen, mask, -INF))
+    kept = (at.unsqueeze(-1) == torch.arange(k.shape[2])).any(-2).unsqueeze(1)
+    return attend(q, k, v, torch.where(kept, mask, -INF))
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
@@ -72,8 +73,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tens
 
 def segments(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor) -> Tensor:
     """DeepSeek-V4's: the given mask next to positions scattered into -inf, along the keys."""
-    chosen = torch.full((B, 1, q.shape[2], k.shape[2]), -INF, dtype=q.dtype).scatter(-1, at.unsqueeze(1), 0.0)
-    both = torch.cat([mask.expand(B, -1, -1, -1), chosen], -1)
+    both = torch.cat([mask.expand(B, -1, -1, -1), chosen(q, k, at)], -1)
     return attend(q, torch.cat([k, k.flip(1) * 0.5], 2), torch.cat([v, v * 2], 2), both, sink)
 
 
@@ -197,18 +197,12 @@ ALONE = [(family, mode) for family in ("deepseek_v4", "hy_v4", "deepseek_v32", "
 def test_layers_compiled_one_by_one(family: str, mode: str) -> None:
     how = sparse_runs.MODES[mode]
     model = sparse_runs.prepare(family, how, "eager")
-    report, ops = Report(), Counter[str]()
-
-    def backend(gm: torch.fx.GraphModule, _: list[object]) -> Callable[..., object]:
-        report.extend(route(gm, check=capture.VERIFY))
-        ops.update(capture.ops_of(gm))
-        return gm.forward
-
+    report, graphs = Report(), list[torch.fx.GraphModule]()
     torch._dynamo.reset()
     want = sparse_runs.evaluate(model, model, how)
     for layer in next(m for name, m in model.named_modules() if name.endswith(".layers") and "vision" not in name):
-        layer.compile(backend=backend, dynamic=False)
-    got = sparse_runs.evaluate(model, model, how)
+        layer.compile(backend=capture.interpreted(report, graphs, capture.VERIFY), dynamic=False)
+    got, ops = sparse_runs.evaluate(model, model, how), capture.ops_of(*graphs)
     assert difference(got, want) < 1e-4 and not report.problems
     assert not any("positions or padding alone" in m.reason for m in report.near_misses)
     assert ops["selection_attention"] >= FAMILIES[family].attentions
