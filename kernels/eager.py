@@ -49,6 +49,7 @@ _PLANS = {
     "index_scores": "index.plan",
     "index_scores_backward": "index.backward_plan",
     "index_topk": "index.plan",
+    "index_topk_scores": "index.plan",
 }
 OPS = tuple(_PLANS)
 # What is no op: context parallelism calls it between ops.

@@ -16,7 +16,7 @@ MOST_PARTS = 8
 
 
 def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
-    """Returns whether generated code calls ``index_topk``: its loop needs known sizes, and should be short."""
+    """Returns whether generated code calls a choice of keys: its loop needs known sizes, and should be short."""
     builder = OpBuilder(args[0].get_device())
     sizes = (*builder.shape(args[0])[:2], builder.shape(args[1])[1], args[3])
     if not all(builder.is_static(s) for s in sizes):
@@ -31,3 +31,4 @@ def register() -> None:
     common.register("index_scores", index_cpu.index_scores)
     common.register("index_scores_backward", None)
     common.register("index_topk", index_cpu.index_topk, _calls_op)
+    common.register("index_topk_scores", index_cpu.index_topk_scores, _calls_op)

@@ -29,12 +29,15 @@ def index_scores(q: Tensor, k: Tensor, w: Tensor, scale: float, *visible: Any) -
     return torch.where(seen, _scores(q, k, w, scale), -torch.inf)
 
 
-def index_topk(q: Tensor, k: Tensor, w: Tensor, topk: int, scale: float, *visible: Any) -> Any:
+def index_topk(*args: Any) -> Any:
+    """Decomposes the op as :func:`index_topk_scores` does."""
+    found = index_topk_scores(*args)
+    return found if found is NotImplemented else found[0]
+
+
+def index_topk_scores(q: Tensor, k: Tensor, w: Tensor, topk: int, scale: float, *visible: Any) -> Any:
     """Decomposes the op in a package; elsewhere returns NotImplemented: generated code calls the op, which takes chunks."""
     if not compat.packaging_formulas():
         return NotImplemented
-    keys = k.shape[1]
-    seen = reference.visible(_ALL, _ALL, keys, q.device, *visible)
-    bits = reference.sortable(_scores(q, k, w, scale))
-    chosen = reference.largest(torch.where(seen, bits, torch.iinfo(bits.dtype).min), topk).sort(-1).values
-    return torch.where(chosen == keys, -1, chosen).to(torch.int32)
+    seen = reference.visible(_ALL, _ALL, k.shape[1], q.device, *visible)
+    return reference.chosen(_scores(q, k, w, scale), seen, topk)

@@ -286,10 +286,11 @@ def scores(seed: int, kind: str, **sizes: Any) -> Sequence[Any]:
     return (*made, 0.3, *visible)
 
 
-def topk(seed: int, kind: str, topk: int, **sizes: Any) -> Sequence[Any]:
+def topk(seed: int, kind: str, topk: int, name: str = "index_topk", **sizes: Any) -> Sequence[Any]:
     made, visible = _index(seed, kind, **sizes)
     topk = min(topk, sizes["T"])
-    got = op("index_topk")(*made, topk, 0.3, *visible)
+    found = op(name)(*made, topk, 0.3, *visible)
+    got = found if isinstance(found, Tensor) else found[0]
     helpers_index.check_topk(got, made, topk, 0.3, visible)
     return (*made, topk, 0.3, *visible)
 
@@ -421,6 +422,7 @@ PROPERTIES: dict[str, tuple[Callable[..., Sequence[Any]], dict[str, st.SearchStr
     ),
     "index_scores": (scores, _INDEX),
     "index_topk": (topk, {**_INDEX, "topk": st.integers(0, 21)}),
+    "index_topk_scores": (topk, {**_INDEX, "topk": st.integers(0, 21), "name": st.just("index_topk_scores")}),
     "index_loss": (
         loss,
         {

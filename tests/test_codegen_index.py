@@ -37,8 +37,13 @@ def _topk(q, k, w, limit, mask):
     return mhc_inductor.index_topk(q, k, w, 16, scale=0.1, limit=limit)
 
 
-def test_known_sizes_launch_the_kernels():
-    code = _compile(_topk, 256, 512)
+def _topk_scores(q, k, w, limit, mask):
+    return torch.ops.mhc_inductor.index_topk_scores(q, k, w, 16, 0.1, limit, mask, None, None)
+
+
+@pytest.mark.parametrize("fn", [_topk, _topk_scores])
+def test_known_sizes_launch_the_kernels(fn):
+    code = _compile(fn, 256, 512)
     assert launches(code) == ["index_tile_scores", "index_select"]
     assert "torch.ops.mhc_inductor" not in code
 

@@ -31,6 +31,7 @@ PRODUCTS_OF_REFERENCE = (
     "selection_blocks",
     "index_scores",
     "index_topk",
+    "index_topk_scores",
 )
 """Ops whose reference writes each product, and no other, with ``matmul``."""
 

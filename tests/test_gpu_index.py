@@ -154,9 +154,32 @@ def test_compiled(dynamic):
 def test_compiled_with_masks(kind):
     torch._dynamo.reset()
     args, visible = made(2, 300, 900, 8, 64, kind=kind)
-    fn = lambda *a: (index_topk(*a[:3], 64, **named(a[3:])), index_scores(*a[:3], **named(a[3:])))  # noqa: E731
+
+    def fn(*a):
+        picks = torch.ops.mhc_inductor.index_topk_scores(*a[:3], 64, 1.0, *a[3:])
+        return index_topk(*a[:3], 64, **named(a[3:])), index_scores(*a[:3], **named(a[3:])), *picks
+
     for a, b in zip(torch.compile(fn, fullgraph=True)(*args, *visible), fn(*args, *visible), strict=True):
         assert torch.equal(a, b)
+
+
+def test_marks_of_hidden_picks_are_routed():
+    """Values of topk that mark hidden picks, compiled, against the same formula in eager mode."""
+    torch._dynamo.reset()
+    (q, k, w), _ = made(2, 300, 900, 8, 64, dtype=F32)
+    w[0, :9], k[1, 5, 0] = -torch.inf, torch.nan
+    most = torch.tensor([0.04, 0.06])[:, None, None]  # NaN ties: no row of the first sequence sees 64 keys
+    seen = (torch.rand(2, 300, 900, generator=torch.Generator().manual_seed(5)) < most).cuda()
+
+    def fn(q, k, w):
+        scores = (torch.einsum("bshd,btd->bsht", q, k).relu() * w[..., None]).sum(2)
+        values, indices = scores.masked_fill(~seen, -torch.inf).topk(64, -1)
+        return indices.masked_fill(values == -torch.inf, -1).sort(-1).values
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    got = torch.compile(fn, fullgraph=True, backend="mhc_inductor")(q, k, w)
+    assert [r.op for r in mhc_inductor.explain(fn, q, k, w).routed] == ["index_topk_scores"]
+    assert torch.equal(got, fn(q, k, w))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])

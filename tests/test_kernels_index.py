@@ -58,7 +58,18 @@ def check_topk(builder, args, topk, scale=0.7, visible=NONE):
     assert plan.unsupported_sizes(builder, *args, topk, scale, *visible) is None
     got = plan.plan_index_topk(builder, *args, topk, scale, *visible)
     h.check_topk(got, args, topk, scale, visible)
+    check_their_scores(builder, got, args, topk, scale, visible)
     return got
+
+
+def check_their_scores(builder, chosen, args, topk, scale=1.0, visible=NONE):
+    """Checks that the keys come with the scores that ``index_scores`` gives, bit by bit, and with -inf next to -1."""
+    again, scores = plan.plan_index_topk_scores(builder, *args, topk, scale, *visible)
+    assert torch.equal(again, chosen) and scores.dtype is F32
+    if topk:
+        every = plan.plan_index_scores(builder, *args, scale, *visible)
+        want = every.gather(-1, chosen.long().clamp(min=0)).masked_fill(chosen < 0, -torch.inf)
+        torch.testing.assert_close(scores, want, rtol=0, atol=0, equal_nan=True)
 
 
 def exact(builder, args, topk, visible=NONE):
@@ -184,6 +195,7 @@ def test_nan_and_inf(builder, device, S):
     assert (scores[0, :, 40:] == -torch.inf).all()
     got = plan.plan_index_topk(builder, q, k, w, 2, 1.0, limit, None, None, None)
     assert got.tolist() == [[[30, 31]] * S]
+    check_their_scores(builder, got, (q, k, w), 2, visible=(limit, None, None, None))
     got = plan.plan_index_topk(builder, q, k, w, 1, 1.0, limit, None, None, None)
     assert got.tolist() == [[[30]] * S]
     q, k, w = q.abs(), k.abs().nan_to_num(1.0), w * 0 + 1
@@ -192,6 +204,7 @@ def test_nan_and_inf(builder, device, S):
     mask[..., 10:] = False
     got = plan.plan_index_topk(builder, q, k, w, 12, 1.0, None, mask, None, None)
     assert got.tolist() == [[[*range(10), -1, -1]] * S]
+    check_their_scores(builder, got, (q, k, w), 12, visible=(None, mask, None, None))
 
 
 @pytest.mark.parametrize("S", [3, 70])

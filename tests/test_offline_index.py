@@ -34,6 +34,7 @@ def launches(builder, *, S, T, H=64, D=128, dtype=BF16, topk=2048, limit=False, 
     args = empty(1, S, H, D), empty(1, T, D), empty(1, S, H, dtype=F32)
     assert plan.unsupported(builder, *args) is None
     plan.plan_index_topk(builder, *args, min(topk, T), 1.0, *visible)
+    plan.plan_index_topk_scores(builder, *args, min(topk, T), 1.0, *visible)
     plan.plan_index_scores(builder, *args, 1.0, *visible)
     return builder.launches
 

@@ -57,7 +57,11 @@ VARIANTS = {
     "fp16-weights": {"dtype": F16, "w_dtype": F16},
     "one_query": {"S": 1},
 }
-MAKERS = {"index_scores": scores_sample, "index_scores_backward": backward_sample, "index_topk": topk_sample}
+MAKERS = {
+    "index_scores": scores_sample,
+    "index_scores_backward": backward_sample,
+    **dict.fromkeys(("index_topk", "index_topk_scores"), topk_sample),
+}
 SAMPLES = [
     pytest.param(name, sample, v, id=f"{name}-{k}") for name, sample in MAKERS.items() for k, v in VARIANTS.items()
 ]
@@ -73,12 +77,26 @@ def test_opcheck(name, sample, variant):
 @pytest.mark.parametrize(("name", "sample", "variant"), SAMPLES)
 def test_outputs_are_fresh_contiguous_and_as_the_fake_says(name, sample, variant):
     args = sample(**variant)
-    if name != "index_topk":
+    if "topk" not in name:
         return check_outputs(name, args, error)
     got = op(name)(*args)
     fake = op(name)(*[a.to("meta") if isinstance(a, torch.Tensor) else a for a in args])
-    assert (got.shape, got.dtype, got.stride()) == (fake.shape, fake.dtype, fake.stride())
+    for a, b in zip(got, fake, strict=True) if isinstance(got, tuple) else [(got, fake)]:
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
     return None
+
+
+@pytest.mark.parametrize("kind", h.KINDS)
+@pytest.mark.parametrize("dtype", [BF16, F32, F64])
+def test_the_scores_of_chosen_keys_are_those_of_index_scores(kind, dtype):
+    args = topk_sample(kind, dtype=dtype)
+    q, k, w = (t.abs_() for t in args[:3])  # no product of 0, whose NaN would be chosen first
+    w[0], q[1, 1, 1, 0], k[1, 0, 0] = -torch.inf, torch.nan, torch.inf
+    chosen, scores = OPS.index_topk_scores(*args)
+    assert torch.equal(chosen, OPS.index_topk(*args))
+    want = OPS.index_scores(*args[:3], *args[4:]).gather(-1, chosen.long().clamp(min=0))
+    torch.testing.assert_close(scores, want.masked_fill(chosen < 0, -torch.inf), equal_nan=True)
+    assert (scores == -torch.inf)[chosen >= 0].any(), "a score of -inf hides no key"
 
 
 # --- the public functions -----------------------------------------------------------------------------------

@@ -47,6 +47,12 @@ def sortable(x):
 
 
 @triton.jit
+def score_of(key):
+    """Returns the fp32 score of a sortable integer."""
+    return (key ^ ((key >> 31) & MOST)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def store_scores(out, score, t, limit, there, SORTABLE: tl.constexpr):
     """Stores scores of keys t: fp32 where ``there``, -inf at or beyond the limit; or with SORTABLE their integers.
 

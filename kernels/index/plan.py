@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch plans of the index ops.
 
-``index_topk`` loops over chunks of queries to bound its memory, which a graph with dynamic sizes cannot express.
+A choice of keys loops over chunks of queries to bound its memory, which a graph with dynamic sizes cannot express.
 Memory besides inputs and outputs: SCORES numbers of 4 bytes, or the scores of one tile of queries if those are more.
 """
 
@@ -41,7 +41,7 @@ def unsupported(b: Any, q: Any, k: Any, w: Any, *_: Any) -> str | None:
 def unsupported_sizes(b: Any, q: Any, k: Any, w: Any, *rest: Any) -> str | None:
     """Returns the reason that depends on all arguments why the reference runs, or None if the kernels run.
 
-    The arguments are those of ``index_scores`` or of ``index_topk``, whose fourth is topk.
+    The arguments are those of ``index_scores``, or of a choice of keys, whose fourth is topk.
     """
     if len(rest) == 6 and b.is_static(rest[0]) and rest[0] > MAX_TOPK:
         return f"topk = {rest[0]} is above {MAX_TOPK}"
@@ -143,15 +143,26 @@ def padded_rows(rows: int, tiles: bool) -> int:
 
 
 def parts(b: Any, B: int, S: int, T: int) -> list[tuple[slice, slice]]:
-    """Returns the chunks of sequences and queries whose scores ``index_topk`` holds at a time, the largest first."""
+    """Returns the chunks of sequences and queries whose scores a choice of keys holds at a time, the largest first."""
     per_query = -(-padded_row(T) * padded_rows(S, not few(b, S)) // max(1, S))
     return list(chunks(B, S, per_query, SCORES, ROWS))
 
 
-def plan_index_topk(
-    b: Any, q: Any, k: Any, w: Any, topk: int, scale: float, limit: Any, mask: Any, seg_q: Any, seg_k: Any
-) -> Any:
+def plan_index_topk(b: Any, *args: Any) -> Any:
     """Launches ``index_topk``; returns indices[B, S, topk] int32."""
+    return _plan_choice(b, None, *args)
+
+
+def plan_index_topk_scores(b: Any, q: Any, k: Any, w: Any, topk: int, *args: Any) -> tuple[Any, Any]:
+    """Launches ``index_topk_scores``; returns indices[B, S, topk] int32 and their scores, fp32."""
+    scores = b.empty((*b.shape(q)[:2], topk), b.f32)
+    return _plan_choice(b, scores, q, k, w, topk, *args), scores
+
+
+def _plan_choice(
+    b: Any, scores: Any, q: Any, k: Any, w: Any, topk: int, scale: float, limit: Any, mask: Any, seg_q: Any, seg_k: Any
+) -> Any:
+    """Launches the choice of keys, with their scores unless that buffer is None; returns indices[B, S, topk] int32."""
     (B, S), T = b.shape(q)[:2], b.shape(k)[1]
     out = b.empty((B, S, topk), b.i32)
     if topk == 0:
@@ -169,8 +180,8 @@ def plan_index_topk(
         b.launch(
             index_select,
             (count * rows, 1, 1),
-            dict(keys_ptr=keys, limit_ptr=limit, out_ptr=out, S=S, T=T, b0=at.start, first=queries.start, rows=rows,
-                 stored=stored, so=so, topk=topk, **hidden),
+            dict(keys_ptr=keys, limit_ptr=limit, out_ptr=out, scores_ptr=scores, S=S, T=T, b0=at.start,
+                 first=queries.start, rows=rows, stored=stored, so=so, topk=topk, **hidden),
             dict(LIMIT=limit is not None, **flags(hidden), BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
         )  # fmt: skip
     return out

@@ -8,7 +8,7 @@ are read in segments: what is above the k-th largest so far joins a list of cand
 import triton
 import triton.language as tl
 
-from .common import HIDDEN, MOST, hide, row_limit
+from .common import HIDDEN, MOST, hide, row_limit, score_of
 
 
 @triton.jit
@@ -41,11 +41,11 @@ def visible_count(key):
 
 
 @triton.jit
-def _store_chosen(row, index_row, n, threshold, ties, keys_out, out, STEP: tl.constexpr):
+def _store_chosen(row, index_row, n, threshold, ties, keys_out, out, scores, STEP: tl.constexpr):
     """Stores the keys above the threshold and the first ``ties`` at it of the n keys of ``row``, in their order.
 
     Their indices, of ``index_row`` or the places in the row, go to ``out``; the keys go to ``keys_out`` unless it is
-    None. Both may be the rows themselves.
+    None. Both may be the rows themselves. The keys' scores go to ``scores`` unless it is None.
     """
     above_before, tied_before = n * 0, n * 0
     for p in range(0, n, STEP):
@@ -64,6 +64,8 @@ def _store_chosen(row, index_row, n, threshold, ties, keys_out, out, STEP: tl.co
         if keys_out is not None:
             tl.debug_barrier()  # the segment is loaded before its start is overwritten
             tl.store(keys_out + rank, key, mask=take)
+        if scores is not None:
+            tl.store(scores + rank, score_of(key), mask=take)
         tl.store(out + rank, index, mask=take)
         total = tl.sum(both, axis=0)
         above_before += total & 0xFFFF
@@ -71,26 +73,26 @@ def _store_chosen(row, index_row, n, threshold, ties, keys_out, out, STEP: tl.co
 
 
 @triton.jit
-def _choose(row, index_row, n, keys_out, out, topk, BLOCK: tl.constexpr, STEP: tl.constexpr):
+def _choose(row, index_row, n, keys_out, out, scores, topk, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """Chooses from a row of n <= BLOCK keys as ``_store_chosen`` does; returns how many, and the threshold."""
     i = tl.arange(0, BLOCK)
     key = tl.load(row + i, mask=i < n, other=HIDDEN)
     seen = visible_count(key)
     want = tl.minimum(seen, topk)
     threshold, ties = cut(key, seen, want)
-    _store_chosen(row, index_row, n, threshold, ties, keys_out, out, STEP)
+    _store_chosen(row, index_row, n, threshold, ties, keys_out, out, scores, STEP)
     return want, threshold
 
 
 @triton.jit
-def _choose_streaming(row, n, out, topk, BLOCK: tl.constexpr):
+def _choose_streaming(row, n, out, scores, topk, BLOCK: tl.constexpr):
     """Chooses from a row of n > BLOCK keys, of which the first BLOCK are overwritten; returns how many are chosen.
 
     topk is at most STEP. Candidates are stored as keys row[:CAP] and indices row[CAP:BLOCK].
     """
     CAP: tl.constexpr = BLOCK // 2
     STEP: tl.constexpr = BLOCK // 4
-    count, floor = _choose(row, None, n * 0 + BLOCK, row, out, topk, BLOCK, STEP)
+    count, floor = _choose(row, None, n * 0 + BLOCK, row, out, None, topk, BLOCK, STEP)
     # Later keys must be above what is already chosen, unless fewer than topk were visible.
     floor = tl.where(count == topk, floor, HIDDEN)
     i = tl.arange(0, STEP)
@@ -99,7 +101,7 @@ def _choose_streaming(row, n, out, topk, BLOCK: tl.constexpr):
     for p in range(BLOCK, n, STEP):
         if count + STEP > CAP:
             tl.debug_barrier()
-            count, floor = _choose(row, row + CAP, count, row, row + CAP, topk, CAP, STEP)
+            count, floor = _choose(row, row + CAP, count, row, row + CAP, None, topk, CAP, STEP)
         j = p + i
         key = tl.load(row + j, mask=j < n, other=HIDDEN)
         better = key > floor
@@ -108,24 +110,24 @@ def _choose_streaming(row, n, out, topk, BLOCK: tl.constexpr):
         tl.store(row + CAP + place, j, mask=better)
         count += tl.sum(better.to(tl.int32), axis=0)
     tl.debug_barrier()
-    want, _ = _choose(row, row + CAP, count, None, out, topk, CAP, STEP)
+    want, _ = _choose(row, row + CAP, count, None, out, scores, topk, CAP, STEP)
     return want
 
 
 @triton.jit
-def _fill(out, start, topk, BLOCK: tl.constexpr):
-    """Stores -1 from ``start`` on."""
+def _fill(out, start, topk, value, BLOCK: tl.constexpr):
+    """Stores ``value`` from ``start`` on."""
     for j in range(start, topk, BLOCK):
         i = j + tl.arange(0, BLOCK)
-        tl.store(out + i, tl.full((BLOCK,), -1, tl.int32), mask=i < topk)
+        tl.store(out + i, tl.full((BLOCK,), value, out.dtype.element_ty), mask=i < topk)
 
 
 @triton.jit(do_not_specialize=["S", "T", "b0", "first", "rows", "stored", "so", "topk", "smb", "sms", "smt"])
 def index_select(
-    keys_ptr, limit_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, out_ptr, S, T, b0, first, rows, stored, so, topk, smb, sms, smt,
-    LIMIT: tl.constexpr, MASK: tl.constexpr, SEG: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.constexpr,
+    keys_ptr, limit_ptr, mask_ptr, seg_q_ptr, seg_k_ptr, out_ptr, scores_ptr, S, T, b0, first, rows, stored, so, topk,
+    smb, sms, smt, LIMIT: tl.constexpr, MASK: tl.constexpr, SEG: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
-    """Writes out[B, S, topk] of ``rows`` queries from ``first`` on, of the sequences from ``b0`` on.
+    """Writes out[B, S, topk], and scores[B, S, topk] unless it is None, of ``rows`` queries from ``first`` on, of the sequences from ``b0`` on.
 
     From the sortable integers keys[parts, stored, so]. STREAM: rows may be longer than BLOCK. One program: one query;
     the last come first, because they see the most keys of a causal model.
@@ -137,17 +139,23 @@ def index_select(
     at = b * S + s
     n = row_limit(limit_ptr, at, T, LIMIT)
     row = keys_ptr + tl.multiple_of((part * stored + local).to(tl.int64) * so, 16)
-    out = out_ptr + at * topk
+    out, scores = out_ptr + at * topk, None
+    if scores_ptr is not None:
+        scores = scores_ptr + at * topk
     hide(row, HIDDEN, mask_ptr, seg_q_ptr, seg_k_ptr, b, s, n, S, T, smb, sms, smt, MASK, SEG, STEP)
     chosen = tl.minimum(n, topk)
     if (not (MASK or SEG)) & (n <= topk):
         for j in range(0, n, STEP):
             i = j + tl.arange(0, STEP)
             tl.store(out + i, i, mask=i < n)
+            if scores is not None:
+                tl.store(scores + i, score_of(tl.load(row + i, mask=i < n)), mask=i < n)
     elif n <= BLOCK // 2:
-        chosen, _ = _choose(row, None, n, None, out, topk, BLOCK // 2, STEP)
+        chosen, _ = _choose(row, None, n, None, out, scores, topk, BLOCK // 2, STEP)
     elif n <= BLOCK:
-        chosen, _ = _choose(row, None, n, None, out, topk, BLOCK, STEP)
+        chosen, _ = _choose(row, None, n, None, out, scores, topk, BLOCK, STEP)
     elif STREAM:
-        chosen = _choose_streaming(row, n, out, topk, BLOCK)
-    _fill(out, chosen, topk, STEP)
+        chosen = _choose_streaming(row, n, out, scores, topk, BLOCK)
+    _fill(out, chosen, topk, -1, STEP)
+    if scores is not None:
+        _fill(scores, chosen, topk, float("-inf"), STEP)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -128,9 +129,10 @@ def index_topk(
     mask: Tensor | None,
     segments_q: Tensor | None,
     segments_k: Tensor | None,
+    *,
+    op: str = "index_topk",
 ) -> None:
-    """Raises ValueError or TypeError unless the arguments of ``index_topk`` fit together."""
-    op = "index_topk"
+    """Raises ValueError or TypeError unless the arguments of ``index_topk``, or of ``op``, fit together."""
     index_scores(q, k, w, scale, limit, mask, segments_q, segments_k, op=op)
     if isinstance(topk, bool) or not isinstance(topk, (int, torch.SymInt)):
         raise TypeError(f"{op}: topk must be an int, got {type(topk).__name__}")
@@ -138,3 +140,6 @@ def index_topk(
     torch._check_value(
         topk <= k.shape[1], lambda: f"{op}: topk must be at most T = {k.shape[1]}, the number of keys, got {topk}"
     )
+
+
+index_topk_scores = functools.partial(index_topk, op="index_topk_scores")

@@ -57,6 +57,7 @@ PRODUCTS: dict[str, Products] = {
     "selection_blocks": {"B S G h T D": ""},
     "index_scores": _INDEX,
     "index_topk": _INDEX,
+    "index_topk_scores": _INDEX,
     "index_loss": {**_INDEX_OF_LIST, "B S G h n Dk": ""},
     "index_loss_backward": _INDEX_OF_LIST,  # the attention is the target and has no gradient
 }

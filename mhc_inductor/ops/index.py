@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index ops in ``torch.ops.mhc_inductor``: scores of keys, their gradients, and the keys of the largest scores.
 
-``index_topk`` has no gradient: its outputs are integers. Double backward raises RuntimeError. The ops run in chunks of
+``index_topk`` has no gradient: its outputs are integers. That of the scores in ``index_topk_scores`` raises RuntimeError. Double backward raises RuntimeError. The ops run in chunks of
 queries to bound their memory.
 """
 
@@ -29,6 +29,7 @@ SCHEMAS = {
         f"(Tensor dscores, {_TENSORS}, float scale, {_VISIBLE}) -> (Tensor dq, Tensor dk, Tensor dw)"
     ),
     "index_topk": f"({_TENSORS}, SymInt topk, float scale, {_VISIBLE}) -> Tensor indices",
+    "index_topk_scores": (f"({_TENSORS}, SymInt topk, float scale, {_VISIBLE}) -> (Tensor indices, Tensor scores)"),
 }
 
 
@@ -42,6 +43,11 @@ def _backward_fake(dscores: Tensor, q: Tensor, k: Tensor, w: Tensor, *_: Any) ->
 
 def _topk_fake(q: Tensor, k: Tensor, w: Tensor, topk: int, *_: Any) -> Tensor:
     return q.new_empty((*q.shape[:2], topk), dtype=torch.int32)
+
+
+def _topk_scores_fake(q: Tensor, k: Tensor, w: Tensor, topk: int, *_: Any) -> tuple[Tensor, Tensor]:
+    indices = _topk_fake(q, k, w, topk)
+    return indices, indices.new_empty(indices.shape, dtype=acc_dtype(q.dtype))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -61,6 +67,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "index_scores": _scores_fake,
     "index_scores_backward": _backward_fake,
     "index_topk": _topk_fake,
+    "index_topk_scores": _topk_scores_fake,
 }
 _GRADIENTS: dict[str, Gradient] = {"index_scores": (_setup, _grad)}
 

@@ -142,7 +142,7 @@ FAMILIES = (
             "loss": "B S",
         },
         independent={"": "B S"},
-        ops={**_both("index_scores", "index_loss"), "index_topk": ()},
+        ops={**_both("index_scores", "index_loss"), "index_topk": (), "index_topk_scores": ()},
     ),
 )
 

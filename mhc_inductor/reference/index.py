@@ -196,7 +196,17 @@ def largest(bits: Tensor, topk: int) -> Tensor:
     return torch.where(best >> 32 == none, t, last - (best & 0xFFFFFFFF))
 
 
-@as_given
+def chosen(scores: Tensor, seen: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Returns the indices of the ``topk`` largest ``scores`` [..., T] that are ``seen``, int32, and these scores.
+
+    Indices increase; then come -1, and scores of -inf, where fewer are seen.
+    """
+    bits, t = sortable(scores), scores.shape[-1]
+    at = largest(torch.where(seen, bits, torch.iinfo(bits.dtype).min), topk).sort(-1).values
+    values = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf).gather(-1, at)
+    return torch.where(at == t, -1, at).to(torch.int32), values
+
+
 def index_topk(
     q: Tensor,
     k: Tensor,
@@ -229,14 +239,44 @@ def index_topk(
 
     Source: DeepSeek-V3.2, arXiv 2512.02556, the token selection after equation 1.
     """
+    return index_topk_scores(q, k, w, topk, scale, limit, mask, segments_q, segments_k)[0]
+
+
+@as_given
+def index_topk_scores(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    topk: int,
+    scale: float,
+    limit: Tensor | None,
+    mask: Tensor | None,
+    segments_q: Tensor | None,
+    segments_k: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the keys of :func:`index_topk` and their scores.
+
+    Args:
+        q: As for :func:`index_topk`.
+        k: As for :func:`index_topk`.
+        w: As for :func:`index_topk`.
+        topk: As for :func:`index_topk`.
+        scale: As for :func:`index_topk`.
+        limit: As for :func:`index_topk`.
+        mask: As for :func:`index_topk`.
+        segments_q: As for :func:`index_topk`.
+        segments_k: As for :func:`index_topk`.
+
+    Returns:
+        ``(indices, scores)``, ``[B, S, topk]`` each; scores in fp32, fp64 if q is fp64, -inf where an index is -1.
+    """
     batch, s, h, _ = q.shape
     t = k.shape[1]
-    out = torch.empty((batch, s, topk), dtype=torch.int32, device=q.device)
     k = k.to(acc_dtype(q.dtype))
+    out = torch.empty((batch, s, topk), dtype=torch.int32, device=q.device)
+    values = torch.empty(out.shape, dtype=k.dtype, device=q.device)
     # A sort holds the scores, their bits and 64-bit indices twice: eight heads' products.
     for b, at in chunks(batch, s, max(h, 8) * t, CHUNK):
         seen = visible(at, b, t, q.device, limit, mask, segments_q, segments_k)
-        bits = sortable(score(q[b, at], k[b], w[b, at], scale))
-        chosen = largest(torch.where(seen, bits, torch.iinfo(bits.dtype).min), topk).sort(-1).values
-        out[b, at] = torch.where(chosen == t, -1, chosen).to(torch.int32)
-    return out
+        out[b, at], values[b, at] = chosen(score(q[b, at], k[b], w[b, at], scale), seen, topk)
+    return out, values

@@ -102,10 +102,16 @@ class Check:
             return float("inf")
         if not op.numel():
             return 0.0
+        if op.is_floating_point():
+            return self._off(scores, formula.double(), op.double())
         ordered = op.sort(-1).values
         if bool((ordered[..., :1] < 0).any() or (ordered[..., -1:] >= t).any() or (ordered.diff(dim=-1) == 0).any()):
             return float("inf")
-        a, b = (scores.gather(-1, x.long()).sort(-1).values for x in (op, formula))
+        return self._off(scores, *(scores.gather(-1, x.long()) for x in (formula, op)))
+
+    def _off(self, scores: Tensor, formula: Tensor, op: Tensor) -> float:
+        """Returns how far the chosen scores are apart, relative to the largest of all; 0.0 for a rounding."""
+        a, b = (x.sort(-1).values for x in (op, formula))
         if not torch.equal(a.isfinite(), b.isfinite()):
             return float("inf")
         fine = a.isfinite() & (a.abs() < 1e30)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from typing import Any
 
@@ -53,10 +54,10 @@ class _Emission:
             limit = self._last(mask)
         count = self._count()
         given = q, k, w, scale, limit, mask
-        chosen = self._by_score(*given, count) if one.ranked else self._by_position(*given, count)
+        made = {1: self._by_score(*given, count)} if one.ranked else self._by_position(*given, count)
         *lead, last = ([v] if v.size != ONE else [] for v in one.dims)
-        new = self.layouts.back(chosen, [one.batch, one.query, last], [*lead, last])
-        return [(value, self.edit.as_like(new, value, q)) for value in one.outs]
+        back = {out: self.layouts.back(n, [one.batch, one.query, last], [*lead, last]) for out, n in made.items()}
+        return [(value, self.edit.as_like(back[value.out], value, q)) for value in one.outs]
 
     def _by_score(self, *given: Any) -> fx.Node:
         """Returns the best keys first. Where fewer are visible, ``topk`` takes hidden ones, as the model's does."""
@@ -66,16 +67,23 @@ class _Emission:
 
     def _by_position(
         self, q: fx.Node, k: fx.Node, w: fx.Node, scale: float, limit: Any, mask: Any, count: Any
-    ) -> fx.Node:
-        emit = self.emit
-        op = torch.ops.mhc_inductor.index_topk.default
+    ) -> dict[int, fx.Node]:
+        """Returns the chosen keys as result 1 of ``topk``, and as result 0 their scores if these are used."""
+        emit, one, ops = self.emit, self.one, torch.ops.mhc_inductor
+        op = (ops.index_topk_scores if one.marked else ops.index_topk).default
         chosen = emit(op, q, k, w, count, scale, limit, mask, None, None)
+        made: dict[int, fx.Node] = {}
+        if one.marked:
+            chosen, scores = (emit(operator.getitem, chosen, at) for at in range(2))
+            if one.visible.fill != -math.inf:
+                scores = emit(torch.where, emit(operator.lt, chosen, 0), one.visible.fill, scores)
+            made[0] = scores
         if mask is not None:
-            return self._filled(chosen, mask, limit, count)
-        if limit is None:
-            return chosen
-        places = emit(torch.arange, count, dtype=torch.int32, device=self.device)
-        return emit(torch.where, emit(operator.lt, chosen, 0), places, chosen)
+            chosen = self._filled(chosen, mask, limit, count)
+        elif limit is not None:
+            places = emit(torch.arange, count, dtype=torch.int32, device=self.device)
+            chosen = emit(torch.where, emit(operator.lt, chosen, 0), places, chosen)
+        return made | {1: chosen}
 
     def _count(self) -> Any:
         """Returns k of ``topk`` as a number, or as a node that holds it. Raises Mismatch if only the scores tell it."""

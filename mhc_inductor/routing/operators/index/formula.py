@@ -52,7 +52,7 @@ class Formula:
 
     ``weights``: the factors of w. ``factor``: the constant outside the relu; ``scale``: the one inside. ``heads``:
     the variables summed over. ``feature``: the variable of the product. ``met``: the scores on the way. ``unmasked``:
-    the element of the scores before all masks.
+    the element of the scores before all masks. ``moved``: whether a number is added to the scores.
     """
 
     t: Key
@@ -66,6 +66,7 @@ class Formula:
     hidden: list[Hidden]
     met: list[Value]
     unmasked: Ref
+    moved: bool
 
 
 def recognised(scores: Ref, t: Key) -> Formula:
@@ -83,6 +84,7 @@ class _Walk:
         self.weights: list[Ref] = []
         self.hidden: list[Hidden] = []
         self.met: list[Value] = []
+        self.moved = False
 
     def formula(self) -> Formula:
         """Returns the formula."""
@@ -97,7 +99,7 @@ class _Walk:
         if len(feature) > 1:
             raise Mismatch(f"the product inside the relu is summed over several dims; {EXPECTED}", inside.value)
         sums = self.heads, self.weights, self.factor, scale
-        return Formula(self.t, q, k, feature, *sums, self.hidden, list(self.met), unmasked)
+        return Formula(self.t, q, k, feature, *sums, self.hidden, list(self.met), unmasked, self.moved)
 
     def _keyed(self, ref: Ref) -> bool:
         return self.t in variables_of(ref)
@@ -149,9 +151,9 @@ class _Walk:
         a, b = ref.value.args
         subtracted = ref.value.func in SUB
         if constant_of(b) is not None and isinstance(a, Value) and math.isfinite(constant_of(b) or 0.0):
-            return _broadcast(a, ref)
+            return self._moved(a, ref)
         if constant_of(a) is not None and isinstance(b, Value) and not subtracted:
-            return _broadcast(b, ref)
+            return self._moved(b, ref)
         if not isinstance(a, Value) or not isinstance(b, Value):
             return None
         own = [has_product(x) for x in (a, b)]
@@ -165,6 +167,10 @@ class _Walk:
         if subtracted:
             raise Mismatch("a mask is subtracted from the scores; expected one added to them", ref.value)
         self.hidden.append(Hidden(_broadcast(mask, ref), True, True, None, ref.value.dtype, ref.value))
+        return _broadcast(scores, ref)
+
+    def _moved(self, scores: Value, ref: Ref) -> Ref:
+        self.moved = True
         return _broadcast(scores, ref)
 
     # --- the weighted sum over heads ---

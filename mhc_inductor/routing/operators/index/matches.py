@@ -17,16 +17,17 @@ from mhc_inductor.routing.operators.index.formula import EXPECTED, Formula, peel
 from mhc_inductor.routing.operators.index.profit import Sizes
 from mhc_inductor.routing.operators.index.visible import Visible
 
-OP, SCORES = "index_topk", "index_scores"
+OP, SCORES, PICKS = "index_topk", "index_scores", "index_topk_scores"
 
 
 @dataclasses.dataclass
 class Found:
     """A recognised choice of keys, or scores of all keys.
 
-    ``scores``: the tensor that ``topk`` reads. ``outs``: the indices, or the scores. ``dims``: the variable of each dim
-    of ``outs``; the last dim of indices counts the chosen keys. ``count``: the argument k of ``topk``. ``q``, ``k``,
-    ``weights``: the tensors that are read. ``ranked``: whether the indices must come by falling score.
+    ``scores``: the tensor that ``topk`` reads. ``outs``: the indices, and the values if they are used; or the scores.
+    ``dims``: the variable of each dim of ``outs``; the last dim of indices counts the chosen keys. ``count``: the
+    argument k of ``topk``. ``q``, ``k``, ``weights``: the tensors that are read. ``ranked``: whether the indices must
+    come by falling score.
     """
 
     formula: Formula
@@ -46,6 +47,11 @@ class Found:
     def chooses(self) -> bool:
         """Returns whether these are chosen keys, not scores of all keys."""
         return self.outs != [self.scores]
+
+    @property
+    def marked(self) -> bool:
+        """Returns whether the values of ``topk`` are used, too."""
+        return self.chooses and not all(v.out for v in self.outs)
 
     def values(self) -> list[Value]:
         """Returns the tensors that the op reads."""

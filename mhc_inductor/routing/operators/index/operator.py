@@ -23,10 +23,10 @@ from mhc_inductor.routing.masks.products import has_product
 from mhc_inductor.routing.operators.index.check import Check
 from mhc_inductor.routing.operators.index.emit import emit_choice
 from mhc_inductor.routing.operators.index.formula import EXPECTED, Formula, Unrelated, has_relu, recognised
-from mhc_inductor.routing.operators.index.matches import OP, SCORES, Found, operands, roles
+from mhc_inductor.routing.operators.index.matches import OP, PICKS, SCORES, Found, operands, roles
 from mhc_inductor.routing.operators.index.order import ranked_outside
 from mhc_inductor.routing.operators.index.profit import keeps_formula, refusal
-from mhc_inductor.routing.operators.index.uses import check_scores
+from mhc_inductor.routing.operators.index.uses import VALUES, check_marks, check_scores
 from mhc_inductor.routing.operators.index.visible import Visible, visible
 from mhc_inductor.routing.operators.kernels import kernels_of
 
@@ -55,14 +55,14 @@ class IndexOperator:
     def match(self, view: View, node: fx.Node) -> Match | Miss | list[Match | Miss] | None:
         """Returns the choice of keys that a candidate makes, a near miss with the scores, or None for something else."""
         outs = _results(view, node)
-        start = next((v for v in outs if v is not None and v.func is not None), None)
+        start = outs[0] if outs else None
         if start is None or not start.args or not isinstance(start.args[0], Value):
             return None
         scores = start.args[0]
         if not scores.dtype.is_floating_point or not scores.shape:
             return None
         try:
-            found = _found(view, scores, start, [v for v in outs if v is not None])
+            found = _found(view, scores, start, outs)
         except Unrelated:
             return None
         except Mismatch as mismatch:
@@ -72,7 +72,7 @@ class IndexOperator:
             return Miss(OP, f"{_FOLLOWED}; {EXPECTED}", None, start) if near else None
         check = Check(view, found)
         return Match(
-            SCORES if found.ranked else OP,
+            SCORES if found.ranked else PICKS if found.marked else OP,
             found.values(),
             found.outs,
             found.words(),
@@ -105,14 +105,13 @@ class IndexOperator:
         return ("reference formula, in chunks of queries",) if device == "cpu" else kernels_of(op, device)
 
 
-def _results(view: View, node: fx.Node) -> list[Value | None]:
-    """Returns the values of the results of a call that are used: of its getitems, or its own."""
-    if isinstance(example(node), torch.Tensor):
-        return [view.value(node)]
-    users = [u for u in node.users if u in view.live and name_of(u) == "getitem"]
-    if len(users) != len([u for u in node.users if u in view.live]):
+def _results(view: View, node: fx.Node) -> list[Value]:
+    """Returns the values of the results of a call that are used, of its getitems or its own."""
+    users = [node] if isinstance(example(node), torch.Tensor) else [u for u in node.users if u in view.live]
+    if users != [node] and any(name_of(u) != "getitem" for u in users):
         return []
-    return [view.value(u) for u in users]
+    # Reading func sets out.
+    return [v for v in map(view.value, users) if v is not None and v.func is not None]
 
 
 def _found(view: View, scores: Value, start: Value, outs: list[Value]) -> Found:
@@ -120,13 +119,17 @@ def _found(view: View, scores: Value, start: Value, outs: list[Value]) -> Found:
     t = Key(scores.shape[-1])
     lead = [Var(size) for size in scores.shape[:-1]]
     formula = recognised(Ref(scores, tuple(var(v) for v in (*lead, t))), t)
-    _check_call(start, scores, outs)
+    _check_call(start, scores)
+    check_marks(view, formula, outs)
     batch, query, q, k, weights = _read(formula, lead)
     seen = visible(formula.hidden, t, {*batch, *query}, view.values.fixed, view.values.hints)
     dims = [*lead, Var(outs[0].shape[-1])]
     found = Found(formula, scores, outs, dims, _count(outs), batch, query, seen, q, k, weights)
     _check(view, found, start)
-    return dataclasses.replace(found, ranked=ranked_outside(view, found, _sorted(start)))
+    ranked = ranked_outside(view, found, _sorted(start))
+    if found.marked and (ranked or seen.fill is None):
+        raise Mismatch(VALUES, next(v for v in outs if not v.out))
+    return dataclasses.replace(found, ranked=ranked)
 
 
 def _scores(view: View, chosen: Value) -> Found:
@@ -166,16 +169,14 @@ def _device(value: Value) -> str:
     return str(example(value.node).device.type) if value.node is not None else "cpu"
 
 
-def _check_call(start: Value, scores: Value, outs: list[Value]) -> None:
-    """Raises Mismatch unless only the indices of the largest scores are used."""
+def _check_call(start: Value, scores: Value) -> None:
+    """Raises Mismatch unless the largest scores along the last dim are chosen."""
     if start.func is not aten.topk.default:
         raise Mismatch(f"the keys are chosen by a sort; {EXPECTED}", start)
     if len(scores.shape) < 2:
         raise Mismatch(
             "the keys of one query at a time are chosen, as in a loop over queries; expected all at once", start
         )
-    if any(v.out != 1 for v in outs):
-        raise Mismatch("the values of topk are used; expected its indices only", next(v for v in outs if v.out != 1))
     rest = start.args[2:]
     dim = start.kwargs.get("dim", rest[0] if rest else -1)
     largest = start.kwargs.get("largest", rest[1] if len(rest) > 1 else True)

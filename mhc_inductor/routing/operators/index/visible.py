@@ -43,11 +43,15 @@ class Mask:
 
 @dataclasses.dataclass
 class Visible:
-    """The keys that are visible: ``t`` below every one of ``limits`` where all ``conditions`` and ``masks`` hold."""
+    """The keys that are visible: ``t`` below every one of ``limits`` where all ``conditions`` and ``masks`` hold.
+
+    ``fill``: the score of all others, None if it is rounded from a sum.
+    """
 
     limits: list[Linear] = dataclasses.field(default_factory=list)
     conditions: list[Literal] = dataclasses.field(default_factory=list)
     masks: list[Mask] = dataclasses.field(default_factory=list)
+    fill: float | None = -math.inf
 
     @property
     def all(self) -> bool:
@@ -87,8 +91,7 @@ def visible(
         Mismatch: if a hidden key may be chosen before a visible one, or hidden keys differ among themselves.
     """
     values = [_values(one) for one in hidden]
-    _check_levels(hidden, values)
-    total = Visible()
+    total = Visible(fill=_level(hidden, values))
     for one, numbers in zip(hidden, values, strict=True):
         if not _prefix(one, t, order, fixed, hints, total):
             total.masks.append(_read(one, numbers, {*order, t}))
@@ -119,8 +122,8 @@ class _Numbers(PossibleValues):
         return frozenset({0.0, 1.0}) if given else super().__call__(a)
 
 
-def _check_levels(hidden: list[Hidden], values: list[frozenset[float]]) -> None:
-    """Raises Mismatch unless all hidden keys have one score that no visible key falls below."""
+def _level(hidden: list[Hidden], values: list[frozenset[float]]) -> float | None:
+    """Returns the score of all hidden keys, None if it is rounded from a sum. Raises Mismatch unless they have one that no visible key falls below."""
     fills: set[float] = set()
     for one, numbers in zip(hidden, values, strict=True):
         for fill in numbers - {0.0} if one.added else numbers:
@@ -140,6 +143,7 @@ def _check_levels(hidden: list[Hidden], values: list[frozenset[float]]) -> None:
         raise Mismatch(
             f"several masks hide keys by {said}, so that hidden keys differ; expected -inf, or one mask", hidden[0].at
         )
+    return None if finite and hidden[0].added else next(iter(fills), -math.inf)
 
 
 def _prefix(
