@@ -28,10 +28,8 @@ def _runs_gluon(name: str, args: tuple[Any, ...]) -> bool:
 
     builder = OpBuilder(args[0].get_device())
     q, k, v = (t if t is None else builder.strided(t) for t in args[:3])
-    return (
-        not compat.lowerings.packaging()
-        and list_kernels(builder, q, k, v, compat.lowerings.static_int(args[-1])) is not None
-    )
+    scale, v_width = args[-2], compat.lowerings.static_int(args[-1])
+    return not compat.lowerings.packaging() and list_kernels(builder, q, k, v, v_width, scale) is not None
 
 
 def _backward_calls_op(name: str, args: tuple[Any, ...]) -> bool:

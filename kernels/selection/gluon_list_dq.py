@@ -15,8 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..gluon_language import thread_barrier
-from .gluon_list_forward import HB, NW, copy_rows, load_keys, rows_layout
+from .gluon_list_forward import HB, copy_rows, load_keys, rows_layout
 
+NW = gl.constexpr(8)  # warps
 BN = gl.constexpr(32)  # keys of a tile
 
 
