@@ -35,7 +35,7 @@ GLUON = PLAIN - {"selection_list_forward", "selection_list_dq"} | {
 
 
 def launches(builder, *, h, Dk, Dv=None, dtype=BF16, n=512, S=1024, S_kv=4096, shared=False, packed=False, sink=False,
-             bias=False):  # fmt: skip
+             bias=False, scale=None):  # fmt: skip
     def empty(*shape, dtype=dtype):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -45,7 +45,7 @@ def launches(builder, *, h, Dk, Dv=None, dtype=BF16, n=512, S=1024, S_kv=4096, s
     indices = empty(1, S, 2, n, dtype=torch.int64)
     logits = empty(2, h, dtype=F32) if sink else None
     rest = (empty(1, S, 2, n, dtype=F32), logits) if bias else (logits, *(ids if packed else [None] * 4))
-    args, options = (q, k, None if shared else v, indices, *rest), (Dk**-0.5, Dv, *[True] * bias)
+    args, options = (q, k, None if shared else v, indices, *rest), (Dk**-0.5 if scale is None else scale, Dv, *[True] * bias)
     name = "selection_entry_attention" if bias else "selection_list_attention"
     o, lse = plan_of(name)(builder, *args, *options)
     plan_of(f"{name}_backward")(builder, o, lse, *args, o, lse, *options)
@@ -81,6 +81,12 @@ def test_gluon_kernels_compile_without_spills(case):
     seen, bad = compile_all(launches(builder, **CASES[case]), "cuda:90", case)
     assert seen >= GLUON and "selection_list_forward" not in seen
     assert not bad
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_without_a_positive_scale_plain_kernels_run(scale):
+    recorded = launches(launch.Recorder(TARGETS["cuda:90"][1]), **CASES["512"], scale=scale)
+    assert {kernel.__name__ for kernel, *_ in recorded} >= PLAIN
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t != "cuda:90"])
