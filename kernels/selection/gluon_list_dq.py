@@ -1,24 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
 """dQ over lists of keys whose values are a part of the keys' own rows, and the factors of dK, with wgmma (sm_90).
 
-A program has 64 heads of a query and 8 warps. One product of 128 rows, the queries and dO of its heads, with a tile of
-32 keys gives the scores (one warpgroup) and dO V^T (the other), which meet in shared memory.
+A program has 64 heads of a query and three warpgroups. The first computes the scores of a tile of 32 keys, the weights and
+their gradients, and the left half of dQ's columns; the second dO V^T, a tile ahead, and the right half; the third copies.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ..gluon_language import thread_barrier
-from .gluon_list_forward import HB, copy_rows, load_keys, rows_layout
+from .gluon_list_tiles import (
+    HB,
+    NW,
+    RING,
+    allocate,
+    barriers,
+    copy_rows,
+    copy_tiles,
+    half_layout,
+    product,
+    rows_layout,
+    scores_layout,
+    signal,
+    write_lines,
+)
 
-NW = gl.constexpr(8)  # warps
 BN = gl.constexpr(32)  # keys of a tile
+
+
+@gluon.constexpr_function
+def registers(KT):
+    """Returns the registers of a thread of the second warpgroup and of the third."""
+    return [208, 72] if KT else [176, 88]
+
+
+@gluon.jit
+def gradients(passing, free, x, lse2, delta, ds_row, p_row, at, tile, n, N, qk, live, DOUT: gl.constexpr):
+    """Returns the gradients of a tile's scores, which go to the other warpgroup and, with the weights, to memory.
+
+    The scores x are there, so that this warpgroup no longer reads the right half of their tile: ``free``.
+    """
+    dp_s, ds_s, dp_passed, dp_taken, ds_passed, ds_taken = passing
+    M: gl.constexpr = x.type.layout
+    column = tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, M))
+    p = gl.exp2(x * qk - lse2[:, None])
+    mbarrier.wait(dp_passed.index(0), tile & 1)
+    dp = dp_s.load(M)
+    signal(dp_taken.index(0))
+    mbarrier.arrive(free.index(tile % RING), count=1)
+    ds = gl.where((column < n)[None, :], p * (dp - delta[:, None]), 0.0).to(ds_s.dtype)
+    mbarrier.wait(ds_taken.index(0), (tile + 1) & 1)
+    ds_s.store(ds)
+    fence_async_shared()
+    signal(ds_passed.index(0))
+    inside = live[:, None] & (column < N)[None, :]
+    gl.store(ds_row + (at[:, None] + column[None, :]), ds, mask=inside)
+    if DOUT:
+        gl.store(p_row + (at[:, None] + column[None, :]), p.to(ds_s.dtype), mask=inside)
+    return ds
+
+
+@gluon.jit
+def left_half(
+    tiles, bars, passing, lse2_ptr, delta_ptr, dq_ptr, p_ptr, ds_ptr, scale, row, line, hb, n, N,
+    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, DOUT: gl.constexpr,
+):  # fmt: skip
+    """Computes the scores, the weights, their gradients and the left half of dQ."""
+    q_l, q_r, q_t, left, _, _ = tiles
+    q_ready, _, _, left_free, right_free = bars
+    M: gl.constexpr = scores_layout(BN)
+    MO: gl.constexpr = half_layout(DV)
+    head = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, M))
+    live = head < H
+    lse2 = gl.load(lse2_ptr + row * H + head, mask=live, other=float("inf"))
+    delta = gl.load(delta_ptr + row * H + head, mask=live, other=0.0)
+    at = head * N
+    ds_row, p_row = ds_ptr + line * H * N, p_ptr + line * H * N
+    qk = scale * 1.4426950408889634
+    dq = gl.zeros([HB, DV // 2], gl.float32, layout=MO)
+    count = gl.cdiv(n, BN)
+    mbarrier.wait(q_ready.index(0), 0)
+    if count > 0:
+        x = warpgroup_mma_wait(0, deps=(product(q_l, q_r, q_t, tiles, bars, 0, KT, BN),))
+        for tile in range(count - 1):
+            ds = gradients(passing, right_free, x, lse2, delta, ds_row, p_row, at, tile, n, N, qk, live, DOUT)
+            ds = gl.convert_layout(ds, gl.DotOperandLayout(0, MO, 2))
+            dq = warpgroup_mma(ds, left.index(tile % RING), dq, is_async=True)
+            x = product(q_l, q_r, q_t, tiles, bars, tile + 1, KT, BN)
+            dq = warpgroup_mma_wait(3 if KT else 2, deps=(dq,))
+            signal(left_free.index(tile % RING))
+            x = warpgroup_mma_wait(0, deps=(x,))
+        ds = gradients(passing, right_free, x, lse2, delta, ds_row, p_row, at, count - 1, n, N, qk, live, DOUT)
+        ds = gl.convert_layout(ds, gl.DotOperandLayout(0, MO, 2))
+        dq = warpgroup_mma_wait(0, deps=(warpgroup_mma(ds, left.index((count - 1) % RING), dq, is_async=True),))
+    write_lines(dq_ptr, dq * scale, q_l, row, H, hb, 0, DV // 2, DK)
+
+
+@gluon.jit
+def right_half(
+    tiles, bars, passing, do_l, do_r, dq_ptr, scale, row, hb, n,
+    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr,
+):  # fmt: skip
+    """Computes dO V^T, and the right half of dQ and its tail from the gradients of the other warpgroup."""
+    _, _, _, _, right, tails = tiles
+    q_ready, _, _, left_free, right_free = bars
+    dp_s, ds_s, dp_passed, dp_taken, ds_passed, ds_taken = passing
+    TAIL: gl.constexpr = KT if KT else 16
+    MT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
+    dq = gl.zeros([HB, DV // 2], gl.float32, layout=half_layout(DV))
+    dqt = gl.zeros([HB, TAIL], gl.float32, layout=MT)
+    count = gl.cdiv(n, BN)
+    mbarrier.wait(q_ready.index(0), 0)
+    if count > 0:
+        dp = warpgroup_mma_wait(0, deps=(product(do_l, do_r, do_r, tiles, bars, 0, 0, BN),))
+        for tile in range(count):
+            slot = tile % RING
+            mbarrier.wait(dp_taken.index(0), (tile + 1) & 1)
+            dp_s.store(dp)
+            signal(dp_passed.index(0))
+            mbarrier.arrive(left_free.index(slot), count=1)
+            # The last tile's product is computed twice, and read once.
+            following = product(do_l, do_r, do_r, tiles, bars, gl.minimum(tile + 1, count - 1), 0, BN)
+            mbarrier.wait(ds_passed.index(0), tile & 1)
+            fence_async_shared()
+            dq = warpgroup_mma(ds_s, right.index(slot), dq, is_async=True)
+            if KT:
+                dqt = warpgroup_mma(ds_s, tails.index(slot), dqt, is_async=True)
+                dp, dq, dqt = warpgroup_mma_wait(0, deps=(following, dq, dqt))
+            else:
+                dp, dq = warpgroup_mma_wait(0, deps=(following, dq))
+            signal(ds_taken.index(0))
+            mbarrier.arrive(right_free.index(slot), count=1)
+    write_lines(dq_ptr, dq * scale, do_r, row, H, hb, DV // 2, DV // 2, DK)
+    if KT:
+        head = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, MT))
+        d = DV + gl.arange(0, KT, layout=gl.SliceLayout(0, MT))
+        to = dq_ptr + ((row * H + head) * DK)[:, None] + d[None, :]
+        gl.store(to, (dqt * scale).to(dq_ptr.dtype.element_ty), mask=(head < H)[:, None] & (d < DK)[None, :])
+
+
+@gluon.jit
+def copy_all(
+    tiles, bars, do_l, do_r, dout, q_base, k_base, keys_row, hb, sqh, skn, n,
+    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, DOUT: gl.constexpr,
+):  # fmt: skip
+    """Copies dO, q and each tile of keys."""
+    L: gl.constexpr = rows_layout(DV // 2, NW)
+    head = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, L))
+    copy_rows(do_l, dout, head * DV, (head < H) & DOUT, 0, DV // 2, DV, L)
+    copy_rows(do_r, dout, head * DV, (head < H) & DOUT, DV // 2, DV // 2, DV, L)
+    copy_tiles(tiles, bars, q_base, k_base, keys_row, hb, sqh, skn, 0, n, H, DK, DV, KT, BN)
 
 
 @gluon.jit(do_not_specialize=["S", "G", "first", "rows", "sqb", "sqs", "sqg", "skb", "skg"])
@@ -33,11 +170,6 @@ def selection_list_dq_wgmma(
     ``list_dq.selection_list_dq`` otherwise, without splits.
     """
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    L: gl.constexpr = rows_layout(DV, NW)
-    LT: gl.constexpr = rows_layout(KT if KT else 64, NW)
-    MX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
-    MO: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, min(256, DV // 2), 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, MO, 2)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HN: gl.constexpr = (H + HB - 1) // HB
     pid = gl.program_id(0)
@@ -48,97 +180,29 @@ def selection_list_dq_wgmma(
     b = bg // G
     g = bg % G
     row = (b * S + s) * G + g
-
-    a_s = gl.allocate_shared_memory(dtype, [2 * HB, DV], TILE)
-    ring = gl.allocate_shared_memory(dtype, [2, BN, DV], TILE)
-    x_s = gl.allocate_shared_memory(gl.float32, [2 * HB, BN], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     # Rows start at multiples of 16 bytes.
     q_base = q_ptr + gl.multiple_of(b * sqb + s * sqs + g * sqg, 8)
     k_base = k_ptr + gl.multiple_of(b * skb + g * skg, 8)
+    dout = dout_ptr + gl.multiple_of(row * H * DV, 8)
     sqh = gl.multiple_of(gl.to_tensor(sqh).to(gl.int64), 8)
     skn = gl.multiple_of(gl.to_tensor(skn).to(gl.int64), 8)
-    head = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, L))
-    copy_rows(a_s.slice(0, HB), q_base, head * sqh, head < H, 0, DV, DK, L)
-    copy_rows(a_s.slice(HB, HB), dout_ptr, (row * H + head) * DV, (head < H) & DOUT, 0, DV, DV, L)
     n = gl.load(counts_ptr + row)
     keys_row = keys_ptr + row * N
-    key, there = load_keys(keys_row, 0, n, BN, L)
-    copy_rows(ring.index(0), k_base, key * skn, there, 0, DV, DK, L)
-    key, there = load_keys(keys_row, BN, n, BN, L)
-    if KT:
-        qt_s = gl.allocate_shared_memory(dtype, [HB, KT], TILE)
-        tails = gl.allocate_shared_memory(dtype, [2, BN, KT], TILE)
-        thead = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, LT))
-        copy_rows(qt_s, q_base, thead * sqh, thead < H, DV, KT, DK, LT)
-        tkey, tthere = load_keys(keys_row, 0, n, BN, LT)
-        copy_rows(tails.index(0), k_base, tkey * skn, tthere, DV, KT, DK, LT)
-        tkey, tthere = load_keys(keys_row, BN, n, BN, LT)
-    async_copy.commit_group()
 
-    qk = scale * 1.4426950408889634
-    mine = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, A))
-    live = mine < H
-    lse2 = gl.load(lse2_ptr + row * H + mine, mask=live, other=float("inf"))
-    delta = gl.load(delta_ptr + row * H + mine, mask=live, other=0.0)
-    column = gl.arange(0, BN, layout=gl.SliceLayout(0, A))
-    to = ((line * H + mine) * N)[:, None] + column[None, :]
-    dq = gl.zeros([HB, DV], gl.float32, layout=MO)
-    if KT:
-        MQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, KT // 2, 16])
-        dqt = gl.zeros([HB, KT], gl.float32, layout=MQ)
-    slot = 0
-    for start in range(0, n, BN):
-        async_copy.wait_group(0)
-        fence_async_shared()
-        # The tile is complete, and no warp still reads the one before it.
-        thread_barrier()
-        x = gl.zeros([2 * HB, BN], gl.float32, layout=MX)
-        x = warpgroup_mma(a_s, ring.index(slot).permute((1, 0)), x, use_acc=False, is_async=True)
-        if KT:
-            # Both warpgroups compute all of it, which needs no exchange.
-            t = gl.zeros([HB, BN], gl.float32, layout=MX)
-            t = warpgroup_mma(qt_s, tails.index(slot).permute((1, 0)), t, use_acc=False, is_async=True)
-        if start + BN < n:
-            copy_rows(ring.index(1 - slot), k_base, key * skn, there, 0, DV, DK, L)
-            if KT:
-                copy_rows(tails.index(1 - slot), k_base, tkey * skn, tthere, DV, KT, DK, LT)
-        async_copy.commit_group()
-        key, there = load_keys(keys_row, start + 2 * BN, n, BN, L)
-        if KT:
-            tkey, tthere = load_keys(keys_row, start + 2 * BN, n, BN, LT)
-            x, t = warpgroup_mma_wait(0, deps=(x, t))
-        else:
-            x = warpgroup_mma_wait(0, deps=(x,))
-        x_s.store(x)
-        thread_barrier()
-        # Both warpgroups compute all weights, in the layout of the next product's left operand.
-        y = x_s.slice(0, HB).load(A)
-        if KT:
-            y += gl.convert_layout(t, A, assert_trivial=True)
-        dp = x_s.slice(HB, HB).load(A)
-        p = gl.exp2(y * qk - lse2[:, None])
-        ds = gl.where((start + column < n)[None, :], p * (dp - delta[:, None]), 0.0).to(dtype)
-        inside = live[:, None] & (start + column < N)[None, :]
-        gl.store(ds_ptr + to + start, ds, mask=inside)
-        if DOUT:
-            gl.store(p_ptr + to + start, p.to(dtype), mask=inside)
-        dq = warpgroup_mma(ds, ring.index(slot), dq, is_async=True)
-        if KT:
-            dqt = warpgroup_mma(ds, tails.index(slot), dqt, is_async=True)
-            dq, dqt = warpgroup_mma_wait(0, deps=(dq, dqt))
-        else:
-            dq = warpgroup_mma_wait(0, deps=(dq,))
-        slot = 1 - slot
-    async_copy.wait_group(0)
-    # Through shared memory, so that whole lines are written.
+    tiles, bars = allocate(dtype, BN, DV, KT, 2)
+    do_l = gl.allocate_shared_memory(dtype, [HB, DV // 2], TILE)
+    do_r = gl.allocate_shared_memory(dtype, [HB, DV // 2], TILE)
+    dp_s = gl.allocate_shared_memory(gl.float32, [HB, BN], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
+    ds_s = gl.allocate_shared_memory(dtype, [HB, BN], gl.NVMMASharedLayout(64, 16, 2))
+    passing = (dp_s, ds_s, barriers(1, 1), barriers(1, 1), barriers(1, 1), barriers(1, 1))
     thread_barrier()
-    a_s.slice(0, HB).store((dq * scale).to(dtype))
-    thread_barrier()
-    d = gl.arange(0, DV, layout=gl.SliceLayout(0, L))
-    out = dq_ptr + ((row * H + head) * DK)[:, None] + d[None, :]
-    gl.store(out, a_s.slice(0, HB).load(L), mask=(head < H)[:, None])
-    if KT:
-        theads = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, MQ))
-        d = DV + gl.arange(0, KT, layout=gl.SliceLayout(0, MQ))
-        out = dq_ptr + ((row * H + theads) * DK)[:, None] + d[None, :]
-        gl.store(out, (dqt * scale).to(dtype), mask=(theads < H)[:, None] & (d < DK)[None, :])
+    gl.warp_specialize(
+        [
+            (left_half, (tiles, bars, passing, lse2_ptr, delta_ptr, dq_ptr, p_ptr, ds_ptr, scale, row, line, hb, n, N,
+                         H, DK, DV, KT, DOUT)),
+            (right_half, (tiles, bars, passing, do_l, do_r, dq_ptr, scale, row, hb, n, H, DK, DV, KT)),
+            (copy_all, (tiles, bars, do_l, do_r, dout, q_base, k_base, keys_row, hb, sqh, skn, n, H, DK, DV, KT, DOUT)),
+        ],
+        [NW, NW],
+        registers(KT),
+    )  # fmt: skip

@@ -140,7 +140,7 @@ def _call(
     S, G, DV = b.shape(q)[1], b.shape(q)[2], v_width
     wgmma = None if config or lists.bias is not None else list_kernels(b, q, k, v, DV, scale)
     if wgmma:
-        return _wgmma_call(b, wgmma[backward], q, k, lists, scale, DV, 8 if backward else 4)
+        return _wgmma_call(b, wgmma[backward], q, k, lists, scale, DV)
     c = config or _plain_config(b, q, v, v_width, backward)
     values = k if v is None else v
     (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (tuple(b.strides(t))[:-1] for t in (q, k, values))
@@ -163,7 +163,7 @@ def _plain_config(b: Any, q: Any, v: Any, v_width: int, backward: bool) -> ListC
     return list_config(h, DK, v_width, b.dtype(q).itemsize, props.backend, props.arch, v is None, backward)
 
 
-def _wgmma_call(b: Any, kernel: Any, q: Any, k: Any, lists: Lists, scale: Any, DV: int, warps: int) -> _Call:
+def _wgmma_call(b: Any, kernel: Any, q: Any, k: Any, lists: Lists, scale: Any, DV: int) -> _Call:
     S, G, h, DK = b.shape(q)[1:]
     (sqb, sqs, sqg, sqh), (skb, skg, skn) = (tuple(b.strides(t))[:-1] for t in (q, k))
     args = dict(
@@ -171,7 +171,7 @@ def _wgmma_call(b: Any, kernel: Any, q: Any, k: Any, lists: Lists, scale: Any, D
         N=b.shape(lists.keys)[3], sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn,
     )  # fmt: skip
     constexprs = dict(H=h, DK=DK, DV=DV, KT=0 if DK == DV else 64)
-    return _Call(args, constexprs, ListConfig(64, 64, DV, warps, 1, per=1), kernel)
+    return _Call(args, constexprs, ListConfig(64, 64, DV, 4, 1, per=1), kernel)
 
 
 def plan_lists_forward(
