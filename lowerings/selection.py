@@ -28,8 +28,9 @@ def _runs_gluon(name: str, args: tuple[Any, ...]) -> bool:
 
     builder = OpBuilder(args[0].get_device())
     q, k, v = (t if t is None else builder.strided(t) for t in args[:3])
-    scale, v_width = args[-2], compat.lowerings.static_int(args[-1])
-    return not compat.lowerings.packaging() and list_kernels(builder, q, k, v, v_width, scale) is not None
+    scale, v_width = args[-3:-1] if "entry" in name else args[-2:]
+    known = list_kernels(builder, q, k, v, compat.lowerings.static_int(v_width), scale)
+    return not compat.lowerings.packaging() and known is not None
 
 
 def _backward_calls_op(name: str, args: tuple[Any, ...]) -> bool:
@@ -37,11 +38,10 @@ def _backward_calls_op(name: str, args: tuple[Any, ...]) -> bool:
 
     """Returns whether generated code calls the backward of lists: its loop needs known sizes, and should be short."""
     q, k, v, indices = args[2:6]
-    biased = "entry" in name
-    v_width = args[-2] if biased else args[-1]
+    v_width = args[-2] if "entry" in name else args[-1]
     builder = OpBuilder(q.get_device())
     sizes = (*builder.shape(q), *builder.shape(k), builder.shape(indices)[-1], v_width)
-    if (not biased and _runs_gluon(name, args[2:])) or not all(builder.is_static(s) for s in sizes):
+    if _runs_gluon(name, args[2:]) or not all(builder.is_static(s) for s in sizes):
         return True
     S, N = builder.shape(q)[1], lists_plan.list_width(builder.shape(indices)[-1])
     rows = lists_plan.backward_chunk(builder, q, k, v, N, int(v_width))
@@ -61,7 +61,7 @@ def register() -> None:
     common.register(
         "selection_list_attention_backward", selection_lists_cpu.fused_attention_backward, _backward_calls_op
     )
-    common.register("selection_entry_attention", _packaged_entries)
+    common.register("selection_entry_attention", _packaged_entries, _runs_gluon)
     common.register("selection_entry_attention_backward", None, _backward_calls_op)
     common.register("selection_mask_attention", selection_masks_cpu.fused_attention)
     common.register("selection_mask_attention_backward", selection_masks_cpu.fused_attention_backward)

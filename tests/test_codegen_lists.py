@@ -108,14 +108,25 @@ def test_unknown_sizes_many_chunks_and_gluon_kernels_call_the_op_of_the_backward
     assert name in _compile(_both, 300)
 
 
-@pytest.mark.parametrize("D", [32, 512])
-def test_a_bias_runs_the_plain_kernels(D):
-    code = _compile(_both_biased, 300, h=4 if D == 32 else 64, D=D)
+def test_a_bias_is_launched_from_the_code():
+    code = _compile(_both_biased, 300)
     ours = [n for n in launches(code) if n.startswith("selection_")]
     chunk = [CHUNK[0], *["selection_list_fold"] * 2, *CHUNK[1:]]
-    first = ["selection_list_keys", "selection_list_forward", "selection_list_keys", "selection_delta"]
-    assert ours[:4] == first and ours[4:] == chunk * (len(ours[4:]) // len(chunk)) != []
+    first = [
+        "selection_list_keys",
+        "selection_list_forward",
+        "selection_list_keys",
+        "selection_delta",
+        "selection_list_totals",
+    ]
+    assert ours[:5] == first and ours[5:] == chunk * (len(ours[5:]) // len(chunk)) != []
     assert "torch.ops.mhc_inductor" not in code
+
+
+def test_a_bias_of_rows_of_the_gluon_kernels_calls_the_ops():
+    code = _compile(_both_biased, h=64, D=512)
+    assert "torch.ops.mhc_inductor.selection_entry_attention.default" in code
+    assert "torch.ops.mhc_inductor.selection_entry_attention_backward.default" in code
 
 
 def test_a_bias_of_unknown_sizes_calls_the_op_of_the_backward():

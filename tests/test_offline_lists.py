@@ -75,7 +75,7 @@ def test_kernels_compile_without_unnamed_spills(target, case):
     assert not bad
 
 
-@pytest.mark.parametrize("case", ["512", "576"])
+@pytest.mark.parametrize("case", ["512", "576", "576-bias"])
 def test_gluon_kernels_compile_without_spills(case):
     builder = launch.Recorder(TARGETS["cuda:90"][1])
     seen, bad = compile_all(launches(builder, **CASES[case]), "cuda:90", case)

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..gluon_language import thread_barrier
 from .gluon_list_tiles import (
     HB,
+    LOG2E,
     NW,
     RING,
     allocate,
@@ -41,7 +42,9 @@ def registers(KT):
 
 
 @gluon.jit
-def gradients(passing, free, x, lse2, delta, ds_row, p_row, at, tile, n, N, qk, live, DOUT: gl.constexpr):
+def gradients(
+    passing, free, biases, x, rows, ds_row, p_row, at, tile, n, N, qk, live, DOUT: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
     """Returns the gradients of a tile's scores, which go to the other warpgroup and, with the weights, to memory.
 
     The scores x are there, so that this warpgroup no longer reads the right half of their tile: ``free``.
@@ -49,12 +52,21 @@ def gradients(passing, free, x, lse2, delta, ds_row, p_row, at, tile, n, N, qk, 
     dp_s, ds_s, dp_passed, dp_taken, ds_passed, ds_taken = passing
     M: gl.constexpr = x.type.layout
     column = tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, M))
-    p = gl.exp2(x * qk - lse2[:, None])
+    lse, delta, inverse, of_lse = rows
+    if BIAS:
+        x = x * qk + biases.index(tile % RING).load(gl.SliceLayout(0, M))[None, :]
+        own = gl.exp2((x - lse[:, None]) * LOG2E)
+        p = own * inverse[:, None]
+    else:
+        p = gl.exp2(x * qk - lse[:, None])
     mbarrier.wait(dp_passed.index(0), tile & 1)
     dp = dp_s.load(M)
     signal(dp_taken.index(0))
     mbarrier.arrive(free.index(tile % RING), count=1)
-    ds = gl.where((column < n)[None, :], p * (dp - delta[:, None]), 0.0).to(ds_s.dtype)
+    ds = p * (dp - delta[:, None])
+    if BIAS:
+        ds += own * of_lse[:, None]
+    ds = gl.where((column < n)[None, :], ds, 0.0).to(ds_s.dtype)
     mbarrier.wait(ds_taken.index(0), (tile + 1) & 1)
     ds_s.store(ds)
     fence_async_shared()
@@ -68,37 +80,44 @@ def gradients(passing, free, x, lse2, delta, ds_row, p_row, at, tile, n, N, qk, 
 
 @gluon.jit
 def left_half(
-    tiles, bars, passing, lse2_ptr, delta_ptr, dq_ptr, p_ptr, ds_ptr, scale, row, line, hb, n, N,
-    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, DOUT: gl.constexpr,
+    tiles, bars, passing, lse_ptr, delta_ptr, total_ptr, of_lse_ptr, dq_ptr, p_ptr, ds_ptr, scale, row, line, hb, n, N,
+    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, DOUT: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Computes the scores, the weights, their gradients and the left half of dQ."""
-    q_l, q_r, q_t, left, _, _ = tiles
+    q_l, q_r, q_t, left, _, _, biases = tiles
     q_ready, _, _, left_free, right_free = bars
     M: gl.constexpr = scores_layout(BN)
     MO: gl.constexpr = half_layout(DV)
     head = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, M))
     live = head < H
-    lse2 = gl.load(lse2_ptr + row * H + head, mask=live, other=float("inf"))
+    lse = gl.load(lse_ptr + row * H + head, mask=live, other=float("inf"))
     delta = gl.load(delta_ptr + row * H + head, mask=live, other=0.0)
+    if BIAS:
+        lse = gl.where(lse == float("-inf"), float("inf"), lse)
+        inverse = 1.0 / gl.load(total_ptr + row * H + head, mask=live, other=1.0)
+        rows = (lse, delta, inverse, gl.load(of_lse_ptr + row * H + head, mask=live, other=0.0))
+    else:
+        rows = (lse, delta, lse, lse)
     at = head * N
     ds_row, p_row = ds_ptr + line * H * N, p_ptr + line * H * N
-    qk = scale * 1.4426950408889634
+    qk = scale * (1.0 if BIAS else LOG2E)
     dq = gl.zeros([HB, DV // 2], gl.float32, layout=MO)
     count = gl.cdiv(n, BN)
     mbarrier.wait(q_ready.index(0), 0)
     if count > 0:
         x = warpgroup_mma_wait(0, deps=(product(q_l, q_r, q_t, tiles, bars, 0, KT, BN),))
         for tile in range(count - 1):
-            ds = gradients(passing, right_free, x, lse2, delta, ds_row, p_row, at, tile, n, N, qk, live, DOUT)
+            ds = gradients(passing, right_free, biases, x, rows, ds_row, p_row, at, tile, n, N, qk, live, DOUT, BIAS)
             ds = gl.convert_layout(ds, gl.DotOperandLayout(0, MO, 2))
             dq = warpgroup_mma(ds, left.index(tile % RING), dq, is_async=True)
             x = product(q_l, q_r, q_t, tiles, bars, tile + 1, KT, BN)
             dq = warpgroup_mma_wait(3 if KT else 2, deps=(dq,))
             signal(left_free.index(tile % RING))
             x = warpgroup_mma_wait(0, deps=(x,))
-        ds = gradients(passing, right_free, x, lse2, delta, ds_row, p_row, at, count - 1, n, N, qk, live, DOUT)
+        last = count - 1
+        ds = gradients(passing, right_free, biases, x, rows, ds_row, p_row, at, last, n, N, qk, live, DOUT, BIAS)
         ds = gl.convert_layout(ds, gl.DotOperandLayout(0, MO, 2))
-        dq = warpgroup_mma_wait(0, deps=(warpgroup_mma(ds, left.index((count - 1) % RING), dq, is_async=True),))
+        dq = warpgroup_mma_wait(0, deps=(warpgroup_mma(ds, left.index(last % RING), dq, is_async=True),))
     write_lines(dq_ptr, dq * scale, q_l, row, H, hb, 0, DV // 2, DK)
 
 
@@ -108,7 +127,7 @@ def right_half(
     H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr,
 ):  # fmt: skip
     """Computes dO V^T, and the right half of dQ and its tail from the gradients of the other warpgroup."""
-    _, _, _, _, right, tails = tiles
+    _, _, _, _, right, tails, _ = tiles
     q_ready, _, _, left_free, right_free = bars
     dp_s, ds_s, dp_passed, dp_taken, ds_passed, ds_taken = passing
     TAIL: gl.constexpr = KT if KT else 16
@@ -147,22 +166,22 @@ def right_half(
 
 @gluon.jit
 def copy_all(
-    tiles, bars, do_l, do_r, dout, q_base, k_base, keys_row, hb, sqh, skn, n,
-    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, DOUT: gl.constexpr,
+    tiles, bars, do_l, do_r, dout, q_base, k_base, keys_row, bias_row, hb, sqh, skn, n,
+    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, DOUT: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Copies dO, q and each tile of keys."""
     L: gl.constexpr = rows_layout(DV // 2, NW)
     head = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, L))
     copy_rows(do_l, dout, head * DV, (head < H) & DOUT, 0, DV // 2, DV, L)
     copy_rows(do_r, dout, head * DV, (head < H) & DOUT, DV // 2, DV // 2, DV, L)
-    copy_tiles(tiles, bars, q_base, k_base, keys_row, hb, sqh, skn, 0, n, H, DK, DV, KT, BN)
+    copy_tiles(tiles, bars, q_base, k_base, keys_row, bias_row, hb, sqh, skn, 0, n, H, DK, DV, KT, BIAS, BN)
 
 
 @gluon.jit(do_not_specialize=["S", "G", "first", "rows", "sqb", "sqs", "sqg", "skb", "skg"])
 def selection_list_dq_wgmma(
-    dout_ptr, q_ptr, k_ptr, keys_ptr, counts_ptr, lse2_ptr, delta_ptr, dq_ptr, p_ptr, ds_ptr, scale, S, G, N, first, rows,
-    sqb, sqs, sqg, sqh, skb, skg, skn,
-    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, DOUT: gl.constexpr,
+    dout_ptr, q_ptr, k_ptr, keys_ptr, counts_ptr, bias_ptr, lse2_ptr, delta_ptr, total_ptr, of_lse_ptr, dq_ptr, p_ptr,
+    ds_ptr, scale, S, G, N, first, rows, sqb, sqs, sqg, sqh, skb, skg, skn,
+    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, DOUT: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Computes dq[B, S, G, H, DK] of ``rows`` queries from ``first`` on, p and ds[B, G, rows, H, N].
 
@@ -188,8 +207,9 @@ def selection_list_dq_wgmma(
     skn = gl.multiple_of(gl.to_tensor(skn).to(gl.int64), 8)
     n = gl.load(counts_ptr + row)
     keys_row = keys_ptr + row * N
+    bias_row = bias_ptr + row * N if BIAS else keys_row
 
-    tiles, bars = allocate(dtype, BN, DV, KT, 2)
+    tiles, bars = allocate(dtype, BN, DV, KT, BIAS, 2)
     do_l = gl.allocate_shared_memory(dtype, [HB, DV // 2], TILE)
     do_r = gl.allocate_shared_memory(dtype, [HB, DV // 2], TILE)
     dp_s = gl.allocate_shared_memory(gl.float32, [HB, BN], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
@@ -198,10 +218,11 @@ def selection_list_dq_wgmma(
     thread_barrier()
     gl.warp_specialize(
         [
-            (left_half, (tiles, bars, passing, lse2_ptr, delta_ptr, dq_ptr, p_ptr, ds_ptr, scale, row, line, hb, n, N,
-                         H, DK, DV, KT, DOUT)),
+            (left_half, (tiles, bars, passing, lse2_ptr, delta_ptr, total_ptr, of_lse_ptr, dq_ptr, p_ptr, ds_ptr, scale, row,
+                         line, hb, n, N, H, DK, DV, KT, DOUT, BIAS)),
             (right_half, (tiles, bars, passing, do_l, do_r, dq_ptr, scale, row, hb, n, H, DK, DV, KT)),
-            (copy_all, (tiles, bars, do_l, do_r, dout, q_base, k_base, keys_row, hb, sqh, skn, n, H, DK, DV, KT, DOUT)),
+            (copy_all, (tiles, bars, do_l, do_r, dout, q_base, k_base, keys_row, bias_row, hb, sqh, skn, n, H, DK, DV, KT,
+                        DOUT, BIAS)),
         ],
         [NW, NW],
         registers(KT),

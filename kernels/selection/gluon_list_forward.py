@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..gluon_language import thread_barrier
 from .gluon_list_tiles import (
     HB,
+    LOG2E,
     NW,
     REGISTERS,
     RING,
@@ -44,19 +45,26 @@ def share(n, split, NS):
 
 
 @gluon.jit
-def weights(passing, x, m, norm, tile, rest, qk, LAST: gl.constexpr):
+def weights(passing, biases, x, m, norm, tile, rest, qk, LAST: gl.constexpr, BIAS: gl.constexpr):
     """Returns the weights of a tile and the factor of what came before, which both go to the other warpgroup, too.
 
-    ``rest``: how many keys the LAST tile has; the others are full. qk is positive.
+    ``rest``: how many keys the LAST tile has; the others are full. Logits are qk * x, of a positive qk, in log2 units, or
+    with BIAS qk * x + bias in natural ones.
     """
     p_s, factor_s, passed, taken, _ = passing
+    if BIAS:
+        x = x * qk + biases.index(tile % RING).load(gl.SliceLayout(0, x.type.layout))[None, :]
     if LAST:
         x = gl.where((gl.arange(0, BN, layout=gl.SliceLayout(0, x.type.layout)) < rest)[None, :], x, float("-inf"))
-    m_new = gl.maximum(m, gl.max(x, axis=1) * qk)
+    m_new = gl.maximum(m, gl.max(x, axis=1) * (1.0 if BIAS else qk))
     # Nothing but -inf so far: exp2(-inf - 0) = 0.
     safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(x * qk - safe[:, None])
-    factor = gl.exp2(m - safe)
+    if BIAS:
+        p = gl.exp2((x - safe[:, None]) * LOG2E)
+        factor = gl.exp2((m - safe) * LOG2E)
+    else:
+        p = gl.exp2(x * qk - safe[:, None])
+        factor = gl.exp2(m - safe)
     norm = norm * factor + gl.sum(p, axis=1)
     p = p.to(p_s.dtype)
     mbarrier.wait(taken.index(0), (tile + 1) & 1)
@@ -94,11 +102,11 @@ def write_half(
 
 @gluon.jit
 def left_half(
-    tiles, bars, passing, o_ptr, lse_ptr, part_ptr, plse_ptr, sink_ptr, qk, row, split, NS, hb, g, begin, end,
-    H: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, SINK: gl.constexpr,
+    tiles, bars, passing, o_ptr, lse_ptr, part_ptr, plse_ptr, pnorm_ptr, sink_ptr, qk, row, split, NS, hb, g, begin, end,
+    H: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, SINK: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Computes the scores, the weights, lse and the left half of the result."""
-    q_l, q_r, q_t, left, _, _ = tiles
+    q_l, q_r, q_t, left, _, _, biases = tiles
     q_ready, _, _, left_free, _ = bars
     _, factor_s, passed, taken, scored = passing
     MS: gl.constexpr = scores_layout(BN)
@@ -111,7 +119,7 @@ def left_half(
     if count > 0:
         x = warpgroup_mma_wait(0, deps=(product(q_l, q_r, q_t, tiles, bars, 0, KT, BN),))
         for tile in range(last):
-            p, factor, m, norm = weights(passing, x, m, norm, tile, BN, qk, False)
+            p, factor, m, norm = weights(passing, biases, x, m, norm, tile, BN, qk, False, BIAS)
             acc = add_left(acc, p, factor, left, tile)
             x = product(q_l, q_r, q_t, tiles, bars, tile + 1, KT, BN)
             acc = warpgroup_mma_wait(3 if KT else 2, deps=(acc,))
@@ -119,23 +127,29 @@ def left_half(
             x = warpgroup_mma_wait(0, deps=(x,))
             # Now the tensor cores are idle until the next weights: the other half may use them.
             mbarrier.arrive(scored.index(0), count=1)
-        p, factor, m, norm = weights(passing, x, m, norm, last, end - begin - last * BN, qk, True)
+        p, factor, m, norm = weights(passing, biases, x, m, norm, last, end - begin - last * BN, qk, True, BIAS)
         acc = warpgroup_mma_wait(0, deps=(add_left(acc, p, factor, left, last),))
 
-    lse = gl.where(norm == 0.0, float("-inf"), m + gl.log2(norm))
+    # From the units of the logits to log2 and to natural ones.
+    to_log2: gl.constexpr = LOG2E if BIAS else 1.0
+    to_natural: gl.constexpr = 1.0 if BIAS else 0.6931471805599453
+    lse = gl.where(norm == 0.0, float("-inf"), m + gl.log2(norm) / to_log2)
     head = hb * HB + gl.arange(0, HB, layout=gl.SliceLayout(1, MS))
     live = head < H
     factor = gl.full([HB], 1.0, gl.float32, layout=gl.SliceLayout(1, MS))
     if NS == 1:
         if SINK:
-            sink = gl.load(sink_ptr + g * H + head, mask=live, other=0.0).to(gl.float32) * 1.4426950408889634
+            sink = gl.load(sink_ptr + g * H + head, mask=live, other=0.0).to(gl.float32) / to_natural
             top = gl.maximum(m, sink)
             top = gl.where(top == float("-inf"), 0.0, top)
-            factor = gl.exp2(m - top)
-            norm = norm * factor + gl.exp2(sink - top)
-        gl.store(lse_ptr + row * H + head, lse * 0.6931471805599453, mask=live)
+            factor = gl.exp2((m - top) * to_log2)
+            norm = norm * factor + gl.exp2((sink - top) * to_log2)
+        gl.store(lse_ptr + row * H + head, lse * to_natural, mask=live)
     else:
-        gl.store(plse_ptr + (row * NS + split) * H + head, lse, mask=live)
+        at = (row * NS + split) * H + head
+        gl.store(plse_ptr + at, m if BIAS else lse, mask=live)
+        if BIAS:
+            gl.store(pnorm_ptr + at, norm, mask=live)
     factor = factor / gl.where(norm == 0.0, 1.0, norm)
     mbarrier.wait(taken.index(0), (count + 1) & 1)
     factor_s.store(factor)
@@ -148,7 +162,7 @@ def right_half(
     tiles, bars, passing, o_ptr, part_ptr, row, split, NS, hb, begin, end, H: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     """Computes the right half of the result from the weights of the other warpgroup."""
-    _, q_r, _, _, right, _ = tiles
+    _, q_r, _, _, right, _, _ = tiles
     _, _, right_ready, _, right_free = bars
     p_s, factor_s, passed, taken, scored = passing
     MO: gl.constexpr = half_layout(DV)
@@ -172,9 +186,9 @@ def right_half(
 
 @gluon.jit(do_not_specialize=["S", "G", "NS", "sqb", "sqs", "sqg", "skb", "skg"])
 def selection_list_forward_wgmma(
-    q_ptr, k_ptr, keys_ptr, counts_ptr, sink_ptr, o_ptr, lse_ptr, part_ptr, plse_ptr, scale, S, G, N, NS,
+    q_ptr, k_ptr, keys_ptr, counts_ptr, bias_ptr, sink_ptr, o_ptr, lse_ptr, part_ptr, plse_ptr, pnorm_ptr, scale, S, G, N, NS,
     sqb, sqs, sqg, sqh, skb, skg, skn,
-    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, SINK: gl.constexpr,
+    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, SINK: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Computes o[B, S, G, H, DV] and lse[B, S, G, H] from q[B, S, G, H, DK], k[B, G, S_kv, DK] and keys[B, S, G, N].
 
@@ -199,19 +213,20 @@ def selection_list_forward_wgmma(
     skn = gl.multiple_of(gl.to_tensor(skn).to(gl.int64), 8)
     begin, end = share(gl.load(counts_ptr + row), split, NS)
     keys_row = keys_ptr + row * N
+    bias_row = bias_ptr + row * N if BIAS else keys_row
 
-    tiles, bars = allocate(dtype, BN, DV, KT, 1)
+    tiles, bars = allocate(dtype, BN, DV, KT, BIAS, 1)
     p_s = gl.allocate_shared_memory(dtype, [HB, BN], gl.NVMMASharedLayout(128, 16, 2))
     factor_s = gl.allocate_shared_memory(gl.float32, [HB], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     passing = (p_s, factor_s, barriers(1, 1), barriers(1, 1), barriers(1, 1))
     thread_barrier()
-    qk = scale * 1.4426950408889634
+    qk = scale * (1.0 if BIAS else LOG2E)
     gl.warp_specialize(
         [
-            (left_half, (tiles, bars, passing, o_ptr, lse_ptr, part_ptr, plse_ptr, sink_ptr, qk, row, split, NS, hb, g,
-                         begin, end, H, DV, KT, SINK)),
+            (left_half, (tiles, bars, passing, o_ptr, lse_ptr, part_ptr, plse_ptr, pnorm_ptr, sink_ptr, qk, row, split, NS,
+                         hb, g, begin, end, H, DV, KT, SINK, BIAS)),
             (right_half, (tiles, bars, passing, o_ptr, part_ptr, row, split, NS, hb, begin, end, H, DV)),
-            (copy_tiles, (tiles, bars, q_base, k_base, keys_row, hb, sqh, skn, begin, end, H, DK, DV, KT, BN)),
+            (copy_tiles, (tiles, bars, q_base, k_base, keys_row, bias_row, hb, sqh, skn, begin, end, H, DK, DV, KT, BIAS, BN)),
         ],
         [NW, NW],
         [160, REGISTERS],

@@ -14,6 +14,7 @@ from ..gluon_language import async_load, thread_barrier
 HB = gl.constexpr(64)  # heads of a program
 NW = gl.constexpr(4)  # warps of a warpgroup
 RING = gl.constexpr(2)  # tiles of keys in shared memory
+LOG2E = gl.constexpr(1.4426950408889634)
 REGISTERS = gl.constexpr(88)  # of a thread that copies
 
 
@@ -70,8 +71,10 @@ def signal(bar):
 
 
 @gluon.jit
-def allocate(dtype: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, users: gl.constexpr):
-    """Allocates q and the ring of tiles, each in halves and a tail of KT columns, and their barriers.
+def allocate(
+    dtype: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, BIAS: gl.constexpr, users: gl.constexpr,
+):  # fmt: skip
+    """Allocates q and the ring of tiles, each in halves and a tail of KT columns, their biases, and their barriers.
 
     ``users``: how many warpgroups say that a place is free.
     """
@@ -86,21 +89,25 @@ def allocate(dtype: gl.constexpr, BN: gl.constexpr, DV: gl.constexpr, KT: gl.con
     else:
         q_t = q_l
         tails = left
+    if BIAS:
+        biases = gl.allocate_shared_memory(gl.float32, [RING, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
+        biases = left
     q_ready = barriers(1, 32 * NW)
     left_ready = barriers(RING, 32 * NW)
     right_ready = barriers(RING, 32 * NW)
     left_free = barriers(RING, users)
     right_free = barriers(RING, users)
-    return (q_l, q_r, q_t, left, right, tails), (q_ready, left_ready, right_ready, left_free, right_free)
+    return (q_l, q_r, q_t, left, right, tails, biases), (q_ready, left_ready, right_ready, left_free, right_free)
 
 
 @gluon.jit
 def copy_tiles(
-    tiles, bars, q_base, k_base, keys_row, hb, sqh, skn, begin, end,
-    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, BN: gl.constexpr,
+    tiles, bars, q_base, k_base, keys_row, bias_row, hb, sqh, skn, begin, end,
+    H: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, KT: gl.constexpr, BIAS: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Copies q, and each tile of BN keys as soon as its place is free."""
-    q_l, q_r, q_t, left, right, tails = tiles
+    """Copies q, and each tile of BN keys with its biases as soon as its place is free."""
+    q_l, q_r, q_t, left, right, tails, biases = tiles
     q_ready, left_ready, right_ready, left_free, right_free = bars
     HALF: gl.constexpr = DV // 2
     L: gl.constexpr = rows_layout(HALF, NW)
@@ -126,6 +133,9 @@ def copy_tiles(
         if KT:
             copy_rows(tails.index(slot), k_base, tkey * skn, tthere, DV, KT, DK, LT)
             tkey, tthere = load_keys(keys_row, following, end, BN, LT)
+        if BIAS:
+            i = begin + tile * BN + gl.arange(0, BN, layout=gl.BlockedLayout([1], [32], [NW], [0]))
+            async_load(biases.index(slot), bias_row + i, mask=i < end)
         async_copy.mbarrier_arrive(right_ready.index(slot), increment_count=False)
         key, there = load_keys(keys_row, following, end, BN, L)
 
@@ -133,7 +143,7 @@ def copy_tiles(
 @gluon.jit
 def product(a_l, a_r, a_t, tiles, bars, tile, KT: gl.constexpr, BN: gl.constexpr):
     """Starts the product [HB, BN] of rows, in halves and a tail, with a tile, once it is copied."""
-    _, _, _, left, right, tails = tiles
+    _, _, _, left, right, tails, _ = tiles
     _, left_ready, right_ready, _, _ = bars
     slot = tile % RING
     phase = (tile // RING) & 1

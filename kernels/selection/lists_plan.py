@@ -23,10 +23,10 @@ from .list_dkv import (
     selection_list_slots,
     selection_list_sum,
 )
-from .list_dq import selection_list_dq
+from .list_dq import selection_list_dq, selection_list_totals
 from .list_forward import selection_list_forward
 from .list_keys import selection_list_keys
-from .lists_config import ListConfig, list_config, rows_config, widths
+from .lists_config import ListConfig, list_config, main_columns, rows_config, widths
 from .lists_gluon import list_kernels
 from .pieces_plan import power_of_two
 from .tile_lists_plan import alignment, dot_precision
@@ -138,7 +138,7 @@ def _call(
 ) -> _Call:
     h, DK, N = (b.static(n) for n in (b.shape(q)[3], b.shape(q)[4], b.shape(lists.keys)[3]))
     S, G, DV = b.shape(q)[1], b.shape(q)[2], v_width
-    wgmma = None if config or lists.bias is not None else list_kernels(b, q, k, v, DV, scale)
+    wgmma = None if config else list_kernels(b, q, k, v, DV, scale)
     if wgmma:
         return _wgmma_call(b, wgmma[backward], q, k, lists, scale, DV)
     c = config or _plain_config(b, q, v, v_width, backward)
@@ -167,10 +167,10 @@ def _wgmma_call(b: Any, kernel: Any, q: Any, k: Any, lists: Lists, scale: Any, D
     S, G, h, DK = b.shape(q)[1:]
     (sqb, sqs, sqg, sqh), (skb, skg, skn) = (tuple(b.strides(t))[:-1] for t in (q, k))
     args = dict(
-        q_ptr=q, k_ptr=k, keys_ptr=lists.keys, counts_ptr=lists.counts, scale=float(scale), S=S, G=G,
+        q_ptr=q, k_ptr=k, keys_ptr=lists.keys, counts_ptr=lists.counts, bias_ptr=lists.bias, scale=float(scale), S=S, G=G,
         N=b.shape(lists.keys)[3], sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn,
     )  # fmt: skip
-    constexprs = dict(H=h, DK=DK, DV=DV, KT=0 if DK == DV else 64)
+    constexprs = dict(H=h, DK=DK, DV=DV, KT=0 if DK == DV else 64, BIAS=lists.bias is not None)
     return _Call(args, constexprs, ListConfig(64, 64, DV, 4, 1, per=1), kernel)
 
 
@@ -189,9 +189,7 @@ def plan_lists_forward(
     pnorm = parts(b, rows, NS, h) if lists.bias is not None else None
     has_sink = sink is not None
     sink = b.contiguous(sink) if has_sink else lse
-    outs = dict(NS=NS, sink_ptr=sink, o_ptr=o, lse_ptr=lse, part_ptr=part, plse_ptr=plse)
-    if not call.kernel:
-        outs["pnorm_ptr"] = pnorm
+    outs = dict(NS=NS, sink_ptr=sink, o_ptr=o, lse_ptr=lse, part_ptr=part, plse_ptr=plse, pnorm_ptr=pnorm)
     b.launch(
         call.kernel or selection_list_forward,
         (rows * call.heads * NS, 1, 1), dict(call.args, **outs), dict(call.constexprs, SINK=has_sink),
@@ -216,13 +214,17 @@ def plan_selection_list_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _Gradients:
-    """Tensors of the backward that do not depend on the chunk. With a bias, ``dlse`` is not in delta, and lse2 is lse."""
+    """Tensors of the backward that do not depend on the chunk.
+
+    With a bias, lse2 is lse, and delta has no part of ``dlse``: ``total`` and ``of_lse`` are those of
+    ``selection_list_totals``, else None.
+    """
 
     dout: Any
-    dlse: Any
-    sink: Any
     lse2: Any
     delta: Any
+    total: Any
+    of_lse: Any
     dq: Any
     dk: Any
     dv: Any
@@ -289,10 +291,32 @@ def plan_lists_backward(
     rows = backward_chunk(b, q, k, v, N, v_width, call.config)
     many = rows < S
     acc_k, acc_v = (b.empty(b.shape(t) if many else (0,), b.f32) for t in (dk, dv))
-    grads = _Gradients(dout, dlse, sink, lse if bias else lse2, delta, dq, dk, dv, acc_k, acc_v)
+    total, of_lse = _plan_totals(b, q, k, lists, dlse, sink, lse, scale, v_width) if bias else (None, None)
+    grads = _Gradients(dout, lse if bias else lse2, delta, total, of_lse, dq, dk, dv, acc_k, acc_v)
     for first in range(0, S, rows):
         _plan_chunk(b, call, grads, v is None, lists.repeats, B, S_kv, rows, first)
     return dq, dk, dv, dsink
+
+
+def _plan_totals(
+    b: Any, q: Any, k: Any, lists: Lists, dlse: Any, sink: Any, lse: Any, scale: Any, v_width: int
+) -> tuple[Any, Any]:
+    """Launches ``selection_list_totals``; returns (total, of_lse), each [B, S, G, h]."""
+    B, S, G, h, DK = b.shape(q)
+    HB, MC = 16, min(64, main_columns(DK, v_width))
+    (sqb, sqs, sqg, sqh), (skb, skg, skn) = (tuple(b.strides(t))[:-1] for t in (q, k))
+    total, of_lse = (b.empty(b.shape(lse), b.f32) for _ in range(2))
+    KM, KT = widths(DK, MC)
+    b.launch(
+        selection_list_totals, (B * S * G * -(-h // HB), 1, 1),
+        dict(dlse_ptr=dlse, q_ptr=q, k_ptr=k, keys_ptr=lists.keys, counts_ptr=lists.counts, bias_ptr=lists.bias,
+             sink_ptr=sink, lse_ptr=lse, total_ptr=total, of_lse_ptr=of_lse, scale=float(scale), S=S, G=G,
+             N=b.shape(lists.keys)[3], sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn),
+        dict(H=h, DK=DK, KM=KM, MC=MC, KT=KT, HB=HB, BN=32, DLSE=dlse is not None, SINK=sink is not None,
+             ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q))),
+        4, 1,
+    )  # fmt: skip
+    return total, of_lse
 
 
 def _plan_chunk(
@@ -363,16 +387,14 @@ def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first:
     G, H, DK = call.args["G"], n["H"], n["DK"]
     lines = B * G * rows
     args = dict(
-        call.args, dout_ptr=ds if x.dout is None else x.dout, lse2_ptr=x.lse2, delta_ptr=x.delta, dq_ptr=x.dq, p_ptr=p,
+        call.args, dout_ptr=ds if x.dout is None else x.dout, lse2_ptr=x.lse2, delta_ptr=x.delta, total_ptr=x.total,
+        of_lse_ptr=x.of_lse, dq_ptr=x.dq, p_ptr=p,
         ds_ptr=ds, first=first, rows=rows,
     )  # fmt: skip
     constexprs = dict(n, DOUT=x.dout is not None)
     if call.kernel:
         b.launch(call.kernel, (lines * call.heads, 1, 1), args, constexprs, c.num_warps, c.num_stages)
         return
-    dlse, sink = (t if n["BIAS"] else None for t in (x.dlse, x.sink))
-    args |= dict(dlse_ptr=dlse, sink_ptr=sink)
-    constexprs |= dict(DLSE=dlse is not None, SINK=sink is not None)
     NS = splits(b, lines * call.heads, c.per) if rows == call.args["S"] else 1
     part = b.empty((lines * NS if NS > 1 else 0, H, DK), b.f32)
     b.launch(
