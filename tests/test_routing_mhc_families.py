@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests import sparse_families
-from tests.capture import difference, eager, reasons, run
+from tests.capture import Captured, difference, eager, reasons, run
 from tests.reference_models_mhc import EPS, WIDTH, N, P, _balanced, around, parameters, sublayer
 from tests.test_routing_mhc_laws import same, streams
 
@@ -215,6 +215,122 @@ def test_numbers_that_differ_between_the_coefficients() -> None:
         matrix = _balanced((a * z[..., 2 * N :] / 7.0 + bias[2 * N :]).unflatten(-1, (N, N)))
         f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
         return matrix @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
+
+    got = same(fn, (streams(),), p.items())
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+
+
+Logits = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+BIASES: dict[str, Logits] = {
+    "inside and outside alpha": lambda z, a, b, c: a * (z + b) + c,
+    "the one outside first": lambda z, a, b, c: c + (b + z) * a,
+    "a number inside and one outside": lambda z, a, b, c: 0.5 * (a * (z / 3.0 + b)) + c,
+    "both outside": lambda z, a, b, c: a * z + b + c,
+    "without alpha": lambda z, a, b, c: z + b + c,
+    "one of them twice": lambda z, a, b, c: a * (z + b) + 2.0 * c,
+    "one of them reversed": lambda z, a, b, c: a * (z + b) + c.flip(-1),
+}
+OTHER_BIASES: dict[str, Logits] = {
+    "one is subtracted": lambda z, a, b, c: a * (z + b) - c,
+    "one is made of x": lambda z, a, b, c: a * (z + b) + c * z.mean(-1, keepdim=True),
+    "an alpha each": lambda z, a, b, c: a * (a * (z + b) + c),
+    "a third one": lambda z, a, b, c: a * (z + b) + c + b,
+}
+
+
+def with_biases(logits: Logits, p: Made) -> Callable[[Tensor], Tensor]:
+    """Returns a site whose logits are made of z, alpha and two biases."""
+    parts = (slice(0, N), slice(N, 2 * N), slice(2 * N, None))
+
+    def fn(x: Tensor) -> Tensor:
+        z = projected(x, p)
+        pre, post, res = (
+            logits(z[..., at], a, p["bias"][at], p["more"][at]) for at, a in zip(parts, p["alpha"], strict=True)
+        )
+        f_out = sublayer((torch.sigmoid(pre).unsqueeze(-1) * x).sum(-2), p)
+        return _balanced(res.unflatten(-1, (N, N))) @ x + (2 * torch.sigmoid(post)).unsqueeze(-1) * f_out.unsqueeze(-2)
+
+    return fn
+
+
+def alike(fn: Callable[[Tensor], Tensor], p: Made, tokens: list[int]) -> Captured:
+    """Runs ``fn`` routed, with a symbolic number of ``tokens``, and eagerly; asserts equal values and gradients."""
+    got, plain = run(fn, (streams(),), [*p.items()], symbolic=tokens), eager(fn, (streams(),), [*p.items()])
+    assert not got.report.problems and difference(got, plain) < 1e-5
+    return got
+
+
+@pytest.mark.parametrize("tokens", [[], [0]], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", BIASES)
+def test_two_biases_are_one(name: str, tokens: list[int]) -> None:
+    p = made(more=(N * N + 2 * N,))
+    got = alike(with_biases(BIASES[name], p), p, tokens)
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+    assert not got.report.near_misses and all(r.error is not None for r in got.report.routed)
+
+
+@pytest.mark.parametrize("name", OTHER_BIASES)
+def test_other_biases_stay_the_models(name: str) -> None:
+    p = made(more=(N * N + 2 * N,))
+    got = same(with_biases(OTHER_BIASES[name], p), (streams(),), p.items())
+    assert not got.ops["mhc_pre"], reasons(got)
+
+
+def test_two_biases_in_bf16_are_added_in_fp32() -> None:
+    """Sums of bf16 numbers, of which bf16 would round off a hundredth."""
+    p = made(more=(N * N + 2 * N,))
+    p = {k: v.detach().bfloat16().requires_grad_() if k in ("bias", "more") else v for k, v in p.items()}
+    fn = with_biases(lambda z, a, b, c: z + (b * 8).float() + c.float(), p)
+    got = same(fn, (streams(),), p.items(), within=1e-4)
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+
+
+ALONE = {
+    "rows": lambda t: t.amax(-1, keepdim=True),
+    "columns": lambda t: t.amax(-2, keepdim=True),
+    "both": lambda t: t.amax((-2, -1), keepdim=True),
+    "both, flat": lambda t: t.flatten(-2).max(-1).values[..., None, None],
+    "both, detached": lambda t: t.detach().amax((-2, -1), keepdim=True),
+}
+
+
+def exponential(top: Callable[[Tensor], Tensor], eps: float, steps: int) -> Callable[[Tensor], Tensor]:
+    """Returns iterations of exp(logits - top), with eps added to the sums."""
+
+    def fn(logits: Tensor) -> Tensor:
+        matrix = torch.exp(logits - top(logits))
+        for step in range(steps):
+            matrix = matrix / (matrix.sum(-1 - step % 2, keepdim=True) + eps)
+        return matrix
+
+    return fn
+
+
+@pytest.mark.parametrize("tokens", [[], [0]], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", ALONE)
+def test_iterations_of_exp_less_a_maximum_inside_a_site(name: str, tokens: list[int]) -> None:
+    p, iterations = parameters(), exponential(ALONE[name], 1e-3, 6)
+
+    def fn(x: Tensor) -> Tensor:
+        z = projected(x, p) + p["bias"]
+        pre, post = torch.sigmoid(z[..., :N]), 2 * torch.sigmoid(z[..., N : 2 * N])
+        f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
+        return iterations(z[..., 2 * N :].unflatten(-1, (N, N))) @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
+
+    got = alike(fn, p, tokens)
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_sinkhorn": 1, "mhc_post": 1}, reasons(got)
+    assert not got.report.near_misses
+
+
+@pytest.mark.parametrize(("eps", "steps"), [(1e-3, 5), (1e-3, 1)], ids=["a step too few", "one step"])
+def test_unfinished_iterations_of_exp_stay_the_models(eps: float, steps: int) -> None:
+    p, iterations = parameters(), exponential(ALONE["rows"], eps, steps)
+
+    def fn(x: Tensor) -> Tensor:
+        z = projected(x, p)
+        pre, post = torch.sigmoid(z[..., :N]), 2 * torch.sigmoid(z[..., N : 2 * N])
+        f_out = sublayer((pre.unsqueeze(-1) * x).sum(-2), p)
+        return iterations(z[..., 2 * N :].unflatten(-1, (N, N))) @ x + post.unsqueeze(-1) * f_out.unsqueeze(-2)
 
     got = same(fn, (streams(),), p.items())
     assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)

@@ -445,7 +445,7 @@ def test_ops_to_save_are_ops_that_the_pass_puts_in() -> None:
     names = {op.name().split("::")[1] for op in ops}
     parts = {"mhc_pre", "mhc_coefficients", "mhc_collapse", "mhc_post", "mhc_sinkhorn", "mhc_head"}
     attention = {"selection_blocks", *(f"selection_{kind}attention" for kind in ("", "list_", "entry_", "mask_"))}
-    assert names == {*parts, *attention, "e79_scan", "index_scores", "index_topk", "index_loss"}
+    assert names == {*parts, *attention, "e79_scan", "index_scores", "index_topk", "index_topk_scores", "index_loss"}
     assert dict(same(_checkpointed(parameters(), _save(ops)), (streams(),)).ops) == {"mhc_pre": 2, "mhc_post": 2}
 
 

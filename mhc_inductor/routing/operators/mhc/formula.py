@@ -74,11 +74,20 @@ class Affine:
     """A number that multiplies z besides alpha, or the value of alpha where that is no tensor."""
     outer: float | None = None
     """The number that, with alpha, multiplies the bias too, as in ``alpha * (z + b)``; None where nothing does."""
+    added: Piece | None = None
+    """A second bias, which nothing multiplies, as in ``alpha * (z + b) + c``."""
+    form: Index = dataclasses.field(default_factory=lambda: Index({}), compare=False)
+    """The index of phi's row of an element."""
 
     @property
     def key(self) -> tuple[object, ...]:
         """The x, eps and gamma that the three parts of one projection share."""
         return *self.norm.key, self.gamma
+
+    @property
+    def weights(self) -> list[Piece]:
+        """The weights that are read."""
+        return [p for p in (self.phi, self.alpha, self.bias, self.added, self.gamma) if p is not None]
 
     @property
     def rows_at(self) -> tuple[Value, int]:
@@ -150,22 +159,36 @@ def _scaled_sum(found: Affine, factor: float, others: list[Ref], ref: Ref) -> Af
     """Returns ``factor`` times ``others``, at most one alpha, times the sum ``found``. Raises Mismatch."""
     if not others and close(factor, 1.0):
         return found
-    if found.alpha is not None or found.outer is not None:
+    if found.alpha is not None or found.outer is not None or found.added is not None:
         raise Mismatch(NOTHING, ref.value)
     scale, outer = factor * found.scale, factor if found.bias is not None else None
     return dataclasses.replace(found, alpha=_alpha(others, ref), scale=scale, outer=outer)
 
 
+def _two_biases(terms: list[tuple[float, Ref]], out: Ref, kept: Kept) -> Affine | None:
+    """Returns ``alpha * (z + b) + c`` of its two addends, or None. Raises Mismatch."""
+    for (sign, ref), (weight, other) in (terms, terms[::-1]):
+        inner = sum_factor(ref, kept)
+        if inner is None or weight != 1.0 or norm_behind(inner[0].value, any_norm, kept) is None:
+            continue
+        found = _scaled_sum(affine(inner[0], out, kept), sign * inner[1], inner[2], ref)
+        if found.bias is not None and found.added is None:
+            return dataclasses.replace(found, added=_bias(other, found.form, found.rows))
+    return None
+
+
 def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
     """Returns ``scale * ref``, an element of a value's logits, as ``alpha * z + bias``. Raises Mismatch.
 
-    ``out`` is the element of the value itself. In ``alpha * (z + b)``, the bias is ``alpha * b``.
+    ``out`` is the element of the value itself. In ``alpha * (z + b) + c``, the bias is ``alpha * b + c``.
     """
     constant, terms = addends(ref, kept)
     constant, terms = constant * scale, [(sign * scale, t) for sign, t in terms]
     inner = sum_factor(terms[0][1], kept) if len(terms) == 1 and constant == 0.0 else None
     if inner is not None and projection(terms[0][1], kept) is None:
         return _scaled_sum(affine(inner[0], out, kept), terms[0][0] * inner[1], inner[2], terms[0][1])
+    if len(terms) == 2 and constant == 0.0 and (both := _two_biases(terms, out, kept)) is not None:
+        return both
     norms = [(projection(t, kept), sign, t) for sign, t in terms]
     found = [(n, sign, t) for n, sign, t in norms if n is not None]
     if len(found) != 1:
@@ -281,15 +304,16 @@ def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float,
         raise Mismatch(f"{len(gammas)} weights over x's elements; expected one gamma", gammas[1].value)
     gamma = _gamma(gammas[0], feature, width) if gammas else None
     alpha = _alpha(alphas, z)
-    if len(others) > 1 or any(s != 1.0 for s, _ in others):
+    if len(others) > 2 or any(s != 1.0 for s, _ in others):
         raise Mismatch(f"{len(others)} further addends in the logits; expected alpha * z + bias", out.value)
     rows = per_token.factor
-    bias = _bias(others[0][1], form, rows) if others else None
-    for weight in (piece, gamma, alpha, bias):
+    bias, added = [*(_bias(t, form, rows) for _, t in others), None, None][:2]
+    for weight in (piece, gamma, alpha, bias, added):
         size = product_of(weight.value.shape) if weight is not None else ONE
         if size.symbols:
             raise DynamicWidth(size)
-    return Affine(norm, dataclasses.replace(piece, rows=rows), gamma, alpha, bias, rows, transposed, scale)
+    phi_rows = dataclasses.replace(piece, rows=rows)
+    return Affine(norm, phi_rows, gamma, alpha, bias, rows, transposed, scale, added=added, form=form)
 
 
 def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float]:

@@ -67,7 +67,7 @@ class Pre:
 
     def match(self) -> Match:
         """Returns the match of this pre or head."""
-        weights = [p.value for a in self.affines.values() for p in (a.phi, a.alpha, a.bias, a.gamma) if p is not None]
+        weights = [p.value for a in self.affines.values() for p in a.weights]
         detail = f"n = {self.n}, D = {self.norm.width // self.n}, norm_eps = {self.norm.eps:g}"
         detail += " outside the root" * (self.norm.form == "outside")
         detail += f", hc_eps = {self.pre.add:g}"

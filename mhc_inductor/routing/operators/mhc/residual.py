@@ -66,7 +66,7 @@ class Residual:
         if chains:
             start = chains[0][1].logits
         self.pre.res, self.pre.h_res = self.logits[start], start
-        self.pre.steps += [v for v, _ in chains]
+        self.pre.steps += [v for v, c in chains if c.axes]  # exp alone may begin iterations of what was subtracted
         self._choose_chain(start, chains)
 
     def _choose_chain(self, start: Value, chains: list[tuple[Value, Chain]]) -> None:

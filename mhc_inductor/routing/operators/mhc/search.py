@@ -166,8 +166,8 @@ class Search:
         _, terms = addends(whole(value.args[0]))
         if len(terms) == 1 and (gate := gate_of(whole(value), 1.0)) is not None and value.func is aten.exp.default:
             _, terms = addends(gate.argument)
-        inner = mhc.sum_factor(terms[0][1]) if len(terms) == 1 else None
-        for _, term in (*terms, *(addends(inner[0])[1] if inner is not None else ())):
+        inner = [found[0] for _, term in terms if (found := mhc.sum_factor(term)) is not None]
+        for _, term in (*terms, *(t for each in inner for t in addends(each)[1])):
             norm = mhc.projection(term)
             if norm is not None:
                 return norm

@@ -48,7 +48,7 @@ class Weights:
         """Returns phi, alpha or bias of all roles as one tensor; a number stands for all elements of a role."""
         n = self.n
         rows = {"pre": n, "post": n, "res": n * n} if what != "alpha" else dict.fromkeys(ROLES, 1)
-        outer = what == "bias" and any(a.outer is not None for a in self.affines.values())
+        outer = what == "bias" and any(a.outer is not None or a.added is not None for a in self.affines.values())
         scaled = what == "alpha" and any(a.alpha is not None and not close(a.scale, 1.0) for a in self.affines.values())
         whole = None if outer or scaled else self._stored(parts, {role: rows[role] for role in self.wanted}, what)
         if whole is not None:
@@ -85,28 +85,39 @@ class Weights:
     def _part(self, role: str, part: Piece | float, rows: int, what: str) -> fx.Node:
         edit = self.edit
         if not isinstance(part, Piece):
-            dtype = torch.promote_types(example(self.x).dtype, torch.float32)
-            return edit.emit("new_full", self.x, [rows], part, dtype=dtype)
-        node = self._rowed(part, what)
-        if self._rows(part.value, what) != rows:
-            node = edit.emit(operator.getitem, node, slice(part.start, part.start + rows))
-        node = edit.emit("detach", node) if role in self.unasked and edit.needs_grad(node) else node
-        return self._scaled(node, role) if what == "bias" and self.affines[role].outer is not None else node
+            return edit.emit("new_full", self.x, [rows], part, dtype=self._wide(self.x))
+        node = self._taken(role, part, rows, what)
+        return self._whole_bias(node, role) if what == "bias" else node
 
-    def _scaled(self, bias: fx.Node, role: str) -> fx.Node:
-        """Returns a bias times what multiplies it and z."""
+    def _taken(self, role: str, piece: Piece, rows: int, what: str) -> fx.Node:
+        edit, node = self.edit, self._rowed(piece, what)
+        if self._rows(piece.value, what) != rows:
+            node = edit.emit(operator.getitem, node, slice(piece.start, piece.start + rows))
+        return edit.emit("detach", node) if role in self.unasked and edit.needs_grad(node) else node
+
+    def _whole_bias(self, bias: fx.Node, role: str) -> fx.Node:
+        """Returns a bias times what multiplies it and z, plus the second bias."""
         affine = self.affines[role]
-        if affine.alpha is not None:
-            bias = self._times(bias, self._part(role, affine.alpha, 1, "alpha"))
-        return self._times(bias, affine.outer or 1.0)
+        if affine.outer is not None:
+            if affine.alpha is not None:
+                bias = self._times(bias, self._part(role, affine.alpha, 1, "alpha"))
+            bias = self._times(bias, affine.outer)
+        if affine.added is None:
+            return bias
+        both = (bias, self._taken(role, affine.added, affine.rows, "bias"))
+        return self.edit.emit(operator.add, *(self.edit.to(b, self._wide(b)) for b in both))
 
     def _times(self, weight: fx.Node, factor: fx.Node | float) -> fx.Node:
         """Returns a weight times another one or a number, in fp32 at least; the weight itself times 1."""
         if isinstance(factor, float) and close(factor, 1.0):
             return weight
-        wide = torch.promote_types(example(weight).dtype, torch.float32)
+        wide = self._wide(weight)
         factor = self.edit.to(factor, wide) if isinstance(factor, fx.Node) else factor
         return self.edit.emit(operator.mul, self.edit.to(weight, wide), factor)
+
+    def _wide(self, weight: fx.Node) -> torch.dtype:
+        """Returns the dtype in which weights are put together: fp32 at least."""
+        return torch.promote_types(example(weight).dtype, torch.float32)
 
     def _rows(self, value: Value, what: str) -> int:
         total = 1
