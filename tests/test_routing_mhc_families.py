@@ -336,6 +336,66 @@ def test_unfinished_iterations_of_exp_stay_the_models(eps: float, steps: int) ->
     assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
 
 
+def _each(x: Tensor, f: Tensor, post: Tensor, matrix: Tensor) -> list[Tensor]:
+    xs = x.chunk(N, -1)
+    mixed = [sum(matrix[..., o, i, None] * xs[i] for i in range(N)) for o in range(N)]
+    return [post[..., o, None] * f + mixed[o] for o in range(N)]
+
+
+def _outer(x: Tensor, f: Tensor, post: Tensor, matrix: Tensor) -> Tensor:
+    split = x.reshape(-1, N, WIDTH)
+    mixed = torch.bmm(matrix.reshape(-1, N, N), split)
+    return (mixed + torch.bmm(post.reshape(-1, N, 1), f.reshape(-1, 1, WIDTH))).reshape(x.shape)
+
+
+def _mixed(x: Tensor, matrix: Tensor) -> Tensor:
+    return (matrix @ x.unflatten(-1, (N, WIDTH))).flatten(-2)
+
+
+FLAT_POSTS: dict[str, Callable[..., Tensor]] = {
+    "streams put together": lambda *a: torch.cat(_each(*a), -1),
+    "a batched outer product": _outer,
+    "a sum of flat parts": lambda x, f, h, m: _mixed(x, m) + (h.unsqueeze(-1) * f.unsqueeze(-2)).flatten(-2),
+    "repeated": lambda x, f, h, m: _mixed(x, m) + f.repeat(1, 1, N) * h.repeat_interleave(WIDTH, -1),
+}
+OTHER_FLAT_POSTS: dict[str, Callable[..., Tensor]] = {
+    "two streams exchanged": lambda *a: torch.cat([_each(*a)[o] for o in (1, 0, *range(2, N))], -1),
+    "f_out spread over the streams": lambda x, f, h, m: (
+        _mixed(x, m) + f.repeat_interleave(N, -1) * h.repeat_interleave(WIDTH, -1)
+    ),
+    "h_post for each column": lambda x, f, h, m: _mixed(x, m) + f.repeat(1, 1, N) * h.repeat(1, 1, WIDTH),
+}
+
+
+def flat_site(post: Callable[..., Tensor], p: P) -> Callable[[Tensor], Tensor]:
+    """Returns a site of streams [..., n * D], whose x_out is nowhere [..., n, D]."""
+
+    def fn(x: Tensor) -> Tensor:
+        x = x.flatten(-2)
+        z = normed(x) @ p["phi"].T
+        pre, h_post = torch.sigmoid(z[..., :N]), 2 * torch.sigmoid(z[..., N : 2 * N])
+        f_out = sublayer(sum(pre[..., i, None] * part for i, part in enumerate(x.chunk(N, -1))), p)
+        return post(x, f_out, h_post, _balanced(z[..., 2 * N :].unflatten(-1, (N, N))))
+
+    return fn
+
+
+@pytest.mark.parametrize("tokens", [[], [0]], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", FLAT_POSTS)
+def test_streams_that_stay_flat(name: str, tokens: list[int]) -> None:
+    p = parameters()
+    got = alike(flat_site(FLAT_POSTS[name], p), p, tokens)
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}, reasons(got)
+    assert not got.report.near_misses and all(r.error is not None for r in got.report.routed)
+
+
+@pytest.mark.parametrize("name", OTHER_FLAT_POSTS)
+def test_other_posts_of_flat_streams_stay_the_models(name: str) -> None:
+    p = parameters()
+    got = alike(flat_site(OTHER_FLAT_POSTS[name], p), p, [])
+    assert not got.ops["mhc_post"], reasons(got)
+
+
 def test_columns_that_come_before_streams_are_told_as_that() -> None:
     """Each column stays at its place within D: only the layout of x_out is another."""
     p = parameters()

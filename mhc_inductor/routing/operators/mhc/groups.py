@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
-from mhc_inductor.routing.graph.expressions import VIEWS, aten, is_cast, peel, whole
+from mhc_inductor.routing.graph.expressions import VIEWS, aten, contraction, is_cast, peel, whole
 from mhc_inductor.routing.graph.expressions import chain as chain_of
 from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value
@@ -158,7 +158,10 @@ class Group:
         value = self.view.values.of(node)
         if not isinstance(value, Value):
             return isinstance(value, tuple)
-        return value.func in LIGHT or value.func in VIEWS or is_cast(value)
+        if value.func in LIGHT or value.func in VIEWS or is_cast(value):
+            return True
+        contracted = contraction(whole(value)) if value.shape else None
+        return contracted is not None and contracted[2].size == ONE  # an outer product
 
     def _near(self, node: fx.Node) -> bool:
         """Checks whether the search continues past ``node``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from mhc_inductor.routing.graph.bounds import DEPTH, Steps
 from mhc_inductor.routing.graph.expressions import (
@@ -187,9 +187,12 @@ def post(value: Value, x: Value, width: int, n: int, posts: Collection[Value], m
     shape = value.shape
     if len(shape) < 2:
         raise first
-    if shape[-2] == Size(n):
+    place = _places(out, n, width)
+    if place is not None:
+        with contextlib.suppress(Mismatch):
+            return search.split(out, n, place)
         try:
-            return search.by_streams(out, n)
+            return search.by_streams(out, n, place)
         except Mismatch as mismatch:
             first = mismatch
     for dim, size in enumerate(shape[:-1]):
@@ -199,6 +202,17 @@ def post(value: Value, x: Value, width: int, n: int, posts: Collection[Value], m
             with contextlib.suppress(Mismatch):
                 return dataclasses.replace(search.at(out, flat), stream=dim)
     raise first
+
+
+def _places(out: Ref, n: int, width: int) -> Callable[[Index], Ref] | None:
+    """Returns what gives the element of a stream that ``out`` is: a dim of their own, or one of n * D; else None."""
+    shape, index = out.value.shape, out.index
+    if shape[-2] == Size(n):
+        return lambda stream: Ref(out.value, (*index[:-2], stream, index[-1]))
+    if shape[-1] == Size(width):
+        column = var(Var(Size(width // n)))
+        return lambda stream: Ref(out.value, (*index[:-1], stream.times(Size(width // n)).plus(column)))
+    return None
 
 
 def streams_last(rank: int, dim: int) -> list[int]:
@@ -245,12 +259,14 @@ class _Expansion:
         f_out, added = _sublayer(others, mix, self.width // mix.n, product_of(self.kept.x.shape), out)
         return Post(self.kept.x, h.value, f_out, mix.matrix, mix.transpose, mix.n, self.width, added)
 
-    def by_streams(self, out: Ref, n: int) -> Post:
+    def split(self, out: Ref, n: int, place: Callable[[Index], Ref]) -> Post:
+        """Returns ``out`` as an expand-and-mix, with an index for the stream and one for the column."""
+        at = place(var(Var(Size(n))))
+        return self.at(at, at.flat)
+
+    def by_streams(self, out: Ref, n: int, place: Callable[[Index], Ref]) -> Post:
         """Returns ``out`` as an expand-and-mix where each stream has its own expression."""
-        each = []
-        for o in range(n):
-            at = Ref(out.value, (*out.index[:-2], const(o), out.index[-1]))
-            each.append(self.at(at, at.flat))
+        each = [self.at(at, at.flat) for at in map(place, map(const, range(n)))]
         if any(other != each[0] for other in each):
             raise Mismatch("the streams of x_out are not all made in the same way", out.value)
         return each[0]
