@@ -187,6 +187,27 @@ def test_an_lse_that_is_not_finite(builder, device, value):
     check(builder, args)
 
 
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_key_without_any_attention(builder, device, with_lse):
+    args = case(device, with_lse=with_lse)
+    args[4] = args[4].abs() + 0.1
+    args[5][:, :, 5] = -torch.inf
+    args[3][:, 1:] = torch.tensor([4, 0, 4, 5, -1, 9, 3], dtype=torch.int32)
+    loss, dscores, *_ = check(builder, args)
+    assert loss[:, 1:].isfinite().all() and dscores.isfinite().all()
+
+
+def test_a_head_whose_scores_overflow_takes_no_part(builder, device):
+    """Checks a head with scores of -inf, which fp64 would not have, against the formula in fp32."""
+    args = case(device)
+    args[5] = (args[5].abs() + 0.1) * 1e20
+    args[4] = args[4] * 1e-20
+    args[4][:, :, 0, 1] = -1e20
+    outs, _ = run(builder, args)
+    for a, want in zip(outs, reference.index_loss(*args), strict=True):
+        assert want.isfinite().all() and losses.error(a, want) < 1e-5
+
+
 def test_nan_in_keys_that_are_not_listed_reaches_nothing(builder, device):
     args = case(device, T=20)
     args[3] = args[3].clamp(max=9).masked_fill(args[3] == 0, -1)
