@@ -8,6 +8,7 @@ timed once, on the host's clock. A failing variant is recorded in its row. The r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import time
@@ -192,19 +193,20 @@ class Run(running.PartRun[Settings]):
         return total.masked_fill(keys > at[:, None], float("-inf"))
 
     def memory(self) -> None:
-        """Measures the peaks of one choice, at ``LONG`` too, and of a loss, beyond inputs and outputs, and their seconds."""
+        """Measures the peaks of one choice, at ``LONG`` too, and of a loss, beyond inputs and outputs."""
         if not self.gpu:
             self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
             return
         for shape in map(self.sized, (targets.SHAPES[0], targets.LONG)):
             case = make_case(shape, self.device)
             cases.chosen(dataclasses.replace(case, **first_queries(case)))
-            self.result["memory"].append(self.memory_of(shape, lambda case=case: cases.chosen(case)))  # type: ignore[misc]
+            self.result["memory"].append(self.memory_of(shape, functools.partial(cases.chosen, case)))
+            del case
             self.tidy()
         shape = self.sized(targets.SHAPES[0])
         args = cases.loss_arguments(make_case(shape, self.device))
         cases.trained(args)  # compiles the kernels
-        row = self.memory_of(shape, lambda: cases.trained(args))
+        row = self.memory_of(shape, functools.partial(cases.trained, args))
         self.result["memory"].append(row | {"name": f"{shape.name}, {LOSS}"})
 
     def memory_of(self, shape: Shape, call: Callable[[], Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index ops on a GPU: parity at real sizes, which kernels run, ties, CUDA graphs, compiled code, memory, the loss."""
+"""The index ops on a GPU: parity at real sizes, which kernels run, ties, CUDA graphs, compiled code, memory, loss."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def plan_index_scores_backward(
     limit = None if limit is None else b.contiguous(limit)
     args = dict(plan.inputs(b, q, k, w, scale, limit), g_ptr=dscores, **hidden)
     c = config.backward_config(D, b.dtype(q).itemsize, b.device_props().backend)
-    constexprs = dict(H=H, D=D, DP=config.padded(D), BS=c.BS, BT=c.BT, ALIGN=alignment(b, q, k), PREC=gradient_precision(b, b.dtype(q)),
-                      LIMIT=limit is not None, **plan.flags(hidden))  # fmt: skip
+    constexprs = dict(H=H, D=D, DP=config.padded(D), BS=c.BS, BT=c.BT, ALIGN=alignment(b, q, k),
+                      PREC=gradient_precision(b, b.dtype(q)), LIMIT=limit is not None, **plan.flags(hidden))  # fmt: skip
     NS, NT = b.cdiv(S, c.BS), b.cdiv(T, c.BT)
     b.launch(
         index_dq,

@@ -62,9 +62,10 @@ def _list_lse(
     "S", "so", "sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "sfb", "sfs", "sfg", "sfh",
 ])  # fmt: skip
 def index_list_heads(
-    q_ptr, k_ptr, f_ptr, keys_ptr, counts_ptr, out_ptr, scale, S, N, so, sqb, sqs, sqg, sqh, skb, skg, skn, sfb, sfs, sfg,
-    sfh, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr,
-    HELD: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, TARGET: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr,
+    q_ptr, k_ptr, f_ptr, keys_ptr, counts_ptr, out_ptr, scale, S, N, so, sqb, sqs, sqg, sqh, skb, skg, skn, sfb, sfs,
+    sfg, sfh, G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr,
+    HELD: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr, TARGET: tl.constexpr, ALIGN: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Reduces x = scale * q[B, S, G, H, D] @ k[B, G, T, D].T at the keys[B, S, N] over all heads, into out[B, S, so].
 
@@ -167,13 +168,14 @@ def index_loss_factors(dloss_ptr, dscores_ptr, keys_ptr, counts_ptr, g_ptr, N, N
     "S", "first", "rows", "sqb", "sqs", "sqh", "skb", "skn", "swb", "sws", "swh",
 ])  # fmt: skip
 def index_loss_gradients(
-    g_ptr, q_ptr, k_ptr, w_ptr, keys_ptr, counts_ptr, dq_ptr, dw_ptr, part_ptr, scale, S, N, first, rows, sqb, sqs, sqh, skb,
-    skn, swb, sws, swh, H: tl.constexpr, D: tl.constexpr, NC: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr,
+    g_ptr, q_ptr, k_ptr, w_ptr, keys_ptr, counts_ptr, dq_ptr, dw_ptr, part_ptr, scale, S, N, first, rows, sqb, sqs, sqh,
+    skb, skn, swb, sws, swh, H: tl.constexpr, D: tl.constexpr, NC: tl.constexpr, HB: tl.constexpr, BN: tl.constexpr,
     DC: tl.constexpr, ALIGN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Computes dq[B, S, H, D], dw[B, S, H] and the rows part[B, rows, N, D] of dk, of ``rows`` queries from ``first`` on.
+    """Computes dq[B, S, H, D], dw[B, S, H] and the rows part[B, rows, N, D] of dk, of queries from ``first`` on.
 
-    From the gradients g[B, S, N] of the scores. One program: one query, all HB >= H heads, one of NC blocks of DC columns.
+    From the gradients g[B, S, N] of the scores. One program: one query, all HB >= H heads, one of NC blocks of DC
+    columns.
     """
     scale = tl.cast(scale, tl.float32)  # generated code passes fp64
     N = tl.multiple_of(tl.cast(N, tl.int64), 16)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launch plans of an indexer's training loss. The forward takes symbolic B, S and T, the backward none.
 
-Memory besides inputs and outputs, for lists of n entries: 4 B S (n + 1) bytes for the canonical lists, in the forward as
-much again for the attention's distribution, and in the backward what sums take (``lists_plan.chunk_of``).
+Memory besides inputs and outputs, for lists of n entries: 4 B S (n + 1) bytes for the canonical lists, as much again
+for the attention's distribution or for the factors of the gradients, and in the backward what the sums for dk take
+(``lists_plan.chunk_of``).
 """
 
 from __future__ import annotations
@@ -93,9 +94,8 @@ def _plan_heads(
     c = list_config(H, D, D, b.dtype(q).itemsize, props.backend, props.arch, True)
     NM, TC = widths(D, c.MC)
     args = dict(
-        q_ptr=q, k_ptr=k, f_ptr=factors, keys_ptr=lists.keys, counts_ptr=lists.counts, out_ptr=out, scale=float(scale), S=S,
-        N=b.shape(lists.keys)[2], so=b.shape(out)[2],
-        **dict(zip(STRIDES, (*sq, *sk, *sf), strict=True)),
+        q_ptr=q, k_ptr=k, f_ptr=factors, keys_ptr=lists.keys, counts_ptr=lists.counts, out_ptr=out, scale=float(scale),
+        S=S, N=b.shape(lists.keys)[2], so=b.shape(out)[2], **dict(zip(STRIDES, (*sq, *sk, *sf), strict=True)),
     )  # fmt: skip
     constexprs = dict(G=G, H=H, D=D, NM=NM, MC=c.MC, TC=TC, HELD=c.held, HB=c.HB, BN=c.BN, TARGET=target,
                       ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q)))  # fmt: skip
@@ -132,7 +132,8 @@ def plan_index_loss_backward(
     (sqb, sqs, sqh), (skb, skn), (swb, sws, swh) = b.strides(q)[:3], b.strides(k)[:2], b.strides(w)
     of_lists = dict(keys_ptr=lists.keys, counts_ptr=lists.counts)
     args = dict(
-        of_lists, g_ptr=g, q_ptr=q, k_ptr=k, w_ptr=w, dq_ptr=dq, dw_ptr=dw, scale=float(scale), sqb=sqb, sqs=sqs, sqh=sqh, skb=skb, skn=skn, swb=swb, sws=sws, swh=swh,
+        of_lists, g_ptr=g, q_ptr=q, k_ptr=k, w_ptr=w, dq_ptr=dq, dw_ptr=dw, scale=float(scale), sqb=sqb, sqs=sqs,
+        sqh=sqh, skb=skb, skn=skn, swb=swb, sws=sws, swh=swh,
     )  # fmt: skip
     props = b.device_props()
     c = config.loss_config(H, D, dtype.itemsize, props.backend)
@@ -143,9 +144,9 @@ def plan_index_loss_backward(
         constexprs["maxnreg"] = MAXNREG
     size = backward_chunk(b, q, k, NI)
     acc = b.empty(b.shape(dk) if size < S else (0,), b.f32)
+    part = b.empty((B * size, N, D), lists_plan.rows_dtype(b, dtype))  # of all chunks, one after the other
     for first in range(0, S, size):
         rows = min(size, S - first)
-        part = b.empty((B * rows, N, D), lists_plan.rows_dtype(b, dtype))
         chunk = dict(S=S, N=N, first=first, rows=rows)
         b.launch(
             index_loss_gradients, (B * rows * NC, 1, 1), dict(args, part_ptr=part, **chunk), constexprs, c.num_warps,

@@ -367,8 +367,8 @@ def plan_sums(
 ) -> None:
     """Launches the sums over a chunk of at most ``size`` queries, for each key in their order.
 
-    outs lists (part[B, G, rows, N, D], the rows of each pair; acc[B, G, S_kv, D] fp32, between chunks; out, after the last;
-    D). ``repeats`` is that of ``selection_list_slots``.
+    outs lists (part[B, G, rows, N, D], the rows of each pair; acc[B, G, S_kv, D] fp32, between chunks; out, after the
+    last; D). ``repeats`` is that of ``selection_list_slots``.
     """
     S, G, N, first, rows = (chunk[name] for name in ("S", "G", "N", "first", "rows"))
     CQ = _whole_rows(size)
