@@ -8,6 +8,7 @@ timed once, on the host's clock. A failing variant is recorded in its row. The r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import time
@@ -21,7 +22,7 @@ from . import index_cases as cases
 from . import index_targets as targets
 from .index_cases import Case, make_case
 from .index_report import table
-from .index_targets import BOTH, COMPILE, SCORES, TORCH_TOPK, Shape
+from .index_targets import BOTH, COMPILE, LOSS, SCORES, TORCH_TOPK, Shape
 from .running import CPU_NOTICE
 from .variants import Clock, Variant, measure
 
@@ -115,6 +116,10 @@ class Run(running.PartRun[Settings]):
         both = Variant(BOTH, "ops", lambda: lambda: cases.chosen(case))
         library = Variant("top-k", TORCH_TOPK, lambda: lambda: given.topk(case.shape.topk, -1))
         self.time(case, [both, library])
+        if has_loss(case.shape):
+            args = cases.loss_arguments(case)
+            self.time(case, [Variant(LOSS, "ops", lambda: lambda: cases.trained(args))])
+            del args
         for what in (SCORES, BOTH) if self.s.peers else ():
             if self.spent:
                 self.result["skipped"][f"{COMPILE}, {case.shape.name}"] = running.SPENT
@@ -142,6 +147,7 @@ class Run(running.PartRun[Settings]):
             case = make_case(shape, self.device)
             at = cases.sample_of(shape.tokens, SAMPLED, self.device)
             want = cases.exact(case, at)
+            outs: list[dict[str, torch.Tensor]]
             outs = [{"scores": cases.scores(case), "chosen": cases.chosen(case)} for _ in range(2)]
             error = cases.score_error(outs[0]["scores"][0, at], want)
             plain = cases.score_error(self.plain(case, at), want)
@@ -152,14 +158,32 @@ class Run(running.PartRun[Settings]):
                 "bar": targets.RELATIVE_BAR,
                 "met": error <= targets.RELATIVE_BAR,
             }
-            row = {"name": shape.name, "queries": len(at), "errors": {"scores": found}}
-            row |= {"wrongly_chosen": wrong, "met": wrong == 0 and found["met"]}
+            row: dict[str, Any] = {"name": shape.name, "queries": len(at), "errors": {"scores": found}}
+            if has_loss(shape):
+                row["errors"]["loss"] = self.loss_errors(case, at, outs)
+            row |= {"wrongly_chosen": wrong, "met": wrong == 0 and all(e["met"] for e in row["errors"].values())}
             self.result["errors"].append(row)
             differ = [k for k in outs[0] if not accuracy.same_bits(outs[0][k], outs[1][k])]
             self.result["determinism"].append({"case": shape.name, "differ": differ, "met": not differ})
             del outs
             self.tidy()
             self.save(self.result)
+
+    def loss_errors(self, case: Case, at: torch.Tensor, outs: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+        """Compares the losses of the queries ``at`` with fp64; adds all outputs of two calls to ``outs``."""
+        args = cases.loss_arguments(case)
+        for out in outs:
+            out.update(zip(("loss", "dscores", "dq", "dk", "dw"), cases.trained(args), strict=True))
+        want = cases.loss_of(args, at, torch.float64)
+        error, plain = (
+            cases.relative(x, want) for x in (outs[0]["loss"][0, at], cases.loss_of(args, at, torch.float32))
+        )
+        return {
+            "relative": error,
+            "plain": plain,
+            "bar": targets.RELATIVE_BAR,
+            "met": error <= targets.RELATIVE_BAR,
+        }
 
     def plain(self, case: Case, at: torch.Tensor) -> torch.Tensor:
         """Returns the models' formula in fp32 for the queries ``at``, ``[n, T]``."""
@@ -169,21 +193,33 @@ class Run(running.PartRun[Settings]):
         return total.masked_fill(keys > at[:, None], float("-inf"))
 
     def memory(self) -> None:
-        """Measures the peak of one choice at ``LONG``, beyond its inputs and output, and its seconds."""
+        """Measures the peaks of one choice, at ``LONG`` too, and of a loss, beyond inputs and outputs."""
         if not self.gpu:
             self.result["skipped"]["memory"] = "peak memory is read from a GPU's allocator"
             return
         for shape in map(self.sized, (targets.SHAPES[0], targets.LONG)):
-            self.result["memory"].append(self.memory_of(make_case(shape, self.device)))
+            case = make_case(shape, self.device)
+            cases.chosen(dataclasses.replace(case, **first_queries(case)))
+            self.result["memory"].append(self.memory_of(shape, functools.partial(cases.chosen, case)))
+            del case
             self.tidy()
+        shape = self.sized(targets.SHAPES[0])
+        args = cases.loss_arguments(make_case(shape, self.device))
+        cases.trained(args)  # compiles the kernels
+        row = self.memory_of(shape, functools.partial(cases.trained, args))
+        self.result["memory"].append(row | {"name": f"{shape.name}, {LOSS}"})
 
-    def memory_of(self, case: Case) -> dict[str, Any]:
-        cases.chosen(dataclasses.replace(case, **first_queries(case)))
+    def memory_of(self, shape: Shape, call: Callable[[], Any]) -> dict[str, Any]:
         start = time.perf_counter()
-        found = running.peak_memory(lambda: cases.chosen(case), self.device, targets.MEMORY_BAR_MB)
-        row = {**dataclasses.asdict(case.shape), **found, "seconds": round(time.perf_counter() - start, 3)}
+        found = running.peak_memory(call, self.device, targets.MEMORY_BAR_MB)
+        row = {**dataclasses.asdict(shape), **found, "seconds": round(time.perf_counter() - start, 3)}
         row |= {"bar_mb": round(targets.MEMORY_BAR_MB, 1), "goal_mb": round(targets.MEMORY_GOAL_MB, 1)}
         return row | {"met_goal": found["peak_above_mb"] <= targets.MEMORY_GOAL_MB}
+
+
+def has_loss(shape: Shape) -> bool:
+    """Returns whether the loss is measured at a shape."""
+    return (shape.name, LOSS) in targets.TARGETS
 
 
 def written(outputs: Any) -> bool:

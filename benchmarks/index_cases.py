@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import mhc_inductor
+from mhc_inductor.reference import index_loss as reference
 
 from .index_targets import SCORES, Shape
 from .selection_cases import relative as relative
@@ -46,6 +48,32 @@ def scores(case: Case) -> Tensor:
 
 def chosen(case: Case) -> Tensor:
     return mhc_inductor.index_topk(case.q, case.k, case.w, case.shape.topk, scale=case.scale, limit=case.limit)
+
+
+def loss_arguments(case: Case) -> tuple[Any, ...]:
+    """Returns the arguments of ``index_loss`` for the chosen keys, and a random attention over all visible ones."""
+    n, (heads, width) = case.shape.tokens, case.shape.attention
+    attention_q, attention_k = (
+        torch.randn(1, *sizes, width, device=case.q.device, dtype=case.q.dtype) for sizes in ((n, 1, heads), (1, n))
+    )
+    # Scores are standard normal: the mean of their exponentials is exp(1/2).
+    lse = (case.limit.float().log() + 0.5)[..., None, None].expand(1, n, 1, heads).contiguous()
+    return case.q, case.k, case.w, chosen(case), attention_q, attention_k, lse, case.scale, width**-0.5
+
+
+def trained(args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Returns loss, dscores and the gradients of q, k and w for a gradient of 1."""
+    ops = torch.ops.mhc_inductor
+    loss, dscores = ops.index_loss(*args)
+    return loss, dscores, *ops.index_loss_backward(torch.ones_like(loss), *args[:4], dscores, args[7])
+
+
+def loss_of(args: tuple[Any, ...], at: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the loss ``[n]`` of the queries ``at`` by the formula, in ``dtype``."""
+    q, k, w, indices, attention_q, attention_k, lse, *scales = args
+    q, w, attention_q, lse = (t[:, at].to(dtype) for t in (q, w, attention_q, lse))
+    k, attention_k = k.to(dtype), attention_k.to(dtype)
+    return reference.index_loss(q, k, w, indices[:, at], attention_q, attention_k, lse, *scales)[0][0]
 
 
 def formula(q: Tensor, k: Tensor, w: Tensor, scale: float) -> Tensor:

@@ -30,11 +30,14 @@ def speed_section(result: Result) -> Section:
 def errors_section(result: Result) -> Section:
     rows = []
     for r in result["errors"]:
-        e = r["errors"]["scores"]
-        figures = [f"{_number(e[k]):.3g}" for k in ("relative", "plain", "bar")]
-        rows.append([r["name"], str(r["queries"]), *figures, str(r["wrongly_chosen"]), _yes(r["met"])])
-    headings = ["case", "queries", "error", "the formula's in fp32", "bar", "keys wrongly chosen", ""]
-    return "Scores of sampled queries against fp64, and the keys chosen", headings, rows
+        for what, e in r["errors"].items():
+            figures = [f"{_number(e[k]):.3g}" for k in ("relative", "plain", "bar")]
+            wrong = str(r["wrongly_chosen"]) if what == "scores" else ""
+            rows.append(
+                [r["name"], what, str(r["queries"]), *figures, wrong, _yes(e["met"] and not (wrong and int(wrong)))]
+            )
+    headings = ["case", "", "queries", "error", "the formula's in fp32", "bar", "keys wrongly chosen", ""]
+    return "Scores and losses of sampled queries against fp64, and the keys chosen", headings, rows
 
 
 def memory_section(result: Result) -> Section:
@@ -43,7 +46,7 @@ def memory_section(result: Result) -> Section:
         figures = [f"{r['peak_above_mb']:.0f}", f"{r['bar_mb']:.0f}", f"{r['goal_mb']:.0f}", verdict(r)]
         rows.append([r["name"], str(r["tokens"]), str(r["heads"]), *figures, f"{r['seconds']:.3g}"])
     headings = ["case", "S = T", "heads", "peak, MB", "bar", "goal", "", "seconds of one call"]
-    return "Peak memory of one choice beyond inputs and output", headings, rows
+    return "Peak memory of one choice or loss beyond inputs and outputs", headings, rows
 
 
 _SECTIONS = {

@@ -12,10 +12,10 @@ import dataclasses
 from .lists_targets import Target
 from .targets import RELATIVE_BAR as RELATIVE_BAR
 
-SCORES, BOTH = "scores", "scores and top-k"
+SCORES, BOTH, LOSS = "scores", "scores and top-k", "loss with gradients"
 COMPILE, TORCH_TOPK = "torch.compile of the models' formula", "torch.topk of given scores"
 MEMORY_BAR_MB, MEMORY_GOAL_MB = 2**30 / 1e6, 2**29 / 1e6
-"""Bar and goal of the peak beyond inputs and output at ``LONG``: 1 and 0.5 GiB."""
+"""Bar and goal of the peak beyond inputs and outputs, of a choice at ``LONG`` and of a loss: 1 and 0.5 GiB."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,17 @@ class Shape:
     heads: int
     dim: int = 128
     topk: int = 2048
+    attention: tuple[int, int] = (64, 576)
+    """Heads and width of the attention that the loss takes as its target, in one group."""
 
     def small(self) -> Shape:
-        return Shape(self.name, min(64, self.tokens // 128), max(2, self.heads // 16), 16, 12)
+        return Shape(self.name, min(64, self.tokens // 128), max(2, self.heads // 16), 16, 12, (3, 24))
 
 
 SHAPES = (Shape("64 heads", 8192, 64), Shape("32 heads", 8192, 32))
 LONG = Shape("131072 tokens", 131072, 64)
-TARGETS = {("64 heads", SCORES): Target(850, 750), ("64 heads", BOTH): Target(1600, 1100)}
+TARGETS = {
+    ("64 heads", SCORES): Target(850, 750),
+    ("64 heads", BOTH): Target(1600, 1100),
+    ("64 heads", LOSS): Target(8000, 5000),
+}

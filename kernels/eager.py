@@ -48,6 +48,8 @@ _PLANS = {
     "selection_blocks": "selection.blocks_plan",
     "index_scores": "index.plan",
     "index_scores_backward": "index.backward_plan",
+    "index_loss": "index.loss_plan",
+    "index_loss_backward": "index.loss_plan",
     "index_topk": "index.plan",
     "index_topk_scores": "index.plan",
 }

@@ -26,9 +26,24 @@ def _calls_op(name: str, args: tuple[Any, ...]) -> bool:
     return len(plan.parts(builder, *(int(s) for s in sizes[:3]))) > MOST_PARTS
 
 
+def _loss_calls_op(name: str, args: tuple[Any, ...]) -> bool:
+    """Returns whether generated code calls the loss's backward: its loop needs known sizes, and should be short."""
+    from mhc_inductor.kernels.index import loss_plan  # imports triton
+
+    _, q, k, _, indices, *_ = args
+    builder = OpBuilder(q.get_device())
+    sizes = (*builder.shape(q), builder.shape(k)[1], builder.shape(indices)[2])
+    if not all(builder.is_static(s) for s in sizes):
+        return True
+    rows = loss_plan.backward_chunk(builder, q, k, sizes[-1])
+    return sizes[1] > MOST_PARTS * rows
+
+
 def register() -> None:
     """Registers all lowerings. Called once, when the first graph is compiled."""
     common.register("index_scores", index_cpu.index_scores)
     common.register("index_scores_backward", None)
+    common.register("index_loss", None)
+    common.register("index_loss_backward", None, _loss_calls_op)
     common.register("index_topk", index_cpu.index_topk, _calls_op)
     common.register("index_topk_scores", index_cpu.index_topk_scores, _calls_op)

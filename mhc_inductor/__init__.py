@@ -36,6 +36,7 @@ from mhc_inductor import ops, versions  # noqa: E402
 from mhc_inductor.api import (  # noqa: E402
     blocks_to_ranges,
     e79_scan,
+    index_loss,
     index_scores,
     index_topk,
     mhc_coefficients,
@@ -68,6 +69,7 @@ __all__ = [
     "e79_scan",
     "enable",
     "explain",
+    "index_loss",
     "index_scores",
     "index_topk",
     "mhc_coefficients",

@@ -24,7 +24,7 @@ from tests import test_results
 CPU = torch.device("cpu")
 # The shapes are tiny, and one worker makes the run that most tests read.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.xdist_group("benchmarks_index")]
-TINY = index_targets.Shape("tiny", 24, 3, 8, 5)
+TINY = index_targets.Shape("tiny", 24, 3, 8, 5, (3, 24))
 
 
 def run(path: pathlib.Path, **changes: Any) -> dict[str, Any]:
@@ -83,6 +83,16 @@ def test_the_ops_and_the_models_formula_are_the_formula() -> None:
     assert index_cases.wrongly_chosen(given[0, at[late]], want[late], 1e-6) == 0
 
 
+def test_the_loss_is_the_formula() -> None:
+    torch.manual_seed(0)
+    args = index_cases.loss_arguments(index_cases.make_case(TINY, CPU))
+    at = index_cases.sample_of(TINY.tokens, 7, CPU)
+    loss, dscores, *grads = index_cases.trained(args)
+    assert index_cases.relative(loss[0, at], index_cases.loss_of(args, at, torch.float64)) < 1e-5
+    assert [g.shape for g in grads] == [t.shape for t in args[:3]] and dscores.shape == args[3].shape
+    assert loss[0, 0] == 0 and bool((loss[0, 1:] > 0).all())  # the first query sees one key
+
+
 def test_wrong_scores_are_seen() -> None:
     want = torch.tensor([[3.0, 1.0, 2.0, -torch.inf]], dtype=torch.float64)
     assert index_cases.score_error(want.float(), want) == 0
@@ -129,7 +139,8 @@ def test_a_run_has_every_part(result: dict[str, Any]) -> None:
         assert (shape.name, "top-k", index_targets.TORCH_TOPK) in rows
     assert [r for r in result["rows"] if "error" in r] == []
     ours = [r for r in result["rows"] if r["variant"] == "ops"]
-    assert all("times_compiled" in r for r in ours)
+    assert all("times_compiled" in r for r in ours if r["what"] != index_targets.LOSS)
+    assert [r["name"] for r in ours if r["what"] == index_targets.LOSS] == ["64 heads"]
     assert all("beyond_scores_us" in r for r in ours if r["what"] == index_targets.BOTH)
     assert len(result["errors"]) == 2 and all(r["met"] for r in result["errors"])
     assert len(result["determinism"]) == 2 and all(d["met"] for d in result["determinism"])
@@ -143,6 +154,13 @@ def test_wrong_results_miss_their_bars(tmp_path: pathlib.Path, monkeypatch: pyte
             patch.setattr(index_cases, name, call)
             found = run(tmp_path / "x.json", parts=("errors",))
         assert not any(r["met"] for r in found["errors"])
+
+
+def test_a_wrong_loss_misses_its_bar(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = index_cases.trained
+    monkeypatch.setattr(index_cases, "trained", lambda args: (trained(args)[0] * 1.001, *trained(args)[1:]))
+    found = run(tmp_path / "x.json", parts=("errors",))
+    assert [r["met"] for r in found["errors"]] == [False, True]
 
 
 def test_elements_that_a_call_leaves_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_inductor
 from mhc_inductor.kernels.index import plan
+from mhc_inductor.kernels.selection import lists_plan
 from tests.deterministic import deterministic_algorithms
 from tests.generated import launches
 
@@ -155,3 +156,72 @@ def test_keys_that_leave_are_chosen_by_topk_from_the_kernels_scores():
 def test_an_indexer_of_unknown_sizes_calls_the_op():
     code = _compile(_indexer, 256, 512, dynamic=True)
     assert "torch.ops.mhc_inductor.index_topk.default" in code and "extern_kernels.bmm" not in code
+
+
+# --- the loss -----------------------------------------------------------------------------------------------
+
+
+def _trained(S, dynamic=None, *, n=40, D=64, lse=True):
+    """Returns the code of a loss and its gradients in one graph: autograd itself needs a real device."""
+    torch._dynamo.reset()
+
+    def fn(q, k, w, indices, aq, ak, lse):
+        loss, dscores = torch.ops.mhc_inductor.index_loss(q, k, w, indices, aq, ak, lse, 0.1, 0.2)
+        return loss, *torch.ops.mhc_inductor.index_loss_backward(loss, q, k, w, indices, dscores, 0.1)
+
+    with fake_cuda(), FakeTensorMode():
+
+        def empty(*shape, dtype=torch.bfloat16):
+            return torch.empty(*shape, device="cuda", dtype=dtype)
+
+        args = [empty(2, S, 4, D), empty(2, S, D), empty(2, S, 4), empty(2, S, n, dtype=torch.int32)]
+        args += [empty(2, S, 2, 8, 96), empty(2, 2, S, 96), empty(2, S, 2, 8, dtype=torch.float32) if lse else None]
+        codes = generated_code(
+            lambda: torch.compile(fn, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")(*args)
+        )
+    assert len(codes) == 1
+    return codes[0][codes[0].index("def call(") :]
+
+
+LOSS = ["selection_list_keys", "index_list_heads", "index_list_heads", "index_loss_rows"]
+GRADIENTS = ["selection_list_keys", "index_loss_factors"]
+SUMS = ["index_loss_gradients", "selection_list_slots", "selection_list_invert", "selection_list_sum"]
+
+
+def _kernels(code):
+    return [name for name in launches(code) if not name.startswith("triton_")]
+
+
+@pytest.mark.parametrize("lse", [True, False])
+def test_a_loss_of_known_sizes_launches_the_kernels(lse):
+    code = _trained(256, lse=lse)
+    assert _kernels(code)[:4] == LOSS and sorted(_kernels(code)[4:]) == sorted(GRADIENTS + SUMS)
+    assert "torch.ops.mhc_inductor" not in code
+
+
+def test_a_few_chunks_of_the_losses_gradients_are_launched_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(lists_plan, "MOST_QUERIES", 128)
+    code = _trained(256)
+    assert sorted(_kernels(code)) == sorted(LOSS + GRADIENTS + SUMS * 2)
+    assert "torch.ops.mhc_inductor" not in code
+
+
+def test_many_chunks_of_the_losses_gradients_call_the_op(monkeypatch):
+    monkeypatch.setattr(lists_plan, "MOST_QUERIES", 10)
+    code = _trained(256)
+    assert _kernels(code) == LOSS and "torch.ops.mhc_inductor.index_loss_backward.default" in code
+
+
+def test_a_loss_of_unknown_sizes_launches_its_forward():
+    code = _trained(256, dynamic=True)
+    assert _kernels(code) == LOSS and "torch.ops.mhc_inductor.index_loss_backward.default" in code
+    assert "torch.ops.mhc_inductor.index_loss.default" not in code
+
+
+def test_a_loss_of_longer_lists_calls_the_reference_and_is_logged_once(caplog):
+    with caplog.at_level("WARNING", logger="mhc_inductor"):
+        code = _trained(256, n=5000)
+    assert not _kernels(code) and "torch.ops.mhc_inductor.index_loss.default" in code
+    for name in ("index_loss", "index_loss_backward"):
+        message = f"compiled {name} calls the reference formula on cuda:0: n = 5000 keys a query are above 4096"
+        assert [r.getMessage() for r in caplog.records].count(message) == 1

@@ -65,6 +65,7 @@ def test_bf16_dot_is_fixed(tmp_path):
         ("selection_join", 40),
         ("index", 85),
         ("index_backward", 28),
+        ("index_loss", 90),
     ],
 )
 def test_kernels_under_the_interpreter(operator, least):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from offline import TARGETS, Recorder, compile_all, names, part
 
-from mhc_inductor.kernels.index import backward_plan, plan
+from mhc_inductor.kernels.index import backward_plan, loss_plan, plan
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CASES = {
@@ -88,13 +88,53 @@ def test_gradients_compile_without_unnamed_spills(target, case):
     assert not bad
 
 
+LOSSES = {
+    "576": {},
+    "128-list": {"G": 4, "h": 16, "Dk": 128, "with_lse": False},
+    "80-fp16": {"H": 3, "D": 80, "G": 2, "h": 3, "Dk": 66, "n": 100, "dtype": F16},
+    "256": {"H": 128, "D": 256, "h": 128},
+    "576-fp32": {"dtype": F32},
+    "256-fp32": {"H": 128, "D": 256, "h": 128, "dtype": F32, "with_lse": False},
+}
+LOSS_KERNELS = {
+    "selection_list_keys", "index_list_heads", "index_loss_rows", "index_loss_factors", "index_loss_gradients",
+    "selection_list_slots", "selection_list_invert", "selection_list_sum",
+}  # fmt: skip
+
+
+def loss_launches(
+    builder, *, S=8192, H=64, D=128, G=1, h=64, Dk=576, n=2048, dtype=BF16, with_lse=True, index_dtype=torch.int32
+):
+    def empty(*shape, dtype=dtype):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    index = empty(1, S, H, D), empty(1, S, D), empty(1, S, H, dtype=F32), empty(1, S, n, dtype=index_dtype)
+    lse = empty(1, S, G, h, dtype=F32) if with_lse else None
+    attention = empty(1, S, G, h, Dk), empty(1, G, S, Dk), lse
+    assert loss_plan.unsupported(builder, *index, *(t for t in attention if t is not None)) is None
+    loss, dscores = loss_plan.plan_index_loss(builder, *index, *attention, 1.0, 1.0)
+    loss_plan.plan_index_loss_backward(builder, loss, *index, dscores, 1.0)
+    return builder.launches
+
+
+LOSS_PAIRS = [("cuda:90", case) for case in LOSSES] + [(t, "576") for t in TARGETS if t != "cuda:90"]
+
+
+@pytest.mark.parametrize(("target", "case"), part(LOSS_PAIRS, lambda target, case: case == "576"))
+def test_losses_compile_without_unnamed_spills(target, case):
+    seen, bad = compile_all(loss_launches(Recorder(TARGETS[target][1]), **LOSSES[case]), target, f"loss-{case}")
+    assert seen == LOSS_KERNELS
+    assert not bad
+
+
 @pytest.mark.parametrize("case", ["128-mask", "decoding"])
 def test_sizes_of_one_are_constants(case):
     """Checks that kernels compile when generated code passes a size or stride of 1 as a constant."""
     recorded = []
     builder = Recorder(TARGETS["cuda:90"][1])
     launches(builder, **CASES[case])
-    for kernel, args, constexprs, *options in gradients(builder, **CASES[case]):
+    gradients(builder, **CASES[case])
+    for kernel, args, constexprs, *options in loss_launches(builder, **LOSSES["80-fp16"]):
         ones = {name: 1 for name, value in args.items() if isinstance(value, int)}
         recorded.append((kernel, args, {**constexprs, **ones}, *options))
     _, bad = compile_all(recorded, "cuda:90", "ones")

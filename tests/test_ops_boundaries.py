@@ -48,6 +48,9 @@ def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     index = {"q": r(1, T, 2, D), "k": r(1, T, D), "w": r(1, T, 2), "scale": 0.3, "limit": torch.arange(T)[None]}
     index |= {"mask": torch.ones(1, T, T, dtype=torch.bool), "segments_q": torch.arange(T)[None]}
     index |= {"segments_k": torch.arange(T)[None]}
+    loss = {"q": r(1, T, 2, D), "k": r(1, T, D), "w": r(1, T, 2), "indices": torch.tensor([[[0, 2]] * T])}
+    loss |= {"attention_q": r(1, T, 1, 2, D), "attention_k": r(1, 1, T, D), "lse": r(1, T, 1, 2), "scale": 0.3}
+    loss |= {"attention_scale": 0.3, "reduction": "sum"}
     return {
         "mhc_pre": (mhc_inductor.mhc_pre, pre),
         "mhc_head": (mhc_inductor.mhc_head, head),
@@ -60,6 +63,7 @@ def _good() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "blocks_to_ranges": (mhc_inductor.blocks_to_ranges, blocks),
         "index_scores": (mhc_inductor.index_scores, index),
         "index_topk": (mhc_inductor.index_topk, {**index, "topk": 2}),
+        "index_loss": (mhc_inductor.index_loss, loss),
     }
 
 
@@ -84,6 +88,8 @@ def _given(name: str, argument: str) -> dict[str, Any]:
 
 # Their outputs are integers, so that tangents may be ignored.
 INTEGERS = {"index_topk"}
+# The loss's target, a constant by definition: detached, with its tangents.
+TARGET = {("index_loss", name) for name in ("attention_q", "attention_k", "lse")}
 
 
 def _bad(value: Any, optional: bool) -> dict[str, Any]:
@@ -177,7 +183,8 @@ def _differentiable() -> list[Any]:
         pytest.param(name, argument, id=f"{name}-{argument}")
         for name, (_, given) in GOOD.items()
         for argument, value in given.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and name not in INTEGERS
+        if isinstance(value, Tensor) and value.is_floating_point()
+        if name not in INTEGERS and (name, argument) not in TARGET
     ]
 
 

@@ -10,6 +10,7 @@ from test_reference_selection import Largest
 from torch.func import vmap
 from torch.library import opcheck
 
+from mhc_inductor import index_loss
 from mhc_inductor.ops.index_loss import call
 from mhc_inductor.reference import index_loss as reference
 
@@ -276,3 +277,73 @@ def test_bad_input_is_named(name, value, kind, message, where):
     args = dict(zip(NAMES, make(), strict=True)) | {name: value}
     with pytest.raises(kind, match="index_loss: " + message):
         OPS.index_loss(*[a.to(where) if isinstance(a, torch.Tensor) else a for a in args.values()])
+
+
+# --- the public function ------------------------------------------------------------------------------------
+
+
+def named(args):
+    return dict(zip(NAMES, args, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_the_function_reduces_the_dense_formula(reduction, with_lse):
+    args = trainable(make(with_lse=with_lse))
+    got = index_loss(**named(args), reduction=reduction)
+    exact = [a.detach().double().requires_grad_() if i < 3 else a for i, a in enumerate(args)]
+    each = dense(*exact)
+    listed = ((args[3] >= 0) & (args[3] < 9)).any(-1).sum()
+    want = {"mean": each.sum() / listed, "sum": each.sum(), "none": each}[reduction]
+    assert got.shape == want.shape and got.dtype is F32 and error(got, want) < 1e-5
+    grads = torch.autograd.grad(got.sum(), args[:3])
+    assert all(error(a, b) < 1e-5 for a, b in zip(grads, torch.autograd.grad(want.sum(), exact[:3]), strict=True))
+
+
+def test_the_functions_scales_are_the_roots_of_the_widths():
+    args = make()
+    want = index_loss(*args[:6], scale=8**-0.5, attention_scale=6**-0.5)
+    assert torch.equal(index_loss(*args[:6]), want)
+
+
+def test_the_function_of_no_query_with_keys_is_0():
+    args = list(make())
+    args[3] = torch.full_like(args[3], -1)
+    assert index_loss(*args[:6]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "message"),
+    [
+        *BAD,
+        ("q", torch.zeros(()), ValueError, r"q must have shape \[B, S, H, D\]"),
+        ("attention_q", torch.zeros(()), ValueError, r"attention_q must have shape \[B, S, G, h, Dk\]"),
+        ("attention_k", None, TypeError, "attention_k must be a tensor, got NoneType"),
+        ("scale", "1", TypeError, "scale must be a number, got str"),
+        ("reduction", "all", ValueError, "reduction must be mean, sum or none, got 'all'"),
+    ],
+)
+def test_bad_input_of_the_function_is_named(name, value, kind, message):
+    with pytest.raises(kind, match="^index_loss: " + message):
+        index_loss(**named(make()) | {name: value})
+
+
+@pytest.mark.parametrize("name", ["scale", "attention_scale"])
+def test_the_function_gives_its_scales_defaults_to_tensors_without_a_width(name):
+    args = named(make()) | {name: None, "q": torch.zeros(()), "attention_q": torch.zeros(())}
+    with pytest.raises(ValueError, match=r"^index_loss: q must have shape \[B, S, H, D\]"):
+        index_loss(**args)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_function_compiles_once_for_all_sizes(dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: index_loss(*t), fullgraph=True, dynamic=dynamic, backend="mhc_inductor")
+    for n, sizes in enumerate(({}, {"S": 7, "T": 12}) if dynamic else ({},)):
+        args = trainable(make(**sizes))[:6]
+        with torch._dynamo.config.patch(error_on_recompile=n > 0):
+            got = torch.autograd.grad(compiled(*args), args[:3])
+        assert all(
+            error(a, b) < 1e-6 for a, b in zip(got, torch.autograd.grad(index_loss(*args), args[:3]), strict=True)
+        )
+    torch._dynamo.reset()

@@ -22,7 +22,7 @@ def _load(p, d, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _product(dx, x, PREC: tl.constexpr):
+def rounded_product(dx, x, PREC: tl.constexpr):
     """Returns dx @ x, dx rounded to bf16 where x is bf16; fp16, whose range is too small for gradients, as tf32."""
     if x.dtype == tl.bfloat16:
         out = tl.dot(dx.to(tl.bfloat16), x)
@@ -78,7 +78,7 @@ def index_dq(
             sms, smt, MASK, SEG,
         )  # fmt: skip
         dw += tl.sum(g * tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), axis=1)
-        dq += _product(tl.where(x <= 0.0, 0.0, g), k, PREC)
+        dq += rounded_product(tl.where(x <= 0.0, 0.0, g), k, PREC)
     w = tl.load(w_ptr + b * swb + s.to(tl.int64) * sws + h * swh).to(tl.float32) * scale
     row = (b * S + s) * H + h
     keep = live[:, None] & (d < D)[None, :]
@@ -122,7 +122,7 @@ def index_dk(
             q = _load(q_row + h * sqh, d, D, DP)
             w = tl.load(w_row + h * swh).to(tl.float32)
             x = tl.dot(k, tl.trans(q), input_precision=PREC)
-            dk += _product(tl.where(x <= 0.0, 0.0, g * w[None, :]), q, PREC)
+            dk += rounded_product(tl.where(x <= 0.0, 0.0, g * w[None, :]), q, PREC)
     row = (part.to(tl.int64) * (tl.num_programs(0) // NT) + b) * T + t
     tl.store(dk_ptr + row[:, None] * D + d[None, :], dk * scale, mask=(t < T)[:, None] & (d < D)[None, :])
 

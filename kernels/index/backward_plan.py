@@ -20,6 +20,13 @@ def unsupported(b: Any, dscores: Any, *tensors: Any) -> str | None:
     return without_kernel(b, dscores) or plan.unsupported(b, *tensors)
 
 
+def gradient_precision(b: Any, dtype: Any) -> str:
+    """Returns the input_precision of the gradients' products."""
+    if dtype.itemsize == 2 and b.device_props().backend == "cuda":
+        return "tf32"  # of products with fp16 only, which is exact in it
+    return dot_precision(b, dtype)
+
+
 def plan_index_scores_backward(
     b: Any, dscores: Any, q: Any, k: Any, w: Any, scale: float, limit: Any, mask: Any, seg_q: Any, seg_k: Any
 ) -> tuple[Any, Any, Any]:
@@ -32,11 +39,8 @@ def plan_index_scores_backward(
     limit = None if limit is None else b.contiguous(limit)
     args = dict(plan.inputs(b, q, k, w, scale, limit), g_ptr=dscores, **hidden)
     c = config.backward_config(D, b.dtype(q).itemsize, b.device_props().backend)
-    precision = dot_precision(b, b.dtype(q))
-    if b.dtype(q).itemsize == 2 and b.device_props().backend == "cuda":
-        precision = "tf32"  # of products with fp16 only, which is exact in it
-    constexprs = dict(H=H, D=D, DP=config.padded(D), BS=c.BS, BT=c.BT, ALIGN=alignment(b, q, k), PREC=precision,
-                      LIMIT=limit is not None, **plan.flags(hidden))  # fmt: skip
+    constexprs = dict(H=H, D=D, DP=config.padded(D), BS=c.BS, BT=c.BT, ALIGN=alignment(b, q, k),
+                      PREC=gradient_precision(b, b.dtype(q)), LIMIT=limit is not None, **plan.flags(hidden))  # fmt: skip
     NS, NT = b.cdiv(S, c.BS), b.cdiv(T, c.BT)
     b.launch(
         index_dq,

@@ -7,6 +7,7 @@ import dataclasses
 
 from ..launch import shared_limit
 from ..selection.config import padded as padded
+from ..selection.lists_config import RowsConfig
 from ..selection.pieces_plan import power_of_two
 from ..tuned import tunable
 
@@ -55,6 +56,15 @@ def backward_config(D: int, itemsize: int, backend: str) -> ScoreConfig:
     if backend == "hip":
         return ScoreConfig(32, 32, 4, 1) if wide else ScoreConfig(64, 64, 4, 2)
     return ScoreConfig(64, 32, 8, 2) if wide else ScoreConfig(64, 64, 8, 2)
+
+
+@tunable("index.loss", num_stages=(1, 2, 3))
+def loss_config(H: int, D: int, itemsize: int, backend: str) -> RowsConfig:
+    """Returns the configuration of the loss's gradients."""
+    HB = padded(H)
+    if itemsize == 4:
+        return RowsConfig(HB, 16, min(64, padded(D)), 8, 1)
+    return RowsConfig(HB, 32 if HB > 64 or backend == "hip" else 64, min(128, padded(D)), 8, 2)
 
 
 def select_config(T: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ def plan_selection_entry_attention(
     b: Any, q: Any, k: Any, v: Any, indices: Any, bias: Any, sink: Any, scale: Any, v_width: Any, repeats: bool
 ) -> tuple[Any, Any]:
     """Launches ``selection_entry_attention``; returns (o, lse)."""
-    lists = plan_keys(b, k, indices, None, None, None, None, bias, repeats)
+    lists = plan_keys(b, b.shape(k)[2], indices, None, None, None, None, bias, repeats)
     q, k, v = (t if t is None else b.strided(t) for t in (q, k, v))
     return plan_lists_forward(b, q, k, v, lists, sink, scale, b.static(v_width))
 
@@ -34,5 +34,5 @@ def plan_selection_entry_attention_backward(
     v_width: Any, repeats: bool,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Launches ``selection_entry_attention_backward``; returns (dq, dk, dv, dsink)."""
-    lists = plan_keys(b, k, indices, None, None, None, None, bias, repeats)
+    lists = plan_keys(b, b.shape(k)[2], indices, None, None, None, None, bias, repeats)
     return plan_lists_backward(b, dout, dlse, q, k, v, lists, sink, o, lse, scale, v_width)

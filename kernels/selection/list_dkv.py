@@ -105,7 +105,8 @@ def selection_list_slots(
 ):  # fmt: skip
     """Writes slots[B, G, S_kv, CQ]: for a key and a query of the chunk, 1 + the key's place in the query's list.
 
-    REPEATS: its last place. slots must be 0 before. Programs [B, G, rows].
+    REPEATS: of equal keys the last place (1), or the first (-1); 0 if no keys are. slots must be 0 before. Programs [B, G,
+    rows].
     """
     line = tl.program_id(0).to(tl.int64)
     bg = line // rows
@@ -115,10 +116,11 @@ def selection_list_slots(
     for start in range(0, n, NB):
         j = start + tl.arange(0, NB)
         key = tl.load(keys_ptr + row * N + j, mask=j < n, other=0)
-        last = j < n
+        kept = j < n
         if REPEATS:
-            last &= key != tl.load(keys_ptr + row * N + j + 1, mask=j + 1 < n, other=-1)
-        tl.store(slots_ptr + (bg * S_kv + key) * CQ + local, (j + 1).to(tl.int16), mask=last)
+            inside = j + 1 < n if REPEATS > 0 else (j > 0) & (j < n)
+            kept &= key != tl.load(keys_ptr + row * N + j + REPEATS, mask=inside, other=-1)
+        tl.store(slots_ptr + (bg * S_kv + key) * CQ + local, (j + 1).to(tl.int16), mask=kept)
 
 
 @triton.jit(do_not_specialize=["units"])

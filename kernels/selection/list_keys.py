@@ -37,9 +37,9 @@ def selection_list_keys(
 ):  # fmt: skip
     """Computes keys[B, S, G, N], of which counts[B, S, G] are written, from indices[B, S, G, NI].
 
-    Dropped are positions outside the query's own sequence, keys of other segments and repeated keys. BIAS: entries with a
-    bias[B, S, G, NI] of -inf are dropped too, biases[B, S, G, N] are those of the keys, and of a repeated key the first
-    entry stays, or with REPEATS all in their order. One program: one row.
+    Dropped are positions outside the query's own sequence, keys of other segments, and all but the first entry of a
+    repeated key, unless REPEATS: then they stand next to each other, in their order. BIAS: entries with a bias[B, S, G, NI]
+    of -inf are dropped too, and biases[B, S, G, N] are those of the keys. One program: one row.
     """
     row = tl.program_id(0).to(tl.int64)
     s = (row // G % S).to(tl.int32)
@@ -76,5 +76,5 @@ def selection_list_keys(
         _store(biases_ptr + row * N, bias, keep, NP)
     else:
         key = tl.sort(tl.where(seen, key, -1))
-        n = _store(keys_row, key, _fresh(key, NP), NP)
+        n = _store(keys_row, key, key >= 0 if REPEATS else _fresh(key, NP), NP)
     tl.store(counts_ptr + row, n)

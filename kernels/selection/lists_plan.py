@@ -87,16 +87,18 @@ def list_width(n: int) -> int:
 
 
 def plan_keys(
-    b: Any, k: Any, indices: Any, cu_q: Any, cu_k: Any, seg_q: Any, seg_k: Any, bias: Any = None, repeats: bool = False
-) -> Lists:
-    """Launches ``selection_list_keys``."""
-    B, S, G, NI = b.shape(indices)
+    b: Any, S_kv: Any, indices: Any, cu_q: Any = None, cu_k: Any = None, seg_q: Any = None, seg_k: Any = None,
+    bias: Any = None, repeats: bool = False,
+) -> Lists:  # fmt: skip
+    """Launches ``selection_list_keys`` on indices[B, S, G, n], or [B, S, n] for lists without a dimension of groups."""
+    *rows, NI = b.shape(indices)
+    B, S, G = rows if len(rows) == 3 else (*rows, 1)
     NI = b.static(NI)
     N = list_width(NI)
-    keys = b.empty((B, S, G, N), b.i32)
+    keys = b.empty((*rows, N), b.i32)
     has_bias = bias is not None
-    biases = b.empty((B, S, G, N), b.f32) if has_bias else None
-    counts = (b.empty if NI else b.zeros)((B, S, G), b.i32)
+    biases = b.empty((*rows, N), b.f32) if has_bias else None
+    counts = (b.empty if NI else b.zeros)(rows, b.i32)
     lists = Lists(keys, counts, NI, biases, repeats)
     if NI == 0:
         return lists
@@ -110,7 +112,7 @@ def plan_keys(
         (B * S * G, 1, 1),
         dict(indices_ptr=indices, bias_ptr=b.contiguous(bias) if has_bias else None, cu_q_ptr=cu_q, cu_k_ptr=cu_k,
              seg_q_ptr=b.contiguous(seg_q) if seg else indices, seg_k_ptr=b.contiguous(seg_k) if seg else indices,
-             keys_ptr=keys, biases_ptr=biases, counts_ptr=counts, S=S, S_kv=b.shape(k)[2], G=G,
+             keys_ptr=keys, biases_ptr=biases, counts_ptr=counts, S=S, S_kv=S_kv, G=G,
              NSEQ=b.shape(cu_q)[0] - 1 if varlen else 0, NI=NI, N=N),
         dict(NP=NP, VARLEN=varlen, SEG=seg, BIAS=has_bias, REPEATS=repeats),
         max(1, min(8, NP // 256)), 1,
@@ -204,7 +206,7 @@ def plan_selection_list_attention(
     v_width: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Launches ``selection_list_attention``; returns (o, lse)."""
-    lists = plan_keys(b, k, indices, cu_q, cu_k, seg_q, seg_k)
+    lists = plan_keys(b, b.shape(k)[2], indices, cu_q, cu_k, seg_q, seg_k)
     q, k, v = (t if t is None else b.strided(t) for t in (q, k, v))
     return plan_lists_forward(b, q, k, v, lists, sink, scale, b.static(v_width))
 
@@ -266,7 +268,7 @@ def plan_selection_list_attention_backward(
     seg_k: Any, o: Any, lse: Any, scale: Any, v_width: Any,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """Launches ``selection_list_attention_backward``; returns (dq, dk, dv, dsink)."""
-    lists = plan_keys(b, k, indices, cu_q, cu_k, seg_q, seg_k)
+    lists = plan_keys(b, b.shape(k)[2], indices, cu_q, cu_k, seg_q, seg_k)
     return plan_lists_backward(b, dout, dlse, q, k, v, lists, sink, o, lse, scale, v_width)
 
 
@@ -354,22 +356,31 @@ def _plan_chunk(
              ALIGN=alignment(b, call.args["q_ptr"]), PREC=dot_precision(b, dtype)),
         c.num_warps, c.num_stages,
     )  # fmt: skip
+    outs = [(part_k, x.acc_k, x.dk, DK)]
+    if with_v:
+        outs.append((part_v, x.acc_v, x.dv, DV))
+    plan_sums(b, lists, int(repeats), B, S_kv, size, chunk, outs)
+
+
+def plan_sums(
+    b: Any, lists: dict[str, Any], repeats: int, B: int, S_kv: int, size: int, chunk: dict[str, Any], outs: list[Any]
+) -> None:
+    """Launches the sums over a chunk of at most ``size`` queries, for each key in their order.
+
+    outs lists (part[B, G, rows, N, D], the rows of each pair; acc[B, G, S_kv, D] fp32, between chunks; out, after the
+    last; D). ``repeats`` is that of ``selection_list_slots``.
+    """
+    S, G, N, first, rows = (chunk[name] for name in ("S", "G", "N", "first", "rows"))
     CQ = _whole_rows(size)
     inverse, sizes = _plan_inverse(b, lists, repeats, B, S_kv, CQ, chunk)
-    last = first + rows == S
-    outs = [(part_k, x.acc_k, x.dk, DK)]
-    if not shared:
-        outs.append((part_v, x.acc_v, x.dv, DV))
     for part, acc, out, D in outs:
-        if out is x.dv and not has_dout:
-            continue
         columns = min(128, max(16, power_of_two(D)))
         b.launch(
             selection_list_sum,
             (B * G * S_kv, -(-D // columns), 1),
             dict(part_ptr=part, inverse_ptr=inverse, sizes_ptr=sizes, acc_ptr=acc, out_ptr=out, S_kv=S_kv, N=N,
                  CQ=CQ, rows=rows),
-            dict(D=D, DC=columns, FIRST=first == 0, LAST=last, UNROLL=8), 1, 1,
+            dict(D=D, DC=columns, FIRST=first == 0, LAST=first + rows == S, UNROLL=8), 1, 1,
         )  # fmt: skip
 
 
@@ -409,7 +420,7 @@ def _plan_dq(b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, B: int, first:
 
 
 def _plan_inverse(
-    b: Any, lists: dict[str, Any], repeats: bool, B: int, S_kv: int, CQ: int, chunk: dict[str, Any]
+    b: Any, lists: dict[str, Any], repeats: int, B: int, S_kv: int, CQ: int, chunk: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Launches the kernels that list, for each key, the pairs of the chunk in query order; returns them and numbers."""
     G, N = chunk["G"], chunk["N"]

@@ -54,6 +54,21 @@ def product_of_rows(
 
 
 @triton.jit
+def block_products(
+    x, p, at, live, r, r_at, mask, HELD: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Returns the products [ROWS, BN] of the rows at p + at, HELD as the tiles x or read again, with those at r + r_at."""
+    acc = tl.zeros((ROWS, BN), tl.float32)
+    if HELD:
+        for c in tl.static_range(NM + (TC > 0)):
+            acc = tl.dot(x[c], tl.trans(tile_at(r, r_at, mask, c, D, NM, MC, TC)), acc, input_precision=PREC)
+    else:
+        acc = product_of_rows(acc, p, at, live, r, r_at, mask, D, NM, MC, TC, PREC)
+    return acc
+
+
+@triton.jit
 def zero_tiles(ROWS: tl.constexpr, NM: tl.constexpr, MC: tl.constexpr, TC: tl.constexpr):
     """Returns accumulators."""
     t = ()

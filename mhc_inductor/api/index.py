@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index scores of keys, and the keys of the largest scores: the public functions.
+"""Index scores of keys, the keys of the largest scores, and the loss that trains an index: the public functions.
 
-They accept tensors of any strides and work with ``torch.compile``, ``torch.func`` and vmap. ``index_scores`` also works
+They accept tensors of any strides and work with ``torch.compile``, ``torch.func`` and vmap. All but ``index_topk`` work
 with autograd; second derivatives raise RuntimeError, forward-mode derivatives NotImplementedError.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import operator
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mhc_inductor.ops import checks_index
+from mhc_inductor.ops import index_loss as loss_op
+from mhc_inductor.ops.checks import number, strided
 from mhc_inductor.ops.index import call
 from mhc_inductor.ops.registry import refuse_trace
 
@@ -116,6 +120,86 @@ def index_topk(
     if not torch.compiler.is_compiling():  # under torch.compile the op's fake checks
         checks_index.index_topk(q, k, w, topk, scale, limit, mask, segments_q, segments_k)
     return call("index_topk", q, k, w, topk, scale, limit, mask, segments_q, segments_k)
+
+
+def index_loss(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    indices: Tensor,
+    attention_q: Tensor,
+    attention_k: Tensor,
+    *,
+    lse: Tensor | None = None,
+    scale: float | None = None,
+    attention_scale: float | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+) -> Tensor:
+    """Computes how far the index scores are from the attention's own distribution over the listed keys.
+
+    For each query::
+
+        p = the attention's probabilities of the listed keys, summed over all heads, divided by their sum
+        r = softmax of the index scores over the listed keys
+        loss = KL(p || r) = sum of p * (log p - log r)
+
+    With all visible keys listed this is the loss of a dense warm-up. Gradients reach q, k and w. None reach the
+    attention, which is the target. To keep the index's loss from the rest of the model, pass q, k and w that are made of
+    a detached input.
+
+    Memory is B * S * n numbers, for n listed keys, and a bounded chunk of the rows of k's gradient; never S * T. CUDA
+    kernels run for bf16, fp16 and fp32, n up to 4096, D up to 256, Dk up to 576, H and h up to 128; everything else runs
+    the formula in plain PyTorch, in chunks of queries. Bits are equal in two runs.
+
+    Args:
+        q: Queries of the index ``[B, S, H, D]``; bf16, fp16, fp32 or fp64.
+        k: Keys of the index ``[B, T, D]`` in q's dtype.
+        w: Weights ``[B, S, H]`` of the heads; any floating dtype (fp64 only if q is fp64).
+        indices: The listed keys ``[B, S, n]``, int32 or int64, as :func:`index_topk` returns them. In any order; a
+            repeated position counts once, one out of range, such as -1, not at all.
+        attention_q: Queries of the attention ``[B, S, G, h, Dk]``; any floating dtype.
+        attention_k: Keys of the attention ``[B, G, T, Dk]`` in the dtype of its queries.
+        lse: Natural logarithm ``[B, S, G, h]`` of the sum of the attention's exponentials, where that sum has more
+            terms than the listed keys: ``selection_attention(..., return_lse=True)`` with other keys, or
+            ``torch.logaddexp(lse, sink)``. None for the sum over the listed keys.
+        scale: Factor of the products inside the relu, finite; None for 1/sqrt(D).
+        attention_scale: Factor of the attention's scores; None for 1/sqrt(Dk).
+        reduction: "mean" over the queries that list a key (0 if there are none), "sum", or "none".
+
+    Returns:
+        The loss, a scalar or ``[B, S]``, in fp32, in fp64 if q is fp64. It is 0 for a query that lists no key.
+
+    Raises:
+        ValueError: A shape or device does not fit, a scale is not finite, or reduction is none of the three.
+        TypeError: A dtype or type does not fit.
+        RuntimeError: In a second derivative.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556, the losses of dense warm-up and of sparse training.
+    """
+    refuse_trace("index_loss")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"index_loss: reduction must be mean, sum or none, got {reduction!r}")
+    tensors = {"q": q, "k": k, "w": w, "indices": indices, "attention_q": attention_q, "attention_k": attention_k}
+    for name, t in (tensors if lse is None else {**tensors, "lse": lse}).items():
+        strided("index_loss", name, t)
+    scales = _factor("scale", scale, q), _factor("attention_scale", attention_scale, attention_q)
+    attention = (attention_q.detach(), attention_k.detach(), None if lse is None else lse.detach())
+    loss, _ = loss_op.call("index_loss", q, k, w, indices, *attention, *scales)
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    if reduction == "sum":
+        return total
+    return total / ((indices >= 0) & (indices < k.shape[1])).any(-1).sum().clamp(min=1)
+
+
+def _factor(name: str, factor: float | None, t: Tensor) -> float:
+    """Returns the factor of products of rows of ``t``, by default 1 over the root of their width."""
+    if factor is not None:
+        number("index_loss", name, factor, read=False)
+        return factor
+    # operator.index: a plain number even for dynamic sizes. The op refuses a width of 0 and tensors without a width.
+    return 1 / math.sqrt(operator.index(t.shape[-1]) or 1) if t.dim() else 1.0
 
 
 def three_dims(mask: Any) -> Any:

@@ -18,10 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mhc_inductor.api.index import index_topk
+from mhc_inductor.api.index import index_loss, index_topk
 from mhc_inductor.nn.arguments import flags, sizes
-from mhc_inductor.ops.checks import number, strided
-from mhc_inductor.ops.index_loss import call
+from mhc_inductor.ops.checks import number
 
 
 class SparseIndexer(nn.Module):
@@ -81,16 +80,21 @@ class SparseIndexer(nn.Module):
             ValueError: A shape or device does not fit; see :func:`mhc_inductor.index_topk`.
             TypeError: A dtype or type does not fit.
         """
-        _ranks("SparseIndexer", q, k)
-        s, t = q.shape[1], k.shape[1]
+        for name, t, dims, meaning in (("q", q, 4, "[B, S, H, D]"), ("k", k, 3, "[B, T, D]")):
+            if not isinstance(t, Tensor):
+                raise TypeError(f"SparseIndexer: {name} must be a tensor, got {type(t).__name__}")
+            if t.dim() != dims:
+                raise ValueError(f"SparseIndexer: {name} must have shape {meaning}, got {list(t.shape)}")
+        s, keys = q.shape[1], k.shape[1]
         if limit is None and self.causal:
-            limit = (torch.arange(1, s + 1, device=q.device) + (t - s)).expand(q.shape[0], s)
+            limit = (torch.arange(1, s + 1, device=q.device) + (keys - s)).expand(q.shape[0], s)
         picks = index_topk(
             q,
             k,
             w,
-            min(self.topk, t),
-            scale=self._scale(q),
+            min(self.topk, keys),
+            # operator.index: a plain number even for dynamic sizes. A size of 0 is reported by the op.
+            scale=1 / math.sqrt(operator.index(q.shape[-1]) or 1) if self.scale is None else self.scale,
             limit=limit,
             mask=mask,
             segments_q=segments_q,
@@ -113,28 +117,16 @@ class SparseIndexer(nn.Module):
     ) -> Tensor:
         """Computes how far the index scores are from the attention's own distribution over the listed keys.
 
-        For each query::
-
-            p = the attention's probabilities of the listed keys, summed over all heads, divided by their sum
-            r = softmax of the index scores over the listed keys
-            loss = KL(p || r) = sum of p * (log p - log r)
-
-        With all visible keys listed this is the loss of a dense warm-up. Gradients reach q, k and w. None reach the
-        attention, which is the target. To keep the index's loss from the rest of the model, pass q, k and w that are
-        made of a detached input. Memory is B * S * n numbers, for n listed keys, and a bounded chunk of gathered keys;
-        never S * T. It runs in plain PyTorch on every device, without a kernel, in one op that generated code calls.
+        It is :func:`mhc_inductor.index_loss` with this module's scale. Gradients reach q, k and w, none the attention.
 
         Args:
             q: Queries of the index, as for :meth:`forward`.
             k: Keys of the index.
             w: Weights of the heads.
-            indices: The listed keys ``[B, S, 1, n]``, as :meth:`forward` returns them. In any order; a repeated
-                position counts once, one out of range, such as -1, not at all.
+            indices: The listed keys ``[B, S, 1, n]``, as :meth:`forward` returns them.
             attention_q: Queries of the attention ``[B, S, G, h, Dk]``.
             attention_k: Keys of the attention ``[B, G, T, Dk]``.
-            lse: Natural logarithm ``[B, S, G, h]`` of the sum of the attention's exponentials, where that sum has more
-                terms than the listed keys: ``selection_attention(..., return_lse=True)`` with other keys, or
-                ``torch.logaddexp(lse, sink)``. None for the sum over the listed keys.
+            lse: As for :func:`mhc_inductor.index_loss`.
             attention_scale: Factor of the attention's scores; None for 1/sqrt(Dk).
             reduction: "mean" over the queries that list a key (0 if there are none), "sum", or "none".
 
@@ -145,47 +137,23 @@ class SparseIndexer(nn.Module):
             ValueError: A shape or device does not fit, or a scale is not finite.
             TypeError: A dtype or type does not fit.
             RuntimeError: In a second derivative.
-
-        Source: DeepSeek-V3.2, arXiv 2512.02556, the losses of dense warm-up and of sparse training.
         """
-        _ranks("SparseIndexer.loss", q, k)
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"SparseIndexer.loss: reduction must be mean, sum or none, got {reduction!r}")
         if not isinstance(indices, Tensor) or indices.dim() != 4 or indices.shape[2] != 1:
             got = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
             raise ValueError(f"SparseIndexer.loss: indices must have shape [B, S, 1, n], got {got}")
-        for name, t in (("w", w), ("attention_q", attention_q), ("attention_k", attention_k), ("lse", lse)):
-            if t is not None or name != "lse":
-                strided("SparseIndexer.loss", name, t)
-        if attention_q.dim() != 5:
-            got = list(attention_q.shape)
-            raise ValueError(f"SparseIndexer.loss: attention_q must have shape [B, S, G, h, Dk], got {got}")
-        if attention_scale is None:
-            attention_scale = 1 / math.sqrt(operator.index(attention_q.shape[-1]) or 1)
-        number("SparseIndexer.loss", "attention_scale", attention_scale, read=False)
-        listed = indices.squeeze(2)
-        attention = (attention_q.detach(), attention_k.detach(), None if lse is None else lse.detach())
-        loss, _ = call("index_loss", q, k, w, listed, *attention, self._scale(q), attention_scale)
-        if reduction == "none":
-            return loss
-        total = loss.sum()
-        if reduction == "sum":
-            return total
-        return total / ((listed >= 0) & (listed < k.shape[1])).any(-1).sum().clamp(min=1)
-
-    def _scale(self, q: Tensor) -> float:
-        # operator.index: a plain number even for dynamic sizes. A size of 0 is reported by the op.
-        return 1 / math.sqrt(operator.index(q.shape[-1]) or 1) if self.scale is None else self.scale
+        return index_loss(
+            q,
+            k,
+            w,
+            indices.squeeze(2),
+            attention_q,
+            attention_k,
+            lse=lse,
+            scale=self.scale,
+            attention_scale=attention_scale,
+            reduction=reduction,
+        )
 
     def extra_repr(self) -> str:
         """Returns the options, for ``repr``."""
         return f"topk={self.topk}, scale={self.scale}, causal={self.causal}"
-
-
-def _ranks(name: str, q: Tensor, k: Tensor) -> None:
-    """Raises ValueError or TypeError unless q and k have the dimensions whose sizes are read before the op is called."""
-    for argument, t, dims, meaning in (("q", q, 4, "[B, S, H, D]"), ("k", k, 3, "[B, T, D]")):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}: {argument} must be a tensor, got {type(t).__name__}")
-        if t.dim() != dims:
-            raise ValueError(f"{name}: {argument} must have shape {meaning}, got {list(t.shape)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op of an indexer's training loss. Generated code calls it: it loops over chunks of queries to bound its memory.
+"""The op of an indexer's training loss.
 
 Its second output is the gradient of the loss with respect to the listed scores, so that the backward gathers no keys of
 the attention. Double backward raises RuntimeError.

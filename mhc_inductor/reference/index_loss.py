@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loss of an indexer in plain PyTorch: the specification, and the implementation on every device.
+"""The training loss of an indexer in plain PyTorch: the specification, and the implementation where no kernel runs.
 
 :func:`index_loss` and :func:`index_loss_backward` have the name, the arguments and the outputs of the op
 ``torch.ops.mhc_inductor.<name>``. They gather the listed keys of a chunk of queries at a time.
