@@ -45,7 +45,10 @@ def launches(builder, *, h, Dk, Dv=None, dtype=BF16, n=512, S=1024, S_kv=4096, s
     indices = empty(1, S, 2, n, dtype=torch.int64)
     logits = empty(2, h, dtype=F32) if sink else None
     rest = (empty(1, S, 2, n, dtype=F32), logits) if bias else (logits, *(ids if packed else [None] * 4))
-    args, options = (q, k, None if shared else v, indices, *rest), (Dk**-0.5 if scale is None else scale, Dv, *[True] * bias)
+    args, options = (
+        (q, k, None if shared else v, indices, *rest),
+        (Dk**-0.5 if scale is None else scale, Dv, *[True] * bias),
+    )
     name = "selection_entry_attention" if bias else "selection_list_attention"
     o, lse = plan_of(name)(builder, *args, *options)
     plan_of(f"{name}_backward")(builder, o, lse, *args, o, lse, *options)

@@ -140,7 +140,7 @@ VALUES, RANK = "values of topk are used", "by their place"
 OTHERS: dict[str, tuple[Use, Masked, str]] = {
     "returned in order": (lambda v, i, x, y: i.masked_fill(v == -INF, -1), MASKS["causal"], VALUES),
     "values as weights": (lambda v, i, x, y: (y[BATCH, i] * v.softmax(-1)[..., None]).sum(2), MASKS["causal"], VALUES),
-    "values beside marks": (lambda v, i, x, y: (v.relu() * (v > -INF)).sum(-1), MASKS["causal"], VALUES),
+    "values next to marks": (lambda v, i, x, y: (v.relu() * (v > -INF)).sum(-1), MASKS["causal"], VALUES),
     "a threshold of data": (lambda v, i, x, y: torch.where(v > x[..., :1], i, -1).sort(-1).values, MASKS["causal"], VALUES),
     "a threshold of another call": (
         lambda v, i, x, y: torch.where(v > torch.rand(()) * 0, i, -1).sort(-1).values, MASKS["causal"], VALUES),
