@@ -158,7 +158,7 @@ def test_added_products_of_a_latent_are_absorbed() -> None:
     model, inputs = Added(lambda m, c, rot: (c, c)).to(torch.float64), data()
     got, backend = absorbed(model, inputs)
     (found,) = backend.found
-    assert isinstance(found, Absorbed) and (found.nope, found.rope, found.width) == (NOPE, ROPE, LATENT), found
+    assert isinstance(found, Absorbed) and (found.rope, found.width) == (ROPE, LATENT), found
     assert difference(got, eager(model, inputs, [*model.named_parameters()])) < 1e-12
 
 

@@ -8,36 +8,26 @@ are ``[c ; k_rope]`` and whose values are the first columns of the keys.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import operator
-from collections.abc import Iterable
 
 import torch
 from torch import fx
 
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.bounds import TooLarge
-from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import Key, placed
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.layouts import Layouts
 from mhc_inductor.routing.masks.operands import Pair, Source, sources
-from mhc_inductor.routing.operators.selection.latent_parts import Left, Part, Weight, farthest, parts_of, rows_of
+from mhc_inductor.routing.operators.selection.latent_parts import Part, Weight, farthest, parts_of, rows_of
 from mhc_inductor.routing.operators.selection.matches import Found
 
 _SCORES = "bshd,hdl->bshl"
 _OUTPUT = "bshl,hel->bshe"
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """Why an attention over projected keys and values is not absorbed, and the value that does not fit."""
-
-    reason: str
-    value: Value | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +36,9 @@ class Absorbed:
 
     ``c`` is the latent at (batch, key, :attr:`latent`), ``w_k`` and ``w_v`` the weights of the maps. ``q_nope`` is the
     part of q that meets the map of the latent; ``q_shared`` and ``k_shared`` are the other parts of q and K (rope), which
-    all heads share, in K's order. ``out``, ``batch``, ``query``, ``head`` and ``t`` are those of the attention.
+    all heads share, in K's order. ``batch``, ``query``, ``head`` and ``t`` are those of the attention.
     """
 
-    out: Value
     batch: list[Var]
     query: list[Var]
     head: Var
@@ -68,19 +57,9 @@ class Absorbed:
         return self.head.size.factor
 
     @property
-    def nope(self) -> int:
-        """Returns the number of q's and K's features that meet the latent's map."""
-        return self.w_k.feature.size.factor
-
-    @property
     def rope(self) -> int:
         """Returns the number of K's features that all heads share."""
         return sum(v.size.factor for _, v in self.k_shared)
-
-    @property
-    def v(self) -> int:
-        """Returns the number of V's features."""
-        return self.w_v.feature.size.factor
 
     @property
     def width(self) -> int:
@@ -97,16 +76,6 @@ class Absorbed:
     def inputs(self) -> list[Value]:
         """Returns the tensors of :attr:`read`, to be a match's inputs in place of those of q, k and v."""
         return list(dict.fromkeys(source.ref.value for source in self.read))
-
-    @property
-    def refs(self) -> list[Ref]:
-        """Returns the elements that are read, for :class:`.layouts.Layouts`."""
-        return [source.ref for source in self.read]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Returns the dtype that holds everything that is read."""
-        return functools.reduce(torch.promote_types, [source.dtype for source in self.read])
 
     def regrouped(self, one: Found) -> Found:
         """Returns the attention with one group of all heads."""
@@ -152,14 +121,11 @@ class Absorbed:
         return edit.emit(operator.getitem, node, (slice(None), slice(rows.start, rows.start + rows.count)))
 
 
-def absorption(view: View, one: Found) -> Absorbed | Kept | None:
-    """Returns how an attention can be absorbed, why not, or None if it does not resemble multi-head latent attention."""
-    try:
+def absorption(view: View, one: Found) -> Absorbed | None:
+    """Returns how an attention can be absorbed, None if it is no multi-head latent attention."""
+    with contextlib.suppress(Unsupported, DynamicWidth, TooLarge):
         return _absorbed(view, one)
-    except Left as left:
-        return Kept(left.reason, left.value) if left.close else None
-    except (Unsupported, DynamicWidth, TooLarge):
-        return None
+    return None
 
 
 def _absorbed(view: View, one: Found) -> Absorbed:
@@ -167,26 +133,20 @@ def _absorbed(view: View, one: Found) -> Absorbed:
     rows = [*batch, one.t]
     (feature,) = one.feature
     if any(pair.d.size.symbols for pair in one.pairs) or feature.size.symbols or head.size.symbols:
-        raise _no_latent()
-    values = _attempt([(one.v, feature)], rows, head)
-    keys = _attempt([(pair.k, pair.d) for pair in one.pairs], rows, head)
-    both = (keys, values)
-    for side in both:
-        if isinstance(side, Left):
-            raise Left(side.reason, side.value, any(x.close if isinstance(x, Left) else len(x) > 1 for x in both))
-    assert not isinstance(keys, Left) and not isinstance(values, Left)
-    (k_part, *more), (v_part, *others) = (_split(x) for x in (keys, values))
-    if more or others or any(p.shared is not None for p in values):
-        raise Left("K or V is put together from more than one projection, or V has a part that all heads share")
-    assert k_part.weight is not None and v_part.weight is not None
-    c = _same(k_part, v_part, len(keys) > 1)
-    if head in one.masked:
-        raise Left("the mask differs between the heads, which would share one list of keys", one.dense[-1])
+        raise Unsupported
+    values = parts_of(one.v, feature, rows, head)
+    keys = [part for pair in one.pairs for part in parts_of(pair.k, pair.d, rows, head)]
+    maps = [part for part in keys if part.weight is not None]
+    if len(maps) != 1 or len(values) != 1 or head in one.masked:
+        raise Unsupported  # where the mask differs between the heads, they cannot share one list of keys
+    (k_part,), (v_part,) = maps, values
+    if k_part.weight is None or v_part.weight is None:
+        raise Unsupported
+    c = _same(k_part, v_part)
     of = {pair.k: pair for pair in one.pairs}
     asked = [_slice_of(of[part.of], part, [*batch, *one.query, head]) for part in keys]
     shared = [(q, part) for q, part in zip(asked, keys, strict=True) if part.shared is not None]
     found = Absorbed(
-        out=one.out,
         batch=batch,
         query=one.query,
         head=head,
@@ -204,36 +164,15 @@ def _absorbed(view: View, one: Found) -> Absorbed:
 
 
 def _head(one: Found) -> tuple[Var, list[Var]]:
-    """Returns the digit of the head and the digits of the batch. Raises Left unless each head has its own keys."""
+    """Returns the digit of the head and the digits of the batch. Raises Unsupported unless each head has its own keys."""
     shared = [v for v in (*one.batch, *one.groups) if v.size != ONE]
     if not shared or any(v.size != ONE for v in one.heads) or len(one.feature) != 1:
-        raise _no_latent()
+        raise Unsupported
     return shared[-1], shared[:-1]
 
 
-def _no_latent() -> Left:
-    return Left("K and V are no maps of a latent", None, close=False)
-
-
-def _attempt(sides: Iterable[tuple[Ref, Var]], rows: list[Var], head: Var) -> list[Part] | Left:
-    """Returns the parts of K, each (element, feature) of which is a product's, or of V.
-
-    One of them is a map of a latent; else returns why none is.
-    """
-    try:
-        found = [part for ref, feature in sides for part in parts_of(ref, feature, rows, head)]
-    except Left as left:
-        return left
-    return found if _split(found) else _no_latent()
-
-
-def _split(parts: Iterable[Part]) -> list[Part]:
-    """Returns the parts that are maps of a latent."""
-    return [part for part in parts if part.weight is not None]
-
-
-def _same(keys: Part, values: Part, close: bool) -> Source:
-    """Returns the farthest tensor that both maps read. Raises Left, ``close`` or not, if there is none."""
+def _same(keys: Part, values: Part) -> Source:
+    """Returns the farthest tensor that both maps read. Raises Unsupported if there is none."""
     assert keys.weight is not None and values.weight is not None
     mine, theirs = keys.weight.latent, values.weight.latent
     known = {placed(s.ref, theirs, var(mine)): s for s in values.c} if mine.size == theirs.size else {}
@@ -242,7 +181,7 @@ def _same(keys: Part, values: Part, close: bool) -> Source:
         if other is not None:
             wide = torch.finfo(source.dtype).bits > torch.finfo(other.dtype).bits
             return dataclasses.replace(source, dtype=other.dtype if wide else source.dtype)
-    raise Left("K and V are projections of different tensors", keys.c[-1].ref.value, close)
+    raise Unsupported
 
 
 def _slice_of(pair: Pair, part: Part, digits: list[Var]) -> Source:
@@ -250,7 +189,7 @@ def _slice_of(pair: Pair, part: Part, digits: list[Var]) -> Source:
     ref = placed(pair.q, pair.d, var(part.feature).plus(const(part.start)))
     found = farthest([*sources(ref)], [*digits, part.feature])
     if found is None:
-        raise Left("a part of q cannot be followed through its views", pair.q.value)
+        raise Unsupported
     return found
 
 
@@ -258,23 +197,20 @@ def _slice_of(pair: Pair, part: Part, digits: list[Var]) -> Source:
 
 
 def _check(view: View, one: Found, found: Absorbed) -> None:
-    """Raises Left if something holds on to K, V or q, writes them in place, or runs in another mode."""
+    """Raises Unsupported if something holds on to K, V or q, writes them in place, or runs in another mode."""
     assert one.out.node is not None
     nodes = [value.node for value in found.inputs if value.node is not None]
     if any(found.c.ref.value.node in node.all_input_nodes for node in nodes):
-        raise _no_latent()  # q comes from the latent too: one projection gives q, K and V
+        raise Unsupported  # q comes from the latent too: one projection gives q, K and V
     place, end = view.modes_at(one.out.node), view.defined(one.out.node)
     for node in _between(one, found):
-        value = view.value(node)
-        if any(_watches(view, user) for user in node.users):
-            raise Left("K, V or q, or a step on the way to it, has a hook", value)
-        if view.written_between(node, end, left=True):
-            raise Left("K, V or q, or a step on the way to it, is written in place", value)
+        if any(_watches(view, user) for user in node.users) or view.written_between(node, end, left=True):
+            raise Unsupported
         modes = view.modes_at(node)
         if modes.inference != place.inference or (
             modes.grad != place.grad and any(map(view.flows, node.all_input_nodes))
         ):
-            raise Left("gradients are switched on or off between the latent and the attention", value)
+            raise Unsupported
 
 
 def _watches(view: View, user: fx.Node) -> bool:

@@ -10,33 +10,15 @@ from typing import Any
 import torch
 
 from mhc_inductor.routing.graph.bounds import Steps
-from mhc_inductor.routing.graph.expressions import Ref, aten, joined, operands, peel, step
-from mhc_inductor.routing.graph.index import Index, Size, Var, const, var
+from mhc_inductor.routing.graph.expressions import Ref, aten, joined, peel, step
+from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.masks.layouts import layout
 from mhc_inductor.routing.masks.operands import Source, dot, sources
 
-_BIAS = (aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
-_CHANGED = "K or V is changed between its projection from the latent and the attention"
-_UNSEEN = "a hook, or a step that routing cannot see into, lies between the latent and K or V"
-
-
 _DEFAULTS = (0, None, None, 1)
 """The arguments of ``slice_scatter`` after its two tensors."""
-
-
-class Left(Exception):
-    """Raised for an attention that is not absorbed, with the reason in the user's terms.
-
-    ``close``: it resembles multi-head latent attention. Without that, nobody expects an absorption.
-    """
-
-    def __init__(self, reason: str, value: Value | None = None, close: bool = True) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.value = value
-        self.close = close
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +58,7 @@ class _Piece:
 
 
 def parts_of(ref: Ref, feature: Var, rows: Sequence[Var], head: Var) -> list[Part]:
-    """Returns the parts of K or V along ``feature``. Raises Left, Unsupported, DynamicWidth and TooLarge.
-
-    What it raises is close if some of several parts are recognised.
+    """Returns the parts of K or V along ``feature``. Raises Unsupported, DynamicWidth and TooLarge.
 
     Args:
         ref: the element.
@@ -86,24 +66,19 @@ def parts_of(ref: Ref, feature: Var, rows: Sequence[Var], head: Var) -> list[Par
         rows: the other digits that it may depend on, without the head.
         head: the digit of the head.
     """
-    steps, found, failed = Steps("parts of K", ref.value), list[Part](), list[Left]()
+    steps, found = Steps("parts of K", ref.value), list[Part]()
     todo = [_Piece(ref, 0, ref, ref.value.dtype, feature)]
     while todo:
         steps.take()
         piece = todo.pop()
         below = [*sources(piece.ref)]
         last = _narrowed(below[-1], piece.dtype)
-        try:
-            if any(head not in variables_of(s.ref) for s in below):
-                found.append(_shared(piece, [*rows, piece.feature]))
-            elif (cut := _cut(piece, last)) is not None:
-                todo += reversed(cut)
-            else:
-                found.append(_projected(last, piece, rows, head))
-        except Left as left:
-            failed.append(left)
-    if failed:
-        raise Left(failed[0].reason, failed[0].value, close=bool(found))
+        if any(head not in variables_of(s.ref) for s in below):
+            found.append(_shared(piece, [*rows, piece.feature]))
+        elif (cut := _cut(piece, last)) is not None:
+            todo += reversed(cut)
+        else:
+            found.append(_projected(last, piece, rows, head))
     return found
 
 
@@ -122,7 +97,7 @@ def farthest(found: Sequence[Source], digits: Sequence[Var]) -> Source | None:
 def _shared(piece: _Piece, digits: Sequence[Var]) -> Part:
     found = farthest([*sources(piece.ref)], digits)
     if found is None:
-        raise Left("a part of K that all heads share cannot be followed through its views", piece.ref.value)
+        raise Unsupported
     return Part(piece.of, piece.start, piece.feature, shared=_narrowed(found, piece.dtype))
 
 
@@ -171,24 +146,19 @@ def _sections(value: Value) -> tuple[int, list[tuple[int, int, Value, int]]] | N
 
 
 def _projected(source: Source, piece: _Piece, rows: Sequence[Var], head: Var) -> Part:
-    """Returns the part that is a product of a latent and a weight. Raises Left for anything else."""
-    ref = source.ref
-    if _biased(ref):
-        raise Left("the projection of K and V from the latent has a bias", ref.value)
-    found = dot(ref)
-    if found is None:
-        raise Left(_CHANGED if ref.value.func is not None else _UNSEEN, ref.value)
-    bound = [v for v in found[2] if v.size != Size(1)]
-    if len(bound) != 1 or bound[0].size.symbols:
-        raise Left("the latent of K and V has no static size", ref.value)
+    """Returns the part that is a product of a latent and a weight. Raises Unsupported for anything else."""
+    found = dot(source.ref)
+    bound = [] if found is None else [v for v in found[2] if v.size != Size(1)]
+    if found is None or len(bound) != 1 or bound[0].size.symbols:
+        raise Unsupported
     (latent,) = bound
     sides = [side for side in found[:2] if {head, piece.feature} & variables_of(side)]
     if len(sides) != 1:
-        raise Left("K or V is a projection of a tensor that differs between the heads", ref.value)
+        raise Unsupported  # a projection of a tensor that differs between the heads
     c = found[1] if sides[0] is found[0] else found[0]
     held = tuple(_narrowed(s, source.dtype) for s in sources(c) if _plain(s, [*rows, latent]))
     if not held:
-        raise Left("the latent of K and V cannot be followed through its views", c.value)
+        raise Unsupported
     weight = _weight(sides[0], source.dtype, head, piece.feature, latent)
     return Part(piece.of, piece.start, piece.feature, None, held, weight)
 
@@ -197,29 +167,17 @@ def _plain(source: Source, digits: Sequence[Var]) -> bool:
     return source.ref.value.node is not None and layout(source.ref, set(digits), set()) is not None
 
 
-def _biased(ref: Ref) -> bool:
-    """Checks whether ``ref`` is a product plus something."""
-    if ref.value.func in _BIAS:
-        return True
-    if ref.value.func is not aten.add.Tensor:
-        return False
-    return any(isinstance(a, Ref) and dot(peel(a)) is not None for a in operands(ref))
-
-
 def _weight(ref: Ref, dtype: torch.dtype, head: Var, feature: Var, latent: Var) -> Weight:
-    """Returns the weight of a projection. Raises Left unless it is a 2-d input of the graph, or a cast of one."""
+    """Returns the weight of a projection. Raises Unsupported unless it is a 2-d input of the graph, or a cast of one."""
     *_, last = sources(ref)
     value, root = last.ref.value, peel(last.ref).value
     given = root.func is None and root.node is not None and root.node.op in ("placeholder", "get_attr")
     below = step(last.ref)
     wide = min(torch.finfo(root.dtype).bits, torch.finfo(value.dtype).bits) >= 16
-    if not given or not wide or len(value.shape) != 2 or value.node is None:
-        raise Left("the weight that projects K and V is computed in the graph, or is not a matrix", value)
-    if below is not None and below.value is not root:
-        raise Left("the weight that projects K and V is computed in the graph", value)
+    computed = not given or value.node is None or (below is not None and below.value is not root)
     weight = Weight(_narrowed(last, dtype), feature, latent)
-    if rows_of(weight, head) is None:
-        raise Left("the rows of the weight that projects K and V are not those of one head after another", value)
+    if computed or not wide or len(value.shape) != 2 or rows_of(weight, head) is None:
+        raise Unsupported
     return weight
 
 

@@ -16,7 +16,7 @@ from mhc_inductor.routing.interface import DYNAMIC, Mismatch, Miss, contained
 from mhc_inductor.routing.masks.keys import Given, KeyData
 from mhc_inductor.routing.masks.layouts import best
 from mhc_inductor.routing.masks.operands import Joined, held, sources
-from mhc_inductor.routing.operators.selection.absorb import Absorbed, absorption
+from mhc_inductor.routing.operators.selection.absorb import absorption
 from mhc_inductor.routing.operators.selection.attention import Recogniser
 from mhc_inductor.routing.operators.selection.masked import OPAQUE, Masked, unknown
 from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
@@ -347,11 +347,11 @@ class Search:
     def _absorb(self, found: Found) -> None:
         """Sets how the op can read the latent that K and V are maps of, if lists are read and that is faster."""
         joined = any(isinstance(ref.value, Joined) for ref in found.refs)
-        latent = None if found.entries is None or joined else absorption(self.view, found)
-        if isinstance(latent, Absorbed):
-            found.absorbed = latent
-            if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.v.value.dtype)):
-                found.absorbed = None
+        if found.entries is None or joined:
+            return
+        found.absorbed = absorption(self.view, found)
+        if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.v.value.dtype)):
+            found.absorbed = None
 
     def _softmax(self, node: fx.Node) -> list[Found]:
         """Returns the attention whose weights ``node`` computes."""
