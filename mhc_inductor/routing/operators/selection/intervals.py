@@ -78,24 +78,17 @@ class Judge:
         """Returns the intervals of one conjunction: several if it has inequalities (``!=``)."""
         made = [Interval(bound=conj.bound)]
         for literal in conj.literals:
-            if self.masks.by_key and (where := self._by_key(literal)) is not None:
+            bounds, keyed = None, False
+            try:
+                bounds = self._bounds(literal)
+            except Unsupported:
+                if not self.masks.by_key:
+                    raise
+                keyed = True
+            if bounds is None:
                 for one in made:
-                    (one.keyed if where else one.conditions).append(literal)
+                    (one.keyed if keyed else one.conditions).append(literal)
                 continue
-            if isinstance(literal, Given):
-                for one in made:
-                    one.conditions.append(literal)
-                continue
-            place = [a for a, _ in literal.value.terms if a is self.t or (isinstance(a, Floor) and self._moves(a))]
-            if not place:
-                if any(isinstance(v, Key) for v in literal.value.variables()):
-                    raise Unsupported
-                for one in made:
-                    one.conditions.append(literal)
-                continue
-            if len(place) > 1:
-                raise Unsupported
-            bounds = self._bounds(literal, place[0])
             made = [
                 dataclasses.replace(
                     one,
@@ -109,34 +102,26 @@ class Judge:
             ]
         return made
 
-    def _by_key(self, literal: Literal) -> bool | None:
-        """Returns whether a literal must be evaluated at single keys, None if it is a bound of the keys.
+    def _bounds(self, literal: Literal) -> list[tuple[list[Linear], list[Linear]]] | None:
+        """Returns (lower bounds, upper bounds) of the key, one pair for each way to satisfy ``literal``.
 
-        False means that it does not depend on the key.
+        Returns None if the literal does not depend on the key, and raises Unsupported if it is another condition on it.
         """
+        by_key = self.masks.by_key
         read = variables_of(literal.ref) if isinstance(literal, Given) else literal.value.bound_variables()
-        if self.t in read:
-            return True
-        if isinstance(literal, Given) or self.t not in literal.value.variables():
-            return False
-        if literal.kind == "ne":
-            return True
-        place = [a for a, _ in literal.value.terms if a is self.t or (isinstance(a, Floor) and self._moves(a))]
-        if len(place) != 1:
-            return True
-        try:
-            self._bounds(literal, place[0])
-        except Unsupported:
-            return True
-        return None
-
-    def _moves(self, a: Floor) -> bool:
-        return self.t in a.of.variables()
-
-    def _bounds(self, literal: Compare, place: object) -> list[tuple[list[Linear], list[Linear]]]:
-        """Returns (lower bounds, upper bounds) of the key, one pair for each way to satisfy ``literal``."""
-        c = literal.value.coefficient(place)  # type: ignore[arg-type]
-        rest = literal.value.without(place)  # type: ignore[arg-type]
+        if by_key and self.t in read:
+            raise Unsupported
+        if isinstance(literal, Given):
+            return None
+        places = [a for a, _ in literal.value.terms if a is self.t or (isinstance(a, Floor) and self._moves(a))]
+        if not places:
+            if not by_key and any(isinstance(v, Key) for v in literal.value.variables()):
+                raise Unsupported
+            return None
+        if len(places) > 1 or (by_key and literal.kind == "ne"):
+            raise Unsupported
+        (place,) = places
+        c, rest = literal.value.coefficient(place), literal.value.without(place)
         if abs(c) != 1 or (not isinstance(place, Floor) and self.t in rest.variables()):
             raise Unsupported
         # Kind "eq" says place == at; kind "le" says place <= at if c is 1, and place >= at if c is -1.
@@ -147,6 +132,9 @@ class Judge:
         if literal.kind == "le":
             return [([], [below])] if c == 1 else [([above], [])]
         return [([], [above]), ([below], [])]
+
+    def _moves(self, a: Floor) -> bool:
+        return self.t in a.of.variables()
 
     def _below(self, place: object, at: Linear) -> Linear:
         """Returns the first key whose ``place`` is at least ``at``."""
