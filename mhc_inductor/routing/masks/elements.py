@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ _FULL = {
 }
 """Position of the fill value among the arguments."""
 CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
+DETACH = (aten.detach.default, aten.alias.default)
 WHOLE = (torch.int64, torch.int32)
 SUMS = {aten.sum.dim_IntList, aten.sum.default}
 ADD = (aten.add.Tensor, aten.add.Scalar)
@@ -99,6 +101,13 @@ SHOWN = {
     *CASTS,
 }
 """Ops whose elements are elements of their first argument, apart from the dtype."""
+
+
+def behind_ops(value: Any, funcs: Container[Any]) -> Any:
+    """Returns what stands behind calls of ``funcs``, of which the first argument counts."""
+    while isinstance(value, Value) and value.func in funcs:
+        value = value.args[0]
+    return value
 
 
 def inner(ref: Ref) -> Ref | None:

@@ -173,12 +173,9 @@ class Layouts:
         if size in self._sizes:
             return self.edit.emit("size", *self._sizes[size])
         for other, place in self._sizes.items():
-            per = other.over(size)
-            if per is not None and not per.symbols:
-                return self.edit.emit(operator.floordiv, self.edit.emit("size", *place), per.factor)
-            per = size.over(other)
-            if per is not None and not per.symbols:
-                return self.edit.emit(operator.mul, self.edit.emit("size", *place), per.factor)
+            for per, op in ((other.over(size), operator.floordiv), (size.over(other), operator.mul)):
+                if per is not None and not per.symbols:
+                    return self.edit.emit(op, self.edit.emit("size", *place), per.factor)
         if size in self._elsewhere:
             return self.edit.emit("size", *self._elsewhere[size])
         raise Mismatch("a dynamic size cannot be read from an input's shape")

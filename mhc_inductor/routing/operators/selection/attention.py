@@ -83,7 +83,8 @@ class Recogniser:
         self.differs = False
         """Whether the search found a difference to a selection, not only something that it cannot follow."""
         self._made: list[Masks] = []
-        self._given: list[Value] = []
+        self.given: list[Value] = []
+        """The masks of the scores examined last."""
         self._shapes: list[tuple[Size, ...]] = []
 
     def narrow(self, batch: bool) -> set[str]:
@@ -112,12 +113,7 @@ class Recogniser:
         If no evaluation so far met one, evaluates the masks given on their own.
         """
         found = [value for masks in self._made for value in masks.seen]
-        return found or selecting(self._given, self._masks())
-
-    @property
-    def given(self) -> list[Value]:
-        """Returns the masks of the scores examined last."""
-        return self._given
+        return found or selecting(self.given, self._masks())
 
     @property
     def shape(self) -> tuple[Size, ...]:
@@ -134,7 +130,7 @@ class Recogniser:
         mask = None if given.get("attn_mask") is None else self._value(given["attn_mask"])
         scale, dropped = (example(a) if isinstance(a := given.get(x), fx.Node) else a for x in ("scale", "dropout_p"))
         call = _Call(out, q, k, v, mask, scale, bool(given.get("enable_gqa")))
-        self._given = [] if mask is None else [mask]
+        self.given = [] if mask is None else [mask]
         self._shapes = [(*call.q.shape[:-1], call.k.shape[-2]), call.q.shape, call.k.shape, call.v.shape]
         if given.get("is_causal"):
             raise NotOurs
@@ -207,9 +203,9 @@ class Recogniser:
             place = Var(t.size)
             traced, v = traced.at(t, place), replaced(v, t, atom(place))
             t, picks = place, Picks(masks, place, self.data)
-        self._given = []
+        self.given = []
         layers = Layers(masks, self.gathered) if self.data else None
-        scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self._given, layers=layers)
+        scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self.given, layers=layers)
         if (picks is not None or layers is not None) and scores.segments:
             raise NotOurs
         if scores.sink is None and t.size != softmax.shape[_dim_of(softmax)]:

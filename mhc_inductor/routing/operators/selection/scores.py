@@ -17,7 +17,7 @@ from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, const,
 from mhc_inductor.routing.graph.linear import Key, Linear, number, of_size, size_of_sum
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ADD, FILLS, constant_of, kept
+from mhc_inductor.routing.masks.elements import ADD, DETACH, FILLS, behind_ops, constant_of, kept
 from mhc_inductor.routing.masks.keys import All, AnyOf, KeyData, both, either
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import Scaled, dot, products
@@ -222,8 +222,7 @@ OTHER_LOGITS = (
 
 def _is_row_maximum(value: Any, of: Value, ref: Ref) -> bool:
     """Checks whether ``value`` is the maximum of ``of`` over the keys; a softmax does not change if it is subtracted."""
-    while isinstance(value, Value) and value.func in (aten.detach.default, aten.alias.default):
-        value = value.args[0]
+    value = behind_ops(value, DETACH)
     if not isinstance(value, Value) or value.func not in (aten.max.dim, aten.amax.default) or value.out != 0:
         return False
     x, *rest = value.args

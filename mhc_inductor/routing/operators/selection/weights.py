@@ -16,7 +16,7 @@ from mhc_inductor.routing.graph.index import ONE, Var
 from mhc_inductor.routing.graph.linear import atom, replaced
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.masks.elements import ALL, ANY, CASTS, FILLS, MULTIPLY, NOT, constant_of, uncast
+from mhc_inductor.routing.masks.elements import ALL, ANY, CASTS, FILLS, MULTIPLY, NOT, behind_ops, constant_of, uncast
 from mhc_inductor.routing.masks.operands import dot, keeps_16_bits
 
 _CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
@@ -71,13 +71,7 @@ def _hidden_rows(mask: Any, softmax: Value) -> bool:
         return False
     rank = len(softmax.shape)
     same_dims = [d % rank for d in dims] == [softmax.args[1] % rank] and len(inner.shape) == rank
-    return same_dims and _before_casts(at.args[0]) is _before_casts(softmax.args[0])
-
-
-def _before_casts(value: Any) -> Any:
-    while isinstance(value, Value) and value.func in CASTS:
-        value = value.args[0]
-    return value
+    return same_dims and behind_ops(at.args[0], CASTS) is behind_ops(softmax.args[0], CASTS)
 
 
 def shows(value: Value, known: Container[Value]) -> bool:

@@ -15,9 +15,8 @@ from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import ONE
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.masks.elements import DETACH, behind_ops
 from mhc_inductor.routing.masks.operands import DIVIDE
-
-_SAME = (aten.detach.default, aten.alias.default)
 
 
 def written_softmax(view: View, node: fx.Node) -> fx.Node | None:
@@ -50,16 +49,9 @@ def _is_softmax(value: Value, power: Value, scores: Value, dim: int) -> bool:
     return divided and _over(value.args[1], power, aten.sum.dim_IntList) == dim
 
 
-def _behind(value: Any) -> Any:
-    """Returns the value behind ``detach``."""
-    while isinstance(value, Value) and value.func in _SAME:
-        value = value.args[0]
-    return value
-
-
 def _over(value: Any, of: Value, *funcs: Any) -> int | None:
     """Returns the dim of ``of`` that ``value``, broadcast to it, is reduced over; None if it is something else."""
-    value = _behind(value)
+    value = behind_ops(value, DETACH)
     if not isinstance(value, Value) or len(value.shape) != len(of.shape):
         return None
     gone = [d for d, (a, b) in enumerate(zip(value.shape, of.shape, strict=True)) if a != b]
@@ -70,4 +62,4 @@ def _over(value: Any, of: Value, *funcs: Any) -> int | None:
     if not isinstance(value, Value) or value.func not in funcs or value.out or value.kwargs or len(value.args) < 2:
         return None
     dims = [value.args[1]] if isinstance(value.args[1], int) else [*value.args[1]]
-    return gone[0] if _behind(value.args[0]) is of and [d % len(of.shape) for d in dims] == gone else None
+    return gone[0] if behind_ops(value.args[0], DETACH) is of and [d % len(of.shape) for d in dims] == gone else None
