@@ -229,12 +229,25 @@ BIASES: dict[str, Logits] = {
     "without alpha": lambda z, a, b, c: z + b + c,
     "one of them twice": lambda z, a, b, c: a * (z + b) + 2.0 * c,
     "one of them reversed": lambda z, a, b, c: a * (z + b) + c.flip(-1),
-}
-OTHER_BIASES: dict[str, Logits] = {
     "one is subtracted": lambda z, a, b, c: a * (z + b) - c,
-    "one is made of x": lambda z, a, b, c: a * (z + b) + c * z.mean(-1, keepdim=True),
+    "both are subtracted": lambda z, a, b, c: a * (z - b) - c,
+    "from the bias": lambda z, a, b, c: b - a * (c - z),
     "an alpha each": lambda z, a, b, c: a * (a * (z + b) + c),
     "a third one": lambda z, a, b, c: a * (z + b) + c + b,
+    "a temperature": lambda z, a, b, c: (a * (z + b) + c) / 0.7,
+    "two scalars": lambda z, a, b, c: a * z * c[0] + b,
+    "a sum that is a factor of a sum": lambda z, a, b, c: 0.5 * (c + a * (b + 3.0 * (z + c))) + b,
+}
+OTHER_BIASES: dict[str, Logits] = {
+    "one is made of x": lambda z, a, b, c: a * (z + b) + c * z.mean(-1, keepdim=True),
+    "one is the tokens'": lambda z, a, b, c: a * (z + b) + c * torch.linspace(0, 1, z.shape[1]).unsqueeze(-1),
+    "an alpha for each row": lambda z, a, b, c: c * (z + b),
+    "an alpha that is the tokens'": lambda z, a, b, c: torch.linspace(0, 1, z.shape[1]).unsqueeze(-1) * (z + b) + c,
+    "z squared": lambda z, a, b, c: (z + b) * (z + b) + c,
+    "divided by a sum": lambda z, a, b, c: a / (z + b) + c,
+    "z twice": lambda z, a, b, c: a * (z + b) + c + z,
+    "a number is added": lambda z, a, b, c: a * (z + b) + c + 1.0,
+    "a number is added inside": lambda z, a, b, c: a * (z + 1.0) + c,
 }
 
 

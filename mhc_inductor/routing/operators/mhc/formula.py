@@ -59,25 +59,24 @@ class Piece:
     columns: bool = False
 
 
+Weighted = tuple[float, tuple[Piece, ...]]
+"""A number times weights, of which the last has the rows and the others are scalars."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Affine:
-    """``alpha * z[rows] + bias`` of a projection: the argument of a sigmoid, or the logits of Sinkhorn iterations."""
+    """``alpha * z[rows] + bias`` of a projection: the argument of a sigmoid, or the logits of Sinkhorn iterations.
+
+    It is linear in z: alpha is a number times scalars, the bias a sum of numbers times scalars times tensors.
+    """
 
     norm: Norm
     phi: Piece
     gamma: Piece | None
-    alpha: Piece | None
-    bias: Piece | None
+    alpha: Weighted
+    bias: tuple[Weighted, ...]
     rows: int
     transposed: bool = False
-    scale: float = 1.0
-    """A number that multiplies z besides alpha, or the value of alpha where that is no tensor."""
-    outer: float | None = None
-    """The number that, with alpha, multiplies the bias too, as in ``alpha * (z + b)``; None where nothing does."""
-    added: Piece | None = None
-    """A second bias, which nothing multiplies, as in ``alpha * (z + b) + c``."""
-    form: Index = dataclasses.field(default_factory=lambda: Index({}), compare=False)
-    """The index of phi's row of an element."""
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -87,7 +86,8 @@ class Affine:
     @property
     def weights(self) -> list[Piece]:
         """The weights that are read."""
-        return [p for p in (self.phi, self.alpha, self.bias, self.added, self.gamma) if p is not None]
+        each = (self.alpha, *self.bias)
+        return [self.phi, *(p for _, pieces in each for p in pieces), *([self.gamma] if self.gamma is not None else [])]
 
     @property
     def rows_at(self) -> tuple[Value, int]:
@@ -155,26 +155,22 @@ def sum_factor(ref: Ref, stop: Container[Value] = ()) -> tuple[Ref, float, list[
     return sums[0], term.coef, [f for f, _ in term.factors if f is not sums[0]]
 
 
-def _scaled_sum(found: Affine, factor: float, others: list[Ref], ref: Ref) -> Affine:
-    """Returns ``factor`` times ``others``, at most one alpha, times the sum ``found``. Raises Mismatch."""
-    if not others and close(factor, 1.0):
-        return found
-    if found.alpha is not None or found.outer is not None or found.added is not None:
-        raise Mismatch(NOTHING, ref.value)
-    scale, outer = factor * found.scale, factor if found.bias is not None else None
-    return dataclasses.replace(found, alpha=_alpha(others, ref), scale=scale, outer=outer)
+_Part = tuple[float, list[Ref], Ref]
+"""An addend: a number, the factors that multiply a sum around it, and what both multiply."""
 
 
-def _two_biases(terms: list[tuple[float, Ref]], out: Ref, kept: Kept) -> Affine | None:
-    """Returns ``alpha * (z + b) + c`` of its two addends, or None. Raises Mismatch."""
-    for (sign, ref), (weight, other) in (terms, terms[::-1]):
-        inner = sum_factor(ref, kept)
-        if inner is None or weight != 1.0 or norm_behind(inner[0].value, any_norm, kept) is None:
+def _linear(ref: Ref, number: float, factors: list[Ref], kept: Kept) -> tuple[float, list[_Part]]:
+    """Returns ``number * factors * ref`` as a constant and addends: factors of sums with a projection are expanded."""
+    constant, terms = addends(ref, kept)
+    constant, parts = constant * number, list[_Part]()
+    for sign, term in terms:
+        inner = sum_factor(term, kept) if projection(term, kept) is None else None
+        if inner is None or (len(terms) > 1 and norm_behind(inner[0].value, any_norm, kept) is None):
+            parts.append((number * sign, factors, term))
             continue
-        found = _scaled_sum(affine(inner[0], out, kept), sign * inner[1], inner[2], ref)
-        if found.bias is not None and found.added is None:
-            return dataclasses.replace(found, added=_bias(other, found.form, found.rows))
-    return None
+        below = _linear(inner[0], number * sign * inner[1], [*factors, *inner[2]], kept)
+        constant, parts = constant + below[0], parts + below[1]
+    return constant, parts
 
 
 def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
@@ -182,27 +178,19 @@ def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
 
     ``out`` is the element of the value itself. In ``alpha * (z + b) + c``, the bias is ``alpha * b + c``.
     """
-    constant, terms = addends(ref, kept)
-    constant, terms = constant * scale, [(sign * scale, t) for sign, t in terms]
-    inner = sum_factor(terms[0][1], kept) if len(terms) == 1 and constant == 0.0 else None
-    if inner is not None and projection(terms[0][1], kept) is None:
-        return _scaled_sum(affine(inner[0], out, kept), terms[0][0] * inner[1], inner[2], terms[0][1])
-    if len(terms) == 2 and constant == 0.0 and (both := _two_biases(terms, out, kept)) is not None:
-        return both
-    norms = [(projection(t, kept), sign, t) for sign, t in terms]
-    found = [(n, sign, t) for n, sign, t in norms if n is not None]
+    constant, parts = _linear(ref, scale, [], kept)
+    found = [(norm, part) for part in parts if (norm := projection(part[2], kept)) is not None]
     if len(found) != 1:
-        check_normed(terms)
-        raise Mismatch(SEVERAL if len(terms) > 1 else NOTHING, ref.value)
-    norm, sign, z = found[0]
+        check_normed([(number, term) for number, _, term in parts])
+        raise Mismatch(SEVERAL if len(parts) > 1 else NOTHING, ref.value)
     if constant != 0.0:
         raise Mismatch(f"a constant {constant:g} is added to the logits; expected alpha * z + bias", ref.value)
-    others = [(s, t) for n, s, t in norms if n is None]
+    norm, z = found[0]
     if ref.value.dtype is torch.float64 and norm.x.dtype is not torch.float64:
         raise Mismatch(
             "the coefficients are computed in float64 and x is not: the op would compute them in float32", ref.value
         )
-    return _affine(out, norm, sign, z, others, kept)
+    return _affine(out, norm, z, [part for part in parts if part is not z], kept)
 
 
 EXPECTED = "expected sigmoid(alpha * z + bias)"
@@ -289,10 +277,10 @@ def _other_norm(divisor: Ref, width: Size) -> str | None:
     return TWICE if inner[0] > 0 and len(inner[1]) == 1 and squared(inner[1][0][1]) is not None else None
 
 
-def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float, Ref]], kept: Kept) -> Affine:
+def _affine(out: Ref, norm: Norm, part: _Part, others: list[_Part], kept: Kept) -> Affine:
+    number, factors, z = part
     term = kept.product(z)
     tokens, feature, width, scale = _projected(norm, z, term)
-    scale *= sign
     phi, gammas, alphas = _weights(norm, z, term, tokens)
     total = product_of(out.value.shape)
     per_token = total.over(norm.count) if norm.count.factor else None
@@ -303,17 +291,15 @@ def _affine(out: Ref, norm: Norm, sign: float, z: Ref, others: list[tuple[float,
     if len(gammas) > 1:
         raise Mismatch(f"{len(gammas)} weights over x's elements; expected one gamma", gammas[1].value)
     gamma = _gamma(gammas[0], feature, width) if gammas else None
-    alpha = _alpha(alphas, z)
-    if len(others) > 2 or any(s != 1.0 for s, _ in others):
-        raise Mismatch(f"{len(others)} further addends in the logits; expected alpha * z + bias", out.value)
     rows = per_token.factor
-    bias, added = [*(_bias(t, form, rows) for _, t in others), None, None][:2]
-    for weight in (piece, gamma, alpha, bias, added):
-        size = product_of(weight.value.shape) if weight is not None else ONE
+    alpha = number * scale, tuple(map(_alpha, (*factors, *alphas)))
+    bias = tuple((weight, (*map(_alpha, by), _bias(t, form, rows))) for weight, by, t in others)
+    found = Affine(norm, dataclasses.replace(piece, rows=rows), gamma, alpha, bias, rows, transposed)
+    for weight in found.weights:
+        size = product_of(weight.value.shape)
         if size.symbols:
             raise DynamicWidth(size)
-    phi_rows = dataclasses.replace(piece, rows=rows)
-    return Affine(norm, phi_rows, gamma, alpha, bias, rows, transposed, scale, added=added, form=form)
+    return found
 
 
 def _projected(norm: Norm, z: Ref, term: Term) -> tuple[Index, Index, int, float]:
@@ -369,15 +355,11 @@ def _transposed(out: Ref, base: Index, form: Index) -> bool:
     return True
 
 
-def _alpha(alphas: list[Ref], z: Ref) -> Piece | None:
-    if not alphas:
-        return None
-    if len(alphas) > 1:
-        raise Mismatch(f"{len(alphas)} scalars multiply z; expected one alpha", z.value)
-    at = alphas[0].flat.constant
+def _alpha(ref: Ref) -> Piece:
+    at = ref.flat.constant
     if at is None:
-        raise Mismatch("alpha is not one scalar for these rows", alphas[0].value)
-    return Piece(alphas[0].value, at, 1)
+        raise Mismatch("alpha is not one scalar for these rows", ref.value)
+    return Piece(ref.value, at, 1)
 
 
 def _turned(form: Index) -> Index | None:

@@ -126,7 +126,7 @@ class Residual:
         if found.key != mine.key or found.rows != self.pre.n**2:
             return False
         # Skip z and alpha * z on the way to the logits, unless h_pre has no bias or no alpha either.
-        if (found.alpha is None, found.bias is None) != (mine.alpha is None, mine.bias is None):
+        if (not found.alpha[1], not found.bias) != (not mine.alpha[1], not mine.bias):
             return False
         if found.phi.value is mine.phi.value and found.phi.start != 2 * self.pre.n and self.pre.n == 2:
             return False

@@ -163,15 +163,12 @@ class Search:
 
     def _norm(self, value: Value) -> Norm | None:
         """Returns the norm of the projection in the argument of a sigmoid or an exp, or None. Raises Mismatch."""
-        _, terms = addends(whole(value.args[0]))
-        if len(terms) == 1 and (gate := gate_of(whole(value), 1.0)) is not None and value.func is aten.exp.default:
-            _, terms = addends(gate.argument)
-        inner = [found[0] for _, term in terms if (found := mhc.sum_factor(term)) is not None]
-        for _, term in (*terms, *(t for each in inner for t in addends(each)[1])):
-            norm = mhc.projection(term)
-            if norm is not None:
-                return norm
+        gate = gate_of(whole(value), 1.0)
+        norm = mhc.norm_behind(value.args[0] if gate is None else gate.argument.value, mhc.any_norm)
+        if norm is not None:
+            return norm
         if value.func in SIGMOIDS:
+            _, terms = addends(whole(value.args[0]))
             mhc.check_normed(terms)
             mhc.check_one_tensor(terms)
             for _, term in terms:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -13,11 +14,11 @@ from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.expressions import close
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.mhc.formula import Piece
+from mhc_inductor.routing.operators.mhc.formula import Piece, Weighted
 from mhc_inductor.routing.operators.mhc.matches import Pre
 
 ROLES = ("pre", "post", "res")
-_Parts = Mapping[str, Piece | float]
+_Parts = Mapping[str, Sequence[Weighted]]
 
 
 class Weights:
@@ -38,74 +39,65 @@ class Weights:
         """Returns phi, alpha, bias and gamma. Raises Mismatch where one of them cannot be assembled."""
         affines = self.affines.items()
         return (
-            self._gathered({r: a.phi for r, a in affines}, "phi"),
-            self._gathered({r: a.alpha or a.scale for r, a in affines}, "alpha"),
-            self._gathered({r: a.bias or 0.0 for r, a in affines}, "bias"),
+            self._gathered({r: [(1.0, (a.phi,))] for r, a in affines}, "phi"),
+            self._gathered({r: [a.alpha] for r, a in affines}, "alpha"),
+            self._gathered({r: a.bias for r, a in affines}, "bias"),
             self._gamma(),
         )
 
     def _gathered(self, parts: _Parts, what: str) -> fx.Node:
-        """Returns phi, alpha or bias of all roles as one tensor; a number stands for all elements of a role."""
+        """Returns phi, alpha or bias of all roles, each a sum, as one tensor."""
         n = self.n
         rows = {"pre": n, "post": n, "res": n * n} if what != "alpha" else dict.fromkeys(ROLES, 1)
-        outer = what == "bias" and any(a.outer is not None or a.added is not None for a in self.affines.values())
-        scaled = what == "alpha" and any(a.alpha is not None and not close(a.scale, 1.0) for a in self.affines.values())
-        whole = None if outer or scaled else self._stored(parts, {role: rows[role] for role in self.wanted}, what)
-        if whole is not None:
-            return whole
+        alone = {r: s[0][1][0] for r, s in parts.items() if [len(p) for _, p in s] == [1] and close(s[0][0], 1.0)}
+        stored = self._stored(alone, {r: rows[r] for r in self.wanted}, what) if len(alone) == len(parts) else None
+        if stored is not None:
+            return stored
         missing = [role for role in self.wanted if role not in parts]
         if missing:
             raise Mismatch(f"no {what} for h_{missing[0]}: expected those of h_pre, h_post and h_res in one tensor")
-        nodes = [self._part(role, parts[role], rows[role], what) for role in self.wanted]
-        if scaled:
-            factors = [self.affines[role].scale if isinstance(parts[role], Piece) else 1.0 for role in self.wanted]
-            nodes = [self._times(node, factor) for node, factor in zip(nodes, factors, strict=True)]
+        nodes = [self._sum(role, parts[role], rows[role], what) for role in self.wanted]
         if len({example(node).dtype for node in nodes}) > 1:
             nodes = [self.edit.to(node, torch.float32) for node in nodes]
         return self.edit.emit(torch.cat, nodes) if len(nodes) > 1 else nodes[0]
 
-    def _stored(self, parts: _Parts, rows: Mapping[str, int], what: str) -> fx.Node | None:
+    def _stored(self, parts: Mapping[str, Piece], rows: Mapping[str, int], what: str) -> fx.Node | None:
         """Returns the one tensor that already holds all parts in the op's order, or None."""
-        pieces = [part for part in parts.values() if isinstance(part, Piece)]
-        leaves = {piece.value for piece in pieces}
-        if len(leaves) != 1 or len(pieces) != len(parts):
+        leaves = {piece.value for piece in parts.values()}
+        if len(leaves) != 1:
             return None
         (leaf,), start = leaves, 0
         for role, count in rows.items():
-            part = parts.get(role)
-            if isinstance(part, Piece) and part.start != start:
+            if role in parts and parts[role].start != start:
                 return None
             start += count
         size = self._rows(leaf, what)
         if size < start:
             return None
-        node = self._rowed(pieces[0], what)
+        node = self._rowed(next(iter(parts.values())), what)
         return node if size == start else self.edit.emit(operator.getitem, node, slice(0, start))
 
-    def _part(self, role: str, part: Piece | float, rows: int, what: str) -> fx.Node:
-        edit = self.edit
-        if not isinstance(part, Piece):
-            return edit.emit("new_full", self.x, [rows], part, dtype=self._wide(self.x))
-        node = self._taken(role, part, rows, what)
-        return self._whole_bias(node, role) if what == "bias" else node
+    def _sum(self, role: str, terms: Sequence[Weighted], rows: int, what: str) -> fx.Node:
+        """Returns a sum of products, in fp32 at least where there is more than one tensor; zeros without terms."""
+        nodes = [self._product(role, number, pieces, rows, what) for number, pieces in terms or [(0.0, ())]]
+        if len(nodes) == 1:
+            return nodes[0]
+        wide = [self.edit.to(node, self._wide(node)) for node in nodes]
+        return functools.reduce(functools.partial(self.edit.emit, operator.add), wide)
+
+    def _product(self, role: str, number: float, pieces: tuple[Piece, ...], rows: int, what: str) -> fx.Node:
+        if not pieces:
+            return self.edit.emit("new_full", self.x, [rows], number, dtype=self._wide(self.x))
+        node = self._taken(role, pieces[-1], rows, what)
+        for scalar in pieces[:-1]:
+            node = self._times(node, self._taken(role, scalar, 1, "alpha"))
+        return self._times(node, number)
 
     def _taken(self, role: str, piece: Piece, rows: int, what: str) -> fx.Node:
         edit, node = self.edit, self._rowed(piece, what)
         if self._rows(piece.value, what) != rows:
             node = edit.emit(operator.getitem, node, slice(piece.start, piece.start + rows))
         return edit.emit("detach", node) if role in self.unasked and edit.needs_grad(node) else node
-
-    def _whole_bias(self, bias: fx.Node, role: str) -> fx.Node:
-        """Returns a bias times what multiplies it and z, plus the second bias."""
-        affine = self.affines[role]
-        if affine.outer is not None:
-            if affine.alpha is not None:
-                bias = self._times(bias, self._part(role, affine.alpha, 1, "alpha"))
-            bias = self._times(bias, affine.outer)
-        if affine.added is None:
-            return bias
-        both = (bias, self._taken(role, affine.added, affine.rows, "bias"))
-        return self.edit.emit(operator.add, *(self.edit.to(b, self._wide(b)) for b in both))
 
     def _times(self, weight: fx.Node, factor: fx.Node | float) -> fx.Node:
         """Returns a weight times another one or a number, in fp32 at least; the weight itself times 1."""
