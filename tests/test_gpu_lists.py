@@ -259,6 +259,18 @@ def test_unselected_keys_do_not_leak(where):
     assert not got["dk"][:, :, bad].any() and torch.equal(got["dk"], clean["dk"])
 
 
+@pytest.mark.parametrize("shape", BIASED)
+def test_a_bias_of_nan_gives_its_score_no_gradient(shape):
+    case = made(**BIASED[shape])
+    case["bias"][:, ::3] = torch.nan
+    got = train(case)
+    assert got["o"][:, ::3].isnan().all() and not got["dq"][:, ::3].any() and got["dq"].isfinite().all()
+    case["bias"][:, ::3] = -torch.inf
+    without = train(case)
+    kept = [s for s in range(case["indices"].shape[1]) if s % 3]
+    assert all(torch.equal(got[n][:, kept], without[n][:, kept]) for n in ("o", "lse", "dq"))
+
+
 def test_the_workspace_of_the_backward_is_bounded():
     case = made(B=1, S=8192, S_kv=8192, h=64, Dk=512, n=1024, shared=True)
     x = case["leaves"]

@@ -105,6 +105,23 @@ def test_low_biases_are_rounded_as_the_reference_does(builder, low, repeats):
     assert all(error(got[name], want[name]) < 1e-3 for name in want)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_bias_of_nan_gives_its_score_no_gradient(builder, dtype, shared):
+    """Every second row has no other bias."""
+    made = h.make_inputs(
+        "odd", dtype, B=1, S=4, S_kv=12, n=40, bias="normal", repeats=True, shared=shared, device=str(builder.device)
+    )
+    made["bias"][:, ::2] = torch.nan
+    ups = h.upstream(made)
+    got, want = planned(builder, made, ups), results(made, ups, None, registry.REFERENCE.get)
+    assert not got["dq"][:, ::2].any() and got["o"][:, ::2].isnan().all() and got["lse"][:, ::2].isnan().all()
+    assert shared or got["dk"].isfinite().all()
+    for name in want:
+        assert torch.equal(got[name].isnan(), want[name].isnan()), name
+        assert error(got[name].nan_to_num(), want[name].nan_to_num()) < (1e-5 if dtype is F32 else 2e-2), name
+
+
 @pytest.mark.parametrize(
     ("Dk", "Dv", "shared"),
     some(

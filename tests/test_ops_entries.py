@@ -108,6 +108,18 @@ def test_nan_and_inf_give_nan_in_their_row(bad):
     )
 
 
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_bias_of_nan_gives_its_score_no_gradient(repeats):
+    """A row whose scores are all filled with -inf: weights of NaN, and gradients that a fill stops."""
+    made = h.make_inputs("random", F32, S_kv=20, bias="normal", repeats=repeats)
+    made["bias"][0, 1] = torch.nan
+    listed = made["indices"][0, 1, 0]
+    got = attended(made)
+    assert got["o"][0, 1].isnan().all() and not got["dq"][0, 1].any() and got["dk"].isfinite().all()
+    seen = torch.zeros(20, dtype=torch.bool).scatter(0, listed[listed >= 0].long(), True)
+    assert torch.equal(got["dv"][0, 0].isnan().all(-1), seen) and got["dv"][1].isfinite().all()
+
+
 def test_a_bias_that_requires_a_gradient_is_refused():
     made = h.make_inputs("random", F32, bias="normal")
     made["bias"].requires_grad_()

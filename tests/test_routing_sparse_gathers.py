@@ -209,7 +209,7 @@ FORMS = {
 def test_gathered_keys_become_lists(name: str) -> None:
     got, want = run(FORMS[name], inputs()), eager(FORMS[name], inputs())
     assert got.ops["selection_attention"] == 1, reasons(got)
-    assert any(node.target is LISTS for node in got.graphs[0].graph.nodes)
+    assert any(node.target is ENTRIES for node in got.graphs[0].graph.nodes)
     assert difference(got, want) < 2e-6
 
 
@@ -230,8 +230,8 @@ def test_dynamic_batch(name: str) -> None:
 
 def test_values_in_the_gathered_latent_are_read_once() -> None:
     got = run(latent, inputs())
-    (call,) = [n for n in got.graphs[0].graph.nodes if n.target is LISTS]
-    assert call.args[2] is None and call.args[-1] == D // 2
+    (call,) = [n for n in got.graphs[0].graph.nodes if n.target is ENTRIES]
+    assert call.args[2] is None and call.args[-2] == D // 2
     assert not [n for n in got.graphs[0].graph.nodes if n.target == "gather"]
 
 
@@ -339,7 +339,7 @@ def added_to_the_sum(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -
 
 def outside(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
     """Scores of more keys than there are: what is hidden is gathered at the last key."""
-    at = torch.cat([causal(x), torch.full((B, S, 2), -INF)], -1).topk(K)[1]
+    at = torch.cat([causal(x), torch.full((k.shape[0], S, 2), -INF)], -1).topk(K)[1]
     kv = rows_of(k, at.clamp(max=S - 1))
     return attend(q, kv, kv, at <= rows())
 
@@ -387,16 +387,56 @@ def given_far(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tenso
     return attend(q, gather_of(k, at.clamp(min=0)), gather_of(v, at.clamp(min=0)))
 
 
+# --- rows without keys ----------------------------------------------------------------------------------------
+
+
+def added_mask(value: float) -> Form:
+    """A mask that is added, after which the softmax's argument is scaled."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+        best, at = causal(x).masked_fill(rows() == 2, -INF).topk(K)
+        mask = torch.zeros(at.shape, dtype=q.dtype).masked_fill(best == -INF, value).unsqueeze(2)
+        scores = (torch.einsum("bshd,bskd->bshk", q, rows_of(k, at)) + mask) * 0.5
+        return torch.einsum("bshk,bskd->bshd", scores.softmax(-1), rows_of(v, at))
+
+    return fn
+
+
+def zeroed(fill: float) -> Form:
+    """Weights of a mask's rows are set to 0 after the softmax."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+        best, at = causal(x).masked_fill(rows() == 2, -INF).topk(K)
+        none = (best == -INF).unsqueeze(2)
+        weights = torch.einsum("bshd,bskd->bshk", q, rows_of(k, at)).masked_fill(none, fill).softmax(-1)
+        return torch.einsum("bshk,bskd->bshd", weights.masked_fill(none, 0.0), rows_of(v, at))
+
+    return fn
+
+
+EMPTY: dict[str, Form] = {
+    "-inf": hidden(-INF), "-1e9": hidden(-1e9), "finfo.min": hidden(torch.finfo(torch.float32).min),
+    "-inf added": added_mask(-INF), "finfo.min added": added_mask(torch.finfo(torch.float32).min),
+    "set to 0 later": zeroed(-1e9), "of more scores than keys": outside,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", EMPTY)
+def test_rows_without_keys_are_the_formulas(name: str, dynamic: bool) -> None:
+    """NaN, the mean of the list or 0, with gradients to the keys of the list alone."""
+    symbolic = [(i, 0) for i in range(4)] if dynamic else []
+    got, want = run(EMPTY[name], inputs(), symbolic=symbolic), eager(EMPTY[name], inputs())
+    assert got.ops["selection_attention"] == 1 and not got.report.problems, reasons(got)
+    assert difference(got, want) < 2e-6
+
+
 # --- left, with a reason ---------------------------------------------------------------------------------------
 
-NO_KEY = "may see none of its list"
 LEFT: dict[str, tuple[Form, str]] = {
     "other values": (other_values, "cannot tell to be equal"),
-    "of more scores than keys": (outside, NO_KEY),
     "a sink in a sum": (added_to_the_sum, "written out as exp(scores) / sum"),
-    "-inf in empty rows": (hidden(-INF), NO_KEY),
-    "-1e9 in empty rows": (hidden(-1e9), NO_KEY),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LEFT)

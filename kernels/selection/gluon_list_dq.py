@@ -53,8 +53,11 @@ def gradients(
     M: gl.constexpr = x.type.layout
     column = tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, M))
     lse, delta, inverse, of_lse = rows
+    counts = column < n
     if BIAS:
-        x = x * qk + biases.index(tile % RING).load(gl.SliceLayout(0, M))[None, :]
+        bias = biases.index(tile % RING).load(gl.SliceLayout(0, M))
+        counts &= bias == bias
+        x = x * qk + bias[None, :]
         own = gl.exp2((x - lse[:, None]) * LOG2E)
         p = own * inverse[:, None]
     else:
@@ -66,7 +69,7 @@ def gradients(
     ds = p * (dp - delta[:, None])
     if BIAS:
         ds += own * of_lse[:, None]
-    ds = gl.where((column < n)[None, :], ds, 0.0).to(ds_s.dtype)
+    ds = gl.where(counts[None, :], ds, 0.0).to(ds_s.dtype)
     mbarrier.wait(ds_taken.index(0), (tile + 1) & 1)
     ds_s.store(ds)
     fence_async_shared()

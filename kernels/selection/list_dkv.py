@@ -85,18 +85,23 @@ def selection_list_fold(
 ):  # fmt: skip
     """Replaces each of factor[B, G, rows, H, N] by its sum with those of the same key before it, in lists that repeat keys.
 
-    The last entry of a key then has the sum over all of them. Programs [B, G, rows, H].
+    The last entry of a key then has the sum over all of them. Programs [B, G, rows]: where no key repeats, as in most lists
+    that a topk makes, one only looks at the keys.
     """
-    pid = tl.program_id(0).to(tl.int64)
-    line = pid // H
+    line = tl.program_id(0).to(tl.int64)
     bg = line // rows
     row = (bg // G * S + first + line % rows) * G + bg % G
     j = tl.arange(0, NP)
-    mask = j < tl.load(counts_ptr + row)
+    n = tl.load(counts_ptr + row)
+    mask = j < n
     key = tl.load(keys_ptr + row * N + j, mask=mask, other=-1)
-    x = tl.load(factor_ptr + pid * N + j, mask=mask, other=0.0).to(tl.float32)
-    _, total = tl.associative_scan((key, x), 0, _run_sum)
-    tl.store(factor_ptr + pid * N + j, total.to(factor_ptr.dtype.element_ty), mask=mask)
+    after = tl.load(keys_ptr + row * N + j + 1, mask=j + 1 < n, other=-1)
+    again = tl.max((mask & (key == after)).to(tl.int32), axis=0)
+    for h in range(H * again):
+        at = factor_ptr + (line * H + h) * N + j
+        x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        _, total = tl.associative_scan((key, x), 0, _run_sum)
+        tl.store(at, total.to(factor_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["S", "S_kv", "G", "first", "rows"])

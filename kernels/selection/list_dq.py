@@ -84,7 +84,7 @@ def selection_list_dq(
     It also writes p[B, G, rows, H, N] (with DOUT) and ds[B, G, rows, H, N], the softmax's weights and the gradients
     of the scores, rounded to the dtype of the products. With several splits it writes part[B, G, rows, NS, H,
     DK] in place of dq. lse2: log2 of the denominator, inf for no keys. BIAS: lse2 is the forward's lse, delta is dout . o,
-    and total and of_lse are those of :func:`selection_list_totals`. One program: as in the forward.
+    and total and of_lse are those of :func:`selection_list_totals`; a bias of NaN gives no ds. One program: as in the forward.
     """
     HN: tl.constexpr = (H + HB - 1) // HB
     N = tl.multiple_of(tl.cast(N, tl.int64), 16)
@@ -143,10 +143,11 @@ def selection_list_dq(
             if DOUT:
                 y = product_of_rows(y, dout_ptr, at * DV, live, v_base, v_at, mask, DV, VM, MC, VT, PREC)
         if BIAS:
-            x = x * scale + tl.load(bias_ptr + row * N + start + i, mask=mask, other=0.0)[None, :]
+            bias = tl.load(bias_ptr + row * N + start + i, mask=mask, other=0.0)
+            x = x * scale + bias[None, :]
             own = tl.exp(x - lse2[:, None])
             p = own / total[:, None]
-            ds = tl.where(mask[None, :], p * (y - delta[:, None]) + own * of_lse[:, None], 0.0)
+            ds = tl.where((mask & (bias == bias))[None, :], p * (y - delta[:, None]) + own * of_lse[:, None], 0.0)
         else:
             p = tl.exp2(x * qk - lse2[:, None])
             ds = tl.where(mask[None, :], p * (y - delta[:, None]), 0.0)

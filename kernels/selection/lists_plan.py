@@ -340,7 +340,7 @@ def _plan_chunk(
     lists = {name: call.args[name] for name in ("keys_ptr", "counts_ptr")}
     for factor in ((ds, p) if has_dout else (ds,)) if repeats else ():
         b.launch(
-            selection_list_fold, (lines * H, 1, 1), dict(lists, factor_ptr=factor, **chunk), dict(H=H, NP=power_of_two(N)),
+            selection_list_fold, (lines, 1, 1), dict(lists, factor_ptr=factor, **chunk), dict(H=H, NP=power_of_two(N)),
             4, 1,
         )  # fmt: skip
     strides = {name: call.args[name] for name in ("sqb", "sqs", "sqg", "sqh")}

@@ -209,11 +209,12 @@ def backward_rows(
 
 def attend_backward(
     row: Rows, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, odd: bool = True,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, filled: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns one chunk's dquery ``[..., s*h, Dk]`` and its parts of dkeys and dvalues.
 
     ``row`` holds tensors ``[..., s*h]``. ``odd``: whether any input may hold NaN or inf. ``bias`` is added to the scores.
+    ``filled``, of its shape: which scores get no gradient.
     """
     dlse, lse, total = (t.unsqueeze(-1) for t in row[1:])
     scores = masked_scores(query, keys, mask, scale, bias)
@@ -231,6 +232,8 @@ def attend_backward(
     whole = torch.where((total == lse) & (whole > 0), whole, 1.0)
     delta = (only(mask, p * dp, 0.0) if odd else p * dp).sum(-1, keepdim=True) / whole
     grad = p * (dp - delta) + dlse * share
+    if filled is not None:
+        grad = grad.unflatten(-2, (filled.shape[-2], -1)).masked_fill(filled.unsqueeze(-2), 0.0).flatten(-3, -2)
     if not odd:
         return scale * torch.matmul(grad, keys), scale * torch.matmul(grad.mT, query), torch.matmul(p.mT, row.dout)
     p, grad = only(mask, p, 0.0), only(mask, grad, 0.0)

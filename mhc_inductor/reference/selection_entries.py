@@ -117,8 +117,8 @@ def selection_entry_attention(
         k: Keys ``[B, G, S_kv, Dk]``.
         v: Values ``[B, G, S_kv, Dv]``, or None for ``k[..., :v_width]``.
         indices: Key positions ``[B, S, G, n]``; others than 0 to S_kv - 1 are no entry.
-        bias: Biases ``[B, S, G, n]``; -inf is no entry, NaN and +inf give NaN. They are converted to the arithmetic's
-            dtype first, and have no gradient.
+        bias: Biases ``[B, S, G, n]``; -inf is no entry, NaN and +inf give NaN. NaN gives its score no gradient, as if the
+            score were filled with it. They are converted to the arithmetic's dtype first, and have no gradient.
         sink: Logits ``[G, h]``, or None.
         scale: Factor of the scores.
         v_width: Dv.
@@ -192,7 +192,7 @@ def selection_entry_attention_backward(
         entries = entries_of(indices[in_b, in_s], bias[in_b, in_s], k.shape[2], repeats, acc)
         grad_q, *grads = attend_backward(
             Rows(*(heads(t[in_b, in_s]) for t in row)), heads(q[in_b, in_s]), entries.rows(k[in_b]),
-            entries.rows(values[in_b]), entries.mask, scale, bias=entries.bias,
+            entries.rows(values[in_b]), entries.mask, scale, bias=entries.bias, filled=entries.bias.isnan(),
         )  # fmt: skip
         dq[in_b, in_s] = unheads(grad_q, q.shape[2]).to(q.dtype)
         for out, grad in zip((dk, dv), grads, strict=True):

@@ -29,7 +29,7 @@ from mhc_inductor.routing.graph.index import (
 from mhc_inductor.routing.graph.linear import Key, atom, replaced, variables_of
 from mhc_inductor.routing.graph.values import Value, Values, example
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.keys import TRUE, AnyOf, alike
+from mhc_inductor.routing.masks.keys import TRUE, AnyOf, alike, both
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import Pair, Scaled, dot
 from mhc_inductor.routing.operators.selection import dim_roles
@@ -61,8 +61,8 @@ class Recogniser:
     """Recognises the attention of one call or of one softmax.
 
     ``zero_rows``: the user asked for zeros in rows without keys. ``by_key``: the mask is to become lists of keys, so
-    its conditions may read tensors at the key. ``gathered``: K and V are gathered, and the op is to gather them.
-    ``data``: the op is to read the masks as data; of gathered keys it counts every place of the list.
+    its conditions may read tensors at the key. ``data``: the op is to read the masks as data. ``gathered``: so, and K and V
+    are gathered: the op is to gather them, and to count every place of the list.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Recogniser:
         data: bool = False,
     ) -> None:
         self.values = values
-        self.data = data
+        self.data = data or gathered
         self.zero_rows = zero_rows
         self.by_key = by_key
         self.gathered = gathered
@@ -149,7 +149,7 @@ class Recogniser:
         masks, fills = self._masks(), Fills(call.out)
         layers = Layers(masks, self.gathered) if self.data else None
         place = Var(t.size) if self.gathered else t
-        picks = Picks(masks, place, self.data) if self.gathered else None
+        picks = Picks(masks, place) if self.gathered else None
         element = None if call.mask is None else _aligned(call.mask, (*lead, s, var(place)))
 
         def visible() -> AnyOf:
@@ -169,8 +169,8 @@ class Recogniser:
             t = picks.t
         found = Found(call.out, dims, [Pair(q, k, width)], v, t, _scale(call.scale, width), visible, [], masks, fills)
         if picks is not None:
-            found.gathered, found.mask = True, lambda: picks.keys(visible())
-        self._read(found, layers)
+            found.gathered, found.mask = True, lambda: both(visible(), picks.keys)
+        found.read = layers
         if call.mask is not None:
             found.dense.append(call.mask)
         return found
@@ -202,7 +202,7 @@ class Recogniser:
         if self.gathered:
             place = Var(t.size)
             traced, v = traced.at(t, place), replaced(v, t, atom(place))
-            t, picks = place, Picks(masks, place, self.data)
+            t, picks = place, Picks(masks, place)
         self.given = []
         layers = Layers(masks, self.gathered) if self.data else None
         scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self.given, layers=layers)
@@ -225,26 +225,19 @@ class Recogniser:
         def keys() -> AnyOf:
             total = scores.keys()
             for ref, want in traced.guards:
-                if not alike(masks.truth(ref, want), total, t):
+                if not (layers.only(ref, want) if layers else alike(masks.truth(ref, want), total, t)):
                     raise Mismatch(
                         "the attention weights are masked again, and not by the mask of the scores", ref.value
                     )
             scores.fills.guarded = bool(traced.guards)
-            return total if picks is None else picks.keys(total)
+            return total if picks is None else both(total, picks.keys)
 
         fills = scores.fills
         key = t if picks is None else picks.t
         assert isinstance(key, Key)
         found = Found(out, dims, pairs, v, key, factor, keys, dense, masks, fills, sink=scores.sink)
-        found.gathered = picks is not None
-        self._read(found, layers)
+        found.gathered, found.read = picks is not None, layers
         return found
-
-    def _read(self, found: Found, layers: Layers | None) -> None:
-        """Sets which masks of ``found`` the op reads as data, and whether it counts every place of its lists."""
-        if layers is not None:
-            found.read = layers
-            found.repeats = self.gathered
 
     # --- digits of the result's dims, and their roles ---
 
@@ -277,15 +270,14 @@ class Recogniser:
         zero = found.fills.zero
         if zero is Rows.ZERO or found.sink is not None:
             return Rows.ZERO  # the sink takes all the weight: every fill that counts as a mask is far below it
-        if all(x.exact for x in found.layers) and seen_by_all(found.keys, found.t, found.masks):
+        known = not found.gathered and all(x.exact for x in found.layers)
+        if known and seen_by_all(found.keys, found.t, found.masks):
             return Rows.SEEN
         if self.zero_rows:
             found.opted = True
             return Rows.ZERO
         if zero is not None:
             return Rows.ZERO_MIXED if found.gathered else zero
-        if found.gathered:
-            raise Mismatch(_NO_KEY, found.out)
         return found.fills.rows(found.out)
 
 
@@ -328,12 +320,6 @@ def _check_sum(made: Sequence[tuple[float, Pair]], v: Ref, t: Var, where: Value)
             )
         if not variables_of(pair.k) <= {*variables_of(v), t, pair.d}:
             raise NotOurs("keys of one of the products that are added differ where V does not", where)
-
-
-_NO_KEY = (
-    "the keys are gathered, and a query may see none of its list: what the softmax then gives depends on where hidden "
-    'indices point; expected a sink, a mask that leaves a key, or the option "mhc_inductor.empty_rows": "zero"'
-)
 
 
 def _scale(given: Any, width: Var) -> float:

@@ -26,24 +26,25 @@ LOW = -1e30
 class Layer:
     """A mask on the scores.
 
-    ``shows``: the truth value at which a key counts, None for a mask that is added. ``exact``: the keys that the search
-    found are those that it shows, so that a list of them needs no look at the mask.
+    ``shows``: the truth value at which a key counts, None for a mask that is added, multiplied by ``factor``. ``exact``: the
+    keys that the search found are those that it shows, so that a list of them needs no look at the mask.
     """
 
     ref: Ref
     shows: bool | None
+    factor: float
     exact: bool
 
 
 class Layers:
     """The masks on the scores of one attention, which the op is to read as data.
 
-    With ``once`` a key that a mask shows in several ways must not be found several times.
+    ``places``: they are masks of the places of gathered lists, which nothing is known of.
     """
 
-    def __init__(self, masks: Masks, once: bool) -> None:
+    def __init__(self, masks: Masks, places: bool) -> None:
         self.masks = masks
-        self.once = once
+        self.places = places
         self.low = False
         """Whether keys beyond the bound may have a number of at most :data:`LOW` in place of -inf."""
         self.found: list[Layer] = []
@@ -52,19 +53,25 @@ class Layers:
         """Returns which keys a mask leaves that is filled in, all of them if its formula cannot be followed."""
         keys: AnyOf | None = None
         with contextlib.suppress(Unsupported):
-            keys = self.masks.truth(ref, want)
-        return self._taken(ref, want, keys, TRUE)
+            keys = None if self.places else self.masks.truth(ref, want)
+        return self._taken(ref, want, 1.0, keys, TRUE)
 
-    def added(self, ref: Ref) -> AnyOf:
-        """Returns the keys at which an added mask may be above :data:`LOW`."""
-        return self._taken(ref, None, self._bare(ref), TRUE if self.once else self._shown(ref))
+    def added(self, ref: Ref, factor: float = 1.0) -> AnyOf:
+        """Returns the keys at which a mask may be above :data:`LOW` that is added, multiplied by ``factor``."""
+        if self.places:
+            return self._taken(ref, None, factor, None, TRUE)
+        if factor != 1.0:
+            raise Unsupported
+        return self._taken(ref, None, factor, self._bare(ref), self._shown(ref))
 
-    def _taken(self, ref: Ref, shows: bool | None, keys: AnyOf | None, bound: AnyOf) -> AnyOf:
+    def _taken(self, ref: Ref, shows: bool | None, factor: float, keys: AnyOf | None, bound: AnyOf) -> AnyOf:
         """Records a mask. Returns the keys that it shows, the ``bound`` if they are not known."""
-        if keys is not None and self.once and (len(keys) != 1 or keys[0].bound):
-            keys = None
-        self.found.append(Layer(_held(ref), shows, keys is not None))
+        self.found.append(Layer(_held(ref), shows, factor, keys is not None))
         return bound if keys is None else keys
+
+    def only(self, ref: Ref, want: bool) -> bool:
+        """Checks whether the one mask shows the keys at which an element of another is ``want``."""
+        return [(x.ref, x.shows) for x in self.found] == [(_held(ref), want)]
 
     def _bare(self, ref: Ref) -> AnyOf | None:
         """Returns the keys that an added mask of 0 and -inf alone shows, None for any other mask."""

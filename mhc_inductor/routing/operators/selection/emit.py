@@ -23,7 +23,8 @@ from mhc_inductor.routing.masks.layouts import Layouts, best
 from mhc_inductor.routing.masks.numbers import Numbers
 from mhc_inductor.routing.masks.operands import Source, held
 from mhc_inductor.routing.operators.selection.data_masks import LOW
-from mhc_inductor.routing.operators.selection.empty_rows import EmptyRows
+from mhc_inductor.routing.operators.selection.empty_rows import EmptyRows, of_places
+from mhc_inductor.routing.operators.selection.fills import Rows
 from mhc_inductor.routing.operators.selection.lists import lists, mask
 from mhc_inductor.routing.operators.selection.masked import LEARNED
 from mhc_inductor.routing.operators.selection.matches import Found
@@ -91,7 +92,8 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     old, one = one, one if one.absorbed is None else one.absorbed.regrouped(one)
     given, inside = _operands(layouts, one, [s.ref for s in sources], dtype)
     new, lse = _call(layouts, one, given, inside, device)
-    new = EmptyRows(edit, lse, given, one.scale, _gradients(edit, one, sources)).put(new, one.rows)
+    if not one.gathered or one.rows is Rows.ZERO_MIXED:
+        new = EmptyRows(edit, lse, given, one.scale, _gradients(edit, one, sources)).put(new, one.rows)
     if one.absorbed is not None:
         new = one.absorbed.output(edit, new, dtype)
     groups = [one.batch, one.query, one.groups, one.heads, one.feature]
@@ -136,7 +138,9 @@ def _call(
     keys = checked(keys)
     if bias is None:
         return called("selection_list_attention", held, keys, sink, None, None, None, None, one.scale, width)
-    listed = called("selection_entry_attention", held, keys, bias, sink, one.scale, width, one.repeats)
+    if one.gathered:
+        query, bias = of_places(edit, query, bias, one.rows)
+    listed = called("selection_entry_attention", held, keys, bias, sink, one.scale, width, one.gathered)
     if not one.low:
         return listed
     seen = edit.emit(operator.gt, listed[1], SEEN)
@@ -208,7 +212,7 @@ def _compared(edit: Edit, one: Found, device: str, dtype: torch.dtype) -> str:
     if edit.place.modes.grad and any(edit.needs_grad(node_of(x.ref.value)) for x in one.layers):
         raise Mismatch(LEARNED, one.layers[0].ref.value)
     reason = refusal(sizes) if one.entries is None else list_refusal(sizes, training)
-    if one.layers and not one.repeats and (reason or sizes.crowded):
+    if one.layers and not one.gathered and (reason or sizes.crowded):
         one.whole = reads_masks(sizes, one.sink is not None)
         reason = mask_refusal(sizes) if one.whole else reason
         if reason:

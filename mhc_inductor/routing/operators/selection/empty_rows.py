@@ -27,6 +27,7 @@ _MIXED = (
     "a query may see no key, and which keys then get gradients of NaN depends on its mask; expected scores filled with "
     '-inf, where it is added, or the option "mhc_inductor.empty_rows": "zero"'
 )
+_BY_KERNEL = "a query may see none of its list, and what keys then get gradients depends on PyTorch's kernel"
 
 
 class EmptyRows:
@@ -135,3 +136,25 @@ class EmptyRows:
         moments = self.emit(operator.getitem, self.emit(over, pairs, -3), _ROW)
         rows = self.emit(operator.mul, self.emit("unsqueeze", self.q, -1), moments)
         return self.emit(operator.mul, self.emit("sum", rows, -2), self.scale)
+
+
+def of_places(edit: Edit, q: fx.Node, bias: fx.Node, rows: Rows) -> tuple[fx.Node, fx.Node]:
+    """Returns q [B, S, G, h, D] and the biases [B, S, G, n] of gathered keys, in rows without a key as the formula has them.
+
+    Its weights, and so its gradients, then reach the keys of the row's list alone. NaN in ``bias`` gives no gradient to q and
+    K, as scores that are filled. Added numbers need nothing but for -inf: the op adds them too. Raises Mismatch if the gradients
+    depend on a kernel.
+    """
+    if rows is Rows.MEAN_SUMMED:
+        raise Mismatch(_BY_KERNEL)
+    if rows not in (Rows.NAN, Rows.NAN_SCORES, Rows.MEAN):
+        return q, bias
+    emit = edit.emit
+    empty = emit("all", emit(operator.eq, bias, -math.inf), -1, True)
+    bias = emit(torch.where, empty, math.nan if rows is Rows.NAN else 0.0, bias)
+    row = emit("unsqueeze", empty, -1)
+    if rows is Rows.MEAN:
+        q = emit(torch.where, row, 0.0, q)
+    elif rows is Rows.NAN_SCORES:
+        q = emit(operator.mul, q, edit.to(emit(torch.where, row, math.nan, 1.0), example(q).dtype))
+    return q, bias

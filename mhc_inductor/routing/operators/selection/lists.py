@@ -62,14 +62,15 @@ def _part(layouts: Layouts, one: Found, each: Entries, device: torch.device) -> 
 def _bias(numbers: Numbers, one: Found) -> fx.Node | None:
     """Returns the sum of the masks that are read as data at the entries, None without such a mask."""
     emit, masks = numbers.emit, [x for x in one.layers if not x.exact]
-    if not masks and not one.repeats:
+    if not masks and not one.gathered:
         return None
     total = emit(torch.zeros, [1] * len(numbers.order), dtype=torch.float32, device=numbers.device)
     for mask in masks:
         part = numbers.element(mask.ref)
         if mask.shows is not None:
             part = emit(torch.where, emit(operator.eq, part, mask.shows), 0.0, -math.inf)
-        total = emit(operator.add, total, emit("to", part, torch.float32))
+        part = emit("to", part, torch.float32)
+        total = emit(operator.add, total, part if mask.factor == 1.0 else emit(operator.mul, part, mask.factor))
     return total
 
 

@@ -63,12 +63,10 @@ class Found:
     """The logit, one a head, that joins the softmax's denominator only."""
     read: Layers | None = None
     """The masks that the op reads as data; None if it reads none."""
-    repeats: bool = False
-    """Whether the places of a list are counted each, also where several name one key."""
     whole: bool = False
     """Whether the op reads the masks at all keys, not at those of lists."""
     gathered: bool = False
-    """Whether the model gathers each query's keys, at indices that differ where they are visible."""
+    """Whether the model gathers each query's keys: places of a list are counted each, also where several name one key."""
     opted: bool = False
     """Whether rows without keys give 0 because the user asked for it, although the formula gives something else."""
     intervals: list[Interval] = dataclasses.field(default_factory=list)

@@ -70,10 +70,11 @@ def _derived(one: Found) -> list[Value]:
     """Returns the masks, and the indices of repeated keys, that the model computes from others of the op's inputs."""
     if one.read is None or one.whole:
         return []
-    indices = dict.fromkeys(ref.value for ref in data_of(one)) if one.repeats else {}
+    masks = [] if one.opted else [x.ref.value for x in one.layers]
+    indices = dict.fromkeys(ref.value for ref in data_of(one)) if one.gathered else {}
     nodes = {value.node for value in indices}
     made = [value for value in indices if not nodes.isdisjoint(_above(value.node))]
-    return [*(x.ref.value for x in one.layers), *made]
+    return [*masks, *made]
 
 
 def _above(node: fx.Node | None) -> set[fx.Node]:

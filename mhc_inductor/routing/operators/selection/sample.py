@@ -51,12 +51,13 @@ class Sample:
         self.keys = 0 if one.t.size.symbols else one.t.size.factor
         self.most = max(1, self.keys // max([1, *widths]))
         self.empty_rows = empty_rows
-        self.distinct = one.gathered
         self.keyed = {ref.value.node for each in one.intervals for ref in _conditions(each.keyed)}
         self.packed = {value.node: what for value, what in one.masks.packed.items()}
         self.roles: dict[fx.Node | None, _Role] = {}
         for each in one.intervals:
             self._learn(each)
+        if one.opted:  # the formula gives something else in rows without keys
+            self.roles |= {x.ref.value.node: _Role(want=x.shows) for x in one.layers}
 
     def _learn(self, each: Interval) -> None:
         for low in each.lowers:
@@ -108,8 +109,6 @@ class Sample:
             return None if any_row or role.want is None else torch.full(shape, role.want, device=device)
         most = self.most if role.most is None else max(1, min(self.most, role.most))
         made = torch.randint(0, most, shape, dtype=dtype, device=device, generator=generator)
-        if self.distinct and role.starts and len(role.pick) == 1:
-            return _permuted(made, min(role.pick), most, generator)
         if any_row:
             return made
         if role.starts and role.ends and role.pair is not None:
@@ -130,13 +129,6 @@ def _data(forms: Iterable[Linear]) -> list[Ref]:
 def _conditions(literals: Iterable[Literal]) -> list[Ref]:
     """Returns the elements of tensors in these conditions."""
     return [r for x in literals for r in ([x.ref] if isinstance(x, Given) else [d.ref for d in x.value.data()])]
-
-
-def _permuted(made: Tensor, d: int, most: int, generator: torch.Generator) -> Tensor:
-    """Returns numbers below ``most`` that differ along the dim ``d``, 0 the first of them, in place of ``made``."""
-    size = (*made.shape[:d], max(most, made.shape[d]) - 1, *made.shape[d + 1 :])
-    rest = torch.rand(size, device=made.device, generator=generator).argsort(d).narrow(d, 0, made.shape[d] - 1) + 1
-    return torch.cat([torch.zeros_like(made.narrow(d, 0, 1)), rest.to(made.dtype)], d)
 
 
 def _first(made: Tensor, pick: set[int], without: int | None = None) -> Tensor:

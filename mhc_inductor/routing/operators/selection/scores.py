@@ -150,12 +150,9 @@ class Scores:
         scores, mask = sides if own[0] else sides[::-1]
         self.given.append(mask.value)
         if self.layers is not None:
-            if sign * self.factor != 1.0:
-                raise Unsupported
-            self._parts.append(functools.partial(self.layers.added, mask))
-            self._steps.append(functools.partial(self.fills.added, [-math.inf], ref.value.dtype))
-            return scores
-        self._parts.append(functools.partial(self._added, mask, scores, sign * self.factor))
+            self._parts.append(functools.partial(self.layers.added, mask, sign * self.factor))
+        else:
+            self._parts.append(functools.partial(self._added, mask, scores, sign * self.factor))
         self._steps.append(functools.partial(self._take_added, mask.value, sign, ref.value.dtype))
         return scores
 
@@ -179,8 +176,12 @@ class Scores:
             raise
 
     def _take_added(self, mask: Value, sign: float, dtype: torch.dtype) -> None:
-        """Records the values of an added mask in :attr:`fills`."""
-        self.fills.added([sign * v for v in self.masks.possible(mask)], dtype)
+        """Records the values of an added mask in :attr:`fills`, -inf for one that is read as data."""
+        values = [-sign * math.inf]
+        with contextlib.suppress(*(() if self.layers is None else (Unsupported,))):
+            if self.layers is None or self.layers.places:
+                values = [*self.masks.possible(mask)]
+        self.fills.added([sign * v for v in values], dtype)
 
     def _joined(self, ref: Ref) -> Ref | None:
         """Returns the scores in a concatenation of scores and one logit a row, and sets :attr:`sink` to that logit.

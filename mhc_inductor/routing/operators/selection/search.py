@@ -251,16 +251,10 @@ class Search:
         If there is none, its near misses replace those from ``known`` on, if it has any.
         """
         missed = self.misses[known:]
-        for data in (False, True):
-            del self.misses[known:]
-            recogniser = Recogniser(self.values, self.zero_rows, by_key=True, gathered=True, data=data)
-            found = self._recognised(recogniser, recognise, node)
-            if found is not None:
-                del self.misses[known:]
-                return found
-            missed = self.misses[known:] or missed
-        self.misses[known:] = missed
-        return None
+        del self.misses[known:]
+        found = self._recognised(Recogniser(self.values, self.zero_rows, gathered=True), recognise, node)
+        self.misses[known:] = [] if found is not None else self.misses[known:] or missed
+        return found
 
     def _read(
         self,
