@@ -69,9 +69,15 @@ class Layers:
         self.found.append(Layer(_held(ref), shows, factor, keys is not None))
         return bound if keys is None else keys
 
-    def only(self, ref: Ref, want: bool) -> bool:
-        """Checks whether the one mask shows the keys at which an element of another is ``want``."""
-        return [(x.ref, x.shows) for x in self.found] == [(_held(ref), want)]
+    @property
+    def filled_keys(self) -> AnyOf:
+        """Returns which keys the masks show. Raises Unsupported for formulas that cannot be followed, and for added masks."""
+        keys = TRUE
+        for each in self.found:
+            if each.shows is None:  # a row of nothing but low numbers counts its entries
+                raise Unsupported
+            keys = both(keys, self.masks.truth(each.ref, each.shows))
+        return keys
 
     def _bare(self, ref: Ref) -> AnyOf | None:
         """Returns the keys that an added mask of 0 and -inf alone shows, None for any other mask."""

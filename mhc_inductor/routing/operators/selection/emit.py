@@ -138,6 +138,8 @@ def _call(
     keys = checked(keys)
     if bias is None:
         return called("selection_list_attention", held, keys, sink, None, None, None, None, one.scale, width)
+    if one.opted:
+        bias = edit.emit("masked_fill", bias, edit.emit(operator.le, bias, LOW), -math.inf)
     if one.gathered:
         query, bias = of_places(edit, query, bias, one.rows)
     listed = called("selection_entry_attention", held, keys, bias, sink, one.scale, width, one.gathered)

@@ -99,7 +99,7 @@ class Found:
     @property
     def low(self) -> bool:
         """Returns whether a row in which the masks show no entry of its list depends on other keys."""
-        return self.read is not None and self.read.low and not self.whole
+        return self.read is not None and self.read.low and not self.whole and not self.opted
 
     @property
     def masked(self) -> set[Var]:

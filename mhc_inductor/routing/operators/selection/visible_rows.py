@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
-from mhc_inductor.routing.graph.expressions import Ref, aten, step
-from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, Var, const, var
+from mhc_inductor.routing.graph.expressions import Ref, aten
+from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, var
 from mhc_inductor.routing.graph.linear import (
-    Datum,
     Floor,
     Key,
     Linear,
@@ -17,12 +15,11 @@ from mhc_inductor.routing.graph.linear import (
     atom,
     number,
     of_size,
-    placed,
 )
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import ADD, FILLS, constant_of, operand
 from mhc_inductor.routing.masks.index_checks import PICKS
-from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, eliminated
+from mhc_inductor.routing.masks.keys import All, AnyOf, Compare
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.operators.selection.fills import LOWEST
 
@@ -32,55 +29,7 @@ def seen_by_all(keys: AnyOf, t: Key, masks: Masks) -> bool:
 
     Such a key is the query's own position, a first block, or the best one by a score.
     """
-    for conj in keys:
-        for each in _known(conj, masks):
-            if _not_empty(each, t) or _top(each, t, masks):
-                return True
-    return False
-
-
-def _known(conj: All, masks: Masks) -> Iterator[All]:
-    """Yields ``conj``, and ``conj`` at the first pick of each piece if the picks are a concatenation.
-
-    A piece may hold positions instead of data, for example the query's own block.
-    """
-    yield conj
-    for data in {d for value in conj.comparisons() for d in value.data()}:
-        value = data.ref.value
-        if value.func is not aten.cat.default or data.wrap is not None:
-            continue
-        for v in conj.bound:
-            at = 0
-            for piece in value.args[0]:
-                with contextlib.suppress(Unsupported, DynamicWidth):
-                    found = _instance(conj, data, v, at, masks)
-                    if found is not None:
-                        yield found
-                size = piece.shape[value.args[1] % len(value.shape) if len(value.args) > 1 else 0]
-                if size.symbols:
-                    break
-                at += size.factor
-
-
-def _instance(conj: All, data: Datum, v: Var, at: int, masks: Masks) -> All | None:
-    """Returns ``conj`` with ``v`` = ``at`` and with ``data`` replaced by its value there. Raises Unsupported.
-
-    Returns None if ``data`` or ``v`` remains in the conjunction.
-    """
-    ref = placed(data.ref, v, const(at))
-    below = step(ref)
-    if ref == data.ref or below is None:
-        return None
-    literals = set()
-    for x in conj.literals:
-        if not isinstance(x, Compare):
-            return None
-        value, c = x.value, x.value.coefficient(data)
-        value = value.without(data).plus(masks.whole(below), c) if c else value
-        if data in value.data() or v in value.variables():
-            return None
-        literals.add(Compare(x.kind, value))
-    return eliminated(All(frozenset(literals), tuple(b for b in conj.bound if b is not v)))
+    return any(_not_empty(conj, t) or _top(conj, t, masks) for conj in keys)
 
 
 def _not_empty(conj: All, t: Key) -> bool:
