@@ -16,7 +16,7 @@ FORWARD, TRAINING = "forward", "training"
 EAGER, COMPILE, OURS = "eager", "torch.compile", "mhc_inductor"
 OURS_GRAPHS, COMPILE_GRAPHS = f"{OURS}+graphs", f"{COMPILE}+graphs"
 """The same compilers with ``mode="reduce-overhead"``: the device is given whole CUDA graphs, not single launches."""
-OURS_LAYERS = f"{OURS}, layer by layer"
+OURS_LAYERS = f"{OURS}+layers"
 """Each layer is compiled alone, so that masks are arguments."""
 VARIANTS = (OURS, OURS_LAYERS, COMPILE, OURS_GRAPHS, COMPILE_GRAPHS, EAGER)
 """In the order in which they are measured: a budget that ends cuts off eager first, then CUDA graphs."""
