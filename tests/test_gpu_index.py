@@ -239,6 +239,8 @@ LOSSES = {
     "groups": {"B": 1, "S": 129, "T": 1025, "H": 5, "D": 80, "G": 4, "heads": 3, "Dk": 66, "n": 77},
     "lse": {"B": 2, "S": 33, "T": 300, "H": 8, "D": 64, "G": 2, "heads": 8, "Dk": 128, "n": 130, "with_lse": True},
     "decoding": {"B": 3, "S": 1, "T": 3000, "H": 64, "D": 128, "G": 1, "heads": 16, "Dk": 576, "n": 512},
+    "latent": {"B": 2, "S": 33, "T": 300, "H": 8, "D": 64, "G": 1, "heads": 64, "Dk": 576, "n": 130, "with_lse": True},
+    "wide": {"B": 1, "S": 21, "T": 200, "H": 8, "D": 64, "G": 2, "heads": 100, "Dk": 512, "n": 77, "with_lse": True},
     "longer_lists_than_keys": {"B": 2, "S": 9, "T": 4, "H": 3, "D": 8, "G": 2, "heads": 3, "Dk": 6, "n": 11},
 }
 
@@ -291,15 +293,18 @@ LOSS_KERNELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["plain", "lse"])
-def test_which_kernels_the_loss_runs(case):
+@pytest.mark.parametrize(("case", "wgmma"), [("plain", 0), ("lse", 0), ("latent", 1), ("wide", 4)])
+def test_which_kernels_the_loss_runs(case, wgmma):
     args = loss_case(case)
+    expected = [*LOSS_KERNELS]
+    if wgmma and torch.cuda.get_device_capability() == (9, 0):
+        expected[2:3] = ["index_list_target_wgmma"] * wgmma
     up = torch.ones(args[0].shape[:2], device=DEVICE)
     run = lambda: torch.autograd.grad(losses.loss_of(args), args[:3], up)  # noqa: E731
     run()
     names = kernels_of(run)
-    assert [n for n in names if n.startswith(("index_", "selection_"))] == LOSS_KERNELS
-    others = [n for n in names if n not in LOSS_KERNELS]
+    assert [n for n in names if n.startswith(("index_", "selection_"))] == expected
+    others = [n for n in names if n not in expected]
     assert all("Fill" in n or "Memset" in n for n in others), others  # slots are 0 before
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from offline import TARGETS, Recorder, compile_all, names, part
 
+from mhc_inductor.kernels import launch
 from mhc_inductor.kernels.index import backward_plan, loss_plan, plan
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -124,6 +125,14 @@ LOSS_PAIRS = [("cuda:90", case) for case in LOSSES] + [(t, "576") for t in TARGE
 def test_losses_compile_without_unnamed_spills(target, case):
     seen, bad = compile_all(loss_launches(Recorder(TARGETS[target][1]), **LOSSES[case]), target, f"loss-{case}")
     assert seen == LOSS_KERNELS
+    assert not bad
+
+
+@pytest.mark.parametrize(("case", "more"), [("576", {}), ("512", {"Dk": 512, "h": 128})])
+def test_losses_compile_with_gluon_without_spills(case, more):
+    builder = launch.Recorder(TARGETS["cuda:90"][1])
+    seen, bad = compile_all(loss_launches(builder, **more), "cuda:90", f"loss-gluon-{case}")
+    assert seen == LOSS_KERNELS | {"index_list_target_wgmma"}
     assert not bad
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..dtypes import without_kernel
+from ..gluon import kernels
 from ..selection import lists_plan
 from ..selection.lists_config import list_config, widths
+from ..selection.lists_gluon import SHARED, TAIL, VALUES, rows_fit
 from ..selection.pieces_plan import power_of_two
 from ..selection.tile_lists_plan import alignment, dot_precision
 from . import config, plan
@@ -21,6 +23,7 @@ from .loss import index_list_heads, index_loss_factors, index_loss_gradients, in
 
 MAXNREG = 128  # two programs a multiprocessor; without, 169 registers
 STRIDES = ("sqb", "sqs", "sqg", "sqh", "skb", "skg", "skn", "sfb", "sfs", "sfg", "sfh")
+HEADS = 64  # of a program of index_list_target_wgmma
 FIRST_PLACE = -1  # of equal keys the first counts
 
 
@@ -84,6 +87,10 @@ def _plan_heads(
 ) -> None:
     """Launches ``index_list_heads``, for an index or for an attention with groups."""
     q, k, factors = b.strided(q), b.strided(k), None if factors is None else b.laid_out(factors)
+    if target and factors is not None and rows_fit(b, q, k):
+        found = kernels(b, SHARED, "the loss of an indexer", "index.gluon_target:index_list_target_wgmma")
+        if found:
+            return _plan_target(b, found[0], q, k, factors, lists, out, scale)
     B, S, *groups, H, D = b.shape(q)
     H, D, G = b.static(H), b.static(D), b.static(groups[0]) if groups else 1
     sq, sk = b.strides(q)[:-1], b.strides(k)[:-1]
@@ -100,6 +107,25 @@ def _plan_heads(
     constexprs = dict(G=G, H=H, D=D, NM=NM, MC=c.MC, TC=TC, HELD=c.held, HB=c.HB, BN=c.BN, TARGET=target,
                       ALIGN=alignment(b, q, k), PREC=dot_precision(b, b.dtype(q)))  # fmt: skip
     b.launch(index_list_heads, (B * S, 1, 1), args, constexprs, c.num_warps, c.num_stages)
+
+
+def _plan_target(
+    b: Any, kernel: Any, q: Any, k: Any, lse: Any, lists: lists_plan.Lists, out: Any, scale: float
+) -> None:
+    """Launches ``index_list_target_wgmma`` for one block of heads after the other."""
+    B, S, G, H, D = b.shape(q)
+    H, D = b.static(H), b.static(D)
+    strides = (*b.strides(q)[:-1], *b.strides(k)[:-1], *b.strides(lse))
+    args = dict(
+        q_ptr=q, k_ptr=k, f_ptr=lse, keys_ptr=lists.keys, counts_ptr=lists.counts, out_ptr=out, scale=float(scale), S=S,
+        N=b.shape(lists.keys)[2], so=b.shape(out)[2], **dict(zip(STRIDES, strides, strict=True)),
+    )  # fmt: skip
+    blocks = -(-H // HEADS)
+    for each in range(b.static(G) * blocks):
+        b.launch(
+            kernel, (B * S, 1, 1), dict(args, g=each // blocks, hb=each % blocks),
+            dict(H=H, DK=D, DV=VALUES, KT=TAIL if D > VALUES else 0, FIRST=each == 0), 4, 1,
+        )  # fmt: skip
 
 
 # --- backward -----------------------------------------------------------------------------------------------

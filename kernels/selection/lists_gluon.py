@@ -12,19 +12,28 @@ NAMES = (
     "selection.gluon_list_dq:selection_list_dq_wgmma",
 )
 LEAST_HEADS = 17
-TAIL = 64
+VALUES, TAIL = 512, 64
+SHARED = 225 << 10
+
+
+def rows_fit(b: Any, q: Any, k: Any) -> bool:
+    """Returns whether Gluon kernels can copy the rows of q[B, S, G, h, DK] and k[B, G, S_kv, DK].
+
+    They are for sm_90, 16-bit rows of 512 columns and up to 64 more, and not for a few heads.
+    """
+    if not b.gluon or b.device_props().arch != 90 or b.dtype(q).itemsize != 2:
+        return False
+    h, DK = (b.static(n) for n in b.shape(q)[3:])
+    if h < LEAST_HEADS or not 0 <= DK - VALUES <= TAIL:
+        return False
+    return all(b.is_multiple(s, 8) for t in (q, k) for s in b.strides(t)[:-1]) and bool(b.starts_aligned(q, k))
 
 
 def list_kernels(b: Any, q: Any, k: Any, v: Any, v_width: int, scale: Any) -> tuple[Any, ...] | None:
     """Returns the kernels of the forward and of dQ, or None where plain Triton runs.
 
-    They are for sm_90, 16-bit rows of 512 value columns and up to 64 more, values that are a part of the keys, and a
-    positive scale: the largest score is looked for before the scale.
+    Values must be the first 512 columns of the keys, and the scale positive: the largest score is looked for before it.
     """
-    if v is not None or not b.gluon or b.device_props().arch != 90 or b.dtype(q).itemsize != 2 or not float(scale) > 0:
+    if v is not None or v_width != VALUES or not float(scale) > 0 or not rows_fit(b, q, k):
         return None
-    h, DK = (b.static(n) for n in b.shape(q)[3:])
-    if v_width != 512 or not 0 <= DK - v_width <= TAIL or h < LEAST_HEADS:
-        return None
-    aligned = all(b.is_multiple(s, 8) for t in (q, k) for s in b.strides(t)[:-1]) and b.starts_aligned(q, k)
-    return kernels(b, 225 << 10, "selection attention over lists", *NAMES) if aligned else None
+    return kernels(b, SHARED, "selection attention over lists", *NAMES)
