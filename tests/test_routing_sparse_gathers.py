@@ -377,6 +377,99 @@ def given_far(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tenso
     return attend(q, gather_of(k, at.clamp(min=0)), gather_of(v, at.clamp(min=0)))
 
 
+# --- whole blocks ------------------------------------------------------------------------------------------------
+
+BLK, HEADS, GROUPS = 3, 4, 2
+
+
+def blocks_inputs(length: int = 12) -> list[Tensor]:
+    """Q [B, HEADS, S, D], k and v [B, GROUPS, S, D], and scores of blocks [B, GROUPS, S, blocks]."""
+    g = torch.Generator().manual_seed(2)
+    shapes = ((B, HEADS, length, D), *[(B, GROUPS, length, D)] * 2, (B, GROUPS, length, length // BLK))
+    return [torch.randn(*shape, generator=g) for shape in shapes]
+
+
+def best_blocks(x: Tensor) -> Tensor:
+    own = torch.arange(x.shape[2])[:, None] // BLK
+    return x.masked_fill(torch.arange(x.shape[3]) > own, -INF).topk(2).indices
+
+
+def rows_of_blocks(k: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of the batch and of the groups."""
+    return torch.arange(k.shape[0])[:, None, None, None], torch.arange(GROUPS)[:, None, None]
+
+
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, at: Tensor, fill: float = -INF) -> Tensor:
+    """Attends to the keys [B, GROUPS, S, 2 * BLK, D] of chosen blocks; NSA's selected branch."""
+    keys = (at[..., None] * BLK + torch.arange(BLK)).flatten(-2)
+    later = keys > torch.arange(q.shape[2])[:, None]
+    grouped = q.unflatten(1, (GROUPS, -1))
+    scores = torch.einsum("bghsd,bgsnd->bghsn", grouped, k).masked_fill(later.unsqueeze(2), fill)
+    return torch.einsum("bghsn,bgsnd->bghsd", scores.softmax(-1), v).flatten(1, 2)
+
+
+def gathered_blocks(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    at = best_blocks(x)
+
+    def take(t: Tensor) -> Tensor:
+        wide = t.unflatten(2, (-1, BLK)).unsqueeze(2).expand(-1, -1, q.shape[2], -1, -1, -1)
+        return wide.gather(3, at[..., None, None].expand(-1, -1, -1, -1, BLK, D)).flatten(3, 4)
+
+    return attend_blocks(q, take(k), take(v), at)
+
+
+def indexed_blocks(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    at, (rows, groups) = best_blocks(x), rows_of_blocks(k)
+    k, v = (t.unflatten(2, (-1, BLK))[rows, groups, at].flatten(3, 4) for t in (k, v))
+    return attend_blocks(q, k, v, at, -1e9)
+
+
+def blocks_last(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """The dim of the place in a block stands before that of the blocks."""
+    at, (rows, groups) = best_blocks(x), rows_of_blocks(k)
+    k, v = (t.unflatten(2, (-1, BLK)).transpose(2, 3)[rows, groups, :, at].flatten(3, 4) for t in (k, v))
+    return attend_blocks(q, k, v, at)
+
+
+def one_block_sdpa(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    at, (rows, groups) = best_blocks(x), rows_of_blocks(k)
+    k, v = (t.unflatten(2, (-1, BLK))[rows, groups, at].flatten(3, 4) for t in (k, v))
+    seen = (at[..., None] * BLK + torch.arange(BLK)).flatten(-2) <= torch.arange(q.shape[2])[:, None]
+    grouped = q.unflatten(1, (GROUPS, -1)).transpose(2, 3)
+    return F.scaled_dot_product_attention(grouped, k, v, seen.unsqueeze(3)).transpose(2, 3).flatten(1, 2)
+
+
+def wrong_block(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """The values' blocks stand in another order of their keys."""
+    at, (rows, groups) = best_blocks(x), rows_of_blocks(k)
+    k, v = (t.unflatten(2, (-1, BLK))[rows, groups, at] for t in (k, v))
+    return attend_blocks(q, k.flatten(3, 4), v.flip(4).flatten(3, 4), at)
+
+
+def keys_of_two_blocks(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """The dims of blocks and places are flattened the other way around: the mask hides other keys."""
+    at, (rows, groups) = best_blocks(x), rows_of_blocks(k)
+    k, v = (t.unflatten(2, (-1, BLK))[rows, groups, at].transpose(3, 4).flatten(3, 4) for t in (k, v))
+    return attend_blocks(q, k, v, at, -1e9)
+
+
+BLOCKS: dict[str, Callable[..., Tensor]] = {
+    f.__name__: f
+    for f in (gathered_blocks, indexed_blocks, blocks_last, one_block_sdpa, wrong_block, keys_of_two_blocks)
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gathered_blocks(name: str, dynamic: bool) -> None:
+    """Whatever is routed has the formula's values and gradients; the first four must be, one with a dynamic batch."""
+    symbolic = [(i, 0) for i in range(4)] if dynamic else []
+    got, want = run(BLOCKS[name], blocks_inputs(), symbolic=symbolic), eager(BLOCKS[name], blocks_inputs())
+    assert difference(got, want) < 2e-6 and not got.report.problems, reasons(got)
+    if name in [*BLOCKS][: 1 if dynamic else 4]:
+        assert got.ops["selection_attention"] == 1, reasons(got)
+
+
 # --- rows without keys ----------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from mhc_inductor.routing.graph.index import (
     product_of,
     var,
 )
-from mhc_inductor.routing.graph.linear import Key, atom, replaced, variables_of
+from mhc_inductor.routing.graph.linear import Key, atom, placed, replaced, variables_of
 from mhc_inductor.routing.graph.values import Value, Values, example
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.keys import TRUE, AnyOf, alike, both
@@ -83,6 +83,9 @@ class Recogniser:
         self.differs = False
         """Whether the search found a difference to a selection, not only something that it cannot follow."""
         self._made: list[Masks] = []
+        self._cuts: list[Size] = []
+        self._places: list[Var] = []
+        """Where the place in a gathered list is split, and its digits."""
         self.given: list[Value] = []
         """The masks of the scores examined last."""
         self._shapes: list[tuple[Size, ...]] = []
@@ -148,9 +151,10 @@ class Recogniser:
             kv_lead[-1] = _grouped(dims[len(lead) - 1], call.k)
         masks, fills = self._masks(), Fills(call.out)
         layers = Layers(masks, self.gathered) if self.data else None
-        place = Var(t.size) if self.gathered else t
-        picks = Picks(masks, place) if self.gathered else None
-        element = None if call.mask is None else _aligned(call.mask, (*lead, s, var(place)))
+        places: list[Var] = digits_of(t.size, self._cuts) if self.gathered else [t]
+        self._places = places
+        place, picks = joined(places), Picks(masks, places) if self.gathered else None
+        element = None if call.mask is None else _aligned(call.mask, (*lead, s, place))
 
         def visible() -> AnyOf:
             if element is None:
@@ -161,15 +165,15 @@ class Recogniser:
             return masks.additive(element) if layers is None else layers.added(element)
 
         q = _aligned(call.q, (*lead, s, var(width)))
-        k = _aligned(call.k, (*kv_lead, var(place), var(width)))
-        v = _aligned(call.v, (*kv_lead, var(place), e))
-        self.gathers = is_gathered(v, place)
+        k = _aligned(call.k, (*kv_lead, place, var(width)))
+        v = _aligned(call.v, (*kv_lead, place, e))
+        self.gathers = is_gathered(v, places)
         if picks is not None:
             v, k = picks.below(v), picks.below(k)
             t = picks.t
         found = Found(call.out, dims, [Pair(q, k, width)], v, t, _scale(call.scale, width), visible, [], masks, fills)
         if picks is not None:
-            found.gathered, found.mask = True, lambda: both(visible(), picks.keys)
+            found.gathered, found.mask, found.inner = True, lambda: both(visible(), picks.keys), picks.inner
         found.read = layers
         if call.mask is not None:
             found.dense.append(call.mask)
@@ -198,11 +202,11 @@ class Recogniser:
         softmax = weights.softmax
         traced, v, t = _sides(weights, Ref(out, tuple(joined(digits) for digits in dims)))
         masks, dense = self._masks(), [*weights.same, *weights.added]
-        self.gathers, picks = is_gathered(v, t), None
+        self.gathers, picks, places = is_gathered(v, [t]), None, [t]
         if self.gathered:
-            place = Var(t.size)
-            traced, v = traced.at(t, place), replaced(v, t, atom(place))
-            t, picks = place, Picks(masks, place)
+            self._places = places = digits_of(t.size, self._cuts)
+            traced, v = traced.at(t, joined(places)), placed(v, t, joined(places))
+            picks = Picks(masks, places)
         self.given = []
         layers = Layers(masks, self.gathered) if self.data else None
         scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self.given, layers=layers)
@@ -215,7 +219,7 @@ class Recogniser:
             *(x.value.shape for _, *sides, _ in scores.products for x in sides),
             v.value.shape,
         ]
-        pairs, factor = _paired(scores, v, t)
+        pairs, factor = _paired(scores, v, places)
         if picks is not None:
             v = picks.below(v)
             pairs = [Pair(p.q, picks.below(p.k), p.d) for p in pairs]
@@ -238,6 +242,7 @@ class Recogniser:
         assert isinstance(key, Key)
         found = Found(out, dims, pairs, v, key, factor, keys, dense, masks, fills, sink=scores.sink)
         found.gathered, found.read = picks is not None, layers
+        found.inner = None if picks is None else picks.inner
         return found
 
     # --- digits of the result's dims, and their roles ---
@@ -253,7 +258,7 @@ class Recogniser:
             try:
                 found = build(dims)
             except Cut as cut:
-                if not cut_at(cuts, dims, cut.places):
+                if not cut_at([*cuts, self._cuts], [*dims, self._places], cut.places):
                     raise Unsupported from None
                 continue
             parts = [a for ref in found.deepest() for i in ref.index for a in i.atoms()]
@@ -282,23 +287,23 @@ class Recogniser:
         return found.fills.rows(found.out)
 
 
-def _paired(scores: Scores, v: Ref, t: Var, like: Sequence[Pair] = ()) -> tuple[list[Pair], float]:
+def _paired(scores: Scores, v: Ref, t: Sequence[Var], like: Sequence[Pair] = ()) -> tuple[list[Pair], float]:
     """Returns q and k of each product that the scores are the sum of, and the factor of all of them.
 
-    ``like``: those of other keys, which tell q from a single key. Raises NotOurs for other products, and for products that one product of concatenated vectors cannot replace.
+    ``t``: the digits of the key, or of the place in a list. ``like``: those of other keys, which tell q from a single key. Raises NotOurs for other products, and for products that one product of concatenated vectors cannot replace.
     """
     if scores.segments:
         made_of: dict[Scores, tuple[list[Pair], float]] = {}
         for _, each in sorted(zip(scores.spans, scores.segments, strict=True), key=lambda x: x[0] == ONE):
             made_of[each] = _paired(each, v, t, like)
             like = like or made_of[each][0]
-        return pairs_of([made_of[each] for each in scores.segments], scores.spans, t)
+        return pairs_of([made_of[each] for each in scores.segments], scores.spans, t[0])
     made: list[tuple[float, Pair]] = []
     for factor, *sides, bound in scores.products:
         if len(bound) != 1:
             raise NotOurs
         scaled = [Scaled(side, inputs=True) for side in sides]
-        has = [t in variables_of(x.end) for x in scaled]
+        has = [not variables_of(x.end).isdisjoint(t) for x in scaled]
         if not any(has) and len(made) < len(like):
             has = [not asks(x.ref, bound[0], like[len(made)]) for x in scaled]
         if has[0] == has[1]:
@@ -310,7 +315,7 @@ def _paired(scores: Scores, v: Ref, t: Var, like: Sequence[Pair] = ()) -> tuple[
     return [pair for _, pair in made], scores.factor * made[0][0]
 
 
-def _check_sum(made: Sequence[tuple[float, Pair]], v: Ref, t: Var, where: Value) -> None:
+def _check_sum(made: Sequence[tuple[float, Pair]], v: Ref, t: Sequence[Var], where: Value) -> None:
     """Raises NotOurs unless concatenated vectors give the sum of products, and no key is copied for every query."""
     for factor, pair in made:
         if pair.d.size.symbols:
@@ -319,7 +324,7 @@ def _check_sum(made: Sequence[tuple[float, Pair]], v: Ref, t: Var, where: Value)
             raise NotOurs(
                 "the products that are added have different factors; expected scale * (q1 @ k1 + q2 @ k2)", where
             )
-        if not variables_of(pair.k) <= {*variables_of(v), t, pair.d}:
+        if not variables_of(pair.k) <= {*variables_of(v), *t, pair.d}:
             raise NotOurs("keys of one of the products that are added differ where V does not", where)
 
 
@@ -381,7 +386,7 @@ def _side(weights: Weights, out: Ref) -> tuple[Traced, Ref, Var]:
     if len(keys) != 1 or [(x, c) for x, c in over.terms.items() if x is not None] != [(keys[0], ONE)]:
         raise NotOurs
     old, t = keys[0], Key(keys[0].size)
-    return traced.at(old, t), replaced(v, old, atom(t)), t
+    return traced.at(old, var(t)), replaced(v, old, atom(t)), t
 
 
 def _dim_of(softmax: Value) -> int:

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import Ref
-from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var
-from mhc_inductor.routing.graph.linear import Linear, of_size, variables_of
+from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, var
+from mhc_inductor.routing.graph.linear import Linear, of_size, placed, variables_of
 from mhc_inductor.routing.masks.layouts import Layouts
 from mhc_inductor.routing.masks.numbers import Numbers
 from mhc_inductor.routing.operators.selection.entries import Entries
@@ -55,18 +55,21 @@ def _part(layouts: Layouts, one: Found, each: Entries, device: torch.device) -> 
         node = emit(torch.where, visible, node, -1)
     sizes = [layouts.size(v.size) for v in order]
     keys = layouts.joined(emit("expand", node, *sizes), lead)
-    bias = _bias(numbers, one)
+    bias = _bias(numbers, one, step)
     return keys, None if bias is None else layouts.joined(emit("expand", bias, *sizes), lead)
 
 
-def _bias(numbers: Numbers, one: Found) -> fx.Node | None:
-    """Returns the sum of the masks that are read as data at the entries, None without such a mask."""
+def _bias(numbers: Numbers, one: Found, step: Var) -> fx.Node | None:
+    """Returns the sum of the masks that are read as data at the entries, None without such a mask.
+
+    ``step`` is the place in an interval, and so in a gathered block.
+    """
     emit, masks = numbers.emit, [x for x in one.layers if not x.exact]
     if not masks and not one.gathered:
         return None
     total = emit(torch.zeros, [1] * len(numbers.order), dtype=torch.float32, device=numbers.device)
     for mask in masks:
-        part = numbers.element(mask.ref)
+        part = numbers.element(mask.ref if one.inner is None else placed(mask.ref, one.inner, var(step)))
         if mask.shows is not None:
             part = emit(torch.where, emit(operator.eq, part, mask.shows), 0.0, -math.inf)
         part = emit("to", part, torch.float32)

@@ -67,6 +67,8 @@ class Found:
     """Whether the op reads the masks at all keys, not at those of lists."""
     gathered: bool = False
     """Whether the model gathers each query's keys: places of a list are counted each, also where several name one key."""
+    inner: Var | None = None
+    """The place in a gathered block, None if single keys are gathered."""
     opted: bool = False
     """Whether rows without keys give 0 because the user asked for it, although the formula gives something else."""
     intervals: list[Interval] = dataclasses.field(default_factory=list)

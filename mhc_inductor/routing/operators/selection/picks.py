@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 
 from mhc_inductor.routing.graph.bounds import remembered
 from mhc_inductor.routing.graph.expressions import Ref, aten, joined
-from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import (
     Datum,
     Floor,
@@ -23,6 +24,7 @@ from mhc_inductor.routing.graph.linear import (
     number,
     of_scalar,
     of_size,
+    placed,
     replaced,
     to_index,
     variables_of,
@@ -35,6 +37,7 @@ from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Literal
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import sources
 from mhc_inductor.routing.masks.scatters import GATHERS, looked_up
+from mhc_inductor.routing.operators.selection.digits import Cut, splits
 from mhc_inductor.routing.operators.selection.matches import NotOurs
 
 _OTHER = (
@@ -47,24 +50,29 @@ _Range = tuple[Linear | None, Linear | None]
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
-def is_gathered(ref: Ref, j: Var) -> bool:
-    """Checks whether an element of K or V, behind views and casts, is gathered at an index that depends on ``j``."""
+def is_gathered(ref: Ref, places: Sequence[Var]) -> bool:
+    """Checks whether an element of K or V, behind views and casts, is gathered at an index that depends on its place."""
     *_, last = sources(ref)
     moving: list[bool] = []
 
     def place(at: Ref, x: Value, d: int, wraps: bool) -> Index:
-        moving.append(j in variables_of(at))
+        moving.append(not variables_of(at).isdisjoint(places))
         return const(0)
 
     return last.ref.value.func in GATHERS and looked_up(last.ref, place) is not None and any(moving)
 
 
 class Picks:
-    """The lists of one attention over gathered keys; ``j`` is the place in a list."""
+    """The lists of one attention over gathered keys; ``places`` are the digits of the place in a list.
 
-    def __init__(self, masks: Masks, j: Var) -> None:
+    Where whole blocks of keys are gathered, the last digit is the place in a block, :attr:`inner`.
+    """
+
+    def __init__(self, masks: Masks, places: Sequence[Var]) -> None:
         self.masks = masks
-        self.j = j
+        self.bound = tuple(places)
+        self.places, self.last = set(places), places[-1]
+        self.inner: Var | None = None
         self._found: tuple[Key, Linear] | None = None
         self._read: dict[tuple[Value, bool], None] = {}
         """The tensors of indices that the model gathers at, each with whether negative ones count from the end."""
@@ -82,7 +90,7 @@ class Picks:
 
         def place(at: Ref, x: Value, d: int, wraps: bool) -> Index | None:
             entry = self._entry(at, x.shape[d] if wraps else None)
-            if self.j not in entry.variables():
+            if self.places.isdisjoint(entry.variables()):
                 return to_index(self.masks.whole(at, x.shape[d] if wraps else None))
             row, entry = self._row(self._unwrapped(entry), x.shape[d])
             self._read[at.value, wraps] = None
@@ -95,16 +103,38 @@ class Picks:
             return var(row).times(per).plus(var(found[-1][0]))
 
         below = looked_up(last.ref, place) if last.ref.value.func in GATHERS else None
-        if below is None or len(found) != 1 or self.j in variables_of(below):
+        if below is None or len(found) != 1:
             raise NotOurs
+        key, entry = found[0]
+        if left := self.places & variables_of(below):
+            below, key, entry = self._whole(below, key, entry, left)
         if last.ref.value.func is aten.gather.default:
             self.masks.placed.along(last.ref.value.args[2], last.ref.value.args[0])
-        key, entry = found[0]
         if self._found is None:
-            self._found = found[0]
+            self._found = key, entry
         elif entry != self._found[1] or key.size != self.t.size:
             raise Mismatch(_OTHER, last.ref.value)
         return replaced(below, key, atom(self.t))
+
+    def _whole(self, below: Ref, block: Key, entry: Linear, left: set[Var]) -> tuple[Ref, Key, Linear]:
+        """Returns the element of a gathered block, its key and the key's number. Raises Cut, NotOurs and DynamicWidth.
+
+        The block and the place in it, which must be dims of their own, are digits of the key.
+        """
+        parts = (a for i in below.index for a in i.atoms() if isinstance(a, Part))
+        if cuts := [([root], by) for a in parts for root, by in splits(a) if root in self.places]:
+            raise Cut(cuts)
+        moving = [i for i in below.index if i.variables() & {block, self.last}]
+        shared = entry.variables() <= self.places  # pages of a cache: all queries read the same blocks
+        if shared or left != {self.last} or moving not in ([var(block), var(self.last)], [var(self.last), var(block)]):
+            raise NotOurs
+        self.inner, by = self.last, self.last.size
+        key = self._found[0] if self._found else Key(block.size.times(by))
+        if by.symbols:
+            raise DynamicWidth(by)
+        high, low = (Index({Part(key, by, mod): ONE}) for mod in (False, True))
+        whole = placed(placed(below, block, high), self.last, low)
+        return whole, key, entry.times(by.factor).plus(atom(self.last))
 
     def _entry(self, at: Ref, wrap: Size | None) -> Linear:
         """Returns the number that an element of the indices is, without wraps, clamps and fills that never change it."""
@@ -156,7 +186,7 @@ class Picks:
         Keys of all sequences in one tensor are gathered at ``row * length + place``. Without rows the variable is None.
         """
         for a, c in entry.terms:
-            if isinstance(a, Var) and a is not self.j and a.size != ONE and a.size.times(Size(c)) == size:
+            if isinstance(a, Var) and a not in self.places and a.size != ONE and a.size.times(Size(c)) == size:
                 rest = entry.without(a)
                 low, high = self._range(rest)
                 if (
@@ -175,12 +205,9 @@ class Picks:
         t, at = self._found
         self._check_range()
         literals = {Compare("eq", atom(t).minus(at))}
-        if at.coefficient(self.j):
-            literals |= {
-                Compare("le", atom(self.j, -1)),
-                Compare("le", atom(self.j).minus(of_size(self.j.size)).shifted(1)),
-            }
-        return [All(frozenset(literals), (self.j,))]
+        for j in filter(at.coefficient, self.places):
+            literals |= {Compare("le", atom(j, -1)), Compare("le", atom(j).minus(of_size(j.size)).shifted(1))}
+        return [All(frozenset(literals), self.bound)]
 
     def _check_range(self) -> None:
         """Proves that the indices are in range, or has that checked at run time. Raises Mismatch if neither is possible.

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, peel, step, whole
-from mhc_inductor.routing.graph.index import ONE, Var
-from mhc_inductor.routing.graph.linear import atom, replaced
+from mhc_inductor.routing.graph.index import ONE, Index, Var
+from mhc_inductor.routing.graph.linear import placed
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import ALL, ANY, CASTS, FILLS, MULTIPLY, NOT, behind_ops, constant_of, uncast
@@ -186,7 +186,7 @@ class Traced:
     guards: list[tuple[Ref, bool]]
     no_nan: bool
 
-    def at(self, old: Var, new: Var) -> Traced:
-        """Returns the element with another variable in place of ``old``."""
-        guards = [(replaced(ref, old, atom(new)), want) for ref, want in self.guards]
-        return Traced(replaced(self.ref, old, atom(new)), guards, self.no_nan)
+    def at(self, old: Var, new: Index) -> Traced:
+        """Returns the element with another index in place of ``old``."""
+        guards = [(placed(ref, old, new), want) for ref, want in self.guards]
+        return Traced(placed(self.ref, old, new), guards, self.no_nan)
