@@ -237,6 +237,13 @@ BIASES: dict[str, Logits] = {
     "a temperature": lambda z, a, b, c: (a * (z + b) + c) / 0.7,
     "two scalars": lambda z, a, b, c: a * z * c[0] + b,
     "a sum that is a factor of a sum": lambda z, a, b, c: 0.5 * (c + a * (b + 3.0 * (z + c))) + b,
+    "and a number": lambda z, a, b, c: a * (z + b) + c + 1.0,
+    "and a number inside": lambda z, a, b, c: a * (z + 1.5) + c,
+    "a number alone": lambda z, a, b, c: z * a + 0.5,
+    "a number alone, without alpha": lambda z, a, b, c: z - 0.5,
+    "a number times alpha": lambda z, a, b, c: a * (z + 1.0),
+    "a number times the first of many": lambda z, a, b, c: c[0] * (z + 1.0),
+    "numbers that are no bias together": lambda z, a, b, c: 3.0 - a * (2.0 - (z + 0.25) / 0.7) - 0.5 * b,
 }
 OTHER_BIASES: dict[str, Logits] = {
     "one is made of x": lambda z, a, b, c: a * (z + b) + c * z.mean(-1, keepdim=True),
@@ -246,19 +253,25 @@ OTHER_BIASES: dict[str, Logits] = {
     "z squared": lambda z, a, b, c: (z + b) * (z + b) + c,
     "divided by a sum": lambda z, a, b, c: a / (z + b) + c,
     "z twice": lambda z, a, b, c: a * (z + b) + c + z,
-    "a number is added": lambda z, a, b, c: a * (z + b) + c + 1.0,
-    "a number is added inside": lambda z, a, b, c: a * (z + 1.0) + c,
+    "a number for each token": lambda z, a, b, c: a * z + b + torch.linspace(0, 1, z.shape[1]).unsqueeze(-1),
+    "a number and an alpha for each row": lambda z, a, b, c: c * (z + 1.5),
+    "a number times a token's": lambda z, a, b, c: torch.linspace(0, 1, z.shape[1]).unsqueeze(-1) * (a * z + 1.5),
+    "the square of z and a number": lambda z, a, b, c: a * (z + 1.5) ** 2,
+    "divided by z and a number": lambda z, a, b, c: a / (z + 1.5) + b,
+    "a function of z and a number": lambda z, a, b, c: a * torch.relu(z + 1.5) + b,
 }
 
 
-def with_biases(logits: Logits, p: Made) -> Callable[[Tensor], Tensor]:
-    """Returns a site whose logits are made of z, alpha and two biases."""
+def with_biases(logits: Logits | list[Logits], p: Made) -> Callable[[Tensor], Tensor]:
+    """Returns a site whose logits, of all three coefficients or of each, are made of z, alpha and two biases."""
     parts = (slice(0, N), slice(N, 2 * N), slice(2 * N, None))
+    functions = logits if isinstance(logits, list) else [logits] * 3
 
     def fn(x: Tensor) -> Tensor:
         z = projected(x, p)
         pre, post, res = (
-            logits(z[..., at], a, p["bias"][at], p["more"][at]) for at, a in zip(parts, p["alpha"], strict=True)
+            of(z[..., at], a, p["bias"][at], p["more"][at])
+            for of, at, a in zip(functions, parts, p["alpha"], strict=True)
         )
         f_out = sublayer((torch.sigmoid(pre).unsqueeze(-1) * x).sum(-2), p)
         return _balanced(res.unflatten(-1, (N, N))) @ x + (2 * torch.sigmoid(post)).unsqueeze(-1) * f_out.unsqueeze(-2)
@@ -287,6 +300,16 @@ def test_other_biases_stay_the_models(name: str) -> None:
     p = made(more=(N * N + 2 * N,))
     got = same(with_biases(OTHER_BIASES[name], p), (streams(),), p.items())
     assert not got.ops["mhc_pre"], reasons(got)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("role", range(3))
+def test_a_number_added_to_the_logits_of_one_coefficient(role: int, bias: bool) -> None:
+    p = made(more=(N * N + 2 * N,))
+    each: list[Logits] = [lambda z, a, b, c: a * z + b if bias else a * z] * 3
+    each[role] = lambda z, a, b, c: a * (z + 1.5) + b if bias else a * z + 0.5
+    got = same(with_biases(each, p), (streams(),), p.items())
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1} or not bias, reasons(got)
 
 
 def test_two_biases_in_bf16_are_added_in_fp32() -> None:

@@ -23,18 +23,8 @@ from mhc_inductor.routing.graph.expressions import (
     summed,
     whole,
 )
-from mhc_inductor.routing.graph.gates import (
-    gate_of,
-    squared,
-)
-from mhc_inductor.routing.graph.index import (
-    ONE,
-    DynamicWidth,
-    Index,
-    Size,
-    Unsupported,
-    product_of,
-)
+from mhc_inductor.routing.graph.gates import gate_of, squared
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, bound_below, covers, norm_of
@@ -60,7 +50,7 @@ class Piece:
 
 
 Weighted = tuple[float, tuple[Piece, ...]]
-"""A number times weights, of which the last has the rows and the others are scalars."""
+"""A number times weights: scalars, of which the last may have the rows instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,38 +149,39 @@ _Part = tuple[float, list[Ref], Ref]
 """An addend: a number, the factors that multiply a sum around it, and what both multiply."""
 
 
-def _linear(ref: Ref, number: float, factors: list[Ref], kept: Kept) -> tuple[float, list[_Part]]:
-    """Returns ``number * factors * ref`` as a constant and addends: factors of sums with a projection are expanded."""
+def _linear(
+    ref: Ref, number: float, factors: list[Ref], kept: Kept
+) -> tuple[list[tuple[float, list[Ref]]], list[_Part]]:
+    """Returns ``number * factors * ref`` as constants and addends: factors of sums with a projection are expanded."""
     constant, terms = addends(ref, kept)
-    constant, parts = constant * number, list[_Part]()
+    constants, parts = [(number * constant, factors)] * (constant != 0.0), list[_Part]()
     for sign, term in terms:
         inner = sum_factor(term, kept) if projection(term, kept) is None else None
         if inner is None or (len(terms) > 1 and norm_behind(inner[0].value, any_norm, kept) is None):
             parts.append((number * sign, factors, term))
             continue
         below = _linear(inner[0], number * sign * inner[1], [*factors, *inner[2]], kept)
-        constant, parts = constant + below[0], parts + below[1]
-    return constant, parts
+        constants, parts = constants + below[0], parts + below[1]
+    return constants, parts
 
 
 def affine(ref: Ref, out: Ref, kept: Kept, scale: float = 1.0) -> Affine:
     """Returns ``scale * ref``, an element of a value's logits, as ``alpha * z + bias``. Raises Mismatch.
 
-    ``out`` is the element of the value itself. In ``alpha * (z + b) + c``, the bias is ``alpha * b + c``.
+    ``out`` is the element of the value itself. In ``alpha * (z + b) + c``, the bias is ``alpha * b + c``; b and c may be
+    numbers.
     """
-    constant, parts = _linear(ref, scale, [], kept)
+    constants, parts = _linear(ref, scale, [], kept)
     found = [(norm, part) for part in parts if (norm := projection(part[2], kept)) is not None]
     if len(found) != 1:
         check_normed([(number, term) for number, _, term in parts])
         raise Mismatch(SEVERAL if len(parts) > 1 else NOTHING, ref.value)
-    if constant != 0.0:
-        raise Mismatch(f"a constant {constant:g} is added to the logits; expected alpha * z + bias", ref.value)
     norm, z = found[0]
     if ref.value.dtype is torch.float64 and norm.x.dtype is not torch.float64:
         raise Mismatch(
             "the coefficients are computed in float64 and x is not: the op would compute them in float32", ref.value
         )
-    return _affine(out, norm, z, [part for part in parts if part is not z], kept)
+    return _affine(out, norm, z, [part for part in parts if part is not z], constants, kept)
 
 
 EXPECTED = "expected sigmoid(alpha * z + bias)"
@@ -277,7 +268,9 @@ def _other_norm(divisor: Ref, width: Size) -> str | None:
     return TWICE if inner[0] > 0 and len(inner[1]) == 1 and squared(inner[1][0][1]) is not None else None
 
 
-def _affine(out: Ref, norm: Norm, part: _Part, others: list[_Part], kept: Kept) -> Affine:
+def _affine(
+    out: Ref, norm: Norm, part: _Part, others: list[_Part], constants: list[tuple[float, list[Ref]]], kept: Kept
+) -> Affine:
     number, factors, z = part
     term = kept.product(z)
     tokens, feature, width, scale = _projected(norm, z, term)
@@ -293,8 +286,9 @@ def _affine(out: Ref, norm: Norm, part: _Part, others: list[_Part], kept: Kept) 
     gamma = _gamma(gammas[0], feature, width) if gammas else None
     rows = per_token.factor
     alpha = number * scale, tuple(map(_alpha, (*factors, *alphas)))
-    bias = tuple((weight, (*map(_alpha, by), _bias(t, form, rows))) for weight, by, t in others)
-    found = Affine(norm, dataclasses.replace(piece, rows=rows), gamma, alpha, bias, rows, transposed)
+    bias = [(weight, (*map(_alpha, by), _bias(t, form, rows))) for weight, by, t in others]
+    bias += [(constant, tuple(map(_alpha, by))) for constant, by in constants]
+    found = Affine(norm, dataclasses.replace(piece, rows=rows), gamma, alpha, tuple(bias), rows, transposed)
     for weight in found.weights:
         size = product_of(weight.value.shape)
         if size.symbols:

@@ -24,16 +24,7 @@ from mhc_inductor.routing.graph.expressions import (
     written,
 )
 from mhc_inductor.routing.graph.gates import squared
-from mhc_inductor.routing.graph.index import (
-    ONE,
-    DynamicWidth,
-    Index,
-    Size,
-    Unsupported,
-    Var,
-    bound_of,
-    product_of,
-)
+from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Size, Unsupported, Var, bound_of, product_of
 from mhc_inductor.routing.graph.values import Value, elements_read
 
 

@@ -7,16 +7,7 @@ import dataclasses
 import itertools
 import math
 
-from mhc_inductor.routing.graph.expressions import (
-    Ref,
-    addends,
-    aten,
-    close,
-    operands,
-    peel,
-    summed,
-    whole,
-)
+from mhc_inductor.routing.graph.expressions import Ref, addends, aten, close, operands, peel, summed, whole
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch

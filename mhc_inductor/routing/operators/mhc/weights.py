@@ -49,7 +49,8 @@ class Weights:
         """Returns phi, alpha or bias of all roles, each a sum, as one tensor."""
         n = self.n
         rows = {"pre": n, "post": n, "res": n * n} if what != "alpha" else dict.fromkeys(ROLES, 1)
-        alone = {r: s[0][1][0] for r, s in parts.items() if [len(p) for _, p in s] == [1] and close(s[0][0], 1.0)}
+        one = {r: s[0] for r, s in parts.items() if len(s) == 1 and close(s[0][0], 1.0)}
+        alone = {r: p[0] for r, (_, p) in one.items() if [piece.rows for piece in p] == [rows[r]]}
         stored = self._stored(alone, {r: rows[r] for r in self.wanted}, what) if len(alone) == len(parts) else None
         if stored is not None:
             return stored
@@ -86,10 +87,11 @@ class Weights:
         return functools.reduce(functools.partial(self.edit.emit, operator.add), wide)
 
     def _product(self, role: str, number: float, pieces: tuple[Piece, ...], rows: int, what: str) -> fx.Node:
-        if not pieces:
-            return self.edit.emit("new_full", self.x, [rows], number, dtype=self._wide(self.x))
-        node = self._taken(role, pieces[-1], rows, what)
-        for scalar in pieces[:-1]:
+        if pieces and pieces[-1].rows == rows:
+            node, pieces = self._taken(role, pieces[-1], rows, what), pieces[:-1]
+        else:
+            node, number = self.edit.emit("new_full", self.x, [rows], number, dtype=self._wide(self.x)), 1.0
+        for scalar in pieces:
             node = self._times(node, self._taken(role, scalar, 1, "alpha"))
         return self._times(node, number)
 
