@@ -117,4 +117,6 @@ def test_in_inference_and_bf16() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_layouts_stay_the_models(name: str) -> None:
     got: Captured = same(flat(OTHERS[name]), (streams().flatten(-2),), PARAMETERS.items())
-    assert not got.ops["mhc_post"] and reasons(got), name
+    # Streams that the model puts together in another way are each still one of the op's.
+    assert got.ops["mhc_post"] == (name in ("cat in another order", "one stream scaled")), name
+    assert got.ops["mhc_post"] or reasons(got), name

@@ -429,7 +429,8 @@ def test_streams_that_stay_flat(name: str, tokens: list[int]) -> None:
 def test_other_posts_of_flat_streams_stay_the_models(name: str) -> None:
     p = parameters()
     got = alike(flat_site(OTHER_FLAT_POSTS[name], p), p, [])
-    assert not got.ops["mhc_post"], reasons(got)
+    # Streams that the model puts together in another order are each still one of the op's.
+    assert got.ops["mhc_post"] == (name == "two streams exchanged"), reasons(got)
 
 
 def test_columns_that_come_before_streams_are_told_as_that() -> None:

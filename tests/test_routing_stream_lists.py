@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.capture import Captured, difference, eager, run
 from tests.reference_models_mhc import EPS, WIDTH, N, P, _balanced, _gates, around, parameters, sublayer
 from tests.test_routing_mhc_laws import reasons, same, streams
 
@@ -54,32 +56,226 @@ def normed_before(xs: Sequence[Tensor], p: P) -> list[Tensor]:
     return apart(xs, projected([x * inverse for x in xs], p), p)
 
 
+def z_of(x: Tensor, p: P) -> Tensor:
+    return normed(x) @ p["phi"].T
+
+
+def without_matrix(xs: Sequence[Tensor], p: P) -> list[Tensor]:
+    pre, post, _ = _gates(z_of(torch.cat([*xs], -1), p), p)
+    f_out = sublayer(sum(pre[..., i : i + 1] * xs[i] for i in range(N)), p)  # type: ignore[arg-type]
+    return [post[..., i : i + 1] * f_out + xs[i] for i in range(N)]
+
+
+def rounded(xs: Sequence[Tensor], p: P) -> list[Tensor]:
+    """Coefficients and sums in fp32, of streams that are rounded to x's dtype each."""
+    wide = [x.float() for x in xs]
+    return [x.to(xs[0].dtype) for x in apart(wide, z_of(torch.cat([*xs], -1).float(), p), p)]
+
+
 STACKED: dict[str, Layer] = {
-    "stack": lambda xs, p: apart(xs, normed(torch.stack([*xs], -2).flatten(-2)) @ p["phi"].T, p),
-    "cat": lambda xs, p: apart(xs, normed(torch.cat([*xs], -1)) @ p["phi"].T, p),
+    "stack": lambda xs, p: apart(xs, z_of(torch.stack([*xs], -2).flatten(-2), p), p),
+    "cat": lambda xs, p: apart(xs, z_of(torch.cat([*xs], -1), p), p),
+    "rows": lambda xs, p: apart(xs, z_of(torch.cat([x.unsqueeze(-2) for x in xs], -2).flatten(-2), p), p),
     "no h_res": lambda xs, p: apart(
         xs, torch.cat([(normed(torch.cat([*xs], -1)) @ p["phi"][: 2 * N].T), xs[0][..., : N * N]], -1), p
     ),
+    "put together twice": lambda xs, p: list(
+        around(torch.stack([*xs], -2), p, _balanced, z_of(torch.cat([*xs], -1), p)).unbind(-2)
+    ),
+    "no matrix": without_matrix,
+    "rounded": rounded,
 }
 NEVER_STACKED: dict[str, Layer] = {"rsqrt": summed_root, "eps outside": eps_outside, "normed before": normed_before}
+BOTH = {"mhc_pre": 1, "mhc_post": 1}
+ENDS: dict[str, Callable[[list[Tensor]], object]] = {
+    "a list": lambda xs: xs,
+    "a stack": lambda xs: torch.stack(xs, -2),
+    "a cat": lambda xs: torch.cat(xs, -1),
+    "a stack and a list": lambda xs: (torch.stack(xs, -2), xs[1], xs[2] * 2.0),
+    "a sum": lambda xs: sum(xs),
+    "written": lambda xs: [*xs, xs[1].mul_(2.0)],
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("stack", torch.float32), ("cat", torch.float64), ("no h_res", torch.float32)], ids=str
-)
-def test_streams_stacked_for_the_projection(name: str, dtype: torch.dtype) -> None:
-    p = {k: t.detach().to(dtype).requires_grad_() for k, t in parameters().items()}
+def listed(fn: Callable[..., object], p: P, tokens: bool = False, grad: bool = True, **options: Any) -> Captured:
+    """Runs ``fn`` of streams in a list, with dynamic ``tokens`` or not, and asserts the eager values and gradients."""
+    dtype, within = options.pop("dtype", torch.float32), options.pop("within", 1e-5)
     xs = tuple(streams(dtype=dtype).unbind(-2))
-    got = same(lambda *a: STACKED[name](a, p), xs, p.items(), 1e-5 if dtype is torch.float32 else 1e-11)
-    assert dict(got.ops) == {"mhc_coefficients": 1, **({"mhc_sinkhorn": 1} if name == "no h_res" else {})}, reasons(got)
-    assert reasons(got) == [WRITTEN]
+    dims = [(at, 1) for at in range(N)] * tokens
+    got, plain = run(fn, xs, [*p.items()], grad, symbolic=dims, **options), eager(fn, xs, [*p.items()], grad)
+    assert not got.report.problems and difference(got, plain) < within, difference(got, plain)
+    assert {k for k, g in got.grads.items() if g is None} == {k for k, g in plain.grads.items() if g is None}
+    return got
 
 
-def test_layers_of_lists() -> None:
+@pytest.mark.parametrize("grad", [True, False], ids=["train", "no_grad"])
+@pytest.mark.parametrize("tokens", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", list(STACKED))
+def test_streams_stacked_for_the_projection(name: str, tokens: bool, grad: bool) -> None:
     p = parameters()
-    got = same(lambda *a: STACKED["cat"](STACKED["stack"](a, p), p), tuple(streams().unbind(-2)), p.items())
-    assert dict(got.ops) == {"mhc_coefficients": 2}, reasons(got)
-    assert reasons(got) == [WRITTEN] * 2
+    got = listed(lambda *a: STACKED[name](a, p), p, tokens, grad)
+    assert dict(got.ops) == {**BOTH, **({"mhc_sinkhorn": 1} if name == "no h_res" else {})}, reasons(got)
+    assert not reasons(got)
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-11), (torch.bfloat16, 3e-2)], ids=str)
+def test_lists_of_other_dtypes(dtype: torch.dtype, within: float) -> None:
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    p = {k: t.detach().to(wide).requires_grad_() for k, t in parameters().items()}
+    layer = STACKED["cat" if dtype is torch.float64 else "rounded"]
+    assert dict(listed(lambda *a: layer(a, p), p, dtype=dtype, within=within).ops) == BOTH
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("grad", [True, False], ids=["train", "no_grad"])
+def test_what_is_made_of_the_new_streams(end: str, grad: bool) -> None:
+    p = parameters()
+    got = listed(lambda *a: ENDS[end](STACKED["cat"](a, p)), p, grad=grad)
+    assert dict(got.ops) == BOTH, reasons(got)
+
+
+STARTS: dict[str, Callable[[Sequence[Tensor]], Sequence[Tensor]]] = {
+    "clones": lambda xs: [xs[0].clone() for _ in range(N)],
+    "copies": lambda xs: [xs[0] * 1.0 for _ in range(N)],
+    "unbound": lambda xs: torch.stack([*xs], 0).unbind(0),
+    "chunks": lambda xs: torch.cat([*xs], -1).chunk(N, -1),
+    "one tensor": lambda xs: [xs[0]] * N,
+    "a tensor twice": lambda xs: [xs[0], xs[1], xs[0], xs[2]],
+}
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("start", STARTS)
+def test_what_the_first_streams_are(start: str, tokens: bool) -> None:
+    p = parameters()
+    got = listed(lambda *a: STACKED["cat"](STARTS[start](a), p), p, tokens)
+    assert dict(got.ops) == BOTH and not reasons(got), reasons(got)
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "names", [("stack", "cat"), ("cat", "cat", "stack"), ("rows", "rounded", "no matrix")], ids="-".join
+)
+def test_layers_of_lists(names: tuple[str, ...], tokens: bool) -> None:
+    """The streams stay a list from layer to layer, and a head collapses the last one."""
+    p = parameters()
+
+    def fn(*xs: Tensor) -> Tensor:
+        for name in names:
+            xs = tuple(STACKED[name](xs, p))
+        pre = torch.sigmoid(z_of(torch.cat(xs, -1), p)[..., :N] * p["alpha"][0] + p["bias"][:N])
+        return sum(pre[..., i : i + 1] * x for i, x in enumerate(xs))  # type: ignore[return-value]
+
+    got = listed(fn, p, tokens)
+    assert dict(got.ops) == {"mhc_pre": len(names), "mhc_post": len(names), "mhc_head": 1}, reasons(got)
+    assert not reasons(got)
+    (graph,) = got.graphs
+    # The first streams are put together once, by the model; all others are the ops' own.
+    assert sum(n.target in (torch.stack, torch.cat) for n in graph.graph.nodes) == 1
+
+
+Pair = tuple[int, int]
+
+
+def site(
+    xs: Sequence[Tensor],
+    p: P,
+    collapsed: Sequence[Tensor] | None = None,
+    mixed: Sequence[Tensor] | None = None,
+    element: Callable[[int, int], Pair] = lambda o, i: (o, i),
+    h_post: Sequence[int] = range(N),
+    without: Sequence[Pair] = (),
+) -> list[Tensor]:
+    """A site that may collapse and mix other streams than it projects, or with other coefficients."""
+    pre, post, logits = _gates(z_of(torch.cat([*xs], -1), p), p)
+    matrix = _balanced(logits)
+    f_out = sublayer(sum(pre[..., i : i + 1] * x for i, x in enumerate(collapsed or xs)), p)  # type: ignore[arg-type]
+    new = [post[..., o : o + 1] * f_out for o in h_post]
+    for o, i in [(o, i) for o in range(N) for i in range(N) if (o, i) not in without]:
+        row, column = element(o, i)
+        new[o] = new[o] + matrix[..., row, column : column + 1] * (mixed or xs)[i]
+    return new
+
+
+TURNED: dict[str, Layer] = {
+    "site": site,
+    "transposed": lambda xs, p: site(xs, p, element=lambda o, i: (i, o)),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_coefficients_of_every_element(name: str) -> None:
+    p = parameters()
+    got = listed(lambda *a: TURNED[name](a, p), p)
+    assert dict(got.ops) == BOTH, reasons(got)
+    assert [r.detail for r in got.report.routed if r.op == "mhc_post"] == [
+        "h_res" + " transposed" * (name == "transposed")
+    ]
+
+
+def written(xs: Sequence[Tensor], p: P) -> list[Tensor]:
+    """A stream is written in place after the projection read it."""
+    made = [x * 1.0 for x in xs]
+    z = z_of(torch.cat(made, -1), p)
+    made[1].mul_(1.5)
+    return apart(made, z, p)
+
+
+WRONG: dict[str, tuple[Layer, set[str]]] = {
+    "one stream twice in the collapse": (lambda x, p: site(x, p, [x[0], x[1], x[1], x[3]]), set()),
+    "two streams swapped in the collapse": (lambda x, p: site(x, p, [x[0], x[2], x[1], x[3]]), set()),
+    "one stream scaled in the collapse": (lambda x, p: site(x, p, [x[0] * 1.5, *x[1:]]), set()),
+    "one stream of another token": (lambda x, p: site(x, p, [x[0], x[1].roll(1, 1), *x[2:]]), set()),
+    "one stream twice in the mix": (lambda x, p: site(x, p, None, [x[0], x[1], x[1], x[3]]), {"mhc_pre"}),
+    "two streams swapped in the mix": (lambda x, p: site(x, p, None, [x[1], x[0], *x[2:]]), {"mhc_pre"}),
+    "one stream rounded in the mix": (lambda x, p: site(x, p, None, [x[0].bfloat16().float(), *x[1:]]), {"mhc_pre"}),
+    "one stream detached in the mix": (lambda x, p: site(x, p, None, [x[0].detach(), *x[1:]]), {"mhc_pre"}),
+    "the projection of detached streams": (lambda x, p: site([t.detach() for t in x], p, x, x), set()),
+    "one element transposed": (
+        lambda x, p: site(x, p, element=lambda o, i: (i, o) if {o, i} == {1, 2} and o == 1 else (o, i)),
+        {"mhc_pre"},
+    ),
+    "one element missing": (lambda x, p: site(x, p, without=[(2, 1)]), {"mhc_pre"}),
+    "one row missing": (lambda x, p: site(x, p, without=[(2, i) for i in range(N)]), {"mhc_pre"}),
+    "one stream transposed": (
+        lambda x, p: site(x, p, element=lambda o, i: (i, o) if o == 1 else (o, i)),
+        {"mhc_pre"},
+    ),
+    "h_post of another stream": (lambda x, p: site(x, p, h_post=[0, 1, 1, 3]), {"mhc_pre"}),
+    "h_post in another order": (lambda x, p: site(x, p, h_post=[1, 0, 2, 3]), {"mhc_pre"}),
+    "the projection in another order": (lambda x, p: site(x[::-1], p, x, x), set()),
+    "the projection of one other stream": (lambda x, p: site([*x[:3], x[3].tanh()], p, x, x), set()),
+    "another tensor is two streams": (lambda x, p: site([x[0], x[1], x[1], x[3]], p, [x[0], x[1], x[2], x[3]]), set()),
+    "one of two that are one": (
+        lambda x, p: site([x[0], x[1], x[1], x[3]], p, None, [x[1], x[1], x[1], x[3]]),
+        {"mhc_pre"},
+    ),
+    "a dtype of its own": (lambda x, p: site([x[0].bfloat16(), *x[1:]], p), set()),
+    "written after the projection": (written, set()),
+}
+"""Layers with one mistake, and the ops of what is right all the same."""
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", WRONG)
+def test_lists_with_one_mistake(name: str, tokens: bool) -> None:
+    p, (layer, allowed) = parameters(), WRONG[name]
+    got = listed(lambda *a: layer(a, p), p, tokens, within=1e-4)
+    assert {*got.ops} - {"mhc_sinkhorn"} <= allowed, (dict(got.ops), reasons(got))
+    assert reasons(got) or name == "the projection of detached streams"
+
+
+def test_a_stream_that_is_written_after_the_layer() -> None:
+    """In inference, where a layer may write its inputs once it has read them."""
+    p = parameters()
+
+    def fn(*xs: Tensor) -> list[Tensor]:
+        made = [x * 1.0 for x in xs]
+        out = STACKED["cat"](made, p)
+        made[1].mul_(1.5)
+        return [*out, made[1]]
+
+    assert dict(listed(fn, p, grad=False).ops) == BOTH
 
 
 def test_one_tensor_stacked_or_unbound_is_the_usual_formula() -> None:
@@ -122,24 +318,17 @@ def test_a_head_of_a_list_is_named_by_its_norm(name: str) -> None:
     assert not got.ops and [r.startswith(LISTED) for r in reasons(got)] == [True] * named, reasons(got)
 
 
-def test_weights_of_one_kind_only_or_of_other_widths_stay() -> None:
+def test_streams_of_other_widths_stay() -> None:
     p = parameters()
     xs = tuple(streams().unbind(-2))
-
-    def pre_alone(*a: Tensor) -> Tensor:
-        z = normed(torch.cat(a, -1)) @ p["phi"][:N].T
-        pre = torch.sigmoid(z * p["alpha"][0] + p["bias"][:N])
-        return sum(pre[..., i : i + 1] * a[i] for i in range(N))  # type: ignore[return-value]
 
     def uneven(*a: Tensor) -> list[Tensor]:
         parts = [a[0][..., : WIDTH // 2], a[0][..., WIDTH // 2 :], *a[1:]]
         z = normed(torch.cat(parts, -1)) @ p["phi"].T
         return apart(a, z, p)
 
-    for fn in (pre_alone, uneven):
-        got = same(fn, xs, p.items())
-        assert not got.ops["mhc_coefficients"] and not got.ops["mhc_pre"]
-        assert reasons(got)
+    got = same(uneven, xs, p.items())
+    assert not got.ops["mhc_pre"] and reasons(got)
 
 
 # --- lists and static weights that no norm's formula claims -------------------------------------------------
@@ -184,13 +373,13 @@ def given() -> tuple[Tensor, ...]:
     return tuple(torch.randn(2, 3, *shape, generator=g) for shape in ((N,), (WIDTH,), (N, N)))
 
 
-def written(x: Tensor | Sequence[Tensor], h: Tensor, f: Tensor, m: Tensor) -> list[Tensor]:
+def new_streams(x: Tensor | Sequence[Tensor], h: Tensor, f: Tensor, m: Tensor) -> list[Tensor]:
     xs = x.unbind(-2) if isinstance(x, Tensor) else x
     return [h[..., o, None] * f + sum(m[..., o, i, None] * t for i, t in enumerate(xs)) for o in range(N)]
 
 
 def test_coefficients_from_elsewhere_and_a_list_of_streams_are_named() -> None:
-    fn = lambda *a: written(a[:N], *a[N:])  # noqa: E731
+    fn = lambda *a: new_streams(a[:N], *a[N:])  # noqa: E731
     got = same(fn, (*streams().unbind(-2), *given()))
     assert not got.ops and reasons(got) == [WRITTEN], reasons(got)
 
@@ -204,7 +393,7 @@ PUT: dict[str, Callable[[list[Tensor]], Tensor]] = {
 
 @pytest.mark.parametrize("how", PUT)
 def test_streams_put_together_by_cat_are_routed(how: str) -> None:
-    got = same(lambda x, *a: PUT[how](written(x, *a)), (streams(), *given()))
+    got = same(lambda x, *a: PUT[how](new_streams(x, *a)), (streams(), *given()))
     assert dict(got.ops) == {"mhc_post": 1} and not reasons(got), reasons(got)
 
 
@@ -213,13 +402,13 @@ def test_cats_of_other_things_stay() -> None:
     h, f, m = given()
 
     def uneven(x: Tensor) -> Tensor:
-        return torch.cat([*written(x, h, f, m)[1:], written(x, h, f, m)[0][..., 8:]], -1)
+        return torch.cat([*new_streams(x, h, f, m)[1:], new_streams(x, h, f, m)[0][..., 8:]], -1)
 
     def turned(x: Tensor) -> Tensor:
-        return torch.cat(written(x, h, f, m)[::-1], -1)
+        return torch.cat(new_streams(x, h, f, m)[::-1], -1)
 
     def two_matrices(x: Tensor) -> Tensor:
-        return torch.cat([*written(x, h, f, m)[:2], *written(x, h, f, m.mT)[2:]], -1)
+        return torch.cat([*new_streams(x, h, f, m)[:2], *new_streams(x, h, f, m.mT)[2:]], -1)
 
     for fn in (uneven, turned, two_matrices):
         assert not same(fn, (streams(),)).ops

@@ -81,10 +81,10 @@ class Cut:
         self.edit, self.view, self.place = edit, edit.view, edit.place
         self.match, self.pairs = match, pairs
         self.ins = dict.fromkeys(node_of(v) for v in match.inputs)
+        self.stood_for = edit.originals()
         self.derived = self._derived([node_of(v) for v in match.derived])
         self.asked = [bool(self.view.ends.get(node_of(value), 0)) for value, _ in pairs]
         """For each result, whether the graph uses its gradient."""
-        self.stood_for = edit.originals()
         self.unrounded = {new: old for new, old in edit.unrounded.items() if old in self.ins}
         self.formula = self._formula()
         self.op = self._op()
@@ -122,7 +122,7 @@ class Cut:
         while todo:
             node = todo.pop()
             found.add(node)
-            above = node.all_input_nodes
+            above = [self.stood_for.get(a, a) for a in node.all_input_nodes]
             todo += [
                 a for a in above if a.op.startswith("call_") and a not in found and (a in ends or a not in self.ins)
             ]

@@ -5,19 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from mhc_inductor.routing.graph.expressions import (
-    Ref,
-    addends,
-    aten,
-    contraction,
-    number,
-    operands,
-    peel,
-    reduction,
-)
-from mhc_inductor.routing.graph.index import (
-    Var,
-)
+from mhc_inductor.routing.graph.expressions import Ref, addends, aten, contraction, number, operands, peel, reduction
+from mhc_inductor.routing.graph.index import Var
 from mhc_inductor.routing.graph.values import Value
 
 SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
@@ -68,6 +57,21 @@ def argument_of(ref: Ref) -> Ref | None:
     tensors = [a for a in ref.value.args if isinstance(a, Value)]
     fits = len(tensors) == 1 and tensors[0].shape == ref.value.shape
     return Ref(tensors[0], ref.index) if fits else None
+
+
+def bound_below(ref: Ref) -> tuple[Ref, float] | None:
+    """Returns (element, bound) of a clamp or a maximum that bounds an element from below, or None."""
+    args, func = ref.value.args, ref.value.func
+    if func in (aten.clamp_min.default, aten.clamp.default):
+        low = number(args[1]) if len(args) > 1 else number(ref.value.kwargs.get("min"))
+        if low is not None and len(args) <= 2 and ref.value.kwargs.get("max") is None:
+            return peel(Ref(args[0], ref.index)), low
+    elif func is aten.maximum.default:
+        a, b = operands(ref)
+        a, b = (b, a) if isinstance(a, float) else (a, b)
+        if isinstance(a, Ref) and isinstance(b, float):
+            return peel(a), b
+    return None
 
 
 def squared(ref: Ref) -> tuple[Ref, float, list[Var]] | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -68,7 +69,8 @@ class Emission:
         if use.pre is not None and use.pre.norm.x is found.x and not edit.copied(node_of(root_of(found.x)[0])):
             # Reuse the pre's x node, so that gradients of widened streams are rounded only once.
             own = self._streams.get(use.pre)
-        x = edit.widened(own or self._split(found.x, n, found.width // n, found.x_stream), use.x_out)
+        x = own or self._split(found.x, n, found.width // n, found.x_stream)
+        x = functools.reduce(edit.widened, use.outputs, x)
         lead, d = list(example(x).shape[:-2]), example(x).shape[-1]
         f = edit.shaped(edit.input(found.f_out), [*lead, d], x)
         for vector in found.added:
@@ -78,11 +80,15 @@ class Emission:
         if found.matrix is not None:
             matrix = self._own(found.matrix, use.pre) or self._coefficients(found.matrix, [n, n], x)
         out = edit.emit(_OPS.mhc_post.default, x, f, h_post, matrix, found.transpose)
+        each = edit.emit("unbind", out, -2) if use.streams else None
+        pairs = [(v, edit.as_like(edit.emit(operator.getitem, each, o), v, x)) for o, v in use.streams.items()]
+        if use.x_out in use.streams.values():
+            return pairs
         if found.stream != -2:
             wanted = example(node_of(use.x_out)).shape
             order = streams_last(len(wanted), found.stream % len(wanted))
             out = edit.emit("movedim", edit.shaped(out, [wanted[k] for k in order], x), -2, found.stream)
-        return [(use.x_out, edit.as_like(out, use.x_out, x))]
+        return [(use.x_out, edit.as_like(out, use.x_out, x)), *pairs]
 
     def collapse(self, use: CollapseUse) -> Pairs:
         """Emits a collapse with given weights and returns h_in with its new node. Raises Mismatch."""

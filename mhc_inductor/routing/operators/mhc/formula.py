@@ -23,11 +23,11 @@ from mhc_inductor.routing.graph.expressions import (
     summed,
     whole,
 )
-from mhc_inductor.routing.graph.gates import gate_of, squared
+from mhc_inductor.routing.graph.gates import bound_below, gate_of, squared
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, bound_below, covers, norm_of
+from mhc_inductor.routing.operators.mhc.norm import Kept, Norm, covers, norm_of
 
 ROWS, COLUMNS = -1, -2
 """The dims of a matrix to reduce for row sums and for column sums."""

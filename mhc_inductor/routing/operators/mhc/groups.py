@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
-from mhc_inductor.routing.graph.expressions import VIEWS, aten, contraction, is_cast, peel, whole
+from mhc_inductor.routing.graph.expressions import VIEWS, aten, contraction, is_cast, whole
 from mhc_inductor.routing.graph.expressions import chain as chain_of
 from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, product_of
 from mhc_inductor.routing.graph.values import Value
@@ -22,14 +22,12 @@ from mhc_inductor.routing.operators.mhc.given_collapse import given_collapse
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm
 from mhc_inductor.routing.operators.mhc.residual import LIGHT, Residual
-from mhc_inductor.routing.operators.mhc.static import WRITTEN_APART
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.mhc.search import Search
 
 FEW = MAX_STREAMS * (MAX_STREAMS + 2)
 """The most rows that coefficients may have: n + n + n * n with n = MAX_STREAMS."""
-_APART = "each stream is a tensor of its own, and stacked for the projection only; expected one tensor [..., n, D]"
 _SEVERAL_WEIGHTS = (
     "{} weights a stream come out of one sigmoid, as where streams are split into fractions or a matrix collapses them; "
     "expected one weight a stream"
@@ -101,7 +99,6 @@ class Group:
         self._collect(nodes)
         reasons: list[Mismatch] = []
         pre = self._collapse(nodes, reasons) or self._coefficients_alone() or self._coefficients_given_away()
-        pre = pre or self._coefficients_of_list()
         if pre is None:
             self._without_pre([m for _, m in self.failed] + reasons, avoid)
             return
@@ -259,23 +256,6 @@ class Group:
         mine = next((c for c in last if c.mult == 1.0), last[0])
         return Pre(self.norm, n, mine, None, [v for v, c in each.items() if _piece(c) == _piece(mine)])
 
-    def _coefficients_of_list(self) -> Pre | None:
-        """Returns the coefficients where each stream is a tensor of its own, stacked for the projection, or None.
-
-        The collapse and the expand-and-mix of single tensors stay the model's. The op's outputs are h_pre and h_post by
-        their formulas: h_pre is the one without a factor.
-        """
-        streams = self._stacked()
-        n = len(streams)
-        each = {v: c for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
-        starts = {c.affine.rows_at: c for c in each.values() if c.mult == 1.0}
-        if not 2 <= n <= MAX_STREAMS or len({c.affine.rows_at for c in each.values()}) != 2 or not starts:
-            return None
-        first = min(starts, key=lambda at: at[1])
-        part = {v: c for v, c in each.items() if c.affine.rows_at == first}
-        mine = part[self._along(part)[-1]]
-        return Pre(self.norm, n, mine, None, [v for v, c in each.items() if _piece(c) == _piece(mine)])
-
     def _multiplies(self, weights: Iterable[Value], n: int) -> bool:
         """Checks whether weights, or what is computed of them, multiply something as wide as a stream."""
         starts, width = [v.node for v in weights if v.node is not None], self.norm.width // n
@@ -345,7 +325,7 @@ class Group:
             return
         if not self._streams():
             return
-        mismatch = self._apart() or self._several_weights() or next(iter(reasons), None) or self._other_gate()
+        mismatch = self._several_weights() or next(iter(reasons), None) or self._other_gate()
         why = mismatch or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
         self.search.miss("mhc_pre", why, start)
         for seed in self.seeds:
@@ -356,7 +336,8 @@ class Group:
 
         In parts of x counts only as many as there are weights.
         """
-        seen = [rows_of(self.norm) or len(self._stacked())]
+        apart = any(v.node is not None and len(v.node.users) > 1 for v in self.kept.parts.places)
+        seen = [rows_of(self.norm) or len(self.kept.parts.roots) * apart]
         rows = {c.affine.rows for c in self.coefficients.values()}
         nodes = self.view.descendants([self.norm.x.node], self._shows, 200) if self.norm.x.node is not None else []
         for value in [v for node in nodes if self._shows(node) and (v := self.view.value(node)) is not None]:
@@ -380,21 +361,6 @@ class Group:
                 return Mismatch(_SEVERAL_WEIGHTS.format(a.rows // n), value)
         return None
 
-    def _apart(self) -> Mismatch | None:
-        """Returns a mismatch where x is stacked for the projection only, and the streams are read one by one."""
-        return Mismatch(_APART, self.norm.x) if self._stacked() else None
-
-    def _stacked(self) -> list[fx.Node]:
-        """Returns the streams where x is made of them, of equal width, and where they are read one by one too."""
-        x = peel(whole(self.norm.x)).value
-        if x.func not in (aten.stack.default, aten.cat.default):
-            return []
-        streams = [a for a in x.args[0] if isinstance(a, Value) and a.node is not None]
-        alike = all(s.shape[-1:] == (Size(self.norm.width // len(x.args[0])),) for s in streams)
-        nodes = [s.node for s in streams if s.node is not None]
-        used = any(len(node.users) > 1 for node in nodes)
-        return nodes if used and alike and len(nodes) == len(x.args[0]) else []
-
     def _other_gate(self) -> Mismatch | None:
         """Returns the first function of the logits that stands where a sigmoid is expected, or None."""
         known = {seed for c in self.coefficients if (seed := c.node) is not None}
@@ -414,13 +380,10 @@ class Group:
         try:
             found = self._post_of(pre.n, set(pre.posts), matrices, pre.h_res)
         except Mismatch as mismatch:
-            why = Mismatch(WRITTEN_APART, mismatch.value) if self._stacked() else mismatch
-            self.search.miss("mhc_post", why, pre.posts[0])
+            self.search.miss("mhc_post", mismatch, pre.posts[0])
             return
         if found is not None:
             self.search.found.append(PostUse(pre, *found))
-        elif self._stacked():
-            self.search.miss("mhc_post", Mismatch(WRITTEN_APART), pre.posts[0])
         elif self.search.cut is not None or self._multiplies(pre.posts, pre.n):
             self.search.miss("mhc_post", Mismatch("no sum of h_post[o] * f_out and mixed streams"), pre.posts[0])
 
@@ -438,8 +401,8 @@ class Group:
 
     def _post_of(
         self, n: int, posts: set[Value], matrices: set[Value] | None, h_res: Value | None
-    ) -> tuple[mixing.Post, Value] | None:
-        """Returns the expand-and-mix of x by one of ``posts`` and the value of x_out, or None. Raises Mismatch.
+    ) -> tuple[mixing.Post, Value, dict[int, Value]] | None:
+        """Returns the expand-and-mix of x by one of ``posts``, x_out, and its streams apart, or None. Raises Mismatch.
 
         ``matrices`` are those that may mix x, None for any. Where ``h_res`` is None too, x itself may be the residual.
         """
@@ -450,21 +413,31 @@ class Group:
         raw = matrices is None
         if matrices is None:
             matrices = self._matrices(n, nodes, h_res)
-        first = None
+        first, apart = None, dict[mixing.Post, dict[int, Value]]()
         for node in nodes:
-            value = self.view.value(node)
-            if value is None or self.per_token(node) != norm.width:
+            value, per, at = self.view.value(node), self.per_token(node), None
+            if value is None or per not in (norm.width, norm.width // n):
                 continue
             try:
-                found = mixing.post(value, norm.x, norm.width, n, posts, matrices)
+                if per == norm.width:
+                    found = mixing.post(value, norm.x, norm.width, n, posts, matrices)
+                else:
+                    at, found = mixing.stream(value, norm.x, norm.width, n, posts, matrices)
             except Mismatch as mismatch:
                 if mismatch.reason != NOTHING:
                     first = first or mismatch
                 continue
             except Unsupported:
                 continue
-            if found.n == n and (found.matrix is not None or (raw and h_res is None)):
-                return found, self.search.rounded(found, value)
+            if found.n != n or (found.matrix is None and not (raw and h_res is None)):
+                continue
+            value, streams = self.search.rounded(found, value), apart.setdefault(found, {})
+            if at is None:
+                return found, value, streams
+            streams.setdefault(at, value)
+        for found, streams in apart.items():
+            if len(streams) == n:
+                return found, streams[0], streams
         if first is not None:
             raise first
         return None

@@ -9,7 +9,7 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Match, Mismatch
 from mhc_inductor.routing.operators.mhc.formula import Affine, Coefficient
 from mhc_inductor.routing.operators.mhc.mixing import Post
-from mhc_inductor.routing.operators.mhc.norm import Norm, root_of
+from mhc_inductor.routing.operators.mhc.norm import Norm, parts_of, root_of
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
 
 
@@ -73,7 +73,9 @@ class Pre:
         detail += f", hc_eps = {self.pre.add:g}"
         if self.op != "mhc_head" and self.fold and self.chain is not None:
             detail += f", {self.chain.iters} sinkhorn iterations ({self.chain.words})"
-        return Match(self.op, [root_of(self.norm.x)[0], *weights], [*self.outputs.values()], detail, data=self)
+        # Verification makes the streams' parts, which the formula reads, and puts them together as the graph does.
+        x, parts, outputs = root_of(self.norm.x)[0], parts_of(self.norm.x).roots, [*self.outputs.values()]
+        return Match(self.op, [x, *parts, *weights], outputs, detail, data=self, derived=[x] * bool(parts))
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,6 +85,14 @@ class PostUse:
     pre: Pre | None
     found: Post
     x_out: Value
+    """x_out as one tensor, or its first stream where only ``streams`` are in the graph."""
+    streams: dict[int, Value] = dataclasses.field(default_factory=dict)
+    """The streams of x_out that are tensors of their own, by their place."""
+
+    @property
+    def outputs(self) -> list[Value]:
+        """The values that x_out replaces."""
+        return [*dict.fromkeys((self.x_out, *self.streams.values()))]
 
     @property
     def own(self) -> bool:
@@ -94,10 +104,12 @@ class PostUse:
         found, pre = self.found, self.pre
         # The pre's one h_post output replaces every value that is h_post.
         h_post = pre.posts[0] if pre is not None and found.h_post in pre.posts else found.h_post
-        given = [root_of(found.x)[0], found.f_out, h_post, *found.added]
+        x, parts = root_of(found.x)[0], parts_of(found.x).roots
+        given = [x, *parts, found.f_out, h_post, *found.added]
         given += [found.matrix] if found.matrix is not None else []
         detail = "residual x" if found.matrix is None else "h_res" if self.own else "the model's own matrix"
-        return Match("mhc_post", given, [self.x_out], detail + " transposed" * found.transpose, data=self)
+        detail += " transposed" * found.transpose
+        return Match("mhc_post", given, self.outputs, detail, data=self, derived=[x] * bool(parts))
 
 
 @dataclasses.dataclass(frozen=True)

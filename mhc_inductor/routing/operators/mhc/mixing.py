@@ -25,7 +25,7 @@ from mhc_inductor.routing.graph.index import ONE, Atom, Index, Size, Var, const,
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import NOTHING
-from mhc_inductor.routing.operators.mhc.norm import Kept, seen_in
+from mhc_inductor.routing.operators.mhc.norm import Kept
 
 OTHER_WEIGHTS = "x's streams are summed with other weights than those of the formula"
 
@@ -74,8 +74,10 @@ def stream_sum(terms: list[tuple[float, Ref]], kept: Kept, weights: Collection[V
 def _weighted(sign: float, ref: Ref, kept: Kept, weights: Collection[Value]) -> tuple[Ref, Ref, list[Var]]:
     """Returns (weight, element of x, summed variables) of a product of a weight and x. Raises Mismatch."""
     term = kept.product(ref)
-    streams = [f for f, e in term.factors if f.value is kept.x and e == 1.0]
     mixed = [f for f, e in term.factors if f.value in weights and e == 1.0]
+    # A tensor that is several streams is here the one that its weight is of.
+    at = divided(mixed[0].flat, len(kept.parts.roots) or 1)[1].constant if mixed else None
+    streams = [x for f, e in term.factors if e == 1.0 and (x := kept.seen(f, at)).value is kept.x]
     if len(term.factors) != 2 or len(streams) != 1 or len(mixed) != 1:
         raise Mismatch(OTHER_WEIGHTS if len(streams) == 1 and len(term.factors) > 1 else NOTHING, ref.value)
     if sign * term.coef != 1.0:
@@ -87,16 +89,19 @@ def _step(a: Index, b: Index) -> int:
     return b.terms.get(None, Size(0)).factor - a.terms.get(None, Size(0)).factor
 
 
-def tokens_of(flat: Index, per: int) -> tuple[Index, Index]:
-    """Returns (tokens, rest) such that ``flat = per * tokens + rest``."""
-    tokens, rest = {}, {}
+def divided(flat: Index, per: int) -> tuple[Index, Index]:
+    """Returns (quotient, rest) such that ``flat = per * quotient + rest``."""
+    quotient, rest = dict[Atom, Size](), dict[Atom, Size]()
     for atom, c in flat.terms.items():
-        whole_ = c.over(Size(per))
-        if whole_ is not None and atom is not None:
-            tokens[atom] = whole_
+        if (each := c.over(Size(per))) is not None:
+            quotient[atom] = each
+        elif atom is None and not c.symbols:
+            at, low = divmod(c.factor, per)
+            quotient |= {None: Size(at)} if at else {}
+            rest[None] = Size(low)
         else:
             rest[atom] = c
-    return Index(tokens), Index(rest)
+    return Index(quotient), Index(rest)
 
 
 def collapse(value: Value, x: Value, width: int, weights: Collection[Value]) -> Value:
@@ -109,7 +114,7 @@ def collapse(value: Value, x: Value, width: int, weights: Collection[Value]) -> 
     if found.stream is None or width % found.n:
         raise Mismatch("not a weighted sum over x's streams", value)
     n, d = found.n, width // found.n
-    tokens, feature = tokens_of(found.x, width)
+    tokens, feature = divided(found.x, width)
     stream = var(found.stream)
     if n == 1 or found.at != tokens.times(Size(n)).plus(stream):
         raise Mismatch("x[i] is not weighted with h_pre[i]", value)
@@ -189,8 +194,8 @@ def post(value: Value, x: Value, width: int, n: int, posts: Collection[Value], m
         raise first
     place = _places(out, n, width)
     if place is not None:
-        with contextlib.suppress(Mismatch):
-            return search.split(out, n, place)
+        with contextlib.suppress(Mismatch):  # with an index for the stream and one for the column
+            return search.at(at := place(var(Var(Size(n)))), at.flat)
         try:
             return search.by_streams(out, n, place)
         except Mismatch as mismatch:
@@ -202,6 +207,18 @@ def post(value: Value, x: Value, width: int, n: int, posts: Collection[Value], m
             with contextlib.suppress(Mismatch):
                 return dataclasses.replace(search.at(out, flat), stream=dim)
     raise first
+
+
+def stream(
+    value: Value, x: Value, width: int, n: int, posts: Collection[Value], matrices: Collection[Value]
+) -> tuple[int, Post]:
+    """Returns which stream of x_out ``value`` is, as a tensor of its own, and the expand-and-mix. Raises Mismatch."""
+    out, search, d = whole(value), _Expansion(Kept(x, posts, matrices), width, posts, matrices), width // n
+    h = search.outer(out, addends(out, search.kept)[1])[0]
+    (tokens, low), at = divided(out.flat, d), divided(h.flat, n)[1].constant
+    if at is None:
+        raise Mismatch(NOTHING, value)
+    return at, search.at(out, tokens.times(Size(width)).plus(const(at * d)).plus(low))
 
 
 def _places(out: Ref, n: int, width: int) -> Callable[[Index], Ref] | None:
@@ -247,9 +264,9 @@ class _Expansion:
         constant, terms = addends(out, self.kept)
         if constant != 0.0:
             raise Mismatch(f"a constant {constant:g} is added to x_out", out.value)
-        h, others, rest = self._outer(out, terms)
+        h, others, rest = self.outer(out, terms)
         plain = len(rest) == 1 and rest[0][0] == 1.0
-        identity = seen_in(peel(rest[0][1], self.kept), self.kept.x, self.kept.views)
+        identity = self.kept.seen(peel(rest[0][1], self.kept))
         if plain and identity.value is self.kept.x:
             mix = self._residual(out, flat, identity, h)
         else:
@@ -259,11 +276,6 @@ class _Expansion:
         f_out, added = _sublayer(others, mix, self.width // mix.n, product_of(self.kept.x.shape), out)
         return Post(self.kept.x, h.value, f_out, mix.matrix, mix.transpose, mix.n, self.width, added)
 
-    def split(self, out: Ref, n: int, place: Callable[[Index], Ref]) -> Post:
-        """Returns ``out`` as an expand-and-mix, with an index for the stream and one for the column."""
-        at = place(var(Var(Size(n))))
-        return self.at(at, at.flat)
-
     def by_streams(self, out: Ref, n: int, place: Callable[[Index], Ref]) -> Post:
         """Returns ``out`` as an expand-and-mix where each stream has its own expression."""
         each = [self.at(at, at.flat) for at in map(place, map(const, range(n)))]
@@ -271,7 +283,7 @@ class _Expansion:
             raise Mismatch("the streams of x_out are not all made in the same way", out.value)
         return each[0]
 
-    def _outer(self, out: Ref, terms: list[tuple[float, Ref]]) -> tuple[Ref, list[Ref], list[tuple[float, Ref]]]:
+    def outer(self, out: Ref, terms: list[tuple[float, Ref]]) -> tuple[Ref, list[Ref], list[tuple[float, Ref]]]:
         """Returns (h_post, the factors that it multiplies, the other addends)."""
         expanded = [(s, t, _toward(t, self.posts)) for s, t in terms]
         outer = [(s, f) for s, _, f in expanded if f is not None]
@@ -291,22 +303,22 @@ class _Expansion:
         n = per.factor if per is not None and not per.symbols else 0
         if n < 2 or self.width % n:
             raise Mismatch("h_post does not have one element a stream", out.value)
-        tokens, rest = tokens_of(flat, self.width)
-        return _Mix(None, False, n, tokens, *_by(rest, self.width // n))
+        tokens, rest = divided(flat, self.width)
+        return _Mix(None, False, n, tokens, *divided(rest, self.width // n))
 
     def _mixed(self, out: Ref, flat: Index, rest: list[tuple[float, Ref]]) -> _Mix:
         """Returns the residual that is x times a matrix."""
         found = stream_sum(rest, self.kept, self.matrices)
         n = found.n
-        tokens, feature = tokens_of(found.x, self.width)
+        tokens, feature = divided(found.x, self.width)
         fits = found.stream is not None and n >= 2 and self.width % n == 0
         if not fits or feature.terms.get(found.stream) != Size(self.width // n):
             raise Mismatch("the residual streams are not mixed by an n x n matrix", out.value)
         feature = Index({a: c for a, c in feature.terms.items() if a is not found.stream})
-        mine, place = tokens_of(flat, self.width)
+        mine, place = divided(flat, self.width)
         if mine != tokens:
             raise Mismatch("x is taken at another token than x_out", out.value)
-        stream, low = _by(place, self.width // n)
+        stream, low = divided(place, self.width // n)
         if low != feature:
             raise Mismatch(
                 "x_out's stream o and column d are not laid out as those of x; expected sum_i R[o, i] * x[i, d]",
@@ -354,22 +366,3 @@ def _vector(ref: Ref, low: Index, d: int) -> Value | None:
     """Returns the vector [D] whose element in column ``low`` is ``ref``, or None."""
     found = ref.value.node is not None and ref.flat == low and product_of(ref.value.shape) == Size(d)
     return ref.value if found else None
-
-
-def _by(feature: Index, d: int) -> tuple[Index, Index]:
-    """Returns (stream, low) such that ``feature = d * stream + low``."""
-    stream: dict[Atom, Size] = {}
-    low: dict[Atom, Size] = {}
-    for atom, c in feature.terms.items():
-        per = c.over(Size(d))
-        if per is not None:
-            stream[atom] = per
-        elif atom is None:
-            stream_at, low_at = divmod(c.factor, d)
-            if stream_at:
-                stream[None] = Size(stream_at)
-            if low_at:
-                low[None] = Size(low_at)
-        else:
-            low[atom] = c
-    return Index(stream), Index(low)

@@ -4,28 +4,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from typing import NamedTuple
 
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import (
-    Ref,
-    Term,
-    addends,
-    aten,
-    chain,
-    number,
-    operands,
-    peel,
-    product,
-    rounds,
-    shown,
-    whole,
-    written,
-)
+from mhc_inductor.routing.graph.bounds import remembered
+from mhc_inductor.routing.graph.expressions import Ref, Term, addends, chain, product, rounds, shown, whole, written
 from mhc_inductor.routing.graph.gates import squared
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Size, Unsupported, Var, bound_of, product_of
-from mhc_inductor.routing.graph.values import Value, elements_read
+from mhc_inductor.routing.graph.index import (
+    ONE,
+    DynamicWidth,
+    Index,
+    Size,
+    Unsupported,
+    Var,
+    bound_of,
+    const,
+    product_of,
+    reshape,
+)
+from mhc_inductor.routing.graph.values import Value, aten, elements_read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,21 +51,6 @@ class Norm:
     def count(self) -> Size:
         """The number of tokens of x."""
         return product_of(self.x.shape).over(Size(self.width)) or Size(0)
-
-
-def bound_below(ref: Ref) -> tuple[Ref, float] | None:
-    """Returns (element, bound) of a clamp or a maximum that bounds an element from below, or None."""
-    args, func = ref.value.args, ref.value.func
-    if func in (aten.clamp_min.default, aten.clamp.default):
-        low = number(args[1]) if len(args) > 1 else number(ref.value.kwargs.get("min"))
-        if low is not None and len(args) <= 2 and ref.value.kwargs.get("max") is None:
-            return peel(Ref(args[0], ref.index)), low
-    elif func is aten.maximum.default:
-        a, b = operands(ref)
-        a, b = (b, a) if isinstance(a, float) else (a, b)
-        if isinstance(a, Ref) and isinstance(b, float):
-            return peel(a), b
-    return None
 
 
 def covers(flat: Index, bound: Collection[Var]) -> tuple[Index, Index, int] | None:
@@ -182,14 +166,42 @@ def root_of(x: Value) -> tuple[Value, tuple[int, ...]]:
     return root, tuple(map(dims.index, range(len(dims))))
 
 
-def seen_in(ref: Ref, x: Value, views: Mapping[Value, tuple[int, ...]]) -> Ref:
-    """Returns an element of one of x's :func:`sources` as the element of x; any other ``ref`` unchanged."""
-    if ref.value is x or ref.value not in views:
-        return ref
-    index = list(ref.index)
-    for at, dim in zip(ref.index, views[ref.value], strict=True):
-        index[dim] = at
-    return Ref(x, tuple(index))
+class Parts(NamedTuple):
+    """The tensors of one shape that ``stack`` or ``cat`` puts together to x. In memory order, x is [count, parts, size].
+
+    ``places`` has what they are views of, too; no place for a tensor with another dtype than x's.
+    """
+
+    places: dict[Value, tuple[int, ...]]
+    roots: tuple[Value, ...] = ()
+    sizes: tuple[Size, ...] = ()
+
+
+_JOINS = (aten.stack.default, aten.cat.default)
+
+
+def parts_of(x: Value) -> Parts:
+    """Returns the parts of ``x``; none where it is not put together of any."""
+    found: Parts = remembered(x.memo, parts_of, lambda: _parts_of(x))
+    return found
+
+
+def _parts_of(x: Value) -> Parts:
+    last = shown(whole(x))[-1]
+    pieces, *rest = last.value.args if last.value.func in _JOINS else ((),)
+    same_elements = last.flat == whole(x).flat and product_of(last.value.shape) == product_of(x.shape)
+    if len({p.shape for p in pieces}) != 1 or not same_elements:
+        return Parts({})
+    places, roots = dict[Value, tuple[int, ...]](), list[Value]()
+    for at, piece in enumerate(pieces):
+        refs = [r for r in shown(whole(piece)) if r.flat == whole(piece).flat and r.value.node is not None]
+        same = [r.value for r in refs if product_of(r.value.shape) == product_of(piece.shape)]
+        if not same:
+            return Parts({})
+        places |= {v: (*places.get(v, ()), *[at] * (piece.dtype == last.value.dtype)) for v in same}
+        roots += same[-1:]
+    shape, dim = pieces[0].shape, (rest[0] if rest else 0) % len(last.value.shape)
+    return Parts(places, tuple(roots), (product_of(shape[:dim]), Size(len(pieces)), product_of(shape[dim:])))
 
 
 class Kept:
@@ -202,6 +214,7 @@ class Kept:
     def __init__(self, x: Value, *others: Collection[Value]) -> None:
         self.x = x
         self.views = sources(x)
+        self.parts = parts_of(x)
         self._others = frozenset(value for each in others for value in each)
 
     def __eq__(self, other: object) -> bool:
@@ -211,11 +224,16 @@ class Kept:
         return hash((self.x, self._others))
 
     def __contains__(self, value: object) -> bool:
-        if value in self.views or value in self._others:
+        if value in self.views or value in self.parts.places or value in self._others:
             return True
         if not isinstance(value, Value) or value.node is None or not written(value):
-            return False
+            return isinstance(value, Value) and self._again(value)
         return not self._made_of_x(value.node) or any(ref.value in self.views for ref in chain(whole(value)))
+
+    def _again(self, value: Value) -> bool:
+        """Checks whether ``value`` is x's parts, put together once more."""
+        mine = self.parts
+        return bool(mine.roots) and value.func in _JOINS and parts_of(value)[1:] == mine[1:]
 
     def _made_of_x(self, node: fx.Node) -> bool:
         """Checks whether the result of ``node`` depends on elements of x."""
@@ -232,7 +250,26 @@ class Kept:
         return False
 
     def product(self, ref: Ref) -> Term:
-        """Returns ``ref`` as a product, in which elements of x's sources are written as elements of x."""
+        """Returns ``ref`` as a product, in which elements of x's sources and parts are written as elements of x."""
         term = product(ref, self)
-        term.factors = [(seen_in(f, self.x, self.views), e) for f, e in term.factors]
+        term.factors = [(self.seen(f), e) for f, e in term.factors]
         return term
+
+    def seen(self, ref: Ref, at: int | None = None) -> Ref:
+        """Returns an element of x's :func:`sources` or parts as that of x; any other ``ref`` unchanged.
+
+        A tensor that is several parts is the one ``at`` that place.
+        """
+        places = self.parts.places.get(ref.value, ())
+        place = places[0] if len(places) == 1 else at
+        if place is not None and place in places:
+            token, low = reshape(ref.index, ref.value.shape, self.parts.sizes[::2])
+            return Ref(self.x, reshape((token, const(place), low), self.parts.sizes, self.x.shape))
+        if self._again(ref.value):
+            return Ref(self.x, reshape(ref.index, ref.value.shape, self.x.shape))
+        if ref.value is self.x or ref.value not in self.views:
+            return ref
+        index = list(ref.index)
+        for i, dim in zip(ref.index, self.views[ref.value], strict=True):
+            index[dim] = i
+        return Ref(self.x, tuple(index))

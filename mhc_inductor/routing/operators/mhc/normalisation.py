@@ -20,11 +20,11 @@ from mhc_inductor.routing.graph.expressions import (
     summed,
     whole,
 )
+from mhc_inductor.routing.graph.gates import bound_below
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.masks.elements import constant_of
 from mhc_inductor.routing.operators.mhc.formula import COLUMNS, ROWS
-from mhc_inductor.routing.operators.mhc.norm import bound_below
 
 DIM_NAMES = {ROWS: "-1", COLUMNS: "-2"}
 

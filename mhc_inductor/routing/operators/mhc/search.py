@@ -264,7 +264,7 @@ class Search:
 
     def _lone_posts(self) -> None:
         """Finds expand-and-mixes whose coefficients no norm's formula claims; that formula handles the others."""
-        outs = [use.x_out for use in self.found if isinstance(use, PostUse)]
+        outs = [out for use in self.found if isinstance(use, PostUse) for out in use.outputs]
         known = {value for out in outs for value in (out, peel(whole(out)).value)}
         for node in self.view.nodes:
             value = self._called(node, "add", "sub", "stack", "cat", "rsub", "iadd", "addcmul", "baddbmm")
