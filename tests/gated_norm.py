@@ -1,90 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A third-party operator, which routes ``x * rsqrt(mean(x * x) + eps) * w * silu(gate)`` to one op."""
+"""Operators of another package: a gated norm, a SwiGLU product and capped logits, each with its op."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn.functional import silu
 
-from mhc_inductor.routing import Edit, Match, Miss, Value, View, algebra
+from mhc_inductor.routing import Graph, Proposal, plugin
+from mhc_inductor.routing.edit import Edit, Pairs
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.interface import Match
 
 aten = torch.ops.aten
 
 
-@torch.library.custom_op("example::gated_norm", mutates_args=())
-def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-    """Returns the gated RMS norm of ``x [..., D]`` with ``weight [D]`` and ``gate [..., D]``."""
-    return formula(x, weight, gate, eps)
+def norm_formula(x: Tensor, w: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """Returns the gated RMS norm of ``x [..., D]`` with ``w [D]`` and ``gate [..., D]``."""
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * w * silu(gate)
 
 
-@gated_norm.register_fake
-def _(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x)
+def swiglu_formula(gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate) * up
 
 
-def formula(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight * torch.nn.functional.silu(gate)
+def cap_formula(x: Tensor, scale: float, cap: float) -> Tensor:
+    return cap * torch.tanh(x * (scale / cap))
 
 
-def _backward(ctx, grad):
-    x, weight, gate = (t.detach().requires_grad_() for t in ctx.saved_tensors)
-    with torch.enable_grad():
-        y = formula(x, weight, gate, ctx.eps)
-    return (*torch.autograd.grad(y, (x, weight, gate), grad), None)
+def define(name: str, formula: Callable[..., Tensor], tensors: int, schema: str) -> Any:
+    """Defines an op that runs ``formula``, with a fake function and gradients of its first ``tensors`` arguments."""
+
+    def fake(x: Tensor, *rest: Any) -> Tensor:
+        return torch.empty_like(x)
+
+    def setup(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.rest = inputs[tensors:]
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        given = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            result = formula(*given, *ctx.rest)
+        return (*torch.autograd.grad(result, given, grad), *(None for _ in ctx.rest))
+
+    op = torch.library.custom_op(f"example::{name}", formula, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    op.register_autograd(backward, setup_context=setup)
+    return getattr(torch.ops.example, name)
 
 
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3])
-    ctx.eps = inputs[3]
+define("gated_norm", norm_formula, 3, "(Tensor x, Tensor w, Tensor gate, float eps) -> Tensor")
+define("swiglu", swiglu_formula, 2, "(Tensor gate, Tensor up) -> Tensor")
+define("softcap", cap_formula, 1, "(Tensor x, float scale, float cap) -> Tensor")
 
 
-gated_norm.register_autograd(_backward, setup_context=_setup)
+def gated_norm(g: Graph) -> Iterator[Proposal]:
+    for out in g.products():
+        n, s = out.norm(), out.factor(aten.silu)
+        if n and s:
+            yield g.propose(out, x=n, w=out.rest(n, s), gate=s.arg, eps=n.eps)
+
+
+def swiglu(g: Graph) -> Iterator[Proposal]:
+    for out in g.products():
+        s = out.factor(aten.silu)
+        yield g.propose(out, gate=s.arg, up=out.rest(s))
+
+
+def softcap(g: Graph) -> Iterator[Proposal]:
+    for out in g.products():
+        inner = out.factor(aten.tanh).arg
+        yield g.propose(out, x=inner.rest(), scale=inner.coef * out.coef, cap=out.coef)
+
+
+GENERATORS = {"gated_norm": gated_norm, "swiglu": swiglu, "softcap": softcap}
 
 
 class GatedNorm:
-    """Finds the formula among products. An expression's factors are the same for every spelling."""
+    """The gated norm as an operator in the pass's own protocol, which is not compared with its formula unasked."""
 
     name = "gated_norm"
+    op = torch.ops.example.gated_norm.default
 
     def candidates(self, view: View) -> Iterable[fx.Node]:
-        for node in view.nodes:
-            value = view.value(node) if node in view.live else None
-            users = [view.value(user) for user in node.users]
-            last = not any(u is not None and u.func is aten.mul.Tensor for u in users)
-            if value is not None and value.func is aten.mul.Tensor and value.shape and last:
-                yield node
+        matches = plugin._Plugged(self.name, self.op, gated_norm).match(view, view.nodes[0])
+        plain = (dataclasses.replace(m, data=m.data.given["eps"], proposed=False, cases=2) for m in matches)
+        self.found = {m.start.node: m for m in plain}
+        return self.found
 
-    def match(self, view: View, node: fx.Node) -> Match | Miss | None:
-        value = view.value(node)
-        assert value is not None  # of candidates only
-        term = algebra.product(algebra.whole(value))
-        roots = [ref for ref, exponent in term.factors if exponent == -0.5]
-        gates = [ref for ref, _ in term.factors if ref.value.func is aten.silu.default]
-        if len(roots) != 1 or len(gates) != 1 or term.bound:
-            return None
-        eps, squares = algebra.addends(roots[0])
-        if len(squares) != 1:
-            return None
-        square = algebra.product(squares[0][1])
-        rest = [ref.value for ref, exponent in term.factors if exponent == 1.0 and ref not in gates]
-        if len(square.bound) != 1 or len({ref.value for ref, _ in square.factors}) != 1 or len(rest) != 2:
-            return None
-        x, over = square.factors[0][0].value, square.bound[0]
-        if sum(e for _, e in square.factors) != 2.0 or x.shape[-1] != over.size or x not in rest:
-            return None
-        if not algebra.close(square.coef * over.size.factor, 1.0):
-            difference = "the sum of squares is not divided by the width"
-            return Miss(self.name, difference, squares[0][1].value, value)
-        if not algebra.close(term.coef, 1.0):
-            return Miss(self.name, f"the norm is multiplied by {term.coef:g}; expected 1", value, value)
-        weight = next(v for v in rest if v is not x)
-        gate = gates[0].value.args[0]
-        return Match(self.name, [x, weight, gate], [value], detail=f"eps = {eps:g}", data=eps)
+    def match(self, view: View, node: fx.Node) -> Match:
+        return self.found[node]
 
-    def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
-        call = edit.emit(torch.ops.example.gated_norm.default, *map(edit.input, match.inputs), match.data)
+    def emit(self, edit: Edit, match: Match) -> Pairs:
+        call = edit.emit(self.op, *map(edit.input, match.inputs), match.data)
         return [(match.outputs[0], edit.as_like(call, match.outputs[0]))]
 
     def kernels(self, op: str, device: str) -> tuple[str, ...]:

@@ -3,37 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from transformers import DeepseekV4Config
 
 from benchmarks import deepseek_model
-from mhc_inductor.routing import Edit, Match, Miss, Value, View, algebra
-from tests.gated_norm import aten
+from mhc_inductor.routing import Graph, Proposal
+from tests.gated_norm import aten, norm_formula
 
-__all__ = [
-    "Edit",
-    "Iterable",
-    "Match",
-    "Miss",
-    "Value",
-    "View",
-    "algebra",
-    "aten",
-    "config",
-    "fx",
-    "input_ids",
-    "model",
-    "x",
-]
+__all__ = ["Graph", "Iterator", "Proposal", "aten", "config", "gate", "input_ids", "model", "w", "x"]
 
 size = deepseek_model.TINY
 config: DeepseekV4Config = deepseek_model.config(size)
 input_ids = torch.randint(size.vocab, (size.batch, size.seq))
-x = torch.randn(4, 16)
+x, w, gate = torch.randn(4, 16), torch.randn(16), torch.randn(4, 16)
 
 
-def model(x: Tensor) -> Tensor:
-    return x
+def model(x: Tensor, w: Tensor, gate: Tensor) -> Tensor:
+    return norm_formula(x, w, gate, 1e-5)

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from mhc_inductor.options import RoutingOptions
-from mhc_inductor.routing import Match, Verifier, View
+from mhc_inductor.routing import Verifier
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.effects import ambient
-from mhc_inductor.routing.graph.view import Knowledge
+from mhc_inductor.routing.graph.view import Knowledge, View
+from mhc_inductor.routing.interface import Match
 from mhc_inductor.routing.masks.layouts import Layouts
 from mhc_inductor.routing.operators.selection.absorb import Absorbed, absorption
 from mhc_inductor.routing.operators.selection.search import Search

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 
 import mhc_inductor
-from mhc_inductor.routing import Mismatch, Verifier, route
+from mhc_inductor.routing import Verifier, route
+from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import emit
 from mhc_inductor.routing.report import Report
 from tests import reference_models_e79 as e79

@@ -25,7 +25,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -191,9 +191,11 @@ def expression(size: Any) -> Any:
     return size.node.expr
 
 
-def hint(size: Any) -> int:
-    """Returns the present value of a size."""
-    return size if isinstance(size, int) else int(size.node.hint)
+def hint(size: Any, at: Mapping[str, int] | None = None) -> int:
+    """Returns the present value of a size, or the one where symbols have the values of ``at``."""
+    if isinstance(size, int) or not at:
+        return size if isinstance(size, int) else int(size.node.hint)
+    return int(size.node.expr.subs({symbol: at[str(symbol)] for symbol in size.node.expr.free_symbols}))
 
 
 def same_size(a: Any, b: Any) -> bool:

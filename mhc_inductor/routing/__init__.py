@@ -22,7 +22,6 @@ from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.edit import Check, Edit
 from mhc_inductor.routing.effects import Modes, ambient, modes_of
 from mhc_inductor.routing.graph import bounds
-from mhc_inductor.routing.graph import expressions as algebra
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, may_fix, sizes_stay
 from mhc_inductor.routing.graph.values import Value, example, name_of, of_positions, tensors_in
 from mhc_inductor.routing.graph.view import Knowledge, Passed, View
@@ -35,33 +34,16 @@ from mhc_inductor.routing.interface import (
     Unplaced,
     Verdict,
     contained,
-    register,
     registered,
     unregister,
 )
+from mhc_inductor.routing.plugin import Element, Graph, Proposal, register
 from mhc_inductor.routing.report import AS_WRITTEN, Fused, NearMiss, Report, Routed, modules_of, source_of
 from mhc_inductor.routing.sharded import as_whole
 from mhc_inductor.routing.verify import Verifier
 from mhc_inductor.scope import Change
 
-__all__ = [
-    "Edit",
-    "Match",
-    "Mismatch",
-    "Miss",
-    "Operator",
-    "Report",
-    "Value",
-    "Verdict",
-    "Verifier",
-    "View",
-    "algebra",
-    "contained",
-    "register",
-    "registered",
-    "route",
-    "unregister",
-]
+__all__ = ["Element", "Graph", "Proposal", "Report", "Verifier", "register", "route", "unregister"]
 
 _UNFOLLOWED = "an input of the formula is a view that the analysis cannot map to the tensor below it"
 
@@ -94,7 +76,8 @@ def route(
     routing = _Pass(report, check, Knowledge(options, exported), lower)
     try:
         # A check's tensors may be in reference cycles, which only the garbage collector frees.
-        paused = _collector_paused if check is None else contextlib.nullcontext()
+        checks = check is not None or any(getattr(make, "proposes", False) for make in registered())
+        paused = contextlib.nullcontext() if checks else _collector_paused
         with paused, sizes_stay(exported), bounds.watch() as unfollowed, as_whole(gm) as memory:
             routing.knowledge.effects.memory = memory
             routing.graph(gm, ambient(), body=False)
@@ -139,6 +122,8 @@ class _Pass:
     def __init__(self, report: Report, check: Check | None, knowledge: Knowledge, lower: bool) -> None:
         self.report = report
         self.check = check
+        self.judge = check or Verifier()
+        """The check of what is only proposed."""
         self.lower = lower
         self.knowledge = knowledge
 
@@ -225,10 +210,10 @@ class _Pass:
                 edit.prove(match)
                 found.routed.append(_routed(match, AS_WRITTEN, Verdict(), kept))
                 return
-            edit.apply(match, operator.emit, self.check)
+            edit.apply(match, operator.emit, self.judge if match.proposed else self.check)
         except (Mismatch, Unsupported, DynamicWidth, ValueError, TypeError) as error:
             smaller = getattr(operator, "smaller", None)
-            if isinstance(error, Unplaced) and smaller is not None:
+            if smaller is not None and (isinstance(error, Unplaced) or match.proposed):
                 todo += reversed([*smaller(match)])
             miss = _refused(match, error)
             if miss is not None:

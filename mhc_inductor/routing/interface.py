@@ -107,6 +107,8 @@ class Match:
             their own.
         derived: those of ``inputs`` that the graph computes from others of them: verification computes them, too.
         numbers: nodes of numbers that the op reads, such as floats that Dynamo leaves dynamic.
+        proposed: nothing but numbers says that the op is the formula: it is compared with it on every compile, and on
+            more data, and does not replace it where that is not possible.
         compare: compares outputs that need not be equal, such as indices of equally good choices:
             ``compare(outputs of the formula, outputs of the op)`` returns the error, or None for the usual comparison.
     """
@@ -122,6 +124,7 @@ class Match:
     cases: int = 2
     derived: Sequence[Value] = ()
     numbers: Sequence[fx.Node] = ()
+    proposed: bool = False
     compare: Callable[[list[torch.Tensor], list[torch.Tensor]], float | None] | None = None
 
     @property
@@ -143,7 +146,8 @@ class Operator(Protocol):
 
     - ``looks_for_ops = True``, on a class that matches only ops and no formulas. Its view shows in-place steps
       unchanged.
-    - ``smaller(match)`` returns smaller matches to try if a match finds no position, such as each step of a loop.
+    - ``smaller(match)`` returns smaller matches to try if a match finds no position, such as each step of a loop, or if
+      a proposed match is refused.
     - ``faster_as_written(match, device)`` returns whether, on a device type, Inductor's code for the formula as the
       model wrote it is faster than the op. A compile then keeps the formula, after the same proof as for any match.
     """
@@ -173,33 +177,16 @@ class Operator(Protocol):
 _REGISTERED: dict[str, Callable[[], Operator]] = {}
 
 
-def register(operator: Callable[[], Operator], name: str | None = None) -> None:
-    """Adds an operator to the pass for all later compiles.
-
-    Args:
-        operator: a class, or a function without arguments, that makes the operator for one graph.
-        name: the name that :func:`unregister` takes; by default the class's ``name``.
-
-    Raises:
-        ValueError: if the operator has no name, or one of that name is registered already.
-    """
-    name = name or getattr(operator, "name", None)
-    if not isinstance(name, str):
-        raise ValueError(f"register: {operator!r} has no name; give the class a `name` or pass name=...")
+def register(operator: Callable[[], Operator], name: str = "") -> None:
+    """Adds what makes an operator for one graph, by default under its ``name``. Raises ValueError if that is taken."""
+    name = name or operator.name  # type: ignore[attr-defined]
     if name in _REGISTERED:
         raise ValueError(f"register: an operator named {name!r} is registered already")
     _REGISTERED[name] = operator
 
 
 def unregister(name: str) -> None:
-    """Removes an operator.
-
-    Args:
-        name: the name that it was registered under.
-
-    Raises:
-        KeyError: if no operator of that name is registered.
-    """
+    """Removes the operator of that name. Raises KeyError if there is none."""
     del _REGISTERED[name]
 
 

@@ -35,13 +35,13 @@ class Inspector:
     """
 
     def __init__(self, verify: bool, measure: bool) -> None:
-        self._verifier = Verifier() if verify else None
+        self._verify, self._verifier = verify, Verifier()
         self._measure = measure
         self._kept: list[tuple[Trial, Cost]] = []
 
     def __call__(self, edit: Edit, match: Match, pairs: Pairs) -> Verdict:
         """Returns the verdict with the op's cost. Raises Mismatch if the op was verified and differs."""
-        verdict = self._verifier(edit, match, pairs) if self._verifier is not None else Verdict()
+        verdict = self._verifier(edit, match, pairs) if self._verify or match.proposed else Verdict()
         cost = Cost()
         try:  # what cannot be told of an op, such as sizes that depend on data, changes nothing about the finding
             cost = _cost(edit.fresh)
@@ -71,7 +71,8 @@ def _cost(created: list[fx.Node]) -> Cost:
         return Cost()
     call = calls[-1]
     schema: Any = call.target._schema  # type: ignore[union-attr]
-    given = [(a.name, t) for a, value in zip(schema.arguments, call.args, strict=False) for t in _tensors(value)]
+    named = {**dict(zip((a.name for a in schema.arguments), call.args, strict=False)), **call.kwargs}
+    given = [(name, t) for name, value in named.items() for t in _tensors(value)]
     results = [(r.name or "result", t) for r, t in zip(schema.returns, _tensors(call), strict=False)]
     size = {compat.storage_key(t): prod(_shape(t)) * t.element_size() for _, t in (*given, *results)}
     return Cost(tuple(_described(*pair) for pair in (*given, *results)), sum(size.values()), _flops(call))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from mhc_inductor.routing.comparison import Results, compared
 from mhc_inductor.routing.edit import Edit, Pairs, node_of
 from mhc_inductor.routing.extract import MODES, Cut, Piece
 from mhc_inductor.routing.fp64 import PROMOTED, Exact
+from mhc_inductor.routing.graph.expressions import number
 from mhc_inductor.routing.graph.values import Value, example, run, tensors_in
 from mhc_inductor.routing.interface import Match, Mismatch, Verdict
+from mhc_inductor.routing.proposed import SPECIAL, Branches, edge, other_sizes
 
 _SMALL = {torch.float16: 2.0**-6}
 """Size of the small random numbers, where it is not 1e-3: numbers of this size can be squared without loss."""
@@ -49,19 +51,29 @@ class Verifier:
         self._kept: list[Any] = []
 
     def __call__(self, edit: Edit, match: Match, pairs: Pairs) -> Verdict:
-        """Returns the op's error. Raises Mismatch if the op differs from the formula."""
-        cut = Cut(edit, match, pairs)
-        try:
-            trial = Trial(cut)
-            found = self._known.get(trial.key)
-            if found is None:
-                self._kept.append(trial.constants)  # their id() is part of the key
-                self.runs += 1
-                found = self._known[trial.key] = trial.verdict()
-        except _NotRun as why:
-            return Verdict(None, str(why))
-        if isinstance(found, str):
-            raise Mismatch(found, match.start)
+        """Returns the op's error. Raises Mismatch if the op differs from the formula, or is proposed and was not run."""
+        cut, verdicts = Cut(edit, match, pairs), list[Verdict]()
+        for sizes in [{}, *other_sizes(edit.view.values)] if match.proposed else [{}]:
+            try:
+                found = self._found(Trial(cut, sizes))
+            except _NotRun as why:
+                found = Verdict(None, str(why))
+            if match.proposed and isinstance(found, Verdict) and found.note:
+                found = f"an op that is only proposed must agree with the formula on random data; {found.note}"
+            if isinstance(found, str):
+                raise Mismatch(found, match.start)
+            verdicts.append(found)
+        for node in cut.inputs if match.proposed else ():
+            if isinstance(example(node), torch.SymFloat):
+                number(example(node))  # fixes it: the op was compared for this number alone
+        return max(verdicts, key=lambda verdict: verdict.error or 0.0)
+
+    def _found(self, trial: Trial) -> Verdict | str:
+        found = self._known.get(trial.key)
+        if found is None:
+            self._kept.append(trial.constants)  # their id() is part of the key
+            self.runs += 1
+            found = self._known[trial.key] = trial.verdict()
         return found
 
 
@@ -90,11 +102,13 @@ class _Tensor:
 
 
 class Trial:
-    """One formula and its op on data of the present sizes."""
+    """One formula and its op on data of the present sizes, or where symbols have the values of ``sizes``."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: Cut, sizes: Mapping[str, int] | None = None) -> None:
         self.cut = cut
         self.match = cut.match
+        self.size = functools.partial(compat.routing.hint, at=sizes)
+        self.branches = Branches()
         self.modes = cut.place.modes
         self.constants: dict[fx.Node, Any] = {}
         self.specs: dict[fx.Node, Any] = {node: self._spec(node) for node in cut.inputs}
@@ -106,7 +120,10 @@ class Trial:
         ends = tuple((o.shape, o.dtype) for o in map(_described, cut.pairs))
         parts = cut.formula.structure(), cut.op.structure()
         asked = tuple(cut.asked)
-        self.key = self.match.op, self.match.detail, parts, given, repr(ends), self.modes, self.rounded, asked
+        wide = sum(isinstance(s, _Tensor) for s in self.specs.values())
+        self.cases = 1 if sizes else SPECIAL + 2 * wide if self.match.proposed else self.match.cases
+        said = self.match.op, self.match.detail, self.cases
+        self.key = said, parts, given, repr(ends), self.modes, self.rounded, asked
 
     def _spec(self, node: fx.Node) -> Any:
         """Returns an outside tensor's description, or the value itself if it does not depend on data."""
@@ -116,10 +133,10 @@ class Trial:
             # The mask that a checkpointed region is given: the op was made from how the graph around computes it.
             if outside.node is None or not outside.node.op.startswith("call_") or self.cut.reads(outside.node):
                 raise _NotRun("not verified: the mask comes from outside the checkpointed region, and depends on data")
-            self.constants[node] = made = fixed(outside.node, {})
+            self.constants[node] = made = fixed(outside.node, {}, self.size)
             return made
         if isinstance(fake, Tensor) and node.op.startswith("call_") and not self.cut.reads(node):
-            self.constants[node] = made = fixed(node, {})
+            self.constants[node] = made = fixed(node, {}, self.size)
             return made
         if node.op == "get_attr":
             owner = functools.reduce(getattr, str(node.target).split("."), self.cut.view.real.owning_module)
@@ -127,19 +144,22 @@ class Trial:
                 self.constants[node] = owner
                 return owner
             real = isinstance(owner, Tensor) and compat.fake_mode_of([owner]) is None
-            if not isinstance(owner, Tensor) or (real and not owner.requires_grad):
+            # A proposal must hold whatever a buffer contains later.
+            if not isinstance(owner, Tensor) or (real and not owner.requires_grad and not self.match.proposed):
                 self.constants[node] = owner
                 return owner
         if isinstance(fake, Tensor):
             try:
-                shape, stride = (tuple(map(compat.routing.hint, s)) for s in (fake.shape, fake.stride()))
+                shape, stride = (tuple(map(self.size, s)) for s in (fake.shape, fake.stride()))
             except Exception as error:  # sizes that depend on data, or a layout without strides
                 raise _NotRun(f"not verified: {node.name} has a size that depends on data ({error})") from error
             wide = fake.is_floating_point() or fake.is_complex()
+            if self.match.proposed and not (fake.is_floating_point() or fake.dtype == torch.bool):
+                raise _NotRun(f"not verified: {node.name} holds {fake.dtype}, for which no data is representative")
             grad = self.modes.grad and wide and self.cut.edit.needs_grad(node)
             return _Tensor(shape, stride, fake.dtype, fake.device, grad)
         if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return fake.node.hint
+            return self.size(fake) if isinstance(fake, torch.SymInt) else fake.node.hint
         if fake is None or isinstance(fake, (tuple, list)):
             raise _NotRun(f"not verified: {node.name} is not a tensor")
         return fake
@@ -159,15 +179,17 @@ class Trial:
             )
         worst, note = 0.0, ""
         with compat.routing.outside_compile():
-            for case in range(self.match.cases):
+            for case in range(self.cases):
                 for attempt in range(_TRIES):
                     # A rounding that is over the limit by chance passes on other data; a wrong formula never does.
-                    error, reason, note = self._compared(case, attempt, exact=not devices or wide <= free)
+                    error, reason, missing = self._compared(case, attempt, exact=not devices or wide <= free)
                     if not reason:
                         break
                 else:
                     return reason
-                worst = max(worst, error)
+                worst, note = max(worst, error), note or missing
+        if self.cases > 1 and (missed := self.branches.missed()):
+            note = f"none of it reaches both sides of the formula's {missed}"
         return Verdict(worst, note)
 
     def _bytes(self, exact: bool) -> int:
@@ -181,7 +203,7 @@ class Trial:
         for node in (*self.cut.place.region, *self.cut.inputs):
             for t in tensors_in(example(view.reader.get(node, node))):
                 each = 8 if exact and t.is_floating_point() else t.element_size()
-                count = functools.reduce(lambda a, b: a * b, (max(compat.routing.hint(s), 0) for s in t.shape), 1)
+                count = functools.reduce(lambda a, b: a * b, (max(self.size(s), 0) for s in t.shape), 1)
                 key = compat.storage_key(t)
                 sizes[key] = max(sizes.get(key, 0), count * each)
         grad = any(isinstance(s, _Tensor) and s.grad for s in self.specs.values())
@@ -192,12 +214,12 @@ class Trial:
     def _compared(self, case: int, attempt: int, exact: bool) -> tuple[float, str, str]:
         """Returns the op's error, what is wrong with it (or an empty string), and a note."""
         try:
-            feed = self.data(case, 1000 * attempt + case)
-            theirs = self._results(self.cut.formula, feed)
+            feed, grad = self.data(case, 1000 * attempt + case), case < SPECIAL or not self.match.proposed
+            theirs = self._results(self.cut.formula, feed, grad)
         except Exception as error:
             raise _NotRun(f"not verified: the formula cannot be run alone: {said(error)}") from error
         try:
-            mine = self._results(self.cut.op, feed)
+            mine = self._results(self.cut.op, feed, grad)
         except torch.OutOfMemoryError as error:
             raise _NotRun("not verified: out of memory") from error
         except Exception as error:
@@ -205,10 +227,14 @@ class Trial:
         want, note = None, "no higher precision to compare with"
         if exact:
             with contextlib.suppress(Exception):  # not everything runs in fp64
-                want, note = self._results(self.cut.formula, feed, exact=True), ""
+                want, note = self._results(self.cut.formula, feed, grad, exact=True), ""
         if want is None:
             want = theirs
         off, reason = compared(self.match, mine, theirs, want, bool(note), self.rounded)
+        if self.match.proposed and grad and not note and not reason:
+            with contextlib.suppress(Exception):  # in fp64, if the op runs in it, no rounding hides a wrong factor
+                mine = self._results(self.cut.op, feed, grad, exact=True)
+                reason = compared(self.match, mine, want, want, False, 0.0)[1]
         return off, reason, note
 
     # --- data ---
@@ -217,7 +243,7 @@ class Trial:
         """Returns random data of the present sizes, the same for the formula and its op."""
         generators: dict[torch.device, torch.Generator] = {}
         feed: Feed = {}
-        for node, spec in self.specs.items():
+        for nth, (node, spec) in enumerate(sorted(self.specs.items(), key=lambda s: not isinstance(s[1], _Tensor))):
             if not isinstance(spec, _Tensor):
                 feed[node] = spec
                 continue
@@ -225,21 +251,23 @@ class Trial:
             value, made = self.cut.value(node), None
             if self.match.sample is not None and value is not None:
                 made = self.match.sample(value, spec.shape, spec.dtype, spec.device, g, case)
-            feed[node] = spec.lay(_random(spec, g, case) if made is None else made)
+            made = _random(spec, g, case) if made is None else made
+            feed[node] = spec.lay(edge(made, case, nth) if self.match.proposed else made)
         return feed
 
     # --- running ---
 
-    def _results(self, piece: Piece, feed: Feed, exact: bool = False) -> Results:
-        """Returns the outputs, and the gradients of the inputs that need one."""
+    def _results(self, piece: Piece, feed: Feed, grad: bool, exact: bool = False) -> Results:
+        """Returns the outputs, and if ``grad`` the gradients of the inputs that need one."""
         leaves = {n: self.leaf(n, t, exact) for n, t in feed.items()}
         mode = Exact({compat.storage_key(leaves[n]): t.dtype for n, t in feed.items() if isinstance(t, Tensor)})
         wanted = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
         with torch.set_grad_enabled(self.modes.grad and bool(wanted)):
-            with mode if exact else contextlib.nullcontext():
+            watched = self.match.proposed and grad and piece is self.cut.formula
+            with mode if exact else self.branches if watched else contextlib.nullcontext():
                 outputs = _interpreted(piece, leaves, plain=exact)
             results: Results = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
-            live = {i: t for i, t in enumerate(outputs) if t.requires_grad and self.cut.asked[i]}
+            live = {i: t for i, t in enumerate(outputs) if grad and t.requires_grad and self.cut.asked[i]}
             grads: Sequence[Tensor | None] = [None] * len(wanted)
             if live and wanted:
                 ups = [_upstream(i, t) for i, t in live.items()]
@@ -257,14 +285,14 @@ class Trial:
         return t.detach().requires_grad_(isinstance(spec, _Tensor) and spec.grad)
 
 
-def fixed(node: fx.Node, known: Feed) -> Any:
+def fixed(node: fx.Node, known: Feed, size: Callable[[Any], int] = compat.routing.hint) -> Any:
     """Returns the value of a node that depends only on sizes and constants. Nodes of the view write nothing."""
     if node not in known:
         fake = example(node)
         if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            known[node] = fake.node.hint
+            known[node] = size(fake) if isinstance(fake, torch.SymInt) else fake.node.hint
         else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: fixed(a, known))
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: fixed(a, known, size))
             with compat.routing.outside_compile(), torch.no_grad():
                 known[node] = run(node, args, kwargs)
     return known[node]
