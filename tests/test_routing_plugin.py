@@ -205,10 +205,10 @@ CHANCE: dict[str, tuple[Any, Callable[..., Any], str]] = {
     ),
     "two limits, one far away": (aten.clamp, lambda x, w, g: silu(x) * g.clamp(-1e5, 20), "output 0"),
     "limits within reach of large numbers": (aten.clamp, lambda x, w, g: silu(x) * g.clamp(-20, 20), "output 0"),
-    "a maximum": (aten.maximum, lambda x, w, g: silu(x) * torch.maximum(g, torch.full_like(g, -1e6)), "maximum"),
+    "a maximum": (aten.maximum, lambda x, w, g: silu(x) * torch.maximum(g, torch.full_like(g, -torch.inf)), "maximum"),
     "a limit that is never reached": (
         aten.clamp,
-        lambda x, w, g: silu(x) * g.clamp(min=-1e6),
+        lambda x, w, g: silu(x) * g.clamp(min=-torch.inf),
         "both sides of the formula's clamp",
     ),
     "a comparison": (aten.add, lambda x, w, g: silu(x) * (g + (g > 1e5)), "both sides of the formula's gt"),
@@ -219,6 +219,11 @@ CHANCE: dict[str, tuple[Any, Callable[..., Any], str]] = {
     ),
     "NaN": (aten.nan_to_num, lambda x, w, g: silu(x) * g.nan_to_num(), "output 0"),
     "zeros": (aten.add, lambda x, w, g: silu(x) * (g + (g == 0)), "verified on random data"),
+    "minus infinity as a number": (
+        aten.nan_to_num,
+        lambda x, w, g: silu(x) * g.nan_to_num(torch.nan, torch.inf, 0.0),
+        "output 0",
+    ),
 }
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point for operators of other packages: a generator proposes formulas, and numbers decide.
 
-A proposal says which tensors and numbers of a formula become the arguments of an op. It may be wrong: before the op
-replaces the formula, both run on the same random data, on every compile (:mod:`mhc_inductor.routing.verify`).
+A proposal may be wrong: before the op replaces the formula, both run on the same data, on every compile (verify.py).
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -30,21 +30,16 @@ from mhc_inductor.routing.interface import Match, Mismatch
 from mhc_inductor.routing.verify import said
 
 aten = torch.ops.aten
-Proposal = Match | None
-"""A formula and its op, or None where an input was not found."""
+Proposal = Match | None  # a formula and its op, or None where an input was not found
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(eq=False)
 class Element:
-    """A product or one of its factors, through whatever views and casts the model reads it.
-
-    What was not found is false, and so is whatever is asked of it.
-    """
+    """A product or one of its factors, behind views and casts. What was not found, and what is asked of it, is false."""
 
     ref: Ref | None = None
-    parts: tuple[Ref, ...] = ()
-    """The factors of the product that this stands for."""
+    parts: tuple[Ref, ...] = ()  # the factors of the product that this stands for
     eps: float = 0.0
 
     def __bool__(self) -> bool:
@@ -67,7 +62,7 @@ class Element:
         """Returns the factor that calls ``op``, such as ``aten.tanh``. For ``aten.silu``, also ``a * sigmoid(a)``."""
         found = next((r for r in self._once if getattr(peel(r).value.func, "overloadpacket", None) is op), None)
         if found is None and op is aten.silu and (gate := self.factor(aten.sigmoid)).arg.ref is not None:
-            same = next((r for r in self._once if _meant(r) == _meant(gate.arg.ref)), None)
+            same = next((r for r in self._once if shown(r)[-1] == shown(gate.arg.ref)[-1]), None)
             return Element(gate.ref, (*gate.parts, same)) if same else Element()
         return Element(found, (found,)) if found else Element()
 
@@ -93,8 +88,9 @@ class Element:
 
     def read(self, out: Value) -> Value:
         """Returns the innermost tensor with dimensions in the order of the result ``out`` that is not narrower than it."""
-        refs = shown(self.ref) if self.ref else []
-        held = [r for r in refs if r.value.node is not None and _ordered(r, whole(out))]
+        refs, dims = shown(self.ref) if self.ref else [], [*zip(whole(out).index, out.shape, strict=True)]
+        have = {r: [d for d in zip(r.index, r.value.shape, strict=True) if d[1] != ONE] for r in refs}
+        held = [r for r in refs if r.value.node is not None and have[r] == [d for d in dims if d in have[r]]]
         wide = [r for r in held if r.value.dtype.itemsize >= out.dtype.itemsize]
         return (wide or held or refs[:1])[-1].value
 
@@ -124,20 +120,9 @@ class Element:
                 if isinstance(a, float):
                     coef *= power(a, exponent)
                 else:
-                    a = first.setdefault(_meant(a), a)
+                    a = first.setdefault(shown(a)[-1], a)  # casts that round nothing make no other factor
                     factors[a] = factors.get(a, 0.0) + exponent
         return coef, factors, inside
-
-
-def _meant(ref: Ref) -> Ref:
-    """Returns what is read, behind views and casts that round nothing."""
-    return shown(ref)[-1]
-
-
-def _ordered(ref: Ref, out: Ref) -> bool:
-    """Returns whether the dimensions of an element's tensor, but for those of size 1, are some of the product's."""
-    have = [(i, size) for i, size in zip(ref.index, ref.value.shape, strict=True) if size != ONE]
-    return have == [dim for dim in zip(out.index, out.value.shape, strict=True) if dim in have]
 
 
 class Graph:
@@ -157,25 +142,15 @@ class Graph:
                 yield Element(whole(value))
 
     def propose(self, out: Element, **inputs: Element | float) -> Proposal:
-        """Returns the proposal that the op, with these arguments by name, gives ``out``. Yield it to have it tried.
-
-        Proposals inside of a product are tried if that of the product is refused.
-        """
+        """Returns the proposal that the op, with these arguments by name, gives ``out``. Yield it to have it tried."""
         if out.ref is None or any(isinstance(e, Element) and not e for e in inputs.values()):
             return None
         result = out.ref.value
         given = {k: e.read(result) if isinstance(e, Element) else e for k, e in inputs.items()}
         detail = ", ".join(f"{k} = {v:g}" for k, v in given.items() if not isinstance(v, Value))
         tensors = [v for v in given.values() if isinstance(v, Value)]
-        return Match(self.name, tensors, [result], detail, data=_Data(given, out._product[2], []), proposed=True)
-
-
-class _Data(NamedTuple):
-    """A proposal's arguments, the values that its product multiplies out, and the proposals for these."""
-
-    given: dict[str, Any]
-    inside: list[Value]
-    smaller: list[Match]
+        data = types.SimpleNamespace(given=given, inside=out._product[2], smaller=[])
+        return Match(self.name, tensors, [result], detail, data=data, proposed=True)
 
 
 @dataclasses.dataclass
@@ -198,7 +173,7 @@ class _Plugged:
         try:
             for one in filter(None, self.find(graph)):
                 around = [m for m in found if one.start in m.data.inside]
-                (around[-1].data.smaller if around else top).append(one)
+                (around[-1].data.smaller if around else top).append(one)  # tried if what is around it is refused
                 found.append(one)
         except Exception as error:  # ends the search; the report says at which product
             view.knowledge.failures.append((graph.at, error))
@@ -222,14 +197,9 @@ class _Plugged:
 
 
 def register(name: str, *, op: Any) -> Callable[[_F], _F]:
-    """Returns a decorator for a generator of proposals, which adds an operator to all later compiles.
+    """Returns a decorator that adds a generator of proposals for ``op``, such as ``torch.ops.example.swiglu``.
 
-    Args:
-        name: the operator's name in reports, and for :func:`unregister`.
-        op: an op, such as ``torch.ops.NAMESPACE.NAME``, that returns one new tensor and writes none.
-
-    Raises:
-        ValueError: if the op returns or writes anything else, or the name is taken.
+    Raises ValueError if the op returns anything but one new tensor or writes one, or if the name is taken.
     """
     overload = op if isinstance(op, OpOverload) else op.default
     schema = overload._schema

@@ -12,7 +12,7 @@ from mhc_inductor.compat.routing import TorchDispatchMode
 from mhc_inductor.routing.graph.values import Values
 
 LARGE, ZEROS, SPECIAL = 2, 3, 4
-"""Cases of data: large numbers; rows of zeros; from there on NaN, then infinity, in one input after the other."""
+"""Cases of data: large numbers; rows of zeros; from there on NaN, then infinities, in one input after the other."""
 
 
 def edge(t: Tensor, case: int, nth: int) -> Tensor:
@@ -20,7 +20,7 @@ def edge(t: Tensor, case: int, nth: int) -> Tensor:
     if case == ZEROS and t.dim():
         t[: (len(t) + 1) // 2] = 0
     elif case - SPECIAL in (2 * nth, 2 * nth + 1) and t.is_floating_point() and t.numel():
-        t.view(-1)[0] = torch.inf if case % 2 else torch.nan
+        t.view(-1)[-1], t.view(-1)[0] = (-torch.inf, torch.inf) if case % 2 else (torch.nan, torch.nan)
     return t * 64 if case == LARGE and t.is_floating_point() else t
 
 
@@ -32,8 +32,7 @@ def other_sizes(values: Values) -> list[dict[str, int]]:
 
 
 _LIMITS = {"clamp", "clamp_min", "clamp_max", "maximum", "minimum", "hardtanh", "relu", "leaky_relu"}
-_LIMITS |= {"threshold", "hardshrink", "hardswish", "softplus"}
-"""Operations that return some elements of their first argument as they are."""
+_LIMITS |= {"threshold", "hardshrink", "hardswish", "softplus"}  # return some elements as they are
 _TESTS = {"lt", "le", "gt", "ge", "eq", "ne"}
 
 
