@@ -148,6 +148,57 @@ def test_the_loss_of_a_sink_and_of_more_keys_takes_their_lse():
     assert error(got, index.loss(q, k, w, picks, aq, ak, attention_scale=0.3, reduction="none")) > 1e-3
 
 
+@pytest.mark.parametrize(("S", "T"), [(12, 12), (3, 20), (1, 5), (5, 2)])
+@pytest.mark.parametrize("visible", ["causal", "all", "limit"])
+def test_the_loss_without_indices_is_the_dense_formulas_over_all_visible_keys(S, T, visible):
+    q, k, w = (t.requires_grad_() for t in make_inputs(2, S, T, dtype=F64))
+    aq, ak, _ = (t.requires_grad_() for t in attention_inputs(S=S, T=T, dtype=F64))
+    g = torch.Generator().manual_seed(3)
+    given = {"limit": torch.randint(0, T + 3, (2, S), generator=g)} if visible == "limit" else {}
+    index = SparseIndexer(4, causal=visible != "all")
+    limit = given.get("limit", (torch.arange(S) + T - S + 1 if index.causal else torch.full((S,), T)).expand(2, S))
+    seen = torch.arange(T) < limit.unsqueeze(-1)
+    rows = dense(q, k, w, torch.where(seen, torch.arange(T), -1), aq, ak, None, 8**-0.5, 8**-0.5)
+    got = index.loss(q, k, w, None, aq, ak, reduction="none", **given)
+    torch.testing.assert_close(got, rows, atol=1e-12, rtol=1e-9)
+    mean = index.loss(q, k, w, None, aq, ak, **given)
+    want = rows.sum() / seen.any(-1).sum().clamp(min=1)
+    torch.testing.assert_close(mean, want, atol=1e-12, rtol=1e-9)
+    up = torch.randn((2, S), generator=g, dtype=F64)
+    for a, b in zip(torch.autograd.grad(got, (q, k, w), up), torch.autograd.grad(rows, (q, k, w), up), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-9)
+    assert torch.autograd.grad(mean, (aq, ak), allow_unused=True) == (None, None)
+
+
+def test_without_indices_the_loss_is_that_of_a_choice_of_all_keys():
+    """Checks it against lists as long as the keys, with the attention's whole sum given or not, in bf16, too."""
+    aq, ak, av = attention_inputs()
+    ranges = torch.stack((torch.zeros(12, dtype=torch.int64), torch.arange(1, 13)), -1).view(1, 12, 1, 1, 2)
+    _, lse = mhc_inductor.selection_attention(aq, ak, av, ranges.expand(2, 12, 2, 1, 2), return_lse=True)
+    for dtype in (F32, BF16):
+        q, k, w = make_inputs(2, 12, 12, dtype=dtype)
+        want = SparseIndexer(12).loss(q, k, w, SparseIndexer(64)(q, k, w), aq, ak)
+        assert torch.equal(SparseIndexer(4).loss(q, k, w, None, aq, ak), want) and want.dtype is F32
+        assert error(SparseIndexer(4).loss(q, k, w, None, aq, ak, lse=lse), want) < 1e-5
+
+
+def test_an_index_that_warms_up_alone_chooses_what_the_attention_attends_to():
+    torch.manual_seed(0)
+    q, k, w = (t.requires_grad_() for t in make_inputs(2, 40, 40))
+    aq, ak, _ = attention_inputs(S=40, T=40)
+    index, losses = SparseIndexer(8), []
+    optimizer = torch.optim.Adam((q, k, w), lr=0.05)
+    sparse = index.loss(q, k, w, index(q, k, w), aq, ak).item()
+    for _ in range(60):
+        loss = index.loss(q, k, w, None, aq, ak)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert index.loss(q, k, w, index(q, k, w), aq, ak) < 0.5 * sparse
+
+
 def test_the_loss_trains_the_index_and_nothing_else():
     torch.manual_seed(0)
     q, k, w = (t.requires_grad_() for t in make_inputs(2, 40, 40))
@@ -175,7 +226,7 @@ def test_no_keys_at_all():
     index, (aq, ak, av) = SparseIndexer(3), attention_inputs(S=5, T=0)
     picks = index(q, k, w)
     assert picks.shape == (2, 5, 1, 0)
-    assert index.loss(q, k, w, picks, aq, ak) == 0
+    assert index.loss(q, k, w, picks, aq, ak) == 0 and index.loss(q, k, w, None, aq, ak) == 0
     assert not SelectionAttention(2, 3)(aq, ak, av, indices=picks).any()
 
 
@@ -225,6 +276,21 @@ def test_compiles_once_for_every_length(fresh):
                 assert error(a, b) < 1e-5
 
 
+@pytest.mark.parametrize("limited", [False, True])
+def test_the_loss_over_all_keys_compiles_once_for_every_length(fresh, limited):
+    index = SparseIndexer(6)
+    compiled = torch.compile(index.loss, fullgraph=True, dynamic=True)
+    for n, S in enumerate((12, 20, 33)):
+        with torch._dynamo.config.patch(error_on_recompile=n > 0):
+            args = [t.requires_grad_() for t in make_inputs(2, S, S + 3)]
+            aq, ak, _ = attention_inputs(S=S, T=S + 3)
+            limit = torch.arange(S).expand(2, S) if limited else None
+            got, want = (f(*args, None, aq, ak, limit=limit) for f in (compiled, index.loss))
+            assert error(got, want) < 1e-5
+            for a, b in zip(torch.autograd.grad(got, args), torch.autograd.grad(want, args), strict=True):
+                assert error(a, b) < 1e-5
+
+
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match="SparseIndexer: topk must be at least 1, got 0"):
         SparseIndexer(0)
@@ -238,8 +304,22 @@ def test_bad_input_is_named():
     with pytest.raises(TypeError, match="SparseIndexer: k must be a tensor, got NoneType"):
         index(q, None, w)
     picks = index(q, k, w)
-    with pytest.raises(ValueError, match=r"indices must have shape \[B, S, 1, n\], got \[2, 12, 4\]"):
+    with pytest.raises(ValueError, match=r"indices must have shape \[B, S, 1, n\] or be None, got \[2, 12, 4\]"):
         index.loss(q, k, w, picks[:, :, 0], aq, ak)
+    limit = torch.ones((2, 12), dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"SparseIndexer.loss: limit must be None where indices are given"):
+        index.loss(q, k, w, picks, aq, ak, limit=limit)
+    for value, error_type, said in (
+        (limit[:, :5], ValueError, r"limit must have shape \[B, S\] = \[2, 12\], got \[2, 5\]"),
+        (limit.float(), TypeError, "limit must be int32 or int64"),
+        (5, TypeError, "limit must be a tensor"),
+    ):
+        with pytest.raises(error_type, match=f"SparseIndexer.loss: {said}"):
+            index.loss(q, k, w, None, aq, ak, limit=value)
+    with pytest.raises(ValueError, match=r"SparseIndexer.loss: q must have shape \[B, S, H, D\]"):
+        index.loss(q[0], k, w, None, aq, ak)
+    with pytest.raises(ValueError, match=r"index_loss: attention_k must have shape \[B, G, T, Dk\]"):
+        index.loss(q, k, w, None, aq, ak[:, :, :5])
     with pytest.raises(ValueError, match="reduction must be mean, sum or none, got 'all'"):
         index.loss(q, k, w, picks, aq, ak, reduction="all")
     with pytest.raises(ValueError, match=r"index_loss: attention_k must have shape \[B, G, T, Dk\]"):

@@ -7,6 +7,7 @@
     picks = index(q_i, k_i, w_i)                                 # [B, S, H, D], [B, T, D], [B, S, H] -> [B, S, 1, topk]
     o = SelectionAttention(groups=1, heads=64)(q, k, v, indices=picks)
     loss = index.loss(q_i, k_i, w_i, picks, q, k)                # no gradient to q and k
+    loss = index.loss(q_i, k_i, w_i, None, q, k)                 # over all visible keys: before sparse training
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from mhc_inductor.api.index import index_loss, index_topk
 from mhc_inductor.nn.arguments import flags, sizes
-from mhc_inductor.ops.checks import number
+from mhc_inductor.ops.checks import integers, number
 
 
 class SparseIndexer(nn.Module):
@@ -80,22 +81,15 @@ class SparseIndexer(nn.Module):
             ValueError: A shape or device does not fit; see :func:`mhc_inductor.index_topk`.
             TypeError: A dtype or type does not fit.
         """
-        for name, t, dims, meaning in (("q", q, 4, "[B, S, H, D]"), ("k", k, 3, "[B, T, D]")):
-            if not isinstance(t, Tensor):
-                raise TypeError(f"SparseIndexer: {name} must be a tensor, got {type(t).__name__}")
-            if t.dim() != dims:
-                raise ValueError(f"SparseIndexer: {name} must have shape {meaning}, got {list(t.shape)}")
-        s, keys = q.shape[1], k.shape[1]
-        if limit is None and self.causal:
-            limit = (torch.arange(1, s + 1, device=q.device) + (keys - s)).expand(q.shape[0], s)
+        _check_dims("SparseIndexer", q, k)
         picks = index_topk(
             q,
             k,
             w,
-            min(self.topk, keys),
+            min(self.topk, k.shape[1]),
             # operator.index: a plain number even for dynamic sizes. A size of 0 is reported by the op.
             scale=1 / math.sqrt(operator.index(q.shape[-1]) or 1) if self.scale is None else self.scale,
-            limit=limit,
+            limit=self._limit(q, k) if limit is None else limit,
             mask=mask,
             segments_q=segments_q,
             segments_k=segments_k,
@@ -107,10 +101,11 @@ class SparseIndexer(nn.Module):
         q: Tensor,
         k: Tensor,
         w: Tensor,
-        indices: Tensor,
+        indices: Tensor | None,
         attention_q: Tensor,
         attention_k: Tensor,
         *,
+        limit: Tensor | None = None,
         lse: Tensor | None = None,
         attention_scale: float | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
@@ -119,13 +114,19 @@ class SparseIndexer(nn.Module):
 
         It is :func:`mhc_inductor.index_loss` with this module's scale. Gradients reach q, k and w, none the attention.
 
+        Without ``indices`` all keys that a query sees are listed: the loss of the dense warm-up, in which the index
+        learns alone. It holds a few times B * S * T numbers. The kernels take at most 4096 keys a query. With more the
+        formula runs in plain PyTorch, in chunks of queries, and logs one line. Segments and other masks are given as
+        indices: the positions of the keys that a query sees, -1 in place of the others.
+
         Args:
             q: Queries of the index, as for :meth:`forward`.
             k: Keys of the index.
             w: Weights of the heads.
-            indices: The listed keys ``[B, S, 1, n]``, as :meth:`forward` returns them.
+            indices: The listed keys ``[B, S, 1, n]``, as :meth:`forward` returns them, or None for all visible keys.
             attention_q: Queries of the attention ``[B, S, G, h, Dk]``.
             attention_k: Keys of the attention ``[B, G, T, Dk]``.
+            limit: Without indices, how many of the first keys a query sees, ``[B, S]``, as for :meth:`forward`.
             lse: As for :func:`mhc_inductor.index_loss`.
             attention_scale: Factor of the attention's scores; None for 1/sqrt(Dk).
             reduction: "mean" over the queries that list a key (0 if there are none), "sum", or "none".
@@ -134,13 +135,17 @@ class SparseIndexer(nn.Module):
             The loss, a scalar or ``[B, S]``, in fp32, in fp64 if q is fp64. It is 0 for a query that lists no key.
 
         Raises:
-            ValueError: A shape or device does not fit, or a scale is not finite.
+            ValueError: A shape or device does not fit, a scale is not finite, or limit and indices are both given.
             TypeError: A dtype or type does not fit.
             RuntimeError: In a second derivative.
         """
+        if indices is None:
+            indices = self._visible(q, k, limit)
+        elif limit is not None:
+            raise ValueError("SparseIndexer.loss: limit must be None where indices are given; they say what is listed")
         if not isinstance(indices, Tensor) or indices.dim() != 4 or indices.shape[2] != 1:
             got = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
-            raise ValueError(f"SparseIndexer.loss: indices must have shape [B, S, 1, n], got {got}")
+            raise ValueError(f"SparseIndexer.loss: indices must have shape [B, S, 1, n] or be None, got {got}")
         return index_loss(
             q,
             k,
@@ -154,6 +159,31 @@ class SparseIndexer(nn.Module):
             reduction=reduction,
         )
 
+    def _limit(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """Returns how many of the first keys a query sees unless told, ``[B, S]``, or None for all."""
+        batch, s = q.shape[:2]
+        return (torch.arange(1, s + 1, device=q.device) + (k.shape[1] - s)).expand(batch, s) if self.causal else None
+
+    def _visible(self, q: Tensor, k: Tensor, limit: Tensor | None) -> Tensor:
+        """Returns the positions of all keys ``[B, S, 1, T]``, int32, with -1 for those that a query does not see."""
+        _check_dims("SparseIndexer.loss", q, k)
+        if limit is not None:
+            integers("SparseIndexer.loss", "limit", limit, q)
+            if limit.shape != q.shape[:2]:
+                expected = f"[B, S] = {list(q.shape[:2])}"
+                raise ValueError(f"SparseIndexer.loss: limit must have shape {expected}, got {list(limit.shape)}")
+        limit = self._limit(q, k) if limit is None else limit
+        at = torch.arange(k.shape[1], dtype=torch.int32, device=q.device).expand(*q.shape[:2], -1)
+        return (at if limit is None else torch.where(at < limit.unsqueeze(-1), at, -1)).unsqueeze(2)
+
     def extra_repr(self) -> str:
         """Returns the options, for ``repr``."""
         return f"topk={self.topk}, scale={self.scale}, causal={self.causal}"
+
+
+def _check_dims(op: str, q: Tensor, k: Tensor) -> None:
+    for name, t, dims, meaning in (("q", q, 4, "[B, S, H, D]"), ("k", k, 3, "[B, T, D]")):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if t.dim() != dims:
+            raise ValueError(f"{op}: {name} must have shape {meaning}, got {list(t.shape)}")
