@@ -4,7 +4,8 @@
 A small model learns to look up ``<ab=x>`` in the sources of Python's standard library. It first trains on short texts,
 where the 16 selected blocks cover the whole text, so that one dense model is enough. From its weights four runs then
 train on long texts, from the same seed on the same batches: dense attention, selected attention eagerly, selected
-attention compiled with ``backend="mhc_inductor"``, and attention to single tokens that a trained index chooses.
+attention compiled with ``backend="mhc_inductor"``, and attention to single tokens that a trained index chooses. The
+index warms up alone before, from dense attention, which stays as it is.
 
     python examples/needle.py            # about four minutes on two CPU cores; longer texts and more steps on a GPU
     python examples/needle.py --help
@@ -59,23 +60,29 @@ class Size(training.Size):
     longest: int
     tried: int
     """Total number of bytes evaluated at each length."""
+    warm: int
+    """Steps in which the index learns alone, before the run on tokens."""
 
 
 DEFAULTS = {
-    "cpu": Size(150, 64, 1, 3, 768, 320, 4, 16, 6, 16384, 1 << 15),
-    "cuda": Size(400, 64, 1, 16, 2048, 400, 16, 16, 6, 16384, 1 << 18),
+    "cpu": Size(150, 64, 1, 3, 768, 320, 4, 16, 6, 16384, 1 << 15, 40),
+    "cuda": Size(400, 64, 1, 16, 2048, 400, 16, 16, 6, 16384, 1 << 18, 100),
 }
 
 
 @dataclasses.dataclass
 class Run:
-    """One training run on long texts: nats per answer, nats per block or of the index's loss, seconds per step."""
+    """One training run on long texts: nats per answer, nats per block or of the index's loss, seconds per step.
+
+    ``warm``: the index's loss over all tokens in the steps before.
+    """
 
     name: str
     model: NeedleModel
     loss: list[float] = dataclasses.field(default_factory=list)
     block: list[float] = dataclasses.field(default_factory=list)
     step_s: list[float] = dataclasses.field(default_factory=list)
+    warm: list[float] = dataclasses.field(default_factory=list)
     compile_s: float = 0.0
 
     @property
@@ -126,6 +133,22 @@ def train(run: Run, batches: Iterator[needle_task.Batch], steps: int, bar: Progr
         bar.update(task, advance=1, note=f"{run.loss[-1]:.3f} nats an answer, {run.step_s[-1] * 1e3:.0f} ms a step")
     # The first call compiles and then does the work of one step.
     run.compile_s = max(0.0, run.step_s[0] - run.median_s)
+    return run
+
+
+def warm_up(run: Run, batches: Iterator[needle_task.Batch], steps: int, bar: Progress) -> Run:
+    """Trains the index of ``run.model`` in place on ``steps`` batches; its attention is dense and learns nothing."""
+    device = next(run.model.parameters()).device
+    index = [parameter for name, parameter in run.model.named_parameters() if "index_" in name]
+    optimizer = torch.optim.AdamW(index, lr=5e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    task = bar.add_task("index, warm-up", total=steps, note="")
+    for batch in batches:
+        loss = run.model.warm_up_loss(batch.to(device).tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.warm.append(loss.item())
+        bar.update(task, advance=1, note=f"{run.warm[-1]:.3f} nats a query")
     return run
 
 
@@ -197,12 +220,18 @@ def table_of(runs: list[Run], p: needle_picture.Picture) -> Table:
         table.add_column(run.name, justify="right")
     kind = {DENSE: "dense", EAGER: "selected", COMPILED: "selected", TOKENS: "tokens"}
 
+    def ends(nats: list[float]) -> str:
+        return f"{nats[0]:.3f} / {statistics.mean(nats[-10:]):.3f}" if nats else ""
+
     def add(label: str, show: Callable[[Run], str]) -> None:
         table.add_row(label, *(show(run) for run in runs))
 
     add("compile time", lambda r: f"{r.compile_s:.1f} s" if r.name == COMPILED else "")
     add("median training step", lambda r: f"{r.median_s * 1e3:.1f} ms")
-    add("nats an answer, first / last 10", lambda r: f"{r.loss[0]:.3f} / {statistics.mean(r.loss[-10:]):.3f}")
+    add("nats an answer, first / last 10", lambda r: ends(r.loss))
+    if any(run.name == TOKENS for run in runs):
+        add("index loss, warm-up", lambda r: ends(r.warm))
+        add("index loss, training", lambda r: ends(r.block if r.name == TOKENS else []))
     for length in p.accuracy["dense"]:
         name = needle_picture.tokens(length)
 
@@ -243,6 +272,8 @@ def compare(
         runs[1].model.load_state_dict(runs[0].model.state_dict())
         if tokens:
             runs.append(Run(TOKENS, by_token(model, CHOSEN)))
+            warm = dataclasses.replace(size, steps=size.warm)
+            warm_up(runs[-1], long_texts(corpus.train, warm, seed + 2), size.warm, bar)
         runs.insert(0, Run(DENSE, model))
         for run in runs:
             train(run, long_texts(corpus.train, size, seed + 1), size.steps, bar, compiled=run.name == COMPILED)
@@ -324,12 +355,13 @@ def main(
     longest: Annotated[int | None, typer.Option(min=96, help="Bytes of the longest text to answer on.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU where there is one.")] = None,
     out: Annotated[pathlib.Path, typer.Option(help="The picture to write.")] = pathlib.Path("needle.png"),
+    warm: Annotated[int | None, typer.Option(min=0, help="Steps in which the index learns alone.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, texts and needles.")] = 0,
     tokens: Annotated[bool, typer.Option(help="Also train attention to tokens that an index chooses.")] = True,
 ) -> None:
     """Trains dense and sparse attention to find needles; compares answers and speeds, eager and compiled."""
     given = {"steps": steps, "short": short, "dim": dim, "heads": heads, "head_dim": head_dim}
-    given |= {"batch": batch, "seq": seq, "longest": longest}
+    given |= {"batch": batch, "seq": seq, "longest": longest, "warm": warm}
     try:
         where, size = training.chosen(device, DEFAULTS, given)
     except ValueError as e:

@@ -106,6 +106,14 @@ class NeedleModel(nn.Module):
         sparse = isinstance(attention, NativeSparseAttention)
         return nats, self.block_loss(tokens, ask, where) if sparse else nats.new_zeros(())
 
+    def warm_up_loss(self, tokens: Tensor) -> Tensor:
+        """Returns the loss of the index over all tokens, in nats a query; the rest of the model gets no gradient."""
+        attention = self.block.attention
+        assert isinstance(attention, TokenAttention)
+        with torch.no_grad():
+            x = self.block.mixed(self.embed(tokens))
+        return attention.warm_up_loss(x)
+
     def block_loss(self, tokens: Tensor, ask: Tensor, where: Tensor) -> Tensor:
         """Returns the cross-entropy, in nats, of the compressed scores against the block that holds the answer.
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from mhc_inductor.nn import SelectionAttention, SparseIndexer
+from mhc_inductor import selection_attention
+from mhc_inductor.nn import SparseIndexer
 
 Index = tuple[Tensor, Tensor, Tensor]
 
@@ -14,8 +16,9 @@ class TokenAttention(nn.Module):
     """Causal attention ``[B, S, dim] -> [B, S, dim]`` of each query to the ``topk`` tokens that its index chooses.
 
     As in DeepSeek-V3.2, the index has projections of its own, and learns by the KL divergence from the attention's own
-    distribution over the chosen tokens. Neither the input of the index nor the attention gets a gradient from it: the
-    index learns from the attention, the attention from the answers.
+    distribution: first alone and over all tokens (:meth:`warm_up_loss`), then with the model and over the chosen tokens
+    (:meth:`with_loss`). Neither the input of the index nor the attention gets a gradient from it: the index learns from
+    the attention, the attention from the answers.
     """
 
     def __init__(self, dim: int, heads: int, head_dim: int, topk: int) -> None:
@@ -30,7 +33,6 @@ class TokenAttention(nn.Module):
         self.index_w = nn.Linear(dim, heads)
         nn.init.ones_(self.index_w.bias)  # a score grows with the products until the weights have learned otherwise
         self.choose = SparseIndexer(topk)
-        self.attend = SelectionAttention(1, heads)
 
     def indexed(self, x: Tensor, rows: Tensor) -> Index:
         """Returns q ``[B, n, h, D]``, k ``[B, S, D]`` and w ``[B, n, h]`` of the index, for the queries ``rows[B, n]``."""
@@ -44,15 +46,21 @@ class TokenAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         picks = self.choose(*self.indexed(x, x))
-        out: Tensor = self.o_proj(self.attend(*self.attention(x, x), indices=picks).flatten(2))
+        out: Tensor = self.o_proj(selection_attention(*self.attention(x, x), indices=picks).flatten(2))
         return out
+
+    def warm_up_loss(self, x: Tensor) -> Tensor:
+        """Returns the loss of the index over all tokens up to each query, in nats a query; only the index learns."""
+        with torch.no_grad():
+            q, k, _ = self.attention(x, x)
+        return self.choose.loss(*self.indexed(x.detach(), x.detach()), None, q, k)
 
     def with_loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what :meth:`forward` returns, and the loss of the index in nats a query."""
         index, (q, k, v) = self.indexed(x.detach(), x.detach()), self.attention(x, x)
         picks = self.choose(*index)
-        o = self.o_proj(self.attend(q, k, v, indices=picks).flatten(2))
-        return o, self.choose.loss(*index, picks, q, k)
+        o, lse = selection_attention(q, k, v, indices=picks, return_lse=True)
+        return self.o_proj(o.flatten(2)), self.choose.loss(*index, picks, q, k, lse=lse)
 
     def chosen(self, x: Tensor, at: Tensor) -> Tensor:
         """Returns the tokens ``[B, n, 1, topk]`` that the positions ``at[n]`` choose, -1 for none."""
@@ -62,6 +70,6 @@ class TokenAttention(nn.Module):
 
     def at(self, x: Tensor, at: Tensor) -> Tensor:
         """Returns ``forward(x)[:, at]``, computed for these queries only."""
-        o = self.attend(*self.attention(x, x[:, at]), indices=self.chosen(x, at))
+        o = selection_attention(*self.attention(x, x[:, at]), indices=self.chosen(x, at))
         out: Tensor = self.o_proj(o.flatten(2))
         return out

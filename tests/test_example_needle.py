@@ -24,7 +24,18 @@ def test_trains_and_finds_eager_and_compiled_alike(example, tmp_path, capsys):
 
     out = tmp_path / "picture.png"
     size = example.Size(
-        steps=12, dim=32, layers=1, batch=2, seq=192, short=24, heads=2, head_dim=8, needles=3, longest=1024, tried=2048
+        steps=12,
+        dim=32,
+        layers=1,
+        batch=2,
+        seq=192,
+        short=24,
+        heads=2,
+        head_dim=8,
+        needles=3,
+        longest=1024,
+        tried=2048,
+        warm=0,
     )
     (dense, eager, compiled), p = example.compare(torch.device("cpu"), size, seed=1, out=out)
     for run in (dense, eager, compiled):
@@ -128,7 +139,18 @@ def by_token(example):
         steps = 150
         dense = example.train(example.Run("", dense), example.short_texts(text, steps, 0), steps, bar).model
         size = example.Size(
-            steps=90, dim=32, layers=1, batch=4, seq=256, short=0, heads=2, head_dim=16, needles=4, longest=512, tried=0
+            steps=90,
+            dim=32,
+            layers=1,
+            batch=4,
+            seq=256,
+            short=0,
+            heads=2,
+            head_dim=16,
+            needles=4,
+            longest=512,
+            tried=0,
+            warm=0,
         )
         run = example.Run(example.TOKENS, example.by_token(dense, 16))
         example.train(run, example.long_texts(text, size, 1), size.steps, bar)
@@ -165,6 +187,44 @@ def test_each_loss_has_its_own_parameters(example):
         for name, parameter in model.named_parameters():
             trained = parameter.grad is not None and bool(parameter.grad.any())
             assert trained == (("index_" in name) == bool(which)), name
+
+
+def test_the_index_warms_up_alone(example, by_token):
+    """The warm-up lowers both losses of the index, over all and over chosen tokens, and changes nothing else."""
+    import torch
+
+    dense, _, text = by_token
+    size = example.Size(
+        steps=30,
+        dim=32,
+        layers=1,
+        batch=4,
+        seq=256,
+        short=0,
+        heads=2,
+        head_dim=16,
+        needles=4,
+        longest=512,
+        tried=0,
+        warm=0,
+    )
+    batch = next(example.long_texts(text, size, 5))
+    run = example.Run(example.TOKENS, example.by_token(dense, 16))
+    before = {name: t.clone() for name, t in run.model.state_dict().items()}
+
+    def losses():
+        with torch.no_grad():
+            sparse = run.model.loss(batch.tokens, batch.ask, batch.answer, batch.where)[1]
+            return run.model.warm_up_loss(batch.tokens).item(), sparse.item()
+
+    all_before, chosen_before = losses()
+    with example.Progress(disable=True) as bar:
+        example.warm_up(run, example.long_texts(text, size, 6), size.steps, bar)
+    all_after, chosen_after = losses()
+    assert len(run.warm) == 30 and run.warm[-1] < 0.7 * run.warm[0]
+    assert all_after < 0.7 * all_before and chosen_after < 0.7 * chosen_before
+    for name, t in run.model.state_dict().items():
+        assert torch.equal(t, before[name]) == ("index_" not in name), name
 
 
 def test_the_index_learns_to_choose_the_answer(example, by_token):
@@ -204,7 +264,8 @@ def test_the_table_and_the_picture_show_the_tokens(example, by_token, tmp_path, 
     )
     example.needle_picture.draw(picture, tmp_path / "needle.png", "test")
     assert plt.imread(tmp_path / "needle.png").shape[1] > 1500
-    runs = [example.Run(name, run.model, run.loss, run.block, run.step_s) for name in picture.losses]
+    runs = [example.Run(name, run.model, run.loss, run.block, run.step_s, [2.5, 1.5]) for name in picture.losses]
     example.console.print(example.table_of(runs, picture))
     said = " ".join(capsys.readouterr().out.split())
+    assert "2.500 / 2.000" in said and f"{run.block[0]:.3f} / " in said
     assert "123 ms" in said and "forward, 1K" in said and "tokens" in said
