@@ -33,7 +33,7 @@ from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     picked_scores,
 )
 from mhc_inductor.routing.operators.selection.weights import Weights
-from mhc_inductor.routing.operators.selection.written_out import written_softmax
+from mhc_inductor.routing.operators.selection.written_out import Written, written_softmax
 
 _CALL = "scaled_dot_product_attention"
 _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
@@ -89,6 +89,7 @@ class Search:
         self.found: list[Found] = []
         self.softmaxes = set[Value]()
         """The scores of the softmaxes examined."""
+        self._written: dict[fx.Node, Written] = {}
         self._said: tuple[str, Value | None] | None = None
         """Why the last softmax is none of ours, if its masks were not examined."""
         if any(name_of(node) == _CALL or is_softmax(node) or is_power(node) or is_log(node) for node in view.nodes):
@@ -173,8 +174,10 @@ class Search:
             found = self._picked(lambda recogniser: recogniser.sdpa(node), node, known)
             return [] if found is None else [found]
         if is_power(node):
-            if (weights := written_softmax(self.view, node)) is not None:
-                return self._softmax(weights)
+            if node not in self._written and (written := written_softmax(self.view, node)) is not None:
+                self._written[node] = written
+            if node in self._written:
+                return self._softmax(*self._written[node])
             self._handmade(node)
         if is_log(node) and (scores := logged(self.view, node)) is not None and scores not in self.softmaxes:
             self._unrouted(_LOGARITHM, None, node, Masked(self.view, scores))
@@ -347,8 +350,8 @@ class Search:
         if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.v.value.dtype)):
             found.absorbed = None
 
-    def _softmax(self, node: fx.Node) -> list[Found]:
-        """Returns the attention whose weights ``node`` computes."""
+    def _softmax(self, node: fx.Node, after: tuple[Value, Value] | None = None) -> list[Found]:
+        """Returns the attention whose weights ``node`` computes. ``after``: as in :class:`Written`."""
         value = self.view.value(node)
         if value is None or value.func not in _SOFTMAXES:
             return []
@@ -358,7 +361,7 @@ class Search:
             self._unrouted(_RENORMALISED, again.result, node, Masked(self.view, value.args[0], again.guards))
             return []
         self._said = None
-        weights = Weights(self.view, value, node)
+        weights = Weights(self.view, value, node, after)
         known = len(self.misses)
         found = self._weighed(node, value, weights)
         if not found and len(self.misses) == known:

@@ -83,16 +83,18 @@ class Weights:
     """The values that a softmax becomes.
 
     ``same``: the values that equal the softmax except in rows without keys. ``known``: how each of them is guarded.
-    ``outs``: their products with V. ``dropped``: the value after a dropout, None without one.
+    ``outs``: their products with V; of ``after``, the second in place of the first, which the graph divides by their sum.
+    ``dropped``: the value after a dropout, None without one.
     """
 
-    def __init__(self, view: View, softmax: Value, node: fx.Node) -> None:
+    def __init__(self, view: View, softmax: Value, node: fx.Node, after: tuple[Value, Value] | None = None) -> None:
         self.view = view
         self.softmax = softmax
         self.known: dict[Value, Guarded] = {}
         self.same: dict[Value, None] = {softmax: None}
         self.outs: list[Value] = []
         self.dropped: Value | None = None
+        self._after = after
         view.descendants([node], self._passes, REACH)
         self._sums = set[Value]()
         self.added: dict[Value, None] = {}
@@ -150,7 +152,8 @@ class Weights:
             self.same[reached] = None
             return True
         if dot(peel(whole(reached))) is not None:
-            self.outs.append(reached)
+            before, divided = self._after or (None, None)
+            self.outs.append(divided if reached is before and divided is not None else reached)
             return False
         # The elementwise product in a sum of products.
         return reached.func in MULTIPLY and any(a in self.same for a in reached.args[:2])

@@ -1,44 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds softmaxes that are written out as ``e / e.sum(dim)`` with ``e = exp(s - s.amax(dim))``.
+"""Finds softmaxes that are written out, in three forms.
 
+``e / e.sum(dim)`` with ``e = exp(s - s.amax(dim))``, also divided after the product with V; ``exp(s - s.logsumexp(dim))``; and
+``s.log_softmax(dim).exp()``.
 They have the softmax's values and gradients, NaN of rows of -inf included. Without the maximum they overflow where the
 softmax does not, and are another formula.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import aten
+from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, peel, step, whole
 from mhc_inductor.routing.graph.index import ONE
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import DETACH, behind_ops
-from mhc_inductor.routing.masks.operands import DIVIDE
+from mhc_inductor.routing.masks.operands import DIVIDE, dot
+from mhc_inductor.routing.operators.selection.weights import REACH, shows
 
 
-def written_softmax(view: View, node: fx.Node) -> fx.Node | None:
-    """Returns the node of the weights whose exponential is ``node``; their value becomes that of a softmax.
+class Written(NamedTuple):
+    """The node of the weights. ``after``: their product with V before and after it is divided by their sum."""
+
+    node: fx.Node
+    after: tuple[Value, Value] | None = None
+
+
+def written_softmax(view: View, node: fx.Node) -> Written | None:
+    """Returns the weights whose exponential is ``node``; their value becomes that of a softmax.
 
     Returns None if it is none, or something else reads the exponential.
     """
     power = view.value(node)
-    if power is None or power.func is not aten.exp.default or power.args[0].func is not aten.sub.Tensor:
+    if power is None or power.func is not aten.exp.default:
         return None
     less = power.args[0]
-    scores, top = less.args[:2]
-    dim = _over(top, scores, aten.amax.default, aten.max.dim)
-    if dim is None or less.kwargs or len(less.args) > 2 or less.shape != scores.shape:
+    if less.func is aten._log_softmax.default and not less.kwargs:
+        return _set(power, less.args[0], less.args[1], node)
+    if less.func is not aten.sub.Tensor or less.kwargs or len(less.args) > 2 or less.shape != less.args[0].shape:
+        return None
+    scores, top = less.args
+    if (dim := _over(top, scores, aten.logsumexp.default)) is not None:
+        return _set(power, scores, dim, node)
+    dim = _over(top, scores, aten.amax.default, aten.max.dim, through=DETACH)
+    if dim is None:
         return None
     readers = {view.value(user): user for user in node.users if user in view.live}
     weights = next((v for v in readers if v is not None and _is_softmax(v, power, scores, dim)), None)
     others = [v for v in readers if v is not weights]
-    if weights is None or len(others) != 1 or others[0] is None or others[0].func is not aten.sum.dim_IntList:
+    if weights is None:
+        after = _divided_after(view, node, power, dim)
+        return after and _set(power, scores, dim, node, after)
+    if len(others) != 1 or others[0] is None or others[0].func is not aten.sum.dim_IntList:
         return None
-    weights.set(aten._softmax.default, (scores, dim, False), {})
-    return readers[weights]
+    return _set(weights, scores, dim, readers[weights])
+
+
+def _set(weights: Value, scores: Value, dim: int, node: fx.Node, after: tuple[Value, Value] | None = None) -> Written:
+    weights.set(aten._softmax.default, (scores, dim % len(scores.shape), False), {})
+    return Written(node, after)
+
+
+def _divided_after(view: View, node: fx.Node, power: Value, dim: int) -> tuple[Value, Value] | None:
+    """Returns the one product of an exponential, and that over the exponential's sum, whose value becomes the product's."""
+    known, others = {power: None}, dict[Value | None, fx.Node]()
+
+    def passes(user: fx.Node) -> bool:
+        value = view.value(user)
+        if value is not None and shows(value, known):
+            known[value] = None
+            return True
+        others[value] = user
+        return False
+
+    view.descendants([node], passes, REACH)
+    out = next((v for v in others if v is not None and dot(peel(whole(v))) is not None), None)
+    total = next((v for v in others if v is not out), None)
+    users = [] if out is None else [view.value(user) for user in others[out].users if user in view.live]
+    if total is None or out is None or len(others) != 2 or len(users) != 1 or (made := users[0]) is None:
+        return None
+    if made.func not in DIVIDE or made.args[0] is not out or not isinstance(made.args[1], Value):
+        return None
+    place = whole(made)
+    *sides, _ = dot(peel(_broadcast(out, place)))  # type: ignore[misc]
+    of = next((ref for side in sides if (ref := _stepped(side)).value is power), None)
+    by = _stepped(_broadcast(made.args[1], place))
+    if of is None or by.value is not total or total.func is not aten.sum.dim_IntList or made.shape != out.shape:
+        return None
+    row = [i for d, i in enumerate(of.index) if d != dim]
+    summed = [i for d, i in enumerate(by.index) if d != dim or len(by.index) < len(of.index)]
+    if [d % len(of.index) for d in total.args[1]] != [dim] or total.args[0] is not power or row != summed:
+        return None
+    made.set(out.func, out.args, out.kwargs)
+    return out, made
+
+
+def _stepped(ref: Ref) -> Ref:
+    while (below := step(ref)) is not None:
+        ref = below
+    return ref
 
 
 def _is_softmax(value: Value, power: Value, scores: Value, dim: int) -> bool:
@@ -49,9 +112,12 @@ def _is_softmax(value: Value, power: Value, scores: Value, dim: int) -> bool:
     return divided and _over(value.args[1], power, aten.sum.dim_IntList) == dim
 
 
-def _over(value: Any, of: Value, *funcs: Any) -> int | None:
-    """Returns the dim of ``of`` that ``value``, broadcast to it, is reduced over; None if it is something else."""
-    value = behind_ops(value, DETACH)
+def _over(value: Any, of: Value, *funcs: Any, through: Any = ()) -> int | None:
+    """Returns the dim of ``of`` that ``value``, broadcast to it, is reduced over; None if it is something else.
+
+    ``through``: calls that may stand in between. A softmax does not depend on the maximum, so only that may be detached.
+    """
+    value = behind_ops(value, through)
     if not isinstance(value, Value) or len(value.shape) != len(of.shape):
         return None
     gone = [d for d, (a, b) in enumerate(zip(value.shape, of.shape, strict=True)) if a != b]
@@ -62,4 +128,4 @@ def _over(value: Any, of: Value, *funcs: Any) -> int | None:
     if not isinstance(value, Value) or value.func not in funcs or value.out or value.kwargs or len(value.args) < 2:
         return None
     dims = [value.args[1]] if isinstance(value.args[1], int) else [*value.args[1]]
-    return gone[0] if behind_ops(value.args[0], DETACH) is of and [d % len(of.shape) for d in dims] == gone else None
+    return gone[0] if behind_ops(value.args[0], through) is of and [d % len(of.shape) for d in dims] == gone else None
