@@ -65,7 +65,7 @@ class Size(training.Size):
 
 
 DEFAULTS = {
-    "cpu": Size(150, 64, 1, 3, 768, 320, 4, 16, 6, 16384, 1 << 15, 40),
+    "cpu": Size(150, 64, 1, 3, 768, 320, 4, 16, 6, 16384, 1 << 15, 30),
     "cuda": Size(400, 64, 1, 16, 2048, 400, 16, 16, 6, 16384, 1 << 18, 100),
 }
 
@@ -272,7 +272,8 @@ def compare(
         runs[1].model.load_state_dict(runs[0].model.state_dict())
         if tokens:
             runs.append(Run(TOKENS, by_token(model, CHOSEN)))
-            warm = dataclasses.replace(size, steps=size.warm)
+            # Over all tokens a step costs the square of the length, so the texts are shorter.
+            warm = dataclasses.replace(size, steps=size.warm, seq=max(96, size.seq // 3))
             warm_up(runs[-1], long_texts(corpus.train, warm, seed + 2), size.warm, bar)
         runs.insert(0, Run(DENSE, model))
         for run in runs:
