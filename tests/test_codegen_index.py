@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mhc_inductor
 from mhc_inductor.kernels.index import plan
 from mhc_inductor.kernels.selection import lists_plan
+from mhc_inductor.nn import SparseIndexer
 from tests.deterministic import deterministic_algorithms
 from tests.generated import launches
 
@@ -216,6 +217,19 @@ def test_a_loss_of_unknown_sizes_launches_its_forward():
     code = _trained(256, dynamic=True)
     assert _kernels(code) == LOSS and "torch.ops.mhc_inductor.index_loss_backward.default" in code
     assert "torch.ops.mhc_inductor.index_loss.default" not in code
+
+
+@pytest.mark.parametrize(("T", "dynamic"), [(256, None), (256, True), (4100, True)])
+def test_the_loss_over_all_keys_launches_the_kernels_up_to_their_limit(T, dynamic):
+    torch._dynamo.reset()
+    with fake_cuda(), FakeTensorMode():
+        shapes = (2, 128, 4, 64), (2, T, 64), (2, 128, 4), (2, 128, 2, 8, 96), (2, 2, T, 96)
+        q, k, w, *attention = (torch.empty(*shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        loss = torch.compile(SparseIndexer(8).loss, fullgraph=True, dynamic=dynamic, backend="mhc_inductor")
+        code = generated_code(lambda: loss(q, k, w, None, *attention))[0]
+    code = code[code.index("def call(") :]
+    assert _kernels(code) == (LOSS if T == 256 else [])
+    assert ("torch.ops.mhc_inductor.index_loss.default" in code) == (T > 4096)
 
 
 def test_a_loss_of_longer_lists_calls_the_reference_and_is_logged_once(caplog):

@@ -116,8 +116,9 @@ class SparseIndexer(nn.Module):
 
         Without ``indices`` all keys that a query sees are listed: the loss of the dense warm-up, in which the index
         learns alone. It holds a few times B * S * T numbers. The kernels take at most 4096 keys a query. With more the
-        formula runs in plain PyTorch, in chunks of queries, and logs one line. Segments and other masks are given as
-        indices: the positions of the keys that a query sees, -1 in place of the others.
+        formula runs in plain PyTorch, in chunks of queries, and logs one line. torch.compile on a GPU makes new code for
+        each T. Segments and other masks are given as indices: the positions of the keys that a query sees, -1 in place
+        of the others.
 
         Args:
             q: Queries of the index, as for :meth:`forward`.
