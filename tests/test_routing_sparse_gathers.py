@@ -470,6 +470,23 @@ def test_gathered_blocks(name: str, dynamic: bool) -> None:
         assert got.ops["selection_attention"] == 1, reasons(got)
 
 
+@pytest.mark.parametrize("far", [4, -5])
+def test_a_block_out_of_range_raises_as_in_eager(far: int) -> None:
+    """There are 4 blocks of 3 keys: a block that is a key, but no block."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        at, (rows, groups) = x[..., :2].long(), rows_of_blocks(k)
+        k, v = (t.unflatten(2, (-1, BLK))[rows, groups, at].flatten(3, 4) for t in (k, v))
+        return attend_blocks(q, k, v, at, -1e9)
+
+    assert run(fn, blocks_inputs()).ops["selection_attention"] == 1
+    given = blocks_inputs()
+    given[3][0, 1, 5, 0] = far
+    for call in (lambda: fn(*given), lambda: run(fn, given)):
+        with pytest.raises((IndexError, RuntimeError)):
+            call()
+
+
 # --- rows without keys ----------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,7 @@ OTHER: dict[str, Form] = {
     "twice the sum": lambda s, v: product(e := power(s), v) / (2 * e.sum(-1, keepdim=True)),
     "a sum and a number": lambda s, v: product(e := power(s), v) / (e.sum(-1, keepdim=True) + 1e-3),
     "read before the division": lambda s, v: (p := product(e := power(s), v)) / e.sum(-1, keepdim=True) + p,
+    "a sum that is read": lambda s, v: product(e := power(s), v) / (z := e.sum(-1, keepdim=True)) + z,
     "multiplied": lambda s, v: product(e := power(s), v) * e.sum(-1, keepdim=True),
     "logarithm of other rows": lambda s, v: product((s - s.logsumexp(-1, keepdim=True).flip(2)).exp(), v),
 }

@@ -74,8 +74,8 @@ class Picks:
         self.places, self.last = set(places), places[-1]
         self.inner: Var | None = None
         self._found: tuple[Key, Linear] | None = None
-        self._read: dict[tuple[Value, bool], None] = {}
-        """The tensors of indices that the model gathers at, each with whether negative ones count from the end."""
+        self._read: dict[tuple[Value, bool], Size] = {}
+        """The tensors of indices that the model gathers at, with whether negative ones count from the end: what they index."""
 
     @property
     def t(self) -> Key:
@@ -93,7 +93,7 @@ class Picks:
             if self.places.isdisjoint(entry.variables()):
                 return to_index(self.masks.whole(at, x.shape[d] if wraps else None))
             row, entry = self._row(self._unwrapped(entry), x.shape[d])
-            self._read[at.value, wraps] = None
+            self._read[at.value, wraps] = x.shape[d]
             if row is None:
                 found.append((Key(x.shape[d]), entry))
                 return var(found[-1][0])
@@ -217,14 +217,14 @@ class Picks:
         assert self._found is not None
         key, at = self._found
         low, high = self._range(at)
-        for where, wraps in self._read:
+        for (where, wraps), size in self._read.items():
             least = of_size(key.size).times(-1) if wraps else number(0)
             proved = low is not None and at_least_zero(low.minus(least))
             proved = proved and high is not None and at_least_zero(of_size(key.size).shifted(-1).minus(high))
             if not proved and not at.data():
                 raise Mismatch(_OUTSIDE, where)
             if not proved:
-                self.masks.indices.take(where, key.size, wraps, self.masks.whole)
+                self.masks.indices.take(where, size, wraps, self.masks.whole)
 
     def _range(self, x: Linear) -> _Range:
         """Returns the smallest and the largest value of a number by its formula, None for one that is not known."""

@@ -66,21 +66,13 @@ def _set(weights: Value, scores: Value, dim: int, node: fx.Node, after: tuple[Va
 
 def _divided_after(view: View, node: fx.Node, power: Value, dim: int) -> tuple[Value, Value] | None:
     """Returns the one product of an exponential, and that over the exponential's sum, whose value becomes the product's."""
-    known, others = {power: None}, dict[Value | None, fx.Node]()
-
-    def passes(user: fx.Node) -> bool:
-        value = view.value(user)
-        if value is not None and shows(value, known):
-            known[value] = None
-            return True
-        others[value] = user
-        return False
-
-    view.descendants([node], passes, REACH)
+    others = _readers(view, node, power)
     out = next((v for v in others if v is not None and dot(peel(whole(v))) is not None), None)
     total = next((v for v in others if v is not out), None)
-    users = [] if out is None else [view.value(user) for user in others[out].users if user in view.live]
-    if total is None or out is None or len(others) != 2 or len(users) != 1 or (made := users[0]) is None:
+    if total is None or out is None or len(others) != 2:
+        return None
+    users = [view.value(user) for user in others[out].users if user in view.live]
+    if len(users) != 1 or (made := users[0]) is None or [*_readers(view, others[total], total)] != users:
         return None
     if made.func not in DIVIDE or made.args[0] is not out or not isinstance(made.args[1], Value):
         return None
@@ -96,6 +88,22 @@ def _divided_after(view: View, node: fx.Node, power: Value, dim: int) -> tuple[V
         return None
     made.set(out.func, out.args, out.kwargs)
     return out, made
+
+
+def _readers(view: View, node: fx.Node, value: Value) -> dict[Value | None, fx.Node]:
+    """Returns what reads a value, behind views and casts."""
+    known, found = {value: None}, dict[Value | None, fx.Node]()
+
+    def passes(user: fx.Node) -> bool:
+        reader = view.value(user)
+        if reader is not None and shows(reader, known):
+            known[reader] = None
+            return True
+        found[reader] = user
+        return False
+
+    view.descendants([node], passes, REACH)
+    return found
 
 
 def _stepped(ref: Ref) -> Ref:
