@@ -88,7 +88,8 @@ def any_strides(made: Named, seed: int) -> dict[str, Any]:
 def close(got: Named, want: Named, dtype: torch.dtype) -> None:
     """Asserts that results have no NaN that fp64 has not, and are close to it by what their dtype can hold.
 
-    Gradients, states and logarithms of sums may cancel, so that they are held to the size of what they sum only.
+    Gradients, states and logarithms of sums may cancel, so that they are held to the size of what they sum only; the layers'
+    outputs are sums of products, too, of a hundredth and more.
     """
     assert got.keys() <= want.keys(), f"{sorted(got)}, of which fp64 has {sorted(want)}"
     for name in got:
@@ -98,7 +99,7 @@ def close(got: Named, want: Named, dtype: torch.dtype) -> None:
         assert torch.equal(~a.isfinite(), odd) and torch.equal(a[odd].nan_to_num(0.5), b[odd].nan_to_num(0.5)), name
         error, size = float((a - b)[~odd].norm()), float(b[~odd].norm())
         eps = torch.finfo(torch.promote_types(dtype, got[name].dtype) if dtype.itemsize > 2 else dtype).eps
-        slack = 1.0 if name[0] in "dSM" or name == "lse" else 1e-3
+        slack = 1.0 if name[0] in "dSM" or name == "lse" else 1e-2
         bound = (200 if name[0] == "d" else 60) * eps * (size + slack)
         assert error <= bound, f"{name}: {error:.3g} above {bound:.3g}"
 
