@@ -19,6 +19,7 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import DETACH, behind_ops
 from mhc_inductor.routing.masks.operands import DIVIDE, dot
+from mhc_inductor.routing.masks.products import has_product
 from mhc_inductor.routing.operators.selection.weights import REACH, shows
 
 
@@ -38,13 +39,14 @@ def written_softmax(view: View, node: fx.Node) -> Written | None:
     if power is None or power.func is not aten.exp.default:
         return None
     less = power.args[0]
-    if less.func is aten._log_softmax.default and not less.kwargs:
+    if less.func is aten._log_softmax.default and not less.kwargs and has_product(less):
         return _set(power, less.args[0], less.args[1], node)
     if less.func is not aten.sub.Tensor or less.kwargs or len(less.args) > 2 or less.shape != less.args[0].shape:
         return None
     scores, top = less.args
     if (dim := _over(top, scores, aten.logsumexp.default)) is not None:
-        return _set(power, scores, dim, node)
+        # Without products it may be another operator's formula, such as a Sinkhorn iteration.
+        return _set(power, scores, dim, node) if has_product(scores) else None
     dim = _over(top, scores, aten.amax.default, aten.max.dim, through=DETACH)
     if dim is None:
         return None
@@ -52,7 +54,7 @@ def written_softmax(view: View, node: fx.Node) -> Written | None:
     weights = next((v for v in readers if v is not None and _is_softmax(v, power, scores, dim)), None)
     others = [v for v in readers if v is not weights]
     if weights is None:
-        after = _divided_after(view, node, power, dim)
+        after = _divided_after(view, node, power, dim) if has_product(scores) else None
         return after and _set(power, scores, dim, node, after)
     if len(others) != 1 or others[0] is None or others[0].func is not aten.sum.dim_IntList:
         return None
