@@ -127,6 +127,14 @@ def test_bad_options_are_named():
 # --- attention to tokens ------------------------------------------------------------------------------------
 
 
+def token_size(example, steps):
+    """A small run on texts of 256 bytes."""
+    widths = {"dim": 32, "layers": 1, "heads": 2, "head_dim": 16}
+    return example.Size(
+        steps=steps, batch=4, seq=256, short=0, needles=4, longest=512, tried=0, warm=0, **widths
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def by_token(example):
     """A dense model that answers on short texts, and one with attention to tokens, trained as the example trains it."""
@@ -138,20 +146,7 @@ def by_token(example):
     with example.Progress(disable=True) as bar:
         steps = 150
         dense = example.train(example.Run("", dense), example.short_texts(text, steps, 0), steps, bar).model
-        size = example.Size(
-            steps=90,
-            dim=32,
-            layers=1,
-            batch=4,
-            seq=256,
-            short=0,
-            heads=2,
-            head_dim=16,
-            needles=4,
-            longest=512,
-            tried=0,
-            warm=0,
-        )
+        size = token_size(example, 90)
         run = example.Run(example.TOKENS, example.by_token(dense, 16))
         example.train(run, example.long_texts(text, size, 1), size.steps, bar)
     return dense, run, text
@@ -194,20 +189,7 @@ def test_the_index_warms_up_alone(example, by_token):
     import torch
 
     dense, _, text = by_token
-    size = example.Size(
-        steps=30,
-        dim=32,
-        layers=1,
-        batch=4,
-        seq=256,
-        short=0,
-        heads=2,
-        head_dim=16,
-        needles=4,
-        longest=512,
-        tried=0,
-        warm=0,
-    )
+    size = token_size(example, 30)
     batch = next(example.long_texts(text, size, 5))
     run = example.Run(example.TOKENS, example.by_token(dense, 16))
     before = {name: t.clone() for name, t in run.model.state_dict().items()}

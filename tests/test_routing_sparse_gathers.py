@@ -453,9 +453,24 @@ def keys_of_two_blocks(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
     return attend_blocks(q, k, v, at, -1e9)
 
 
+def longer_values(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+    """The values have more blocks than the keys."""
+    at, (rows, groups) = best_blocks(x), rows_of_blocks(k)
+    k, v = (t.unflatten(2, (-1, BLK))[rows, groups, at].flatten(3, 4) for t in (k, torch.cat([v, v.sin()], 2)))
+    return attend_blocks(q, k, v, at, -1e9)
+
+
 BLOCKS: dict[str, Callable[..., Tensor]] = {
     f.__name__: f
-    for f in (gathered_blocks, indexed_blocks, blocks_last, one_block_sdpa, wrong_block, keys_of_two_blocks)
+    for f in (
+        gathered_blocks,
+        indexed_blocks,
+        blocks_last,
+        one_block_sdpa,
+        wrong_block,
+        keys_of_two_blocks,
+        longer_values,
+    )
 }
 
 

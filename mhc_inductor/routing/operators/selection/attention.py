@@ -290,7 +290,8 @@ class Recogniser:
 def _paired(scores: Scores, v: Ref, t: Sequence[Var], like: Sequence[Pair] = ()) -> tuple[list[Pair], float]:
     """Returns q and k of each product that the scores are the sum of, and the factor of all of them.
 
-    ``t``: the digits of the key, or of the place in a list. ``like``: those of other keys, which tell q from a single key. Raises NotOurs for other products, and for products that one product of concatenated vectors cannot replace.
+    ``t``: the digits of the key, or of the place in a list. ``like``: those of other keys, which tell q from a single key.
+    Raises NotOurs for other products, and for products that one product of concatenated vectors cannot replace.
     """
     if scores.segments:
         made_of: dict[Scores, tuple[list[Pair], float]] = {}

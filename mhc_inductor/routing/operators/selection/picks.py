@@ -129,9 +129,9 @@ class Picks:
         if shared or left != {self.last} or moving not in ([var(block), var(self.last)], [var(self.last), var(block)]):
             raise NotOurs
         self.inner, by = self.last, self.last.size
-        key = self._found[0] if self._found else Key(block.size.times(by))
         if by.symbols:
             raise DynamicWidth(by)
+        key = Key(block.size.times(by))
         high, low = (Index({Part(key, by, mod): ONE}) for mod in (False, True))
         whole = placed(placed(below, block, high), self.last, low)
         return whole, key, entry.times(by.factor).plus(atom(self.last))

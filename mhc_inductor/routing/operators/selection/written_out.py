@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, peel, step, whole
+from mhc_inductor.routing.graph.expressions import _broadcast, aten, peel, whole
 from mhc_inductor.routing.graph.index import ONE
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
@@ -80,8 +80,8 @@ def _divided_after(view: View, node: fx.Node, power: Value, dim: int) -> tuple[V
         return None
     place = whole(made)
     *sides, _ = dot(peel(_broadcast(out, place)))  # type: ignore[misc]
-    of = next((ref for side in sides if (ref := _stepped(side)).value is power), None)
-    by = _stepped(_broadcast(made.args[1], place))
+    of = next((ref for side in sides if (ref := peel(side)).value is power), None)
+    by = peel(_broadcast(made.args[1], place))
     if of is None or by.value is not total or total.func is not aten.sum.dim_IntList or made.shape != out.shape:
         return None
     row = [i for d, i in enumerate(of.index) if d != dim]
@@ -106,12 +106,6 @@ def _readers(view: View, node: fx.Node, value: Value) -> dict[Value | None, fx.N
 
     view.descendants([node], passes, REACH)
     return found
-
-
-def _stepped(ref: Ref) -> Ref:
-    while (below := step(ref)) is not None:
-        ref = below
-    return ref
 
 
 def _is_softmax(value: Value, power: Value, scores: Value, dim: int) -> bool:
