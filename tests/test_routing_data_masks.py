@@ -126,6 +126,94 @@ def test_bf16(name: str) -> None:
     not_worse(name, got, eager(form, given), eager(form, exact))
 
 
+# --- segments of keys, each under masks of its own ------------------------------------------------------------------
+
+Segments = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of the arguments of :data:`Form`, and keys, values [B, 1, C, D] and a mask [B, 1, S, C] of a segment before them."""
+
+
+def two(a: Tensor, b: Tensor, v: Tensor, vc: Tensor, sink: Tensor | None) -> Tensor:
+    scores = torch.cat([a, b] if sink is None else [a, b, sink.view(1, -1, 1, 1).expand(*a.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : a.shape[-1] + b.shape[-1]] @ torch.cat([vc, v], 2)
+
+
+def among(at: Tensor, keys: int, fill: float = -INF) -> Tensor:
+    return torch.full((B, 1, at.shape[1], keys), fill).scatter(-1, at.unsqueeze(1), 0.0)
+
+
+def picked_and_given(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
+) -> Tensor:
+    return two(q @ kc.mT * 0.3 + among(at, kc.shape[2]), q @ k.mT * 0.3 + mask, v, vc, sink)
+
+
+def hidden_by_a_number(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
+) -> Tensor:
+    """Keys that are not chosen count in rows where the given mask hides all others."""
+    return two(q @ kc.mT * 0.3 + (among(at, kc.shape[2], LOWEST) + m), q @ k.mT * 0.3 + mask, v, vc, sink)
+
+
+def two_given(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
+) -> Tensor:
+    return two((q @ kc.mT * 0.3).masked_fill(m != 0, -INF), q @ k.mT * 0.3 + mask, v, vc, sink)
+
+
+def without_a_sink(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
+) -> Tensor:
+    return two(q @ kc.mT * 0.3 + (among(at, kc.shape[2]) + m), q @ k.mT * 0.3 + mask, v, vc, None)
+
+
+def masked_again(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
+) -> Tensor:
+    """One mask more on all of the scores, and products of slices of the weights."""
+    n, own = kc.shape[2], torch.zeros(B, 1, *q.shape[2:3], k.shape[2])
+    scores = torch.cat([q @ kc.mT * 0.3, q @ k.mT * 0.3 + mask], -1) + torch.cat([among(at, n), own], -1)
+    w = scores.softmax(-1)
+    return w[..., n:] @ v + w[..., :n] @ vc
+
+
+APART: dict[str, Segments] = {
+    f.__name__: f for f in (picked_and_given, hidden_by_a_number, two_given, without_a_sink, masked_again)
+}
+
+
+def parted(form: Segments, keys: int, hide: float, empty: bool) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Returns a form of masks without gradients, and its arguments, with a first segment of ``keys``."""
+    g = torch.Generator().manual_seed(4)
+    kc, vc = (torch.randn(B, 1, keys, D, generator=g) for _ in range(2))
+    given, hidden = inputs(hide, empty=empty), torch.rand(B, 1, S, keys, generator=g) > 0.5
+    given[-1] = torch.rand(B, S, keys, generator=g).topk(K).indices
+
+    def fn(
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor, mask: Tensor, at: Tensor, kc: Tensor, vc: Tensor, m: Tensor
+    ) -> Tensor:
+        return form(q, k, v, sink, mask.detach(), at, kc, vc, m.detach())
+
+    return fn, [*given, kc, vc, torch.zeros(hidden.shape).masked_fill(hidden, hide)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("hide", "empty"), [(LOWEST, False), (LOWEST, True), (-INF, True), (-2.5, True)])
+@pytest.mark.parametrize("keys", [6, 60])
+@pytest.mark.parametrize("name", APART)
+def test_segments_under_masks_of_their_own(name: str, keys: int, hide: float, empty: bool, dynamic: bool) -> None:
+    """Of 6 keys and 12 most are read, as a whole mask; of 60 and 12 a list."""
+    form, given = parted(APART[name], keys, hide, empty)
+    got, want = run(form, given, (), dynamic=dynamic), eager(form, given, ())
+    if keys == 6 and not dynamic and name in ("without_a_sink", "masked_again"):  # torch has fused kernels for these
+        assert not got.ops and [m for m in got.report.near_misses if m.op == "selection_attention"], reasons(got)
+        return
+    assert got.ops["selection_attention"] == 1, reasons(got)
+    assert dynamic or calls(got, ENTRIES) == (keys == 60 and name != "two_given")
+    for a, b in zip((*got.outputs, *got.grads.values()), (*want.outputs, *want.grads.values()), strict=True):
+        if a is not None or b is not None:
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=3e-6, equal_nan=True)
+
+
 # --- left alone ---------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,11 @@ def layout(ref: Ref, known: set[Var], equal: Set[frozenset[Size]]) -> list[tuple
     for index, size in zip(ref.index, ref.value.shape, strict=True):
         terms = dict(index.terms)
         constant = terms.pop(None, Size(0))
-        if constant.symbols or any(not isinstance(v, Var) or v not in known or v in met for v in terms):
+        if (
+            constant.symbols
+            or constant.factor < 0
+            or any(not isinstance(v, Var) or v not in known or v in met for v in terms)
+        ):
             return None
         if not terms:
             result.append((slice(None), []) if size == ONE else (constant.factor, []))

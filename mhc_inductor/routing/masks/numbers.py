@@ -12,7 +12,7 @@ from torch import fx
 
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var
-from mhc_inductor.routing.graph.linear import Atom, Datum, Floor, Linear, of_index, variables_of
+from mhc_inductor.routing.graph.linear import Atom, Datum, Floor, Linear, at_least_zero, of_index, of_size, variables_of
 from mhc_inductor.routing.masks.keys import Given, Literal
 from mhc_inductor.routing.masks.layouts import Layouts, layout
 
@@ -93,22 +93,19 @@ class Numbers:
 
     def element(self, ref: Ref) -> fx.Node:
         """Returns an element of a tensor, read at indices inside of it."""
-        used = variables_of(ref)
-        if not used <= {*self.order, *self.at}:
+        if not variables_of(ref) <= {*self.order, *self.at}:
             raise Unsupported
         if layout(ref, set(self.order), self.layouts.equal) is not None:
             return self.layouts.spread(ref, self.order)
         node = self.layouts.edit.input(ref.value)
-        places = [
-            self._place(i, size, not used.isdisjoint(self.at))
-            for i, size in zip(ref.index, ref.value.shape, strict=True)
-        ]
+        places = (self._place(i, size) for i, size in zip(ref.index, ref.value.shape, strict=True))
         return self.emit(operator.getitem, node, tuple(places))
 
-    def _place(self, index: Index, size: Size, clamped: bool) -> fx.Node:
-        """Returns an index of a dim; ``clamped`` to the dim where a key that is not visible may lie outside."""
-        found = self.of(of_index(index))
-        if not clamped or not any(v in self.at for v in index.variables()):
+    def _place(self, index: Index, size: Size) -> fx.Node:
+        """Returns an index of a dim, clamped to it where a key that is not visible may lie outside."""
+        place = of_index(index)
+        found, most = self.of(place), of_size(size).shifted(-1)
+        if index.variables().isdisjoint(self.at) and at_least_zero(place) and at_least_zero(most.minus(place)):
             return found
         # Not clamp or minimum: Inductor follows these into the addresses of loads, and fails there inside a
         # concatenation (torch 2.11 to 2.13: "The argument '-63 + ((0))' is not comparable"). It does not follow where.

@@ -210,7 +210,7 @@ class Recogniser:
         self.given = []
         layers = Layers(masks, self.gathered) if self.data else None
         scores = Scores(Ref(softmax.args[0], traced.ref.index), masks, dense, self.given, layers=layers)
-        if (picks is not None or layers is not None) and scores.segments:
+        if picks is not None and scores.segments:
             raise NotOurs
         if scores.sink is None and t.size != softmax.shape[_dim_of(softmax)]:
             raise NotOurs("the weights of some keys are cut off before the product with V", out)

@@ -8,6 +8,7 @@ not finfo.min. The op reads the mask itself at the keys within the bound, and at
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -15,7 +16,7 @@ import math
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.masks.elements import ADD, constant_of, inner, operand, uncast
-from mhc_inductor.routing.masks.keys import FALSE, TRUE, AnyOf, both
+from mhc_inductor.routing.masks.keys import FALSE, TRUE, AnyOf, Literal, both
 from mhc_inductor.routing.masks.masks import Masks
 
 LOW = -1e30
@@ -27,13 +28,15 @@ class Layer:
     """A mask on the scores.
 
     ``shows``: the truth value at which a key counts, None for a mask that is added, multiplied by ``factor``. ``exact``: the
-    keys that the search found are those that it shows, so that a list of them needs no look at the mask.
+    keys that the search found are those that it shows, so that a list of them needs no look at the mask. ``span``: what
+    holds of the keys of its segment; it says nothing of others.
     """
 
     ref: Ref
     shows: bool | None
     factor: float
     exact: bool
+    span: frozenset[Literal]
 
 
 class Layers:
@@ -45,9 +48,21 @@ class Layers:
     def __init__(self, masks: Masks, places: bool) -> None:
         self.masks = masks
         self.places = places
-        self.low = False
-        """Whether keys beyond the bound may have a number of at most :data:`LOW` in place of -inf."""
         self.found: list[Layer] = []
+        self._low: list[float] = []
+        self._span = frozenset[Literal]()
+
+    @property
+    def low(self) -> bool:
+        """Returns whether keys beyond the bound may have a number of at most :data:`LOW` in place of -inf."""
+        return bool(self._low)
+
+    def within(self, keys: AnyOf) -> Layers:
+        """Returns where masks of a segment of these keys are recorded."""
+        (conj,) = keys
+        part = copy.copy(self)
+        part._span = self._span | conj.literals
+        return part
 
     def filled(self, ref: Ref, want: bool) -> AnyOf:
         """Returns which keys a mask leaves that is filled in, all of them if its formula cannot be followed."""
@@ -66,7 +81,7 @@ class Layers:
 
     def _taken(self, ref: Ref, shows: bool | None, factor: float, keys: AnyOf | None, bound: AnyOf) -> AnyOf:
         """Records a mask. Returns the keys that it shows, the ``bound`` if they are not known."""
-        self.found.append(Layer(_held(ref), shows, factor, keys is not None))
+        self.found.append(Layer(_held(ref), shows, factor, keys is not None, self._span))
         return bound if keys is None else keys
 
     @property
@@ -87,7 +102,8 @@ class Layers:
         return None
 
     def _hides(self, number: float) -> bool:
-        self.low = self.low or -math.inf < number <= LOW
+        if -math.inf < number <= LOW:
+            self._low.append(number)
         return number <= LOW
 
     def _shown(self, ref: Ref, _: bool = True) -> AnyOf:

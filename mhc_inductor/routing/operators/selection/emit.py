@@ -133,7 +133,7 @@ def _call(
     held = None if inside else value
     width = layouts.size(product_of(v.size for v in one.feature)) if one.absorbed is None else one.absorbed.width
     if one.whole:
-        return called("selection_mask_attention", held, mask(layouts, one), sink, one.scale, width)
+        return called("selection_mask_attention", held, mask(layouts, one, device), sink, one.scale, width)
     keys, bias = lists(layouts, one, device)
     keys = checked(keys)
     if bias is None:
@@ -147,7 +147,7 @@ def _call(
         return listed
     seen = edit.emit(operator.gt, listed[1], SEEN)
     hidden = edit.emit("unsqueeze", edit.emit("all", seen, -1), -1)
-    rest = edit.emit("masked_fill", mask(layouts, one), hidden, -math.inf)
+    rest = edit.emit("masked_fill", mask(layouts, one, device), hidden, -math.inf)
     other = called("selection_mask_attention", held, rest, sink, one.scale, width)
     o, lse = (
         edit.emit(torch.where, x, a, b)

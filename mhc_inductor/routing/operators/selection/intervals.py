@@ -69,12 +69,12 @@ class Judge:
         Raises Unsupported for a conjunction that is not an interval, and TooLarge for more ranges than the op is
         worth.
         """
-        found = [one for conj in rolled(keys) for one in self._interval(conj)]
+        found = [one for conj in rolled(keys) for one in self.interval(conj)]
         if len(found) > _MOST:
             raise TooLarge("ranges of keys a query", _MOST, self.where)
         return found
 
-    def _interval(self, conj: All) -> list[Interval]:
+    def interval(self, conj: All) -> list[Interval]:
         """Returns the intervals of one conjunction: several if it has inequalities (``!=``)."""
         made = [Interval(bound=conj.bound)]
         for literal in conj.literals:

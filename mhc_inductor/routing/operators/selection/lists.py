@@ -16,6 +16,7 @@ from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.linear import Linear, of_size, placed, variables_of
 from mhc_inductor.routing.masks.layouts import Layouts
 from mhc_inductor.routing.masks.numbers import Numbers
+from mhc_inductor.routing.operators.selection.data_masks import Layer
 from mhc_inductor.routing.operators.selection.entries import Entries
 from mhc_inductor.routing.operators.selection.matches import Found
 
@@ -69,12 +70,21 @@ def _bias(numbers: Numbers, one: Found, step: Var) -> fx.Node | None:
         return None
     total = emit(torch.zeros, [1] * len(numbers.order), dtype=torch.float32, device=numbers.device)
     for mask in masks:
-        part = numbers.element(mask.ref if one.inner is None else placed(mask.ref, one.inner, var(step)))
+        part = _inside(numbers, mask, mask.ref if one.inner is None else placed(mask.ref, one.inner, var(step)))
         if mask.shows is not None:
             part = emit(torch.where, emit(operator.eq, part, mask.shows), 0.0, -math.inf)
         part = emit("to", part, torch.float32)
         total = emit(operator.add, total, part if mask.factor == 1.0 else emit(operator.mul, part, mask.factor))
     return total
+
+
+def _inside(numbers: Numbers, mask: Layer, ref: Ref) -> fx.Node:
+    """Returns a mask's element ``ref``; at keys of other segments what hides nothing there."""
+    part = numbers.element(ref)
+    if not mask.span:
+        return part
+    own = functools.reduce(lambda a, b: numbers.emit(operator.and_, a, b), map(numbers.holds, mask.span))
+    return numbers.emit(torch.where, own, part, 0.0 if mask.shows is None else mask.shows)
 
 
 def _width(layouts: Layouts, each: Entries, device: torch.device) -> Size:
@@ -105,14 +115,13 @@ def _conditions(numbers: Numbers, one: Found, each: Entries, key: fx.Node) -> li
     ]
 
 
-def mask(layouts: Layouts, one: Found) -> fx.Node:
+def mask(layouts: Layouts, one: Found, device: torch.device) -> fx.Node:
     """Returns the masks on the scores as one mask [B or 1, S, G or 1, T], a sum unless all of them are boolean."""
     emit = layouts.edit.emit
-    groups: list[list[Var]] = [one.batch, one.query, one.groups, [one.t]]
-    added = [_laid(layouts, x.ref, groups) for x in one.layers if x.shows is None]
-    shown = [(_laid(layouts, x.ref, groups), x.shows) for x in one.layers if x.shows is not None]
-    seen = [node if want else emit(torch.logical_not, node) for node, want in shown]
+    laid = [(_laid(layouts, one, x, device), x.shows) for x in one.layers]
+    seen = [node if want else emit(torch.logical_not, node) for node, want in laid if want is not None]
     visible = functools.reduce(lambda a, b: emit(operator.and_, a, b), seen) if seen else None
+    added = [node for node, want in laid if want is None]
     if not added:
         assert visible is not None
         return visible
@@ -120,8 +129,11 @@ def mask(layouts: Layouts, one: Found) -> fx.Node:
     return total if visible is None else emit(torch.where, visible, total, -math.inf)
 
 
-def _laid(layouts: Layouts, ref: Ref, groups: list[list[Var]]) -> fx.Node:
-    """Returns a mask with a dim for each of ``groups``, of size 1 where it does not depend on the batch or the group."""
-    held = variables_of(ref)
-    kept = [[] if k in (0, 2) and held.isdisjoint(digits) else digits for k, digits in enumerate(groups)]
-    return layouts.placed(ref, kept)
+def _laid(layouts: Layouts, one: Found, mask: Layer, device: torch.device) -> fx.Node:
+    """Returns a mask [B, S, G, T], of size 1 where it does not depend on the batch or the group."""
+    same = variables_of(mask.ref).isdisjoint
+    groups: list[list[Var]] = [one.batch, one.query, one.groups, [one.t]]
+    groups[::2] = ([] if same(digits) else digits for digits in groups[::2])
+    order = [v for digits in groups for v in digits if v.size != ONE]
+    node = _inside(Numbers(layouts, order, device), mask, mask.ref)
+    return layouts.joined(layouts.edit.emit("expand", node, *(layouts.size(v.size) for v in order)), groups)

@@ -73,7 +73,9 @@ class Scores:
             negated = self.ref.value if self.factor < 0.0 else negated
             below = self._unmasked(self.ref)
             if below is None:
-                self.segments = [Scores(x, masks, dense, given, self.factor) for _, x in self._pieces]
+                for keys, x in self._pieces:
+                    inside = None if layers is None else layers.within(keys)
+                    self.segments.append(Scores(x, masks, dense, given, self.factor, inside))
                 self.products = [product for each in self.segments for product in each.products]
                 break
             self.ref = below

@@ -7,21 +7,14 @@ import contextlib
 
 from mhc_inductor.routing.graph.expressions import Ref, aten
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, var
-from mhc_inductor.routing.graph.linear import (
-    Floor,
-    Key,
-    Linear,
-    at_least_zero,
-    atom,
-    number,
-    of_size,
-)
+from mhc_inductor.routing.graph.linear import Key, at_least_zero, atom, number, of_size
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import ADD, FILLS, constant_of, operand
 from mhc_inductor.routing.masks.index_checks import PICKS
 from mhc_inductor.routing.masks.keys import All, AnyOf, Compare
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.operators.selection.fills import LOWEST
+from mhc_inductor.routing.operators.selection.intervals import Judge
 
 
 def seen_by_all(keys: AnyOf, t: Key, masks: Masks) -> bool:
@@ -29,42 +22,17 @@ def seen_by_all(keys: AnyOf, t: Key, masks: Masks) -> bool:
 
     Such a key is the query's own position, a first block, or the best one by a score.
     """
-    return any(_not_empty(conj, t) or _top(conj, t, masks) for conj in keys)
+    return any(_not_empty(conj, t, masks) or _top(conj, t, masks) for conj in keys)
 
 
-def _not_empty(conj: All, t: Key) -> bool:
+def _not_empty(conj: All, t: Key, masks: Masks) -> bool:
     """Checks whether ``conj`` says only ``low <= t < high``, with low < high at all positions."""
-    lows, highs = [number(0)], [of_size(t.size)]
-    for x in conj.literals:
-        if not isinstance(x, Compare) or x.value.data() or x.kind == "ne":
-            return False
-        found = _bounds(x, t)
-        if found is None:
-            return False
-        lows += found[0]
-        highs += found[1]
-    return all(at_least_zero(high.minus(low).shifted(-1)) for low in lows for high in highs)
-
-
-def _bounds(x: Compare, t: Key) -> tuple[list[Linear], list[Linear]] | None:
-    """Returns the lower bounds of ``t`` and its exclusive upper bounds; None if ``x`` is not a bound."""
-    floors = [a for a, _ in x.value.terms if isinstance(a, Floor) and t in a.of.variables()]
-    places: list[Key | Floor] = [t, *floors]
-    for place in places:
-        c, rest = x.value.coefficient(place), x.value.without(place)
-        if abs(c) != 1 or t in rest.variables():
-            continue
-        by, inside = 1, Linear()
-        if isinstance(place, Floor):
-            by, inside = place.by, place.of.without(t)
-            if place.of.coefficient(t) != 1 or t in inside.variables():
-                return None
-        first = rest.times(-c).times(by).minus(inside)  # the first key at which the comparison is an equality
-        after = first.shifted(by)
-        if x.kind == "eq":
-            return [first], [after]
-        return ([], [after]) if c == 1 else ([first], [])
-    return None
+    with contextlib.suppress(Unsupported):
+        one, *others = Judge(masks, t).interval(conj)
+        lows, highs = [number(0), *one.lowers], [of_size(t.size), *one.uppers]
+        if not (others or one.conditions or one.keyed or any(x.data() for x in (*lows, *highs))):
+            return all(at_least_zero(high.minus(low).shifted(-1)) for low in lows for high in highs)
+    return False
 
 
 def _top(conj: All, t: Key, masks: Masks) -> bool:
@@ -88,7 +56,7 @@ def _top(conj: All, t: Key, masks: Masks) -> bool:
     if conj.bound[0] not in data.ref.index[-1].variables():
         return False
     ref = Ref(scores, (*data.ref.index[:-1], var(t)))
-    return any(wanted <= c.literals and _not_empty(c, t) for c in _unmasked_scores(ref, masks))
+    return any(wanted <= c.literals and _not_empty(c, t, masks) for c in _unmasked_scores(ref, masks))
 
 
 def _unmasked_scores(ref: Ref, masks: Masks) -> AnyOf:
