@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mhc_inductor.routing.effects import ambient
+from mhc_inductor.routing.graph.view import Knowledge, View
+from mhc_inductor.routing.operators.selection.search import Search
 from tests.capture import difference, eager, not_worse, reasons, run
 
 B, S, H, D, K = 2, 11, 3, 8, 4
@@ -107,3 +110,147 @@ def test_other_formulas_stay(name: str, gathered: bool) -> None:
     got, want = run(fn, inputs()), eager(fn, inputs())
     assert not got.ops["selection_attention"] and difference(got, want) == 0.0
     assert not any("verified" in m.reason for m in got.report.near_misses), reasons(got)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_all_sizes_open(name: str) -> None:
+    """The search fixes sizes and begins again: what it read as a softmax is read anew."""
+    got, want = run(attention(FORMS[name]), inputs(), dynamic=True), eager(attention(FORMS[name]), inputs())
+    assert got.ops["selection_attention"] == 1, reasons(got)
+    assert difference(got, want) < 2e-6
+
+
+# --- with a sink in the sum ----------------------------------------------------------------------------------------
+
+Sunk = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of masked scores [B, H, S, T], values [B, S, T, D] and sinks [1, H, 1, 1]."""
+
+
+def sunk(
+    top: Callable[[Tensor, Tensor], Tensor], total: Callable[[Tensor, Tensor, Tensor], Tensor], after: bool = False
+) -> Sunk:
+    """Returns the form of a top of scores and sinks, and of the sum that exponentials, sinks and the top give."""
+
+    def form(s: Tensor, v: Tensor, z: Tensor) -> Tensor:
+        m = top(s, z)
+        e = (s - m).exp()
+        d = total(e, z, m)
+        return product(e, v) / d if after else product(e / d, v)
+
+    return form
+
+
+def highest(s: Tensor, z: Tensor) -> Tensor:
+    return s.amax(-1, keepdim=True)
+
+
+def counted(s: Tensor, z: Tensor) -> Tensor:
+    return torch.maximum(s.amax(-1, keepdim=True), z)
+
+
+def plus_sink(e: Tensor, z: Tensor, m: Tensor) -> Tensor:
+    return e.sum(-1, keepdim=True) + (z - m).exp()
+
+
+def read_sum(s: Tensor, v: Tensor, z: Tensor) -> Tensor:
+    e = (s - (m := counted(s, z))).exp()
+    return product(e, v) / ((t := e.sum(-1, keepdim=True)) + (z - m).exp()) + t
+
+
+BARE = {
+    "bare": sunk(highest, plus_sink),
+    "bare, after": sunk(lambda s, z: s.max(-1, keepdim=True).values, plus_sink, True),
+}
+SUNK = BARE | {
+    "counted": sunk(counted, plus_sink),
+    "counted, after": sunk(lambda s, z: torch.maximum(z, highest(s, z)), plus_sink, True),
+    "detached": sunk(lambda s, z: counted(s, z).detach(), lambda e, z, m: (z - m).exp() + e.sum(-1, keepdim=True)),
+}
+OTHER_SINKS = {
+    "another sink in the maximum": sunk(lambda s, z: counted(s, z + 1), plus_sink),
+    "a sink in the maximum alone": sunk(counted, lambda e, z, m: e.sum(-1, keepdim=True)),
+    "less another top": sunk(highest, lambda e, z, m: plus_sink(e, z, m.detach())),
+    "less nothing": sunk(highest, lambda e, z, m: e.sum(-1, keepdim=True) + z.exp()),
+    "a detached exponential": sunk(highest, lambda e, z, m: e.sum(-1, keepdim=True) + (z - m).exp().detach()),
+    "no exponential": sunk(highest, lambda e, z, m: e.sum(-1, keepdim=True) + (z - m)),
+    "twice": sunk(counted, lambda e, z, m: torch.add(e.sum(-1, keepdim=True), (z - m).exp(), alpha=2), True),
+    "subtracted": sunk(counted, lambda e, z, m: 9 + e.sum(-1, keepdim=True) - (z - m).exp()),
+    "a sink a key": sunk(highest, lambda e, z, m: e.sum(-1, keepdim=True) + e.roll(1, -1)),
+    "a sum that is read": read_sum,
+}
+
+
+def with_sink(form: Sunk, gathered: bool, seen: bool = True) -> Callable[..., Tensor]:
+    """Returns an attention in which, unless ``seen``, some queries see no key."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+        hidden = torch.zeros(S, 1, dtype=torch.bool) if seen else (torch.arange(S) % 3 == 1)[:, None]
+        return attention(
+            lambda s, v: form(s if seen else s.masked_fill(hidden, -INF), v, sink.view(1, -1, 1, 1)), gathered
+        )(q, k, v, x)
+
+    return fn
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("name", SUNK)
+def test_a_sink_in_the_sum(name: str, gathered: bool, dynamic: bool) -> None:
+    fn, given = with_sink(SUNK[name], gathered), [*inputs(), torch.linspace(-2, 3, H)]
+    got, want = run(fn, given, dynamic=dynamic), eager(fn, given)
+    assert got.ops["selection_attention"] == 1 and not got.report.problems, reasons(got)
+    assert difference(got, want) < 2e-6
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("name", SUNK)
+def test_a_sink_where_queries_see_no_key(name: str, gathered: bool) -> None:
+    """Rows are 0 if the maximum counts the sink, and NaN otherwise: with NaN gradients to the sink, too."""
+    fn, given = with_sink(SUNK[name], gathered, seen=False), [*inputs(), torch.linspace(-2, 3, H)]
+    got, want = run(fn, given), eager(fn, given)
+    assert got.ops["selection_attention"] == (gathered or name not in BARE), reasons(got)
+    assert got.ops or "not counted in the maximum" in reasons(got)
+    for a, b in zip((*got.outputs, *got.grads.values()), (*want.outputs, *want.grads.values()), strict=True):
+        if a is not None or b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", SUNK)
+def test_sinks_in_bf16(name: str) -> None:
+    fn = with_sink(SUNK[name], True)
+    narrow = [*inputs(torch.bfloat16), torch.linspace(-2, 3, H, dtype=torch.bfloat16)]
+    got, plain = run(fn, narrow), run(fn, narrow, routed=False)
+    if got.ops["selection_attention"]:
+        not_worse(name, got, plain, eager(fn, [t.double() for t in narrow]))
+    else:
+        assert difference(got, plain) == 0.0 and reasons(got)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("name", OTHER_SINKS)
+def test_other_sinks_stay(name: str, gathered: bool) -> None:
+    fn, given = with_sink(OTHER_SINKS[name], gathered), [*inputs(), torch.linspace(-2, 3, H)]
+    got, want = run(fn, given), eager(fn, given)
+    assert not got.ops["selection_attention"] and difference(got, want) == 0.0
+    assert not any("verified" in m.reason for m in got.report.near_misses), reasons(got)
+
+
+@pytest.mark.parametrize("name", ["divided", "divided after the product", "of a log_softmax"])
+def test_what_one_operator_reads_as_a_softmax_another_sees_as_written(name: str) -> None:
+    views: list[View] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        views.append(View(gm.graph, ambient(), Knowledge()))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(attention(FORMS[name]), backend=backend, fullgraph=True)(*inputs())
+    (view,) = views
+
+    def ops() -> list[object]:
+        return [value.func for value in map(view.value, view.nodes) if value is not None]
+
+    written = ops()
+    assert len(Search(view).found) == 1 and ops() != written
+    view.values.forget({})  # which the pass does before each operator
+    assert ops() == written

@@ -62,6 +62,14 @@ class Value:
         return self.func if name == "func" else self.args
 
 
+def imagined(func: Any, args: tuple[Any, ...], shape: tuple[Size, ...], dtype: torch.dtype) -> Value:
+    """Returns the result of a call that no node of the graph holds."""
+    made = object.__new__(Value)
+    made.shape, made.dtype, made.node, made._pending = shape, dtype, None, None
+    made.set(func, args, {})
+    return made
+
+
 def _shape_of(tensor: torch.Tensor, fixed: Mapping[str, int]) -> tuple[Size, ...]:
     shape = tuple(tensor.shape)
     return _numbers(shape) if _NUMBERS.issuperset(map(type, shape)) else tuple(size_of(s, fixed) for s in shape)
@@ -284,6 +292,7 @@ class Values:
         self.fixed: dict[str, int] = {}
         self._of: dict[fx.Node, Any] = {}
         self._inspectable: dict[fx.Node, bool] = {}
+        self._reread = False
 
     @functools.cached_property
     def hints(self) -> dict[str, int]:
@@ -306,10 +315,15 @@ class Values:
         self._of.clear()
         return True
 
+    def reread(self, value: Value, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Lets a value be the result of another formula that is equal, until :meth:`forget`: for one operator."""
+        value.set(func, args, kwargs)
+        self._reread = True
+
     def forget(self, fixed: Mapping[str, int]) -> None:
         """Fixes the symbols of ``fixed`` at the given values, and no others."""
-        if self.fixed != fixed:
-            self.fixed = dict(fixed)
+        if self._reread or self.fixed != fixed:
+            self.fixed, self._reread = dict(fixed), False
             self._of.clear()
 
     def of(self, node: fx.Node) -> Any:

@@ -24,7 +24,7 @@ from mhc_inductor.routing.graph.linear import (
     of_size,
     to_index,
 )
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, imagined
 from mhc_inductor.routing.masks.elements import FILLS, constant_of, kept, keyed, operand, rounded
 from mhc_inductor.routing.masks.keys import FALSE, TRUE, All, AnyOf, Compare, Literal, both, compared, either
 
@@ -275,10 +275,7 @@ def looked_up(ref: Ref, place: Callable[[Ref, Value, int, bool], Index | None]) 
 
 def filled(known: float, like: Value) -> Ref:
     """Returns an element of a tensor that is ``known`` everywhere, in the dtype of ``like``."""
-    made = object.__new__(Value)
-    made.shape, made.dtype, made.node, made._pending = (), like.dtype, None, None
-    made.set(aten.scalar_tensor.default, (rounded(known, like.dtype),), {})
-    return Ref(made, ())
+    return Ref(imagined(aten.scalar_tensor.default, (rounded(known, like.dtype),), (), like.dtype), ())
 
 
 def pieces_of(index: tuple[Index, ...], d: int, pieces: Sequence[Value]) -> Iterator[tuple[AnyOf, Ref]]:

@@ -44,6 +44,11 @@ from mhc_inductor.routing.operators.selection.segments import asks, pairs_of, pr
 from mhc_inductor.routing.operators.selection.visible_rows import seen_by_all
 from mhc_inductor.routing.operators.selection.weights import Traced, Weights
 
+_BARE = (
+    "a query may see no key, where the sink is not counted in the maximum that its exponential is taken less; expected "
+    "torch.maximum(scores.amax(-1, keepdim=True), sink)"
+)
+
 
 class _Call(NamedTuple):
     """A call of scaled_dot_product_attention: its result and its arguments."""
@@ -224,7 +229,7 @@ class Recogniser:
             v = picks.below(v)
             pairs = [Pair(p.q, picks.below(p.k), p.d) for p in pairs]
         scores.fills.no_nan = traced.no_nan
-        scores.fills.safe = softmax.func is aten._safe_softmax.default
+        scores.fills.safe, scores.fills.bare = softmax.func is aten._safe_softmax.default, weights.bare
 
         def keys() -> AnyOf:
             total = scores.keys()
@@ -273,8 +278,8 @@ class Recogniser:
 
     def _rows(self, found: Found) -> Rows:
         """Returns what a query without a visible key gives. Raises Mismatch if routing cannot reproduce it."""
-        zero = found.fills.zero
-        if zero is Rows.ZERO or found.sink is not None:
+        zero, bare = found.fills.zero, found.fills.bare
+        if zero is Rows.ZERO or (found.sink is not None and not bare):
             return Rows.ZERO  # the sink takes all the weight: every fill that counts as a mask is far below it
         known = not found.gathered and all(x.exact for x in found.layers)
         if known and seen_by_all(found.keys, found.t, found.masks):
@@ -282,6 +287,8 @@ class Recogniser:
         if self.zero_rows:
             found.opted = True
             return Rows.ZERO
+        if bare and not (found.gathered and all(x.value == -math.inf for x in found.fills.found)):
+            raise Mismatch(_BARE, found.out)
         if zero is not None:
             return Rows.ZERO_MIXED if found.gathered else zero
         return found.fills.rows(found.out)

@@ -113,6 +113,11 @@ class Masked:
         self.hidden = self._has_products(scores) and self.hidden
 
     @property
+    def followed(self) -> set[Value]:
+        """Returns the scores, and all that they are made of up to the products."""
+        return {self.scores, *(value for value, has in self._known.items() if has)}
+
+    @property
     def ordinary(self) -> bool:
         """Checks whether all masks are known to be none of selected keys."""
         masks = Masks(self.view.values.fixed, self.view.values.hints)

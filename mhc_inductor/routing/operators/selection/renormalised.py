@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds weights of a softmax that are masked and divided by their sum again: another formula than masked scores.
+"""Finds weights of a softmax that are masked and divided by their own sum or norm: another formula than masked scores.
 
 Both agree where the softmax leaves something for the visible keys. Where hidden scores are so far above the others that
 the visible weights are rounded to 0, this formula gives 0 / 0 or loses its digits, and masked scores do not.
@@ -11,17 +11,12 @@ import dataclasses
 
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import aten
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, behind
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.masks.elements import ADD, MULTIPLY, SHOWN, SUMS, constant_of
+from mhc_inductor.routing.masks.elements import MULTIPLY
 from mhc_inductor.routing.masks.operands import DIVIDE
 from mhc_inductor.routing.masks.products import has_product
 from mhc_inductor.routing.operators.selection.weights import REACH, guarded, shows
-
-_LIFTS = (*ADD, aten.clamp_min.default, aten.clamp.default, aten.maximum.default)
-"""Ops that keep a sum from being 0, with a number as their second operand."""
-_NORMS = {*SUMS, aten.linalg_vector_norm.default}
 
 
 @dataclasses.dataclass
@@ -54,8 +49,10 @@ def renormalised(view: View, softmax: Value, node: fx.Node) -> Renormalised | No
             known[value] = None
             return True
         divided = (v for v in _within(value) if v.func in DIVIDE and v.args[0] in known)
-        found.extend(value for v in divided if _is_sum(v.args[1], known))
-        return value.func in _NORMS or value.func in _LIFTS
+        found.extend(
+            value for v in divided if isinstance(v.args[1], Value) and not known.keys().isdisjoint(behind(v.args[1]))
+        )
+        return False
 
     view.descendants([node], passes, REACH)
     return Renormalised(found[0], guards) if found and guards else None
@@ -80,19 +77,3 @@ def _masked(value: Value, known: dict[Value, None]) -> Value | None:
         if a in known and isinstance(b, Value) and b not in known and b.shape[-1:] == value.shape[-1:]:
             return b
     return None
-
-
-def _is_sum(value: object, known: dict[Value, None]) -> bool:
-    """Checks whether a divisor is the sum of the weights, whatever keeps it from being 0."""
-    summed = False
-    for _ in range(REACH):
-        if not isinstance(value, Value) or value.func is None:
-            return False
-        if value in known:
-            return summed
-        summed = summed or value.func in _NORMS
-        lifted = value.func in _LIFTS and constant_of(value.args[1]) is not None
-        if not lifted and value.func not in (*SHOWN, *_NORMS, aten.abs.default):
-            return False
-        value = value.args[0]
-    return False

@@ -32,8 +32,8 @@ from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     masked_softmax,
     picked_scores,
 )
-from mhc_inductor.routing.operators.selection.weights import Weights
-from mhc_inductor.routing.operators.selection.written_out import Written, written_softmax
+from mhc_inductor.routing.operators.selection.weights import Weights, Written
+from mhc_inductor.routing.operators.selection.written_out import written_softmax
 
 _CALL = "scaled_dot_product_attention"
 _SOFTMAXES = (aten._softmax.default, aten._safe_softmax.default)
@@ -89,7 +89,7 @@ class Search:
         self.found: list[Found] = []
         self.softmaxes = set[Value]()
         """The scores of the softmaxes examined."""
-        self._written: dict[fx.Node, Written] = {}
+        self._written: dict[Value | None, Written] = {}
         self._said: tuple[str, Value | None] | None = None
         """Why the last softmax is none of ours, if its masks were not examined."""
         if any(name_of(node) == _CALL or is_softmax(node) or is_power(node) or is_log(node) for node in view.nodes):
@@ -168,16 +168,18 @@ class Search:
         if is_masked_call(node):
             return self._tried(lambda recogniser: recogniser.sdpa(node), node)
         if is_softmax(node):
-            return self._softmax(node)
+            value = self.view.value(node)
+            return [] if value is None or value.func not in _SOFTMAXES else self._softmax(Written(value, node, value))
         known = len(self.misses)
         if name_of(node) == _CALL and self._gathered(node, known):
             found = self._picked(lambda recogniser: recogniser.sdpa(node), node, known)
             return [] if found is None else [found]
         if is_power(node):
-            if node not in self._written and (written := written_softmax(self.view, node)) is not None:
-                self._written[node] = written
-            if node in self._written:
-                return self._softmax(*self._written[node])
+            power = self.view.value(node)
+            if power not in self._written and (written := written_softmax(self.view, node)) is not None:
+                self._written[power] = written
+            if power in self._written:
+                return self._softmax(self._written[power])
             self._handmade(node)
         if is_log(node) and (scores := logged(self.view, node)) is not None and scores not in self.softmaxes:
             self._unrouted(_LOGARITHM, None, node, Masked(self.view, scores))
@@ -191,7 +193,7 @@ class Search:
 
     def _unrouted(self, reason: str, value: Value | None, node: fx.Node, masked: Masked) -> None:
         """Reports a softmax at ``node`` for ``reason`` if some of its scores are hidden."""
-        self.softmaxes.add(masked.scores)
+        self.softmaxes |= masked.followed
         if masked.hidden:
             ordinary = gathered_keys(masked.scores) is None and masked.ordinary
             self._miss(reason, value, node, ordinary=ordinary)
@@ -350,18 +352,16 @@ class Search:
         if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.v.value.dtype)):
             found.absorbed = None
 
-    def _softmax(self, node: fx.Node, after: tuple[Value, Value] | None = None) -> list[Found]:
-        """Returns the attention whose weights ``node`` computes. ``after``: as in :class:`Written`."""
-        value = self.view.value(node)
-        if value is None or value.func not in _SOFTMAXES:
-            return []
+    def _softmax(self, written: Written) -> list[Found]:
+        """Returns the attention with the weights of a softmax."""
+        _, node, value, *_ = written
         self.softmaxes.add(value.args[0])
         again = renormalised(self.view, value, node)
         if again is not None:
             self._unrouted(_RENORMALISED, again.result, node, Masked(self.view, value.args[0], again.guards))
             return []
         self._said = None
-        weights = Weights(self.view, value, node, after)
+        weights = Weights(self.view, written)
         known = len(self.misses)
         found = self._weighed(node, value, weights)
         if not found and len(self.misses) == known:

@@ -16,7 +16,7 @@ from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value, behind, name_of, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import MULTIPLY, SHOWN, constant_of
+from mhc_inductor.routing.masks.elements import SHOWN, constant_of
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import Scaled, dot
 from mhc_inductor.routing.masks.products import has_product
@@ -24,14 +24,13 @@ from mhc_inductor.routing.masks.scatters import GATHERS
 from mhc_inductor.routing.operators.selection.masked import LOGS, MAXIMA, Masked
 from mhc_inductor.routing.operators.selection.matches import NotOurs
 from mhc_inductor.routing.operators.selection.scores import Scores, at_key, is_scores
-from mhc_inductor.routing.operators.selection.weights import REACH, Weights
+from mhc_inductor.routing.operators.selection.weights import REACH, Weights, Written
 
 _NAMES = ("exp", "exp_", "exp2", "exp2_", "special_exp2", "expm1", "special_expm1", "pow")
 _POWERS = {aten.exp.default: 0, aten.exp2.default: 0, aten.expm1.default: 0, aten.pow.Scalar: 1}
 """Exponential ops, and which argument is the exponent."""
 _CHOICES = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.kthvalue.default)
 _SUMS = (aten.sum.dim_IntList, aten.mean.dim, aten.linalg_vector_norm.default)
-_FACTORS = (*MULTIPLY, aten.div.Tensor, aten.div.Scalar)
 
 
 def is_power(node: fx.Node) -> bool:
@@ -58,32 +57,11 @@ def masked_softmax(view: View, node: fx.Node) -> Masked | None:
     value = view.value(node)
     if value is None or value.func not in _POWERS or not value.shape:
         return None
-    scores, summed = _exponent(value.args[_POWERS[value.func]])
-    weights = Weights(view, value, node)
-    if not (summed or _is_summed(view, weights)):
+    exponent, weights = value.args[_POWERS[value.func]], Weights(view, Written(value, node, value))
+    top = _maximum(exponent)
+    if not (top is not None and top.func in LOGS) and not _is_summed(view, weights):
         return None
-    return Masked(view, scores, [g.mask for g in weights.known.values() if g.mask is not None])
-
-
-def _exponent(value: Value) -> tuple[Value, bool]:
-    """Returns the scores behind factors, casts and a subtracted maximum.
-
-    Also returns whether what is subtracted is the logarithm of their sum.
-    """
-    summed = False
-    while True:
-        func, args = value.func, value.args
-        if func is aten._log_softmax.default:
-            return args[0], True
-        scaled = func in _FACTORS and constant_of(args[1]) is not None
-        if scaled or (func in SHOWN and args[0].shape == value.shape):
-            value = args[0]
-        elif func in MULTIPLY and constant_of(args[0]) is not None:
-            value = args[1]
-        elif func in (aten.sub.Tensor, aten.add.Tensor) and (top := _maximum(args[1])) is not None:
-            value, summed = args[0], summed or top.func in LOGS
-        else:
-            return value, summed
+    return Masked(view, exponent, [g.mask for g in weights.known.values() if g.mask is not None])
 
 
 def _maximum(value: object) -> Value | None:

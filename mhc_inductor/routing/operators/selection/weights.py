@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Container
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -79,23 +79,37 @@ def shows(value: Value, known: Container[Value]) -> bool:
     return step(whole(value)) is not None and value.args[0] in known
 
 
+class Written(NamedTuple):
+    """The weights of a softmax, their node, and the softmax: these or, with a sink, of which they are a part.
+
+    ``after``: their product with V before and after it is divided by their sum. ``bare``: the softmax is written out, with
+    a sink that the maximum does not count, so that rows of -inf are NaN all the same.
+    """
+
+    weights: Value
+    node: fx.Node
+    softmax: Value
+    after: tuple[Value, Value] | None = None
+    bare: bool = False
+
+
 class Weights:
     """The values that a softmax becomes.
 
     ``same``: the values that equal the softmax except in rows without keys. ``known``: how each of them is guarded.
     ``outs``: their products with V; of ``after``, the second in place of the first, which the graph divides by their sum.
-    ``dropped``: the value after a dropout, None without one.
+    ``dropped``: the value after a dropout, None without one. ``bare``: as in :class:`Written`.
     """
 
-    def __init__(self, view: View, softmax: Value, node: fx.Node, after: tuple[Value, Value] | None = None) -> None:
+    def __init__(self, view: View, written: Written) -> None:
         self.view = view
-        self.softmax = softmax
+        self.softmax, self.bare = written.softmax, written.bare
         self.known: dict[Value, Guarded] = {}
-        self.same: dict[Value, None] = {softmax: None}
+        self.same: dict[Value, None] = dict.fromkeys((written.softmax, written.weights))
         self.outs: list[Value] = []
         self.dropped: Value | None = None
-        self._after = after
-        view.descendants([node], self._passes, REACH)
+        self._after = written.after
+        view.descendants([written.node], self._passes, REACH)
         self._sums = set[Value]()
         self.added: dict[Value, None] = {}
         """Products with V that the graph adds up: their sum stands for them in :attr:`outs`."""

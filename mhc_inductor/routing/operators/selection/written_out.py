@@ -1,95 +1,162 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds softmaxes that are written out, in three forms.
 
-``e / e.sum(dim)`` with ``e = exp(s - s.amax(dim))``, also divided after the product with V; ``exp(s - s.logsumexp(dim))``; and
-``s.log_softmax(dim).exp()``.
+``e / e.sum(dim)`` with ``e = exp(s - s.amax(dim))``, also divided after the product with V, also with the exponential of a sink
+in the sum; ``exp(s - s.logsumexp(dim))``; and ``s.log_softmax(dim).exp()``.
 They have the softmax's values and gradients, NaN of rows of -inf included. Without the maximum they overflow where the
 softmax does not, and are another formula.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import _broadcast, aten, peel, whole
 from mhc_inductor.routing.graph.index import ONE
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.linear import of_size, size_of_sum
+from mhc_inductor.routing.graph.values import Value, imagined
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import DETACH, behind_ops
 from mhc_inductor.routing.masks.operands import DIVIDE, dot
 from mhc_inductor.routing.masks.products import has_product
-from mhc_inductor.routing.operators.selection.weights import REACH, shows
+from mhc_inductor.routing.operators.selection.weights import REACH, Written, shows
 
 
-class Written(NamedTuple):
-    """The node of the weights. ``after``: their product with V before and after it is divided by their sum."""
+@dataclasses.dataclass(frozen=True)
+class _Power:
+    """The value ``exp(scores - top)`` that ``node`` holds; ``counted``: the sink that ``top`` is at least."""
 
     node: fx.Node
-    after: tuple[Value, Value] | None = None
+    value: Value
+    scores: Value
+    top: Value
+    dim: int
+    counted: Value | None = None
+
+    def sinks(self, total: Any) -> list[Value] | None:
+        """Returns the sink whose exponential is added to the sum ``total`` over the keys, if any; None for no such sum."""
+        if _over(total, self.value, aten.sum.dim_IntList) == self.dim:
+            return [] if self.counted is None else None
+        if not isinstance(total, Value) or total.func is not aten.add.Tensor or total.kwargs:
+            return None
+        for a, b in (total.args, total.args[::-1]):
+            less = b.args[0] if isinstance(b, Value) and b.func is aten.exp.default else None
+            if less is None or less.func is not aten.sub.Tensor or less.kwargs or less.args[1] is not self.top:
+                continue
+            sink = behind_ops(less.args[0], DETACH) if self.counted is not None else self.counted
+            if (
+                sink is self.counted
+                and _over(a, self.value, aten.sum.dim_IntList) == self.dim
+                and a.shape == total.shape
+            ):
+                return [less.args[0]]
+        return None
+
+    def read(
+        self,
+        view: View,
+        weights: Value,
+        node: fx.Node,
+        sinks: Sequence[Value],
+        after: tuple[Value, Value] | None = None,
+    ) -> Written:
+        """Reads ``weights`` as those of a softmax."""
+        scores, dim = self.scores, self.dim
+        if not sinks:
+            view.values.reread(weights, aten._softmax.default, (scores, dim, False), {})
+            return Written(weights, node, weights, after)
+        one, more = (
+            (*scores.shape[:dim], size, *scores.shape[dim + 1 :])
+            for size in (ONE, size_of_sum(of_size(scores.shape[dim]).shifted(1)))
+        )
+        column = imagined(aten.expand.default, (sinks[0], None), one, scores.dtype)
+        logits = imagined(aten.cat.default, ((scores, column), dim), more, scores.dtype)
+        softmax = imagined(aten._softmax.default, (logits, dim, False), more, weights.dtype)
+        view.values.reread(weights, aten.slice.Tensor, (softmax, dim, 0), {})
+        return Written(weights, node, softmax, after, self.counted is None)
 
 
 def written_softmax(view: View, node: fx.Node) -> Written | None:
-    """Returns the weights whose exponential is ``node``; their value becomes that of a softmax.
+    """Returns the softmax whose exponential is ``node``, of which its weights' value becomes that, or a part.
 
     Returns None if it is none, or something else reads the exponential.
     """
-    power = view.value(node)
-    if power is None or power.func is not aten.exp.default:
+    value = view.value(node)
+    if value is None or value.func is not aten.exp.default:
         return None
-    less = power.args[0]
-    if less.func is aten._log_softmax.default and not less.kwargs and has_product(less):
-        return _set(power, less.args[0], less.args[1], node)
+    less = value.args[0]
+    if less.func is aten._log_softmax.default and not less.kwargs:
+        power = _Power(node, value, less.args[0], less, less.args[1] % len(less.shape))
+        return power.read(view, value, node, []) if has_product(less) else None
     if less.func is not aten.sub.Tensor or less.kwargs or len(less.args) > 2 or less.shape != less.args[0].shape:
         return None
     scores, top = less.args
     if (dim := _over(top, scores, aten.logsumexp.default)) is not None:
         # Without products it may be another operator's formula, such as a Sinkhorn iteration.
-        return _set(power, scores, dim, node) if has_product(scores) else None
-    dim = _over(top, scores, aten.amax.default, aten.max.dim, through=DETACH)
-    if dim is None:
+        return _Power(node, value, scores, top, dim).read(view, value, node, []) if has_product(scores) else None
+    found = _maximum(node, value)
+    if found is None:
         return None
     readers = {view.value(user): user for user in node.users if user in view.live}
-    weights = next((v for v in readers if v is not None and _is_softmax(v, power, scores, dim)), None)
+    divided = (v for v in readers if v is not None and v.func in DIVIDE and v.args[0] is value)
+    weights, sinks = next(((v, x) for v in divided if (x := found.sinks(v.args[1])) is not None), (None, []))
     others = [v for v in readers if v is not weights]
     if weights is None:
-        after = _divided_after(view, node, power, dim) if has_product(scores) else None
-        return after and _set(power, scores, dim, node, after)
+        return _divided_after(view, found) if has_product(scores) else None
     if len(others) != 1 or others[0] is None or others[0].func is not aten.sum.dim_IntList:
         return None
-    return _set(weights, scores, dim, readers[weights])
+    return found.read(view, weights, readers[weights], sinks)
 
 
-def _set(weights: Value, scores: Value, dim: int, node: fx.Node, after: tuple[Value, Value] | None = None) -> Written:
-    weights.set(aten._softmax.default, (scores, dim % len(scores.shape), False), {})
-    return Written(node, after)
+def _maximum(node: fx.Node, value: Value) -> _Power | None:
+    """Returns the exponential of scores less their maximum, which may be that of them and a sink; None for another one."""
+    scores, top = value.args[0].args
+    both = behind_ops(top, DETACH)
+    pairs: list[tuple[Any, Any]] = [(top, None)]
+    if isinstance(both, Value) and both.func is aten.maximum.default:
+        pairs = [both.args, both.args[::-1]]
+    for highest, sink in pairs:
+        dim = _over(highest, scores, aten.amax.default, aten.max.dim, through=DETACH)
+        if dim is not None:
+            return _Power(node, value, scores, top, dim, behind_ops(sink, DETACH))
+    return None
 
 
-def _divided_after(view: View, node: fx.Node, power: Value, dim: int) -> tuple[Value, Value] | None:
-    """Returns the one product of an exponential, and that over the exponential's sum, whose value becomes the product's."""
-    others = _readers(view, node, power)
+def _divided_after(view: View, power: _Power) -> Written | None:
+    """Returns the softmax of an exponential whose one product is divided by its sum; the quotient's value becomes the product."""
+    others = _readers(view, power.node, power.value)
     out = next((v for v in others if v is not None and dot(peel(whole(v))) is not None), None)
     total = next((v for v in others if v is not out), None)
-    if total is None or out is None or len(others) != 2:
+    if total is None or out is None or len(others) != 2 or total.func is not aten.sum.dim_IntList:
         return None
     users = [view.value(user) for user in others[out].users if user in view.live]
-    if len(users) != 1 or (made := users[0]) is None or [*_readers(view, others[total], total)] != users:
+    above = _readers(view, others[total], total)
+    if len(users) != 1 or (made := users[0]) is None or made.func not in DIVIDE or made.args[0] is not out:
         return None
-    if made.func not in DIVIDE or made.args[0] is not out or not isinstance(made.args[1], Value):
+    if not isinstance(made.args[1], Value) or made.shape != out.shape:
         return None
     place = whole(made)
     *sides, _ = dot(peel(_broadcast(out, place)))  # type: ignore[misc]
-    of = next((ref for side in sides if (ref := peel(side)).value is power), None)
-    by = peel(_broadcast(made.args[1], place))
-    if of is None or by.value is not total or total.func is not aten.sum.dim_IntList or made.shape != out.shape:
+    of = next((ref for side in sides if (ref := peel(side)).value is power.value), None)
+    by, sinks = peel(_broadcast(made.args[1], place)), list[Value]()
+    if by.value is not total:
+        found = power.sinks(by.value)
+        if not found or [*above] != [by.value]:
+            return None
+        above, sinks = _readers(view, above[by.value], by.value), found
+    elif power.counted is not None or total.args[0] is not power.value:
         return None
-    row = [i for d, i in enumerate(of.index) if d != dim]
-    summed = [i for d, i in enumerate(by.index) if d != dim or len(by.index) < len(of.index)]
-    if [d % len(of.index) for d in total.args[1]] != [dim] or total.args[0] is not power or row != summed:
+    if of is None or [*above] != users or [d % len(of.index) for d in total.args[1]] != [power.dim]:
         return None
-    made.set(out.func, out.args, out.kwargs)
-    return out, made
+    row = [i for d, i in enumerate(of.index) if d != power.dim]
+    if row != [i for d, i in enumerate(by.index) if d != power.dim or len(by.index) < len(of.index)]:
+        return None
+    view.values.reread(made, out.func, out.args, out.kwargs)
+    return power.read(view, power.value, power.node, sinks, (out, made))
 
 
 def _readers(view: View, node: fx.Node, value: Value) -> dict[Value | None, fx.Node]:
@@ -106,14 +173,6 @@ def _readers(view: View, node: fx.Node, value: Value) -> dict[Value | None, fx.N
 
     view.descendants([node], passes, REACH)
     return found
-
-
-def _is_softmax(value: Value, power: Value, scores: Value, dim: int) -> bool:
-    """Checks whether ``value`` is ``power`` over its sum, or was found to be that softmax before."""
-    if value.func is aten._softmax.default:
-        return value.args[:2] == (scores, dim)
-    divided = value.func in DIVIDE and value.args[0] is power
-    return divided and _over(value.args[1], power, aten.sum.dim_IntList) == dim
 
 
 def _over(value: Any, of: Value, *funcs: Any, through: Any = ()) -> int | None:
