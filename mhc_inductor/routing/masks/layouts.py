@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -119,6 +119,10 @@ class Layouts:
                 node = self.edit.emit("flatten", node, at - count, at - 1)
             at -= count
         return node
+
+    def cat(self, parts: Sequence[fx.Node], dim: int) -> fx.Node:
+        """Returns the concatenation of nodes, the node itself if there is one."""
+        return parts[0] if len(parts) == 1 else self.edit.emit(torch.cat, [*parts], dim)
 
     def spread(self, ref: Ref, order: list[Var]) -> fx.Node:
         """Returns a view with a dim for each variable of ``order``, of size 1 if the tensor does not depend on it.

@@ -40,13 +40,13 @@ class Numbers:
                 total = node if c > 0 else self.emit(operator.neg, node)
             else:
                 total = self.emit(operator.add if c > 0 else operator.sub, total, node)
-        constant = self._constant(x)
+        constant = self.size_of(x)
         if total is None:
             value = 0 if constant is None else constant
             return self.emit(torch.full, [1] * len(self.order), value, dtype=torch.int64, device=self.device)
         return total if constant is None else self.emit(operator.add, total, constant)
 
-    def _constant(self, x: Linear) -> Any:
+    def size_of(self, x: Linear) -> Any:
         """Returns the constant part of a number as an int or a node, None if it is 0."""
         constant: Any = None
         for symbols, c in sorted(x.constant):
@@ -86,10 +86,6 @@ class Numbers:
             wrapped = self.emit(operator.add, node, self.layouts.size(a.wrap))
             node = self.emit(torch.where, self.emit(operator.lt, node, 0), wrapped, node)
         return node
-
-    def size_of(self, x: Linear) -> Any:
-        """Returns a sum of sizes as an int or a node."""
-        return self._constant(x)
 
     def element(self, ref: Ref) -> fx.Node:
         """Returns an element of a tensor, read at indices inside of it."""

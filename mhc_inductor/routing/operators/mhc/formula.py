@@ -191,6 +191,7 @@ WIDTHS = "the norm is over"
 LOW_RANK = "z is a product of x and two weights, as in a low-rank gate; expected one phi"
 NOTHING = "no projection of normalised streams"
 SEVERAL = "several values are added, and not one projection of normalised streams and a bias"
+NO_BIAS = "bias does not have one element a row of phi"
 UNNORMED = "x is not normalised: expected inv_rms = rsqrt(mean(x * x) + eps) as a factor of z"
 
 TWICE = (
@@ -401,7 +402,7 @@ def _bias(ref: Ref, form: Index, rows: int) -> Piece:
     terms = dict(ref.flat.terms)
     start = terms.pop(None, Size(0))
     if Index(terms) != form or start.symbols:
-        raise Mismatch("bias does not have one element a row of phi", ref.value)
+        raise Mismatch(NO_BIAS, ref.value)
     return Piece(ref.value, start.factor, rows)
 
 

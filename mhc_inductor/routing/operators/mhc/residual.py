@@ -149,10 +149,10 @@ class Residual:
         except Unsupported:
             self._never.add(value)
         except Mismatch as mismatch:
+            if mismatch.reason in (mhc.SEVERAL, mhc.NO_BIAS):
+                self._never.add(value)
             if mismatch.reason not in mhc.NO_LOGITS:
                 raise
-            if mismatch.reason == mhc.SEVERAL:
-                self._never.add(value)
         return None
 
     def _only_through(self, start: Value, end: Value) -> bool:

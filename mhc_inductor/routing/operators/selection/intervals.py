@@ -7,31 +7,18 @@ Each conjunction gives the keys from its lower bounds up to, but not including, 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 
 from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, const
-from mhc_inductor.routing.graph.linear import (
-    Atom,
-    Datum,
-    Floor,
-    Key,
-    Linear,
-    atom,
-    floor,
-    mapped,
-    of_size,
-    variables_of,
-)
+from mhc_inductor.routing.graph.linear import Datum, Floor, Key, Linear, mapped, of_size, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Given, Literal
 from mhc_inductor.routing.masks.masks import Masks
 
 _MOST = 64
-Constants = tuple[int, ...]
 
 
 @dataclasses.dataclass
@@ -233,148 +220,63 @@ def _odd(low: Linear, high: Linear) -> str:
 
 
 def rolled(keys: AnyOf) -> AnyOf:
-    """Returns ``keys``, merging conjunctions that differ by evenly spaced constant indices under one variable.
-
-    Each merge is proved: with the numbers of the steps in place of the variable it gives the conjunctions again.
-    """
-    splitter = _Splitter()
-    groups: dict[object, list[tuple[Constants, All]]] = {}
+    """Returns ``keys``, with one conjunction under a variable for those that differ by evenly spaced constant indices."""
+    groups: dict[All, list[tuple[All, dict[Ref, Ref]]]] = {}
     for conj in dict.fromkeys(keys):
-        shape, constants = splitter.conjunction(conj)
-        # Elements that are equal without their constants may cancel, here and not there.
-        key = (shape, len(constants)) if not conj.bound else object()
-        groups.setdefault(key, []).append((constants, conj))
-    total: AnyOf = []
-    for members in groups.values():
-        merged = _merged(members, splitter) if len(members) > 1 else None
-        total += [conj for _, conj in members] if merged is None else [merged]
-    return total
+        shape, elements = (conj, {}) if conj.bound else _shape(conj)
+        groups.setdefault(shape, []).append((conj, elements))
+    return [conj for shape, members in groups.items() for conj in _merged(shape, members)]
 
 
-def _merged(members: list[tuple[Constants, All]], splitter: _Splitter) -> All | None:
-    """Returns one conjunction under a new variable that stands for all ``members``, or None."""
-    members = sorted(members, key=lambda m: m[0])
-    columns = list(zip(*(constants for constants, _ in members), strict=True))
-    steps = [column[1] - column[0] for column in columns]
-    if any(
-        step < 0 or any(b - a != step for a, b in itertools.pairwise(c)) for step, c in zip(steps, columns, strict=True)
-    ):
-        return None
-    j = Var(Size(len(members)))
-    moves = iter(steps)
+def _shape(conj: All) -> tuple[All, dict[Ref, Ref]]:
+    """Returns a conjunction without the constants in indices of elements, and the elements by what stands for them there.
 
-    def moved(ref: Ref) -> Ref:
-        return Ref(ref.value, tuple(i.plus(Index({j: Size(s)})) if (s := next(moves)) else i for i in ref.index))
+    Elements that are equal without their constants are numbered in the order of these.
+    """
+    found: dict[Ref, set[Ref]] = {}
 
-    # ``moved`` takes the steps in the order of the constants.
-    literals = [_mapped(literal, moved, splitter) for literal, _, _ in splitter.literals(members[0][1])]
-    merged = All(frozenset(literals), (j,))
-    same = all(_placed(merged, j, place) == conj for place, (_, conj) in enumerate(members))
-    return merged if same else None
+    def enter(ref: Ref) -> Ref:
+        kept = (Index({a: c for a, c in i.terms.items() if a is not None or c.symbols}) for i in ref.index)
+        found.setdefault(Ref(ref.value, tuple(kept)), set()).add(ref)
+        return ref
 
-
-def _mapped(literal: Literal, fn: Callable[[Ref], Ref], splitter: _Splitter) -> Literal:
-    """Returns a literal with ``fn`` applied to every tensor element in it, in the order of the constants."""
-    if isinstance(literal, Given):
-        return Given(fn(literal.ref), literal.want)
-    return Compare(literal.kind, _mapped_linear(literal.value, fn, splitter))
+    _mapped(conj, enter)
+    names = {
+        ref: Ref(bare.value, tuple(i.plus(const(n)) for i in bare.index))
+        for bare, refs in found.items()
+        for n, ref in enumerate(sorted(refs, key=_constants))
+    }
+    return _mapped(conj, names.__getitem__), {name: ref for ref, name in names.items()}
 
 
-def _mapped_linear(x: Linear, fn: Callable[[Ref], Ref], splitter: _Splitter) -> Linear:
-    total = Linear(constant=x.constant)
-    for (a, c), _, _ in splitter.terms(x):
-        if isinstance(a, Floor):
-            part = floor(_mapped_linear(a.of, fn, splitter), a.by)
-        else:
-            part = atom(Datum(fn(a.ref), a.wrap) if isinstance(a, Datum) else a)
-        total = total.plus(part, c)
-    return total
+def _merged(shape: All, members: list[tuple[All, dict[Ref, Ref]]]) -> AnyOf:
+    """Returns one conjunction for all ``members``, which are ``shape`` with other elements, or the members as they are."""
+    names = list(members[0][1])
+    rows = sorted(([c for name in names for c in _constants(own[name])], at) for at, (_, own) in enumerate(members))
+    constants = [row for row, _ in rows]
+    steps = [b - a for a, b in zip(*constants[:2], strict=True)] if len(rows) > 1 else []
+    even = [[a + s * n for a, s in zip(constants[0], steps, strict=True)] for n in range(len(rows))] if steps else []
+    if even != constants or min(steps) < 0:
+        return [conj for conj, _ in members]
+    j, left, first = Var(Size(len(rows))), iter(steps), members[rows[0][1]][1]
+
+    def moved(i: Index) -> Index:
+        step = next(left)
+        return i.plus(Index({j: Size(step)})) if step else i
+
+    made = {name: Ref(name.value, tuple(map(moved, first[name].index))) for name in names}
+    return [All(_mapped(shape, made.__getitem__).literals, (j,))]
 
 
-def _placed(conj: All, j: Var, place: int) -> All:
-    """Returns a conjunction with the number ``place`` for the variable ``j``, which only indices of elements contain."""
-
-    def index(i: Index) -> Index:
-        step = i.terms.get(j)
-        rest = Index({a: c for a, c in i.terms.items() if a is not j})
-        return rest if step is None else rest.plus(const(step.factor * place))
-
-    def at(ref: Ref) -> Ref:
-        return Ref(ref.value, tuple(map(index, ref.index)))
-
+def _mapped(conj: All, fn: Callable[[Ref], Ref]) -> All:
+    """Returns a conjunction with ``fn`` applied to every tensor element in it."""
     literals = (
-        Given(at(x.ref), x.want) if isinstance(x, Given) else Compare(x.kind, mapped(x.value, at))
+        Given(fn(x.ref), x.want) if isinstance(x, Given) else Compare(x.kind, mapped(x.value, fn))
         for x in conj.literals
     )
-    return All(frozenset(literals))
+    return All(frozenset(literals), conj.bound)
 
 
-class _Splitter:
-    """Splits formulas into what remains without the constants in indices of tensor elements, and these constants.
-
-    The constants are in the order of :meth:`literals` and :meth:`terms`. Splits each atom once: nested quotients, and
-    the conjunctions of a mask, contain the same ones many times.
-    """
-
-    def __init__(self) -> None:
-        self._atoms: dict[Atom, tuple[Linear, Constants]] = {}
-
-    def conjunction(self, conj: All) -> tuple[tuple[Literal, ...], Constants]:
-        """Returns the two parts of a conjunction: its literals without constants, and the constants."""
-        parts = self.literals(conj)
-        return tuple(bare for _, bare, _ in parts), tuple(c for _, _, own in parts for c in own)
-
-    def literals(self, conj: All) -> list[tuple[Literal, Literal, Constants]]:
-        """Returns each literal with its two parts, in the order of these."""
-        return sorted(((x, *self._literal(x)) for x in conj.literals), key=_rank)
-
-    def terms(self, x: Linear) -> list[tuple[tuple[Atom, int], Linear, Constants]]:
-        """Returns each term with its two parts, in the order of these."""
-        parts = ((term, self._atom(term[0])) for term in x.terms)
-        return sorted(((term, bare.times(term[1]), constants) for term, (bare, constants) in parts), key=_rank)
-
-    def _literal(self, literal: Literal) -> tuple[Literal, Constants]:
-        if isinstance(literal, Given):
-            return Given(_bare(literal.ref), literal.want), _constants(literal.ref)
-        value, constants = self._linear(literal.value)
-        return Compare(literal.kind, value), constants
-
-    def _linear(self, x: Linear) -> tuple[Linear, Constants]:
-        bare, constants = Linear(constant=x.constant), Constants()
-        for _, part, own in self.terms(x):
-            bare, constants = bare.plus(part), constants + own
-        return bare, constants
-
-    def _atom(self, a: Atom) -> tuple[Linear, Constants]:
-        if a not in self._atoms:
-            self._atoms[a] = self._split(a)
-        return self._atoms[a]
-
-    def _split(self, a: Atom) -> tuple[Linear, Constants]:
-        if isinstance(a, Datum):
-            return atom(Datum(_bare(a.ref), a.wrap)), _constants(a.ref)
-        if isinstance(a, Floor):
-            bare, constants = self._linear(a.of)
-            return floor(bare, a.by), constants
-        return atom(a), ()
-
-
-def _rank(part: tuple[object, object, Constants]) -> tuple[int, Constants]:
-    """Returns what literals and terms are ordered by: what is equal without constants is in the same place."""
-    _, bare, constants = part
-    return hash(bare), constants
-
-
-def _bare(ref: Ref) -> Ref:
-    """Returns an element without the constants in its indices; products of dynamic sizes stay."""
-    kept = (Index({a: c for a, c in i.terms.items() if a is not None or c.symbols}) for i in ref.index)
-    return Ref(ref.value, tuple(kept))
-
-
-def _constants(ref: Ref) -> Constants:
-    return tuple(_number(i) for i in ref.index)
-
-
-def _number(index: Index) -> int:
-    c = index.terms.get(None)
-    return c.factor if c is not None and not c.symbols else 0
+def _constants(ref: Ref) -> list[int]:
+    constants = (i.terms.get(None, Size(0)) for i in ref.index)
+    return [0 if c.symbols else c.factor for c in constants]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -31,11 +30,7 @@ def lists(layouts: Layouts, one: Found, device: torch.device) -> tuple[fx.Node, 
     if not parts:
         raise Unsupported
     keys, biases = zip(*parts, strict=True)
-    return _joined(layouts, keys), None if biases[0] is None else _joined(layouts, biases)
-
-
-def _joined(layouts: Layouts, parts: Sequence[fx.Node]) -> fx.Node:
-    return parts[0] if len(parts) == 1 else layouts.edit.emit(torch.cat, [*parts], -1)
+    return layouts.cat(keys, -1), None if biases[0] is None else layouts.cat(biases, -1)
 
 
 def _part(layouts: Layouts, one: Found, each: Entries, device: torch.device) -> tuple[fx.Node, fx.Node | None]:

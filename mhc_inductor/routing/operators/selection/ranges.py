@@ -21,8 +21,7 @@ from mhc_inductor.routing.operators.selection.matches import Found
 
 def ranges(layouts: Layouts, one: Found, device: torch.device) -> fx.Node:
     """Returns the node of the ranges of all intervals of an attention."""
-    parts = [_part(layouts, one, each, device) for each in one.intervals]
-    return parts[0] if len(parts) == 1 else layouts.edit.emit(torch.cat, parts, -2)
+    return layouts.cat([_part(layouts, one, each, device) for each in one.intervals], -2)
 
 
 def _part(layouts: Layouts, one: Found, each: Interval, device: torch.device) -> fx.Node:
