@@ -215,6 +215,21 @@ def test_a_sink_where_queries_see_no_key(name: str, gathered: bool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_nan_weights_that_become_0_give_sinks_gradients_of_nan(gathered: bool) -> None:
+    """The op does not: the formula stays."""
+
+    def form(s: Tensor, v: Tensor, z: Tensor) -> Tensor:
+        m = highest(s, z)
+        e = (s - m).exp()
+        return product((e / plus_sink(e, z, m)).nan_to_num(), v)
+
+    fn, given = with_sink(form, gathered, seen=False), [*inputs(), torch.linspace(-2, 3, H)]
+    got, want = run(fn, given), eager(fn, given)
+    assert not got.ops["selection_attention"] and want.grads["input 4"].isnan().any()
+    assert "not counted in the maximum" in reasons(got)
+
+
 @pytest.mark.parametrize("name", SUNK)
 def test_sinks_in_bf16(name: str) -> None:
     fn = with_sink(SUNK[name], True)

@@ -279,7 +279,7 @@ class Recogniser:
     def _rows(self, found: Found) -> Rows:
         """Returns what a query without a visible key gives. Raises Mismatch if routing cannot reproduce it."""
         zero, bare = found.fills.zero, found.fills.bare
-        if zero is Rows.ZERO or (found.sink is not None and not bare):
+        if not bare and (zero is Rows.ZERO or found.sink is not None):
             return Rows.ZERO  # the sink takes all the weight: every fill that counts as a mask is far below it
         known = not found.gathered and all(x.exact for x in found.layers)
         if known and seen_by_all(found.keys, found.t, found.masks):
@@ -287,7 +287,7 @@ class Recogniser:
         if self.zero_rows:
             found.opted = True
             return Rows.ZERO
-        if bare and not (found.gathered and all(x.value == -math.inf for x in found.fills.found)):
+        if bare and (zero or not found.gathered or any(x.value > -math.inf for x in found.fills.found)):
             raise Mismatch(_BARE, found.out)
         if zero is not None:
             return Rows.ZERO_MIXED if found.gathered else zero
