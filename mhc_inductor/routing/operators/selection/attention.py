@@ -247,6 +247,7 @@ class Recogniser:
         assert isinstance(key, Key)
         found = Found(out, dims, pairs, v, key, factor, keys, dense, masks, fills, sink=scores.sink)
         found.gathered, found.read = picks is not None, layers
+        found.logs = _logs(weights, scores, traced.ref.index)
         found.inner = None if picks is None else picks.inner
         return found
 
@@ -274,6 +275,10 @@ class Recogniser:
         dim_roles.assign(found)
         found.fills.check(found.out)
         found.rows = self._rows(found)
+        if found.rows is not Rows.SEEN and any(x.added or x.value > -math.inf for x in found.fills.found):
+            # Rows without keys: the op's lse is -inf and has no gradient; that of scores with -inf added has NaN.
+            found.dense += [ref.value for ref in found.logs]
+            found.logs = []
         return found
 
     def _rows(self, found: Found) -> Rows:
@@ -292,6 +297,18 @@ class Recogniser:
         if zero is not None:
             return Rows.ZERO_MIXED if found.gathered else zero
         return found.fills.rows(found.out)
+
+
+def _logs(weights: Weights, scores: Scores, index: Sequence[Index]) -> list[Ref]:
+    """Returns the elements of logarithms of the scores' sum of exponentials, which the op's lse is. A sink is in none."""
+    logits, dim = weights.softmax.args[0], _dim_of(weights.softmax)
+    parts = [logits] if scores.sink is None else [x for x in logits.args[0] if x.shape[dim] != ONE]
+    found = weights.logs(parts[0]) if len(parts) == 1 else []
+    if scores.shifted:
+        scores.dense += found
+        return []
+    rest = tuple(index[:dim]), tuple(index[dim + 1 :])
+    return [Ref(x, (*rest[0], *[const(0)] * (len(x.shape) - len(index) + 1), *rest[1])) for x in found]
 
 
 def _paired(scores: Scores, v: Ref, t: Sequence[Var], like: Sequence[Pair] = ()) -> tuple[list[Pair], float]:

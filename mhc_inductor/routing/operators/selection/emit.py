@@ -19,7 +19,7 @@ from mhc_inductor.routing.graph.index import Size, Unsupported, Var, product_of,
 from mhc_inductor.routing.graph.linear import placed, variables_of
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.layouts import Layouts, best
+from mhc_inductor.routing.masks.layouts import Layouts, best, layout
 from mhc_inductor.routing.masks.numbers import Numbers
 from mhc_inductor.routing.masks.operands import Source, held
 from mhc_inductor.routing.operators.selection.data_masks import LOW
@@ -74,7 +74,7 @@ def read(one: Found) -> list[Source]:
 
 
 def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
-    """Emits the op for one attention. Returns its output with the new node. Raises Mismatch and Unsupported."""
+    """Emits the op for one attention. Returns its results with the new nodes. Raises Mismatch and Unsupported."""
     assert edit.place is not None and one.out.node is not None
     if edit.place.overwritten:
         raise Mismatch("a tensor of the formula is written in place before the formula ends", one.out)
@@ -97,9 +97,15 @@ def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:
     if one.absorbed is not None:
         new = one.absorbed.output(edit, new, dtype)
     groups = [one.batch, one.query, one.groups, one.heads, one.feature]
-    new = edit.as_like(layouts.back(new, groups, one.dims), one.out, given[0])
+    made = [(old.out, edit.as_like(layouts.back(new, groups, one.dims), one.out, given[0]))]
+    for ref in one.logs:
+        dims = layout(ref, {v for digits in groups for v in digits}, layouts.equal)
+        if dims is None:
+            raise Unsupported
+        log = layouts.back(lse, groups[:-1], [digits for _, digits in dims])
+        made.append((ref.value, edit.as_like(log, ref.value, given[0])))
     _guard_equal(edit, one.masks.equal)
-    return [(old.out, new)]
+    return made
 
 
 def _needs_grad(edit: Edit, source: Source) -> bool:
@@ -141,8 +147,10 @@ def _call(
     if one.opted:
         bias = edit.emit("masked_fill", bias, edit.emit(operator.le, bias, LOW), -math.inf)
     if one.gathered:
-        query, bias = of_places(edit, query, bias, one.rows)
+        query, bias, empty = of_places(edit, query, bias, one.rows)
     listed = called("selection_entry_attention", held, keys, bias, sink, one.scale, width, one.gathered)
+    if one.gathered and one.logs and empty is not None:
+        return listed[0], edit.emit("masked_fill", listed[1], empty, -math.inf)
     if not one.low:
         return listed
     seen = edit.emit(operator.gt, listed[1], SEEN)

@@ -138,17 +138,17 @@ class EmptyRows:
         return self.emit(operator.mul, self.emit("sum", rows, -2), self.scale)
 
 
-def of_places(edit: Edit, q: fx.Node, bias: fx.Node, rows: Rows) -> tuple[fx.Node, fx.Node]:
+def of_places(edit: Edit, q: fx.Node, bias: fx.Node, rows: Rows) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """Returns q [B, S, G, h, D] and the biases [B, S, G, n] of gathered keys, in rows without a key as the formula has them.
 
-    Its weights, and so its gradients, then reach the keys of the row's list alone. NaN in ``bias`` gives no gradient to q and
+    Also returns which rows these are [B, S, G, 1], None if nothing is changed in them. Weights there, and so its gradients, then reach the keys of the row's list alone. NaN in ``bias`` gives no gradient to q and
     K, as scores that are filled. Added numbers need nothing but for -inf: the op adds them too. Raises Mismatch if the gradients
     depend on a kernel.
     """
     if rows is Rows.MEAN_SUMMED:
         raise Mismatch(_BY_KERNEL)
     if rows not in (Rows.NAN, Rows.NAN_SCORES, Rows.MEAN):
-        return q, bias
+        return q, bias, None
     emit = edit.emit
     empty = emit("all", emit(operator.eq, bias, -math.inf), -1, True)
     bias = emit(torch.where, empty, math.nan if rows is Rows.NAN else 0.0, bias)
@@ -157,4 +157,4 @@ def of_places(edit: Edit, q: fx.Node, bias: fx.Node, rows: Rows) -> tuple[fx.Nod
         q = emit(torch.where, row, 0.0, q)
     elif rows is Rows.NAN_SCORES:
         q = emit(operator.mul, q, edit.to(emit(torch.where, row, math.nan, 1.0), example(q).dtype))
-    return q, bias
+    return q, bias, empty

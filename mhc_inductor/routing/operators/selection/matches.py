@@ -69,6 +69,8 @@ class Found:
     """Whether the model gathers each query's keys: places of a list are counted each, also where several name one key."""
     inner: Var | None = None
     """The place in a gathered block, None if single keys are gathered."""
+    logs: list[Ref] = dataclasses.field(default_factory=list)
+    """Elements of logarithms of the scores' sum of exponentials, which the op's lse is."""
     opted: bool = False
     """Whether rows without keys give 0 because the user asked for it, although the formula gives something else."""
     intervals: list[Interval] = dataclasses.field(default_factory=list)
@@ -92,6 +94,11 @@ class Found:
     def refs(self) -> list[Ref]:
         """Returns the elements of q and k of each pair, and that of v."""
         return [*(ref for pair in self.pairs for ref in (pair.q, pair.k)), self.v]
+
+    @property
+    def results(self) -> list[Value]:
+        """Returns the values that the op's results replace."""
+        return [self.out, *(ref.value for ref in self.logs)]
 
     @property
     def layers(self) -> list[Layer]:

@@ -33,7 +33,7 @@ class SelectionOperator:
         search = Search(view)
         self._found = {}
         for one in search.found:
-            match = Match(OP, inputs_of(one), [one.out], one.words(), data=one, sample=Sample(one))
+            match = Match(OP, inputs_of(one), one.results, one.words(), data=one, sample=Sample(one))
             self._keep(one.out, match)
         for miss in search.misses:
             self._keep(miss.start, miss)

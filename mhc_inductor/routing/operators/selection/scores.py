@@ -49,7 +49,10 @@ class Scores:
         self.factor = factor
         self.fills = Fills()
         self.given = given
+        self.dense = dense
         self.sink: Ref | None = None
+        self.shifted = False
+        """Whether something was added to all scores of a row, which a softmax cancels and a logarithm of its sum does not."""
         self._parts: list[Callable[[], AnyOf]] = []
         self._steps: list[Callable[[], None]] = []
         self._pieces: list[tuple[AnyOf, Ref]] = []
@@ -77,6 +80,7 @@ class Scores:
                     inside = None if layers is None else layers.within(keys)
                     self.segments.append(Scores(x, masks, dense, given, self.factor, inside))
                 self.products = [product for each in self.segments for product in each.products]
+                self.shifted = self.shifted or any(each.shifted for each in self.segments)
                 break
             self.ref = below
         if negated is not None:
@@ -112,6 +116,7 @@ class Scores:
             if func in ADD and any(constant_of(a) is not None for a in args):
                 return self._shifted(ref)
             if func is aten.sub.Tensor and _is_row_maximum(args[1], args[0], ref):
+                self.shifted = True
                 return _broadcast(args[0], ref)
             if func in (aten.add.Tensor, aten.sub.Tensor):
                 return self._summed(ref)
@@ -139,6 +144,7 @@ class Scores:
         known = constant_of(a) if constant_of(a) is not None else constant_of(b)
         if known is None or not abs(known) < 1e4:
             raise NotOurs
+        self.shifted = True
         self._steps.append(functools.partial(self.fills.moved, 1.0, known, ref.value.dtype))
         return _broadcast(a if constant_of(a) is None else b, ref)
 

@@ -355,7 +355,8 @@ class Search:
     def _softmax(self, written: Written) -> list[Found]:
         """Returns the attention with the weights of a softmax."""
         _, node, value, *_ = written
-        self.softmaxes.add(value.args[0])
+        logits = value.args[0]
+        self.softmaxes |= {logits, *(logits.args[0] if logits.func is aten.cat.default else ())}
         again = renormalised(self.view, value, node)
         if again is not None:
             self._unrouted(_RENORMALISED, again.result, node, Masked(self.view, value.args[0], again.guards))
@@ -399,6 +400,7 @@ class Search:
             inside = set().union(*regions) if regions else set()
             kept = []
             for one, region in zip(found, regions, strict=True):
+                one.logs = [ref for ref in one.logs if self._used([ref.value.node], region) is not None]
                 dense = [] if one.fills.fused else [v.node for v in one.dense if v.node in region and v is not one.out]
                 where = self._used(dense, inside)
                 if where is None:
@@ -454,14 +456,14 @@ def left_to_dense(one: Found, hints: Mapping[str, int]) -> str | None:
 
 
 def region_of(one: Found) -> set[fx.Node]:
-    """Returns the result's node and all nodes between it and q, k, v and the tensors that determine the keys."""
+    """Returns the results' nodes and all nodes between them and q, k, v and the tensors that determine the keys."""
     if one.absorbed is not None:
         stop = {value.node for value in one.absorbed.inputs}
     else:
         stop = {value.node for ref in one.refs for s in sources(ref) for value in held(s.ref.value)}
     stop |= {ref.value.node for ref in data_of(one)}
-    assert one.out.node is not None
-    region, todo = {one.out.node}, [one.out.node]
+    todo = [value.node for value in one.results if value.node is not None]
+    region = {*todo}
     while todo:
         for parent in todo.pop().all_input_nodes:
             if parent not in region and parent not in stop and parent.op.startswith("call_"):

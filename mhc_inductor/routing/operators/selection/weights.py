@@ -118,6 +118,13 @@ class Weights:
             self._sums.add(total)
             self.outs = [total, *(out for out in self.outs if out not in total.args)]
 
+    def logs(self, scores: Value) -> list[Value]:
+        """Returns the logarithms that the graph takes of the sum over the keys of exponentials of ``scores``."""
+        users = () if scores.node is None else scores.node.users
+        found = [v for user in users if user in self.view.live and (v := self.view.value(user)) is not None]
+        dim, rank = self.softmax.args[1], len(scores.shape)
+        return [v for v in found if v.func is aten.logsumexp.default and [d % rank for d in v.args[1]] == [dim % rank]]
+
     def _sum(self, out: Value) -> Value | None:
         """Returns the sum of a product with V and another one, None if there is none."""
         users = () if out.node is None else map(self.view.value, out.node.users)
