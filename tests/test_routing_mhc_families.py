@@ -446,3 +446,34 @@ def test_columns_that_come_before_streams_are_told_as_that() -> None:
 
     got = same(fn, (streams(),), p.items())
     assert not [r for r in reasons(got) if "within D" in r], reasons(got)
+
+
+# --- tokens in one dim, and weights of each coefficient -----------------------------------------------------------
+
+DETACHED = ("nothing", "pre", "post", "matrix")
+
+
+def flat_tokens(x: Tensor, p: Made, detached: str) -> Tensor:
+    tokens = x.flatten(0, 1)
+    v = normed(tokens.flatten(1))
+    pre = (v @ p["first"] + p["bias"][:N]).sigmoid()
+    post = 2 * torch.sigmoid(torch.addmm(p["own"], v, p["second"]))
+    matrix = _balanced((v @ p["third"].flatten(1) + p["table"].flatten()).view(-1, N, N))
+    pre, post, matrix = (
+        t.detach() if name == detached else t for name, t in zip(DETACHED[1:], (pre, post, matrix), strict=True)
+    )
+    f_out = sublayer(torch.einsum("tn,tnd->td", pre, tokens), p)
+    return (torch.bmm(matrix, tokens) + post.unsqueeze(-1) * f_out.unsqueeze(1)).view(x.shape)
+
+
+@pytest.mark.parametrize("tokens", [[], [0]], ids=["static", "dynamic"])
+@pytest.mark.parametrize("detached", DETACHED)
+def test_weights_of_each_coefficient_get_their_gradients(detached: str, tokens: list[int]) -> None:
+    """The op reads views of another op's outputs, and the weights behind them: they have a gradient, or none."""
+    k = N * WIDTH
+    p = made(first=(k, N), second=(k, N), third=(k, N, N), own=(N,), table=(N, N))
+    fn = lambda x: flat_tokens(x, p, detached)  # noqa: E731
+    got, plain = alike(fn, p, tokens), eager(fn, (streams(),), [*p.items()])
+    assert {k for k, g in got.grads.items() if g is None} == {k for k, g in plain.grads.items() if g is None}
+    if detached == "nothing":
+        assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1} and not got.report.near_misses, reasons(got)

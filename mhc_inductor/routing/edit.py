@@ -440,8 +440,8 @@ class Edit:
             reached.update(parents)
             # Stop at the match's inputs: their roots are known.
             todo += [n for n in parents if n not in given and n not in view.position and self.needs_grad(n)]
-        for node in reached & given.keys():
-            roots |= given[node]
+        for node in reached:  # a view of an op's output may be skipped: then the op's own inputs are reached
+            roots |= given[node] if node in given else view.roots.get(node, 0)
         if roots & ~view.reached_anyway(old):
             raise Mismatch(
                 "the op would give a parameter a gradient of zeros where the model gives none",
