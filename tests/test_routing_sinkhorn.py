@@ -163,3 +163,74 @@ def test_factors_that_start_with_the_columns_are_iterations_of_the_transpose() -
     got, plain = _compiled(lambda z: _first_columns(z.exp()))
     assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1} and _iterations(got) == [0]
     assert difference(got, plain) < 1e-4
+
+
+# --- the log domain ------------------------------------------------------------------------------------------------
+
+
+def _steps(logits: Tensor, dims: tuple[int, int] = (-1, -2), iters: int = ITERS) -> Tensor:
+    for _ in range(iters):
+        for dim in dims:
+            logits = logits - logits.logsumexp(dim, keepdim=True)
+    return logits
+
+
+def _potentials(logits: Tensor, iters: int = ITERS, late: int = 0, again: bool = False) -> Tensor:
+    """Updates addends of rows and columns in turn; ``late`` uses the columns' of so many iterations before.
+
+    ``again``: the last rows' addend is made of other logits.
+    """
+    u, vs = torch.zeros(logits.shape[:-1]), [torch.zeros(logits.shape[:-1])]
+    for k in range(iters):
+        own = 2 * logits if again and k == iters - 1 else logits
+        u = -torch.logsumexp(own + vs[-1].unsqueeze(-2), -1)
+        vs.append(-torch.logsumexp(logits + u.unsqueeze(-1), -2))
+    return logits + u.unsqueeze(-1) + vs[-1 - late].unsqueeze(-2)
+
+
+LOGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "steps": lambda z: _steps(z).exp(),
+    "columns first": lambda z: _steps(z, (-2, -1)).exp(),
+    "log-softmaxes": lambda z: functools.reduce(lambda t, k: t.log_softmax(-1 - k % 2), range(2 * ITERS), z).exp(),
+    "a softmax at the end": lambda z: _steps(z, iters=ITERS - 1).log_softmax(-1).softmax(-2),
+    "potentials": lambda z: _potentials(z).exp(),
+    "potentials of a view": lambda z: _potentials(z.flatten(0, 1)).exp().unflatten(0, z.shape[:2]),
+}
+OTHER_LOGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one iteration": lambda z: _steps(z, iters=1).exp(),
+    "one iteration of potentials": lambda z: _potentials(z, iters=1).exp(),
+    "a potential of the step before": lambda z: _potentials(z, late=1).exp(),
+    "a potential of other logits": lambda z: _potentials(z, again=True).exp(),
+    "half an iteration more": lambda z: (t := _steps(z)).sub(t.logsumexp(-1, keepdim=True)).exp(),
+    "a softmax of rows after rows": lambda z: (_steps(z, iters=ITERS - 1) * 2).log_softmax(-1).softmax(-1),
+}
+
+
+def _in_logs(matrix: Callable[[Tensor], Tensor], scale: float, tokens: list[int], grad: bool) -> Captured:
+    p: P = parameters()
+    x = torch.randn(4, 24, N, WIDTH, generator=torch.Generator().manual_seed(1))
+    fn = functools.partial(around, p=p, matrix=lambda z: matrix(scale * z))
+    named = list(p.items()) if grad else []
+    got, plain = run(fn, (x,), named, grad, symbolic=tokens), eager(fn, (x,), named, grad)
+    assert not got.report.problems and difference(got, plain) < 1e-4
+    return got
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("tokens", [[], [0]], ids=["static", "dynamic"])
+@pytest.mark.parametrize("scale", [1.0, 60.0], ids=["", "logits of which exp is 0"])
+@pytest.mark.parametrize("name", list(LOGS))
+def test_the_first_iteration_in_the_log_domain_is_the_models(
+    name: str, scale: float, tokens: list[int], grad: bool
+) -> None:
+    """The op takes exp first. A column that is 0 then has no finite quotient; after an iteration there is none."""
+    got = _in_logs(LOGS[name], scale, tokens, grad)
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1} and not got.report.near_misses
+    (iters,) = {n.args[1] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)}
+    assert iters == ITERS - 1
+
+
+@pytest.mark.parametrize("scale", [1.0, 60.0], ids=["", "logits of which exp is 0"])
+@pytest.mark.parametrize("name", list(OTHER_LOGS))
+def test_other_iterations_in_the_log_domain_stay_the_models(name: str, scale: float) -> None:
+    assert dict(_in_logs(OTHER_LOGS[name], scale, [], True).ops) == {"mhc_pre": 1, "mhc_post": 1}

@@ -78,7 +78,8 @@ class Emission:
         h_post = self._own(found.h_post, use.pre) or self._coefficients(found.h_post, [n], x)
         matrix = None
         if found.matrix is not None:
-            matrix = self._own(found.matrix, use.pre) or self._coefficients(found.matrix, [n, n], x)
+            mixed = self._own(found.matrix, use.pre)
+            matrix = edit.shaped(mixed, [*lead, n, n], x) if mixed else self._coefficients(found.matrix, [n, n], x)
         out = edit.emit(_OPS.mhc_post.default, x, f, h_post, matrix, found.transpose)
         each = edit.emit("unbind", out, -2) if use.streams else None
         pairs = [(v, edit.as_like(edit.emit(operator.getitem, each, o), v, x)) for o, v in use.streams.items()]

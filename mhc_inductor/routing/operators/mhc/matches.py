@@ -141,4 +141,6 @@ class Sinkhorn:
     def match(self) -> Match:
         """Returns the match of these iterations."""
         detail = f"{self.chain.iters} iterations ({self.chain.words})"
-        return Match("mhc_sinkhorn", [self.chain.logits], [self.mixed], detail, data=self)
+        logits, read = self.chain.logits, self.chain.read
+        inputs = [logits] if read is None else [logits, read]
+        return Match("mhc_sinkhorn", inputs, [self.mixed], detail, data=self, derived=inputs[:-1])

@@ -60,8 +60,8 @@ class Residual:
         upright = [v for v, affine in self.logits.items() if not affine.transposed]
         if not upright:
             raise Mismatch("h_res is laid out transposed; expected row-major [n, n]", next(iter(self.logits)))
-        # Iterations on transposed logits are left to a separate Sinkhorn op.
-        chains = [(v, c) for v, c in self.chains if c.logits in upright]
+        # Iterations on transposed logits, and in the log domain after the first, are left to a separate Sinkhorn op.
+        chains = [(v, c) for v, c in self.chains if c.logits in upright and not c.wide]
         start = next((v for v in upright if len(v.shape) >= 2 and v.shape[-1] == Size(self.pre.n)), upright[0])
         if chains:
             start = chains[0][1].logits

@@ -29,6 +29,7 @@ from mhc_inductor.routing.operators.mhc.scalings import Scalings
 
 _ROUNDED = 1e-6
 """The largest logarithm of a factor that is 1 but for rounding: log n is often computed in fp32."""
+ONE_LOG = "there is one Sinkhorn iteration in the log domain, of logits of which exp may be 0; expected two or more"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Chain:
     steady: tuple[int, ...] = (ROWS, COLUMNS)
     """The dims along which the subtracted value is constant."""
     log: bool = False
+    wide: bool = False
+    """Whether the first log-domain iteration is among ``axes``: its columns may be larger than the range of exp."""
+    read: Value | None = None
+    """What the model reads, where it computes the first iteration as addends: ``logits`` are computed from it."""
     eps_added: bool = False
     offset: float = 0.0
     """The logarithm of a number that multiplies the matrix, as log marginals do."""
@@ -60,7 +65,7 @@ class Chain:
 
         None too where the sums are another number than 1.
         """
-        if self.log or not self.axes or len(self.axes) % 2 or abs(self.offset) > _ROUNDED:
+        if self.log or self.wide or not self.axes or len(self.axes) % 2 or abs(self.offset) > _ROUNDED:
             return None
         if self.form == "softmax" and (self.eps or 0.0) > 0.0 and not self.eps_added:
             return None
@@ -100,8 +105,7 @@ class Chains:
             return None
         func = ref.value.func
         if func in (aten._softmax.default, aten.softmax.int):
-            dim = axis_of(ref.value, ref.value.args[1])
-            return None if dim is None else Chain(named_value(ref.value.args[0]), "softmax", (dim,))
+            return self._softmax(ref.value.args[0], axis_of(ref.value, ref.value.args[1]))
         if func in (aten._log_softmax.default, aten.log_softmax.int):
             return self._log_step(ref.value.args[0], axis_of(ref.value, ref.value.args[1]))
         if func is aten.exp.default:
@@ -168,13 +172,20 @@ class Chains:
             return None, False
         return dataclasses.replace(_unshifted(chain, known.axes[0]), axes=known.axes, eps=0.0), False
 
+    def _softmax(self, logits: Value, dim: int | None) -> Chain | None:
+        """Returns the chain of a softmax, which may be the last step and the exp of log-domain iterations, or None."""
+        chain = self._log_step(logits, dim)
+        begins = chain is not None and chain.wide and len(chain.axes) == 1
+        return Chain(chain.logits, "softmax", chain.axes) if begins and chain is not None else _exponential(chain)
+
     def _log_step(self, logits: Value, dim: int | None) -> Chain | None:
         if dim is None:
             return None
         before = self.of(named_value(logits))
-        if before is not None and before.log:
+        first = before is not None and before.log and before.wide and len(before.axes) == 2
+        if before is not None and before.log and not first:
             return dataclasses.replace(before, axes=_next(before, dim, logits), offset=0.0)
-        return Chain(named_value(logits), "exp", (dim,), eps=0.0, log=True)
+        return Chain(named_value(logits), "exp", (dim,), eps=0.0, log=True, wide=not first)
 
     def _less_logsumexp(self, ref: Ref) -> Chain | None:
         """Returns the chain of ``t - logsumexp(t)``, a log-softmax written out, or None."""
@@ -194,28 +205,25 @@ class Chains:
 
         Each addend is ``-logsumexp(t + the other)``. A term that is constant along the dim of a logsumexp cancels.
         """
-        axes: list[int] = []
-        own = _addends(ref)
+        axes, sums, own = list[int](), list[Value](), _addends(ref)
         offset = own[0]
-        while len(own[1]) > 1:
-            found = _last_step(ref, own[1], axes[-1] if axes else None)
-            if found is None:
-                return None
-            if not axes:  # numbers before the last step cancel
-                offset -= found[1][0]
+        while len(own[1]) > 1 and (found := _last_step(ref, own[1], axes[-1] if axes else None)) is not None:
+            offset -= 0.0 if axes else found[1][0]  # numbers before the last step cancel
             axes.append(found[0])
+            sums.append(found[2].value)
             own = found[1]
-        if not axes or len(own[1]) != 1 or own[1][0][0] != 1.0:
+        if not axes or any(a == b for a, b in itertools.pairwise(axes)):
             return None
-        logits = own[1][0][1]
-        if logits.index != ref.index or any(a == b for a, b in itertools.pairwise(axes)):
+        read, wide = _start(sums[-1]), len(axes) <= 2
+        logits, axes = (read, axes) if wide else (named_value(sums[-3]), axes[:-2])
+        if wide and (len(read.shape) != len(ref.index) or _addends(Ref(read, ref.index))[1] != own[1]):
             return None
-        return Chain(named_value(logits.value), "exp", tuple(reversed(axes)), eps=0.0, log=True, offset=offset)
+        return Chain(logits, "exp", (*axes[::-1],), 0.0, log=True, wide=wide, read=read, offset=offset)
 
     def _exp(self, ref: Ref) -> Chain | None:
         inner = self.of(named_value(ref.value))
         if inner is not None:
-            return dataclasses.replace(inner, log=False) if inner.log else None
+            return _exponential(inner) if inner.log else None
         argument = peel(ref)
         if argument.value.func is aten.sub.Tensor and len(argument.value.args) == 2:
             logits, top = operands(argument)
@@ -311,8 +319,8 @@ def _with_eps(chain: Chain, kind: str, eps: float, divisor: Value) -> Chain:
 _Addends = tuple[float, list[tuple[float, Ref]]]
 
 
-def _last_step(ref: Ref, own: list[tuple[float, Ref]], steady: int | None) -> tuple[int, _Addends] | None:
-    """Returns (dim, addends before it) of the last step, which is one of the addends ``own`` of ``ref``, or None."""
+def _last_step(ref: Ref, own: list[tuple[float, Ref]], steady: int | None) -> tuple[int, _Addends, Ref] | None:
+    """Returns (dim, addends before it, their sum) of the last step, one of the addends ``own`` of ``ref``, or None."""
     for term in own:
         sign, total = term
         if sign != -1.0 or total.value.func is not aten.logsumexp.default:
@@ -324,8 +332,24 @@ def _last_step(ref: Ref, own: list[tuple[float, Ref]], steady: int | None) -> tu
         rest = [t for t in own if t is not term]
         apart = [t for t in (*before[1], *rest) if not (t in before[1] and t in rest)]
         if all(steady is not None and constant_along(t, ref, steady) for _, t in apart):
-            return dim, before
+            return dim, before, summand
     return None
+
+
+def _start(value: Value) -> Value:
+    """Returns ``value`` without the constants that are added to it, such as the zeros that iterations start from."""
+    sides = [a for _, a in summed(whole(value)) or () if isinstance(a, Ref) and constant_of(peel(a).value) is None]
+    return _start(sides[0].value) if len(sides) == 1 else named_value(value)
+
+
+def _exponential(chain: Chain | None) -> Chain | None:
+    """Returns the chain of exp of log-domain iterations. Raises Mismatch where the op would take exp of their logits.
+
+    A column of exp of logits may be 0. After an iteration each row and column has an element of 1 / n**2 or more.
+    """
+    if chain is not None and chain.wide and len(chain.axes) > 1:
+        raise Mismatch(ONE_LOG, chain.logits)
+    return None if chain is None else dataclasses.replace(chain, log=False, wide=False)
 
 
 def _unshifted(chain: Chain, dim: int) -> Chain:
