@@ -75,6 +75,12 @@ def _first_columns(matrix: Tensor) -> Tensor:
     return u * matrix * v
 
 
+def _divided(matrix: Tensor, dims: list[int], eps: float = 0.0) -> Tensor:
+    for dim in dims:
+        matrix = matrix / (matrix.sum(dim, keepdim=True) + eps)
+    return matrix
+
+
 SAME: dict[str, Callable[[Tensor], Tensor]] = {
     "factors": lambda z: _knopp(z.exp()),
     "factors from 1 / n": lambda z: _knopp(z.exp(), start=1 / N),
@@ -83,6 +89,7 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
     "factors in one": lambda z: _diagonals(z.exp()),
     "products with ones": lambda z: _by_ones(z.exp()),
     "a bound that is a tensor": _bounded,
+    "rows after a softmax": lambda z: _divided(z.softmax(-1), [-1, -2] * ITERS),
 }
 
 
@@ -128,6 +135,9 @@ OTHER: dict[str, Callable[[Tensor], Tensor]] = {
     "of a softmax": lambda z: _knopp(z.softmax(-2) + 1e-3),
     "of no exp": lambda z: _knopp(z * z + 0.1),
     "half an iteration more": lambda z: _half(z.exp()),
+    "rows after a softmax, and eps": lambda z: _divided(z.softmax(-1), [-1, -2] * ITERS, 1e-2),
+    "rows after a softmax and eps": lambda z: _divided(z.softmax(-1) + 1e-2, [-1, -2] * ITERS),
+    "rows twice, and eps": lambda z: _divided(z.exp(), [-1, -1, -2] * ITERS, 1e-2),
 }
 
 

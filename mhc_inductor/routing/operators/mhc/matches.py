@@ -141,6 +141,5 @@ class Sinkhorn:
     def match(self) -> Match:
         """Returns the match of these iterations."""
         detail = f"{self.chain.iters} iterations ({self.chain.words})"
-        logits, read = self.chain.logits, self.chain.read
-        inputs = [logits] if read is None else [logits, read]
+        inputs = [v for v in (self.chain.logits, self.chain.read) if v is not None]
         return Match("mhc_sinkhorn", inputs, [self.mixed], detail, data=self, derived=inputs[:-1])

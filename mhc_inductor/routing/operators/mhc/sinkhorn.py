@@ -360,6 +360,8 @@ def _unshifted(chain: Chain, dim: int) -> Chain:
 def _next(chain: Chain, dim: int, value: Value) -> tuple[int, ...]:
     if chain.axes and chain.axes[-1] == dim:
         if chain.form == "softmax" and len(chain.axes) == 1:
+            if chain.eps == 0.0 and not chain.eps_added:
+                return chain.axes  # the sums are 1 already
             other = ROWS if dim == COLUMNS else COLUMNS
             raise Mismatch(f"h_res is softmaxed over dim {DIM_NAMES[dim]}; expected {DIM_NAMES[other]}", value)
         raise Mismatch(f"two sinkhorn steps in a row sum over dim {DIM_NAMES[dim]}", value)
