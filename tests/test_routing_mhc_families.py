@@ -131,7 +131,60 @@ def frac_connections(x: Tensor, p: P) -> Tensor:
     return (x + 2 * post.unsqueeze(-1) * f_out).flatten(-2)
 
 
+def altered(pre: Callable[[Tensor], Tensor], post: Callable[[Tensor], Tensor]) -> Callable[[Tensor, P], Tensor]:
+    """Returns a site whose weights are functions of alpha * z + bias."""
+
+    def fn(x: Tensor, p: P) -> Tensor:
+        z = p["alpha"][0] * projected(x, p) + p["bias"]
+        f_out = sublayer((pre(z[..., :N]).unsqueeze(-1) * x).sum(-2), p)
+        matrix = _balanced(z[..., 2 * N :].unflatten(-1, (N, N)))
+        return matrix @ x + post(z[..., N : 2 * N]).unsqueeze(-1) * f_out.unsqueeze(-2)
+
+    return fn
+
+
+def share(z: Tensor) -> Tensor:
+    return (h := z.sigmoid()) / (h.sum(-1, keepdim=True) + EPS)
+
+
+def of_all(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, P], Tensor]:
+    """Returns a site with a function before alpha, in one call for all weights, and none after it."""
+
+    def fn(x: Tensor, p: P) -> Tensor:
+        z = p["alpha"][0] * function(projected(x, p)) + p["bias"]
+        f_out = sublayer((z[..., :N].unsqueeze(-1) * x).sum(-2), p)
+        return z[..., 2 * N :].unflatten(-1, (N, N)) @ x + z[..., N : 2 * N].unsqueeze(-1) * f_out.unsqueeze(-2)
+
+    return fn
+
+
+def from_logits(logits: Callable[[Tensor, P], Tensor]) -> Callable[[Tensor, P], Tensor]:
+    return lambda x, p: around(x, p, _balanced, logits(x, p))
+
+
+def own_weights(x: Tensor, p: P) -> Tensor:
+    """Each stream is normalised and projected by itself, to a weight of its own and to a row of the matrix."""
+    z = normed(x) @ p["experts"].T
+    f_out = sublayer((torch.sigmoid(z[..., :1]) * x).sum(-2), p)
+    return _balanced(z) @ x + 2 * torch.sigmoid(z[..., 1:2]) * f_out.unsqueeze(-2)
+
+
+NOT_PHI = "the weights of the streams are computed from x, but not as sigmoid(alpha * z + bias)"
 FAMILIES: dict[str, tuple[Callable[[Tensor, P], Tensor], str]] = {
+    "renormalised": (altered(share, lambda z: 2 * z.sigmoid()), "a division by their sum is part of the weights"),
+    "both renormalised": (altered(share, lambda z: N * share(z)), "a division by their sum is part of the weights"),
+    "clamped weights": (altered(lambda z: z.sigmoid().clamp(0.1, 0.9), torch.sigmoid), "clamp is part of the weights"),
+    "softmaxed": (altered(lambda z: z.softmax(-1), lambda z: z.softmax(-1)), "softmax is applied to the logits"),
+    "linear": (altered(lambda z: z, lambda z: z), NOT_PHI),
+    "linear, and no iterations": (of_all(lambda z: z), "the logits h_res are computed, and no h_pre"),
+    "tanh before alpha": (of_all(torch.tanh), "tanh is applied to the logits; expected sigmoid(alpha * z + bias)"),
+    "layer norm": (
+        from_logits(lambda x, p: F.layer_norm(x.flatten(-2), (N * WIDTH,)) @ p["phi"].T),
+        "a LayerNorm is part of the weights of the streams",
+    ),
+    "the mean of streams": (from_logits(lambda x, p: normed(x.mean(-2)) @ p["phi"][:, :WIDTH].T), NOT_PHI),
+    "the first stream": (from_logits(lambda x, p: normed(x[..., 0, :]) @ p["phi"][:, :WIDTH].T), NOT_PHI),
+    "each stream's own": (own_weights, NOT_PHI),
     "low rank": (low_rank, "z is a product of x and two weights, as in a low-rank gate; expected one phi"),
     "tanh": (tanh_gates, "tanh is applied to the logits; expected sigmoid(alpha * z + bias)"),
     "tanh without bias": (tanh_without_bias, "tanh is applied to the logits; expected sigmoid(alpha * z + bias)"),
@@ -144,9 +197,39 @@ FAMILIES: dict[str, tuple[Callable[[Tensor, P], Tensor], str]] = {
 def test_another_family_is_named(name: str) -> None:
     fn, reason = FAMILIES[name]
     rows = N * N + 2 * N
-    p = made(down=(RANK, N * WIDTH), up=(rows, RANK), wide=(2 * HALVES * N + N * N, N * WIDTH))
+    p = made(down=(RANK, N * WIDTH), up=(rows, RANK), wide=(2 * HALVES * N + N * N, N * WIDTH), experts=(N, WIDTH))
     got = same(lambda x: fn(x, p), (streams(),), p.items())
     assert [m.reason.startswith(reason) for m in got.report.near_misses if m.op == "mhc_pre"] == [True], reasons(got)
+
+
+def in_one_matrix(x: Tensor, p: P) -> Tensor:
+    """Static hyper-connections: a parameter [n + 1, n] collapses and mixes the streams in one product."""
+    mixed = torch.einsum("on,bsnd->bsod", torch.cat([p["read"][None], p["table"]]), x)
+    return mixed[..., 1:, :] + p["own"].unsqueeze(-1) * sublayer(mixed[..., 0, :], p).unsqueeze(-2)
+
+
+def softmaxes(x: Tensor, p: P) -> Tensor:
+    f_out = sublayer(torch.einsum("n,bsnd->bsd", p["read"].softmax(-1), x), p)
+    return _balanced(p["table"]) @ x + p["own"].softmax(-1).unsqueeze(-1) * f_out.unsqueeze(-2)
+
+
+@pytest.mark.parametrize("fn", [in_one_matrix, softmaxes])
+def test_static_weights_are_named(fn: Callable[[Tensor, P], Tensor]) -> None:
+    p = made(read=(N,), table=(N, N), own=(N,))
+    got = same(lambda x: fn(x, p), (streams(),), p.items())
+    said = [m.reason for m in got.report.near_misses if m.op == "mhc_collapse"]
+    assert len(said) == 1 and "as in hyper-connections with static weights" in said[0], reasons(got)
+    assert got.ops["mhc_post"] == 1
+
+
+def test_a_matrix_that_is_only_softmaxed_is_named() -> None:
+    p = parameters()
+    got = same(lambda x: around(x, p, lambda z: z.softmax(-1)), (streams(),), p.items())
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1}
+    assert (
+        reasons(got)
+        == "h_res is divided by the sums over one dim, as by a softmax, and no Sinkhorn iterations of the op follow"
+    )
 
 
 # --- what eps bounds ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from mhc_inductor.routing.operators.mhc.given_collapse import given_collapse
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm
 from mhc_inductor.routing.operators.mhc.residual import LIGHT, Residual
+from mhc_inductor.routing.operators.mhc.static import PARTS, family
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.mhc.search import Search
@@ -52,16 +53,6 @@ def of_streams(norm: Norm) -> bool:
     return 2 <= rows_of(norm) <= MAX_STREAMS
 
 
-_GATES = {
-    aten.tanh.default: "tanh",
-    aten.relu.default: "relu",
-    aten.silu.default: "silu",
-    aten.softplus.default: "softplus",
-    aten.hardsigmoid.default: "hardsigmoid",
-    aten._softmax.default: "softmax",
-}
-
-
 def streams_behind(value: Value) -> Norm | None:
     """Returns the norm, over all streams of a token, whose projection is an addend of ``value``; None without one."""
     return mhc.norm_behind(value, of_streams)
@@ -69,10 +60,12 @@ def streams_behind(value: Value) -> Norm | None:
 
 def gate_of_streams(value: Value) -> tuple[Norm, str] | None:
     """Returns (norm, reason) where another function than a sigmoid is taken of a projection of streams, or None."""
-    if value.func not in _GATES or not value.shape or value.shape[-1].factor > MAX_STREAMS:
+    if value.func not in PARTS or value.func is aten.div.Tensor or not value.shape or value.shape[-1].factor > FEW:
         return None
     norm = streams_behind(value.args[0])
-    return (norm, f"{_GATES[value.func]} is applied to the logits; {mhc.EXPECTED}") if norm is not None else None
+    if norm is None or product_of(value.shape) == norm.count.times(Size(rows_of(norm) ** 2)):
+        return None  # a matrix, of which Sinkhorn iterations take a softmax
+    return norm, f"{PARTS[value.func]} is applied to the logits; {mhc.EXPECTED}"
 
 
 class Group:
@@ -327,6 +320,8 @@ class Group:
             return
         mismatch = self._several_weights() or next(iter(reasons), None) or self._other_gate()
         why = mismatch or Mismatch("h_pre does not collapse x: no sum_i h_pre[i] * x[i]", None)
+        if why.reason == mixing.OTHER_WEIGHTS and why.value is not None:
+            why = Mismatch(family(why.value, self.norm.x) or why.reason, why.value)
         self.search.miss("mhc_pre", why, start)
         for seed in self.seeds:
             avoid.update(self.search.around(seed))
@@ -363,12 +358,12 @@ class Group:
 
     def _other_gate(self) -> Mismatch | None:
         """Returns the first function of the logits that stands where a sigmoid is expected, or None."""
-        known = {seed for c in self.coefficients if (seed := c.node) is not None}
+        known, n = {seed for c in self.coefficients if (seed := c.node) is not None}, rows_of(self.norm)
         for node in self.search.reached([self.norm.x.node] if self.norm.x.node is not None else [], self._near, 600):
             value = self.view.value(node) if node not in known else None
             gate = gate_of_streams(value) if value is not None else None
             # A tanh may be part of a sigmoid.
-            mine = gate is not None and gate[0].x is self.norm.x and self.per_token(node) == rows_of(self.norm)
+            mine = gate is not None and gate[0].x is self.norm.x and self.per_token(node) in (n, self.few)
             if gate is not None and mine and not (self.coefficients and node in self.seeds):
                 return Mismatch(gate[1], value)
         return None

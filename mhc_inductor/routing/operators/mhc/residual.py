@@ -35,6 +35,7 @@ LIGHT = {
 }
 """Elementwise operations that the search passes in tensors as large as the streams."""
 UNFINISHED = "the last Sinkhorn iteration divides by the sums over one dim only; expected rows and columns"
+ONCE = "h_res is divided by the sums over one dim, as by a softmax, and no Sinkhorn iterations of the op follow"
 
 
 class Residual:
@@ -75,7 +76,7 @@ class Residual:
         steps = max((len(c.axes) for _, c in chains), default=0)
         if pre.foreign is None and steps > max((len(c.axes) for _, c in complete), default=0):
             last = next(v for v, c in chains if len(c.axes) == steps)
-            pre.foreign = Mismatch(UNFINISHED, last)
+            pre.foreign = Mismatch(UNFINISHED if steps > 1 else ONCE, last)
         if not complete or pre.foreign is not None:
             return
         pre.mixed, pre.chain = next((v, c) for v, c in complete if len(c.axes) == steps)

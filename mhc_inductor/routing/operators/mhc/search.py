@@ -29,22 +29,18 @@ from mhc_inductor.routing.operators.mhc.norm import Norm, root_of
 from mhc_inductor.routing.operators.mhc.normalisation import bare, iterated
 from mhc_inductor.routing.operators.mhc.residual import UNFINISHED
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
-from mhc_inductor.routing.operators.mhc.static import STATIC, lists, residual_of
+from mhc_inductor.routing.operators.mhc.static import STATIC, family, lists, residual_of
 
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
-_NO_PRE = "only the logits h_res are computed; expected h_pre = sigmoid(alpha * z + bias) that collapses the streams"
+_NO_PRE = "the logits h_res are computed, and no h_pre = sigmoid(alpha * z + bias) that collapses the streams"
 _OTHER_WEIGHTS = (
-    "the weights of the post are computed from x, but not as h_post = post_mult * sigmoid(alpha * z + bias) "
-    "with z = (x @ phi.T) * rsqrt(mean(x * x) + eps)"
+    "the weights of the streams are computed from x, but not as sigmoid(alpha * z + bias) "
+    "with z = (x @ phi.T) * rsqrt(mean(x * x) + eps) over all n * D elements of a token"
 )
 _NO_START = "sinkhorn iterations of a matrix that is neither softmax(logits) nor exp(logits)"
 _EXPONENTIALS = (
-    aten._softmax.default,
-    aten.softmax.int,
-    aten._log_softmax.default,
-    aten.log_softmax.int,
-    aten.exp.default,
-)
+    aten._softmax.default, aten.softmax.int, aten._log_softmax.default, aten.log_softmax.int, aten.exp.default,
+)  # fmt: skip
 
 
 class Search:
@@ -56,6 +52,7 @@ class Search:
         self.found: list[Pre | PostUse | CollapseUse | Sinkhorn] = []
         self.misses: list[Miss] = []
         self._claimed: set[fx.Node] = set()
+        self._fresh: list[fx.Node] = []
         self._written: dict[Value, int] = {}
         """Streams to which weights that are no projection write, each with their number."""
         self.cut: int | None = None
@@ -82,9 +79,11 @@ class Search:
             self._other_weights()
 
     def _group(self, group: Group, avoid: set[fx.Node]) -> None:
-        known = len(self.found)
+        known, told, self._fresh = len(self.found), len(self.misses), []
         try:
             group.run(avoid)
+            if (known, told) == (len(self.found), len(self.misses)):
+                self._claimed.difference_update(self._fresh)  # x is no streams: its nodes may be another formula's
         except (Unsupported, DynamicWidth):
             raise
         except Exception:
@@ -102,6 +101,7 @@ class Search:
         """Returns the nodes reached from ``starts`` and claims them for the formula around a norm."""
         nodes = self.view.descendants(starts, admit, limit)
         self.cut = limit if len(nodes) >= limit else self.cut
+        self._fresh += [node for node in nodes if node not in self._claimed]
         self._claimed.update(nodes)
         return nodes
 
@@ -295,32 +295,30 @@ class Search:
             return
         for use in self.found:
             if isinstance(use, PostUse) and use.pre is None and self._made_of(use.found.h_post, use.found.x):
-                self.miss("mhc_pre", Mismatch(_OTHER_WEIGHTS, use.found.h_post), use.found.h_post)
+                weights, x = use.found.h_post, use.found.x
+                self.miss("mhc_pre", Mismatch(family(weights, x) or _OTHER_WEIGHTS, weights), weights)
         known = {use.h_in for use in self.found if isinstance(use, (Pre, CollapseUse))}
         posts = [use for use in self.found if isinstance(use, PostUse)]
         for x, n in {**self._written, **{x: use.found.n for use in posts for x in (use.found.x, use.x_out)}}.items():
-            for h_in in self._collapses(x, n):
-                if h_in not in known:
-                    self.miss("mhc_collapse", Mismatch(STATIC, h_in), h_in)
+            for use in self._collapses(x, n):
+                if use.h_in not in known:
+                    why = (family(use.weight, x) or _OTHER_WEIGHTS) if self._made_of(use.weight, x) else STATIC
+                    self.miss("mhc_collapse", Mismatch(why, use.h_in), use.h_in)
 
-    def _collapses(self, x: Value, n: int) -> Iterator[Value]:
-        """Yields the first value that is a weighted sum of the n streams of x, whatever the weights are."""
+    def _collapses(self, x: Value, n: int) -> Iterator[CollapseUse]:
+        """Yields the first weighted sum of the n streams of x, whatever the weights are."""
         near = self.view.descendants([x.node] if x.node is not None else [], functools.partial(self._wide, x=x), 200)
         for value in map(self.view.value, near):
             with contextlib.suppress(Unsupported):
-                if (
-                    value is not None
-                    and value is not x
-                    and value.shape
-                    and given_collapse(value, n, None, x) is not None
-                ):
-                    yield value
+                if value is not None and value is not x and value.shape and (use := given_collapse(value, n, None, x)):
+                    yield use
                     return
 
     def _wide(self, node: fx.Node, *, x: Value) -> bool:
-        """Checks whether a node has as many elements as x."""
+        """Checks whether a node has as many elements as x, or rows of as many."""
         value = self.view.values.of(node)
-        return not isinstance(value, Value) or product_of(value.shape) == product_of(x.shape)
+        rows = isinstance(value, Value) and len(value.shape) == len(x.shape) and value.shape[-1] == x.shape[-1]
+        return rows or not isinstance(value, Value) or product_of(value.shape) == product_of(x.shape)
 
     def _lone_lists(self) -> None:
         """Reports streams that are tensors of their own and that no norm's formula claims or reports."""

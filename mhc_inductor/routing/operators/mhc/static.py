@@ -8,11 +8,12 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from mhc_inductor.ops.checks import MAX_STREAMS, MIN_WIDTH
-from mhc_inductor.routing.graph.expressions import Ref, aten, peel
+from mhc_inductor.routing.graph.expressions import Ref, aten, peel, whole
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.external_post import expanded, factors, terms_of
+from mhc_inductor.routing.operators.mhc.normalisation import divisor_of
 
 WRITTEN_APART = (
     "each stream is a tensor of its own, and written as such; expected one tensor [..., n, D] of new streams"
@@ -21,6 +22,30 @@ STATIC = (
     "the streams are collapsed with weights that are no projection of them, as in hyper-connections with static weights; "
     "expected h_pre = sigmoid(alpha * z + bias)"
 )
+
+
+PARTS = {
+    aten.tanh.default: "tanh", aten.relu.default: "relu", aten.silu.default: "silu", aten.gelu.default: "gelu",
+    aten.softplus.default: "softplus", aten.hardsigmoid.default: "hardsigmoid", aten._softmax.default: "softmax",
+    aten.clamp.default: "clamp", aten.clamp_min.default: "clamp", aten.native_layer_norm.default: "a LayerNorm",
+    aten.div.Tensor: "a division by their sum",
+}  # fmt: skip
+"""Operations that weights of streams have in other families, in the words of near misses."""
+
+
+def family(value: Value, x: Value) -> str | None:
+    """Returns which of PARTS is the last on the way from x to weights of its streams, in a sentence, or None."""
+    todo, seen = [value], {x}
+    while todo and len(seen) < 64:
+        one = todo.pop(0)
+        seen.add(one)
+        args = [a for a in one.args if isinstance(a, Value)]
+        if one.func in PARTS and (one.func is not aten.div.Tensor or divisor_of(whole(args[-1]))[0] is not None):
+            return (
+                f"{PARTS[one.func]} is part of the weights of the streams; expected h_pre = sigmoid(alpha * z + bias)"
+            )
+        todo += [a for a in args if a not in seen]
+    return None
 
 
 class _Sum(NamedTuple):
