@@ -302,7 +302,8 @@ class Recogniser:
 def _logs(weights: Weights, scores: Scores, index: Sequence[Index]) -> list[Ref]:
     """Returns the elements of logarithms of the scores' sum of exponentials, which the op's lse is. A sink is in none."""
     logits, dim = weights.softmax.args[0], _dim_of(weights.softmax)
-    parts = [logits] if scores.sink is None else [x for x in logits.args[0] if x.shape[dim] != ONE]
+    pieces = logits.args[0] if logits.func is aten.cat.default else ()
+    parts = [logits] if scores.sink is None else [x for x in pieces if x.shape[dim] != ONE]
     found = weights.logs(parts[0]) if len(parts) == 1 else []
     if scores.shifted:
         scores.dense += found

@@ -7,8 +7,6 @@ the visible weights are rounded to 0, this formula gives 0 / 0 or loses its digi
 
 from __future__ import annotations
 
-import dataclasses
-
 from torch import fx
 
 from mhc_inductor.routing.graph.values import Value, behind
@@ -19,16 +17,8 @@ from mhc_inductor.routing.masks.products import has_product
 from mhc_inductor.routing.operators.selection.weights import REACH, guarded, shows
 
 
-@dataclasses.dataclass
-class Renormalised:
-    """``result``: the weights after the division. ``guards``: their masks."""
-
-    result: Value
-    guards: list[Value]
-
-
-def renormalised(view: View, softmax: Value, node: fx.Node) -> Renormalised | None:
-    """Returns how the weights of an attention are masked and divided by their sum, None if they are not.
+def renormalised(view: View, softmax: Value, node: fx.Node) -> tuple[Value, list[Value]] | None:
+    """Returns weights of an attention that are masked and divided by their sum, and the masks; None if there are none.
 
     Scores are products of tensors: the choice of a router, which multiplies by a parameter, is none.
     """
@@ -55,7 +45,7 @@ def renormalised(view: View, softmax: Value, node: fx.Node) -> Renormalised | No
         return False
 
     view.descendants([node], passes, REACH)
-    return Renormalised(found[0], guards) if found and guards else None
+    return (found[0], guards) if found and guards else None
 
 
 def _within(value: Value) -> list[Value]:

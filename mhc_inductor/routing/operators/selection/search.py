@@ -359,14 +359,17 @@ class Search:
         self.softmaxes |= {logits, *(logits.args[0] if logits.func is aten.cat.default else ())}
         again = renormalised(self.view, value, node)
         if again is not None:
-            self._unrouted(_RENORMALISED, again.result, node, Masked(self.view, value.args[0], again.guards))
+            self._unrouted(_RENORMALISED, again[0], node, Masked(self.view, logits, again[1]))
             return []
         self._said = None
         weights = Weights(self.view, written)
         known = len(self.misses)
-        found = self._weighed(node, value, weights)
+        found = self._tried(lambda recogniser: recogniser.written(weights), node) if len(weights.outs) == 1 else []
+        if found and weights.dropped is not None:
+            self._miss("the attention weights are dropped out", weights.dropped, node)
+            return []
         if not found and len(self.misses) == known:
-            self._unseen(node, value.args[0], weights)
+            self._unseen(node, logits, weights)
         return found
 
     def _unseen(self, node: fx.Node, scores: Value, weights: Weights) -> None:
@@ -377,16 +380,6 @@ class Search:
         elif weights.over_keys:
             masked = Masked(self.view, scores)
             self._unrouted(*(masked.why or self._said or weights.why), node, masked)
-
-    def _weighed(self, node: fx.Node, value: Value, weights: Weights) -> list[Found]:
-        """Returns the attention that uses the weights of the softmax ``value``."""
-        if len(weights.outs) != 1:
-            return []
-        found = self._tried(lambda recogniser: recogniser.written(weights), node)
-        if found and weights.dropped is not None:
-            self._miss("the attention weights are dropped out", weights.dropped, node)
-            return []
-        return found
 
     # --- uses outside the attention ---
 
