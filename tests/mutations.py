@@ -161,7 +161,7 @@ mutate(
     without_the_end=lambda f, v, w: F.linear(v[..., :-8], w[:, :-8]),
     flipped_streams=lambda f, v, w: F.linear(v.unflatten(-1, (f.n, f.width)).flip(-2).flatten(-2), w),
     absolute=lambda f, v, w: F.linear(v, w).abs(),
-    with_bias=lambda f, v, w: F.linear(v, w, f.bias),
+    with_a_bias_a_token=lambda f, v, w: F.linear(v, w) + f.bias * v.abs().mean(-1, keepdim=True),
     squared=lambda f, v, w: F.linear(v * v, w),
     twice_the_input=lambda f, v, w: F.linear(v, w) + v[..., : w.shape[0]],
     one_stream=lambda f, v, w: F.linear(v[..., : f.width], w[:, : f.width]),
@@ -307,7 +307,7 @@ mutate(
     "clamp",
     "sinkhorn",
     EXP_SHARP,
-    added=lambda f, t: t + f.sinkhorn_eps,
+    added_square=lambda f, t: t + f.sinkhorn_eps * t * t,
     maximum=lambda f, t: t.clamp(max=f.sinkhorn_eps),
 )
 
