@@ -193,3 +193,19 @@ def not_worse(name: str, got: Captured, unrouted: Captured, exact: Captured) -> 
     for key in errors:
         error = relative(mine[key], want[key])
         assert error <= bar + rounding(mine[key].dtype), f"{name}, {key}: {error:.3g} from fp64, {bar:.3g} allowed"
+
+
+def exact_or_left(name: str, fn: Callable[..., Any], narrow: Sequence[Tensor], op: str) -> None:
+    """Asserts that ``op`` on bf16 tensors is as exact as the formula, or that the formula stays, with a reason."""
+    got, plain = run(fn, narrow), run(fn, narrow, routed=False)
+    if got.ops[op]:
+        not_worse(name, got, plain, eager(fn, [t.double() for t in narrow]))
+    else:
+        assert difference(got, plain) == 0.0 and reasons(got)
+
+
+def left_by_proof(fn: Callable[..., Any], given: Sequence[Tensor], op: str) -> None:
+    """Asserts that the formula stays without the help of verification, with equal numbers."""
+    got, want = run(fn, given), eager(fn, given)
+    assert not got.ops[op] and difference(got, want) == 0.0
+    assert not any("verified" in m.reason for m in got.report.near_misses), reasons(got)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.capture import Captured, difference, eager, not_worse, reasons, run
+from tests.capture import Captured, difference, eager, exact_or_left, left_by_proof, reasons, run
 
 B, S, H, D, K = 2, 11, 3, 8, 4
 INF = float("inf")
@@ -141,11 +141,7 @@ def test_a_row_of_finite_fills_has_another_logarithm(name: str, gathered: bool) 
 @pytest.mark.parametrize("name", FORMS)
 def test_in_bf16_the_op_is_as_exact_as_the_formula(name: str) -> None:
     fn, narrow = attention(FORMS[name]), inputs(torch.bfloat16)
-    got, plain = run(fn, narrow), run(fn, narrow, routed=False)
-    if got.ops["selection_attention"]:
-        not_worse(name, got, plain, eager(fn, [t.double() for t in narrow]))
-    else:
-        assert difference(got, plain) == 0.0 and reasons(got)
+    exact_or_left(name, fn, narrow, "selection_attention")
 
 
 def merged(s: Tensor, v: Tensor, z: Tensor) -> Result:
@@ -185,9 +181,7 @@ OTHER: dict[str, Form] = {
 @pytest.mark.parametrize("name", OTHER)
 def test_other_logarithms_stay(name: str, gathered: bool) -> None:
     fn = attention(OTHER[name], gathered)
-    got, want = run(fn, inputs()), eager(fn, inputs())
-    assert not got.ops["selection_attention"] and difference(got, want) == 0.0
-    assert not any("verified" in m.reason for m in got.report.near_misses), reasons(got)
+    left_by_proof(fn, inputs(), "selection_attention")
 
 
 def test_parts_that_are_joined_by_their_logarithms() -> None:
