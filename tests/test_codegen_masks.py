@@ -17,7 +17,15 @@ pytestmark = [pytest.mark.usefixtures("no_caches"), without_a_gpu]
 TILES = ["selection_mask_tiles", "selection_mask_lists"]
 FORWARD = [*TILES, "selection_finite", "selection_mask_forward"]
 SHARES = ["selection_mask_shares"]
-BACKWARD = [*TILES, "selection_finite", "selection_mask_dq", *TILES, "selection_mask_dkv", "selection_dq_sum"]
+BACKWARD = [
+    *TILES,
+    "selection_finite",
+    "selection_mask_dq",
+    *TILES,
+    "selection_dkv_prefix",
+    "selection_mask_dkv",
+    "selection_dkv_fix",
+]
 
 
 def _compile(fn, S=64, T=128, h=4, D=32, dtype=torch.bool, dynamic=None):

@@ -94,6 +94,8 @@ def test_routed_and_as_exact_as_the_formula(form: Callable[..., Tensor], dtype: 
     assert mhc_inductor.counters().get("routed selection_attention", 0) == before + 1
     plain = results(form, given)
     exact = results(form, [t.double() if t.is_floating_point() else t for t in given])
+    # The gradient of a sink in fp32 comes from the op's output, which is rounded to the dtype of q.
+    least = max(4e-6, torch.finfo(dtype).eps / 64)
     for mine, theirs, want in zip(got, plain, exact, strict=True):
         off, usual = ((x.double() - want).norm() / want.norm().clamp(min=1e-12) for x in (mine, theirs))
-        assert off <= 2 * usual + 4e-6, (off, usual)
+        assert off <= 2 * usual + least, (off, usual)

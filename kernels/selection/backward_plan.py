@@ -196,6 +196,46 @@ def _key_call(
     return args, constexprs
 
 
+@dataclasses.dataclass(frozen=True)
+class KeyRuns:
+    """Equal runs of the iterations of dK and dV over all key tiles, one for each of P programs, as :mod:`dkv` has them."""
+
+    P: int
+    args: dict[str, Any]
+    BN: int
+
+    @classmethod
+    def of(
+        cls, b: Any, c: KeyConfig, keys: Any, counts: Any, lb: Any, lg: Any, QB: int, CHUNKS: int, EACH: int
+    ) -> KeyRuns:  # fmt: skip
+        """Launches the kernel that adds up the work of keys[B, G, S_kv, D]; the others are those of ``selection_dkv_prefix``."""
+        B, G, S_kv, _ = b.shape(keys)
+        NT = b.cdiv(S_kv, c.BN)
+        prefix = b.empty((B * G * NT + 1,), b.i64)
+        args = dict(prefix_ptr=prefix, units=B * G * NT, NT=NT)
+        b.launch(
+            selection_dkv_prefix, (1, 1, 1), dict(args, counts_ptr=counts, G=G, lb=lb, lg=lg),
+            dict(EACH=EACH, QB=QB, CHUNKS=CHUNKS, COST=SETUP, UB=1024), 4, 1,
+        )  # fmt: skip
+        return cls(c.per * b.device_props().sm_count, args, c.BN)
+
+    def slots(self, b: Any, D: int) -> Any:
+        """Allocates what programs write of the key tiles that they share with others."""
+        return b.empty((self.P, 2, self.BN, D), b.f32)
+
+    def finish(self, b: Any, slot: Any, out: Any) -> None:
+        """Launches the kernel that adds up the slots to out[B, G, S_kv, D]."""
+        *_, S_kv, D = b.shape(out)
+        D = b.static(D)
+        BR = 16 if D <= 512 else 8
+        b.launch(
+            selection_dkv_fix,
+            (self.P, self.BN // BR, 1),
+            dict(self.args, slot_ptr=slot, out_ptr=out, S_kv=S_kv),
+            dict(P=self.P, D=D, DP=power_of_two(D), BN=self.BN, BR=BR), 4, 1,
+        )  # fmt: skip
+
+
 def plan_dkv(
     b: Any, c: KeyConfig, pieces: Pieces, q: Any, k: Any, v: Any, dout: Any, lse2: Any, delta: Any, scale: Any,
     segments: Segments = NONE,
@@ -211,40 +251,30 @@ def plan_dkv(
     dk, dv = b.zeros((B, G, S_kv, DK), b.dtype(k)), b.zeros((B, G, S_kv, DV), b.dtype(v))
     W, NT = b.cdiv(S, 32), b.cdiv(S_kv, c.BN)
     units = B * G * NT
-    P = c.per * b.device_props().sm_count
     HP = power_of_two(h)
     HB = min(HP, c.ROWS)
     QB, chunks = c.ROWS // HB, HP // HB
-    counts, prefix = b.empty((units, 4), b.i32), b.empty((units + 1,), b.i64)
+    counts = b.empty((units, 4), b.i32)
     b.launch(
         selection_dkv_count,
         (B * G, b.cdiv(NT, 32), 1),
         dict(sel_ptr=pieces.sel, full_ptr=pieces.full, counts_ptr=counts, W=W, NT=NT), dict(TB=32, WB=64), 4, 1,
     )  # fmt: skip
-    b.launch(
-        selection_dkv_prefix, (1, 1, 1), dict(counts_ptr=counts, prefix_ptr=prefix, units=units),
-        dict(QB=QB, CHUNKS=chunks, COST=SETUP, UB=1024), 4, 1,
-    )  # fmt: skip
+    runs = KeyRuns.of(b, c, k, counts, G * NT, NT, QB, chunks, EACH=4)
     args, constexprs = _key_call(b, c, pieces, q, k, v, dout, lse2, delta, scale, dk, dv, segments)
-    lists, bits = b.empty((P, CAP + QB), b.i32), b.empty((P, CAP + QB, 2), b.i32)
-    slot_k, slot_v = b.empty((P, 2, c.BN, DK), b.f32), b.empty((P, 2, c.BN, DV), b.f32)
+    lists, bits = (b.empty((runs.P, CAP + QB, *n), b.i32) for n in ((), (2,)))
+    slot_k, slot_v = runs.slots(b, DK), runs.slots(b, DV)
     b.launch(
         selection_dkv,
-        (P, 1, 1),
-        dict(args, full_ptr=pieces.full, counts_ptr=counts, prefix_ptr=prefix, list_ptr=lists, bits_ptr=bits,
-             slot_k_ptr=slot_k, slot_v_ptr=slot_v, units=units),
-        dict(constexprs, P=P, HB=HB, QB=QB, CHUNKS=chunks, RP=power_of_two(r), STEPS=r.bit_length(), COST=SETUP, CAP=CAP,
+        (runs.P, 1, 1),
+        dict(args | runs.args, full_ptr=pieces.full, counts_ptr=counts, list_ptr=lists, bits_ptr=bits, slot_k_ptr=slot_k,
+             slot_v_ptr=slot_v),
+        dict(constexprs, P=runs.P, HB=HB, QB=QB, CHUNKS=chunks, RP=power_of_two(r), STEPS=r.bit_length(), COST=SETUP, CAP=CAP,
              WB=WORDS, EB=128 if r > 32 else 64),
         c.num_warps, c.num_stages,
     )  # fmt: skip
-    for slot, out, D in ((slot_k, dk, DK), (slot_v, dv, DV)):
-        BR = 16 if D <= 512 else 8
-        b.launch(
-            selection_dkv_fix,
-            (P, c.BN // BR, 1),
-            dict(slot_ptr=slot, prefix_ptr=prefix, out_ptr=out, units=units, S_kv=S_kv, NT=NT),
-            dict(P=P, D=D, DP=power_of_two(D), BN=c.BN, BR=BR), 4, 1,
-        )  # fmt: skip
+    for slot, out in ((slot_k, dk), (slot_v, dv)):
+        runs.finish(b, slot, out)
     return dk, dv
 
 

@@ -79,20 +79,23 @@ def iterations(n, QB: tl.constexpr, CHUNKS: tl.constexpr):
     return (n + QB - 1) // QB * CHUNKS
 
 
-@triton.jit(do_not_specialize=["units"])
+@triton.jit(do_not_specialize=["units", "NT", "G", "lb", "lg"])
 def selection_dkv_prefix(
-    counts_ptr, prefix_ptr, units, QB: tl.constexpr, CHUNKS: tl.constexpr, COST: tl.constexpr, UB: tl.constexpr
-):
+    counts_ptr, prefix_ptr, units, NT, G, lb, lg,
+    EACH: tl.constexpr, QB: tl.constexpr, CHUNKS: tl.constexpr, COST: tl.constexpr, UB: tl.constexpr,
+):  # fmt: skip
     """Computes prefix[units + 1] (int64), the work before each unit: its iterations plus COST for starting on it.
 
-    A unit without queries counts 0. One program.
+    counts[lines, EACH] begins with the queries of either kind; the line of (b, g, tile) is b * lb + g * lg + tile. A unit
+    without queries counts 0. One program.
     """
     total = tl.cast(units * 0, tl.int64)  # units may be a constexpr
     tl.store(prefix_ptr, total)
     for u in range(0, units, UB):
         i = u + tl.arange(0, UB)
-        whole = tl.load(counts_ptr + 4 * i, mask=i < units, other=0)
-        partly = tl.load(counts_ptr + 4 * i + 1, mask=i < units, other=0)
+        line = EACH * (i // NT // G * lb + i // NT % G * lg + i % NT)
+        whole = tl.load(counts_ptr + line, mask=i < units, other=0)
+        partly = tl.load(counts_ptr + line + 1, mask=i < units, other=0)
         n = iterations(whole, QB, CHUNKS) + iterations(partly, QB, CHUNKS)
         n = tl.where(n > 0, n + COST, 0).to(tl.int64)
         tl.store(prefix_ptr + 1 + i, total + tl.cumsum(n, axis=0), mask=i < units)

@@ -20,18 +20,20 @@ def _any(x):
 @triton.jit(do_not_specialize=["S", "S_kv", "NT", "NQ", "G", "smb", "sms", "smg"])
 def selection_mask_tiles(
     mask_ptr, codes_ptr, near_ptr, S, S_kv, NT, NQ, G, smb, sms, smg, smk,
-    QT: tl.constexpr, BN: tl.constexpr, TB: tl.constexpr, BIAS: tl.constexpr, FILL: tl.constexpr,
+    QT: tl.constexpr, BN: tl.constexpr, TB: tl.constexpr, BIAS: tl.constexpr, FILL: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Writes codes[B, G, NQ, NT] of mask[B, S, G, S_kv], and near[B, G, NQ]: whether fills hide keys from all queries.
 
     A fill is a value of at most FILL. It hides a key from a query that sees another key above -1e30: next to that one,
-    its weight is exactly 0. One program: QT queries.
+    its weight is exactly 0. One program: QT queries. Strides and S_kv are multiples of ALIGN, for wide loads.
     """
     pid = tl.program_id(0).to(tl.int64)
     s = pid % NQ * QT + tl.arange(0, QT)
     bg = pid // NQ
     live = (s < S)[:, None, None]
-    row = mask_ptr + bg // G * smb + bg % G * smg + s[:, None, None] * sms
+    S_kv = tl.multiple_of(tl.cast(S_kv, tl.int32), ALIGN)  # 1 comes as a constexpr
+    row = mask_ptr + tl.multiple_of(bg // G * smb, ALIGN) + tl.multiple_of(bg % G * smg, ALIGN)
+    row += tl.multiple_of(s * sms, ALIGN)[:, None, None]
     key_in = tl.arange(0, TB)[None, :, None] * BN + tl.arange(0, BN)[None, None, :]
     top = tl.full((QT,), float("-inf"), tl.float32)
     for t0 in range(0, NT, TB):

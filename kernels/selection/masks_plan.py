@@ -2,8 +2,8 @@
 """Launch plans of selection attention under a mask. B, S and S_kv may be symbolic; everything else is known.
 
 Memory besides inputs and outputs, in bytes: 6 per pair of a tile of queries and a tile of keys, for each B and G of the
-mask that is not broadcast; 8 per row (b, s, g, h) in the backward, 16 under a mask of floats. Nothing can overflow: a
-list has room for all tiles.
+mask that is not broadcast; 8 per row (b, s, g, h) in the backward, 16 under a mask of floats, and 8 per key tile and two
+slots of one key tile in fp32 for each of P programs. Nothing can overflow: a list has room for all tiles.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import dataclasses
 from typing import Any
 
 from . import plan
-from .backward_plan import KeyConfig, backward_config, plan_delta
-from .gather import selection_dq_sum
-from .gather_plan import COMBINE, combine_programs, parts, splits
+from .backward_plan import SETUP, KeyConfig, KeyRuns, backward_config, plan_delta
 from .lists_config import ListConfig, list_config, widths
 from .mask_dkv import selection_mask_dkv
 from .mask_dq import selection_mask_dq, selection_mask_shares
@@ -57,7 +55,9 @@ def tile_config(DK: int, DV: int, itemsize: int, backend: str, arch: int, shared
     if not backward:  # tiles of 64 keys spill, and leave shared memory no room for another version of Triton
         return dataclasses.replace(c, BN=min(32, c.BN), num_warps=8)
     # Rows that are read again leave room in registers and shared memory. Products of 64 rows need those of sm_90.
-    return dataclasses.replace(c, HB=ROWS if arch >= 90 else ROWS // 2, BN=32, MC=64, num_warps=8, num_stages=1)
+    c = dataclasses.replace(c, HB=ROWS if arch >= 90 else ROWS // 2, BN=32, MC=64, num_warps=8, num_stages=1)
+    wide = backend == "cuda" and 90 <= arch < 120 and max(DK, DV) <= 512
+    return dataclasses.replace(c, BN=64, MC=128) if wide else c
 
 
 def _key_config(b: Any, q: Any, DV: int) -> KeyConfig | None:
@@ -86,7 +86,7 @@ class _Masked:
         b.launch(
             selection_mask_tiles, (MB * MG * NQ, 1, 1),
             dict(self.args, codes_ptr=codes, near_ptr=near, S=S, S_kv=S_kv, NT=NT, NQ=NQ, G=MG),
-            dict(QT=QT, BN=BN, TB=max(1, PASS // (QT * BN)), BIAS=self.bias, FILL=fill),
+            dict(QT=QT, BN=BN, TB=max(1, PASS // (QT * BN)), BIAS=self.bias, FILL=fill, ALIGN=_alignment(b, mask)),
             8 if QT * BN > PASS else 4, 1,
         )  # fmt: skip
         rows, n = (NT, NQ) if by_key else (NQ, NT)
@@ -98,6 +98,14 @@ class _Masked:
         )  # fmt: skip
         lb, lg = (0 if MB == 1 else MG * rows), (0 if MG == 1 else rows)
         return dict(self.args, lists_ptr=lists, counts_ptr=counts, S=S, S_kv=S_kv, NT=NT, NQ=NQ, lb=lb, lg=lg)
+
+
+def _alignment(b: Any, mask: Any) -> int:
+    """Returns how many elements one load of the mask may take: a power of two, at most 16 bytes."""
+    most = alignment(b, mask)
+    while most > 1 and not b.is_multiple(b.shape(mask)[3], most):
+        most //= 2
+    return most
 
 
 def _masked(b: Any, mask: Any) -> _Masked:
@@ -183,30 +191,22 @@ def plan_selection_mask_attention_backward(
     assert kc is not None  # unsupported_sizes has asked
     HB = min(power_of_two(h), kc.ROWS)
     lists = masked.lists(b, S, S_kv, kc.ROWS // HB, kc.BN, by_key=True)
-    programs = B * G * lists["NT"]
-    NS = splits(b, programs, kc.per)
-    dk = b.empty((B, G, S_kv, DK), b.dtype(k))
-    dv = b.empty((0,), b.dtype(k)) if v is None else b.empty((B, G, S_kv, DV), b.dtype(k))
-    part_k, part_v = parts(b, B * G * S_kv, NS, DK), dk if v is None else parts(b, B * G * S_kv, NS, DV)
+    # The kernels skip key tiles that no query sees.
+    dk = b.zeros((B, G, S_kv, DK), b.dtype(k))
+    dv = b.empty((0,), b.dtype(k)) if v is None else b.zeros((B, G, S_kv, DV), b.dtype(v))
+    CHUNKS = power_of_two(h) // HB
+    runs = KeyRuns.of(b, kc, k, lists["counts_ptr"], lists["lb"], lists["lg"], 1, CHUNKS, EACH=2)
+    slot_k = runs.slots(b, DK)
+    slot_v = slot_k if v is None else runs.slots(b, DV)
     b.launch(
-        selection_mask_dkv, (programs * NS, 1, 1),
-        dict(args, **lists, NS=NS, dk_ptr=dk, dv_ptr=dk if v is None else dv, part_k_ptr=part_k, part_v_ptr=part_v),
-        dict(constexprs, DV=DV, DC=kc.DC, NK=-(-DK // kc.DC), NV=-(-DV // kc.DC), HB=HB, QT=kc.ROWS // HB,
-             CHUNKS=power_of_two(h) // HB, BN=kc.BN, SHARED=v is None,
+        selection_mask_dkv, (runs.P, 1, 1),
+        dict(args, **lists | runs.args, dk_ptr=dk, dv_ptr=dk if v is None else dv, slot_k_ptr=slot_k, slot_v_ptr=slot_v),
+        dict(constexprs, P=runs.P, DV=DV, DC=kc.DC, NK=-(-DK // kc.DC), NV=-(-DV // kc.DC), HB=HB, QT=kc.ROWS // HB,
+             CHUNKS=CHUNKS, COST=SETUP, BN=kc.BN, SHARED=v is None,
              DOUT_ALIGN=min(16 // b.dtype(q).itemsize, DV & -DV)),
         kc.num_warps, kc.num_stages,
     )  # fmt: skip
-    for part, out in ((part_k, dk), (part_v, dv)):
+    for slot, out in ((slot_k, dk), (slot_v, dv)):
         if out is dk or v is not None:
-            _plan_sum(b, part, out, NS)
+            runs.finish(b, slot, out)
     return dq, dk, dv, dsink
-
-
-def _plan_sum(b: Any, part: Any, out: Any, NS: Any) -> None:
-    """Launches the sum of part[B, G, S_kv, NS, D] to out[B, G, S_kv, D], which is written already without splits."""
-    *lead, D = b.shape(out)
-    D, rows = b.static(D), lead[0] * lead[1] * lead[2]
-    b.launch(
-        selection_dq_sum, (combine_programs(b, rows, NS), 1, 1), dict(part_ptr=part, dq_ptr=out, NS=NS),
-        dict(H=1, D=D, DP=power_of_two(D), CS=COMBINE), 1, 1,
-    )  # fmt: skip
