@@ -18,8 +18,7 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.exported.inlining import bodies
 from mhc_inductor.routing.effects import ambient, modes_of
-from mhc_inductor.routing.graph.run import fresh
-from mhc_inductor.routing.graph.values import example, run, tensors_in
+from mhc_inductor.routing.graph.values import example, fresh, run, tensors_in
 
 KEY = "example_value"
 

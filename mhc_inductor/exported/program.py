@@ -21,8 +21,7 @@ from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing import route
 from mhc_inductor.routing.edit import Check
 from mhc_inductor.routing.explain import copied
-from mhc_inductor.routing.graph.run import run_fake
-from mhc_inductor.routing.graph.values import example
+from mhc_inductor.routing.graph.values import example, run_fake
 from mhc_inductor.routing.placement import KEPT, PASSED_ON
 from mhc_inductor.routing.report import Report
 

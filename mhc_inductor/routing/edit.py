@@ -23,8 +23,7 @@ from mhc_inductor.routing import sharded
 from mhc_inductor.routing.dead_nodes import pure, share_memory, unneeded
 from mhc_inductor.routing.graph.expressions import VIEWS, is_cast
 from mhc_inductor.routing.graph.index import Size, size_of
-from mhc_inductor.routing.graph.run import run_fake
-from mhc_inductor.routing.graph.values import Value, example, tensors_in
+from mhc_inductor.routing.graph.values import Value, example, run_fake, tensors_in
 from mhc_inductor.routing.graph.view import GRAD, View
 from mhc_inductor.routing.interface import Match, Mismatch, Verdict
 from mhc_inductor.routing.placement import TRACES, WRITTEN, Place, Placement, module_of, node_of
@@ -369,7 +368,7 @@ class Edit:
             old = node_of(value)
             _check_alike(example(old), example(new), value)
             if self.view.needs_grad[old]:
-                self._check_reach(match, old, new)
+                new = self._reaching(match, old, new)
             elif self.needs_grad(new):
                 new = self.emit("detach", new)
             if self._apart(old, new, claimed, max(map(shared.__getitem__, memory(new))) > 1):
@@ -426,11 +425,14 @@ class Edit:
                     todo.append(parent)
         return {n for n in seen if n.op in ("placeholder", "get_attr")}
 
-    def _check_reach(self, match: Match, old: fx.Node, new: fx.Node) -> None:
-        """Raises Mismatch if a parameter would get a gradient of zeros where the model gives it none, or none for zeros."""
+    def _reaching(self, match: Match, old: fx.Node, new: fx.Node) -> fx.Node:
+        """Returns ``new``, also reaching the graph inputs to which the model gives gradients of zeros.
+
+        Raises Mismatch if a parameter would get a gradient of zeros where the model gives it none.
+        """
         view, roots = self.view, 0
         if not view.ends.get(old, 0):
-            return
+            return new
         given: dict[fx.Node, int] = collections.defaultdict(int)
         for value in match.inputs:
             given[self.input(value)] |= view.roots[node_of(value)]
@@ -448,10 +450,15 @@ class Edit:
                 self.view.value(old),
             )
         self._reach[old] = roots
-        if view.roots[old] & ~roots and view.roots[old] & ~(roots | self._reached_past(old)):
-            raise Mismatch(
-                "the op would give a parameter no gradient where the model gives zeros", self.view.value(old)
-            )
+        if not view.roots[old] & ~roots:
+            return new
+        zeros = view.roots[old] & ~(roots | self._reached_past(old))
+        self._reach[old] |= zeros
+        for node in [n for n in view.nodes if n.op in ("placeholder", "get_attr") and view.roots[n] & zeros]:
+            # A sum of no elements is 0, and what it would add up gets zeros. A difference keeps -0.
+            none = self.emit(operator.getitem, self.emit("reshape", self.current(node), -1), slice(0))
+            new = self.emit(operator.sub, new, self.emit("sum", none))
+        return new
 
     def _reached_past(self, old: fx.Node) -> int:
         """Returns the graph inputs to which a gradient flows elsewhere than through ``old``, as a bit mask.

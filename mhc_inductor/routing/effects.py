@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.graph.run import fresh
-from mhc_inductor.routing.graph.values import SHARDED, example, given, run, tensors_in
+from mhc_inductor.routing.graph.values import SHARDED, example, fresh, given, run, tensors_in
 
 _DISTINCT = frozenset((int, bool, str, type(None)))
 """Types whose values serve as keys themselves. Other types are compared by their text, floats among them."""

@@ -11,8 +11,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.routing.effects import Modes
-from mhc_inductor.routing.graph.run import fresh
-from mhc_inductor.routing.graph.values import example, run, tensors_in
+from mhc_inductor.routing.graph.values import example, fresh, run, tensors_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 

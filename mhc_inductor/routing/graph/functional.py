@@ -16,8 +16,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.routing.effects import Effects
-from mhc_inductor.routing.graph.run import run_fake
-from mhc_inductor.routing.graph.values import example
+from mhc_inductor.routing.graph.values import example, run_fake
 
 _OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
