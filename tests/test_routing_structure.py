@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import pathlib
 from collections.abc import Iterator
 
@@ -94,3 +95,22 @@ def test_no_operator_imports_from_the_folder_of_another(folder: str) -> None:
         if text.startswith("mhc_inductor.routing.operators.") and not text.startswith((ours, ours[:-1]))
     ]
     assert not [x for x in others if "operators.kernels." not in x]
+
+
+def test_imports_have_no_circle() -> None:
+    """Counts imports inside functions too, but not those for types alone."""
+    names = {".".join(("mhc_inductor", "routing", *f.relative_to(ROOT).with_suffix("").parts)): f for f in FILES}
+    names = {name.removesuffix(".__init__"): file for name, file in names.items()}
+    imports: dict[str, set[str]] = {}
+    for name, file in names.items():
+        tree = ast.parse(file.read_text())
+        types = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        skipped = {id(n) for branch in types for n in ast.walk(branch)}
+        found = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and id(n) not in skipped]
+        read = {
+            full for n in found for a in n.names for full in (f"{n.module}.{a.name}", str(n.module)) if full in names
+        }
+        # A module of a folder is no import of the folder's __init__.
+        imports[name] = {m for m in read if not any(other.startswith(f"{m}.") for other in read)} - {name}
+    assert sum(map(len, imports.values())) > 3 * len(imports)
+    tuple(graphlib.TopologicalSorter(imports).static_order())
