@@ -38,13 +38,13 @@ def family(value: Value, x: Value) -> str | None:
     todo, seen = [value], {x}
     while todo and len(seen) < 64:
         one = todo.pop(0)
-        seen.add(one)
         args = [a for a in one.args if isinstance(a, Value)]
         if one.func in PARTS and (one.func is not aten.div.Tensor or divisor_of(whole(args[-1]))[0] is not None):
             return (
                 f"{PARTS[one.func]} is part of the weights of the streams; expected h_pre = sigmoid(alpha * z + bias)"
             )
-        todo += [a for a in args if a not in seen]
+        todo += (new := [a for a in dict.fromkeys(args) if a not in seen])
+        seen.update(new)
     return None
 
 
