@@ -177,6 +177,7 @@ MHC = [
 ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("make", MHC, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("depths", [(7, 14), (20, 40)], ids=str)
 def test_work_for_formulas_of_streams_is_bounded(make: Callable[[int], Case], depths: tuple[int, int]) -> None:
