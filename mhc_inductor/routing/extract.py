@@ -171,7 +171,6 @@ class Cut:
         """Builds the op's piece from the new nodes between the match's inputs and its results."""
         piece, edit = Piece(), self.edit
         given = {edit.input(v): node_of(v) for v in self.match.inputs}
-        shown = {self.view.node(v): v for v in self.view.nodes}
         every = set(edit.created)
         needed = set(self._needed(given, every))
         ends = [n for v in self.match.derived if (n := node_of(v)) in self.derived]
@@ -179,9 +178,9 @@ class Cut:
         at = {new: copied[n] for new, n in given.items() if n in copied}
         for node in edit.created:
             if node in needed:
-                self._load(piece, node.all_input_nodes, given, shown, at)
+                self._load(piece, node.all_input_nodes, given, at)
                 at[node] = piece.copy(node, at, self.place.modes)
-        self._load(piece, [new for _, new in self.pairs], given, shown, at)
+        self._load(piece, [new for _, new in self.pairs], given, at)
         piece.outputs = [at[new] for _, new in self.pairs]
         return piece
 
@@ -190,7 +189,6 @@ class Cut:
         piece: Piece,
         nodes: list[fx.Node],
         given: dict[fx.Node, fx.Node],
-        shown: dict[fx.Node, fx.Node],
         at: dict[fx.Node, fx.Node],
     ) -> None:
         """Adds to ``at`` each of ``nodes`` that is missing there, as a placeholder or a converted unrounded value."""
@@ -200,7 +198,7 @@ class Cut:
             if a in self.unrounded and a not in given:
                 at[a] = self._laid(piece, a)
             else:
-                at[a] = piece.input(given[a] if a in given else self.stood_for.get(a) or shown.get(a, a))
+                at[a] = piece.input(given[a] if a in given else self.stood_for.get(a) or self.view.shown.get(a, a))
 
     def _laid(self, piece: Piece, new: fx.Node) -> fx.Node:
         """Returns the formula's value of an input in the layout and dtype in which an earlier op returns it."""

@@ -125,6 +125,11 @@ class View:
         return self.origin.get(node, node)
 
     @functools.cached_property
+    def shown(self) -> dict[fx.Node, fx.Node]:
+        """Returns the node of the view that stands for each real node's result."""
+        return {self.node(v): v for v in self.nodes}
+
+    @functools.cached_property
     def live(self) -> set[fx.Node]:
         """Returns the nodes that a result or an effect needs. Dynamo leaves dead code in its graphs."""
         live: set[fx.Node] = set()
