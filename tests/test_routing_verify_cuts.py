@@ -8,6 +8,7 @@ value. Here each graph is routed with its intermediate results as further output
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +24,9 @@ from mhc_inductor.routing.report import Report
 from tests import reference_models_e79 as e79
 from tests import reference_models_selection as selection
 from tests import test_routing_single_pass as single_pass
+from tests.capture import interpreted
+from tests.laws import block, mhc_leaves
+from tests.laws_writes import WRITES, written
 from tests.reference_models_mhc import WIDTH, N, _balanced, _gates, around, normed, parameters
 from tests.spellings_selection import plain
 
@@ -183,3 +187,18 @@ def test_explain_accepts_the_site() -> None:
     report = mhc_inductor.explain(lambda x, h, f, m: collapsed_only(x, h, f, matrix_of(x)), *SITE, verify=True)
     assert [r.op for r in report.routed] == ["mhc_post", "mhc_pre"] and not report.near_misses
     assert all(r.error is not None and r.error < 1e-5 for r in report.routed)
+
+
+@pytest.mark.parametrize("name", ["mul_quietly", "setitem", "setitem_mask"])
+def test_what_a_step_writes_after_an_op_is_read_after_the_step(name: str) -> None:
+    """The second block reads what the first one's op returns, as a step in place leaves it."""
+
+    def program(p: dict[str, Tensor]) -> Tensor:
+        streams = block(p["x"], p)
+        return block(written(WRITES[name], False)(streams), p)
+
+    check, report = Verifier(), Report()
+    torch._dynamo.reset()
+    torch.compile(program, backend=interpreted(report, [], check), dynamic=False)(mhc_leaves())
+    assert Counter(r.op for r in report.routed) == {"mhc_pre": 2, "mhc_post": 2}
+    assert not report.near_misses and not report.problems

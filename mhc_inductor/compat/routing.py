@@ -208,8 +208,8 @@ def same_size(a: Any, b: Any) -> bool:
 def outside_compile() -> Iterator[None]:
     """Runs the body on real tensors during a compile as a plain eager call would run.
 
-    Switches off fake and tracing modes, autocast, inference mode and compiled autograd. Restores the random state and
-    all modes afterwards.
+    Switches off fake and tracing modes, torch function modes (such as a default device), saved tensor hooks, autocast,
+    inference mode and compiled autograd. Restores the random state and all modes afterwards.
     """
     from torch._dynamo.compiled_autograd import _disable as plain_autograd
     from torch.utils._python_dispatch import _disable_current_modes
@@ -219,6 +219,9 @@ def outside_compile() -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count()) if on_gpus else []))
         stack.enter_context(torch._guards.tracing(None))
         stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch._C.DisableTorchFunction())
+        hooks = torch._C._autograd._saved_tensors_hooks_set_tracing
+        stack.callback(hooks, hooks(True))
         stack.enter_context(plain_autograd())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autograd.set_detect_anomaly(False))

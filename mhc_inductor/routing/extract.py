@@ -162,10 +162,10 @@ class Cut:
     def _meant(self, real: fx.Node, a: fx.Node) -> fx.Node:
         """Returns the node of the view that ``real`` reads under the name ``a``.
 
-        Ops that earlier matches put in stand for the nodes that they replaced.
+        Ops that earlier matches put in stand for the nodes that they replaced, which may be written before ``real``.
         """
-        resolved = self.view.resolved.get(real, {})
-        return resolved[a] if a in resolved else self.stood_for.get(a, a)
+        resolved, meant = self.view.resolved.get(real, {}), self.stood_for.get(a, a)
+        return resolved[a] if a in resolved else resolved.get(self.view.node(meant), meant)
 
     def _op(self) -> Piece:
         """Builds the op's piece from the new nodes between the match's inputs and its results."""
