@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Private torch APIs that the routing pass uses.
 
+- torch._C.DisableTorchFunction: switches torch function modes off
 - torch._C._autograd._get_data_attr: the call that reads t.data in graphs
+- torch._C._autograd._saved_tensors_hooks_set_tracing: switches hooks for saved tensors off
 - torch._dynamo.compiled_autograd._disable: switches compiled autograd off
 - torch._dynamo.config: the limits of recompiles
 - torch._dynamo.pgo.get_code_state: the sizes that earlier compiles have seen
