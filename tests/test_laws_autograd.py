@@ -566,3 +566,35 @@ def test_a_result_of_a_loop_written_through_its_data_before_the_backward(which: 
         return outs[-1], S, M
 
     check(program, e79_leaves(), named=["e79"], modes=["train"], steps=False)
+
+
+def _added_straight(t: Tensor, e: Tensor) -> Tensor:
+    return t + (e - e.detach())
+
+
+def _multiplied_straight(t: Tensor, e: Tensor) -> Tensor:
+    return t * ((e + 8.0) / (e + 8.0).detach())
+
+
+def _overwritten(t: Tensor, e: Tensor) -> Tensor:
+    y = t * 0.5 + e
+    with torch.no_grad():
+        y.copy_(t)
+    return y
+
+
+@pytest.mark.parametrize("place", MHC_PLACES)
+@pytest.mark.parametrize("how", [_added_straight, _multiplied_straight, _overwritten], ids=lambda f: f.__name__)
+def test_a_gradient_without_a_value_passes_a_block(how: Callable[[Tensor, Tensor], Tensor], place: str) -> None:
+    """Straight-through estimators: no value depends on e, but e gets a gradient that is not zero."""
+    leaves = {**mhc_leaves(), "e": normal(6, seed=7)}
+    check(lambda p: block(p["x"], p, {place: lambda t: how(t, p["e"].mean())}), leaves, named=["mhc"], modes=["train"])
+
+
+@pytest.mark.parametrize("how", [_added_straight, _multiplied_straight, _overwritten], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("place", ["q", "k", "v"])
+def test_a_gradient_without_a_value_passes_an_attention(how: Callable[[Tensor, Tensor], Tensor], place: str) -> None:
+    def program(p: Leaves) -> Tensor:
+        return attention({**p, place: how(p[place], p["e"].mean())})
+
+    check(program, {**selection_leaves(), "e": normal(6, seed=7)}, named=["selection"], modes=["train"])
