@@ -27,9 +27,9 @@ def _id(place: str) -> str:
 
 
 def _imports(root: pathlib.Path) -> Iterator[tuple[str, str]]:
-    files = {_module(f.relative_to(root)): f for folder in FOLDERS for f in (root / folder).rglob("*.py")}
+    files = {module_name(f.relative_to(root)): f for folder in FOLDERS for f in (root / folder).rglob("*.py")}
     for module, file in files.items():
-        for imported in _imported(ast.parse(file.read_text())):
+        for imported in imported_names(ast.parse(file.read_text())):
             name = (
                 imported.removeprefix("mhc_inductor.")
                 if imported.split(".")[1:2] in (["kernels"], ["lowerings"])
@@ -40,12 +40,14 @@ def _imports(root: pathlib.Path) -> Iterator[tuple[str, str]]:
                 yield places  # type: ignore[misc]
 
 
-def _module(path: pathlib.Path) -> str:
+def module_name(path: pathlib.Path) -> str:
+    """Returns the name of the module in a file, whose path is relative to the folder that Python imports from."""
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Yields what a module imports, inside functions too: modules, and names of modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import mhc_inductor.routing
+from benchmarks.imports import imported_names, module_name
 
 ROOT = pathlib.Path(mhc_inductor.routing.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -99,18 +100,14 @@ def test_no_operator_imports_from_the_folder_of_another(folder: str) -> None:
 
 def test_imports_have_no_circle() -> None:
     """Counts imports inside functions too, but not those for types alone."""
-    names = {".".join(("mhc_inductor", "routing", *f.relative_to(ROOT).with_suffix("").parts)): f for f in FILES}
-    names = {name.removesuffix(".__init__"): file for name, file in names.items()}
+    files = {module_name(file.relative_to(ROOT.parents[1])): file for file in FILES}
     imports: dict[str, set[str]] = {}
-    for name, file in names.items():
+    for name, file in files.items():
         tree = ast.parse(file.read_text())
-        types = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-        skipped = {id(n) for branch in types for n in ast.walk(branch)}
-        found = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and id(n) not in skipped]
-        read = {
-            full for n in found for a in n.names for full in (f"{n.module}.{a.name}", str(n.module)) if full in names
-        }
-        # A module of a folder is no import of the folder's __init__.
-        imports[name] = {m for m in read if not any(other.startswith(f"{m}.") for other in read)} - {name}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        read = {full if full in files else full.rpartition(".")[0] for full in imported_names(tree)}
+        imports[name] = read & files.keys() - {name}
     assert sum(map(len, imports.values())) > 3 * len(imports)
     tuple(graphlib.TopologicalSorter(imports).static_order())

@@ -23,6 +23,7 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Mismatch, register
 from tests.capture import Captured, difference, eager, evaluate, reasons
+from tests.test_routing_verify_process import state
 
 
 def norm(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
@@ -413,19 +414,6 @@ def test_a_formula_that_does_not_run_alone_says_so(plug: Any) -> None:
 # --- nothing else changes ---
 
 
-def _state() -> tuple[Any, ...]:
-    return (
-        torch.get_rng_state().sum().item(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_anomaly_enabled(),
-        torch._guards.TracingContext.try_get(),
-        torch._C._len_torch_dispatch_stack(),
-    )
-
-
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_process_is_as_before(plug: Any, wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if wrong:
@@ -434,14 +422,14 @@ def test_the_process_is_as_before(plug: Any, wrong: bool, monkeypatch: pytest.Mo
     plain = Verifier.__call__
 
     def around(self: Verifier, *args: Any) -> Any:
-        before = _state()
+        before = state()
         try:
             return plain(self, *args)
         except Mismatch:
             states.append("refused")
             raise
         finally:
-            states.append(before == _state())
+            states.append(before == state())
 
     monkeypatch.setattr(Verifier, "__call__", around)
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.autograd.set_detect_anomaly(True, check_nan=False):

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -15,22 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import mhc_inductor.routing
 from tests.capture import reasons, run
 from tests.spellings_e79 import plain
 
-ROOT = pathlib.Path(mhc_inductor.routing.__file__).parent
-PAGE = ROOT.parents[1] / "docs" / "architecture.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "architecture.md"
 FILES = 20
 _ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|", re.M)
+Rows = list[tuple[str, str]]
 
 
-def _walks() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def _walks() -> Iterator[tuple[str, Rows]]:
     """Yields the title and the rows (file, function) of each table."""
     text = PAGE.read_text().split("## How a formula becomes an op\n")[1]
     for part in re.split(r"^### ", text, flags=re.M):
         if rows := _ROW.findall(part):
-            yield part.split("\n", 1)[0] or "", rows
+            yield part.split("\n", 1)[0], rows
 
 
 (_, COMMON), *PARTS = _walks()
@@ -58,47 +60,49 @@ def index(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     return scores.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), float("-inf")).topk(4, -1).indices
 
 
-def _given(fn: Callable[..., Any]) -> list[Tensor]:
-    if fn is mhc:
-        return [torch.randn(2, 3, 4, 16), torch.randn(24, 64), torch.randn(3), torch.randn(24)]
-    if fn is index:
-        return [torch.randn(2, 16, 3, 8), torch.randn(2, 16, 8), torch.randn(2, 16, 3)]
-    return [*(torch.randn(2, 2, 32, 8) for _ in range(3)), torch.arange(32)[:, None].expand(2, 1, 32, 1) // 2]
+def _examples() -> dict[str, tuple[Callable[..., Any], list[Tensor], bool]]:
+    """Returns a formula of each operator, its inputs, and whether they train."""
+    qkv = [torch.randn(2, 2, 32, 8) for _ in range(3)]
+    loop = plain()
+    return {
+        "mHC": (mhc, [torch.randn(2, 3, 4, 16), torch.randn(24, 64), torch.randn(3), torch.randn(24)], True),
+        "Selection attention": (selection, [*qkv, torch.arange(32)[:, None].expand(2, 1, 32, 1) // 2], True),
+        "Indexers": (index, [torch.randn(2, 16, 3, 8), torch.randn(2, 16, 8), torch.randn(2, 16, 3)], False),
+        "E79": (loop, loop.inputs(), True),
+    }
 
 
-def _calls(fn: Callable[[], Any]) -> dict[tuple[str, str], int]:
-    """Returns the functions of routing/ that a call runs, with the order of their first calls."""
-    found: dict[tuple[str, str], int] = {}
+def _code(file: str, function: str) -> CodeType:
+    """Returns the code of a function of routing/."""
+    module = ".".join(["mhc_inductor.routing", *file.removesuffix(".py").split("/")]).removesuffix(".__init__")
+    found = functools.reduce(getattr, function.split("."), importlib.import_module(module))
+    return inspect.unwrap(found).__code__  # type: ignore[arg-type, attr-defined, no-any-return]
+
+
+def _calls(title: str) -> dict[CodeType, int]:
+    """Returns what routing the formula of an operator calls, with the order of the first calls."""
+    fn, given, grad = _examples()[title]
+    found: dict[CodeType, int] = {}
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(str(ROOT)):
-            found.setdefault((pathlib.Path(file).relative_to(ROOT).as_posix(), frame.f_code.co_qualname), len(found))
+        if event == "call":
+            found.setdefault(frame.f_code, len(found))
 
     sys.setprofile(note)
     try:
-        fn()
+        got = run(fn, given, grad=grad)
     finally:
         sys.setprofile(None)
+    assert got.ops, reasons(got)
     return found
 
 
-def _routed(title: str) -> dict[tuple[str, str], int]:
-    loop = plain()
-    fn = {"mHC": mhc, "Selection attention": selection, "Indexers": index, "E79": loop}[title]
-    given = loop.inputs() if fn is loop else _given(fn)
-    made: list[Any] = []
-    calls = _calls(lambda: made.append(run(fn, given, grad=fn is not index)))
-    assert made[0].ops, reasons(made[0])
-    return calls
-
-
 @pytest.mark.parametrize(("title", "rows"), PARTS, ids=[title for title, _ in PARTS])
-def test_a_formula_goes_through_these_functions(title: str, rows: list[tuple[str, str]]) -> None:
-    calls = _routed(title)
+def test_a_formula_goes_through_these_functions(title: str, rows: Rows) -> None:
+    calls = _calls(title)
     for walk in (COMMON, rows):
-        missing = [row for row in walk if row not in calls]
+        missing = [row for row in walk if _code(*row) not in calls]
         assert not missing
-        order = [calls[row] for row in walk]
-        assert order == sorted(order), sorted(walk, key=calls.__getitem__)
+        called = sorted(walk, key=lambda row: calls[_code(*row)])
+        assert walk == called
     assert len({file for file, _ in [*COMMON, *rows]}) <= FILES
