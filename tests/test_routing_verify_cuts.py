@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 import mhc_inductor
 from mhc_inductor.routing import Verifier, route
+from mhc_inductor.routing.few_tokens import FewTokens
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import emit
 from mhc_inductor.routing.report import Report
@@ -189,16 +190,17 @@ def test_explain_accepts_the_site() -> None:
     assert all(r.error is not None and r.error < 1e-5 for r in report.routed)
 
 
+@pytest.mark.parametrize("kind", [Verifier, FewTokens])
 @pytest.mark.parametrize("name", ["mul_quietly", "setitem", "setitem_mask"])
-def test_what_a_step_writes_after_an_op_is_read_after_the_step(name: str) -> None:
+def test_what_a_step_writes_after_an_op_is_read_after_the_step(name: str, kind: type[Any]) -> None:
     """The second block reads what the first one's op returns, as a step in place leaves it."""
 
     def program(p: dict[str, Tensor]) -> Tensor:
         streams = block(p["x"], p)
         return block(written(WRITES[name], False)(streams), p)
 
-    check, report = Verifier(), Report()
+    check, report = kind(), Report()
     torch._dynamo.reset()
     torch.compile(program, backend=interpreted(report, [], check), dynamic=False)(mhc_leaves())
     assert Counter(r.op for r in report.routed) == {"mhc_pre": 2, "mhc_post": 2}
-    assert not report.near_misses and not report.problems
+    assert not report.near_misses and not report.problems and check.runs == 3

@@ -70,7 +70,7 @@ def _sizes(op: str, given: Mapping[str, Any], results: tuple[Any, ...]) -> dict[
     tensors = [(name, t) for name, t in given.items() if isinstance(t, Tensor)]
     tensors.sort(key=lambda pair: pair[0] not in family.dims)  # gradients last: that of an absent h_res is empty
     for name, t in (*tensors, *zip(sharding._results(op), results, strict=True)):
-        for word, size in zip(sharding._names(family, name, t), t.shape, strict=True):
+        for word, size in zip(sharding.names(family, name, t), t.shape, strict=True):
             sizes.setdefault(word, size)
     return sizes
 

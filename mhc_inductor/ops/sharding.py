@@ -150,7 +150,7 @@ TABLE: dict[str, Family] = {op: family for family in FAMILIES for op in family.o
 """The family of each op in ``torch.ops.mhc_inductor``."""
 
 
-def _names(family: Family, name: str, tensor: Any = None, rank: int | None = None) -> tuple[str, ...]:
+def names(family: Family, name: str, tensor: Any = None, rank: int | None = None) -> tuple[str, ...]:
     """Returns the names of the dimensions of a tensor, of ``rank`` dimensions or of as many as ``tensor`` has.
 
     A dimension of a mask that broadcasts has no name.
@@ -185,10 +185,10 @@ def _result_names(op: str, result: str, given: Mapping[str, Any], lead: int) -> 
         return None
     source = given.get(result.removeprefix("d")) if result not in TABLE[op].dims else None
     if source is not None:
-        return _names(TABLE[op], result, source)
+        return names(TABLE[op], result, source)
     words = TABLE[op].dims.get(result) or TABLE[op].dims[result.removeprefix("d")]
     rank = lead + len(words.split()) - 1 if words.startswith(_LEAD) else None
-    return _names(TABLE[op], result, rank=rank)
+    return names(TABLE[op], result, rank=rank)
 
 
 def strategies(op: str, *args: Any) -> list[Strategy]:
@@ -206,7 +206,7 @@ def strategies(op: str, *args: Any) -> list[Strategy]:
     family = TABLE[op]
     given = {a.name: None for a in getattr(torch.ops.mhc_inductor, op).default._schema.arguments}
     given.update(zip(given, args, strict=False))
-    tensors = {k: _names(family, k, given[k]) for k in list(given)[: len(args)] if hasattr(given[k], "shape")}
+    tensors = {k: names(family, k, given[k]) for k in list(given)[: len(args)] if hasattr(given[k], "shape")}
     lead = sum(word.isdigit() for word in next(iter(tensors.values()), ()))
     results = [_result_names(op, result, given, lead) for result in _results(op)]
     split = family.independent.get(op, family.independent[""]).split()

@@ -21,6 +21,7 @@ from mhc_inductor.log import logger, warn_once
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.edit import Check, Edit
 from mhc_inductor.routing.effects import Modes, ambient, modes_of
+from mhc_inductor.routing.few_tokens import FewTokens
 from mhc_inductor.routing.graph import bounds
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, may_fix, sizes_stay
 from mhc_inductor.routing.graph.values import Value, example, name_of, of_positions, tensors_in
@@ -62,7 +63,8 @@ def route(
         gm: a Dynamo graph.
         options: the user's routing options.
         check: is called with each formula and its op before the op replaces the formula, and may refuse it. By default
-            none, or with ``options.verify`` a new :class:`~mhc_inductor.routing.verify.Verifier`.
+            a new :class:`~mhc_inductor.routing.few_tokens.FewTokens`, or with ``options.verify`` a new
+            :class:`~mhc_inductor.routing.verify.Verifier`.
         lower: keep a formula as the model wrote it if that is faster than the op. It counts as routed.
         exported: the graph is an exported program's: no dynamic size may be fixed, and it may run uncompiled.
 
@@ -121,7 +123,7 @@ class _Pass:
 
     def __init__(self, report: Report, check: Check | None, knowledge: Knowledge, lower: bool) -> None:
         self.report = report
-        self.check = check
+        self.check = check or FewTokens()
         self.judge = check or Verifier()
         """The check of what is only proposed."""
         self.lower = lower

@@ -18,6 +18,8 @@ from mhc_inductor.routing.interface import Match
 
 MODES = "mhc_inductor_modes"
 """Key in the meta of a cut node: the modes that it runs in."""
+SHAPES = "mhc_inductor_shapes"
+"""Key in the meta of a cut node: the fake value that it had in the graph."""
 
 
 _FIXED = 64
@@ -29,24 +31,26 @@ class Piece:
     """A graph that runs alone.
 
     ``inputs`` maps nodes of the view to the placeholders that hold them. ``written`` are placeholders that the graph
-    writes in place.
+    writes in place. ``args`` has the arguments of nodes that run with others than their own.
     """
 
     graph: fx.Graph = dataclasses.field(default_factory=fx.Graph)
     inputs: dict[fx.Node, fx.Node] = dataclasses.field(default_factory=dict)
     written: set[fx.Node] = dataclasses.field(default_factory=set)
     outputs: list[fx.Node] = dataclasses.field(default_factory=list)
+    args: dict[fx.Node, Any] = dataclasses.field(default_factory=dict)
 
     def input(self, node: fx.Node) -> fx.Node:
         """Returns the placeholder of a node of the view."""
         if node not in self.inputs:
             self.inputs[node] = self.graph.placeholder(node.name)
+            self.inputs[node].meta[SHAPES] = example(node)
         return self.inputs[node]
 
     def copy(self, node: fx.Node, at: dict[fx.Node, fx.Node], modes: Modes) -> fx.Node:
         """Copies a real ``node`` into the piece. ``at`` maps each of its inputs to a node of the piece."""
         made = self.graph.node_copy(node, at.__getitem__)
-        made.meta = {MODES: modes}
+        made.meta = {MODES: modes, SHAPES: example(node)}
         return made
 
     def structure(self) -> tuple[Any, ...]:
@@ -205,7 +209,7 @@ class Cut:
         wanted, made = example(new), piece.input(self.unrounded[new])
         for target, argument in (("reshape", [*map(compat.routing.hint, wanted.shape)]), ("to", wanted.dtype)):
             made = piece.graph.call_method(target, (made, argument))
-            made.meta[MODES] = self.place.modes
+            made.meta.update({MODES: self.place.modes, SHAPES: wanted})
         return made
 
     def _needed(self, given: dict[fx.Node, fx.Node], every: set[fx.Node]) -> Iterator[fx.Node]:

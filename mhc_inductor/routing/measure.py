@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit, Pairs
 from mhc_inductor.routing.extract import MODES, Cut, Piece
+from mhc_inductor.routing.few_tokens import FewTokens
 from mhc_inductor.routing.graph.values import example, tensors_in
 from mhc_inductor.routing.interface import Match, Verdict
 from mhc_inductor.routing.report import Cost
@@ -35,13 +36,13 @@ class Inspector:
     """
 
     def __init__(self, verify: bool, measure: bool) -> None:
-        self._verify, self._verifier = verify, Verifier()
+        self._verify, self._verifier, self._few = verify, Verifier(), FewTokens()
         self._measure = measure
         self._kept: list[tuple[Trial, Cost]] = []
 
     def __call__(self, edit: Edit, match: Match, pairs: Pairs) -> Verdict:
-        """Returns the verdict with the op's cost. Raises Mismatch if the op was verified and differs."""
-        verdict = self._verifier(edit, match, pairs) if self._verify or match.proposed else Verdict()
+        """Returns the verdict with the op's cost. Raises Mismatch if the op differs."""
+        verdict = (self._verifier if self._verify or match.proposed else self._few)(edit, match, pairs)
         cost = Cost()
         try:  # what cannot be told of an op, such as sizes that depend on data, changes nothing about the finding
             cost = _cost(edit.fresh)

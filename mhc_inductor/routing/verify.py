@@ -35,7 +35,7 @@ Feed = dict[fx.Node, Any]
 """The value of each input."""
 
 
-class _NotRun(Exception):
+class NotRun(Exception):
     """Raised if the formula could not be run, so that the op cannot be verified."""
 
 
@@ -56,7 +56,7 @@ class Verifier:
         for sizes in [{}, *other_sizes(edit.view.values)] if match.proposed else [{}]:
             try:
                 found = self._found(Trial(cut, sizes))
-            except _NotRun as why:
+            except NotRun as why:
                 found = Verdict(None, str(why))
             if match.proposed and isinstance(found, Verdict) and found.note:
                 found = f"an op that is only proposed must agree with the formula on random data; {found.note}"
@@ -78,7 +78,7 @@ class Verifier:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tensor:
+class Spec:
     """Description of an input, with symbolic sizes at their present values."""
 
     shape: tuple[int, ...]
@@ -110,6 +110,8 @@ class Trial:
         self.size = functools.partial(compat.routing.hint, at=sizes)
         self.branches = Branches()
         self.modes = cut.place.modes
+        self.keeps_roundings = True
+        """Whether the formula in fp64 rounds its inputs where the model does."""
         self.constants: dict[fx.Node, Any] = {}
         self.specs: dict[fx.Node, Any] = {node: self._spec(node) for node in cut.inputs}
         given = tuple(
@@ -120,7 +122,7 @@ class Trial:
         ends = tuple((o.shape, o.dtype) for o in map(_described, cut.pairs))
         parts = cut.formula.structure(), cut.op.structure()
         asked = tuple(cut.asked)
-        wide = sum(isinstance(s, _Tensor) for s in self.specs.values())
+        wide = sum(isinstance(s, Spec) for s in self.specs.values())
         self.cases = 1 if sizes else SPECIAL + 2 * wide if self.match.proposed else self.match.cases
         said = self.match.op, self.match.detail, self.cases
         self.key = said, parts, given, repr(ends), self.modes, self.rounded, asked
@@ -132,7 +134,7 @@ class Trial:
         if outside is not None:
             # The mask that a checkpointed region is given: the op was made from how the graph around computes it.
             if outside.node is None or not outside.node.op.startswith("call_") or self.cut.reads(outside.node):
-                raise _NotRun("not verified: the mask comes from outside the checkpointed region, and depends on data")
+                raise NotRun("not verified: the mask comes from outside the checkpointed region, and depends on data")
             self.constants[node] = made = fixed(outside.node, {}, self.size)
             return made
         if isinstance(fake, Tensor) and node.op.startswith("call_") and not self.cut.reads(node):
@@ -152,25 +154,25 @@ class Trial:
             try:
                 shape, stride = (tuple(map(self.size, s)) for s in (fake.shape, fake.stride()))
             except Exception as error:  # sizes that depend on data, or a layout without strides
-                raise _NotRun(f"not verified: {node.name} has a size that depends on data ({error})") from error
+                raise NotRun(f"not verified: {node.name} has a size that depends on data ({error})") from error
             wide = fake.is_floating_point() or fake.is_complex()
             if self.match.proposed and not (fake.is_floating_point() or fake.dtype == torch.bool):
-                raise _NotRun(f"not verified: {node.name} holds {fake.dtype}, for which no data is representative")
+                raise NotRun(f"not verified: {node.name} holds {fake.dtype}, for which no data is representative")
             grad = self.modes.grad and wide and self.cut.edit.needs_grad(node)
-            return _Tensor(shape, stride, fake.dtype, fake.device, grad)
+            return Spec(shape, stride, fake.dtype, fake.device, grad)
         if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return self.size(fake) if isinstance(fake, torch.SymInt) else fake.node.hint
         if fake is None or isinstance(fake, (tuple, list)):
-            raise _NotRun(f"not verified: {node.name} is not a tensor")
+            raise NotRun(f"not verified: {node.name} is not a tensor")
         return fake
 
     # --- verdict ---
 
     def verdict(self) -> Verdict | str:
-        """Returns the op's error, or the reason as a text if it differs from the formula. Raises _NotRun."""
-        devices = {s.device for s in self.specs.values() if isinstance(s, _Tensor)}
+        """Returns the op's error, or the reason as a text if it differs from the formula. Raises NotRun."""
+        devices = {s.device for s in self.specs.values() if isinstance(s, Spec)}
         if any(d.type not in ("cpu", "cuda") or (d.type == "cuda" and not torch.cuda.is_available()) for d in devices):
-            raise _NotRun(f"not verified: no device {', '.join(map(str, devices))} here")
+            raise NotRun(f"not verified: no device {', '.join(map(str, devices))} here")
         wide, plain = (self._bytes(exact) for exact in (True, False))
         free = min((compat.routing.free_memory(d) for d in devices), default=0)
         if devices and plain > free:
@@ -206,7 +208,7 @@ class Trial:
                 count = functools.reduce(lambda a, b: a * b, (max(self.size(s), 0) for s in t.shape), 1)
                 key = compat.storage_key(t)
                 sizes[key] = max(sizes.get(key, 0), count * each)
-        grad = any(isinstance(s, _Tensor) and s.grad for s in self.specs.values())
+        grad = any(isinstance(s, Spec) and s.grad for s in self.specs.values())
         ordered = sorted(sizes.values(), reverse=True)
         given = sum(ordered) // 2 if grad else 0
         return sum(ordered) + given if grad else 3 * sum(ordered[:3])
@@ -217,11 +219,11 @@ class Trial:
             feed, grad = self.data(case, 1000 * attempt + case), case < SPECIAL or not self.match.proposed
             theirs = self._results(self.cut.formula, feed, grad)
         except Exception as error:
-            raise _NotRun(f"not verified: the formula cannot be run alone: {said(error)}") from error
+            raise NotRun(f"not verified: the formula cannot be run alone: {said(error)}") from error
         try:
             mine = self._results(self.cut.op, feed, grad)
         except torch.OutOfMemoryError as error:
-            raise _NotRun("not verified: out of memory") from error
+            raise NotRun("not verified: out of memory") from error
         except Exception as error:
             return 0.0, f"verified on random data, the op fails where the formula does not: {said(error)}", ""
         want, note = None, "no higher precision to compare with"
@@ -243,8 +245,8 @@ class Trial:
         """Returns random data of the present sizes, the same for the formula and its op."""
         generators: dict[torch.device, torch.Generator] = {}
         feed: Feed = {}
-        for nth, (node, spec) in enumerate(sorted(self.specs.items(), key=lambda s: not isinstance(s[1], _Tensor))):
-            if not isinstance(spec, _Tensor):
+        for nth, (node, spec) in enumerate(sorted(self.specs.items(), key=lambda s: not isinstance(s[1], Spec))):
+            if not isinstance(spec, Spec):
                 feed[node] = spec
                 continue
             g = generators.setdefault(spec.device, torch.Generator(spec.device).manual_seed(seed))
@@ -260,7 +262,8 @@ class Trial:
     def _results(self, piece: Piece, feed: Feed, grad: bool, exact: bool = False) -> Results:
         """Returns the outputs, and if ``grad`` the gradients of the inputs that need one."""
         leaves = {n: self.leaf(n, t, exact) for n, t in feed.items()}
-        mode = Exact({compat.storage_key(leaves[n]): t.dtype for n, t in feed.items() if isinstance(t, Tensor)})
+        kept = {n: t for n, t in feed.items() if isinstance(t, Tensor) and self.keeps_roundings}
+        mode = Exact({compat.storage_key(leaves[n]): t.dtype for n, t in kept.items()})
         wanted = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
         with torch.set_grad_enabled(self.modes.grad and bool(wanted)):
             watched = self.match.proposed and grad and piece is self.cut.formula
@@ -282,7 +285,7 @@ class Trial:
             return given
         spec = self.specs[node]
         t = given.double() if exact and given.dtype in PROMOTED else given
-        return t.detach().requires_grad_(isinstance(spec, _Tensor) and spec.grad)
+        return t.detach().requires_grad_(isinstance(spec, Spec) and spec.grad)
 
 
 def fixed(node: fx.Node, known: Feed, size: Callable[[Any], int] = compat.routing.hint) -> Any:
@@ -311,7 +314,7 @@ def _described(pair: tuple[Any, fx.Node]) -> Any:
 def _hashable(spec: Any) -> Any:
     if isinstance(spec, Tensor):
         return spec.dtype, spec.device, spec.shape, tuple(spec.flatten().tolist()) if spec.numel() <= 4096 else id(spec)
-    return spec if isinstance(spec, (_Tensor, int, float, bool, str)) else id(spec)
+    return spec if isinstance(spec, (Spec, int, float, bool, str)) else id(spec)
 
 
 def said(error: Exception) -> str:
@@ -319,7 +322,7 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def _random(spec: _Tensor, g: torch.Generator, case: int) -> Tensor:
+def _random(spec: Spec, g: torch.Generator, case: int) -> Tensor:
     if spec.dtype == torch.bool:
         return torch.randint(0, 2, spec.shape, generator=g, device=spec.device).bool()
     if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
@@ -350,7 +353,7 @@ def _interpreted(piece: Piece, feed: Feed, plain: bool) -> list[Tensor]:
     for node in piece.graph.nodes:
         if node.op == "placeholder":
             continue
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        args, kwargs = fx.node.map_arg(piece.args.get(node, (node.args, node.kwargs)), env.__getitem__)
         with contextlib.nullcontext() if plain or not node.meta[MODES].autocast else node.meta[MODES].entered():
             env[node] = run(node, args, kwargs)
         for a in dead.get(node, ()):

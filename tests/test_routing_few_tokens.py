@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every mHC and E79 rewrite runs on a few tokens in fp64 before it is made, and a wrong op is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+import mhc_inductor
+from benchmarks import deepseek_model
+from mhc_inductor.routing import few_tokens, route
+from mhc_inductor.routing.edit import Edit
+from mhc_inductor.routing.few_tokens import FewTokens
+from mhc_inductor.routing.interface import Verdict
+from mhc_inductor.routing.report import Report
+from mhc_inductor.routing.verify import Trial
+from tests import reference_models_mhc as reference
+from tests.capture import Captured, difference, eager, evaluate, interpreted, run
+from tests.spellings_e79 import plain
+from tests.test_routing_e79 import _by_scan, _given
+
+N, WIDTH, ITERS, EPS = 4, 16, 3, 1e-6
+EVERY = {"mhc_pre", "mhc_post"}
+MODEL = reference.parameters()
+Fn = Callable[..., Any]
+
+
+def site(x: Tensor, phi: Tensor, alpha: Tensor, bias: Tensor, f: Tensor, device: Any = None) -> Tensor:
+    """A pre with iterations, and a post: x is [B, S, n, D]."""
+    b, s = x.shape[:2]
+    flat = x.reshape(b * s, N * WIDTH)
+    h = torch.nn.functional.linear(flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + EPS), phi)
+    pre, post, res = h.split([N, N, N * N], -1)
+    pre = torch.sigmoid(pre * alpha[0] + bias[:N]) + EPS
+    post = 2 * torch.sigmoid(post * alpha[1] + bias[N : 2 * N])
+    res = (res * alpha[2] + bias[2 * N :]).view(b, s, N, N).softmax(-1) + EPS
+    res = res.to(device or x.device) / (res.sum(-2, keepdim=True) + EPS)
+    for _ in range(ITERS - 1):
+        res = res / (res.sum(-1, keepdim=True) + EPS)
+        res = res / (res.sum(-2, keepdim=True) + EPS)
+    h_in = (pre.view(b, s, N, 1) * x).sum(2)
+    return post.view(b, s, N, 1) * (h_in * f).unsqueeze(2) + torch.matmul(res.transpose(-1, -2), x)
+
+
+def given(*lead: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = [(*lead, N, WIDTH), (2 * N + N * N, N * WIDTH), (3,), (2 * N + N * N,), (*lead, WIDTH)]
+    return [torch.randn(s, generator=g).to(dtype) for s in shapes]
+
+
+def compared(fn: Fn, inputs: Sequence[Tensor], symbolic: Sequence[Any] = (), check: Any = None) -> tuple[Any, Report]:
+    """Routes ``fn`` under a check of its own, or under ``check``."""
+    few, report = check or FewTokens(), Report()
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=interpreted(report, [], few), dynamic=None if symbolic else False)
+    evaluate(compiled, inputs, (), inputs[0].is_floating_point(), symbolic)
+    assert not report.problems
+    return few, report
+
+
+def wrong(monkeypatch: pytest.MonkeyPatch, op: str, change: Callable[..., Any]) -> None:
+    """Emits calls of ``op`` with the arguments that ``change`` returns."""
+    right = Edit.emit
+
+    def emit(self: Edit, target: Any, *args: Any, **options: Any) -> fx.Node:
+        made = change(*args) if str(target) == f"mhc_inductor.{op}.default" else args
+        return right(self, target, *made, **options)
+
+    monkeypatch.setattr(Edit, "emit", emit)
+
+
+def number(at: int, value: Any) -> Callable[..., Any]:
+    return lambda *args: (*args[:at], value, *args[at + 1 :])
+
+
+WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
+    "norm_eps": ("mhc_pre", number(5, 2e-6)),
+    "norm_eps outside": ("mhc_pre", lambda *args: (*args[:12], "outside")),
+    "hc_eps": ("mhc_pre", number(6, 2e-6)),
+    "factor": ("mhc_pre", number(7, 2.001)),
+    "added": ("mhc_pre", number(8, 1e-6)),
+    "one iteration fewer": ("mhc_pre", number(9, ITERS - 1)),
+    "sinkhorn_eps": ("mhc_pre", number(10, 1e-3)),
+    "orientation": ("mhc_post", lambda *args: (*args[:4], not args[4])),
+}
+LEADS = {
+    "unlike": (3, 50),
+    "as the streams": (4, 4),
+    "as the width": (2, 16),
+    "one sequence": (1, 24),
+    "one token": (1, 1),
+}
+
+
+@pytest.mark.parametrize("lead", LEADS)
+@pytest.mark.parametrize("symbolic", [(), ((0, 1), (4, 1))], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_formula_is_compared_and_routed(lead: str, symbolic: Sequence[Any], dtype: torch.dtype) -> None:
+    inputs = given(*LEADS[lead], dtype=dtype)
+    few, report = compared(site, inputs, symbolic if LEADS[lead][1] > 1 else ())
+    assert {r.op for r in report.routed} == EVERY and few.runs == 2 and not few.left
+    if dtype is torch.float32:
+        assert difference(run(site, inputs), eager(site, inputs)) < 1e-5
+
+
+@pytest.mark.parametrize("lead", [(2, 4), (4, 4), (3, 32)], ids=str)
+def test_sizes_are_told_apart_where_tokens_are_one_dimension(lead: tuple[int, int]) -> None:
+    """Sizes of tokens that are those of streams or of the width too, and a formula that joins batch and sequence."""
+    few, report = compared(lambda x: reference.liger(x, MODEL), [torch.randn(*lead, reference.N, reference.WIDTH)])
+    assert {r.op for r in report.routed} == EVERY and few.runs == 2 and not few.left
+
+
+@pytest.mark.parametrize("lead", ["unlike", "as the streams"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_op_is_refused(name: str, lead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in bf16, whose rounding is larger than what most of these change."""
+    op, change = WRONG[name]
+    wrong(monkeypatch, op, change)
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = given(*LEADS[lead], dtype=dtype)
+        report = compared(site, inputs, check=lambda *_: Verdict())[1]
+        assert {r.op for r in report.routed} == EVERY  # what finds formulas does not see what is emitted
+        report = compared(site, inputs)[1]
+        assert op not in {r.op for r in report.routed}
+        assert [m.op for m in report.near_misses if "verified on random data" in m.reason] == [op]
+
+
+def test_a_wrong_op_is_refused_where_sizes_are_dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong(monkeypatch, *WRONG["orientation"])
+    assert {r.op for r in compared(site, given(3, 50), ((0, 1), (4, 1)))[1].routed} == {"mhc_pre"}
+
+
+def test_a_compile_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compile gives where an op is refused is the formula, gradients included."""
+    wrong(monkeypatch, *WRONG["factor"])
+    inputs = given(2, 3)
+    torch._dynamo.reset()
+    got = Captured(*evaluate(torch.compile(site, backend="mhc_inductor"), inputs))
+    assert difference(got, eager(site, inputs)) < 1e-5
+    report = mhc_inductor.explain(site, *inputs)
+    assert not report.routed and [m for m in report.near_misses if "verified on random data" in m.reason]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_loop_is_compared_with_fewer_sequences(swapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = plain()
+    if swapped:
+        wrong(monkeypatch, "e79_scan", lambda kvqm, b_s, b_m, *rest: (kvqm, b_m, b_s, *rest))
+    few, report = compared(loop, loop.inputs())
+    assert few.runs == 1 and not few.left
+    assert [r.op for r in report.routed] == ["e79_scan"] * (not swapped)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_scan_is_compared_with_fewer_steps(swapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if swapped:
+        wrong(monkeypatch, "e79_scan", lambda kvqm, b_s, b_m, S, M, *rest: (kvqm, b_s, b_m, M, S, *rest))
+    few, report = compared(_by_scan, _given(T=40, B=6))
+    assert few.runs and not few.left
+    assert [r.op for r in report.routed] == ["e79_scan"] * (not swapped)
+
+
+def test_only_a_few_tokens_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that is not here, too: the graph's tensors are on ``meta``."""
+    largest = []
+    data = Trial.data
+
+    def measured(self: Any, *args: Any) -> Any:
+        feed = data(self, *args)
+        largest.append(max(t.numel() for t in feed.values() if isinstance(t, Tensor)))
+        assert all(t.device.type == "cpu" for t in feed.values() if isinstance(t, Tensor))
+        return feed
+
+    monkeypatch.setattr(Trial, "data", measured)
+    report, few = Report(), FewTokens()
+    inputs = [t.to("meta") for t in given(64, 4096)]
+    torch._dynamo.reset()
+    torch.compile(site, backend=interpreted(report, [], few), dynamic=False)(*inputs)
+    assert {r.op for r in report.routed} == EVERY and few.runs == 2 and not few.left
+    assert max(largest) <= (2 * N + N * N) * N * WIDTH
+
+
+def test_the_layers_of_a_model_are_compared_once() -> None:
+    model = deepseek_model.build(deepseek_model.TINY, torch.device("cpu"), torch.float32).train()
+    fn, ids = (lambda ids: model(ids).logits), deepseek_model.tokens(deepseek_model.TINY, torch.device("cpu"))
+    few, report = compared(fn, [ids])
+    assert few.runs == 5 and not few.left
+    assert {r.op for r in report.routed} >= EVERY | {"mhc_head"}
+
+
+LEFT: dict[str, tuple[str, Any]] = {
+    "RuntimeError: no": ("_differs", RuntimeError("no")),
+    "the time for comparisons is over": ("_SECONDS", -1.0),
+    "it has more than 9 calls": ("_CALLS", 9),
+    "an input is too large": ("_ELEMENTS", 100),
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+def test_what_is_not_run_passes_and_is_told(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, value = LEFT[why]
+
+    def failing(*_: Any) -> str:
+        raise value
+
+    monkeypatch.setattr(few_tokens, name, failing if isinstance(value, Exception) else value)
+    few, report = compared(site, given(2, 3))
+    assert {r.op for r in report.routed} == EVERY and not few.runs
+    assert sorted(few.left) == [f"mhc_post: {why}", f"mhc_pre: {why}"]
+    report = mhc_inductor.explain(site, *given(2, 3))
+    assert {r.note for r in report.routed} == {f"not compared on a few tokens: {why}"}
+    assert f"not compared on a few tokens: {why}" in str(report)
+
+
+CALLED = list[str]()
+"""What the modes and hooks of the tests below saw."""
+
+
+class Watching(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        CALLED.extend([str(func)] * isinstance(out, Tensor))
+        return out
+
+
+def _seen(t: Tensor) -> Tensor:
+    CALLED.append("hook")
+    return t
+
+
+@contextlib.contextmanager
+def _set(change: Callable[[Any], None], value: Any, back: Any) -> Iterator[None]:
+    change(value)
+    try:
+        yield
+    finally:
+        change(back)
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "plain": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "fake": torch._subclasses.FakeTensorMode,
+    "device": lambda: torch.device("meta"),
+    "default device": lambda: _set(torch.set_default_device, "meta", None),
+    "default dtype": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
+    "half": lambda: _set(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "deterministic": lambda: _set(torch.use_deterministic_algorithms, True, False),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "function mode": Watching,
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(_seen, _seen),
+}
+
+
+def state() -> Any:
+    """Returns what a check must leave as it is."""
+    on_gpu = torch.cuda.is_initialized()
+    return (
+        [t.tolist() for t in (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if on_gpu else ()))],
+        (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()),
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
+        [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+        (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory),
+        (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), torch.cuda.is_initialized()),
+        torch._guards.TracingContext.try_get(),
+    )
+
+
+@pytest.mark.parametrize("during", ["a compile", "no compile"])
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_nothing_of_the_process_changes(name: str, during: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a formula draws random numbers; modes and hooks around the compile do not see the runs."""
+    few, data, report, graphs = FewTokens(), Trial.data, Report(), list[fx.GraphModule]()
+    monkeypatch.setattr(Trial, "data", lambda *args: (torch.rand(()), data(*args))[1])
+
+    def check(*args: Any) -> Verdict:
+        before = state(), len(CALLED)
+        verdict = few(*args)
+        assert before == (state(), before[1]) and len(CALLED) == before[1], CALLED[before[1] :]
+        return verdict
+
+    inputs = [t.requires_grad_() for t in given(2, 3)]
+    torch._dynamo.reset()
+    if during == "a compile":
+        with CONTEXTS[name]() if name != "fake" else contextlib.nullcontext():
+            torch.compile(site, backend=interpreted(report, [], check), dynamic=False)(*inputs)
+    else:
+        torch.compile(site, backend=interpreted(report, graphs, routed=False), dynamic=False)(*inputs)
+        with CONTEXTS[name]():
+            report = route(graphs[0], check=check)
+    assert not report.problems and not few.left
+    if (name, during) != ("inference", "no compile"):  # a graph with gradients is not routed there
+        assert few.runs == 2 and {r.op for r in report.routed} == EVERY
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta")], ids=["text", "device"])
+def test_devices_that_a_formula_names_are_not_used(device: Any) -> None:
+    few, report = FewTokens(), Report()
+    torch._dynamo.reset()
+    inputs = [t.to("meta") for t in given(2, 3)]
+    torch.compile(site, backend=interpreted(report, [], few), dynamic=False)(*inputs, device)
+    assert {r.op for r in report.routed} == EVERY and few.runs == 2 and not few.left
+
+
+def test_nothing_is_kept_after_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, init = list[weakref.ref[FewTokens]](), FewTokens.__init__
+
+    def counted(self: FewTokens) -> None:
+        checks.append(weakref.ref(self))
+        init(self)
+
+    monkeypatch.setattr(FewTokens, "__init__", counted)
+    torch._dynamo.reset()
+    torch.compile(site, backend="mhc_inductor")(*given(2, 3))
+    gc.collect()
+    assert checks and all(check() is None for check in checks)
