@@ -206,12 +206,15 @@ LOGS: dict[str, Callable[[Tensor], Tensor]] = {
     "potentials": lambda z: _potentials(z).exp(),
     "potentials of a view": lambda z: _potentials(z.flatten(0, 1)).exp().unflatten(0, z.shape[:2]),
 }
+TURNED_LOGS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "half an iteration more": (lambda z: (t := _steps(z)).sub(t.logsumexp(-1, keepdim=True)).exp(), ITERS),
+    "a potential of the step before": (lambda z: _potentials(z, late=1).exp(), ITERS - 1),
+}
+"""Iterations that end with rows. After the first rows, they are whole iterations of the transpose."""
 OTHER_LOGS: dict[str, Callable[[Tensor], Tensor]] = {
     "one iteration": lambda z: _steps(z, iters=1).exp(),
     "one iteration of potentials": lambda z: _potentials(z, iters=1).exp(),
-    "a potential of the step before": lambda z: _potentials(z, late=1).exp(),
     "a potential of other logits": lambda z: _potentials(z, again=True).exp(),
-    "half an iteration more": lambda z: (t := _steps(z)).sub(t.logsumexp(-1, keepdim=True)).exp(),
     "a softmax of rows after rows": lambda z: (_steps(z, iters=ITERS - 1) * 2).log_softmax(-1).softmax(-1),
 }
 
@@ -238,6 +241,16 @@ def test_the_first_iteration_in_the_log_domain_is_the_models(
     assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1} and not got.report.near_misses
     (iters,) = {n.args[1] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)}
     assert iters == ITERS - 1
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 60.0], ids=["", "logits of which exp is 0"])
+@pytest.mark.parametrize("name", list(TURNED_LOGS))
+def test_iterations_of_the_transpose_after_the_first_rows(name: str, scale: float, grad: bool) -> None:
+    fn, iters = TURNED_LOGS[name]
+    got = _in_logs(fn, scale, [0], grad)
+    assert dict(got.ops) == {"mhc_pre": 1, "mhc_post": 1, "mhc_sinkhorn": 1} and not got.report.near_misses
+    assert {n.args[1] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)} == {iters}
 
 
 @pytest.mark.parametrize("scale", [1.0, 60.0], ids=["", "logits of which exp is 0"])

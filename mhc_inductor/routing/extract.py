@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit, Pairs, node_of
 from mhc_inductor.routing.effects import Modes
 from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match
 
 MODES = "mhc_inductor_modes"
@@ -76,6 +77,48 @@ class _Nth:
     i: int
 
 
+def copied(
+    view: View, piece: Piece, nodes: Collection[fx.Node], ends: Collection[fx.Node], stood_for: dict[fx.Node, fx.Node]
+) -> dict[fx.Node, fx.Node]:
+    """Copies the real nodes of ``nodes``, of the view, into a piece. Returns the copies of ``ends``.
+
+    ``stood_for`` maps the ops that earlier matches put in to the nodes that they replaced.
+    """
+    region = sorted(nodes, key=view.order.__getitem__)
+    stepped = any(v in view.made for v in region)
+    at: dict[fx.Node, fx.Node] = {}
+    results: dict[fx.Node, fx.Node] = {}
+    for v in region:
+        if isinstance(example(v), (torch.SymFloat, torch.SymInt, torch.SymBool)):
+            continue  # a number known at compile time: its present value is used
+        real = view.reader.get(v, v)
+        read: dict[fx.Node, fx.Node] = {}
+        part = view.through.get(v)
+        for a in real.all_input_nodes:
+            meant = view.before[v] if a is part else _meant(view, real, a, stood_for)
+            read[a] = at[meant] if meant in at else piece.input(meant)
+        whole = read[view.effects.written(real)[0]] if v in view.made else None
+        if part is not None and whole is not None:
+            read[part] = piece.copy(part, {part.all_input_nodes[0]: whole}, view.modes_at(v))
+        at[v] = made = piece.copy(real, read, view.modes_at(v))
+        if whole is not None:
+            # Use the tensor that the step writes: an assignment (setitem) returns none.
+            at[v] = held = whole
+            if held.op == "placeholder":
+                piece.written.add(held)
+        if v in ends:
+            # Clone the result, because a later in-place step may write it.
+            results[v] = piece.graph.call_method("clone", (at[v],)) if stepped else at[v]
+            results[v].meta.setdefault(MODES, made.meta[MODES])
+    return results
+
+
+def _meant(view: View, real: fx.Node, a: fx.Node, stood_for: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Returns the node of the view that ``real`` reads under the name ``a``, which may be written before ``real``."""
+    resolved, meant = view.resolved.get(real, {}), stood_for.get(a, a)
+    return resolved[a] if a in resolved else resolved.get(view.node(meant), meant)
+
+
 class Cut:
     """The formula and the op of one match as pieces. Both map their placeholders to nodes of the same view."""
 
@@ -116,7 +159,9 @@ class Cut:
     def _formula(self) -> Piece:
         """Builds the formula's piece from the real nodes of the region in graph order, in-place steps included."""
         piece = Piece()
-        results = self._copied(piece, self.place.region | self.derived, [node_of(value) for value, _ in self.pairs])
+        results = copied(
+            self.view, piece, self.place.region | self.derived, [node_of(v) for v, _ in self.pairs], self.stood_for
+        )
         piece.outputs = [results[node_of(value)] for value, _ in self.pairs]
         return piece
 
@@ -132,45 +177,6 @@ class Cut:
             ]
         return found
 
-    def _copied(self, piece: Piece, nodes: set[fx.Node], ends: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Copies the real nodes of ``nodes`` into a piece. Returns the copies of ``ends``."""
-        view = self.view
-        region = sorted(nodes, key=view.order.__getitem__)
-        stepped = any(v in view.made for v in region)
-        at: dict[fx.Node, fx.Node] = {}
-        results: dict[fx.Node, fx.Node] = {}
-        for v in region:
-            if isinstance(example(v), (torch.SymFloat, torch.SymInt, torch.SymBool)):
-                continue  # a number known at compile time: its present value is used
-            real = view.reader.get(v, v)
-            read: dict[fx.Node, fx.Node] = {}
-            part = view.through.get(v)
-            for a in real.all_input_nodes:
-                meant = view.before[v] if a is part else self._meant(real, a)
-                read[a] = at[meant] if meant in at else piece.input(meant)
-            whole = read[view.effects.written(real)[0]] if v in view.made else None
-            if part is not None and whole is not None:
-                read[part] = piece.copy(part, {part.all_input_nodes[0]: whole}, view.modes_at(v))
-            at[v] = made = piece.copy(real, read, view.modes_at(v))
-            if whole is not None:
-                # Use the tensor that the step writes: an assignment (setitem) returns none.
-                at[v] = held = whole
-                if held.op == "placeholder":
-                    piece.written.add(held)
-            if v in ends:
-                # Clone the result, because a later in-place step may write it.
-                results[v] = piece.graph.call_method("clone", (at[v],)) if stepped else at[v]
-                results[v].meta.setdefault(MODES, made.meta[MODES])
-        return results
-
-    def _meant(self, real: fx.Node, a: fx.Node) -> fx.Node:
-        """Returns the node of the view that ``real`` reads under the name ``a``.
-
-        Ops that earlier matches put in stand for the nodes that they replaced, which may be written before ``real``.
-        """
-        resolved, meant = self.view.resolved.get(real, {}), self.stood_for.get(a, a)
-        return resolved[a] if a in resolved else resolved.get(self.view.node(meant), meant)
-
     def _op(self) -> Piece:
         """Builds the op's piece from the new nodes between the match's inputs and its results."""
         piece, edit = Piece(), self.edit
@@ -178,8 +184,8 @@ class Cut:
         every = set(edit.created)
         needed = set(self._needed(given, every))
         ends = [n for v in self.match.derived if (n := node_of(v)) in self.derived]
-        copied = self._copied(piece, self.derived, ends)
-        at = {new: copied[n] for new, n in given.items() if n in copied}
+        known = copied(self.view, piece, self.derived, ends, self.stood_for)
+        at = {new: known[n] for new, n in given.items() if n in known}
         for node in edit.created:
             if node in needed:
                 self._load(piece, node.all_input_nodes, given, at)

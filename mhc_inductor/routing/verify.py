@@ -268,7 +268,7 @@ class Trial:
         with torch.set_grad_enabled(self.modes.grad and bool(wanted)):
             watched = self.match.proposed and grad and piece is self.cut.formula
             with mode if exact else self.branches if watched else contextlib.nullcontext():
-                outputs = _interpreted(piece, leaves, plain=exact)
+                outputs = interpreted(piece, leaves, plain=exact)
             results: Results = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
             live = {i: t for i, t in enumerate(outputs) if grad and t.requires_grad and self.cut.asked[i]}
             grads: Sequence[Tensor | None] = [None] * len(wanted)
@@ -339,7 +339,7 @@ def _upstream(i: int, t: Tensor) -> Tensor:
     return torch.randn(t.shape, generator=g, device=t.device).bfloat16().to(t.dtype)
 
 
-def _interpreted(piece: Piece, feed: Feed, plain: bool) -> list[Tensor]:
+def interpreted(piece: Piece, feed: Feed, plain: bool) -> list[Tensor]:
     """Runs a piece node by node and frees values after their last use. Autocast is ignored if ``plain``."""
     env: Feed = {}
     for view, placeholder in piece.inputs.items():

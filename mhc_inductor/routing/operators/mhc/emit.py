@@ -114,7 +114,7 @@ class Emission:
     def _mixed(self, logits: fx.Node, chain: Chain) -> fx.Node:
         emit, turned = self.edit.emit, chain.transposed
         logits = emit("transpose", logits, -1, -2) if turned else logits
-        mixed = emit(_OPS.mhc_sinkhorn.default, logits, chain.iters, chain.eps or 0.0, chain.form)
+        mixed = emit(_OPS.mhc_sinkhorn.default, logits, chain.iters, chain.eps, chain.form)
         return emit("transpose", mixed, -1, -2) if turned else mixed
 
     def _own(self, value: Value, pre: Pre | None) -> fx.Node | None:
@@ -168,5 +168,5 @@ def _numbers(pre: Pre) -> tuple[Any, ...]:
         return pre.norm.eps, pre.pre.add, *form
     post = (pre.post.mult, pre.post.add) if pre.post is not None else (2.0, 0.0)
     folded = pre.chain if pre.fold else None
-    iterations = (folded.iters or 0, folded.eps or 0.0, folded.form) if folded is not None else (0, 1e-6, "softmax")
+    iterations = (folded.iters or 0, folded.eps, folded.form) if folded is not None else (0, 1e-6, "softmax")
     return pre.norm.eps, pre.pre.add, *post, *iterations, *form

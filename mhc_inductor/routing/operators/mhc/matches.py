@@ -141,5 +141,5 @@ class Sinkhorn:
     def match(self) -> Match:
         """Returns the match of these iterations."""
         detail = f"{self.chain.iters} iterations ({self.chain.words})"
-        inputs = [v for v in (self.chain.logits, self.chain.read) if v is not None]
+        inputs = [*dict.fromkeys((self.chain.logits, self.chain.read))]
         return Match("mhc_sinkhorn", inputs, [self.mixed], detail, data=self, derived=inputs[:-1])

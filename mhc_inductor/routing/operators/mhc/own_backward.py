@@ -21,10 +21,9 @@ from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.fp64 import Exact
 from mhc_inductor.routing.graph.expressions import chain, whole, written
-from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.interface import Match, Mismatch, Miss
+from mhc_inductor.routing.interface import Match, Miss
 from mhc_inductor.routing.operators.kernels import kernels_of
 from mhc_inductor.routing.operators.mhc.emit import Emission
 from mhc_inductor.routing.operators.mhc.matches import Sinkhorn
@@ -155,7 +154,9 @@ def _function(view: View, node: fx.Node) -> Function | None:
     logits = view.value(start) if isinstance(start, fx.Node) and apart else None
     if logits is None or not _alike(logits, mixed):
         return None
-    return Function(node, (bodies[0], bodies[1]), at, dataclasses.replace(steps, logits=logits), mixed, own)
+    return Function(
+        node, (bodies[0], bodies[1]), at, dataclasses.replace(steps, logits=logits, read=logits), mixed, own
+    )
 
 
 def _alike(a: Value, b: Value) -> bool:
@@ -169,12 +170,10 @@ def _iterations(forward: View) -> tuple[Chain, Any] | None:
     results = [results] if isinstance(results, fx.Node) else [*results]
     # Dynamo of torch 2.11 returns every step of the forward after its results.
     result = forward.value(results[0]) if results and isinstance(results[0], fx.Node) else None
-    try:
-        steps = Chains().of(result) if result is not None else None
-        seen = chain(whole(steps.logits)) if steps is not None else []
-    except (Mismatch, Unsupported):
-        return None
-    if steps is None or not steps.iters or len(steps.axes) < 3 or any(written(r.value) for r in seen):
+    group = Chains(forward).group(result) if result is not None else None
+    steps = group.chains.get(result) if group is not None and result is not None else None
+    seen = chain(whole(steps.logits)) if steps is not None else []
+    if steps is None or not steps.iters or steps.steps < 3 or any(written(r.value) for r in seen):
         return None
     return steps, seen[-1].value.node if seen[-1].index == seen[0].index else None
 
@@ -235,7 +234,7 @@ def _apart(a: Tensor, b: Tensor, size: Tensor) -> float:
 
 def _op(logits: Tensor, steps: Chain) -> Tensor:
     logits = logits.mT if steps.transposed else logits
-    mixed: Tensor = torch.ops.mhc_inductor.mhc_sinkhorn.default(logits, steps.iters, steps.eps or 0.0, steps.form)
+    mixed: Tensor = torch.ops.mhc_inductor.mhc_sinkhorn.default(logits, steps.iters, steps.eps, steps.form)
     return mixed.mT if steps.transposed else mixed
 
 

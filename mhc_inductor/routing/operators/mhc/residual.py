@@ -16,7 +16,7 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc.formula import Affine, square_matrices
 from mhc_inductor.routing.operators.mhc.matches import Pre
-from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
+from mhc_inductor.routing.operators.mhc.sinkhorn import ONCE, UNFINISHED, Chain
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.mhc.groups import Group
@@ -34,8 +34,6 @@ LIGHT = {
     aten.add.Scalar,
 }
 """Elementwise operations that the search passes in tensors as large as the streams."""
-UNFINISHED = "the last Sinkhorn iteration divides by the sums over one dim only; expected rows and columns"
-ONCE = "h_res is divided by the sums over one dim, as by a softmax, and no Sinkhorn iterations of the op follow"
 
 
 class Residual:
@@ -61,25 +59,24 @@ class Residual:
         upright = [v for v, affine in self.logits.items() if not affine.transposed]
         if not upright:
             raise Mismatch("h_res is laid out transposed; expected row-major [n, n]", next(iter(self.logits)))
-        # Iterations on transposed logits, and in the log domain after the first, are left to a separate Sinkhorn op.
-        chains = [(v, c) for v, c in self.chains if c.logits in upright and not c.wide]
+        # Iterations on transposed logits are left to a separate Sinkhorn op.
+        chains = [(v, c) for v, c in self.chains if c.logits in upright]
         start = next((v for v in upright if len(v.shape) >= 2 and v.shape[-1] == Size(self.pre.n)), upright[0])
         if chains:
             start = chains[0][1].logits
         self.pre.res, self.pre.h_res = self.logits[start], start
-        self.pre.steps += [v for v, c in chains if c.axes]  # exp alone may begin iterations of what was subtracted
+        self.pre.steps += [v for v, _ in chains]
         self._choose_chain(start, chains)
 
     def _choose_chain(self, start: Value, chains: list[tuple[Value, Chain]]) -> None:
         pre = self.pre
-        complete = [(v, c) for v, c in chains if c.iters is not None]
-        steps = max((len(c.axes) for _, c in chains), default=0)
-        if pre.foreign is None and steps > max((len(c.axes) for _, c in complete), default=0):
-            last = next(v for v, c in chains if len(c.axes) == steps)
-            pre.foreign = Mismatch(UNFINISHED if steps > 1 else ONCE, last)
-        if not complete or pre.foreign is not None:
+        steps = max((c.steps for _, c in chains), default=0)
+        last = [(v, c) for v, c in chains if c.steps == steps]
+        if pre.foreign is None and steps % 2:
+            pre.foreign = Mismatch(UNFINISHED if steps > 1 else ONCE, last[-1][0])
+        if not last or pre.foreign is not None:
             return
-        pre.mixed, pre.chain = next((v, c) for v, c in complete if len(c.axes) == steps)
+        pre.mixed, pre.chain = last[0]
         pre.fold = not pre.chain.transposed and self._only_through(start, pre.mixed)
 
     def _collect(self, nodes: Iterable[fx.Node]) -> Mismatch | None:
@@ -99,15 +96,14 @@ class Residual:
 
     def _in_chain(self, value: Value) -> bool:
         """Checks whether ``value`` is a step of Sinkhorn iterations on the logits, or of iterations that do not fit."""
-        pre = self.pre
-        if not square_matrices(value) or value.shape[-1].factor != pre.n:
+        pre, group = self.pre, self.group.search.chains.group(value)
+        if group is None or value not in group.after or value.shape[-1].factor != pre.n:
             return False
-        try:
-            chain = self.group.search.chains.of(value)
-        except Mismatch as mismatch:
-            pre.foreign = pre.foreign or mismatch
+        if group.miss is not None:
+            pre.foreign = pre.foreign or group.miss
             pre.steps.append(value)
             return True
+        chain = group.chains.get(value)
         with contextlib.suppress(Mismatch):  # iterations of something else, such as logits minus their maximum
             if chain is not None and self._is_logits(chain.logits):
                 self.chains.append((value, chain))

@@ -6,16 +6,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import fx
 
-from mhc_inductor.ops.checks import MAX_STREAMS
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, is_cast, peel, product, whole
 from mhc_inductor.routing.graph.gates import SIGMOIDS, argument_of, gate_of
-from mhc_inductor.routing.graph.index import DynamicWidth, Size, Unsupported, product_of
-from mhc_inductor.routing.graph.values import Value, elements_read, example, name_of
+from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, product_of
+from mhc_inductor.routing.graph.values import Value, elements_read, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
@@ -26,9 +24,7 @@ from mhc_inductor.routing.operators.mhc.groups import FEW, Group, gate_of_stream
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.mixing import Post
 from mhc_inductor.routing.operators.mhc.norm import Norm, root_of
-from mhc_inductor.routing.operators.mhc.normalisation import bare, iterated
-from mhc_inductor.routing.operators.mhc.residual import UNFINISHED
-from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, Chains
+from mhc_inductor.routing.operators.mhc.sinkhorn import Chains, Iterations
 from mhc_inductor.routing.operators.mhc.static import STATIC, family, lists, residual_of
 
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
@@ -37,10 +33,6 @@ _OTHER_WEIGHTS = (
     "the weights of the streams are computed from x, but not as sigmoid(alpha * z + bias) "
     "with z = (x @ phi.T) * rsqrt(mean(x * x) + eps) over all n * D elements of a token"
 )
-_NO_START = "sinkhorn iterations of a matrix that is neither softmax(logits) nor exp(logits)"
-_EXPONENTIALS = (
-    aten._softmax.default, aten.softmax.int, aten._log_softmax.default, aten.log_softmax.int, aten.exp.default,
-)  # fmt: skip
 
 
 class Search:
@@ -48,7 +40,7 @@ class Search:
 
     def __init__(self, view: View) -> None:
         self.view = view
-        self.chains = Chains()
+        self.chains = Chains(view)
         self.found: list[Pre | PostUse | CollapseUse | Sinkhorn] = []
         self.misses: list[Miss] = []
         self._claimed: set[fx.Node] = set()
@@ -69,10 +61,6 @@ class Search:
         self._lone_sinkhorns(avoid)
         self._lone_posts()
         first = next(iter(self.view.graph.nodes))
-        if not self.view.body:  # a body may be that of an autograd.Function, which has its own backward
-            reported = [m.start for m in self.misses if m.op == "mhc_sinkhorn" and m.start is not None]
-            with contained(self.view, first):
-                self._lone_iterations(avoid, reported)
         with contained(self.view, first):
             self._lone_logits(avoid, settled)
             self._lone_lists()
@@ -178,36 +166,32 @@ class Search:
     # --- Sinkhorn iterations and posts that belong to no routed pre ---
 
     def _lone_sinkhorns(self, avoid: set[fx.Node]) -> None:
-        mine = {s.mixed for s in self.found if isinstance(s, (Sinkhorn, Pre))}
+        known = {s.mixed for s in self.found if isinstance(s, (Sinkhorn, Pre))}
         for node in self.view.nodes:
-            value = self._called(node, "softmax", "log_softmax", "exp") if node not in avoid else None
-            if value is None or value.func not in _EXPONENTIALS or not square_matrices(value):
+            value = self.view.value(node) if node in self.view.live and node not in avoid else None
+            group = None
+            with contextlib.suppress(Unsupported), contained(self.view, node):
+                group = self.chains.group(value) if value is not None else None
+            if group is None or value is None or not known.isdisjoint(group.after):
                 continue
+            known |= group.after
+            if any(v.node in avoid for v in group.after) or (self.view.body and not group.chains):
+                continue  # a body may be that of an autograd.Function, which has its own backward
             try:
-                with contained(self.view, node):
-                    found = self._longest(node, value, avoid)
-                    if found is not None and found.mixed not in mine:
-                        mine.add(found.mixed)
-                        self.found.append(found)
+                self._lone_sinkhorn(group)
             except Mismatch as mismatch:
                 self.miss("mhc_sinkhorn", mismatch, value)
 
-    def _lone_iterations(self, avoid: set[fx.Node], reported: list[Value]) -> None:
-        """Reports matrices that are repeatedly divided by their own sums in a form that the op does not have."""
-        mixed = [m for s in self.found if isinstance(s, (Sinkhorn, Pre)) and (m := s.mixed) is not None]
-        known = {bare(whole(v)).value for v in (*mixed, *reported)}
-        there = self.view.live - _chain_nodes(mixed)
-        values = [v for n in self.view.nodes if n in there and (v := self.view.value(n)) is not None]
-        for first, *steps in iterated(filter(square_matrices, values)):
-            mine = known.intersection([first, *(bare(whole(v)).value for v in steps)])
-            if len(steps) < 3 or mine or any(v.node in avoid for v in steps):
-                continue
-            why = Mismatch(_NO_START, first)
-            try:
-                self.chains.of(steps[-1])
-            except Mismatch as mismatch:
-                why = mismatch
-            self.miss("mhc_sinkhorn", why, steps[0])
+    def _lone_sinkhorn(self, group: Iterations) -> None:
+        if group.miss is None and group.steps < 3:
+            return
+        value, chain = [(v, c) for v, c in group.last if v.shape == group.last[0][0].shape][-1]
+        if value.dtype is torch.float64 and chain.logits.dtype is not torch.float64:
+            raise Mismatch(
+                "the Sinkhorn iterations are in float64 and the logits are not: the op would compute them in float32",
+                value,
+            )
+        self.found.append(Sinkhorn(chain, value))
 
     def _lone_logits(self, avoid: set[fx.Node], settled: set[Value]) -> None:
         """Reports projections of normed streams that no sigmoid takes and whose Sinkhorn iterations are not routed."""
@@ -224,43 +208,6 @@ class Search:
                 known.add(norm.x)
                 settled.add(norm.x)
                 self.miss("mhc_pre", Mismatch(gate[1] if gate is not None else _NO_PRE, value), value)
-
-    def _longest(self, seed: fx.Node, first: Value, avoid: set[fx.Node]) -> Sinkhorn | None:
-        """Returns the longest chain of iterations from ``seed``, or None. Raises Mismatch where it cannot be routed."""
-        found: list[tuple[Value, Chain]] = []
-        admit = functools.partial(self._no_larger, shape=first.shape)
-        for node in self.view.descendants([seed], admit, 2000):
-            value = self.view.value(node)
-            if node in avoid or value is None or value.shape != first.shape:
-                continue
-            try:
-                chain = self.chains.of(value)
-            except Mismatch:
-                if all(len(c.axes) < 3 for _, c in found):
-                    return None
-                raise
-            found += [(value, chain)] if chain is not None else []
-        steps = max((len(c.axes) for _, c in found), default=0)
-        if steps < 3:
-            return None
-        best = next(((v, c) for v, c in reversed(found) if c.iters is not None and len(c.axes) == steps), None)
-        if best is None:
-            raise Mismatch(UNFINISHED, next(v for v, c in found if len(c.axes) == steps))
-        value, chain = best
-        if chain.logits.node is None:
-            raise Mismatch("the logits of the sinkhorn iterations are inside a composite operation", value)
-        if value.dtype is torch.float64 and chain.logits.dtype is not torch.float64:
-            raise Mismatch(
-                "the Sinkhorn iterations are in float64 and the logits are not: the op would compute them in float32",
-                value,
-            )
-        return Sinkhorn(chain, value)
-
-    def _no_larger(self, node: fx.Node, *, shape: tuple[Size, ...]) -> bool:
-        value = self.view.values.of(node)
-        if not isinstance(value, Value):
-            return True
-        return product_of(shape).over(product_of(value.shape)) is not None
 
     def _lone_posts(self) -> None:
         """Finds expand-and-mixes whose coefficients no norm's formula claims; that formula handles the others."""
@@ -357,23 +304,3 @@ def _check_unaltered(term: Ref) -> None:
             raise Mismatch(f"alpha multiplies z and a bias; {mhc.EXPECTED}", term.value)
         if func not in _ADDED and argument is not None and streams_behind(argument.value) is not None:
             raise Mismatch(f"{func.overloadpacket.__name__} is applied to the logits; {mhc.EXPECTED}", term.value)
-
-
-def _chain_nodes(mixed: Iterable[Value]) -> set[fx.Node]:
-    """Returns the nodes of iterations: those behind ``mixed``, through tensors whose last two dims are small."""
-    found: set[fx.Node] = set()
-    todo = [v.node for v in mixed if v.node is not None and square_matrices(v)]
-    while todo:
-        node = todo.pop()
-        if node not in found and node.op.startswith("call_"):
-            found.add(node)
-            todo += [a for a in node.all_input_nodes if _small(example(a))]
-    return found
-
-
-def _small(t: Any) -> bool:
-    return (
-        isinstance(t, torch.Tensor)
-        and t.dim() >= 2
-        and all(isinstance(s, int) and s <= MAX_STREAMS for s in t.shape[-2:])
-    )

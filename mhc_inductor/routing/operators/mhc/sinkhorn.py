@@ -1,386 +1,258 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinkhorn iterations in normal form: a chain of steps, each dividing a matrix by its own row or column sums."""
+"""Sinkhorn iterations, found by running: what a graph computes of logits alone, next to the op's iterations.
+
+No spelling is read. The op's matrices after each step, in each of its forms and with each number of the graph as eps, are
+compared with every matrix of the graph (:mod:`.iterates`); where one is the last of whole iterations, so are gradients.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import itertools
-import math
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from mhc_inductor.routing.graph.expressions import Ref, addends, aten, close, operands, peel, summed, whole
-from mhc_inductor.routing.graph.index import Unsupported
-from mhc_inductor.routing.graph.values import Value
+import torch
+from torch import Tensor, fx
+
+from mhc_inductor import compat
+from mhc_inductor.routing.extract import Piece
+from mhc_inductor.routing.graph.expressions import aten
+from mhc_inductor.routing.graph.index import ONE, Size, product_of
+from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import constant_of
-from mhc_inductor.routing.operators.mhc.formula import COLUMNS, ROWS, square_matrices
-from mhc_inductor.routing.operators.mhc.normalisation import (
-    DIM_NAMES,
-    axis_of,
-    constant_along,
-    dim_summed,
-    divisor_of,
-    inverse_of,
-    logsumexp_of,
-    maximum_of,
-    named_value,
-    sum_of,
-)
-from mhc_inductor.routing.operators.mhc.scalings import Scalings
+from mhc_inductor.routing.operators.mhc.formula import square_matrices
+from mhc_inductor.routing.operators.mhc.iterates import CLOSE, Forms, Step, explained, kinds, nearest, off
+from mhc_inductor.routing.region import Region, chunks, fix, numbers_in, random, root_of, run
+from mhc_inductor.routing.verify import NotRun, said
 
-_ROUNDED = 1e-6
-"""The largest logarithm of a factor that is 1 but for rounding: log n is often computed in fp32."""
-ONE_LOG = "there is one Sinkhorn iteration in the log domain, of logits of which exp may be 0; expected two or more"
+UNFINISHED = "the last Sinkhorn iteration divides by the sums over one dim only; expected rows and columns"
+ONCE = "h_res is divided by the sums over one dim, as by a softmax, and no Sinkhorn iterations of the op follow"
+OTHER = "rows and columns are normalised {count} times, and no form of mhc_sinkhorn gives the matrix: {nearest}"
+GRADIENT = "the gradient of these iterations is not their derivative: run in fp64, it differs by {error:.1e}"
+UNRUN = "these iterations could not be run on a few tokens: {why}"
+_GRADIENTS = 1e-6
+"""The difference of gradients, relative to the largest of a token's, that is none."""
+_MOST = 256
+"""The most normalisations that are looked for."""
+_FEW = ((40, 2, 3), (3, 30, 2))
+"""The leading sizes of the logits in the first run and in the second."""
+_SOFTMAX = (aten._softmax.default, aten.softmax.int)
+_LOGS = (aten._log_softmax.default, aten.log_softmax.int, aten.logsumexp.default)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """``logits`` after a softmax or an exp and the normalisations ``axes``, each given by the dim summed over."""
+    """``steps`` normalisations over rows and columns in turn of ``logits``, which are computed from ``read`` alone."""
 
     logits: Value
+    read: Value
     form: str
-    axes: tuple[int, ...]
-    eps: float | None = None
-    shift: int | None = None
-    shifted: Value | None = None
-    """The argument of exp, where something is subtracted from the logits."""
-    steady: tuple[int, ...] = (ROWS, COLUMNS)
-    """The dims along which the subtracted value is constant."""
-    log: bool = False
-    wide: bool = False
-    """Whether the first log-domain iteration is among ``axes``: its columns may be larger than the range of exp."""
-    read: Value | None = None
-    """What the model reads, where it computes the first iteration as addends: ``logits`` are computed from it."""
-    eps_added: bool = False
-    offset: float = 0.0
-    """The logarithm of a number that multiplies the matrix, as log marginals do."""
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the first normalisation is over columns, as in iterations on the transposed logits."""
-        return self.axes[:1] == (COLUMNS,)
+    eps: float
+    steps: int
+    transposed: bool
+    """Whether the first normalisation is over columns, as in iterations on the transposed logits."""
 
     @property
     def iters(self) -> int | None:
-        """The number of iterations; None within an iteration, in the log domain, or where eps does not fit the form.
-
-        None too where the sums are another number than 1.
-        """
-        if self.log or self.wide or not self.axes or len(self.axes) % 2 or abs(self.offset) > _ROUNDED:
-            return None
-        if self.form == "softmax" and (self.eps or 0.0) > 0.0 and not self.eps_added:
-            return None
-        return len(self.axes) // 2
+        """The number of iterations, None within one."""
+        return None if self.steps % 2 else self.steps // 2
 
     @property
     def words(self) -> str:
         """The form and eps as text for reports."""
-        return f"{self.form}, eps = {self.eps or 0.0:g}"
+        return f"{self.form}, eps = {self.eps:g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Iterations:
+    """What is found of one tensor of logits."""
+
+    chains: dict[Value, Chain]
+    after: set[Value]
+    """All matrices from the first exponential or normalisation on."""
+    miss: Mismatch | None = None
+    """Why the last of them has no chain."""
+
+    @functools.cached_property
+    def steps(self) -> int:
+        """The most steps of a chain."""
+        return max((chain.steps for chain in self.chains.values()), default=0)
+
+    @property
+    def last(self) -> list[tuple[Value, Chain]]:
+        """The matrices after the most steps, with their chains. Raises Mismatch where these are no whole iterations."""
+        found = [(v, chain) for v, chain in self.chains.items() if chain.steps == self.steps]
+        if self.miss is not None:
+            raise self.miss
+        if self.steps % 2:
+            raise Mismatch(UNFINISHED if self.steps > 1 else ONCE, found[-1][0])
+        return found
 
 
 class Chains:
-    """Finds the chains that end at values, each once."""
+    """Finds the chains that end at values of a graph. Equal pieces are run once."""
 
-    def __init__(self) -> None:
-        self._of: dict[Value, Chain | Mismatch | None] = {}
-        self.scalings = Scalings()
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self._groups: dict[fx.Node, Iterations | None] = {}
+        self._known: dict[Any, tuple[dict[int, Step], str]] = {}
 
-    def of(self, value: Value) -> Chain | None:
-        """Returns the chain that ends at ``value``, or None. Raises Mismatch where a step of a chain does not fit."""
-        if value not in self._of:
-            try:
-                self._of[value] = self._find(value)
-            except Mismatch as mismatch:
-                self._of[value] = mismatch
-            except Unsupported:
-                self._of[value] = None
-        found = self._of[value]
-        if isinstance(found, Mismatch):
-            raise found
-        return found
-
-    def _find(self, value: Value) -> Chain | None:
-        out = whole(value)
-        ref = peel(out) if square_matrices(value) else out
-        if not square_matrices(value) or ref.index != out.index:
+    def group(self, value: Value) -> Iterations | None:
+        """Returns what is found of the logits behind a matrix, or None."""
+        node = value.node
+        if node is None or not square_matrices(value):
             return None
-        func = ref.value.func
-        if func in (aten._softmax.default, aten.softmax.int):
-            return self._softmax(ref.value.args[0], axis_of(ref.value, ref.value.args[1]))
-        if func in (aten._log_softmax.default, aten.log_softmax.int):
-            return self._log_step(ref.value.args[0], axis_of(ref.value, ref.value.args[1]))
-        if func is aten.exp.default:
-            return self._exp(Ref(ref.value.args[0], ref.index))
-        if func in (aten.add.Tensor, aten.add.Scalar):
-            return self._plus_number(ref) or self._plus_eps(ref) or self._potentials(ref)
-        if func is aten.sub.Tensor:
-            return self._plus_number(ref) or self._less_logsumexp(ref) or self._potentials(ref)
-        if func in (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-            return self._times_number(ref) or self._quotient(ref)
-        return None
+        if node not in self._groups:
+            admit = functools.partial(self._admit, size=product_of(value.shape))
+            root = root_of(self.view, node, square_matrices, admit)
+            region = Region(self.view, root, admit) if root is not None else None
+            found = self._found(region) if region is not None else None
+            self._groups.update(dict.fromkeys((node, *(region.inside if region is not None else ())), found))
+        return self._groups[node]
 
-    def _times_number(self, ref: Ref) -> Chain | None:
-        """Returns the chain of a matrix of log-domain iterations times a positive number, or None."""
-        sides = operands(ref)
-        inner, number = next((a for a in sides if isinstance(a, Ref)), None), _number(ref)
-        before = self.of(inner.value) if inner is not None and number is not None else None
-        if before is None or number is None or before.log or not before.offset:
+    def _admit(self, node: fx.Node, *, size: Size) -> bool:
+        """Checks whether a node may be part of iterations: a call that gives the same for the same, and no more."""
+        made = self.view.values.of(node)
+        if not self.view.values.inspectable(node):
+            return False
+        return not isinstance(made, Value) or (size.over(product_of(made.shape)) is not None and not random(made))
+
+    def _found(self, region: Region) -> Iterations | None:
+        values = [v for n in region.nodes if (v := self.view.value(n)) is not None]
+        steps = [v for v in values if v.func in (*_SOFTMAX, *_LOGS) or _divides(v)]
+        begins = next((i for i, v in enumerate(values) if v in steps or v.func is aten.exp.default), None)
+        ends = [v for v in values if square_matrices(v) and v.dtype.is_floating_point]
+        root = self.view.value(region.root)
+        if root is None or begins is None or not ends:
             return None
-        return dataclasses.replace(before, offset=before.offset + math.log(number))
+        softmax, most = values[begins].func in _SOFTMAX, min(len(values) + 1, _MOST)
+        every, found, why = self._steps(region, [root, *ends], softmax, most)
+        chains = {every[i]: Chain(every[step.start], root, *step[1:]) for i, step in found.items()}
+        deepest = max((chain.steps for chain in chains.values()), default=0)
+        after = region.after([v.node for v, chain in chains.items() if chain.steps == deepest] or [region.root])
+        whole = chains and not deepest % 2  # what is computed of the last matrix may be anything but a step
+        rest = [
+            v for v in every if v.node in after and (_divides(v) if whole else v in steps or v.func is aten.exp.default)
+        ]
+        miss = Mismatch(why.format(count=len(steps)), rest[-1]) if rest and len(steps) > 2 else None
+        return Iterations(chains, {*values[begins:]}.intersection(ends), miss)
 
-    def _plus_number(self, ref: Ref) -> Chain | None:
-        """Returns the chain of a matrix of log-domain iterations plus a number, such as a log marginal, or None."""
-        (sign, inner), (weight, number) = summed(ref) or [(0.0, 0.0)] * 2
-        before = self.of(inner.value) if sign == 1.0 and isinstance(inner, Ref) and isinstance(number, float) else None
-        if before is None or not before.log or not isinstance(number, float):
-            return None
-        return dataclasses.replace(before, offset=before.offset + weight * number)
-
-    def _quotient(self, ref: Ref) -> Chain | None:
-        """Returns the chain of a matrix divided by its sums, step by step or by the factors of all steps, or None."""
-        chain = mismatch = None
+    def _steps(
+        self, region: Region, every: list[Value], softmax: bool, most: int
+    ) -> tuple[list[Value], dict[int, Step], str]:
+        """Returns the matrices that could be run, what they are, and why the others are nothing; the first is the root."""
         try:
-            chain = self._normalised(ref)
-        except Mismatch as error:
-            mismatch = error
-            if any(self._of.get(a.value) is mismatch for a in operands(ref) if isinstance(a, Ref)):
-                raise  # an earlier step does not fit
-        if chain is None:
-            chain, halfway = self._scaled(ref)
-            if chain is None and mismatch is not None and not halfway:
-                raise mismatch
-        return chain
+            return every, *self._run(region, every[1:], softmax, most)
+        except Exception as error:  # what cannot be run is left alone
+            why = UNRUN.format(why=error if isinstance(error, NotRun) else said(error))
+        some = [v for v in every if v.shape == every[0].shape]  # others may be views with the present sizes
+        with contextlib.suppress(Exception):
+            return some, *self._run(region, some[1:], softmax, most)
+        return every, {}, why
 
-    def _normalised(self, ref: Ref) -> Chain | None:
-        """Returns the chain of a matrix divided by its sums, or multiplied by their reciprocals; None without one."""
-        left, right = operands(ref)
-        if ref.value.func is aten.div.Tensor:
-            return self._divided(left, right) if isinstance(left, Ref) and isinstance(right, Ref) else None
-        for a, b in ((left, right), (right, left)):
-            if isinstance(a, Ref) and isinstance(b, Ref) and self.of(a.value) is not None:
-                inverse = inverse_of(b)
-                if inverse is not None:
-                    return self._divided(a, inverse)
-        return None
+    def _run(self, region: Region, ends: list[Value], softmax: bool, most: int) -> tuple[dict[int, Step], str]:
+        """Returns the step that each matrix is, by its number, and why the others are none."""
+        piece = region.piece([v.node for v in ends if v.node is not None])
+        floats = tuple(f.node.hint for n in piece.inputs if isinstance(f := example(n), torch.SymFloat))
+        key = piece.structure(), str(example(region.root).shape), softmax, floats
+        if key not in self._known:
+            with compat.routing.outside_compile():
+                self._known[key] = _Runs(region, piece, softmax, most).steps()
+        found, why = self._known[key]
+        if any(not step.steps % 2 for step in found.values()):
+            fix(piece)
+        return found, why
 
-    def _scaled(self, ref: Ref) -> tuple[Chain | None, bool]:
-        """Returns the chain that ``ref`` is in scaling form, or None, and whether it is an intermediate of one."""
-        known = self.scalings.of(ref)
-        if known is None or not known.axes:
-            return None, known is not None
-        chain = self.of(known.matrix)
-        if chain is None or chain.form != "exp" or chain.axes:
-            return None, False
-        return dataclasses.replace(_unshifted(chain, known.axes[0]), axes=known.axes, eps=0.0), False
 
-    def _softmax(self, logits: Value, dim: int | None) -> Chain | None:
-        """Returns the chain of a softmax, which may be the last step and the exp of log-domain iterations, or None."""
-        chain = self._log_step(logits, dim)
-        begins = chain is not None and chain.wide and len(chain.axes) == 1
-        return Chain(chain.logits, "softmax", chain.axes) if begins and chain is not None else _exponential(chain)
+def _divides(value: Value) -> bool:
+    """Checks whether a matrix is divided, or multiplied, by one number a row or a column."""
+    if value.func not in (aten.div.Tensor, aten.mul.Tensor) or not square_matrices(value):
+        return False
+    given = [a.args[0] if a.func is aten.expand.default else a for a in value.args if isinstance(a, Value)]
+    return any(ONE in (*a.shape[-2:],) for a in given if len(a.shape) == len(value.shape))
 
-    def _log_step(self, logits: Value, dim: int | None) -> Chain | None:
-        if dim is None:
-            return None
-        before = self.of(named_value(logits))
-        first = before is not None and before.log and before.wide and len(before.axes) == 2
-        if before is not None and before.log and not first:
-            return dataclasses.replace(before, axes=_next(before, dim, logits), offset=0.0)
-        return Chain(named_value(logits), "exp", (dim,), eps=0.0, log=True, wide=not first)
 
-    def _less_logsumexp(self, ref: Ref) -> Chain | None:
-        """Returns the chain of ``t - logsumexp(t)``, a log-softmax written out, or None."""
-        if len(ref.value.args) != 2:
-            return None
-        logits, total = operands(ref)
-        if not isinstance(logits, Ref) or not isinstance(total, Ref):
-            return None
-        total = peel(total)
-        if total.value.func is not aten.logsumexp.default:
-            return None
-        dim, summand = logsumexp_of(total, logits)
-        return self._log_step(logits.value, dim) if summand is not None and peel(summand) == peel(logits) else None
+class _Runs:
+    """Runs one piece on data."""
 
-    def _potentials(self, ref: Ref) -> Chain | None:
-        """Returns the chain of ``t + u + v``: log-domain iterations with one addend for rows and one for columns.
+    def __init__(self, region: Region, piece: Piece, softmax: bool, most: int) -> None:
+        self.region, self.piece, self.n = region, piece, int(example(region.root).shape[-1])
+        values = (region.view.value(n) for n in region.nodes)
+        numbers = numbers_in(v for v in values if v is not None)
+        plain, far = kinds(numbers)
+        self.grad = any(region.view.modes_at(n).grad for n in region.nodes)
+        self.kinds, self.plain, self.apart = [*plain, *far], len(plain), False
+        self.forms = Forms(("softmax", "exp", "exp_eps") if softmax else ("exp", "exp_eps", "softmax"), numbers, most)
+        if len(numbers) > 12:
+            raise NotRun("it names more than 12 numbers")
 
-        Each addend is ``-logsumexp(t + the other)``. A term that is constant along the dim of a logsumexp cancels.
-        """
-        axes, sums, own = list[int](), list[Value](), _addends(ref)
-        offset = own[0]
-        while len(own[1]) > 1 and (found := _last_step(ref, own[1], axes[-1] if axes else None)) is not None:
-            offset -= 0.0 if axes else found[1][0]  # numbers before the last step cancel
-            axes.append(found[0])
-            sums.append(found[2].value)
-            own = found[1]
-        if not axes or any(a == b for a, b in itertools.pairwise(axes)):
-            return None
-        read, wide = _start(sums[-1]), len(axes) <= 2
-        logits, axes = (read, axes) if wide else (named_value(sums[-3]), axes[:-2])
-        if wide and (len(read.shape) != len(ref.index) or _addends(Ref(read, ref.index))[1] != own[1]):
-            return None
-        return Chain(logits, "exp", (*axes[::-1],), 0.0, log=True, wide=wide, read=read, offset=offset)
+    def steps(self) -> tuple[dict[int, Step], str]:
+        """Returns the step that each matrix is, by its number, and why the others are none."""
+        values, first = self.values(_FEW[0])
+        again, _ = self.values(_FEW[1])
+        best, why = dict[int, Step](), ""
+        for found in explained(values, first, self.forms):
+            deepest = max((step.steps for step in found.values()), default=0)
+            last = {i: step for i, step in found.items() if step.steps == deepest and not deepest % 2}
+            errors = {i: self.gradient(i, step) if self.grad else 0.0 for i, step in last.items()}
+            same = [
+                i
+                for i, s in last.items()
+                if errors[i] <= _GRADIENTS and off(again[i], mixed(again[s.start], s)) <= CLOSE
+            ]
+            if same:
+                best, why = {i: step for i, step in found.items() if i in same or i not in last}, ""
+                break
+            if errors and not why:
+                why = GRADIENT.format(error=min(errors.values()))
+            best = best or (found if not last else {})
+        if not why and len(values) - 1 not in best:
+            why = OTHER.format(count="{count}", nearest=nearest(values, self.forms))
+        return best, why
 
-    def _exp(self, ref: Ref) -> Chain | None:
-        inner = self.of(named_value(ref.value))
-        if inner is not None:
-            return _exponential(inner) if inner.log else None
-        argument = peel(ref)
-        if argument.value.func is aten.sub.Tensor and len(argument.value.args) == 2:
-            logits, top = operands(argument)
-            if isinstance(logits, Ref) and isinstance(top, Ref) and square_matrices(logits.value):
-                steady = tuple(d for d in (ROWS, COLUMNS) if constant_along(top, logits, d))
-                if steady:
-                    peak, whole_ = maximum_of(top, logits), named_value(ref.value)
-                    return Chain(named_value(logits.value), "exp", (), shift=peak, shifted=whole_, steady=steady)
-        return Chain(named_value(ref.value), "exp", ())
+    def values(self, few: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+        """Returns the logits and the matrices [tokens, n, n] on all kinds of data, and the tokens of ordinary data."""
+        made = [*self.runs(few, False)]
+        if len(made) == 1 and not all(bool(v[made[0][0] < self.plain].isfinite().all()) for v in made[0][1]):
+            self.apart = True  # one token's numbers reach another's
+            made = [*self.runs(few, False)]
+        values = [torch.cat(parts) for parts in zip(*(outs for _, outs in made), strict=True)]
+        return values, torch.cat([which for which, _ in made]) == 0
 
-    def _plus_eps(self, ref: Ref) -> Chain | None:
-        a, b = operands(ref)
-        inner, eps = (a, b) if isinstance(a, Ref) else (b, a)
-        if not isinstance(inner, Ref) or not isinstance(eps, float):
-            return None
-        before = self.of(inner.value)
-        if before is not None and before.form == "exp" and len(before.axes) == 1 and before.eps == 0.0:
-            # exp divided by its sums is a softmax.
-            before = dataclasses.replace(before, form="softmax", eps=None)
-        if before is None or before.form != "softmax":
-            return None
-        if before.log or len(before.axes) != 1 or before.eps is not None or eps < 0.0:
-            raise Mismatch(
-                f"{eps:g} is added within the Sinkhorn iterations; expected once, right after the softmax", ref.value
+    def runs(self, few: Sequence[int], grad: bool) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yields the kinds of tokens, and the logits and matrices [tokens, n, n] of a run."""
+        piece, feed, tokens = self.region.cut(self.piece, few)
+        every, n = range(len(self.kinds)), self.n
+        for seed, some in enumerate(chunks(every, 0 if self.apart else tokens)):
+            which = [*some, *some * tokens][:tokens] if len(some) == 1 else some
+            g = torch.Generator().manual_seed(seed)
+            made = [self.kinds[k](torch.randn(n, n, generator=g, dtype=torch.float64)) for k in which]
+            logits = torch.stack(made).requires_grad_(grad)
+            outs = run(piece, feed, self.region.root, logits, grad)
+            yield torch.tensor(which), [logits, *(t.reshape(-1, n, n) for t in outs)]
+
+    def gradient(self, i: int, step: Step) -> float:
+        """Returns the largest difference of the gradient of matrix number i from the op's, relative to its token's."""
+        worst = 0.0
+        for _, outs in self.runs(_FEW[0], True):
+            up = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+            theirs, mine = (
+                torch.autograd.grad(out, outs[0], up, retain_graph=True)[0] if out.requires_grad else 0 * up
+                for out in (outs[i], mixed(outs[step.start], step))
             )
-        return dataclasses.replace(before, eps=eps, eps_added=True)
-
-    def _divided(self, numerator: Ref, divisor: Ref) -> Chain | None:
-        before = self.of(numerator.value)
-        if before is None or before.log:
-            return None
-        summed, kind, eps = divisor_of(divisor)
-        if summed is None:
-            raise Mismatch(
-                "a Sinkhorn iteration divides the matrix by a value other than its own row or column sums",
-                divisor.value,
-            )
-        dim = _own_sums(numerator, summed)
-        before = _with_eps(before, kind, eps, divisor.value)
-        if before.form == "exp" and not before.axes and eps == 0.0:
-            before = _unshifted(before, dim)
-        elif before.form == "exp" and not before.axes and before.shift != dim:
-            raise Mismatch(
-                f"{_shift_words(before, eps)}; expected minus their maximum over dim {DIM_NAMES[dim]}", divisor.value
-            )
-        offset = 0.0 if eps == 0.0 else before.offset  # its own sums take a factor away, but not from eps
-        return dataclasses.replace(before, axes=_next(before, dim, summed.value), offset=offset)
+            finite = theirs.isfinite().all(-1).all(-1)
+            if bool(finite.any()):
+                size = 1 + theirs[finite].abs().amax((-1, -2), keepdim=True)
+                apart = (theirs - mine)[finite].abs() / size
+                worst = max(worst, float(apart.nan_to_num(torch.inf, torch.inf).amax()))
+        return worst
 
 
-def _shift_words(chain: Chain, eps: float) -> str:
-    """Returns what exp is taken of, where its sums are bounded by ``eps`` and so depend on what was subtracted."""
-    if chain.shift is not None:
-        return f"exp is taken of the logits minus their maximum over dim {DIM_NAMES[chain.shift]}"
-    if chain.shifted is not None:
-        return "exp is taken of the logits minus something else than their maximum"
-    return f"exp is taken of the logits as they are and eps = {eps:g} bounds its sums"
-
-
-def _own_sums(numerator: Ref, summed: Ref) -> int:
-    """Returns the dim over which ``summed`` is the sum of the matrix ``numerator``. Raises Mismatch."""
-    found = sum_of(summed)
-    assert found is not None
-    summand, bound, scale = found
-    summand = peel(summand, {numerator.value})
-    if summand.value.func is aten.abs.default and summand.value is not numerator.value:
-        summand = peel(Ref(summand.value.args[0], summand.index), {numerator.value})
-    if scale != 1.0 or len(bound) != 1:
-        raise Mismatch("a matrix of the sinkhorn iterations is not divided by its row or column sums", summed.value)
-    dim = dim_summed(numerator, summand, bound[0])
-    if dim is None:
-        raise Mismatch("a matrix of the sinkhorn iterations is not divided by its own row or column sums", summed.value)
-    return dim
-
-
-def _with_eps(chain: Chain, kind: str, eps: float, divisor: Value) -> Chain:
-    """Returns ``chain`` with the eps of a step, which is added to the sums or bounds them. Raises Mismatch."""
-    if chain.form == "softmax":
-        if kind == "max":
-            raise Mismatch("sums after a softmax are clamped; expected sum + eps", divisor)
-        if chain.eps is None and len(chain.axes) == 1:
-            chain = dataclasses.replace(chain, eps=0.0)
-    elif kind == "add" and not chain.axes:
-        chain = dataclasses.replace(chain, form="exp_eps", logits=chain.shifted or chain.logits)
-    elif (kind == "add") != (chain.form == "exp_eps") and eps:
-        raise Mismatch("eps is added to some sums after exp and bounds others", divisor)
-    if chain.eps is None:
-        return dataclasses.replace(chain, eps=eps)
-    if not close(chain.eps, eps):
-        raise Mismatch(f"eps is {eps:g} in one step of the sinkhorn iterations and {chain.eps:g} in another", divisor)
-    return chain
-
-
-_Addends = tuple[float, list[tuple[float, Ref]]]
-
-
-def _last_step(ref: Ref, own: list[tuple[float, Ref]], steady: int | None) -> tuple[int, _Addends, Ref] | None:
-    """Returns (dim, addends before it, their sum) of the last step, one of the addends ``own`` of ``ref``, or None."""
-    for term in own:
-        sign, total = term
-        if sign != -1.0 or total.value.func is not aten.logsumexp.default:
-            continue
-        dim, summand = logsumexp_of(total, ref)
-        if dim is None or summand is None:
-            continue
-        before = _addends(summand)
-        rest = [t for t in own if t is not term]
-        apart = [t for t in (*before[1], *rest) if not (t in before[1] and t in rest)]
-        if all(steady is not None and constant_along(t, ref, steady) for _, t in apart):
-            return dim, before, summand
-    return None
-
-
-def _start(value: Value) -> Value:
-    """Returns ``value`` without the constants that are added to it, such as the zeros that iterations start from."""
-    sides = [a for _, a in summed(whole(value)) or () if isinstance(a, Ref) and constant_of(peel(a).value) is None]
-    return _start(sides[0].value) if len(sides) == 1 else named_value(value)
-
-
-def _exponential(chain: Chain | None) -> Chain | None:
-    """Returns the chain of exp of log-domain iterations. Raises Mismatch where the op would take exp of their logits.
-
-    A column of exp of logits may be 0. After an iteration each row and column has an element of 1 / n**2 or more.
-    """
-    if chain is not None and chain.wide and len(chain.axes) > 1:
-        raise Mismatch(ONE_LOG, chain.logits)
-    return None if chain is None else dataclasses.replace(chain, log=False, wide=False)
-
-
-def _unshifted(chain: Chain, dim: int) -> Chain:
-    """Returns ``chain`` before its first sums; a subtracted value that they do not cancel joins the logits."""
-    return chain if dim in chain.steady else dataclasses.replace(chain, logits=chain.shifted or chain.logits)
-
-
-def _next(chain: Chain, dim: int, value: Value) -> tuple[int, ...]:
-    if chain.axes and chain.axes[-1] == dim:
-        if chain.form == "softmax" and len(chain.axes) == 1:
-            if chain.eps == 0.0 and not chain.eps_added:
-                return chain.axes  # the sums are 1 already
-            other = ROWS if dim == COLUMNS else COLUMNS
-            raise Mismatch(f"h_res is softmaxed over dim {DIM_NAMES[dim]}; expected {DIM_NAMES[other]}", value)
-        raise Mismatch(f"two sinkhorn steps in a row sum over dim {DIM_NAMES[dim]}", value)
-    return (*chain.axes, dim)
-
-
-def _addends(ref: Ref) -> tuple[float, list[tuple[float, Ref]]]:
-    """Returns the addends of ``ref``, with those of one value, such as zeros to start from and marginals, as numbers."""
-    constant, terms = addends(ref)
-    known = [(sign, t, constant_of(t.value)) for sign, t in terms]
-    constant += sum(sign * number for sign, _, number in known if number is not None)
-    return constant, [(sign, t) for sign, t, number in known if number is None]
-
-
-def _number(ref: Ref) -> float | None:
-    """Returns the positive number that an element is multiplied by, or None."""
-    a, b = operands(ref)
-    divides = ref.value.func in (aten.div.Tensor, aten.div.Scalar)
-    number = b if isinstance(b, float) else a if isinstance(a, float) and not divides else None
-    if number is None or number <= 0.0:
-        return None
-    return 1 / number if divides else number
+def mixed(logits: Tensor, step: Step) -> Tensor:
+    """Returns the op's matrix after whole iterations."""
+    logits = logits.mT if step.transposed else logits
+    made: Tensor = torch.ops.mhc_inductor.mhc_sinkhorn(logits, step.steps // 2, step.eps, step.form)
+    return made.mT if step.transposed else made

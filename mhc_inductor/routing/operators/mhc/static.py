@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from mhc_inductor.ops.checks import MAX_STREAMS, MIN_WIDTH
-from mhc_inductor.routing.graph.expressions import Ref, aten, peel, whole
+from mhc_inductor.routing.graph.expressions import Ref, addends, aten, peel, reduction, whole
+from mhc_inductor.routing.graph.gates import bound_below
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.external_post import expanded, factors, terms_of
-from mhc_inductor.routing.operators.mhc.normalisation import divisor_of
 
 WRITTEN_APART = (
     "each stream is a tensor of its own, and written as such; expected one tensor [..., n, D] of new streams"
@@ -39,13 +39,20 @@ def family(value: Value, x: Value) -> str | None:
     while todo and len(seen) < 64:
         one = todo.pop(0)
         args = [a for a in one.args if isinstance(a, Value)]
-        if one.func in PARTS and (one.func is not aten.div.Tensor or divisor_of(whole(args[-1]))[0] is not None):
+        if one.func in PARTS and (one.func is not aten.div.Tensor or _is_sum(whole(args[-1]))):
             return (
                 f"{PARTS[one.func]} is part of the weights of the streams; expected h_pre = sigmoid(alpha * z + bias)"
             )
         todo += (new := [a for a in dict.fromkeys(args) if a not in seen])
         seen.update(new)
     return None
+
+
+def _is_sum(ref: Ref) -> bool:
+    """Checks whether an element is a sum, plus a number or bounded by one."""
+    low = bound_below(peel(ref))
+    terms = addends(ref if low is None else low[0])[1]
+    return len(terms) == 1 and reduction(terms[0][1]) is not None
 
 
 class _Sum(NamedTuple):

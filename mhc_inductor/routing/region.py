@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a graph computes of one tensor alone, run on other data: in fp64, on the CPU, with other numbers of tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mhc_inductor import compat
+from mhc_inductor.routing.extract import Piece, copied
+from mhc_inductor.routing.few_tokens import Cutter
+from mhc_inductor.routing.fp64 import Exact
+from mhc_inductor.routing.graph.expressions import number
+from mhc_inductor.routing.graph.index import product_of
+from mhc_inductor.routing.graph.values import Value, elements_read, example, values_in
+from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.masks.elements import constant_of
+from mhc_inductor.routing.verify import Feed, interpreted
+
+_NODES = 2000
+"""The most nodes of a region."""
+_NUMBERS = {"number", "float", "Tensor", "Optional[number]", "Optional[float]"}
+"""Types of arguments that are numbers, and no dims or sizes."""
+
+
+class Region:
+    """The nodes that ``root`` and numbers alone determine, among those that ``admit`` takes, the same for every token."""
+
+    def __init__(self, view: View, root: fx.Node, admit: Callable[[fx.Node], bool]) -> None:
+        self.view, self.root = view, root
+        self.inside = {root}
+        for node in view.descendants([root], admit, _NODES):
+            if admit(node) and all(a in self.inside or self._uniform(a) for a in elements_read(node)):
+                self.inside.add(node)
+        self.nodes = sorted(self.inside - {root}, key=view.order.__getitem__)
+
+    def _uniform(self, node: fx.Node) -> bool:
+        """Checks whether a node is determined by sizes and numbers, and has one number or is no larger than a matrix."""
+        value, root = self.view.value(node), self.view.value(self.root)
+        if value is None or root is None or not constant(node):
+            return value is None and constant(node)
+        small = product_of(root.shape[-2:]).over(product_of(value.shape)) is not None
+        return small or constant_of(value) is not None  # others, such as positions, tell tokens apart
+
+    def after(self, starts: Iterable[fx.Node | None]) -> set[fx.Node]:
+        """Returns the nodes of the region that read what is computed from ``starts``."""
+        known = {*starts}
+        found = set[fx.Node]()
+        for node in self.nodes:
+            if not known.isdisjoint(elements_read(node)):
+                found.add(node)
+                known.add(node)
+        return found
+
+    def piece(self, ends: Sequence[fx.Node]) -> Piece:
+        """Returns a piece that returns ``ends``."""
+        every, todo = {*ends}, [*ends]
+        while todo:
+            new = {a for a in elements_read(todo.pop()) if a.op.startswith("call_") and a is not self.root} - every
+            every |= new
+            todo += new
+        made = Piece()
+        made.input(self.root)
+        at = copied(self.view, made, every, ends, {})
+        made.outputs = [at[node] for node in ends]
+        return made
+
+    def cut(self, piece: Piece, few: Sequence[int]) -> tuple[Piece, Feed, int]:
+        """Returns the piece with ``few`` as the sizes of the root's leading dimensions, inputs, and its number of tokens.
+
+        Raises NotRun.
+        """
+        old = [*map(compat.routing.hint, example(self.root).shape)]
+        new = [size if size == 1 else few[d % len(few)] for d, size in enumerate(old[:-2])]
+        tokens = [(a, b) for a, b in zip(old, new, strict=False) if a > 1]
+        given = {
+            n: example(n).node.hint for n in piece.inputs if isinstance(example(n), (torch.SymInt, torch.SymFloat))
+        }
+        wanted = {piece.inputs[self.root]: [*new, *old[-2:]]}
+        small, feed, _ = next(Cutter(piece, tokens, wanted).fitting(given))
+        return small, feed, feed[self.root][..., 0, 0].numel()
+
+
+def run(piece: Piece, feed: Feed, root: fx.Node, data: Tensor, grad: bool = False) -> list[Tensor]:
+    """Returns the outputs of a piece whose root is ``data``, in fp64."""
+    with torch.set_grad_enabled(grad), Exact({}):
+        return interpreted(piece, feed | {root: data.view(feed[root].shape)}, plain=True)
+
+
+def fix(piece: Piece) -> None:
+    """Fixes the floats that the graph leaves dynamic and that the piece reads: it was run for these numbers alone."""
+    for node in piece.inputs:
+        if isinstance(example(node), torch.SymFloat):
+            number(example(node))
+
+
+def constant(node: fx.Node) -> bool:
+    """Checks whether a node is determined by sizes and numbers alone."""
+    todo, seen = [node], {node}
+    while todo:
+        at = todo.pop()
+        if not isinstance(example(at), (int, float, torch.SymInt, torch.SymFloat)):
+            if not at.op.startswith("call_") or len(seen) > 64:
+                return False
+            todo += (new := [a for a in elements_read(at) if a not in seen])
+            seen.update(new)
+    return True
+
+
+def root_of(
+    view: View, node: fx.Node, fits: Callable[[Value], bool], admit: Callable[[fx.Node], bool]
+) -> fx.Node | None:
+    """Returns the earliest node that ``fits`` and through which goes all that ``node`` is computed from, or None."""
+    found, todo = None, {node}
+    for _ in range(_NODES):
+        at = max(todo, key=view.order.__getitem__)
+        todo.remove(at)
+        value = view.value(at)
+        if not todo and value is not None and fits(value):
+            found = at
+        if not admit(at):
+            return found
+        todo.update(a for a in elements_read(at) if not constant(a))
+        if not todo or sum(not a.op.startswith("call_") for a in todo) > 1:
+            return found
+    return found
+
+
+def inner(value: Value) -> list[Value]:
+    """Returns a value and those inside its node that it is computed from."""
+    found = [value]
+    for at in found:  # grows
+        found += [a for a in dict.fromkeys(values_in(at.args)) if a.node is None and a not in found]
+    return found
+
+
+def random(value: Value) -> bool:
+    """Checks whether a node draws random numbers."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(v.func, "tags", ()) for v in inner(value))
+
+
+def numbers_in(values: Iterable[Value]) -> list[float]:
+    """Returns the sizes of the numbers that the operations of values and of what is inside their nodes take, without 0."""
+    found = dict[float, None]()
+    for value in dict.fromkeys(v for outer in values for v in inner(outer)):
+        schema = value.func._schema.arguments if isinstance(value.func, compat.OpOverload) else ()
+        given = [*zip(schema, value.args, strict=False), *((a, value.kwargs.get(a.name)) for a in schema)]
+        for argument, a in given:
+            a = a.node.hint if isinstance(a, torch.SymFloat) else a
+            if str(argument.type) in _NUMBERS and isinstance(a, (int, float)):
+                found[abs(float(a))] = None
+    return [a for a in found if 0 < a < math.inf]
+
+
+def chunks(kinds: Sequence[Any], tokens: int) -> Iterator[list[Any]]:
+    """Yields the kinds of data of ``tokens`` tokens, each kind once or more; one kind at a time for fewer tokens."""
+    if tokens >= len(kinds):
+        yield [*itertools.islice(itertools.cycle(kinds), tokens)]
+    else:
+        yield from ([kind] for kind in kinds)

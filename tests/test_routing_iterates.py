@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sinkhorn iterations are found by running: what differs from them rarely, or only for some tokens, is not taken for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.capture import Captured, difference, eager, run
+from tests.reference_models_mhc import WIDTH, N, around, parameters
+
+Matrix = Callable[[Tensor], Tensor]
+TOKENS = 200
+
+
+def balanced(logits: Tensor, iters: int = 6, eps: float = 1e-6) -> Tensor:
+    m = logits.softmax(-1) + eps
+    for k in range(1, 2 * iters):
+        m = m / (m.sum(-1 - k % 2, keepdim=True) + eps)
+    return m
+
+
+def clamped(logits: Tensor, bound: float = 1e-6) -> Tensor:
+    m = torch.exp(logits - logits.amax(-1, keepdim=True))
+    for k in range(6):
+        m = m / m.sum(-1 - k % 2, keepdim=True).clamp(min=bound)
+    return m
+
+
+def _late(logits: Tensor) -> Tensor:
+    """Halves the matrices of the last token."""
+    m = balanced(logits)
+    where = torch.arange(logits.shape[-3]) == logits.shape[-3] - 1
+    return torch.where(where[:, None, None], 0.5 * m, m)
+
+
+def _from_a_position(logits: Tensor) -> Tensor:
+    m = balanced(logits)
+    return torch.cat([m[..., :100, :, :], 0.5 * m[..., 100:, :, :]], -3)
+
+
+def _written(logits: Tensor) -> Tensor:
+    m = balanced(logits)
+    m[..., 150:, :, :] = 0.25
+    return m
+
+
+OTHER: dict[str, Matrix] = {
+    "bounded far out": lambda z: balanced(z.clamp(-1e4, 1e4)),
+    "bounded above": lambda z: balanced(z.clamp(max=300.0)),
+    "a small entry is 0": lambda z: (m := balanced(z)).where(m > 1e-9, 0.0),
+    "a large entry is less": lambda z: balanced(z).clamp(max=1 - 1e-3),
+    "large logits give the mean": lambda z: balanced(z).where(z.abs().amax((-1, -2), keepdim=True) < 1e3, 1 / N),
+    "no NaN": lambda z: balanced(z).nan_to_num(),
+    "no NaN of logits": lambda z: balanced(z.nan_to_num()),
+    "of the last token": _late,
+    "from a position on": _from_a_position,
+    "written from a position on": _written,
+    "of the next token": lambda z: balanced(z.roll(1, -3)),
+    "less the tokens' mean": lambda z: balanced(z - z.mean(-3, keepdim=True) * torch.eye(N)),
+    "a gradient of half the size": lambda z: (m := balanced(z)).detach() / 2 + m / 2,
+    "no gradient": lambda z: balanced(z.detach()) + 0 * z,
+    "no gradient of a step": lambda z: (m := balanced(z, 3)) / (m.sum(-1, keepdim=True).detach() + 1e-6),
+    "one eps is larger": lambda z: (m := balanced(z, 5)) / (m.sum(-1, keepdim=True) + 1e-4),
+    "a bound that is rarely reached": lambda z: clamped(z, 1e-12) + clamped(z, 1e-3),
+    "half an iteration more": lambda z: (m := balanced(z, 2)) / (m.sum(-1, keepdim=True) + 1e-6),
+    "columns first": lambda z: balanced(z.mT).mT,
+    "a small number is added": lambda z: balanced(z) + 1e-5,
+}
+"""Matrices that are those of the op, or all but equal to them, on ordinary data."""
+
+
+def _logits() -> Tensor:
+    """Returns logits of which a few are very large, far below the others, or NaN."""
+    z = torch.randn(TOKENS, N, N, generator=torch.Generator().manual_seed(1))
+    z[5, 0, 0], z[6, 1, 2], z[7, 0, 0], z[8, 3, 1] = 2e4, -2e4, 500.0, torch.nan
+    z[9, :, 0] -= 12.0
+    z[10, :, 0] -= 50.0
+    z[11, :2, 2:] -= 30.0
+    z[12] *= 40.0
+    return z
+
+
+@pytest.mark.parametrize("tokens", [[], [0]], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", list(OTHER))
+def test_what_differs_rarely_gives_what_eager_gives(name: str, tokens: list[int]) -> None:
+    if tokens and name == "less the tokens' mean":
+        tokens = []  # a sum over the tokens fixes their number
+    z = _logits()
+    got, plain = run(OTHER[name], (z,), symbolic=tokens), eager(OTHER[name], (z,))
+    assert not got.report.problems
+    for a, b in zip(got.outputs, plain.outputs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-7, equal_nan=True)
+    leaf = z.nan_to_num()[:5].requires_grad_()
+    got, plain = (how(OTHER[name], (), [("z", leaf)]) for how in (_run, _eager))
+    assert difference(got, plain) < 1e-5
+
+
+def _run(fn: Matrix, _: tuple[()], named: list[tuple[str, Tensor]]) -> Captured:
+    return run(lambda: fn(named[0][1]), (), named)
+
+
+def _eager(fn: Matrix, _: tuple[()], named: list[tuple[str, Tensor]]) -> Captured:
+    return eager(lambda: fn(named[0][1]), (), named)
+
+
+INSIDE: dict[str, Matrix] = {
+    "bounded far out": OTHER["bounded far out"],
+    "no NaN of logits": OTHER["no NaN of logits"],
+    "of the next token": OTHER["of the next token"],
+    "columns first": OTHER["columns first"],
+    "no gradient of a step": OTHER["no gradient of a step"],
+    "one eps is larger": OTHER["one eps is larger"],
+    "half an iteration more": OTHER["half an iteration more"],
+}
+"""Those that are no iterations of the logits themselves."""
+
+
+@pytest.mark.parametrize("name", list(INSIDE))
+def test_iterations_of_something_else_are_not_folded_into_mhc_pre(name: str) -> None:
+    p = parameters()
+    x = torch.randn(TOKENS, N, WIDTH, generator=torch.Generator().manual_seed(1))
+    fn = functools.partial(around, p=p, matrix=INSIDE[name])
+    got, plain = run(fn, (x,), [*p.items()]), eager(fn, (x,), [*p.items()])
+    held = [n.args[9] for gm in got.graphs for n in gm.graph.nodes if "mhc_pre" in str(n.target)]
+    assert held == [0] and difference(got, plain) < 1e-4, (held, got.report.near_misses)
+
+
+def test_random_numbers_are_no_iterations() -> None:
+    def fn(z: Tensor) -> Tensor:
+        return balanced(torch.nn.functional.dropout(z, 1e-4, training=True))
+
+    z = _logits()[:5]
+    torch.manual_seed(3)
+    got = run(fn, (z,))
+    torch.manual_seed(3)
+    assert difference(got, eager(fn, (z,))) < 1e-5
+
+
+def _by_products(logits: Tensor) -> Tensor:
+    m, ones = logits.sub(logits.max(-1, keepdim=True).values).exp(), torch.ones(N, 1)
+    for _ in range(4):
+        m = m * (m @ ones).clamp_min(1e-5).pow(-1)
+        m = m * torch.einsum("tij->tj", m).clamp_min(1e-5).reciprocal()[:, None]
+    return m
+
+
+def _written_out(logits: Tensor) -> Tensor:
+    rows = (logits - torch.logsumexp(logits, -1, keepdim=True)).exp() + 1e-5
+    m = rows.div(rows.sum(-2, keepdim=True).add(1e-5))
+    for _ in range(3):
+        m = m.mul(torch.true_divide(1.0, m.sum(-1, keepdim=True) + 1e-5))
+        m = torch.exp(m.log() - (m.sum(-2, keepdim=True) + 1e-5).log())
+    return m
+
+
+@pytest.mark.parametrize("tokens", [[], [0]], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("fn", "form"), [(_by_products, "exp"), (_written_out, "softmax")])
+def test_iterations_that_nobody_foresaw(fn: Matrix, form: str, tokens: list[int]) -> None:
+    z = _logits()[:5].requires_grad_()
+    got, plain = (how(fn, (), [("z", z)]) for how in (_run, _eager))
+    assert difference(got, plain) < 1e-5
+    got = run(fn, (z.detach(),), symbolic=tokens)
+    calls = [n.args[1:] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)]
+    assert calls == [(4, 1e-5, form)], got.report.near_misses
