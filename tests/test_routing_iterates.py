@@ -130,9 +130,20 @@ def test_iterations_of_something_else_are_not_folded_into_mhc_pre(name: str) -> 
     assert held == [0] and difference(got, plain) < 1e-4, (held, got.report.near_misses)
 
 
-def test_random_numbers_are_no_iterations() -> None:
+RANDOM: dict[str, Matrix] = {
+    "dropout": lambda z: balanced(torch.nn.functional.dropout(z, 1e-4, training=True)),
+    "noise": lambda z: balanced(z + 1e-9 * torch.rand_like(z)),
+    "noise of all tokens": lambda z: balanced(z + 1e-9 * torch.rand(N, N)),
+    "after the iterations": lambda z: torch.nn.functional.dropout(balanced(z), 1e-4, training=True),
+}
+
+
+@pytest.mark.parametrize("name", list(RANDOM))
+def test_random_numbers_stay(name: str) -> None:
+    """Checks that as many are drawn as in eager."""
+
     def fn(z: Tensor) -> Tensor:
-        return balanced(torch.nn.functional.dropout(z, 1e-4, training=True))
+        return torch.stack([RANDOM[name](z), torch.rand_like(z)])
 
     z = _logits()[:5]
     torch.manual_seed(3)

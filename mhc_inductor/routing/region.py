@@ -17,7 +17,7 @@ from mhc_inductor.routing.few_tokens import Cutter
 from mhc_inductor.routing.fp64 import Exact
 from mhc_inductor.routing.graph.expressions import number
 from mhc_inductor.routing.graph.index import product_of
-from mhc_inductor.routing.graph.values import Value, elements_read, example, values_in
+from mhc_inductor.routing.graph.values import Value, elements_read, example, inner
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import constant_of
 from mhc_inductor.routing.verify import Feed, interpreted
@@ -42,8 +42,8 @@ class Region:
     def _uniform(self, node: fx.Node) -> bool:
         """Checks whether a node is determined by sizes and numbers, and has one number or is no larger than a matrix."""
         value, root = self.view.value(node), self.view.value(self.root)
-        if value is None or root is None or not constant(node):
-            return value is None and constant(node)
+        if value is None or root is None or node not in self.view.constants:
+            return value is None and node in self.view.constants
         small = product_of(root.shape[-2:]).over(product_of(value.shape)) is not None
         return small or constant_of(value) is not None  # others, such as positions, tell tokens apart
 
@@ -99,19 +99,6 @@ def fix(piece: Piece) -> None:
             number(example(node))
 
 
-def constant(node: fx.Node) -> bool:
-    """Checks whether a node is determined by sizes and numbers alone."""
-    todo, seen = [node], {node}
-    while todo:
-        at = todo.pop()
-        if not isinstance(example(at), (int, float, torch.SymInt, torch.SymFloat)):
-            if not at.op.startswith("call_") or len(seen) > 64:
-                return False
-            todo += (new := [a for a in elements_read(at) if a not in seen])
-            seen.update(new)
-    return True
-
-
 def root_of(
     view: View, node: fx.Node, fits: Callable[[Value], bool], admit: Callable[[fx.Node], bool]
 ) -> fx.Node | None:
@@ -125,23 +112,10 @@ def root_of(
             found = at
         if not admit(at):
             return found
-        todo.update(a for a in elements_read(at) if not constant(a))
+        todo.update(a for a in elements_read(at) if a not in view.constants)
         if not todo or sum(not a.op.startswith("call_") for a in todo) > 1:
             return found
     return found
-
-
-def inner(value: Value) -> list[Value]:
-    """Returns a value and those inside its node that it is computed from."""
-    found = [value]
-    for at in found:  # grows
-        found += [a for a in dict.fromkeys(values_in(at.args)) if a.node is None and a not in found]
-    return found
-
-
-def random(value: Value) -> bool:
-    """Checks whether a node draws random numbers."""
-    return any(torch.Tag.nondeterministic_seeded in getattr(v.func, "tags", ()) for v in inner(value))
 
 
 def numbers_in(values: Iterable[Value]) -> list[float]:

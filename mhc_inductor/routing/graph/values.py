@@ -143,6 +143,19 @@ def behind(value: Value) -> Iterator[Value]:
         seen.update(met)
 
 
+def inner(value: Value) -> list[Value]:
+    """Returns a value and those inside its node that it is computed from."""
+    found = [value]
+    for at in found:  # grows
+        found += [a for a in dict.fromkeys(values_in(at.args)) if a.node is None and a not in found]
+    return found
+
+
+def random(value: Value) -> bool:
+    """Checks whether a node draws random numbers."""
+    return any(torch.Tag.nondeterministic_seeded in getattr(v.func, "tags", ()) for v in inner(value))
+
+
 LOOKED_AT = 256
 """Limit on the values behind a mask, or an input of a checkpointed region, that are looked at."""
 

@@ -14,13 +14,23 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
+import torch
 from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.effects import Effects, Modes, modes_of
 from mhc_inductor.routing.graph.functional import Functional, functional
-from mhc_inductor.routing.graph.values import Value, Values, elements_read, example, is_tensors, name_of, tensors_in
+from mhc_inductor.routing.graph.values import (
+    Value,
+    Values,
+    elements_read,
+    example,
+    is_tensors,
+    name_of,
+    random,
+    tensors_in,
+)
 
 
 class Knowledge:
@@ -143,6 +153,18 @@ class View:
         """Returns the value of a node that is one tensor, else None."""
         found = self.values.of(node)
         return found if isinstance(found, Value) else None
+
+    @functools.cached_property
+    def constants(self) -> set[fx.Node]:
+        """Returns the nodes that sizes and numbers determine, the same ones each time."""
+        found = set[fx.Node]()
+        for node in self.nodes:
+            if isinstance(example(node), (int, float, torch.SymInt, torch.SymFloat)):
+                found.add(node)
+            elif self.values.inspectable(node) and found.issuperset(elements_read(node)):
+                value = self.value(node)
+                found |= {node} if value is None or (value.func is not None and not random(value)) else set()
+        return found
 
     def descendants(
         self, starts: Iterable[fx.Node], admit: Callable[[fx.Node], bool], limit: int = 4000

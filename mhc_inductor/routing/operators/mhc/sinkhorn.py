@@ -20,18 +20,18 @@ from mhc_inductor import compat
 from mhc_inductor.routing.extract import Piece
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import ONE, Size, product_of
-from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.values import Value, example, random
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import square_matrices
 from mhc_inductor.routing.operators.mhc.iterates import CLOSE, Forms, Step, explained, kinds, nearest, off
-from mhc_inductor.routing.region import Region, chunks, fix, numbers_in, random, root_of, run
+from mhc_inductor.routing.region import Region, chunks, fix, numbers_in, root_of, run
 from mhc_inductor.routing.verify import NotRun, said
 
 UNFINISHED = "the last Sinkhorn iteration divides by the sums over one dim only; expected rows and columns"
 ONCE = "h_res is divided by the sums over one dim, as by a softmax, and no Sinkhorn iterations of the op follow"
 OTHER = "rows and columns are normalised {count} times, and no form of mhc_sinkhorn gives the matrix: {nearest}"
-GRADIENT = "the gradient of these iterations is not their derivative: run in fp64, it differs by {error:.1e}"
+GRADIENT = "the matrix is mhc_sinkhorn's and its gradient is not, as where a step is detached: it is {error:.1e} off"
 UNRUN = "these iterations could not be run on a few tokens: {why}"
 _GRADIENTS = 1e-6
 """The difference of gradients, relative to the largest of a token's, that is none."""
