@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mhc_inductor.routing import route
 from tests.capture import Captured, difference, eager, run
 from tests.reference_models_mhc import WIDTH, N, around, parameters
 
@@ -178,3 +179,31 @@ def test_iterations_that_nobody_foresaw(fn: Matrix, form: str, tokens: list[int]
     got = run(fn, (z.detach(),), symbolic=tokens)
     calls = [n.args[1:] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)]
     assert calls == [(4, 1e-5, form)], got.report.near_misses
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda z: z[..., :N] * 1.0, lambda z: z[..., :N].float() + 0.0], ids=["times", "plus"]
+)
+def test_an_input_that_is_written_before_the_backward_is_not_kept(wrap: Matrix) -> None:
+    """The formula keeps no logits: the op starts from the product, which nobody else sees."""
+
+    def gradient(fn: Matrix) -> Tensor:
+        leaf = torch.randn(6, N, 2 * N, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        z = leaf * 2
+        out = fn(z)
+        z.add_(1.0)
+        return torch.autograd.grad(out.square().sum(), leaf)[0]
+
+    def fn(z: Tensor) -> Tensor:
+        return balanced(wrap(z))
+
+    ops = list[str]()
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        ops.extend(r.op for r in route(gm).routed)
+        return gm.forward
+
+    torch._dynamo.reset()
+    compiled = gradient(torch.compile(fn, backend=backend))
+    assert ops == ["mhc_sinkhorn"]
+    torch.testing.assert_close(compiled, gradient(fn))

@@ -86,12 +86,14 @@ class Forms(NamedTuple):
                 yield from ((form, eps, steps, c) for steps, c in iterates(logits, form, eps, self.most))
 
 
-def explained(values: Sequence[Tensor], first: Tensor, forms: Forms) -> Iterator[dict[int, Step]]:
-    """Yields the step that each matrix is, by its number, if iterations start from the first matrix, the second, ...
+def explained(
+    values: Sequence[Tensor], first: Tensor, starts: Sequence[int], forms: Forms
+) -> Iterator[dict[int, Step]]:
+    """Yields the step that each matrix is, by its number, if iterations start from one of ``starts``, from the next, ...
 
     ``values`` are all matrices [tokens, n, n] in order; ``first`` are the tokens that are compared first.
     """
-    for start in range(min(len(values) - 1, _STARTS)):
+    for start in starts[:_STARTS]:
         rest, found = torch.stack([*values[start + 1 :]]), dict[int, Step]()
         for turned in (False, True):
             logits, mine = (values[start].mT, rest.mT) if turned else (values[start], rest)

@@ -129,7 +129,8 @@ class Chains:
         if root is None or begins is None or not ends:
             return None
         softmax, most = values[begins].func in _SOFTMAX, min(len(values) + 1, _MOST)
-        every, found, why = self._steps(region, [root, *ends], softmax, most)
+        early = 1 + sum(v not in values[begins:] for v in ends)
+        every, found, why = self._steps(region, [root, *ends], early, softmax, most)
         chains = {every[i]: Chain(every[step.start], root, *step[1:]) for i, step in found.items()}
         deepest = max((chain.steps for chain in chains.values()), default=0)
         after = region.after([v.node for v, chain in chains.items() if chain.steps == deepest] or [region.root])
@@ -141,30 +142,44 @@ class Chains:
         return Iterations(chains, {*values[begins:]}.intersection(ends), miss)
 
     def _steps(
-        self, region: Region, every: list[Value], softmax: bool, most: int
+        self, region: Region, every: list[Value], early: int, softmax: bool, most: int
     ) -> tuple[list[Value], dict[int, Step], str]:
         """Returns the matrices that could be run, what they are, and why the others are nothing; the first is the root."""
         try:
-            return every, *self._run(region, every[1:], softmax, most)
+            return every, *self._run(region, every[1:], early, softmax, most)
         except Exception as error:  # what cannot be run is left alone
             why = UNRUN.format(why=error if isinstance(error, NotRun) else said(error))
         some = [v for v in every if v.shape == every[0].shape]  # others may be views with the present sizes
         with contextlib.suppress(Exception):
-            return some, *self._run(region, some[1:], softmax, most)
+            return some, *self._run(region, some[1:], early, softmax, most)
         return every, {}, why
 
-    def _run(self, region: Region, ends: list[Value], softmax: bool, most: int) -> tuple[dict[int, Step], str]:
+    def _run(
+        self, region: Region, ends: list[Value], early: int, softmax: bool, most: int
+    ) -> tuple[dict[int, Step], str]:
         """Returns the step that each matrix is, by its number, and why the others are none."""
         piece = region.piece([v.node for v in ends if v.node is not None])
         floats = tuple(f.node.hint for n in piece.inputs if isinstance(f := example(n), torch.SymFloat))
-        key = piece.structure(), str(example(region.root).shape), softmax, floats
+        starts = self._starts([region.root, *(v.node for v in ends if v.node is not None)], early)
+        key = piece.structure(), str(example(region.root).shape), softmax, floats, starts
         if key not in self._known:
             with compat.routing.outside_compile():
-                self._known[key] = _Runs(region, piece, softmax, most).steps()
+                self._known[key] = _Runs(region, piece, softmax, most).steps(starts)
         found, why = self._known[key]
         if any(not step.steps % 2 for step in found.values()):
             fix(piece)
         return found, why
+
+    def _starts(self, nodes: list[fx.Node], early: int) -> tuple[int, ...]:
+        """Returns the numbers of the matrices that iterations may start from.
+
+        Memory of an input comes after the other ``early`` ones: the op keeps what it starts from for its backward, and a
+        caller may write an input before that.
+        """
+        holders = ((n, self.view.holders.get(key, ())) for n in nodes for key in self.view.storages(n))
+        given = {n for n, held in holders if any(h.op in ("placeholder", "get_attr") for h in held)}
+        later = given if not self.view.body else ()  # a body's inputs are what its caller keeps
+        return tuple(sorted(range(len(nodes) - 1), key=lambda i: (i >= early, nodes[i] in later, i)))
 
 
 def _divides(value: Value) -> bool:
@@ -189,12 +204,12 @@ class _Runs:
         if len(numbers) > 12:
             raise NotRun("it names more than 12 numbers")
 
-    def steps(self) -> tuple[dict[int, Step], str]:
+    def steps(self, starts: Sequence[int]) -> tuple[dict[int, Step], str]:
         """Returns the step that each matrix is, by its number, and why the others are none."""
         values, first = self.values(_FEW[0])
         again, _ = self.values(_FEW[1])
         best, why = dict[int, Step](), ""
-        for found in explained(values, first, self.forms):
+        for found in explained(values, first, starts, self.forms):
             deepest = max((step.steps for step in found.values()), default=0)
             last = {i: step for i, step in found.items() if step.steps == deepest and not deepest % 2}
             errors = {i: self.gradient(i, step) if self.grad else 0.0 for i, step in last.items()}
