@@ -17,13 +17,31 @@ from mhc_inductor.routing.few_tokens import Cutter
 from mhc_inductor.routing.fp64 import Exact
 from mhc_inductor.routing.graph.expressions import number
 from mhc_inductor.routing.graph.index import product_of
-from mhc_inductor.routing.graph.values import Value, elements_read, example, inner
+from mhc_inductor.routing.graph.values import Value, elements_read, example, inner, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import constant_of
 from mhc_inductor.routing.verify import Feed, interpreted
 
 _NODES = 2000
 """The most nodes of a region."""
+_FEWEST = 30
+"""Each dimension of tokens has as many or more in one of the runs."""
+_INDEXED = {
+    *("getitem", "setitem", "select", "narrow", "slice", "index_fill", "index_copy", "index_add", "index_select"),
+    *(
+        "slice_scatter",
+        "select_scatter",
+        "index_put",
+        "scatter",
+        "gather",
+        "take",
+        "take_along_dim",
+        "masked_scatter",
+        "tril",
+        "triu",
+    ),
+}
+"""Calls that name positions."""
 _NUMBERS = {"number", "float", "Tensor", "Optional[number]", "Optional[float]"}
 """Types of arguments that are numbers, and no dims or sizes."""
 
@@ -35,9 +53,23 @@ class Region:
         self.view, self.root = view, root
         self.inside = {root}
         for node in view.descendants([root], admit, _NODES):
-            if admit(node) and all(a in self.inside or self._uniform(a) for a in elements_read(node)):
+            if (
+                admit(node)
+                and not self._far(node)
+                and all(a in self.inside or self._uniform(a) for a in elements_read(node))
+            ):
                 self.inside.add(node)
         self.nodes = sorted(self.inside - {root}, key=view.order.__getitem__)
+
+    def _far(self, node: fx.Node) -> bool:
+        """Checks whether a call reads or writes at a position that few tokens do not have."""
+        for call in (node, self.view.reader.get(node), self.view.through.get(node)):  # a step in place, of a part
+            if call is not None and name_of(call).strip("_") in _INDEXED:
+                leaves = compat.tree_leaves((call.args, call.kwargs))
+                at = [i for a in leaves for i in ((a.start, a.stop, a.step) if isinstance(a, slice) else (a,))]
+                if any(isinstance(i, (int, torch.SymInt)) and not (type(i) is int and abs(i) < _FEWEST) for i in at):
+                    return True
+        return False
 
     def _uniform(self, node: fx.Node) -> bool:
         """Checks whether a node is determined by sizes and numbers, and has one number or is no larger than a matrix."""

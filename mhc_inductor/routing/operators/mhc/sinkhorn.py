@@ -37,8 +37,8 @@ _GRADIENTS = 1e-6
 """The difference of gradients, relative to the largest of a token's, that is none."""
 _MOST = 256
 """The most normalisations that are looked for."""
-_FEW = ((40, 2, 3), (3, 30, 2))
-"""The leading sizes of the logits in the first run and in the second."""
+_FEW = ((40, 2, 2), (2, 40, 3), (3, 2, 40))
+"""The leading sizes of the logits in each run."""
 _SOFTMAX = (aten._softmax.default, aten.softmax.int)
 _LOGS = (aten._log_softmax.default, aten.log_softmax.int, aten.logsumexp.default)
 
@@ -207,17 +207,13 @@ class _Runs:
     def steps(self, starts: Sequence[int]) -> tuple[dict[int, Step], str]:
         """Returns the step that each matrix is, by its number, and why the others are none."""
         values, first = self.values(_FEW[0])
-        again, _ = self.values(_FEW[1])
+        again = [self.values(few)[0] for few in _FEW[1:]]
         best, why = dict[int, Step](), ""
         for found in explained(values, first, starts, self.forms):
             deepest = max((step.steps for step in found.values()), default=0)
             last = {i: step for i, step in found.items() if step.steps == deepest and not deepest % 2}
             errors = {i: self.gradient(i, step) if self.grad else 0.0 for i, step in last.items()}
-            same = [
-                i
-                for i, s in last.items()
-                if errors[i] <= _GRADIENTS and off(again[i], mixed(again[s.start], s)) <= CLOSE
-            ]
+            same = [i for i, s in last.items() if errors[i] <= _GRADIENTS and all(_is(v, i, s) for v in again)]
             if same:
                 best, why = {i: step for i, step in found.items() if i in same or i not in last}, ""
                 break
@@ -264,6 +260,10 @@ class _Runs:
                 apart = (theirs - mine)[finite].abs() / size
                 worst = max(worst, float(apart.nan_to_num(torch.inf, torch.inf).amax()))
         return worst
+
+
+def _is(values: list[Tensor], i: int, step: Step) -> bool:
+    return off(values[i], mixed(values[step.start], step)) <= CLOSE
 
 
 def mixed(logits: Tensor, step: Step) -> Tensor:
