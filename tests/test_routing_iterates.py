@@ -150,6 +150,20 @@ def test_iterations_of_something_else_are_not_folded_into_mhc_pre(name: str) -> 
     assert held == [0] and difference(got, plain) < 1e-4, (held, got.report.near_misses)
 
 
+def test_a_small_eps_that_is_added_is_no_bound() -> None:
+    """The two differ where a sum is about as large as eps, and nowhere else."""
+
+    def fn(z: Tensor) -> Tensor:
+        m = torch.exp(z - z.amax(-1, keepdim=True))
+        for k in range(6):
+            m = m / (m.sum(-1 - k % 2, keepdim=True) + 1e-12)
+        return m
+
+    got = run(fn, (_logits()[:5] * 1.0,))
+    calls = [n.args[1:] for gm in got.graphs for n in gm.graph.nodes if "mhc_sinkhorn" in str(n.target)]
+    assert calls == [(3, 1e-12, "exp_eps")], got.report.near_misses
+
+
 RANDOM: dict[str, Matrix] = {
     "dropout": lambda z: balanced(torch.nn.functional.dropout(z, 1e-4, training=True)),
     "noise": lambda z: balanced(z + 1e-9 * torch.rand_like(z)),
