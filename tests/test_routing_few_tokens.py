@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
 
 import mhc_inductor
 from benchmarks import deepseek_model
-from mhc_inductor.routing import few_tokens, route
+from mhc_inductor.routing import few_tokens
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.few_tokens import FewTokens
 from mhc_inductor.routing.interface import Verdict
@@ -26,6 +24,7 @@ from tests import reference_models_mhc as reference
 from tests.capture import Captured, difference, eager, evaluate, interpreted, run
 from tests.spellings_e79 import plain
 from tests.test_routing_e79 import _by_scan, _given
+from tests.test_routing_verify_process import CONTEXTS, watched
 
 N, WIDTH, ITERS, EPS = 4, 16, 3, 1e-6
 EVERY = {"mhc_pre", "mhc_post"}
@@ -220,85 +219,13 @@ def test_what_is_not_run_passes_and_is_told(why: str, monkeypatch: pytest.Monkey
     assert f"not compared on a few tokens: {why}" in str(report)
 
 
-CALLED = list[str]()
-"""What the modes and hooks of the tests below saw."""
-
-
-class Watching(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        CALLED.extend([str(func)] * isinstance(out, Tensor))
-        return out
-
-
-def _seen(t: Tensor) -> Tensor:
-    CALLED.append("hook")
-    return t
-
-
-@contextlib.contextmanager
-def _set(change: Callable[[Any], None], value: Any, back: Any) -> Iterator[None]:
-    change(value)
-    try:
-        yield
-    finally:
-        change(back)
-
-
-CONTEXTS: dict[str, Callable[[], Any]] = {
-    "plain": contextlib.nullcontext,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "fake": torch._subclasses.FakeTensorMode,
-    "device": lambda: torch.device("meta"),
-    "default device": lambda: _set(torch.set_default_device, "meta", None),
-    "default dtype": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
-    "half": lambda: _set(torch.set_default_dtype, torch.bfloat16, torch.float32),
-    "deterministic": lambda: _set(torch.use_deterministic_algorithms, True, False),
-    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
-    "function mode": Watching,
-    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(_seen, _seen),
-}
-
-
-def state() -> Any:
-    """Returns what a check must leave as it is."""
-    on_gpu = torch.cuda.is_initialized()
-    return (
-        [t.tolist() for t in (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if on_gpu else ()))],
-        (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()),
-        (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
-        [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
-        (torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory),
-        (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), torch.cuda.is_initialized()),
-        torch._guards.TracingContext.try_get(),
-    )
-
-
 @pytest.mark.parametrize("during", ["a compile", "no compile"])
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_nothing_of_the_process_changes(name: str, during: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a formula draws random numbers; modes and hooks around the compile do not see the runs."""
-    few, data, report, graphs = FewTokens(), Trial.data, Report(), list[fx.GraphModule]()
-    monkeypatch.setattr(Trial, "data", lambda *args: (torch.rand(()), data(*args))[1])
-
-    def check(*args: Any) -> Verdict:
-        before = state(), len(CALLED)
-        verdict = few(*args)
-        assert before == (state(), before[1]) and len(CALLED) == before[1], CALLED[before[1] :]
-        return verdict
-
-    inputs = [t.requires_grad_() for t in given(2, 3)]
-    torch._dynamo.reset()
-    if during == "a compile":
-        with CONTEXTS[name]() if name != "fake" else contextlib.nullcontext():
-            torch.compile(site, backend=interpreted(report, [], check), dynamic=False)(*inputs)
-    else:
-        torch.compile(site, backend=interpreted(report, graphs, routed=False), dynamic=False)(*inputs)
-        with CONTEXTS[name]():
-            report = route(graphs[0], check=check)
-    assert not report.problems and not few.left
+    few = FewTokens()
+    report = watched(name, during, few, site, [t.requires_grad_() for t in given(2, 3)], monkeypatch)
+    assert not few.left
     if (name, during) != ("inference", "no compile"):  # a graph with gradients is not routed there
         assert few.runs == 2 and {r.op for r in report.routed} == EVERY
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from mhc_inductor.routing import Verifier, route
 from mhc_inductor.routing.interface import Verdict
+from mhc_inductor.routing.operators.mhc.sinkhorn import Chains
 from mhc_inductor.routing.report import Report
 from mhc_inductor.routing.verify import Trial
 from tests.capture import interpreted
@@ -79,28 +80,50 @@ def site(leaves: dict[str, Tensor]) -> Tensor:
     return block(leaves["x"], leaves)
 
 
+def watched(
+    name: str,
+    during: str,
+    check: Callable[..., Verdict],
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    patch: pytest.MonkeyPatch,
+) -> Report:
+    """Routes ``fn`` inside one of the contexts. Asserts that nothing of the process changes, and that nothing there is seen.
+
+    The data of a check draws random numbers. The runs that find Sinkhorn iterations are watched as the check's are.
+    """
+    data, report, graphs = Trial.data, Report(), list[fx.GraphModule]()
+    changed = list[Any]()  # an assertion inside a run would only leave the formula alone
+
+    def watching(call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any) -> Any:
+            before = state(), len(CALLED)
+            result = call(*args)
+            if before != (state(), len(CALLED)):
+                changed.append((before, state(), CALLED[before[1] :]))
+            return result
+
+        return checked
+
+    patch.setattr(Trial, "data", lambda *args: (torch.rand(()), data(*args))[1])
+    patch.setattr(Chains, "_run", watching(Chains._run))
+    check = watching(check)
+    torch._dynamo.reset()
+    if during == "a compile":
+        with CONTEXTS[name]() if name != "fake" else contextlib.nullcontext():
+            torch.compile(fn, backend=interpreted(report, [], check), dynamic=False)(*inputs)
+    else:
+        torch.compile(fn, backend=interpreted(report, graphs, routed=False), dynamic=False)(*inputs)
+        with CONTEXTS[name]():
+            report = route(graphs[0], check=check)
+    assert not report.problems and not changed
+    return report
+
+
 @pytest.mark.parametrize("during", ["a compile", "no compile"])
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_nothing_of_the_process_changes(name: str, during: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a formula draws random numbers; modes and hooks around the compile do not see the runs."""
-    verifier, data, report, graphs = Verifier(), Trial.data, Report(), list[fx.GraphModule]()
-    monkeypatch.setattr(Trial, "data", lambda *args: (torch.rand(()), data(*args))[1])
-
-    def check(*args: Any) -> Verdict:
-        before = state(), len(CALLED)
-        verdict = verifier(*args)
-        assert before == (state(), before[1]) and len(CALLED) == before[1], CALLED[before[1] :]
-        return verdict
-
-    leaves = mhc_leaves()
-    torch._dynamo.reset()
-    if during == "a compile":
-        with CONTEXTS[name]() if name != "fake" else contextlib.nullcontext():
-            torch.compile(site, backend=interpreted(report, [], check), dynamic=False)(leaves)
-    else:
-        torch.compile(site, backend=interpreted(report, graphs, routed=False), dynamic=False)(leaves)
-        with CONTEXTS[name]():
-            report = route(graphs[0], check=check)
-    assert not report.problems
+    report = watched(name, during, Verifier(), site, [mhc_leaves()], monkeypatch)
     if (name, during) != ("inference", "no compile"):  # a graph with gradients is not routed there
         assert "mhc_post" in {r.op for r in report.routed} and not report.near_misses
