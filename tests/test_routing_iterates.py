@@ -65,11 +65,14 @@ def _scaled_part(logits: Tensor) -> Tensor:
 OTHER: dict[str, Matrix] = {
     "bounded far out": lambda z: balanced(z.clamp(-1e4, 1e4)),
     "bounded above": lambda z: balanced(z.clamp(max=300.0)),
+    "bounded far above": lambda z: balanced((1.0 * z).clamp(max=3e3)),
+    "bounded far below": lambda z: balanced((1.0 * z).clamp(min=-1e5)),
     "a small entry is 0": lambda z: (m := balanced(z)).where(m > 1e-9, 0.0),
     "a large entry is less": lambda z: balanced(z).clamp(max=1 - 1e-3),
     "large logits give the mean": lambda z: balanced(z).where(z.abs().amax((-1, -2), keepdim=True) < 1e3, 1 / N),
     "no NaN": lambda z: balanced(z).nan_to_num(),
     "no NaN of logits": lambda z: balanced(z.nan_to_num()),
+    "no infinity of logits": lambda z: balanced((1.0 * z).nan_to_num(nan=torch.nan, neginf=-1e4)),
     "of the last token": _late,
     "from a position on": _from_a_position,
     "written from a position on": _written,
@@ -93,13 +96,18 @@ OTHER: dict[str, Matrix] = {
 
 
 def _logits() -> Tensor:
-    """Returns logits of which a few are very large, far below the others, or NaN."""
+    """Returns logits of which a few are very large, far below the others, infinite, or NaN."""
     z = torch.randn(TOKENS, N, N, generator=torch.Generator().manual_seed(1))
     z[5, 0, 0], z[6, 1, 2], z[7, 0, 0], z[8, 3, 1] = 2e4, -2e4, 500.0, torch.nan
     z[9, :, 0] -= 12.0
     z[10, :, 0] -= 50.0
     z[11, :2, 2:] -= 30.0
     z[12] *= 40.0
+    z[13, 0, :2] += torch.tensor([3e4, 4e4])  # two entries of a row beyond a bound
+    z[15, :, 1] -= torch.tensor([3e5, 4e5, 5e5, 6e5])
+    z[16, 1] -= torch.tensor([3e5, 4e5, 5e5, 6e5])
+    z[17, 2] = -torch.inf
+    z[14, 2, 1:3] += torch.tensor([500.0, 700.0])
     return z
 
 
@@ -130,7 +138,10 @@ def _eager(fn: Matrix, _: tuple[()], named: list[tuple[str, Tensor]]) -> Capture
 
 INSIDE: dict[str, Matrix] = {
     "bounded far out": OTHER["bounded far out"],
+    "bounded far above": OTHER["bounded far above"],
+    "bounded far below": OTHER["bounded far below"],
     "no NaN of logits": OTHER["no NaN of logits"],
+    "no infinity of logits": OTHER["no infinity of logits"],
     "of the next token": OTHER["of the next token"],
     "columns first": OTHER["columns first"],
     "no gradient of a step": OTHER["no gradient of a step"],

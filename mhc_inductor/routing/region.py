@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -27,20 +25,10 @@ _NODES = 2000
 _FEWEST = 30
 """Each dimension of tokens has as many or more in one of the runs."""
 _INDEXED = {
-    *("getitem", "setitem", "select", "narrow", "slice", "index_fill", "index_copy", "index_add", "index_select"),
-    *(
-        "slice_scatter",
-        "select_scatter",
-        "index_put",
-        "scatter",
-        "gather",
-        "take",
-        "take_along_dim",
-        "masked_scatter",
-        "tril",
-        "triu",
-    ),
-}
+    "getitem", "setitem", "select", "narrow", "slice", "index_fill", "index_copy", "index_add", "index_select",
+    "slice_scatter", "select_scatter", "index_put", "scatter", "gather", "take", "take_along_dim", "masked_scatter",
+    "tril", "triu",
+}  # fmt: skip
 """Calls that name positions."""
 _NUMBERS = {"number", "float", "Tensor", "Optional[number]", "Optional[float]"}
 """Types of arguments that are numbers, and no dims or sizes."""
@@ -60,6 +48,7 @@ class Region:
             ):
                 self.inside.add(node)
         self.nodes = sorted(self.inside - {root}, key=view.order.__getitem__)
+        self.values = [v for n in self.nodes if (v := view.value(n)) is not None]
 
     def _far(self, node: fx.Node) -> bool:
         """Checks whether a call reads or writes at a position that few tokens do not have."""
@@ -161,11 +150,3 @@ def numbers_in(values: Iterable[Value]) -> list[float]:
             if str(argument.type) in _NUMBERS and isinstance(a, (int, float)):
                 found[abs(float(a))] = None
     return [a for a in found if 0 < a < math.inf]
-
-
-def chunks(kinds: Sequence[Any], tokens: int) -> Iterator[list[Any]]:
-    """Yields the kinds of data of ``tokens`` tokens, each kind once or more; one kind at a time for fewer tokens."""
-    if tokens >= len(kinds):
-        yield [*itertools.islice(itertools.cycle(kinds), tokens)]
-    else:
-        yield from ([kind] for kind in kinds)

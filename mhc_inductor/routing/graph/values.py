@@ -133,22 +133,19 @@ def values_in(args: Any) -> Iterator[Value]:
             yield from values_in(a)
 
 
-def behind(value: Value) -> Iterator[Value]:
-    """Yields a value and those that it is computed from, the nearest first, :data:`LOOKED_AT` at most."""
+def behind(value: Value, within: Callable[[Value], bool] = lambda _: True) -> Iterator[Value]:
+    """Yields a value and those ``within`` that it is computed from, the nearest first, :data:`LOOKED_AT` at most."""
     met, seen = [value], {value}
     for at in met:  # grows
         yield at
-        new = dict.fromkeys(a for a in values_in(at.args) if a not in seen)
+        new = dict.fromkeys(a for a in values_in(at.args) if a not in seen and within(a))
         met += list(new)[: LOOKED_AT - len(met)]
         seen.update(met)
 
 
-def inner(value: Value) -> list[Value]:
-    """Returns a value and those inside its node that it is computed from."""
-    found = [value]
-    for at in found:  # grows
-        found += [a for a in dict.fromkeys(values_in(at.args)) if a.node is None and a not in found]
-    return found
+def inner(value: Value) -> Iterator[Value]:
+    """Yields a value and those inside its node that it is computed from."""
+    return behind(value, lambda a: a.node is None)
 
 
 def random(value: Value) -> bool:

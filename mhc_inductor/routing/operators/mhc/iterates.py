@@ -61,14 +61,24 @@ def kinds(numbers: Sequence[float]) -> tuple[list[Kind], list[Kind]]:
 
         return made
 
+    def past(by: float, turned: bool) -> Kind:
+        """A whole row or column, its entries far apart: a bound there makes them equal, which shows however far it is."""
+
+        def made(r: Tensor) -> Tensor:
+            (r := r.clone())[0] += by * torch.arange(2, len(r) + 2)
+            return r.mT if turned else r
+
+        return made
+
     every, first, half = slice(None), slice(1), slice(2, None)
     plain: list[Kind] = [scaled(1.0), scaled(6.0), scaled(1e-3), torch.round, shifted(-40.0, slice(1), slice(1, None))]
     for by in map(math.log, numbers):
         plain += [shifted(by, every, first), shifted(by, first, every), shifted(by, every, every)] * (abs(by) < 100)
     far: list[Kind] = [scaled(40.0), shifted(-60.0, first, half)]
     far += [shifted(by, *at) for by in (-60.0, -1e4) for at in ((every, first), (first, every))]
-    past = [by for c in numbers if c > 1 for by in (2 * c, -2 * c)]
-    far += [shifted(by, first, first) for by in (*past, math.nan, math.inf, -math.inf)]
+    far += [past(by, turned) for c in numbers if c > 1 for by in (c, -c) for turned in (False, True)]
+    places = (first, first), (first, every), (every, first)
+    far += [shifted(by, *at) for by in (math.nan, math.inf, -math.inf) for at in places]
     return plain, far
 
 

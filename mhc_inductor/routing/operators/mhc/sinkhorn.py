@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from mhc_inductor import compat
+from mhc_inductor.routing.edit import node_of
 from mhc_inductor.routing.extract import Piece
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import ONE, Size, product_of
@@ -25,7 +26,7 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import square_matrices
 from mhc_inductor.routing.operators.mhc.iterates import CLOSE, Forms, Step, explained, kinds, nearest, off
-from mhc_inductor.routing.region import Region, chunks, fix, numbers_in, root_of, run
+from mhc_inductor.routing.region import Region, fix, numbers_in, root_of, run
 from mhc_inductor.routing.verify import NotRun, said
 
 UNFINISHED = "the last Sinkhorn iteration divides by the sums over one dim only; expected rows and columns"
@@ -35,8 +36,8 @@ GRADIENT = "the matrix is mhc_sinkhorn's and its gradient is not, as where a ste
 UNRUN = "these iterations could not be run on a few tokens: {why}"
 _GRADIENTS = 1e-6
 """The difference of gradients, relative to the largest of a token's, that is none."""
-_MOST = 256
-"""The most normalisations that are looked for."""
+_MOST, _NUMBERS = 256, 12
+"""The most normalisations that are looked for, and numbers that a piece may name."""
 _FEW = ((40, 2, 2), (2, 40, 3), (3, 2, 40))
 """The leading sizes of the logits in each run."""
 _SOFTMAX = (aten._softmax.default, aten.softmax.int)
@@ -121,65 +122,70 @@ class Chains:
         return not isinstance(made, Value) or (size.over(product_of(made.shape)) is not None and not random(made))
 
     def _found(self, region: Region) -> Iterations | None:
-        values = [v for n in region.nodes if (v := self.view.value(n)) is not None]
+        values = region.values
         steps = [v for v in values if v.func in (*_SOFTMAX, *_LOGS) or _divides(v)]
         begins = next((i for i, v in enumerate(values) if v in steps or v.func is aten.exp.default), None)
         ends = [v for v in values if square_matrices(v) and v.dtype.is_floating_point]
         root = self.view.value(region.root)
         if root is None or begins is None or not ends:
             return None
-        softmax, most = values[begins].func in _SOFTMAX, min(len(values) + 1, _MOST)
-        early = 1 + sum(v not in values[begins:] for v in ends)
-        every, found, why = self._steps(region, [root, *ends], early, softmax, most)
+        after, softmax = {*values[begins:]}.intersection(ends), values[begins].func in _SOFTMAX
+        every, found, why = self._steps(region, [root, *ends], after, softmax)
         chains = {every[i]: Chain(every[step.start], root, *step[1:]) for i, step in found.items()}
-        deepest = max((chain.steps for chain in chains.values()), default=0)
-        after = region.after([v.node for v, chain in chains.items() if chain.steps == deepest] or [region.root])
-        whole = chains and not deepest % 2  # what is computed of the last matrix may be anything but a step
-        rest = [
-            v for v in every if v.node in after and (_divides(v) if whole else v in steps or v.func is aten.exp.default)
-        ]
-        miss = Mismatch(why.format(count=len(steps)), rest[-1]) if rest and len(steps) > 2 else None
-        return Iterations(chains, {*values[begins:]}.intersection(ends), miss)
+        return Iterations(chains, after, _miss(region, every, chains, steps, why))
 
     def _steps(
-        self, region: Region, every: list[Value], early: int, softmax: bool, most: int
+        self, region: Region, every: list[Value], after: set[Value], softmax: bool
     ) -> tuple[list[Value], dict[int, Step], str]:
         """Returns the matrices that could be run, what they are, and why the others are nothing; the first is the root."""
         try:
-            return every, *self._run(region, every[1:], early, softmax, most)
+            return every, *self._run(region, every, after, softmax)
         except Exception as error:  # what cannot be run is left alone
             why = UNRUN.format(why=error if isinstance(error, NotRun) else said(error))
         some = [v for v in every if v.shape == every[0].shape]  # others may be views with the present sizes
         with contextlib.suppress(Exception):
-            return some, *self._run(region, some[1:], early, softmax, most)
+            return some, *self._run(region, some, after, softmax)
         return every, {}, why
 
-    def _run(
-        self, region: Region, ends: list[Value], early: int, softmax: bool, most: int
-    ) -> tuple[dict[int, Step], str]:
+    def _run(self, region: Region, every: list[Value], after: set[Value], softmax: bool) -> tuple[dict[int, Step], str]:
         """Returns the step that each matrix is, by its number, and why the others are none."""
-        piece = region.piece([v.node for v in ends if v.node is not None])
+        piece, starts = region.piece([node_of(v) for v in every[1:]]), self._starts(every, after)
         floats = tuple(f.node.hint for n in piece.inputs if isinstance(f := example(n), torch.SymFloat))
-        starts = self._starts([region.root, *(v.node for v in ends if v.node is not None)], early)
         key = piece.structure(), str(example(region.root).shape), softmax, floats, starts
         if key not in self._known:
             with compat.routing.outside_compile():
-                self._known[key] = _Runs(region, piece, softmax, most).steps(starts)
+                self._known[key] = _Runs(region, piece, softmax).steps(starts)
         found, why = self._known[key]
         if any(not step.steps % 2 for step in found.values()):
             fix(piece)
         return found, why
 
-    def _starts(self, nodes: list[fx.Node], early: int) -> tuple[int, ...]:
-        """Returns the numbers of the matrices that iterations may start from.
+    def _starts(self, every: list[Value], after: set[Value]) -> tuple[int, ...]:
+        """Returns the numbers of the matrices that iterations may start from, those before the first step first.
 
-        Memory of an input comes after the other ``early`` ones: the op keeps what it starts from for its backward, and a
-        caller may write an input before that.
+        Of these, memory of an input comes last: the op keeps what it starts from for its backward, and a caller may write
+        an input before that. A body's inputs are what its caller keeps.
         """
-        holders = ((n, self.view.holders.get(key, ())) for n in nodes for key in self.view.storages(n))
-        given = {n for n, held in holders if any(h.op in ("placeholder", "get_attr") for h in held)}
-        later = given if not self.view.body else ()  # a body's inputs are what its caller keeps
-        return tuple(sorted(range(len(nodes) - 1), key=lambda i: (i >= early, nodes[i] in later, i)))
+
+        def given(value: Value) -> bool:
+            held = (h for key in self.view.storages(node_of(value)) for h in self.view.holders.get(key, ()))
+            return not self.view.body and any(h.op in ("placeholder", "get_attr") for h in held)
+
+        ranks = [(value in after, given(value)) for value in every[:-1]]
+        return tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+
+
+def _miss(
+    region: Region, every: list[Value], chains: dict[Value, Chain], steps: list[Value], why: str
+) -> Mismatch | None:
+    """Returns why the last matrix that is normalised after the chains' last ones has no chain, or None."""
+    deepest = max((chain.steps for chain in chains.values()), default=0)
+    after = region.after([v.node for v, chain in chains.items() if chain.steps == deepest] or [region.root])
+    if chains and not deepest % 2:  # what is computed of the last matrix may be anything but a step
+        rest = [v for v in every if v.node in after and _divides(v)]
+    else:
+        rest = [v for v in every if v.node in after and (v in steps or v.func is aten.exp.default)]
+    return Mismatch(why.format(count=len(steps)), rest[-1]) if rest and len(steps) > 2 else None
 
 
 def _divides(value: Value) -> bool:
@@ -193,27 +199,26 @@ def _divides(value: Value) -> bool:
 class _Runs:
     """Runs one piece on data."""
 
-    def __init__(self, region: Region, piece: Piece, softmax: bool, most: int) -> None:
+    def __init__(self, region: Region, piece: Piece, softmax: bool) -> None:
         self.region, self.piece, self.n = region, piece, int(example(region.root).shape[-1])
-        values = (region.view.value(n) for n in region.nodes)
-        numbers = numbers_in(v for v in values if v is not None)
+        numbers, most = numbers_in(region.values), min(len(region.values) + 1, _MOST)
+        if len(numbers) > _NUMBERS:
+            raise NotRun(f"it names more than {_NUMBERS} numbers")
         plain, far = kinds(numbers)
         self.grad = any(region.view.modes_at(n).grad for n in region.nodes)
         self.kinds, self.plain, self.apart = [*plain, *far], len(plain), False
         self.forms = Forms(("softmax", "exp", "exp_eps") if softmax else ("exp", "exp_eps", "softmax"), numbers, most)
-        if len(numbers) > 12:
-            raise NotRun("it names more than 12 numbers")
+        self.cut = functools.cache(functools.partial(region.cut, piece))
 
     def steps(self, starts: Sequence[int]) -> tuple[dict[int, Step], str]:
         """Returns the step that each matrix is, by its number, and why the others are none."""
         values, first = self.values(_FEW[0])
-        again = [self.values(few)[0] for few in _FEW[1:]]
         best, why = dict[int, Step](), ""
         for found in explained(values, first, starts, self.forms):
             deepest = max((step.steps for step in found.values()), default=0)
             last = {i: step for i, step in found.items() if step.steps == deepest and not deepest % 2}
             errors = {i: self.gradient(i, step) if self.grad else 0.0 for i, step in last.items()}
-            same = [i for i, s in last.items() if errors[i] <= _GRADIENTS and all(_is(v, i, s) for v in again)]
+            same = [i for i, step in last.items() if errors[i] <= _GRADIENTS and self.again(i, step)]
             if same:
                 best, why = {i: step for i, step in found.items() if i in same or i not in last}, ""
                 break
@@ -224,7 +229,16 @@ class _Runs:
             why = OTHER.format(count="{count}", nearest=nearest(values, self.forms))
         return best, why
 
-    def values(self, few: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    def again(self, i: int, step: Step) -> bool:
+        """Checks whether matrix number i is the op's with other numbers of tokens, too."""
+        return all(off(v[i], mixed(v[step.start], step)) <= CLOSE for v in self.others)
+
+    @functools.cached_property
+    def others(self) -> list[list[Tensor]]:
+        """Returns the matrices with other numbers of tokens."""
+        return [self.values(few)[0] for few in _FEW[1:]]
+
+    def values(self, few: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
         """Returns the logits and the matrices [tokens, n, n] on all kinds of data, and the tokens of ordinary data."""
         made = [*self.runs(few, False)]
         if len(made) == 1 and not all(bool(v[made[0][0] < self.plain].isfinite().all()) for v in made[0][1]):
@@ -233,12 +247,14 @@ class _Runs:
         values = [torch.cat(parts) for parts in zip(*(outs for _, outs in made), strict=True)]
         return values, torch.cat([which for which, _ in made]) == 0
 
-    def runs(self, few: Sequence[int], grad: bool) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    def runs(self, few: tuple[int, ...], grad: bool) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yields the kinds of tokens, and the logits and matrices [tokens, n, n] of a run."""
-        piece, feed, tokens = self.region.cut(self.piece, few)
-        every, n = range(len(self.kinds)), self.n
-        for seed, some in enumerate(chunks(every, 0 if self.apart else tokens)):
-            which = [*some, *some * tokens][:tokens] if len(some) == 1 else some
+        piece, feed, tokens = self.cut(few)
+        n, each = self.n, range(len(self.kinds))
+        mixed_kinds = [[k % len(each) for k in range(tokens)]]
+        # Where there are fewer tokens than kinds of data, or tokens are not computed apart, a run has one kind.
+        one_kind = [[k] * tokens for k in each]
+        for seed, which in enumerate(one_kind if self.apart or tokens < len(each) else mixed_kinds):
             g = torch.Generator().manual_seed(seed)
             made = [self.kinds[k](torch.randn(n, n, generator=g, dtype=torch.float64)) for k in which]
             logits = torch.stack(made).requires_grad_(grad)
@@ -260,10 +276,6 @@ class _Runs:
                 apart = (theirs - mine)[finite].abs() / size
                 worst = max(worst, float(apart.nan_to_num(torch.inf, torch.inf).amax()))
         return worst
-
-
-def _is(values: list[Tensor], i: int, step: Step) -> bool:
-    return off(values[i], mixed(values[step.start], step)) <= CLOSE
 
 
 def mixed(logits: Tensor, step: Step) -> Tensor:
