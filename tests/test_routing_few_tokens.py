@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every mHC and E79 rewrite runs on a few tokens in fp64 before it is made, and a wrong op is refused."""
+"""Every rewrite of a formula runs on a few tokens in fp64 before it is made, and a wrong op is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 import mhc_inductor
 from benchmarks import deepseek_model
-from mhc_inductor.routing import few_tokens
+from mhc_inductor.routing import cutter, few_tokens
 from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.few_tokens import FewTokens
 from mhc_inductor.routing.interface import Verdict
@@ -148,6 +148,115 @@ def test_a_compile_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not report.routed and [m for m in report.near_misses if "verified on random data" in m.reason]
 
 
+# --- attention and indexers: a few queries, all keys ---------------------------------------------------------------
+
+Q, T, DIM, PICKS = 24, 24, 8, 6
+"""Queries, keys, width and keys of a list. As many queries as keys: sizes do not tell them apart."""
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    """A causal window of 5 keys."""
+    at = torch.arange(T, device=q.device)
+    seen = (at <= at[:, None]) & (torch.arange(T) > torch.arange(Q)[:, None] - 5)
+    return (q @ k.transpose(-1, -2) * DIM**-0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def ranged(q: Tensor, k: Tensor, v: Tensor, _: Tensor, __: Tensor, ranges: Tensor) -> Tensor:
+    """The keys from a place that each query names up to another."""
+    at = torch.arange(T)
+    seen = (at >= ranges[..., :1]) & (at < ranges[..., 1:])
+    return (q @ k.transpose(-1, -2) * DIM**-0.5).masked_fill(~seen[:, None], -torch.inf).softmax(-1) @ v
+
+
+def listed(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *_: Tensor) -> Tensor:
+    """The keys that a list names."""
+    seen = torch.zeros(*indices.shape[:2], k.shape[2], dtype=torch.bool, device=q.device).scatter(-1, indices, True)
+    scores = (q @ k.transpose(-1, -2) * DIM**-0.5).masked_fill(~seen[:, None], -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def padded(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, kept: Tensor, _: Tensor) -> Tensor:
+    """A list of keys under a mask of padding."""
+    seen = torch.zeros(*indices.shape[:2], k.shape[2], dtype=torch.bool, device=q.device).scatter(-1, indices, True)
+    scores = q @ k.transpose(-1, -2) * DIM**-0.5
+    return scores.masked_fill(~(seen[:, None] & kept[:, None, None]), -torch.inf).softmax(-1) @ v
+
+
+def indexer(q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
+    """The keys with the largest scores, of those up to the query."""
+    scores = (torch.einsum("bhsd,btd->bsht", q, k[:, 0]).relu() * q.mean(-1).transpose(1, 2).unsqueeze(-1)).sum(2)
+    return (
+        scores.masked_fill(torch.ones(Q, T, dtype=torch.bool).triu(1), -torch.inf).topk(4, -1).indices.sort(-1).values
+    )
+
+
+ATTENTIONS: dict[str, tuple[Fn, str]] = {
+    "window": (windowed, "selection_list_attention"),
+    "ranges": (ranged, "selection_attention"),
+    "list": (listed, "selection_list_attention"),
+    "padded list": (padded, "selection_list_attention"),
+    "indexer": (indexer, "index_topk"),
+}
+
+
+def attended(heads: int = 3, batch: int = 2) -> list[Tensor]:
+    """q, k, v [B, H, S, D], indices [B, S, n], what is no padding [B, T], and ranges [B, S, 2]."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, h, s, DIM, generator=g) for h, s in ((heads, Q), (1, T), (1, T)))
+    indices = torch.rand(batch, Q, T, generator=g).argsort(-1)[..., :PICKS]
+    indices[..., 0] = torch.arange(Q) % 16
+    kept = torch.arange(T).expand(batch, T) < torch.tensor([T, 20])[:batch, None]
+    first = torch.randint(0, 12, (batch, Q, 1), generator=g)
+    return [q, k, v, indices, kept, torch.cat([first, first + 3 + first % 9], -1)]
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_few_queries_are_compared_with_all_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, op = ATTENTIONS[name]
+    shapes = []
+    results = Trial._results
+
+    def seen(self: Any, piece: Any, feed: Any, *args: Any, **options: Any) -> Any:
+        shapes.append({tuple(t.shape) for t in feed.values() if isinstance(t, Tensor)})
+        return results(self, piece, feed, *args, **options)
+
+    monkeypatch.setattr(Trial, "_results", seen)
+    few, report = compared(fn, attended())
+    assert [r.op for r in report.routed] and few.runs == 1 and not few.left, (report.near_misses, few.left)
+    assert {(2, 3, few, DIM) for few in few_queries(shapes)} and (2, 1, T, DIM) in shapes[0]
+    if op != "index_topk":  # which hidden keys the first queries pick, nobody sees
+        assert difference(run(fn, attended()), eager(fn, attended())) < 1e-5
+
+
+def few_queries(shapes: list[set[tuple[int, ...]]]) -> set[int]:
+    found = {shape[2] for each in shapes for shape in each if len(shape) == 4 and shape[1] == 3}
+    assert found == {2, 3}
+    return found
+
+
+BENT: dict[str, tuple[str, Callable[..., Any]]] = {
+    "scale": ("ranges", number(7, 0.36)),
+    "keys as values": ("ranges", lambda q, k, v, *rest: (q, v, k, *rest)),
+    "no values": ("list", number(2, None)),
+    "scale of a list": ("list", number(9, 0.36)),
+    "scale of a window": ("window", number(9, 0.36)),
+    "scale under a mask": ("padded list", number(9, 0.36)),
+    "no scores": ("indexer", number(4, 0.0)),
+    "future keys": ("indexer", lambda *args: (*args[:5], *[None] * (len(args) - 5))),
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_a_wrong_attention_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spelling, change = BENT[name]
+    fn, op = ATTENTIONS[spelling]
+    wrong(monkeypatch, op, change)
+    report = compared(fn, attended(), check=lambda *_: Verdict())[1]
+    assert report.routed, report.near_misses
+    report = compared(fn, attended())[1]
+    assert not report.routed and any("verified on random data" in m.reason for m in report.near_misses)
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_loop_is_compared_with_fewer_sequences(swapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = plain()
@@ -199,7 +308,7 @@ LEFT: dict[str, tuple[str, Any]] = {
     "RuntimeError: no": ("_differs", RuntimeError("no")),
     "the time for comparisons is over": ("_SECONDS", -1.0),
     "it has more than 9 calls": ("_CALLS", 9),
-    "an input is too large": ("_ELEMENTS", 100),
+    "a tensor is too large": ("_ELEMENTS", 100),
 }
 
 
@@ -210,7 +319,8 @@ def test_what_is_not_run_passes_and_is_told(why: str, monkeypatch: pytest.Monkey
     def failing(*_: Any) -> str:
         raise value
 
-    monkeypatch.setattr(few_tokens, name, failing if isinstance(value, Exception) else value)
+    module = few_tokens if hasattr(few_tokens, name) else cutter
+    monkeypatch.setattr(module, name, failing if isinstance(value, Exception) else value)
     few, report = compared(site, given(2, 3))
     assert {r.op for r in report.routed} == EVERY and not few.runs
     assert sorted(few.left) == [f"mhc_post: {why}", f"mhc_pre: {why}"]

@@ -34,7 +34,7 @@ def compared(
     """
     if match.compare is not None:
         outputs = [[t for k, t in r.items() if k.startswith("output") and t is not None] for r in (theirs, mine)]
-        error = match.compare(*outputs)
+        error = match.compare(*outputs, *(t for k, t in theirs.items() if k.startswith("inner")))
         if error is not None:
             return (
                 error,
@@ -42,11 +42,12 @@ def compared(
                 if error == 0
                 else f"verified on random data, the op's selection is worse than the formula's by {error:.3g}",
             )
+    want = {k: t for k, t in want.items() if k in mine}
     top = max(
         (float(t.double().abs().max()) for k, t in want.items() if "grad" in k and t is not None and t.numel()),
         default=0.0,
     )
-    own = {k: _apart(theirs[k], want[k], want[k], _least(k, want[k], top)) for k in want}
+    own = {k: _apart(theirs[k], t, t, _least(k, t, top)) if t is not theirs[k] else 0.0 for k, t in want.items()}
     off = {k: _apart(mine[k], theirs[k], want[k], _least(k, want[k], top)) for k in want}
     worst = max(off.values(), default=0.0)
     for name, error in off.items():
@@ -98,9 +99,10 @@ def _apart(mine: Tensor | None, formula: Tensor | None, want: Tensor | None, lea
         return 0.0 if torch.equal(mine, want) else 1.0
     a, b, c = mine.double(), want.double(), formula.double()
     fine = b.isfinite() & c.isfinite()
-    wrong = (fine & ~a.isfinite()) | (~b.isfinite() & ~torch.isclose(a, b, equal_nan=True))
-    if bool((wrong & (torch.isclose(b, c, equal_nan=True) | fine)).any()):
-        return float("inf")
-    a, b = a.where(fine, 0.0), b.where(fine, 0.0)
+    if not bool((fine & a.isfinite()).all()):
+        wrong = (fine & ~a.isfinite()) | (~b.isfinite() & ~torch.isclose(a, b, equal_nan=True))
+        if bool((wrong & (torch.isclose(b, c, equal_nan=True) | fine)).any()):
+            return float("inf")
+        a, b = a.where(fine, 0.0), b.where(fine, 0.0)
     error, size = float((a - b).norm()), max(float(b.norm()), least)
     return error / size if size else error

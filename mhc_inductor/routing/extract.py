@@ -159,10 +159,9 @@ class Cut:
     def _formula(self) -> Piece:
         """Builds the formula's piece from the real nodes of the region in graph order, in-place steps included."""
         piece = Piece()
-        results = copied(
-            self.view, piece, self.place.region | self.derived, [node_of(v) for v, _ in self.pairs], self.stood_for
-        )
-        piece.outputs = [results[node_of(value)] for value, _ in self.pairs]
+        ends = [node_of(v) for v in (*(v for v, _ in self.pairs), *self.match.inner)]
+        results = copied(self.view, piece, self.place.region | self.derived, ends, self.stood_for)
+        piece.outputs = [results[node] for node in ends]
         return piece
 
     def _derived(self, ends: list[fx.Node]) -> set[fx.Node]:

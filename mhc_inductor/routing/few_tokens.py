@@ -3,19 +3,17 @@
 
 Which dimensions of an op's arguments are tokens is known (ops/sharding.py: those that may be sharded). The dimensions of
 the graph's tensors that arrive there get other sizes, and so do the sizes that the formula's calls name, as far as every
-result keeps its other dimensions. Two numbers of tokens are tried, so that a constant that is one of them shows.
+result keeps its other dimensions. Two numbers of tokens are tried, so that a constant that is one of them shows. Of an
+attention or an indexer a few queries read all keys; a few heads, too, where these would be too large.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import itertools
-import math
-import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -24,27 +22,25 @@ from torch import Tensor, fx
 from mhc_inductor import compat
 from mhc_inductor.ops import sharding
 from mhc_inductor.routing.comparison import compared
+from mhc_inductor.routing.cutter import LARGE, Cutter, first_of, present, scans
 from mhc_inductor.routing.edit import Edit, Pairs
 from mhc_inductor.routing.extract import SHAPES, Cut, Piece
-from mhc_inductor.routing.fp64 import Exact
-from mhc_inductor.routing.graph.values import name_of, run
+from mhc_inductor.routing.graph.values import name_of
 from mhc_inductor.routing.interface import Match, Mismatch, Verdict
 from mhc_inductor.routing.verify import Feed, NotRun, Spec, Trial, said
 
 _TOKENS = ((2, 3, 5, 7), (3, 2, 7, 5))
 """Sizes of the token dimensions in the first run and in the second."""
-_SIZES = {
-    **dict.fromkeys(("zeros", "ones", "empty", "full", "arange"), 0),
-    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "split"), 1),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), 1),
-    **dict.fromkeys(("unflatten", "narrow"), 2),
-}
-"""Calls whose arguments are sizes from this one on."""
-_TRIES, _COMBINATIONS, _FORMULAS = 64, 512, 4
-"""How many choices a node of a piece, combinations of a call's sizes, and formulas that fit are tried."""
-_CALLS, _ELEMENTS, _SECONDS = 1000, 2**24, 1.0
-"""The most calls of a formula, elements of an input, and seconds of a graph after which no other formula is run."""
-_DEVICES = ("cuda", "xpu", "mps", "meta")
+_PLACES = (0.5, 1.0)
+"""Where the queries lie that are compared in each run: 0.0 would be the first ones, and 1.0 is the last."""
+_QUERIES, _HEADS = {"S"}, {"S", "G", "h", "H"}
+"""The dimensions of an attention or an indexer that are cut."""
+_POSITIONS = {"arange", "getitem", "unsqueeze", "view", "reshape", "expand", "to", "long", "add", "sub"}
+"""Calls that make positions."""
+_OPS, _FORMULAS = 8, 4
+"""How many cuts of an op, and of a formula for each, are tried."""
+_CALLS, _STEPS, _SECONDS = 1000, 4000, 2.0
+"""The most calls of a formula, choices of sizes, and seconds of a graph after which no other formula is run."""
 _EXACT = 3e-7
 """The difference that constants rounded to fp32 once or twice may make in fp64."""
 
@@ -63,7 +59,7 @@ class FewTokens:
 
     def __call__(self, edit: Edit, match: Match, pairs: Pairs) -> Verdict:
         """Returns a verdict without an error. Raises Mismatch if the op differs from the formula."""
-        if match.sample is not None or match.parts:
+        if match.parts:
             return Verdict()
         key, start = None, time.thread_time()
         try:
@@ -89,194 +85,129 @@ def _difference(trial: Trial) -> str:
     """Returns what differs, or "". Raises whatever stops a piece from running."""
     if len(trial.cut.formula.graph.nodes) > _CALLS:
         raise NotRun(f"it has more than {_CALLS} calls")
+    _own_positions(trial.cut.formula)
+    _own_positions(trial.cut.op)
     with compat.routing.outside_compile():
-        return next(filter(None, (_differs(trial, case, few) for case, few in enumerate(_TOKENS))), "")
+        return next(filter(None, (_differs(trial, case) for case in range(len(_TOKENS)))), "")
 
 
-def _differs(trial: Trial, case: int, few: Sequence[int]) -> str:
-    """Returns what differs first on ``few`` tokens, however the pieces are cut, or ""."""
-    reason = ""
+def _differs(trial: Trial, case: int) -> str:
+    """Returns what differs first on a few tokens, or "". Raises NotRun if no cut of the pieces can be run."""
+    if trial.match.sample is None:
+        return _differs_on(trial, _Few(_TOKENS[case]), case)
+    place = _PLACES[case]
+    try:
+        return _differs_on(trial, _Few(_TOKENS[case], _QUERIES, place), case)
+    except NotRun as error:
+        if str(error) != LARGE:  # the first queries are the same as any where a call reads places from shapes
+            return _differs_on(trial, _Few(_TOKENS[case], _QUERIES), case)
+    return _differs_on(trial, _Few(_TOKENS[case], _HEADS, place), case)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Few:
+    """The sizes of token dimensions, which of these are cut if that is known, and where the tokens lie."""
+
+    sizes: Sequence[int]
+    names: Set[str] = frozenset()
+    place: float = 0.0
+
+
+def _differs_on(trial: Trial, few: _Few, case: int) -> str:
+    """Returns what differs first, however the pieces are cut, or ""."""
+    reason, failed = "", NotRun("no sizes fit")
     for small, formula, op in _cuts(trial, few):
-        feed, scan = small.data(case, case), _scans(small.specs)
-        want, mine = (small._results(piece, feed, True, exact=not scan) for piece in (formula, op))
+        feed, scan = small.data(case, case), scans(small.specs)
+        grad = case == 0 or not few.names  # those of all keys take time: once is enough
+        try:
+            want, mine = (small._results(piece, feed, grad, exact=not scan) for piece in (formula, op))
+        except Exception as error:  # as where a check of an index is cut as queries are, and counts keys
+            failed = error if isinstance(error, NotRun) else NotRun(said(error))
+            continue
         off, reason = compared(trial.match, mine, want, want, scan, 0.0)
         if not reason and (scan or off <= _EXACT):
             return ""
         reason = reason or f"verified on random data, the op is {off:.3g} off in fp64"
+    if not reason:
+        raise failed
     return reason
 
 
-def _scans(specs: Mapping[fx.Node, Any]) -> bool:
-    return any(isinstance(spec, fx.GraphModule) for spec in specs.values())
+def _own_positions(piece: Piece) -> None:
+    """Gives each reader of constant positions a copy of its own: queries and keys may then have other sizes."""
+    constant = set[fx.Node]()
+    for node in piece.graph.nodes:
+        if node.op != "placeholder" and name_of(node) in _POSITIONS and constant.issuperset(node.all_input_nodes):
+            constant.add(node)
+    for node in reversed([*piece.graph.nodes]):
+        if node in constant and not any(name_of(u).endswith("_") for u in node.users):  # a step in place
+            for user in [*node.users][1:]:
+                with piece.graph.inserting_before(node):
+                    user.replace_input_with(node, piece.graph.node_copy(node))
 
 
-def _cuts(trial: Trial, few: Sequence[int]) -> Iterator[tuple[Trial, Piece, Piece]]:
+def _cuts(trial: Trial, few: _Few) -> Iterator[tuple[Trial, Piece, Piece]]:
     """Yields the trial, the formula and the op with few tokens, once for each way that fits. Raises NotRun."""
-    free = ["T"] if _scans(trial.specs) else []  # the steps of a scan are a dimension, where those of a loop are calls
-    read = [pair for node in trial.cut.op.graph.nodes for pair in _arguments(node, free)]
+    # The steps of a scan are a dimension, where those of a loop are calls.
+    steps = {"T"} if scans(trial.specs) else set()
+    read = [pair for node in trial.cut.op.graph.nodes for pair in _arguments(node, few.names, steps)]
     if not read:
         raise NotRun("no op whose tokens are known")
     old = {word: size for _, words in read for word, size in words if word and size > 1}
-    new = dict(zip(old, itertools.cycle(few)))
+    new = dict(zip(old, itertools.cycle(few.sizes)))
     tokens = [(old[word], size) for word, size in new.items()]
     wanted = {a: [new.get(word, size) if size > 1 else size for word, size in words] for a, words in read}
     feed = {n: spec for n, spec in trial.specs.items() if not isinstance(spec, (Spec, Tensor))}
-    op, feed, results = next(Cutter(trial.cut.op, tokens, wanted).fitting(feed))
-    wanted = {o: [*r.shape] for o, r in zip(trial.cut.formula.outputs, results, strict=True)}
-    for formula, given, _ in itertools.islice(Cutter(trial.cut.formula, tokens, wanted).fitting(feed), _FORMULAS):
+    for formula, op, given in _pairs(trial, tokens, wanted, feed, few.place):
         small = copy.copy(trial)
         small.keeps_roundings = False  # what may be dropped of them is proved on the graph
-        grad = not _scans(feed)  # the body of a scan does not run in fp64, and its backward takes seconds
-        small.specs = {n: _small(spec, given[n], grad) for n, spec in trial.specs.items()}
+        grad = not scans(feed)  # the body of a scan does not run in fp64, and its backward takes seconds
+        small.specs = {n: _small(spec, given[n], grad, few.place) for n, spec in trial.specs.items()}
         yield small, formula, op
 
 
-def _arguments(node: fx.Node, free: list[str]) -> Iterator[tuple[fx.Node, list[tuple[str, int]]]]:
+def _pairs(
+    trial: Trial, tokens: list[tuple[int, int]], wanted: dict[fx.Node, list[int]], feed: Feed, place: float
+) -> Iterator[tuple[Piece, Piece, Feed]]:
+    """Yields the formula and the op with other sizes, and their inputs. Raises NotRun if no sizes fit both."""
+    why, some, steps = NotRun("no sizes fit"), False, iter(range(_STEPS))
+    for op, given, results in itertools.islice(Cutter(trial.cut.op, tokens, wanted, place, steps).fitting(feed), _OPS):
+        shapes = {o: [*r.shape] for o, r in zip(trial.cut.formula.outputs, results, strict=False)}
+        cutter = Cutter(trial.cut.formula, tokens, shapes, place, steps)
+        try:
+            for formula, both, _ in itertools.islice(cutter.fitting(given), _FORMULAS):
+                some = True
+                yield formula, op, both
+        except NotRun as error:  # the formula may tell apart inputs of equal sizes, such as queries and keys
+            why = error
+    if not some:
+        raise why
+
+
+def _arguments(node: fx.Node, cut: Set[str], steps: Set[str]) -> Iterator[tuple[fx.Node, list[tuple[str, int]]]]:
     """Yields each tensor that an op of ours reads, with the name and size of each dimension, "" for what is no token."""
     op = str(node.target).removeprefix("mhc_inductor.").partition(".")[0]
     if "mhc_inductor." not in str(node.target):
         return
     family = sharding.TABLE[op]
-    free = [*free, *family.independent.get(op, family.independent[""]).split()]
+    free = {*family.independent.get(op, family.independent[""]).split()}
+    free = (free & cut or free) | steps
     for argument, a in zip(node.target._schema.arguments, node.args, strict=False):  # type: ignore[union-attr]
         if isinstance(a, fx.Node) and isinstance(a.meta[SHAPES], Tensor):
+            if argument.name.startswith("cu_seqlens"):
+                raise NotRun("packed sequences are not cut")
             words = sharding.names(family, argument.name, a.meta[SHAPES])
-            yield a, [(w if w.isdigit() or w in free else "", n) for w, n in zip(words, present(a), strict=True)]
+            leading = ["..." if word.isdigit() and "..." in free else word for word in words]
+            yield a, [(w if m in free else "", n) for w, m, n in zip(words, leading, present(a), strict=True)]
 
 
-@dataclasses.dataclass
-class Cutter:
-    """Makes a piece with other token sizes by running it, one choice of sizes after the other.
-
-    ``tokens`` has the size of each token dimension and the one that takes its place, ``wanted`` the new shapes that are
-    known.
-    """
-
-    piece: Piece
-    tokens: Sequence[tuple[int, int]]
-    wanted: Mapping[fx.Node, list[int]]
-    why: str = "the results have other shapes"
-
-    def fitting(self, feed: Feed) -> Iterator[tuple[Piece, Feed, list[Any]]]:
-        """Yields a piece that has the wanted shapes, a feed that it runs on, and its outputs. Raises NotRun if none has.
-
-        Inputs that are not in ``feed`` get zeros.
-        """
-        inputs, some = self.piece.inputs, False
-        env, args = {place: feed[view] for view, place in inputs.items() if view in feed}, dict[fx.Node, Any]()
-        env |= {place: env[place].clone() for place in self.piece.written & env.keys()}
-        # An input is chosen right before its first use, so that a choice that does not fit is changed soon.
-        ordered = (a for n in self.piece.graph.nodes if n.op != "placeholder" for a in (*n.all_input_nodes, n))
-        nodes = [n for n in dict.fromkeys((*ordered, *inputs.values())) if n not in env]
-        mode = contextlib.nullcontext() if _scans(feed) else Exact({})  # as if there were no autocast
-        tries = [self._options(nodes[0], env)]
-        for _ in range(_TRIES * len(nodes)):
-            with mode:
-                found = next(tries[-1], None)
-            if found is None:
-                tries.pop()
-                if not tries:
-                    break
-                continue
-            node = nodes[len(tries) - 1]
-            args[node], env[node] = found
-            if len(tries) < len(nodes):
-                tries.append(self._options(nodes[len(tries)], env))
-            else:
-                some, shaped = True, {view: env[place] for view, place in inputs.items()} | feed
-                yield dataclasses.replace(self.piece, args={**args}), shaped, [env[o] for o in self.piece.outputs]
-        if not some:
-            raise NotRun(self.why)
-
-    def _options(self, node: fx.Node, env: Feed) -> Iterator[tuple[Any, Any]]:
-        """Yields the arguments of a node with other sizes and its result, for each choice of sizes that may fit."""
-        for args, out in self._zeros(node) if node.op == "placeholder" else self._calls(node, env):
-            if node not in self.wanted or [*out.shape] == self.wanted[node]:
-                yield args, out
-            else:
-                self.why = f"{name_of(node)}: no size fits"
-
-    def _zeros(self, place: fx.Node) -> Iterator[tuple[Any, Tensor]]:
-        fake, old = place.meta[SHAPES], present(place)
-        # The formula may view the tensor in the memory order that it has.
-        order = sorted(range(len(old)), key=lambda d: -compat.routing.hint(fake.stride(d)))
-        wanted = self.wanted.get(place)
-        for shape in [wanted] if wanted else itertools.product(*map(self._sizes, old)):
-            if math.prod(shape) > _ELEMENTS:
-                raise NotRun("an input is too large")
-            made = torch.zeros([shape[d] for d in order], dtype=fake.dtype, device="cpu")
-            yield (), made.permute([order.index(d) for d in range(len(shape))])
-
-    def _calls(self, node: fx.Node, env: Feed) -> Iterator[tuple[Any, Any]]:
-        args, kwargs = compat.tree_map_only((torch.device, str), _on_cpu, (node.args, node.kwargs))
-        given, options = fx.node.map_arg((args, kwargs), env.__getitem__)
-        name, ours = name_of(node), str(node.target).startswith("mhc_inductor.")  # an op may keep parts of a sequence
-        shapes = None if ours else node.meta.get(SHAPES)
-        first = _SIZES.get(name, len(args))
-        for tail in self._tails(name, given[first:]):
-            try:
-                out = run(node, (*given[:first], *tail), options)
-            except Exception as error:
-                self.why = f"{name}: {said(error)}"
-                continue
-            view = name in ("view", "reshape") and shapes is not None
-            if self._fits(shapes, out) and not (view and _joined(present(args[0]), present(node), given[0], out)):
-                yield ((*args[:first], *tail), kwargs), out
-            else:
-                self.why = f"{name}: no size fits"
-
-    def _tails(self, name: str, given: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """Yields the arguments of a call from its sizes on, with each combination of sizes."""
-        inner = bool(given) and isinstance(given[0], (tuple, list))
-        sizes = given[0] if inner else given[:1] if name == "split" else given
-        options = [self._sizes(s) if type(s) is int and s > 1 else [s] for s in sizes]
-        for some in itertools.islice(itertools.product(*options), _COMBINATIONS):
-            yield (some, *given[1:]) if inner else (*some, *given[len(sizes) :])
-
-    def _sizes(self, size: int) -> list[int]:
-        """Returns what may take the place of a size: tokens first if it is one of them, then itself and products."""
-        found = [new for old, new in self.tokens if old == size] + [size]
-        for k in range(1, len(self.tokens) + 1):
-            for some in itertools.combinations(self.tokens, k):
-                old, new = map(math.prod, zip(*some, strict=True))
-                found += [size // old * new] * (size % old == 0)
-        return list(dict.fromkeys(found))
-
-    def _fits(self, old: Any, new: Any) -> bool:
-        """Returns whether results have the old shapes but for tokens."""
-        if isinstance(old, (tuple, list)):
-            return len(old) == len(new) and all(map(self._fits, old, new))
-        if not isinstance(old, Tensor):
-            return True
-        shape = [*map(compat.routing.hint, old.shape)]
-        return len(shape) == new.dim() and all(n in self._sizes(o) for o, n in zip(shape, new.shape, strict=True))
-
-
-def _on_cpu(device: torch.device | str) -> torch.device | str:
-    return "cpu" if isinstance(device, torch.device) or device.partition(":")[0] in _DEVICES else device
-
-
-def present(node: fx.Node) -> tuple[int, ...]:
-    """Returns the present shape of a piece's node."""
-    return tuple(map(compat.routing.hint, node.meta[SHAPES].shape))
-
-
-def _joined(old_in: Sequence[int], old_out: Sequence[int], new_in: Tensor, new_out: Tensor) -> bool:
-    """Returns whether a view with other sizes joins dimensions that the view with the old sizes keeps apart."""
-
-    def products(shape: Sequence[int]) -> Iterator[int]:
-        return itertools.accumulate(shape, operator.mul, initial=1)
-
-    at = dict(zip(products(old_in), products(new_in.shape), strict=True))
-    return any(at.get(o, n) != n for o, n in zip(products(old_out), products(new_out.shape), strict=True))
-
-
-def _small(spec: Any, like: Any, grad: bool) -> Any:
+def _small(spec: Any, like: Any, grad: bool, place: float) -> Any:
     """Returns the description or the constant of an input with the shape of ``like``."""
     if isinstance(spec, Tensor):
         for d, n in enumerate(like.shape):
             if n != spec.shape[d]:
-                spec = spec.index_select(d, torch.arange(n, device=spec.device) % spec.shape[d])
+                first = first_of(spec.shape[d], n, place)
+                spec = spec.index_select(d, torch.arange(first, first + n, device=spec.device) % spec.shape[d])
         return spec.detach().cpu()
     if not isinstance(spec, Spec):
         return spec

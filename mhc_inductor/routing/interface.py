@@ -110,7 +110,9 @@ class Match:
         proposed: nothing but numbers says that the op is the formula: it is compared with it on every compile, and on
             more data, and does not replace it where that is not possible.
         compare: compares outputs that need not be equal, such as indices of equally good choices:
-            ``compare(outputs of the formula, outputs of the op)`` returns the error, or None for the usual comparison.
+            ``compare(outputs of the formula, outputs of the op, *inner)`` returns the error, or None for the usual
+            comparison.
+        inner: values inside the formula, such as the scores of choices, that ``compare`` reads.
     """
 
     op: str
@@ -125,7 +127,8 @@ class Match:
     derived: Sequence[Value] = ()
     numbers: Sequence[fx.Node] = ()
     proposed: bool = False
-    compare: Callable[[list[torch.Tensor], list[torch.Tensor]], float | None] | None = None
+    compare: Callable[..., float | None] | None = None
+    inner: Sequence[Value] = ()
 
     @property
     def start(self) -> Value:

@@ -116,7 +116,7 @@ def _seconds(trial: Trial, piece: Piece, feed: dict[fx.Node, Any], backend: Any)
     leaves = [trial.leaf(node, feed[node]) for node in piece.inputs]
     leaves = [t.clone() if p in piece.written else t for t, p in zip(leaves, piece.inputs.values(), strict=True)]
     modes = next(n.meta[MODES] for n in piece.graph.nodes if MODES in n.meta)
-    compiled = torch.compile(_module(piece), backend=backend, dynamic=False)
+    compiled = torch.compile(_module(piece, len(trial.cut.pairs)), backend=backend, dynamic=False)
     wanted = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
     ups: list[Tensor] = []
 
@@ -130,10 +130,10 @@ def _seconds(trial: Trial, piece: Piece, feed: dict[fx.Node, Any], backend: Any)
     return _median(run, {t.device for t in leaves if isinstance(t, Tensor)})
 
 
-def _module(piece: Piece) -> fx.GraphModule:
+def _module(piece: Piece, count: int) -> fx.GraphModule:
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.graph_copy(piece.graph, copies)
-    graph.output(tuple(copies[o] for o in piece.outputs))
+    graph.output(tuple(copies[o] for o in piece.outputs[:count]))
     return fx.GraphModule({}, graph)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from mhc_inductor import compat
+from mhc_inductor.routing.cutter import Cutter
 from mhc_inductor.routing.extract import Piece, copied
-from mhc_inductor.routing.few_tokens import Cutter
 from mhc_inductor.routing.fp64 import Exact
 from mhc_inductor.routing.graph.expressions import number
 from mhc_inductor.routing.graph.index import product_of

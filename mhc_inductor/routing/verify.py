@@ -269,8 +269,9 @@ class Trial:
             watched = self.match.proposed and grad and piece is self.cut.formula
             with mode if exact else self.branches if watched else contextlib.nullcontext():
                 outputs = interpreted(piece, leaves, plain=exact)
-            results: Results = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
-            live = {i: t for i, t in enumerate(outputs) if grad and t.requires_grad and self.cut.asked[i]}
+            count = len(self.cut.pairs)
+            results: Results = {f"{'inner' if i >= count else 'output'} {i}": t.detach() for i, t in enumerate(outputs)}
+            live = {i: t for i, t in enumerate(outputs[:count]) if grad and t.requires_grad and self.cut.asked[i]}
             grads: Sequence[Tensor | None] = [None] * len(wanted)
             if live and wanted:
                 ups = [_upstream(i, t) for i, t in live.items()]

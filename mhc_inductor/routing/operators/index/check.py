@@ -3,31 +3,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 
-from mhc_inductor import compat
 from mhc_inductor.routing.graph.linear import Floor, Linear
-from mhc_inductor.routing.graph.values import Value, example, run
-from mhc_inductor.routing.graph.view import View
+from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.operators.index.matches import Found
 from mhc_inductor.routing.operators.index.visible import Mask
-from mhc_inductor.routing.verify import fixed
 
-_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _EPS = 16.0
 """Roundings by which scores may differ that are summed in another order, relative to the largest score."""
 
 
 class Check:
-    """Makes data for one formula, keeps it, and computes the formula's own scores from it to compare a choice with."""
+    """Makes data for one formula, and compares choices by the formula's scores of it."""
 
-    def __init__(self, view: View, found: Found) -> None:
-        self.view, self.found = view, found
-        self.given: dict[fx.Node, Tensor] = {}
+    def __init__(self, found: Found) -> None:
+        self.found = found
         self.masks = {m.ref.value.node: m for m in found.visible.masks}
         self.most: dict[fx.Node | None, int] = {}
         for limit in found.visible.limits:
@@ -60,7 +52,6 @@ class Check:
             for d, stride in enumerate(example(node).stride()):
                 if isinstance(stride, int) and stride == 0 and shape[d]:
                     made = made.narrow(d, 0, 1).expand(shape).contiguous()
-            self.given[node] = made
         return made
 
     def _made(
@@ -90,11 +81,9 @@ class Check:
         high = 2 if most is None else most
         return torch.randint(0 if most is None else -2, high, shape, generator=generator, device=device).to(dtype)
 
-    def compare(self, formula: list[Tensor], op: list[Tensor]) -> float | None:
+    def compare(self, formula: list[Tensor], op: list[Tensor], scores: Tensor) -> float | None:
         """Returns 0.0 if the op's keys are distinct keys with the scores of the formula's; else how far they are off."""
-        with torch.no_grad(), compat.routing.outside_compile():
-            scores = self._scores().double()
-        return max(self._apart(scores, a, b) for a, b in zip(formula, op, strict=True))
+        return max(self._apart(scores.double(), a, b) for a, b in zip(formula, op, strict=True))
 
     def _apart(self, scores: Tensor, formula: Tensor, op: Tensor) -> float:
         t = scores.shape[-1]
@@ -123,40 +112,3 @@ class Check:
     def _rounding(self) -> float:
         """Returns the rounding of the narrowest dtype among the formula's own scores."""
         return max(torch.finfo(v.dtype).eps for v in self.found.formula.met if v.dtype.is_floating_point)
-
-    def _scores(self) -> Tensor:
-        """Returns the formula's scores on the data made last."""
-        known: dict[fx.Node, Any] = dict(self.given)
-        end = self.found.scores.node
-        if end is None:
-            raise ValueError("the scores have no node")
-        todo = [end]
-        while todo:
-            node = todo[-1]
-            sized = isinstance(example(node), _SIZES)
-            missing = [] if node in known or sized else [a for a in node.all_input_nodes if a not in known]
-            todo += missing
-            if not missing:
-                todo.pop()
-                if node not in known:
-                    known[node] = self._value(node, known)
-        scores = known[end]
-        assert isinstance(scores, Tensor)
-        return scores
-
-    def _value(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-        fake = example(node)
-        if isinstance(fake, _SIZES):
-            return fake.node.hint
-        outside = self.view.given.get(node)
-        if outside is not None and outside.node is not None:
-            return fixed(outside.node, {})  # the mask that a checkpointed region is given
-        if node.op == "get_attr":
-            owner: Any = self.view.real.owning_module
-            for name in str(node.target).split("."):
-                owner = getattr(owner, name)
-            return owner
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
-        modes = self.view.modes_at(node)
-        with modes.entered() if modes.autocast else contextlib.nullcontext():
-            return run(node, args, kwargs)

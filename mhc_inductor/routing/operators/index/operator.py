@@ -70,7 +70,7 @@ class IndexOperator:
         except Unsupported:
             near = has_relu(scores) and has_product(scores)
             return Miss(OP, f"{_FOLLOWED}; {EXPECTED}", None, start) if near else None
-        check = Check(view, found)
+        check = Check(found)
         return Match(
             SCORES if found.ranked else PICKS if found.marked else OP,
             found.values(),
@@ -80,6 +80,7 @@ class IndexOperator:
             sample=check.sample,
             cases=3,
             compare=check.compare,
+            inner=[scores],
         )
 
     def _scored(self, view: View, chosen: Value) -> Iterable[Match]:
