@@ -128,11 +128,12 @@ class Cutter:
             given = (given[0], by + (given[1] if len(given) > 1 else options.get("diagonal", 0)))
             kwargs, options = {}, {}
         for tail in self._tails(name, given[first:]):
-            if large and _elements(_meta(node, (*given[:first], *tail), options)) > _ELEMENTS:
+            call = (*given[:first], *tail), options
+            if large and _large(node, *call):
                 self.large = True
                 continue
-            try:
-                out = _zero_results(node, given) if ours else run(node, (*given[:first], *tail), options)
+            try:  # an op of ours may take long, and zeros will do
+                out = _zeros_like(_meta(node, *call)) if ours else run(node, *call)
             except Exception as error:
                 self.why = f"{name}: {said(error)}"
                 continue
@@ -191,17 +192,19 @@ def _elements(results: Any) -> int:
     return max((compat.routing.hint(t.numel()) for t in tensors_in(results)), default=0)
 
 
-def _zero_results(node: fx.Node, args: Any) -> Any:
-    """Returns zeros of the shapes that an op of ours returns, which may take long to run."""
-    made = run(node, *compat.tree_map_only(Tensor, lambda t: t.to("meta"), (args, {})))
-    return compat.tree_map_only(Tensor, lambda t: torch.zeros_like(t, device="cpu"), made)
+def _meta(node: fx.Node, *call: Any) -> Any:
+    """Returns what a call gives, without data. Raises what it raises where that takes data."""
+    return run(node, *compat.tree_map_only(Tensor, lambda t: t.to("meta"), call))
 
 
-def _meta(node: fx.Node, args: Any, options: Any) -> Any:
-    """Returns what a call gives without its data, None where that takes data."""
+def _zeros_like(results: Any) -> Any:
+    return compat.tree_map_only(Tensor, lambda t: torch.zeros_like(t, device="cpu"), results)
+
+
+def _large(node: fx.Node, *call: Any) -> bool:
     with contextlib.suppress(Exception):
-        return run(node, *compat.tree_map_only(Tensor, lambda t: t.to("meta"), (args, options)))
-    return None
+        return _elements(_meta(node, *call)) > _ELEMENTS
+    return False
 
 
 def _on_cpu(device: torch.device | str) -> torch.device | str:

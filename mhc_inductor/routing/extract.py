@@ -65,7 +65,7 @@ class Piece:
         for node in self.graph.nodes:
             if node.op != "placeholder":
                 args = fx.node.map_arg((node.args, node.kwargs), nth)
-                lines.append((node.op, node.target, repr(args), node.meta[MODES]))
+                lines.append((node.op, node.target, repr(args), node.meta.get(MODES)))
         inputs = tuple(number[p] for p in self.inputs.values())
         return tuple(lines), inputs, tuple(number[o] for o in self.outputs)
 

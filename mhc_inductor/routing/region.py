@@ -7,18 +7,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.routing.cutter import Cutter
 from mhc_inductor.routing.extract import Piece, copied
-from mhc_inductor.routing.fp64 import Exact
 from mhc_inductor.routing.graph.expressions import number
 from mhc_inductor.routing.graph.index import product_of
 from mhc_inductor.routing.graph.values import Value, elements_read, example, inner, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import constant_of
-from mhc_inductor.routing.verify import Feed, interpreted
+from mhc_inductor.routing.verify import Feed
 
 _NODES = 2000
 """The most nodes of a region."""
@@ -27,7 +26,7 @@ _FEWEST = 30
 _INDEXED = {
     "getitem", "setitem", "select", "narrow", "slice", "index_fill", "index_copy", "index_add", "index_select",
     "slice_scatter", "select_scatter", "index_put", "scatter", "gather", "take", "take_along_dim", "masked_scatter",
-    "tril", "triu",
+    "tril", "triu", "arange",
 }  # fmt: skip
 """Calls that name positions."""
 _NUMBERS = {"number", "float", "Tensor", "Optional[number]", "Optional[float]"}
@@ -41,24 +40,11 @@ class Region:
         self.view, self.root = view, root
         self.inside = {root}
         for node in view.descendants([root], admit, _NODES):
-            if (
-                admit(node)
-                and not self._far(node)
-                and all(a in self.inside or self._uniform(a) for a in elements_read(node))
-            ):
+            read = elements_read(node)
+            if admit(node) and not far(view, node) and all(a in self.inside or self._uniform(a) for a in read):
                 self.inside.add(node)
         self.nodes = sorted(self.inside - {root}, key=view.order.__getitem__)
         self.values = [v for n in self.nodes if (v := view.value(n)) is not None]
-
-    def _far(self, node: fx.Node) -> bool:
-        """Checks whether a call reads or writes at a position that few tokens do not have."""
-        for call in (node, self.view.reader.get(node), self.view.through.get(node)):  # a step in place, of a part
-            if call is not None and name_of(call).strip("_") in _INDEXED:
-                leaves = compat.tree_leaves((call.args, call.kwargs))
-                at = [i for a in leaves for i in ((a.start, a.stop, a.step) if isinstance(a, slice) else (a,))]
-                if any(isinstance(i, (int, torch.SymInt)) and not (type(i) is int and abs(i) < _FEWEST) for i in at):
-                    return True
-        return False
 
     def _uniform(self, node: fx.Node) -> bool:
         """Checks whether a node is determined by sizes and numbers, and has one number or is no larger than a matrix."""
@@ -68,49 +54,45 @@ class Region:
         small = product_of(root.shape[-2:]).over(product_of(value.shape)) is not None
         return small or constant_of(value) is not None  # others, such as positions, tell tokens apart
 
-    def after(self, starts: Iterable[fx.Node | None]) -> set[fx.Node]:
-        """Returns the nodes of the region that read what is computed from ``starts``."""
-        known = {*starts}
-        found = set[fx.Node]()
-        for node in self.nodes:
-            if not known.isdisjoint(elements_read(node)):
-                found.add(node)
-                known.add(node)
-        return found
 
-    def piece(self, ends: Sequence[fx.Node]) -> Piece:
-        """Returns a piece that returns ``ends``."""
-        every, todo = {*ends}, [*ends]
-        while todo:
-            new = {a for a in elements_read(todo.pop()) if a.op.startswith("call_") and a is not self.root} - every
-            every |= new
-            todo += new
-        made = Piece()
-        made.input(self.root)
-        at = copied(self.view, made, every, ends, {})
-        made.outputs = [at[node] for node in ends]
-        return made
-
-    def cut(self, piece: Piece, few: Sequence[int]) -> tuple[Piece, Feed, int]:
-        """Returns the piece with ``few`` as the sizes of the root's leading dimensions, inputs, and its number of tokens.
-
-        Raises NotRun.
-        """
-        old = [*map(compat.routing.hint, example(self.root).shape)]
-        new = [size if size == 1 else few[d % len(few)] for d, size in enumerate(old[:-2])]
-        tokens = [(a, b) for a, b in zip(old, new, strict=False) if a > 1]
-        given = {
-            n: example(n).node.hint for n in piece.inputs if isinstance(example(n), (torch.SymInt, torch.SymFloat))
-        }
-        wanted = {piece.inputs[self.root]: [*new, *old[-2:]]}
-        small, feed, _ = next(Cutter(piece, tokens, wanted).fitting(given))
-        return small, feed, feed[self.root][..., 0, 0].numel()
+def far(view: View, node: fx.Node) -> bool:
+    """Checks whether a call reads or writes at a position that few tokens do not have."""
+    for call in (node, view.reader.get(node), view.through.get(node)):  # a step in place, of a part
+        if call is not None and name_of(call).strip("_") in _INDEXED:
+            leaves = compat.tree_leaves((call.args, call.kwargs))
+            at = [i for a in leaves for i in ((a.start, a.stop, a.step) if isinstance(a, slice) else (a,))]
+            at = [example(i) if isinstance(i, fx.Node) else i for i in at]
+            if any(isinstance(i, (int, torch.SymInt)) and not (type(i) is int and abs(i) < _FEWEST) for i in at):
+                return True
+    return False
 
 
-def run(piece: Piece, feed: Feed, root: fx.Node, data: Tensor, grad: bool = False) -> list[Tensor]:
-    """Returns the outputs of a piece whose root is ``data``, in fp64."""
-    with torch.set_grad_enabled(grad), Exact({}):
-        return interpreted(piece, feed | {root: data.view(feed[root].shape)}, plain=True)
+def piece_of(view: View, root: fx.Node, ends: Sequence[fx.Node]) -> Piece:
+    """Returns a piece that computes ``ends`` from ``root``."""
+    every, todo = {*ends}, [*ends]
+    while todo:
+        new = {a for a in elements_read(todo.pop()) if a.op.startswith("call_") and a is not root} - every
+        every |= new
+        todo += new
+    made = Piece()
+    made.input(root)
+    at = copied(view, made, every, ends, {})
+    made.outputs = [at[node] for node in ends]
+    return made
+
+
+def cut(piece: Piece, root: fx.Node, few: Sequence[int], held: Feed | None = None) -> tuple[Piece, Feed, int]:
+    """Returns a piece with ``few`` as the sizes of the root's leading dimensions, inputs, and its number of tokens.
+
+    ``held`` has the inputs that stay as they are. Raises NotRun.
+    """
+    old = [*map(compat.routing.hint, example(root).shape)]
+    new = [size if size == 1 else few[d % len(few)] for d, size in enumerate(old[:-2])]
+    tokens = [(a, b) for a, b in zip(old, new, strict=False) if a > 1]
+    given = {n: example(n).node.hint for n in piece.inputs if isinstance(example(n), (torch.SymInt, torch.SymFloat))}
+    wanted = {piece.inputs[root]: [*new, *old[-2:]]}
+    small, feed, _ = next(Cutter(piece, tokens, wanted).fitting(given | (held or {})))
+    return small, feed, feed[root][..., 0, 0].numel()
 
 
 def fix(piece: Piece) -> None:

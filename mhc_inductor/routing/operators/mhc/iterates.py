@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mhc_inductor.routing.verify import NotRun
+
 CLOSE = 2e-7
 """The relative difference that constants rounded to fp32 may make in fp64."""
 _STARTS, _NUMBERS = 8, 12
@@ -43,15 +45,14 @@ def iterates(logits: Tensor, form: str, eps: float, most: int) -> Iterator[tuple
         yield steps, c
 
 
-def kinds(numbers: Sequence[float]) -> tuple[list[Kind], list[Kind]]:
-    """Returns kinds of logits: those on which every form is finite, and others.
+def kinds(numbers: Sequence[float]) -> tuple[list[Kind], list[Kind], list[Kind]]:
+    """Returns kinds of logits: those on which every form is finite, others, and logits that are not finite.
 
     Some converge slowly, so that the number of iterations shows. Others bring sums, or the logits themselves, close to
-    each of ``numbers``.
+    each of ``numbers``. Raises NotRun for too many of these.
     """
-
-    def scaled(by: float) -> Kind:
-        return lambda r: by * r
+    if len(numbers) > _NUMBERS:
+        raise NotRun(f"it names more than {_NUMBERS} numbers")
 
     def shifted(by: float, rows: slice, columns: slice) -> Kind:
         def made(r: Tensor) -> Tensor:
@@ -71,15 +72,26 @@ def kinds(numbers: Sequence[float]) -> tuple[list[Kind], list[Kind]]:
         return made
 
     every, first, half = slice(None), slice(1), slice(2, None)
-    plain: list[Kind] = [scaled(1.0), scaled(6.0), scaled(1e-3), torch.round, shifted(-40.0, slice(1), slice(1, None))]
+    plain: list[Kind] = [lambda r: r, lambda r: 6 * r, lambda r: 1e-3 * r, torch.round]
+    plain += [shifted(-40.0, slice(1), slice(1, None))]
     for by in map(math.log, numbers):
         plain += [shifted(by, every, first), shifted(by, first, every), shifted(by, every, every)] * (abs(by) < 100)
-    far: list[Kind] = [scaled(40.0), shifted(-60.0, first, half)]
+    far: list[Kind] = [lambda r: 40 * r, shifted(-60.0, first, half)]
     far += [shifted(by, *at) for by in (-60.0, -1e4) for at in ((every, first), (first, every))]
     far += [past(by, turned) for c in numbers if c > 1 for by in (c, -c) for turned in (False, True)]
     places = (first, first), (first, every), (every, first)
-    far += [shifted(by, *at) for by in (math.nan, math.inf, -math.inf) for at in places]
-    return plain, far
+    return plain, far, [shifted(by, *at) for by in (math.nan, math.inf, -math.inf) for at in places]
+
+
+def samples(kinds: Sequence[Kind], n: int, tokens: int, apart: bool = False) -> Iterator[tuple[list[int], Tensor]]:
+    """Yields logits [tokens, n, n] of every kind for one run after the other, with the number of each token's kind.
+
+    Where there are fewer tokens than kinds, or if kinds are wanted ``apart``, all tokens of a run are of one kind.
+    """
+    one, mixed = [[k] * tokens for k in range(len(kinds))], [[k % len(kinds) for k in range(tokens)]]
+    for seed, which in enumerate(one if apart or tokens < len(kinds) else mixed):
+        g = torch.Generator().manual_seed(seed)
+        yield which, torch.stack([kinds[k](torch.randn(n, n, generator=g, dtype=torch.float64)) for k in which])
 
 
 class Forms(NamedTuple):
@@ -125,12 +137,13 @@ def nearest(values: Sequence[Tensor], forms: Forms) -> str:
     return f"the nearest is {form}, eps = {eps:g}, {steps // 2} iterations, {error:.1e} off"
 
 
-def off(theirs: Tensor, mine: Tensor) -> float:
+def off(theirs: Tensor, mine: Tensor, size: Tensor | None = None) -> float:
     """Returns the largest difference among matrices of which ``theirs`` is finite; infinite where ``mine`` is not.
 
-    It is relative to the element: all that Sinkhorn iterations do to positive numbers keeps their digits.
+    It is relative to ``size``, or to the element: all that Sinkhorn iterations do to positive numbers keeps their digits.
     """
     finite = theirs.isfinite().all(-1).all(-1)
     a, b = theirs[finite], mine[finite]
-    apart = (a - b).abs() / torch.maximum(a.abs(), b.abs()).clamp(min=1e-200)
+    size = torch.maximum(a.abs(), b.abs()) if size is None else size[finite]
+    apart = (a - b).abs() / size.clamp(min=1e-200)
     return float(apart.nan_to_num(math.inf, math.inf).amax()) if bool(finite.any()) else math.inf

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,15 +20,16 @@ from torch import Tensor, fx
 from mhc_inductor import compat
 from mhc_inductor.routing.edit import node_of
 from mhc_inductor.routing.extract import Piece
+from mhc_inductor.routing.fp64 import Exact
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import ONE, Size, product_of
 from mhc_inductor.routing.graph.values import Value, example, random
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import square_matrices
-from mhc_inductor.routing.operators.mhc.iterates import CLOSE, Forms, Step, explained, kinds, nearest, off
-from mhc_inductor.routing.region import Region, fix, numbers_in, root_of, run
-from mhc_inductor.routing.verify import NotRun, said
+from mhc_inductor.routing.operators.mhc.iterates import CLOSE, Forms, Step, explained, kinds, nearest, off, samples
+from mhc_inductor.routing.region import Region, cut, fix, numbers_in, piece_of, root_of
+from mhc_inductor.routing.verify import NotRun, interpreted, said
 
 UNFINISHED = "the last Sinkhorn iteration divides by the sums over one dim only; expected rows and columns"
 ONCE = "h_res is divided by the sums over one dim, as by a softmax, and no Sinkhorn iterations of the op follow"
@@ -36,8 +38,8 @@ GRADIENT = "the matrix is mhc_sinkhorn's and its gradient is not, as where a ste
 UNRUN = "these iterations could not be run on a few tokens: {why}"
 _GRADIENTS = 1e-6
 """The difference of gradients, relative to the largest of a token's, that is none."""
-_MOST, _NUMBERS = 256, 12
-"""The most normalisations that are looked for, and numbers that a piece may name."""
+_MOST = 256
+"""The most normalisations that are looked for."""
 _FEW = ((40, 2, 2), (2, 40, 3), (3, 2, 40))
 """The leading sizes of the logits in each run."""
 _SOFTMAX = (aten._softmax.default, aten.softmax.int)
@@ -149,7 +151,7 @@ class Chains:
 
     def _run(self, region: Region, every: list[Value], after: set[Value], softmax: bool) -> tuple[dict[int, Step], str]:
         """Returns the step that each matrix is, by its number, and why the others are none."""
-        piece, starts = region.piece([node_of(v) for v in every[1:]]), self._starts(every, after)
+        piece, starts = piece_of(self.view, region.root, [*map(node_of, every[1:])]), self._starts(every, after)
         floats = tuple(f.node.hint for n in piece.inputs if isinstance(f := example(n), torch.SymFloat))
         key = piece.structure(), str(example(region.root).shape), softmax, floats, starts
         if key not in self._known:
@@ -180,7 +182,8 @@ def _miss(
 ) -> Mismatch | None:
     """Returns why the last matrix that is normalised after the chains' last ones has no chain, or None."""
     deepest = max((chain.steps for chain in chains.values()), default=0)
-    after = region.after([v.node for v, chain in chains.items() if chain.steps == deepest] or [region.root])
+    last = [node_of(v) for v, chain in chains.items() if chain.steps == deepest] or [region.root]
+    after = {n for a in last for n in region.view.descendants([a], region.inside.__contains__) if n is not a}
     if chains and not deepest % 2:  # what is computed of the last matrix may be anything but a step
         rest = [v for v in every if v.node in after and _divides(v)]
     else:
@@ -200,15 +203,13 @@ class _Runs:
     """Runs one piece on data."""
 
     def __init__(self, region: Region, piece: Piece, softmax: bool) -> None:
-        self.region, self.piece, self.n = region, piece, int(example(region.root).shape[-1])
+        self.region, self.n = region, int(example(region.root).shape[-1])
         numbers, most = numbers_in(region.values), min(len(region.values) + 1, _MOST)
-        if len(numbers) > _NUMBERS:
-            raise NotRun(f"it names more than {_NUMBERS} numbers")
-        plain, far = kinds(numbers)
+        plain, *others = kinds(numbers)
         self.grad = any(region.view.modes_at(n).grad for n in region.nodes)
-        self.kinds, self.plain, self.apart = [*plain, *far], len(plain), False
+        self.kinds, self.plain, self.apart = [*plain, *itertools.chain(*others)], len(plain), False
         self.forms = Forms(("softmax", "exp", "exp_eps") if softmax else ("exp", "exp_eps", "softmax"), numbers, most)
-        self.cut = functools.cache(functools.partial(region.cut, piece))
+        self.cut = functools.cache(functools.partial(cut, piece, region.root))
 
     def steps(self, starts: Sequence[int]) -> tuple[dict[int, Step], str]:
         """Returns the step that each matrix is, by its number, and why the others are none."""
@@ -249,36 +250,24 @@ class _Runs:
 
     def runs(self, few: tuple[int, ...], grad: bool) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yields the kinds of tokens, and the logits and matrices [tokens, n, n] of a run."""
-        piece, feed, tokens = self.cut(few)
-        n, each = self.n, range(len(self.kinds))
-        mixed_kinds = [[k % len(each) for k in range(tokens)]]
-        # Where there are fewer tokens than kinds of data, or tokens are not computed apart, a run has one kind.
-        one_kind = [[k] * tokens for k in each]
-        for seed, which in enumerate(one_kind if self.apart or tokens < len(each) else mixed_kinds):
-            g = torch.Generator().manual_seed(seed)
-            made = [self.kinds[k](torch.randn(n, n, generator=g, dtype=torch.float64)) for k in which]
-            logits = torch.stack(made).requires_grad_(grad)
-            outs = run(piece, feed, self.region.root, logits, grad)
-            yield torch.tensor(which), [logits, *(t.reshape(-1, n, n) for t in outs)]
+        (piece, feed, tokens), root = self.cut(few), self.region.root
+        for which, logits in samples(self.kinds, self.n, tokens, self.apart):
+            with torch.set_grad_enabled(grad), Exact({}):
+                outs = interpreted(piece, feed | {root: logits.requires_grad_(grad).view(feed[root].shape)}, plain=True)
+            yield torch.tensor(which), [logits, *(t.reshape(-1, self.n, self.n) for t in outs)]
 
     def gradient(self, i: int, step: Step) -> float:
         """Returns the largest difference of the gradient of matrix number i from the op's, relative to its token's."""
-        worst = 0.0
+        found = list[Tensor]()
         for _, outs in self.runs(_FEW[0], True):
             up = torch.randn(outs[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-            theirs, mine = (
-                torch.autograd.grad(out, outs[0], up, retain_graph=True)[0] if out.requires_grad else 0 * up
-                for out in (outs[i], mixed(outs[step.start], step))
-            )
-            finite = theirs.isfinite().all(-1).all(-1)
-            if bool(finite.any()):
-                size = 1 + theirs[finite].abs().amax((-1, -2), keepdim=True)
-                apart = (theirs - mine)[finite].abs() / size
-                worst = max(worst, float(apart.nan_to_num(torch.inf, torch.inf).amax()))
-        return worst
+            for out in (outs[i], mixed(outs[step.start], step)):
+                found += torch.autograd.grad(out, outs[0], up, retain_graph=True) if out.requires_grad else [0 * up]
+        theirs, mine = torch.cat(found[::2]), torch.cat(found[1::2])
+        return off(theirs, mine, 1 + theirs.abs().amax((-1, -2), keepdim=True))
 
 
-def mixed(logits: Tensor, step: Step) -> Tensor:
+def mixed(logits: Tensor, step: Step | Chain) -> Tensor:
     """Returns the op's matrix after whole iterations."""
     logits = logits.mT if step.transposed else logits
     made: Tensor = torch.ops.mhc_inductor.mhc_sinkhorn(logits, step.steps // 2, step.eps, step.form)
