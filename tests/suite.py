@@ -3,10 +3,12 @@
 
 ``python -m tests.suite`` takes an hour on two cores. ``./dev test`` runs a part of it, chosen by the times that were
 written (``tests/each_commit.py``); ``tests/test_results.py`` checks that the counts are of this tree's code and tests.
+``--add FILE`` runs the tests of a file alone and writes the times of those that have none, as of a new file's.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from importlib.metadata import version
@@ -26,13 +28,14 @@ LEAST = 1.0
 """Seconds of a test function below which its time is not written."""
 
 
+def times_of(counted: Counted) -> dict[str, list[float]]:
+    """Returns the number of cases and the seconds of each test function that took a second or more."""
+    spent = sorted(counted.seconds.items())
+    return {name: [len(counted.cases[name]), round(seconds, 1)] for name, seconds in spent if seconds >= LEAST}
+
+
 def result_of(counted: Counted) -> dict[str, Any]:
     """Returns the committed results of a run that has just ended."""
-    times = {
-        name: [len(counted.cases[name]), round(spent, 1)]
-        for name, spent in sorted(counted.seconds.items())
-        if spent >= LEAST
-    }
     names = ("torch", "triton", "transformers", "pytest")
     return {
         "tested_sources_sha256": source_hash(folders=TESTED),
@@ -41,22 +44,28 @@ def result_of(counted: Counted) -> dict[str, Any]:
         "seconds_in_all": round(counted.elapsed()),
         "passed": counted.passed.total(),
         "others": sorted(counted.others),
-        "seconds": times,
+        "seconds": times_of(counted),
     }
 
 
 def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="Where the counts go.")] = RESULT,
+    add: Annotated[list[str], typer.Option(help="Files that run alone, for times that are missing.")] = [],  # noqa: B006
 ) -> None:
     """Run every case of every test; exit with 1 if one fails."""
     os.environ.pop("MHC_INDUCTOR_TESTS", None)
+    if add:  # what has no time yet runs whole there, too
+        os.environ["MHC_INDUCTOR_TESTS"] = "commit"
     # That test asks for the counts of this very run.
     without = ("--deselect", "tests/test_results.py::test_every_case_of_every_test_has_run")
-    code, counted = run(jobs, "-q", *without, str(Path(__file__).parent))
+    code, counted = run(jobs, "-q", *without, *(add or [str(Path(__file__).parent)]))
     result = result_of(counted)
+    if add:
+        known = json.loads(out.read_text())
+        result = {**known, "seconds": dict(sorted({**times_of(counted), **known["seconds"]}.items()))}
     running.save(result, out)
-    Console().print(f"{result['passed']} passed, {len(result['others'])} others, {result['seconds_in_all']} s")
+    Console().print(f"{counted.passed.total()} passed, {len(counted.others)} others, {counted.elapsed():.0f} s")
     if code:
         raise typer.Exit(1)
 

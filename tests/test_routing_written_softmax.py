@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mhc_inductor.routing import route
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.view import Knowledge, View
 from mhc_inductor.routing.operators.selection.search import Search
+from mhc_inductor.routing.report import Report
 from tests.capture import difference, eager, exact_or_left, left_by_proof, reasons, run
 
 B, S, H, D, K = 2, 11, 3, 8, 4
@@ -91,6 +93,25 @@ def test_dynamic_batch(name: str) -> None:
     got, want = run(fn, inputs(), symbolic=[(i, 0) for i in range(4)]), eager(fn, inputs())
     assert got.ops["selection_attention"] == 1, reasons(got)
     assert difference(got, want) < 2e-6
+
+
+def test_a_softmax_times_a_number_that_may_change() -> None:
+    """The number is a symbol of the second graph: no search may fail there."""
+    reports: list[Report] = []
+
+    def backend(gm: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Tensor]:
+        reports.append(route(gm))
+        return gm.forward
+
+    q, k, v, x = inputs()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda n: attention(lambda s, v: product(s.softmax(-1) * n, v))(q, k, v, x), backend=backend
+    )
+    for n in (2, 3, 5):
+        want = attention(lambda s, v, n=n: product(s.softmax(-1) * n, v))(q, k, v, x)
+        torch.testing.assert_close(compiled(n), want, atol=1e-5, rtol=1e-5)
+    assert len(reports) == 2 and not any(r.problems for r in reports), [r.problems for r in reports]
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -11,10 +11,9 @@ from torch import fx
 
 from mhc_inductor.routing.graph.values import Value, behind
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.masks.elements import MULTIPLY
 from mhc_inductor.routing.masks.operands import DIVIDE
 from mhc_inductor.routing.masks.products import has_product
-from mhc_inductor.routing.operators.selection.weights import REACH, guarded, shows
+from mhc_inductor.routing.operators.selection.weights import REACH, guarded, multiplied, shows
 
 
 def renormalised(view: View, softmax: Value, node: fx.Node) -> tuple[Value, list[Value]] | None:
@@ -61,9 +60,5 @@ def _masked(value: Value, known: dict[Value, None]) -> Value | None:
     guard = guarded(value, known)
     if guard is not None:
         return guard.mask
-    if value.func not in MULTIPLY:
-        return None
-    for a, b in (value.args[:2], value.args[1::-1]):
-        if a in known and isinstance(b, Value) and b not in known and b.shape[-1:] == value.shape[-1:]:
-            return b
-    return None
+    pairs = [(a, b) for a, b in multiplied(value) if a in known and b not in known]
+    return next((b for _, b in pairs if b.shape[-1:] == value.shape[-1:]), None)

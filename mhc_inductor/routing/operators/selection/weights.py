@@ -50,11 +50,14 @@ def guarded(value: Value, known: Container[Value]) -> Guarded | None:
         if _hidden_rows(args[0], args[2]):
             return Guarded(args[2], no_nan=True)
         return Guarded(args[2], args[0], False, no_nan=True)
-    if func in MULTIPLY:
-        for a, b in (args[:2], args[1::-1]):
-            if a in known and isinstance(b, Value) and uncast(whole(b)).value.dtype is torch.bool:
-                return Guarded(a, b)
-    return None
+    masks = (Guarded(a, b) for a, b in multiplied(value) if a in known and uncast(whole(b)).value.dtype is torch.bool)
+    return next(masks, None)
+
+
+def multiplied(value: Value) -> list[tuple[Value, Value]]:
+    """Returns the two tensors that are multiplied, in both orders; none where one is a number, which has no hash."""
+    a, b = value.args[:2] if value.func in MULTIPLY else (None, None)
+    return [(a, b), (b, a)] if isinstance(a, Value) and isinstance(b, Value) else []
 
 
 def _hidden_rows(mask: Any, softmax: Value) -> bool:
@@ -177,7 +180,7 @@ class Weights:
             self.outs.append(divided if reached is before and divided is not None else reached)
             return False
         # The elementwise product in a sum of products.
-        return reached.func in MULTIPLY and any(a in self.same for a in reached.args[:2])
+        return reached.func in MULTIPLY and any(isinstance(a, Value) and a in self.same for a in reached.args[:2])
 
     def _dropout(self, value: Value, node: fx.Node) -> Value | None:
         """Returns the first argument of a dropout, None for one that changes nothing."""
