@@ -21,6 +21,7 @@ from mhc_inductor.routing.interface import Verdict
 from mhc_inductor.routing.report import Report
 from mhc_inductor.routing.verify import Trial
 from tests import reference_models_mhc as reference
+from tests import test_routing_lists
 from tests.capture import Captured, difference, eager, evaluate, interpreted, run
 from tests.spellings_e79 import plain
 from tests.test_routing_e79 import _by_scan, _given
@@ -190,11 +191,20 @@ def indexer(q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
     )
 
 
+def anchored(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *_: Tensor) -> Tensor:
+    """A list of keys, and for every query those up to the third, counted from the first query."""
+    seen = torch.zeros(*indices.shape[:2], T, dtype=torch.bool).scatter(-1, indices, True)
+    near = torch.arange(T) < torch.arange(Q)[:1, None] + 3
+    scores = q @ k.transpose(-1, -2) * DIM**-0.5
+    return scores.masked_fill(~(seen | near)[:, None], -torch.inf).softmax(-1) @ v
+
+
 ATTENTIONS: dict[str, tuple[Fn, str]] = {
     "window": (windowed, "selection_list_attention"),
     "ranges": (ranged, "selection_attention"),
     "list": (listed, "selection_list_attention"),
     "padded list": (padded, "selection_list_attention"),
+    "list and the first keys": (anchored, "selection_list_attention"),
     "indexer": (indexer, "index_topk"),
 }
 
@@ -244,6 +254,30 @@ BENT: dict[str, tuple[str, Callable[..., Any]]] = {
     "no scores": ("indexer", number(4, 0.0)),
     "future keys": ("indexer", lambda *args: (*args[:5], *[None] * (len(args) - 5))),
 }
+
+
+@pytest.mark.parametrize("name", test_routing_lists.LOOKUPS)
+def test_a_right_attention_that_picks_places_is_not_refused(name: str) -> None:
+    """Its mask reads the first query's row, and looks up positions: among a few queries other ones stand there."""
+    fn, inputs = test_routing_lists.looked_up(name), test_routing_lists.inputs(packed=True)
+    report = compared(fn, inputs)[1]
+    assert report.routed, report.near_misses
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("name", ["window", "ranges", "list"])
+def test_an_attention_with_wrong_gradients_is_refused(name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, op = ATTENTIONS[name]
+    right = Edit.emit
+
+    def emit(self: Edit, target: Any, *args: Any, **options: Any) -> fx.Node:
+        if str(target) == f"mhc_inductor.{op}.default":
+            args = (*args[:at], right(self, "detach", args[at]), *args[at + 1 :])
+        return right(self, target, *args, **options)
+
+    monkeypatch.setattr(Edit, "emit", emit)
+    report = compared(fn, attended())[1]
+    assert not report.routed and any("gradient" in m.reason for m in report.near_misses), report.near_misses
 
 
 @pytest.mark.parametrize("name", BENT)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mhc_inductor.routing import route
+from mhc_inductor.routing.report import Report
 from tests.capture import Captured, difference, eager, run
 from tests.reference_models_mhc import WIDTH, N, around, parameters
 
@@ -30,6 +31,29 @@ def clamped(logits: Tensor, bound: float = 1e-6) -> Tensor:
     for k in range(6):
         m = m / m.sum(-1 - k % 2, keepdim=True).clamp(min=bound)
     return m
+
+
+CHANGING: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "eps": lambda z, number: balanced(z, eps=number),
+    "a factor that is 1 now": lambda z, number: balanced(z) * (number * 2.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_number_that_may_change(name: str) -> None:
+    """It is a symbol of the second graph. The iterations hold for its present value, which a guard keeps."""
+    reports, logits = list[Report](), torch.randn(7, N, N, requires_grad=True)
+
+    def backend(gm: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Tensor]:
+        reports.append(route(gm))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(specialize_float=False):
+        compiled = torch.compile(lambda z, number: CHANGING[name](z, number), backend=backend)
+        for number in (0.25, 0.5, 0.125):
+            torch.testing.assert_close(compiled(logits, number), CHANGING[name](logits, number))
+    assert [r.op for r in reports[1].routed][:1] == ["mhc_sinkhorn"]
 
 
 def _late(logits: Tensor) -> Tensor:

@@ -343,9 +343,8 @@ LOOKUPS = {
 }
 
 
-@pytest.mark.parametrize("name", LOOKUPS)
-def test_positions_are_looked_up_from_either_end(name: str) -> None:
-    """Checks windows around a position that is looked up; negative indices count from the end."""
+def looked_up(name: str) -> Callable[..., Tensor]:
+    """Returns an attention to a window around a position that is looked up, and to one around the first position."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, position: Tensor, kept: Tensor, indices: Tensor) -> Tensor:
         at = LOOKUPS[name](torch.arange(S))[:, None]
@@ -353,7 +352,13 @@ def test_positions_are_looked_up_from_either_end(name: str) -> None:
         first = packed_window(position, kept)[:, :, :1, :]
         return written(q, k, v, first | (near & kept.bool()[:, None, None, :]), sink)
 
-    _check(fn, inputs(packed=True))
+    return fn
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_positions_are_looked_up_from_either_end(name: str) -> None:
+    """Negative indices count from the end."""
+    _check(looked_up(name), inputs(packed=True))
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------
