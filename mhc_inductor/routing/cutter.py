@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -71,22 +72,32 @@ class Cutter:
         ordered = (a for n in self.piece.graph.nodes if n.op != "placeholder" for a in (*n.all_input_nodes, n))
         nodes = [n for n in dict.fromkeys((*ordered, *inputs.values())) if n not in env]
         mode = contextlib.nullcontext() if scans(feed) else Exact({})  # as if there were no autocast
+        at, before, blamed = {node: i for i, node in enumerate(nodes)}, list[int](), [0] * len(nodes)
+        for node in nodes:  # bit masks of the nodes that each is computed from, whose choices may be why none fits
+            inputs_of = [at[a] for a in node.all_input_nodes if a in at]
+            before.append(functools.reduce(operator.or_, (before[i] | 1 << i for i in inputs_of), 0))
         tries = [self._options(nodes[0], env)]
         for _ in range(_TRIES * len(nodes)):
             if next(self.steps, None) is None:
                 break
             with mode:
                 found = next(tries[-1], None)
-            if found is None:
-                tries.pop()
-                if not tries:
+            if found is None:  # back to the latest choice that may be why: others change nothing
+                last = len(tries) - 1
+                why = before[last] | blamed[last]
+                if not why:
                     break
+                back = why.bit_length() - 1
+                blamed[back] |= why & ~(1 << back)
+                blamed[back + 1 :] = [0] * (len(nodes) - back - 1)
+                del tries[back + 1 :]
                 continue
             node = nodes[len(tries) - 1]
             args[node], env[node] = found
             if len(tries) < len(nodes):
                 tries.append(self._options(nodes[len(tries)], env))
             else:
+                blamed[-1] = (1 << len(nodes) - 1) - 1  # any other choice may give another piece that fits
                 some, shaped = True, {view: env[place] for view, place in inputs.items()} | feed
                 yield dataclasses.replace(self.piece, args={**args}), shaped, [env[o] for o in self.piece.outputs]
         if not some:

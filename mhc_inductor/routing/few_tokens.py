@@ -39,7 +39,7 @@ _POSITIONS = {"arange", "getitem", "unsqueeze", "view", "reshape", "expand", "to
 """Calls that make positions."""
 _OPS, _FORMULAS = 8, 4
 """How many cuts of an op, and of a formula for each, are tried."""
-_CALLS, _STEPS, _SECONDS = 1000, 4000, 2.0
+_CALLS, _STEPS, _SECONDS = 1000, 2000, 2.0
 """The most calls of a formula, choices of sizes, and seconds of a graph after which no other formula is run."""
 _EXACT = 3e-7
 """The difference that constants rounded to fp32 once or twice may make in fp64."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -87,7 +88,8 @@ def cut(piece: Piece, root: fx.Node, few: Sequence[int], held: Feed | None = Non
     ``held`` has the inputs that stay as they are. Raises NotRun.
     """
     old = [*map(compat.routing.hint, example(root).shape)]
-    new = [size if size == 1 else few[d % len(few)] for d, size in enumerate(old[:-2])]
+    sizes = itertools.cycle(few)
+    new = [size if size == 1 else next(sizes) for size in old[:-2]]
     tokens = [(a, b) for a, b in zip(old, new, strict=False) if a > 1]
     given = {n: example(n).node.hint for n in piece.inputs if isinstance(example(n), (torch.SymInt, torch.SymFloat))}
     wanted = {piece.inputs[root]: [*new, *old[-2:]]}

@@ -84,12 +84,13 @@ def kinds(numbers: Sequence[float]) -> tuple[list[Kind], list[Kind], list[Kind]]
 
 
 def samples(kinds: Sequence[Kind], n: int, tokens: int, apart: bool = False) -> Iterator[tuple[list[int], Tensor]]:
-    """Yields logits [tokens, n, n] of every kind for one run after the other, with the number of each token's kind.
+    """Yields logits [tokens, n, n] for one run after the other, each kind in one of them, with the kinds of the tokens.
 
-    Where there are fewer tokens than kinds, or if kinds are wanted ``apart``, all tokens of a run are of one kind.
+    If kinds are wanted ``apart``, all tokens of a run are of one kind.
     """
-    one, mixed = [[k] * tokens for k in range(len(kinds))], [[k % len(kinds) for k in range(tokens)]]
-    for seed, which in enumerate(one if apart or tokens < len(kinds) else mixed):
+    one = [[k] * tokens for k in range(len(kinds))]
+    mixed = [[(start + k) % len(kinds) for k in range(tokens)] for start in range(0, len(kinds), tokens)]
+    for seed, which in enumerate(one if apart else mixed):
         g = torch.Generator().manual_seed(seed)
         yield which, torch.stack([kinds[k](torch.randn(n, n, generator=g, dtype=torch.float64)) for k in which])
 

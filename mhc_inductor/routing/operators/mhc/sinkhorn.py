@@ -242,7 +242,8 @@ class _Runs:
     def values(self, few: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
         """Returns the logits and the matrices [tokens, n, n] on all kinds of data, and the tokens of ordinary data."""
         made = [*self.runs(few, False)]
-        if len(made) == 1 and not all(bool(v[made[0][0] < self.plain].isfinite().all()) for v in made[0][1]):
+        plain = (v[which < self.plain] for which, outs in made for v in outs)
+        if not self.apart and not all(bool(v.isfinite().all()) for v in plain):
             self.apart = True  # one token's numbers reach another's
             made = [*self.runs(few, False)]
         values = [torch.cat(parts) for parts in zip(*(outs for _, outs in made), strict=True)]
