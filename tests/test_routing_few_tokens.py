@@ -238,24 +238,37 @@ def attended(heads: int = 3, batch: int = 2) -> list[Tensor]:
     return [q, k, v, indices, kept, torch.cat([first, first + 3 + first % 9], -1)]
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_a_few_queries_are_compared_with_all_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fn, op = ATTENTIONS[name]
-    shapes = []
-    results = Trial._results
+def watched_shapes(monkeypatch: pytest.MonkeyPatch) -> list[set[tuple[int, ...]]]:
+    """Returns what gets the shapes of the tensors that each run reads."""
+    shapes, results = list[set[tuple[int, ...]]](), Trial._results
 
     def seen(self: Any, piece: Any, feed: Any, *args: Any, **options: Any) -> Any:
         shapes.append({tuple(t.shape) for t in feed.values() if isinstance(t, Tensor)})
         return results(self, piece, feed, *args, **options)
 
     monkeypatch.setattr(Trial, "_results", seen)
+    return shapes
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_a_few_queries_are_compared_with_all_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, op = ATTENTIONS[name]
+    shapes = watched_shapes(monkeypatch)
     few, report = compared(fn, attended())
     assert [r.op for r in report.routed] and few.runs == 1 and not few.left, (report.near_misses, few.left)
-    assert {(2, 3, few, DIM) for few in few_queries(shapes)} and not shapes[0].isdisjoint(
-        {(2, 1, T, DIM), (2, 1, T + 6, DIM)}
-    )
+    assert {(2, 3, few, DIM) for few in few_queries(shapes)}
+    assert not shapes[0].isdisjoint({(2, 1, T, DIM), (2, 1, T + 6, DIM)})
     if op != "index_topk":  # which hidden keys the first queries pick, nobody sees
         assert difference(run(fn, attended()), eager(fn, attended())) < 1e-5
+
+
+def test_a_few_heads_are_compared_where_all_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores of 2 queries of all heads have more elements than a tensor may have here, and the inputs fewer."""
+    monkeypatch.setattr(cutter, "_ELEMENTS", 1100)
+    shapes = watched_shapes(monkeypatch)
+    few, report = compared(listed, attended(heads=16))
+    assert report.routed and few.runs == 1 and not few.left, (report.near_misses, few.left)
+    assert {shape[1] for each in shapes for shape in each if len(shape) == 4} <= {1, 2, 3, 5, 7}
 
 
 def few_queries(shapes: list[set[tuple[int, ...]]]) -> set[int]:
