@@ -48,6 +48,11 @@ def result_of(counted: Counted) -> dict[str, Any]:
     }
 
 
+def with_times_of(counted: Counted, known: dict[str, Any]) -> dict[str, Any]:
+    """Returns the results ``known``, with the times of functions that have none there."""
+    return {**known, "seconds": dict(sorted({**times_of(counted), **known["seconds"]}.items()))}
+
+
 def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="Where the counts go.")] = RESULT,
@@ -60,11 +65,7 @@ def main(
     # That test asks for the counts of this very run.
     without = ("--deselect", "tests/test_results.py::test_every_case_of_every_test_has_run")
     code, counted = run(jobs, "-q", *without, *(add or [str(Path(__file__).parent)]))
-    result = result_of(counted)
-    if add:
-        known = json.loads(out.read_text())
-        result = {**known, "seconds": dict(sorted({**times_of(counted), **known["seconds"]}.items()))}
-    running.save(result, out)
+    running.save(with_times_of(counted, json.loads(out.read_text())) if add else result_of(counted), out)
     Console().print(f"{counted.passed.total()} passed, {len(counted.others)} others, {counted.elapsed():.0f} s")
     if code:
         raise typer.Exit(1)

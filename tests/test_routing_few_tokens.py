@@ -23,6 +23,7 @@ from mhc_inductor.routing.verify import Trial
 from tests import reference_models_mhc as reference
 from tests import test_routing_lists
 from tests.capture import Captured, difference, eager, evaluate, interpreted, run
+from tests.reference_models_selection import window_and_blocks
 from tests.spellings_e79 import plain
 from tests.test_routing_e79 import _by_scan, _given
 from tests.test_routing_verify_process import CONTEXTS, watched
@@ -287,6 +288,17 @@ BENT: dict[str, tuple[str, Callable[..., Any]]] = {
     "no scores": ("indexer", number(4, 0.0)),
     "future keys": ("indexer", lambda *args: (*args[:5], *[None] * (len(args) - 5))),
 }
+
+
+@pytest.mark.parametrize("open_sizes", [(0,), (0, 2)], ids=["batch", "batch and length"])
+def test_a_right_attention_of_open_sizes_is_not_refused(open_sizes: tuple[int, ...]) -> None:
+    """The op reads its sizes from tensors that are cut: positions that it makes of them count from the same place."""
+    blocks = (torch.arange(16) // 4).view(1, 16, 1).repeat(2, 1, 2) * torch.tensor([1, 0])
+    g = torch.Generator().manual_seed(0)
+    inputs = [*(torch.randn(2, 3, 16, width, generator=g) for width in (8, 8, 6)), blocks]
+    symbolic = [(i, 1 if i == 3 and d else d) for i in range(4) for d in open_sizes]
+    few, report = compared(window_and_blocks, inputs, symbolic)
+    assert report.routed and few.runs == 1 and not few.left, (report.near_misses, few.left)
 
 
 @pytest.mark.parametrize("name", test_routing_lists.LOOKUPS)

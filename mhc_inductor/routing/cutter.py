@@ -138,7 +138,7 @@ class Cutter:
             by = first_of(old[-2], new[-2], self.place) - first_of(old[-1], new[-1], self.place)
             given = (given[0], by + (given[1] if len(given) > 1 else options.get("diagonal", 0)))
             kwargs, options = {}, {}
-        for tail in self._tails(name, given[first:]):
+        for tail in self._tails(node, given[first:]):
             call = (*given[:first], *tail), options
             if large and _large(node, *call):
                 self.large = True
@@ -154,15 +154,15 @@ class Cutter:
             else:
                 self.why = f"{name}: no size fits"
 
-    def _tails(self, name: str, given: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    def _tails(self, node: fx.Node, given: Sequence[Any]) -> Iterator[Sequence[Any]]:
         """Yields the arguments of a call from its sizes on, with each combination of sizes."""
-        inner = bool(given) and isinstance(given[0], (tuple, list))
+        name, inner = name_of(node), bool(given) and isinstance(given[0], (tuple, list))
         sizes = given[0] if inner else given[:1] if name == "split" else given
-        named = name in _SIZES
-        options = [self._sizes(s) if named and type(s) is int and s > 1 else [s] for s in sizes]
+        options = [self._sizes(s) if name in _SIZES and type(s) is int and s > 1 else [s] for s in sizes]
         for some in itertools.islice(itertools.product(*options), _COMBINATIONS):
-            if name == "arange" and some[:-1] in ((), (0,)) and some[-1] < sizes[-1]:
-                some = (at := first_of(sizes[-1], some[-1], self.place), at + some[-1])
+            if name == "arange" and some[:-1] in ((), (0,)) and some[-1] < (old := present(node)[0]):
+                # The result tells: the size may be read from a tensor that is cut already, as in an exported program.
+                some = (at := first_of(old, some[-1], self.place), at + some[-1])
             yield (some, *given[1:]) if inner else (*some, *given[len(sizes) :])
 
     def _sizes(self, size: int) -> list[int]:
