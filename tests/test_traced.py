@@ -92,3 +92,4 @@ def test_a_function_that_changes_modes_is_refused(mode: Callable[[], Any]) -> No
 
     with pytest.raises(NotImplementedError, match="changes modes"):
         traced(fn, lambda gm, _: gm.forward)(torch.randn(4, 8))
+    assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")

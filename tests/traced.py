@@ -83,8 +83,6 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if getattr(Tensor, f"__{name}__", None) is func:
             name = f"__{name}__"
-        if ambient() != self._modes:
-            raise NotImplementedError("the graph of a function that changes modes is Dynamo's to write")
         fakes, options = tree_map(self._faked, (args, kwargs or {}))
         with self.fakes:
             result = func(*fakes, **options)
@@ -92,7 +90,9 @@ class _Recorder(TorchFunctionMode):
                 result = torch.ops.aten.alias(result)  # a cast to the dtype that a tensor has: another name in a graph
         tensors = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
         if not tensors and name != "__setitem__":
-            return result
+            return result  # that may be a change of modes, also back to what they were
+        if ambient() != self._modes:
+            raise NotImplementedError("the graph of a function that changes modes is Dynamo's to write")
         given, named = tree_map(self.node, (args, kwargs or {}))
         if name == "__get__":
             self._add(result, "call_function", getattr, (given[0], func.__self__.__name__), {})
