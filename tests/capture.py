@@ -119,8 +119,11 @@ def run(
 ) -> Captured:
     """Compiles ``fn`` with a backend that routes and interprets the graph, and runs it and its backward once.
 
-    ``dynamo``: Dynamo writes the graph; otherwise :mod:`tests.traced` does, in a third of the time.
+    ``dynamo``: Dynamo writes the graph; otherwise :mod:`tests.traced` does, in half the time. Raises ValueError for
+    dynamic sizes without Dynamo.
     """
+    if not dynamo and (dynamic is not False or symbolic):
+        raise ValueError("dynamo=False records the present sizes: dynamic must be False and symbolic empty")
     report, graphs = Report(), list[fx.GraphModule]()
     backend = interpreted(report, graphs, VERIFY, options, routed)
     if dynamo:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from mhc_inductor.routing.effects import ambient
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import Knowledge, View
+from tests.capture import run
 from tests.traced import traced
 
 
@@ -93,3 +94,9 @@ def test_a_function_that_changes_modes_is_refused(mode: Callable[[], Any]) -> No
     with pytest.raises(NotImplementedError, match="changes modes"):
         traced(fn, lambda gm, _: gm.forward)(torch.randn(4, 8))
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("asked", [{"dynamic": None}, {"symbolic": [0]}], ids=["dynamic", "symbolic"])
+def test_dynamic_sizes_need_dynamo(asked: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="dynamic must be False and symbolic empty"):
+        run(_Layer(), [torch.randn(4, 8)], dynamo=False, **asked)
