@@ -33,8 +33,8 @@ def builder(device):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Makes rows longer than 128 keys stream."""
-    monkeypatch.setattr(config, "select_config", lambda T: (128, 1))
+    """Holds 128 keys of a row: of longer ones, candidates are listed."""
+    monkeypatch.setattr(config, "select_config", lambda T, topk, few: config.SelectConfig(128, 256, 1))
 
 
 def check_scores(builder, args, scale=0.7, visible=NONE):

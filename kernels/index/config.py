@@ -26,10 +26,17 @@ class ScoreConfig:
 _TILES = ((64, 128, 4, 2), (64, 128, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1))
 # An fp32 product keeps each factor in two parts.
 _FLOAT = ((64, 64, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1), (16, 32, 4, 1))
-MOST_BLOCK = 16384
+MOST_BLOCK = 8192
 """Keys of a row that ``index_select`` holds in registers."""
-ELEMENTS = 64
-"""Keys of a row per thread."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectConfig:
+    """Configuration of the choice of keys: BLOCK keys in registers, of longer rows so many candidates; STEP at a time."""
+
+    BLOCK: int
+    STEP: int
+    num_warps: int
 
 
 @tunable("index.scores", num_warps=(4, 8), num_stages=(1, 2, 3, 4))
@@ -67,7 +74,14 @@ def loss_config(H: int, D: int, itemsize: int, backend: str) -> RowsConfig:
     return RowsConfig(HB, 32 if HB > 64 or backend == "hip" else 64, min(128, padded(D)), 8, 2)
 
 
-def select_config(T: int) -> tuple[int, int]:
-    """Returns (keys held in registers, warps) of ``index_select`` for rows of T keys."""
-    block = max(1024, min(power_of_two(T), MOST_BLOCK))
-    return block, max(1, block // (32 * ELEMENTS))
+def select_config(T: int, topk: int, few: bool) -> SelectConfig:
+    """Returns the configuration of ``index_select`` for rows of T keys; ``few``: of a few queries."""
+    if T <= MOST_BLOCK:
+        block = max(1024, power_of_two(T))
+        warps = max(1, block // 2048)
+    else:
+        most = power_of_two(topk)
+        block = max(2048, min(4 * most, max(4096, 2 * most)))
+        # A few programs do not fill the device: then more warps shorten each.
+        warps = 16 if few else block // 1024
+    return SelectConfig(block, min(block, 512 * warps), warps)

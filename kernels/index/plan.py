@@ -3,6 +3,7 @@
 
 A choice of keys loops over chunks of queries to bound its memory, which a graph with dynamic sizes cannot express.
 Memory besides inputs and outputs: SCORES numbers of 4 bytes, or the scores of one tile of queries if those are more.
+Rows that registers do not hold take BLOCK + T / 32 numbers more each, for the candidates among their keys.
 """
 
 from __future__ import annotations
@@ -169,19 +170,22 @@ def _plan_choice(
         return out
     q, k, w = b.strided(q), b.strided(k), b.laid_out(w)
     limit, hidden = None if limit is None else b.contiguous(limit), hidden_keys(b, mask, seg_q, seg_k)
-    BLOCK, warps = config.select_config(T)
-    keys, tiles = None, not few(b, S)
+    c, tiles = config.select_config(T, topk, few(b, S)), not few(b, S)
+    # Places of candidates, and a bit for each key.
+    listed = c.BLOCK + -(-T // (2 * c.STEP)) * (c.STEP // 16)
+    keys = places = None
     for at, queries in parts(b, B, S, T):
         count, rows = at.stop - at.start, queries.stop - queries.start
         if keys is None:
             keys = b.empty((count, padded_rows(rows, tiles), padded_row(T)), b.i32)
+            places = b.empty((count, rows, listed), b.i32) if T > c.BLOCK else None
         _, stored, so = b.shape(keys)
         _plan_scores(b, keys, q, k, w, scale, limit, hidden, (count, at.start, rows, queries.start))
         b.launch(
             index_select,
             (count * rows, 1, 1),
-            dict(keys_ptr=keys, limit_ptr=limit, out_ptr=out, scores_ptr=scores, S=S, T=T, b0=at.start,
-                 first=queries.start, rows=rows, stored=stored, so=so, topk=topk, **hidden),
-            dict(LIMIT=limit is not None, **flags(hidden), BLOCK=BLOCK, STREAM=T > BLOCK), warps, 1,
+            dict(keys_ptr=keys, limit_ptr=limit, places_ptr=places, out_ptr=out, scores_ptr=scores, S=S, T=T, b0=at.start,
+                 first=queries.start, rows=rows, stored=stored, so=so, topk=topk, listed=listed, **hidden),
+            dict(LIMIT=limit is not None, **flags(hidden), BLOCK=c.BLOCK, STEP=c.STEP), c.num_warps, 1,
         )  # fmt: skip
     return out
