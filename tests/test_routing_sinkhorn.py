@@ -257,3 +257,31 @@ def test_iterations_of_the_transpose_after_the_first_rows(name: str, scale: floa
 @pytest.mark.parametrize("name", list(OTHER_LOGS))
 def test_other_iterations_in_the_log_domain_stay_the_models(name: str, scale: float) -> None:
     assert dict(_in_logs(OTHER_LOGS[name], scale, [], True).ops) == {"mhc_pre": 1, "mhc_post": 1}
+
+
+_NO_CASTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda matrix: matrix,
+    "one": lambda matrix: matrix.float(),
+    "two": lambda matrix: matrix.to(torch.float32).type(torch.float32),
+    "a view between": lambda matrix: matrix.float().view(-1, N, N).float().view(matrix.shape),
+}
+
+
+@pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "traced"])
+@pytest.mark.parametrize("casts", _NO_CASTS)
+def test_a_post_reads_the_op_of_iterations_that_no_pre_takes(casts: str, dynamo: bool) -> None:
+    """Casts to the dtype that the matrix has are other names of it: the op gives what the post reads, not the last."""
+
+    def fn(logits: Tensor, x: Tensor, f_out: Tensor, h_post: Tensor) -> Tensor:
+        matrix = torch.exp(logits - logits.amax(-1, keepdim=True))
+        matrix = _NO_CASTS[casts](_divided(matrix, [-1, -2] * ITERS))
+        return h_post[..., None] * f_out[..., None, :] + matrix @ x
+
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 5, *sizes, generator=g) for sizes in ((N, N), (N, WIDTH), (WIDTH,), (N,))]
+    got = run(fn, given, dynamo=dynamo)
+    assert dict(got.ops) == {"mhc_sinkhorn": 1, "mhc_post": 1}, got.report
+    names = {getattr(node.target, "__name__", str(node.target)) for node in got.graphs[0].graph.nodes}
+    left = names & {"exp", "sum", "truediv", "div"}
+    assert not left, f"{left} of the iterations are left"
+    assert difference(got, eager(fn, given)) < 1e-5

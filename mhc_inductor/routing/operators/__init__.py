@@ -12,6 +12,6 @@ from mhc_inductor.routing.operators.selection.operator import SelectionOperator
 register(SelectionOperator)
 register(IndexOperator)  # after selection, which reads the model's own topk
 register(E79Scan)
-register(Mhc)
 register(SinkhornFunction)
+register(Mhc)
 register(Fusion)

@@ -185,7 +185,8 @@ class Search:
     def _lone_sinkhorn(self, group: Iterations) -> None:
         if group.miss is None and group.steps < 3:
             return
-        value, chain = [(v, c) for v, c in group.last if v.shape == group.last[0][0].shape][-1]
+        ends = [(v, c) for v, c in group.last if v.shape == group.last[0][0].shape]
+        value, chain = next(end for end in ends if end[0].dtype is ends[-1][0].dtype)  # posts read it without its casts
         if value.dtype is torch.float64 and chain.logits.dtype is not torch.float64:
             raise Mismatch(
                 "the Sinkhorn iterations are in float64 and the logits are not: the op would compute them in float32",
