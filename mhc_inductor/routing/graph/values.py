@@ -8,6 +8,7 @@ whole graph is never traced: nodes that nothing asks about cost nothing, and equ
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -36,7 +37,7 @@ class Value:
     def __init__(
         self, tensor: torch.Tensor, fixed: Mapping[str, int], node: fx.Node | None = None, pending: Any = None
     ) -> None:
-        self.shape: tuple[Size, ...] = _shape_of(tensor, fixed)
+        self.shape: tuple[Size, ...] = tuple(size_of(s, fixed) for s in tensor.shape)
         self.dtype = tensor.dtype
         self.node = node
         self._pending = pending
@@ -70,20 +71,6 @@ def imagined(func: Any, args: tuple[Any, ...], shape: tuple[Size, ...], dtype: t
     return made
 
 
-def _shape_of(tensor: torch.Tensor, fixed: Mapping[str, int]) -> tuple[Size, ...]:
-    shape = tuple(tensor.shape)
-    return _numbers(shape) if _NUMBERS.issuperset(map(type, shape)) else tuple(size_of(s, fixed) for s in shape)
-
-
-@functools.lru_cache(1 << 12)
-def _numbers(shape: tuple[int, ...]) -> tuple[Size, ...]:
-    return tuple(size_of(s, {}) for s in shape)
-
-
-_NUMBERS = frozenset((int,))
-"""The type of sizes that are plain numbers. Other sizes must not be hashed, because that could ask for their value."""
-
-
 def OUTSIDE() -> None:
     """Stands for the operation of a tensor that the graph around a checkpointed region does not compute itself."""
 
@@ -111,17 +98,13 @@ def _shadowed(a: Any, known: dict[Value, Value]) -> Any:
 
 def of_positions(value: Value) -> bool:
     """Checks whether a value is a mask or integers: computed from constants, integers and bools alone."""
-    todo, seen = [value], {value}
-    while todo:
-        one = todo.pop()
-        if not (one.dtype.is_floating_point or one.dtype.is_complex):
-            continue
-        if one.func is None or len(seen) > LOOKED_AT:
-            return False
-        below = [a for a in values_in(one.args) if a not in seen]
-        todo += below
-        seen.update(below)
-    return True
+    if not _wide(value):
+        return True
+    return all(v.func is not None and met < LOOKED_AT for met, v in enumerate(behind(value, _wide), 1))
+
+
+def _wide(value: Value) -> bool:
+    return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def values_in(args: Any) -> Iterator[Value]:
@@ -200,22 +183,12 @@ def _sized_by_data(func: Any, args: Any) -> bool:
     return func not in _INDEXING or any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
 
 
-class _In:
-    """In a template: the k-th tensor that goes into the call."""
+@dataclasses.dataclass(slots=True)
+class _At:
+    """In a template: tensor ``out`` of those that go into the call (step 0), or that the k-th operation returns (k)."""
 
-    __slots__ = ("k",)
-
-    def __init__(self, k: int) -> None:
-        self.k = k
-
-
-class _Tmp:
-    """In a template: output ``out`` of the k-th recorded operation."""
-
-    __slots__ = ("k", "out")
-
-    def __init__(self, k: int, out: int) -> None:
-        self.k, self.out = k, out
+    step: int
+    out: int
 
 
 _LEVELS = {
@@ -409,16 +382,12 @@ class Values:
             return (*_signature(t), seen.setdefault(id(t), len(seen))) if isinstance(t, torch.Tensor) else repr(t)
 
         def key(a: Any) -> Any:
-            if isinstance(a, fx.Node):
-                fake = example(a)
-                if isinstance(fake, torch.Tensor):
-                    inputs.append(a)
-                    return signature_of(fake)
-                if isinstance(fake, (tuple, list)):
-                    inputs.append(a)
-                    return tuple(map(signature_of, fake))
-                return ("node", repr(fake))
-            return (type(a).__name__, repr(a))
+            if not isinstance(a, fx.Node):
+                return (type(a).__name__, repr(a))
+            fake = example(a)
+            if tensors_in(fake):
+                inputs.append(a)
+            return _map(signature_of, fake)
 
         signature = (
             node.op,
@@ -433,7 +402,7 @@ class Values:
         return self._instantiate(template, inputs)
 
     def _record(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
-        arguments = _map_nodes(node.args), _map_nodes(node.kwargs)
+        arguments = fx.node.map_arg(node.args, example), fx.node.map_arg(node.kwargs, example)
         examples = [t for n in inputs for t in tensors_in(example(n))]
         # A call without tensors, such as torch.zeros, must not make a real one.
         mode = compat.fake_mode_of(examples or tensors_in(example(node)))
@@ -449,32 +418,32 @@ class Values:
             stack.enter_context(compat.no_new_guards(mode))
             stack.enter_context(recorder)
             result = run(node, *arguments)
-        where: dict[int, Any] = {id(t): _In(k) for k, t in enumerate(examples)}
+        where = {id(t): _At(0, k) for k, t in enumerate(examples)}
 
         def place(t: Any) -> Any:
             return where.get(id(t), t) if isinstance(t, torch.Tensor) else t
 
         calls = []
-        for k, (func, args, kwargs, out) in enumerate(recorder.calls):
+        for k, (func, args, kwargs, out) in enumerate(recorder.calls, 1):
             calls.append((_functional(func), _map(place, args), _map(place, kwargs), out))
             for i, t in enumerate(tensors_in(out)):
-                # Composite operations write their own intermediates in place: from here on the tensor is the new value.
-                if not (isinstance(where.get(id(t)), _In) and _functional(func) is not func):
-                    where[id(t)] = _Tmp(k, i)
-                else:
+                known = where.get(id(t))
+                if known is not None and known.step == 0 and _functional(func) is not func:
                     raise RuntimeError(f"{func} writes an input of {node.name} in place")
+                # Composite operations write their own intermediates in place: from here on the tensor is the new value.
+                where[id(t)] = _At(k, i)
         return calls, _map(place, result)
 
     def _instantiate(self, template: Any, inputs: list[fx.Node]) -> Any:
         calls, result = template
-        given = [v for n in inputs for v in _flat_values(self.of(n))]
-        made: list[list[Value]] = []
+        given = [self.of(n) for n in inputs]
+        if None in given:
+            return None  # a tuple of tensors of which nothing is known
+        made = [[*values_in(given)]]
 
         def fill(t: Any) -> Any:
-            if isinstance(t, _In):
-                return given[t.k]
-            if isinstance(t, _Tmp):
-                return made[t.k][t.out]
+            if isinstance(t, _At):
+                return made[t.step][t.out]
             if isinstance(t, torch.SymInt) and not (size := size_of(t, self.fixed)).symbols:
                 return size.factor
             if isinstance(t, torch.Tensor):
@@ -518,10 +487,8 @@ def _functional(func: Any) -> Any:
 
 
 def _signature(t: torch.Tensor) -> Any:
-    shape: tuple[Any, ...] = tuple(t.shape)
-    stride: tuple[Any, ...] = t.stride()
-    if not _NUMBERS.issuperset(map(type, (*shape, *stride))):
-        shape, stride = tuple(map(str, shape)), tuple(map(str, stride))
+    # Symbolic sizes must not be hashed, because that could ask for their value.
+    shape, stride = (tuple([s if type(s) is int else str(s) for s in sizes]) for sizes in (t.shape, t.stride()))
     return ("tensor", shape, stride, t.dtype, t.device)
 
 
@@ -530,16 +497,6 @@ def tensors_in(out: Any) -> list[torch.Tensor]:
     if isinstance(out, torch.Tensor):
         return [out]
     return [t for o in out for t in tensors_in(o)] if isinstance(out, (tuple, list)) else []
-
-
-def _flat_values(out: Any) -> list[Value]:
-    if isinstance(out, tuple):
-        return [v for o in out for v in _flat_values(o)]
-    return [out]
-
-
-def _map_nodes(tree: Any) -> Any:
-    return fx.node.map_arg(tree, example)
 
 
 def fresh(t: torch.Tensor, grad: bool) -> torch.Tensor:
