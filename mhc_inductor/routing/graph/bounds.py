@@ -6,12 +6,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mhc_inductor.routing.graph.index import Unsupported
-
-if TYPE_CHECKING:
-    from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, behind
 
 LIMIT = 4096
 """Largest number of elements in one normal form."""
@@ -97,13 +95,5 @@ def remembered(known: dict[Any, Any], key: Any, find: Callable[[], Any], value: 
 
 def nearest(value: Value | None) -> Any:
     """Returns the node of ``value``, or of the nearest value that it is computed from and that has a node."""
-    todo, seen = [value], set[Any]()
-    while todo:
-        at = todo.pop(0)
-        if at is None or at in seen:
-            continue
-        if at.node is not None:
-            return at.node
-        seen.add(at)
-        todo += (a for a in at.args if hasattr(a, "args"))
-    return None
+    found = () if value is None else behind(value)
+    return next((v.node for v in found if v.node is not None), None)

@@ -93,25 +93,25 @@ def size_of(value: Any, fixed: Mapping[str, int]) -> Size:
     """Returns an int or a torch.SymInt as a :class:`Size`. Symbols in ``fixed`` become their values."""
     if isinstance(value, int):
         return _NUMBER(value)
-    return _monomial(compat.routing.expression(value), fixed)
+    return monomial(compat.routing.expression(value), fixed)
 
 
-def _monomial(expr: Any, fixed: Mapping[str, int]) -> Size:
-    """Returns a sympy expression as a monomial. An expression that is not a monomial becomes one symbol."""
+def monomial(expr: Any, fixed: Mapping[str, int]) -> Size:
+    """Returns a sympy expression as a :class:`Size`. An expression that is not a monomial becomes one symbol."""
     if expr.is_Integer:
         return Size(int(expr))
     if expr.is_Mul:
-        return product_of(_monomial(part, fixed) for part in expr.args)
+        return product_of(monomial(part, fixed) for part in expr.args)
     if expr.is_Pow and expr.exp.is_Integer and int(expr.exp) > 0:
-        return product_of([_monomial(expr.base, fixed)] * int(expr.exp))
+        return product_of([monomial(expr.base, fixed)] * int(expr.exp))
     if type(expr).__name__ == "FloorDiv":
-        base, divisor = (_monomial(part, fixed) for part in expr.args)
+        base, divisor = (monomial(part, fixed) for part in expr.args)
         quotient = base.over(divisor)
         if quotient is not None:
             return quotient
     known = {symbol: fixed[str(symbol)] for symbol in expr.free_symbols if str(symbol) in fixed}
     if known:
-        return _monomial(expr.subs(known), {})
+        return monomial(expr.subs(known), {})
     return Size(1, (str(expr),))
 
 
@@ -263,17 +263,15 @@ def var(variable: Var) -> Index:
 def linear(index: Sequence[Index], shape: Sequence[Size]) -> Index:
     """Returns the row-major position of ``index`` in a tensor of ``shape``."""
     strides = _strides(tuple(shape))
-    terms: dict[Any, Size] = {}
-    for at, stride in zip(index, strides, strict=True):
-        for atom, c in at.terms.items():
-            if atom in terms or isinstance(atom, Part) or not stride.factor:
-                break
-            terms[atom] = c.times(stride)
-        else:
-            continue
-        break
-    else:
-        return Index(terms)
+    atoms = [atom for at in index for atom in at.terms]
+    if (
+        len({*atoms}) == len(atoms)
+        and not any(isinstance(atom, Part) for atom in atoms)
+        and all(s.factor for s in shape)
+    ):
+        return Index(
+            {a: c.times(stride) for at, stride in zip(index, strides, strict=True) for a, c in at.terms.items()}
+        )
     # A variable occurs twice, or parts of one may rejoin: add index by index.
     total = Index({})
     for at, stride in zip(reversed(index), reversed(strides), strict=True):

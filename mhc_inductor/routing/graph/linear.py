@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,18 @@ import torch
 from mhc_inductor import compat
 from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import Ref
-from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, divmod_index
+from mhc_inductor.routing.graph.index import (
+    ONE,
+    DynamicWidth,
+    Index,
+    Part,
+    Size,
+    Unsupported,
+    Var,
+    const,
+    divmod_index,
+    monomial,
+)
 
 _LARGEST = 256
 """Largest number of atoms in one integer, those inside its quotients included."""
@@ -192,29 +204,13 @@ def size_of_sum(total: Linear) -> Size:
 
 def of_scalar(value: Any, fixed: Mapping[str, int]) -> Linear:
     """Returns an int, a whole float or a torch.SymInt as a constant. Raises Unsupported for anything else."""
-    if isinstance(value, bool):
-        return number(int(value))
-    if isinstance(value, int):
-        return number(value)
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return number(int(value))
     if not isinstance(value, torch.SymInt):
         raise Unsupported
     expression = compat.routing.expression(value).expand()
-    total = ZERO
-    for part in expression.args if expression.is_Add else (expression,):
-        if part.is_Mul and any(a.is_Integer and a < 0 for a in part.args):
-            total = total.minus(of_size(size_of_expression(-part, fixed)))
-        else:
-            total = total.plus(of_size(size_of_expression(part, fixed)))
-    return total
-
-
-def size_of_expression(expression: Any, fixed: Mapping[str, int]) -> Size:
-    """Returns a sympy expression as a size. Symbols in ``fixed`` become their values."""
-    from .index import _monomial
-
-    return _monomial(expression, fixed)
+    parts = expression.args if expression.is_Add else (expression,)
+    return functools.reduce(Linear.plus, [of_size(monomial(part, fixed)) for part in parts], ZERO)
 
 
 def of_index(index: Index) -> Linear:
@@ -251,43 +247,28 @@ def floor(of: Linear, by: int) -> Linear:
         return of
     out = Linear(
         frozenset((a, c // by) for a, c in of.terms if c % by == 0),
-        frozenset((s, c // by) for s, c in of.constant if c % by == 0 or not s),
+        frozenset((s, c // by) for s, c in of.constant if c % by == 0 or (not s and c // by)),
     )
-    out = Linear(out.terms, frozenset((s, c) for s, c in out.constant if c))
     rest = of.plus(out, -by)
-    if _below(rest, by):
-        return out
-    return out.plus(atom(Floor(rest, by)))
+    most = _most(rest)
+    return out if most is not None and most < by else out.plus(atom(Floor(rest, by)))
 
 
-def _below(rest: Linear, by: int) -> bool:
-    """Returns whether ``rest`` is known to lie between 0 and ``by`` - 1."""
-    top = rest.minus(Linear(rest.terms)).value
+def _most(of: Linear) -> int | None:
+    """Returns the largest value of a sum that is never negative, or None if it is not known."""
+    top = Linear(constant=of.constant).value
     if top is None or top < 0:
-        return False
-    for a, c in rest.terms:
-        most = _most(a)
-        if most is None or c < 0:
-            return False
-        top += c * most
-    return top < by
-
-
-def _most(a: Atom) -> int | None:
-    """Returns the largest value of an atom that is never negative, or None if it is not known."""
-    if isinstance(a, Var):
-        return None if a.size.symbols else a.size.factor - 1
-    if isinstance(a, Datum):
         return None
-    total = a.of.minus(Linear(a.of.terms)).value
-    if total is None or total < 0:
-        return None
-    for inner, c in a.of.terms:
-        most = _most(inner)
+    for a, c in of.terms:
+        most = None
+        if isinstance(a, Var) and not a.size.symbols:
+            most = a.size.factor - 1
+        elif isinstance(a, Floor) and (inner := _most(a.of)) is not None:
+            most = inner // a.by
         if most is None or c < 0:
             return None
-        total += c * most
-    return total // a.by
+        top += c * most
+    return top
 
 
 def to_index(value: Linear) -> Index | None:
@@ -320,16 +301,20 @@ def substituted(value: Linear, old: Var, new: Linear) -> Linear:
     """
     if old not in value.variables():
         return value
+    return mapped(value, lambda ref: replaced(ref, old, new), lambda v: new if v is old else atom(v))
+
+
+def mapped(value: Linear, element: Callable[[Ref], Ref], variable: Callable[[Var], Linear] = atom) -> Linear:
+    """Returns ``value`` with ``element`` applied to every tensor element in it, and ``variable`` to every variable."""
     total = Linear(constant=value.constant)
     for a, c in value.terms:
-        if a is old:
-            total = total.plus(new, c)
+        if isinstance(a, Var):
+            new = variable(a)
         elif isinstance(a, Floor):
-            total = total.plus(floor(substituted(a.of, old, new), a.by), c)
-        elif isinstance(a, Datum):
-            total = total.plus(atom(Datum(replaced(a.ref, old, new), a.wrap)), c)
+            new = floor(mapped(a.of, element, variable), a.by)
         else:
-            total = total.plus(atom(a), c)
+            new = atom(Datum(element(a.ref), a.wrap))
+        total = total.plus(new, c)
     return total
 
 
@@ -351,18 +336,13 @@ def placed(ref: Ref, old: Var, new: Index) -> Ref:
 def _with(index: Index, old: Var, new: Index) -> Index:
     total = Index({})
     for a, c in index.terms.items():
-        if a is old:
-            total = total.plus(new.times(c))
-        elif isinstance(a, Part) and old in Index({a: ONE}).variables():
-            total = total.plus(_divided(a, old, new).times(c))
-        else:
-            total = total.plus(Index({a: c}))
+        total = total.plus(_divided(a, old, new).times(c))
     return total
 
 
 def _divided(a: Any, old: Var, new: Index) -> Index:
-    """Returns a variable, or a part of one, with ``old`` replaced by ``new``. Raises Unsupported if that is no index."""
-    if not isinstance(a, Part):
+    """Returns an atom of an index with ``old`` replaced by ``new``. Raises Unsupported if that is no index."""
+    if not isinstance(a, Part) or old not in Index({a: ONE}).variables():
         return new if a is old else Index({a: ONE})
     of = _divided(a.of, old, new)
     (only,) = of.terms.items() if len(of.terms) == 1 else ((None, ONE),)
@@ -390,16 +370,3 @@ def at_least_zero(x: Linear) -> bool:
     sizes = [c for symbols, c in total.constant if symbols]
     # A dynamic size is at least 1.
     return all(c > 0 for c in sizes) and total.offset + sum(sizes) >= 0
-
-
-def mapped(value: Linear, fn: Callable[[Ref], Ref]) -> Linear:
-    """Returns ``value`` with ``fn`` applied to every tensor element in it."""
-    total = Linear(constant=value.constant)
-    for a, c in value.terms:
-        if isinstance(a, Datum):
-            a = Datum(fn(a.ref), a.wrap)
-        elif isinstance(a, Floor):
-            total = total.plus(floor(mapped(a.of, fn), a.by), c)
-            continue
-        total = total.plus(atom(a), c)
-    return total
