@@ -9,12 +9,9 @@ from typing import Any
 
 import torch
 
-from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, prims, step, whole
+from mhc_inductor.routing.graph.expressions import CASTS, VIEWS, Ref, _broadcast, aten, step, whole
 from mhc_inductor.routing.graph.index import Unsupported
-from mhc_inductor.routing.graph.linear import (
-    Key,
-    variables_of,
-)
+from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
 
 AND = {aten.bitwise_and.Tensor, aten.logical_and.default}
@@ -40,7 +37,6 @@ _FULL = {
     aten.fill.Scalar: 1,
 }
 """Position of the fill value among the arguments."""
-CASTS = {aten._to_copy.default, aten.to.dtype, prims.convert_element_type.default}
 DETACH = (aten.detach.default, aten.alias.default)
 WHOLE = (torch.int64, torch.int32)
 SUMS = {aten.sum.dim_IntList, aten.sum.default}
@@ -48,6 +44,7 @@ ADD = (aten.add.Tensor, aten.add.Scalar)
 SUB = (aten.sub.Tensor, aten.sub.Scalar)
 MULTIPLY = (aten.mul.Tensor, aten.mul.Scalar)
 FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 def rounded(known: float, dtype: torch.dtype) -> float:
@@ -92,15 +89,16 @@ def _filled_with(a: Value) -> float | None:
     return None
 
 
-SHOWN = {
-    *(aten.detach.default, aten.clone.default, aten.alias.default, aten.contiguous.default, aten.lift_fresh.default),
-    *(aten.expand.default, aten.view.default, aten.reshape.default, aten._unsafe_view.default),
-    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.repeat.default),
-    *(aten.permute.default, aten.transpose.int, aten.t.default, aten.select.int, aten.slice.Tensor),
-    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
-    *CASTS,
-}
+SHOWN = {*VIEWS, *CASTS, aten.detach.default} - {aten.cat.default, aten.stack.default}
 """Ops whose elements are elements of their first argument, apart from the dtype."""
+
+
+def limits(clamp: Value) -> tuple[Any, Any]:
+    """Returns the smallest and the largest value that a clamp lets through, None for one that it does not have."""
+    low, high = [*clamp.args[1:], None, None][:2]
+    if clamp.func is aten.clamp_max.default:
+        low, high = None, low
+    return clamp.kwargs.get("min", low), clamp.kwargs.get("max", high)
 
 
 def behind_ops(value: Any, funcs: Container[Any]) -> Any:

@@ -19,11 +19,10 @@ from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ARANGE, FILLS, SHOWN, constant_of
+from mhc_inductor.routing.masks.elements import ARANGE, CLAMPS, FILLS, SHOWN, constant_of, limits
 from mhc_inductor.routing.masks.layouts import Layouts
 
 PICKS = (aten.topk.default, aten.sort.default, aten.sort.stable)
-_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 _DEPTH = 32
 
 
@@ -42,7 +41,8 @@ def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
     if func in PICKS:
         return picked_size(a) == size
     if func in ARANGE and len(args) == 1:
-        return a.shape[0] == size or _smaller(a.shape[0], size)
+        most = a.shape[0]
+        return most == size or (not most.symbols and not size.symbols and most.factor <= size.factor)
     if func in SHOWN:
         return each(args[0])
     if func in (aten.cat.default, aten.stack.default):
@@ -51,8 +51,9 @@ def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
         return each(*args[1:])
     if func in FILLS:
         return each(args[0], args[2])
-    if func in _CLAMPS:
-        return _clamped(a, each)
+    if func in CLAMPS:
+        bounds = [b for b in limits(a) if b is not None]
+        return each(*bounds) and (len(bounds) == 2 or each(args[0]))
     if func is aten.remainder.Scalar:
         return not size.symbols and isinstance(args[1], int) and 0 < args[1] <= size.factor
     return False
@@ -70,21 +71,6 @@ def picked_size(value: Value) -> Size | None:
     """Returns the size of the dim whose positions ``value`` holds as a topk's or sort's, None if it is not known."""
     d = picked_dim(value) if value.func in PICKS and value.out == 1 else None
     return None if d is None else value.args[0].shape[d]
-
-
-def _smaller(a: Size, b: Size) -> bool:
-    """Checks whether ``a`` is known to be at most ``b``."""
-    return not a.symbols and not b.symbols and a.factor <= b.factor
-
-
-def _clamped(value: Value, each: Callable[..., bool]) -> bool:
-    """Checks a clamp: both bounds are in range, or its one bound and its argument are."""
-    low, high = [*value.args[1:], None][:2]
-    if value.func is aten.clamp_max.default:
-        low, high = None, low
-    low, high = value.kwargs.get("min", low), value.kwargs.get("max", high)
-    inside = [each(b) for b in (low, high) if b is not None]
-    return all(inside) and (len(inside) == 2 or each(value.args[0]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,12 +20,14 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.masks.elements import (
     ADD,
     CASTS,
+    CLAMPS,
     MULTIPLY,
     SUB,
     SUMS,
     WHOLE,
     constant_of,
     inner,
+    limits,
     operand,
     rounded,
 )
@@ -43,7 +45,6 @@ _HOLDS: dict[str, Callable[[float, float], bool]] = {
     "ne": operator.ne,
 }
 _HALVES = (torch.float16, torch.bfloat16)
-_CLAMPS = (aten.relu.default, aten.clamp_min.default, aten.clamp.default, aten.clamp_max.default)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class Counts:
             return self._running(ref)
         if func in (aten.scatter_add.default, aten.scatter_reduce.two):
             return self._scattered(ref)
-        if func in _CLAMPS:
+        if func is aten.relu.default or func in CLAMPS:
             return self._clamped(ref)
         return self._placed_count(ref)
 
@@ -165,7 +166,7 @@ class Counts:
         a = self.of(Ref(args[0], (*ref.index[:d], var(u), *ref.index[d + 1 :])))
         upto = compared("le", atom(u), of_index(ref.index[d]))
         terms = [(f, e) for f, c in a.terms for e in both([All(c.literals, (*c.bound, u))], upto)]
-        return Count(tuple(terms), a.exact, most=_product(a.most, *map(_length, (u,))))
+        return Count(tuple(terms), a.exact, most=_product(a.most, _length(u)))
 
     def _sum(self, ref: Ref) -> Count:
         value, args = ref.value, ref.value.args
@@ -191,12 +192,12 @@ class Counts:
 
     def _clamped(self, ref: Ref) -> Count:
         a = self.of(Ref(ref.value.args[0], ref.index))
-        low, high = _limits(ref.value)
-        if a.least < 0 or low not in (None, 0.0) or not (high is None or high >= 1.0):
+        low, high = (0.0, None) if ref.value.func is aten.relu.default else limits(ref.value)
+        top = math.inf if high is None else constant_of(high)
+        if a.least < 0 or (low is not None and constant_of(low) != 0.0) or top is None or not top >= 1.0:
             raise Unsupported
-        top = math.inf if high is None else high
         terms = tuple((min(f, top), c) for f, c in a.terms)
-        unit = a.unit or (high == 1.0 and a.least >= 1.0)
+        unit = a.unit or (top == 1.0 and a.least >= 1.0)
         return Count(terms, False, unit, min(a.most, top))
 
     def _placed_count(self, ref: Ref) -> Count:
@@ -285,20 +286,6 @@ def positive(counted: Count, want: bool) -> AnyOf:
     if not counted.exact:
         raise Unsupported
     return differences(counted.terms)
-
-
-def _limits(value: Value) -> tuple[float | None, float | None]:
-    """Returns the bounds of a relu or a clamp: None for a missing one, NaN for one that is not a constant."""
-    if value.func is aten.relu.default:
-        return 0.0, None
-    given = [*value.args[1:], None][:2] if value.func is aten.clamp.default else [value.args[1], None]
-    given = given[::-1] if value.func is aten.clamp_max.default else given
-    low, high = (None if b is None else _number_or_nan(constant_of(b)) for b in given)
-    return low, high
-
-
-def _number_or_nan(a: float | None) -> float:
-    return math.nan if a is None else a
 
 
 def _pieces(index: Value, source: Value, d: int) -> list[tuple[Value, Any]]:

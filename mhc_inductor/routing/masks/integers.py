@@ -13,7 +13,7 @@ import torch
 
 from mhc_inductor.routing.graph.bounds import remembered
 from mhc_inductor.routing.graph.expressions import Ref, aten
-from mhc_inductor.routing.graph.index import Size, Unsupported, Var
+from mhc_inductor.routing.graph.index import Size, Unsupported
 from mhc_inductor.routing.graph.linear import Datum, Linear, atom, floor, number, of_index, of_scalar
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.masks.elements import (
@@ -50,12 +50,7 @@ class Wholes:
 
     def side(self, a: Any, ref: Ref) -> Linear:
         """Returns an operand of ``ref``, a tensor or a number, as a whole number. Raises Unsupported."""
-        return self.of(operand(a, ref)) if isinstance(a, Value) and a.shape else self._scalar(a)
-
-    def _scalar(self, a: Any) -> Linear:
-        if isinstance(a, Value):
-            return self.of(Ref(a, ()))
-        return of_scalar(a, self.masks.fixed)
+        return self.of(operand(a, ref)) if isinstance(a, Value) else of_scalar(a, self.masks.fixed)
 
     def of(self, ref: Ref, wrap: Size | None = None) -> Linear:
         """Returns an element of an integer tensor as a whole number.
@@ -158,5 +153,4 @@ class Wholes:
 def _rounds_down(value: Value, of: Linear) -> bool:
     """Checks whether a division is a floor: by its rounding mode, or since it truncates nonnegative numbers."""
     mode = value.kwargs.get("rounding_mode", value.args[2] if len(value.args) > 2 else None)
-    plain = all(isinstance(a, Var) and c >= 0 for a, c in of.terms) and all(c >= 0 for _, c in of.constant)
-    return mode == "floor" or (mode == "trunc" and plain)
+    return mode == "floor" or (mode == "trunc" and of.never_negative)

@@ -91,10 +91,11 @@ def either(*parts: AnyOf) -> AnyOf:
 
 def _literal(kind: str, value: Linear) -> AnyOf:
     """Returns the comparison of ``value`` with 0; TRUE or FALSE if it is a constant."""
-    known = value.value
-    if known is not None:
-        return TRUE if {"le": known <= 0, "eq": known == 0, "ne": known != 0}[kind] else FALSE
-    return [All(frozenset({Compare(kind, value)}))]
+    made = Compare(kind, value)
+    known = _known(made)
+    if known is None:
+        return [All(frozenset({made}))]
+    return TRUE if known else FALSE
 
 
 def compared(op: str, a: Linear, b: Linear) -> AnyOf:
@@ -217,7 +218,7 @@ def _order(literal: Literal) -> tuple[int, str]:
 def _known(literal: Literal) -> bool | None:
     """Returns whether a literal holds, None if that depends on variables or data."""
     known = literal.value.value if isinstance(literal, Compare) else None
-    return None if known is None else bool({"le": known <= 0, "eq": known == 0, "ne": known != 0}[literal.kind])  # type: ignore[union-attr]
+    return None if known is None else {"le": known <= 0, "eq": known == 0, "ne": known != 0}[literal.kind]  # type: ignore[union-attr]
 
 
 def settled(conj: All) -> All | None:
@@ -238,8 +239,8 @@ def free(conj: All) -> set[Var]:
 
 def alike(a: AnyOf, b: AnyOf, t: Var) -> bool:
     """Checks whether ``a`` equals ``b``, or says for which rows ``b`` holds for some key ``t``."""
-    mine, theirs = ({_canonical(c, t, rows) for c in x if c is not None} for x, rows in ((a, False), (b, False)))
-    return mine == theirs or {_canonical(c, t, True) for c in a} == theirs
+    theirs = {_canonical(c, t, False) for c in b}
+    return any({_canonical(c, t, rows) for c in a} == theirs for rows in (False, True))
 
 
 _STANDINS: dict[tuple[Size, int], Var] = {}

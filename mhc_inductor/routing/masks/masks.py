@@ -17,9 +17,7 @@ import torch
 from mhc_inductor.routing.graph.bounds import TooLarge, remembered
 from mhc_inductor.routing.graph.expressions import Ref, _reduced, aten
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var, var
-from mhc_inductor.routing.graph.linear import (
-    number,
-)
+from mhc_inductor.routing.graph.linear import number
 from mhc_inductor.routing.graph.values import Value, is_given
 from mhc_inductor.routing.masks.additive import Additive
 from mhc_inductor.routing.masks.elements import (

@@ -21,8 +21,6 @@ from mhc_inductor.routing.masks.scatters import GATHERS, looked_up
 if TYPE_CHECKING:
     from mhc_inductor.routing.masks.masks import Masks
 
-_CUMSUMS = (aten.cumsum.default,)
-
 
 class Positions:
     """Evaluates elements of integer tensors that are concatenated, looked up at positions, or count segments."""
@@ -38,7 +36,7 @@ class Positions:
             return None if below is None else self.masks.whole(below)
         if func is aten.cat.default:
             return self._joined(ref)
-        if func in _CUMSUMS and self._never(ref):
+        if func is aten.cumsum.default and self._never(ref):
             return number(0)
         return None
 
@@ -113,7 +111,7 @@ class Positions:
 
     def _counted(self, ref: Ref) -> tuple[Value, int] | None:
         """Returns the positions whose segments ``ref`` counts, as ``cumsum(diff(x) != 1, dim)``, and the dim."""
-        if ref.value.func not in _CUMSUMS:
+        if ref.value.func is not aten.cumsum.default:
             return None
         breaks, dim = ref.value.args[:2]
         d = _dim(breaks, dim)

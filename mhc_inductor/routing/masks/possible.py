@@ -13,7 +13,8 @@ from mhc_inductor.routing.graph.bounds import remembered
 from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.masks.elements import ADD, MULTIPLY, SHOWN, SUB, constant_of, kept, rounded
+from mhc_inductor.routing.masks.elements import ADD, FILLS, MULTIPLY, SHOWN, SUB, constant_of, kept, rounded
+from mhc_inductor.routing.masks.scatters import GATHERS, PUTS, SCATTERS, TRIANGLES
 
 TOO_MANY = 16  # limit on the distinct values of a mask, and on the fills of an attention
 
@@ -79,22 +80,12 @@ _COMBINED: dict[Any, Callable[[float, float], float]] = {
 
 SOURCES: dict[Any, Callable[[Value], Iterable[Any]]] = {
     aten.where.self: lambda a: a.args[1:],
-    aten.masked_fill.Scalar: lambda a: (kept(a), a.args[2]),
-    aten.masked_fill.Tensor: lambda a: (kept(a), a.args[2]),
-    aten.tril.default: lambda a: (a.args[0], 0.0),
-    aten.triu.default: lambda a: (a.args[0], 0.0),
-    aten.scatter.value: lambda a: (a.args[0], a.args[3]),
-    aten.scatter.src: lambda a: (a.args[0], a.args[3]),
-    aten.index_put.default: lambda a: (a.args[0], a.args[2]),
-    aten._unsafe_index_put.default: lambda a: (a.args[0], a.args[2]),
+    **dict.fromkeys(FILLS, lambda a: (kept(a), a.args[2])),
+    **dict.fromkeys(TRIANGLES, lambda a: (a.args[0], 0.0)),
+    **dict.fromkeys(SCATTERS, lambda a: (a.args[0], a.args[3])),
+    **dict.fromkeys(PUTS, lambda a: (a.args[0], a.args[2])),
     aten.constant_pad_nd.default: lambda a: (a.args[0], *(a.args[2:3] or (0.0,))),
-    aten.cat.default: lambda a: a.args[0],
-    aten.stack.default: lambda a: a.args[0],
-    aten.amax.default: lambda a: a.args[:1],
-    aten.amin.default: lambda a: a.args[:1],
-    aten.gather.default: lambda a: a.args[:1],
-    aten.index_select.default: lambda a: a.args[:1],
-    aten.index.Tensor: lambda a: a.args[:1],
-    aten._unsafe_index.Tensor: lambda a: a.args[:1],
+    **dict.fromkeys((aten.cat.default, aten.stack.default), lambda a: a.args[0]),
+    **dict.fromkeys((aten.amax.default, aten.amin.default, *GATHERS), lambda a: a.args[:1]),
 }
 """For each op, the arguments and constants from which it takes the elements of its result."""

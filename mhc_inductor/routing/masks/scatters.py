@@ -14,16 +14,7 @@ import torch
 
 from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, joined
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
-from mhc_inductor.routing.graph.linear import (
-    Key,
-    Linear,
-    atom,
-    number,
-    of_index,
-    of_scalar,
-    of_size,
-    to_index,
-)
+from mhc_inductor.routing.graph.linear import Key, Linear, atom, number, of_index, of_scalar, of_size, to_index
 from mhc_inductor.routing.graph.values import Value, imagined
 from mhc_inductor.routing.masks.elements import FILLS, constant_of, kept, keyed, operand, rounded
 from mhc_inductor.routing.masks.keys import FALSE, TRUE, All, AnyOf, Compare, Literal, both, compared, either
@@ -31,10 +22,9 @@ from mhc_inductor.routing.masks.keys import FALSE, TRUE, All, AnyOf, Compare, Li
 if TYPE_CHECKING:
     from mhc_inductor.routing.masks.masks import Masks
 
-_WRITES = (
-    *(aten.scatter.value, aten.scatter.src),
-    *(aten.index_put.default, aten._unsafe_index_put.default),
-)
+TRIANGLES = (aten.tril.default, aten.triu.default)
+SCATTERS = (aten.scatter.value, aten.scatter.src)
+PUTS = (aten.index_put.default, aten._unsafe_index_put.default)
 GATHERS = (aten.gather.default, aten.index_select.default, aten.index.Tensor, aten._unsafe_index.Tensor)
 
 
@@ -56,9 +46,9 @@ class Placed:
         if func in FILLS:
             _, when, fill = value.args
             return self._either_way(when, self._part(fill, ref, want, of), self._part(kept(value), ref, want, of), ref)
-        if func in (aten.tril.default, aten.triu.default):
+        if func in TRIANGLES:
             return self._triangle(ref, want, of)
-        if func in _WRITES:
+        if func in SCATTERS or func in PUTS:
             return self._written(ref, want, of)
         if func is aten.constant_pad_nd.default:
             return self._padded(ref, want, of)
@@ -73,7 +63,7 @@ class Placed:
     def _written(self, ref: Ref, want: bool, of: Callable[[Ref, bool], AnyOf]) -> AnyOf:
         """Evaluates a scatter of a constant, or an assignment of one to indices."""
         value = ref.value
-        scatters = value.func in (aten.scatter.value, aten.scatter.src)
+        scatters = value.func in SCATTERS
         x, known = value.args[0], constant_of(value.args[3 if scatters else 2])
         if known is None or (not scatters and any(value.args[3:4])):
             raise Unsupported
