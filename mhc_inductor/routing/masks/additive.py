@@ -39,9 +39,9 @@ class Additive:
         return found
 
     def _zero(self, ref: Ref, want: bool) -> AnyOf:
-        given, ref = self.masks.inside.input(ref), uncast(ref)
+        given, ref = self.masks.input(ref), uncast(ref)
         found: AnyOf = remembered(self.masks.known, (ref, want, "zero"), lambda: self._find_zero(ref, want), ref.value)
-        return found if given is None else self.masks.inside.read(given, not want, found)
+        return found if given is None else self.masks.read(given, not want, found)
 
     def _find_zero(self, ref: Ref, want: bool) -> AnyOf:
         value, func, args = ref.value, ref.value.func, ref.value.args

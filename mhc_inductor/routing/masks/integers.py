@@ -62,7 +62,7 @@ class Wholes:
         return found
 
     def _whole(self, ref: Ref, wrap: Size | None) -> Linear:
-        outer, given = ref, self.masks.inside.input(ref)
+        outer, given = ref, self.masks.input(ref)
         while (below := inner(ref)) is not None or (
             ref.value.func in CASTS and ref.value.dtype in WHOLE and ref.value.args[0].dtype in WHOLE
         ):

@@ -35,7 +35,6 @@ from mhc_inductor.routing.masks.elements import (
 )
 from mhc_inductor.routing.masks.index_checks import Indices
 from mhc_inductor.routing.masks.indicator_sums import Counts, against, positive
-from mhc_inductor.routing.masks.inside import Inside
 from mhc_inductor.routing.masks.integers import Wholes
 from mhc_inductor.routing.masks.keys import (
     FALSE,
@@ -44,8 +43,10 @@ from mhc_inductor.routing.masks.keys import (
     AnyOf,
     Given,
     KeyData,
+    Literal,
     both,
     compared,
+    conjunction,
     either,
     has_data,
     reads_key,
@@ -89,7 +90,6 @@ class Masks:
         self.counts = Counts(self)
         self.additive = Additive(self).of
         self.whole = self.wholes.of
-        self.inside = Inside(self)
 
     def truth(self, ref: Ref, want: bool = True) -> AnyOf:
         """Returns when ``ref`` is ``want``. Raises Unsupported.
@@ -122,7 +122,7 @@ class Masks:
         below = inner(ref)
         if below is not None:
             found = self.truth(below, want)
-            return self.inside.read(ref, want, found) if is_given(value) else found
+            return self.read(ref, want, found) if is_given(value) else found
         known = constant_of(value)
         if known is not None:
             return TRUE if bool(known) == want else FALSE
@@ -236,3 +236,37 @@ class Masks:
                 return self.additive(operand(left, ref), op == "eq")
             raise
         return against(counted, op, known)
+
+    # --- checkpointed regions ---
+
+    def input(self, ref: Ref) -> Ref | None:
+        """Returns the element of a region's input that ``ref`` shows through views and casts, None for anything else."""
+        at: Ref | None = ref
+        while at is not None and not is_given(at.value):
+            below = inner(at)
+            cast = below is None and at.value.func in CASTS
+            at = Ref(at.value.args[0], at.index) if cast else below
+        return at
+
+    def read(self, given: Ref, want: bool, found: AnyOf) -> AnyOf:
+        """Returns when ``given``, an input of a checkpointed region, is nonzero (``want``) or zero.
+
+        ``found`` is its formula in the graph around. The formula bounds the keys that a mask shows, but what it reads,
+        such as padding or position ids, cannot be read inside the region; there the mask itself is read at each key.
+        Each alternative keeps what it says of positions: with the condition that the mask itself holds, all of them
+        together say the same. Raises KeyData if the mask would be read at the key and that is not allowed.
+        """
+        if not any(map(_outside, (x for conj in found for x in conj.literals))):
+            return found
+        if keyed(given) and not self.by_key:
+            raise KeyData(given)
+        closer = (self.wholes.positions.inside(conj, note=False) for conj in found)
+        itself = Given(given, want)
+        kept = [conjunction({itself, *(x for x in conj.literals if not _outside(x))}, conj.bound) for conj in closer]
+        return list(dict.fromkeys(kept))
+
+
+def _outside(literal: Literal) -> bool:
+    """Checks whether a condition reads a tensor of the graph around."""
+    refs = [literal.ref] if isinstance(literal, Given) else [d.ref for d in literal.value.data()]
+    return any(ref.value.node is None for ref in refs)
