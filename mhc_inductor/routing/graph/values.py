@@ -116,11 +116,20 @@ def values_in(args: Any) -> Iterator[Value]:
             yield from values_in(a)
 
 
-def behind(value: Value, within: Callable[[Value], bool] = lambda _: True) -> Iterator[Value]:
-    """Yields a value and those ``within`` that it is computed from, the nearest first, :data:`LOOKED_AT` at most."""
+def behind(
+    value: Value,
+    within: Callable[[Value], bool] = lambda _: True,
+    passed: Callable[[Value], bool] = lambda _: True,
+) -> Iterator[Value]:
+    """Yields a value and those ``within`` that it is computed from, the nearest first, :data:`LOOKED_AT` at most.
+
+    What a value that is not ``passed`` is computed from is not looked at.
+    """
     met, seen = [value], {value}
     for at in met:  # grows
         yield at
+        if not passed(at):
+            continue
         new = dict.fromkeys(a for a in values_in(at.args) if a not in seen and within(a))
         met += list(new)[: LOOKED_AT - len(met)]
         seen.update(met)

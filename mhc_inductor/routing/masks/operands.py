@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands of the products: q, k, v and scores behind views, casts and constant factors; sums of products."""
+"""Products and their operands: q, k, v and scores behind views, casts and constant factors; sums of products."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from mhc_inductor.routing.graph.expressions import Ref, aten, contraction, operands, peel, reduction, step, summed
 from mhc_inductor.routing.graph.index import Size, Var
-from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.masks.elements import MULTIPLY
+from mhc_inductor.routing.graph.values import Value, behind
+from mhc_inductor.routing.masks.elements import MULTIPLY, SHOWN, behind_ops
 
 DIVIDE = (aten.div.Tensor, aten.div.Scalar)
 MOST_PRODUCTS = 4
 """The most products that scores are the sum of: one of features without positions, one of rotary features."""
+_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.matmul.default)
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 _FACTORS = (*MULTIPLY, *DIVIDE, aten.neg.default)
 
@@ -167,3 +169,28 @@ def dot(ref: Ref) -> tuple[Ref, Ref, list[Var]] | None:
         return None
     a, b = operands(summand)
     return (a, b, bound) if isinstance(a, Ref) and isinstance(b, Ref) else None
+
+
+def has_product(value: Value) -> bool:
+    """Checks whether a product of tensors that are no parameters is among what computes ``value``."""
+    return nearest(value, lambda v: v.func in _PRODUCTS and not any(map(projects, v.args[:2]))) is not None
+
+
+def nearest(value: Value, wanted: Callable[[Value], bool]) -> Value | None:
+    """Returns the nearest value that computes ``value``, itself included, and is ``wanted``; None without one.
+
+    Looks at floating-point values, and behind no product except ``value`` itself.
+    """
+    looked_at = behind(value, lambda v: v.dtype.is_floating_point, lambda v: v is value or v.func not in _PRODUCTS)
+    return next(filter(wanted, looked_at), None)
+
+
+def projects(a: Any) -> bool:
+    """Checks whether a factor of a product is a parameter, or a view of one."""
+    origin = behind_ops(a, SHOWN)
+    return isinstance(origin, Value) and is_parameter(origin)
+
+
+def is_parameter(value: Value) -> bool:
+    """Checks whether a value is a parameter of the model."""
+    return value.node is not None and isinstance(value.node.meta.get("example_value"), torch.nn.Parameter)

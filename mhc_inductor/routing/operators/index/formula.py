@@ -19,8 +19,7 @@ from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import ADD, FILLS, MULTIPLY, SHOWN, SUB, constant_of, inner
-from mhc_inductor.routing.masks.operands import DIVIDE, dot, keeps_16_bits
-from mhc_inductor.routing.masks.products import has_product, is_parameter, nearest
+from mhc_inductor.routing.masks.operands import DIVIDE, dot, has_product, is_parameter, keeps_16_bits, nearest
 
 EXPECTED = "expected sum over heads of w * relu(scale * q @ k), masks, and topk"
 _LONGEST = 64  # steps between topk and the relu

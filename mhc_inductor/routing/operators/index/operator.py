@@ -18,8 +18,7 @@ from mhc_inductor.routing.graph.linear import Key
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Mismatch, Miss
-from mhc_inductor.routing.masks.operands import Source
-from mhc_inductor.routing.masks.products import has_product
+from mhc_inductor.routing.masks.operands import Source, has_product
 from mhc_inductor.routing.operators.index.check import Check
 from mhc_inductor.routing.operators.index.emit import emit_choice
 from mhc_inductor.routing.operators.index.formula import EXPECTED, Formula, Unrelated, has_relu, recognised

@@ -11,8 +11,7 @@ from torch import fx
 
 from mhc_inductor.routing.graph.values import Value, behind
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.masks.operands import DIVIDE
-from mhc_inductor.routing.masks.products import has_product
+from mhc_inductor.routing.masks.operands import DIVIDE, has_product
 from mhc_inductor.routing.operators.selection.weights import REACH, guarded, multiplied, shows
 
 

@@ -18,8 +18,7 @@ from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import SHOWN, constant_of
 from mhc_inductor.routing.masks.masks import Masks
-from mhc_inductor.routing.masks.operands import Scaled, dot
-from mhc_inductor.routing.masks.products import has_product
+from mhc_inductor.routing.masks.operands import Scaled, dot, has_product
 from mhc_inductor.routing.masks.scatters import GATHERS
 from mhc_inductor.routing.operators.selection.masked import LOGS, MAXIMA, Masked
 from mhc_inductor.routing.operators.selection.matches import NotOurs

@@ -21,8 +21,7 @@ from mhc_inductor.routing.graph.linear import of_size, size_of_sum
 from mhc_inductor.routing.graph.values import Value, imagined
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import DETACH, behind_ops
-from mhc_inductor.routing.masks.operands import DIVIDE, dot
-from mhc_inductor.routing.masks.products import has_product
+from mhc_inductor.routing.masks.operands import DIVIDE, dot, has_product
 from mhc_inductor.routing.operators.selection.weights import REACH, Written, shows
 
 
