@@ -20,12 +20,25 @@ from mhc_inductor.compat import OpOverload
 from mhc_inductor.routing import interface
 from mhc_inductor.routing.edit import Edit, Pairs
 from mhc_inductor.routing.graph.bounds import DEPTH, Steps
-from mhc_inductor.routing.graph.expressions import _DIV, _MUL, Share, _factors_of, addends, operands, power, shares
+from mhc_inductor.routing.graph.expressions import (
+    _DIV,
+    _MUL,
+    Ref,
+    Share,
+    _factors_of,
+    addends,
+    is_cast,
+    operands,
+    peel,
+    power,
+    shares,
+    shown,
+    whole,
+)
 from mhc_inductor.routing.graph.expressions import _REDUCTIONS as REDUCTIONS
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.graph.view_maps import Ref, is_cast, peel, shown, whole
 from mhc_inductor.routing.interface import Match, Mismatch
 from mhc_inductor.routing.verify import said
 

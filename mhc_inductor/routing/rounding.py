@@ -8,10 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import is_cast
+from mhc_inductor.routing.graph.expressions import is_cast, loses
 from mhc_inductor.routing.graph.values import Value, example, tensors_in
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.graph.view_maps import loses
 from mhc_inductor.routing.interface import Mismatch
 
 

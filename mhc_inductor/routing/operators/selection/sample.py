@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, fx
 
+from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.graph.view_maps import Ref
 from mhc_inductor.routing.masks.index_checks import picked_size
 from mhc_inductor.routing.masks.keys import Given, Literal
 from mhc_inductor.routing.operators.selection.intervals import Interval
