@@ -35,11 +35,9 @@ class Value:
     """What searches found out about this value's elements, by search and element."""
 
     def __init__(
-        self, tensor: torch.Tensor, fixed: Mapping[str, int], node: fx.Node | None = None, pending: Any = None
+        self, shape: tuple[Size, ...], dtype: torch.dtype, node: fx.Node | None = None, pending: Any = None
     ) -> None:
-        self.shape: tuple[Size, ...] = tuple(size_of(s, fixed) for s in tensor.shape)
-        self.dtype = tensor.dtype
-        self.node = node
+        self.shape, self.dtype, self.node = shape, dtype, node
         self._pending = pending
         if pending is None:
             self.func, self.args = None, ()
@@ -65,8 +63,7 @@ class Value:
 
 def imagined(func: Any, args: tuple[Any, ...], shape: tuple[Size, ...], dtype: torch.dtype) -> Value:
     """Returns the result of a call that no node of the graph holds."""
-    made = object.__new__(Value)
-    made.shape, made.dtype, made.node, made._pending = shape, dtype, None, None
+    made = Value(shape, dtype)
     made.set(func, args, {})
     return made
 
@@ -79,14 +76,12 @@ def _shadow(value: Value, known: dict[Value, Value]) -> Value:
     """Returns a copy of a value of another graph, without its nodes: it can be followed, but not read."""
     found = known.get(value)
     if found is None:
-        found = known[value] = object.__new__(Value)
-        found.shape, found.dtype, found.node, found.out, found.kwargs = value.shape, value.dtype, None, 0, _NO_OPTIONS
 
         def expand(made: Value) -> None:
             func = OUTSIDE if value.func is None else value.func
-            made.set(func, _shadowed(value.args or (), known), value.kwargs or _NO_OPTIONS, value.out)
+            made.set(func, _shadowed(value.args, known), value.kwargs, value.out)
 
-        found._pending = expand
+        found = known[value] = Value(value.shape, value.dtype, None, expand)
     return found
 
 
@@ -326,11 +321,14 @@ class Values:
             found = self._of[node] = self._make(node)
             return found
 
+    def _like(self, tensor: torch.Tensor, node: fx.Node | None = None, pending: Any = None) -> Value:
+        return Value(tuple(size_of(s, self.fixed) for s in tensor.shape), tensor.dtype, node, pending)
+
     def _make(self, node: fx.Node) -> Any:
         fake = example(node)
         if isinstance(fake, torch.Tensor):
             pending = self._expand if self.inspectable(node) else None
-            made = Value(fake, self.fixed, node, pending)
+            made = self._like(fake, node, pending)
             outside = None if self.fixed else self.given.get(node)
             if outside is not None and outside.shape == made.shape:
                 _alias(made, _shadow(outside, self._shadows))
@@ -456,7 +454,7 @@ class Values:
             if isinstance(t, torch.SymInt) and not (size := size_of(t, self.fixed)).symbols:
                 return size.factor
             if isinstance(t, torch.Tensor):
-                value = Value(t, self.fixed)
+                value = self._like(t)
                 if type(t) is torch.Tensor and t.dim() == 0:  # a real tensor: the number of torch.tensor(number)
                     value.set(aten.scalar_tensor.default, (t.item(),), {})
                 return value
@@ -466,7 +464,7 @@ class Values:
             filled = _map(fill, args), _map(fill, kwargs)
             row = []
             for i, t in enumerate(tensors_in(out)):
-                value = Value(t, self.fixed)
+                value = self._like(t)
                 value.set(func, *filled, out=i)
                 row.append(value)
             made.append(row)

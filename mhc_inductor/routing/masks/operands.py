@@ -36,7 +36,7 @@ class Joined(Value):
     __slots__ = ()
 
     def __init__(self, pieces: Sequence[Value], dim: int, shape: tuple[Size, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype, self.node, self._pending = shape, dtype, None, None
+        super().__init__(shape, dtype)
         self.set(aten.cat.default, (tuple(pieces), dim), {})
 
 
