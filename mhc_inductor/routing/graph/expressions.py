@@ -27,13 +27,13 @@ from mhc_inductor.routing.graph.index import (
     Size,
     Unsupported,
     Var,
-    bound_of,
     const,
     divmod_index,
     linear,
     may_fix,
     reshape,
     size_of,
+    span,
     var,
 )
 from mhc_inductor.routing.graph.values import Value
@@ -192,10 +192,10 @@ def _concatenated(ref: Ref) -> Ref:
         return Ref(pieces[0], ref.index)
     start = 0
     at = ref.index[d]
-    low, high = _range(at)
+    low, high = span(at)
     for piece in pieces:
         size = piece.shape[d]
-        if size.symbols:
+        if size.symbols or high is None:
             raise Unsupported
         if start <= low and high < start + size.factor:
             index = list(ref.index)
@@ -203,18 +203,6 @@ def _concatenated(ref: Ref) -> Ref:
             return Ref(piece, tuple(index))
         start += size.factor
     raise Unsupported
-
-
-def _range(index: Index) -> tuple[int, int]:
-    """Returns the smallest and the largest number that ``index`` can be. Raises Unsupported."""
-    low = high = 0
-    for atom, c in index.terms.items():
-        bound = Size(2) if atom is None else bound_of(atom)
-        if c.symbols or bound.symbols or (atom is not None and c.factor < 0):
-            raise Unsupported
-        low += c.factor if atom is None else 0
-        high += c.factor * (bound.factor - 1)
-    return low, high
 
 
 def _stacked(ref: Ref) -> Ref:
@@ -225,25 +213,23 @@ def _stacked(ref: Ref) -> Ref:
     if at is not None:
         return Ref(pieces[at], rest_index)
     # Evenly spaced pieces of one tensor, stacked in order, are a view of it.
-    each = [step(Ref(piece, rest_index)) for piece in pieces]
-    first = each[0]
-    if first is None or len(each) < 2 or any(e is None or e.value is not first.value for e in each):
+    each = [below for piece in pieces if (below := step(Ref(piece, rest_index))) is not None]
+    if len(each) < max(2, len(pieces)) or any(e.value is not each[0].value for e in each):
         raise Unsupported
-    shifts = [[_constant(i) - _constant(j) for i, j in zip(e.index, first.index, strict=True)] for e in each if e]
-    steps = shifts[1]
-    for k, (e, shift) in enumerate(zip(each, shifts, strict=True)):
-        moved = tuple(i.plus(const(k * by)) for i, by in zip(first.index, steps, strict=True))
-        if shift != [k * by for by in steps] or e is None or e.index != moved:
+    first = each[0].index
+    steps = [_constant(i) - _constant(j) for i, j in zip(each[1].index, first, strict=True)]
+    for k, e in enumerate(each):
+        if e.index != tuple(i.plus(const(k * by)) for i, by in zip(first, steps, strict=True)):
             raise Unsupported
-    spread = (i.plus(ref.index[d].times(Size(by))) for i, by in zip(first.index, steps, strict=True))
-    return Ref(first.value, tuple(spread))
+    spread = (i.plus(ref.index[d].times(Size(by))) for i, by in zip(first, steps, strict=True))
+    return Ref(each[0].value, tuple(spread))
 
 
 def _constant(index: Index) -> int:
-    fixed = index.terms.get(None)
-    if fixed is not None and fixed.symbols:
+    fixed = index.terms.get(None, Size(0))
+    if fixed.symbols:
         raise Unsupported
-    return fixed.factor if fixed is not None else 0
+    return fixed.factor
 
 
 def _repeated(ref: Ref) -> Ref:

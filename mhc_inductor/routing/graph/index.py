@@ -169,6 +169,20 @@ def bound_of(atom: Any) -> Size:
     return quotient
 
 
+def span(index: Index) -> tuple[int, int | None]:
+    """Returns the smallest and the largest number that ``index`` can be, None for a largest one that is not known.
+
+    Raises Unsupported if that is not a sum of numbers that are never negative.
+    """
+    first = index.terms.get(None, Size(0))
+    moving = [(bound_of(atom), c) for atom, c in index.terms.items() if atom is not None]
+    if first.symbols or any(c.symbols or c.factor < 0 for _, c in moving):
+        raise Unsupported
+    if any(bound.symbols for bound, _ in moving):
+        return first.factor, None
+    return first.factor, first.factor + sum(c.factor * (bound.factor - 1) for bound, c in moving)
+
+
 def _open(atom: Any) -> bool:
     while isinstance(atom, Part):
         atom = atom.of

@@ -257,14 +257,14 @@ def against(counted: Count, op: str, known: float) -> AnyOf:
 
     Raises Unsupported unless the comparison has one answer for 0 and the opposite one for all other values.
     """
+    below = _HOLDS[op](0.0, known)
     if not counted.exact or all(factor > 0 for factor, _ in counted.terms):
-        below = _HOLDS[op](0.0, known)
         # A count of one sign is 0 or at least the smallest factor.
         others = [counted.least, math.inf] if not counted.unit else [1.0]
+    elif op in ("eq", "ne") and known != 0.0:
+        raise Unsupported
     else:
-        below, others = _HOLDS[op](0.0, known), [1.0, math.inf]
-        if op in ("eq", "ne") and known != 0.0:
-            raise Unsupported
+        others = [1.0, math.inf]
     answers = {_HOLDS[op](x, known) for x in others}
     if below in answers or len(answers) != 1:
         raise Unsupported

@@ -7,6 +7,7 @@ An element of a mask is a disjunction of conjunctions. Each conjunction consists
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
@@ -163,33 +164,37 @@ def _rewritten(literal: Literal, old: Var, new: Linear) -> Literal:
 
 def eliminated(conj: All) -> All | None:
     """Returns ``conj`` without the bound variables that an equality determines; None if it never holds."""
-    bound, literals = list(conj.bound), set(conj.literals)
-    again = True
-    while again:
-        again = False
-        for literal in sorted(literals, key=_order):
-            if not isinstance(literal, Compare) or literal.kind != "eq":
-                continue
-            for v in sorted(bound, key=lambda v: not isinstance(v, Key)):
-                c = literal.value.coefficient(v)
-                rest = literal.value.without(v)
-                if abs(c) != 1 or v in rest.variables():
-                    continue
-                new = rest.times(-c)
-                try:
-                    moved = {_rewritten(x, v, new) for x in literals if x is not literal} | _within(v, new)
-                except Unsupported:
-                    continue
-                kept = [(x, _known(x)) for x in moved]
-                if any(known is False for _, known in kept):
-                    return None
-                literals = {x for x, known in kept if known is None}
-                bound.remove(v)
-                again = True
-                break
-            if again:
-                break
+    bound, literals = list(conj.bound), conj.literals
+    while (found := _determined(literals, bound)) is not None:
+        v, moved = found
+        still = _undecided(moved)
+        if still is None:
+            return None
+        literals = still
+        bound.remove(v)
     return conjunction(literals, bound)
+
+
+def _determined(literals: frozenset[Literal], bound: Sequence[Var]) -> tuple[Var, set[Literal]] | None:
+    """Returns a variable that an equality determines, and the literals with its value in its place, None without one."""
+    for literal in sorted(literals, key=_order):
+        if not isinstance(literal, Compare) or literal.kind != "eq":
+            continue
+        for v in sorted(bound, key=lambda v: not isinstance(v, Key)):
+            c = literal.value.coefficient(v)
+            rest = literal.value.without(v)
+            if abs(c) != 1 or v in rest.variables():
+                continue
+            new = rest.times(-c)
+            with contextlib.suppress(Unsupported):
+                return v, {_rewritten(x, v, new) for x in literals if x is not literal} | _within(v, new)
+    return None
+
+
+def _undecided(literals: Iterable[Literal]) -> frozenset[Literal] | None:
+    """Returns the literals that depend on variables or data; None if one of the others does not hold."""
+    known = {x: _known(x) for x in literals}
+    return None if False in known.values() else frozenset(x for x, holds in known.items() if holds is None)
 
 
 def _within(v: Var, new: Linear) -> set[Literal]:
@@ -223,10 +228,8 @@ def _known(literal: Literal) -> bool | None:
 
 def settled(conj: All) -> All | None:
     """Returns ``conj`` without the literals that always hold; None if one never does."""
-    known = {x: _known(x) for x in conj.literals}
-    if False in known.values():
-        return None
-    return eliminated(All(frozenset(x for x, holds in known.items() if holds is None), conj.bound))
+    literals = _undecided(conj.literals)
+    return None if literals is None else eliminated(All(literals, conj.bound))
 
 
 def free(conj: All) -> set[Var]:

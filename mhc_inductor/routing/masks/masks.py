@@ -126,13 +126,12 @@ class Masks:
         known = constant_of(value)
         if known is not None:
             return TRUE if bool(known) == want else FALSE
-        if not self.by_key or value.dtype is not torch.bool or value.node is None:
-            return self._evaluated(ref, want)
         try:
             return self._evaluated(ref, want)
-        except TooLarge:
-            raise
-        except Unsupported:
+        except Unsupported as error:
+            readable = self.by_key and value.dtype is torch.bool and value.node is not None
+            if isinstance(error, TooLarge) or not readable:
+                raise
             return [All(frozenset({Given(ref, want)}))]
 
     def _evaluated(self, ref: Ref, want: bool) -> AnyOf:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, joined, step
-from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
+from mhc_inductor.routing.graph.index import ONE, Index, Var, const, span, var
 from mhc_inductor.routing.graph.linear import Datum, Linear, atom, number, of_index, substituted, to_index
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.masks.elements import constant_of
@@ -49,7 +49,7 @@ class Positions:
         """Returns an element of a concatenation if one formula gives it in every piece that the index reaches."""
         d, pieces = joined(ref.value)
         at = ref.index[d]
-        first, last = _span(at)
+        first, last = span(at)
         found: Linear | None = None
         start, single = 0, []
         for piece in pieces:
@@ -138,18 +138,6 @@ def _joined_below(ref: Ref) -> Ref | None:
     while below is not None and below.value.func is not aten.cat.default:
         below = step(below)
     return below
-
-
-def _span(at: Index) -> tuple[int, int | None]:
-    """Returns the smallest and the largest value of an index; None for a largest value that is not known."""
-    first: Size = at.terms.get(None, Size(0))
-    if first.symbols or any(not isinstance(v, Var) or c.symbols or c.factor < 0 for v, c in at.terms.items() if v):
-        raise Unsupported
-    last: int | None = first.factor
-    for v, c in at.terms.items():
-        if v is not None:
-            last = None if last is None or v.size.symbols else last + c.factor * (v.size.factor - 1)
-    return first.factor, last
 
 
 def _pair(value: Linear) -> tuple[Datum, Datum] | None:
