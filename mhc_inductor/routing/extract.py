@@ -206,8 +206,10 @@ class Cut:
                 continue
             if a in self.unrounded and a not in given:
                 at[a] = self._laid(piece, a)
+            elif a in given:
+                at[a] = piece.input(given[a])
             else:
-                at[a] = piece.input(given[a] if a in given else self.stood_for.get(a) or self.view.shown.get(a, a))
+                at[a] = piece.input(self.stood_for.get(a) or self.view.shown.get(a, [a])[-1])
 
     def _laid(self, piece: Piece, new: fx.Node) -> fx.Node:
         """Returns the formula's value of an input in the layout and dtype in which an earlier op returns it."""

@@ -135,11 +135,6 @@ class View:
         return self.origin.get(node, node)
 
     @functools.cached_property
-    def shown(self) -> dict[fx.Node, fx.Node]:
-        """Returns the node of the view that stands for each real node's result."""
-        return {self.node(v): v for v in self.nodes}
-
-    @functools.cached_property
     def live(self) -> set[fx.Node]:
         """Returns the nodes that a result or an effect needs. Dynamo leaves dead code in its graphs."""
         live: set[fx.Node] = set()
@@ -256,12 +251,12 @@ class View:
         """Returns whether a gradient may flow through a node of the view, of the real graph, or of an edit."""
         known = self.needs_grad.get(node)
         if known is None:
-            known = bool(node.meta.get(GRAD, False)) or any(self.needs_grad[n] for n in self._shown.get(node, ()))
+            known = bool(node.meta.get(GRAD, False)) or any(self.needs_grad[n] for n in self.shown.get(node, ()))
         return known
 
     @functools.cached_property
-    def _shown(self) -> dict[fx.Node, list[fx.Node]]:
-        """Returns the nodes of the view that stand for each real node."""
+    def shown(self) -> dict[fx.Node, list[fx.Node]]:
+        """Returns the nodes of the view that stand for each real node, in order; none if nothing is written in place."""
         found: dict[fx.Node, list[fx.Node]] = collections.defaultdict(list)
         for node, real in self.origin.items():
             found[real].append(node)
@@ -315,7 +310,7 @@ class View:
             if node in self._steps:  # what it writes is reached under every other name, too
                 written = self.effects.written(self.reader.get(node, node))
                 for real in {n for a in written for s in self.effects.storages(a) for n in self.holders.get(s, ())}:
-                    for other in self._shown.get(real, [real]):
+                    for other in self.shown.get(real, [real]):
                         if other in found:
                             found[other] |= bits
         return found
