@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, contraction, number, operands, peel, reduction
 from mhc_inductor.routing.graph.index import Var
@@ -13,6 +14,7 @@ SIGMOIDS = (aten.sigmoid.default, aten.special_expit.default)
 
 
 LOG_SIGMOIDS = (aten.log_sigmoid.default, aten.log_sigmoid_forward.default)
+CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +61,21 @@ def argument_of(ref: Ref) -> Ref | None:
     return Ref(tensors[0], ref.index) if fits else None
 
 
+def limits(clamp: Value) -> tuple[Any, Any]:
+    """Returns the smallest and the largest value that one of :data:`CLAMPS` lets through, None for a missing one."""
+    low, high = [*clamp.args[1:], None, None][:2]
+    if clamp.func is aten.clamp_max.default:
+        low, high = None, low
+    return clamp.kwargs.get("min", low), clamp.kwargs.get("max", high)
+
+
 def bound_below(ref: Ref) -> tuple[Ref, float] | None:
     """Returns (element, bound) of a clamp or a maximum that bounds an element from below, or None."""
-    args, func = ref.value.args, ref.value.func
-    if func in (aten.clamp_min.default, aten.clamp.default):
-        low = number(args[1]) if len(args) > 1 else number(ref.value.kwargs.get("min"))
-        if low is not None and len(args) <= 2 and ref.value.kwargs.get("max") is None:
-            return peel(Ref(args[0], ref.index)), low
-    elif func is aten.maximum.default:
+    if ref.value.func in CLAMPS:
+        low, high = limits(ref.value)
+        bound = number(low)
+        return (peel(Ref(ref.value.args[0], ref.index)), bound) if bound is not None and high is None else None
+    if ref.value.func is aten.maximum.default:
         a, b = operands(ref)
         a, b = (b, a) if isinstance(a, float) else (a, b)
         if isinstance(a, Ref) and isinstance(b, float):

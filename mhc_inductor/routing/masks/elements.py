@@ -44,7 +44,6 @@ ADD = (aten.add.Tensor, aten.add.Scalar)
 SUB = (aten.sub.Tensor, aten.sub.Scalar)
 MULTIPLY = (aten.mul.Tensor, aten.mul.Scalar)
 FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 def rounded(known: float, dtype: torch.dtype) -> float:
@@ -91,14 +90,6 @@ def _filled_with(a: Value) -> float | None:
 
 SHOWN = {*VIEWS, *CASTS, aten.detach.default} - {aten.cat.default, aten.stack.default}
 """Ops whose elements are elements of their first argument, apart from the dtype."""
-
-
-def limits(clamp: Value) -> tuple[Any, Any]:
-    """Returns the smallest and the largest value that a clamp lets through, None for one that it does not have."""
-    low, high = [*clamp.args[1:], None, None][:2]
-    if clamp.func is aten.clamp_max.default:
-        low, high = None, low
-    return clamp.kwargs.get("min", low), clamp.kwargs.get("max", high)
 
 
 def behind_ops(value: Any, funcs: Container[Any]) -> Any:

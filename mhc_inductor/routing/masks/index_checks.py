@@ -15,11 +15,12 @@ import torch
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import Ref, aten, whole
+from mhc_inductor.routing.graph.gates import CLAMPS, limits
 from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ARANGE, CLAMPS, FILLS, SHOWN, constant_of, limits
+from mhc_inductor.routing.masks.elements import ARANGE, FILLS, SHOWN, constant_of
 from mhc_inductor.routing.masks.layouts import Layouts
 
 PICKS = (aten.topk.default, aten.sort.default, aten.sort.stable)

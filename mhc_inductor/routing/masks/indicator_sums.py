@@ -14,20 +14,19 @@ import torch
 from mhc_inductor.routing.graph.bounds import TooLarge, remembered
 from mhc_inductor.routing.graph.expressions import Ref, _dim, _reduced, aten
 from mhc_inductor.routing.graph.expressions import number as scalar
+from mhc_inductor.routing.graph.gates import CLAMPS, limits
 from mhc_inductor.routing.graph.index import Unsupported, Var, var
 from mhc_inductor.routing.graph.linear import Key, atom, of_index
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.masks.elements import (
     ADD,
     CASTS,
-    CLAMPS,
     MULTIPLY,
     SUB,
     SUMS,
     WHOLE,
     constant_of,
     inner,
-    limits,
     operand,
     rounded,
 )

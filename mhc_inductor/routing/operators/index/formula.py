@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mhc_inductor.routing.graph.expressions import Ref, _broadcast, aten, contraction, operands, reduction
+from mhc_inductor.routing.graph.gates import limits
 from mhc_inductor.routing.graph.index import ONE, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
@@ -299,8 +300,7 @@ def _is_relu(value: Value) -> bool:
     if func is aten.threshold.default:
         return [*map(constant_of, args[1:3])] == [0.0, 0.0]
     if func in (aten.clamp.default, aten.clamp_min.default):
-        low, high = [*args[1:], None, None][:2]
-        low, high = value.kwargs.get("min", low), value.kwargs.get("max", high)
+        low, high = limits(value)
         return high is None and low is not None and constant_of(low) == 0.0
     return func is aten.maximum.default and constant_of(args[1]) == 0.0
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from mhc_inductor.routing.graph.bounds import remembered
 from mhc_inductor.routing.graph.expressions import Ref, aten, joined
+from mhc_inductor.routing.graph.gates import CLAMPS, limits
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Index, Part, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import (
     Datum,
@@ -47,7 +48,6 @@ _OTHER = (
 _OUTSIDE = "the keys are gathered at indices that are not known to lie inside K"
 _Range = tuple[Linear | None, Linear | None]
 """The smallest and the largest value of a number, None for one that is not known."""
-_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 def is_gathered(ref: Ref, places: Sequence[Var]) -> bool:
@@ -152,7 +152,7 @@ class Picks:
     def _unchanged(self, ref: Ref) -> Linear | None:
         """Returns the number that a clamp or a fill is made of, if its range says that it stays as it is."""
         func, args = ref.value.func, ref.value.args
-        if func in _CLAMPS and (limits := self._limits(ref.value)) is not None:
+        if func in CLAMPS and (limits := self._limits(ref.value)) is not None:
             inside = self.masks.whole(operand(args[0], ref))
             ends = zip(self._range(inside), limits, (1, -1), strict=True)
             same = all(x is None or (end and at_least_zero(end.minus(x).times(sign))) for end, x, sign in ends)
@@ -239,14 +239,8 @@ class Picks:
 
     def _limits(self, clamp: Value) -> _Range | None:
         """Returns the bounds of a clamp, None for a missing one; None for both if one is not a number."""
-        given = dict(zip(("min", "max"), clamp.args[1:], strict=False))
-        if clamp.func is aten.clamp_max.default:
-            given = {"max": clamp.args[1]} if len(clamp.args) > 1 else {}
-        given |= clamp.kwargs
         with contextlib.suppress(Unsupported):
-            low, high = (
-                None if given.get(x) is None else of_scalar(given[x], self.masks.fixed) for x in ("min", "max")
-            )
+            low, high = (None if x is None else of_scalar(x, self.masks.fixed) for x in limits(clamp))
             return low, high
         return None
 
@@ -267,7 +261,7 @@ class Picks:
             if value.func is aten.where.self or value.func in FILLS:
                 sides = value.args[1:] if value.func is aten.where.self else value.args[::2]
                 return functools.reduce(self._either, (self._side(x, a.ref) for x in sides))
-            if value.func in _CLAMPS and (limits := self._limits(value)) is not None:
+            if value.func in CLAMPS and (limits := self._limits(value)) is not None:
                 low, high = limits
                 inside = self._side(value.args[0], a.ref)[1]
                 if high is None and inside is not None and low is not None and at_least_zero(inside.minus(low)):
