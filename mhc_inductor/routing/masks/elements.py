@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from mhc_inductor.routing.graph.expressions import CASTS, VIEWS, Ref, _broadcast, aten, step, whole
+from mhc_inductor.routing.graph.expressions import CASTS as CASTS
+from mhc_inductor.routing.graph.expressions import VIEWS, Ref, _broadcast, aten, step, whole
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
