@@ -137,36 +137,27 @@ class Layouts:
         if any(pick != slice(None) for pick in picks):
             node = emit(operator.getitem, node, tuple(picks))
         kept = [digits for pick, digits in found if not isinstance(pick, int)]
-        at = len(kept)
-        for digits in reversed(kept):
-            at -= 1
-            if len(digits) > 1:
-                node = emit("unflatten", node, at, tuple(self.size(v.size) for v in digits))
-            elif not digits:
-                node = emit("squeeze", node, at)
         dims = [v for digits in kept for v in digits]
-        wanted = [dims.index(v) for v in order if v in dims]
-        if wanted != sorted(wanted):
-            node = emit("permute", node, *wanted)
+        node = self._split(node, kept, [v for v in order if v in dims])
         if len(dims) < len(order):
             node = emit(operator.getitem, node, tuple(slice(None) if v in dims else None for v in order))
         return node
 
     def back(self, o: fx.Node, groups: list[list[Var]], dims: list[list[Var]]) -> fx.Node:
         """Returns ``o``, which has a dim for each of ``groups``, with the result's dims ``dims``."""
-        at = len(groups)
-        for digits in reversed(groups):
-            at -= 1
-            real = [v for v in digits if v.size != ONE]
-            if not real:
-                o = self.edit.emit("squeeze", o, at)
-            elif len(real) > 1:
-                o = self.edit.emit("unflatten", o, at, tuple(self.size(v.size) for v in real))
-        have = [v for digits in groups for v in digits if v.size != ONE]
-        order = [have.index(v) for digits in dims for v in digits if v.size != ONE]
-        if order != sorted(order):
-            o = self.edit.emit("permute", o, *order)
-        return self.joined(o, dims)
+        real = [[v for v in digits if v.size != ONE] for digits in groups]
+        return self.joined(self._split(o, real, [v for digits in dims for v in digits if v.size != ONE]), dims)
+
+    def _split(self, node: fx.Node, groups: list[list[Var]], order: list[Var]) -> fx.Node:
+        """Returns ``node``, which has a dim for each of ``groups``, with a dim for each digit, in this order."""
+        for at, digits in reversed([*enumerate(groups)]):
+            if not digits:
+                node = self.edit.emit("squeeze", node, at)
+            elif len(digits) > 1:
+                node = self.edit.emit("unflatten", node, at, tuple(self.size(v.size) for v in digits))
+        have = [v for digits in groups for v in digits]
+        wanted = [have.index(v) for v in order]
+        return node if wanted == sorted(wanted) else self.edit.emit("permute", node, *wanted)
 
     def give(self, size: Size, number: Any) -> None:
         """Sets the node, or the number, that a size has."""
