@@ -90,9 +90,14 @@ def _dim(value: Value, d: int) -> int:
 
 def _broadcast(operand: Any, ref: Ref) -> Ref:
     """Returns the element of an operand that is used for ``ref``, an element of an elementwise operation's result."""
-    if len(operand.shape) > len(ref.index):
+    return broadcast(operand, ref.index)
+
+
+def broadcast(operand: Value, index: tuple[Index, ...]) -> Ref:
+    """Returns the element of a tensor that is read at ``index`` after the tensor is broadcast. Raises Unsupported."""
+    if len(operand.shape) > len(index):
         raise Unsupported
-    tail = ref.index[len(ref.index) - len(operand.shape) :]
+    tail = index[len(index) - len(operand.shape) :]
     return Ref(operand, tuple(const(0) if s == ONE else i for s, i in zip(operand.shape, tail, strict=True)))
 
 
@@ -446,13 +451,10 @@ def contraction(ref: Ref) -> tuple[Ref, Ref, Var] | None:
     if func is aten.matmul.default and (len(a.shape) < 2 or len(b.shape) < 2 or a.shape[:-2] != b.shape[:-2]):
         return None
     k = Var(a.shape[-1])
-    ik = var(k)
-    if func is aten.dot.default:
-        return Ref(a, (ik,)), Ref(b, (ik,)), k
-    if func is aten.mv.default:
-        return Ref(a, (ref.index[0], ik)), Ref(b, (ik,)), k
-    *batch, i, j = ref.index
-    return Ref(a, (*batch, i, ik)), Ref(b, (*batch, ik, j)), k
+    rows = len(a.shape) - 1  # with the dims of a batch before them
+    batch = max(len(b.shape) - 2, 0)
+    left, right = (*ref.index[:rows], var(k)), (*ref.index[:batch], var(k), *ref.index[rows:])
+    return Ref(a, left), Ref(b, right), k
 
 
 _MUL = (aten.mul.Tensor, aten.mul.Scalar)

@@ -161,7 +161,7 @@ def bound_of(atom: Any) -> Size:
         return atom.by
     whole = bound_of(atom.of)
     quotient = whole.over(atom.by)
-    if quotient is None and _open(atom):
+    if quotient is None and _variable(atom).open:
         rounded = -(-whole.factor // atom.by.factor)
         return Size(rounded) if not whole.symbols + atom.by.symbols else Size(1, (f"ceil({whole}/{atom.by})",))
     if quotient is None:
@@ -183,10 +183,12 @@ def span(index: Index) -> tuple[int, int | None]:
     return first.factor, first.factor + sum(c.factor * (bound.factor - 1) for bound, c in moving)
 
 
-def _open(atom: Any) -> bool:
+def _variable(atom: Any) -> Var:
+    """Returns the variable that an atom is, or is a part of."""
     while isinstance(atom, Part):
         atom = atom.of
-    return bool(atom.open)
+    found: Var = atom
+    return found
 
 
 class Index:
@@ -221,12 +223,7 @@ class Index:
 
     def variables(self) -> set[Var]:
         """Returns the variables, those inside quotients and remainders included."""
-        found = set()
-        for atom in self.atoms():
-            while isinstance(atom, Part):
-                atom = atom.of
-            found.add(atom)
-        return found
+        return {_variable(atom) for atom in self.atoms()}
 
     def times(self, size: Size) -> Index:
         """Returns the index times ``size``."""
@@ -349,7 +346,7 @@ def divmod_index(index: Index, by: Size) -> tuple[Index, Index]:
         per = by.over(c)
         if atom is None or per is None or not _below(others, c):
             continue
-        if bound_of(atom).over(per) is None and not _open(atom):
+        if bound_of(atom).over(per) is None and not _variable(atom).open:
             raise Unsupported
         high, low = Part(atom, per, False), Part(atom, per, True)
         return Index(quotient).plus(Index({high: ONE})), Index(others).plus(Index({low: c}))

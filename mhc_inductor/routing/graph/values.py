@@ -204,12 +204,9 @@ _LEVELS = {
 """How the calls around torch.func.grad and jvp change the nesting depth."""
 
 
-_NESTED = (list, tuple, dict)
-
-
 def _map(fn: Any, tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
-        return tuple([_map(fn, t) if isinstance(t, _NESTED) else fn(t) for t in tree])
+        return tuple([_map(fn, t) for t in tree])
     if isinstance(tree, dict):
         return {k: _map(fn, t) for k, t in tree.items()}
     return fn(tree)

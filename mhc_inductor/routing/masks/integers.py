@@ -6,7 +6,6 @@ A whole number is a sum of positions, of elements of tensors, and of quotients o
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +69,7 @@ class Wholes:
         if ref.value.dtype is torch.bool or ref.value.dtype.is_floating_point or ref.value.dtype.is_complex:
             if outer.value.dtype.is_floating_point or outer.value.dtype is torch.bool:
                 known = constant_of(ref.value)
-                if known is None or known != known or math.isinf(known) or known != int(known):
+                if known is None or not known.is_integer():
                     raise Unsupported
                 return number(int(known))
             return self._datum(outer, wrap)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, joined
+from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, broadcast, joined
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import Key, Linear, atom, number, of_index, of_scalar, of_size, to_index
 from mhc_inductor.routing.graph.values import Value, imagined
@@ -161,13 +161,12 @@ class Placed:
                 if size != ONE:
                     shape[rank - len(i.shape) + k] = size
         bound = [Var(s) for s in shape]
+        places = tuple(var(v) for v in bound)
         total = TRUE
         for d, i in enumerate(indices):
             if i is None:
                 continue
-            tail = bound[rank - len(i.shape) :]
-            at = tuple(const(0) if s == ONE else var(v) for s, v in zip(i.shape, tail, strict=True))
-            place = self.masks.whole(Ref(i, at), self._wrap(ref.value, d))
+            place = self.masks.whole(broadcast(i, places), self._wrap(ref.value, d))
             if place.data():
                 self.masks.indices.take(i, ref.value.shape[d], True, self.masks.whole)
             total = both(total, compared("eq", place, of_index(ref.index[d])))
@@ -254,9 +253,7 @@ def looked_up(ref: Ref, place: Callable[[Ref, Value, int, bool], Index | None]) 
         if d not in given:
             index.append(rest.pop(0))
             continue
-        tail = spread[rank - len(given[d].shape) :]
-        at = tuple(const(0) if s == ONE else i for s, i in zip(given[d].shape, tail, strict=True))
-        found = place(Ref(given[d], at), x, d, True)
+        found = place(broadcast(given[d], spread), x, d, True)
         if found is None:
             return None
         index.append(found)
