@@ -172,6 +172,18 @@ def test_what_writes_is_asked():
     assert calls
 
 
+def test_a_node_that_holds_sizes_takes_the_place_of_no_tensor():
+    def fn(x, weight, bias):
+        return torch.nn.functional.layer_norm(x, weight.size(), weight, bias)
+
+    found = _graph(fn, torch.randn(4, 8), torch.randn(8), torch.randn(8), dynamic=True)
+    (call,) = (node for node in found["graph"].nodes if node.op == "call_function")
+    x, size, weight, bias = call.args
+    assert size.op == "call_method"
+    args = found["values"].of(call).args
+    assert [args[0].node, args[2].node, args[3].node] == [x, weight, bias]
+
+
 def test_a_cache_that_starts_empty_is_what_was_added_to_it():
     (piece,) = _values(lambda x: torch.cat([torch.tensor([]), x], dim=-2), torch.randn(2, 3, 4))[-1:]
     below = step(whole(piece))
