@@ -401,21 +401,14 @@ def _reduced(ref: Ref) -> tuple[Ref, list[Var]]:
     operand, *rest = ref.value.args
     dims = rest[0] if rest and rest[0] is not None and rest[0] != () else tuple(range(len(operand.shape)))
     dims = (dims,) if isinstance(dims, int) else dims
-    gone = {_dim(operand, d) for d in dims}
+    given = {_dim(operand, d) for d in dims}
+    gone = [d for d in range(len(operand.shape)) if d in given]
     keepdim = len(ref.value.shape) == len(operand.shape)
-    bound: list[Var] = []
-    index: list[Index] = []
-    position = 0
-    for d, size in enumerate(operand.shape):
-        if d in gone:
-            v = Var(size)
-            bound.append(v)
-            index.append(var(v))
-            position += keepdim
-        else:
-            index.append(ref.index[position])
-            position += 1
-    return Ref(operand, tuple(index)), bound
+    bound = [Var(operand.shape[d]) for d in gone]
+    places = [*ref.index]
+    for d, v in zip(gone, bound, strict=True):
+        places[d : d + keepdim] = [var(v)]
+    return Ref(operand, tuple(places)), bound
 
 
 _REDUCTIONS = {
@@ -682,18 +675,14 @@ def _addends(ref: Ref, stop: Container[Value]) -> tuple[float, list[tuple[float,
     return constant, terms
 
 
-def _undetached(value: Value) -> Value:
-    """Returns what ``value`` is behind ``detach``, which ``zeros_like`` ends in. As a factor a state's start is kept."""
-    while value.func is aten.detach.default and isinstance(value.args[0], Value):
-        value = value.args[0]
-    return value
-
-
 def addends_of(ref: Ref, stop: Container[Value]) -> list[Share] | None:
     """Returns the addends of a sum or a difference, None for anything else. Raises Unsupported."""
     if ref.value in stop:
         return None
-    if (n := number(_undetached(ref.value))) is not None:
+    value = ref.value
+    while value.func is aten.detach.default:  # zeros_like ends in it; as a factor a state's start is kept
+        value = value.args[0]
+    if (n := number(value)) is not None:
         return [Share(n)]
     sides = summed(ref)
     return None if sides is None else [_part(a, stop, weight) for weight, a in sides]
