@@ -24,7 +24,7 @@ from mhc_inductor.routing.effects import Modes, ambient, modes_of
 from mhc_inductor.routing.few_tokens import FewTokens
 from mhc_inductor.routing.graph import bounds
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, may_fix, sizes_stay
-from mhc_inductor.routing.graph.values import Value, example, name_of, of_positions, tensors_in
+from mhc_inductor.routing.graph.values import Value, example, name_of, of_positions, reached, tensors_in
 from mhc_inductor.routing.graph.view import Knowledge, Passed, View
 from mhc_inductor.routing.interface import (
     DYNAMIC,
@@ -284,15 +284,8 @@ def _written(view: View, node: fx.Node, call: fx.Node) -> bool:
 
     Only steps that the view could not make functional count: the others are part of the formula.
     """
-    todo, seen, end = [node], {node}, view.position[call]
-    while todo:
-        one = todo.pop()
-        if view.written_between(one, end, left=True):
-            return True
-        below = [a for a in one.all_input_nodes if a not in seen]
-        todo += below
-        seen.update(below)
-    return False
+    above, end = reached([node], lambda n: n.all_input_nodes), view.position[call]
+    return any(view.written_between(n, end, left=True) for n in above)
 
 
 def _where(graph: fx.Graph) -> str:

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.values import example
+from mhc_inductor.routing.graph.values import example, reached
 from mhc_inductor.routing.graph.view import GRAD, View
 
 
 def unneeded(view: View, formulas: set[fx.Node]) -> set[fx.Node]:
     """Returns the real nodes of ``formulas`` that nothing else reads, in-place steps on their own tensors included."""
-    gone = {view.node(n) for n in formulas | _unread(view, formulas) if n.op.startswith("call_")}
+    # Dynamo leaves dead code in its graphs. New nodes, which read sizes of the formulas' tensors, are not in the view.
+    unread = reached(formulas, lambda n: (user for user in n.users if user in view.order and user not in view.live))
+    gone = {view.node(n) for n in unread if n.op.startswith("call_")}
     # The view knows in-place steps on the formulas' tensors under other nodes: add the real ones.
     gone |= {node for _, _, node in view.events if gone.issuperset(view.effects.written(node))}
     before = -1
@@ -25,21 +27,6 @@ def unneeded(view: View, formulas: set[fx.Node]) -> set[fx.Node]:
             if not gone.issuperset(n.users) or not _removable(view, n, gone):
                 gone.discard(n)
     return gone
-
-
-def _unread(view: View, formulas: set[fx.Node]) -> set[fx.Node]:
-    """Returns nodes computed from the formulas that nothing reads: Dynamo leaves dead code in its graphs.
-
-    New nodes, which read sizes of the formulas' tensors, are not among them.
-    """
-    found: set[fx.Node] = set()
-    todo = list(formulas)
-    while todo:
-        users = (user for user in todo.pop().users if user in view.order)
-        new = [user for user in users if user not in view.live and user not in found]
-        found.update(new)
-        todo += new
-    return found
 
 
 def _removable(view: View, node: fx.Node, gone: set[fx.Node]) -> bool:

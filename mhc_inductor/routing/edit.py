@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from mhc_inductor.routing import sharded
 from mhc_inductor.routing.dead_nodes import pure, share_memory, unneeded
 from mhc_inductor.routing.graph.expressions import VIEWS, is_cast
 from mhc_inductor.routing.graph.index import Size, size_of
-from mhc_inductor.routing.graph.values import Value, example, run_fake, tensors_in
+from mhc_inductor.routing.graph.values import Value, example, reached, run_fake, tensors_in
 from mhc_inductor.routing.graph.view import GRAD, View
 from mhc_inductor.routing.interface import Match, Mismatch, Verdict
 from mhc_inductor.routing.placement import TRACES, WRITTEN, Place, Placement, module_of, node_of
@@ -304,21 +304,12 @@ class Edit:
 
         It is if the graph returns the result, or something computed in its memory order, or writes its memory later.
         """
-        seen, todo = {old}, [old]
-        if self.view.written_between(old, len(self.view.real_nodes)):
-            return True
-        while todo:
-            node = todo.pop()
-            mine = self.view.values.of(node)
-            for user in node.users:
-                if user.op == "output":
-                    return True
-                value = self.view.values.of(user) if user.op.startswith("call_") else None
-                if user in seen or not _keeps_order(value, mine):
-                    continue
-                seen.add(user)
-                todo.append(user)
-        return False
+        of = self.view.values.of
+
+        def alike(node: fx.Node) -> Iterator[fx.Node]:
+            return (u for u in node.users if u.op != "output" and _keeps_order(of(u), of(node)))
+
+        return self.view.overwritten(old) or any(u.op == "output" for n in reached([old], alike) for u in n.users)
 
     # --- conditions and how they are kept ---
 
@@ -417,13 +408,8 @@ class Edit:
 
     def _leaves(self, node: fx.Node) -> set[fx.Node]:
         """Returns the graph inputs that a node depends on."""
-        seen, todo = {node}, [node]
-        while todo:
-            for parent in todo.pop().all_input_nodes:
-                if parent not in seen:
-                    seen.add(parent)
-                    todo.append(parent)
-        return {n for n in seen if n.op in ("placeholder", "get_attr")}
+        above = reached([node], lambda n: n.all_input_nodes)
+        return {n for n in above if n.op in ("placeholder", "get_attr")}
 
     def _reaching(self, match: Match, old: fx.Node, new: fx.Node) -> fx.Node:
         """Returns ``new``, also reaching the graph inputs to which the model gives gradients of zeros.
@@ -436,13 +422,13 @@ class Edit:
         given: dict[fx.Node, int] = collections.defaultdict(int)
         for value in match.inputs:
             given[self.input(value)] |= view.roots[node_of(value)]
-        reached, todo = {new}, [new]
-        while todo:
-            parents = [n for n in todo.pop().all_input_nodes if n not in reached]
-            reached.update(parents)
+
+        def above(node: fx.Node) -> Iterable[fx.Node]:
             # Stop at the match's inputs: their roots are known.
-            todo += [n for n in parents if n not in given and n not in view.position and self.needs_grad(n)]
-        for node in reached:  # a view of an op's output may be skipped: then the op's own inputs are reached
+            passed = node not in given and node not in view.position and self.needs_grad(node)
+            return node.all_input_nodes if node is new or passed else ()
+
+        for node in reached([new], above):  # a view of an op's output may be skipped: then its own inputs are reached
             roots |= given[node] if node in given else view.roots.get(node, 0)
         if roots & ~view.reached_anyway(old):
             raise Mismatch(

@@ -13,7 +13,7 @@ from torch import fx
 from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit, Pairs, node_of
 from mhc_inductor.routing.effects import Modes
-from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.values import Value, example, reached
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match
 
@@ -56,18 +56,13 @@ class Piece:
 
     def structure(self) -> tuple[Any, ...]:
         """Returns a hashable description that is equal for pieces that compute the same; node names do not count."""
-        number = {node: i for i, node in enumerate(self.graph.nodes)}
+        nth = {node: _Nth(i) for i, node in enumerate(self.graph.nodes)}
         lines = []
-
-        def nth(node: fx.Node) -> Any:
-            return _Nth(number[node])
-
         for node in self.graph.nodes:
             if node.op != "placeholder":
-                args = fx.node.map_arg((node.args, node.kwargs), nth)
+                args = fx.node.map_arg((node.args, node.kwargs), nth.__getitem__)
                 lines.append((node.op, node.target, repr(args), node.meta.get(MODES)))
-        inputs = tuple(number[p] for p in self.inputs.values())
-        return tuple(lines), inputs, tuple(number[o] for o in self.outputs)
+        return tuple(lines), tuple(nth[p] for p in self.inputs.values()), tuple(nth[o] for o in self.outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,22 +161,18 @@ class Cut:
 
     def _derived(self, ends: list[fx.Node]) -> set[fx.Node]:
         """Returns the nodes that compute inputs from other inputs, ``ends`` included."""
-        found, todo = set[fx.Node](), [node for node in ends if node.op.startswith("call_")]
-        while todo:
-            node = todo.pop()
-            found.add(node)
-            above = [self.stood_for.get(a, a) for a in node.all_input_nodes]
-            todo += [
-                a for a in above if a.op.startswith("call_") and a not in found and (a in ends or a not in self.ins)
-            ]
-        return found
+
+        def above(node: fx.Node) -> Iterator[fx.Node]:
+            read = (self.stood_for.get(a, a) for a in node.all_input_nodes)
+            return (a for a in read if a.op.startswith("call_") and (a in ends or a not in self.ins))
+
+        return {*reached((node for node in ends if node.op.startswith("call_")), above)}
 
     def _op(self) -> Piece:
         """Builds the op's piece from the new nodes between the match's inputs and its results."""
         piece, edit = Piece(), self.edit
         given = {edit.input(v): node_of(v) for v in self.match.inputs}
-        every = set(edit.created)
-        needed = set(self._needed(given, every))
+        needed = self._needed(given)
         ends = [n for v in self.match.derived if (n := node_of(v)) in self.derived]
         known = copied(self.view, piece, self.derived, ends, self.stood_for)
         at = {new: known[n] for new, n in given.items() if n in known}
@@ -219,22 +210,14 @@ class Cut:
             made.meta.update({MODES: self.place.modes, SHAPES: wanted})
         return made
 
-    def _needed(self, given: dict[fx.Node, fx.Node], every: set[fx.Node]) -> Iterator[fx.Node]:
-        """Yields the new nodes that the results depend on.
+    def _needed(self, given: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+        """Returns the new nodes that the results depend on.
 
         Stops at the match's inputs, at unrounded values, and at nodes of earlier matches that stand for something
         outside the formula.
         """
-        todo = [new for _, new in self.pairs]
-        seen = set(todo)
-        while todo:
-            node = todo.pop()
-            stands = self.stood_for.get(node)
-            outside = stands is not None and stands not in self.place.region
-            if node in given or node not in every or outside or node in self.unrounded:
-                continue
-            yield node
-            for a in node.all_input_nodes:
-                if a not in seen:
-                    seen.add(a)
-                    todo.append(a)
+        region, stands = self.place.region, self.stood_for
+        inside = {n for n in self.edit.created if n not in stands or stands[n] in region}
+        inside -= given.keys() | self.unrounded.keys()
+        results = [new for _, new in self.pairs]
+        return inside & reached(results, lambda n: n.all_input_nodes if n in inside else ()).keys()

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
 from mhc_inductor.routing.effects import Modes
-from mhc_inductor.routing.graph.values import Value, elements_read
+from mhc_inductor.routing.graph.values import Value, elements_read, reached
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Match, Mismatch, Unplaced
 from mhc_inductor.routing.rounding import check_roundings
@@ -114,25 +115,16 @@ class Placement:
 
     def _region(self) -> set[fx.Node]:
         """Returns the view's nodes between inputs and outputs. Raises Unplaced if an input depends on an output."""
-        ins, region, todo = set(self.ins), set(self.outs), list(self.outs)
-        while todo:
-            node = todo.pop()
-            for parent in elements_read(node):
-                known = parent in ins or parent in region or parent not in self.view.order
-                if not known and parent.op.startswith("call_"):
-                    region.add(parent)
-                    todo.append(parent)
-        floor = min(self.view.order[o] for o in self.outs)
-        outs, todo, seen = set(self.outs), list(self.ins), set(self.ins)
-        while todo:
-            node = todo.pop()
-            if node in outs:
-                raise Unplaced("an input of the op depends on its result", self.at)
-            for parent in node.all_input_nodes:
-                if parent not in seen and self.view.order.get(parent, -1) >= floor:
-                    seen.add(parent)
-                    todo.append(parent)
-        return region
+        ins, order = set(self.ins), self.view.order
+
+        def inside(node: fx.Node) -> Iterator[fx.Node]:
+            return (a for a in elements_read(node) if a not in ins and a in order and a.op.startswith("call_"))
+
+        floor = min(order[o] for o in self.outs)
+        above = reached(self.ins, lambda n: (a for a in n.all_input_nodes if order.get(a, -1) >= floor))
+        if not above.keys().isdisjoint(self.outs):
+            raise Unplaced("an input of the op depends on its result", self.at)
+        return {*reached(self.outs, inside)}
 
     def _check_writes(self, region: set[fx.Node], looks: dict[fx.Node, int]) -> None:
         """Raises Mismatch if an in-place write that the view could not make functional lies within the formula."""

@@ -15,7 +15,7 @@ from mhc_inductor.routing.cutter import Cutter
 from mhc_inductor.routing.extract import Piece, copied
 from mhc_inductor.routing.graph.expressions import number
 from mhc_inductor.routing.graph.index import product_of
-from mhc_inductor.routing.graph.values import Value, elements_read, example, inner, name_of
+from mhc_inductor.routing.graph.values import Value, elements_read, example, inner, name_of, reached
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import constant_of
 from mhc_inductor.routing.verify import Feed
@@ -70,11 +70,7 @@ def far(view: View, node: fx.Node) -> bool:
 
 def piece_of(view: View, root: fx.Node, ends: Sequence[fx.Node]) -> Piece:
     """Returns a piece that computes ``ends`` from ``root``."""
-    every, todo = {*ends}, [*ends]
-    while todo:
-        new = {a for a in elements_read(todo.pop()) if a.op.startswith("call_") and a is not root} - every
-        every |= new
-        todo += new
+    every = reached(ends, lambda n: (a for a in elements_read(n) if a.op.startswith("call_") and a is not root))
     made = Piece()
     made.input(root)
     at = copied(view, made, every, ends, {})

@@ -11,7 +11,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.routing.effects import Modes
-from mhc_inductor.routing.graph.values import example, fresh, run, tensors_in
+from mhc_inductor.routing.graph.values import example, fresh, reached, run, tensors_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 
@@ -97,18 +97,10 @@ def _keeps_result(view: View, node: fx.Node) -> bool:
 
 def _kept(view: View, node: fx.Node, region: set[fx.Node]) -> bool:
     """Returns whether autograd saves a tensor, or a view of it, for the backward of a formula."""
-    mine = set(view.storages(node))
-    todo, seen = [node], {node}
-    while todo:
-        one = todo.pop()
-        for user in one.users:
-            if user not in region or user in seen:
-                continue
-            seen.add(user)
-            if mine & set(view.storages(user)):
-                todo.append(user)
-            elif view.modes_at(user).grad:
-                saved = saved_by(user, view.flows, view.modes_at(user))
-                if saved is not None and one in saved[0]:
-                    return True
+    mine = {*view.storages(node)}
+    views = reached([node], lambda n: (u for u in n.users if u in region and not mine.isdisjoint(view.storages(u))))
+    for user in dict.fromkeys(u for n in views for u in n.users if u in region and u not in views):
+        saved = saved_by(user, view.flows, view.modes_at(user)) if view.modes_at(user).grad else None
+        if saved is not None and not saved[0].isdisjoint(views):
+            return True
     return False

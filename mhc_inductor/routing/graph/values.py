@@ -11,8 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -22,6 +22,18 @@ from mhc_inductor.routing.graph.index import Size, may_fix, size_of
 
 aten = torch.ops.aten
 _NO_OPTIONS: dict[str, Any] = {}
+_T = TypeVar("_T")
+
+
+def reached(starts: Iterable[_T], further: Callable[[_T], Iterable[_T]]) -> dict[_T, None]:
+    """Returns ``starts`` and all that ``further`` leads to from there, each once, the nearest first."""
+    found = dict.fromkeys(starts)
+    todo = [*found]
+    for at in todo:  # grows
+        new = dict.fromkeys(a for a in further(at) if a not in found)
+        found.update(new)
+        todo += new
+    return found
 
 
 class Value:
