@@ -36,17 +36,11 @@ def compared(
         outputs = [[t for k, t in r.items() if k.startswith("output") and t is not None] for r in (theirs, mine)]
         error = match.compare(*outputs, *(t for k, t in theirs.items() if k.startswith("inner")))
         if error is not None:
-            return (
-                error,
-                ""
-                if error == 0
-                else f"verified on random data, the op's selection is worse than the formula's by {error:.3g}",
-            )
+            worse = f"verified on random data, the op's selection is worse than the formula's by {error:.3g}"
+            return error, worse if error else ""
     want = {k: t for k, t in want.items() if k in mine}
-    top = max(
-        (float(t.double().abs().max()) for k, t in want.items() if "grad" in k and t is not None and t.numel()),
-        default=0.0,
-    )
+    grads = (t for k, t in want.items() if "grad" in k and t is not None and t.numel())
+    top = max((float(t.double().abs().max()) for t in grads), default=0.0)
     own = {k: _apart(theirs[k], t, t, _least(k, t, top)) if t is not theirs[k] else 0.0 for k, t in want.items()}
     off = {k: _apart(mine[k], theirs[k], want[k], _least(k, want[k], top)) for k in want}
     worst = max(off.values(), default=0.0)
@@ -81,8 +75,7 @@ def _least(name: str, want: Tensor | None, top: float) -> float:
 def _roundings(results: Results, loose: bool, rounded: float) -> float:
     """Returns the error that rounding may cause: a few roundings, or many if the formula's own error is unknown."""
     dtypes = {t.dtype for t in results.values() if t is not None and t.is_floating_point()}
-    eps = max((torch.finfo(d).eps for d in dtypes), default=0.0)
-    eps = max(eps, rounded)
+    eps = max([rounded, *(torch.finfo(d).eps for d in dtypes)])
     return min(0.05, 1000 * eps) if loose else 16 * _FP32 + (eps if eps > _FP32 else 0.0)
 
 

@@ -56,7 +56,7 @@ class Piece:
 
     def structure(self) -> tuple[Any, ...]:
         """Returns a hashable description that is equal for pieces that compute the same; node names do not count."""
-        nth = {node: _Nth(i) for i, node in enumerate(self.graph.nodes)}
+        nth: dict[fx.Node, Any] = {node: _Nth(i) for i, node in enumerate(self.graph.nodes)}
         lines = []
         for node in self.graph.nodes:
             if node.op != "placeholder":
@@ -141,9 +141,7 @@ class Cut:
         todo, seen = [node], {node}
         while todo:
             one = todo.pop()
-            fake = example(one)
-            size = isinstance(fake, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
-            if size:
+            if isinstance(example(one), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
                 continue
             if not one.op.startswith("call_") or "rand" in str(one.target) or len(seen) > _FIXED:
                 return True

@@ -66,7 +66,7 @@ class FewTokens:
             trial = Trial(Cut(edit, match, pairs))
             key, found = trial.key, self._known.get(trial.key)
             if found is None:
-                self._kept.append(trial.constants)  # their id() is part of the key
+                self._kept.append(trial.specs)  # the id() of some is part of the key
                 if self._seconds < 0:
                     raise NotRun("the time for comparisons is over")
                 found = _difference(trial), ""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ class Exact(compat.routing.TorchDispatchMode):
             return func(*args, **kwargs).double()
         args, kwargs = compat.tree_map_only(torch.dtype, _promoted, (args, kwargs))
         out = func(*args, **kwargs)
-        if any(True for _ in _tensors((args, kwargs))):
+        if any(isinstance(a, Tensor) for a in compat.tree_leaves((args, kwargs))):
             return out
         return compat.tree_map_only(Tensor, lambda t: t.double() if t.dtype in PROMOTED else t, out)
 
@@ -42,10 +41,6 @@ class Exact(compat.routing.TorchDispatchMode):
         """Returns whether casting ``t`` rounds an input of the formula."""
         was = self.inputs.get(compat.storage_key(t))
         return was is not None and was.is_floating_point and torch.finfo(to).eps > torch.finfo(was).eps
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (t for t in compat.tree_leaves(tree) if isinstance(t, Tensor))
 
 
 def _promoted(dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ class Verifier:
     def _found(self, trial: Trial) -> Verdict | str:
         found = self._known.get(trial.key)
         if found is None:
-            self._kept.append(trial.constants)  # their id() is part of the key
+            self._kept.append(trial.specs)  # the id() of some is part of the key
             self.runs += 1
             found = self._known[trial.key] = trial.verdict()
         return found
@@ -112,14 +113,10 @@ class Trial:
         self.modes = cut.place.modes
         self.keeps_roundings = True
         """Whether the formula in fp64 rounds its inputs where the model does."""
-        self.constants: dict[fx.Node, Any] = {}
         self.specs: dict[fx.Node, Any] = {node: self._spec(node) for node in cut.inputs}
-        given = tuple(
-            (cut.formula.inputs.get(n) is not None, cut.op.inputs.get(n) is not None, _hashable(spec))
-            for n, spec in self.specs.items()
-        )
+        given = tuple((n in cut.formula.inputs, n in cut.op.inputs, _hashable(s)) for n, s in self.specs.items())
         self.rounded = max((_rounding(cut.edit, value) for value, _ in cut.pairs), default=0.0)
-        ends = tuple((o.shape, o.dtype) for o in map(_described, cut.pairs))
+        ends = tuple((example(new).shape, example(new).dtype) for _, new in cut.pairs)
         parts = cut.formula.structure(), cut.op.structure()
         asked = tuple(cut.asked)
         wide = sum(isinstance(s, Spec) for s in self.specs.values())
@@ -135,21 +132,16 @@ class Trial:
             # The mask that a checkpointed region is given: the op was made from how the graph around computes it.
             if outside.node is None or not outside.node.op.startswith("call_") or self.cut.reads(outside.node):
                 raise NotRun("not verified: the mask comes from outside the checkpointed region, and depends on data")
-            self.constants[node] = made = fixed(outside.node, {}, self.size)
-            return made
+            return fixed(outside.node, {}, self.size)
         if isinstance(fake, Tensor) and node.op.startswith("call_") and not self.cut.reads(node):
-            self.constants[node] = made = fixed(node, {}, self.size)
-            return made
+            return fixed(node, {}, self.size)
         if node.op == "get_attr":
-            owner = functools.reduce(getattr, str(node.target).split("."), self.cut.view.real.owning_module)
-            if isinstance(owner, fx.GraphModule):  # the body of a higher-order operator
-                self.constants[node] = owner
-                return owner
-            real = isinstance(owner, Tensor) and compat.fake_mode_of([owner]) is None
+            held = functools.reduce(getattr, str(node.target).split("."), self.cut.view.real.owning_module)
+            if not isinstance(held, Tensor):  # such as the body of a higher-order operator
+                return held
             # A proposal must hold whatever a buffer contains later.
-            if not isinstance(owner, Tensor) or (real and not owner.requires_grad and not self.match.proposed):
-                self.constants[node] = owner
-                return owner
+            if compat.fake_mode_of([held]) is None and not held.requires_grad and not self.match.proposed:
+                return held
         if isinstance(fake, Tensor):
             try:
                 shape, stride = (tuple(map(self.size, s)) for s in (fake.shape, fake.stride()))
@@ -205,13 +197,12 @@ class Trial:
         for node in (*self.cut.place.region, *self.cut.inputs):
             for t in tensors_in(example(view.reader.get(node, node))):
                 each = 8 if exact and t.is_floating_point() else t.element_size()
-                count = functools.reduce(lambda a, b: a * b, (max(self.size(s), 0) for s in t.shape), 1)
+                count = math.prod(max(self.size(s), 0) for s in t.shape)
                 key = compat.storage_key(t)
                 sizes[key] = max(sizes.get(key, 0), count * each)
         grad = any(isinstance(s, Spec) and s.grad for s in self.specs.values())
-        ordered = sorted(sizes.values(), reverse=True)
-        given = sum(ordered) // 2 if grad else 0
-        return sum(ordered) + given if grad else 3 * sum(ordered[:3])
+        every = sum(sizes.values())
+        return every + every // 2 if grad else 3 * sum(sorted(sizes.values())[-3:])
 
     def _compared(self, case: int, attempt: int, exact: bool) -> tuple[float, str, str]:
         """Returns the op's error, what is wrong with it (or an empty string), and a note."""
@@ -308,10 +299,6 @@ def _rounding(edit: Edit, value: Value) -> float:
     return max((torch.finfo(d).eps for d in narrow if edit.narrowed(node_of(value), d)), default=0.0)
 
 
-def _described(pair: tuple[Any, fx.Node]) -> Any:
-    return example(pair[1])
-
-
 def _hashable(spec: Any) -> Any:
     if isinstance(spec, Tensor):
         return spec.dtype, spec.device, spec.shape, tuple(spec.flatten().tolist()) if spec.numel() <= 4096 else id(spec)
@@ -324,14 +311,10 @@ def said(error: Exception) -> str:
 
 
 def _random(spec: Spec, g: torch.Generator, case: int) -> Tensor:
-    if spec.dtype == torch.bool:
-        return torch.randint(0, 2, spec.shape, generator=g, device=spec.device).bool()
     if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
         return torch.randint(0, 2, spec.shape, generator=g, device=spec.device).to(spec.dtype)
-    made = torch.randn(spec.shape, generator=g, device=spec.device) * (
-        _SMALL.get(spec.dtype, 1e-3) if case % 2 else 1.0
-    )
-    return made.to(spec.dtype)
+    size = _SMALL.get(spec.dtype, 1e-3) if case % 2 else 1.0
+    return (torch.randn(spec.shape, generator=g, device=spec.device) * size).to(spec.dtype)
 
 
 def _upstream(i: int, t: Tensor) -> Tensor:
@@ -347,16 +330,13 @@ def interpreted(piece: Piece, feed: Feed, plain: bool) -> list[Tensor]:
         t = feed[view]
         env[placeholder] = t.clone() if placeholder in piece.written else t
     last = {a: node for node in piece.graph.nodes for a in node.all_input_nodes}
-    dead: dict[fx.Node, list[fx.Node]] = {}
-    for a, node in last.items():
-        if a not in piece.outputs:
-            dead.setdefault(node, []).append(a)
     for node in piece.graph.nodes:
         if node.op == "placeholder":
             continue
         args, kwargs = fx.node.map_arg(piece.args.get(node, (node.args, node.kwargs)), env.__getitem__)
         with contextlib.nullcontext() if plain or not node.meta[MODES].autocast else node.meta[MODES].entered():
             env[node] = run(node, args, kwargs)
-        for a in dead.get(node, ()):
-            del env[a]
+        for a in node.all_input_nodes:
+            if last[a] is node and a not in piece.outputs:
+                del env[a]
     return [env[node] for node in piece.outputs]
