@@ -52,9 +52,8 @@ class _Writes(compat.routing.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for written in _written_arguments(func, args, kwargs):
-            self.storages.update(
-                compat.storage_key(t) for t in compat.routing.tree_flatten(written)[0] if isinstance(t, torch.Tensor)
-            )
+            tensors = (t for t in compat.tree_leaves(written) if isinstance(t, torch.Tensor))
+            self.storages.update(map(compat.storage_key, tensors))
         return func(*args, **kwargs)
 
 
@@ -137,18 +136,14 @@ class Effects:
         effect = self.of(node)
         if effect.known and not effect.writes:
             return []
-        holders = [n for n, _ in _tensor_arguments(node)]
+        holders = _tensor_arguments(node)
         picked = holders if not effect.known else [holders[i] for i in effect.writes if i < len(holders)]
         return list(dict.fromkeys(picked))
 
     def events(self, graph: fx.Graph) -> list[tuple[int, int, fx.Node]]:
         """Returns (position, storage, node) for every tensor that a node writes in place."""
-        found = []
-        for i, node in enumerate(graph.nodes):
-            effect = self.of(node)
-            if effect.writes or not effect.known:
-                found += [(i, storage, node) for target in self.written(node) for storage in self.storages(target)]
-        return found
+        written = ((i, node, target) for i, node in enumerate(graph.nodes) for target in self.written(node))
+        return [(i, storage, node) for i, node, target in written for storage in self.storages(target)]
 
     def storages(self, node: fx.Node) -> tuple[int, ...]:
         """Returns the storage key of each tensor of a node's result."""
@@ -164,10 +159,9 @@ class Effects:
 
     def _of_schema(self, node: fx.Node) -> Effect:
         """Returns the effect that an operator's schema declares."""
-        arguments = [*_tensor_arguments(node)]
         written = [*_written_arguments(node.target, node.args, node.kwargs)]
-        nodes = {n for v in written for n in compat.routing.tree_flatten(v)[0] if isinstance(n, fx.Node)}
-        return Effect(tuple(i for i, (n, _) in enumerate(arguments) if n in nodes))
+        nodes = {n for n in compat.tree_leaves(written) if isinstance(n, fx.Node)}
+        return Effect(tuple(i for i, n in enumerate(_tensor_arguments(node)) if n in nodes))
 
     def _of_bodies(self, node: fx.Node) -> Effect:
         """Returns the effect of a higher-order operator.
@@ -175,9 +169,8 @@ class Effects:
         It writes what its bodies write of their inputs; without bodies it may write everything. If it returns an
         input's own memory, it may have attached something to it, such as a hook, and so watches it.
         """
-        arguments = [t for _, t in _tensor_arguments(node)]
-        inside = {key for n, _ in _tensor_arguments(node) for key in self.storages(n)}
-        handed_on = not inside.isdisjoint(self.storages(node))
+        arguments = _tensor_arguments(node)
+        handed_on = not {key for n in arguments for key in self.storages(n)}.isdisjoint(self.storages(node))
         owner = node.graph.owning_module
         given = [getattr(owner, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         bodies = [b for b in given if isinstance(b, fx.GraphModule)]
@@ -194,13 +187,10 @@ class Effects:
         return Effect(watches=handed_on)
 
 
-def _tensor_arguments(node: fx.Node) -> Iterator[tuple[fx.Node, torch.Tensor]]:
-    """Yields the tensors among the arguments of ``node`` in flattened order, each with the node that holds it."""
-    for leaf in compat.routing.tree_flatten((node.args, node.kwargs))[0]:
-        if isinstance(leaf, fx.Node):
-            for t in compat.routing.tree_flatten(example(leaf))[0]:
-                if isinstance(t, torch.Tensor):
-                    yield leaf, t
+def _tensor_arguments(node: fx.Node) -> list[fx.Node]:
+    """Returns for each tensor among the arguments of ``node``, in flattened order, the node that holds it."""
+    given = [n for n in compat.tree_leaves((node.args, node.kwargs)) if isinstance(n, fx.Node)]
+    return [n for n in given for t in compat.tree_leaves(example(n)) if isinstance(t, torch.Tensor)]
 
 
 def _description(t: torch.Tensor) -> Any:
@@ -244,7 +234,7 @@ def _asked(node: fx.Node, modes: Modes, value: Callable[[fx.Node], Any] = exampl
 
 def _plain(out: Any) -> bool:
     """Returns whether a result consists of tensors and numbers. A handle does not, and neither does a hook's None."""
-    leaves = compat.routing.tree_flatten(out)[0]
+    leaves = compat.tree_leaves(out)
     kinds = (torch.Tensor, *_PLAIN, *_DESCRIPTIONS)
     return bool(leaves) and all(isinstance(leaf, kinds) for leaf in leaves)
 
