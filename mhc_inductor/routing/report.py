@@ -161,13 +161,8 @@ class Report:
 
     def extend(self, other: Report) -> None:
         """Adds the findings of ``other``."""
-        self.routed += other.routed
-        self.near_misses += other.near_misses
-        self.fused += other.fused
-        self.problems += other.problems
-        self.graphs += other.graphs
-        self.nodes += other.nodes
-        self.seconds += other.seconds
+        for name, found in vars(other).items():  # each is a list or a number
+            setattr(self, name, getattr(self, name) + found)
 
     @property
     def empty(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
-from mhc_inductor.routing.graph.values import SHARDED, Value, example, given, run, tensors_in
+from mhc_inductor.routing.graph.values import SHARDED, Value, example, given, run_fake, tensors_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 
@@ -77,7 +77,7 @@ def check(view: View, created: Sequence[fx.Node], pairs: Sequence[tuple[Value, f
     for node in created:
         inputs = [t for a in node.all_input_nodes for t in tensors_in(given(a))]
         if any(map(compat.is_dtensor, inputs)):
-            node.meta[SHARDED] = _run(node, inputs)
+            node.meta[SHARDED] = _run(node)
     for value, new in pairs:
         before = _placed(given(view.node(value.node))) if value.node is not None else None
         after = _placed(given(new))
@@ -85,12 +85,9 @@ def check(view: View, created: Sequence[fx.Node], pairs: Sequence[tuple[Value, f
             raise Mismatch(f"the op's result would be {_text(after)} where the formula's is {_text(before)}", value)
 
 
-def _run(node: fx.Node, inputs: list[torch.Tensor]) -> Any:
-    mode = compat.fake_mode_of(inputs)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), given)
+def _run(node: fx.Node) -> Any:
     try:
-        with torch.no_grad(), mode, compat.no_new_guards(mode):
-            return run(node, args, kwargs)
+        return run_fake(node, given)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Mismatch(f"the op cannot run on these DTensors: {reason}") from error

@@ -520,9 +520,9 @@ def fresh(t: torch.Tensor, grad: bool) -> torch.Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).requires_grad_(grad)
 
 
-def run_fake(node: fx.Node) -> Any:
-    """Returns the result of ``node`` on the fake values of its inputs. Adds no guards."""
-    values, options = fx.node.map_arg(node.args, example), fx.node.map_arg(node.kwargs, example)
-    mode = compat.fake_mode_of([e for a in node.all_input_nodes for e in tensors_in(example(a))])
+def run_fake(node: fx.Node, value: Callable[[fx.Node], Any] = example) -> Any:
+    """Returns the result of ``node`` on the fake values of its inputs, which ``value`` returns. Adds no guards."""
+    values, options = fx.node.map_arg((node.args, node.kwargs), value)
+    mode = compat.fake_mode_of([e for a in node.all_input_nodes for e in tensors_in(value(a))])
     with torch.no_grad(), mode or contextlib.nullcontext(), compat.no_new_guards(mode):
         return run(node, values, options)
