@@ -38,6 +38,7 @@ from mhc_inductor.routing.interface import (
     registered,
     unregister,
 )
+from mhc_inductor.routing.placement import Placement
 from mhc_inductor.routing.plugin import Element, Graph, Proposal, register
 from mhc_inductor.routing.report import AS_WRITTEN, Fused, NearMiss, Report, Routed, modules_of, source_of
 from mhc_inductor.routing.sharded import as_whole
@@ -183,7 +184,7 @@ class _Pass:
             operator = make()
             view.values.forget({})
             matches, found = _found(operator, view)
-            todo = sorted(matches, key=_position(view), reverse=True)
+            todo = sorted(matches, key=lambda match: view.order.get(match.start.node, -1), reverse=True)
             while todo:
                 self._apply(operator, edit, todo.pop(), todo, found)
             if edit.changed:
@@ -209,7 +210,7 @@ class _Pass:
         try:
             kept = faster is not None and faster(match, _device(match.start))
             if kept and self.lower:
-                edit.prove(match)
+                Placement(edit.view, match).find()  # the proof that the op could stand there
                 found.routed.append(_routed(match, AS_WRITTEN, Verdict(), kept))
                 return
             edit.apply(match, operator.emit, self.judge if match.proposed else self.check)
@@ -325,16 +326,6 @@ def _match(operator: Operator, view: View, node: fx.Node) -> Any:
         if may_fix():
             raise
         return Miss(operator.name, DYNAMIC, view.value(node), view.value(node))
-
-
-def _position(view: View) -> Callable[[Match], int]:
-    """Returns a sort key: the position of a match's start in the view."""
-
-    def position(match: Match) -> int:
-        node = match.start.node
-        return view.order.get(node, -1) if node is not None else -1
-
-    return position
 
 
 def _refused(match: Match, error: Exception) -> Miss | None:

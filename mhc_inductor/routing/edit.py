@@ -58,14 +58,15 @@ class Edit:
         self.unrounded: dict[fx.Node, fx.Node] = {}
         """New nodes that hold a value in an op's own layout and dtype, with the view's node that they stand for."""
         self._replaced: list[tuple[fx.Node, Any, Any]] = []
-        self._learned: list[tuple[fx.Node, fx.Node | None, fx.Node]] = []
-        self._regions: list[set[fx.Node]] = []
+        self._learned: list[tuple[fx.Node, fx.Node]] = []
+        """The nodes of the view that were replaced, in order, each with the node that stands for it from then on."""
+        self._formulas: set[fx.Node] = set()
         self._copies: set[fx.Node] = set()
         self._saved: dict[fx.Node, set[int]] = {}
         self._seen: dict[int, int] = {}
         self._reach: dict[fx.Node, int] = {}
         """The graph inputs that a gradient reaches through the op in place of a node, as a bit mask."""
-        self._mark = (0, 0, 0, 0)
+        self._mark = (0, 0, 0)
         self.committed = False
 
     # --- applying a match ---
@@ -85,7 +86,7 @@ class Edit:
             Mismatch: if the op may not stand there. This and whatever ``emit`` raises leave the graph unchanged.
         """
         self.view.settle()
-        mark = self._mark = len(self.created), len(self._replaced), len(self._learned), len(self._regions)
+        mark = self._mark = len(self.created), len(self._replaced), len(self._learned)
         try:
             self.place = Placement(self.view, match).find()
             self._keep_overwritten(self.place)
@@ -95,8 +96,8 @@ class Edit:
             self.verdict = Verdict() if check is None else check(self, match, pairs)
             for value, new in pairs:
                 self._replace(value, new)
-            self._regions.append(self.place.region)
             self._note(self.place)
+            self._formulas |= self.place.region
             return self.created[mark[0] :]
         except BaseException:
             self.undo(mark)
@@ -104,29 +105,21 @@ class Edit:
         finally:
             self.place = None
 
-    def prove(self, match: Match) -> None:
-        """Checks that a match's op could be placed. Raises Mismatch if it could not."""
-        Placement(self.view, match).find()
-
     @property
     def changed(self) -> bool:
         """Returns whether anything was edited."""
         return bool(self.created or self._replaced)
 
-    def undo(self, mark: tuple[int, int, int, int] = (0, 0, 0, 0)) -> None:
+    def undo(self, mark: tuple[int, int, int] = (0, 0, 0)) -> None:
         """Undoes every edit since ``mark``; restores nodes, arguments and users."""
-        created, replaced, learned, regions = mark
+        created, replaced, learned = mark
         for user, args, kwargs in reversed(self._replaced[replaced:]):
             user.args, user.kwargs = args, kwargs
         for node in reversed(self.created[created:]):
             self.unrounded.pop(node, None)
             self.graph.erase_node(node)
-        for node, before, _ in reversed(self._learned[learned:]):
-            if before is None:
-                del self._new[node]
-            else:
-                self._new[node] = before
-        del self._replaced[replaced:], self.created[created:], self._learned[learned:], self._regions[regions:]
+        del self._replaced[replaced:], self.created[created:], self._learned[learned:]
+        self._new = dict(self._learned)
 
     @property
     def fresh(self) -> list[fx.Node]:
@@ -135,7 +128,7 @@ class Edit:
 
     def originals(self) -> dict[fx.Node, fx.Node]:
         """Returns the new nodes with the nodes of the view that they stand for; an op's result and its clone both do."""
-        return {new: old for old, _, new in self._learned}
+        return {new: old for old, new in self._learned}
 
     # --- for operators ---
 
@@ -189,7 +182,9 @@ class Edit:
             here = position[self.place.anchor]
             if any(position.get(n, -1) >= here for n in node.all_input_nodes):
                 raise Mismatch("an input of the op is computed after the place where the op would stand")
-        mode = compat.fake_mode_of([t for n in self._nearby(node) for t in tensors_in(example(n))])
+        # Inputs that are only sizes carry no fake mode: look at the anchor and its inputs too.
+        around = [self.place.anchor, *self.place.anchor.all_input_nodes] if self.place is not None else []
+        mode = compat.fake_mode_of([t for n in (*node.all_input_nodes, *around) for t in tensors_in(example(n))])
         # A call without tensor inputs, such as arange, needs the fake mode to return a fake tensor.
         with mode or contextlib.nullcontext():
             node.meta["example_value"] = run_fake(node)
@@ -215,11 +210,6 @@ class Edit:
             return None
         outside = (n for n in node.all_input_nodes if n in self.view.modes and not self.view.modes[n].inference)
         return next(outside, None)
-
-    def _nearby(self, node: fx.Node) -> list[fx.Node]:
-        # Inputs that are only sizes carry no fake mode: look at the anchor and its inputs too.
-        around = [self.place.anchor, *self.place.anchor.all_input_nodes] if self.place else []
-        return [*node.all_input_nodes, *around]
 
     def needs_grad(self, node: fx.Node) -> bool:
         """Returns whether gradients may flow through a node of the view or a new node."""
@@ -499,7 +489,7 @@ class Edit:
         user.replace_input_with(old, new)
 
     def _learn(self, old: fx.Node, new: fx.Node) -> None:
-        self._learned.append((old, self._new.get(old), new))
+        self._learned.append((old, new))
         self._new[old] = new
 
     # --- clean-up ---
@@ -510,9 +500,9 @@ class Edit:
         Other dead code stays, because it may have effects. Nothing is undone from here on: if this fails, dead code is
         left in the graph.
         """
-        gone = unneeded(self.view, {n for region in self._regions for n in region})
+        gone = unneeded(self.view, self._formulas)
         self.committed = True
-        share_memory(self.view, [(old, new) for old, _, new in self._learned if new not in self._copies])
+        share_memory(self.view, [(old, new) for old, new in self._learned if new not in self._copies])
         parents = [a for node in gone for a in node.all_input_nodes]
         for node in sorted(gone, key=self.view.position.__getitem__, reverse=True):
             self.graph.erase_node(node)
