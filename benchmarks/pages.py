@@ -67,7 +67,8 @@ def _by_variant(rows: Sequence[Row], case: str, what: str) -> dict[str, float]:
 def _measured(result: dict[str, Any]) -> str:
     """Returns the device, the versions, and the commit, or the hash of the sources where the tree differed from it."""
     v = result["versions"]
-    of = f"sources {sources_of(result)}" if result["dirty"] else f"commit {result['commit'][:7]}"
+    unknown = result["dirty"] or result["commit"] is None
+    of = f"sources {sources_of(result)}" if unknown else f"commit {result['commit'][:7]}"
     return f"{result['device']['name']}, torch {v['torch'].partition('+')[0]}, Triton {v['triton']}, {of}"
 
 
@@ -152,6 +153,31 @@ def _selection(results: Results) -> str:
     return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
 
 
+def _lists_of_the_readme(results: Results) -> str:
+    """Returns lists of keys and their indexer: the last run's times, and those of torch.compile from the run that had it."""
+    now, then, index = results("lists-partial"), results("lists"), results("index")
+    lines = []
+    for case in ("A", "B", "C", "decode"):
+        first = next(r for r in now["rows"] if (r["case"], r["variant"]) == (case, "ops"))
+        queries = f"{first['B']} x {first['S']}" if first["B"] > 1 else str(first["S"])
+        shape = f"{queries} queries, {first['n']} of {first['S_kv']} keys, {first['h']} heads of {first['Dk']}"
+        others = _cell(then.get("peers") or then["rows"], case=case, variant=lists_targets.GATHER)
+        lines.append([shape, _cell(now["rows"], case=case, variant="ops"), f"{others}†"])
+    name = index_targets.SHAPES[0].name
+    for what in (index_targets.BOTH, index_targets.LOSS):
+        times = [
+            r["median_ms"] for v in ("ops", index_targets.COMPILE) for r in index["rows"] if _is_row(r, name, what, v)
+        ]
+        lines.append(
+            [f"8192 queries and keys, {name} of an indexer: {what}", *map(_short, times), *[""] * (2 - len(times))]
+        )
+    table = markdown(["lists of keys, ms: forward / with gradients", "this package", "torch.compile"], lines)
+    runs = (
+        f"{_measured(now)}; indexer: sources {sources_of(index)}; †: gathered keys, in a run of commit {then['commit'][:7]}"
+    )
+    return f"{table}\n\nbf16; the indexer chooses 2048 keys a query. {runs}."
+
+
 NOT_MEASURED = "Not measured yet."
 
 
@@ -214,7 +240,9 @@ def _lists_crossing(result: Row) -> str:
 def _index(result: Row) -> str:
     lines = []
     for shape in index_targets.SHAPES:
-        for what in (index_targets.SCORES, index_targets.BOTH):
+        for what in (index_targets.SCORES, index_targets.BOTH, index_targets.LOSS):
+            if not any(_is_row(r, shape.name, what, "ops") for r in result["rows"]):
+                continue
             times = [
                 next((r["median_ms"] for r in result["rows"] if _is_row(r, shape.name, what, variant)), None)
                 for variant in ("ops", index_targets.COMPILE)
@@ -316,6 +344,7 @@ def _readme(results: Results) -> str:
         "![Time on one H200 of this package, torch.compile and other implementations](benchmarks/results/overview.png)"
     )
     parts = [_models(results, _OF_THE_README), _mhc(results), _e79(results, (32, 64, 128)), _selection(results)]
+    parts.append(_lists_of_the_readme(results))
     return "\n\n".join([picture, *parts, f"\\* {SEPARATELY} on the same kind of GPU, with the projects' own code."])
 
 

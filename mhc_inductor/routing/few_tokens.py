@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import time
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
@@ -25,6 +24,7 @@ from mhc_inductor.routing.comparison import compared
 from mhc_inductor.routing.cutter import LARGE, Cutter, first_of, present, scans
 from mhc_inductor.routing.edit import Edit, Pairs
 from mhc_inductor.routing.extract import SHAPES, Cut, Piece
+from mhc_inductor.routing.fp64 import work
 from mhc_inductor.routing.graph.values import name_of
 from mhc_inductor.routing.interface import Match, Mismatch, Verdict
 from mhc_inductor.routing.verify import Feed, NotRun, Spec, Trial, said
@@ -39,8 +39,8 @@ _POSITIONS = {"arange", "getitem", "unsqueeze", "view", "reshape", "expand", "to
 """Calls that make positions."""
 _OPS, _FORMULAS = 8, 4
 """How many cuts of an op, and of a formula for each, are tried."""
-_CALLS, _STEPS, _SECONDS = 1000, 2000, 2.0
-"""The most calls of a formula, choices of sizes, and seconds of a graph after which no other formula is run."""
+_CALLS, _STEPS, _WORK = 1000, 2000, 1 << 31
+"""The most calls of a formula, choices of sizes, and work of a graph after which no other formula is run: some 2 s."""
 _EXACT = 3e-7
 """The difference that constants rounded to fp32 once or twice may make in fp64."""
 
@@ -53,7 +53,7 @@ class FewTokens:
     """
 
     def __init__(self) -> None:
-        self.runs, self.left, self._seconds = 0, list[str](), _SECONDS
+        self.runs, self.left, self._left = 0, list[str](), _WORK
         self._known: dict[Any, tuple[str, str]] = {}
         self._kept: list[Any] = []
 
@@ -61,20 +61,20 @@ class FewTokens:
         """Returns a verdict without an error. Raises Mismatch if the op differs from the formula."""
         if match.parts:
             return Verdict()
-        key, start = None, time.thread_time()
+        key, start = None, work()
         try:
             trial = Trial(Cut(edit, match, pairs))
             key, found = trial.key, self._known.get(trial.key)
             if found is None:
                 self._kept.append(trial.specs)  # the id() of some is part of the key
-                if self._seconds < 0:
-                    raise NotRun("the time for comparisons is over")
+                if self._left < 0:
+                    raise NotRun("as much as is compared of a graph was compared")
                 found = _difference(trial), ""
                 self.runs += 1
         except Exception as error:  # whatever a formula cannot do on a few tokens must not stop a compile
             found = "", str(error) if isinstance(error, NotRun) else said(error)
         self._known[key] = reason, why = found
-        self._seconds -= time.thread_time() - start
+        self._left -= work() - start
         if reason:
             raise Mismatch(reason, match.start)
         self.left += [f"{match.op}: {why}"] * bool(why)
