@@ -172,9 +172,7 @@ def _lists_of_the_readme(results: Results) -> str:
             [f"8192 queries and keys, {name} of an indexer: {what}", *map(_short, times), *[""] * (2 - len(times))]
         )
     table = markdown(["lists of keys, ms: forward / with gradients", "this package", "torch.compile"], lines)
-    runs = (
-        f"{_measured(now)}; indexer: sources {sources_of(index)}; †: gathered keys, in a run of commit {then['commit'][:7]}"
-    )
+    runs = f"{_measured(now)}; indexer: sources {sources_of(index)}; †: gathered keys, in a run of commit {then['commit'][:7]}"
     return f"{table}\n\nbf16; the indexer chooses 2048 keys a query. {runs}."
 
 

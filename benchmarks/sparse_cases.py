@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import deepseek_model
-from .sparse_targets import V4, V4_WIDE, Case
+from .sparse_targets import V4, V4_WIDE, V32_WIDE, Case
 
 VOCAB = 4096
 TOY_VOCAB = 256
@@ -54,6 +54,16 @@ def v32_config(seq: int, toy: bool) -> Any:
     return config
 
 
+def v32_published(seq: int) -> Any:
+    """Returns the ``DeepseekV32Config`` of the published model, with one layer, whose MLP is dense."""
+    from transformers.models.deepseek_v32 import DeepseekV32Config
+
+    sizes = {"num_hidden_layers": 1, "mlp_layer_types": ["dense"], "vocab_size": VOCAB}
+    config = DeepseekV32Config(**sizes, max_position_embeddings=max(4096, seq), use_cache=False)
+    config._attn_implementation = "sdpa"
+    return config
+
+
 def v4_size(case: Case, toy: bool) -> deepseek_model.Size:
     """Returns the sizes of DeepSeek-V4: those of its own benchmark, with the case's batch and length."""
     wide = case.model == V4_WIDE
@@ -69,7 +79,8 @@ def build(case: Case, device: torch.device, dtype: torch.dtype, toy: bool) -> to
 
     torch.manual_seed(0)
     with device:
-        model = DeepseekV32ForCausalLM(v32_config(case.seq, toy))
+        wide = case.model == V32_WIDE and not toy
+        model = DeepseekV32ForCausalLM(v32_published(case.seq) if wide else v32_config(case.seq, toy))
     return model.to(device=device, dtype=dtype)
 
 

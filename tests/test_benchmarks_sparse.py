@@ -75,6 +75,12 @@ def test_deepseek_v32_has_the_surveyed_sizes():
     assert (size.layers, size.batch, size.seq, size.dim) == (4, 1, 8192, 2048)
 
 
+def test_published_widths_of_deepseek_v32():
+    config = sparse_cases.v32_published(32768)
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (1, 7168, 128)
+    assert (config.q_lora_rank, config.kv_lora_rank, config.index_n_heads, config.index_topk) == (1536, 512, 64, 2048)
+
+
 def test_a_budget_cuts_off_peers_first():
     plan = settings(cases=targets.CASES).plan()
     order = [j.variant for j in plan]
