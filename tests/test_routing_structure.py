@@ -72,8 +72,8 @@ def test_only_operators_name_operators(file: pathlib.Path) -> None:
 
 
 BUDGETS = {
-    ".": 22_915, "masks": 2_595, "operators/selection": 5_045, "operators/index": 1_765, "operators/mhc": 3_795,
-    "operators/e79": 2_305,
+    ".": 22_499, "masks": 2_447, "operators/selection": 5_022, "operators/index": 1_759, "operators/mhc": 3_794,
+    "operators/e79": 2_301,
 }  # fmt: skip
 """Lines that a folder may have: what it has, so that it can only shrink. docs/design.md (11 and 16) has the aims."""
 

@@ -93,9 +93,10 @@ def _floor(row, n, topk, BLOCK: tl.constexpr):
     M: tl.constexpr = BLOCK // 2
     i = tl.arange(0, M)
     key = tl.load(row + (i // 32).to(tl.int64) * n // (M // 32) + i % 32)
-    share = topk.to(tl.float32) * M / n
+    part = M / n.to(tl.float32)  # of the row
+    share = topk * part
     # Four deviations more than topk, or the mean of topk and BLOCK where these are nearer.
-    want = tl.minimum(share + 4.0 * tl.sqrt(share) + 4.0, tl.sqrt(share * (BLOCK * M / n.to(tl.float32)))).to(tl.int32)
+    want = tl.minimum(share + 4.0 * tl.sqrt(share) + 4.0, tl.sqrt(share * (BLOCK * part))).to(tl.int32)
     seen = visible_count(key)
     floor = want * 0 + HIDDEN
     if want < seen:
