@@ -153,6 +153,15 @@ class Factors:
     b: Ref
     bound: Var | None
 
+    def of_streams(self, n: int) -> Iterator[tuple[int, Index, Ref, Ref]]:
+        """Yields (stream or -1 for all, its index, weight, element of x) for each way to read it over n streams."""
+        if self.bound is not None and self.bound.size != Size(n):
+            return
+        for at in (-1,) if self.bound is not None else range(n):
+            i = var(self.bound) if self.bound is not None else const(at)
+            yield at, i, self.a, self.b
+            yield at, i, self.b, self.a
+
 
 def factors(ref: Ref) -> Factors | None:
     """Returns the two factors of a product, or of a sum of products over one variable; None for anything else."""
@@ -233,16 +242,12 @@ def _expanded(frame: _Frame, f: Factors) -> tuple[Value, Value] | None:
 def _mixed(frame: _Frame, f: Factors) -> tuple[int, tuple[Value, bool, Value, int]] | None:
     """Returns (stream or -1 for all, (matrix, transposed, x, x's stream dim)) of ``R[o, i] * x[i]``, or None."""
     n, o = frame.n, frame.stream
-    if f.bound is not None and f.bound.size != Size(n):
-        return None
-    for at in (-1,) if f.bound is not None else range(n):
-        i = var(f.bound) if f.bound is not None else const(at)
-        for a, b in ((f.a, f.b), (f.b, f.a)):
-            x = _streams(frame, b, i)
-            for transpose, (row, column) in enumerate(((o, i), (i, o))) if x is not None else ():
-                matrix = read(a, *frame.flat(n * n, row.times(Size(n)).plus(column)))
-                if matrix is not None and x is not None:
-                    return at, (matrix, bool(transpose), *x)
+    for at, i, a, b in f.of_streams(n):
+        x = _streams(frame, b, i)
+        for transpose, (row, column) in enumerate(((o, i), (i, o))) if x is not None else ():
+            matrix = read(a, *frame.flat(n * n, row.times(Size(n)).plus(column)))
+            if matrix is not None and x is not None:
+                return at, (matrix, bool(transpose), *x)
     return None
 
 

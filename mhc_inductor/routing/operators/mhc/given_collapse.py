@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from mhc_inductor.ops.checks import MIN_WIDTH
 from mhc_inductor.routing.graph.expressions import Ref, chain
-from mhc_inductor.routing.graph.index import ONE, Index, Size, Var, const, linear, product_of, var
+from mhc_inductor.routing.graph.index import ONE, Index, Size, Var, linear, product_of, var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.operators.mhc.external_post import Factors, factors, streams_of, terms_of
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse
@@ -31,9 +31,7 @@ def given_collapse(
     found = []
     for sign, ref in terms_of(Ref(value, (*index, low)), ()):
         f = factors(ref) if sign == 1.0 else None
-        if f is None or (f.bound is not None and f.bound.size != Size(n)):
-            return None
-        seen = _weighted(f, tokens, low, n, d, value, weights)
+        seen = _weighted(f, tokens, low, n, d, value, weights) if f is not None else None
         if seen is None:
             return None
         found.append(seen)
@@ -49,15 +47,13 @@ def _weighted(
 ) -> tuple[int, Value, Value, int] | None:
     """Returns (stream or -1 for all, weight, x, x's stream dim) of ``weight[i] * x[i]``, or None."""
     elements = product_of(value.shape).times(Size(n))
-    for at in (-1,) if f.bound is not None else range(n):
-        i = var(f.bound) if f.bound is not None else const(at)
+    for at, i, a, b in f.of_streams(n):
         place = tokens.times(Size(n)).plus(i)
-        for a, b in ((f.a, f.b), (f.b, f.a)):
-            if weights is None:
-                weight = read(a, (place, elements.over(Size(d)) or ONE), (i, Size(n)))
-            else:
-                weight = next((r.value for r in chain(a) if r.value in weights and r.flat == place), None)
-            x = streams_of(b, place.times(Size(d)).plus(low), elements, n, d) if weight is not None else None
-            if weight is not None and x is not None:
-                return at, weight, *x
+        if weights is None:
+            weight = read(a, (place, elements.over(Size(d)) or ONE), (i, Size(n)))
+        else:
+            weight = next((r.value for r in chain(a) if r.value in weights and r.flat == place), None)
+        x = streams_of(b, place.times(Size(d)).plus(low), elements, n, d) if weight is not None else None
+        if weight is not None and x is not None:
+            return at, weight, *x
     return None

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import fx
 
 from mhc_inductor.ops.checks import MAX_STREAMS
+from mhc_inductor.routing.edit import node_of
 from mhc_inductor.routing.graph.expressions import VIEWS, aten, contraction, is_cast, whole
 from mhc_inductor.routing.graph.expressions import chain as chain_of
 from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, product_of
@@ -87,7 +89,7 @@ class Group:
 
     def run(self, avoid: set[fx.Node]) -> None:
         """Finds the formulas and adds to ``avoid`` the nodes that other searches must skip. Raises Unsupported."""
-        search, x = self.search, self.norm.x
+        search = self.search
         nodes = search.reached(self.seeds, self._near, 600)
         self._collect(nodes)
         reasons: list[Mismatch] = []
@@ -95,16 +97,16 @@ class Group:
         if pre is None:
             self._without_pre([m for _, m in self.failed] + reasons, avoid)
             return
-        assert x.node is not None
         self._choose_post(pre)
+        start = node_of(self.norm.x)
         try:
-            Residual(self, pre).choose(search.reached([x.node], self._near, 1500))
+            Residual(self, pre).choose(search.reached([start], self._near, 1500))
             for per, mismatch in self.failed:
                 if per == pre.n:
                     raise mismatch
         except Mismatch as mismatch:
             search.miss("mhc_pre", mismatch, pre.collapsed)
-            avoid.update(search.reached([x.node], self._near))
+            avoid.update(search.reached([start], self._near))
             return
         unfit = _unfit(pre)
         if unfit is not None:
@@ -131,6 +133,15 @@ class Group:
             self._find_post(pre)
         elif pre.res is not None:
             search.miss("mhc_post", self._other_gate() or Mismatch(_NO_POST), pre.collapsed)
+
+    @functools.cached_property
+    def _streams_of_x(self) -> int:
+        """The number of streams that the shape of x shows; 0 where it shows none."""
+        return rows_of(self.norm) if of_streams(self.norm) else 0
+
+    def _one_a_stream(self, n: int) -> dict[Value, Coefficient]:
+        """Returns the coefficients of n rows a token, in the order of phi's rows: those that may weigh streams."""
+        return {v: c for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
 
     # --- neighbourhoods ---
 
@@ -212,19 +223,18 @@ class Group:
 
     def _coefficients_alone(self) -> Pre | None:
         """Returns the coefficients where h_pre collapses other streams than x, as in a single pass, or None."""
-        n = rows_of(self.norm) if of_streams(self.norm) else 0
-        weights = {v: c for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
-        starts = [v.node for v in weights if v.node is not None]
-        uses = self._collapses(starts, n, weights, None) if starts else []
+        n = self._streams_of_x
+        weights = self._one_a_stream(n)
+        uses = self._collapses([*map(node_of, weights)], n, weights, None)
         if not uses:
             return None
         mine = weights[uses[0].weight]
         self.uses = [use for use in uses if _piece(weights[use.weight]) == _piece(mine)]
-        places = {v: self.view.defined(v.node) for v in weights if v.node is not None}
-        same = sorted((v for v in places if _piece(weights[v]) == _piece(mine)), key=places.__getitem__)
+        alike = [v for v, c in weights.items() if _piece(c) == _piece(mine)]
+        same = sorted(alike, key=lambda v: self.view.defined(node_of(v)))
         x = self.norm.x
         # The first site's weights are the model's own.
-        self.uses += self._collapses([x.node], n, None, x) if x.node is not None else []
+        self.uses += self._collapses([node_of(x)], n, None, x)
         return Pre(self.norm, n, mine, None, same)
 
     def _coefficients_given_away(self) -> Pre | None:
@@ -232,8 +242,8 @@ class Group:
 
         h_pre is then what the expand-and-mix of x does not use, or the one without a factor where both leave.
         """
-        n = rows_of(self.norm) if of_streams(self.norm) else 0
-        each = {v: c for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
+        n = self._streams_of_x
+        each = self._one_a_stream(n)
         parts: dict[object, dict[Value, Coefficient]] = {}
         for value, c in each.items():
             parts.setdefault((*c.affine.rows_at, *c.affine.key), {})[value] = c
@@ -251,7 +261,7 @@ class Group:
 
     def _multiplies(self, weights: Iterable[Value], n: int) -> bool:
         """Checks whether weights, or what is computed of them, multiply something as wide as a stream."""
-        starts, width = [v.node for v in weights if v.node is not None], self.norm.width // n
+        starts, width = [*map(node_of, weights)], self.norm.width // n
         nodes = self.search.reached(starts, lambda node: (self.per_token(node) or width) < width, 200)
         return any((self.per_token(node) or 0) >= width for node in nodes)
 
@@ -277,11 +287,8 @@ class Group:
         mine = pre.pre.affine
         others = {
             v: c
-            for v, c in self.coefficients.items()
-            if c.affine.rows == pre.n
-            and not c.affine.transposed
-            and c.affine.rows_at != mine.rows_at
-            and c.affine.key == mine.key
+            for v, c in self._one_a_stream(pre.n).items()
+            if c.affine.rows_at != mine.rows_at and c.affine.key == mine.key
         }
         if not others:
             return
@@ -293,14 +300,9 @@ class Group:
     def _along(self, coefficients: Mapping[Value, Coefficient]) -> list[Value]:
         """Returns the first of ``coefficients`` and, while each is the only use of the one before, those after it."""
         along = [next(iter(coefficients))]
-        while (after := self._only_user(along[-1])) is not None and after in coefficients:
+        while (after := self.search.only_user(along[-1])) is not None and after in coefficients:
             along.append(after)
         return along
-
-    def _only_user(self, value: Value) -> Value | None:
-        assert value.node is not None
-        users = [u for u in value.node.users if u in self.view.live]
-        return self.view.value(users[0]) if len(users) == 1 and users[0].op != "output" else None
 
     # --- near misses ---
 
@@ -334,7 +336,7 @@ class Group:
         apart = any(v.node is not None and len(v.node.users) > 1 for v in self.kept.parts.places)
         seen = [rows_of(self.norm) or len(self.kept.parts.roots) * apart]
         rows = {c.affine.rows for c in self.coefficients.values()}
-        nodes = self.view.descendants([self.norm.x.node], self._shows, 200) if self.norm.x.node is not None else []
+        nodes = self.view.descendants([node_of(self.norm.x)], self._shows, 200)
         for value in [v for node in nodes if self._shows(node) and (v := self.view.value(node)) is not None]:
             *_, above, last = (ONE, ONE, *value.shape)
             n = Size(self.norm.width).over(last)
@@ -358,8 +360,8 @@ class Group:
 
     def _other_gate(self) -> Mismatch | None:
         """Returns the first function of the logits that stands where a sigmoid is expected, or None."""
-        known, n = {seed for c in self.coefficients if (seed := c.node) is not None}, rows_of(self.norm)
-        for node in self.search.reached([self.norm.x.node] if self.norm.x.node is not None else [], self._near, 600):
+        known, n = {*map(node_of, self.coefficients)}, rows_of(self.norm)
+        for node in self.search.reached([node_of(self.norm.x)], self._near, 600):
             value = self.view.value(node) if node not in known else None
             gate = gate_of_streams(value) if value is not None else None
             # A tanh may be part of a sigmoid.
@@ -384,8 +386,8 @@ class Group:
 
     def _lone_post(self) -> bool:
         """Finds an expand-and-mix of streams that no routed pre collapses. Returns whether there is one."""
-        n = rows_of(self.norm) if of_streams(self.norm) else 0
-        posts = {v for v, c in self.coefficients.items() if c.affine.rows == n and not c.affine.transposed}
+        n = self._streams_of_x
+        posts = {*self._one_a_stream(n)}
         found = None
         with contextlib.suppress(Mismatch):
             found = self._post_of(n, posts, None, None) if posts else None
@@ -402,9 +404,8 @@ class Group:
         ``matrices`` are those that may mix x, None for any. Where ``h_res`` is None too, x itself may be the residual.
         """
         norm = self.norm
-        starts = [v.node for v in posts if v.node is not None]
         admit = lambda node: self._light(node) and self.per_token(node) is not None  # noqa: E731
-        nodes = self.search.reached(starts, admit, 400)
+        nodes = self.search.reached(map(node_of, posts), admit, 400)
         raw = matrices is None
         if matrices is None:
             matrices = self._matrices(n, nodes, h_res)
@@ -440,12 +441,11 @@ class Group:
     def _matrices(self, n: int, ends: list[fx.Node], h_res: Value | None) -> set[Value]:
         """Returns the n x n matrices of all tokens between x and ``ends``: h_res or matrices computed from it."""
         norm, order = self.norm, self.view.order
-        assert norm.x.node is not None
         last = max((order[node] for node in ends), default=0)
         # The shape is checked too: where D = n * n, f_out and single streams of x also have n * n elements per token.
         found = {
             value
-            for node in (self.view.nodes[order[norm.x.node] : last] if norm.width != n * n else ())
+            for node in (self.view.nodes[order[node_of(norm.x)] : last] if norm.width != n * n else ())
             if self.per_token(node) == n * n
             and (value := self.view.value(node)) is not None
             and value.dtype.is_floating_point

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from mhc_inductor.routing.edit import node_of
 from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten, is_cast, peel, summed, whole
 from mhc_inductor.routing.graph.index import Size, Unsupported
 from mhc_inductor.routing.graph.values import Value
@@ -16,7 +17,7 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc.formula import Affine, square_matrices
 from mhc_inductor.routing.operators.mhc.matches import Pre
-from mhc_inductor.routing.operators.mhc.sinkhorn import ONCE, UNFINISHED, Chain
+from mhc_inductor.routing.operators.mhc.sinkhorn import Chain, last_of
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.mhc.groups import Group
@@ -70,11 +71,11 @@ class Residual:
 
     def _choose_chain(self, start: Value, chains: list[tuple[Value, Chain]]) -> None:
         pre = self.pre
-        steps = max((c.steps for _, c in chains), default=0)
-        last = [(v, c) for v, c in chains if c.steps == steps]
-        if pre.foreign is None and steps % 2:
-            pre.foreign = Mismatch(UNFINISHED if steps > 1 else ONCE, last[-1][0])
-        if not last or pre.foreign is not None:
+        try:
+            last = last_of(chains)
+        except Mismatch as mismatch:
+            pre.foreign = pre.foreign or mismatch
+        if pre.foreign is not None or not last:
             return
         pre.mixed, pre.chain = last[0]
         pre.fold = not pre.chain.transposed and self._only_through(start, pre.mixed)
@@ -154,14 +155,13 @@ class Residual:
 
     def _only_through(self, start: Value, end: Value) -> bool:
         """Checks whether every use of ``start`` goes through ``end``."""
-        assert start.node is not None and end.node is not None
-        order = self.view.order
-        todo, seen = [start.node], {start.node}
+        order, first, last = self.view.order, node_of(start), node_of(end)
+        todo, seen = [first], {first}
         while todo:
             for user in todo.pop().users:
-                if user is end.node or user in seen or user not in self.view.live:
+                if user is last or user in seen or user not in self.view.live:
                     continue
-                if user.op == "output" or order[user] > order[end.node]:
+                if user.op == "output" or order[user] > order[last]:
                     return False
                 seen.add(user)
                 todo.append(user)

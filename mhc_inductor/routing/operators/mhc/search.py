@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 import torch
 from torch import fx
 
+from mhc_inductor.routing.edit import node_of
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, is_cast, peel, product, whole
 from mhc_inductor.routing.graph.gates import SIGMOIDS, argument_of, gate_of
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, product_of
@@ -24,7 +25,7 @@ from mhc_inductor.routing.operators.mhc.groups import FEW, Group, gate_of_stream
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.mixing import Post
 from mhc_inductor.routing.operators.mhc.norm import Norm, root_of
-from mhc_inductor.routing.operators.mhc.sinkhorn import Chains, Iterations
+from mhc_inductor.routing.operators.mhc.sinkhorn import Chains, Iterations, last_of
 from mhc_inductor.routing.operators.mhc.static import STATIC, family, lists, residual_of
 
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
@@ -108,15 +109,23 @@ class Search:
 
         The next sublayer's formula then reads the op's own result, and can be fused with it.
         """
-        users = [u for u in value.node.users if u in self.view.live] if value.node is not None else []
-        after = self.view.value(users[0]) if len(users) == 1 and users[0].op != "output" else None
+        after = self.only_user(value)
         casts = after is not None and is_cast(after) and after.dtype == root_of(found.x)[0].dtype
         return after if after is not None and casts else value
 
-    def _called(self, node: fx.Node, *names: str) -> Value | None:
-        """Returns the value of ``node`` if it is live and calls one of ``names``; other nodes are not analysed."""
-        called = name_of(node).partition(".")[0].strip("_") in names and node.op in ("call_function", "call_method")
-        return self.view.value(node) if called and node in self.view.live else None
+    def only_user(self, value: Value) -> Value | None:
+        """Returns what is computed of ``value`` where one node alone reads it, else None."""
+        users = [u for u in node_of(value).users if u in self.view.live]
+        return self.view.value(users[0]) if len(users) == 1 and users[0].op != "output" else None
+
+    def _tensors(self, *names: str, but: Container[fx.Node] = ()) -> Iterator[tuple[fx.Node, Value]]:
+        """Yields live nodes and their tensors: all ``but`` some or, with ``names``, calls of these. Others are not analysed."""
+        for node in self.view.nodes:
+            named = name_of(node).partition(".")[0].strip("_") in names and node.op in ("call_function", "call_method")
+            wanted = node in self.view.live and node not in but and (named or not names)
+            value = self.view.value(node) if wanted else None
+            if value is not None:
+                yield node, value
 
     # --- norms and their projections ---
 
@@ -124,9 +133,8 @@ class Search:
         """Returns every norm of streams with the sigmoids of its projections."""
         groups: dict[tuple[Value, float, str], tuple[Norm, list[fx.Node]]] = {}
         unnormed: list[tuple[Value, Mismatch]] = []
-        for node in self.view.nodes:
-            value = self._called(node, "sigmoid", "special_expit", "expit", "exp", "tanh")
-            if value is None or not value.shape or value.shape[-1].factor > FEW or value.shape[-1].symbols:
+        for node, value in self._tensors("sigmoid", "special_expit", "expit", "exp", "tanh"):
+            if not value.shape or value.shape[-1].factor > FEW or value.shape[-1].symbols:
                 continue
             if value.func not in (*SIGMOIDS, aten.exp.default, aten.tanh.default):
                 continue
@@ -140,11 +148,10 @@ class Search:
             except Unsupported:
                 continue
         for value, why in unnormed:
-            assert value.node is not None
             self.miss("mhc_pre", why, value)
             # Where only the norm differs, the iterations and the post are still those of the op.
             other = why.reason in mhc.OTHER_NORMS or why.reason.startswith(mhc.WIDTHS)
-            around = [] if other else self.around(value.node)
+            around = [] if other else self.around(node_of(value))
             if why.reason == mhc.UNNORMED:
                 avoid.update(around)
         return groups.values()
@@ -167,12 +174,11 @@ class Search:
 
     def _lone_sinkhorns(self, avoid: set[fx.Node]) -> None:
         known = {s.mixed for s in self.found if isinstance(s, (Sinkhorn, Pre))}
-        for node in self.view.nodes:
-            value = self.view.value(node) if node in self.view.live and node not in avoid else None
+        for node, value in self._tensors(but=avoid):
             group = None
             with contextlib.suppress(Unsupported), contained(self.view, node):
-                group = self.chains.group(value) if value is not None else None
-            if group is None or value is None or not known.isdisjoint(group.after):
+                group = self.chains.group(value)
+            if group is None or not known.isdisjoint(group.after):
                 continue
             known |= group.after
             if any(v.node in avoid for v in group.after) or (self.view.body and not group.chains):
@@ -183,9 +189,12 @@ class Search:
                 self.miss("mhc_sinkhorn", mismatch, value)
 
     def _lone_sinkhorn(self, group: Iterations) -> None:
-        if group.miss is None and group.steps < 3:
+        if group.miss is not None:
+            raise group.miss
+        if all(chain.steps < 3 for chain in group.chains.values()):
             return
-        ends = [(v, c) for v, c in group.last if v.shape == group.last[0][0].shape]
+        last = last_of([*group.chains.items()])
+        ends = [(v, c) for v, c in last if v.shape == last[0][0].shape]
         value, chain = next(end for end in ends if end[0].dtype is ends[-1][0].dtype)  # posts read it without its casts
         if value.dtype is torch.float64 and chain.logits.dtype is not torch.float64:
             raise Mismatch(
@@ -199,9 +208,8 @@ class Search:
         mixed = [s.chain.logits for s in self.found if isinstance(s, Sinkhorn)]
         known = settled | {norm.x for logits in mixed if (norm := streams_behind(logits)) is not None}
         taken = self._claimed | avoid
-        for node in self.view.nodes:
-            value = self.view.value(node) if node in self.view.live and node not in taken else None
-            if value is None or not value.shape:
+        for _, value in self._tensors(but=taken):
+            if not value.shape:
                 continue
             gate = gate_of_streams(value)
             norm = gate[0] if gate is not None else streams_behind(value) if square_matrices(value) else None
@@ -214,9 +222,8 @@ class Search:
         """Finds expand-and-mixes whose coefficients no norm's formula claims; that formula handles the others."""
         outs = [out for use in self.found if isinstance(use, PostUse) for out in use.outputs]
         known = {value for out in outs for value in (out, peel(whole(out)).value)}
-        for node in self.view.nodes:
-            value = self._called(node, "add", "sub", "stack", "cat", "rsub", "iadd", "addcmul", "baddbmm")
-            if value is None or value.func not in SUMS or not value.dtype.is_floating_point or value in known:
+        for node, value in self._tensors("add", "sub", "stack", "cat", "rsub", "iadd", "addcmul", "baddbmm"):
+            if value.func not in SUMS or not value.dtype.is_floating_point or value in known:
                 continue
             try:
                 with contained(self.view, node):
@@ -255,7 +262,7 @@ class Search:
 
     def _collapses(self, x: Value, n: int) -> Iterator[CollapseUse]:
         """Yields the first weighted sum of the n streams of x, whatever the weights are."""
-        near = self.view.descendants([x.node] if x.node is not None else [], functools.partial(self._wide, x=x), 200)
+        near = self.view.descendants([node_of(x)], functools.partial(self._wide, x=x), 200)
         for value in map(self.view.value, near):
             with contextlib.suppress(Unsupported):
                 if value is not None and value is not x and value.shape and (use := given_collapse(value, n, None, x)):
@@ -272,13 +279,12 @@ class Search:
         """Reports streams that are tensors of their own and that no norm's formula claims or reports."""
         if any(m.reason.startswith(mhc.LISTED) for m in self.misses):
             return
-        nodes = [n for n in self.view.nodes if n in self.view.live and n not in self._claimed]
         xs = {
             use.found.x if isinstance(use, PostUse) else use.norm.x
             for use in self.found
             if isinstance(use, (Pre, PostUse))
         }
-        sums = (v for n in nodes if (v := self._called(n, "add", "iadd", "sum")) is not None)
+        sums = (value for _, value in self._tensors("add", "iadd", "sum", but=self._claimed))
         for mismatch in lists(sums, {peel(whole(x)).value for x in xs}):
             assert mismatch.value is not None
             self.miss("mhc_post", mismatch, mismatch.value)

@@ -79,20 +79,14 @@ class Iterations:
     miss: Mismatch | None = None
     """Why the last of them has no chain."""
 
-    @functools.cached_property
-    def steps(self) -> int:
-        """The most steps of a chain."""
-        return max((chain.steps for chain in self.chains.values()), default=0)
 
-    @property
-    def last(self) -> list[tuple[Value, Chain]]:
-        """The matrices after the most steps, with their chains. Raises Mismatch where these are no whole iterations."""
-        found = [(v, chain) for v, chain in self.chains.items() if chain.steps == self.steps]
-        if self.miss is not None:
-            raise self.miss
-        if self.steps % 2:
-            raise Mismatch(UNFINISHED if self.steps > 1 else ONCE, found[-1][0])
-        return found
+def last_of(chains: Sequence[tuple[Value, Chain]]) -> list[tuple[Value, Chain]]:
+    """Returns the matrices after the most steps, with their chains. Raises Mismatch for unfinished iterations."""
+    steps = max((chain.steps for _, chain in chains), default=0)
+    last = [(value, chain) for value, chain in chains if chain.steps == steps]
+    if steps % 2:
+        raise Mismatch(UNFINISHED if steps > 1 else ONCE, last[-1][0])
+    return last
 
 
 class Chains:

@@ -11,7 +11,7 @@ from mhc_inductor.ops.checks import MAX_STREAMS, MIN_WIDTH
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, peel, reduction, whole
 from mhc_inductor.routing.graph.gates import bound_below
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, behind, values_in
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.external_post import expanded, factors, terms_of
 
@@ -35,16 +35,11 @@ PARTS = {
 
 def family(value: Value, x: Value) -> str | None:
     """Returns which of PARTS is the last on the way from x to weights of its streams, in a sentence, or None."""
-    todo, seen = [value], {x}
-    while todo and len(seen) < 64:
-        one = todo.pop(0)
-        args = [a for a in one.args if isinstance(a, Value)]
-        if one.func in PARTS and (one.func is not aten.div.Tensor or _is_sum(whole(args[-1]))):
+    for one in behind(value, lambda a: a is not x):
+        if one.func in PARTS and (one.func is not aten.div.Tensor or _is_sum(whole([*values_in(one.args)][-1]))):
             return (
                 f"{PARTS[one.func]} is part of the weights of the streams; expected h_pre = sigmoid(alpha * z + bias)"
             )
-        todo += (new := [a for a in dict.fromkeys(args) if a not in seen])
-        seen.update(new)
     return None
 
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.expressions import close
+from mhc_inductor.routing.graph.index import product_of
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import Piece, Weighted
@@ -114,12 +115,8 @@ class Weights:
         return torch.promote_types(example(weight).dtype, torch.float32)
 
     def _rows(self, value: Value, what: str) -> int:
-        total = 1
-        for size in value.shape:
-            if size.symbols:
-                raise Mismatch("a weight's size is dynamic", value)
-            total *= size.factor
-        return total // (self.width if what == "phi" else 1)
+        # The search fixes the sizes of weights, so that none is dynamic.
+        return product_of(value.shape).factor // (self.width if what == "phi" else 1)
 
     def _rowed(self, piece: Piece, what: str) -> fx.Node:
         """Returns a weight with its rows in the first dim."""
@@ -129,13 +126,10 @@ class Weights:
             return node if len(shape) == 1 else emit("reshape", node, -1)
         if piece.columns:
             return emit("t", node if len(shape) == 2 else emit("reshape", node, width, -1))
-        return node if shape == (shape[0], width) and len(shape) == 2 else emit("reshape", node, -1, width)
+        return node if shape[1:] == (width,) else emit("reshape", node, -1, width)
 
     def _gamma(self) -> fx.Node | None:
-        gammas = {a.gamma for a in self.affines.values()}
-        if len(gammas) != 1:
-            raise Mismatch("h_pre, h_post and h_res have different gammas")
-        gamma = gammas.pop()
+        gamma = self.affines["pre"].gamma  # the search takes only projections with the same one together
         if gamma is None:
             return None
         emit, node, n, d = self.edit.emit, self.edit.input(gamma.value), self.n, self.width // self.n
