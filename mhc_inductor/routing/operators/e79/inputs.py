@@ -148,12 +148,11 @@ class Packing:
         assert held is not None
         node, dims, time = self._times(self.edit.current(held.node), held)
         at = Slot(dims)
-        if time is not None:
-            node = self._window(node, held, time)
-            return self._flat(self._batched(self._pick(node, at, time, together), at, time), together)
-        node = self._batched(self._pick(node, at, None, together), at, None)
-        node = self.edit.emit("unsqueeze", node, 0)
-        node = self.edit.emit("expand", node, self._steps(), *[-1] * (len(self.frame.lead) + 1))
+        node = self._window(node, held, time) if time is not None else node
+        node = self._batched(self._pick(node, at, time, together), at, time)
+        if time is None:
+            node = self.edit.emit("unsqueeze", node, 0)
+            node = self.edit.emit("expand", node, self._steps(), *[-1] * (len(self.frame.lead) + 1))
         return self._flat(node, together)
 
     def _times(self, node: fx.Node, held: Held) -> tuple[fx.Node, tuple[Any, ...], int | None]:
@@ -168,11 +167,13 @@ class Packing:
 
     def _window(self, node: fx.Node, held: Held, time: int) -> fx.Node:
         """Returns the part of a tensor that holds the steps of the loop, in their order."""
-        count = self.inputs.count or 1
+        count = self.inputs.count
+        if count is None:  # the steps take all of the time dimension, whatever its size
+            return node
         low = min(held.start, held.start + held.stride * (count - 1))
         stop = low + abs(held.stride) * (count - 1) + 1
         whole = (low, stop) == (0, example(node).shape[time]) and abs(held.stride) == 1
-        if not held.full and not whole:
+        if not whole:
             pick = (*[slice(None)] * time, slice(low, stop, abs(held.stride)))
             node = self.edit.emit(operator.getitem, node, pick)
         return self.edit.emit("flip", node, time) if held.stride < 0 else node

@@ -173,7 +173,7 @@ class Search:
                     continue
                 seen.add(user)
                 value = self.view.values.of(user)
-                if not isinstance(value, Value) or (user in updates and user is not start):
+                if not isinstance(value, Value) or user in updates:
                     continue
                 ref = vector(value, frame)
                 if (

@@ -17,7 +17,7 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.e79.lift import Plan, planned
 from mhc_inductor.routing.operators.e79.loop import Chain
 from mhc_inductor.routing.operators.e79.step import Step
-from mhc_inductor.routing.operators.e79.terms import reads
+from mhc_inductor.routing.operators.e79.terms import reads, shows
 
 _STACKS = (aten.stack.default, aten.cat.default, aten.select_scatter.default)
 _NEAR = 4
@@ -135,13 +135,11 @@ class Uses:
         found = self._pieces(value) if value is not None else None
         if found is None or len(found[1]) != len(self.outs) or len({p.shape for p in found[1]}) != 1:
             return None
-        for piece, step in zip(found[1], self.one.steps, strict=True):
-            assert step.out is not None
-            at = whole(piece)
-            inner = peel(at, {step.out})
-            if inner.value is not step.out or inner.flat != at.flat:
-                return None
-        return Stack(found[0], found[1][0])
+        dim, pieces = found
+        each = zip(pieces, self.one.steps, strict=True)
+        if not all(step.out is not None and shows(piece, step.out) for piece, step in each):
+            return None
+        return Stack(dim, pieces[0])
 
     def _computed(self, node: fx.Node, outs: tuple[fx.Node, ...], inner: set[fx.Node]) -> Stack | None:
         """Returns ``node`` as a stack of what every step computes from its output in the same way, or None."""

@@ -12,7 +12,7 @@ from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.routing.edit import Edit
-from mhc_inductor.routing.graph.expressions import Ref, peel, shown, whole
+from mhc_inductor.routing.graph.expressions import Ref, shown
 from mhc_inductor.routing.graph.index import Var, const, var
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.graph.view import View
@@ -22,7 +22,7 @@ from mhc_inductor.routing.operators.e79.inputs import BIASES, ROLES, Inputs, Pac
 from mhc_inductor.routing.operators.e79.lift import Lifted, lifted
 from mhc_inductor.routing.operators.e79.loop import OP, Search
 from mhc_inductor.routing.operators.e79.step import Step
-from mhc_inductor.routing.operators.e79.terms import Frame, Leaf
+from mhc_inductor.routing.operators.e79.terms import Frame, Leaf, shows
 from mhc_inductor.routing.operators.e79.vector_layout import Held, Slot, places, slot
 
 
@@ -88,24 +88,15 @@ def _checked(view: View, node: fx.Node, search: Search, step: Step) -> Body:
         raise Mismatch("the scan's body does not start from the states that it carries", step.S)
     at = {name: inputs.index(n) for name, n in zip("SM", carried, strict=True) if n is not None}
     for name, made in (("S", step.S_new), ("M", step.M_new)):
-        if not _is(results[at[name]], made):
+        if not shows(results[at[name]], made):
             raise Mismatch(f"the scan does not carry the new {name}", made)
     ends = [u for u in node.users if u in view.live]
     if any(u.target is not operator.getitem for u in ends):
         raise Mismatch("the scan's results are not unpacked one by one", step.S_new)
     taken: dict[fx.Node, Any] = {user: user.args[1] for user in ends}
-    if any(k >= 2 and (step.out is None or not _is(results[k], step.out)) for k in taken.values()):
+    if any(k >= 2 and (step.out is None or not shows(results[k], step.out)) for k in taken.values()):
         raise Mismatch("the scan returns a value other than y * silu(y) with y = S' q", step.S_new)
     return Body(node, inner, step, at, inputs, taken)
-
-
-def _is(value: Any, wanted: Value) -> bool:
-    """Checks whether ``value`` shows the elements of ``wanted`` in their order."""
-    if not isinstance(value, Value):
-        return False
-    at = whole(value)
-    inner = peel(at, {wanted})
-    return inner.value is wanted and inner.flat == at.flat
 
 
 def _read(view: View, found: Body) -> list[Value]:
@@ -158,7 +149,8 @@ def emit_scan(edit: Edit, match: Match) -> Pairs:
     values, frame = edit.view.values, found.step.frame
     arguments: Any = found.call.args
     _, init, xs, extra = arguments
-    outer = [*(Lifted(edit.current(x), True) for x in xs), *(Lifted(_now(edit, x), False) for x in extra)]
+    outer = [Lifted(edit.current(x), True) for x in xs]
+    outer += [Lifted(edit.current(x) if isinstance(x, fx.Node) else x, False) for x in extra]
     inputs = Lifting(edit, found, dict(zip(found.inputs[2:], outer, strict=True))).inputs()
     kvqm, b_s, b_m = Packing(edit, inputs).emit()
     for user, k in found.taken.items():
@@ -172,10 +164,6 @@ def emit_scan(edit: Edit, match: Match) -> Pairs:
         got = edit.emit(operator.getitem, call, {found.at["S"]: 1, found.at["M"]: 2}.get(k, 0))
         pairs.append((values.of(user), edit.as_like(got, values.of(user))))
     return pairs
-
-
-def _now(edit: Edit, given: Any) -> Any:
-    return edit.current(given) if isinstance(given, fx.Node) else given
 
 
 class Lifting:
@@ -225,13 +213,13 @@ class Lifting:
 def behind(value: Value, at: Slot, frame: Frame, steps: Var) -> Held:
     """Returns the innermost tensor that ``value``, which holds all steps, is a view of."""
     index = [var(steps), *(_index(frame, kind, c) for kind, c in at.dims)]
-    best = Held(value, Slot((("const", 0), *at.dims)), 0, full=True)
+    best = Held(value, Slot((("const", 0), *at.dims)), 0)
     for ref in shown(Ref(value, tuple(index))):
         found = slot(ref, frame, steps) if ref.value.node is not None else None
         time = [d for d, (kind, _) in enumerate(found.dims) if kind == "time"] if found is not None else []
         if found is not None and len(time) == 1:
             dims = tuple(("const", 0) if kind == "time" else (kind, c) for kind, c in found.dims)
-            best = Held(ref.value, Slot(dims), time[0], full=True)
+            best = Held(ref.value, Slot(dims), time[0])
     return best
 
 

@@ -25,6 +25,7 @@ from mhc_inductor.routing.graph.expressions import (
     shares,
     shown,
     summed,
+    whole,
     written,
 )
 from mhc_inductor.routing.graph.index import ONE, Size, Var, const, var
@@ -130,8 +131,8 @@ class Applied:
 
 def applied(ref: Ref, matrices: Collection[Value]) -> Applied | None:
     """Returns ``ref`` as a product of one of ``matrices`` with a vector, or None."""
-    whole = product(ref)
-    for at, (factor, e) in enumerate(whole.factors):
+    every = product(ref)
+    for at, (factor, e) in enumerate(every.factors):
         if e != 1.0:
             continue
         scale = 1.0
@@ -147,12 +148,12 @@ def applied(ref: Ref, matrices: Collection[Value]) -> Applied | None:
                 continue
         else:
             continue
-        others = [f for k, f in enumerate(whole.factors) if k != at]
+        others = [f for k, f in enumerate(every.factors) if k != at]
         for a, b in ((left, right), (right, left)):
             matrix = peel(a, matrices)
             row = {v for i in matrix.index[-2:] for v in i.variables()} - {bound}
             if matrix.value in matrices and not any(row & variables_of(f) for f, _ in others):
-                return Applied(whole.coef * scale, matrix, b, others, bound)
+                return Applied(every.coef * scale, matrix, b, others, bound)
     return None
 
 
@@ -209,6 +210,15 @@ def zero(value: Value) -> bool:
     if func in (aten.full.default, aten.full_like.default, aten.new_full.default):
         return number(value.args[2 if func is aten.new_full.default else 1]) == 0.0
     return func in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+
+
+def shows(value: object, wanted: Value) -> bool:
+    """Checks whether ``value`` is a tensor that shows the elements of ``wanted`` in their order."""
+    if not isinstance(value, Value):
+        return False
+    at = whole(value)
+    inner = peel(at, {wanted})
+    return inner.value is wanted and inner.flat == at.flat
 
 
 def vector(value: Value, frame: Frame) -> Ref | None:

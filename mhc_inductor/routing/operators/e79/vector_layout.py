@@ -86,8 +86,6 @@ class Held:
     time: int | None
     start: int = 0
     stride: int = 1
-    full: bool = False
-    """Whether the steps take all of the time dimension, whatever its size."""
 
     @property
     def node(self) -> fx.Node:
