@@ -96,7 +96,8 @@ class Plan:
         self.given = given
         self.sources: list[fx.Node] = []
         self._made: dict[Row, Make] = {}
-        self._batched: dict[Row, bool] = {}
+        self.batched: dict[Row, bool] = {}
+        """The rows of the plan, each with whether its nodes differ from step to step."""
 
     def add(self, row: Row) -> bool:
         """Adds a row of nodes, one per step. Returns whether they are the same computation. Raises Mismatch."""
@@ -117,17 +118,19 @@ class Plan:
 
     def _call(self, row: Row) -> bool:
         first, view = row[0], self.view
-        kinds = {(n.op, n.target, len(n.args), tuple(sorted(n.kwargs)), len(n.all_input_nodes)) for n in row}
-        constants = {repr(fx.node.map_arg((n.args, n.kwargs), lambda _: 0)) for n in row}
-        modes = {view.modes_at(n) for n in row}
-        if len(kinds) != 1 or len(constants) != 1 or len(modes) != 1 or view.values.autocast.get(first):
+        # The same call reads the same constants, and its inputs in the same places.
+        calls = {
+            (n.op, n.target, repr(fx.node.map_arg((n.args, n.kwargs), n.all_input_nodes.index)), view.modes_at(n))
+            for n in row
+        }
+        if len(calls) != 1 or view.values.autocast.get(first):
             return False
         if not view.values.inspectable(first) or any(map(view.hooked, row)):
             return False
         columns = list(zip(*(node.all_input_nodes for node in row), strict=True))
         if not columns or not all(self.add(column) for column in columns):
             return False
-        batched = [column[0] for column in columns if self._batched[column]]
+        batched = [column[0] for column in columns if self.batched[column]]
         if batched:
             arguments(view, first, dict(first.kwargs), batched)
         inputs = {column[0]: column for column in columns}
@@ -135,15 +138,7 @@ class Plan:
         return True
 
     def _put(self, row: Row, batched: bool, make: Make) -> None:
-        self._made[row], self._batched[row] = make, batched
-
-    def batched(self, row: Row) -> bool:
-        """Checks whether the nodes of ``row`` differ from step to step."""
-        return self._batched[row]
-
-    def reads(self, row: Row) -> bool:
-        """Checks whether ``row`` is part of the plan."""
-        return row in self._made
+        self._made[row], self.batched[row] = make, batched
 
     def emit(self, edit: Edit, row: Row, given: fx.Node | None = None) -> fx.Node:
         """Emits the plan and returns one node for ``row``. ``given`` holds the nodes that the plan was given."""
@@ -160,7 +155,7 @@ def planned(view: View, nodes: Sequence[fx.Node], given: Row = ()) -> Plan | Non
         fits = plan.add(row)
     except Mismatch:
         return None
-    return plan if fits and plan.batched(row) else None
+    return plan if fits and plan.batched[row] else None
 
 
 def _slices(row: Row) -> tuple[fx.Node, slice] | None:

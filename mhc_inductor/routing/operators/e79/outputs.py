@@ -147,7 +147,7 @@ class Uses:
         if len(row) != len(outs) or len(row) < 2 or not all(isinstance(n, fx.Node) for n in row):
             return None
         plan = planned(self.view, row, outs)
-        if plan is None or not plan.reads(outs):
+        if plan is None or outs not in plan.batched:
             return None
         first = min(map(self.view.defined, outs))
         private = all(u in inner for n in inner - {node} for u in n.users)
