@@ -208,22 +208,16 @@ class _Walk:
 
     def _factor(self, ref: Ref) -> Ref:
         """Returns the factor that depends on the key; numbers go into :attr:`factor`, the rest into the weights."""
-        if ref.value.func is aten.neg.default:
-            self.factor = -self.factor
-            return Ref(ref.value.args[0], ref.index)
-        divides = ref.value.func in DIVIDE
+        if (multiple := _by_number(ref)) is not None:
+            factor, below = multiple
+            self.factor *= factor
+            return below
         if len(ref.value.args) > 2 or ref.value.kwargs:
             raise Unrelated
         a, b = operands(ref)
-        if isinstance(a, Ref) and isinstance(b, float):
-            self.factor *= _finite(1.0 / b if divides and b else b)
-            return a
-        if isinstance(b, Ref) and isinstance(a, float) and not divides:
-            self.factor *= _finite(a)
-            return b
         if not isinstance(a, Ref) or not isinstance(b, Ref):
             raise Unrelated
-        if divides:
+        if ref.value.func in DIVIDE:
             raise self._unlike(ref)
         return self._side(ref, a, b)
 
@@ -255,25 +249,31 @@ class _Walk:
             found = dot(ref)
             if found is not None:
                 return scale, found
-            func = ref.value.func
-            if func is aten.neg.default:
-                scale, ref = -scale, Ref(ref.value.args[0], ref.index)
-                continue
-            if func not in (*MULTIPLY, *DIVIDE) or len(ref.value.args) > 2 or ref.value.kwargs:
+            multiple = _by_number(ref)
+            if multiple is None:
                 break
-            a, b = operands(ref)
-            if isinstance(a, Ref) and isinstance(b, float):
-                scale *= _finite(1.0 / b if func in DIVIDE and b else b)
-                ref = a
-            elif isinstance(b, Ref) and isinstance(a, float) and func in MULTIPLY:
-                scale *= _finite(a)
-                ref = b
-            else:
-                break
+            factor, ref = multiple
+            scale *= factor
         if not has_product(ref.value):
             raise Unrelated
         what = _CHANGES.get(ref.value.func) or "what is inside the relu is not a number times q @ k"
         raise Mismatch(f"{what}; {EXPECTED}", ref.value)
+
+
+def _by_number(ref: Ref) -> tuple[float, Ref] | None:
+    """Returns (factor, element) of an element that is multiplied or divided by a number, or negated; else None."""
+    value = ref.value
+    if value.func is aten.neg.default:
+        return -1.0, Ref(value.args[0], ref.index)
+    divides = value.func in DIVIDE
+    if not (divides or value.func in MULTIPLY) or len(value.args) > 2 or value.kwargs:
+        return None
+    a, b = operands(ref)
+    if isinstance(a, Ref) and isinstance(b, float):
+        return _finite(1.0 / b if divides and b else b), a
+    if isinstance(b, Ref) and isinstance(a, float) and not divides:
+        return _finite(a), b
+    return None
 
 
 def _finite(x: float) -> float:
