@@ -9,7 +9,6 @@ from torch import Tensor, fx
 from mhc_inductor.routing.graph.linear import Floor, Linear
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.operators.index.matches import Found
-from mhc_inductor.routing.operators.index.visible import Mask
 
 _EPS = 16.0
 """Roundings by which scores may differ that are summed in another order, relative to the largest score."""
@@ -47,23 +46,8 @@ class Check:
     ) -> Tensor | None:
         """Returns data for a tensor: masks of 0 and their fill, positions up to the last key, normal numbers else."""
         node = value.node
-        made = self._made(self.masks.get(node), self.most.get(node), shape, dtype, device, generator, case)
-        if node is not None:
-            for d, stride in enumerate(example(node).stride()):
-                if isinstance(stride, int) and stride == 0 and shape[d]:
-                    made = made.narrow(d, 0, 1).expand(shape).contiguous()
-        return made
+        mask, most = self.masks.get(node), self.most.get(node)
 
-    def _made(
-        self,
-        mask: Mask | None,
-        most: int | None,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        generator: torch.Generator,
-        case: int,
-    ) -> Tensor:
         def uniform(*sizes: int) -> Tensor:
             return torch.rand(sizes, generator=generator, device=device)
 
@@ -72,14 +56,22 @@ class Check:
             shown = uniform(*shape) < (0.2, 0.8, 0.5)[case % 3]
             if case % 3 == 2 and shape:
                 shown &= (uniform(*shape[:-1]) < 0.6).unsqueeze(-1)
-            if mask is None or not mask.added:
-                return shown if mask is None or mask.want else ~shown
-            fill = min(mask.values)
-            return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(~shown, fill)
-        if dtype.is_floating_point:
-            return torch.randn(shape, generator=generator, device=device).to(dtype)
-        high = 2 if most is None else most
-        return torch.randint(0 if most is None else -2, high, shape, generator=generator, device=device).to(dtype)
+            if mask is None:
+                made = shown
+            elif mask.added:
+                made = torch.zeros(shape, dtype=dtype, device=device).masked_fill_(~shown, min(mask.values))
+            else:
+                made = shown if mask.want else ~shown
+        elif dtype.is_floating_point:
+            made = torch.randn(shape, generator=generator, device=device).to(dtype)
+        else:
+            low, high = (0, 2) if most is None else (-2, most)
+            made = torch.randint(low, high, shape, generator=generator, device=device).to(dtype)
+        if node is not None:
+            for d, stride in enumerate(example(node).stride()):
+                if isinstance(stride, int) and stride == 0 and shape[d]:
+                    made = made.narrow(d, 0, 1).expand(shape).contiguous()
+        return made
 
     def compare(self, formula: list[Tensor], op: list[Tensor], scores: Tensor) -> float | None:
         """Returns 0.0 if the op's keys are distinct keys with the scores of the formula's; else how far they are off."""
