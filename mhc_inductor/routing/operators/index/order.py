@@ -196,11 +196,7 @@ class _Ranks:
         d = _dim(ref.value, rest[0] if rest else 0)
         index = (*ref.index[:d], *ref.index[d + 1 :])
         rank = self._together([Ref(piece, index) for piece in pieces], ref)
-        return None if rank is None else self._distinct(rank, ref.index[d])
-
-    def _distinct(self, rank: Index, other: Index) -> Index:
-        """Returns the rank if a dim has nothing in common with it. Raises Unsupported otherwise."""
-        if rank.variables() & other.variables():
+        if rank is not None and rank.variables() & ref.index[d].variables():
             raise Unsupported
         return rank
 
