@@ -173,11 +173,8 @@ class Picks:
     def _unwrapped(self, entry: Linear) -> Linear:
         """Returns a number without quotients that are always 0: ``i % length`` is ``i`` where i is in range."""
         for a, c in entry.terms:
-            if isinstance(a, Floor):
-                low, high = self._range(a.of)
-                inside = low is not None and high is not None and at_least_zero(low)
-                if inside and high is not None and at_least_zero(number(a.by - 1).minus(high)):
-                    entry = entry.plus(atom(a), -c)
+            if isinstance(a, Floor) and self._lies(a.of, number(0), number(a.by - 1)):
+                entry = entry.plus(atom(a), -c)
         return entry
 
     def _row(self, entry: Linear, size: Size) -> tuple[Var | None, Linear]:
@@ -188,13 +185,7 @@ class Picks:
         for a, c in entry.terms:
             if isinstance(a, Var) and a not in self.places and a.size != ONE and a.size.times(Size(c)) == size:
                 rest = entry.without(a)
-                low, high = self._range(rest)
-                if (
-                    low is not None
-                    and high is not None
-                    and at_least_zero(low)
-                    and at_least_zero(number(c - 1).minus(high))
-                ):
+                if self._lies(rest, number(0), number(c - 1)):
                     return a, rest
         return None, entry
 
@@ -216,15 +207,20 @@ class Picks:
         """
         assert self._found is not None
         key, at = self._found
-        low, high = self._range(at)
         for (where, wraps), size in self._read.items():
             least = of_size(key.size).times(-1) if wraps else number(0)
-            proved = low is not None and at_least_zero(low.minus(least))
-            proved = proved and high is not None and at_least_zero(of_size(key.size).shifted(-1).minus(high))
-            if not proved and not at.data():
+            if self._lies(at, least, of_size(key.size).shifted(-1)):
+                continue
+            if not at.data():
                 raise Mismatch(_OUTSIDE, where)
-            if not proved:
-                self.masks.indices.take(where, size, wraps, self.masks.whole)
+            self.masks.indices.take(where, size, wraps, self.masks.whole)
+
+    def _lies(self, x: Linear, least: Linear, most: Linear) -> bool:
+        """Checks whether a number is known to lie between ``least`` and ``most``, both included."""
+        low, high = self._range(x)
+        if low is None or high is None:
+            return False
+        return at_least_zero(low.minus(least)) and at_least_zero(most.minus(high))
 
     def _range(self, x: Linear) -> _Range:
         """Returns the smallest and the largest value of a number by its formula, None for one that is not known."""
