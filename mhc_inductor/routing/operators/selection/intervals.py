@@ -63,31 +63,22 @@ class Judge:
 
     def interval(self, conj: All) -> list[Interval]:
         """Returns the intervals of one conjunction: several if it has inequalities (``!=``)."""
-        made = [Interval(bound=conj.bound)]
+        ends: list[tuple[list[Linear], list[Linear]]] = [([], [])]
+        conditions: list[Literal] = []
+        keyed: list[Literal] = []
         for literal in conj.literals:
-            bounds, keyed = None, False
             try:
                 bounds = self._bounds(literal)
             except Unsupported:
                 if not self.masks.by_key:
                     raise
-                keyed = True
-            if bounds is None:
-                for one in made:
-                    (one.keyed if keyed else one.conditions).append(literal)
+                keyed.append(literal)
                 continue
-            made = [
-                dataclasses.replace(
-                    one,
-                    lowers=one.lowers + low,
-                    uppers=one.uppers + high,
-                    conditions=[*one.conditions],
-                    keyed=[*one.keyed],
-                )
-                for one in made
-                for low, high in bounds
-            ]
-        return made
+            if bounds is None:
+                conditions.append(literal)
+            else:
+                ends = [(lowers + low, uppers + high) for lowers, uppers in ends for low, high in bounds]
+        return [Interval(lowers, uppers, [*conditions], conj.bound, [*keyed]) for lowers, uppers in ends]
 
     def _bounds(self, literal: Literal) -> list[tuple[list[Linear], list[Linear]]] | None:
         """Returns (lower bounds, upper bounds) of the key, one pair for each way to satisfy ``literal``.
@@ -100,7 +91,9 @@ class Judge:
             raise Unsupported
         if isinstance(literal, Given):
             return None
-        places = [a for a, _ in literal.value.terms if a is self.t or (isinstance(a, Floor) and self._moves(a))]
+        places = [
+            a for a, _ in literal.value.terms if a is self.t or (isinstance(a, Floor) and self.t in a.of.variables())
+        ]
         if not places:
             if not by_key and any(isinstance(v, Key) for v in literal.value.variables()):
                 raise Unsupported
@@ -119,9 +112,6 @@ class Judge:
         if literal.kind == "le":
             return [([], [below])] if c == 1 else [([above], [])]
         return [([], [above]), ([below], [])]
-
-    def _moves(self, a: Floor) -> bool:
-        return self.t in a.of.variables()
 
     def _below(self, place: object, at: Linear) -> Linear:
         """Returns the first key whose ``place`` is at least ``at``."""
