@@ -205,7 +205,8 @@ class Recogniser:
     def _weighed(self, weights: Weights, out: Value, dims: list[list[Var]]) -> Found:
         """Builds the attention of a softmax, with the digits ``dims`` of its product ``out`` with V."""
         softmax = weights.softmax
-        traced, v, t = _sides(weights, Ref(out, tuple(joined(digits) for digits in dims)))
+        parts = weights.parts(Ref(out, tuple(joined(digits) for digits in dims)))
+        traced, v, t = products_of([_side(weights, part) for part in parts], _dim_of(softmax))
         masks, dense = self._masks(), [*weights.same, *weights.added]
         self.gathers, picks, places = is_gathered(v, [t]), None, [t]
         if self.gathered:
@@ -387,11 +388,6 @@ def _aligned(value: Value, index: Sequence[Index]) -> Ref:
         raise NotOurs
     tail = index[len(index) - len(value.shape) :]
     return Ref(value, tuple(const(0) if s == ONE else i for s, i in zip(value.shape, tail, strict=True)))
-
-
-def _sides(weights: Weights, out: Ref) -> tuple[Traced, Ref, Var]:
-    """Returns the softmax's element and V's in a product of the two, and the key at which they are."""
-    return products_of([_side(weights, part) for part in weights.parts(out)], _dim_of(weights.softmax))
 
 
 def _side(weights: Weights, out: Ref) -> tuple[Traced, Ref, Var]:

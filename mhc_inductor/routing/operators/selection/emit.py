@@ -60,17 +60,14 @@ def inputs_of(one: Found) -> list[Value]:
     return list(dict.fromkeys([*(x for ref in refs for x in held(ref.value)), *sized, *one.masks.indices.values()]))
 
 
-def taken(one: Found) -> list[Source]:
-    """Returns the tensors that q and k of each pair, and v, are read from. Raises Unsupported if one has no usable layout."""
+def read(one: Found) -> list[Source]:
+    """Returns the tensors that the op reads for q, k and v. Raises Unsupported if one has no usable layout."""
+    if one.absorbed is not None:
+        return one.absorbed.read
     found = [best(ref, order, one.masks.equal) for ref, order in orders(one)]
     if any(source is None for source in found):
         raise Unsupported
     return [source for source in found if source is not None]
-
-
-def read(one: Found) -> list[Source]:
-    """Returns the tensors that the op reads for q, k and v. Raises Unsupported if one has no usable layout."""
-    return taken(one) if one.absorbed is None else one.absorbed.read
 
 
 def emit_attention(edit: Edit, one: Found) -> list[tuple[Value, fx.Node]]:

@@ -90,7 +90,7 @@ def _narrowed(source: Source, dtype: torch.dtype) -> Source:
 
 def farthest(found: Sequence[Source], digits: Sequence[Var]) -> Source | None:
     """Returns the last source that holds a plain array of ``digits`` and has a node, or None."""
-    fit = [s for s in found if s.ref.value.node is not None and layout(s.ref, set(digits), set()) is not None]
+    fit = [s for s in found if _plain(s, digits)]
     return fit[-1] if fit else None
 
 
