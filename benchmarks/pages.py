@@ -130,19 +130,39 @@ def _e79(results: Results, sizes: Sequence[int] = (32, 64, 96, 128)) -> str:
     return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
 
 
+_SELECTION = {
+    "c1": "16384 tokens, 4 x 16 heads",
+    "c2": "16384 tokens, 8 x 4 heads",
+    "c3": "32768 tokens, 4 x 16 heads",
+    "2K": "2048 tokens, 4 x 16 heads",
+    "decode": "decoding: 16 queries, 65536 keys",
+}
+
+
 def _selection(results: Results) -> str:
+    return _selection_of(results, [*_SELECTION], [], "")
+
+
+def _selection_of_the_readme(results: Results) -> str:
+    """Returns selection attention without two of its sizes, a list of keys, and the loss of an indexer."""
+    lists, index = results("lists-partial"), results("index")
+    name = index_targets.SHAPES[0].name
+    loss = next(r["median_ms"] for r in index["rows"] if _is_row(r, name, index_targets.LOSS, "ops"))
+    more = [
+        ["lists: 4096 queries, 2048 of 16384 keys, 128 heads", _cell(lists["rows"], case="B", variant="ops")],
+        [f"loss of an indexer, 8192 tokens, {name}, 2048 keys a query", _short(loss)],
+    ]
+    where = f"Lists (576 wide), loss: sources {sources_of(lists)}, {sources_of(index)}"
+    return _selection_of(results, ["c1", "2K", "decode"], [[*row, "", ""] for row in more], f"\n{where}.")
+
+
+def _selection_of(results: Results, cases: Sequence[str], more: list[list[str]], where_more: str) -> str:
     result = results("selection")
-    shapes = {
-        "c1": "16384 tokens, 4 x 16 heads",
-        "c2": "16384 tokens, 8 x 4 heads",
-        "c3": "32768 tokens, 4 x 16 heads",
-        "2K": "2048 tokens, 4 x 16 heads",
-        "decode": "decoding: 16 queries, 65536 keys",
-    }
     lines = []
-    for case, shape in shapes.items():
+    for case in cases:
         times = [_by_variant(result["rows"], case, what) for what in ("fwd", "fb")]
-        lines.append([shape, *(" / ".join(_short(t[v]) for t in times if v in t) for v in ("ops", DENSE, FLA))])
+        cells = (" / ".join(_short(t[v]) for t in times if v in t) for v in ("ops", DENSE, FLA))
+        lines.append([_SELECTION[case], *cells])
     headings = [
         "selection attention, ms: forward / with gradients",
         "this package",
@@ -150,30 +170,7 @@ def _selection(results: Results) -> str:
         "flash-linear-attention",
     ]
     where = "bf16, D = 128, 16 blocks of 64 keys a query"
-    return f"{markdown(headings, lines)}\n\n{where}. {_measured(result)}."
-
-
-def _lists_of_the_readme(results: Results) -> str:
-    """Returns lists of keys and their indexer: the last run's times, and those of torch.compile from the run that had it."""
-    now, then, index = results("lists-partial"), results("lists"), results("index")
-    lines = []
-    for case in ("A", "B", "C", "decode"):
-        first = next(r for r in now["rows"] if (r["case"], r["variant"]) == (case, "ops"))
-        queries = f"{first['B']} x {first['S']}" if first["B"] > 1 else str(first["S"])
-        shape = f"{queries} queries, {first['n']} of {first['S_kv']} keys, {first['h']} heads of {first['Dk']}"
-        others = _cell(then.get("peers") or then["rows"], case=case, variant=lists_targets.GATHER)
-        lines.append([shape, _cell(now["rows"], case=case, variant="ops"), f"{others}†"])
-    name = index_targets.SHAPES[0].name
-    for what in (index_targets.BOTH, index_targets.LOSS):
-        times = [
-            r["median_ms"] for v in ("ops", index_targets.COMPILE) for r in index["rows"] if _is_row(r, name, what, v)
-        ]
-        lines.append(
-            [f"8192 queries and keys, {name} of an indexer: {what}", *map(_short, times), *[""] * (2 - len(times))]
-        )
-    table = markdown(["lists of keys, ms: forward / with gradients", "this package", "torch.compile"], lines)
-    runs = f"{_measured(now)}; indexer: sources {sources_of(index)}; †: gathered keys, in a run of commit {then['commit'][:7]}"
-    return f"{table}\n\nbf16; the indexer chooses 2048 keys a query. {runs}."
+    return f"{markdown(headings, lines + more)}\n\n{where}. {_measured(result)}.{where_more}"
 
 
 NOT_MEASURED = "Not measured yet."
@@ -341,8 +338,8 @@ def _readme(results: Results) -> str:
     picture = (
         "![Time on one H200 of this package, torch.compile and other implementations](benchmarks/results/overview.png)"
     )
-    parts = [_models(results, _OF_THE_README), _mhc(results), _e79(results, (32, 64, 128)), _selection(results)]
-    parts.append(_lists_of_the_readme(results))
+    parts = [_models(results, _OF_THE_README), _mhc(results), _e79(results, (32, 128))]
+    parts.append(_selection_of_the_readme(results))
     return "\n\n".join([picture, *parts, f"\\* {SEPARATELY} on the same kind of GPU, with the projects' own code."])
 
 
