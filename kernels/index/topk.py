@@ -8,6 +8,7 @@ row, a sample gives a bound that somewhat more than k keys are above; these are 
 import triton
 import triton.language as tl
 
+from ..selection.common import popcount
 from .common import HIDDEN, MOST, hide, row_limit, score_of
 
 
@@ -117,15 +118,6 @@ def _mark(row, n, floor, words, STEP: tl.constexpr):
 
 
 @triton.jit
-def _bits_set(word):
-    """Returns how many bits of uint32 are set, int32."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    return ((word * 0x01010101) >> 24).to(tl.int32)
-
-
-@triton.jit
 def _list_marked(words, n, places, BLOCK: tl.constexpr, W: tl.constexpr):
     """Stores the places of the marked keys of n, at most BLOCK of them, in their order; returns how many are marked.
 
@@ -135,7 +127,7 @@ def _list_marked(words, n, places, BLOCK: tl.constexpr, W: tl.constexpr):
     for p in range(0, tl.cdiv(n, 32), W):
         w = p + tl.arange(0, W)
         word = tl.load(words + w, mask=w * 32 < n, other=0)
-        number = _bits_set(word.to(tl.uint32, bitcast=True))
+        number = popcount(word)
         rank = tl.cumsum(number, axis=0)
         at = count + rank - number
         for _ in range(tl.max(number, axis=0)):

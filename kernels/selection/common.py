@@ -96,6 +96,16 @@ def to_rows(x, QT: tl.constexpr, HB: tl.constexpr):
 
 
 @triton.jit
+def popcount(x):
+    """Returns the number of set bits of int32."""
+    x = x.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
 def row_keys(words, BN: tl.constexpr):
     """Unpacks int64[M] to bool[M, BN]: whether the row selects the key."""
     j = tl.arange(0, BN)

@@ -9,17 +9,8 @@ each program writes its part to a slot, and the slots are added in order.
 import triton
 import triton.language as tl
 
+from .common import popcount
 from .segments import segment_bits
-
-
-@triton.jit
-def popcount(x):
-    """Returns the number of set bits of int32."""
-    x = x.to(tl.uint32, bitcast=True)
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
