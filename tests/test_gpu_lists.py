@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from test_gpu import kernels_of
 
 import mhc_inductor
 from mhc_inductor import selection_attention
+from mhc_inductor.kernels import launch
+from mhc_inductor.kernels.selection import lists_plan
 
 pytestmark = pytest.mark.gpu
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -141,8 +144,31 @@ def test_only_our_kernels_run(shape):
     wgmma = torch.cuda.get_device_capability() == (9, 0) and SHAPES[shape].get("shared", False)
     assert f"selection_list_forward{'_wgmma' if wgmma else ''}" in ours
     assert f"selection_list_dq{'_wgmma' if wgmma else ''}" in ours
+    assert f"selection_list_rows{'_wgmma' if wgmma and SHAPES[shape]['h'] > 64 else ''}" in ours
     others = [n for n in names if n not in ours and not any(w in n.lower() for w in ("memset", "fill", "copy"))]
     assert not others, others
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="for sm_90")
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize(
+    ("h", "Dk", "S_kv", "n"), [(128, 576, 700, 130), (100, 520, 300, 37), (127, 544, 90, 16), (65, 512, 900, 513)]
+)
+def test_the_wgmma_kernel_of_rows_gives_the_bits_of_the_plain_one(h, Dk, S_kv, n, dtype, monkeypatch):
+    """Some lists are empty, and what no kernel writes is NaN."""
+    case = made(B=2, S=9, S_kv=S_kv, h=h, Dk=Dk, Dv=512, n=n, shared=True, dtype=dtype)
+    case["indices"][:, 0] = -1
+    empty, call = launch.EagerBuilder.empty, lists_plan._wgmma_call
+
+    def poisoned(self, shape, dtype):
+        made = empty(self, shape, dtype)
+        return made.fill_(float("nan")) if dtype.is_floating_point else made
+
+    monkeypatch.setattr(launch.EagerBuilder, "empty", poisoned)
+    got = train(case)
+    assert not any(t.isnan().any() for t in got.values())
+    monkeypatch.setattr(lists_plan, "_wgmma_call", lambda *a: dataclasses.replace(call(*a), rows_kernel=None))
+    assert not equal(got, train(case))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -88,4 +88,4 @@ def rows_config(h: int, DK: int, DV: int, itemsize: int) -> RowsConfig:
     HB, columns = max(16, power_of_two(h)), max(16, power_of_two(max(DK, DV)))
     if itemsize == 4:
         return RowsConfig(HB, 32, min(32 if HB > 64 else 64, columns), 4, 1)
-    return RowsConfig(HB, 64, min(128, columns), 4, 3)
+    return RowsConfig(HB, 64, min(128, columns), 4, 4 if HB <= 64 else 3)

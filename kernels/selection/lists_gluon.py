@@ -10,6 +10,7 @@ from ..gluon import kernels
 NAMES = (
     "selection.gluon_list_forward:selection_list_forward_wgmma",
     "selection.gluon_list_dq:selection_list_dq_wgmma",
+    "selection.gluon_list_rows:selection_list_rows_wgmma",
 )
 LEAST_HEADS = 17
 VALUES, TAIL = 512, 64
@@ -30,7 +31,7 @@ def rows_fit(b: Any, q: Any, k: Any) -> bool:
 
 
 def list_kernels(b: Any, q: Any, k: Any, v: Any, v_width: int, scale: Any) -> tuple[Any, ...] | None:
-    """Returns the kernels of the forward and of dQ, or None where plain Triton runs.
+    """Returns the kernels of the forward, of dQ and of the rows of dK, or None where plain Triton runs.
 
     Values must be the first 512 columns of the keys, and the scale positive: the largest score is looked for before it.
     """

@@ -128,6 +128,7 @@ class _Call:
     constexprs: dict[str, Any]
     config: ListConfig
     kernel: Any = None  # the Gluon kernel that runs in place of the plain one
+    rows_kernel: Any = None  # the Gluon kernel of the rows of dK, where it runs
 
     @property
     def heads(self) -> int:
@@ -142,7 +143,7 @@ def _call(
     S, G, DV = b.shape(q)[1], b.shape(q)[2], v_width
     wgmma = None if config else list_kernels(b, q, k, v, DV, scale)
     if wgmma:
-        return _wgmma_call(b, wgmma[backward], q, k, lists, scale, DV)
+        return _wgmma_call(b, wgmma[backward], wgmma[2], q, k, lists, scale, DV)
     c = config or _plain_config(b, q, v, v_width, backward)
     values = k if v is None else v
     (sqb, sqs, sqg, sqh), (skb, skg, skn), (svb, svg, svn) = (tuple(b.strides(t))[:-1] for t in (q, k, values))
@@ -165,7 +166,7 @@ def _plain_config(b: Any, q: Any, v: Any, v_width: int, backward: bool) -> ListC
     return list_config(h, DK, v_width, b.dtype(q).itemsize, props.backend, props.arch, v is None, backward)
 
 
-def _wgmma_call(b: Any, kernel: Any, q: Any, k: Any, lists: Lists, scale: Any, DV: int) -> _Call:
+def _wgmma_call(b: Any, kernel: Any, rows: Any, q: Any, k: Any, lists: Lists, scale: Any, DV: int) -> _Call:
     S, G, h, DK = b.shape(q)[1:]
     (sqb, sqs, sqg, sqh), (skb, skg, skn) = (tuple(b.strides(t))[:-1] for t in (q, k))
     args = dict(
@@ -173,7 +174,8 @@ def _wgmma_call(b: Any, kernel: Any, q: Any, k: Any, lists: Lists, scale: Any, D
         N=b.shape(lists.keys)[3], sqb=sqb, sqs=sqs, sqg=sqg, sqh=sqh, skb=skb, skg=skg, skn=skn,
     )  # fmt: skip
     constexprs = dict(H=h, DK=DK, DV=DV, KT=0 if DK == DV else 64, BIAS=lists.bias is not None)
-    return _Call(args, constexprs, ListConfig(64, 64, DV, 4, 1, per=1), kernel)
+    # Up to 64 heads memory is what the plain kernel waits for, too.
+    return _Call(args, constexprs, ListConfig(64, 64, DV, 4, 1, per=1), kernel, rows if b.static(h) > 64 else None)
 
 
 def plan_lists_forward(
@@ -343,23 +345,37 @@ def _plan_chunk(
             selection_list_fold, (lines, 1, 1), dict(lists, factor_ptr=factor, **chunk), dict(H=H, NP=power_of_two(N)),
             4, 1,
         )  # fmt: skip
-    strides = {name: call.args[name] for name in ("sqb", "sqs", "sqg", "sqh")}
     with_v = has_dout and not shared
-    c = rows_config(H, DK, DV, dtype.itemsize)
-    NKC, NVC = -(-DK // c.DC), -(-DV // c.DC) if with_v else 0
-    b.launch(
-        selection_list_rows,
-        (lines * (NKC + NVC), 1, 1),
-        dict(dout_ptr=x.dout if has_dout else ds, q_ptr=call.args["q_ptr"], p_ptr=p, ds_ptr=ds, counts_ptr=call.args["counts_ptr"],
-             part_k_ptr=part_k, part_v_ptr=part_v, scale=call.args["scale"], **chunk, **strides),
-        dict(H=H, DK=DK, DV=DV, HB=c.HB, BN=c.BN, DC=c.DC, NKC=NKC, NVC=NVC, SHARED=shared, DOUT=has_dout,
-             ALIGN=alignment(b, call.args["q_ptr"]), PREC=dot_precision(b, dtype)),
-        c.num_warps, c.num_stages,
-    )  # fmt: skip
+    _plan_rows(b, call, x, p, ds, part_k, part_v, with_v, chunk)
     outs = [(part_k, x.acc_k, x.dk, DK)]
     if with_v:
         outs.append((part_v, x.acc_v, x.dv, DV))
     plan_sums(b, lists, int(repeats), B, S_kv, size, chunk, outs)
+
+
+def _plan_rows(
+    b: Any, call: _Call, x: _Gradients, p: Any, ds: Any, part_k: Any, part_v: Any, with_v: bool, chunk: dict[str, Any]
+) -> None:
+    """Launches the rows of dK, and ``with_v`` those of dV, of a chunk's queries; else those of V's gradient count to dK's."""
+    n = call.constexprs
+    H, DK, DV = n["H"], n["DK"], n["DV"]
+    lines, has_dout = b.shape(ds)[0], x.dout is not None
+    args = dict(
+        {name: call.args[name] for name in ("q_ptr", "counts_ptr", "scale", "sqb", "sqs", "sqg", "sqh")}, **chunk,
+        dout_ptr=x.dout if has_dout else ds, p_ptr=p, ds_ptr=ds, part_k_ptr=part_k,
+    )  # fmt: skip
+    if call.rows_kernel and has_dout:
+        b.launch(call.rows_kernel, (lines * (DV // 256), 1, 1), args, dict(H=H, DK=DK, DV=DV, KT=n["KT"]), 4, 1)
+        return
+    dtype = b.dtype(call.args["q_ptr"])
+    c = rows_config(H, DK, DV, dtype.itemsize)
+    NKC, NVC = -(-DK // c.DC), -(-DV // c.DC) if with_v else 0
+    b.launch(
+        selection_list_rows, (lines * (NKC + NVC), 1, 1), dict(args, part_v_ptr=part_v),
+        dict(H=H, DK=DK, DV=DV, HB=c.HB, BN=c.BN, DC=c.DC, NKC=NKC, NVC=NVC, SHARED=not with_v, DOUT=has_dout,
+             ALIGN=alignment(b, call.args["q_ptr"]), PREC=dot_precision(b, dtype)),
+        c.num_warps, c.num_stages,
+    )  # fmt: skip
 
 
 def plan_sums(
@@ -380,7 +396,7 @@ def plan_sums(
             (B * G * S_kv, -(-D // columns), 1),
             dict(part_ptr=part, inverse_ptr=inverse, sizes_ptr=sizes, acc_ptr=acc, out_ptr=out, S_kv=S_kv, N=N,
                  CQ=CQ, rows=rows),
-            dict(D=D, DC=columns, FIRST=first == 0, LAST=first + rows == S, UNROLL=8), 1, 1,
+            dict(D=D, DC=columns, FIRST=first == 0, LAST=first + rows == S, UNROLL=16), 1, 1,
         )  # fmt: skip
 
 
