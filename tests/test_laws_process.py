@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mhc_inductor
+from mhc_inductor.routing.graph import known_calls
 from mhc_inductor.routing.operators.e79.step import Recogniser as Steps
 from mhc_inductor.routing.operators.mhc.groups import Group
 from mhc_inductor.routing.operators.selection.attention import Recogniser as Attentions
@@ -112,6 +113,7 @@ def test_an_exception_anywhere_in_the_pass_leaves_the_graph_unrouted(
         if not callable(whole) or isinstance(whole, type):
             continue
         with monkeypatch.context() as patch:
+            patch.setattr(known_calls, "_LASTING", {})
             patch.setattr(owner, name, fail)
             compiled = Compiled()
             try:
@@ -160,6 +162,7 @@ def test_a_failure_in_any_function_of_the_pass_leaves_a_graph_that_is_right(
             continue
         gm = torch.fx.GraphModule(graph, _copied(graph.graph))
         with monkeypatch.context() as patch:
+            patch.setattr(known_calls, "_LASTING", {})
             patch.setattr(owner, name, fail)
             try:
                 report = capture.route(gm)

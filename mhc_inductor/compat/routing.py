@@ -12,11 +12,14 @@
 - torch._logging._internal.trace_structured_artifact: adds a text to the structured log
 - torch._ops.OpOverloadPacket: the type of operations without an overload
 - torch._subclasses.fake_tensor.DataDependentOutputException: a result that depends on data
+- torch._subclasses.fake_tensor.FakeTensor: the type of plain fake tensors
 - torch.fx.experimental.sym_node.SymNode.expr: the sympy expression of a size
 - torch.fx.experimental.sym_node.SymNode.has_hint: whether a size has a present value
 - torch.fx.experimental.sym_node.SymNode.hint: the present value of a size
 - torch.utils._python_dispatch.TorchDispatchMode: sees the operations that a call runs
+- torch.overrides._get_current_function_mode_stack: the torch function modes that are active
 - torch.utils._python_dispatch._disable_current_modes: switches fake and tracing modes off
+- torch.utils._python_dispatch._get_current_dispatch_mode_stack: the dispatch modes that are active
 - torch.utils._pytree.tree_flatten: flattens arguments
 - torch.utils._pytree.tree_unflatten: puts them together again
 """
@@ -154,6 +157,21 @@ def modes_kept() -> Iterator[None]:
     finally:
         torch.set_grad_enabled(grad)
         torch.set_rng_state(random)
+
+
+def is_fake(t: Any) -> bool:
+    """Returns whether a tensor is a plain fake one."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return type(t) is FakeTensor
+
+
+def modes_active() -> bool:
+    """Returns whether torch function or dispatch modes are active, such as a default device."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return bool(_get_current_function_mode_stack() or _get_current_dispatch_mode_stack())
 
 
 def may_mutate(operator: Any) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mhc_inductor import compat
+from mhc_inductor.routing.graph.known_calls import KnownCalls
 from mhc_inductor.routing.graph.values import SHARDED, example, fresh, given, run, tensors_in
 
 _DISTINCT = frozenset((int, bool, str, type(None)))
@@ -68,7 +69,7 @@ class Effects:
     """The effects of the nodes of all graphs of one compile. Equal calls are run once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Effect] = {}
+        self._known = KnownCalls("effect")
         self._of_node: dict[fx.Node, Effect] = {}
         self.unknown: dict[fx.Node, None] = {}
         """Calls whose effects PyTorch could not determine."""
@@ -105,9 +106,7 @@ class Effects:
         target = str(node.target) if node.op == "call_method" else node.target
         autocast = self._autocast.get(node, ())
         key = target, autocast, self._key(node.args), self._key(node.kwargs)
-        if key not in self._known:
-            self._known[key] = _asked(node, Modes(autocast=autocast))
-        found = self._known[key]
+        found: Effect = self._known.find(node, key, lambda: _asked(node, Modes(autocast=autocast)))
         if not found.known and any(SHARDED in a.meta for a in node.all_input_nodes):
             return _asked(node, Modes(autocast=autocast), given)  # a method of DTensors, such as redistribute
         return found

@@ -12,13 +12,16 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import fx
 
 from mhc_inductor import compat
 from mhc_inductor.routing.graph.index import Size, may_fix, size_of
+
+if TYPE_CHECKING:
+    from mhc_inductor.routing.graph.known_calls import KnownCalls
 
 aten = torch.ops.aten
 _NO_OPTIONS: dict[str, Any] = {}
@@ -207,6 +210,14 @@ class _At:
     out: int
 
 
+@dataclasses.dataclass(slots=True)
+class _Like:
+    """In a template: a tensor of which only the shape and the dtype count."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 _LEVELS = {
     "_grad_increment_nesting": 1,
     "_jvp_increment_nesting": 1,
@@ -265,7 +276,7 @@ class Values:
     Args:
         graph: a Dynamo graph, whose nodes hold fake values.
         autocast: for each node inside autocast, the (device, dtype, enabled, cache) of its regions, outermost first.
-        templates: the calls recorded so far; graphs of one compile share them.
+        templates: the calls recorded so far.
         writes: returns whether a node writes a tensor that it is given. Such nodes stay opaque.
         given: for inputs of the body of a checkpointed region, the masks and integers that the graph around passes in;
             None for others.
@@ -275,7 +286,7 @@ class Values:
         self,
         graph: fx.Graph,
         autocast: dict[fx.Node, tuple[Any, ...]],
-        templates: dict[Any, Any],
+        templates: KnownCalls,
         writes: Callable[[fx.Node], Any],
         given: Mapping[fx.Node, Value | None] | None = None,
     ) -> None:
@@ -330,7 +341,7 @@ class Values:
             found = self._of[node] = self._make(node)
             return found
 
-    def _like(self, tensor: torch.Tensor, node: fx.Node | None = None, pending: Any = None) -> Value:
+    def _like(self, tensor: torch.Tensor | _Like, node: fx.Node | None = None, pending: Any = None) -> Value:
         return Value(tuple(size_of(s, self.fixed) for s in tensor.shape), tensor.dtype, node, pending)
 
     def _make(self, node: fx.Node) -> Any:
@@ -412,9 +423,7 @@ class Values:
             tuple(sorted(_map(key, node.kwargs).items())),
             self.autocast.get(node, ()),
         )
-        template = self.templates.get(signature)
-        if template is None:
-            template = self.templates[signature] = self._record(node, inputs)
+        template = self.templates.find(node, signature, lambda: self._record(node, inputs))
         return self._instantiate(template, inputs)
 
     def _record(self, node: fx.Node, inputs: list[fx.Node]) -> Any:
@@ -437,12 +446,16 @@ class Values:
         where = {id(t): _At(0, k) for k, t in enumerate(examples)}
 
         def place(t: Any) -> Any:
-            return where.get(id(t), t) if isinstance(t, torch.Tensor) else t
+            if not isinstance(t, torch.Tensor) or (type(t) is torch.Tensor and t.dim() == 0):
+                return t
+            return where.get(id(t)) or _Like(t.shape, t.dtype)
 
         calls = []
         for k, (func, args, kwargs, out) in enumerate(recorder.calls, 1):
-            calls.append((_functional(func), _map(place, args), _map(place, kwargs), out))
-            for i, t in enumerate(tensors_in(out)):
+            results = tensors_in(out)
+            likes = [_Like(t.shape, t.dtype) for t in results]
+            calls.append((_functional(func), _map(place, args), _map(place, kwargs), likes))
+            for i, t in enumerate(results):
                 known = where.get(id(t))
                 if known is not None and known.step == 0 and _functional(func) is not func:
                     raise RuntimeError(f"{func} writes an input of {node.name} in place")
@@ -462,17 +475,18 @@ class Values:
                 return made[t.step][t.out]
             if isinstance(t, torch.SymInt) and not (size := size_of(t, self.fixed)).symbols:
                 return size.factor
-            if isinstance(t, torch.Tensor):
+            if isinstance(t, _Like):
+                return self._like(t)
+            if isinstance(t, torch.Tensor):  # a real tensor: the number of torch.tensor(number)
                 value = self._like(t)
-                if type(t) is torch.Tensor and t.dim() == 0:  # a real tensor: the number of torch.tensor(number)
-                    value.set(aten.scalar_tensor.default, (t.item(),), {})
+                value.set(aten.scalar_tensor.default, (t.item(),), {})
                 return value
             return t
 
-        for func, args, kwargs, out in calls:
+        for func, args, kwargs, likes in calls:
             filled = _map(fill, args), _map(fill, kwargs)
             row = []
-            for i, t in enumerate(tensors_in(out)):
+            for i, t in enumerate(likes):
                 value = self._like(t)
                 value.set(func, *filled, out=i)
                 row.append(value)

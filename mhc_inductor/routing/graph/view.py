@@ -12,7 +12,6 @@ import collections
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any
 
 import torch
 from torch import fx
@@ -21,6 +20,7 @@ from mhc_inductor import compat
 from mhc_inductor.options import DEFAULT, RoutingOptions
 from mhc_inductor.routing.effects import Effects, Modes, modes_of
 from mhc_inductor.routing.graph.functional import Functional, functional
+from mhc_inductor.routing.graph.known_calls import KnownCalls
 from mhc_inductor.routing.graph.values import (
     Value,
     Values,
@@ -43,7 +43,7 @@ class Knowledge:
     def __init__(self, options: RoutingOptions = DEFAULT, exported: bool = False) -> None:
         self.options = options
         self.exported = exported
-        self.templates: dict[Any, Any] = {}
+        self.templates = KnownCalls("template")
         self.effects = Effects()
         self.failures: list[tuple[fx.Node, Exception]] = []
         """Nodes at which an operator's search failed, until the pass reports them."""
