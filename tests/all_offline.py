@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles every kernel in every case for every target; the tests of each commit compile the most common cases.
+"""Compiles every kernel in every case for every target, and runs all their tests in Triton's interpreter.
 
-``python -m tests.all_offline`` takes eight minutes on two cores, and writes the committed counts of the Triton that it
-runs with. ``tests/test_results.py`` checks that those of CI's Triton are of this tree's kernels.
+The tests of each commit compile the most common cases and interpret a part. ``python -m tests.all_offline`` takes ten minutes
+on two cores, and writes the committed counts of the Triton that it runs with. ``tests/test_results.py`` checks that those
+of CI's Triton are of this tree's kernels.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ RESULT = ROOT / "benchmarks" / "results" / "offline.json"
 PARTLY = ["test_one_read.py", "test_post_project.py"]
 """Files of which only some tests compile offline: those whose names end in "spills"."""
 FILES = [*sorted(f.name for f in TESTS.glob("test_offline*.py")), "test_contraction.py", *PARTLY]
+INTERPRETED = "test_interpreter.py"
 
 
 def digest() -> str:
@@ -59,7 +61,7 @@ def main(
     with tempfile.NamedTemporaryFile() as noted:
         if record:
             os.environ[RECORD] = noted.name
-        code, counted = run(jobs, "-k", f"({others}) or spills", *(str(TESTS / f) for f in FILES))
+        code, counted = run(jobs, "-k", f"({others}) or spills", *(str(TESTS / f) for f in (*FILES, INTERPRETED)))
         compiled = noted.read().decode()
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
     result[TRITON] = {
@@ -70,7 +72,7 @@ def main(
     }
     Console().print(f"{counted.passed.total()} passed, {counted.elapsed():.0f} s")
     running.save(dict(sorted(result.items())), out)
-    if code or counted.others or len(counted.passed) != len(FILES):
+    if code or counted.others or counted.passed.keys() != {*FILES, INTERPRETED}:
         raise typer.Exit(1)
     if record:
         write_table(compiled)

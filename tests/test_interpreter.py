@@ -52,20 +52,20 @@ def test_bf16_dot_is_fixed(tmp_path):
     # of selection's tests, the part that conftest.some keeps for the interpreter
     ("operator", "least"),
     [
-        ("mhc", 100),
+        pytest.param("mhc", 100, marks=pytest.mark.whole),
         ("few", 6),
-        ("single_pass", 75),
+        pytest.param("single_pass", 75, marks=pytest.mark.whole),
         ("e79", 40),
         ("selection", 75),
         ("selection_pieces", 24),
-        ("selection_gather", 50),
-        ("selection_backward", 80),
-        ("selection_lists", 40),
-        ("selection_masks", 80),
+        pytest.param("selection_gather", 50, marks=pytest.mark.whole),
+        pytest.param("selection_backward", 80, marks=pytest.mark.whole),
+        pytest.param("selection_lists", 40, marks=pytest.mark.whole),
+        pytest.param("selection_masks", 80, marks=pytest.mark.whole),
         ("selection_join", 40),
-        ("index", 85),
+        pytest.param("index", 85, marks=pytest.mark.whole),
         ("index_backward", 28),
-        ("index_loss", 90),
+        pytest.param("index_loss", 90, marks=pytest.mark.whole),
     ],
 )
 def test_kernels_under_the_interpreter(operator, least):

@@ -308,8 +308,9 @@ def test_every_kernel_was_compiled_in_every_case_for_every_target():
     found = json.loads((RESULTS / "offline.json").read_text())
     assert set(map(versions.minor, found)) == _minors("triton")
     for version, run in found.items():
-        assert run["passed"].keys() == set(all_offline.FILES) and not run["others"], version
+        assert run["passed"].keys() - {all_offline.INTERPRETED} == set(all_offline.FILES) and not run["others"], version
         assert all(run["passed"].values()), version
+    assert all_offline.INTERPRETED in found["3.7"]["passed"]
     assert found["3.7"]["kernels_sha256"] == all_offline.digest(), (
         "kernels have changed: run python -m tests.all_offline"
     )
