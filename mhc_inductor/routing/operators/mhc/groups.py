@@ -20,8 +20,8 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc import mixing
 from mhc_inductor.routing.operators.mhc.formula import NOTHING, Coefficient, square_matrices
-from mhc_inductor.routing.operators.mhc.given_collapse import given_collapse
-from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
+from mhc_inductor.routing.operators.mhc.matches import CollapseUse, Post, PostUse, Pre, Sinkhorn
+from mhc_inductor.routing.operators.mhc.mixing import Known
 from mhc_inductor.routing.operators.mhc.norm import Kept, Norm
 from mhc_inductor.routing.operators.mhc.residual import LIGHT, Residual
 from mhc_inductor.routing.operators.mhc.static import PARTS, family
@@ -212,13 +212,13 @@ class Group:
             if n not in weights or not 2 <= n <= MAX_STREAMS:
                 continue
             try:
-                weight = mixing.collapse(value, norm.x, norm.width, weights[n])
+                use = mixing.collapse(value, n, per, Known(Kept(norm.x, weights[n]), weights[n]))
             except Mismatch as mismatch:
                 reasons.append(mismatch)
                 continue
             except Unsupported:
                 continue
-            return Pre(norm, n, self.coefficients[weight], value)
+            return Pre(norm, n, self.coefficients[use.weight], value)
         return None
 
     def _coefficients_alone(self) -> Pre | None:
@@ -276,10 +276,11 @@ class Group:
             if value is None or self.per_token(node) != self.norm.width // n:
                 continue
             if known.isdisjoint(r.value for r in chain_of(whole(value))):
-                with contextlib.suppress(Unsupported):
-                    use = given_collapse(value, n, weights, x)
-                    found += [use] if use is not None else []
-                    known |= {value} if use is not None else set()
+                with contextlib.suppress(Unsupported, Mismatch):
+                    use = mixing.collapse(value, n, self.norm.width // n, Known(weights=weights))
+                    if x is None or use.x is x:
+                        found.append(use)
+                        known.add(value)
         return found
 
     def _choose_post(self, pre: Pre) -> None:
@@ -398,7 +399,7 @@ class Group:
 
     def _post_of(
         self, n: int, posts: set[Value], matrices: set[Value] | None, h_res: Value | None
-    ) -> tuple[mixing.Post, Value, dict[int, Value]] | None:
+    ) -> tuple[Post, Value, dict[int, Value]] | None:
         """Returns the expand-and-mix of x by one of ``posts``, x_out, and its streams apart, or None. Raises Mismatch.
 
         ``matrices`` are those that may mix x, None for any. Where ``h_res`` is None too, x itself may be the residual.
@@ -409,23 +410,21 @@ class Group:
         raw = matrices is None
         if matrices is None:
             matrices = self._matrices(n, nodes, h_res)
-        first, apart = None, dict[mixing.Post, dict[int, Value]]()
+        known, d = Known(Kept(norm.x, posts, matrices), matrices, posts), norm.width // n
+        first, apart = None, dict[Post, dict[int, Value]]()
         for node in nodes:
-            value, per, at = self.view.value(node), self.per_token(node), None
-            if value is None or per not in (norm.width, norm.width // n):
+            value, per = self.view.value(node), self.per_token(node)
+            if value is None or per not in (norm.width, d):
                 continue
             try:
-                if per == norm.width:
-                    found = mixing.post(value, norm.x, norm.width, n, posts, matrices)
-                else:
-                    at, found = mixing.stream(value, norm.x, norm.width, n, posts, matrices)
-            except Mismatch as mismatch:
-                if mismatch.reason != NOTHING:
-                    first = first or mismatch
-                continue
+                whole_x = per == norm.width
+                at, found = (None, mixing.post(value, n, d, known)) if whole_x else mixing.stream(value, n, d, known)
             except Unsupported:
                 continue
-            if found.n != n or (found.matrix is None and not (raw and h_res is None)):
+            if not isinstance(found, Post):
+                first = found if first is None and found.reason != NOTHING else first
+                continue
+            if found.matrix is None and not (raw and h_res is None):
                 continue
             value, streams = self.search.rounded(found, value), apart.setdefault(found, {})
             if at is None:

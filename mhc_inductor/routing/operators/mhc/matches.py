@@ -8,7 +8,6 @@ import dataclasses
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Match, Mismatch
 from mhc_inductor.routing.operators.mhc.formula import Affine, Coefficient
-from mhc_inductor.routing.operators.mhc.mixing import Post
 from mhc_inductor.routing.operators.mhc.norm import Norm, parts_of, root_of
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chain
 
@@ -76,6 +75,29 @@ class Pre:
         # Verification makes the streams' parts, which the formula reads, and puts them together as the graph does.
         x, parts, outputs = root_of(self.norm.x)[0], parts_of(self.norm.x).roots, [*self.outputs.values()]
         return Match(self.op, [x, *parts, *weights], outputs, detail, data=self, derived=[x] * bool(parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Post:
+    """``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]``, where R is ``matrix`` or its transpose.
+
+    Where ``matrix`` is None, the residual is x[o] itself.
+    """
+
+    x: Value
+    h_post: Value
+    f_out: Value
+    matrix: Value | None
+    transpose: bool
+    n: int
+    width: int
+    """The number of elements of a token's streams, n * D."""
+    added: tuple[Value, ...] = ()
+    """Vectors [D] that are added to f_out."""
+    stream: int = -2
+    """The stream dim of x_out."""
+    x_stream: int = -2
+    """The stream dim of x, where the streams have a dim of their own."""
 
 
 @dataclasses.dataclass(eq=False)

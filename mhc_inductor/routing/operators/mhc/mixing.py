@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weighted sums over mHC's streams in normal form: the collapse of a token's streams, and the expand-and-mix."""
+"""Weighted sums over mHC's streams: the collapse of a token's streams, and the expand-and-mix.
+
+Their coefficients are those of a norm's formula, or come from elsewhere: parameters, or another graph after a graph break.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from typing import NamedTuple
 
-from mhc_inductor.routing.graph.bounds import DEPTH, Steps
+from mhc_inductor.ops.checks import MAX_STREAMS, MIN_WIDTH
 from mhc_inductor.routing.graph.expressions import (
     READABLE,
     Ref,
-    addends,
+    addends_of,
     aten,
     chain,
     contraction,
@@ -21,331 +24,121 @@ from mhc_inductor.routing.graph.expressions import (
     rounds,
     whole,
 )
-from mhc_inductor.routing.graph.index import ONE, Atom, Index, Size, Var, const, linear, product_of, var
+from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, linear, product_of, var
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import NOTHING
+from mhc_inductor.routing.operators.mhc.matches import CollapseUse, Post
 from mhc_inductor.routing.operators.mhc.norm import Kept
 
+_JOINS = (aten.stack.default, aten.cat.default)
+SUMS = (aten.add.Tensor, aten.sub.Tensor, *_JOINS)
+_MOST = MAX_STREAMS + 2
+"""The most addends of a stream that are examined: h_post * f_out, a bias of it, and one per stream where the mix is a sum."""
 OTHER_WEIGHTS = "x's streams are summed with other weights than those of the formula"
+_NOT_SUMMED = "x's streams are not summed over: expected h_in[d] = sum_i h_pre[i] * x[i, d]"
+_UNLIKE = "the streams of x_out are not all made in the same way"
+_EXPECTED = "expected x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i] and nothing else"
+WIDER = (
+    "the streams are mixed by part of a larger tensor, as in hyper-connections with static or tanh weights; "
+    "expected a matrix [..., n, n]"
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamSum:
-    """``sum_i weight[i] * x[i]``.
+class Known:
+    """What is known of a formula before it is read; None stands for every tensor that has the right elements."""
 
-    ``at`` and ``x`` are the flat indices into the weight and into x, in terms of ``stream``, the variable of i.
-    """
+    stop: Container[Value] = ()
+    """Values that are not looked into. If this is a :class:`Kept`, its x is the streams."""
+    weights: Collection[Value] | None = None
+    """What may multiply the streams: vectors that collapse them, or matrices that mix them."""
+    posts: Collection[Value] | None = None
+    """What may be h_post."""
 
-    weight: Value
-    at: Index
-    x: Index
-    stream: Var | None
-    n: int
-
-
-def stream_sum(terms: list[tuple[float, Ref]], kept: Kept, weights: Collection[Value]) -> StreamSum:
-    """Returns the terms as one weighted sum of x's streams. Raises Mismatch.
-
-    The sum may be a matrix product, a reduction, or one addend per stream.
-    """
-    seen = [_weighted(sign, ref, kept, weights) for sign, ref in terms]
-    weight, stream, bound = seen[0]
-    if len(seen) == 1:
-        if len(bound) != 1:
-            raise Mismatch("not a weighted sum over x's streams", weight.value)
-        return StreamSum(weight.value, weight.flat, stream.flat, bound[0], bound[0].size.factor)
-    n = len(seen)
-    if any(b for _, _, b in seen) or any(w.value is not weight.value for w, _, _ in seen):
-        raise Mismatch("not a weighted sum over x's streams", weight.value)
-    # One addend per stream: from each to the next, the indices of x and of the weight grow by constant steps.
-    by_stream = sorted(seen, key=lambda item: item[1].flat.terms.get(None, Size(0)).factor)
-    first_w, first_x, _ = by_stream[0]
-    i = Var(Size(n))
-    step_w = _step(first_w.flat, by_stream[1][0].flat)
-    step_x = _step(first_x.flat, by_stream[1][1].flat)
-    for k, (w, xs, _) in enumerate(by_stream):
-        if w.flat != first_w.flat.plus(const(k * step_w)) or xs.flat != first_x.flat.plus(const(k * step_x)):
-            raise Mismatch("the addends do not pair each stream with its own weight", w.value)
-    at = first_w.flat.plus(var(i).times(Size(step_w)))
-    return StreamSum(weight.value, at, first_x.flat.plus(var(i).times(Size(step_x))), i, n)
+    @property
+    def kept(self) -> Kept | None:
+        """The streams, where they are known."""
+        return self.stop if isinstance(self.stop, Kept) else None
 
 
-def _weighted(sign: float, ref: Ref, kept: Kept, weights: Collection[Value]) -> tuple[Ref, Ref, list[Var]]:
-    """Returns (weight, element of x, summed variables) of a product of a weight and x. Raises Mismatch."""
-    term = kept.product(ref)
-    mixed = [f for f, e in term.factors if f.value in weights and e == 1.0]
-    # A tensor that is several streams is here the one that its weight is of.
-    at = divided(mixed[0].flat, len(kept.parts.roots) or 1)[1].constant if mixed else None
-    streams = [x for f, e in term.factors if e == 1.0 and (x := kept.seen(f, at)).value is kept.x]
-    if len(term.factors) != 2 or len(streams) != 1 or len(mixed) != 1:
-        raise Mismatch(OTHER_WEIGHTS if len(streams) == 1 and len(term.factors) > 1 else NOTHING, ref.value)
-    if sign * term.coef != 1.0:
-        raise Mismatch(f"the sum of streams is scaled by {sign * term.coef:g}", ref.value)
-    return mixed[0], streams[0], term.bound
+# --- products and sums ---
 
 
-def _step(a: Index, b: Index) -> int:
-    return b.terms.get(None, Size(0)).factor - a.terms.get(None, Size(0)).factor
-
-
-def divided(flat: Index, per: int) -> tuple[Index, Index]:
-    """Returns (quotient, rest) such that ``flat = per * quotient + rest``."""
-    quotient, rest = dict[Atom, Size](), dict[Atom, Size]()
-    for atom, c in flat.terms.items():
-        if (each := c.over(Size(per))) is not None:
-            quotient[atom] = each
-        elif atom is None and not c.symbols:
-            at, low = divmod(c.factor, per)
-            quotient |= {None: Size(at)} if at else {}
-            rest[None] = Size(low)
-        else:
-            rest[atom] = c
-    return Index(quotient), Index(rest)
-
-
-def collapse(value: Value, x: Value, width: int, weights: Collection[Value]) -> Value:
-    """Returns the one of ``weights`` that collapses x: ``value[d] = sum_i weight[i] * x[i, d]``. Raises Mismatch."""
-    out, kept = whole(value), Kept(x, weights)
-    constant, terms = addends(out, kept)
-    if constant != 0.0:
-        raise Mismatch(f"a constant {constant:g} is added to the collapsed streams", value)
-    found = stream_sum(terms, kept, weights)
-    if found.stream is None or width % found.n:
-        raise Mismatch("not a weighted sum over x's streams", value)
-    n, d = found.n, width // found.n
-    tokens, feature = divided(found.x, width)
-    stream = var(found.stream)
-    if n == 1 or found.at != tokens.times(Size(n)).plus(stream):
-        raise Mismatch("x[i] is not weighted with h_pre[i]", value)
-    low = {a: c for a, c in feature.terms.items() if a is not found.stream}
-    if feature.terms.get(found.stream) != Size(d) or out.flat != tokens.times(Size(d)).plus(Index(low)):
-        raise Mismatch("x's streams are not summed over: expected h_in[d] = sum_i h_pre[i] * x[i, d]", value)
-    return found.weight
-
-
-# --- expand and mix -----------------------------------------------------------------------------------------
+def terms_of(ref: Ref, stop: Container[Value]) -> list[tuple[float, Ref]]:
+    """Returns the addends of an element with their signs. Raises Unsupported where there are too many for streams."""
+    terms: list[tuple[float, Ref]] = []
+    todo: list[tuple[float, Ref | float]] = [(1.0, ref)]
+    while todo:
+        sign, of = todo.pop()
+        if of == 0.0:
+            continue
+        if isinstance(of, float) or len(todo) + len(terms) > _MOST:
+            raise Unsupported
+        of = peel(of, stop)
+        below = None if of.value in stop else addends_of(of, stop)
+        if below is None:
+            terms.append((sign, of))
+        todo += [(sign * part.weight, part.of) for part in reversed(below or ())]
+    return terms
 
 
 @dataclasses.dataclass(frozen=True)
-class Post:
-    """``x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i]``, where R is ``matrix`` or its transpose.
+class Factors:
+    """The two factors of a product, and the variable that it is summed over, if any."""
 
-    Where ``matrix`` is None, the residual is x[o] itself.
-    """
+    a: Ref
+    b: Ref
+    bound: Var | None
 
-    x: Value
-    h_post: Value
-    f_out: Value
-    matrix: Value | None
-    transpose: bool
-    n: int
-    width: int
-    """The number of elements of a token's streams, n * D."""
-    added: tuple[Value, ...] = ()
-    """Vectors [D] that are added to f_out."""
-    stream: int = -2
-    """The stream dim of x_out."""
-    x_stream: int = -2
-    """The stream dim of x, where the streams have a dim of their own."""
+    def of_streams(self, n: int) -> Iterator[tuple[int, Index, Ref, Ref]]:
+        """Yields (stream or -1 for all, its index, weight, element of x) for each way to read it over n streams."""
+        if self.bound is not None and self.bound.size != Size(n):
+            return
+        for at in (-1,) if self.bound is not None else range(n):
+            i = var(self.bound) if self.bound is not None else const(at)
+            yield at, i, self.a, self.b
+            yield at, i, self.b, self.a
 
 
-def _toward(ref: Ref, targets: Collection[Value]) -> tuple[Ref, list[Ref]] | None:
-    """Returns ``ref`` as (element of one of ``targets``, other factors left whole), or None. Raises TooLarge."""
-    known: dict[Ref, tuple[Ref, list[Ref]] | None] = {}
-    steps = Steps("factors", ref.value, DEPTH)
-
-    def find(ref: Ref) -> tuple[Ref, list[Ref]] | None:
-        ref = peel(ref, targets)
-        if ref not in known:
-            steps.take()
-            known[ref] = search(ref)
-        return known[ref]
-
-    def search(ref: Ref) -> tuple[Ref, list[Ref]] | None:
-        if ref.value in targets:
-            return ref, []
-        pair: list[Ref | float] = []
-        if ref.value.func is aten.mul.Tensor:
-            pair = operands(ref)
-        elif (contracted := contraction(ref)) is not None and contracted[2].size == ONE:
-            pair = [contracted[0], contracted[1]]
-        elif (reduced := reduction(ref)) is not None and all(v.size == ONE for v in reduced[1]):
-            return find(reduced[0])
-        for k, a in enumerate(pair):
-            found = find(a) if isinstance(a, Ref) else None
-            if found is not None:
-                other = pair[1 - k]
-                return (found[0], [*found[1], other]) if isinstance(other, Ref) else None
+def factors(ref: Ref) -> Factors | None:
+    """Returns the two factors of a product, or of a sum of products over one variable; None for anything else."""
+    ref, bound = peel(ref), None
+    reduced = reduction(ref)
+    if reduced is not None:
+        summand, over, scale = reduced
+        over = [v for v in over if v.size != ONE]
+        if scale != 1.0 or len(over) > 1:
+            return None
+        ref, bound = peel(summand), over[0] if over else None
+    contracted = contraction(ref)
+    if contracted is not None:
+        left, right, k = contracted
+        if k.size != ONE and bound is not None:
+            return None
+        return Factors(left, right, bound if k.size == ONE else k)
+    if ref.value.func is not aten.mul.Tensor:
         return None
-
-    return find(ref)
-
-
-def post(value: Value, x: Value, width: int, n: int, posts: Collection[Value], matrices: Collection[Value]) -> Post:
-    """Returns ``value`` as an expand-and-mix of x by one of ``posts`` and one of ``matrices``. Raises Mismatch."""
-    out, search = whole(value), _Expansion(Kept(x, posts, matrices), width, posts, matrices)
-    try:
-        return search.at(out, out.flat)
-    except Mismatch as mismatch:
-        first = mismatch
-    shape = value.shape
-    if len(shape) < 2:
-        raise first
-    place = _places(out, n, width)
-    if place is not None:
-        with contextlib.suppress(Mismatch):  # with an index for the stream and one for the column
-            return search.at(at := place(var(Var(Size(n)))), at.flat)
-        try:
-            return search.by_streams(out, n, place)
-        except Mismatch as mismatch:
-            first = mismatch
-    for dim, size in enumerate(shape[:-1]):
-        if size == Size(n) and shape[-1] == Size(width // n):
-            order = streams_last(len(shape), dim)
-            flat = linear([out.index[d] for d in order], [shape[d] for d in order])
-            with contextlib.suppress(Mismatch):
-                return dataclasses.replace(search.at(out, flat), stream=dim)
-    raise first
+    a, b = operands(ref)
+    return Factors(a, b, bound) if isinstance(a, Ref) and isinstance(b, Ref) else None
 
 
-def stream(
-    value: Value, x: Value, width: int, n: int, posts: Collection[Value], matrices: Collection[Value]
-) -> tuple[int, Post]:
-    """Returns which stream of x_out ``value`` is, as a tensor of its own, and the expand-and-mix. Raises Mismatch."""
-    out, search, d = whole(value), _Expansion(Kept(x, posts, matrices), width, posts, matrices), width // n
-    h = search.outer(out, addends(out, search.kept)[1])[0]
-    (tokens, low), at = divided(out.flat, d), divided(h.flat, n)[1].constant
-    if at is None:
-        raise Mismatch(NOTHING, value)
-    return at, search.at(out, tokens.times(Size(width)).plus(const(at * d)).plus(low))
+class _Weighted(NamedTuple):
+    """``weight[place(i)] * x[i]``, or x[i] where ``weight`` is None."""
+
+    weight: Value | None
+    place: int
+    """Which of its possible places the weight has."""
+    x: Value
+    dim: int
+    """The stream dim of x."""
 
 
-def _places(out: Ref, n: int, width: int) -> Callable[[Index], Ref] | None:
-    """Returns what gives the element of a stream that ``out`` is: a dim of their own, or one of n * D; else None."""
-    shape, index = out.value.shape, out.index
-    if shape[-2] == Size(n):
-        return lambda stream: Ref(out.value, (*index[:-2], stream, index[-1]))
-    if shape[-1] == Size(width):
-        column = var(Var(Size(width // n)))
-        return lambda stream: Ref(out.value, (*index[:-1], stream.times(Size(width // n)).plus(column)))
-    return None
-
-
-def streams_last(rank: int, dim: int) -> list[int]:
-    """Returns the dims in an order with the stream dim ``dim`` second to last."""
-    others = [d for d in range(rank) if d != dim]
-    return [*others[:-1], dim, *others[-1:]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Mix:
-    """A residual: its matrix, the number of streams, and the token, stream and column of an element of x_out."""
-
-    matrix: Value | None
-    transpose: bool
-    n: int
-    tokens: Index
-    stream: Index
-    low: Index
-
-
-@dataclasses.dataclass(frozen=True)
-class _Expansion:
-    """Proves that elements of values are the expand-and-mix of ``kept.x``. All methods raise Mismatch."""
-
-    kept: Kept
-    width: int
-    posts: Collection[Value]
-    matrices: Collection[Value]
-
-    def at(self, out: Ref, flat: Index) -> Post:
-        """Returns ``out``, the element of x_out at ``flat``, as an expand-and-mix."""
-        constant, terms = addends(out, self.kept)
-        if constant != 0.0:
-            raise Mismatch(f"a constant {constant:g} is added to x_out", out.value)
-        h, others, rest = self.outer(out, terms)
-        plain = len(rest) == 1 and rest[0][0] == 1.0
-        identity = self.kept.seen(peel(rest[0][1], self.kept))
-        if plain and identity.value is self.kept.x:
-            mix = self._residual(out, flat, identity, h)
-        else:
-            mix = self._mixed(out, flat, rest)
-        if h.flat != mix.tokens.times(Size(mix.n)).plus(mix.stream):
-            raise Mismatch("f_out is not weighted with the h_post of its own stream", out.value)
-        f_out, added = _sublayer(others, mix, self.width // mix.n, product_of(self.kept.x.shape), out)
-        return Post(self.kept.x, h.value, f_out, mix.matrix, mix.transpose, mix.n, self.width, added)
-
-    def by_streams(self, out: Ref, n: int, place: Callable[[Index], Ref]) -> Post:
-        """Returns ``out`` as an expand-and-mix where each stream has its own expression."""
-        each = [self.at(at, at.flat) for at in map(place, map(const, range(n)))]
-        if any(other != each[0] for other in each):
-            raise Mismatch("the streams of x_out are not all made in the same way", out.value)
-        return each[0]
-
-    def outer(self, out: Ref, terms: list[tuple[float, Ref]]) -> tuple[Ref, list[Ref], list[tuple[float, Ref]]]:
-        """Returns (h_post, the factors that it multiplies, the other addends)."""
-        expanded = [(s, t, _toward(t, self.posts)) for s, t in terms]
-        outer = [(s, f) for s, _, f in expanded if f is not None]
-        rest = [(s, t) for s, t, f in expanded if f is None]
-        if not outer or not rest or any(peel(f[0]) != peel(outer[0][1][0]) for _, f in outer):
-            raise Mismatch(NOTHING, out.value)
-        others = [f[1][0] for s, f in outer if s == 1.0 and len(f[1]) == 1]
-        if len(others) != len(outer):
-            raise Mismatch("expected h_post[o] * f_out with no other factor", out.value)
-        return outer[0][1][0], others, rest
-
-    def _residual(self, out: Ref, flat: Index, identity: Ref, h: Ref) -> _Mix:
-        """Returns the residual that is x itself."""
-        if identity.flat != flat:
-            raise Mismatch("the residual is not x at x_out's own place", out.value)
-        per = product_of(h.value.shape).over(product_of(self.kept.x.shape).over(Size(self.width)) or ONE)
-        n = per.factor if per is not None and not per.symbols else 0
-        if n < 2 or self.width % n:
-            raise Mismatch("h_post does not have one element a stream", out.value)
-        tokens, rest = divided(flat, self.width)
-        return _Mix(None, False, n, tokens, *divided(rest, self.width // n))
-
-    def _mixed(self, out: Ref, flat: Index, rest: list[tuple[float, Ref]]) -> _Mix:
-        """Returns the residual that is x times a matrix."""
-        found = stream_sum(rest, self.kept, self.matrices)
-        n = found.n
-        tokens, feature = divided(found.x, self.width)
-        fits = found.stream is not None and n >= 2 and self.width % n == 0
-        if not fits or feature.terms.get(found.stream) != Size(self.width // n):
-            raise Mismatch("the residual streams are not mixed by an n x n matrix", out.value)
-        feature = Index({a: c for a, c in feature.terms.items() if a is not found.stream})
-        mine, place = divided(flat, self.width)
-        if mine != tokens:
-            raise Mismatch("x is taken at another token than x_out", out.value)
-        stream, low = divided(place, self.width // n)
-        if low != feature:
-            raise Mismatch(
-                "x_out's stream o and column d are not laid out as those of x; expected sum_i R[o, i] * x[i, d]",
-                out.value,
-            )
-        i, base = var(found.stream), tokens.times(Size(n * n))  # type: ignore[arg-type]
-        for transpose, (row, column) in enumerate(((stream, i), (i, stream))):
-            if found.at == base.plus(row.times(Size(n))).plus(column):
-                return _Mix(found.weight, bool(transpose), n, tokens, stream, low)
-        raise Mismatch("the residual matrix is neither h_res nor its transpose", out.value)
-
-
-def _sublayer(others: list[Ref], mix: _Mix, d: int, elements: Size, out: Ref) -> tuple[Value, tuple[Value, ...]]:
-    """Returns (f_out, vectors [D] that are added to it). ``elements`` is the size of x. Raises Mismatch."""
-    # h_post may multiply a bias of the sublayer in an addend of its own.
-    vectors = [next((v for r in chain(ref) if (v := _vector(r, mix.low, d)) is not None), None) for ref in others]
-    if not mix.tokens.terms:
-        # With a single token, f_out is itself a vector [D].
-        vectors[0] = None
-    added = tuple(v for v in vectors if v is not None)
-    others = [ref for ref, v in zip(others, vectors, strict=True) if v is None]
-    if len(others) != 1:
-        raise Mismatch("expected h_post[o] * f_out with one f_out", out.value)
-    f_out = read(others[0], (mix.tokens.times(Size(d)).plus(mix.low), elements.over(Size(mix.n)) or ONE))
-    if f_out is None:
-        raise Mismatch("f_out is not laid out as [tokens, D]", others[0].value)
-    return f_out, added
+def _one_sum(found: list[tuple[int, set[_Weighted]]], n: int) -> _Weighted | None:
+    """Returns how all addends (stream or -1 for all, ways to read it) may be read if they sum n streams once, else None."""
+    streams = sorted(at for at, _ in found)
+    alike = set.intersection(*(ways for _, ways in found)) if streams in ([-1], [*range(n)]) else ()
+    return next(iter(alike), None)
 
 
 def read(ref: Ref, *wanted: tuple[Index, Size]) -> Value | None:
@@ -362,7 +155,288 @@ def read(ref: Ref, *wanted: tuple[Index, Size]) -> Value | None:
     return best
 
 
-def _vector(ref: Ref, low: Index, d: int) -> Value | None:
-    """Returns the vector [D] whose element in column ``low`` is ``ref``, or None."""
-    found = ref.value.node is not None and ref.flat == low and product_of(ref.value.shape) == Size(d)
-    return ref.value if found else None
+# --- elements of streams ---
+
+
+class _Expanded(NamedTuple):
+    """``h_post[o] * f_out``, with ``element`` of h_post behind its views.
+
+    f_out has elements for each token, or is a vector [D]. If there is one token, it is both.
+    """
+
+    h_post: Value
+    element: Ref
+    f_out: Value | None
+    vector: Value | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+    """An element of x_out or h_in, with its token, column and, in x_out, its stream: a variable, or a number."""
+
+    known: Known
+    out: Ref
+    n: int
+    d: int
+    tokens: Index
+    count: Size
+    """The number of tokens."""
+    stream: Index
+    low: Index
+    dim: int = -2
+    """The stream dim of x_out."""
+
+    def per_token(self, per: int, at: Index) -> tuple[Index, Size]:
+        """Returns (flat index, total elements) of a tensor with ``per`` elements a token at element ``at``."""
+        return self.tokens.times(Size(per)).plus(at), self.count.times(Size(per))
+
+    def coefficient(self, ref: Ref, allowed: Collection[Value] | None, per: int, at: Index) -> Value | None:
+        """Returns which of the ``allowed`` coefficients, ``per`` a token, ``ref`` shows at ``at``, or None.
+
+        Others than known ones may be shared by all tokens.
+        """
+        place = self.per_token(per, at)
+        if allowed is None:
+            return read(ref, place, (at, Size(per)))
+        shown = chain(ref, self.known.stop)
+        return next((r.value for r in shown if r.value in allowed and r.flat == place[0]), None)
+
+    def streams(self, ref: Ref, i: Index) -> tuple[Value, int] | None:
+        """Returns (x, its stream dim) if ``ref`` is the element of the i-th stream in this column, else None."""
+        wanted, elements = self.per_token(self.n * self.d, i.times(Size(self.d)).plus(self.low))
+        kept = self.known.kept
+        if kept is not None:
+            seen = kept.seen(peel(ref, kept), i.constant)
+            return (kept.x, -2) if seen.value is kept.x and seen.flat == wanted else None
+        x = read(ref, (wanted, elements))
+        if x is not None:
+            return x, -2
+        for r in chain(ref):
+            shape = r.value.shape
+            if r.value.node is None or shape[-1:] != (Size(self.d),):
+                shape = ()
+            for dim in range(len(shape) - 1):
+                order = streams_last(len(shape), dim)
+                at = linear([r.index[k] for k in order], [shape[k] for k in order])
+                if shape[dim] == Size(self.n) and at == wanted:
+                    return r.value, dim - len(shape)
+            if rounds(r.value):
+                break
+        return None
+
+    def weighted(self, ref: Ref, per: int, *places: Callable[[Index], Index]) -> tuple[int, set[_Weighted]] | None:
+        """Returns (stream or -1 for all, ways to read it) of ``weight[place(i)] * x[i]``, or None.
+
+        There are ``per`` weights a token. An element of a matrix may be one of its transpose, too.
+        """
+        found = factors(ref)
+        for at, i, a, b in found.of_streams(self.n) if found is not None else ():
+            x = self.streams(b, i)
+            if x is None:
+                continue
+            weights = [self.coefficient(a, self.known.weights, per, place(i)) for place in places]
+            ways = {_Weighted(weight, k, *x) for k, weight in enumerate(weights) if weight is not None}
+            if ways:
+                return at, ways
+        return None
+
+    def mixed(self, ref: Ref) -> tuple[int, set[_Weighted]] | None:
+        """Returns (stream or -1 for all, ways to read it) of ``R[o, i] * x[i]``, or of x[o] where x is known; or None."""
+        x, n, o = self.streams(ref, self.stream) if self.known.kept is not None else None, Size(self.n), self.stream
+        if x is not None:
+            return -1, {_Weighted(None, 0, *x)}
+        return self.weighted(ref, self.n**2, lambda i: o.times(n).plus(i), lambda i: i.times(n).plus(o))
+
+    def expanded(self, ref: Ref) -> _Expanded | None:
+        """Returns ``ref`` as ``h_post[o] * f_out``, or None."""
+        found = factors(ref)
+        if found is None or found.bound is not None:
+            return None
+        for a, b in ((found.a, found.b), (found.b, found.a)):
+            h_post = self.coefficient(a, self.known.posts, self.n, self.stream)
+            f_out, vector = read(b, self.per_token(self.d, self.low)), read(b, (self.low, Size(self.d)))
+            if h_post is not None and (f_out is not None or vector is not None):
+                return _Expanded(h_post, peel(a), f_out, vector)
+        return None
+
+    def wider(self, ref: Ref) -> bool:
+        """Checks whether a term is a sum of streams with weights that are no matrix [n, n] of their own."""
+        found = factors(ref)
+        if found is None or found.bound is None:
+            return False
+        return any(self.streams(b, i) is not None for _, i, _, b in found.of_streams(self.n))
+
+
+def streams_last(rank: int, dim: int) -> list[int]:
+    """Returns the dims in an order with the stream dim ``dim`` second to last."""
+    others = [d for d in range(rank) if d != dim]
+    return [*others[:-1], dim, *others[-1:]]
+
+
+def _columns(value: Value, d: int) -> int | None:
+    """Returns the first of the last dims that have d elements together, or None."""
+    dims = reversed(range(len(value.shape)))
+    return next((k for k in dims if product_of(value.shape[k:]) == Size(d)), None)
+
+
+def _stream_dims(value: Value, n: int, d: int) -> list[int | None]:
+    """Returns the dims of ``value`` that may be its n streams, and None where they may share the last one with D."""
+    shape, first = value.shape, _columns(value, d)
+    own = [k for k in range(first or 0) if shape[k] == Size(n) and first in (k + 1, len(shape) - 1)]
+    return [*own, *[None] * (shape[-1:] == (Size(n * d),))]
+
+
+def _frame(value: Value, n: int, d: int, known: Known, stream: Index, dim: int | None = None) -> _Frame:
+    """Returns the element of ``value`` in a stream. Where ``value`` has no dim for streams, it may be one of them."""
+    shape, index, first = value.shape, [*whole(value).index], _columns(value, d)
+    if first is None:
+        first, low = len(shape) - 1, var(Var(Size(d)))
+        index[-1] = stream.times(Size(d)).plus(low)
+    else:
+        low = linear(index[first:], shape[first:])
+    if dim is not None:
+        index[dim] = stream
+    lead = [k for k in range(first) if k != dim]
+    sizes = [shape[k] for k in lead]
+    tokens, place = linear([index[k] for k in lead], sizes), -2 if dim in (None, first - 1) else dim - len(shape)
+    return _Frame(known, Ref(value, tuple(index)), n, d, tokens, product_of(sizes), stream, low, place)
+
+
+# --- collapse ---
+
+
+def collapse(value: Value, n: int, d: int, known: Known) -> CollapseUse:
+    """Returns ``value[d] = sum_i weight[i] * x[i, d]`` as a collapse of n streams. Raises Mismatch and Unsupported."""
+    if _columns(value, d) is None or (known.kept is None and d < MIN_WIDTH):
+        raise Mismatch(NOTHING, value)
+    frame, found = _frame(value, n, d, known, const(0)), []
+    for sign, ref in terms_of(frame.out, known.stop):
+        one = frame.weighted(ref, n, lambda i: i) if sign == 1.0 else None
+        if one is None:
+            raise Mismatch(OTHER_WEIGHTS if _has_streams(ref, known) else NOTHING, ref.value)
+        found.append(one)
+    total = _one_sum(found, n)
+    if total is None or total.weight is None:
+        raise Mismatch(_NOT_SUMMED, value)
+    return CollapseUse(n, d, total.weight, total.x, total.dim, value)
+
+
+def _has_streams(ref: Ref, known: Known) -> bool:
+    """Checks whether one factor of a product is an element of the streams, where these are known."""
+    kept, found = known.kept, factors(ref)
+    if kept is None or found is None:
+        return False
+    return any(kept.seen(peel(side, kept)).value is kept.x for side in (found.a, found.b))
+
+
+# --- expand and mix ---
+
+
+def post(value: Value, n: int, d: int, known: Known) -> Post | Mismatch:
+    """Returns ``value`` as an expand-and-mix of n streams, or why it is none. Raises Unsupported.
+
+    All its streams may have one expression, or each its own, as in a stack.
+    """
+    misses = [Mismatch(NOTHING, value)]
+    for dim in _stream_dims(value, n, d):
+        for streams in ([var(Var(Size(n)))], [*map(const, range(n))]):
+            found = _alike(value, (_frame(value, n, d, known, o, dim) for o in streams))
+            if isinstance(found, Post):
+                return found
+            misses.append(found)
+    return _nearest(misses)
+
+
+def stream(value: Value, n: int, d: int, known: Known) -> tuple[int, Post | Mismatch]:
+    """Returns which stream of x_out ``value`` is, as a tensor of its own, and the expand-and-mix or why it is none.
+
+    Raises Unsupported.
+    """
+    misses = [Mismatch(NOTHING, value)]
+    for o in range(n) if _columns(value, d) is not None else ():
+        found = _alike(value, [_frame(value, n, d, known, const(o))])
+        if isinstance(found, Post):
+            return o, found
+        misses.append(found)
+    return 0, _nearest(misses)
+
+
+def _alike(value: Value, frames: Iterable[_Frame]) -> Post | Mismatch:
+    """Returns the one expand-and-mix that all ``frames`` of a value are of, or why there is none."""
+    try:
+        each = {_post(frame) for frame in frames}
+    except Mismatch as mismatch:
+        return mismatch
+    return each.pop() if len(each) == 1 else Mismatch(_UNLIKE, value)
+
+
+def _nearest(misses: list[Mismatch]) -> Mismatch:
+    """Returns the first mismatch of something that expands or mixes streams, or the first one."""
+    return next((miss for miss in misses if miss.reason != NOTHING), misses[0])
+
+
+def given_post(value: Value, sums: Container[Value]) -> Post | None:
+    """Returns ``value`` as an expand-and-mix of whatever streams and coefficients, or None.
+
+    ``sums`` are already known to be expand-and-mixes. Raises Mismatch where the streams are expanded and mixed, but the
+    sum has further terms.
+    """
+    *_, last = (ONE, *value.shape)
+    if last.symbols:
+        return None
+    try:
+        terms = [ref for _, ref in terms_of(whole(value), sums)]
+        sizes = {f.bound.size.factor for t in terms if (f := factors(t)) is not None and f.bound is not None}
+        sizes |= {len(t.value.args[0]) for t in terms if t.value.func in _JOINS}
+        for n in sorted(size for size in sizes if 2 <= size <= MAX_STREAMS):
+            for d in (last.factor, last.factor // n):
+                found = post(value, n, d, Known(sums)) if d > n and d >= MIN_WIDTH else None
+                if isinstance(found, Post):
+                    return found
+                if found is not None and found.reason not in (NOTHING, _UNLIKE):
+                    raise found
+    except Unsupported:
+        pass
+    return None
+
+
+def _post(frame: _Frame) -> Post:
+    """Returns the expand-and-mix of one frame. Raises Mismatch and Unsupported."""
+    terms = terms_of(frame.out, frame.known.stop)
+    outer: list[_Expanded] = []
+    mixes: list[tuple[int, set[_Weighted]]] = []
+    for sign, ref in terms if len(terms) > 1 else ():
+        # One stream of x times its element of R also looks like h_post * f_out, so try the mix first.
+        mixed = frame.mixed(ref) if sign == 1.0 else None
+        one = frame.expanded(ref) if sign == 1.0 and mixed is None else None
+        mixes += [mixed] if mixed is not None else []
+        outer += [one] if one is not None else []
+    # h_post may multiply a bias of the sublayer, a vector, in an addend of its own.
+    own = next((k for k, each in enumerate(outer) if each.vector is None), 0)
+    f_out = outer[own].f_out if outer else None
+    added = [each.vector for k, each in enumerate(outer) if k != own and each.vector is not None]
+    mix, alike = _one_sum(mixes, frame.n), len({each.element for each in outer}) == 1
+    fits = alike and len(outer) + len(mixes) == len(terms) and len(added) + 1 == len(outer)
+    if mix is None or f_out is None or not fits:
+        raise Mismatch(_misfit(frame, [ref for _, ref in terms], f_out is not None, bool(mixes)), frame.out.value)
+    n, width, h_post = frame.n, frame.n * frame.d, outer[0].h_post
+    return Post(mix.x, h_post, f_out, mix.weight, bool(mix.place), n, width, tuple(added), frame.dim, mix.dim)
+
+
+def _misfit(frame: _Frame, terms: list[Ref], expands: bool, mixes: bool) -> str:
+    """Returns why a sum is no expand-and-mix: NOTHING where it does not expand and mix streams at all."""
+    posts, stop = frame.known.posts, frame.known.stop
+    if posts is None:
+        if expands and mixes:
+            return _EXPECTED
+        return WIDER if expands and any(map(frame.wider, terms)) else NOTHING
+    pairs = [(found.a, found.b) if (found := factors(ref)) is not None else () for ref in terms]
+    weighted = [any(r.value in posts for side in pair for r in chain(side, stop)) for pair in pairs]
+    return _EXPECTED if any(weighted) and not all(weighted) else NOTHING
+
+
+def expanded(value: Value, n: int) -> bool:
+    """Checks whether an addend of ``value`` [..., n, D] is ``h_post[o] * f_out``."""
+    frame = _frame(value, n, value.shape[-1].factor, Known(), var(Var(Size(n))), len(value.shape) - 2)
+    each = [frame.expanded(ref) for _, ref in terms_of(frame.out, ())]
+    return any(found is not None and found.f_out is not None for found in each)

@@ -18,12 +18,10 @@ from mhc_inductor.routing.graph.values import Value, elements_read, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
-from mhc_inductor.routing.operators.mhc.external_post import SUMS, WIDER, given_post
 from mhc_inductor.routing.operators.mhc.formula import square_matrices
-from mhc_inductor.routing.operators.mhc.given_collapse import given_collapse
 from mhc_inductor.routing.operators.mhc.groups import FEW, Group, gate_of_streams, streams_behind
-from mhc_inductor.routing.operators.mhc.matches import CollapseUse, PostUse, Pre, Sinkhorn
-from mhc_inductor.routing.operators.mhc.mixing import Post
+from mhc_inductor.routing.operators.mhc.matches import CollapseUse, Post, PostUse, Pre, Sinkhorn
+from mhc_inductor.routing.operators.mhc.mixing import SUMS, WIDER, Known, collapse, given_post
 from mhc_inductor.routing.operators.mhc.norm import Norm, root_of
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chains, Iterations, last_of
 from mhc_inductor.routing.operators.mhc.static import STATIC, family, lists, residual_of
@@ -264,8 +262,11 @@ class Search:
         """Yields the first weighted sum of the n streams of x, whatever the weights are."""
         near = self.view.descendants([node_of(x)], functools.partial(self._wide, x=x), 200)
         for value in map(self.view.value, near):
-            with contextlib.suppress(Unsupported):
-                if value is not None and value is not x and value.shape and (use := given_collapse(value, n, None, x)):
+            if value is None or value is x or not value.shape or value.shape[-1].symbols:
+                continue
+            with contextlib.suppress(Unsupported, Mismatch):
+                use = collapse(value, n, value.shape[-1].factor, Known())
+                if use.x is x:
                     yield use
                     return
 

@@ -13,7 +13,7 @@ from mhc_inductor.routing.graph.gates import bound_below
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.values import Value, behind, values_in
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.mhc.external_post import expanded, factors, terms_of
+from mhc_inductor.routing.operators.mhc.mixing import expanded, factors, terms_of
 
 WRITTEN_APART = (
     "each stream is a tensor of its own, and written as such; expected one tensor [..., n, D] of new streams"
