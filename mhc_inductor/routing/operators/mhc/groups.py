@@ -204,15 +204,16 @@ class Group:
         weights: dict[int, set[Value]] = {}
         for weight, c in self.coefficients.items():
             weights.setdefault(c.affine.rows, set()).add(weight)
+        known = {n: Known(Kept(norm.x, each), each) for n, each in weights.items()}
         for node in nodes:
             per, value = self.per_token(node), self.view.value(node)
             if not per or value is None or norm.width % per:
                 continue
             n = norm.width // per
-            if n not in weights or not 2 <= n <= MAX_STREAMS:
+            if n not in known or not 2 <= n <= MAX_STREAMS:
                 continue
             try:
-                use = mixing.collapse(value, n, per, Known(Kept(norm.x, weights[n]), weights[n]))
+                use = mixing.collapse(value, n, per, known[n])
             except Mismatch as mismatch:
                 reasons.append(mismatch)
                 continue
@@ -252,7 +253,7 @@ class Group:
             return None
         found = None
         with contextlib.suppress(Mismatch):
-            found = self._post_of(n, set(each), None, None)
+            found = self._post_of(n, set(each))
         if len(leaving) == 1 and (found is None or found[0].matrix is None or found[0].h_post in leaving[0]):
             return None
         last = [part[self._along(part)[-1]] for part in leaving]
@@ -374,9 +375,8 @@ class Group:
     # --- expand and mix ---
 
     def _find_post(self, pre: Pre) -> None:
-        matrices = {pre.mixed} if pre.mixed is not None else None
         try:
-            found = self._post_of(pre.n, set(pre.posts), matrices, pre.h_res)
+            found = self._post_of(pre.n, set(pre.posts), pre)
         except Mismatch as mismatch:
             self.search.miss("mhc_post", mismatch, pre.posts[0])
             return
@@ -391,25 +391,24 @@ class Group:
         posts = {*self._one_a_stream(n)}
         found = None
         with contextlib.suppress(Mismatch):
-            found = self._post_of(n, posts, None, None) if posts else None
+            found = self._post_of(n, posts) if posts else None
         if found is None or found[0].matrix is None:
             return False
         self.search.found.append(PostUse(None, *found))
         return True
 
     def _post_of(
-        self, n: int, posts: set[Value], matrices: set[Value] | None, h_res: Value | None
+        self, n: int, posts: set[Value], pre: Pre | None = None
     ) -> tuple[Post, Value, dict[int, Value]] | None:
         """Returns the expand-and-mix of x by one of ``posts``, x_out, and its streams apart, or None. Raises Mismatch.
 
-        ``matrices`` are those that may mix x, None for any. Where ``h_res`` is None too, x itself may be the residual.
+        Where ``pre`` has iterations, their matrix mixes x; else any matrix or, where it has no h_res either, none.
         """
         norm = self.norm
         admit = lambda node: self._light(node) and self.per_token(node) is not None  # noqa: E731
         nodes = self.search.reached(map(node_of, posts), admit, 400)
-        raw = matrices is None
-        if matrices is None:
-            matrices = self._matrices(n, nodes, h_res)
+        h_res, mixed = (pre.h_res, pre.mixed) if pre is not None else (None, None)
+        matrices = {mixed} if mixed is not None else self._matrices(n, nodes, h_res)
         known, d = Known(Kept(norm.x, posts, matrices), matrices, posts), norm.width // n
         first, apart = None, dict[Post, dict[int, Value]]()
         for node in nodes:
@@ -424,7 +423,7 @@ class Group:
             if not isinstance(found, Post):
                 first = found if first is None and found.reason != NOTHING else first
                 continue
-            if found.matrix is None and not (raw and h_res is None):
+            if found.matrix is None and h_res is not None:
                 continue
             value, streams = self.search.rounded(found, value), apart.setdefault(found, {})
             if at is None:

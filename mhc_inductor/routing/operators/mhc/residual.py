@@ -12,7 +12,7 @@ from torch import fx
 from mhc_inductor.routing.edit import node_of
 from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten, is_cast, peel, summed, whole
 from mhc_inductor.routing.graph.index import Size, Unsupported
-from mhc_inductor.routing.graph.values import Value
+from mhc_inductor.routing.graph.values import Value, reached
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc.formula import Affine, square_matrices
@@ -155,17 +155,13 @@ class Residual:
 
     def _only_through(self, start: Value, end: Value) -> bool:
         """Checks whether every use of ``start`` goes through ``end``."""
-        order, first, last = self.view.order, node_of(start), node_of(end)
-        todo, seen = [first], {first}
-        while todo:
-            for user in todo.pop().users:
-                if user is last or user in seen or user not in self.view.live:
-                    continue
-                if user.op == "output" or order[user] > order[last]:
-                    return False
-                seen.add(user)
-                todo.append(user)
-        return True
+        order, last = self.view.order, node_of(end)
+
+        def readers(node: fx.Node) -> list[fx.Node]:
+            early = order[node] < order[last]
+            return [user for user in node.users if user is not last and user in self.view.live] if early else []
+
+        return all(order[node] < order[last] for node in reached([node_of(start)], readers))
 
 
 def _addends(value: Value) -> list[Value]:
