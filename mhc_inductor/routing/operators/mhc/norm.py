@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -166,6 +167,18 @@ def root_of(x: Value) -> tuple[Value, tuple[int, ...]]:
     return root, tuple(map(dims.index, range(len(dims))))
 
 
+def made_of(node: fx.Node, sources: Collection[fx.Node], most: int = sys.maxsize) -> bool:
+    """Checks whether the result of ``node`` depends on elements of ``sources``, as far as the ``most`` nearest nodes show."""
+    todo, seen, first = [node], {node}, min(sources)
+    for at in todo:  # grows
+        if at in sources:
+            return True
+        new = [parent for parent in elements_read(at) if parent not in seen and not parent < first]
+        seen.update(new)
+        todo += new[: most - len(todo)]
+    return False
+
+
 class Parts(NamedTuple):
     """The tensors of one shape that ``stack`` or ``cat`` puts together to x. In memory order, x is [count, parts, size].
 
@@ -228,26 +241,13 @@ class Kept:
             return True
         if not isinstance(value, Value) or value.node is None or not written(value):
             return isinstance(value, Value) and self._again(value)
-        return not self._made_of_x(value.node) or any(ref.value in self.views for ref in chain(whole(value)))
+        of_x = self.x.node is None or made_of(value.node, {self.x.node})
+        return not of_x or any(ref.value in self.views for ref in chain(whole(value)))
 
     def _again(self, value: Value) -> bool:
         """Checks whether ``value`` is x's parts, put together once more."""
         mine = self.parts
         return bool(mine.roots) and value.func in _JOINS and parts_of(value)[1:] == mine[1:]
-
-    def _made_of_x(self, node: fx.Node) -> bool:
-        """Checks whether the result of ``node`` depends on elements of x."""
-        if self.x.node is None or node is self.x.node:
-            return True
-        todo, seen = [node], {node}
-        while todo:
-            for parent in elements_read(todo.pop()):
-                if parent is self.x.node:
-                    return True
-                if parent not in seen and self.x.node < parent:
-                    seen.add(parent)
-                    todo.append(parent)
-        return False
 
     def product(self, ref: Ref) -> Term:
         """Returns ``ref`` as a product, in which elements of x's sources and parts are written as elements of x."""

@@ -14,7 +14,7 @@ from mhc_inductor.routing.edit import node_of
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, is_cast, peel, product, whole
 from mhc_inductor.routing.graph.gates import SIGMOIDS, argument_of, gate_of
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, product_of
-from mhc_inductor.routing.graph.values import Value, elements_read, name_of
+from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch, Miss, contained
 from mhc_inductor.routing.operators.mhc import formula as mhc
@@ -22,7 +22,7 @@ from mhc_inductor.routing.operators.mhc.formula import square_matrices
 from mhc_inductor.routing.operators.mhc.groups import FEW, Group, gate_of_streams, streams_behind
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, Post, PostUse, Pre, Sinkhorn
 from mhc_inductor.routing.operators.mhc.mixing import SUMS, WIDER, Known, collapse, given_post
-from mhc_inductor.routing.operators.mhc.norm import Norm, root_of
+from mhc_inductor.routing.operators.mhc.norm import Norm, made_of, root_of
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chains, Iterations, last_of
 from mhc_inductor.routing.operators.mhc.static import STATIC, family, lists, residual_of
 
@@ -292,16 +292,7 @@ class Search:
 
     def _made_of(self, value: Value, x: Value) -> bool:
         """Checks whether ``value`` is computed from x in this graph, in few steps."""
-        node, wanted = value.node, {v.node for v in (x, root_of(x)[0])}
-        todo, seen = [node] if node is not None else [], {node}
-        while todo and len(seen) < 64:
-            for parent in elements_read(todo.pop(0)):
-                if parent in wanted:
-                    return True
-                if parent not in seen:
-                    seen.add(parent)
-                    todo.append(parent)
-        return False
+        return made_of(node_of(value), {*map(node_of, (x, root_of(x)[0]))}, 64)
 
 
 def _check_unaltered(term: Ref) -> None:
