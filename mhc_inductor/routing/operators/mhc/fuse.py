@@ -60,14 +60,8 @@ class Fusion:
             return _single_pass(view, first, node)
         if not _movable(view, first, node):
             return None
-        outputs = [view.value(user) for user in node.users if user.target is operator.getitem]
-        inputs = [view.value(a) for a in (*first.args, *node.args[1:]) if isinstance(a, fx.Node)]
-        if not outputs or len(outputs) != len(node.users):
-            return None
         name, fused = _FUSED[node.target]
-        read, given = [v for v in inputs if v is not None], [v for v in (*outputs, view.value(first)) if v is not None]
-        numbers = _numbers(view, first, node)
-        return Match(fused, read, given, parts=("mhc_post", name), data=(first, node), numbers=numbers)
+        return _fused(view, fused, ("mhc_post", name), first, node) if node.users else None
 
     def emit(self, edit: Edit, match: Match) -> Iterable[tuple[Value, fx.Node]]:
         """Emits the fused op and returns each output of the two ops with its new node."""
@@ -99,19 +93,22 @@ def _single_pass(view: View, first: fx.Node, second: fx.Node) -> Match | None:
     # Weights among the coefficients are those of mhc_pre: the collapse has to wait for them.
     if ours.intersection(nodes) or len(modes) > 1 or ready >= min(uses, default=ready + 1):
         return None
-    outputs = [view.value(n) for n in (*second.users, first, collapse)]
-    inputs = [view.value(n) for n in nodes]
-    if any(u.target is not operator.getitem for u in second.users):
-        return None
-    read, given = [v for v in inputs if v is not None], [v for v in outputs if v is not None]
     parts = ("mhc_post", "mhc_collapse", "mhc_coefficients")
-    numbers = _numbers(view, first, second)
-    return Match("mhc_single_pass", read, given, parts=parts, data=(first, second, collapse), numbers=numbers)
+    return _fused(view, "mhc_single_pass", parts, first, second, collapse)
 
 
-def _numbers(view: View, *nodes: fx.Node) -> list[fx.Node]:
-    """Returns the nodes among the arguments that are no tensors."""
-    return [a for node in nodes for a in node.args if isinstance(a, fx.Node) and view.value(a) is None]
+def _fused(
+    view: View, op: str, parts: tuple[str, ...], first: fx.Node, second: fx.Node, *more: fx.Node
+) -> Match | None:
+    """Returns the fusion of a post with the calls that read its result; None where ``second`` is read as a tuple."""
+    if any(user.target is not operator.getitem for user in second.users):
+        return None
+    nodes = [a for node in (first, second, *more) for a in node.args if isinstance(a, fx.Node) and a is not first]
+    read, given = (
+        [v for n in each if (v := view.value(n)) is not None] for each in (nodes, (*second.users, first, *more))
+    )
+    numbers = [n for n in nodes if view.value(n) is None]
+    return Match(op, read, given, parts=parts, data=(first, second, *more), numbers=numbers)
 
 
 def _few(post: fx.Node) -> bool:

@@ -435,8 +435,14 @@ def _misfit(frame: _Frame, terms: list[Ref], expands: bool, mixes: bool) -> str:
     return _EXPECTED if any(weighted) and not all(weighted) else NOTHING
 
 
-def expanded(value: Value, n: int) -> bool:
-    """Checks whether an addend of ``value`` [..., n, D] is ``h_post[o] * f_out``."""
-    frame = _frame(value, n, value.shape[-1].factor, Known(), var(Var(Size(n))), len(value.shape) - 2)
-    each = [frame.expanded(ref) for _, ref in terms_of(frame.out, ())]
-    return any(found is not None and found.f_out is not None for found in each)
+def residual_of(value: Value) -> tuple[Value, int] | None:
+    """Returns (x, n) of ``x + h_post[o] * f_out`` with streams x [..., n, D], or None. Raises Unsupported."""
+    *_, n, d = (Size(0), Size(0), *value.shape)
+    if n.symbols or not 2 <= n.factor <= MAX_STREAMS:
+        return None
+    frame = _frame(value, n.factor, d.factor, Known(), var(Var(n)), len(value.shape) - 2)
+    terms = [ref for _, ref in terms_of(frame.out, ())]
+    plain = [ref.value for ref in terms if factors(ref) is None and ref.value.shape == value.shape]
+    written = any((one := frame.expanded(ref)) is not None and one.f_out is not None for ref in terms)
+    residual = written and len(terms) == 2 and len(plain) == 1 and plain[0].node is not None
+    return (plain[0], n.factor) if residual else None

@@ -21,10 +21,10 @@ from mhc_inductor.routing.operators.mhc import formula as mhc
 from mhc_inductor.routing.operators.mhc.formula import square_matrices
 from mhc_inductor.routing.operators.mhc.groups import FEW, Group, gate_of_streams, streams_behind
 from mhc_inductor.routing.operators.mhc.matches import CollapseUse, Post, PostUse, Pre, Sinkhorn
-from mhc_inductor.routing.operators.mhc.mixing import SUMS, WIDER, Known, collapse, given_post
+from mhc_inductor.routing.operators.mhc.mixing import SUMS, WIDER, Known, collapse, given_post, residual_of
 from mhc_inductor.routing.operators.mhc.norm import Norm, made_of, root_of
 from mhc_inductor.routing.operators.mhc.sinkhorn import Chains, Iterations, last_of
-from mhc_inductor.routing.operators.mhc.static import STATIC, family, lists, residual_of
+from mhc_inductor.routing.operators.mhc.static import STATIC, family, lists
 
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
 _NO_PRE = "the logits h_res are computed, and no h_pre = sigmoid(alpha * z + bias) that collapses the streams"

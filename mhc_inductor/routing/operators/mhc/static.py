@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from mhc_inductor.ops.checks import MAX_STREAMS, MIN_WIDTH
+from mhc_inductor.ops.checks import MIN_WIDTH
 from mhc_inductor.routing.graph.expressions import Ref, addends, aten, peel, reduction, whole
 from mhc_inductor.routing.graph.gates import bound_below
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.values import Value, behind, values_in
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.operators.mhc.mixing import expanded, factors, terms_of
+from mhc_inductor.routing.operators.mhc.mixing import factors, terms_of
 
 WRITTEN_APART = (
     "each stream is a tensor of its own, and written as such; expected one tensor [..., n, D] of new streams"
@@ -56,17 +56,6 @@ class _Sum(NamedTuple):
     value: Value
     plain: frozenset[Ref]
     weighted: dict[Value, dict[Ref, Index]]
-
-
-def residual_of(value: Value) -> tuple[Value, int] | None:
-    """Returns (x, n) of ``x + h_post[o] * f_out`` with streams x [..., n, D], or None. Raises Unsupported."""
-    *_, n, _ = (Size(0), Size(0), *value.shape)
-    if n.symbols or not 2 <= n.factor <= MAX_STREAMS:
-        return None
-    terms = terms_of(Ref(value, tuple(var(Var(s)) for s in value.shape)), ())
-    plain = [ref.value for _, ref in terms if factors(ref) is None and ref.value.shape == value.shape]
-    written = len(terms) == 2 and len(plain) == 1 and expanded(value, n.factor)
-    return (plain[0], n.factor) if written and plain[0].node is not None else None
 
 
 def lists(values: Iterable[Value], routed: Collection[Value]) -> Iterator[Mismatch]:
