@@ -37,6 +37,7 @@ _MOST = MAX_STREAMS + 2
 """The most addends of a stream that are examined: h_post * f_out, a bias of it, and one per stream where the mix is a sum."""
 OTHER_WEIGHTS = "x's streams are summed with other weights than those of the formula"
 _NOT_SUMMED = "x's streams are not summed over: expected h_in[d] = sum_i h_pre[i] * x[i, d]"
+_SCALED = "the sum of streams is scaled by {:g}"
 _UNLIKE = "the streams of x_out are not all made in the same way"
 _EXPECTED = "expected x_out[o] = h_post[o] * f_out + sum_i R[o, i] * x[i] and nothing else"
 WIDER = (
@@ -101,26 +102,35 @@ class Factors:
             yield at, i, self.b, self.a
 
 
-def factors(ref: Ref) -> Factors | None:
-    """Returns the two factors of a product, or of a sum of products over one variable; None for anything else."""
-    ref, bound = peel(ref), None
-    reduced = reduction(ref)
-    if reduced is not None:
-        summand, over, scale = reduced
-        over = [v for v in over if v.size != ONE]
-        if scale != 1.0 or len(over) > 1:
-            return None
-        ref, bound = peel(summand), over[0] if over else None
+def scaled(ref: Ref) -> tuple[float, Factors | None]:
+    """Returns a number and what it multiplies: a product, or a sum of products over one variable; None for anything else."""
+    number, over = 1.0, list[Var]()
+    while True:
+        ref = peel(ref)
+        reduced, pair = reduction(ref), operands(ref) if ref.value.func is aten.mul.Tensor else []
+        refs, numbers = [a for a in pair if isinstance(a, Ref)], [a for a in pair if isinstance(a, float)]
+        if reduced is not None:
+            ref, bound, by = reduced
+            over += [v for v in bound if v.size != ONE]
+        elif refs and numbers:
+            (ref,), (by,) = refs, numbers
+        else:
+            break
+        number *= by
     contracted = contraction(ref)
     if contracted is not None:
-        left, right, k = contracted
-        if k.size != ONE and bound is not None:
-            return None
-        return Factors(left, right, bound if k.size == ONE else k)
-    if ref.value.func is not aten.mul.Tensor:
-        return None
-    a, b = operands(ref)
-    return Factors(a, b, bound) if isinstance(a, Ref) and isinstance(b, Ref) else None
+        *refs, k = contracted
+        over += [k] * (k.size != ONE)
+    if len(refs) != 2 or len(over) > 1:
+        return number, None
+    a, b = refs
+    return number, Factors(a, b, over[0] if over else None)
+
+
+def factors(ref: Ref) -> Factors | None:
+    """Returns the two factors of a product, or of a sum of products over one variable; None for anything else."""
+    number, found = scaled(ref)
+    return found if number == 1.0 else None
 
 
 class _Weighted(NamedTuple):
@@ -224,12 +234,13 @@ class _Frame:
                 break
         return None
 
-    def weighted(self, ref: Ref, per: int, *places: Callable[[Index], Index]) -> tuple[int, set[_Weighted]] | None:
+    def weighted(
+        self, found: Factors | None, per: int, *places: Callable[[Index], Index]
+    ) -> tuple[int, set[_Weighted]] | None:
         """Returns (stream or -1 for all, ways to read it) of ``weight[place(i)] * x[i]``, or None.
 
         There are ``per`` weights a token. An element of a matrix may be one of its transpose, too.
         """
-        found = factors(ref)
         for at, i, a, b in found.of_streams(self.n) if found is not None else ():
             x = self.streams(b, i)
             if x is None:
@@ -240,16 +251,15 @@ class _Frame:
                 return at, ways
         return None
 
-    def mixed(self, ref: Ref) -> tuple[int, set[_Weighted]] | None:
+    def mixed(self, ref: Ref, found: Factors | None) -> tuple[int, set[_Weighted]] | None:
         """Returns (stream or -1 for all, ways to read it) of ``R[o, i] * x[i]``, or of x[o] where x is known; or None."""
         x, n, o = self.streams(ref, self.stream) if self.known.kept is not None else None, Size(self.n), self.stream
         if x is not None:
             return -1, {_Weighted(None, 0, *x)}
-        return self.weighted(ref, self.n**2, lambda i: o.times(n).plus(i), lambda i: i.times(n).plus(o))
+        return self.weighted(found, self.n**2, lambda i: o.times(n).plus(i), lambda i: i.times(n).plus(o))
 
-    def expanded(self, ref: Ref) -> _Expanded | None:
-        """Returns ``ref`` as ``h_post[o] * f_out``, or None."""
-        found = factors(ref)
+    def expanded(self, found: Factors | None) -> _Expanded | None:
+        """Returns a product as ``h_post[o] * f_out``, or None."""
         if found is None or found.bound is not None:
             return None
         for a, b in ((found.a, found.b), (found.b, found.a)):
@@ -258,6 +268,13 @@ class _Frame:
             if h_post is not None and (f_out is not None or vector is not None):
                 return _Expanded(h_post, peel(a), f_out, vector)
         return None
+
+    def misweighted(self, found: Factors | None) -> bool:
+        """Checks whether one factor of a product is an element of known streams, in any place."""
+        kept = self.known.kept
+        if found is None or kept is None:
+            return False
+        return any(kept.seen(peel(side, kept)).value is kept.x for side in (found.a, found.b))
 
     def wider(self, ref: Ref) -> bool:
         """Checks whether a term is a sum of streams with weights that are no matrix [n, n] of their own."""
@@ -311,22 +328,17 @@ def collapse(value: Value, n: int, d: int, known: Known) -> CollapseUse:
         raise Mismatch(NOTHING, value)
     frame, found = _frame(value, n, d, known, const(0)), []
     for sign, ref in terms_of(frame.out, known.stop):
-        one = frame.weighted(ref, n, lambda i: i) if sign == 1.0 else None
+        number, pair = scaled(ref)
+        one = frame.weighted(pair, n, lambda i: i)
         if one is None:
-            raise Mismatch(OTHER_WEIGHTS if _has_streams(ref, known) else NOTHING, ref.value)
+            raise Mismatch(OTHER_WEIGHTS if frame.misweighted(pair) else NOTHING, ref.value)
+        if sign * number != 1.0:
+            raise Mismatch(_SCALED.format(sign * number), ref.value)
         found.append(one)
     total = _one_sum(found, n)
     if total is None or total.weight is None:
         raise Mismatch(_NOT_SUMMED, value)
     return CollapseUse(n, d, total.weight, total.x, total.dim, value)
-
-
-def _has_streams(ref: Ref, known: Known) -> bool:
-    """Checks whether one factor of a product is an element of the streams, where these are known."""
-    kept, found = known.kept, factors(ref)
-    if kept is None or found is None:
-        return False
-    return any(kept.seen(peel(side, kept)).value is kept.x for side in (found.a, found.b))
 
 
 # --- expand and mix ---
@@ -405,12 +417,19 @@ def _post(frame: _Frame) -> Post:
     terms = terms_of(frame.out, frame.known.stop)
     outer: list[_Expanded] = []
     mixes: list[tuple[int, set[_Weighted]]] = []
+    why = list[str]()
     for sign, ref in terms if len(terms) > 1 else ():
+        number, pair = scaled(ref)
         # One stream of x times its element of R also looks like h_post * f_out, so try the mix first.
-        mixed = frame.mixed(ref) if sign == 1.0 else None
-        one = frame.expanded(ref) if sign == 1.0 and mixed is None else None
-        mixes += [mixed] if mixed is not None else []
-        outer += [one] if one is not None else []
+        mixed, scale = frame.mixed(ref, pair), sign * number
+        one = frame.expanded(pair) if mixed is None and scale == 1.0 else None
+        if mixed is not None:
+            mixes += [mixed] * (scale == 1.0)
+            why += [_SCALED.format(scale)] * (scale != 1.0)
+        elif one is not None:
+            outer.append(one)
+        elif frame.misweighted(pair):
+            why.append(OTHER_WEIGHTS)
     # h_post may multiply a bias of the sublayer, a vector, in an addend of its own.
     own = next((k for k, each in enumerate(outer) if each.vector is None), 0)
     f_out = outer[own].f_out if outer else None
@@ -418,21 +437,25 @@ def _post(frame: _Frame) -> Post:
     mix, alike = _one_sum(mixes, frame.n), len({each.element for each in outer}) == 1
     fits = alike and len(outer) + len(mixes) == len(terms) and len(added) + 1 == len(outer)
     if mix is None or f_out is None or not fits:
-        raise Mismatch(_misfit(frame, [ref for _, ref in terms], f_out is not None, bool(mixes)), frame.out.value)
+        reason = _misfit(frame, [ref for _, ref in terms], f_out is not None, bool(mixes), why)
+        raise Mismatch(reason, frame.out.value)
     n, width, h_post = frame.n, frame.n * frame.d, outer[0].h_post
     return Post(mix.x, h_post, f_out, mix.weight, bool(mix.place), n, width, tuple(added), frame.dim, mix.dim)
 
 
-def _misfit(frame: _Frame, terms: list[Ref], expands: bool, mixes: bool) -> str:
-    """Returns why a sum is no expand-and-mix: NOTHING where it does not expand and mix streams at all."""
+def _misfit(frame: _Frame, terms: list[Ref], expands: bool, mixes: bool, why: list[str]) -> str:
+    """Returns why a sum is no expand-and-mix: NOTHING where it does not expand and mix streams at all.
+
+    ``why`` has reasons of single terms.
+    """
     posts, stop = frame.known.posts, frame.known.stop
     if posts is None:
         if expands and mixes:
             return _EXPECTED
         return WIDER if expands and any(map(frame.wider, terms)) else NOTHING
-    pairs = [(found.a, found.b) if (found := factors(ref)) is not None else () for ref in terms]
+    pairs = [(found.a, found.b) if (found := scaled(ref)[1]) is not None else () for ref in terms]
     weighted = [any(r.value in posts for side in pair for r in chain(side, stop)) for pair in pairs]
-    return _EXPECTED if any(weighted) and not all(weighted) else NOTHING
+    return [*why, _EXPECTED][0] if any(weighted) and not all(weighted) else NOTHING
 
 
 def residual_of(value: Value) -> tuple[Value, int] | None:
@@ -443,6 +466,6 @@ def residual_of(value: Value) -> tuple[Value, int] | None:
     frame = _frame(value, n.factor, d.factor, Known(), var(Var(n)), len(value.shape) - 2)
     terms = [ref for _, ref in terms_of(frame.out, ())]
     plain = [ref.value for ref in terms if factors(ref) is None and ref.value.shape == value.shape]
-    written = any((one := frame.expanded(ref)) is not None and one.f_out is not None for ref in terms)
+    written = any((one := frame.expanded(factors(ref))) is not None and one.f_out is not None for ref in terms)
     residual = written and len(terms) == 2 and len(plain) == 1 and plain[0].node is not None
     return (plain[0], n.factor) if residual else None
