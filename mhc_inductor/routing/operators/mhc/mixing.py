@@ -24,7 +24,18 @@ from mhc_inductor.routing.graph.expressions import (
     rounds,
     whole,
 )
-from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, linear, product_of, var
+from mhc_inductor.routing.graph.index import (
+    ONE,
+    DynamicWidth,
+    Index,
+    Size,
+    Unsupported,
+    Var,
+    const,
+    linear,
+    product_of,
+    var,
+)
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.operators.mhc.formula import NOTHING
@@ -107,7 +118,10 @@ def scaled(ref: Ref) -> tuple[float, Factors | None]:
     number, over = 1.0, list[Var]()
     while True:
         ref = peel(ref)
-        reduced, pair = reduction(ref), operands(ref) if ref.value.func is aten.mul.Tensor else []
+        try:
+            reduced, pair = reduction(ref), operands(ref) if ref.value.func is aten.mul.Tensor else []
+        except DynamicWidth:  # the number of streams is never dynamic, so that no other size has to be fixed for this
+            return number, None
         refs, numbers = [a for a in pair if isinstance(a, Ref)], [a for a in pair if isinstance(a, float)]
         if reduced is not None:
             ref, bound, by = reduced
