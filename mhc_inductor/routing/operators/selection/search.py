@@ -150,154 +150,126 @@ class Search:
         return bool(symbols) and self.values.fix(symbols)
 
     def _attempt(self) -> list[Found]:
-        found = []
+        found: list[Found] = []
         # A logarithm of the sum is a part of most softmaxes: those of other scores are looked at last.
         self.softmaxes = set()
         for node in sorted(self.view.nodes, key=is_log):
             if node in self.view.live:
                 with contained(self.view, node):
                     try:
-                        found += self._at(node)
+                        one = self._at(node)
                     except DynamicWidth:
                         if may_fix():
                             raise
-                        self._miss(DYNAMIC, None, node)
+                        one = self._miss(DYNAMIC, None, node)
+                    if isinstance(one, Found):
+                        found.append(one)
+                    elif one is not None:
+                        self.misses.append(one)
         return found
 
-    def _at(self, node: fx.Node) -> list[Found]:
+    def _at(self, node: fx.Node) -> Found | Miss | None:
+        """Returns the attention at ``node``, a near miss if it resembles one, or None."""
         if is_masked_call(node):
             return self._tried(lambda recogniser: recogniser.sdpa(node), node)
         if is_softmax(node):
             value = self.view.value(node)
-            return [] if value is None or value.func not in _SOFTMAXES else self._softmax(Written(value, node, value))
-        known = len(self.misses)
-        if name_of(node) == _CALL and self._gathered(node, known):
-            found = self._picked(lambda recogniser: recogniser.sdpa(node), node, known)
-            return [] if found is None else [found]
+            return None if value is None or value.func not in _SOFTMAXES else self._softmax(Written(value, node, value))
+        if name_of(node) == _CALL and (gathered := self._gathered(node)) is not None:
+            return self._picked(lambda recogniser: recogniser.sdpa(node), node) or gathered
         if is_power(node):
             power = self.view.value(node)
             if power not in self._written and (written := written_softmax(self.view, node)) is not None:
                 self._written[power] = written
             if power in self._written:
                 return self._softmax(self._written[power])
-            self._handmade(node)
+            masked = masked_softmax(self.view, node)
+            return None if masked is None else self._unrouted(_HANDMADE, None, node, masked)
         if is_log(node) and (scores := logged(self.view, node)) is not None and scores not in self.softmaxes:
-            self._unrouted(_LOGARITHM, None, node, Masked(self.view, scores))
-        return []
+            return self._unrouted(_LOGARITHM, None, node, Masked(self.view, scores))
+        return None
 
-    def _handmade(self, node: fx.Node) -> None:
-        """Reports a softmax over masked scores that is written out."""
-        masked = masked_softmax(self.view, node)
-        if masked is not None:
-            self._unrouted(_HANDMADE, None, node, masked)
-
-    def _unrouted(self, reason: str, value: Value | None, node: fx.Node, masked: Masked) -> None:
-        """Reports a softmax at ``node`` for ``reason`` if some of its scores are hidden."""
+    def _unrouted(self, reason: str, value: Value | None, node: fx.Node, masked: Masked) -> Miss | None:
+        """Returns a near miss for ``reason`` if some scores of the softmax at ``node`` are hidden."""
         self.softmaxes |= masked.followed
-        if masked.hidden:
-            ordinary = gathered_keys(masked.scores) is None and masked.ordinary
-            self._miss(reason, value, node, ordinary=ordinary)
+        if not masked.hidden:
+            return None
+        return self._miss(reason, value, node, gathered_keys(masked.scores) is None and masked.ordinary)
 
-    def _miss(self, reason: str, value: Value | None, node: fx.Node, ordinary: bool = False) -> None:
-        self.misses.append(Miss(OP, reason, value, self.view.value(node), ordinary))
+    def _miss(self, reason: str, value: Value | None, node: fx.Node, ordinary: bool = False) -> Miss:
+        return Miss(OP, reason, value, self.view.value(node), ordinary)
 
-    def _tried(self, recognise: Callable[[Recogniser], Found], node: fx.Node) -> list[Found]:
-        """Returns the attention at ``node``.
+    def _tried(self, recognise: Callable[[Recogniser], Found], node: fx.Node) -> Found | Miss | None:
+        """Returns the attention at ``node``, or a near miss.
 
         Looks for ranges of keys first. If the formula does not contradict them, but they cannot be followed, looks for
         lists of keys whose conditions may read tensors at the key. Reports what the first search missed if the second
         finds nothing either.
         """
-        known = len(self.misses)
         recogniser = Recogniser(self.values, self.zero_rows)
         found = self._recognised(recogniser, recognise, node)
-        if found is not None:
-            return [found]
-        missed = self.misses[known:]
-        del self.misses[known:]
-        listed = None
+        if isinstance(found, Found):
+            return found
+        slower = ""
         if not recogniser.differs:
             listed = self._recognised(Recogniser(self.values, self.zero_rows, by_key=True), recognise, node)
-        slower = "" if listed is None else left_to_dense(listed, self.values.sizes)
-        if listed is not None and slower is None:
-            return [listed]
-        self.misses[known:] = missed
-        gathered = self._gathered(node, known)
-        if gathered or recogniser.gathers:
-            found = self._picked(recognise, node, known)
-            if found is not None:
-                return [found]
-        elif (found := self._read(recogniser, recognise, node, known, slower)) is not None:
-            del self.misses[known:]
-            return [found]
+            if isinstance(listed, Found):
+                reason = left_to_dense(listed, self.values.sizes)
+                if reason is None:
+                    return listed
+                slower = reason
+        gathered = self._gathered(node)
+        if gathered is not None or recogniser.gathers:
+            found = self._picked(recognise, node) or gathered or found
+        else:
+            found = self._read(recogniser, recognise, node, slower) or found
+        if isinstance(found, Found):
+            return found
         self.failed.append(recogniser)
-        if not gathered and not self.misses[known:] and (slower or recogniser.given):
-            if slower:
-                self._miss(slower, None, node, ordinary=True)
-            else:
-                self._masks(recogniser, node)
-        return []
+        if found is not None:
+            return found
+        if slower:
+            return self._miss(slower, None, node, ordinary=True)
+        return self._masks(recogniser, node) if recogniser.given else None
 
-    def _masks(self, recogniser: Recogniser, node: fx.Node) -> None:
-        """Reports an attention by what its masks are made of."""
+    def _masks(self, recogniser: Recogniser, node: fx.Node) -> Miss:
+        """Returns what is reported of an attention by what its masks are made of."""
         value, masks = self.view.value(node), dict.fromkeys(recogniser.given)
         if value is not None and value.func in _SOFTMAXES:
             masks |= Masked(self.view, value.args[0]).masks
         close, chosen = recogniser.close, by_choice(masks)
         if chosen is not None or close:
-            self._miss(*((_OTHER, close[-1]) if chosen is None else (_THRESHOLD, chosen)), node)
-            return
+            return self._miss(*((_OTHER, close[-1]) if chosen is None else (_THRESHOLD, chosen)), node)
         reason, origin = unknown(self.view, masks, recogniser.shape)
-        self._miss(reason, origin, node, ordinary=reason is not OPAQUE)
+        return self._miss(reason, origin, node, ordinary=reason is not OPAQUE)
 
-    def _picked(self, recognise: Callable[[Recogniser], Found], node: fx.Node, known: int) -> Found | None:
-        """Returns the attention over gathered keys at ``node``.
-
-        If there is none, its near misses replace those from ``known`` on, if it has any.
-        """
-        missed = self.misses[known:]
-        del self.misses[known:]
-        found = self._recognised(Recogniser(self.values, self.zero_rows, gathered=True), recognise, node)
-        self.misses[known:] = [] if found is not None else self.misses[known:] or missed
-        return found
+    def _picked(self, recognise: Callable[[Recogniser], Found], node: fx.Node) -> Found | Miss | None:
+        """Returns the attention over gathered keys at ``node``, or a near miss."""
+        return self._recognised(Recogniser(self.values, self.zero_rows, gathered=True), recognise, node)
 
     def _read(
-        self,
-        failed: Recogniser,
-        recognise: Callable[[Recogniser], Found],
-        node: fx.Node,
-        known: int,
-        slower: str | None,
-    ) -> Found | None:
+        self, failed: Recogniser, recognise: Callable[[Recogniser], Found], node: fx.Node, slower: str
+    ) -> Found | Miss | None:
         """Returns the attention at ``node`` whose masks the op is to read as data.
 
-        If it is not worth it, the reason replaces the near misses from ``known`` on, unless ``slower`` says already that lists
-        are slower.
+        If it is not worth it, returns a near miss with the reason, unless ``slower`` says already that lists are slower.
         """
         if unknown(self.view, failed.given, failed.shape)[0] is not OPAQUE:
             return None
         self.opaque = True
         if not self.reads:
             return None
-        at = len(self.misses)
         found = self._recognised(Recogniser(self.values, self.zero_rows, data=True), recognise, node)
-        del self.misses[at:]
-        if found is None or found.out.node is None:
+        if not isinstance(found, Found) or found.out.node is None:
             return None
         sizes = sizes_of(found, self.values.sizes, example(found.out.node).device.type, found.v.value.dtype)
         reason = left_to_dense(found, self.values.sizes)
         if reason is None or reads_masks(sizes, found.sink is not None):
             return found
-        if reason and not slower:
-            del self.misses[known:]
-            self._miss(reason, None, node)
-        return None
+        return self._miss(reason, None, node) if reason and not slower else None
 
-    def _gathered(self, node: fx.Node, known: int) -> bool:
-        """Reports an attention whose keys are gathered, in place of the misses from ``known`` on.
-
-        Returns whether they are.
-        """
+    def _gathered(self, node: fx.Node) -> Miss | None:
+        """Returns a near miss if the keys of the attention at ``node`` are gathered."""
         value = self.view.value(node)
         if name_of(node) == _CALL:
             keys = node.args[1] if len(node.args) > 1 else node.kwargs.get("key")
@@ -305,15 +277,12 @@ class Search:
             found = None if of is None else gathered(of)
         else:
             found = gathered_keys(value.args[0]) if value is not None and value.func in _SOFTMAXES else None
-        if found is not None:
-            del self.misses[known:]
-            self._miss(_GATHERED, found, node)
-        return found is not None
+        return None if found is None else self._miss(_GATHERED, found, node)
 
     def _recognised(
         self, recogniser: Recogniser, recognise: Callable[[Recogniser], Found], node: fx.Node
-    ) -> Found | None:
-        """Returns what is found at ``node``; else None, with a near miss if it resembles a selection."""
+    ) -> Found | Miss | None:
+        """Returns what is found at ``node``; else a near miss if it resembles a selection."""
         try:
             found = recognise(recogniser)
             self._absorb(found)
@@ -321,25 +290,25 @@ class Search:
                 best(ref, order, found.masks.equal) is not None for ref, order in orders(found)
             ):
                 return found
-            self._miss("q, k or v cannot be followed through their views", found.out, node)
+            return self._miss("q, k or v cannot be followed through their views", found.out, node)
         except Mismatch as mismatch:
             recogniser.differs = True
-            self._miss(mismatch.reason, mismatch.value, node)
+            return self._miss(mismatch.reason, mismatch.value, node)
         except KeyData as data:
             if recogniser.close:
                 reason = "the mask also indexes a tensor by the key's position"
                 if data.value.func in VIEWS:
                     reason = "the heads of the mask are in another order than those of K"
-                self._miss(reason, data.value, node)
+                return self._miss(reason, data.value, node)
         except Unsupported:
             if (chosen := by_choice(recogniser.given)) is not None:
-                self._miss(_THRESHOLD, chosen, node)
-            elif recogniser.close:
-                self._miss("the mask is not a union of ranges of keys", recogniser.close[-1], node)
+                return self._miss(_THRESHOLD, chosen, node)
+            if recogniser.close:
+                return self._miss("the mask is not a union of ranges of keys", recogniser.close[-1], node)
         except NotOurs as different:
             if different.reason and recogniser.close:
-                self._miss(different.reason, different.value, node)
-            elif different.reason:
+                return self._miss(different.reason, different.value, node)
+            if different.reason:
                 self._said = different.reason, different.value
         return None
 
@@ -352,34 +321,30 @@ class Search:
         if not absorbs(sizes_of(found, self.values.sizes, "cuda", found.v.value.dtype)):
             found.absorbed = None
 
-    def _softmax(self, written: Written) -> list[Found]:
-        """Returns the attention with the weights of a softmax."""
+    def _softmax(self, written: Written) -> Found | Miss | None:
+        """Returns the attention with the weights of a softmax, or a near miss."""
         _, node, value, *_ = written
         logits = value.args[0]
         self.softmaxes |= {logits, *(logits.args[0] if logits.func is aten.cat.default else ())}
         again = renormalised(self.view, value, node)
         if again is not None:
-            self._unrouted(_RENORMALISED, again[0], node, Masked(self.view, logits, again[1]))
-            return []
+            return self._unrouted(_RENORMALISED, again[0], node, Masked(self.view, logits, again[1]))
         self._said = None
         weights = Weights(self.view, written)
-        known = len(self.misses)
-        found = self._tried(lambda recogniser: recogniser.written(weights), node) if len(weights.outs) == 1 else []
-        if found and weights.dropped is not None:
-            self._miss("the attention weights are dropped out", weights.dropped, node)
-            return []
-        if not found and len(self.misses) == known:
-            self._unseen(node, logits, weights)
-        return found
+        found = self._tried(lambda recogniser: recogniser.written(weights), node) if len(weights.outs) == 1 else None
+        if isinstance(found, Found) and weights.dropped is not None:
+            return self._miss("the attention weights are dropped out", weights.dropped, node)
+        return self._unseen(node, logits, weights) if found is None else found
 
-    def _unseen(self, node: fx.Node, scores: Value, weights: Weights) -> None:
-        """Reports a softmax whose scores or weights cannot be followed."""
+    def _unseen(self, node: fx.Node, scores: Value, weights: Weights) -> Miss | None:
+        """Returns a near miss of a softmax whose scores or weights cannot be followed."""
         picked = picked_scores(scores)
         if picked is not None:
-            self._miss(_PICKED, picked, node)
-        elif weights.over_keys:
-            masked = Masked(self.view, scores)
-            self._unrouted(*(masked.why or self._said or weights.why), node, masked)
+            return self._miss(_PICKED, picked, node)
+        if not weights.over_keys:
+            return None
+        masked = Masked(self.view, scores)
+        return self._unrouted(*(masked.why or self._said or weights.why), node, masked)
 
     # --- uses outside the attention ---
 
