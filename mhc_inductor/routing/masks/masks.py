@@ -19,7 +19,7 @@ from mhc_inductor.routing.graph.expressions import Ref, _reduced, aten
 from mhc_inductor.routing.graph.index import Size, Unsupported, Var, var
 from mhc_inductor.routing.graph.linear import number
 from mhc_inductor.routing.graph.values import Value, is_given
-from mhc_inductor.routing.masks.additive import Additive
+from mhc_inductor.routing.masks.additive import Additive, PossibleValues
 from mhc_inductor.routing.masks.elements import (
     ALL,
     AND,
@@ -51,7 +51,6 @@ from mhc_inductor.routing.masks.keys import (
     has_data,
     reads_key,
 )
-from mhc_inductor.routing.masks.possible import PossibleValues
 from mhc_inductor.routing.masks.scatters import Placed
 
 _OPPOSITE = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt", "eq": "ne", "ne": "eq"}

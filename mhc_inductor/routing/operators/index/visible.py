@@ -15,11 +15,11 @@ from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, Linear, floor, number, of_size
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.additive import PossibleValues, spacing
 from mhc_inductor.routing.masks.elements import NOT, constant_of, inner
 from mhc_inductor.routing.masks.keys import AnyOf, Compare, Given, Literal, eliminated
 from mhc_inductor.routing.masks.layouts import layout
 from mhc_inductor.routing.masks.masks import Masks
-from mhc_inductor.routing.masks.possible import PossibleValues, spacing
 from mhc_inductor.routing.operators.index.formula import Hidden
 
 LOWEST = torch.finfo(torch.bfloat16).min

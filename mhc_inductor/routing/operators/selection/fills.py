@@ -19,8 +19,8 @@ from mhc_inductor.routing.graph.expressions import aten
 from mhc_inductor.routing.graph.index import Unsupported
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.additive import TOO_MANY, spacing
 from mhc_inductor.routing.masks.elements import rounded
-from mhc_inductor.routing.masks.possible import TOO_MANY, spacing
 
 LOWEST = -1e9
 """The largest finite fill that counts as a mask, other than ``finfo.min`` of the scores' dtype."""

@@ -15,10 +15,10 @@ from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Size, Unsupporte
 from mhc_inductor.routing.graph.values import LOOKED_AT, OUTSIDE, Value, behind, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
+from mhc_inductor.routing.masks.additive import SOURCES, PossibleValues
 from mhc_inductor.routing.masks.elements import ADD, FILLS, MULTIPLY, SHOWN, SUB, constant_of
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import DIVIDE, dot, is_parameter, products, projects
-from mhc_inductor.routing.masks.possible import SOURCES, PossibleValues
 from mhc_inductor.routing.operators.selection.scores import CHANGES, OTHER_LOGITS, at_key
 
 LOGS = (aten.logsumexp.default, aten._log_softmax.default)
