@@ -109,9 +109,20 @@ def compared(op: str, a: Linear, b: Linear) -> AnyOf:
     return _literal("le", d if op in ("le", "ge") else d.shifted(1))
 
 
+def elements_of(*parts: Literal | Linear) -> list[Ref]:
+    """Returns the elements of tensors that numbers and conditions read, each once."""
+    found: dict[Ref, None] = {}
+    for x in parts:
+        if isinstance(x, Given):
+            found[x.ref] = None
+        else:
+            found.update(dict.fromkeys(d.ref for d in (x.value if isinstance(x, Compare) else x).data()))
+    return [*found]
+
+
 def has_data(conj: All) -> bool:
     """Checks whether a conjunction depends on elements of tensors."""
-    return any(isinstance(x, Given) or x.value.data() for x in conj.literals)
+    return any(map(elements_of, conj.literals))
 
 
 def reads_key(conj: All) -> bool:

@@ -48,6 +48,7 @@ from mhc_inductor.routing.masks.keys import (
     compared,
     conjunction,
     either,
+    elements_of,
     has_data,
     reads_key,
 )
@@ -266,5 +267,4 @@ class Masks:
 
 def _outside(literal: Literal) -> bool:
     """Checks whether a condition reads a tensor of the graph around."""
-    refs = [literal.ref] if isinstance(literal, Given) else [d.ref for d in literal.value.data()]
-    return any(ref.value.node is None for ref in refs)
+    return any(ref.value.node is None for ref in elements_of(literal))

@@ -17,7 +17,7 @@ from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.additive import PossibleValues, spacing
 from mhc_inductor.routing.masks.elements import NOT, constant_of, inner
-from mhc_inductor.routing.masks.keys import AnyOf, Compare, Given, Literal, eliminated
+from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Given, Literal, elements_of, eliminated, free
 from mhc_inductor.routing.masks.layouts import layout
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.operators.index.formula import Hidden
@@ -60,13 +60,7 @@ class Visible:
 
     def data(self) -> list[Ref]:
         """Returns the elements of tensors that the limits are computed from."""
-        found: dict[Ref, None] = {}
-        for x in self.limits:
-            found.update(dict.fromkeys(d.ref for d in x.data()))
-        for condition in self.conditions:
-            refs = [condition.ref] if isinstance(condition, Given) else [d.ref for d in condition.value.data()]
-            found.update(dict.fromkeys(refs))
-        return list(found)
+        return elements_of(*self.limits, *self.conditions)
 
     def words(self) -> str:
         """Returns a description for the report."""
@@ -171,29 +165,25 @@ def _limits(keys: AnyOf, t: Key, order: set[Var]) -> tuple[list[Linear], list[Li
     limits: list[Linear] = []
     conditions: list[Literal] = []
     for literal in conj.literals:
-        if isinstance(literal, Given):
-            used = {v for i in literal.ref.index for v in i.variables()}
-            if not used <= order or literal.ref.value.node is None:
-                return None
-            conditions.append(literal)
-            continue
-        used = literal.value.variables()
-        if any(d.ref.value.node is None or d.wrap is not None for d in literal.value.data()):
+        wraps = isinstance(literal, Compare) and any(d.wrap is not None for d in literal.value.data())
+        if wraps or any(ref.value.node is None for ref in elements_of(literal)):
             return None
-        if used <= order:
-            conditions.append(literal)
-            continue
         limit = _limit(literal, t)
-        if limit is None or not limit.variables() <= order:
+        if free(All(frozenset({literal}))) <= order:
+            conditions.append(literal)
+        elif limit is not None and limit.variables() <= order:
+            limits.append(limit)
+        else:
             return None
-        limits.append(limit)
     return limits, conditions
 
 
-def _limit(literal: Compare, t: Key) -> Linear | None:
-    """Returns the number of keys below which ``c * t + rest <= 0`` holds, None if it is another comparison."""
+def _limit(literal: Literal, t: Key) -> Linear | None:
+    """Returns the number of keys below which ``c * t + rest <= 0`` holds, None if it is another condition."""
+    if isinstance(literal, Given) or literal.kind != "le":
+        return None
     c, rest = literal.value.coefficient(t), literal.value.without(t)
-    if literal.kind != "le" or c <= 0:
+    if c <= 0:
         return None
     return floor(rest.times(-1), c).plus(number(1))
 

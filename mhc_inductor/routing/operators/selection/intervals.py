@@ -15,7 +15,7 @@ from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, cons
 from mhc_inductor.routing.graph.linear import Datum, Floor, Key, Linear, mapped, of_size, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Given, Literal
+from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Given, Literal, elements_of
 from mhc_inductor.routing.masks.masks import Masks
 
 _MOST = 64
@@ -86,8 +86,7 @@ class Judge:
         Returns None if the literal does not depend on the key, and raises Unsupported if it is another condition on it.
         """
         by_key = self.masks.by_key
-        read = variables_of(literal.ref) if isinstance(literal, Given) else literal.value.bound_variables()
-        if by_key and self.t in read:
+        if by_key and any(self.t in variables_of(ref) for ref in elements_of(literal)):
             raise Unsupported
         if isinstance(literal, Given):
             return None

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
 
 from mhc_inductor.routing.graph.expressions import Ref
-from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.masks.index_checks import picked_size
-from mhc_inductor.routing.masks.keys import Given, Literal
+from mhc_inductor.routing.masks.keys import Given, elements_of
 from mhc_inductor.routing.operators.selection.intervals import Interval
 from mhc_inductor.routing.operators.selection.matches import Found
 
@@ -51,7 +50,7 @@ class Sample:
         self.keys = 0 if one.t.size.symbols else one.t.size.factor
         self.most = max(1, self.keys // max([1, *widths]))
         self.empty_rows = empty_rows
-        self.keyed = {ref.value.node for each in one.intervals for ref in _conditions(each.keyed)}
+        self.keyed = {ref.value.node for each in one.intervals for ref in elements_of(*each.keyed)}
         self.packed = {value.node: what for value, what in one.masks.packed.items()}
         self.roles: dict[fx.Node | None, _Role] = {}
         for each in one.intervals:
@@ -70,7 +69,7 @@ class Sample:
                 if self.keys and not any(symbols for symbols, _ in low.constant) and low.coefficient(datum) > 0:
                     most = (self.keys - low.offset) // low.coefficient(datum)
                     role.most = most if role.most is None else min(role.most, most)
-        for ref in _data(each.uppers):
+        for ref in elements_of(*each.uppers):
             self._role(ref, each).ends = True
         for condition in each.conditions:
             if isinstance(condition, Given):
@@ -119,16 +118,6 @@ class Sample:
         if role.ends and not role.starts:
             return most - made // 2
         return _first(made, role.pick)
-
-
-def _data(forms: Iterable[Linear]) -> list[Ref]:
-    """Returns the elements of tensors in these numbers."""
-    return [d.ref for form in forms for d in form.data()]
-
-
-def _conditions(literals: Iterable[Literal]) -> list[Ref]:
-    """Returns the elements of tensors in these conditions."""
-    return [r for x in literals for r in ([x.ref] if isinstance(x, Given) else [d.ref for d in x.value.data()])]
 
 
 def _first(made: Tensor, pick: set[int], without: int | None = None) -> Tensor:

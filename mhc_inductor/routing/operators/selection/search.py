@@ -13,7 +13,7 @@ from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, Var, may
 from mhc_inductor.routing.graph.values import Value, example, name_of
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import DYNAMIC, Mismatch, Miss, contained
-from mhc_inductor.routing.masks.keys import Given, KeyData
+from mhc_inductor.routing.masks.keys import KeyData, elements_of
 from mhc_inductor.routing.masks.layouts import best
 from mhc_inductor.routing.masks.operands import Joined, held, sources
 from mhc_inductor.routing.operators.selection.absorb import absorption
@@ -387,16 +387,8 @@ def orders(one: Found) -> list[tuple[Ref, list[Var]]]:
 
 def data_of(one: Found) -> list[Ref]:
     """Returns the elements of tensors that determine which keys a query sees."""
-    found = dict.fromkeys(x.ref for x in one.layers)
-    for each in one.intervals:
-        for x in (*each.lowers, *each.uppers):
-            found.update(dict.fromkeys(d.ref for d in x.data()))
-        for condition in (*each.conditions, *each.keyed):
-            if isinstance(condition, Given):
-                found[condition.ref] = None
-            else:
-                found.update(dict.fromkeys(d.ref for d in condition.value.data()))
-    return list(found)
+    told = (x for each in one.intervals for x in (*each.lowers, *each.uppers, *each.conditions, *each.keyed))
+    return list(dict.fromkeys([*(layer.ref for layer in one.layers), *elements_of(*told)]))
 
 
 def left_to_dense(one: Found, hints: Mapping[str, int]) -> str | None:
