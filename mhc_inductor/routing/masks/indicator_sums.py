@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,14 +34,6 @@ from mhc_inductor.routing.masks.keys import MOST, TRUE, All, AnyOf, both, compar
 if TYPE_CHECKING:
     from mhc_inductor.routing.masks.masks import Masks
 
-_HOLDS: dict[str, Callable[[float, float], bool]] = {
-    "le": operator.le,
-    "ge": operator.ge,
-    "lt": operator.lt,
-    "gt": operator.gt,
-    "eq": operator.eq,
-    "ne": operator.ne,
-}
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -252,11 +243,12 @@ class Counts:
 
 
 def against(counted: Count, op: str, known: float) -> AnyOf:
-    """Returns when ``counted op known`` holds.
+    """Returns when ``counted op known`` holds; ``op`` is the name of a comparison in :mod:`operator`.
 
     Raises Unsupported unless the comparison has one answer for 0 and the opposite one for all other values.
     """
-    below = _HOLDS[op](0.0, known)
+    holds = getattr(operator, op)
+    below = holds(0.0, known)
     if not counted.exact or all(factor > 0 for factor, _ in counted.terms):
         # A count of one sign is 0 or at least the smallest factor.
         others = [counted.least, math.inf] if not counted.unit else [1.0]
@@ -264,7 +256,7 @@ def against(counted: Count, op: str, known: float) -> AnyOf:
         raise Unsupported
     else:
         others = [1.0, math.inf]
-    answers = {_HOLDS[op](x, known) for x in others}
+    answers = {holds(x, known) for x in others}
     if below in answers or len(answers) != 1:
         raise Unsupported
     return positive(counted, not below)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 
 from mhc_inductor.routing.graph.bounds import TooLarge
@@ -31,7 +32,7 @@ MOST = 1024  # limit on conjunctions: an unrolled loop over ranges has one for e
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compare:
-    """The comparison ``value <= 0`` (kind "le"), ``value == 0`` ("eq") or ``value != 0`` ("ne")."""
+    """The comparison ``value <= 0`` (kind "le"), ``value == 0`` ("eq") or ``value != 0`` ("ne"), as :mod:`operator` names it."""
 
     kind: str
     value: Linear
@@ -233,8 +234,9 @@ def _order(literal: Literal) -> tuple[int, str]:
 
 def _known(literal: Literal) -> bool | None:
     """Returns whether a literal holds, None if that depends on variables or data."""
-    known = literal.value.value if isinstance(literal, Compare) else None
-    return None if known is None else {"le": known <= 0, "eq": known == 0, "ne": known != 0}[literal.kind]  # type: ignore[union-attr]
+    if isinstance(literal, Given) or (known := literal.value.value) is None:
+        return None
+    return bool(getattr(operator, literal.kind)(known, 0))
 
 
 def settled(conj: All) -> All | None:

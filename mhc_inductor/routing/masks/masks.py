@@ -72,8 +72,6 @@ class Masks:
         self.fixed = fixed
         self.by_key = by_key
         self.hints = hints
-        self.sizes = hints
-        """Present values of sizes, those of expressions included where they are known."""
         self.equal: set[frozenset[Size]] = set()
         """Pairs of sizes that are assumed to be equal; the rewrite must guard them."""
         self.sized: dict[Size, tuple[Value, int]] = {}

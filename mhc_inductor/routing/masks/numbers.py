@@ -70,8 +70,7 @@ class Numbers:
             if not condition.want:
                 return self.emit(torch.logical_not, node)
             return node if condition.ref.value.dtype is torch.bool else self.emit(operator.ne, node, 0)
-        kinds = {"le": operator.le, "eq": operator.eq, "ne": operator.ne}
-        return self.emit(kinds[condition.kind], self.of(condition.value), 0)
+        return self.emit(getattr(operator, condition.kind), self.of(condition.value), 0)
 
     def _atom(self, a: Atom) -> fx.Node:
         if isinstance(a, Var) and a in self.at:

@@ -111,7 +111,6 @@ class Recogniser:
     def _masks(self) -> Masks:
         """Returns a new evaluator of masks, and keeps it for :attr:`close`."""
         self._made.append(Masks(self.values.fixed, self.values.hints, self.by_key or self.data))
-        self._made[-1].sizes = self.values.sizes
         return self._made[-1]
 
     @property
@@ -273,7 +272,7 @@ class Recogniser:
             if not places or not cut_at(cuts, dims, [([root], by) for root, by in places]):
                 break
         found.keys = found.mask()
-        dim_roles.assign(found)
+        dim_roles.assign(found, self.values.sizes)
         found.fills.check(found.out)
         found.rows = self._rows(found)
         if found.rows is not Rows.SEEN and any(x.added or x.value > -math.inf for x in found.fills.found):

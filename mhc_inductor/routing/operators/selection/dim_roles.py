@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mhc_inductor.routing.graph.index import ONE, Unsupported, Var, product_of
 from mhc_inductor.routing.graph.linear import of_index, variables_of
 from mhc_inductor.routing.interface import Mismatch
@@ -15,8 +17,8 @@ from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 from mhc_inductor.routing.operators.selection.scores import OTHER_LOGITS
 
 
-def assign(found: Found) -> None:
-    """Sets the roles of the digits and the intervals of keys. Raises NotOurs, Mismatch and Unsupported."""
+def assign(found: Found, sizes: Mapping[str, int]) -> None:
+    """Sets the roles of the digits and the intervals of keys, by present ``sizes``. Raises NotOurs, Mismatch and Unsupported."""
     found.keys = [e for conj in found.keys if (e := eliminated(conj)) is not None]
     by_key = found.masks.by_key
     if by_key:
@@ -39,7 +41,7 @@ def assign(found: Found) -> None:
         position, queries = of_index(joined(found.query)), product_of(v.size for v in found.query)
         judge.check(found.intervals, position, queries, found.t.size)
     if by_key or all(_single(each) for each in found.intervals if each.selects):
-        found.entries = entries(found.intervals, found.t, found.masks.sizes)
+        found.entries = entries(found.intervals, found.t, sizes)
     if by_key and found.entries is None:
         raise Unsupported
 
