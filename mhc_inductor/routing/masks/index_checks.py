@@ -60,18 +60,14 @@ def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
     return False
 
 
-def picked_dim(value: Value) -> int | None:
-    """Returns the dim whose positions a topk or sort returns, None if it is not known."""
+def picked_size(value: Value) -> Size | None:
+    """Returns the size of the dim whose positions ``value`` holds as a topk's or sort's, None if it is not known."""
+    if value.func not in PICKS or value.out != 1:
+        return None
     of, *rest = value.args
     at = 1 if value.func is aten.topk.default else 0
     d = value.kwargs.get("dim", rest[at] if len(rest) > at and not isinstance(rest[at], bool) else -1)
-    return d % len(of.shape) if of.shape and isinstance(d, int) else None
-
-
-def picked_size(value: Value) -> Size | None:
-    """Returns the size of the dim whose positions ``value`` holds as a topk's or sort's, None if it is not known."""
-    d = picked_dim(value) if value.func in PICKS and value.out == 1 else None
-    return None if d is None else value.args[0].shape[d]
+    return of.shape[d] if of.shape and isinstance(d, int) else None
 
 
 @dataclasses.dataclass(frozen=True)

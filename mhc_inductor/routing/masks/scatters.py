@@ -15,7 +15,7 @@ import torch
 from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, broadcast, joined
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import Key, Linear, atom, number, of_index, of_scalar, of_size, to_index
-from mhc_inductor.routing.graph.values import Value, imagined
+from mhc_inductor.routing.graph.values import Value, behind, imagined
 from mhc_inductor.routing.masks.elements import FILLS, constant_of, kept, keyed, operand, rounded
 from mhc_inductor.routing.masks.keys import FALSE, TRUE, All, AnyOf, Compare, Literal, both, compared, either
 
@@ -116,15 +116,9 @@ class Placed:
     def _wrap(self, value: Value, d: int) -> Size:
         """Returns the size that negative indices into a dim count from, and records a tensor that has it."""
         size = value.shape[d]
-        while (
-            value.node is None
-            and value.args
-            and isinstance(value.args[0], Value)
-            and value.args[0].shape == value.shape
-        ):
-            value = value.args[0]
-        if size.symbols and value.node is not None:
-            self.masks.sized[size] = value, d
+        held = next((v for v in behind(value, lambda v: v.shape == value.shape) if v.node is not None), None)
+        if size.symbols and held is not None:
+            self.masks.sized[size] = held, d
         return size
 
     def _assume(self, a: Size, b: Size) -> None:

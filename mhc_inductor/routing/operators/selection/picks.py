@@ -33,7 +33,7 @@ from mhc_inductor.routing.graph.linear import (
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import FILLS, constant_of, operand
-from mhc_inductor.routing.masks.index_checks import PICKS, picked_dim
+from mhc_inductor.routing.masks.index_checks import PICKS, picked_size
 from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Literal
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import sources
@@ -250,8 +250,7 @@ class Picks:
     def _of_element(self, a: Datum) -> _Range:
         value = a.ref.value
         if value.func in PICKS and value.out == 1:
-            d = picked_dim(value)
-            size = None if d is None else value.args[0].shape[d]
+            size = picked_size(value)
             return number(0), None if size is None else of_size(size).shifted(-1)
         with contextlib.suppress(Unsupported):
             if value.func is aten.where.self or value.func in FILLS:
