@@ -118,6 +118,20 @@ def uncast(ref: Ref) -> Ref:
         ref = below
 
 
+def filling(value: Value) -> tuple[Value, bool, Any, Any] | None:
+    """Returns (mask, want, x, fill) of a where or a masked_fill: ``x`` where ``mask`` is ``want``, and ``fill`` elsewhere.
+
+    What is a number in a where is the fill. Returns None for other ops.
+    """
+    if value.func in FILLS:
+        x, mask, fill = value.args
+        return mask, False, x, fill
+    if value.func is not aten.where.self:
+        return None
+    mask, a, b = value.args
+    return (mask, True, a, b) if constant_of(b) is not None else (mask, False, b, a)
+
+
 def kept(value: Value) -> Any:
     """Returns what a masked_fill keeps: a tensor, or the number that it holds wherever it is kept.
 

@@ -20,7 +20,7 @@ from mhc_inductor.routing.graph.index import ONE, Size, Var
 from mhc_inductor.routing.graph.linear import Linear
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ARANGE, FILLS, SHOWN, constant_of
+from mhc_inductor.routing.masks.elements import ARANGE, SHOWN, constant_of, filling
 from mhc_inductor.routing.masks.layouts import Layouts
 
 PICKS = (aten.topk.default, aten.sort.default, aten.sort.stable)
@@ -48,10 +48,8 @@ def in_range(a: Any, size: Size, depth: int = _DEPTH) -> bool:
         return each(args[0])
     if func in (aten.cat.default, aten.stack.default):
         return each(*args[0])
-    if func is aten.where.self:
-        return each(*args[1:])
-    if func in FILLS:
-        return each(args[0], args[2])
+    if (filled := filling(a)) is not None:
+        return each(*filled[2:])
     if func in CLAMPS:
         bounds = [b for b in limits(a) if b is not None]
         return each(*bounds) and (len(bounds) == 2 or each(args[0]))

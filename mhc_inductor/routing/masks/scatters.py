@@ -16,7 +16,7 @@ from mhc_inductor.routing.graph.expressions import Ref, _dim, aten, broadcast, j
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import Key, Linear, atom, number, of_index, of_scalar, of_size, to_index
 from mhc_inductor.routing.graph.values import Value, behind, imagined
-from mhc_inductor.routing.masks.elements import FILLS, constant_of, kept, keyed, operand, rounded
+from mhc_inductor.routing.masks.elements import FILLS, constant_of, filling, kept, keyed, operand, rounded
 from mhc_inductor.routing.masks.keys import FALSE, TRUE, All, AnyOf, Compare, Literal, both, compared, either
 
 if TYPE_CHECKING:
@@ -40,12 +40,11 @@ class Placed:
         ``of`` evaluates an element of an operand. Raises Unsupported.
         """
         value, func = ref.value, ref.value.func
-        if func is aten.where.self:
-            when, a, b = value.args
-            return self._either_way(when, self._part(a, ref, want, of), self._part(b, ref, want, of), ref)
-        if func in FILLS:
-            _, when, fill = value.args
-            return self._either_way(when, self._part(fill, ref, want, of), self._part(kept(value), ref, want, of), ref)
+        if (filled := filling(value)) is not None:
+            mask, shown, x, fill = filled
+            x = kept(value) if func in FILLS else x
+            a, b = (x, fill) if shown else (fill, x)
+            return self._either_way(mask, self._part(a, ref, want, of), self._part(b, ref, want, of), ref)
         if func in TRIANGLES:
             return self._triangle(ref, want, of)
         if func in SCATTERS or func in PUTS:

@@ -19,7 +19,7 @@ from mhc_inductor.routing.graph.index import ONE, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ADD, FILLS, MULTIPLY, SHOWN, SUB, constant_of, inner
+from mhc_inductor.routing.masks.elements import ADD, MULTIPLY, SHOWN, SUB, constant_of, filling, inner
 from mhc_inductor.routing.masks.operands import DIVIDE, dot, has_product, is_parameter, keeps_16_bits, nearest
 
 EXPECTED = "expected sum over heads of w * relu(scale * q @ k), masks, and topk"
@@ -123,21 +123,13 @@ class _Walk:
             masked, ref = ref, self._through(ref)
             func, args = ref.value.func, ref.value.args
             found: Ref | None = None
-            if func in FILLS:
-                found = self._filled(ref, args[1], False, args[0], args[2])
-            elif func is aten.where.self:
-                found = self._chosen(ref)
+            if (filled := filling(ref.value)) is not None:
+                found = self._filled(ref, *filled)
             elif func in (*ADD, *SUB) and len(args) == 2 and not ref.value.kwargs:
                 found = self._summed(ref)
             if found is None:
                 return masked
             ref = found
-
-    def _chosen(self, ref: Ref) -> Ref | None:
-        cond, a, b = ref.value.args
-        if constant_of(b) is not None:
-            return self._filled(ref, cond, True, a, b)
-        return self._filled(ref, cond, False, b, a) if constant_of(a) is not None else None
 
     def _filled(self, ref: Ref, mask: Value, want: bool, scores: Any, given: Any) -> Ref | None:
         fill = constant_of(given)

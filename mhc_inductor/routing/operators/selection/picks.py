@@ -32,7 +32,7 @@ from mhc_inductor.routing.graph.linear import (
 )
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import FILLS, constant_of, operand
+from mhc_inductor.routing.masks.elements import constant_of, filling, operand
 from mhc_inductor.routing.masks.index_checks import PICKS, picked_size
 from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Literal
 from mhc_inductor.routing.masks.masks import Masks
@@ -157,12 +157,13 @@ class Picks:
             ends = zip(self._range(inside), limits, (1, -1), strict=True)
             same = all(x is None or (end and at_least_zero(end.minus(x).times(sign))) for end, x, sign in ends)
             return inside if same else None
-        if func is aten.where.self or func in FILLS:
-            when, *sides = args if func is aten.where.self else (args[1], args[2], args[0])
-            for want, side in zip((True, False), sides, strict=True):
-                holds = self.masks.truth(operand(when, ref), want)
-                if isinstance(side, Value) and any(not c.bound and all(map(self._sure, c.literals)) for c in holds):
-                    return self.masks.whole(operand(side, ref))
+        if (filled := filling(ref.value)) is not None:
+            mask, want, *sides = filled
+            for shown, side in zip((want, not want), sides, strict=True):
+                with contextlib.suppress(Unsupported):
+                    holds = self.masks.truth(operand(mask, ref), shown)
+                    if any(not c.bound and all(map(self._sure, c.literals)) for c in holds):
+                        return self.masks.whole(operand(side, ref))
         return None
 
     def _sure(self, x: Literal) -> bool:
@@ -253,9 +254,8 @@ class Picks:
             size = picked_size(value)
             return number(0), None if size is None else of_size(size).shifted(-1)
         with contextlib.suppress(Unsupported):
-            if value.func is aten.where.self or value.func in FILLS:
-                sides = value.args[1:] if value.func is aten.where.self else value.args[::2]
-                return functools.reduce(self._either, (self._side(x, a.ref) for x in sides))
+            if (filled := filling(value)) is not None:
+                return functools.reduce(self._either, (self._side(x, a.ref) for x in filled[2:]))
             if value.func in CLAMPS and (limits := self._limits(value)) is not None:
                 low, high = limits
                 inside = self._side(value.args[0], a.ref)[1]

@@ -17,7 +17,7 @@ from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, const,
 from mhc_inductor.routing.graph.linear import Key, Linear, number, of_size, size_of_sum
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ADD, DETACH, FILLS, behind_ops, constant_of, kept
+from mhc_inductor.routing.masks.elements import ADD, DETACH, FILLS, behind_ops, constant_of, filling, kept
 from mhc_inductor.routing.masks.keys import All, AnyOf, KeyData, both, either
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import Scaled, dot, products
@@ -106,12 +106,8 @@ class Scores:
         Raises NotOurs and Mismatch.
         """
         value, func, args = ref.value, ref.value.func, ref.value.args
-        if func in FILLS:
-            return self._filled(ref, args[1], False, args[0], args[2])
-        if func is aten.where.self:
-            want = constant_of(args[2]) is not None
-            scores, fill = args[1:] if want else args[:0:-1]
-            return self._filled(ref, args[0], want, scores, fill)
+        if (filled := filling(value)) is not None:
+            return self._filled(ref, *filled)
         if not value.kwargs and len(args) == 2:  # no alpha, which scales the second operand
             if func in ADD and any(constant_of(a) is not None for a in args):
                 return self._shifted(ref)
@@ -294,12 +290,10 @@ def _parts(ref: Ref) -> list[Ref]:
     if func is aten.cat.default:
         return [*map(whole, args[0])]
     parts: tuple[Any, ...] = ()
-    if func in FILLS:
-        parts = (kept(ref.value),)
+    if (filled := filling(ref.value)) is not None:
+        parts = (kept(ref.value) if func in FILLS else filled[2],)
     elif func in CHANGES:
         parts = args[:1]
-    elif func is aten.where.self:
-        parts = args[1:2] if constant_of(args[2]) is not None else args[2:3]
     elif func in (*ADD, aten.sub.Tensor):
         parts = args[:2]
     return [_broadcast(a, ref) for a in parts if isinstance(a, Value)]

@@ -9,7 +9,7 @@ from mhc_inductor.routing.graph.expressions import Ref, aten
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, var
 from mhc_inductor.routing.graph.linear import Key, at_least_zero, atom, number, of_size
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ADD, FILLS, constant_of, operand
+from mhc_inductor.routing.masks.elements import ADD, constant_of, filling, operand
 from mhc_inductor.routing.masks.index_checks import PICKS
 from mhc_inductor.routing.masks.keys import All, AnyOf, Compare
 from mhc_inductor.routing.masks.masks import Masks
@@ -71,8 +71,9 @@ def _unmasked_scores(ref: Ref, masks: Masks) -> AnyOf:
                 with contextlib.suppress(Unsupported):
                     if constant_of(a) is None and max((v for v in masks.possible(a) if v), default=0.0) <= LOWEST:
                         return masks.additive(operand(a, ref))
-        if value.func in FILLS:
-            fill = constant_of(args[2])
+        if (filled := filling(value)) is not None:
+            mask, want, _, given = filled
+            fill = constant_of(given)
             if fill is not None and fill <= LOWEST:
-                return masks.truth(operand(args[1], ref), False)
+                return masks.truth(operand(mask, ref), want)
     return []

@@ -16,7 +16,7 @@ from mhc_inductor.routing.graph.index import ONE, Index, Var
 from mhc_inductor.routing.graph.linear import placed
 from mhc_inductor.routing.graph.values import Value, name_of
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.masks.elements import ALL, ANY, CASTS, FILLS, MULTIPLY, NOT, behind_ops, constant_of, uncast
+from mhc_inductor.routing.masks.elements import ALL, ANY, CASTS, MULTIPLY, NOT, behind_ops, constant_of, filling, uncast
 from mhc_inductor.routing.masks.operands import dot, keeps_16_bits
 
 _CHANGED = "the attention weights are changed before their product with V; expected softmax(scores) @ V"
@@ -42,14 +42,11 @@ def guarded(value: Value, known: Container[Value]) -> Guarded | None:
     func, args = value.func, value.args
     if func is aten.nan_to_num.default and args[0] in known and (len(args) < 2 or args[1] in (None, 0, 0.0)):
         return Guarded(args[0], no_nan=True)
-    if func in FILLS and args[0] in known and constant_of(args[2]) == 0.0:
-        return Guarded(args[0], args[1], False, no_nan=True)
-    if func is aten.where.self and args[1] in known and constant_of(args[2]) == 0.0:
-        return Guarded(args[1], args[0], no_nan=True)
-    if func is aten.where.self and args[2] in known and constant_of(args[1]) == 0.0:
-        if _hidden_rows(args[0], args[2]):
-            return Guarded(args[2], no_nan=True)
-        return Guarded(args[2], args[0], False, no_nan=True)
+    if (filled := filling(value)) is not None:
+        mask, want, of, fill = filled
+        if of in known and constant_of(fill) == 0.0:
+            rows = not want and _hidden_rows(mask, of)
+            return Guarded(of, no_nan=True) if rows else Guarded(of, mask, want, no_nan=True)
     masks = (Guarded(a, b) for a, b in multiplied(value) if a in known and uncast(whole(b)).value.dtype is torch.bool)
     return next(masks, None)
 
