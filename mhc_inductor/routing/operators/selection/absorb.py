@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ from mhc_inductor.routing.edit import Edit
 from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import Key, placed
-from mhc_inductor.routing.graph.values import Value, example
+from mhc_inductor.routing.graph.values import Value, example, reached
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.layouts import Layouts
 from mhc_inductor.routing.masks.operands import Pair, Source, sources
@@ -222,11 +223,8 @@ def _between(one: Found, found: Absorbed) -> list[fx.Node]:
     """Returns the nodes on the views of q, k and v and above them, up to what is read instead."""
     ends = {value.node for value in found.inputs}
     nearest = (next((n for s in sources(ref) if (n := s.ref.value.node)), None) for ref in one.refs)
-    between = {n for n in nearest if n is not None and n not in ends and n.op.startswith("call_")}
-    todo = [*between]
-    while todo:
-        for parent in todo.pop().all_input_nodes:
-            if parent not in ends and parent not in between and parent.op.startswith("call_"):
-                between.add(parent)
-                todo.append(parent)
-    return sorted(between)
+
+    def calls(nodes: Iterable[fx.Node | None]) -> list[fx.Node]:
+        return [n for n in nodes if n is not None and n not in ends and n.op.startswith("call_")]
+
+    return sorted(reached(calls(nearest), lambda node: calls(node.all_input_nodes)))

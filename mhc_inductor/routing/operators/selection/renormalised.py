@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from mhc_inductor.routing.graph.values import Value, behind
+from mhc_inductor.routing.graph.values import Value, behind, inner
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.operands import DIVIDE, has_product
 from mhc_inductor.routing.operators.selection.weights import REACH, guarded, multiplied, shows
@@ -36,7 +36,7 @@ def renormalised(view: View, softmax: Value, node: fx.Node) -> tuple[Value, list
         if mask is not None or shows(value, known):
             known[value] = None
             return True
-        divided = (v for v in _within(value) if v.func in DIVIDE and v.args[0] in known)
+        divided = (v for v in inner(value) if v.func in DIVIDE and v.args[0] in known)
         found.extend(
             value for v in divided if isinstance(v.args[1], Value) and not known.keys().isdisjoint(behind(v.args[1]))
         )
@@ -44,14 +44,6 @@ def renormalised(view: View, softmax: Value, node: fx.Node) -> tuple[Value, list
 
     view.descendants([node], passes, REACH)
     return (found[0], guards) if found and guards else None
-
-
-def _within(value: Value) -> list[Value]:
-    """Returns a value and the operands of its call that no graph node produced: a call may consist of several ops."""
-    met = [value]
-    for at in met[:REACH]:
-        met += [a for a in at.args if isinstance(a, Value) and a.node is None]
-    return met
 
 
 def _masked(value: Value, known: dict[Value, None]) -> Value | None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from mhc_inductor.routing.graph.expressions import VIEWS, Ref, aten
 from mhc_inductor.routing.graph.index import DynamicWidth, Unsupported, Var, may_fix
-from mhc_inductor.routing.graph.values import Value, example, name_of
+from mhc_inductor.routing.graph.values import Value, example, name_of, reached
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import DYNAMIC, Mismatch, Miss, contained
 from mhc_inductor.routing.masks.keys import KeyData, elements_of
@@ -412,11 +412,8 @@ def region_of(one: Found) -> set[fx.Node]:
     else:
         stop = {value.node for ref in one.refs for s in sources(ref) for value in held(s.ref.value)}
     stop |= {ref.value.node for ref in data_of(one)}
-    todo = [value.node for value in one.results if value.node is not None]
-    region = {*todo}
-    while todo:
-        for parent in todo.pop().all_input_nodes:
-            if parent not in region and parent not in stop and parent.op.startswith("call_"):
-                region.add(parent)
-                todo.append(parent)
-    return region
+
+    def above(node: fx.Node) -> list[fx.Node]:
+        return [a for a in node.all_input_nodes if a not in stop and a.op.startswith("call_")]
+
+    return {*reached([value.node for value in one.results if value.node is not None], above)}

@@ -7,13 +7,14 @@ They are written out as exp(scores) over a sum, or their scores pass through som
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable
 
 from torch import fx
 
 from mhc_inductor.routing.graph.expressions import aten, whole
 from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported
-from mhc_inductor.routing.graph.values import Value, behind, name_of, values_in
+from mhc_inductor.routing.graph.values import Value, behind, inner, name_of, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import SHOWN, constant_of
@@ -65,15 +66,10 @@ def masked_softmax(view: View, node: fx.Node) -> Masked | None:
 
 def _maximum(value: object) -> Value | None:
     """Returns the maximum, or logarithm of a sum, that ``value`` is computed from element by element; else None."""
-    todo = [value]
-    for _ in range(REACH):
-        at = todo.pop(0) if todo else None
-        if isinstance(at, Value):
-            if at.func in MAXIMA:
-                return at
-            if at.func is not None and dot(whole(at)) is None:
-                todo += at.args
-    return None
+    near = (
+        behind(value, passed=lambda at: at.func is None or dot(whole(at)) is None) if isinstance(value, Value) else ()
+    )
+    return next((at for at in itertools.islice(near, REACH) if at.func in MAXIMA), None)
 
 
 def _is_summed(view: View, weights: Weights) -> bool:
@@ -84,15 +80,12 @@ def _is_summed(view: View, weights: Weights) -> bool:
 
 def _sums(value: Value, weights: Weights) -> bool:
     """Checks whether one call, seen as the ops that it consists of, takes the sum of the exponentials."""
-    todo = [value]
-    for _ in range(REACH):
-        at = todo.pop() if todo else None
-        of = at.args[0] if at is not None and at.func in _SUMS else None
+    for at in itertools.islice(inner(value), REACH):
+        of = at.args[0] if at.func in _SUMS else None
         while isinstance(of, Value) and of not in weights.same and (of.func is aten.abs.default or of.func in SHOWN):
             of = of.args[0]
         if of in weights.same:
             return True
-        todo += [a for a in at.args if isinstance(a, Value) and a.node is None] if at is not None else []
     return False
 
 
