@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ MOST_PRODUCTS = 4
 """The most products that scores are the sum of: one of features without positions, one of rotary features."""
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.matmul.default)
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
-_FACTORS = (*MULTIPLY, *DIVIDE, aten.neg.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,31 +92,34 @@ class Scaled:
             below = step(ref)
             if below is not None and not (_same_numbers(ref, below) if inputs else keeps_16_bits(ref, below)):
                 break
-            if below is None and ref.value.func in _FACTORS and not ref.value.kwargs:
-                below = self._times(ref)
-                self.ref = below or self.ref
+            factor, of = by_number(ref) or (0.0, ref)
+            if below is None and 0.0 < abs(factor) < math.inf:
+                self.factor *= factor
+                self.ref = below = of
             if below is None:
                 break
             ref = below
         self.end = ref
 
-    def _times(self, ref: Ref) -> Ref | None:
-        """Returns the other factor of a product with a constant and updates ``factor``; None for other ops."""
-        if ref.value.func is aten.neg.default:
-            self.factor = -self.factor
-            return Ref(ref.value.args[0], ref.index)
-        a, b = operands(ref)
-        if ref.value.func in MULTIPLY and isinstance(a, float):
-            a, b = b, a
-        if not isinstance(a, Ref) or not isinstance(b, float) or b == 0.0:
-            return None
-        self.factor *= b if ref.value.func in MULTIPLY else 1.0 / b
-        return a
-
     @property
     def narrowest(self) -> torch.dtype:
         """Returns the narrowest dtype on the way."""
         return min((v.dtype for v in self.met), key=lambda d: (torch.finfo(d).bits, torch.finfo(d).max))
+
+
+def by_number(ref: Ref) -> tuple[float, Ref] | None:
+    """Returns (factor, element) of an element that is multiplied or divided by a number, or negated; else None."""
+    value = ref.value
+    if value.func is aten.neg.default:
+        return -1.0, Ref(value.args[0], ref.index)
+    if value.func not in (*MULTIPLY, *DIVIDE) or value.kwargs:
+        return None
+    a, b = operands(ref)
+    if value.func in MULTIPLY and isinstance(a, float):
+        a, b = b, a
+    if not isinstance(a, Ref) or not isinstance(b, float):
+        return None
+    return b if value.func in MULTIPLY else 1.0 / b if b else math.inf, a
 
 
 @dataclasses.dataclass(frozen=True)

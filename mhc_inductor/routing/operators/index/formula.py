@@ -19,8 +19,16 @@ from mhc_inductor.routing.graph.index import ONE, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ADD, MULTIPLY, SHOWN, SUB, constant_of, filling, inner
-from mhc_inductor.routing.masks.operands import DIVIDE, dot, has_product, is_parameter, keeps_16_bits, nearest
+from mhc_inductor.routing.masks.elements import ADD, MULTIPLY, SHOWN, SUB, behind_ops, constant_of, filling, inner
+from mhc_inductor.routing.masks.operands import (
+    DIVIDE,
+    by_number,
+    dot,
+    has_product,
+    is_parameter,
+    keeps_16_bits,
+    nearest,
+)
 
 EXPECTED = "expected sum over heads of w * relu(scale * q @ k), masks, and topk"
 _LONGEST = 64  # steps between topk and the relu
@@ -200,9 +208,9 @@ class _Walk:
 
     def _factor(self, ref: Ref) -> Ref:
         """Returns the factor that depends on the key; numbers go into :attr:`factor`, the rest into the weights."""
-        if (multiple := _by_number(ref)) is not None:
+        if (multiple := by_number(ref)) is not None:
             factor, below = multiple
-            self.factor *= factor
+            self.factor *= _finite(factor)
             return below
         if len(ref.value.args) > 2 or ref.value.kwargs:
             raise Unrelated
@@ -241,31 +249,15 @@ class _Walk:
             found = dot(ref)
             if found is not None:
                 return scale, found
-            multiple = _by_number(ref)
+            multiple = by_number(ref)
             if multiple is None:
                 break
             factor, ref = multiple
-            scale *= factor
+            scale *= _finite(factor)
         if not has_product(ref.value):
             raise Unrelated
         what = _CHANGES.get(ref.value.func) or "what is inside the relu is not a number times q @ k"
         raise Mismatch(f"{what}; {EXPECTED}", ref.value)
-
-
-def _by_number(ref: Ref) -> tuple[float, Ref] | None:
-    """Returns (factor, element) of an element that is multiplied or divided by a number, or negated; else None."""
-    value = ref.value
-    if value.func is aten.neg.default:
-        return -1.0, Ref(value.args[0], ref.index)
-    divides = value.func in DIVIDE
-    if not (divides or value.func in MULTIPLY) or len(value.args) > 2 or value.kwargs:
-        return None
-    a, b = operands(ref)
-    if isinstance(a, Ref) and isinstance(b, float):
-        return _finite(1.0 / b if divides and b else b), a
-    if isinstance(b, Ref) and isinstance(a, float) and not divides:
-        return _finite(a), b
-    return None
 
 
 def _finite(x: float) -> float:
@@ -307,8 +299,7 @@ def _is_comparison(value: Value) -> bool:
 
 def _is_positive(value: Value, of: Any) -> bool:
     """Checks whether a value, or what it is cast from, is ``of > 0`` or ``of >= 0``."""
-    while value.func in SHOWN:
-        value = value.args[0]
+    value = behind_ops(value, SHOWN)
     return value.func in _ABOVE and value.args[0] is of and constant_of(value.args[1]) == 0.0
 
 
