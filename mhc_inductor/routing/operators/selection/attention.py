@@ -35,13 +35,12 @@ from mhc_inductor.routing.masks.operands import Pair, Scaled, dot
 from mhc_inductor.routing.operators.selection import dim_roles
 from mhc_inductor.routing.operators.selection.data_masks import Layers
 from mhc_inductor.routing.operators.selection.digits import Cut, cut_at, digits_of, joined, splits
-from mhc_inductor.routing.operators.selection.fills import Fills, Rows
+from mhc_inductor.routing.operators.selection.fills import Fills, Rows, seen_by_all
 from mhc_inductor.routing.operators.selection.masked import selecting
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 from mhc_inductor.routing.operators.selection.picks import Picks, is_gathered
 from mhc_inductor.routing.operators.selection.scores import Scores
 from mhc_inductor.routing.operators.selection.segments import asks, pairs_of, products_of
-from mhc_inductor.routing.operators.selection.visible_rows import seen_by_all
 from mhc_inductor.routing.operators.selection.weights import Traced, Weights
 
 _BARE = (

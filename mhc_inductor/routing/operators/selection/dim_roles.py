@@ -11,8 +11,7 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.keys import eliminated, settled
 from mhc_inductor.routing.masks.operands import sources
 from mhc_inductor.routing.operators.selection.digits import joined
-from mhc_inductor.routing.operators.selection.entries import entries
-from mhc_inductor.routing.operators.selection.intervals import Interval, Judge
+from mhc_inductor.routing.operators.selection.intervals import Interval, Judge, entries
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
 from mhc_inductor.routing.operators.selection.scores import OTHER_LOGITS
 

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts masks in normal form to ranges of keys.
+"""Converts masks in normal form to ranges of keys, and ranges to lists of single keys, for the op that reads lists.
 
-Each conjunction gives the keys from its lower bounds up to, but not including, its upper bounds.
+Each conjunction gives the keys from its lower bounds up to, but not including, its upper bounds. A range whose length has a
+bound gives that many candidates from its start on. Whether a candidate is visible is decided by the range's other bounds
+and conditions, evaluated at the candidate: these may read tensors at the key.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 from mhc_inductor.routing.graph.bounds import TooLarge
 from mhc_inductor.routing.graph.expressions import Ref
-from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, const
-from mhc_inductor.routing.graph.linear import Datum, Floor, Key, Linear, mapped, of_size, variables_of
+from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, const, present_size, product_of
+from mhc_inductor.routing.graph.linear import Datum, Floor, Key, Linear, mapped, number, of_size, variables_of
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.keys import All, AnyOf, Compare, Given, Literal, elements_of
 from mhc_inductor.routing.masks.masks import Masks
 
-_MOST = 64
+_MOST_RANGES = 64
+MOST_ENTRIES = 4096
+"""The longest list that the op takes."""
 
 
 @dataclasses.dataclass
@@ -57,8 +62,8 @@ class Judge:
         worth.
         """
         found = [one for conj in rolled(keys) for one in self.interval(conj)]
-        if len(found) > _MOST:
-            raise TooLarge("ranges of keys a query", _MOST, self.where)
+        if len(found) > _MOST_RANGES:
+            raise TooLarge("ranges of keys a query", _MOST_RANGES, self.where)
         return found
 
     def interval(self, conj: All) -> list[Interval]:
@@ -203,6 +208,51 @@ def _odd(low: Linear, high: Linear) -> str:
     elif width <= 0 or factors not in ({1}, {width}):
         return f"{width} keys of blocks of {max(factors)}; expected whole blocks"
     return ""
+
+
+# --- lists of single keys ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """Candidates ``low + 0``, ..., ``low + width - 1`` for every value of the interval's bound variables.
+
+    ``width`` is a number, or a sum of sizes.
+    """
+
+    interval: Interval
+    low: Linear
+    high: Linear
+    width: Linear
+
+    def count(self, hints: Mapping[str, int]) -> int:
+        """Returns the present number of candidates a query."""
+        return present(self.width, hints) * present_size(product_of(v.size for v in self.interval.bound), hints)
+
+
+def entries(intervals: Sequence[Interval], t: Key, hints: Mapping[str, int]) -> list[Entries] | None:
+    """Returns the candidates of all intervals, None if the length of one has no bound."""
+    found = []
+    for each in intervals:
+        one = _shortest(each, t, hints)
+        if one is None:
+            return None
+        if present(one.width, hints) > 0:
+            found.append(one)
+    return found
+
+
+def _shortest(each: Interval, t: Key, hints: Mapping[str, int]) -> Entries | None:
+    """Returns the candidates between the start and the end of an interval that are least far apart."""
+    pairs = itertools.product([*each.lowers, number(0)], [*each.uppers, of_size(t.size)])
+    spans = [Entries(each, low, high, high.minus(low)) for low, high in pairs]
+    known = [one for one in spans if not one.width.terms]
+    return min(known, key=lambda one: present(one.width, hints), default=None)
+
+
+def present(width: Linear, hints: Mapping[str, int]) -> int:
+    """Returns the present value of a sum of sizes."""
+    return sum(present_size(Size(c, symbols), hints) for symbols, c in width.constant)
 
 
 # --- unrolled loops ---

@@ -16,7 +16,7 @@ from mhc_inductor.routing.graph.linear import Linear, of_size, placed, variables
 from mhc_inductor.routing.masks.layouts import Layouts
 from mhc_inductor.routing.masks.numbers import Numbers
 from mhc_inductor.routing.operators.selection.data_masks import Layer
-from mhc_inductor.routing.operators.selection.entries import Entries
+from mhc_inductor.routing.operators.selection.intervals import Entries
 from mhc_inductor.routing.operators.selection.matches import Found
 
 

@@ -15,9 +15,8 @@ from mhc_inductor.routing.masks.keys import AnyOf, free
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import Pair, sources
 from mhc_inductor.routing.operators.selection.data_masks import Layer, Layers
-from mhc_inductor.routing.operators.selection.entries import Entries
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows
-from mhc_inductor.routing.operators.selection.intervals import Interval
+from mhc_inductor.routing.operators.selection.intervals import Entries, Interval
 
 if TYPE_CHECKING:
     from mhc_inductor.routing.operators.selection.absorb import Absorbed

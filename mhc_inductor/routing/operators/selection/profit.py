@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from mhc_inductor.routing.graph.index import Var, present_size, product_of
-from mhc_inductor.routing.operators.selection.entries import MOST
+from mhc_inductor.routing.operators.selection.intervals import MOST_ENTRIES
 from mhc_inductor.routing.operators.selection.matches import Found
 
 UNKNOWN = 1024
@@ -254,8 +254,8 @@ def list_sides(s: Sizes, training: bool = False) -> Sides:
 def list_refusal(s: Sizes, training: bool = False) -> str:
     """Returns why the op over lists does not replace dense attention, an empty string if it does."""
     assert s.selected is not None
-    if s.selected > MOST:
-        return f"lists of {s.selected} keys a query; the op takes up to {MOST}"
+    if s.selected > MOST_ENTRIES:
+        return f"lists of {s.selected} keys a query; the op takes up to {MOST_ENTRIES}"
     if s.device == "cuda" and (reason := _beyond(s)):
         return reason
     sides = list_sides(s, training)

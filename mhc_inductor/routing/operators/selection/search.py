@@ -21,7 +21,6 @@ from mhc_inductor.routing.operators.selection.attention import Recogniser
 from mhc_inductor.routing.operators.selection.masked import OPAQUE, Masked, unknown
 from mhc_inductor.routing.operators.selection.matches import OP, Found, NotOurs
 from mhc_inductor.routing.operators.selection.profit import absorbs, list_refusal, reads_masks, sizes_of
-from mhc_inductor.routing.operators.selection.renormalised import renormalised
 from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     by_choice,
     gathered,
@@ -31,6 +30,7 @@ from mhc_inductor.routing.operators.selection.unrouted_softmax import (
     logged,
     masked_softmax,
     picked_scores,
+    renormalised,
 )
 from mhc_inductor.routing.operators.selection.weights import Weights, Written
 from mhc_inductor.routing.operators.selection.written_out import written_softmax
