@@ -25,7 +25,7 @@ from mhc_inductor.routing.masks.operands import Source, held
 from mhc_inductor.routing.operators.selection.data_masks import LOW
 from mhc_inductor.routing.operators.selection.empty_rows import EmptyRows, of_places
 from mhc_inductor.routing.operators.selection.fills import Rows
-from mhc_inductor.routing.operators.selection.lists import lists, mask
+from mhc_inductor.routing.operators.selection.lists import lists, mask, ranges
 from mhc_inductor.routing.operators.selection.masked import LEARNED
 from mhc_inductor.routing.operators.selection.matches import Found
 from mhc_inductor.routing.operators.selection.profit import (
@@ -37,7 +37,6 @@ from mhc_inductor.routing.operators.selection.profit import (
     refusal,
     sizes_of,
 )
-from mhc_inductor.routing.operators.selection.ranges import ranges
 from mhc_inductor.routing.operators.selection.search import data_of, orders
 
 SEEN = LOW / 10
