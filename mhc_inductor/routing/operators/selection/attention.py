@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from mhc_inductor.routing.graph.expressions import Ref, aten, number, peel
+from mhc_inductor.routing.graph.expressions import Ref, aten, broadcast, number, peel
 from mhc_inductor.routing.graph.index import (
     ONE,
     DynamicWidth,
@@ -157,7 +157,7 @@ class Recogniser:
         places: list[Var] = digits_of(t.size, self._cuts) if self.gathered else [t]
         self._places = places
         place, picks = joined(places), Picks(masks, places) if self.gathered else None
-        element = None if call.mask is None else _aligned(call.mask, (*lead, s, place))
+        element = None if call.mask is None else broadcast(call.mask, (*lead, s, place))
 
         def visible() -> AnyOf:
             if element is None:
@@ -167,9 +167,9 @@ class Recogniser:
             fills.added(masks.possible(element.value), element.value.dtype)
             return masks.additive(element) if layers is None else layers.added(element)
 
-        q = _aligned(call.q, (*lead, s, var(width)))
-        k = _aligned(call.k, (*kv_lead, place, var(width)))
-        v = _aligned(call.v, (*kv_lead, place, e))
+        q = broadcast(call.q, (*lead, s, var(width)))
+        k = broadcast(call.k, (*kv_lead, place, var(width)))
+        v = broadcast(call.v, (*kv_lead, place, e))
         self.gathers = is_gathered(v, places)
         if picks is not None:
             v, k = picks.below(v), picks.below(k)
@@ -378,14 +378,6 @@ def _grouped(digits: list[Var], k: Value) -> Index:
     if per is None:
         raise NotOurs
     raise Cut([(digits, per)])
-
-
-def _aligned(value: Value, index: Sequence[Index]) -> Ref:
-    """Returns the element of a tensor that broadcasts to ``index``."""
-    if len(value.shape) > len(index):
-        raise NotOurs
-    tail = index[len(index) - len(value.shape) :]
-    return Ref(value, tuple(const(0) if s == ONE else i for s, i in zip(value.shape, tail, strict=True)))
 
 
 def _side(weights: Weights, out: Ref) -> tuple[Traced, Ref, Var]:

@@ -17,7 +17,7 @@ from mhc_inductor.routing.graph.index import ONE, Size, Unsupported, Var, const,
 from mhc_inductor.routing.graph.linear import Key, Linear, number, of_size, size_of_sum
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.interface import Mismatch
-from mhc_inductor.routing.masks.elements import ADD, DETACH, FILLS, behind_ops, constant_of, filling, kept
+from mhc_inductor.routing.masks.elements import ADD, DETACH, FILLS, constant_of, filling, kept
 from mhc_inductor.routing.masks.keys import All, AnyOf, KeyData, both, either
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import Scaled, dot, products
@@ -25,6 +25,7 @@ from mhc_inductor.routing.masks.scatters import pieces_of
 from mhc_inductor.routing.operators.selection.data_masks import Layers
 from mhc_inductor.routing.operators.selection.fills import Fills
 from mhc_inductor.routing.operators.selection.matches import NotOurs
+from mhc_inductor.routing.operators.selection.weights import over
 
 
 class Scores:
@@ -227,17 +228,9 @@ OTHER_LOGITS = (
 
 def _is_row_maximum(value: Any, of: Value, ref: Ref) -> bool:
     """Checks whether ``value`` is the maximum of ``of`` over the keys; a softmax does not change if it is subtracted."""
-    value = behind_ops(value, DETACH)
-    if not isinstance(value, Value) or value.func not in (aten.max.dim, aten.amax.default) or value.out != 0:
-        return False
-    x, *rest = value.args
-    dims = rest[0] if rest else value.kwargs.get("dim")
-    dims = [dims] if isinstance(dims, int) else dims
-    if x is not of or not dims or len(dims) != 1 or len(value.shape) != len(of.shape):
-        return False
-    d = dims[0] % len(of.shape)
+    d = over(value, of, aten.amax.default, aten.max.dim, through=DETACH)
     keys = [k for k, i in enumerate(ref.index) if any(isinstance(v, Key) for v in i.variables())]
-    return keys == [d] or (not keys and d == len(of.shape) - 1)
+    return d is not None and (keys == [d] or (not keys and d == len(of.shape) - 1))
 
 
 CHANGES = {

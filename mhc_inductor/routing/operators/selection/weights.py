@@ -63,15 +63,33 @@ def _hidden_rows(mask: Any, softmax: Value) -> bool:
     reduced = ANY if inner is not mask else ALL
     if not isinstance(inner, Value) or inner.func not in reduced or softmax.func is not aten._softmax.default:
         return False
-    at, *rest = inner.args
-    dims = [*rest[:1]] if rest and isinstance(rest[0], int) else list(rest[0] if rest else ())
+    at = inner.args[0]
+    if over(inner, at, *reduced) != softmax.args[1] % len(softmax.shape):
+        return False
     if inner is not mask:
         at = at.args[0] if isinstance(at, Value) and at.func in NOT else None
     if not isinstance(at, Value) or at.func is not aten.eq.Scalar or constant_of(at.args[1]) != -math.inf:
         return False
-    rank = len(softmax.shape)
-    same_dims = [d % rank for d in dims] == [softmax.args[1] % rank] and len(inner.shape) == rank
-    return same_dims and behind_ops(at.args[0], CASTS) is behind_ops(softmax.args[0], CASTS)
+    return behind_ops(at.args[0], CASTS) is behind_ops(softmax.args[0], CASTS)
+
+
+def over(value: Any, of: Value, *funcs: Any, through: Any = ()) -> int | None:
+    """Returns the dim of ``of`` that ``value``, broadcast to it, is reduced over; None if it is something else.
+
+    ``through``: calls that may stand in between. A softmax does not depend on the maximum, so only that may be detached.
+    """
+    value = behind_ops(value, through)
+    if not isinstance(value, Value) or len(value.shape) != len(of.shape):
+        return None
+    gone = [d for d, (a, b) in enumerate(zip(value.shape, of.shape, strict=True)) if a != b]
+    if len(gone) != 1 or value.shape[gone[0]] != ONE:
+        return None
+    if value.func is aten.unsqueeze.default and value.args[1] % len(of.shape) == gone[0]:
+        value = value.args[0]
+    if not isinstance(value, Value) or value.func not in funcs or value.out or value.kwargs or len(value.args) < 2:
+        return None
+    dims = [value.args[1]] if isinstance(value.args[1], int) else [*value.args[1]]
+    return gone[0] if behind_ops(value.args[0], through) is of and [d % len(of.shape) for d in dims] == gone else None
 
 
 def shows(value: Value, known: Container[Value]) -> bool:

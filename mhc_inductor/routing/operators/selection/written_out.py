@@ -22,7 +22,7 @@ from mhc_inductor.routing.graph.values import Value, imagined
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.masks.elements import DETACH, behind_ops
 from mhc_inductor.routing.masks.operands import DIVIDE, dot, has_product
-from mhc_inductor.routing.operators.selection.weights import REACH, Written, shows
+from mhc_inductor.routing.operators.selection.weights import REACH, Written, over, shows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _Power:
 
     def sinks(self, total: Any) -> list[Value] | None:
         """Returns the sink whose exponential is added to the sum ``total`` over the keys, if any; None for no such sum."""
-        if _over(total, self.value, aten.sum.dim_IntList) == self.dim:
+        if over(total, self.value, aten.sum.dim_IntList) == self.dim:
             return [] if self.counted is None else None
         if not isinstance(total, Value) or total.func is not aten.add.Tensor or total.kwargs:
             return None
@@ -49,7 +49,7 @@ class _Power:
             sink = behind_ops(less.args[0], DETACH) if self.counted is not None else self.counted
             if (
                 sink is self.counted
-                and _over(a, self.value, aten.sum.dim_IntList) == self.dim
+                and over(a, self.value, aten.sum.dim_IntList) == self.dim
                 and a.shape == total.shape
             ):
                 return [less.args[0]]
@@ -94,7 +94,7 @@ def written_softmax(view: View, node: fx.Node) -> Written | None:
     if less.func is not aten.sub.Tensor or less.kwargs or len(less.args) > 2 or less.shape != less.args[0].shape:
         return None
     scores, top = less.args
-    if (dim := _over(top, scores, aten.logsumexp.default)) is not None:
+    if (dim := over(top, scores, aten.logsumexp.default)) is not None:
         # Without products it may be another operator's formula, such as a Sinkhorn iteration.
         return _Power(node, value, scores, top, dim).read(view, value, node, []) if has_product(scores) else None
     found = _maximum(node, value)
@@ -119,7 +119,7 @@ def _maximum(node: fx.Node, value: Value) -> _Power | None:
     if isinstance(both, Value) and both.func is aten.maximum.default:
         pairs = [both.args, both.args[::-1]]
     for highest, sink in pairs:
-        dim = _over(highest, scores, aten.amax.default, aten.max.dim, through=DETACH)
+        dim = over(highest, scores, aten.amax.default, aten.max.dim, through=DETACH)
         if dim is not None:
             return _Power(node, value, scores, top, dim, behind_ops(sink, DETACH))
     return None
@@ -172,22 +172,3 @@ def _readers(view: View, node: fx.Node, value: Value) -> dict[Value | None, fx.N
 
     view.descendants([node], passes, REACH)
     return found
-
-
-def _over(value: Any, of: Value, *funcs: Any, through: Any = ()) -> int | None:
-    """Returns the dim of ``of`` that ``value``, broadcast to it, is reduced over; None if it is something else.
-
-    ``through``: calls that may stand in between. A softmax does not depend on the maximum, so only that may be detached.
-    """
-    value = behind_ops(value, through)
-    if not isinstance(value, Value) or len(value.shape) != len(of.shape):
-        return None
-    gone = [d for d, (a, b) in enumerate(zip(value.shape, of.shape, strict=True)) if a != b]
-    if len(gone) != 1 or value.shape[gone[0]] != ONE:
-        return None
-    if value.func is aten.unsqueeze.default and value.args[1] % len(of.shape) == gone[0]:
-        value = value.args[0]
-    if not isinstance(value, Value) or value.func not in funcs or value.out or value.kwargs or len(value.args) < 2:
-        return None
-    dims = [value.args[1]] if isinstance(value.args[1], int) else [*value.args[1]]
-    return gone[0] if behind_ops(value.args[0], through) is of and [d % len(of.shape) for d in dims] == gone else None
