@@ -39,17 +39,12 @@ _PACKED = 7
 
 
 class Sample:
-    """Makes the tensors that determine which keys a query sees, such that each query sees at least one.
+    """Makes the tensors that determine which keys a query sees, such that each query sees at least one."""
 
-    With ``empty_rows``, some queries see none in every second case. It is for an op that gives what the formula gives
-    in rows without keys.
-    """
-
-    def __init__(self, one: Found, empty_rows: bool = False) -> None:
+    def __init__(self, one: Found) -> None:
         widths = [w for i in one.intervals for low, high in i.pairs() if (w := high.minus(low).value) is not None]
         self.keys = 0 if one.t.size.symbols else one.t.size.factor
         self.most = max(1, self.keys // max([1, *widths]))
-        self.empty_rows = empty_rows
         self.keyed = {ref.value.node for each in one.intervals for ref in elements_of(*each.keyed)}
         self.packed = {value.node: what for value, what in one.masks.packed.items()}
         self.roles: dict[fx.Node | None, _Role] = {}
@@ -103,13 +98,10 @@ class Sample:
         if value.node in self.keyed and value.node not in self.roles:
             return None
         role = self.roles.get(value.node, _Role())
-        any_row = case % 2 == 1 and self.empty_rows
         if dtype is torch.bool:
-            return None if any_row or role.want is None else torch.full(shape, role.want, device=device)
+            return None if role.want is None else torch.full(shape, role.want, device=device)
         most = self.most if role.most is None else max(1, min(self.most, role.most))
         made = torch.randint(0, most, shape, dtype=dtype, device=device, generator=generator)
-        if any_row:
-            return made
         if role.starts and role.ends and role.pair is not None:
             low, high = made.sort(role.pair).values.unbind(role.pair)
             return torch.stack([_first(low, role.pick, role.pair), high + 1], role.pair)
