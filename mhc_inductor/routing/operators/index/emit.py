@@ -13,6 +13,7 @@ from torch import fx
 
 from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.index import ONE, Var
+from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.layouts import Layouts
@@ -180,17 +181,9 @@ class _Emission:
         return functools.reduce(lambda a, b: self.emit(torch.logical_and, a, b), masks) if masks else None
 
     def _read(self, mask: Mask) -> fx.Node:
-        one, t = self.one, self.one.formula.t
-        groups: list[list[Var]] = [one.batch, one.query, [t]]
-        order = [v for group in groups for v in group if v.size != ONE]
-        used = {v for i in mask.ref.index for v in i.variables()}
-        node = self.layouts.spread(mask.ref, order)
-        # A dim that several digits share is joined below, so these digits are expanded first.
-        shared = [v for g in groups if len([v for v in g if v.size != ONE]) > 1 for v in g if v not in used]
-        wide = [v for v in order if v in shared or (v is t and v not in used)]
-        if wide:
-            node = self.emit("expand", node, *[self.layouts.size(v.size) if v in wide else -1 for v in order])
-        node = self.layouts.joined(node, groups)
+        same = variables_of(mask.ref).isdisjoint
+        rows = [[] if same(digits) else digits for digits in (self.one.batch, self.one.query)]
+        node = self.layouts.placed(mask.ref, [*rows, [self.one.formula.t]])
         if mask.added:
             return self.emit(operator.eq, node, 0)
         return node if mask.want else self.emit(torch.logical_not, node)

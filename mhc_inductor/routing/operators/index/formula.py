@@ -179,7 +179,8 @@ class _Walk:
         """Returns the argument of the relu. Raises Mismatch or Unrelated where there is none."""
         for _ in range(_LONGEST):
             ref = self._through(ref)
-            if (inside := relu_of(ref)) is not None:
+            if _is_relu(ref.value):
+                inside = _broadcast(ref.value.args[0], ref)
                 self.met.append(inside.value)
                 return inside
             if (reduced := reduction(ref)) is not None:
@@ -278,6 +279,7 @@ def _parameter(ref: Ref) -> bool:
 
 
 def _is_relu(value: Value) -> bool:
+    """Checks whether a value is the relu, in any spelling, of its first argument."""
     func, args = value.func, value.args
     if func is aten.relu.default:
         return True
@@ -301,11 +303,6 @@ def _is_positive(value: Value, of: Any) -> bool:
     """Checks whether a value, or what it is cast from, is ``of > 0`` or ``of >= 0``."""
     value = behind_ops(value, SHOWN)
     return value.func in _ABOVE and value.args[0] is of and constant_of(value.args[1]) == 0.0
-
-
-def relu_of(ref: Ref) -> Ref | None:
-    """Returns the argument of a relu in any spelling; None for anything else."""
-    return _broadcast(ref.value.args[0], ref) if _is_relu(ref.value) else None
 
 
 def has_relu(value: Value) -> bool:

@@ -22,17 +22,14 @@ from mhc_inductor.routing.graph.values import Value, values_in
 from mhc_inductor.routing.graph.view import View
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.elements import ALL, ANY, CASTS, FILLS, SUMS, constant_of, inner
-from mhc_inductor.routing.masks.scatters import GATHERS, looked_up
+from mhc_inductor.routing.masks.scatters import GATHERS, PUTS, SCATTERS, looked_up
+from mhc_inductor.routing.operators.index.formula import peeled
 from mhc_inductor.routing.operators.index.matches import Found
 
 _MOST = 4096  # nodes that use the choice
 _SET = {*SUMS, *ANY, *ALL, aten.mean.dim, aten.prod.dim_int, aten.logsumexp.default, aten.max.dim, aten.min.dim}
 _SOFTMAXES = {aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default}
-_SCATTERS = {
-    *(aten.scatter.value, aten.scatter.src, aten.scatter_add.default),
-    *(aten.scatter.value_reduce, aten.scatter_reduce.two),
-}
-_PUTS = {aten.index_put.default, aten._unsafe_index_put.default}
+_SCATTERS = (*SCATTERS, aten.scatter_add.default, aten.scatter.value_reduce, aten.scatter_reduce.two)
 _ORDERED: dict[Any, tuple[int, int]] = {
     **dict.fromkeys((aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default), (1, 0)),
     **dict.fromkeys((aten.flip.default, aten.argmax.default, aten.argmin.default), (1, 0)),
@@ -345,8 +342,7 @@ def _aligned(shapes: Sequence[Sequence[Size]]) -> list[list[Size]]:
 
 def _varies(ref: Ref, rank: Index) -> bool:
     """Checks whether an element may differ with the rank."""
-    while (below := inner(ref)) is not None:
-        ref = below
+    ref = peeled(ref)
     shared = any(_overlap(a, b) for i in ref.index for a in i.atoms() for b in rank.atoms())
     return shared and ref.value.func not in _UNIFORM and constant_of(ref.value) is None
 
@@ -377,7 +373,7 @@ _RULES: dict[Any, Callable[[_Ranks, Ref], Index | None]] = {
     aten.embedding.default: _Ranks._embedded,
     **dict.fromkeys(GATHERS, _Ranks._gathered),
     **dict.fromkeys(_SCATTERS, _Ranks._scattered),
-    **dict.fromkeys(_PUTS, _Ranks._put),
+    **dict.fromkeys(PUTS, _Ranks._put),
     **dict.fromkeys(_ORDERED, _Ranks._ordered),
     **dict.fromkeys(_SET, _Ranks._reduced),
     **dict.fromkeys(_SOFTMAXES, _Ranks._softmax),

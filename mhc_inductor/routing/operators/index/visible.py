@@ -217,15 +217,11 @@ def _below(mask: Mask) -> Mask | None:
     if below is not None:
         return dataclasses.replace(mask, ref=below)
     if not mask.added:
-        return Mask(Ref(value.args[0], ref.index), not mask.want, False) if _negates(mask) else None
+        negates = value.func in NOT and value.args[0].dtype is torch.bool
+        return Mask(Ref(value.args[0], ref.index), not mask.want, False) if negates else None
     if value.func is torch.ops.aten.where.self:
         cond, *sides = value.args
         shown = [constant_of(x) == 0.0 for x in sides]
         if sum(shown) == 1 and all(constant_of(x) is not None for x in sides) and cond.dtype is torch.bool:
             return Mask(_broadcast(cond, ref), shown[0], False)
     return None
-
-
-def _negates(mask: Mask) -> bool:
-    value = mask.ref.value
-    return value.func in NOT and value.args[0].dtype is torch.bool

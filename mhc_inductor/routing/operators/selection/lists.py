@@ -12,7 +12,7 @@ from torch import fx
 
 from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.index import ONE, Index, Size, Unsupported, Var, var
-from mhc_inductor.routing.graph.linear import Datum, Linear, of_size, placed, variables_of
+from mhc_inductor.routing.graph.linear import Datum, Linear, of_size, placed, size_of_sum, variables_of
 from mhc_inductor.routing.graph.values import example
 from mhc_inductor.routing.masks.keys import Compare, Literal
 from mhc_inductor.routing.masks.layouts import Layouts, layout
@@ -159,15 +159,10 @@ def _inside(numbers: Numbers, mask: Layer, ref: Ref) -> fx.Node:
 
 
 def _width(layouts: Layouts, each: Entries, device: torch.device) -> Size:
-    """Returns the number of candidates as a size. A sum of sizes gets a symbol of its own."""
-    width = each.width
-    if not width.constant:
-        return ONE
-    if len(width.constant) == 1:
-        ((symbols, c),) = width.constant
-        return Size(c, symbols)
-    made = Size(1, (f"width of {width.constant}",))
-    layouts.give(made, Numbers(layouts, [], device).size_of(width))
+    """Returns the number of candidates as a size. A sum of sizes is computed where the keys are."""
+    made = size_of_sum(each.width)
+    if len(each.width.constant) > 1:
+        layouts.give(made, Numbers(layouts, [], device).size_of(each.width))
     return made
 
 

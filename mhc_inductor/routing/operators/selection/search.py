@@ -125,18 +125,18 @@ class Search:
         Fixes dynamic sizes at their present values where the analysis needs that, and unfixes them if that finds
         nothing.
         """
-        stages = [False, True]
+        stages = iter((False, True))
         before = dict(self.values.fixed)
         while True:
             self.misses, self.failed = [], []
             try:
                 found = self._attempt()
             except DynamicWidth as dynamic:
-                if not self._fix(set(dynamic.size.symbols)):
+                if not self.values.fix(dynamic.size.symbols):
                     return []
                 continue
             # If all sizes are dynamic, the number of heads often is what cannot be followed: fix it and retry.
-            if found or not any(self._fix(self._open(stages.pop(0))) for _ in range(len(stages))):
+            if found or not any(self.values.fix(self._open(batch)) for batch in stages):
                 if not found:
                     self.values.forget(before)
                 return found
@@ -144,10 +144,6 @@ class Search:
     def _open(self, batch: bool) -> set[str]:
         """Returns the symbols that failed recognisers would fix."""
         return set().union(*(recogniser.narrow(batch) for recogniser in self.failed))
-
-    def _fix(self, symbols: set[str]) -> bool:
-        """Treats ``symbols`` as their present values from now on. Returns whether any is new."""
-        return bool(symbols) and self.values.fix(symbols)
 
     def _attempt(self) -> list[Found]:
         found: list[Found] = []
