@@ -53,11 +53,6 @@ class Visible:
     masks: list[Mask] = dataclasses.field(default_factory=list)
     fill: float | None = -math.inf
 
-    @property
-    def all(self) -> bool:
-        """Returns whether every query sees every key."""
-        return not (self.limits or self.conditions or self.masks)
-
     def data(self) -> list[Ref]:
         """Returns the elements of tensors that the limits are computed from."""
         return elements_of(*self.limits, *self.conditions)

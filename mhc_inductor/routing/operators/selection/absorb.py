@@ -22,9 +22,9 @@ from mhc_inductor.routing.graph.index import ONE, DynamicWidth, Unsupported, Var
 from mhc_inductor.routing.graph.linear import Key, placed
 from mhc_inductor.routing.graph.values import Value, example, reached
 from mhc_inductor.routing.graph.view import View
-from mhc_inductor.routing.masks.layouts import Layouts
+from mhc_inductor.routing.masks.layouts import Layouts, best
 from mhc_inductor.routing.masks.operands import Pair, Source, sources
-from mhc_inductor.routing.operators.selection.latent_parts import Part, Weight, farthest, parts_of, rows_of
+from mhc_inductor.routing.operators.selection.latent_parts import Part, Weight, parts_of, rows_of
 from mhc_inductor.routing.operators.selection.matches import Found
 
 _SCORES = "bshd,hdl->bshl"
@@ -188,7 +188,7 @@ def _same(keys: Part, values: Part) -> Source:
 def _slice_of(pair: Pair, part: Part, digits: list[Var]) -> Source:
     """Returns the features of q that meet a part of K."""
     ref = placed(pair.q, pair.d, var(part.feature).plus(const(part.start)))
-    found = farthest([*sources(ref)], [*digits, part.feature])
+    found = best(ref, [*digits, part.feature])
     if found is None:
         raise Unsupported
     return found

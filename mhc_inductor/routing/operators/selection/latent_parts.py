@@ -14,7 +14,7 @@ from mhc_inductor.routing.graph.expressions import Ref, aten, joined, peel, step
 from mhc_inductor.routing.graph.index import Index, Size, Unsupported, Var, const, var
 from mhc_inductor.routing.graph.linear import variables_of
 from mhc_inductor.routing.graph.values import Value
-from mhc_inductor.routing.masks.layouts import layout
+from mhc_inductor.routing.masks.layouts import best, layout
 from mhc_inductor.routing.masks.operands import Source, dot, sources
 
 _DEFAULTS = (0, None, None, 1)
@@ -88,14 +88,8 @@ def _narrowed(source: Source, dtype: torch.dtype) -> Source:
     return dataclasses.replace(source, dtype=dtype) if narrow else source
 
 
-def farthest(found: Sequence[Source], digits: Sequence[Var]) -> Source | None:
-    """Returns the last source that holds a plain array of ``digits`` and has a node, or None."""
-    fit = [s for s in found if _plain(s, digits)]
-    return fit[-1] if fit else None
-
-
-def _shared(piece: _Piece, digits: Sequence[Var]) -> Part:
-    found = farthest([*sources(piece.ref)], digits)
+def _shared(piece: _Piece, digits: list[Var]) -> Part:
+    found = best(piece.ref, digits)
     if found is None:
         raise Unsupported
     return Part(piece.of, piece.start, piece.feature, shared=_narrowed(found, piece.dtype))
@@ -156,15 +150,13 @@ def _projected(source: Source, piece: _Piece, rows: Sequence[Var], head: Var) ->
     if len(sides) != 1:
         raise Unsupported  # a projection of a tensor that differs between the heads
     c = found[1] if sides[0] is found[0] else found[0]
-    held = tuple(_narrowed(s, source.dtype) for s in sources(c) if _plain(s, [*rows, latent]))
+    digits = {*rows, latent}
+    plain = (s for s in sources(c) if s.ref.value.node is not None and layout(s.ref, digits, set()) is not None)
+    held = tuple(_narrowed(s, source.dtype) for s in plain)
     if not held:
         raise Unsupported
     weight = _weight(sides[0], source.dtype, head, piece.feature, latent)
     return Part(piece.of, piece.start, piece.feature, None, held, weight)
-
-
-def _plain(source: Source, digits: Sequence[Var]) -> bool:
-    return source.ref.value.node is not None and layout(source.ref, set(digits), set()) is not None
 
 
 def _weight(ref: Ref, dtype: torch.dtype, head: Var, feature: Var, latent: Var) -> Weight:
