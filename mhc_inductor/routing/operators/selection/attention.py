@@ -32,9 +32,8 @@ from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.keys import TRUE, AnyOf, alike, both
 from mhc_inductor.routing.masks.masks import Masks
 from mhc_inductor.routing.masks.operands import Pair, Scaled, dot
-from mhc_inductor.routing.operators.selection import dim_roles
 from mhc_inductor.routing.operators.selection.data_masks import Layers
-from mhc_inductor.routing.operators.selection.digits import Cut, cut_at, digits_of, joined, splits
+from mhc_inductor.routing.operators.selection.digits import Cut, assign_roles, cut_at, digits_of, joined, splits
 from mhc_inductor.routing.operators.selection.fills import Fills, Rows, seen_by_all
 from mhc_inductor.routing.operators.selection.masked import selecting
 from mhc_inductor.routing.operators.selection.matches import Found, NotOurs
@@ -271,7 +270,7 @@ class Recogniser:
             if not places or not cut_at(cuts, dims, [([root], by) for root, by in places]):
                 break
         found.keys = found.mask()
-        dim_roles.assign(found, self.values.sizes)
+        assign_roles(found, self.values.sizes)
         found.fills.check(found.out)
         found.rows = self._rows(found)
         if found.rows is not Rows.SEEN and any(x.added or x.value > -math.inf for x in found.fills.found):
