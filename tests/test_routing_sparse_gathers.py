@@ -312,6 +312,12 @@ def clamped_high(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Te
     return attend(q, rows_of(k, at), rows_of(v, at))
 
 
+def clamped_across(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
+    """A lower bound above the upper one: the clamp gives -2 everywhere, which is the last key but one."""
+    at = (x[..., :K] * 10).long().clamp(3, -2)
+    return attend(q, rows_of(k, at), rows_of(v, at))
+
+
 def smallest_of_rows(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tensor:
     at = x.topk(K).indices // 2
     return attend(q, rows_of(k, at), rows_of(v, at))
@@ -351,7 +357,7 @@ def given_bias(q: Tensor, k: Tensor, v: Tensor, x: Tensor, sink: Tensor) -> Tens
 REPEATING = {
     f.__name__: f
     for f in (given_indices, twice, repeated, overlapping, offset_too_small, fills_visible, another_fill_hidden, other_dim,
-              clamped_high, smallest_of_rows, cut, given_bias)
+              clamped_high, clamped_across, smallest_of_rows, cut, given_bias)
 }  # fmt: skip
 
 

@@ -258,6 +258,8 @@ class Picks:
                 return functools.reduce(self._either, (self._side(x, a.ref) for x in filled[2:]))
             if value.func in CLAMPS and (limits := self._limits(value)) is not None:
                 low, high = limits
+                if None not in limits:  # where the lower bound lies above the upper one, a clamp gives the upper one
+                    low, _ = self._either((low, None), (high, None))
                 inside = self._side(value.args[0], a.ref)[1]
                 if high is None and inside is not None and low is not None and at_least_zero(inside.minus(low)):
                     high = inside
