@@ -363,6 +363,17 @@ def test_indices_out_of_range_raise_as_before(name: str) -> None:
             call(fn, _picks(picks), (), False)
 
 
+def test_a_topk_of_no_keys_shows_none() -> None:
+    """Rows without keys give NaN: where no key is picked, no query is known to see one."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        picked = (q @ k.mT).topk(0, -1)[1]
+        mask = torch.zeros(2, 2, T, T, dtype=torch.bool).scatter(-1, picked, True)
+        return (q @ k.mT * 0.35).masked_fill(~mask, -INF).softmax(-1) @ v
+
+    _same(fn, _given())
+
+
 def test_indices_of_topk_need_no_check() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
         mask = torch.zeros(2, 2, T, T, dtype=torch.bool).scatter(-1, index.topk(3, -1)[1], True)

@@ -182,14 +182,16 @@ def _top(conj: All, t: Key, masks: Masks) -> bool:
     value = data.ref.value
     same = picks[0].value in (atom(t).minus(atom(data)), atom(data).minus(atom(t)))
     wanted = conj.literals - {picks[0]}
-    if same and not wanted and value.func in PICKS and value.out == 1:
+    if not same or value.func not in PICKS or value.out != 1 or not conj.bound[0].size.factor:
+        return False
+    if not wanted:
         return True  # every pick is visible, and there is one
-    if not same or value.func is not aten.topk.default:
+    if value.func is not aten.topk.default:
         return False
     scores, k, *rest = value.args
     largest = rest[1] if len(rest) > 1 else value.kwargs.get("largest", True)
     last = not rest or rest[0] in (-1, len(value.shape) - 1)
-    if value.out != 1 or not largest or not last or not isinstance(k, int) or k < 1:
+    if not largest or not last or not isinstance(k, int):
         return False
     if conj.bound[0] not in data.ref.index[-1].variables():
         return False
