@@ -58,10 +58,9 @@ class Numbers:
             constant = part if constant is None else self.emit(operator.add, constant, part)
         return constant
 
-    def extreme(self, bounds: list[Linear], pick: Any) -> fx.Node | None:
-        """Returns the node of the largest or smallest of ``bounds``, None without bounds."""
-        nodes = [self.of(x) for x in dict.fromkeys(bounds)]
-        return functools.reduce(lambda a, b: self.emit(pick, a, b), nodes) if nodes else None
+    def extreme(self, bounds: list[Linear], pick: Any) -> fx.Node:
+        """Returns the node of the largest or smallest of ``bounds``, at least one."""
+        return functools.reduce(lambda a, b: self.emit(pick, a, b), map(self.of, dict.fromkeys(bounds)))
 
     def holds(self, condition: Literal) -> fx.Node:
         """Returns the node of a condition's truth value."""

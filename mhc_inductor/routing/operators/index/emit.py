@@ -13,7 +13,7 @@ from torch import fx
 
 from mhc_inductor.routing.edit import Edit, node_of
 from mhc_inductor.routing.graph.index import ONE, Var
-from mhc_inductor.routing.graph.linear import variables_of
+from mhc_inductor.routing.graph.linear import of_size, variables_of
 from mhc_inductor.routing.graph.values import Value, example
 from mhc_inductor.routing.interface import Mismatch
 from mhc_inductor.routing.masks.layouts import Layouts
@@ -36,9 +36,7 @@ class _Emission:
 
     def __init__(self, edit: Edit, one: Found) -> None:
         self.edit, self.emit, self.one = edit, edit.emit, one
-        sources = [one.q, one.k, *one.weights]
-        refs = [*(s.ref for s in sources), *(m.ref for m in one.visible.masks), *one.visible.data()]
-        self.layouts = Layouts(edit, refs, {})
+        self.layouts = Layouts(edit, one.refs, {})
         self.device = example(node_of(one.outs[0])).device
         self.rows = [v for v in (*one.batch, *one.query) if v.size != ONE]
 
@@ -161,10 +159,7 @@ class _Emission:
         if not seen.limits and not seen.conditions:
             return None
         numbers = Numbers(self.layouts, self.rows, self.device)
-        limit = numbers.extreme(seen.limits, torch.minimum)
-        if limit is None:
-            limit = self.emit(torch.full, [1] * len(self.rows), self.layouts.size(self.one.formula.t.size),
-                              dtype=torch.int64, device=self.device)  # fmt: skip
+        limit = numbers.extreme(seen.limits or [of_size(self.one.formula.t.size)], torch.minimum)
         for condition in seen.conditions:
             limit = self.emit(torch.where, numbers.holds(condition), limit, 0)
         return self._spread(limit)

@@ -53,11 +53,15 @@ class Found:
         """Returns whether the values of ``topk`` are used, too."""
         return self.chooses and not all(v.out for v in self.outs)
 
+    @property
+    def refs(self) -> list[Ref]:
+        """Returns the elements of tensors that the op reads."""
+        read = [*(s.ref for s in (self.q, self.k, *self.weights)), *(m.ref for m in self.visible.masks)]
+        return [*read, *self.visible.data()]
+
     def values(self) -> list[Value]:
         """Returns the tensors that the op reads."""
-        refs = [s.ref for s in (self.q, self.k, *self.weights)]
-        refs += [*self.visible.data(), *(m.ref for m in self.visible.masks)]
-        return list(dict.fromkeys(ref.value for ref in refs))
+        return list(dict.fromkeys(ref.value for ref in self.refs))
 
     def sizes(self, values: Values) -> Sizes:
         """Returns the present sizes, with 4096 for a symbol that has none."""

@@ -39,11 +39,10 @@ def _ranges_of(layouts: Layouts, one: Found, each: Interval, device: torch.devic
         if layout(ref, {*order, pair}, layouts.equal) is not None:
             return _ranged(layouts, layouts.spread(ref, [*order, pair]), order, lead)
     numbers = Numbers(layouts, order, device)
-    low = numbers.extreme([x for x in each.lowers if x.value is None or x.value > 0], torch.maximum)
+    starts = [x for x in each.lowers if x.value is None or x.value > 0]
+    low = numbers.extreme(starts or [Linear()], torch.maximum)
     ends = [x for x in each.uppers if x != of_size(one.t.size)]
     high = numbers.extreme(ends or [of_size(one.t.size)], torch.minimum)
-    low = numbers.of(Linear()) if low is None else low
-    assert high is not None
     for condition in each.conditions:
         if not _implied(condition, each):
             high = emit(torch.where, numbers.holds(condition), high, 0)
