@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mhc_inductor.options import RoutingOptions
+from mhc_inductor.routing.operators.selection.empty_rows import EmptyRows
 from tests.capture import Captured, difference, eager, reasons, run
 
 INF = float("inf")
@@ -361,6 +362,18 @@ def test_indices_out_of_range_raise_as_before(name: str) -> None:
     for call in (run, eager):
         with pytest.raises((IndexError, RuntimeError)):
             call(fn, _picks(picks), (), False)
+
+
+def test_rows_without_keys_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that leaves 0 where the formula gives NaN is refused."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> Tensor:
+        return (q @ k.mT * 0.35).masked_fill(~(_inside(ranges) & _causal()), -INF).softmax(-1) @ v
+
+    assert run(fn, _given(), (), False).ops
+    monkeypatch.setattr(EmptyRows, "put", lambda self, o, rows: o)
+    got = run(fn, _given(), (), False)
+    assert not got.ops and "NaN or infinite at different places" in reasons(got)
 
 
 def test_a_topk_of_no_keys_shows_none() -> None:

@@ -13,6 +13,7 @@ from mhc_inductor.routing.graph.expressions import Ref
 from mhc_inductor.routing.graph.values import Value
 from mhc_inductor.routing.masks.index_checks import picked_size
 from mhc_inductor.routing.masks.keys import Given, elements_of
+from mhc_inductor.routing.operators.selection.fills import Rows
 from mhc_inductor.routing.operators.selection.intervals import Interval
 from mhc_inductor.routing.operators.selection.matches import Found
 
@@ -39,12 +40,16 @@ _PACKED = 7
 
 
 class Sample:
-    """Makes the tensors that determine which keys a query sees, such that each query sees at least one."""
+    """Makes the tensors that determine which keys a query sees, such that each query sees at least one.
+
+    In every second case some queries may see none, if that is possible and the op gives what the formula gives there.
+    """
 
     def __init__(self, one: Found) -> None:
         widths = [w for i in one.intervals for low, high in i.pairs() if (w := high.minus(low).value) is not None]
         self.keys = 0 if one.t.size.symbols else one.t.size.factor
         self.most = max(1, self.keys // max([1, *widths]))
+        self.empty = one.rows is not Rows.SEEN and not one.opted
         self.keyed = {ref.value.node for each in one.intervals for ref in elements_of(*each.keyed)}
         self.packed = {value.node: what for value, what in one.masks.packed.items()}
         self.roles: dict[fx.Node | None, _Role] = {}
@@ -98,18 +103,23 @@ class Sample:
         if value.node in self.keyed and value.node not in self.roles:
             return None
         role = self.roles.get(value.node, _Role())
+        empty = case % 2 == 1 and self.empty
+
+        def first(made: Tensor, without: int | None = None) -> Tensor:
+            return made if empty else _first(made, role.pick, without)
+
         if dtype is torch.bool:
-            return None if role.want is None else torch.full(shape, role.want, device=device)
+            return None if empty or role.want is None else torch.full(shape, role.want, device=device)
         most = self.most if role.most is None else max(1, min(self.most, role.most))
         made = torch.randint(0, most, shape, dtype=dtype, device=device, generator=generator)
         if role.starts and role.ends and role.pair is not None:
             low, high = made.sort(role.pair).values.unbind(role.pair)
-            return torch.stack([_first(low, role.pick, role.pair), high + 1], role.pair)
+            return torch.stack([first(low, role.pair), high + 1], role.pair)
         if role.starts and not role.ends:
-            return _first(made // 2, role.pick)
+            return first(made // 2)
         if role.ends and not role.starts:
             return most - made // 2
-        return _first(made, role.pick)
+        return first(made)
 
 
 def _first(made: Tensor, pick: set[int], without: int | None = None) -> Tensor:
