@@ -470,3 +470,39 @@ def test_logits_that_two_numbers_scale() -> None:
     changed = {"logits": lambda c: 0.88 * c}
     ops = {"mhc_pre": 1, "mhc_post": 1}
     laws.check(lambda p: laws.block(p["x"], p, changed), laws.mhc_leaves(), routed=ops)
+
+
+# --- dynamic sizes ------------------------------------------------------------------------------------------
+
+ELSEWHERE: dict[str, Fn] = {
+    "a loss that is a mean over tokens": lambda y, x: y.square().mean((1, 2, 3)) + 0.01 * x.mean(1).mean((-1, -2)),
+    "a sigmoid of a mean over tokens": lambda y, x: torch.sigmoid(y.flatten(2).mean(1)[:, :4]),
+    "a gate for each channel": lambda y, x: y * torch.sigmoid(y.mean(1, keepdim=True)),
+    "a norm over tokens": lambda y, x: y * torch.rsqrt(y.square().mean(1, keepdim=True) + 1e-6),
+}
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
+def test_sums_over_dynamic_tokens_elsewhere_fix_no_size(elsewhere: str) -> None:
+    """A size that is fixed although mark_dynamic names it is an error of Dynamo's."""
+    p = parameters()
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = around(x, p, _balanced)
+        return y, ELSEWHERE[elsewhere](y, x)
+
+    got, want = run(fn, (streams(),), [*p.items()], dynamic=None, symbolic=[1]), eager(fn, (streams(),), [*p.items()])
+    assert dict(got.ops) == BOTH and not got.report.problems
+    assert difference(got, want) < 1e-5
+
+
+def test_a_search_that_finds_nothing_fixes_no_size() -> None:
+    """The weights of an attention to few tokens look like matrices of streams where their number is taken as fixed."""
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        q = x.flatten(2)
+        return (q @ q.transpose(1, 2)).softmax(-1) @ q, x * torch.sigmoid(x.mean(1, keepdim=True))
+
+    got, want = run(fn, (streams(2, 6),), dynamic=None, symbolic=[1]), eager(fn, (streams(2, 6),))
+    assert not got.ops and not got.report.problems
+    assert difference(got, want) < 1e-5

@@ -128,8 +128,12 @@ class Search:
     # --- norms and their projections ---
 
     def _groups(self, avoid: set[fx.Node]) -> Iterable[tuple[Norm, list[fx.Node]]]:
-        """Returns every norm of streams with the sigmoids of its projections."""
+        """Returns every norm of streams with the sigmoids of its projections.
+
+        Raises DynamicWidth only where there is none: a gate of something else may be a mean over dynamic tokens.
+        """
         groups: dict[tuple[Value, float, str], tuple[Norm, list[fx.Node]]] = {}
+        dynamic: DynamicWidth | None = None
         unnormed: list[tuple[Value, Mismatch]] = []
         for node, value in self._tensors("sigmoid", "special_expit", "expit", "exp", "tanh"):
             if not value.shape or value.shape[-1].factor > FEW or value.shape[-1].symbols:
@@ -143,8 +147,12 @@ class Search:
                         groups.setdefault(norm.key, (norm, []))[1].append(node)
             except Mismatch as mismatch:
                 unnormed.append((value, mismatch))
+            except DynamicWidth as width:
+                dynamic = dynamic or width
             except Unsupported:
                 continue
+        if dynamic is not None and not groups:
+            raise dynamic
         for value, why in unnormed:
             self.miss("mhc_pre", why, value)
             # Where only the norm differs, the iterations and the post are still those of the op.

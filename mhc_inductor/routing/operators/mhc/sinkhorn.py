@@ -197,7 +197,7 @@ class _Runs:
     """Runs one piece on data."""
 
     def __init__(self, region: Region, piece: Piece, softmax: bool) -> None:
-        self.region, self.n = region, int(example(region.root).shape[-1])
+        self.region, self.n = region, compat.routing.hint(example(region.root).shape[-1])  # int() would fix the size
         numbers, most = numbers_in(region.values), min(len(region.values) + 1, _MOST)
         plain, *others = kinds(numbers)
         self.grad = any(region.view.modes_at(n).grad for n in region.nodes)
